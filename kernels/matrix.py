@@ -1,6 +1,6 @@
 """The weight of a linear layer in the format it is kept in: numbers, or blocks of 32 columns with a scale.
 
-A block of each quantised format, as in a .gguf file (w = the number it stands for):
+A block of each quantized format, as in a .gguf file (w = the number it stands for):
 
     q8_0  34 bytes   d: f16 │ q: 32 × int8                                   w = d * q
     q4_0  18 bytes   d: f16 │ q: 32 × 4 bits                                 w = d * (q - 8)

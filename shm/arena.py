@@ -1,15 +1,14 @@
-"""A slab arena: one writer hands arrays of any size to readers in other processes.
+"""A slab arena: one writer passes arrays of any size to readers in other processes.
 
     free ──put──► published ──release × readers──► free
-          writer             writer, told by messages of the readers
 
-Only the writer moves states, and its tables are ordinary memory of its own: what is shared is bytes alone. The order
-is: write the bytes, then send the message that names them. The message is the publication; readers never poll.
-A slab's generation grows with every use, so a release that comes after the slab has gone is recognised and ignored.
-Readers are counted, not named: each of them releases once.
+Only the writer changes states, and only the bytes are shared; its tables are private memory. The writer writes the
+bytes, then sends the message that names them: the message publishes the slab, and readers never poll. Readers release
+with messages. Every use of a slab has a new generation, so a late release is recognized and ignored. Readers are
+counted, not named: each releases once.
 
-Slabs are ranges in units of 64 bytes. Free ranges are kept sorted by offset and joined with their neighbours when they
-come back; the first that fits is taken. Arrays live for one hop of a message, so the list stays short.
+Slabs are ranges in units of 64 bytes. Free ranges are sorted by offset and merged with their neighbours; `put` takes
+the first fit. An array lives for one hop of a message, so the list of free ranges stays short.
 """
 
 from bisect import bisect_left
@@ -17,7 +16,7 @@ from bisect import bisect_left
 from pipeline.shm.arrays import INLINE_BYTES, Array, ShmRef
 
 UNIT = 64
-"""Slabs begin and end at cache lines."""
+"""Slabs are aligned to cache lines."""
 
 
 class Arena:
@@ -32,7 +31,7 @@ class Arena:
         self.num_bytes = len(memory) // UNIT * UNIT
         self.num_bytes_free = self.num_bytes
         self.num_full = 0
-        """How often an array went inline because the arena had no room for it."""
+        """How often an array was sent inline because the arena was full."""
 
     @property
     def num_live(self) -> int:
@@ -40,8 +39,8 @@ class Arena:
         return len(self._live)
 
     def put(self, data: bytes | memoryview, *, readers: int = 1) -> Array:
-        """Hand over `data`, bytes or a one-dimensional view of bytes: inline where it is small or the arena is full,
-        else as a reference that each of `readers` processes must release once."""
+        """Publish `data`, bytes or a one-dimensional view of bytes. Returns bytes if `data` is small or the arena full,
+        else a reference that each of `readers` processes must release once."""
         assert readers > 0
         length = len(data)
         if length <= INLINE_BYTES:
@@ -63,7 +62,7 @@ class Arena:
         return ShmRef(self._segment, offset, length, self._generation)
 
     def release(self, offset: int, generation: int) -> bool:
-        """One reader is done with a slab. Returns whether the slab was live: a stale release changes nothing."""
+        """Count a reader's release of a slab. Returns whether the slab was live; a stale release changes nothing."""
         slab = self._live.get(offset)
         if slab is None or slab.generation != generation:
             return False

@@ -9,8 +9,7 @@ INLINE_BYTES = 4096
 class ShmRef(msgspec.Struct, array_like=True, frozen=True):
     """Bytes `offset .. offset + length` of the segment called `segment`.
 
-    `generation` is the slab's use count when it was published: a release that names an older generation is stale
-    and is ignored by the arena's owner.
+    `generation` identifies this use of the slab. The arena's owner ignores a release of an older generation.
     """
 
     segment: str
@@ -20,4 +19,4 @@ class ShmRef(msgspec.Struct, array_like=True, frozen=True):
 
 
 Array = bytes | ShmRef
-"""Packed little-endian numbers. The field that holds one says which dtype they have."""
+"""Packed little-endian numbers. The message field defines their dtype."""

@@ -1,7 +1,7 @@
-"""How much memory this process can still have.
+"""How much memory this process can still allocate.
 
-The machine's own count is not enough: in a container the limit is the control group's, and whoever crosses it is
-killed without a word.
+The machine's available memory is not enough: in a container the control group has the limit, and a process that exceeds
+it is killed without an error.
 """
 
 from collections.abc import Iterator
@@ -9,8 +9,10 @@ from pathlib import Path
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Bytes that can be reserved now: the least of what the machine has and what each control group above this
-    process leaves. `root` is where `proc` and `sys` are."""
+    """Bytes that can be reserved now: the minimum over the machine and all control groups of this process.
+
+    `root` contains `proc` and `sys`.
+    """
     return min([_machine(root), *_control_groups(root)])
 
 
@@ -22,7 +24,7 @@ def _machine(root: Path) -> int:
 
 
 def _control_groups(root: Path) -> Iterator[int]:
-    """What each group leaves. In a container the group's own path is not visible, but its files are at the top."""
+    """Available bytes of each group. In a container the group's own path is not visible; its files are at the top."""
     mount = root / "sys/fs/cgroup"
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -44,6 +46,6 @@ def _leaves(mount: Path, path: str, limit_file: str, usage_file: str, prefix: st
         except FileNotFoundError:
             continue  # hidden from this process, or the top, which has no limit
         if limit != "max":
-            # Cached file pages are counted as used, but are given up when memory is needed.
+            # Cached file pages count as used, but the kernel reclaims them.
             cached = int(counts[f"{prefix}inactive_file"]) + int(counts[f"{prefix}active_file"])
             yield max(0, int(limit) - usage + cached)

@@ -1,12 +1,12 @@
-"""Anonymous shared memory: created and reserved by the supervisor, inherited by descriptor.
+"""Anonymous shared memory: the supervisor creates and reserves it, the stages inherit its descriptor.
 
-    create ──► (children inherit the descriptor) ──► map ──► close
-    supervisor                                        child     each holder for itself
+    create ──► (children inherit the descriptor) ──► attach ──► close
+    supervisor                                       child      every holder
 
-What is large and not needed at once is reserved by a thread (`Reservation`), while stages load.
+A large segment that is not needed at once is reserved by a thread (`Reservation`) while stages load.
 
-A segment has no name in any file system, so nothing can be left behind: the kernel frees it with the last descriptor
-and mapping. One process maps it writable, all others read-only.
+A segment has no name in a file system, so nothing is left behind: the kernel frees it with the last descriptor and
+mapping. One process maps it writable, all others read-only.
 """
 
 import errno
@@ -17,19 +17,19 @@ import threading
 from pipeline.shm.available import available_bytes
 
 PART_BYTES = 64 * 1024**2
-"""What a `Reservation` reserves at once: some 15 ms."""
+"""Bytes that a `Reservation` reserves at once, which takes about 15 ms."""
 
 NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
 
 
 def create(name: str, num_bytes: int, key: str = "") -> int:
-    """Create a segment of `num_bytes` and reserve its memory now. Returns its descriptor, closed on exec. `key` is the
-    setting that says how large it is; that of a stage's arena needs not be given.
+    """Create a segment and reserve its memory now. Returns its descriptor, which is closed on exec.
 
-    Raises MemoryError, in words for the user, where the machine can't hold it.
+    `key` is the setting of its size, by default that of a stage's arena. Raises MemoryError with a message for the
+    user if too little memory is available.
     """
     key = key or f"{name.partition('.')[0]}.arena_bytes"
-    # The kernel does not refuse an anonymous file that is too large: it fills the memory until it has to kill somebody.
+    # The kernel does not refuse an anonymous file that is too large: it fills the memory until the OOM killer acts.
     available = available_bytes()
     if num_bytes > available:
         raise _too_large(name, num_bytes, available, key)
@@ -47,17 +47,17 @@ def create(name: str, num_bytes: int, key: str = "") -> int:
 
 def _too_large(name: str, num_bytes: int, available: int, key: str) -> MemoryError:
     return MemoryError(
-        f"cannot reserve {num_bytes / 1024**2:.0f} MiB of shared memory for {name}, where "
-        f"{available / 1024**2:.0f} MiB are free: lower {key}, or free memory"
+        f"cannot reserve {num_bytes / 1024**2:.0f} MiB of shared memory for {name}: only "
+        f"{available / 1024**2:.0f} MiB are available; lower {key}, or free memory"
     )
 
 
 class Reservation:
-    """A segment whose memory is reserved beside other work: by a thread, part by part. `key` is the setting that says
-    how large it is; `others_bytes` is memory that others have not taken yet, and will.
+    """A segment whose memory a thread reserves, part by part.
 
-    `fd` is whoever's that made this, to be closed after `close`. Raises MemoryError, in words for the user, where the
-    machine can't hold it; where that shows later, `check` does.
+    `key` is the setting of its size; `others_bytes` is memory that others are going to allocate. The creator owns `fd`
+    and closes it after `close`. The constructor raises MemoryError with a message for the user if too little memory is
+    available; `check` raises it if that shows later.
     """
 
     def __init__(self, name: str, num_bytes: int, key: str, others_bytes: int = 0) -> None:
@@ -75,25 +75,25 @@ class Reservation:
                 raise
             raise _too_large(name, num_bytes, available, key) from error
         self._error: BaseException | None = None
-        self._is_over = self._is_given_up = False
+        self._is_done = self._is_cancelled = False
         self._thread = threading.Thread(target=self._run, name=f"reserve-{name}", daemon=True)
         self._thread.start()
 
     def fileno(self) -> int:
-        """Readable when it is over."""
+        """A descriptor that becomes readable when the thread is done."""
         return self._ended
 
     def check(self) -> bool:
-        """Whether all is reserved. Raises MemoryError, in words for the user, where there was too little."""
-        if not self._is_over:
+        """Whether all memory is reserved. Raises MemoryError with a message for the user if there was too little."""
+        if not self._is_done:
             return False
         if self._error is not None:
             raise self._error
         return True
 
     def close(self) -> None:
-        """End it, done or not."""
-        self._is_given_up = True
+        """Stop the thread, done or not."""
+        self._is_cancelled = True
         self._thread.join()
         os.close(self._ended)
 
@@ -101,7 +101,7 @@ class Reservation:
         try:
             for begin in range(0, self._num_bytes, PART_BYTES):
                 size = min(PART_BYTES, self._num_bytes - begin)
-                if self._is_given_up:
+                if self._is_cancelled:
                     return
                 if size > (available := available_bytes()):
                     raise _too_large(self._name, self._num_bytes, begin + available, self._key)
@@ -112,12 +112,11 @@ class Reservation:
         except MemoryError as error:
             self._error = error
         finally:
-            self._is_over = True
+            self._is_done = True
             os.eventfd_write(self._ended, 1)
 
 
 def attach(fd: int, num_bytes: int, *, writable: bool) -> memoryview:
-    """Map a segment. The mapping lives as long as the view that is returned, or views of it; the descriptor may be
-    closed."""
+    """Map a segment. The mapping lives as long as the returned view and views of it; the descriptor may be closed."""
     access = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
     return memoryview(mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED, prot=access))

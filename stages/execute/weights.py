@@ -24,7 +24,7 @@ class Weights:
     """The tensors of a model folder, by their Hugging Face names. Raises UserError if a file can't be read.
 
     With `dtype` float32 no number is rounded: matrices that are floats become "f32", and so do those that are joined
-    from several formats. With bfloat16 both become "bf16". Quantised matrices keep their blocks either way.
+    from several formats. With bfloat16 both become "bf16". Quantized matrices keep their blocks either way.
     """
 
     def __init__(self, folder: Path, config: ModelConfig, dtype: torch.dtype) -> None:

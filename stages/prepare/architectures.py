@@ -1,5 +1,6 @@
-"""The architectures as their checkpoints describe them: how a config.json is read, and what a .gguf file does its own
-way. What a Llama-shaped architecture needs is an entry in each of the two tables.
+"""The supported architectures: how to read their config.json, and what differs in their .gguf files.
+
+A Llama-shaped architecture is one entry in each of the two tables.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,22 +19,22 @@ LAYER_KINDS = ("full_attention", "sliding_attention")
 
 
 class ConfigFault(ValueError):
-    """What is wrong with a key of config.json: its name and value, and what would be right."""
+    """A wrong value in config.json: the key, its value, and what would be valid."""
 
 
 def no_windows(config: Mapping[str, Any], num_layers: int) -> Window:
-    """Llama's rule: all layers see everything, whatever the file says."""
+    """Llama's rule: no layer has a window, even if the file names one."""
     return None, None
 
 
 def windows_everywhere(config: Mapping[str, Any], num_layers: int) -> Window:
-    """Mistral's rule: every layer has the window, unless it is null. Where the key is absent it is 4096."""
+    """Mistral's rule: every layer has the window unless it is null; 4096 if the key is absent."""
     return _count(config, "sliding_window", 4096), None
 
 
 def windows_by_layer(config: Mapping[str, Any], num_layers: int) -> Window:
-    """Qwen's rule: no window unless `use_sliding_window`; then the layers that `layer_types` names, or without it those
-    from `max_window_layers` on."""
+    """Qwen's rule: with `use_sliding_window`, the layers in `layer_types` or, if absent, from `max_window_layers`
+    on."""
     uses = config.get("use_sliding_window")
     if not isinstance(uses, bool | None):
         raise ConfigFault(f"use_sliding_window is {shown(uses)}; it must be true or false")
@@ -45,14 +46,14 @@ def windows_by_layer(config: Mapping[str, Any], num_layers: int) -> Window:
     else:
         if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in LAYER_KINDS for kind in kinds):
             raise ConfigFault(
-                f"layer_types is {shown(kinds)}; it must be a list of num_hidden_layers = {num_layers} kinds, each one "
-                f"of {', '.join(LAYER_KINDS)}"
+                f"layer_types is {shown(kinds)}; it must be a list of num_hidden_layers = {num_layers} values, each "
+                f"one of {', '.join(LAYER_KINDS)}"
             )
         layers = [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]
         if layers and window is None:
             raise ConfigFault(
-                "layer_types names layers with sliding_attention, but use_sliding_window or sliding_window says that "
-                "there is no window: the two must agree"
+                "layer_types has layers with sliding_attention, but use_sliding_window or sliding_window disables the "
+                "window: they must agree"
             )
     if window is None or not layers:
         return None, None
@@ -60,27 +61,27 @@ def windows_by_layer(config: Mapping[str, Any], num_layers: int) -> Window:
 
 
 def _count(config: Mapping[str, Any], key: str, default: int, least: int = 1) -> int | None:
-    """A number, `default` where the key is absent, None where it is null."""
+    """An integer; `default` if the key is absent, None if it is null. Raises ConfigFault below `least`."""
     value = config.get(key, default)
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigFault(f"{key} is {shown(value)}; it must be a whole number from {least}")
+        raise ConfigFault(f"{key} is {shown(value)}; it must be an integer of at least {least}")
     return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HfArchitecture:
-    """How the config.json of one `model_type` is read."""
+    """How to read the config.json of one `model_type`."""
 
     class_name: str
-    """Of the causal model, as `architectures` names it."""
+    """The causal model's class, as in `architectures`."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What transformers takes for keys that are absent, where it isn't what it takes for a Llama's."""
+    """transformers' defaults for absent keys, if they differ from Llama's."""
     always: Mapping[str, bool] = field(default_factory=dict)
-    """Flags of ModelConfig that all models of this architecture have, whatever their config.json says."""
+    """Flags of ModelConfig that the architecture fixes; config.json does not override them."""
     windows: Callable[[Mapping[str, Any], int], Window] = no_windows
-    """From config.json and the number of layers. Raises ConfigFault."""
+    """Takes config.json and the number of layers. Raises ConfigFault."""
 
 
 HF_ARCHITECTURES: dict[Architecture, HfArchitecture] = {
@@ -108,29 +109,29 @@ HF_ARCHITECTURES: dict[Architecture, HfArchitecture] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufArchitecture:
-    """What the files of one `general.architecture` do their own way."""
+    """What is specific to the files of one `general.architecture`."""
 
     models: str
-    """Who is called so, for people."""
-    turns_neighbours: bool = False
-    """Rows of q and k are ordered for a rotation of neighbouring pairs; else for that of halves, as in Hugging Face's
-    layout (LLAMA_ROPE_TYPE_NORM and _NEOX in llama.cpp's `llama_model_rope_type`)."""
+    """Model families, for error messages."""
+    interleaved_rope: bool = False
+    """Rows of q and k are ordered for rotary embeddings of adjacent pairs (LLAMA_ROPE_TYPE_NORM in llama.cpp's
+    `llama_model_rope_type`). If False, for rotation of halves as in Hugging Face's layout (LLAMA_ROPE_TYPE_NEOX)."""
     qk_norm: bool = False
     has_windows: bool = False
-    """A sliding window that the file names is that of every layer; else which layers have it isn't known."""
+    """The file's sliding window applies to every layer. If False, a window is refused: its layers are unknown."""
 
 
 GGUF_ARCHITECTURES: dict[Architecture, GgufArchitecture] = {
-    "llama": GgufArchitecture(models="Llama, Mistral, SmolLM2", turns_neighbours=True, has_windows=True),
+    "llama": GgufArchitecture(models="Llama, Mistral, SmolLM2", interleaved_rope=True, has_windows=True),
     "qwen2": GgufArchitecture(models="Qwen2, Qwen2.5"),
     "qwen3": GgufArchitecture(models="Qwen3", qk_norm=True),
 }
 
 
 def flags_of(architecture: HfArchitecture, config: Mapping[str, Any]) -> dict[str, bool]:
-    """The flags of ModelConfig: those that are the architecture's, and what config.json says of the others.
+    """The flags of ModelConfig: those that the architecture fixes, and the others from config.json.
 
-    Raises ConfigFault where a key is no flag.
+    Raises ConfigFault if a value is not a bool.
     """
     keys = {"qkv_bias": "attention_bias", "out_bias": "attention_bias", "mlp_bias": "mlp_bias"}
     flags = dict(architecture.always)

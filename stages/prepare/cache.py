@@ -1,11 +1,10 @@
-"""The user's cache: folders that are there completely or not at all.
+"""The cache on disk: an entry is a folder that is either complete or absent.
 
-    absent ──lock──► .partial-<key> ──fill──► stamped ──rename──► <key> ──a file lost──► absent
-            one process            it alone           at once             found by its size
+    absent ──lock──► .partial-<key> ──fill──► stamped ──rename──► <key> ──file missing or of another size──► absent
 
-An entry is complete when its stamp names every file with its size, and the files are that size. The stamp is written
-last and the folder renamed after it, so a kill at any moment leaves a `.partial-` folder that the next process,
-holding the entry's lock, throws away. Locks are the kernel's (flock) and end with their process.
+A complete entry has a stamp that lists every file with its size, and all files have that size. The stamp is written
+last, then the folder is renamed. A process that is killed leaves a `.partial-` folder; the next holder of the entry's
+lock removes it. The kernel releases the lock (flock) when its process ends.
 """
 
 import errno
@@ -27,16 +26,16 @@ POLL_S = 0.05
 
 
 class Stamp(msgspec.Struct, frozen=True):
-    """What makes an entry complete."""
+    """The contents of `complete.json`."""
 
     source: str
-    """Where it came from, for people who look into the cache."""
+    """Where the model came from; informational."""
     files: dict[str, int]
     """Sizes in bytes by relative path."""
 
 
 class Cache:
-    """Entries under one root. Raises ModelError where the root can't be written."""
+    """Entries below one root. Raises ModelError if the root can't be written."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -54,16 +53,16 @@ class Cache:
         try:
             stamp = msgspec.json.decode((folder / STAMP).read_bytes(), type=Stamp)
             complete = all((folder / name).stat().st_size == size for name, size in stamp.files.items())
-        except (OSError, ValueError):  # whatever is wrong with a stamp, the entry is made again
+        except (OSError, ValueError):  # a missing or broken stamp: `ensure` fills the entry again
             return None
         return folder if complete else None
 
     def ensure(
         self, key: str, source: str, fill: Callable[[Path], None], say: Callable[[str], None], timeout_s: float
     ) -> Path:
-        """The folder of the entry `key`; where it isn't complete, `fill` makes it in an empty folder it is given.
+        """The folder of the entry `key`. If it isn't complete, `fill` writes it into an empty folder first.
 
-        Of several processes one fills and the others wait for it, at most `timeout_s`; `say` tells the user so.
+        One process fills an entry. Others wait for at most `timeout_s` and report it with `say`.
         """
         if (found := self.lookup(key)) is not None:
             return found
@@ -94,11 +93,11 @@ class Cache:
                     break
                 except BlockingIOError:
                     if not waiting:
-                        say("another process is preparing this model: waiting for it")
+                        say("waiting for another process that is preparing this model")
                     waiting = True
                     if time.monotonic() > end:
                         raise ModelError(
-                            f"another process has held {path} for {timeout_s:.0f} s: end it, or raise "
+                            f"another process has held {path} for {timeout_s:.0f} s: end that process, or raise "
                             "supervisor.prepare_timeout_s"
                         ) from None
                 time.sleep(POLL_S)
@@ -120,17 +119,17 @@ class Cache:
 
 
 def require_room(folder: Path, num_bytes: int) -> None:
-    """Raises ModelError where the disk can't take `num_bytes` more."""
+    """Raises ModelError if less than `num_bytes` of disk space are free."""
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
         raise ModelError(
-            f"preparing the model needs {num_bytes / 1024**2:.0f} MiB in {folder.parent}, where "
-            f"{free / 1024**2:.0f} MiB are free: make room, or set cache_dir"
+            f"preparing the model needs {num_bytes / 1024**2:.0f} MiB in {folder.parent}, but only "
+            f"{free / 1024**2:.0f} MiB are free: free disk space, or set cache_dir"
         )
 
 
 def _stamp(folder: Path, source: str) -> None:
-    """Put every file on the disk, then write the stamp that names them."""
+    """Sync every file to disk, then write the stamp that lists them."""
     files = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         with path.open("rb") as file:
@@ -143,7 +142,7 @@ def _stamp(folder: Path, source: str) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Make room for a folder, whatever stands there."""
+    """Remove a file, a link or a folder, if there is one."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -1,7 +1,6 @@
-"""Reading the files of a model, which may come from anyone: only regular files inside the model's folder are read, and
-only up to a size.
+"""Reads a model's files, which are untrusted: only regular files inside the model's folder, up to a size limit.
 
-A link is followed if it stays inside the folder. The Hugging Face cache's own links are the one exception:
+Links must stay inside the folder. The links of the Hugging Face cache are the only exception:
 
     models--ORG--NAME/snapshots/COMMIT/config.json  ->  ../../blobs/HASH
 """
@@ -22,9 +21,9 @@ T = TypeVar("T")
 MAX_JSON_BYTES = 16 * 1024**2
 """config.json, generation_config.json, tokenizer_config.json."""
 MAX_INDEX_BYTES = 64 * 1024**2
-"""model.safetensors.index.json, which has a line per tensor."""
+"""model.safetensors.index.json has one line per tensor."""
 MAX_TOKENIZER_BYTES = 256 * 1024**2
-"""tokenizer.json, and the files that transformers makes one of. A vocabulary of 262,144 tokens takes 33 MB."""
+"""tokenizer.json, or a file that transformers converts to it. A vocabulary of 262,144 tokens takes 33 MB."""
 MAX_TEMPLATE_BYTES = 1024**2
 
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
@@ -36,14 +35,14 @@ _repr.maxlist = _repr.maxdict = _repr.maxtuple = 10
 
 
 def shown(value: Any) -> str:
-    """A value of a file as an error message shows it: its repr, shortened."""
+    """The shortened repr of a value, for error messages."""
     return _repr.repr(value)
 
 
 def find(folder: Path, name: str) -> Path | None:
-    """A model's file by the name that it has in the folder, None if it is missing.
+    """The path of a model's file, None if it is missing.
 
-    Raises ModelError if the name or a link leads out of the folder, or if it is not a regular file.
+    Raises ModelError if the name or a link leaves the folder, or if the file is not a regular file.
     """
     require_inside(name, str(folder))
     path = folder / name
@@ -55,13 +54,13 @@ def find(folder: Path, name: str) -> Path | None:
             return None
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error
     if not _is_inside(real, folder.resolve()):
-        raise ModelError(f"{path} is a link to {real}, outside the model folder: put the file itself there")
+        raise ModelError(f"{path} links to {real}, outside the model folder: replace the link with the file")
     _require_regular(path, mode)
     return path
 
 
 def require_inside(name: str, model: str) -> None:
-    """Raises ModelError unless a relative path stays below the folder that it is relative to."""
+    """Raises ModelError unless `name` is a relative path that stays inside its folder."""
     if not name or "\0" in name or name.startswith("/") or ".." in PurePosixPath(name).parts:
         raise ModelError(f"{model}: {shown(name)} is not the name of a file inside the model folder")
 
@@ -79,7 +78,7 @@ def _require_regular(path: Path, mode: int) -> None:
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """Open a file to read. Raises ModelError if it is not a regular file: opening a FIFO would wait for a writer."""
+    """Open a file for reading, without blocking on a FIFO. Raises ModelError if it is not a regular file."""
     try:
         file = os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
     except IsADirectoryError as error:
@@ -99,7 +98,7 @@ def read(path: Path, max_bytes: int) -> bytes:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes:
-            raise ModelError(f"{path} has {size} bytes; it may have {max_bytes} at most")
+            raise ModelError(f"{path} has {size} bytes; at most {max_bytes} are allowed")
         return file.read(max_bytes)
 
 

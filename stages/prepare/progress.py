@@ -1,4 +1,4 @@
-"""How a person is told what preparing does: a bar on a terminal, plain lines elsewhere, always on standard error."""
+"""Progress of preparing, on standard error: a bar on a terminal, plain lines elsewhere."""
 
 import sys
 import time
@@ -7,23 +7,23 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import IO, Protocol
 
 Report = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all); the second is 0 while it isn't known."""
+"""Called with (bytes done, total bytes); the total is 0 while it is unknown."""
 
 LINE_EVERY_S = 5.0
 
 
 class Progress(Protocol):
-    """Where preparing reports to."""
+    """Receives the progress of preparing."""
 
     def say(self, line: str) -> None:
-        """One event."""
+        """Report one event."""
 
     def measure(self, what: str) -> AbstractContextManager[Report]:
-        """A context in which a number of bytes grows, told through the `Report` it gives."""
+        """A context whose value takes the number of bytes done so far."""
 
 
 class Silence:
-    """Tells nobody."""
+    """Reports nothing."""
 
     def say(self, line: str) -> None:
         pass
@@ -34,7 +34,7 @@ class Silence:
 
 
 class Lines:
-    """A line when something begins and ends, and one every few seconds between."""
+    """A line at the beginning, at the end, and every `LINE_EVERY_S` between."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -44,14 +44,14 @@ class Lines:
 
     @contextmanager
     def measure(self, what: str) -> Iterator[Report]:
-        begun = told = time.monotonic()
+        begun = reported = time.monotonic()
         last = 0
 
         def report(done: int, total: int) -> None:
-            nonlocal told, last
+            nonlocal reported, last
             last = done
-            if time.monotonic() - told >= LINE_EVERY_S:
-                told = time.monotonic()
+            if time.monotonic() - reported >= LINE_EVERY_S:
+                reported = time.monotonic()
                 self.say(f"{what}: {_mb(done)}" + (f" of {_mb(total)}" if total else ""))
 
         self.say(what)
@@ -70,7 +70,7 @@ class ProgressBar:
 
     @contextmanager
     def measure(self, what: str) -> Iterator[Report]:
-        # Imported here: a warm start shows no bar, and the import would be a third of its time.
+        # Imported here: a warm start shows no bar, and the import takes a third of its time.
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
         from rich.progress import Progress as RichProgress
@@ -88,7 +88,7 @@ class ProgressBar:
 
 
 def for_stream(stream: IO[str] | None = None) -> Progress:
-    """What fits a stream; standard error where none is given."""
+    """A bar if the stream (standard error by default) is a terminal, else lines."""
     stream = stream or sys.stderr
     return ProgressBar(stream) if stream.isatty() else Lines(stream)
 

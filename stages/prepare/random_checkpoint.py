@@ -1,5 +1,7 @@
-"""A tiny checkpoint with random weights, from nothing but a config.json: the same architecture with the same peculiar
-keys, and numbers so small that it is made and computed in a second."""
+"""Makes a tiny checkpoint with random weights from a config.json.
+
+It keeps the architecture and its special keys, and is small enough to run in a second.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -13,19 +15,19 @@ from pipeline.stages.prepare.sources.source import ModelError
 MAX_LAYERS = 4
 MAX_KV_HEADS = 2
 MAX_GROUP = 7
-"""Heads of queries for one of keys."""
+"""Query heads per KV head."""
 MAX_HEAD_DIM = 32
 MAX_POSITION = 512
 MAX_WINDOW = 24
-"""Positions that a window sees: less than a prompt of a check."""
+"""Size of a sliding window; shorter than the prompts of a check."""
 ORIGINAL_POSITION = 64
-"""What rope scaling takes for the context that a model was first trained with."""
+"""`original_max_position_embeddings` of rope scaling."""
 BOS_ID, EOS_ID, VOCAB_SIZE = 256, 257, 320
 
 
 def make(config_path: Path, folder: Path, seed: int) -> None:
-    """Write a checkpoint and a tokenizer into `folder`. Raises ModelError where the file is no config that transformers
-    makes a causal model of."""
+    """Write a checkpoint and a tokenizer into `folder`. Raises ModelError if transformers can't make a causal model of
+    the config."""
     import torch
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -50,13 +52,13 @@ def make(config_path: Path, folder: Path, seed: int) -> None:
         model = AutoModelForCausalLM.from_config(shrunk, dtype=torch.float32)
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, StrictDataclassError) as error:
         raise ModelError(
-            f"{config_path}: no tiny model of model_type {kind!r} can be made ({_first_line(error)}): give a "
-            "checkpoint with weights"
+            f"{config_path}: cannot make a tiny model of model_type {kind!r} ({_first_line(error)}): use a checkpoint "
+            "with weights"
         ) from error
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
-                # Norms of all ones and biases of all zeros would hide whether they are read at all.
+                # With norms of ones and biases of zeros, a check can't see whether they are read.
                 parameter.add_(torch.randn_like(parameter) * (0.1 if "norm" in name else 0.5))
     model.generation_config.eos_token_id, model.generation_config.bos_token_id = EOS_ID, BOS_ID
     model.save_pretrained(folder)
@@ -64,8 +66,8 @@ def make(config_path: Path, folder: Path, seed: int) -> None:
 
 
 def shrink(config: Any) -> dict[str, Any]:
-    """The keys of a transformers config that change, and to what. Ratios and kinds stay: how many heads of queries
-    share one of keys, whether heads make up the hidden size, which layers have a window."""
+    """The keys of a transformers config to change. Ratios and kinds stay: query heads per KV head, whether
+    heads * head_dim is the hidden size, which layers have a window."""
     layers, heads = int(config.num_hidden_layers), int(config.num_attention_heads)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
@@ -83,8 +85,8 @@ def shrink(config: Any) -> dict[str, Any]:
         "intermediate_size": min(int(config.intermediate_size), 2 * hidden_size + 32),
         "vocab_size": VOCAB_SIZE,
         "max_position_embeddings": min(int(config.max_position_embeddings), MAX_POSITION),
-        # Outputs of a matrix are as large as its inputs: with less, all logits are nearly equal, as they are with
-        # transformers' own, and with more every layer would make rounding larger.
+        # Keeps a matrix's outputs as large as its inputs. With less, as with transformers' default, all logits are
+        # nearly equal; with more, every layer amplifies rounding errors.
         "initializer_range": hidden_size**-0.5,
         "bos_token_id": BOS_ID,
         "eos_token_id": EOS_ID,
@@ -112,7 +114,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _fewer(kinds: list[str], num: int) -> list[str]:
-    """Kinds of layers, spread over all of them, with at least one of each kind that there is."""
+    """`num` layer kinds sampled evenly from `kinds`, with at least one of each."""
     taken = [kinds[i * len(kinds) // num] for i in range(num)]
     for i, kind in enumerate(sorted(set(kinds) - set(taken)), 1):
         taken[-i] = kind
@@ -120,7 +122,7 @@ def _fewer(kinds: list[str], num: int) -> list[str]:
 
 
 def _tokenizer() -> Tokenizer:
-    """Every byte is an id."""
+    """A tokenizer with one id per byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,4 +1,4 @@
-"""A checkpoint in transformers, to compare with: which folder it is in, prompts for it, its logits and greedy texts."""
+"""The transformers side of `check-model`: a checkpoint's folder, prompts for it, its logits and greedy texts."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,11 +24,11 @@ TEXT = (
     "1. 17 + 25 = 42\n2. 3 × 14 = 42\n"
 )
 SHORT = (1, 5, 17)
-"""Lengths of the shortest prompts: one id, less than a block, a little more than one."""
+"""Lengths of the shortest prompts: one id, less than a block, slightly more than a block."""
 
 
 def checkpoint_folder(settings: Settings) -> Path:
-    """Where transformers finds what `settings.model` names. Raises ModelError where that is no Hugging Face folder."""
+    """The folder of `settings.model` for transformers. Raises ModelError if it is not in Hugging Face layout."""
     match parse(settings.model):
         case FolderSource(path):
             return path
@@ -37,21 +37,21 @@ def checkpoint_folder(settings: Settings) -> Path:
 
             return fetch(source, Silence()).folder
     raise ModelError(
-        f"model {settings.model!r}: what is checked is a folder in Hugging Face layout, a hub id, or a config.json: "
-        "what transformers reads too"
+        f"model {settings.model!r}: check-model compares with transformers, so the model must be a folder in Hugging "
+        "Face layout, a hub id, or a config.json"
     )
 
 
 def plan_of(folder: Path, num_tokens: int) -> CheckPlan:
-    """Prompts for a prepared model: a text of so many ids, one that shares its beginning, ids at random, short ones.
+    """Prompts for a prepared model: a text of `num_tokens`, one with the same prefix, random ids, and short prompts.
 
-    Raises ModelError where the model's context is too short for the longest.
+    Raises ModelError if the longest prompt exceeds the model's context.
     """
     config = ModelConfig.load(folder)
     if num_tokens + NUM_GREEDY > config.max_position:
         raise ModelError(
-            f"the model's context is {config.max_position} tokens, and --tokens {num_tokens} with {NUM_GREEDY} "
-            f"generated ones is more: lower --tokens"
+            f"--tokens {num_tokens} and {NUM_GREEDY} generated tokens exceed the model's context of "
+            f"{config.max_position} tokens: lower --tokens"
         )
     try:
         with panics_as_errors():
@@ -66,7 +66,7 @@ def plan_of(folder: Path, num_tokens: int) -> CheckPlan:
 
 
 class Reference:
-    """The checkpoint's own model, float32. Raises ModelError where transformers can't load it."""
+    """The checkpoint in transformers, float32. Raises ModelError if transformers can't load it."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM
@@ -82,10 +82,10 @@ class Reference:
         self._model = model.eval()
 
     def compute(self, plan: CheckPlan, ours: Ours) -> Theirs:
-        """What it makes of the plan, and of all that we have logits for.
+        """The greedy texts of the plan's prompts, and logits for every sequence that `ours` has logits for.
 
-        What is not exact has its matrices in bfloat16, so they are rounded here too; a model can't be asked for exact
-        logits after that.
+        Inexact programs have matrices in bfloat16, so this rounds the model's matrices too. That is permanent: compute
+        exact programs first.
         """
         if not ours.exact:
             self._round()
@@ -94,7 +94,7 @@ class Reference:
 
     @torch.inference_mode()
     def _logits(self, wanted: Iterable[Ids]) -> dict[Ids, Logits]:
-        """The longest first: a forward pass yields the logits of all beginnings with them."""
+        """Logits after each sequence, longest first: one forward pass also covers all prefixes of a sequence."""
         missing = set(wanted)
         found: dict[Ids, Logits] = {}
         for ids in sorted(missing, key=len, reverse=True):
@@ -107,7 +107,7 @@ class Reference:
 
     @torch.inference_mode()
     def _greedy(self, prompt: list[int]) -> list[int]:
-        """With transformers' own cache."""
+        """Greedy ids after a prompt, with transformers' KV cache."""
         output: list[int] = []
         step = self._model(torch.tensor([prompt]), use_cache=True)
         while True:

@@ -1,4 +1,4 @@
-"""Whether the numbers that describe a model go together, whichever kind of file they were read from."""
+"""Checks a ModelConfig for consistency, independent of the file format that it came from."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -12,7 +12,7 @@ from pipeline.stages.prepare.sources.source import ModelError
 MAX_COUNT = 2**31 - 1
 """Ids and positions are 32-bit numbers."""
 MAX_LAYERS = 10_000
-"""Every layer is looked for by name; a config that asks for a billion of them is answered before that."""
+"""Rejects absurd configs before every layer's tensors are looked up by name."""
 
 COUNTS = (
     *("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads"),
@@ -21,9 +21,9 @@ COUNTS = (
 
 
 def check_shape(config: ModelConfig, path: Path, keys: Mapping[str, str]) -> None:
-    """Raises ModelError, naming `path` and the key, where no model can be like that.
+    """Raises ModelError, naming `path` and the key, if the config is inconsistent.
 
-    `keys` gives what `path` calls a field of `ModelConfig`; a field that isn't there is called as in `ModelConfig`.
+    `keys` maps fields of `ModelConfig` to their names in `path`; fields that it lacks have the same name there.
     """
 
     def require(holds: bool, field: str, value: Any, words: str) -> None:
@@ -33,8 +33,8 @@ def check_shape(config: ModelConfig, path: Path, keys: Mapping[str, str]) -> Non
     for field in COUNTS:
         count = getattr(config, field)
         most = MAX_LAYERS if field == "num_layers" else MAX_COUNT
-        if count is not None:  # no sliding window
-            require(1 <= count <= most, field, count, f"a whole number from 1 to {most}")
+        if count is not None:  # sliding_window may be None
+            require(1 <= count <= most, field, count, f"an integer from 1 to {most}")
     heads = config.num_heads
     require(
         heads % config.num_kv_heads == 0,
@@ -42,7 +42,7 @@ def check_shape(config: ModelConfig, path: Path, keys: Mapping[str, str]) -> Non
         config.num_kv_heads,
         f"a divisor of {keys.get('num_heads', 'num_heads')} = {heads}",
     )
-    require(config.head_dim % 2 == 0, "head_dim", config.head_dim, "even: rotation turns pairs of numbers")
+    require(config.head_dim % 2 == 0, "head_dim", config.head_dim, "even: rotary embeddings rotate pairs")
     for field in ("rms_norm_eps", "rope_theta"):
         number = getattr(config, field)
         require(math.isfinite(number) and number > 0, field, number, "a positive number")
@@ -59,7 +59,7 @@ def check_shape(config: ModelConfig, path: Path, keys: Mapping[str, str]) -> Non
 
 
 def as_float(number: float) -> float:
-    """A number of a JSON file; infinite where it is an integer beyond all floats."""
+    """A JSON number as a float; infinity if it is an integer too large for one."""
     try:
         return float(number)
     except OverflowError:
@@ -67,21 +67,20 @@ def as_float(number: float) -> float:
 
 
 def check_ids(ids: Iterable[int], vocab_size: int, path: Path, key: str) -> None:
-    """Raises ModelError, naming `path` and `key`, where an id is not one of the model's vocabulary."""
+    """Raises ModelError, naming `path` and `key`, if an id is outside the vocabulary."""
     for token_id in ids:
         if not 0 <= token_id < vocab_size:
             raise ModelError(
-                f"{path}: {key} is {shown(token_id)}; it must be in the vocabulary, whose ids go from 0 to "
-                f"{vocab_size - 1}"
+                f"{path}: {key} is {shown(token_id)}; it must be an id of the vocabulary, 0 to {vocab_size - 1}"
             )
 
 
 def derived_head_dim(hidden_size: int, num_heads: int, path: Path, keys: Mapping[str, str]) -> int:
-    """The size of a head where the file doesn't say it. Raises ModelError where the hidden size can't be divided so."""
+    """head_dim if the file lacks it. Raises ModelError if hidden_size is not a multiple of the number of heads."""
     if num_heads < 1 or hidden_size % num_heads:
         hidden, heads, size = (keys.get(field, field) for field in ("hidden_size", "num_heads", "head_dim"))
         raise ModelError(
-            f"{path}: {hidden} is {shown(hidden_size)}; it must be a multiple of {heads} = {shown(num_heads)}, or "
-            f"{size} must be given"
+            f"{path}: {hidden} is {shown(hidden_size)}; it must be a multiple of {heads} = {shown(num_heads)}, or the "
+            f"file must have {size}"
         )
     return hidden_size // num_heads

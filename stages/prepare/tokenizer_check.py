@@ -1,4 +1,4 @@
-"""Whether a model's tokenizer can be served: its token ids fit int32, and it encodes a text."""
+"""Checks that a model's tokenizer can be served: its token ids fit int32, and it can encode text."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +12,7 @@ from pipeline.stages.prepare.shape import MAX_COUNT
 from pipeline.stages.prepare.sources.source import ModelError
 
 MAX_CONVERTED_ID = 2**24
-"""Of a vocabulary that is written as tokenizer.json: the library then lists every id that no token has."""
+"""Limit for vocabularies that are converted to tokenizer.json: saving one iterates over all ids up to the largest."""
 
 
 class _AddedToken(msgspec.Struct):
@@ -21,15 +21,17 @@ class _AddedToken(msgspec.Struct):
 
 
 class _File(msgspec.Struct):
-    """The parts of a tokenizer.json that give ids of their own, beside the model's vocabulary."""
+    """The parts of a tokenizer.json that hold ids outside the vocabulary."""
 
     added_tokens: list[_AddedToken] = []
     post_processor: Any = None
 
 
 def check_token_ids(tokenizer: Tokenizer, path: Path, where: str) -> None:
-    """Raises ModelError, naming `where`, unless every id of a tokenizer and of its file at `path` fits int32. The
-    library takes any uint32."""
+    """Raises ModelError, naming `where`, unless every id of a tokenizer and of its file at `path` fits int32.
+
+    The library accepts any uint32.
+    """
     check_vocabulary(tokenizer, where)
     try:
         file = msgspec.json.decode(path.read_bytes(), type=_File)
@@ -47,23 +49,22 @@ def check_vocabulary(tokenizer: Tokenizer, where: str, max_id: int = MAX_COUNT) 
         _check(token_id, f"its vocabulary gives {token!r}", where, max_id)
 
 
-def begun_ids(tokenizer: Tokenizer, where: str) -> list[int]:
-    """The ids of a short text, special tokens with it. Raises ModelError, naming `where`, if the tokenizer can't encode
-    it: it could then encode no prompt either."""
+def check_encodes(tokenizer: Tokenizer, where: str) -> None:
+    """Raises ModelError, naming `where`, if the tokenizer can't encode a short text."""
     try:
         with panics_as_errors():
-            return list(tokenizer.encode("a", add_special_tokens=True).ids)
+            tokenizer.encode("a", add_special_tokens=True)
     except Exception as error:  # the library raises nothing more precise
         raise ModelError(f"{where}: its tokenizer cannot encode a text: {error}") from error
 
 
 def _check(token_id: int, what: str, where: str, max_id: int = MAX_COUNT) -> None:
     if token_id > max_id:
-        raise ModelError(f"{where}: {what} the token id {token_id}; the largest that can be served is {max_id}")
+        raise ModelError(f"{where}: {what} the token id {token_id}; the largest supported id is {max_id}")
 
 
 def _integers(value: Any) -> Iterator[int]:
-    """All integers in a JSON value. Those of post-processors are ids of tokens and of types."""
+    """All integers in a JSON value; in a post-processor these are token and type ids."""
     match value:
         case bool():
             return

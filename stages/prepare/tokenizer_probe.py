@@ -1,7 +1,7 @@
-"""A tokenizer.json tried in a process of its own, with bounded memory and time.
+"""Tries a tokenizer.json in a separate process with limited memory and time.
 
-The library runs what the file says: regular expressions, and chains of replacements that make a text of one letter
-terabytes long. It aborts the process when memory runs out, and panics on some files.
+The file is untrusted: it contains regular expressions, and replacements that can expand one letter to terabytes. The
+library aborts the process when memory runs out, and panics on some files.
 """
 
 import os
@@ -14,7 +14,7 @@ import msgspec
 from pipeline.stages.prepare.sources.source import ModelError
 
 MAX_BYTES = 4 * 1024**3
-"""Address space of the process; a vocabulary of 262,144 tokens takes an eighth of it."""
+"""Limit of the process's address space. A vocabulary of 262,144 tokens takes an eighth of it."""
 TIMEOUT_S = 60.0
 MAX_WORDS = 300
 
@@ -37,7 +37,7 @@ print(Tokenizer.from_file(sys.argv[1]).encode("a", add_special_tokens=True).ids[
 
 
 def first_id(path: Path, what: Path) -> int | None:
-    """The id that a text with special tokens begins with; None if nothing is left of it.
+    """The first id of an encoded text with special tokens, None if the encoding is empty.
 
     Raises ModelError, naming the file as `what`, if the library can't read the tokenizer or encode with it.
     """

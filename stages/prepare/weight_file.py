@@ -1,9 +1,7 @@
-"""The safetensors file that prepare writes: which format each tensor has in it, and how it gets there.
+"""Writes the safetensors file of a prepared model, and chooses the format of each tensor.
 
-The format: a u64 with the length of the header, the header as JSON (name → dtype, shape, begin and end of its bytes),
-then the bytes (https://github.com/huggingface/safetensors#format). Written here rather than with the library because
-a tensor may be larger than the memory at hand and numpy has no bfloat16. What quantised tensors are in it:
-pipeline.runtime.model_folder.
+stages/prepare/tensors.py describes the file format, pipeline.runtime.model_folder how quantized tensors are stored in
+it. The library can't write a tensor piece by piece, and numpy has no bfloat16.
 """
 
 import math
@@ -32,21 +30,21 @@ BLOCKS: dict[Format, gguf.GGMLQuantizationType] = {
     "q4_1": gguf.GGMLQuantizationType.Q4_1,
     "q4_0": gguf.GGMLQuantizationType.Q4_0,
 }
-"""The formats with a scale for every group of columns, as gguf calls them."""
+"""The formats with a scale per group of columns, and gguf's names for them."""
 GROUP = 32
 """Columns that share a scale."""
 DTYPES: dict[Format, tuple[str, int]] = {"f32": ("F32", 4), "bf16": ("BF16", 2)}
-"""What safetensors calls a format of plain numbers, and their bytes; every other one is U8."""
+"""The safetensors dtype and item size of unquantized formats. The others are stored as U8."""
 
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 
 WEIGHTS = "model.safetensors"
 
 CHUNK_VALUES = 8 * 1024**2
-"""Numbers converted at once: 32 MiB as float32."""
+"""Values converted at once: 32 MiB as float32."""
 
 Pieces = Callable[[str], Iterator[Array]]
-"""A tensor by name, some rows at a time: float32 numbers to be stored in its format, or uint8 that are in it."""
+"""Yields a tensor, by name, some rows at a time: float32 values to encode, or uint8 blocks that are encoded already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,7 @@ class Stored:
 
     format: Format
     shape: Shape
-    """Of its numbers."""
+    """Shape of the values, not of the stored bytes."""
 
     @property
     def dtype(self) -> str:
@@ -63,7 +61,7 @@ class Stored:
 
     @property
     def stored_shape(self) -> Shape:
-        """Of what safetensors sees."""
+        """The shape in the safetensors header."""
         if self.format in ("f32", "bf16"):
             return self.shape
         return tuple(gguf.quant_shape_to_byte_shape(self.shape, BLOCKS[self.format]))
@@ -78,9 +76,9 @@ class Stored:
 
 
 def stored(name: str, shape: Shape, found: Format | None, quantization: PreparedFormat) -> Stored:
-    """How a tensor is to be stored that the model's file has as `found`, None where that is no format of ours."""
+    """How to store a tensor that the model's file has in format `found`, None if that is none of `Format`."""
     wanted: Format
-    if len(shape) == 1:  # norms and biases are small, and a rounding of theirs is one of every token
+    if len(shape) == 1:  # norms and biases are small, and their rounding would affect every token
         return Stored("f32", shape)
     match quantization:
         case "none":
@@ -88,21 +86,20 @@ def stored(name: str, shape: Shape, found: Format | None, quantization: Prepared
         case "auto":
             wanted = found or "bf16"
         case "q8_0" | "q4_1":
-            # 4 bits of a head cost too much: its rounding goes into the logits as it is, with no layer behind that
-            # would even it out, and the embedding is the same tensor where the two are tied.
+            # The head keeps 8 bits: its rounding errors reach the logits directly. The embedding may be tied to it.
             wanted = "q8_0" if name in TABLES else quantization
     return Stored(wanted if shape[-1] % GROUP == 0 else "bf16", shape)
 
 
 def rows_at_once(num_columns: int) -> int:
-    """Rows of a tensor that are converted at once."""
+    """Number of rows to convert at once."""
     return max(1, CHUNK_VALUES // num_columns)
 
 
 def quantize(
     folder: Path, places: Mapping[str, tuple[Path, TensorEntry]], quantization: PreparedFormat, report: Report
 ) -> None:
-    """Write a file with the tensors of other files, quantised from their exact values. Raises ModelError as below."""
+    """Write `WEIGHTS` with the tensors of other files, quantized. Raises ModelError as `write_weights` does."""
     targets = {name: stored(name, entry.shape, None, quantization) for name, (_, entry) in places.items()}
 
     def pieces(name: str) -> Iterator[Array]:
@@ -115,9 +112,9 @@ def quantize(
 def write_weights(folder: Path, targets: Mapping[str, Stored], pieces: Pieces, source: Path, report: Report) -> None:
     """Write `WEIGHTS` in `folder`, a piece at a time.
 
-    Raises ModelError, naming the tensor and `source`, where numbers don't fit their format, or where there is no room.
+    Raises ModelError, naming the tensor and `source`, if values don't fit their format or the disk is full.
     """
-    # Wide numbers first, so that each tensor begins at a multiple of its own.
+    # The widest dtypes first, so that each tensor is aligned to its item size.
     ordered = dict(sorted(targets.items(), key=lambda item: -item[1].item_bytes))
     header = _header(ordered)
     total = sum(target.num_bytes for target in ordered.values())
@@ -153,26 +150,26 @@ def _header(targets: Mapping[str, Stored]) -> bytes:
 
 
 def encode(values: Array, format: Format) -> Array:
-    """float32 numbers [rows, columns] in a format, contiguous.
+    """Encode float32 values [rows, columns] in a format, contiguous.
 
-    Raises ValueError where blocks can't hold them: numbers that aren't finite, or a scale beyond float16.
+    Raises ValueError if blocks can't hold them: values that aren't finite, or a scale beyond float16.
     """
     if format == "f32":
         return np.ascontiguousarray(values, dtype=np.float32)
     if format == "bf16":
         return to_bf16(values)
-    with np.errstate(all="ignore"):  # what comes of it is looked at
+    with np.errstate(all="ignore"):  # the scales are checked below
         blocks: Array = gguf.quantize(values, BLOCKS[format])
     _, block_bytes = gguf.GGML_QUANT_SIZES[BLOCKS[format]]
     halves = 2 if format == "q4_1" else 1
     scales = np.ascontiguousarray(blocks.reshape(-1, block_bytes)[:, : 2 * halves]).view(np.float16)
     if not np.isfinite(scales).all():
-        raise ValueError("numbers are not finite, or too large for a scale in float16")
+        raise ValueError("values are not finite, or too large for a float16 scale")
     return blocks
 
 
 def to_bf16(values: Array) -> Array:
-    """The upper halves of float32 numbers, rounded to the nearest even. Infinite stays infinite, NaN stays NaN."""
+    """float32 as bfloat16 bits (uint16), rounded to nearest even. Infinities and NaN are kept."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     rounded = ((bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
     nan = np.isnan(values).reshape(bits.shape)

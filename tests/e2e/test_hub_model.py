@@ -56,7 +56,7 @@ def test_a_hub_id_is_served_under_its_name_with_transformers_own_text(
         *("execute.kernels=torch", f"execute.kv_cache_bytes={2**22}", "schedule.max_num_batched_tokens=16"),
     )
     with Server(*sets) as server:
-        assert f"fetching org/tiny-qwen3 at {COMMIT[:12]}: done" in server.log()
+        assert f"downloading org/tiny-qwen3 at {COMMIT[:12]}: done" in server.log()
         client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
         assert [model.id for model in client.models.list()] == ["org/tiny-qwen3"]
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))

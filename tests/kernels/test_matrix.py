@@ -136,7 +136,7 @@ def test_large_matrices_are_converted_in_pieces(format: Format, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_other_floats_are_quantised_from_their_exact_values(dtype: torch.dtype) -> None:
+def test_other_floats_are_quantized_from_their_exact_values(dtype: torch.dtype) -> None:
     values = torch.randn(4, GROUP, generator=torch.Generator().manual_seed(2)).to(dtype)
     assert torch.equal(quantize(values, "q4_1").data, quantize(values.float(), "q4_1").data)
 

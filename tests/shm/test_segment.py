@@ -119,7 +119,9 @@ def test_memory_that_runs_out_while_it_is_reserved_is_told(monkeypatch, by):
         monkeypatch.setattr(os, "posix_fallocate", refuse)
     reservation = segment.Reservation("swap", 2 * segment.PART_BYTES, "execute.swap_bytes")
     until_over(reservation)
-    with pytest.raises(MemoryError, match=r"128 MiB of shared memory for swap, where (65|0) MiB are free.*swap_bytes"):
+    with pytest.raises(
+        MemoryError, match=r"128 MiB of shared memory for swap: only (65|0) MiB are available.*swap_bytes"
+    ):
         reservation.check()
     reservation.close()
     os.close(reservation.fd)

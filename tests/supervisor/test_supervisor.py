@@ -270,5 +270,5 @@ def test_memory_that_runs_out_later_ends_the_start(
     monkeypatch.setattr(supervisor, "_prepare", lambda: None)
     monkeypatch.setattr(supervisor, "_start", lambda _: supervisor._run_until(supervisor._is_swap_reserved, 30, "it"))
     assert supervisor.run(0.0) == 1
-    assert "shared memory for swap, where 64 MiB are free: lower execute.swap_bytes" in caplog.text
+    assert "shared memory for swap: only 64 MiB are available; lower execute.swap_bytes" in caplog.text
     supervisor.close()

@@ -30,7 +30,7 @@ Form = Literal["float", "int8", "int4"]
 
 GROUPS = (128, 64, 32)
 CHUNK_VALUES = 1 << 26
-"""Numbers that are quantised at once: 256 MiB as float32, and a few times that beside it."""
+"""Numbers that are quantized at once: 256 MiB as float32, and a few times that beside it."""
 SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7)
 """Shares of a group's range that the 16 codes of int4 are tried for: what they lose at the ends they win between."""
 Q4_0_ZERO = 8
@@ -84,7 +84,7 @@ class DeviceMatrix:
         """Matrices of as many columns, one below the other.
 
         Blocks stay what they are where all have one format. Everything else becomes `dtype`, or what `quantization`
-        says. Raises ValueError where columns differ, and where numbers to quantise aren't finite or too large.
+        says. Raises ValueError where columns differ, and where numbers to quantize aren't finite or too large.
         """
         num_columns = matrices[0].num_columns
         if any(matrix.num_columns != num_columns for matrix in matrices):

@@ -1,12 +1,11 @@
-"""A .gguf file's header and the places of its tensors, checked before anything is made of them.
+"""Reads and validates the header of a .gguf file, and maps its tensors.
 
     magic, version, counts │ keys with values │ tensor infos │ padding │ tensors, each at a multiple of the alignment
     └───────────────── at most MAX_HEADER_BYTES ─────────────┘
 
-The file may come from anyone, so every count and length is compared with the bytes that are left before it is used, and
-a value is decoded only when its key is asked for. The gguf package's own reader does neither: it makes several objects
-per array entry, so a header of 57 bytes can take gigabytes. Arrays of arrays, which llama.cpp does not read either, are
-refused.
+The file is untrusted, so every count and length is checked against the remaining bytes before it is used, and a value
+is decoded only when it is requested. The gguf package's own reader does neither: it makes several objects per array
+entry, so a header of 57 bytes can take gigabytes. Arrays of arrays are refused; llama.cpp does not read them either.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -27,12 +26,12 @@ from pipeline.stages.prepare.sources.source import ModelError
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_HEADER_BYTES = 128 * 1024**2
-"""Of vocabulary, merges and everything else before the tensors' data. A vocabulary of 262,144 tokens takes 14 MB."""
+"""Everything before the tensors' data. A vocabulary of 262,144 tokens takes 14 MB."""
 MAX_KEYS = 2**16
 MAX_KEY_BYTES = 2**16 - 1
 """The format's own limit."""
 MAX_ENTRIES = 2**22
-"""Of an array."""
+"""Entries of an array."""
 MAX_TENSORS = 2**18
 MAX_DIMS = 4
 """GGML_MAX_DIMS"""
@@ -40,23 +39,23 @@ DEFAULT_ALIGNMENT = 32
 
 STRING, ARRAY, BOOL, UINT32 = 8, 9, 7, 4
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", UINT32: "I", 5: "i", 6: "f", BOOL: "B", 10: "Q", 11: "q", 12: "d"}
-"""Types of values by their number, as `struct` writes them."""
+"""`struct` codes of the value types, by number."""
 KEY_BYTES, TENSOR_BYTES = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8
-"""The least that a key with its value and a tensor info take."""
+"""Minimum size of a key with its value, and of a tensor info."""
 
 
 class _Fault(ValueError):
-    """What is wrong with a header."""
+    """A header is invalid."""
 
 
 class _Value(NamedTuple):
-    """Where a value is."""
+    """Location of a value."""
 
     type: int
-    """Of an array: that of its entries."""
+    """For an array, the type of its entries."""
     is_array: bool
     at: int
-    """In the file; of a string, where its length is."""
+    """Offset in the file; for a string, of its length."""
     num: int
     """Entries of an array, else 1."""
 
@@ -68,20 +67,20 @@ class GgufTensor:
     name: str
     kind: gguf.GGMLQuantizationType
     shape: tuple[int, ...]
-    """Rows first; the file counts from the fastest dimension."""
+    """Rows first; the file has the reverse order."""
     data: "np.ndarray[Any, np.dtype[np.uint8]]"
-    """Its bytes, mapped."""
+    """The bytes, mapped."""
 
 
 class GgufFile:
-    """The keys and tensors of a file. Raises ModelError if it is not a complete file of a version that is known."""
+    """The keys and tensors of a file. Raises ModelError unless it is a complete file of a supported version."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         with open_regular(path) as file:
             try:
                 data = np.memmap(file, np.uint8, "r")
-            except ValueError as error:  # nothing can be mapped of an empty file
+            except ValueError as error:  # an empty file can't be mapped
                 raise self._unreadable(error) from error
         self._data: memoryview = data.data
         self._at = 0
@@ -96,9 +95,9 @@ class GgufFile:
             raise self._unreadable(fault) from fault
 
     def get(self, key: str) -> Any:
-        """The value of a key: a number, a bool, a str, or a list of one of these. None if the file has no such key.
+        """The value of a key: a number, bool, str, or a list of these. None if the file lacks the key.
 
-        Raises ModelError if its text is not UTF-8.
+        Raises ModelError if a string is not UTF-8.
         """
         if (value := self._values.get(key)) is None:
             return None
@@ -113,19 +112,19 @@ class GgufFile:
         return values if value.is_array else values[0]
 
     def _unreadable(self, fault: Exception) -> ModelError:
-        return ModelError(f"{self.path} is not a GGUF file that can be read, or only the beginning of one: {fault}")
+        return ModelError(f"{self.path} is not a complete GGUF file: {fault}")
 
     def _take(self, num_bytes: int, what: str) -> int:
-        """Where the next bytes are. Raises _Fault if there are not so many."""
+        """Advance by `num_bytes` and return the offset before. Raises _Fault if fewer bytes are left."""
         left = self._end - self._at
         if num_bytes > left:
-            raise _Fault(f"{what} takes {num_bytes} bytes, and {left} are left{self._of_header()}")
+            raise _Fault(f"{what} takes {num_bytes} bytes, but only {left} are left{self._header_limit()}")
         at = self._at
         self._at += num_bytes
         return at
 
-    def _of_header(self) -> str:
-        return "" if len(self._data) <= MAX_HEADER_BYTES else f" of the {MAX_HEADER_BYTES} that a header may have"
+    def _header_limit(self) -> str:
+        return "" if len(self._data) <= MAX_HEADER_BYTES else f" of the {MAX_HEADER_BYTES} allowed for a header"
 
     def _number(self, code: str, what: str) -> int:
         number: int = struct.unpack_from(f"<{code}", self._data, self._take(struct.calcsize(code), what))[0]
@@ -134,7 +133,7 @@ class GgufFile:
     def _text(self, what: str, max_bytes: int) -> str:
         length = self._number("Q", what)
         if length > max_bytes:
-            raise _Fault(f"{what} has {length} bytes; it may have {max_bytes} at most")
+            raise _Fault(f"{what} has {length} bytes; at most {max_bytes} are allowed")
         at = self._take(length, what)
         try:
             return str(self._data[at : at + length], "utf-8")
@@ -157,16 +156,16 @@ class GgufFile:
             (num_keys, "keys", MAX_KEYS, KEY_BYTES),
         ):
             if count > most:
-                raise _Fault(f"it has {count} {what}; it may have {most} at most")
+                raise _Fault(f"it has {count} {what}; at most {most} are allowed")
             if count * least_bytes > left:
-                raise _Fault(f"its {count} {what} take at least {count * least_bytes} bytes, and {left} are left")
+                raise _Fault(f"its {count} {what} take at least {count * least_bytes} bytes, but only {left} are left")
         return num_tensors, num_keys
 
     def _read_key(self) -> None:
         key = self._text("the name of a key", MAX_KEY_BYTES)
         what = f"the key {shown(key)}"
         if key in self._values:
-            raise _Fault(f"{what} is there twice")
+            raise _Fault(f"{what} appears twice")
         kind = self._number("I", what)
         if kind != ARRAY:
             self._values[key] = self._skip(what, kind, False, 1)
@@ -176,11 +175,11 @@ class GgufFile:
             raise _Fault(f"{what} is an array of arrays, which are not supported")
         count = self._number("Q", what)
         if count > MAX_ENTRIES:
-            raise _Fault(f"{what} is an array of {count} entries; it may have {MAX_ENTRIES} at most")
+            raise _Fault(f"{what} is an array of {count} entries; at most {MAX_ENTRIES} are allowed")
         self._values[key] = self._skip(what, kind, True, count)
 
     def _skip(self, what: str, kind: int, is_array: bool, count: int) -> _Value:
-        """Go past `count` values of a type."""
+        """Advance past `count` values of a type."""
         value = _Value(kind, is_array, self._at, count)
         if kind == STRING:
             if count * 8 > self._end - self._at:
@@ -218,7 +217,7 @@ class GgufFile:
         if len({name for name, _, _, _ in infos}) < count:
             names = sorted(name for name, _, _, _ in infos)
             twice = next(a for a, b in pairwise(names) if a == b)
-            raise _Fault(f"the tensor {shown(twice)} is there twice")
+            raise _Fault(f"the tensor {shown(twice)} appears twice")
         alignment = self._alignment()
         begin = -(-self._at // alignment) * alignment
         tensors: list[GgufTensor] = []
@@ -230,15 +229,15 @@ class GgufFile:
             if offset % alignment:
                 raise _Fault(f"{what} begins at {offset}, not at a multiple of general.alignment = {alignment}")
             if offset < end:
-                raise _Fault(f"{what} begins at {offset}, inside of {shown(before)}")
+                raise _Fault(f"{what} begins at {offset}, inside {shown(before)}")
             end, before = offset + num_bytes, name
             if begin + end > len(data):
-                raise _Fault(f"{what} ends at byte {begin + end}, and the file has {len(data)}")
+                raise _Fault(f"{what} ends at byte {begin + end}, but the file has {len(data)}")
             tensors.append(GgufTensor(name, kind, shape, data[begin + offset : begin + end]))
         return tensors
 
     def _read_info(self) -> tuple[str, gguf.GGMLQuantizationType, tuple[int, ...], int]:
-        """Name, type, shape, and the offset from where tensors begin."""
+        """Name, type, shape, and offset from the beginning of the tensor data."""
         name = self._text("the name of a tensor", MAX_KEY_BYTES)
         what = f"the tensor {shown(name)}"
         num_dims = self._number("I", what)
@@ -252,7 +251,5 @@ class GgufFile:
         except (ValueError, KeyError) as error:
             raise _Fault(f"{what} has the unknown type {number}") from error
         if min(shape) < 1 or shape[-1] % block:
-            raise _Fault(
-                f"{what} has the shape {list(shape)}; rows must be whole blocks of {block} {kind.name} numbers"
-            )
+            raise _Fault(f"{what} has the shape {list(shape)}; rows must be whole blocks of {block} {kind.name} values")
         return name, kind, shape, self._number("Q", what)

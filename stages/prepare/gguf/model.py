@@ -1,8 +1,8 @@
-"""A .gguf file as our folder: config from metadata, weights in blocks or bfloat16, vocabulary as tokenizer.json.
+"""Converts a .gguf file to a model folder: config from metadata, weights, vocabulary as tokenizer.json.
 
-For models that it calls "llama", llama.cpp rotates neighbouring pairs of a head's numbers where Hugging Face rotates
-its two halves, so its converter reorders the rows of q and k (`LlamaModel.permute` in convert_hf_to_gguf.py); here they
-are put back. Others it leaves as they are.
+For the architecture "llama", llama.cpp rotates adjacent pairs of a head, while Hugging Face rotates its two halves. So
+llama.cpp's converter permutes the rows of q and k (`LlamaModel.permute` in convert_hf_to_gguf.py), and this module
+reverses that. Other architectures are not permuted.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -59,7 +59,7 @@ ROPE_FREQUENCIES = "rope_freqs.weight"
 
 
 def keys_of(architecture: str) -> dict[str, str]:
-    """Where a file of an architecture says our fields."""
+    """The keys of an architecture for fields of ModelConfig."""
     keys = {
         "num_layers": "block_count",
         "hidden_size": "embedding_length",
@@ -85,9 +85,9 @@ TEMPLATES = {
 }
 
 FORMATS = {kind: format for format, kind in BLOCKS.items()}
-"""The formats that can stay as they are."""
+"""The formats that need no conversion."""
 
-_QUANTISATION = re.compile(r"[.-](?:i?q\d\w*|bf16|f16|f32|tq\d\w*|mxfp4)$", re.IGNORECASE)
+_QUANTIZATION = re.compile(r"[.-](?:i?q\d\w*|bf16|f16|f32|tq\d\w*|mxfp4)$", re.IGNORECASE)
 
 
 class Metadata:
@@ -98,7 +98,7 @@ class Metadata:
         self._file = file
 
     def get(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
-        """The value of a key, `default` where the file has none."""
+        """The value of a key, `default` if the file lacks it. Raises ModelError if it has another type."""
         value = self._file.get(key)
         if value is None:
             return default
@@ -113,7 +113,7 @@ class Metadata:
         return value
 
     def list_of(self, key: str, kind: type, length: int | None = None) -> "list[Any] | None":
-        """The list under a key, None where there is none. Raises ModelError unless it is `length` values of `kind`."""
+        """The list under a key, None if absent. Raises ModelError unless it is `length` values of `kind`."""
         values: list[Any] | None = self.get(key, list)
         if values is None:
             return None
@@ -124,20 +124,20 @@ class Metadata:
         return values
 
     def refuse_unless(self, key: str, expected: Any, what: str) -> None:
-        """Raises ModelError where the key is there with another value than the one that changes nothing."""
+        """Raises ModelError if the key is present with a value other than `expected`."""
         value = self.get(key, object, expected)
         if value != expected:
             raise ModelError(f"{self.path}: {key} is {shown(value)}: {what} is not supported")
 
 
 def convert(path: Path, folder: Path, quantization: PreparedFormat, progress: Progress) -> None:
-    """Leave the model of a .gguf file in `folder`. Raises ModelError where the file isn't one that we can serve."""
+    """Write the model of a .gguf file to `folder`. Raises ModelError if it can't be served."""
     file = GgufFile(path)
     metadata = Metadata(file)
     tensors = dict(file.tensors)
     rope_frequencies = tensors.pop(ROPE_FREQUENCIES, None)
     config = _config(metadata, tensors)
-    turns_neighbours = _architecture(metadata)[1].turns_neighbours
+    interleaved_rope = _architecture(metadata)[1].interleaved_rope
     if rope_frequencies is not None:
         config = _with_rope_scaling(config, rope_frequencies, path)
     shapes = _checked_shapes(path, tensors, config)
@@ -146,16 +146,16 @@ def convert(path: Path, folder: Path, quantization: PreparedFormat, progress: Pr
 
     def pieces(name: str) -> Iterator["np.ndarray[Any, Any]"]:
         tensor = tensors[gguf_name(name)]
-        as_they_are = targets[name].format == formats[name]
-        order = _row_order(name, tensor, config) if turns_neighbours else None
-        return _pieces(tensor, order, as_they_are, path)
+        is_stored_as_is = targets[name].format == formats[name]
+        order = _row_order(name, tensor, config) if interleaved_rope else None
+        return _pieces(tensor, order, is_stored_as_is, path)
 
     vocabulary = _vocabulary(metadata, config.vocab_size)
     tokenizer.build(vocabulary, str(path)).save(str(folder / "tokenizer.json"))
     for key, name in TEMPLATES.items():
         if template := metadata.get(key, str):
             if len(template.encode()) > MAX_TEMPLATE_BYTES:
-                raise ModelError(f"{path}: {key} has more than the {MAX_TEMPLATE_BYTES} bytes that a template may have")
+                raise ModelError(f"{path}: {key} has more than the {MAX_TEMPLATE_BYTES} bytes allowed for a template")
             (folder / name).write_text(template, encoding="utf-8")
     with progress.measure(f"converting {path.name}") as report:
         write_weights(folder, targets, pieces, path, report)
@@ -176,16 +176,16 @@ def _config(metadata: Metadata, tensors: dict[str, GgufTensor]) -> ModelConfig:
     if head_dim is None:
         head_dim = derived_head_dim(hidden, heads, path, keys)
     metadata.refuse_unless(f"{name}.attention.value_length", head_dim, "a value size other than the key size")
-    metadata.refuse_unless(f"{name}.rope.dimension_count", head_dim, "rotating a part of each head")
+    metadata.refuse_unless(f"{name}.rope.dimension_count", head_dim, "partial rotary embedding")
     if "token_embd.weight" not in tensors:
         raise ModelError(f"{path}: the tensor token_embd.weight is missing")
     if not architecture.has_windows:
-        metadata.refuse_unless(keys["sliding_window"], 0, "a sliding window of layers that the file doesn't name")
+        metadata.refuse_unless(keys["sliding_window"], 0, "a sliding window in layers that the file doesn't name")
     sliding_window = metadata.get(keys["sliding_window"], int) or None
     vocab_size = tensors["token_embd.weight"].shape[0]
     config = ModelConfig(
-        name=_QUANTISATION.sub("", path.stem),
-        # llama.cpp calls both by one name; what tells a Mistral is its window.
+        name=_QUANTIZATION.sub("", path.stem),
+        # llama.cpp uses one name for both; only a Mistral has a window.
         architecture="mistral" if name == "llama" and sliding_window else name,
         num_layers=metadata.need(keys["num_layers"], int),
         hidden_size=hidden,
@@ -195,7 +195,7 @@ def _config(metadata: Metadata, tensors: dict[str, GgufTensor]) -> ModelConfig:
         head_dim=head_dim,
         vocab_size=vocab_size,
         max_position=metadata.need(keys["max_position"], int),
-        # Stored as float32: the shortest decimal that rounds to it is the number the model was made with.
+        # Stored as float32. The shortest decimal that rounds to it is the original value.
         rms_norm_eps=_shortest(metadata.need(keys["rms_norm_eps"], float)),
         rope_theta=_shortest(metadata.get(keys["rope_theta"], float, 10000.0)),
         sliding_window=sliding_window,
@@ -223,12 +223,12 @@ def _architecture(metadata: Metadata) -> tuple[Architecture, GgufArchitecture]:
 
 
 def _shortest(value: float) -> float:
-    with np.errstate(over="ignore"):  # what is too large becomes infinite, which is refused
+    with np.errstate(over="ignore"):  # overflow becomes infinity, which is refused later
         return float(str(np.float32(value)))
 
 
 def _token_id(metadata: Metadata, key: str, num_tokens: int) -> int | None:
-    """The id under a key, None where there is none. Raises ModelError unless it is one of `num_tokens`."""
+    """The id under a key, None if absent. Raises ModelError unless it is below `num_tokens`."""
     token_id: int | None = metadata.get(key, int)
     if token_id is not None:
         check_ids([token_id], num_tokens, metadata.path, key)
@@ -236,14 +236,17 @@ def _token_id(metadata: Metadata, key: str, num_tokens: int) -> int | None:
 
 
 def _adds_bos(metadata: Metadata) -> bool:
-    """Files without the flag: llama.cpp adds it to SentencePiece vocabularies, and to some others by their split."""
+    """Whether texts begin with BOS. Without the flag, as in llama.cpp: SentencePiece vocabularies and `ADDS_BOS`."""
     by_model = metadata.get("tokenizer.ggml.model", str) == "llama"
     default = by_model or metadata.get("tokenizer.ggml.pre", str) in ADDS_BOS
     return bool(metadata.get("tokenizer.ggml.add_bos_token", bool, default))
 
 
 def _with_rope_scaling(config: ModelConfig, tensor: GgufTensor, path: Path) -> ModelConfig:
-    """GGUF keeps only the divisors of the frequencies. Llama 3's are told from others by making them again."""
+    """The config with Llama 3's rope scaling, if the file's divisors of the frequencies match it.
+
+    Raises ModelError for any other scaling: GGUF stores only the divisors.
+    """
     shape = (config.head_dim // 2,)
     if tensor.kind != gguf.GGMLQuantizationType.F32 or tensor.shape != shape:
         raise ModelError(
@@ -251,18 +254,18 @@ def _with_rope_scaling(config: ModelConfig, tensor: GgufTensor, path: Path) -> M
         )
     factors = tensor.data.view("<f4")
     if not (np.isfinite(factors).all() and (factors > 0).all()):
-        raise ModelError(f"{path}: tensor {ROPE_FREQUENCIES} has numbers that are not positive")
+        raise ModelError(f"{path}: tensor {ROPE_FREQUENCIES} has values that are not positive")
     factor = float(factors.max())
     if np.allclose(factors, 1.0):
         return config
     rope = Llama3Rope(factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192)
     if not np.allclose(factors, llama3_divisors(config, rope), rtol=1e-3):
-        raise ModelError(f"{path}: {ROPE_FREQUENCIES} is not Llama 3's rope scaling: no other is supported")
+        raise ModelError(f"{path}: {ROPE_FREQUENCIES} is not Llama 3's rope scaling, the only supported one")
     return msgspec.structs.replace(config, rope_scaling=rope)
 
 
 def llama3_divisors(config: ModelConfig, rope: Llama3Rope) -> "np.ndarray[Any, Any]":
-    """What each rotary frequency is divided by, [head_dim / 2]: 1 for short waves, `factor` for long ones, smooth
+    """Divisors of the rotary frequencies, [head_dim / 2]: 1 for short wavelengths, `factor` for long ones, interpolated
     between (`_compute_llama3_parameters` in transformers, `rope_freqs` in llama.cpp's converter)."""
     frequencies = config.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
     turns = rope.original_max_position * frequencies / (2 * np.pi)
@@ -273,7 +276,7 @@ def llama3_divisors(config: ModelConfig, rope: Llama3Rope) -> "np.ndarray[Any, A
 
 
 def _vocabulary(metadata: Metadata, vocab_size: int) -> GgufVocabulary:
-    """Raises ModelError where the lists don't fit each other or the embedding's rows."""
+    """Raises ModelError if the lists have different lengths, or more entries than the embedding has rows."""
     tokens = metadata.list_of("tokenizer.ggml.tokens", str)
     if tokens is None:
         raise ModelError(f"{metadata.path}: the key tokenizer.ggml.tokens is missing")
@@ -285,17 +288,17 @@ def _vocabulary(metadata: Metadata, vocab_size: int) -> GgufVocabulary:
     sizes = [len(token.encode()) for token in tokens]
     if max(sizes, default=0) > MAX_TOKEN_BYTES or sum(sizes) > MAX_VOCABULARY_BYTES:
         raise ModelError(
-            f"{metadata.path}: tokenizer.ggml.tokens has {sum(sizes)} bytes in all and {max(sizes)} in one token; at "
+            f"{metadata.path}: tokenizer.ggml.tokens has {sum(sizes)} bytes, and up to {max(sizes)} in one token; at "
             f"most {MAX_VOCABULARY_BYTES} and {MAX_TOKEN_BYTES} are supported"
         )
     if count > vocab_size:
         raise ModelError(
-            f"{metadata.path}: tokenizer.ggml.tokens has {count} tokens, and token_embd.weight rows for {vocab_size}"
+            f"{metadata.path}: tokenizer.ggml.tokens has {count} tokens, but token_embd.weight has {vocab_size} rows"
         )
     merges = metadata.list_of("tokenizer.ggml.merges", str) or []
     if len(merges) > MAX_MERGES:
         raise ModelError(
-            f"{metadata.path}: tokenizer.ggml.merges has {len(merges)} merges; at most {MAX_MERGES} may be"
+            f"{metadata.path}: tokenizer.ggml.merges has {len(merges)} merges; at most {MAX_MERGES} are supported"
         )
     return GgufVocabulary(
         model=metadata.need("tokenizer.ggml.model", str),
@@ -318,35 +321,33 @@ def gguf_name(name: str) -> str:
     stem, _, kind = name.rpartition(".")
     if match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem):
         layer, part = match.groups()
-        return f"blk.{layer}.{_LAYER_NAMES_BACK[part]}.{kind}"
-    return f"{_NAMES_BACK[stem]}.{kind}"
+        return f"blk.{layer}.{_GGUF_LAYER_NAMES[part]}.{kind}"
+    return f"{_GGUF_NAMES[stem]}.{kind}"
 
 
-_NAMES_BACK = {theirs: ours for ours, theirs in NAMES.items()}
-_LAYER_NAMES_BACK = {theirs: ours for ours, theirs in LAYER_NAMES.items()}
+_GGUF_NAMES = {hf_name: name for name, hf_name in NAMES.items()}
+_GGUF_LAYER_NAMES = {hf_name: name for name, hf_name in LAYER_NAMES.items()}
 
 
 def _checked_shapes(path: Path, tensors: dict[str, GgufTensor], config: ModelConfig) -> dict[str, Shape]:
-    """The tensors to write. Raises ModelError where the file lacks one, has another shape, or has more than that."""
+    """The tensors to write. Raises ModelError if one is missing or has another shape, or if the file has others."""
     shapes = expected_shapes(config)
     for name, shape in shapes.items():
         tensor = tensors.get(gguf_name(name))
         if tensor is None:
             raise ModelError(f"{path}: the tensor {gguf_name(name)} is missing")
         if tensor.shape != shape:
-            raise ModelError(f"{path}: tensor {tensor.name} has shape {tensor.shape}, the metadata says {shape}")
+            raise ModelError(f"{path}: tensor {tensor.name} has shape {tensor.shape}, but the metadata says {shape}")
     unknown = set(tensors) - {gguf_name(name) for name in shapes}
     if unknown:
-        raise ModelError(
-            f"{path}: tensor {min(unknown)[:200]} is not part of a model as the metadata describe it: not supported"
-        )
+        raise ModelError(f"{path}: tensor {min(unknown)[:200]} is not part of the model that the metadata describes")
     return shapes
 
 
 def _row_order(name: str, tensor: GgufTensor, config: ModelConfig) -> "np.ndarray[Any, Any] | None":
-    """Which row of a file that turns neighbours is row i here; None where rows keep their places.
+    """For each row of q or k, its row in a file with `interleaved_rope`; None for other tensors.
 
-    In a head of size 6 the file's rows are, in our numbers, 0 3 1 4 2 5.
+    For a head of size 6 the file has rows 0 3 1 4 2 5.
     """
     if "q_proj" not in name and "k_proj" not in name:
         return None
@@ -355,11 +356,11 @@ def _row_order(name: str, tensor: GgufTensor, config: ModelConfig) -> "np.ndarra
 
 
 def _pieces(
-    tensor: GgufTensor, order: "np.ndarray[Any, Any] | None", as_they_are: bool, path: Path
+    tensor: GgufTensor, order: "np.ndarray[Any, Any] | None", is_stored_as_is: bool, path: Path
 ) -> Iterator["np.ndarray[Any, Any]"]:
-    """A tensor a few rows at a time: its blocks as they are, or its numbers as float32.
+    """A tensor a few rows at a time: its blocks if `is_stored_as_is`, else float32 values.
 
-    A row is whole blocks in every format, so rows in another order are blocks in another order.
+    A row is whole blocks in every format, so rows can be reordered without decoding them.
     """
     block, _ = gguf.GGML_QUANT_SIZES[tensor.kind]
     if len(tensor.shape) == 1 and block > 1:
@@ -371,8 +372,8 @@ def _pieces(
         stop = start + step
         piece = np.ascontiguousarray(data[start:stop] if order is None else data[order[start:stop]])
         try:
-            with np.errstate(all="ignore"):  # blocks may hold any bits, and scales that are infinite or no numbers
-                numbers = piece if as_they_are else gguf.dequantize(piece, tensor.kind)
+            with np.errstate(all="ignore"):  # scales may be infinite or NaN
+                numbers = piece if is_stored_as_is else gguf.dequantize(piece, tensor.kind)
         except NotImplementedError as error:
             raise ModelError(f"{path}: tensor {tensor.name} is {tensor.kind.name}: {error}") from error
         yield numbers

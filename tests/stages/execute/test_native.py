@@ -216,7 +216,7 @@ def driver(native: Native) -> Native:
     return native
 
 
-def test_quantised_models_are_nearly_what_their_weights_say(driver: Native, grouped_dir: Path) -> None:
+def test_quantized_models_are_nearly_what_their_weights_say(driver: Native, grouped_dir: Path) -> None:
     """Activations of 8 bits in every group cost some hundredths, over three layers."""
     ids = random_ids(60, 11)
     driver.step([(0, 0, 60, False)], adds=[row_add(0, ids, driver.take_blocks(60))])

@@ -46,7 +46,7 @@ def is_mapped(tensor: Tensor, path: Path) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("format", BLOCKS)
-def test_quantised_matrices_keep_their_blocks_where_they_lie(
+def test_quantized_matrices_keep_their_blocks_where_they_lie(
     tmp_path: Path, format: Format, dtype: torch.dtype
 ) -> None:
     data, _ = stored = blocks_of(numbers(5), format)

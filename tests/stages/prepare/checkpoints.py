@@ -268,7 +268,7 @@ def formats_of(folder: Path) -> dict[str, str]:
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a prepared folder, quantised ones as uint8."""
+    """The tensors of a prepared folder, quantized ones as uint8."""
     return {name: t for path in ModelConfig.load(folder).weight_paths(folder) for name, t in load_file(path).items()}
 
 

@@ -120,13 +120,13 @@ def test_windows_are_those_of_the_layers_that_have_them(tmp_path: Path) -> None:
     ("changes", "words"),
     [
         ({"use_sliding_window": "yes"}, r"use_sliding_window is 'yes'; it must be true or false"),
-        ({**WINDOWS, "sliding_window": 0}, r"sliding_window is 0; it must be a whole number from 1"),
-        ({**WINDOWS, "sliding_window": True}, r"sliding_window is True; it must be a whole number"),
-        ({**WINDOWS, "layer_types": None, "max_window_layers": -1}, r"max_window_layers is -1; it must be a whole n"),
-        ({**WINDOWS, "layer_types": ["sliding_attention"]}, r"layer_types is .*list of num_hidden_layers = 3 kinds"),
+        ({**WINDOWS, "sliding_window": 0}, r"sliding_window is 0; it must be an integer of at least 1"),
+        ({**WINDOWS, "sliding_window": True}, r"sliding_window is True; it must be an integer"),
+        ({**WINDOWS, "layer_types": None, "max_window_layers": -1}, r"max_window_layers is -1; it must be an integer"),
+        ({**WINDOWS, "layer_types": ["sliding_attention"]}, r"layer_types is .*list of num_hidden_layers = 3 values"),
         ({**WINDOWS, "layer_types": ["linear_attention"] * 3}, r"each one of full_attention, sliding_attention"),
         ({**WINDOWS, "layer_types": "full_attention"}, r"layer_types is 'full_attention'; it must be a list"),
-        ({"use_sliding_window": False, "layer_types": ["sliding_attention"] * 3}, r"the two must agree"),
+        ({"use_sliding_window": False, "layer_types": ["sliding_attention"] * 3}, r"they must agree"),
         ({"head_dim": 32}, r"has shape \(64, 64\), config\.json says \(128, 64\)"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, r"rope_type 'yarn'; supported"),
     ],
@@ -203,7 +203,7 @@ def test_the_divisors_of_llama_3s_frequencies_are_the_scaling_that_they_were_mad
 @pytest.mark.parametrize(
     ("metadata", "words"),
     [
-        ({"qwen2.attention.sliding_window": 13}, r"qwen2\.attention\.sliding_window is 13: a sliding window of layers"),
+        ({"qwen2.attention.sliding_window": 13}, r"qwen2\.attention\.sliding_window is 13: a sliding window in layers"),
         ({"qwen2.rope.scaling.type": "yarn"}, r"qwen2\.rope\.scaling\.type is 'yarn'"),
         ({"qwen2.expert_count": 4}, r"qwen2\.expert_count is 4: a mixture of experts"),
         ({"qwen2.attention.head_count_kv": 3}, r"qwen2\.attention\.head_count_kv is 3; .* qwen2\.attention\.head_c"),
@@ -223,7 +223,7 @@ def test_a_qwen3_file_without_norms_of_heads_and_a_llama_file_with_them_are_refu
     with pytest.raises(ModelError, match=r"blk\.0\.attn_q_norm\.weight is missing"):
         prepared(path)
     model = checkpoints.tiny("qwen3", head_dim=16)
-    with pytest.raises(ModelError, match=r"attn_k_norm\.weight is not part of a model as the metadata"):
+    with pytest.raises(ModelError, match=r"attn_k_norm\.weight is not part of the model that the metadata"):
         prepared(checkpoints.save_gguf(tmp_path / "b.gguf", model, architecture="llama"))
 
 

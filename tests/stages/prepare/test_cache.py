@@ -169,7 +169,7 @@ def test_errors_that_are_not_the_caches_stay_what_they_are(tmp_path: Path) -> No
 
 def test_too_little_room_is_told_with_both_numbers(tmp_path: Path) -> None:
     require_room(tmp_path, 1)
-    with pytest.raises(ModelError, match=r"needs \d+ MiB in .*\d+ MiB are free"):
+    with pytest.raises(ModelError, match=r"needs \d+ MiB in .* only \d+ MiB are free"):
         require_room(tmp_path, 1 << 60)
 
 

@@ -125,8 +125,8 @@ def test_a_model_of_the_hub_is_fetched_once_and_served_from_the_hubs_cache(
     }
     assert hub.fetched() == {*weights, *configs, "model.safetensors.index.json"} & set(files)
     num_bytes = sum(len(files[name]) for name in hub.fetched() - {"model.safetensors.index.json"})
-    assert f"fetching org/tiny at {COMMIT[:12]}\n" in machine.log
-    assert f"fetching org/tiny at {COMMIT[:12]}: done, {num_bytes / 1e6:.1f} MB" in machine.log
+    assert f"downloading org/tiny at {COMMIT[:12]}\n" in machine.log
+    assert f"downloading org/tiny at {COMMIT[:12]}: done, {num_bytes / 1e6:.1f} MB" in machine.log
 
     theirs = AutoModelForCausalLM.from_pretrained(snapshot, dtype=torch.float32).eval()
     np.testing.assert_allclose(logits(folder, IDS), expected(theirs, IDS), rtol=0, atol=1e-4)
@@ -166,10 +166,10 @@ def test_without_a_network_the_last_copy_is_taken(machine: Machine, hub: FakeHub
     assert machine.prepare("org/tiny", HF_HUB_OFFLINE="1") == folder
     assert hub.requests == []
     assert machine.prepare("org/tiny", HF_ENDPOINT=closed_port()) == folder
-    assert "can't be reached" in machine.log and f"taking commit {COMMIT[:12]}, fetched before" in machine.log
+    assert "is not reachable" in machine.log and f"using commit {COMMIT[:12]} from the cache" in machine.log
     hub.status = 503
     assert machine.prepare("org/tiny") == folder
-    assert "could not answer for org/tiny" in machine.log
+    assert "returned an error for org/tiny" in machine.log
 
 
 def test_a_cache_that_others_have_filled_serves_offline(
@@ -217,11 +217,11 @@ def test_what_is_not_there_is_told_by_its_name(machine: Machine, hub: FakeHub) -
     assert "model or--g/ti..ny: " in machine.fail("or--g/ti..ny")
     port = closed_port()
     line = machine.fail("org/tiny", HF_ENDPOINT=port)
-    assert f"org/tiny can't be fetched: {port} can't be reached" in line
+    assert f"cannot download org/tiny: {port} is not reachable" in line
     line = machine.fail("org/tiny", HF_HUB_OFFLINE="1")
     assert f"HF_HUB_OFFLINE is set, and org/tiny is not in {machine.home / 'hf' / 'hub'}" in line
     hub.status = 500
-    assert "could not answer for org/tiny" in machine.fail("org/tiny")
+    assert "returned an error for org/tiny" in machine.fail("org/tiny")
 
 
 REPOSITORIES: dict[str, tuple[Callable[[str], bool], str]] = {

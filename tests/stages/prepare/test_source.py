@@ -90,7 +90,7 @@ def test_hub_ids_have_a_revision_or_take_the_main_one() -> None:
     assert parse("HuggingFaceTB/SmolLM2-135M-Instruct") == HubSource("HuggingFaceTB/SmolLM2-135M-Instruct", "main")
     assert parse("Qwen/Qwen2.5-0.5B@v1.0") == HubSource("Qwen/Qwen2.5-0.5B", "v1.0")
     assert parse("a/b@refs/pr/7") == HubSource("a/b", "refs/pr/7")
-    with pytest.raises(ModelError, match="no revision behind '@'"):
+    with pytest.raises(ModelError, match="no revision after '@'"):
         parse("a/b@")
 
 
@@ -108,5 +108,5 @@ def test_impossible_names_are_no_folder_or_file(model: str) -> None:
 
 
 def test_a_user_who_is_not_there_is_told() -> None:
-    with pytest.raises(ModelError, match=r"model '~no-such-user/x': .*home.*write the folder out"):
+    with pytest.raises(ModelError, match=r"model '~no-such-user/x': .*home.*write the full path"):
         parse("~no-such-user/x")

@@ -69,7 +69,7 @@ def test_a_model_that_cannot_be_served_ends_the_stage_with_the_reason() -> None:
 
 @pytest.mark.usefixtures("smollm2_dir")
 def test_a_length_that_the_model_was_not_made_for_ends_the_stage_with_both_numbers() -> None:
-    with pytest.raises(ModelError, match="max_model_len is 8193, but SmolLM2-135M-Instruct was made for 8192 "):
+    with pytest.raises(ModelError, match="max_model_len is 8193, but SmolLM2-135M-Instruct supports at most 8192 "):
         prepare_stage.run(launch(Settings(max_model_len=8193), address_of("prepare-test", "supervisor.0", 1)))
     assert run(Settings(max_model_len=8192)).model_name == "SmolLM2-135M-Instruct"
 

@@ -111,7 +111,7 @@ def test_none_makes_floats_of_everything(tmp_path: Path, model: LlamaForCausalLM
 
 @pytest.mark.parametrize("format", ["q8_0", "q4_1"])
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.Q5_1, Kind.Q4_0], ids=lambda kind: kind.name)
-def test_a_gguf_is_quantised_from_its_exact_numbers(
+def test_a_gguf_is_quantized_from_its_exact_numbers(
     tmp_path: Path, model: LlamaForCausalLM, kind: Kind, format: str
 ) -> None:
     folder = prepared(checkpoints.save_gguf(tmp_path / "tiny.gguf", model, kind=kind), format)
@@ -143,7 +143,7 @@ def test_blocks_in_the_format_that_is_asked_for_are_not_rounded_again(
 
 @pytest.mark.parametrize("format", ["q8_0", "q4_1"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_a_folder_is_quantised_from_its_exact_numbers(tmp_path: Path, dtype: torch.dtype, format: str) -> None:
+def test_a_folder_is_quantized_from_its_exact_numbers(tmp_path: Path, dtype: torch.dtype, format: str) -> None:
     model = checkpoints.tiny_llama(attention_bias=True).to(dtype)
     source = checkpoints.save_folder(tmp_path / "tiny", model, shard_size="100KB")
     folder = prepared(source, format)
@@ -181,7 +181,7 @@ def test_columns_that_are_no_whole_groups_stay_bfloat16(tmp_path: Path, made: st
     assert torch.equal(weights_of(folder)[DOWN], model.state_dict()[DOWN].to(torch.bfloat16))
 
 
-def test_a_folder_is_not_copied_unless_it_is_to_be_quantised(tmp_path: Path, model: LlamaForCausalLM) -> None:
+def test_a_folder_is_not_copied_unless_it_is_to_be_quantized(tmp_path: Path, model: LlamaForCausalLM) -> None:
     source = checkpoints.save_folder(tmp_path / "tiny", model)
     folder = prepared(source)
     assert ModelConfig.load(folder).weight_paths(folder) == [source / "model.safetensors"]
@@ -206,7 +206,7 @@ def test_formats_of_a_gpu_are_floats_until_they_are_loaded(
         assert prepared(path, quantization) == prepared(path, "none")
 
 
-def test_quantising_a_folder_is_told(
+def test_quantizing_a_folder_is_told(
     tmp_path: Path, model: LlamaForCausalLM, capfd: pytest.CaptureFixture[str]
 ) -> None:
     source = checkpoints.save_folder(tmp_path / "tiny", model)
@@ -214,7 +214,7 @@ def test_quantising_a_folder_is_told(
     prepare(settings, for_stream())
     out, err = capfd.readouterr()
     assert out == ""
-    assert "quantising tiny to q4_1: done, 0.1 MB" in err
+    assert "quantizing tiny to q4_1: done, 0.1 MB" in err
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), 1e8])
@@ -226,7 +226,7 @@ def test_numbers_that_a_format_cannot_hold_are_told_by_their_tensor(
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight[5, 70] = wrong
     source = checkpoints.save_folder(tmp_path / "tiny", model)
-    words = rf"tiny: tensor {DOWN} can't be stored as {quantization}: numbers are not finite, or too large"
+    words = rf"tiny: tensor {DOWN} can't be stored as {quantization}: values are not finite, or too large"
     with pytest.raises(ModelError, match=words):
         prepared(source, quantization)
     with pytest.raises(ModelError, match=rf"tiny\.gguf: tensor {DOWN} can't"):

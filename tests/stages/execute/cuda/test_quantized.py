@@ -1,4 +1,4 @@
-"""Weights that are quantised while loading: texts are those of a model whose weights are what the codes mean."""
+"""Weights that are quantized while loading: texts are those of a model whose weights are what the codes mean."""
 
 from pathlib import Path
 
