@@ -1,1 +1,1 @@
-"""The executor on a GPU: rows live there, steps are launched before the last one's ids are known."""
+"""The executor on a GPU: rows live in GPU memory, and steps are launched before the previous step's ids are known."""

@@ -1,4 +1,4 @@
-"""Whether a GPU can run a model, found out before its weights are read, in one line that says what would help."""
+"""Checks before the weights are read that a GPU can run the model; the error is one line that says how to fix it."""
 
 import importlib.util
 from dataclasses import dataclass, replace
@@ -16,35 +16,35 @@ from pipeline.stages.execute.kv import gib
 from pipeline.supervisor import gpu
 
 OLDEST = (8, 0)
-"""Ampere: the first with bfloat16."""
+"""Ampere, the first architecture with bfloat16."""
 MAX_HEAD_DIM = 256
 HEAD_DIM_STEP = 8
-"""Of bfloat16 these are 16 bytes, what a thread loads at once."""
+"""In bfloat16 16 bytes, one load of a thread."""
 GROUP = 128
-"""Weights that have a scale together where they are made int8 or int4."""
+"""Weights per scale in int8 and int4."""
 BYTES_PER_SCALE = 2
 HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What was found."""
+    """The properties of the machine that matter here."""
 
     torch_version: str
     is_built_for_cuda: bool
-    """Whether that torch is."""
+    """Whether the installed torch supports CUDA."""
     has_triton: bool
     trouble: str = ""
-    """What CUDA said where there is no GPU to be used; as below, nothing where there is one."""
+    """CUDA's error if no GPU is usable, else empty."""
     name: str = ""
     capability: tuple[int, int] = (0, 0)
     total_bytes: int = 0
     free_bytes: int = 0
-    """Of `total_bytes`, what nobody has."""
+    """Unused part of `total_bytes`."""
 
 
 def require(settings: Settings, config: ModelConfig, folder: Path) -> None:
-    """Raises UserError where the GPU can't run the model of a prepared folder, or there is none."""
+    """Raises UserError if there is no GPU, or if it can't run the model of a prepared folder."""
     if gpu.is_interpreted():
         return
     problem = why_not(settings, config, look(), weight_bytes(settings, config, folder))
@@ -53,7 +53,7 @@ def require(settings: Settings, config: ModelConfig, folder: Path) -> None:
 
 
 def look() -> Facts:
-    """The facts of this machine, of its first GPU where it has some."""
+    """The facts of this machine and its first GPU."""
     facts = Facts(torch.__version__, torch.version.cuda is not None, importlib.util.find_spec("triton") is not None)
     if not facts.is_built_for_cuda:
         return facts
@@ -67,22 +67,21 @@ def look() -> Facts:
 
 
 def why_not(settings: Settings, config: ModelConfig, facts: Facts, num_bytes: int) -> str | None:
-    """Why a GPU can't run a model whose weights take `num_bytes` at least, in the user's words; None where nothing
-    speaks against it. Pure."""
+    """Why a GPU can't run a model whose weights take at least `num_bytes`, for the user; None if it can. Pure."""
     asked = "execute.device is 'cuda', but"
     if not facts.is_built_for_cuda:
-        return f"{asked} the torch that is installed ({facts.torch_version}) is for CPUs alone: install one for CUDA"
+        return f"{asked} the installed torch ({facts.torch_version}) supports only CPUs: install torch for CUDA"
     if facts.trouble:
-        return f"{asked} no GPU can be used ({facts.trouble}): see what nvidia-smi says, and CUDA_VISIBLE_DEVICES"
+        return f"{asked} no GPU is usable ({facts.trouble}): check nvidia-smi and CUDA_VISIBLE_DEVICES"
     if facts.capability < OLDEST:
         have, need = (".".join(map(str, version)) for version in (facts.capability, OLDEST))
-        return f"{asked} {facts.name} is too old: it has compute capability {have}, and {need} (Ampere) is needed"
+        return f"{asked} {facts.name} is too old: it has compute capability {have}, but {need} (Ampere) is required"
     if not facts.has_triton:
-        return f"{asked} triton is not installed: it comes with torch for CUDA, or by pip install triton"
+        return f"{asked} triton is not installed: install torch for CUDA, which includes it, or run pip install triton"
     if config.head_dim > MAX_HEAD_DIM or config.head_dim % HEAD_DIM_STEP:
         return (
-            f"{asked} {config.name} has heads of {config.head_dim} dimensions: there are kernels for multiples of "
-            f"{HEAD_DIM_STEP} up to {MAX_HEAD_DIM}"
+            f"{asked} {config.name} has head_dim {config.head_dim}: supported are multiples of {HEAD_DIM_STEP} up to "
+            f"{MAX_HEAD_DIM}"
         )
     return _why_no_room(settings, config, facts, num_bytes)
 
@@ -98,11 +97,11 @@ def _why_no_room(settings: Settings, config: ModelConfig, facts: Facts, num_byte
         case _:
             smaller = ", or set quantization to 'int8' or 'int4'"
     if num_bytes >= facts.total_bytes:
-        return f"{needs}, and {facts.name} has {gib(facts.total_bytes)} in all: take a smaller model{smaller}"
+        return f"{needs}, but {facts.name} has only {gib(facts.total_bytes)}: use a smaller model{smaller}"
     if num_bytes >= facts.free_bytes:
         return (
-            f"{needs}, and of the {gib(facts.total_bytes)} of {facts.name} only {gib(facts.free_bytes)} are free: end "
-            f"what has the rest (nvidia-smi shows it){smaller}"
+            f"{needs}, but of the {gib(facts.total_bytes)} of {facts.name} only {gib(facts.free_bytes)} are free: stop "
+            f"the processes that use the rest (see nvidia-smi){smaller}"
         )
     if not execute.kv_cache_bytes and num_bytes >= execute.gpu_memory_utilization * facts.total_bytes:
         return (
@@ -113,23 +112,22 @@ def _why_no_room(settings: Settings, config: ModelConfig, facts: Facts, num_byte
 
 
 def weight_bytes(settings: Settings, config: ModelConfig, folder: Path) -> int:
-    """What a model's weights take on the GPU at least, by the headers of its files. Raises UserError where one is
-    missing."""
+    """Least bytes of a model's weights on the GPU, by its files' headers. Raises UserError if a file can't be read."""
     dtype: torch.dtype = getattr(torch, settings.execute.dtype)
     total = 0
     for path in config.weight_paths(folder):
         try:
             file: Any = safe_open(path, framework="pt")
         except Exception as error:  # the library raises nothing more precise
-            raise UserError(f"{path}: can't be read: {error}") from error
+            raise UserError(f"{path} can't be read: {error}") from error
         formats = file.metadata() or {}
-        for name in file.keys():  # noqa: SIM118 - the file is no dict
+        for name in file.keys():  # noqa: SIM118 - the file is not a dict
             if name == HEAD and config.tie_embeddings:
-                continue  # nobody reads it
+                continue  # not loaded
             shape = file.get_slice(name).get_shape()
             num = prod(shape)
             if format_key(name) in formats:
-                total += num  # it has a byte for each
+                total += num  # one byte per element
             elif len(shape) == 1:
                 total += num * torch.float32.itemsize
             else:
@@ -138,7 +136,7 @@ def weight_bytes(settings: Settings, config: ModelConfig, folder: Path) -> int:
 
 
 def _matrix_bytes(num: int, dtype: torch.dtype, quantization: Quantization) -> int:
-    """Of so many floats, as they are loaded."""
+    """Bytes of `num` floats once they are loaded."""
     match quantization:
         case "int8":
             return num + num // GROUP * BYTES_PER_SCALE

@@ -1,8 +1,8 @@
-"""Waking the loop when a step is over.
+"""Wakes the loop when a step is over.
 
-A thread waits for the events of steps, one after the other, asleep and without the interpreter's lock, and turns a
-descriptor readable for each. It does nothing else: sockets, shared memory and the recording's tape stay with the one
-thread that owns them, and no lock is held while a step is launched.
+A thread waits for the events of steps in order, without the GIL, and makes a descriptor readable for each. It does
+nothing else: sockets, shared memory and the replay context stay with the thread that owns them, and no lock is held
+while a step is launched.
 """
 
 import os
@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from pipeline.stages.execute.cuda.launched_step import LaunchedStep
 
 STOP_S = 10.0
-"""Longest that `close` waits for the step that the thread waits for."""
+"""Timeout of `close` for the step that the thread waits for."""
 
 
 class Completions:
@@ -26,12 +26,12 @@ class Completions:
         self._thread.start()
 
     def put(self, launched_step: LaunchedStep) -> None:
-        """Wake the loop when this one is over; it comes after all that were put before."""
+        """Wake the loop when this step is over. Steps are put in the order of their launch."""
         self._launched_steps.put(launched_step)
 
     def clear(self) -> None:
-        """The loop has woken, and looks at all that is over now."""
-        with suppress(BlockingIOError):  # woken by a message
+        """Reset the descriptor; the loop then collects every step that is over."""
+        with suppress(BlockingIOError):  # a message woke the loop
             os.eventfd_read(self.fd)
 
     def close(self) -> None:
@@ -42,7 +42,7 @@ class Completions:
 
     def _run(self) -> None:
         while (launched_step := self._launched_steps.get()) is not None:
-            # The GPU's error comes to the loop as well, when it asks for the same event.
+            # The loop gets the GPU's error too, when it queries the same event.
             with suppress(RuntimeError):
                 if not launched_step.is_collected:
                     launched_step.wait()

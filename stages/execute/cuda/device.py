@@ -1,7 +1,7 @@
-"""The few things that a step needs of CUDA: memory, streams, events and graphs.
+"""The CUDA features that a step uses: memory, streams, events and graphs.
 
-`Interpreted` does the same without a GPU, where Triton's interpreter runs the kernels: everything is done when it is
-asked for. It is there for tests, which so run the very code that launches on a GPU.
+`Interpreted` provides them without a GPU, synchronously, while Triton's interpreter runs the kernels. Tests use it to
+run the same code as on a GPU.
 """
 
 import ctypes
@@ -21,59 +21,61 @@ from pipeline.shm.available import available_bytes
 from pipeline.stages.execute.kv import DeviceMemory
 
 CONTEXT_BYTES = 512 * 1024**2
-"""What CUDA, cuBLAS and our kernels' code take of a GPU's memory, about."""
+"""GPU memory of CUDA, cuBLAS and the kernels' code, estimated."""
 
 Calls = Callable[[], None]
 
 
 class StreamEvent(Protocol):
-    """A place in the order of a stream's work, as torch.cuda.Event."""
+    """A point in a stream's work, as torch.cuda.Event."""
 
     def record(self) -> None:
-        """All that the current stream has been given until now is before it."""
+        """Place the event after all work in the current stream."""
 
     def synchronize(self) -> None:
-        """Wait for what is before it, asleep."""
+        """Sleep until the work before it is done."""
 
     def query(self) -> bool:
-        """Whether all that is before it is done."""
+        """Whether the work before it is done."""
 
     def wait(self) -> None:
-        """Let what the current stream is given from now on wait for what is before it."""
+        """Make later work of the current stream wait for the work before it."""
 
     def elapsed_time(self, later: Any) -> float:
-        """Milliseconds to a later one; both are timed and have happened."""
+        """Milliseconds to a later event. Both must be timed and complete."""
 
 
 class Device(ABC):
-    """Where tensors and kernels are. All launches come from one thread; only events may be waited for by another."""
+    """The device of tensors and kernels. One thread makes all launches; others may only wait for events."""
 
     where: torch.device
     name: str
-    """For people."""
+    """Name for logs and reports."""
     captures_graphs = True
-    """Graphs are recorded, and kernels compiled, so that it is worth doing ahead of need."""
+    """Graphs are captured and kernels compiled, so preparing them ahead is worthwhile."""
 
     @abstractmethod
     def pinned(self, num: int, dtype: torch.dtype) -> Tensor:
-        """Memory of the host that is copied from and to while the host does other things. Zeros, [num]."""
+        """Pinned host memory for asynchronous copies. Zeros, [num]."""
 
     @abstractmethod
     def send(self, array: "np.ndarray[Any, Any]") -> Tensor:
-        """A copy on the device, in new memory, without a wait; there when what is launched next reads it."""
+        """An asynchronous copy in new device memory; complete before the next launch reads it."""
 
     @abstractmethod
     def fetch(self, tensor: Tensor) -> Tensor:
-        """A copy in new memory of the host, good when an event behind this has happened."""
+        """An asynchronous copy in new host memory; complete when an event that is recorded after it is."""
 
     @abstractmethod
     def event(self, *, timed: bool = False) -> StreamEvent:
-        """A new one, before nothing."""
+        """A new event."""
 
     @abstractmethod
     def graph(self, calls: Calls) -> Calls:
-        """Record launches; what is returned makes all of them at once, on the compute stream. They are made once before
-        they are recorded, so that nothing is compiled then: what they read has to be harmless."""
+        """Capture launches. The returned function replays all of them on the compute stream.
+
+        The launches also run once before the capture, so that nothing is compiled in it. Their inputs must be valid.
+        """
 
     @abstractmethod
     def copying(self) -> Any:
@@ -81,25 +83,23 @@ class Device(ABC):
 
     @abstractmethod
     def lock(self, memory: "np.ndarray[Any, Any]") -> bool:
-        """Make memory of the host such as `pinned` is, for as long as the device is open. Returns whether that could be
-        done; copies from and to it hold up the host where not."""
+        """Pin existing host memory until `close`. Returns False on failure; copies from and to it then block the host."""
 
     @abstractmethod
     def memory(self, reserved_bytes: int) -> DeviceMemory:
-        """What KV blocks have room in, if so much is still to be taken by others of this process."""
+        """The memory for KV blocks, if `reserved_bytes` are kept free for other uses of this process."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until all is done."""
+        """Wait until all work is done."""
 
     @abstractmethod
     def close(self) -> None:
-        """Wait until all is done, and let go of what was locked."""
+        """Wait until all work is done, and unpin memory that `lock` pinned."""
 
 
 class Gpu(Device):
-    """One NVIDIA GPU. The thread that makes it is the one that launches: its current stream is the compute stream from
-    then on."""
+    """One NVIDIA GPU. The thread that creates it makes all launches; its current stream becomes the compute stream."""
 
     def __init__(self) -> None:
         assert not INTERPRETED, "TRITON_INTERPRET is set: kernels would run on the CPU"
@@ -123,14 +123,14 @@ class Gpu(Device):
         return host.copy_(tensor, non_blocking=True)
 
     def event(self, *, timed: bool = False) -> StreamEvent:
-        # A blocking one sleeps while it is waited for: a spinning thread would hold a core, and the driver's lock.
+        # Waiting for a blocking event sleeps. Spinning would occupy a core and the driver's lock.
         event: StreamEvent = torch.cuda.Event(enable_timing=timed, blocking=True)  # type: ignore[no-untyped-call]
         return event
 
     def graph(self, calls: Calls) -> Calls:
         calls()
-        # torch.cuda.graph() would wait for the whole device and collect garbage, in the middle of serving. Garbage must
-        # not be collected meanwhile: a tensor or an event in it would be taken note of in the stream.
+        # torch.cuda.graph() would synchronize the device and collect garbage while serving. Garbage collection is off
+        # during the capture, because freeing a tensor or an event records work in the stream.
         graph = torch.cuda.CUDAGraph()
         collects = gc.isenabled()
         gc.disable()
@@ -155,14 +155,14 @@ class Gpu(Device):
         address = int(memory.ctypes.data)
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         if int(cudart.cudaHostRegister(address, memory.nbytes, 0)) != 0:
-            # The error stays behind and would be taken for that of the next launch.
+            # Clear the error, or the next launch would report it.
             _clear_last_error()
             return False
         self._locked.append(address)
         return True
 
     def memory(self, reserved_bytes: int) -> DeviceMemory:
-        # What loading has left behind, as that of weights which were made smaller here, is nobody's.
+        # Return cached memory that loading has freed, such as that of unquantized weights.
         self.synchronize()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.where)
@@ -184,7 +184,7 @@ class Gpu(Device):
 
 
 class Interpreted(Device):
-    """No GPU: kernels run in Triton's interpreter, at once."""
+    """No GPU: kernels run synchronously in Triton's interpreter."""
 
     captures_graphs = False
 
@@ -246,12 +246,12 @@ class Interpreted(Device):
 
 
 def make_device() -> Device:
-    """The GPU, or what stands for it in tests."""
+    """The GPU, or `Interpreted` if TRITON_INTERPRET is set."""
     return Interpreted() if INTERPRETED else Gpu()
 
 
 def _clear_last_error() -> None:
-    """What cudaGetLastError does, of the runtime that torch has loaded; torch has no call of its own for it."""
+    """Call cudaGetLastError of the runtime that torch has loaded; torch does not expose it."""
     for name in ("libcudart.so.13", "libcudart.so.12", "libcudart.so"):
         try:
             ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL).cudaGetLastError()

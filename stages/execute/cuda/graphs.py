@@ -1,7 +1,7 @@
-"""Steps as captured launches: one call makes all of a step's, whatever Python they came from.
+"""Captures steps as CUDA graphs: one call makes all launches of a step.
 
-What is recorded reads its step from memory that stays where it is: words that the host has sent, rows, weights. So a
-graph is replayed for any step of its shape.
+The kernels read the step from memory at fixed addresses: the host's words, rows, weights. So one graph serves every
+step of its shape.
 """
 
 from dataclasses import dataclass
@@ -26,12 +26,12 @@ class CapturedStepKind(Enum):
     SAMPLE_FILTERED = "sample_filtered"
     """Sampling from the ids that top_k, top_p and min_p leave."""
     FORWARD_ONLY = "forward_only"
-    """Nothing: what follows depends on the step."""
+    """Nothing: sampling is launched separately."""
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """A step that can be made at one call."""
+    """A captured step."""
 
     launch: Calls
     step: StepArrays
@@ -41,7 +41,7 @@ class CapturedStep:
 
 
 class StepGraphs:
-    """Owned by the runner. Makes the launches of a shape when they are asked for the first time, and keeps them."""
+    """Owned by the runner. Captures the steps of a shape on first use and keeps them."""
 
     def __init__(
         self, device: Device, model: DeviceModel, rows: RowState, words: Tensor, max_num_rows: int, max_num_tokens: int
@@ -70,8 +70,7 @@ class StepGraphs:
         return (shape, kind) in self._captured
 
     def get(self, shape: PaddedStepShape, kind: CapturedStepKind) -> CapturedStep:
-        """The launches of a shape. Those that are new are made once, for padding alone; words that no step has read are
-        lost by that."""
+        """The captured step of a shape. A new one also runs once on padding, which overwrites the words on the device."""
         captured = self._captured.get((shape, kind))
         if captured is not None:
             return captured
@@ -85,7 +84,7 @@ class StepGraphs:
         return captured
 
     def hidden_states(self, shape: PaddedStepShape) -> HiddenStates:
-        """Where a step of this shape, which is the last that was launched, leaves what its tokens came to."""
+        """The hidden states of the last launched step, which must have this shape."""
         return self._model.hidden_states(shape.num_tokens, decodes=shape.one_each)
 
     def _result_of(self, step: StepArrays) -> Tensor:
@@ -107,7 +106,7 @@ class StepGraphs:
         sample.sample(ids, logits, self._rows.params, step.sample_rows, self.scratch, filtered=filtered)
 
     def apply(self) -> None:
-        """Make the changes of rows that the words hold, and nothing else."""
+        """Apply only the row changes in the words."""
         ends.apply(self._rows, self._words)
 
     def _calls(self, step: StepArrays, shape: PaddedStepShape, kind: CapturedStepKind) -> Calls:

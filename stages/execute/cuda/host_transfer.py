@@ -1,15 +1,14 @@
-"""Copies of KV blocks that a step's plan asks for: to swap space, from it, and from block to block.
+"""Copies KV blocks for a step: to swap space, from it, and from block to block.
 
-Swap space is the host's memory. A block goes out gathered into one piece on the compute stream, which takes no time to
-speak of, and from there over the bus on the copy stream, beside the step; it comes in the other way round, and what is
-read of it waits:
+Swap space is host memory. To swap out, the compute stream gathers blocks into one piece, which is fast, and the copy
+stream sends it over the bus beside the step. Swapping in goes the other way, and the step waits for it:
 
     compute   gather ─────┐              ┌─► scatter │ the step, which may write to blocks that went out
     copy                  └─► out · in ──┘
 
-All copies over the bus are in the order of the plan, for a slot of swap space may be written and read in one step. What
-was gathered is not written to again until it has gone out, which each half of the room between has an event for. The
-step's result counts as complete when its copies are: the scheduler lets go of blocks and slots by it.
+All copies over the bus keep the order of the plan, because one step may write and read the same slot of swap space. Each
+of the two staging buffers has an event: it is not reused before its copy is done. A step's result counts as complete
+when its copies are, because the scheduler then reuses blocks and slots.
 """
 
 import logging
@@ -27,25 +26,25 @@ from pipeline.stages.execute.cpu.program import SwapArray
 from pipeline.stages.execute.cuda.device import Device, StreamEvent
 
 PACKED_BYTES = 32 * 1024**2
-"""Of each of the two rooms between, at least one block."""
+"""Size of a staging buffer; it holds at least one block."""
 NUM_STAGING_BUFFERS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class HostTransfer:
-    """Copies of a step over the bus."""
+    """A step's copies over the bus."""
 
     began: StreamEvent
     ended: StreamEvent
 
     @property
     def seconds(self) -> float:
-        """From the first to the end of the last, which have happened."""
+        """Time from the first copy to the end of the last. They must be complete."""
         return self.began.elapsed_time(self.ended) / 1000
 
 
 class _StagingBuffer:
-    """Packed blocks between KV memory and the bus, and when each side has done with them."""
+    """Packed blocks between KV memory and the bus, with the events after which each side may reuse them."""
 
     def __init__(self, device: Device, num_blocks: int, pieces: int, words: int) -> None:
         self.packed = torch.zeros(num_blocks, pieces, words, dtype=torch.int32, device=device.where)
@@ -65,17 +64,19 @@ class BlockCopier:
         self._swap = None if swap is None else torch.from_numpy(swap).view(torch.int32).view(-1, pieces, words)
         if swap is not None and not device.lock(swap):
             logging.getLogger("pipeline").warning(
-                "swap space can't be pinned for the GPU: copies to and from it block the steps"
+                "swap space can't be pinned for the GPU: copies to and from it block steps"
             )
         num = max(1, PACKED_BYTES // self._block_bytes)
         self._buffers = [_StagingBuffer(device, num, pieces, words) for _ in range(NUM_STAGING_BUFFERS)]
         self._next = 0
         self._begins: HostTransfer | None = None
-        """Of the step whose copies are given to the streams, until the first is."""
+        """The transfer of the current step, until its first copy over the bus."""
 
     def enqueue(self, sources: IntArray, targets: IntArray) -> HostTransfer | None:
-        """Give copies, one after the other, to the streams; ids from the number of KV blocks on are of swap space.
-        Returns the way of those over the bus, which has to have ended before their step counts as complete."""
+        """Enqueue copies in order. Ids from the number of KV blocks on are slots of swap space.
+
+        Returns the transfer over the bus, if any. The step is complete only after it.
+        """
         host_transfer: HostTransfer | None = None
         for kind, from_blocks, to_blocks in self._runs(sources, targets):
             if host_transfer is None and kind != (False, False):
@@ -98,11 +99,11 @@ class BlockCopier:
         return host_transfer
 
     def _runs(self, sources: IntArray, targets: IntArray) -> Iterator[tuple[tuple[bool, bool], list[int], list[int]]]:
-        """Copies of one kind, which don't depend on each other: whether from and to swap space, and the blocks."""
+        """Consecutive independent copies of one kind: (is from swap, is to swap), sources, targets."""
         most = self._num_blocks
         pairs = list(zip(sources.tolist(), targets.tolist(), strict=True))
         for kind, group in groupby(pairs, key=lambda pair: (pair[0] >= most, pair[1] >= most)):
-            # Of dictionaries, for a long sequence has thousands of blocks; a source may be there more than once.
+            # A dict for fast lookups: a long sequence has thousands of blocks. A source may appear more than once.
             from_blocks: list[int] = []
             to_blocks: dict[int, None] = {}
             read: set[int] = set()
@@ -121,8 +122,7 @@ class BlockCopier:
         return buffer
 
     def _begin(self) -> None:
-        """Note when the first copy over the bus begins: behind what it waits for, which is all that the GPU was given
-        before."""
+        """Record the begin of the first copy over the bus, after the earlier work of the compute stream."""
         if self._begins is not None:
             self._begins.began.record()
             self._begins = None
@@ -163,7 +163,7 @@ class BlockCopier:
 
 
 def _ranges(slots: list[int]) -> Iterator[tuple[int, int, int]]:
-    """Where slots follow each other: from which place in the list to which, and the first."""
+    """Ranges of consecutive slots: begin and end in the list, and the first slot."""
     begin = 0
     for i in range(1, len(slots) + 1):
         if i == len(slots) or slots[i] != slots[i - 1] + 1:

@@ -68,15 +68,15 @@ class LaunchedStep:
     launch_s: float = 0.0
     """The host's time for the launch."""
     host_transfer: HostTransfer | None = None
-    """BlockCopier over the bus, if there are any."""
+    """The copies over the bus, if there are any."""
     num_copies: int = 0
     logprobs: PendingLogprobs | None = None
     prompt_logprobs: list[PendingLogprobs] = field(default_factory=list)
     hidden_states: list[PooledHiddenStates] = field(default_factory=list)
     is_collected: bool = False
-    """Another step may use its slot by now."""
+    """Its slot may be in use by another step."""
     start_ns: int = 0
-    """By the GPU's clock, once collected; 0 where nothing was computed or there is no such clock."""
+    """By the GPU's clock, once collected; 0 if nothing was computed or there is no GPU."""
     end_ns: int = 0
 
     @property

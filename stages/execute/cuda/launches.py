@@ -1,9 +1,8 @@
-"""The kernels of steps, each with its own time on the GPU, by torch's profiler.
+"""Times each kernel of a step on the GPU with torch's profiler.
 
-It sees what is replayed from graphs, as it is when serving; events around launches would time the host, for most of a
-step's kernels take less time than their launch. A process that was profiled is slower for the rest of its life, so
-whatever else is measured comes first. Where a kernel may start before the one before it has ended, the time that it
-waits is in its own: the sum is then above the step's time.
+The profiler sees the kernels of replayed graphs. Events around launches would time the host, because most kernels take
+less time than their launch. Profiling slows a process permanently, so make other measurements first. With programmatic
+dependent launch a kernel's time includes its wait for the previous one, so the sum exceeds the step's time.
 """
 
 import json
@@ -17,15 +16,14 @@ from typing import Any
 import torch
 
 NAME_LENGTH = 40
-"""Of a kernel's name: cuBLAS's are long."""
+"""Limit for a kernel's name; cuBLAS's names are long."""
 
 KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 @dataclass(frozen=True, slots=True)
 class Launches:
-    """Of one kernel with one grid, in a step. Launches of one kernel are told apart by their grid, as those of a
-    layer's products have to be."""
+    """Launches of one kernel with one grid in a step. The grid distinguishes a layer's matmuls."""
 
     kernel: str
     grid: tuple[int, ...]
@@ -34,8 +32,8 @@ class Launches:
 
 
 def traced(run: Callable[[], object], num_steps: int) -> list[Launches]:
-    """What `run`, which computes so many steps and waits for them, launches in one of them; the longest first. Nothing
-    where kernels are interpreted."""
+    """The launches of one step, longest first. `run` computes `num_steps` steps and waits for them. Empty if kernels
+    are interpreted."""
     activity = torch.profiler.ProfilerActivity
     wanted = [activity.CUDA] if torch.cuda.is_available() else [activity.CPU]
     with torch.profiler.profile(activities=wanted) as profiler:
@@ -47,7 +45,7 @@ def traced(run: Callable[[], object], num_steps: int) -> list[Launches]:
 
 
 def launches_of(events: Sequence[dict[str, Any]], num_steps: int) -> list[Launches]:
-    """From a trace as Chrome takes it, times in microseconds."""
+    """The launches in a trace in Chrome's format, with times in microseconds."""
     num: Counter[tuple[str, tuple[int, ...]]] = Counter()
     total_us: Counter[tuple[str, tuple[int, ...]]] = Counter()
     for event in events:

@@ -1,9 +1,8 @@
-"""The executor's loop on a GPU: launch what comes, publish what is over, wait for either.
+"""The executor's loop on a GPU: launches steps that arrive, publishes steps that are over, waits for either.
 
     step ──► launched ──► over ──► published        in the order of the steps
 
-A result is published before the next step is launched where both are there: who waits for it is the scheduler, whose
-next plan is already late then.
+If both are possible, it publishes a result before it launches the next step, because the scheduler waits for it.
 """
 
 import struct
@@ -21,20 +20,19 @@ from pipeline.stages.execute.publishing import Publisher, StepTiming
 from pipeline.stages.execute.runner import Sampled
 
 IDLE_S = 1.0
-"""Longest wait before the loop turns."""
+"""Longest wait in an iteration of the loop."""
 PAUSE_S = 0.2
-"""When nothing has come, and nothing was over, for so long, graphs are recorded that no step has asked for yet, one
-after the other, until something comes. The pause between a result and the next step is none."""
+"""After this time without a message or a result, the loop captures graphs that no step has used yet, one by one, until
+a message arrives. It is longer than the pause between a result and the next step."""
 STUCK_S = 60.0
-"""With a step in flight for so long a ping is not answered: this loop still turns where the GPU hangs, and `/health` is
-to tell of it."""
+"""After this time with a step in flight, pings are not answered, so that `/health` reports a GPU that hangs."""
 
 TIMES = struct.Struct("<dddd")
-"""What a recording keeps of a step's times: when it was known to be over, computed, waited, copied; in seconds."""
+"""Times of a step in a recording, in seconds: when it was seen to be over, compute, wait, copy."""
 
 
 def serve(stage: "Stage[m.ExecuteInbox]", runner: CudaRunner) -> None:
-    """Compute steps until `Stop`. Errors of a step, the GPU's too, propagate."""
+    """Compute steps until `Stop`. Errors of a step propagate, also the GPU's."""
     completions = Completions()
     try:
         Loop(stage, runner, completions).run()
@@ -43,7 +41,7 @@ def serve(stage: "Stage[m.ExecuteInbox]", runner: CudaRunner) -> None:
 
 
 class Loop:
-    """Owns nothing: what a turn of the loop reads."""
+    """The state of the loop."""
 
     def __init__(self, stage: "Stage[m.ExecuteInbox]", runner: CudaRunner, completions: Completions) -> None:
         self._stage, self._runner, self._completions = stage, runner, completions
@@ -54,7 +52,7 @@ class Loop:
         self._ended_ns = 0
         """When the last step ended, by the GPU's clock."""
         self._launched: dict[int, tuple[float, list[int]]] = {}
-        """By step: when it was launched, by the stage's clock, and the requests that begin with it."""
+        """By step id: the time of its launch, by the stage's clock, and the requests that start with it."""
         self._ended_s = stage.replay_context.monotonic()
         if stage.inbox.is_replayed:
             stage.replay_context.perform("complete", lambda key, data: self._collect_again(key))
@@ -103,8 +101,10 @@ class Loop:
         return time.monotonic() - launched_s > STUCK_S
 
     def _collect(self, *, waits: bool = False) -> bool:
-        """Publish what is over, or all that was launched; in a replay, what was published then. Returns whether there
-        was anything."""
+        """Publish the steps that are over or, with `waits`, all; in a replay, those that were published then.
+
+        Returns whether there was any.
+        """
         if self._stage.inbox.is_replayed:
             self._stage.replay_context.catch_up()
             return False
@@ -112,7 +112,7 @@ class Loop:
         return bool(self._runner.drain() if waits else self._runner.collect_done())
 
     def _collect_again(self, step_id: int) -> None:
-        # A recording that began later knows of the ends of steps that it does not know.
+        # A recording that began later has results of steps that it does not have.
         launched_steps = self._runner.launched_steps
         if launched_steps and launched_steps[0].step_id == step_id:
             self._runner.collect()
@@ -125,7 +125,7 @@ class Loop:
             compute_s, wait_s = seconds_of(launched_step, self._ended_ns, sampled.copy_s)
             self._ended_ns = launched_step.end_ns
         else:
-            # No clock of a GPU's, or nothing that it computed.
+            # No GPU clock, or nothing computed.
             compute_s, wait_s = now_s - max(launched_s, self._ended_s), max(0.0, launched_s - self._ended_s)
         times = TIMES.pack(now_s, compute_s, wait_s, sampled.copy_s)
         now_s, compute_s, wait_s, copy_s = TIMES.unpack(
@@ -144,9 +144,11 @@ class Loop:
 
 
 def seconds_of(launched_step: LaunchedStep, ended_ns: int, copy_s: float) -> tuple[float, float]:
-    """How long a step took, and how long the GPU had nothing to do before it, by the GPU's clock, by which the step
-    before it ended at `ended_ns`; 0 where there was none. What its copies over the bus took is a part of the first, as
-    the scheduler has it, though the clock runs for kernels alone."""
+    """The step's compute time and the GPU's idle time before it, by the GPU's clock.
+
+    `ended_ns` is the end of the previous step, 0 if there is none. The compute time includes copies over the bus, which
+    the clock does not see.
+    """
     compute_s = (launched_step.end_ns - launched_step.start_ns) / 1e9 + copy_s
     wait_s = max(0.0, (launched_step.start_ns - ended_ns) / 1e9 - copy_s) if ended_ns else 0.0
     return compute_s, wait_s

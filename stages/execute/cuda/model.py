@@ -1,17 +1,16 @@
-"""A model's forward pass as launches of kernels, the same for every step of a shape, so that a graph can hold them.
+"""A model's forward pass as kernel launches. They depend only on the step's shape, so that a graph can capture them.
 
-Three ways, chosen by the shape alone:
+There are three variants:
 
     many tokens   norm · linear (cuBLAS) · rotary · attention · linear · norm · linear · silu_mul · linear
     decoding      rotary+attention is one launch
     few, decode   norm+linear · rotary+attention · linear · norm+linear+silu_mul · linear
 
-The last is for steps whose time is that of reading weights and of starting kernels: every launch that isn't there
-counts. Where a matrix is so large that its programs would take longer over the norm than a launch takes, the norm is a
-launch of its own there too. A linear layer leaves parts [P, M, N] whose sum is its result; whoever reads them next
-sums.
+The last is for steps that are bound by reading weights and by launches. If a matrix has so many programs that repeating
+the norm in each takes longer than a launch, the norm is a separate launch there too. A linear layer returns split-K
+partials [P, M, N], and the next kernel sums them.
 
-Shapes: T tokens of a step with padding, S samples, H hidden_size, P parts.
+Shapes: T tokens of a step with padding, S samples, H hidden_size, P split-K partials.
 """
 
 from dataclasses import dataclass
@@ -47,11 +46,11 @@ class _Gemm:
     bias: Tensor | None
 
     def split_k_partials(self, memory: "_Memory", num: int) -> Tensor:
-        """Where its result goes for `num` tokens: [P, num, outputs]."""
+        """The memory of its result for `num` tokens: [P, num, outputs]."""
         return memory.view(*self._layout(num))
 
     def num_bytes(self, num: int) -> int:
-        """That the result for `num` tokens takes."""
+        """Bytes of the result for `num` tokens."""
         shape, dtype = self._layout(num)
         return prod(shape) * dtype.itemsize
 
@@ -80,29 +79,29 @@ class _Mlp:
 
 @dataclass(frozen=True, slots=True)
 class HiddenStates:
-    """What the tokens of a step came to, before the last norm: a residual [T, H], and parts [P, T, H] to be added."""
+    """Hidden states of a step before the last norm: a residual [T, H], and split-K partials [P, T, H] to add to it."""
 
     residual: Tensor
     split_k_partials: Tensor | None
 
     def of(self, begin: int, end: int) -> Tensor:
-        """Those of some tokens, [end - begin, H] float32, in new memory."""
+        """The hidden states of tokens begin .. end, [end - begin, H] float32, in new memory."""
         total = self.residual[begin:end].clone()
         if self.split_k_partials is not None:
-            for part in self.split_k_partials:  # one by one, as kernels do: nothing else is allocated
+            for part in self.split_k_partials:  # in the order of the kernels, without further allocations
                 total += part[begin:end]
         return total
 
 
 class _Memory:
-    """Room for the parts of one linear layer at a time."""
+    """Memory for the split-K partials of one linear layer at a time."""
 
     def __init__(self, max_num_tokens: int, where: torch.device) -> None:
         self._max_num_tokens, self._where = max_num_tokens, where
         self._bytes = torch.zeros(0, dtype=torch.uint8)
 
     def reserve(self, gemm: _Gemm) -> None:
-        """Make room for what `gemm` leaves of any number of tokens. All is reserved before anything is computed."""
+        """Reserve memory for the results of `gemm` for any number of tokens. Call it before computing anything."""
         few = range(1, min(SKINNY_TOKENS, self._max_num_tokens) + 1)
         most = max(gemm.num_bytes(num) for num in (*few, self._max_num_tokens))
         if most > len(self._bytes):
@@ -113,7 +112,7 @@ class _Memory:
 
 
 class DeviceModel(ProgramBuilder):
-    """Owns the weights on the device and the memory that a step works in; KV memory is given to it, [num_layers, 2,
+    """Owns the weights on the device and the activations' memory. KV memory belongs to the caller: [num_layers, 2,
     num_blocks, num_kv_heads, BLOCK_SIZE, head_dim]."""
 
     def __init__(
@@ -127,8 +126,11 @@ class DeviceModel(ProgramBuilder):
         *,
         early: bool = False,
     ) -> None:
-        """`quantization` is what the matrices of layers become where they are floats. With `early`, launches of a step
-        of few tokens may begin while the one before ends: they load weights before they wait for it."""
+        """`quantization` applies to layers' matrices that are floats.
+
+        With `early`, steps of few tokens use programmatic dependent launch: a launch loads weights before it waits for
+        the previous one.
+        """
         self._early = early and not INTERPRETED
         self._quantization = quantization
         self._scratch: Scratch | None = None
@@ -145,14 +147,14 @@ class DeviceModel(ProgramBuilder):
 
         self._residuals = memory(hidden, dtype=torch.float32), memory(hidden, SKINNY_TOKENS, torch.float32)
         self._last_residuals: dict[int, Tensor] = {}
-        """Which of the two a step of few tokens ends with, by their number."""
+        """The residual buffer that a step of few tokens ends with, by the number of tokens."""
         self._normed = memory(hidden)
         self._queries = memory(config.num_heads * config.head_dim)
         self._attended = memory(config.num_heads * config.head_dim)
         self._gated = memory(config.intermediate_size)
         self._last = memory(hidden, max_num_samples)
         self.logits = memory(config.vocab_size, max_num_samples, torch.float32)
-        """[most samples, V]: those of the last step."""
+        """[max_num_samples, V], of the last step."""
         self._wide = _Memory(max_num_tokens, where)
         self._narrow = _Memory(max_num_tokens, where)
         self._dequantized: Tensor | None = None
@@ -175,12 +177,12 @@ class DeviceModel(ProgramBuilder):
     def sample(self, norm: Tensor, head: Matrix) -> None:
         self.last_norm = norm.float().cpu().numpy()
         self._norm = self._vector(norm)
-        # An embedding that is the head too is there once.
+        # A tied head shares the embedding's memory.
         tied = head is self._embedding
         self._head = self._table if tied else DeviceMatrix.of((head,), self._dtype, self._device.where)
 
     def use(self, kv: Tensor, max_model_len: int) -> None:
-        """All weights are there: this is the KV memory that they leave room for, and the longest sequence."""
+        """Set the KV memory and the longest sequence, once all weights are loaded."""
         config = self._config
         frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
         angles = torch.outer(torch.arange(max_model_len, dtype=torch.float32), frequencies)
@@ -203,18 +205,18 @@ class DeviceModel(ProgramBuilder):
 
     @property
     def matrices(self) -> list[DeviceMatrix]:
-        """Those that each token of a step is multiplied with."""
+        """The matrices that every token of a step is multiplied with."""
         pairs = [(layer.qkv, layer.out, mlp.gate_up, mlp.down) for layer, mlp in self._layers]
         return [gemm.matrix for gemms in pairs for gemm in gemms]
 
     @property
     def head(self) -> DeviceMatrix:
-        """What each sample of a step is multiplied with."""
+        """The matrix that every sample of a step is multiplied with."""
         return self._head
 
     @property
     def table(self) -> DeviceMatrix:
-        """The embedding, of which a step reads a row a token; it may be the head too."""
+        """The embedding; it may be tied to the head."""
         return self._table
 
     def _tasks_of(self, window: int | None) -> AttentionTasks:
@@ -248,7 +250,7 @@ class DeviceModel(ProgramBuilder):
     # ---------------------------------------------------------------------------------------------------- computing
 
     def forward(self, step: StepArrays, *, decodes: bool) -> None:
-        """Compute the logits of the step's samples. With `decodes` each entry has one token."""
+        """Compute the logits of the step's samples. `decodes`: each entry has one token."""
         for tasks in self._tasks.values():
             tasks.plan(step, one_each=decodes)
         norm.embed(self._residuals[0][: step.num_tokens], self._table, step.ids)
@@ -259,7 +261,7 @@ class DeviceModel(ProgramBuilder):
         self.score(self.hidden_states(step.num_tokens, decodes=decodes), step.sampled)
 
     def hidden_states(self, num_tokens: int, *, decodes: bool) -> HiddenStates:
-        """Where `forward`, which has been called for so many tokens, leaves their sums until the next step."""
+        """The hidden states of the last `forward`, which had these arguments; valid until the next step."""
         residual = self._residuals[0][:num_tokens]
         if decodes and num_tokens <= SKINNY_TOKENS:
             residual = self._last_residuals[num_tokens]
@@ -288,7 +290,7 @@ class DeviceModel(ProgramBuilder):
     def _few(self, step: StepArrays) -> None:
         num, eps = step.num_tokens, float(self._config.rms_norm_eps)
         normed, attended, gated = self._normed[:num], self._attended[:num], self._gated[:num]
-        # A fused norm reads one residual and writes the other: its programs read what none of them writes.
+        # A fused norm reads one residual buffer and writes the other, so its programs don't race.
         residual, other = (each[:num] for each in self._residuals)
         split_k_partials: Tensor | None = None
         for layer, mlp in self._layers:
@@ -324,7 +326,7 @@ class DeviceModel(ProgramBuilder):
 
     @staticmethod
     def _fuses(op: Op, gemm: _Gemm, num: int, split_k_partials: Tensor | None) -> bool:
-        """Whether a product has the norm before it in it, where it reads these parts."""
+        """Whether the matmul includes the norm before it, given the split-K partials that it reads."""
         matrix = gemm.matrix
         config = linear.config_of(op, matrix, num)
         num_rows = matrix.num_rows // 2 if op == "swiglu" else matrix.num_rows
@@ -334,7 +336,7 @@ class DeviceModel(ProgramBuilder):
         )
 
     def score(self, hidden_states: HiddenStates, places: Tensor) -> Tensor:
-        """The logits of some tokens of the last step, [S] int32. Returns [S, V] float32."""
+        """Logits of tokens `places` [S] int32 of the last step: [S, V] float32."""
         last, logits = self._last[: len(places)], self.logits[: len(places)]
         norm.take_norm(
             last,
@@ -355,7 +357,6 @@ class DeviceModel(ProgramBuilder):
 
 
 def allocate_kv(config: ModelConfig, num_blocks: int, dtype: torch.dtype, where: torch.device) -> Tensor:
-    """KV memory of all layers. It is zeros, for a place that was never written is read behind a mask, and a stray NaN
-    would get through."""
+    """KV memory of all layers. It is zeroed, because kernels read unwritten slots under a mask, and NaN passes it."""
     shape = (config.num_layers, 2, num_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
     return torch.zeros(shape, dtype=dtype, device=where)

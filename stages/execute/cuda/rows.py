@@ -19,10 +19,7 @@ from pipeline.stages.execute.sampling_features import SamplingFeature
 LIST_MEMORY_WORDS = 4 * 1024**2
 """For the lists of logits processors: 16 MiB."""
 
-NO_ROOM = (
-    "The running requests' logit_bias, bad_words and allowed_token_ids fill the GPU memory reserved for them: "
-    "try again later"
-)
+NO_ROOM = "The GPU memory for logit_bias, bad_words and allowed_token_ids is full: try again later"
 
 
 class DeviceRows:
@@ -101,7 +98,7 @@ class DeviceRows:
                     self._list_allocator.free(*taken)
 
     def _store_logits_processors(self, row: int, params: IntArray, processors: LogitsProcessors) -> str | None:
-        """Put a row's lists into the heap, and say where they are. Returns why not, where there is no room."""
+        """Store a row's lists in the list memory and their offsets in `params`. Returns an error if it is full."""
         floats = params.view(np.float32)
         params[Field.HAS_LOGITS_PROCESSORS] = 1
         floats[Field.REPETITION], floats[Field.PRESENCE] = processors.repetition, processors.presence

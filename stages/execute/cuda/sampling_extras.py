@@ -31,7 +31,7 @@ from pipeline.stages.execute.rows import RowTable
 from pipeline.stages.execute.sampling_features import SamplingFeature
 
 PADDING_ROW = -1
-"""In the place of a row that needs no mask."""
+"""Stands for a row that needs no mask."""
 LOOK_S = 50e-6
 """Poll interval for grammar masks."""
 
@@ -96,9 +96,11 @@ class SamplingExtras:
     def mask(
         self, masks: Masks, rows: IntArray, table: RowTable, num_samples: int
     ) -> tuple[DeviceMasks, dict[int, str]]:
-        """The masks of a step that draws for `rows`, all of whose ids are known here; the GPU computes its logits
-        meanwhile. With them, the rows that can have none, and why: those will draw nothing."""
-        # Nothing can follow in a row that has ended, and it may have ended because it can have no masks.
+        """Masks for sampling `rows`, and the errors of rows whose mask can't be computed: no id is sampled for those.
+
+        The host must know all ids of the rows. The GPU computes their logits meanwhile.
+        """
+        # A row that has ended needs no mask, and may have ended because its mask can't be computed.
         places = masks.ask(np.where(table.ended[rows], PADDING_ROW, rows), table.ids, table.num_ids)
         end_s = time.monotonic() + LATE_MS / 1000
         while not masks.is_done():
@@ -117,8 +119,7 @@ class SamplingExtras:
     def sample(
         self, rows: IntArray, step: StepArrays, table: RowTable, masked: DeviceMasks | None, *, filtered: bool
     ) -> PendingLogprobs | None:
-        """Draw for `rows` from the logits that the model has left, and append what was drawn. Returns the records, if
-        somebody wants any."""
+        """Sample ids for `rows` from the model's logits and append them to the rows. Returns logprobs, if requested."""
         logits, requested_features = self._model.logits[: step.num_samples], table.requested_features
         shapes = bool(requested_features & (SamplingFeature.LOGITS_PROCESSORS | SamplingFeature.GRAMMAR_MASK))
         num_top = np.full(step.num_samples, NO_LOGPROBS, np.int32)
@@ -143,8 +144,10 @@ class SamplingExtras:
         return builder.complete(self._logprob_scratch.kept if shapes else logits, ids, len(rows))
 
     def score_prompts(self, batch: Batch, table: RowTable, hidden_states: HiddenStates) -> list[PendingLogprobs]:
-        """Logprobs of the prompts' ids that the step's tokens tell of; see stages/execute/prompt_logprobs.py. The
-        step's logits are no more after that."""
+        """Logprobs of the prompt ids that follow the step's tokens; see stages/execute/prompt_logprobs.py.
+
+        Overwrites the step's logits.
+        """
         places, ids, num_top = prompt_places(table, batch.rows, batch.starts, batch.counts, batch.offsets)
         made = []
         for begin in range(0, len(places), self._max_num_rows):
@@ -187,6 +190,6 @@ class _LogprobBuilder:
             logprobs.given_logprobs(self._words, logits, self._given, self._scratch)
 
     def complete(self, logits: Tensor, ids: Tensor, num: int) -> PendingLogprobs:
-        """And what is said of the ids; the first `num` are sent on their way."""
+        """Compute the logprobs of `ids`, and enqueue the copy of the first `num` records to the host."""
         logprobs.token_logprobs(self._words, logits, ids, self._num_likeliest, self._scratch)
         return PendingLogprobs(self._device.fetch(self._words[:num]), self._num_top[:num])

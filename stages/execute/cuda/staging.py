@@ -1,9 +1,8 @@
-"""What goes to the GPU and comes back with each step, in memory that copies run to and from by themselves.
+"""Pinned slots for the words that each step sends to the GPU and for the result that returns.
 
-    free ──fill──► sent ──its event is over, and read──► free
+    free ──fill──► sent ──event complete, result read──► free
 
-There are a few slots. One is filled again only when the result of its step has been read: the copy to the GPU is over
-then too.
+A slot is reused only when the result of its step has been read: then the copy to the GPU is complete too.
 """
 
 from collections import deque
@@ -19,22 +18,22 @@ from pipeline.kernels.triton.step import HEADER, RUN_WORDS, STAMP_WORDS, Head, w
 from pipeline.stages.execute.cuda.device import Device, StreamEvent
 
 NUM_SLOTS = 8
-"""More than steps can be in flight."""
+"""More than the scheduler has steps in flight."""
 
 Run = tuple[int, "np.ndarray[Any, np.dtype[np.int32]]"]
-"""A place in the state of the rows, and the numbers that go there."""
+"""An offset in the rows' state, and the numbers to write there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A step as the host knows it, one value for each entry; see `pipeline.kernels.triton.rows.StepArrays`."""
+    """A step on the host, one value per entry; see `pipeline.kernels.triton.rows.StepArrays`."""
 
     rows: IntArray
     starts: IntArray
     counts: IntArray
     offsets: IntArray
     sampled: IntArray
-    """Entries of which an id is drawn."""
+    """Entries to sample an id for."""
     num_tokens: int
 
 
@@ -54,15 +53,15 @@ class Slot:
     result: Tensor
     result_array: IntArray
     times: "np.ndarray[Any, np.dtype[np.int64]]"
-    """When the step of the result began and ended, by the GPU's clock; 0 where kernels are interpreted."""
+    """Begin and end of the step, by the GPU's clock in nanoseconds; 0 if kernels are interpreted."""
     done: StreamEvent
     fixed: Tensor
-    """The words that a step has in any case."""
+    """The words that every step has."""
     _results: dict[int, Tensor] = field(default_factory=dict)
-    """Views take as long to make as copies to begin, and there are few sizes: they are kept."""
+    """Cached views: making one takes as long as launching a copy, and there are few sizes."""
 
     def result_of(self, num_samples: int) -> Tensor:
-        """The part of `result` for so many samples, with padding."""
+        """The part of `result` for `num_samples` samples, with padding."""
         view = self._results.get(num_samples)
         if view is None:
             view = self._results[num_samples] = self.result[: STAMP_WORDS + 2 * num_samples]
@@ -75,7 +74,7 @@ class Staging:
     def __init__(self, device: Device, max_num_rows: int, max_num_tokens: int) -> None:
         self._max_num_rows = max_num_rows
         self._fixed = words_of(max_num_rows)
-        # Room for the tokens of the largest step, and as much for changes; what is more goes ahead of the step.
+        # Room for the tokens of the largest step, and as much for changes. Further changes are sent before the step.
         self.capacity = 1 << (self._fixed + 2 * max_num_tokens + 4096 - 1).bit_length()
         self.words = torch.zeros(self.capacity, dtype=torch.int32, device=device.where)
         self._fixed_words = self.words[: self._fixed]
@@ -89,25 +88,25 @@ class Staging:
 
     @property
     def has_free(self) -> bool:
-        """Whether there are two slots: a step's own, and one for changes that go ahead of it."""
+        """Whether two slots are free: one for a step, and one for changes that are sent before it."""
         return len(self._free) > 1
 
     def take(self) -> Slot:
-        """A slot, which is in use until `give`."""
+        """A free slot, in use until `give`."""
         assert self._free, f"more than {NUM_SLOTS} steps are in flight"
         return self._free.popleft()
 
     def give(self, slot: Slot) -> None:
-        """The result has been read."""
+        """Free a slot whose result has been read."""
         self._free.append(slot)
 
     def room(self, batch: Batch) -> int:
-        """Words for changes that fit beside a batch, with `RUN_WORDS` for each run."""
+        """Words left for changes beside a batch, including `RUN_WORDS` for each run."""
         return self.capacity - self._fixed - batch.num_tokens
 
     def fill(self, slot: Slot, batch: Batch, runs: list[Run], *, one_each: bool) -> None:
-        """Write a step, and copy it to the device. `one_each` as for `prepare`, which then reads no entries of
-        tokens."""
+        """Write a step and copy it to the device. With `one_each` the tokens' entries are not written, as `prepare`
+        does not read them."""
         words, most = slot.words_array, self._max_num_rows
         num, at = len(batch.rows), self._fixed
         words[_HEAD] = batch.num_tokens, num, len(batch.sampled), len(runs), at
@@ -123,7 +122,7 @@ class Staging:
         self._copy(slot, at)
 
     def _write_runs(self, words: IntArray, at: int, runs: list[Run]) -> int:
-        """Returns where they end."""
+        """Write runs from word `at` on. Returns their end."""
         table = words[at : at + RUN_WORDS * len(runs)].reshape(-1, RUN_WORDS)
         at += RUN_WORDS * len(runs)
         for i, (target, numbers) in enumerate(runs):
@@ -140,12 +139,12 @@ class Staging:
 
 
 def num_words(runs: list[Run]) -> int:
-    """That changes take."""
+    """Words of changes."""
     return sum(RUN_WORDS + len(numbers) for _, numbers in runs)
 
 
 def split_runs(runs: list[Run], room: int) -> tuple[list[Run], list[Run]]:
-    """The first of them, as many as take `room` words, and the others. One that is in the way is cut in two."""
+    """The first runs, which take at most `room` words, and the others. The run at the boundary is cut in two."""
     taken: list[Run] = []
     for i, (target, numbers) in enumerate(runs):
         fits = room - RUN_WORDS

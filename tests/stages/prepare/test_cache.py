@@ -144,7 +144,7 @@ def test_of_two_at_once_one_fills_and_the_other_waits_and_says_so(tmp_path: Path
     folder = cache.ensure("key", "a test", fill, say, PATIENCE_S)
     first.join(PATIENCE_S)
     assert (len(fills), len(said)) == (1, 1)
-    assert "another process is preparing" in said[0]
+    assert "another process that is preparing" in said[0]
     assert cache.lookup("key") == folder
 
 

@@ -405,7 +405,9 @@ def test_tokens_beyond_the_vocabulary_are_refused(source: Path) -> None:
     tokenizer.add_special_tokens([f"<{i}>" for i in range(700)])
     tokenizer.save(str(source / "tokenizer.json"))
     (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<699>"}))
-    with pytest.raises(ModelError, match=r"tokenizer_config\.json: the id of eos_token is \d+; it must be in the voc"):
+    with pytest.raises(
+        ModelError, match=r"tokenizer_config\.json: the id of eos_token is \d+; it must be an id of the voc"
+    ):
         prepared(source)
 
 

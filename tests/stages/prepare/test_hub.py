@@ -189,7 +189,7 @@ def test_a_cache_that_others_have_filled_serves_offline(
     shard = next(snapshot.glob("model-*.safetensors"))
     shard.unlink()
     assert "other/tiny is not in" in (line := machine.fail("other/tiny", HF_HUB_OFFLINE="1"))
-    assert "in parts" in line and "fetch it once with a connection" in line
+    assert "in part" in line and "download it once while online" in line
 
 
 def test_what_was_cut_is_fetched_on(machine: Machine, hub: FakeHub) -> None:
@@ -201,8 +201,8 @@ def test_what_was_cut_is_fetched_on(machine: Machine, hub: FakeHub) -> None:
 def test_a_token_is_sent_where_one_is_needed(machine: Machine, hub: FakeHub) -> None:
     hub.repos["org/tiny"].gated = True
     line = machine.fail("org/tiny")
-    assert f"org/tiny is gated: accept its terms at {hub.url}/org/tiny" in line and "HF_TOKEN (none is set)" in line
-    assert "the one that is set has no access" in machine.fail("org/tiny", HF_TOKEN="hf_poor")
+    assert f"org/tiny is gated: accept its terms at {hub.url}/org/tiny" in line and "(no token is set)" in line
+    assert "the current token has no access" in machine.fail("org/tiny", HF_TOKEN="hf_poor")
     assert f"{hub.url} refused the token in HF_TOKEN for org/tiny (401)" in machine.fail("org/tiny", HF_TOKEN="hf_bad")
     machine.prepare("org/tiny", HF_TOKEN=hub.token)
     hub.repos["org/private"] = Repo(hub.repos["org/tiny"].commits, private=True)
@@ -228,7 +228,7 @@ REPOSITORIES: dict[str, tuple[Callable[[str], bool], str]] = {
     "no config": (lambda name: name != "config.json", r"has no config.json"),
     "pickles": (
         lambda name: not name.endswith(("safetensors", "index.json")),
-        "It has pytorch_model.bin: save it again",
+        "It has pytorch_model.bin: save the model again",
     ),
     "another layout": (
         lambda name: name in ("config.json", "tokenizer.json", "consolidated.safetensors"),
@@ -251,7 +251,7 @@ def test_a_repository_without_a_model_that_we_read_is_told_before_anything_large
 def test_a_repository_of_gguf_files_is_told_how_to_use_one(machine: Machine, hub: FakeHub) -> None:
     hub.repos["org/ggufs"] = Repo({COMMIT: {"config.json": b"{}", "tiny-Q4_0.gguf": b"x"}})
     assert "no weights as *.safetensors" in (line := machine.fail("org/ggufs"))
-    assert "It has tiny-Q4_0.gguf: download the .gguf file that you want and give its path" in line
+    assert "It has tiny-Q4_0.gguf: download a .gguf file and use its path as model" in line
 
 
 def test_a_cache_that_cannot_be_written_is_told(machine: Machine, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a step on a GPU has to do at least, and what measuring it has come to. Pure."""
+"""Lower bounds for a step's time on a GPU, and the summary of its measured times. Pure."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -14,18 +14,18 @@ from pipeline.stages.execute.cuda.model import DeviceModel
 from pipeline.stages.execute.measuring.measure import floor_of
 
 PRODUCTS, ATTENTION, REST = "products", "attention", "rest"
-"""What the kernels of a step are parts of."""
+"""The ops that a step's kernels are grouped into."""
 OPS_OF_KERNELS = {
     **dict.fromkeys(("gemv", "skinny_gemm", "_dequantize"), PRODUCTS),
     **dict.fromkeys(("_decode_kernel", "_attend_kernel"), ATTENTION),
 }
 LIBRARIES = ("gemm", "nvjet", "cutlass", "cublas")
-"""What names of cuBLAS's kernels have in them."""
+"""Substrings of the names of cuBLAS's kernels."""
 
 
 @dataclass(slots=True)
 class GpuSamples:
-    """What was measured of one case."""
+    """Measurements of one case."""
 
     steps_ms: list[float] = field(default_factory=list)
     launches_ms: list[float] = field(default_factory=list)
@@ -34,19 +34,19 @@ class GpuSamples:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What an op of a step has to do at least."""
+    """The least work of an op in a step."""
 
     num_bytes: float = 0.0
     operations: float = 0.0
 
     def floor_s(self, rates: MachineRates, dtype: torch.dtype) -> float:
-        """Seconds, of its bytes or of its operations, whichever takes longer."""
+        """Least seconds: by bytes or by operations, whichever takes longer."""
         flops = rates.float32_flops if dtype == torch.float32 else rates.bf16_flops
         return max(self.num_bytes / rates.read_bytes, self.operations / flops)
 
 
 def weight_bytes(model: DeviceModel) -> dict[str, int]:
-    """Of the matrices on the GPU, by format; an embedding that is the head too counts once."""
+    """Bytes of the matrices on the GPU, by format. A tied head counts once."""
     counted: Counter[str] = Counter()
     for matrix in (*model.matrices, model.head, *(() if model.table is model.head else (model.table,))):
         counted[matrix.format] += matrix.num_bytes
@@ -54,8 +54,8 @@ def weight_bytes(model: DeviceModel) -> dict[str, int]:
 
 
 def costs_of(case: Case, config: ModelConfig, model: DeviceModel, dtype: torch.dtype) -> dict[str, Cost]:
-    """What a step has to do at least, by op: to read each matrix, key and value once, and to write the new ones; to
-    multiply and add. What activations take to be moved is little, and left out."""
+    """The least work of a step by op: read each matrix, key and value once, write the new keys and values, multiply and
+    add. Moving activations is negligible and left out."""
     layers = sum(matrix.num_rows * matrix.num_columns for matrix in model.matrices)
     head = model.head.num_rows * model.head.num_columns
     num_bytes = sum(matrix.num_bytes for matrix in (*model.matrices, model.head))
@@ -75,7 +75,7 @@ def costs_of(case: Case, config: ModelConfig, model: DeviceModel, dtype: torch.d
 
 
 def op_of(kernel: str) -> str:
-    """What a kernel is part of, by its name."""
+    """The op of a kernel, by its name."""
     if any(part in kernel.lower() for part in LIBRARIES):
         return PRODUCTS
     return OPS_OF_KERNELS.get(kernel, REST)
@@ -84,7 +84,7 @@ def op_of(kernel: str) -> str:
 def summarize(
     case: Case, samples: GpuSamples, costs: dict[str, Cost], rates: MachineRates, dtype: torch.dtype
 ) -> StepTime:
-    """Medians of a case's samples, what its kernels took, and its floors."""
+    """Medians of a case's samples, the times of its kernels, and the lower bounds."""
     step_s = median(samples.steps_ms) / 1e3
     kernels = _kernel_times(samples.launched)
     total = Cost(sum(cost.num_bytes for cost in costs.values()), sum(cost.operations for cost in costs.values()))
@@ -103,7 +103,7 @@ def summarize(
 
 
 def _kernel_times(launched: Iterable[Launches]) -> list[KernelTime]:
-    """Of launches with different grids together, the longest first."""
+    """Times per kernel, summed over its grids, longest first."""
     found: dict[str, list[Launches]] = {}
     for each in launched:
         found.setdefault(each.kernel, []).append(each)

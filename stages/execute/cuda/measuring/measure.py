@@ -1,8 +1,7 @@
-"""Measuring steps on a GPU: what the stage launches, from messages made by hand, timed by the GPU's own clock.
+"""Measures steps on a GPU: the stage's own launches, from synthetic messages, timed by the GPU's clock.
 
-The cases of a plan have their turns in rounds, as on a CPU. A turn of a decode step is several of them, one after the
-other, of rows that begin behind keys and values that nobody computed: they are random numbers. Steps are launched
-while the one before them runs, as in a server.
+The cases of a plan take turns in rounds, as on a CPU. A turn of a decode case is several steps, whose context is random
+keys and values. Steps are launched while the previous one runs, as in a server.
 """
 
 import gc
@@ -32,23 +31,23 @@ from pipeline.stages.execute.weights import Weights
 from pipeline.version import VERSION
 
 DECODE_STEPS = 8
-"""Of a turn, one after the other, the last of which has the case's context."""
+"""Steps of a turn; the last one has the case's context."""
 IN_FLIGHT = 2
 
 
 def measure(
     settings: Settings, folder: Path, plan: ProfilePlan, num_threads: int, weights: Weights | None = None
 ) -> Profile:
-    """Measure the steps of a plan; with `weights` in place of those that the folder names. Raises UserError where the
-    model can't be run so, or the plan does not fit it."""
+    """Measure the steps of a plan. `weights` replace those of the folder. Raises UserError if the model can't run with
+    these settings, or if the plan does not fit it."""
     log = logging.getLogger("pipeline")
     config, cases = ModelConfig.load(folder), plan.cases()
-    check_positions(cases, config, config.max_position - 1)  # one more is drawn
+    check_positions(cases, config, config.max_position - 1)  # one more id is sampled
     dtype: torch.dtype = getattr(torch, settings.execute.dtype)
     with ExitStack() as stack:
         device = stack.enter_context(closing(make_device()))
         if not device.captures_graphs:
-            log.warning("kernels run in Triton's interpreter on the CPU: their times say nothing about a GPU")
+            log.warning("kernels run in Triton's interpreter on the CPU: their times mean nothing for a GPU")
         probe = Probe(device)
         log.info("loading %s for %s", config.name, device.name)
         runner = stack.enter_context(closing(CudaRunner(_room(settings, cases), folder, None, device, weights)))
@@ -60,7 +59,7 @@ def measure(
         before = probe.measure()
         samples = _run_rounds(turns, cases, range(0 if device.captures_graphs else 1, plan.rounds + 1), log)
         after = probe.measure()
-        # Last, for whatever comes behind it is slower.
+        # Last, because profiling slows everything after it.
         log.info("profiling kernels")
         for i, case in enumerate(cases):
             samples[i].launched = turns.traced(case)
@@ -85,8 +84,7 @@ def measure(
 
 
 def _room(settings: Settings, cases: Sequence[Case]) -> Settings:
-    """The server's own settings, with room for the cases where they have less: what a step is padded to follows from
-    them."""
+    """The server's settings, with limits raised to fit the cases. Padding depends on these limits."""
     schedule = settings.schedule
     schedule = msgspec.structs.replace(
         schedule,
@@ -103,37 +101,37 @@ class InterleavedCases:
     """Computes the steps of cases."""
 
     def __init__(self, runner: CudaRunner, config: ModelConfig, cases: Sequence[Case]) -> None:
-        """Raises UserError where there is no room for one of the cases."""
+        """Raises UserError if the KV memory is too small for the cases."""
         self._runner = runner
         num_blocks, wanted = runner.facts.num_blocks, max(num_blocks_of(case) for case in cases)
         if wanted > num_blocks:
             raise UserError(
-                f"keys and values of these steps take {wanted} blocks, and there is memory for {num_blocks}: lower "
-                "--batch, --context or --prefill, or raise execute.kv_cache_bytes"
+                f"these steps need {wanted} KV blocks, but only {num_blocks} fit in memory: lower --batch, --context "
+                "or --prefill, or raise execute.kv_cache_bytes"
             )
         check_positions(cases, config, runner.facts.max_model_len - 1)
         random = np.random.default_rng(0)
-        # Blocks of a sequence lie anywhere, as they do in a server that has run for a while.
+        # A sequence's blocks are scattered, as in a server that has run for a while.
         self._blocks = random.permutation(num_blocks)[:wanted]
         self._ids = random.integers(0, config.vocab_size, max(case.context for case in cases))
         where = torch.from_numpy(self._blocks).to(runner.kv.device)
-        for layer in runner.kv:  # zeros would cost a chip less power than numbers do
+        for layer in runner.kv:  # zeros would draw less power than random numbers
             layer[:, where] = torch.rand_like(layer[:, where]) - 0.5
 
     def counted(self, case: Case) -> list[LaunchedStep]:
-        """The steps of a turn that count: all but the first, which takes in the rows, unless there is no other."""
+        """The steps of a turn that count: all but the first, which adds the rows, unless it is the only one."""
         launched_steps = self._compute(case)
         self._drop(case)
         return launched_steps[1:] or launched_steps
 
     def traced(self, case: Case) -> list[Launches]:
-        """What a step of a turn launches."""
+        """The launches of a step."""
         launched = traced(lambda: self._compute(case), _num_steps(case))
         self._drop(case)
         return launched
 
     def _compute(self, case: Case) -> list[LaunchedStep]:
-        """A turn, to its end."""
+        """Run a turn and wait for it."""
         runner, launched_steps = self._runner, []
         num_steps = _num_steps(case)
         start = case.context - case.num_new - (num_steps - 1)
@@ -154,13 +152,13 @@ class InterleavedCases:
 
 
 def _num_steps(case: Case) -> int:
-    """Of a turn."""
+    """Steps of a turn."""
     return 1 if case.phase == "prefill" else min(1 + DECODE_STEPS, case.context)
 
 
 def _run_rounds(turns: InterleavedCases, cases: Sequence[Case], rounds: range, log: logging.Logger) -> list[GpuSamples]:
-    """Each case's samples. All cases have their turn in each round; round 0, in which kernels are compiled and graphs
-    recorded, counts for nothing."""
+    """Each case's samples. Every round runs all cases. Round 0, which compiles kernels and captures graphs, is not
+    counted."""
     samples = [GpuSamples() for _ in cases]
     for number in rounds:
         begun_s = time.perf_counter()
@@ -175,7 +173,7 @@ def _run_rounds(turns: InterleavedCases, cases: Sequence[Case], rounds: range, l
 
 
 def _ms(launched_step: LaunchedStep) -> float:
-    """Of a step that was collected, by the GPU's clock. Where kernels are interpreted, its launch was all of it."""
+    """Milliseconds of a collected step, by the GPU's clock; of its launch, if kernels are interpreted."""
     return (
         (launched_step.end_ns - launched_step.start_ns) / 1e6 if launched_step.end_ns else launched_step.launch_s * 1e3
     )

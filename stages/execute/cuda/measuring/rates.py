@@ -1,4 +1,4 @@
-"""What a GPU does at best: copies in its memory, and products."""
+"""Measures a GPU's peak rates: memory bandwidth and matmuls."""
 
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -10,18 +10,18 @@ from pipeline.cli.profile.results import MachineRates
 from pipeline.stages.execute.cuda.device import Device
 
 COPY_BYTES = 256 * 1024**2
-"""Of a tensor: several times what caches hold."""
+"""Size of a copied tensor: several times the caches."""
 PRODUCT_SIZE = 8192
-"""Rows and columns; half as many in float32."""
+"""Rows and columns of a matmul; half as many in float32."""
 NUM_TURNS = 20
 NUM_WARM = 4
 
 INTERPRETED_BYTES, INTERPRETED_SIZE = 1 << 12, 16
-"""Where there is no GPU, and rates mean nothing."""
+"""Without a GPU, where the rates mean nothing."""
 
 
 class Probe:
-    """Measures rates. Owns the 1.1 GiB that takes, from before a model has the rest."""
+    """Measures rates. Allocates 1.1 GiB when it is created, which must be before the model takes the memory."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -34,21 +34,19 @@ class Probe:
         )
 
     def measure(self) -> MachineRates:
-        """Copies of more than caches hold, and products of the size that libraries are best at. Takes a tenth of a
-        second, and waits for it."""
+        """Time copies beyond the caches' size and large matmuls. Takes about 0.1 s, and waits for the GPU."""
         a, b = self._copied
         copy_s = self._median_s([lambda: a.copy_(b), lambda: b.copy_(a)])
         return MachineRates(2 * a.numel() / copy_s, self._flops(self._wide), self._flops(self._narrow), None)
 
     def _flops(self, sides: Sequence[Tensor]) -> float:
-        """Of products of square matrices."""
+        """Operations per second of a matmul of square matrices."""
         a, b, out = sides
         seconds = self._median_s([lambda: torch.mm(a, b, out=out), lambda: torch.mm(b, a, out=out)])
         return 2 * len(a) ** 3 / seconds
 
     def _median_s(self, runs: Sequence[Callable[[], object]]) -> float:
-        """Of turns that are timed one by one with events; each is the next of `runs`, which do the same with other
-        memory."""
+        """Median time of `runs`, called in turn and timed with events. They do the same work on different memory."""
         events = []
         for i in range(NUM_WARM + NUM_TURNS):
             begin, end = self._device.event(timed=True), self._device.event(timed=True)

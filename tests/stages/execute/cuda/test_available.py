@@ -38,11 +38,11 @@ def test_nothing_speaks_against_what_fits() -> None:
 @pytest.mark.parametrize(
     ("facts", "words"),
     [
-        (replace(H100, is_built_for_cuda=False, torch_version="2.13.0+cpu"), "(2.13.0+cpu) is for CPUs alone"),
-        (replace(H100, trouble="No CUDA GPUs are available"), "no GPU can be used (No CUDA GPUs are available)"),
+        (replace(H100, is_built_for_cuda=False, torch_version="2.13.0+cpu"), "(2.13.0+cpu) supports only CPUs"),
+        (replace(H100, trouble="No CUDA GPUs are available"), "no GPU is usable (No CUDA GPUs are available)"),
         (
             replace(H100, name="Tesla T4", capability=(7, 5)),
-            "Tesla T4 is too old: it has compute capability 7.5, and 8",
+            "Tesla T4 is too old: it has compute capability 7.5, but 8",
         ),
         (replace(H100, has_triton=False), "triton is not installed"),
     ],
@@ -54,12 +54,12 @@ def test_a_machine_that_can_not_is_told_why(facts: Facts, words: str) -> None:
 
 @pytest.mark.parametrize("head_dim", [4, 100, 264, 512])
 def test_heads_without_a_kernel_are_named(head_dim: int) -> None:
-    assert f"big has heads of {head_dim} dimensions" in problem_of(head_dim=head_dim)
+    assert f"big has head_dim {head_dim}" in problem_of(head_dim=head_dim)
 
 
 def test_a_model_that_does_not_fit_is_told_with_what_would() -> None:
     assert problem_of(num_bytes=80 * GIB).endswith(
-        "the weights of big take 80.0 GiB, and NVIDIA H100 80GB HBM3 has 80.0 GiB in all: take a smaller model, or set "
+        "the weights of big take 80.0 GiB, but NVIDIA H100 80GB HBM3 has only 80.0 GiB: use a smaller model, or set "
         "quantization to 'int8' or 'int4'"
     )
     assert "or set quantization to 'int4'" in problem_of(num_bytes=80 * GIB, quantization="int8")

@@ -10,16 +10,16 @@ import torch
 from pipeline.errors import UserError
 from pipeline.stages.execute import stage
 from pipeline.stages.execute.cuda import runner
-from pipeline.stages.execute.cuda.runner import require_places
+from pipeline.stages.execute.cuda.memory import require_row_memory
 from tests.stages.execute.cuda.conftest import on_device
 
 
 def test_rows_that_numbers_cannot_name_are_refused_in_the_users_words() -> None:
-    require_places(4096, 131072, 129)
+    require_row_memory(4096, 131072, 129)
     with pytest.raises(
-        UserError, match=r"schedule\.max_num_seqs is 4096, but a GPU keeps at most 19\d\d sequences of 1048576 tokens"
+        UserError, match=r"schedule\.max_num_seqs is 4096, but the limit on a GPU is 19\d\d sequences of 1048576 tokens"
     ):
-        require_places(4096, 1048576, 129)
+        require_row_memory(4096, 1048576, 129)
 
 
 def test_memory_that_ends_while_a_model_is_loaded(slight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,43 @@
+"""The GPU memory that is needed besides weights and KV blocks."""
+
+from pipeline.config.settings import Settings
+from pipeline.errors import UserError
+from pipeline.kernels.step_inputs import BLOCK_SIZE
+from pipeline.kernels.triton.rows import NUM_FIELDS
+from pipeline.runtime.model_folder import ModelConfig
+from pipeline.stages.execute.cuda.host_transfer import NUM_STAGING_BUFFERS, PACKED_BYTES
+from pipeline.stages.execute.cuda.rows import LIST_MEMORY_WORDS
+
+GRAPHS_BYTES = 512 * 1024**2
+"""Graphs, and libraries' memory during capture. An estimate from CUDA's allocator rules; graphs are hardly a tenth."""
+
+
+def reserved_bytes(settings: Settings, config: ModelConfig) -> int:
+    """Bytes of GPU memory to keep free beside the KV blocks: rows, lists, staging buffers for copies, graphs."""
+    max_model_len = min(config.max_position, settings.max_model_len or config.max_position)
+    row_words = max_model_len + max_model_len // BLOCK_SIZE + NUM_FIELDS + settings.limits.max_stop_token_ids
+    rows_bytes = 4 * (settings.schedule.max_num_seqs + 1) * row_words
+    # Copies of the logits for logprobs, and token counts for penalties.
+    sampling_extras_bytes = 2 * 4 * settings.schedule.max_num_seqs * config.vocab_size
+    pooled_bytes = 4 * settings.schedule.max_num_batched_tokens * config.hidden_size
+    angles_bytes = 4 * max_model_len * config.head_dim
+    return (
+        rows_bytes
+        + sampling_extras_bytes
+        + pooled_bytes
+        + angles_bytes
+        + 4 * LIST_MEMORY_WORDS
+        + NUM_STAGING_BUFFERS * PACKED_BYTES
+        + GRAPHS_BYTES
+    )
+
+
+def require_row_memory(max_num_seqs: int, max_model_len: int, max_num_stops: int) -> None:
+    """Offsets in the memory of rows are int32. Raises UserError if it exceeds them."""
+    row_words = max_model_len - (-max_model_len // BLOCK_SIZE) + NUM_FIELDS + max_num_stops
+    most = (2**31 - 1 - LIST_MEMORY_WORDS) // row_words - 1  # one is the padding row
+    if max_num_seqs > most:
+        raise UserError(
+            f"schedule.max_num_seqs is {max_num_seqs}, but the limit on a GPU is {most} sequences of "
+            f"{max_model_len} tokens: lower schedule.max_num_seqs or max_model_len"
+        )
