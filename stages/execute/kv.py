@@ -62,15 +62,15 @@ class DeviceMemory:
 
 
 def plan_device_kv(settings: Settings, config: ModelConfig, memory: DeviceMemory) -> KVPlan:
-    """Likewise on a GPU: `execute.kv_cache_bytes`, or what `execute.gpu_memory_utilization` leaves. Pure but for a
-    warning. Raises UserError where there is no room for one block, or not for what was asked."""
+    """The plan on a GPU: `execute.kv_cache_bytes`, or the rest of `execute.gpu_memory_utilization`. Pure except for a
+    warning. Raises UserError if there is no memory for one block, or less than `execute.kv_cache_bytes`."""
     num_bytes = _block_bytes(settings, config)
     left = memory.free_bytes - memory.reserved_bytes
     if asked := settings.execute.kv_cache_bytes:
         if asked > left:
             raise UserError(
-                f"execute.kv_cache_bytes is {asked}, but of the GPU's memory only {max(0, left)} bytes are left beside "
-                f"weights, activations and graphs: lower execute.kv_cache_bytes, or set it to 0, which takes what fits"
+                f"execute.kv_cache_bytes is {asked}, but only {max(0, left)} bytes of the GPU's memory are left beside "
+                f"weights, activations and graphs: lower execute.kv_cache_bytes, or set it to 0 to use what is left"
             )
         if asked < num_bytes:
             raise UserError(
@@ -86,7 +86,7 @@ def plan_device_kv(settings: Settings, config: ModelConfig, memory: DeviceMemory
         if ours < num_bytes:
             raise UserError(
                 f"execute.gpu_memory_utilization is {fraction:g}, which is {gib(fraction * memory.total_bytes)} of the "
-                f"GPU's {gib(memory.total_bytes)}, and leaves no room for KV blocks: {takes}. Raise it, take a smaller "
+                f"GPU's {gib(memory.total_bytes)}, and leaves no room for KV blocks: {takes}. Raise it, use a smaller "
                 "model, or lower schedule.max_num_batched_tokens and schedule.max_num_seqs"
             )
         raise UserError(
@@ -107,7 +107,7 @@ def _plan(settings: Settings, config: ModelConfig, num_blocks: int, num_bytes: i
     if num_blocks * BLOCK_SIZE < wanted:
         by = f" to {-(-wanted // BLOCK_SIZE) * num_bytes}" if key.endswith("_bytes") else ""
         logging.getLogger("pipeline").warning(
-            "KV memory holds %d tokens, so max_model_len is that and not %d: raise %s%s",
+            "KV memory holds %d tokens, so max_model_len is reduced to that from %d: raise %s%s",
             num_blocks * BLOCK_SIZE,
             wanted,
             key,

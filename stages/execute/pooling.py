@@ -29,10 +29,10 @@ class Pool:
         """A row's tokens from position `start` on, before the last norm: [T, H]. Position 0 starts a new sum."""
         if start == 0:
             self._sums[row] = np.zeros(residual.shape[1])
-        assert row in self._sums, f"row {row} is pooled from position {start} on, and not from its first"
+        assert row in self._sums, f"row {row} is pooled from position {start}, not from 0"
         for begin in range(0, len(residual), SLICE):
             states = self._states(residual[begin : begin + SLICE])
-            # HiddenStates of columns go from row to row.
+            # numpy adds the rows one after the other, so the result does not depend on slices.
             self._sums[row] = np.add.reduce(np.vstack((self._sums[row], states)), axis=0)
 
     def take(self, row: int, pooling: Pooling, num_tokens: int, last: FloatArray) -> FloatArray:

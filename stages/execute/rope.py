@@ -1,4 +1,4 @@
-"""Rotary frequencies, plain and with Llama 3.1's scaling for long contexts."""
+"""Rotary frequencies, optionally with Llama 3.1's scaling for long contexts."""
 
 import math
 
@@ -9,16 +9,16 @@ from pipeline.runtime.model_folder import Llama3Rope
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: Llama3Rope | None) -> Tensor:
-    """Radians a position, for each pair of dimensions: [head_dim / 2] float32."""
+    """Radians per position for each pair of dimensions: [head_dim / 2] float32."""
     frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
     return frequencies if scaling is None else scale_llama3(frequencies, scaling)
 
 
 def scale_llama3(frequencies: Tensor, scaling: Llama3Rope) -> Tensor:
-    """Slow frequencies are divided by `factor`, fast ones stay, and between the two it is a ramp.
+    """Divide low frequencies by `factor`, keep high ones, and interpolate between.
 
-    As in Meta's reference code for Llama 3.1 (llama_models, `apply_scaling`): what counts is how often a frequency
-    turns within the context that the model was first trained with.
+    As in Meta's reference code for Llama 3.1 (llama_models, `apply_scaling`), by the number of periods within the
+    original context.
     """
     turns = scaling.original_max_position * frequencies / (2 * math.pi)
     ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)

@@ -1,10 +1,10 @@
-"""The row table: what the executor knows of each running sequence, as arrays over all rows.
+"""The row table: the executor's state of each running sequence, as arrays over all rows.
 
-    free ──add──► live ──an id that ends it──► ended ──drop──► free
-                    └──────────────drop────────────────────────►┘
+    free ──add──► live ──stop id──► ended ──drop──► free
+                    └────────drop──────────────────►┘
 
-Rows are added and dropped by the scheduler alone. The executor ends a row by itself when it samples an id that stops
-it, so that a step planned before that was known neither computes nor emits for it.
+Only the scheduler adds and drops rows. The executor ends a row when it samples a stop id. Steps that were planned
+before then compute nothing for the row.
 
 Shapes: R max_num_seqs, L max_model_len, B blocks of the longest row.
 """
@@ -27,14 +27,14 @@ Take = Callable[[Array, Any], "np.ndarray[Any, Any]"]
 """Copies an array out of a message: (array, dtype) → one-dimensional."""
 
 NOT_YET = -1
-"""`num_computed` of a row that no step has named: it may begin behind a cached prefix of any length."""
+"""`num_computed` of a new row: it may start after a cached prefix of any length."""
 
 DROPPED = -2
 """`num_computed` of a row that was dropped: no step can continue from there."""
 
 
 class RowTable:
-    """Owned by the runner. Every method asserts what a correct scheduler keeps to."""
+    """Owned by the runner. The methods assert that the scheduler's plan is valid."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int, num_blocks: int, vocab_size: int) -> None:
         self.max_model_len = max_model_len
@@ -47,7 +47,7 @@ class RowTable:
         self.num_computed: IntArray = np.full(max_num_seqs, NOT_YET, np.int32)
         """Tokens whose KV is written, or was when the row was added."""
         self.blocks: IntArray = np.zeros((max_num_seqs, max_num_blocks), np.int32)
-        """[R, B]; the first `num_blocks` of each row are its own"""
+        """[R, B]; the first `num_blocks` of each row are valid"""
         self.num_blocks: IntArray = np.zeros(max_num_seqs, np.int32)
         self.generations: np.ndarray[Any, np.dtype[np.uint32]] = np.zeros(max_num_seqs, np.uint32)
         self.taken: np.ndarray[Any, np.dtype[np.bool_]] = np.zeros(max_num_seqs, np.bool_)
@@ -62,15 +62,15 @@ class RowTable:
         self.features: np.ndarray[Any, np.dtype[np.uint8]] = np.zeros(max_num_seqs, np.uint8)
         """`SamplingFeature`; 0 for rows that are not taken"""
         self.requested_features = 0
-        """By any row."""
+        """The union of `features`."""
         self.num_prompt: IntArray = np.zeros(max_num_seqs, np.int32)
         self.num_logprobs: IntArray = np.full(max_num_seqs, NO_LOGPROBS, np.int32)
-        """Of the records of its ids."""
+        """Number of top logprobs for each id."""
         self.num_prompt_logprobs: IntArray = np.full(max_num_seqs, NO_LOGPROBS, np.int32)
         self.logprob_token_ids: list[IntArray] = [NO_IDS] * max_num_seqs
-        """Ids that the records have instead of the likeliest ones, if there are any."""
+        """The ids in a row's records instead of the likeliest ones; empty for the likeliest."""
         self._logprob_id_addresses: np.ndarray[Any, np.dtype[np.uint64]] = np.zeros(max_num_seqs, np.uint64)
-        """Where they are; 0 for none."""
+        """Addresses of these ids; 0 for none."""
         self.pooling: list[Pooling] = [Pooling.NONE] * max_num_seqs
         self.logits_processors: list[LogitsProcessors | None] = [None] * max_num_seqs
         self._native_logits_processors = np.zeros(max_num_seqs, LOGITS_PROCESSORS)
@@ -109,13 +109,13 @@ class RowTable:
         fork_of: int = -1,
         num_prompt: int = 0,
     ) -> None:
-        """A sequence with these known ids takes a row; behind the first `num_prompt` ids of row `fork_of`, if that is
-        one."""
+        """Add a sequence with these known ids. If it is a fork, the first `num_prompt` ids of row `fork_of` precede
+        them."""
         assert not self.taken[row], f"row {row} is taken already"
         if fork_of >= 0:
             ids = np.concatenate((self._prompt_of(fork_of, num_prompt), ids))
-        assert 0 < len(ids) <= self.max_model_len, f"{len(ids)} ids for row {row}, {self.max_model_len} at most"
-        assert ids.min() >= 0 and ids.max() < self.vocab_size, f"row {row} has ids outside of the vocabulary"
+        assert 0 < len(ids) <= self.max_model_len, f"{len(ids)} ids for row {row}, at most {self.max_model_len}"
+        assert ids.min() >= 0 and ids.max() < self.vocab_size, f"row {row} has ids outside the vocabulary"
         self.taken[row], self.ended[row] = True, False
         self.generations[row] = generation
         self.ids[row, : len(ids)] = ids
@@ -127,7 +127,7 @@ class RowTable:
         self._set_sampling(row, index, options, eos_ids)
 
     def take_in(self, add: RowAdd, options: GenerationOptions, eos_ids: Collection[int], take: Take) -> None:
-        """`add` from a step's message; `options` are its own, decoded."""
+        """Add a row from a step's message. `options` are the message's, decoded."""
         ids, blocks = take(add.ids, np.int32), take(add.blocks, np.int32)
         self.add(add.row, add.generation, add.index, ids, blocks, options, eos_ids, add.fork_of, add.num_prompt)
 
@@ -138,7 +138,7 @@ class RowTable:
         self.top_k[row] = min(options.top_k, self.vocab_size)
         self.keys[row] = sequence_key(options.seed, index)
         self.stops[row] = frozenset(options.stop_token_ids).union(
-            # With a grammar one is allowed only where the output may end, and if ignored only where it has to.
+            # A grammar allows EOS only where the output may end and, if EOS is ignored, only where it must.
             () if options.ignore_eos and not options.compiled_grammar else eos_ids
         )
         self.num_logprobs[row] = options.num_logprobs
@@ -147,7 +147,7 @@ class RowTable:
             assert len(given) == options.num_logprobs, f"row {row} has {len(given)} ids for records of another size"
             assert given.min() >= 0 and given.max() < self.vocab_size, f"row {row} has ids outside of the vocabulary"
         self._logprob_id_addresses[row] = given.ctypes.data if len(given) else 0
-        # The first sequence of a request returns the records of its prompt.
+        # Only the first sequence of a request returns prompt logprobs.
         self.num_prompt_logprobs[row] = options.num_prompt_logprobs if index == 0 else NO_LOGPROBS
         self.pooling[row] = Pooling(options.pooling)
         self.features[row] = features = self._set_features(row, options, eos_ids)
@@ -156,7 +156,7 @@ class RowTable:
     def _set_features(self, row: int, options: GenerationOptions, eos_ids: Collection[int]) -> int:
         features = SamplingFeature.PROMPT_LOGPROBS if self.num_prompt_logprobs[row] >= 0 else 0
         if self.pooling[row]:
-            # Nothing is drawn for it, so nothing can stop it.
+            # No id is sampled for it, so it has no stop ids.
             self.stops[row] = frozenset()
             return features | SamplingFeature.EMBEDDING
         logits_processors = logits_processors_of(
@@ -175,17 +175,17 @@ class RowTable:
         return features
 
     def _prompt_of(self, row: int, num_prompt: int) -> IntArray:
-        assert row < len(self.taken) and self.taken[row], f"a fork of row {row}, which is not taken"
+        assert row < len(self.taken) and self.taken[row], f"fork of row {row}, which is not taken"
         known = int(self.num_ids[row])
-        assert 0 < num_prompt <= known, f"a fork of {num_prompt} ids of row {row}, which has {known}"
+        assert 0 < num_prompt <= known, f"fork of {num_prompt} ids of row {row}, which has {known}"
         return self.ids[row, :num_prompt]
 
     def append_blocks(self, rows: IntArray, blocks: IntArray) -> list[int]:
-        """Parallel arrays; several blocks of one row come in order. Returns the place of each among its row's."""
+        """Append blocks to rows; parallel arrays, blocks of one row in order. Returns the index of each in its row."""
         if not len(rows):
             return []
         assert self.taken[rows].all(), "blocks for a row that is not taken"
-        assert blocks.min() >= 0 and blocks.max() < self._pool_size, "blocks outside of the KV memory"
+        assert blocks.min() >= 0 and blocks.max() < self._pool_size, "blocks outside the KV memory"
         places = []
         for row, block in zip(rows.tolist(), blocks.tolist(), strict=True):
             places.append(place := int(self.num_blocks[row]))
@@ -196,7 +196,7 @@ class RowTable:
     def begin(
         self, rows: IntArray, starts: IntArray, counts: IntArray, samples: "np.ndarray[Any, np.dtype[np.bool_]]"
     ) -> None:
-        """A step computes these entries, none of which has ended; checked against what is known of their rows."""
+        """Check the entries of a step against their rows, and mark their tokens as computed. No row may have ended."""
         ends = starts + counts
         assert len(set(rows.tolist())) == len(rows), f"a row is computed twice in one step: {rows}"
         assert self.taken[rows].all(), f"rows computed that are not taken: {rows[~self.taken[rows]]}"
@@ -213,10 +213,9 @@ class RowTable:
         self.num_computed[rows] = ends
 
     def fill_sampling_inputs(self, sampling_inputs: SamplingInputs, rows: IntArray) -> None:
-        """How the next id of each of `rows` is drawn.
+        """Write the sampling parameters of `rows`.
 
-        Noise comes from the sequence's key and the position that the id will have, so it is the same whichever step
-        and batch the draw is in.
+        The noise depends only on the sequence's key and the id's position, not on the step or the batch.
         """
         num, requested_features = len(rows), self.requested_features
         sampling_inputs.rows, sampling_inputs.row_logits_processors = rows, self.logits_processors
@@ -250,11 +249,11 @@ class RowTable:
             sampling_inputs.logprobs.clear(num)
 
     def end(self, row: int) -> None:
-        """No id could be drawn for a row: no step computes it any more."""
+        """End a row for which no id can be sampled."""
         self.ended[row] = True
 
     def append_ids(self, rows: IntArray, ids: IntArray) -> "np.ndarray[Any, np.dtype[np.uint8]]":
-        """The ids that were sampled. Rows that one of them stops are ended. Returns a `Finish` for each, uint8."""
+        """Append sampled ids, and end the rows that they stop. Returns a `Finish` for each, uint8."""
         self.ids[rows, self.num_ids[rows]] = ids
         self.num_ids[rows] += 1
         stopped = [token in self.stops[row] for row, token in zip(rows.tolist(), ids.tolist(), strict=True)]

@@ -1,8 +1,7 @@
-"""The executor's loop, on a CPU; on a GPU it is that of stages/execute/cuda/loop.py.
+"""The executor's loop on a CPU (on a GPU: stages/execute/cuda/loop.py).
 
-Each message is handled in the order it came; a step's result is sent the moment it is complete, before anything else
-is looked at. Shared memory that steps came in is released once per wake, with the results: the scheduler is then awake
-anyway, and no core is taken from the step that runs.
+It handles messages in order, and sends a step's result as soon as it is complete. It releases the shared memory of
+steps once per wake, with the results: the scheduler is awake then, and no core is taken from a running step.
 """
 
 import gc
@@ -26,17 +25,16 @@ if TYPE_CHECKING:
 Serve = Callable[[Stage[m.ExecuteInbox]], None]
 
 IDLE_S = 1.0
-"""Longest wait for a message before the loop turns."""
+"""Longest wait for a message in an iteration of the loop."""
 
 SPIN_COUNT = "1000"
-"""How often a thread looks for its fellows before it sleeps: some microseconds."""
+"""GOMP_SPINCOUNT: spins of a thread before it sleeps at a barrier; a few microseconds."""
 
 
 def run(launch: m.Launch) -> None:
     """Load the model, then compute steps until `Stop`.
 
-    Raises UserError, in the user's words, where the model can't be run with these settings; any error of a step
-    propagates, for a broken step ends the stage.
+    Raises UserError if the model can't run with these settings. Errors of a step propagate and end the stage.
     """
     stage: Stage[m.ExecuteInbox] = Stage(launch, m.ExecuteInbox)
     try:
@@ -61,12 +59,12 @@ def run(launch: m.Launch) -> None:
 
 def _load(launch: m.Launch, swap: memoryview | None) -> "tuple[Runner, Serve]":
     """The runner of the configured device, and the loop that serves with it."""
-    # Libraries read these when they are loaded, so torch is imported below and not above.
+    # Libraries read these when they are loaded, so torch is imported below.
     settings = launch.settings
     num_threads = settings.execute.num_threads or len(os.sched_getaffinity(0))
     os.environ.update(OMP_NUM_THREADS=str(num_threads), MKL_NUM_THREADS=str(num_threads), OPENBLAS_NUM_THREADS="1")
-    # The other stages share these cores. A thread that spins until its fellows arrive keeps the core from just the
-    # fellow that it waits for: with the library's own count a step can take fifty times as long beside a busy process.
+    # The other stages share these cores. A thread that spins at a barrier may occupy the core of the thread that it
+    # waits for: with the library's default, a step can take fifty times as long beside a busy process.
     os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
     import torch
 
@@ -86,7 +84,7 @@ def _load(launch: m.Launch, swap: memoryview | None) -> "tuple[Runner, Serve]":
         except torch.OutOfMemoryError as error:
             what = str(error).partition(". ")[0]
             raise UserError(
-                f"the GPU's memory does not hold the model and what its steps need ({what}): lower "
+                f"the GPU has too little memory for the model and its steps ({what}): lower "
                 "schedule.max_num_batched_tokens, schedule.max_num_seqs or execute.gpu_memory_utilization"
             ) from error
         serve = partial(loop.serve, runner=cuda_runner)
@@ -95,7 +93,7 @@ def _load(launch: m.Launch, swap: memoryview | None) -> "tuple[Runner, Serve]":
 
         runner = cpu_runner = CpuRunner(settings, Path(launch.model_dir), swap)
         serve = partial(_serve, runner=cpu_runner)
-    # Beside all that is still to be done, so that the first that needs a mask does not wait for a process to start.
+    # In the background, so that the first row that needs a mask does not wait for the process to start.
     runner.masks.start()
     gc.collect()
     gc.freeze()

@@ -1,7 +1,7 @@
 """A model's tensors, read from the safetensors files that its config names.
 
-Files are mapped, not read: a tensor that already has the wanted form is used where it lies, and the pages come in as
-they are touched. Matrices that are always multiplied with the same input are joined into one.
+Files are mapped: a tensor that already has the right form is used in place, and its pages are loaded on first access.
+Matrices with the same input are joined into one.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ BLOCKS: dict[str, Format] = {format: format for format in BLOCK_BYTES}
 class Weights:
     """The tensors of a model folder, by their Hugging Face names. Raises UserError if a file can't be read.
 
-    With `dtype` float32 no number is rounded: matrices that are floats become "f32", and so do those that are joined
-    from several formats. With bfloat16 both become "bf16". Quantized matrices keep their blocks either way.
+    Float matrices, and those joined from several formats, become "f32" or "bf16", depending on `dtype`. Quantized
+    matrices keep their blocks.
     """
 
     def __init__(self, folder: Path, config: ModelConfig, dtype: torch.dtype) -> None:
@@ -33,20 +33,20 @@ class Weights:
         self._files: dict[str, Any] = {}
         self._formats: dict[str, str] = {}
         self.taken: dict[str, None] = {}
-        """Formats of the matrices that were asked for, in the order of the first of each."""
+        """Formats of the loaded matrices, in the order of their first use."""
         for path in config.weight_paths(folder):
             try:
                 file: Any = safe_open(path, framework="pt")
             except Exception as error:  # the library raises nothing more precise; prepare has read the file before
                 raise UserError(f"{path} can't be read any more: {error}") from error
             metadata = file.metadata() or {}
-            for name in file.keys():  # noqa: SIM118 - the file is no dict
+            for name in file.keys():  # noqa: SIM118 - the file is not a dict
                 self._files[name] = file
                 if (format := metadata.get(format_key(name))) is not None:
                     self._formats[name] = format
 
     def matrix(self, name: str, rows: int, columns: int) -> Matrix:
-        """A matrix of the model. Raises UserError where it is missing, or has another shape or an unknown format."""
+        """A matrix of the model. Raises UserError if it is missing, or has another shape or an unknown format."""
         tensor = self._tensor(name)
         if tensor.dtype in FLOATS:
             self._check_shape(name, tensor, rows, columns)
@@ -74,13 +74,13 @@ class Weights:
         return tuple(self.matrix(name, num, columns) for name, num in zip(names, rows, strict=True))
 
     def vector(self, name: str, size: int) -> Tensor:
-        """A norm's weight or a bias, [size] float32. Raises UserError where it is missing or has another shape."""
+        """A norm's weight or a bias, [size] float32. Raises UserError if it is missing or has another shape."""
         tensor = self._tensor(name)
         self._check_shape(name, tensor, size)
         return tensor.to(torch.float32)
 
     def join_vectors(self, names: Sequence[str], sizes: Sequence[int]) -> Tensor:
-        """Vectors of these sizes, one behind the other."""
+        """Vectors of these sizes, concatenated."""
         return torch.cat([self.vector(name, size) for name, size in zip(names, sizes, strict=True)])
 
     def _tensor(self, name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which back end computes: chosen once, when the executor starts."""
+"""Chooses the CPU's back end when the executor starts."""
 
 import logging
 from pathlib import Path
@@ -27,9 +27,9 @@ def make_program(
     num_threads: int,
     swap: SwapArray | None = None,
 ) -> Program:
-    """An empty program of the back end that `execute.kernels` names, by default the fastest that this machine has.
+    """An empty program of the back end in `execute.kernels`, by default the fastest of this machine.
 
-    Raises UserError where the one that is named can't compute this model here.
+    Raises UserError if that back end can't compute this model here.
     """
     library = _library(settings, config)
     if library is None:
@@ -50,7 +50,7 @@ def make_program(
 
 
 def _library(settings: Settings, config: ModelConfig) -> tuple[Isa, Path] | None:
-    """The level and the library that compute, or None for torch."""
+    """The instruction set and the library to use, or None for torch."""
     log = logging.getLogger("pipeline")
     wanted = settings.execute.kernels
     if wanted == "torch" or (wanted == "auto" and settings.execute.dtype != "bfloat16"):
@@ -61,10 +61,10 @@ def _library(settings: Settings, config: ModelConfig) -> tuple[Isa, Path] | None
         raise UserError(str(error)) from error
     isa = isas[0] if wanted == "auto" else wanted
     if isa not in isas:
-        raise UserError(f"execute.kernels is {isa!r}, but this CPU runs {', '.join(isas)} and torch")
+        raise UserError(f"execute.kernels is {isa!r}, but this CPU supports {', '.join(isas)} and torch")
     problem = unsupported(config)
     if settings.execute.dtype != "bfloat16":
-        problem = f"these kernels compute with bfloat16, and execute.dtype is {settings.execute.dtype!r}"
+        problem = f"these kernels compute with bfloat16, but execute.dtype is {settings.execute.dtype!r}"
     if problem is None:
         try:
             root = Path(settings.cache_dir).expanduser() if settings.cache_dir else None

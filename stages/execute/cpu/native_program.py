@@ -1,7 +1,7 @@
-"""A program in the CPU library: a step is one native call, in which Python has no part.
+"""A program in the CPU library: a step is one native call that runs without Python.
 
-Weights are packed into panels when the program is recorded, keys and values lie in the order in which products read
-them (kernels/cpu/gemm.h and linear.h), and the threads are the library's own.
+Weights are packed into panels when the program is recorded. Keys and values are stored in the order in which matmuls
+read them (kernels/cpu/gemm.h and linear.h). The library has its own threads.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ from pipeline.stages.execute.cpu.program import (
 from pipeline.stages.execute.rope import rope_frequencies
 
 PAIR = 8
-"""Numbers of a panel's halves: those that turn together, and those of gate and up, stand this far apart."""
+"""Half of a panel: the distance between outputs that rotate together, and between those of gate and up."""
 
 MASKS_LATE = 1
 
@@ -48,7 +48,7 @@ def unsupported(config: ModelConfig) -> str | None:
 
 
 class NativeProgram(Program):
-    """Owns the packed weights, the KV memory and, by its team, the threads."""
+    """Owns the packed weights, the KV memory and the thread pool."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class NativeProgram(Program):
             for _ in range(config.num_layers)
         ]
         self._swap = swap
-        """Kept, for the library knows its address alone."""
+        """Keeps the memory alive: the library has only its address."""
         self._blocks = self._block_places(num_blocks)
         self._plans: dict[int, int] = {}
 
@@ -126,7 +126,7 @@ class NativeProgram(Program):
 
     def sample(self, norm: Tensor, head: Matrix) -> None:
         self.last_norm = norm.float().numpy()
-        # An embedding that is the head too is there once.
+        # A tied head shares the embedding's memory.
         tied = self._table is not None and self._table[0] is head
         packed = self._table[1] if self._table is not None and tied else self._pack((head,))
         places = packed, self._config.vocab_size, self._logits, self._inputs.max_num_rows
@@ -139,7 +139,7 @@ class NativeProgram(Program):
             ctypes.byref(self._ticket),
             ctypes.byref(native.NativeSamplingArrays.of(self._sampling_inputs)),
         )
-        # Another program, of the same residual and head, for tokens that are not sampled.
+        # A second program with the same residual and head, for the logprobs of tokens that are not sampled.
         arrays = self._step_arrays()
         arrays.sampled = self._scores.places.ctypes.data
         self._scoring = self._library.program_new(self._thread_pool.handle, ctypes.byref(arrays))
@@ -151,7 +151,7 @@ class NativeProgram(Program):
         inputs = self._inputs
         status = self._library.program_run(self._handle, inputs.num_tokens, inputs.num_rows, inputs.num_samples)
         if status == MASKS_LATE:
-            raise MasksLate(f"masks did not come within {self._ticket.timeout_ms} ms")
+            raise MasksLate(f"masks did not arrive within {self._ticket.timeout_ms} ms")
         return self._sampling_inputs.ids[: inputs.num_samples].copy()
 
     def score(self) -> None:
@@ -185,7 +185,7 @@ class NativeProgram(Program):
         self._sampling_inputs.greedy[:] = 0
 
     def profile(self) -> list[tuple[str, float]]:
-        """Compute the step that the inputs hold. Returns each op's name and seconds."""
+        """Compute the step in the inputs. Returns each op's name and seconds."""
         inputs, library = self._inputs, self._library
         seconds = np.zeros(library.program_size(self._handle), np.float64)
         library.program_profile(
@@ -195,7 +195,7 @@ class NativeProgram(Program):
         return list(zip(names, seconds.tolist(), strict=True))
 
     def costs(self) -> list[tuple[float, float, bool]]:
-        """For each op of the step that the inputs hold: bytes it must move, operations, whether they are integers'."""
+        """For each op of the step in the inputs: bytes that it must move, operations, whether they are on integers."""
         inputs, library = self._inputs, self._library
         out = (ctypes.c_double * 3)()
         costs = []
@@ -214,10 +214,10 @@ class NativeProgram(Program):
             self._kept.clear()
             self._swap = None
 
-    # What follows lays out memory. Addresses are plain numbers; `_kept` keeps what they point to.
+    # The methods below lay out memory. Addresses are plain numbers; `_kept` keeps the memory alive.
 
     def _norm(self, weight: Tensor, matrices: tuple[Matrix, ...]) -> native.NativeRows:
-        """Record the norm before a product with `matrices`. Returns where it leaves its rows."""
+        """Record the norm before a matmul with `matrices`. Returns its output rows."""
         self._add_norm(self._handle, _form(matrices), self._vector(weight))
         return self._normed
 
@@ -226,7 +226,7 @@ class NativeProgram(Program):
         self._library.program_norm(handle, self._normed, form, self._residual, weight, size, eps, sampled)
 
     def _head_norms(self, norms: HeadNorms | None) -> Any:
-        """The weights in the order in which panels have a head's numbers, or null."""
+        """The weights in the panels' order of a head's dimensions, or null."""
         if norms is None:
             return None
         order = torch.from_numpy(_turning_order(1, 1, self._config.head_dim)).long()
@@ -234,7 +234,7 @@ class NativeProgram(Program):
         return ctypes.byref(native.NativeHeadNorms(query, key, self._config.rms_norm_eps))
 
     def _plan(self, window: int) -> int:
-        """That of all layers with this window, 0 for none. It is an op where the first of them stands."""
+        """The attention plan of all layers with this window (0 for none). It becomes an op before the first of them."""
         if window not in self._plans:
             config = self._config
             self._plans[window] = self._library.program_attention_plan(
@@ -245,7 +245,7 @@ class NativeProgram(Program):
     def _written(
         self, rows: native.NativeRows, width: int, matrices: tuple[Matrix, ...]
     ) -> tuple[native.NativeRows, bool]:
-        """Where an op in front of a product leaves its rows, and whether as floats that become codes then."""
+        """The output rows of an op before a matmul, and whether they are floats that are quantized afterwards."""
         if _form(matrices) is Form.PLAIN:
             return rows, False
         return native.NativeRows(self._wide, width * 4), True
@@ -269,7 +269,7 @@ class NativeProgram(Program):
         )
 
     def _block_places(self, num_blocks: int) -> native.NativeBlocks:
-        """Where the blocks of all layers lie, and those of swap space."""
+        """The addresses of the blocks of all layers and of swap space."""
         layers = np.array([layer.data for layer in self._kv], np.uint64)
         self._kept.append(layers)
         return native.NativeBlocks(
@@ -289,7 +289,7 @@ class NativeProgram(Program):
         return self._memory(rows * width * 4)
 
     def _rows(self, rows: int, width: int) -> native.NativeRows:
-        """Rows of activations, of either form."""
+        """Rows of activations of either form."""
         stride = max(self._library.activation_bytes(form, width) for form in Form)
         return native.NativeRows(self._memory(rows * stride), stride)
 
@@ -306,7 +306,7 @@ class NativeProgram(Program):
         return self._vector(torch.cos(angles)), self._vector(torch.sin(angles))
 
     def _pack(self, matrices: tuple[Matrix, ...], order: IntArray | None = None, bias: Tensor | None = None) -> Any:
-        """Matrices, one below the other, in panels: output i is row order[i], and zeros where that is negative."""
+        """Stacked matrices in panels: output i is row order[i], or zeros if that is negative."""
         if len({matrix.format for matrix in matrices}) > 1:
             matrices = (join(matrices),)
         rows = np.concatenate([_row_addresses(matrix) for matrix in matrices])
@@ -314,7 +314,7 @@ class NativeProgram(Program):
             order = np.arange(len(rows), dtype=np.int32)
         columns = -(-len(order) // native.PANEL) * native.PANEL
         order = np.concatenate([order, np.full(columns - len(order), -1, np.int32)])
-        # Row -1 is the null behind the last.
+        # Index -1 selects the null address after the last row.
         addresses = np.append(rows, np.uint64(0))[order]
         packed = native.PackedMatrix(native.FORMATS[matrices[0].format], columns, matrices[0].num_columns, None, None)
         reference = ctypes.byref(packed)
@@ -328,7 +328,7 @@ class NativeProgram(Program):
 
 
 def layer_bytes(config: ModelConfig, num_blocks: int) -> int:
-    """Bytes of one layer's keys and values, which are bfloat16."""
+    """Bytes of one layer's keys and values, in bfloat16."""
     return 2 * num_blocks * BLOCK_SIZE * config.num_kv_heads * config.head_dim * 2
 
 
@@ -339,14 +339,14 @@ def _row_addresses(matrix: Matrix) -> "np.ndarray[Any, np.dtype[np.uint64]]":
 
 
 def _form(matrices: tuple[Matrix, ...]) -> Form:
-    """Of the activations that a product with them reads. Formats that differ become bfloat16."""
+    """The form of activations for a matmul with these matrices. Mixed formats use bfloat16."""
     formats = {matrix.format for matrix in matrices}
     return native.READ_BY[formats.pop()] if len(formats) == 1 else Form.PLAIN
 
 
 def _turning_order(num_turning: int, num_heads: int, head_dim: int) -> IntArray:
-    """Rows of queries, keys and values as panels have them: in the heads that turn, eight of a head's first half and
-    the eight of its second half that turn with them."""
+    """Rows of queries, keys and values in the panels' order. In heads with rotary embedding, eight of the first half
+    are followed by the eight of the second half that rotate with them."""
     half = np.arange(head_dim // 2).reshape(-1, 1, PAIR)
     turned = np.concatenate([half, half + head_dim // 2], axis=1).reshape(-1)
     plain = np.arange(head_dim)
@@ -355,7 +355,7 @@ def _turning_order(num_turning: int, num_heads: int, head_dim: int) -> IntArray:
 
 
 def _swiglu_order(inner: int) -> IntArray:
-    """Rows of gate and up as panels have them: eight of gate and the eight of up beside them."""
+    """Rows of gate and up in the panels' order: eight of gate, then the corresponding eight of up."""
     padded = np.arange(-(-inner // PAIR) * PAIR)
     gate = np.where(padded < inner, padded, -1).reshape(-1, 1, PAIR)
     up = np.where(gate >= 0, gate + inner, -1)

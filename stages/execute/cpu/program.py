@@ -1,9 +1,8 @@
 """The forward pass as a program: recorded once when the model is loaded, replayed for each step.
 
-A model says what it is made of, in fused steps, by calling the methods below in order; nothing is computed. A back end
-turns each into whatever it replays fastest: calls of torch, ops of the CPU library, a captured graph. All of them work
-on one residual, float32 [tokens, hidden_size], whatever the dtype of the rest: it sums up every layer, and rounding it
-at each of them is what bfloat16 would lose most by.
+A model describes itself by calling the methods below in order; nothing is computed. A back end turns each call into
+torch calls, ops of the CPU library, or a captured graph. All ops share one residual, float32 [tokens, hidden_size]: it
+sums up all layers, and rounding it to bfloat16 in each would lose the most precision.
 """
 
 from abc import ABC, abstractmethod
@@ -19,13 +18,12 @@ from pipeline.kernels.step_inputs import IntArray
 LogitArray = np.ndarray[Any, np.dtype[np.float32]]
 
 SwapArray = np.ndarray[Any, np.dtype[np.uint8]]
-"""Swap space: [num_swap_blocks, bytes of a block with all layers]. How a block lies there is the program's business."""
+"""Swap space: [num_swap_blocks, bytes of a block with all layers]. The program defines the layout of a block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """Matrices [outputs, inputs] of one input, one below the other, and what is added behind them, float32
-    [all outputs]."""
+    """Stacked matrices [outputs, inputs] with the same input, and their bias, float32 [all outputs]."""
 
     matrices: tuple[Matrix, ...]
     bias: Tensor | None = None
@@ -33,7 +31,7 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """Weights [head_dim] of the norms that each head's queries and keys go through before they turn."""
+    """Weights [head_dim] of the norms of each head's queries and keys, before rotary embedding."""
 
     query: Tensor
     key: Tensor
@@ -45,11 +43,11 @@ class AttentionWeights:
 
     norm: Tensor
     qkv: Linear
-    """Queries, keys and values, one below the other."""
+    """Queries, keys and values, stacked."""
     out: Linear
     head_norms: HeadNorms | None = None
     window: int | None = None
-    """How many positions are seen, its own among them; None: all before it."""
+    """Number of positions that a token attends to, including its own; None for no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +56,19 @@ class MlpWeights:
 
     norm: Tensor
     gate_up: Linear
-    """Gate and up, one below the other."""
+    """Gate and up, stacked."""
     down: Linear
 
 
 class MasksLate(RuntimeError):
-    """A grammar's masks did not come in time."""
+    """Grammar masks did not arrive in time."""
 
 
 class ProgramBuilder(ABC):
-    """What a model is told to, once, when it is loaded."""
+    """Records a model's forward pass when it is loaded."""
 
     last_norm: LogitArray
-    """Weights of the norm that `sample` begins with: float32 [hidden_size]."""
+    """Weights of the norm in `sample`: float32 [hidden_size]."""
 
     @abstractmethod
     def embed(self, table: Matrix) -> None:
@@ -78,8 +76,8 @@ class ProgramBuilder(ABC):
 
     @abstractmethod
     def attention(self, weights: AttentionWeights) -> None:
-        """residual += out(attention(turn(head_norms(qkv(norm(residual)))))), over the keys and values of the next
-        layer, in which those of this step are written first."""
+        """residual += out(attention(rotate(head_norms(qkv(norm(residual)))))). Writes the step's keys and values to the
+        next layer's cache first."""
 
     @abstractmethod
     def mlp(self, weights: MlpWeights) -> None:
@@ -87,48 +85,46 @@ class ProgramBuilder(ABC):
 
     @abstractmethod
     def sample(self, norm: Tensor, head: Matrix) -> None:
-        """ids = draw(head(norm(residual))), of the tokens that are sampled. Ends the program."""
+        """ids = sample(head(norm(residual))), for the tokens to sample. Ends the program."""
 
 
 class Program(ProgramBuilder):
     """A forward pass over the arrays of one `StepInputs`, one `SamplingInputs` and one `ScoreInputs`."""
 
     name: str
-    """Which back end it is, for people."""
+    """The back end, for logs."""
 
     @abstractmethod
     def run(self) -> IntArray:
-        """Compute the step that the inputs hold. Returns the ids drawn, int32 [samples]; -1 where none can be."""
+        """Compute the step in the inputs. Returns the sampled ids, int32 [samples]; `NO_ID` if none can be sampled."""
 
     @abstractmethod
     def score(self) -> None:
-        """Leave the records that the `ScoreInputs` ask for, of tokens of the last step. `logits` are not the step's any
-        more then."""
+        """Compute the logprobs that the `ScoreInputs` request for tokens of the last step. Overwrites `logits`."""
 
     @abstractmethod
     def residual(self) -> LogitArray:
-        """What the last step's tokens came to, before the last norm: float32 [tokens, hidden_size]. Good until the next
+        """Hidden states of the last step before the last norm: float32 [tokens, hidden_size]. Valid until the next
         step."""
 
     @abstractmethod
     def wait_for(self, word: int, expected: int, timeout_ms: int) -> None:
-        """Let the next steps wait, before they draw, until the uint32 at the address `word` is `expected`; an address
-        of 0 ends that. A step whose masks are late raises `MasksLate` and leaves rows without ids."""
+        """Make the next steps wait before sampling until the uint32 at address `word` equals `expected`. Address 0
+        turns that off. After `timeout_ms` a step raises `MasksLate`, and its rows get no ids."""
 
     @abstractmethod
     def copy_blocks(self, sources: IntArray, targets: IntArray) -> None:
-        """Copy whole KV blocks, with all layers, one after the other; int32. Ids from the number of KV blocks on are
-        blocks of swap space."""
+        """Copy KV blocks with all layers, in order; int32. Ids from the number of KV blocks on are swap blocks."""
 
     @abstractmethod
     def logits(self) -> LogitArray:
-        """Those of the last step: float32 [samples, vocab_size]. Where they are not needed for a draw, they are there
-        only after `keep_logits`."""
+        """Logits of the last step: float32 [samples, vocab_size]. Complete only after `keep_logits`, because sampling
+        may not need all of them."""
 
     @abstractmethod
     def keep_logits(self) -> None:
-        """Keep all logits of every step from now on."""
+        """Keep all logits of every later step."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back threads and memory."""
+        """Free threads and memory."""

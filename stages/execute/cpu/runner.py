@@ -1,4 +1,4 @@
-"""One step, from the message to what was sampled: apply its changes, run the program, sample, end rows."""
+"""Runs a step on a CPU: applies its changes, runs the program, samples, ends rows."""
 
 import os
 import time
@@ -37,19 +37,19 @@ NO_SIZES: LongArray = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What came of entries that have not ended; parallel arrays, one value for each of those with `samples` set."""
+    """Results of the entries that have not ended: parallel arrays, one value for each with `samples` set."""
 
     ids: IntArray
-    """`NO_ID` where nothing could be drawn"""
+    """`NO_ID` if no id can be sampled"""
     token_outputs: ByteArray = field(default_factory=lambda: NO_BYTES)
     token_output_sizes: LongArray = field(default_factory=lambda: NO_SIZES)
-    """Bytes of each one's record; empty where none has any"""
+    """Bytes of each id's logprobs or embedding; empty if none has any"""
     prompt_logprobs: ByteArray = field(default_factory=lambda: NO_BYTES)
 
 
 class CpuRunner:
-    """The model, its memory and its rows; `swap` is memory for blocks of swap space. Raises UserError, in the user's
-    words, where the model can't be run so."""
+    """Owns the model, its memory and its rows; `swap` is the memory of the swap space. Raises UserError if the model
+    can't run with these settings."""
 
     def __init__(self, settings: Settings, model_dir: Path, swap: memoryview | None = None) -> None:
         config = ModelConfig.load(model_dir)
@@ -75,28 +75,28 @@ class CpuRunner:
         weights = Weights(model_dir, config, dtype)
         build_program(config, weights, self.program)
         self.weight_formats = "+".join(weights.taken)
-        """As `q8_0+q4_1`."""
+        """For example `q8_0+q4_1`."""
         self._pool = Pool(self.program.last_norm, config.rms_norm_eps)
         self._changes = RowChanges(self.rows, self.masks, self._pool, config.eos_ids)
         self.failed = self._changes.failed
 
     @property
     def name(self) -> str:
-        """What computes, for people."""
+        """The back end, for logs."""
         return self.program.name
 
     def logits(self) -> LogitArray:
-        """Those of the last step's samples; see `Program.logits`."""
+        """Logits of the last step's samples; see `Program.logits`."""
         return self.program.logits()
 
     def close(self) -> None:
-        """Give back threads and memory, and end the process that computes masks."""
+        """Free threads and memory, and end the process that computes masks."""
         self.program.close()
         self.masks.close()
 
     def step(self, step: Step, take: Take, clock: Clock = time.monotonic) -> Sampled:
-        """Compute one step. Errors of the model or of a wrong plan are not caught: they end the stage. Copies alone are
-        timed here, by `clock`."""
+        """Compute one step. Errors of the model or of an invalid plan propagate and end the stage. `clock` times the
+        copies."""
         self._changes.apply(step, take)
         num_copies, copy_s = self._copy(step, take, clock)
         rows, starts, counts = (take(array, np.int32) for array in (step.rows, step.starts, step.counts))
@@ -116,7 +116,7 @@ class CpuRunner:
         )
 
     def _copy(self, step: Step, take: Take, clock: Clock) -> tuple[int, float]:
-        """Make the step's copies. Returns how many and the seconds they took; a step without any asks no clock."""
+        """Make the step's copies. Returns their number and seconds. Without copies the clock is not read."""
         sources, targets = copies_of(step, take, self.facts)
         if not len(sources):
             return 0, 0.0
@@ -141,7 +141,7 @@ class CpuRunner:
             if requested_features & SamplingFeature.EMBEDDING
             else None
         )
-        # The head computes nothing for a row that is pooled.
+        # Pooled rows have no logits.
         is_sampled = samples if pooled is None else samples & ~pooled
         self.inputs.fill(ids, starts, counts, self.rows.blocks[rows, :num_blocks], is_sampled)
         self.rows.fill_sampling_inputs(self.sampling_inputs, rows[is_sampled])
@@ -156,12 +156,12 @@ class CpuRunner:
         return computed
 
     def _run(self, rows: IntArray) -> IntArray:
-        """Run the program, which draws for these rows, with the masks of those that have a grammar. Rows that can have
-        none are noted as failed. Returns the ids."""
+        """Run the program, which samples for these rows, with grammar masks. Returns the ids. Rows whose mask can't be
+        computed are marked as failed."""
         if not len(self.sampling_inputs.masked):
             return self.program.run()
         masks = self.masks
-        masks.ask(rows, self.rows.ids, self.rows.num_ids)
+        masks.request(rows, self.rows.ids, self.rows.num_ids)
         try:
             while True:
                 self.program.wait_for(masks.word_address if masks.ticket else 0, masks.ticket, LATE_MS)
@@ -177,7 +177,7 @@ class CpuRunner:
         return ids
 
     def _embed(self, rows: IntArray, samples: BoolArray, pooled: BoolArray, computed: Computed) -> Computed:
-        """Pool what the step has computed, and put the embeddings between the records of what was drawn."""
+        """Pool the step's hidden states, and merge the embeddings with the logprobs of sampled ids."""
         inputs, residual = self.inputs, self.program.residual()
         embeddings = []
         for i in np.flatnonzero(pooled).tolist():
@@ -200,8 +200,7 @@ class CpuRunner:
         return replace(computed, ids=ids, token_outputs=token_outputs, token_output_sizes=token_output_sizes)
 
     def _result(self, rows: IntArray, running: BoolArray, computed: Computed) -> Sampled:
-        """Write ids to their rows, end those that stop or can't go on, and leave a gap for the rows that had ended
-        before."""
+        """Append ids to their rows, and end the rows that stop or fail. Rows that had ended before get no id."""
         ids = np.full(len(rows), NO_ID, np.int32)
         finishes = np.full(len(rows), Finish.NONE, np.uint8)
         token_outputs = computed.token_outputs
@@ -230,7 +229,7 @@ class CpuRunner:
         )
 
     def _fail(self, row: int) -> str:
-        """End a row for which there is no id. Returns why."""
+        """End a row that has no id. Returns the error."""
         table = self.rows
         table.end(row)
         num_output = int(table.num_ids[row] - table.num_prompt[row])

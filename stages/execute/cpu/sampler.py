@@ -1,4 +1,4 @@
-"""From logits to ids in torch: greedy rows by their largest logit, the others by a draw whose noise is keyed."""
+"""Samples ids from logits in torch: greedy rows take the largest logit, the others use keyed noise."""
 
 import numpy as np
 import torch
@@ -13,15 +13,15 @@ from pipeline.kernels.step_inputs import IntArray, LongArray
 
 
 class Sampler:
-    """Draws for any mix of rows; a batch that is all greedy costs one argmax."""
+    """Samples any mix of rows. A batch of greedy rows costs one argmax."""
 
     def __init__(self, ops: Ops, sampling_inputs: SamplingInputs) -> None:
         self._ops = ops
         self.sampling_inputs = sampling_inputs
 
     def sample(self, logits: Tensor) -> IntArray:
-        """The ids that `sampling_inputs` asks for, and their records where it does: logits [N, V], one row for each,
-        which stay as they are. Returns [N] int32; `NO_ID` where nothing can be drawn."""
+        """Sample an id for each row of logits [N, V], and write the logprobs that `sampling_inputs` requests. The
+        logits are not modified. Returns [N] int32; `NO_ID` if no id can be sampled."""
         sampling_inputs, num = self.sampling_inputs, len(logits)
         others = np.flatnonzero(sampling_inputs.greedy[:num] == 0)
         if not len(others):
@@ -41,7 +41,7 @@ class Sampler:
         return ids
 
     def _apply_logits_processors(self, logits: Tensor, rows: LongArray) -> None:
-        """Change the logits of these rows as each of them wants it."""
+        """Apply the logits processors of these rows, in place."""
         sampling_inputs = self.sampling_inputs
         for place in np.flatnonzero(
             (sampling_inputs.masks[rows] != 0) | (sampling_inputs.logits_processors[rows] != 0)
@@ -54,9 +54,9 @@ class Sampler:
                 apply_logits_processors(logits[place], processors, int(sampling_inputs.num_known[row]), grammar)
 
     def _largest(self, logits: Tensor) -> IntArray:
-        """The id of each row's largest logit; NaN counts as -inf."""
+        """The id of each row's largest logit. NaN counts as -inf."""
         ids = self._ops.argmax(logits)
-        # NaN, which argmax takes for the largest, is above nothing.
+        # argmax would take NaN for the largest.
         if not bool((logits.gather(1, ids[:, None]) > -torch.inf).all()):
             clean = _clean(logits)
             ids = self._ops.argmax(clean).masked_fill_(clean.amax(dim=-1) == -torch.inf, NO_ID)
@@ -64,14 +64,14 @@ class Sampler:
         return largest
 
     def _drawn(self, logits: Tensor, rows: LongArray) -> IntArray:
-        """A draw for each row, which has its temperature and filters at `rows`."""
+        """Sample each row with its temperature and filters at `rows`."""
         sampling_inputs = self.sampling_inputs
         finite = logits.amax(dim=-1).isfinite()
         if not bool(finite.all()):
             logits = _clean(logits)
             finite = logits.amax(dim=-1).isfinite()
         if not bool(finite.all()):
-            # Infinitely likely, or nothing is.
+            # An infinite logit, or no valid one.
             ids = self._largest(logits)
             kept = finite.cpu().numpy()
             if kept.any():

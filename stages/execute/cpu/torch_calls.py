@@ -1,9 +1,9 @@
-"""A program's calls of torch: a flat list, recorded once and replayed for each step.
+"""A program's torch calls: a flat list that is recorded once and replayed for each step.
 
-Recording: a program asks for buffers and adds calls whose arguments are buffers, weights and constants. Nothing is
-computed. Replaying: each buffer is cut to the step's number of tokens or of samples, and the calls are made in order.
-Since buffers stay where they are, the calls for one pair of numbers are bound once and kept: a step of a size seen
-lately costs no more than the calls themselves. The list is what a device graph takes over whole.
+Recording: a program allocates buffers and adds calls whose arguments are buffers, weights and constants. Nothing is
+computed. Replaying: each buffer is cut to the step's number of tokens or samples, and the calls are made in order.
+Buffers don't move, so the bound calls for a pair of numbers are cached: a step of a recent size costs no more than the
+calls themselves.
 """
 
 from collections import OrderedDict
@@ -18,11 +18,11 @@ from torch import Tensor
 from pipeline.kernels.step_inputs import StepInputs
 
 MAX_BOUND_SIZES = 64
-"""Pairs of numbers whose bound calls are kept."""
+"""Pairs of numbers whose bound calls are cached."""
 
 
 class Extent(Enum):
-    """What the first dimension of a buffer counts."""
+    """The first dimension of a buffer."""
 
     TOKENS = "tokens"
     SAMPLES = "samples"
@@ -30,7 +30,7 @@ class Extent(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Buffer:
-    """Memory that a step uses the beginning of."""
+    """Memory for the largest step; a step uses its beginning."""
 
     storage: Tensor
     extent: Extent
@@ -38,7 +38,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class TorchCall:
-    """One op and what it is called with; a `Buffer` among the arguments stands for its part that the step uses."""
+    """An op and its arguments. A `Buffer` stands for the part of it that the step uses."""
 
     op: Callable[..., None]
     args: tuple[Any, ...]
@@ -58,7 +58,7 @@ class TorchCalls:
         self._bound: OrderedDict[tuple[int, int], list[tuple[Callable[..., None], tuple[Any, ...]]]] = OrderedDict()
 
     def buffer(self, width: int, extent: Extent = Extent.TOKENS, dtype: torch.dtype | None = None) -> Buffer:
-        """Memory for `width` numbers a token or a sample."""
+        """Allocate `width` numbers per token or sample."""
         most = self.inputs.max_num_tokens if extent is Extent.TOKENS else self.inputs.max_num_rows
         return Buffer(torch.zeros(most, width, dtype=dtype or self._dtype), extent)
 
@@ -67,7 +67,7 @@ class TorchCalls:
         self.calls.append(TorchCall(op, args))
 
     def run(self) -> None:
-        """Make the calls for the step that `inputs` holds."""
+        """Make the calls for the step in `inputs`."""
         for op, args in self._bind(self.inputs.num_tokens, self.inputs.num_samples):
             op(*args)
 

@@ -1,6 +1,6 @@
-"""A program in torch, op by op: the reference of the other back ends, and what runs where they can't.
+"""A program in torch, op by op: the reference for the other back ends, and the fallback where they can't run.
 
-Every op works in bfloat16 or in float32 all through; weights in blocks are widened when the program is recorded.
+Every op works in bfloat16 or in float32 throughout. Quantized weights are dequantized when the program is recorded.
 """
 
 import ctypes
@@ -32,12 +32,12 @@ from pipeline.stages.execute.cpu.sampler import Sampler
 from pipeline.stages.execute.cpu.torch_calls import Extent, TorchCalls
 from pipeline.stages.execute.rope import rope_frequencies
 
-LOOK_S = 50e-6
-"""Between two looks whether masks are complete."""
+POLL_S = 50e-6
+"""Poll interval for grammar masks."""
 
 
 class TorchProgram(Program):
-    """Raises ValueError for a device that we have no kernels for."""
+    """Raises ValueError for a device without kernels."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class TorchProgram(Program):
         calls, ops = self._calls, self._ops
         calls.add(ops.rms_norm, self._x, self._residual, norm, self._config.rms_norm_eps)
         calls.add(ops.take_rows, self._last, self._x, calls.sampled)
-        # An embedding that is the head too is there once.
+        # A tied head shares the embedding's memory.
         tied = self._table is not None and self._table[0] is head
         weight = self._table[1] if self._table is not None and tied else head.dequantize(ops.dtype)
         calls.add(ops.logits, self._logits, self._last, weight)
@@ -143,8 +143,8 @@ class TorchProgram(Program):
         word, end = ctypes.c_uint32.from_address(self._word), time.monotonic() + self._timeout_ms / 1000
         while word.value != self._expected:
             if time.monotonic() > end:
-                raise MasksLate(f"masks did not come within {self._timeout_ms} ms")
-            time.sleep(LOOK_S)
+                raise MasksLate(f"masks did not arrive within {self._timeout_ms} ms")
+            time.sleep(POLL_S)
 
     def copy_blocks(self, sources: IntArray, targets: IntArray) -> None:
         self._ops.copy_blocks(self._memory, self._swapped, sources.tolist(), targets.tolist())
@@ -161,7 +161,7 @@ class TorchProgram(Program):
         pass
 
     def _plan(self, window: int | None) -> AttentionPlan:
-        """That of all layers with this window. It is prepared where the first of them stands."""
+        """The attention plan of all layers with this window. It is prepared before the first of them."""
         if window not in self._plans:
             self._plans[window] = self._ops.attention_plan(window, self._ops.dtype)
             self._calls.add(self._plans[window].prepare, self._inputs)

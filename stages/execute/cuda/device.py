@@ -83,7 +83,7 @@ class Device(ABC):
 
     @abstractmethod
     def lock(self, memory: "np.ndarray[Any, Any]") -> bool:
-        """Pin existing host memory until `close`. Returns False on failure; copies from and to it then block the host."""
+        """Pin host memory until `close`. Returns False on failure; copies from and to it then block the host."""
 
     @abstractmethod
     def memory(self, reserved_bytes: int) -> DeviceMemory:

@@ -70,7 +70,7 @@ class StepGraphs:
         return (shape, kind) in self._captured
 
     def get(self, shape: PaddedStepShape, kind: CapturedStepKind) -> CapturedStep:
-        """The captured step of a shape. A new one also runs once on padding, which overwrites the words on the device."""
+        """The captured step of a shape. A new one first runs once on padding, which overwrites the words."""
         captured = self._captured.get((shape, kind))
         if captured is not None:
             return captured

@@ -6,9 +6,9 @@ stream sends it over the bus beside the step. Swapping in goes the other way, an
     compute   gather ─────┐              ┌─► scatter │ the step, which may write to blocks that went out
     copy                  └─► out · in ──┘
 
-All copies over the bus keep the order of the plan, because one step may write and read the same slot of swap space. Each
-of the two staging buffers has an event: it is not reused before its copy is done. A step's result counts as complete
-when its copies are, because the scheduler then reuses blocks and slots.
+All copies over the bus keep the order of the plan, because one step may write and read the same slot of swap space.
+Each of the two staging buffers has an event: it is not reused before its copy is done. A step's result counts as
+complete when its copies are, because the scheduler then reuses blocks and slots.
 """
 
 import logging

@@ -32,7 +32,7 @@ from pipeline.stages.execute.sampling_features import SamplingFeature
 
 PADDING_ROW = -1
 """Stands for a row that needs no mask."""
-LOOK_S = 50e-6
+POLL_S = 50e-6
 """Poll interval for grammar masks."""
 
 
@@ -101,13 +101,13 @@ class SamplingExtras:
         The host must know all ids of the rows. The GPU computes their logits meanwhile.
         """
         # A row that has ended needs no mask, and may have ended because its mask can't be computed.
-        places = masks.ask(np.where(table.ended[rows], PADDING_ROW, rows), table.ids, table.num_ids)
+        places = masks.request(np.where(table.ended[rows], PADDING_ROW, rows), table.ids, table.num_ids)
         end_s = time.monotonic() + LATE_MS / 1000
         while not masks.is_done():
             if time.monotonic() > end_s:
                 masks.wait()
             else:
-                time.sleep(LOOK_S)
+                time.sleep(POLL_S)
         failed = masks.take_failed()
         words, flags = masks.words[: len(rows)].copy(), np.zeros(num_samples, np.int32)
         flags[places] = 1

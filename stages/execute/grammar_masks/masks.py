@@ -1,12 +1,12 @@
-"""Masks of the rows that have a grammar: what each may draw next, computed by a process beside the forward pass.
+"""Grammar masks: the ids that each row may sample next, computed by a process during the forward pass.
 
-    ask ──order──► the process consumes ids, writes masks, says so      (mask_memory.py, mask_worker.py)
-    run            forward pass; waits for the word; draws
-    take_failed    rows that have no mask, and why
+    request ──order──► the process consumes ids, writes masks, sets the word      (memory.py, worker.py)
+    run                forward pass; waits for the word; samples
+    take_failed        rows without a mask, and why
 
-A process and not a thread, because a hostile grammar can keep the library busy for minutes or bring its process down.
-When it is late, it is asked what it was at: that row fails, another process is started, and told the rest again; no
-more is needed than each row's grammar and ids.
+It is a process, not a thread, because a hostile grammar can keep the library busy for minutes or crash it. If it is
+late, the row that it was working on fails, and a new process gets the other rows: their grammars and ids are all it
+needs.
 """
 
 import select
@@ -24,23 +24,23 @@ from pipeline.stages.execute.grammar_masks.memory import Begin, Fill, MaskMemory
 from pipeline.supervisor.process_usage import usage_of
 
 START_S = 30.0
-"""Longest that the process may take to be ready."""
+"""Timeout for the process to become ready."""
 
 LATE_MS = 100
-"""How long the program waits before it looks whether the process still lives."""
+"""How long the program waits before it checks that the process is alive."""
 
 PATIENCE = 20
-"""How many times as long as the limit an order may take on a machine that is busy with other things."""
+"""Factor by which an order may exceed the limit in wall-clock time, on a busy machine."""
 
-LOOK_S = 0.001
+POLL_S = 0.001
 
 
 @dataclass(slots=True)
 class _Row:
     begin: Begin
     num_prompt: int
-    num_told: int
-    """Ids that the process knows; 0 where it does not know the row."""
+    num_sent: int
+    """Ids that the process has; 0 if it does not have the row."""
 
 
 class Masks:
@@ -57,15 +57,15 @@ class Masks:
         self._worker: Worker | None = None
         self._is_ready = False
         self._ticket = 0
-        self._asked: list[tuple[int, int]] = []
-        """Rows and places of the order in flight."""
+        self._requested: list[tuple[int, int]] = []
+        """(row, place) pairs of the order in flight."""
         self._ids: IntArray = np.zeros((0, 0), np.int32)
         self._num_ids: IntArray = np.zeros(0, np.int32)
         self._failed: dict[int, str] = {}
-        """By place."""
+        """Errors by place."""
 
     def start(self) -> None:
-        """Start the process now, beside other work, rather than with the first row that needs it."""
+        """Start the process in the background, before the first row needs it."""
         if self._worker is None:
             self._worker = Worker(
                 "pipeline.stages.execute.grammar_masks.worker", "pipeline: execute masks", self._args, [self._memory.fd]
@@ -73,59 +73,60 @@ class Masks:
             self._is_ready = False
 
     def add(self, row: int, options: GenerationOptions, num_prompt: int) -> None:
-        """A row with a grammar."""
+        """Add a row with a grammar."""
         begin = Begin(options.compiled_grammar, options.stop_token_ids, options.ignore_eos)
         self._rows[row] = _Row(begin, num_prompt, 0)
         self.start()
         try:
-            if self._look_ready():
+            if self._check_ready():
                 self._send(Order([], [options.compiled_grammar], 0, []))
         except Gone:
             self._stop()
 
     def drop(self, rows: IntArray) -> None:
-        """Rows end; those without a grammar are none of this one's."""
+        """Drop rows. Those without a grammar are ignored."""
         if self._rows:
             self._drops += [row for row in rows.tolist() if self._rows.pop(row, None) is not None]
 
-    def ask(self, rows: IntArray, ids: IntArray, num_ids: IntArray) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
-        """Ask for the masks of a step that samples for `rows`; `ids` [rows of the table, L] and `num_ids` are all that
-        is known of each. Returns the places that will have one: those whose row has a grammar."""
+    def request(self, rows: IntArray, ids: IntArray, num_ids: IntArray) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+        """Request masks for a step that samples `rows`. `ids` [rows of the table, L] and `num_ids` are the known ids.
+
+        Returns the places that will have a mask: those whose row has a grammar.
+        """
         self._failed = {}
-        self._asked = []
+        self._requested = []
         if self._rows:
-            self._asked = [(row, place) for place, row in enumerate(rows.tolist()) if row in self._rows]
-        if self._asked:
+            self._requested = [(row, place) for place, row in enumerate(rows.tolist()) if row in self._rows]
+        if self._requested:
             self._ids, self._num_ids = ids, num_ids
             self._order()
-        return np.array([place for _, place in self._asked], np.int64)
+        return np.array([place for _, place in self._requested], np.int64)
 
     @property
     def ticket(self) -> int:
-        """What `word_address` holds when the masks that were asked for are there; 0 where there is nothing to wait
-        for."""
-        return self._ticket if self._asked else 0
+        """The value at `word_address` once the requested masks are complete; 0 if there is nothing to wait for."""
+        return self._ticket if self._requested else 0
 
     def is_done(self) -> bool:
-        return not self._asked or int(self._memory.word[0]) == self._ticket
+        return not self._requested or int(self._memory.word[0]) == self._ticket
 
     def wait(self) -> None:
-        """The program has waited in vain: return when its next run need not. Rows that are to blame fail."""
+        """Called after the program timed out: return when the masks are complete. Rows that caused the delay fail."""
         began_s, began_cpu_s, is_first = time.monotonic(), self._cpu_s(), True
         while not self.is_done():
             now_s = time.monotonic()
             alive = self._worker is not None and self._worker.is_alive
             used_s = self._cpu_s() - began_cpu_s
             if not alive or used_s > self._limit_s or now_s - began_s > PATIENCE * self._limit_s:
-                how = "brought the library down" if not alive else f"took longer than {self._limit_s:g} s"
-                self._blame(how, is_first=is_first)
+                how = "crashed the library" if not alive else f"took longer than {self._limit_s:g} s"
+                self._replace_worker(how, is_first=is_first)
                 began_s, began_cpu_s, is_first = time.monotonic(), self._cpu_s(), False
             else:
-                time.sleep(LOOK_S)
+                time.sleep(POLL_S)
 
     def take_failed(self) -> dict[int, str]:
-        """The places of the step, which has been computed, that have no mask, and why."""
-        if self._asked and (self._memory.states[[place for _, place in self._asked]] == State.FAILED).any():
+        """Errors of the places without a mask, by place, after the step was computed."""
+        if self._requested and (self._memory.states[[place for _, place in self._requested]] == State.FAILED).any():
             report = self._receive()
             assert report.ticket == self._ticket
             self._failed.update(zip(report.places, report.errors, strict=True))
@@ -137,49 +138,49 @@ class Masks:
         self._memory.close()
 
     def _order(self) -> None:
-        """Say what is to be done for `_asked`, to a process that is ready for it."""
+        """Send the order for the requested masks, once the process is ready."""
         for is_last in (False, True):
             try:
                 self._until_ready()
-                self._say()
+                self._send_order()
                 return
             except Gone as gone:
                 self._stop()
                 if is_last:
-                    self._fail([place for _, place in self._asked], f"there can be no grammars: {gone}")
+                    self._fail([place for _, place in self._requested], f"grammars are not available: {gone}")
 
-    def _say(self) -> None:
+    def _send_order(self) -> None:
         self._ticket = self._ticket % 0xFFFF_FFFF + 1
         fills = []
-        for number, place in self._asked:
+        for number, place in self._requested:
             row, num_ids = self._rows[number], int(self._num_ids[number])
-            new = self._ids[number, row.num_told or row.num_prompt : num_ids]
-            fills.append(Fill(number, place, new.tobytes(), None if row.num_told else row.begin))
-            row.num_told = num_ids
+            new = self._ids[number, row.num_sent or row.num_prompt : num_ids]
+            fills.append(Fill(number, place, new.tobytes(), None if row.num_sent else row.begin))
+            row.num_sent = num_ids
             self._memory.states[place] = State.WAITING
         drops, self._drops = self._drops, []
         self._send(Order(drops, [], self._ticket, fills))
 
-    def _blame(self, how: str, *, is_first: bool) -> None:
-        """The process is stuck or gone: whoever it worked on fails, and another begins with the rest. Where it had not
-        begun with any, it died of what it did before, and all are tried once more."""
+    def _replace_worker(self, how: str, *, is_first: bool) -> None:
+        """The process is stuck or dead: fail the rows that it was working on, and give the others to a new process. If
+        it had not begun with any row, an earlier order caused it, and all rows are tried again."""
         states = self._memory.states
-        working = [place for _, place in self._asked if states[place] == State.WORKING]
+        working = [place for _, place in self._requested if states[place] == State.WORKING]
         self._stop()
         if working or not is_first:
-            self._fail(working or [place for _, place in self._asked], f"the grammar {how}")
-        if self._asked:
+            self._fail(working or [place for _, place in self._requested], f"the grammar {how}")
+        if self._requested:
             self._order()
 
     def _fail(self, places: list[int], why: str) -> None:
-        """What such a row draws is not looked at, and anything will do."""
+        """Mark places as failed. Their sampled ids are ignored, so any mask will do."""
         for place in places:
             self._failed[place] = why
             self.words[place] = 0xFFFF_FFFF
-        self._asked = [(row, place) for row, place in self._asked if place not in places]
+        self._requested = [(row, place) for row, place in self._requested if place not in places]
 
     def _until_ready(self) -> None:
-        """Raises Gone, with the reason, where there can be none."""
+        """Wait until the process is ready. Raises Gone, with the reason, if it does not start."""
         self.start()
         if self._is_ready:
             return
@@ -189,15 +190,15 @@ class Masks:
             report = self._receive()
         except Gone:
             self._stop()
-            raise Gone("the process for them does not start") from None
+            raise Gone("the process that computes masks does not start") from None
         if report.errors:
             self._stop()
             raise Gone(report.errors[0])
         self._is_ready = True
         self._worker.socket.settimeout(self._limit_s)
 
-    def _look_ready(self) -> bool:
-        """Whether it is ready by now. Raises Gone where there can be none."""
+    def _check_ready(self) -> bool:
+        """Whether the process is ready. Raises Gone if it does not start."""
         assert self._worker is not None
         if not self._is_ready and select.select([self._worker.socket], [], [], 0)[0]:
             self._until_ready()
@@ -222,4 +223,4 @@ class Masks:
         self._is_ready = False
         self._drops.clear()
         for row in self._rows.values():
-            row.num_told = 0
+            row.num_sent = 0

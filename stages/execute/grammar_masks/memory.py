@@ -1,14 +1,13 @@
-"""What the executor and the process that computes its masks have in common: shared memory, and what they say.
+"""The interface between the executor and the process that computes grammar masks: shared memory and messages.
 
-    word, uint32    the ticket of the last order that is done
-    states, uint8   one a place: what has become of its mask
-    words, uint32   [places, ceil(V / 32)], the masks: bit v % 32 of word v / 32 says whether id v is allowed
+    word, uint32    the ticket of the last completed order
+    states, uint8   [places], the state of each mask
+    words, uint32   [places, ceil(V / 32)], the masks: bit v % 32 of word v / 32 is set if id v is allowed
 
-    waiting ──► working ──► done │ failed       the process moves them, the executor reads: who was worked on when it
-                                                had to be killed is to blame
+    waiting ──► working ──► done │ failed
 
-A place is one of a step's sampled tokens. The process writes masks, then states, then the word, by which they are
-published; nobody else writes while an order is not done.
+A place is one of a step's sampled tokens. The process writes masks, then states, then the word, which publishes them.
+The executor only reads while an order is in progress. If it must kill the process, the places in state `working` fail.
 """
 
 import mmap
@@ -33,14 +32,14 @@ class State(IntEnum):
 
 
 class Begin(msgspec.Struct, array_like=True, frozen=True):
-    """How a row's masks are made."""
+    """Parameters of a row's masks."""
 
     grammar: str
-    """In llguidance's own form."""
+    """In llguidance's format."""
     stop_ids: list[int]
-    """Besides the model's own, ids that end the output: allowed where it may end, and nowhere else."""
+    """Stop ids besides the model's EOS ids; allowed only where the output may end."""
     ignores_eos: bool
-    """It ends only where nothing else can follow."""
+    """The output ends only where no other id is allowed."""
 
 
 class Fill(msgspec.Struct, array_like=True, frozen=True):
@@ -49,33 +48,33 @@ class Fill(msgspec.Struct, array_like=True, frozen=True):
     row: int
     place: int
     ids: bytes
-    """int32; those of the output that were not told before"""
+    """int32; ids of the output since the last order"""
     begin: Begin | None
-    """For a row that is new."""
+    """For a new row."""
 
 
 class Order(msgspec.Struct, array_like=True, frozen=True):
-    """To the process: what is to be done at once, in this order."""
+    """To the process: what to do, in this order."""
 
     drops: list[int]
-    """Rows that are no more."""
+    """Dropped rows."""
     prepare: list[str]
-    """Grammars that will be wanted soon."""
+    """Grammars that will be needed soon."""
     ticket: int
     fills: list[Fill]
 
 
 class MaskReport(msgspec.Struct, array_like=True, frozen=True):
-    """From the process: it has begun (ticket 0), or what failed of an order, before the order is done."""
+    """From the process: it is ready (ticket 0), or the failures of an order, before the order is done."""
 
     ticket: int
     places: list[int] = []
     errors: list[str] = []
-    """Why; parallel."""
+    """The reasons; parallel."""
 
 
 class MaskMemory:
-    """Maps it, for `num_places` masks of `vocab_size` bits. Without `fd` it is made."""
+    """Maps the shared memory for `num_places` masks of `vocab_size` bits. Creates it if `fd` is not given."""
 
     def __init__(self, num_places: int, vocab_size: int, fd: int = -1) -> None:
         num_words = -(-vocab_size // 32)
@@ -83,7 +82,7 @@ class MaskMemory:
         num_bytes = states_end + 4 * num_places * num_words
         self.fd = fd
         if fd < 0:
-            # Pages that no mask was written to take no memory, so nothing is reserved.
+            # Untouched pages take no memory, so nothing is reserved.
             self.fd = os.memfd_create("pipeline-masks", os.MFD_CLOEXEC)
             os.ftruncate(self.fd, num_bytes)
         self._map = mmap.mmap(self.fd, num_bytes)
@@ -93,7 +92,7 @@ class MaskMemory:
         self.words: WordArray = words.reshape(num_places, num_words)
 
     def close(self) -> None:
-        """Give the descriptor back; the mapping goes with the last array that looks at it."""
+        """Close the descriptor. The mapping lives as long as the last array that views it."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

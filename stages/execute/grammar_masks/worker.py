@@ -1,8 +1,8 @@
-"""The process that computes masks: a matcher for each row that has a grammar, fed with the ids that were drawn.
+"""The process that computes grammar masks: a matcher for each row with a grammar, which consumes the sampled ids.
 
-It computes while the forward pass runs, and the program waits for it before it draws (mask_memory.py). Grammars are
-prepared by a thread, so that rows with one that is ready need not wait for others. What it knows follows from (grammar,
-ids), so it may be killed at any time and another told again.
+It computes while the forward pass runs, and the program waits for it before sampling (memory.py). Threads prepare
+grammars, so that other rows need not wait. Its state follows from (grammar, ids), so it may be killed at any time and
+replaced by a new process.
 """
 
 import gc
@@ -25,21 +25,21 @@ from pipeline.runtime.rust_panics import RustPanic, panics_as_errors
 from pipeline.stages.execute.grammar_masks.memory import Begin, Fill, MaskMemory, MaskReport, Order, State, WordArray
 
 MAX_GRAMMARS = 64
-"""Prepared grammars that are kept; each takes some hundred kilobytes, seldom more."""
+"""Prepared grammars in the cache; each takes a few hundred kilobytes, seldom more."""
 
 STACK_BYTES = 64 * 1024**2
-"""Of the threads that prepare: what the checker could do with a process's own stack, it can."""
+"""Stack of the threads that prepare grammars; as large as a process's, so that they can do what the checker did."""
 
 MAX_BYTES = 4 * 1024**3
-"""Memory that matchers may take: a row that needs more brings this process down, and fails."""
+"""Limit of the matchers' memory. A row that exceeds it crashes this process, and fails."""
 
 MAX_THREADS = 8
 CPUS_PER_THREAD = 4
-"""Processors for each thread that computes masks: they take them from the forward pass."""
+"""CPUs per thread that computes masks; these threads take time from the forward pass."""
 
 
 class MaskError(Exception):
-    """A row has no mask; says why, in words for the client."""
+    """A row has no mask. The message is for the client."""
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class MatcherRow:
 
 
 class Grammars:
-    """Prepared matchers that have been told nothing yet, by their grammar."""
+    """Prepared matchers that have consumed no ids yet, by grammar."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -68,7 +68,7 @@ class Grammars:
         return self._ready[grammar]
 
     def matcher(self, grammar: str) -> LLMatcher:
-        """A row's own. Raises Failed."""
+        """A new matcher for a row. Raises MaskError."""
         matcher = self.prepare(grammar).result()
         if matcher.is_error():
             raise MaskError(f"the grammar can't be used: {short_message(matcher.get_error())}")
@@ -77,12 +77,12 @@ class Grammars:
     def _make(self, grammar: str) -> LLMatcher:
         matcher = self._engine.matcher(grammar)
         if not matcher.is_error():
-            matcher.compute_bitmask()  # what the first of them finds out, its copies know
+            matcher.compute_bitmask()  # copies share what the first mask caches
         return matcher
 
 
 class MaskWorker:
-    """What it holds: the rows, by their number."""
+    """Computes masks. Owns the matchers of the rows."""
 
     def __init__(self, of: socket.socket, engine: Engine, memory: MaskMemory, num_threads: int) -> None:
         self._socket, self._engine, self._memory = of, engine, memory
@@ -91,14 +91,14 @@ class MaskWorker:
         self._threads = ThreadPoolExecutor(num_threads, "masks") if num_threads > 1 else None
         self._fence = threading.Lock()
         self._eos_ids = np.array(engine.eos_ids, np.int64)
-        # Ids beyond the model's are cut off; the library writes masks for all that the tokenizer has.
+        # The library writes masks for all of the tokenizer's ids; those beyond the model's are cut off.
         num_words = -(-engine.tokenizer.vocab_size // 32)
         self._wide = num_words if engine.tokenizer.vocab_size != engine.vocab_size else 0
         self._last_bits = np.uint32(2 ** ((engine.vocab_size - 1) % 32 + 1) - 1)
         self._texts = texts(engine)
 
     def loop(self) -> None:
-        """Ends with Gone, when the executor has."""
+        """Handle orders. Raises Gone when the executor ends."""
         decoder = msgspec.msgpack.Decoder(Order)
         while True:
             self._do(decoder.decode(receive(self._socket)))
@@ -110,7 +110,7 @@ class MaskWorker:
             self._grammars.prepare(grammar)
         if not order.fills:
             return
-        # Those that may have to wait for their grammar come last.
+        # Rows that may wait for their grammar come last.
         fills = sorted(order.fills, key=lambda fill: fill.begin is not None)
         for fill in fills:
             if fill.begin is not None:
@@ -120,14 +120,14 @@ class MaskWorker:
         if failed:
             report = MaskReport(order.ticket, [place for place, _ in failed], [error for _, error in failed])
             send(self._socket, msgspec.msgpack.encode(report))
-        # Masks before the word, on processors that keep no order of their own, too: a lock is let go, then taken.
+        # Releasing and taking a lock orders the masks before the word, also on CPUs with weak memory ordering.
         with self._fence:
             pass
         with self._fence:
             self._memory.word[0] = order.ticket
 
     def _fill(self, fill: Fill) -> str:
-        """Returns why there is no mask, or nothing."""
+        """Write a mask. Returns the error, or an empty string."""
         states = self._memory.states
         states[fill.place] = State.WORKING
         try:
@@ -168,10 +168,12 @@ class MaskWorker:
             raise MaskError(f"{NOTHING_LEFT}: the grammar allows none of the model's tokens")
 
     def _spell(self, matcher: LLMatcher, words: WordArray) -> None:
-        """Only ids that are no text are allowed. Where one text alone can follow, the library allows what its tokenizer
-        makes of it, and that takes a text like <|im_end|> for the token of this name, with which the grammar could not
-        go on: then the text's own first part it is. A token that the grammar itself wants is forced as byte 0xFF and
-        its number."""
+        """Replace a mask that allows only special tokens by one with text.
+
+        If only one text can follow, the library allows the ids that its tokenizer makes of it. The tokenizer takes text
+        such as <|im_end|> for the special token, which the grammar does not accept. This allows the text's first
+        ordinary token instead. Special tokens that the grammar itself requires are forced as byte 0xFF and their id.
+        """
         text = matcher.compute_ff_bytes().partition(b"\xff")[0].decode(errors="ignore")
         if parts := self._engine.tokenizer.greedy_tokenize(text):
             words[:] = 0
@@ -183,7 +185,7 @@ class MaskWorker:
         return MatcherRow(self._grammars.matcher(begin.grammar), stop_ids, begin.ignores_eos)
 
     def _end_by(self, row: MatcherRow, words: WordArray) -> None:
-        """Which ids may end the output here. The library allows the model's own just where it may end."""
+        """Allow or forbid the ids that end the output. The library allows EOS ids exactly where the output may end."""
         may_end = has(words, int(self._eos_ids[0]))
         if may_end and row.ignores_eos:
             without(words, self._eos_ids)
@@ -195,7 +197,7 @@ class MaskWorker:
 
 
 def texts(engine: Engine) -> WordArray:
-    """A mask of all ids but those of special tokens."""
+    """A mask of all ids except special tokens."""
     words = np.full(-(-engine.vocab_size // 32), 0xFFFF_FFFF, np.uint32)
     num_ids = min(engine.vocab_size, engine.tokenizer.vocab_size)
     special = np.array([token for token in range(num_ids) if engine.tokenizer.is_special_token(token)], np.int64)
@@ -209,7 +211,7 @@ def has(words: WordArray, token: int) -> bool:
 
 
 def without(words: WordArray, ids: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> None:
-    """Forbid ids, unless nothing else would be left."""
+    """Forbid ids, unless no other id is allowed."""
     before = words.copy()
     np.bitwise_and.at(words, ids // 32, ~_bits(ids))
     if not words.any():

@@ -1,1 +1,1 @@
-"""What models are made of: how the weights of a layer are read."""
+"""Reads the weights of a model's layers."""

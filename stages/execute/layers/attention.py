@@ -1,5 +1,4 @@
-"""Grouped-query self-attention with rotary positions, and what some models add to it: biases, norms of queries and
-keys, a sliding window."""
+"""Grouped-query self-attention with rotary embedding and, in some models, biases, query and key norms, and windows."""
 
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.program import AttentionWeights, HeadNorms, Linear
@@ -7,7 +6,7 @@ from pipeline.stages.execute.weights import Weights
 
 
 def attention_weights(config: ModelConfig, weights: Weights, index: int) -> AttentionWeights:
-    """Those of one layer, with Hugging Face's names. Queries, keys and values go together."""
+    """The weights of one layer, by Hugging Face's names. Queries, keys and values are stacked."""
     layer = f"model.layers.{index}"
     hidden, queries = config.hidden_size, config.num_heads * config.head_dim
     keys = config.num_kv_heads * config.head_dim

@@ -6,7 +6,7 @@ from pipeline.stages.execute.weights import Weights
 
 
 def mlp_weights(config: ModelConfig, weights: Weights, index: int) -> MlpWeights:
-    """Those of one layer, with Hugging Face's names. Gate and up go together."""
+    """The weights of one layer, by Hugging Face's names. Gate and up are stacked."""
     layer = f"model.layers.{index}"
     hidden, inner = config.hidden_size, config.intermediate_size
     names = [f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj"]

@@ -1,5 +1,5 @@
-"""A model computed in every way that a scheduler may ask for, to be compared: whole prompts, chunks, mixed batches,
-rows behind a prefix that another has computed. Steps are planned by hand here."""
+"""Computes a model in every way that a scheduler may use, for comparison: whole prompts, chunks, mixed batches, and
+rows with a cached prefix. The steps are planned by hand."""
 
 import math
 import os
@@ -17,25 +17,25 @@ from pipeline.stages.execute.measuring.planned import Entry, row_add, step, take
 from pipeline.stages.execute.stage import SPIN_COUNT
 
 CHUNKS = (33, 7)
-"""Tokens of a chunk: more than a block and less than one, and no divisors of anything."""
+"""Tokens of a chunk: one more than a block, one less; neither divides a prompt's length."""
 
 MAX_TOKENS = 2**31 - 1
-"""Of a step, where nothing bounds them."""
+"""Tokens of a step without a limit."""
 
 BATCH_TOKENS = 48
-"""Of a step in which prompts and texts are mixed."""
+"""Tokens of a step that mixes prefill and decode."""
 
 
 def set_up(settings: Settings) -> None:
-    """Tell libraries of their threads, as a stage does. To be called before any of them is imported."""
+    """Set the libraries' thread counts, as a stage does. Call it before any of them is imported."""
     num_threads = str(settings.execute.num_threads or len(os.sched_getaffinity(0)))
     os.environ.update(OMP_NUM_THREADS=num_threads, MKL_NUM_THREADS=num_threads, OPENBLAS_NUM_THREADS="1")
     os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
 
 
 def compute(settings: Settings, folder: Path, plan: CheckPlan) -> Iterator[Ours]:
-    """The plan by torch in float32; then in bfloat16 by what a server would take, unless that is torch; on a GPU in
-    float32 as well. Raises UserError where the model can't be run so."""
+    """Compute the plan by torch in float32, then in bfloat16 by the server's back end unless that is torch; on a GPU
+    also in float32. Raises UserError if the model can't run with these settings."""
     import torch
 
     torch.set_num_threads(settings.execute.num_threads or len(os.sched_getaffinity(0)))
@@ -48,7 +48,7 @@ def compute(settings: Settings, folder: Path, plan: CheckPlan) -> Iterator[Ours]
 
 
 def _settings(settings: Settings, folder: Path, plan: CheckPlan, dtype: str, kernels: str, device: str) -> Settings:
-    """With just the memory that the plan takes: every prompt and its text, once more for rows that share nothing."""
+    """Settings with just enough memory for the plan: every prompt and its text, twice for rows without a prefix."""
     import torch
 
     from pipeline.kernels.kv_layout import block_bytes
@@ -89,7 +89,7 @@ def _ours(settings: Settings, folder: Path, plan: CheckPlan) -> Ours:
         runner = CpuRunner(settings, folder)
         runner.program.keep_logits()
     try:
-        # A GPU's products of float32 are as exact as a CPU's, but summed in another order.
+        # A GPU's float32 matmuls are as exact as a CPU's, but sum in another order.
         exact = settings.execute.dtype == "float32"
         ours = Ours(f"{runner.name}, {settings.execute.dtype}", exact)
         _Ways(runner, ours, plan).all()
@@ -125,7 +125,7 @@ class _Ways:
         self._ours.texts[self._way] = texts
 
     def _behind_prefix(self) -> list[list[int]]:
-        """One row computes the prefix; then all rows that begin with it share its blocks, in one batch."""
+        """One row computes the prefix, then all rows with this prefix share its blocks in one batch."""
         prefix = self._prompts[0][:PREFIX]
         sharing = [prompt[:PREFIX] == prefix and len(prompt) > PREFIX for prompt in self._prompts]
         return self._texts(self._prompts, budget=BATCH_TOKENS, shared=[PREFIX if shares else 0 for shares in sharing])
@@ -138,8 +138,8 @@ class _Ways:
         budget: int = MAX_TOKENS,
         shared: Sequence[int] | None = None,
     ) -> list[list[int]]:
-        """Greedy texts of prompts, all of them in one batch, from empty memory. `chunk` bounds the tokens of a row in a
-        step, `budget` those of a step; of row i the first `shared[i]` ids lie in blocks that a first step computes."""
+        """Greedy texts of prompts in one batch, from empty memory. `chunk` limits the tokens of a row in a step,
+        `budget` those of a step. The first `shared[i]` ids of row i are in blocks that an earlier step computes."""
         from pipeline.kernels.step_inputs import BLOCK_SIZE
 
         computed = list(shared or [0] * len(prompts))
@@ -174,7 +174,7 @@ class _Ways:
         return [ids[len(prompt) :] for ids, prompt in zip(known, prompts, strict=True)]
 
     def _step(self, adds: list[m.RowAdd], entries: Sequence[Entry]) -> list[tuple[int, int, Any]]:
-        """Compute entries. Returns row, id and logits of those that are sampled."""
+        """Compute entries. Returns row, id and logits of the sampled ones."""
         sampled = self._runner.step(step(entries, adds), take)
         logits = self._runner.logits().copy() if len(sampled.rows) else []
         return list(zip(sampled.rows.tolist(), sampled.ids.tolist(), logits[: len(sampled.rows)], strict=True))

@@ -1,8 +1,8 @@
-"""An executor that computes nothing: each step is answered at once with made-up ids. So the other stages can be
-measured without a model's time: `pipeline serve --instant` and `pipeline profile pipeline`.
+"""An executor that computes nothing and answers each step at once with made-up ids. It serves to measure the other
+stages without a model: `pipeline serve --instant` and `pipeline profile pipeline`.
 
-Ids depend on the row and the step alone, are words in most vocabularies, and end no sequence: every one has the length
-that its request allows. Records are zeros, as many as there would be. Nothing is loaded, neither torch nor weights.
+Ids depend only on row and step, are words in most vocabularies, and never stop a sequence, so every output has its
+maximum length. Logprobs are zeros of the right size. Neither torch nor weights are loaded.
 """
 
 import gc
@@ -57,7 +57,7 @@ def run(launch: m.Launch) -> None:
 
 
 class Instant:
-    """What it knows of rows: their generations, and what is to be told of them."""
+    """The state of rows: their generations, and the sizes of their logprobs."""
 
     def __init__(self, max_num_seqs: int, config: ModelConfig) -> None:
         self._generations = np.zeros(max_num_seqs, np.uint32)
@@ -66,7 +66,7 @@ class Instant:
         self._ends = np.array(config.eos_ids, np.int32)
         self._hidden_size = config.hidden_size
         self._widths = np.zeros(max_num_seqs, np.int64)
-        """Bytes of the records of ids, and of those of the prompt's."""
+        """Bytes of the logprobs of an id; likewise for the prompt's ids below."""
         self._prompt_widths = np.zeros(max_num_seqs, np.int64)
         self._num_prompt = np.zeros(max_num_seqs, np.int64)
         self._options = msgspec.msgpack.Decoder(m.GenerationOptions)

@@ -1,4 +1,4 @@
-"""Measuring steps: the cases of a plan have their turns in rounds, so that a machine which drifts does so for all."""
+"""Measures steps. The cases of a plan take turns in rounds, so that a drift of the machine affects all of them."""
 
 import gc
 import logging
@@ -39,28 +39,29 @@ from pipeline.stages.execute.weights import Weights
 from pipeline.version import VERSION
 
 PEAK_S = 1.5
-"""How long each of the two measurements of the machine takes, about."""
+"""Approximate duration of each of the two measurements of the machine."""
 VISIT_S = 0.05
-"""A short step is repeated for so long in each of its turns."""
+"""A short step is repeated for this time in each turn."""
 
 OpCost = tuple[float, float, bool]
-"""Bytes, operations, whether they are integers': of one op, as `NativeProgram.costs` gives them."""
+"""Bytes, operations, and whether they are on integers, of one op; see `NativeProgram.costs`."""
 
 
 @dataclass(slots=True)
 class CpuSamples:
-    """What was measured of one case."""
+    """Measurements of one case."""
 
     op_names: list[str] = field(default_factory=list)
     op_costs: list[OpCost] = field(default_factory=list)
     steps_s: list[float] = field(default_factory=list)
     ops_s: list[list[float]] = field(default_factory=list)
-    """[steps that were timed op by op][ops]"""
+    """[steps timed by op][ops]"""
     against_s: list[float] = field(default_factory=list)
 
 
 def measure(settings: Settings, config: ModelConfig, weights: Weights, plan: ProfilePlan, num_threads: int) -> Profile:
-    """Measure the steps of a plan. Raises UserError where the model can't be run so, or the plan does not fit it."""
+    """Measure the steps of a plan. Raises UserError if the model can't run with these settings, or the plan does not
+    fit it."""
     log = logging.getLogger("pipeline")
     cases = plan.cases()
     check_positions(cases, config, config.max_position)
@@ -122,11 +123,11 @@ def run_rounds(
     vocab_size: int,
     log: logging.Logger,
 ) -> list[CpuSamples]:
-    """Each case's samples. All cases have their turn in each round, with one program after the other; the first round,
-    one step of each, counts for nothing."""
+    """Each case's samples. Every round runs all cases, with one program after the other. The first round, one step of
+    each, is not counted."""
     samples = [CpuSamples() for _ in cases]
     random = np.random.default_rng(0)
-    # Blocks of a sequence lie anywhere, as they do in a server that has run for a while.
+    # A sequence's blocks are scattered, as in a server that has run for a while.
     blocks: IntArray = random.permutation(kv.num_blocks).astype(np.int32)
     ids: IntArray = random.integers(0, vocab_size, inputs.max_num_tokens, np.int32)
     for number in range(num_rounds + 1):
@@ -146,8 +147,8 @@ def run_rounds(
 
 
 def fill(inputs: StepInputs, case: Case, ids: IntArray, blocks: IntArray) -> None:
-    """Make a case the next step. `ids` and `blocks` are at least as many as it needs; each sequence has blocks of its
-    own, and the last token of each is sampled."""
+    """Fill `inputs` with the step of a case. There are at least as many `ids` and `blocks` as it needs. Each sequence
+    has its own blocks, and its last token is sampled."""
     starts = np.full(case.num_seqs, case.context - case.num_new, np.int32)
     counts = np.full(case.num_seqs, case.num_new, np.int32)
     tables = blocks[: num_blocks_of(case)].reshape(case.num_seqs, -1)
@@ -155,7 +156,7 @@ def fill(inputs: StepInputs, case: Case, ids: IntArray, blocks: IntArray) -> Non
 
 
 def _visit(program: Program, samples: CpuSamples) -> None:
-    """One turn of a case: whole steps, and between them steps that are timed op by op where the program can do that."""
+    """One turn of a case: whole steps, alternating with steps that are timed by op if the program supports it."""
     for _ in _visit_steps():
         samples.steps_s.append(_timed(program.run))
         if isinstance(program, NativeProgram):
@@ -167,7 +168,7 @@ def _visit(program: Program, samples: CpuSamples) -> None:
 
 
 def _visit_steps() -> Iterator[None]:
-    """Once, and again until a turn is over."""
+    """Yields at least once, until the turn is over."""
     end_s = time.perf_counter() + VISIT_S
     yield
     while time.perf_counter() < end_s:
@@ -181,7 +182,7 @@ def _timed(step: Callable[[], object]) -> float:
 
 
 def _rates(settings: Settings, num_threads: int, log: logging.Logger) -> MachineRates:
-    """Measure the machine. Raises UserError where that can't be done."""
+    """Measure the machine. Raises UserError on failure."""
     wanted = settings.execute.kernels
     assert wanted != "torch"
     isa: Isa = available()[0] if wanted == "auto" else wanted
@@ -190,7 +191,7 @@ def _rates(settings: Settings, num_threads: int, log: logging.Logger) -> Machine
     try:
         found = peaks.measure(isa, num_threads, PEAK_S, log.info, cache_root=root)
     except (BuildError, OSError) as error:
-        raise UserError(f"this machine can't be measured: {error}") from error
+        raise UserError(f"cannot measure this machine: {error}") from error
     return MachineRates(found.read_bytes_per_s, found.float32_flop_per_s, found.bf16_flop_per_s, found.int8_op_per_s)
 
 
@@ -198,7 +199,7 @@ def _rates(settings: Settings, num_threads: int, log: logging.Logger) -> Machine
 
 
 def summarize(case: Case, samples: CpuSamples, rates: MachineRates | None) -> StepTime:
-    """Medians of a case's samples, and its floors where the machine's rates are known."""
+    """Medians of a case's samples, and lower bounds if the machine's rates are known."""
     step_s = median(samples.steps_s)
     ops: list[OpTime] = []
     in_turn = overlapped = None
@@ -222,21 +223,21 @@ def summarize(case: Case, samples: CpuSamples, rates: MachineRates | None) -> St
 
 
 def floor_s(cost: OpCost, rates: MachineRates) -> float:
-    """The least seconds of one op: of its bytes or of its operations, whichever takes longer."""
+    """Least seconds of one op: by bytes or by operations, whichever takes longer."""
     num_bytes, operations, is_integer = cost
     rate = rates.int8_ops if is_integer else rates.bf16_flops
-    assert rate is not None, "these rates are of a machine that has no integers' products"
+    assert rate is not None, "these rates are of a machine without integer matmuls"
     return max(num_bytes / rates.read_bytes, operations / rate)
 
 
 def overlapped_s(costs: Sequence[OpCost], rates: MachineRates) -> float:
-    """The least seconds of all ops, were all that is moved moved while all that is computed is computed."""
+    """Least seconds of all ops if data movement and computation overlapped completely."""
     bytes_s = sum(num_bytes for num_bytes, _, _ in costs) / rates.read_bytes
     return max(bytes_s, sum(floor_s((0.0, operations, is_integer), rates) for _, operations, is_integer in costs))
 
 
 def _op_times(samples: CpuSamples, floors_s: Sequence[float]) -> list[OpTime]:
-    """Ops of one name and kind together, in the order in which they first come."""
+    """Ops grouped by name and kind, in the order of their first appearance."""
     groups: dict[tuple[str, bool], list[int]] = {}
     for i, (name, (_, _, is_integer)) in enumerate(zip(samples.op_names, samples.op_costs, strict=True)):
         groups.setdefault((name, is_integer), []).append(i)
@@ -263,12 +264,12 @@ def _op_times(samples: CpuSamples, floors_s: Sequence[float]) -> list[OpTime]:
 
 
 def floor_of(least_s: float, seconds: float) -> Floor | None:
-    """A least time, and its share of a time; None where either is zero."""
+    """A lower bound and its share of a time; None if either is zero."""
     return Floor(least_s * 1e3, least_s / seconds) if least_s and seconds else None
 
 
 def cpu_name() -> str:
-    """What the processor calls itself; the architecture where it says nothing."""
+    """The CPU's model name, else its architecture."""
     for line in cpuinfo().splitlines():
         key, _, value = line.partition(":")
         if key.strip() == "model name":
@@ -280,7 +281,7 @@ def cpu_name() -> str:
 
 
 class CountedWeights:
-    """Counts the bytes of the matrices that a model takes from its weights, by format. It stands for a `Weights`."""
+    """Wraps `Weights` and counts the bytes of the matrices that a model loads, by format."""
 
     def __init__(self, weights: Weights) -> None:
         self.num_bytes: Counter[str] = Counter()
@@ -302,27 +303,27 @@ class CountedWeights:
 
 
 def check_positions(cases: Sequence[Case], config: ModelConfig, most: int) -> None:
-    """Raise UserError where a case's sequences have more than `most` tokens."""
+    """Raises UserError if a case's sequences have more than `most` tokens."""
     for case in cases:
         if case.context > most:
             option = "--prefill" if case.phase == "prefill" else "--context"
-            raise UserError(f"{option} {case.context}: the sequences of {config.name} have {most} tokens at most")
+            raise UserError(f"{option} {case.context}: the sequences of {config.name} have at most {most} tokens")
 
 
 def _plan_kv(settings: Settings, config: ModelConfig, cases: Sequence[Case], num_programs: int) -> KVPlan:
-    """As much KV memory as the largest case needs. Raises UserError where the machine hasn't got it."""
+    """A plan with as much KV memory as the largest case needs. Raises UserError if too little is free."""
     dtype: torch.dtype = getattr(torch, settings.execute.dtype)
     num_blocks = max(num_blocks_of(case) for case in cases)
     wanted = num_blocks * block_bytes(config.num_layers, config.num_kv_heads, config.head_dim, dtype) * num_programs
     free = available_bytes()
     if wanted > free:
         raise UserError(
-            f"keys and values of these steps take {wanted} bytes, but only {free} bytes of memory are free: lower "
+            f"these steps need {wanted} bytes of KV memory, but only {free} bytes of memory are free: lower "
             "--batch, --context or --prefill"
         )
     return KVPlan(num_blocks, max(case.context for case in cases))
 
 
 def num_blocks_of(case: Case) -> int:
-    """Of all its sequences."""
+    """Blocks of all of a case's sequences."""
     return case.num_seqs * -(-case.context // BLOCK_SIZE)

@@ -1,6 +1,6 @@
-"""Steps planned by hand, for the CPU executor and for the GPU's: what the scheduler would send, without one.
+"""Builds step messages without a scheduler, for checking and measuring.
 
-For those who check or measure. It imports no torch, for some of them have yet to tell it of its threads.
+It does not import torch, because some callers must set torch's thread count first.
 """
 
 import math
@@ -19,7 +19,7 @@ GREEDY = m.GenerationOptions(temperature=0.0, ignore_eos=True)
 
 
 def row_add(row: int, ids: Sequence[int], blocks: Sequence[int], options: m.GenerationOptions = GREEDY) -> m.RowAdd:
-    """A sequence takes a row, with all blocks that it will ever need."""
+    """A message that adds a sequence, with all blocks that it will ever need."""
     return m.RowAdd(
         row=row,
         generation=1,
@@ -48,7 +48,7 @@ def step(entries: Sequence[Entry] = (), adds: Sequence[m.RowAdd] = (), drops: Se
 
 
 def take(array: Any, dtype: Any) -> "np.ndarray[Any, Any]":
-    """What a stage does with an array of a message."""
+    """An array of a message as numpy array; `Take` without shared memory."""
     assert isinstance(array, bytes)
     return np.frombuffer(array, dtype).copy()
 
@@ -58,7 +58,7 @@ def i32(values: Sequence[int]) -> bytes:
 
 
 def num_blocks(num_tokens: int) -> int:
-    """That so many tokens of one row take."""
+    """Blocks of `num_tokens` tokens of a row."""
     from pipeline.kernels.step_inputs import BLOCK_SIZE
 
     return math.ceil(num_tokens / BLOCK_SIZE)

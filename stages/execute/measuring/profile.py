@@ -1,4 +1,4 @@
-"""What a step of the executor costs, measured: the same programs that the stage runs, without messages or rows."""
+"""Measures the executor's steps: the programs that the stage runs, without messages and rows."""
 
 import os
 import tempfile
@@ -13,13 +13,13 @@ from pipeline.stages.execute.stage import SPIN_COUNT
 
 
 def profile(settings: Settings, plan: ProfilePlan, prepare: Callable[[], Path]) -> Profile:
-    """Measure what `plan` names, in this process, with the kernels and threads that the stage would take.
+    """Measure a plan in this process, with the kernels and threads that the stage would use.
 
-    `prepare` returns the model's folder; it is called unless the plan names a shape. Raises UserError, in the user's
-    words, where the model can't be run so.
+    `prepare` returns the model's folder; it is called unless the plan names a shape. Raises UserError if the model
+    can't run with these settings.
     """
     num_threads = settings.execute.num_threads or len(os.sched_getaffinity(0))
-    # Libraries read these when they are loaded, which prepare may do as well. They are what the stage sets.
+    # The stage sets the same. Libraries read these when they are loaded, and `prepare` may load them.
     os.environ.update(OMP_NUM_THREADS=str(num_threads), MKL_NUM_THREADS=str(num_threads), OPENBLAS_NUM_THREADS="1")
     os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
     folder = None if plan.shape else prepare()
@@ -59,7 +59,7 @@ def _on_gpu(settings: Settings, plan: ProfilePlan, folder: Path | None, num_thre
             config.save(folder)
             weights = RandomWeights(config, getattr(torch, settings.execute.dtype), settings.quantization)
         require(settings, ModelConfig.load(folder), folder)
-        # It imports triton, without which there is a better error.
+        # Imported here, after the check for triton, whose error is better.
         from pipeline.stages.execute.cuda.measuring.measure import measure
 
         return measure(settings, folder, plan, num_threads, weights)

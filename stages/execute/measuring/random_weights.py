@@ -1,4 +1,4 @@
-"""Weights that are random and cheap to make: bits are drawn, not numbers that would be rounded to a format."""
+"""Random weights that are cheap to make: random bits in the stored format, instead of rounded random numbers."""
 
 from pathlib import Path
 
@@ -14,22 +14,22 @@ from pipeline.stages.execute.weights import Weights
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 
 SPREADS: dict[Format, float] = {"bf16": 1.53, "q8_0": 73.9, "q4_1": 4.61}
-"""Standard deviation of the numbers that all bits drawn stand for, at a scale of one."""
+"""Standard deviation of the weights with random bits and a scale of one."""
 
 
 class RandomWeights(Weights):
-    """Every tensor that is asked for, of the format that prepare would store it in. Outputs of a matrix are about as
-    large as its inputs, so that nothing overflows however many layers follow."""
+    """Any tensor, in the format in which prepare would store it. A matrix's outputs are about as large as its inputs,
+    so that nothing overflows after many layers."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, quantization: Quantization, seed: int = 0) -> None:
-        """`config` names no files. What `prepare` doesn't store as codes are floats of `dtype`, bfloat16 or float32."""
+        """`config` lists no files. Tensors that `prepare` doesn't quantize are floats of `dtype`."""
         assert not config.weight_files
         super().__init__(Path(config.name), config, dtype)
         self._quantization = quantization
         self._random = np.random.Generator(np.random.SFC64(seed))
 
     def matrix(self, name: str, rows: int, columns: int) -> Matrix:
-        """A new matrix each time, [rows, columns]."""
+        """A new random matrix, [rows, columns]."""
         scale = columns**-0.5
         match self._quantization:
             case "q8_0" | "q4_1" if columns % GROUP == 0:
@@ -40,11 +40,11 @@ class RandomWeights(Weights):
         return Matrix(self._float_format, numbers.to(dtype), rows, columns)
 
     def vector(self, name: str, size: int) -> Tensor:
-        """Ones, [size] float32: a norm that changes nothing, a bias of the size of what it is added to."""
+        """Ones, [size] float32: a norm without effect, or a bias as large as the values that it is added to."""
         return torch.ones(size)
 
     def _floats(self, rows: int, columns: int, scale: float) -> Tensor:
-        """bfloat16 of both signs between a power of two and the next: sign and mantissa are drawn."""
+        """bfloat16 between a power of two and the next, of both signs: sign and mantissa are random."""
         exponent = round(float(np.log2(scale / SPREADS["bf16"]))) + 127
         bits = self._bytes(rows * columns * 2).view(np.uint16)
         bits &= 0x807F
@@ -52,11 +52,11 @@ class RandomWeights(Weights):
         return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).view(rows, columns)
 
     def _blocks(self, format: Format, rows: int, columns: int, scale: float) -> Tensor:
-        """Blocks as kernels/matrix.py draws them, all of one scale: codes are drawn."""
+        """Blocks in the layout of kernels/matrix.py with random codes, all with the same scale."""
         data = self._bytes(rows * columns // GROUP * BLOCK_BYTES[format])
         blocks = data.reshape(-1, BLOCK_BYTES[format])
         if format == "q8_0":
-            data |= 1  # a quantizer leaves no code of -128
+            data |= 1  # quantizers don't produce the code -128
         step = np.float16(scale / SPREADS[format])
         heads = [step] if format == "q8_0" else [step, np.float16(-7.5 * float(step))]
         blocks[:, : 2 * len(heads)] = np.array(heads, np.float16).view(np.uint8)

@@ -1,7 +1,7 @@
 """The Llama family: Llama 2 and 3, SmolLM2, Mistral, Qwen2, Qwen2.5, Qwen3.
 
-They are one stack of layers; what they differ in (biases, norms of queries and keys, windows, rotation, a tied head)
-are fields of `ModelConfig`, and none of it is asked for by a model's name.
+They have the same layers. Their differences (biases, query and key norms, windows, rotary embedding, tied head) are
+fields of `ModelConfig`; the code never checks a model's name.
 
 embedding → layers × (norm → attention → + → norm → feed-forward → +) → norm → logits of the sampled tokens
 """
@@ -14,7 +14,7 @@ from pipeline.stages.execute.weights import Weights
 
 
 def build(config: ModelConfig, weights: Weights, program: ProgramBuilder) -> None:
-    """Record the forward pass of a model. Raises UserError where a tensor is missing or has the wrong shape."""
+    """Record the forward pass of a model. Raises UserError if a tensor is missing or has the wrong shape."""
     hidden, vocab_size = config.hidden_size, config.vocab_size
     embedding = weights.matrix("model.embed_tokens.weight", vocab_size, hidden)
     program.embed(embedding)

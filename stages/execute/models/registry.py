@@ -1,4 +1,4 @@
-"""Which code computes which architecture: one that is Llama-shaped is a line in the table, another a new file too."""
+"""Maps architectures to the code that records them. A Llama-shaped architecture needs only a line here."""
 
 from collections.abc import Callable
 
@@ -16,5 +16,5 @@ MODELS: dict[Architecture, Callable[[ModelConfig, Weights, ProgramBuilder], None
 
 
 def build_program(config: ModelConfig, weights: Weights, program: ProgramBuilder) -> None:
-    """Record the forward pass of a model. Raises UserError where a tensor is missing or has the wrong shape."""
+    """Record the forward pass of a model. Raises UserError if a tensor is missing or has the wrong shape."""
     MODELS[config.architecture](config, weights, program)

@@ -112,7 +112,7 @@ class GivenMasks:
     def drop(self, rows: Any) -> None:
         pass
 
-    def ask(self, rows: Any, ids: Any, num_ids: Any) -> None:
+    def request(self, rows: Any, ids: Any, num_ids: Any) -> None:
         pass
 
     def wait(self) -> None:

@@ -41,7 +41,7 @@ def test_a_shape_without_kernels_goes_to_torch_with_one_warning(
 def test_a_level_that_this_cpu_lacks_is_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "available", lambda: ["portable"])
     for isa in ("avx512", "avx2"):
-        with pytest.raises(UserError, match=f"kernels is '{isa}', but this CPU runs portable and torch"):
+        with pytest.raises(UserError, match=f"kernels is '{isa}', but this CPU supports portable and torch"):
             CpuRunner(settings(dtype="bfloat16", kernels=isa), tiny)
 
 

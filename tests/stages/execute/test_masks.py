@@ -239,7 +239,7 @@ def test_a_grammar_that_brings_the_library_down_ends_its_row_alone(folder: Path)
         structured.add(good)
         structured.step()
         structured.run(bad)
-    assert bad.finish is Finish.ERROR and "brought the library down" in bad.error
+    assert bad.finish is Finish.ERROR and "crashed the library" in bad.error
     assert good.finish is Finish.STOP and re.fullmatch("[ab]{9}", good.text)
 
 

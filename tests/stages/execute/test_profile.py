@@ -215,7 +215,7 @@ def test_each_sequence_of_a_step_has_blocks_of_its_own() -> None:
 
 @pytest.mark.parametrize("changes", [{"context": 257}, {"prefills": (20, 300)}])
 def test_steps_beyond_the_model_are_refused(tiny_dir: Path, changes: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="have 256 tokens at most"):
+    with pytest.raises(UserError, match="have at most 256 tokens"):
         tiny(tiny_dir, msgspec.structs.replace(PLAN, **changes))
 
 
@@ -233,7 +233,7 @@ def test_a_machine_that_cannot_be_measured_is_the_users_to_mend(
         raise error
 
     monkeypatch.setattr(module.peaks, "measure", fail)
-    with pytest.raises(UserError, match=f"this machine can't be measured: {error}"):
+    with pytest.raises(UserError, match=f"cannot measure this machine: {error}"):
         tiny(tiny_dir)
 
 

@@ -59,5 +59,5 @@ def test_without_a_gpu_a_line_says_so(tmp_path: Path, monkeypatch: pytest.Monkey
     write(tmp_path)
     monkeypatch.setattr("pipeline.supervisor.gpu.is_interpreted", lambda: False)
     monkeypatch.setattr("torch.version.cuda", None)
-    with pytest.raises(UserError, match=r"execute\.device is 'cuda', but the torch that is installed"):
+    with pytest.raises(UserError, match=r"execute\.device is 'cuda', but the installed torch"):
         list(check.compute(SETTINGS, tmp_path, CheckPlan([[5, 6, 7]])))

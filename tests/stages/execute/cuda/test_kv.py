@@ -67,7 +67,7 @@ def test_less_than_the_longest_sequence_is_warned_of(caplog: pytest.LogCaptureFi
     small = DeviceMemory(24 * GIB, free_bytes=7 * GIB, used_bytes=16 * GIB, reserved_bytes=2 * GIB)
     found = plan(small)
     assert found.max_model_len == found.num_blocks * 16 < 131072
-    assert "max_model_len is that and not 131072: raise execute.gpu_memory_utilization" in caplog.text
+    assert "max_model_len is reduced to that from 131072: raise execute.gpu_memory_utilization" in caplog.text
     caplog.clear()
     assert plan(small, max_model_len=8192).max_model_len == 8192
     assert not caplog.text

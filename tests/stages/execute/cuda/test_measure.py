@@ -68,7 +68,7 @@ def test_a_shape_is_measured(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Log
     monkeypatch.setattr(module, "traced", fake)
     with caplog.at_level(logging.INFO, "pipeline"):
         found = entry.profile(settings(), PLAN, nowhere)
-    assert "say nothing about a GPU" in caplog.text and "round 1 of 1" in caplog.text
+    assert "mean nothing for a GPU" in caplog.text and "round 1 of 1" in caplog.text
     assert [step.case for step in found.steps] == [Case("decode", 2, 1, 18), Case("prefill", 1, 3, 3)]
     assert [step.num_samples for step in found.steps] == [1, 1]
     assert traced == [2, 1]
@@ -104,9 +104,9 @@ def as_text(profile: Profile) -> str:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"context": 48}, "--context 48: the sequences of slight have 47 tokens at most"),
-        ({"prefills": (3, 50)}, "--prefill 50: the sequences of slight have 47 tokens at most"),
-        ({"batches": (800,)}, "take 1600 blocks, and there is memory for 1024: lower --batch"),
+        ({"context": 48}, "--context 48: the sequences of slight have at most 47 tokens"),
+        ({"prefills": (3, 50)}, "--prefill 50: the sequences of slight have at most 47 tokens"),
+        ({"batches": (800,)}, "need 1600 KV blocks, but only 1024 fit in memory: lower --batch"),
     ],
 )
 def test_steps_that_have_no_room_are_refused(changes: dict[str, Any], words: str) -> None:
@@ -119,7 +119,7 @@ def test_without_a_gpu_a_line_says_so(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("pipeline.supervisor.gpu.is_interpreted", lambda: False)
     monkeypatch.setattr("torch.version.cuda", None)
     for plan in (PLAN, msgspec.structs.replace(PLAN, shape=None)):
-        with pytest.raises(UserError, match=r"execute\.device is 'cuda', but the torch that is installed"):
+        with pytest.raises(UserError, match=r"execute\.device is 'cuda', but the installed torch"):
             entry.profile(settings(), plan, lambda: tmp_path)
 
 
