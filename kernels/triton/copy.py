@@ -1,9 +1,9 @@
-"""Copies of whole KV blocks: inside the KV memory, and between it and memory in which a block is one piece.
+"""Copies KV blocks: inside the KV memory, and between it and packed memory, in which a block is contiguous.
 
-A block lies in the KV memory in as many pieces as there are layers, times two. Between the host and the GPU it travels
-as one, so that one copy moves it: it is gathered before it goes out, and scattered when it has come in.
+A block in the KV memory has two pieces per layer, keys and values. To move it over the bus in one copy, it is gathered
+into packed memory before it leaves the GPU, and scattered after it arrives.
 
-Shapes: A pieces of a block, W int32 words of a piece, M blocks of the KV memory, N blocks that are copied.
+Shapes: A pieces of a block, W int32 words of a piece, M blocks of the KV memory, N copied blocks.
 """
 
 import triton
@@ -19,12 +19,12 @@ def gather(packed: Tensor, memory: Tensor, sources: Tensor) -> None:
 
 
 def scatter(memory: Tensor, targets: Tensor, packed: Tensor) -> None:
-    """`memory[:, targets[i]] = packed[i]`, likewise; no target is there twice."""
+    """`memory[:, targets[i]] = packed[i]`, with the same shapes; targets are distinct."""
     _move(memory, packed, targets, targets, memory.stride(), packed.stride(), from_memory=False, to_memory=True)
 
 
 def fork(memory: Tensor, targets: Tensor, sources: Tensor) -> None:
-    """`memory[:, targets[i]] = memory[:, sources[i]]`, likewise; no target is a source or there twice."""
+    """`memory[:, targets[i]] = memory[:, sources[i]]`; targets are distinct, and none is a source."""
     _move(memory, memory, targets, sources, memory.stride(), memory.stride(), from_memory=True, to_memory=True)
 
 
@@ -42,7 +42,7 @@ def _move(
     pieces, words = (source if from_memory else target).shape[0], target.shape[2]
     _copy[(len(targets), pieces)](
         *(target, source, targets, sources),
-        # By block and by piece: in packed memory a block is the outer dimension, in KV memory it is the inner one.
+        # Strides by block and by piece: packed memory has blocks outermost, KV memory has pieces outermost.
         *((target_strides[1], target_strides[0]) if to_memory else (target_strides[0], target_strides[1])),
         *((source_strides[1], source_strides[0]) if from_memory else (source_strides[0], source_strides[1])),
         words,

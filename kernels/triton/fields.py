@@ -1,4 +1,4 @@
-"""What kernels read of a row's parameters: `Field`'s places as Triton wants them, and floats from their bits."""
+"""Access to a row's parameters in kernels: `Field` as constexpr indices, and floats from their bits."""
 
 import triton
 import triton.language as tl

@@ -1,8 +1,7 @@
-"""What a product of few tokens multiplies: which rows of its weights, and with what.
+"""The inputs of a matmul of few tokens: its rows of the weight, and activations with or without a fused norm.
 
-That is numbers as they are, or a residual on its way to a norm.
-A norm scales each token by one number. So a product can take `hidden * weight`, sum the squares of `hidden` beside, and
-scale its result at the end: hidden is read once, and no launch stands before the product.
+A norm scales each token by one number. So a matmul can multiply `hidden * weight`, sum the squares of `hidden` at the
+same time, and scale its result at the end: hidden is read once, and the norm needs no launch.
 """
 
 import triton
@@ -24,12 +23,12 @@ def input_at(
     NORM: tl.constexpr,
     NUM_PARTIALS: tl.constexpr,
 ):
-    """Numbers to multiply with, and what their squares are summed of, float32, in the shape of `columns`; 0 where not
-    `inside`.
+    """Returns the numbers to multiply with and those to sum the squares of, float32, in the shape of `columns`; 0 where
+    not `inside`.
 
-    Without NORM both are x [M, WIDTH]. With it, `x` is the residual that came in, `split_k_partials` [NUM_PARTS, M,
-    WIDTH] what is added to it first, and a program that `writes` stores the sum in `residual_out`. That is never the
-    residual that came in: others may not have read it yet.
+    Without NORM both are x [M, WIDTH]. With it, `x` is the incoming residual, `split_k_partials` [NUM_PARTS, M, WIDTH]
+    are added to it first, and a program with `writes` stores the sum in `residual_out`. That is another buffer, because
+    other programs may not have read `x` yet.
     """
     at = tokens * WIDTH + columns
     hidden = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
@@ -45,8 +44,8 @@ def input_at(
 
 @triton.jit
 def weight_rows_of(program, places, N: tl.constexpr, BLOCK_N: tl.constexpr, SWIGLU: tl.constexpr):
-    """Rows of the weight that a program reads for its BLOCK_N rows of the result, of which the last may be beyond N; of
-    these none is. With GATED they are twice as many: a gate's row, then its counterpart N below."""
+    """Rows of the weight that a program reads for its BLOCK_N rows of the result, clamped to N. With SWIGLU they are
+    twice as many: a row of gate, then the row of up, N below it."""
     if SWIGLU:
         rows = tl.minimum(program * BLOCK_N + places // 2, N - 1) + places % 2 * N
     else:

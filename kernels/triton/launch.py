@@ -1,4 +1,4 @@
-"""What the launches of all kernels have in common: where they run, and what they have to avoid there."""
+"""Settings for all launches: where kernels run, and workarounds for Triton's interpreter."""
 
 from typing import Any
 
@@ -6,22 +6,22 @@ import torch
 from triton import knobs
 
 INTERPRETED = bool(knobs.runtime.interpret)
-"""Kernels run on the CPU, program by program, in Triton's interpreter."""
+"""Whether kernels run on the CPU, program by program, in Triton's interpreter."""
 
 UPCAST_DOT = INTERPRETED
-"""Operands of `tl.dot` have to be float32: the interpreter multiplies the bits of bfloat16 as if they were integers."""
+"""Operands of `tl.dot` must be float32: the interpreter multiplies the bits of bfloat16 as integers."""
 
 NUM_PROGRAMS_INTERPRETED = 6
-"""Stands for the multiprocessors of a GPU: few, for the interpreter runs one after the other, and several, so that work
-is divided."""
+"""Replaces the number of multiprocessors in the interpreter. Few, because it runs programs one by one; more than one,
+so that work is divided."""
 
 
 NUM_MULTIPROCESSORS_COMPILED = 132
-"""An H100's, where kernels are only compiled: for a GPU that isn't there, with tensors of the CPU."""
+"""The number of an H100, for compiling kernels without a GPU, with tensors on the CPU."""
 
 
 def num_multiprocessors(device: torch.device) -> int:
-    """Of a GPU; a small number where kernels are interpreted, an H100's where they are only compiled."""
+    """The GPU's multiprocessors; a small number if kernels are interpreted, an H100's if they are only compiled."""
     if INTERPRETED:
         return NUM_PROGRAMS_INTERPRETED
     if device.type != "cuda":
@@ -30,13 +30,13 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 def next_power_of_2(number: int) -> int:
-    """The smallest power of two that is not below `number`, which is 1 or more."""
+    """The smallest power of two that is at least `number`, which is 1 or more."""
     return 1 << (number - 1).bit_length()
 
 
 def _let_tensors_bound_loops() -> None:
-    """In the interpreter a number that was loaded is an array of one element, which numpy 2.4 no longer takes for an
-    integer, so it could not be the bound of a loop."""
+    """Patch the interpreter: a loaded scalar is an array of one element there, which numpy 2.4 no longer converts to an
+    integer, so it could not be a loop's bound."""
     from triton.runtime import interpreter
 
     patch_tensor = interpreter._patch_lang_tensor

@@ -1,13 +1,13 @@
-"""What stands between two products of a model: sums, norms and rows of the embedding.
+"""Residual, RMS norm and embedding: the ops between a model's matmuls.
 
-A product leaves *parts*: a tensor [P, M, N] whose sum over P is its result. Whoever reads it sums in the order of P, so
-that the result does not depend on who came first, and no product has to wait for its own parts. The residual is
-float32.
+A matmul returns split-K partials, a tensor [P, M, N] whose sum over P is its result. The next kernel sums them in the
+order of P, so the result does not depend on the order of programs, and no matmul waits for its own partials. The
+residual is float32.
 
-One program a row: a row of a few thousand numbers is read in one go, 16 bytes a thread, and lies in registers until it
-has been scaled.
+There is one program per row: it reads a row of a few thousand numbers at once, 16 bytes per thread, and keeps it in
+registers until it is scaled.
 
-Shapes: M tokens, H hidden size, P parts, S samples.
+Shapes: M tokens, H hidden size, P split-K partials, S samples.
 """
 
 import triton
@@ -20,9 +20,9 @@ from pipeline.kernels.triton.launch import next_power_of_2
 
 
 def add_norm(out: Tensor, residual: Tensor, split_k_partials: Tensor | None, weight: Tensor, eps: float) -> None:
-    """`residual += parts.sum(0)`, then `out = residual / sqrt(mean(residual^2) + eps) * weight`.
+    """`residual += split_k_partials.sum(0)`, then `out = residual / sqrt(mean(residual^2) + eps) * weight`.
 
-    out [M, H], residual [M, H] float32, parts [P, M, H] of any dtype or None, weight [H] float32.
+    out [M, H], residual [M, H] float32, split_k_partials [P, M, H] of any dtype or None, weight [H] float32.
     """
     num_tokens, width = residual.shape
     _norm[(num_tokens,)](
@@ -44,9 +44,9 @@ def add_norm(out: Tensor, residual: Tensor, split_k_partials: Tensor | None, wei
 def take_norm(
     out: Tensor, residual: Tensor, split_k_partials: Tensor | None, index: Tensor, weight: Tensor, eps: float
 ) -> None:
-    """The same of rows `index` alone, before the head. The residual stays as it is.
+    """The same for rows `index` only, before the head. The residual is not modified.
 
-    out [S, H], residual [M, H] float32, parts [P, M, H] or None, index [S] int32, weight [H] float32.
+    out [S, H], residual [M, H] float32, split_k_partials [P, M, H] or None, index [S] int32, weight [H] float32.
     """
     num_tokens, width = residual.shape
     _norm[(len(index),)](
@@ -87,7 +87,7 @@ def embed(residual: Tensor, table: DeviceMatrix, ids: Tensor) -> None:
 
 
 def _num_warps(width: int) -> int:
-    """So that a thread holds 8 numbers, or more where that would be more than 16 warps."""
+    """Warps for 8 numbers per thread, at most 16."""
     return max(1, min(16, next_power_of_2(width) // 256))
 
 
@@ -109,7 +109,7 @@ def _norm(
     source = tl.load(index + row) if TAKE else row
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
-    # A row is below 2^31 numbers, but all rows of all parts may be more.
+    # An offset in a row is below 2^31, but one over all rows and partials may not be.
     at = source.to(tl.int64) * WIDTH
     hidden = tl.load(residual + at + columns, mask=inside, other=0.0)
     for part in tl.static_range(NUM_PARTIALS):

@@ -1,11 +1,11 @@
-"""Rotary positions, the norm of heads that some models have before them, and the write of keys and values, in one
-launch over tokens x heads.
+"""Rotary embedding, the norm of heads that some models have before it, and the write of keys and values, in one launch
+over tokens x heads.
 
-It reads the parts that the linear layer left, and sums them; each head is turned in float32 and rounded once. The two
-halves of a head are loaded as two tiles, so that all accesses stay in one piece and nothing is exchanged between
-threads. Tokens of nobody, which have no slot, are not even read.
+It sums the split-K partials of the linear layer, rotates each head in float32 and rounds once. The two halves of a head
+are two tiles, so that accesses are contiguous and threads exchange nothing. Padding tokens, which have no slot, are not
+read.
 
-Shapes: P parts, T tokens, Q query heads, K key-value heads, D head_dim, L max_model_len.
+Shapes: P split-K partials, T tokens, Q query heads, K key-value heads, D head_dim, L max_model_len.
 """
 
 import triton
@@ -17,7 +17,7 @@ from pipeline.kernels.triton.launch import next_power_of_2
 from pipeline.kernels.triton.rows import StepArrays
 
 HeadNorms = tuple[Tensor, Tensor, float]
-"""Weights [D] of queries' and keys' norms, and eps."""
+"""Weights [D] of the query and key norms, and eps."""
 
 
 def rotary_write(
@@ -30,10 +30,10 @@ def rotary_write(
     values: Tensor,
     head_norms: HeadNorms | None,
 ) -> None:
-    """Sum `split_k_partials` [P, T, (Q + 2K) * D], norm and turn queries and keys by the angles of `step.positions`,
+    """Sum `split_k_partials` [P, T, (Q + 2K) * D], norm and rotate queries and keys by the angles of `step.positions`,
     and write queries to `queries` [T, Q * D], keys and values [num_blocks, K, BLOCK_SIZE, D] to `step.slots`.
 
-    cos and sin [L, D/2] float32. Where a slot is -1, nothing is written.
+    cos and sin [L, D/2] float32. Tokens with slot -1 write nothing.
     """
     num_split_k_partials, num_tokens, width = split_k_partials.shape
     _, num_kv_heads, block_size, head_dim = keys.shape
@@ -44,7 +44,7 @@ def rotary_write(
     assert all(tensor.is_contiguous() for tensor in (queries, split_k_partials, cos, sin, keys, values))
     half = next_power_of_2(head_dim // 2)
     total_heads = num_heads + 2 * num_kv_heads
-    # Four warps with a whole 16 bytes a thread and half.
+    # Up to four warps, with 16 bytes per thread and half of a head.
     heads = min(next_power_of_2(total_heads), max(1, 1024 // half))
     query_norm, key_norm, eps = head_norms or (cos, cos, 0.0)
     _rotary_kernel[(num_tokens, -(-total_heads // heads))](
@@ -105,7 +105,7 @@ def _rotary_kernel(
         mask = (heads < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & inside[None, :]
         at = token.to(tl.int64) * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM) + heads * HEAD_DIM
         at = at[:, None] + dims[None, :]
-        # Whole tokens, and so a whole number of 16 bytes, which a number that comes from outside is not known to be.
+        # A multiple of 16 bytes, which the compiler can't know of a kernel argument.
         step = tl.multiple_of(part_stride.to(tl.int64), 8)
         low = tl.zeros([HEADS, HALF], tl.float32)
         high = tl.zeros([HEADS, HALF], tl.float32)

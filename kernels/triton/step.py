@@ -1,15 +1,16 @@
-"""The two ends of a step on the GPU: what the host has sent becomes rows and a batch, what was drawn becomes ids.
+"""Begin and end of a step on the GPU: the host's words become row changes and a batch, sampled ids go to the rows.
 
-    words ──apply──► Rows ──prepare──► StepArrays ──model, draw──► ids ──finish──► Rows, result
+    words ──apply──► RowState ──prepare──► StepArrays ──model, sample──► ids ──finish──► RowState, result
 
-The host sends one array of int32 words a step. Its beginning has fixed places, the rest lies where the header says:
+The host sends one array of int32 words per step. Its first parts are at fixed offsets, the others where the header
+says:
 
     header      HEADER words, see `Head`
-    entries     rows [N] · starts [N] · counts [N] · offsets [N]        N is the most there can be
-    samples     entries that are sampled [N]
+    entries     rows [N] · starts [N] · counts [N] · offsets [N]        N is the maximum
+    samples     entries to sample [N]
     then        runs [num_runs, 3] · numbers that runs copy · entries of tokens [num_tokens]
 
-A run is (place in `RowState.state`, length, place in the words): every change of rows is a few of them.
+A run is (offset in `RowState.state`, length, offset in the words). Every row change is a few runs.
 
 Shapes: as in kernels/triton/rows.py.
 """
@@ -39,20 +40,20 @@ class Head(IntEnum):
     NUM_RUNS = 3
     RUNS_AT = 4
     TOKENS_AT = 5
-    """Where the entries of the tokens are; unused where each entry has one token."""
+    """Offset of the tokens' entries; unused if each entry has one token."""
 
 
 RUN_WORDS = 3
 RUN_PROGRAMS = 32
 RUN_BLOCK = 1024
 BLOCK = 128
-"""Tokens, entries or samples of a program."""
+"""Tokens, entries or samples per program."""
 
 DEAD = -2
-"""The id of a sample whose row had ended before the step."""
+"""Result of a sample whose row had ended before the step."""
 
 STAMP_WORDS = 4
-"""In front of a result: when the step began and when it ended, u64 nanoseconds of the GPU's own clock each."""
+"""Before the results: begin and end of the step, each as u64 nanoseconds of the GPU's clock."""
 
 _HEADER = tl.constexpr(HEADER)
 _NUM_TOKENS, _NUM_ENTRIES = tl.constexpr(Head.NUM_TOKENS.value), tl.constexpr(Head.NUM_ENTRIES.value)
@@ -64,18 +65,18 @@ _DEAD, _BLOCK_SIZE = tl.constexpr(DEAD), tl.constexpr(BLOCK_SIZE)
 
 
 def words_of(max_num_rows: int) -> int:
-    """Words with fixed places."""
+    """Number of words at fixed offsets."""
     return HEADER + 5 * max_num_rows
 
 
 def apply(rows: RowState, words: Tensor) -> None:
-    """Write what the host's words [any length] say of rows."""
+    """Apply the row changes in the host's words, of any length."""
     _apply[(RUN_PROGRAMS,)](rows.state, words, RUN_PROGRAMS, RUN_BLOCK, num_warps=4)
 
 
 def prepare(step: StepArrays, rows: RowState, words: Tensor, stamps: Tensor, max_num_rows: int, one_each: bool) -> None:
-    """Fill `step`, padding and all, from the host's words. `stamps` [4] int32 gets the time of the beginning. With
-    `one_each` every entry has one token, as in a step that only decodes."""
+    """Fill `step`, including padding, from the host's words. `stamps` [4] int32 gets the begin time. With `one_each`
+    every entry has one token, as in a decode step."""
     num_tokens, num_entries, num_samples = step.num_tokens, step.num_entries, step.num_samples
     _prepare[(triton.cdiv(max(num_tokens, num_entries, num_samples), BLOCK),)](
         *(words, rows.params, rows.ids, rows.blocks, stamps),
@@ -94,9 +95,10 @@ def prepare(step: StepArrays, rows: RowState, words: Tensor, stamps: Tensor, max
 
 
 def finish(result: Tensor, drawn: Tensor, step: StepArrays, rows: RowState, words: Tensor, stamps: Tensor) -> None:
-    """Append what was drawn, [S] int32, to its rows, and end the rows that stop by it or for which there was no id.
-    `result` [STAMP_WORDS + 2S] int32 gets the stamps, the ids (`DEAD` where the row had ended before, NO_ID where there
-    is none) and whether each of them stops its row."""
+    """Append the sampled ids, `drawn` [S] int32, to their rows, and end the rows that stop or have no id.
+
+    `result` [STAMP_WORDS + 2S] int32 gets the stamps, the ids (`DEAD` if the row had ended before, NO_ID if there is
+    none) and whether each id stops its row."""
     num_samples = step.num_samples
     _finish[(triton.cdiv(num_samples, BLOCK),)](
         *(result, drawn, words, rows.params, rows.ids, rows.stops, stamps, step.sample_rows, num_samples),
@@ -110,7 +112,7 @@ def finish(result: Tensor, drawn: Tensor, step: StepArrays, rows: RowState, word
 
 
 def times_of(result: Tensor) -> tuple[int, int]:
-    """When the step of a result began and ended, in nanoseconds; 0 where kernels are interpreted."""
+    """Begin and end of a result's step, in nanoseconds; 0 if kernels are interpreted."""
     began, ended = result[:STAMP_WORDS].view(torch.int64).tolist()
     return began, ended
 
@@ -120,7 +122,7 @@ def _apply(state, words, NUM_PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
     num_runs = tl.load(words + _NUM_RUNS)
     runs = words + tl.load(words + _RUNS_AT)
     run = tl.program_id(0)
-    while run < num_runs:  # the interpreter counts a range by constants alone
+    while run < num_runs:  # the interpreter only supports range with constants
         target = tl.load(runs + 3 * run)
         length = tl.load(runs + 3 * run + 1)
         source = tl.load(runs + 3 * run + 2)
@@ -168,7 +170,7 @@ def _prepare(
     counts, offsets = words + _HEADER + 2 * MAX_ROWS, words + _HEADER + 3 * MAX_ROWS
     sampled_entries = words + _HEADER + 4 * MAX_ROWS
 
-    # Entries. One that has ended counts nothing; padding likewise.
+    # Entries. Ended rows and padding have a count of 0.
     there = places < tl.load(words + _NUM_ENTRIES)
     row = tl.load(rows + places, mask=there, other=PADDING_ROW)
     lives = there & (tl.load(row_params + row.to(tl.int64) * PARAMS + _ENDED, mask=there, other=1) == 0)

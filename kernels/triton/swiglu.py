@@ -1,6 +1,6 @@
-"""The gate of a SwiGLU feed-forward layer (Shazeer, 2020, arXiv:2002.05202).
+"""The activation of a SwiGLU feed-forward layer (Shazeer, 2020, arXiv:2002.05202).
 
-Shapes: M tokens, I intermediate size, P parts of a product (see norm.py).
+Shapes: M tokens, I intermediate size, P split-K partials (see norm.py).
 """
 
 import triton
@@ -11,7 +11,7 @@ BLOCK = 1024
 
 
 def silu_mul(out: Tensor, split_k_partials: Tensor) -> None:
-    """`out = silu(gate) * up`. out [M, I], parts [P, M, 2I], whose sum holds the gate's half first."""
+    """`out = silu(gate) * up`. out [M, I]; split_k_partials [P, M, 2I], whose sum has gate in its first half."""
     num_tokens, width = out.shape
     _silu_mul[(num_tokens, triton.cdiv(width, BLOCK))](
         out, split_k_partials, num_tokens, WIDTH=width, NUM_PARTIALS=len(split_k_partials), BLOCK=BLOCK, num_warps=4
@@ -20,7 +20,7 @@ def silu_mul(out: Tensor, split_k_partials: Tensor) -> None:
 
 @triton.jit
 def silu(gate):
-    """gate / (1 + exp(-gate)) of float32, by powers that can't overflow."""
+    """gate / (1 + exp(-gate)) in float32, without overflow."""
     power = tl.exp(-tl.abs(gate))
     return gate * tl.where(gate >= 0, 1.0, power) / (1.0 + power)
 

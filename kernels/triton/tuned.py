@@ -1,10 +1,10 @@
-"""Which blocks a product is computed in: from a table that is shipped, or by a rule where it has no entry.
+"""Chooses the launch configuration of a matmul: from a shipped table, or by a rule if it has no entry.
 
 Nothing is timed while serving. `tools/gpu_check --tune` times `candidates` on a GPU and writes the table.
 
-The rule (reasoned, not measured) for what streams weights once: as many programs as are there at once, each with 16 KiB
-or more in flight, so that a multiprocessor has 48 KiB (see vector.py). Where rows are too few for that, a program has
-fewer of them and more of their columns; only where that isn't enough, columns are shared out.
+The rule (reasoned, not measured) for matmuls that stream weights once: as many programs as run at the same time, each
+with at least 16 KiB in flight, so that a multiprocessor has 48 KiB (see vector.py). With too few rows for that, a
+program takes fewer rows and more columns. Only if that isn't enough, columns are split among programs.
 """
 
 import json
@@ -19,63 +19,63 @@ import torch
 from pipeline.kernels.triton.launch import num_multiprocessors
 
 Op = Literal["linear", "swiglu", "logits"]
-"""`gate`: two halves of rows in one program, never shared out. `logits`: float32, never shared out."""
+"""`swiglu`: a program has rows of gate and up; never split. `logits`: float32, never split."""
 
 FOLDER = Path(__file__).parent / "tuned"
 VECTOR_TOKENS = 1
-"""Up to here a product is a matrix times a vector (vector.py)."""
+"""Most tokens for a matrix-vector product (vector.py)."""
 SKINNY_TOKENS = 16
-"""Up to here our own product of floats is used (skinny.py), beyond it cuBLAS."""
+"""Most tokens for our own matmul with float weights (skinny.py); cuBLAS above."""
 CODE_TOKENS = 128
-"""Up to here our own product of codes; beyond it they are widened for cuBLAS."""
+"""Most tokens for our own matmul with quantized weights; above, they are dequantized for cuBLAS."""
 VECTOR_TILE_BYTES = 128 * 128
-"""128 bytes a thread of four warps."""
+"""128 bytes per thread of four warps."""
 SHORT_ROW = 1024
-"""Columns of a row that is one tile."""
+"""Columns of a row that fits in one tile."""
 BUCKETS = (1, 8, 16, 32, 64, 128)
-"""Numbers of tokens that a table has entries for."""
+"""Numbers of tokens with entries in a table."""
 
 
 @dataclass(frozen=True, slots=True)
 class GemmConfig:
-    """How a launch divides a product [M, K] x [N, K] into programs."""
+    """How a launch divides a matmul [M, K] x [N, K] into programs."""
 
     block_m: int
     """Tokens of a program: 1 with vector.py, at least 8 with skinny.py"""
     block_n: int
-    """Rows of the weight; with op "swiglu" so many of each half"""
+    """Rows of the weight; with op "swiglu" of each half"""
     block_k: int
     """Columns of a tile"""
     split: int
-    """Shares of the columns, each of which leaves a part"""
+    """Number of split-K partials"""
     num_warps: int
     num_stages: int
-    """Tiles on their way (skinny.py)"""
+    """Tiles in flight (skinny.py)"""
 
 
 @dataclass(frozen=True, slots=True)
 class GemmShape:
-    """What is asked about."""
+    """The key of a table."""
 
     op: Op
     num_tokens: int
     """One of BUCKETS"""
     num_rows: int
-    """N; with op "swiglu" of one half"""
+    """N; with op "swiglu" the rows of one half"""
     num_columns: int
     format: str
     """`DeviceMatrix.format`"""
 
 
 def bucket_of(num_tokens: int) -> int:
-    """The least bucket that holds as many; the last where none does."""
+    """The smallest bucket with at least `num_tokens`, else the last."""
     return next((bucket for bucket in BUCKETS if num_tokens <= bucket), BUCKETS[-1])
 
 
 def choose(
     op: Op, *, num_tokens: int, num_rows: int, num_columns: int, format: str, device: torch.device
 ) -> GemmConfig:
-    """The shipped table's choice where it has the shape, else the rule's."""
+    """The configuration in the shipped table, else the rule's."""
     shape = GemmShape(op, bucket_of(num_tokens), num_rows, num_columns, format)
     return _choose(shape, architecture(device), _num_programs(device))
 
@@ -101,7 +101,7 @@ def architecture(device: torch.device) -> str:
 
 @lru_cache(maxsize=4)
 def table(architecture: str) -> dict[GemmShape, GemmConfig]:
-    """Measured choices; empty where nothing was measured on the architecture."""
+    """Measured configurations; empty if none were measured on the architecture."""
     path = FOLDER / f"{architecture}.json"
     if not path.exists():
         return {}
@@ -110,7 +110,7 @@ def table(architecture: str) -> dict[GemmShape, GemmConfig]:
 
 
 def write_table(architecture: str, entries: dict[GemmShape, GemmConfig], measured_on: str) -> Path:
-    """Write what was measured, for the next release to ship; returns the file."""
+    """Write measured configurations to the table that a release ships. Returns the file."""
     path = FOLDER / f"{architecture}.json"
     rows = [{"shape": asdict(shape), "config": asdict(config)} for shape, config in entries.items()]
     lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
@@ -121,32 +121,34 @@ def write_table(architecture: str, entries: dict[GemmShape, GemmConfig], measure
 
 
 def forget() -> None:
-    """Read tables anew."""
+    """Clear the cached tables."""
     table.cache_clear()
     _choose.cache_clear()
 
 
 def bytes_of_columns(format: str, num_columns: int) -> int:
-    """Of a row's part of a tile."""
+    """Bytes of `num_columns` columns of a row."""
     if format.startswith("int4"):
         return num_columns // 2
     return num_columns * {"bf16": 2, "f16": 2, "f32": 4}.get(format, 1)
 
 
 def rule(shape: GemmShape, num_programs: int) -> GemmConfig:
-    """What is chosen where nothing was measured; `num_programs` multiprocessors."""
+    """The configuration without measurements; `num_programs` is the number of multiprocessors."""
     if shape.num_tokens <= VECTOR_TOKENS:
         return _vector_rule(shape, num_programs)
     return _skinny_rule(shape, num_programs)
 
 
 def _vector_rule(shape: GemmShape, num_programs: int) -> GemmConfig:
-    """Tiles of 16 KiB, 128 bytes a thread, tall where rows are many and wide where they are few.
+    """Tiles of 16 KiB, 128 bytes per thread; tall with many rows, wide with few.
 
-    Of floats a row is a load of each thread: all of them have the same columns of every row, and what they multiply
-    with need not pass through shared memory. Codes are so many to a load that it has to, and rows are twice as many.
+    With floats, one load of all threads is a row, so a thread has the same columns of every row and its activations
+    need not pass through shared memory. With codes a load has too many columns for that, and tiles have twice as many
+    rows.
     """
-    # 128 registers a thread leave room for four programs a multiprocessor. Short rows come at once, and fewer do.
+    # 128 registers per thread leave room for four programs per multiprocessor. Short rows are loaded at once, with
+    # fewer.
     enough = num_programs * 5 // 2 if shape.num_columns > SHORT_ROW else num_programs * 3 // 2
     tallest = (16 if shape.format.startswith("int") else 8) // (2 if shape.op == "swiglu" else 1)
     least = 4 if shape.format.startswith("int") and shape.op != "swiglu" else 2
@@ -161,12 +163,12 @@ def _vector_rule(shape: GemmShape, num_programs: int) -> GemmConfig:
 
 
 def _skinny_rule(shape: GemmShape, num_programs: int) -> GemmConfig:
-    """Tiles of 64 rows, as many on their way as make 48 KiB, and one or two such programs a multiprocessor."""
+    """Tiles of 64 rows with 48 KiB in flight, and one or two programs per multiprocessor."""
     block_m = max(8, shape.num_tokens)
     block_k = max(64 if shape.format == "f32" else 128, group_of(shape.format))
     num_blocks = _ceil(shape.num_columns, block_k)
     most_split = min(num_blocks, 8) if shape.op == "linear" and block_m <= SKINNY_TOKENS else 1
-    if block_m > SKINNY_TOKENS:  # every program reads all tokens: they should be few, and tall
+    if block_m > SKINNY_TOKENS:  # every program reads all tokens, so programs should be few and tall
         block_n = 64
     else:
         block_n = next((n for n in (64, 32) if _ceil(shape.num_rows, n) * most_split >= num_programs), 16)
@@ -182,7 +184,7 @@ def _skinny_rule(shape: GemmShape, num_programs: int) -> GemmConfig:
 def candidates(
     op: Op, *, num_tokens: int, num_rows: int, num_columns: int, format: str, device: torch.device
 ) -> Iterator[GemmConfig]:
-    """What is worth timing for a shape: the rule's choice first, then its neighbours."""
+    """Configurations to time for a shape: the rule's choice first, then its neighbours."""
     shape = GemmShape(op, bucket_of(num_tokens), num_rows, num_columns, format)
     first = rule(shape, _num_programs(device))
     seen = {first}
@@ -210,7 +212,7 @@ def _neighbours(shape: GemmShape, first: GemmConfig) -> Iterator[GemmConfig]:
 
 
 def _fits(shape: GemmShape, config: GemmConfig) -> bool:
-    """Whether its tile is a sensible share of registers or shared memory, and no share of the columns is empty."""
+    """Whether the tile fits into registers or shared memory, and no split is empty."""
     if config.block_k < group_of(shape.format) or config.block_k >= 2 * max(shape.num_columns, 64):
         return False
     if config.split != _even_split(_ceil(shape.num_columns, config.block_k), config.split):
@@ -226,12 +228,12 @@ def _fits(shape: GemmShape, config: GemmConfig) -> bool:
 
 
 def group_of(format: str) -> int:
-    """Columns that share a scale; 0 for floats."""
+    """Columns per scale; 0 for floats."""
     return int(format.partition("g")[2] or 0)
 
 
 def _even_split(num_blocks: int, wanted: int) -> int:
-    """The fewest shares of which none has more blocks than with `wanted`: none is empty then."""
+    """The smallest split with as few blocks per program as `wanted` gives; none is empty then."""
     wanted = min(max(1, wanted), num_blocks)
     return _ceil(num_blocks, _ceil(num_blocks, wanted))
 

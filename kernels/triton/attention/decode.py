@@ -1,15 +1,15 @@
-"""Rotary positions, the write of keys and values, and attention, in one launch, for steps that only decode.
+"""Rotary embedding, the write of keys and values, and attention in one launch, for decode steps.
 
-Where a step is a single token, most of a small model's time goes into starting kernels. Here each program makes the
-queries of its unit itself, from the parts that the linear layer left. With one token an entry this is hardly computed
-twice: only programs that share a unit do so.
+In a step of a single token, a small model spends most of its time on launches. Here each program computes the queries
+of its unit itself, from the linear layer's split-K partials. With one token per entry, only programs that share a unit
+compute them more than once.
 
-The token's own key and value never go through memory on their way into the sum: whoever has the unit's last keys takes
-them from its registers, as one more column behind the tiles, and writes them to the cache, alone. All others read keys
-before the token's position only. So nobody reads in a launch what another program of it writes, and no order is needed.
-Both are rounded as the cache rounds them, so that the next step sees the same.
+The program with the unit's last keys adds the token's own key and value from registers, as one more column after the
+tiles, and writes them to the cache. All others only read keys before the token's position. So no program reads what
+another one writes in the same launch, and no synchronization is needed. Key and value are rounded as in the cache, so
+that the next step sees the same numbers.
 
-Shapes: P parts, T tokens, Q query heads, K key-value heads, D head_dim, L max_model_len.
+Shapes: P split-K partials, T tokens, Q query heads, K key-value heads, D head_dim, L max_model_len.
 """
 
 import triton
@@ -45,21 +45,21 @@ def attend_decode(
     *,
     pdl: bool = False,
 ) -> None:
-    """What `rotary_write` and `attend` do, with no queries in between. `tasks` were planned for this step, `one_each`.
+    """`rotary_write` and `attend` in one launch. `tasks` must be planned for this step with `one_each`.
 
-    out [T, Q * D]; parts [P, T, (Q + 2K) * D]; cos and sin [L, D/2] float32; keys and values [num_blocks, K,
-    BLOCK_SIZE, D] of the dtype of `out`. Any number of tokens: what is saved is worth most where they are few. With
-    `pdl` the launch begins while the one before ends, and waits for it; it needs programs that launch their dependents.
+    out [T, Q * D]; split_k_partials [P, T, (Q + 2K) * D]; cos and sin [L, D/2] float32; keys and values [num_blocks, K,
+    BLOCK_SIZE, D] of the dtype of `out`. It works for any number of tokens, and saves most with few. With `pdl` the
+    launch begins while the previous one ends and then waits for it; that one must launch its dependents.
     """
     check_cache(keys, values, tasks)
     head_dim = tasks.head_dim
-    assert tasks.lists == [tasks.narrow], "planned for one token an entry"
+    assert tasks.lists == [tasks.narrow], "the tasks must be planned for one token per entry"
     assert out.shape == (step.num_tokens, tasks.num_heads * head_dim) and out.dtype == keys.dtype
     assert split_k_partials.shape[1:] == (step.num_tokens, (tasks.num_heads + 2 * tasks.num_kv_heads) * head_dim)
     assert cos.shape[1] == sin.shape[1] == head_dim // 2 and head_dim % 2 == 0
     assert all(tensor.is_contiguous() for tensor in (out, split_k_partials, cos, sin))
     query_norm, key_norm, eps = head_norms or (cos, cos, 0.0)
-    # Rows of a unit are one token's heads, fewer than the tile's, so more parts are read at once.
+    # A unit's rows are one token's heads, fewer than the tile's, so more partial results are read at once.
     heads = next_power_of_2(tasks.group)
     early = {"launch_pdl": True} if pdl else {}
     _decode_kernel[(tasks.narrow.num_programs,)](
@@ -143,7 +143,7 @@ def _decode_kernel(
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    if PDL:  # nothing that it reads is older than the launch before for sure
+    if PDL:  # everything that it reads may come from the previous launch
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     first, begin_cut, end_cut, num_units = load_piece(cuts, CUT_FIELDS)
@@ -173,7 +173,7 @@ def _decode_kernel(
             first_key, position + 1, is_begun, is_cut, begin_cut, end_cut, BLOCK_N
         )
 
-        # All loads first, so that they are waited for at once. Each dimension comes with the one that it turns with.
+        # All loads first, so that their latencies overlap. Each dimension is loaded with the one that it rotates with.
         blocks = load_blocks(table, first_tile, first_key, position, BLOCK_SIZE, BLOCK_N)
         angle = position.to(tl.int64) * half + tl.where(dims < half, dims, dims - half)
         cosine = tl.load(cos + angle, mask=inside, other=0.0)
@@ -197,7 +197,7 @@ def _decode_kernel(
             key *= key_scale * tl.load(key_norm + dims, mask=inside, other=0.0).to(tl.float32)
             other_key *= key_scale * tl.load(key_norm + others, mask=inside, other=0.0).to(tl.float32)
         query = (query * cosine[None, :] + other * sine[None, :]).to(dtype)
-        # The tile has rows to spare: they repeat the group.
+        # The tile has spare rows; they repeat the group.
         query = tl.broadcast_to(query[None, :, :], [BLOCK_M // HEADS, HEADS, DIMS]).reshape([BLOCK_M, DIMS])
         key = (key * cosine + other_key * sine).to(dtype)
 

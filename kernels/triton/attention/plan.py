@@ -1,7 +1,7 @@
-"""Where the line of a step's attention is cut; what the line is, and why it is cut so, `attention_tasks.py` says.
+"""The kernel that cuts the line of a step's attention into pieces; tasks.py explains the line and the cuts.
 
-Each program of the launch sums over all entries for itself, and writes one cut: none reads what another has written.
-Numbers on the line are int64: a step of many long chunks has more keys x query blocks than an int32 counts.
+Each program sums over all entries itself and writes one cut, so no program reads what another one writes. Positions on
+the line are int64, because many long chunks have more keys x query blocks than an int32 can hold.
 """
 
 import triton
@@ -10,8 +10,8 @@ import triton.language as tl
 
 @triton.jit
 def _cost_before(block, start, WINDOW: tl.constexpr, BLOCK_Q: tl.constexpr, OVERHEAD: tl.constexpr):
-    """Of the query blocks before `block` of an entry, if all are full: keys that a block sees grow by BLOCK_Q from one
-    to the next, until the window is full. int64."""
+    """Cost of an entry's query blocks before `block`, if all are full, int64. The keys of a block grow by BLOCK_Q from
+    one block to the next, until the window is full."""
     growing = block
     if WINDOW > 0:
         room = WINDOW - 1 - start
@@ -47,7 +47,7 @@ def plan_kernel(
     CUT_FIELDS: tl.constexpr,
     ENTRY_FIELDS: tl.constexpr,
 ):
-    """Program i writes cut i, and entry i of the step into the list, if it belongs there."""
+    """Program i writes cut i, and adds entry i of the step to the list if it belongs there."""
     program = tl.program_id(0)
     entries = tl.arange(0, ENTRIES)
     present = entries < num_entries
@@ -70,14 +70,14 @@ def plan_kernel(
         work = _cost_before(num_blocks, all_starts, WINDOW, BLOCK_Q, OVERHEAD) - (num_blocks * BLOCK_Q - all_counts)
         ends = tl.cumsum(tl.where(listed, work * NUM_KV_HEADS, 0))
         total = tl.max(ends)
-        # A unit costs more than a tile's keys, so two cuts are never on one tile, however many there are.
+        # A unit costs more than a tile's keys, so two cuts are never on the same tile.
         num_units = tl.sum(num_blocks) * NUM_KV_HEADS
         used = tl.minimum(tl.maximum(tl.maximum(total // MIN_KEYS, num_units), 1), NUM_PROGRAMS)
         share, extra = total // used, total % used
         cut = tl.minimum(program, used)
         at = cut * share + tl.minimum(cut, extra)
 
-        # Where no unit is left.
+        # No unit is left.
         rank = tl.sum(listed.to(tl.int32))
         unit = num_units.to(tl.int32)
         head, block, tile, first_inside, num_inside = 0, 0, 0, -1, 0
@@ -111,7 +111,7 @@ def plan_kernel(
             keys_at = unit_at + OVERHEAD - first_key - BLOCK_N // 2
             least = tl.maximum(share // (32 * BLOCK_N), LEAST_PART)
 
-            # All cuts of this unit, each by the same sum: the programs between them share it.
+            # All cuts of this unit, each by the same sum. The programs between them share the unit.
             programs = tl.arange(0, PROGRAMS)
             used_programs = tl.minimum(programs, used)
             all_at = used_programs * share + tl.minimum(used_programs, extra)

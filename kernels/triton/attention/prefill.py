@@ -1,25 +1,25 @@
-"""Attention of a step's queries over keys and values in blocks: causal, with grouped heads, optionally with a sliding
-window. One launch where a step only decodes; else one for entries of few tokens, one for some, one for chunks.
+"""Paged attention: causal, with grouped heads, optionally with a sliding window. A decode step is one launch. Other
+steps have one launch for entries of few tokens, one for those of some, and one for chunks.
 
-A tile's rows are the tokens of a query block x the heads of a group, so a group reads its keys once. A program works
-off its piece of the step (see `attention_tasks.py`), tile of keys after tile of keys, with a running softmax (Milakov
-and Gimelshein, 2018, arXiv:1805.02867; Dao et al., 2022, arXiv:2205.14135): scores are powers of two, sums float32.
+A tile's rows are the tokens of a query block x the heads of a group, so a group reads its keys once. A program goes
+through its piece of the step (see tasks.py), one tile of keys after the other, with a running softmax (Milakov and
+Gimelshein, 2018, arXiv:1805.02867; Dao et al., 2022, arXiv:2205.14135): scores are base-2 exponents, sums float32.
 
-A unit that is one program's goes to `out`. Of a shared one each program leaves a part: sums, largest scores and
-weights. The last to arrive combines all of them, in the order of their keys, so the result does not depend on who that
-was; nobody waits. Parts go past the first-level caches, and are all there once the count says so: a barrier orders a
-program's stores before its own arrival, which releases them, and the last arrival acquires them.
+A program writes a unit that it computes alone to `out`. For a shared unit each program stores a partial result: sums,
+largest scores and weights. The last program to arrive combines them in the order of their keys, so the result does not
+depend on which one it is, and no program waits. Partial results bypass the L1 caches. A barrier orders a program's
+stores before its arrival, which releases them, and the last arrival acquires them.
 
-What keeps the cost smooth: grid and division know no threshold in the number of rows, and each entry's tiles follow
-from its own tokens, not from its company. As many tokens as a narrow tile holds (5 with 3 heads a group, 4 with 4) cost
-what one costs, for the tile has 16 rows anyway; more go to a tile of 64 rows, which is bound by the same bytes.
+The cost has no steps: grid and division have no threshold in the number of rows, and an entry's tiles depend only on
+its own tokens. As many tokens as a narrow tile holds (5 with 3 heads per group, 4 with 4) cost as much as one, because
+the tile has 16 rows in any case. More go to a tile of 64 rows, which is bound by the same bytes.
 
-Keys that nobody sees are not loaded: they may hold anything, even NaN of a sequence before, and the product of that
-with a weight of 0 would be NaN. A row's sums are its own, so a NaN stays in its sequence.
+Keys outside every row's range are not loaded. They may hold NaN of an earlier sequence, and 0 x NaN is NaN. Each row
+has its own sums, so a NaN stays in its sequence.
 
-What was looked at in the machine code for sm_90 (nothing of it has been timed): keys and values are copied 16 bytes a
-thread past the registers, two tiles ahead; the block ids of a tile are loaded a tile earlier than its
-keys; wide tiles multiply by groups of four warps (HGMMA), narrow ones by single warps (HMMA).
+Seen in the machine code for sm_90 (nothing has been timed): keys and values are copied 16 bytes per thread, bypassing
+registers, two tiles ahead; a tile's block ids are loaded one tile before its keys; wide tiles multiply by groups of
+four warps (HGMMA), narrow ones by single warps (HMMA).
 
 Shapes: T tokens, Q query heads, K key-value heads, D head_dim.
 """
@@ -46,10 +46,10 @@ LOG2_E = 1.4426950408889634
 
 
 def attend(out: Tensor, queries: Tensor, keys: Tensor, values: Tensor, step: StepArrays, tasks: AttentionTasks) -> None:
-    """Attend from the step's queries to their rows' keys and values, all of which are in the cache already.
+    """Attend from the step's queries to their rows' keys and values, which must all be in the cache.
 
-    out and queries [T, Q * D]; keys and values [num_blocks, K, BLOCK_SIZE, D]; all of one dtype. `tasks` were planned
-    for this step. Scores are scaled by 1 / sqrt(D). Of tokens that are computed for nobody, `out` stays as it is.
+    out and queries [T, Q * D]; keys and values [num_blocks, K, BLOCK_SIZE, D]; all of one dtype. `tasks` must be
+    planned for this step. Scores are scaled by 1 / sqrt(D). `out` is not written for padding and ended rows.
     """
     check_cache(keys, values, tasks)
     assert out.shape == queries.shape == (step.num_tokens, tasks.num_heads * tasks.head_dim)
@@ -79,8 +79,8 @@ def attend(out: Tensor, queries: Tensor, keys: Tensor, values: Tensor, step: Ste
 def constants(
     task_list: TaskList, tasks: AttentionTasks, keys: Tensor, num_rows: int, combined: int
 ) -> dict[str, int | str]:
-    """Those that every kernel of attention has. `num_rows` of a unit's parts are read where these are combined, and
-    `combined` numbers at once."""
+    """The constants of both attention kernels. To combine partial results, `num_rows` rows of each are read, `combined`
+    numbers at a time."""
     tile = task_list.tile
     dims = max(16, next_power_of_2(tasks.head_dim))
     part_dims = min(dims, max(16, combined // num_rows))
@@ -99,7 +99,7 @@ def constants(
         "PART_DIMS": part_dims,
         "CUT_FIELDS": CUT_FIELDS,
         "ENTRY_FIELDS": ENTRY_FIELDS,
-        "PRECISION": "tf32x3",  # of float32, whose product is nearly exact so
+        "PRECISION": "tf32x3",  # nearly exact for float32
         "UPCAST": UPCAST_DOT,
     }
 
@@ -158,7 +158,7 @@ def _attend_kernel(
             first_key, end_key, is_begun, is_cut, begin_cut, end_cut, BLOCK_N
         )
 
-        # Before the queries, so that both are waited for at once.
+        # Before the queries, so that both latencies overlap.
         blocks = load_blocks(table, first_tile, first_key, end_key, BLOCK_SIZE, BLOCK_N)
         tokens = first_token + rows // GROUP
         present = (rows < BLOCK_Q * GROUP) & (tokens < end_token)
@@ -177,8 +177,8 @@ def _attend_kernel(
         head_values = values + head * (BLOCK_SIZE * HEAD_DIM)
         masked_tile = first_tile
         if not SINGLE_LOOP:
-            # Tiles that all rows see whole need no mask: those up to the first token's position, and with a window,
-            # behind the last token's first key.
+            # Tiles that all rows attend to completely need no mask: those up to the first token's position and, with a
+            # window, after the last token's first key.
             full_tile = first_tile
             full_end = tl.maximum(tl.minimum((start + first_token + 1) // BLOCK_N, end_tile), first_tile)
             if WINDOW > 0:

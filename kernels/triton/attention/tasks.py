@@ -1,30 +1,30 @@
-"""How the attention of one step is divided among a fixed number of programs.
+"""Divides the attention of one step among a fixed number of programs.
 
-All work of a step is laid on a line: entry after entry, in it one key-value head after the other, in that one query
-block after the other (a *unit*: some tokens x the heads of a group, one tile of queries), and in a unit its keys. The
-line is cut at equal distances, one piece for each program:
+All work of a step forms a line: its entries in order, in each entry the key-value heads, in each head the query blocks
+(*units*: some tokens x the heads of a group, one tile of queries), and in each unit its keys. The line is cut at equal
+distances, one piece for each program:
 
     units      |  a  |  b  |       c       | d |         e         |
     programs   |     0     |     1     |     2     |       3       |
                            ^ moved to the end of b, which was near
-                                       ^ inside of c: programs 1 and 2 share it, and each leaves a part
+                                       ^ inside c: programs 1 and 2 share it, each with a partial result
 
-So the same grid serves one row of a hundred thousand keys, where every unit is shared by many programs, and a thousand
-rows, where each program has several units of its own: there is no batch size where one way ends and another begins. At
-most two units of a program are shared, whatever the step, so memory for two parts a program is enough.
+So the same grid serves one row of a hundred thousand keys, where many programs share every unit, and a thousand rows,
+where each program has several units: no batch size switches the method. At most two units of a program are shared, so
+memory for two partial results per program is enough.
 
-- A cut that falls near the boundary of two units is moved there (`Tile.least_part`): a part costs more than a slightly
-  longer piece. Units that are short beside a share are never cut.
-- A program's share is not less than `Tile.min_tiles`, for what is short is not worth sharing. But as long as there are
-  programs, each unit has one: short units are done beside each other, not one after the other.
-- A query block costs its keys and a tile besides, so many short rows are divided evenly too. Keys outside the window
+- A cut near the boundary of two units is moved there (`Tile.least_part`): a partial result costs more than a slightly
+  longer piece. Units that are much shorter than a piece are never cut.
+- A piece has at least `Tile.min_tiles` tiles, because short ones are not worth sharing. But while there are enough
+  programs, each unit has its own, so that short units run in parallel.
+- A query block costs its keys and one more tile, so many short rows are divided evenly too. Keys outside the window
   cost nothing.
 
-Entries of few tokens, of some and of many are three lists, each with tiles of its own size: a wide tile for a single
-token would waste nearly all of its rows, a narrow one for a chunk would read keys again for every few tokens. Which
-lists there are follows from the step's shape, as a recorded graph needs it; who is in which, the GPU finds.
+Entries of few tokens, of some and of many are in three lists with different tiles: a wide tile for a single token would
+waste nearly all of its rows, and narrow tiles for a chunk would read keys again for every few tokens. The step's shape
+decides which lists there are, as a captured graph needs it. The GPU sorts the entries into them.
 
-`plan` is one launch a list, `attention_plan.py`.
+`plan` makes one launch per list, see plan.py.
 """
 
 from dataclasses import dataclass
@@ -38,13 +38,13 @@ from pipeline.kernels.triton.launch import next_power_of_2, num_multiprocessors
 from pipeline.kernels.triton.rows import StepArrays
 
 CUT_FIELDS = 16
-"""int32 of a cut: rank of its entry, head, query block, first tile behind the cut, number of the unit, first of the
-cuts inside of this unit (-1: the cut is at the unit's begin), how many they are, nothing; row, start, count and offset
-of the entry, so that a program need not wait for its rank first; nothing."""
+"""int32 of a cut: rank of its entry, head, query block, first tile after the cut, number of the unit, first cut inside
+this unit (-1: the cut is at the unit's begin), number of those cuts, unused; row, start, count and offset of the entry,
+so that a program need not load its rank first; unused."""
 ENTRY_FIELDS = 4
 """int32 of an entry of a list: row, start, count, offset."""
 NO_CHUNKS = 512
-"""Tokens of a step up to which it has no list of long chunks: a launch less for each layer."""
+"""Steps with at most this number of tokens have no list of long chunks, which saves a launch per layer."""
 _ANY_COUNT = 2**30
 
 
@@ -58,35 +58,34 @@ class Tile:
     num_warps: int
     num_stages: int
     programs: int
-    """On one multiprocessor at a time; registers and shared memory have to allow it."""
+    """Programs per multiprocessor at a time; registers and shared memory must allow it."""
     min_tiles: int
-    """The least share of a program, where there are no more units than such shares."""
+    """The smallest piece of a program, unless there are more units than such pieces."""
     least_part: int
-    """Tiles on both sides of a cut inside of a unit: fewer are not worth a part. They are not less than a 32nd of a
-    share either."""
+    """Least number of tiles on both sides of a cut inside a unit; at least a 32nd of a piece too."""
     combined: int
-    """Numbers that are read at once where parts are combined, parts x rows x dimensions."""
+    """Numbers to read at a time when partial results are combined: partial results x rows x dimensions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Those of one model."""
+    """The tiles for one model."""
 
     narrow: Tile
-    """For entries that one such tile holds, and for steps that only decode."""
+    """For entries that fit into one narrow tile, and for decode steps."""
     middle: Tile
-    """For entries that two such tiles hold: drafts being verified, ends of prompts."""
+    """For entries that fit into two middle tiles, such as the ends of prompts."""
     wide: Tile
-    """For longer chunks, in steps where they can be many tokens."""
+    """For longer chunks, in steps of more than `NO_CHUNKS` tokens."""
 
 
 def choose_tiles(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Tiles:
     """Sizes for an H100. Reasoned, not measured.
 
-    A narrow tile is bound by bytes: 32 KiB of keys and values, two in flight, two programs a multiprocessor, which is
-    five times what hides the memory's latency at its full speed (24 KiB a multiprocessor at 3.3 TB/s and 1 us). A
-    middle one is the least that the multiplying units of Hopper take as a whole (64 rows, one group of four warps). A
-    wide one reads keys half as often.
+    A narrow tile is bound by bytes: 32 KiB of keys and values, two in flight, two programs per multiprocessor. That is
+    five times what hides the memory's latency at full speed (24 KiB per multiprocessor at 3.3 TB/s and 1 us). A middle
+    tile is the smallest for Hopper's tensor cores (64 rows, one group of four warps). A wide one reads keys half as
+    often.
     """
     group, padded = num_heads // num_kv_heads, next_power_of_2(head_dim)
     key_bytes = 2 * padded * dtype.itemsize
@@ -94,7 +93,7 @@ def choose_tiles(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.
     keys = min(128, max(16, 32768 // key_bytes))
     narrow = Tile(least_rows, keys, 4, 3, 2, 4, 2, 1024)
     if dtype.itemsize > 2:
-        # Products of float32 are three of tf32: registers are short, and speed is not what it is asked for.
+        # A float32 matmul is three in tf32, which takes registers. float32 is not meant to be fast.
         narrow = Tile(least_rows, min(64, max(16, 16384 // key_bytes)), 4, 2, 2, 4, 1, 512)
         middle = Tile(max(32, least_rows), narrow.keys, 8, 2, 1, 4, 1, 2048)
         return Tiles(narrow, middle, middle)
@@ -107,8 +106,8 @@ def choose_tiles(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.
 
 
 class Scratch:
-    """Memory for the parts of shared units. One serves all layers and windows of a model: a launch leaves nothing in
-    it that a later one reads."""
+    """Memory for the partial results of shared units. All layers and windows of a model use the same, because nothing
+    in it outlives a launch."""
 
     def __init__(self, tiles: Tiles, head_dim: int, device: torch.device) -> None:
         num_rows = (
@@ -123,21 +122,21 @@ class Scratch:
 
 
 class TaskList:
-    """What one launch of attention works off."""
+    """The entries of one launch, divided among its programs."""
 
     def __init__(self, tile: Tile, num_programs: int, max_entries: int, device: torch.device) -> None:
         self.tile = tile
         self.num_programs = num_programs
         self.cuts = torch.zeros((num_programs + 1, CUT_FIELDS), dtype=torch.int32, device=device)
         self.entries = torch.zeros((max_entries + 1, ENTRY_FIELDS), dtype=torch.int32, device=device)
-        """The listed ones, packed; one more is loaded, and not used, behind the last."""
+        """The entries of the list, packed. One more after the last is loaded, but not used."""
         self.arrivals = torch.zeros(num_programs + 1, dtype=torch.int32, device=device)
-        """How many parts of a shared unit are there, by the unit's first cut. Every layer adds the number of its parts,
-        so that it is a multiple of that number between two launches."""
+        """Number of complete partial results of a shared unit, by the unit's first cut. Every layer adds its number, so
+        between launches it is a multiple of the unit's programs."""
 
 
 class AttentionTasks:
-    """The division of one step's attention, for all layers of one window. Made anew by `plan`, in place."""
+    """The division of one step's attention, for all layers with the same window. `plan` updates it in place."""
 
     def __init__(
         self,
@@ -153,14 +152,14 @@ class AttentionTasks:
         scratch: Scratch | None = None,
         tiles: Tiles | None = None,
     ) -> None:
-        """Where several windows share `scratch`, their `tiles` are the same. `dtype` is that of queries and cache."""
+        """`dtype` is that of queries and cache. Windows that share `scratch` must have the same `tiles`."""
         assert num_heads % num_kv_heads == 0
         assert max_tokens * num_kv_heads < 2**31, "units are numbered by an int32"
         assert window is None or window >= 1
         self.tiles = tiles or choose_tiles(num_heads, num_kv_heads, head_dim, dtype)
         for tile in (self.tiles.narrow, self.tiles.middle, self.tiles.wide):
-            assert tile.rows >= num_heads // num_kv_heads, "a tile holds less than one token"
-            assert tile.min_tiles >= 2, "two cuts would fall on one tile"
+            assert tile.rows >= num_heads // num_kv_heads, "a tile must hold at least one token"
+            assert tile.min_tiles >= 2, "two cuts would be on the same tile"
         self.scratch = scratch or Scratch(self.tiles, head_dim, device)
         self.max_entries = max_entries
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
@@ -171,11 +170,11 @@ class AttentionTasks:
             for tile in (self.tiles.narrow, self.tiles.middle, self.tiles.wide)
         )
         self.lists = [self.narrow]
-        """Those of the step that was planned last."""
+        """The lists of the last planned step."""
 
     @property
     def group(self) -> int:
-        """Query heads of a key-value head."""
+        """Query heads per key-value head."""
         return self.num_heads // self.num_kv_heads
 
     def tokens_of(self, tile: Tile) -> int:
@@ -183,9 +182,9 @@ class AttentionTasks:
         return tile.rows // self.group
 
     def plan(self, step: StepArrays, *, one_each: bool = False) -> None:
-        """Divide the step. Once a step, before the first layer; one launch for each of its lists. With `one_each` no
-        entry has more than one token."""
-        assert step.num_entries <= self.max_entries, f"{step.num_entries} entries in a step, {self.max_entries} at most"
+        """Divide the step: once per step, before the first layer, with one launch per list. With `one_each` no entry
+        has more than one token."""
+        assert step.num_entries <= self.max_entries, f"{step.num_entries} entries in a step, at most {self.max_entries}"
         self.lists = [self.narrow]
         if not one_each:
             self.lists.append(self.middle)
@@ -198,7 +197,7 @@ class AttentionTasks:
             least = most + 1
 
     def _plan_list(self, tasks: TaskList, step: StepArrays, least: int, most: int) -> None:
-        """Of the entries with at least and at most so many tokens."""
+        """Divide the entries that have at least `least` and at most `most` tokens."""
         tile = tasks.tile
         plan_kernel[(max(tasks.num_programs + 1, step.num_entries),)](
             tasks.cuts,
@@ -228,7 +227,7 @@ class AttentionTasks:
 
 
 def check_cache(keys: Tensor, values: Tensor, tasks: AttentionTasks) -> None:
-    """Keys and values of one layer lie as kernels expect: [num_blocks, K, BLOCK_SIZE, D] each, without gaps."""
+    """Assert the layout of one layer's keys and values: [num_blocks, K, BLOCK_SIZE, D] each, contiguous."""
     assert keys.shape == values.shape and keys.dtype == values.dtype
     assert keys.shape[1:] == (tasks.num_kv_heads, BLOCK_SIZE, tasks.head_dim), keys.shape
     assert keys.is_contiguous() and values.is_contiguous()

@@ -1,6 +1,6 @@
-"""What programs of attention do: find their piece, work it off tile by tile, and leave what came out.
+"""Device functions of the attention kernels: load a program's piece, compute its tiles, store the result.
 
-They are parts of kernels. Shapes: BLOCK_M rows and BLOCK_N keys of a tile, DIMS head_dim as a power of two.
+Shapes: BLOCK_M rows and BLOCK_N keys of a tile, DIMS head_dim as a power of two.
 """
 
 import triton
@@ -9,8 +9,8 @@ import triton.language as tl
 
 @triton.jit
 def load_piece(cuts, CUT_FIELDS: tl.constexpr):
-    """What the program has to do: rank, head and block of its first unit; tile, first cut and number of cuts of the
-    unit that it begins in; the same of the one it ends in; number of units."""
+    """The program's piece: rank, head and block of its first unit; tile, first cut and number of cuts of the unit that
+    it begins in; the same for the unit that it ends in; number of units."""
     begin = cuts + tl.program_id(0) * CUT_FIELDS
     end = begin + CUT_FIELDS
     end_inside = tl.load(end + 5)
@@ -22,13 +22,13 @@ def load_piece(cuts, CUT_FIELDS: tl.constexpr):
 
 @triton.jit
 def load_entry(entry):
-    """Its row, start, count and offset."""
+    """Row, start, count and offset of an entry."""
     return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
 
 
 @triton.jit
 def next_unit(rank, head, block, num_blocks, NUM_KV_HEADS: tl.constexpr):
-    """Along the line: query blocks, then heads, then entries."""
+    """The next unit on the line: query blocks, then heads, then entries."""
     block += 1
     head += (block == num_blocks).to(tl.int32)
     block = tl.where(block == num_blocks, 0, block)
@@ -39,8 +39,8 @@ def next_unit(rank, head, block, num_blocks, NUM_KV_HEADS: tl.constexpr):
 
 @triton.jit
 def tiles_of_unit(first_key, end_key, is_begun, is_cut, begin_cut, end_cut, BLOCK_N: tl.constexpr):
-    """Those of the program, and the cuts of the unit, -1 where it is the program's alone. `is_begun`: the program
-    begins inside of it; `is_cut`: it ends there."""
+    """The program's tiles of a unit, and the unit's cuts, -1 if the unit is not shared. `is_begun`: the program begins
+    inside the unit; `is_cut`: it ends inside the unit."""
     begin_tile, begin_inside, begin_num = begin_cut
     cut_tile, end_inside, end_num = end_cut
     first_tile = tl.where(is_begun, begin_tile, first_key // BLOCK_N)
@@ -52,7 +52,7 @@ def tiles_of_unit(first_key, end_key, is_begun, is_cut, begin_cut, end_cut, BLOC
 
 @triton.jit
 def load_blocks(table, tile, first_key, end_key, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Ids of the blocks of a tile's keys, [BLOCK_N]."""
+    """Block ids of a tile's keys, [BLOCK_N]."""
     places = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     return tl.load(table + places // BLOCK_SIZE, mask=(places >= first_key) & (places < end_key), other=0)
 
@@ -84,10 +84,13 @@ def attend_tiles(
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Tiles first_tile .. end_tile of one head. `keys` and `values` point at that head in block 0, `table` at the row's
-    block ids, of which `blocks` [BLOCK_N] are those of the first tile; `query` [BLOCK_M, DIMS], `positions` [BLOCK_M].
-    Of keys outside first_key .. end_key nothing is read; without MASKED, all keys are seen by all positions. `weights`
-    are [BLOCK_M], or with SUM_LATER [BLOCK_M, BLOCK_N], which warps that share a row need not exchange at each tile."""
+    """Compute tiles first_tile .. end_tile of one head.
+
+    `keys` and `values` point to that head in block 0, `table` to the row's block ids; `blocks` [BLOCK_N] are those of
+    the first tile; `query` [BLOCK_M, DIMS], `positions` [BLOCK_M]. Keys outside first_key .. end_key are not read.
+    Without MASKED, all positions attend to all keys. `weights` are [BLOCK_M], or with SUM_LATER [BLOCK_M, BLOCK_N], so
+    that warps that share a row need not exchange sums in each tile.
+    """
     dims = tl.arange(0, DIMS)
     for tile in range(first_tile, end_tile):
         places = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -107,7 +110,7 @@ def attend_tiles(
         else:
             key = tl.load(keys + at)
             value = tl.load(values + at)
-        # Of the next tile: were they loaded in its own turn, its keys could not be on their way before.
+        # The next tile's block ids are loaded here, so that its keys can be loaded ahead.
         blocks = load_blocks(table, tile + 1, first_key, end_key, BLOCK_SIZE, BLOCK_N)
 
         if UPCAST:
@@ -122,7 +125,7 @@ def attend_tiles(
         now = tl.maximum(largest, tl.max(scores, 1) * SCALE)
         base = now
         if MASKED:
-            # Where a row has seen nothing yet: -inf - -inf would be NaN.
+            # Rows without any key yet: -inf - -inf would be NaN.
             base = tl.where(now == float("-inf"), 0.0, now)
         weight = tl.exp2(scores * SCALE - base[:, None])
         shrink = tl.exp2(largest - base)
@@ -161,19 +164,20 @@ def leave(
     PARTS: tl.constexpr,
     PART_DIMS: tl.constexpr,
 ):
-    """Write a unit's result to the rows that `to` [BLOCK_M] points at, those that are `present`, or leave a part of it
-    and combine all parts where they are complete. `all_to` and `all_present` are the first ROWS of these, and no other
-    row is present. `is_begun`: the unit's first keys are another program's;
-    `first_inside` and `num_inside` as of the cut.
+    """Write a unit's result to the rows that `to` [BLOCK_M] points to and that are `present`. For a shared unit, store
+    a partial result, and combine all of them if they are complete.
 
-    Program i leaves the part of the unit that it begins in the middle of at 2i, and that of the unit it leaves
-    unfinished at 2i + 1. A unit whose first inner cut is f is shared by programs f - 1 .. f - 1 + num_inside.
+    `all_to` and `all_present` are the first ROWS of these; no other row is present. `is_begun`: another program has the
+    unit's first keys. `first_inside` and `num_inside` are those of the cut.
+
+    Program i stores the partial result of the unit that it begins inside at 2i, and that of the unit that it ends
+    inside at 2i + 1. Programs f - 1 .. f - 1 + num_inside share a unit whose first inner cut is f.
     """
     dims = tl.arange(0, DIMS)
     rows = tl.arange(0, BLOCK_M)
     mask = present[:, None] & (dims < HEAD_DIM)[None, :]
     if first_inside < 0:
-        # Rows that are nobody's may have seen nothing.
+        # Rows that are not present may have no key.
         result = sums / tl.where(weights == 0.0, 1.0, weights)[:, None]
         tl.store(to[:, None] + dims[None, :], result.to(to.dtype.element_ty), mask=mask)
     else:
@@ -186,7 +190,7 @@ def leave(
         arrived = tl.atomic_add(arrivals + first_inside, 1, sem="acq_rel", scope="gpu")
         tl.debug_barrier()
         if arrived % (num_inside + 1) == num_inside:
-            # Some dimensions after the others: all at once are more than the registers hold.
+            # A few dimensions at a time: all of them don't fit into registers.
             all_rows = tl.arange(0, ROWS)
             for first_dim in range(0, HEAD_DIM, PART_DIMS):
                 some_dims = first_dim + tl.arange(0, PART_DIMS)

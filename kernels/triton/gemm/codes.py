@@ -1,4 +1,4 @@
-"""Numbers out of the planes of `device_matrix.py`, on the GPU."""
+"""Dequantizes single weights from the planes of `device_matrix.py`, on the GPU."""
 
 import triton
 import triton.language as tl
@@ -18,9 +18,9 @@ def code_number(
     PACKED: tl.constexpr,
     HAS_MINIMUMS: tl.constexpr,
 ):
-    """Numbers of a row at `columns`, float32; 0 where not `inside`. One load a number: for rows, not for products.
+    """Weights of a row at `columns`, float32; 0 where not `inside`. One load per weight: for single rows, not matmuls.
 
-    `row` int64 may be a number or as `columns`; STRIDE is the length of a row of `values`.
+    `row` int64 is a scalar or has the shape of `columns`; STRIDE is the length of a row of `values`.
     """
     if GROUP == 0:
         number = tl.load(values + row * STRIDE + columns, mask=inside, other=0.0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""Codes to numbers in scratch memory, for products that are left to cuBLAS; and the bias of those."""
+"""Dequantizes weights into scratch memory for cuBLAS, and adds the bias to its results."""
 
 import triton
 import triton.language as tl

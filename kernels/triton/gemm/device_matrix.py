@@ -1,7 +1,7 @@
-"""The weight of a linear layer in the GPU's memory: numbers, or planes of codes, scales and minimums.
+"""The weight of a linear layer in GPU memory: floats, or planes of codes, scales and minimums.
 
-Blocks as they lie in files (kernels/matrix.py) have a scale before every 32 codes, so that no load of 16 bytes is in
-step with them. Here codes lie together, and so do scales:
+In the blocks of files (kernels/matrix.py) a scale precedes every 32 codes, so loads of 16 bytes are not aligned to
+them. Here codes are contiguous, and so are scales:
 
     format       group       codes                    w =
     bf16, f32    –           –                        the number itself
@@ -9,11 +9,11 @@ step with them. Here codes lie together, and so do scales:
     q4_0         32          uint8 [N, K / 2]         scale * (q - 8)
     q4_1, int4   32; 128     uint8 [N, K / 2]         scale * q + minimum
 
-With 4 bits, byte i of a group of G columns holds column i in its low half and column i + G / 2 in its high half: two
-tiles of a product come from one tile of bytes, and neither has to be interleaved.
+With 4 bits, byte i of a group of G columns holds column i in its low half and column i + G / 2 in its high half: one
+tile of bytes gives two tiles of a matmul without interleaving.
 
-int8 and int4 are made here, of floats, when a model is loaded. Their groups have 128 columns; 64 or 32 where 128 do
-not divide the matrix, whose last group is filled up with columns that are zero where 32 don't either.
+int8 and int4 are quantized here from floats when a model is loaded. Their groups have 128 columns, or 64 or 32 if 128
+does not divide the columns. If 32 does not either, the last group is padded with zeros.
 """
 
 from collections.abc import Sequence
@@ -30,36 +30,36 @@ Form = Literal["float", "int8", "int4"]
 
 GROUPS = (128, 64, 32)
 CHUNK_VALUES = 1 << 26
-"""Numbers that are quantized at once: 256 MiB as float32, and a few times that beside it."""
+"""Values quantized at once: 256 MiB as float32, and a few times that in temporaries."""
 SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7)
-"""Shares of a group's range that the 16 codes of int4 are tried for: what they lose at the ends they win between."""
+"""Fractions of a group's range to try for int4's 16 codes: a smaller range clips extremes, but has finer steps."""
 Q4_0_ZERO = 8
-"""The code that means zero in q4_0."""
+"""The code of zero in q4_0."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMatrix:
-    """A weight [N, K] on a device, and the dtype of what it is multiplied with."""
+    """A weight [N, K] on a device, and the dtype of its activations."""
 
     form: Form
-    """How numbers are kept: as they are, in bytes or in halves of bytes."""
+    """How values are stored: as floats, in bytes, or in half bytes."""
     values: Tensor
-    """float: [N, K] of `dtype`; int8: int8 [N, P]; int4: uint8 [N, P / 2]. P is K, filled up to whole groups."""
+    """float: [N, K] of `dtype`; int8: int8 [N, P]; int4: uint8 [N, P / 2]. P is K, padded to whole groups."""
     scales: Tensor | None
     """[N, P / group] float16"""
     minimums: Tensor | None
-    """likewise, or None where they are zero"""
+    """likewise, or None if they are zero"""
     zero: int
-    """Taken from a code before it is scaled."""
+    """Subtracted from a code before scaling."""
     group: int
-    """Columns that share a scale; 0 for floats."""
+    """Columns per scale; 0 for floats."""
     dtype: torch.dtype
     num_rows: int
     num_columns: int
 
     @property
     def num_bytes(self) -> int:
-        """What a product reads of it."""
+        """Bytes that a matmul reads."""
         planes = [plane for plane in (self.values, self.scales, self.minimums) if plane is not None]
         return sum(plane.numel() * plane.element_size() for plane in planes)
 
@@ -69,7 +69,7 @@ class DeviceMatrix:
 
     @property
     def format(self) -> str:
-        """As tables of launches name it: bf16, f16, f32, int8g128, int4g32 …"""
+        """The name in tables of launches: bf16, f16, f32, int8g128, int4g32 …"""
         if self.form == "float":
             return {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}[self.dtype]
         return f"{self.form}g{self.group}"
@@ -81,10 +81,10 @@ class DeviceMatrix:
         device: torch.device | str,
         quantization: Quantization | None = None,
     ) -> "DeviceMatrix":
-        """Matrices of as many columns, one below the other.
+        """Stack matrices with the same number of columns.
 
-        Blocks stay what they are where all have one format. Everything else becomes `dtype`, or what `quantization`
-        says. Raises ValueError where columns differ, and where numbers to quantize aren't finite or too large.
+        Blocks keep their format if all matrices have the same one. Everything else becomes `dtype` or `quantization`.
+        Raises ValueError if columns differ, or if values to quantize aren't finite or are too large.
         """
         num_columns = matrices[0].num_columns
         if any(matrix.num_columns != num_columns for matrix in matrices):
@@ -95,7 +95,7 @@ class DeviceMatrix:
         return _join([_floats(matrix, dtype, torch.device(device), quantization) for matrix in matrices])
 
     def dequantize(self) -> Tensor:
-        """The numbers, [N, K] float32, in a new tensor: for tests and for those who compare."""
+        """The values, [N, K] float32, in a new tensor; for tests and comparisons."""
         if self.scales is None:
             return self.values.float()
         codes = self.values
@@ -129,7 +129,7 @@ def _join(parts: Sequence[DeviceMatrix]) -> DeviceMatrix:
 
 
 def _planes(matrix: Matrix, dtype: torch.dtype, device: torch.device | str) -> DeviceMatrix:
-    """A matrix in blocks, taken apart on the device."""
+    """A matrix in blocks, split into planes on the device."""
     there = Matrix(matrix.format, matrix.data.to(device), matrix.num_rows, matrix.num_columns)
     if matrix.format == "q8_0":
         values = there.codes()
@@ -201,8 +201,8 @@ def to_int8(groups: Tensor) -> tuple[Tensor, Tensor]:
 def to_int4(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """groups [n, G] float32 → scales and minimums [n] float16, codes [n, G] uint8 from 0 to 15.
 
-    Of several shares of the range, for each of which scale and minimum are fitted to its codes by least squares, the
-    one whose squared error is least.
+    Tries several fractions of the range, fits scale and minimum to the codes by least squares, and takes the fraction
+    with the smallest squared error.
     """
     low, high = groups.amin(dim=1), groups.amax(dim=1)
     mean = groups.mean(dim=1)
@@ -231,14 +231,14 @@ def _codes(groups: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
 
 
 def _inverse(numbers: Tensor) -> Tensor:
-    """1 / numbers as [n, 1] float32; 0 where that isn't finite."""
+    """1 / numbers, [n, 1] float32; 0 where that isn't finite."""
     inverse = 1 / numbers.float()
     return torch.where(inverse.isfinite(), inverse, 0.0)[:, None]
 
 
 def _half(numbers: Tensor) -> Tensor:
-    """As float16. Raises ValueError where a number isn't finite as one."""
+    """Convert to float16. Raises ValueError if a result isn't finite."""
     halves = numbers.to(torch.float16)
     if not bool(halves.isfinite().all()):
-        raise ValueError("numbers are not finite, or too large for a scale in float16")
+        raise ValueError("values are not finite, or too large for a float16 scale")
     return halves

@@ -1,10 +1,10 @@
-"""Products that do what stands before and behind them: a sum of parts and a norm before, a gate behind.
+"""Matmuls fused with the sum of split-K partials and the norm before them, and with SwiGLU after them.
 
-A small model at batch 1 takes its time from launches, of which each costs a microsecond or two whatever it does. So a
-layer is here: qkv (with its norm), attention in two, output, gate and up (with norm and gate), down. Every program of a
-product sums the parts and norms for itself; that is read from caches, and `fuses` says where it is too much.
+At batch 1 a small model's time is that of its launches, one or two microseconds each. With fusion a layer is: qkv (with
+its norm), attention in two launches, output, gate and up (with norm and SwiGLU), down. Every program of a matmul sums
+partials and computes the norm itself, from caches; `fuses` decides where that costs too much.
 
-The residual goes back and forth between two buffers: programs still read the old one while others write the new.
+The residual alternates between two buffers, because some programs still read the old one while others write the new.
 
 Shapes as in linear.py; I intermediate size.
 """
@@ -16,18 +16,18 @@ from pipeline.kernels.triton.gemm.linear import launch, launch_gemm
 from pipeline.kernels.triton.tuned import SKINNY_TOKENS, VECTOR_TOKENS, GemmConfig, Op
 
 L1_BYTES_PER_S = 2e13
-"""What a product of one token reads again, it finds in the L1 cache of its multiprocessor: 64 bytes a cycle, of 128, on
-132 of them (reasoned, not measured)."""
+"""A matmul of one token reads its inputs again from the L1 caches: 64 of 128 bytes per cycle on 132 multiprocessors
+(reasoned, not measured)."""
 L2_BYTES_PER_S = 4e12
-"""What a product of several tokens copies into shared memory comes out of the L2 cache (likewise)."""
+"""A matmul of several tokens copies its inputs from the L2 cache into shared memory (likewise)."""
 LAUNCH_S = 2.5e-6
-"""What a norm of its own costs inside a graph: its node, its beginning and its end (likewise)."""
+"""Cost of a separate norm in a graph: its node, its start and its end (likewise)."""
 
 
 def fuses(num_tokens: int, num_partials_in: int, num_columns: int, num_programs: int) -> bool:
-    """Whether a product with its own norm is expected to take less time than a norm and a product.
+    """Whether a matmul with a fused norm is expected to take less time than a norm and a matmul.
 
-    Each of `num_programs` programs reads residual and parts, `num_tokens` rows of `num_columns` float32.
+    Each of `num_programs` programs reads residual and partials, `num_tokens` rows of `num_columns` float32.
     """
     if num_tokens > SKINNY_TOKENS:
         return False
@@ -48,10 +48,10 @@ def norm_linear(
     *,
     pdl: bool = False,
 ) -> None:
-    """`residual_out = residual_in + parts_in.sum(0)`, and the product of its norm; M is at most 16.
+    """`residual_out = residual_in + partials_in.sum(0)`, and the matmul of its norm; M is at most 16.
 
-    parts_out [num_parts, M, N], residual_in and residual_out [M, K] float32, parts_in [P, M, K] of any dtype,
-    norm_weight [K] float32, bias [N] float32 or None. Without `partials_in` nothing is written but the product.
+    partials_out [num_split_k_partials, M, N], residual_in and residual_out [M, K] float32, partials_in [P, M, K] of any
+    dtype, norm_weight [K] float32, bias [N] float32 or None. Without `partials_in`, `residual_out` is not written.
     """
     _launch("linear", partials_out, residual_out, residual_in, partials_in, norm_weight, eps, matrix, bias, config, pdl)
 
@@ -69,7 +69,7 @@ def norm_swiglu(
     *,
     pdl: bool = False,
 ) -> None:
-    """The same, then `out = silu(gate) * up`. out [M, I], matrix [2I, K] with the gate's half first, bias [2I]."""
+    """The same, then `out = silu(gate) * up`. out [M, I], matrix [2I, K] with gate in its first half, bias [2I]."""
     _launch("swiglu", out, residual_out, residual_in, partials_in, norm_weight, eps, matrix, bias, config, pdl)
 
 
@@ -82,7 +82,7 @@ def swiglu(
     *,
     pdl: bool = False,
 ) -> None:
-    """`silu(gate) * up` of x [M, K], which is normalised already; M is at most 16. Otherwise as `norm_swiglu`."""
+    """`silu(gate) * up` of normalized x [M, K]; M is at most 16. Otherwise as `norm_swiglu`."""
     assert len(x) <= SKINNY_TOKENS
     launch_gemm("swiglu", out, x, matrix, bias, config, pdl=pdl)
 

@@ -1,18 +1,18 @@
-"""Linear layers: `sum(parts) = x @ weight.T + bias`, with sums in float32.
+"""Linear layers: `split_k_partials.sum(0) = x @ weight.T + bias`, with sums in float32.
 
-Who multiplies, by the number of tokens M:
+The implementation depends on the number of tokens M:
 
     M              floats                    codes
     1              vector.py                 vector.py
     2 … 16         skinny.py                 skinny.py
-    17 … 128       cuBLAS                    skinny.py, widening as it reads
-    beyond         cuBLAS                    widened into scratch memory, then cuBLAS
+    17 … 128       cuBLAS                    skinny.py
+    above          cuBLAS                    dequantized into scratch memory, then cuBLAS
 
-Up to 16 tokens a product is bound by the bytes of its weight, and the columns of a matrix of few rows are shared out
-among programs, each of which leaves a part: float32, and summed by who reads them, in their order. Otherwise there is
-one part, of the dtype of x.
+Up to 16 tokens a matmul is bound by the bytes of its weight. If the matrix has few rows, its columns are split among
+programs, each of which writes a float32 split-K partial. The next kernel sums them in order. Otherwise there is one
+partial, of the dtype of x.
 
-Shapes: M tokens, N rows and K columns of a weight, P parts, S samples, V size of the vocabulary, H hidden size.
+Shapes: M tokens, N rows and K columns of a weight, P split-K partials, S samples, V vocabulary size, H hidden size.
 """
 
 from typing import Any
@@ -30,10 +30,10 @@ from pipeline.kernels.triton.launch import INTERPRETED, UPCAST_DOT
 from pipeline.kernels.triton.tuned import CODE_TOKENS, SKINNY_TOKENS, VECTOR_TOKENS, GemmConfig, Op
 
 DEQUANTIZED_VALUES = 1 << 25
-"""Numbers that are widened at once, 64 MiB as bfloat16: enough rows for cuBLAS to be as fast as with all of them."""
+"""Values to dequantize at once, 64 MiB as bfloat16: enough rows for cuBLAS to reach its full speed."""
 
 MAX_STAGE_BYTES = 192 * 1024
-"""Of the shared memory of a program, which may be 227 KiB; sums and operands need some besides."""
+"""Shared memory for tiles in flight. A program may have 227 KiB, but sums and operands need some too."""
 
 DTYPES = {
     torch.bfloat16: triton.language.bfloat16,
@@ -43,19 +43,19 @@ DTYPES = {
 
 
 def num_split_k_partials(matrix: DeviceMatrix, num_tokens: int) -> int:
-    """P of the parts of a product with so many tokens. It does not change while serving."""
+    """P for a matmul with `num_tokens` tokens. It does not change while serving."""
     if num_tokens > SKINNY_TOKENS:
         return 1
     return config_of("linear", matrix, num_tokens).split
 
 
 def split_k_partials_dtype(matrix: DeviceMatrix, num_tokens: int) -> torch.dtype:
-    """That of the parts: float32 where there are several."""
+    """The dtype of the partials: float32 if there are several, else the matrix's."""
     return matrix.dtype if num_split_k_partials(matrix, num_tokens) == 1 else torch.float32
 
 
 def dequantize_scratch(dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Memory that products with codes of many tokens need: one for all matrices, for they come one after the other."""
+    """Scratch memory for matmuls of many tokens with codes. All matrices share it, because they run one by one."""
     return torch.empty(DEQUANTIZED_VALUES, dtype=dtype, device=device)
 
 
@@ -68,10 +68,10 @@ def linear(
     *,
     pdl: bool = False,
 ) -> None:
-    """parts [num_parts, M, N] of `split_k_partials_dtype`, x [M, K] of the matrix's dtype, bias [N] float32 or None.
+    """split_k_partials [P, M, N] of `split_k_partials_dtype`, x [M, K] of the matrix's dtype, bias [N] float32 or None.
 
-    `wide` is `dequantize_scratch`; without it, codes are multiplied by our own product whatever the number of tokens.
-    With `pdl`, programs of our own may start while the launch before this one ends (programmatic dependent launch).
+    `wide` is `dequantize_scratch`; without it, our own kernels multiply codes for any number of tokens. With `pdl`, our
+    own kernels may start while the previous launch ends (programmatic dependent launch).
     """
     num_tokens = len(x)
     if num_tokens <= SKINNY_TOKENS or (matrix.form != "float" and (num_tokens <= CODE_TOKENS or wide is None)):
@@ -100,12 +100,12 @@ def logits(out: Tensor, x: Tensor, matrix: DeviceMatrix) -> None:
         torch.mm(x, matrix.values.t(), out=out)
     elif out.is_cuda:
         torch.ops.aten.mm.dtype_out(x, matrix.values.t(), torch.float32, out=out)
-    else:  # torch has no such product for a CPU
+    else:  # torch has no such matmul on a CPU
         torch.mm(x.float(), matrix.values.float().t(), out=out)
 
 
 def config_of(op: Op, matrix: DeviceMatrix, num_tokens: int) -> GemmConfig:
-    """How a product of our own is launched."""
+    """The launch configuration of our own matmul."""
     return tuned.choose(
         op,
         num_tokens=num_tokens,
@@ -126,7 +126,7 @@ def launch_gemm(
     *,
     pdl: bool = False,
 ) -> None:
-    """A product of our own. out [P, M, N], or [M, N / 2] with op "swiglu"; P is `config.split`."""
+    """Launch our own matmul. out [P, M, N], or [M, N / 2] with op "swiglu"; P is `config.split`."""
     launch(op, out, x, x, x, x, 0, 0.0, matrix, bias, len(x), config, norm=False, pdl=pdl)
 
 
@@ -147,7 +147,7 @@ def launch(
     norm: bool,
     pdl: bool,
 ) -> None:
-    """Every launch of vector.py and skinny.py; for tensors that are not read, any stand in."""
+    """Launch vector.py or skinny.py. Unused tensor arguments get any tensor."""
     config = config or config_of(op, matrix, num_tokens)
     num_rows = matrix.num_rows // 2 if op == "swiglu" else matrix.num_rows
     tiles = triton.cdiv(num_rows, config.block_n)
@@ -195,7 +195,7 @@ def launch(
 
 
 def _num_stages(config: GemmConfig, op: Op, matrix: DeviceMatrix, num_partials_in: int) -> int:
-    """Of a product with its own norm: what it norms is kept in stages as well, as float32, residual and parts."""
+    """Stages of a matmul with a fused norm, whose stages also hold residual and partials in float32."""
     halves = 2 if op == "swiglu" else 1
     weight_bytes = tuned.bytes_of_columns(matrix.format, config.block_k) * config.block_n * halves
     hidden_bytes = 4 * config.block_k * (config.block_m * (1 + num_partials_in) + 1)

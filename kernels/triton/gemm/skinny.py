@@ -1,12 +1,12 @@
-"""Products of few tokens on tensor cores: weights stream by once, and are multiplied with up to T tokens as they do.
+"""Matmuls of few tokens on tensor cores: weights are read once and multiplied with up to T tokens.
 
-The tile of weights is the left operand: its rows fill a tensor core's 64 (or 16) whatever the number of tokens, which
-stand on the right and may be as few as 8. Floats come by asynchronous copies into shared memory, several tiles ahead,
-and are multiplied from there. Codes come the same way; each thread widens what it multiplies in registers.
+The tile of weights is the left operand: its rows fill a tensor core's 64 (or 16) rows for any number of tokens. Tokens
+are on the right and may be as few as 8. Floats are copied asynchronously into shared memory, several tiles ahead, and
+multiplied from there. So are codes; each thread dequantizes its operands in registers.
 
-One program makes BLOCK_N rows of a share of their columns: with few rows there would be too few programs to keep the
-memory busy. Each share leaves a part, and who reads the parts sums them (norm.py). With GATED a program has rows of
-both halves and finishes them itself, so the columns can't be shared out.
+A program computes BLOCK_N rows over a part of their columns, because few rows would give too few programs to keep the
+memory busy. Each part is a split-K partial, and the next kernel sums them (norm.py). With SWIGLU a program has rows of
+both halves and completes them itself, so the columns can't be split.
 
 Shapes: M tokens, N rows, K columns, T = BLOCK_M tokens of a program.
 """
@@ -54,8 +54,8 @@ def skinny_gemm(
 ):
     """out [SPLIT, M, N] = x [M, K] · values [N, K]ᵀ, or silu(first half) * second half of it.
 
-    Grid (cdiv(N, BLOCK_N), SPLIT, cdiv(M, BLOCK_M)). NORM and the like: see `input_at`; there BLOCK_M is M or more.
-    DTYPE is that of the operands.
+    Grid (cdiv(N, BLOCK_N), SPLIT, cdiv(M, BLOCK_M)). For NORM see `input_at`; BLOCK_M is then at least M. DTYPE is that
+    of the operands.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -65,7 +65,7 @@ def skinny_gemm(
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     weight_rows = weight_rows_of(tl.program_id(0), tl.arange(0, ROWS), N, BLOCK_N, SWIGLU)
     tokens = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    # Beyond the last token, the last one again: no mask then stands in the way of wide loads.
+    # Padding repeats the last token, because a mask would prevent wide loads.
     some_tokens = tl.minimum(tokens, num_tokens - 1)
     PROGRAMS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -74,9 +74,9 @@ def skinny_gemm(
 
     HALF: tl.constexpr = GROUP // 2 if PACKED else BLOCK_K
     WIDTH: tl.constexpr = BLOCK_K // 2 if PACKED else BLOCK_K
-    """Bytes of a tile's row, or numbers."""
+    """Bytes (or floats) of a tile's row."""
     places = tl.arange(0, WIDTH)
-    # The column of a byte's low half; that of its high half is half a group further on.
+    # The column of a byte's low half; that of its high half is half a group later.
     low_columns = places // HALF * GROUP + places % HALF if PACKED else places
     long_rows = weight_rows.to(tl.int64)[:, None]
     ROW: tl.constexpr = K if GROUP == 0 else STRIDE
@@ -114,7 +114,7 @@ def skinny_gemm(
             DTYPE, UPCAST,
         )  # fmt: skip
     if NORM:
-        if SPLIT > 1:  # this program has seen a share of the squares only
+        if SPLIT > 1:  # this program has only a part of the squares
             all_places = tl.arange(0, BLOCK_K)
             total = tl.zeros([BLOCK_K, BLOCK_M], tl.float32)
             for k in range(0, K, BLOCK_K):
@@ -128,7 +128,7 @@ def skinny_gemm(
         else:
             mean = tl.sum(squares, axis=0) / K
         sums *= (1.0 / tl.sqrt(mean + eps))[None, :]
-    if HAS_BIAS:  # once: with the first part
+    if HAS_BIAS:  # only in the first partial
         sums += tl.load(bias + weight_rows)[:, None] * (split == 0).to(tl.float32)
     if SWIGLU:
         gate, up = tl.split(tl.permute(tl.reshape(sums, [BLOCK_N, 2, BLOCK_M]), (0, 2, 1)))
@@ -156,7 +156,7 @@ def _multiply(
     DTYPE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """sums [n, T] + tile [n, W] · factors [W, T]; for halves of bytes also · high_factors."""
+    """sums [n, T] + tile [n, W] · factors [W, T]; for half bytes also · high_factors."""
     DOT: tl.constexpr = tl.float32 if UPCAST else DTYPE
     low = factors.to(DTYPE).to(DOT)
     if GROUP == 0:
@@ -179,7 +179,7 @@ def _multiply(
             numbers = _scaled(code_to_float(wide >> 4), scale, least, GROUPS, True).to(DTYPE).to(DOT)
             sums = tl.dot(numbers, high_factors.to(DTYPE).to(DOT), sums, input_precision="ieee")
         else:
-            # As above, with a constant so large that it is taken off before anything is multiplied.
+            # As above, but the constant is so large that it is subtracted before multiplying.
             wide = (tile.to(tl.int32) + 128) << 8
             codes = (wide | 0x47000000).to(tl.float32, bitcast=True) - 32896.0
             numbers = _scaled(codes, scale, least, GROUPS, HAS_MINIMUMS).to(DTYPE).to(DOT)
@@ -196,7 +196,7 @@ def _scaled(numbers, scale, least, GROUPS: tl.constexpr, HAS_MINIMUMS: tl.conste
         numbers = numbers * scale
         if HAS_MINIMUMS:
             numbers += least
-    else:  # several groups in a tile: scales are spread over their columns
+    else:  # several groups in a tile: expand the scales to columns
         numbers = tl.reshape(numbers, [n, GROUPS, W // GROUPS]) * scale[:, :, None]
         if HAS_MINIMUMS:
             numbers += least[:, :, None]

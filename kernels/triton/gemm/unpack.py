@@ -1,17 +1,17 @@
-"""Codes to floats without conversions, of which a multiprocessor does few in a cycle.
+"""Converts codes to floats without conversion instructions, which have a low throughput.
 
-The bits of a code are put into those of a float that is a power of two large enough to hold it: 128 + q has the bits of
-128 with q in the upper bits of its fraction. The constant is left in, and taken off later.
+The bits of a code are inserted into those of a power of two: 128 + q has the bits of 128 with q in the upper bits of
+its fraction. The constant stays in the number and is subtracted later.
 
-Codes are read as words of four bytes: as bytes, they would be taken apart by the compiler and put together again. With
-ASM a code is taken out of its word by one instruction (prmt); the interpreter has no assembler and takes the long way.
+Codes are read as words of four bytes, because the compiler would split and reassemble bytes. With ASM one instruction
+(prmt) extracts a code from its word. The interpreter has no assembler and uses shifts and masks.
 """
 
 import triton
 import triton.language as tl
 
 EXCESS = tl.constexpr(128)
-"""What `halves_to_floats` and `code_to_float` leave in."""
+"""The constant in the results of `halves_to_floats` and `code_to_float`."""
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def bytes_to_floats(words, ASM: tl.constexpr):
             is_pure=True,
             pack=1,
         )
-        # 2^15 + 128 would cost digits of the sums: they go at once.
+        # Subtract 2^15 + 128 at once: it would cost precision in the sums.
         codes = _in_order(b0, b1, b2, b3) - 32896.0
     else:
         codes = _in_order(words << 24, words << 16, words << 8, words)
@@ -80,7 +80,7 @@ def code_to_float(code):
 
 @triton.jit
 def _in_order(a, b, c, d):
-    """Four tensors [n, g, w] → [n, g, 4w], one of each in turn. They stay in their threads."""
+    """Interleave four tensors [n, g, w] → [n, g, 4w]. Elements stay in their threads."""
     joined = tl.join(tl.join(a, c), tl.join(b, d))
     n: tl.constexpr = a.shape[0]
     g: tl.constexpr = a.shape[1]

@@ -1,14 +1,15 @@
-"""Products of one token: a matrix times a vector, summed as it streams by.
+"""Matrix-vector products, for one token.
 
-A program makes BLOCK_N rows, and of their columns a share where SPLIT is more than 1. It walks along them a tile at a
-time: the next tile's loads are on their way, 16 bytes a thread, while the one that came is multiplied, so that a
-program has a tile or two in flight all along and a multiprocessor several programs. On an H100 about 40 KiB in flight
-for each multiprocessor are needed to keep its memory busy (3.3 TB/s at less than 1 µs, on 132 of them). Programs that
-are all there at once share the bandwidth and end together; so their number need not be a multiple of anything.
-Weights are the first to leave the caches: what they are multiplied with is read again by the next program.
+A program computes BLOCK_N rows, and with SPLIT > 1 only a part of their columns. It goes through them tile by tile.
+While it multiplies one tile, it loads the next, 16 bytes per thread, so that a program always has a tile or two in
+flight and a multiprocessor has several programs. An H100 needs about 40 KiB in flight per multiprocessor to keep its
+memory busy (3.3 TB/s at less than 1 µs, 132 multiprocessors). Programs that run at the same time share the bandwidth
+and end together, so their number need not be a multiple of anything.
 
-What is asked of the processors: with floats 2 instructions a weight, with 4 bits about 3 (unpack.py), where memory
-brings in 7 and 29 weights a cycle and multiprocessor, which issues 128. (Counted in machine code, not measured.)
+Weights are evicted first from the caches, because the next program reads the activations again.
+
+Floats take 2 instructions per weight, 4 bits about 3 (unpack.py). Memory delivers 7 and 29 weights per cycle to a
+multiprocessor, which issues 128 instructions. (Counted in machine code, not measured.)
 """
 
 import triton
@@ -19,7 +20,7 @@ from pipeline.kernels.triton.inputs import input_at, weight_rows_of
 from pipeline.kernels.triton.swiglu import silu
 
 LANES = tl.constexpr(8)
-"""Neighbours that one thread holds of a row of floats: it sums them itself, before anything is kept."""
+"""Adjacent floats of a row that one thread holds and sums itself."""
 
 
 @triton.jit
@@ -53,8 +54,8 @@ def gemv(
 ):
     """out [SPLIT, N] = values [N, K] · x [K]. Grid (cdiv(N, BLOCK_N), SPLIT).
 
-    NORM and the like: see `input_at`; then `out` is that of the normalised x. GATED: values are [2N, K], and out is
-    silu(first half) * second half; SPLIT is 1.
+    With NORM (see `input_at`), x is normalized first. With SWIGLU, values are [2N, K] and out is silu(first half) *
+    second half; SPLIT is 1.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -77,7 +78,7 @@ def gemv(
             GROUP, ZERO, PACKED, HAS_MINIMUMS, NORM, NUM_PARTIALS, SWIGLU, BLOCK_N, BLOCK_K, PDL, ASM,
         )  # fmt: skip
     if NORM:
-        if SPLIT > 1:  # this program has seen a share of the squares only
+        if SPLIT > 1:  # this program has only a part of the squares
             squares = tl.zeros([BLOCK_K], tl.float32)
             for k in range(0, K, BLOCK_K):
                 columns = k + tl.arange(0, BLOCK_K)
@@ -97,7 +98,7 @@ def gemv(
                 )
                 squares += hidden * hidden
         sums *= 1.0 / tl.sqrt(tl.sum(squares, axis=0) / K + eps)
-    if HAS_BIAS:  # once: with the first part
+    if HAS_BIAS:  # only in the first partial
         sums += tl.load(bias + weight_rows) * (split == 0).to(tl.float32)
     if SWIGLU:
         gate, up = tl.split(tl.reshape(sums, [BLOCK_N, 2]))
@@ -129,7 +130,7 @@ def _floats(
     sums = tl.zeros([ROWS, BLOCK_K // LANES], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
     tile = tl.load(pointers + begin, mask=(begin + places < K)[None, :], other=0.0, eviction_policy="evict_first")
-    if PDL:  # weights were there before the launch before this one; everything else may come from it
+    if PDL:  # everything but the weights may come from the previous launch
         tl.extra.cuda.gdc_wait()
     for step in range(SHARE):
         k = begin + step * BLOCK_K
@@ -174,11 +175,11 @@ def _codes(
     PDL: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """The same of codes, of which `values` are words of four bytes: a tile is [rows, groups, words of a group], and
-    sums are scaled by group.
+    """The same for codes. `values` are words of four bytes; a tile is [rows, groups, words of a group], and sums are
+    scaled by group.
 
-    Rows are dealt out to four tiles, so that a thread takes what they are multiplied with from shared memory, and
-    widens it, once for four of its rows; in one tile the compiler would have it do so for each.
+    Rows are distributed over four tiles, so that a thread loads and converts activations from shared memory once for
+    four of its rows. With one tile the compiler would repeat that for each row.
     """
     QUARTER: tl.constexpr = (2 * BLOCK_N if SWIGLU else BLOCK_N) // 4
     BYTES: tl.constexpr = GROUP // 2 if PACKED else GROUP
@@ -267,7 +268,7 @@ def _words_at(values, rows, words, there, STRIDE: tl.constexpr):
 
 @triton.jit
 def _group_sums(tile, factors, PACKED: tl.constexpr, ASM: tl.constexpr):
-    """tile [n, GROUPS, WORDS], factors [GROUPS, BYTES] → [n, GROUPS]; halves of bytes are too large by EXCESS."""
+    """tile [n, GROUPS, WORDS], factors [GROUPS, BYTES] → [n, GROUPS]; half bytes are too large by EXCESS."""
     codes = halves_to_floats(tile, ASM) if PACKED else bytes_to_floats(tile, ASM)
     return tl.sum(codes * factors[None, :, :], axis=2)
 
@@ -285,7 +286,7 @@ def _scaled(
     PACKED: tl.constexpr,
     HAS_MINIMUMS: tl.constexpr,
 ):
-    """Sums of groups [n, GROUPS] of codes become those of numbers; `total` [GROUPS] are sums of their factors."""
+    """Convert sums of codes by group [n, GROUPS] to sums of weights; `total` [GROUPS] are the sums of the factors."""
     at = rows[:, None] * NUM_GROUPS + groups[None, :]
     there = (groups < NUM_GROUPS)[None, :]
     if PACKED:

@@ -1,7 +1,7 @@
-"""What top_k, top_p and min_p leave of a row on the GPU, and the draw among it; functions to be called by kernels.
+"""Sampling of a row with top_k, top_p and min_p on the GPU: device functions.
 
-The order is that of kernels/sample.py: min_p, top_k, top_p, each over what the one before left. Each of them cuts off
-everything below some logit, so what has been cut is one number.
+The order is that of kernels/sample.py: min_p, top_k, top_p, each applied to the ids that the previous one keeps. Each
+cuts everything below some logit, so the state is a single threshold.
 """
 
 import triton
@@ -26,7 +26,7 @@ _INF, _LOWEST = tl.constexpr(float("inf")), tl.constexpr(-3.4028234663852886e38)
 
 @triton.jit
 def is_filtered(row):
-    """Whether fewer ids than all are drawn from for a row with these parameters."""
+    """Whether a row has top_k, top_p or min_p."""
     cut = (tl.load(row + f.TOP_K) > 0) | (f.float_at(row + f.TOP_P) < 1) | (f.float_at(row + f.MIN_P) > 0)
     return cut & (f.float_at(row + f.TEMPERATURE) >= _COLD)
 
@@ -45,7 +45,7 @@ def sample_filtered(
     STRIPS: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """The id of a row of logits [VOCAB], of which the softmax's weights are `total`."""
+    """Sample an id from a row of logits [VOCAB], whose softmax weights sum to `total`."""
     places = tl.arange(0, PADDED)
     strip_tops = tl.load(tops + places, mask=places < STRIPS, other=-_INF)
     low = code_of(tl.full([], _LOWEST, tl.float32)).to(tl.int64)
@@ -54,7 +54,7 @@ def sample_filtered(
     is_cut = (min_p > 0) | (num_wanted > 0)
     if min_p > 0:
         low = tl.maximum(low, code_of(top + temperature * tl.log(min_p)).to(tl.int64))
-    # top_k, then top_p: one after the other through the same code.
+    # top_k, then top_p, in the same code.
     for turn in range(2):
         weighted = turn == 1
         wanted = tl.where(weighted, top_p, num_wanted)
@@ -62,8 +62,8 @@ def sample_filtered(
             if weighted:
                 if is_cut:
                     total = _weigh(logits, strip_tops, strips, low, top, temperature, VOCAB, STRIPS)
-                # Logits whose weights are below a V-th of what may go would hold less than that together, so they are
-                # not in the nucleus. The hundredth is for rounding.
+                # Logits with weights below a V-th of the mass that may be cut have less than that mass together, so
+                # they are not in the nucleus. The hundredth allows for rounding.
                 rare = top + temperature * tl.log(0.99 * (1 - top_p) * total / VOCAB)
                 low = tl.maximum(low, code_of(rare).to(tl.int64))
                 wanted = top_p * total
@@ -76,7 +76,7 @@ def sample_filtered(
 
 @triton.jit
 def _weigh(logits, tops, strips, low, top, temperature, VOCAB: tl.constexpr, STRIPS: tl.constexpr):
-    """What a row's values from `low` up weigh."""
+    """Sum of the weights of a row's values from `low` up."""
     num_strips = list_strips(strips, tops, low, STRIPS)
     total = 0.0
     for begin in range(0, num_strips, TILE_STRIPS):

@@ -1,12 +1,10 @@
-"""What changes logits before an id is drawn, on the GPU, in place: meanings and order are those of
-kernels/logits_processors.py.
+"""Logits processors on the GPU, in place; kernels/logits_processors.py defines their meaning and order.
 
-    _mask    blocks of the vocabulary × samples: what a grammar does not allow, and what is not among the allowed ids
-    _lists   a program a sample: bad words · no end before min_tokens · bias · penalties
+    _mask    one program per sample and block of the vocabulary: grammar mask · allowed ids
+    _lists   one program per sample: bad words · no end before min_tokens · bias · penalties
 
-Both pass over samples that want nothing of it, and over rows that have ended; neither reads logits that it does not
-change. Ids that are several times in a row are counted in memory that is zero before and after, and the one that finds
-a count changes the logit.
+Both skip samples without logits processors and ended rows, and read only the logits that they change. Repeated ids are
+counted in memory that is zero before and after. The first program lane that finds a count changes the logit.
 
 Shapes: S samples, V vocabulary, W = ceil(V / 32) words of a mask, R rows, L max_model_len.
 """
@@ -20,24 +18,24 @@ from pipeline.kernels.logits_processors import num_words
 from pipeline.kernels.triton import fields as f
 
 MASK_WORDS = 64
-"""Of a program: 2048 logits."""
+"""Words of a mask per program: 2048 logits."""
 TILE = 1024
-"""Ids of a list that are looked at together."""
+"""Ids of a list that are processed together."""
 RUN = 32
 """Ids of a bad word that are compared together."""
 
 _MASK_WORDS, _TILE, _RUN = tl.constexpr(MASK_WORDS), tl.constexpr(TILE), tl.constexpr(RUN)
 _KNOWN = tl.constexpr(1 << 30)
-"""Beside its count: an id is in the prompt."""
+"""Bit beside the count of an id that is in the prompt."""
 _INF = tl.constexpr(float("inf"))
 
 
 class LogitsProcessorScratch:
-    """Used by one call at a time."""
+    """Scratch memory; one call at a time uses it."""
 
     def __init__(self, max_samples: int, vocab_size: int, device: torch.device | str) -> None:
         self.counts = torch.zeros(max_samples, vocab_size, dtype=torch.int32, device=device)
-        """[S, V]; how often each id is in the output. Zeros between two calls."""
+        """[S, V]; how often each id is in the output. Zero between calls."""
 
 
 def apply_logits_processors(
@@ -50,16 +48,16 @@ def apply_logits_processors(
     masked: Tensor | None,
     scratch: LogitsProcessorScratch,
 ) -> None:
-    """Change logits [S, V] float32 by the rows' logits processors and known ids.
+    """Apply the rows' logits processors to logits [S, V] float32, in place.
 
-    params and ids [R, L] are as in `RowState`, their lists are in `list_memory` (int32); sample_rows [S] int32. masks
-    [S, W] int32 are what grammars allow, and masked [S] int32 is 1 where there is one; both are None in a step without.
+    params and ids [R, L] are those of `RowState`, with lists in `list_memory` (int32); sample_rows [S] int32. masks
+    [S, W] int32 are the grammar masks, and masked [S] int32 is 1 for samples with a mask; None without grammars.
     """
     num, vocab_size = len(sample_rows), scratch.counts.shape[1]
     assert logits.shape[1] == vocab_size and num <= len(scratch.counts) and logits.stride(1) == 1
     words = num_words(vocab_size)
     has_masks = masks is not None and masked is not None
-    # A tensor that is not read stands for one that isn't there.
+    # Any tensor replaces a missing one; it is not read.
     mask_arguments = (masks, masked) if has_masks else (list_memory, list_memory)
     mask_stride = masks.stride(0) if masks is not None else 0
     _mask[(triton.cdiv(words, MASK_WORDS), num)](
@@ -158,7 +156,7 @@ def _lists(
                 must_end = _allows_only(masks + sample * MASK_STRIDE, enders, num_enders, WORDS)
             if must_end == 0:
                 _forbid(logits, enders, num_enders)
-        # From here on logits are read, by other threads than those that wrote them.
+        # From here on, threads read logits that other threads wrote.
         tl.debug_barrier()
         _bias(logits, list_memory + tl.load(row + f.BIAS_AT), tl.load(row + f.NUM_BIAS))
         tl.debug_barrier()
@@ -167,7 +165,7 @@ def _lists(
 
 @triton.jit
 def _forbid_runs(logits, runs, num_runs, ids, num_ids, num_output):
-    """Set the logit of each bad word's last id to -inf where the output ends with its other ids."""
+    """Set the logit of each bad word's last id to -inf if the output ends with its other ids."""
     places = tl.arange(0, _RUN)
     for _ in range(num_runs):
         num_before = tl.load(runs) - 1
@@ -193,7 +191,7 @@ def _forbid(logits, ids, num):
 
 @triton.jit
 def _allows_only(mask, ids, num, WORDS: tl.constexpr):
-    """Whether a mask allows nothing but some of these ids, each of which is there once."""
+    """Whether a mask allows only ids of this list, which has no duplicates."""
     num_others = 0
     for begin in range(0, WORDS, _TILE):
         places = begin + tl.arange(0, _TILE)
@@ -208,7 +206,7 @@ def _allows_only(mask, ids, num, WORDS: tl.constexpr):
 
 @triton.jit
 def _num_bits(words):
-    """How many bits of each int32 are set (Warren, "Hacker's Delight", 5-1)."""
+    """Number of set bits in each int32 (Warren, "Hacker's Delight", 5-1)."""
     words = words.to(tl.uint32, bitcast=True)
     words = words - ((words >> 1) & 0x55555555)
     words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
@@ -219,7 +217,7 @@ def _num_bits(words):
 
 @triton.jit
 def _bias(logits, bias, num):
-    """Add the values behind the `num` ids, each of which is there once."""
+    """Add the values that follow the `num` ids, which have no duplicates."""
     for begin in range(0, num, _TILE):
         places = begin + tl.arange(0, _TILE)
         token = tl.load(bias + places, mask=places < num, other=0)
@@ -230,7 +228,7 @@ def _bias(logits, bias, num):
 
 @triton.jit
 def _penalize(logits, counts, ids, num_prompt, num_ids, row, VOCAB: tl.constexpr):
-    """As kernels/penalties.py."""
+    """Apply the penalties of kernels/penalties.py."""
     repetition, presence = f.float_at(row + f.REPETITION), f.float_at(row + f.PRESENCE)
     frequency = f.float_at(row + f.FREQUENCY)
     if (repetition != 1) | (presence != 0) | (frequency != 0):
@@ -248,7 +246,7 @@ def _penalize(logits, counts, ids, num_prompt, num_ids, row, VOCAB: tl.constexpr
             places = begin + tl.arange(0, _TILE)
             token = tl.load(ids + places, mask=places < num_ids, other=-1)
             inside = (token >= 0) & (token < VOCAB)
-            # Of several places with one id, one finds the count; it leaves a zero for the next call.
+            # Of several lanes with the same id, one finds the count; it leaves zero for the next call.
             found = tl.atomic_xchg(counts + token, tl.zeros((_TILE,), tl.int32), mask=inside, sem="relaxed")
             is_first = inside & (found != 0)
             num_said = found & (_KNOWN - 1)

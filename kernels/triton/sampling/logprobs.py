@@ -1,18 +1,15 @@
-"""Records of ids on the GPU, as kernels/logprobs.py: log probabilities by the logits as the model has left them, and
-the likeliest ids with theirs.
+"""Logprobs on the GPU, as in kernels/logprobs.py: log probabilities by the model's own logits, and the top ids.
 
-Logits are shaped in place and an id is drawn behind that, so a record is made in two turns: `top_logprobs` before the
-logits are shaped, `token_logprobs` when the ids are there. What `token_logprobs` needs of the logits is one of each
-row. It is still there where nothing shapes them; where something does, `top_logprobs` keeps a copy of the rows that
-have records.
+Logits processors modify the logits in place before sampling, so logprobs need two launches: `top_logprobs` before
+that, and `token_logprobs` when the ids are known. The latter needs one logit per row. If logits processors run,
+`top_logprobs` keeps a copy of the rows with logprobs.
 
-    logits ──_block_stats──► blocks' and strips' largest, weights ──_top_logprobs──► normalizer, likeliest ids
-                                                               given ids ──_given_logprobs──► instead of the likeliest
+    logits ──_block_stats──► blocks' and strips' largest, weights ──_top_logprobs──► normalizer, top ids
+                                                                     given ids ──_given_logprobs──► instead of top ids
                                                         ids, logits or copy ──_token_logprobs──► the ids' own
 
-A record is a row of words: its id's log probability (float32), room for `most` ids (int32), and for as many log
-probabilities. A sample that asks for fewer fills the first of each, one that asks for more gets `most`. Behind the last
-id of the vocabulary come -1, with -inf.
+A record is a row of words: its id's log probability (float32), `most` ids (int32), and `most` log probabilities. A
+sample that requests fewer fills the first of each; one that requests more gets `most`. Missing ids are -1, with -inf.
 
 Shapes: S samples, V vocabulary.
 """
@@ -36,19 +33,19 @@ from pipeline.kernels.triton.sampling.threshold import (
 )
 
 FEW = 32
-"""Likeliest ids of a program that is compiled for few."""
+"""Top ids in the variant for few."""
 RANKED = 8
-"""Ids that all others are compared with at a time."""
+"""Ids that are compared with all others at a time."""
 SAMPLES = 32
-"""Of a program that looks up ids."""
+"""Samples per program of `_token_logprobs`."""
 
 _STRIP, _MAX_COLLECTED, _RANKED = tl.constexpr(STRIP), tl.constexpr(MAX_COLLECTED), tl.constexpr(RANKED)
 _INF = tl.constexpr(float("inf"))
 
 
 class LogprobScratch:
-    """What the two turns tell each other, of up to `max_samples` with up to `max_top` likeliest ids. With `keeps` there
-    is memory for copies of logits, as large as these."""
+    """Memory between the two launches, for up to `max_samples` samples with up to `max_top` top ids. With `keeps` it
+    has room for a copy of the logits."""
 
     def __init__(
         self, max_samples: int, vocab_size: int, max_top: int, device: torch.device | str, *, keeps: bool = True
@@ -64,26 +61,26 @@ class LogprobScratch:
         self.num_strips = self.num_blocks * (BLOCK // STRIP)
         self.largest = floats(self.num_blocks)
         self.weights = floats(self.num_blocks)
-        """Sums of the softmax's weights, each block's largest being 1."""
+        """Sums of the softmax weights, relative to each block's largest."""
         self.tops = floats(self.num_strips)
-        """The strips' largest."""
+        """The largest logit of each strip."""
         self.strips = ints(self.num_strips)
         self.collected = floats(MAX_COLLECTED)
         self.max_top = max_top
         self.found_ids = ints(next_power_of_2(max(max_top, FEW)))
         self.found = floats(next_power_of_2(max(max_top, FEW)))
         self.normalizers = floats(2)
-        """The largest logit, and the logarithm of the sum of all weights, its being 1."""
+        """The largest logit, and the logarithm of the sum of all weights relative to it."""
         self.kept = floats(vocab_size if keeps else 0)
-        """[S, V]; the logits of samples with records, as `top_logprobs` has seen them"""
+        """[S, V]; the logits of samples with logprobs, before logits processors"""
 
 
 def top_logprobs(
     out: Tensor, logits: Tensor, num_top: Tensor, max_top: int, scratch: LogprobScratch, *, keep: bool
 ) -> None:
-    """Leave in out [S, 1 + 2 most] int32 all of each record but its first word. logits [S, V] float32; num_top [S]
-    int32 is the number of likeliest ids in each sample's record, at most `max_top`; -1 for no record: its words are
-    left alone. With `keep`, `token_logprobs` will find the logits in `scratch.kept`."""
+    """Write all of each record in out [S, 1 + 2 most] int32 except its first word. logits [S, V] float32. num_top [S]
+    int32 is the number of top ids of each sample, at most `max_top`; -1 for no logprobs, whose words are not written.
+    With `keep`, the logits are copied to `scratch.kept`."""
     num, most = len(num_top), (out.shape[1] - 1) // 2
     assert logits.shape[1] == scratch.vocab_size and num <= len(scratch.found) and logits.stride(1) == 1
     assert max_top <= min(most, scratch.max_top) and (not keep or scratch.kept.shape[1] == scratch.vocab_size)
@@ -107,7 +104,7 @@ def top_logprobs(
         next_power_of_2(scratch.num_blocks),
         scratch.num_strips,
         next_power_of_2(scratch.num_strips),
-        # Two variants, whatever is asked for.
+        # Only two variants, for any request.
         FEW if max_top <= FEW else scratch.found.shape[1],
         scratch.found.shape[1],
         num_warps=16,
@@ -115,8 +112,8 @@ def top_logprobs(
 
 
 def given_logprobs(out: Tensor, logits: Tensor, given: Tensor, scratch: LogprobScratch) -> None:
-    """Leave ids and log probabilities of given ids in out [S, 1 + 2 most] int32, behind `top_logprobs` of the same
-    logits [S, V]. given [S, G] int32, G at most `most`; -1 ends a sample's ids."""
+    """Write given ids and their log probabilities to out [S, 1 + 2 most] int32. Call it after `top_logprobs`, with the
+    same logits [S, V]. given [S, G] int32, with G at most `most`; -1 ends a sample's ids."""
     num, num_given = given.shape
     _given_logprobs[(num, triton.cdiv(num_given, SAMPLES))](
         *(out, scratch.normalizers, logits, given, num_given, out.stride(0), (out.shape[1] - 1) // 2),
@@ -127,8 +124,8 @@ def given_logprobs(out: Tensor, logits: Tensor, given: Tensor, scratch: LogprobS
 
 
 def token_logprobs(out: Tensor, logits: Tensor, ids: Tensor, num_top: Tensor, scratch: LogprobScratch) -> None:
-    """Leave the first word of each record: the log probability of ids [S] int32, behind `top_logprobs`. logits [S, V]
-    are those that it has seen, or `scratch.kept`. Ids below 0 have none."""
+    """Write the first word of each record: the log probability of ids [S] int32. Call it after `top_logprobs`, with the
+    same logits [S, V] or with `scratch.kept`. Ids below 0 are skipped."""
     num = len(num_top)
     _token_logprobs[(triton.cdiv(num, SAMPLES),)](
         *(out, scratch.normalizers, logits, ids, num_top, num, out.stride(0)),
@@ -140,7 +137,7 @@ def token_logprobs(out: Tensor, logits: Tensor, ids: Tensor, num_top: Tensor, sc
 
 @triton.jit
 def _logprob(logit, top, log_total):
-    """Of an id with this logit, which is not NaN. Where the largest is infinite, 0 for its ids and -inf for others."""
+    """Log probability of an id with this logit, which is not NaN. If `top` is infinite, 0 for its ids, else -inf."""
     is_finite = (top > -_INF) & (top < _INF)
     return tl.where(is_finite, (logit - top) - log_total, tl.where(logit == top, 0.0, -_INF))
 
@@ -169,7 +166,7 @@ def _block_stats(
         top = tl.max(logit, 0)
         at = sample * BLOCKS + block
         tl.store(largest + at, top)
-        # Without meaning where the largest is infinite; it is not read then.
+        # Undefined if the largest is infinite; it is not read then.
         tl.store(weights + at, tl.sum(tl.exp(logit - top), 0))
         strip = at * (BLOCK // _STRIP) + tl.arange(0, BLOCK // _STRIP)
         tl.store(tops + strip, tl.max(tl.reshape(logit, (BLOCK // _STRIP, _STRIP)), 1))
@@ -236,7 +233,7 @@ def _find(
     STRIPS: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Write the `num` likeliest ids, in no order, and their logits. Of those that are equal to the last, the lowest."""
+    """Write the `num` top ids, unordered, and their logits. Ties at the threshold go to the lowest ids."""
     places = tl.arange(0, PADDED)
     strip_tops = tl.load(tops + places, mask=places < STRIPS, other=-_INF)
     low = code_of(tl.full([], -_INF, tl.float32)).to(tl.int64)
@@ -244,7 +241,7 @@ def _find(
     least = value_of(low)
     num_strips = list_strips(strips, strip_tops, low, STRIPS)
     num_found = 0
-    # Fewer than `num` are above it; of those at it the lowest ids fill up.
+    # Fewer than `num` are above the threshold; the lowest ids at it fill up.
     for turn in range(2):
         for begin in range(0, num_strips, TILE_STRIPS):
             values, ids, there = load_strips(logits, strips, begin, num_strips, VOCAB)
@@ -259,11 +256,11 @@ def _find(
 
 @triton.jit
 def _write_ranked(out, found, found_ids, wanted, num, top, log_total, most, PADDED: tl.constexpr):
-    """Write `num` ids and their log probabilities, likeliest first, and behind them what stands for none."""
+    """Write `num` ids and their log probabilities, likeliest first, and fill the rest with -1 and -inf."""
     places = tl.arange(0, PADDED)
     values = tl.load(found + places, mask=places < num, other=-_INF)
     ids = tl.load(found_ids + places, mask=places < num, other=-1)
-    # Each one's place is the number of those before it.
+    # An id's rank is the number of ids before it.
     rank = tl.zeros((PADDED,), tl.int32)
     for begin in range(0, num, _RANKED):
         others = begin + tl.arange(0, _RANKED)

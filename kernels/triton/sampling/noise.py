@@ -1,7 +1,6 @@
-"""The noise of kernels/noise.py on the GPU: the same keys and the same integers, bit for bit.
+"""The noise of kernels/noise.py on the GPU, as device functions: the same keys and the same integers, bit for bit.
 
-Only functions to be called by kernels. Logarithms are computed as an order of candidates needs them: of nearly equal
-ones another may win than in torch.
+Logarithms are less exact than in torch, so among nearly equal candidates another one may win.
 """
 
 import triton
@@ -22,7 +21,8 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def noise_key(low, high, position):
-    """The key of the draw at `position` of a sequence, whose key's halves are int32. Returns two uint32."""
+    """The key of the sample at `position` of a sequence. `low` and `high` are the halves of its key, int32. Returns two
+    uint32."""
     key = (high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | low.to(tl.uint32, bitcast=True).to(tl.uint64)
     z = (key ^ position.to(tl.uint64)) + tl.full([], _GOLDEN, tl.uint64)
     z = (z ^ (z >> 30)) * tl.full([], _MIX_1, tl.uint64)
@@ -33,7 +33,7 @@ def noise_key(low, high, position):
 
 @triton.jit
 def noise_bits(low, high, ids):
-    """31 random bits for each of `ids` int32, by a draw's key; int32."""
+    """31 random bits, int32, for each of `ids` int32, from a sample's key."""
     bits = _mix(_mix(ids.to(tl.uint32, bitcast=True) ^ low) ^ high)
     return (bits & 0x7FFFFFFF).to(tl.int32, bitcast=True)
 
@@ -54,8 +54,8 @@ def log_noise(low, high, ids):
 
 @triton.jit
 def _minus_log1p(u):
-    """-log(1 - u) for 0 < u < 1. The GPU's logarithm is exact to so many bits behind the point, and near 1 that is
-    little; there, it is the first terms of the series."""
+    """-log(1 - u) for 0 < u < 1. The GPU's logarithm has an absolute error, which is large near 1; there, this uses the
+    first terms of the series."""
     series = 1 / 6 + u * (1 / 7)
     series = 1 / 4 + u * (1 / 5 + u * series)
     series = u * (1 + u * (1 / 2 + u * (1 / 3 + u * series)))
@@ -64,7 +64,7 @@ def _minus_log1p(u):
 
 @triton.jit
 def _log2(x):
-    # One instruction, with an error of 2^-22, in place of twenty.
+    # One instruction with an error of 2^-22, instead of twenty.
     if _INTERPRETED:
         return tl.log2(x)
     return libdevice.fast_log2f(x)

@@ -1,18 +1,17 @@
-"""From logits to ids on the GPU: the largest logit, or the keyed race of kernels/sample.py.
+"""Sampling on the GPU: the largest logit, or the Gumbel-max trick with keyed noise of kernels/sample.py.
 
-Each block of a row's logits has a winner, and the best of those is the row's; greedy rows and drawn ones run beside
-each other in the same launches:
+Each block of a row's logits has a winner, and the best of those is the row's. Greedy and random rows are in the same
+launches:
 
     logits [S, V] ──_blocks──► largest, scores, winners [S, NB] ──_pick──► ids [S]
 
-Where rows have filters there is one between the two: `_filter` finds what min_p, top_k and top_p leave of a row, each
-of what the one before left, and draws among that alone. `_blocks` then only looks such a row through.
+If rows have filters, `_filter` runs between the two: it finds the ids that min_p, top_k and top_p keep, and samples
+from those. `_blocks` then only computes such a row's statistics.
 
-A score is (logit - the block's largest) / temperature - log(noise): so no temperature leads to an infinite one, though
-no block knows the row's largest. `winner_of` makes up for the difference.
+A score is (logit - the block's largest) / temperature - log(noise), so it is finite for any temperature, although no
+block knows the row's largest logit. `winner_of` corrects for the difference.
 
-A row's size of blocks is always the same, so what is drawn does not depend on the batch. Rows that have ended, and
-padding, cost a look.
+The block size is constant, so the sampled id does not depend on the batch. Ended rows and padding cost almost nothing.
 
 Shapes: S samples, V vocabulary, NB blocks of it.
 """
@@ -29,8 +28,8 @@ from pipeline.kernels.triton.sampling.noise import log_noise, noise_key
 from pipeline.kernels.triton.sampling.threshold import MAX_COLLECTED, STRIP
 
 BLOCK = 2048
-"""Logits of a program: 63 programs for a vocabulary of 128k keep a GPU's memory half busy with one sample, and each of
-four warps has four loads of 16 bytes under way. Reasoned, not measured."""
+"""Logits per program. For a vocabulary of 128k, the 63 programs of one sample keep the GPU's memory half busy, with
+four loads of 16 bytes in flight for each of four warps. Reasoned, not measured."""
 
 _COLD, _NO_ID = f.COLD, f.NO_CANDIDATE
 _INF = tl.constexpr(float("inf"))
@@ -38,7 +37,7 @@ _STRIP, _MAX_COLLECTED = tl.constexpr(STRIP), tl.constexpr(MAX_COLLECTED)
 
 
 class SamplingScratch:
-    """Scratch memory between programs. Used by one call at a time."""
+    """Scratch memory between programs; one call at a time uses it."""
 
     def __init__(self, max_samples: int, vocab_size: int, device: torch.device | str) -> None:
         self.vocab_size = vocab_size
@@ -47,14 +46,14 @@ class SamplingScratch:
         self.largest = torch.zeros(shape, dtype=torch.float32, device=device)
         """[S, NB]; the largest logit"""
         self.scores = torch.zeros(shape, dtype=torch.float32, device=device)
-        """[S, NB]; the winner's"""
+        """[S, NB]; the winner's score"""
         self.winners = torch.zeros(shape, dtype=torch.int32, device=device)
-        """[S, NB]; NO_ID where no id is possible"""
+        """[S, NB]; NO_ID if no id is possible"""
         self.weights = torch.zeros(shape, dtype=torch.float32, device=device)
-        """[S, NB]; of a row with filters: the sum of the softmax's weights, that of the block's largest being 1"""
+        """[S, NB]; for rows with filters: the sum of the softmax weights, relative to the block's largest"""
         self.num_strips = self.num_blocks * (BLOCK // STRIP)
         self.tops = torch.zeros(max_samples, self.num_strips, dtype=torch.float32, device=device)
-        """Of a row with filters: the largest logit of each strip."""
+        """For rows with filters: the largest logit of each strip."""
         self.strips = torch.zeros(max_samples, self.num_strips, dtype=torch.int32, device=device)
         self.collected = torch.zeros(max_samples, MAX_COLLECTED, dtype=torch.float32, device=device)
 
@@ -62,9 +61,11 @@ class SamplingScratch:
 def sample(
     ids: Tensor, logits: Tensor, params: Tensor, sample_rows: Tensor, scratch: SamplingScratch, *, filtered: bool
 ) -> None:
-    """Leave the next id of each row in ids [S] int32; NO_ID where nothing is possible, and what was there where the row
-    has ended. logits [S, V] float32, which stay as they are; params as in `RowState`, sample_rows [S] int32. Without
-    `filtered`, no row has top_k, top_p or min_p."""
+    """Write the next id of each row to ids [S] int32: NO_ID if no id is possible, nothing if the row has ended.
+
+    logits [S, V] float32 are not modified; params are those of `RowState`; sample_rows [S] int32. Without `filtered`,
+    no row may have top_k, top_p or min_p.
+    """
     num = len(sample_rows)
     assert logits.shape[1] == scratch.vocab_size and num <= len(scratch.scores) and logits.stride(1) == 1
     _blocks[(scratch.num_blocks, num)](
@@ -102,7 +103,7 @@ def sample(
 
 @triton.jit
 def winner_of(largest, scores, winners, sample, temperature, BLOCKS: tl.constexpr, PADDED: tl.constexpr):
-    """The id of one sample, from what `_blocks` has left of it. PADDED is a power of two, BLOCKS or more."""
+    """The id of one sample, from the results of `_blocks`. PADDED is a power of two, at least BLOCKS."""
     places = tl.arange(0, PADDED)
     there = places < BLOCKS
     at = sample * BLOCKS + places
@@ -136,7 +137,7 @@ def _blocks(
     if tl.load(row + f.ENDED) == 0:
         ids = block * BLOCK + tl.arange(0, BLOCK)
         logit = tl.load(logits + sample * STRIDE + ids, mask=ids < VOCAB, other=-_INF)
-        # NaN, which is above nothing, has no probability.
+        # NaN has no probability.
         logit = tl.where(logit > -_INF, logit, -_INF)
         top = tl.max(logit, 0)
         temperature = f.float_at(row + f.TEMPERATURE)
@@ -149,7 +150,7 @@ def _blocks(
         if has_filters:
             strip = at * (BLOCK // _STRIP) + tl.arange(0, BLOCK // _STRIP)
             tl.store(tops + strip, tl.max(tl.reshape(logit, (BLOCK // _STRIP, _STRIP)), 1))
-            # Without meaning where the largest is infinite; it is not read then.
+            # Undefined if the largest is infinite; it is not read then.
             tl.store(weights + at, tl.sum(tl.exp((logit - top) / temperature), 0))
             # `_filter` chooses the id.
             score = tl.where(is_random, -_INF, score)
@@ -197,7 +198,7 @@ def _filter(
                 *(collected + sample * _MAX_COLLECTED, row, top, tl.sum(total, 0), temperature),
                 *(VOCAB, STRIPS, PADDED_STRIPS),
             )
-            # The row's only winner: those of its other blocks have no score.
+            # The row's only winner: its other blocks have no score.
             tl.store(largest + sample * BLOCKS, top)
             tl.store(scores + sample * BLOCKS, 0.0)
             tl.store(winners + sample * BLOCKS, winner)

@@ -1,63 +1,62 @@
-"""Where a row of logits is to be cut, without sorting it: the largest value such that those from there up are so many,
-or weigh so much.
+"""Finds the threshold of top_k or top_p in a row of logits without sorting: the largest value such that the values from
+there up reach a given number or weight.
 
-One program searches for a row, and reads little of it. Before it, each *strip* of the row (STRIP logits) has told its
-largest value:
+One program searches a row and reads little of it. The largest value of each *strip* (STRIP logits) is known before:
 
-    strips' largest ──_lift──► a floor from which on these alone are enough
+    strips' largest ──_lift──► a floor above which the strips' largest values alone are enough
     strips above it ──_narrow──► a higher floor and a lower ceiling, until few values are between them
-    few values ──_collect, _settle──► the value: each is compared with each
+    few values ──_collect, _settle──► the threshold: all are compared with all
 
-Floats are searched in the order of their bits ("codes": integers in the same order as the values), so that any row of
-numbers comes to an end: of 2^32 codes a look leaves an eighth. Values that are equal stay together, however many they
-are. Sums are made in one order whatever the batch.
+The search is over the bits of floats ("codes": integers in the same order as the values). It ends for any row, because
+each pass leaves an eighth of the 2^32 codes. Equal values stay together. The order of sums does not depend on the
+batch.
 
-Flat rows, in which all strips have what is looked for, are read a few times as a whole.
+Flat rows, in which every strip has candidates, are read completely a few times.
 """
 
 import triton
 import triton.language as tl
 
 STRIP = 64
-"""Logits that tell one largest value."""
+"""Logits per strip."""
 MAX_COLLECTED = 512
-"""Values that are compared with each other; room for each sample in scratch memory."""
+"""Most values to compare with each other; the size of each sample's scratch memory."""
 
 TILE = tl.constexpr(2048)
-"""Logits that a program looks at together."""
+"""Logits that a program processes together."""
 TILE_STRIPS = tl.constexpr(TILE.value // STRIP)
 _STRIP, _MAX_COLLECTED = tl.constexpr(STRIP), tl.constexpr(MAX_COLLECTED)
 _WAYS = tl.constexpr(8)
 _LIFTS = tl.constexpr(3)
 _COMPARED = tl.constexpr(16)
 _FEW_STRIPS = tl.constexpr(128)
-"""Of which it is likely that they hold no more than MAX_COLLECTED values above the floor."""
+"""So many strips are unlikely to have more than MAX_COLLECTED values above the floor."""
 _INF = tl.constexpr(float("inf"))
 
 
 @triton.jit
 def code_of(value):
-    """int32 in the order of float32: value is not NaN. -0.0 comes before 0.0."""
+    """int32 codes in the order of float32 values, which are not NaN. -0.0 is below 0.0."""
     bits = value.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def value_of(code):
-    """The float32 of a code; of one above infinity's, NaN, which nothing reaches."""
+    """The float32 of a code. Codes above infinity's give NaN, which no value reaches."""
     code = code.to(tl.int32)
     return (code ^ ((code >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def amount_of(values, top, temperature, weighted):
-    """What each value counts: 1, or its weight in the softmax, where that of `top` is 1."""
+    """The amount of each value: 1, or its softmax weight relative to that of `top`."""
     return tl.where(weighted, tl.exp((values - top) / temperature), 1.0)
 
 
 @triton.jit
 def _divide(low, high, evenly):
-    """The first codes of eight parts of low .. high. `evenly` divides by value rather than by code."""
+    """The first codes of eight parts of low .. high. `evenly` divides by value instead of code."""
     ways = tl.arange(0, _WAYS)
     codes = low + (high - low) * ways // _WAYS
     least, most = value_of(low), value_of(high)
@@ -70,14 +69,14 @@ def _divide(low, high, evenly):
 
 @triton.jit
 def _are_enough(held, wanted):
-    # A sum of fewer amounts in the same order is never larger, so what is enough comes before what is not.
+    # A sum over fewer amounts in the same order is never larger, so codes that are enough precede those that are not.
     return (held >= wanted) | (tl.arange(0, _WAYS) == 0)
 
 
 @triton.jit
 def _lift(tops, amounts, low, high, wanted):
-    """A code from `low` up from which on the amounts of the strips' largest are `wanted`; `low` where there is none. It
-    need not be the last."""
+    """A code from `low` up such that the amounts of the strips' largest values from there up reach `wanted`; `low` if
+    there is none. It need not be the largest such code."""
     least = tl.min(tl.where(tops > -_INF, tops, value_of(high - 1)), 0)
     is_enough = tl.sum(tl.where(tops >= least, amounts, 0.0), 0) >= wanted
     low = tl.where(is_enough, tl.maximum(low, code_of(least).to(tl.int64)), low)
@@ -92,10 +91,10 @@ def _lift(tops, amounts, low, high, wanted):
 
 @triton.jit
 def list_strips(strips, tops, low, STRIPS: tl.constexpr):
-    """Write the numbers of the strips whose largest value is `low` or above, in order. Returns how many these are."""
+    """Write the numbers of the strips whose largest value is at least `low`, in order. Returns their count."""
     places = tl.arange(0, tops.shape[0])
     kept = (tops >= value_of(low)) & (places < STRIPS)
-    # Whoever still reads the last list has to be done, and this one has to be there for all.
+    # All threads must have read the last list before, and see this one after.
     tl.debug_barrier()
     tl.store(strips + tl.cumsum(kept.to(tl.int32), 0) - 1, places, mask=kept)
     tl.debug_barrier()
@@ -104,8 +103,8 @@ def list_strips(strips, tops, low, STRIPS: tl.constexpr):
 
 @triton.jit
 def load_strips(logits, strips, begin, num_strips, VOCAB: tl.constexpr):
-    """A tile of logits from the listed strips, from the `begin`-th on. Returns values, ids, and which are there; NaN
-    comes as -inf."""
+    """A tile of logits from the listed strips, from the `begin`-th on. Returns values, ids, and which are valid. NaN
+    becomes -inf."""
     places = tl.arange(0, TILE)
     at = begin + places // _STRIP
     ids = tl.load(strips + at, mask=at < num_strips, other=0) * _STRIP + places % _STRIP
@@ -117,7 +116,7 @@ def load_strips(logits, strips, begin, num_strips, VOCAB: tl.constexpr):
 
 @triton.jit
 def _collect(collected, logits, strips, num_strips, low, high, VOCAB: tl.constexpr):
-    """Write the values in low .. high, as far as there is room. Returns how many they are."""
+    """Write the values in low .. high, up to MAX_COLLECTED. Returns their count."""
     num = 0
     tl.debug_barrier()
     for begin in range(0, num_strips, TILE_STRIPS):
@@ -146,8 +145,8 @@ def _narrow(
     evenly,
     VOCAB: tl.constexpr,
 ):
-    """One of eight parts of low .. high. Returns its ends, what is above it, and how many values are above it and from
-    its floor up."""
+    """Choose one of eight parts of low .. high. Returns its ends, the amount above it, and the number of values above
+    it and from its floor up."""
     codes = _divide(low, high, evenly)
     floors = value_of(codes)
     held = tl.zeros((_WAYS,), tl.float32)
@@ -169,8 +168,8 @@ def _narrow(
 
 @triton.jit
 def _settle(collected, num, low, above, wanted, top, temperature, weighted):
-    """The largest of the values, as a code, from which on their amounts, and `above` besides, are `wanted`; `low` where
-    there is none."""
+    """The largest value, as a code, such that the amounts from there up, plus `above`, reach `wanted`; `low` if there
+    is none."""
     places = tl.arange(0, _MAX_COLLECTED)
     values = tl.load(collected + places, mask=places < num, other=-_INF)
     held = tl.zeros((_MAX_COLLECTED,), tl.float32) + above
@@ -197,18 +196,18 @@ def search(
     VOCAB: tl.constexpr,
     STRIPS: tl.constexpr,
 ):
-    """The largest value, as a code, such that a row's values from there up are `wanted` in number, or in weight if
-    `weighted`; a code that leaves all from `low` up where these are not enough.
+    """The largest value, as a code, such that a row's values from there up reach `wanted` in number, or in weight if
+    `weighted`. If all values from `low` up are not enough, a code that keeps all of them.
 
-    logits [VOCAB] of the row, tops [P >= STRIPS] the strips' largest in registers, of which `top` is the largest.
-    `strips` [STRIPS] and `collected` [MAX_COLLECTED] are memory of the row's.
+    logits [VOCAB] of the row; tops [P >= STRIPS] are the strips' largest values in registers, `top` their maximum.
+    `strips` [STRIPS] and `collected` [MAX_COLLECTED] are the row's scratch memory.
     """
     high = code_of(top).to(tl.int64) + 1
     amounts = tl.where(tl.arange(0, tops.shape[0]) < STRIPS, amount_of(tops, top, temperature, weighted), 0.0)
     low = _lift(tops, amounts, low, high, wanted)
     num_strips = list_strips(strips, tops, low, STRIPS)
     above, num_above, evenly = 0.0, 0, 1
-    # Few strips are collected at once, in the hope that there is room.
+    # Few strips are collected at once, because their values probably fit.
     num = tl.where(num_strips > _FEW_STRIPS, 2 * _MAX_COLLECTED, 0)
     is_collected = False
     while (is_collected == 0) & (high - low > 1):
