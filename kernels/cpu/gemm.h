@@ -1,15 +1,15 @@
 // Rows of activations times a packed matrix: the one loop that weights, keys and values all go through.
 //
-// A matrix [columns, depth] (as checkpoints have it: one row an output) is cut into panels of 16 outputs, and a panel is
-// laid out in the order in which it is read:
+// A matrix [columns, depth] (as checkpoints have it: one row an output) is cut into panels of 16 outputs, and a panel
+// is laid out in the order in which it is read:
 //
 //     bf16   [depth / 2][16][2]            a pair of neighbours in depth, for each output
 //     q8_0   [depth / 32]{ [16][16][2] codes | [16] scales }
 //     q4_0   [depth / 32]{ [4][16][4] codes, two in a byte | [16] scales }
 //     q4_1   [depth / 32]{ [4][16][4] codes, two in a byte | [16] scales | [16] minimums }
 //
-// In the 4-bit formats byte b of chunk j holds depth 8j + b in its lower half and 8j + 4 + b in its upper one. Scales and
-// minimums are float16, as in the file.
+// In the 4-bit formats byte b of chunk j holds depth 8j + b in its lower half and 8j + 4 + b in its upper one. Scales
+// and minimums are float16, as in the file.
 //
 // An output is one accumulator that takes its products in the order of depth, whatever is computed beside it: so a row
 // has the same bits alone and in any batch.
@@ -45,8 +45,8 @@ struct Matrix {
     bool integer() const { return format != Format::BF16; }
 };
 
-// What a bf16 product reads: the instruction of AVX512-BF16 takes pairs of bfloat16; elsewhere the weights are converted to float32 and the
-// activations stay as they are.
+// What a bf16 product reads: the instruction of AVX512-BF16 takes pairs of bfloat16; elsewhere the weights are
+// converted to float32 and the activations stay as they are.
 #if defined(DOT_BF16)
 typedef uint16_t act;
 INLINE act to_act(float value) { return to_bf16(value); }

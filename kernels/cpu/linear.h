@@ -108,15 +108,16 @@ struct KV {
     uint16_t* values(int64_t block, int head) const { return data + ((2 * block + 1) * heads + head) * head_size(); }
 };
 
-// Weights [head_dim] of an RMS norm of each head's queries and keys, or nulls. In the order of the head's numbers below.
+// Weights [head_dim] of an RMS norm of each head's queries and keys, or nulls. In the order of the head's numbers
+// below.
 struct HeadNorms {
     const float *query = nullptr, *key = nullptr;
     float eps = 0;
 };
 
 // Queries, keys and values: queries and keys through their norms where a model has such, then turned by their positions
-// (Su et al., 2021, arXiv:2104.09864), the queries scaled and left for attention, keys and values written to the cache. A
-// tile is one head.
+// (Su et al., 2021, arXiv:2104.09864), the queries scaled and left for attention, keys and values written to the cache.
+// A tile is one head.
 //
 // The numbers of a head of queries or keys come in another order, the same for both, so that their products stay what
 // they were: in a panel, eight of the first half and the eight of the second half that they turn with.

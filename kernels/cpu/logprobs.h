@@ -44,9 +44,10 @@ static inline void find_top(const Row& row, const float* logits, int num, const 
 }  // namespace sampling
 
 // Write the logprobs of an id: the natural logarithm of its probability by the softmax of logits [vocab]; the `num_top`
-// likeliest ids, or the ids `given` if that is not null; their logarithms. `out` is aligned to 4 and has room for all of it. Behind the last id of the
-// vocabulary come -1 with -inf. Sums are those of inputs, so logprobs are the same on every ISA. Where the largest logit
-// is infinite, the logarithm is 0 for its ids and -inf for others; never NaN. `memory` is of sample_scratch_bytes.
+// likeliest ids, or the ids `given` if that is not null; their logarithms. `out` is aligned to 4 and has room for all of
+// it. After the last id of the vocabulary come -1 with -inf. Sums are those of inputs, so logprobs are the same on every
+// ISA. If the largest logit is infinite, the logarithm is 0 for its ids and -inf for others; never NaN. `memory` is of
+// sample_scratch_bytes.
 static inline void write_logprobs(const float* logits, int vocab, int32_t id, int num_top, const int32_t* given,
                                   uint8_t* out, uint8_t* scratch) {
     using namespace sampling;

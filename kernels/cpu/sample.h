@@ -270,8 +270,8 @@ static inline int32_t sample_by_cdf(const Row& row, const Softmax& softmax, floa
 
 }  // namespace sampling
 
-// Bytes of memory, aligned to 8, that a draw needs, and what comes before and after it (logits_processors.h, logprobs.h). They do not
-// care what is in it.
+// Bytes of memory, aligned to 8, that a draw needs, and what comes before and after it (logits_processors.h,
+// logprobs.h). They do not care what is in it.
 INLINE size_t sample_scratch_bytes(int vocab) { return sampling::SamplingScratch::bytes(vocab); }
 
 // No token can be sampled.

@@ -6,8 +6,8 @@
 // thread that is kept from running must not keep its fellows. So a job may return on the caller's thread while others
 // are still on their way through it, or come to it late; `settle` is for what must be over for all of them.
 //
-// Who waits looks for some microseconds and then sleeps in the kernel: a core that is spun away may be the very one that
-// a fellow needs.
+// Who waits looks for some microseconds and then sleeps in the kernel: a core that is spun away may be the very one
+// that a fellow needs.
 #pragma once
 
 #include <atomic>

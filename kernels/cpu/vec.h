@@ -1,12 +1,12 @@
 // Vectors of one ISA, and the few instructions that a compiler does not find by itself.
 //
 // The ISA is chosen when this library is compiled: ISA_AVX512 (with VNNI, and with DOT_BF16 also BF16), ISA_AVX2 (with
-// FMA and F16C) or ISA_PORTABLE, which is any CPU that GCC or Clang compile for. Arithmetic is written with the compilers' vector
-// extensions; what an ISA adds stands in this file and nowhere else. With EMULATE, the AVX-512 ISA does without its
-// instructions, so that its data paths can be tested on any CPU.
+// FMA and F16C) or ISA_PORTABLE, which is any CPU that GCC or Clang compile for. Arithmetic is written with the
+// compilers' vector extensions; what an ISA adds stands in this file and nowhere else. With EMULATE, the AVX-512 ISA
+// does without its instructions, so that its data paths can be tested on any CPU.
 //
-// No sum is left to the compiler's discretion (-ffp-contract=off, explicit fma), so a number does not depend on how many
-// rows are computed beside it.
+// No sum is left to the compiler's discretion (-ffp-contract=off, explicit fma), so a number does not depend on how
+// many rows are computed beside it.
 #pragma once
 
 #include <cmath>
@@ -135,8 +135,8 @@ INLINE float largest(vf vector) {
 }
 #endif
 
-// exp for x <= 88, 0 below -87; relative error under 2e-7. The argument is cut into n ln 2 + r with |r| <= ln 2 / 2, and
-// exp(r) is the polynomial of Cephes' expf (Moshier, 1989).
+// exp for x <= 88, 0 below -87; relative error under 2e-7. The argument is cut into n ln 2 + r with |r| <= ln 2 / 2,
+// and exp(r) is the polynomial of Cephes' expf (Moshier, 1989).
 template <class Vector, class Integers>
 INLINE Vector exp_of(Vector x) {
     const auto constant = [](float value) { return value - Vector{}; };

@@ -249,7 +249,7 @@ def test_a_prompt_has_the_same_bits_however_it_is_cut(library: ctypes.CDLL, case
 
 
 @pytest.mark.parametrize("offset", [-1e4, 80.0, 1e4])
-def test_scores_of_any_size_are_softened(library: ctypes.CDLL, offset: float) -> None:
+def test_softmax_of_scores_of_any_size(library: ctypes.CDLL, offset: float) -> None:
     """One key is far above or below all others, in each stretch: weights are one, or vanish, but never NaN."""
     case = case_of(1, 3, 32, 0)
     for keys, queries in zip(case.keys, case.queries, strict=True):
