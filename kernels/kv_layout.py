@@ -1,8 +1,7 @@
-"""How keys and values lie in memory. Only the ops that write and read them know.
+"""The layout of keys and values in memory. Only the ops that write and read them depend on it.
 
-One layer's keys, and its values, are [num_blocks, BLOCK_SIZE, num_kv_heads, head_dim]: a block is one piece, so it is
-gathered by one copy, and its first two dimensions are one for a slot. In swap space the layers of a block lie side by
-side.
+One layer's keys, and its values, are [num_blocks, BLOCK_SIZE, num_kv_heads, head_dim]: a block is contiguous, so one
+copy gathers it, and a slot indexes the first two dimensions. In swap space the layers of a block are adjacent.
 """
 
 from collections.abc import Sequence
@@ -29,9 +28,8 @@ def block_bytes(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.
 def allocate(
     num_layers: int, num_blocks: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: str
 ) -> Tensor:
-    """Memory for all layers, one piece: [num_layers, 2, num_blocks, BLOCK_SIZE, num_kv_heads, head_dim]. It is written
-    here, for two reasons: memory that is lacking shows at the start, and a masked slot that was never used holds zeros,
-    where a stray NaN would get through the mask."""
+    """Memory for all layers: [num_layers, 2, num_blocks, BLOCK_SIZE, num_kv_heads, head_dim]. It is zeroed, so that a
+    lack of memory shows at the start, and unused slots have no NaN, which would pass the attention mask."""
     shape = (num_layers, 2, num_blocks, BLOCK_SIZE, num_kv_heads, head_dim)
     return torch.empty(shape, dtype=dtype, device=device).zero_()
 
@@ -49,8 +47,8 @@ def swap_blocks(swap: Tensor, memory: Tensor) -> Tensor:
 
 
 def copy_blocks(memory: Tensor, swapped: Tensor | None, sources: Sequence[int], targets: Sequence[int]) -> None:
-    """Copy blocks with all layers, one after the other. Ids from memory's num_blocks on are those of `swapped`, which
-    is what `swap_blocks` returns, or None where there are no such ids."""
+    """Copy blocks with all layers, in order. Ids from memory's num_blocks on are those of `swapped`, the result of
+    `swap_blocks`, or None without swap space."""
     num_blocks = memory.shape[2]
 
     def block_of(number: int) -> Tensor:

@@ -1,18 +1,18 @@
 """A linear layer: `out = x @ weight.T + bias`, with sums in float32 at least.
 
-Two versions for the CPU. `linear` leaves the product to torch. `linear_upcast` is for bfloat16 on processors without
-bfloat16 instructions, where torch's own product of several rows is about eight times slower than float32: it widens
-the weight a tile at a time, so that the tile is still in the cache when it is multiplied.
+There are two versions for the CPU. `linear` uses torch's matmul. `linear_upcast` is for bfloat16 on CPUs without
+bfloat16 instructions, where torch's matmul of several rows is about eight times slower than float32: it converts the
+weight to float32 tile by tile, so that the tile is still in the cache when it is multiplied.
 """
 
 import torch
 from torch import Tensor
 
 TILE_ELEMENTS = 1 << 21
-"""Elements of a weight that are widened at once: 8 MiB as float32."""
+"""Elements of a weight to convert at once: 8 MiB as float32."""
 
 FEW_ROWS = 2
-"""Up to here widening costs more than it saves."""
+"""Up to this number of rows, converting costs more than it saves."""
 
 
 def linear(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

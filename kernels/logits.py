@@ -1,7 +1,7 @@
-"""The last product of a model: `out = x @ weight.T`, to float32 whatever the dtype of the weight.
+"""The last matmul of a model: `out = x @ weight.T`, float32 for any dtype of the weight.
 
-Versions as in linear.py. torch rounds a bfloat16 product to bfloat16, where the largest logits are often equal;
-`logits` computes those again in float32, which costs little and makes the order of the candidates that matter right.
+The versions are those of linear.py. torch rounds a bfloat16 matmul to bfloat16, in which the largest logits are often
+equal. `logits` computes those again in float32, which costs little and orders the top candidates correctly.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from pipeline.kernels.linear import FEW_ROWS, TILE_ELEMENTS
 
 NUM_REFINED = 32
-"""How many of a row's largest logits are computed again."""
+"""Number of a row's largest logits that are computed again."""
 
 
 def logits(out: Tensor, x: Tensor, weight: Tensor) -> None:

@@ -2,8 +2,7 @@
 
     grammar mask · allowed ids · bad words · no end before min_tokens · bias · penalties
 
-Each of the first four sets logits to -inf, which nothing behind it undoes. kernels/cpu/logits_processors.h does the
-same.
+Each of the first four sets logits to -inf, which later ones don't undo. kernels/cpu/logits_processors.h does the same.
 """
 
 from collections.abc import Sequence
@@ -41,34 +40,33 @@ LOGITS_PROCESSORS = np.dtype(
         ("num_runs", "<i4"),
     ]
 )
-"""`LogitsProcessors` of kernels/cpu/logits_processors.h: numbers, and addresses of what the Python one below holds."""
+"""`LogitsProcessors` of kernels/cpu/logits_processors.h: numbers, and addresses of the arrays of the class below."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogitsProcessors:
-    """Ids are of the vocabulary, [V]."""
+    """The logits processors of a row. All ids are below V."""
 
     ids: IntArray
-    """The row's, of which a step knows the first `num_known`."""
+    """The row's ids; a step knows the first `num_known`."""
     num_prompt: int
     repetition: float = 1.0
     presence: float = 0.0
     frequency: float = 0.0
     bias_ids: IntArray = field(default_factory=lambda: NO_IDS)
     bias_values: FloatArray = field(default_factory=lambda: NO_VALUES)
-    """Parallel: what is added to their logits."""
+    """Parallel; added to their logits."""
     allowed: WordArray | None = None
     """[ceil(V / 32)]; as `bits_of` makes it"""
     runs: IntArray = field(default_factory=lambda: NO_IDS)
-    """Bad words, one after the other: how many ids it has, then these."""
+    """Bad words, concatenated: each is its number of ids, then the ids."""
     num_runs: int = 0
     enders: IntArray = field(default_factory=lambda: NO_IDS)
     """Ids that are not sampled before the output has `min_tokens` ids. No duplicates."""
     min_tokens: int = 0
 
     def write(self, to: "np.ndarray[Any, Any]", place: int) -> None:
-        """Describe it to the CPU library in an array of `LOGITS_PROCESSORS`; that is good for as long as this is
-        kept."""
+        """Write it to an array of `LOGITS_PROCESSORS` for the CPU library; valid while this object lives."""
         to[place] = (
             *(self.repetition, self.presence, self.frequency, self.num_prompt),
             self.ids.ctypes.data,
@@ -79,7 +77,7 @@ class LogitsProcessors:
 
 
 def num_words(vocab_size: int) -> int:
-    """Of a mask."""
+    """Words of a mask."""
     return -(-vocab_size // 32)
 
 
@@ -92,14 +90,14 @@ def bits_of(ids: IntArray, vocab_size: int) -> WordArray:
 
 
 def pack_runs(runs: Sequence[Sequence[int]], vocab_size: int) -> tuple[IntArray, int]:
-    """Bad words as `LogitsProcessors` has them, and how many. Those that can't come about, for they are empty or have
-    ids outside of the vocabulary, are left out."""
+    """Bad words in the format of `LogitsProcessors.runs`, and their number. Words that are empty or have ids outside
+    the vocabulary are left out."""
     kept = [run for run in runs if run and min(run) >= 0 and max(run) < vocab_size]
     return np.array([number for run in kept for number in (len(run), *run)], np.int32), len(kept)
 
 
 def mask(logits: Tensor, allowed: WordArray) -> None:
-    """Set a row's logits [V] to -inf where its bit is not set."""
+    """Set the logits [V] of ids that `allowed` excludes to -inf."""
     bits = np.unpackbits(allowed.view(np.uint8), count=len(logits), bitorder="little")
     logits.masked_fill_(torch.from_numpy(bits == 0).to(logits.device), -torch.inf)
 
@@ -107,8 +105,8 @@ def mask(logits: Tensor, allowed: WordArray) -> None:
 def apply_logits_processors(
     logits: Tensor, processors: LogitsProcessors, num_known: int, grammar: WordArray | None = None
 ) -> None:
-    """Change one row's logits [V] in place, by the first `num_known` ids of the row. `grammar` is what they were masked
-    by: where it allows but an end, `min_tokens` does not forbid that."""
+    """Apply a row's logits processors to its logits [V] in place, given its first `num_known` ids. `grammar` is the
+    mask that was applied: if it allows only the end, `min_tokens` does not forbid that."""
     output = processors.ids[processors.num_prompt : num_known]
     if processors.allowed is not None:
         mask(logits, processors.allowed)
@@ -127,14 +125,14 @@ def apply_logits_processors(
 
 
 def allows_only(grammar: WordArray, ids: IntArray) -> bool:
-    """Whether a grammar allows nothing but some of these ids."""
+    """Whether a grammar allows only ids of this list."""
     bits = np.unpackbits(grammar.view(np.uint8), bitorder="little")
     bits[ids] = 0
     return not bits.any()
 
 
 def forbidden_by(runs: IntArray, num_runs: int, output: IntArray) -> list[int]:
-    """The last id of each bad word whose other ids the output ends with."""
+    """The last id of each bad word, if the output ends with the word's other ids."""
     forbidden, begin = [], 0
     for _ in range(num_runs):
         *before, last = runs[begin + 1 : begin + 1 + int(runs[begin])].tolist()

@@ -21,8 +21,8 @@ NO_LOGPROBS = -1
 
 
 class LogprobInputs:
-    """Shapes are [max_num_rows]. Arrays stay where they are; the memory for the results is new in each step that has
-    any, so the caller may keep the previous step's."""
+    """Shapes are [max_num_rows]. Arrays keep their addresses. Each step with logprobs allocates new memory for the
+    results, so the caller may keep the previous step's."""
 
     def __init__(self, max_num_rows: int) -> None:
         self.num_top: IntArray = np.zeros(max_num_rows, np.int32)
@@ -36,7 +36,7 @@ class LogprobInputs:
         """The records, concatenated."""
 
     def lay_out(self, num_top: IntArray, given_ids: AddressArray | None = None) -> None:
-        """Make room for the records of these rows, `NO_LOGPROBS` for those that have none."""
+        """Allocate the records of a step's rows; `NO_LOGPROBS` for rows without."""
         num = len(num_top)
         self.given_ids[:num] = 0 if given_ids is None else given_ids
         self.widths = np.where(num_top >= 0, 4 + 8 * num_top.astype(np.int64), 0)
@@ -47,13 +47,13 @@ class LogprobInputs:
         self.addresses[:num] = np.where(self.widths > 0, starts, np.uint64(0))
 
     def clear(self, num: int) -> None:
-        """The next `num` rows have none."""
+        """Set `num` rows without logprobs."""
         if len(self.widths):
             self.widths, self.memory = self.widths[:0], self.memory[:0]
         self.addresses[:num] = 0
 
     def views(self, i: int) -> tuple[FloatArray, IntArray, FloatArray]:
-        """A record to be written: logprob [1], ids [num_top], their logprobs [num_top]."""
+        """Views of a record to write: logprob [1], ids [num_top], their logprobs [num_top]."""
         num_top, begin = int(self.num_top[i]), int(self.addresses[i]) - self.memory.ctypes.data
         words = self.memory[begin : begin + 4 + 8 * num_top].view(np.float32)
         return words[:1], words[1 : 1 + num_top].view(np.int32), words[1 + num_top :]
@@ -66,7 +66,7 @@ class LogprobInputs:
 
 
 class ScoreInputs:
-    """Given ids to compute logprobs for: those of prompts. Shapes are [max_num_rows]."""
+    """Given ids to compute logprobs for, such as a prompt's. Shapes are [max_num_rows]."""
 
     def __init__(self, max_num_rows: int) -> None:
         self.num = 0

@@ -1,4 +1,4 @@
-"""Records of ids in torch: their log probabilities, and the likeliest ids with theirs; kernels/cpu/logprobs.h in C++.
+"""Logprobs in torch: the log probability of an id, and the top ids with theirs. In C++: kernels/cpu/logprobs.h.
 
 Shapes: N rows, V vocabulary.
 """
@@ -12,8 +12,8 @@ from pipeline.kernels.step_inputs import IntArray
 
 
 def log_softmax(logits: Tensor) -> Tensor:
-    """The natural logarithm of each id's probability by the softmax of logits [N, V] as they are, float64. NaN has
-    probability 0. Where the largest logit is infinite, 0 for its ids and -inf for others; never NaN."""
+    """The log-softmax of logits [N, V], float64. NaN has probability 0. If the largest logit is infinite, 0 for its ids
+    and -inf for others; never NaN."""
     wide = logits.double().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     top = wide.amax(dim=-1, keepdim=True)
     below = wide - top
@@ -22,8 +22,8 @@ def log_softmax(logits: Tensor) -> Tensor:
 
 
 def likeliest(logits: Tensor, num: int) -> Tensor:
-    """The `num` likeliest ids of one row [V], likeliest first, of equal ones the lowest first; NaN counts as -inf.
-    `num` is at most V. Returns [num] int64. Only what is found is sorted."""
+    """The `num` likeliest ids of one row [V], likeliest first, ties by id; NaN counts as -inf. `num` is at most V.
+    Returns [num] int64. Only these are sorted."""
     clean = logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     if not num:
         return torch.zeros(0, dtype=torch.int64)
@@ -33,7 +33,7 @@ def likeliest(logits: Tensor, num: int) -> Tensor:
 
 
 def write_logprobs(logits: Tensor, ids: IntArray, logprobs: LogprobInputs) -> None:
-    """Leave the records that are asked for: logits [N, V]; ids [N], of which those below 0 have none."""
+    """Write the requested records: logits [N, V]; ids [N], where those below 0 have none."""
     asking = np.flatnonzero((logprobs.addresses[: len(ids)] != 0) & (ids >= 0))
     if not len(asking):
         return

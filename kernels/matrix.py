@@ -1,6 +1,6 @@
-"""The weight of a linear layer in the format it is kept in: numbers, or blocks of 32 columns with a scale.
+"""The weight of a linear layer in its stored format: floats, or blocks of 32 columns with a scale.
 
-A block of each quantized format, as in a .gguf file (w = the number it stands for):
+A block of each quantized format, as in a .gguf file (w is the dequantized weight):
 
     q8_0  34 bytes   d: f16 │ q: 32 × int8                                   w = d * q
     q4_0  18 bytes   d: f16 │ q: 32 × 4 bits                                 w = d * (q - 8)
@@ -23,12 +23,12 @@ FloatFormat = Literal["bf16", "f32"]
 Format = Literal["bf16", "f32", "q8_0", "q4_1", "q4_0"]
 
 GROUP = 32
-"""Columns that share a scale."""
+"""Columns per scale."""
 BLOCK_BYTES: dict[Format, int] = {"q8_0": 34, "q4_1": 20, "q4_0": 18}
 FLOATS: dict[Format, torch.dtype] = {"bf16": torch.bfloat16, "f32": torch.float32}
 
 CHUNK_VALUES = 1 << 21
-"""Numbers that are converted at once: 8 MiB as float32, and a few times that beside it."""
+"""Values converted at once: 8 MiB as float32, and a few times that in temporaries."""
 
 
 def row_bytes(format: Format, num_columns: int) -> int:
@@ -40,7 +40,7 @@ def row_bytes(format: Format, num_columns: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A weight [N, K]. Raises ValueError where `data` isn't what the format and the sizes make it."""
+    """A weight [N, K]. Raises ValueError if `data` doesn't match the format and the sizes."""
 
     format: Format
     data: Tensor
@@ -60,9 +60,9 @@ class Matrix:
             )
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The numbers, [N, K]. Blocks are computed in float32 and rounded once to `dtype`.
+        """The values, [N, K]. Blocks are computed in float32 and rounded once to `dtype`.
 
-        Numbers that have that dtype already are not copied.
+        Values that have that dtype already are not copied.
         """
         if self.format in FLOATS:
             return self.data.to(dtype)
@@ -86,7 +86,7 @@ class Matrix:
         return Matrix(self.format, self.data.index_select(0, order), len(order), self.num_columns)
 
     def scales(self) -> Tensor:
-        """`d` of each group, [N, G] float16. Raises ValueError where the format has none."""
+        """`d` of each group, [N, G] float16. Raises ValueError if the format has none."""
         return self._blocks()[:, :, :2].contiguous().view(torch.float16).squeeze(-1)
 
     def minimums(self) -> Tensor:
@@ -96,9 +96,9 @@ class Matrix:
         return self._blocks()[:, :, 2:4].contiguous().view(torch.float16).squeeze(-1)
 
     def codes(self) -> Tensor:
-        """`q` of each number, [N, K] in the order of the columns: int8 for q8_0, uint8 from 0 to 15 otherwise.
+        """`q` of each value, [N, K] in the order of the columns: int8 for q8_0, uint8 from 0 to 15 otherwise.
 
-        Raises ValueError where the format has none.
+        Raises ValueError if the format has none.
         """
         blocks = self._blocks()
         if self.format == "q8_0":
@@ -121,9 +121,9 @@ class Matrix:
 
 
 def join(matrices: Sequence[Matrix], mixed: FloatFormat = "bf16") -> Matrix:
-    """Matrices of as many columns, one below the other; where their formats differ, the result is `mixed`.
+    """Stack matrices with the same number of columns. If their formats differ, the result is in format `mixed`.
 
-    Raises ValueError where their columns differ. A matrix alone is returned as it is.
+    Raises ValueError if their columns differ. A single matrix is returned unchanged.
     """
     if len({matrix.num_columns for matrix in matrices}) != 1:
         raise ValueError(f"matrices to join have {[matrix.num_columns for matrix in matrices]} columns")
@@ -140,8 +140,8 @@ def join(matrices: Sequence[Matrix], mixed: FloatFormat = "bf16") -> Matrix:
 def quantize(values: Tensor, format: Format) -> Matrix:
     """A float matrix [N, K] in a format.
 
-    Raises ValueError where blocks can't hold it: columns that aren't whole groups, numbers that aren't finite, a scale
-    or minimum beyond float16. A group so small that its scale would be zero as a float16 becomes zero, or its minimum.
+    Raises ValueError if blocks can't hold it: columns that aren't whole groups, values that aren't finite, a scale or
+    minimum beyond float16. If a group's scale underflows in float16, the group becomes zero, or its minimum.
     """
     num_rows, num_columns = values.shape
     if format in FLOATS:
@@ -189,7 +189,7 @@ def _to_q4_1(groups: Tensor) -> Tensor:
 
 
 def _inverse(scale: Tensor) -> Tensor:
-    """1 / scale; 0 where that isn't finite, and so the scale is zero as a float16."""
+    """1 / scale; 0 where that isn't finite, where the scale underflows in float16."""
     inverse = 1 / scale
     return torch.where(inverse.isfinite(), inverse, 0.0)
 
@@ -198,7 +198,7 @@ def _halves(numbers: Tensor) -> Tensor:
     """[n, 1] float32 → [n, 2] uint8, as float16. Raises ValueError where a number isn't finite as one."""
     halves = numbers.to(torch.float16)
     if not bool(halves.isfinite().all()):
-        raise ValueError("numbers are not finite, or too large for a scale in float16")
+        raise ValueError("values are not finite, or too large for a float16 scale")
     return halves.view(torch.uint8)
 
 

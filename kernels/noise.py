@@ -1,8 +1,8 @@
-"""Noise that is a pure function of (seed, index, position, id): no state, so it repeats whatever the batch was.
+"""Noise that is a pure function of (seed, index, position, id): it has no state, so it does not depend on the batch.
 
-A draw's key is a chain of splitmix64 steps (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
-2014) over seed, index and position. The noise of an id is the key's two halves mixed with the id by two rounds of a
-32-bit integer hash (Mueller's multipliers, as in "hash-prospector" by Wellons).
+The key of a sample is a chain of splitmix64 steps (Steele, Lea and Flood, "Fast splittable pseudorandom number
+generators", 2014) over seed, index and position. The noise of an id mixes the key's two halves with the id by two
+rounds of a 32-bit integer hash (Mueller's multipliers, as in "hash-prospector" by Wellons).
 """
 
 from typing import Any
@@ -31,12 +31,12 @@ def splitmix64(state: int) -> int:
 
 
 def sequence_key(seed: int, index: int) -> int:
-    """The u64 that all noise of one sequence comes from: place `index` of a request seeded by the u64 `seed`."""
+    """The u64 noise key of sequence `index` of a request with the u64 `seed`."""
     return splitmix64(splitmix64(seed) ^ index)
 
 
 def noise_keys(keys: KeyArray, positions: "np.ndarray[Any, Any]") -> KeyArray:
-    """One draw's key for each of `keys` [N] at `positions` [N]. Returns [N] u64."""
+    """The sample's key for each of `keys` [N] at `positions` [N]. Returns [N] u64."""
     with np.errstate(over="ignore"):
         z = (keys ^ positions.astype(np.uint64)) + np.uint64(_GOLDEN)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX_1)
@@ -46,14 +46,14 @@ def noise_keys(keys: KeyArray, positions: "np.ndarray[Any, Any]") -> KeyArray:
 
 
 def halves(keys: KeyArray) -> Tensor:
-    """Draws' keys as tensors hold them: [N] u64 → [N, 2] int32, the same bits, the lower half first."""
+    """Keys for tensors: [N] u64 → [N, 2] int32, the same bits, the lower half first."""
     return torch.from_numpy(keys.view(np.int32).reshape(-1, 2).copy())
 
 
 def exponential(keys: Tensor, num: int) -> Tensor:
     """Exponentially distributed noise of mean 1 for ids 0 .. num: keys [N, 2] int32, as `halves` gives them;
     returns [N, num] float32, all positive and finite."""
-    # int32 stands for uint32: products wrap, and a shift to the right needs its sign bits masked away.
+    # int32 is used as uint32: products wrap, and right shifts need their sign bits masked.
     bits = _mix(torch.arange(num, dtype=torch.int32, device=keys.device) ^ keys[:, :1])
     bits = _mix(bits ^ keys[:, 1:])
     # Small numbers keep their relative precision, so unlikely ids win as often as they should.

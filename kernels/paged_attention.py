@@ -1,13 +1,13 @@
 """Causal attention of a step's queries over keys and values in blocks, optionally with a sliding window.
 
-The step is ragged: entries that compute one token (decode) and entries that compute many (chunks). What depends only
-on lengths and block tables is worked out once a step, in `AttentionPlan.prepare`, and used by every layer:
+A step has entries of one token (decode) and of many (chunks). `AttentionPlan.prepare` computes once per step what
+depends only on lengths and block tables, and every layer uses it:
 
     decode  entries of similar length are one group: their blocks are gathered into [B, L, K, D], padded to the
             longest, and one call computes the group
-    chunk   each entry by itself, over its own blocks
+    chunk   each entry separately, over its own blocks
 
-With a window of W, position i sees the positions j with i - W < j <= i, and blocks before them are not read.
+With a window of W, position i attends to the positions j with i - W < j <= i; earlier blocks are not read.
 
 Shapes: T tokens, B entries, Q query heads, K key-value heads, D head_dim, L keys.
 """
@@ -26,26 +26,26 @@ from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, StepInputs
 @dataclass(frozen=True, slots=True)
 class _Decode:
     tokens: Tensor
-    """[B] int64; where their queries are in the batch"""
+    """[B] int64; indices of their tokens in the batch"""
     blocks: Tensor
     """[B * L / BLOCK_SIZE] int64"""
     mask: Tensor
-    """[B, 1, 1, L]; 0 where a key is seen, else -inf"""
+    """[B, 1, 1, L]; 0 for keys to attend to, else -inf"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
     begin: int
     end: int
-    """Tokens of the batch."""
+    """The end of its tokens in the batch."""
     blocks: Tensor
     num_keys: int
     mask: Tensor | None
-    """[end - begin, num_keys] bool, or None where the mask is a plain triangle"""
+    """[end - begin, num_keys] bool, or None if the mask is only causal"""
 
 
 class AttentionPlan:
-    """How the attention of one step is computed. Prepared anew for each step, in place."""
+    """The plan of one step's attention. `prepare` updates it in place for each step."""
 
     def __init__(self, window: int | None, dtype: torch.dtype) -> None:
         self.window = window
@@ -54,7 +54,7 @@ class AttentionPlan:
         self.chunks: list[_Chunk] = []
 
     def prepare(self, inputs: StepInputs) -> None:
-        """Plan the step that `inputs` holds."""
+        """Plan the step in `inputs`."""
         starts, counts = inputs.starts[: inputs.num_rows], inputs.counts[: inputs.num_rows]
         firsts = np.zeros_like(starts) if self.window is None else np.maximum(0, starts - self.window + 1)
         single = counts == 1
@@ -100,9 +100,9 @@ class AttentionPlan:
 
 
 def paged_attention(out: Tensor, qkv: Tensor, kv: LayerKV, plan: AttentionPlan) -> None:
-    """Attend from the step's queries to their rows' keys and values, all of which are in the cache already.
+    """Attend from the step's queries to their rows' keys and values, which must all be in the cache.
 
-    out [T, Q * D]; qkv [T, (Q + 2K) * D], of which the queries are read; scores are scaled by 1 / sqrt(D).
+    out [T, Q * D]; qkv [T, (Q + 2K) * D], where only queries are read; scores are scaled by 1 / sqrt(D).
     """
     _, _, num_kv_heads, head_dim = kv.keys.shape
     heads_out = out.view(len(out), -1, head_dim)
@@ -110,7 +110,7 @@ def paged_attention(out: Tensor, qkv: Tensor, kv: LayerKV, plan: AttentionPlan) 
     queries = qkv.view(len(qkv), -1, head_dim)[:, :num_heads]
     for group in plan.decodes:
         num = len(group.tokens)
-        # A key-value head's queries are its rows, so that grouped heads read their keys once.
+        # The queries of a key-value head are rows of one matmul, so that the group reads its keys once.
         query = queries.index_select(0, group.tokens).view(num, num_kv_heads, -1, head_dim)
         keys = kv.keys.index_select(0, group.blocks).view(num, -1, num_kv_heads, head_dim).transpose(1, 2)
         values = kv.values.index_select(0, group.blocks).view(num, -1, num_kv_heads, head_dim).transpose(1, 2)

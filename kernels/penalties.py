@@ -1,7 +1,4 @@
-"""Penalties on what has been said before, with vLLM's meaning (and OpenAI's, of the two that it has).
-
-Costs are those of the known ids, and of one vector of zeros where repetitions are counted.
-"""
+"""Repetition, presence and frequency penalties, with vLLM's meaning (OpenAI has the latter two)."""
 
 import torch
 from torch import Tensor
@@ -10,16 +7,16 @@ from torch import Tensor
 def penalize(
     logits: Tensor, ids: Tensor, num_prompt: int, repetition: float, presence: float, frequency: float
 ) -> None:
-    """Change one row's logits [V] in place by the ids known so far: ids [n], `num_prompt` of the prompt and then the
-    output's. Ids outside of the vocabulary, such as a picture's places, are passed over.
+    """Apply penalties to one row's logits [V] in place, for its ids [n]: `num_prompt` of the prompt, then the output's.
+    Ids outside the vocabulary, such as image placeholders, are ignored.
 
-    The logit of an id that is among them is divided by `repetition` if it is above 0 and multiplied if not (Keskar et
-    al., "CTRL", 2019, arXiv:1909.05858, mended for negative logits). Then `frequency` is subtracted for each time that
-    the id is in the output, and `presence` once if it is there at all.
+    The logit of each of these ids is divided by `repetition` if it is above 0, else multiplied (Keskar et al., "CTRL",
+    2019, arXiv:1909.05858, corrected for negative logits). Then `frequency` is subtracted for each time that the id is
+    in the output, and `presence` once if it is there at all.
     """
     ids = ids.long()
     inside = (ids >= 0) & (ids < len(logits))
-    # An id that is there several times is written several times, each time the same.
+    # Repeated ids write the same value several times.
     if repetition != 1:
         known = ids[inside]
         values = logits[known]

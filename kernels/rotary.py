@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al., 2021, arXiv:2104.09864), the norm of queries and keys that some models have
-before it, and the write of keys and values behind it.
+before it, and the write of keys and values after it.
 
-The layout is Hugging Face's: dimension i turns together with dimension i + D/2.
+The layout is Hugging Face's: dimension i rotates with dimension i + D/2.
 Shapes: T tokens, Q query heads, K key-value heads, D head_dim.
 """
 
@@ -35,8 +35,8 @@ def head_norm(qkv: Tensor, query_weight: Tensor, key_weight: Tensor, kv: LayerKV
 
 
 def rotary_write(qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: LayerKV) -> None:
-    """Turn queries and keys by their angles, in float32; the queries go back to where they were, keys and values into
-    the cache. qkv [T, (Q + 2K) * D], slots [T] int64."""
+    """Rotate queries and keys by their angles, in float32. Writes queries in place, keys and values to the cache. qkv
+    [T, (Q + 2K) * D], slots [T] int64."""
     _, _, num_kv_heads, head_dim = kv.keys.shape
     heads = qkv.view(len(qkv), -1, head_dim)
     turning = heads[:, :-num_kv_heads]
@@ -50,7 +50,7 @@ def rotary_write(qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: Layer
 
 
 def rotary_reference(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
-    """Turn `x` [T, heads, D] in float64, each pair of dimensions as a complex number."""
+    """Rotate `x` [T, heads, D] in float64, each pair of dimensions as a complex number."""
     half = x.shape[-1] // 2
     pairs = torch.complex(x[..., :half].double(), x[..., half:].double())
     angles = torch.outer(positions.double(), frequencies.double())[:, None]

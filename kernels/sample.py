@@ -1,11 +1,11 @@
-"""Drawing ids from logits.
+"""Samples ids from logits.
 
-A draw is a race (the Gumbel-max trick: Maddison, Tarlow and Minka, 2014, arXiv:1411.0030): with exponential noise e,
-the id with the largest `logit / temperature - log(e)` wins with the probability of the softmax. A little rounding in
-the logits changes the winner only where two were almost equal, so texts repeat across batches.
+It uses the Gumbel-max trick (Maddison, Tarlow and Minka, 2014, arXiv:1411.0030): with exponential noise e, the id with
+the largest `logit / temperature - log(e)` wins with the probability of the softmax. Rounding in the logits changes the
+winner only if two are almost equal, so texts repeat across batches.
 
-Filters come in vLLM's order: temperature, min_p, top_k, top_p, each over what the one before left. Each of them cuts
-off everything below some logit, so together they are one threshold a row; equal logits stay or go together.
+Filters come in vLLM's order: temperature, min_p, top_k, top_p, each applied to the ids that the previous one keeps.
+Each cuts everything below some logit, so together they are one threshold per row; equal logits stay or go together.
 
 Shapes: N rows, V vocabulary.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 from pipeline.kernels.noise import exponential
 
 WIDTHS = (256, 4096)
-"""How many of a row's largest logits are sorted to find a threshold; all are where these don't hold enough."""
+"""Number of a row's largest logits to sort for a threshold; if these are not enough, all are sorted."""
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -25,9 +25,9 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, keys: Tensor) -> Tensor:
-    """Draw one id a row: logits [N, V]; temperature [N], above 0; top_k [N] int64, 0 is off; top_p [N] in (0, 1], 1 is
-    off; min_p [N] in [0, 1], 0 is off; keys [N, 2] as `halves` gives them. Returns [N] int64."""
-    # From the largest down, so that no temperature leads to an infinite logit.
+    """Sample one id per row: logits [N, V]; temperature [N], above 0; top_k [N] int64, 0 is off; top_p [N] in (0, 1], 1
+    is off; min_p [N] in [0, 1], 0 is off; keys [N, 2] from `halves`. Returns [N] int64."""
+    # Relative to the largest, so that no temperature gives an infinite logit.
     scaled = logits.float()
     scaled = (scaled - scaled.amax(dim=-1, keepdim=True)).div_(temperature[:, None])
     filtered = (top_k > 0) | (top_p < 1) | (min_p > 0)
@@ -56,7 +56,7 @@ def thresholds(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> T
 
 
 def _nucleus(scaled: Tensor, floor: Tensor, top_p: Tensor) -> Tensor:
-    """The smallest value of the fewest largest ones that hold `top_p` of the probability above `floor`."""
+    """The smallest of the fewest largest values that have `top_p` of the probability above `floor`."""
     weights = torch.exp(scaled).masked_fill_(scaled < floor[:, None], 0)
     wanted = weights.sum(dim=-1, dtype=torch.float64) * top_p
     result = torch.empty_like(floor)
@@ -65,7 +65,7 @@ def _nucleus(scaled: Tensor, floor: Tensor, top_p: Tensor) -> Tensor:
         values = scaled[rows].topk(min(width, scaled.shape[1]), dim=-1).values
         sorted_weights = torch.exp(values).masked_fill_(values < floor[rows, None], 0)
         cumulative = sorted_weights.cumsum(dim=-1, dtype=torch.float64)
-        # A value is kept while those before it don't hold enough yet.
+        # A value is kept if the larger ones don't have enough yet.
         kept = ((cumulative - sorted_weights) < wanted[rows, None]).logical_and_(sorted_weights > 0)
         num_kept = kept.sum(dim=-1).clamp(min=1)
         result[rows] = values.gather(1, num_kept[:, None] - 1)[:, 0]
@@ -76,7 +76,7 @@ def _nucleus(scaled: Tensor, floor: Tensor, top_p: Tensor) -> Tensor:
 
 
 def probabilities_reference(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """The distribution that `sample` draws from, by the definitions and in float64. logits [V]; returns [V]."""
+    """The distribution of `sample`, by definition and in float64. logits [V]; returns [V]."""
     probabilities = torch.softmax(logits.double() / temperature, dim=0)
     if min_p > 0:
         probabilities[probabilities < min_p * probabilities.max()] = 0

@@ -53,7 +53,7 @@ class SamplingInputs:
         self.keeps_logits = False
         """No row is `greedy`, because all logits are requested."""
         self.rows: IntArray = np.zeros(0, np.int32)
-        """Whose tokens they are, as the next has them."""
+        """The row of each sampled token; indexes `row_logits_processors`."""
         self.row_logits_processors: Sequence[LogitsProcessors | None] = ()
         assert self.mask_words.shape == shape and self.mask_words.flags.c_contiguous
         self._mask_addresses: AddressArray = (
@@ -61,13 +61,13 @@ class SamplingInputs:
         ).astype(np.uint64)
 
     def mask(self, masked: "np.ndarray[Any, np.dtype[np.bool_]]") -> None:
-        """Which of the step's sampled tokens a grammar masks."""
+        """Set the step's sampled tokens that have a grammar mask."""
         num = len(masked)
         self.masks[:num] = np.where(masked, self._mask_addresses[:num], np.uint64(0))
         self.masked = np.flatnonzero(masked)
 
     def unmask(self, num: int) -> None:
-        """A step of `num` sampled tokens has no grammar."""
+        """Set a step of `num` sampled tokens without grammar masks."""
         self.masks[:num] = 0
         self.masked = NO_PLACES
 

@@ -1,4 +1,4 @@
-"""The one choice of functions: made when the executor starts, never at a call."""
+"""Selects the functions of a device once, when the executor starts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from pipeline.kernels.paged_attention import AttentionPlan
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """The functions of one backend for one dtype. Each writes into memory that it is given, so that calls can be
-    recorded; the files they come from say what they take."""
+    """The functions of one backend for one dtype. Each writes into given memory, so that calls can be recorded. Their
+    own files document the arguments."""
 
     name: str
     device: str
@@ -38,7 +38,7 @@ class Ops:
 
 
 def select(device: str, dtype: torch.dtype) -> Ops:
-    """The best functions for a device and a dtype on this machine. Raises ValueError for a device we have none for."""
+    """The best functions for a device and a dtype on this machine. Raises ValueError for a device without kernels."""
     if device != "cpu":
         raise ValueError(f"no kernels for device {device!r}")
     upcast = dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -1,4 +1,4 @@
-"""The gate of a SwiGLU feed-forward layer (Shazeer, 2020, arXiv:2002.05202)."""
+"""The activation of a SwiGLU feed-forward layer (Shazeer, 2020, arXiv:2002.05202)."""
 
 import torch
 from torch import Tensor

@@ -1,7 +1,7 @@
-"""What one step computes, as kernels see it.
+"""The inputs of one step for the kernels.
 
-All arrays are allocated once and stay where they are, so that a recorded program can name them. A step fills their
-beginnings and sets the three counts. On the CPU the numpy arrays and the tensors are two views of one memory.
+All arrays are allocated once and keep their addresses, which recorded programs contain. A step fills their beginnings
+and sets the three counts. On the CPU the numpy arrays and the tensors are views of the same memory.
 
 Shapes: T max_num_tokens, R max_num_rows, B blocks of the longest row.
 """
@@ -32,7 +32,7 @@ class StepInputs:
         self.counts: IntArray = np.zeros(max_num_rows, np.int32)
         self.offsets: IntArray = np.zeros(max_num_rows, np.int32)
         self.block_tables: IntArray = np.zeros((max_num_rows, max_num_blocks), np.int32)
-        """[R, B]; beyond a row's own blocks it holds what earlier steps left there."""
+        """[R, B]; entries after a row's own blocks are stale."""
         self._ids: LongArray = np.zeros(max_num_tokens, np.int64)
         self._positions: LongArray = np.zeros(max_num_tokens, np.int64)
         self._slots: LongArray = np.zeros(max_num_tokens, np.int64)

@@ -1,4 +1,4 @@
-"""Rows of a table by index: the embedding, and the tokens whose logits are wanted."""
+"""Gathers rows of a table: for the embedding, and for the tokens to compute logits for."""
 
 import torch
 from torch import Tensor

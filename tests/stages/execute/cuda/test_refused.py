@@ -30,5 +30,5 @@ def test_memory_that_ends_while_a_model_is_loaded(slight_dir: Path, monkeypatch:
 
     monkeypatch.setattr(runner, "CudaRunner", full)
     launch: Any = SimpleNamespace(settings=on_device(), model_dir=str(slight_dir))
-    with pytest.raises(UserError, match=r"steps need \(CUDA out of memory\): lower schedule\.max_num_batched_tokens"):
+    with pytest.raises(UserError, match=r"its steps \(CUDA out of memory\): lower schedule\.max_num_batched_tokens"):
         stage._load(launch, None)
