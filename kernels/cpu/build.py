@@ -1,12 +1,11 @@
-"""The C++ kernels, compiled when they are first needed and kept in the user's cache.
+"""Compiles the C++ kernels on first use and keeps them in the user's cache.
 
     absent ──lock──► .partial-… ──compile──► sealed ──rename──► <key>.so ──bits lost, or it can't be loaded──► absent
         one process     it alone                 at once             found by its seal, or by loading it
 
-The key names all that the machine code depends on, so a library never has to be judged by its age. A seal, the SHA-256
-of all before it, is the last thing in the file; the loader does not look there. A kill at any moment leaves a
-`.partial-` folder, which the next process that compiles throws away. The lock is the kernel's (flock) and ends with its
-process.
+The key covers everything that the machine code depends on, so the age of a library does not matter. The file ends with
+a seal, the SHA-256 of everything before it; the loader ignores it. A killed process leaves a `.partial-` folder, which
+the next process that compiles removes. The kernel releases the lock (flock) when its process ends.
 """
 
 import contextlib
@@ -33,7 +32,7 @@ from pipeline.kernels.cpu.isa import Isa
 PROGRAM = Path(__file__).parent / "program.cpp"
 
 COMPILERS = ("c++", "g++", "clang++")
-"""Looked for in this order where CXX names none."""
+"""Tried in this order if CXX is not set."""
 
 FLAGS = (
     *("-std=c++20", "-O3", "-fPIC", "-shared", "-pthread"),
@@ -63,15 +62,15 @@ SEAL_BYTES = 32
 
 
 class BuildError(Exception):
-    """There are no compiled kernels; the message says why, and what would help, in the user's words."""
+    """The kernels could not be compiled. The message tells the user why and how to fix it."""
 
 
 class NoCompiler(BuildError):
-    """No C++ compiler is there to be run."""
+    """No usable C++ compiler."""
 
 
 class CompileError(BuildError):
-    """The compiler refused the source or was ended, or what it made can't be loaded."""
+    """The compiler failed or timed out, or its output can't be loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +180,7 @@ def find_compiler() -> Compiler:
 
 
 def _key(source: Path, isa: Isa, compiler: Compiler, options: tuple[str, ...]) -> str:
-    """A name for the machine code: readable, then a digest of all that it depends on."""
+    """A name for the machine code: a readable part and a digest of everything that it depends on."""
     files = [source, *sorted(source.parent.glob("*.h"))]
     parts = [
         [[path.name, hashlib.sha256(path.read_bytes()).hexdigest()] for path in files],
@@ -192,10 +191,10 @@ def _key(source: Path, isa: Isa, compiler: Compiler, options: tuple[str, ...]) -
 
 
 def _is_usable(library: Path) -> bool:
-    """Whether a library is there, whole, and can be loaded. If so it counts as used now, and stays loaded."""
+    """Whether a library exists, is complete and can be loaded. If so, updates its time of use; it stays loaded."""
     try:
         data = library.read_bytes()
-        # A file that lost its end would not fail to load: the loader would be killed reading it.
+        # Loading a truncated file would kill the process instead of failing.
         if hashlib.sha256(data[:-SEAL_BYTES]).digest() != data[-SEAL_BYTES:]:
             return False
         ctypes.CDLL(str(library))
@@ -209,7 +208,7 @@ def _is_usable(library: Path) -> bool:
 def _compile(
     compiler: Compiler, options: tuple[str, ...], source: Path, isa: Isa, library: Path, timeout_s: float
 ) -> None:
-    """Make `library`, whole or not at all. What the compiler says, if anything, is left in a .log beside it."""
+    """Compile `library` atomically. The compiler's output, if any, goes to a .log file beside it."""
     log = library.with_suffix(".log")
     partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=library.parent))
     try:
@@ -263,7 +262,7 @@ def _run(command: tuple[str, ...], timeout_s: float, folder: Path) -> tuple[int 
 
 
 def _first_error(said: str) -> str:
-    """The line of a compiler's words that tells most; empty if it said nothing."""
+    """The most useful line of the compiler's output; empty if there is none."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     return next((line for line in lines if "error:" in line), lines[0] if lines else "")
 
@@ -285,7 +284,7 @@ def _write_log(log: Path, said: str) -> None:
 
 
 def _seal(library: Path) -> None:
-    """Append the digest of a file to it, and put it on the disk."""
+    """Append a file's digest to it, and sync it to disk."""
     with library.open("r+b") as file:
         digest = hashlib.sha256(file.read()).digest()
         file.write(digest)
@@ -295,7 +294,7 @@ def _seal(library: Path) -> None:
 
 @contextmanager
 def _lock(folder: Path, what: str, say: Callable[[str], None]) -> Iterator[None]:
-    """Be the only process that compiles into a folder. Raises BuildError when another one does for too long."""
+    """Lock a folder for compiling. Raises BuildError if another process holds the lock for too long."""
     path = folder / ".lock"
     end = time.monotonic() + LOCK_TIMEOUT_S
     waiting = False
@@ -315,13 +314,13 @@ def _lock(folder: Path, what: str, say: Callable[[str], None]) -> Iterator[None]
 
 
 def _remove_partials(folder: Path) -> None:
-    """Throw away what killed processes have left. To be called with the lock, so none of them lives."""
+    """Remove the files of killed processes. The caller holds the lock, so no such process is alive."""
     for partial in folder.glob(".partial-*"):
         shutil.rmtree(partial, ignore_errors=True)
 
 
 def _remove_oldest(folder: Path) -> None:
-    """Keep the MAX_KEPT libraries, and logs, that were used last."""
+    """Remove all but the MAX_KEPT most recently used libraries and logs."""
     for pattern in ("*.so", "*.log"):
         by_age = sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime, reverse=True)
         for path in by_age[MAX_KEPT:]:

@@ -1,4 +1,4 @@
-// Copies of whole KV blocks: to swap space, back from it, and from one block to another.
+// Copies KV blocks: to swap space, from it, and from block to block.
 #pragma once
 
 #include <cstdint>
@@ -6,12 +6,12 @@
 
 #include "thread_pool.h"
 
-// Where blocks lie. Ids from `num_blocks` on are blocks of swap space, which holds a block's layers side by side:
+// Addresses of blocks. Ids from `num_blocks` on are blocks of swap space, where a block's layers are adjacent:
 //
 //     layers[layer]: [num_blocks][layer_bytes]        swap: [swap blocks][num_layers][layer_bytes]
 struct Blocks {
     uint8_t* const* layers;
-    uint8_t* swap;  // may be null, where no id says so
+    uint8_t* swap;  // null without swap space
     int num_layers, num_blocks;
     size_t layer_bytes;  // of one block in one layer
 
@@ -21,8 +21,8 @@ struct Blocks {
     }
 };
 
-// Copies sources[i] to targets[i], for one i after the other. A thread makes all copies of the same few bytes of every
-// block, in their order: so a block that was copied from may be copied to by a later one, and nobody waits for another.
+// Copies sources[i] to targets[i] in order. A thread makes all copies of the same few bytes of every block, in order.
+// So a later copy may overwrite the source of an earlier one, and no thread waits for another.
 inline void copy_blocks_of(ThreadPool& thread_pool, const Blocks& blocks, const int32_t* sources, const int32_t* targets, int count) {
     constexpr size_t part = 16 << 10;
     const int parts = int((blocks.layer_bytes + part - 1) / part);

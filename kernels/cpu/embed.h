@@ -1,5 +1,4 @@
-// The rows of the embedding that a step's ids name, as the float32 residual. A tied embedding is read where the head's
-// weights lie: one copy serves both.
+// Writes the embeddings of a step's ids to the float32 residual. A tied embedding reads the head's packed weights.
 #pragma once
 
 #include "step.h"

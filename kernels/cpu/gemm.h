@@ -1,4 +1,4 @@
-// Rows of activations times a packed matrix: the one loop that weights, keys and values all go through.
+// Rows of activations times a packed matrix: the matmul for weights, keys and values.
 //
 // A matrix [columns, depth] (as checkpoints have it: one row an output) is cut into panels of 16 outputs, and a panel
 // is laid out in the order in which it is read:
@@ -11,8 +11,7 @@
 // In the 4-bit formats byte b of chunk j holds depth 8j + b in its lower half and 8j + 4 + b in its upper one. Scales
 // and minimums are float16, as in the file.
 //
-// An output is one accumulator that takes its products in the order of depth, whatever is computed beside it: so a row
-// has the same bits alone and in any batch.
+// An output is one accumulator that adds its products in the order of depth, so a row has the same bits in any batch.
 #pragma once
 
 #include <cstddef>
@@ -61,14 +60,14 @@ INLINE act to_act(float value) { return value; }
 INLINE void store_acts(act* to, vf values) { store(to, values); }
 #endif
 
-// How activations are kept for the product that reads them:
+// Forms of activations, by the weights that they are multiplied with:
 //
 //     PLAIN  [depth] act                                                    for bf16
 //     BYTES  [depth] int8 codes | [groups] float scale | [groups] int32 sum of codes | [groups] float scale x sum
 //                                                                           for 4-bit weights, in groups of 32
 //     WORDS  [depth] int16 codes | [groups] float scale                     for q8_0, in groups of 32
 //
-// Weights of 8 bits deserve activations that lose less than they do; at AVX2 their products take no longer for it.
+// With 8-bit weights, activations should lose less precision than the weights; at AVX2 this takes no longer.
 enum class Form : int { PLAIN = 0, BYTES = 1, WORDS = 2 };
 
 struct Rows {
@@ -108,12 +107,12 @@ INLINE void multiply_bf16(const act* const (&rows)[R], const uint32_t* const (&p
                 for (int v = 0; v < VECTORS; v++) acc[r][p][v] = dot_bf16(acc[r][p][v], weights[p][v], pair);
         }
 #else
-        // Few rows go through panels as fast as memory gives them: fetched half a kilobyte ahead, across page borders.
-        // More rows have no need of it, and at AVX2 no register for it.
+        // A few rows are bound by memory, so prefetch half a kilobyte ahead, across page boundaries. More rows don't
+        // need it, and have no register for it at AVX2.
         if constexpr (R <= 4)
             for (int p = 0; p < P; p++) __builtin_prefetch(panels[p] + (k + 8) * PANEL);
         for (int half = 0; half < 2; half++) {
-            // Words kept for their upper halves would take registers that accumulators need: they are loaded again.
+            // Keeping the words for their upper halves would take registers from accumulators, so load them again.
             const uint32_t* from[P];
             for (int p = 0; p < P; p++) {
                 from[p] = panels[p];
@@ -238,7 +237,7 @@ INLINE void multiply_8(const Rows& rows, int first_row, const uint8_t* panel, si
 
 // --- any format -------------------------------------------------------------------------------------------------------
 
-// Rows at once: as many as leave their accumulators in registers.
+// Rows per call: as many as fit with their accumulators in registers.
 #if defined(ISA_AVX512)
 constexpr int MOST_ROWS = 12, MOST_ROWS_8 = 6, MOST_ROWS_4 = 6;
 #elif defined(ISA_AVX2)
@@ -247,7 +246,7 @@ constexpr int MOST_ROWS = 6, MOST_ROWS_8 = 3, MOST_ROWS_4 = 4;
 constexpr int MOST_ROWS = 4, MOST_ROWS_8 = 2, MOST_ROWS_4 = 2;
 #endif
 
-// Not inlined: with constants for arguments GCC runs out of registers.
+// Not inlined: with constant arguments GCC runs out of registers.
 template <int R, int P>
 __attribute__((noinline)) static void multiply_panels(const Rows& rows, int first_row, const Matrix& matrix, int first_panel, float* out,
                             int out_stride) {
@@ -277,7 +276,7 @@ __attribute__((noinline)) static void multiply_panels(const Rows& rows, int firs
 template <int R>
 static void multiply_rows(const Rows& rows, int first_row, const Matrix& matrix, int first_panel, int panels, float* out,
                           int out_stride) {
-    // One row has registers for more panels, and needs them: each accumulator waits for its own last product.
+    // One row has registers for more panels, and needs them: each accumulator waits for its previous product.
     constexpr int AT_ONCE = R == 1 ? 4 : R == 2 || LANES == 16 ? 2 : 1;
     int p = 0;
     for (; p + AT_ONCE <= panels; p += AT_ONCE)
@@ -333,7 +332,7 @@ static void unpack(const Matrix& matrix, int n, float* out) {
     }
 }
 
-// A row of floats as codes: the largest magnitude of a group becomes the largest code. Groups that are nearly zero
+// Quantizes a row of floats: the largest magnitude of a group becomes the largest code. Groups that are nearly zero
 // become zero.
 static void quantize(const float* from, const Rows& to, int row, int depth, Form form) {
     const int groups = depth / GROUP;
@@ -346,7 +345,7 @@ static void quantize(const float* from, const Rows& to, int row, int depth, Form
             tops = max(tops, max(values[i], -values[i]));
         }
         const float top = largest(tops), inverse = top > 1e-30f ? most / top : 0.0f;
-        constexpr float round = 12582912.0f;  // Adding 1.5 * 2^23 leaves no bits for a fraction.
+        constexpr float round = 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
         vi numbers[GROUP / LANES], total{};
         for (int i = 0; i < GROUP / LANES; i++) {
             numbers[i] = bits<vi>(values[i] * inverse + round) - bits<int32_t>(round);
@@ -361,7 +360,7 @@ static void quantize(const float* from, const Rows& to, int row, int depth, Form
             continue;
         }
         store_bytes(to.codes(row) + g * GROUP, numbers);
-        // Small whole numbers: their sum is exact as floats too.
+        // The sum of small integers is exact in floats.
         const float count = sum(__builtin_convertvector(total, vf));
         scales[groups + g] = bits<float>(int32_t(count));
         scales[2 * groups + g] = scale * count;

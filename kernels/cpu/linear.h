@@ -1,10 +1,10 @@
-// Products with a weight matrix, each with what follows it done on a tile of its outputs while that is in the cache:
-// the sum with the residual, silu(gate) x up, turning queries and keys and writing the cache, the largest logit.
+// Matmuls with a weight matrix, fused with the next op on a tile of outputs while it is in the cache: adding the
+// residual, silu(gate) x up, rotary embedding and writing the KV cache, the largest logit.
 #pragma once
 
 #include "step.h"
 
-// A tile is `panels_` panels of outputs, for all rows. Derived ops say what becomes of a tile's rows.
+// A tile is `panels_` panels of outputs, for all rows. Derived ops process the rows of a tile.
 class Gemm : public Op {
    public:
     Gemm(const char* name, Rows in, const Matrix& matrix, int panels)
@@ -21,7 +21,7 @@ class Gemm : public Op {
         const int panels = first + panels_ < last ? panels_ : last - first;
         const int width = panels * PANEL, num_rows = rows(step);
         float* values = reinterpret_cast<float*>(scratch.memory);
-        // Even parts: five rows after six cost less than one.
+        // Even parts: six and five rows cost less than ten and one.
         const int parts = ceil_div(num_rows, most_rows(matrix_));
         for (int part = 0, row = 0; part < parts; part++) {
             const int count = num_rows / parts + (part < num_rows % parts);
@@ -80,7 +80,7 @@ class Swiglu final : public Gemm {
         float gated[4 * PANEL / 2];
         for (int c = 0; c < width; c += PANEL) {
             const f8 gate = load<f8>(values + c), up = load<f8>(values + c + 8);
-            // What a gate lets through that is beyond the range of exp_of has no place in float32.
+            // Below the range of exp_of, silu is zero in float32.
             store(gated + c / 2, gate < -88.0f ? f8{} : gate / (1.0f + exp_of(-gate)) * up);
         }
         if (floats_) {
@@ -95,8 +95,8 @@ class Swiglu final : public Gemm {
     const bool floats_;
 };
 
-// Where a layer's keys and values lie. A block of a head is a panel of keys, 16 tokens wide and head_dim deep, and
-// head_dim / 16 panels of values, 16 tokens deep:
+// The layout of a layer's keys and values. A block of a head is one panel of keys, 16 tokens wide and head_dim deep,
+// and head_dim / 16 panels of values, 16 tokens deep:
 //
 //     [blocks]{ [heads][head_dim / 2][16 tokens][2] keys | [heads][head_dim / 16][8][16][2] values }
 struct KV {
@@ -176,7 +176,7 @@ class Qkv final : public Gemm {
     const float scale_;
 };
 
-// The largest logit that a thread has seen of a row.
+// The largest logit of a row that a thread has computed.
 struct Best {
     float value;
     int32_t id;

@@ -1,6 +1,6 @@
-// What changes a row's logits before an id is drawn: masks, bad words, a least length, bias, penalties.
+// Logits processors: masks, bad words, min_tokens, bias, penalties.
 //
-// In torch: kernels/logits_processors.py and kernels/penalties.py, which say what each of them means.
+// kernels/logits_processors.py and kernels/penalties.py define them, in torch.
 #pragma once
 
 #include "vec.h"
@@ -13,7 +13,7 @@ struct LogitsProcessors {
     const uint32_t* allowed;  // a mask, or null
     const int32_t* bias_ids;
     const float* bias_values;
-    const int32_t* enders;  // not drawn before the output has min_tokens ids
+    const int32_t* enders;  // not sampled before the output has min_tokens ids
     const int32_t* runs;    // bad words, one after the other: how many ids it has, then these
     int32_t num_bias, num_enders, min_tokens, num_runs;
 };
@@ -21,7 +21,7 @@ struct LogitsProcessors {
 // Change a row's logits [vocab] in place by the ids known so far, `num_prompt` of the prompt and then the output's.
 // The logit of an id that is among them is divided by `repetition` if it is above 0 and multiplied if not. Then
 // `frequency` is subtracted for each time that the id is in the output, and `presence` once if it is there at all. Ids
-// outside of the vocabulary, such as a picture's places, are passed over. Costs O(num_ids).
+// outside the vocabulary, such as image placeholders, are ignored. Costs O(num_ids).
 static inline void penalize(float* logits, int vocab, const int32_t* ids, int num_prompt, int num_ids,
                             float repetition, float presence, float frequency, uint8_t* memory) {
     constexpr int32_t DONE = -1;
@@ -62,7 +62,7 @@ static inline void mask(float* logits, int vocab, const uint32_t* allowed) {
         if (!(allowed[v / 32] >> (v % 32) & 1)) logits[v] = -INFINITY;
 }
 
-// Set the logit of each bad word's last id to -inf where the output [num_output] ends with its other ids.
+// Set the logit of each bad word's last id to -inf if the output [num_output] ends with its other ids.
 static inline void forbid_runs(float* logits, const int32_t* runs, int num_runs, const int32_t* output,
                                int num_output) {
     for (; num_runs; num_runs--, runs += 1 + runs[0]) {
@@ -72,7 +72,7 @@ static inline void forbid_runs(float* logits, const int32_t* runs, int num_runs,
     }
 }
 
-// Whether a grammar allows nothing but some of these ids, each of which is there once.
+// Whether a grammar allows only ids of this list, which has no duplicates.
 static inline bool allows_only(const uint32_t* grammar, int vocab, const int32_t* ids, int num_ids) {
     int num_others = 0;
     for (int i = 0; i < num_ids; i++) num_others -= grammar[ids[i] / 32] >> (ids[i] % 32) & 1;

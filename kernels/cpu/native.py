@@ -1,7 +1,7 @@
 """The CPU library of `program.cpp`, as Python calls it.
 
-Calls go through ctypes, which lets the GIL go while they run. Arrays are named by their addresses: whoever records a
-program keeps them alive for as long as the program is.
+Calls go through ctypes, which releases the GIL. Arrays are passed by address: the caller that records a program must
+keep them alive as long as the program.
 """
 
 import ctypes
@@ -17,16 +17,16 @@ from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.sampling_inputs import SamplingInputs
 
 ABI_VERSION = 8
-"""Of `program.cpp`; raised with every change of its interface."""
+"""Version of `program.cpp`; raise it with every change of its interface."""
 
 PANEL = 16
-"""Outputs of a matrix that lie together; columns are padded to it."""
+"""Adjacent outputs of a packed matrix; columns are padded to a multiple of it."""
 
 MAX_HEAD_DIM = 256
 """MOST_PANELS in attention.h, in numbers."""
 
 SPINS = 2000
-"""How often a thread looks for its fellows before it sleeps: some tens of microseconds."""
+"""Spins of a waiting thread before it sleeps: some tens of microseconds."""
 
 HUGE_PAGE = 2 * 1024**2
 
@@ -34,7 +34,7 @@ ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class Form(IntEnum):
-    """How activations are kept for the product that reads them."""
+    """The form of activations for a matmul."""
 
     PLAIN = 0
     BYTES = 1
@@ -45,7 +45,7 @@ class Form(IntEnum):
 
 FORMATS = {"bf16": 0, "q8_0": 1, "q4_0": 2, "q4_1": 3}
 READ_BY = {"bf16": Form.PLAIN, "q8_0": Form.WORDS, "q4_0": Form.BYTES, "q4_1": Form.BYTES}
-"""What a product with weights of a format reads."""
+"""The form of activations for weights of each format."""
 
 
 class NativeStepArrays(Structure):
@@ -215,7 +215,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """The library at `path`, with the types of its functions. Raises OSError where it is not one of ours."""
+    """Load the library at `path` and declare its functions. Raises OSError if it is not one of ours."""
     library = ctypes.CDLL(str(path))
     for name, (result, arguments) in _SIGNATURES.items():
         try:
@@ -230,7 +230,7 @@ def load(path: Path) -> ctypes.CDLL:
 
 
 class ThreadPool:
-    """The threads that compute. Closed by whoever made it, after the last program."""
+    """The threads that compute. Its creator closes it after the last program."""
 
     def __init__(self, library: ctypes.CDLL, size: int, spins: int = SPINS) -> None:
         self.library = library
@@ -238,8 +238,8 @@ class ThreadPool:
         self.handle = library.thread_pool_new(size, spins)
 
     def allocate(self, num_bytes: int) -> ByteArray:
-        """Zeroed memory that begins at a page, in huge pages where the system gives them. All of it is written here:
-        memory that is lacking shows at the start, and no step waits for pages."""
+        """Zeroed memory aligned to a page, in huge pages if possible. All pages are touched here, so that a lack of
+        memory shows at the start, and no step waits for page faults."""
         memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if num_bytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -1,7 +1,7 @@
-// What this machine can do at most: bytes read from memory, and products of each kind that the kernels compute.
+// Measures the peak rates of this machine: reading memory, and each kind of arithmetic that the kernels use.
 //
-// Each measurement runs on a number of threads for some seconds and returns the sum of the threads' rates, or -1 where
-// the threads can't be had.
+// Each measurement runs on a number of threads for some seconds and returns the sum of the threads' rates, or -1 if the
+// threads can't be started.
 #include <sys/mman.h>
 
 #include <atomic>

@@ -1,8 +1,8 @@
 // A forward pass as a list of ops, recorded once and replayed by one call for each step.
 //
-// The functions below are the library's whole interface: C, so that Python calls them by ctypes, which lets the GIL go
-// meanwhile. Memory that they are given belongs to the caller and must outlive the program. Sizes are run-time values:
-// one library serves every model.
+// The functions below are the library's whole interface: C functions, which Python calls with ctypes, without the GIL.
+// Memory in arguments belongs to the caller and must outlive the program. Sizes are run-time values: one library serves
+// every model.
 #include <cstdlib>
 #include <memory>
 
@@ -51,8 +51,8 @@ class Program final : public Job {
     int run(int tokens, int rows, int samples, double* seconds) {
         while (memory_.size() < size_t(thread_pool_.size())) memory_.push_back(std::make_unique<Aligned>(scratch_bytes_));
         if (progress_.size() != ops_.size()) progress_ = std::vector<Progress>(ops_.size());
-        // Progress first: who is late in the last step must not take this one's sizes for its own. It may read them while
-        // they are written; whatever number of tiles it makes of them, its exchange fails.
+        // Progress first: who is late in the last step must not take this one's sizes for its own. It may read them
+        // while they are written; whatever number of tiles it makes of them, its exchange fails.
         const uint32_t number = number_.load() + 1;
         for (Progress& op : progress_) {
             op.taken.store(uint64_t(number) << 32);

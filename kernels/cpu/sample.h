@@ -1,9 +1,9 @@
-// From logits to an id: the largest logit, or a random sample. One row at a time, on one thread.
+// Samples an id from logits: the largest logit, or a random sample. One row at a time, on one thread.
 //
-// A draw is one uniform number and the inverse of the distribution function over the ids in rising order (Devroye,
-// "Non-Uniform Random Variate Generation", 1986, chapter III.2). The filters, each over what the one before left, all
-// cut off what is below some logit, so together they are one floor, and equal logits stay or go together. The
-// vocabulary is never sorted: thresholds are found by histograms that become finer where the threshold lies.
+// A random sample takes one uniform number and the inverse of the cumulative distribution over ascending ids (Devroye,
+// "Non-Uniform Random Variate Generation", 1986, chapter III.2). The filters are applied in order. Each cuts everything
+// below some logit, so together they are one floor, and equal logits stay or go together. The vocabulary is never
+// sorted: histograms that become finer around the threshold find it.
 //
 // Logits are read in strips, and a strip whose largest logit is below the floor costs one comparison. Weights are
 // float32, sums of them float64 in an order that is the same on every ISA, so every ISA samples the same ids.
@@ -20,11 +20,11 @@ namespace sampling {
 constexpr int STRIP = 64;           // logits
 constexpr int BINS = 512;           // of a histogram
 constexpr int FEW = 32;             // values that are not worth a histogram
-constexpr float LOWEST = -FLT_MAX;  // what can be drawn at all: a logit that is neither -inf nor NaN
+constexpr float LOWEST = -FLT_MAX;  // the lowest logit that can be sampled: neither -inf nor NaN
 
 INLINE int num_strips(int vocab) { return (vocab + STRIP - 1) / STRIP; }
 
-// What a draw needs beside the logits, cut out of one piece of memory whose bytes may be anything.
+// Scratch memory for sampling a row, in one uninitialized allocation.
 struct SamplingScratch {
     SamplingScratch(uint8_t* memory, int vocab) {
         const int strips = num_strips(vocab);
@@ -274,7 +274,7 @@ static inline int32_t sample_by_cdf(const Row& row, const Softmax& softmax, floa
 // logprobs.h). They do not care what is in it.
 INLINE size_t sample_scratch_bytes(int vocab) { return sampling::SamplingScratch::bytes(vocab); }
 
-// No token can be sampled.
+// The result if no token can be sampled.
 constexpr int32_t NO_ID = -1;
 
 // The id of the largest logit, of equal ones the lowest. NaN counts as -inf; with nothing above that, NO_ID.

@@ -1,4 +1,4 @@
-// The end of a step: waiting for the masks that a grammar allows, then one id for each sampled token.
+// The end of a step: waits for grammar masks, then samples an id for each sampled token.
 #pragma once
 
 #include <algorithm>
@@ -12,17 +12,17 @@
 #include "logits_processors.h"
 #include "step.h"
 
-// Where masks are told to be complete. The word may lie in memory that another process writes.
+// Signals that masks are complete. The word may be in memory that another process writes.
 struct MaskTicket {
     const uint32_t* word;  // null: nothing to wait for
     uint32_t expected;
     int32_t timeout_ms;
 };
 
-// Begins when the logits are there and ends when `*word` is `expected`, or with status 1 when that takes too long.
+// Waits until `*word` is `expected`, or ends with status 1 after a timeout. Runs when the logits are complete.
 class WaitForMasks final : public Op {
    public:
-    // `best` [num_best] is what the head has found; a step that ends here leaves none of it to the next.
+    // `best` [num_best] are the head's results; a step that ends here clears them for the next.
     WaitForMasks(const MaskTicket* ticket, Best* best, size_t num_best)
         : Op("wait_for_masks"), ticket_(ticket), best_(best), num_best_(num_best) {}
 

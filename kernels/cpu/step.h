@@ -1,12 +1,12 @@
-// What ops are: parts of a step that a pool of threads computes one after the other, each cut into tiles that the
-// threads take as they come. A thread that is held up by another process keeps at most one tile from its fellows.
+// Ops: the parts of a step. A thread pool computes them in order. Each is cut into tiles, and every thread takes the
+// next free tile, so a thread that is delayed by another process delays at most one tile.
 #pragma once
 
 #include <cstdint>
 
 #include "gemm.h"
 
-// The arrays of one step, allocated once (kernels/step_inputs.py says what they hold), and how much of them it uses.
+// The arrays of one step, allocated once (see kernels/step_inputs.py), and the step's sizes.
 struct Step {
     int tokens, rows, samples;
     const int64_t *ids, *positions, *slots, *sampled;
@@ -18,13 +18,13 @@ struct Step {
 
 constexpr int BLOCK = 16;  // tokens
 
-// Memory of one thread, of the size that any op asks for.
+// Scratch memory of one thread, large enough for every op.
 struct Scratch {
     int thread;
     uint8_t* memory;
 };
 
-// What an op must move and compute, for the floor beside its time.
+// What an op must move and compute: a lower bound for its time.
 struct Cost {
     double bytes = 0, flops = 0;
     bool integer = false;
@@ -38,7 +38,7 @@ class Op {
     virtual void tile(const Step& step, int index, const Scratch& scratch) = 0;
     virtual size_t scratch_bytes() const { return 0; }
     virtual Cost cost(const Step&) const { return {}; }
-    // 0, or what the step is to end with.
+    // 0, or the status with which the step ends early.
     virtual int status() const { return 0; }
 
     const char* const name;

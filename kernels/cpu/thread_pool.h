@@ -1,13 +1,13 @@
-// The threads that compute an op together.
+// A pool of threads that compute an op together.
 //
 //     asleep ──start()──► working ──the job returns──► watching ──a while──► asleep
 //
-// Nobody waits for a thread to come, only for work that a thread has begun: other processes share these cores, and a
-// thread that is kept from running must not keep its fellows. So a job may return on the caller's thread while others
-// are still on their way through it, or come to it late; `settle` is for what must be over for all of them.
+// Threads wait only for work that another thread has begun, never for a thread to arrive: other processes share these
+// cores, and a descheduled thread must not delay the others. So a job may return on the caller's thread while others are
+// still in it, or enter it late; `settle` waits until all have left.
 //
-// Who waits looks for some microseconds and then sleeps in the kernel: a core that is spun away may be the very one
-// that a fellow needs.
+// A waiting thread spins for some microseconds and then sleeps in the kernel, because it may occupy the core that
+// another thread needs.
 #pragma once
 
 #include <atomic>
@@ -19,7 +19,7 @@
 #include <immintrin.h>
 #endif
 
-// Work that any thread may join, once for each `start`.
+// Work that every thread may join, once per `start`.
 class Job {
    public:
     virtual ~Job() = default;
@@ -28,7 +28,7 @@ class Job {
 
 class ThreadPool {
    public:
-    // `spins` is how often a waiting thread looks before it sleeps.
+    // `spins` is the number of spins of a waiting thread before it sleeps.
     ThreadPool(int size, int spins) : size_(size), spins_(spins) {
         for (int i = 1; i < size; i++) threads_.emplace_back([this, i] { serve(i); });
     }
@@ -41,7 +41,7 @@ class ThreadPool {
 
     int size() const { return size_; }
 
-    // The other threads join `job`; the caller does so by itself. The job must live until `settle`.
+    // Lets the other threads join `job`; the caller joins it itself. The job must live until `settle`.
     void start(Job* job) {
         job_.store(job);
         wake();
@@ -106,7 +106,7 @@ class ThreadPool {
             wait([&] { return starts_.load() != seen; }, starts_);
             seen = starts_.load();
             if (ending_.load()) return;
-            // Before the job is read: so `settle` either sees this thread inside, or it finds no job.
+            // Before reading the job, so that either `settle` sees this thread inside, or this thread finds no job.
             inside_.fetch_add(1);
             if (Job* job = job_.load()) job->work(thread);
             if (inside_.fetch_sub(1) == 1) inside_.notify_all();
