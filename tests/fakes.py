@@ -40,12 +40,12 @@ def record(token_id: int, num_top: int) -> bytes:
     return data.tobytes()
 
 
-def expected(prompt: list[int], sampling: m.GenerationOptions, index: int, max_tokens: int) -> tuple[list[int], Finish]:
+def expected(prompt: list[int], options: m.GenerationOptions, index: int, max_tokens: int) -> tuple[list[int], Finish]:
     """The ids that a sequence must generate, whatever else happens."""
     ids = list(prompt)
     for _ in range(max_tokens):
-        ids.append(next_id(ids, sampling.seed, index))
-        if ids[-1] in sampling.stop_token_ids:
+        ids.append(next_id(ids, options.seed, index))
+        if ids[-1] in options.stop_token_ids:
             return ids[len(prompt) :], Finish.STOP
     return ids[len(prompt) :], Finish.LENGTH
 
@@ -54,7 +54,7 @@ class _Row:
     def __init__(self, add: m.RowAdd, ids: list[int], blocks: "np.ndarray[Any, Any]") -> None:
         self.generation = add.generation
         self.index = add.index
-        self.sampling = msgspec.msgpack.decode(add.sampling, type=m.GenerationOptions)
+        self.options = msgspec.msgpack.decode(add.options, type=m.GenerationOptions)
         self.ids = dict(enumerate(ids))
         self.table: list[int] = blocks.tolist()
         self.num_prompt = add.num_prompt
@@ -62,7 +62,7 @@ class _Row:
 
     def prompt_records(self, start: int, count: int) -> list[bytes]:
         """Records of the ids behind these positions."""
-        num_top = self.sampling.prompt_num_top
+        num_top = self.options.num_prompt_logprobs
         if self.dead or num_top < 0 or self.index > 0:
             return []
         return [record(self.ids[place + 1], num_top) for place in range(start, min(start + count, self.num_prompt - 1))]
@@ -153,8 +153,8 @@ class FakeExecutor:
             length = start + count
             context = self.kv[state.table].reshape(-1)[:length]
             assert EMPTY not in context, f"row {row} reads KV that was never written"
-            sampled_id = next_id(context, state.sampling.seed, state.index)
-            if sampled_id in state.sampling.bias_ids:
+            sampled_id = next_id(context, state.options.seed, state.index)
+            if sampled_id in state.options.bias_ids:
                 state.dead = True
                 sampled_ids.append(-1)
                 finishes.append(int(Finish.ERROR))
@@ -162,9 +162,9 @@ class FakeExecutor:
                 continue
             state.ids[length] = sampled_id
             sampled_ids.append(sampled_id)
-            if state.sampling.with_logprobs:
-                records.append(record(sampled_id, state.sampling.num_top))
-            state.dead = sampled_id in state.sampling.stop_token_ids
+            if state.options.num_logprobs >= 0:
+                records.append(record(sampled_id, state.options.num_logprobs))
+            state.dead = sampled_id in state.options.stop_token_ids
             finishes.append(int(Finish.STOP if state.dead else Finish.NONE))
         put = self._put
         return m.StepResult(

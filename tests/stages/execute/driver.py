@@ -47,7 +47,7 @@ def row_add(
     row: int,
     ids: list[int],
     blocks: list[int],
-    sampling: m.GenerationOptions = GREEDY,
+    options: m.GenerationOptions = GREEDY,
     *,
     index: int = 0,
     generation: int = 1,
@@ -61,7 +61,7 @@ def row_add(
         ids=i32(ids),
         num_prompt=len(ids) if num_prompt is None else num_prompt,
         blocks=i32(blocks),
-        sampling=msgspec.Raw(msgspec.msgpack.encode(sampling)),
+        options=msgspec.Raw(msgspec.msgpack.encode(options)),
         fork_of=fork_of,
     )
 
@@ -106,7 +106,7 @@ class GivenMasks:
         self.failed: dict[int, str] = {}
         """By place."""
 
-    def add(self, row: int, sampling: m.GenerationOptions, num_prompt: int) -> None:
+    def add(self, row: int, options: m.GenerationOptions, num_prompt: int) -> None:
         pass
 
     def drop(self, rows: Any) -> None:
@@ -173,7 +173,7 @@ class Driver:
         chunk: int | None = None,
         shared: list[list[int]] | None = None,
         cached: list[int] | None = None,
-        sampling: m.GenerationOptions = GREEDY,
+        options: m.GenerationOptions = GREEDY,
     ) -> list[list[int]]:
         """`num` ids for each prompt, all rows in one batch. `chunk` bounds the tokens of a prompt in one step;
         `shared[i]` are blocks that hold the first `cached[i]` ids of prompt i already."""
@@ -184,7 +184,7 @@ class Driver:
         for i, prompt in enumerate(prompts):
             blocks = list(shared[i]) if shared else []
             blocks += self.take_blocks(len(prompt) + num - len(blocks) * BLOCK_SIZE)
-            adds.append(row_add(rows[i], prompt, blocks, sampling))
+            adds.append(row_add(rows[i], prompt, blocks, options))
         while not all(len(ids) == len(prompt) + num for ids, prompt in zip(known, prompts, strict=True)):
             entries, left = [], self._budget
             for i, row in enumerate(rows):

@@ -11,7 +11,7 @@ import numpy as np
 
 from pipeline.config.settings import ExecuteSettings, ScheduleSettings, Settings
 from pipeline.runtime import messages as m
-from pipeline.runtime.logprob_records import embedding_bytes, logprob_bytes
+from pipeline.runtime.logprob_records import prompt_record_bytes, record_bytes
 from pipeline.runtime.messages import Finish
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.schedule.scheduler import Scheduler
@@ -33,23 +33,28 @@ class Ask(msgspec.Struct, frozen=True):
     at_step: int = 0
     """Steps that are planned before it comes."""
     priority: int = 0
-    samplings: tuple[tuple[str, Any], ...] = ()
-    """Further fields of its sampling."""
+    fields: tuple[tuple[str, Any], ...] = ()
+    """Further fields of its options."""
 
     @property
-    def sampling(self) -> m.GenerationOptions:
+    def options(self) -> m.GenerationOptions:
         temperature = 0.0 if self.seed == GREEDY else 1.3
-        plain = {"temperature": temperature, "seed": max(0, self.seed), "ignore_eos": True}
-        return m.GenerationOptions(**{**plain, **dict(self.samplings)})
+        plain = m.GenerationOptions(
+            n=self.n,
+            max_tokens=self.max_tokens,
+            temperature=temperature,
+            seed=max(0, self.seed),
+            ignore_eos=True,
+            priority=self.priority,
+        )
+        return msgspec.structs.replace(plain, **dict(self.fields))
 
     def record_bytes(self, facts: m.ExecuteFacts) -> int:
-        if self.sampling.pooling:
-            return embedding_bytes(facts.hidden_size)
-        return logprob_bytes(self.sampling.num_top) if self.sampling.with_logprobs else 0
+        return record_bytes(self.options, facts.hidden_size)
 
     @property
     def prompt_record_bytes(self) -> int:
-        return logprob_bytes(self.sampling.prompt_num_top) if self.sampling.prompt_num_top >= 0 else 0
+        return prompt_record_bytes(self.options)
 
 
 def make_runner(
@@ -80,6 +85,7 @@ class Pair:
             "num_blocks": facts.num_blocks,
             "num_swap_blocks": facts.num_swap_blocks,
             "max_model_len": facts.max_model_len,
+            "hidden_size": facts.hidden_size,
             "max_num_seqs": 16,
             "max_num_batched_tokens": 256,
         }
@@ -138,21 +144,15 @@ class Pair:
             gateway=0,
             arrival_s=float(request_id),
             prompt_ids=np.array(ask.prompt, np.int32).tobytes(),
-            n=ask.n,
-            max_tokens=ask.max_tokens,
-            sampling=raw(ask.sampling),
-            text=raw(m.GenerationOptions()),
-            priority=ask.priority,
-            record_bytes=ask.record_bytes(self._runner.facts),
-            prompt_record_bytes=ask.prompt_record_bytes,
-            needs_full_prefill=bool(ask.prompt_record_bytes or ask.sampling.pooling),
+            options=raw(ask.options),
         )
         for told in self.scheduler.admit(admit):
             assert isinstance(told, m.Open), told
             self._opened[told.seq] = request_id, told.index
             self._texts[request_id, told.index] = []
             self.token_outputs[request_id, told.index] = self.prompt_logprobs[request_id, told.index] = b""
-            self._widths[told.seq], self._prompt_widths[told.seq] = admit.record_bytes, admit.prompt_record_bytes
+            self._widths[told.seq] = ask.record_bytes(self._runner.facts)
+            self._prompt_widths[told.seq] = ask.prompt_record_bytes
 
     def _compute(self, step: m.Step) -> None:
         began_s = time.monotonic()

@@ -42,7 +42,7 @@ def text_of(ids: list[int]) -> str:
 class Seq:
     """A sequence: how it is drawn, what it has, how it ended."""
 
-    sampling: m.GenerationOptions
+    options: m.GenerationOptions
     prompt: list[int] = field(default_factory=lambda: ids_of("say: "))
     index: int = 0
     output: list[int] = field(default_factory=list)
@@ -78,7 +78,7 @@ class Structured:
             ids = seq.ids if fork_of is None else seq.output
             other = -1 if fork_of is None else fork_of.row
             adds.append(
-                row_add(seq.row, ids, blocks, seq.sampling, index=seq.index, fork_of=other, num_prompt=len(seq.prompt))
+                row_add(seq.row, ids, blocks, seq.options, index=seq.index, fork_of=other, num_prompt=len(seq.prompt))
             )
             self.seqs.append(seq)
         step = make_step(adds=adds)
@@ -131,8 +131,8 @@ def lark(pattern: str) -> str:
     return f"start: /{pattern}/"
 
 
-def sampling(grammar: str = "", **how: Any) -> m.GenerationOptions:
-    return m.GenerationOptions(**{"temperature": 1.0, "seed": 5, "grammar": grammar, **how})
+def options(grammar: str = "", **how: Any) -> m.GenerationOptions:
+    return m.GenerationOptions(**{"temperature": 1.0, "seed": 5, "compiled_grammar": grammar, **how})
 
 
 def largest_id(seq: Seq) -> int:

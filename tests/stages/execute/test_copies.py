@@ -192,19 +192,17 @@ def decode(driver: Driver, row: int, position: int, num: int) -> tuple[list[int]
     return ids, logits
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-def test_a_row_that_was_swapped_out_goes_on_as_if_it_had_not_been(
-    driver: Driver, sampling: m.GenerationOptions
-) -> None:
+@pytest.mark.parametrize("options", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_a_row_that_was_swapped_out_goes_on_as_if_it_had_not_been(driver: Driver, options: m.GenerationOptions) -> None:
     """Its old blocks are overwritten by another row in the very step that copies them, and it comes back elsewhere."""
     prompt = random_ids(37, 1)
-    driver.step([(0, 0, 37, True)], adds=[row_add(0, prompt, [4, 7, 2, 9], sampling)])
+    driver.step([(0, 0, 37, True)], adds=[row_add(0, prompt, [4, 7, 2, 9], options)])
     expected, expected_logits = decode(driver, 0, 37, 25)
     first = int(driver.runner.rows.ids[0, 37])
     driver.clear()
 
     slots = [driver.runner.facts.num_blocks + slot for slot in (8, 0, 5)]
-    driver.step([(0, 0, 37, True)], adds=[row_add(0, prompt, [4, 7, 2], sampling)])
+    driver.step([(0, 0, 37, True)], adds=[row_add(0, prompt, [4, 7, 2], options)])
     made, logits = decode(driver, 0, 37, 6)
     known = [*prompt, first, *made]
     intruder = random_ids(60, 2)
@@ -220,7 +218,7 @@ def test_a_row_that_was_swapped_out_goes_on_as_if_it_had_not_been(
     back = driver.step(
         [(3, 43, 1, True)],
         drops=[0],
-        adds=[row_add(3, known, blocks, sampling, num_prompt=37, generation=3)],
+        adds=[row_add(3, known, blocks, options, num_prompt=37, generation=3)],
         copies=list(zip(slots, blocks, strict=True)),
     )
     made.append(int(back.ids[0]))
@@ -250,26 +248,26 @@ def test_two_rows_change_places_through_one_slot(driver: Driver) -> None:
     assert [decode(driver, row, 25, 12)[0] for row in (0, 1)] == expected
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("options", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_forks_go_on_from_the_blocks_of_a_prompt_and_a_copy_of_the_last(
-    driver: Driver, sampling: m.GenerationOptions
+    driver: Driver, options: m.GenerationOptions
 ) -> None:
     """The last block of the prompt is half full: each fork has a copy of it, and writes behind the prompt there."""
     prompt = random_ids(39, 5)
     alone = []
     for index in range(3):
         driver.clear()
-        driver.step([(0, 0, 39, True)], adds=[row_add(0, prompt, [0, 1, 2, 3], sampling, index=index)])
+        driver.step([(0, 0, 39, True)], adds=[row_add(0, prompt, [0, 1, 2, 3], options, index=index)])
         ids, logits = decode(driver, 0, 39, 20)
         alone.append(([int(driver.runner.rows.ids[0, 39]), *ids], logits))
-    assert sampling == GREEDY or len({tuple(ids) for ids, _ in alone}) == 3
+    assert options == GREEDY or len({tuple(ids) for ids, _ in alone}) == 3
     driver.clear()
-    driver.step([(0, 0, 39, True)], adds=[row_add(0, prompt, [0, 1, 2, 3], sampling, index=0)])
+    driver.step([(0, 0, 39, True)], adds=[row_add(0, prompt, [0, 1, 2, 3], options, index=0)])
     driver.step([(0, 39, 1, True)])  # the parent has written behind its prompt already, in the block that is copied
     outputs = alone[2][0][:1]  # this fork has an id already, as one that was preempted has
     adds = [
-        row_add(5, [], [0, 1, 8, 9], sampling, index=1, fork_of=0, num_prompt=39),
-        row_add(3, outputs, [0, 1, 6, 7], sampling, index=2, fork_of=5, num_prompt=39),
+        row_add(5, [], [0, 1, 8, 9], options, index=1, fork_of=0, num_prompt=39),
+        row_add(3, outputs, [0, 1, 6, 7], options, index=2, fork_of=5, num_prompt=39),
     ]
     step = [(0, 40, 1, True), (5, 38, 1, True), (3, 38, 2, True)]
     result = driver.step(step, adds=adds, copies=[(2, 8), (2, 6)])

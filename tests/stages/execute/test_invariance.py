@@ -222,8 +222,8 @@ def test_by_every_rule(machine: Machine, depth: int, rules: dict[str, Any]) -> N
     assert rules["preemption"] != "recompute" or load.num_blocks_swapped_out == 0
 
 
-def records_of(**samplings: Any) -> tuple[tuple[str, Any], ...]:
-    return tuple({"with_logprobs": True, **samplings}.items())
+def records_of(**fields: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple({"num_logprobs": 0, **fields}.items())
 
 
 def few_ids(seed: int) -> bytes:
@@ -235,19 +235,19 @@ def few_ids(seed: int) -> bytes:
 FEATURES = [
     (),
     records_of(),
-    records_of(num_top=4),
-    records_of(num_top=2, prompt_num_top=3, repetition_penalty=1.3),
-    (("presence_penalty", 0.6), ("frequency_penalty", 0.4), ("prompt_num_top", 0)),
+    records_of(num_logprobs=4),
+    records_of(num_logprobs=2, num_prompt_logprobs=3, repetition_penalty=1.3),
+    (("presence_penalty", 0.6), ("frequency_penalty", 0.4), ("num_prompt_logprobs", 0)),
     (("min_tokens", 9), ("allowed_ids", few_ids(1)), ("bias_ids", [7, 80, 123]), ("bias_values", [3.0, 5.0, -4.0])),
-    records_of(num_top=1, bad_words=[[5], [17, 90], [4, 4, 4]], frequency_penalty=1.5),
-    records_of(num_top=checkpoints.VOCAB_SIZE, allowed_ids=few_ids(2), prompt_num_top=1),
+    records_of(num_logprobs=1, bad_words_ids=[[5], [17, 90], [4, 4, 4]], frequency_penalty=1.5),
+    records_of(num_logprobs=checkpoints.VOCAB_SIZE, allowed_ids=few_ids(2), num_prompt_logprobs=1),
 ]
 
 
 def asks_with_features() -> list[Ask]:
     """Each wish greedy and drawn, alone and with n."""
     return [
-        Ask(ask.prompt, ask.max_tokens, ask.seed if i % 3 else i, n=1 + i % 3, samplings=FEATURES[i % len(FEATURES)])
+        Ask(ask.prompt, ask.max_tokens, ask.seed if i % 3 else i, n=1 + i % 3, fields=FEATURES[i % len(FEATURES)])
         for i, ask in enumerate(asks())
     ]
 
@@ -278,7 +278,7 @@ def test_wishes_change_texts(machine: Machine) -> None:
     """So that the test above compares something: but records alone do not."""
     for ask in asks_with_features():
         plain = Ask(ask.prompt, ask.max_tokens, ask.seed, ask.n)
-        only_records = all(name in ("with_logprobs", "num_top") for name, _ in ask.samplings)
+        only_records = all(name == "num_logprobs" for name, _ in ask.fields)
         assert (alone(machine, ask) == alone(machine, plain)) == only_records
 
 
@@ -289,7 +289,7 @@ def test_embeddings_are_alike_in_any_company(machine: Machine, depth: int) -> No
         Ask(
             ask.prompt,
             1 if i % 3 else ask.max_tokens,
-            samplings=(("pooling", 1 + i % 2),) if i % 3 else FEATURES[i % 4],
+            fields=(("pooling", 1 + i % 2),) if i % 3 else FEATURES[i % 4],
         )
         for i, ask in enumerate(asks())
     ]
@@ -300,7 +300,7 @@ def test_embeddings_are_alike_in_any_company(machine: Machine, depth: int) -> No
             lonely = Pair(machine.runner(ALONE), prefix_caching=False, max_num_seqs=1)
             lonely.run([ask])
             assert pair.token_outputs[i, 0] == lonely.token_outputs[1, 0]
-            if ask.sampling.pooling:
+            if ask.options.pooling:
                 vector = np.frombuffer(pair.token_outputs[i, 0], np.float32)
                 assert len(vector) == 48 and np.isfinite(vector).all() and vector.std() > 0.1
 
@@ -311,10 +311,14 @@ def test_a_prompt_that_is_put_back_half_way_is_told_of_as_if_it_were_not(
     machine: Machine, depth: int, num_swap_blocks: int
 ) -> None:
     """Texts before it grow until there is no memory for it, while a few of its ids are computed in each step."""
-    texts = [Ask(tuple(random_ids(15, seed)), 45, samplings=records_of(num_top=2)) for seed in range(5)]
-    samplings: list[tuple[tuple[str, Any], ...]] = [(("pooling", 1),), (("pooling", 2),), records_of(prompt_num_top=2)]
-    for sampling in samplings:
-        whole = Ask(tuple(random_ids(120, 9)), 1, at_step=2, samplings=sampling)
+    texts = [Ask(tuple(random_ids(15, seed)), 45, fields=records_of(num_logprobs=2)) for seed in range(5)]
+    all_fields: list[tuple[tuple[str, Any], ...]] = [
+        (("pooling", 1),),
+        (("pooling", 2),),
+        records_of(num_prompt_logprobs=2),
+    ]
+    for fields in all_fields:
+        whole = Ask(tuple(random_ids(120, 9)), 1, at_step=2, fields=fields)
         limits: dict[str, Any] = {"max_num_batched_tokens": 8, "preemption": "swap" if num_swap_blocks else "recompute"}
         pair = Pair(machine.runner(FEW, num_swap_blocks), depth, **limits)
         pair.run([*texts, whole])
@@ -328,8 +332,8 @@ def test_a_prompt_that_is_put_back_half_way_is_told_of_as_if_it_were_not(
 
 def test_a_sequence_that_nothing_can_follow_ends_with_why_and_its_neighbours_go_on(machine: Machine) -> None:
     nothing = [(token,) for token in range(checkpoints.VOCAB_SIZE)]
-    ends = Ask(tuple(PREFIX), 9, samplings=records_of(bad_words=[list(run) for run in nothing]))
-    follows = [Ask(ask.prompt, ask.max_tokens, samplings=records_of()) for ask in asks()[:5]]
+    ends = Ask(tuple(PREFIX), 9, fields=records_of(bad_words_ids=[list(run) for run in nothing]))
+    follows = [Ask(ask.prompt, ask.max_tokens, fields=records_of()) for ask in asks()[:5]]
     for depth in (1, 2):
         pair = Pair(machine.runner(MANY), depth)
         texts = pair.run([*follows[:2], ends, *follows[2:]])

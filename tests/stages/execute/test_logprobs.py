@@ -16,7 +16,7 @@ from tests.stages.execute.driver import Driver, row_add, settings
 from tests.stages.execute.native_driver import ISAS, Native, random_ids, write
 
 GREEDY = m.GenerationOptions(temperature=0.0, ignore_eos=True)
-SAMPLINGS = [
+OPTIONS = [
     GREEDY,
     m.GenerationOptions(temperature=1.3, seed=5, ignore_eos=True),
     m.GenerationOptions(temperature=0.7, top_k=9, top_p=0.8, min_p=0.01, seed=2**64 - 1, ignore_eos=True),
@@ -38,22 +38,20 @@ def driver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     made.runner.close()
 
 
-def asking(sampling: m.GenerationOptions) -> m.GenerationOptions:
+def asking(options: m.GenerationOptions) -> m.GenerationOptions:
     return m.GenerationOptions(
-        **{name: getattr(sampling, name) for name in m.GenerationOptions.__struct_fields__} | {"with_logprobs": True}
+        **{name: getattr(options, name) for name in m.GenerationOptions.__struct_fields__} | {"num_logprobs": 0}
     )
 
 
-def generate(driver: Driver, samplings: list[m.GenerationOptions]) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+def generate(driver: Driver, options: list[m.GenerationOptions]) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
     """A row for each, of prompts of different lengths. Returns ids [steps, rows], log probabilities
     [steps, rows that ask], and what logits there are."""
     driver.clear()
-    adds = [
-        row_add(row, random_ids(3 + 3 * row, row), driver.take_blocks(64), one) for row, one in enumerate(samplings)
-    ]
+    adds = [row_add(row, random_ids(3 + 3 * row, row), driver.take_blocks(64), one) for row, one in enumerate(options)]
     ids, logprobs, logits = [], [], []
     for step in range(NUM_STEPS):
-        starts = [3 + 3 * row for row in range(len(samplings))]
+        starts = [3 + 3 * row for row in range(len(options))]
         entries = [
             (row, start + step - 1, 1, True) if step else (row, 0, start, True) for row, start in enumerate(starts)
         ]
@@ -72,7 +70,7 @@ def exact(logits: np.ndarray, ids: np.ndarray) -> np.ndarray:
 
 
 def test_they_are_the_log_softmax_of_the_logits_as_they_are(driver: Driver) -> None:
-    ids, logprobs, logits = generate(driver, [asking(one) for one in SAMPLINGS])
+    ids, logprobs, logits = generate(driver, [asking(one) for one in OPTIONS])
     for step in range(NUM_STEPS):
         np.testing.assert_allclose(logprobs[step], exact(logits[step], ids[step]), rtol=0, atol=2e-6)
     assert logprobs.dtype == np.float32 and (logprobs < 0).all()
@@ -81,7 +79,7 @@ def test_they_are_the_log_softmax_of_the_logits_as_they_are(driver: Driver) -> N
 
 def test_asking_changes_no_id_neither_ones_own_nor_a_neighbours(driver: Driver) -> None:
     """Greedy rows among them, which keep no logits where nobody asks."""
-    plain = SAMPLINGS * 2
+    plain = OPTIONS * 2
     ids, logprobs, _ = generate(driver, plain)
     assert logprobs.shape == (NUM_STEPS, 0), "nothing is said where nobody asks"
     some = [asking(one) if row % 3 == 0 else one for row, one in enumerate(plain)]
@@ -94,8 +92,8 @@ def test_asking_changes_no_id_neither_ones_own_nor_a_neighbours(driver: Driver) 
 
 
 def test_a_step_after_those_who_asked_says_nothing(driver: Driver) -> None:
-    generate(driver, [asking(one) for one in SAMPLINGS])
-    _, logprobs, _ = generate(driver, SAMPLINGS)
+    generate(driver, [asking(one) for one in OPTIONS])
+    _, logprobs, _ = generate(driver, OPTIONS)
     assert logprobs.shape == (NUM_STEPS, 0)
     assert len(driver.runner.sampling_inputs.logprobs.memory) == 0
 

@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 
 from pipeline.runtime.messages import NOTHING_LEFT, Finish
 from pipeline.stages.execute.grammar_masks import masks as masks_module
-from tests.stages.execute.structured import EOS, Seq, Structured, ids_of, largest_id, lark, sampling, write
+from tests.stages.execute.structured import EOS, Seq, Structured, ids_of, largest_id, lark, options, write
 
 SCHEMA = {
     "type": "object",
@@ -53,8 +53,8 @@ def torch_end(folder: Path) -> Iterator[Structured]:
 
 def test_outputs_that_finish_match(back_end: Structured) -> None:
     patterns = ["[ab]{3}c*", "(yes|no)", "[0-9]{1,4}(\\.[0-9]{2})?", "é+x"]
-    seqs = [Seq(sampling(lark(pattern), seed=i)) for i, pattern in enumerate(patterns)]
-    schemas = [Seq(sampling(JSON, seed=i)) for i in range(3)]
+    seqs = [Seq(options(lark(pattern), seed=i)) for i, pattern in enumerate(patterns)]
+    schemas = [Seq(options(JSON, seed=i)) for i in range(3)]
     back_end.run(*seqs, *schemas)
     for seq, pattern in zip(seqs, patterns, strict=True):
         assert seq.finish is Finish.STOP and seq.output[-1] == EOS, seq
@@ -65,13 +65,13 @@ def test_outputs_that_finish_match(back_end: Structured) -> None:
 
 
 def test_greedy_rows_are_masked_too(back_end: Structured) -> None:
-    seq = Seq(sampling(lark("[xyz]{5}"), temperature=0.0))
+    seq = Seq(options(lark("[xyz]{5}"), temperature=0.0))
     back_end.run(seq)
     assert re.fullmatch("[xyz]{5}", seq.text) and seq.finish is Finish.STOP
 
 
 def test_ids_that_the_tokenizer_has_not_are_never_drawn(back_end: Structured) -> None:
-    seqs = [Seq(sampling(lark("(.|\\n)*"), temperature=3.0, seed=i)) for i in range(4)]
+    seqs = [Seq(options(lark("(.|\\n)*"), temperature=3.0, seed=i)) for i in range(4)]
     back_end.run(*seqs, max_tokens=40)
     assert max(map(largest_id, seqs)) <= EOS
 
@@ -81,7 +81,7 @@ def test_text_that_spells_a_special_token_is_written_as_text(torch_end: Structur
     """The library makes ids of text that alone can follow, and takes these for the tokens."""
     enum = json.dumps({"grammars": [{"json_schema": {"enum": [text]}}]})
     for grammar, whole in ((lark(text.replace("/", "\\/")), text), (enum, json.dumps(text))):
-        seq = Seq(sampling(grammar))
+        seq = Seq(options(grammar))
         torch_end.run(seq)
         assert (seq.finish, seq.text) == (Finish.STOP, whole), seq
         assert not {EOS - 1, EOS} & set(seq.output[:-1])
@@ -89,23 +89,23 @@ def test_text_that_spells_a_special_token_is_written_as_text(torch_end: Structur
 
 @pytest.mark.parametrize("token", ["</s>", "<[257]>", "<s>"])
 def test_a_special_token_that_the_grammar_wants_is_drawn(torch_end: Structured, token: str) -> None:
-    seq = Seq(sampling(f'start: "ab" {token}'))
+    seq = Seq(options(f'start: "ab" {token}'))
     torch_end.run(seq)
     assert seq.finish is Finish.STOP and seq.output == [*ids_of("ab"), *([256] if token == "<s>" else []), EOS]
 
 
 def test_rows_without_a_grammar_are_left_alone(back_end: Structured) -> None:
-    alone, beside = Seq(sampling(seed=9)), Seq(sampling(seed=9))
-    greedy_alone, greedy_beside = Seq(sampling(temperature=0.0)), Seq(sampling(temperature=0.0))
+    alone, beside = Seq(options(seed=9)), Seq(options(seed=9))
+    greedy_alone, greedy_beside = Seq(options(temperature=0.0)), Seq(options(temperature=0.0))
     back_end.run(alone, greedy_alone, max_tokens=20)
-    back_end.run(beside, Seq(sampling(JSON)), greedy_beside, Seq(sampling(lark("a*"))), max_tokens=20)
+    back_end.run(beside, Seq(options(JSON)), greedy_beside, Seq(options(lark("a*"))), max_tokens=20)
     assert beside.output == alone.output and greedy_beside.output == greedy_alone.output
 
 
 def test_a_row_that_is_put_back_goes_on_where_it_was(back_end: Structured) -> None:
-    whole, broken = Seq(sampling(JSON, seed=3)), Seq(sampling(JSON, seed=3))
+    whole, broken = Seq(options(JSON, seed=3)), Seq(options(JSON, seed=3))
     back_end.run(whole)
-    back_end.add(broken, Seq(sampling(lark("b{30}"))))
+    back_end.add(broken, Seq(options(lark("b{30}"))))
     for _ in range(4):
         back_end.step()
     back_end.drop(broken)
@@ -116,11 +116,11 @@ def test_a_row_that_is_put_back_goes_on_where_it_was(back_end: Structured) -> No
 
 
 def test_forks_have_matchers_of_their_own(back_end: Structured) -> None:
-    first = Seq(sampling(lark("[a-z]{12}"), seed=1))
+    first = Seq(options(lark("[a-z]{12}"), seed=1))
     back_end.add(first)
     back_end.step()
     back_end.step()
-    forks = [Seq(sampling(lark("[a-z]{12}"), seed=1), index=i) for i in (1, 2)]
+    forks = [Seq(options(lark("[a-z]{12}"), seed=1), index=i) for i in (1, 2)]
     for fork in forks:
         back_end.add(fork, fork_of=first)
     back_end.finish()
@@ -130,13 +130,13 @@ def test_forks_have_matchers_of_their_own(back_end: Structured) -> None:
 
 
 def test_an_output_that_a_client_has_already_is_gone_on_with(torch_end: Structured) -> None:
-    seq = Seq(sampling(lark("abc[0-9]{3}")), output=ids_of("abc1"))
+    seq = Seq(options(lark("abc[0-9]{3}")), output=ids_of("abc1"))
     torch_end.run(seq)
     assert re.fullmatch("abc1[0-9]{2}", seq.text) and seq.finish is Finish.STOP
 
 
 def test_an_output_that_does_not_match_is_an_error(torch_end: Structured) -> None:
-    seq, other = Seq(sampling(lark("abc[0-9]{3}")), output=ids_of("abx")), Seq(sampling(lark("yes")))
+    seq, other = Seq(options(lark("abc[0-9]{3}")), output=ids_of("abx")), Seq(options(lark("yes")))
     torch_end.run(seq, other)
     assert seq.finish is Finish.ERROR and "does not match the grammar" in seq.error
     assert other.text == "yes"
@@ -144,7 +144,7 @@ def test_an_output_that_does_not_match_is_an_error(torch_end: Structured) -> Non
 
 def test_stop_ids_end_it_where_it_may_end_and_nowhere_else(torch_end: Structured) -> None:
     (stop,) = ids_of("!")
-    seqs = [Seq(sampling(lark("[!a]{4}b*"), stop_token_ids=[stop], seed=i, temperature=2.0)) for i in range(6)]
+    seqs = [Seq(options(lark("[!a]{4}b*"), stop_token_ids=[stop], seed=i, temperature=2.0)) for i in range(6)]
     torch_end.run(*seqs)
     assert all(seq.finish is Finish.STOP for seq in seqs)
     for seq in seqs:
@@ -155,13 +155,13 @@ def test_stop_ids_end_it_where_it_may_end_and_nowhere_else(torch_end: Structured
 
 def test_a_stop_id_that_alone_can_follow_is_drawn(torch_end: Structured) -> None:
     (stop,) = ids_of("!")
-    seq = Seq(sampling(lark("ab!c"), stop_token_ids=[stop]))
+    seq = Seq(options(lark("ab!c"), stop_token_ids=[stop]))
     torch_end.run(seq)
     assert (seq.text, seq.finish) == ("ab!", Finish.STOP)
 
 
 def test_ignore_eos_goes_on_while_anything_can_follow(torch_end: Structured) -> None:
-    endless, short = Seq(sampling(lark("a*"), ignore_eos=True)), Seq(sampling(lark("a{0,7}"), ignore_eos=True))
+    endless, short = Seq(options(lark("a*"), ignore_eos=True)), Seq(options(lark("a{0,7}"), ignore_eos=True))
     torch_end.run(endless, short, max_tokens=30)
     assert (endless.text, endless.finish) == ("a" * 30, Finish.LENGTH)
     assert (short.text, short.finish) == ("a" * 7, Finish.STOP)
@@ -169,9 +169,9 @@ def test_ignore_eos_goes_on_while_anything_can_follow(torch_end: Structured) -> 
 
 def test_nothing_is_drawn_where_the_request_forbids_all_that_the_grammar_allows(torch_end: Structured) -> None:
     seqs = [
-        Seq(sampling(lark("a"), bad_words=[ids_of("a")])),
-        Seq(sampling(lark("a+b"), allowed_ids=np.array(ids_of("c"), np.int32).tobytes())),
-        Seq(sampling(lark("[ab]{9}"), min_tokens=3)),
+        Seq(options(lark("a"), bad_words_ids=[ids_of("a")])),
+        Seq(options(lark("a+b"), allowed_ids=np.array(ids_of("c"), np.int32).tobytes())),
+        Seq(options(lark("[ab]{9}"), min_tokens=3)),
     ]
     torch_end.run(*seqs)
     assert [seq.finish for seq in seqs] == [Finish.ERROR, Finish.ERROR, Finish.STOP]
@@ -183,11 +183,11 @@ def test_an_output_that_can_only_end_does_so_before_min_tokens(back_end: Structu
     """And not before, and with the record of the id that ends it."""
     (stop,) = ids_of("!")
     seqs = [
-        Seq(sampling(lark("abc"), min_tokens=9)),
-        Seq(sampling(lark("a{2,5}"), min_tokens=9, temperature=1.0)),
-        Seq(sampling(lark("[ab]{9}a*"), min_tokens=12, seed=5)),
-        Seq(sampling(lark("ab!"), min_tokens=9, stop_token_ids=[stop, EOS])),
-        Seq(sampling(lark("abc"), min_tokens=9, allowed_ids=np.array(ids_of("abc"), np.int32).tobytes())),
+        Seq(options(lark("abc"), min_tokens=9)),
+        Seq(options(lark("a{2,5}"), min_tokens=9, temperature=1.0)),
+        Seq(options(lark("[ab]{9}a*"), min_tokens=12, seed=5)),
+        Seq(options(lark("ab!"), min_tokens=9, stop_token_ids=[stop, EOS])),
+        Seq(options(lark("abc"), min_tokens=9, allowed_ids=np.array(ids_of("abc"), np.int32).tobytes())),
     ]
     back_end.run(*seqs)
     assert [seq.finish for seq in seqs[:4]] == [Finish.STOP] * 4
@@ -199,14 +199,14 @@ def test_an_output_that_can_only_end_does_so_before_min_tokens(back_end: Structu
 
 def test_a_model_with_fewer_ids_than_its_tokenizer(tmp_path: Path) -> None:
     with Structured(write(tmp_path, vocab_size=257, eos_ids=[256]), kernels="torch") as structured:
-        seq = Seq(sampling(lark("[ab]{6}")))
+        seq = Seq(options(lark("[ab]{6}")))
         structured.run(seq)
     assert seq.output[-1] == 256 and re.fullmatch("[ab]{6}<s>", seq.text)
 
 
 def test_a_process_that_dies_is_replaced_and_nothing_is_lost(back_end: Structured) -> None:
-    seqs = [Seq(sampling(lark("[a-z]{20}"), seed=i)) for i in range(3)]
-    again = [Seq(sampling(lark("[a-z]{20}"), seed=i)) for i in range(3)]
+    seqs = [Seq(options(lark("[a-z]{20}"), seed=i)) for i in range(3)]
+    again = [Seq(options(lark("[a-z]{20}"), seed=i)) for i in range(3)]
     back_end.run(*seqs)
     back_end.add(*again)
     for i in range(20):
@@ -227,7 +227,7 @@ def kill(structured: Structured) -> None:
 def test_a_grammar_that_never_ends_ends_its_row_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Structured(folder, dtype="bfloat16") as structured:
         monkeypatch.setattr(structured.runner.masks, "_limit_s", 0.3)
-        bad, good = Seq(sampling(ENDLESS)), Seq(sampling(lark("[ab]{9}")))
+        bad, good = Seq(options(ENDLESS)), Seq(options(lark("[ab]{9}")))
         structured.run(bad, good)
     assert bad.finish is Finish.ERROR and "took longer" in bad.error
     assert good.finish is Finish.STOP and re.fullmatch("[ab]{9}", good.text)
@@ -235,7 +235,7 @@ def test_a_grammar_that_never_ends_ends_its_row_alone(folder: Path, monkeypatch:
 
 def test_a_grammar_that_brings_the_library_down_ends_its_row_alone(folder: Path) -> None:
     with Structured(folder, kernels="torch") as structured:
-        good, bad = Seq(sampling(lark("[ab]{9}"))), Seq(sampling(DEEP))
+        good, bad = Seq(options(lark("[ab]{9}"))), Seq(options(DEEP))
         structured.add(good)
         structured.step()
         structured.run(bad)
@@ -247,7 +247,7 @@ def test_a_model_that_can_have_no_grammars_says_so(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with Structured(tmp_path, kernels="torch") as structured:
-        bad, good = Seq(sampling(lark("a"))), Seq(sampling())
+        bad, good = Seq(options(lark("a"))), Seq(options())
         structured.run(bad, good, max_tokens=4)
     assert bad.finish is Finish.ERROR and "tokenizer" in bad.error
     assert good.finish in (Finish.LENGTH, Finish.STOP)
@@ -255,7 +255,7 @@ def test_a_model_that_can_have_no_grammars_says_so(tmp_path: Path) -> None:
 
 def test_nothing_is_left_of_the_process(folder: Path) -> None:
     with Structured(folder, kernels="torch") as structured:
-        structured.run(Seq(sampling(lark("a"))))
+        structured.run(Seq(options(lark("a"))))
         worker = structured.runner.masks._worker
         assert worker is not None and worker.is_alive
     assert not worker.is_alive

@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def asks() -> list[Ask]:
     prompts = [tuple(ids_of(f"{i}: say what you know of number {i}: ")) for i in range(6)]
     return [
-        Ask(prompt, 60, seed=i, n=1 + i % 3, at_step=2 * i, samplings=(("grammar", GRAMMAR),) if i % 4 else ())
+        Ask(prompt, 60, seed=i, n=1 + i % 3, at_step=2 * i, fields=(("compiled_grammar", GRAMMAR),) if i % 4 else ())
         for i, prompt in enumerate(prompts)
     ]
 
@@ -44,4 +44,4 @@ def test_outputs_are_the_same_whatever_happens_to_their_rows(folder: Path) -> No
     for ask, texts in zip(asks(), found[0], strict=True):
         assert len(set(map(tuple, texts))) == len(texts)
         for ids in texts:
-            assert not ask.samplings or (ids[-1] == EOS and re.fullmatch(PATTERN, text_of(ids[:-1])))
+            assert not ask.fields or (ids[-1] == EOS and re.fullmatch(PATTERN, text_of(ids[:-1])))

@@ -261,22 +261,22 @@ def test_logits_are_the_same_bits_alone_batched_chunked_and_behind_a_prefix(driv
     np.testing.assert_array_equal(driver.logits(), [alone[4], alone[0]])
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, DRAWN, FILTERED], ids=["greedy", "drawn", "filtered"])
+@pytest.mark.parametrize("options", [GREEDY, DRAWN, FILTERED], ids=["greedy", "drawn", "filtered"])
 def test_texts_are_the_same_alone_batched_chunked_and_after_a_preemption(
-    driver: Native, sampling: m.GenerationOptions
+    driver: Native, options: m.GenerationOptions
 ) -> None:
     prompts = [random_ids(num, num) for num in (40, 3, 17, 25, 31)]
     alone = []
     for prompt in prompts:
         driver.clear()
-        alone += driver.generate([prompt], 30, sampling=sampling)
+        alone += driver.generate([prompt], 30, options=options)
     assert len({tuple(text) for text in alone}) == 5
     for chunk in (None, 7):
         driver.clear()
-        assert driver.generate(prompts, 30, sampling=sampling, chunk=chunk) == alone
+        assert driver.generate(prompts, 30, options=options, chunk=chunk) == alone
     driver.clear()
     halves = [prompt + text[:13] for prompt, text in zip(prompts, alone, strict=True)]
-    assert driver.generate(halves, 17, sampling=sampling) == [text[13:] for text in alone]
+    assert driver.generate(halves, 17, options=options) == [text[13:] for text in alone]
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -286,7 +286,7 @@ def test_texts_are_the_same_on_any_number_of_threads(grouped_dir: Path, isa: str
     texts = []
     for threads, keep_logits in [(1, True), (1, False), (2, False), (3, False)]:
         driver = Native(grouped_dir, isa, keep_logits, threads=threads)
-        texts.append([driver.generate(prompts, 25), driver.generate(prompts, 25, sampling=DRAWN)])
+        texts.append([driver.generate(prompts, 25), driver.generate(prompts, 25, options=DRAWN)])
         driver.runner.close()
     assert all(text == texts[0] for text in texts)
 
@@ -312,10 +312,10 @@ def test_greedy_and_drawn_rows_share_a_step_and_follow_each_other(plain: Native)
     """A row's temperature is its own, whatever was in its place before."""
     prompts = [random_ids(20, seed) for seed in range(3)]
     greedy = [plain.generate([prompt], 1)[0][0] for prompt in prompts]
-    drawn = [plain.generate([prompt], 1, sampling=DRAWN)[0][0] for prompt in prompts]
+    drawn = [plain.generate([prompt], 1, options=DRAWN)[0][0] for prompt in prompts]
     assert greedy != drawn
     plain.clear()
-    assert [ids[0] for ids in plain.generate(prompts, 1, sampling=DRAWN)] == drawn
+    assert [ids[0] for ids in plain.generate(prompts, 1, options=DRAWN)] == drawn
     plain.clear()
     assert [ids[0] for ids in plain.generate(prompts, 1)] == greedy
     plain.clear()
@@ -328,8 +328,8 @@ def test_seeds_and_indices_draw_their_own(plain: Native) -> None:
     ids = set()
     for index, seed in [(0, 1), (1, 1), (0, 2)]:
         plain.clear()
-        sampling = m.GenerationOptions(temperature=3.0, seed=seed, ignore_eos=True)
-        add = row_add(0, random_ids(10, 0), plain.take_blocks(32), sampling, index=index)
+        options = m.GenerationOptions(temperature=3.0, seed=seed, ignore_eos=True)
+        add = row_add(0, random_ids(10, 0), plain.take_blocks(32), options, index=index)
         plain.step([(0, 0, 10, True)], adds=[add])
         for position in range(10, 16):
             plain.step([(0, position, 1, True)])

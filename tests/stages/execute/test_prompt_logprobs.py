@@ -56,12 +56,12 @@ class Executor:
             states = self._model.model(torch.tensor([ids]), past_key_values=self._cache()).last_hidden_state
         return states[0].double().numpy()
 
-    def prompts(self, samplings: list[m.GenerationOptions], chunk: int = 128, index: int = 0) -> list[Any]:
+    def prompts(self, options: list[m.GenerationOptions], chunk: int = 128, index: int = 0) -> list[Any]:
         """Compute each of PROMPTS, with its wish, in chunks of at most so many tokens. Returns each step's result."""
         driver = self.driver
         driver.clear()
         adds = [
-            row_add(row, ids, driver.take_blocks(len(ids) + 1), samplings[row % len(samplings)], index=index)
+            row_add(row, ids, driver.take_blocks(len(ids) + 1), options[row % len(options)], index=index)
             for row, ids in enumerate(PROMPTS)
         ]
         results, computed = [], [0] * len(PROMPTS)
@@ -101,8 +101,8 @@ def executor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     made.driver.runner.close()
 
 
-def asking(**samplings: Any) -> m.GenerationOptions:
-    return m.GenerationOptions(**{"temperature": 0.0, "ignore_eos": True, **samplings})
+def asking(**fields: Any) -> m.GenerationOptions:
+    return m.GenerationOptions(**{"temperature": 0.0, "ignore_eos": True, **fields})
 
 
 def assert_told(executor: Executor, told: Any, logprobs: np.ndarray, token: int) -> None:
@@ -122,7 +122,7 @@ def test_prompts_are_told_of_as_transformers_scores_them(executor: Executor, chu
     """Rows that don't ask are among them, and more positions in a step than there are rows for logits."""
     tops = [3, -1, 0, VOCAB_SIZE, 5]
     told: list[list[Any]] = [[] for _ in PROMPTS]
-    for entries, result in executor.prompts([asking(prompt_num_top=num) for num in tops], chunk):
+    for entries, result in executor.prompts([asking(num_prompt_logprobs=num) for num in tops], chunk):
         data = result.prompt_logprobs.tobytes()
         for row, start, count, _ in entries:
             num = max(0, min(start + count, len(PROMPTS[row]) - 1) - start) if tops[row] >= 0 else 0
@@ -144,7 +144,7 @@ def test_chunks_tell_the_same_to_the_bit(executor: Executor) -> None:
     texts = []
     for chunk in (128, 16, 7):
         told: dict[int, bytes] = {}
-        for entries, result in executor.prompts([asking(prompt_num_top=2)], chunk):
+        for entries, result in executor.prompts([asking(num_prompt_logprobs=2)], chunk):
             data = result.prompt_logprobs.tobytes()
             for row, start, count, _ in entries:
                 num_bytes = 20 * max(0, min(start + count, len(PROMPTS[row]) - 1) - start)
@@ -158,15 +158,15 @@ def test_an_output_that_becomes_a_prompt_is_told_of_alike(executor: Executor) ->
     """What was told when each id was drawn, one by one, is told when all are given: to the bit, but in torch."""
     driver, dtype = executor.driver, logprob_dtype(4)
     driver.clear()
-    sampling = asking(with_logprobs=True, num_top=4, temperature=1.2, seed=3)
+    options = asking(num_logprobs=4, temperature=1.2, seed=3)
     ids = list(PROMPTS[2])
-    result = driver.step([(0, 0, len(ids), True)], adds=[row_add(0, ids, driver.take_blocks(60), sampling)])
+    result = driver.step([(0, 0, len(ids), True)], adds=[row_add(0, ids, driver.take_blocks(60), options)])
     told = [result.token_outputs.tobytes()]
     while len(ids) < 50:
         ids.append(int(result.ids[0]))
         result = driver.step([(0, len(ids) - 1, 1, True)])
         told.append(result.token_outputs.tobytes())
-    adds = [row_add(1, ids, driver.take_blocks(60), asking(prompt_num_top=4))]
+    adds = [row_add(1, ids, driver.take_blocks(60), asking(num_prompt_logprobs=4))]
     again = driver.step([(1, 0, len(ids), True)], adds=adds).prompt_logprobs.tobytes()
     again = again[dtype.itemsize * (len(PROMPTS[2]) - 1) :]
     if isinstance(driver, Native):
@@ -177,24 +177,24 @@ def test_an_output_that_becomes_a_prompt_is_told_of_alike(executor: Executor) ->
 
 
 def test_a_prompt_is_told_of_once_by_the_first_sequence(executor: Executor) -> None:
-    for _, result in executor.prompts([asking(prompt_num_top=3)], index=1):
+    for _, result in executor.prompts([asking(num_prompt_logprobs=3)], index=1):
         assert len(result.prompt_logprobs) == 0
 
 
-@pytest.mark.parametrize("num_top", [0, 1, 20, VOCAB_SIZE])
-def test_outputs_are_told_of_as_transformers_scores_them(executor: Executor, num_top: int) -> None:
+@pytest.mark.parametrize("num_logprobs", [0, 1, 20, VOCAB_SIZE])
+def test_outputs_are_told_of_as_transformers_scores_them(executor: Executor, num_logprobs: int) -> None:
     """Whatever changes what is drawn: records are by the model's own distribution."""
     changes: list[dict[str, Any]] = [
         {},
         {"temperature": 0.7, "seed": 5, "top_p": 0.9},
         {"repetition_penalty": 1.7, "frequency_penalty": 1.0},
-        {"bias_ids": [7, 9], "bias_values": [30.0, 31.0], "bad_words": [[9]]},
+        {"bias_ids": [7, 9], "bias_values": [30.0, 31.0], "bad_words_ids": [[9]]},
         {"allowed_ids": np.arange(50, 60, dtype=np.int32).tobytes(), "temperature": 1.0, "seed": 8},
     ]
-    samplings = [asking(with_logprobs=True, num_top=num_top, **change) for change in changes]
-    driver, dtype = executor.driver, logprob_dtype(num_top)
+    options = [asking(num_logprobs=num_logprobs, **change) for change in changes]
+    driver, dtype = executor.driver, logprob_dtype(num_logprobs)
     known = [list(ids) for ids in PROMPTS]
-    for entries, result in executor.prompts(samplings):
+    for entries, result in executor.prompts(options):
         told = iter(np.frombuffer(result.token_outputs.tobytes(), dtype))
         for row, token in zip(result.rows.tolist(), result.ids.tolist(), strict=True):
             assert_told(executor, next(told), executor.logprobs(known[row])[-1], token)
@@ -216,27 +216,27 @@ def test_outputs_are_told_of_as_transformers_scores_them(executor: Executor, num
 def test_embeddings_are_made_of_the_states_that_transformers_finds(executor: Executor, chunk: int) -> None:
     """Beside rows that draw, and by themselves, where nothing is drawn."""
     mean, last = asking(pooling=m.Pooling.MEAN), asking(pooling=m.Pooling.LAST)
-    drawing = asking(with_logprobs=True, num_top=1)
-    for samplings in ([mean, last], [mean, drawing, last, drawing, mean], [last, drawing]):
+    drawing = asking(num_logprobs=1)
+    for options in ([mean, last], [mean, drawing, last, drawing, mean], [last, drawing]):
         told: dict[int, bytes] = {}
-        for entries, result in executor.prompts(samplings, chunk):
+        for entries, result in executor.prompts(options, chunk):
             data = result.token_outputs.tobytes()
             sampled = [row for row, _, _, samples in entries if samples]
             assert result.rows.tolist() == sampled
             assert result.finishes.tolist() == [m.Finish.NONE] * len(sampled) and (result.ids >= 0).all()
             for row in sampled:
-                num_bytes = 12 if samplings[row % len(samplings)] is drawing else 4 * HIDDEN
+                num_bytes = 12 if options[row % len(options)] is drawing else 4 * HIDDEN
                 told[row], data = data[:num_bytes], data[num_bytes:]
             assert not data
         for row, ids in enumerate(PROMPTS):
-            sampling, states = samplings[row % len(samplings)], executor.states(ids)
-            if sampling is drawing:
+            one, states = options[row % len(options)], executor.states(ids)
+            if one is drawing:
                 record = np.frombuffer(told[row], logprob_dtype(1))[0]
                 np.testing.assert_allclose(
                     record["top_logprobs"][0], executor.logprobs(ids)[-1].max(), atol=executor.tolerance
                 )
                 continue
-            expected = states.mean(0) if sampling is mean else states[-1]
+            expected = states.mean(0) if one is mean else states[-1]
             found = np.frombuffer(told[row], np.float32)
             np.testing.assert_allclose(found, expected, rtol=0, atol=executor.tolerance)
 
@@ -262,7 +262,7 @@ def test_facts_tell_how_long_an_embedding_is(executor: Executor) -> None:
 def test_a_row_that_failed_ends_with_why_at_its_next_id(executor: Executor) -> None:
     """As where a grammar can't go on. Records are those of the others."""
     driver = executor.driver
-    executor.prompts([asking(with_logprobs=True)])
+    executor.prompts([asking(num_logprobs=0)])
     driver.runner.failed[2] = "it went wrong"
     driver.runner.failed[3] = "of a row that is gone before it is told"
     driver.step(drops=[3])

@@ -28,9 +28,9 @@ def driver(shared: Driver) -> Driver:
     return shared
 
 
-def start(driver: Driver, sampling: m.GenerationOptions, *, row: int = 0, generation: int = 1, index: int = 0) -> int:
+def start(driver: Driver, options: m.GenerationOptions, *, row: int = 0, generation: int = 1, index: int = 0) -> int:
     """Add a row with PROMPT and compute it. Returns the id that came."""
-    add = row_add(row, PROMPT, driver.take_blocks(64), sampling, generation=generation, index=index)
+    add = row_add(row, PROMPT, driver.take_blocks(64), options, generation=generation, index=index)
     result = driver.step([(row, 0, len(PROMPT), True)], adds=[add])
     return int(result.ids[0])
 
@@ -72,12 +72,12 @@ def test_an_id_that_stops_a_row_ends_it_for_steps_already_planned(tiny_dir: Path
     driver.clear()
     if by == "eos":
         driver.runner._changes._eos_ids = [first]
-        sampling = m.GenerationOptions(temperature=0.0)
+        options = m.GenerationOptions(temperature=0.0)
     else:
-        sampling = m.GenerationOptions(temperature=0.0, ignore_eos=True, stop_token_ids=[first, 299])
+        options = m.GenerationOptions(temperature=0.0, ignore_eos=True, stop_token_ids=[first, 299])
     try:
         other = row_add(1, PROMPT[:5], driver.take_blocks(32), generation=9)
-        mine = row_add(0, PROMPT, driver.take_blocks(64), sampling, generation=8)
+        mine = row_add(0, PROMPT, driver.take_blocks(64), options, generation=8)
         result = driver.step([(0, 0, 10, True), (1, 0, 5, True)], adds=[mine, other])
         assert result.ids[0] == first
         assert result.finishes.tolist() == [Finish.STOP, Finish.NONE]
@@ -124,27 +124,27 @@ def test_blocks_are_appended_before_they_are_needed(driver: Driver) -> None:
         driver.step([(0, position, 1, True)], blocks=more)
     made = driver.runner.rows.ids[0, 10:41].tolist()
     driver.clear()
-    assert driver.generate([PROMPT], 31, sampling=SAMPLED)[0] == made
+    assert driver.generate([PROMPT], 31, options=SAMPLED)[0] == made
 
 
 def test_sampled_text_is_the_same_alone_batched_and_chunked(driver: Driver) -> None:
-    alone = driver.generate([PROMPT], 20, sampling=SAMPLED)[0]
+    alone = driver.generate([PROMPT], 20, options=SAMPLED)[0]
     driver.clear()
-    batched = driver.generate([PROMPT, PROMPT[:4], PROMPT], 20, sampling=SAMPLED, chunk=3)
+    batched = driver.generate([PROMPT, PROMPT[:4], PROMPT], 20, options=SAMPLED, chunk=3)
     assert batched[0] == batched[2] == alone
     assert batched[1] != alone
 
 
 def test_sampled_text_goes_on_the_same_after_a_preemption(driver: Driver) -> None:
-    whole = driver.generate([PROMPT], 20, sampling=SAMPLED)[0]
+    whole = driver.generate([PROMPT], 20, options=SAMPLED)[0]
     driver.clear()
-    assert driver.generate([PROMPT + whole[:8]], 12, sampling=SAMPLED)[0] == whole[8:]
+    assert driver.generate([PROMPT + whole[:8]], 12, options=SAMPLED)[0] == whole[8:]
 
 
 def test_each_index_and_each_seed_draws_its_own(driver: Driver) -> None:
-    sampling = [m.GenerationOptions(temperature=3.0, seed=seed, ignore_eos=True) for seed in (1, 1, 2)]
+    options = [m.GenerationOptions(temperature=3.0, seed=seed, ignore_eos=True) for seed in (1, 1, 2)]
     ids = []
-    for row, (index, one) in enumerate(zip((0, 1, 0), sampling, strict=True)):
+    for row, (index, one) in enumerate(zip((0, 1, 0), options, strict=True)):
         start(driver, one, row=row, index=index)
         for position in range(10, 16):
             driver.step([(row, position, 1, True)])
@@ -169,7 +169,7 @@ def test_a_batch_that_is_all_greedy_never_samples(tiny_dir: Path, monkeypatch: p
     driver = Driver(tiny_dir, settings())
     assert len(driver.generate([PROMPT, PROMPT[:3]], 4)[0]) == 4
     with pytest.raises(AssertionError, match="sampled"):
-        driver.generate([PROMPT], 1, sampling=SAMPLED)
+        driver.generate([PROMPT], 1, options=SAMPLED)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ FEATURES: list[dict[str, Any]] = [
     {"bias_ids": [1, 5, 30], "bias_values": [4.0, -2.0, 2.5]},
     {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.3, "top_p": 0.9},
     {"allowed_ids": np.array([1, 2, 5, 11, 40, 59], np.int32).tobytes(), "top_k": 4},
-    {"bad_words": [[11, 20], [21], [5, 11, 11, 22]], "min_tokens": 9, "stop_token_ids": [23], "min_p": 0.01},
+    {"bad_words_ids": [[11, 20], [21], [5, 11, 11, 22]], "min_tokens": 9, "stop_token_ids": [23], "min_p": 0.01},
 ]
 
 
@@ -37,14 +37,14 @@ def logits_of(seed: int = 0) -> torch.Tensor:
 class Rows:
     """As many rows as are wished for, all with the same ids."""
 
-    def __init__(self, samplings: list[m.GenerationOptions]) -> None:
-        num = len(samplings)
+    def __init__(self, options: list[m.GenerationOptions]) -> None:
+        num = len(options)
         self.table = RowTable(num, 64, 1, VOCAB_SIZE)
         self.sampling_inputs = SamplingInputs(num, VOCAB_SIZE)
         self.sampler = Sampler(select("cpu", torch.float32), self.sampling_inputs)
         self.rows: IntArray = np.arange(num, dtype=np.int32)
-        for row, sampling in enumerate(samplings):
-            self.table.add(row, 1, 0, IDS, np.zeros(0, np.int32), sampling, [2], -1, NUM_PROMPT)
+        for row, one in enumerate(options):
+            self.table.add(row, 1, 0, IDS, np.zeros(0, np.int32), one, [2], -1, NUM_PROMPT)
 
     def sample(self, logits: torch.Tensor, places: Any = None) -> np.ndarray:
         """Of the rows at these places, by default all."""
@@ -58,9 +58,9 @@ class Rows:
 @pytest.mark.parametrize("place", range(len(FEATURES)))
 def test_draws_follow_what_the_wishes_leave(place: int) -> None:
     """In this order: what is forbidden, bias, penalties, temperature, min_p, top_k, top_p."""
-    sampling = m.GenerationOptions(temperature=1.3, **FEATURES[place])
+    options = m.GenerationOptions(temperature=1.3, **FEATURES[place])
     num, rounds = 400, 20
-    rows = Rows([m.GenerationOptions(**{**as_fields(sampling), "seed": seed}) for seed in range(num)])
+    rows = Rows([m.GenerationOptions(**{**as_fields(options), "seed": seed}) for seed in range(num)])
     logits = logits_of(place)
     drawn = []
     for _ in range(rounds):
@@ -69,33 +69,31 @@ def test_draws_follow_what_the_wishes_leave(place: int) -> None:
     processed = logits.clone()
     if (logits_processors := rows.table.logits_processors[0]) is not None:
         apply_logits_processors(processed, logits_processors, len(IDS))
-    expected = probabilities_reference(processed, 1.3, sampling.top_k, sampling.top_p, sampling.min_p)
+    expected = probabilities_reference(processed, 1.3, options.top_k, options.top_p, options.min_p)
     assert_follows(torch.from_numpy(np.concatenate(drawn)).long(), expected)
 
 
-def as_fields(sampling: m.GenerationOptions) -> dict[str, Any]:
-    return {name: getattr(sampling, name) for name in m.GenerationOptions.__struct_fields__}
+def as_fields(options: m.GenerationOptions) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in m.GenerationOptions.__struct_fields__}
 
 
 def test_rows_of_any_mix_draw_what_they_draw_alone() -> None:
-    samplings = [
+    options = [
         m.GenerationOptions(
-            temperature=0.0 if i % 3 == 0 else 1.1, seed=i, num_logprobs=i % 4 if i % 2 == 0 else -1, **sampling
+            temperature=0.0 if i % 3 == 0 else 1.1, seed=i, num_logprobs=i % 4 if i % 2 == 0 else -1, **fields
         )
-        for i, sampling in enumerate(FEATURES * 3)
+        for i, fields in enumerate(FEATURES * 3)
     ]
-    rows = Rows(samplings)
-    logits = torch.stack([logits_of(i) for i in range(len(samplings))])
+    rows = Rows(options)
+    logits = torch.stack([logits_of(i) for i in range(len(options))])
     together = rows.sample(logits)
     records = rows.sampling_inputs.logprobs.memory.tobytes()
     alone, told = [], b""
-    for i in range(len(samplings)):
+    for i in range(len(options)):
         alone += rows.sample(logits[i : i + 1], [i]).tolist()
         told += rows.sampling_inputs.logprobs.memory.tobytes()
     assert together.tolist() == alone and records == told
-    greedy = [
-        i for i, sampling in enumerate(samplings) if sampling.temperature == 0 and not FEATURES[i % len(FEATURES)]
-    ]
+    greedy = [i for i, one in enumerate(options) if one.temperature == 0 and not FEATURES[i % len(FEATURES)]]
     assert [alone[i] for i in greedy] == logits[greedy].argmax(-1).tolist()
 
 
@@ -116,11 +114,11 @@ def test_numbers_that_are_none_and_infinite_ones(temperature: float) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_masks_and_what_is_allowed_come_together(temperature: float) -> None:
     allowed = np.arange(20, 40, dtype=np.int32).tobytes()
-    samplings = [
+    options = [
         m.GenerationOptions(temperature=temperature, compiled_grammar="any", allowed_ids=allowed, seed=i)
         for i in range(3)
     ]
-    rows = Rows(samplings)
+    rows = Rows(options)
     for place, ids in enumerate(([10, 30], [10, 11], list(range(VOCAB_SIZE)))):
         rows.sampling_inputs.mask_words[place] = bits_of(np.array(ids, np.int32), VOCAB_SIZE)
     first, second, third = rows.sample(torch.stack([logits_of(i) for i in range(3)])).tolist()

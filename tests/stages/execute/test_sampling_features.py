@@ -26,7 +26,7 @@ EVERYTHING = {
     "bias_ids": [5, 9],
     "bias_values": [2.0, -1.0],
     "repetition_penalty": 1.2,
-    "bad_words": [[7]],
+    "bad_words_ids": [[7]],
     "min_tokens": 3,
     "allowed_ids": np.arange(0, VOCAB_SIZE, 2, dtype=np.int32).tobytes(),
 }
@@ -44,18 +44,18 @@ def driver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     made.runner.close()
 
 
-def asking(**samplings: Any) -> m.GenerationOptions:
-    return m.GenerationOptions(**{"temperature": 0.0, "ignore_eos": True, **samplings})
+def asking(**fields: Any) -> m.GenerationOptions:
+    return m.GenerationOptions(**{"temperature": 0.0, "ignore_eos": True, **fields})
 
 
-def generate(driver: Driver, samplings: list[m.GenerationOptions], num: int) -> list[list[int]]:
+def generate(driver: Driver, options: list[m.GenerationOptions], num: int) -> list[list[int]]:
     """Up to `num` ids behind PROMPT for each, in one batch; -1 where a row had ended."""
     driver.clear()
-    adds = [row_add(row, PROMPT, driver.take_blocks(64), sampling) for row, sampling in enumerate(samplings)]
-    texts: list[list[int]] = [[] for _ in samplings]
+    adds = [row_add(row, PROMPT, driver.take_blocks(64), one) for row, one in enumerate(options)]
+    texts: list[list[int]] = [[] for _ in options]
     for step in range(num):
         start = len(PROMPT) + step - 1
-        entries = [(row, start, 1, True) if step else (row, 0, len(PROMPT), True) for row in range(len(samplings))]
+        entries = [(row, start, 1, True) if step else (row, 0, len(PROMPT), True) for row in range(len(options))]
         result = driver.step(entries, adds=() if step else adds)
         for text, token in zip(texts, result.ids.tolist(), strict=True):
             text.append(token)
@@ -91,8 +91,8 @@ def test_bad_words_are_never_complete(driver: Driver) -> None:
     (plain, *_) = generate(driver, [asking()], 12)
     assert len(set(plain)) > 3
     word = plain[2:5]
-    samplings = [asking(bad_words=[word]), asking(bad_words=[[plain[3]]]), asking(bad_words=[[PROMPT[-1], plain[0]]])]
-    texts = generate(driver, samplings, 12)
+    runs = word, [plain[3]], [PROMPT[-1], plain[0]]
+    texts = generate(driver, [asking(bad_words_ids=[run]) for run in runs], 12)
     assert texts[0][:4] == plain[:4] and texts[0][4] != plain[4]
     assert word not in [texts[0][i : i + 3] for i in range(10)]
     assert texts[1][:3] == plain[:3] and plain[3] not in texts[1]
@@ -117,27 +117,27 @@ def test_penalties_count_what_came_before(driver: Driver) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_what_is_not_allowed_is_not_drawn(driver: Driver, temperature: float) -> None:
     allowed = np.array([3, 77, 78, 299], np.int32)
-    sampling = asking(temperature=temperature, seed=3, allowed_ids=allowed.tobytes())
-    (text,) = generate(driver, [sampling], 20)
+    options = asking(temperature=temperature, seed=3, allowed_ids=allowed.tobytes())
+    (text,) = generate(driver, [options], 20)
     assert set(text) <= set(allowed.tolist()) and (len(set(text)) > 1 or not temperature)
 
 
 @pytest.mark.parametrize(
-    "samplings",
+    "fields",
     [
         {"allowed_ids": np.array([VOCAB_SIZE, 2**31 - 1, -1], np.int32).tobytes()},
-        {"allowed_ids": np.array([7], np.int32).tobytes(), "bad_words": [[7]]},
+        {"allowed_ids": np.array([7], np.int32).tobytes(), "bad_words_ids": [[7]]},
         {"allowed_ids": np.array([EOS_ID], np.int32).tobytes(), "min_tokens": 1},
     ],
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_where_nothing_is_left_the_row_ends_with_why(
-    driver: Driver, samplings: dict[str, Any], temperature: float
+    driver: Driver, fields: dict[str, Any], temperature: float
 ) -> None:
     driver.clear()
     adds = [
-        row_add(0, PROMPT, driver.take_blocks(32), asking(temperature=temperature, with_logprobs=True, **samplings)),
-        row_add(1, PROMPT, driver.take_blocks(32), asking(with_logprobs=True)),
+        row_add(0, PROMPT, driver.take_blocks(32), asking(temperature=temperature, num_logprobs=0, **fields)),
+        row_add(1, PROMPT, driver.take_blocks(32), asking(num_logprobs=0)),
     ]
     result = driver.step([(0, 0, 11, True), (1, 0, 11, True)], adds=adds)
     assert result.finishes.tolist() == [m.Finish.ERROR, m.Finish.NONE]
@@ -148,17 +148,17 @@ def test_where_nothing_is_left_the_row_ends_with_why(
 
 def test_ids_beyond_the_vocabulary_mean_nothing(driver: Driver) -> None:
     far = [VOCAB_SIZE, VOCAB_SIZE + 31, 2**31 - 1, -1]
-    sampling = asking(
-        bias_ids=far, bias_values=[100.0] * 4, bad_words=[far, [far[0]]], stop_token_ids=far, min_tokens=3
+    options = asking(
+        bias_ids=far, bias_values=[100.0] * 4, bad_words_ids=[far, [far[0]]], stop_token_ids=far, min_tokens=3
     )
-    assert generate(driver, [sampling], 6) == generate(driver, [asking()], 6)
+    assert generate(driver, [options], 6) == generate(driver, [asking()], 6)
 
 
 def test_wishes_leave_the_neighbours_as_they_are(driver: Driver) -> None:
     drawn = asking(temperature=1.0, seed=9)
     alone = generate(driver, [asking()], 8) + generate(driver, [drawn], 8)
-    wild = asking(temperature=0.8, seed=1, with_logprobs=True, num_top=5, **EVERYTHING)
-    together = generate(driver, [wild, asking(), wild, drawn, asking(prompt_num_top=2)], 8)
+    wild = asking(temperature=0.8, seed=1, num_logprobs=5, **EVERYTHING)
+    together = generate(driver, [wild, asking(), wild, drawn, asking(num_prompt_logprobs=2)], 8)
     assert [together[1], together[3], together[4]] == [alone[0], alone[1], alone[0]]
 
 
@@ -168,9 +168,9 @@ def test_a_grammar_masks_what_else_is_allowed(driver: Driver, monkeypatch: pytes
     driver.clear()
     monkeypatch.setattr(runner, "masks", given)
     monkeypatch.setattr(runner._changes, "_masks", given)
-    both = asking(grammar="any", allowed_ids=np.arange(100, 200, dtype=np.int32).tobytes())
-    samplings = [asking(), both, asking(grammar="any", temperature=1.0, seed=2)]
-    adds = [row_add(row, PROMPT, driver.take_blocks(32), sampling) for row, sampling in enumerate(samplings)]
+    both = asking(compiled_grammar="any", allowed_ids=np.arange(100, 200, dtype=np.int32).tobytes())
+    options = [asking(), both, asking(compiled_grammar="any", temperature=1.0, seed=2)]
+    adds = [row_add(row, PROMPT, driver.take_blocks(32), one) for row, one in enumerate(options)]
     masks = [bits_of(np.array(ids, np.int32), VOCAB_SIZE) for ids in ([50, 150, 250], [60])]
     told: list[list[int]] = []
 
@@ -230,9 +230,9 @@ def test_a_wish_of_nothing_is_none() -> None:
     )
 
 
-def add_row(table: RowTable, row: int, sampling: m.GenerationOptions) -> None:
+def add_row(table: RowTable, row: int, options: m.GenerationOptions) -> None:
     ids, blocks = np.arange(1, 9, dtype=np.int32), np.array([row], np.int32)
-    table.add(row, 1, 0, ids, blocks, sampling, [EOS_ID], -1, 6)
+    table.add(row, 1, 0, ids, blocks, options, [EOS_ID], -1, 6)
 
 
 def test_a_step_of_greedy_rows_fills_in_nothing_else_once_the_others_are_gone() -> None:
@@ -252,7 +252,7 @@ def test_a_step_of_greedy_rows_fills_in_nothing_else_once_the_others_are_gone() 
             and (sampling_inputs.num_known == 99).all()
         )
         # One that wants everything comes; the others stay greedy. And it goes.
-        wild = asking(temperature=1.0, with_logprobs=True, num_top=3, prompt_num_top=2, grammar="any", **EVERYTHING)
+        wild = asking(temperature=1.0, num_logprobs=3, num_prompt_logprobs=2, compiled_grammar="any", **EVERYTHING)
         add_row(table, 5, wild)
         table.fill_sampling_inputs(sampling_inputs, np.array([0, 5, 1], np.int32))
         assert sampling_inputs.greedy[:3].tolist() == [1, 0, 1] and sampling_inputs.masked.tolist() == [1]
@@ -274,5 +274,5 @@ def test_a_step_of_greedy_rows_fills_in_nothing_else_once_the_others_are_gone() 
 
 def test_a_row_that_ends_and_another_in_its_place_share_nothing(driver: Driver) -> None:
     plain = generate(driver, [asking(), asking()], 6)
-    generate(driver, [asking(with_logprobs=True, **EVERYTHING), asking(pooling=m.Pooling.MEAN, prompt_num_top=1)], 1)
+    generate(driver, [asking(num_logprobs=0, **EVERYTHING), asking(pooling=m.Pooling.MEAN, num_prompt_logprobs=1)], 1)
     assert generate(driver, [asking(), asking()], 6) == plain

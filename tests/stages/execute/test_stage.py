@@ -65,11 +65,11 @@ def test_each_step_is_answered_with_its_result(rig: Rig, tiny_dir: Path) -> None
 
 
 def test_steps_planned_ahead_go_on_from_ids_the_scheduler_has_not_seen(rig: Rig, tiny_dir: Path) -> None:
-    sampling = m.GenerationOptions(temperature=2.0, seed=4, ignore_eos=True)
-    expected = Driver(tiny_dir, settings()).generate([PROMPT], 3, sampling=sampling)[0]
+    options = m.GenerationOptions(temperature=2.0, seed=4, ignore_eos=True)
+    expected = Driver(tiny_dir, settings()).generate([PROMPT], 3, options=options)[0]
     assert len(set(expected)) == 3
     begin(rig)
-    stop = msgspec.structs.replace(sampling, stop_token_ids=[expected[2]])
+    stop = msgspec.structs.replace(options, stop_token_ids=[expected[2]])
     rig.send(make_step([(0, 0, 5, True)], adds=[row_add(0, PROMPT, [3], stop)], step_id=1), SCHEDULE)
     for ahead in range(4):
         rig.send(make_step([(0, 5 + ahead, 1, True)], step_id=2 + ahead), SCHEDULE)
@@ -237,7 +237,7 @@ def test_an_instant_executor_tells_as_much_as_a_model_would(tiny_dir: Path) -> N
     rig.launch = msgspec.structs.replace(rig.launch, entry=topology.INSTANT)
     with rig:
         facts = begin(rig)
-        adds = [row_add(row, PROMPT, [row], sampling) for row, sampling in enumerate((scored, pooled, silent))]
+        adds = [row_add(row, PROMPT, [row], options) for row, options in enumerate((scored, pooled, silent))]
         forked = row_add(3, [], [3], scored, index=1, fork_of=0, num_prompt=len(PROMPT))
         num = len(PROMPT)
         rig.send(make_step([(0, 0, num - 2, False), (1, 0, num, True), (2, 0, num, True)], adds=adds), SCHEDULE)

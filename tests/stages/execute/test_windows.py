@@ -6,6 +6,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -55,10 +56,7 @@ def serve(runner: CpuRunner, num_blocks: int) -> tuple[list[list[int]], int, int
                 gateway=0,
                 arrival_s=float(number),
                 prompt_ids=np.array(prompt, np.int32).tobytes(),
-                n=1,
-                max_tokens=NUM_TOKENS,
-                sampling=raw(GREEDY),
-                text=raw(m.GenerationOptions()),
+                options=raw(msgspec.structs.replace(GREEDY, max_tokens=NUM_TOKENS)),
             )
             for told in scheduler.admit(message):
                 assert isinstance(told, m.Open)

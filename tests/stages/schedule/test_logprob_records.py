@@ -4,12 +4,11 @@ what it tells of a prompt."""
 from collections import deque
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
 from pipeline.runtime import messages as m
-from pipeline.runtime.logprob_records import logprob_bytes
+from pipeline.runtime.logprob_records import prompt_record_bytes, record_bytes
 from pipeline.runtime.messages import Finish
 from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
@@ -43,47 +42,43 @@ class Asks:
         self.finishes: dict[int, Finish] = {}
         self.errors: dict[int, str] = {}
         self._widths: dict[int, int] = {}
+        self._prompt_widths: dict[int, int] = {}
 
     def admit(
         self,
         request_id: int,
         prompt: list[int],
         *,
-        scored: bool,
         n: int = 1,
-        num_top: int = 0,
-        prompt_num_top: int = -1,
+        num_logprobs: int = -1,
+        num_prompt_logprobs: int = -1,
         **how: Any,
     ) -> None:
         """`failing` are ids at which the executor fails."""
-        sampling = m.GenerationOptions(
+        options = m.GenerationOptions(
+            n=n,
+            max_tokens=how.pop("max_tokens", 40),
             seed=request_id,
             stop_token_ids=how.pop("stop", []),
-            num_logprobs=num_top if scored else -1,
-            num_prompt_logprobs=prompt_num_top,
+            num_logprobs=num_logprobs,
+            num_prompt_logprobs=num_prompt_logprobs,
             bias_ids=how.pop("failing", []),
         )
-        width = logprob_bytes(num_top) if scored else 0
         admit = m.Admit(
             request_id=request_id,
             attempt=1,
             gateway=0,
             arrival_s=float(request_id),
             prompt_ids=np.array(prompt, np.int32).tobytes(),
-            n=n,
-            max_tokens=how.pop("max_tokens", 40),
-            sampling=raw(sampling),
-            text=raw(m.GenerationOptions(num_logprobs=num_top, num_prompt_logprobs=prompt_num_top)),
-            record_bytes=width,
-            prompt_record_bytes=logprob_bytes(prompt_num_top) if prompt_num_top >= 0 else 0,
-            needs_full_prefill=prompt_num_top >= 0,
+            options=raw(options),
             **how,
         )
         for told in self.scheduler.admit(admit):
-            assert isinstance(told, m.Open)
+            assert isinstance(told, m.Open) and told.options == admit.options
             self.seqs[request_id, told.index] = told.seq
             self.ids[told.seq], self.records[told.seq], self.prompts[told.seq] = [], b"", b""
-            self._widths[told.seq] = width
+            self._widths[told.seq] = record_bytes(options, hidden_size=0)
+            self._prompt_widths[told.seq] = prompt_record_bytes(options)
 
     def turn(self) -> bool:
         """Plan, and take one result in. Returns whether there was any."""
@@ -105,8 +100,7 @@ class Asks:
         ids = np.frombuffer(message.ids, np.int32).tolist()
         for seq, start, records in zip(message.prompt_seqs, message.prompt_starts, message.prompt_records, strict=True):
             assert seq not in self.finishes
-            width = len(record(0, msgspec.msgpack.decode(self._text_of(seq), type=m.GenerationOptions).prompt_num_top))
-            assert start * width == len(self.prompts[seq])
+            assert start * self._prompt_widths[seq] == len(self.prompts[seq])
             self.prompts[seq] += records
         begin = recorded = 0
         errors = iter(message.errors)
@@ -121,10 +115,6 @@ class Asks:
             if finish == Finish.ERROR:
                 self.errors[seq] = next(errors)
         assert recorded == len(message.records) and next(errors, None) is None
-
-    def _text_of(self, seq: int) -> bytes:
-        (request_id,) = (name for (name, _), other in self.seqs.items() if other == seq)
-        return bytes(self.scheduler.requests[request_id].text)
 
     def run(self, report_every: int = 1) -> None:
         turns = 0
@@ -159,7 +149,7 @@ def test_every_id_comes_with_its_own(depth: int, report_every: int, memory: dict
     asks = Asks(depth, **memory)
     for i in range(1, 9):
         stop = [expected(prompt(i), m.GenerationOptions(seed=i), 0, 40)[0][25]] if i % 3 == 0 else []
-        asks.admit(i, prompt(i), scored=i % 2 == 0, n=1 + i % 4, stop=stop, num_top=i % 3)
+        asks.admit(i, prompt(i), n=1 + i % 4, stop=stop, num_logprobs=i % 3 if i % 2 == 0 else -1)
     asks.run(report_every)
     load = asks.scheduler.load()
     assert (load.num_preemptions > 0) == ("num_blocks" in memory)
@@ -188,7 +178,9 @@ def test_each_prompt_id_has_one_record(depth: int, report_every: int, memory: di
     """Whatever is cached, forked, put back or computed again; and only by the first sequence."""
     asks = Asks(depth, max_num_batched_tokens=24, **memory)
     for i in range(1, 9):
-        asks.admit(i, prompt(1 + i // 3), scored=i % 2 == 0, n=1 + i % 3, prompt_num_top=i % 4 - 1)
+        asks.admit(
+            i, prompt(1 + i // 3), num_logprobs=0 if i % 2 == 0 else -1, n=1 + i % 3, num_prompt_logprobs=i % 4 - 1
+        )
     asks.run(report_every)
     load = asks.scheduler.load()
     assert (load.num_preemptions > 0) == ("num_blocks" in memory)
@@ -204,8 +196,8 @@ def test_each_prompt_id_has_one_record(depth: int, report_every: int, memory: di
 
 def test_a_prompt_with_records_uses_no_cached_blocks() -> None:
     asks = Asks(1)
-    for request_id, prompt_num_top in ((1, -1), (2, 0), (3, -1)):
-        asks.admit(request_id, prompt(9), scored=False, prompt_num_top=prompt_num_top)
+    for request_id, num_prompt_logprobs in ((1, -1), (2, 0), (3, -1)):
+        asks.admit(request_id, prompt(9), num_prompt_logprobs=num_prompt_logprobs)
         asks.run()
     assert asks.scheduler.load().num_cached_tokens == 32, "only the third finds what the first computed"
 
@@ -215,7 +207,7 @@ def test_a_sequence_ends_with_the_reason_if_no_id_can_be_sampled(depth: int) -> 
     asks = Asks(depth)
     for i in range(1, 6):
         ids, _ = expected(prompt(i), m.GenerationOptions(seed=i), 0, 40)
-        asks.admit(i, prompt(i), scored=True, failing=[ids[17 + i]] if i % 2 else [])
+        asks.admit(i, prompt(i), num_logprobs=0, failing=[ids[17 + i]] if i % 2 else [])
     asks.run()
     for i in range(1, 6):
         ids, _ = expected(prompt(i), m.GenerationOptions(seed=i), 0, 40)
@@ -231,7 +223,7 @@ def test_a_sequence_ends_with_the_reason_if_no_id_can_be_sampled(depth: int) -> 
 def test_without_a_request_for_records_there_are_none() -> None:
     asks = Asks(2)
     for i in range(1, 4):
-        asks.admit(i, prompt(i), scored=False)
+        asks.admit(i, prompt(i))
     asks.run()
     assert asks.reports and asks.results
     assert all(report.records == b"" for report in asks.reports)
@@ -240,9 +232,9 @@ def test_without_a_request_for_records_there_are_none() -> None:
 
 def test_a_row_used_again_has_none_of_who_was_there_before() -> None:
     asks = Asks(1, max_num_seqs=2)
-    asks.admit(1, prompt(1), scored=True, max_tokens=30)
-    asks.admit(2, prompt(2), scored=True, max_tokens=5)
-    asks.admit(3, prompt(3), scored=False, max_tokens=20)
+    asks.admit(1, prompt(1), num_logprobs=0, max_tokens=30)
+    asks.admit(2, prompt(2), num_logprobs=0, max_tokens=5)
+    asks.admit(3, prompt(3), max_tokens=20)
     asks.run()
     assert asks.records[asks.seqs[3, 0]] == b""
     assert asks.records[asks.seqs[2, 0]] == told_of(asks.ids[asks.seqs[2, 0]], 0)
@@ -250,7 +242,7 @@ def test_a_row_used_again_has_none_of_who_was_there_before() -> None:
 
 def test_one_that_is_ended_has_those_of_the_ids_that_were_settled() -> None:
     asks = Asks(2)
-    asks.admit(1, prompt(1), scored=True, n=2)
+    asks.admit(1, prompt(1), num_logprobs=0, n=2)
     for _ in range(9):
         assert asks.turn()
     asks.scheduler.abort(m.Abort(1, 1, 1, Finish.STOP))
@@ -264,7 +256,7 @@ def test_one_that_is_ended_has_those_of_the_ids_that_were_settled() -> None:
 def test_resumed_sequences_have_records_of_new_ids_alone() -> None:
     asks = Asks(1)
     whole, _ = expected(prompt(1), m.GenerationOptions(seed=1), 0, 40)
-    asks.admit(1, prompt(1), scored=True, outputs=[np.array(whole[:13], np.int32).tobytes()], finishes=b"\0")
+    asks.admit(1, prompt(1), num_logprobs=0, outputs=[np.array(whole[:13], np.int32).tobytes()], finishes=b"\0")
     asks.run()
     seq = asks.seqs[1, 0]
     assert asks.ids[seq] == whole[13:]

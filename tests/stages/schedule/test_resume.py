@@ -22,17 +22,14 @@ def resume(
     request_id: int = 1,
 ) -> list[m.Open]:
     """Admit a request behind ids. Returns its openings; what the client has counts as received."""
-    sampling = m.GenerationOptions(seed=3, stop_token_ids=stop)
+    options = m.GenerationOptions(n=len(outputs), max_tokens=max_tokens, seed=3, stop_token_ids=stop)
     admit = m.Admit(
         request_id=request_id,
         attempt=1,
         gateway=0,
         arrival_s=0.0,
         prompt_ids=np.array(PROMPT, np.int32).tobytes(),
-        n=len(outputs),
-        max_tokens=max_tokens,
-        sampling=raw(sampling),
-        text=raw(m.GenerationOptions()),
+        options=raw(options),
         outputs=[np.array(ids, np.int32).tobytes() for ids in outputs],
         finishes=bytes(finishes),
     )
@@ -43,7 +40,7 @@ def resume(
         bench.opened[opening.seq] = opening
         bench.received[opening.seq] = list(ids)
         bench.records[opening.seq] = bench.prompts[opening.seq] = b""
-        bench.wanted[opening.seq] = admit, sampling
+        bench.wanted[opening.seq] = admit, options
         opened.append(opening)
     return opened
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pipeline.runtime import messages as m
-from pipeline.runtime.logprob_records import logprob_bytes
+from pipeline.runtime.logprob_records import prompt_record_bytes, record_bytes
 from pipeline.runtime.messages import Finish
 from pipeline.stages.schedule.policies.policy import PolicyName
 from pipeline.stages.schedule.request_table import MAX_TOMBSTONES
@@ -64,18 +64,22 @@ class Bench:
         arrival_s: float | None = None,
         priority: int = 0,
         salt: str = "",
-        num_top: int = -1,
-        prompt_num_top: int = -1,
+        num_logprobs: int = -1,
+        num_prompt_logprobs: int = -1,
         failing: Iterable[int] = (),
     ) -> int:
-        """`num_top` and `prompt_num_top` at -1 want no records; at the ids `failing` the executor fails."""
+        """`num_logprobs` and `num_prompt_logprobs` at -1 want no records; at the ids `failing` the executor fails."""
         number = next(self._ids)
-        sampling = m.GenerationOptions(
+        options = m.GenerationOptions(
+            n=n,
+            max_tokens=max_tokens,
             seed=seed,
             stop_token_ids=list(stop),
-            num_logprobs=max(0, num_top) if num_top >= 0 else -1,
-            num_prompt_logprobs=prompt_num_top,
+            num_logprobs=num_logprobs,
+            num_prompt_logprobs=num_prompt_logprobs,
             bias_ids=list(failing),
+            priority=priority,
+            cache_salt=salt,
         )
         message = m.Admit(
             request_id=request_id or number,
@@ -83,15 +87,7 @@ class Bench:
             gateway=0,
             arrival_s=float(number) if arrival_s is None else arrival_s,
             prompt_ids=np.array(list(prompt), np.int32).tobytes(),
-            n=n,
-            max_tokens=max_tokens,
-            sampling=raw(sampling),
-            text=raw(m.GenerationOptions()),
-            priority=priority,
-            cache_salt=salt,
-            record_bytes=logprob_bytes(num_top) if num_top >= 0 else 0,
-            prompt_record_bytes=logprob_bytes(prompt_num_top) if prompt_num_top >= 0 else 0,
-            needs_full_prefill=prompt_num_top >= 0,
+            options=raw(options),
         )
         for told in self.scheduler.admit(message):
             if isinstance(told, m.Refuse):
@@ -100,7 +96,7 @@ class Bench:
                 self.opened[told.seq] = told
                 self.received[told.seq] = []
                 self.records[told.seq] = self.prompts[told.seq] = b""
-                self.wanted[told.seq] = (message, sampling)
+                self.wanted[told.seq] = (message, options)
         return message.request_id
 
     def fill(self) -> None:
@@ -159,7 +155,7 @@ class Bench:
             self.begun.add(seqs[first.place])
         for seq, start, data in zip(message.prompt_seqs, message.prompt_starts, message.prompt_records, strict=True):
             assert seq not in self.finished, "a prompt was told of after the closing"
-            width = self.wanted[seq][0].prompt_record_bytes
+            width = prompt_record_bytes(self.wanted[seq][1])
             assert start * width == len(self.prompts[seq]) and len(data) % width == 0
             self.prompts[seq] += data
         records, errors = _bytes(message.records), iter(message.errors)
@@ -175,7 +171,7 @@ class Bench:
             assert start == len(self.received[seq]), "ids were lost or repeated"
             self.received[seq] += ids[:num]
             ids = ids[num:]
-            num_bytes = num * self.wanted[seq][0].record_bytes
+            num_bytes = num * record_bytes(self.wanted[seq][1], hidden_size=0)
             self.records[seq] += records[:num_bytes]
             records = records[num_bytes:]
             if finish != Finish.NONE:
@@ -200,18 +196,18 @@ class Bench:
     def check_outputs(self) -> None:
         """Every sequence that ended by itself has exactly its ids; one that was aborted, a beginning of them."""
         for seq, finish in self.finished.items():
-            message, sampling = self.wanted[seq]
+            message, options = self.wanted[seq]
             prompt = np.frombuffer(_bytes(message.prompt_ids), np.int32).tolist()
-            limit = min(message.max_tokens, self.scheduler.config.max_model_len - len(prompt))
+            limit = min(options.max_tokens, self.scheduler.config.max_model_len - len(prompt))
             index = self.opened[seq].index
-            ids, natural = expected(prompt, sampling, index, limit)
-            if any(fails := [token_id in sampling.bias_ids for token_id in ids]):
+            ids, natural = expected(prompt, options, index, limit)
+            if any(fails := [token_id in options.bias_ids for token_id in ids]):
                 ids, natural = ids[: fails.index(True)], Finish.ERROR
-            if message.record_bytes:
-                assert self.records[seq] == b"".join(record(one, sampling.num_top) for one in self.received[seq])
+            if options.num_logprobs >= 0:
+                assert self.records[seq] == b"".join(record(one, options.num_logprobs) for one in self.received[seq])
             told = b""
-            if message.prompt_record_bytes and index == 0:
-                told = b"".join(record(one, sampling.prompt_num_top) for one in prompt[1:])
+            if options.num_prompt_logprobs >= 0 and index == 0:
+                told = b"".join(record(one, options.num_prompt_logprobs) for one in prompt[1:])
             assert self.prompts[seq] == told or (not self.received[seq] and told.startswith(self.prompts[seq]))
             assert (finish == Finish.ERROR) == (seq in self.errors)
             if finish == Finish.ABORT:
@@ -432,9 +428,9 @@ def test_a_preempted_sequence_tells_its_ids_before_it_waits() -> None:
         bench.fill()
         bench.report()
         for seq, ids in bench.received.items():
-            message, sampling = bench.wanted[seq]
+            message, options = bench.wanted[seq]
             prompt = np.frombuffer(_bytes(message.prompt_ids), np.int32).tolist()
-            assert ids == expected(prompt, sampling, 0, len(ids))[0]
+            assert ids == expected(prompt, options, 0, len(ids))[0]
     assert len(bench.received[2]) == len(bench.received[1])
 
 
@@ -774,8 +770,8 @@ class Histories(RuleBasedStateMachine):
             arrival_s=0.5 if late else None,
             priority=priority,
             salt=salt,
-            num_top=tops[0],
-            prompt_num_top=tops[1],
+            num_logprobs=tops[0],
+            num_prompt_logprobs=tops[1],
             failing=failing,
         )
         self.known.append(number)

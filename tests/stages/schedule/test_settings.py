@@ -38,9 +38,8 @@ class Around:
 
     def admit(self, request_id: int, prompt: range, max_tokens: int = 1, priority: int = 0) -> None:
         ids = np.array(prompt, np.int32).tobytes()
-        text, sampling = raw(m.GenerationOptions()), raw(m.GenerationOptions(temperature=0.0))
-        admit = m.Admit(request_id, 1, 0, float(request_id), ids, 1, max_tokens, sampling, text, priority=priority)
-        self.rig.send(admit, "ingest.0")
+        options = m.GenerationOptions(max_tokens=max_tokens, temperature=0.0, priority=priority)
+        self.rig.send(m.Admit(request_id, 1, 0, float(request_id), ids, raw(options)), "ingest.0")
 
     def step(self) -> dict[int, int]:
         """Compute a step. Returns how many tokens it has of each request."""
@@ -97,7 +96,9 @@ def test_the_limits_are_those_of_the_settings_field_by_field() -> None:
         long_prompt_tokens=300,
         long_prompt_max_slowdown=3.5,
     )
-    facts = m.ExecuteFacts(num_blocks=11, block_size=32, max_model_len=333, vocab_size=997, num_swap_blocks=5)
+    facts = m.ExecuteFacts(
+        num_blocks=11, block_size=32, max_model_len=333, vocab_size=997, num_swap_blocks=5, hidden_size=48
+    )
     found = msgspec.structs.asdict(SchedulerConfig.of(settings, facts))
     assert found == {
         "num_blocks": 11,
@@ -112,6 +113,7 @@ def test_the_limits_are_those_of_the_settings_field_by_field() -> None:
         "max_step_s": 0.125,
         "long_prompt_tokens": 300,
         "long_prompt_max_slowdown": 3.5,
+        "hidden_size": 48,
     }
     defaults = msgspec.structs.asdict(SchedulerConfig.of(ScheduleSettings(), FACTS))
     assert [name for name, value in found.items() if value == defaults[name]] == [], "each of them is another"

@@ -44,9 +44,8 @@ class Neighbours:
 
     def admit(self, request_id: int, prompt: list[int], max_tokens: int = 6, n: int = 1) -> None:
         ids = self.rig.arena("ingest.0").put(np.array(prompt, np.int32).tobytes())
-        text, sampling = raw(m.GenerationOptions()), raw(m.GenerationOptions())
-        message = m.Admit(request_id, 1, 0, float(request_id), ids, n, max_tokens, sampling, text)
-        self.rig.send(message, "ingest.0")
+        options = raw(m.GenerationOptions(n=n, max_tokens=max_tokens))
+        self.rig.send(m.Admit(request_id, 1, 0, float(request_id), ids, options), "ingest.0")
 
     def step(self) -> m.Step:
         step: m.Step = self.rig.receive("execute", m.Step)
@@ -372,9 +371,9 @@ def test_ids_that_a_client_has_come_and_go_by_shared_memory_and_the_sequence_goe
         known = arena.put(np.array(whole[:num_known], np.int32).tobytes())
         assert isinstance(known, ShmRef)
         ids = np.array(prompt, np.int32).tobytes()
-        text, sampling = raw(m.GenerationOptions()), raw(m.GenerationOptions())
+        options = raw(m.GenerationOptions(max_tokens=num_known + 4))
         finishes = bytes([Finish.NONE])
-        rig.send(m.Admit(1, 1, 0, 1.0, ids, 1, num_known + 4, sampling, text, [known], finishes), "ingest.0")
+        rig.send(m.Admit(1, 1, 0, 1.0, ids, options, [known], finishes), "ingest.0")
         around.until_finished(1)
         ((seq, opening),) = around.opened.items()
         assert isinstance(opening.outputs, ShmRef)

@@ -64,13 +64,17 @@ FEATURES: list[dict[str, Any]] = [
     {"temperature": 1.3},
     {"temperature": 0.8, "top_k": 5},
     {"temperature": 1.5, "top_p": 0.6, "min_p": 0.02},
-    {"with_logprobs": True, "num_top": 4},
-    {"temperature": 1.0, "with_logprobs": True, "bias_ids": [3, 250], "bias_values": [4.0, 30.0], "min_tokens": 2},
-    {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.7, "prompt_num_top": 2},
-    {"allowed_ids": np.arange(10, 60, 7, dtype=np.int32).tobytes(), "bad_words": [[17], [24, 31]], "temperature": 2.0},
+    {"num_logprobs": 4},
+    {"temperature": 1.0, "num_logprobs": 0, "bias_ids": [3, 250], "bias_values": [4.0, 30.0], "min_tokens": 2},
+    {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.7, "num_prompt_logprobs": 2},
+    {
+        "allowed_ids": np.arange(10, 60, 7, dtype=np.int32).tobytes(),
+        "bad_words_ids": [[17], [24, 31]],
+        "temperature": 2.0,
+    },
     {"pooling": m.Pooling.MEAN},
     {"pooling": m.Pooling.LAST},
-    {"allowed_ids": np.array([9], np.int32).tobytes(), "bad_words": [[9]]},
+    {"allowed_ids": np.array([9], np.int32).tobytes(), "bad_words_ids": [[9]]},
 ]
 
 
@@ -79,7 +83,7 @@ def test_random_plans(pair: Pair, seed: int) -> None:
     """Rows begin with prompts of any length, in chunks of any size, decode, stop, fail and make room for others."""
     pair.clear()
     chance = random.Random(seed)
-    waiting = [{"temperature": 0.0, "seed": chance.getrandbits(64), **sampling} for sampling in FEATURES]
+    waiting = [{"temperature": 0.0, "seed": chance.getrandbits(64), **fields} for fields in FEATURES]
     chance.shuffle(waiting)
     live: dict[int, dict[str, int]] = {}
     generation = 0
@@ -91,10 +95,10 @@ def test_random_plans(pair: Pair, seed: int) -> None:
             row = next(row for row in range(NUM_ROWS) if row not in live)
             generation += 1
             ids = [chance.randrange(3, VOCAB_SIZE) for _ in range(chance.randint(1, 9))]
-            sampling = m.GenerationOptions(stop_token_ids=chance.sample(range(VOCAB_SIZE), 60), **waiting.pop())
+            options = m.GenerationOptions(stop_token_ids=chance.sample(range(VOCAB_SIZE), 60), **waiting.pop())
             blocks = list(range(row * BLOCKS_PER_ROW, (row + 1) * BLOCKS_PER_ROW))
-            adds.append(row_add(row, ids, blocks, sampling, generation=generation))
-            live[row] = {"known": len(ids), "computed": 0, "over": 0, "pools": int(sampling.pooling > 0)}
+            adds.append(row_add(row, ids, blocks, options, generation=generation))
+            live[row] = {"known": len(ids), "computed": 0, "over": 0, "pools": int(options.pooling > 0)}
         for row, one in live.items():
             count = min(one["known"] - one["computed"], left, chance.randint(1, 9))
             if count:
@@ -115,8 +119,8 @@ def test_steps_are_launched_before_the_last_is_known(pair: Pair) -> None:
     in a step that decodes, and logprobs that end with it."""
     pair.clear()
     prompt = [5, 9, 200, 31, 7]
-    samplings = [m.GenerationOptions(temperature=1.0, seed=9), m.GenerationOptions(temperature=0.0, num_logprobs=1)]
-    adds = [row_add(row, prompt[: 5 - row], [row], sampling) for row, sampling in enumerate(samplings)]
+    options = [m.GenerationOptions(temperature=1.0, seed=9), m.GenerationOptions(temperature=0.0, num_logprobs=1)]
+    adds = [row_add(row, prompt[: 5 - row], [row], one) for row, one in enumerate(options)]
     steps = [make_step([(0, 0, 5, True), (1, 0, 4, True)], adds=adds, step_id=1)]
     steps += [make_step([(0, 4 + i, 1, True), (1, 3 + i, 1, True)], step_id=1 + i) for i in range(1, 4)]
     runner = pair.ours.runner

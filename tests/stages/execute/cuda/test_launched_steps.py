@@ -27,7 +27,7 @@ class AskedMasks:
         self.asked: list[dict[int, list[int]]] = []
         """Of each step: all ids of each row."""
 
-    def add(self, row: int, sampling: m.GenerationOptions, num_prompt: int) -> None:
+    def add(self, row: int, options: m.GenerationOptions, num_prompt: int) -> None:
         pass
 
     def drop(self, rows: Any) -> None:
@@ -48,8 +48,8 @@ def test_a_row_that_is_pooled_and_dropped_still_has_the_record_that_is_awaited(d
     """The scheduler cuts the records of a step by what it planned."""
     driver.clear()
     runner = driver.runner
-    samplings = [m.GenerationOptions(pooling=m.Pooling.MEAN), m.GenerationOptions(pooling=m.Pooling.LAST)]
-    adds = [row_add(row, [5, 9, 7], [row], sampling) for row, sampling in enumerate(samplings)]
+    options = [m.GenerationOptions(pooling=m.Pooling.MEAN), m.GenerationOptions(pooling=m.Pooling.LAST)]
+    adds = [row_add(row, [5, 9, 7], [row], one) for row, one in enumerate(options)]
     runner.launch(make_step([(0, 0, 3, True), (1, 0, 3, True)], adds=adds), take)
     runner.launch(make_step(drops=[0]), take)
     first, _ = runner.drain()

@@ -26,13 +26,11 @@ SCHEDULE = "schedule.0"
 
 def test_steps_planned_ahead_go_on_from_ids_the_scheduler_has_not_seen(slight_dir: Path, tmp_path: Path) -> None:
     """And a recording of it is replayed: results are published when they were."""
-    drawn, greedy = (
-        m.GenerationOptions(temperature=2.0, seed=4, ignore_eos=True),
-        m.GenerationOptions(temperature=0.0, ignore_eos=True),
-    )
+    drawn = m.GenerationOptions(temperature=2.0, seed=4, ignore_eos=True)
+    greedy = m.GenerationOptions(temperature=0.0, ignore_eos=True)
     config = on_device()
     cpu = Driver(slight_dir, on_cpu(config))
-    expected = [cpu.generate([PROMPT], 4, sampling=sampling)[0] for sampling in (drawn, greedy)]
+    expected = [cpu.generate([PROMPT], 4, options=options)[0] for options in (drawn, greedy)]
     assert len(set(expected[0][:3])) == 3
     stop = msgspec.structs.replace(drawn, stop_token_ids=[expected[0][2]])
     adds = [row_add(0, PROMPT, [3], stop), row_add(1, PROMPT, [4])]

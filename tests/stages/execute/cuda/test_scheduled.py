@@ -8,6 +8,7 @@ copies, on both sides.
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -33,12 +34,12 @@ def next_id(ids: list[int]) -> int:
     return FIRST_ID + hash_of(ids, 0, 0) % (VOCAB_SIZE - FIRST_ID)
 
 
-def outputs(prompt: list[int], sampling: m.GenerationOptions, max_tokens: int) -> tuple[list[int], Finish]:
+def outputs(prompt: list[int], options: m.GenerationOptions, max_tokens: int) -> tuple[list[int], Finish]:
     """What a sequence generates, whatever happens around it."""
     ids = list(prompt)
     while len(ids) < len(prompt) + max_tokens:
         ids.append(next_id(ids))
-        if ids[-1] in sampling.stop_token_ids:
+        if ids[-1] in options.stop_token_ids:
             return ids[len(prompt) :], Finish.STOP
     return ids[len(prompt) :], Finish.LENGTH
 
@@ -74,7 +75,7 @@ class ExactMasks:
         self.words = np.zeros_like(runner.masks.words)
         self._rows: set[int] = set()
 
-    def add(self, row: int, sampling: m.GenerationOptions, num_prompt: int) -> None:
+    def add(self, row: int, options: m.GenerationOptions, num_prompt: int) -> None:
         self._rows.add(row)
 
     def drop(self, rows: Any) -> None:
@@ -122,31 +123,29 @@ class CudaBench(Bench):
         result = m.StepResult(1, step_id, *parts, compute_s=0.01, wait_s=0.0, copy_s=0.0, errors=list(made.errors))
         self.scheduler.settle(result)
 
-    def begin(self, prompt: list[int], sampling: m.GenerationOptions, max_tokens: int, n: int = 1) -> int:
+    def begin(self, prompt: list[int], options: m.GenerationOptions, max_tokens: int, n: int = 1) -> int:
         number = next(self._ids)
+        options = msgspec.structs.replace(options, n=n, max_tokens=max_tokens)
         message = m.Admit(
             request_id=number,
             attempt=1,
             gateway=0,
             arrival_s=float(number),
             prompt_ids=np.array(prompt, np.int32).tobytes(),
-            n=n,
-            max_tokens=max_tokens,
-            sampling=raw(sampling),
-            text=raw(m.GenerationOptions()),
+            options=raw(options),
         )
         for told in self.scheduler.admit(message):
             assert isinstance(told, m.Open)
             self.opened[told.seq], self.received[told.seq] = told, []
             self.records[told.seq] = self.prompts[told.seq] = b""
-            self.wanted[told.seq] = message, sampling
+            self.wanted[told.seq] = message, options
         return number
 
     def check_outputs(self) -> None:
         for seq, finish in self.finished.items():
-            message, sampling = self.wanted[seq]
+            message, options = self.wanted[seq]
             prompt = np.frombuffer(message.prompt_ids, np.int32).tolist()  # type: ignore[arg-type]
-            ids, natural = outputs(prompt, sampling, message.max_tokens)
+            ids, natural = outputs(prompt, options, options.max_tokens)
             if finish == Finish.ABORT:
                 assert self.received[seq] == ids[: len(self.received[seq])]
             else:
