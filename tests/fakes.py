@@ -13,7 +13,7 @@ import numpy as np
 from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import logprob_dtype
 from pipeline.runtime.messages import Finish
-from pipeline.shm.arrays import Array
+from pipeline.shm.arrays import Array, ShmRef
 
 VOCAB = 997
 EMPTY = -7
@@ -24,6 +24,12 @@ def next_id(ids: "np.ndarray[Any, Any] | list[int]", seed: int, index: int) -> i
     """The id that follows `ids`, for a sequence's noise key."""
     data = np.asarray(ids, np.int32).tobytes() + f"{seed}/{index}".encode()
     return int.from_bytes(blake2b(data, digest_size=4).digest(), "little") % VOCAB
+
+
+def inline(array: Array) -> bytes:
+    """The bytes of a message's array, which must not be in shared memory."""
+    assert not isinstance(array, ShmRef)
+    return array
 
 
 def logprob(token_id: int) -> float:
@@ -89,7 +95,7 @@ class FakeExecutor:
         self.num_copies = 0
         self.rows: dict[int, _Row] = {}
         self.block_size = block_size
-        self._take = take or (lambda array, dtype: np.frombuffer(array, dtype).copy())
+        self._take = take or (lambda array, dtype: np.frombuffer(inline(array), dtype).copy())
         self._put = put or (lambda array: array.tobytes())
 
     def _copy(self, sources: list[int], targets: list[int]) -> int:

@@ -178,9 +178,9 @@ class Rig:
         for sender, _, incarnation in (key.partition("#") for key in self._outboxes):
             newest[sender] = max(newest.get(sender, 0), int(incarnation))
         awaited = set()
-        for sender, incarnation in newest.items():
+        for name, last in newest.items():
             awaited.add(nonce := next(_numbers))
-            self.send(m.Ping(nonce), sender, incarnation)
+            self.send(m.Ping(nonce), name, last)
         while awaited:
             pong = self.receive("supervisor", m.Pong)
             awaited.discard(pong.nonce)

@@ -5,6 +5,7 @@ import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -40,7 +41,7 @@ def profile(stage: str, folder: Path, settings: Settings | None = None, **looks:
         seconds=0.4,
         warmup_s=0.1,
         progress=lambda what, share: seen.append(what),
-        **looks,  # type: ignore[arg-type]
+        **looks,
     )
     assert seen[0] == "starting" and seen[-1] == "measuring"
     assert result.seconds >= 0.4
@@ -63,8 +64,8 @@ def test_ingest_answers_every_submit_to_both_neighbours(smollm2_dir: Path) -> No
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_schedule_plans_a_step_for_every_result(smollm2_dir: Path, depth: int) -> None:
-    sets = Settings(log_level="warning", schedule=ScheduleSettings(max_steps_in_flight=depth))  # type: ignore[arg-type]
+def test_schedule_plans_a_step_for_every_result(smollm2_dir: Path, depth: Any) -> None:
+    sets = Settings(log_level="warning", schedule=ScheduleSettings(max_steps_in_flight=depth))
     result = profile("schedule", smollm2_dir, sets)
     assert result.messages_in["StepResult"] > 10
     assert abs(result.messages_out["Step"] - result.messages_in["StepResult"]) <= depth

@@ -115,7 +115,7 @@ def test_options_that_do_not_do_what_they_seem_to_are_remarked_upon(sets: list[s
     ],
 )
 def test_types_are_put_into_words(annotation: Any, words: str) -> None:
-    tree = msgspec.defstruct("Tree", [("key", annotation)])
+    tree: Any = msgspec.defstruct("Tree", [("key", annotation)])
     ((key,),) = (section.keys for section in sections(tree))
     assert needs(key) == words
 
@@ -123,7 +123,7 @@ def test_types_are_put_into_words(annotation: Any, words: str) -> None:
 def test_values_that_are_not_set_lists_and_tables_can_be_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     from pipeline.config import show
 
-    tree = msgspec.defstruct(
+    tree: Any = msgspec.defstruct(
         "Tree",
         [
             ("a", Annotated[int | None, Meta(description="A.")], None),

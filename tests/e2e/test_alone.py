@@ -65,7 +65,7 @@ def recordings(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> d
     files = {stage: folder / f"{stage}.rec" for stage in STAGES}
     options = [part for stage, path in files.items() for part in ("--record", f"{stage}={path}")]
     with Server(options=tuple(options)) as server:
-        calls = [
+        calls: list[dict[str, Any]] = [
             {"stream": True, "temperature": 0.8},
             {"n": 3, "stop": ["the"]},
             {"prompt": [1000] * 1500, "max_tokens": 4},  # its ids travel in shared memory

@@ -51,8 +51,8 @@ def orders(value: Any, limit: int = MAX_ORDERS) -> Iterator[Any]:
         )
         yield from itertools.islice(ways, limit)
     elif isinstance(value, list):
-        ways = (list(parts) for parts in itertools.product(*(list(orders(part, 30)) for part in value)))
-        yield from itertools.islice(ways, limit)
+        lists = (list(parts) for parts in itertools.product(*(list(orders(part, 30)) for part in value)))
+        yield from itertools.islice(lists, limit)
     else:
         yield value
 

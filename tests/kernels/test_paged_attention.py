@@ -1,5 +1,7 @@
 """Rotary positions, KV writes and attention over blocks agree with references that go token by token."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -63,7 +65,9 @@ def test_rotary_turns_queries_in_place_and_writes_keys_and_values_to_their_slots
     rotary_angles(cos, sin, positions, frequencies)
     rotary_write(qkv, cos, sin, slots, kv)
 
-    tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+    tolerance: dict[str, Any] = (
+        {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+    )
     turned = rotary_reference(heads[:, : num_heads + num_kv_heads], positions, frequencies)
     queries = qkv.view(heads.shape)[:, :num_heads].double()
     torch.testing.assert_close(queries, turned[:, :num_heads], **tolerance)
@@ -86,7 +90,9 @@ def test_heads_of_queries_and_keys_are_normed_each_by_itself_and_values_stay(
     query, key = torch.randn(2, HEAD_DIM, generator=random)
     qkv = heads.reshape(7, -1).clone()
     head_norm(qkv, query, key, make_kv(num_kv_heads, dtype), 1e-5)
-    tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    tolerance: dict[str, Any] = (
+        {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    )
     weights = torch.stack([query] * num_heads + [key] * num_kv_heads)
     out = qkv.view(heads.shape)
     expected = rms_norm_reference(heads[:, :-num_kv_heads], weights, 1e-5)
@@ -121,7 +127,9 @@ def test_attention_agrees_with_its_formula(
     paged_attention(out, qkv, kv, plan)
     queries = qkv.view(inputs.num_tokens, -1, HEAD_DIM)[:, :num_heads]
     expected = paged_attention_reference(queries, kv, inputs, window)
-    tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    tolerance: dict[str, Any] = (
+        {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    )
     torch.testing.assert_close(out.double().view(expected.shape), expected, **tolerance)
 
 

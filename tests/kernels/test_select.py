@@ -12,7 +12,7 @@ def test_a_chosen_set_cannot_be_changed() -> None:
     ops = select("cpu", torch.float32)
     assert (ops.device, ops.dtype) == ("cpu", torch.float32)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        ops.linear = None  # type: ignore[misc]
+        ops.linear = None  # type: ignore[misc, assignment]
 
 
 def test_a_device_without_kernels_is_refused() -> None:

@@ -57,7 +57,9 @@ def with_fields_of(value: Any, kept: Any) -> Any:
 
 def test_the_page_has_a_section_for_every_message_and_part() -> None:
     page = PAGE.read_text()
-    structs = {name: kind for name, kind in vars(p).items() if isinstance(kind, type) and kind.__module__ == p.__name__}
+    structs: dict[str, Any] = {
+        name: kind for name, kind in vars(p).items() if isinstance(kind, type) and kind.__module__ == p.__name__
+    }
     for name, kind in structs.items():
         if name != "WireMessage":
             heading = kind.__struct_config__.tag if kind in KINDS.values() else name

@@ -96,7 +96,7 @@ def test_another_format_or_a_header_of_nonsense_is_refused_in_words(tmp_path: Pa
 
 
 def test_a_cut_file_is_good_up_to_the_cut_wherever_that_is(tmp_path: Path) -> None:
-    structs = [header(), wake(m.Ping(1)), wake(m.Ping(2)), f.End("enough")]
+    structs: list[f.Header | f.Entry] = [header(), wake(m.Ping(1)), wake(m.Ping(2)), f.End("enough")]
     frames = [f.frame(one) for one in structs]
     whole = f.MAGIC + b"".join(frames)
     ends = np.cumsum([len(f.MAGIC), *map(len, frames)]).tolist()

@@ -1,7 +1,9 @@
 """Where keys come from, and how one that is shown is compared."""
 
+import hmac
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -28,8 +30,8 @@ def test_all_keys_are_compared_whichever_is_right(monkeypatch: pytest.MonkeyPatc
     """A key must not be found out by time: neither which one it was like, nor how far."""
     keys = Keys.of([f"{LONG}{i}" for i in range(7)])
     seen: list[tuple[int, int]] = []
-    compare = api_keys.hmac.compare_digest
-    monkeypatch.setattr(api_keys.hmac, "compare_digest", lambda a, b: seen.append((len(a), len(b))) or compare(a, b))
+    compare = hmac.compare_digest
+    monkeypatch.setattr(hmac, "compare_digest", lambda a, b: seen.append((len(a), len(b))) or compare(a, b))
     for shown in (f"{LONG}0", f"{LONG}6", "x", None):
         seen.clear()
         keys.admits(shown)
@@ -174,9 +176,7 @@ def test_beyond_this_machine_it_takes_keys_or_a_word(host: str) -> None:
 
 def test_a_name_counts_by_all_that_it_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
     known = {"home": ["127.0.0.1", "::1"], "both": ["127.0.0.1", "10.1.2.3"]}
-    monkeypatch.setattr(
-        bind_policy.socket, "getaddrinfo", lambda host, *_, **__: [(0, 0, 0, "", (one, 0)) for one in known[host]]
-    )
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_, **__: [(0, 0, 0, "", (one, 0)) for one in known[host]])
     assert bind_policy.is_loopback("home") and not bind_policy.is_loopback("both")
 
 

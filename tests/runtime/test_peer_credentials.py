@@ -99,7 +99,7 @@ async def test_the_next_server_at_an_address_is_looked_at_too(foreign: Serve, mo
         uids = iter([os.geteuid()])
         monkeypatch.setattr(peer_credentials, "uid_of_peer", lambda fd: next(uids, FOREIGN_UID))
     connecting = asyncio.ensure_future(AsyncClient.connect(address, timeout_s=PATIENCE_S, api_key=None))
-    assert await asyncio.to_thread(ours.poll, PATIENCE_S * 1000), "hello comes"
+    assert await asyncio.to_thread(ours.poll, int(PATIENCE_S * 1000)), "hello comes"
     assert isinstance(msgspec.msgpack.decode(ours.recv_multipart()[1], type=p.ClientMessage), p.Hello)
     ours.close()
     context.term()

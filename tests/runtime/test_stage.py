@@ -48,7 +48,7 @@ def test_what_is_put_is_taken_whatever_its_size_shape_and_type(data):
     for owner, release in reader.releases():
         assert owner == "ingest.0"
         writer.released(release)
-    assert writer.arena.num_live == 0
+    assert writer.arena is not None and writer.arena.num_live == 0
 
 
 def test_small_arrays_travel_inside_the_message_and_large_ones_by_reference(pair):
@@ -65,14 +65,14 @@ def test_a_slab_is_held_until_its_release_arrives(pair):
     [(_, release)] = reader.releases()
     assert reader.releases() == []
     writer.released(release)
-    assert writer.arena.num_live == 0
+    assert writer.arena is not None and writer.arena.num_live == 0
 
 
 def test_an_array_whose_message_was_not_sent_can_be_taken_back(pair):
     writer, _ = pair
     writer.retract(writer.put(np.arange(5000, dtype=np.int32)))
     writer.retract(writer.put(np.arange(5, dtype=np.int32)))
-    assert writer.arena.num_live == 0
+    assert writer.arena is not None and writer.arena.num_live == 0
     assert writer.arena.num_bytes_free == NUM_BYTES
 
 
@@ -83,7 +83,7 @@ def test_all_arrays_of_a_message_that_was_not_sent_can_be_taken_back(pair):
     message = m.Settled(**fields)
     assert writer.arena.num_live == 6
     writer.retract_all(message)
-    assert writer.arena.num_live == 0
+    assert writer.arena is not None and writer.arena.num_live == 0
 
 
 def test_what_was_taken_is_a_copy(pair):
@@ -153,7 +153,7 @@ def test_a_release_that_finds_no_room_goes_with_the_next(tmp_path):
         stage.release()
         for release in inbox.wait_all(0.01):
             writer.released(release)
-        return writer.arena.num_live == 0
+        return writer.arena is not None and writer.arena.num_live == 0
 
     until(all_released)
     stage.close()

@@ -5,6 +5,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,7 @@ LOAD = m.ScheduleLoad(1, 2, 3, 4, 5, 12)
 
 
 def test_everybody_who_answers_is_ready_and_the_whole_is_ok() -> None:
-    children = [FakeChild("schedule.0"), FakeChild("gateway.0")]
+    children: list[Any] = [FakeChild("schedule.0"), FakeChild("gateway.0")]
     round_ = HealthRound("gateway.0", nonce=7, timeout_s=5)
     round_.answered("schedule.0", m.Pong(1, LOAD))
     assert not round_.is_over(children)
@@ -41,7 +42,7 @@ def test_everybody_who_answers_is_ready_and_the_whole_is_ok() -> None:
 
 
 def test_who_does_not_answer_in_time_is_late() -> None:
-    children = [FakeChild("schedule.0"), FakeChild("execute.0")]
+    children: list[Any] = [FakeChild("schedule.0"), FakeChild("execute.0")]
     round_ = HealthRound("gateway.0", nonce=1, timeout_s=0.0)
     round_.answered("schedule.0", m.Pong(1, LOAD))
     assert round_.is_over(children)
@@ -51,7 +52,7 @@ def test_who_does_not_answer_in_time_is_late() -> None:
 
 
 def test_who_is_still_starting_says_so() -> None:
-    children = [FakeChild("execute.0", "starting")]
+    children: list[Any] = [FakeChild("execute.0", "starting")]
     round_ = HealthRound("gateway.0", nonce=1, timeout_s=5)
     assert round_.result(children).status == "starting"
 
@@ -91,7 +92,7 @@ def test_replicas_have_names_peers_and_a_share_of_the_credits() -> None:
 
 
 def test_what_is_open_at_other_gateways_is_counted_for_who_asks() -> None:
-    children = [FakeChild("gateway.0"), FakeChild("gateway.1")]
+    children: list[Any] = [FakeChild("gateway.0"), FakeChild("gateway.1")]
     round_ = HealthRound("gateway.1", nonce=7, timeout_s=5)
     round_.answered("gateway.0", m.Pong(1, m.GatewayLoad(3)))
     round_.answered("gateway.1", m.Pong(1, m.GatewayLoad(4)))
@@ -115,7 +116,7 @@ def test_a_host_that_is_not_here_is_an_error_that_names_the_key() -> None:
 
 
 def test_the_whole_is_as_bad_as_its_worst_stage() -> None:
-    children = [FakeChild("execute.0", "starting"), FakeChild("ingest.0"), FakeChild("schedule.0", "dead")]
+    children: list[Any] = [FakeChild("execute.0", "starting"), FakeChild("ingest.0"), FakeChild("schedule.0", "dead")]
     round_ = HealthRound("gateway.0", nonce=1, timeout_s=60)
     round_.answered("execute.0", m.Pong(1, m.PlainLoad()))
     round_.answered("ingest.0", m.Pong(1, m.PlainLoad()))

@@ -218,9 +218,10 @@ async def test_fields_are_known_by_trying_them() -> None:
     assert await found(
         lambda body: answer(200) if "cache_salt" in body else answer(400, "priority, timeout_s: not supported")
     ) == {"cache_salt"}
-    for wrong in (answer(500), answer(400, "'model' is required")):
-        with pytest.raises(ServerError):
-            await found(lambda body, wrong=wrong: wrong)
+    with pytest.raises(ServerError):
+        await found(lambda body: answer(500))
+    with pytest.raises(ServerError):
+        await found(lambda body: answer(400, "'model' is required"))
 
 
 def test_an_extra_goes_where_the_zmq_client_has_a_place_for_it() -> None:

@@ -94,7 +94,7 @@ async def test_an_abort_of_one_that_waits_for_its_turn(llm: LLM) -> None:
         first = [asyncio.create_task(all_of(streams.generate("Once", LONG))) for _ in range(num)]
         await asyncio.sleep(0)
         for kind in ("cumulative", "delta", "final"):
-            waiting = asyncio.create_task(all_of(streams.generate("late", LONG, "late", output_kind=kind)))  # type: ignore[arg-type]
+            waiting = asyncio.create_task(all_of(streams.generate("late", LONG, "late", output_kind=kind)))
             while "late" not in streams._open:
                 await asyncio.sleep(0)
             await streams.abort("late")
@@ -188,7 +188,7 @@ async def test_one_may_be_made_before_there_is_a_loop_and_starts_at_once(tiny_mo
 
     def elsewhere() -> None:
         with pytest.raises(UserError, match="in one event loop"):
-            asyncio.run(llm.ready())  # type: ignore[arg-type]
+            asyncio.run(llm.ready())
 
     await asyncio.to_thread(elsewhere)
     open_one = asyncio.create_task(all_of(llm.generate("Once", LONG)))

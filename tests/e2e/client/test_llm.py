@@ -47,8 +47,9 @@ def test_outputs_have_vllms_shape(llm: LLM) -> None:
 
 def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
     stop = llm.generate("a", GREEDY)[0].outputs[0].token_ids[1]
+    prompts: list[Any] = ["a", [90, 91], {"prompt": "a"}, {"prompt_token_ids": (90, 91)}]
     outputs = llm.generate(
-        ["a", [90, 91], {"prompt": "a"}, {"prompt_token_ids": (90, 91)}],
+        prompts,
         [
             SamplingParams(temperature=0, max_tokens=1, ignore_eos=True),
             SamplingParams(temperature=1, max_tokens=2, n=3, seed=7, ignore_eos=True),
@@ -122,7 +123,7 @@ def test_ten_thousand_prompts_keep_their_order_and_memory_stays(llm: LLM) -> Non
 def test_a_list_is_checked_before_anything_is_sent(llm: LLM) -> None:
     before = load_of(llm)["counters"]["prompt_tokens"]
     with pytest.raises(PromptError, match=re.escape("prompts[2] must be a text or a list of token ids, not None")):
-        llm.generate(["a", "b", None], GREEDY)  # type: ignore[list-item]
+        llm.generate(["a", "b", None], GREEDY)  # type: ignore[arg-type]
     with pytest.raises(PromptError, match=re.escape("prompts[1][0]: 9999 is not one of the model's token ids 0..607")):
         llm.generate([[1], [9999]], GREEDY)
     with pytest.raises(PromptError, match=re.escape("sampling_params has 1 entries for 2 prompts")):

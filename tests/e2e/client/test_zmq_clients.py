@@ -24,7 +24,7 @@ PATIENCE_S = 120.0
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=2**64 - 59, max_tokens=24)
 STORY = "Once upon a time"
-QUESTION: list[dict[str, Any]] = [{"role": "user", "content": "Name three colours, with an emoji each."}]
+QUESTION: Any = [{"role": "user", "content": "Name three colours, with an emoji each."}]
 
 
 async def all_of(stream: Stream) -> list[OutputDelta]:
@@ -44,11 +44,11 @@ async def test_the_text_is_that_of_http(server: Server) -> None:
         assert client.info.model == MODEL
         params: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 77, "max_tokens": 24, "stop": ["\n\n\n"]}
         for _ in range(2):  # the second time both find the same prefix
-            reply = await http.chat.completions.create(model=MODEL, messages=QUESTION, **params)  # type: ignore[call-overload]
+            reply = await http.chat.completions.create(model=MODEL, messages=QUESTION, **params)
             stream = client.generate(QUESTION, SamplingParams(**params))
             text, ids, finish, _ = await text_and_ids(stream)
         assert text == reply.choices[0].message.content
-        assert finish == reply.choices[0].finish_reason
+        assert finish == reply.choices[0].finish_reason and reply.usage is not None
         assert (stream.num_prompt_tokens, len(ids)) == (reply.usage.prompt_tokens, reply.usage.completion_tokens)
         assert stream.prompt_token_ids is not None
         # The ids that the server said are the prompt: they give the same.

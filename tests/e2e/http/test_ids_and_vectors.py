@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from tests.e2e.server import Server
 from tests.stages.gateway.gate import events_of
 
-CLOSE = {"rtol": 1e-4, "atol": 2e-4}
+CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 2e-4}
 PROMPT = "The quick brown fox, 漢字 🙂"
 NUM_TOP = 5
 
@@ -48,13 +48,13 @@ def tokenizer(tiny_model: Path) -> Tokenizer:
 def log_softmax(reference: Any, ids: list[int]) -> "np.ndarray[Any, Any]":
     """Of what follows each id, [len(ids), vocab]"""
     logits = reference(torch.tensor([ids])).logits[0]
-    return logits.log_softmax(-1).numpy()  # type: ignore[no-any-return]
+    return logits.log_softmax(-1).numpy()
 
 
 @torch.inference_mode()
 def hidden(reference: Any, ids: list[int]) -> "np.ndarray[Any, Any]":
     """Behind the last norm, [len(ids), hidden_size]"""
-    return reference.model(torch.tensor([ids])).last_hidden_state[0].numpy()  # type: ignore[no-any-return]
+    return reference.model(torch.tensor([ids])).last_hidden_state[0].numpy()
 
 
 def post(url: str, path: str, **body: Any) -> Any:

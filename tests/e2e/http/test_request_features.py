@@ -18,7 +18,13 @@ QUESTION = [{"role": "user", "content": "Name three colours, with an emoji each.
 
 
 def test_log_probabilities_are_those_of_http_and_go_on_where_a_stream_was_cut(server: Server) -> None:
-    asked = {"temperature": 1.0, "seed": 7, "max_tokens": 24, "ignore_eos": True, "skip_special_tokens": False}
+    asked: dict[str, Any] = {
+        "temperature": 1.0,
+        "seed": 7,
+        "max_tokens": 24,
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+    }
     with Client(server.zmq) as client:
         stream = client.generate(QUESTION, SamplingParams(**asked, logprobs=3, prompt_logprobs=1))
         outputs = list(stream)

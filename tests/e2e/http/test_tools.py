@@ -28,7 +28,7 @@ ASK: dict[str, Any] = {
     "max_tokens": 120,
     "temperature": 1.2,
 }
-NAMED = {"type": "function", "function": {"name": "weather"}}
+NAMED: Any = {"type": "function", "function": {"name": "weather"}}
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_a_stream_of_a_call_says_what_the_whole_reply_says(client: OpenAI) -> No
         gathered = stream.get_final_completion().choices[0].message.tool_calls
     assert whole and gathered
     assert gathered[0].function.name == "weather"
-    assert gathered[0].function.arguments == whole[0].function.arguments  # type: ignore[union-attr]
+    assert gathered[0].function.arguments == whole[0].function.arguments
 
 
 def test_what_can_t_be_held_to_is_refused_at_once(client: OpenAI) -> None:

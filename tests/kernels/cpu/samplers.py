@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ ISAS = [*available(), "emulated"]
 CANARY = 0xA5
 
 
-def load(isa: str, root: Path) -> ctypes.CDLL:
+def load(isa: Any, root: Path) -> ctypes.CDLL:
     emulate = isa == "emulated"
     library = build("avx512_bf16" if emulate else isa, print, ENTRY, cache_root=root, emulate=emulate)
     assert not library.with_suffix(".log").exists(), library.with_suffix(".log").read_text()

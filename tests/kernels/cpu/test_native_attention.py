@@ -188,7 +188,8 @@ def reference(case: Case, entry: int, start: int, count: int, wide: bool) -> tup
     rounding = (start + count + 4) * EPS + ((start + count) // STRETCH + 1) * EXP_ERROR
     result = out / total
     bound = (spread + rounding * magnitude) / total + np.abs(result) * (off / total + rounding)
-    return tuple(array.transpose(1, 0, 2).reshape(count, -1) for array in (result, bound + TINY))
+    result, bound = (array.transpose(1, 0, 2).reshape(count, -1) for array in (result, bound + TINY))
+    return result, bound
 
 
 EVERYTHING = [(i, start, count) for i, (start, count) in enumerate(ENTRIES)]

@@ -15,6 +15,7 @@ from tests.kernels.cpu.recording import (
     FORMATS,
     PANEL,
     TINY,
+    Kept,
     Recording,
     assert_groups,
     assert_kept,
@@ -250,7 +251,7 @@ def gated_order(inner: int) -> list[int]:
     return [row for eight in eights for row in [*eight, *(i + inner if i >= 0 else -1 for i in eight)]]
 
 
-def gated(kept: object, matrix: Matrix, bias: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def gated(kept: Kept, matrix: Matrix, bias: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """silu(gate) x up, with the error of the product carried through: |silu(x)'| < 1.1."""
     out, error = product(kept, matrix)
     error = error + EPS * (np.abs(out) + np.abs(out + bias))

@@ -231,7 +231,7 @@ def test_ids_are_told_of_by_the_logits_before_shapes_masks_and_filters(library: 
         np.testing.assert_array_equal(ids, plain)
         expected = exact(logits)
         logprobs = []
-        for i in np.flatnonzero(num_top >= 0):
+        for i in np.flatnonzero(num_top >= 0).tolist():
             logprob, top_ids, top_logprobs = sampling_inputs.logprobs.views(i)
             np.testing.assert_array_equal(top_ids, np.argsort(-logits[i], kind="stable")[: num_top[i]])
             np.testing.assert_allclose(top_logprobs, expected[i, top_ids], rtol=0, atol=1e-6)

@@ -45,7 +45,7 @@ def check(logits: torch.Tensor, rows: list[Row], allowed: list[list[int] | None]
     expected = logits.clone()
     for i, each in enumerate(rows):
         bits = None
-        if allowed is not None and (some := allowed[i]) is not None:
+        if allowed is not None and masks is not None and masked is not None and (some := allowed[i]) is not None:
             bits = bits_of(np.array(some, np.int32), vocab_size)
             masks[i], masked[i] = torch.from_numpy(bits.view(np.int32)), 1
         if each.logits_processors is not None:

@@ -41,11 +41,10 @@ class Machine:
         def ints(num: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.full((num,), POISON, dtype=dtype)
 
-        return StepArrays(
-            *(ints(num_entries) for _ in range(4)),
-            *(ints(num_tokens), ints(num_tokens), ints(num_tokens, torch.int64)),
-            *(ints(num_samples), ints(num_samples), self.rows.blocks),
-        )
+        arrays = [ints(num_entries) for _ in range(4)]
+        arrays += ints(num_tokens), ints(num_tokens), ints(num_tokens, torch.int64)
+        arrays += ints(num_samples), ints(num_samples), self.rows.blocks
+        return StepArrays(*arrays)
 
     def send(self, entries: list[tuple[int, int, int, bool]], runs: list[tuple[int, list[int]]] = ()) -> None:  # type: ignore[assignment]
         """Words as `Staging` writes them; each entry is (row, start, count, whether it is sampled)."""

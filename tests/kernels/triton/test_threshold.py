@@ -52,7 +52,7 @@ def found(logits: torch.Tensor, wanted: float, *, weighted: bool) -> float:
     return float(out[0])
 
 
-def rows() -> dict[str, torch.Tensor]:
+def rows() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(3)
     num = MAX_COLLECTED + 900
     normal = rng.normal(0, 3, num)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,9 +30,10 @@ def test_a_written_entry_is_chosen_and_its_neighbours_follow_the_rule(folder: Pa
     path = tuned.write_table("none", {GemmShape("linear", 8, 960, 512, "bf16"): config}, "a machine")
     assert path.parent == folder
     assert json.loads(path.read_text())["measured_on"] == "a machine"
-    sizes = {"num_rows": 960, "num_columns": 512, "device": CPU}
+    sizes: dict[str, Any] = {"num_rows": 960, "num_columns": 512, "device": CPU}
     assert tuned.choose("linear", num_tokens=5, format="bf16", **sizes) == config
-    for op, num_tokens, format in (("linear", 9, "bf16"), ("linear", 5, "f32"), ("logits", 5, "bf16")):
+    others: tuple[tuple[tuned.Op, int, str], ...] = (("linear", 9, "bf16"), ("linear", 5, "f32"), ("logits", 5, "bf16"))
+    for op, num_tokens, format in others:
         assert tuned.choose(op, num_tokens=num_tokens, format=format, **sizes) != config
 
 
@@ -70,7 +72,13 @@ def test_most_of_a_gpu_is_at_work(num_rows: int, num_columns: int, num_tokens: i
 @pytest.mark.parametrize("num_tokens", [1, 8, 128])
 @pytest.mark.parametrize("format", ["bf16", "int4g128"])
 def test_candidates_are_many_and_all_different(num_tokens: int, format: str) -> None:
-    sizes = {"num_tokens": num_tokens, "num_rows": 6144, "num_columns": 4096, "format": format, "device": CPU}
+    sizes: dict[str, Any] = {
+        "num_tokens": num_tokens,
+        "num_rows": 6144,
+        "num_columns": 4096,
+        "format": format,
+        "device": CPU,
+    }
     found = list(tuned.candidates("linear", **sizes))
     assert found[0] == tuned.choose("linear", **sizes)
     assert 8 < len(found) == len(set(found))

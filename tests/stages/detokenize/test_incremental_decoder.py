@@ -3,6 +3,7 @@
 from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
@@ -11,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from pipeline.text.incremental_decoder import IncrementalDecoder
 from pipeline.text.vocabulary import Vocabulary
-from tests.stages.detokenize.vocabularies import CHARACTERS, byte_fallback, byte_ids, byte_level
+from tests.stages.detokenize.vocabularies import CHARACTERS, byte_fallback, byte_ids, byte_level, id_of
 
 LEVEL = Vocabulary(byte_level())
 FALLBACK = Vocabulary(byte_fallback())
@@ -24,7 +25,7 @@ def grown(vocabulary: Vocabulary, tail: list[int], ids: list[int], skip: bool) -
     return "".join([*map(text.add, ids), text.finish()])
 
 
-def any_ids(tokenizer: Tokenizer, **sizes: int) -> st.SearchStrategy[list[int]]:
+def any_ids(tokenizer: Tokenizer, **sizes: Any) -> st.SearchStrategy[list[int]]:
     """Ids of any token, many of single bytes, and some of none."""
     known = st.integers(0, tokenizer.get_vocab_size() - 1)
     unknown = st.sampled_from([tokenizer.get_vocab_size(), 10**6, 2**31 - 1, -1])
@@ -80,7 +81,7 @@ def test_nothing_is_shown_of_half_a_character_until_the_end():
 
 def test_a_hidden_special_token_does_not_break_a_character():
     first, *rest = [LEVEL_BYTES[byte] for byte in "é".encode()]
-    special = byte_level().token_to_id("<|end|>")
+    special = id_of(byte_level(), "<|end|>")
     assert grown(LEVEL, [], [first, special, *rest], True) == "é"
     assert grown(LEVEL, [], [first, special, *rest], False) == "\ufffd<|end|>\ufffd"
 
@@ -153,8 +154,8 @@ def test_byte_fallback_keeps_good_characters_beside_bad_bytes(ids, skip):
 
 
 def test_a_leading_space_is_stripped_only_at_the_start_of_a_text():
-    the, space = byte_fallback().token_to_id("▁the"), byte_fallback().token_to_id("▁▁")
-    start = byte_fallback().token_to_id("<s>")
+    the, space = id_of(byte_fallback(), "▁the"), id_of(byte_fallback(), "▁▁")
+    start = id_of(byte_fallback(), "<s>")
     assert grown(FALLBACK, [start], [the, the], True) == "the the"
     assert grown(FALLBACK, [start, the], [the], True) == " the"
     assert grown(FALLBACK, [], [space, the], True) == "  the"

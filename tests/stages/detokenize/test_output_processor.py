@@ -13,11 +13,11 @@ from pipeline.stages.detokenize.output_processor import OutputProcessor
 from pipeline.text.incremental_decoder import IncrementalDecoder
 from pipeline.text.vocabulary import Vocabulary
 from tests.stages.detokenize.test_stop_matcher import expected
-from tests.stages.detokenize.vocabularies import byte_ids, byte_level
+from tests.stages.detokenize.vocabularies import byte_ids, byte_level, id_of
 
 VOCABULARY = Vocabulary(byte_level())
 BYTES = byte_ids(byte_level())
-END = byte_level().token_to_id("<|end|>")
+END = id_of(byte_level(), "<|end|>")
 
 
 def ids_of(text: str) -> list[int]:
@@ -174,9 +174,9 @@ def test_many_sequences_at_once_with_full_sockets_and_resent_ids(plans, data):
         processor.mark_sent(gateway)
     for seq, (output, finish, options) in enumerate(plans):
         text, ids, closing, reason = outcome(output, finish, options)
-        gateway = told[seq % 2]
-        assert (gateway.text[seq], gateway.ids[seq], gateway.closing[seq]) == (text, ids, (closing, reason))
-        assert gateway.begun.count(seq) == 1
+        heard = told[seq % 2]
+        assert (heard.text[seq], heard.ids[seq], heard.closing[seq]) == (text, ids, (closing, reason))
+        assert heard.begun.count(seq) == 1
     assert len({abort.request_id for abort in aborts}) == len(aborts)
     for abort in aborts:
         *_, reason = outcome(*plans[abort.request_id - 1000])

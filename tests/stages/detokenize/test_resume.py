@@ -54,7 +54,8 @@ def test_cut_anywhere_the_same_text_follows(
     processor = OutputProcessor(VOCABULARY)
     begun = msgspec.structs.replace(opening(5, options), outputs=np.array(known, np.int32).tobytes(), finish=ended)
     aborts = processor.open(begun, known)
-    texts, told, offset, end = "", [], -1, (0, None)
+    texts, told, offset = "", [], -1
+    end: tuple[int, str | int | None] = (0, None)
 
     def take() -> None:
         nonlocal texts, offset, end

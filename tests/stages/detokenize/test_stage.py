@@ -1,6 +1,7 @@
 """The stage between fakes of schedule and the gateways, over real sockets."""
 
 import os
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -202,7 +203,7 @@ def test_output_that_a_full_socket_refuses_is_merged_and_sent_later(model_dir, m
         detokenize.turn()
     assert waits_s == [RETRY_S], "it does not wait as if nothing were left to send"
 
-    inboxes: dict[str, Inbox[object]] = {
+    inboxes: dict[str, Inbox[Any]] = {
         "gateway": Inbox(context, address["gateway.0"], m.GatewayInbox),
         "schedule": Inbox(context, address["schedule.0"], m.ScheduleInbox),
     }
@@ -226,8 +227,9 @@ def test_output_that_a_full_socket_refuses_is_merged_and_sent_later(model_dir, m
     assert sum(isinstance(message, m.Abort) for message in others) == 3
     assert stage.outbox("gateway").num_sent <= 4, "what waited was not merged"
     stage.close()
-    for end in (*inboxes.values(), schedule):
-        end.close()
+    for inbox in inboxes.values():
+        inbox.close()
+    schedule.close()
     context.term()
 
 

@@ -46,11 +46,17 @@ def byte_fallback(strip: int = 1) -> Tokenizer:
     return tokenizer
 
 
+def id_of(tokenizer: Tokenizer, token: str) -> int:
+    token_id = tokenizer.token_to_id(token)
+    assert token_id is not None, token
+    return token_id
+
+
 def byte_ids(tokenizer: Tokenizer) -> list[int]:
     """The id of each byte's token."""
     if isinstance(tokenizer.decoder, decoders.ByteLevel):
         plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
         others = [byte for byte in range(256) if byte not in plain]
         letters = {byte: chr(byte) for byte in plain} | {byte: chr(256 + i) for i, byte in enumerate(others)}
-        return [tokenizer.token_to_id(letters[byte]) for byte in range(256)]
-    return [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
+        return [id_of(tokenizer, letters[byte]) for byte in range(256)]
+    return [id_of(tokenizer, f"<0x{byte:02X}>") for byte in range(256)]

@@ -65,7 +65,7 @@ def config_of(**changes: Any) -> ModelConfig:
     return ModelConfig(**{**fields, **changes})
 
 
-def reference_model(config: ModelConfig, seed: int = 0) -> torch.nn.Module:
+def reference_model(config: ModelConfig, seed: int = 0) -> Any:
     """A random model of this shape, float32, whose logits differ enough from one another to mean something."""
     shape: dict[str, Any] = {
         "vocab_size": config.vocab_size,
@@ -120,7 +120,7 @@ def _own_keys(config: ModelConfig) -> dict[str, Any]:
             return {**own, "attention_bias": config.qkv_bias}
 
 
-def write(folder: Path, config: ModelConfig, seed: int = 0) -> torch.nn.Module:
+def write(folder: Path, config: ModelConfig, seed: int = 0) -> Any:
     """Write the model and its model.json into `folder`, and return it."""
     model = reference_model(config, seed)
     model.save_pretrained(folder)

@@ -19,8 +19,8 @@ GREEDY = m.GenerationOptions(temperature=0.0, ignore_eos=True)
 
 def settings(
     *,
-    dtype: str = "float32",
-    kernels: str = "auto",
+    dtype: Any = "float32",
+    kernels: Any = "auto",
     kv_mib: int = 16,
     max_num_seqs: int = 8,
     tokens: int = 128,

@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import save_file
 from torch import Tensor
 
+from pipeline.kernels.cpu import build
 from pipeline.kernels.cpu.isa import available
 from pipeline.kernels.matrix import Format, quantize
 from pipeline.runtime.model_folder import ModelConfig, format_key
@@ -51,7 +52,7 @@ def emulation(isa: str) -> Iterator[str]:
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "available", lambda: ["avx512_bf16"])
-        patch.setattr(backend.build, "build", partial(backend.build.build, emulate=True))
+        patch.setattr(build, "build", partial(build.build, emulate=True))
         yield "avx512_bf16"
 
 

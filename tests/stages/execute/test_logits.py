@@ -1,6 +1,8 @@
 """Our models' logits are those of transformers, however a sequence is cut into steps."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +32,7 @@ class Checked:
         self.driver.clear()
         self._made = []
 
-    def step(self, entries: list[tuple[int, int, int, bool]], adds: list = ()) -> None:
+    def step(self, entries: list[tuple[int, int, int, bool]], adds: Sequence[Any] = ()) -> None:
         self.driver.step(entries, adds=adds)
         table = self.driver.runner.rows
         sampling = [entry for entry in entries if entry[3]]
@@ -52,7 +54,7 @@ class Checked:
         return self._expected[ids]
 
 
-@pytest.fixture(scope="module", params=checkpoints.VARIANTS.values(), ids=checkpoints.VARIANTS.keys())
+@pytest.fixture(scope="module", params=checkpoints.VARIANTS.values(), ids=[*checkpoints.VARIANTS])
 def checked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checked:
     folder = tmp_path_factory.mktemp("checkpoint")
     return Checked(folder, checkpoints.write(folder, checkpoints.config_of(**request.param)))

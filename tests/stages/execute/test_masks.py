@@ -6,6 +6,7 @@ import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ ENDLESS = "start: A\nA: " + " & ".join(f"/(.*[{chr(97 + i)}].{{{i}}})*/" for i i
 DEEP = "start: r0\n" + "\n".join(f'r{i}: r{i + 1} r{i + 1} | "a"' for i in range(40_000)) + '\nr40000: "x"\n'
 """Takes more stack than there is."""
 
-BACK_ENDS = {"torch": {"kernels": "torch"}, "native": {"dtype": "bfloat16"}}
+BACK_ENDS: dict[str, Any] = {"torch": {"kernels": "torch"}, "native": {"dtype": "bfloat16"}}
 
 
 @pytest.fixture(scope="module")

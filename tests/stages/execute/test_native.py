@@ -16,7 +16,7 @@ from pipeline.kernels.matrix import Format
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import Finish
-from pipeline.stages.execute.cpu.native_program import MasksLate
+from pipeline.stages.execute.cpu.program import MasksLate
 from pipeline.stages.execute.cpu.torch_program import TorchProgram
 from tests.stages.execute import checkpoints
 from tests.stages.execute.checkpoints import EOS_ID
@@ -105,7 +105,7 @@ class Checked:
         return len(made)
 
 
-@pytest.fixture(scope="module", params=VARIANTS.values(), ids=VARIANTS.keys())
+@pytest.fixture(scope="module", params=VARIANTS.values(), ids=[*VARIANTS])
 def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Reference]:
     folder = tmp_path_factory.mktemp("variant")
     write(folder, checkpoints.config_of(**request.param))
@@ -196,7 +196,7 @@ def test_blocks_that_served_another_sequence_are_used_again(model: Checked) -> N
 # --- numbers are the same in every company
 
 
-@pytest.fixture(scope="module", params=FORMATS.values(), ids=FORMATS.keys())
+@pytest.fixture(scope="module", params=FORMATS.values(), ids=[*FORMATS])
 def grouped_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("grouped")
     write(folder, checkpoints.config_of(**GROUPED_SHAPE), request.param)
@@ -357,7 +357,8 @@ def test_an_id_that_stops_a_row_ends_it_and_no_other(plain: Native, by: str) -> 
 
 def test_a_step_draws_only_when_its_masks_are_there_and_python_runs_meanwhile(tiny: Path) -> None:
     driver = Native(tiny, ISAS[0])
-    masks = driver.runner.masks = driver.runner._changes._masks = GivenMasks(driver.runner)
+    masks: Any = GivenMasks(driver.runner)
+    driver.runner.masks = driver.runner._changes._masks = masks
     mask = masks.words[0]
     mask[:] = 2**32 - 1
     ids: list[int] = []

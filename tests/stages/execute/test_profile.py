@@ -16,6 +16,7 @@ from pipeline.cli.profile.results import Case, MachineRates, Profile, ProfilePla
 from pipeline.cli.profile.shapes import SHAPES
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
+from pipeline.kernels.cpu import peaks as peak_rates
 from pipeline.kernels.cpu.build import BuildError
 from pipeline.kernels.cpu.isa import available
 from pipeline.kernels.cpu.peaks import Peaks
@@ -46,7 +47,7 @@ def given_rates() -> Iterator[None]:
         return Peaks(isa, num_threads, *msgspec.structs.astuple(next(given)))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module.peaks, "measure", peaks)
+        patch.setattr(peak_rates, "measure", peaks)
         patch.setattr(module, "VISIT_S", 0.0)
         yield
 
@@ -103,7 +104,7 @@ def test_rates_and_shares_are_what_their_definitions_say(profile: Profile) -> No
 def test_the_two_floors_of_a_step_come_from_its_ops(profile: Profile) -> None:
     for step in profile.steps:
         assert step.in_turn is not None
-        assert step.overlapped is not None
+        assert step.overlapped is not None and BEST.int8_ops is not None
         assert step.in_turn.ms == pytest.approx(sum(op.floor.ms for op in step.ops if op.floor))
         num_bytes, operations = sum(op.bytes for op in step.ops), sum(op.operations for op in step.ops)
         expected_s = max(num_bytes / BEST.read_bytes, operations / BEST.bf16_flops)
@@ -162,7 +163,7 @@ def test_ops_on_codes_are_told_from_ops_on_floats(quantization: Any) -> None:
         kinds = {op.name: op.is_integer for op in step.ops}
         assert [name for name, is_integer in kinds.items() if is_integer] == ["qkv", "linear_add", "swiglu", "head"]
         assert "quantize" in kinds
-        assert step.overlapped is not None
+        assert step.overlapped is not None and BEST.int8_ops is not None
         products = sum(op.operations for op in step.ops if op.is_integer) / BEST.int8_ops
         attention = sum(op.operations for op in step.ops if not op.is_integer) / BEST.bf16_flops
         moved = sum(op.bytes for op in step.ops) / BEST.read_bytes
@@ -232,7 +233,7 @@ def test_a_machine_that_cannot_be_measured_is_the_users_to_mend(
     def fail(*_: Any, **__: Any) -> Peaks:
         raise error
 
-    monkeypatch.setattr(module.peaks, "measure", fail)
+    monkeypatch.setattr(peak_rates, "measure", fail)
     with pytest.raises(UserError, match=f"cannot measure this machine: {error}"):
         tiny(tiny_dir)
 

@@ -33,7 +33,7 @@ class RoundedCache(DynamicCache):
 class Executor:
     """A driver and the model that transformers makes of the same weights."""
 
-    def __init__(self, driver: Driver, model: torch.nn.Module, tolerance: float, rounds_kv: bool = False) -> None:
+    def __init__(self, driver: Driver, model: Any, tolerance: float, rounds_kv: bool = False) -> None:
         self.driver = driver
         self._rounds_kv = rounds_kv
         """Whether the model that transformers makes has keys and values of bfloat16, as the CPU library."""
@@ -204,9 +204,9 @@ def test_outputs_are_told_of_as_transformers_scores_them(executor: Executor, num
         needed = [(row, len(ids) // 16 + 1 - int(driver.runner.rows.num_blocks[row])) for row, ids in enumerate(known)]
         blocks = [(row, block) for row, num in needed if num > 0 for block in driver.take_blocks(16 * num)]
         result = driver.step([(row, len(ids) - 1, 1, True) for row, ids in enumerate(known)], blocks=blocks)
-        told = np.frombuffer(result.token_outputs.tobytes(), dtype)
+        records = np.frombuffer(result.token_outputs.tobytes(), dtype)
         for row, (ids, token) in enumerate(zip(known, result.ids.tolist(), strict=True)):
-            assert_told(executor, told[row], executor.logprobs(ids)[-1], token)
+            assert_told(executor, records[row], executor.logprobs(ids)[-1], token)
             ids.append(token)
     assert set(known[3][len(PROMPTS[3]) :]) == {7}, "the bias has the word, and what is forbidden has not"
     assert all(50 <= token < 60 for token in known[4][len(PROMPTS[4]) :])

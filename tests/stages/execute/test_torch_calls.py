@@ -22,7 +22,12 @@ def test_calls_run_in_order_on_what_the_step_uses() -> None:
     calls = TorchCalls(inputs, torch.float32)
     tokens, samples = calls.buffer(3), calls.buffer(2, Extent.SAMPLES, torch.float64)
     seen: list[tuple[object, ...]] = []
-    calls.add(lambda buffer, constant: (buffer.fill_(constant), seen.append(("set", tuple(buffer.shape)))), tokens, 7)
+
+    def set_all(buffer: torch.Tensor, constant: int) -> None:
+        buffer.fill_(constant)
+        seen.append(("set", tuple(buffer.shape)))
+
+    calls.add(set_all, tokens, 7)
     calls.add(lambda buffer, source: seen.append((buffer.dtype, float(source.sum()))), samples, tokens)
     assert seen == []
     for num_tokens in (5, 1, 5):

@@ -159,7 +159,8 @@ class _Clients:
         fast = [asyncio.create_task(self._read()) for _ in range(num_streams - num_slow)]
         leaving = asyncio.create_task(self._leave.wait())
         everybody = asyncio.gather(*fast)
-        await asyncio.wait([everybody, leaving], return_when=asyncio.FIRST_COMPLETED)
+        ends: list[asyncio.Future[Any]] = [everybody, leaving]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if everybody.done():
             if error := everybody.exception():
                 self._fast.set_exception(error)

@@ -50,13 +50,13 @@ class RawPeer:
 
     def hear(self, what: Any = None, timeout_s: float = PATIENCE_S) -> Any:
         """The next message, which must be of type `what`."""
-        assert self.socket.poll(timeout_s * 1000), f"no {what} came"
+        assert self.socket.poll(int(timeout_s * 1000)), f"no {what} came"
         message = self._decoder.decode(self.socket.recv())
         assert what is None or isinstance(message, what), message
         return message
 
     def hears_nothing(self, while_s: float = 0.1) -> bool:
-        return not self.socket.poll(while_s * 1000)
+        return not self.socket.poll(int(while_s * 1000))
 
     def is_still_served(self) -> bool:
         """Whether a ping is answered, after all that was said before."""
@@ -65,7 +65,7 @@ class RawPeer:
 
     def is_hung_up(self, timeout_s: float = PATIENCE_S) -> bool:
         """Wait until the server has ended the connection."""
-        return bool(self._monitor.poll(timeout_s * 1000))
+        return bool(self._monitor.poll(int(timeout_s * 1000)))
 
     def __enter__(self) -> "RawPeer":
         return self

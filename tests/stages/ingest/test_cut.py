@@ -12,6 +12,7 @@ from pipeline.config.settings import LimitSettings
 from pipeline.runtime import messages as m
 from pipeline.stages.ingest import prompt_processor
 from pipeline.stages.ingest.prompt_processor import PromptProcessor, RequestRefused
+from tests.fakes import inline
 from tests.stages.ingest import models as tiny
 
 LIMITS = LimitSettings(max_prompt_bytes=4096)
@@ -29,7 +30,9 @@ def cut(
     options = m.PromptOptions(truncate=truncate)
     asked = msgspec.structs.replace(tiny.submit(prompt, max_tokens=max_tokens), prompt_options=options)
     given = asked.prompt
-    ids = np.frombuffer(given.ids, np.int32) if isinstance(given, m.IdsPrompt) else prompts.encode(given, options)
+    ids = (
+        np.frombuffer(inline(given.ids), np.int32) if isinstance(given, m.IdsPrompt) else prompts.encode(given, options)
+    )
     ids = prompts.cut(ids, asked)
     return ids.tolist(), prompts.max_tokens(ids, asked)
 

@@ -14,6 +14,7 @@ from pipeline.runtime import messages as m
 from pipeline.stages.ingest import prompt_processor
 from pipeline.stages.ingest.longest_id import longest_id_bytes
 from pipeline.stages.ingest.prompt_processor import PromptProcessor, RequestRefused
+from tests.fakes import inline
 from tests.stages.ingest import models as tiny
 
 
@@ -32,7 +33,7 @@ def refused(prompts: PromptProcessor, submit: m.Submit) -> m.Failure:
 
 def ids_of(prompts: PromptProcessor, submit: m.Submit) -> tuple[list[int], int]:
     prompt = submit.prompt
-    ids = np.frombuffer(prompt.ids, np.int32) if isinstance(prompt, m.IdsPrompt) else prompts.encode(prompt)
+    ids = np.frombuffer(inline(prompt.ids), np.int32) if isinstance(prompt, m.IdsPrompt) else prompts.encode(prompt)
     room = prompts.max_tokens(ids, submit)
     prompts.complete(submit.options, room)
     return ids.tolist(), room
@@ -214,7 +215,10 @@ def test_smollm2_writes_a_chat_as_transformers_does(smollm2_dir: Path) -> None:
     made = prompt_processor.load(
         smollm2_dir, tiny.facts(8192, 49152), Tokenizer.from_file(str(smollm2_dir / "tokenizer.json"))
     )
-    messages = [{"role": "user", "content": "  Count to  10:\n\n 1 2 3"}, {"role": "assistant", "content": "4 <5>"}]
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "  Count to  10:\n\n 1 2 3"},
+        {"role": "assistant", "content": "4 <5>"},
+    ]
     expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     ours = made.encode(m.ChatPrompt([m.ChatMessage(**message) for message in messages]))
     assert ours.tolist() == expected

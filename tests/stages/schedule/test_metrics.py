@@ -1,5 +1,7 @@
 """What the scheduler counts of its sequences' lives, on a clock that the test turns."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -13,13 +15,9 @@ from tests.stages.schedule.test_scheduler import Bench
 class Clock(Bench):
     """A bench on which each step takes a second, from its plan to its result."""
 
-    def __init__(self, **config: int) -> None:
-        super().__init__(
-            SchedulerConfig(
-                **{"num_blocks": 64, "max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 64} | config
-            ),
-            1,
-        )  # type: ignore[arg-type]
+    def __init__(self, **config: Any) -> None:
+        defaults = {"num_blocks": 64, "max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+        super().__init__(SchedulerConfig(**defaults | config), 1)
         self.scheduler.now_s = 100.0
         self.firsts: list[m.FirstTimes] = []
 

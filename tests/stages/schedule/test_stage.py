@@ -223,7 +223,8 @@ def test_at_greater_depths_the_next_steps_are_there_before_the_first_is_answered
 
 
 def test_on_a_gpu_the_depth_is_2_unless_it_is_said() -> None:
-    for depth, num_steps in ((0, 2), (1, 1), (3, 3)):
+    depths: tuple[tuple[Literal[0, 1, 3], int], ...] = ((0, 2), (1, 1), (3, 3))
+    for depth, num_steps in depths:
         with Rig(
             "schedule",
             Settings(execute=ExecuteSettings(device="cuda"), schedule=ScheduleSettings(max_steps_in_flight=depth)),

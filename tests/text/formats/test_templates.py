@@ -77,13 +77,14 @@ def test_each_is_known_by_its_template() -> None:
 def test_calls_come_back(name: str, num_calls: int) -> None:
     if num_calls > 1 and name in ONE_CALL:
         num_calls = 1
-    message = {"role": "assistant", "content": "", "tool_calls": [call(place) for place in range(num_calls)]}
+    calls = [call(place) for place in range(num_calls)]
+    message = {"role": "assistant", "content": "", "tool_calls": calls}
     before, said = written(name, message)
     for pieces in ([said], said):
         reply = read(formats(name).parser("auto", ["weather", "time"], before[-TAIL_CHARS:]), pieces)
         assert reply.content.strip() == ""
         assert [(tool, json.loads(text)) for tool, text in reply.calls] == [
-            (one["function"]["name"], json.loads(one["function"]["arguments"])) for one in message["tool_calls"]
+            (one["function"]["name"], json.loads(one["function"]["arguments"])) for one in calls
         ]
         assert reply.num_ended == num_calls
 

@@ -156,7 +156,7 @@ def _shaped(context: Context) -> Iterator[Reading]:
     from pipeline.kernels.logits_processors import apply_logits_processors as apply_in_torch
     from pipeline.kernels.logits_processors import bits_of, mask, num_words, pack_runs
     from pipeline.kernels.triton.sampling.logits_processors import LogitsProcessorScratch, apply_logits_processors
-    from tests.kernels.triton.params import SampledRow as ProcessedRow
+    from tests.kernels.triton.params import Row as ProcessedRow
     from tests.kernels.triton.params import list_memory_of, params_of
 
     for name, vocab_size in {"tiny": 300}.items() if context.interpreted else VOCABS.items():

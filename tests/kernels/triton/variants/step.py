@@ -14,9 +14,8 @@ def _ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
 
 def launches() -> None:
     rows = RowState(_ints(4096), _ints(257, NUM_FIELDS), _ints(257, 4096), _ints(257, 256), _ints(257, 130))
-    step = StepArrays(
-        *(_ints(256) for _ in range(6)), _ints(256, dtype=torch.int64), _ints(256), _ints(256), rows.blocks
-    )
+    arrays = [*(_ints(256) for _ in range(6)), _ints(256, dtype=torch.int64), _ints(256), _ints(256), rows.blocks]
+    step = StepArrays(*arrays)
     words, stamps = _ints(8192), _ints(4)
     ends.apply(rows, words)
     ends.prepare(step, rows, words, stamps, 256, one_each=True)

@@ -66,10 +66,10 @@ def main() -> None:
     driver = pretend()
     launches: Counter[str] = Counter()
     driver.launched = launches.update
-    torch.cuda.get_device_properties = lambda device: SimpleNamespace(  # type: ignore[assignment]
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(  # type: ignore[assignment, misc]
         multi_processor_count=132, major=9, minor=0, name="NVIDIA H100"
     )
-    torch.cuda.get_device_capability = lambda device=None: (9, 0)  # type: ignore[assignment]
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
     # There are no numbers to look at.
     device_matrix._half = lambda numbers: numbers.half()
     for name in args.shapes:

@@ -1,6 +1,7 @@
 """A model so slight that an interpreter of kernels computes a step of it in less than a second."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ def slight_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def on_device(
-    *, dtype: str = "float32", max_num_seqs: int = 4, tokens: int = 16, swap_bytes: int = 0, kv_bytes: int = 1024**2
+    *, dtype: Any = "float32", max_num_seqs: int = 4, tokens: int = 16, swap_bytes: int = 0, kv_bytes: int = 1024**2
 ) -> Settings:
     """Settings of a GPU; small, for kernels are interpreted."""
     return Settings(

@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,7 +44,7 @@ def test_float32_on_the_device_is_what_torch_makes_of_it(tmp_path: Path) -> None
     write(tmp_path)
     chance = random.Random(0)
     longest = [chance.randrange(3, 64) for _ in range(17)]
-    sides = check.compute(SETTINGS, tmp_path, CheckPlan([longest, [*longest[:16], 9]]))
+    sides: Any = check.compute(SETTINGS, tmp_path, CheckPlan([longest, [*longest[:16], 9]]))
     expected, ours = next(sides), next(sides)
     sides.close()
     assert (expected.program, ours.program) == ("torch, float32", "triton, Triton's interpreter, float32")

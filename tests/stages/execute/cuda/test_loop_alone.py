@@ -170,7 +170,7 @@ LAUNCHED = f.Value("monotonic", 1.0)
 
 def test_a_recording_that_began_in_the_middle_is_replayed_with_its_own_times(tmp_path: Path) -> None:
     """Ends of steps that were launched before it, or are left out of it, are nobody's."""
-    entries = [
+    entries: list[f.Entry] = [
         wake(make_step([(0, 0, 1, True)], adds=[row_add(0, [5], [1])], step_id=11)),
         LAUNCHED,
         complete(10),
@@ -200,7 +200,7 @@ class DrainingRunner(IdleRunner):
 
 
 def test_so_are_results_that_a_later_step_waited_for(tmp_path: Path) -> None:
-    entries = [
+    entries: list[f.Entry] = [
         wake(make_step([(0, 0, 1, True)], adds=[row_add(0, [5], [1])], step_id=11)),
         LAUNCHED,
         complete(10),
@@ -226,7 +226,7 @@ def test_so_are_results_that_a_later_step_waited_for(tmp_path: Path) -> None:
 def test_what_was_in_flight_when_a_recording_ended_is_not_told(tmp_path: Path, stops: bool) -> None:
     """But what a stage waited for before it stopped is."""
     steps = [make_step(step_id=1), make_step(step_id=2)]
-    entries = [LAUNCHED, wake(*steps), LAUNCHED, LAUNCHED, wake(), complete(1)]
+    entries: list[f.Entry] = [LAUNCHED, wake(*steps), LAUNCHED, LAUNCHED, wake(), complete(1)]
     entries += [wake(m.Stop()), complete(2), f.End("it stopped")] if stops else [f.End("it had reached its size")]
     replay_context = recording(tmp_path / "it.rec", entries, from_start=True)
     stage, sent = stage_of(ReplayInbox(replay_context), replay_context)

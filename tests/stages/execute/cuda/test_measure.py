@@ -36,7 +36,7 @@ SLIGHT = checkpoints.config_of(
 PLAN = ProfilePlan(batches=(2,), context=18, prefills=(3,), rounds=1, shape="slight")
 
 
-def settings(kv_mib: int = 1, dtype: str = "bfloat16") -> Settings:
+def settings(kv_mib: int = 1, dtype: Any = "bfloat16") -> Settings:
     return Settings(
         execute=ExecuteSettings(device="cuda", kv_cache_bytes=kv_mib * 1024**2, dtype=dtype, num_threads=1),
         schedule=ScheduleSettings(max_num_seqs=1, max_num_batched_tokens=2),

@@ -119,8 +119,11 @@ class CudaBench(Bench):
             self._runner.collect()
         step_id, made = self._published.pop(0)
         assert step_id == planned.step_id
-        parts = [part.tobytes() for part in (made.rows, made.generations, made.ids, made.finishes)]
-        result = m.StepResult(1, step_id, *parts, compute_s=0.01, wait_s=0.0, copy_s=0.0, errors=list(made.errors))
+        rows, generations, ids, finishes = (
+            part.tobytes() for part in (made.rows, made.generations, made.ids, made.finishes)
+        )
+        errors = list(made.errors)
+        result = m.StepResult(1, step_id, rows, generations, ids, finishes, 0.01, 0.0, errors=errors)
         self.scheduler.settle(result)
 
     def begin(self, prompt: list[int], options: m.GenerationOptions, max_tokens: int, n: int = 1) -> int:

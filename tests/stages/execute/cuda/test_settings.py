@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from pipeline.stages.execute.cuda import runner
+from pipeline.stages.execute.cuda.model import DeviceModel
 from tests.stages.execute.cuda.conftest import on_device
 from tests.stages.execute.cuda.driver import CudaDriver
 
@@ -14,7 +15,7 @@ from tests.stages.execute.cuda.driver import CudaDriver
 @pytest.mark.parametrize("early_launch", [False, True])
 def test_early_launch_comes_to_the_model(slight_dir: Path, monkeypatch: pytest.MonkeyPatch, early_launch: bool) -> None:
     made: list[bool] = []
-    model = runner.DeviceModel
+    model = DeviceModel
 
     def note(*args: Any, early: bool, **options: Any) -> Any:
         made.append(early)

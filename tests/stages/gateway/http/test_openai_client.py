@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -10,7 +11,7 @@ from pipeline.runtime import messages as m
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import MODEL, Gate
 
-MESSAGES = [{"role": "user", "content": "Hi"}]
+MESSAGES: Any = [{"role": "user", "content": "Hi"}]
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def test_chats(gate: Gate, client: openai.OpenAI) -> None:
 
 def test_streams_chats(gate: Gate, client: openai.OpenAI) -> None:
     def read() -> list[openai.types.chat.ChatCompletionChunk]:
-        options = {"include_usage": True}
+        options: Any = {"include_usage": True}
         with client.chat.completions.create(
             model=MODEL, messages=MESSAGES, n=2, stream=True, stream_options=options
         ) as stream:

@@ -59,8 +59,8 @@ class TestWhereTheyGo:
         for value in (True, False):
             assert chat(spaces_between_special_tokens=value) == chat()
         assert chat(guided_decoding_backend="outlines") == chat()
-        for name, value in (("repetition_penalty", 1), ("presence_penalty", 0), ("logit_bias", {}), ("bad_words", [])):
-            assert chat(**{name: value}) == chat()
+        for fields in ({"repetition_penalty": 1}, {"presence_penalty": 0}, {"logit_bias": {}}, {"bad_words": []}):
+            assert chat(**fields) == chat()
 
 
 def completion_of(limits: RequestLimits, **fields: Any) -> Any:

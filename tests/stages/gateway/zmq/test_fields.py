@@ -125,7 +125,7 @@ async def test_a_priority_is_refused_where_the_server_has_none(gate: Gate, clien
     assert (raised.value.status, raised.value.param) == (400, "priority")
     for options in ({"priority": 2**31}, {"cache_salt": ""}, {"timeout_s": 0}):
         with pytest.raises(ValueError, match=next(iter(options))):
-            client.generate("Hi", **options)  # type: ignore[arg-type]
+            client.generate("Hi", **options)
     again = client.generate("Hi")
     await do(gate.serve)
     assert [output.text for output in await all_of(again)] == ["Hello"]
@@ -198,7 +198,8 @@ def test_what_json_can_not_say_is_refused_by_its_name(gate: Gate, value: float) 
     with RawPeer(gate) as peer:
         names = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
         for number, name in enumerate(names):
-            peer.generate(number, **{name: value})
+            params: dict[str, Any] = {name: value}
+            peer.generate(number, **params)
             failure = peer.hear(p.Failed).failure
             assert (failure.status, failure.param) == (400, name)
         peer.generate(len(names), logit_bias={"5": value})

@@ -211,7 +211,7 @@ def test_heartbeats_of_zmtp_are_answered(zmq_server: Open) -> None:
         monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         dealer.connect(zmq_server.address)
         dealer.send(msgspec.msgpack.encode(HELLO))
-        assert dealer.poll(PATIENCE_S * 1000)
+        assert dealer.poll(int(PATIENCE_S * 1000))
         assert not monitor.poll(1000), "libzmq ends a connection whose heartbeats are not answered"
         dealer.disable_monitor()
         monitor.close()

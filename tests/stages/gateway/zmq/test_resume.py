@@ -51,7 +51,7 @@ class TestResuming:
         with pytest.raises(ValueError, match="each of n = 2"):
             client.generate("Hi", SamplingParams(n=2), received=[1])
         with pytest.raises(TypeError, match="integers"):
-            client.generate(["a", 1])  # type: ignore[list-item]
+            client.generate(["a", 1])  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="2147483647"):
             client.generate([2**31])
         with pytest.raises(ValueError, match="bytes"):

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,7 +61,7 @@ async def test_chats_and_ids_are_prompts_too(gate: Gate, client: AsyncClient) ->
 
 async def test_a_chat_with_tools_reaches_the_stages(gate: Gate, client: AsyncClient) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Athens"}'}}
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": [{"type": "text", "text": "Is it cold"}, {"type": "text", "text": "there?"}]},
         {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "I look."},
         {"role": "tool", "content": "31 °C", "tool_call_id": "c1"},
