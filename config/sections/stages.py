@@ -19,6 +19,9 @@ class IngestSettings(Frozen, frozen=True):
     ] = 16 * 1024**2
 
 
+PolicyName = Literal["fcfs", "priority", "longest-prefix-match"]
+
+
 class ScheduleSettings(Frozen, frozen=True):
     """The process that decides what the next step computes."""
 
@@ -37,7 +40,7 @@ class ScheduleSettings(Frozen, frozen=True):
         ),
     ] = 0
     policy: Annotated[
-        Literal["fcfs", "priority", "longest-prefix-match"],
+        PolicyName,
         Meta(
             description='Order of waiting requests: "fcfs" is first come, first served; "priority" puts the lowest '
             '"priority" value first; "longest-prefix-match" puts the prompt with the longest prefix in '

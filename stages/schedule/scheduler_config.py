@@ -4,9 +4,8 @@ from typing import Literal
 
 import msgspec
 
-from pipeline.config.settings import ScheduleSettings
+from pipeline.config.settings import PolicyName, ScheduleSettings
 from pipeline.runtime.messages import ExecuteFacts
-from pipeline.stages.schedule.policies.policy import PolicyName
 
 PreemptionMode = Literal["auto", "swap", "recompute"]
 

@@ -7,11 +7,10 @@ came first goes first and is preempted last, so it always finishes.
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from typing import Literal, Protocol
+from typing import Protocol
 
+from pipeline.config.settings import PolicyName
 from pipeline.stages.schedule.request import RequestState, Sequence
-
-PolicyName = Literal["fcfs", "priority", "longest-prefix-match"]
 
 WINDOW = 32
 """How many waiting sequences are searched for the longest cached prefix."""

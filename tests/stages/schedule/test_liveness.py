@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.stages.schedule.policies.policy import MAX_SKIPPED
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
-from tests.stages.schedule.test_scheduler import Bench, config
+from tests.stages.schedule.bench import Bench, config
 
 
 def turn(bench: Bench, steps: int = 1) -> None:

@@ -9,7 +9,7 @@ from pipeline.metrics.stats import HistogramCounts
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import Finish
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
-from tests.stages.schedule.test_scheduler import Bench
+from tests.stages.schedule.bench import Bench
 
 
 class Clock(Bench):

@@ -7,7 +7,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.messages import Finish
 from tests.fakes import expected
 from tests.rig import raw
-from tests.stages.schedule.test_scheduler import Bench, config
+from tests.stages.schedule.bench import Bench, config
 
 PROMPT = list(range(40))
 STOP_AT = 23

@@ -23,7 +23,7 @@ from tests.rig import raw
 from tests.stages.execute.checkpoints import VOCAB_SIZE
 from tests.stages.execute.cuda.conftest import on_device
 from tests.stages.execute.driver import take
-from tests.stages.schedule.test_scheduler import Bench
+from tests.stages.schedule.bench import Bench
 
 BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4
 FIRST_ID = 3

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pipeline.stages.schedule.policies.policy import MAX_SKIPPED
-from tests.stages.schedule.test_scheduler import Bench, config
+from tests.stages.schedule.bench import Bench, config
 
 
 def running(bench: Bench) -> set[int]:

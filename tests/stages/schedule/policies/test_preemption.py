@@ -6,7 +6,7 @@ import pytest
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import Finish
 from pipeline.stages.schedule.scheduler_config import PreemptionMode, SchedulerConfig
-from tests.stages.schedule.test_scheduler import Bench, config
+from tests.stages.schedule.bench import Bench, config
 
 SLOW_COPY_S = 10.0
 

@@ -1,0 +1,228 @@
+"""A scheduler with a fake executor, for tests."""
+
+from collections import deque
+from collections.abc import Iterable
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from pipeline.runtime import messages as m
+from pipeline.runtime.logprob_records import prompt_record_bytes, record_bytes
+from pipeline.runtime.messages import Finish
+from pipeline.stages.schedule.scheduler import Scheduler
+from pipeline.stages.schedule.scheduler_config import SchedulerConfig
+from tests.fakes import FakeExecutor, expected, inline, record
+from tests.rig import raw
+
+MAX_STEPS = 20_000
+
+
+class Bench:
+    """A scheduler and a fake executor, with what detokenize would have received."""
+
+    def __init__(self, config: SchedulerConfig, depth: int, num_detokenize: int = 1, copy_s: float = 0.0001) -> None:
+        self.num_detokenize = num_detokenize
+        self.scheduler = Scheduler(config, num_detokenize=num_detokenize)
+        self.executor = FakeExecutor(config.num_blocks, num_swap_blocks=config.num_swap_blocks, copy_s=copy_s)
+        self.depth = depth
+        self.steps: deque[m.Step] = deque()
+        self.tables: deque[set[int]] = deque()
+        self.opened: dict[int, m.Open] = {}
+        self.received: dict[int, list[int]] = {}
+        self.records: dict[int, bytes] = {}
+        self.prompts: dict[int, bytes] = {}
+        self.errors: dict[int, str] = {}
+        self.finished: dict[int, Finish] = {}
+        self.wanted: dict[int, tuple[m.Admit, m.GenerationOptions]] = {}
+        self.refused: list[m.Refuse] = []
+        self.in_rows: dict[int, int] = {}
+        """Row → sequence, as far as the executor was told."""
+        self.begun: set[int] = set()
+        """Sequences whose first sampled ids were reported with their times."""
+        self._ids = count(1)
+
+    def given(self, seq: int) -> int:
+        """Outputs that a sequence came with."""
+        admit, _ = self.wanted[seq]
+        return len(inline(admit.outputs[self.opened[seq].index])) // 4 if admit.outputs else 0
+
+    def admit(
+        self,
+        prompt: Iterable[int],
+        max_tokens: int = 8,
+        n: int = 1,
+        seed: int = 0,
+        stop: Iterable[int] = (),
+        request_id: int | None = None,
+        arrival_s: float | None = None,
+        priority: int = 0,
+        salt: str = "",
+        num_logprobs: int = -1,
+        num_prompt_logprobs: int = -1,
+        failing: Iterable[int] = (),
+    ) -> int:
+        """`num_logprobs` and `num_prompt_logprobs` at -1 want no records; at the ids `failing` the executor fails."""
+        number = next(self._ids)
+        options = m.GenerationOptions(
+            n=n,
+            max_tokens=max_tokens,
+            seed=seed,
+            stop_token_ids=list(stop),
+            num_logprobs=num_logprobs,
+            num_prompt_logprobs=num_prompt_logprobs,
+            bias_ids=list(failing),
+            priority=priority,
+            cache_salt=salt,
+        )
+        message = m.Admit(
+            request_id=request_id or number,
+            attempt=1,
+            gateway=0,
+            arrival_s=float(number) if arrival_s is None else arrival_s,
+            prompt_ids=np.array(list(prompt), np.int32).tobytes(),
+            options=raw(options),
+        )
+        for told in self.scheduler.admit(message):
+            if isinstance(told, m.Refuse):
+                self.refused.append(told)
+            else:
+                self.opened[told.seq] = told
+                self.received[told.seq] = []
+                self.records[told.seq] = self.prompts[told.seq] = b""
+                self.wanted[told.seq] = (message, options)
+        return message.request_id
+
+    def fill(self) -> None:
+        while len(self.steps) < self.depth:
+            num_preemptions = self.scheduler.load().num_preemptions
+            step = self.scheduler.plan()
+            if step is None:
+                return
+            dropped = {self.in_rows.pop(row) for row in np.frombuffer(inline(step.drops), np.int32).tolist()}
+            added = {add.row: self.scheduler.rows.sequences[add.row] for add in step.adds}
+            self.in_rows |= {row: sequence.seq for row, sequence in added.items() if sequence is not None}
+            if self.scheduler.load().num_preemptions > num_preemptions:
+                assert dropped.isdisjoint(self.in_rows[row] for row in added), "put back and started by one plan"
+            self.steps.append(step)
+            self.tables.append(self._tables(step))
+
+    def answer(self) -> None:
+        self.tables.popleft()
+        self.scheduler.settle(self.executor.run(self.steps.popleft()))
+
+    def _tables(self, step: m.Step) -> set[int]:
+        """The blocks that a step names: the tables of the rows it computes."""
+        rows = self.scheduler.rows
+        return {
+            block
+            for row in np.frombuffer(inline(step.rows), np.int32).tolist()
+            for block in rows.table[row, : rows.num_blocks[row]].tolist()
+        }
+
+    def check(self) -> None:
+        """Every invariant; and no block that a step in flight names is anybody's to take."""
+        self.scheduler.check()
+        pool = self.scheduler.kv_cache_manager.pool
+        for blocks in self.tables:
+            assert all(pool.num_refs(block) > 0 for block in blocks), "a step in flight names a block that was released"
+        swap = self.scheduler.kv_cache_manager.swap
+        for step in self.steps:
+            assert swap.free.isdisjoint(np.frombuffer(inline(step.copy_sources), np.int32).tolist()), (
+                "a step in flight copies from a swap block that is free"
+            )
+
+    def report(self, sent: bool = True) -> None:
+        """Tell every replica of detokenize, or find each of their edges full."""
+        for replica in range(self.num_detokenize):
+            self.report_to(replica, sent)
+
+    def report_to(self, replica: int, sent: bool) -> None:
+        message = self.scheduler.output_buffer.pending(replica)
+        if message is None or not sent:
+            return
+        self.scheduler.output_buffer.mark_sent(replica)
+        ids = np.frombuffer(inline(message.ids), np.int32).tolist()
+        seqs = np.frombuffer(inline(message.seqs), np.uint64).tolist()
+        for first in message.firsts:
+            assert seqs[first.place] not in self.begun, "a sequence has two first ids"
+            self.begun.add(seqs[first.place])
+        for seq, start, data in zip(message.prompt_seqs, message.prompt_starts, message.prompt_records, strict=True):
+            assert seq not in self.finished, "a prompt was told of after the closing"
+            width = prompt_record_bytes(self.wanted[seq][1])
+            assert start * width == len(self.prompts[seq]) and len(data) % width == 0
+            self.prompts[seq] += data
+        records, errors = inline(message.records), iter(message.errors)
+        for seq, start, num, finish in zip(
+            np.frombuffer(inline(message.seqs), np.uint64).tolist(),
+            np.frombuffer(inline(message.starts), np.int32).tolist(),
+            np.frombuffer(inline(message.counts), np.int32).tolist(),
+            np.frombuffer(inline(message.finishes), np.uint8).tolist(),
+            strict=True,
+        ):
+            assert seq % self.num_detokenize == replica, "a sequence belongs to one replica"
+            assert seq not in self.finished, "an entry came after the closing"
+            assert start == len(self.received[seq]), "ids were lost or repeated"
+            self.received[seq] += ids[:num]
+            ids = ids[num:]
+            num_bytes = num * record_bytes(self.wanted[seq][1], hidden_size=0)
+            self.records[seq] += records[:num_bytes]
+            records = records[num_bytes:]
+            if finish != Finish.NONE:
+                self.finished[seq] = Finish(finish)
+            if finish == Finish.ERROR:
+                self.errors[seq] = next(errors)
+        assert not ids and not records and next(errors, None) is None
+        assert self.begun == {seq for seq in self.received if len(self.received[seq]) > self.given(seq)}
+
+    def run(self) -> int:
+        """Run until there is nothing to do, in the stage's order: settle, plan, report. Returns the number of steps."""
+        self.fill()
+        for steps in range(MAX_STEPS):
+            if not self.steps:
+                self.report()
+                return steps
+            self.answer()
+            self.fill()
+            self.report()
+        raise AssertionError("it never ends")
+
+    def check_outputs(self) -> None:
+        """Every sequence that ended by itself has exactly its ids; one that was aborted, a beginning of them."""
+        for seq, finish in self.finished.items():
+            message, options = self.wanted[seq]
+            prompt = np.frombuffer(inline(message.prompt_ids), np.int32).tolist()
+            assert options.max_tokens is not None
+            limit = min(options.max_tokens, self.scheduler.config.max_model_len - len(prompt))
+            index = self.opened[seq].index
+            ids, natural = expected(prompt, options, index, limit)
+            if any(fails := [token_id in options.bias_ids for token_id in ids]):
+                ids, natural = ids[: fails.index(True)], Finish.ERROR
+            if options.num_logprobs >= 0:
+                assert self.records[seq] == b"".join(record(one, options.num_logprobs) for one in self.received[seq])
+            told = b""
+            if options.num_prompt_logprobs >= 0 and index == 0:
+                told = b"".join(record(one, options.num_prompt_logprobs) for one in prompt[1:])
+            assert self.prompts[seq] == told or (not self.received[seq] and told.startswith(self.prompts[seq]))
+            assert (finish == Finish.ERROR) == (seq in self.errors)
+            if finish == Finish.ABORT:
+                assert self.received[seq] == ids[: len(self.received[seq])]
+            else:
+                assert (self.received[seq], finish) == (ids, natural)
+
+    def abort(self, request_id: int, index: int = -1) -> None:
+        self.scheduler.abort(m.Abort(request_id, 1, index))
+
+    def close_all(self) -> None:
+        for request_id in list(self.scheduler.requests):
+            self.scheduler.close(m.Closed(request_id, 1))
+
+
+def config(**changes: Any) -> SchedulerConfig:
+    values: dict[str, Any] = {
+        "num_blocks": 64,
+        "max_model_len": 256,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+    }
+    return SchedulerConfig(**(values | changes))

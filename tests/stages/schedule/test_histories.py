@@ -1,0 +1,197 @@
+"""Exact tokens, and no block lost, for any interleaving of what can happen to a scheduler."""
+
+from collections.abc import Iterable
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from pipeline.config.settings import PolicyName
+from pipeline.runtime import messages as m
+from pipeline.stages.schedule.policies.policy import POLICIES
+from pipeline.stages.schedule.scheduler_config import PreemptionMode, SchedulerConfig
+from tests.stages.schedule.bench import Bench, config
+
+PROMPTS = st.one_of(
+    st.integers(1, 90).map(lambda length: list(range(length))),  # all share a prefix
+    st.lists(st.integers(0, 3), min_size=1, max_size=60),
+)
+
+
+class Histories(RuleBasedStateMachine):
+    """Any history of admissions, aborts, steps and refused reports, at any depth and with any limits."""
+
+    @initialize(
+        depth=st.integers(1, 4),
+        num_blocks=st.integers(6, 24),
+        max_num_seqs=st.integers(1, 6),
+        budget=st.sampled_from([16, 24, 64, 200]),
+        prefix_caching=st.booleans(),
+        num_detokenize=st.integers(1, 3),
+        num_swap_blocks=st.sampled_from([0, 3, 30]),
+        preemption=st.sampled_from(["auto", "swap", "recompute"]),
+        policy=st.sampled_from(list(POLICIES)),
+        copy_s=st.sampled_from([0.0001, 0.02]),
+        long_prompt_tokens=st.sampled_from([20, 1000]),
+        bounds_s=st.sampled_from([(float("inf"), float("inf")), (0.02, 2.0), (float("inf"), 1.2), (0.003, 1.2)]),
+    )
+    def start(
+        self,
+        depth: int,
+        num_blocks: int,
+        max_num_seqs: int,
+        budget: int,
+        prefix_caching: bool,
+        num_detokenize: int,
+        num_swap_blocks: int,
+        preemption: PreemptionMode,
+        policy: PolicyName,
+        copy_s: float,
+        long_prompt_tokens: int,
+        bounds_s: tuple[float, float],
+    ) -> None:
+        self.bench = Bench(
+            SchedulerConfig(
+                num_blocks=num_blocks,
+                max_model_len=128,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=budget,
+                prefix_caching=prefix_caching,
+                num_swap_blocks=num_swap_blocks,
+                preemption=preemption,
+                policy=policy,
+                max_step_s=bounds_s[0],
+                long_prompt_tokens=long_prompt_tokens,
+                long_prompt_max_slowdown=bounds_s[1],
+            ),
+            depth,
+            num_detokenize,
+            copy_s,
+        )
+        self.known: list[int] = []
+
+    @rule(
+        prompt=PROMPTS,
+        max_tokens=st.integers(1, 40),
+        n=st.integers(1, 3),
+        seed=st.integers(0, 1),
+        stop=st.lists(st.integers(0, 996), max_size=150),
+        late=st.booleans(),
+        priority=st.integers(-1, 2),
+        salt=st.sampled_from(["", "", "mine"]),
+        tops=st.sampled_from([(-1, -1), (-1, -1), (0, -1), (2, -1), (-1, 0), (1, 2)]),
+        failing=st.sampled_from([(), (), (), range(0, 997, 13)]),
+    )
+    def admit(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        n: int,
+        seed: int,
+        stop: list[int],
+        late: bool,
+        priority: int,
+        salt: str,
+        tops: tuple[int, int],
+        failing: Iterable[int],
+    ) -> None:
+        number = self.bench.admit(
+            prompt,
+            max_tokens,
+            n,
+            seed,
+            stop,
+            arrival_s=0.5 if late else None,
+            priority=priority,
+            salt=salt,
+            num_logprobs=tops[0],
+            num_prompt_logprobs=tops[1],
+            failing=failing,
+        )
+        self.known.append(number)
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data(), index=st.sampled_from([-1, -1, 0, 1]))
+    def abort(self, data: st.DataObject, index: int) -> None:
+        self.bench.scheduler.abort(m.Abort(data.draw(st.sampled_from(self.known)), 1, index))
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        self.bench.scheduler.close(m.Closed(data.draw(st.sampled_from(self.known)), 1))
+
+    @rule(prompt=PROMPTS)
+    def abort_before_it_comes(self, prompt: list[int]) -> None:
+        request = 1_000_000 + len(self.bench.refused)
+        self.bench.scheduler.abort(m.Abort(request, 1))
+        self.bench.admit(prompt, request_id=request)
+        assert self.bench.refused[-1].request_id == request
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        pool = self.bench.scheduler.kv_cache_manager.pool
+        num_cached = pool.num_cached
+        assert self.bench.scheduler.reset_prefix_cache() >= num_cached
+        assert pool.num_cached == 0
+
+    @rule()
+    def fill(self) -> None:
+        self.bench.fill()
+
+    @precondition(lambda self: self.bench.steps)
+    @rule()
+    def answer(self) -> None:
+        self.bench.answer()
+
+    @rule(sent=st.booleans(), replica=st.integers(0, 2))
+    def report(self, sent: bool, replica: int) -> None:
+        self.bench.report_to(replica % self.bench.num_detokenize, sent)
+
+    @rule(turns=st.integers(1, 12))
+    def turn(self, turns: int) -> None:
+        for _ in range(turns):
+            if self.bench.steps:
+                self.bench.answer()
+            self.bench.fill()
+            self.bench.report()
+
+    @invariant()
+    def everything_holds(self) -> None:
+        if hasattr(self, "bench"):
+            self.bench.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "bench"):
+            return
+        bench = self.bench
+        while bench.steps:
+            bench.answer()
+        bench.run()
+        bench.check_outputs()
+        assert set(bench.finished) == set(bench.opened), "each opening has exactly one closing"
+        load = bench.scheduler.load()
+        assert (load.num_running, load.num_waiting, load.num_swapped, load.num_blocks_held) == (0, 0, 0, 0)
+        assert load.num_swap_blocks_free == load.num_swap_blocks_total
+        bench.scheduler.check()
+        bench.close_all()
+        assert not bench.scheduler.requests
+
+
+TestHistories = Histories.TestCase
+
+
+TestHistories.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_depth_changes_no_token(data: st.DataObject) -> None:
+    load = data.draw(st.lists(st.tuples(PROMPTS, st.integers(1, 40)), min_size=1, max_size=8))
+    outputs = []
+    for depth in (1, 2, 3, 4):
+        bench = Bench(config(num_blocks=9, max_model_len=128), depth)
+        for prompt, max_tokens in load:
+            bench.admit(prompt, max_tokens)
+        bench.run()
+        outputs.append(bench.received)
+    assert all(other == outputs[0] for other in outputs)
