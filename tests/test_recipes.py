@@ -1,0 +1,226 @@
+"""The recipes of CONTRIBUTING.md, followed step by step on a copy of the tree: afterwards the product has the thing."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("pipeline", "stages", "kernels", "shm", "config")
+MAX_LINES = 6
+"""Of one recipe."""
+
+
+class Tree:
+    """A copy of the product and of the table of keys, to be edited."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        for name in PACKAGES:
+            shutil.copytree(ROOT / name, root / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "tests/config/test_every_key.py", root)
+
+    def add(self, path: str, anchor: str, text: str) -> None:
+        """Put `text` before the one line that begins with `anchor`, or at the end if `anchor` is empty."""
+        file = self.root / path
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        (place,) = [i for i, line in enumerate(lines) if line.startswith(anchor)] if anchor else [len(lines)]
+        file.write_text("".join([*lines[:place], text, *lines[place:]]))
+
+    def replace(self, path: str, old: str, new: str) -> None:
+        file = self.root / path
+        text = file.read_text()
+        assert text.count(old) == 1, f"{path} has {text.count(old)} of {old!r}"
+        file.write_text(text.replace(old, new))
+
+    def python(self, *args: str, code: int = 0) -> str:
+        """Run Python on this tree, with the tests of the real one. Returns stdout, or stderr if `code` is not 0."""
+        found = subprocess.run(
+            [sys.executable, *args],
+            cwd=self.root,
+            env=os.environ | {"PYTHONPATH": f"{self.root}:{ROOT}", "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert found.returncode == code, found.stderr
+        return found.stdout if code == 0 else found.stderr
+
+    def write_defaults(self) -> None:
+        """pipeline config show > config/default.toml"""
+        (self.root / "config/default.toml").write_text(self.python("-m", "pipeline", "config", "show"))
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    return Tree(tmp_path)
+
+
+def recipes() -> list[str]:
+    section = (ROOT / "CONTRIBUTING.md").read_text().split("## Add something\n")[1].split("\n## ")[0]
+    return section.strip().removeprefix("- ").split("\n- ")
+
+
+def test_each_recipe_is_short() -> None:
+    assert len(recipes()) >= 8
+    assert [recipe for recipe in recipes() if len(recipe.splitlines()) > MAX_LINES] == []
+
+
+def test_a_config_key(tree: Tree) -> None:
+    field = '    nap_s: Annotated[float, Meta(ge=0, le=9, description="Seconds of sleep between steps.")] = 0.5\n'
+    tree.add("config/settings.py", "    policy: Annotated[", field)
+    tree.write_defaults()
+    defaults = (tree.root / "config/default.toml").read_text()
+    assert "\n# Seconds of sleep between steps.\n" in defaults and "\nnap_s = 0.5\n" in defaults
+    assert "\nnap_s = 2.0\n" in tree.python("-m", "pipeline", "config", "show", "--set", "schedule.nap_s=2")
+    assert "schedule.nap_s" in tree.python("-m", "pipeline", "config", "show", "--set", "schedule.nap_s=10", code=2)
+
+    check = "import test_every_key as t; t.test_every_key_has_a_test_of_its_effect_and_the_table_has_no_others()"
+    assert "keys without a test" in tree.python("-c", check, code=1)
+    tree.replace(
+        "test_every_key.py", "EFFECTS = {\n", 'EFFECTS = {\n    "schedule.nap_s": "tests/test_x.py::test_y",\n'
+    )
+    tree.python("-c", check)
+
+
+def test_a_metric(tree: Tree) -> None:
+    tree.add("pipeline/metrics/stats.py", "    num_forks: int", "    num_naps: int = 0\n")
+    last = "            gaps=metrics.gaps(),\n"
+    tree.replace("stages/schedule/scheduler.py", last, f"{last}            num_naps=7,\n")
+    line = '    yield _named("pipeline_schedule_naps", "Naps.", schedule, lambda c: c.num_naps)\n'
+    tree.add("pipeline/metrics/exposition.py", '    yield _named("pipeline_schedule_forks"', line)
+    text = tree.python(
+        "-c",
+        """if True:
+        from pipeline.metrics.exposition import text_of
+        from pipeline.stages.schedule.scheduler import Scheduler
+        from tests.metrics.test_exposition import server, stage
+        from tests.stages.schedule.bench import config
+
+        print(text_of(server(stage("schedule.0", Scheduler(config()).counts()))).decode())
+        """,
+    )
+    assert '\npipeline_schedule_naps_total{stage="schedule.0"} 7\n' in text
+
+
+def test_an_op(tree: Tree) -> None:
+    lines = """
+        from torch import Tensor
+
+        def double(out: Tensor) -> None:
+            out *= 2
+
+        def double_reference(x: Tensor) -> Tensor:
+            return x.double() * 2
+    """
+    tree.add("kernels/double.py", "", dedent(lines))
+    tree.add("kernels/select.py", "from pipeline.kernels import", "from pipeline.kernels import double\n")
+    tree.add("kernels/select.py", "    silu_mul: Callable", "    double: Callable[[Tensor], None]\n")
+    tree.add("kernels/select.py", "        silu_mul=", "        double=double.double,\n")
+    tree.python(
+        "-c",
+        """if True:
+        import torch
+        from pipeline.kernels.double import double_reference
+        from pipeline.kernels.select import select
+
+        x = torch.randn(7)
+        expected = double_reference(x)
+        select("cpu", torch.float32).double(x)
+        torch.testing.assert_close(x.double(), expected)
+        """,
+    )
+
+
+def test_a_scheduling_policy(tree: Tree) -> None:
+    policies, settings = "stages/schedule/policies/policy.py", "config/settings.py"
+    lines = """
+        class Lifo(Fcfs):
+            def rank(self, request: RequestState) -> int:
+                return -int(request.arrival_s)
+
+    """
+    tree.add(policies, "POLICIES: dict", dedent(lines))
+    tree.replace(policies, '    "fcfs": Fcfs,\n', '    "fcfs": Fcfs,\n    "lifo": Lifo,\n')
+    tree.replace(settings, 'PolicyName = Literal["fcfs"', 'PolicyName = Literal["lifo", "fcfs"')
+    tree.replace(settings, "description='Order of waiting requests: ", 'description=\'"lifo" starts the last first; ')
+    tree.write_defaults()
+    assert '"lifo" starts the last first' in (tree.root / "config/default.toml").read_text()
+    order = tree.python(
+        "-c",
+        """if True:
+        from pipeline.config.load import load
+        from tests.stages.schedule.bench import Bench, config
+
+        bench = Bench(config(max_num_seqs=1, policy=load(sets=["schedule.policy=lifo"]).schedule.policy), depth=1)
+        bench.admit(range(9))
+        bench.fill()
+        bench.admit(range(9))
+        bench.admit(range(9))
+        bench.run()
+        bench.check_outputs()
+        print(list(bench.finished))
+        """,
+    )
+    assert order == "[1, 3, 2]\n"
+
+
+def test_a_tool_call_parser(tree: Tree) -> None:
+    lines = """
+        from pipeline.text.formats.call_object import CallObject
+        from pipeline.text.formats.calls import CallParser
+        from pipeline.text.formats.tool_format import ToolFormat
+
+        class Arrow(ToolFormat):
+            name = "arrow"
+            marks = ("-->",)
+
+            def detects(self, template):
+                return "-->" in template
+
+            def parser(self, names, hidden):
+                return ArrowParser(self.marks, hidden, names)
+
+            def grammar(self, lark, calls, *, parallel):
+                return lark.one_of([f"{lark.mark('-->')} {lark.object_of(call, 'arguments')}" for call in calls])
+
+        class ArrowParser(CallParser):
+            def _marked(self, text, at, out):
+                return self._open(CallObject(self._num_calls), text, at, out)
+
+            def _behind(self, text, at, out):
+                self._read = self._outside
+                return at
+    """
+    formats, settings = "pipeline/text/formats/chat_formats.py", "config/settings.py"
+    tree.add("pipeline/text/formats/arrow.py", "", dedent(lines))
+    tree.replace(
+        formats,
+        "from pipeline.text.formats.hermes",
+        "from pipeline.text.formats.arrow import Arrow\nfrom pipeline.text.formats.hermes",
+    )
+    tree.replace(formats, "Llama3())", "Llama3(), Arrow())")
+    tree.replace(settings, 'Literal["auto", "none", "hermes", ', 'Literal["arrow", "auto", "none", "hermes", ')
+    tree.write_defaults()
+    assert '"arrow"' in (tree.root / "config/default.toml").read_text()
+    calls = tree.python(
+        "-c",
+        """if True:
+        import json
+        from pipeline.config.load import load
+        from pipeline.text.formats.chat_formats import ChatFormats
+        from tests.text.formats.replies import read
+
+        for template, sets in (("", ["chat.tool_call_parser=arrow"]), ("it writes -->", [])):
+            formats = ChatFormats.of(template, load(sets=sets).chat)
+            reply = read(formats.parser("auto", ["find"]), 'I look. --> {"name": "find", "arguments": {"text": "a"}}')
+            assert reply.content == "I look.", reply
+            assert [(name, json.loads(text)) for name, text in reply.calls] == [("find", {"text": "a"})]
+        """,
+    )
+    assert calls == ""
