@@ -180,10 +180,10 @@ class Histories(RuleBasedStateMachine):
 TestHistories = Histories.TestCase
 
 
-TestHistories.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestHistories.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_depth_changes_no_token(data: st.DataObject) -> None:
     load = data.draw(st.lists(st.tuples(PROMPTS, st.integers(1, 40)), min_size=1, max_size=8))

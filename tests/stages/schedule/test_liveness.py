@@ -51,8 +51,8 @@ def long_limits(**changes: object) -> SchedulerConfig:
 @pytest.mark.parametrize("num_swap_blocks", [0, 300])
 def test_no_row_is_preempted_for_a_long_prompt_that_waits_for_another(depth: int, num_swap_blocks: int) -> None:
     bench = taught(long_limits(max_num_seqs=3, policy="priority", num_swap_blocks=num_swap_blocks), depth)
-    bench.admit(range(10), max_tokens=1000)
-    victim = bench.admit(range(100, 200), max_tokens=900, priority=1)
+    bench.admit(range(10), max_tokens=400)
+    victim = bench.admit(range(100, 200), max_tokens=360, priority=1)
     turn(bench, 5)
     bench.admit(ids(1, 2000), max_tokens=5)
     turn(bench, 3)

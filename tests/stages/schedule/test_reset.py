@@ -102,7 +102,7 @@ class TestTheScheduler:
 
     def test_nor_does_one_that_comes_back_from_swap_space(self) -> None:
         num_swapped = 0
-        for num_steps in range(30, 120, 5):
+        for num_steps in range(30, 120, 10):
             bench = Bench(short_of_memory("swap", prefix_caching=True), depth=2)
             crowd(bench)
             bench.fill()

@@ -93,7 +93,7 @@ def test_releasing_twice_is_caught() -> None:
         pool.release([block])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_any_history_keeps_every_block_in_exactly_one_state(data: st.DataObject) -> None:
     pool = BlockPool(data.draw(st.integers(1, 8)))
