@@ -17,7 +17,7 @@ from tests.stages.gateway.admin.test_abort_requests import counts, ended
 from tests.stages.gateway.gate import CHAT, COMPLETION, Gate
 from tests.stages.gateway.http.test_guard import KEY, SECOND, free_port, locked
 from tests.stages.gateway.peers import RawPeer
-from tests.stages.test_replay import entries, replays_alike
+from tests.stages.replays import entries, replays_alike
 
 
 def bearer(key: str | None) -> dict[str, str]:

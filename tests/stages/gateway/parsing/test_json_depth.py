@@ -68,6 +68,6 @@ def test_a_body_may_be_so_deep_and_no_deeper() -> None:
 @pytest.mark.parametrize("unit", [b"[", b'"', b"\\", b'"\\"', b'"",', b"[],", b"{", b'{"a":[', b"x", b'\\\\"['])
 def test_four_megabytes_of_anything_are_looked_through_in_no_time(unit: bytes) -> None:
     body = unit * (4 * 1024**2 // len(unit))
-    begin_s = time.perf_counter()
+    begin_s = time.process_time()
     depth_of(body)
-    assert time.perf_counter() - begin_s < 0.5  # 0.06 s on a quiet machine
+    assert time.process_time() - begin_s < 0.5  # 0.06 s is usual

@@ -15,7 +15,7 @@ from pipeline.stages.gateway.parsing.parse import parse_chat, parse_completion
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from pipeline.stages.gateway.parsing.token_detail_options import TokenDetailOptions
 from tests.stages.gateway.gate import CHAT, COMPLETION
-from tests.stages.gateway.parsing.test_parse import LIMITS, chat, completion, refused
+from tests.stages.gateway.parsing.bodies import LIMITS, chat, completion, refused
 
 KNOWN = RequestLimits(model="tiny", max_sequences=64, max_prompt_tokens=512, vocab_size=1000, hidden_size=8)
 

@@ -10,7 +10,7 @@ from pipeline.runtime import messages as m
 from pipeline.stages.gateway.parsing.parse import parse_chat, parse_completion
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from tests.stages.gateway.gate import CHAT, COMPLETION
-from tests.stages.gateway.parsing.test_parse import chat, completion
+from tests.stages.gateway.parsing.bodies import chat, completion
 from tests.stages.gateway.parsing.test_sampling_fields import refused_by
 
 LIMITS = RequestLimits(model="tiny", max_sequences=64, caps=Caps(max_grammar_bytes=1024))

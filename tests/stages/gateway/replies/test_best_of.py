@@ -18,7 +18,7 @@ from pipeline.stages.gateway.replies.best_of import best
 from pipeline.stages.gateway.request import SequenceOutput
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import CHAT, COMPLETION, NONE_CACHED, Gate
-from tests.stages.gateway.parsing.test_parse import LIMITS, completion, refused
+from tests.stages.gateway.parsing.bodies import LIMITS, completion, refused
 from tests.stages.gateway.peers import RawPeer
 
 SCORES = {0: [-1.0, -1.0], 1: [-0.25, -0.5, -3.0], 2: [-0.5], 3: [-0.75, -0.75, -0.75]}

@@ -10,7 +10,7 @@ import pytest
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.parsing import parse
 from tests.stages.gateway.gate import CHAT, COMPLETION, NONE_CACHED, Gate, events_of
-from tests.stages.gateway.parsing.test_parse import LIMITS, refused
+from tests.stages.gateway.parsing.bodies import LIMITS, refused
 
 ECHO = COMPLETION | {"echo": True}
 STREAM = ECHO | {"stream": True, "stream_options": {"include_usage": True}}

@@ -11,7 +11,7 @@ from pipeline.runtime import messages as m
 from pipeline.stages.gateway.parsing.parse import parse_detokenize, parse_tokenize
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from tests.stages.gateway.gate import CHAT, FACTS, MODEL, Gate
-from tests.stages.gateway.parsing.test_parse import refused
+from tests.stages.gateway.parsing.bodies import refused
 
 LIMITS = RequestLimits(model=MODEL, max_sequences=64)
 

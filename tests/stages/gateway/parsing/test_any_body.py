@@ -1,0 +1,156 @@
+"""Any bytes get an answer or a refusal, and large lists are refused early."""
+
+import contextlib
+import gc
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from pipeline.client import protocol as p
+from pipeline.config.settings import GatewaySettings
+from pipeline.runtime import messages as m
+from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.parsing.bodies import NEUTRAL, ChatBody, CompletionBody
+from pipeline.stages.gateway.parsing.embeddings import EmbeddingsBody, parse_embeddings
+from pipeline.stages.gateway.parsing.parse import parse_chat, parse_completion, parse_tokenize
+from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
+from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
+from pipeline.stages.gateway.parsing.tokens_only import GenerateBody, GenerateSamplingParams, parse_tokens_only
+from tests.stages.gateway.gate import CHAT, COMPLETION
+from tests.stages.gateway.parsing.bodies import LIMITS, refused
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+values = st.recursive(
+    scalars, lambda v: st.lists(v, max_size=4) | st.dictionaries(st.text(), v, max_size=4), max_leaves=8
+)
+BODIES: tuple[Any, ...] = (ChatBody, CompletionBody, EmbeddingsBody, GenerateBody, GenerateSamplingParams)
+names = st.sampled_from(
+    sorted({*(name for body in BODIES for name in body.__struct_fields__), *NEUTRAL, "role", "content", "type", "text"})
+)
+bodies = st.dictionaries(names, values | st.dictionaries(names, values) | st.lists(st.dictionaries(names, values)))
+
+
+def is_answered(body: bytes) -> None:
+    for parse in (parse_chat, parse_completion, parse_embeddings, parse_tokens_only):
+        try:
+            assert isinstance(parse(body, LIMITS), ParsedRequest)
+        except ApiError as error:
+            assert 400 <= error.status < 500
+            assert error.message
+            assert json.loads(error.json())["error"]["type"] == "invalid_request_error"
+
+
+class TestAnyBytes:
+    @given(st.binary())
+    @example(b'{"a":NaN,"b":"\xff"}')
+    def test_are_answered(self, body: bytes) -> None:
+        is_answered(body)
+
+    @given(values)
+    def test_of_json_are_answered(self, body: Any) -> None:
+        is_answered(json.dumps(body).encode())
+
+    @settings(max_examples=40)
+    @given(bodies)
+    def test_of_fields_with_any_value_are_answered(self, fields: dict[str, Any]) -> None:
+        for base in (CHAT, COMPLETION, {"token_ids": [1], "sampling_params": fields}, {"model": "tiny", "input": "x"}):
+            is_answered(json.dumps(base | fields).encode())
+
+    @given(st.binary(min_size=1, max_size=4), st.integers(min_value=0))
+    def test_of_a_request_that_was_garbled_are_answered(self, garbage: bytes, place: int) -> None:
+        body = json.dumps(CHAT | {"temperature": 0.5, "stop": ["a"]}).encode()
+        place %= len(body)
+        is_answered(body[:place] + garbage + body[place + len(garbage) :])
+
+
+class TestWhatIsTooManyWhateverItSays:
+    """A legal body may hold a million of something; it is counted before anything is made of each."""
+
+    LIMITS = RequestLimits(model="tiny", max_sequences=64, max_prompt_tokens=512)
+
+    @pytest.mark.parametrize(
+        ("body", "param", "words"),
+        [
+            ({"prompt": [[1]] * 800_000}, "prompt", "800000 prompts × n = 1 sequences exceeds the limit of 64"),
+            ({"prompt": ["x"] * 800_000}, "prompt", "800000 prompts × n = 1 sequences exceeds the limit of 64"),
+            ({"prompt": [[]] * 800_000}, "prompt", "800000 prompts × n = 1 sequences exceeds the limit of 64"),
+            ({"prompt": ["x"] * 33, "n": 2}, "prompt", "33 prompts × n = 2 sequences exceeds the limit of 64"),
+            ({"prompt": [1] * 1_500_000}, "prompt", "maximum context length is 512 tokens, and the prompt has 1500000"),
+            ({"prompt": [[1], [1] * 513]}, "prompt[1]", "maximum context length is 512 tokens, and the prompt has 513"),
+        ],
+    )
+    def test_of_a_completion_names_the_prompt(
+        self, body: Any, param: str, words: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def packed(ids: Any) -> bytes:
+            raise AssertionError("nothing is to be made of prompts that are refused")
+
+        monkeypatch.setattr("pipeline.stages.gateway.parsing.prompt_fields.packed", packed)
+        content = json.dumps({"model": "tiny"} | body, separators=(",", ":")).encode()
+        assert len(content) <= GatewaySettings().max_body_bytes
+        begin_s = time.process_time()
+        with pytest.raises(ApiError) as raised:
+            parse_completion(content, self.LIMITS)
+        assert time.process_time() - begin_s < 2.0
+        assert (raised.value.status, raised.value.param) == (400, param)
+        assert words in raised.value.message
+
+    def test_the_setting_to_raise_is_named(self) -> None:
+        assert "gateway.max_open_sequences" in refused(COMPLETION | {"n": 65}, parse_completion).message
+
+    def test_a_prompt_that_just_fits_is_ingests_to_judge(self) -> None:
+        body = json.dumps(COMPLETION | {"prompt": [1] * 512}).encode()
+        assert parse_completion(body, self.LIMITS).prompts == [m.IdsPrompt(np.full(512, 1, "<i4").tobytes())]
+
+    def test_of_a_chat_names_the_messages(self) -> None:
+        messages = [{"role": "user", "content": ""}]
+        for num, is_refused in ((512, False), (513, True), (100_000, True)):
+            body = json.dumps({"model": "tiny", "messages": messages * num}).encode()
+            generate = p.Generate(1, "", p.ChatPrompt([p.ChatMessage("user", "")] * num), p.Params(), 1)
+            asked: list[tuple[Callable[[Any, RequestLimits], ParsedRequest], Any]] = [
+                (parse_chat, body),
+                (parse_generate, generate),
+            ]
+            for parse, what in asked:
+                if not is_refused:
+                    (prompt,) = parse(what, self.LIMITS).prompts
+                    assert isinstance(prompt, m.ChatPrompt) and len(prompt.messages) == num
+                    continue
+                with pytest.raises(ApiError) as raised:
+                    parse(what, self.LIMITS)
+                assert (raised.value.param, raised.value.code) == ("messages", "context_length_exceeded")
+                assert f"the chat has {num} messages" in raised.value.message
+
+    def test_of_ids_over_zeromq_too(self) -> None:
+        generate = p.Generate(1, "", p.TokensPrompt(bytes(4 * 513)), p.Params(), 1)
+        with pytest.raises(ApiError, match="the prompt has 513") as raised:
+            parse_generate(generate, self.LIMITS)
+        assert raised.value.param == "prompt"
+
+    def test_of_a_chat_to_tokenize_names_the_messages(self) -> None:
+        body = b'{"messages":[%s]}' % b",".join([b'{"role":""}'] * (m.MAX_SHOWN_IDS + 1))
+        assert len(body) <= GatewaySettings().max_body_bytes
+        error = refused(body, parse_tokenize)
+        assert (error.status, error.param) == (400, "messages")
+        assert "262144" in error.message
+
+    def test_the_value_to_blame_is_looked_for_among_so_many_and_no_more(self) -> None:
+        for num, param in ((50_000, "prompt[50000]"), (1_000_000, None)):
+            body = b'{"model":"tiny","prompt":[%sNaN]}' % (b"[]," * num)
+            begin_s = time.process_time()
+            error = refused(body, parse_completion)
+            assert time.process_time() - begin_s < 2.0
+            assert (error.status, error.param) == (400, param)
+
+    def test_garbage_is_collected_again_afterwards(self) -> None:
+        assert gc.isenabled()
+        for body in (b"[", b"{}", json.dumps(COMPLETION).encode()):
+            with contextlib.suppress(ApiError):
+                parse_completion(body, LIMITS)
+            assert gc.isenabled()

@@ -1,0 +1,229 @@
+"""Wrong values and unsupported fields get an error that names the field."""
+
+import json
+import math
+import tracemalloc
+from typing import Any
+
+import pytest
+
+from pipeline.stages.gateway.errors import MAX_SHOWN_CHARS
+from pipeline.stages.gateway.parsing.bodies import NEUTRAL
+from pipeline.stages.gateway.parsing.parse import parse_chat, parse_completion
+from tests.stages.gateway.gate import CHAT, COMPLETION
+from tests.stages.gateway.parsing.bodies import LIMITS, chat, completion, refused
+
+
+def message(**fields: Any) -> dict[str, Any]:
+    return CHAT | {"messages": [CHAT["messages"][0], {"role": "user", "content": "x"} | fields]}
+
+
+BAD_CHATS: list[tuple[Any, str | None]] = [
+    ({"messages": CHAT["messages"]}, "model"),
+    ({"model": "tiny"}, "messages"),
+    (CHAT | {"model": 3}, "model"),
+    (CHAT | {"model": None}, "model"),
+    (CHAT | {"messages": []}, "messages"),
+    (CHAT | {"messages": "Hi"}, "messages"),
+    (CHAT | {"messages": ["Hi"]}, "messages[0]"),
+    (CHAT | {"messages": [{"content": "x"}]}, "messages[0].role"),
+    (message(role="emperor"), "messages[1].role"),
+    (message(content=None), "messages[1].content"),
+    (message(content=5), "messages[1].content"),
+    (message(content=["x"]), "messages[1].content[0]"),
+    (message(content=[{"text": "x"}]), "messages[1].content[0].type"),
+    (message(content=[{"type": "text"}]), "messages[1].content[0].text"),
+    (message(content=[{"type": "text", "text": 1}]), "messages[1].content[0].text"),
+    (
+        message(content=[{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {}}]),
+        "messages[1].content[1].type",
+    ),
+    (message(name=7), "messages[1].name"),
+    (CHAT | {"temperature": -0.1}, "temperature"),
+    (CHAT | {"temperature": 2.1}, "temperature"),
+    (CHAT | {"temperature": "1"}, "temperature"),
+    (CHAT | {"temperature": True}, "temperature"),
+    (CHAT | {"top_p": 0}, "top_p"),
+    (CHAT | {"top_p": 1.01}, "top_p"),
+    (CHAT | {"top_k": -2}, "top_k"),
+    (CHAT | {"top_k": 1.5}, "top_k"),
+    (CHAT | {"min_p": -0.1}, "min_p"),
+    (CHAT | {"min_p": 1.1}, "min_p"),
+    (CHAT | {"n": 0}, "n"),
+    (CHAT | {"n": 129}, "n"),
+    (CHAT | {"n": 65}, "n"),
+    (CHAT | {"n": 2.0}, "n"),
+    (CHAT | {"max_tokens": 0}, "max_tokens"),
+    (CHAT | {"max_tokens": -1}, "max_tokens"),
+    (CHAT | {"max_tokens": 10**30}, "max_tokens"),
+    (CHAT | {"max_completion_tokens": 0}, "max_completion_tokens"),
+    (CHAT | {"seed": 2**64}, "seed"),
+    (CHAT | {"seed": -(2**63) - 1}, "seed"),
+    (CHAT | {"seed": "7"}, "seed"),
+    (CHAT | {"seed": 0.5}, "seed"),
+    (CHAT | {"stop": ""}, "stop"),
+    (CHAT | {"stop": "x" * 1025}, "stop"),
+    (CHAT | {"stop": 3}, "stop"),
+    (CHAT | {"stop": ["x", ""]}, "stop[1]"),
+    (CHAT | {"stop": ["x" * 1025]}, "stop[0]"),
+    (CHAT | {"stop": ["x"] * 17}, "stop"),
+    (CHAT | {"stop_token_ids": [1, -1]}, "stop_token_ids[1]"),
+    (CHAT | {"stop_token_ids": [2**31]}, "stop_token_ids[0]"),
+    (CHAT | {"stop_token_ids": ["1"]}, "stop_token_ids[0]"),
+    (CHAT | {"stop_token_ids": [1] * 129}, "stop_token_ids"),
+    (CHAT | {"ignore_eos": "yes"}, "ignore_eos"),
+    (CHAT | {"stream": 1}, "stream"),
+    (CHAT | {"stream_options": {"include_usage": True}}, "stream_options"),
+    (CHAT | {"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    (CHAT | {"temperature": math.nan}, "temperature"),
+    (CHAT | {"top_p": math.inf}, "top_p"),
+    (CHAT | {"min_p": -math.inf}, "min_p"),
+    (CHAT | {"logit_bias": {"5": math.nan}}, "logit_bias.5"),
+    (b'{"model": "tiny", "temperature": 1e999, "messages": []}', "temperature"),
+    (b'{"model": "tiny", "seed": ' + b"9" * 5000 + b"}", "seed"),
+    ([], None),
+    (3, None),
+    (b"", None),
+    (b"{", None),
+    (b'{"model": "tiny", "messages": [{"role": "user", "content": "x"}]} x', None),
+    (b'{"model": "\xff"}', None),
+    (b'{"model": "\\ud800"}', "model"),
+    (message(content="x\ud800y"), "messages[1].content"),
+    (message(content=[{"type": "text", "text": "\udfff"}]), "messages[1].content[0].text"),
+    (CHAT | {"stop": ["\ud83d\ude00", "\ud83d"]}, "stop[1]"),
+    (b'{"model": "tiny", "top_logprobs": ' + b"9" * 5000 + b', "messages": []}', "top_logprobs"),
+    (b'{"model": "tiny", "logit_bias": {"5": ' + b"9" * 5000 + b'}, "messages": []}', "logit_bias[...]"),
+    (b'{"x": ' + b"[" * 100_000, None),
+    (b'{"temperature": NaN, "x": ' + b"[" * 100_000, None),
+    (b"\x1f\x8b\x08\x00", None),
+]
+
+BAD_COMPLETIONS: list[tuple[Any, str]] = [
+    ({"model": "tiny"}, "prompt"),
+    (COMPLETION | {"prompt": None}, "prompt"),
+    (COMPLETION | {"prompt": 3}, "prompt"),
+    (COMPLETION | {"prompt": []}, "prompt"),
+    (COMPLETION | {"prompt": [[1], []]}, "prompt[1]"),
+    (COMPLETION | {"prompt": ["a", 1]}, "prompt"),
+    (COMPLETION | {"prompt": [1, [1]]}, "prompt"),
+    (COMPLETION | {"prompt": [True]}, "prompt[0]"),
+    (COMPLETION | {"prompt": [-1]}, "prompt[0]"),
+    (COMPLETION | {"prompt": [[0, 2**31]]}, "prompt[0][1]"),
+    (COMPLETION | {"prompt": [["a"]]}, "prompt[0][0]"),
+    (COMPLETION | {"prompt": [1.5]}, "prompt[0]"),
+    (COMPLETION | {"prompt": ["a"] * 65}, "prompt"),
+    (COMPLETION | {"prompt": ["a"] * 33, "n": 2}, "prompt"),
+    (COMPLETION | {"prompt": [1, math.nan]}, "prompt[1]"),
+]
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(("body", "param"), BAD_CHATS)
+    def test_of_a_chat_names_the_field(self, body: Any, param: str | None) -> None:
+        error = refused(body)
+        assert (error.status, error.param) == (400, param)
+        if param is not None:
+            assert f"'{param}'" in error.message or param in error.message
+
+    @pytest.mark.parametrize(("body", "param"), BAD_COMPLETIONS)
+    def test_of_a_completion_names_the_field(self, body: Any, param: str) -> None:
+        error = refused(body, parse_completion)
+        assert (error.status, error.param) == (400, param)
+        assert param in error.message
+
+    def test_is_told_in_the_users_words(self) -> None:
+        assert refused(CHAT | {"temperature": "hot"}).message == "'temperature' must be a number or null, not a string"
+        assert refused(CHAT | {"n": 0}).message == "'n' must be an integer >= 1"
+        assert refused({"model": "tiny"}).message == "'messages' is required"
+        assert refused([]).message == "the body must be an object, not an array"
+        assert refused(CHAT | {"top_p": math.nan}).message == "'top_p' must be a finite number"
+        assert refused(message(content="\ud800")).message == ("'messages[1].content' has a lone surrogate")
+
+    def test_repeats_no_more_of_the_clients_words_than_is_needed(self) -> None:
+        for key in ("k" * 100_000, "\ud800" * 1000, "a.b[0]" * 1000):
+            error = refused(CHAT | {key: [0, math.nan]})
+            assert error.param is not None and len(error.param) <= MAX_SHOWN_CHARS
+            assert error.message.startswith(f"'{error.param}' ")
+            assert len(error.message) < 2 * MAX_SHOWN_CHARS
+            assert json.loads(error.json())["error"]["param"] == error.param
+        deep: Any = math.inf
+        for i in range(200):
+            deep = {"key" * i: [deep]}
+        assert len(refused(CHAT | {"x": deep}).message) < 2 * MAX_SHOWN_CHARS
+
+    def test_is_found_without_a_path_for_each_of_its_siblings(self) -> None:
+        body = json.dumps({"model": "m", "k" * 100_000: [*[0] * 2000, math.nan]}).encode()
+        tracemalloc.start()
+        try:
+            refused(body)
+            assert tracemalloc.get_traced_memory()[1] < 20 * len(body)
+        finally:
+            tracemalloc.stop()
+
+    def test_an_unknown_model_is_404(self) -> None:
+        error = refused(CHAT | {"model": "other"})
+        assert (error.status, error.param, error.code) == (404, "model", "model_not_found")
+
+
+UNSUPPORTED: dict[str, Any] = {
+    "audio": {"voice": "x"},
+    "functions": [{"name": "f"}],
+    "prediction": {"type": "content"},
+    "suffix": "x",
+    "logprob_token_ids": [5],
+    "truncation_side": "right",
+    "guided_whitespace_pattern": " ",
+    "use_beam_search": True,
+    "ec_transfer_params": {"a": 1},
+    "kv_transfer_params": {"do_remote_decode": True},
+    "media_io_kwargs": {"video": {}},
+    "mm_processor_kwargs": {"num_crops": 4},
+    "repetition_detection": {"max_pattern_size": 4},
+    "return_prompt_text": True,
+    "return_token_offsets": True,
+    "thinking_token_budget": 0,
+    "vllm_xargs": {"a": 1},
+    "watermarking": True,
+}
+
+
+def test_a_value_that_is_none_of_a_few_is_told_with_them() -> None:
+    words = "'reasoning_effort' must be one of high, low, max, medium, minimal, none, xhigh, not 'x'"
+    error = refused(CHAT | {"reasoning_effort": "x"})
+    assert (error.message, error.param, error.code) == (words, "reasoning_effort", "invalid_value")
+
+
+def test_a_wrong_entry_in_a_body_that_breaks_off_is_told_without_its_name() -> None:
+    error = refused(b'{"logit_bias": {"5": "a"}, ')
+    assert error.param == "logit_bias"
+
+
+class TestUnsupportedFields:
+    @pytest.mark.parametrize("name", ["store", "use_beam_search"])
+    def test_that_are_off_at_false_are_not_off_at_0(self, name: str) -> None:
+        for body, parse in ((CHAT, parse_chat), (COMPLETION, parse_completion)):
+            assert parse(json.dumps(body | {name: False}).encode(), LIMITS)
+            error = refused(body | {name: 0}, parse)
+            assert (error.param, error.code) == (name, "unsupported")
+
+    def test_that_are_off_at_1_are_not_off_at_true(self) -> None:
+        assert chat(length_penalty=1.0) == chat(length_penalty=1) == chat()
+        assert refused(CHAT | {"length_penalty": True}).param == "length_penalty"
+
+    def test_of_the_other_endpoint_are_refused(self) -> None:
+        assert refused(CHAT | {"best_of": 5}).param == "best_of"
+        assert chat(best_of=1) == chat()
+        assert refused(COMPLETION | {"max_completion_tokens": 3}, parse_completion).param == "max_completion_tokens"
+
+    @pytest.mark.parametrize(("name", "value"), UNSUPPORTED.items())
+    def test_are_refused_by_name(self, name: str, value: Any) -> None:
+        for body, parse in ((CHAT, parse_chat), (COMPLETION, parse_completion)):
+            error = refused(body | {name: value}, parse)
+            assert (error.status, error.param, error.code) == (400, name, "unsupported")
+            assert "not supported" in error.message
+
+    @pytest.mark.parametrize(("name", "values"), NEUTRAL.items())
+    def test_pass_at_their_neutral_values(self, name: str, values: tuple[Any, ...]) -> None:
+        for value in values:
+            assert chat(**{name: value}) == chat()
+            assert completion(**{name: value}) == completion()
