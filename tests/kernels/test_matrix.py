@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as np_st
 
@@ -46,6 +46,7 @@ def block_matrices(draw: st.DrawFn) -> Matrix:
 
 
 @pytest.mark.parametrize("format", BLOCKS)
+@settings(max_examples=40)
 @given(values=float_matrices())
 def test_blocks_are_those_of_ggml(format: Format, values: Array) -> None:
     assert np.array_equal(quantize(torch.from_numpy(values), format).data, gguf.quantize(values, KINDS[format]))
@@ -87,6 +88,7 @@ def test_numbers_are_made_of_the_parts_that_kernels_read(matrix: Matrix) -> None
     assert torch.equal(values.float(), matrix.dequantize(torch.float32))
 
 
+@settings(max_examples=40)
 @given(values=float_matrices())
 def test_no_number_moves_farther_than_the_format_allows(values: Array) -> None:
     """Half a step, and what the float16 of scale and minimum add; q4_0 cuts the side with the smaller numbers short."""

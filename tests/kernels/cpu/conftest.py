@@ -1,6 +1,7 @@
 """The CPU library at every level that this machine can compute."""
 
 import ctypes
+import os
 from pathlib import Path
 
 import pytest
@@ -19,5 +20,8 @@ def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
 
 @pytest.fixture(scope="session")
 def sampler_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache for the libraries of samplers.py, each compiled once, without a warning."""
-    return tmp_path_factory.mktemp("cache")
+    """A cache for the libraries of samplers.py, each compiled once by one of the processes, without a warning."""
+    root = tmp_path_factory.getbasetemp()
+    cache = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "samplers"
+    cache.mkdir(exist_ok=True)
+    return cache

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.kernels.cpu import peaks as module
 from pipeline.kernels.cpu.build import ISA_FLAGS, build
 from pipeline.kernels.cpu.isa import Isa, available
 from pipeline.kernels.cpu.peaks import SOURCE, buffer_bytes, cache_bytes, measure
@@ -28,9 +29,11 @@ def test_the_source_compiles_without_a_warning(isa: Isa, cache_root: Path) -> No
     assert not library.with_suffix(".log").exists()
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("isa", available())
-def test_peaks_are_those_of_a_machine(isa: Isa, num_threads: int, cache_root: Path) -> None:
+@pytest.mark.parametrize(("isa", "num_threads"), [*((isa, 1) for isa in available()), (available()[0], 2)])
+def test_peaks_are_those_of_a_machine(
+    isa: Isa, num_threads: int, cache_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_free_bytes", lambda: 64 * MIB)  # a small buffer is filled soon
     peaks = measure(isa, num_threads, TEST_S, print, cache_root=cache_root)
     assert (peaks.isa, peaks.num_threads) == (isa, num_threads)
     assert all(1e8 < rate < 1e15 for rate in astuple(peaks)[2:])

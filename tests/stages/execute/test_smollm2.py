@@ -27,6 +27,8 @@ pytestmark = pytest.mark.timeout(600)
 LEAST_AGREEMENT: dict[Quantization, float] = {"none": 0.985, "q8_0": 0.965, "auto": 0.965}
 """Of the CPU kernels with float32, by the format of the weights: bfloat16, 8 bits, and what the file has, 4 bits."""
 NUM_COMPARED = 16
+ALONE = range(0, len(PROMPTS), 3)
+"""The prompts that are also computed alone, seven of them."""
 
 
 def make_driver(folder: Path, dtype: str, kernels: str = "auto") -> Driver:
@@ -74,30 +76,33 @@ def compute_prefixes(driver: Driver, prompts: list[list[int]]) -> dict[str, Any]
     return {"shared": blocks, "cached": lengths}
 
 
-def same(outputs: list[list[int]]) -> int:
+def num_different(outputs: list[list[int]], expected: list[list[int]]) -> int:
     assert all(len(output) == NUM_OUTPUTS for output in outputs)
-    return sum(output == expected for output, expected in zip(outputs, OUTPUTS, strict=True))
+    return sum(output != reference for output, reference in zip(outputs, expected, strict=True))
 
 
-@pytest.mark.parametrize("cached", [False, True], ids=["computed", "cached"])
-@pytest.mark.parametrize("chunk", [None, CHUNK], ids=["whole", "chunked"])
+@pytest.mark.parametrize(("chunk", "cached"), [(None, False), (CHUNK, True)], ids=["whole", "chunked and cached"])
 def test_twenty_prompts_at_once_go_on_as_the_reference_does(exact: Driver, chunk: int | None, cached: bool) -> None:
     exact.clear()
     prefixes = compute_prefixes(exact, PROMPTS) if cached else {}
-    assert same(exact.generate(PROMPTS, NUM_OUTPUTS, chunk=chunk, **prefixes)) >= 19
+    assert num_different(exact.generate(PROMPTS, NUM_OUTPUTS, chunk=chunk, **prefixes), OUTPUTS) <= 1
 
 
-def test_each_prompt_alone_goes_on_as_the_reference_does(exact: Driver) -> None:
-    """Every other prompt is computed whole, the rest in chunks behind a cached prefix."""
+def generate_alone(driver: Driver, num_outputs: int) -> list[list[int]]:
+    """The outputs of ALONE. Every other prompt is computed whole, the rest in chunks behind a cached prefix."""
     outputs = []
-    for i, prompt in enumerate(PROMPTS):
-        exact.clear()
-        how = {"chunk": CHUNK, **compute_prefixes(exact, [prompt])} if i % 2 else {}
-        outputs += exact.generate([prompt], NUM_OUTPUTS, **how)
-    assert same(outputs) >= 19
+    for i in ALONE:
+        driver.clear()
+        how = {"chunk": CHUNK, **compute_prefixes(driver, [PROMPTS[i]])} if i % 2 else {}
+        outputs += driver.generate([PROMPTS[i]], num_outputs, **how)
+    return outputs
 
 
-def agreement(driver: Driver, together: int, num_texts: int | None = None) -> float:
+def test_a_prompt_alone_goes_on_as_the_reference_does(exact: Driver) -> None:
+    assert num_different(generate_alone(exact, NUM_OUTPUTS), [OUTPUTS[i] for i in ALONE]) <= 1
+
+
+def agreement(driver: Driver, together: int, num_texts: int = 7) -> float:
     """How often the largest logit is float32's, teacher-forced on real text. Each position is a row of its own, over
     blocks that one row has computed, `together` of them in a step."""
     num_same = num_positions = 0
@@ -118,15 +123,13 @@ def agreement(driver: Driver, together: int, num_texts: int | None = None) -> fl
             num_same += sum(token == expected[position] for token, position in zip(sampled, positions, strict=True))
             driver.step(drops=list(rows))
         num_positions += len(ids)
-    assert num_positions >= 500
+    assert num_positions >= 130 * num_texts
     return num_same / num_positions
 
 
-@pytest.mark.parametrize(("together", "num_texts"), [(1, 4), (128, None)], ids=["alone", "together"])
-def test_bfloat16_finds_the_same_largest_logit_as_float32(
-    rounded: Driver, together: int, num_texts: int | None
-) -> None:
-    """On four of the texts where each position is a step of its own: torch takes its time."""
+@pytest.mark.parametrize(("together", "num_texts"), [(1, 1), (128, 7)], ids=["alone", "together"])
+def test_bfloat16_finds_the_same_largest_logit_as_float32(rounded: Driver, together: int, num_texts: int) -> None:
+    """On one text if each position is a step of its own, because torch is slow then."""
     assert agreement(rounded, together, num_texts) >= 0.98
 
 
@@ -135,12 +138,6 @@ def test_the_cpu_kernels_find_the_same_largest_logit_as_float32(native: Driver, 
 
 
 def test_the_cpu_kernels_go_on_the_same_alone_and_among_twenty(native: Driver) -> None:
-    """Every other prompt is computed whole when it is alone, the rest in chunks behind a cached prefix."""
     native.clear()
     together = native.generate(PROMPTS, NUM_COMPARED, chunk=101)
-    alone = []
-    for i, prompt in enumerate(PROMPTS):
-        native.clear()
-        how = {"chunk": CHUNK, **compute_prefixes(native, [prompt])} if i % 2 else {}
-        alone += native.generate([prompt], NUM_COMPARED, **how)
-    assert alone == together
+    assert generate_alone(native, NUM_COMPARED) == [together[i] for i in ALONE]
