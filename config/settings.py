@@ -10,7 +10,13 @@ from msgspec import Meta
 from pipeline.config.sections.base import MAX_TOKENS, Frozen, Seconds
 from pipeline.config.sections.gateway import GatewaySettings
 from pipeline.config.sections.requests import ChatSettings, LimitSettings
-from pipeline.config.sections.stages import DetokenizeSettings, ExecuteSettings, IngestSettings, ScheduleSettings
+from pipeline.config.sections.stages import (
+    DetokenizeSettings,
+    ExecuteSettings,
+    IngestSettings,
+    PolicyName,
+    ScheduleSettings,
+)
 
 __all__ = [
     "ChatSettings",
@@ -19,6 +25,7 @@ __all__ = [
     "GatewaySettings",
     "IngestSettings",
     "LimitSettings",
+    "PolicyName",
     "PreparedFormat",
     "Quantization",
     "ScheduleSettings",

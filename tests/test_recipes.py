@@ -73,7 +73,7 @@ def test_each_recipe_is_short() -> None:
 
 def test_a_config_key(tree: Tree) -> None:
     field = '    nap_s: Annotated[float, Meta(ge=0, le=9, description="Seconds of sleep between steps.")] = 0.5\n'
-    tree.add("config/settings.py", "    policy: Annotated[", field)
+    tree.add("config/sections/stages.py", "    policy: Annotated[", field)
     tree.write_defaults()
     defaults = (tree.root / "config/default.toml").read_text()
     assert "\n# Seconds of sleep between steps.\n" in defaults and "\nnap_s = 0.5\n" in defaults
@@ -138,7 +138,7 @@ def test_an_op(tree: Tree) -> None:
 
 
 def test_a_scheduling_policy(tree: Tree) -> None:
-    policies, settings = "stages/schedule/policies/policy.py", "config/settings.py"
+    policies, settings = "stages/schedule/policies/policy.py", "config/sections/stages.py"
     lines = """
         class Lifo(Fcfs):
             def rank(self, request: RequestState) -> int:
@@ -190,14 +190,14 @@ def test_a_tool_call_parser(tree: Tree) -> None:
                 return lark.one_of([f"{lark.mark('-->')} {lark.object_of(call, 'arguments')}" for call in calls])
 
         class ArrowParser(CallParser):
-            def _marked(self, text, at, out):
+            def _after_mark(self, text, at, out):
                 return self._open(CallObject(self._num_calls), text, at, out)
 
-            def _behind(self, text, at, out):
+            def _after_call(self, text, at, out):
                 self._read = self._outside
                 return at
     """
-    formats, settings = "pipeline/text/formats/chat_formats.py", "config/settings.py"
+    formats, settings = "pipeline/text/formats/chat_formats.py", "config/sections/requests.py"
     tree.add("pipeline/text/formats/arrow.py", "", dedent(lines))
     tree.replace(
         formats,

@@ -1,6 +1,7 @@
 """The stage between fakes of schedule and the gateways, over real sockets."""
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -36,7 +37,7 @@ def rig(model_dir):
         yield rig
 
 
-def settled(entries: list[tuple[int, int, list[int], int]], put=lambda array: array.tobytes()) -> m.Settled:
+def settled(entries: Sequence[tuple[int, int, list[int], int]], put=lambda array: array.tobytes()) -> m.Settled:
     """A message of (seq, start, ids, finish) entries."""
     seqs, starts, ids, finishes = zip(*entries, strict=True)
     return m.Settled(

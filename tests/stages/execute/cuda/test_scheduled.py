@@ -148,6 +148,7 @@ class CudaBench(Bench):
         for seq, finish in self.finished.items():
             message, options = self.wanted[seq]
             prompt = np.frombuffer(message.prompt_ids, np.int32).tolist()  # type: ignore[arg-type]
+            assert options.max_tokens is not None
             ids, natural = outputs(prompt, options, options.max_tokens)
             if finish == Finish.ABORT:
                 assert self.received[seq] == ids[: len(self.received[seq])]
