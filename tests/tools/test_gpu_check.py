@@ -1,5 +1,4 @@
-"""`tools/gpu_check`, as far as it goes without a GPU: what it does with sections that fail, what it tells, and its own
-lines. With --interpret it runs all of them; that takes minutes."""
+"""`tools/gpu_check` without a GPU: failing sections, reports, and some of its sections with interpreted kernels."""
 
 import json
 import threading
@@ -17,7 +16,7 @@ from tools.gpu_check.child import Context, Task
 from tools.gpu_check.kernels import ends
 from tools.gpu_check.kernels.dense import items as dense_items
 from tools.gpu_check.machine import rates
-from tools.gpu_check.models import WeightsOnDevice, made_up_tokenizer
+from tools.gpu_check.models import WeightsOnDevice, synthetic_tokenizer
 from tools.gpu_check.readings import FailedItem, Line, Reading, check, read, write
 from tools.gpu_check.servers import texts
 from tools.gpu_check.shapes import LLAMA_1B, LLAMA_8B, SMOLLM2_135M, TINY, bits_in_groups, step_bytes
@@ -43,15 +42,15 @@ def _failures(lines: list[Line]) -> list[str]:
 
 
 class TestSections:
-    def test_one_whose_process_dies_keeps_what_it_found_and_goes_on_in_another(self, tmp_path: Path) -> None:
+    def test_a_section_whose_process_dies_keeps_its_results_and_continues_in_another(self, tmp_path: Path) -> None:
         lines = _run(tmp_path, "dies")
         assert _cases(lines) == ["before the kill", "fine"]
-        assert _failures(lines) == ["the process ended by signal 9 in 'killed'"]
+        assert _failures(lines) == ["the process ended with signal 9 in 'killed'"]
 
-    def test_an_item_that_never_ends_is_ended(self, tmp_path: Path) -> None:
+    def test_a_hanging_item_is_killed(self, tmp_path: Path) -> None:
         lines = _run(tmp_path, "hangs")
         assert _cases(lines) == ["before the hang", "fine"]
-        assert _failures(lines) == ["'hangs' was ended: its time was over"]
+        assert _failures(lines) == ["'hangs' was killed: it exceeded its time limit"]
         (left,) = (line.value for line in lines if isinstance(line, Reading) and line.case == "before the hang")
         assert left is not None
         end_s = time.monotonic() + 10
@@ -62,7 +61,9 @@ class TestSections:
     def test_one_that_overruns_is_cut_and_says_so(self, tmp_path: Path) -> None:
         lines = _run(tmp_path, "slow", left_s=2.0)
         # Where the machine is busy, it may not have come so far as to begin an item.
-        assert len(_failures(lines)) == 1 and _failures(lines)[0].endswith("was ended: the section's time was over")
+        assert len(_failures(lines)) == 1 and _failures(lines)[0].endswith(
+            "was killed: it exceeded the section's time limit"
+        )
         assert [line.case for line in lines if isinstance(line, Reading) and line.result == "cut"] == ["the rest"]
 
     def test_whoever_ends_the_program_has_what_was_found(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,14 +81,14 @@ class TestSections:
         lines = _run(tmp_path, "slow", left_s=60.0)
         thread.join()
         assert _cases(lines) == ["before the hang", "the rest"]
-        assert _failures(lines) == ["'hangs' was ended with this program"]
+        assert _failures(lines) == ["'hangs' was killed because gpu_check was stopped"]
 
-    def test_an_error_is_told_and_the_next_item_has_its_turn(self, tmp_path: Path) -> None:
+    def test_an_error_is_reported_and_the_next_item_runs(self, tmp_path: Path) -> None:
         lines = _run(tmp_path, "raises", inline=True)
         assert _cases(lines) == ["before the error", "fine"]
         assert len(_failures(lines)) == 1 and "ValueError: so it is" in _failures(lines)[0]
 
-    def test_an_error_that_the_gpu_tells_late_is_its_items(
+    def test_an_asynchronous_error_belongs_to_its_item(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         errors = iter([RuntimeError("an illegal memory access was encountered")])
@@ -101,11 +102,11 @@ class TestSections:
         assert _cases(lines) == ["never", "fine"]
         assert len(_failures(lines)) == 1 and "illegal memory access" in _failures(lines)[0]
 
-    def test_a_process_that_does_not_die_holds_nobody_up(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_process_that_does_not_die_delays_no_other(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         kill = parent._kill_session
         monkeypatch.setattr(parent, "_kill_session", lambda leader: None)
-        monkeypatch.setattr(parent, "KILLED_S", 0.1)
-        monkeypatch.setattr(parent, "LEFT", left := [])
+        monkeypatch.setattr(parent, "KILL_TIMEOUT_S", 0.1)
+        monkeypatch.setattr(parent, "UNREAPED", left := [])
         try:
             lines = _run(tmp_path, "hangs")
         finally:
@@ -114,7 +115,7 @@ class TestSections:
                 process.wait(10)
         assert _cases(lines) == ["before the hang", "fine"] and len(left) == 1
 
-    def test_what_there_is_no_time_for_is_not_begun(self, tmp_path: Path) -> None:
+    def test_an_item_without_enough_time_is_skipped(self, tmp_path: Path) -> None:
         lines = _run(tmp_path, "late", inline=True)
         assert _cases(lines) == ["never", "fine"]
         (cut, _) = (line for line in lines if isinstance(line, Reading))
@@ -137,13 +138,13 @@ def test_without_a_gpu_it_says_so_in_a_line_and_exits_with_2(capsys: pytest.Capt
     assert said.out == "" and said.err.count("\n") == 1 and "no NVIDIA GPU" in said.err
 
 
-def test_the_machine_is_measured_and_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_machine_section_measures_and_writes_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert parent.main(["--interpret", "--inline", "--only", "machine", "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "found.json").read_text())
     cases = {reading["case"]: reading for reading in found["readings"]}
     assert found["interpreted"] and not found["failed"]
-    assert cases["copy, read + written"]["value"] > 0 and cases["read alone"]["unit"] == "GB/s"
+    assert cases["copy, read + written"]["value"] > 0 and cases["read only"]["unit"] == "GB/s"
     assert sum(case.startswith("result ") for case in cases) == 4
     text = (tmp_path / "found.md").read_text()
     assert report.MEANINGLESS in text and "| copy, read + written |" in text
@@ -163,16 +164,16 @@ class TestReadings:
 
     def test_a_missed_target_is_no_failure_and_a_failed_check_is_one(self) -> None:
         missed = Reading("a", 80, "tok/s", 160, must=90)
-        assert not report.Found([missed], [], False).is_wrong
-        assert report.Found([missed, check("b", 2.0, 1.0)], [], False).is_wrong
-        assert report.Found([missed], [FailedItem("c", "Traceback\nValueError: so it is\n")], False).is_wrong
-        assert "50%" in report.as_text(report.Found([missed], [], False))
+        assert not report.Results([missed], [], False).is_wrong
+        assert report.Results([missed, check("b", 2.0, 1.0)], [], False).is_wrong
+        assert report.Results([missed], [FailedItem("c", "Traceback\nValueError: so it is\n")], False).is_wrong
+        assert "50%" in report.as_text(report.Results([missed], [], False))
         assert "FAILED c: ValueError: so it is" in report.as_text(
-            report.Found([], [FailedItem("c", "x\nValueError: so it is")], False)
+            report.Results([], [FailedItem("c", "x\nValueError: so it is")], False)
         )
 
     def test_json_has_no_numbers_that_json_has_not(self) -> None:
-        text = report.as_json(report.Found([check("a", float("inf"), 1.0), check("b", float("nan"), 1.0)], [], False))
+        text = report.as_json(report.Results([check("a", float("inf"), 1.0), check("b", float("nan"), 1.0)], [], False))
         json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
@@ -185,8 +186,8 @@ def test_bytes_of_a_step() -> None:
     assert step_bytes(LLAMA_8B, 0, 0, bits_in_groups(4, 128)).weights / 1e9 == pytest.approx(4.76, abs=0.01)
 
 
-def test_every_token_of_the_made_up_tokenizer_is_text() -> None:
-    tokenizer = made_up_tokenizer(2000)
+def test_every_token_of_the_synthetic_tokenizer_is_text() -> None:
+    tokenizer = synthetic_tokenizer(2000)
     assert tokenizer.get_vocab_size() == 2000
     assert tokenizer.decode([1999]) and len(tokenizer.encode("abcd efgh").ids) < 9
 
@@ -198,12 +199,12 @@ def _context(tmp_path: Path) -> Context:
             str(tmp_path / "lines"),
             60.0,
             interpreted=True,
-            rates={"copy, read + written": 3000.0, "read alone": 3100.0},
+            rates={"copy, read + written": 3000.0, "read only": 3100.0},
         )
     )
 
 
-def test_texts_of_the_same_executor_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_executors_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(texts, "make_runner", fakes.make_runner)
     (item,) = texts.items(_context(tmp_path))
     readings = list(item.run(_context(tmp_path)))
@@ -211,7 +212,7 @@ def test_texts_of_the_same_executor_are_the_same(tmp_path: Path, monkeypatch: py
     assert all(reading.value == 0 for reading in readings[:5])
 
 
-def test_an_executor_that_draws_other_ids_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_executor_that_samples_other_ids_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(*args: object) -> fakes.Steps:
         runner = fakes.make_runner(*args)  # type: ignore[arg-type]
         runner.changes_ids = True
@@ -257,13 +258,13 @@ def test_some_kernels(tmp_path: Path, name: str) -> None:
 
 
 def test_a_kernel_that_leaves_an_element_out_fails() -> None:
-    from tools.gpu_check.kernels.checking import checked
+    from tools.gpu_check.kernels.checking import check_output
 
     out, right = torch.empty(4), torch.arange(4.0)
-    assert checked("all", lambda: out.copy_(right), out, right, 1e-6).result == "pass"
-    assert checked("three", lambda: out[:3].copy_(right[:3]), out, right, 1e-6).result == "FAIL"
+    assert check_output("all", lambda: out.copy_(right), out, right, 1e-6).result == "pass"
+    assert check_output("three", lambda: out[:3].copy_(right[:3]), out, right, 1e-6).result == "FAIL"
     turns = iter((right, right + 1e-7, right))
-    reading = checked("never the same", lambda: out.copy_(next(turns)), out, right, 1e-3)
+    reading = check_output("never the same", lambda: out.copy_(next(turns)), out, right, 1e-3)
     assert reading.result == "FAIL" and "race" in reading.note
 
 

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 if not __package__:
-    # A folder that is run stands first on the path, and its modules would be taken for other people's.
+    # Running a folder puts it first on sys.path, and its modules would shadow other packages.
     sys.path[0] = str(Path(__file__).resolve().parent.parent.parent)
 
 from tools.gpu_check.parent import main

@@ -1,4 +1,4 @@
-"""One section: its items, one after the other. What goes wrong in one is noted, and the next has its turn."""
+"""Runs the items of one section in order. An item that fails is reported, and the next one runs."""
 
 import gc
 import importlib
@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from tools.gpu_check.options import ALL
-from tools.gpu_check.readings import Begun, Ended, FailedItem, Reading, write
+from tools.gpu_check.readings import Ended, FailedItem, Reading, Started, write
 
-BROKEN = 3
-"""Exit code of a process whose GPU can't be used any more; what is left may go on in another."""
+GPU_BROKEN = 3
+"""Exit code of a process whose GPU context is broken. Another process runs the remaining items."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a section's process is told."""
+    """The arguments of a section's process."""
 
     section: str
     lines: str
@@ -32,30 +32,30 @@ class Task:
     model: str | None = None
     out: str | None = None
     process: int = 0
-    """Of `num_processes`, among which the section's items are divided."""
+    """Index among `num_processes`, which share the section's items."""
     num_processes: int = 1
     done: list[str] = field(default_factory=list)
-    """Items that have been tried."""
+    """Items that have already run."""
     rates: dict[str, float] = field(default_factory=dict)
-    """What the first section has found of the machine, by case."""
+    """Results of the `machine` section, by case."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
 
 class Context:
-    """What items read: the task, and the time."""
+    """What items read: the task and the remaining time."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
         self.interpreted = task.interpreted
         self.small = task.quick or task.interpreted
-        """Fewer cases and repeats."""
+        """Run fewer cases and repeats."""
         self._end_s = time.monotonic() + task.left_s
 
     @property
     def left_s(self) -> float:
-        """Of the section's time."""
+        """Seconds left for the section."""
         return self._end_s - time.monotonic()
 
     def say(self, text: str) -> None:
@@ -64,14 +64,14 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A part of a section that fails by itself."""
+    """A unit of work in a section. An error in one item does not affect the others."""
 
     name: str
     run: Callable[[Context], Iterable[Reading]]
     needs_s: float = 2.0
-    """It is not begun with less time left."""
+    """The item is skipped if less time is left."""
     limit_s: float = 60.0
-    """It is ended after so long."""
+    """The item is killed after this time."""
 
 
 def run(task: Task) -> int:
@@ -84,20 +84,20 @@ def run(task: Task) -> int:
         if item.name in task.done:
             continue
         if context.left_s < item.needs_s and not task.interpreted:
-            note = f"needs about {item.needs_s:.0f} s, {max(0.0, context.left_s):.0f} s were left"
+            note = f"needs about {item.needs_s:.0f} s; {max(0.0, context.left_s):.0f} s left"
             write(path, Reading(item.name, result="cut", note=note, section=task.section))
             continue
-        write(path, Begun(item.name, item.limit_s))
+        write(path, Started(item.name, item.limit_s))
         began_s = time.monotonic()
-        problem = _tried(partial(_run_item, item, context, path))
+        problem = _error_of(partial(_run_item, item, context, path))
         if "torch" in sys.modules and not task.interpreted:
-            # What went wrong in its last launches, which nobody has waited for, is its own too.
-            problem = problem or _tried(_settle)
+            # An asynchronous error of the item's last launches belongs to the item too.
+            problem = problem or _error_of(_synchronize)
         if problem:
             print(problem, flush=True)
             write(path, FailedItem(item.name, problem))
-            if not _works():
-                return BROKEN
+            if not _gpu_works():
+                return GPU_BROKEN
         write(path, Ended(item.name, time.monotonic() - began_s))
     return 0
 
@@ -108,8 +108,8 @@ def _run_item(item: Item, context: Context, path: Path) -> None:
         context.say(line_of(reading))
 
 
-def _tried(run: Callable[[], None]) -> str:
-    """The traceback of what went wrong; nothing where nothing did. What the error held is free then."""
+def _error_of(run: Callable[[], None]) -> str:
+    """The traceback of the error that `run` raised, or an empty string. Frees everything that the error held."""
     try:
         run()
     except Exception:  # noqa: BLE001 - the report has the traceback
@@ -117,8 +117,8 @@ def _tried(run: Callable[[], None]) -> str:
     return ""
 
 
-def _settle() -> None:
-    """Wait for the GPU, and give back what this process keeps of its memory: it may be another's."""
+def _synchronize() -> None:
+    """Wait for the GPU, and free the memory that torch caches: other processes may need it."""
     from tools.gpu_check import gpu
 
     gpu.synchronize()
@@ -126,20 +126,20 @@ def _settle() -> None:
     gpu.free_memory()
 
 
-def _works() -> bool:
-    """Whether the GPU still does what it is told in this process: after some errors it never does again."""
-    return not _tried(_settle)
+def _gpu_works() -> bool:
+    """Whether the GPU still works in this process. After some errors the context stays broken."""
+    return not _error_of(_synchronize)
 
 
 def line_of(reading: Reading) -> str:
-    """A reading in a line, while the rest is on its way."""
+    """A progress line for one reading."""
     value = "" if reading.value is None else f"{number(reading.value)} {reading.unit}".rstrip()
     words = [reading.case, value, reading.verdict, reading.note]
     return "  ".join(word for word in words if word)
 
 
 def number(value: float) -> str:
-    """Three digits that mean something; whole where it is large."""
+    """A number with three significant digits; integers from 1,000 on."""
     if value != value or value in (float("inf"), float("-inf")):
         return str(value)
     size = abs(value)

@@ -1,6 +1,6 @@
-"""Timers, graphs and pinned memory of the GPU at hand, and what stands for them where kernels are interpreted.
+"""Timers, graphs and pinned memory for the GPU, with substitutes for interpreted kernels.
 
-Sections call these alone, so that with --interpret all their lines run without a GPU; then times are of the host.
+Sections use only these functions, so --interpret runs all their code without a GPU. Times are then host times.
 """
 
 import time
@@ -24,7 +24,7 @@ LEAST_REPEATS = 5
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Of repeats of one thing."""
+    """Statistics over repeats."""
 
     median_ms: float
     least_ms: float
@@ -33,7 +33,7 @@ class Times:
 
 
 class TimedEvent:
-    """Records when the GPU gets there."""
+    """A CUDA event with a timestamp."""
 
     def __init__(self, *, blocking: bool = False) -> None:
         self._real: Any = None if INTERPRETED else torch.cuda.Event(enable_timing=True, blocking=blocking)  # type: ignore[no-untyped-call]
@@ -46,12 +46,12 @@ class TimedEvent:
             self._real.record()
 
     def wait(self) -> None:
-        """Hold the host until the GPU has been here."""
+        """Block until the GPU has reached this event."""
         if self._real is not None:
             self._real.synchronize()
 
     def ms_until(self, later: "TimedEvent") -> float:
-        """Both have been waited for."""
+        """Milliseconds between two events. Both must have completed."""
         if self._real is None:
             return (later._at_s - self._at_s) * 1e3
         return float(self._real.elapsed_time(later._real))
@@ -62,13 +62,14 @@ def device() -> torch.device:
 
 
 def synchronize() -> None:
-    """Wait for all that was launched. Raises what went wrong in it."""
+    """Wait for all launched work. Raises the error of any launch that failed."""
     if not INTERPRETED:
         torch.cuda.synchronize()
 
 
 def graph(run: Run) -> Run:
-    """`run` recorded, after it ran once to compile what it launches. Its launches have to be of fixed places."""
+    """Capture `run` in a CUDA graph, after one call that compiles its kernels. The addresses it uses must not
+    change."""
     run()
     synchronize()
     if INTERPRETED:
@@ -80,12 +81,12 @@ def graph(run: Run) -> Run:
 
 
 def pinned(num: int, dtype: torch.dtype) -> Tensor:
-    """Zeros in the host's memory that the GPU can reach, [num]."""
+    """Zeros in pinned host memory, [num]."""
     return torch.zeros(num, dtype=dtype, pin_memory=not INTERPRETED)
 
 
 def no_syncs() -> AbstractContextManager[None]:
-    """Where torch waits for the GPU unasked, it raises RuntimeError."""
+    """Make torch raise RuntimeError if it synchronizes with the GPU."""
     return nullcontext() if INTERPRETED else _strict()
 
 
@@ -100,7 +101,7 @@ def _strict() -> Iterator[None]:
 
 
 def memory_bytes() -> int:
-    """What is taken of the GPU's memory, by anyone."""
+    """Used GPU memory, over all processes."""
     if INTERPRETED:
         return 0
     free, total = torch.cuda.mem_get_info()
@@ -108,14 +109,14 @@ def memory_bytes() -> int:
 
 
 def free_memory() -> None:
-    """Give back what torch keeps of memory that nobody uses."""
+    """Free the unused memory that torch caches."""
     if not INTERPRETED:
         torch.cuda.empty_cache()
 
 
 def time_runs(runs: Sequence[Run], total_ms: float = 300.0) -> Times:
-    """Each turn is the next of `runs`, which do the same with other memory. Turns are timed one by one with events; as
-    many as fit into the time, within limits. For what takes longer than its launch."""
+    """Time calls one by one with events, cycling through `runs`, which do the same work on different memory. Repeats as
+    often as `total_ms` allows, within limits. For work that takes longer than its launch."""
     for i in range(WARMUPS):
         runs[i % len(runs)]()
     synchronize()
@@ -125,8 +126,8 @@ def time_runs(runs: Sequence[Run], total_ms: float = 300.0) -> Times:
 
 
 def time_graphed(runs: Sequence[Run], total_ms: float = 200.0) -> Times:
-    """One run of `runs`, all of them recorded in one graph, one after the other: what a short kernel takes where no
-    launch is waited for, the gap to the next included."""
+    """Time one call of `runs`, all captured in one graph: the duration of a short kernel without launch overhead,
+    including the gap to the next kernel."""
     replay = graph(lambda: [run() for run in runs])
     found = time_runs([replay], total_ms)
     num = len(runs)
@@ -148,7 +149,7 @@ def _times(all_ms: Sequence[float]) -> Times:
 
 
 def relative_error(out: Tensor, reference: Tensor) -> float:
-    """|out - reference| / |reference|, over all elements, in float64. NaN in `out` where none is right is infinite."""
+    """‖out - reference‖ / ‖reference‖ over all elements, in float64. Infinite if `out` has unexpected NaNs."""
     found, right = out.double().cpu(), reference.double().cpu()
     assert found.shape == right.shape, f"{list(found.shape)}, not {list(right.shape)}"
     difference = torch.linalg.vector_norm(found - right).item()
@@ -157,7 +158,7 @@ def relative_error(out: Tensor, reference: Tensor) -> float:
 
 
 def poison(tensor: Tensor) -> None:
-    """Fill memory with what no result is, so that an element that nobody writes shows."""
+    """Fill memory with a value that is never a result, so that elements that were not written show."""
     if tensor.dtype.is_floating_point:
         tensor.fill_(float("nan"))
     else:
@@ -165,7 +166,7 @@ def poison(tensor: Tensor) -> None:
 
 
 def random(generator_seed: int, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
-    """Normal numbers on the device."""
+    """Normally distributed numbers on the device."""
     generator = torch.Generator(device()).manual_seed(generator_seed)
     wide = torch.float32 if INTERPRETED else dtype
     return (torch.randn(shape, generator=generator, device=device(), dtype=wide) * scale).to(dtype)

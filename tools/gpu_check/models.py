@@ -1,4 +1,4 @@
-"""Models that are made on the spot: random weights in a folder, or straight in the GPU's memory."""
+"""Synthetic models: random weights in a folder or directly in GPU memory."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 
 
 def tensors_of(config: ModelConfig) -> dict[str, Shape]:
-    """Names and shapes of a Llama's tensors, by Hugging Face's names."""
+    """Names and shapes of a Llama's tensors, with Hugging Face's names."""
     hidden, inner, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
@@ -39,8 +39,8 @@ def tensors_of(config: ModelConfig) -> dict[str, Shape]:
 
 
 def write_weights(folder: Path, config: ModelConfig, seed: int) -> None:
-    """model.safetensors in bfloat16. Outputs of a matrix are as large as its inputs, and norms are not all ones, lest
-    nobody notice that they are not read."""
+    """Write model.safetensors in bfloat16. Matrices preserve the scale of their inputs. Norm weights differ from 1, so
+    that a test notices if they are ignored."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in tensors_of(config).items():
@@ -55,7 +55,7 @@ def write_weights(folder: Path, config: ModelConfig, seed: int) -> None:
 
 
 def write_prepared(folder: Path, config: ModelConfig, seed: int) -> ModelConfig:
-    """A folder as prepare leaves it, but for the tokenizer. Returns what its model.json says."""
+    """Write a folder like prepare's, without the tokenizer. Returns the config in its model.json."""
     import msgspec
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,7 @@ def write_prepared(folder: Path, config: ModelConfig, seed: int) -> ModelConfig:
 
 
 def write_checkpoint(folder: Path, config: ModelConfig, seed: int) -> None:
-    """A folder as on the Hugging Face hub, for a server to prepare."""
+    """Write a folder like those on the Hugging Face hub, for a server to prepare."""
     from transformers import LlamaConfig
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -88,16 +88,16 @@ def write_checkpoint(folder: Path, config: ModelConfig, seed: int) -> None:
         architectures=["LlamaForCausalLM"],
         dtype="bfloat16",
     ).save_pretrained(folder)
-    made_up_tokenizer(config.vocab_size).save(str(folder / "tokenizer.json"))
+    synthetic_tokenizer(config.vocab_size).save(str(folder / "tokenizer.json"))
 
 
-def made_up_tokenizer(size: int) -> Tokenizer:
-    """A byte-level tokenizer of `size` tokens, every one of which is some text: all bytes, then pairs of letters, then
-    letters behind those, as far as they go."""
+def synthetic_tokenizer(size: int) -> Tokenizer:
+    """A byte-level tokenizer of `size` tokens, each of which decodes to text: all bytes, then strings of letters,
+    shortest first."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
     vocabulary = {character: i for i, character in enumerate(alphabet)}
-    assert len(vocabulary) <= size, f"a byte-level tokenizer has {len(vocabulary)} tokens at least"
+    assert len(vocabulary) <= size, f"a byte-level tokenizer has at least {len(vocabulary)} tokens"
     merges: list[tuple[str, str]] = []
     heads = letters
     while len(vocabulary) < size:
@@ -116,21 +116,22 @@ def made_up_tokenizer(size: int) -> Tokenizer:
 
 
 class WeightsOnDevice(Weights):
-    """Every tensor that is asked for, random, in the GPU's memory: where a model's weights would take minutes to read.
+    """Random weights in GPU memory, for models whose weights would take minutes to read.
 
-    What a step costs does not depend on the numbers, as long as they are none that a chip has less trouble with."""
+    The duration of a step does not depend on the values, except for values that a chip computes faster, such as zeros.
+    """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, seed: int = 0) -> None:
-        """`config` names no files; `dtype` is bfloat16 or float32."""
+        """`config` names no weight files. `dtype` is bfloat16 or float32."""
         assert not config.weight_files
         super().__init__(Path(config.name), config, dtype)
         self._dtype = dtype
         self._generator = torch.Generator(gpu.device()).manual_seed(seed)
 
     def matrix(self, name: str, rows: int, columns: int) -> Matrix:
-        """A new matrix each time, [rows, columns]."""
+        """A new random matrix for each call, [rows, columns]."""
         numbers = torch.empty(rows, columns, dtype=self._dtype, device=gpu.device())
-        # Uniform numbers of the variance that keeps outputs as large as inputs.
+        # The variance keeps the scale of outputs equal to that of inputs.
         most = (3.0 / columns) ** 0.5
         numbers.uniform_(-most, most, generator=self._generator)
         self.taken[self._float_format] = None

@@ -1,4 +1,4 @@
-"""Sections, each in a process of its own: an error of the GPU's ends a process, and so does an item that never ends."""
+"""Runs each section in its own process, so that a GPU error or a hanging item ends only that process."""
 
 import argparse
 import json
@@ -15,32 +15,32 @@ from contextlib import suppress
 from pathlib import Path
 
 from tools.gpu_check import child, report
-from tools.gpu_check.child import BROKEN, Task
+from tools.gpu_check.child import GPU_BROKEN, Task
 from tools.gpu_check.options import ALL, SECTIONS, TOTAL_S, parser
-from tools.gpu_check.readings import Begun, Ended, FailedItem, Line, Reading, read, write
+from tools.gpu_check.readings import Ended, FailedItem, Line, Reading, Started, read, write
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 POLL_S = 0.1
-KILLED_S = 10.0
-"""Longest wait for a process that was killed."""
-LEFT: list["subprocess.Popen[bytes]"] = []
-"""Those that had not ended by then."""
+KILL_TIMEOUT_S = 10.0
+"""Longest wait for a killed process."""
+UNREAPED: list["subprocess.Popen[bytes]"] = []
+"""Killed processes that had not ended after `KILL_TIMEOUT_S`."""
 NO_GPU = 2
 STOPPED = threading.Event()
-"""Someone ends this program: nothing more is begun, and what there is is told."""
+"""Set by SIGTERM. No further task starts, and the results so far are reported."""
 QUICK_SHARE = 0.5
-"""Of a section's time, with --quick."""
+"""Part of a section's time limit that --quick allows."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for. Returns the exit code."""
+    """Run the requested sections. Returns the exit code."""
     args = parser().parse_args(argv)
     if args.child:
         return child.run(Task(**json.loads(args.child)))
     if args.interpret:
-        # Read when Triton is loaded, which is below.
+        # Set before the import of Triton below.
         os.environ["TRITON_INTERPRET"] = "1"
-    elif problem := _no_gpu():
+    elif problem := _why_not_here():
         print(f"gpu_check: {problem}", file=sys.stderr)
         return NO_GPU
     names = list(args.only or SECTIONS)
@@ -48,14 +48,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         names.append("tune")
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
-    found = report.Found([], [], args.interpret)
+    found = report.Results([], [], args.interpret)
     before = signal.signal(signal.SIGTERM, lambda *_: STOPPED.set()) if not args.inline else None
     try:
         for lines in _run_all(args, names):
             failed = [line for line in lines if isinstance(line, FailedItem)]
-            found = report.Found([line for line in lines if isinstance(line, Reading)], failed, args.interpret)
+            found = report.Results([line for line in lines if isinstance(line, Reading)], failed, args.interpret)
             if args.out is not None:
-                # After each turn: whoever ends this program has what there is.
+                # Written after each turn, so that the results survive if this program is killed.
                 (args.out / "found.json").write_text(report.as_json(found))
                 (args.out / "found.md").write_text(report.as_markdown(found))
     finally:
@@ -67,19 +67,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if found.is_wrong else 0
 
 
-def _no_gpu() -> str | None:
-    """Why nothing can be done here, in a line."""
+def _why_not_here() -> str | None:
+    """Why the check can't run on this machine; None if it can."""
     try:
         import torch
     except ImportError as error:
-        return f"torch is not there: {error}"
+        return f"torch can't be imported: {error}"
     if not torch.cuda.is_available():
-        return "no NVIDIA GPU that torch can use is here (--interpret tries the code on the CPU)"
+        return "torch finds no NVIDIA GPU (--interpret runs the code on the CPU)"
     return None
 
 
 def _run_all(args: argparse.Namespace, names: Sequence[str]) -> Iterator[list[Line]]:
-    """Every line of every section until now, after each turn. Sections that measure no time come first, all at once."""
+    """Yield all lines of all sections so far, after each turn. Sections that don't measure time run first and in
+    parallel."""
     lines: dict[str, list[Line]] = {}
     rates: dict[str, float] = {}
     end_s = time.monotonic() + TOTAL_S
@@ -106,7 +107,7 @@ def _run_all(args: argparse.Namespace, names: Sequence[str]) -> Iterator[list[Li
 
 
 def _tasks(args: argparse.Namespace, name: str, left_s: float, folder: Path, rates: dict[str, float]) -> Iterator[Task]:
-    """Those of a section."""
+    """The tasks of a section, one for each process."""
     section = ALL[name]
     budget_s = section.budget_s * (QUICK_SHARE if args.quick and section.is_alone else 1.0)
     if not name.startswith("tune"):
@@ -129,38 +130,38 @@ def _tasks(args: argparse.Namespace, name: str, left_s: float, folder: Path, rat
 
 
 def _run_section(task: Task, inline: bool) -> list[Line]:
-    """The section's lines. A process that breaks is followed by another for what it left."""
+    """Run a task and return its lines. If its process dies, a new one runs the remaining items."""
     path = Path(task.lines)
     end_s = time.monotonic() + task.left_s
     while True:
-        done = [line.item for line in read(path) if isinstance(line, Begun)]
+        done = [line.item for line in read(path) if isinstance(line, Started)]
         left_s = 0.0 if STOPPED.is_set() else end_s - time.monotonic()
         if left_s <= 0 and (not task.interpreted or STOPPED.is_set()):
-            write(path, Reading("the rest", result="cut", note="the section's time was over", section=task.section))
+            write(path, Reading("the rest", result="cut", note="the section ran out of time", section=task.section))
             return read(path)
         task = Task(**{**json.loads(task.to_json()), "done": done, "left_s": left_s})
         code = child.run(task) if inline else _run_process(task, end_s)
         lines = read(path)
-        begun = [line.item for line in lines if isinstance(line, Begun)]
+        begun = [line.item for line in lines if isinstance(line, Started)]
         closed = {line.item for line in lines if isinstance(line, Ended | FailedItem)}
         opened = [item for item in begun if item not in closed]
         for item in opened:
-            write(path, FailedItem(item, f"the process ended by {_reason(code)} in {item!r}"))
+            write(path, FailedItem(item, f"the process ended with {_reason(code)} in {item!r}"))
         if code == 0:
             return read(path)
         if len(begun) == len(done):
-            # It did not come so far as to begin anything: the next would not either.
-            if code != BROKEN:
-                write(path, FailedItem(task.section, f"the process ended by {_reason(code)} before its first item"))
+            # The process died before its first item, and the next one would too.
+            if code != GPU_BROKEN:
+                write(path, FailedItem(task.section, f"the process ended with {_reason(code)} before its first item"))
             return read(path)
-        print(f"    {task.section} goes on in a new process after {_reason(code)}", flush=True)
+        print(f"    {task.section} continues in a new process after {_reason(code)}", flush=True)
 
 
 def _run_process(task: Task, end_s: float) -> int:
-    """Run a section's process until it ends or has to be ended. Returns its exit code, as subprocess has it."""
+    """Run a task's process until it ends or exceeds a limit. Returns its exit code, negative for a signal."""
     environ = dict(os.environ)
     if not ALL[task.section].is_alone:
-        # Beside as many processes as there are cores, threads of one would wait for cores, and spin.
+        # There is one process per core: more threads would only spin.
         environ["OMP_NUM_THREADS"] = "1"
     process = subprocess.Popen(
         command_of(task), cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, start_new_session=True
@@ -171,30 +172,30 @@ def _run_process(task: Task, end_s: float) -> int:
         while (code := process.poll()) is None:
             lines = read(path)
             for line in lines[seen:]:
-                if isinstance(line, Begun):
+                if isinstance(line, Started):
                     item, item_end_s = line.item, time.monotonic() + line.limit_s
             seen = len(lines)
             if STOPPED.is_set():
-                write(path, FailedItem(item, f"{item!r} was ended with this program"))
+                write(path, FailedItem(item, f"{item!r} was killed because gpu_check was stopped"))
                 return -signal.SIGKILL
             now_s = time.monotonic()
             if now_s > min(end_s, item_end_s) and not task.interpreted:
-                why = "its time" if now_s > item_end_s else "the section's time"
-                write(path, FailedItem(item, f"{item!r} was ended: {why} was over"))
+                limit = "its time limit" if now_s > item_end_s else "the section's time limit"
+                write(path, FailedItem(item, f"{item!r} was killed: it exceeded {limit}"))
                 return -signal.SIGKILL
             time.sleep(POLL_S)
         return code
     finally:
         _kill_session(process.pid)
         try:
-            process.wait(KILLED_S)
+            process.wait(KILL_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            # One that is inside of the driver may take its time, or never end: what follows goes on beside it.
-            LEFT.append(process)
+            # A process in the driver may take long to die, or never die. The next tasks run beside it.
+            UNREAPED.append(process)
 
 
 def _kill_session(leader: int) -> None:
-    """End a process and all that it has started, a server in a process group of its own among them."""
+    """Kill a process and everything it started, including servers in process groups of their own."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(ProcessLookupError, PermissionError):
@@ -203,11 +204,11 @@ def _kill_session(leader: int) -> None:
 
 
 def command_of(task: Task) -> list[str]:
-    """What runs a section in a process of its own."""
+    """The command that runs a task in its own process."""
     return [sys.executable, "-m", "tools.gpu_check", "--child", task.to_json()]
 
 
 def _reason(code: int) -> str:
-    if code == BROKEN:
-        return "an error of the GPU's"
+    if code == GPU_BROKEN:
+        return "a GPU error"
     return f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -1,5 +1,4 @@
-"""What was found, one thing at a time. A section's process writes each as a line of JSON the moment it has it, so that
-one that dies takes nothing along."""
+"""Results of items. Each is appended to a file as a line of JSON at once, so that a crash loses nothing."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -11,33 +10,33 @@ Result = Literal["", "pass", "FAIL", "cut"]
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One row of the table."""
+    """One row of the report."""
 
     case: str
     value: float | None = None
     unit: str = ""
     bound: float | None = None
-    """What the machine allows, or the largest error that is right; in the same unit."""
+    """The hardware limit, or the largest allowed error, in the same unit."""
     must: float | None = None
     goal: float | None = None
     less_is_better: bool = False
     result: Result = ""
-    """Of a check; "cut" where there was no time for it."""
+    """Of a check; "cut" if it was skipped for lack of time."""
     note: str = ""
     numbers: dict[str, Any] = field(default_factory=dict)
-    """More of the same measurement, for the JSON."""
+    """Further values of the measurement, for the JSON."""
     section: str = ""
 
     @property
     def share(self) -> float | None:
-        """Of what the bound allows, where that is a bound on speed."""
+        """Ratio to the hardware limit; None for checks."""
         if self.result or not self.value or not self.bound:
             return None
         return self.bound / self.value if self.less_is_better else self.value / self.bound
 
     @property
     def verdict(self) -> str:
-        """What became of the check, or of what must be reached."""
+        """The result of the check, or the target that was reached."""
         if self.result or self.value is None or self.must is None:
             return self.result
         if not self._reaches(self.must):
@@ -50,7 +49,7 @@ class Reading:
 
 
 def check(case: str, error: float, bound: float, note: str = "", **numbers: Any) -> Reading:
-    """An error and the largest that is right. NaN is none."""
+    """A reading that passes if `error` is at most `bound`. NaN fails."""
     return Reading(
         case, error, "", bound, result="pass" if error <= bound else "FAIL", less_is_better=True, note=note,
         numbers=numbers,
@@ -58,8 +57,8 @@ def check(case: str, error: float, bound: float, note: str = "", **numbers: Any)
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """An item begins."""
+class Started:
+    """An item started."""
 
     item: str
     limit_s: float
@@ -67,7 +66,7 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class FailedItem:
-    """An item has ended by an error."""
+    """An item raised an error."""
 
     item: str
     traceback: str
@@ -75,25 +74,25 @@ class FailedItem:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """An item is done, whatever it found."""
+    """An item ended, with or without an error."""
 
     item: str
     took_s: float
 
 
-Line = Begun | Reading | FailedItem | Ended
-KINDS: dict[str, type[Line]] = {kind.__name__: kind for kind in (Begun, Reading, FailedItem, Ended)}
+Line = Started | Reading | FailedItem | Ended
+KINDS: dict[str, type[Line]] = {kind.__name__: kind for kind in (Started, Reading, FailedItem, Ended)}
 
 
 def write(path: Path, line: Line) -> None:
-    """Append a line; on return it outlives this process."""
+    """Append a line. It survives a crash of this process."""
     with path.open("a") as file:
-        # A process that was killed may have left half a line before this one.
+        # A killed process may have left half a line.
         file.write("\n" + json.dumps({"kind": type(line).__name__, **asdict(line)}) + "\n")
 
 
 def read(path: Path) -> list[Line]:
-    """All whole lines of a file, which may not be there yet."""
+    """All complete lines of a file; none if it does not exist."""
     if not path.exists():
         return []
     lines = []
@@ -101,6 +100,6 @@ def read(path: Path) -> list[Line]:
         try:
             fields = json.loads(text)
         except json.JSONDecodeError:
-            continue  # empty, or half of one
+            continue  # empty or incomplete
         lines.append(KINDS[fields.pop("kind")](**fields))
     return lines

@@ -1,4 +1,4 @@
-"""What was found, as a table to read, as Markdown for a page, and as JSON to keep."""
+"""The results as a table for the terminal, as Markdown and as JSON."""
 
 import json
 import math
@@ -11,15 +11,15 @@ from tools.gpu_check.readings import FailedItem, Reading
 
 HEADINGS = ("case", "measured", "bound", "share", "must", "goal", "result", "note")
 LEFT = (0, 6, 7)
-"""Columns of words."""
-MEANINGLESS = "Kernels were interpreted on the CPU: the times mean nothing."
+"""Left-aligned columns."""
+MEANINGLESS = "Kernels were interpreted on the CPU: the times are meaningless."
 MOST_NOTE = 60
-"""Characters of a note in the table; the other two have it whole."""
+"""Longest note in the terminal's table, in characters. Markdown and JSON have the full notes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """All of a run."""
+class Results:
+    """All results of a run."""
 
     readings: list[Reading]
     failed: list[FailedItem]
@@ -27,24 +27,24 @@ class Found:
 
     @property
     def is_wrong(self) -> bool:
-        """Something failed. A target that is missed, or a case without time, is no failure."""
+        """Whether a check failed or an item raised an error. Missed targets and skipped cases don't count."""
         return bool(self.failed) or any(reading.result == "FAIL" for reading in self.readings)
 
     @property
     def summary(self) -> str:
-        """How many of what, in a line."""
+        """The number of each kind of result, in a line."""
         num = {kind: sum(reading.verdict == kind for reading in self.readings) for kind in ("pass", "FAIL", "cut")}
         targets = [reading for reading in self.readings if reading.must is not None and not reading.result]
         reached = sum(reading.verdict in ("must", "goal") for reading in targets)
         goals = sum(reading.verdict == "goal" for reading in targets)
         return (
-            f"checks: {num['pass']} passed, {num['FAIL']} failed; errors: {len(self.failed)}; without time: "
+            f"checks: {num['pass']} passed, {num['FAIL']} failed; errors: {len(self.failed)}; out of time: "
             f"{num['cut']}; targets: {reached} of {len(targets)} reached, {goals} of them the goal"
         )
 
 
-def as_text(found: Found) -> str:
-    """For a terminal."""
+def as_text(found: Results) -> str:
+    """The table for a terminal."""
     rows = [HEADINGS, *(_cells(reading, MOST_NOTE) for reading in found.readings)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEADINGS))]
     lines = []
@@ -61,8 +61,8 @@ def as_text(found: Found) -> str:
     return "\n".join([*lines, found.summary])
 
 
-def as_markdown(found: Found) -> str:
-    """Tables for docs/performance.md, one a section."""
+def as_markdown(found: Results) -> str:
+    """Tables for docs/performance.md, one for each section."""
     lines = []
     for section in dict.fromkeys(reading.section for reading in found.readings):
         rows = [_cells(reading, None) for reading in found.readings if reading.section == section]
@@ -75,8 +75,8 @@ def as_markdown(found: Found) -> str:
     return "\n".join([*lines, found.summary, ""])
 
 
-def as_json(found: Found) -> str:
-    """Everything, indented."""
+def as_json(found: Results) -> str:
+    """All results as indented JSON."""
     readings = [{**asdict(reading), "share": reading.share, "verdict": reading.verdict} for reading in found.readings]
     whole = {
         "interpreted": found.interpreted,
@@ -88,7 +88,7 @@ def as_json(found: Found) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """The same with words for numbers that JSON has not."""
+    """Replace infinities and NaN, which JSON does not have, by strings."""
     match value:
         case float() if not math.isfinite(value):
             return str(value)

@@ -1,4 +1,4 @@
-"""Executors of either device, made without a server around them."""
+"""Executors without a server around them."""
 
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ def settings_for(
     quantization: Quantization = "none",
     early_launch: bool = False,
 ) -> Settings:
-    """On a CPU torch computes, whose ops are the plain references. Where kernels are interpreted, a GPU's memory is the
-    machine's."""
+    """Settings for one device. A CPU uses the plain torch ops. With interpreted kernels, the GPU executor runs in host
+    memory."""
     replace, plain = msgspec.structs.replace, Settings()
     if INTERPRETED:
         device = "cpu"
@@ -44,19 +44,19 @@ def settings_for(
 
 
 def make_cpu_runner(settings: Settings, folder: Path) -> Any:
-    """The CPU's executor for a prepared folder."""
+    """A CPU executor for a prepared folder."""
     from pipeline.stages.execute.cpu.runner import CpuRunner
 
     return CpuRunner(settings, folder)
 
 
 def make_runner(settings: Settings, folder: Path, weights: Weights | None = None) -> Any:
-    """The GPU's executor for a prepared folder; with `weights` in place of those that the folder names."""
+    """A GPU executor for a prepared folder. `weights` replaces the folder's weights."""
     from pipeline.stages.execute.cuda.runner import CudaRunner
 
     return CudaRunner(settings, folder, weights=weights)
 
 
 def close(runner: Any) -> None:
-    """Give back what it holds, on the GPU too once nobody names it."""
+    """Free the runner's resources, including its GPU memory."""
     runner.close()

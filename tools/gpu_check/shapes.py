@@ -1,4 +1,4 @@
-"""The models whose steps are measured, and the bytes that a step of each has to move."""
+"""The models whose steps are measured, and the bytes that their steps read."""
 
 from dataclasses import dataclass
 
@@ -59,7 +59,7 @@ SMALL = ModelConfig(
     eos_ids=[2],
     weight_files=[],
 )
-"""Its texts are compared with the CPU's."""
+"""The model whose outputs are compared with the CPU's."""
 TINY = ModelConfig(
     name="tiny",
     architecture="llama",
@@ -77,15 +77,15 @@ TINY = ModelConfig(
     eos_ids=[2],
     weight_files=[],
 )
-"""Stands for all of them where kernels are interpreted."""
+"""Replaces all other models if kernels are interpreted."""
 
 GROUP_BYTES = 4
-"""Of 128 columns in int4: a scale and a minimum, float16 each."""
+"""A scale and a minimum for each group in int4, float16 each."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepBytes:
-    """What a step that only decodes has to read, in bytes."""
+    """Bytes that a decode step reads."""
 
     weights: int
     kv: int
@@ -96,15 +96,16 @@ class StepBytes:
 
 
 def step_bytes(config: ModelConfig, batch: int, context: int, layer_bits: float = 16.0) -> StepBytes:
-    """Of `batch` rows of `context` tokens each, with `layer_bits` for a number of a layer's matrices, and bfloat16 for
-    the head, keys and values. Of an embedding that is not the head too, a step reads next to nothing."""
+    """Bytes for `batch` rows of `context` tokens each. Layer matrices have `layer_bits` bits per weight; head, keys and
+    values are bfloat16. An input embedding that is not tied to the head is ignored: a step reads only a few of its
+    rows."""
     keys = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2
     weights = num_layer_weights(config) * layer_bits / 8 + 2 * config.hidden_size * config.vocab_size
     return StepBytes(int(weights), batch * context * keys)
 
 
 def num_layer_weights(config: ModelConfig) -> int:
-    """Numbers in the matrices of all layers."""
+    """Number of weights in the matrices of all layers."""
     hidden, queries = config.hidden_size, config.num_heads * config.head_dim
     attention = hidden * (2 * queries + 2 * config.num_kv_heads * config.head_dim)
     mlp = 3 * hidden * config.intermediate_size
@@ -112,5 +113,5 @@ def num_layer_weights(config: ModelConfig) -> int:
 
 
 def bits_in_groups(code_bits: int, group: int) -> float:
-    """Of a number in groups with a scale and a minimum."""
+    """Average bits per weight in groups with a scale and a minimum."""
     return code_bits + 8 * GROUP_BYTES / group

@@ -1,11 +1,11 @@
-"""Every family of kernels/triton, at the shapes of models, against formulas in float64."""
+"""Checks every kernel family of kernels/triton against float64 references, at the shapes of real models."""
 
 from tools.gpu_check.child import Context, Item
 from tools.gpu_check.kernels import attention, dense, ends, sampling
 
 
 def items(context: Context) -> list[Item]:
-    """The longest items first: processes take items in turns, so the first ones start at once."""
+    """The items, the longest first: processes take items in turn, so the long ones start at once."""
     products = dense.items(context)
     codes = [item for item in products if item.name.startswith("products of int")]
     return [

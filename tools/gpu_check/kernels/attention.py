@@ -1,5 +1,5 @@
-"""Attention over blocks and what writes them: steps that decode, that verify drafts, that compute chunks, and mixtures,
-with the heads of three models.
+"""Checks paged attention and the kernels that write the KV cache: decode, drafts, prefill chunks and mixed steps, with
+the heads of three models.
 
 Shapes: T tokens, Q query heads, K key-value heads, D head_dim.
 """
@@ -16,9 +16,9 @@ from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.rope import rope_frequencies
 from tools.gpu_check import gpu
 from tools.gpu_check.child import Context, Item
-from tools.gpu_check.kernels import made_steps
-from tools.gpu_check.kernels.checking import ROUNDED, checked, exactly
-from tools.gpu_check.kernels.made_steps import Entry, MadeStep
+from tools.gpu_check.kernels import random_steps
+from tools.gpu_check.kernels.checking import ROUNDED, check_exact, check_output
+from tools.gpu_check.kernels.random_steps import Entry, RandomStep
 from tools.gpu_check.readings import Reading
 from tools.gpu_check.shapes import LLAMA_1B, LLAMA_8B, SMOLLM2_135M, TINY
 
@@ -26,12 +26,12 @@ MODELS = {"8B": LLAMA_8B, "1B": LLAMA_1B, "135M": SMOLLM2_135M}
 DTYPE = torch.bfloat16
 KINDS = ("chunk", "decode", "drafts")
 ANGLES = 8192
-"""Positions that there are angles for."""
+"""Number of positions in the rotary tables."""
 
 
 def items(context: Context) -> list[Item]:
     names = ["135M"] if context.interpreted else list(MODELS)
-    # Each kind by itself, so that a kernel which can't be compiled takes no other's cases along.
+    # One item for each kind, so that a kernel that doesn't compile fails only its own cases.
     made = [
         Item(f"attention, {name}: {kind}", partial(_attention, name=name, kind=kind), 5, 120)
         for kind in KINDS
@@ -47,7 +47,7 @@ def _config(context: Context, name: str) -> ModelConfig:
 
 
 def cases(context: Context) -> dict[str, tuple[list[Entry], int | None]]:
-    """Entries and window, by what they are; each begins with one of KINDS."""
+    """Entries and window, by case name. Each name begins with one of KINDS."""
     if context.interpreted:
         return {"decode 3, window 7": ([(5, 1), (20, 1), (0, 0)], 7), "chunk and decode": ([(3, 9), (11, 1)], None)}
     draw = random.Random(1)
@@ -77,22 +77,22 @@ def _attention(context: Context, name: str, kind: str) -> Iterator[Reading]:
     for case, (entries, window) in cases(context).items():
         if not case.startswith(kind):
             continue
-        made = made_steps.make(entries, config.num_kv_heads, head_dim, DTYPE, padding=3)
+        made = random_steps.make(entries, config.num_kv_heads, head_dim, DTYPE, padding=3)
         tasks = _tasks(config, made, window)
         num = len(made.live)
         queries = gpu.random(7, num, heads * head_dim, dtype=DTYPE)
         out = torch.empty_like(queries)
-        right = made_steps.attention(queries, made, heads, window).view(num, -1)
+        right = random_steps.attention(queries, made, heads, window).view(num, -1)
 
-        def run(made: MadeStep = made, tasks: Any = tasks, out: Tensor = out, queries: Tensor = queries) -> None:
+        def run(made: RandomStep = made, tasks: Any = tasks, out: Tensor = out, queries: Tensor = queries) -> None:
             tasks.plan(made.arrays, one_each=max(count for _, count in made.entries) <= 1)
             attend(out, queries, made.keys, made.values, made.arrays, tasks)
 
         yield _only_live(f"attention, {name}: {case}", run, out, right, made)
 
 
-def _only_live(case: str, run: Any, out: Tensor, right: Tensor, made: MadeStep) -> Reading:
-    """Tokens that are computed for somebody are compared; the others have to stay as they are."""
+def _only_live(case: str, run: Any, out: Tensor, right: Tensor, made: RandomStep) -> Reading:
+    """Compare the live tokens. The others must not be written."""
     live = made.live
     found = torch.empty(int(live.sum()), out.shape[1], dtype=out.dtype, device=out.device)
     untouched = True
@@ -104,11 +104,11 @@ def _only_live(case: str, run: Any, out: Tensor, right: Tensor, made: MadeStep) 
         found.copy_(out[live])
         untouched &= bool(out[~live].isnan().all())
 
-    reading = checked(case, gathered, found, right[live], ROUNDED)
-    return reading if untouched else exactly(case, False, "tokens that are nobody's were written")
+    reading = check_output(case, gathered, found, right[live], ROUNDED)
+    return reading if untouched else check_exact(case, False, "padding tokens were written")
 
 
-def _tasks(config: ModelConfig, made: MadeStep, window: int | None) -> Any:
+def _tasks(config: ModelConfig, made: RandomStep, window: int | None) -> Any:
     from pipeline.kernels.triton.attention.tasks import AttentionTasks
 
     return AttentionTasks(
@@ -150,7 +150,7 @@ HeadNorms = tuple[Tensor, Tensor, float]
 def split_heads(
     partials: Tensor,
     config: ModelConfig,
-    step: MadeStep,
+    step: RandomStep,
     angles: tuple[Tensor, Tensor],
     norms: HeadNorms | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -176,7 +176,7 @@ def _rotation(context: Context, name: str) -> Iterator[Reading]:
     cos, sin = _angles(config)
     entries: Sequence[Entry] = [(3, 2), (0, 1)] if context.interpreted else [(500, 33), (77, 1), (9, 0), (4000, 1)]
     for num_split_k_partials, norms in ((3, None), (1, _head_norms(config))):
-        made = made_steps.make(entries, config.num_kv_heads, config.head_dim, DTYPE, padding=2)
+        made = random_steps.make(entries, config.num_kv_heads, config.head_dim, DTYPE, padding=2)
         num = len(made.live)
         partials = _split_k_partials(config, num, num_split_k_partials)
         queries = torch.empty(num, config.num_heads * config.head_dim, dtype=DTYPE, device=gpu.device())
@@ -193,12 +193,12 @@ def _rotation(context: Context, name: str) -> Iterator[Reading]:
             run()
             found.copy_(queries[live])
 
-        yield checked(f"{case}: queries", gathered, found, right[0].view(num, -1)[live], ROUNDED)
+        yield check_output(f"{case}: queries", gathered, found, right[0].view(num, -1)[live], ROUNDED)
         for what, cache, wanted in (("keys", made.keys, right[1]), ("values", made.values, right[2])):
             yield _written(f"{case}: {what}", run, cache, made, wanted)
 
 
-def _written(case: str, run: Any, cache: Tensor, made: MadeStep, right: Tensor) -> Reading:
+def _written(case: str, run: Any, cache: Tensor, made: RandomStep, right: Tensor) -> Reading:
     """The step's own slots of a cache [num_blocks, K, BLOCK_SIZE, D] hold `right` [T, K, D]; others what they did."""
     slots = made.arrays.slots[made.live]
     flat = cache.transpose(1, 2).flatten(0, 1)  # a copy where it has to be
@@ -216,8 +216,8 @@ def _written(case: str, run: Any, cache: Tensor, made: MadeStep, right: Tensor) 
         same = after[others].nan_to_num(12345.0) == before[others].nan_to_num(12345.0)
         untouched &= bool(same.all())
 
-    reading = checked(case, gathered, found, right[made.live], ROUNDED)
-    return reading if untouched else exactly(case, False, "slots of others were written")
+    reading = check_output(case, gathered, found, right[made.live], ROUNDED)
+    return reading if untouched else check_exact(case, False, "slots of others were written")
 
 
 def _head_norms(config: ModelConfig) -> HeadNorms:
@@ -229,7 +229,7 @@ def _head_norms(config: ModelConfig) -> HeadNorms:
 
 
 def _few(context: Context, name: str) -> Iterator[Reading]:
-    """Rotation, write and attention together, for steps in which few rows decode."""
+    """Fused rotation, cache write and attention, for decode steps with few rows."""
     from pipeline.kernels.triton.attention.decode import attend_decode
 
     config = _config(context, name)
@@ -240,17 +240,17 @@ def _few(context: Context, name: str) -> Iterator[Reading]:
         for window in (None, 9) if context.interpreted else (None, 700):
             starts = [(draw.randrange(40 if context.interpreted else 3000), 1) for _ in range(num_rows)]
             entries: list[Entry] = [*starts, (7, 0)]
-            made = made_steps.make(entries, config.num_kv_heads, config.head_dim, DTYPE)
+            made = random_steps.make(entries, config.num_kv_heads, config.head_dim, DTYPE)
             num = len(made.live)
             norms = _head_norms(config) if num_rows == 5 else None
             partials = _split_k_partials(config, num, 2)
             queries, keys, values = split_heads(partials, config, made, angles, norms)
-            # What the formula sees: the cache with the step's own keys and values in it, as they are rounded.
+            # The reference reads the cache with the step's own keys and values in it, rounded like the kernel's.
             slots = made.arrays.slots[made.live]
             blocks, places = slots // made.keys.shape[2], slots % made.keys.shape[2]
             for cache, mine in ((made.keys, keys), (made.values, values)):
                 cache[blocks, :, places] = mine[made.live].to(cache.dtype)
-            right = made_steps.attention(queries.reshape(num, -1), made, config.num_heads, window).view(num, -1)
+            right = random_steps.attention(queries.reshape(num, -1), made, config.num_heads, window).view(num, -1)
             tasks = _tasks(config, made, window)
             out = torch.empty(num, config.num_heads * config.head_dim, dtype=DTYPE, device=gpu.device())
 

@@ -1,6 +1,6 @@
-"""Norms, embeddings, gates and products: what stands between two layers of attention.
+"""Checks norms, embeddings, activations and matrix products: everything between two attention layers.
 
-Shapes: M tokens, N rows and K columns of a weight, P parts, H hidden size, I intermediate size.
+Shapes: M tokens, N rows and K columns of a weight, P split-k partials, H hidden size, I intermediate size.
 """
 
 from collections.abc import Iterator
@@ -14,14 +14,14 @@ from pipeline.kernels.matrix import Format, Matrix, quantize
 from pipeline.runtime.model_folder import ModelConfig
 from tools.gpu_check import gpu
 from tools.gpu_check.child import Context, Item
-from tools.gpu_check.kernels.checking import EXACT, ROUNDED, checked
+from tools.gpu_check.kernels.checking import EXACT, ROUNDED, check_output
 from tools.gpu_check.readings import Reading
 from tools.gpu_check.shapes import LLAMA_1B, LLAMA_8B, SMOLLM2_135M, TINY
 
 MODELS = {"8B": LLAMA_8B, "1B": LLAMA_1B, "135M": SMOLLM2_135M}
 EPS = 1e-5
 FEW = (1, 2, 5, 16)
-"""Numbers of tokens that our own products are for."""
+"""Token counts that our own GEMM kernels handle."""
 MANY = (17, 64, 200)
 NUM_PARTIALS = 3
 
@@ -56,7 +56,7 @@ def _config(context: Context, name: str) -> ModelConfig:
 
 
 def matrices_of(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Rows and columns of a layer's products."""
+    """Rows and columns of a layer's matrices."""
     hidden, queries = config.hidden_size, config.num_heads * config.head_dim
     return {
         "qkv": (queries + 2 * config.num_kv_heads * config.head_dim, hidden),
@@ -110,7 +110,7 @@ def _linear(case: str, matrix: Any, num: int, *, with_bias: bool) -> Reading:
         torch.sum(partials, 0, dtype=torch.float64, out=sums)
 
     bound = EXACT if matrix.form == "float" and dtype == torch.float32 else ROUNDED
-    return checked(case, run, sums, right, bound, f"{len(partials)} parts of {_short(dtype)}")
+    return check_output(case, run, sums, right, bound, f"{len(partials)} parts of {_short(dtype)}")
 
 
 def _fused(context: Context, name: str) -> Iterator[Reading]:
@@ -150,8 +150,8 @@ def _fused(context: Context, name: str) -> Iterator[Reading]:
                 norm_linear(out, left, residual, partials, weight, EPS, qkv, None)
                 torch.sum(out, 0, dtype=torch.float64, out=sums)
 
-            yield checked(f"norm + qkv {what}", product, sums, normed @ _wide(qkv).t(), ROUNDED)
-            yield checked(f"norm + qkv {what}: residual", product, left, summed, EXACT)
+            yield check_output(f"norm + qkv {what}", product, sums, normed @ _wide(qkv).t(), ROUNDED)
+            yield check_output(f"norm + qkv {what}: residual", product, left, summed, EXACT)
             gated = torch.empty(num, inner, dtype=torch.bfloat16, device=gpu.device())
 
             def gate(  # type: ignore[no-untyped-def]
@@ -165,7 +165,9 @@ def _fused(context: Context, name: str) -> Iterator[Reading]:
                 norm_swiglu(gated, left, residual, partials, weight, EPS, gate_up, None)
 
             gates, ups = (normed @ _wide(gate_up).t()).chunk(2, -1)
-            yield checked(f"norm + gate and up {what}", gate, gated, torch.nn.functional.silu(gates) * ups, ROUNDED)
+            yield check_output(
+                f"norm + gate and up {what}", gate, gated, torch.nn.functional.silu(gates) * ups, ROUNDED
+            )
 
 
 def _logits(context: Context) -> Iterator[Reading]:
@@ -181,7 +183,7 @@ def _logits(context: Context) -> Iterator[Reading]:
                 out = torch.empty(num, config.vocab_size, dtype=torch.float32, device=gpu.device())
                 case = f"logits {format or 'bf16'}, {name}, {num} samples"
                 bound = EXACT if format is None else ROUNDED
-                yield checked(case, partial(logits, out, x, head), out, _product(x, head), bound)
+                yield check_output(case, partial(logits, out, x, head), out, _product(x, head), bound)
 
 
 def _random(rows: int, columns: int) -> Tensor:
@@ -210,7 +212,7 @@ def _wide(matrix: Any) -> Tensor:
 
 
 def _product(x: Tensor, matrix: Any) -> Tensor:
-    """[M, N] float64, some rows of the weight at a time."""
+    """[M, N] float64, computed for some rows of the weight at a time to save memory."""
     numbers = matrix.dequantize()
     return torch.cat([x.double() @ rows.double().t() for rows in numbers.split(1 << 15)], dim=1)
 
@@ -249,11 +251,11 @@ def _norms(context: Context) -> Iterator[Reading]:
                 add_norm(out, residual, partials, weight, EPS)
 
             case = f"{name}, {num} tokens, {num_split_k_partials} parts of {_short(dtype)}"
-            yield checked(f"add and norm, {case}", add, out, _rms(summed, weight), ROUNDED)
-            yield checked(f"add and norm, {case}: residual", add, residual, summed, EXACT)
+            yield check_output(f"add and norm, {case}", add, out, _rms(summed, weight), ROUNDED)
+            yield check_output(f"add and norm, {case}: residual", add, residual, summed, EXACT)
             index = torch.tensor([num - 1, 0], dtype=torch.int32, device=gpu.device())
             last = torch.empty(2, hidden, dtype=torch.bfloat16, device=gpu.device())
-            yield checked(
+            yield check_output(
                 f"norm of two rows, {case}",
                 partial(take_norm, last, before, partials, index, weight, EPS),
                 last,
@@ -273,7 +275,7 @@ def _embedding(context: Context) -> Iterator[Reading]:
         out = torch.empty(33, config.hidden_size, device=gpu.device())
         right = table.dequantize()[ids.long()]
         case = f"embedding, {format or 'bf16'}"
-        yield checked(case, partial(embed, out, table, ids), out, right, EXACT)
+        yield check_output(case, partial(embed, out, table, ids), out, right, EXACT)
 
 
 def _gate(context: Context) -> Iterator[Reading]:
@@ -290,4 +292,4 @@ def _gate(context: Context) -> Iterator[Reading]:
             gates, ups = partials.double().sum(0).chunk(2, -1)
             right = torch.nn.functional.silu(gates) * ups
             case = f"silu and product, {name}, {num} tokens"
-            yield checked(case, partial(silu_mul, out, partials), out, right, ROUNDED)
+            yield check_output(case, partial(silu_mul, out, partials), out, right, ROUNDED)

@@ -1,4 +1,5 @@
-"""Both ends of a step, and copies of blocks: what moves integers, and is right to the last one.
+"""Checks the kernels at the start and the end of a step, and block copies. They move integers, so results must be
+equal.
 
 Shapes: R rows, L ids of a row, B blocks of a row.
 """
@@ -17,7 +18,7 @@ from pipeline.kernels.triton.launch import INTERPRETED
 from pipeline.kernels.triton.rows import NUM_FIELDS, Field, RowState, StepArrays
 from tools.gpu_check import gpu
 from tools.gpu_check.child import Context, Item
-from tools.gpu_check.kernels.checking import exactly
+from tools.gpu_check.kernels.checking import check_exact
 from tools.gpu_check.readings import Reading
 
 MAX_STOPS = 5
@@ -30,8 +31,8 @@ def items(context: Context) -> list[Item]:
     return [Item("ends of a step", _ends), Item("copies of blocks", _copies)]
 
 
-class Machine:
-    """Rows on the device as an executor has them, full of random numbers, and the same on the host."""
+class DeviceRows:
+    """Rows with random contents, on the device as in an executor, and the same on the host."""
 
     def __init__(self, num_rows: int, num_ids: int, seed: int) -> None:
         self.random = np.random.default_rng(seed)
@@ -53,7 +54,7 @@ class Machine:
         self.rows = RowState(self.state, *views)
 
     def words(self, starts: Ints, counts: Ints, rows: Ints, sampled: Ints) -> Tensor:
-        """As `Staging` writes them, behind what nobody may believe."""
+        """A step's words as `Staging` writes them. Unused words hold garbage."""
         most, num_tokens = self.num_rows, int(counts.sum())
         at = ends.words_of(most)
         words = np.full(at + num_tokens, 10**8, np.int32)
@@ -92,33 +93,35 @@ def _ends(context: Context) -> Iterator[Reading]:
     sizes = ((4, 40, 3),) if context.interpreted else ((256, 1100, 256), (256, 1100, 40), (16, 300, 1))
     for i, (num_rows, num_ids, num_entries) in enumerate(sizes):
         for one_each in (True, False):
-            machine = Machine(num_rows, num_ids, seed=2 * i + one_each)
-            random = machine.random
+            device_rows = DeviceRows(num_rows, num_ids, seed=2 * i + one_each)
+            random = device_rows.random
             rows = random.permutation(num_rows)[:num_entries].astype(np.int32)
-            known = machine.params[rows, Field.NUM_IDS]
+            known = device_rows.params[rows, Field.NUM_IDS]
             counts = np.ones_like(rows) if one_each else np.minimum(random.integers(1, 30, num_entries), known)
             starts = (known - counts).astype(np.int32)
             sampled = np.flatnonzero(random.random(num_entries) < (2 if one_each else 0.6)).astype(np.int32)
             case = f"{num_entries} of {num_rows} rows, {'one token' if one_each else 'chunks'} each"
-            yield from _check_step(machine, rows, starts, counts.astype(np.int32), sampled, one_each, case)
+            yield from _check_step(device_rows, rows, starts, counts.astype(np.int32), sampled, one_each, case)
 
 
 def _check_step(
-    machine: Machine, rows: Ints, starts: Ints, counts: Ints, sampled: Ints, one_each: bool, case: str
+    device_rows: DeviceRows, rows: Ints, starts: Ints, counts: Ints, sampled: Ints, one_each: bool, case: str
 ) -> Iterator[Reading]:
-    num_tokens, num = int(counts.sum()), machine.num_rows
-    # A step that decodes is padded alike in all of its sizes.
-    step = machine.arrays(num if one_each else num_tokens + 7, num, num)
-    words = machine.words(starts, counts, rows, sampled)
+    num_tokens, num = int(counts.sum()), device_rows.num_rows
+    # All sizes of a decode step are padded alike.
+    step = device_rows.arrays(num if one_each else num_tokens + 7, num, num)
+    words = device_rows.words(starts, counts, rows, sampled)
     stamps = torch.zeros(ends.STAMP_WORDS, dtype=torch.int32, device=gpu.device())
-    ends.prepare(step, machine.rows, words, stamps, num, one_each)
+    ends.prepare(step, device_rows.rows, words, stamps, num, one_each)
 
-    dead = machine.params[rows, Field.ENDED] == 1
+    dead = device_rows.params[rows, Field.ENDED] == 1
     entry = np.repeat(np.arange(len(rows)), counts)
     position = np.arange(num_tokens) - (np.cumsum(counts) - counts)[entry] + starts[entry]
     lives = ~dead[entry]
-    ids = np.where(lives, machine.ids[rows[entry], position], 0)
-    slots = machine.blocks[rows[entry], position // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+    ids = np.where(lives, device_rows.ids[rows[entry], position], 0)
+    slots = (
+        device_rows.blocks[rows[entry], position // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+    )
     expected = {
         "rows": (step.rows, rows, num),
         "starts": (step.starts, starts, 0),
@@ -130,35 +133,35 @@ def _check_step(
         "samples": (step.sampled, (np.cumsum(counts) - 1)[sampled], 0),
     }
     wrong = [name for name, (found, right, padding) in expected.items() if not _is(found, right, padding)]
-    yield exactly(f"a step's batch, {case}", not wrong, f"wrong: {', '.join(wrong)}" if wrong else "")
+    yield check_exact(f"a step's batch, {case}", not wrong, f"wrong: {', '.join(wrong)}" if wrong else "")
 
-    drawn = machine.random.integers(0, VOCAB // 10, num).astype(np.int32)
-    drawn[machine.random.random(num) < 0.1] = NO_ID
+    drawn = device_rows.random.integers(0, VOCAB // 10, num).astype(np.int32)
+    drawn[device_rows.random.random(num) < 0.1] = NO_ID
     result = torch.full((ends.STAMP_WORDS + 2 * num,), 10**8, dtype=torch.int32, device=gpu.device())
-    ends.finish(result, _send(drawn), step, machine.rows, words, stamps)
+    ends.finish(result, _send(drawn), step, device_rows.rows, words, stamps)
     tokens, stops = np.full(len(sampled), ends.DEAD, np.int32), np.zeros(len(sampled), np.int32)
     for i, row in enumerate(rows[sampled].tolist()):
-        if machine.params[row, Field.ENDED]:
+        if device_rows.params[row, Field.ENDED]:
             continue
         tokens[i] = token = drawn[i]
         if token >= 0:
-            machine.ids[row, machine.params[row, Field.NUM_IDS]] = token
-            machine.params[row, Field.NUM_IDS] += 1
-            stops[i] = token in machine.stops[row, : machine.params[row, Field.NUM_STOPS]]
-        machine.params[row, Field.ENDED] = int(token < 0 or stops[i])
+            device_rows.ids[row, device_rows.params[row, Field.NUM_IDS]] = token
+            device_rows.params[row, Field.NUM_IDS] += 1
+            stops[i] = token in device_rows.stops[row, : device_rows.params[row, Field.NUM_STOPS]]
+        device_rows.params[row, Field.ENDED] = int(token < 0 or stops[i])
     begin = ends.STAMP_WORDS
     right = _is(result[begin : begin + num], tokens, ends.DEAD) and _is(result[begin + num :], stops, 0)
-    yield exactly(f"what was drawn is told, {case}", right)
-    arrays = (machine.params, machine.ids, machine.blocks, machine.stops)
+    yield check_exact(f"sampled ids in the result, {case}", right)
+    arrays = (device_rows.params, device_rows.ids, device_rows.blocks, device_rows.stops)
     state = np.concatenate([array.ravel() for array in arrays])
-    yield exactly(f"what was drawn is in the rows, {case}", _is(machine.state, state, 0))
+    yield check_exact(f"sampled ids in the rows, {case}", _is(device_rows.state, state, 0))
     if not INTERPRETED:
         began_ns, ended_ns = ends.times_of(result.cpu())
-        yield exactly(f"stamps, {case}", 0 < ended_ns - began_ns < 10**9, f"{(ended_ns - began_ns) / 1e3:.0f} µs")
+        yield check_exact(f"stamps, {case}", 0 < ended_ns - began_ns < 10**9, f"{(ended_ns - began_ns) / 1e3:.0f} µs")
 
 
 def _is(found: Tensor, right: "np.ndarray[Any, Any]", padding: int) -> bool:
-    """Whether a tensor begins with `right` and goes on with `padding`."""
+    """Whether a tensor begins with `right` and continues with `padding`."""
     numbers = found.cpu().numpy()
     return bool((numbers[: len(right)] == right).all() and (numbers[len(right) :] == padding).all())
 
@@ -175,11 +178,11 @@ def _copies(context: Context) -> Iterator[Reading]:
     sources, targets = order[:num], order[num : 2 * num]
     out = torch.empty_like(packed)
     gather(out, memory, sources)
-    yield exactly("blocks gathered", torch.equal(out, memory[:, sources.long()].transpose(0, 1)))
+    yield check_exact("blocks gathered", torch.equal(out, memory[:, sources.long()].transpose(0, 1)))
     right = memory.clone()
     right[:, targets.long()] = packed.transpose(0, 1)
     scatter(memory, targets, packed)
-    yield exactly("blocks scattered", torch.equal(memory, right))
+    yield check_exact("blocks scattered", torch.equal(memory, right))
     right[:, targets.long()] = right[:, sources.long()]
     fork(memory, targets, sources)
-    yield exactly("blocks forked", torch.equal(memory, right))
+    yield check_exact("blocks forked", torch.equal(memory, right))

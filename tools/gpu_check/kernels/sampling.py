@@ -1,4 +1,4 @@
-"""From logits to ids: against kernels/sample.py, which computes the same noise from the same integers.
+"""Checks the sampling kernels against kernels/sample.py, which computes the same noise from the same integers.
 
 Shapes: S samples, V vocabulary.
 """
@@ -17,17 +17,17 @@ from pipeline.kernels.step_inputs import IntArray
 from pipeline.kernels.triton.rows import NUM_FIELDS, Field
 from tools.gpu_check import gpu
 from tools.gpu_check.child import Context, Item
-from tools.gpu_check.kernels.checking import exactly
+from tools.gpu_check.kernels.checking import check_exact
 from tools.gpu_check.readings import Reading
 
 CLOSE = 1e-4
-"""Scores that rounding may swap: of some 10, in float32."""
+"""Scores closer than this may be swapped by rounding. Scores are around 10, in float32."""
 VOCABS = {"8B": 128256, "135M": 49152}
 
 
 @dataclass(frozen=True, slots=True)
 class SampledRow:
-    """How one row draws."""
+    """Sampling parameters of a row."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -51,14 +51,14 @@ FILTERED = (
 
 def items(context: Context) -> list[Item]:
     return [
-        Item("draws", _draws),
+        Item("draws", _plain),
         Item("draws, filtered", _filtered),
-        Item("shaped logits", _shaped),
+        Item("shaped logits", _logits_processors),
         Item("records", _token_logprobs),
     ]
 
 
-def _draws(context: Context) -> Iterator[Reading]:
+def _plain(context: Context) -> Iterator[Reading]:
     yield from _cases(context, PLAIN, filtered=False)
 
 
@@ -82,7 +82,7 @@ def _check(case: str, rows: Sequence[SampledRow], vocab_size: int, scale: float,
 
     num = len(rows)
     logits = gpu.random(num, num, vocab_size, scale=scale)
-    # Some ids are impossible, and some are alike.
+    # Some ids are impossible, and two have equal logits.
     logits[:, ::7] = -torch.inf
     logits[:, 1] = logits[:, 2] = logits.amax(-1)
     generator = np.random.default_rng(num)
@@ -96,7 +96,7 @@ def _check(case: str, rows: Sequence[SampledRow], vocab_size: int, scale: float,
         sample(ids, logits, params, sample_rows, scratch, filtered=filtered)
         found.append(ids.cpu())
     if not torch.equal(*found):
-        return exactly(case, False, "not the same in each run: a race")
+        return check_exact(case, False, "runs differ: a race")
     wrong, unlike = 0, 0
     for i, row in enumerate(rows):
         ours = int(found[0][i])
@@ -107,15 +107,17 @@ def _check(case: str, rows: Sequence[SampledRow], vocab_size: int, scale: float,
             wrong += 1
             continue
         close = float(race[best] - race[ours]) < CLOSE and row.temperature > 0
-        # Where rounding lets in or keeps out the one at the edge, whoever wins without it, or with it, is right too.
+        # Rounding may include or exclude the id at the filter's threshold, so both winners are correct.
         edge = (scaled - floor).abs() < CLOSE
         without = int(race.masked_fill(edge, -torch.inf).argmax())
         wrong += not (ours == best or close or (filtered and (ours == without or bool(edge[ours]))))
-    return exactly(case, not wrong, f"{wrong} of {num} are wrong" if wrong else f"{unlike} of {num} differ by rounding")
+    return check_exact(
+        case, not wrong, f"{wrong} of {num} are wrong" if wrong else f"{unlike} of {num} differ by rounding"
+    )
 
 
 def _params(rows: Sequence[SampledRow], order: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> tuple[Tensor, Tensor]:
-    """`RowState.params` for rows that lie in this order, and the key of each sample's draw, [S, 2]."""
+    """`RowState.params` for rows in this order, and the noise key of each sample, [S, 2]."""
     params = np.zeros((len(rows) + 1, NUM_FIELDS), np.int32)
     floats = params.view(np.float32)
     params[-1, Field.ENDED] = 1
@@ -132,7 +134,8 @@ def _params(rows: Sequence[SampledRow], order: "np.ndarray[tuple[int], np.dtype[
 
 
 def _race(logits: Tensor, row: SampledRow, key: Tensor) -> tuple[Tensor, float, Tensor]:
-    """Each id's score, -inf where filters leave it out; the filters' floor; and what that is compared with."""
+    """The score of each id, -inf if a filter excludes it; the filters' threshold; the scaled logits, which are compared
+    with it."""
     if row.temperature == 0:
         return logits, -torch.inf, logits
     scaled = (logits - logits.amax()) / row.temperature
@@ -148,11 +151,11 @@ def _race(logits: Tensor, row: SampledRow, key: Tensor) -> tuple[Tensor, float, 
     return race, float(floor), scaled
 
 
-# ------------------------------------------------------------------------------------------- wishes, and what is told
+# ------------------------------------------------------------------------------------- logits processors, logprobs
 
 
-def _shaped(context: Context) -> Iterator[Reading]:
-    """Every wish a row may have, each at least once, beside rows that have none; with and without grammars."""
+def _logits_processors(context: Context) -> Iterator[Reading]:
+    """Every logits processor at least once, beside rows without any; with and without grammars."""
     from pipeline.kernels.logits_processors import apply_logits_processors as apply_in_torch
     from pipeline.kernels.logits_processors import bits_of, mask, num_words, pack_runs
     from pipeline.kernels.triton.sampling.logits_processors import LogitsProcessorScratch, apply_logits_processors
@@ -223,11 +226,11 @@ def _shaped(context: Context) -> Iterator[Reading]:
             )
             is_right = torch.allclose(found.cpu(), right, rtol=1e-5, atol=1e-6) and not bool(scratch.counts.any())
             case = f"shaped logits, {name}, {len(rows)} rows{', with grammars' if with_grammars else ''}"
-            yield exactly(case, is_right)
+            yield check_exact(case, is_right)
 
 
 def _token_logprobs(context: Context) -> Iterator[Reading]:
-    """Log probabilities, and the likeliest ids with theirs, against a sort."""
+    """Log probabilities and the most likely ids, against a sort."""
     from pipeline.kernels.logprobs import likeliest, log_softmax
     from pipeline.kernels.triton.sampling.logprobs import LogprobScratch, token_logprobs, top_logprobs
 
@@ -259,4 +262,4 @@ def _token_logprobs(context: Context) -> Iterator[Reading]:
                 same = torch.equal(words[i, 1 : 1 + wanted].long(), top)
                 wrong += not (same and torch.allclose(found, expected, rtol=1e-5, atol=1e-5))
             case = f"records, {name}, {num} samples, {most} likeliest"
-            yield exactly(case, not wrong, f"{wrong} of {num} are wrong" if wrong else "")
+            yield check_exact(case, not wrong, f"{wrong} of {num} are wrong" if wrong else "")

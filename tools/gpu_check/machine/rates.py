@@ -1,4 +1,4 @@
-"""Rates and latencies of the machine: what bounds everything else, and what the ways of learning of a result cost."""
+"""Rates and latencies of the machine: the hardware limits, and the cost of each way to learn that a result is ready."""
 
 import platform
 import subprocess
@@ -19,14 +19,14 @@ from tools.gpu_check.machine.kernels import fill, read_all, stamp, tick, tick_of
 from tools.gpu_check.readings import Reading
 
 COPY = "copy, read + written"
-READ = "read alone"
+READ = "read only"
 MATMUL = "product of 8192³, bf16"
 
 GIB = 1 << 30
 RESULT_WORDS = 512
-"""Of a step of 256 rows: ids, and whether they stop."""
+"""The result of a step of 256 rows: ids and stop flags."""
 SLEEP_CYCLES = 2_000_000
-"""About a millisecond: a host that waits so long is asleep."""
+"""About a millisecond: long enough for a waiting host to sleep."""
 
 
 def items(context: Context) -> list[Item]:
@@ -42,8 +42,8 @@ def items(context: Context) -> list[Item]:
 
 
 def bandwidth(context: Context) -> float:
-    """Bytes a second that bound a step: what was measured in this run, or is now, by torch's copy alone: no figure of
-    a model is lost with a kernel of this section."""
+    """Bytes per second that limit a step: measured by an earlier section, or now by torch's copy. It does not use this
+    section's kernels, so that their failure affects no other figure."""
     rates = context.task.rates
     if COPY not in rates:
         reading = measure_copy(context)
@@ -100,7 +100,7 @@ def _read_rate(context: Context) -> Iterator[Reading]:
 
 
 def measure_copy(context: Context) -> Reading:
-    """From device memory to device memory; bytes that are read and bytes that are written count."""
+    """Device memory to device memory; counts bytes read and bytes written."""
     num = GIB // 4 if not context.interpreted else 1 << 12
     memory = [_words(num, seed) for seed in range(3)]
     runs = [_copy(target, source) for target, source in (*pairwise(memory), (memory[0], memory[-1]))]
@@ -110,7 +110,7 @@ def measure_copy(context: Context) -> Reading:
 
 
 def measure_read(context: Context) -> Reading:
-    """Of device memory, by a kernel that sums what it reads."""
+    """Device memory reads, by a kernel that sums what it reads."""
     block = 8192 if not context.interpreted else 256
     num_programs = 4 * num_multiprocessors(gpu.device())
     rounds = GIB // 2 // (block * num_programs) if not context.interpreted else 2
@@ -124,9 +124,9 @@ def measure_read(context: Context) -> Reading:
     found = gpu.time_runs([read(words) for words in memory])
     gpu.poison(sums)
     read(memory[0])()
-    # Integers wrap in the same way whatever their order.
+    # Wrapping sums don't depend on the order.
     right = int(memory[0].sum(dtype=torch.int64).item()) & 0xFFFFFFFF
-    assert int(sums.sum().item()) & 0xFFFFFFFF == right, "the kernel that reads reads something else"
+    assert int(sums.sum().item()) & 0xFFFFFFFF == right, "the read kernel returned a wrong sum"
     return Reading(READ, num * 4 / found.median_ms / 1e6, "GB/s", numbers={"bytes": num * 4, "turns": found.num})
 
 
@@ -155,8 +155,8 @@ def _multiply(out: Tensor, a: Tensor, b: Tensor) -> gpu.Run:
 
 
 def _graphs(context: Context) -> Iterator[Reading]:
-    """What one more kernel in a graph costs on the GPU, and what a graph's launch costs the host. Each kernel adds one
-    to the same number, so that none can begin before the last has ended."""
+    """GPU time of one more kernel in a graph, and host time of a graph launch. Each kernel increments the same counter,
+    so none can start before its predecessor ends."""
     for early in (False, True):
         nodes: dict[int, float] = {}
         replays: dict[int, float] = {}
@@ -217,7 +217,7 @@ def _launches(context: Context) -> Iterator[Reading]:
 
 
 def _host_us(run: gpu.Run, num: int) -> float:
-    """The host's time for one of `num` launches, none of which waits for the GPU."""
+    """Host time of one of `num` launches that don't wait for the GPU."""
     run()
     gpu.synchronize()
     began_s = time.perf_counter()
@@ -232,9 +232,8 @@ def _host_us(run: gpu.Run, num: int) -> float:
 
 
 def _results(context: Context) -> Iterator[Reading]:
-    """How a result gets to the host: copied to pinned memory behind the kernel, or written there by the kernel itself;
-    learnt of by an event (the host asleep, or spinning) or by looking at the memory. From the launch to the moment at
-    which the host has it; the median of many."""
+    """Median time from a launch to the result on the host. The result is copied to pinned memory after the kernel, or
+    written there by the kernel. The host waits for an event (asleep or spinning) or polls the memory."""
     step = torch.zeros(1, dtype=torch.int32, device=gpu.device())
     inside = torch.zeros(RESULT_WORDS, dtype=torch.int32, device=gpu.device())
     outside = gpu.pinned(RESULT_WORDS, torch.int32)
@@ -253,7 +252,7 @@ def _results(context: Context) -> Iterator[Reading]:
         ("copied to pinned memory, event, asleep", copied, outside, "asleep"),
         ("copied to pinned memory, event, spinning", copied, outside, "spinning"),
         ("written to mapped memory, event, asleep", written, mapped, "asleep"),
-        ("written to mapped memory, looked at", written, mapped, "looking"),
+        ("written to mapped memory, polled", written, mapped, "looking"),
     ]
     for way, run, result, how in ways:
         replay = gpu.graph(run)
@@ -272,23 +271,22 @@ def _results(context: Context) -> Iterator[Reading]:
             times_us.append((time.perf_counter() - began_s) * 1e6)
             late += int(result[0]) != number or int(result[-1]) != number + RESULT_WORDS - 1
             if i % 20 == 19:
-                time.sleep(0.001)  # a host that has slept is slower to come back
+                time.sleep(0.001)  # a host that has slept resumes more slowly
         yield Reading(
             f"result {way}",
             median(times_us),
             "µs",
             less_is_better=True,
             result="FAIL" if late else "",
-            note=f"{late} of {len(times_us)} were not whole when the host was told" if late else "",
+            note=f"{late} of {len(times_us)} were incomplete when the host saw them" if late else "",
             numbers={"p90_us": sorted(times_us)[len(times_us) * 9 // 10]},
         )
     yield from _wakes(context, word)
 
 
 def _wakes(context: Context, word: Tensor) -> Iterator[Reading]:
-    """How long after the GPU's last kernel a host that slept for a millisecond is awake. The two clocks are compared
-    first: a host that looks at the memory sees the GPU's time as soon as anyone can, so its least delay counts as
-    none."""
+    """Time from the GPU's last kernel until a host that slept for a millisecond is awake. The clocks are aligned first:
+    polling memory is the fastest way to see the GPU's time, so its shortest delay counts as 0."""
     if context.interpreted:
         yield Reading("host awake after an event, asleep", 0.0, "µs", less_is_better=True)
         return
@@ -307,20 +305,20 @@ def _wakes(context: Context, word: Tensor) -> Iterator[Reading]:
             median(late_us),
             "µs",
             less_is_better=True,
-            note="after the GPU's own stamp, as the host could have seen it",
+            note="relative to the GPU's own timestamp",
             numbers={"p90_us": sorted(late_us)[45]},
         )
 
 
 def _seen(word: Tensor) -> int:
-    """The GPU's time, the moment it is seen by a host that looks."""
+    """The host's view of the GPU's clock, by polling."""
     before = int(word[0])
     stamp[(1,)](word, 1, True, num_warps=1)
     return _look(word, before)
 
 
 def _look(word: Tensor, before: int) -> int:
-    """Wait until a word of mapped memory is not what it was. Raises TimeoutError after a second."""
+    """Poll a word of mapped memory until it changes. Raises TimeoutError after a second."""
     numbers = word.numpy()
     end_s = time.perf_counter() + 1.0
     while (now := int(numbers[0])) == before:

@@ -1,7 +1,7 @@
-"""A server and its clients on this machine: the 135M shape over HTTP, streaming.
+"""A server of the 135M shape and streaming HTTP clients, all on this machine.
 
-Clients share the machine with the server, and one process of them could not keep up: there are several, and their rates
-are added up over the time in which all of them measure.
+One client process could not keep up, so there are several. The reported rate is the sum of their rates over the time in
+which all of them measure.
 """
 
 import json
@@ -23,10 +23,10 @@ from tools.gpu_check.shapes import SMOLLM2_135M, TINY
 NUM_BENCHES = 8
 STREAMS = 256
 PROMPT, OUTPUT = 448, 128
-"""Tokens: 512 at the middle of a text."""
+"""Average tokens of a sequence: 512 in the middle of its output."""
 MAX_MODEL_LEN, MAX_BATCHED_TOKENS = 2048, 2048
 PAUSE_S = 6.0
-"""Before the first request, in which the server records graphs, as it does whenever there is nothing else to do."""
+"""Idle time before the first request, in which the server captures graphs."""
 SETS = (
     "execute.device=cuda",
     "execute.kv_cache_bytes=8GiB",
@@ -57,7 +57,7 @@ def _serve(context: Context) -> Iterator[Reading]:
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as name:
         folder = Path(name) / "model"
         write_checkpoint(folder, config, seed=7)
-        context.say(f"a checkpoint is written, the server starts with {' '.join(sets)}")
+        context.say(f"checkpoint written; starting the server with {' '.join(sets)}")
         with Served(f"model={folder}", f"cache_dir={Path(name) / 'cache'}", *sets) as served:
             time.sleep(PAUSE_S if not context.interpreted else 0.0)
             one = _bench(served.url, 1, 1, context, Path(name))
@@ -76,13 +76,13 @@ def _with_bytes() -> Any:
 
 
 def _bench(url: str, streams: int, num: int, context: Context, folder: Path) -> list[dict[str, Any]]:
-    """What each of `num` processes of clients has measured."""
+    """Run `num` client processes. Returns what each measured."""
     duration_s = 1 if context.interpreted else 5 if context.small or num == 1 else 12
     output = 8 if context.interpreted else OUTPUT
     prompt = 16 if context.interpreted else PROMPT
     command = [sys.executable, "-m", "pipeline", "bench", "--url", url, "--endpoint", "completions"]
     command += ["--concurrency", str(streams), "--prompt-tokens", str(prompt), "--output-tokens", str(output)]
-    # The first requests meet sizes of steps that no graph was recorded for.
+    # The first requests run at batch sizes whose graphs are not captured yet.
     command += ["--duration", f"{duration_s}s", "--warmup", "2", "--json"]
     files = [folder / f"bench-{streams}-{i}.json" for i in range(num)]
     with ExitStack() as stack:
@@ -109,15 +109,15 @@ def _reading(case: str, levels: Sequence[dict[str, Any]], must: float | None, go
     itl_ms, worst_ms = (max(level["itl_ms"][which] for level in levels) for which in ("p50", "p99"))
     tokens = levels[0]["prompt_tokens"], levels[0]["completion_tokens"]
     note = (
-        f"{tokens[0]:.0f} tokens in, {tokens[1]:.0f} out, {len(levels)} processes of clients; first token "
-        f"{ttft_ms:.0f} ms, between tokens {itl_ms:.2f} ms (p99 {worst_ms:.1f})"
+        f"{tokens[0]:.0f} tokens in, {tokens[1]:.0f} out, {len(levels)} client processes; TTFT "
+        f"{ttft_ms:.0f} ms, ITL {itl_ms:.2f} ms (p99 {worst_ms:.1f})"
     )
     return Reading(case, per_s, "tok/s", must=must, goal=goal, note=note, numbers={"levels": list(levels)})
 
 
 def _of_the_executor(served: Served) -> Reading:
-    """What the executor counts of itself."""
+    """The executor's own counters."""
     import msgspec
 
     counts = msgspec.to_builtins(served.execute())
-    return Reading("135M over HTTP: the executor's own counts", note="in the JSON", numbers={"counts": counts})
+    return Reading("135M over HTTP: the executor's counters", note="in the JSON", numbers={"counts": counts})

@@ -1,8 +1,9 @@
-"""transformers on the same shapes, in the same run: its `generate` with a batch of equal lengths, and its continuous
-batching. Random weights, as for ours.
+"""Measures transformers on the same shapes in the same run: `generate` with a batch of equal lengths, and continuous
+batching.
 
-What is compared is decoding: tokens a second between the first token and the last, prompts left out. No flash-attention
-package is asked for, since transformers would fetch one; the notes say what attention it was.
+Weights are random, like ours. The figure is the decode rate: tokens per second between the first token and the last,
+without prefill. No flash-attention package is requested, since transformers would download one. The notes name the
+attention implementation.
 """
 
 import time
@@ -19,7 +20,7 @@ from tools.gpu_check.readings import Reading
 from tools.gpu_check.shapes import LLAMA_1B, LLAMA_8B, SMOLLM2_135M, TINY
 
 CONTEXT = 1024
-"""Tokens of a prompt, as in the steps of ours."""
+"""Tokens of a prompt, as in our steps."""
 
 
 def items(context: Context) -> list[Item]:
@@ -43,7 +44,7 @@ def _model(context: Context, config: ModelConfig, name: str, batches: tuple[int,
         for batch in batches:
             prompts = torch.randint(3, config.vocab_size, (batch, num_prompt))
             per_s = _continuous(model, prompts, num_new, context.interpreted)
-            note = "paged sdpa; the rate of the steps in which all sequences ran"
+            note = "paged sdpa; the rate while all sequences ran"
             yield _reading(f"transformers continuous batching, {name}, batch {batch}", per_s, batch, note)
     finally:
         del model
@@ -55,7 +56,7 @@ def _reading(case: str, per_s: float, batch: int, note: str) -> Reading:
 
 
 def _make(config: ModelConfig, num_positions: int) -> Any:
-    """The model with weights as transformers draws them, on the device."""
+    """The model on the device, with transformers' random initialization."""
     from transformers import AutoModelForCausalLM, LlamaConfig
     from transformers.utils import logging
 
@@ -82,7 +83,7 @@ def _make(config: ModelConfig, num_positions: int) -> Any:
 
 
 def _generate(model: Any, prompts: torch.Tensor, num_new: int) -> float:
-    """Tokens a second of `generate`: what more tokens take than one."""
+    """Tokens per second of `generate`: the time for many tokens minus the time for one."""
     prompts = prompts.to(gpu.device())
     options = {"do_sample": False, "use_cache": True, "attention_mask": torch.ones_like(prompts)}
     seconds: dict[int, float] = {}
@@ -98,8 +99,8 @@ def _generate(model: Any, prompts: torch.Tensor, num_new: int) -> float:
 
 
 def _continuous(model: Any, prompts: torch.Tensor, num_new: int, interpreted: bool) -> float:
-    """Tokens a second of `generate_batch` while all sequences decode: between the last one's first token and the first
-    one's last."""
+    """Tokens per second of `generate_batch` while all sequences decode: between the last sequence's first token and the
+    first sequence's last token."""
     from transformers import GenerationConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
@@ -124,7 +125,7 @@ def _continuous(model: Any, prompts: torch.Tensor, num_new: int, interpreted: bo
     problems = [output.error for output in outputs.values() if output.error]
     if problems or len(stamps) != len(prompts) or any(len(each or ()) != num_new for each in stamps):
         raise RuntimeError(
-            f"generate_batch left {len(stamps)} of {len(prompts)} texts of {size} tokens: {problems[:1]}"
+            f"generate_batch finished {len(stamps)} of {len(prompts)} sequences of {size} tokens: {problems[:1]}"
         )
     begin_s, end_s = max(each[0] for each in stamps), min(each[-1] for each in stamps)
     inside = sum(begin_s < stamp <= end_s for each in stamps for stamp in each)

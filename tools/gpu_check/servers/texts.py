@@ -1,7 +1,7 @@
-"""Whole models: the ids that the GPU's executor draws against those of the CPU's, which computes with torch.
+"""Compares the ids that the GPU executor samples for whole models with those of the CPU executor, which uses torch.
 
-Weights are random, made from a seed. Where two texts part, the CPU is asked in float32 how far apart the two ids were:
-rounding decides between two that are close, and a wrong kernel does not care.
+Weights are random. Where two outputs diverge, the float32 CPU executor measures the gap between the two ids. A small
+gap is a rounding difference; a wrong kernel produces large gaps.
 """
 
 import tempfile
@@ -32,16 +32,16 @@ from tools.gpu_check.runners import close, make_cpu_runner, make_runner, setting
 from tools.gpu_check.shapes import SMALL, TINY
 
 ALLOWED = {"float32": 4e-3, "bfloat16": 0.2}
-"""How far apart two ids may be that a text may part at, in standard deviations of the logits."""
+"""Largest gap between two ids at a divergence, in standard deviations of the logits."""
 PREFIX = 48
-"""Ids that rows behind a cached prefix share: three blocks."""
+"""Ids shared by rows with a cached prefix: three blocks."""
 BATCH_TOKENS = 48
-"""Of a step in which prompts and texts are mixed."""
+"""Token budget of a step that mixes prefill and decode."""
 MAX_TOKENS = 2**31 - 1
 
-DRAWS = {
+SAMPLING = {
     "greedy": steps.GREEDY,
-    "drawn": m.GenerationOptions(temperature=0.9, seed=17, ignore_eos=True),
+    "random": m.GenerationOptions(temperature=0.9, seed=17, ignore_eos=True),
     "logits processors": m.GenerationOptions(
         temperature=0.0,
         ignore_eos=True,
@@ -52,31 +52,31 @@ DRAWS = {
         bad_words_ids=[[7], [8, 9]],
         num_logprobs=3,
     ),
-    "drawn, filtered": m.GenerationOptions(temperature=1.2, seed=23, top_k=50, top_p=0.9, min_p=0.01, ignore_eos=True),
+    "random, filtered": m.GenerationOptions(temperature=1.2, seed=23, top_k=50, top_p=0.9, min_p=0.01, ignore_eos=True),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """How a scheduler may have a prompt computed."""
+class Schedule:
+    """A way in which a scheduler may compute a prompt."""
 
     name: str
     chunk: int | None = None
-    """Tokens of a row in a step, at most."""
+    """Most tokens of a row in a step."""
     budget: int = MAX_TOKENS
-    """Tokens of a step."""
-    together: bool = False
-    """All prompts in one batch; else one after the other."""
+    """Most tokens of a step."""
+    is_batched: bool = False
+    """All prompts in one batch, instead of one after the other."""
     shares: bool = False
-    """The first `PREFIX` ids lie in blocks that another row has computed."""
+    """The first `PREFIX` ids are in blocks that another row has computed."""
 
 
-WAYS = (
-    Way("whole"),
-    Way("in chunks of 33", chunk=33),
-    Way("in chunks of 7", chunk=7),
-    Way("all in one batch", budget=BATCH_TOKENS, together=True),
-    Way("behind a cached prefix", budget=BATCH_TOKENS, together=True, shares=True),
+SCHEDULES = (
+    Schedule("whole"),
+    Schedule("in chunks of 33", chunk=33),
+    Schedule("in chunks of 7", chunk=7),
+    Schedule("all in one batch", budget=BATCH_TOKENS, is_batched=True),
+    Schedule("behind a cached prefix", budget=BATCH_TOKENS, is_batched=True, shares=True),
 )
 
 
@@ -122,24 +122,24 @@ def _compare(
     *,
     early: bool = False,
 ) -> Iterator[Reading]:
-    """Every way and every kind of draw: on the GPU against the CPU. With `early` its kernels don't wait for each other
-    to end, and the first way, which decodes few rows, is enough."""
-    # The second prompt begins as the first does.
+    """Compare every schedule and every kind of options. With `early`, kernels use programmatic dependent launch, and
+    only the first schedule, which decodes few rows, is run."""
+    # The first two prompts share a prefix.
     prompts[1] = prompts[0][:PREFIX] + prompts[1][PREFIX:]
     plan = Plan(prompts, num_new)
-    exact = Texts(make_cpu_runner(_settings(config, plan, "float32", "cpu"), folder), plan)
+    exact = Driver(make_cpu_runner(_settings(config, plan, "float32", "cpu"), folder), plan)
     settings = _settings(config, plan, dtype, "cuda")
     execute = msgspec.structs.replace(settings.execute, programmatic_dependent_launch=early)
-    ours = Texts(make_runner(msgspec.structs.replace(settings, execute=execute), folder), plan)
+    ours = Driver(make_runner(msgspec.structs.replace(settings, execute=execute), folder), plan)
     what = f"{config.name} {dtype}{', early' * early}"
     try:
         exact.keep_logits()
-        ways = WAYS[:1] if early else WAYS if not context.interpreted else (WAYS[0], WAYS[4])
-        for draw, options in DRAWS.items():
-            expected = exact.of(WAYS[0], options)
-            for way in ways if draw == "greedy" else ways[-1:]:
-                found = ours.of(way, options)
-                yield _judge(f"{what}, {draw}, {way.name}", exact, options, expected, found, dtype)
+        schedules = SCHEDULES[:1] if early else SCHEDULES if not context.interpreted else (SCHEDULES[0], SCHEDULES[4])
+        for sampling_name, options in SAMPLING.items():
+            expected = exact.of(SCHEDULES[0], options)
+            for schedule in schedules if sampling_name == "greedy" else schedules[-1:]:
+                found = ours.of(schedule, options)
+                yield _judge(f"{what}, {sampling_name}, {schedule.name}", exact, options, expected, found, dtype)
         if not context.small or context.interpreted:
             yield _without_syncs(ours, what)
     finally:
@@ -148,7 +148,7 @@ def _compare(
 
 
 def _settings(config: ModelConfig, plan: "Plan", dtype: str, device: str) -> Settings:
-    """With just the memory that the plan takes."""
+    """Settings with just enough KV memory for the plan."""
     element: torch.dtype = getattr(torch, dtype)
     num_bytes = block_bytes(config.num_layers, config.num_kv_heads, config.head_dim, element)
     num_blocks = sum(steps.num_blocks(length) for length in plan.lengths) + 2 * len(plan.lengths)
@@ -164,13 +164,13 @@ def _settings(config: ModelConfig, plan: "Plan", dtype: str, device: str) -> Set
 
 def _judge(
     case: str,
-    exact: "Texts",
+    exact: "Driver",
     options: m.GenerationOptions,
     expected: list[list[int]],
     found: list[list[int]],
     dtype: str,
 ) -> Reading:
-    """How many ids are the same; and where texts part, the farthest that the two ids of one were apart."""
+    """Count equal ids, and find the largest gap between two ids at a divergence."""
     same, worst = 0, 0.0
     for prompt, right, ours in zip(exact.plan.prompts, expected, found, strict=True):
         assert len(right) == len(ours)
@@ -180,7 +180,7 @@ def _judge(
             ids = [*prompt, *right[:parted]]
             worst = max(worst, exact.gap(ids, len(prompt), right[parted], ours[parted], options))
     num = sum(map(len, expected))
-    note = f"{same} of {num} ids before texts part; the number is how far the ids there were apart, in spreads"
+    note = f"{same} of {num} ids before outputs diverge; the value is the largest gap there, in standard deviations"
     return Reading(
         case,
         worst,
@@ -192,21 +192,21 @@ def _judge(
     )
 
 
-def _without_syncs(ours: "Texts", case: str) -> Reading:
-    """A text whose steps torch would raise an error in, did they wait for the GPU unasked."""
-    # Once before, for graphs that are recorded: that may wait.
-    ours.of(WAYS[3], DRAWS["drawn, filtered"])
+def _without_syncs(ours: "Driver", case: str) -> Reading:
+    """Generate with torch's sync check on: a launch that waits for the GPU raises an error."""
+    # The first run may wait, because it captures graphs.
+    ours.of(SCHEDULES[3], SAMPLING["random, filtered"])
     ours.strict = True
     try:
-        ours.of(WAYS[3], DRAWS["drawn, filtered"])
+        ours.of(SCHEDULES[3], SAMPLING["random, filtered"])
     finally:
         ours.strict = False
-    return Reading(f"{case}: no hidden waits in launches", result="pass")
+    return Reading(f"{case}: launches don't synchronize", result="pass")
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is computed."""
+    """The prompts and the number of ids to generate."""
 
     prompts: list[list[int]]
     num_new: int
@@ -216,30 +216,30 @@ class Plan:
         return [len(prompt) + self.num_new for prompt in self.prompts]
 
 
-class Texts:
-    """Drives one runner, of either kind."""
+class Driver:
+    """Runs one executor, of either device."""
 
     def __init__(self, runner: Any, plan: Plan) -> None:
         self.runner = runner
         self.plan = plan
         self.strict = False
-        """Launches must not wait for the GPU."""
+        """Raise an error if a launch waits for the GPU."""
 
     def keep_logits(self) -> None:
         self.runner.program.keep_logits()
 
-    def of(self, way: Way, options: m.GenerationOptions) -> list[list[int]]:
-        """A text behind each prompt, from empty memory."""
+    def of(self, schedule: Schedule, options: m.GenerationOptions) -> list[list[int]]:
+        """Generate from each prompt, with an empty KV cache."""
         prompts = self.plan.prompts
-        if way.together:
+        if schedule.is_batched:
             first = prompts[0][:PREFIX]
-            shared = [PREFIX if way.shares and p[:PREFIX] == first and len(p) > PREFIX else 0 for p in prompts]
-            return self._texts(prompts, way, options, shared)
-        return [text for prompt in prompts for text in self._texts([prompt], way, options, [0])]
+            shared = [PREFIX if schedule.shares and p[:PREFIX] == first and len(p) > PREFIX else 0 for p in prompts]
+            return self._texts(prompts, schedule, options, shared)
+        return [text for prompt in prompts for text in self._texts([prompt], schedule, options, [0])]
 
     def gap(self, ids: list[int], num_prompt: int, right: int, ours: int, options: m.GenerationOptions) -> float:
-        """How much less than `right` the id `ours` is behind `ids`, of which a prompt has `num_prompt`, in standard
-        deviations of the logits; by this runner's logits, and for what is drawn by the noise and the filters too."""
+        """How far the score of id `ours` lies below that of `right` after `ids`, in standard deviations of the logits.
+        `ids` begins with a prompt of `num_prompt` ids. For random options the scores include noise and filters."""
         logits = self._logits(ids)
         spread = float(logits.std())
         logits_processors = logits_processors_of(options, np.array(ids, np.int32), num_prompt, [], len(logits))
@@ -257,7 +257,7 @@ class Texts:
             torch.tensor([options.top_p]),
             torch.tensor([options.min_p]),
         )[0]
-        # Either may be one that the filters only just keep, or only just don't.
+        # Either id may lie at the filters' threshold.
         at_edge = min(abs(float(scaled[i] - floor)) for i in (right, ours)) / unit
         return min(float(race[right] - race[ours]) / unit, at_edge) if race[right] >= race[ours] else at_edge
 
@@ -269,7 +269,7 @@ class Texts:
         return logits
 
     def _texts(
-        self, prompts: Sequence[list[int]], way: Way, options: m.GenerationOptions, shared: Sequence[int]
+        self, prompts: Sequence[list[int]], schedule: Schedule, options: m.GenerationOptions, shared: Sequence[int]
     ) -> list[list[int]]:
         computed = list(shared)
         common = list(range(steps.num_blocks(max(computed))))
@@ -286,10 +286,10 @@ class Texts:
         known = [list(prompt) for prompt in prompts]
         wanted = [len(prompt) + self.plan.num_new for prompt in prompts]
         while any(len(ids) < num for ids, num in zip(known, wanted, strict=True)):
-            left = way.budget
+            left = schedule.budget
             entries: list[steps.Entry] = []
             for row, ids in enumerate(known):
-                count = min(len(ids) - computed[row], way.chunk or left, left)
+                count = min(len(ids) - computed[row], schedule.chunk or left, left)
                 if count and len(ids) < wanted[row]:
                     entries.append((row, computed[row], count, computed[row] + count == len(ids)))
                     computed[row] += count

@@ -1,6 +1,6 @@
-"""Where the time of a step that decodes goes: its kernels, each with its own time on the GPU, by torch's profiler.
+"""The kernels of a decode step, each with its GPU time, from torch's profiler.
 
-A process that was profiled is slower for the rest of its life, so nothing else is measured here.
+Profiling slows a process down for good, so this section measures nothing else.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,8 +12,8 @@ from tools.gpu_check.readings import Reading
 from tools.gpu_check.speed.steps import MODELS, Model, SpeedRows, stand_in, started
 
 NUM_STEPS = 6
-NUM_TOLD = 8
-"""Kernels in the note; all are in the JSON."""
+NUM_IN_NOTE = 8
+"""Kernels in the note. The JSON has all of them."""
 
 
 def items(context: Context) -> list[Item]:
@@ -33,7 +33,7 @@ def _model(context: Context, model: Model) -> Iterator[Reading]:
 
 
 def _profile(rows: SpeedRows) -> list[Launches]:
-    """Of a step, the longest first."""
+    """The launches of a step, the longest first."""
     return traced(lambda: rows.decode(NUM_STEPS, 2), NUM_STEPS)
 
 
@@ -41,7 +41,7 @@ def _reading(case: str, launches: Sequence[Launches]) -> Reading:
     total_us = sum(each.total_us for each in launches)
     parts = [
         f"{each.kernel}{list(each.grid)} {each.num:g} × {each.total_us / each.num:.1f} ({each.total_us / total_us:.0%})"
-        for each in launches[:NUM_TOLD]
+        for each in launches[:NUM_IN_NOTE]
     ]
     numbers = {"launches": [[each.kernel, list(each.grid), each.num, each.total_us] for each in launches]}
     note = f"{sum(each.num for each in launches):g} launches; " + "; ".join(parts)

@@ -1,7 +1,7 @@
-"""Steps of the executor, driven as its stage drives it, with plans made beforehand: no scheduler, no sockets.
+"""Times the executor's steps with plans made in advance: no scheduler, no sockets.
 
-Weights are random and of the right shapes. Each figure stands beside what the machine's bandwidth, measured in the same
-run, allows: the bytes of the weights and of the keys and values that a step has to read.
+Weights are random. Each figure is shown beside the limit from the memory bandwidth measured in the same run: the time
+to read the step's weights, keys and values.
 """
 
 import tempfile
@@ -41,36 +41,36 @@ from tools.gpu_check.shapes import (
 )
 
 H200 = 1.43
-"""How much more bandwidth an H200 has than an H100, from whose targets these are."""
+"""Ratio of an H200's bandwidth to an H100's. The targets are for an H100."""
 WARM_STEPS = 12
-"""Of each case, before it counts."""
+"""Steps of each case that are not measured."""
 BATCH_TOKENS = 2048
-"""Of a step that computes prompts."""
+"""Token budget of a prefill step."""
 WARM_CONTEXT = 64
-"""Instead of a model's, while everything is compiled."""
+"""Context length of the warm-up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Of one batch, on an H100."""
+    """The target for one batch size, on an H100."""
 
     batch: int
     must: float | None = None
     goal: float | None = None
     in_ms: bool = False
-    """Milliseconds a token, else tokens a second."""
+    """Unit: milliseconds per token, instead of tokens per second."""
     scales: bool = True
-    """With bandwidth."""
+    """Whether the target is scaled by the GPU's bandwidth."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What is measured of one model."""
+    """The measurements of one model."""
 
     name: str
     config: ModelConfig
     context: int
-    """Tokens that each sequence has when it begins to decode."""
+    """Tokens of each sequence when decoding starts."""
     targets: tuple[Target, ...]
     quantization: Quantization = "none"
     early_launch: bool = False
@@ -101,11 +101,11 @@ MODELS = (
     ),
     Model("8B int4", LLAMA_8B, 1024, (Target(1, 260, 400),), quantization="int4", needs_s=20),
     Model("1B", LLAMA_1B, 1024, (Target(1, 700, 1000), Target(32)), needs_s=10),
-    # Whether launches that begin early are worth it, where the time is that of launches.
+    # Whether programmatic dependent launch helps where launch overhead dominates.
     Model("135M, early launch", SMOLLM2_135M, 512, (Target(1), Target(32)), early_launch=True, needs_s=10),
     Model("1B, early launch", LLAMA_1B, 1024, (Target(1),), early_launch=True, needs_s=8),
 )
-"""The figures that matter most come first."""
+"""The most important figures come first."""
 
 
 def items(context: Context) -> list[Item]:
@@ -117,14 +117,14 @@ def items(context: Context) -> list[Item]:
 
 
 def measure(context: Context, model: Model, *, is_warm_up: bool = False) -> Iterator[Reading]:
-    """All figures of a model. As a warm-up it does the same once, so that everything is compiled."""
+    """Yield all figures of a model. As a warm-up, run everything once to compile it."""
     model = stand_in(context, model)
     num_steps = WARM_STEPS + (24 if context.small else 96)
     if context.interpreted:
         num_steps = 4
     max_model_len = model.context + num_steps * len(model.depths) + 2
     if is_warm_up and not context.interpreted:
-        # Kernels are the same for any number of layers.
+        # Kernels don't depend on the number of layers.
         config = msgspec.structs.replace(model.config, num_layers=2)
         model, num_steps = replace(model, config=config, context=WARM_CONTEXT), 2
     before = gpu.memory_bytes()
@@ -133,13 +133,13 @@ def measure(context: Context, model: Model, *, is_warm_up: bool = False) -> Iter
         yield _recorded(model, runner, time.perf_counter() - began_s, gpu.memory_bytes() - before)
         for target in model.targets:
             if context.left_s < 6 and not context.interpreted:
-                yield Reading(f"{model.name}, batch {target.batch}", result="cut", note="no time was left")
+                yield Reading(f"{model.name}, batch {target.batch}", result="cut", note="out of time")
                 continue
             yield from _decode(context, model, target, runner, num_steps)
 
 
 def stand_in(context: Context, model: Model) -> Model:
-    """What stands for a model where kernels are interpreted; else the model."""
+    """The model, or a tiny one if kernels are interpreted."""
     if not context.interpreted:
         return model
     targets = (Target(1, 1.0, 2.0), Target(2)) if model.name == "135M" else (Target(1),)
@@ -148,7 +148,7 @@ def stand_in(context: Context, model: Model) -> Model:
 
 @contextmanager
 def started(model: Model, num_steps: int, max_model_len: int) -> Iterator[Any]:
-    """An executor with the model's weights, and room for its largest batch through so many steps."""
+    """An executor with the model's weights, and KV memory for its largest batch over `num_steps` steps."""
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as name:
         folder = Path(name)
         model.config.save(folder)
@@ -178,7 +178,7 @@ def _make(model: Model, folder: Path, num_steps: int, max_model_len: int) -> Any
 
 
 def _recorded(model: Model, runner: Any, made_s: float, made_bytes: int) -> Reading:
-    """The graphs that are there before a server is ready."""
+    """Time the graph captures that a server makes before it is ready."""
     before = gpu.memory_bytes()
     began_s = time.perf_counter()
     runner.capture_graphs()
@@ -190,7 +190,7 @@ def _recorded(model: Model, runner: Any, made_s: float, made_bytes: int) -> Read
         "s",
         must=3.0 if model.name == "135M" else None,
         less_is_better=True,
-        note=f"{num_bytes / 2**20:,.0f} MiB; weights and KV {made_bytes / 2**30:.1f} GiB in {made_s:.1f} s before",
+        note=f"{num_bytes / 2**20:,.0f} MiB; weights and KV {made_bytes / 2**30:.1f} GiB loaded in {made_s:.1f} s",
         numbers={"graph_bytes": num_bytes, "made_s": made_s, "made_bytes": made_bytes},
     )
 
@@ -219,7 +219,7 @@ def _decode(context: Context, model: Model, target: Target, runner: Any, num_ste
                 "%",
                 must=98 if is_bound else None,
                 goal=99.4 if is_bound else None,
-                note=f"gaps of {made.gap_us:.0f} µs at the median, {made.step_ms:.2f} ms a step on the GPU",
+                note=f"median gap {made.gap_us:.0f} µs; a step takes {made.step_ms:.2f} ms on the GPU",
             )
         yield Reading(
             f"{name}: Python of a step",
@@ -228,7 +228,7 @@ def _decode(context: Context, model: Model, target: Target, runner: Any, num_ste
             must=60,
             goal=30,
             less_is_better=True,
-            note=f"processor time of launch and collect; the launch alone takes {made.launch_us:.0f} µs",
+            note=f"CPU time of launch and collect; the launch alone takes {made.launch_us:.0f} µs",
         )
     rows.drop()
 
@@ -246,7 +246,7 @@ def _rate(context: Context, target: Target, made: "Decoded", least_ms: float, na
 
 
 def _prefill(context: Context, model: Model, rows: "SpeedRows", took_s: float) -> Reading:
-    """Prompts a second; the bound is that of their products alone."""
+    """Prompt tokens per second. The limit counts only the FLOPs of the matrix products."""
     flops = context.task.rates.get(rates.MATMUL)
     return Reading(
         f"{model.name}: prompts",
@@ -259,17 +259,17 @@ def _prefill(context: Context, model: Model, rows: "SpeedRows", took_s: float) -
 
 @dataclass(slots=True)
 class Decoded:
-    """Times of steps that decode, the first of them left out."""
+    """Times of decode steps, without the first ones."""
 
     each_ms: float
     """From one result to the next, by the host's clock."""
     python_us: float
     launch_us: float
     step_ms: float
-    """On the GPU, the median; as are the next two, by its own stamps"""
+    """Median GPU time of a step; like the next two, from the GPU's timestamps"""
     gap_us: float
     busy: float | None
-    """The share of time in which a step ran; None where there is no clock."""
+    """The part of the time in which a step ran; None without a GPU clock."""
     launched_steps: list[Any] = field(default_factory=list)
 
 
@@ -281,16 +281,16 @@ class SpeedRows:
         self._num, self._context = num, context
         self._ids = np.random.default_rng(3).integers(3, config.vocab_size, (num, context))
         self._blocks_each = steps.num_blocks(context + num_steps + 1)
-        # Blocks of a sequence lie anywhere, as they do in a server that has run for a while.
+        # Blocks are shuffled, as in a server that has run for a while.
         self._blocks = np.random.default_rng(4).permutation(runner.facts.num_blocks)
         self._each = min(num, max(1, BATCH_TOKENS // context))
-        """Prompts of a step."""
+        """Prompts per step."""
         self._num_known = context
         self.num_prompt_tokens = 0
 
     def prefill(self) -> float:
-        """Compute all prompts. Returns the seconds for `num_prompt_tokens` of them, those of the first step left out,
-        which is there to record the shape; 0 where there was no other."""
+        """Compute all prompts. Returns the seconds for `num_prompt_tokens` tokens. The first step, which captures the
+        graph, is not counted; 0 if there was no other."""
         began_s = 0.0
         for first in range(0, self._num, self._each):
             rows = range(first, min(first + self._each, self._num))
@@ -307,7 +307,7 @@ class SpeedRows:
         return time.perf_counter() - began_s if self.num_prompt_tokens else 0.0
 
     def decode(self, num_steps: int, depth: int) -> Decoded:
-        """As many steps of all rows, `depth` of them in flight."""
+        """Run `num_steps` steps of all rows, `depth` of them in flight."""
         messages = [self._step(self._num_known - 1 + i) for i in range(num_steps)]
         first = min(WARM_STEPS, num_steps - 2)
         self._num_known += num_steps
@@ -335,7 +335,7 @@ class SpeedRows:
         )
 
     def drop(self) -> None:
-        """Give back all rows."""
+        """Drop all rows."""
         self._runner.step(steps.step(drops=list(range(self._num))), steps.take)
 
     def _launch(self, message: m.Step, depth: int) -> None:
@@ -353,7 +353,7 @@ class SpeedRows:
 
 
 def _on_gpu(launched_steps: Sequence[Any]) -> dict[str, Any]:
-    """What the GPU's own stamps say."""
+    """Statistics of the GPU's timestamps."""
     stamps = [(launched_step.start_ns, launched_step.end_ns) for launched_step in launched_steps]
     if not stamps or not stamps[0][0]:
         return {"step_ms": 0.0, "gap_us": 0.0, "busy": None}

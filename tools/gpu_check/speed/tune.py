@@ -1,8 +1,8 @@
-"""Times of products' candidates on the GPU at hand, and the table that kernels/triton/tuned.py ships.
+"""Times the candidate configurations of GEMMs on this GPU, and writes the table that kernels/triton/tuned.py ships.
 
-First many processes compile the candidates, beside each other (`tune_compile.py`); then one process times them, alone.
-The fastest wins; the rule's choice stays where it wins by less than the noise. Weights rotate through more memory than
-the cache holds. What decodes at batch 1 comes first.
+First many processes compile the candidates in parallel (`tune_compile.py`). Then one process times them alone. The
+fastest candidate wins, unless its lead over the rule's choice is within the noise. Weights rotate through more memory
+than the L2 cache holds. Batch size 1 comes first.
 """
 
 import json
@@ -27,13 +27,13 @@ from tools.gpu_check.shapes import LLAMA_1B, LLAMA_8B, SMOLLM2_135M, TINY
 CACHE_BYTES = 64 * 2**20
 """More than an L2 cache holds."""
 NOISE = 0.02
-"""A candidate has to be faster than the rule's by more than this."""
+"""Smallest lead over the rule's choice that counts."""
 MOST = 40
-"""Candidates of a product."""
+"""Candidates for a GEMM."""
 FUSED_TOKENS = 16
-"""Up to here gate and up are one launch with their product."""
+"""Largest token count at which gate and up are fused with SwiGLU."""
 REFUSALS = ("OutOfResources", "CompilationError", "PTXASError")
-"""Errors of candidates that want more registers or shared memory than there is."""
+"""Errors of candidates that need more registers or shared memory than the GPU has."""
 CASES: tuple[tuple[str, ModelConfig, str | None, int], ...] = (
     ("8B", LLAMA_8B, None, 1),
     ("8B int4", LLAMA_8B, "int4", 1),
@@ -47,12 +47,12 @@ CASES: tuple[tuple[str, ModelConfig, str | None, int], ...] = (
     ("135M", SMOLLM2_135M, None, 16),
     ("8B int4", LLAMA_8B, "int4", 64),
 )
-"""Model, its shape, how weights are kept, and tokens of a step."""
+"""Model, its shape, weight format, and tokens of a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """What is tuned."""
+    """A GEMM to tune."""
 
     case: str
     op: str
@@ -62,7 +62,7 @@ class Product:
     num_tokens: int
 
     def matrices(self, num_bytes: int) -> list[Any]:
-        """Random weights of this shape, so many bytes of them or more."""
+        """Random weights of this shape, at least `num_bytes` in total."""
         from pipeline.kernels.matrix import Matrix
         from pipeline.kernels.triton.gemm.device_matrix import DeviceMatrix
 
@@ -75,14 +75,14 @@ class Product:
         return made
 
     def shape(self, matrix: Any) -> Any:
-        """As the table names it."""
+        """The key of the table."""
         from pipeline.kernels.triton.tuned import GemmShape, bucket_of
 
         rows = self.num_rows // 2 if self.op == "swiglu" else self.num_rows
         return GemmShape(self.op, bucket_of(self.num_tokens), rows, self.num_columns, matrix.format)  # type: ignore[arg-type]
 
     def candidates(self, matrix: Any, most: int) -> list[Any]:
-        """The rule's choice, then others at random, always the same."""
+        """The rule's choice, then others in a fixed random order."""
         from pipeline.kernels.triton import tuned
 
         named = asdict(self.shape(matrix)) | {"num_tokens": self.num_tokens}
@@ -99,7 +99,7 @@ class Product:
         return gpu.random(1, self.num_tokens, self.num_columns, dtype=torch.bfloat16)
 
     def out(self, config: Any) -> Tensor:
-        """Memory for the result."""
+        """An output buffer."""
         num, rows, device = self.num_tokens, self.num_rows, gpu.device()
         if self.op == "swiglu":
             return torch.empty(num, rows // 2, dtype=torch.bfloat16, device=device)
@@ -110,7 +110,7 @@ class Product:
 
 
 def products(context: Context) -> list[Product]:
-    """All that are tuned, those that matter most first."""
+    """All GEMMs to tune, the most important first."""
     made = []
     for name, config, format, num in (("tiny", TINY, None, 2),) if context.interpreted else CASES:
         for which, (rows, columns) in matrices_of(config).items():
@@ -137,7 +137,7 @@ def items(context: Context) -> list[Item]:
 
 
 def _tuned(context: Context, product: Product, num_left: int, found: dict[Any, Any]) -> Iterator[Reading]:
-    """Time the candidates of one product, of `num_left` that share the time."""
+    """Time the candidates of one product. `num_left` products share the remaining time."""
     end_s = context.left_s - context.left_s / num_left
     matrices = product.matrices(CACHE_BYTES if not context.interpreted else 1)
     x = product.x()
@@ -159,7 +159,7 @@ def _tuned(context: Context, product: Product, num_left: int, found: dict[Any, A
         best, best_ms = first, rule_ms
     found[product.shape(matrices[0])] = best
     bound_us = matrices[0].num_bytes / rates.bandwidth(context) * 1e6
-    note = f"{len(times)} timed, {refused} refused; the rule's takes {rule_ms * 1e3:.1f} µs; best {_words(best)}"
+    note = f"{len(times)} timed, {refused} refused; the rule's choice takes {rule_ms * 1e3:.1f} µs; best {_words(best)}"
     numbers = {"times_us": [[asdict(config), each * 1e3] for config, each in times.items()]}
     del matrices
     gpu.free_memory()
@@ -183,8 +183,8 @@ def _words(config: Any) -> str:
 
 
 def _table(context: Context, found: dict[Any, Any]) -> Iterator[Reading]:
-    """Write what was found beside the report, in the form of the shipped table: what the shipped one has besides
-    stays."""
+    """Write the table beside the report, in the format of the shipped one. Entries that were not measured keep their
+    shipped values."""
     from pipeline.kernels.triton import tuned
 
     architecture = tuned.architecture(gpu.device())

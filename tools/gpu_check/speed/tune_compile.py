@@ -1,4 +1,4 @@
-"""What `tune` times, compiled beforehand: each process launches its share of all candidates once."""
+"""Compiles the candidates that `tune` times: each process launches its share of them once."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -15,7 +15,7 @@ def items(context: Context) -> list[Item]:
 
 
 def _launch(context: Context, part: int) -> Iterator[Reading]:
-    """Launch every candidate whose number is this part's, product after product, while there is time."""
+    """Launch this part's share of the candidates, while time is left."""
     launched = refused = number = 0
     for product in products(context):
         (matrix,), x = product.matrices(1), product.x()
@@ -24,9 +24,7 @@ def _launch(context: Context, part: int) -> Iterator[Reading]:
             if number % context.task.num_processes != part:
                 continue
             if context.left_s < 3 and not context.interpreted:
-                yield Reading(
-                    f"compiled, part {part + 1}", launched, note=f"as far as {product.case}, for lack of time"
-                )
+                yield Reading(f"compiled, part {part + 1}", launched, note=f"out of time at {product.case}")
                 return
             try:
                 product.launch(matrix, config, x, product.out(config))
@@ -36,4 +34,4 @@ def _launch(context: Context, part: int) -> Iterator[Reading]:
                     raise
                 refused += 1
         gpu.synchronize()
-    yield Reading(f"compiled, part {part + 1}", launched, note=f"all of its share; {refused} were refused")
+    yield Reading(f"compiled, part {part + 1}", launched, note=f"complete; {refused} were refused")

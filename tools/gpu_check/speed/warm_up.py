@@ -1,8 +1,7 @@
-"""What `speed` and `over_http` launch, compiled beforehand: a model of two layers does what is measured of all of
-them, once.
+"""Compiles what `speed` and `http` launch, by running every measured model once with two layers.
 
-It runs beside the checks, and takes its time from no measurement. Graphs are then recorded as fast as where a server
-has run before.
+It runs beside the checks, so that no measured section spends time on compilation. Graph capture is then as fast as on a
+machine whose kernel cache is warm.
 """
 
 import tempfile
@@ -30,18 +29,18 @@ def items(context: Context) -> list[Item]:
 
 
 def _start(context: Context, model: Model) -> Iterator[Reading]:
-    # Beside others a rate would mean nothing, and takes gigabytes to measure.
+    # Rates measured beside other processes would be wrong, and measuring takes gigabytes.
     context.task.rates.update({COPY: 1.0, READ: 1.0, MATMUL: 1.0})
     began_s = time.perf_counter()
     for _ in measure(context, model, is_warm_up=True):
         pass
     took_s = time.perf_counter() - began_s
-    note = "all that its steps launch, compiled beside other processes"
+    note = "compiles all kernels of its steps, beside other processes"
     yield Reading(f"first start of {model.name}, two layers", took_s, "s", less_is_better=True, note=note)
 
 
 def _serve(context: Context) -> Iterator[Reading]:
-    """All that a server of the 135M shape may ever launch, wishes among it, with the sizes of `over_http`."""
+    """Compile everything that a server of the 135M shape may launch, with the limits of the `http` section."""
     began_s = time.perf_counter()
     config = msgspec.structs.replace(SMOLLM2_135M if not context.interpreted else TINY, num_layers=2)
     settings = settings_for(

@@ -1,5 +1,5 @@
-"""Steps for the kernels of a model, at the sizes that a server has: rows with shuffled blocks, entries that decode and
-entries that compute chunks, rows that have ended, padding."""
+"""Steps for kernels at the sizes of a server: rows with shuffled blocks, decode and prefill entries, rows that have
+ended, padding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,23 +12,23 @@ from pipeline.kernels.triton.rows import StepArrays
 from tools.gpu_check import gpu
 
 Entry = tuple[int, int]
-"""Start and count; a count of 0 is a row that has ended, which still has a token's place in the batch."""
+"""Start and count. A count of 0 is a row that has ended, which still occupies a token of the batch."""
 
 
 @dataclass(frozen=True, slots=True)
-class MadeStep:
-    """All on the device."""
+class RandomStep:
+    """A step on the device."""
 
     arrays: StepArrays
     entries: tuple[Entry, ...]
     keys: Tensor
-    """[num_blocks, K, BLOCK_SIZE, D]; NaN wherever no entry has a key"""
+    """[num_blocks, K, BLOCK_SIZE, D]; NaN outside of cached positions"""
     values: Tensor
     live: Tensor
-    """[T] bool; tokens that are computed for somebody"""
+    """[T] bool; False for padding and for rows that have ended"""
 
     def cached(self, entry: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [L, K, D] that an entry sees, its own among them."""
+        """Keys and values [L, K, D] that an entry attends to, including its own."""
         start, count = self.entries[entry]
         places = torch.arange(start + count, device=gpu.device())
         blocks = self.arrays.blocks[int(self.arrays.rows[entry])].long()[places // BLOCK_SIZE]
@@ -37,8 +37,8 @@ class MadeStep:
 
 def make(
     entries: Sequence[Entry], num_kv_heads: int, head_dim: int, dtype: torch.dtype, *, padding: int = 0, seed: int = 0
-) -> MadeStep:
-    """With `padding` entries and tokens more than are needed."""
+) -> RandomStep:
+    """Make a step with random keys and values, and with `padding` additional entries and tokens."""
     device = gpu.device()
     generator = torch.Generator().manual_seed(seed)
     spans = [max(1, count) for _, count in entries]
@@ -81,11 +81,12 @@ def make(
         arrays.slots[own] = theirs[start:] * BLOCK_SIZE + places[start:] % BLOCK_SIZE
         live[own] = True
         offset += span
-    return MadeStep(arrays, tuple(entries), keys, values, live)
+    return RandomStep(arrays, tuple(entries), keys, values, live)
 
 
-def attention(queries: Tensor, made: MadeStep, num_heads: int, window: int | None) -> Tensor:
-    """The formula in float64, an entry at a time. queries [T, Q * D]; returns [T, Q, D], NaN where nobody's."""
+def attention(queries: Tensor, made: RandomStep, num_heads: int, window: int | None) -> Tensor:
+    """Reference attention in float64, one entry at a time. queries [T, Q * D]; returns [T, Q, D], NaN for tokens that
+    are not live."""
     num_kv_heads, head_dim = made.keys.shape[1], made.keys.shape[3]
     wide = queries.double().view(len(queries), num_kv_heads, num_heads // num_kv_heads, head_dim)
     out = torch.full(wide.shape, torch.nan, dtype=torch.float64, device=queries.device)
