@@ -1,6 +1,8 @@
 """`pipeline bench` against a server that counts words."""
 
+import argparse
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -8,14 +10,23 @@ from typing import Any
 import pytest
 
 from pipeline.__main__ import main
+from pipeline.cli.bench.measure import Spread, Summary
+from pipeline.cli.bench.options import add_options, workload_of
+from pipeline.cli.bench.report import TABLE_WIDTH, BenchReport, as_text, console
 from tests.cli.fake_server import TEMPLATE_TOKENS, FakeServer
 
 
 def bench(server: FakeServer, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, Any], str]:
-    """Exit code, report, and what went to standard error."""
-    code = main(["bench", "--url", server.url, "--json", "-", *options])
+    """Run at temperature 0, unless `options` say otherwise. Returns exit code, report and standard error."""
+    code = main(["bench", "--url", server.url, "--json", "-", "--temperature=0", *options])
     out, err = capsys.readouterr()
     return code, json.loads(out), err
+
+
+def _parse(*options: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    return parser.parse_args(options)
 
 
 def test_a_number_of_requests_is_made_and_measured(capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,6 +68,68 @@ def test_a_window_of_time_is_filled_by_all_streams(capsys: pytest.CaptureFixture
     lengths = Counter(body["max_tokens"] for body in server.bodies)
     assert {5, 10, 15} < set(lengths), "the streams' first requests differ in length"
     assert lengths[5] == lengths[10] == lengths[15] == 1
+
+
+def test_each_concurrency_is_measured_greedily_and_at_the_default_temperature_of_the_api(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with FakeServer() as server:
+        options = ["--concurrency=1,2", "--num-requests=2", "--prompt-words=5", "--output-tokens=2"]
+        assert main(["bench", "--url", server.url, "--json", "-", *options]) == 0
+    report = json.loads(capsys.readouterr().out)
+    levels = [(level["concurrency"], level["temperature"]) for level in report["levels"]]
+    assert levels == [(1, 0.0), (1, 1.0), (2, 0.0), (2, 1.0)]
+    assert report["workload"]["temperatures"] == [0.0, 1.0]
+    sent = [(body["temperature"], body["messages"][0]["content"]) for body in server.bodies]
+    assert Counter(temperature for temperature, _ in sent) == {0.0: 3 + 4, 1.0: 3 + 4}
+    assert len({prompt for _, prompt in sent}) == len(sent), "a prefix cache would help the second temperature"
+
+
+def test_other_temperatures_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeServer() as server:
+        _, report, _ = bench(
+            server, capsys, "--concurrency=1", "--num-requests=1", "--prompt-words=5", "--temperature=0.7,1.5"
+        )
+    assert [level["temperature"] for level in report["levels"]] == [0.7, 1.5]
+    assert {body["temperature"] for body in server.bodies} == {0.7, 1.5}
+
+
+def test_prefill_is_measured_at_one_temperature(capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeServer() as server:
+        assert main(["bench", "--url", server.url, "--json", "-", "--prefill", "--num-requests=1"]) == 0
+    (level,) = json.loads(capsys.readouterr().out)["levels"]
+    assert level["temperature"] == 0.0
+
+
+@pytest.mark.parametrize("concurrency", ["1,8,32", "1,2,4,8,16,32", "1000"])
+def test_the_table_fits_into_80_columns(concurrency: str) -> None:
+    args = _parse(f"--concurrency={concurrency}")
+    spread = Spread(1000, 12345.6, 12345.6, 12345.6, 123456.7, 123456.7)
+    levels = [
+        Summary(n, t, 20.0, 123456, 0, {}, 4096.0, 1024.0, False, 123456.7, 1234567.8, 99.9, 12345.6, *[spread] * 4)
+        for n in args.concurrency
+        for t in (0.0, 1.0)
+    ]
+    report = BenchReport("http://127.0.0.1:8000", "m" * 30, "1", workload_of(args), levels)
+    screen = console(TABLE_WIDTH)
+    with screen.capture() as captured:
+        screen.print(as_text(report))
+    lines = captured.get().splitlines()
+    assert TABLE_WIDTH == 80 and max(map(len, lines)) <= 80, captured.get()
+    assert "123,457" in captured.get() and "…" not in captured.get()
+    assert sum("output tok/s" in line for line in lines) == (2 if concurrency.count(",") == 5 else 1)
+
+
+def test_the_temperatures_of_a_concurrency_are_adjacent_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--concurrency=1,2", "--num-requests=2", "--prompt-words=5", "--output-tokens=2"]
+    with FakeServer() as server:
+        assert main(["bench", "--url", server.url, *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line.split("  ")[0].strip("│ "): re.findall(r"[\d./]*\d", line) for line in lines}
+    assert rows["streams"] == ["1", "1", "2", "2"]
+    assert rows["temperature"] == ["0", "1", "0", "1"]
+    assert rows["requests"] == ["2"] * 4
+    assert rows["tokens in/out"] == ["25/2"] * 4
 
 
 def test_the_seed_makes_the_prompts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,10 +174,10 @@ def test_broken_streams_are_counted_and_end_with_an_error(
     (level,) = report["levels"]
     assert code == 1
     assert (level["num_requests"], level["num_errors"], level["errors"]) == (4, 2, {message: 2})
-    assert err == f"pipeline bench: error: 1 streams: 2 × {message}\n"
+    assert err == f"pipeline bench: error: 1 streams, temperature 0: 2 × {message}\n"
 
 
-def test_a_server_that_refuses_everything_is_not_asked_without_end(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_refuses_everything_ends_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     with FakeServer(lambda body, number: "refuse") as server:
         code, report, _ = bench(server, capsys, "--concurrency=2", "--duration=10m", "--prompt-words=5")
     assert code == 1
@@ -208,7 +281,7 @@ def test_a_measurement_that_fails_leaves_no_report_and_keeps_the_last_one(
     [
         (["--concurrency", "1,x"], "--concurrency: needs a whole number of at least 1, got 'x'"),
         (["--duration", "soon"], "--duration: needs a time such as 20s or 2m, got 'soon'"),
-        (["--temperature", "nan"], "--temperature: needs a number from 0 to 2, got 'nan'"),
+        (["--temperature", "0,nan"], "--temperature: needs a number from 0 to 2, got 'nan'"),
         (["--url", "foo"], "--url: needs http:// or https:// in front, got 'foo'"),
         (["--url", "127.0.0.1:8000"], "--url: needs http:// or https:// in front"),
         (["--url", "http://"], "--url: needs an address such as http://127.0.0.1:8000, got 'http://'"),
@@ -219,7 +292,7 @@ def test_a_measurement_that_fails_leaves_no_report_and_keeps_the_last_one(
         (["--prompt-tokens=64", "--shared-prefix-tokens=64"], "--shared-prefix-tokens 64: needs less than"),
     ],
 )
-def test_mistakes_are_told_in_one_line(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_reported_in_one_line(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         code: Any = main(["bench", *options])
     except SystemExit as stopped:

@@ -88,9 +88,7 @@ class TestSections:
         assert _cases(lines) == ["before the error", "fine"]
         assert len(_failures(lines)) == 1 and "ValueError: so it is" in _failures(lines)[0]
 
-    def test_an_asynchronous_error_belongs_to_its_item(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_an_asynchronous_error_belongs_to_its_item(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         errors = iter([RuntimeError("an illegal memory access was encountered")])
 
         def synchronize() -> None:

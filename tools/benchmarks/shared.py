@@ -1,6 +1,6 @@
 """`shared`: 16 streams that share a prefix of 600 words, 50 words of their own, 64 tokens out: total tokens/s.
 
-Exactly `pipeline bench --shared` against a server started for each round, whose default settings --set may change.
+Runs `pipeline bench --shared --temperature 0` against a fresh server in each round. --set changes its settings.
 
 Bound: the median of the rounds is at least 6,000 total tok/s (the goal is 10,000); --least says otherwise.
 """
@@ -57,8 +57,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _bench(url: str, seconds: float, seed: int) -> Summary:
-    command = [sys.executable, "-m", "pipeline", "bench", "--shared", "--url", url, "--json", "-"]
-    command += ["--duration", f"{seconds:g}s", "--seed", str(seed)]
+    command = [sys.executable, "-m", "pipeline", "bench", "--shared", "--temperature", "0", "--url", url]
+    command += ["--duration", f"{seconds:g}s", "--seed", str(seed), "--json", "-"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=600 + 10 * seconds, check=False)
     if not done.stdout:
         raise UserError(f"pipeline bench failed:\n{done.stderr.decode(errors='replace')}")

@@ -1,4 +1,4 @@
-"""`pipeline bench`: from options to a report."""
+"""`pipeline bench`: runs the measurement and prints the report."""
 
 import argparse
 import asyncio
@@ -16,20 +16,20 @@ from pipeline.cli.bench.client import BenchClient, RequestResult, ServerError, o
 from pipeline.cli.bench.loop import ClosedLoop, Level, LoadPlan
 from pipeline.cli.bench.measure import Summary, summarize
 from pipeline.cli.bench.options import Length, Workload, workload_of
-from pipeline.cli.bench.report import BenchReport, as_json, as_table, console
+from pipeline.cli.bench.report import TABLE_WIDTH, BenchReport, as_json, as_text, console
 from pipeline.cli.out_file import require_writable, writing
 from pipeline.config.load import ConfigError
 from pipeline.runtime.api_keys import keep_out_of_core_dumps, of_client
 from pipeline.version import VERSION
 
 REFRESH_S = 0.5
-"""The progress bar is drawn no oftener: it would take time from the server."""
+"""Seconds between updates of the progress bar, which takes CPU time from the server."""
 
 CALIBRATION_WORDS = (16, 116)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and report. Returns 1 where a request failed or the server can't be used. Raises ConfigError."""
+    """Measure and report. Returns 1 if a request failed or the server can't be used. Raises ConfigError."""
     workload = workload_of(args)
     _check(workload)
     if args.json and args.json != "-":
@@ -42,18 +42,19 @@ def run(args: argparse.Namespace) -> int:
     if args.json == "-":
         sys.stdout.buffer.write(as_json(report))
     else:
-        console().print(as_table(report))
+        console(TABLE_WIDTH).print(as_text(report))
         if args.json:
             with writing(Path(args.json), "--json"):
                 Path(args.json).write_bytes(as_json(report))
     for level in report.levels:
         for reason, count in level.errors.items():
-            print(f"pipeline bench: error: {level.concurrency} streams: {count} × {reason}", file=sys.stderr)
+            where = f"{level.concurrency} streams, temperature {level.temperature:g}"
+            print(f"pipeline bench: error: {where}: {count} × {reason}", file=sys.stderr)
     return 1 if any(level.num_errors for level in report.levels) else 0
 
 
 def _check(workload: Workload) -> None:
-    """Raise ConfigError where the lengths do not go together."""
+    """Raise ConfigError if the shared prefix is longer than the prompt."""
     prompt, shared = workload.prompt, workload.shared_prefix
     if shared.count and shared.unit == prompt.unit and shared.count >= prompt.count:
         raise ConfigError(
@@ -64,7 +65,7 @@ def _check(workload: Workload) -> None:
 def _run_loop(work: Coroutine[Any, Any, BenchReport]) -> BenchReport:
     try:
         import uvloop
-    except ImportError:  # not to be had on every platform that can measure
+    except ImportError:  # not available on every platform
         return asyncio.run(work)
     return uvloop.run(work)
 
@@ -82,13 +83,14 @@ async def _measure(args: argparse.Namespace, workload: Workload) -> BenchReport:
         levels: list[Summary] = []
         with _Bar() as bar:
             for concurrency in workload.concurrencies:
-                level = await _level(client, workload, concurrency, (num_words, num_shared), bar)
-                levels.append(summarize(level))
+                for temperature in workload.temperatures:
+                    level = await _level(client, workload, concurrency, temperature, (num_words, num_shared), bar)
+                    levels.append(summarize(level, temperature))
         return BenchReport(args.url, client.model, VERSION, workload, levels)
 
 
 async def _calibrate(client: BenchClient, workload: Workload) -> words.Calibration | None:
-    """How the server counts words; None where all lengths are in words anyway."""
+    """The server's tokens per word; None if all lengths are in words."""
     if all(length.unit == "words" or length.count == 0 for length in (workload.prompt, workload.shared_prefix)):
         return None
     tokens = [
@@ -106,23 +108,29 @@ def _num_words(length: Length, calibration: words.Calibration | None) -> int:
 
 
 async def _level(
-    client: BenchClient, workload: Workload, concurrency: int, lengths: tuple[int, int], bar: "_Bar"
+    client: BenchClient,
+    workload: Workload,
+    concurrency: int,
+    temperature: float,
+    lengths: tuple[int, int],
+    bar: "_Bar",
 ) -> Level:
-    options: dict[str, Any] = {"temperature": workload.temperature}
+    options: dict[str, Any] = {"temperature": temperature}
     if workload.ignore_eos:
         options["ignore_eos"] = True
 
     async def generate(name: str, part: float) -> RequestResult:
-        prompt = words.prompt(workload.seed, f"{concurrency}/{name}", *lengths)
+        # Prompts differ between temperatures, so that no level finds another's in the prefix cache.
+        prompt = words.prompt(workload.seed, f"{concurrency}/{temperature:g}/{name}", *lengths)
         return await client.generate(prompt, options | {"max_tokens": max(1, round(part * workload.output_tokens))})
 
     plan = LoadPlan(concurrency, workload.duration_s, workload.num_requests, workload.num_warmups)
-    bar.next(f"{concurrency} streams")
+    bar.next(f"{concurrency} streams, temperature {temperature:g}")
     return await ClosedLoop(plan, generate, bar.update).run()
 
 
 class _Bar:
-    """Progress on standard error, where that is a terminal."""
+    """Progress on standard error, if that is a terminal."""
 
     def __init__(self) -> None:
         screen = Console(stderr=True)

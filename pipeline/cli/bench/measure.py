@@ -1,4 +1,4 @@
-"""From records to numbers. Defined in the package's docstring."""
+"""Statistics of requests. The package's docstring defines them."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from pipeline.cli.bench.loop import Level
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """A distribution. NaN-free: all zero where nothing was measured."""
+    """A distribution. All fields are 0 if there are no values."""
 
     count: int = 0
     mean: float = 0.0
@@ -29,21 +29,22 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """One level in numbers. Rates are per second of the window, times in milliseconds."""
+    """Statistics of one level. Rates are per second of the window, times in milliseconds."""
 
     concurrency: int
+    temperature: float
     window_s: float
     num_requests: int
-    """That ended in the window without an error."""
+    """Requests that ended in the window without an error."""
     num_errors: int
-    """Of the whole level, warm-up included."""
+    """Of the whole level, including warm-up."""
     errors: dict[str, int]
-    """How often each error came."""
+    """How often each error occurred."""
     prompt_tokens: float
-    """Mean of a request."""
+    """Mean per request; also the next."""
     completion_tokens: float
     tokens_are_chunks: bool
-    """The server reported no usage for some request, so that its chunks were counted instead."""
+    """Some request had no usage in its reply, so its chunks were counted."""
     output_tokens_per_s: float
     total_tokens_per_s: float
     requests_per_s: float
@@ -54,8 +55,8 @@ class Summary(msgspec.Struct, frozen=True):
     e2e_ms: Spread
 
 
-def summarize(level: Level) -> Summary:
-    """Measure one level."""
+def summarize(level: Level, temperature: float = 0.0) -> Summary:
+    """The statistics of one level, which was measured at this temperature."""
     window_s = level.closed_s - level.opened_s
     good = [record for record in level.records if record.error is None]
     output = prompt = 0.0
@@ -81,6 +82,7 @@ def summarize(level: Level) -> Summary:
     failed = Counter(record.error for record in level.records if record.error is not None)
     return Summary(
         concurrency=level.concurrency,
+        temperature=temperature,
         window_s=window_s,
         num_requests=len(ended),
         num_errors=failed.total(),
@@ -100,7 +102,7 @@ def summarize(level: Level) -> Summary:
 
 
 def percentile(ordered: Sequence[float], part: float) -> float:
-    """The value below which `part` (0 to 1) of an ordered sequence lies, interpolated between neighbours."""
+    """The quantile `part` (0 to 1) of an ordered sequence, interpolated linearly."""
     place = part * (len(ordered) - 1)
     below = int(place)
     above = min(below + 1, len(ordered) - 1)

@@ -1,4 +1,4 @@
-"""What can be asked of a measurement."""
+"""The options of `pipeline bench`, and the workload that they describe."""
 
 import argparse
 import secrets
@@ -10,27 +10,29 @@ from pipeline.cli import option_types as types
 
 
 class Length(msgspec.Struct, frozen=True):
-    """Of a prompt."""
+    """Length of a prompt or a prefix."""
 
     count: int
     unit: Literal["tokens", "words"]
 
 
 class Workload(msgspec.Struct, frozen=True):
-    """What is sent, and how long for."""
+    """The requests of a run, and its duration."""
 
     concurrencies: tuple[int, ...]
+    temperatures: tuple[float, ...]
+    """Each concurrency is measured at each of them."""
     prompt: Length
     shared_prefix: Length
-    """The part of the prompt that all of them have in common."""
+    """The prefix that all prompts share."""
     output_tokens: int
     duration_s: float
+    """Of each level: one concurrency at one temperature."""
     num_requests: int | None
     num_warmups: int
     seed: int
     endpoint: str
     ignore_eos: bool
-    temperature: float
 
 
 class Preset(msgspec.Struct, frozen=True):
@@ -40,11 +42,13 @@ class Preset(msgspec.Struct, frozen=True):
     prompt: Length
     shared_prefix: Length
     output_tokens: int
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    """Greedy, and the default of OpenAI's API."""
 
 
 NO_PREFIX = Length(0, "tokens")
 DECODE = Preset((1, 8, 32), Length(128, "tokens"), NO_PREFIX, 128)
-PREFILL = Preset((1,), Length(800, "words"), NO_PREFIX, 1)
+PREFILL = Preset((1,), Length(800, "words"), NO_PREFIX, 1, temperatures=(0.0,))
 SHARED = Preset((16,), Length(650, "words"), Length(600, "words"), 64)
 
 
@@ -74,7 +78,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     _preset(presets, "--prefill", PREFILL, "prompts of 800 words and one token out, one at a time")
     _preset(presets, "--shared", SHARED, "16 streams that share a prefix of 600 words, 50 words of their own, 64 out")
     load.add_argument(
-        "--concurrency", type=_concurrencies, metavar="N,N…", help="concurrent streams; one level for each value"
+        "--concurrency", type=_concurrencies, metavar="N,N…", help="concurrent streams; measured one after the other"
+    )
+    load.add_argument(
+        "--temperature",
+        type=_temperatures,
+        metavar="T,T…",
+        help="sampling temperatures; each concurrency is measured at each of them. By default 0,1: greedy, and the "
+        "API's default; with --prefill 0",
     )
     prompt = load.add_mutually_exclusive_group()
     prompt.add_argument(
@@ -95,15 +106,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="generate exactly that many tokens; --no-ignore-eos omits this field, which not every server supports",
-    )
-    load.add_argument(
-        "--temperature", type=types.temperature, default=0.0, help="of sampling; by default 0, which is greedy"
+        help="generate exactly that many tokens; --no-ignore-eos omits the field, which not every server supports",
     )
     load.add_argument(
         "--seed",
         type=types.natural,
-        help="seed of the prompts; by default random, so that no cache has them",
+        help="seed of the prompts; by default random, so that no prefix cache has them",
     )
 
     extent = parser.add_argument_group("extent")
@@ -111,9 +119,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     lasting.add_argument(
         "--duration",
         type=types.duration,
-        default=20.0,
+        default=10.0,
         metavar="TIME",
-        help="duration of each level, such as 2m; by default 20s",
+        help="duration of each level (one concurrency at one temperature) after its warm-up, such as 2m; by default "
+        "10s, a minute for the six levels of --decode",
     )
     lasting.add_argument(
         "--num-requests",
@@ -126,18 +135,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=types.natural,
         default=1,
         metavar="N",
-        help="warm-up requests of each stream; by default %(default)s",
+        help="warm-up requests of each stream in each level; by default %(default)s",
     )
     parser.add_argument(
-        "--json", metavar="FILE", help="write the results as JSON to this file; - is standard output, without the table"
+        "--json",
+        metavar="FILE",
+        help="write the results as JSON to this file; - writes them to standard output, without the table",
     )
 
 
 def workload_of(args: argparse.Namespace) -> Workload:
-    """The workload that the options make."""
+    """The workload that the options describe."""
     preset: Preset = args.preset or DECODE
     return Workload(
         concurrencies=args.concurrency or preset.concurrency,
+        temperatures=args.temperature or preset.temperatures,
         prompt=args.prompt or preset.prompt,
         shared_prefix=args.prefix or preset.shared_prefix,
         output_tokens=args.output_tokens or preset.output_tokens,
@@ -147,7 +159,6 @@ def workload_of(args: argparse.Namespace) -> Workload:
         seed=secrets.randbelow(2**32) if args.seed is None else args.seed,
         endpoint=args.endpoint,
         ignore_eos=args.ignore_eos,
-        temperature=args.temperature,
     )
 
 
@@ -165,3 +176,7 @@ def _words(text: str) -> Length:
 
 def _concurrencies(text: str) -> tuple[int, ...]:
     return tuple(types.positive(part.strip()) for part in text.split(","))
+
+
+def _temperatures(text: str) -> tuple[float, ...]:
+    return tuple(types.temperature(part.strip()) for part in text.split(","))

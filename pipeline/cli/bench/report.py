@@ -1,30 +1,19 @@
-"""What was measured, as a table to read and as JSON to keep."""
+"""The results as tables for a terminal and as JSON."""
+
+from collections.abc import Sequence
+from itertools import groupby
 
 import msgspec
-from rich.console import Console
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from pipeline.cli.bench.measure import Summary
+from pipeline.cli.bench.measure import Spread, Summary
 from pipeline.cli.bench.options import Workload
 
-HEADINGS = (
-    "streams",
-    "requests",
-    "errors",
-    "tokens\nin/out",
-    "output\ntok/s",
-    "total\ntok/s",
-    "prefill\ntok/s",
-    "TTFT\np50",
-    "\np99",
-    "ITL\np50",
-    "\np99",
-    "TPOT\np50",
-    "\np99",
-)
-
-LEAST_WIDTH = 130
-"""Of a table that goes into a file or a pipe, where there is no terminal to fit."""
+TABLE_WIDTH = 80
+PIPE_WIDTH = 130
+"""Width of output to a file or a pipe."""
 
 
 class BenchReport(msgspec.Struct, frozen=True):
@@ -36,6 +25,7 @@ class BenchReport(msgspec.Struct, frozen=True):
     """Of this program."""
     workload: Workload
     levels: list[Summary]
+    """By concurrency, then by temperature."""
 
 
 def as_json(report: BenchReport) -> bytes:
@@ -43,33 +33,55 @@ def as_json(report: BenchReport) -> bytes:
     return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
 
 
-def as_table(report: BenchReport) -> Table:
-    """One row for each concurrency."""
-    table = Table(title=_title(report), title_justify="left", caption=_caption(report), caption_justify="left")
-    for heading in HEADINGS:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for level in report.levels:
-        table.add_row(
-            str(level.concurrency),
-            str(level.num_requests),
-            f"[red]{level.num_errors}[/red]" if level.num_errors else "0",
-            f"{level.prompt_tokens:.0f}/{level.completion_tokens:.0f}",
-            f"{level.output_tokens_per_s:,.1f}",
-            f"{level.total_tokens_per_s:,.0f}",
-            f"{level.prefill_tokens_per_s:,.0f}",
-            *(
-                f"{value:,.1f}"
-                for spread in (level.ttft_ms, level.itl_ms, level.tpot_ms)
-                for value in (spread.p50, spread.p99)
-            ),
-        )
+def as_text(report: BenchReport) -> RenderableType:
+    """Tables with a column for each concurrency and temperature, at most `TABLE_WIDTH` wide."""
+    tables = (part for table in _tables(report.levels) for part in (table, ""))
+    return Group(_title(report), *tables, _notes(report))
+
+
+def console(pipe_width: int = PIPE_WIDTH) -> Console:
+    """Standard output, with a width of `pipe_width` if it is not a terminal."""
+    found = Console(highlight=False)
+    return found if found.is_terminal else Console(highlight=False, width=pipe_width)
+
+
+def _tables(levels: Sequence[Summary]) -> list[Table]:
+    """As few tables as fit the width. The temperatures of one concurrency stay together."""
+    tables: list[Table] = []
+    shown: list[Summary] = []
+    screen = Console(width=10 * TABLE_WIDTH)
+    for _, group in groupby(levels, key=lambda level: level.concurrency):
+        added = list(group)
+        table = _table([*shown, *added])
+        if shown and screen.measure(table).maximum > TABLE_WIDTH:
+            shown, table = added, _table(added)
+        else:
+            shown += added
+            tables[-1:] = []
+        tables.append(table)
+    return tables
+
+
+def _table(levels: Sequence[Summary]) -> Table:
+    table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1), pad_edge=False)
+    table.add_column("streams\ntemperature", no_wrap=True)
+    for level in levels:
+        table.add_column(f"{level.concurrency}\n{level.temperature:g}", justify="right", no_wrap=True)
+    table.add_row("requests", *(f"{level.num_requests:,}" for level in levels))
+    table.add_row("errors", *(f"[red]{level.num_errors}[/red]" if level.num_errors else "0" for level in levels))
+    table.add_row("tokens in/out", *(f"{level.prompt_tokens:.0f}/{level.completion_tokens:.0f}" for level in levels))
+    table.add_row("output tok/s", *(_number(level.output_tokens_per_s) for level in levels))
+    table.add_row("total tok/s", *(f"{level.total_tokens_per_s:,.0f}" for level in levels))
+    table.add_row("prefill tok/s", *(f"{level.prefill_tokens_per_s:,.0f}" for level in levels))
+    for name in ("ttft", "itl", "tpot"):
+        spreads: list[Spread] = [getattr(level, f"{name}_ms") for level in levels]
+        table.add_row(f"{name.upper()} p50", *(_number(spread.p50) for spread in spreads))
+        table.add_row(f"{name.upper()} p99", *(_number(spread.p99) for spread in spreads))
     return table
 
 
-def console() -> Console:
-    """Where the table goes: standard output, wide enough for it where that is no terminal."""
-    found = Console(highlight=False)
-    return found if found.is_terminal else Console(highlight=False, width=LEAST_WIDTH)
+def _number(value: float) -> str:
+    return f"{value:,.1f}" if value < 10_000 else f"{value:,.0f}"
 
 
 def _title(report: BenchReport) -> str:
@@ -78,19 +90,19 @@ def _title(report: BenchReport) -> str:
     prefix = f" ({shared.count} {shared.unit} shared)" if shared.count else ""
     return (
         f"{report.model} at {report.url}: {workload.prompt.count} {workload.prompt.unit} in{prefix}, "
-        f"{workload.output_tokens} out, {workload.endpoint}, seed {workload.seed}"
+        f"{workload.output_tokens} out, {workload.endpoint}, seed {workload.seed}\n"
     )
 
 
-def _caption(report: BenchReport) -> str:
+def _notes(report: BenchReport) -> str:
     lines = ["Times in milliseconds."]
     if any(level.tokens_are_chunks for level in report.levels):
-        lines.append("The server reports no usage: each chunk counts as one token, and prompts as none.")
+        lines.append("The server reports no usage: each chunk counts as one token, prompts count as none.")
     if any(level.num_requests == 0 for level in report.levels):
         lines.append("A level completed no request in its time: use a longer --duration.")
-    wanted = report.workload.output_tokens
-    if report.workload.ignore_eos and any(0 < level.completion_tokens < 0.99 * wanted for level in report.levels):
+    requested = report.workload.output_tokens
+    if report.workload.ignore_eos and any(0 < level.completion_tokens < 0.99 * requested for level in report.levels):
         lines.append(
-            f"Outputs were shorter than the {wanted} requested tokens: the server does not support ignore_eos."
+            f"Outputs were shorter than the {requested} requested tokens: the server does not support ignore_eos."
         )
     return "\n".join(lines)

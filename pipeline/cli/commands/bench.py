@@ -11,7 +11,8 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "bench",
         help="measure a server's speed",
-        description="Measure the speed of any server that speaks the OpenAI API: a closed loop of clients that stream.",
+        description="Measure the speed of any server with the OpenAI API, with a closed loop of streaming clients. The "
+        "default run measures 1, 8 and 32 streams, each at temperature 0 and 1, and takes a minute plus warm-up.",
         allow_abbrev=False,
     )
     add_options(parser)

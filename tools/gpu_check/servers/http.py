@@ -83,7 +83,7 @@ def _bench(url: str, streams: int, num: int, context: Context, folder: Path) -> 
     command = [sys.executable, "-m", "pipeline", "bench", "--url", url, "--endpoint", "completions"]
     command += ["--concurrency", str(streams), "--prompt-tokens", str(prompt), "--output-tokens", str(output)]
     # The first requests run at batch sizes whose graphs are not captured yet.
-    command += ["--duration", f"{duration_s}s", "--warmup", "2", "--json"]
+    command += ["--temperature", "0", "--duration", f"{duration_s}s", "--warmup", "2", "--json"]
     files = [folder / f"bench-{streams}-{i}.json" for i in range(num)]
     with ExitStack() as stack:
         processes = []

@@ -122,7 +122,7 @@ def _compare(
     *,
     early: bool = False,
 ) -> Iterator[Reading]:
-    """Compare every schedule and every kind of options. With `early`, kernels use programmatic dependent launch, and
+    """Compare every schedule and every kind of sampling. With `early`, kernels use programmatic dependent launch, and
     only the first schedule, which decodes few rows, is run."""
     # The first two prompts share a prefix.
     prompts[1] = prompts[0][:PREFIX] + prompts[1][PREFIX:]
@@ -239,7 +239,7 @@ class Driver:
 
     def gap(self, ids: list[int], num_prompt: int, right: int, ours: int, options: m.GenerationOptions) -> float:
         """How far the score of id `ours` lies below that of `right` after `ids`, in standard deviations of the logits.
-        `ids` begins with a prompt of `num_prompt` ids. For random options the scores include noise and filters."""
+        `ids` begins with a prompt of `num_prompt` ids. For random sampling the scores include noise and filters."""
         logits = self._logits(ids)
         spread = float(logits.std())
         logits_processors = logits_processors_of(options, np.array(ids, np.int32), num_prompt, [], len(logits))
