@@ -1,7 +1,7 @@
-"""Chrome's trace format, which chrome://tracing and ui.perfetto.dev open. Pure.
+"""Writes Chrome's trace format, which chrome://tracing and ui.perfetto.dev open.
 
-Stages are processes, in flow order. What a stage did is slices; where slices of one stage overlap, as those of a thread
-beside the loop do, they lie on lanes of their own. Arrows follow a request from slice to slice, in the order of time.
+Each stage is a process, in flow order, with a slice for each piece of work. Overlapping slices of a stage, such as
+those of a thread beside its loop, get lanes of their own. Arrows connect the slices of a request in order of time.
 Counters are graphs. Times are µs since the first event.
 
 The format: "Trace Event Format", Google, 2016; phases used are M (metadata), X (slice), s t f (flow), C (counters) and
@@ -23,8 +23,8 @@ CATEGORY = "request"
 
 
 def of_window(stages: Sequence[StageTrace]) -> bytes:
-    """A trace file of what stages recorded in a window of time."""
-    if len({stage.pid for stage in stages}) < len(stages):  # several in one process: `pipeline serve --inline`
+    """A trace file of the events that the stages recorded in a window."""
+    if len({stage.pid for stage in stages}) < len(stages):  # several stages in one process: `pipeline serve --inline`
         stages = [msgspec.structs.replace(stage, pid=place + 1) for place, stage in enumerate(stages)]
     begin_s = min((record.begin_s for stage in stages for record in stage.records), default=0.0)
     events: list[Event] = []
@@ -50,8 +50,8 @@ def of_window(stages: Sequence[StageTrace]) -> bytes:
     return _file(events, {"lost": {stage.stage: stage.num_lost for stage in stages}})
 
 
-def of_call(times: RequestTimings) -> bytes:
-    """A trace file of one call: a slice for each hop, an arrow from each to the next, a lane for each choice."""
+def of_request(times: RequestTimings) -> bytes:
+    """A trace file of one request: a slice for each hop, arrows between them, and a lane for each choice."""
     begin_s = min((one.stamps_s[0] for one in times.sequences), default=0.0)
     names = [name for name in FLOW if name in STAGE_OF.values()]
     events: list[Event] = []
@@ -73,7 +73,7 @@ def of_call(times: RequestTimings) -> bytes:
             events.append(
                 {"ph": "i", "s": "t", "name": "first text", "ts": at_us, "pid": gateway, "tid": one.index + 1}
             )
-    return _file(events, {"call": times.call_id, "received_unix_s": times.received_unix_s})
+    return _file(events, {"response_id": times.response_id, "received_unix_s": times.received_unix_s})
 
 
 def _hop_args(hop: str, sequence: SequenceTimings) -> dict[str, int | float | str]:
@@ -91,7 +91,7 @@ def _hop_args(hop: str, sequence: SequenceTimings) -> dict[str, int | float | st
 # ---------------------------------------------------------------------------------------------------------- events
 
 _Point = tuple[float, int, int, int]
-"""(µs, place in the flow for what comes at the same time, pid, tid)"""
+"""(µs, order of points at the same time, pid, tid)"""
 
 
 def _place(stage: str) -> int:
@@ -120,19 +120,19 @@ def _slice(pid: int, tid: int, name: str, begin_us: float, end_us: float, args: 
 
 
 def _flow(flow_id: str, path: list[_Point]) -> Iterable[Event]:
-    """Arrows along a path. One end alone makes no arrow."""
+    """Arrows along a path. A single point has no arrow."""
     if len(path) < 2:
         return
     for place, (at_us, _, pid, tid) in enumerate(sorted(path)):
         phase = "s" if place == 0 else "f" if place == len(path) - 1 else "t"
         event = {"ph": phase, "name": "request", "cat": CATEGORY, "id": flow_id, "ts": at_us, "pid": pid, "tid": tid}
-        yield event if phase == "s" else event | {"bp": "e"}  # it ends in the slice around it, not in the next one
+        yield event if phase == "s" else event | {"bp": "e"}  # binds to the enclosing slice, not to the next one
 
 
 def _lanes(spans: Iterable[TraceEvent]) -> list[tuple[TraceEvent, int]]:
-    """Give each span a lane, from 1, on which any two are apart or one is inside the other."""
+    """Give each span a lane (from 1) on which spans either nest or don't overlap."""
     open_ends: list[list[float]] = []
-    """Of each lane, the ends of the spans around the last one, the innermost last."""
+    """For each lane, the ends of the spans around the last one, the innermost last."""
     placed = []
     for span in sorted(spans, key=lambda span: (span.begin_s, -span.end_s)):
         for ends in open_ends:

@@ -1,6 +1,6 @@
-"""Histograms that cost a bisection a value, and the bounds of each that is shown.
+"""Histograms that cost one bisection per value, and the bounds of each metric.
 
-Bounds are vLLM's, where it has the metric, so that quantiles of its dashboards come out alike.
+Bounds are vLLM's if it has the metric, so that quantiles in its dashboards are comparable.
 """
 
 from bisect import bisect_left
@@ -18,7 +18,7 @@ TOKEN_S: Bounds = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
     20.0, 40.0, 80.0,
 )  # fmt: skip
-"""vLLM's begin at 10 ms; a small model's tokens come faster."""
+"""vLLM's bounds begin at 10 ms; tokens of small models are faster."""
 REQUEST_S: Bounds = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
     1920.0, 7680.0,
@@ -33,7 +33,7 @@ N: Bounds = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
 class Histogram:
-    """Values counted by the smallest bound that they don't exceed."""
+    """Counts each value in the bucket of the smallest bound that it does not exceed."""
 
     __slots__ = ("_bounds", "_counts", "_total")
 
@@ -51,7 +51,7 @@ class Histogram:
 
 
 def summed(parts: Iterable[HistogramCounts], bounds: Bounds) -> HistogramCounts:
-    """The histogram of all the parts' values."""
+    """The sum of histograms with equal bounds."""
     counts, total = [0] * (len(bounds) + 1), 0.0
     for part in parts:
         counts = [ours + theirs for ours, theirs in zip(counts, part.counts, strict=True)]
@@ -60,8 +60,8 @@ def summed(parts: Iterable[HistogramCounts], bounds: Bounds) -> HistogramCounts:
 
 
 def quantile(histogram: HistogramCounts, bounds: Sequence[float], q: float) -> float | None:
-    """The q-quantile, as Prometheus's histogram_quantile has it: linear within a bucket, and the last bound for what is
-    above it. None where there are no values."""
+    """The q-quantile, like Prometheus's histogram_quantile: linear within a bucket, and the last bound for values above
+    it. None without values."""
     num_values = sum(histogram.counts)
     if num_values == 0:
         return None

@@ -1,21 +1,20 @@
-"""What became of a call, hop by hop: the times that every reply can carry (`"timings": true`), and that `pipeline trace
---request` draws.
+"""Timings of a request by hop, for `"timings": true` in a request and for `pipeline trace --request`.
 
     received ─gateway─ began ─tokenize─ done ─admit─ queued ─queue─ started ─prefill─ first ─decode─ settled
                                                                                ─detokenize─ sent ─deliver─ ended
 
-The hops follow each other without a gap, so they add up to the whole. Times are by time.monotonic(), which is one clock
-for all processes of a machine.
+The hops have no gaps between them, so they add up to the whole. Times are from time.monotonic(), which all processes of
+a machine share.
 """
 
 import msgspec
 
 HOPS = ("gateway", "tokenize", "admit", "queue", "prefill", "decode", "detokenize", "deliver")
 """
-gateway     the body is read and checked; the request travels to ingest and waits there
+gateway     reading and checking the body; the way to ingest, and waiting there
 tokenize    template and tokenizer
-admit       on the way to the scheduler
-queue       in the waiting queue
+admit       the way to the scheduler
+queue       waiting queue
 prefill     from the plan of its first step to its first id
 decode      from its first id to its last
 detokenize  from its last id to text
@@ -32,38 +31,38 @@ STAGE_OF = {
     "detokenize": "detokenize",
     "deliver": "gateway",
 }
-"""Where a hop is spent."""
+"""The stage of each hop."""
 
 
 class SequenceTimings(msgspec.Struct, array_like=True, frozen=True):
-    """One choice of a call."""
+    """Timings of one choice."""
 
     request_id: int
     index: int
-    """The choice's"""
+    """Index of the choice."""
     stamps_s: list[float]
-    """Where each hop begins, and where the last one ends; none goes backwards."""
+    """The start of each hop and the end of the last one, in ascending order."""
     first_text_s: float
-    """When its first delta reached the gateway."""
+    """When the first delta reached the gateway."""
     num_prompt: int
     num_cached: int
     num_output: int
 
     @property
     def hops_s(self) -> list[float]:
-        """How long each hop took."""
+        """The duration of each hop."""
         return [end - begin for begin, end in zip(self.stamps_s, self.stamps_s[1:], strict=False)]
 
 
 class RequestTimings(msgspec.Struct, array_like=True, frozen=True):
-    call_id: str
+    response_id: str
     received_unix_s: float
     sequences: list[SequenceTimings]
 
 
 def stamps(*raw_s: float) -> list[float]:
-    """Stamps in order: one that a stage did not give (0), or that a request driven twice has from its second time,
-    takes the value before it, and its hop is 0 long."""
+    """Make stamps ascend. A stamp that a stage did not report (0), or that lies before its predecessor because the
+    request was submitted twice, takes its predecessor's value: its hop is 0 s long."""
     result = [raw_s[0]]
     for stamp in raw_s[1:]:
         result.append(max(result[-1], stamp))

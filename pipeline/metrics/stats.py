@@ -1,6 +1,6 @@
-"""What a server counts: the parts that each stage hands over, and the whole that the supervisor makes of them.
+"""The counts of a server: those that each stage reports, and the server's stats, which the supervisor builds from them.
 
-Counters are since the stage's start and only grow. Structs are arrays on the wire: fields are appended.
+Counters start at 0 with the stage. Structs are arrays on the wire: append fields only.
 """
 
 from typing import assert_never
@@ -9,124 +9,136 @@ import msgspec
 
 
 class Part(msgspec.Struct, array_like=True, frozen=True):
-    """What every struct here is."""
+    """Base of all structs here."""
 
 
 class EdgeCounts(Part, frozen=True):
-    """One way out of a stage."""
+    """Counts of one edge: a stage's connection to another."""
 
     to: str
     num_sent: int
     num_refused: int
-    """Sends that found the edge at its bound; what they carried went later, merged or kept by its sender."""
+    """Sends refused because the edge was full. Their content was sent later, merged into another message or as it
+    was."""
 
 
 class HistogramCounts(Part, frozen=True):
-    """A histogram as it travels; its bounds go with its name (see pipeline.metrics.histogram)."""
+    """A histogram's values. pipeline.metrics.histogram has its bounds."""
 
     counts: list[int]
-    """Values at most the first bound, above that and at most the second, …, above the last."""
+    """One count for each bucket, and a last one for values above all bounds."""
     total: float
-    """The sum of all values."""
+    """Sum of all values."""
 
 
 class GapCounts(Part, frozen=True):
-    """Of steps of one batch size that were there to be computed as soon as the executor had done with those before."""
+    """Gaps before steps of one batch size that were planned before the previous step ended."""
 
     batch: int
-    """Its place in `pipeline.metrics.batch_size_buckets.BATCH_SIZE_BUCKETS`."""
+    """Index into `pipeline.metrics.batch_size_buckets.BATCH_SIZE_BUCKETS`."""
     gap_s: HistogramCounts
-    """One value for each: from the end of the step before to its beginning, by the clock of the device."""
+    """One value for each step: the time since the end of the previous step, by the device's clock."""
     step_s: float
-    """How long they took themselves."""
+    """Total duration of the steps."""
 
 
 class GatewayCounts(Part, frozen=True, tag="gateway"):
-    """A request in these counts is a sequence: each of a call's n, for each of its prompts."""
+    """Requests count as sequences here: n for each prompt."""
 
     num_open: int
-    """Prompts that are open now, their clients' calls not over or their closings not come."""
+    """Open prompt requests: the client's request has not ended, or detokenize has not closed it."""
     num_opened: int
-    """Sequences let in. Each is later counted once below, as finished or as rejected."""
+    """Admitted sequences. Each is later counted once, as finished or as rejected."""
     num_finished: list[int]
     """By `Finish`, from STOP on."""
     num_rejected: int
-    """Sequences of prompts that ingest or schedule refused."""
+    """Sequences of prompts that ingest or schedule rejected."""
     num_overloaded: int
-    """Calls turned away at the door with 503, for want of credits."""
+    """Requests answered with 503 because too many were open."""
     time_to_first_token_s: HistogramCounts
     inter_token_s: HistogramCounts
     e2e_s: HistogramCounts
-    """This and the following have one value for each sequence that ended by stop or length."""
+    """One value for each sequence that ended with stop or length; also the next ones."""
     prompt_tokens: HistogramCounts
     output_tokens: HistogramCounts
     time_per_output_token_s: HistogramCounts
     max_tokens: HistogramCounts
     n: HistogramCounts
     longest_output_tokens: HistogramCounts
-    """One value for each prompt: of the longest of its sequences."""
+    """One value for each prompt: the length of its longest sequence."""
     num_open_tokens: int = 0
-    """Prompt tokens of what is open; those of prompts that ingest has not tokenized are estimated."""
+    """Prompt tokens of open requests, estimated until ingest has tokenized them."""
     max_open_tokens: int = 0
     """This gateway's share of `gateway.max_open_tokens`."""
     num_open_sequences: int = 0
     max_open_sequences: int = 0
-    """Its share of `gateway.max_open_sequences`."""
+    """This gateway's share of `gateway.max_open_sequences`."""
     num_timed_out: int = 0
-    """Calls that were ended at their deadline."""
+    """Requests that ended at their deadline."""
 
 
 class IngestCounts(Part, frozen=True, tag="ingest"):
     num_waiting: int
-    """Requests that nobody has begun to work on."""
+    """Requests on which work has not started."""
     num_encoding: int
-    """Long texts, in the thread or waiting for it."""
+    """Long texts that are in the tokenizer's thread or wait for it."""
     num_accepted: int
     num_rejected: int
     num_tokens: int
-    """Of the prompts accepted."""
+    """Tokens of accepted prompts."""
     encode_s: float
-    """Time spent on them, from taking one up to having its ids."""
+    """Time spent on accepted prompts."""
 
 
-class ScheduleCounts(Part, frozen=True, tag="schedule"):
+class ScheduleLoad(Part, frozen=True, tag="schedule"):
+    """The scheduler's counts. Blocks: free + cached + held == total."""
+
     num_running: int
     num_waiting: int
     num_blocks_free: int
     num_blocks_cached: int
     num_blocks_held: int
     num_blocks_total: int
-    num_prompt_tokens: int
+    num_prompt_tokens: int = 0
     """Of sequences that started."""
-    num_cached_tokens: int
-    """Of these, found in the prefix cache."""
-    num_output_tokens: int
-    num_preemptions: int
-    num_steps: int
-    queue_s: HistogramCounts
-    """This and the following three have one value for each sequence that ended by stop or length."""
-    prefill_s: HistogramCounts
-    decode_s: HistogramCounts
-    inference_s: HistogramCounts
-    step_tokens: HistogramCounts
-    """Tokens computed by each step."""
-    plan_s: float
-    """Time spent on plans."""
-    settle_s: float
-    """Time spent on results."""
+    num_cached_tokens: int = 0
+    """Part of `num_prompt_tokens` found in the prefix cache."""
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+    num_steps: int = 0
     num_swapped: int = 0
-    """As in `ScheduleLoad`; likewise"""
+    """Sequences whose keys and values are in swap space. Sequences that will be recomputed count as waiting."""
     num_swap_blocks_free: int = 0
     num_swap_blocks_total: int = 0
     num_blocks_swapped_out: int = 0
     num_blocks_swapped_in: int = 0
     num_forks: int = 0
+    """Sequences that started with the keys and values of a sibling's prompt."""
     depth: int = 1
-    """As in `ScheduleLoad`"""
-    plan_wait_s: HistogramCounts = HistogramCounts([], 0.0)
-    """One value for each step that was planned without a wait for requests: how long the executor waited for it."""
+    """Current maximum of steps in flight."""
+
+
+NO_VALUES = HistogramCounts([], 0.0)
+
+
+class ScheduleCounts(ScheduleLoad, frozen=True, tag="schedule"):
+    """The scheduler's counts, with its histograms."""
+
+    queue_s: HistogramCounts = NO_VALUES
+    """One value for each sequence that ended with stop or length; also the next three."""
+    prefill_s: HistogramCounts = NO_VALUES
+    decode_s: HistogramCounts = NO_VALUES
+    inference_s: HistogramCounts = NO_VALUES
+    step_tokens: HistogramCounts = NO_VALUES
+    """Tokens computed by each step."""
+    plan_s: float = 0.0
+    """Time spent on planning."""
+    settle_s: float = 0.0
+    """Time spent on results."""
+    plan_wait_s: HistogramCounts = NO_VALUES
+    """One value for each step that was planned without waiting for requests: how long the executor waited for it."""
     gaps: list[GapCounts] = []
-    """The same by the size of the step's batch, of those there have been any of."""
+    """By batch size; only sizes with at least one gap."""
 
 
 class ExecuteCounts(Part, frozen=True, tag="execute"):
@@ -137,44 +149,43 @@ class ExecuteCounts(Part, frozen=True, tag="execute"):
     step_s: float
     """Time spent on steps."""
     wait_s: float
-    """Time between steps, with nothing to compute."""
+    """Time without a step to compute."""
 
 
 class DetokenizeCounts(Part, frozen=True, tag="detokenize"):
     num_sequences: int
-    """Live now."""
+    """Open sequences."""
     num_unsent: int
-    """Of these, with something that their gateway has not taken yet."""
+    """Open sequences with output that their gateway has not received."""
     num_tokens: int
     settle_s: float
-    """Time spent on making text."""
+    """Time spent on detokenization."""
 
 
 OwnCounts = GatewayCounts | IngestCounts | ScheduleCounts | ExecuteCounts | DetokenizeCounts
 
 
 class StageCounts(Part, frozen=True):
-    """What a stage answers to `Count`."""
+    """A stage's reply to `Count`."""
 
     num_received: int
     num_stale: int
-    """Dropped: from an incarnation that is over."""
+    """Messages dropped because their incarnation has ended."""
     edges: list[EdgeCounts]
     own: OwnCounts | None
     """None before there is anything to count."""
     num_queued: int
-    """What waits in this stage for its turn; see `num_queued`."""
+    """Work that waits in this stage; see `num_queued`."""
     wait_s: float
-    """How long its loop has waited for messages; for an asyncio stage, how long messages have waited for its loop to
-    come round."""
+    """Time the loop waited for messages. For an asyncio stage, the time that messages waited for the loop."""
     num_wakes: int
     arena_bytes: int
-    """Of its shared-memory segment; 0 where it has none."""
+    """Size of the stage's shared-memory segment; 0 if it has none."""
     arena_bytes_used: int
 
 
 class StageStats(Part, frozen=True):
-    """One stage, as the supervisor sees it."""
+    """One stage, as seen by the supervisor."""
 
     name: str
     pid: int
@@ -183,49 +194,49 @@ class StageStats(Part, frozen=True):
     num_restarts: int
     uptime_s: float
     rss_bytes: int
-    """Resident memory, of which shared segments are counted in every process that has touched them."""
+    """Resident memory. Shared segments count in every process that has touched them."""
     cpu_s: float
-    """User and system time of all its threads since its start."""
+    """CPU time of all threads since the process started."""
     num_threads: int
-    """0, and no memory nor time either, where it has no process of its own: see `has_process`."""
+    """0 if the stage has no process of its own; then the memory and CPU fields are 0 too. See `has_process`."""
     counts: StageCounts | None
-    """The last that it gave; None where it has not given any."""
+    """The last counts received; None if there are none."""
     counts_age_s: float = 0.0
-    """How old they are: 0 where it has just answered."""
+    """Age of `counts`: 0 if the stage has just answered."""
 
     @property
     def has_process(self) -> bool:
-        """Whether there is a process of its own: not of a stage that has ended, nor of a thread of the supervisor's
-        (`pipeline serve --inline`), where the supervisor has what all of them take."""
+        """Whether the stage has a process of its own. False for a stage that has ended, and for a stage that runs as a
+        thread of the supervisor (`pipeline serve --inline`); the supervisor's row then has the usage of all of them."""
         return self.num_threads > 0
 
 
 class ServerStats(Part, frozen=True):
-    """A whole server."""
+    """The stats of a whole server."""
 
     server: str
-    """Its name: the supervisor's pid and some hexadecimal digits."""
+    """The server's name: the supervisor's pid and some hexadecimal digits."""
     pid: int
     version: str
     model: str
-    """The name that clients use; empty while it is prepared."""
+    """Model name for clients; empty until prepare has ended."""
     address: str
-    """Of the HTTP door, as `http://127.0.0.1:8000`."""
+    """HTTP address, such as `http://127.0.0.1:8000`."""
     state: str
     """starting, serving, draining or stopping"""
     uptime_s: float
     unix_s: float
-    """When these stats were made."""
+    """When these stats were collected."""
     stages: list[StageStats]
     """The supervisor first, then the others in flow order."""
     num_blocks: int = 0
-    """KV blocks there are; 0 before the executor is ready, as below."""
+    """Number of KV blocks; 0 before the executor is ready. Also the next two."""
     block_size: int = 0
     max_model_len: int = 0
 
 
 def num_queued(own: OwnCounts | None) -> int:
-    """What waits in a stage for its turn."""
+    """Work that waits in a stage."""
     match own:
         case None | ExecuteCounts():
             return 0

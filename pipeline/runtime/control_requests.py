@@ -93,7 +93,7 @@ class ControlRequests:
             case m.TakeTrace():
                 return StageTrace(self._stage.name, os.getpid(), *self._stage.trace.take())
             case m.FindRequest():
-                return self.find_request(request.call_id)
+                return self.find_request(request.response_id)
             case _:
                 assert_never(request)
 

@@ -135,6 +135,6 @@ class RecentRequests:
     def find(self, response_id: str) -> RequestTimings | None:
         """Find the newest by the id of its response, or by the id of a prompt request as in log lines."""
         for times in reversed(self._kept):
-            if response_id == times.call_id or any(response_id == f"{one.request_id:x}" for one in times.sequences):
+            if response_id == times.response_id or any(response_id == f"{one.request_id:x}" for one in times.sequences):
                 return times
         return None

@@ -140,10 +140,12 @@ def test_an_empty_window_is_a_valid_file() -> None:
     check(chrome_trace.of_window([StageTrace("gateway.0", 1, [], 0)]))
 
 
-def test_a_calls_hops_follow_each_other_through_the_stages() -> None:
+def test_the_hops_of_a_request_follow_each_other_through_the_stages() -> None:
     times = [10.0 + i for i in range(len(HOPS) + 1)]
-    call = RequestTimings("cmpl-1", 5.0, [SequenceTimings(3, i, times, 16.5, 7, 4, 9) for i in range(2)])
-    events = check(chrome_trace.of_call(call))
+    request = RequestTimings("cmpl-1", 5.0, [SequenceTimings(3, i, times, 16.5, 7, 4, 9) for i in range(2)])
+    data = chrome_trace.of_request(request)
+    assert json.loads(data)["otherData"] == {"response_id": "cmpl-1", "received_unix_s": 5.0}
+    events = check(data)
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     first = [e for e in events if e["ph"] == "X" and e["tid"] == 1]
     assert [(names[e["pid"]], e["name"], e["ts"], e["dur"]) for e in first] == [

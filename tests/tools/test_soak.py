@@ -238,20 +238,11 @@ def test_an_extra_goes_where_the_zmq_client_has_a_place_for_it() -> None:
 
 def stats_of(**schedule: int) -> ServerStats:
     """Of a server with ten blocks, of which what is not said is free."""
-    counts: dict[str, Any] = {
-        name: 0 if kind in ("int", int) else 0.0 if kind in ("float", float) else soak_histogram()
-        for name, kind in ScheduleCounts.__annotations__.items()
-    }
+    counts = dict.fromkeys(("num_running", "num_waiting", "num_blocks_cached", "num_blocks_held"), 0)
     counts |= {"num_blocks_total": 10, "num_blocks_free": 10} | schedule
     own = ScheduleCounts(**counts)
     stage = StageStats("schedule.0", 1, "ready", 0, 1.0, 1, 1.0, 1, StageCounts(0, 0, [], own, 0, 0.0, 0, 0, 0))
     return ServerStats("1-a", 1, "0", "m", "http://x", "serving", 1.0, 1.0, [stage])
-
-
-def soak_histogram() -> Any:
-    from pipeline.metrics.stats import HistogramCounts
-
-    return HistogramCounts([], 0.0)
 
 
 def test_a_server_with_nothing_left() -> None:

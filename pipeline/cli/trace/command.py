@@ -60,12 +60,12 @@ def _window(server: Admin, seconds: float) -> bytes:
     return chrome_trace.of_window(stages)
 
 
-def _request(server: Admin, call_id: str) -> bytes:
+def _request(server: Admin, response_id: str) -> bytes:
     decoder: MessageDecoder[RequestTimings | None] = MessageDecoder(RequestTimings | None)
-    answers = server.send_command(m.FindRequest(0, call_id), ["gateway"])
+    answers = server.send_command(m.FindRequest(0, response_id), ["gateway"])
     for answer in answers.values():
         if not answer.error and (times := decoder.decode(bytes(answer.body))) is not None:
-            return chrome_trace.of_call(times)
+            return chrome_trace.of_request(times)
     raise UserError(
-        f"no gateway knows {call_id!r}: it keeps the last calls that ended well, and this is not among them"
+        f"no gateway knows {response_id!r}: gateways keep the timings of their last successful requests only"
     )

@@ -10,6 +10,7 @@ its incarnation); `index` is the sequence's index among the request's n; `row` i
 `generation` distinguishes two users of one row.
 """
 
+from pipeline.metrics.stats import ScheduleLoad
 from pipeline.runtime.messages.common import (
     NOTHING_LEFT,
     Abort,
@@ -103,7 +104,6 @@ from pipeline.runtime.messages.supervisor import (
     Pong,
     Prepared,
     Ready,
-    ScheduleLoad,
     StageFailed,
     SupervisorInbox,
 )

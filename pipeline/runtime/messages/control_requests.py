@@ -65,7 +65,7 @@ class FindRequest(Message, frozen=True, tag="find_call"):
     pipeline.metrics.request_timings), or nil if the gateway does not know it."""
 
     nonce: int
-    call_id: str
+    response_id: str
 
 
 class KeepRecord(Message, frozen=True, tag="keep_record"):

@@ -2,9 +2,8 @@
 
 import msgspec
 
-from pipeline.metrics.stats import ServerStats
+from pipeline.metrics.stats import ScheduleLoad, ServerStats
 from pipeline.runtime.messages.common import Failure, FirstTimes, Message, Ping, Start, Stop
-from pipeline.runtime.messages.supervisor import ScheduleLoad
 from pipeline.shm.arrays import Array
 
 

@@ -3,35 +3,8 @@
 import msgspec
 from msgspec import Raw
 
+from pipeline.metrics.stats import ScheduleLoad
 from pipeline.runtime.messages.common import ExecuteFacts, Message
-
-
-class ScheduleLoad(msgspec.Struct, array_like=True, frozen=True, tag="schedule"):
-    """The scheduler's counts. Blocks: free + cached + held == total."""
-
-    num_running: int
-    num_waiting: int
-    num_blocks_free: int
-    num_blocks_cached: int
-    num_blocks_held: int
-    num_blocks_total: int
-    num_prompt_tokens: int = 0
-    """Since start."""
-    num_cached_tokens: int = 0
-    num_output_tokens: int = 0
-    num_preemptions: int = 0
-    num_steps: int = 0
-    num_swapped: int = 0
-    """Sequences whose keys and values are in swap space. Sequences that will be recomputed count as waiting."""
-    num_swap_blocks_free: int = 0
-    num_swap_blocks_total: int = 0
-    num_blocks_swapped_out: int = 0
-    """Since start; also the next."""
-    num_blocks_swapped_in: int = 0
-    num_forks: int = 0
-    """Sequences that started with the keys and values of a sibling's prompt."""
-    depth: int = 1
-    """Current maximum of steps in flight."""
 
 
 class GatewayLoad(msgspec.Struct, array_like=True, frozen=True, tag="gateway"):

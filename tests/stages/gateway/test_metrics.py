@@ -230,18 +230,18 @@ def test_choices_of_several_prompts_are_numbered_as_in_the_reply(gate: Gate) -> 
     assert [c["index"] for c in body["timings"]["choices"]] == [c["index"] for c in body["choices"]] == [0, 1, 2, 3]
 
 
-def find(gate: Gate, call_id: str) -> RequestTimings | None:
-    gate.rig.send(m.FindRequest(next(_nonces), call_id))
+def find(gate: Gate, response_id: str) -> RequestTimings | None:
+    gate.rig.send(m.FindRequest(next(_nonces), response_id))
     return msgspec.msgpack.decode(gate.rig.receive("supervisor", m.Answer).body, type=RequestTimings | None)
 
 
 def test_the_last_calls_are_found_by_their_ids(gate: Gate) -> None:
     reply = gate.post(CHAT)
     submit = gate.serve()
-    call_id = reply.result().json()["id"]
+    response_id = reply.result().json()["id"]
     gate.closed()
     gate.rig.load()
-    found = find(gate, call_id)
+    found = find(gate, response_id)
     assert found is not None
     assert found.sequences[0].request_id == submit.request_id
     assert find(gate, f"{submit.request_id:x}") == found
