@@ -1,7 +1,7 @@
-"""The command line: the table of commands, and what all of them end with.
+"""The command line.
 
 In pipeline/cli/commands one function declares a command's options, and one runs it. Commands import what they need when
-they run, so that `--help` and mistyped options are answered at once.
+they run, so that `--help` and usage errors are fast.
 """
 
 import argparse
@@ -19,7 +19,7 @@ FAILED, USAGE, INTERRUPTED = 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 2 is a mistake in what was asked for, 130 an interrupt."""
+    """Run one command. Returns its exit code: 2 for a usage error, 130 for an interrupt."""
     try:
         args = _parser().parse_args(argv)
         code: int = args.run(args)
@@ -32,16 +32,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has left. Python would complain once more when it flushes at exit.
+        # The reader of our output is gone. Without this, Python would report the broken pipe again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line; the usage is a `--help` away."""
+    """Reports a usage error in one line, without the usage."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Leaves nothing unknown to the parser above, which would name its own help and not this command's."""
+        """Report unknown options here: the parent parser would name its own help instead of this command's."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint(unknown) if self.takes_settings else ''}")

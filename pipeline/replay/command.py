@@ -45,7 +45,7 @@ def record(args: argparse.Namespace) -> int:
             path = str(args.out.absolute())
             seconds = args.seconds or FOREVER_S
             order = m.Record(0, path, args.max_bytes, seconds, with_sent=not args.no_sent, lease_s=LEASE_S)
-            _tell(server, order, names[0])
+            _send_command(server, order, names[0])
             is_early = _wait(server, path, names[0], args.seconds)
             state = _end(server, path, names[0])
     except UserError as error:
@@ -71,7 +71,7 @@ def _signals_as_interrupt() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _tell(server: Admin, control_request: m.ControlRequest, stage: str) -> msgspec.Raw:
+def _send_command(server: Admin, control_request: m.ControlRequest, stage: str) -> msgspec.Raw:
     answer = server.send_command(control_request, [stage])[stage]
     if answer.error:
         raise UserError(answer.error)
@@ -112,7 +112,7 @@ def _end(server: Admin, path: str, stage: str) -> RecordState:
     """End it, and wait until the file is whole. Raises UserError where it does not become so."""
     deadline = time.monotonic() + WRITE_S
     while True:
-        state = msgspec.msgpack.decode(_tell(server, m.EndRecord(0, path), stage), type=RecordState)
+        state = msgspec.msgpack.decode(_send_command(server, m.EndRecord(0, path), stage), type=RecordState)
         if state.failure:
             raise UserError(f"{path} is not whole: {state.failure}")
         if state.is_closed:

@@ -1,4 +1,4 @@
-"""The other side of the admin door: which servers run here, and a question to one of them."""
+"""Client of the admin server: finds this user's servers and sends commands to them."""
 
 import os
 import re
@@ -18,11 +18,11 @@ from pipeline.supervisor import admin_server
 from pipeline.version import VERSION
 
 ANSWER_S = 5.0
-"""Besides the time that the stages have: what the supervisor may take to answer."""
+"""Added to the stages' timeout: the time in which the supervisor must answer."""
 RETRY_S = 0.005
-"""How soon a door that is not there is tried again."""
+"""Time between two attempts to connect."""
 STAGES_S = 3.0
-"""What the stages have to be counted."""
+"""Time for stages to report their counts."""
 
 _DOOR = re.compile(r"@pipeline/((\d+)-[0-9a-f]+)/admin$")
 
@@ -30,21 +30,21 @@ R = TypeVar("R")
 
 
 def find_servers() -> list[str]:
-    """The names of this user's running servers, by pid. Their doors are abstract sockets, which the kernel lists."""
+    """The names of this user's running servers, by pid. The kernel lists their abstract sockets."""
     found: dict[str, int] = {}
     for line in Path("/proc/net/unix").read_text().splitlines():
         if (match := _DOOR.search(line)) is not None:
             try:
                 owner = Path(f"/proc/{match[2]}").stat().st_uid
             except FileNotFoundError:
-                continue  # of another pid namespace, or just ended
+                continue  # in another pid namespace, or just ended
             if owner == os.geteuid():
                 found[match[1]] = int(match[2])
     return sorted(found, key=lambda name: found[name])
 
 
 def choose_server(pid: int | None = None) -> str:
-    """The one that is meant: by its supervisor's pid, or the only one. Raises UserError."""
+    """The server with this pid of the supervisor, or the only one. Raises UserError."""
     servers = find_servers()
     if pid is not None:
         servers = [name for name in servers if name.startswith(f"{pid}-")]
@@ -53,18 +53,21 @@ def choose_server(pid: int | None = None) -> str:
     if not servers:
         raise UserError("you have no running server on this machine" if pid is None else f"no server has pid {pid}")
     pids = ", ".join(name.partition("-")[0] for name in servers)
-    raise UserError(f"{len(servers)} servers are running (pids {pids}): say which with --pid")
+    raise UserError(f"{len(servers)} servers are running (pids {pids}): choose one with --pid")
 
 
 class Admin:
-    """A connection to one server's admin door, as a context manager. Raises UserError where there is no answer."""
+    """A connection to a server's admin socket. Use as a context manager. Raises UserError if the server does not
+    answer."""
 
     def __init__(self, server: str) -> None:
         self.server = server
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)  # the server's user is looked at first, at each connection
+        self._socket.setsockopt(
+            zmq.RECONNECT_IVL, NEVER_MS
+        )  # each new connection must first pass the check of the server's user
         self._monitor = Monitor(self._context, self._socket)
         self._address = admin_server.address_of(server)
         self._is_connected = False
@@ -74,14 +77,14 @@ class Admin:
         self._nonce = 0
 
     def stats(self, timeout_s: float = STAGES_S) -> ServerStats:
-        """`timeout_s` is for the stages: who takes longer is in the answer as late."""
+        """The server's stats. Stages that do not answer within `timeout_s` are reported as late."""
         self._nonce += 1
         return self._ask(admin_server.AskStats(self._nonce, timeout_s), admin_server.Stats, timeout_s + ANSWER_S).stats
 
     def send_command(
         self, request: m.ControlRequest, stages: list[str], timeout_s: float = ANSWER_S
     ) -> dict[str, admin_server.StageAnswer]:
-        """Have stages do something; empty is all of them. Returns their answers, by name."""
+        """Send a control request to stages; an empty list means all. Returns their answers by name."""
         self._nonce += 1
         told = self._ask(
             admin_server.StageCommand(self._nonce, stages, request, timeout_s),
@@ -103,7 +106,7 @@ class Admin:
                     f"answer: {error}"
                 ) from error
             if reply.nonce != question.nonce:
-                continue  # to a question that was given up
+                continue  # answers a question that timed out earlier
             if isinstance(reply, admin_server.Problem):
                 raise UserError(reply.message)
             assert isinstance(reply, kind)
@@ -111,8 +114,8 @@ class Admin:
         raise UserError(f"server {self.server} did not answer within {timeout_s:g} s")
 
     def _connect(self, end: float) -> bool:
-        """Wait for a connection to a server of our own user. Returns whether there is one. Raises UserError where it is
-        of another."""
+        """Wait for a connection to a server of this user. Returns whether there is one. Raises UserError if another
+        user owns it."""
         while True:
             for event, fd in self._monitor.take():
                 self._is_connected = event == zmq.EVENT_CONNECTED
@@ -129,7 +132,7 @@ class Admin:
         try:
             problem = problem_of(fd, self._address)
         except OSError:
-            self._is_connected = False  # it has ended, which is the next event
+            self._is_connected = False  # it has ended; the next event says so
             return
         if problem:
             raise UserError(problem)
@@ -137,7 +140,7 @@ class Admin:
     def _send(self, data: bytes) -> bool:
         try:
             self._socket.send(data, zmq.NOBLOCK)
-        except zmq.Again:  # the connection has ended just now
+        except zmq.Again:  # the connection has just ended
             return False
         return True
 

@@ -1,11 +1,11 @@
-"""The admin door: what `pipeline ps`, `top`, `trace` and `record` ask of a running server.
+"""The admin server of the supervisor, for `pipeline ps`, `top`, `trace` and `record`.
 
-    command ──AskStats, StageCommand──► door (supervisor) ──ControlRequest──► stages
-            ◄──Stats, StageReplies───── door ◄────────────Answer──── stages
+    command ──AskStats, StageCommand──► AdminServer (supervisor) ──ControlRequest──► stages
+            ◄──Stats, StageReplies───── AdminServer ◄────────────Answer──── stages
 
-A ROUTER at `ipc://@pipeline/<server>/admin`, open to processes of the same user alone. It lives in the supervisor's
-loop and never makes it wait: messages are small and few, the questions open at once are bounded, each has a deadline,
-and an answer that its asker does not take is dropped. Bytes that are no message are answered with `Problem`.
+A ROUTER at `ipc://@pipeline/<server>/admin`, open to processes of the same user only. It runs in the supervisor's loop
+and never blocks it: messages are small and few, the number of open questions is bounded, each has a deadline, and an
+answer that its peer does not read is dropped. Bytes that are not a message are answered with `Problem`.
 """
 
 import os
@@ -23,9 +23,9 @@ from pipeline.runtime.channels import MessageDecoder
 MAX_QUESTION_BYTES = 64 * 1024
 MAX_OPEN_QUESTIONS = 64
 MAX_TAKEN_AT_ONCE = 16
-"""Messages taken in one turn of the supervisor's loop, so that a flood leaves it room for its work."""
+"""Messages handled in one turn of the supervisor's loop, so that a flood cannot stall it."""
 MAX_WAITING = 16
-"""Messages of one peer that may wait, each way."""
+"""High-water mark of each peer, in messages, both ways."""
 MAX_TIMEOUT_S = 600.0
 
 
@@ -37,22 +37,23 @@ def address_of(server: str) -> str:
 
 
 class AskStats(m.Message, frozen=True, tag="ask_stats"):
-    """Answered with `Stats` when all stages have answered, or the time is up: `timeout_s`, or the server's
-    health_timeout_s where that is shorter."""
+    """Answered with `Stats` when all stages have answered or `timeout_s` has passed. The server's
+    supervisor.health_timeout_s is an upper limit."""
 
     nonce: int
-    """Comes back with the answer."""
+    """Repeated in the answer."""
     timeout_s: float = 3.0
 
 
 class StageCommand(m.Message, frozen=True, tag="tell"):
-    """Pass an aside on to stages; answered with `StageReplies` when all have answered, or the time is up."""
+    """Forward a control request to stages. Answered with `StageReplies` when all have answered or the timeout has
+    passed."""
 
     nonce: int
     stages: list[str]
-    """Names as `schedule` (every replica of it) or `schedule.0`; empty is all."""
+    """Names such as `schedule` (all replicas) or `schedule.0`; empty for all stages."""
     request: m.ControlRequest
-    """Its own nonce counts for nothing."""
+    """Its nonce is ignored."""
     timeout_s: float = 10.0
 
 
@@ -64,9 +65,9 @@ class Stats(m.Message, frozen=True, tag="stats"):
 class StageAnswer(msgspec.Struct, array_like=True, frozen=True):
     stage: str
     body: msgspec.Raw
-    """Nil where there is an error."""
+    """Nil on an error."""
     error: str = ""
-    """Also where the stage did not answer in time."""
+    """Also set if the stage did not answer in time."""
 
 
 class StageReplies(m.Message, frozen=True, tag="told"):
@@ -75,10 +76,10 @@ class StageReplies(m.Message, frozen=True, tag="told"):
 
 
 class Problem(m.Message, frozen=True, tag="problem"):
-    """Why a question is not answered, in the user's words."""
+    """An invalid question, with the reason for the user."""
 
     nonce: int
-    """0 where the question could not be read."""
+    """0 if the question could not be decoded."""
     message: str
 
 
@@ -86,7 +87,7 @@ AdminInbox = AskStats | StageCommand
 AdminReply = Stats | StageReplies | Problem
 
 Answers = dict[str, m.Answer]
-"""By stage; who is not in it did not answer in time, or could not be asked."""
+"""By stage. Stages that did not answer in time, or could not be reached, are missing."""
 
 
 # ----------------------------------------------------------------------------------------------------------- questions
@@ -100,8 +101,7 @@ class _AdminQuestion(msgspec.Struct, eq=False):
 
 
 class Questions:
-    """ControlRequests that stages have been sent and not answered. `then` is called once for each, on every path but
-    `close`."""
+    """Control requests that stages have not answered yet. `then` is called once for each, except after `close`."""
 
     def __init__(self, send: Callable[[str, m.ControlRequest], bool]) -> None:
         self._send = send
@@ -114,7 +114,7 @@ class Questions:
 
     @property
     def deadlines(self) -> list[float]:
-        """By time.monotonic()."""
+        """Times of time.monotonic()."""
         return [question.deadline for question in self._open.values()]
 
     def ask(
@@ -131,7 +131,7 @@ class Questions:
         self._end_if_answered(nonce)
 
     def answered(self, stage: str, answer: m.Answer) -> None:
-        """An answer came; one that is late, or that nobody asked for, is dropped."""
+        """Handle an answer. Drop it if it is late or unknown."""
         question = self._open.get(answer.nonce)
         if question is not None and stage in question.awaited:
             question.awaited.discard(stage)
@@ -139,13 +139,13 @@ class Questions:
             self._end_if_answered(answer.nonce)
 
     def lost(self, stage: str) -> None:
-        """A stage has ended: nobody waits for it any more."""
+        """Stop waiting for a stage that has ended."""
         for nonce in list(self._open):
             self._open[nonce].awaited.discard(stage)
             self._end_if_answered(nonce)
 
     def end_late(self) -> None:
-        """Answer the questions whose time is up with what there is."""
+        """End the questions whose deadline has passed, with the answers received so far."""
         now = time.monotonic()
         for nonce, question in list(self._open.items()):
             if now >= question.deadline:
@@ -162,11 +162,9 @@ class Questions:
 
 
 class AdminServer:
-    """The socket. The supervisor calls `turn` in its loop, and sleeps on `fileno` where `has_message` is False.
-
-    `stats(timeout_s, then)` gathers the server's stats and calls `then` with them; `names()` are the stages that can be
-    asked now.
-    """
+    """The socket. The supervisor calls `turn` in its loop, and may sleep on `fileno` if `has_message` is False.
+    `stats(timeout_s, then)` collects the server's stats and calls `then` with them. `names()` returns the stages that
+    are ready."""
 
     def __init__(
         self,
@@ -184,7 +182,7 @@ class AdminServer:
         self._socket = context.socket(zmq.ROUTER)
         self._socket.set_hwm(MAX_WAITING)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_QUESTION_BYTES)
-        self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())  # the kernel reports the user of who connects
+        self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())  # the kernel reports the peer's user
         self._socket.setsockopt(zmq.LINGER, 0)
         try:
             self._socket.bind(address_of(server))
@@ -193,26 +191,26 @@ class AdminServer:
             raise
 
     def fileno(self) -> int:
-        """As of `Inbox`: edge-triggered, so ask `has_message` before sleeping on it."""
+        """Edge-triggered like an `Inbox`: check `has_message` before sleeping on it."""
         return int(self._socket.get(zmq.FD))
 
     def has_message(self) -> bool:
         return bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
     def turn(self) -> None:
-        """Take what came, a bounded part of it."""
+        """Handle a bounded number of messages."""
         for _ in range(MAX_TAKEN_AT_ONCE):
             try:
                 peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             if len(frames) != 1:
-                self._reply(peer, Problem(0, "a question is one frame"))
+                self._reply(peer, Problem(0, "a question must be one frame"))
                 continue
             try:
                 message = self._decoder.decode(frames[0])
             except msgspec.DecodeError as error:
-                self._reply(peer, Problem(0, f"this is no question: {error}"))
+                self._reply(peer, Problem(0, f"invalid question: {error}"))
                 continue
             self._handle(peer, message)
 
@@ -227,16 +225,16 @@ class AdminServer:
                     return
                 self._stats(timeout_s, lambda stats: self._reply(peer, Stats(nonce, stats)))
             case StageCommand():
-                self._tell(peer, message)
+                self._send_command(peer, message)
             case _:
                 assert_never(message)
 
-    def _tell(self, peer: bytes, message: StageCommand) -> None:
+    def _send_command(self, peer: bytes, message: StageCommand) -> None:
         known = self._names()
         wanted = [name for name in known if not message.stages or {name, name.partition(".")[0]} & set(message.stages)]
         unknown = [name for name in message.stages if not any(name in (one, one.partition(".")[0]) for one in known)]
         if unknown:
-            problem = f"no stage {unknown[0][:100]!r} is ready; there are {', '.join(known) or 'none yet'}"
+            problem = f"no stage {unknown[0][:100]!r} is ready; ready: {', '.join(known) or 'none'}"
             self._reply(peer, Problem(message.nonce, problem))
             return
         if not 0 < message.timeout_s <= MAX_TIMEOUT_S:
@@ -255,7 +253,7 @@ class AdminServer:
         self._reply(peer, Problem(nonce, f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S:g}"))
 
     def _reply(self, peer: bytes, reply: AdminReply) -> None:
-        """Answer; who has left, or takes nothing, gets nothing."""
+        """Send a reply. Drop it if the peer is gone or does not read."""
         try:
             self._socket.send_multipart((peer, self._encoder.encode(reply)), zmq.NOBLOCK)
         except zmq.ZMQError:

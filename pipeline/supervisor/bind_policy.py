@@ -1,4 +1,5 @@
-"""Who can reach a server: without API keys, nobody from beyond this machine, unless that is what its settings say."""
+"""The bind policy: without API keys, a server only listens on loopback addresses, unless its settings allow clients
+without keys."""
 
 import ipaddress
 import socket
@@ -10,7 +11,8 @@ from pipeline.runtime.api_keys import FILE_KEY, SERVER_VARIABLE
 
 
 def check(settings: Settings, has_keys: bool) -> None:
-    """Raises ConfigError where the server would be open to others, and nobody said that it should be."""
+    """Raise ConfigError if clients on other machines could use the server without keys, and the settings don't allow
+    it."""
     gateway = settings.gateway
     if has_keys or gateway.allow_unauthenticated:
         return
@@ -24,7 +26,7 @@ def check(settings: Settings, has_keys: bool) -> None:
 
 
 def hint(settings: Settings, has_keys: bool) -> str | None:
-    """What to know of a server that others can reach without keys: by which names they can."""
+    """A warning about host names, for a server that other machines can reach without keys."""
     gateway = settings.gateway
     if has_keys or gateway.allowed_hosts or is_loopback(gateway.host, gateway.port):
         return None
@@ -43,8 +45,7 @@ def _refusal(where: str) -> str:
 
 
 def is_loopback(host: str, port: int = 0) -> bool:
-    """Whether everything that a name or an address stands for is this machine's own. Raises ConfigError where it stands
-    for nothing."""
+    """Whether all addresses of a host are loopback addresses. Raises ConfigError if it has none."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:

@@ -1,5 +1,5 @@
-"""Whether there can be a GPU at all: asked before a model is fetched for one. It takes no torch, and no GPU is touched;
-what there is to say of one that is there, the executor says."""
+"""Checks for an NVIDIA driver before a model is downloaded for a GPU. Imports no torch and does not touch the GPU; the
+executor reports everything else."""
 
 import ctypes
 import os
@@ -11,15 +11,14 @@ DRIVER = "libcuda.so.1"
 
 
 def is_interpreted(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether a GPU's kernels are run on the CPU, for tests: by Triton's own switch, read as Triton reads it."""
+    """Whether GPU kernels run on the CPU, for tests: reads Triton's own variable."""
     return environ.get("TRITON_INTERPRET", "").lower() in ("1", "y", "on", "yes", "true")
 
 
 def why_none(
     settings: Settings, load: Callable[[str], object] = ctypes.CDLL, environ: Mapping[str, str] = os.environ
 ) -> str | None:
-    """Why these settings can't have the device that they ask for, in the user's words; None where nothing speaks
-    against it yet."""
+    """Why the settings' device is not available, for the user; None if it may be available."""
     if settings.execute.device != "cuda" or is_interpreted(environ):
         return None
     try:

@@ -10,7 +10,7 @@ WORST_FIRST = ("dead", "late", "stopping", "starting")
 
 
 class HealthRound:
-    """One ping to every stage, and the answers until the deadline."""
+    """One ping to every stage, and the answers up to the deadline."""
 
     def __init__(self, asker: str, nonce: int, timeout_s: float) -> None:
         self.asker = asker
@@ -45,7 +45,7 @@ class HealthRound:
 
 
 class HealthChecks:
-    """The rounds that are open."""
+    """The open health rounds."""
 
     def __init__(self, ping_all: Callable[[int], None], reply: Callable[[str, Health], None]) -> None:
         """`ping_all` sends `Ping` with a nonce to every stage; `reply` sends a result to the process that asked."""
@@ -65,13 +65,13 @@ class HealthChecks:
         self._ping_all(nonce)
 
     def answered(self, nonce: int, sender: str, pong: Pong, children: Iterable[Child]) -> None:
-        """Note an answer, unless its round is over."""
+        """Add an answer, unless its round has ended."""
         if nonce in self._rounds:
             self._rounds[nonce].answered(sender, pong)
             self.end_rounds(children)
 
     def end_rounds(self, children: Iterable[Child]) -> None:
-        """Send the results of the rounds that are over. `children` are all stages."""
+        """Report the rounds that are complete or late. `children` are all stages."""
         for nonce, one in list(self._rounds.items()):
             if one.is_over(children):
                 del self._rounds[nonce]

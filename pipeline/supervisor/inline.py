@@ -1,7 +1,7 @@
-"""A stage as a thread of the supervisor's process, for debuggers and for `pytest --pdb`: `pipeline serve --inline`.
+"""Runs a stage as a thread of the supervisor's process, for debuggers and `pytest --pdb`: `pipeline serve --inline`.
 
-Everything else is as it always is: the same messages over the same sockets, the same shared memory. What a process
-gives and a thread does not: it can't be killed, and it can't be profiled alone.
+Messages, sockets and shared memory are the same as with processes. But a thread can't be killed, and it can't be
+profiled alone.
 """
 
 import importlib
@@ -18,11 +18,11 @@ from pipeline.runtime.messages import Launch
 from pipeline.supervisor.process import SINGLE_THREADED, Child
 
 THREAD = "stage "
-"""What a stage's thread is called, before the stage's name; see logs.py."""
+"""Prefix of the thread's name, before the stage's name; see logs.py."""
 
 
 class InlineChild(Child):
-    """The same to its supervisor as a process. `error` is what the stage raised."""
+    """Has the interface of `Child`. `error` is the exception that the stage raised."""
 
     def __init__(self, launch: Launch) -> None:
         """Start it."""
@@ -35,12 +35,12 @@ class InlineChild(Child):
         self.started_s = time.monotonic()
         self.pid = os.getpid()
         self.error: BaseException | None = None
-        if launch.listen_fd >= 0:  # the stage closes its own
+        if launch.listen_fd >= 0:  # the stage closes its own copy
             launch = msgspec.structs.replace(launch, listen_fd=os.dup(launch.listen_fd))
         if launch.admin_fd >= 0:
             launch = msgspec.structs.replace(launch, admin_fd=os.dup(launch.admin_fd))
         self.pidfd, self._end = os.pipe()
-        """Readable when the stage has ended."""
+        """Readable once the stage has ended."""
         self._thread = threading.Thread(target=self._run, args=(launch,), name=f"{THREAD}{self.name}", daemon=True)
         self._thread.start()
 

@@ -1,4 +1,4 @@
-"""One child process: started by exec, watched by its pidfd."""
+"""A child process: started with exec, watched by its pidfd."""
 
 import os
 import signal
@@ -19,24 +19,25 @@ SINGLE_THREADED = {
     "RAYON_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-"""Library threads of the CPU stages would take the cores from the step. They have to be named before any import."""
+"""Library threads of the CPU stages would compete with the step for cores. The variables must be set before any
+import."""
 
 THREADED = ("execute", "prepare")
-"""Stages whose libraries may use every core they are given."""
+"""Stages whose libraries may use every core."""
 
 
 class Child:
-    """A stage's process. `state` is starting, ready, stopping or dead, and only the supervisor moves it."""
+    """A stage's process. `state` is starting, ready, stopping or dead; only the supervisor changes it."""
 
     def __init__(self, launch: Launch, num_threads: int) -> None:
-        """Start it. Its descriptors are inherited by number; all others stay closed."""
+        """Start the process. It inherits the descriptors it needs by number; all others are closed."""
         self.name = launch.name
         self.stage = launch.stage
         self.incarnation = launch.incarnation
         self.state = "starting"
         self.started_s = time.monotonic()
         read_fd, write_fd = os.pipe()
-        os.set_blocking(write_fd, False)  # a launch fits a pipe; were it ever too big, an error is better than a hang
+        os.set_blocking(write_fd, False)  # a launch always fits the pipe; an error is better than a hang
         data = msgspec.msgpack.encode(launch)
         try:
             num_written = os.write(write_fd, data)
@@ -48,8 +49,8 @@ class Child:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(Path(entry.__file__)), str(read_fd)],
                 pass_fds=fds,
-                # A terminal's Ctrl-C is for the supervisor, who tells the others; only the group that has the terminal
-                # can read from it.
+                # Ctrl-C in a terminal is for the supervisor, which stops the others. Only the foreground group can read
+                # from it.
                 stdin=None if launch.foreground else subprocess.DEVNULL,
                 process_group=None if launch.foreground else 0,
                 env=os.environ | SINGLE_THREADED | (threads if launch.stage in THREADED else {}),
@@ -58,7 +59,7 @@ class Child:
             os.close(read_fd)
         self.pid = self._process.pid
         self.pidfd = os.pidfd_open(self.pid)
-        """Readable when the process has ended."""
+        """Readable once the process has ended."""
 
     @property
     def is_alive(self) -> bool:
@@ -69,18 +70,18 @@ class Child:
         return self._process.poll()
 
     def describe_end(self) -> str:
-        """How it ended, in words."""
+        """How the process ended."""
         code = self._process.poll()
         if code is None:
             return "is running"
         if code < 0:
             name = signal.Signals(-code).name
-            hint = ", perhaps by the system for want of memory" if -code == signal.SIGKILL else ""
+            hint = ", perhaps because the system ran out of memory" if -code == signal.SIGKILL else ""
             return f"was killed by {name}{hint}"
         return f"exited with code {code}"
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for its end. Returns whether it came."""
+        """Wait for the end of the process. Returns whether it ended in time."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -88,13 +89,13 @@ class Child:
         return True
 
     def kill(self) -> None:
-        """Kill and reap it, if it is alive."""
+        """Kill and reap the process if it is alive."""
         if self.is_alive:
             self._process.kill()
         self._process.wait()
 
     def close(self) -> None:
-        """Kill it if need be, and give back what it held here."""
+        """Kill the process if it is alive, and close its descriptors."""
         self.kill()
         if self.pidfd >= 0:
             os.close(self.pidfd)

@@ -25,12 +25,12 @@ class StatsCollector:
         self._started_s = time.monotonic()
         self._decoder: MessageDecoder[StageCounts] = MessageDecoder(StageCounts)
         self._counts: dict[str, tuple[float, StageCounts]] = {}
-        """By stage: the time they came, and the counts."""
+        """By stage: time of arrival, and the counts."""
 
     def gather(
         self, facts: "ServerFacts", children: Sequence[Child], timeout_s: float, then: Callable[[ServerStats], None]
     ) -> None:
-        """Ask every stage that is ready. Calls `then` when all have answered, or after `timeout_s`."""
+        """Ask every ready stage for its counts. Calls `then` when all have answered, or after `timeout_s`."""
 
         def made(answers: Answers) -> None:
             then(self._stats(facts, children, answers))

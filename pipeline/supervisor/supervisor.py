@@ -5,16 +5,15 @@
       exit 0 ◄── Stop, in flow order ◄── Drained ◄── Drain to the gateway ◄───────────┤ SIGINT, SIGTERM
       exit 3 ◄── Stop, in flow order ◄── Drained ◄── StageDied to the gateway ◄───────┘ a stage ends
 
-Nothing outlives it: its children die with it (see child.py), sockets are abstract, shared memory is anonymous.
+Nothing outlives it: its children die with it (see process.py), sockets are abstract, shared memory is anonymous.
 """
 
 import logging
-import os
 import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, assert_never
+from typing import assert_never
 
 import zmq
 
@@ -23,17 +22,18 @@ from pipeline.errors import UserError
 from pipeline.metrics.stats import ServerStats
 from pipeline.runtime import api_keys, topology
 from pipeline.runtime import messages as m
-from pipeline.runtime.channels import Inbox, Outbox
+from pipeline.runtime.channels import Inbox
 from pipeline.runtime.control_requests import with_execute_facts
 from pipeline.runtime.run_mode import RunMode
 from pipeline.runtime.stage import SUPERVISOR
 from pipeline.supervisor import gpu
 from pipeline.supervisor.admin_server import AdminServer, Questions
+from pipeline.supervisor.children import ChildTable
 from pipeline.supervisor.health import HealthChecks
 from pipeline.supervisor.inline import InlineChild
 from pipeline.supervisor.listeners import url_of, zmq_address
 from pipeline.supervisor.process import Child
-from pipeline.supervisor.resources import INCARNATION, SharedResources
+from pipeline.supervisor.resources import SharedResources
 from pipeline.supervisor.signals import TerminationSignals
 from pipeline.supervisor.stats_collector import ServerFacts, StatsCollector
 from pipeline.version import VERSION
@@ -60,7 +60,7 @@ class Stopping(Exception):
 
 
 class Supervisor:
-    """Owns the process table and the loop."""
+    """Runs the loop that starts, watches and stops the stages."""
 
     def __init__(
         self,
@@ -74,10 +74,10 @@ class Supervisor:
         self._settings = settings
         self._run_mode = run_mode or RunMode()
         self._listeners = listeners
-        """One for each gateway, in order."""
+        """One for each gateway, in the same order."""
         self._gateways = topology.replicas_of(settings, "gateway")
         self._admins = admins
-        """Likewise; empty without an admin listener."""
+        """One for each gateway, or empty."""
         self._url = url_of(listeners[0])
         self._log = log
         self._resources = SharedResources(settings, listeners, admins, keys)
@@ -85,27 +85,26 @@ class Supervisor:
         self._inbox: Inbox[m.SupervisorInbox] = Inbox(
             self._context, self._resources.addresses[SUPERVISOR], m.SupervisorInbox
         )
-        self._outboxes: dict[str, Outbox[Any]] = {}
-        self._children: dict[str, Child] = {}
+        self._poller = zmq.Poller()
+        self._table = ChildTable(settings, self._run_mode, self._context, self._poller)
         self._facts: m.ExecuteFacts | None = None
         self._prepared: m.Prepared | None = None
         self._reasons: dict[str, str] = {}
         self._drained: set[str] = set()
-        """Gateways."""
+        """Names of gateways."""
         self._is_serving = False
         self._is_ending = False
         self._first_health: m.Health | None = None
-        self._health_checks = HealthChecks(self._ping_all, self._answer_health)
+        self._health_checks = HealthChecks(self._table.ping_all, self._answer_health)
         self._questions = Questions(
-            lambda name, request: self._outboxes[name].send(with_execute_facts(request, self._facts))
+            lambda name, request: self._table.outboxes[name].send(with_execute_facts(request, self._facts))
         )
         server = self._resources.server
         self._stats_collector = StatsCollector(server, SUPERVISOR, self._questions)
         self._admin_server = AdminServer(
-            self._context, server, self._questions, self._gather_stats, self._names_of_ready
+            self._context, server, self._questions, self._gather_stats, self._table.names_of_ready
         )
         self._signals = TerminationSignals()
-        self._poller = zmq.Poller()
         self._poller.register(self._inbox.fileno(), zmq.POLLIN)
         self._poller.register(self._signals.fileno(), zmq.POLLIN)
         self._poller.register(self._admin_server.fileno(), zmq.POLLIN)
@@ -153,7 +152,7 @@ class Supervisor:
         timeout_s = self._settings.supervisor.prepare_timeout_s
         self._run_until(lambda: self._prepared is not None, timeout_s, "the model to be prepared")
         child.wait(self._settings.supervisor.stop_timeout_s)
-        self._forget(child)
+        self._table.remove(child)
 
     def _start(self, begun: float) -> None:
         """Start every stage, wait until each is ready, and send `Start` to all."""
@@ -166,7 +165,7 @@ class Supervisor:
                 model_dir = self._prepared.model_dir
                 self._spawn(self._resources.launch(row.name, row.entry, peers, model_dir, replica))
         self._run_until(
-            lambda: all(child.state == "ready" for child in self._children.values()),
+            lambda: all(child.state == "ready" for child in self._table.children.values()),
             self._run_mode.patience_s(settings.supervisor.start_timeout_s),
             "stages to be ready",
         )
@@ -177,7 +176,7 @@ class Supervisor:
         )
         assert self._facts is not None, "the executor was ready without facts"
         for name in reversed(self._flow()):  # the gateways last: their requests then find every stage started
-            self._outboxes[name].send(m.Start(self._facts))
+            self._table.outboxes[name].send(m.Start(self._facts))
         self._health_checks.start(SUPERVISOR, 0, self._run_mode.patience_s(settings.supervisor.start_timeout_s))
         self._run_until(
             lambda: self._first_health is not None and self._first_health.status == "ok",
@@ -205,14 +204,14 @@ class Supervisor:
             timeout_s = self._settings.supervisor.drain_timeout_s
             self._log_event("draining", timeout_s=timeout_s)
             for name in self._gateways:
-                self._outboxes[name].send(m.Drain(timeout_s))
+                self._table.outboxes[name].send(m.Drain(timeout_s))
             code = self._run_until_stopped(lambda: self._are_drained(self._gateways), timeout_s + NOTIFY_CLIENTS_S)
         if code == EXIT_STAGE_DIED:
             stage, reason = next(iter(self._reasons.items()))
             self._drained.clear()
-            alive = [name for name in self._gateways if self._children[name].is_alive]
+            alive = [name for name in self._gateways if self._table.children[name].is_alive]
             for name in alive:
-                self._outboxes[name].send(m.StageDied(stage, reason))
+                self._table.outboxes[name].send(m.StageDied(stage, reason))
             self._run_until_stopped(lambda: self._are_drained(alive), NOTIFY_CLIENTS_S)
         if not self._stop():
             code = max(code, EXIT_STAGE_DIED)
@@ -241,11 +240,11 @@ class Supervisor:
         end = time.monotonic() + timeout_s
         all_ok = True
         for name in self._flow():
-            child = self._children.get(name)
+            child = self._table.children.get(name)
             if child is None or not child.is_alive:
                 continue
             child.state = "stopping"
-            self._outboxes[child.name].send(m.Stop())
+            self._table.outboxes[child.name].send(m.Stop())
             if not child.wait(max(MIN_STOP_S, end - time.monotonic())):
                 self._log.error(f"{child.name} did not stop within {timeout_s:g} s; killing it")
                 child.kill()
@@ -258,50 +257,30 @@ class Supervisor:
 
     def raise_inline(self) -> None:
         """Raise the error of a stage that runs as a thread of this process, for a debugger."""
-        for child in self._children.values():
+        for child in self._table.children.values():
             if isinstance(child, InlineChild) and child.error is not None and not isinstance(child.error, UserError):
                 raise child.error
 
     def close(self) -> None:
         """Kill the children that are left and free everything."""
-        for child in list(self._children.values()):
-            self._forget(child)
+        self._table.close()
         self._end_reservation()
         self._resources.close()
         self._signals.close()
         self._inbox.close()
         self._admin_server.close()
-        for outbox in self._outboxes.values():
-            outbox.close()
         self._context.term()
 
     # --------------------------------------------------------------------------------------------------- children
 
     def _spawn(self, launch: m.Launch) -> Child:
-        num_cores = len(os.sched_getaffinity(0))
-        num_threads = self._settings.execute.num_threads if launch.stage == "execute" else 0
-        child = self._run_mode.start(self._run_mode.launch(launch), num_threads or num_cores)
-        self._children[child.name] = child
-        self._poller.register(child.pidfd, zmq.POLLIN)
-        self._outboxes[child.name] = Outbox(
-            self._context,
-            launch.address,
-            m.Envelope(SUPERVISOR, INCARNATION),
-            topology.bound_of(self._settings),
-        )
+        child = self._table.spawn(launch)
         self._log.debug("started", extra={"fields": {"stage": child.name, "pid": child.pid}})
         return child
 
-    def _forget(self, child: Child) -> None:
-        if child.state != "dead":
-            self._poller.unregister(child.pidfd)
-        child.close()
-        del self._children[child.name]
-        self._outboxes.pop(child.name).close()
-
     def _check_children(self) -> None:
         """Raise Stopping if a stage has ended that should be running."""
-        for child in self._children.values():
+        for child in self._table.children.values():
             if child.state in ("starting", "ready") and not child.is_alive:
                 self._receive_last_messages(child)
                 if child.stage == "prepare" and self._prepared is not None:
@@ -309,8 +288,7 @@ class Supervisor:
                 reason = self._reasons.get(child.name, child.describe_end())
                 self._reasons = {child.name: reason}
                 code = EXIT_STAGE_DIED if self._is_serving else EXIT_NOT_STARTED
-                child.state = "dead"
-                self._poller.unregister(child.pidfd)  # it stays readable
+                self._table.mark_dead(child)
                 self._questions.lost(child.name)
                 what = f"{child.name} died" if self._is_serving else f"cannot start: {child.stage}"
                 self._log.error(f"{what}: {reason}")
@@ -345,12 +323,12 @@ class Supervisor:
                 self._log_event(f"stopped by {signal.Signals(number).name} during the start")
                 raise Stopping(128 + number)
             self._check_children()
-            self._health_checks.end_rounds(self._children.values())
+            self._health_checks.end_rounds(self._table.children.values())
             self._admin_server.turn()
             self._questions.end_late()
             now = time.monotonic()
             if now >= end:
-                late = ", ".join(child.name for child in self._children.values() if child.state == "starting")
+                late = ", ".join(child.name for child in self._table.children.values() if child.state == "starting")
                 self._log.error(f"timed out after {timeout_s:g} s waiting for {what}{f': {late}' if late else ''}")
                 raise Stopping(EXIT_OK if self._is_serving else EXIT_NOT_STARTED)
             if self._inbox.wait(0) or self._admin_server.has_message():
@@ -365,7 +343,7 @@ class Supervisor:
     def _handle(self, message: m.SupervisorInbox, sender: str) -> None:
         match message:
             case m.Ready(facts):
-                child = self._children[sender]
+                child = self._table.children[sender]
                 child.state = "ready"
                 self._facts = facts or self._facts
                 self._log.debug("ready", extra={"fields": {"stage": sender}})
@@ -380,26 +358,15 @@ class Supervisor:
             case m.AskHealth(nonce):
                 self._health_checks.start(sender, nonce, self._settings.supervisor.health_timeout_s)
             case m.Pong(nonce):
-                self._health_checks.answered(nonce, sender, message, self._children.values())
+                self._health_checks.answered(nonce, sender, message, self._table.children.values())
             case m.AskServerStats(nonce):
-                self._gather_stats(float("inf"), lambda stats: self._answer_stats(sender, nonce, stats))
+                self._gather_stats(float("inf"), lambda stats: self._table.reply(sender, m.StatsAnswer(nonce, stats)))
             case m.Answer():
                 self._questions.answered(sender, message)
             case _:
                 assert_never(message)
 
-    # ------------------------------------------------------------------------------------------------------ stats
-
-    def _names_of_ready(self) -> list[str]:
-        return [child.name for child in self._in_flow_order() if child.state == "ready"]
-
-    def _in_flow_order(self) -> list[Child]:
-        places = {name: place for place, name in enumerate(topology.FLOW)}
-        return sorted(self._children.values(), key=lambda child: (places.get(child.stage, -1), child.name))
-
-    def _answer_stats(self, asker: str, nonce: int, stats: ServerStats) -> None:
-        if asker in self._outboxes:
-            self._outboxes[asker].send(m.StatsAnswer(nonce, stats))
+    # -------------------------------------------------------------------------------------------- stats and health
 
     def _gather_stats(self, timeout_s: float, then: Callable[[ServerStats], None]) -> None:
         """Collect stats; waits for stages at most `timeout_s`, and at most supervisor.health_timeout_s."""
@@ -407,19 +374,13 @@ class Supervisor:
         name = self._settings.served_model_name or (self._prepared.model_name if self._prepared else "")
         state = "draining" if self._is_ending else "serving" if self._is_serving else "starting"
         facts = ServerFacts(name, self._url, state, self._facts)
-        self._stats_collector.gather(facts, self._in_flow_order(), timeout_s, then)
-
-    # ----------------------------------------------------------------------------------------------------- health
-
-    def _ping_all(self, nonce: int) -> None:
-        for outbox in self._outboxes.values():
-            outbox.send(m.Ping(nonce))
+        self._stats_collector.gather(facts, self._table.in_flow_order(), timeout_s, then)
 
     def _answer_health(self, asker: str, health: m.Health) -> None:
         if asker == SUPERVISOR:
             self._first_health = health
-        elif asker in self._outboxes:
-            self._outboxes[asker].send(health)
+        else:
+            self._table.reply(asker, health)
 
     def _log_event(self, text: str, **fields: object) -> None:
         self._log.info(text, extra={"fields": fields})

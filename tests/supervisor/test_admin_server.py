@@ -122,7 +122,7 @@ def test_a_stage_that_dies_or_takes_no_message_is_not_waited_for(bench: Bench) -
 @pytest.mark.parametrize(
     ("question", "words"),
     [
-        (admin_server.StageCommand(3, ["execute"], m.Count(0)), "no stage 'execute' is ready; there are gateway.0"),
+        (admin_server.StageCommand(3, ["execute"], m.Count(0)), "no stage 'execute' is ready; ready: gateway.0"),
         (admin_server.StageCommand(3, [], m.Count(0), timeout_s=0), "timeout_s must be above 0"),
         (admin_server.StageCommand(3, [], m.Count(0), timeout_s=float("nan")), "timeout_s must be above 0"),
         (admin_server.StageCommand(3, [], m.Count(0), timeout_s=1e9), "at most 600"),

@@ -148,16 +148,18 @@ class Ended:
         ("execute", 1, m.StageFailed("no such memory"), "cannot start: execute: no such memory"),
     ],
 )
-def test_last_words_are_waited_for_though_their_speaker_has_ended(
+def test_the_last_messages_of_a_stage_that_has_ended_are_waited_for(
     stage: str, exit_code: int, words: m.SupervisorInbox, logged: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     (listener,) = listen("127.0.0.1", 0)
     supervisor = Supervisor(Settings(), [listener], logging.getLogger("test"))
     child = Ended(stage, exit_code)
     try:
-        supervisor._children[child.name] = child  # type: ignore[assignment]
+        supervisor._table.children[child.name] = child  # type: ignore[assignment]
         supervisor._poller.register(child.pidfd)
-        supervisor._outboxes[child.name] = Outbox(supervisor._context, "inproc://nobody", m.Envelope("test.0", 1), 1)
+        supervisor._table.outboxes[child.name] = Outbox(
+            supervisor._context, "inproc://nobody", m.Envelope("test.0", 1), 1
+        )
         supervisor._prepared = None if stage == "prepare" else m.Prepared("/folder", "name")
         mouth: Outbox[m.SupervisorInbox] = Outbox(
             supervisor._context, supervisor._resources.addresses["supervisor.0"], m.Envelope(child.name, 1), 1
@@ -173,7 +175,7 @@ def test_last_words_are_waited_for_though_their_speaker_has_ended(
         assert caplog.text.count(logged)
         late.join()
     finally:
-        supervisor._children.clear()
+        supervisor._table.children.clear()
         child.close()
         supervisor.close()
         listener.close()

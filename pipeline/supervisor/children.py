@@ -1,0 +1,81 @@
+"""The processes of the stages, with an outbox to each of them."""
+
+import os
+from typing import Any
+
+import zmq
+
+from pipeline.config.settings import Settings
+from pipeline.runtime import messages as m
+from pipeline.runtime import topology
+from pipeline.runtime.channels import Outbox
+from pipeline.runtime.run_mode import RunMode
+from pipeline.runtime.stage import SUPERVISOR
+from pipeline.supervisor.process import Child
+from pipeline.supervisor.resources import INCARNATION
+
+
+class ChildTable:
+    """The children by name, in the order of their start. `poller` watches their pidfds."""
+
+    def __init__(
+        self, settings: Settings, run_mode: RunMode, context: zmq.Context[zmq.Socket[bytes]], poller: zmq.Poller
+    ) -> None:
+        self._settings = settings
+        self._run_mode = run_mode
+        self._context = context
+        self._poller = poller
+        self.children: dict[str, Child] = {}
+        self.outboxes: dict[str, Outbox[Any]] = {}
+
+    def spawn(self, launch: m.Launch) -> Child:
+        """Start a stage."""
+        num_cores = len(os.sched_getaffinity(0))
+        num_threads = self._settings.execute.num_threads if launch.stage == "execute" else 0
+        child = self._run_mode.start(self._run_mode.launch(launch), num_threads or num_cores)
+        self.children[child.name] = child
+        self._poller.register(child.pidfd, zmq.POLLIN)
+        self.outboxes[child.name] = Outbox(
+            self._context,
+            launch.address,
+            m.Envelope(SUPERVISOR, INCARNATION),
+            topology.bound_of(self._settings),
+        )
+        return child
+
+    def mark_dead(self, child: Child) -> None:
+        """Stop watching a child that has ended: its pidfd would stay readable."""
+        child.state = "dead"
+        self._poller.unregister(child.pidfd)
+
+    def remove(self, child: Child) -> None:
+        """Kill the child if it is alive, and forget it."""
+        if child.state != "dead":
+            self._poller.unregister(child.pidfd)
+        child.close()
+        del self.children[child.name]
+        self.outboxes.pop(child.name).close()
+
+    def in_flow_order(self) -> list[Child]:
+        places = {name: place for place, name in enumerate(topology.FLOW)}
+        return sorted(self.children.values(), key=lambda child: (places.get(child.stage, -1), child.name))
+
+    def names_of_ready(self) -> list[str]:
+        """Names of the stages that are ready, in flow order."""
+        return [child.name for child in self.in_flow_order() if child.state == "ready"]
+
+    def ping_all(self, nonce: int) -> None:
+        for outbox in self.outboxes.values():
+            outbox.send(m.Ping(nonce))
+
+    def reply(self, asker: str, message: m.GatewayInbox) -> None:
+        """Send a reply to a gateway, unless it is gone."""
+        if asker in self.outboxes:
+            self.outboxes[asker].send(message)
+
+    def close(self) -> None:
+        """Kill all children."""
+        for child in list(self.children.values()):
+            self.remove(child)
+        for outbox in self.outboxes.values():
+            outbox.close()
