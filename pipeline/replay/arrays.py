@@ -1,4 +1,4 @@
-"""The arrays in a message, in the order of its fields."""
+"""The shared arrays of a message, in the order of its fields."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +9,7 @@ from pipeline.shm.arrays import ShmRef
 
 
 def refs(value: Any) -> Iterator[ShmRef]:
-    """Every reference into shared memory that a message holds."""
+    """All references to shared memory in a message."""
     match value:
         case ShmRef():
             yield value
@@ -22,5 +22,5 @@ def refs(value: Any) -> Iterator[ShmRef]:
 
 
 def copies(message: Any, memories: dict[str, memoryview]) -> list[bytes]:
-    """The bytes of every such reference."""
+    """The bytes of each reference."""
     return [bytes(memories[ref.segment][ref.offset : ref.offset + ref.length]) for ref in refs(message)]

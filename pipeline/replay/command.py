@@ -27,21 +27,23 @@ FAILED = 1
 DIFFERENT = 3
 RENEW_S = 1.0
 LEASE_S = 6.0
-"""The stage ends a recording whose command it has not heard of for so long."""
+"""The stage ends a recording if it hears nothing from the command for this long."""
 WRITE_S = 60.0
-"""Longest that this waits for a stage's thread to write what is left."""
+"""Longest wait for the stage's thread to finish writing."""
 POLL_S = 0.1
 FOREVER_S = 1e9
 
 
 def record(args: argparse.Namespace) -> int:
-    """Tee a live stage's inbox until the time is up, Ctrl-C, or another signal to end."""
+    """Record a running stage until the time is up, Ctrl-C, or another termination signal."""
     require_writable(args.out, "--out")
     try:
         with Admin(choose_server(args.pid)) as server, _signals_as_interrupt():
             names = [one.name for one in server.stats().stages if args.stage in (one.name, one.name.partition(".")[0])]
             if len(names) != 1:
-                raise UserError(f"no stage {args.stage!r} is here" if not names else f"say which of {', '.join(names)}")
+                raise UserError(
+                    f"there is no stage {args.stage!r}" if not names else f"choose one of {', '.join(names)}"
+                )
             path = str(args.out.absolute())
             seconds = args.seconds or FOREVER_S
             order = m.Record(0, path, args.max_bytes, seconds, with_sent=not args.no_sent, lease_s=LEASE_S)
@@ -52,16 +54,16 @@ def record(args: argparse.Namespace) -> int:
         print(f"pipeline record: error: {error}", file=sys.stderr)
         return FAILED
     if is_early:
-        print(f"pipeline record: it ended early: {state.ended}", file=sys.stderr)
+        print(f"pipeline record: ended early: {state.ended}", file=sys.stderr)
     print(f"{args.out}: {state.num_bytes:,} bytes of {names[0]}")
     return 0
 
 
 @contextmanager
 def _signals_as_interrupt() -> Iterator[None]:
-    """SIGTERM and SIGHUP end a recording as Ctrl-C does."""
+    """Make SIGTERM and SIGHUP end a recording like Ctrl-C."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # signals come elsewhere
+        yield  # only the main thread can set signal handlers
         return
     before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
@@ -79,8 +81,8 @@ def _send_command(server: Admin, control_request: m.ControlRequest, stage: str) 
 
 
 def _wait(server: Admin, path: str, stage: str, seconds: float | None) -> bool:
-    """Keep it up until the time is up, or Ctrl-C; a terminal is shown how the file grows. Returns whether the recording
-    ended by itself before."""
+    """Renew the recording's lease until the time is up or Ctrl-C. A terminal shows how the file grows. Returns whether
+    the recording ended by itself."""
     end = time.monotonic() + (seconds if seconds is not None else float("inf"))
     screen = Console(stderr=True, highlight=False)
     try:
@@ -98,32 +100,33 @@ def _wait(server: Admin, path: str, stage: str, seconds: float | None) -> bool:
 
 
 def _keep(server: Admin, path: str, stage: str) -> RecordState | None:
-    """Have the stage go on; None where it is too late to say how far it is, as one that stands in a debugger."""
+    """Renew the lease. Returns None if the stage did not answer in time, for example because it is stopped in a
+    debugger."""
     try:
         answer = server.send_command(m.KeepRecord(0, path), [stage])[stage]
     except UserError as error:
         if server.server not in find_servers():
-            raise UserError(f"the server has ended; {path} has what came before") from error
+            raise UserError(f"the server has ended; {path} has everything before that") from error
         return None
     return None if answer.error else msgspec.msgpack.decode(answer.body, type=RecordState)
 
 
 def _end(server: Admin, path: str, stage: str) -> RecordState:
-    """End it, and wait until the file is whole. Raises UserError where it does not become so."""
+    """End the recording, and wait until the file is complete. Raises UserError if it does not become complete."""
     deadline = time.monotonic() + WRITE_S
     while True:
         state = msgspec.msgpack.decode(_send_command(server, m.EndRecord(0, path), stage), type=RecordState)
         if state.failure:
-            raise UserError(f"{path} is not whole: {state.failure}")
+            raise UserError(f"{path} is incomplete: {state.failure}")
         if state.is_closed:
             return state
         if time.monotonic() > deadline:
-            raise UserError(f"{path} is not whole yet: {stage} has {state.num_pending_bytes:,} bytes left to write")
+            raise UserError(f"{path} is still incomplete: {stage} has {state.num_pending_bytes:,} bytes left to write")
         time.sleep(POLL_S)
 
 
 def run_replay(args: argparse.Namespace) -> int:
-    """Drive a stage from a file. Returns 3 where it sends something else than is expected."""
+    """Replay a stage from a file. Returns 3 if it sends something different."""
     if args.out is not None:
         require_writable(args.out, "--out")
     open_log("replay", "warning")
@@ -150,26 +153,26 @@ def _print(path: Path, replayed: Replayed, comparison: ReplayComparison, expecte
         screen.print(f"{path}: {replayed.flaw}", markup=False, soft_wrap=True)
     wakes, messages = counts.pop("wakes"), counts.pop("messages")
     table = Table()
-    for heading in ("", "messages", "a second"):
+    for heading in ("", "messages", "per second"):
         table.add_column(heading, justify="left" if not heading else "right")
-    table.add_row(f"given, in {wakes:,} wakes", f"{messages:,}", f"{messages / replayed.took_s:,.0f}")
+    table.add_row(f"received, in {wakes:,} wakes", f"{messages:,}", f"{messages / replayed.took_s:,.0f}")
     for peer, count in sorted(comparison.sent.items()):
         table.add_row(f"sent to {peer}", f"{count:,}", f"{count / replayed.took_s:,.0f}")
     for what, count in counts.items():
         table.add_row(f"left out: {what}", f"{count:,}", "")
     screen.print(table)
-    screen.print(f"took {replayed.took_s:.2f} s, with the stage's start and end")
+    screen.print(f"took {replayed.took_s:.2f} s, including the stage's start and end")
     if expected is None:
         screen.print(
-            "compared with nothing: the recording does not hold what the stage sent from its start", soft_wrap=True
+            "not compared: the recording does not have everything that the stage sent since its start", soft_wrap=True
         )
     elif comparison.are_same:
         total = sum(comparison.sent.values())
-        part = "" if comparison.num_same == total else f"; {total - comparison.num_same:,} more came, which it lacks"
+        part = "" if comparison.num_same == total else f"; {total - comparison.num_same:,} more were sent after its end"
         screen.print(
-            f"the same as in {expected}: {comparison.num_same:,} messages, byte by byte{part}",
+            f"same as in {expected}: {comparison.num_same:,} messages, byte for byte{part}",
             markup=False,
             soft_wrap=True,
         )
     else:
-        screen.print(f"not the same as in {expected}: {comparison.difference}", markup=False, soft_wrap=True)
+        screen.print(f"differs from {expected}: {comparison.difference}", markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Are two records of what a stage sent the same, message by message and byte by byte?"""
+"""Compares two recordings of what a stage sent, message by message and byte by byte."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -14,15 +14,15 @@ SHOWN_CHARS, SHOWN_BEFORE = 200, 60
 
 class ReplayComparison(msgspec.Struct, frozen=True):
     num_same: int
-    """Messages that are the same, from the first."""
+    """Number of equal messages before the first difference."""
     difference: str
-    """What the first difference is; empty where there is none."""
+    """The first difference; empty if there is none."""
     sent: dict[str, int]
-    """Of the first file: messages by peer."""
+    """Number of messages of the first file, by peer."""
     num_bytes: int
-    """Of the first file's messages and arrays."""
+    """Bytes of the first file's messages and arrays."""
     flaw: str
-    """Why the second file is not whole; messages that the first has beyond its end are then no difference."""
+    """Why the second file is incomplete. Messages of the first file beyond its end are then not a difference."""
 
     @property
     def are_same(self) -> bool:
@@ -30,7 +30,7 @@ class ReplayComparison(msgspec.Struct, frozen=True):
 
 
 def compare(path: Path, expected: Path | None) -> ReplayComparison:
-    """Compare what two recordings or captures say was sent; without a second one, count. Raises UserError."""
+    """Compare the sent messages of two recordings or captures; without a second one, count them. Raises UserError."""
     counts: Counter[str] = Counter()
     num_bytes = num_same = 0
     difference = ""
@@ -50,7 +50,7 @@ def compare(path: Path, expected: Path | None) -> ReplayComparison:
                 if ours == theirs:
                     num_same += 1
                 else:
-                    difference = f"message {num_same + 1}: {_difference(ours, theirs)} is expected"
+                    difference = f"message {num_same + 1}: {_difference(ours, theirs)}"
             return ReplayComparison(num_same, difference, dict(counts), num_bytes, reader.flaw)
 
 
@@ -63,16 +63,16 @@ def _kind(sent: f.Sent) -> str:
 
 
 def _difference(ours: f.Sent | None, theirs: f.Sent | None) -> str:
-    """Both in words, from a little before where they part."""
+    """Describe both messages from a little before their first difference."""
     one, other = _words(ours), _words(theirs)
     place = next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), 0)
     if one == other:
-        return f"{_cut(one, 0)} has other arrays than"
-    return f"{_cut(one, place)}, where {_cut(other, place)}"
+        return f"{_cut(one, 0)} has different arrays"
+    return f"{_cut(one, place)}, expected {_cut(other, place)}"
 
 
 def _cut(text: str, place: int) -> str:
-    """What of a text is shown: its begin, and what is around a place."""
+    """The start of a text, and the part around `place`."""
     head, _, rest = text.partition(": ")
     begin = max(0, place - len(head) - SHOWN_BEFORE)
     shown = rest[begin : begin + SHOWN_CHARS]

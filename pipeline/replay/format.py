@@ -1,9 +1,9 @@
-"""The file of a recording.
+"""The file format of recordings.
 
     8 bytes of magic │ frame │ frame │ …          frame: length (u32) │ CRC-32 of the data (u32) │ data
 
 Numbers are little-endian. The data of the first frame is a `Header`, of each further one an `Entry`, as MessagePack.
-The last is an `End`. A file without one was cut off: its whole frames are good, and what follows them is ignored.
+The last is an `End`. A file without one is truncated: its complete frames are valid, and the rest is ignored.
 """
 
 import zlib
@@ -25,7 +25,7 @@ MAGIC = b"PLRECORD"
 FORMAT = 2
 """Raised when a message changes otherwise than by a new last field: recordings of another format are refused."""
 MAX_FRAME_BYTES = 2**30
-"""No entry is larger: a length beyond it is damage."""
+"""Upper limit of an entry's size. A larger length means that the file is damaged."""
 _HEAD = Struct("<II")
 
 
@@ -36,28 +36,28 @@ class SegmentSize(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Header(msgspec.Struct, array_like=True, frozen=True):
-    """Which stage this is of, and what it had been told at its start."""
+    """The recorded stage and its launch parameters."""
 
     format: int
     version: str
-    """Of the program that recorded."""
+    """Version of the program that recorded."""
     stage: str
     replica: int
     rank: int
     incarnation: int
     from_start: bool
-    """Whether the stage had received nothing before."""
+    """Whether the recording began with the stage."""
     has_sent: bool
-    """Whether what the stage sent is recorded too."""
+    """Whether the stage's sends are recorded too."""
     settings: msgspec.Raw
     """`Settings`"""
     model_dir: str
     peers: list[str]
     segments: list[SegmentSize]
     facts: ExecuteFacts | None = None
-    """What `Start` had said, where the recording began after it."""
+    """The facts from `Start`, if the recording began after it."""
     instant: bool = False
-    """Whether the executor was the one that computes nothing."""
+    """Whether the stage was the instant executor, which computes nothing."""
 
     @property
     def name(self) -> str:
@@ -65,26 +65,26 @@ class Header(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Wake(msgspec.Struct, array_like=True, frozen=True, tag="wake"):
-    """What the inbox gave at once; parallel lists. Empty where a wait ran out, or nothing was there."""
+    """The messages of one wake, as parallel lists. Empty after a timeout, or if there were no messages."""
 
     time_ns: int
-    """Since the recording began."""
+    """Seconds since the recording began."""
     senders: list[str]
     incarnations: list[int]
     bodies: list[bytes]
     arrays: list[list[bytes]]
-    """Of each message, the bytes of the `ShmRef`s in it, in the order of its fields."""
+    """For each message, the bytes of its `ShmRef`s, in the order of its fields."""
 
 
 class Value(msgspec.Struct, array_like=True, frozen=True, tag="value"):
-    """Something that the stage asked for: monotonic, time or random."""
+    """A value that the stage read: monotonic, time or random."""
 
     kind: str
     number: float | int
 
 
 class ObservedEvent(msgspec.Struct, array_like=True, frozen=True, tag="event"):
-    """Something that the stage did and no message asked for, see `ReplayContext.event` and `ReplayContext.moment`."""
+    """An event that is not a message; see `ReplayContext.event` and `ReplayContext.await_external`."""
 
     name: str
     key: int
@@ -92,27 +92,27 @@ class ObservedEvent(msgspec.Struct, array_like=True, frozen=True, tag="event"):
 
 
 class Refused(msgspec.Struct, array_like=True, frozen=True, tag="refused"):
-    """A full socket refused a message here."""
+    """A send was refused here because the socket was full."""
 
     peer: str
 
 
 class Sent(msgspec.Struct, array_like=True, frozen=True, tag="sent"):
-    """What the stage sent here; `arrays` as in `Wake`."""
+    """A message that the stage sent here; `arrays` as in `Wake`."""
 
     peer: str
-    """A stage, as `ingest.0`, or a client's call, as `client 12`."""
+    """A stage such as `ingest.0`, or a client's request such as `client 12`."""
     body: bytes
-    """A message, or what the client was written."""
+    """A message, or the bytes written to the client."""
     arrays: list[bytes]
 
 
 class End(msgspec.Struct, array_like=True, frozen=True, tag="end"):
-    """The recording ends, and why."""
+    """The end of the recording, and its reason."""
 
     reason: str
     counts: dict[str, int] = {}
-    """Of a replay: what was left out."""
+    """In a replay: counts of what was left out."""
 
 
 Entry = Wake | Value | ObservedEvent | Refused | Sent | End
@@ -123,13 +123,13 @@ _entries: MessageDecoder[Entry] = MessageDecoder(Entry)
 
 
 def frame(struct: Header | Entry) -> bytes:
-    """A frame's bytes."""
+    """Encode a frame."""
     data = _encoder.encode(struct)
     return _HEAD.pack(len(data), zlib.crc32(data)) + data
 
 
 def client(number: int) -> str:
-    """The name of a client's call."""
+    """The name of a client's request."""
     return f"client {number}"
 
 
@@ -140,20 +140,18 @@ def settings_of(header: Header) -> Settings:
         return msgspec.convert(with_new_names(tree), Settings)
     except msgspec.MsgspecError as error:
         raise UserError(
-            f"the recording's settings, of version {header.version}, are not those of this version, {VERSION}: {error}"
+            f"the recording's settings, of version {header.version}, are not valid in this version, {VERSION}: {error}"
         ) from error
 
 
 class RecordingReader:
-    """Reads a recording. Use as a context manager. Iterate once; then `flaw` and `end` are known.
-
-    Raises UserError, in the user's words, where the file can't be read or is no recording.
-    """
+    """Reads a recording. Use as a context manager, and iterate once; then `flaw` and `end` are set. Raises UserError if
+    the file can't be read or is not a recording."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.flaw = ""
-        """Why the file ends before its `End`; empty where it does not."""
+        """Why the file ends without an `End`; empty if it has one."""
         self.end: End | None = None
         try:
             self._file: BinaryIO = self.path.open("rb")
@@ -169,23 +167,23 @@ class RecordingReader:
     def _read_header(self) -> Header:
         try:
             magic = self._file.read(len(MAGIC))
-        except OSError as error:  # a folder
+        except OSError as error:  # a directory
             raise UserError(f"cannot read {self.path}: {error.strerror}") from error
         if magic != MAGIC:
-            raise UserError(f"{self.path} is not a recording of `pipeline record`: its first bytes are wrong")
+            raise UserError(f"{self.path} is not a recording of `pipeline record`: wrong magic bytes")
         data = self._frame()
         if data is None:
-            raise UserError(f"{self.path} holds nothing: {self.flaw or 'it ends before its header'}")
+            raise UserError(f"{self.path} is empty: {self.flaw or 'it ends before its header'}")
         try:
             number = msgspec.msgpack.decode(data, type=list[msgspec.Raw])[0]
             if (format := msgspec.msgpack.decode(number, type=int)) != FORMAT:
-                raise UserError(f"{self.path} has format {format} of recordings; this version reads {FORMAT}")
+                raise UserError(f"{self.path} has recording format {format}; this version reads {FORMAT}")
             return _headers.decode(data)
         except (msgspec.DecodeError, IndexError) as error:
             raise UserError(f"{self.path} is not a recording: its header can't be read: {error}") from error
 
     def _frame(self) -> bytes | None:
-        """The next frame's data, or None at the end, whatever the end is."""
+        """The data of the next frame; None at the end of the file, or where the file is damaged."""
         place = self._file.tell()
         head = self._file.read(_HEAD.size)
         if not head:
@@ -201,7 +199,7 @@ class RecordingReader:
                     return data
                 self.flaw = f"it is damaged at byte {place}; what follows is ignored"
                 return None
-        self.flaw = f"it was cut off: {self._file.tell() - place} bytes at its end, from byte {place}, are ignored"
+        self.flaw = f"it is truncated: {self._file.tell() - place} bytes at its end, from byte {place}, are ignored"
         return None
 
     def __iter__(self) -> Iterator[Entry]:
@@ -216,7 +214,7 @@ class RecordingReader:
                 self.end = entry
                 return
             yield entry
-        self.flaw = self.flaw or "it was cut off: it has no end"
+        self.flaw = self.flaw or "it is truncated: it has no end"
 
     def __enter__(self) -> "RecordingReader":
         return self

@@ -15,7 +15,7 @@ def add_record_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-bytes", type=_num_bytes, default=2**32, metavar="N", help="maximum size of the file; by default 4 GiB"
     )
-    parser.add_argument("--no-sent", action="store_true", help="leave out what the stage sends")
+    parser.add_argument("--no-sent", action="store_true", help="do not record what the stage sends")
     parser.add_argument(
         "--pid", "--server", type=int, metavar="PID", help="process id of the supervisor, if several servers run here"
     )
@@ -23,21 +23,26 @@ def add_record_options(parser: argparse.ArgumentParser) -> None:
 
 def add_replay_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("stage", choices=STAGES, metavar="STAGE", help=", ".join(STAGES))
-    parser.add_argument("file", type=Path, metavar="FILE", help="a recording of that stage")
+    parser.add_argument("file", type=Path, metavar="FILE", help="a recording of a stage")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="keep what the stage sends; two replays write the same bytes"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="write what the stage sends to this file; two replays write the same bytes",
     )
     parser.add_argument(
         "--expect",
         type=Path,
         metavar="FILE",
-        help="compare what the stage sends with this recording or capture; by default with the recording itself, if it "
-        "began with the stage and holds what that sent",
+        help="compare what the stage sends with this recording or capture; by default with FILE, if it began with the "
+        "stage and has what the stage sent",
     )
     parser.add_argument(
         "--speed", choices=("max", "1x"), default="max", help="as fast as possible, or at the recorded times"
     )
-    parser.add_argument("--inline", action="store_true", help="in this process, for a debugger or a profiler")
+    parser.add_argument(
+        "--inline", action="store_true", help="run the stage in this process, for a debugger or a profiler"
+    )
 
 
 def seconds(text: str) -> float:

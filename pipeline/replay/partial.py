@@ -1,17 +1,17 @@
-"""What is done about a recording that began when the stage had work already.
+"""Rules for recordings that began when the stage already had work.
 
-Its messages are in part about requests of before, which a stage that starts now knows nothing of. The rules:
+Some of their messages belong to earlier requests, which a freshly started stage does not know. The rules:
 
-    gateway      answers about calls that were opened before are left out
-    ingest       nothing is left out but the ends of texts that were being tokenized before
-    schedule     aborts and closings of requests of before are left out. The recorded results are of steps that this
-                 scheduler never planned, for rows, blocks and steps are numbered from its start: each is replaced by an
-                 answer to its own oldest step in flight. So the load is that of the recording, and the ids are not.
-    execute      rows that were added before, and blocks appended to them, are left out of steps; so are steps
-                 of which nothing is left. A row that reads blocks which were filled before reads zeros there.
-    detokenize   entries of sequences that were opened before are left out
+    gateway      leave out answers to requests that were opened earlier
+    ingest       leave out only the ends of texts whose tokenization began earlier
+    schedule     leave out aborts and closings of earlier requests. Recorded results belong to steps that this scheduler
+                 never planned, because rows, blocks and steps are numbered from its start. Each result is replaced by
+                 an answer to this scheduler's oldest step in flight. So the load is recorded, but the ids are not.
+    execute      leave out rows that were added earlier, blocks appended to them, and steps without any other rows.
+                 A row that reads blocks which were filled earlier reads zeros.
+    detokenize   leave out entries of sequences that were opened earlier
 
-All of it is counted.
+Everything that is left out is counted.
 """
 
 from collections import Counter, deque
@@ -28,19 +28,19 @@ BytesOf = Callable[[Any], bytes]
 
 
 class Partial(Protocol):
-    """The rule of one stage."""
+    """The rules of one stage."""
 
     def keep(self, message: Any, bytes_of: BytesOf) -> Any | None:
-        """The message as the stage is to get it, or None."""
+        """The message that the stage shall receive, or None."""
 
     def knows(self, event: f.ObservedEvent) -> bool:
-        """Whether an event is about something that began in this recording."""
+        """Whether an event belongs to something that began during the recording."""
 
     def sent(self, message: Any) -> None:
-        """The stage has sent this."""
+        """Called when the stage has sent a message."""
 
     def counts(self) -> dict[str, int]:
-        """What was left out, by what it is."""
+        """Number of items left out, by kind."""
 
 
 def partial_of(header: f.Header) -> Partial:
@@ -84,7 +84,7 @@ _PER_ENTRY = (
 
 
 def _firsts(firsts: list[m.FirstTimes], places: list[int]) -> list[m.FirstTimes]:
-    """Those of the entries that are left, which have new places."""
+    """`firsts` of the entries that remain, with their new indices."""
     moved = {place: i for i, place in enumerate(places)}
     return [msgspec.structs.replace(first, place=moved[first.place]) for first in firsts if first.place in moved]
 
@@ -93,7 +93,7 @@ class GatewayPartial(_Counting):
     def __init__(self) -> None:
         super().__init__()
         self._requests: set[int] = set()
-        self._calls: set[int] = set()
+        self._opened: set[int] = set()
 
     def sent(self, message: Any) -> None:
         if isinstance(message, m.Submit):
@@ -101,24 +101,24 @@ class GatewayPartial(_Counting):
 
     def knows(self, event: f.ObservedEvent) -> bool:
         if event.name == "open":
-            self._calls.add(event.key)
-        if event.name in ("open", "fail all", "abort"):  # of no one call, or of one that begins
+            self._opened.add(event.key)
+        if event.name in ("open", "fail all", "abort"):  # belongs to no request, or to one that begins
             return True
-        if event.key not in self._calls:
-            self._left_out["events of calls of before"] += 1
-        return event.key in self._calls
+        if event.key not in self._opened:
+            self._left_out["events of earlier requests"] += 1
+        return event.key in self._opened
 
     def keep(self, message: Any, bytes_of: BytesOf) -> Any | None:
         match message:
             case m.Accepted() | m.Rejected():
-                return self._kept(message, message.request_id in self._requests, "answers about calls of before")
+                return self._kept(message, message.request_id in self._requests, "answers about earlier requests")
             case m.Deltas():
                 return self._deltas(message)
         return message
 
     def _deltas(self, message: m.Deltas) -> m.Deltas | None:
         places = [i for i, request_id in enumerate(message.request_ids) if request_id in self._requests]
-        self._left_out["answers about calls of before"] += len(message.request_ids) - len(places)
+        self._left_out["answers about earlier requests"] += len(message.request_ids) - len(places)
         if not places:
             return None
         ids = np.frombuffer(message.ids, "<i4")
@@ -145,12 +145,12 @@ class IngestPartial(_Counting):
     def knows(self, event: f.ObservedEvent) -> bool:
         if event.name != "encoded" or event.key in self._requests:
             return True
-        self._left_out["texts of before"] += 1
+        self._left_out["earlier texts"] += 1
         return False
 
 
 class SchedulePartial(_Counting):
-    """Answers steps itself, with ids that are the step's number."""
+    """Answers steps itself, with the step's number as ids."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,12 +171,12 @@ class SchedulePartial(_Counting):
             case m.Admit():
                 self._requests.add(message.request_id)
             case m.Abort() | m.Closed():
-                return self._kept(message, message.request_id in self._requests, "ends of requests of before")
+                return self._kept(message, message.request_id in self._requests, "ends of earlier requests")
             case m.StepResult():
                 if not self._steps:
-                    self._left_out["results while nothing was in flight"] += 1
+                    self._left_out["results without a step in flight"] += 1
                     return None
-                self._left_out["results that were replaced"] += 1
+                self._left_out["replaced results"] += 1
                 return self._answer(self._steps.popleft(), bytes_of)
         return message
 
@@ -211,9 +211,9 @@ class ExecutePartial(_Counting):
         is_appended = np.isin(appended, list(self._rows))
         rows = np.frombuffer(bytes_of(step.rows), "<i4")
         is_known = np.isin(rows, list(self._rows))
-        self._left_out["rows of before, in steps"] += int((~is_known).sum())
+        self._left_out["earlier rows in steps"] += int((~is_known).sum())
         if not is_known.any() and not step.adds and not known_drops:
-            self._left_out["steps of rows of before alone"] += 1
+            self._left_out["steps with only earlier rows"] += 1
             return None
 
         def some(array: Any, dtype: str, which: "np.ndarray[Any, Any]") -> bytes:
@@ -248,7 +248,7 @@ class DetokenizePartial(_Counting):
     def _settled(self, message: m.Settled, bytes_of: BytesOf) -> m.Settled | None:
         seqs = np.frombuffer(bytes_of(message.seqs), "<u8")
         is_known = np.array([seq in self._seqs for seq in seqs.tolist()], np.bool_)
-        self._left_out["entries of sequences of before"] += int((~is_known).sum())
+        self._left_out["entries of earlier sequences"] += int((~is_known).sum())
         if is_known.all():
             return message
         if not is_known.any():

@@ -1,10 +1,10 @@
-"""A tape that reads: a stage that is replayed gets its messages, its clock and its random numbers from a recording.
+"""The replay context that plays a recording: a replayed stage gets its messages, clock and random numbers from it.
 
     recording ──► PlaybackContext ──► ReplayInbox ──► the stage's own code ──► ReplayOutbox ──► capture
 
-The stage sees no socket. The bytes of shared arrays are written where the messages that name them say, into memory of
-this process. What it sends is captured in the format of a recording, without times: two replays of one recording write
-the same bytes. What goes to the supervisor is not captured: that is about the process that runs, not about its work.
+The stage uses no sockets. The bytes of shared arrays are written to the places that their messages name, in memory of
+this process. What the stage sends is captured in the format of a recording, without times, so two replays of one
+recording write the same bytes. Messages to the supervisor are not captured, because they are about the running process.
 """
 
 import asyncio
@@ -28,19 +28,19 @@ T = TypeVar("T")
 
 SUPERVISOR = "supervisor.0"
 MOMENT_S = 120.0
-"""Longest that something beside the loop may take which was done at this place when it was recorded."""
+"""Longest wait for work beside the loop that had ended here in the recording."""
 
 
 class Divergence(UserError):
-    """The stage does not do what the recorded one did."""
+    """The stage deviates from the recorded one."""
 
 
 class PlaybackContext(ReplayContext):
-    """Goes through a recording in step with the stage.
+    """Plays a recording, in step with the stage.
 
-    Of a recording from the stage's start every entry must be met in its order; else the stage is not the one that was
-    recorded, and Divergence says where. One that began later is followed loosely: times and random numbers are given
-    as far as they are there, and `Partial` leaves out what belongs to requests of before.
+    If the recording began with the stage, every entry must occur in order, else `Divergence` says where they differ. A
+    recording that began later is followed loosely: times and random numbers are returned as far as they are recorded,
+    and `Partial` leaves out what belongs to earlier requests.
     """
 
     is_replaying = True
@@ -60,7 +60,7 @@ class PlaybackContext(ReplayContext):
         self._last: dict[str, float] = {"monotonic": 0.0, "time": 0.0}
         self._begun = time.monotonic()
         self._is_over = False
-        # Of pages that nobody writes, none is taken: swap space may be large.
+        # pages that are never written take no memory, so large swap space is fine
         self.memories = {one.name: memoryview(mmap.mmap(-1, one.num_bytes)) for one in header.segments}
         self.num_wakes = self.num_messages = 0
         self._capture = FileWriter(replay.out)
@@ -71,7 +71,7 @@ class PlaybackContext(ReplayContext):
             self._first.append(f.Wake(0, [SUPERVISOR], [1], [start], [[]]))
         self._advance()
 
-    # ------------------------------------------------------------------------------------------ what the stage asks
+    # --------------------------------------------------------------------------------------- the stage's replay context
 
     def monotonic(self) -> float:
         return self._value("monotonic")
@@ -84,7 +84,7 @@ class PlaybackContext(ReplayContext):
         return int(number)
 
     def event(self, name: str, key: int = 0, data: bytes = b"") -> None:
-        """What `perform` has been given does it; the note of it is passed there."""
+        """Does nothing: the function given to `perform` handles the event when it is reached."""
 
     def perform(self, name: str, act: Callable[[int, bytes], None]) -> None:
         self._acts[name] = act
@@ -98,7 +98,7 @@ class PlaybackContext(ReplayContext):
         except asyncio.CancelledError:
             self._waiters.pop((name, key), None)
             if waiter.done() and not waiter.cancelled():
-                self._advance()  # it had its turn
+                self._advance()  # its event has passed
             raise
         self._advance()
         return recorded or data
@@ -110,20 +110,20 @@ class PlaybackContext(ReplayContext):
             and head.name == name
             and head.key < key
         ):
-            self._advance()  # of before the recording, or of what was left out
+            self._advance()  # began before the recording, or was left out
         match self._head:
             case f.ObservedEvent() as event if (event.name, event.key) == (name, key):
                 self._advance()
                 return event.data
             case _ if self._is_strict and not self._is_over and self._head is not None:
-                raise Divergence(self._where(f"{name} of {key:x} happens, which it did not do here"))
+                raise Divergence(self._where(f"{name} of {key:x} happens here, but not in the recording"))
             case _:
                 return data
 
     def catch_up(self) -> None:
         while isinstance(event := self._head, f.ObservedEvent) and event.name in self._acts and not self._first:
             self._acts[event.name](event.key, event.data)
-            if self._head is event:  # it is of before the recording, and nothing is there to be done
+            if self._head is event:  # began before the recording; there is nothing to do
                 self._advance()
 
     def sent(self, peer: str, body: bytes, message: Any) -> None:
@@ -136,7 +136,7 @@ class PlaybackContext(ReplayContext):
         self._capture.put(f.frame(f.Sent(f.client(client), data, [])))
 
     def is_refused(self, peer: str) -> bool:
-        """Whether the next send, to `peer`, was refused by a full socket."""
+        """Whether a full socket refused the next send to `peer`."""
         if isinstance(self._head, f.Refused) and self._head.peer == peer:
             self._advance()
             return True
@@ -145,7 +145,7 @@ class PlaybackContext(ReplayContext):
     # --------------------------------------------------------------------------------------------------- the inbox
 
     def next_wake(self) -> list[tuple[str, Any]]:
-        """What a blocking stage is given next: (sender, message) pairs; `Stop` where the recording is over."""
+        """The next wake of a blocking stage: (sender, message) pairs; `Stop` at the end of the recording."""
         while True:
             match self._look():
                 case f.Wake() as wake:
@@ -155,12 +155,12 @@ class PlaybackContext(ReplayContext):
                 case f.ObservedEvent() as event if event.name in self._acts:
                     self.catch_up()
                 case f.ObservedEvent() as event:
-                    raise Divergence(f"event {event.name} came where the stage waits for messages")
+                    raise Divergence(f"event {event.name} is recorded here, but the stage waits for messages")
                 case None:
                     return self._stop()
 
     async def next_wake_async(self) -> list[tuple[str, Any]]:
-        """The same for an asyncio stage. Events before the wake are done, or waited for, first."""
+        """The next wake of an asyncio stage. Events before it are performed or awaited first."""
         while True:
             match self._look():
                 case f.Wake() as wake:
@@ -177,7 +177,7 @@ class PlaybackContext(ReplayContext):
                     return self._stop()
 
     async def _wait_for(self, event: f.ObservedEvent) -> None:
-        """Let whoever waits for this moment go on, and wait until it has."""
+        """Release the task that awaits this event, and wait until it has run."""
         if self._partial is not None and not self._partial.knows(event):
             self._advance()
             return
@@ -191,7 +191,7 @@ class PlaybackContext(ReplayContext):
             raise Divergence(f"{event.name} of {event.key:x} was not done within {MOMENT_S:g} s") from None
 
     def _look(self) -> "f.Wake | f.ObservedEvent | None":
-        """The next thing that makes the stage do something."""
+        """The next entry that makes the stage do something."""
         if self._first:
             return self._first[0]
         while True:
@@ -201,9 +201,9 @@ class PlaybackContext(ReplayContext):
                 case f.Value() | f.Refused() if not self._is_strict:
                     self._advance()
                 case f.Value() as value:
-                    raise Divergence(self._where(f"the stage did not ask for {value.kind}, as the recorded one did"))
+                    raise Divergence(self._where(f"the recorded stage read {value.kind} here, this one did not"))
                 case f.Refused() as refused:
-                    raise Divergence(self._where(f"the stage did not send to {refused.peer}, as the recorded one did"))
+                    raise Divergence(self._where(f"the recorded stage sent to {refused.peer} here, this one did not"))
                 case _:
                     raise AssertionError(self._head)
 
@@ -218,7 +218,7 @@ class PlaybackContext(ReplayContext):
             try:
                 message = self._decoder.decode(body)
             except msgspec.DecodeError as error:
-                raise UserError(self._where(f"a recorded message is none of this version's: {error}")) from error
+                raise UserError(self._where(f"a recorded message is not valid in this version: {error}")) from error
             self._fill(message, arrays)
             kept = message if self._partial is None else self._partial.keep(message, self._bytes_of)
             if kept is not None:
@@ -227,7 +227,7 @@ class PlaybackContext(ReplayContext):
         return given
 
     def _fill(self, message: Any, arrays: list[bytes]) -> None:
-        """Put the bytes of a message's arrays where it says that they are."""
+        """Copy the recorded bytes of a message's arrays to their places."""
         for ref, data in zip(refs(message), arrays, strict=True):
             memory = self.memories.get(ref.segment)
             if memory is None or ref.offset < 0 or len(data) != ref.length or ref.offset + ref.length > len(memory):
@@ -240,7 +240,7 @@ class PlaybackContext(ReplayContext):
         return bytes(self.memories[array.segment][array.offset : array.offset + array.length])
 
     def _stop(self) -> list[tuple[str, Any]]:
-        """The recording is over: so is the stage."""
+        """The end of the recording: stop the stage."""
         self._is_over = True
         return [(SUPERVISOR, m.Stop())]
 
@@ -253,7 +253,7 @@ class PlaybackContext(ReplayContext):
                 self._last[kind] = value.number
                 return value.number
             case _ if self._is_strict and not self._is_over and self._head is not None:
-                raise Divergence(self._where(f"the stage asks for {kind}, which the recorded one did not do here"))
+                raise Divergence(self._where(f"the stage reads {kind} here, the recorded one did not"))
             case _:
                 return self._last.get(kind, 1)
 
@@ -272,16 +272,14 @@ class PlaybackContext(ReplayContext):
         self._reader.__exit__()
         counts = self._partial.counts() if self._partial is not None else {}
         counts |= {"wakes": self.num_wakes, "messages": self.num_messages}
-        self._capture.put(
-            f.frame(f.End("the recording was over" if self._is_over else "the stage was told to stop", counts))
-        )
+        self._capture.put(f.frame(f.End("end of the recording" if self._is_over else "the stage was stopped", counts)))
         self._capture.put_end()
         self._capture.wait()
         return self._capture.num_bytes
 
 
 class ReplayInbox(Inbox[T]):
-    """An inbox that a tape fills."""
+    """An inbox that delivers recorded messages."""
 
     is_replayed = True
 
@@ -305,7 +303,7 @@ class ReplayInbox(Inbox[T]):
         return self._took(sender, message)
 
     def took(self) -> None:
-        """The tape knows."""
+        """Does nothing: the playback context tracks wakes."""
 
     def receive_all(self) -> list[T]:
         left, self._left = self._left, []
@@ -324,7 +322,7 @@ class ReplayInbox(Inbox[T]):
 
 
 class ReplayOutbox(Outbox[T], Generic[T]):
-    """An outbox that a tape captures."""
+    """An outbox that writes to the capture."""
 
     def __init__(self, replay_context: PlaybackContext, peer: str) -> None:
         self._replay = replay_context

@@ -1,7 +1,8 @@
-"""A tape that writes.
+"""Records a stage. The stage's loop encodes the entries and a thread writes them, so that a slow disk does not delay
+the stage.
 
-The stage's loop encodes and hands over; a thread writes, so that a slow disk holds nobody up. Whatever has been written
-when the process is killed can be read: see format.py. If the disk can't follow, the recording ends and says so.
+The file can be read even if the process is killed: see format.py. If the disk can't keep up, the recording ends with
+that reason.
 """
 
 import logging
@@ -21,36 +22,36 @@ from pipeline.runtime.replay_context import ReplayContext
 from pipeline.version import VERSION
 
 MAX_PENDING_BYTES = 64 * 1024**2
-"""What may wait to be written."""
+"""Bytes that may wait to be written."""
 CLOSE_S = 5.0
-"""Longest that a stage which ends waits for its recording to be written."""
+"""Longest time that an ending stage waits for its recording to be written."""
 
 
 class RecordState(msgspec.Struct, array_like=True, frozen=True):
-    """How far a recording is."""
+    """The progress of a recording."""
 
     num_bytes: int
     num_pending_bytes: int
-    """Of these, what is still to be written."""
+    """Part of `num_bytes` that is not written yet."""
     ended: str = ""
-    """Why; empty while it goes on."""
+    """Why the recording ended; empty while it continues."""
     is_closed: bool = False
-    """Nothing is written any more."""
+    """The file is closed."""
     failure: str = ""
-    """Why the file is not whole."""
+    """Why the file is incomplete."""
 
 
 class FileWriter:
-    """Writes frames in a thread of its own. Raises OSError where the file can't be opened."""
+    """Writes frames in a thread of its own. Raises OSError if the file can't be opened."""
 
     def __init__(self, path: str) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
         self._queue: SimpleQueue[bytes | None] = SimpleQueue()
         self.num_bytes = 0
-        """Handed over."""
+        """Bytes passed to `put`."""
         self._num_written = 0
         self.failure = ""
-        """Why nothing is written any more."""
+        """Why writing failed; nothing more is written."""
         self._thread = threading.Thread(target=self._run, name="recording", daemon=True)
         self._thread.start()
 
@@ -67,11 +68,11 @@ class FileWriter:
         self._queue.put(data)
 
     def put_end(self) -> None:
-        """Close the file when all has been written; nothing is put any more."""
+        """Close the file once everything is written. Nothing may be put after it."""
         self._queue.put(None)
 
     def wait(self) -> bool:
-        """After `put_end`: wait until everything is written. Returns whether it was, within `CLOSE_S`."""
+        """After `put_end`: wait up to `CLOSE_S` until everything is written. Returns whether it was."""
         self._thread.join(CLOSE_S)
         return not self._thread.is_alive() and not self.failure
 
@@ -93,16 +94,17 @@ class FileWriter:
 
 
 class RecordingContext(ReplayContext):
-    """Writes what the stage meets until a bound is reached or the stage ends. Everything is called by one thread.
+    """Records what the stage receives and reads, until a limit is reached or the stage ends. All methods are called
+    from one thread.
 
-    A recording that begins while the stage runs begins with its next whole wake: what the stage still does about the
-    messages that it has been given already belongs to no message in the file.
+    A recording that begins while the stage runs begins with its next complete wake: what the stage still does for
+    earlier messages is not recorded.
     """
 
     is_recording = True
 
     def __init__(self, order: m.Record, header: f.Header, memories: dict[str, memoryview], log: logging.Logger) -> None:
-        """Raises OSError where the file can't be opened."""
+        """Raises OSError if the file can't be opened."""
         self.path = order.path
         self._writer = FileWriter(order.path)
         self._memories = memories
@@ -112,8 +114,8 @@ class RecordingContext(ReplayContext):
         self._begun_ns = time.monotonic_ns()
         self._end_ns = self._begun_ns + round(order.max_s * 1e9)
         self._num_to_skip = 0 if header.from_start else 2
-        """Wakes that are not written, nor what the stage does in them: the end of the one that this begins in, and
-        what it still does about that."""
+        """Wakes still to skip, with everything that the stage does in them: the rest of the current wake, and the work
+        that follows it."""
         self.is_over = False
         self._ended = ""
         self._lease_s = order.lease_s or float("inf")
@@ -157,7 +159,7 @@ class RecordingContext(ReplayContext):
             return
         now_ns = time.monotonic_ns()
         if now_ns > self._end_ns:
-            self.finish("its time was up")
+            self.finish("it reached its time limit")
             return
         if self.ends_alone():
             return
@@ -185,7 +187,7 @@ class RecordingContext(ReplayContext):
             return
         data = f.frame(entry)
         if self._writer.num_bytes + len(data) > self._max_bytes:
-            self.finish("it had reached its size")
+            self.finish("it reached its size limit")
         elif self._writer.num_pending_bytes > MAX_PENDING_BYTES:
             self.finish("the disk was too slow")
         elif self._writer.failure:
@@ -201,17 +203,17 @@ class RecordingContext(ReplayContext):
         )
 
     def keep(self) -> None:
-        """Who began it is still there."""
+        """Renew the lease."""
         self._kept_s = time.monotonic()
 
     def ends_alone(self) -> bool:
-        """Whether it is over; it ends here where who began it has not been heard of for too long."""
+        """Whether the recording has ended. Ends it if the lease has run out."""
         if not self.is_over and time.monotonic() - self._kept_s > self._lease_s:
-            self.finish(f"who began it was not heard of for {self._lease_s:g} s")
+            self.finish(f"its command was not heard from for {self._lease_s:g} s")
         return self.is_over
 
     def finish(self, reason: str) -> None:
-        """Write no more."""
+        """End the recording for this reason."""
         if self.is_over:
             return
         self.is_over = True
@@ -223,16 +225,16 @@ class RecordingContext(ReplayContext):
         )
 
     def close(self, reason: str = "the stage ended") -> int:
-        """Write what is left. Returns how many bytes the file has."""
+        """Write what is left. Returns the size of the file in bytes."""
         self.finish(reason)
         if not self._writer.wait():
             why = self._writer.failure or f"it took more than {CLOSE_S:g} s to write"
-            self._log.error("the recording is not whole: %s", why)
+            self._log.error("the recording is incomplete: %s", why)
         return self._writer.num_bytes
 
 
 def header_of(launch: m.Launch, order: m.Record, *, from_start: bool) -> f.Header:
-    """What is to be known of a stage that is recorded."""
+    """The header of a stage's recording."""
     return f.Header(
         format=f.FORMAT,
         version=VERSION,

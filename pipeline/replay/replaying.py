@@ -1,4 +1,4 @@
-"""Runs a stage from a recording: in a process of its own, as the supervisor would start it, or in this one."""
+"""Runs a stage from a recording, in a process of its own as under the supervisor, or in this one."""
 
 import importlib
 import os
@@ -23,26 +23,23 @@ LAST_WORDS_S = 0.5
 class Replayed(msgspec.Struct, frozen=True):
     header: f.Header
     counts: dict[str, int]
-    """Wakes and messages that the stage was given, and what was left out."""
+    """Numbers of wakes and messages that the stage received, and of what was left out."""
     took_s: float
     flaw: str
-    """Why the recording is not whole."""
+    """Why the recording is incomplete."""
 
 
 def replay(stage: str, path: Path, out: Path, *, paced: bool, inline: bool) -> Replayed:
-    """Drive `stage` from the recording at `path`, and write what it sends to `out`.
-
-    Raises UserError, in the user's words, where the file is no recording of this stage, or the stage does not do as the
-    recorded one did.
-    """
+    """Run `stage` from the recording at `path`, and write what it sends to `out`. Raises UserError if the file is not a
+    recording of this stage, or if the stage deviates from it."""
     with f.RecordingReader(path) as reader:
         header = reader.header
         settings = f.settings_of(header)
         for _ in reader:
-            pass  # a file that can't be followed to its end is refused before a stage is started
+            pass  # refuse a damaged file before a stage is started
         flaw = reader.flaw
     if header.stage != stage:
-        raise UserError(f"{path} is of {header.name}, not of {stage}")
+        raise UserError(f"{path} is a recording of {header.name}, not of {stage}")
     if out.exists() and out.samefile(path):
         raise UserError(f"--out {out} is the recording itself")
     entry = topology.INSTANT if header.instant else topology.row(stage).entry
@@ -76,18 +73,18 @@ def replay(stage: str, path: Path, out: Path, *, paced: bool, inline: bool) -> R
     with f.RecordingReader(out) as capture:
         for _ in capture:
             pass
-        assert capture.end is not None, f"{out} has no end, though the stage ended well"
+        assert capture.end is not None, f"{out} has no end, although the stage ended without an error"
         return Replayed(header, capture.end.counts, took_s, flaw)
 
 
 def _run_child(launch: m.Launch, supervisor: str) -> None:
-    """Run it as a process, and wait for its end. Raises UserError with its last words where that is a bad one."""
+    """Run the stage as a process. Raises UserError with its last message if it fails."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     inbox: Inbox[m.SupervisorInbox] = Inbox(context, supervisor, m.SupervisorInbox)
     try:
         child = Child(launch, launch.settings.execute.num_threads or len(os.sched_getaffinity(0)))
         try:
-            while child.is_alive:  # no deadline: a recording may be of days, and the user may interrupt
+            while child.is_alive:  # no deadline: a recording may take days, and the user can interrupt
                 child.wait(1.0)
             if child.exit_code:
                 reason = child.describe_end()

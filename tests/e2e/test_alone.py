@@ -150,7 +150,7 @@ def test_a_recording_ends_with_the_command_that_began_it(
         until(lambda: main(last) == 0, "the stage to end it")
         with f.RecordingReader(first) as reader:
             assert len(list(reader)) > 3
-            assert reader.end == f.End("who began it was not heard of for 6 s")
+            assert reader.end == f.End("its command was not heard from for 6 s")
         process = begin_recording("schedule", second, pid)
         complete(server.url)
         process.terminate()

@@ -48,7 +48,7 @@ def test_a_replay_says_what_was_given_and_sent_and_that_it_is_the_same(
     assert code == 0
     assert "recorded from its start" in out
     assert "sent to gateway.0" in out
-    assert "the same as in" in out and "byte by byte" in out
+    assert "same as in" in out and "byte for byte" in out
 
 
 def test_a_replay_that_differs_says_where_and_exits_with_3(
@@ -63,7 +63,7 @@ def test_a_replay_that_differs_says_where_and_exits_with_3(
     (tmp_path / "other").write_bytes(f.MAGIC + b"".join(map(f.frame, [header, *entries, f.End("")])))
     code, out, _ = run(capsys, "replay", "detokenize", recording, "--inline", "--expect", tmp_path / "other")
     assert code == 3
-    assert "not the same" in out and "message 1: to gateway.0" in out and "HELLO" in out
+    assert "differs from" in out and "message 1: to gateway.0" in out and "HELLO" in out
 
 
 def test_a_recording_that_was_cut_off_is_replayed_up_to_there(
@@ -73,7 +73,7 @@ def test_a_recording_that_was_cut_off_is_replayed_up_to_there(
     cut.write_bytes(recording.read_bytes()[:-40])
     code, out, _ = run(capsys, "replay", "detokenize", cut, "--inline")
     assert code == 0
-    assert "it was cut off" in out and "are ignored" in out and "the same as in" in out
+    assert "it is truncated" in out and "are ignored" in out and "same as in" in out
 
 
 def test_mistakes_are_told_in_words(recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,7 +81,7 @@ def test_mistakes_are_told_in_words(recording: Path, tmp_path: Path, capsys: pyt
     for argv, words, expected in (
         (("replay", "detokenize", tmp_path / "foreign"), "is not a recording", 1),
         (("replay", "detokenize", tmp_path / "none"), "No such file", 1),
-        (("replay", "schedule", recording), "is of detokenize.0, not of schedule", 1),
+        (("replay", "schedule", recording), "is a recording of detokenize.0, not of schedule", 1),
         (("replay", "detokenize", recording, "--out", recording, "--inline"), "is the recording itself", 1),
         (("replay", "detokenize", recording, "--out", tmp_path), "can't be written", 2),
         (("replay", "detokenise", recording), "invalid choice", 2),
@@ -109,7 +109,7 @@ def test_messages_of_another_version_are_told(
         header = reader.header
     strange = f.Wake(1, ["schedule.0"], [1], [b"\x91\xa6dances"], [[]])
     outside = f.Wake(1, ["schedule.0"], [1], [_settled_beyond()], [[b"x" * 9]])
-    for entry, words in ((strange, "is none of this version's"), (outside, "is not in a segment of the recording")):
+    for entry, words in ((strange, "is not valid in this version"), (outside, "is not in a segment of the recording")):
         (tmp_path / "r").write_bytes(f.MAGIC + f.frame(header) + f.frame(entry) + f.frame(f.End("")))
         code, _, err = run(capsys, "replay", "detokenize", tmp_path / "r", "--inline")
         assert code == 1

@@ -1,4 +1,4 @@
-"""A stage that does not do as the recorded one did: its replay says so, and where."""
+"""The replay of a stage that deviates from the recorded one reports the deviation and its place."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -66,9 +66,9 @@ def with_a_message_refused(entries: list[f.Entry]) -> None:
 
 
 CASES = [
-    (without_a_value, "the stage asks for monotonic, which the recorded one did not do here"),
-    (with_a_value_more, "the stage did not ask for random, as the recorded one did"),
-    (with_a_message_refused, "the stage did not send to gateway.0, as the recorded one did"),
+    (without_a_value, "the stage reads monotonic here, the recorded one did not"),
+    (with_a_value_more, "the recorded stage read random here, this one did not"),
+    (with_a_message_refused, "the recorded stage sent to gateway.0 here, this one did not"),
 ]
 
 

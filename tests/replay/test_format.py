@@ -70,7 +70,7 @@ def test_settings_of_an_older_version_are_read_by_their_old_names() -> None:
 @pytest.mark.parametrize("data", [b"", b"PL", b"\x7fELF" + bytes(100), b"GGUF" + bytes(100), b"PLRECORX" + bytes(100)])
 def test_a_foreign_file_is_refused_in_words(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "r").write_bytes(data)
-    with pytest.raises(UserError, match="is not a recording of `pipeline record`: its first bytes are wrong"):
+    with pytest.raises(UserError, match="is not a recording of `pipeline record`: wrong magic bytes"):
         f.RecordingReader(tmp_path / "r")
 
 
@@ -82,7 +82,7 @@ def test_no_file_a_folder_and_a_name_that_can_be_none_are_refused_in_words(tmp_p
 
 def test_another_format_or_a_header_of_nonsense_is_refused_in_words(tmp_path: Path) -> None:
     for other in (1, 3):
-        with pytest.raises(UserError, match=f"has format {other} of recordings; this version reads 2"):
+        with pytest.raises(UserError, match=f"has recording format {other}; this version reads 2"):
             f.RecordingReader(file_of(tmp_path / "r", header(format=other)))
     data = f.frame(header())
     for nonsense in (b"\xc1", b"\x90", b"\x93\x02\x02\x03", msgspec.msgpack.encode([2, "x"])):
@@ -91,7 +91,7 @@ def test_another_format_or_a_header_of_nonsense_is_refused_in_words(tmp_path: Pa
         with pytest.raises(UserError, match="its header can't be read"):
             f.RecordingReader(tmp_path / "r")
     (tmp_path / "r").write_bytes(f.MAGIC + data[:-3])
-    with pytest.raises(UserError, match="holds nothing: it was cut off"):
+    with pytest.raises(UserError, match="is empty: it is truncated"):
         f.RecordingReader(tmp_path / "r")
 
 
@@ -105,7 +105,7 @@ def test_a_cut_file_is_good_up_to_the_cut_wherever_that_is(tmp_path: Path) -> No
         entries, flaw, end = read(tmp_path / "r")
         assert len(entries) == sum(length >= one for one in ends[2:4])
         assert end is None
-        assert "it was cut off" in flaw
+        assert "it is truncated" in flaw
     (tmp_path / "r").write_bytes(whole)
     assert read(tmp_path / "r")[1:] == ("", f.End("enough"))
 
@@ -152,7 +152,7 @@ def test_a_recording_ends_at_its_size_and_the_stage_goes_on(tmp_path: Path) -> N
     entries, flaw, end = read(tmp_path / "r")
     assert (tmp_path / "r").stat().st_size < 4096 + 200
     assert 10 < len(entries) < 1000
-    assert (flaw, end) == ("", f.End("it had reached its size"))
+    assert (flaw, end) == ("", f.End("it reached its size limit"))
 
 
 def test_a_recording_ends_when_its_time_is_up(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_a_recording_ends_when_its_time_is_up(tmp_path: Path) -> None:
         assert time.monotonic() < end
         feed(replay_context, 1)
     replay_context.close()
-    assert read(tmp_path / "r")[2] == f.End("its time was up")
+    assert read(tmp_path / "r")[2] == f.End("it reached its time limit")
 
 
 def test_a_recording_whose_owner_is_gone_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +180,7 @@ def test_a_recording_whose_owner_is_gone_ends(tmp_path: Path, monkeypatch: pytes
     replay_context.close()
     entries, _, end = read(tmp_path / "r")
     assert sum(isinstance(one, f.Wake) for one in entries) == 3, "what came later is not in it"
-    assert end == f.End("who began it was not heard of for 6 s")
+    assert end == f.End("its command was not heard from for 6 s")
 
 
 def test_a_full_disk_ends_the_recording_and_not_the_stage(caplog: pytest.LogCaptureFixture) -> None:
@@ -223,7 +223,7 @@ def test_what_was_written_survives_a_death_without_goodbye(tmp_path: Path) -> No
         time.sleep(0.001)
     entries, flaw, _ = read(tmp_path / "r")  # it was not closed
     assert len(entries) == 20
-    assert flaw == "it was cut off: it has no end"
+    assert flaw == "it is truncated: it has no end"
     replay_context.close()
 
 
@@ -258,7 +258,7 @@ def test_wakes_are_as_the_inbox_gave_them(tmp_path: Path) -> None:
     assert sum(isinstance(one, f.Sent) for one in entries) == 3
 
 
-def test_a_difference_is_told_by_its_place_and_its_words(tmp_path: Path) -> None:
+def test_a_difference_is_reported_with_its_place_and_both_messages(tmp_path: Path) -> None:
     sent = [f.Sent("a.0", msgspec.msgpack.encode(m.Ping(i)), []) for i in range(3)]
     ours = file_of(tmp_path / "ours", header(), *sent, f.End(""))
     other = file_of(tmp_path / "other", header(), sent[0], f.Sent("b.0", sent[1].body, []), sent[2], f.End(""))
@@ -266,9 +266,9 @@ def test_a_difference_is_told_by_its_place_and_its_words(tmp_path: Path) -> None
     cut = file_of(tmp_path / "cut", header(), *sent[:2])
     arrays = file_of(tmp_path / "arrays", header(), *sent[:2], f.Sent("a.0", sent[2].body, [b"x"]), f.End(""))
     assert compare(ours, ours).are_same
-    assert compare(ours, other).difference == "message 2: to a.0: ['ping', 1], where to b.0: ['ping', 1] is expected"
-    assert compare(ours, short).difference == "message 3: to a.0: ['ping', 2], where nothing is expected"
-    assert compare(short, ours).difference == "message 3: nothing, where to a.0: ['ping', 2] is expected"
+    assert compare(ours, other).difference == "message 2: to a.0: ['ping', 1], expected to b.0: ['ping', 1]"
+    assert compare(ours, short).difference == "message 3: to a.0: ['ping', 2], expected nothing"
+    assert compare(short, ours).difference == "message 3: nothing, expected to a.0: ['ping', 2]"
     assert compare(ours, cut).are_same, "a file that was cut off lacks what came after"
     assert compare(ours, cut).num_same == 2
     assert not compare(ours, arrays).are_same

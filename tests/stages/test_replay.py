@@ -168,7 +168,7 @@ def test_a_recording_that_begins_in_the_middle_leaves_out_what_began_before(text
         rig.send(m.EndRecord(3))
         assert "not being recorded" in rig.receive("supervisor", m.Answer).error
     counts = replay_partial("detokenize", recording).counts
-    assert counts["entries of sequences of before"] == 1
+    assert counts["entries of earlier sequences"] == 1
     out = compare(recording.with_suffix(".out0"), None)
     with Rig("detokenize", model_dir=text_dir, record=tmp_path / "alone.rec") as rig:
         rig.start(TEXT_FACTS)
@@ -239,8 +239,8 @@ def test_a_scheduler_recorded_from_the_middle_is_answered_by_a_stand_in(tmp_path
         rig.send(m.Closed(1, 1), "gateway.0")
         rig.load()
     counts = replay_partial("schedule", recording).counts
-    assert counts["ends of requests of before"] == 2
-    assert counts["results that were replaced"] > 10
+    assert counts["ends of earlier requests"] == 2
+    assert counts["replaced results"] > 10
     assert compare(recording.with_suffix(".out0"), None).sent["execute.0"] >= 15
 
 
@@ -329,7 +329,7 @@ def test_execute_draws_the_same_ids_again(tmp_path: Path, tmp_path_factory: pyte
         run_steps(rig, 0, 7)
         rig.load()
     counts = replay_partial("execute", late).counts
-    assert counts["steps of rows of before alone"] == 1
+    assert counts["steps with only earlier rows"] == 1
 
     def ids(path: Path) -> list[bytes]:
         sent = [one for one in entries(path) if isinstance(one, f.Sent)]
@@ -342,7 +342,7 @@ def test_execute_draws_the_same_ids_again(tmp_path: Path, tmp_path_factory: pyte
 # ------------------------------------------------------------------------------------------------- what is not the same
 
 
-def test_a_stage_that_does_something_else_is_told_where(text_dir: Path, tmp_path: Path) -> None:
+def test_a_stage_that_deviates_is_reported_with_the_place(text_dir: Path, tmp_path: Path) -> None:
     recording, changed = tmp_path / "a.rec", tmp_path / "b.rec"
     with Rig("detokenize", model_dir=text_dir, record=recording) as rig:
         rig.start(TEXT_FACTS)
@@ -355,9 +355,9 @@ def test_a_stage_that_does_something_else_is_told_where(text_dir: Path, tmp_path
             frames.append(f.frame(one))
         frames.append(f.frame(f.End("changed")))
     changed.write_bytes(f.MAGIC + b"".join(frames))
-    with pytest.raises(UserError, match=r"after wake \d+: the stage did not ask for monotonic"):
+    with pytest.raises(UserError, match=r"after wake \d+: the recorded stage read monotonic here"):
         replay("detokenize", changed, tmp_path / "out", paced=False, inline=True)
-    with pytest.raises(UserError, match=r"after wake \d+: the stage did not ask for monotonic"):
+    with pytest.raises(UserError, match=r"after wake \d+: the recorded stage read monotonic here"):
         replay("detokenize", changed, tmp_path / "out", paced=False, inline=False)
 
 

@@ -182,7 +182,7 @@ def test_a_recording_that_began_in_the_middle_is_replayed_with_its_own_times(tmp
         LAUNCHED,
         complete(12),
         complete(13),
-        f.End("its time was up"),
+        f.End("it reached its time limit"),
     ]
     replay_context = recording(tmp_path / "it.rec", entries, from_start=False)
     stage, sent = stage_of(ReplayInbox(replay_context), replay_context)
@@ -213,7 +213,7 @@ def test_so_are_results_that_a_later_step_waited_for(tmp_path: Path) -> None:
         LAUNCHED,
         complete(13),
         complete(14),
-        f.End("its time was up"),
+        f.End("it reached its time limit"),
     ]
     replay_context = recording(tmp_path / "it.rec", entries, from_start=False)
     stage, sent = stage_of(ReplayInbox(replay_context), replay_context)
@@ -227,7 +227,7 @@ def test_what_was_in_flight_when_a_recording_ended_is_not_told(tmp_path: Path, s
     """But what a stage waited for before it stopped is."""
     steps = [make_step(step_id=1), make_step(step_id=2)]
     entries: list[f.Entry] = [LAUNCHED, wake(*steps), LAUNCHED, LAUNCHED, wake(), complete(1)]
-    entries += [wake(m.Stop()), complete(2), f.End("it stopped")] if stops else [f.End("it had reached its size")]
+    entries += [wake(m.Stop()), complete(2), f.End("it stopped")] if stops else [f.End("it reached its size limit")]
     replay_context = recording(tmp_path / "it.rec", entries, from_start=True)
     stage, sent = stage_of(ReplayInbox(replay_context), replay_context)
     run(stage, IdleRunner())
