@@ -1,5 +1,4 @@
-"""Values of command-line options: from text to what is meant. Each raises ArgumentTypeError, whose words argparse shows
-after the name of the option."""
+"""Types of command-line options. Each raises ArgumentTypeError; argparse shows its message after the option's name."""
 
 import argparse
 import re
@@ -15,7 +14,7 @@ def http_url(text: str) -> str:
     try:
         parts = urlsplit(text)
         is_whole = bool(parts.hostname) and parts.port != 0
-    except ValueError:  # brackets that don't match, or a port that is no port
+    except ValueError:  # unbalanced brackets, or an invalid port
         is_whole = False
     if not is_whole or not text.isprintable():
         raise argparse.ArgumentTypeError(f"needs an address such as http://127.0.0.1:8000, got {text!r}")
@@ -24,7 +23,7 @@ def http_url(text: str) -> str:
 
 def api_key(text: str) -> str:
     if not text.isprintable():
-        # Not shown: a key is a secret.
+        # The key is not shown, because it is a secret.
         raise argparse.ArgumentTypeError("has a line break or another character that a header can't hold")
     return text
 

@@ -1,4 +1,4 @@
-"""A file that a command writes its result to."""
+"""Output files of commands."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,10 +8,10 @@ from pipeline.config.load import ConfigError
 
 
 def require_writable(path: Path, option: str) -> None:
-    """Raise ConfigError where a file could not be written, before anything is done for it."""
+    """Raise ConfigError if a file can't be written, before the command starts its work."""
     with writing(path, option):
         if path.exists() and not path.is_file() and not path.is_dir():
-            return  # opening a pipe or a device would be seen at its other end
+            return  # opening a pipe or a device would have an effect on its reader
         is_new = not path.exists()
         path.open("ab").close()
         if is_new:
@@ -20,7 +20,7 @@ def require_writable(path: Path, option: str) -> None:
 
 @contextmanager
 def writing(path: Path, option: str) -> Iterator[None]:
-    """Raise ConfigError where the file can't be written in here."""
+    """Raise ConfigError if writing inside this context fails."""
     try:
         yield
     except (OSError, ValueError) as error:  # ValueError: a name with a zero byte

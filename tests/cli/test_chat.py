@@ -43,19 +43,19 @@ def test_a_conversation_in_a_terminal(tmp_path: Path) -> None:
         terminal.say("Hello there", "2: Hello there")
         terminal.wait_for("7 tokens · first after")
         terminal.say("And again", "4: And again")
-        terminal.say("/system Be brief.", "the model is told: Be brief.")
+        terminal.say("/system Be brief.", "system prompt: Be brief.")
         terminal.say("third", "6: third")
         terminal.say(f"/save {saved}", f"saved as {saved}")
         terminal.say(f"/save {saved}", f"saved as {saved}", times=2)
         terminal.say(f"/save {markdown}", f"saved as {markdown}")
-        terminal.say(f"/save {ROOT / 'README.md'}", "README.md is there already; give another name")
+        terminal.say(f"/save {ROOT / 'README.md'}", "README.md exists; use another name")
         terminal.say("/save /no/such/folder/x", "can't be written: No such file or directory")
-        terminal.say("/save", "/save: needs the name of a file")
-        terminal.say("/reset", "the conversation is forgotten")
-        terminal.say("/system off", "the model is told nothing")
+        terminal.say("/save", "/save: needs a file name")
+        terminal.say("/reset", "conversation cleared")
+        terminal.say("/system off", "no system prompt")
         terminal.say("first again", "1: first again")
         terminal.say("/retry", "1: first again", times=2)
-        terminal.say("/help", "/quit          end, as Ctrl-D does")
+        terminal.say("/help", "/quit          end the chat, like Ctrl-D")
         terminal.say("/nonsense", "unknown command: /nonsense; /help lists them")
         terminal.say("/etc/passwd is what?", "3: /etc/passwd is what?")
         terminal.type("/quit\r")
@@ -107,11 +107,11 @@ def test_what_goes_wrong_reads_well_and_can_be_asked_again() -> None:
         terminal.wait_for("> ")
         terminal.say("too long", "the conversation is too long for the model: /reset")
         terminal.say("go wrong", "error: a stage died")
-        terminal.say("break off", "error: the server is gone")
-        terminal.wait_for("once the server is back, /retry asks again")
-        terminal.say("html", "error: the server answers 502: <h1>Bad gateway</h1>")
-        terminal.say("plain", "error: the server answers with application/json and not with a stream")
-        terminal.say("garbage", "error: the server sends what is no event: {not json")
+        terminal.say("break off", "error: lost the connection to the server")
+        terminal.wait_for("/retry asks again once the server is back")
+        terminal.say("html", "error: the server answered 502: <h1>Bad gateway</h1>")
+        terminal.say("plain", "error: the server answered with application/json instead of a stream")
+        terminal.say("garbage", "error: the server sent an invalid event: {not json")
         terminal.say("cut", "the answer was cut at --max-tokens 5")
         terminal.say("fine", "3: fine")
         assert "Traceback" not in terminal.text
@@ -124,9 +124,9 @@ def test_what_goes_wrong_reads_well_and_can_be_asked_again() -> None:
 def test_a_full_context_is_said() -> None:
     with FakeChat() as server, Terminal(chat(server), ROOT) as terminal:
         terminal.wait_for("> ")
-        terminal.say("cut", "the model's context is full; /reset begins anew")
+        terminal.say("cut", "the model's context is full; /reset starts a new conversation")
         terminal.say("too long", "/reset, then /retry asks again")
-        terminal.say("/reset", "the conversation is forgotten")
+        terminal.say("/reset", "conversation cleared")
         terminal.say("/retry", "too long for the model", times=2)
 
 
@@ -136,7 +136,7 @@ def test_a_server_that_comes_back_is_asked_again() -> None:
         terminal.say("Hello", "1: Hello")
         port = int(server.url.rsplit(":", 1)[1])
         server.close()
-        terminal.say("Are you there", "error: the server is gone")
+        terminal.say("Are you there", "error: lost the connection to the server")
         with FakeChat(port):
             terminal.say("/retry", "3: Are you there")
             terminal.wait_for_prompt()
@@ -184,10 +184,10 @@ def test_a_question_without_an_answer_is_an_error_of_the_program() -> None:
     with FakeChat() as server:
         code, out, err = piped("too long\nfine\n", server)
         assert (code, out) == (1, "1: fine \n")
-        assert err == ("pipeline chat: error: the server answers 400: this model's maximum context length is 9\n")
+        assert err == ("pipeline chat: error: the server answered 400: this model's maximum context length is 9\n")
         code, out, err = piped("break off\nfine\n", server)
         assert (code, out) == (1, "half an \n"), "who is gone is not asked on and on"
-        assert err.startswith("pipeline chat: error: the server is gone: ")
+        assert err.startswith("pipeline chat: error: lost the connection to the server: ")
 
 
 def test_a_server_that_is_not_there_is_said() -> None:
@@ -204,7 +204,7 @@ def test_a_server_that_is_not_there_is_said() -> None:
     [
         (
             ("--url", "http://x", "--set", "gateway.port=1"),
-            "--url: --config and --set are for a server of this command's",
+            "--url: --config and --set are for a server that this command starts",
         ),
         (("--url", "localhost"), "--url: needs http:// or https:// in front, got 'localhost'"),
         (("--temperature", "3"), "--temperature: needs a number from 0 to 2, got '3'"),
@@ -292,7 +292,7 @@ def test_something_else_at_that_address_is_said(
         server.models = {"hello": "world"}
         at(server.url)
         assert main(["chat"]) == 1
-    assert "give --url for another server, or --model for one of its own" in capsys.readouterr().err
+    assert "use --url for another server, or --model to start one" in capsys.readouterr().err
     assert started == []
 
 

@@ -1,4 +1,4 @@
-"""Requests over HTTP to a server that speaks the OpenAI API."""
+"""Requests over HTTP to a server with the OpenAI API."""
 
 from time import perf_counter
 from typing import Any
@@ -13,21 +13,21 @@ MAX_SHOWN_BYTES = 300
 
 
 class RequestResult(msgspec.Struct):
-    """What became of one request. Times are in seconds of `perf_counter`."""
+    """The measurements of one request. Times are in seconds of `perf_counter`."""
 
     sent_s: float
     ended_s: float
     arrivals: list[float]
-    """When each chunk of text came."""
+    """Arrival time of each chunk of text."""
     prompt_tokens: int
     completion_tokens: int
     has_usage: bool
-    """Whether the server counted the tokens; else `completion_tokens` are chunks."""
+    """Whether the server reported token counts; if not, `completion_tokens` counts chunks."""
     error: str | None = None
 
 
 class ServerError(Exception):
-    """The server can't be used, in words for the user."""
+    """The server can't be used. The message is for the user."""
 
 
 class BenchClient:
@@ -41,7 +41,7 @@ class BenchClient:
         self._url = self._base + ("/chat/completions" if endpoint == "chat" else "/completions")
 
     async def find_model(self) -> None:
-        """Take the model that the server lists first. Raises ServerError."""
+        """Use the first model that the server lists. Raises ServerError."""
         body = await self._json("GET", f"{self._base}/models")
         match body:
             case {"data": [{"id": str() as model}, *_]}:
@@ -50,16 +50,16 @@ class BenchClient:
                 raise ServerError(f"{self._base}/models lists no model; name one with --model")
 
     async def count_tokens(self, prompt: str, options: dict[str, Any]) -> int:
-        """How many tokens the server makes of a prompt, by asking for one token. Raises ServerError."""
+        """Number of tokens of a prompt, from the usage of a request for one token. Raises ServerError."""
         body = await self._json("POST", self._url, self._body(prompt, options | {"max_tokens": 1}))
         match body:
             case {"usage": {"prompt_tokens": int() as num_tokens}} if num_tokens > 0:
                 return num_tokens
-        raise ServerError(f"{self._url} reports no usage, so that prompts can't be sized in tokens; give words")
+        raise ServerError(f"{self._url} reports no usage, so prompts can't be sized in tokens; use --prompt-words")
 
     async def generate(self, prompt: str, options: dict[str, Any], tally: Tally | None = None) -> RequestResult:
-        """Stream one answer to its end. Errors of server and connection are in the record. Whoever gives the tally,
-        which has to be a new one, sees what has come before the end."""
+        """Stream one reply to its end. Errors of the server and the connection are in the result. `tally`, if given,
+        must be new; it shows what has arrived so far."""
         data = self._body(prompt, options | {"stream": True, "stream_options": {"include_usage": True}})
         tally = tally or Tally(self._endpoint)
         sent_s = perf_counter()
@@ -95,12 +95,12 @@ class BenchClient:
             async with self._session.request(method, url, data=data) as response:
                 body = await response.read()
                 if response.status != 200:
-                    raise ServerError(f"{url} answers {response.status}: {message_of(body)}")
+                    raise ServerError(f"{url} answered {response.status}: {message_of(body)}")
                 return orjson.loads(body)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise ServerError(f"{url} can't be reached: {reason_of(error)}") from error
         except orjson.JSONDecodeError as error:
-            raise ServerError(f"{url} does not answer with JSON") from error
+            raise ServerError(f"{url} did not answer with JSON") from error
 
 
 def open_session(api_key: str | None, timeout_s: float) -> aiohttp.ClientSession:
@@ -116,13 +116,13 @@ def open_session(api_key: str | None, timeout_s: float) -> aiohttp.ClientSession
 
 
 def base_of(url: str) -> str:
-    """The address of the API, with the `/v1` that may or may not have been given."""
+    """The base URL of the API; `url` may or may not end in `/v1`."""
     url = url.rstrip("/")
     return url if url.endswith("/v1") else f"{url}/v1"
 
 
 def message_of(body: bytes) -> str:
-    """What an answer says that is an error: its message, or the beginning of what came instead of one."""
+    """The message of an error reply, or the start of its body."""
     try:
         parsed = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -131,7 +131,7 @@ def message_of(body: bytes) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Why there is no answer."""
+    """The reason of a failed request."""
     if isinstance(error, TimeoutError):
         return "no answer in time"
     return str(error) or type(error).__name__

@@ -1,4 +1,4 @@
-"""The closed loop: so many streams, each with one request under way at any time. See the package for how it is cut."""
+"""The closed loop: each stream has one request in flight at any time. The package's docstring defines the window."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -9,21 +9,21 @@ import msgspec
 from pipeline.cli.bench.client import RequestResult
 
 Generate = Callable[[str, float], Awaitable[RequestResult]]
-"""(name of the request, part of the output to ask for) → its record"""
+"""(name of the request, fraction of the output length to request) → its result"""
 
 
 class LoadPlan(msgspec.Struct, frozen=True):
-    """How long one level lasts: `duration_s` seconds, or `num_requests` requests where that is not None."""
+    """The extent of a level: `num_requests` requests, or `duration_s` seconds if that is None."""
 
     concurrency: int
     duration_s: float
     num_requests: int | None = None
     num_warmups: int = 1
-    """Requests that each stream makes first."""
+    """Warm-up requests of each stream."""
 
 
 class Level(msgspec.Struct):
-    """What was seen at one concurrency. The window is [opened_s, closed_s)."""
+    """The results of one level. The window is [opened_s, closed_s)."""
 
     concurrency: int
     opened_s: float
@@ -32,7 +32,7 @@ class Level(msgspec.Struct):
 
 
 class ClosedLoop:
-    """One level. `run` may be awaited once."""
+    """Runs one level. `run` may be awaited once."""
 
     def __init__(self, plan: LoadPlan, generate: Generate, progress: Callable[["ClosedLoop"], None]) -> None:
         self._plan = plan
@@ -47,7 +47,7 @@ class ClosedLoop:
 
     @property
     def done(self) -> float:
-        """The part of the level that is over, 0 to 1."""
+        """The completed fraction of the level, 0 to 1."""
         if not self._warm.is_set():
             return 0.0
         if self._plan.num_requests is not None:
@@ -69,14 +69,15 @@ class ClosedLoop:
             await self._request(f"warmup/{stream}/{count}", self._part(stream, count))
         self._warmed_up()
         if self._plan.num_requests is not None:
-            await self._warm.wait()  # every other stream's warm-ups have deadlines of their own
+            await self._warm.wait()  # the warm-up requests of the other streams have deadlines
         while self._may_start():
             number = self._num_started
             self._num_started += 1
             await self._request(str(number), 1.0)
 
     def _part(self, stream: int, count: int) -> float:
-        """The part of the output that a warm-up asks for: the last ones end evenly spread over one request's time."""
+        """The fraction of the output length that a warm-up requests: the last ones end evenly spread over one request's
+        time."""
         is_last = count == self._plan.num_warmups - 1
         return (stream + 1) / self._plan.concurrency if is_last and self._plan.num_requests is None else 1.0
 
@@ -88,7 +89,7 @@ class ClosedLoop:
 
     def _may_start(self) -> bool:
         if self.num_errors >= max(10, 2 * self._plan.concurrency):
-            return False  # a server that refuses everything would be asked without end
+            return False  # a server that refuses everything would get requests without end
         if self._plan.num_requests is not None:
             return self._num_started < self._plan.num_requests
         return perf_counter() < self._opened_s + self._plan.duration_s

@@ -22,7 +22,7 @@ class BenchReport(msgspec.Struct, frozen=True):
     url: str
     model: str
     version: str
-    """Of this program."""
+    """Version of this program."""
     workload: Workload
     levels: list[Summary]
     """By concurrency, then by temperature."""

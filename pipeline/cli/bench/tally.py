@@ -1,4 +1,4 @@
-"""One streamed answer, read as cheaply as can be: the client shares its cores with the server that it measures."""
+"""Reads one streamed reply as cheaply as possible: the client shares its cores with the measured server."""
 
 from typing import Any
 
@@ -10,14 +10,14 @@ BAD_FINISHES = ("error", "abort")
 
 
 class Tally:
-    """Server-sent events of one answer. Times are in seconds of one monotonic clock.
+    """The server-sent events of one reply. Times are in seconds of one monotonic clock.
 
-    Events that carry text are only searched for it and counted; JSON is decoded of the others and of the last one.
+    Events with text are only searched and counted. JSON is decoded only for the others and the last one.
     """
 
     def __init__(self, endpoint: str) -> None:
         self.arrivals: list[float] = []
-        """When each chunk of text came."""
+        """Arrival time of each chunk of text."""
         self.prompt_tokens = 0
         self.completion_tokens = 0
         self.has_usage = False
@@ -29,7 +29,7 @@ class Tally:
         self._last_text = b""
 
     def feed(self, data: bytes, now_s: float) -> None:
-        """Take bytes of the body, cut anywhere, that arrived at a time."""
+        """Add bytes of the body, split anywhere, with their arrival time."""
         if self._rest:
             data = self._rest + data
         if b"\r" in data:
@@ -41,7 +41,7 @@ class Tally:
         self._rest = data[start:]
 
     def end(self, now_s: float) -> None:
-        """The body has ended. Sets `error` where it ended before the answer did."""
+        """The body has ended. Sets `error` if it ended before the reply did."""
         if self._last_text and not (self.finish_reason and self.has_usage):
             self._decode(self._last_text)
         if self.error is None and self.finish_reason in BAD_FINISHES:
@@ -49,7 +49,7 @@ class Tally:
         if self.error is None and not self._done and self.finish_reason is None:
             self.error = "the stream ended early"
         if self.error is None and not self.arrivals and self.completion_tokens:
-            self.arrivals.append(now_s)  # tokens that make no text, a lone end-of-sequence for one
+            self.arrivals.append(now_s)  # tokens without text, such as a lone end-of-sequence token
         if not self.has_usage:
             self.completion_tokens = len(self.arrivals)
 
@@ -91,6 +91,6 @@ class Tally:
 
 
 def error_text(body: Any) -> str:
-    """The message of an error in OpenAI's shape, or of one that has another."""
+    """The message of an error, in OpenAI's shape or another."""
     error = body.get("error", body) if isinstance(body, dict) else body
     return str(error["message"]) if isinstance(error, dict) and "message" in error else str(error)

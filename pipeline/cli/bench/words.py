@@ -1,4 +1,5 @@
-"""Prompts of about the asked length, made from common words: the same for the same seed, and no two alike."""
+"""Prompts of about the requested length, made of common words. The same seed gives the same prompts, and no two prompts
+are equal."""
 
 import random
 

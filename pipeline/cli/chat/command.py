@@ -1,4 +1,4 @@
-"""`pipeline chat`: which server to talk to, and then the talk."""
+"""`pipeline chat`: connects to a server, or starts one, and runs the dialogue."""
 
 import argparse
 import asyncio
@@ -23,15 +23,15 @@ from pipeline.errors import StartError, UserError
 from pipeline.runtime.api_keys import SERVER_VARIABLE, keep_out_of_core_dumps, of_client
 
 LOOK_S = 0.1
-"""How often the log of a server that starts is looked at."""
+"""Interval at which the log of a starting server is read."""
 LAST_WORDS_S = 2.0
-"""How long our own server may take to end once it is gone, and so to say why."""
+"""Longest wait for our own server to end and log the reason."""
 
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
-    """Talk until the end. Returns the exit code. Raises ConfigError for options that do not go together."""
+    """Run the chat. Returns the exit code. Raises ConfigError for conflicting options."""
     if args.url and (args.config or args.set):
-        raise ConfigError(["--url: --config and --set are for a server of this command's own"])
+        raise ConfigError(["--url: --config and --set are for a server that this command starts"])
     screen = Screen(is_live=sys.stdin.isatty() and sys.stdout.isatty())
     with asyncio.Runner() as runner:
         own: EmbeddedServer | None = None
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         try:
             connection, url = _running(args, runner)
             if connection is None:
-                key = secrets.token_urlsafe()  # others on this machine may find its port
+                key = secrets.token_urlsafe()  # other users of this machine may find its port
                 own = EmbeddedServer(_own_settings(settings), environ={SERVER_VARIABLE: key})
                 url = _started(own)
                 connection = runner.run(_connect(args, url, None, key))
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
 
 
 def _running(args: argparse.Namespace, runner: asyncio.Runner) -> tuple[ChatConnection | None, str]:
-    """The server that runs already, if that is what is wanted. Raises AnswerError where it can't be talked to."""
+    """Connect to a running server, if the options allow it. Raises AnswerError if it can't be used."""
     model = getattr(args, "model", None)
     if args.url:
         return runner.run(_connect(args, args.url, model)), args.url
@@ -69,8 +69,8 @@ def _running(args: argparse.Namespace, runner: asyncio.Runner) -> tuple[ChatConn
         return runner.run(_connect(args, DEFAULT_URL, None)), DEFAULT_URL
     except AnswerError as error:
         if error.is_gone:
-            return None, ""  # nobody listens there
-        raise AnswerError(f"{error}; give --url for another server, or --model for one of its own") from error
+            return None, ""  # no server listens there
+        raise AnswerError(f"{error}; use --url for another server, or --model to start one") from error
 
 
 async def _connect(args: argparse.Namespace, url: str, model: str | None, key: str | None = None) -> ChatConnection:
@@ -87,29 +87,29 @@ async def _connect(args: argparse.Namespace, url: str, model: str | None, key: s
 
 
 def _own_settings(settings: Settings) -> Settings:
-    """Settings of a server that nobody else is to find; its log has to say when it is ready."""
+    """Settings of a private server. Its log must say when it is ready."""
     gateway = msgspec.structs.replace(settings.gateway, host="127.0.0.1", port=0, api_keys_file="")
     return msgspec.structs.replace(settings, gateway=gateway, log_level="info")
 
 
 def _started(own: EmbeddedServer) -> str:
-    """Wait until it serves. Returns its address. Raises StartError."""
+    """Wait until the server is ready. Returns its address. Raises StartError."""
     with StartStatus(progress=True) as status:
         while (url := http_address(own.log())) is None:
             status.say(own.last_line())
-            if own.wait(LOOK_S):  # it has deadlines of its own, and ends when one is over
+            if own.wait(LOOK_S):  # the server has its own deadlines, and ends when one passes
                 raise StartError(f"the server can't start: {own.reason()}")
     return url
 
 
 def _why_gone(own: EmbeddedServer | None) -> str | None:
-    """Why our own server is gone for good; None where it is somebody else's, or lives."""
+    """Why our own server has ended; None if it runs, or if it is not ours."""
     if own is None or not own.wait(LAST_WORDS_S):
         return None
     return f"the server has ended: {own.reason()}"
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """What is asked for with every question."""
+    """The sampling options of each request."""
     options = {"temperature": args.temperature, "top_p": args.top_p, "max_tokens": args.max_tokens, "seed": args.seed}
     return {name: value for name, value in options.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Questions and answers, until somebody has enough."""
+"""The dialogue: reads questions and commands, and shows answers."""
 
 import asyncio
 from collections.abc import Callable
@@ -14,20 +14,20 @@ from pipeline.cli.chat.screen import Screen, described
 OK, FAILED = 0, 1
 
 HELP = '''\
-/help          this
-/reset         forget the conversation
+/help          show this list
+/reset         clear the conversation
 /retry         ask the last question again
-/system TEXT   tell the model TEXT before everything else; /system alone shows it, /system off takes it away
-/save FILE     write the conversation down, as JSON where the name ends in .json
-/quit          end, as Ctrl-D does
+/system TEXT   set the system prompt; /system alone shows it, /system off removes it
+/save FILE     save the conversation, as JSON if the name ends in .json
+/quit          end the chat, like Ctrl-D
 
-A line that ends in \\ goes on in the next one, and lines between two """ are one question.
+A line that ends in \\ continues on the next line. Lines between two """ are one question.
 Ctrl-C stops an answer.'''
 
 
 class Dialogue:
-    """Reads, asks, shows. `why_gone` is asked when the server is gone for good; it returns None where it may come
-    back."""
+    """Reads questions, requests answers and shows them. `why_gone` returns why the server has ended for good, or None
+    if it may come back."""
 
     def __init__(
         self,
@@ -57,8 +57,7 @@ class Dialogue:
         }
 
     def run(self, reader: LineReader) -> int:
-        """Until the end of what is read. Returns the exit code: 1 where a question had no answer, unless a person saw
-        it."""
+        """Run until the end of input. Returns the exit code: 1 if a piped question had no answer."""
         while not self._is_over:
             try:
                 question = reader.question()
@@ -73,7 +72,7 @@ class Dialogue:
         return self._code
 
     def _obey(self, question: str) -> None:
-        """A command, or a question for the model."""
+        """Run a command, or ask the model a question."""
         word, _, rest = question.partition(" ")
         if word in self._commands:
             self._commands[word](rest.strip())
@@ -110,7 +109,7 @@ class Dialogue:
             self._screen.text(text)
 
     def _failed(self, error: AnswerError) -> None:
-        """There is no answer: say what to do, or end where nothing can be done."""
+        """Report a failed answer with advice, or end the chat if nothing can be done."""
         reason = self._why_gone() if error.is_gone else None
         self._screen.error(reason or str(error))
         if error.is_gone and (reason or not self._screen.is_live):
@@ -118,11 +117,9 @@ class Dialogue:
         elif not self._screen.is_live:
             self._code = FAILED
         elif error.is_gone:
-            self._screen.remark("once the server is back, /retry asks again")
+            self._screen.remark("/retry asks again once the server is back")
         elif error.code == "context_length_exceeded" or "context" in str(error):
-            less = (
-                ", or end this chat and begin one with a smaller --max-tokens" if "max_tokens" in self._options else ""
-            )
+            less = ", or start a new chat with a smaller --max-tokens" if "max_tokens" in self._options else ""
             self._screen.remark(f"the conversation is too long for the model: /reset, then /retry asks again{less}")
         else:
             self._screen.remark("/retry asks again")
@@ -134,7 +131,7 @@ class Dialogue:
             self._screen.remark(
                 f"the answer was cut at --max-tokens {limit}"
                 if is_limit
-                else "the answer was cut: the model's context is full; /reset begins anew"
+                else "the answer was cut: the model's context is full; /reset starts a new conversation"
             )
         elif answer.finish_reason == "abort":
             self._screen.remark("the server ended the answer")
@@ -148,7 +145,7 @@ class Dialogue:
         question = self._conversation.last_question
         self._conversation.reset()
         self._conversation.last_question = question
-        self._screen.remark("the conversation is forgotten")
+        self._screen.remark("conversation cleared")
 
     def _retry(self, rest: str) -> None:
         question = self._conversation.take_back()
@@ -161,16 +158,16 @@ class Dialogue:
         if rest:
             self._conversation.system = None if rest == "off" else rest
         system = self._conversation.system
-        self._screen.remark(f"the model is told: {system}" if system else "the model is told nothing")
+        self._screen.remark(f"system prompt: {system}" if system else "no system prompt")
 
     def _save(self, rest: str) -> None:
         if not rest:
-            self._screen.error("/save: needs the name of a file")
+            self._screen.error("/save: needs a file name")
             return
         try:
             self._conversation.save(Path(rest))
         except FileExistsError:
-            self._screen.error(f"/save: {rest} is there already; give another name")
+            self._screen.error(f"/save: {rest} exists; use another name")
         except (OSError, RuntimeError, ValueError) as error:  # no such user's home; a name with a zero byte
             self._screen.error(f"/save: {rest} can't be written: {getattr(error, 'strerror', None) or error}")
         else:

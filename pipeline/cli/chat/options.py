@@ -1,4 +1,4 @@
-"""What can be asked of a chat."""
+"""The options of `pipeline chat`."""
 
 import argparse
 
@@ -8,7 +8,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `pipeline chat`, besides those of settings."""
+    """Declare the options of `pipeline chat`, except those of settings."""
     parser.add_argument(
         "--url",
         type=types.http_url,

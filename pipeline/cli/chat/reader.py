@@ -1,4 +1,4 @@
-"""Where questions come from: a person at a terminal, or the lines of a pipe."""
+"""Reads questions from a terminal or a pipe."""
 
 import sys
 
@@ -7,7 +7,7 @@ FENCE = '"""'
 
 
 class LineReader:
-    """Reads one question after the other. A person may write one on several lines; of a pipe each line is one."""
+    """Reads questions. In a terminal a question may span several lines; in a pipe each line is one."""
 
     def __init__(self, is_live: bool) -> None:
         self._is_live = is_live
@@ -17,7 +17,7 @@ class LineReader:
             import readline  # noqa: F401 - from now on `input` edits lines and remembers them
 
     def question(self) -> str | None:
-        """The next one that is not blank, or None where there is none. Raises KeyboardInterrupt at Ctrl-C."""
+        """The next question that is not blank, or None at the end of input. Raises KeyboardInterrupt at Ctrl-C."""
         while (text := self._typed() if self._is_live else self._piped()) is not None:
             if text.strip():
                 return text.strip()
@@ -28,7 +28,7 @@ class LineReader:
         return line.rstrip("\n") if line else None
 
     def _typed(self) -> str | None:
-        """One line, or several: after a backslash at the end of a line, and between two lines with three quotes."""
+        """One line, or several: after a backslash at the end of a line, or between two lines of three quotes."""
         try:
             line = input(PROMPT)
             if line.startswith(FENCE):

@@ -1,4 +1,4 @@
-"""What a chat shows: on a terminal with remarks and colours, elsewhere the answers and nothing else."""
+"""The output of a chat: answers, and on a terminal also remarks and colours."""
 
 import re
 import sys
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Characters with which a text could move the cursor, or have the terminal do worse; tabs and line ends are none."""
+"""Control characters that could change the terminal's state. Tabs and line ends are allowed."""
 
 
 class Screen:
-    """Where answers and remarks go. `is_live` says whether a person sits before it."""
+    """Shows answers and remarks. `is_live` says whether output is a terminal."""
 
     def __init__(self, is_live: bool) -> None:
         self.is_live = is_live
@@ -22,7 +22,7 @@ class Screen:
         self._is_line_begun = False
 
     def text(self, text: str) -> None:
-        """A piece of an answer, at once."""
+        """Show a piece of an answer immediately."""
         if self.is_live:
             text = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
         sys.stdout.write(text)
@@ -30,20 +30,20 @@ class Screen:
         self._is_line_begun = not text.endswith("\n") if text else self._is_line_begun
 
     def end_line(self) -> None:
-        """Whatever follows begins a line."""
+        """Start a new line if the current one has text."""
         if self._is_line_begun:
             sys.stdout.write("\n")
             sys.stdout.flush()
             self._is_line_begun = False
 
     def remark(self, words: str) -> None:
-        """Something beside the conversation. A person sees it; a pipe doesn't."""
+        """Show a remark, in a terminal only."""
         if self.is_live:
             self.end_line()
             self.console.print(words, style="dim", markup=False, highlight=False)
 
     def error(self, words: str) -> None:
-        """What went wrong."""
+        """Show an error."""
         self.end_line()
         if self.is_live:
             self.console.print(f"error: {words}", style="red", markup=False, highlight=False)
@@ -52,7 +52,7 @@ class Screen:
 
     @property
     def console(self) -> "Console":
-        # Imported here: a pipe has no need of it, and a quarter of the time to start is its import.
+        # Imported here: a pipe does not need it, and the import takes a quarter of the startup time.
         if self._console is None:
             from rich.console import Console
 
@@ -61,7 +61,7 @@ class Screen:
 
 
 def described(answer: ChatAnswer) -> str:
-    """How fast an answer came: `42 tokens · first after 0.05 s · 104.2 tokens/s`."""
+    """The speed of an answer: `42 tokens · first after 0.05 s · 104.2 tokens/s`."""
     num_tokens = answer.num_chunks if answer.num_tokens is None else answer.num_tokens
     about = "about " if answer.num_tokens is None else ""
     words = [f"{about}{num_tokens} token{'' if num_tokens == 1 else 's'}"]

@@ -1,7 +1,7 @@
-"""`pipeline check-model`: whether a checkpoint has the logits and the greedy text here that it has in transformers.
+"""`pipeline check-model`: compares a checkpoint's logits and greedy outputs here with those of transformers.
 
-cases.py     what is compared: prompts, and the ways in which a server may come to compute them
-judge.py     what difference is allowed, and what was found
-options.py   what can be asked
+cases.py     the compared data: prompts, and the ways in which a server may compute them
+judge.py     the allowed differences, and the findings
+options.py   the options
 command.py   the command: prepare, compute, compare, report
 """

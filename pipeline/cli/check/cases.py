@@ -1,4 +1,5 @@
-"""What a check of a model compares. Our side makes `Ours`, transformers' side `Theirs`; ids name what goes together."""
+"""The data that a check of a model compares. Our programs produce `Ours`, transformers `Theirs`. Equal ids belong
+together."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,21 +11,21 @@ Ids = tuple[int, ...]
 Logits = np.ndarray[Any, np.dtype[np.float32]]
 
 NUM_GREEDY = 16
-"""Ids of each greedy text."""
+"""Ids of each greedy output."""
 PREFIX = 48
-"""Ids that rows behind a cached prefix have in common: three blocks."""
+"""Ids shared by rows with a cached prefix: three blocks."""
 
 
 class CheckPlan(msgspec.Struct, frozen=True):
-    """What both sides compute."""
+    """The prompts that both sides compute."""
 
     prompts: list[list[int]]
-    """Of very different lengths. The longest comes first, and the next shares its first `PREFIX` ids."""
+    """Prompts of very different lengths. The first is the longest; the second shares its first `PREFIX` ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComputedCase:
-    """The logits that one way of computing them has behind some ids."""
+    """Logits after a sequence of ids, from one way to compute them."""
 
     way: str
     ids: Ids
@@ -34,22 +35,22 @@ class ComputedCase:
 
 @dataclass(slots=True)
 class Ours:
-    """What one of our programs made."""
+    """Results of one of our programs."""
 
     program: str
-    """As people know it."""
+    """Name for the report."""
     exact: bool
-    """Whether it computes in float32 all through; else with matrices, keys and values in bfloat16."""
+    """Whether it computes entirely in float32. If not, matrices, keys and values are bfloat16."""
     made: list[ComputedCase] = field(default_factory=list)
     texts: dict[str, list[list[int]]] = field(default_factory=dict)
-    """The greedy ids behind each prompt, by the way in which they were computed."""
+    """Greedy output of each prompt, by the way it was computed."""
 
 
 @dataclass(slots=True)
 class Theirs:
-    """What transformers makes of the same weights."""
+    """Results of transformers with the same weights."""
 
     logits: dict[Ids, Logits]
-    """Behind each ids that we have logits for."""
+    """Logits after each sequence of ids that our side has logits for."""
     texts: list[list[int]]
-    """The greedy ids behind each prompt of the plan."""
+    """Greedy output of each prompt of the plan."""

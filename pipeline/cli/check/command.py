@@ -1,7 +1,7 @@
-"""`pipeline check-model`: from a checkpoint to a table.
+"""`pipeline check-model`: prepares a checkpoint, computes it on both sides, and prints the comparison.
 
-This process takes the places of prepare and of execute, one after the other, so it imports their code by its dotted
-name, as a child does.
+This process runs the code of prepare and of execute, one after the other, so it imports them by dotted name, as a
+stage's process does.
 """
 
 import argparse
@@ -28,9 +28,9 @@ from pipeline.runtime.model_folder import ModelConfig
 from pipeline.supervisor import gpu
 
 EXECUTE = "pipeline.stages.execute.measuring.check"
-"""Its `compute(settings, folder, plan)` makes our side, after `set_up(settings)`."""
+"""Module with `set_up(settings)`, and `compute(settings, folder, plan)` for our results."""
 REFERENCE = "pipeline.stages.prepare.reference"
-"""Its `Reference` makes transformers'."""
+"""Module with `Reference`, for transformers' results."""
 RANDOM = "pipeline.stages.prepare.random_checkpoint"
 PREPARE_PROGRESS = "pipeline.stages.prepare.progress"
 
@@ -38,7 +38,7 @@ PASSED, FAILED = 0, 1
 
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
-    """Check and report. Returns 1 where the model fails, or can't be run at all. Raises ConfigError."""
+    """Check and report. Returns 1 if a check fails or the model can't run. Raises ConfigError."""
     if not MIN_TOKENS <= args.tokens <= MAX_TOKENS:
         raise ConfigError([f"--tokens {args.tokens}: needs a number from {MIN_TOKENS} to {MAX_TOKENS}"])
     open_log("check-model", settings.log_level)
@@ -66,8 +66,8 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
 
 @contextmanager
 def _checkpoint(args: argparse.Namespace, settings: Settings) -> Iterator[tuple[Settings, Settings]]:
-    """Settings whose `model` is the checkpoint, for prepare and for execute. One that is made here is gone afterwards,
-    and so is what was prepared of it."""
+    """The settings for prepare and for execute, with the checkpoint as `model`. A generated checkpoint and its prepared
+    folder are temporary."""
     settings = msgspec.structs.replace(settings, model=args.checkpoint, quantization="none")
     path = Path(args.checkpoint)
     if path.suffix != ".json":
@@ -78,12 +78,12 @@ def _checkpoint(args: argparse.Namespace, settings: Settings) -> Iterator[tuple[
         made.mkdir()
         importlib.import_module(RANDOM).make(path, made, args.seed)
         settings = msgspec.structs.replace(settings, model=str(made))
-        # The library of kernels stays where it is cached.
+        # Compiled kernels stay in their usual cache.
         yield msgspec.structs.replace(settings, cache_dir=str(Path(folder) / "cache")), settings
 
 
 def _check(for_prepare: Settings, for_execute: Settings, num_tokens: int) -> tuple[str, list[str], list[CheckResult]]:
-    """What the model is, what this check can't see, and the findings. Raises UserError."""
+    """A summary of the model, warnings about what was not checked, and the findings. Raises UserError."""
     prepare: Any = importlib.import_module(topology.PREPARE)
     reference_module: Any = importlib.import_module(REFERENCE)
     source = reference_module.checkpoint_folder(for_prepare)

@@ -1,8 +1,8 @@
-"""What difference from transformers is allowed, and what was found.
+"""Judges the differences between our results and those of transformers.
 
-Exact programs sum the same float32 numbers in another order. The others round activations, keys and values to bfloat16;
-what that does to logits is measured against their spread, for a model's logits are in no unit. A text may differ where
-transformers itself is undecided: where the logits of the two ids are no farther apart than the differences allowed.
+Exact programs sum the same float32 numbers in another order. The others round activations, keys and values to bfloat16.
+That difference is measured in standard deviations of the logits, because logits have no fixed scale. Outputs may differ
+where transformers is undecided: where the logits of the two ids are no farther apart than the allowed difference.
 """
 
 from collections.abc import Sequence
@@ -13,27 +13,28 @@ import numpy as np
 from pipeline.cli.check.cases import CheckPlan, Logits, Ours, Theirs
 
 EXACT = 1e-4
-"""Of a logit, in float32; times their standard deviation, where that is above 1."""
+"""Largest difference of a float32 logit, times the standard deviation of the logits if that is above 1."""
 ROUNDED = 0.05
-"""Root of the mean square over a row of logits, of their standard deviation, with activations in bfloat16."""
+"""Largest root mean square difference of a row of logits with bfloat16 activations, in standard deviations of the
+logits."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """What was found of one way of computing."""
+    """The result of one way to compute the model."""
 
     program: str
     way: str
     num_rows: int
-    """Of logits that were compared."""
+    """Rows of logits compared."""
     worst: float
     allowed: float
-    """In the same unit: that of the logits, or a share of their spread."""
+    """Allowed difference, in the same unit: that of the logits, or standard deviations."""
     is_share: bool
     num_texts: int
     num_same: int
     num_undecided: int
-    """Texts that differ from where transformers is undecided."""
+    """Outputs that diverge at a position where transformers is undecided."""
 
     @property
     def passed(self) -> bool:
@@ -41,7 +42,7 @@ class CheckResult:
 
 
 def judge(plan: CheckPlan, ours: Ours, theirs: Theirs) -> list[CheckResult]:
-    """A finding for each way."""
+    """The results of each way to compute the model."""
     spread = float(np.mean([logits.std() for logits in theirs.logits.values()]))
     allowed = EXACT * max(1.0, spread) if ours.exact else ROUNDED
     undecided = 2 * allowed if ours.exact else 4 * allowed * spread
@@ -71,7 +72,7 @@ def judge(plan: CheckPlan, ours: Ours, theirs: Theirs) -> list[CheckResult]:
 
 
 def _difference(ours: Logits, theirs: Logits, exact: bool, spread: float) -> float:
-    """Infinite where ours are not numbers at all."""
+    """The difference in the unit of the bound; infinite if our logits have NaNs."""
     if not np.isfinite(ours).all():
         return float("inf")
     apart = np.abs(ours.astype(np.float64) - theirs)
@@ -81,7 +82,7 @@ def _difference(ours: Logits, theirs: Logits, exact: bool, spread: float) -> flo
 def _is_tie(
     prompt: Sequence[int], ours: Sequence[int], theirs: Sequence[int], reference: Theirs, undecided: float
 ) -> bool:
-    """Whether the two texts part where transformers has both ids nearly equal."""
+    """Whether the two outputs diverge where transformers' logits of both ids are nearly equal."""
     at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
     if at is None:
         return False

@@ -1,4 +1,2 @@
-"""The commands: each module declares the options of some of them, and runs them.
-
-What a command needs besides is imported when it runs.
-"""
+"""The commands. Each module declares the options of some commands and runs them. Imports that a command needs happen
+when it runs."""

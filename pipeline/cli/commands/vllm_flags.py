@@ -1,4 +1,4 @@
-"""Options that whoever comes from vLLM may try, and the settings that they have here."""
+"""vLLM's options, and the corresponding settings of Pipeline."""
 
 from collections.abc import Iterable
 
@@ -26,11 +26,11 @@ AS_SETTINGS = {
     "--tool-call-parser": "chat.tool_call_parser=NAME",
     "--uvicorn-log-level": "log_level=NAME",
 }
-"""As `--set` takes them. docs/http.md has the same table."""
+"""In the form that `--set` takes. docs/http.md has the same table."""
 
 
 def hint(words: Iterable[str]) -> str:
-    """What was probably meant by options that a command does not know; empty where that is nobody's guess."""
+    """A hint for unknown options that vLLM has; empty for others."""
     names = [word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")]
     settings = dict.fromkeys(AS_SETTINGS[name] for name in names if name in AS_SETTINGS)
     return f"; did you mean {' '.join(f'--set {setting}' for setting in settings)}?" if settings else ""

@@ -14,13 +14,13 @@ from pipeline.runtime.tracing import MAX_WINDOW_S, StageTrace
 from pipeline.supervisor.admin_client import Admin, choose_server
 
 MARGIN_S = 5.0
-"""How much longer than the window stages record: who ends it may come a little late."""
+"""How much longer than the window stages record, because the command that ends it may be late."""
 TAKE_S = 30.0
-"""Longest that stages may take to hand over what they have."""
+"""Longest time for stages to return their events."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 1 where the server can't be traced. Raises ConfigError."""
+    """Returns 1 if the server can't be traced. Raises ConfigError."""
     try:
         if not 0 < args.seconds <= MAX_WINDOW_S - MARGIN_S:
             raise UserError(f"--seconds must be above 0 and at most {MAX_WINDOW_S - MARGIN_S:g}")
@@ -55,7 +55,7 @@ def _window(server: Admin, seconds: float) -> bytes:
             continue
         stage = decoder.decode(bytes(answer.body))
         if stage.num_lost:
-            print(f"pipeline trace: warning: {name} lost its first {stage.num_lost} records", file=sys.stderr)
+            print(f"pipeline trace: warning: {name} lost its first {stage.num_lost} events", file=sys.stderr)
         stages.append(stage)
     return chrome_trace.of_window(stages)
 

@@ -1,4 +1,4 @@
-"""The options of `pipeline trace`. Apart from the command, so that --help loads nothing heavy."""
+"""The options of `pipeline trace`, in a module of their own so that --help imports nothing heavy."""
 
 import argparse
 from pathlib import Path
@@ -10,7 +10,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--seconds", type=float, default=5.0, help="how long to record, by default 5; Ctrl-C ends it early"
     )
     which.add_argument(
-        "--request", metavar="ID", help="a request that has just ended: the id of its reply, or one of the log's"
+        "--request", metavar="ID", help="trace a request that has ended: the id of its reply, or a request id from logs"
     )
     parser.add_argument("--out", type=Path, default=Path("trace.json"), metavar="FILE", help="by default trace.json")
     parser.add_argument("--pid", type=int, help="process id of the supervisor, if several servers run; see pipeline ps")

@@ -1,1 +1,1 @@
-"""`pipeline ps` and `pipeline top`: running servers, at a glance and live."""
+"""`pipeline ps` and `pipeline top`: list running servers, and watch one."""

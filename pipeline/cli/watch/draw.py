@@ -1,4 +1,4 @@
-"""Views as rich tables, from 80 columns on. Pure."""
+"""Draws views as rich tables for 80 columns and more. Pure."""
 
 import sys
 
@@ -12,7 +12,7 @@ NONE = "–"
 STATE_STYLES = {"ready": "green", "serving": "green", "late": "red", "dead": "red", "starting": "yellow"}
 PIPE_COLUMNS = 4096
 MEDIUM, WIDE = 100, 120
-"""Columns from which on there is room for messages, and for bars."""
+"""Widths from which message columns and bars are shown."""
 
 
 def console() -> Console:
@@ -35,7 +35,7 @@ def server_line(pid: int, model: str, address: str, state: str, uptime_s: float)
 
 
 def top(view: View, width: int, message: str = "") -> RenderableType:
-    """The whole of `pipeline top`."""
+    """The whole screen of `pipeline top`."""
     parts: list[RenderableType] = [
         server_line(view.pid, view.model, view.address, view.state, view.uptime_s),
         Text(),
@@ -71,7 +71,7 @@ def _counts(view: View) -> Table:
 
 
 def _kv(view: View, width: int) -> Text:
-    """KV blocks as a bar: held, cached, free."""
+    """KV blocks as a bar of held, cached and free blocks."""
     total = view.kv_blocks_total
     if not total:
         return Text("KV  no blocks yet", "dim")

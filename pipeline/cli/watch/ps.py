@@ -16,7 +16,7 @@ from pipeline.supervisor.admin_client import Admin, find_servers
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 1 where a server does not answer."""
+    """Returns 1 if a server does not answer."""
     found: list[ServerStats] = []
     silent: list[str] = []
     for name in find_servers():
@@ -62,14 +62,14 @@ def _table(stats: ServerStats) -> Table:
 
 
 def _cpu_percent(stage: StageStats) -> float | None:
-    """Of one core, since its start, as ps(1) has it; None where it has no process of its own."""
+    """Percent of one core since the process started, as in ps(1); None without a process of its own."""
     if not stage.has_process:
         return None
     return 100 * stage.cpu_s / stage.uptime_s if stage.uptime_s > 0 else 0.0
 
 
 def plain(stats: ServerStats) -> dict[str, object]:
-    """For scripts: by name, where the wire has arrays."""
+    """JSON for scripts: objects with field names instead of the wire's arrays."""
     return {
         "pid": stats.pid,
         "server": stats.server,

@@ -1,4 +1,4 @@
-"""`pipeline top`: one server, live. Plain text, once, where standard output is no terminal."""
+"""`pipeline top`: watches one server. Prints plain text once if standard output is not a terminal."""
 
 import argparse
 import contextlib
@@ -22,7 +22,7 @@ from pipeline.metrics.stats import ServerStats
 from pipeline.supervisor.admin_client import Admin, choose_server, find_servers
 
 WINDOW_S = 30.0
-"""Medians are over so long."""
+"""Window of the medians, in seconds."""
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.1, 60.0
 
 
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _once(server: Admin, interval_s: float, *, as_json: bool) -> None:
-    """Look twice, so that there are rates."""
+    """Take two samples and print the rates between them."""
     history = [server.stats()]
     select.select([], [], [], interval_s)
     history.append(server.stats())
@@ -54,7 +54,7 @@ def _once(server: Admin, interval_s: float, *, as_json: bool) -> None:
 
 
 def _live(server: Admin, interval_s: float) -> int:
-    """Look until q, Ctrl-C, or the server's end."""
+    """Update until q, Ctrl-C, or the end of the server."""
     history: deque[ServerStats] = deque(maxlen=max(2, round(WINDOW_S / interval_s)))
     console = Console(highlight=False)
     view: View | None = None
@@ -79,8 +79,8 @@ def _live(server: Admin, interval_s: float) -> int:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], bool]]:
-    """Keys as they are pressed, without being shown: what is yielded waits for q, for so long, and says whether it
-    came. The terminal is put back on every path."""
+    """Yields a function that waits up to a timeout and returns whether q was pressed. Keys are not echoed. The terminal
+    is restored on every path."""
     if not sys.stdin.isatty():
         yield lambda timeout_s: bool(select.select([], [], [], timeout_s)[0])
         return

@@ -1,4 +1,4 @@
-"""What `pipeline top` shows, worked out from two or more stats of one server. Pure."""
+"""Computes what `pipeline top` shows from two or more samples of a server's stats. Pure."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -25,14 +25,15 @@ class StageView(msgspec.Struct):
     pid: int
     state: str
     cpu_percent: float | None
-    """Of one core; None where nothing is known of before, or it has no process of its own."""
+    """Percent of one core; None without an earlier sample, or without a process of its own."""
     rss_bytes: int | None
     num_queued: int | None
     messages_per_s: float | None
     busy_percent: float | None
-    """Share of the time that its loop did not wait; None for gateway and ingest, which CPU tells more about."""
+    """Share of the time in which the loop did not wait; None for gateway and ingest, whose CPU time is more
+    informative."""
     note: str
-    """What the stage holds, in a word or two."""
+    """The stage's work, in a word or two."""
 
 
 class View(msgspec.Struct):
@@ -42,7 +43,7 @@ class View(msgspec.Struct):
     state: str
     uptime_s: float
     interval_s: float
-    """Over which rates are taken."""
+    """Interval of the rates, in seconds."""
     running: int
     waiting: int
     open_requests: int
@@ -54,24 +55,24 @@ class View(msgspec.Struct):
     steps_per_s: float | None
     tokens_per_step: float | None
     time_to_first_token_ms: float | None
-    """Median over the window, as below."""
+    """Median over the window; also the next ones."""
     inter_token_ms: float | None
     cached_percent: float | None
-    """Of prompt tokens since start."""
+    """Share of prompt tokens since the start."""
     depth: int | None
-    """Steps in flight at most; None before the scheduler has said."""
+    """Maximum of steps in flight; None before the scheduler has reported it."""
     plan_wait_percent: float | None
     """Share of the time in which the executor waited for a plan."""
     device_percent: float | None
-    """Of the time from the end of a step to that of the next, where that was planned at once: the share in which it
-    was computed. None where there were no such steps."""
+    """Share of the time in which the device computed, for steps that were planned immediately. None without such
+    steps."""
     preemptions: int
     requests_finished: int
     swapped: int
     swap_blocks_held: int
     swap_blocks_total: int
     blocks_swapped_out: int
-    """Since start, as below."""
+    """Since the start; also the next ones."""
     blocks_swapped_in: int
     forks: int
     open_tokens: int
@@ -80,8 +81,8 @@ class View(msgspec.Struct):
 
 
 def view_of(history: Sequence[ServerStats]) -> View:
-    """`history`: stats of one server, the newest last. Rates are since the one before the last, medians since the
-    first. With one alone there are no rates, and medians are since the server's start."""
+    """Build the view from samples of one server's stats, the newest last. Rates are since the previous sample, medians
+    since the first. A single sample has no rates, and its medians are since the server's start."""
     now = history[-1]
     before = history[-2] if len(history) > 1 else None
     first = history[0] if len(history) > 1 else None
@@ -162,7 +163,7 @@ def _stage_view(stage: StageStats, before: StageStats | None, elapsed_s: float) 
 
 
 def note_of(stage: StageStats) -> str:
-    """What a stage holds, in a word or two."""
+    """A stage's work, in a word or two."""
     if stage.counts is None:
         return ""
     match stage.counts.own:
@@ -186,7 +187,7 @@ def _counts(stats: ServerStats, kind: type[C]) -> list[C]:
 
 
 def _same(stats: ServerStats | None, stage: StageStats) -> StageStats | None:
-    """The same process before."""
+    """The stats of the same process in an earlier sample."""
     stages = stats.stages if stats is not None else []
     return next((one for one in stages if (one.name, one.pid) == (stage.name, stage.pid)), None)
 
