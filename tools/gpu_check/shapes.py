@@ -2,80 +2,39 @@
 
 from dataclasses import dataclass
 
-from pipeline.cli.profile.shapes import SHAPES
+from pipeline.cli.profile.shapes import SHAPES, shape
 from pipeline.runtime.model_folder import Llama3Rope, ModelConfig
 
-LLAMA_8B = ModelConfig(
-    name="llama-8b",
-    architecture="llama",
-    num_layers=32,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    vocab_size=128256,
+LLAMA_8B = shape(
+    "llama-8b",
+    layers=32,
+    hidden=4096,
+    intermediate=14336,
+    heads=(32, 8, 128),
+    vocab=128256,
     max_position=8192,
-    rms_norm_eps=1e-5,
     rope_theta=500000.0,
     rope_scaling=Llama3Rope(8.0, 1.0, 4.0, 8192),
     tie_embeddings=False,
-    eos_ids=[2],
-    weight_files=[],
 )
-LLAMA_1B = ModelConfig(
-    name="llama-1b",
-    architecture="llama",
-    num_layers=16,
-    hidden_size=2048,
-    intermediate_size=8192,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=64,
-    vocab_size=128256,
+LLAMA_1B = shape(
+    "llama-1b",
+    layers=16,
+    hidden=2048,
+    intermediate=8192,
+    heads=(32, 8, 64),
+    vocab=128256,
     max_position=8192,
-    rms_norm_eps=1e-5,
     rope_theta=500000.0,
     rope_scaling=Llama3Rope(32.0, 1.0, 4.0, 8192),
-    tie_embeddings=True,
-    eos_ids=[2],
-    weight_files=[],
 )
 SMOLLM2_135M = SHAPES["smollm2-135m"]
-SMALL = ModelConfig(
-    name="small",
-    architecture="llama",
-    num_layers=4,
-    hidden_size=256,
-    intermediate_size=512,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=64,
-    vocab_size=2048,
-    max_position=1024,
-    rms_norm_eps=1e-5,
-    rope_theta=10000.0,
-    tie_embeddings=True,
-    eos_ids=[2],
-    weight_files=[],
+SMALL = shape(
+    "small", layers=4, hidden=256, intermediate=512, heads=(8, 2, 64), vocab=2048, max_position=1024, rope_theta=10000.0
 )
 """The model whose outputs are compared with the CPU's."""
-TINY = ModelConfig(
-    name="tiny",
-    architecture="llama",
-    num_layers=1,
-    hidden_size=32,
-    intermediate_size=64,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    vocab_size=64,
-    max_position=128,
-    rms_norm_eps=1e-5,
-    rope_theta=10000.0,
-    tie_embeddings=True,
-    eos_ids=[2],
-    weight_files=[],
+TINY = shape(
+    "tiny", layers=1, hidden=32, intermediate=64, heads=(4, 2, 16), vocab=64, max_position=128, rope_theta=10000.0
 )
 """Replaces all other models if kernels are interpreted."""
 

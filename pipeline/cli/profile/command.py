@@ -1,7 +1,7 @@
-"""`pipeline profile execute`: from options to a report.
+"""`pipeline profile execute`: runs the measurement and prints the report.
 
-This process takes the places of prepare and of the stage, one after the other, so it imports their code by its dotted
-name, as a child does.
+This process runs the code of prepare and of the stage, one after the other, so it imports them by dotted name, as a
+stage's process does.
 """
 
 import argparse
@@ -21,12 +21,12 @@ from pipeline.runtime.logs import open_log
 from pipeline.supervisor import gpu
 
 EXECUTE = "pipeline.stages.execute.measuring.profile"
-"""Its `profile(settings, plan, prepare)` measures."""
+"""Module whose `profile(settings, plan, prepare)` measures."""
 PREPARE_PROGRESS = "pipeline.stages.prepare.progress"
 
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
-    """Measure and report. Returns 1 where the model can't be run with these settings. Raises ConfigError."""
+    """Measure and report. Returns 1 if the model can't run with these settings. Raises ConfigError."""
     plan = plan_of(args)
     if not plan.cases():
         raise ConfigError(["--batch none --prefill none: there is nothing to measure"])
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
 
 
 def prepare(settings: Settings) -> Path:
-    """The model's folder, made or found as `pipeline serve` does it. Raises UserError."""
+    """The prepared folder of the model, as in `pipeline serve`. Raises UserError."""
     progress = importlib.import_module(PREPARE_PROGRESS).for_stream()
     folder: Path = importlib.import_module(topology.PREPARE).prepare(settings, progress)
     return folder

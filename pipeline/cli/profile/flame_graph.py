@@ -1,4 +1,4 @@
-"""Stack samples as a flame graph, as a file for speedscope, or as collapsed stacks."""
+"""Writes stack samples as a flame graph, as a speedscope file, or as collapsed stacks."""
 
 import html
 import json
@@ -8,8 +8,8 @@ from pipeline.runtime.stack_sampler import Stacks
 
 
 def write(stacks: Stacks, path: Path, title: str) -> None:
-    """Write a file by its suffix: .svg is a picture, .json is for https://speedscope.app, others are collapsed
-    stacks."""
+    """Write a file in the format of its suffix: .svg is a picture, .json is for https://speedscope.app, others are
+    collapsed stacks."""
     match path.suffix:
         case ".svg":
             path.write_text(_svg(stacks, title))
@@ -46,7 +46,7 @@ def _speedscope(stacks: Stacks, title: str) -> str:
 
 
 WIDTH, ROW, CHAR = 1200.0, 17, 6.6
-"""Of the picture, in pixels: its width, the height of a row, and the approximate width of a letter."""
+"""Sizes of the picture in pixels: its width, the height of a row, and the approximate width of a letter."""
 
 
 class _Node:
@@ -75,7 +75,7 @@ def _svg(stacks: Stacks, title: str) -> str:
 
 
 def _boxes(node: _Node, x: float, depth: int, total: int, boxes: list[str]) -> int:
-    """Append the boxes of a node's children, and of their children. Returns the number of rows."""
+    """Append the boxes of a node's descendants. Returns the number of rows."""
     deepest = depth
     for name, child in sorted(node.children.items()):
         width = child.count / total * WIDTH

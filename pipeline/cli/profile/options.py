@@ -1,4 +1,4 @@
-"""What can be asked of a profile."""
+"""The options of `pipeline profile execute`."""
 
 import argparse
 
@@ -11,7 +11,7 @@ MAX_ROUNDS = 1000
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `pipeline profile execute`, besides those that stand for settings."""
+    """Declare the options of `pipeline profile execute`, except those of settings."""
     parser.add_argument(
         "--shape",
         choices=SHAPES,
@@ -32,7 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=_context,
         default=256,
         metavar="N",
-        help="tokens that each of them has; by default %(default)s",
+        help="context length of each sequence; by default %(default)s",
     )
     steps.add_argument(
         "--prefill",
@@ -49,18 +49,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="rounds of each step; the medians are shown. By default %(default)s",
     )
-    steps.add_argument("--against", choices=("torch",), help="the same steps with these kernels, in turns; on a CPU")
+    steps.add_argument(
+        "--against", choices=("torch",), help="also measure the same steps with these kernels, alternating; on a CPU"
+    )
     parser.add_argument(
-        "--json", metavar="FILE", help="write the results as JSON to this file; - is standard output, without the table"
+        "--json",
+        metavar="FILE",
+        help="write the results as JSON to this file; - writes them to standard output, without the table",
     )
 
 
 def plan_of(args: argparse.Namespace) -> ProfilePlan:
-    """The plan that the options make."""
+    """The plan that the options describe."""
     return ProfilePlan(args.batch, args.context, args.prefill, args.rounds, args.against, args.shape)
 
 
-# argparse shows an ArgumentTypeError's words after the name of the option.
+# argparse shows the message of an ArgumentTypeError after the name of the option.
 
 
 def _whole(text: str, most: int) -> int:
@@ -70,7 +74,7 @@ def _whole(text: str, most: int) -> int:
 
 
 def _several(text: str, most: int) -> tuple[int, ...]:
-    """Different numbers, in the order given."""
+    """Distinct numbers, in the order given."""
     return () if text == "none" else tuple(dict.fromkeys(_whole(part.strip(), most) for part in text.split(",")))
 
 

@@ -1,4 +1,4 @@
-"""A profile as tables to read and as JSON to keep."""
+"""A profile as tables for a terminal and as JSON."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,10 +9,10 @@ from rich.table import Table
 from pipeline.cli.profile.results import Case, Floor, MachineRates, Profile, StepTime
 
 LEAST_WIDTH = 130
-"""Of a table that goes into a file or a pipe, where there is no terminal to fit."""
+"""Width of output to a file or a pipe."""
 
 MOST_DRIFT = 0.25
-"""Between two readings of the machine, of which nothing is said."""
+"""Largest drift between two readings of the machine that is not mentioned."""
 
 NOTHING = "–"
 
@@ -29,14 +29,14 @@ def as_json(profile: Profile) -> bytes:
 
 
 def as_tables(profile: Profile) -> list[Table | str]:
-    """The ops of each step, where they are known; all steps; and the machine, each as something to print."""
+    """Tables of the ops of each step (if known), of all steps, and of the machine."""
     with_ops = [step for step in profile.steps if step.ops]
     ops = [_ops(with_ops)] if with_ops else []
     return [_title(profile), *ops, _steps(profile), _footnotes(profile)]
 
 
 def console() -> Console:
-    """Where the tables go: standard output, wide enough for them where that is no terminal."""
+    """Standard output, wide enough for the tables if it is not a terminal."""
     found = Console(highlight=False)
     return found if found.is_terminal else Console(highlight=False, width=LEAST_WIDTH)
 
@@ -132,7 +132,7 @@ def _name(case: Case) -> str:
 
 
 def _step_rates(step: StepTime) -> tuple[str, ...]:
-    """GB/s, GFLOP/s, floor and share of a step as a whole."""
+    """GB/s, GFLOP/s, floor and share of a whole step."""
     if not step.ops:
         return (NOTHING, NOTHING, *_floor(step.in_turn))
     num_bytes, operations = sum(op.bytes for op in step.ops), sum(op.operations for op in step.ops)
@@ -140,7 +140,7 @@ def _step_rates(step: StepTime) -> tuple[str, ...]:
 
 
 def _drift(before: MachineRates, after: MachineRates) -> float:
-    """By how much the better reading is above the other, at most."""
+    """Largest relative difference between the readings."""
     pairs: Iterable[tuple[float, float]]
     pairs = zip(msgspec.structs.astuple(before), msgspec.structs.astuple(after), strict=True)
     return max(max(pair) / min(pair) for pair in pairs if None not in pair) - 1

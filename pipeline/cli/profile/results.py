@@ -1,4 +1,4 @@
-"""What is measured, and what comes of it: plain numbers that become a table or JSON."""
+"""The plan and the results of a profile, as plain numbers for tables and JSON."""
 
 from typing import Literal
 
@@ -6,14 +6,14 @@ import msgspec
 
 
 class Case(msgspec.Struct, frozen=True):
-    """One step."""
+    """One kind of step."""
 
     phase: Literal["decode", "prefill"]
     num_seqs: int
     num_new: int
-    """Tokens that the step computes of each sequence."""
+    """Tokens that the step computes for each sequence."""
     context: int
-    """Tokens that each sequence has with these."""
+    """Tokens of each sequence, including those."""
 
     @property
     def num_tokens(self) -> int:
@@ -21,19 +21,19 @@ class Case(msgspec.Struct, frozen=True):
 
 
 class ProfilePlan(msgspec.Struct, frozen=True):
-    """What to measure."""
+    """The steps to measure."""
 
     batches: tuple[int, ...]
-    """Sequences of each decode step."""
+    """Batch sizes of decode steps."""
     context: int
-    """Tokens that each of them has with the one that is computed."""
+    """Tokens of each sequence in a decode step, including the computed one."""
     prefills: tuple[int, ...]
-    """Tokens of each prefill step: a whole prompt of one sequence."""
+    """Tokens of prefill steps: each is a whole prompt of one sequence."""
     rounds: int
     against: Literal["torch"] | None = None
-    """Kernels that compute the same steps, in turns with those of the settings."""
+    """Other kernels that compute the same steps, alternating with those of the settings."""
     shape: str | None = None
-    """A shape of `SHAPES` with random weights, instead of the model of the settings."""
+    """A shape of `SHAPES` with random weights, instead of the settings' model."""
 
     def cases(self) -> list[Case]:
         decodes = [Case("decode", num_seqs, 1, self.context) for num_seqs in self.batches]
@@ -41,17 +41,17 @@ class ProfilePlan(msgspec.Struct, frozen=True):
 
 
 class MachineRates(msgspec.Struct, frozen=True):
-    """What the threads of a step reach together on this machine, a second; or what a GPU does."""
+    """Rates that a step's threads reach together on this machine, or a GPU's rates; per second."""
 
     read_bytes: float
-    """On a GPU those that a copy reads and writes."""
+    """On a GPU, the bytes that a copy reads and writes."""
     float32_flops: float
     bf16_flops: float
     int8_ops: float | None
-    """None of a GPU, whose products are all of floats."""
+    """None for a GPU: all its matrix products are in floating point."""
 
     def best(self, other: "MachineRates") -> "MachineRates":
-        """The better of the two for each."""
+        """The better reading of each rate."""
         int8_ops = None if self.int8_ops is None or other.int8_ops is None else max(self.int8_ops, other.int8_ops)
         return MachineRates(
             max(self.read_bytes, other.read_bytes),
@@ -62,18 +62,18 @@ class MachineRates(msgspec.Struct, frozen=True):
 
 
 class Floor(msgspec.Struct, frozen=True):
-    """The least time of something, and which share of the time it takes that is."""
+    """The lower bound of a time, and its share of the measured time."""
 
     ms: float
     share: float
 
 
 class OpTime(msgspec.Struct, frozen=True):
-    """All ops of a step that have one name. Times are medians over the steps measured, of the sum over these ops."""
+    """All ops of a step with one name. Times are medians over the measured steps of the sum over these ops."""
 
     name: str
     is_integer: bool
-    """Whether `operations` are of integers."""
+    """Whether `operations` are integer operations."""
     count: int
     ms: float
     bytes: float
@@ -81,58 +81,57 @@ class OpTime(msgspec.Struct, frozen=True):
     gb_per_s: float
     gflop_per_s: float
     floor: Floor | None
-    """The sum of the ops' floors; None of ops that have none."""
+    """The sum of the ops' floors; None if they have none."""
 
 
 class KernelTime(msgspec.Struct, frozen=True):
-    """All launches of a GPU's kernel in a step; means over the steps that were looked at."""
+    """All launches of a GPU kernel in a step; means over the traced steps."""
 
     name: str
     op: str
-    """Of `StepTime.ops`, whose part it is."""
+    """The name of the op in `StepTime.ops` that it belongs to."""
     count: float
     ms: float
 
 
 class StepTime(msgspec.Struct, frozen=True):
-    """A step as a whole. `ms` is the median over `num_samples` steps, none of which was timed op by op; on a GPU it is
-    by the GPU's clock."""
+    """A whole step. `ms` is the median over `num_samples` steps without op timers; on a GPU by the GPU's clock."""
 
     case: Case
     ms: float
     num_samples: int
     tokens_per_s: float
     ops: list[OpTime]
-    """In the order of the step; empty where the kernels can't tell."""
+    """In the order of execution; empty if the kernels don't report ops."""
     in_turn: Floor | None
     overlapped: Floor | None
     against_ms: float | None = None
     speedup: float | None = None
     """against_ms / ms"""
     launch_ms: float | None = None
-    """The median of what a launch took of the host's time, where a GPU computes."""
+    """Median host time of a launch, on a GPU."""
     kernels: list[KernelTime] = []
-    """Of a GPU, the longest first."""
+    """On a GPU, the longest first."""
 
 
 class Profile(msgspec.Struct, frozen=True):
     """One run of `pipeline profile execute`."""
 
     version: str
-    """Of this program."""
+    """Version of this program."""
     model: str
     weight_bytes: dict[str, int]
-    """By format, as the program was given them; an embedding that is the head too counts once."""
+    """By format, as loaded; an embedding that is also the head counts once."""
     kv_dtype: str
     kernels: str
     cpu: str
     num_threads: int
     plan: ProfilePlan
     before: MachineRates | None
-    """None where the kernels can't tell what an op must do, so that there are no floors."""
+    """None if the kernels don't report their needs; then there are no floors."""
     after: MachineRates | None
     steps: list[StepTime]
     against: str | None = None
     """Name of the other kernels."""
     gpu: str | None = None
-    """Its name, where one computes."""
+    """Name of the GPU, if one computes."""

@@ -1,8 +1,8 @@
-"""`pipeline profile pipeline`: the whole chain with an executor that computes nothing, and clients that forget.
+"""`pipeline profile pipeline`: the whole chain, with an instant executor and clients that discard what they read.
 
-A real server, as `pipeline serve --instant` starts it, and beside it this process as all its clients: over HTTP, with
-streaming, reading what comes and counting events alone. Tokens are counted by the scheduler. What carrying a token
-costs is told in CPU time of each process, which says more on a busy machine than tokens a second do.
+Starts a real server like `pipeline serve --instant`. This process is all its clients: streaming over HTTP, it only
+counts events. The scheduler counts tokens. The cost of a token is given as CPU time of each process, which is more
+reliable on a busy machine than tokens per second.
 """
 
 import argparse
@@ -33,14 +33,14 @@ START_S = 120.0
 STOP_S = 20.0
 EVENT = b"data: "
 READ_EVERY_S = 0.005
-"""How often clients read: what comes meanwhile lies in the kernel."""
+"""Interval at which clients read. Data that arrives meanwhile waits in the kernel."""
 
 
 class StageShare(msgspec.Struct, frozen=True):
     name: str
     cpu_s: float
     busy: float
-    """Of its main thread, a share of the time."""
+    """Share of the time in which its main thread was busy."""
     cpu_us_per_token: float
 
 
@@ -55,7 +55,7 @@ class ChainProfile(msgspec.Struct, frozen=True):
     num_calls: int
     num_steps: int
     num_events: int
-    """That clients were sent: tokens that came while the gateway was busy share one."""
+    """Events sent to clients. Tokens that arrive while the gateway is busy share one."""
     stages: list[StageShare]
     """The supervisor and the stages in flow order, then the clients."""
 
@@ -65,7 +65,7 @@ class ChainProfile(msgspec.Struct, frozen=True):
 
 
 def run(args: argparse.Namespace, options: list[str]) -> int:
-    """Measure and report; `options` are those of `pipeline serve`. Returns 1 where the server fails. Raises
+    """Measure and report. `options` are those of `pipeline serve`. Returns 1 if the server fails. Raises
     ConfigError."""
     if args.json and args.json != "-":
         require_writable(Path(args.json), "--json")
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace, options: list[str]) -> int:
 def measure(
     options: list[str], num_streams: int, num_output: int, seconds: float, warmup_s: float, tell: Tell
 ) -> ChainProfile:
-    """Start a server with these options of `serve`, and measure. Raises UserError."""
+    """Start a server with these options of `serve`, and measure it. Raises UserError."""
     tell("starting", 0)
     command = [sys.executable, "-m", "pipeline", "serve", "--instant", "--port", "0", *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL) as server:
@@ -108,7 +108,7 @@ def measure(
 
 
 def _wait_until_ready(server: "subprocess.Popen[bytes]") -> tuple[str, int]:
-    """The address that its log names. Raises UserError, with its log, where it ends before."""
+    """The address in the server's log. Raises UserError with the log if the server ends first."""
     assert server.stderr is not None
     os.set_blocking(server.stderr.fileno(), False)
     log = b""

@@ -1,4 +1,4 @@
-"""What a process has used, as the kernel counts it."""
+"""CPU time and memory of a process, from the kernel."""
 
 from pathlib import Path
 
@@ -6,26 +6,27 @@ import msgspec
 
 
 class Used(msgspec.Struct, frozen=True):
-    """Since the process's start, in seconds; of all its threads."""
+    """Seconds since the process started, for all its threads."""
 
     cpu_s: float
     main_cpu_s: float
-    """Of its first thread alone: the others are ZeroMQ's."""
+    """CPU time of the first thread; the others belong to ZeroMQ."""
     waited_s: float
-    """Its first thread could have run, and had no core."""
+    """Time in which the first thread was runnable but had no core."""
 
     def since(self, before: "Used") -> "Used":
         return Used(self.cpu_s - before.cpu_s, self.main_cpu_s - before.main_cpu_s, self.waited_s - before.waited_s)
 
 
 def used(pid: int) -> Used:
-    """To the nanosecond, from the scheduler's own counts. Threads that have ended are not counted. Raises OSError."""
+    """Usage in nanosecond resolution, from the scheduler's counters. Threads that have ended don't count. Raises
+    OSError."""
     total_ns = main_ns = waited_ns = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
         try:
             ran_ns, queued_ns, _ = map(int, (task / "schedstat").read_text().split())
         except FileNotFoundError:
-            continue  # it has just ended
+            continue  # the thread has just ended
         total_ns += ran_ns
         if task.name == str(pid):
             main_ns, waited_ns = ran_ns, queued_ns
@@ -33,7 +34,7 @@ def used(pid: int) -> Used:
 
 
 def memory_bytes(pid: int) -> tuple[int, int]:
-    """Resident now, and at most since the start."""
+    """Resident memory now, and its maximum since the start."""
     kib = {}
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         name, _, value = line.partition(":")

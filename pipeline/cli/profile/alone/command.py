@@ -1,4 +1,4 @@
-"""`pipeline profile gateway`, `ingest`, `schedule` and `detokenize`: from options to a report."""
+"""`pipeline profile gateway`, `ingest`, `schedule` and `detokenize`: run the measurement and print the report."""
 
 import argparse
 import sys
@@ -23,7 +23,7 @@ Tell = Callable[[str, float], None]
 
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
-    """Measure and report. Returns 1 where the stage fails. Raises ConfigError."""
+    """Measure and report. Returns 1 if the stage fails. Raises ConfigError."""
     outputs = {"--json": None if args.json in (None, "-") else Path(args.json)}
     outputs |= {"--flame": args.flame, "--trace": args.trace}
     for option, path in outputs.items():
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
 
 @contextmanager
 def progress_of(what: str) -> Iterator[Tell]:
-    """A bar on a terminal, and nothing elsewhere."""
+    """A progress bar in a terminal, nothing elsewhere."""
     screen = Console(stderr=True)
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(), console=screen, transient=True, disable=not screen.is_terminal

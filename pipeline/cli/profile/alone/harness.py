@@ -35,18 +35,16 @@ INBOXES: dict[str, Any] = {
 
 
 class Harness:
-    """Runs `stage` as its supervisor would. Use as a context manager.
-
-    `send(message, sender)` is what a neighbour sends to it; `received()` is everything that it has sent to its
-    neighbours since the last time; `bytes_of(array)` reads what it shared, and `arena(name)` is a neighbour's arena.
-    """
+    """Runs `stage` like its supervisor. Use as a context manager. `send(message, sender)` sends it a neighbour's
+    message. `received()` returns what it has sent to its neighbours since the last call. `bytes_of(array)` reads an
+    array that it shared, and `arena(name)` is a neighbour's arena."""
 
     def __init__(self, stage: str, settings: Settings, model_dir: Path, *, listens: bool = False) -> None:
         self.settings = settings
         self.stage = stage
         self.num_in: dict[str, int] = {}
         self.num_out: dict[str, int] = {}
-        """By kind of message."""
+        """By type of message."""
         server = f"profile-{os.getpid()}-{secrets.token_hex(4)}"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         row = topology.row(stage)
@@ -104,14 +102,14 @@ class Harness:
             self.poller.register(inbox.fileno(), zmq.POLLIN)
 
     def start(self, facts: m.ExecuteFacts) -> None:
-        """Wait until it is ready, and let it begin. Raises UserError, with its own words, where it does not."""
+        """Wait until the stage is ready, and start it. Raises UserError with its message if it fails."""
         self.wait_for(lambda message: isinstance(message, m.Ready), START_S, "to be ready")
         self.send(m.Start(facts), SUPERVISOR)
         self.send(m.Ping(0), SUPERVISOR)
         self.wait_for(lambda message: isinstance(message, m.Pong), START_S, "to begin")
 
     def ask(self, control_request: m.ControlRequest) -> m.Answer:
-        """Have it do something beside its work, and return its answer. Raises UserError where it can't."""
+        """Send a control request, and return the answer. Raises UserError if there is none."""
         self.send(control_request, SUPERVISOR)
         found = self.wait_for(lambda message: isinstance(message, m.Answer), START_S, "to answer")
         assert isinstance(found, m.Answer)
@@ -120,7 +118,7 @@ class Harness:
         return found
 
     def wait_for(self, condition: Callable[[Any], bool], timeout_s: float, what: str) -> Any:
-        """The first message to the supervisor that fulfils a condition. Raises UserError."""
+        """The first message to the supervisor that meets a condition. Raises UserError."""
         end = time.monotonic() + timeout_s
         inbox = self._inboxes[SUPERVISOR]
         while time.monotonic() < end:
@@ -133,19 +131,19 @@ class Harness:
         raise UserError(f"waited {timeout_s:g} s for {self.stage} {what}")
 
     def check(self) -> None:
-        """Raise UserError where it has ended."""
+        """Raise UserError if the stage has ended."""
         if not self.child.is_alive:
             raise UserError(f"{self.stage} {self.child.describe_end()}")
 
     def send(self, message: Any, sender: str) -> None:
         if sender not in self._outboxes:
             self._outboxes[sender] = Outbox(self._context, self._address, m.Envelope(sender, 1), 100_000)
-        assert self._outboxes[sender].send(message), f"{self.stage} takes no more of {sender}"
+        assert self._outboxes[sender].send(message), f"{self.stage} accepts no more messages of {sender}"
         kind = type(message).__name__
         self.num_in[kind] = self.num_in.get(kind, 0) + 1
 
     def received(self) -> list[Any]:
-        """What has come for its neighbours, the supervisor apart."""
+        """Messages to its neighbours, without those to the supervisor."""
         messages: list[Any] = []
         for name, inbox in self._inboxes.items():
             if name != SUPERVISOR:
@@ -156,7 +154,7 @@ class Harness:
         return messages
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleep until something comes for a neighbour, or on what else is in `poller`. Returns whether it did."""
+        """Sleep until a message for a neighbour arrives, or an event of `poller`. Returns whether a message did."""
         if any(inbox.has_message() for name, inbox in self._inboxes.items() if name != SUPERVISOR):
             return True
         return bool(self.poller.poll(round(timeout_s * 1000)))
@@ -165,13 +163,13 @@ class Harness:
         return self._arenas[name]
 
     def bytes_of(self, array: Array) -> bytes:
-        """An array that the stage sent."""
+        """The bytes of an array that the stage sent."""
         if isinstance(array, ShmRef):
             return bytes(self._memories[array.segment][array.offset : array.offset + array.length])
         return array
 
     def release(self, array: Array, sender: str, times: int = 1) -> None:
-        """Tell the stage that an array of its own was read."""
+        """Tell the stage that its array was read."""
         if isinstance(array, ShmRef):
             self.send(m.Release([array.offset] * times, [array.generation] * times), sender)
 

@@ -1,7 +1,7 @@
-"""Clients of a gateway that stream chats, and read and forget what comes.
+"""Streaming chat clients of a gateway that discard what they read.
 
-They count tokens, or whatever has a mark, and see a stream's end by HTTP's. Each keeps its
-connection for call after call, as SDKs do.
+They count tokens, or any other mark, and detect the end of a stream by the end of the HTTP response. Each keeps its
+connection for many requests, like SDKs.
 """
 
 import json
@@ -18,7 +18,8 @@ READ_BYTES = 1 << 18
 
 
 class Sink:
-    """`num_streams` of them. `read` takes what has come; `open_calls` has those ask that have had their answer."""
+    """`num_streams` clients. `read` takes what has arrived. `open_calls` sends a new request for each that has its
+    answer."""
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class Sink:
         self._idle: list[socket.socket] = []
         self._tails: dict[socket.socket, bytes] = {}
         self.num_tokens = 0
-        """How often the mark has come."""
+        """How often the mark has arrived."""
         self.num_bytes = 0
         self.num_calls = 0
         for _ in range(num_streams):
@@ -74,7 +75,7 @@ class Sink:
             if self._mark:
                 self.num_tokens += bytes(view[:size]).count(self._mark)
             if not self._tails[one] and bytes(view[:9]) == b"HTTP/1.1 " and bytes(view[9:12]) != b"200":
-                raise UserError(f"the gateway answers {bytes(view[:size]).decode(errors='replace')}")
+                raise UserError(f"the gateway answered {bytes(view[:size]).decode(errors='replace')}")
             tail = self._tails[one] + bytes(view[max(0, size - len(END)) : size])
             self._tails[one] = tail[-len(END) :]
             if self._tails[one] == END:

@@ -1,12 +1,12 @@
-"""What each stage is given, and how what comes back is counted.
+"""The load of each stage, and the counting of its output.
 
-Every load is a closed loop over `num_streams` streams: a stream is a request that has its tokens one after the other
-and is followed by another. `turn` gives the stage what it can be given now, and takes what it has sent.
+Every load is a closed loop over `num_streams` streams. A stream is a request that gets its tokens one after the other,
+followed by another request. `turn` sends the stage all input that is due, and receives its output.
 
     ingest       Submit            → Accepted, Admit       each stream waits for both
-    schedule     Admit, StepResult → Open, Step, Settled   each step is answered at once
-    detokenize   Open, Settled     → Deltas                `AHEAD` steps are on their way
-    gateway      HTTP, Accepted, Deltas → Submit, SSE, Closed   likewise
+    schedule     Admit, StepResult → Open, Step, Settled   each step is answered immediately
+    detokenize   Open, Settled     → Deltas                `AHEAD` steps are in flight
+    gateway      HTTP, Accepted, Deltas → Submit, SSE, Closed   the same
 """
 
 import time
@@ -21,27 +21,27 @@ from pipeline.cli.profile.alone.http import Sink
 from pipeline.runtime import messages as m
 
 AHEAD = 3
-"""Steps of which the stage has not answered all: it then never waits for the load."""
+"""Steps in flight, so that the stage never waits for the load."""
 NUM_OUTPUT = 128
-"""Tokens of each request."""
+"""Tokens of each prompt."""
 NUM_PROMPT = 128
 TEXT = " wo~rd"
-"""Of a token that clients are given."""
+"""The mark of a token in what clients read."""
 MARK = b"~"
-"""What it has once, and nothing else that clients are given: so they count tokens."""
+"""Appears once for each token in what clients read, so clients count tokens by it."""
 WORDS = "the sea was calm and the little boat went out with the tide past the old harbour wall "
 FIRST_ID = 1000
-"""Ids from here on are words in most vocabularies, and none ends a sequence."""
+"""Ids from here on are words in most vocabularies; none of them ends a sequence."""
 NUM_IDS = 8000
 
 
 class StageDriver(Protocol):
-    """Counts since its start."""
+    """Counters since the driver's start."""
 
     num_tokens: int
     """Prompt tokens for ingest, output tokens for the others."""
     latencies_s: list[float]
-    """From a message in to the last that comes of it."""
+    """From a message to the last message that results from it."""
 
     def turn(self) -> None: ...
 
@@ -49,7 +49,7 @@ class StageDriver(Protocol):
 
 
 def load_of(harness: Harness, num_streams: int, model: str) -> StageDriver:
-    """`model` is the name that clients have to give."""
+    """`model` is the model name that clients send."""
     match harness.stage:
         case "ingest":
             return IngestDriver(harness, num_streams)
@@ -63,7 +63,7 @@ def load_of(harness: Harness, num_streams: int, model: str) -> StageDriver:
 
 
 def ids_of(stream: int, place: int, num: int) -> "np.ndarray[Any, np.dtype[np.int32]]":
-    """Some output ids: no two streams have the same."""
+    """Output ids; no two streams have the same."""
     return (FIRST_ID + (stream * 131 + np.arange(place, place + num) * 17) % NUM_IDS).astype(np.int32)
 
 
@@ -73,7 +73,7 @@ class _NothingToClose:
 
 
 class IngestDriver(_NothingToClose):
-    """Chats of about `NUM_PROMPT` tokens, no two alike."""
+    """Chats of about `NUM_PROMPT` tokens, all different."""
 
     def __init__(self, harness: Harness, num_streams: int) -> None:
         self._harness = harness
@@ -121,7 +121,7 @@ class IngestDriver(_NothingToClose):
 
 
 class ScheduleDriver(_NothingToClose):
-    """Requests whose prompts have nothing in common, and an executor that takes no time."""
+    """Requests whose prompts share nothing, and an instant executor."""
 
     def __init__(self, harness: Harness, num_streams: int) -> None:
         self._harness = harness
@@ -163,7 +163,7 @@ class ScheduleDriver(_NothingToClose):
         self._num_open += 1
 
     def _step(self, step: m.Step) -> None:
-        """Answer at once."""
+        """Answer the step immediately."""
         if self._answered_at:
             self.latencies_s.append(time.monotonic() - self._answered_at)
         read = self._harness.bytes_of
@@ -200,7 +200,7 @@ class ScheduleDriver(_NothingToClose):
 
 
 class _Steps:
-    """Which steps are on their way: each is over when all its tokens have come out."""
+    """Steps in flight. A step is complete when all its tokens have come out."""
 
     def __init__(self, load: StageDriver) -> None:
         self._load = load
@@ -215,7 +215,7 @@ class _Steps:
         self._waiting.append((self._num_given, time.monotonic()))
 
     def came(self, num_tokens: int) -> None:
-        """That many have come out since the start."""
+        """This many tokens have come out since the start."""
         assert num_tokens <= self._num_given, "more came out than went in"
         while self._waiting and self._waiting[0][0] <= num_tokens:
             self._load.latencies_s.append(time.monotonic() - self._waiting.popleft()[1])
@@ -229,7 +229,7 @@ class DetokenizeDriver(_NothingToClose):
         self._steps = _Steps(self)
         self._seqs = np.arange(1, num_streams + 1, dtype=np.uint64)
         self._places = (np.arange(num_streams) * NUM_OUTPUT // num_streams).astype(np.int32)
-        """Staggered, so that streams do not all end in one step."""
+        """Staggered, so that the streams don't all end in one step."""
         self._starts = self._places.copy()
         self._counts = np.ones(num_streams, np.int32)
         self._next_seq = num_streams + 1
@@ -283,7 +283,7 @@ class DetokenizeDriver(_NothingToClose):
 
 
 class GatewayDriver:
-    """Clients that stream a chat each over HTTP and read and forget, and a chain behind that takes no time."""
+    """Streaming HTTP clients that discard what they read, and an instant chain behind the gateway."""
 
     def __init__(self, harness: Harness, num_streams: int, model: str) -> None:
         self._harness = harness
@@ -291,7 +291,7 @@ class GatewayDriver:
         self._sink = Sink(harness.address, model, num_streams, NUM_OUTPUT, mark=MARK, poller=harness.poller)
         self._request_ids: list[int] = []
         self._places: list[int] = []
-        """Tokens that each open stream has had, and below, that it is to have."""
+        """Tokens that each open stream has received; below, the number it will receive."""
         self._lefts: list[int] = []
         self._num_streams = num_streams
         self._num_begun = 0
@@ -326,14 +326,14 @@ class GatewayDriver:
         ids = ids_of(self._num_begun, 0, NUM_PROMPT).tobytes()
         self._harness.send(m.Accepted(submit.request_id, 1, ids), "ingest.0")
         self._request_ids.append(submit.request_id)
-        # The first ones are staggered, so that streams do not all end in one step.
+        # staggered, so that the streams don't all end in one step
         first = self._num_begun * NUM_OUTPUT // self._num_streams if self._num_begun < self._num_streams else 0
         self._places.append(0)
         self._lefts.append(NUM_OUTPUT - first)
         self._num_begun += 1
 
     def _delta(self) -> None:
-        """A step: one token of each stream, at the place where the stream is."""
+        """A step: one token of each stream."""
         num, size = len(self._request_ids), len(TEXT)
         self._lefts = [left - 1 for left in self._lefts]
         message = m.Deltas(

@@ -1,4 +1,4 @@
-"""Warm a stage up, measure it, and make a result of it."""
+"""Warms up a stage, measures it, and computes the result."""
 
 import os
 import time
@@ -24,7 +24,7 @@ from pipeline.version import VERSION
 
 NUM_BLOCKS = 16384
 Progress = Callable[[str, float], None]
-"""Told what goes on, and which share of it is done."""
+"""Receives a description of the current phase, and its completed fraction."""
 
 
 def measure(
@@ -39,7 +39,7 @@ def measure(
     flame: Path | None = None,
     trace: Path | None = None,
 ) -> StageProfile:
-    """Run `stage` alone and measure it. Raises UserError where it fails."""
+    """Run `stage` alone and measure it. Raises UserError if it fails."""
     config = ModelConfig.load(model_dir)
     facts = m.ExecuteFacts(NUM_BLOCKS, settings.schedule.block_size, config.max_position, config.vocab_size)
     with Harness(stage, settings, model_dir, listens=stage == "gateway") as harness:

@@ -6,20 +6,26 @@ from pathlib import Path
 from pipeline.replay.options import seconds
 
 STAGES = {
-    "gateway": "HTTP clients that stream and forget, and what the chain would answer them",
-    "ingest": "chats to make prompts of",
-    "schedule": "requests, and an executor that takes no time",
-    "detokenize": "ids to make text of",
+    "gateway": "streaming HTTP clients, and an instant chain",
+    "ingest": "chats to turn into prompts",
+    "schedule": "requests, and an instant executor",
+    "detokenize": "ids to detokenize",
 }
 MAX_STREAMS = 1024
 
 
 def add_alone_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--streams", type=streams, default=32, metavar="N", help="requests at once; by default 32")
-    parser.add_argument("--seconds", type=seconds, default=5.0, metavar="N", help="how long to measure; by default 5")
-    parser.add_argument("--warmup", type=seconds, default=1.0, metavar="N", help="seconds before that; by default 1")
+    parser.add_argument("--streams", type=streams, default=32, metavar="N", help="concurrent requests; by default 32")
     parser.add_argument(
-        "--json", metavar="FILE", help="write the results as JSON to this file; - is standard output, without the table"
+        "--seconds", type=seconds, default=5.0, metavar="N", help="duration of the measurement; by default 5"
+    )
+    parser.add_argument(
+        "--warmup", type=seconds, default=1.0, metavar="N", help="duration of the warm-up; by default 1"
+    )
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="write the results as JSON to this file; - writes them to standard output, without the table",
     )
 
 
@@ -35,7 +41,7 @@ def add_look_options(parser: argparse.ArgumentParser) -> None:
         "--trace",
         type=Path,
         metavar="FILE",
-        help="its wakes and what it does in them, for https://ui.perfetto.dev; costs a little",
+        help="trace its wakes and their work, for https://ui.perfetto.dev; has a small overhead",
     )
 
 
