@@ -1,7 +1,7 @@
-"""Who may import whom: docs/architecture.md's table, checked over the syntax tree of every file.
+"""Checks every file's imports against the table in docs/architecture.md.
 
-Imports inside functions and under TYPE_CHECKING count, relative ones are resolved, and literal calls of
-`import_module` are seen. Run it to check the repository: each wrong import is a line `file:line: what is wrong`.
+Imports inside functions and under TYPE_CHECKING count, relative imports are resolved, and literal calls of
+`import_module` are found. Each wrong import is reported as a line `file:line: reason`.
 """
 
 import ast
@@ -15,29 +15,30 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("config", "shm", "kernels", "pipeline", "stages")
 CHECKED = (*FOLDERS, "tests", "tools")
 LINKED = ("config", "shm", "kernels", "stages")
-"""Folders that are imported below `pipeline`; their bare names belong to other people's packages."""
+"""Folders that are imported below `pipeline`. Other packages use their bare names."""
 
 TRANSFORMERS = ("transformers", "huggingface_hub")
 TORCH = ("torch", "safetensors.torch")
-"""Modules that load torch."""
+"""Modules that import torch."""
 
 
 class Rules(NamedTuple):
-    """What one room may import of ours, and what of others it never does. Prefixes of dotted names."""
+    """The project's modules that a folder may import, and foreign modules that it must not. Prefixes of dotted
+    names."""
 
     ours: tuple[str, ...]
     never: tuple[str, ...]
 
 
 class Import(NamedTuple):
-    """An import: the dotted name, and the line that it stands on."""
+    """The dotted name of an import, and its line."""
 
     target: str
     line: int
 
 
 def rules_of(room: str) -> Rules:
-    """The row of the table for a room: a top-level folder, or `stages.x`."""
+    """The rules of a folder: a top-level folder, or `stages.x`."""
     match room.split("."):
         case ["config" | "shm"]:
             return Rules((f"pipeline.{room}",), (*TORCH, "zmq", "aiohttp", *TRANSFORMERS))
@@ -58,7 +59,7 @@ def rules_of(room: str) -> Rules:
 
 
 def wrong_imports(root: Path = ROOT) -> list[str]:
-    """Every import that the table does not allow, as `file:line: what is wrong`."""
+    """Every import that the table does not allow, as `file:line: reason`."""
     return [
         f"{path.relative_to(root)}:{found.line}: {fault}"
         for folder in CHECKED
@@ -84,7 +85,7 @@ def imports_of(tree: ast.Module, package: str) -> Iterator[Import]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Python files below a folder, scripts without a suffix among them, not following the links."""
+    """Python files below a folder, including scripts without a suffix. Links are not followed."""
     return sorted(
         path
         for path in folder.rglob("*")
@@ -130,7 +131,7 @@ def _imports(function: ast.expr) -> bool:
 
 
 def _fault(target: str, room: str) -> str | None:
-    """What is wrong with importing a name from a room."""
+    """Why a folder must not import a name; None if it may."""
     top = target.partition(".")[0]
     if top in LINKED:
         return f"imports {target}; write pipeline.{target}"
@@ -149,7 +150,7 @@ def _fault(target: str, room: str) -> str | None:
 
 
 def _is_ours(target: str, allowed: str) -> bool:
-    """Whether a name lies in what is allowed; `pipeline` means that folder without those linked into it."""
+    """Whether a name is allowed. `pipeline` means that folder without the folders linked into it."""
     if allowed != "pipeline":
         return _within(target, allowed)
     return _match(target, tuple(f"pipeline.{folder}" for folder in LINKED)) is None
@@ -165,5 +166,5 @@ def _within(target: str, prefix: str) -> bool:
 
 if __name__ == "__main__":
     faults = wrong_imports()
-    print("\n".join(faults) if faults else "all imports are as the table has them")
+    print("\n".join(faults) if faults else "all imports follow the table")
     sys.exit(1 if faults else 0)

@@ -29,7 +29,7 @@ from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"):
-    os.environ.setdefault(_variable, "1")  # a process that forks has one thread
+    os.environ.setdefault(_variable, "1")  # a process that forks must have one thread
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -54,11 +54,11 @@ QUANTIZATIONS: tuple[PreparedFormat, ...] = ("auto", "auto", "none", "q8_0", "q4
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=1000, help="how many (default: 1000)")
-    parser.add_argument("--seed", type=int, default=0, help="of the mutations (default: 0)")
-    parser.add_argument("--only", type=int, help="the number of a single case")
-    parser.add_argument("--memory-mib", type=int, default=512, help="what a case may take (default: 512)")
-    parser.add_argument("--timeout-s", type=float, default=60.0, help="how long a case may take (default: 60)")
+    parser.add_argument("--cases", type=int, default=1000, help="number of cases (default: 1000)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the mutations (default: 0)")
+    parser.add_argument("--only", type=int, help="run a single case")
+    parser.add_argument("--memory-mib", type=int, default=512, help="memory limit of a case (default: 512)")
+    parser.add_argument("--timeout-s", type=float, default=60.0, help="time limit of a case (default: 60)")
     parser.add_argument("--out", type=Path, default=Path("fuzz-failures"), help="where failed cases are kept")
     args = parser.parse_args()
     counts: Counter[str] = Counter()
@@ -67,7 +67,7 @@ def main() -> int:
         originals.mkdir()
         built = models.build(originals)
         work = Path(folder) / "work"
-        for model in built:  # what is not mutated is accepted; it also imports everything before the forks
+        for model in built:  # the unmodified models are accepted; this also imports everything before the first fork
             prepared = prepare(Settings(model=str(model), cache_dir=str(Path(folder) / "cache")))
             read_as_stages_do(prepared)
         numbers = range(args.cases) if args.only is None else [args.only]
@@ -91,7 +91,7 @@ def describe(counts: Counter[str]) -> str:
 
 
 def run_case(number: int, args: argparse.Namespace, built: list[Path], work: Path) -> tuple[str, str]:
-    """The result of a case, and its error's words."""
+    """The result of a case, and its error message."""
     rng = random.Random(f"{args.seed}:{number}")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
@@ -112,12 +112,12 @@ def run_case(number: int, args: argparse.Namespace, built: list[Path], work: Pat
     words = f"{mutated}: {log.read_text(errors='replace') if log.exists() else ''}"
     if code in (ACCEPTED, REFUSED):
         return ("accepted" if code == ACCEPTED else "refused"), words
-    why = f"not done within {args.timeout_s:g} s" if code is None else f"ended with code {code}"
+    why = f"not finished within {args.timeout_s:g} s" if code is None else f"ended with code {code}"
     return "failed", f"{why}; {words}"
 
 
 def child(settings: Settings, log: Path, memory_mib: int) -> None:
-    """Prepare, and end this process."""
+    """Prepare the model, and end this process."""
     code = FAILED
     try:
         most = psutil.Process().memory_info().vms + memory_mib * 1024**2
@@ -139,7 +139,7 @@ def child(settings: Settings, log: Path, memory_mib: int) -> None:
 
 
 def wait(pid: int, timeout_s: float) -> int | None:
-    """The exit code of a child, negative where a signal ended it; None where it had to be killed."""
+    """The exit code of a child, negative for a signal; None if it had to be killed."""
     end = time.monotonic() + timeout_s
     pause_s = 0.001
     while True:
@@ -170,7 +170,7 @@ def read_as_stages_do(folder: Path) -> None:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert tokenizer.padding is None and tokenizer.truncation is None
     tokenizer.encode("banana")
-    with contextlib.suppress(UserError):  # a decoder that is not known, which detokenize says in one line
+    with contextlib.suppress(UserError):  # an unknown decoder, which detokenize reports in one line
         Vocabulary.load(folder / "tokenizer.json")
     for name in ("chat_template.jinja", "chat_template.tool_use.jinja"):
         if (folder / name).exists():
@@ -178,7 +178,7 @@ def read_as_stages_do(folder: Path) -> None:
 
 
 def keep(work: Path, target: Path) -> None:
-    """Copy the model of a failed case: regular files as they are, of others the names."""
+    """Copy the model of a failed case. Of special files only the names are kept."""
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copytree(
         work,

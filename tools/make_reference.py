@@ -152,7 +152,7 @@ TEXTS = [
 
 
 def load(folder: Path) -> LlamaForCausalLM:
-    """The model of a prepared folder in transformers' own code, float32."""
+    """The model of a prepared folder, in transformers' code and float32."""
     config = ModelConfig.load(folder)
     assert config.architecture == "llama" and config.rope_scaling is None and config.qkv_bias == config.out_bias
     model = LlamaForCausalLM(
@@ -174,7 +174,7 @@ def load(folder: Path) -> LlamaForCausalLM:
     )
     weights = Weights(folder, config, torch.float32)
     with torch.no_grad():
-        # A tied head is the embedding, which is among the parameters by that name.
+        # a tied head is the embedding, which the parameters list under that name
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 parameter.copy_(weights.vector(name, len(parameter)))
@@ -184,7 +184,7 @@ def load(folder: Path) -> LlamaForCausalLM:
 
 
 def chat(text: str) -> str:
-    """A conversation's first turn, as SmolLM2's chat template puts it."""
+    """The first turn of a conversation, in SmolLM2's chat template."""
     return f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -221,7 +221,7 @@ def main() -> None:
         "prompts": [{"ids": ids, "output_ids": greedy(model, ids)} for ids in prompts],
         "texts": [{"ids": ids, "argmax_ids": teacher_forced(model, ids)} for ids in texts],
     }
-    # An entry a line, so that a change of the reference is a diff to read.
+    # one entry per line, so that diffs are readable
     entries = json.dumps(reference, separators=(",", ":")).replace("},{", "},\n{").replace('],"texts"', '],\n"texts"')
     args.output.write_text(entries + "\n")
     print(

@@ -3,13 +3,13 @@
 
     tools/scheduling_benchmarks.py memory        KV memory for a quarter of the load: preemption auto against recompute
     tools/scheduling_benchmarks.py long-prompt   a prompt of 4,000 tokens beside 16 running streams
-    tools/scheduling_benchmarks.py no-hits       what prefix caching costs where nothing is ever found
+    tools/scheduling_benchmarks.py no-hits       the cost of prefix caching without any hits
     tools/scheduling_benchmarks.py overload      ten times as many requests as can be served
     tools/scheduling_benchmarks.py shared        a shared prefix of 600 words
 
-`tools/scheduling_benchmarks.py SUBJECT --help` says what is measured, and how. All have --rounds or --seconds, --set
-KEY=VALUE for settings of every server, --json FILE and --check, with which a bound that is missed, or a request that
-failed, makes the exit code 1. Run from anywhere with the project's Python; paths in --set are relative to its root.
+`tools/scheduling_benchmarks.py SUBJECT --help` describes a benchmark. All have --rounds or --seconds, --set KEY=VALUE
+for settings of every server, --json FILE and --check. With --check the exit code is 1 if a bound is missed or a request
+fails. Run it from anywhere with the project's Python. Paths in --set are relative to the repository's root.
 """
 
 import argparse

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""What slow clients cost the others: streams before a gateway in a process of its own, with nothing behind it.
+"""Measures what slow clients cost the others: streams from a gateway process with nothing behind it.
 
-    tools/slow_clients.py                                   1,000 streams, of which 0, 50 and 500 read a byte a second
+    tools/slow_clients.py                              1,000 streams; 0, 50 and 500 of them read a byte per second
     tools/slow_clients.py --streams 200 --slow 0,10 --steps 400
 
-Of the clients that read: when the median and the last one had all of its response, and events a second together.
+Reported for the fast clients: when the median and the last one had the whole response, and their events per second.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""What structured output costs, against a server that this starts itself; `--help` says what is measured, and how.
+"""Measures the cost of structured output, against a server that it starts; see `--help`.
 
-Run from anywhere with the project's Python; paths in --set are relative to its root.
+Run it from anywhere with the project's Python. Paths in --set are relative to the repository's root.
 """
 
 import argparse

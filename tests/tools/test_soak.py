@@ -104,7 +104,7 @@ def test_each_sequence_ends_once() -> None:
     [
         (1, [(0, True, None)], "1 of 1 sequences never ended"),
         (2, [(0, True, "stop")], "1 of 2 sequences never ended"),
-        (1, [(0, True, "stop"), (0, False, "stop")], "ended again by stop"),
+        (1, [(0, True, "stop"), (0, False, "stop")], "ended again with stop"),
         (1, [(0, True, "stop"), (0, True, None)], "went on"),
         (1, [(1, True, None), (0, True, "stop")], "sequence 1 of an answer with 1"),
     ],
@@ -289,7 +289,7 @@ def short_run(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 def test_a_short_soak_finds_no_fault(short_run: dict[str, Any]) -> None:
     assert short_run["faults"] == {}
     assert (short_run["code"], short_run["outcomes"].get("wrong")) == (0, None)
-    assert "all is well" in short_run["said"]
+    assert "no faults" in short_run["said"]
 
 
 def test_a_short_soak_did_something(short_run: dict[str, Any]) -> None:

@@ -1,1 +1,1 @@
-"""What `tools/scheduling_benchmarks.py` and `tools/soak/` are made of: a server of their own, loads, comparisons."""
+"""Parts of `tools/scheduling_benchmarks.py` and `tools/soak/`: a server of their own, loads, comparisons."""

@@ -1,7 +1,6 @@
-"""Prompts of drawn lengths, sized in the server's tokens, and a closed loop of streams that send them.
+"""Prompts of random lengths in the server's tokens, and a closed loop of streams that send them.
 
-Requests go to /v1/completions: a chat template begins every prompt alike, and where a load says that nothing is shared
-that has to be true.
+Requests go to /v1/completions, because a chat template would give all prompts a common prefix.
 """
 
 import argparse
@@ -23,7 +22,7 @@ CALIBRATION_WORDS = (16, 116)
 
 
 class Span(msgspec.Struct, frozen=True):
-    """Whole numbers from `least` to `most`, each as likely."""
+    """A uniform distribution of whole numbers from `least` to `most`."""
 
     least: int
     most: int
@@ -37,7 +36,7 @@ class Span(msgspec.Struct, frozen=True):
 
 
 def span(text: str) -> Span:
-    """An option's value, as 700-1200. Raises ArgumentTypeError."""
+    """The value of an option such as 700-1200. Raises ArgumentTypeError."""
     least, dash, most = text.partition("-")
     found = Span(types.positive(least), types.positive(most if dash else least))
     if found.least > found.most:
@@ -46,7 +45,7 @@ def span(text: str) -> Span:
 
 
 class BenchmarkLoad(msgspec.Struct, frozen=True):
-    """What each request of a closed loop looks like, in tokens. No two prompts begin alike."""
+    """The requests of a closed loop, with lengths in tokens. No two prompts share a prefix."""
 
     num_streams: int
     prompt: Span
@@ -54,11 +53,11 @@ class BenchmarkLoad(msgspec.Struct, frozen=True):
     seconds: float
     seed: str
     options: dict[str, Any] = {}
-    """Further fields of each body."""
+    """Further fields of each request."""
 
     @property
     def mean_tokens(self) -> float:
-        """Of one request when it ends."""
+        """Tokens of an average request when it ends."""
         return self.prompt.mean + self.output.mean
 
 
@@ -73,7 +72,7 @@ class BenchmarkRequest(msgspec.Struct, frozen=True):
 
 
 def ask_of(load: BenchmarkLoad, name: str, calibration: words.Calibration, part: float = 1.0) -> BenchmarkRequest:
-    """The request of this name: the same for the same load and name. `part` (0 to 1] shortens its output."""
+    """The request with this name; it depends only on the load and the name. `part` (0 to 1] shortens its output."""
     rng = random.Random(f"{load.seed}/{name}")
     num_words = calibration.words_for(load.prompt.draw(rng))
     num_output = load.output.draw(rng)
@@ -81,7 +80,7 @@ def ask_of(load: BenchmarkLoad, name: str, calibration: words.Calibration, part:
 
 
 async def calibrate(client: BenchClient, seed: str) -> words.Calibration:
-    """How this server counts our words. Raises ServerError."""
+    """The server's tokens per word. Raises ServerError."""
     tokens = [
         await client.count_tokens(words.text(f"{seed}/calibration/{count}", count), {"temperature": 0})
         for count in CALIBRATION_WORDS
@@ -90,13 +89,13 @@ async def calibrate(client: BenchClient, seed: str) -> words.Calibration:
 
 
 async def closed_loop(url: str, load: BenchmarkLoad, begun: Callable[[], None] = lambda: None) -> Summary:
-    """Run a load, and measure it as `pipeline bench` does; see pipeline.cli.bench for how its window is cut. `begun` is
-    called when the sizing requests are over. Raises ServerError."""
+    """Run a load and measure it like `pipeline bench`; pipeline.cli.bench defines the window. `begun` is called after
+    the sizing requests. Raises ServerError."""
     return summarize(await closed_loop_level(url, load, begun))
 
 
 async def closed_loop_level(url: str, load: BenchmarkLoad, begun: Callable[[], None] = lambda: None) -> Level:
-    """The same, before it is summed up."""
+    """The same, without the statistics."""
     async with open_session(None, TIMEOUT_S) as session:
         client = BenchClient(session, url, "auto", ENDPOINT)
         await client.find_model()

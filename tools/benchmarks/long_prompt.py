@@ -1,20 +1,19 @@
-"""`long-prompt`: what a prompt of 4,000 tokens costs 16 running streams, with the long-prompt threshold and without.
+"""`long-prompt`: the cost of a prompt of 4,000 tokens for 16 running streams, with and without the long-prompt
+threshold.
 
-16 streams decode, each 1,400 tokens of one request. When all have begun, a long prompt that nobody has seen comes, one
-token out; when that has come, the streams are left alone for a while; then the next long prompt, three in all. Then the
-streams go on to their ends.
+16 streams decode 1,400 tokens each, of one request. When all have started, an uncached long prompt is sent, with one
+token out. After its reply and a pause the next one follows, three in all. Then the streams run to their ends.
 
-- "ITL p99 quiet": gaps between two chunks of a stream which both came while no long prompt was there and all streams
-  ran. "ITL p99 prefill": gaps whose second chunk came between the sending of a long prompt and its first token.
-- "tok/s": both arms do exactly the same work, 16 prompts with their outputs and 3 long prompts; this is all tokens of
-  that work, prompts and outputs, over the time from the first request sent to the last token. Tokens/s counted only
-  while a long prompt is there would be unfair: tokens of a prompt are cheaper than decoded ones, so whoever computes
-  it faster at the streams' expense would look better, and what the streams still have to do afterwards is left out.
-  The streams end last in both arms, or the run fails: then no time is spent with only a prompt to compute.
+- "ITL p99 quiet": gaps between two chunks of a stream while no long prompt was there and all streams ran. "ITL p99
+  prefill": gaps whose second chunk came between the sending of a long prompt and its first token.
+- "tok/s": all tokens of prompts and outputs, over the time from the first request sent to the last token. Both arms do
+  the same work: 16 prompts with their outputs, and 3 long prompts. Counting only while a long prompt is there would be
+  unfair: prompt tokens are cheaper than decoded ones, so delaying the streams would look better. The streams end last
+  in both arms, or the run fails, so there is no time with only a prompt to compute.
 - "long TTFT": median of the long prompts' times to their token.
 
-Bounds: prefill / quiet p99 of the arm with the threshold at most 2.5 (the median of the rounds), tok/s of it at least
-0.95 of those without.
+Bounds, for the arm with the threshold: p99 ITL prefill / quiet is at most 2.5 (median of the rounds), and tok/s are at
+least 0.95 of the other arm's.
 """
 
 import argparse
@@ -41,7 +40,7 @@ ARMS = ("no threshold", "threshold")
 SHORT_TOKENS = 40
 KV_BYTES = 1024**3
 START_S = 120.0
-"""All streams have begun by then, or something is wrong."""
+"""Deadline for all streams to start."""
 POLL_S = 0.01
 
 MAX_RATIO = 2.5
@@ -51,7 +50,7 @@ Window = tuple[float, float]
 
 
 class Run(msgspec.Struct, frozen=True):
-    """What was seen of one server."""
+    """The measurements of one server."""
 
     streams: list[RequestResult]
     longs: list[RequestResult]
@@ -72,7 +71,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """--seconds is how long the streams are left alone before each long prompt."""
+    """--seconds is the pause before each long prompt."""
     found = BenchmarkReport("long-prompt", args)
 
     def measure(arm: int, number: int) -> Reading:
@@ -166,13 +165,13 @@ def reading_of(seen: Run) -> Reading:
 
 
 def quiet_windows(begun_s: float, prefills: Sequence[Window], ended_s: float) -> list[Window]:
-    """What is left of [begun, ended] without these windows, which are in order and don't overlap."""
+    """The parts of [begun, ended] outside of these windows, which are sorted and disjoint."""
     edges = [begun_s, *(edge for window in prefills for edge in window), ended_s]
     return [(low, high) for low, high in zip(edges[::2], edges[1::2], strict=True) if high > low]
 
 
 def gaps_within(streams: Sequence[Sequence[float]], windows: Sequence[Window]) -> list[float]:
-    """Gaps between neighbours of a stream that both lie in the same window."""
+    """Gaps between neighbouring chunks of a stream that are in the same window."""
     return [
         later - earlier
         for arrivals in streams
@@ -182,7 +181,7 @@ def gaps_within(streams: Sequence[Sequence[float]], windows: Sequence[Window]) -
 
 
 def gaps_ending_in(streams: Sequence[Sequence[float]], windows: Sequence[Window]) -> list[float]:
-    """Gaps whose second end lies in a window."""
+    """Gaps whose second chunk is in a window."""
     return [
         later - earlier
         for arrivals in streams

@@ -1,17 +1,16 @@
-"""`memory`: KV memory for a quarter of the load and long prompts: preemption auto, with swap space, against recompute.
+"""`memory`: KV memory for a quarter of the load: preemption `auto` with swap space against `recompute`.
 
-16 streams in a closed loop, prompts of 700 to 1,200 tokens that share nothing, 512 to 1,024 tokens out. The KV memory
-is a quarter of what all streams would need at their ends, so that six or seven of them start and grow until someone has
-to go. Outputs have to be long for that: a sequence starts only where its prompt fits, and outputs of 128 to 256 tokens
-grow by so little that few are ever preempted; --output 128-256 shows that. A round starts a new server for each arm,
-with the same prompts for both. Preemptions and blocks are counted from the first request to the last, warm-up included;
-tokens/s and TTFT as `pipeline bench` does.
+16 streams in a closed loop, with unrelated prompts of 700 to 1,200 tokens, and 512 to 1,024 tokens out. The KV memory
+is a quarter of what all streams need at their ends, so six or seven of them start, grow, and preempt each other. This
+needs long outputs: a sequence starts only if its prompt fits, and outputs of 128 to 256 tokens grow too little (see
+--output 128-256). Each round starts a new server for each arm, with the same prompts for both. Preemptions and blocks
+count from the first request to the last, including warm-up; tokens/s and TTFT are measured like in `pipeline bench`.
 
-"work" is positions computed for each token of prompts and outputs: what exceeds 1 was computed again, and what the
-prefix cache found is missing from it.
+"work" is the number of positions computed per token of prompts and outputs. Above 1 is recomputation; prefix-cache hits
+reduce it.
 
-Bounds: auto has more tokens/s, and a lower p99 TTFT, by the medians of the rounds' ratios; both arms preempt, and auto
-swaps.
+Bounds: `auto` has more tokens/s and a lower p99 TTFT, by the medians of the rounds' ratios. Both arms preempt, and
+`auto` swaps.
 """
 
 import argparse
@@ -30,7 +29,7 @@ ARMS = ("recompute", "auto")
 PROMPT, OUTPUT = Span(700, 1200), Span(512, 1024)
 PROBE_BYTES = 64 * 1024**2
 SWAP_FACTOR = 1.0
-"""Swap space for each byte that the whole load needs: enough for all of it."""
+"""Swap space per byte of the whole load's KV memory: enough for all of it."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -97,7 +96,7 @@ def reading_of(summary: Summary, server: Served) -> Reading:
 
 
 def sizes(load: BenchmarkLoad, share: float, block_bytes: float, block_size: int) -> tuple[int, int]:
-    """Bytes of KV memory for a share of the load, with room for its longest request at least, and of swap space."""
+    """Bytes of KV memory for a share of the load (at least its longest request), and of swap space."""
     blocks_of_all = load.num_streams * load.mean_tokens / block_size
     blocks_of_longest = (load.prompt.most + load.output.most) / block_size + 2
     kv_blocks = max(share * blocks_of_all, blocks_of_longest)
@@ -105,7 +104,7 @@ def sizes(load: BenchmarkLoad, share: float, block_bytes: float, block_size: int
 
 
 def block_of(sets: list[str]) -> tuple[float, int]:
-    """(bytes, tokens) of a block, as a server of these settings has them."""
+    """(bytes, tokens) of a block on a server with these settings."""
     with Served(*sets, f"execute.kv_cache_bytes={PROBE_BYTES}") as server:
         stats = server.stats()
         return PROBE_BYTES / stats.num_blocks, stats.block_size

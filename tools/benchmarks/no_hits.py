@@ -1,17 +1,16 @@
-"""`no-hits`: what prefix caching costs where no prompt begins like another: on against off.
+"""`no-hits`: the cost of prefix caching if no prompts share a prefix: on against off.
 
-Two measures, since requests over HTTP vary by more than the 1 % that is asked for:
+There are two measures, because rates over HTTP vary by more than the bound of 1 %:
 
-- the scheduler alone, in this process, without a model or another stage: 32 sequences at once with prompts of 128
-  tokens, 128 out. Processor time of admit + plan + settle + close for each request, the arms in turn. A pool of 1,456
-  blocks, as 512 MiB hold of the default model, so that blocks are evicted all the time. The loss is what caching adds
-  to a request, times the requests/s that the server then reads: with depth 1 nothing else is computed meanwhile.
-- a server over HTTP with the same load, a new one for each arm and round: output tokens/s. --instant puts an executor
-  there that computes nothing: then the other stages are all there is, and the loss is larger than with any model; it
-  shows what there is to lose, and no bound is judged then.
+- The scheduler alone, in this process: 32 concurrent sequences with prompts of 128 tokens, 128 out. CPU time of admit +
+  plan + settle + close for each request, with alternating arms. The pool has 1,456 blocks, as 512 MiB hold of the
+  default model, so blocks are evicted all the time. The loss is the time that caching adds to a request, times the
+  requests/s of the server: at depth 1 nothing else is computed meanwhile.
+- A server over HTTP with the same load, a new one for each arm and round: output tokens/s. --instant uses an executor
+  that computes nothing. Then the loss is larger than with any model, and no bound is checked.
 
-Bounds: the loss by the first measure is below 1 %, and so is that of the second, as far as it can be told: the high end
-of the ratio's interval is at least 0.99. With up to 8 rounds the interval is the whole range.
+Bounds: the loss is below 1 % by the first measure. By the second, the high end of the ratio's interval is at least
+0.99. With up to 8 rounds the interval is the whole range.
 """
 
 import argparse

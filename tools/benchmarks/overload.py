@@ -1,26 +1,24 @@
-"""`overload`: ten times as many requests as can be served, from clients that honour nothing, against written limits.
+"""`overload`: ten times as many requests as can be served, from clients that ignore Retry-After.
 
-A server with gateway.max_open_sequences = Q (64) and schedule.max_num_seqs = S (16), prompts of 128 tokens that share
-nothing, 64 out. First a closed loop of S streams without any queue: its requests/s are the rate that can be sustained,
-mu, and its p99 TTFT is that of a request which finds a row at once. Then arrivals come at 10 mu, a Poisson process that
-neither waits for answers nor slows down (an open loop), for --seconds.
+The server has gateway.max_open_sequences = Q (64) and schedule.max_num_seqs = S (16). Prompts have 128 tokens and share
+nothing, outputs 64. First a closed loop of S streams runs without any queue. Its requests/s are the sustainable rate
+mu, and its p99 TTFT is that of a request which gets a row immediately. Then requests arrive for --seconds at a rate of
+10 mu, as a Poisson process that does not wait for replies (an open loop).
 
-The bound of TTFT follows from the limits. A request is admitted only where fewer than Q are open, S of which have rows
-if as many are there; so at most Q - S wait before it has a row, itself included. One leaves the queue whenever a
-running one ends, and these end at mu a second. So the longest wait is (Q - S) / mu, and then it takes what a request
-takes that finds a row at once:
+The bound of TTFT follows from the limits. A request is admitted only if fewer than Q are open, and S of these have
+rows. So at most Q - S wait for a row, including the request itself. Requests end at a rate of mu, and each end frees a
+row. So the longest wait is (Q - S) / mu, followed by the TTFT of a request that gets a row immediately:
 
     bound = (Q - S) / mu + p99 TTFT of the closed loop
 
-- "503 p99": from sending to having the whole answer, of requests that were turned away.
-- The load comes from this process: "generator cores" is its processor time over the wall's, taken from the server on a
-  machine with few cores, and "late p99" is how far behind its plan it sent requests, and so what of the 503's time may
-  be its own.
-- Memory is sampled four times a second while the arrivals come; a process is bounded where the median of the last
-  quarter is at most 3 % + 8 MB above that of the second.
+- "503 p99": from sending to the whole answer, for requests answered with 503.
+- The load runs in this process. "generator cores" is its CPU time over wall time, which it takes from the server on a
+  machine with few cores. "late p99" is how late it sent requests, which is part of the 503's time.
+- Memory is sampled four times per second during the arrivals. It is bounded if the median of the last quarter is at
+  most 3 % + 8 MB above that of the second.
 
 Bounds: p99 of 503 answers below 50 ms; p99 TTFT of admitted requests at most 1.5 times the bound; memory as above; no
-request ends in any other way.
+other outcomes.
 """
 
 import argparse
@@ -108,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     )
     found.readings(f"{args.times:g} times the sustainable rate", [reading])
     found.verdicts += [
-        Verdict("requests turned away", float(len(refused)), ">", 0),
+        Verdict("requests answered with 503", float(len(refused)), ">", 0),
         Verdict("p99 of 503 answers, ms", refusal_p99, "<", MAX_REFUSAL_MS),
         Verdict("p99 TTFT of admitted requests / the bound", ttft_p99 / bound_ms, "<=", MAX_TTFT_RATIO),
     ]
@@ -119,7 +117,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _flood(url: str, load: BenchmarkLoad, rate: float) -> tuple[list[RequestResult], list[float]]:
-    """Send at this rate, whatever comes back. Returns the records, and how late each request was sent."""
+    """Send requests at this rate, without waiting for replies. Returns the results, and how late each request was
+    sent."""
     async with open_session(None, loads.TIMEOUT_S) as session:
         client = BenchClient(session, url, "auto", loads.ENDPOINT)
         await client.find_model()
@@ -141,7 +140,7 @@ async def _flood(url: str, load: BenchmarkLoad, rate: float) -> tuple[list[Reque
 
 
 def arrivals_of(seed: str, rate: float, seconds: float) -> list[float]:
-    """Moments of a Poisson process in [0, seconds)."""
+    """Times of a Poisson process in [0, seconds)."""
     rng = random.Random(f"{seed}/arrivals")
     at_s, moments = rng.expovariate(rate), []
     while at_s < seconds:
@@ -151,7 +150,7 @@ def arrivals_of(seed: str, rate: float, seconds: float) -> list[float]:
 
 
 def divide(records: Sequence[RequestResult]) -> tuple[list[RequestResult], list[RequestResult], list[RequestResult]]:
-    """Those that were turned away with 503, those that were served, and all others."""
+    """Requests answered with 503, served requests, and all others."""
     refused: list[RequestResult] = []
     admitted: list[RequestResult] = []
     failed: list[RequestResult] = []
@@ -166,6 +165,6 @@ def divide(records: Sequence[RequestResult]) -> tuple[list[RequestResult], list[
 
 
 def ttft_bound_ms(num_open: int, num_rows: int, requests_per_s: float, ttft_ms: float) -> float:
-    """The longest that an admitted request should wait for its first token; see the module."""
+    """Longest time that an admitted request should wait for its first token; see the module's docstring."""
     waiting = max(0, num_open - num_rows)
     return ttft_ms + (1000 * waiting / requests_per_s if requests_per_s > 0 else float("inf"))

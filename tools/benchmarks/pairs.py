@@ -1,4 +1,4 @@
-"""Comparing two arms in alternating rounds, A B B A …, so that what drifts with time falls on both alike."""
+"""Compares two arms in alternating rounds, A B B A …, so that drift affects both alike."""
 
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -9,32 +9,32 @@ import msgspec
 from pipeline.cli.bench.measure import percentile
 
 Reading = dict[str, float]
-"""What one measurement of one arm found, by name."""
+"""The results of one measurement of one arm, by name."""
 
 INTERVAL = 0.95
 
 
 class Ratio(msgspec.Struct, frozen=True):
-    """B / A over the rounds: each round's own ratio, then their median."""
+    """Each round's B / A, and the median of these ratios."""
 
     median: float
     low: float
-    """`low` to `high` holds the median with 95 % confidence, where there are 6 rounds or more; of up to 8 rounds it is
-    the whole range."""
+    """`low` to `high` contains the median with 95 % confidence from 6 rounds on. With up to 8 rounds it is the whole
+    range."""
     high: float
 
     @classmethod
     def of(cls, ratios: Sequence[float]) -> "Ratio":
-        """Order statistics, as of the sign test: no distribution is assumed."""
+        """Order statistics, as in the sign test: no distribution is assumed."""
         ordered = sorted(ratios)
         cut = num_outside(len(ordered))
         return cls(median(ordered), ordered[cut], ordered[-1 - cut])
 
 
 def num_outside(count: int) -> int:
-    """How many of `count` ordered values may be left out at each end, so that what is left still holds the median with
-    a probability of INTERVAL: it does not where at most so many values lie below the median, or above it, and each lies
-    there as a coin falls. 0 also where there are too few values for that."""
+    """How many of `count` ordered values may be dropped at each end so that the rest contains the median with a
+    probability of INTERVAL. Each value is below the median with a probability of one half. 0 if there are too few
+    values."""
     chance, ways = 0.5**count, 1.0
     cut = 0
     while True:
@@ -46,7 +46,7 @@ def num_outside(count: int) -> int:
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """All readings of two arms; those of one round have the same place."""
+    """All readings of two arms. Readings of one round have the same index."""
 
     names: tuple[str, str]
     readings: tuple[list[Reading], list[Reading]]
@@ -55,7 +55,7 @@ class Comparison(msgspec.Struct, frozen=True):
         return median(reading[figure] for reading in self.readings[arm])
 
     def ratio(self, figure: str) -> Ratio | None:
-        """B / A; None where A has read 0."""
+        """B / A; None if A is 0."""
         pairs = list(zip(*([reading[figure] for reading in arm] for arm in self.readings), strict=True))
         if any(a == 0 for a, _ in pairs):
             return None
@@ -66,14 +66,14 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 def order_of(round_number: int) -> tuple[int, int]:
-    """Which arm goes first: A B, B A, A B, …"""
+    """The order of the arms in a round: A B, B A, A B, …"""
     return (0, 1) if round_number % 2 == 0 else (1, 0)
 
 
 def compare(
     names: tuple[str, str], num_rounds: int, measure: Callable[[int, int], Reading], tell: Callable[[str], None]
 ) -> Comparison:
-    """Measure each arm once a round. `measure` takes (arm, round), `tell` what is being done."""
+    """Measure each arm once per round. `measure` receives (arm, round), `tell` a description."""
     readings: tuple[list[Reading], list[Reading]] = ([], [])
     for number in range(num_rounds):
         for arm in order_of(number):
@@ -83,13 +83,13 @@ def compare(
 
 
 def spread(values: Sequence[float]) -> tuple[float, float]:
-    """Median and 99th percentile; zeros where there are none."""
+    """Median and 99th percentile; zeros without values."""
     ordered = sorted(values)
     return (percentile(ordered, 0.5), percentile(ordered, 0.99)) if ordered else (0.0, 0.0)
 
 
 def as_builtins(comparison: Comparison) -> Any:
-    """For JSON: with medians and ratios."""
+    """For JSON, with medians and ratios."""
     return {
         "arms": dict(zip(comparison.names, comparison.readings, strict=True)),
         "ratios": {figure: msgspec.to_builtins(comparison.ratio(figure)) for figure in comparison.figures()},

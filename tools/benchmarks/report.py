@@ -1,4 +1,4 @@
-"""Options that all subjects have, and what they say at the end: a table, a verdict on each bound, JSON."""
+"""Options common to all benchmarks, and their output: tables, a verdict on each bound, JSON."""
 
 import argparse
 import secrets
@@ -19,12 +19,12 @@ from tools.benchmarks.pairs import Comparison, Reading, as_builtins
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """One bound, and what was found."""
+    """A bound, and the measured value."""
 
     words: str
     value: float
     relation: str
-    """<=, <, >= or >: how the value has to stand to the bound."""
+    """<=, <, >= or >: the relation between value and bound."""
     bound: float
 
     @property
@@ -46,10 +46,10 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class BenchmarkReport:
-    """Collects what one run of a subject found, prints it as it comes, and ends with the exit code."""
+    """Prints the results of a benchmark as they come, and collects them for the JSON and the exit code."""
 
     def __init__(self, subject: str, args: argparse.Namespace) -> None:
-        """Raises ConfigError where the file of --json can't be written."""
+        """Raises ConfigError if the file of --json can't be written."""
         if args.json:
             require_writable(Path(args.json), "--json")
         self._args = args
@@ -57,15 +57,15 @@ class BenchmarkReport:
         self._progress = Console(stderr=True, highlight=False)
         self._data: dict[str, Any] = {"subject": subject, "version": VERSION, "seed": args.seed, "set": args.set}
         self.errors: Counter[str] = Counter()
-        """Requests that failed, by why."""
+        """Failed requests, by reason."""
         self.verdicts: list[Verdict] = []
 
     def tell(self, words: str) -> None:
-        """What is being done just now, on standard error."""
+        """Print the current activity on standard error."""
         self._progress.print(words, style="dim")
 
     def note(self, name: str, value: Any, words: str) -> None:
-        """A fact besides the tables: printed, and in the JSON under its name."""
+        """Print a fact, and add it to the JSON under its name."""
         self._data[name] = value
         self._screen.print(words, soft_wrap=True)
 
@@ -88,7 +88,7 @@ class BenchmarkReport:
         self._screen.print(table)
 
     def readings(self, title: str, rows: list[Reading]) -> None:
-        """A table with one line a reading."""
+        """A table with one row per reading."""
         self._data[title] = rows
         table = Table(title=title, title_justify="left")
         for figure in rows[0]:
@@ -98,8 +98,8 @@ class BenchmarkReport:
         self._screen.print(table)
 
     def finish(self) -> int:
-        """Print errors and verdicts and write the JSON. Returns the exit code: 1 where a bound was missed or a request
-        failed, if --check was given; else 0."""
+        """Print errors and verdicts, and write the JSON. Returns the exit code: 1 if --check was given and a bound was
+        missed or a request failed, else 0."""
         for reason, count in self.errors.items():
             self._screen.print(f"failed: {count} × {reason}", soft_wrap=True, markup=False)
         for verdict in self.verdicts:
@@ -120,26 +120,30 @@ class BenchmarkReport:
 
 
 def add_common(parser: argparse.ArgumentParser, rounds: int | None, seconds: float) -> None:
-    """The options of every subject; `rounds` None leaves --rounds out."""
+    """The options of every benchmark; `rounds` None leaves --rounds out."""
     if rounds is not None:
         parser.add_argument(
-            "--rounds", type=types.positive, default=rounds, metavar="N", help="of each arm; by default %(default)s"
+            "--rounds",
+            type=types.positive,
+            default=rounds,
+            metavar="N",
+            help="rounds of each arm; by default %(default)s",
         )
     parser.add_argument(
         "--seconds",
         type=types.duration,
         default=seconds,
         metavar="TIME",
-        help="that a measurement lasts, its warm-up not counted; by default %(default)g",
+        help="duration of a measurement without its warm-up; by default %(default)g",
     )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of every server")
-    parser.add_argument("--seed", type=types.natural, default=None, help="of the prompts; by default drawn anew")
-    parser.add_argument("--json", metavar="FILE", help="write everything that was read there")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a bound is missed or a request failed")
+    parser.add_argument("--seed", type=types.natural, default=None, help="seed of the prompts; by default random")
+    parser.add_argument("--json", metavar="FILE", help="write all results to this file")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a bound is missed or a request fails")
 
 
 def with_seed(args: argparse.Namespace) -> argparse.Namespace:
-    """Draw the seed that was not given: a cache may know the prompts of a seed that was used before."""
+    """Draw a seed if none was given. A prefix cache may know the prompts of a seed that was used before."""
     if args.seed is None:
         args.seed = secrets.randbelow(2**32)
     return args

@@ -1,4 +1,4 @@
-"""The scheduler without its process, and an executor for it that always draws the same id."""
+"""The scheduler without its process, with a fake executor that always samples the same id."""
 
 import time
 from collections import deque
@@ -15,7 +15,7 @@ VOCAB_SIZE = 32000
 
 
 def answer(scheduler: Scheduler, step: m.Step) -> m.StepResult:
-    """What an executor would answer."""
+    """The executor's answer to a step."""
     assert isinstance(step.rows, bytes) and isinstance(step.samples, bytes)
     rows = np.frombuffer(step.rows, np.int32)[np.frombuffer(step.samples, np.uint8) > 0]
     return m.StepResult(
@@ -31,7 +31,7 @@ def answer(scheduler: Scheduler, step: m.Step) -> m.StepResult:
 
 
 def admission(number: int, prompt: "np.ndarray[tuple[int], np.dtype[np.int32]]", num_output: int) -> m.Admit:
-    """A request with one sequence, older than those with higher numbers."""
+    """A request with one sequence. Lower numbers are older."""
     options = msgspec.Raw(msgspec.msgpack.encode(m.GenerationOptions(max_tokens=num_output)))
     return m.Admit(number, 1, 0, float(number), prompt.tobytes(), options)
 
@@ -45,9 +45,9 @@ def request_cost(
     num_blocks: int,
     seed: int,
 ) -> float:
-    """Processor time in seconds that the scheduler spends on a request: admission, its part of plans and settlements,
-    and its close. `num_rows` run at once, prompts are random; the first `num_rows` requests fill the rows and the pool,
-    and are not counted. What the executor and the gateway would do is not counted either."""
+    """CPU time in seconds that the scheduler spends on a request: admission, its share of plans and settlements, and
+    its close. `num_rows` requests run at a time, with random prompts. The first `num_rows` fill the rows and the pool
+    and are not counted, nor is work of the executor and the gateway."""
     scheduler = Scheduler(
         SchedulerConfig(
             num_blocks=num_blocks,

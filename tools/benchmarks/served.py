@@ -1,4 +1,4 @@
-"""A real server for one measurement: started by exec, stopped whatever happens."""
+"""A real server for one measurement. It is started with exec and stopped on every path."""
 
 import contextlib
 import os
@@ -19,9 +19,9 @@ from pipeline.supervisor.admin_client import Admin, find_servers
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 START_S = 180.0
-"""The first start on a machine fetches and converts the model."""
+"""The first start on a machine downloads and converts the model."""
 STOP_S = 60.0
-"""To drain and end; after that it is killed."""
+"""Time to drain and stop; then the server is killed."""
 POLL_S = 0.05
 NUM_LAST_LINES = 30
 
@@ -29,8 +29,8 @@ T = TypeVar("T", bound=OwnCounts)
 
 
 class Served:
-    """`pipeline serve` on a free port, as a context manager. Its log goes to a file: a pipe that nobody reads would
-    fill up and stop it. Raises UserError, with the end of the log, where it does not start."""
+    """`pipeline serve` on a free port, as a context manager. Its log goes to a file, because a full pipe would block
+    it. Raises UserError with the end of the log if it does not start."""
 
     def __init__(self, *sets: str, options: tuple[str, ...] = ()) -> None:
         command = [sys.executable, "-m", "pipeline", "serve", "--set", "gateway.port=0", *options]
@@ -46,7 +46,7 @@ class Served:
                 stdout=subprocess.DEVNULL,
                 stdin=subprocess.DEVNULL,
                 cwd=ROOT,
-                process_group=0,  # a terminal's Ctrl-C is for this program, which stops it then
+                process_group=0,  # Ctrl-C in a terminal is for this program, which then stops the server
             )
         except BaseException:
             self._log.close()
@@ -64,7 +64,7 @@ class Served:
             raise
 
     def stats(self) -> ServerStats:
-        """What the server counts. Blocks, and is for the thread that made this. Raises UserError."""
+        """The server's stats. Blocks; call it from the thread that created this object. Raises UserError."""
         assert self._admin is not None
         return self._admin.stats()
 
@@ -79,12 +79,12 @@ class Served:
         return self._process.poll() is None
 
     def log(self) -> str:
-        """All that it has logged."""
+        """The whole log."""
         size = os.fstat(self._log.fileno()).st_size
         return os.pread(self._log.fileno(), size, 0).decode("utf-8", "replace")
 
     def stop(self) -> int:
-        """End it and wait. Returns its exit code. Raises TimeoutExpired where it had to be killed."""
+        """Stop the server. Returns its exit code. Raises TimeoutExpired if it had to be killed."""
         if self._admin is not None:
             self._admin.__exit__()
             self._admin = None
@@ -93,7 +93,7 @@ class Served:
                 self._process.send_signal(signal.SIGTERM)
             return self._process.wait(STOP_S)
         finally:
-            self._process.kill()  # harmless where it has ended; its children go with it
+            self._process.kill()  # harmless if it has ended; its children end with it
             self._process.wait()
 
     def _wait_until_ready(self) -> str:
@@ -123,19 +123,19 @@ def _counts(stats: ServerStats, kind: type[T]) -> T:
     for stage in stats.stages:
         if stage.counts is not None and isinstance(stage.counts.own, kind):
             return stage.counts.own
-    raise UserError(f"the server gives no {kind.__name__}")
+    raise UserError(f"the server's stats have no {kind.__name__}")
 
 
 def _found(pattern: str, line: str) -> str:
     match = re.search(pattern, line)
     if match is None:
-        raise UserError(f"the server's last line of start reads otherwise than expected: {line}")
+        raise UserError(f"unexpected 'ready' line in the server's log: {line}")
     return match[1]
 
 
 @contextlib.contextmanager
 def ending_in_order() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP end this program as Ctrl-C does, so that its servers are stopped."""
+    """Make SIGTERM and SIGHUP end this program like Ctrl-C, so that its servers are stopped."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)

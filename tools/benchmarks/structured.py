@@ -1,8 +1,8 @@
-"""`structured`: what structured output costs where every request asks for it: with against without.
+"""`structured`: the cost of structured output for all requests, against unstructured output.
 
-One server; the arms take turns at it. Both have prompts of about 128 tokens and outputs of just as many, greedy: what
-is asked for is an array that goes on for longer, so that outputs are cut at the same length. A second schema has a
-pattern and numbers with bounds, whose masks take longer. Output tokens/s at each of --streams.
+The arms alternate on one server. Both have prompts and outputs of about 128 tokens, greedy. The schema is an array that
+goes on for longer, so outputs are cut at the same length. A second schema has a pattern and bounded numbers, whose
+masks take longer. The figure is output tokens/s for each of --streams.
 
 Bound: at every number of streams, the median of structured / unstructured is at least 0.85.
 """

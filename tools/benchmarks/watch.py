@@ -1,4 +1,4 @@
-"""Memory and descriptors of a server's processes, sampled while a load runs, and whether they stay flat."""
+"""Samples memory and descriptors of a server's processes during a load, and checks whether they stay flat."""
 
 import threading
 import time
@@ -13,13 +13,13 @@ from pipeline.supervisor.process_usage import usage_of
 
 MAX_GROWTH = 0.03
 SLACK_BYTES = 8e6
-"""What a process may grow by besides: an allocator gives back what it likes."""
+"""Growth allowed for each process, because an allocator returns memory at its own discretion."""
 SLACK_FDS = 8
-"""Connections come and go with the load."""
+"""Allowed growth of descriptors: connections come and go with the load."""
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """What the processes took at one moment, by stage."""
+    """The resources of all processes at one moment, by stage."""
 
     at_s: float
     rss_bytes: dict[str, int]
@@ -28,13 +28,13 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class Flatness(msgspec.Struct, frozen=True):
-    """The medians of the second quarter of a series and of its last: the first quarter is for growing to size."""
+    """The medians of the second and the last quarter of a series. In the first quarter processes still grow."""
 
     name: str
     second: float
     last: float
     bound: float
-    """The most that `last` may be."""
+    """Upper limit of `last`."""
     most: float
     """The largest sample."""
 
@@ -44,7 +44,7 @@ class Flatness(msgspec.Struct, frozen=True):
 
 
 def flatness(name: str, values: Sequence[float], slack: float, growth: float = MAX_GROWTH) -> Flatness:
-    """Compare the quarters of a series of four samples or more."""
+    """Compare the quarters of a series of at least four samples."""
     assert len(values) >= 4, f"{name}: {len(values)} samples have no quarters"
     quarter = len(values) // 4
     second, last = median(values[quarter : 2 * quarter]), median(values[-quarter:])
@@ -81,7 +81,7 @@ def num_fds(pid: int) -> int:
 
 
 class Watch:
-    """Samples in a thread of its own while it is entered; reading /proc for six processes takes under a millisecond."""
+    """Samples in a thread while the context is entered. Reading /proc for six processes takes under a millisecond."""
 
     def __init__(self, pids: dict[str, int], every_s: float = 1.0) -> None:
         self.samples: list[Sample] = []

@@ -58,7 +58,7 @@ TOKENIZER_CONFIG = {
 
 
 def build(folder: Path) -> list[Path]:
-    """The models, each a folder or a .gguf file below `folder`."""
+    """The models: each is a folder or a .gguf file below `folder`."""
     made = [_folder(folder / "llama", CONFIG, shards=1), _folder(folder / "qwen3", QWEN, shards=2)]
     made.append(_gguf(folder / "plain.gguf", gguf.GGMLQuantizationType.F32, "gpt2"))
     made.append(_gguf(folder / "blocks.gguf", gguf.GGMLQuantizationType.Q8_0, "llama"))

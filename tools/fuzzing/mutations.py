@@ -1,4 +1,4 @@
-"""What a hostile file may look like: mutations of a valid one, all from one `random.Random`."""
+"""Mutations of valid model files, all drawn from one `random.Random`."""
 
 import copy
 import json
@@ -15,20 +15,20 @@ NUMBERS = (
     *(2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40, 2**63 - 1, 2**63, 2**64 - 1, 2**64, -(2**31), -(2**63)),
 )
 DIGITS = "@digits"
-"""Stands for a number of more digits than Python reads."""
+"""Stands for a number with more digits than Python reads."""
 VALUES: tuple[Any, ...] = (
     *NUMBERS,
     *(0.5, -0.0, 1e-300, 1e308, float("nan"), float("inf"), True, False, None, DIGITS),
     *("", "x" * 3000, "../x", "/dev/zero", "a\0b", "line\nline", "\ud800", "F16", "F64", "U8", "default", "llama3"),
     *([], {}, [1], ["x"], [-8, 0], [1, 2.5], {"a": {}}, {"content": 1}),
 )
-"""What stands in place of a JSON value."""
+"""Replacements for JSON values."""
 DEEP = 3000
 WIDTHS = ((1, "B"), (2, "H"), (4, "I"), (8, "Q"))
 
 
 def spoil_bytes(data: bytes, rng: random.Random, reach: int) -> bytes:
-    """Mutate some of the first `reach` bytes, or cut or lengthen the file."""
+    """Mutate some of the first `reach` bytes, or truncate or extend the file."""
     out = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 5))):
         at = rng.randrange(max(1, min(reach, len(out))))
@@ -78,14 +78,14 @@ def spoil_json(data: bytes, rng: random.Random) -> bytes:
     if rng.random() < 0.1:
         at = text.find(":", rng.randrange(len(text))) + 1
         text = text[:at] + "[" * DEEP + "]" * DEEP + "," + text[at:]
-    if rng.random() < 0.1 and text.startswith("{") and len(text) > 2:  # a key that is there twice
+    if rng.random() < 0.1 and text.startswith("{") and len(text) > 2:  # a duplicate key
         key = next(iter(json.loads(data)))
         text = f"{{{json.dumps(key)}: {json.dumps(rng.choice(VALUES))}, {text[1:]}"
     return text.encode()
 
 
 def _some_place(document: Any, rng: random.Random) -> tuple[Any, Any]:
-    """A holder and the key or index of one of its values, at any depth."""
+    """A container and the key or index of one of its values, at any depth."""
     holder, key = None, None
     here = document
     while isinstance(here, dict | list) and here:
@@ -111,7 +111,7 @@ GGUF_ARRAY, GGUF_TYPES = 9, 14
 
 
 def spoil_gguf(data: bytes, rng: random.Random) -> bytes:
-    """Mutate types, counts, lengths and numbers beside the names of keys and tensors, or any bytes of the header."""
+    """Mutate types, counts, lengths and numbers next to the names of keys and tensors, or any bytes of the header."""
     end = data.find(b"output_norm") + 64
     if rng.random() < 0.4:
         return spoil_bytes(data, rng, rng.choice((24, end, len(data))))
@@ -119,22 +119,22 @@ def spoil_gguf(data: bytes, rng: random.Random) -> bytes:
     for _ in range(rng.choice((1, 1, 2))):
         name = rng.choice(list(NAME.finditer(out, 0, end)))
         match rng.randrange(6):
-            case 0:  # the name's own length
+            case 0:  # the length of the name
                 out[name.start() - 8 : name.start()] = struct.pack("<Q", rng.choice(NUMBERS) % 2**64)
             case 1:  # another type
                 out[name.end() : name.end() + 4] = struct.pack("<I", rng.randrange(GGUF_TYPES))
-            case 2:  # an array in front of the value
+            case 2:  # turns the value into an array
                 count = rng.choice(NUMBERS) % 2**64
                 out[name.end() : name.end()] = struct.pack("<IIQ", GGUF_ARRAY, rng.randrange(GGUF_TYPES), count)
             case 3:  # arrays of arrays
                 out[name.end() : name.end() + 4] = struct.pack("<IIQ", GGUF_ARRAY, GGUF_ARRAY, 1) + DEEP * struct.pack(
                     "<IQ", GGUF_ARRAY, 1
                 )
-            case 4:  # the name of another
+            case 4:  # the name of another entry
                 out[name.start() : name.end()] = rng.choice(NAME.findall(data, 0, end))[: len(name[0])].ljust(
                     len(name[0]), b"x"
                 )
-            case _:  # a number behind it
+            case _:  # a number after it
                 at = name.end() + rng.choice((4, 8, 12, 16, 20))
                 size, code = rng.choice(WIDTHS)
                 out[at : at + size] = struct.pack(f"<{code}", rng.choice(NUMBERS) % 256**size)
@@ -142,7 +142,7 @@ def spoil_gguf(data: bytes, rng: random.Random) -> bytes:
 
 
 def spoil_kind(path: Path, rng: random.Random, outside: Path) -> None:
-    """Put something that is not a file of the model in a file's place."""
+    """Replace a file of the model by something else."""
     path.unlink()
     kinds: tuple[Callable[[], Any], ...] = (
         path.mkdir,

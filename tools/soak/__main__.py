@@ -1,21 +1,23 @@
-"""Random load against a real server for a long time, and whether it stays true to itself.
+"""Runs random load against a real server for a long time, and checks that the server stays correct.
 
     python -m tools.soak                  20 minutes
-    python -m tools.soak --minutes 0.2           a quick look; too short to judge memory
+    python -m tools.soak --minutes 0.2           a quick look; too short to check memory
     python -m tools.soak --set schedule.max_steps_in_flight=1 --seed 7 --json soak.json
 
-Requests come over HTTP, streaming or not, and over ZeroMQ: prompts short, long, and with shared beginnings, n of 1 to
-4, stop strings, priorities, cache salts, deadlines (where the server takes these), from 1 to 40 at once, which changes
-all the time; one client in five leaves before its answer is there. KV memory is so small that sequences are preempted
-constantly, and swap space so small that some are swapped and some computed again.
+Requests come over HTTP (streaming or not) and over ZeroMQ. They have short and long prompts, shared prefixes, n from 1
+to 4, stop strings, priorities, cache salts and deadlines, as far as the server supports them. The concurrency changes
+all the time, between 1 and 40. One client in five leaves before its reply is complete. KV memory is so small that
+sequences are preempted constantly, and swap space so small that some are swapped and some are recomputed.
 
-On the way: each sequence of each answer ends exactly once; no answer but 200, 503 for want of room, and 408 or 504 for
-a request with a deadline; fixed greedy probes give the same ids every time. Afterwards, when all clients are gone:
-nothing open, running, waiting, swapped or held; descriptors and shared-memory arenas as before the load; the resident
-memory of each process flat, which is that the median of the run's last quarter is at most 3 % + 8 MB above that of its
-second (judged from 3 minutes on); no error in the server's log; exit code 0, and no process left.
+Checked during the load: each sequence of each reply ends exactly once; the only statuses are 200, 503 at the limit of
+open requests, and 408 or 504 for requests with a deadline; fixed greedy probes always return the same ids.
 
-The exit code is 1 where anything of this is not so. The seed fixes what is asked, not when.
+Checked afterwards, without clients: nothing is open, running, waiting, swapped or held; descriptors and shared-memory
+arenas are as before; each process's resident memory is flat, which means that its median in the last quarter is at
+most 3 % + 8 MB above that of the second quarter (from 3 minutes on); the server's log has no error, its exit code is 0,
+and no process is left.
+
+The exit code is 1 if any check fails. The seed determines the requests, but not their timing.
 """
 
 import argparse
@@ -57,7 +59,7 @@ SETTINGS = (
 )
 MOST = 40
 CONCURRENCIES = (1.0, 0.5, 0.25, 0.08, 0.0)
-"""Parts of the most requests at once, at least one; the first comes first, then any."""
+"""Fractions of the maximum concurrency, at least one request. The first is used first, then random ones."""
 PHASE_S = (2.0, 12.0)
 PROBE_EVERY_S = 1.0
 AFTER_REFUSAL_S = 0.3
@@ -67,7 +69,7 @@ REPORT_EVERY_S = 30.0
 
 
 class Soak:
-    """One run: what it has seen so far."""
+    """The state of one run."""
 
     def __init__(self, server: Served, seconds: float, most: int, seed: int) -> None:
         self._server = server
@@ -89,11 +91,11 @@ class Soak:
                 for place, answer in enumerate(expected):
                     group.create_task(self._probe(client, place, answer, end))
                 group.create_task(self._load(session, client, end))
-            for place, answer in enumerate(expected):  # once more, alone
+            for place, answer in enumerate(expected):  # once more, without other load
                 self._compare(place, answer, await probes.answer(client, place))
 
     async def _load(self, session: aiohttp.ClientSession, client: AsyncClient, end: float) -> None:
-        """Keep a changing number of requests under way; at the end all are read."""
+        """Keep a changing number of requests in flight. At the end all replies are read."""
         rng, tasks = self._rng, set[asyncio.Task[None]]()
         target, told = self._most, time.monotonic()
         phase_end = told + PHASE_S[0]
@@ -129,7 +131,7 @@ class Soak:
             self.faults[outcome.words] += 1
 
     async def _probe(self, client: AsyncClient, place: int, expected: probes.Answer, end: float) -> None:
-        """Ask one probe again and again, with any priority: it goes first at times, and is preempted at others."""
+        """Repeat one probe with varying priorities, so that it is sometimes first and sometimes preempted."""
         rng = random.Random(place)
         while time.monotonic() < end:
             priority = rng.randint(-3, 3) if "priority" in self._known else 0
@@ -155,13 +157,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=20.0, help="of load; by default %(default)g")
+    parser.add_argument("--minutes", type=float, default=20.0, help="duration of the load; by default %(default)g")
     parser.add_argument(
-        "--most", type=types.positive, default=MOST, metavar="N", help="requests at once; by default %(default)s"
+        "--most",
+        type=types.positive,
+        default=MOST,
+        metavar="N",
+        help="maximum of concurrent requests; by default %(default)s",
     )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the server")
-    parser.add_argument("--seed", type=types.natural, default=None, help="by default drawn anew")
-    parser.add_argument("--json", metavar="FILE", help="write what was found, with every sample of memory, there")
+    parser.add_argument("--seed", type=types.natural, default=None, help="seed of the requests; by default random")
+    parser.add_argument("--json", metavar="FILE", help="write the findings and all memory samples to this file")
     args = with_seed(parser.parse_args(arguments))
     try:
         if args.json:
@@ -178,7 +184,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def soak(args: argparse.Namespace) -> dict[str, Any]:
-    """Run it, print what was found and return it for JSON: `faults` is empty where all is well."""
+    """Run the test, print the findings and return them for JSON. `faults` is empty if there are none."""
     seconds = 60 * args.minutes
     print(f"{args.minutes:g} minutes of load, seed {args.seed}", flush=True)
     with Served(*SETTINGS, *args.set) as server:
@@ -197,7 +203,7 @@ def soak(args: argparse.Namespace) -> dict[str, Any]:
             if is_judged and not one.is_flat:
                 faults[f"memory grows: {words}"] += 1
         if not is_judged:
-            print(f"memory is not judged: the run was shorter than {MIN_JUDGED_S / 60:g} minutes")
+            print(f"memory was not checked: the run was shorter than {MIN_JUDGED_S / 60:g} minutes")
         counts = server.schedule()
         if (code := server.stop()) != 0:
             faults[f"the server ended with exit code {code}"] += 1
@@ -218,7 +224,7 @@ def soak(args: argparse.Namespace) -> dict[str, Any]:
     print(", ".join(f"{value:,} {name}" for name, value in seen.items()))
     for words, count in faults.most_common(MAX_SHOWN):
         print(f"FAULT: {count} × {words}")
-    print("all is well" if not faults else f"{faults.total()} faults of {len(faults)} kinds")
+    print("no faults" if not faults else f"{faults.total()} faults of {len(faults)} kinds")
     return {
         "minutes": args.minutes,
         "seed": args.seed,
@@ -232,7 +238,7 @@ def soak(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def complaints_of(log: str) -> list[str]:
-    """Lines of a server's log that tell of an error: `10:31:07.120 E schedule.0 …`, or the head of a traceback."""
+    """Lines of a server's log that report an error: `10:31:07.120 E schedule.0 …`, or the start of a traceback."""
     return [f"log: {line}" for line in log.splitlines() if re.match(r"[\d:.]+ [EC] |Traceback ", line)]
 
 

@@ -1,4 +1,4 @@
-"""What has to be true of a server that has nothing to do any more."""
+"""What must be true of an idle server."""
 
 import time
 
@@ -9,11 +9,11 @@ from tools.benchmarks.watch import SLACK_FDS, Sample, sample
 IDLE_S = 60.0
 POLL_S = 0.1
 SLACK_ARENA_BYTES = 65536
-"""What the last messages named may be released with the next wake."""
+"""Time for the next wakes to release what the last messages named."""
 
 
 def leftovers(stats: ServerStats) -> list[str]:
-    """What is still open, running or held; one line each."""
+    """What is still open, running or held, one line each."""
     found = []
     for stage in stats.stages:
         match stage.counts.own if stage.counts is not None else None:
@@ -37,7 +37,7 @@ def leftovers(stats: ServerStats) -> list[str]:
 
 
 def settle(server: Served) -> list[str]:
-    """Wait until nothing is left over. Returns what still is at the deadline."""
+    """Wait until the server is idle. Returns what is left at the deadline."""
     end = time.monotonic() + IDLE_S
     while (left := leftovers(server.stats())) and time.monotonic() < end:
         time.sleep(POLL_S)
@@ -45,7 +45,7 @@ def settle(server: Served) -> list[str]:
 
 
 class Idle:
-    """An idle server's descriptors and arenas."""
+    """Descriptors and arena usage of an idle server."""
 
     def __init__(self, server: Served) -> None:
         self.sample: Sample = sample(server.pids)
@@ -54,7 +54,7 @@ class Idle:
         }
 
     def grown_since(self, before: "Idle") -> list[str]:
-        """What takes more than before; one line each."""
+        """Resources whose usage has grown, one line each."""
         found = []
         for name, number in self.sample.num_fds.items():
             if number > before.sample.num_fds[name] + SLACK_FDS:

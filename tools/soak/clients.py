@@ -1,4 +1,4 @@
-"""One request over HTTP or ZeroMQ, and what became of it."""
+"""One request over HTTP or ZeroMQ, and its outcome."""
 
 import asyncio
 import inspect
@@ -17,23 +17,23 @@ from tools.soak.endings import Endings
 from tools.soak.requests import EXTRAS, RandomRequest
 
 PATIENCE_S = 300.0
-"""Every answer has ended by then."""
+"""Every reply must end within this time."""
 TIMED_OUT = (408, 504)
-"""What a request with a deadline of its own may be answered."""
+"""Statuses allowed for a request with a deadline."""
 OVERLOADED = 503
 
 Kind = Literal["ended", "left", "refused", "timed out", "wrong"]
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What became of a request. Only `wrong` is a fault of the server."""
+    """The outcome of a request. Only `wrong` is a fault of the server."""
 
     kind: Kind
     words: str = ""
 
 
 async def over_http(session: aiohttp.ClientSession, url: str, model: str, ask: RandomRequest) -> Outcome:
-    """Ask /v1/completions, and judge the answer."""
+    """Send a request to /v1/completions, and check the reply."""
     body = {"model": model, "prompt": ask.prompt, "stream": ask.streams} | ask.params | ask.extras
 
     async def answered() -> Outcome:
@@ -55,14 +55,14 @@ async def _read_whole(response: aiohttp.ClientResponse, endings: Endings) -> str
 
 
 async def _read_events(response: aiohttp.ClientResponse, endings: Endings) -> str | None:
-    """Returns the error that the stream says, if it says one."""
+    """Returns the error in the stream, if there is one."""
     is_done, error = False, None
     async for line in response.content:
         payload = line.strip().removeprefix(b"data:").strip()
         if not payload or payload.startswith(b":"):
             continue
         if is_done:
-            endings.complaints.append("something came after [DONE]")
+            endings.complaints.append("an event after [DONE]")
         if payload == b"[DONE]":
             is_done = True
             continue
@@ -77,7 +77,7 @@ async def _read_events(response: aiohttp.ClientResponse, endings: Endings) -> st
 
 
 async def over_zmq(client: AsyncClient, ask: RandomRequest) -> Outcome:
-    """Ask at the ZeroMQ door, and judge the answer."""
+    """Send a request over ZeroMQ, and check the reply."""
     params, options = _for_zmq(ask)
     endings = Endings(ask.n)
 
@@ -96,14 +96,14 @@ async def over_zmq(client: AsyncClient, ask: RandomRequest) -> Outcome:
         except RequestError as error:
             return of_status(error.status, error.message, ask)
         if ask.leave_after_s is not None and not endings.reasons:
-            return Outcome("left")  # aborted before anything was accepted
+            return Outcome("left")  # aborted before it was accepted
         return _judged(None, endings, ask)
 
     return await _patiently(answered, ask, leaves=not ask.says_so)
 
 
 def _for_zmq(ask: RandomRequest) -> tuple[SamplingParams, dict[str, Any]]:
-    """Parameters, and what goes beside them: an extra goes where the client has a place for it."""
+    """Sampling parameters, and the request's other arguments; extras go where the client accepts them."""
     inside = {name: ask.extras[name] for name in ask.extras if name in SamplingParams.__struct_fields__}
     beside = {name: ask.extras[name] for name in ask.extras if name in _GENERATE}
     return SamplingParams(**ask.params, **inside), beside
@@ -113,7 +113,7 @@ _GENERATE = tuple(inspect.signature(AsyncClient.generate).parameters)
 
 
 async def _patiently(answered: Callable[[], Awaitable[Outcome]], ask: RandomRequest, leaves: bool = True) -> Outcome:
-    """Wait for an answer, for as long as this client does."""
+    """Wait for a reply for as long as this client does."""
     is_leaving = leaves and ask.leave_after_s is not None
     limit_s = ask.leave_after_s if is_leaving else PATIENCE_S
     try:
@@ -130,7 +130,7 @@ async def _patiently(answered: Callable[[], Awaitable[Outcome]], ask: RandomRequ
 
 
 def of_status(status: int, message: str, ask: RandomRequest) -> Outcome:
-    """What an answer means that is none."""
+    """The outcome of an error reply."""
     if status == OVERLOADED:
         return Outcome("refused")
     if status in TIMED_OUT and "timeout_s" in ask.extras:
@@ -155,7 +155,7 @@ def _judged(error: str | None, endings: Endings, ask: RandomRequest) -> Outcome:
 
 
 async def known_extras(session: aiohttp.ClientSession, url: str, model: str) -> frozenset[str]:
-    """Which of EXTRAS this server takes, by trying each. Raises ServerError."""
+    """The EXTRAS that this server accepts, found by trying each. Raises ServerError."""
     tries = {"priority": 1, "cache_salt": "red", "timeout_s": 60.0}
     assert set(tries) == set(EXTRAS)
     known = []

@@ -1,8 +1,8 @@
-"""Each sequence of an answer ends exactly once, and says nothing afterwards."""
+"""Checks that each sequence of a reply ends exactly once, and has no output afterwards."""
 
 
 class Endings:
-    """Of one answer with `n` sequences. Complaints are sentences; none is good."""
+    """The state of one reply with `n` sequences. Faults are sentences; an empty list is good."""
 
     def __init__(self, n: int) -> None:
         self._n = n
@@ -10,17 +10,17 @@ class Endings:
         self.complaints: list[str] = []
 
     def feed(self, index: int, said: bool, reason: str | None) -> None:
-        """Something of a sequence: whether it has text or ids, and why it ended, if it did."""
+        """Add an event of a sequence: whether it has text or ids, and its finish reason, if any."""
         if not 0 <= index < self._n:
             self.complaints.append(f"sequence {index} of an answer with {self._n}")
         elif index in self.reasons and (said or reason is not None):
-            what = f"ended again by {reason}" if reason is not None else "went on"
-            self.complaints.append(f"a sequence that had ended by {self.reasons[index]} {what}")
+            what = f"ended again with {reason}" if reason is not None else "went on"
+            self.complaints.append(f"a sequence that had ended with {self.reasons[index]} {what}")
         if reason is not None:
             self.reasons.setdefault(index, reason)
 
     def end(self) -> list[str]:
-        """The answer is over. Returns all complaints."""
+        """The reply has ended. Returns all faults."""
         if num_missing := self._n - len(self.reasons):
             self.complaints.append(f"{num_missing} of {self._n} sequences never ended")
         return self.complaints

@@ -1,4 +1,4 @@
-"""A few fixed requests, greedy, whose output ids are the same whatever else the server does."""
+"""Fixed greedy requests whose output ids don't depend on the load."""
 
 from pipeline.cli.bench import words
 from pipeline.client.client import AsyncClient
@@ -6,7 +6,7 @@ from pipeline.client.inputs.sampling_params import SamplingParams
 from tools.soak.requests import NUM_PREFIX_WORDS
 
 Answer = tuple[tuple[int, ...], str]
-"""The ids of all outputs, and their text."""
+"""The ids of all outputs, and their texts."""
 
 PROMPTS = (
     "The capital of France is",
@@ -14,12 +14,12 @@ PROMPTS = (
     words.text("probe/long", 700),
     f"{words.text('prefix/0', NUM_PREFIX_WORDS)} {words.text('probe/shared', 20)}",
 )
-"""The last begins as many of the load's do."""
+"""The last probe shares its prefix with many requests of the load."""
 PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 
 async def answer(client: AsyncClient, place: int, priority: int = 0) -> Answer:
-    """What the server makes of a probe now. Raises RequestError, ConnectionLost."""
+    """The server's current output for a probe. Raises RequestError, ConnectionLost."""
     ids: list[int] = []
     text = ""
     async for output in client.generate(PROMPTS[place], PARAMS, priority=priority):
@@ -29,7 +29,7 @@ async def answer(client: AsyncClient, place: int, priority: int = 0) -> Answer:
 
 
 def difference(expected: Answer, found: Answer) -> str:
-    """Where two answers part, in words; empty where they don't."""
+    """Describe where two outputs diverge; empty if they are equal."""
     if expected == found:
         return ""
     (ids, text), (other_ids, other_text) = expected, found

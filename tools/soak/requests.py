@@ -1,4 +1,4 @@
-"""What a client may ask for, drawn at random: the same for the same seed."""
+"""Random requests: the same for the same seed."""
 
 import random
 from typing import Any, Literal
@@ -14,7 +14,7 @@ STOPS = (".", "\n", " the", "e", " and", "ing ")
 SALTS = ("", "red", "blue")
 MAX_LEAVE_S = 4.0
 EXTRAS = ("priority", "cache_salt", "timeout_s")
-"""Fields that a server may not know."""
+"""Fields that a server may not support."""
 
 
 class RandomRequest(msgspec.Struct, frozen=True):
@@ -24,13 +24,13 @@ class RandomRequest(msgspec.Struct, frozen=True):
     streams: bool
     prompt: str
     params: dict[str, Any]
-    """As the HTTP API and SamplingParams name them."""
+    """Named as in the HTTP API and SamplingParams."""
     extras: dict[str, Any]
-    """Of EXTRAS, those that this one has."""
+    """Fields of EXTRAS."""
     leave_after_s: float | None
-    """When the client loses interest; None reads to the end."""
+    """When the client leaves; None to read to the end."""
     says_so: bool
-    """Over ZeroMQ, whether a client that loses interest aborts and reads on, or is just gone."""
+    """Over ZeroMQ, whether a leaving client aborts and reads on, or closes its connection."""
 
     @property
     def n(self) -> int:
@@ -39,7 +39,7 @@ class RandomRequest(msgspec.Struct, frozen=True):
 
 
 def draw(rng: random.Random, known: frozenset[str]) -> RandomRequest:
-    """One request; `known` are the EXTRAS that the server takes."""
+    """Draw a request; `known` are the EXTRAS that the server supports."""
     params: dict[str, Any] = {
         "n": rng.choice((1, 1, 1, 1, 2, 3, 4)),
         "max_tokens": rng.choice((1, 8, 48, 96, 160, 256)),

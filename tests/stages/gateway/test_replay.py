@@ -150,8 +150,8 @@ def test_calls_from_before_a_recording_are_left_out(tmp_path: Path) -> None:
         assert early.result().text.count("[DONE]") == 1
         serve_clients(gate)
     replayed = replay_partial("gateway", recording)
-    assert replayed.counts["answers about calls of before"] == 1
-    assert replayed.counts["events of calls of before"] >= 2
+    assert replayed.counts["answers about earlier requests"] == 1
+    assert replayed.counts["events of earlier requests"] >= 2
     sent = [one for one in entries(recording.with_suffix(".out0")) if isinstance(one, f.Sent)]
     assert sum(b"submit" in one.body for one in sent) == 5
     assert not any(b"before" in one.body for one in sent)
