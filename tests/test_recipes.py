@@ -89,11 +89,12 @@ def test_a_config_key(tree: Tree) -> None:
 
 
 def test_a_metric(tree: Tree) -> None:
-    tree.add("pipeline/metrics/stats.py", "    num_forks: int", "    num_naps: int = 0\n")
+    tree.add("pipeline/metrics/stats.py", "    plan_wait_s: HistogramCounts", "    num_naps: int = 0\n")
     last = "            gaps=metrics.gaps(),\n"
     tree.replace("stages/schedule/scheduler.py", last, f"{last}            num_naps=7,\n")
-    line = '    yield _named("pipeline_schedule_naps", "Naps.", schedule, lambda c: c.num_naps)\n'
-    tree.add("pipeline/metrics/exposition.py", '    yield _named("pipeline_schedule_forks"', line)
+    start = '    yield counter_by_stage(\n        "pipeline_schedule_forks"'
+    line = '    yield counter_by_stage("pipeline_schedule_naps", "Naps.", schedule, lambda c: c.num_naps)\n'
+    tree.replace("pipeline/metrics/own_metrics.py", start, line + start)
     text = tree.python(
         "-c",
         """if True:
@@ -172,7 +173,6 @@ def test_a_scheduling_policy(tree: Tree) -> None:
 
 def test_a_tool_call_parser(tree: Tree) -> None:
     lines = """
-        from pipeline.text.formats.call_object import CallObject
         from pipeline.text.formats.calls import CallParser
         from pipeline.text.formats.tool_format import ToolFormat
 
@@ -190,9 +190,6 @@ def test_a_tool_call_parser(tree: Tree) -> None:
                 return lark.one_of([f"{lark.mark('-->')} {lark.object_of(call, 'arguments')}" for call in calls])
 
         class ArrowParser(CallParser):
-            def _after_mark(self, text, at, out):
-                return self._open(CallObject(self._num_calls), text, at, out)
-
             def _after_call(self, text, at, out):
                 self._read = self._outside
                 return at

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from pipeline.runtime import messages as m
-from pipeline.runtime.logprob_records import logprob_bytes, logprob_dtype, record_bytes
+from pipeline.runtime.logprob_records import logprob_bytes, logprob_dtype
 from pipeline.stages.detokenize.stop_matcher import StopMatcher, StopStrings
 from pipeline.text.incremental_decoder import IncrementalDecoder
 from pipeline.text.vocabulary import Vocabulary
@@ -64,7 +64,6 @@ class OutputSequence:
         options: m.GenerationOptions,
         stops: StopStrings,
         vocabulary: Vocabulary,
-        record_bytes: int = 0,
     ) -> None:
         """`outputs` are ids of the opening that the client already has."""
         self.request_id = opening.request_id
@@ -84,8 +83,7 @@ class OutputSequence:
         self.ids: list[int] = []
         self.id_offset = 0
         self.options = options
-        self.record_bytes = record_bytes
-        """Bytes of the record of each id; 0: no records."""
+        self.record_bytes = opening.record_bytes
         self.records = bytearray()
         """Logprob records of `ids`, if the request asks for them."""
         self.prompt_records = bytearray()
@@ -196,8 +194,6 @@ class OutputProcessor:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self.hidden_size = 0
-        """Dimensions of an embedding; `Start` sets it."""
         self._options = msgspec.msgpack.Decoder(m.GenerationOptions)
         self._stops: WeakValueDictionary[tuple[str, ...], StopStrings] = WeakValueDictionary()
         """Of live sequences, which share them: an automaton of long strings takes a while to build."""
@@ -220,9 +216,7 @@ class OutputProcessor:
         key = tuple(options.stop)
         if (stops := self._stops.get(key)) is None:
             stops = self._stops[key] = StopStrings(key)
-        sequence = self._live[opening.seq] = OutputSequence(
-            opening, outputs or [], options, stops, self._vocabulary, record_bytes(options, self.hidden_size)
-        )
+        sequence = self._live[opening.seq] = OutputSequence(opening, outputs or [], options, stops, self._vocabulary)
         if not sequence.finish:
             return []
         self._unsent[sequence.gateway][opening.seq] = sequence

@@ -79,8 +79,7 @@ class DetokenizeStage:
                 self._pending.append((self._stage.outbox("gateway", message.gateway), message))
             case m.Ping():
                 self._stage.supervisor.send(m.Pong(message.nonce, m.PlainLoad(len(self._output_processor))))
-            case m.Start(facts):
-                self._output_processor.hidden_size = facts.hidden_size
+            case m.Start():
                 gc.collect()
                 gc.freeze()
             case m.Stop():

@@ -105,7 +105,7 @@ class IngestStage:
     async def loop(self) -> None:
         while not self._stopping:
             # With work left, take the messages that are there; otherwise, sleep until one comes.
-            messages = await (self._inbox.receive_now() if self._waiting else self._inbox.receive_all())
+            messages = await (self._inbox.receive_now() if self._has_work else self._inbox.receive_all())
             begin_s = time.monotonic()
             self._retry_queue.retry()
             for message in messages:
@@ -116,6 +116,11 @@ class IngestStage:
                 self._stage.trace.span("wake", begin_s, time.monotonic(), {"messages": len(messages)})
             await asyncio.sleep(0)  # lets finished encodings run
         self._close()
+
+    @property
+    def _has_work(self) -> bool:
+        """Whether prompts can be prepared now. Requests that overtake `Start` wait for it."""
+        return bool(self._waiting) and self._prompt_processor is not None
 
     def _handle(self, message: m.IngestInbox) -> None:
         match message:
@@ -140,14 +145,13 @@ class IngestStage:
     def _work(self) -> None:
         """Prepare prompts for a slice of time, the oldest first, at least one."""
         end = self._stage.replay_context.monotonic() + SLICE_S
-        while self._waiting and not self._stopping:
+        while self._has_work and not self._stopping:
             key = next(iter(self._waiting))
             self._begin(key, self._waiting.pop(key))
             if self._stage.replay_context.monotonic() > end:
                 return
 
     def _begin(self, key: Key, submit: Submit) -> None:
-        assert self._prompt_processor is not None, "a request came before Start"
         began_s = self._stage.replay_context.monotonic()
         if (grammar := submit.options.grammar) is not None:
             self._encoding[key] = submit, self._tasks.create_task(self._begin_checked(key, submit, grammar))

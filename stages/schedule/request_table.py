@@ -123,6 +123,7 @@ class RequestStates:
             request.raw_options,
             self._put(outputs),
             int(finish),
+            request.record_bytes,
         )
 
     def abort(self, message: m.Abort) -> None:

@@ -72,6 +72,7 @@ GIVEN_OPTIONS = m.GenerationOptions(
     grammar=m.Grammar("regex", "a+", "guided_regex"),
     priority=-3,
     cache_salt="mine",
+    logprob_token_ids=[5, 6],
 )
 """As the gateway sends them."""
 COMPLETED_OPTIONS = msgspec.structs.replace(
@@ -284,7 +285,7 @@ SAMPLES: dict[str, msgspec.Struct] = {
     "prefix_cache_reset": m.PrefixCacheReset(1, 7, 64),
     "step": m.Step(1, 7, IDS, [m.RowAdd(3, 4, 1, REF, 5, IDS, packed(OPTIONS))], IDS, IDS, REF, IDS, IDS, b"\x01\x00"),
     "open": m.Open(9, REQUEST_ID, 1, 2, 0, IDS, packed(OPTIONS)),
-    "open behind ids": m.Open(9, REQUEST_ID, 1, 2, 0, IDS, packed(OPTIONS), REF, m.Finish.STOP),
+    "open behind ids": m.Open(9, REQUEST_ID, 1, 2, 0, IDS, packed(OPTIONS), REF, m.Finish.STOP, 20),
     "settled": m.Settled(bytes(8), IDS, IDS, REF, b"\x00\x01"),
     "settled with times": m.Settled(bytes(8), IDS, IDS, REF, b"\x00\x01", [FIRST], 4.5),
     "refuse": m.Refuse(REQUEST_ID, 1, 0, FAILURE),

@@ -238,7 +238,7 @@ def test_an_extra_goes_where_the_zmq_client_has_a_place_for_it() -> None:
 
 def stats_of(**schedule: int) -> ServerStats:
     """Of a server with ten blocks, of which what is not said is free."""
-    counts = dict.fromkeys(("num_running", "num_waiting", "num_blocks_cached", "num_blocks_held"), 0)
+    counts: dict[str, Any] = dict.fromkeys(("num_running", "num_waiting", "num_blocks_cached", "num_blocks_held"), 0)
     counts |= {"num_blocks_total": 10, "num_blocks_free": 10} | schedule
     own = ScheduleCounts(**counts)
     stage = StageStats("schedule.0", 1, "ready", 0, 1.0, 1, 1.0, 1, StageCounts(0, 0, [], own, 0, 0.0, 0, 0, 0))

@@ -23,6 +23,8 @@ class Open(Message, frozen=True, tag="open"):
     """int32; output ids that the client has already"""
     finish: int = Finish.NONE
     """How these ids end the sequence, if they do; a `Settled` without further ids follows."""
+    record_bytes: int = 0
+    """Bytes of the record of each output id; 0: no records."""
 
 
 class Settled(Message, frozen=True, tag="settled"):

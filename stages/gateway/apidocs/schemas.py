@@ -14,6 +14,16 @@ import msgspec
 from msgspec import inspect as types
 
 PREFIX = "#/components/schemas/"
+PUBLIC_NAMES = {
+    "ChatDelta": "Delta",
+    "GenerateSamplingParams": "SamplingParams",
+    "MessageParam": "Message",
+    "ServerLoad": "Load",
+    "StructuredOutputsParam": "StructuredOutputs",
+    "ToolCallParam": "ToolCall",
+}
+"""Component names that differ from their struct's. They are public: clients that are generated from the document have
+classes of these names."""
 Schema = dict[str, Any]
 
 
@@ -28,12 +38,13 @@ class Schemas:
         return self._of(types.type_info(kind))
 
     def name_of(self, struct: type) -> str:
-        """The component's name: the struct's, with a number if it is not unique."""
+        """The component's name: its public name, or the struct's; with a number if it is not unique."""
         if struct not in self._names:
             taken = set(self._names.values())
-            name, number = struct.__name__, 2
+            public = name = PUBLIC_NAMES.get(struct.__name__, struct.__name__)
+            number = 2
             while name in taken:
-                name, number = f"{struct.__name__}{number}", number + 1
+                name, number = f"{public}{number}", number + 1
             self._names[struct] = name
         return self._names[struct]
 

@@ -2,16 +2,17 @@
 
 from itertools import pairwise
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.runtime import messages as m
+from pipeline.runtime.logprob_records import record_bytes
 from pipeline.stages.detokenize.output_processor import OutputProcessor
 from pipeline.text.incremental_decoder import IncrementalDecoder
 from pipeline.text.vocabulary import Vocabulary
+from tests.rig import raw
 from tests.stages.detokenize.test_stop_matcher import expected
 from tests.stages.detokenize.vocabularies import byte_ids, byte_level, id_of
 
@@ -24,11 +25,16 @@ def ids_of(text: str) -> list[int]:
     return [BYTES[byte] for byte in text.encode()]
 
 
+HIDDEN_SIZE = 3
+
+
 def opening(
     seq: int, options: m.GenerationOptions | None = None, gateway: int = 0, tail: list[int] | None = None
 ) -> m.Open:
-    raw = msgspec.Raw(msgspec.msgpack.encode(options or m.GenerationOptions()))
-    return m.Open(seq, 1000 + seq, 2, seq % 3, gateway, np.array(tail or [], np.int32).tobytes(), raw)
+    options = options or m.GenerationOptions()
+    ids = np.array(tail or [], np.int32).tobytes()
+    width = record_bytes(options, HIDDEN_SIZE)
+    return m.Open(seq, 1000 + seq, 2, seq % 3, gateway, ids, raw(options), record_bytes=width)
 
 
 class Told:

@@ -7,7 +7,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import logprob_bytes
 from pipeline.stages.detokenize.output_processor import OutputProcessor
 from tests.fakes import record
-from tests.stages.detokenize.test_output_processor import VOCABULARY, ids_of, opening
+from tests.stages.detokenize.test_output_processor import HIDDEN_SIZE, VOCABULARY, ids_of, opening
 
 ASKING = m.GenerationOptions(stop=["stop"], num_logprobs=1)
 WORDS = ids_of("it has to stop here and now")
@@ -60,8 +60,7 @@ def test_ids_that_come_twice_count_once_and_the_id_that_stops_counts() -> None:
 
 def test_an_embedding_is_a_record_as_wide_as_the_model() -> None:
     processor = OutputProcessor(VOCABULARY)
-    processor.hidden_size = 3
-    embedding = np.arange(3, dtype="<f4").tobytes()
+    embedding = np.arange(HIDDEN_SIZE, dtype="<f4").tobytes()
     for seq, options in ((3, m.GenerationOptions(pooling=m.Pooling.MEAN)), (4, ASKING), (5, None)):
         processor.open(opening(seq, options))
     records = embedding + records_of(WORDS[1:2])

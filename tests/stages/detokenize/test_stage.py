@@ -245,7 +245,7 @@ def test_the_options_that_schedule_passes_on_are_those_of_the_gateway(rig):
     assert (told.text[5], told.closing[5]) == ("a\n", (m.Finish.STOP, "\n"))
 
 
-def test_the_width_of_an_embedding_follows_from_start(rig):
+def test_embeddings_pass_as_records(rig):
     say(rig, opening(1, m.GenerationOptions(pooling=m.Pooling.LAST)))
     say(rig, opening(2, m.GenerationOptions(pooling=m.Pooling.MEAN)))
     embeddings = [np.arange(begin, begin + 3, dtype="<f4").tobytes() for begin in (0, 3)]

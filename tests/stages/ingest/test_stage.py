@@ -47,6 +47,14 @@ def release(array: m.Array) -> m.Release:
     return m.Release([array.offset], [array.generation])
 
 
+def test_a_request_that_overtakes_start_waits_for_it(tmp_path: Path) -> None:
+    with Rig("ingest", model_dir=tiny.folder(tmp_path)) as rig:
+        rig.send(tiny.submit(tiny.chat("hi"), request_id=9), "gateway.0")
+        assert rig.load().num_open == 1
+        rig.start(tiny.facts())
+        assert rig.receive("gateway", m.Accepted).request_id == 9
+
+
 def test_a_request_is_accepted_and_admitted_with_the_same_ids(rig: Rig) -> None:
     rig.send(tiny.submit(tiny.chat("hi"), request_id=9, attempt=3, max_tokens=5), "gateway.0")
     accepted, admit = rig.receive("gateway"), rig.receive("schedule")

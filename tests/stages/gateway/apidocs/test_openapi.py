@@ -78,7 +78,7 @@ def bounds_of(struct: str, field: str) -> dict[str, Any]:
         ("ChatBody", "top_logprobs", "maximum", 3),
         ("ChatBody", "prompt_logprobs", "maximum", 3),
         ("CompletionBody", "logprobs", "maximum", 3),
-        ("GenerateSamplingParams", "logprobs", "maximum", 3),
+        ("SamplingParams", "logprobs", "maximum", 3),
         ("ChatBody", "stop", "maxItems", 4),
         ("ChatBody", "stop_token_ids", "maxItems", 5),
         ("CompletionBody", "bad_words", "maxItems", 6),
