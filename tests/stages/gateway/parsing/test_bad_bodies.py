@@ -170,7 +170,6 @@ UNSUPPORTED: dict[str, Any] = {
     "functions": [{"name": "f"}],
     "prediction": {"type": "content"},
     "suffix": "x",
-    "logprob_token_ids": [5],
     "truncation_side": "right",
     "guided_whitespace_pattern": " ",
     "use_beam_search": True,
