@@ -1,4 +1,4 @@
-"""Typed inboxes and outboxes over ZeroMQ.
+"""Typed inboxes and outboxes over ZeroMQ, and over shared memory where a hop must be fast.
 
 A process has one inbox, whose address contains its incarnation, and an outbox for each peer. Sockets are abstract Unix
 sockets: no file is left behind after a crash, and libzmq refuses other users by the kernel's peer credentials.
@@ -11,8 +11,11 @@ outbox's bound at the sender, `INBOX_BOUND` at the receiver, and the kernel's bu
 
 import asyncio
 import os
+import select
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, get_args
 
 import msgspec
@@ -20,6 +23,7 @@ import zmq
 
 from pipeline.runtime.messages import ControlRequest, Envelope
 from pipeline.runtime.replay_context import ReplayContext
+from pipeline.shm.ring import RingReader, RingWriter
 
 T = TypeVar("T")
 
@@ -50,6 +54,34 @@ class MessageDecoder(Generic[T]):
             raise msgspec.DecodeError("nested too deeply") from error
 
 
+@dataclass(slots=True)
+class RingEdge:
+    """A sender whose messages come through a ring. What is too large for the ring comes through the socket, in its
+    turn: the ring announces it."""
+
+    envelope: Envelope
+    reader: RingReader
+    awaits_socket: bool = False
+    """The next message was announced and has not come through the socket yet."""
+    early: deque[bytes] = field(default_factory=deque)
+    """Messages that came through the socket before their turn in the ring."""
+
+    def take(self) -> bytes | None:
+        """The next message, or None if there is none now."""
+        if not self.awaits_socket:
+            message = self.reader.take()
+            if message is None or not message.is_elsewhere:
+                return None if message is None else message.data
+            self.awaits_socket = True
+        if not self.early:
+            return None
+        self.awaits_socket = False
+        return self.early.popleft()
+
+    def has_message(self) -> bool:
+        return bool(self.reader.count() and not self.awaits_socket) or bool(self.awaits_socket and self.early)
+
+
 class Inbox(Generic[T]):
     """Receives a stage's messages; `union` is their type.
 
@@ -59,7 +91,7 @@ class Inbox(Generic[T]):
 
     is_replayed = False
     replay_context: ReplayContext | None = None
-    _poller: zmq.Poller | None = None
+    _wake_fd = -1
 
     def __init__(
         self,
@@ -67,7 +99,9 @@ class Inbox(Generic[T]):
         address: str,
         union: Any,
         control_request: Callable[[ControlRequest], None] | None = None,
+        rings: Sequence[RingEdge] = (),
     ) -> None:
+        self._rings = {edge.envelope.sender: edge for edge in rings}
         self._socket = context.socket(zmq.PULL)
         self._socket.set_hwm(INBOX_BOUND)
         self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
@@ -77,6 +111,9 @@ class Inbox(Generic[T]):
         except zmq.ZMQError:
             self._socket.close()
             raise
+        self._poll = select.poll()
+        for fd in (self.fileno(), *(edge.reader.fileno() for edge in rings)):
+            self._poll.register(fd, select.POLLIN)
         self._envelopes: MessageDecoder[Envelope] = MessageDecoder(Envelope)
         self._messages: MessageDecoder[T] = MessageDecoder(union if control_request is None else union | ControlRequest)
         self._control_request = control_request
@@ -99,9 +136,8 @@ class Inbox(Generic[T]):
 
     def wake_by(self, fd: int) -> None:
         """Make `wait` also return when this descriptor is readable."""
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(fd, zmq.POLLIN)
+        self._wake_fd = fd
+        self._poll.register(fd, select.POLLIN)
 
     def has_message(self) -> bool:
         """Whether a message is queued. Makes the descriptor unreadable until the next event."""
@@ -109,11 +145,22 @@ class Inbox(Generic[T]):
 
     def wait(self, timeout_s: float) -> bool:
         """Wait at most `timeout_s` for a message or for `wake_by`'s descriptor. Returns whether either is ready."""
-        begun, timeout_ms = time.monotonic(), max(0, round(timeout_s * 1000))
-        is_ready = bool(self._socket.poll(timeout_ms) if self._poller is None else self._poller.poll(timeout_ms))
+        begun = now = time.monotonic()
+        end, is_ready, is_woken = begun + timeout_s, self._is_ready(), False
+        while not (is_ready or is_woken):
+            left_ms = (end - now) * 1000
+            readable = self._poll.poll(max(0, left_ms))
+            is_woken = any(fd == self._wake_fd for fd, _ in readable)
+            is_ready = self._is_ready()
+            now = time.monotonic()
+            if now >= end:
+                break
         self.wait_s += time.monotonic() - begun
         self.num_wakes += 1
-        return is_ready
+        return is_ready or is_woken
+
+    def _is_ready(self) -> bool:
+        return any(edge.has_message() for edge in self._rings.values()) or self.has_message()
 
     async def replayed(self) -> list[T]:
         """In a replay: wait for the turn of the next received messages, and return them."""
@@ -137,13 +184,8 @@ class Inbox(Generic[T]):
         Raises msgspec.DecodeError for a message that is not in `union`. Peers are our own stages, so this is a bug and
         ends the stage.
         """
-        while True:
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return None
-            head, body = frames
-            envelope = self._envelopes.decode(head)
+        while (arrival := self._arrival()) is not None:
+            envelope, body = arrival
             if envelope.incarnation < self._incarnations.get(envelope.sender, 0):
                 self.num_stale += 1
                 continue
@@ -157,6 +199,25 @@ class Inbox(Generic[T]):
             if self.replay_context is not None:
                 self.replay_context.received(envelope.sender, envelope.incarnation, body, message)
             return message
+        return None
+
+    def _arrival(self) -> tuple[Envelope, bytes] | None:
+        """The next message, undecoded; None if there is none now."""
+        for edge in self._rings.values():
+            if (body := edge.take()) is not None:
+                return edge.envelope, body
+        while True:
+            try:
+                head, body = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return None
+            envelope = self._envelopes.decode(head)
+            edge_of_sender = self._rings.get(envelope.sender)
+            if edge_of_sender is None:
+                return envelope, body
+            edge_of_sender.early.append(body)
+            if (body := edge_of_sender.take()) is not None:
+                return envelope, body
 
     def receive_all(self) -> list[T]:
         """All queued messages."""
@@ -231,7 +292,16 @@ class Outbox(Generic[T]):
     replay_context: ReplayContext | None = None
     peer = ""
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, envelope: Envelope, bound: int) -> None:
+    def __init__(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        address: str,
+        envelope: Envelope,
+        bound: int,
+        ring: RingWriter | None = None,
+    ) -> None:
+        """With a `ring`, messages go through it; the socket is for those that do not fit."""
+        self._ring = ring
         self._socket = context.socket(zmq.PUSH)
         self._socket.set_hwm(bound)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -247,9 +317,7 @@ class Outbox(Generic[T]):
     def send(self, message: T) -> bool:
         """Send a message. Returns False if the outbox is full. Never blocks."""
         body = self._encoder.encode(message)
-        try:
-            self._socket.send_multipart((self._head, body), zmq.NOBLOCK)
-        except zmq.Again:
+        if not self._deliver(body):
             self.num_refused += 1
             if self.replay_context is not None:
                 self.replay_context.refused(self.peer)
@@ -257,6 +325,20 @@ class Outbox(Generic[T]):
         self.num_sent += 1
         if self.replay_context is not None:
             self.replay_context.sent(self.peer, body, message)
+        return True
+
+    def _deliver(self, body: bytes) -> bool:
+        if self._ring is not None:
+            if self._ring.put(body):
+                return True
+            if not self._ring.can_announce:
+                return False
+        try:
+            self._socket.send_multipart((self._head, body), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        if self._ring is not None:
+            self._ring.announce()
         return True
 
     def flush(self, timeout_s: float) -> None:

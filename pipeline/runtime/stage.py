@@ -14,12 +14,13 @@ from pipeline.replay.recorder import RecordingContext, RecordState, header_of
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.arrays import Arrays
-from pipeline.runtime.channels import Inbox, Outbox
+from pipeline.runtime.channels import Inbox, Outbox, RingEdge
 from pipeline.runtime.control_requests import ControlRequests
 from pipeline.runtime.messages import Envelope, ExecuteFacts, Launch
 from pipeline.runtime.replay_context import ReplayContext
 from pipeline.runtime.tracing import Tracer
 from pipeline.shm import segment
+from pipeline.shm.ring import POSITION_BYTES, RingReader, RingWriter
 
 T = TypeVar("T")
 
@@ -56,10 +57,12 @@ class Stage(Generic[T]):
             self._outboxes = {peer.name: ReplayOutbox(replay, peer.name) for peer in launch.peers}
             self._memories = replay.memories
         else:
-            self.inbox = Inbox(self._context, launch.address, union, self.control_requests)
+            readers, writers = _rings_of(launch)
+            self.inbox = Inbox(self._context, launch.address, union, self.control_requests, readers)
             envelope = Envelope(launch.name, launch.incarnation)
             self._outboxes = {
-                peer.name: Outbox(self._context, peer.address, envelope, peer.bound) for peer in launch.peers
+                peer.name: Outbox(self._context, peer.address, envelope, peer.bound, writers.get(peer.name))
+                for peer in launch.peers
             }
             self._memories = {s.name: segment.attach(s.fd, s.num_bytes, writable=s.writable) for s in launch.segments}
         self.arrays = Arrays(self._memories, launch.name)
@@ -152,3 +155,17 @@ class Stage(Generic[T]):
         for outbox in self._outboxes.values():
             outbox.flush(linger_s)
         self._context.term()
+
+
+def _rings_of(launch: Launch) -> tuple[list[RingEdge], dict[str, RingWriter]]:
+    """The ends of a stage's rings: those that it reads, and those that it writes, by receiver."""
+    readers, writers = [], {}
+    for ring in launch.rings:
+        data = segment.attach(ring.data_fd, ring.num_bytes, writable=ring.sends)
+        position = segment.attach(ring.position_fd, POSITION_BYTES, writable=not ring.sends)
+        if ring.sends:
+            writers[ring.peer] = RingWriter(data, position, ring.event_fd)
+        else:
+            reader = RingReader(data, position, ring.event_fd)
+            readers.append(RingEdge(Envelope(ring.peer, launch.incarnation), reader))
+    return readers, writers

@@ -43,6 +43,12 @@ TOPOLOGY = (
     StageRow("gateway", "pipeline.stages.gateway.stage", ("ingest", "schedule", "gateway"), reads=("ingest",)),
 )
 
+RINGS = (("schedule", "execute"), ("execute", "schedule"))
+"""Edges, from sender to receiver, that use a ring in shared memory: every step crosses them, and a wake-up through
+ZeroMQ's threads takes several times as long."""
+RING_BYTES = 1024**2
+"""Larger messages use ZeroMQ."""
+
 FLOW = ("gateway", "ingest", "schedule", "execute", "detokenize")
 
 PREPARE = "pipeline.stages.prepare.stage"

@@ -1,5 +1,6 @@
 """What the stages share: inbox addresses, shared-memory segments, listening sockets, and the pipe that ends them."""
 
+import mmap
 import os
 import secrets
 import socket
@@ -35,6 +36,8 @@ class SharedResources:
         self.addresses = {SUPERVISOR: address_of(self.server, SUPERVISOR, INCARNATION)}
         """Inboxes, by the name of the process."""
         self.segments: dict[str, m.Segment] = {}
+        self._rings: dict[tuple[str, str], tuple[int, int, int]] = {}
+        """By sender and receiver: the descriptors of data, position and eventfd."""
         self.reservation: segment.Reservation | None = None
         """Swap space that is being reserved."""
         self._keys_fd = -1 if keys is None else keys.share()
@@ -61,6 +64,14 @@ class SharedResources:
                     size = topology.arena_bytes(self._settings, row.name)
                     self.segments[name] = m.Segment(name, segment.create(name, size), size, False)
 
+    def create_rings(self) -> None:
+        """Create the shared-memory rings between stages."""
+        for sender, receiver in topology.RINGS:
+            name = f"{sender}.0", f"{receiver}.0"
+            sizes = (("data", topology.RING_BYTES), ("position", mmap.PAGESIZE))
+            data_fd, position_fd = (segment.create(f"{sender}-{receiver}-{part}", size) for part, size in sizes)
+            self._rings[name] = data_fd, position_fd, os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
     def launch(
         self, stage: str, entry: str, peers: list[m.PeerInbox], model_dir: str = "", replica: int = 0
     ) -> m.Launch:
@@ -81,6 +92,11 @@ class SharedResources:
             listen_fd=self._listeners[replica].fileno() if stage == "gateway" else -1,
             keys_fd=self._keys_fd if stage == "gateway" else -1,
             admin_fd=self._admin_listeners[replica].fileno() if stage == "gateway" and self._admin_listeners else -1,
+            rings=[
+                m.Ring(receiver if sender == name else sender, sender == name, *fds, topology.RING_BYTES)
+                for (sender, receiver), fds in self._rings.items()
+                if name in (sender, receiver)
+            ],
         )
 
     def _segments_of(self, stage: str, name: str) -> list[m.Segment]:
@@ -107,6 +123,9 @@ class SharedResources:
         self.end_reservation()
         for shared in self.segments.values():
             os.close(shared.fd)
+        for fds in self._rings.values():
+            for fd in fds:
+                os.close(fd)
         if self._keys_fd >= 0:
             os.close(self._keys_fd)
         os.close(self._death_read)

@@ -159,6 +159,7 @@ class Supervisor:
         settings = self._settings
         assert self._prepared is not None
         self._resources.create_arenas()
+        self._resources.create_rings()
         for row in topology.TOPOLOGY:
             for replica in range(topology.num_replicas(settings, row.name)):
                 peers = topology.peers_of(row, self._resources.addresses, settings, replica)

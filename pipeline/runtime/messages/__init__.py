@@ -71,6 +71,7 @@ from pipeline.runtime.messages.lifecycle import (
     Launch,
     PeerInbox,
     Replay,
+    Ring,
     Segment,
 )
 from pipeline.runtime.messages.requests import (
@@ -169,6 +170,7 @@ __all__ = [
     "Replay",
     "RequestsAborted",
     "ResetPrefixCache",
+    "Ring",
     "RowAdd",
     "ScheduleInbox",
     "ScheduleLoad",

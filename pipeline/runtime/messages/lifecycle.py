@@ -15,6 +15,19 @@ class Segment(msgspec.Struct, array_like=True, frozen=True):
     writable: bool
 
 
+class Ring(msgspec.Struct, array_like=True, frozen=True):
+    """One end of a ring in shared memory that a child inherits; see pipeline/shm/ring.py."""
+
+    peer: str
+    """The stage at the other end."""
+    sends: bool
+    """Whether this child writes to it."""
+    data_fd: int
+    position_fd: int
+    event_fd: int
+    num_bytes: int
+
+
 class PeerInbox(msgspec.Struct, array_like=True, frozen=True):
     """An inbox that a child may send to."""
 
@@ -65,6 +78,8 @@ class Launch(msgspec.Struct, array_like=True, frozen=True):
     none."""
     admin_fd: int = -1
     """The socket of the gateway's admin listener; -1: it has none."""
+    rings: list[Ring] = []
+    """Edges to and from other stages that use shared memory instead of ZeroMQ."""
 
     @property
     def name(self) -> str:

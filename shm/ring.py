@@ -1,0 +1,118 @@
+"""A ring of messages in shared memory, for one sending and one receiving process.
+
+    RingWriter.put ──► data segment, written by the sender ──► RingReader.take
+                       position segment, written by the receiver
+                       eventfd: how many messages were put
+
+A message is copied into the ring and the eventfd is raised by one: one system call to send, one to wake the receiver.
+The receiver takes as many messages as the eventfd counts, so it never looks at bytes that are still being written: the
+two system calls order the memory accesses of the two processes. Its position tells the sender which bytes are free.
+
+    data   [… free … | length, kind, bytes, padding | length, kind, bytes, padding | … free …]
+                     ↑ position of the receiver                                     ↑ position of the sender
+
+Both positions count bytes since the start, modulo nothing; their difference is what waits.
+"""
+
+import os
+from contextlib import suppress
+from struct import Struct
+from typing import NamedTuple
+
+_HEAD = Struct("<II")
+"""Length and kind of a message."""
+
+POSITION_BYTES = 8
+"""Size of the position segment."""
+_ALIGNMENT = 8
+
+WHOLE = 0
+ELSEWHERE = 1
+"""Kind of a message that was too large for the ring: it has no bytes here, and travels another way."""
+RESERVED_BYTES = 64 * _HEAD.size
+"""Room that only messages of kind `ELSEWHERE` use, so that one can be announced while the ring is full of others."""
+
+
+class RingMessage(NamedTuple):
+    data: bytes
+    is_elsewhere: bool
+
+
+class RingWriter:
+    """The sender's end. `data` [num_bytes] is writable, `position` [8] is the receiver's; num_bytes is a multiple of 8,
+    and the same for both ends. The descriptor of the eventfd stays the caller's."""
+
+    def __init__(self, data: memoryview, position: memoryview, event_fd: int) -> None:
+        assert len(data) % _ALIGNMENT == 0 and len(data) > RESERVED_BYTES, f"a ring of {len(data)} bytes"
+        self._data, self._num_bytes = data, len(data)
+        self._taken = position[:POSITION_BYTES].cast("Q")
+        self._event_fd = event_fd
+        self._position = 0
+
+    def put(self, body: bytes) -> bool:
+        """Put a message, or return False if there is no room for it now."""
+        return self._put(body, len(body), WHOLE, self._num_bytes - RESERVED_BYTES)
+
+    @property
+    def can_announce(self) -> bool:
+        """Whether there is room for an announcement."""
+        return self._position + _HEAD.size - self._taken[0] <= self._num_bytes
+
+    def announce(self) -> None:
+        """Put the announcement of a message that travels another way. Call it only if `can_announce`."""
+        assert self._put(b"", 0, ELSEWHERE, self._num_bytes)
+
+    def _put(self, body: bytes, size: int, kind: int, most: int) -> bool:
+        needed = _padded(_HEAD.size + size)
+        if self._position + needed - self._taken[0] > most:
+            return False
+        at = self._position % self._num_bytes
+        _HEAD.pack_into(self._data, at, size, kind)
+        at = (at + _HEAD.size) % self._num_bytes
+        first = min(size, self._num_bytes - at)
+        self._data[at : at + first] = body[:first]
+        if first < size:
+            self._data[: size - first] = body[first:]
+        self._position += needed
+        os.eventfd_write(self._event_fd, 1)
+        return True
+
+
+class RingReader:
+    """The receiver's end: `position` is writable. The eventfd must not block."""
+
+    def __init__(self, data: memoryview, position: memoryview, event_fd: int) -> None:
+        self._data, self._num_bytes = data, len(data)
+        self._taken = position[:POSITION_BYTES].cast("Q")
+        self._event_fd = event_fd
+        self._position = self._num_waiting = 0
+
+    def fileno(self) -> int:
+        """The descriptor that is readable when there are messages that no `take` has counted yet."""
+        return self._event_fd
+
+    def count(self) -> int:
+        """The number of messages that `take` can return now. Makes the descriptor unreadable until the next one."""
+        with suppress(BlockingIOError):
+            self._num_waiting += os.eventfd_read(self._event_fd)
+        return self._num_waiting
+
+    def take(self) -> RingMessage | None:
+        """The next message, or None if there is none now."""
+        if not self._num_waiting and not self.count():
+            return None
+        self._num_waiting -= 1
+        at = self._position % self._num_bytes
+        size, kind = _HEAD.unpack_from(self._data, at)
+        at = (at + _HEAD.size) % self._num_bytes
+        first = min(size, self._num_bytes - at)
+        body = bytes(self._data[at : at + first])
+        if first < size:
+            body += self._data[: size - first]
+        self._position += _padded(_HEAD.size + size)
+        self._taken[0] = self._position
+        return RingMessage(body, kind == ELSEWHERE)
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,110 @@
+"""Edges through shared memory: messages of any size arrive in order, also beside the socket's, and wake the receiver."""
+
+import itertools
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import zmq
+
+from pipeline.runtime import messages as m
+from pipeline.runtime.channels import Inbox, Outbox, RingEdge, address_of
+from pipeline.shm.ring import POSITION_BYTES, RESERVED_BYTES, RingReader, RingWriter
+
+NUM_BYTES = 4096
+PATIENCE_S = 30.0
+_numbers = itertools.count()
+
+
+class Edge:
+    """An inbox, an outbox to it through a ring, and one without."""
+
+    def __init__(self) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        data, position = memoryview(bytearray(NUM_BYTES)), memoryview(bytearray(POSITION_BYTES))
+        envelope = m.Envelope("schedule.0", 1)
+        address = address_of(f"test-{os.getpid()}-{next(_numbers)}", "stage.0", 1)
+        rings = [RingEdge(envelope, RingReader(data, position, self.event_fd))]
+        self.inbox: Inbox[Any] = Inbox(self.context, address, m.DetokenizeInbox, rings=rings)
+        ring = RingWriter(data, position, self.event_fd)
+        self.outbox: Outbox[Any] = Outbox(self.context, address, envelope, 100, ring)
+        self.other: Outbox[Any] = Outbox(self.context, address, m.Envelope("supervisor.0", 1), 100)
+
+    def close(self) -> None:
+        for end in (self.inbox, self.outbox, self.other):
+            end.close()
+        self.context.term()
+        os.close(self.event_fd)
+
+    def receive(self, count: int) -> list[Any]:
+        messages: list[Any] = []
+        end = time.monotonic() + PATIENCE_S
+        while len(messages) < count:
+            assert time.monotonic() < end, f"only {len(messages)} of {count} messages arrived"
+            messages += self.inbox.wait_all(0.1)
+        return messages
+
+
+@pytest.fixture
+def edge() -> Iterator[Edge]:
+    edge = Edge()
+    yield edge
+    edge.close()
+
+
+def refuse(number: int, size: int = 0) -> m.Refuse:
+    return m.Refuse(number, 1, 0, m.Failure(400, "x" * size))
+
+
+def test_messages_of_any_size_arrive_in_order(edge: Edge) -> None:
+    """Messages larger than the ring travel through the socket, and keep their place."""
+    sizes = [random.Random(number).choice((0, 10, 900, NUM_BYTES, 3 * NUM_BYTES)) for number in range(200)]
+    received: list[Any] = []
+    for number, size in enumerate(sizes):
+        while not edge.outbox.send(refuse(number, size)):
+            received += edge.receive(1)
+    received += edge.receive(len(sizes) - len(received))
+    assert [(one.request_id, len(one.failure.message)) for one in received] == list(enumerate(sizes))
+    assert edge.inbox.last_sender == "schedule.0" and edge.inbox.num_received == len(sizes)
+
+
+def test_a_large_message_does_not_overtake_those_in_the_ring(edge: Edge) -> None:
+    assert edge.outbox.send(refuse(1)) and edge.outbox.send(refuse(2, 2 * NUM_BYTES)) and edge.outbox.send(refuse(3))
+    assert edge.other.send(m.Ping(9))
+    messages = edge.receive(4)
+    assert [one.request_id for one in messages if isinstance(one, m.Refuse)] == [1, 2, 3]
+    assert m.Ping(9) in messages
+
+
+def test_a_full_ring_refuses_messages_until_the_receiver_reads(edge: Edge) -> None:
+    """What does not fit goes through the socket while it can be announced."""
+    num_sent = 0
+    while edge.outbox.send(refuse(num_sent, 500)):
+        num_sent += 1
+        assert num_sent < 1000
+    assert num_sent >= NUM_BYTES // 600 + RESERVED_BYTES // 8 and edge.outbox.num_refused == 1
+    assert [one.request_id for one in edge.receive(num_sent)] == list(range(num_sent))
+    assert edge.outbox.send(refuse(0))
+
+
+def test_a_message_in_the_ring_wakes_the_receiver(edge: Edge) -> None:
+    assert not edge.inbox.wait(0)
+    threading.Timer(0.05, lambda: edge.outbox.send(refuse(7))).start()
+    assert edge.inbox.wait(PATIENCE_S)
+    assert [one.request_id for one in edge.inbox.receive_all()] == [7]
+
+
+def test_a_wait_ends_at_its_timeout_without_using_the_processor(edge: Edge) -> None:
+    """Even while an announced message is still on its way."""
+    edge.outbox._ring.announce()  # type: ignore[union-attr]
+    assert edge.outbox.send(refuse(1))
+    assert edge.inbox.receive_all() == []
+    begun_s, begun_cpu_s = time.monotonic(), time.thread_time()
+    assert not edge.inbox.wait(0.3)
+    assert time.monotonic() - begun_s >= 0.29 and time.thread_time() - begun_cpu_s < 0.1
+    assert edge.inbox.receive_all() == []

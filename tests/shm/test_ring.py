@@ -1,0 +1,113 @@
+"""A ring hands messages on whole, once and in order, whatever their sizes, and says when it is full."""
+
+import os
+import random
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.shm import segment
+from pipeline.shm.ring import POSITION_BYTES, RESERVED_BYTES, RingReader, RingWriter
+
+
+class Ends(NamedTuple):
+    writer: RingWriter
+    reader: RingReader
+
+
+@pytest.fixture
+def event_fd() -> Iterator[int]:
+    fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+    yield fd
+    os.close(fd)
+
+
+def ends(event_fd: int, num_bytes: int = 1024) -> Ends:
+    data, position = memoryview(bytearray(num_bytes)), memoryview(bytearray(POSITION_BYTES))
+    return Ends(RingWriter(data, position, event_fd), RingReader(data.toreadonly(), position, event_fd))
+
+
+def test_messages_come_whole_and_in_order(event_fd: int) -> None:
+    writer, reader = ends(event_fd)
+    assert not reader.count() and reader.take() is None
+    assert writer.put(b"one") and writer.put(b"") and writer.put(b"x" * 100)
+    assert [reader.take() for _ in range(4)] == [(b"one", False), (b"", False), (b"x" * 100, False), None]
+
+
+def test_a_full_ring_takes_no_more_until_something_is_read(event_fd: int) -> None:
+    writer, reader = ends(event_fd)
+    largest = 1024 - RESERVED_BYTES - 8
+    assert not writer.put(b"x" * (largest + 1))
+    assert writer.put(b"x" * largest)
+    assert not writer.put(b"")
+    assert reader.take() == (b"x" * largest, False)
+    assert writer.put(b"y")
+    assert reader.take() == (b"y", False)
+
+
+def test_what_is_too_large_can_be_announced_while_the_ring_is_full(event_fd: int) -> None:
+    writer, reader = ends(event_fd)
+    assert writer.put(b"x" * (1024 - RESERVED_BYTES - 8))
+    announced = 0
+    while writer.can_announce:
+        writer.announce()
+        announced += 1
+    assert announced == RESERVED_BYTES // 8
+    assert reader.take() == (b"x" * (1024 - RESERVED_BYTES - 8), False)
+    assert [reader.take() for _ in range(announced + 1)] == [(b"", True)] * announced + [None]
+
+
+@given(st.lists(st.tuples(st.integers(0, 300), st.booleans()), max_size=60), st.integers(66, 130))
+def test_any_sizes_in_any_turns(steps: list[tuple[int, bool]], num_words: int) -> None:
+    """Messages cross the end of the memory at every place."""
+    fd = os.eventfd(0, os.EFD_NONBLOCK)
+    try:
+        writer, reader = ends(fd, 8 * num_words)
+        waiting: list[bytes] = []
+        for number, (size, takes) in enumerate(steps):
+            body = random.Random(number).randbytes(size)
+            if writer.put(body):
+                waiting.append(body)
+            if takes:
+                found = reader.take()
+                assert (None if found is None else found.data) == (waiting.pop(0) if waiting else None)
+        assert [reader.take() for _ in waiting] == [(body, False) for body in waiting]
+        assert reader.take() is None
+    finally:
+        os.close(fd)
+
+
+def test_two_processes(event_fd: int) -> None:
+    """The reader sleeps until the writer wakes it, and finds each message as it was put."""
+    num_messages, num_bytes = 2000, 4096
+    fds = [segment.create(name, num_bytes, "test") for name in ("data", "position")]
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            views = [segment.attach(fd, num_bytes, writable=fd == fds[0]) for fd in fds]
+            writer = RingWriter(views[0], views[1], event_fd)
+            for number in range(num_messages):
+                body = random.Random(number).randbytes(number % 1500)
+                while not writer.put(body):
+                    os.sched_yield()
+            status = 0
+        finally:
+            os._exit(status)
+    views = [segment.attach(fd, num_bytes, writable=fd == fds[1]) for fd in fds]
+    reader = RingReader(views[0], views[1], event_fd)
+    import select
+
+    poller = select.poll()
+    poller.register(reader.fileno(), select.POLLIN)
+    for number in range(num_messages):
+        while not reader.count():
+            assert poller.poll(60_000), "the writer stopped"
+        message = reader.take()
+        assert message is not None and message.data == random.Random(number).randbytes(number % 1500)
+    assert os.waitpid(child, 0)[1] == 0
+    for fd in fds:
+        os.close(fd)
