@@ -39,8 +39,7 @@ class Attention final : public Op {
             const Member& member = members[i];
             const int last = position(step, member, member.rows - 1);
             for (int key = member.own; key <= last; key += STRETCH)
-                stretch(step, item, member, member.rows, key, std::min(STRETCH_BLOCKS, (last - key) / BLOCK + 1),
-                        state);
+                stretch(step, item, member, member.rows, key, num_blocks(last, key), state, num_blocks(last, key + STRETCH));
         }
         for (int i = 0; i < item.num_members; i++) write(step, item, members[i], state);
     }
@@ -153,34 +152,57 @@ class Attention final : public Op {
             }
     }
 
+    // Blocks of the stretch at `key`, up to the one of key `last`.
+    static int num_blocks(int last, int key) {
+        return last < key ? 0 : std::min(STRETCH_BLOCKS, (last - key) / BLOCK + 1);
+    }
+
     // `rows` rows of each head, from the first of `member` on, go through the stretch at `key` in that member's blocks.
+    // Each head prefetches the next one's keys and values; the last one, those of the first in the `next_blocks` blocks
+    // that follow.
     void stretch(const Step& step, const Item& item, const Member& member, int rows, int key, int num_blocks,
-                 State& state) const {
+                 State& state, int next_blocks = 0) const {
         const int32_t* blocks = step.blocks(member.entry) + key / BLOCK;
         // One matmul's rows after the other, so that their data stays in the L1 cache.
         const int parts = ceil_div(rows, MOST_ROWS);
         for (int head = 0; head < item.heads; head++)
             for (int part = 0, row = member.at; part < parts; part++) {
                 const int count = rows / parts + (part < rows % parts);
-                some_rows(item, head, row, count, blocks, num_blocks, key, state);
+                Stretch ahead;
+                if (part == 0 && head + 1 < item.heads)
+                    ahead = stretch_of(blocks, num_blocks, item.head + head + 1);
+                else if (part == 0)
+                    ahead = stretch_of(blocks + STRETCH_BLOCKS, next_blocks, item.head);
+                some_rows(item, head, row, count, stretch_of(blocks, num_blocks, item.head + head), ahead, key, state);
                 row += count;
             }
     }
 
-    // Rows row .. row + count of a head, at most MOST_ROWS.
-    void some_rows(const Item& item, int head, int row, int count, const int32_t* blocks, int num_blocks, int key,
-                   State& state) const {
+    // The keys and values of one head in a stretch.
+    struct Stretch {
+        int num_blocks = 0;
         const uint16_t *keys[STRETCH_BLOCKS], *values[STRETCH_BLOCKS];
+    };
+
+    Stretch stretch_of(const int32_t* blocks, int num_blocks, int head) const {
+        Stretch stretch;
+        stretch.num_blocks = num_blocks;
         for (int b = 0; b < num_blocks; b++) {
-            keys[b] = kv_.keys(blocks[b], item.head + head);
-            values[b] = kv_.values(blocks[b], item.head + head);
+            stretch.keys[b] = kv_.keys(blocks[b], head);
+            stretch.values[b] = kv_.values(blocks[b], head);
         }
+        return stretch;
+    }
+
+    // Rows row .. row + count of a head, at most MOST_ROWS.
+    void some_rows(const Item& item, int head, int row, int count, const Stretch& stretch, const Stretch& ahead, int key,
+                   State& state) const {
         const size_t first = size_t(head) * item.rows + row;
         const Part part{state.queries + first * SLICE, state.out + first * kv_.head_dim, state.scores, state.weights};
         switch (count) {
 #define CASE(R)                                                          \
     case R:                                                              \
-        if constexpr (R <= MOST_ROWS) scores<R>(part, keys, num_blocks); \
+        if constexpr (R <= MOST_ROWS) scores<R>(part, stretch, ahead);   \
         break;
             CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #undef CASE
@@ -189,7 +211,7 @@ class Attention final : public Op {
         switch (count) {
 #define CASE(R)                                                              \
     case R:                                                                  \
-        if constexpr (R <= MOST_ROWS) add_values<R>(part, values, num_blocks); \
+        if constexpr (R <= MOST_ROWS) add_values<R>(part, stretch, ahead);   \
         break;
             CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #undef CASE
@@ -250,31 +272,33 @@ class Attention final : public Op {
 
     // scores [R][64] = queries [R][head_dim] x keys; a block of keys is one panel
     template <int R>
-    void scores(const Part& part, const uint16_t* const* keys, int num_blocks) const {
+    void scores(const Part& part, const Stretch& stretch, const Stretch& ahead) const {
+        const auto next = [&](int b, int count) { return b + count <= ahead.num_blocks ? ahead.keys + b : nullptr; };
         int b = 0;
-        for (; b + AT_ONCE<R> <= num_blocks; b += AT_ONCE<R>)
-            multiply_keys<R, AT_ONCE<R>>(part.queries, keys + b, kv_.head_dim, part.scores + b * BLOCK);
+        for (; b + AT_ONCE<R> <= stretch.num_blocks; b += AT_ONCE<R>)
+            multiply_keys<R, AT_ONCE<R>>(part.queries, stretch.keys + b, kv_.head_dim, part.scores + b * BLOCK,
+                                         next(b, AT_ONCE<R>));
         if constexpr (AT_ONCE<R> > 1)
-            for (; b < num_blocks; b++)
-                multiply_keys<R, 1>(part.queries, keys + b, kv_.head_dim, part.scores + b * BLOCK);
+            for (; b < stretch.num_blocks; b++)
+                multiply_keys<R, 1>(part.queries, stretch.keys + b, kv_.head_dim, part.scores + b * BLOCK, next(b, 1));
     }
 
     // out [R][head_dim] += weights [R][64] x values; a block of values is head_dim / 16 panels
     template <int R>
-    void add_values(const Part& part, const uint16_t* const* values, int num_blocks) const {
+    void add_values(const Part& part, const Stretch& stretch, const Stretch& ahead) const {
         const int num_panels = kv_.head_dim / PANEL;
         int p = 0;
         for (; p + AT_ONCE<R> <= num_panels; p += AT_ONCE<R>)
-            multiply_values<R, AT_ONCE<R>>(part.weights, values, num_blocks, p, part.out, kv_.head_dim);
+            multiply_values<R, AT_ONCE<R>>(part.weights, stretch, ahead, p, part.out, kv_.head_dim);
         if constexpr (AT_ONCE<R> > 1)
             for (; p < num_panels; p++)
-                multiply_values<R, 1>(part.weights, values, num_blocks, p, part.out, kv_.head_dim);
+                multiply_values<R, 1>(part.weights, stretch, ahead, p, part.out, kv_.head_dim);
     }
 
     // Not inlined: with constant arguments GCC runs out of registers.
     template <int R, int P>
     __attribute__((noinline)) static void multiply_keys(const act* queries, const uint16_t* const* keys, int dim,
-                                                       float* out) {
+                                                       float* out, const uint16_t* const* ahead) {
         vf acc[R][P][VECTORS];
         for (int r = 0; r < R; r++)
             for (int p = 0; p < P; p++)
@@ -285,7 +309,10 @@ class Attention final : public Op {
             const act* at = queries + d / SLICE * ITEM_STATES * SLICE + d % SLICE;
             for (int r = 0; r < R; r++) rows[r] = at + r * SLICE;
             for (int p = 0; p < P; p++) from[p] = reinterpret_cast<const uint32_t*>(keys[p]) + d / 2 * PANEL;
-            multiply_bf16<R, P>(rows, from, PANEL / 2, acc);
+            const uint8_t* next[P];
+            if (ahead)
+                for (int p = 0; p < P; p++) next[p] = reinterpret_cast<const uint8_t*>(ahead[p] + d * PANEL);
+            multiply_bf16<R, P, L1>(rows, from, PANEL / 2, acc, ahead ? next : nullptr);
         }
         for (int r = 0; r < R; r++)
             for (int p = 0; p < P; p++)
@@ -293,20 +320,24 @@ class Attention final : public Op {
     }
 
     template <int R, int P>
-    __attribute__((noinline)) static void multiply_values(const act* weights, const uint16_t* const* values,
-                                                         int num_blocks, int panel, float* out, int dim) {
+    __attribute__((noinline)) static void multiply_values(const act* weights, const Stretch& stretch,
+                                                         const Stretch& ahead, int panel, float* out, int dim) {
         vf acc[R][P][VECTORS];
         out += panel * PANEL;
         for (int r = 0; r < R; r++)
             for (int p = 0; p < P; p++)
                 for (int v = 0; v < VECTORS; v++) acc[r][p][v] = load<vf>(out + r * dim + p * PANEL + v * LANES);
-        for (int b = 0; b < num_blocks; b++, weights += BLOCK) {
+        for (int b = 0; b < stretch.num_blocks; b++, weights += BLOCK) {
             const act* rows[R];
             const uint32_t* from[P];
             for (int r = 0; r < R; r++) rows[r] = weights + r * STRETCH;
             for (int p = 0; p < P; p++)
-                from[p] = reinterpret_cast<const uint32_t*>(values[b] + (panel + p) * PANEL * BLOCK);
-            multiply_bf16<R, P>(rows, from, BLOCK / 2, acc);
+                from[p] = reinterpret_cast<const uint32_t*>(stretch.values[b] + (panel + p) * PANEL * BLOCK);
+            const bool has_next = b < ahead.num_blocks;
+            const uint8_t* next[P];
+            for (int p = 0; has_next && p < P; p++)
+                next[p] = reinterpret_cast<const uint8_t*>(ahead.values[b] + (panel + p) * PANEL * BLOCK);
+            multiply_bf16<R, P, L1>(rows, from, BLOCK / 2, acc, has_next ? next : nullptr);
         }
         for (int r = 0; r < R; r++)
             for (int p = 0; p < P; p++)

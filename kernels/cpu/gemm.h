@@ -90,13 +90,30 @@ INLINE size_t row_bytes(Form form, int width) {
     return (bytes + 63) / 64 * 64;
 }
 
+// --- prefetching ------------------------------------------------------------------------------------------------------
+//
+// A step reads each weight, key and value once, in panels of 2 to 6 KB. The hardware prefetcher starts again at each
+// panel, so the time of memory would add to that of computing. So a matmul prefetches while it computes: for every line
+// that it reads of a panel, the same line of `ahead`, the panel that this thread probably reads next, or nothing where
+// `ahead` is null. The prefetches are spread over the products; all at once they would wait for each other.
+
+constexpr int LINE = 64;
+enum Level : int { L2 = 2, L1 = 3 };  // the nearest cache that gets the line: weights L2, keys and values L1
+
+template <Level LEVEL>
+INLINE void prefetch(const uint8_t* at, int bytes) {
+    for (int i = 0; i < bytes; i += LINE) __builtin_prefetch(at + i, 0, LEVEL);
+}
+
 // --- bf16 -------------------------------------------------------------------------------------------------------------
 
-// acc[r][p] += row r times panel p, over `pairs` pairs of depth.
-template <int R, int P>
+// acc[r][p] += row r times panel p, over `pairs` pairs of depth. `ahead` is null or has P panels.
+template <int R, int P, Level LEVEL>
 INLINE void multiply_bf16(const act* const (&rows)[R], const uint32_t* const (&panels)[P], int pairs,
-                          vf (&acc)[R][P][VECTORS]) {
+                          vf (&acc)[R][P][VECTORS], const uint8_t* const* ahead) {
     for (int k = 0; k < pairs; k++) {
+        if (ahead)
+            for (int p = 0; p < P; p++) prefetch<LEVEL>(ahead[p] + k * LINE, LINE);
 #if defined(DOT_BF16)
         vu weights[P][VECTORS];
         for (int p = 0; p < P; p++)
@@ -173,13 +190,15 @@ INLINE void dot_group4(const int8_t* const (&codes)[R], const uint8_t* panel, si
 
 template <class G, int R, int P>
 INLINE void multiply_4(const Rows& rows, int first_row, const uint8_t* panel, size_t panel_bytes, int depth,
-                       vf (&acc)[R][P][VECTORS]) {
+                       vf (&acc)[R][P][VECTORS], const uint8_t* ahead) {
     const int8_t* codes[R];
     for (int r = 0; r < R; r++) codes[r] = rows.codes(first_row + r);
     const float* scales = rows.scales(first_row, depth);
     const size_t stride = rows.stride / 4;
     const int groups = depth / GROUP;
     for (int g = 0; g < groups; g++, panel += G::BYTES) {
+        if (ahead)
+            for (int p = 0; p < P; p++) prefetch<L2>(ahead + p * panel_bytes + g * G::BYTES, G::BYTES);
         vi dots[R][P][VECTORS];
         dot_group4<R, P>(codes, panel, panel_bytes, dots);
         for (int p = 0; p < P; p++)
@@ -203,12 +222,14 @@ INLINE void multiply_4(const Rows& rows, int first_row, const uint8_t* panel, si
 
 template <int R, int P>
 INLINE void multiply_8(const Rows& rows, int first_row, const uint8_t* panel, size_t panel_bytes, int depth,
-                       vf (&acc)[R][P][VECTORS]) {
+                       vf (&acc)[R][P][VECTORS], const uint8_t* ahead) {
     const int16_t* words[R];
     for (int r = 0; r < R; r++) words[r] = rows.words(first_row + r);
     const float* scales = rows.word_scales(first_row, depth);
     const size_t stride = rows.stride / 4;
     for (int g = 0; g < depth / GROUP; g++, panel += GROUP_8_BYTES) {
+        if (ahead)
+            for (int p = 0; p < P; p++) prefetch<L2>(ahead + p * panel_bytes + g * GROUP_8_BYTES, GROUP_8_BYTES);
         vi dots[R][P][VECTORS] = {};
         for (int j = 0; j < GROUP / 2; j++) {
             vi weights[P][VECTORS];
@@ -249,24 +270,26 @@ constexpr int MOST_ROWS = 4, MOST_ROWS_8 = 2, MOST_ROWS_4 = 2;
 // Not inlined: with constant arguments GCC runs out of registers.
 template <int R, int P>
 __attribute__((noinline)) static void multiply_panels(const Rows& rows, int first_row, const Matrix& matrix, int first_panel, float* out,
-                            int out_stride) {
+                            int out_stride, const uint8_t* ahead) {
     const size_t bytes = matrix.panel_bytes();
     const uint8_t* panel = matrix.panels + first_panel * bytes;
     vf acc[R][P][VECTORS] = {};
     if (matrix.format == Format::BF16) {
         const act* plain[R];
         const uint32_t* panels[P];
+        const uint8_t* next[P];
+        for (int p = 0; p < P; p++) next[p] = ahead + p * bytes;
         for (int r = 0; r < R; r++) plain[r] = rows.plain(first_row + r);
         for (int p = 0; p < P; p++) panels[p] = reinterpret_cast<const uint32_t*>(panel + p * bytes);
-        multiply_bf16<R, P>(plain, panels, matrix.depth / 2, acc);
+        multiply_bf16<R, P, L2>(plain, panels, matrix.depth / 2, acc, ahead ? next : nullptr);
     } else if (matrix.format == Format::Q8_0) {
         if constexpr (R <= MOST_ROWS_8)
-            multiply_8<R, P>(rows, first_row, panel, bytes, matrix.depth, acc);
+            multiply_8<R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
     } else if constexpr (R <= MOST_ROWS_4) {
         if (matrix.format == Format::Q4_0)
-            multiply_4<Group4, R, P>(rows, first_row, panel, bytes, matrix.depth, acc);
+            multiply_4<Group4, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
         else
-            multiply_4<Group4Min, R, P>(rows, first_row, panel, bytes, matrix.depth, acc);
+            multiply_4<Group4Min, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
     }
     for (int r = 0; r < R; r++)
         for (int p = 0; p < P; p++)
@@ -275,28 +298,31 @@ __attribute__((noinline)) static void multiply_panels(const Rows& rows, int firs
 
 template <int R>
 static void multiply_rows(const Rows& rows, int first_row, const Matrix& matrix, int first_panel, int panels, float* out,
-                          int out_stride) {
+                          int out_stride, const uint8_t* ahead) {
+    const size_t bytes = matrix.panel_bytes();
     // One row has registers for more panels, and needs them: each accumulator waits for its previous product.
     constexpr int AT_ONCE = R == 1 ? 4 : R == 2 || LANES == 16 ? 2 : 1;
+    const auto next = [&](int p) { return ahead ? ahead + p * bytes : nullptr; };
     int p = 0;
     for (; p + AT_ONCE <= panels; p += AT_ONCE)
-        multiply_panels<R, AT_ONCE>(rows, first_row, matrix, first_panel + p, out + p * PANEL, out_stride);
+        multiply_panels<R, AT_ONCE>(rows, first_row, matrix, first_panel + p, out + p * PANEL, out_stride, next(p));
     if constexpr (AT_ONCE > 2)
         for (; p + 2 <= panels; p += 2)
-            multiply_panels<R, 2>(rows, first_row, matrix, first_panel + p, out + p * PANEL, out_stride);
+            multiply_panels<R, 2>(rows, first_row, matrix, first_panel + p, out + p * PANEL, out_stride, next(p));
     if constexpr (AT_ONCE > 1)
         for (; p < panels; p++)
-            multiply_panels<R, 1>(rows, first_row, matrix, first_panel + p, out + p * PANEL, out_stride);
+            multiply_panels<R, 1>(rows, first_row, matrix, first_panel + p, out + p * PANEL, out_stride, next(p));
 }
 
 // out [count, panels * 16] = rows first_row .. first_row + count times `panels` panels. count <= most_rows(matrix).
+// `ahead` is null, or `panels` panels of the matrix to prefetch.
 static void multiply(const Rows& rows, int first_row, int count, const Matrix& matrix, int first_panel, int panels,
-                     float* out, int out_stride) {
+                     float* out, int out_stride, const uint8_t* ahead) {
     switch (count) {
-#define CASE(R)                                                                              \
-    case R:                                                                                  \
-        if constexpr (R <= MOST_ROWS)                                                        \
-            multiply_rows<R>(rows, first_row, matrix, first_panel, panels, out, out_stride); \
+#define CASE(R)                                                                                     \
+    case R:                                                                                         \
+        if constexpr (R <= MOST_ROWS)                                                               \
+            multiply_rows<R>(rows, first_row, matrix, first_panel, panels, out, out_stride, ahead); \
         return;
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #undef CASE

@@ -25,7 +25,10 @@ class Gemm : public Op {
         const int parts = ceil_div(num_rows, most_rows(matrix_));
         for (int part = 0, row = 0; part < parts; part++) {
             const int count = num_rows / parts + (part < num_rows % parts);
-            multiply(in_, row, count, matrix_, first, panels, values, width);
+            // The first rows prefetch the tile that this thread probably takes next: the others take those before it.
+            const int next = first + scratch.threads * panels_;
+            const bool has_next = part == 0 && next + panels <= last;
+            multiply(in_, row, count, matrix_, first, panels, values, width, has_next ? panel(next) : nullptr);
             for (int r = 0; r < count; r++) {
                 float* at = values + r * width;
                 if (matrix_.bias)
@@ -42,7 +45,15 @@ class Gemm : public Op {
                 2.0 * num_rows * outputs * matrix_.depth, matrix_.integer()};
     }
 
+    bool prefetch_first(const Step& step, int thread) const override {
+        if (thread >= tiles(step)) return false;
+        prefetch<L2>(panel(thread * panels_), int(panels_ * matrix_.panel_bytes()));
+        return true;
+    }
+
    protected:
+    const uint8_t* panel(int index) const { return matrix_.panels + index * matrix_.panel_bytes(); }
+
     virtual int rows(const Step& step) const { return step.tokens; }
     virtual void finish(const Step& step, int row, int column, int width, float* values, const Scratch& scratch) = 0;
 
@@ -68,6 +79,12 @@ class LinearAdd final : public Gemm {
     const int width_;
 };
 
+// silu(gate) * up; zero below the range of exp_of, where silu is zero in float32.
+template <class Vector>
+INLINE Vector silu_mul(Vector gate, Vector up) {
+    return gate < -88.0f ? Vector{} : gate / (1.0f + exp_of(-gate)) * up;
+}
+
 // out = silu(in x gate) * (in x up). A panel holds eight outputs of gate and the eight of up beside them.
 class Swiglu final : public Gemm {
    public:
@@ -78,11 +95,14 @@ class Swiglu final : public Gemm {
    private:
     void finish(const Step&, int row, int column, int width, float* values, const Scratch&) override {
         float gated[4 * PANEL / 2];
-        for (int c = 0; c < width; c += PANEL) {
-            const f8 gate = load<f8>(values + c), up = load<f8>(values + c + 8);
-            // Below the range of exp_of, silu is zero in float32.
-            store(gated + c / 2, gate < -88.0f ? f8{} : gate / (1.0f + exp_of(-gate)) * up);
+        int c = 0;
+#if defined(ISA_AVX512)
+        for (; c + 2 * PANEL <= width; c += 2 * PANEL) {  // two panels fill a vector
+            const vf first = load<vf>(values + c), second = load<vf>(values + c + PANEL);
+            store(gated + c / 2, silu_mul(low_halves(first, second), high_halves(first, second)));
         }
+#endif
+        for (; c < width; c += PANEL) store(gated + c / 2, silu_mul(load<f8>(values + c), load<f8>(values + c + 8)));
         if (floats_) {
             memcpy(reinterpret_cast<float*>(out_.data + row * out_.stride) + column / 2, gated, width / 2 * 4);
         } else {

@@ -72,7 +72,7 @@ class Program final : public Job {
     // An op after the other: takes tiles of it while there are any, and waits until all of them are done.
     void work(int thread) override {
         const uint32_t number = number_.load();
-        const Scratch scratch{thread, memory_[thread]->data};
+        const Scratch scratch{thread, thread_pool_.size(), memory_[thread]->data};
         for (size_t i = 0; i < ops_.size(); i++) {
             Op& op = *ops_[i];
             Progress& progress = progress_[i];
@@ -91,6 +91,9 @@ class Program final : public Job {
                 }
                 taken = progress.taken.load();
             }
+            // The weights of the next matmul do not depend on this op: fetch some of them instead of idling.
+            for (size_t j = i + 1; j < std::min(i + 1 + LOOKAHEAD, ops_.size()) && progress.done.load() < all; j++)
+                if (ops_[j]->prefetch_first(step_, thread)) break;
             thread_pool_.wait([&] { return progress.done.load() >= all; }, finished_);
             if (progress.done.load() != all) return;  // of a later step
             if (const int status = op.status()) {
@@ -133,6 +136,8 @@ class Program final : public Job {
             last = ended;
         }
     }
+
+    static constexpr size_t LOOKAHEAD = 2;  // ops; between two matmuls is at most one that reads no weights
 
     ThreadPool& thread_pool_;
     Step step_;

@@ -20,7 +20,7 @@ constexpr int BLOCK = 16;  // tokens
 
 // Scratch memory of one thread, large enough for every op.
 struct Scratch {
-    int thread;
+    int thread, threads;
     uint8_t* memory;
 };
 
@@ -38,6 +38,8 @@ class Op {
     virtual void tile(const Step& step, int index, const Scratch& scratch) = 0;
     virtual size_t scratch_bytes() const { return 0; }
     virtual Cost cost(const Step&) const { return {}; }
+    // Prefetches what a thread's first tile reads, while it waits for the op before. Returns whether there is anything.
+    virtual bool prefetch_first(const Step&, int /*thread*/) const { return false; }
     // 0, or the status with which the step ends early.
     virtual int status() const { return 0; }
 

@@ -88,6 +88,16 @@ INLINE Vector max(Vector a, Vector b) {
     return a > b ? a : b;
 }
 
+#if defined(ISA_AVX512)
+// The lower, or upper, eight numbers of two vectors.
+INLINE vf low_halves(vf a, vf b) {
+    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+}
+INLINE vf high_halves(vf a, vf b) {
+    return __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+}
+#endif
+
 // Sum and maximum over lanes, always in the same order: halves are folded onto each other.
 #if defined(ISA_AVX2) || (defined(ISA_AVX512) && !defined(EMULATE))
 INLINE float sum_of_8(__m256 all) {
