@@ -9,14 +9,15 @@ import mmap
 from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int32, c_size_t, c_uint32, c_void_p
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 
 from pipeline.kernels.logprob_inputs import ScoreInputs
+from pipeline.kernels.matrix import Format
 from pipeline.kernels.sampling_inputs import SamplingInputs
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 """Version of `program.cpp`; raise it with every change of its interface."""
 
 PANEL = 16
@@ -30,6 +31,8 @@ SPINS = 2000
 
 HUGE_PAGE = 2 * 1024**2
 
+Activations = Literal["int16", "int8"]
+
 ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
 
 
@@ -41,11 +44,22 @@ class Form(IntEnum):
     """8 bits and a scale for each group of 32."""
     WORDS = 2
     """16 bits and a scale for each group of 32."""
+    PAIRS = 3
+    """The same for 4-bit weights: with the sums of groups, and in another order."""
 
 
 FORMATS = {"bf16": 0, "q8_0": 1, "q4_0": 2, "q4_1": 3}
-READ_BY = {"bf16": Form.PLAIN, "q8_0": Form.WORDS, "q4_0": Form.BYTES, "q4_1": Form.BYTES}
-"""The form of activations for weights of each format."""
+
+
+def form_for(format: Format, activations: Activations) -> Form:
+    """The form of activations for weights of a format. `activations` is the precision for 4-bit weights."""
+    match format:
+        case "bf16":
+            return Form.PLAIN
+        case "q8_0":
+            return Form.WORDS
+        case _:
+            return Form.BYTES if activations == "int8" else Form.PAIRS
 
 
 class NativeStepArrays(Structure):
@@ -72,6 +86,7 @@ class PackedMatrix(Structure):
 
     _fields_ = (
         ("format", c_int),
+        ("form", c_int),
         ("columns", c_int),
         ("depth", c_int),
         ("panels", c_void_p),

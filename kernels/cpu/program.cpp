@@ -155,7 +155,7 @@ class Program final : public Job {
 
 extern "C" {
 
-int abi_version() { return 8; }
+int abi_version() { return 9; }
 
 // --- threads
 

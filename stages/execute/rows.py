@@ -145,7 +145,7 @@ class RowTable:
         self.logprob_token_ids[row] = given = np.array(options.logprob_token_ids, np.int32)
         if len(given):
             assert len(given) == options.num_logprobs, f"row {row} has {len(given)} ids for records of another size"
-            assert given.min() >= 0 and given.max() < self.vocab_size, f"row {row} has ids outside of the vocabulary"
+            assert given.min() >= 0 and given.max() < self.vocab_size, f"row {row} has ids outside the vocabulary"
         self._logprob_id_addresses[row] = given.ctypes.data if len(given) else 0
         # Only the first sequence of a request returns prompt logprobs.
         self.num_prompt_logprobs[row] = options.num_prompt_logprobs if index == 0 else NO_LOGPROBS

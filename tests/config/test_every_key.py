@@ -75,6 +75,7 @@ EFFECTS = {
     ),
     "schedule.arena_bytes": f"{SCHEDULE}::test_arena_bytes_is_what_long_prompts_go_through",
     "execute.device": "tests/stages/schedule/test_stage.py::test_on_a_gpu_the_depth_is_2_unless_it_is_said",
+    "execute.activations": "tests/stages/execute/test_activations.py::test_int16_is_nearer_to_the_weights_than_int8",
     "execute.dtype": f"{BACKEND}::test_float32_is_computed_by_torch_in_silence",
     "execute.kernels": f"{BACKEND}::test_a_level_that_this_cpu_lacks_is_refused",
     "execute.kv_cache_bytes": f"{RUNNER}::test_kv_memory_limits_the_longest_sequence_and_too_little_names_the_key",

@@ -233,7 +233,7 @@ def test_a_stage_in_the_foreground_stops_in_the_debugger_and_goes_on(terminal: T
         urllib.request.urlopen(f"{url}/health", timeout=PATIENCE_S)
     states = {stage["name"]: stage["state"] for stage in json.loads(health.value.read())["stages"]}
     assert states["schedule.0"] == "late" and states["ingest.0"] == "ready", "it is late, and lives"
-    terminal.type(b"p message.max_tokens * 1000\n")
+    terminal.type(b"p len(message.finishes) + message.attempt * 5000\n")
     terminal.until(rb"5000\r\n.*\(Pdb\) ")
     terminal.type(b"next\n")
     terminal.until(rb"-> .*\r\n.*\(Pdb\) ")

@@ -1,4 +1,4 @@
-"""Edges through shared memory: messages of any size arrive in order, also beside the socket's, and wake the receiver."""
+"""Edges through shared memory: messages of any size arrive in order and wake the receiver."""
 
 import itertools
 import os

@@ -46,6 +46,7 @@ def make_program(
         kv.num_blocks,
         kv.max_model_len,
         swap,
+        settings.execute.activations,
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.cpu import native
-from pipeline.kernels.cpu.native import Form
+from pipeline.kernels.cpu.native import Activations, Form
 from pipeline.kernels.logprob_inputs import FloatArray, ScoreInputs
 from pipeline.kernels.matrix import Matrix, join
 from pipeline.kernels.sampling_inputs import SamplingInputs
@@ -62,9 +62,12 @@ class NativeProgram(Program):
         num_blocks: int,
         max_model_len: int,
         swap: SwapArray | None = None,
+        activations: Activations = "int16",
     ) -> None:
+        """`activations` is the precision of activations for 4-bit weights."""
         assert unsupported(config) is None
         self.name = f"cpu, {isa}"
+        self._activations = activations
         self._library = library
         self._config = config
         self._inputs, self._sampling_inputs = inputs, sampling_inputs
@@ -130,7 +133,7 @@ class NativeProgram(Program):
         tied = self._table is not None and self._table[0] is head
         packed = self._table[1] if self._table is not None and tied else self._pack((head,))
         places = packed, self._config.vocab_size, self._logits, self._inputs.max_num_rows
-        form, weight = _form((head,)), self._vector(norm)
+        form, weight = self._form((head,)), self._vector(norm)
         self._add_norm(self._handle, form, weight, sampled=True)
         self._library.program_sample(
             self._handle,
@@ -218,8 +221,13 @@ class NativeProgram(Program):
 
     def _norm(self, weight: Tensor, matrices: tuple[Matrix, ...]) -> native.NativeRows:
         """Record the norm before a matmul with `matrices`. Returns its output rows."""
-        self._add_norm(self._handle, _form(matrices), self._vector(weight))
+        self._add_norm(self._handle, self._form(matrices), self._vector(weight))
         return self._normed
+
+    def _form(self, matrices: tuple[Matrix, ...]) -> Form:
+        """The form of activations for a matmul with these matrices. Mixed formats use bfloat16."""
+        formats = {matrix.format for matrix in matrices}
+        return native.form_for(formats.pop(), self._activations) if len(formats) == 1 else Form.PLAIN
 
     def _add_norm(self, handle: int, form: Form, weight: int, sampled: bool = False) -> None:
         size, eps = self._config.hidden_size, self._config.rms_norm_eps
@@ -246,12 +254,12 @@ class NativeProgram(Program):
         self, rows: native.NativeRows, width: int, matrices: tuple[Matrix, ...]
     ) -> tuple[native.NativeRows, bool]:
         """The output rows of an op before a matmul, and whether they are floats that are quantized afterwards."""
-        if _form(matrices) is Form.PLAIN:
+        if self._form(matrices) is Form.PLAIN:
             return rows, False
         return native.NativeRows(self._wide, width * 4), True
 
     def _add(self, rows: native.NativeRows, width: int, linear: Linear) -> None:
-        form = _form(linear.matrices)
+        form = self._form(linear.matrices)
         if form is not Form.PLAIN:
             self._library.program_quantize(self._handle, rows, form, self._wide, width)
         self._library.program_linear_add(
@@ -316,7 +324,8 @@ class NativeProgram(Program):
         order = np.concatenate([order, np.full(columns - len(order), -1, np.int32)])
         # Index -1 selects the null address after the last row.
         addresses = np.append(rows, np.uint64(0))[order]
-        packed = native.PackedMatrix(native.FORMATS[matrices[0].format], columns, matrices[0].num_columns, None, None)
+        format, form = native.FORMATS[matrices[0].format], self._form(matrices)
+        packed = native.PackedMatrix(format, form, columns, matrices[0].num_columns, None, None)
         reference = ctypes.byref(packed)
         panels = self._memory(self._library.panel_bytes(reference) * columns // native.PANEL)
         packed.panels = panels
@@ -336,12 +345,6 @@ def _row_addresses(matrix: Matrix) -> "np.ndarray[Any, np.dtype[np.uint64]]":
     data = matrix.data
     stride = data.stride(0) * data.element_size()
     return data.data_ptr() + np.arange(matrix.num_rows, dtype=np.uint64) * np.uint64(stride)
-
-
-def _form(matrices: tuple[Matrix, ...]) -> Form:
-    """The form of activations for a matmul with these matrices. Mixed formats use bfloat16."""
-    formats = {matrix.format for matrix in matrices}
-    return native.READ_BY[formats.pop()] if len(formats) == 1 else Form.PLAIN
 
 
 def _turning_order(num_turning: int, num_heads: int, head_dim: int) -> IntArray:

@@ -9,6 +9,8 @@ import pytest
 from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.build import build
 from pipeline.kernels.cpu.isa import available
+from pipeline.kernels.matrix import Format
+from tests.kernels.cpu import recording
 
 
 @pytest.fixture(scope="session", params=[*available(), "emulated"])
@@ -25,3 +27,21 @@ def sampler_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cache = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "samplers"
     cache.mkdir(exist_ok=True)
     return cache
+
+
+@pytest.fixture(
+    params=[
+        ("bf16", "int16"),
+        ("q8_0", "int16"),
+        ("q4_0", "int16"),
+        ("q4_1", "int16"),
+        ("q4_0", "int8"),
+        ("q4_1", "int8"),
+    ],
+    ids=lambda param: "-".join(param),
+)
+def format(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Format:
+    """A format of weights, with each precision of activations."""
+    name, activations = request.param
+    monkeypatch.setattr(recording, "ACTIVATIONS", activations)
+    return name

@@ -63,6 +63,13 @@ class Kept:
     scales: np.ndarray
 
 
+ACTIVATIONS: native.Activations = "int16"
+"""For 4-bit weights; the fixture `format` sets it."""
+PAIR_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+SUMMED = (Form.BYTES, Form.PAIRS)
+"""Forms with the sums of their groups."""
+
+
 class Recording:
     """One program. Its memory has canaries before and behind it, which every run checks."""
 
@@ -139,8 +146,11 @@ class Recording:
             memory[:num, : bits.itemsize * width] = np.ascontiguousarray(bits).view(np.uint8)
             return Kept(kept.astype(np.float64), kept, np.ones((num, 1)))
         codes, scales = quantize_rows(values, form)
-        parts = [codes, scales]
-        if form is Form.BYTES:
+        parts = [
+            codes.reshape(num, -1, 8)[..., PAIR_ORDER].reshape(num, width) if form is Form.PAIRS else codes,
+            scales,
+        ]
+        if form in SUMMED:
             sums = codes.reshape(num, -1, GROUP).sum(-1, dtype=np.int32)
             parts += [sums, scales * sums.astype(np.float32)]
         packed = np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in parts], axis=1)
@@ -160,11 +170,13 @@ class Recording:
         begin = width * codes_type.itemsize
         memory = np.ascontiguousarray(rows.memory[:num, : begin + 12 * groups])
         codes = np.ascontiguousarray(memory[:, :begin]).view(codes_type)
+        if form is Form.PAIRS:
+            codes = codes.reshape(num, -1, 8)[..., np.argsort(PAIR_ORDER)].reshape(num, width)
         scales, sums, scaled = (
             np.ascontiguousarray(memory[:, begin + 4 * groups * i :][:, : 4 * groups]).view(dtype)
             for i, dtype in enumerate((np.float32, np.int32, np.float32))
         )
-        if form is Form.BYTES:
+        if form in SUMMED:
             np.testing.assert_array_equal(sums, codes.reshape(num, groups, GROUP).sum(-1, dtype=np.int32))
             np.testing.assert_array_equal(scaled, scales * sums.astype(np.float32))
         return Kept(codes.astype(np.float64) * scales.astype(np.float64).repeat(GROUP, 1), codes, scales)
@@ -175,7 +187,8 @@ class Recording:
         """`order` and `bias` as a checkpoint's rows have them; -1 is a row of zeros. Padded with those."""
         rows = list(range(matrix.num_rows) if order is None else order)
         rows += [-1] * (-len(rows) % PANEL)
-        packed = native.PackedMatrix(native.FORMATS[matrix.format], len(rows), matrix.num_columns, None, None)
+        format, form = native.FORMATS[matrix.format], form_of(matrix.format)
+        packed = native.PackedMatrix(format, form, len(rows), matrix.num_columns, None, None)
         reference = ctypes.byref(packed)
         panels = self.memory(self.library.panel_bytes(reference) * len(rows) // PANEL)
         packed.panels = panels.ctypes.data
@@ -230,7 +243,7 @@ def recording(library: ctypes.CDLL, **sizes: int) -> Iterator[Recording]:
 
 
 def form_of(format: Format) -> Form:
-    return native.READ_BY[format]
+    return native.form_for(format, ACTIVATIONS)
 
 
 def read_floats(rows: native.NativeRows, num: int, width: int) -> np.ndarray:

@@ -12,7 +12,6 @@ from pipeline.kernels.matrix import Format, Matrix, quantize
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from tests.kernels.cpu.recording import (
     EPS,
-    FORMATS,
     PANEL,
     TINY,
     Kept,
@@ -46,7 +45,6 @@ def rms_norm(residual: np.ndarray, weight: np.ndarray, eps: float) -> tuple[np.n
 # --- embed, norm, quantize
 
 
-@pytest.mark.parametrize("format", FORMATS)
 def test_an_embedding_is_its_row_to_the_bit(library: ctypes.CDLL, format: Format) -> None:
     table = random_matrix(0, 37, 96, format)
     ids = np.array([0, 36, 15, 16, 17, 36, 3, 31, 32], np.int32)
@@ -72,7 +70,7 @@ def test_a_norm_leaves_plain_activations(library: ctypes.CDLL, width: int, scale
         assert_kept(r, r.read_plain(rows, 7, width), *rms_norm(residual, weight, 1e-5))
 
 
-@pytest.mark.parametrize("form", [Form.BYTES, Form.WORDS])
+@pytest.mark.parametrize("form", [Form.BYTES, Form.WORDS, Form.PAIRS])
 @pytest.mark.parametrize("width", [32, 64, 96, 576])
 def test_a_norm_leaves_activations_in_groups(library: ctypes.CDLL, width: int, form: Form) -> None:
     residual, weight = random(3, 5, width, scale=20), random(4, width) + 1
@@ -105,7 +103,7 @@ def test_a_norm_of_sampled_tokens_takes_those_alone(library: ctypes.CDLL, form: 
         np.testing.assert_array_equal(rows.memory[3:], before[3:])
 
 
-@pytest.mark.parametrize("form", [Form.BYTES, Form.WORDS])
+@pytest.mark.parametrize("form", [Form.BYTES, Form.WORDS, Form.PAIRS])
 def test_quantized_activations_are_those_of_the_definition_to_the_bit(library: ctypes.CDLL, form: Form) -> None:
     values = random(7, 9, 160)
     values[0, :32] = 0
@@ -164,7 +162,6 @@ def test_a_product_with_the_identity_is_what_the_norm_left(library: ctypes.CDLL)
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("width", [40, 64, 2])
-@pytest.mark.parametrize("format", FORMATS)
 def test_a_product_is_added_to_the_residual(library: ctypes.CDLL, format: Format, width: int, bias: bool) -> None:
     depth = 102 if format == "bf16" else 96
     matrix = random_matrix(12, width, depth, format)
@@ -183,7 +180,6 @@ def test_a_product_is_added_to_the_residual(library: ctypes.CDLL, format: Format
     assert_near(residual, expected + shift + before, error + 2 * EPS * sums)
 
 
-@pytest.mark.parametrize("format", FORMATS)
 def test_a_row_of_a_product_has_the_same_bits_in_every_company(library: ctypes.CDLL, format: Format) -> None:
     """With one to three threads, at any place, among any number of rows."""
     matrix, activations = random_matrix(16, 136, 96, format), random(17, 50, 96)
@@ -209,7 +205,6 @@ def test_a_row_of_a_product_has_the_same_bits_in_every_company(library: ctypes.C
 
 @pytest.mark.parametrize("floats", [False, True], ids=["plain", "floats"])
 @pytest.mark.parametrize("inner", [20, 40, 96, 2])
-@pytest.mark.parametrize("format", FORMATS)
 def test_gate_and_up(library: ctypes.CDLL, format: Format, inner: int, floats: bool) -> None:
     matrix, bias = random_matrix(18, 2 * inner, 64, format), random(19, 2 * inner)
     activations = random(20, 19, 64)
@@ -295,7 +290,6 @@ def norm_heads(heads: np.ndarray, error: np.ndarray, weight: np.ndarray) -> tupl
 
 
 @pytest.mark.parametrize(("bias", "normed"), [(False, False), (True, False), (True, True)], ids=["", "bias", "normed"])
-@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim"), [(3, 1, 32), (4, 4, 16), (6, 2, 64), (2, 1, 80), (1, 1, 96), (2, 1, 256)]
 )

@@ -24,7 +24,6 @@ from pipeline.kernels.noise import noise_keys, sequence_key
 from pipeline.kernels.penalties import penalize
 from pipeline.kernels.sample import probabilities_reference
 from tests.kernels.cpu.recording import (
-    FORMATS,
     Recording,
     assert_near,
     form_of,
@@ -80,7 +79,6 @@ class Head:
 
 
 @pytest.mark.parametrize("vocab_size", [1, 15, 37, 300, 1000])
-@pytest.mark.parametrize("format", FORMATS)
 def test_the_largest_logit_is_taken_and_the_others_need_not_be_kept(
     library: ctypes.CDLL, format: Format, vocab_size: int
 ) -> None:
@@ -115,7 +113,6 @@ def test_of_equal_logits_the_lowest_id_wins(library: ctypes.CDLL, threads: int) 
 
 @pytest.mark.parametrize("greedy", [True, False])
 @pytest.mark.parametrize("vocab_size", [1, 37, 130])
-@pytest.mark.parametrize("format", FORMATS)
 def test_padding_never_wins(library: ctypes.CDLL, format: Format, vocab_size: int, greedy: bool) -> None:
     """Each logit is below zero, which is what the columns behind the vocabulary have."""
     weights = -np.abs(random(6, vocab_size, DEPTH)) - 1
@@ -128,7 +125,6 @@ def test_padding_never_wins(library: ctypes.CDLL, format: Format, vocab_size: in
         np.testing.assert_array_equal(head.run(activations), logits.argmax(1))
 
 
-@pytest.mark.parametrize("format", FORMATS)
 def test_logits_have_the_same_bits_in_every_company(library: ctypes.CDLL, format: Format) -> None:
     activations, results = random(8, 50, DEPTH), []
     for threads in (1, 2, 3):

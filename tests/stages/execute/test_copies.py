@@ -157,7 +157,7 @@ def test_copies_that_cannot_be_right_end_loudly_and_change_nothing(driver: Drive
     with pytest.raises(AssertionError, match="2 source blocks, 1 target blocks"):
         driver.runner.step(odd, take)
     np.testing.assert_array_equal(memory.read(), before)
-    with pytest.raises(AssertionError, match="outside of the KV memory"):
+    with pytest.raises(AssertionError, match="outside the KV memory"):
         driver.step(adds=[row_add(0, [5], [driver.runner.facts.num_blocks])])
 
 
@@ -283,10 +283,10 @@ def test_forks_go_on_from_the_blocks_of_a_prompt_and_a_copy_of_the_last(
 def test_forks_of_what_is_not_there_are_refused(driver: Driver) -> None:
     driver.step([(0, 0, 20, True)], adds=[row_add(0, random_ids(20, 6), [0, 1])])
     for add, message in [
-        (row_add(1, [], [2], fork_of=4, num_prompt=20), "a fork of row 4, which is not taken"),
-        (row_add(1, [], [2], fork_of=8, num_prompt=20), "a fork of row 8, which is not taken|row 8"),
-        (row_add(1, [], [2], fork_of=0, num_prompt=22), "a fork of 22 ids of row 0, which has 21"),
-        (row_add(1, [], [2], fork_of=0, num_prompt=0), "a fork of 0 ids"),
+        (row_add(1, [], [2], fork_of=4, num_prompt=20), "fork of row 4, which is not taken"),
+        (row_add(1, [], [2], fork_of=8, num_prompt=20), "fork of row 8, which is not taken|row 8"),
+        (row_add(1, [], [2], fork_of=0, num_prompt=22), "fork of 22 ids of row 0, which has 21"),
+        (row_add(1, [], [2], fork_of=0, num_prompt=0), "fork of 0 ids"),
         (row_add(0, [], [2], fork_of=0, num_prompt=20), "taken already"),
     ]:
         with pytest.raises(AssertionError, match=message):

@@ -65,5 +65,5 @@ def test_ids_outside_of_the_vocabulary_are_a_broken_invariant(driver: Driver) ->
     """Ingest refuses them: the sampler reads logits at these places."""
     driver.clear()
     options = m.GenerationOptions(num_logprobs=1, logprob_token_ids=[checkpoints.VOCAB_SIZE])
-    with pytest.raises(AssertionError, match="outside of the vocabulary"):
+    with pytest.raises(AssertionError, match="outside the vocabulary"):
         driver.step([(0, 0, 5, True)], adds=[row_add(0, random_ids(5, 0), driver.take_blocks(64), options)])
