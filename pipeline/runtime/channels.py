@@ -112,7 +112,7 @@ class Inbox(Generic[T]):
             self._socket.close()
             raise
         self._poll = select.poll()
-        for fd in (self.fileno(), *(edge.reader.fileno() for edge in rings)):
+        for fd in self.filenos():
             self._poll.register(fd, select.POLLIN)
         self._envelopes: MessageDecoder[Envelope] = MessageDecoder(Envelope)
         self._messages: MessageDecoder[T] = MessageDecoder(union if control_request is None else union | ControlRequest)
@@ -134,33 +134,37 @@ class Inbox(Generic[T]):
         """
         return int(self._socket.get(zmq.FD))
 
+    def filenos(self) -> list[int]:
+        """The descriptors of the socket and of the rings."""
+        return [self.fileno(), *(edge.reader.fileno() for edge in self._rings.values())]
+
     def wake_by(self, fd: int) -> None:
         """Make `wait` also return when this descriptor is readable."""
         self._wake_fd = fd
         self._poll.register(fd, select.POLLIN)
 
     def has_message(self) -> bool:
-        """Whether a message is queued. Makes the descriptor unreadable until the next event."""
-        return bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
+        """Whether a message is queued. Makes the descriptors unreadable until the next event."""
+        has_message = bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
+        for edge in self._rings.values():
+            has_message |= edge.has_message()
+        return has_message
 
     def wait(self, timeout_s: float) -> bool:
         """Wait at most `timeout_s` for a message or for `wake_by`'s descriptor. Returns whether either is ready."""
         begun = now = time.monotonic()
-        end, is_ready, is_woken = begun + timeout_s, self._is_ready(), False
+        end, is_ready, is_woken = begun + timeout_s, self.has_message(), False
         while not (is_ready or is_woken):
             left_ms = (end - now) * 1000
             readable = self._poll.poll(max(0, left_ms))
             is_woken = any(fd == self._wake_fd for fd, _ in readable)
-            is_ready = self._is_ready()
+            is_ready = self.has_message()
             now = time.monotonic()
             if now >= end:
                 break
         self.wait_s += time.monotonic() - begun
         self.num_wakes += 1
         return is_ready or is_woken
-
-    def _is_ready(self) -> bool:
-        return any(edge.has_message() for edge in self._rings.values()) or self.has_message()
 
     async def replayed(self) -> list[T]:
         """In a replay: wait for the turn of the next received messages, and return them."""
@@ -245,7 +249,8 @@ class AsyncInbox(Generic[T]):
         self._woken_s = 0.0
         self._loop = asyncio.get_running_loop()
         if not inbox.is_replayed:
-            self._loop.add_reader(inbox.fileno(), self._wake)
+            for fd in inbox.filenos():
+                self._loop.add_reader(fd, self._wake)
 
     def _wake(self) -> None:
         # has_message also makes the descriptor unreadable. Otherwise the loop would keep calling this while the
@@ -282,7 +287,8 @@ class AsyncInbox(Generic[T]):
 
     def close(self) -> None:
         if not self._inbox.is_replayed:
-            self._loop.remove_reader(self._inbox.fileno())
+            for fd in self._inbox.filenos():
+                self._loop.remove_reader(fd)
         self._inbox.close()
 
 

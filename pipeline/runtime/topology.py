@@ -43,11 +43,13 @@ TOPOLOGY = (
     StageRow("gateway", "pipeline.stages.gateway.stage", ("ingest", "schedule", "gateway"), reads=("ingest",)),
 )
 
-RINGS = (("schedule", "execute"), ("execute", "schedule"))
-"""Edges, from sender to receiver, that use a ring in shared memory: every step crosses them, and a wake-up through
+RINGS = (("schedule", "execute"), ("execute", "schedule"), ("schedule", "detokenize"), ("detokenize", "gateway"))
+"""Edges, from sender to receiver, that use a ring in shared memory: each token crosses them, and a wake-up through
 ZeroMQ's threads takes several times as long."""
 RING_BYTES = 1024**2
 """Larger messages use ZeroMQ."""
+MAX_RINGS = 16
+"""An edge between more pairs of replicas uses ZeroMQ alone."""
 
 FLOW = ("gateway", "ingest", "schedule", "execute", "detokenize")
 
@@ -86,6 +88,15 @@ def num_replicas(settings: Settings, name: str) -> int:
 def replicas_of(settings: Settings, name: str) -> list[str]:
     """The names of a stage's processes, such as `ingest.0`."""
     return [f"{name}.{replica}" for replica in range(num_replicas(settings, name))]
+
+
+def rings(settings: Settings) -> list[tuple[str, str]]:
+    """The pairs of processes, sender and receiver, that are connected by a ring."""
+    pairs = []
+    for sender, receiver in RINGS:
+        both = [(a, b) for a in replicas_of(settings, sender) for b in replicas_of(settings, receiver)]
+        pairs += both if len(both) <= MAX_RINGS else []
+    return pairs
 
 
 def shard(number: int, num_shards: int) -> int:

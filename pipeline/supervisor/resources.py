@@ -66,11 +66,10 @@ class SharedResources:
 
     def create_rings(self) -> None:
         """Create the shared-memory rings between stages."""
-        for sender, receiver in topology.RINGS:
-            name = f"{sender}.0", f"{receiver}.0"
+        for sender, receiver in topology.rings(self._settings):
             sizes = (("data", topology.RING_BYTES), ("position", mmap.PAGESIZE))
             data_fd, position_fd = (segment.create(f"{sender}-{receiver}-{part}", size) for part, size in sizes)
-            self._rings[name] = data_fd, position_fd, os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self._rings[sender, receiver] = data_fd, position_fd, os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def launch(
         self, stage: str, entry: str, peers: list[m.PeerInbox], model_dir: str = "", replica: int = 0
