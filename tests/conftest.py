@@ -46,10 +46,10 @@ ALONE = (
     "tests/e2e/test_start.py",
     "tests/e2e/test_observability.py::test_scraping_ten_times_a_second_costs_little",
     "tests/e2e/test_observability.py::test_a_stage_that_hangs_is_late",
-    "tests/stages/gateway/test_admission.py::TestTheGateway::test_answers_at_once",
+    "tests/stages/gateway/test_admission.py::TestGateway::test_rejections_are_sent_at_once",
     "tests/stages/schedule/test_liveness.py::test_putting_back_many_costs_little",
     # A thousand connections, and how long their texts take.
-    "tests/stages/gateway/http/test_slow_clients.py::test_slow_clients_cost",
+    "tests/stages/gateway/http/test_slow_clients.py::test_slow_clients_do_not_delay_others",
     # As much load as there can be for a while, under which the server's own probes have to be answered.
     "tests/tools/test_soak.py::test_a_short_soak",
     # What is in a folder of the machine's, before and after.

@@ -1,4 +1,4 @@
-"""What counts as a prompt, as parameters and as a conversation, and what is said about the rest."""
+"""Valid prompts, parameters and conversations, and the errors for invalid ones."""
 
 import array
 from itertools import islice
@@ -45,7 +45,7 @@ INFO = ServerInfo("m", 16, 64, 100, 1, 32, "s", 1000)
         (iter(["a"]), False),
     ],
 )
-def test_one_prompt_is_told_from_several(value: Any, is_one: bool) -> None:
+def test_one_prompt_is_distinguished_from_several(value: Any, is_one: bool) -> None:
     assert is_one_prompt(value) is is_one
 
 
@@ -53,12 +53,12 @@ def test_one_prompt_is_told_from_several(value: Any, is_one: bool) -> None:
     "value",
     [[1, 99], (1, 99), range(1, 100, 98), array.array("i", [1, 99]), np.array([1, 99]), {"prompt_token_ids": [1, 99]}],
 )
-def test_ids_come_in_many_forms(value: Any) -> None:
+def test_token_ids_are_accepted_in_many_types(value: Any) -> None:
     assert prompt_of(value, "prompt", INFO) == (p.TokensPrompt(packed([1, 99])), None, None)
 
 
 @pytest.mark.parametrize("value", ["ünï", {"prompt": "ünï"}, ""])
-def test_texts_go_as_they_are(value: Any) -> None:
+def test_texts_are_sent_unchanged(value: Any) -> None:
     text = value["prompt"] if isinstance(value, dict) else value
     assert prompt_of(value, "prompt", INFO) == (p.TextPrompt(text), text, None)
 
@@ -91,13 +91,13 @@ def test_texts_go_as_they_are(value: Any) -> None:
         ({"prompt": {"prompt": 1}}, "prompts[3]['prompt']['prompt'] must be a text or a list of token ids, not 1"),
     ],
 )
-def test_what_is_no_prompt_is_said_by_its_place(value: Any, words: str) -> None:
+def test_an_invalid_prompt_is_reported_with_its_index(value: Any, words: str) -> None:
     with pytest.raises(PromptError) as caught:
         prompt_of(value, "prompts[3]", INFO)
     assert str(caught.value) == words
 
 
-def test_ids_that_the_server_cuts_may_be_as_many_as_there_are() -> None:
+def test_token_ids_that_the_server_truncates_may_exceed_the_maximum() -> None:
     ids = [1] * 100
     with pytest.raises(PromptError, match=r"^prompt has 100 token ids; the maximum is"):
         prompt_of(ids, "prompt", info_for(SamplingParams(), INFO))
@@ -111,14 +111,14 @@ def test_an_error_does_not_repeat_a_huge_value() -> None:
     assert len(str(caught.value)) < 300
 
 
-def test_a_conversation_is_told_from_several() -> None:
+def test_one_conversation_is_distinguished_from_several() -> None:
     message = {"role": "user", "content": "Hi"}
     assert is_one_conversation([message])
     assert not is_one_conversation([[message]])
     assert not is_one_conversation([])
 
 
-def test_a_conversation_goes_as_it_is() -> None:
+def test_a_conversation_is_sent_unchanged() -> None:
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "Ann"},
@@ -128,7 +128,7 @@ def test_a_conversation_goes_as_it_is() -> None:
     )
 
 
-def test_a_conversation_with_tools_goes_as_it_is() -> None:
+def test_a_conversation_with_tools_is_sent_unchanged() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Athén"}}}
     messages = [
         {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "Look."},
@@ -170,7 +170,7 @@ def test_a_conversation_with_tools_goes_as_it_is() -> None:
         ((True, False, None, {"x": float("nan")}), "chat_template_kwargs is not valid JSON: "),
     ],
 )
-def test_what_is_wrong_with_a_chats_options_is_named(options: Any, words: str) -> None:
+def test_an_invalid_chat_option_is_named(options: Any, words: str) -> None:
     with pytest.raises(PromptError) as caught:
         chat_options_of(*options)
     assert str(caught.value).startswith(words)
@@ -203,7 +203,7 @@ def test_what_is_wrong_with_a_chats_options_is_named(options: Any, words: str) -
         ([{"role": "user", "content": ["x"]}], "messages[0]['content'][0] must be a dict"),
     ],
 )
-def test_what_is_no_conversation_is_said_by_its_place(value: Any, words: str) -> None:
+def test_an_invalid_conversation_is_reported_with_its_index(value: Any, words: str) -> None:
     with pytest.raises(PromptError) as caught:
         chat_of(value, "messages", ChatOptions(), INFO)
     assert str(caught.value).startswith(words)
@@ -212,7 +212,7 @@ def test_what_is_no_conversation_is_said_by_its_place(value: Any, words: str) ->
 DEFAULT, OTHER = SamplingParams(), SamplingParams(n=2)
 
 
-def test_parameters_are_for_all_or_for_each() -> None:
+def test_parameters_apply_to_all_prompts_or_to_each() -> None:
     assert list(islice(params_for(None, 2, DEFAULT), 2)) == [DEFAULT, DEFAULT]
     assert list(islice(params_for(OTHER, None, DEFAULT), 2)) == [OTHER, OTHER]
     assert list(islice(params_for([OTHER, None], 2, DEFAULT), 2)) == [OTHER, DEFAULT]
@@ -228,13 +228,13 @@ def test_parameters_are_for_all_or_for_each() -> None:
         (3, "sampling_params must be SamplingParams or a list of them, not 3"),
     ],
 )
-def test_what_is_no_parameters_is_said_at_once(value: Any, words: str) -> None:
+def test_invalid_parameters_are_reported_at_once(value: Any, words: str) -> None:
     with pytest.raises(PromptError) as caught:
         params_for(value, 2, DEFAULT)
     assert str(caught.value) == words
 
 
-def test_too_few_parameters_for_an_iterator_are_said_when_they_run_out() -> None:
+def test_too_few_parameters_for_an_iterator_raise_when_they_run_out() -> None:
     params = params_for(iter([OTHER]), None, DEFAULT)
     assert next(params) == OTHER
     with pytest.raises(PromptError, match="has 1 entries, but there are more prompts"):

@@ -1,4 +1,4 @@
-"""What `from pipeline import …` gives, and what it costs those who take nothing."""
+"""The public names of the package, and what importing it loads."""
 
 import inspect
 import subprocess
@@ -12,7 +12,7 @@ import pipeline
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-def test_the_package_is_imported_without_anything_else() -> None:
+def test_importing_the_package_loads_no_other_package() -> None:
     code = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r}); before = set(sys.modules); import pipeline;"
         "print([name for name in set(sys.modules) - before if name.partition('.')[0] not in sys.stdlib_module_names])"
@@ -22,20 +22,20 @@ def test_the_package_is_imported_without_anything_else() -> None:
 
 
 @pytest.mark.parametrize("name", pipeline.__all__)
-def test_every_public_name_is_there(name: str) -> None:
+def test_every_public_name_exists(name: str) -> None:
     assert getattr(pipeline, name).__name__ == name
     assert (
         f"    from pipeline.{getattr(pipeline, name).__module__.removeprefix('pipeline.')} import"
         in (ROOT / "pipeline" / "__init__.py").read_text()
-    ), "type checkers are told the same"
+    ), "type checkers see the same"
 
 
-def test_a_name_that_is_none_is_an_attribute_error() -> None:
+def test_an_unknown_name_raises_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'pipeline' has no attribute 'LMM'"):
         _ = pipeline.LMM
 
 
-def test_the_blocking_client_shows_the_parameters_of_the_other() -> None:
+def test_the_blocking_client_has_the_parameters_of_the_async_client() -> None:
     ours, theirs = inspect.signature(pipeline.Client.generate), inspect.signature(pipeline.AsyncClient.generate)
     assert ours.parameters == theirs.parameters
     assert list(ours.parameters)[:3] == ["self", "prompt", "params"] and "timeout_s" in ours.parameters

@@ -1,4 +1,4 @@
-"""What may be asked for, and what is said of what may not."""
+"""Valid sampling parameters, and the errors for invalid ones."""
 
 import subprocess
 import sys
@@ -10,20 +10,20 @@ import pipeline
 from pipeline.client.inputs.sampling_params import SamplingParams
 
 
-def test_the_defaults_are_vllms() -> None:
+def test_the_defaults_are_those_of_vllm() -> None:
     params = SamplingParams()
     assert (params.n, params.temperature, params.top_p, params.top_k, params.min_p) == (1, 1.0, 1.0, 0, 0.0)
     assert (params.seed, params.max_tokens, params.stop, params.stop_token_ids) == (None, 16, [], [])
     assert (params.ignore_eos, params.skip_special_tokens, params.include_stop_str_in_output) == (False, True, False)
 
 
-def test_stops_are_kept_as_lists() -> None:
+def test_stops_are_stored_as_lists() -> None:
     assert SamplingParams(stop="END").stop == ["END"]
     params = SamplingParams(stop=("a", "b"), stop_token_ids=(1, 2))  # type: ignore[arg-type]
     assert (params.stop, params.stop_token_ids) == (["a", "b"], [1, 2])
 
 
-def test_lists_and_ids_are_kept_in_one_form() -> None:
+def test_lists_and_ids_are_normalized() -> None:
     params = SamplingParams(bad_words=("a",), allowed_token_ids=(3, 1), logit_bias={"5": 1, 7: -2.5})  # type: ignore[arg-type, dict-item]
     assert (params.bad_words, params.allowed_token_ids) == (["a"], [3, 1])
     assert params.logit_bias == {5: 1, 7: -2.5}
@@ -34,12 +34,12 @@ def test_lists_and_ids_are_kept_in_one_form() -> None:
     )
 
 
-def test_min_tokens_may_be_as_many_as_there_are() -> None:
+def test_min_tokens_may_equal_max_tokens() -> None:
     assert SamplingParams(min_tokens=16).min_tokens == 16
     assert SamplingParams(min_tokens=10**6, max_tokens=None).min_tokens == 10**6
 
 
-def test_nobody_changes_them_later() -> None:
+def test_they_are_frozen() -> None:
     with pytest.raises(AttributeError):
         SamplingParams().n = 2  # type: ignore[misc]
 
@@ -106,12 +106,12 @@ def test_nobody_changes_them_later() -> None:
         ("structured_outputs", {"regex": "a"}, TypeError),
     ],
 )
-def test_what_is_wrong_is_named(field: str, value: Any, error: type[Exception]) -> None:
+def test_an_invalid_field_is_named(field: str, value: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match=rf"^{field}(\[0\])? must "):
         SamplingParams(**{field: value})
 
 
-def test_the_public_names_are_there_and_load_nothing_before_they_are_used() -> None:
+def test_public_names_are_loaded_at_first_use() -> None:
     for name in pipeline.__all__:
         assert getattr(pipeline, name).__name__ == name
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):

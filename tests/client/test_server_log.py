@@ -1,4 +1,4 @@
-"""What the log of a server says to whoever started it."""
+"""Log lines of an embedded server, as shown to the process that started it."""
 
 import logging
 import sys
@@ -11,7 +11,7 @@ from pipeline.runtime.logs import JsonFormatter, KeyValueFormatter
 
 
 def lines(form: str, *events: tuple[int, str, str, dict[str, Any]]) -> str:
-    """A log as its stages write it."""
+    """A log in the format of the stages."""
     written = []
     for level, stage, text, fields in events:
         formatter = KeyValueFormatter(stage) if form == "text" else JsonFormatter(stage)
@@ -22,7 +22,7 @@ def lines(form: str, *events: tuple[int, str, str, dict[str, Any]]) -> str:
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_both_forms_are_read(form: str) -> None:
+def test_both_log_formats_are_read(form: str) -> None:
     log = lines(
         form,
         (logging.INFO, "supervisor.0", "starting", {"model": "a b"}),
@@ -36,7 +36,7 @@ def test_both_forms_are_read(form: str) -> None:
     assert server_log.last_message(log) == "gateway.0 died: was killed"
 
 
-def test_what_is_no_event_is_told_as_it_is() -> None:
+def test_a_line_that_is_no_event_is_shown_unchanged() -> None:
     assert server_log.last_message("") == ""
     assert server_log.last_message("downloading: 3.0 MB of 9.0 MB\n\n") == "downloading: 3.0 MB of 9.0 MB"
     assert server_log.last_message('{"not": "ours"}\n') == '{"not": "ours"}'
@@ -46,7 +46,7 @@ def test_what_is_no_event_is_told_as_it_is() -> None:
     assert server_log.http_address("starting\n") is None
 
 
-def test_no_standard_error_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_standard_error_does_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     from pipeline.client.progress import is_seen
 
     monkeypatch.setattr(sys, "stderr", None)

@@ -1,4 +1,4 @@
-"""A bound on what is open at once."""
+"""Slots bound the number of open requests."""
 
 import asyncio
 import random
@@ -13,16 +13,16 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_slots_are_given_first_come_first_served() -> None:
+async def test_slots_are_granted_in_order_of_arrival() -> None:
     slots = Slots(3)
     await slots.take(2)
     order: list[str] = []
 
-    async def want(name: str, num: int) -> None:
+    async def acquire(name: str, num: int) -> None:
         await slots.take(num)
         order.append(name)
 
-    tasks = [asyncio.create_task(want("big", 3)), asyncio.create_task(want("small", 1))]
+    tasks = [asyncio.create_task(acquire("big", 3)), asyncio.create_task(acquire("small", 1))]
     await settle()
     assert order == [], "a small one does not overtake a big one, which would never have its turn"
     slots.give(2)
@@ -33,7 +33,7 @@ async def test_slots_are_given_first_come_first_served() -> None:
     assert order == ["big", "small"]
 
 
-async def test_who_wants_more_than_there_are_gets_all_of_them_alone() -> None:
+async def test_a_request_for_more_slots_than_exist_gets_all_of_them() -> None:
     slots = Slots(2)
     await slots.take(1)
     big = asyncio.create_task(slots.take(5))
@@ -48,7 +48,7 @@ async def test_who_wants_more_than_there_are_gets_all_of_them_alone() -> None:
     await small
 
 
-async def test_a_cancelled_wait_lets_those_behind_pass() -> None:
+async def test_a_cancelled_wait_does_not_block_later_ones() -> None:
     slots = Slots(2)
     await slots.take(1)
     big, small = asyncio.create_task(slots.take(2)), asyncio.create_task(slots.take(1))
@@ -60,12 +60,12 @@ async def test_a_cancelled_wait_lets_those_behind_pass() -> None:
     assert slots.num_taken == 2
 
 
-async def test_a_turn_that_comes_with_a_cancellation_is_given_back() -> None:
+async def test_slots_granted_to_a_cancelled_wait_are_returned() -> None:
     slots = Slots(1)
     await slots.take(1)
     late, next_one = asyncio.create_task(slots.take(1)), asyncio.create_task(slots.take(1))
     await settle()
-    slots.give(1)  # it is the turn of `late` …
+    slots.give(1)  # `late` is granted its slot …
     late.cancel()  # … which is cancelled before it runs
     with pytest.raises(asyncio.CancelledError):
         await late
@@ -74,7 +74,7 @@ async def test_a_turn_that_comes_with_a_cancellation_is_given_back() -> None:
     assert slots.num_taken == 0
 
 
-async def test_no_slot_is_lost_whatever_is_cancelled() -> None:
+async def test_no_slot_is_lost_by_cancellation() -> None:
     rng = random.Random(0)
     slots = Slots(7)
     most = 0

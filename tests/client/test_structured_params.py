@@ -1,4 +1,4 @@
-"""What an output may be asked to match, and what is said of what it may not."""
+"""Valid parameters of structured outputs, and the errors for invalid ones."""
 
 import json
 from typing import Any
@@ -33,7 +33,7 @@ class Model:
         ({"structural_tag": {"type": "structural_tag"}}, "structural_tag", '{"type": "structural_tag"}'),
     ],
 )
-def test_each_kind_goes_as_its_text(given: dict[str, Any], kind: str, source: str) -> None:
+def test_each_kind_is_sent_as_its_source_text(given: dict[str, Any], kind: str, source: str) -> None:
     assert StructuredOutputsParams(**given).on_the_wire() == p.StructuredOutputs(kind, source)
 
 
@@ -55,12 +55,12 @@ def test_each_kind_goes_as_its_text(given: dict[str, Any], kind: str, source: st
         ({"structural_tag": 1}, TypeError, "structural_tag must be a dict or JSON text, not 1"),
     ],
 )
-def test_what_is_wrong_is_named(given: dict[str, Any], error: type[Exception], words: str) -> None:
+def test_an_invalid_value_is_named(given: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=f"^{words}"):
         StructuredOutputsParams(**given)
 
 
-def test_a_schema_that_holds_itself_is_no_json() -> None:
+def test_a_schema_that_contains_itself_is_rejected() -> None:
     schema: dict[str, Any] = {}
     schema["properties"] = {"a": schema}
     with pytest.raises(ValueError, match=r"^json is not valid JSON: "):

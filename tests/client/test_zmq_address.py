@@ -1,4 +1,4 @@
-"""Where the ZeroMQ door listens, and what is said where it can't."""
+"""Addresses of the ZeroMQ server, and the errors for those it cannot listen on."""
 
 import socket
 from contextlib import nullcontext
@@ -27,7 +27,7 @@ from pipeline.supervisor import bind_policy
         ("tcp://[::1]:9000", 1, "tcp://[::1]:9001"),
     ],
 )
-def test_each_gateway_has_an_address_of_its_own(setting: str, replica: int, address: str | None) -> None:
+def test_each_gateway_has_its_own_address(setting: str, replica: int, address: str | None) -> None:
     assert problem_of(setting) == ""
     assert address_of(setting, 8000, replica) == address
 
@@ -37,7 +37,7 @@ def test_each_gateway_has_an_address_of_its_own(setting: str, replica: int, addr
     "|on|8001|localhost:8001|tcp://|tcp://host|tcp://host:|tcp://:9000|tcp://host:0|tcp://host:70000|tcp://host:٣|"
     f"udp://host:9000|ipc://|ipc://@|inproc://x|ipc://{'x' * 105}".split("|"),
 )
-def test_what_is_no_address_is_said_with_the_key(setting: str) -> None:
+def test_an_invalid_address_is_reported_with_the_key(setting: str) -> None:
     assert problem_of(setting).startswith("gateway.zmq: ")
     with pytest.raises(ConfigError, match=r"gateway\.zmq"):
         load(None, [f"gateway.zmq={setting}"])
@@ -55,7 +55,7 @@ def test_what_is_no_address_is_said_with_the_key(setting: str) -> None:
         *((one, True) for one in ["tcp://*:9", "tcp://0.0.0.0:9", "tcp://10.0.0.1:9"]),
     ],
 )
-def test_an_address_that_other_machines_reach_needs_keys_or_leave(setting: str, is_open: bool) -> None:
+def test_a_remote_address_requires_keys_or_allow_unauthenticated(setting: str, is_open: bool) -> None:
     assert is_open_to_others(setting) == is_open
     settings = load(None, [f"gateway.zmq={setting}"])
     bind_policy.check(settings, has_keys=True)
@@ -65,21 +65,21 @@ def test_an_address_that_other_machines_reach_needs_keys_or_leave(setting: str, 
 
 
 class TestCheckFree:
-    def test_what_is_free_is(self, tmp_path: Path) -> None:
+    def test_a_free_address_passes(self, tmp_path: Path) -> None:
         check_free(f"ipc://{tmp_path}/door")
         check_free("ipc://@pipeline/test_door_address/free")
         with socket.create_server(("127.0.0.1", 0)) as one:
             port = one.getsockname()[1]
         check_free(f"tcp://127.0.0.1:{port}")
 
-    def test_a_taken_port(self) -> None:
+    def test_a_used_port_is_rejected(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as one:
             address = f"tcp://127.0.0.1:{one.getsockname()[1]}"
             with pytest.raises(OSError, match=f"cannot listen on {address}: Address already in use; choose another"):
                 check_free(address)
 
     @pytest.mark.parametrize("is_abstract", [False, True])
-    def test_a_taken_unix_socket_and_one_left_behind(self, tmp_path: Path, is_abstract: bool) -> None:
+    def test_a_used_unix_socket_is_rejected_and_a_stale_one_passes(self, tmp_path: Path, is_abstract: bool) -> None:
         path = str(tmp_path / "door")
         address = f"ipc://@{path}" if is_abstract else f"ipc://{path}"
         with socket.socket(socket.AF_UNIX) as one:
@@ -87,19 +87,19 @@ class TestCheckFree:
             one.listen()
             with pytest.raises(OSError, match="Address already in use"):
                 check_free(address)
-        check_free(address)  # the file is still there, and nobody listens
+        check_free(address)  # the file still exists, without a listener
 
-    def test_libzmq_is_not_let_loose_on_a_file_that_is_no_socket(self, tmp_path: Path) -> None:
+    def test_a_file_that_is_no_socket_is_rejected_and_kept(self, tmp_path: Path) -> None:
         precious = tmp_path / "thesis.tex"
         precious.write_text("x")
         with pytest.raises(OSError, match="File exists"):
             check_free(f"ipc://{precious}")
         assert precious.read_text() == "x"
 
-    def test_a_folder_that_is_not_there(self, tmp_path: Path) -> None:
+    def test_a_missing_folder_is_rejected(self, tmp_path: Path) -> None:
         with pytest.raises(OSError, match="No such file or directory"):
             check_free(f"ipc://{tmp_path}/none/door")
 
-    def test_a_host_that_is_not_ours(self) -> None:
+    def test_a_host_of_another_machine_is_rejected(self) -> None:
         with pytest.raises(OSError, match=r"cannot listen on tcp://192\.0\.2\.1:9: "):
             check_free("tcp://192.0.2.1:9")

@@ -12,7 +12,7 @@ from pipeline.config.keys import Key, sections
 ROOT = Path(__file__).resolve().parents[2]
 
 GATEWAY = "tests/stages/gateway/test_settings.py"
-CAPPED = f"{GATEWAY}::test_a_request_may_have_so_much_and_no_more"
+CAPPED = f"{GATEWAY}::test_limits_on_request_fields_are_enforced"
 INGEST = "tests/stages/ingest/test_settings.py"
 SCHEDULE = "tests/stages/schedule/test_settings.py"
 SERVER = "tests/e2e/test_settings.py"
@@ -26,7 +26,7 @@ BACKEND = "tests/stages/execute/test_backend.py"
 
 EFFECTS = {
     "model": "tests/e2e/test_hub_model.py::test_a_hub_id_is_served_under_its_name_with_transformers_own_text",
-    "served_model_name": f"{GATEWAY}::test_served_model_name_is_the_name_that_requests_give",
+    "served_model_name": f"{GATEWAY}::test_served_model_name_is_the_model_of_requests",
     "max_model_len": f"{RUNNER}::test_the_longest_sequence_is_the_least_of_the_limits",
     "quantization": (
         "tests/stages/execute/test_smollm2.py::test_the_cpu_kernels_find_the_same_largest_logit_as_float32"
@@ -38,23 +38,26 @@ EFFECTS = {
     "gateway.host": f"{AUTH}::test_it_listens_beyond_this_machine_where_it_has_keys_or_is_told_to",
     "gateway.port": f"{LIFE}::test_a_taken_port_is_said_before_anything_is_started",
     "gateway.zmq": "tests/stages/gateway/http/test_guard.py::test_zmq_over_tcp_requires_a_key",
-    "gateway.max_open_sequences": (
-        f"{GATEWAY}::test_a_request_for_more_sequences_than_may_be_open_is_refused_for_good"
-    ),
+    "gateway.max_open_sequences": (f"{GATEWAY}::test_a_request_above_max_open_sequences_is_a_client_error"),
     "gateway.max_open_tokens": (
-        "tests/stages/gateway/test_admission.py::TestTheGateway::test_counts_what_ingest_has_made_of_a_prompt"
+        "tests/stages/gateway/test_admission.py::TestGateway::test_the_prompts_real_length_replaces_the_estimate"
     ),
     "gateway.request_timeout_s": (
-        "tests/stages/gateway/test_deadlines.py::TestWhoseDeadline::"
-        "test_the_servers_holds_where_the_request_says_nothing"
+        "tests/stages/gateway/test_deadlines.py::TestDeadlineSource::test_the_servers_deadline_is_the_default"
     ),
-    "gateway.max_body_bytes": "tests/stages/gateway/http/test_app.py::TestTooBigABody::test_is_413_before_it_is_read",
-    "gateway.slow_client_timeout_s": f"{STREAMS}::TestASlowReader::test_that_takes_nothing_is_cut_off",
+    "gateway.max_body_bytes": (
+        "tests/stages/gateway/http/test_app.py::TestTooLargeBody::test_a_too_large_body_is_413_before_it_is_read"
+    ),
+    "gateway.slow_client_timeout_s": f"{STREAMS}::TestSlowReader::test_a_client_that_reads_nothing_is_disconnected",
     "gateway.api_keys_file": f"{AUTH}::test_openai_s_client_comes_in_with_a_key_alone",
     "gateway.allow_unauthenticated": f"{AUTH}::test_it_listens_beyond_this_machine_where_it_has_keys_or_is_told_to",
-    "gateway.allowed_hosts": ("tests/stages/gateway/http/test_origins.py::TestHosts::test_a_listed_name_is_allowed"),
-    "gateway.allowed_origins": ("tests/stages/gateway/http/test_origins.py::TestOrigins::test_a_listed_one_is_allowed"),
-    "gateway.share_prefix_cache": "tests/stages/gateway/test_scopes.py::TestThePrefixCache::test_may_be_shared",
+    "gateway.allowed_hosts": ("tests/stages/gateway/http/test_origins.py::TestHosts::test_a_listed_host_is_allowed"),
+    "gateway.allowed_origins": (
+        "tests/stages/gateway/http/test_origins.py::TestOrigins::test_a_listed_origin_is_allowed"
+    ),
+    "gateway.share_prefix_cache": (
+        "tests/stages/gateway/test_scopes.py::TestPrefixCache::test_the_prefix_cache_can_be_shared"
+    ),
     "gateway.admin_host": f"{SERVER}::test_admin_host_is_where_the_admin_listener_is",
     "gateway.admin_port": f"{AUTH}::test_the_admin_listener_answers_for_the_whole_server",
     "ingest.replicas": REPLICAS,
@@ -109,12 +112,12 @@ EFFECTS = {
     "limits.max_prompt_bytes": CAPPED,
     "limits.max_grammar_bytes": f"{GATEWAY}::test_max_grammar_bytes_bounds_a_schema",
     "limits.max_json_depth": f"{GATEWAY}::test_max_json_depth_bounds_a_body",
-    "limits.max_header_bytes": f"{GATEWAY}::test_max_header_bytes_bounds_headers_and_addresses",
+    "limits.max_header_bytes": f"{GATEWAY}::test_max_header_bytes_bounds_headers_and_urls",
     "limits.template_timeout_s": f"{INGEST}::test_template_timeout_s_is_what_a_template_has",
     "limits.grammar_timeout_s": f"{INGEST}::test_grammar_timeout_s_is_what_the_check_of_a_grammar_has",
-    "limits.max_prompt_logprobs": f"{GATEWAY}::test_max_prompt_logprobs_bounds_what_one_reply_tells",
-    "chat.tool_call_parser": f"{GATEWAY}::test_tool_format_says_how_calls_are_read",
-    "chat.reasoning_parser": "tests/stages/gateway/replies/test_chat.py::test_reasoning_is_told_beside_the_content",
+    "limits.max_prompt_logprobs": f"{GATEWAY}::test_max_prompt_logprobs_bounds_one_reply",
+    "chat.tool_call_parser": f"{GATEWAY}::test_tool_call_parser_selects_the_format_of_calls",
+    "chat.reasoning_parser": "tests/stages/gateway/replies/test_chat.py::test_reasoning_is_returned_beside_the_content",
 }
 """Each key, and the test that fails if the key is not passed on to what it is about."""
 

@@ -1,4 +1,4 @@
-"""Engines that tests share."""
+"""Grammar engines that tests share."""
 
 from pathlib import Path
 
@@ -10,11 +10,11 @@ from tests.stages.ingest import models
 
 @pytest.fixture(scope="session")
 def tiny_engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    """An id for each byte."""
+    """One token id for each byte."""
     return Engine(models.folder(tmp_path_factory.mktemp("bytes")))
 
 
 @pytest.fixture(scope="session")
 def engine(smollm2_dir: Path) -> Engine:
-    """Of a real vocabulary, whose ids stand for parts of words."""
+    """With a real subword vocabulary."""
     return Engine(smollm2_dir)

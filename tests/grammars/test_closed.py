@@ -1,4 +1,4 @@
-"""Schemas of tools' arguments whose objects take no properties but those they name."""
+"""Closing a schema: its objects accept only the properties that they name."""
 
 import json
 from typing import Any
@@ -17,7 +17,7 @@ def closed_of(schema: Any) -> Any:
     return json.loads(closed(json.dumps(schema), schema))
 
 
-def test_an_object_that_names_properties_takes_no_others() -> None:
+def test_an_object_that_names_properties_accepts_no_others() -> None:
     schema = {"type": "object", "properties": {"a": INT}, "required": ["a"]}
     assert closed_of(schema) == schema | {"additionalProperties": False}
     assert closed_of({"type": "object", "properties": {}}) == {
@@ -27,7 +27,7 @@ def test_an_object_that_names_properties_takes_no_others() -> None:
     }
 
 
-def test_so_do_those_in_it_wherever_they_are() -> None:
+def test_nested_objects_are_closed_too() -> None:
     inner = {"properties": {"b": INT}}
     shut = inner | {"additionalProperties": False}
     for wrap in (
@@ -61,11 +61,11 @@ def test_so_do_those_in_it_wherever_they_are() -> None:
         True,
     ],
 )
-def test_what_says_more_stays_as_it_is(schema: Any) -> None:
+def test_other_schemas_stay_unchanged(schema: Any) -> None:
     assert closed_of(schema) == schema
 
 
-def test_values_are_no_schemas_and_numbers_keep_their_digits() -> None:
+def test_values_are_not_treated_as_schemas_and_numbers_keep_their_digits() -> None:
     text = '{"properties": {"a": {"const": 1.0000000000000000001, "default": {"properties": {}}}}}'
     assert closed(text, json.loads(text)) == text[:-1] + ', "additionalProperties": false}'
 
@@ -95,6 +95,6 @@ values = st.recursive(
 
 
 @given(schemas, values)
-def test_what_matches_matches_as_it_was_written(schema: Any, value: Any) -> None:
+def test_a_value_that_matches_the_closed_schema_matches_the_original(schema: Any, value: Any) -> None:
     if Draft202012Validator(closed_of(schema)).is_valid(value):
         assert Draft202012Validator(schema).is_valid(value)

@@ -25,7 +25,7 @@ MAX_ORDERS = 150
 
 
 def more(many: Any) -> bool:
-    """What hypothesis-jsonschema asks collections of hypothesis, which have it no more."""
+    """An attribute that hypothesis removed and hypothesis-jsonschema needs."""
     if not hasattr(many, "places"):
         many.places = iter(many.__enter__())
     if next(many.places, many) is many:
@@ -40,7 +40,7 @@ Case = tuple[str, dict[str, Any]]
 
 
 def orders(value: Any, limit: int = MAX_ORDERS) -> Iterator[Any]:
-    """A value with its objects' properties in all orders: outputs have the schema's, and a test has its own."""
+    """A value with its objects' properties in all orders: outputs use the schema's order, tests may not."""
     if isinstance(value, dict):
         names = list(value)
         inner = [list(orders(part, 30)) for part in value.values()]
@@ -58,7 +58,7 @@ def orders(value: Any, limit: int = MAX_ORDERS) -> Iterator[Any]:
 
 
 def widest(value: Any) -> int:
-    """The most properties that an object in it has."""
+    """The largest number of properties of an object in it."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return max([len(value) if isinstance(value, dict) else 0, *map(widest, inner)])
 
@@ -89,7 +89,7 @@ def has_whole_float(value: Any) -> bool:
 
 
 def why_never_written(file: str, value: Any) -> str:
-    """Valid instances that no output has: outputs are some of them, and need not be all."""
+    """The reason why no output is this valid instance: outputs need not cover all of them."""
     if has_whole_float(value):
         return "whole numbers have no point and no exponent"
     if file == "format.json" or file.startswith("optional/format/"):
@@ -100,16 +100,16 @@ def why_never_written(file: str, value: Any) -> str:
 
 
 def has_odd_format(schema: Any) -> bool:
-    """One that is an annotation, and every text passes."""
+    """Whether a format is an annotation, which every text passes."""
     return isinstance(schema, dict) and schema.get("format") not in (None, *KNOWN, *LIKE)
 
 
 UNTRUE_FORMATS = ("optional/format/date.json", "optional/format/date-time.json", "optional/format/time.json")
-"""Here some outputs keep to the form of a date or a time, and are none: 29 February, a leap second at noon. `format` is
-an annotation, which validators leave alone unless told otherwise."""
+"""Here some outputs have the form of a date or a time, but are invalid: 29 February, a leap second at noon. `format` is
+an annotation, which validators ignore by default."""
 
 
-def test_valid_instances_are_written_and_others_are_not(tiny_engine: Engine) -> None:
+def test_valid_instances_are_accepted_and_others_are_not(tiny_engine: Engine) -> None:
     num_tests, wrong = 0, []
     for file, group in groups():
         if not is_supported(tiny_engine, group):
@@ -135,7 +135,7 @@ KEYWORDS = [
 ]
 
 
-def test_schemas_that_are_not_supported_are_refused_and_the_reason_names_the_keyword(tiny_engine: Engine) -> None:
+def test_unsupported_schemas_are_rejected_with_the_keyword(tiny_engine: Engine) -> None:
     reasons = {}
     for file, group in groups():
         error = check(tiny_engine, "json_schema", json.dumps(group["schema"])).error
@@ -161,7 +161,7 @@ def test_schemas_that_are_not_supported_are_refused_and_the_reason_names_the_key
 
 
 def walk_all(engine: Engine, cases: list[Case], num_walks: int, max_ids: int) -> float:
-    """Returns the part of the walks that came to an end; what they wrote is valid."""
+    """Returns the fraction of the walks that ended. Fails if an output is invalid."""
     num_ended = 0
     for file, group in cases:
         matcher = matcher_of(engine, "json_schema", json.dumps(group["schema"]))
@@ -178,7 +178,7 @@ def test_random_outputs_validate(tiny_engine: Engine) -> None:
     assert walk_all(tiny_engine, cases, 8, 300) > 0.8
 
 
-def test_random_outputs_of_parts_of_words_validate(engine: Engine) -> None:
+def test_random_outputs_of_a_real_vocabulary_validate(engine: Engine) -> None:
     cases = [case for case in groups() if is_supported(engine, case[1])][::2]
     assert walk_all(engine, cases, 1, 80) > 0.5
 
@@ -277,7 +277,7 @@ SCHEMAS = st.recursive(SCALARS, compound, max_leaves=4)
 @given(data=st.data())
 def test_random_schemas(tiny_engine: Engine, data: st.DataObject) -> None:
     schema = data.draw(SCHEMAS)
-    # A reference is to the whole document, which this is then a part of.
+    # References refer to the whole document, and this becomes a part of one.
     assume(json.dumps(schema).count("$defs") in (0, 2) and ("$defs" not in json.dumps(schema) or "$defs" in schema))
     source = json.dumps(schema)
     made = check(tiny_engine, "json_schema", source)
@@ -295,7 +295,7 @@ def test_random_schemas(tiny_engine: Engine, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", benchmark.SCHEMAS)
-def test_what_the_benchmark_asks_for_goes_on_for_longer_than_their_outputs(tiny_engine: Engine, name: str) -> None:
+def test_the_benchmarks_schemas_allow_longer_outputs_than_it_requests(tiny_engine: Engine, name: str) -> None:
     schema = {"type": "array", "items": benchmark.SCHEMAS[name], "minItems": 1000}
     matcher = matcher_of(tiny_engine, "json_schema", json.dumps(schema))
     assert walk(tiny_engine, matcher, seed=1, max_ids=4 * benchmark.TOKENS.most) is None

@@ -1,4 +1,4 @@
-"""Names in schemas that llguidance does not have: formats that mean nothing, and keywords that are misspelt."""
+"""Names in schemas that llguidance does not know: unknown formats and misspelled keywords."""
 
 import json
 from typing import Any
@@ -19,7 +19,7 @@ def seen(schema: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["password", "binary", "path", "json-string", "decimal", "idn-email", "", "Date"])
-def test_a_format_that_is_not_known_lets_every_text_pass(tiny_engine: Engine, name: str) -> None:
+def test_an_unknown_format_accepts_every_text(tiny_engine: Engine, name: str) -> None:
     schema = json.dumps({"type": "object", "properties": {"a": TEXT | {"format": name}}, "required": ["a"]})
     for kind in ("json_schema", "closed_schema"):
         assert accepts(tiny_engine, matcher_of(tiny_engine, kind, schema), '{"a":"any text"}')
@@ -33,12 +33,12 @@ def test_a_uuid_of_any_version_is_a_uuid(tiny_engine: Engine, version: int) -> N
 
 
 @pytest.mark.parametrize("name", sorted(KNOWN))
-def test_those_that_are_known_stay(tiny_engine: Engine, name: str) -> None:
+def test_known_formats_stay(tiny_engine: Engine, name: str) -> None:
     assert seen(TEXT | {"format": name}) == TEXT | {"format": name}
     assert not check(tiny_engine, "json_schema", json.dumps(TEXT | {"format": name})).error
 
 
-def test_they_are_found_wherever_schemas_are() -> None:
+def test_formats_are_found_in_nested_schemas() -> None:
     odd = TEXT | {"format": "odd", "title": "x"}
     for wrap in (
         lambda part: {"properties": {"format": part}},
@@ -53,7 +53,7 @@ def test_they_are_found_wherever_schemas_are() -> None:
         assert seen(wrap(odd)) == wrap(TEXT | {"title": "x"})
 
 
-def test_what_is_no_keyword_stays() -> None:
+def test_values_that_are_no_keywords_stay() -> None:
     odd = {"format": "odd"}
     for schema in (
         {"const": odd},
@@ -83,7 +83,7 @@ def test_numbers_keep_their_digits() -> None:
         ({"$defs": {"a": {"anyof": []}}}, ("anyof", "anyOf")),
     ],
 )
-def test_a_keyword_in_other_letters_is_found(schema: Any, found: tuple[str, str]) -> None:
+def test_a_keyword_in_the_wrong_case_is_reported(schema: Any, found: tuple[str, str]) -> None:
     assert misspelt(schema) == found
 
 
@@ -97,6 +97,6 @@ def test_a_keyword_in_other_letters_is_found(schema: Any, found: tuple[str, str]
         {"components": {"Items": TEXT}},
     ],
 )
-def test_names_of_the_clients_own_are_none(tiny_engine: Engine, schema: Any) -> None:
+def test_property_names_are_not_reported_as_keywords(tiny_engine: Engine, schema: Any) -> None:
     assert misspelt(schema) is None
     assert not check(tiny_engine, "json_schema", json.dumps(schema)).error

@@ -1,4 +1,4 @@
-"""Outputs of a model that knows nothing: at each place one of the ids that the mask allows, at random."""
+"""Random walks: each token is sampled uniformly from the ids that the mask allows."""
 
 import random
 from typing import Any
@@ -11,10 +11,10 @@ from pipeline.grammars.checks import Check, Checked
 from pipeline.grammars.engine import Engine
 
 END = 0.4
-"""How likely an output ends where it may."""
+"""Probability that an output ends where it may."""
 
 CLOSE = 0.5
-"""How likely an id that closes something is drawn, where one is allowed."""
+"""Probability of sampling an id that closes something, if one is allowed."""
 
 CLOSERS = '"}],:0'
 
@@ -37,24 +37,24 @@ def allowed(matcher: LLMatcher) -> "np.ndarray[Any, Any]":
 
 
 def accepts(engine: Engine, matcher: LLMatcher, text: str) -> bool:
-    """Whether a text is an output that may end."""
+    """Whether a text is a complete output."""
     copy, ids = matcher.deep_copy(), engine.tokenizer.tokenize_bytes(text.encode())
     return copy.try_consume_tokens(ids) == len(ids) and bool(copy.is_accepting())
 
 
 def walk(engine: Engine, matcher: LLMatcher, seed: int, max_ids: int = 300) -> str | None:
-    """A random output; None where it came to no end."""
+    """A random output; None if it did not end."""
     rng, matcher = random.Random(seed), matcher.deep_copy()
     closers = {ids[0] for mark in CLOSERS if len(ids := engine.tokenizer.tokenize_str(mark)) == 1}
-    ends, drawn = set(engine.eos_ids), []
+    ends, sampled = set(engine.eos_ids), []
     for _ in range(max_ids):
         ids = allowed(matcher).tolist()
-        assert ids, "nothing may follow, and nothing says so"
+        assert ids, "no token is allowed, and no error is reported"
         others = [token for token in ids if token not in ends]
         if not others or (len(others) < len(ids) and rng.random() < END):
-            return engine.tokenizer.decode_bytes(drawn).decode()
+            return engine.tokenizer.decode_bytes(sampled).decode()
         closing = [token for token in others if token in closers]
         token = rng.choice(closing if closing and rng.random() < CLOSE else others)
         assert matcher.consume_token(token), matcher.get_error()
-        drawn.append(token)
+        sampled.append(token)
     return None

@@ -1,4 +1,4 @@
-"""The published wire: its files are what the types say, and the vectors are what our own peers read and write."""
+"""The published wire format: its files match the types, and our encoder and decoder match the vectors."""
 
 import json
 import re
@@ -14,19 +14,19 @@ from pipeline.client import protocol as p
 from tools.export_protocol import PAGE, ROOT, VECTORS, as_object, published
 
 KEPT = Path(__file__).parent / "version_1.json"
-"""The vectors as version 1 was published with; never written again."""
+"""The vectors that were published with version 1; never rewritten."""
 DOCUMENT: Any = json.loads(VECTORS.read_text())
 UNIONS: dict[str, Any] = {"server": p.ClientMessage, "client": p.ServerMessage}
 KINDS = {member.__struct_config__.tag: member for union in UNIONS.values() for member in union.__args__}
 
 
 @pytest.mark.parametrize("path", published(), ids=lambda path: path.name)
-def test_the_published_files_are_what_the_types_say(path: Any) -> None:
+def test_the_published_files_match_the_types(path: Any) -> None:
     assert path.read_text() == published()[path], f"python -m tools.export_protocol writes {path.relative_to(ROOT)}"
 
 
 @pytest.mark.parametrize("vector", DOCUMENT["vectors"], ids=lambda vector: vector["name"])
-def test_a_vector_is_read_as_its_object_and_written_as_its_bytes(vector: Any) -> None:
+def test_a_vector_decodes_to_its_object_and_encodes_to_its_bytes(vector: Any) -> None:
     data = bytes.fromhex(vector["hex"])
     message = msgspec.msgpack.decode(data, type=UNIONS[vector["to"]])
     assert as_object(message) == vector["message"]
@@ -39,15 +39,15 @@ def test_every_message_has_a_vector() -> None:
 
 
 @pytest.mark.parametrize("vector", json.loads(KEPT.read_text())["vectors"], ids=lambda vector: vector["name"])
-def test_what_version_1_wrote_is_read_as_it_was_meant(vector: Any) -> None:
-    """Fields may have come since, and none has gone or moved: who breaks this breaks every client that there is."""
+def test_messages_of_version_1_are_decoded_correctly(vector: Any) -> None:
+    """Fields may be added, never removed or moved: that would break every existing client."""
     message = msgspec.msgpack.decode(bytes.fromhex(vector["hex"]), type=UNIONS[vector["to"]])
     assert with_fields_of(as_object(message), vector["message"]) == vector["message"]
     assert p.PROTOCOL_VERSION == 1
 
 
 def with_fields_of(value: Any, kept: Any) -> Any:
-    """A value without the fields that `kept` lacks."""
+    """A value without the fields that are missing in `kept`."""
     if isinstance(kept, dict):
         return {name: with_fields_of(value[name], one) for name, one in kept.items()}
     if isinstance(kept, list) and len(kept) == len(value):
@@ -55,7 +55,7 @@ def with_fields_of(value: Any, kept: Any) -> Any:
     return value
 
 
-def test_the_page_has_a_section_for_every_message_and_part() -> None:
+def test_the_page_has_a_section_for_every_message_and_struct() -> None:
     page = PAGE.read_text()
     structs: dict[str, Any] = {
         name: kind for name, kind in vars(p).items() if isinstance(kind, type) and kind.__module__ == p.__name__
@@ -67,7 +67,7 @@ def test_the_page_has_a_section_for_every_message_and_part() -> None:
             assert f"<!-- fields of {name} -->" in page
 
 
-def test_the_page_names_the_limits_that_are() -> None:
+def test_the_page_has_the_limits_of_the_code() -> None:
     from pipeline.config.settings import LimitSettings
     from pipeline.stages.gateway.parsing import sampling_fields
     from pipeline.stages.gateway.zmq import listener, server, stream
@@ -92,7 +92,7 @@ def test_the_page_names_the_limits_that_are() -> None:
         assert words in page, words
 
 
-def test_sampling_params_have_the_limits_of_http() -> None:
+def test_sampling_params_have_the_same_limits_as_over_http() -> None:
     from pipeline.client.inputs import sampling_params, structured_params
     from pipeline.config.settings import LimitSettings
     from pipeline.stages.gateway.parsing import sampling_fields, structured_outputs
@@ -117,7 +117,7 @@ def test_sampling_params_have_the_limits_of_http() -> None:
 
 
 @given(st.binary(max_size=100))
-def test_random_bytes_raise_only_what_is_expected(data: bytes) -> None:
+def test_random_bytes_raise_only_decoding_errors(data: bytes) -> None:
     for union in UNIONS.values():
         try:
             msgspec.msgpack.decode(data, type=union)

@@ -1,4 +1,4 @@
-"""A crowd of streaming clients before a gateway in a process of its own; the test plays the stages behind it."""
+"""Many streaming clients of a gateway in its own process; the test plays the other stages."""
 
 import asyncio
 import contextlib
@@ -22,16 +22,16 @@ from tests.rig import PATIENCE_S, Rig
 from tests.stages.gateway.gate import CHAT, END, Gate
 
 SLOW_READ_S = 1.0
-"""A slow client reads one byte this often."""
+"""Interval at which a slow client reads one byte."""
 SEND_BUFFER_BYTES = 16 * 1024
-"""Of each connection in the kernel, on the gateway's side: small, so that a slow client fills it soon."""
+"""Kernel send buffer of each connection of the gateway: small, so that a slow client fills it soon."""
 STEPS_AHEAD = 4
-"""Steps that may be on their way to those who read."""
+"""Steps that may be in flight to fast clients."""
 DEADLINE_S = 240.0
 
 
 class ProcessRig(Rig):
-    """Runs the stage in a process, as the supervisor does; the thread only waits for its end."""
+    """Runs the stage in a process, as the supervisor does; the thread waits for it to exit."""
 
     def _run(self) -> None:
         self.child = Child(self.launch, 1)
@@ -52,15 +52,15 @@ class ProcessRig(Rig):
 
 
 class Result(msgspec.Struct):
-    """How a crowd was served."""
+    """Measurements of one crowd."""
 
     fast_s: list[float]
-    """When each client that reads had all of its response, from the first token on."""
+    """Time from the first token to the complete response, for each fast client."""
     num_behind: int
-    """Slow clients whose responses were not out when the others had theirs."""
+    """Slow clients whose responses were incomplete when the others had finished."""
     rss_bytes: int
     num_fds: int
-    """Of the gateway, when it was idle again."""
+    """File descriptors of the gateway when it was idle again."""
 
 
 @contextlib.contextmanager
@@ -72,8 +72,8 @@ def open_gate(folder: Path, **gateway: Any) -> Iterator[Gate]:
 
 
 def serve_crowd(gate: Gate, num_streams: int, num_slow: int, num_steps: int, num_chars: int) -> Result:
-    """Serve `num_streams` streams at once, of which the first `num_slow` read a byte a second: `num_steps` steps of one
-    token with `num_chars` characters. At the end the slow ones leave."""
+    """Serve `num_streams` concurrent streams, of which the first `num_slow` read a byte a second: `num_steps` steps of
+    one token with `num_chars` characters. At the end the slow clients disconnect."""
     process = gate.rig.process  # type: ignore[attr-defined]
     clients = _Clients(gate.address, num_streams, num_slow)
     try:
@@ -84,34 +84,34 @@ def serve_crowd(gate: Gate, num_streams: int, num_slow: int, num_steps: int, num
         clients.begun_s = time.monotonic()
         num_fast = num_streams - num_slow
         for step in range(num_steps):
-            # As an engine does, no faster than those who read: else what they have still to read hides all else.
+            # Like an engine, no faster than the fast clients: otherwise their backlog hides all other effects.
             while clients.num_chars < (step - STEPS_AHEAD) * num_chars * num_fast:
                 gate.rig.load()
-                assert time.monotonic() < clients.begun_s + DEADLINE_S, "those who read are held up"
+                assert time.monotonic() < clients.begun_s + DEADLINE_S, "fast clients are delayed"
             gate.rig.send(_step(submits, step, text, is_last=step == num_steps - 1), "detokenize.0")
-            gate.rig.load()  # taken in: what waits in sockets would count as memory that slow clients take
+            gate.rig.load()  # processed: data in sockets would count as memory of slow clients
         fast_s = clients.fast_s()
         num_behind = gate.rig.load().num_open_requests
         rss_bytes = process.memory_info().rss
     finally:
         clients.close()
     while gate.rig.load().num_open_requests:
-        assert time.monotonic() < clients.begun_s + DEADLINE_S, "requests of clients that left stay open"
+        assert time.monotonic() < clients.begun_s + DEADLINE_S, "requests of disconnected clients stay open"
     return Result(fast_s, num_behind, rss_bytes, _num_fds_when_settled(process))
 
 
 def _num_fds_when_settled(process: psutil.Process) -> int:
-    """Connections close a little after their requests: the number that stays."""
+    """The number of file descriptors once it is stable: connections close a little after their requests."""
     end = time.monotonic() + PATIENCE_S
     while any(c.status != psutil.CONN_LISTEN for c in process.net_connections("tcp")):
-        assert time.monotonic() < end, "connections of clients that left stay open"
+        assert time.monotonic() < end, "connections of disconnected clients stay open"
         time.sleep(0.05)
     num_fds: int = process.num_fds()
     return num_fds
 
 
 def _step(submits: list[m.Submit], step: int, text: str, is_last: bool) -> m.Deltas:
-    """What detokenize says of a step of all sequences: one message."""
+    """The message that detokenize sends for a step of all sequences."""
     num = len(submits)
     return m.Deltas(
         [submit.request_id for submit in submits],
@@ -128,12 +128,12 @@ def _step(submits: list[m.Submit], step: int, text: str, is_last: bool) -> m.Del
 
 
 class _Clients:
-    """The crowd, in a thread with a loop of its own."""
+    """The clients, in a thread with its own event loop."""
 
     def __init__(self, address: tuple[str, int], num_streams: int, num_slow: int) -> None:
         self.begun_s = time.monotonic()
         self.num_chars = 0
-        """That those who read have had by now, together."""
+        """Received so far by all fast clients."""
         self._address = address
         self._num = num_streams, num_slow
         self._fast: Future[list[float]] = Future()
@@ -143,11 +143,11 @@ class _Clients:
         self._thread.start()
 
     def fast_s(self) -> list[float]:
-        """Wait for those that read; when each was done, sorted."""
+        """Wait for the fast clients. Returns when each finished, sorted."""
         return sorted(end - self.begun_s for end in self._fast.result(DEADLINE_S))
 
     def close(self) -> None:
-        """All leave."""
+        """Disconnect all."""
         self._loop.call_soon_threadsafe(self._leave.set)
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
@@ -188,7 +188,7 @@ class _Clients:
             while not (tail + data).endswith(END):
                 tail = (tail + data)[-len(END) :]
                 data = await self._loop.sock_recv(connection, 65536)
-                assert data, "a stream broke off"
+                assert data, "a stream ended early"
                 self.num_chars += data.count(b"x")
             return time.monotonic()
 

@@ -1,4 +1,4 @@
-"""A gateway with an HTTP socket, between fakes: the test is client, ingest, schedule, detokenize and supervisor."""
+"""A gateway with an HTTP socket; the test plays client, ingest, schedule, detokenize and supervisor."""
 
 import json
 import socket
@@ -18,14 +18,14 @@ FACTS = m.ExecuteFacts(num_blocks=64, block_size=16, max_model_len=512, vocab_si
 MODEL = "tiny"
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 END = b"\r\n0\r\n\r\n"
-"""How a chunked response ends."""
+"""The end of a chunked response."""
 COMPLETION = {"model": MODEL, "prompt": "Hi"}
 NONE_CACHED = {"prompt_tokens_details": {"cached_tokens": 0}}
-"""What a usage ends with."""
+"""The last fields of a usage object."""
 
 
 class Gate:
-    """A context manager; entering it starts the stage and, unless told otherwise, sends `Start`."""
+    """A context manager; entering it starts the stage and sends `Start`, unless `start` is false."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Gate:
         self.rig.__enter__()
         if self._start:
             self.rig.start(FACTS)
-            self.rig.load()  # it has begun: clients are let in
+            self.rig.load()  # it has started and accepts clients
         else:
             self.rig.receive("supervisor", m.Ready)
         self.client = httpx.Client(base_url=self.url, timeout=PATIENCE_S)
@@ -103,7 +103,7 @@ class Gate:
     # ------------------------------------------------------------------------------------------------- as a client
 
     def do(self, function: Any, *args: Any, **kwargs: Any) -> "Future[Any]":
-        """Run something that waits for the server, beside the test."""
+        """Run a blocking function in a thread beside the test."""
         return self._threads.submit(function, *args, **kwargs)
 
     def post(self, body: Any, path: str = "/v1/chat/completions") -> "Future[httpx.Response]":
@@ -114,7 +114,7 @@ class Gate:
         return self.post(body, "/v1/completions")
 
     def raw(self, body: Any, path: str = "/v1/chat/completions") -> socket.socket:
-        """A connection of one's own that has sent a request."""
+        """A raw connection that has sent a request."""
         connection = socket.create_connection(self.address, timeout=PATIENCE_S)
         content = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
@@ -124,11 +124,11 @@ class Gate:
     # ------------------------------------------------------------------------------------------------ as the stages
 
     def submit(self) -> m.Submit:
-        """The next request that came to ingest."""
+        """The next request that ingest received."""
         return self.rig.receive("ingest", m.Submit)
 
     def begin(self) -> m.Submit:
-        """The next request that came to ingest, accepted."""
+        """The next request that ingest received, accepted."""
         submit = self.submit()
         self.accept(submit)
         return submit
@@ -136,7 +136,7 @@ class Gate:
     def accept(
         self, submit: m.Submit, num_ids: int = 3, *, pieces: list[bytes] | None = None, tail: str | None = None
     ) -> None:
-        """With `pieces`, its ids are theirs. `tail` is how its text ends."""
+        """`pieces` are the bytes of the prompt's ids; `tail` is the end of its text."""
         ids = np.arange(num_ids if pieces is None else len(pieces), dtype=np.int32)
         accepted = m.Accepted(submit.request_id, submit.attempt, ids.tobytes(), pieces=pieces, tail=tail)
         self.rig.send(accepted, "ingest.0")
@@ -193,7 +193,7 @@ class Gate:
         )
 
     def continue_at(self, submit: m.Submit, num_chars: int, num_ids: int, index: int = 0) -> None:
-        """The client has so much of a sequence already."""
+        """The client already has this much of a sequence."""
         self._chars[submit.request_id, index] = num_chars
         self._ids[submit.request_id, index] = num_ids
 
@@ -213,7 +213,7 @@ class Gate:
 
 
 def ends_with_an_error(stream: bytes, message: str) -> bool:
-    """Whether a stream of which a part has been read ends with this error, and nothing says that it went well."""
+    """Whether the rest of a stream ends with this error and contains no sign of success."""
     return (
         stream.endswith(b"}}\n\ndata: [DONE]\n\n" + END)
         and stream.count(b"[DONE]") == 1
@@ -223,7 +223,7 @@ def ends_with_an_error(stream: bytes, message: str) -> bool:
 
 
 def read_until(connection: socket.socket, mark: bytes) -> bytes:
-    """Read until `mark` has come. Fails where the connection ends, or is silent for too long."""
+    """Read until `mark` is received. Fails if the connection ends or times out."""
     data = b""
     while mark not in data:
         more = connection.recv(1 << 20)
@@ -233,7 +233,7 @@ def read_until(connection: socket.socket, mark: bytes) -> bytes:
 
 
 def events_of(text: str) -> list[Any]:
-    """The events of a stream, decoded; its end must be well-formed."""
+    """The decoded events of a stream, whose end must be well-formed."""
     assert text.endswith("data: [DONE]\n\n")
     lines = text.removesuffix("data: [DONE]\n\n").split("\n\n")
     assert lines.pop() == ""

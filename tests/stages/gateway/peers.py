@@ -23,7 +23,7 @@ HELLO = p.Hello(1, 1, "a test")
 
 
 class RawPeer:
-    """A DEALER. A context manager; entering it connects, leaving it hangs up."""
+    """A DEALER socket as a context manager that connects and disconnects."""
 
     def __init__(self, gate: Gate | str, *, receive_bound: int = 1000, hello: bool = True) -> None:
         address = gate if isinstance(gate, str) else f"ipc://@pipeline/{gate.address[1]}/door"
@@ -36,34 +36,34 @@ class RawPeer:
         self._decoder: msgspec.msgpack.Decoder[p.ServerMessage] = msgspec.msgpack.Decoder(p.ServerMessage)
         self.socket.connect(address)
         if hello:
-            self.say(HELLO)
-            self.welcome: p.Welcome = self.hear(p.Welcome)
+            self.send(HELLO)
+            self.welcome: p.Welcome = self.receive(p.Welcome)
 
-    def say(self, *frames: Any) -> None:
-        """Send a message: structs are encoded, bytes go as they are, several are frames of one message."""
+    def send(self, *frames: Any) -> None:
+        """Send the frames of one message: structs are encoded, bytes are sent unchanged."""
         data = [frame if isinstance(frame, bytes) else msgspec.msgpack.encode(frame) for frame in frames]
         self.socket.send_multipart(data)
 
     def generate(self, request_id: int = 1, prompt: str = "Hi", num_credits: int = 100, **params: Any) -> None:
         message = p.Generate(request_id, "", p.TextPrompt(prompt), p.Params(**params), num_credits)
-        self.say(message)
+        self.send(message)
 
-    def hear(self, what: Any = None, timeout_s: float = PATIENCE_S) -> Any:
+    def receive(self, what: Any = None, timeout_s: float = PATIENCE_S) -> Any:
         """The next message, which must be of type `what`."""
-        assert self.socket.poll(int(timeout_s * 1000)), f"no {what} came"
+        assert self.socket.poll(int(timeout_s * 1000)), f"no {what} was received"
         message = self._decoder.decode(self.socket.recv())
         assert what is None or isinstance(message, what), message
         return message
 
-    def hears_nothing(self, while_s: float = 0.1) -> bool:
+    def receives_nothing(self, while_s: float = 0.1) -> bool:
         return not self.socket.poll(int(while_s * 1000))
 
     def is_still_served(self) -> bool:
-        """Whether a ping is answered, after all that was said before."""
-        self.say(p.Ping(77))
-        return bool(self.hear(p.Pong) == p.Pong(77))
+        """Whether a ping is answered, after all earlier messages."""
+        self.send(p.Ping(77))
+        return bool(self.receive(p.Pong) == p.Pong(77))
 
-    def is_hung_up(self, timeout_s: float = PATIENCE_S) -> bool:
+    def is_disconnected(self, timeout_s: float = PATIENCE_S) -> bool:
         """Wait until the server has ended the connection."""
         return bool(self._monitor.poll(int(timeout_s * 1000)))
 
@@ -91,7 +91,7 @@ def address_of(gate: Gate) -> str:
 
 
 async def do(function: Any, *args: Any) -> Any:
-    """Play the stages without stopping the client's loop."""
+    """Play the stages without blocking the client's loop."""
     return await asyncio.wait_for(asyncio.to_thread(function, *args), PATIENCE_S)
 
 
@@ -111,17 +111,17 @@ READY = bytes([4, len(_PROPERTY) + 6]) + b"\x05READY" + _PROPERTY
 
 
 class TcpPeer:
-    """ZMTP by hand over TCP, to be reset."""
+    """A ZMTP client over plain TCP that can reset the connection."""
 
     def __init__(self, address: str) -> None:
         host, _, port = address.removeprefix("tcp://").rpartition(":")
         self._socket = socket.create_connection((host, int(port)), timeout=PATIENCE_S)
         self._socket.sendall(GREETING + READY)
-        heard = b""
-        while b"READY" not in heard:  # libzmq takes no message before it has said so itself
-            heard += self._socket.recv(4096)
+        received = b""
+        while b"READY" not in received:  # libzmq accepts no message before it has sent READY
+            received += self._socket.recv(4096)
 
-    def say(self, message: Any) -> None:
+    def send(self, message: Any) -> None:
         data = msgspec.msgpack.encode(message)
         self._socket.sendall(bytes([0, len(data)]) + data)
 
@@ -138,7 +138,7 @@ class TcpPeer:
 
 @contextlib.contextmanager
 def named_dealer(gate: Gate) -> Iterator[Any]:
-    """A client that chooses its routing id itself."""
+    """A client that sets its own routing id."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.setsockopt(zmq.ROUTING_ID, b"me")
@@ -152,14 +152,14 @@ def free_port() -> int:
 
 
 def is_served(gate: Gate) -> bool:
-    """Whether a new client is."""
+    """Whether a new client is served."""
     with RawPeer(gate, hello=False) as peer:
-        peer.say(HELLO)
-        return bool(peer.socket.poll(1000)) and isinstance(peer.hear(), p.Welcome)
+        peer.send(HELLO)
+        return bool(peer.socket.poll(1000)) and isinstance(peer.receive(), p.Welcome)
 
 
 def is_open(gate: Gate) -> bool:
-    """Play stages that end what is aborted; whether anything is open then."""
+    """Play stages that end aborted requests. Returns whether any request is still open."""
     while not gate.rig.nothing("ingest", 0):
         message = gate.rig.receive("ingest")
         for index in range(message.options.n if isinstance(message, m.Submit) else 0):

@@ -1,4 +1,4 @@
-"""What is open is bounded in sequences and in tokens, and who does not fit is told at once, and when to come again."""
+"""Admission bounds open sequences and tokens, and rejects excess requests at once with Retry-After."""
 
 import time
 from pathlib import Path
@@ -20,7 +20,7 @@ from tests.stages.gateway.gate import CHAT, COMPLETION, Gate
 from tests.stages.gateway.peers import RawPeer
 
 SOON_S = 0.05
-"""What a refusal may take: half of them, for a machine that has other things to do may delay any one."""
+"""Limit of the median time of a rejection: other load of the machine may delay single ones."""
 
 
 def refusal(admission: Admission, num_sequences: int, num_tokens: int, now_s: float = 0.0) -> ApiError:
@@ -30,8 +30,8 @@ def refusal(admission: Admission, num_sequences: int, num_tokens: int, now_s: fl
     return raised.value
 
 
-class TestTheLimits:
-    def test_sequences_and_tokens_are_bounded_each(self) -> None:
+class TestLimits:
+    def test_sequences_and_tokens_are_bounded(self) -> None:
         admission = Admission(4, 100)
         admission.admit(2, 60, 0.0)
         admission.take(2, 60, 0.0)
@@ -41,7 +41,7 @@ class TestTheLimits:
         admission.give(2, 60, 1.0)
         admission.admit(4, 100, 1.0)
 
-    def test_one_that_is_alone_is_let_in_whatever_its_length(self) -> None:
+    def test_a_single_request_is_admitted_whatever_its_length(self) -> None:
         admission = Admission(4, 100)
         admission.admit(1, 5000, 0.0)
         admission.take(1, 5000, 0.0)
@@ -57,10 +57,10 @@ class TestTheLimits:
         assert topology.max_open_tokens_of_one(Settings(gateway=GatewaySettings(replicas=2, max_open_tokens=1))) == 1
 
     @given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 60), st.integers(1, 60), st.booleans())))
-    def test_what_was_taken_is_given_back(self, calls: list[tuple[int, int, int, bool]]) -> None:
+    def test_all_credits_are_returned(self, requests: list[tuple[int, int, int, bool]]) -> None:
         admission = Admission(8, 100)
-        open_calls: list[tuple[int, int]] = []
-        for num_sequences, guess, num_tokens, ends in calls:
+        open_requests: list[tuple[int, int]] = []
+        for num_sequences, guess, num_tokens, ends in requests:
             try:
                 admission.admit(num_sequences, guess, 0.0)
             except ApiError:
@@ -68,14 +68,14 @@ class TestTheLimits:
             else:
                 admission.take(num_sequences, guess, 0.0)
                 admission.correct(guess, num_tokens)
-                open_calls.append((num_sequences, num_tokens))
-            if ends and open_calls:
-                admission.give(*open_calls.pop(0), 0.0)
-            assert admission.num_sequences == sum(one for one, _ in open_calls) <= 8
-            assert admission.num_tokens == sum(one for _, one in open_calls)
+                open_requests.append((num_sequences, num_tokens))
+            if ends and open_requests:
+                admission.give(*open_requests.pop(0), 0.0)
+            assert admission.num_sequences == sum(one for one, _ in open_requests) <= 8
+            assert admission.num_tokens == sum(one for _, one in open_requests)
 
 
-class TestTheEstimate:
+class TestEstimate:
     @pytest.mark.parametrize(
         ("prompt", "num_tokens"),
         [
@@ -86,10 +86,10 @@ class TestTheEstimate:
             (m.ChatPrompt([m.ChatMessage("user", "x" * 40), m.ChatMessage("user", "é" * 20)]), 20),
         ],
     )
-    def test_is_exact_for_ids_and_goes_by_bytes_for_texts(self, prompt: Any, num_tokens: int) -> None:
+    def test_the_estimate_is_exact_for_ids_and_by_bytes_for_text(self, prompt: Any, num_tokens: int) -> None:
         assert Admission(4, 100).estimate(prompt, is_computed=True) == num_tokens
 
-    def test_is_no_more_than_the_model_takes(self) -> None:
+    def test_the_estimate_is_bounded_by_the_models_maximum(self) -> None:
         admission = Admission(4, 100)
         admission.max_prompt_tokens = 512
         assert admission.estimate(m.TextPrompt("x" * 40_000), is_computed=True) == 512
@@ -97,7 +97,7 @@ class TestTheEstimate:
 
 
 class TestRetryAfter:
-    def test_is_when_there_will_be_room_at_the_rate_of_late(self) -> None:
+    def test_retry_after_follows_the_recent_rate(self) -> None:
         admission = Admission(10, 10_000)
         admission.take(10, 5000, 0.0)
         for second in range(10):  # a sequence and 100 tokens a second
@@ -109,19 +109,19 @@ class TestRetryAfter:
         admission.num_sequences = 5
         assert refusal(admission, 1, 800, 10.0).retry_after_s == 8
 
-    def test_is_as_long_again_as_nothing_has_ended(self) -> None:
+    def test_retry_after_grows_while_no_request_ends(self) -> None:
         admission = Admission(1, 100)
         admission.take(1, 5, 100.0)
         assert [refusal(admission, 1, 1, now_s).retry_after_s for now_s in (100.0, 104.5, 120.0)] == [1, 5, 20]
 
-    def test_looks_back_no_further_than_the_server_has_been_busy(self) -> None:
+    def test_retry_after_ignores_idle_time(self) -> None:
         admission = Admission(1, 100)
         admission.take(1, 5, 0.0)
         admission.give(1, 5, 1.0)
         admission.take(1, 5, 10.0)
         assert refusal(admission, 1, 1, 12.0).retry_after_s == 2
 
-    def test_is_bounded(self) -> None:
+    def test_retry_after_is_bounded(self) -> None:
         admission = Admission(1000, 100)
         admission.take(1000, 5, 0.0)
         admission.give(1, 1, 20.0)
@@ -133,8 +133,8 @@ def open_tokens(gate: Gate) -> int:
     return num
 
 
-class TestTheGateway:
-    def test_counts_what_ingest_has_made_of_a_prompt(self, tmp_path: Path) -> None:
+class TestGateway:
+    def test_the_prompts_real_length_replaces_the_estimate(self, tmp_path: Path) -> None:
         with Gate(tmp_path, max_open_tokens=500) as gate:
             response = gate.complete(COMPLETION | {"prompt": "x" * 400, "n": 2})
             submit = gate.submit()
@@ -154,7 +154,7 @@ class TestTheGateway:
                 "50 of 500 prompt tokens are free, and this request has about 51" in refused.json()["error"]["message"]
             )
             assert 1 <= int(refused.headers["Retry-After"]) <= MAX_RETRY_S
-            assert gate.rig.nothing("ingest", 0), "ingest has heard of it"
+            assert gate.rig.nothing("ingest", 0), "ingest received it"
             fits = gate.complete(COMPLETION | {"prompt": list(range(50))})
             gate.accept(gate.submit(), 50)
             for index in range(2):
@@ -165,7 +165,7 @@ class TestTheGateway:
             assert not fits.done()
 
     @pytest.mark.parametrize("ending", ["rejected", "aborted", "gone"])
-    def test_has_all_back_whatever_the_end(self, tmp_path: Path, ending: str) -> None:
+    def test_credits_are_returned_after_every_end(self, tmp_path: Path, ending: str) -> None:
         with Gate(tmp_path, max_open_tokens=500) as gate:
             connection = gate.raw(CHAT | {"stream": True})
             submit = gate.submit()
@@ -184,7 +184,7 @@ class TestTheGateway:
             gate.rig.until(lambda load: load.num_open_requests == 0)
             assert open_tokens(gate) == 0
 
-    def test_lets_in_one_that_is_alone(self, tmp_path: Path) -> None:
+    def test_a_single_request_above_the_limit_is_admitted(self, tmp_path: Path) -> None:
         with Gate(tmp_path, max_open_tokens=10) as gate:
             responses = [gate.complete(COMPLETION | {"prompt": [[1] * 300, [2] * 100]})]
             submits = [gate.submit(), gate.submit()]
@@ -199,12 +199,12 @@ class TestTheGateway:
         with Gate(tmp_path, max_open_sequences=1) as gate, RawPeer(gate) as peer:
             peer.generate(1)
             gate.begin()
-            peer.hear(p.Accepted)
+            peer.receive(p.Accepted)
             peer.generate(2)
-            failure = peer.hear(p.Failed).failure
+            failure = peer.receive(p.Failed).failure
             assert (failure.status, failure.code, failure.retry_after_s) == (503, "overloaded", 1)
 
-    def test_counts_those_it_turns_away_before_it_reads_their_bodies(self, tmp_path: Path) -> None:
+    def test_a_full_gateway_rejects_requests_without_reading_their_bodies(self, tmp_path: Path) -> None:
         with Gate(tmp_path, max_open_sequences=1) as gate:
             response = gate.post(CHAT)
             submit = gate.begin()
@@ -214,7 +214,7 @@ class TestTheGateway:
             gate.rig.until(lambda load: load.num_open_requests == 0)
             assert gate.client.post("/v1/chat/completions", content=b"not JSON").status_code == 400
 
-    def test_answers_at_once_while_many_streams_run(self, tmp_path: Path) -> None:
+    def test_rejections_are_sent_at_once_while_many_streams_run(self, tmp_path: Path) -> None:
         with Gate(tmp_path, max_open_sequences=64) as gate:
             streams = [gate.raw(CHAT | {"stream": True}) for _ in range(64)]
             try:

@@ -1,4 +1,4 @@
-"""A request ends at its deadline wherever it is, and nothing that its client has seen is lost."""
+"""A request ends at its deadline in every stage, and its output so far is kept."""
 
 import asyncio
 import json
@@ -27,15 +27,15 @@ TIMED_OUT = "the request timed out after 0.05 s, before its first token"
 REFUSED = m.Failure(499, "the request was aborted", code="aborted")
 
 
-def was_ended(gate: Gate, *submits: m.Submit) -> None:
-    """Both stages were asked to end these requests, once."""
+def assert_aborted(gate: Gate, *submits: m.Submit) -> None:
+    """Fail unless both stages receive one abort of each request."""
     for stage in ("ingest", "schedule") if submits[0].options.max_tokens != 0 else ("ingest",):
         ids = [gate.rig.receive(stage, m.Abort).request_id for _ in submits]
         assert sorted(ids) == sorted(submit.request_id for submit in submits)
 
 
-def nothing_is_left(gate: Gate) -> None:
-    """No request, no credit and no token is held, and nobody is told anything more."""
+def assert_all_released(gate: Gate) -> None:
+    """Fail if a request, credit or token is still held, or if another message is sent."""
     gate.rig.until(lambda load: load.num_open_requests == 0)
     while not gate.rig.nothing("schedule", 0):
         assert isinstance(gate.rig.receive("schedule"), m.Closed)
@@ -50,56 +50,56 @@ def error_of(response: Any) -> tuple[int, str, str]:
     return response.status_code, error["code"], error["message"]
 
 
-class TestWithoutAnyToken:
+class TestWithoutTokens:
     @pytest.mark.parametrize("body", [CHAT, CHAT | STREAM, COMPLETION | {"echo": True}, COMPLETION | {"n": 3}])
     @pytest.mark.parametrize("where", ["ingest", "schedule"])
-    def test_it_is_an_error(self, gate: Gate, body: Any, where: str) -> None:
+    def test_a_deadline_without_tokens_is_an_error(self, gate: Gate, body: Any, where: str) -> None:
         path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
         response = gate.post(body | SOON, path)
         submit = gate.submit()
         if where == "schedule":
             gate.accept(submit)
-        was_ended(gate, submit)
+        assert_aborted(gate, submit)
         assert error_of(response.result()) == (504, "timeout", TIMED_OUT)
         if where == "ingest":
             gate.reject(submit, REFUSED)
         else:
             for index in range(submit.options.n):
                 gate.finish(submit, index=index, finish=Finish.ABORT)
-        assert gate.closed() == (submit.request_id, 1), "else schedule keeps a tombstone"
-        nothing_is_left(gate)
+        assert gate.closed() == (submit.request_id, 1), "otherwise schedule keeps a tombstone"
+        assert_all_released(gate)
 
-    def test_so_it_is_for_every_prompt_of_a_batch(self, gate: Gate) -> None:
+    def test_a_deadline_ends_every_prompt_of_a_batch(self, gate: Gate) -> None:
         response = gate.complete(COMPLETION | SOON | {"prompt": ["a", "b", "c"], "n": 2})
         submits = [gate.submit() for _ in range(3)]
         gate.accept(submits[0])
-        was_ended(gate, *submits)
+        assert_aborted(gate, *submits)
         assert error_of(response.result()) == (504, "timeout", TIMED_OUT)
         for index in range(2):
             gate.finish(submits[0], index=index, finish=Finish.ABORT)
         gate.reject(submits[1], REFUSED)
         gate.reject(submits[2], REFUSED, "detokenize.0")
-        nothing_is_left(gate)
+        assert_all_released(gate)
 
-    def test_in_a_stream_that_has_begun_it_is_an_event(self, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_in_a_started_stream_the_error_is_an_event(self, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("pipeline.stages.gateway.http.response_writer.HEADERS_AFTER_S", 0.01)
         with gate.raw(CHAT | STREAM | SOON) as connection:
             submit = gate.begin()
             read_until(connection, b"text/event-stream")
             assert ends_with_an_error(read_until(connection, END), TIMED_OUT)
-        was_ended(gate, submit)
+        assert_aborted(gate, submit)
         gate.finish(submit, finish=Finish.ABORT)
-        nothing_is_left(gate)
+        assert_all_released(gate)
 
-    def test_a_prompt_that_was_echoed_is_no_token(self, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_echoed_prompt_does_not_count_as_output(self, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("pipeline.stages.gateway.http.response_writer.HEADERS_AFTER_S", 0.01)
         with gate.raw(COMPLETION | STREAM | SOON | {"echo": True}, "/v1/completions") as connection:
             submit = gate.begin()
             data = read_until(connection, END)
         assert b'"text":"Hi"' in data and ends_with_an_error(data, TIMED_OUT)
-        was_ended(gate, submit)
+        assert_aborted(gate, submit)
         gate.finish(submit, finish=Finish.ABORT)
-        nothing_is_left(gate)
+        assert_all_released(gate)
 
     @pytest.mark.parametrize(
         ("path", "body"),
@@ -112,32 +112,32 @@ class TestWithoutAnyToken:
         with Gate(tmp_path, request_timeout_s=0.05) as gate:
             response = gate.post(body, path)
             submit = gate.submit()
-            was_ended(gate, submit)
+            assert_aborted(gate, submit)
             assert error_of(response.result()) == (504, "timeout", TIMED_OUT)
             gate.reject(submit, REFUSED)
-            nothing_is_left(gate)
+            assert_all_released(gate)
             assert gate.rig.nothing("schedule", 0)
 
-    def test_what_comes_after_the_end_is_nobodys(self, gate: Gate) -> None:
-        """Ids that were on their way, and the prompt's."""
+    def test_results_after_the_deadline_are_dropped(self, gate: Gate) -> None:
+        """The acceptance and output that were in flight."""
         response = gate.post(CHAT | SOON)
         submit = gate.submit()
         assert response.result().status_code == 504
-        was_ended(gate, submit)
+        assert_aborted(gate, submit)
         gate.accept(submit)
         gate.delta(submit, "late")
         gate.finish(submit, finish=Finish.ABORT)
-        nothing_is_left(gate)
+        assert_all_released(gate)
 
 
 class TestWithTokens:
-    def test_what_is_open_is_aborted_and_all_of_it_is_given_out(self, gate: Gate) -> None:
+    def test_open_sequences_are_aborted_and_their_output_is_returned(self, gate: Gate) -> None:
         response = gate.post(CHAT | {"timeout_s": 0.3, "n": 3})
         submit = gate.begin()
         gate.finish(submit, "done")
         gate.delta(submit, "so f", 2, index=1)
-        was_ended(gate, submit)
-        assert not response.done(), "its closings have not come"
+        assert_aborted(gate, submit)
+        assert not response.done(), "its sequences are not closed yet"
         gate.finish(submit, "ar", 1, Finish.ABORT)
         gate.delta(submit, num_ids=0, index=2, finish=Finish.ABORT)
         result = response.result()
@@ -145,27 +145,27 @@ class TestWithTokens:
         choices = [(one["message"]["content"], one["finish_reason"]) for one in result.json()["choices"]]
         assert choices == [("done", "stop"), ("so far", "abort"), ("", "abort")]
         assert result.json()["usage"]["completion_tokens"] == 4
-        nothing_is_left(gate)
+        assert_all_released(gate)
 
-    def test_a_stream_ends_as_if_somebody_had_aborted_it(self, gate: Gate) -> None:
+    def test_a_stream_ends_like_an_aborted_one(self, gate: Gate) -> None:
         response = gate.post(CHAT | STREAM | {"timeout_s": 0.3})
         submit = gate.begin()
         gate.delta(submit, "so f", 2)
-        was_ended(gate, submit)
+        assert_aborted(gate, submit)
         gate.finish(submit, "ar", finish=Finish.ABORT)
         *events, last, usage = events_of(response.result().text)
         assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == "so far"
         assert last["choices"][0]["finish_reason"] == "abort"
         assert usage["usage"]["completion_tokens"] == 3
-        nothing_is_left(gate)
+        assert_all_released(gate)
 
-    def test_prompts_of_a_batch_that_have_none_are_aborted_too(self, gate: Gate) -> None:
+    def test_prompts_of_a_batch_without_tokens_are_aborted_too(self, gate: Gate) -> None:
         response = gate.complete(COMPLETION | {"timeout_s": 0.3, "prompt": ["a", "b", "c"]})
         submits = [gate.submit() for _ in range(3)]
         for submit in submits[:2]:
             gate.accept(submit)
         gate.finish(submits[0], "A")
-        was_ended(gate, *submits[1:])
+        assert_aborted(gate, *submits[1:])
         gate.finish(submits[1], finish=Finish.ABORT)
         gate.reject(submits[2], REFUSED)
         result = response.result()
@@ -174,34 +174,34 @@ class TestWithTokens:
             ("", "abort"),
             ("", "abort"),
         ]
-        nothing_is_left(gate)
+        assert_all_released(gate)
 
-    def test_one_that_ends_in_time_is_left_alone(self, gate: Gate) -> None:
+    def test_a_request_that_ends_in_time_is_not_affected(self, gate: Gate) -> None:
         response = gate.post(CHAT | {"timeout_s": 0.2})
         gate.serve()
         assert response.result().json()["choices"][0]["finish_reason"] == "stop"
         late = gate.post(CHAT | {"timeout_s": 0.25})  # fires after the first would have
         submit = gate.begin()
         assert late.result().status_code == 504
-        was_ended(gate, submit)
+        assert_aborted(gate, submit)
         gate.finish(submit, finish=Finish.ABORT)
-        nothing_is_left(gate)
+        assert_all_released(gate)
 
-    def test_a_client_that_reads_slowly_gets_what_was_done_in_time(self, gate: Gate) -> None:
+    def test_a_slow_reader_gets_all_output_generated_in_time(self, gate: Gate) -> None:
         with gate.raw(CHAT | STREAM | {"timeout_s": 0.3}) as connection:
             submit = gate.begin()
             for _ in range(40):
                 gate.delta(submit, "x" * 100_000)
             gate.finish(submit, "the end")
             gate.closed()
-            time.sleep(0.4)  # until its deadline has passed, which must change nothing
+            time.sleep(0.4)  # the deadline passes and must have no effect
             data = read_until(connection, END)
         assert b"the end" in data and b'"finish_reason":"stop"' in data
-        nothing_is_left(gate)
+        assert_all_released(gate)
 
 
-class TestWhoseDeadline:
-    def test_the_servers_holds_where_the_request_says_nothing(self, tmp_path: Path) -> None:
+class TestDeadlineSource:
+    def test_the_servers_deadline_is_the_default(self, tmp_path: Path) -> None:
         with Gate(tmp_path, request_timeout_s=0.05) as gate:
             long, short = gate.post(CHAT | {"timeout_s": 100}), gate.post(CHAT)
             submits = [gate.begin(), gate.begin()]
@@ -211,15 +211,15 @@ class TestWhoseDeadline:
                 gate.finish(submit, "x", finish=Finish.ABORT if submit.request_id == ended else Finish.STOP)
             assert long.result().json()["choices"][0]["finish_reason"] == "stop"
 
-    def test_there_is_none_by_default(self, gate: Gate) -> None:
+    def test_there_is_no_deadline_by_default(self, gate: Gate) -> None:
         response = gate.post(CHAT)
         submit = gate.begin()
         assert gate.rig.nothing("schedule", 0.2)
         gate.finish(submit)
         assert response.result().status_code == 200
 
-    def test_it_counts_from_the_requests_arrival(self, gate: Gate) -> None:
-        """A body that comes slowly has used its time up."""
+    def test_the_time_runs_from_the_requests_arrival(self, gate: Gate) -> None:
+        """Receiving a slow body counts too."""
         content = json.dumps(CHAT | {"timeout_s": 0.2}).encode()
         with gate.raw({}, "/version") as connection:
             read_until(connection, b"}")
@@ -231,11 +231,11 @@ class TestWhoseDeadline:
             assert b" 504 " in read_until(connection, b"}")
             assert time.monotonic() - begin_s < 5
         assert counts_of(gate).num_timed_out == 1
-        nothing_is_left(gate)
-        assert gate.rig.nothing("ingest", 0), "nobody is to begin what can't be done in time"
+        assert_all_released(gate)
+        assert gate.rig.nothing("ingest", 0), "a request that has timed out is not submitted"
 
     @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
-    def test_the_servers_holds_while_the_body_comes(self, tmp_path: Path, path: str) -> None:
+    def test_the_servers_deadline_applies_to_receiving_the_body(self, tmp_path: Path, path: str) -> None:
         with Gate(tmp_path, request_timeout_s=0.3) as gate, gate.raw({}, "/version") as connection:
             read_until(connection, b"}")
             head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n"
@@ -244,57 +244,57 @@ class TestWhoseDeadline:
             answer = read_until(connection, b"}")
             assert b" 504 " in answer and b"timed out after 0.3 s" in answer
             assert time.monotonic() - begin_s < 5
-            nothing_is_left(gate)
+            assert_all_released(gate)
             assert counts_of(gate).num_timed_out == 1
 
 
 class TestOverZmq:
-    async def test_without_any_token_it_fails(self, gate: Gate) -> None:
+    async def test_without_tokens_the_request_fails(self, gate: Gate) -> None:
         async with await AsyncClient.connect(address_of(gate), timeout_s=PATIENCE_S) as client:
             stream = client.generate("Hi", SamplingParams(n=2), timeout_s=0.05)
             submit = await do(gate.submit)
             with pytest.raises(RequestError) as raised:
                 await all_of(stream)
             assert (raised.value.status, raised.value.code, raised.value.message) == (504, "timeout", TIMED_OUT)
-            await do(was_ended, gate, submit)
+            await do(assert_aborted, gate, submit)
             gate.reject(submit, REFUSED)
-            await do(nothing_is_left, gate)
+            await do(assert_all_released, gate)
 
-    async def test_with_tokens_it_is_aborted(self, gate: Gate) -> None:
+    async def test_with_tokens_the_request_is_aborted(self, gate: Gate) -> None:
         async with await AsyncClient.connect(address_of(gate), timeout_s=PATIENCE_S) as client:
             stream = client.generate("Hi", timeout_s=0.3)
             submit = await do(gate.begin)
             gate.delta(submit, "so f", 2, num_cached=2)
-            await do(was_ended, gate, submit)
+            await do(assert_aborted, gate, submit)
             gate.finish(submit, "ar", finish=Finish.ABORT)
             outputs = await all_of(stream)
             assert "".join(output.text for output in outputs) == "so far"
             assert outputs[-1].finish_reason == "abort"
             assert (stream.num_output_tokens, stream.num_cached_tokens) == (3, 2)
-            await do(nothing_is_left, gate)
+            await do(assert_all_released, gate)
 
-    def test_one_that_is_resumed_fails_where_nothing_new_came(self, gate: Gate) -> None:
+    def test_a_resumed_request_without_new_tokens_fails(self, gate: Gate) -> None:
         with RawPeer(gate) as peer:
             received = [bytes(4)]
-            peer.say(p.Generate(1, "", p.TextPrompt("x"), p.Params(), 10, received, timeout_s=0.05))
+            peer.send(p.Generate(1, "", p.TextPrompt("x"), p.Params(), 10, received, timeout_s=0.05))
             submit = gate.begin()
-            assert peer.hear(p.Accepted)
-            assert peer.hear(p.Failed).failure.code == "timeout"
-            was_ended(gate, submit)
+            assert peer.receive(p.Accepted)
+            assert peer.receive(p.Failed).failure.code == "timeout"
+            assert_aborted(gate, submit)
             gate.finish(submit, finish=Finish.ABORT)
-            nothing_is_left(gate)
+            assert_all_released(gate)
 
-    def test_what_is_no_deadline_is_named(self, gate: Gate) -> None:
+    def test_an_invalid_deadline_is_named(self, gate: Gate) -> None:
         with RawPeer(gate) as peer:
             for number, timeout_s in enumerate((0.0, -1.0, float("nan"), float("inf"), 2e6)):
-                peer.say(p.Generate(number, "", p.TextPrompt("x"), p.Params(), 1, timeout_s=timeout_s))
-                failure = peer.hear(p.Failed).failure
+                peer.send(p.Generate(number, "", p.TextPrompt("x"), p.Params(), 1, timeout_s=timeout_s))
+                failure = peer.receive(p.Failed).failure
                 assert (failure.status, failure.param) == (400, "timeout_s")
             assert peer.is_still_served()
 
 
-class TestTheHeap:
-    async def test_each_expires_once_in_order_and_those_removed_never(self) -> None:
+class TestDeadlineHeap:
+    async def test_each_deadline_expires_once_in_order_unless_removed(self) -> None:
         expired: list[int] = []
         done = asyncio.Event()
 
@@ -314,14 +314,14 @@ class TestTheHeap:
         assert expired == [1, 5, 7, 9]
         assert len(heap) == 0 and heap._timer is None
 
-    async def test_one_that_has_passed_expires_at_once(self) -> None:
+    async def test_a_past_deadline_expires_at_once(self) -> None:
         expired = asyncio.Event()
         heap = Deadlines(lambda _: expired.set())
         heap.add(1, time.monotonic() - 5)
         async with asyncio.timeout(PATIENCE_S):
             await expired.wait()
 
-    async def test_what_was_removed_takes_no_room(self) -> None:
+    async def test_removed_deadlines_take_no_memory(self) -> None:
         heap = Deadlines(lambda _: None)
         far_s = time.monotonic() + 1e6
         heap.add(0, far_s)

@@ -1,4 +1,4 @@
-"""Starting, draining, a stage's death, and the truth about health."""
+"""Start, drain, death of a stage, and /health."""
 
 import socket
 from pathlib import Path
@@ -14,7 +14,7 @@ LOAD = m.ScheduleLoad(1, 2, 3, 4, 5, 12, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16,
 
 
 class TestBeforeStart:
-    def test_requests_are_told_to_come_again(self, tmp_path: Path) -> None:
+    def test_requests_are_refused_with_retry_after(self, tmp_path: Path) -> None:
         with Gate(tmp_path, start=False) as gate:
             for response in (gate.post(CHAT).result(), gate.client.get("/v1/models")):
                 assert (response.status_code, response.headers["Retry-After"]) == (503, "1")
@@ -38,7 +38,7 @@ def answer(gate: Gate, status: str = "ok") -> m.AskHealth:
 
 
 class TestHealth:
-    def test_is_the_supervisors_word(self, gate: Gate) -> None:
+    def test_health_is_the_supervisors_reply(self, gate: Gate) -> None:
         response = gate.do(gate.client.get, "/health")
         answer(gate)
         result = response.result()
@@ -66,16 +66,16 @@ class TestHealth:
             "open_requests": 0,
         }
 
-    def test_is_503_when_a_stage_is_late(self, gate: Gate) -> None:
+    def test_health_is_503_when_a_stage_is_late(self, gate: Gate) -> None:
         response = gate.do(gate.client.get, "/health")
         answer(gate, "late")
         assert (response.result().status_code, response.result().json()["status"]) == (503, "late")
 
-    def test_asks_once_for_all_who_ask_at_once(self, gate: Gate) -> None:
+    def test_concurrent_requests_share_one_question(self, gate: Gate) -> None:
         first = gate.do(gate.client.get, "/health")
         question = gate.rig.receive("supervisor", m.AskHealth)
         others = [gate.do(gate.client.get, "/health") for _ in range(4)]
-        # A client that leaves does not take the question with it.
+        # A client that disconnects does not cancel the question.
         with socket.create_connection(gate.address, timeout=30) as connection:
             connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         gate.rig.load()
@@ -86,10 +86,10 @@ class TestHealth:
                 answer(gate)
         assert [other.result().status_code for other in others] == [200] * 4
 
-    def test_is_503_when_the_supervisor_says_nothing(self, gate: Gate) -> None:
+    def test_health_is_503_when_the_supervisor_does_not_reply(self, gate: Gate) -> None:
         response = gate.client.get("/health")
         assert (response.status_code, response.json()["status"]) == (503, "late")
-        # A late answer to it is no answer to the next question.
+        # A late reply is not used for the next question.
         late = gate.rig.receive("supervisor", m.AskHealth)
         following = gate.do(gate.client.get, "/health")
         question = gate.rig.receive("supervisor", m.AskHealth)
@@ -105,7 +105,7 @@ class TestDraining:
         with pytest.raises(ConnectionRefusedError), socket.create_connection(gate.address, timeout=30):
             pass
 
-    def test_streams_go_on_to_their_end_and_nothing_new_begins(self, gate: Gate) -> None:
+    def test_streams_finish_and_new_requests_are_refused(self, gate: Gate) -> None:
         response = gate.post(STREAM)
         submit = gate.submit()
         gate.accept(submit)
@@ -124,7 +124,7 @@ class TestDraining:
         events = events_of(response.result().text)
         assert events[-1]["choices"][0]["finish_reason"] == "stop"
 
-    def test_at_the_deadline_what_is_open_ends_with_a_clear_error(self, gate: Gate) -> None:
+    def test_at_the_deadline_open_requests_end_with_a_clear_error(self, gate: Gate) -> None:
         with gate.raw(STREAM) as stream:
             submits = [gate.submit()]
             gate.delta(submits[0], "Hel")
@@ -142,14 +142,14 @@ class TestDraining:
             gate.finish(submit, finish=m.Finish.ABORT)
         gate.rig.receive("supervisor", m.Drained)
 
-    def test_ends_though_a_closing_never_comes(self, gate: Gate) -> None:
+    def test_a_drain_ends_even_if_a_request_is_never_closed(self, gate: Gate) -> None:
         response = gate.post(CHAT)
         gate.submit()
         gate.rig.send(m.Drain(0.05))
         assert response.result().status_code == 503
         gate.rig.receive("supervisor", m.Drained)
 
-    def test_can_be_cut_short_by_stop(self, tmp_path: Path) -> None:
+    def test_stop_ends_a_drain(self, tmp_path: Path) -> None:
         with Gate(tmp_path) as gate:
             stream = gate.raw(STREAM)
             submit = gate.submit()
@@ -160,8 +160,8 @@ class TestDraining:
             assert b'"code":"shutting_down"' in read_until(stream, END)
 
 
-class TestADeadStage:
-    def test_ends_everything_with_its_name_and_reason(self, gate: Gate) -> None:
+class TestDeadStage:
+    def test_a_dead_stage_ends_all_requests_with_its_name_and_reason(self, gate: Gate) -> None:
         with gate.raw(STREAM) as stream:
             submit = gate.submit()
             gate.delta(submit, "Hel")
@@ -176,8 +176,8 @@ class TestADeadStage:
         gate.rig.receive("supervisor", m.Drained)
         assert gate.rig.load().num_open_requests == 0
 
-    def test_cuts_a_drain_short(self, gate: Gate) -> None:
-        with gate.raw(STREAM) as stream, gate.raw(STREAM):  # one that reads, and one that takes nothing
+    def test_a_dead_stage_ends_a_drain(self, gate: Gate) -> None:
+        with gate.raw(STREAM) as stream, gate.raw(STREAM):  # one client reads, the other does not
             submits = [gate.begin(), gate.begin()]
             gate.delta(submits[0], "Hel")
             read_until(stream, b'"Hel"')
@@ -191,13 +191,13 @@ class TestADeadStage:
             gate.rig.load()
             assert gate.rig.nothing("supervisor", 0)
 
-    def test_after_a_drain_is_answered_too(self, gate: Gate) -> None:
+    def test_a_death_after_a_drain_is_answered_too(self, gate: Gate) -> None:
         gate.rig.send(m.Drain(30.0))
         gate.rig.receive("supervisor", m.Drained)
         gate.rig.send(m.StageDied("execute.0", "killed by signal 9"))
         gate.rig.receive("supervisor", m.Drained)
 
-    def test_is_what_those_are_told_who_come_later(self, gate: Gate) -> None:
+    def test_later_requests_get_the_reason_of_the_death(self, gate: Gate) -> None:
         gate.rig.send(m.StageDied("ingest.0", "exit code 1"))
         gate.rig.receive("supervisor", m.Drained)
         refused = gate.post(CHAT).result()
@@ -208,7 +208,7 @@ class TestADeadStage:
         assert health.json()["reason"] == "stage ingest.0 died: exit code 1"
 
 
-def test_a_broken_invariant_ends_the_stage_by_its_own_name(tmp_path: Path) -> None:
+def test_a_broken_invariant_ends_the_stage(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="a delta is missing"), Gate(tmp_path) as gate:
         response = gate.post(CHAT)
         submit = gate.submit()

@@ -1,4 +1,4 @@
-"""What the gateway counts, the times in its replies, and GET /metrics."""
+"""The gateway's counters, timings in replies, and GET /metrics."""
 
 import contextlib
 import itertools
@@ -24,7 +24,7 @@ TIMED = {"timings": True}
 
 
 def counts_of(gate: Gate) -> GatewayCounts:
-    gate.rig.load()  # all that was sent before is handled
+    gate.rig.load()  # all earlier messages are handled
     gate.rig.send(m.Count(nonce := next(_nonces)))
     answer = gate.rig.receive("supervisor", m.Answer)
     assert answer.nonce == nonce
@@ -37,12 +37,12 @@ def number(histogram: HistogramCounts) -> int:
     return sum(histogram.counts)
 
 
-def ended(counts: GatewayCounts) -> dict[str, int]:
+def finish_counts(counts: GatewayCounts) -> dict[str, int]:
     return dict(zip(("stop", "length", "abort", "error"), counts.num_finished, strict=True))
 
 
 def balanced(counts: GatewayCounts, num_running: int = 0) -> bool:
-    """Whether each sequence that was let in has ended once, but those that still run."""
+    """Whether each admitted sequence has ended exactly once, except those that are running."""
     return counts.num_opened == sum(counts.num_finished) + counts.num_rejected + num_running
 
 
@@ -58,42 +58,42 @@ def test_requests_are_counted_by_sequence_with_their_sizes(gate: Gate) -> None:
     assert [reply.result().status_code for reply in replies] == [200, 200]
     counts = counts_of(gate)
     assert counts.num_opened == 3
-    assert ended(counts) == {"stop": 2, "length": 1, "abort": 0, "error": 0}
+    assert finish_counts(counts) == {"stop": 2, "length": 1, "abort": 0, "error": 0}
     assert balanced(counts)
     assert (number(counts.prompt_tokens), counts.prompt_tokens.total) == (3, 15.0)
     assert (number(counts.output_tokens), counts.output_tokens.total) == (3, 9.0)
     assert number(counts.e2e_s) == number(counts.time_to_first_token_s) == number(counts.time_per_output_token_s) == 3
-    assert number(counts.inter_token_s) == 3, "one for each delta with ids behind a sequence's first"
+    assert number(counts.inter_token_s) == 3, "one for each delta with ids after a sequence's first"
     assert (number(counts.n), counts.n.total) == (2, 3.0)
-    assert (number(counts.max_tokens), counts.max_tokens.total) == (1, 7.0), "of those that gave one"
+    assert (number(counts.max_tokens), counts.max_tokens.total) == (1, 7.0), "only requests with the field count"
 
 
-def test_ids_that_a_client_received_before_are_not_counted_again(gate: Gate) -> None:
+def test_ids_received_before_a_resume_are_not_counted_again(gate: Gate) -> None:
     with RawPeer(gate) as peer:
         received = [np.arange(num, dtype="<i4").tobytes() for num in (5, 9)]
         params = p.Params(n=2, max_tokens=20)
-        peer.say(p.Generate(1, "", p.TextPrompt("Hi"), params, 100, received))
+        peer.send(p.Generate(1, "", p.TextPrompt("Hi"), params, 100, received))
         submit = gate.begin()
         for index, num in enumerate((5, 9)):
             gate.continue_at(submit, 3, num, index)
             gate.delta(submit, "a", 1, index=index)
-        gate.rig.load()  # both have come
-        time.sleep(0.02)  # so long, at least, is their decoding
+        gate.rig.load()  # both deltas are handled
+        time.sleep(0.02)  # the minimum decode time
         gate.delta(submit, "b", 2, index=0, finish=Finish.STOP)
         gate.delta(submit, "", 0, index=1, finish=Finish.STOP)
-        while not isinstance(finished := peer.hear(), p.Finished):
+        while not isinstance(finished := peer.receive(), p.Finished):
             pass
-    assert finished.num_output_tokens == 5 + 3 + 9 + 1, "its client wants all"
+    assert finished.num_output_tokens == 5 + 3 + 9 + 1, "the client gets the total"
     counts = counts_of(gate)
     assert (number(counts.output_tokens), counts.output_tokens.total) == (2, 3.0 + 1.0)
     assert (number(counts.longest_output_tokens), counts.longest_output_tokens.total) == (1, 3.0)
     per_token = counts.time_per_output_token_s
-    assert number(per_token) == 1, "one id alone has no time between ids"
-    assert 0.01 <= per_token.total < counts.e2e_s.total / 2, "of the two ids behind the first"
+    assert number(per_token) == 1, "a single id has no time between ids"
+    assert 0.01 <= per_token.total < counts.e2e_s.total / 2, "of the two ids after the first"
     assert (number(counts.prompt_tokens), counts.prompt_tokens.total) == (2, 6.0)
 
 
-def test_a_closing_without_ids_is_no_token(gate: Gate) -> None:
+def test_a_final_delta_without_ids_is_not_a_token(gate: Gate) -> None:
     reply = gate.post(CHAT)
     submit = gate.begin()
     gate.delta(submit, "a", 1)
@@ -103,7 +103,7 @@ def test_a_closing_without_ids_is_no_token(gate: Gate) -> None:
     assert (number(counts.inter_token_s), number(counts.time_to_first_token_s)) == (0, 1)
 
 
-def test_rejections_are_counted_apart(gate: Gate) -> None:
+def test_rejections_are_counted_separately(gate: Gate) -> None:
     reply = gate.post(CHAT | {"n": 3})
     gate.reject(gate.submit(), m.Failure(400, "too long"))
     assert reply.result().status_code == 400
@@ -114,7 +114,7 @@ def test_rejections_are_counted_apart(gate: Gate) -> None:
 
 
 @pytest.mark.parametrize("closing", ["rejected", "abort", "stop"])
-def test_a_client_that_leaves_is_counted_as_abort_however_its_request_closes(gate: Gate, closing: str) -> None:
+def test_a_disconnect_is_counted_as_abort_however_the_request_closes(gate: Gate, closing: str) -> None:
     connection = gate.raw(CHAT | {"stream": True})
     submit = gate.begin()
     gate.delta(submit, "a", 1)
@@ -128,20 +128,20 @@ def test_a_client_that_leaves_is_counted_as_abort_however_its_request_closes(gat
         gate.finish(submit, finish=Finish.ABORT if closing == "abort" else Finish.STOP)
     gate.closed()
     counts = counts_of(gate)
-    assert ended(counts) == {"stop": 0, "length": 0, "abort": 1, "error": 0}
+    assert finish_counts(counts) == {"stop": 0, "length": 0, "abort": 1, "error": 0}
     assert balanced(counts)
     assert counts.num_open == 0
     assert number(counts.e2e_s) == number(counts.output_tokens) == 0
 
 
-def test_an_error_inside_is_counted_as_error(gate: Gate) -> None:
+def test_an_internal_error_is_counted_as_error(gate: Gate) -> None:
     reply = gate.post(CHAT)
     gate.finish(gate.begin(), finish=Finish.ERROR)
     assert reply.result().status_code == 500
-    assert ended(counts_of(gate))["error"] == 1
+    assert finish_counts(counts_of(gate))["error"] == 1
 
 
-def test_calls_for_which_no_credit_is_left_are_counted(tmp_path: Any) -> None:
+def test_overloaded_requests_are_counted(tmp_path: Any) -> None:
     with Gate(tmp_path, max_open_sequences=1) as gate:
         reply = gate.post(CHAT)
         submit = gate.begin()
@@ -156,7 +156,7 @@ def test_calls_for_which_no_credit_is_left_are_counted(tmp_path: Any) -> None:
 
 
 def timed(gate: Gate, submit: m.Submit, first: m.FirstTimes, began_s: float, done_s: float, sent_s: float) -> None:
-    """Play the stages with stamps of the test's own."""
+    """Play the stages with given timestamps."""
     ids = np.arange(6, dtype=np.int32).tobytes()
     gate.rig.send(m.Accepted(submit.request_id, submit.attempt, ids, None, None, began_s, done_s), "ingest.0")
     one = np.arange(1, dtype=np.int32).tobytes()
@@ -168,7 +168,7 @@ def timed(gate: Gate, submit: m.Submit, first: m.FirstTimes, began_s: float, don
     )
 
 
-def test_the_hops_of_a_reply_add_up_to_its_whole_time(gate: Gate) -> None:
+def test_the_hops_of_a_reply_add_up_to_its_total_time(gate: Gate) -> None:
     reply = gate.complete(COMPLETION | TIMED)
     submit = gate.submit()
     now = time.monotonic()
@@ -184,7 +184,7 @@ def test_the_hops_of_a_reply_add_up_to_its_whole_time(gate: Gate) -> None:
     assert ms["prefill"] == pytest.approx(5000, abs=0.01)
     assert ms["decode"] == pytest.approx(7000, abs=0.01)
     assert ms["detokenize"] == pytest.approx(1000, abs=0.01)
-    assert ms["deliver"] == 0.0, "stamps of the future take its time away, but never make it negative"
+    assert ms["deliver"] == 0.0, "timestamps in the future never make a hop negative"
     assert sum(ms.values()) == pytest.approx(timings["total_ms"], abs=0.01)
     assert sum(hop["share"] for hop in choice["hops"].values()) == pytest.approx(1, abs=0.001)
     assert (choice["prompt_tokens"], choice["cached_tokens"], choice["output_tokens"]) == (6, 4, 2)
@@ -192,14 +192,14 @@ def test_the_hops_of_a_reply_add_up_to_its_whole_time(gate: Gate) -> None:
     assert 0 < timings["time_to_first_token_ms"] < timings["total_ms"]
 
 
-def test_a_stream_has_them_in_its_last_chunk_and_only_if_asked(gate: Gate) -> None:
-    for asked in (True, False):
-        reply = gate.post(CHAT | {"stream": True, "n": 2, "timings": asked})
+def test_a_stream_has_timings_in_its_last_chunk_if_requested(gate: Gate) -> None:
+    for timings in (True, False):
+        reply = gate.post(CHAT | {"stream": True, "n": 2, "timings": timings})
         gate.serve("Hi")
         events = events_of(reply.result().text)
         with_times = [event for event in events if "timings" in event]
-        assert len(with_times) == asked
-        if asked:
+        assert len(with_times) == timings
+        if timings:
             assert events[-1]["choices"] == []
             assert [choice["index"] for choice in events[-1]["timings"]["choices"]] == [0, 1]
             assert "usage" not in events[-1]
@@ -210,7 +210,7 @@ def test_a_stream_has_them_in_its_last_chunk_and_only_if_asked(gate: Gate) -> No
     assert last["timings"]["choices"][0]["output_tokens"] == 1
 
 
-def test_a_whole_reply_has_none_unless_asked(gate: Gate) -> None:
+def test_a_reply_has_no_timings_by_default(gate: Gate) -> None:
     reply = gate.post(CHAT)
     gate.serve()
     assert "timings" not in reply.result().json()
@@ -222,7 +222,7 @@ def test_timings_must_be_a_boolean(gate: Gate) -> None:
     assert response.json()["error"]["param"] == "timings"
 
 
-def test_choices_of_several_prompts_are_numbered_as_in_the_reply(gate: Gate) -> None:
+def test_timings_number_the_choices_as_the_reply_does(gate: Gate) -> None:
     reply = gate.complete({"model": "tiny", "prompt": ["a", "b"], "n": 2, "timings": True})
     for _ in range(2):
         gate.serve()
@@ -235,7 +235,7 @@ def find(gate: Gate, response_id: str) -> RequestTimings | None:
     return msgspec.msgpack.decode(gate.rig.receive("supervisor", m.Answer).body, type=RequestTimings | None)
 
 
-def test_the_last_calls_are_found_by_their_ids(gate: Gate) -> None:
+def test_recent_requests_are_found_by_id(gate: Gate) -> None:
     reply = gate.post(CHAT)
     submit = gate.serve()
     response_id = reply.result().json()["id"]
@@ -255,7 +255,7 @@ def stats(model: str) -> ServerStats:
     return ServerStats("1-ab", 1, "0.1", model, "http://x", "serving", 5.0, 6.0, [], 10, 16, 2048)
 
 
-def test_metrics_are_the_supervisors_word(gate: Gate) -> None:
+def test_metrics_are_the_supervisors_reply(gate: Gate) -> None:
     response = gate.do(gate.client.get, "/metrics")
     question = gate.rig.receive("supervisor", m.AskServerStats)
     gate.rig.send(m.StatsAnswer(question.nonce + 7, stats("stale")))
@@ -267,7 +267,7 @@ def test_metrics_are_the_supervisors_word(gate: Gate) -> None:
     assert families["vllm:request_success"].samples[0].labels["model_name"] == "one"
 
 
-def test_who_comes_while_a_question_is_out_gets_a_newer_answer(gate: Gate) -> None:
+def test_requests_during_a_pending_question_get_a_newer_reply(gate: Gate) -> None:
     first = gate.do(gate.client.get, "/metrics")
     question = gate.rig.receive("supervisor", m.AskServerStats)
     others = [gate.do(gate.client.get, "/metrics") for _ in range(5)]
@@ -284,7 +284,7 @@ def test_who_comes_while_a_question_is_out_gets_a_newer_answer(gate: Gate) -> No
     assert all('"new"' in other.result().text for other in others)
 
 
-def test_a_supervisor_that_is_silent_is_said(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_are_503_when_the_supervisor_does_not_reply(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from pipeline.stages.gateway.admin import stats
 
     monkeypatch.setattr(stats, "GRACE_S", -1.95)
@@ -296,7 +296,7 @@ def test_a_supervisor_that_is_silent_is_said(tmp_path: Any, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("body", [COMPLETION | {"echo": True, "max_tokens": 0}, None])
-def test_prompts_from_which_nothing_is_generated_are_not_counted(gate: Gate, body: Any) -> None:
+def test_requests_without_generation_are_not_counted(gate: Gate, body: Any) -> None:
     reply = gate.complete(body) if body else gate.post({"model": "tiny", "prompt": "Hi"}, "/tokenize")
     gate.begin()
     assert reply.result().status_code == 200
@@ -304,7 +304,7 @@ def test_prompts_from_which_nothing_is_generated_are_not_counted(gate: Gate, bod
     assert counts.num_opened == sum(counts.num_finished) == number(counts.n) == 0
 
 
-def test_the_longest_of_a_prompts_sequences_is_kept_once_for_each_prompt(gate: Gate) -> None:
+def test_the_longest_sequence_of_each_prompt_is_recorded_once(gate: Gate) -> None:
     reply = gate.post(CHAT | {"n": 2})
     submit = gate.begin()
     gate.delta(submit, "aa", 2, finish=Finish.STOP)

@@ -1,4 +1,4 @@
-"""A gateway that is replayed from a recording does again what it did."""
+"""A gateway that is replayed from a recording behaves exactly as recorded."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def serve_clients(gate: Gate) -> None:
     gate.rig.until(lambda load: load.num_open_requests == 0)
 
 
-def test_the_gateway_opens_the_same_requests_and_gives_clients_the_same_events(tmp_path: Path) -> None:
+def test_a_replay_sends_the_same_requests_and_events(tmp_path: Path) -> None:
     recording = tmp_path / "gateway.rec"
     gate = Gate(tmp_path, record=recording)
     with gate:
@@ -47,7 +47,7 @@ def test_the_gateway_opens_the_same_requests_and_gives_clients_the_same_events(t
     assert text.count(b"data: ") >= 4 and b"[DONE]" in text and b"usage" in text
 
 
-def test_the_gateway_tells_of_ids_and_vectors_as_it_did(tmp_path: Path) -> None:
+def test_logprobs_ids_and_vectors_are_replayed(tmp_path: Path) -> None:
     recording = tmp_path / "gateway.rec"
     with Gate(tmp_path, record=recording) as gate:
         top = [(7, -0.5)]
@@ -72,12 +72,12 @@ def test_the_gateway_tells_of_ids_and_vectors_as_it_did(tmp_path: Path) -> None:
         gate.rig.until(lambda load: load.num_open_requests == 0)
     comparison = replays_alike("gateway", recording)
     assert set(comparison.sent) == {"ingest.0", "schedule.0", "clients"}
-    told = [one.body for one in entries(recording) if isinstance(one, f.Sent) and one.peer.startswith("client ")]
+    replies = [one.body for one in entries(recording) if isinstance(one, f.Sent) and one.peer.startswith("client ")]
     for words in (b"top_logprobs", b"text_offset", b"token_ids", b"embedding"):
-        assert any(words in one for one in told), words
+        assert any(words in one for one in replies), words
 
 
-def test_the_gateway_looks_prompts_up_and_calls_calls_off_as_it_did(tmp_path: Path) -> None:
+def test_lookups_and_aborts_are_replayed(tmp_path: Path) -> None:
     recording = tmp_path / "gateway.rec"
     with Gate(tmp_path, record=recording) as gate:
         lookup = gate.post({"prompt": "x"}, "/tokenize")
@@ -96,7 +96,7 @@ def test_the_gateway_looks_prompts_up_and_calls_calls_off_as_it_did(tmp_path: Pa
     assert sum(b"abort" in one for one in sent) >= 2
 
 
-def test_the_gateway_ends_calls_at_their_deadlines_and_asks_for_resets_as_it_did(tmp_path: Path) -> None:
+def test_deadlines_and_cache_resets_are_replayed(tmp_path: Path) -> None:
     recording = tmp_path / "gateway.rec"
     with Gate(tmp_path, record=recording) as gate:
         for text in ("", "so far"):
@@ -118,7 +118,7 @@ def test_the_gateway_ends_calls_at_their_deadlines_and_asks_for_resets_as_it_did
     assert sum(b"reset_prefix_cache" in one for one in sent) == 1
 
 
-def test_timings_in_replies_are_the_same_again_also_if_a_trace_was_recorded_meanwhile(tmp_path: Path) -> None:
+def test_timings_are_replayed_even_with_a_trace(tmp_path: Path) -> None:
     recording = tmp_path / "gateway.rec"
     with Gate(tmp_path, record=recording) as gate:
         gate.rig.send(m.Trace(1, 60.0))
@@ -131,11 +131,11 @@ def test_timings_in_replies_are_the_same_again_also_if_a_trace_was_recorded_mean
         gate.rig.send(m.TakeTrace(2))
         gate.rig.load()
     replays_alike("gateway", recording)
-    told = [one.body for one in entries(recording) if isinstance(one, f.Sent) and one.peer.startswith("client")]
-    assert sum(b'"hops"' in one for one in told) == 2
+    replies = [one.body for one in entries(recording) if isinstance(one, f.Sent) and one.peer.startswith("client")]
+    assert sum(b'"hops"' in one for one in replies) == 2
 
 
-def test_calls_from_before_a_recording_are_left_out(tmp_path: Path) -> None:
+def test_requests_from_before_a_recording_are_excluded(tmp_path: Path) -> None:
     recording = tmp_path / "late.rec"
     with Gate(tmp_path) as gate:
         early = gate.post(CHAT | {"stream": True})

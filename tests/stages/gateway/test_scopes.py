@@ -1,4 +1,4 @@
-"""Clients with different API keys do not touch each other's requests, nor learn of them by the prefix cache."""
+"""Clients with different API keys cannot abort each other's requests or observe them through the prefix cache."""
 
 import contextlib
 import json
@@ -13,7 +13,7 @@ import pytest
 from pipeline.client import protocol as p
 from pipeline.runtime import messages as m
 from pipeline.runtime.api_keys import Keys, scoped_salt
-from tests.stages.gateway.admin.test_abort_requests import counts, ended
+from tests.stages.gateway.admin.test_abort_requests import counts, play_abort
 from tests.stages.gateway.gate import CHAT, COMPLETION, Gate
 from tests.stages.gateway.http.test_guard import KEY, SECOND, free_port, locked
 from tests.stages.gateway.peers import RawPeer
@@ -37,7 +37,7 @@ def abort(gate: Gate, key: str | None, *names: str) -> dict[str, int]:
 
 
 def salt_of(gate: Gate, key: str | None, **fields: Any) -> str:
-    """The salt that a request's prompt gets."""
+    """The cache salt that a request is submitted with."""
     response = post(gate, key, CHAT | fields)
     submit = gate.serve()
     assert response.result().status_code == 200
@@ -45,7 +45,7 @@ def salt_of(gate: Gate, key: str | None, **fields: Any) -> str:
 
 
 class TestScopes:
-    def test_each_key_has_its_own_that_all_gateways_agree_on(self) -> None:
+    def test_each_key_has_its_own_scope_in_all_gateways(self) -> None:
         keys = Keys.of([KEY, SECOND])
         fd = keys.share()
         again = Keys.inherited(fd)
@@ -55,15 +55,15 @@ class TestScopes:
         assert [keys.scope_of(shown) for shown in (None, "", "x", f"{KEY}x")] == [None] * 4
         assert KEY not in str(keys.scope_of(KEY))
 
-    def test_no_salt_of_a_client_leads_out_of_its_own(self) -> None:
+    def test_no_client_salt_leads_out_of_its_scope(self) -> None:
         ours, theirs = (str(Keys.of([KEY]).scope_of(KEY)) for _ in range(2))
         salts = ["", "a", "b", ours, theirs, scoped_salt(theirs, ""), scoped_salt(theirs, "a"), theirs + "a"]
         assert len({scoped_salt(scope, salt) for scope in (ours, theirs) for salt in salts}) == 2 * len(salts)
         assert [scoped_salt("", salt) for salt in salts] == salts
 
 
-class TestThePrefixCache:
-    def test_is_each_key_s_own(self, tmp_path: Path) -> None:
+class TestPrefixCache:
+    def test_each_key_has_its_own_prefix_cache(self, tmp_path: Path) -> None:
         with locked(tmp_path) as gate:
             first = salt_of(gate, KEY)
             assert first and salt_of(gate, KEY) == first != salt_of(gate, SECOND)
@@ -72,73 +72,73 @@ class TestThePrefixCache:
             assert len({first, salted, salt_of(gate, SECOND, cache_salt="a"), salt_of(gate, KEY, cache_salt="b")}) == 4
             assert first not in (salt_of(gate, SECOND, cache_salt=first), salt_of(gate, KEY, cache_salt=first))
 
-    def test_may_be_shared(self, tmp_path: Path) -> None:
+    def test_the_prefix_cache_can_be_shared(self, tmp_path: Path) -> None:
         with locked(tmp_path, share_prefix_cache=True) as gate:
             assert [salt_of(gate, key) for key in (KEY, SECOND)] == ["", ""]
             assert [salt_of(gate, key, cache_salt="a") for key in (KEY, SECOND)] == ["a", "a"]
 
-    def test_is_as_before_without_keys(self, gate: Gate) -> None:
+    def test_without_keys_salts_are_unchanged(self, gate: Gate) -> None:
         assert (salt_of(gate, None), salt_of(gate, None, cache_salt="a")) == ("", "a")
 
-    def test_is_the_same_for_a_key_over_zeromq(self, tmp_path: Path) -> None:
+    def test_a_key_has_the_same_salt_over_zeromq(self, tmp_path: Path) -> None:
         address = f"tcp://127.0.0.1:{free_port()}"
         with locked(tmp_path, zmq=address) as gate:
             of_http = {key: salt_of(gate, key) for key in (KEY, SECOND)}
             for key, salt in of_http.items():
                 with RawPeer(address, hello=False) as peer:
-                    peer.say(p.Hello(1, 1, "a test", key))
-                    peer.hear(p.Welcome)
+                    peer.send(p.Hello(1, 1, "a test", key))
+                    peer.receive(p.Welcome)
                     peer.generate()
                     assert gate.serve().options.cache_salt == salt
 
-    def test_ipc_listener_accepts_a_key_too(self, tmp_path: Path) -> None:
+    def test_the_ipc_listener_accepts_a_key_too(self, tmp_path: Path) -> None:
         with locked(tmp_path) as gate:
             own = salt_of(gate, KEY)
             for shown, salt in ((None, ""), (KEY, own), (f"{KEY}x", "")):
                 with RawPeer(gate, hello=False) as peer:
-                    peer.say(p.Hello(1, 1, "a test", shown))
-                    peer.hear(p.Welcome)
+                    peer.send(p.Hello(1, 1, "a test", shown))
+                    peer.receive(p.Welcome)
                     peer.generate()
                     assert gate.serve().options.cache_salt == salt
 
 
 class TestAborts:
-    def test_do_not_reach_the_requests_of_another_key(self, tmp_path: Path) -> None:
+    def test_aborts_do_not_reach_requests_of_another_key(self, tmp_path: Path) -> None:
         with locked(tmp_path) as gate:
             response = post(gate, KEY)
             submit = gate.begin()
             assert abort(gate, SECOND, "mine", "chatcmpl-mine", "never") == counts(0, 3)
             assert gate.rig.nothing("schedule", 0)
             assert abort(gate, KEY, "mine", "never") == counts(1, 1)
-            ended(gate, submit)
+            play_abort(gate, submit)
             assert response.result().json()["choices"][0]["finish_reason"] == "abort"
 
-    def test_know_two_requests_of_one_name_apart(self, tmp_path: Path) -> None:
+    def test_aborts_distinguish_requests_with_the_same_name(self, tmp_path: Path) -> None:
         with locked(tmp_path) as gate:
             first = post(gate, KEY)
             submit = gate.begin()
             second = post(gate, SECOND)
             another = gate.begin()
             assert abort(gate, SECOND, "mine") == counts(1, 0)
-            ended(gate, another)
+            play_abort(gate, another)
             assert second.result().json()["choices"][0]["finish_reason"] == "abort"
             assert abort(gate, SECOND, "mine") == counts(0, 1)
             gate.finish(submit, "Hello")
             assert first.result().json()["choices"][0]["finish_reason"] == "stop"
 
-    def test_reach_a_key_s_requests_over_zeromq(self, tmp_path: Path) -> None:
+    def test_aborts_reach_a_keys_requests_over_zeromq(self, tmp_path: Path) -> None:
         address = f"tcp://127.0.0.1:{free_port()}"
         with locked(tmp_path, zmq=address) as gate, RawPeer(address, hello=False) as peer:
-            peer.say(p.Hello(1, 1, "a test", KEY))
-            peer.hear(p.Welcome)
-            peer.say(p.Generate(1, "", p.TextPrompt("Hi"), p.Params(), 100, name="mine"))
+            peer.send(p.Hello(1, 1, "a test", KEY))
+            peer.receive(p.Welcome)
+            peer.send(p.Generate(1, "", p.TextPrompt("Hi"), p.Params(), 100, name="mine"))
             submit = gate.begin()
             assert abort(gate, SECOND, "mine") == counts(0, 1)
             assert gate.rig.nothing("schedule", 0)
             assert abort(gate, KEY, "mine") == counts(1, 0)
-            ended(gate, submit)
+            play_abort(gate, submit)
 
-    def test_keep_to_their_scope_at_other_gateways(self, tmp_path: Path) -> None:
+    def test_aborts_keep_their_scope_in_other_gateways(self, tmp_path: Path) -> None:
         gate = Gate(tmp_path, siblings=1)
         keys = Keys.of([KEY, SECOND])
         keys_fd = keys.share()
@@ -158,12 +158,12 @@ class TestAborts:
             assert gate.rig.nothing("schedule", 0)
             gate.rig.send(m.AbortRequests(1, 8, ["mine"], keys.scope_of(KEY) or ""), "gateway.1")
             assert gate.rig.receive("gateway.1", m.RequestsAborted) == m.RequestsAborted(0, 8, [0])
-            ended(gate, submit)
+            play_abort(gate, submit)
             assert response.result().status_code == 200
 
 
 @pytest.mark.parametrize("share", [False, True])
-def test_a_recording_has_the_scopes(tmp_path: Path, share: bool) -> None:
+def test_recordings_contain_the_scopes(tmp_path: Path, share: bool) -> None:
     recording = tmp_path / "gateway.rec"
     with locked(tmp_path, record=recording, share_prefix_cache=share) as gate:
         salt = salt_of(gate, KEY, cache_salt="a")
@@ -171,7 +171,7 @@ def test_a_recording_has_the_scopes(tmp_path: Path, share: bool) -> None:
         submit = gate.begin()
         assert abort(gate, SECOND, "mine") == counts(0, 1)
         assert abort(gate, KEY, "mine") == counts(1, 0)
-        ended(gate, submit)
+        play_abort(gate, submit)
         assert response.result().status_code == 200
         gate.rig.until(lambda load: load.num_open_requests == 0)
     comparison = replays_alike("gateway", recording)

@@ -1,4 +1,4 @@
-"""Each key of [gateway] and [limits], as far as a gateway reads it, changes what clients are answered."""
+"""Each key of [gateway] and [limits] that a gateway reads changes its replies."""
 
 import json
 import socket
@@ -16,7 +16,7 @@ from tests.stages.gateway.peers import RawPeer
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("find", "now", "add")]
 SEEN = m.Failure(418, "seen")
-"""What ingest answers if the test has seen enough."""
+"""Ingest's reply when the test has all it needs."""
 SCHEMA = {"type": "object", "description": "x" * 1500}
 
 
@@ -29,12 +29,12 @@ def completion_of(gate: Gate, **fields: Any) -> httpx.Response:
 
 
 def error_of(response: httpx.Response) -> tuple[int, str]:
-    """Status, and the field that is named."""
+    """Status and named field."""
     return response.status_code, response.json()["error"]["param"]
 
 
-def is_let_through(gate: Gate, path: str, body: dict[str, Any]) -> bool:
-    """Whether a request comes to ingest; it is answered then."""
+def is_accepted(gate: Gate, path: str, body: dict[str, Any]) -> bool:
+    """Whether a request succeeds once the test has served it."""
     response = gate.post(body, path)
     gate.serve()
     return bool(response.result().status_code == 200)
@@ -54,7 +54,7 @@ def is_let_through(gate: Gate, path: str, body: dict[str, Any]) -> bool:
         ("max_tools", 2, "chat/completions", "tools", TOOLS[:2], TOOLS),
     ],
 )
-def test_a_request_may_have_so_much_and_no_more(
+def test_limits_on_request_fields_are_enforced(
     tmp_path: Path, key: str, most: int, path: str, param: str, fits: Any, over: Any
 ) -> None:
     limits = LimitSettings(**{key: most})
@@ -77,8 +77,8 @@ def test_max_grammar_bytes_bounds_a_schema(tmp_path: Path, most: int, status: in
 
 
 @pytest.mark.parametrize(("most", "status"), [(3, 400), (4, 200)])
-def test_max_prompt_logprobs_bounds_what_one_reply_tells(tmp_path: Path, most: int, status: int) -> None:
-    """Each of its four tokens counts."""
+def test_max_prompt_logprobs_bounds_one_reply(tmp_path: Path, most: int, status: int) -> None:
+    """Each of the four prompt tokens counts."""
     with Gate(tmp_path, limits=LimitSettings(max_prompt_logprobs=most)) as gate:
         answer = gate.complete(COMPLETION | {"prompt": [1, 2, 3, 4], "prompt_logprobs": 0})
         submit = gate.submit()
@@ -89,13 +89,13 @@ def test_max_prompt_logprobs_bounds_what_one_reply_tells(tmp_path: Path, most: i
 
 
 def nested(depth: int) -> str:
-    """JSON of so many levels."""
+    """JSON nested to this depth."""
     return "[" * depth + "]" * depth
 
 
 @pytest.mark.parametrize(("max_json_depth", "fits", "over"), [(16, 16, 17), (200, 200, 201)])
 def test_max_json_depth_bounds_a_body(tmp_path: Path, max_json_depth: int, fits: int, over: int) -> None:
-    """A body that fits is read: what it lacks is the model."""
+    """A body within the limit is parsed and fails because it has no model."""
     with Gate(tmp_path, limits=LimitSettings(max_json_depth=max_json_depth)) as gate:
         for depth, code in ((fits, None), (over, "invalid_json")):
             body = '{"x": ' + nested(depth - 1) + "}"
@@ -105,15 +105,15 @@ def test_max_json_depth_bounds_a_body(tmp_path: Path, max_json_depth: int, fits:
 
 
 @pytest.mark.parametrize("max_json_depth", [16, 200])
-def test_max_json_depth_bounds_what_comes_over_zeromq(tmp_path: Path, max_json_depth: int) -> None:
+def test_max_json_depth_bounds_zeromq_messages(tmp_path: Path, max_json_depth: int) -> None:
     limits = LimitSettings(max_json_depth=max_json_depth)
     with Gate(tmp_path, limits=limits) as gate, RawPeer(gate) as peer:
         for number, depth in enumerate((max_json_depth, max_json_depth + 1)):
             kwargs = '{"x": ' + nested(depth - 1) + "}"
             prompt = p.ChatPrompt([p.ChatMessage("user", "hi")], chat_template_kwargs=kwargs)
-            peer.say(p.Generate(number, "", prompt, p.Params(), 1))
+            peer.send(p.Generate(number, "", prompt, p.Params(), 1))
         submit = gate.submit()
-        failed = peer.hear(p.Failed)
+        failed = peer.receive(p.Failed)
         assert (failed.request_id, failed.failure.status) == (1, 400)
         assert f"the limit is {max_json_depth} levels" in failed.failure.message
         gate.finish(submit)
@@ -121,7 +121,7 @@ def test_max_json_depth_bounds_what_comes_over_zeromq(tmp_path: Path, max_json_d
 
 
 @pytest.mark.parametrize("max_header_bytes", [1024, 20_000])
-def test_max_header_bytes_bounds_headers_and_addresses(tmp_path: Path, max_header_bytes: int) -> None:
+def test_max_header_bytes_bounds_headers_and_urls(tmp_path: Path, max_header_bytes: int) -> None:
     with Gate(tmp_path, limits=LimitSettings(max_header_bytes=max_header_bytes)) as gate:
         for num_bytes, statuses in ((max_header_bytes - 100, {200, 404}), (max_header_bytes + 100, {431})):
             with httpx.Client(base_url=gate.url, timeout=30) as client:
@@ -137,13 +137,13 @@ def host_status(gate: Gate, host: str) -> int:
     return int(reply.split()[1])
 
 
-def test_admin_host_is_a_name_of_the_server_itself(tmp_path: Path) -> None:
+def test_admin_host_is_an_allowed_host(tmp_path: Path) -> None:
     with Gate(tmp_path, admin_host="admin.internal") as gate:
         assert [host_status(gate, host) for host in ("admin.internal", "other.internal")] == [200, 403]
 
 
 @pytest.mark.parametrize(("policy", "status"), [("fcfs", 400), ("priority", 200)])
-def test_priorities_are_taken_if_the_policy_is_by_priority(tmp_path: Path, policy: Any, status: int) -> None:
+def test_priorities_are_accepted_with_the_priority_policy(tmp_path: Path, policy: Any, status: int) -> None:
     with Gate(tmp_path, policy=policy) as gate:
         answer = gate.complete(COMPLETION | {"priority": 3})
         if status == 200:
@@ -151,15 +151,15 @@ def test_priorities_are_taken_if_the_policy_is_by_priority(tmp_path: Path, polic
         assert answer.result().status_code == status
 
 
-def test_served_model_name_is_the_name_that_requests_give(tmp_path: Path) -> None:
+def test_served_model_name_is_the_model_of_requests(tmp_path: Path) -> None:
     with Gate(tmp_path, served_model_name="mine") as gate:
         assert gate.client.get("/v1/models").json()["data"][0]["id"] == "mine"
         assert completion_of(gate).status_code == 404
-        assert is_let_through(gate, "/v1/completions", COMPLETION | {"model": "mine"})
+        assert is_accepted(gate, "/v1/completions", COMPLETION | {"model": "mine"})
 
 
-def test_a_request_for_more_sequences_than_may_be_open_is_refused_for_good(tmp_path: Path) -> None:
-    """Not with 503, which would say that it may be sent again."""
+def test_a_request_above_max_open_sequences_is_a_client_error(tmp_path: Path) -> None:
+    """Not 503, which would invite a retry."""
     with Gate(tmp_path, max_open_sequences=3) as gate:
         status, param = error_of(completion_of(gate, n=4))
         assert (status, param) == (400, "n")
@@ -167,8 +167,8 @@ def test_a_request_for_more_sequences_than_may_be_open_is_refused_for_good(tmp_p
             assert peer.welcome.max_open_requests == 3
 
 
-def test_what_the_model_takes_is_known_from_the_start(tmp_path: Path) -> None:
-    """Requests are held to the executor's facts: ids, their number, and the size of an embedding."""
+def test_requests_are_checked_against_the_models_limits(tmp_path: Path) -> None:
+    """The executor reports the vocabulary, the maximum length and the embedding size."""
     with Gate(tmp_path) as gate:
         num = FACTS.max_model_len + 1
         assert error_of(completion_of(gate, prompt=[1] * num)) == (400, "prompt")
@@ -181,7 +181,7 @@ def test_what_the_model_takes_is_known_from_the_start(tmp_path: Path) -> None:
         )
 
 
-def test_tool_format_says_how_calls_are_read(tmp_path: Path) -> None:
+def test_tool_call_parser_selects_the_format_of_calls(tmp_path: Path) -> None:
     texts = {
         "hermes": '<tool_call>\n{"name": "find", "arguments": {}}\n</tool_call>',
         "llama3": '{"name": "find", "parameters": {}}',

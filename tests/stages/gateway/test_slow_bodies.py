@@ -1,4 +1,4 @@
-"""The time of a request with a slow body runs from its arrival, and not from the end of its body."""
+"""The deadline of a request with a slow body runs from its arrival, not from the end of its body."""
 
 import json
 import socket
@@ -10,7 +10,7 @@ from tests.stages.gateway.gate import CHAT, Gate, read_until
 BODY = json.dumps(CHAT | {"timeout_s": 2.0}).encode()
 
 
-def test_who_arrived_first_is_ended_first_though_its_body_came_last(gate: Gate) -> None:
+def test_the_first_arrival_times_out_first_even_if_its_body_is_last(gate: Gate) -> None:
     with socket.create_connection(gate.address, timeout=PATIENCE_S) as slow:
         head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\n"
         slow.sendall(f"{head}Content-Length: {len(BODY)}\r\n\r\n".encode())

@@ -1,4 +1,4 @@
-"""Replies to parse, and what was said in them, joined."""
+"""Helpers that parse replies and join their events."""
 
 from collections.abc import Iterable, Sequence
 
@@ -18,12 +18,12 @@ class Reply(msgspec.Struct):
     content: str = ""
     reasoning: str = ""
     calls: list[tuple[str, str]] = []
-    """Name, and arguments as text"""
+    """Name, and arguments as text."""
     num_ended: int = 0
 
 
 def joined(events: Iterable[Event]) -> Reply:
-    """What events say together. Fails where they contradict each other."""
+    """Join events into one reply. Fails if they contradict each other."""
     reply = Reply(calls=[])
     for event in events:
         match event:
@@ -60,7 +60,7 @@ def formats(tools: str | None = None, reasoning: str | None = None, specials: Se
 
 
 def parsed(tools: str, text: str, choice: str = "auto") -> Reply:
-    """Read in one piece, and one character at a time, which must be the same."""
+    """Parse as one piece and one character at a time. Fails if the results differ."""
     form = formats(tools)
     whole = read(form.parser(choice, NAMES), [text])
     assert read(form.parser(choice, NAMES), text) == whole

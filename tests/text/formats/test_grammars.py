@@ -1,4 +1,4 @@
-"""Grammars of calls: whatever a model writes under one is read back as calls whose arguments fit the tools' schemas."""
+"""Grammars of tool calls: every output that one allows parses to calls whose arguments match the tools' schemas."""
 
 import json
 import random
@@ -17,7 +17,7 @@ from tests.text.formats.replies import REASONING, TOOLS, Reply, read
 
 SPECIALS = ("<|end|>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]")
 WORDS = ('{"name": "', '"arguments": ', '": ', "\n", "</tool_call>", "find", "</think>")
-"""Plain tokens of several characters, added to the vocabulary as Qwen adds its marks."""
+"""Plain tokens of several characters, added to the vocabulary as Qwen adds its special tokens."""
 
 FIND = {
     "type": "object",
@@ -78,9 +78,8 @@ def shown(token_id: int) -> str:
 
 
 def walk(grammar: str, seed: int, max_tokens: int = 600) -> str:
-    """A reply of tokens drawn at random from those that the grammar allows; what it says is text as a parser gets it:
-    with special tokens, but for the last. White space is drawn seldom, and the end as soon as may be half of the
-    time."""
+    """A reply of tokens sampled from those that the grammar allows, as the text that a parser gets: with special
+    tokens except the last. White space is rarely sampled, and the end half of the time if it is allowed."""
     matcher = llguidance.LLMatcher(GUIDE, grammar)
     assert not matcher.get_error(), matcher.get_error()
     rng = random.Random(seed)
@@ -94,14 +93,14 @@ def walk(grammar: str, seed: int, max_tokens: int = 600) -> str:
         allowed = [one for one in allowed if one != END]
         plain = [one for one in allowed if shown(one).strip()] or allowed
         closing = [one for one in plain if shown(one) in CLOSING]
-        drawn = rng.choice(closing if closing and rng.random() < 0.4 else plain)
-        assert matcher.consume_token(drawn), matcher.get_error()
-        ids.append(drawn)
+        token = rng.choice(closing if closing and rng.random() < 0.4 else plain)
+        assert matcher.consume_token(token), matcher.get_error()
+        ids.append(token)
     return str(TOKENIZER.decode(ids, skip_special_tokens=False))
 
 
 def check(reply: Reply) -> None:
-    """Its calls are whole, and fit the tools."""
+    """Fail unless its calls are complete and match the tools."""
     assert len(reply.calls) == reply.num_ended >= 1
     for name, arguments in reply.calls:
         jsonschema.validate(json.loads(arguments), SCHEMAS[name])
@@ -112,7 +111,9 @@ WAYS = [("hermes", ""), ("llama3", ""), ("mistral", ""), ("mistral", "[ARGS]"), 
 
 @pytest.mark.parametrize(("tools", "template"), WAYS)
 @pytest.mark.parametrize("parallel", [False, True])
-def test_required_is_one_call_or_more_that_fit(tools: str | None, template: str, parallel: bool) -> None:
+def test_required_forces_one_or_more_calls_that_match_the_tools(
+    tools: str | None, template: str, parallel: bool
+) -> None:
     form = formats(tools, template=template)
     grammar = form.calls("required", "", TOOLS_JSON, parallel=parallel).lark()
     nums, names = set(), set()
@@ -128,7 +129,7 @@ def test_required_is_one_call_or_more_that_fit(tools: str | None, template: str,
 
 
 @pytest.mark.parametrize(("tools", "template"), WAYS)
-def test_named_is_one_call_of_exactly_that_function(tools: str | None, template: str) -> None:
+def test_a_named_choice_forces_one_call_of_that_function(tools: str | None, template: str) -> None:
     form = formats(tools, template=template)
     grammar = form.calls("named", "find", TOOLS_JSON, parallel=True).lark()
     for seed in range(10):
@@ -139,7 +140,7 @@ def test_named_is_one_call_of_exactly_that_function(tools: str | None, template:
 
 @pytest.mark.parametrize("reasoning", ["qwen3", "mistral"])
 @pytest.mark.parametrize("tail", ["", "open", "over"])
-def test_calls_are_enforced_behind_the_reasoning(reasoning: str, tail: str) -> None:
+def test_calls_are_enforced_after_the_reasoning(reasoning: str, tail: str) -> None:
     start, end = REASONING[reasoning].start, REASONING[reasoning].end
     prompt = {"": "assistant\n", "open": f"{start}\n", "over": f"{start}\n\n{end}\n\n"}[tail]
     form = formats("hermes", reasoning)
@@ -148,7 +149,7 @@ def test_calls_are_enforced_behind_the_reasoning(reasoning: str, tail: str) -> N
     for seed in range(20):
         text = walk(grammar, seed, 200)
         if end not in text and (tail == "open" or start in text):
-            continue  # it thinks on
+            continue  # still reasoning
         reply = read(form.parser("required", SCHEMAS, prompt), [text])
         check(reply)
         has_thought = has_thought or bool(reply.reasoning)
@@ -157,7 +158,7 @@ def test_calls_are_enforced_behind_the_reasoning(reasoning: str, tail: str) -> N
     assert has_thought == (tail != "over")
 
 
-def test_reasoning_may_be_opened_where_the_prompt_does_not() -> None:
+def test_the_reply_may_open_reasoning_if_the_prompt_does_not() -> None:
     form = formats("hermes", "qwen3")
     calls = form.calls("named", "now", TOOLS_JSON, parallel=True).lark()
     matcher = llguidance.LLMatcher(GUIDE, form.after_reasoning(calls, "assistant\n"))
@@ -169,7 +170,7 @@ def test_reasoning_may_be_opened_where_the_prompt_does_not() -> None:
 @pytest.mark.parametrize(
     "output", ["start: /[ab]{2}/", llguidance.LLMatcher.grammar_from_json_schema({"enum": ["ab"]})]
 )
-def test_with_an_output_asked_for_a_reply_is_that_or_calls(output: str) -> None:
+def test_with_structured_outputs_a_reply_matches_them_or_is_calls(output: str) -> None:
     form = formats("hermes", "qwen3")
     grammar = form.after_reasoning(
         either(output, form.calls("auto", "", TOOLS_JSON, parallel=True).lark()), "</think>\n\n"
@@ -184,7 +185,7 @@ def test_with_an_output_asked_for_a_reply_is_that_or_calls(output: str) -> None:
             assert reply.content.strip('"') in ("ab", "aa", "ba", "bb")
 
 
-def test_output_alone_is_enforced_behind_the_reasoning() -> None:
+def test_structured_outputs_are_enforced_after_the_reasoning() -> None:
     form = formats(None, "deepseek_r1")
     grammar = form.after_reasoning("start: /[ab]{2}/", "<think>\n")
     matcher = llguidance.LLMatcher(GUIDE, grammar)
@@ -193,17 +194,17 @@ def test_output_alone_is_enforced_behind_the_reasoning() -> None:
     assert not matcher.try_consume_tokens(TOKENIZER.encode("a").ids)
 
 
-def test_without_reasoning_nothing_is_put_around_a_grammar() -> None:
+def test_without_reasoning_a_grammar_is_unchanged() -> None:
     for form in TOOL_FORMATS:
         assert formats(form.name).after_reasoning("start: /a/", "assistant\n") == "start: /a/"
 
 
-def test_a_named_tool_has_to_be_there() -> None:
-    with pytest.raises(ValueError, match="nobody"):
-        formats("hermes").calls("named", "nobody", TOOLS_JSON, parallel=True)
+def test_a_named_tool_must_exist() -> None:
+    with pytest.raises(ValueError, match="missing"):
+        formats("hermes").calls("named", "missing", TOOLS_JSON, parallel=True)
 
 
-def test_arguments_are_an_object_whatever_the_schema_says() -> None:
+def test_arguments_are_always_an_object() -> None:
     tools = [
         {"function": {"name": "f", "parameters": {"required": ["a"]}}},
         {"function": {"name": "g", "parameters": {}}},

@@ -1,4 +1,4 @@
-"""Three calls and more in one reply, in each form in which models write them, and under a grammar."""
+"""Three or more calls in one reply, in each format and under a grammar."""
 
 import json
 from typing import Any
@@ -18,7 +18,7 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
 
 
 def written(form: str, num: int) -> str:
-    """A reply of so many calls."""
+    """A reply with `num` calls."""
     each = [(name, json.dumps(arguments)) for name, arguments in CALLS[:num]]
     match form:
         case "hermes":
@@ -43,7 +43,7 @@ def test_all_calls_of_a_reply_are_read(form: str, num: int) -> None:
 @pytest.mark.parametrize(
     ("tools", "template"), [("hermes", ""), ("llama3", ""), ("mistral", ""), ("mistral", "[ARGS]")]
 )
-def test_a_grammar_of_calls_allows_three_and_more(tools: str, template: str) -> None:
+def test_a_grammar_of_calls_allows_three_or_more(tools: str, template: str) -> None:
     form = formats(tools, template=template)
     grammar = form.calls("required", "", TOOLS_JSON, parallel=True).lark()
     nums = set()

@@ -1,4 +1,4 @@
-"""Replies as models write them, good and bad, and what is read in them."""
+"""Parsing of replies that models write, valid and malformed."""
 
 import itertools
 import time
@@ -64,7 +64,7 @@ def calls(*each: tuple[str, str], content: str = "") -> Reply:
         ("mistral", '[TOOL_CALLS]now{"a": 1}', calls(("now", '{"a": 1}'))),
     ],
 )
-def test_calls_are_read_as_models_write_them(form: str, text: str, reply: Reply) -> None:
+def test_calls_are_parsed_from_real_output(form: str, text: str, reply: Reply) -> None:
     assert parsed(form, text) == reply
 
 
@@ -101,14 +101,14 @@ def test_calls_are_read_as_models_write_them(form: str, text: str, reply: Reply)
         ("mistral", '[{"name": "find", "arguments": {}}]'),
     ],
 )
-def test_what_only_looks_like_a_call_is_content_to_the_letter(form: str, text: str) -> None:
+def test_text_that_only_resembles_a_call_is_unchanged_content(form: str, text: str) -> None:
     assert parsed(form, text) == Reply(content=text)
 
 
 @pytest.mark.parametrize(
     ("form", "text", "reply"),
     [
-        # One brace too many, one too few, no end mark, garbage behind the arguments.
+        # One brace too many, one too few, no end marker, garbage after the arguments.
         ("hermes", '<tool_call>{"name": "now", "arguments": {}}}</tool_call>', calls(("now", "{}"))),
         ("hermes", '<tool_call>{"name": "now", "arguments": {}</tool_call>ok', calls(("now", "{}"), content="ok")),
         ("hermes", '<tool_call>{"name": "now", "arguments": {}}', calls(("now", "{}"))),
@@ -119,7 +119,7 @@ def test_what_only_looks_like_a_call_is_content_to_the_letter(form: str, text: s
         ("mistral", '[TOOL_CALLS] [{"name": "now", "arguments": {}}, 5]', calls(("now", "{}"), content=", 5]")),
     ],
 )
-def test_what_a_small_model_gets_wrong_costs_as_little_as_may_be(form: str, text: str, reply: Reply) -> None:
+def test_mistakes_of_small_models_lose_as_little_as_possible(form: str, text: str, reply: Reply) -> None:
     assert parsed(form, text) == reply
 
 
@@ -132,11 +132,11 @@ def test_what_a_small_model_gets_wrong_costs_as_little_as_may_be(form: str, text
         ("mistral", '[TOOL_CALLS]find[ARGS]{"text": "half'),
     ],
 )
-def test_a_call_that_the_reply_breaks_off_stays_what_it_is(form: str, text: str) -> None:
+def test_a_truncated_call_keeps_its_arguments_so_far(form: str, text: str) -> None:
     assert parsed(form, text) == Reply(calls=[("find", '{"text": "half')], num_ended=0)
 
 
-def test_arguments_come_as_they_are_written() -> None:
+def test_arguments_are_streamed_unchanged() -> None:
     parser = formats("hermes").parser("auto", NAMES)
     assert parser.push('<tool_call>\n{"name": "find", "arguments": ') == []
     begun = parser.push('{"text": "a ')
@@ -144,14 +144,14 @@ def test_arguments_come_as_they_are_written() -> None:
     assert [event.text for event in parser.push("word")] == ["word"]  # type: ignore[union-attr]
 
 
-def test_without_tools_nothing_is_looked_for() -> None:
+def test_without_tools_nothing_is_parsed() -> None:
     assert parsed("hermes", HERMES, choice="none") == Reply(content=HERMES)
 
 
 # ------------------------------------------------------------------------------------------------ special tokens
 
 
-def test_special_tokens_are_not_seen_but_for_what_they_mean() -> None:
+def test_special_tokens_are_interpreted_and_not_shown() -> None:
     specials = ("<|python_tag|>", "<|eot_id|>", "<|reserved_special_token_0|>")
     form = formats("llama3", specials=specials)
     assert form.needs_specials("auto")
@@ -162,7 +162,7 @@ def test_special_tokens_are_not_seen_but_for_what_they_mean() -> None:
     assert read(stray.parser("auto", NAMES), "a[ARGS]b[TOOL_CALLS]find it[CALL_ID]</s>") == Reply("abfind it")
 
 
-def test_marks_that_are_no_special_tokens_need_none_to_be_shown() -> None:
+def test_plain_text_markers_do_not_require_special_tokens() -> None:
     assert not formats("hermes", "qwen3", ("<|im_end|>",)).needs_specials("auto")
     assert formats("hermes", "mistral", ("[THINK]",)).needs_specials("none")
 
@@ -226,7 +226,7 @@ SPECIALS = ("<|python_tag|>", "<|eot_id|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]
     specials=st.sampled_from([(), SPECIALS]),
     tail=st.sampled_from([None, "", "<think>\n", "</think>\n\n"]),
 )
-def test_what_is_read_does_not_depend_on_the_cuts(
+def test_parsing_does_not_depend_on_where_the_text_is_split(
     text: str,
     cuts: list[int],
     tools: str | None,
@@ -244,7 +244,7 @@ def test_what_is_read_does_not_depend_on_the_cuts(
 
 @settings(max_examples=200, deadline=None)
 @given(text=TEXTS, tools=st.sampled_from(["hermes", "llama3", "mistral"]))
-def test_a_reply_without_calls_loses_nothing(text: str, tools: str) -> None:
+def test_a_reply_without_calls_loses_no_text(text: str, tools: str) -> None:
     reply = parsed(tools, text)
     if not reply.calls:
         assert reply.content == text
@@ -255,7 +255,7 @@ def test_a_reply_without_calls_loses_nothing(text: str, tools: str) -> None:
     "unit",
     [" ", "<", "<tool_call>", "[TOOL_CALLS]", "{", '{"', '{"name": "find", "arguments": {"', "<think>", "\\", ";{"],
 )
-def test_time_grows_with_the_text_and_no_faster(tools: str, unit: str) -> None:
+def test_parsing_takes_linear_time(tools: str, unit: str) -> None:
     form = formats(tools, "qwen3", SPECIALS)
 
     def took_s(num_chars: int) -> float:
@@ -289,13 +289,13 @@ def test_time_grows_with_the_text_and_no_faster(tools: str, unit: str) -> None:
         ("mistral", "[/INST]", "[THINK]Hm.[/THINK]Yes.", Reply("Yes.", "Hm.")),
     ],
 )
-def test_reasoning_is_parted_from_the_answer(form: str, tail: str | None, text: str, reply: Reply) -> None:
+def test_reasoning_is_separated_from_the_content(form: str, tail: str | None, text: str, reply: Reply) -> None:
     known = formats(reasoning=form)
     assert read(known.parser(tail=tail), [text]) == reply
     assert read(known.parser(tail=tail), text) == reply
 
 
-def test_calls_follow_the_reasoning_and_are_not_looked_for_in_it() -> None:
+def test_calls_are_parsed_after_the_reasoning_and_not_in_it() -> None:
     form = formats("hermes", "qwen3")
     text = f"<think>\nMaybe <tool_call>.\n</think>\n\n{HERMES}"
     assert read(form.parser("auto", NAMES), text) == Reply("", "Maybe <tool_call>.", [FOUND], 1)

@@ -1,5 +1,4 @@
-"""What templates of real models write of an assistant's message is read back as that message, and says which format it
-is."""
+"""Templates of real models: their assistant messages parse back, and their format is detected."""
 
 import json
 from typing import Any
@@ -31,7 +30,7 @@ FORMATS = {
 }
 WITH_TOOLS = [name for name, (tools, _) in FORMATS.items() if tools]
 ONE_CALL = ("llama3.1", "llama3.2")
-"""Their templates take one call in a message and no more."""
+"""Their templates accept only one call in a message."""
 ENDS = ("<|im_end|>\n", "<|im_end|>", "<|eot_id|>", "<|eot|>", "</s>")
 ARGUMENTS = ['{"city": "Ürgüp </tool_call>", "days": [1, {"x": "}"}]}', "{}"]
 ASKED = [{"role": "user", "content": "How is the weather?"}]
@@ -54,18 +53,18 @@ def call(place: int) -> dict[str, Any]:
 
 
 def written(name: str, message: dict[str, Any]) -> tuple[str, str]:
-    """The prompt before an assistant's message, and what the template makes of the message itself."""
+    """The prompt before an assistant's message, and the message as the template renders it."""
     before = by_transformers(SOURCES[name], ASKED, tools=TOOLS, add_generation_prompt=True)
     whole = by_transformers(SOURCES[name], [*ASKED, message], tools=TOOLS)
     assert whole.startswith(before.rstrip())
-    said = whole[len(before.rstrip()) :]
+    output = whole[len(before.rstrip()) :]
     for end in ENDS:
-        if said.endswith(end):
-            return before, said.removesuffix(end)
-    raise AssertionError(f"{name} ends a message in {said[-20:]!r}")
+        if output.endswith(end):
+            return before, output.removesuffix(end)
+    raise AssertionError(f"{name} ends a message in {output[-20:]!r}")
 
 
-def test_each_is_known_by_its_template() -> None:
+def test_each_format_is_detected_from_its_template() -> None:
     found = {name: formats(name) for name in SOURCES}
     assert {
         name: (one.tools and one.tools.name, one.reasoning and one.reasoning.name) for name, one in found.items()
@@ -74,13 +73,13 @@ def test_each_is_known_by_its_template() -> None:
 
 @pytest.mark.parametrize("name", WITH_TOOLS)
 @pytest.mark.parametrize("num_calls", [1, 2])
-def test_calls_come_back(name: str, num_calls: int) -> None:
+def test_rendered_calls_parse_back(name: str, num_calls: int) -> None:
     if num_calls > 1 and name in ONE_CALL:
         num_calls = 1
     calls = [call(place) for place in range(num_calls)]
     message = {"role": "assistant", "content": "", "tool_calls": calls}
-    before, said = written(name, message)
-    for pieces in ([said], said):
+    before, output = written(name, message)
+    for pieces in ([output], output):
         reply = read(formats(name).parser("auto", ["weather", "time"], before[-TAIL_CHARS:]), pieces)
         assert reply.content.strip() == ""
         assert [(tool, json.loads(text)) for tool, text in reply.calls] == [
@@ -89,10 +88,10 @@ def test_calls_come_back(name: str, num_calls: int) -> None:
         assert reply.num_ended == num_calls
 
 
-def test_reasoning_comes_back() -> None:
+def test_rendered_reasoning_parses_back() -> None:
     message = {"role": "assistant", "content": "So.", "reasoning_content": "Hm.\n\nOh.", "tool_calls": [call(0)]}
-    before, said = written("qwen3", message)
-    reply = read(formats("qwen3").parser("auto", ["weather"], before[-TAIL_CHARS:]), [said])
+    before, output = written("qwen3", message)
+    reply = read(formats("qwen3").parser("auto", ["weather"], before[-TAIL_CHARS:]), [output])
     assert reply == Reply("So.", "Hm.\n\nOh.", reply.calls, 1)
 
 
@@ -106,7 +105,7 @@ def test_reasoning_comes_back() -> None:
         ("deepseek-v3.1", {"thinking": True}, ReasoningStage.OPEN),
     ],
 )
-def test_the_end_of_a_prompt_says_where_its_reply_begins(
+def test_the_end_of_a_prompt_determines_where_its_reply_begins(
     name: str, kwargs: dict[str, Any], stage: ReasoningStage
 ) -> None:
     prompt = by_transformers(SOURCES[name], ASKED, add_generation_prompt=True, kwargs=kwargs)

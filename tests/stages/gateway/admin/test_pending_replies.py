@@ -21,7 +21,7 @@ def test_replies_of_all_peers_are_collected() -> None:
         await asyncio.sleep(0)
         pending.handle(nonce, "two", 2)
         pending.handle(nonce, "two again", 2)
-        pending.handle(nonce, "not asked", 7)
+        pending.handle(nonce, "unexpected", 7)
         assert len(pending) == 1
         pending.handle(nonce, "five", 5)
         assert await waiter == ({2: "two", 5: "five"}, set()) and len(pending) == 0
@@ -71,14 +71,14 @@ def test_unanswered_questions_count_until_their_replies_arrive() -> None:
 def test_a_full_edge_sends_no_further_and_awaits_nothing() -> None:
     async def scenario() -> None:
         pending: PendingReplies[str] = PendingReplies(LONG_S)
-        asked: list[int] = []
+        peers: list[int] = []
 
         def send(nonce: int, peer: int) -> bool:
-            asked.append(peer)
+            peers.append(peer)
             return peer != 2
 
         assert pending.send(send, [1, 2, 3]) is None
-        assert asked == [1, 2] and len(pending) == 0
+        assert peers == [1, 2] and len(pending) == 0
 
     asyncio.run(scenario())
 

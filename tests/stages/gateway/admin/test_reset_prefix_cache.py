@@ -16,7 +16,7 @@ def reset(gate: Gate) -> tuple[object, m.ResetPrefixCache]:
     return response, question
 
 
-def test_is_answered_when_it_is_done(gate: Gate) -> None:
+def test_the_reply_is_sent_when_the_cache_is_reset(gate: Gate) -> None:
     responses, questions = zip(*(reset(gate) for _ in range(3)), strict=True)
     assert len({question.nonce for question in questions}) == 3
     assert not any(response.done() for response in responses)
@@ -26,7 +26,7 @@ def test_is_answered_when_it_is_done(gate: Gate) -> None:
     assert [response.result().json() for response in responses] == [{"num_blocks": 10 + place} for place in range(3)]
 
 
-def test_says_so_where_no_answer_comes(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_reply_is_503(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reset_prefix_cache, "TIMEOUT_S", 0.05)
     response, question = reset(gate)
     result = response.result()  # type: ignore[attr-defined]
@@ -35,7 +35,7 @@ def test_says_so_where_no_answer_comes(gate: Gate, monkeypatch: pytest.MonkeyPat
     gate.rig.load()
 
 
-def test_those_who_leave_do_not_pile_questions_up(gate: Gate) -> None:
+def test_pending_resets_of_disconnected_clients_are_bounded(gate: Gate) -> None:
     nonces = []
     for _ in range(reset_prefix_cache.MAX_PENDING):
         with socket.create_connection(gate.address, timeout=30) as connection:
@@ -51,7 +51,7 @@ def test_those_who_leave_do_not_pile_questions_up(gate: Gate) -> None:
     assert response.result().json() == {"num_blocks": 0}  # type: ignore[attr-defined]
 
 
-def test_has_to_wait_for_the_start(tmp_path: Path) -> None:
+def test_a_reset_before_the_start_is_503(tmp_path: Path) -> None:
     with Gate(tmp_path, start=False) as gate:
         result = gate.client.post("/reset_prefix_cache")
         assert (result.status_code, result.json()["error"]["code"]) == (503, "starting")

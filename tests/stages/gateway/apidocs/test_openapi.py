@@ -1,4 +1,4 @@
-"""The description of the API: valid, of every route, true of the types, and a page that needs nothing else."""
+"""The OpenAPI document is valid, covers every route and matches the types; its page is self-contained."""
 
 import json
 import re
@@ -37,34 +37,34 @@ CAPS = Caps(
 API = openapi.document("tiny", CAPS, has_keys=True)
 
 
-def test_it_is_valid_openapi_3_1() -> None:
+def test_the_document_is_valid_openapi_3_1() -> None:
     openapi_spec_validator.validate(API)
     openapi_spec_validator.validate(openapi.document("tiny", Caps(), has_keys=False, has_admin_routes=False))
     for schema in API["components"]["schemas"].values():
         jsonschema.Draft202012Validator.check_schema(schema)
 
 
-def test_every_route_is_told_with_its_body_reply_and_errors() -> None:
+def test_every_route_has_its_body_reply_and_errors() -> None:
     for route in ROUTES:
-        told = API["paths"][route.path][route.method.lower()]
-        assert ("requestBody" in told) == (route.body is not None)
-        assert {"400", "500", "503"} <= set(told["responses"])
-        assert ("401" in told["responses"]) == (not route.is_admin)
-        assert ("text/event-stream" in told["responses"]["200"]["content"]) == (route.event is not None)
+        operation = API["paths"][route.path][route.method.lower()]
+        assert ("requestBody" in operation) == (route.body is not None)
+        assert {"400", "500", "503"} <= set(operation["responses"])
+        assert ("401" in operation["responses"]) == (not route.is_admin)
+        assert ("text/event-stream" in operation["responses"]["200"]["content"]) == (route.event is not None)
     assert API["security"] == [{"apiKey": []}]
     assert API["paths"]["/health"]["get"]["security"] == []
     assert "/health" not in openapi.document("tiny", Caps(), has_keys=True, has_admin_routes=False)["paths"]
     assert "security" not in openapi.document("tiny", Caps(), has_keys=False)
 
 
-def test_it_has_this_servers_model_and_limits() -> None:
+def test_the_document_has_this_servers_model_and_limits() -> None:
     chat = API["components"]["schemas"]["ChatBody"]["properties"]
     assert chat["model"]["enum"] == ["tiny"]
     assert '"maximum": 7' in json.dumps(chat["n"])
 
 
 def bounds_of(struct: str, field: str) -> dict[str, Any]:
-    """A field's own keys and those of its alternatives, null aside."""
+    """A field's own keys and those of its alternatives, except null."""
     one = API["components"]["schemas"][struct]["properties"][field]
     found = dict(one)
     for part in one.get("anyOf", ()):
@@ -87,7 +87,7 @@ def bounds_of(struct: str, field: str) -> dict[str, Any]:
         ("TokenizeBody", "tools", "maxItems", 9),
     ],
 )
-def test_what_the_settings_bound_is_bounded(struct: str, field: str, key: str, bound: int) -> None:
+def test_limits_of_the_settings_are_in_the_schema(struct: str, field: str, key: str, bound: int) -> None:
     assert bounds_of(struct, field)[key] == bound
 
 
@@ -107,7 +107,7 @@ def test_what_the_settings_bound_is_bounded(struct: str, field: str, key: str, b
         ("messages", [{"role": "user", "content": "a"}], [{"role": "bot", "content": "a"}]),
     ],
 )
-def test_what_the_decoder_leaves_as_it_is_has_a_type_here(field: str, good: Any, bad: Any) -> None:
+def test_fields_that_the_decoder_does_not_check_have_a_type(field: str, good: Any, bad: Any) -> None:
     schema = full({"$ref": "#/components/schemas/ChatBody"})
     body = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
     jsonschema.validate(body | {field: good}, schema)
@@ -115,7 +115,7 @@ def test_what_the_decoder_leaves_as_it_is_has_a_type_here(field: str, good: Any,
         jsonschema.validate(body | {field: bad}, schema)
 
 
-def test_it_names_itself_as_the_server_and_why_a_choice_ends() -> None:
+def test_the_document_has_the_server_url_and_the_finish_reasons() -> None:
     assert [server["url"] for server in API["servers"]] == ["/"]
     reasons = {*responses.FINISH_REASONS.values(), "tool_calls"}
     assert set(bounds_of("ChatChoice", "finish_reason")["enum"]) == reasons
@@ -126,7 +126,7 @@ def full(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("route", [route for route in ROUTES if route.body is not None], ids=lambda route: route.path)
-def test_an_example_is_an_example(route: Any) -> None:
+def test_examples_are_valid(route: Any) -> None:
     content = API["paths"][route.path]["post"]["requestBody"]["content"]["application/json"]
     jsonschema.validate(content["example"], full(content["schema"]))
     msgspec.convert(content["example"], route.body)
@@ -157,7 +157,7 @@ class Whole(msgspec.Struct):
     names: dict[str, int] = {}
 
 
-def test_what_a_schema_says_of_a_type() -> None:
+def test_the_schema_of_a_type() -> None:
     schemas = Schemas()
     assert schemas.of(Whole) == {"$ref": "#/components/schemas/Whole"}
     whole = schemas.components["Whole"]
@@ -204,7 +204,7 @@ class Seen(HTMLParser):
         assert self._open.pop() == tag
 
 
-def test_the_page_is_whole_and_stands_alone() -> None:
+def test_the_page_is_complete_and_self_contained() -> None:
     html = page.page(API, "http://127.0.0.1:8000")
     seen = Seen(html)
     assert not {"script", "link", "img", "iframe", "form"} & set(seen.tags)
@@ -219,13 +219,13 @@ def test_the_page_is_whole_and_stands_alone() -> None:
 
 def test_each_route_and_type_has_a_link_to_it() -> None:
     seen = Seen(page.page(API, "http://127.0.0.1:8000"))
-    wanted = {route.handler for route in ROUTES} | {f"type-{name}" for name in API["components"]["schemas"]}
-    assert set(seen.ids) == wanted
-    assert {f"#{one}" for one in wanted} <= set(seen.links)
+    expected = {route.handler for route in ROUTES} | {f"type-{name}" for name in API["components"]["schemas"]}
+    assert set(seen.ids) == expected
+    assert {f"#{one}" for one in expected} <= set(seen.links)
 
 
 @pytest.mark.parametrize("host", ["localhost:8123", "llm.example.com", "10.0.0.7:80", "[::1]:8000", "a_b:1"])
-def test_examples_ask_where_the_reader_has_asked(tmp_path: Path, host: str) -> None:
+def test_examples_use_the_host_of_the_request(tmp_path: Path, host: str) -> None:
     with Gate(tmp_path, allowed_hosts=("*",)) as gate:
         html = gate.client.get("/docs", headers={"Host": host}).text
     assert html.count(f"http://{host}/") == len(ROUTES)
@@ -235,23 +235,23 @@ def test_examples_ask_where_the_reader_has_asked(tmp_path: Path, host: str) -> N
 @pytest.mark.parametrize(
     "host", ["", "a b", "a;reboot", "$(reboot)", "<b>", 'x"y', "a/b", "a@b", "x" * 300, "a:123456", "-o"]
 )
-def test_a_host_that_is_no_name_is_not_repeated(tmp_path: Path, host: str) -> None:
-    with locked(tmp_path) as gate:  # without keys such a host is refused
+def test_an_invalid_host_is_not_repeated(tmp_path: Path, host: str) -> None:
+    with locked(tmp_path) as gate:  # without keys such a host is rejected
         response = gate.client.get("/docs", headers={"Host": host} | RIGHT)
         own = str(gate.client.base_url).rstrip("/")
     assert response.text.count(f"{own}/") == len(ROUTES)
 
 
-def test_a_listener_of_ipv6_is_in_brackets() -> None:
+def test_an_ipv6_address_is_in_brackets() -> None:
     assert address_of(None, ("::1", 8000, 0, 0)) == "http://[::1]:8000"
 
 
-def test_nothing_in_a_description_is_taken_for_html() -> None:
+def test_descriptions_are_escaped_in_html() -> None:
     html = page.page(openapi.document("<script>alert(1)</script>", Caps(), has_keys=False), "http://x")
     assert "<script" not in html and "&lt;script" in html
 
 
-def test_a_server_gives_both_and_makes_them_once(gate: Gate) -> None:
+def test_a_server_serves_document_and_page_and_caches_them(gate: Gate) -> None:
     described = gate.client.get("/openapi.json")
     assert described.headers["Content-Type"].startswith("application/json")
     assert described.json()["components"]["schemas"]["ChatBody"]["properties"]["model"]["enum"] == ["tiny"]

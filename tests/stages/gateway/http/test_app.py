@@ -1,4 +1,4 @@
-"""Responses that are sent whole, errors, and the routes beside."""
+"""Responses that are not streamed, errors, and other routes."""
 
 import http.client
 import json
@@ -15,8 +15,8 @@ from pipeline.version import VERSION
 from tests.stages.gateway.gate import CHAT, COMPLETION, FACTS, MODEL, NONE_CACHED, Gate
 
 
-class TestAChat:
-    def test_is_answered_whole(self, gate: Gate) -> None:
+class TestChat:
+    def test_a_chat_returns_one_response(self, gate: Gate) -> None:
         response = gate.post(CHAT)
         submit = gate.submit()
         gate.accept(submit, num_ids=5)
@@ -45,7 +45,7 @@ class TestAChat:
         assert gate.closed() == (submit.request_id, 1)
         gate.rig.until(lambda load: load.num_open_requests == 0)
 
-    def test_is_submitted_with_all_that_the_stages_need(self, gate: Gate) -> None:
+    def test_a_chat_is_submitted_with_all_of_its_options(self, gate: Gate) -> None:
         response = gate.post(CHAT | {"n": 2, "seed": 7, "max_tokens": 9, "stop": "x", "temperature": 0})
         submit = gate.begin()
         assert submit.prompt == m.ChatPrompt([m.ChatMessage("user", "Hi")])
@@ -58,7 +58,7 @@ class TestAChat:
         choices = response.result().json()["choices"]
         assert [(c["index"], c["message"]["content"]) for c in choices] == [(0, "choice 0"), (1, "choice 1")]
 
-    def test_without_a_seed_is_given_one_at_random(self, gate: Gate) -> None:
+    def test_a_chat_without_a_seed_gets_a_random_one(self, gate: Gate) -> None:
         seeds = set()
         for _ in range(3):
             response = gate.post(CHAT)
@@ -69,12 +69,12 @@ class TestAChat:
     @pytest.mark.parametrize(
         ("finish", "word"), [(m.Finish.STOP, "stop"), (m.Finish.LENGTH, "length"), (m.Finish.ABORT, "abort")]
     )
-    def test_says_why_it_ended(self, gate: Gate, finish: m.Finish, word: str) -> None:
+    def test_a_response_has_a_finish_reason(self, gate: Gate, finish: m.Finish, word: str) -> None:
         response = gate.post(CHAT)
         gate.finish(gate.begin(), "x", finish=finish)
         assert response.result().json()["choices"][0]["finish_reason"] == word
 
-    def test_that_fails_is_an_error(self, gate: Gate) -> None:
+    def test_a_failed_request_is_a_server_error(self, gate: Gate) -> None:
         response = gate.post(CHAT)
         submit = gate.submit()
         gate.finish(submit, finish=m.Finish.ERROR)
@@ -82,8 +82,8 @@ class TestAChat:
         assert (result.status_code, result.json()["error"]["type"]) == (500, "server_error")
         assert gate.closed() == (submit.request_id, 1)
 
-    def test_that_contradicts_itself_is_its_own_fault(self, gate: Gate) -> None:
-        """A client that is told 500 tries again."""
+    def test_contradictory_options_are_a_client_error(self, gate: Gate) -> None:
+        """A client that gets 500 tries again."""
         why = f"{m.NOTHING_LEFT}'allowed_token_ids' and 'min_tokens' leave none behind 0 tokens"
         response = gate.post(CHAT)
         gate.delta(gate.submit(), num_ids=0, finish=m.Finish.ERROR, error=why)
@@ -97,15 +97,15 @@ class TestAChat:
     @pytest.mark.parametrize(
         "given", [None, "application/json", "Application/JSON; charset=utf-8", "application/vnd.api+json"]
     )
-    def test_takes_json_by_its_types(self, gate: Gate, given: str | None) -> None:
+    def test_media_types_of_json_are_accepted(self, gate: Gate, given: str | None) -> None:
         headers = {} if given is None else {"Content-Type": given}
         response = gate.do(gate.client.post, "/v1/chat/completions", content=json.dumps(CHAT), headers=headers)
         gate.serve()
         assert response.result().status_code == 200
 
 
-class TestACompletion:
-    def test_has_a_choice_for_each_sequence_of_each_prompt(self, gate: Gate) -> None:
+class TestCompletion:
+    def test_a_completion_has_a_choice_for_each_sequence_of_each_prompt(self, gate: Gate) -> None:
         response = gate.complete(COMPLETION | {"prompt": ["a", "b"], "n": 2, "seed": 5})
         first, second = gate.submit(), gate.submit()
         assert [s.prompt for s in (first, second)] == [m.TextPrompt("a"), m.TextPrompt("b")]
@@ -122,12 +122,12 @@ class TestACompletion:
         assert body["usage"] == {"prompt_tokens": 5, "completion_tokens": 4, "total_tokens": 9, **NONE_CACHED}
         assert {gate.closed()[0], gate.closed()[0]} == {first.request_id, second.request_id}
 
-    def test_without_a_seed_draws_one_for_each_prompt(self, gate: Gate) -> None:
+    def test_without_a_seed_each_prompt_gets_its_own(self, gate: Gate) -> None:
         response = gate.complete(COMPLETION | {"prompt": ["a", "a", "a"]})
         assert len({gate.serve().options.seed for _ in range(3)}) == 3
         assert response.result().status_code == 200
 
-    def test_of_which_one_prompt_is_rejected_ends_the_others(self, gate: Gate) -> None:
+    def test_a_rejected_prompt_aborts_the_others(self, gate: Gate) -> None:
         response = gate.complete(COMPLETION | {"prompt": ["a", "b"]})
         first, second = gate.submit(), gate.submit()
         gate.accept(first)
@@ -148,7 +148,7 @@ class TestACompletion:
         gate.finish(first, finish=m.Finish.ABORT)
         gate.rig.until(lambda load: load.num_open_requests == 0)
 
-    def test_of_ids_carries_them(self, gate: Gate) -> None:
+    def test_token_ids_are_submitted_unchanged(self, gate: Gate) -> None:
         response = gate.complete(COMPLETION | {"prompt": [1, 2, 3]})
         submit = gate.serve()
         assert submit.prompt == m.IdsPrompt(
@@ -158,7 +158,7 @@ class TestACompletion:
 
 
 class TestPromptIdsInSharedMemory:
-    def test_are_counted_and_released(self, gate: Gate) -> None:
+    def test_ids_in_shared_memory_are_counted_and_released(self, gate: Gate) -> None:
         response = gate.post(CHAT)
         submit = gate.submit()
         arena = gate.rig.arena("ingest.0")
@@ -169,7 +169,7 @@ class TestPromptIdsInSharedMemory:
         gate.finish(submit)
         assert response.result().json()["usage"]["prompt_tokens"] == 2000
 
-    def test_of_a_request_that_is_unknown_are_released_and_no_more(self, gate: Gate) -> None:
+    def test_ids_of_an_unknown_request_are_only_released(self, gate: Gate) -> None:
         ref = gate.rig.arena("ingest.0").put(bytes(8000))
         gate.rig.send(m.Accepted(5, 1, ref), "ingest.0")
         gate.rig.receive("ingest", m.Release)
@@ -178,11 +178,11 @@ class TestPromptIdsInSharedMemory:
         assert gate.rig.nothing("ingest", 0)
 
 
-class TestResultsThatOvertakeTheirAcceptance:
-    """They come by two ways, so that nothing says which is first."""
+class TestResultsBeforeAcceptance:
+    """Results and acceptances come over two channels, in either order."""
 
     @pytest.mark.parametrize("body", [CHAT, CHAT | {"stream": True, "stream_options": {"include_usage": True}}])
-    def test_wait_for_it_to_count_the_prompt(self, gate: Gate, body: Any) -> None:
+    def test_the_response_waits_for_the_prompts_length(self, gate: Gate, body: Any) -> None:
         response = gate.post(body)
         submit = gate.submit()
         gate.finish(submit, "Hello")
@@ -194,7 +194,7 @@ class TestResultsThatOvertakeTheirAcceptance:
         gate.rig.until(lambda load: load.num_open_requests == 0)
 
     @pytest.mark.parametrize("finish", [m.Finish.STOP, m.Finish.ERROR])
-    def test_need_it_no_more_once_the_client_has_left_or_has_its_error(self, gate: Gate, finish: m.Finish) -> None:
+    def test_a_request_that_failed_or_was_disconnected_does_not_wait(self, gate: Gate, finish: m.Finish) -> None:
         with gate.raw(CHAT) as connection:
             submit = gate.submit()
             gate.finish(submit, "x", finish=finish)
@@ -203,12 +203,12 @@ class TestResultsThatOvertakeTheirAcceptance:
                 assert connection.recv(1000).startswith(b"HTTP/1.1 500")
         assert gate.closed() == (submit.request_id, 1)
         gate.rig.until(lambda load: load.num_open_requests == 0)
-        # Nothing was left to abort, and its ids come too late to abort anything: schedule has forgotten it.
+        # A late acceptance aborts nothing: schedule has already forgotten the request.
         gate.accept(submit)
         gate.rig.load()
         assert gate.rig.nothing("schedule", 0)
 
-    def test_are_an_error_when_a_stage_dies_before_it(self, gate: Gate) -> None:
+    def test_the_death_of_a_stage_before_the_acceptance_is_an_error(self, gate: Gate) -> None:
         responses = [gate.post(CHAT), gate.post(CHAT | {"stream": True})]
         for _ in responses:
             gate.finish(gate.submit(), "Hello")
@@ -217,8 +217,8 @@ class TestResultsThatOvertakeTheirAcceptance:
         assert all("stage ingest.0 died" in response.result().text for response in responses)
 
 
-class TestARejection:
-    def test_blames_the_field_that_the_client_used(self, gate: Gate) -> None:
+class TestRejection:
+    def test_a_rejection_names_the_field_that_the_client_used(self, gate: Gate) -> None:
         for fields, param in (
             ({"max_completion_tokens": 9}, "max_completion_tokens"),
             ({"max_tokens": 9}, "max_tokens"),
@@ -228,14 +228,14 @@ class TestARejection:
             gate.reject(gate.submit(), m.Failure(400, "too many", "max_tokens"))
             assert response.result().json()["error"]["param"] == param
 
-    def test_of_the_only_prompt_blames_it_without_a_place(self, gate: Gate) -> None:
+    def test_a_rejection_of_the_only_prompt_has_no_index(self, gate: Gate) -> None:
         response = gate.complete(COMPLETION)
         gate.reject(gate.submit(), m.Failure(400, "too long", "prompt"))
         assert response.result().json()["error"]["param"] == "prompt"
 
 
 class TestErrors:
-    def test_have_openais_shape(self, gate: Gate) -> None:
+    def test_errors_have_the_format_of_openai(self, gate: Gate) -> None:
         result = gate.post(CHAT | {"temperature": 3}).result()
         assert result.status_code == 400
         assert result.headers["Content-Type"].startswith("application/json")
@@ -248,25 +248,25 @@ class TestErrors:
             }
         }
 
-    def test_of_bad_json_are_400(self, gate: Gate) -> None:
+    def test_bad_json_is_400(self, gate: Gate) -> None:
         assert gate.post(b'{"model":').result().status_code == 400
 
-    def test_of_an_unknown_model_are_404(self, gate: Gate) -> None:
+    def test_an_unknown_model_is_404(self, gate: Gate) -> None:
         result = gate.post(CHAT | {"model": "gpt-9"}).result()
         assert (result.status_code, result.json()["error"]["code"]) == (404, "model_not_found")
 
     @pytest.mark.parametrize("path", ["/", "/v1/audio", "/v1/chat"])
-    def test_of_unknown_paths_are_404(self, gate: Gate, path: str) -> None:
+    def test_an_unknown_path_is_404(self, gate: Gate, path: str) -> None:
         result = gate.client.get(path)
         assert result.status_code == 404
         assert path in result.json()["error"]["message"]
 
-    def test_of_wrong_methods_are_405(self, gate: Gate) -> None:
+    def test_a_wrong_method_is_405(self, gate: Gate) -> None:
         result = gate.client.get("/v1/chat/completions")
         assert (result.status_code, result.headers["Allow"]) == (405, "POST")
         assert "GET" in result.json()["error"]["message"]
 
-    def test_of_an_unreadable_body_are_400_and_no_news(self, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+    def test_an_unreadable_body_is_400_and_not_logged(self, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
         headers = {"Content-Encoding": "gzip"}
         result = gate.client.post("/v1/completions", content=b"not gzip at all", headers=headers)
         assert (result.status_code, result.json()["error"]["type"]) == (400, "invalid_request_error")
@@ -275,29 +275,29 @@ class TestErrors:
         assert not [record for record in caplog.records if record.exc_info]
 
     @pytest.mark.parametrize("encoding", ["foo", "gzip, gzip", "x" * 1000])
-    def test_of_an_unknown_encoding_are_415(self, gate: Gate, encoding: str) -> None:
+    def test_an_unknown_encoding_is_415(self, gate: Gate, encoding: str) -> None:
         result = gate.client.post("/v1/completions", content=b"x", headers={"Content-Encoding": encoding})
         assert (result.status_code, result.json()["error"]["code"]) == (415, "unsupported_encoding")
         assert "gzip, deflate" in result.json()["error"]["message"]
         assert len(result.content) < 500
 
-    def test_of_an_unknown_expectation_are_417(self, gate: Gate) -> None:
+    def test_an_unknown_expectation_is_417(self, gate: Gate) -> None:
         result = gate.client.post("/v1/completions", content=b"{}", headers={"Expect": "42"})
         assert (result.status_code, result.json()["error"]["type"]) == (417, "invalid_request_error")
         assert "'42'" in result.json()["error"]["message"]
 
-    def test_repeat_no_long_paths(self, gate: Gate) -> None:
+    def test_long_paths_are_not_repeated(self, gate: Gate) -> None:
         for result in (gate.client.get("/" + "x" * 5000), gate.client.post("/v1/models/" + "x" * 5000)):
             assert result.status_code in (404, 405)
             assert len(result.content) < 500
 
-    def test_leave_nothing_open(self, gate: Gate) -> None:
+    def test_errors_leave_no_request_open(self, gate: Gate) -> None:
         for body in (CHAT | {"n": 0}, CHAT | {"model": "x"}, b"[", [1]):
             assert 400 <= gate.post(body).result().status_code < 500
         assert gate.rig.load().num_open_requests == 0
         assert gate.rig.nothing("ingest", 0)
 
-    def test_of_what_is_not_http_are_400_and_others_are_served(self, gate: Gate) -> None:
+    def test_invalid_http_is_400_and_does_not_affect_others(self, gate: Gate) -> None:
         for garbage in (
             b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
             b"GET\r\n\r\n",
@@ -309,13 +309,13 @@ class TestErrors:
         assert gate.client.get("/version").status_code == 200
 
 
-class TestTooBigABody:
+class TestTooLargeBody:
     @pytest.fixture
     def gate(self, tmp_path: Path) -> Iterator[Gate]:
         with Gate(tmp_path, max_body_bytes=2000) as gate:
             yield gate
 
-    def test_is_413_before_it_is_read(self, gate: Gate) -> None:
+    def test_a_too_large_body_is_413_before_it_is_read(self, gate: Gate) -> None:
         connection = http.client.HTTPConnection(*gate.address, timeout=30)
         connection.putrequest("POST", "/v1/chat/completions")
         connection.putheader("Content-Length", str(10**12))
@@ -325,11 +325,11 @@ class TestTooBigABody:
             assert "2000" in json.loads(response.read())["error"]["message"]
         connection.close()
 
-    def test_is_413_when_its_length_is_not_told(self, gate: Gate) -> None:
+    def test_a_too_large_body_of_unknown_length_is_413(self, gate: Gate) -> None:
         result = gate.client.post("/v1/completions", content=iter([b" " * 1500, b" " * 1500]))
         assert result.status_code == 413
 
-    def test_is_judged_unpacked(self, gate: Gate) -> None:
+    def test_the_limit_applies_to_the_decompressed_body(self, gate: Gate) -> None:
         import gzip
 
         bomb = gzip.compress(b" " * 1_000_000)
@@ -339,19 +339,19 @@ class TestTooBigABody:
 
 
 class TestModels:
-    def test_are_listed(self, gate: Gate) -> None:
+    def test_models_are_listed(self, gate: Gate) -> None:
         body = gate.client.get("/v1/models").json()
         (model,) = body["data"]
         assert (body["object"], model["id"], model["object"]) == ("list", MODEL, "model")
         assert model["max_model_len"] == FACTS.max_model_len
         assert gate.client.get(f"/v1/models/{MODEL}").json() == model
 
-    def test_that_are_unknown_are_404(self, gate: Gate) -> None:
+    def test_unknown_models_are_404(self, gate: Gate) -> None:
         result = gate.client.get("/v1/models/meta/llama")
         assert (result.status_code, result.json()["error"]["code"]) == (404, "model_not_found")
 
 
-def test_a_client_that_asks_first_is_told_to_go_on(gate: Gate) -> None:
+def test_expect_100_continue_is_answered(gate: Gate) -> None:
     with socket.create_connection(gate.address, timeout=30) as connection:
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nExpect: 100-Continue\r\nContent-Length: 2\r\n\r\n"
@@ -361,7 +361,7 @@ def test_a_client_that_asks_first_is_told_to_go_on(gate: Gate) -> None:
         assert connection.recv(1000).startswith(b"HTTP/1.1 400 ")
 
 
-def test_version_is_told(gate: Gate) -> None:
+def test_the_version_is_returned(gate: Gate) -> None:
     assert gate.client.get("/version").json() == {"version": VERSION}
 
 
@@ -371,8 +371,8 @@ class TestCredits:
         with Gate(tmp_path, max_open_sequences=3) as gate:
             yield gate
 
-    def test_count_sequences_and_come_back(self, gate: Gate) -> None:
-        open_call = gate.post(CHAT | {"n": 2})
+    def test_credits_count_sequences_and_are_returned(self, gate: Gate) -> None:
+        first = gate.post(CHAT | {"n": 2})
         submit = gate.begin()
         refused = gate.post(CHAT | {"n": 2}).result()
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
@@ -386,17 +386,17 @@ class TestCredits:
         assert other.result().status_code == 200
         for index in range(2):
             gate.finish(submit, index=index)
-        assert open_call.result().status_code == 200
+        assert first.result().status_code == 200
         gate.rig.until(lambda load: load.num_open_requests == 0)
         last = gate.post(CHAT | {"n": 3})
         gate.serve()
         assert last.result().status_code == 200
 
-    def test_are_never_enough_for_some_calls(self, gate: Gate) -> None:
+    def test_a_request_above_all_credits_is_a_client_error(self, gate: Gate) -> None:
         assert gate.post(CHAT | {"n": 4}).result().json()["error"]["param"] == "n"
         assert gate.complete(COMPLETION | {"prompt": ["a", "b"], "n": 2}).result().json()["error"]["param"] == "prompt"
 
-    def test_are_held_by_an_aborted_request_until_its_closing(self, gate: Gate) -> None:
+    def test_an_aborted_request_holds_its_credits_until_it_is_closed(self, gate: Gate) -> None:
         with gate.raw(CHAT | {"n": 3}):
             submit = gate.submit()
         gate.rig.receive("schedule", m.Abort)

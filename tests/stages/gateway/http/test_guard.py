@@ -23,7 +23,7 @@ RIGHT = {"Authorization": f"Bearer {KEY}"}
 
 @contextmanager
 def locked(folder: Path, keys: tuple[str, ...] = (KEY, SECOND), admin: bool = False, **gateway: Any) -> Iterator[Gate]:
-    """A gateway with keys, and with an admin listener where that is asked for (`gate.admin`)."""
+    """A gateway with keys and, if requested, with an admin listener (`gate.admin`)."""
     gate = Gate(folder, **gateway)
     keys_fd = Keys.of(keys).share()
     more: dict[str, Any] = {"keys_fd": keys_fd}
@@ -83,7 +83,7 @@ ROUTES = [
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
-def test_nothing_is_open_without_a_key(gate: Gate, method: str, path: str) -> None:
+def test_every_route_requires_a_key(gate: Gate, method: str, path: str) -> None:
     body = b"{" if method == "POST" else None
     assert_refused(gate.client.request(method, path, content=body), "API key required")
     wrong = {"Authorization": f"Bearer {KEY}x", "X-Request-Id": "mine"}
@@ -96,13 +96,13 @@ def test_nothing_is_open_without_a_key(gate: Gate, method: str, path: str) -> No
     ("method", "path", "status"),
     [("GET", "/v1/models", 200), ("POST", "/v1/completions", 400), ("GET", "/nothing", 404), ("PUT", "/version", 405)],
 )
-def test_with_a_key_all_is_as_without_keys(gate: Gate, method: str, path: str, status: int) -> None:
+def test_a_valid_key_gives_the_usual_response(gate: Gate, method: str, path: str, status: int) -> None:
     body = b"{" if method == "POST" else None
     assert gate.client.request(method, path, content=body, headers=RIGHT).status_code == status
 
 
-def test_every_route_there_is_is_behind_the_keys(gate: Gate) -> None:
-    """Also those that come later."""
+def test_every_registered_route_requires_a_key(gate: Gate) -> None:
+    """Including routes that are added later."""
     from pipeline.stages.gateway.http.app import Api
 
     class Blank(Api):
@@ -117,16 +117,16 @@ def test_every_route_there_is_is_behind_the_keys(gate: Gate) -> None:
             assert gate.client.request(method, path).status_code == 401, (method, path)
 
 
-def test_health_is_open(gate: Gate) -> None:
+def test_health_requires_no_key(gate: Gate) -> None:
     for method in ("GET", "HEAD"):
-        asked = gate.do(gate.client.request, method, "/health?x=1")
+        response = gate.do(gate.client.request, method, "/health?x=1")
         question = gate.rig.receive("supervisor", m.AskHealth)
         gate.rig.send(m.Health(question.nonce, "ok", [], None), "supervisor.0")
-        assert asked.result().status_code == 200
+        assert response.result().status_code == 200
 
 
 @pytest.mark.parametrize("key", [KEY, SECOND])
-def test_each_key_opens(gate: Gate, key: str) -> None:
+def test_each_key_is_accepted(gate: Gate, key: str) -> None:
     gate.client.headers["Authorization"] = f"bearer {key}"
     reply = gate.complete(COMPLETION)
     gate.delta(gate.begin(), "Hi", finish=m.Finish.LENGTH)
@@ -134,14 +134,14 @@ def test_each_key_opens(gate: Gate, key: str) -> None:
 
 
 def raw(gate: Gate, head: str, body: bytes = b"") -> bytes:
-    """Everything that comes back, until the server hangs up."""
+    """Everything that is received until the server closes the connection."""
     with socket.create_connection(gate.address, timeout=30) as connection:
         connection.sendall(head.encode() + body)
         return b"".join(iter(lambda: connection.recv(65536), b""))
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/abort_requests", "/nothing", "/health"])
-def test_no_body_is_asked_for(gate: Gate, path: str) -> None:
+def test_a_refused_client_gets_no_100_continue(gate: Gate, path: str) -> None:
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\nExpect: 100-continue\r\n\r\n"
     with socket.create_connection(gate.address, timeout=30) as connection:
         connection.sendall(head.encode())
@@ -151,8 +151,8 @@ def test_no_body_is_asked_for(gate: Gate, path: str) -> None:
     assert reply.startswith(b"HTTP/1.1 401 ") and b"100 Continue" not in reply and reply.count(b"HTTP/1.1") == 1
 
 
-def test_no_body_is_waited_for(gate: Gate) -> None:
-    """The answer is there though the body is not, and whatever it says it is."""
+def test_the_response_does_not_wait_for_the_body(gate: Gate) -> None:
+    """Whatever length and encoding the headers declare."""
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999\r\n"
     head += "Content-Encoding: x-none\r\n\r\n"
     with socket.create_connection(gate.address, timeout=5) as connection:
@@ -160,19 +160,19 @@ def test_no_body_is_waited_for(gate: Gate) -> None:
         assert connection.recv(65536).startswith(b"HTTP/1.1 401 ")
 
 
-def test_what_follows_a_refusal_on_its_connection_is_not_served(gate: Gate) -> None:
+def test_a_pipelined_request_after_a_refusal_is_not_served(gate: Gate) -> None:
     first = "GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
     second = f"GET /version HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n\r\n"
     reply = raw(gate, first + second)
     assert reply.count(b"HTTP/1.1") == 1 and b"Connection: close" in reply
 
 
-def test_two_headers_are_none(gate: Gate) -> None:
+def test_two_authorization_headers_are_refused(gate: Gate) -> None:
     head = f"GET /version HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\nAuthorization: Bearer x\r\n\r\n"
     assert raw(gate, head).startswith(b"HTTP/1.1 401 ")
 
 
-def test_no_key_is_logged_or_repeated(gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+def test_keys_are_not_logged_or_repeated(gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG")
     for client in ("httpx", "httpcore"):
         caplog.set_level("CRITICAL", client)
@@ -186,15 +186,15 @@ def test_no_key_is_logged_or_repeated(gate: Gate, caplog: pytest.LogCaptureFixtu
     assert KEY not in caplog.text
 
 
-def test_no_key_is_in_a_recording(tmp_path: Path) -> None:
+def test_recordings_contain_no_key(tmp_path: Path) -> None:
     recording = tmp_path / "gateway.rec"
     with locked(tmp_path, record=recording) as gate:
         reply = gate.do(gate.client.post, "/v1/chat/completions", json=CHAT, headers=RIGHT)
         gate.delta(gate.begin(), "Hi", finish=m.Finish.LENGTH)
         assert reply.result().status_code == 200
         with RawPeer(gate, hello=False) as peer:
-            peer.say(p.Hello(1, 1, "a test", KEY))
-            peer.hear(p.Welcome)
+            peer.send(p.Hello(1, 1, "a test", KEY))
+            peer.receive(p.Welcome)
     data = recording.read_bytes()
     assert len(data) > 500 and KEY.encode() not in data and SECOND.encode() not in data
 
@@ -202,13 +202,13 @@ def test_no_key_is_in_a_recording(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------------- the admin listener
 
 
-def test_the_admin_listener_takes_health_and_metrics_away(tmp_path: Path) -> None:
+def test_health_and_metrics_move_to_the_admin_listener(tmp_path: Path) -> None:
     with locked(tmp_path, admin=True) as gate:
         admin: str = gate.admin  # type: ignore[attr-defined]
-        asked = gate.do(gate.client.get, f"{admin}/health")
+        response = gate.do(gate.client.get, f"{admin}/health")
         question = gate.rig.receive("supervisor", m.AskHealth)
         gate.rig.send(m.Health(question.nonce, "ok", [], None), "supervisor.0")
-        assert asked.result().json()["status"] == "ok"
+        assert response.result().json()["status"] == "ok"
         for path in ("/health", "/metrics"):
             assert_refused(gate.client.get(path), "API key required")
             missing = gate.client.get(path, headers=RIGHT)
@@ -219,21 +219,21 @@ def test_the_admin_listener_takes_health_and_metrics_away(tmp_path: Path) -> Non
         assert gate.client.post(f"{admin}/health").status_code == 405
 
 
-def test_the_admin_listener_needs_no_keys_to_be_there(tmp_path: Path) -> None:
+def test_the_admin_listener_requires_no_key(tmp_path: Path) -> None:
     with locked(tmp_path, admin=True) as gate:
         gate.rig.send(m.Drain(0.0), "supervisor.0")
         gate.rig.receive("supervisor", m.Drained)
-        asked = gate.do(gate.client.get, f"{gate.admin}/health")  # type: ignore[attr-defined]
+        response = gate.do(gate.client.get, f"{gate.admin}/health")  # type: ignore[attr-defined]
         question = gate.rig.receive("supervisor", m.AskHealth)
         gate.rig.send(m.Health(question.nonce, "ok", [], None), "supervisor.0")
-        assert (asked.result().status_code, asked.result().json()["status"]) == (503, "draining")
+        assert (response.result().status_code, response.result().json()["status"]) == (503, "draining")
 
 
 # --------------------------------------------------------------------------------------------------------- ZeroMQ
 
 
 def free_port(num: int = 1) -> int:
-    """The first of `num` ports in a row that nobody listens on."""
+    """The first of `num` consecutive free ports."""
     for port in range(20_000 + os.getpid() % 10_000, 65_000, num):
         try:
             for one in range(port, port + num):
@@ -249,21 +249,21 @@ def test_zmq_over_tcp_requires_a_key(tmp_path: Path) -> None:
     with locked(tmp_path, zmq=address) as gate:
         for shown, words in ((None, "API key required"), ("", "required"), (f"{KEY}x", "Invalid API key")):
             with RawPeer(address, hello=False) as peer:
-                peer.say(p.Hello(1, 1, "a test", shown))
-                failure = peer.hear(p.Error).failure
+                peer.send(p.Hello(1, 1, "a test", shown))
+                failure = peer.receive(p.Error).failure
                 assert (failure.status, failure.code) == (401, "invalid_api_key")
                 assert words in failure.message and KEY not in failure.message
-                assert peer.is_hung_up()
-        with RawPeer(address, hello=False) as peer:  # an old client, which has never heard of keys
-            peer.say(msgspec.msgpack.encode(["hello", 1, 1]))
-            assert peer.hear(p.Error).failure.status == 401
+                assert peer.is_disconnected()
+        with RawPeer(address, hello=False) as peer:  # an old client that does not know keys
+            peer.send(msgspec.msgpack.encode(["hello", 1, 1]))
+            assert peer.receive(p.Error).failure.status == 401
         with RawPeer(address, hello=False) as peer:
-            peer.say(p.Hello(1, 1, "a test", SECOND))
-            peer.hear(p.Welcome)
+            peer.send(p.Hello(1, 1, "a test", SECOND))
+            peer.receive(p.Welcome)
             peer.generate()
             gate.delta(gate.begin(), "Hi", finish=m.Finish.LENGTH)
-            peer.hear(p.Accepted)
-            assert peer.hear(p.Delta).outputs[0].text == "Hi"
+            peer.receive(p.Accepted)
+            assert peer.receive(p.Delta).outputs[0].text == "Hi"
 
 
 def test_zmq_over_ipc_requires_no_key(gate: Gate) -> None:
@@ -271,9 +271,9 @@ def test_zmq_over_ipc_requires_no_key(gate: Gate) -> None:
         assert peer.is_still_served()
 
 
-def test_what_a_stranger_says_at_length_is_not_looked_at(gate: Gate) -> None:
+def test_a_long_message_before_hello_is_not_decoded(gate: Gate) -> None:
     long = p.Generate(1, "", p.TextPrompt("x" * 100_000), p.Params(), 1)
     with RawPeer(gate, hello=False) as peer:
-        peer.say(long)
-        assert peer.hear(p.Error).failure.code == "no_hello"
-        assert peer.is_hung_up()
+        peer.send(long)
+        assert peer.receive(p.Error).failure.code == "no_hello"
+        assert peer.is_disconnected()

@@ -1,4 +1,4 @@
-"""What is not even a request is answered in OpenAI's shape too."""
+"""Malformed requests get errors in OpenAI's format too."""
 
 import json
 import socket
@@ -29,7 +29,7 @@ CASES: dict[str, tuple[bytes, int, str]] = {
 
 
 def answer(gate: Gate, data: bytes) -> tuple[int, dict[str, str], Any]:
-    """Status, headers and body of what comes back; the connection must end with it."""
+    """Status, headers and body of the response, which must end the connection."""
     with socket.create_connection(gate.address, timeout=30) as connection:
         connection.sendall(data)
         reply = b"".join(iter(lambda: connection.recv(65536), b""))
@@ -40,7 +40,7 @@ def answer(gate: Gate, data: bytes) -> tuple[int, dict[str, str], Any]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_cannot_be_read_is_answered_in_shape_and_is_no_news(
+def test_malformed_requests_get_an_error_and_are_not_logged(
     gate: Gate, case: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     data, status, word = CASES[case]
@@ -57,12 +57,12 @@ def test_what_cannot_be_read_is_answered_in_shape_and_is_no_news(
 
 @pytest.mark.parametrize("path", [b"/v1/completions", b"/tokenize"])
 @pytest.mark.parametrize("begin", [b"", b"5\r\nhello\r\n"])
-def test_a_body_that_breaks_off_is_answered_at_once_and_once(gate: Gate, path: bytes, begin: bytes) -> None:
-    """Not after the time that a body may take."""
+def test_a_truncated_body_is_answered_immediately_and_once(gate: Gate, path: bytes, begin: bytes) -> None:
+    """It does not wait for the body timeout."""
     head = b"POST " + path + b" HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     with socket.create_connection(gate.address, timeout=10) as connection:
         connection.sendall(head + begin)
-        assert gate.client.get("/load").status_code == 200  # the head has been read by now
+        assert gate.client.get("/load").status_code == 200  # the headers have been read by now
         connection.sendall(b"zz\r\nhello\r\n0\r\n\r\n")
         reply = b"".join(iter(lambda: connection.recv(65536), b""))
     assert reply.count(b"HTTP/1.") == 1
@@ -71,7 +71,7 @@ def test_a_body_that_breaks_off_is_answered_at_once_and_once(gate: Gate, path: b
     assert "cannot read the body" in error["message"]
 
 
-def test_what_a_route_does_not_catch_is_500_in_shape_and_in_the_log(
+def test_an_uncaught_exception_is_a_500_error_and_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def broken(self: Api, request: Any) -> Any:
@@ -88,7 +88,7 @@ def test_what_a_route_does_not_catch_is_500_in_shape_and_in_the_log(
     assert "a secret of the server" in caplog.text
 
 
-def test_a_crowd_that_connects_at_once_waits_for_no_timer(gate: Gate) -> None:
+def test_many_simultaneous_connections_are_served_at_once(gate: Gate) -> None:
     connections = [socket.create_connection(gate.address, timeout=30) for _ in range(400)]
     try:
         for connection in connections:
@@ -99,8 +99,8 @@ def test_a_crowd_that_connects_at_once_waits_for_no_timer(gate: Gate) -> None:
             connection.close()
 
 
-def test_a_body_of_crumbs_is_refused_before_it_costs_anything(gate: Gate) -> None:
-    """60,000 chunks of a byte, 360 kB, would have taken the loop for nine seconds."""
+def test_a_body_of_tiny_chunks_is_refused_early(gate: Gate) -> None:
+    """60,000 chunks of one byte, 360 kB, would block the loop for nine seconds."""
     begin_s = time.monotonic()
     with socket.create_connection(gate.address, timeout=30) as connection:
         connection.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n[\r\n" * 60_000)
@@ -110,9 +110,7 @@ def test_a_body_of_crumbs_is_refused_before_it_costs_anything(gate: Gate) -> Non
 
 
 @pytest.mark.parametrize("begin", [b"", b"G", b"GET /version HTTP/1.1\r\nHost: localhost\r\nX-A: "])
-def test_a_head_that_does_not_come_ends_its_connection(
-    tmp_path: Path, begin: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_incomplete_headers_end_the_connection(tmp_path: Path, begin: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.stages.gateway.http.listener.HEAD_S", 0.2)
     with Gate(tmp_path) as gate, socket.create_connection(gate.address, timeout=10) as connection:
         connection.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n" if begin else b"")

@@ -1,4 +1,4 @@
-"""The official client finds what it expects."""
+"""The official OpenAI client works with the server."""
 
 import threading
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ def client(gate: Gate) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_chats(gate: Gate, client: openai.OpenAI) -> None:
+def test_a_chat_is_answered(gate: Gate, client: openai.OpenAI) -> None:
     future = gate.do(client.chat.completions.create, model=MODEL, messages=MESSAGES, n=2)
     gate.serve("Hello")
     response = future.result()
@@ -29,7 +29,7 @@ def test_chats(gate: Gate, client: openai.OpenAI) -> None:
     assert response.usage.total_tokens == 5
 
 
-def test_streams_chats(gate: Gate, client: openai.OpenAI) -> None:
+def test_a_chat_is_streamed(gate: Gate, client: openai.OpenAI) -> None:
     def read() -> list[openai.types.chat.ChatCompletionChunk]:
         options: Any = {"include_usage": True}
         with client.chat.completions.create(
@@ -48,7 +48,7 @@ def test_streams_chats(gate: Gate, client: openai.OpenAI) -> None:
     assert last.usage is not None and last.usage.completion_tokens == 2
 
 
-def test_gathers_a_stream(gate: Gate, client: openai.OpenAI) -> None:
+def test_a_stream_is_accumulated(gate: Gate, client: openai.OpenAI) -> None:
     def read() -> str | None:
         with client.chat.completions.stream(model=MODEL, messages=MESSAGES) as stream:
             return stream.get_final_completion().choices[0].message.content
@@ -58,14 +58,14 @@ def test_gathers_a_stream(gate: Gate, client: openai.OpenAI) -> None:
     assert future.result() == "Hello"
 
 
-def test_completes_several_prompts(gate: Gate, client: openai.OpenAI) -> None:
+def test_several_prompts_are_completed(gate: Gate, client: openai.OpenAI) -> None:
     future = gate.do(client.completions.create, model=MODEL, prompt=["a", "b"])
     gate.serve("1")
     gate.serve("2")
     assert [(c.index, c.text) for c in future.result().choices] == [(0, "1"), (1, "2")]
 
 
-def test_streams_completions(gate: Gate, client: openai.OpenAI) -> None:
+def test_a_completion_is_streamed(gate: Gate, client: openai.OpenAI) -> None:
     def read() -> str:
         with client.completions.create(model=MODEL, prompt="a", stream=True) as stream:
             return "".join(chunk.choices[0].text for chunk in stream)
@@ -75,12 +75,12 @@ def test_streams_completions(gate: Gate, client: openai.OpenAI) -> None:
     assert future.result() == "Hello"
 
 
-def test_lists_models(client: openai.OpenAI) -> None:
+def test_models_are_listed(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).id == MODEL
 
 
-def test_raises_what_it_should(gate: Gate, client: openai.OpenAI) -> None:
+def test_errors_raise_the_matching_exceptions(gate: Gate, client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.chat.completions.create(model="other", messages=MESSAGES)
     assert missing.value.code == "model_not_found"
@@ -90,7 +90,7 @@ def test_raises_what_it_should(gate: Gate, client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_raises_an_error_in_the_middle_of_a_stream(gate: Gate, client: openai.OpenAI, n: int) -> None:
+def test_an_error_within_a_stream_is_raised(gate: Gate, client: openai.OpenAI, n: int) -> None:
     has_begun = threading.Event()
     choices: list[openai.types.chat.chat_completion_chunk.Choice] = []
 
@@ -114,7 +114,7 @@ def test_raises_an_error_in_the_middle_of_a_stream(gate: Gate, client: openai.Op
     assert all(choice.finish_reason is None for choice in failed)
 
 
-def test_that_leaves_a_stream_has_it_aborted(gate: Gate, client: openai.OpenAI) -> None:
+def test_closing_a_stream_aborts_its_request(gate: Gate, client: openai.OpenAI) -> None:
     def read_one() -> None:
         with client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True) as stream:
             next(iter(stream))

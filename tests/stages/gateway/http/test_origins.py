@@ -1,4 +1,4 @@
-"""What a server without API keys refuses: requests that a page of another site may have had a browser send."""
+"""A server without API keys refuses requests that a browser sends for another site."""
 
 import json
 import socket
@@ -56,7 +56,7 @@ def assert_forbidden(response: Any, code: str, setting: str) -> None:
 
 
 def raw(gate: Gate, head: str) -> bytes:
-    """Everything that comes back, until the server hangs up."""
+    """Everything that is received until the server closes the connection."""
     with socket.create_connection(gate.address, timeout=30) as connection:
         connection.sendall(head.replace("\n", "\r\n").encode())
         return b"".join(iter(lambda: connection.recv(65536), b""))
@@ -64,7 +64,7 @@ def raw(gate: Gate, head: str) -> bytes:
 
 class TestHosts:
     @pytest.mark.parametrize(("method", "path"), EVERYWHERE)
-    def test_a_foreign_name_is_refused_everywhere(self, gate: Gate, method: str, path: str) -> None:
+    def test_a_foreign_host_is_refused_on_every_route(self, gate: Gate, method: str, path: str) -> None:
         body = json.dumps(CHAT) if method == "POST" else None
         headers = {"Host": "evil.example:8000", "Content-Type": "application/json", "X-Request-Id": "mine"}
         refused = gate.client.request(method, path, content=body, headers=headers)
@@ -73,33 +73,33 @@ class TestHosts:
         assert gate.rig.nothing("ingest", 0) and gate.rig.nothing("schedule", 0)
 
     @pytest.mark.parametrize("host", FOREIGN)
-    def test_which_names_are_foreign(self, gate: Gate, host: str) -> None:
+    def test_foreign_hosts_are_refused(self, gate: Gate, host: str) -> None:
         assert gate.client.get("/version", headers={"Host": host}).status_code == 403
 
     @pytest.mark.parametrize("host", OWN)
-    def test_which_names_are_its_own(self, gate: Gate, host: str) -> None:
+    def test_own_hosts_are_accepted(self, gate: Gate, host: str) -> None:
         assert gate.client.get("/version", headers={"Host": host}).status_code == 200
 
-    def test_a_listed_name_is_allowed(self, tmp_path: Path) -> None:
+    def test_a_listed_host_is_allowed(self, tmp_path: Path) -> None:
         with Gate(tmp_path, host="llm.internal", allowed_hosts=("Pipeline.svc", "*.example.com")) as gate:
             for host in ("llm.internal:8000", "pipeline.svc.", "a.example.com"):
                 assert gate.client.get("/version", headers={"Host": host}).status_code == 200, host
             for host in ("example.com", "pipeline", "internal"):
                 assert gate.client.get("/version", headers={"Host": host}).status_code == 403, host
 
-    def test_the_target_counts_too(self, gate: Gate) -> None:
+    def test_the_host_of_an_absolute_target_is_checked(self, gate: Gate) -> None:
         for target, status in (("http://evil.example/version", b"403"), ("http://localhost:1/version", b"200")):
             reply = raw(gate, f"GET {target} HTTP/1.1\nHost: 127.0.0.1\nConnection: close\n\n")
             assert reply.startswith(b"HTTP/1.1 " + status), reply
 
-    def test_a_request_has_one_host(self, gate: Gate) -> None:
+    def test_a_request_must_have_exactly_one_host(self, gate: Gate) -> None:
         two = raw(gate, "GET /version HTTP/1.1\nHost: localhost\nHost: evil.example\nConnection: close\n\n")
         assert two.split()[1] in (b"400", b"403")
         none = raw(gate, "GET /version HTTP/1.1\nConnection: close\n\n")
         assert none.split()[1] in (b"400", b"403")
-        assert raw(gate, "GET /version HTTP/1.0\n\n").startswith(b"HTTP/1.0 200")  # which no browser sends
+        assert raw(gate, "GET /version HTTP/1.0\n\n").startswith(b"HTTP/1.0 200")  # no browser sends this
 
-    def test_no_body_is_asked_for(self, gate: Gate) -> None:
+    def test_a_refused_client_gets_no_100_continue(self, gate: Gate) -> None:
         head = "POST /v1/completions HTTP/1.1\nHost: evil.example\nContent-Length: 9\nExpect: 100-continue\n\n"
         with socket.create_connection(gate.address, timeout=30) as connection:
             connection.sendall(head.replace("\n", "\r\n").encode())
@@ -108,14 +108,14 @@ class TestHosts:
 
 class TestOrigins:
     @pytest.mark.parametrize(("method", "path"), EVERYWHERE)
-    def test_a_foreign_one_is_refused_everywhere(self, gate: Gate, method: str, path: str) -> None:
+    def test_a_foreign_origin_is_refused_on_every_route(self, gate: Gate, method: str, path: str) -> None:
         body = json.dumps(CHAT) if method == "POST" else None
         headers = {"Origin": "https://evil.example", "Content-Type": "application/json"}
         refused = gate.client.request(method, path, content=body, headers=headers)
         assert_forbidden(refused, "origin_not_allowed", "gateway.allowed_origins")
         assert gate.rig.nothing("ingest", 0) and gate.rig.nothing("schedule", 0)
 
-    def test_its_own_is_scheme_host_and_port(self, gate: Gate) -> None:
+    def test_an_origin_must_match_in_scheme_host_and_port(self, gate: Gate) -> None:
         def status(host: str, origin: str) -> int:
             return gate.client.get("/version", headers={"Host": host, "Origin": origin}).status_code
 
@@ -138,7 +138,7 @@ class TestOrigins:
         ]
         assert [status(*one) for one in others] == [403] * len(others)
 
-    def test_a_listed_one_is_allowed(self, tmp_path: Path) -> None:
+    def test_a_listed_origin_is_allowed(self, tmp_path: Path) -> None:
         with Gate(tmp_path, allowed_origins=("https://Chat.example.com", "app://obsidian.md")) as gate:
             for origin, status in (
                 ("https://chat.example.com", 200),
@@ -152,15 +152,15 @@ class TestOrigins:
             headers = {"Origin": "https://chat.example.com", "Host": "evil.example"}
             assert gate.client.get("/version", headers=headers).status_code == 403
 
-    def test_any_may_be_allowed(self, tmp_path: Path) -> None:
+    def test_a_wildcard_allows_all_origins(self, tmp_path: Path) -> None:
         with Gate(tmp_path, allowed_origins=("*",)) as gate:
             assert gate.client.get("/version", headers={"Origin": "https://any.example"}).status_code == 200
 
-    def test_two_are_both_looked_at(self, gate: Gate) -> None:
+    def test_each_of_two_origins_is_checked(self, gate: Gate) -> None:
         head = "GET /version HTTP/1.1\nHost: localhost\nOrigin: http://localhost\nOrigin: http://evil.example\n\n"
         assert raw(gate, head).startswith(b"HTTP/1.1 403")
 
-    def test_a_browser_s_post_without_one_is_known_by_its_site(self, gate: Gate) -> None:
+    def test_a_post_without_origin_is_judged_by_sec_fetch_site(self, gate: Gate) -> None:
         def status(site: str) -> int:
             return gate.client.post("/abort_requests", content=b"{", headers={"Sec-Fetch-Site": site}).status_code
 
@@ -171,7 +171,7 @@ class TestOrigins:
 @pytest.mark.parametrize(
     "given", ["text/plain", "multipart/form-data; boundary=x", "application/x-www-form-urlencoded"]
 )
-def test_a_body_that_a_form_may_send_is_refused(gate: Gate, path: str, given: str) -> None:
+def test_media_types_of_html_forms_are_refused(gate: Gate, path: str, given: str) -> None:
     response = gate.client.post(path, content=json.dumps(CHAT), headers={"Content-Type": given})
     error = response.json()["error"]
     assert (response.status_code, error["code"]) == (415, "unsupported_media_type")
@@ -180,12 +180,12 @@ def test_a_body_that_a_form_may_send_is_refused(gate: Gate, path: str, given: st
 
 
 @pytest.mark.parametrize("given", ["application/jsonp", "text/json", "application/json-seq", "*/*", "json", ""])
-def test_other_types_are_refused_too(gate: Gate, given: str) -> None:
+def test_other_media_types_are_refused(gate: Gate, given: str) -> None:
     response = gate.client.post("/tokenize", content=b"{}", headers={"Content-Type": given})
     assert response.status_code == 415
 
 
-def test_a_reset_needs_neither_body_nor_type(gate: Gate) -> None:
+def test_a_cache_reset_requires_no_body_and_no_media_type(gate: Gate) -> None:
     response = gate.do(gate.client.post, "/reset_prefix_cache")
     question = gate.rig.receive("schedule", m.ResetPrefixCache)
     gate.rig.send(m.PrefixCacheReset(0, question.nonce, 5), "detokenize.0")
@@ -203,7 +203,7 @@ def admin(tmp_path: Path) -> Iterator[tuple[Gate, str]]:
         yield gate, url
 
 
-def test_the_admin_listener_refuses_them_too(admin: tuple[Gate, str]) -> None:
+def test_the_admin_listener_refuses_foreign_hosts_and_origins(admin: tuple[Gate, str]) -> None:
     gate, url = admin
     for path in ("/health", "/metrics"):
         assert_forbidden(
@@ -211,13 +211,13 @@ def test_the_admin_listener_refuses_them_too(admin: tuple[Gate, str]) -> None:
         )
         refused = gate.client.get(url + path, headers={"Origin": "http://evil.example"})
         assert_forbidden(refused, "origin_not_allowed", "allowed_origins")
-    asked = gate.do(gate.client.get, f"{url}/health")
+    health = gate.do(gate.client.get, f"{url}/health")
     question = gate.rig.receive("supervisor", m.AskHealth)
     gate.rig.send(m.Health(question.nonce, "ok", [], None), "supervisor.0")
-    assert asked.result().status_code == 200
+    assert health.result().status_code == 200
 
 
-def test_a_server_with_keys_asks_for_the_key_alone(tmp_path: Path) -> None:
+def test_with_api_keys_hosts_and_origins_are_not_checked(tmp_path: Path) -> None:
     with locked(tmp_path) as gate:
         headers = RIGHT | {"Host": "evil.example", "Origin": "https://evil.example"}
         assert gate.client.get("/version", headers=headers).status_code == 200

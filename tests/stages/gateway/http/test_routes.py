@@ -1,4 +1,4 @@
-"""The table of routes: the application has all of them, and each type in it can be looked into."""
+"""The table of routes matches the application and the documentation."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ from pipeline.stages.gateway.readiness import Readiness
 DOCUMENT = Path(__file__).parents[4] / "docs" / "http.md"
 
 
-def test_the_application_has_them_and_no_other() -> None:
+def test_the_application_has_all_routes() -> None:
     none: Any = None
     app = Api(Readiness(), none, none, none, none, none, RequestLimits("x", 1), Settings().gateway).app()
     found = {
@@ -28,7 +28,7 @@ def test_the_application_has_them_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=[f"{route.method} {route.path}" for route in ROUTES])
-def test_each_is_told_and_its_types_can_be_looked_into(route: Route) -> None:
+def test_each_route_is_documented_and_its_types_are_known(route: Route) -> None:
     text = DOCUMENT.read_text("utf-8")
     assert re.search(rf"^{re.escape(route.heading)}$", text, re.MULTILINE)
     for kind in (route.body, route.reply, route.event):
@@ -36,4 +36,4 @@ def test_each_is_told_and_its_types_can_be_looked_into(route: Route) -> None:
             assert msgspec.inspect.type_info(kind)
     assert (route.body is None) <= (not route.neutral)
     for name in route.neutral:
-        assert name not in route.body.__struct_fields__, f"{name} is both taken and refused"
+        assert name not in route.body.__struct_fields__, f"{name} is both accepted and refused"

@@ -1,4 +1,4 @@
-"""Streams: their framing, their errors, and that each client holds up only itself."""
+"""Streams: framing, errors, and isolation of slow clients."""
 
 import json
 import socket
@@ -27,8 +27,8 @@ from tests.stages.gateway.gate import (
 STREAM = CHAT | {"stream": True}
 
 
-class TestAStreamedChat:
-    def test_is_a_role_then_text_then_a_reason(self, gate: Gate) -> None:
+class TestStreamedChat:
+    def test_a_stream_is_a_role_then_text_then_a_finish_reason(self, gate: Gate) -> None:
         response = gate.post(STREAM)
         submit = gate.submit()
         gate.accept(submit)
@@ -59,7 +59,7 @@ class TestAStreamedChat:
         assert all("usage" not in event for event in events)
         assert gate.closed() == (submit.request_id, 1)
 
-    def test_ends_with_usage_where_it_is_asked_for(self, gate: Gate) -> None:
+    def test_a_stream_ends_with_usage_if_requested(self, gate: Gate) -> None:
         response = gate.post(STREAM | {"stream_options": {"include_usage": True}, "n": 2})
         submit = gate.submit()
         gate.accept(submit, num_ids=4)
@@ -70,7 +70,7 @@ class TestAStreamedChat:
         assert last["choices"] == []
         assert last["usage"] == {"prompt_tokens": 4, "completion_tokens": 2, "total_tokens": 6, **NONE_CACHED}
 
-    def test_text_that_comes_again_is_not_repeated(self, gate: Gate) -> None:
+    def test_repeated_text_is_sent_once(self, gate: Gate) -> None:
         response = gate.post(STREAM | {"stream_options": {"include_usage": True}})
         submit = gate.submit()
         gate.accept(submit)
@@ -82,7 +82,7 @@ class TestAStreamedChat:
         assert "".join(e["choices"][0]["delta"].get("content", "") for e in events) == "abcdefg"
         assert usage["usage"]["completion_tokens"] == 7
 
-    def test_what_an_earlier_attempt_says_is_dropped(self, gate: Gate) -> None:
+    def test_results_of_an_earlier_attempt_are_dropped(self, gate: Gate) -> None:
         response = gate.post(CHAT)
         submit = gate.begin()
         gate.rig.send(m.Deltas([submit.request_id], [0], [0], ["old"], [0], b"", [0], [0], [0], [None]), "detokenize.0")
@@ -90,7 +90,7 @@ class TestAStreamedChat:
         gate.finish(submit, "new")
         assert response.result().json()["choices"][0]["message"]["content"] == "new"
 
-    def test_text_that_came_after_a_finish_is_dropped(self, gate: Gate) -> None:
+    def test_text_after_a_finish_is_dropped(self, gate: Gate) -> None:
         response = gate.post(CHAT | {"n": 2})
         submit = gate.begin()
         gate.finish(submit, "a", 0)
@@ -98,7 +98,7 @@ class TestAStreamedChat:
         gate.finish(submit, "b", 1)
         assert [c["message"]["content"] for c in response.result().json()["choices"]] == ["a", "b"]
 
-    def test_works_over_http_1_0(self, gate: Gate) -> None:
+    def test_streams_work_over_http_1_0(self, gate: Gate) -> None:
         body = json.dumps(STREAM).encode()
         with socket.create_connection(gate.address, timeout=30) as connection:
             head = f"POST /v1/chat/completions HTTP/1.0\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -112,7 +112,7 @@ class TestAStreamedChat:
         ]
 
 
-def test_a_streamed_completion_is_text_then_a_reason(gate: Gate) -> None:
+def test_a_streamed_completion_is_text_then_a_finish_reason(gate: Gate) -> None:
     response = gate.complete(COMPLETION | {"stream": True, "prompt": ["a", "b"]})
     first, second = gate.submit(), gate.submit()
     gate.accept(first)
@@ -127,8 +127,8 @@ def test_a_streamed_completion_is_text_then_a_reason(gate: Gate) -> None:
         assert [(c["text"], c["finish_reason"]) for c in mine] == [(text, None), ("", "stop")]
 
 
-class TestAnErrorOfAStream:
-    def test_before_its_first_token_has_its_own_status(self, gate: Gate) -> None:
+class TestStreamErrors:
+    def test_an_error_before_the_first_token_has_its_own_status(self, gate: Gate) -> None:
         response = gate.post(STREAM)
         submit = gate.submit()
         gate.accept(submit)
@@ -136,13 +136,13 @@ class TestAnErrorOfAStream:
         result = response.result()
         assert (result.status_code, result.json()["error"]["param"]) == (400, "max_tokens")
 
-    def test_before_its_prompt_is_accepted_has_its_own_status(self, gate: Gate) -> None:
+    def test_a_rejection_before_acceptance_has_its_own_status(self, gate: Gate) -> None:
         response = gate.post(STREAM)
         gate.reject(gate.submit(), m.Failure(503, "no room"))
         result = response.result()
         assert (result.status_code, result.headers["Retry-After"]) == (503, "1")
 
-    def test_after_its_first_token_is_its_last_event(self, gate: Gate) -> None:
+    def test_an_error_after_the_first_token_is_the_last_event(self, gate: Gate) -> None:
         with gate.raw(STREAM) as connection:
             submit = gate.submit()
             gate.accept(submit)
@@ -155,7 +155,7 @@ class TestAnErrorOfAStream:
         assert gate.closed() == (submit.request_id, 1)
 
     @pytest.mark.parametrize(
-        ("wishes", "why", "status", "param"),
+        ("fields", "why", "status", "param"),
         [
             ({"allowed_token_ids": [5]}, m.NOTHING_LEFT, 400, "allowed_token_ids"),
             ({"bad_words": ["x"]}, m.NOTHING_LEFT, 400, "bad_words"),
@@ -163,17 +163,17 @@ class TestAnErrorOfAStream:
             ({}, m.NOTHING_LEFT, 400, None),
         ],
     )
-    def test_is_the_clients_where_it_has_left_no_token(
-        self, gate: Gate, wishes: dict[str, Any], why: str, status: int, param: str | None
+    def test_excluding_all_tokens_is_a_client_error(
+        self, gate: Gate, fields: dict[str, Any], why: str, status: int, param: str | None
     ) -> None:
-        response = gate.post(CHAT | wishes)
+        response = gate.post(CHAT | fields)
         gate.delta(gate.begin(), "", 0, finish=m.Finish.ERROR, error=why)
         error = response.result().json()["error"]
         assert (response.result().status_code, error["param"]) == (status, param)
         assert why in error["message"]
 
 
-def test_headers_do_not_wait_for_the_first_token_for_ever(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headers_wait_for_the_first_token_only_for_a_while(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(response_writer, "HEADERS_AFTER_S", 0.05)
     with gate.raw(STREAM) as connection:
         submit = gate.submit()
@@ -186,16 +186,16 @@ def test_headers_do_not_wait_for_the_first_token_for_ever(gate: Gate, monkeypatc
 
 @contextmanager
 def leaving(gate: Gate, body: Any) -> Iterator[m.Submit]:
-    """A client that leaves at the end of the block."""
+    """A client that disconnects at the end of the block."""
     with gate.raw(body):
         submit = gate.submit()
         gate.accept(submit)
         yield submit
 
 
-class TestAClientThatLeaves:
+class TestDisconnectedClients:
     @pytest.mark.parametrize("body", [CHAT, STREAM, STREAM | {"n": 2}])
-    def test_has_its_request_aborted_and_closed(self, gate: Gate, body: Any) -> None:
+    def test_a_disconnected_clients_request_is_aborted_and_closed(self, gate: Gate, body: Any) -> None:
         with leaving(gate, body) as submit:
             gate.delta(submit, "Hel")
         abort = m.Abort(submit.request_id, 1)
@@ -211,14 +211,14 @@ class TestAClientThatLeaves:
         assert gate.rig.until(lambda load: load.num_open_requests == 0)
         assert gate.rig.nothing("schedule", 0)
 
-    def test_before_its_prompt_is_accepted_is_closed_by_a_rejection(self, gate: Gate) -> None:
+    def test_a_disconnect_before_acceptance_is_closed_by_the_rejection(self, gate: Gate) -> None:
         with gate.raw(STREAM):
             submit = gate.submit()
         gate.rig.receive("ingest", m.Abort)
         gate.reject(submit, m.Failure(499, "aborted"))
         gate.rig.until(lambda load: load.num_open_requests == 0)
 
-    def test_with_several_prompts_has_each_aborted(self, gate: Gate) -> None:
+    def test_a_disconnect_aborts_all_prompts(self, gate: Gate) -> None:
         with gate.raw(COMPLETION | {"prompt": ["a", "b", "c"]}, "/v1/completions"):
             submits = [gate.begin() for _ in range(3)]
             gate.finish(submits[1])
@@ -229,7 +229,7 @@ class TestAClientThatLeaves:
             gate.finish(submit, finish=m.Finish.ABORT)
         gate.rig.until(lambda load: load.num_open_requests == 0)
 
-    def test_in_a_crowd_leaves_nothing(self, gate: Gate) -> None:
+    def test_many_disconnects_leave_no_request_open(self, gate: Gate) -> None:
         connections = [gate.raw(STREAM) for _ in range(40)]
         submits = [gate.submit() for _ in connections]
         for i, submit in enumerate(submits):
@@ -246,7 +246,7 @@ class TestAClientThatLeaves:
         gate.rig.until(lambda load: load.num_open_requests == 0)
 
 
-def test_a_delta_of_a_request_that_nobody_knows_is_answered_with_abort(gate: Gate) -> None:
+def test_a_delta_of_an_unknown_request_is_answered_with_abort(gate: Gate) -> None:
     unknown = m.Submit(77, 3, 0, 0.0, m.TextPrompt(""), m.GenerationOptions(max_tokens=1))
     gate.delta(unknown, "x")
     for stage in ("ingest", "schedule"):
@@ -256,12 +256,12 @@ def test_a_delta_of_a_request_that_nobody_knows_is_answered_with_abort(gate: Gat
     assert gate.rig.nothing("schedule", 0)
 
 
-class TestASlowReader:
-    def test_holds_up_nobody_and_gets_everything(self, gate: Gate) -> None:
+class TestSlowReader:
+    def test_a_slow_reader_delays_no_one_and_gets_everything(self, gate: Gate) -> None:
         with gate.raw(STREAM) as slow:
             submit = gate.submit()
             gate.accept(submit)
-            piece, num = "Z" * 200_000, 100  # far more than sockets hold
+            piece, num = "Z" * 200_000, 100  # far more than sockets buffer
             for _ in range(num):
                 gate.delta(submit, piece)
             gate.finish(submit)
@@ -271,11 +271,11 @@ class TestASlowReader:
                 assert "quick" in other.result().text
             text = read_until(slow, END)
         assert text.count(b"Z") == len(piece) * num
-        # What had to wait was joined.
+        # Pending deltas were merged.
         assert text.count(b"data: ") < num
 
     @pytest.mark.parametrize("whole", [False, True])
-    def test_that_takes_nothing_is_cut_off(self, tmp_path: Path, whole: bool) -> None:
+    def test_a_client_that_reads_nothing_is_disconnected(self, tmp_path: Path, whole: bool) -> None:
         with Gate(tmp_path, slow_client_timeout_s=0.2) as gate, gate.raw(CHAT if whole else STREAM):
             submit = gate.submit()
             gate.accept(submit)
@@ -288,7 +288,7 @@ class TestASlowReader:
                 gate.finish(submit, finish=m.Finish.ABORT)
             gate.rig.until(lambda load: load.num_open_requests == 0)
 
-    def test_that_takes_a_little_now_and_then_is_given_its_time(self, tmp_path: Path) -> None:
+    def test_a_client_that_reads_slowly_is_not_disconnected(self, tmp_path: Path) -> None:
         with Gate(tmp_path, slow_client_timeout_s=0.5) as gate, gate.raw(STREAM) as slow:
             submit = gate.submit()
             gate.accept(submit)
@@ -300,10 +300,10 @@ class TestASlowReader:
                 num_z += data.count(b"Z")
                 threading.Event().wait(0.05)
             assert num_z == 20_000_000
-            assert time.monotonic() - begun > 1.0, "it took no longer than its patience, so this shows nothing"
+            assert time.monotonic() - begun > 1.0, "it took no longer than the timeout, so the test proves nothing"
 
 
-def test_many_streams_at_once_get_each_their_own(gate: Gate) -> None:
+def test_concurrent_streams_get_their_own_text(gate: Gate) -> None:
     responses = [gate.post(STREAM | {"seed": i}) for i in range(16)]
     submits = [gate.submit() for _ in responses]
     for submit in submits:
@@ -318,8 +318,8 @@ def test_many_streams_at_once_get_each_their_own(gate: Gate) -> None:
         assert text == "".join(f"{i}-{step} " for step in range(20))
 
 
-def test_usage_says_what_was_found_in_the_prefix_cache(gate: Gate) -> None:
-    """By the sequence of each prompt that found least: the others find what that one has computed."""
+def test_usage_has_the_cached_tokens(gate: Gate) -> None:
+    """The least of each prompt's sequences counts: the others find what that one has computed."""
     usage = {"stream": True, "stream_options": {"include_usage": True}}
     response = gate.complete(COMPLETION | usage | {"prompt": ["a", "b"], "n": 2})
     for num_cached in ((32, 48), (16, 0)):

@@ -1,4 +1,4 @@
-"""Bodies that are on their way are bounded together, and whichever way one ends, its room is there again."""
+"""The total size of bodies being uploaded is bounded, and every end of an upload releases its budget."""
 
 import gzip
 import json
@@ -18,7 +18,7 @@ from tests.stages.gateway.test_metrics import counts_of
 
 MAX_BODY = 2 * SMALL_BYTES
 LARGE = json.dumps({"model": "another", "prompt": "x"}).encode().ljust(MAX_BODY)
-"""Answered with 404, where there is room for it."""
+"""Answered with 404 if the upload budget has room for it."""
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -28,8 +28,8 @@ def gate(tmp_path: Path) -> Iterator[Gate]:
         yield gate
 
 
-def asked(gate: Gate, num_bytes: int = MAX_BODY, path: str = "/v1/completions") -> socket.socket:
-    """A connection that asks whether it may send a body."""
+def expect_continue(gate: Gate, num_bytes: int = MAX_BODY, path: str = "/v1/completions") -> socket.socket:
+    """A connection that has sent its headers with `Expect: 100-continue`."""
     connection = socket.create_connection(gate.address, timeout=PATIENCE_S)
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: {num_bytes}\r\n\r\n"
     connection.sendall(head.encode())
@@ -37,8 +37,8 @@ def asked(gate: Gate, num_bytes: int = MAX_BODY, path: str = "/v1/completions") 
 
 
 def stuck(gate: Gate) -> socket.socket:
-    """A connection that sends most of a body, and then nothing."""
-    connection = asked(gate)
+    """A connection that sends most of a body and then stalls."""
+    connection = expect_continue(gate)
     assert read_until(connection, b"\r\n\r\n") == CONTINUE
     connection.sendall(b" " * (MAX_BODY - 100))
     return connection
@@ -62,8 +62,8 @@ def in_chunks(num_bytes: int) -> Iterator[bytes]:
         yield b" " * 4096
 
 
-def has_all_its_room(gate: Gate) -> None:
-    """As many are let in as may be, and no more. What has just left may take a moment to be noticed."""
+def assert_budget_is_free(gate: Gate) -> None:
+    """Exactly the allowed number of uploads is accepted. A disconnect may take a moment to be noticed."""
     gate.rig.until(lambda _: not is_refused(send(gate)))
     with ExitStack() as stack:
         for _ in range(NUM_BODIES):
@@ -71,25 +71,25 @@ def has_all_its_room(gate: Gate) -> None:
         assert is_refused(send(gate))
 
 
-class TestWhenThereIsNoRoom:
-    def test_large_ones_are_refused_at_once_and_small_ones_served(self, gate: Gate) -> None:
+class TestExhaustedBudget:
+    def test_large_bodies_are_refused_at_once_and_small_ones_served(self, gate: Gate) -> None:
         with ExitStack() as stack:
             for _ in range(NUM_BODIES):
                 stack.enter_context(stuck(gate))
             assert is_refused(send(gate))
-            assert is_refused(send(gate, in_chunks(MAX_BODY))), "a length that is not told is counted as it grows"
+            assert is_refused(send(gate, in_chunks(MAX_BODY))), "a chunked body is counted as it grows"
             packed = gzip.compress(LARGE)
             assert is_refused(send(gate, packed, **{"Content-Encoding": "gzip"})), "counted unpacked"
-            with asked(gate) as connection:
+            with expect_continue(gate) as connection:
                 answer = read_until(connection, b"}}")
                 assert answer.startswith(b"HTTP/1.1 503 ") and b"Retry-After: " in answer
             assert counts_of(gate).num_overloaded == 4
             small = gate.complete(json.dumps(COMPLETION).encode().ljust(SMALL_BYTES))
             gate.serve()
             assert small.result().status_code == 200
-        has_all_its_room(gate)
+        assert_budget_is_free(gate)
 
-    def test_no_byte_more_is_given(self) -> None:
+    def test_the_budget_is_never_exceeded(self) -> None:
         room = UploadBudget(MAX_BODY)
         with ExitStack() as stack:
             for _ in range(NUM_BODIES):
@@ -101,7 +101,7 @@ class TestWhenThereIsNoRoom:
         assert room.num_bytes == 0
 
 
-class TestRoomIsGivenBack:
+class TestBudgetIsReleased:
     @pytest.mark.parametrize(
         ("end", "status"),
         [
@@ -113,56 +113,56 @@ class TestRoomIsGivenBack:
         ],
         ids=["read", "read in chunks", "too large", "unreadable", "refused"],
     )
-    def test_however_it_ends(self, gate: Gate, end: Callable[[Gate], httpx.Response], status: int) -> None:
+    def test_after_every_end_of_an_upload(self, gate: Gate, end: Callable[[Gate], httpx.Response], status: int) -> None:
         for _ in range(NUM_BODIES + 1):
             assert end(gate).status_code == status
-        has_all_its_room(gate)
+        assert_budget_is_free(gate)
 
-    def test_when_clients_leave(self, gate: Gate) -> None:
+    def test_when_clients_disconnect(self, gate: Gate) -> None:
         for _ in range(2):
             connections = [stuck(gate) for _ in range(NUM_BODIES)]
             assert is_refused(send(gate))
             for connection in connections:
                 connection.close()
             gate.rig.until(lambda _: not is_refused(send(gate)))
-        has_all_its_room(gate)
+        assert_budget_is_free(gate)
 
-    def test_when_their_time_is_up(self, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_when_uploads_time_out(self, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch, ExitStack() as stack:
             patch.setattr("pipeline.stages.gateway.http.app.BODY_TIMEOUT_S", 0.5)
             for connection in [stack.enter_context(stuck(gate)) for _ in range(NUM_BODIES)]:
                 assert read_until(connection, b"}}").startswith(b"HTTP/1.1 408 ")
-        has_all_its_room(gate)
+        assert_budget_is_free(gate)
 
 
-class TestWhoAsksFirst:
+class TestExpectContinue:
     @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
-    def test_is_told_that_the_server_is_full_before_sending_the_body(self, tmp_path: Path, path: str) -> None:
+    def test_a_full_server_answers_503_before_the_body(self, tmp_path: Path, path: str) -> None:
         with Gate(tmp_path, max_open_sequences=1) as gate:
             response = gate.post(CHAT)
             submit = gate.begin()
-            with asked(gate, path=path) as connection:
+            with expect_continue(gate, path=path) as connection:
                 answer = read_until(connection, b"}}")
                 assert answer.startswith(b"HTTP/1.1 503 ")
                 assert b"Retry-After: " in answer and b"Connection: close" in answer and b'"overloaded"' in answer
             gate.finish(submit)
             assert response.result().status_code == 200
             gate.rig.until(lambda load: load.num_open_requests == 0)
-            with asked(gate, 2, path) as connection:
+            with expect_continue(gate, 2, path) as connection:
                 assert read_until(connection, b"\r\n\r\n") == CONTINUE
 
-    def test_is_told_that_the_body_is_too_large(self, gate: Gate) -> None:
-        with asked(gate, MAX_BODY + 1) as connection:
+    def test_a_too_large_body_is_413_before_it_is_sent(self, gate: Gate) -> None:
+        with expect_continue(gate, MAX_BODY + 1) as connection:
             assert read_until(connection, b"}}").startswith(b"HTTP/1.1 413 ")
 
-    def test_of_a_server_that_starts_is_told_so(self, tmp_path: Path) -> None:
-        with Gate(tmp_path, start=False) as gate, asked(gate) as connection:
+    def test_a_starting_server_answers_503(self, tmp_path: Path) -> None:
+        with Gate(tmp_path, start=False) as gate, expect_continue(gate) as connection:
             answer = read_until(connection, b"}}")
             assert answer.startswith(b"HTTP/1.1 503 ") and b'"starting"' in answer and b"Retry-After: " in answer
 
 
 @pytest.mark.parametrize("declared", [0, 10, MAX_BODY])
-def test_small_beginnings_are_not_counted(declared: int) -> None:
+def test_small_uploads_are_not_counted(declared: int) -> None:
     room = UploadBudget(MAX_BODY)
     with room.upload(declared) as upload:
         upload.grow(SMALL_BYTES)

@@ -1,4 +1,4 @@
-"""Request bodies for tests, parsed or refused."""
+"""Helpers that parse request bodies or return their errors."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Any bytes get an answer or a refusal, and large lists are refused early."""
+"""Any bytes are parsed or rejected cleanly, and long lists are rejected early."""
 
 import contextlib
 import gc
@@ -36,7 +36,7 @@ names = st.sampled_from(
 bodies = st.dictionaries(names, values | st.dictionaries(names, values) | st.lists(st.dictionaries(names, values)))
 
 
-def is_answered(body: bytes) -> None:
+def assert_parsed_or_rejected(body: bytes) -> None:
     for parse in (parse_chat, parse_completion, parse_embeddings, parse_tokens_only):
         try:
             assert isinstance(parse(body, LIMITS), ParsedRequest)
@@ -49,28 +49,28 @@ def is_answered(body: bytes) -> None:
 class TestAnyBytes:
     @given(st.binary())
     @example(b'{"a":NaN,"b":"\xff"}')
-    def test_are_answered(self, body: bytes) -> None:
-        is_answered(body)
+    def test_any_bytes_are_handled(self, body: bytes) -> None:
+        assert_parsed_or_rejected(body)
 
     @given(values)
-    def test_of_json_are_answered(self, body: Any) -> None:
-        is_answered(json.dumps(body).encode())
+    def test_any_json_is_handled(self, body: Any) -> None:
+        assert_parsed_or_rejected(json.dumps(body).encode())
 
     @settings(max_examples=40)
     @given(bodies)
-    def test_of_fields_with_any_value_are_answered(self, fields: dict[str, Any]) -> None:
+    def test_any_field_value_is_handled(self, fields: dict[str, Any]) -> None:
         for base in (CHAT, COMPLETION, {"token_ids": [1], "sampling_params": fields}, {"model": "tiny", "input": "x"}):
-            is_answered(json.dumps(base | fields).encode())
+            assert_parsed_or_rejected(json.dumps(base | fields).encode())
 
     @given(st.binary(min_size=1, max_size=4), st.integers(min_value=0))
-    def test_of_a_request_that_was_garbled_are_answered(self, garbage: bytes, place: int) -> None:
+    def test_a_corrupted_request_is_handled(self, garbage: bytes, place: int) -> None:
         body = json.dumps(CHAT | {"temperature": 0.5, "stop": ["a"]}).encode()
         place %= len(body)
-        is_answered(body[:place] + garbage + body[place + len(garbage) :])
+        assert_parsed_or_rejected(body[:place] + garbage + body[place + len(garbage) :])
 
 
-class TestWhatIsTooManyWhateverItSays:
-    """A legal body may hold a million of something; it is counted before anything is made of each."""
+class TestTooManyItems:
+    """A body within the size limit may contain a million items; they are counted before each is processed."""
 
     LIMITS = RequestLimits(model="tiny", max_sequences=64, max_prompt_tokens=512)
 
@@ -85,11 +85,11 @@ class TestWhatIsTooManyWhateverItSays:
             ({"prompt": [[1], [1] * 513]}, "prompt[1]", "maximum context length is 512 tokens, and the prompt has 513"),
         ],
     )
-    def test_of_a_completion_names_the_prompt(
+    def test_too_many_prompts_or_ids_are_rejected_by_name(
         self, body: Any, param: str, words: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def packed(ids: Any) -> bytes:
-            raise AssertionError("nothing is to be made of prompts that are refused")
+            raise AssertionError("rejected prompts must not be processed")
 
         monkeypatch.setattr("pipeline.stages.gateway.parsing.prompt_fields.packed", packed)
         content = json.dumps({"model": "tiny"} | body, separators=(",", ":")).encode()
@@ -104,20 +104,20 @@ class TestWhatIsTooManyWhateverItSays:
     def test_the_setting_to_raise_is_named(self) -> None:
         assert "gateway.max_open_sequences" in refused(COMPLETION | {"n": 65}, parse_completion).message
 
-    def test_a_prompt_that_just_fits_is_ingests_to_judge(self) -> None:
+    def test_a_prompt_of_the_maximum_length_is_accepted(self) -> None:
         body = json.dumps(COMPLETION | {"prompt": [1] * 512}).encode()
         assert parse_completion(body, self.LIMITS).prompts == [m.IdsPrompt(np.full(512, 1, "<i4").tobytes())]
 
-    def test_of_a_chat_names_the_messages(self) -> None:
+    def test_too_many_messages_are_rejected_by_name(self) -> None:
         messages = [{"role": "user", "content": ""}]
         for num, is_refused in ((512, False), (513, True), (100_000, True)):
             body = json.dumps({"model": "tiny", "messages": messages * num}).encode()
             generate = p.Generate(1, "", p.ChatPrompt([p.ChatMessage("user", "")] * num), p.Params(), 1)
-            asked: list[tuple[Callable[[Any, RequestLimits], ParsedRequest], Any]] = [
+            parsers: list[tuple[Callable[[Any, RequestLimits], ParsedRequest], Any]] = [
                 (parse_chat, body),
                 (parse_generate, generate),
             ]
-            for parse, what in asked:
+            for parse, what in parsers:
                 if not is_refused:
                     (prompt,) = parse(what, self.LIMITS).prompts
                     assert isinstance(prompt, m.ChatPrompt) and len(prompt.messages) == num
@@ -127,20 +127,20 @@ class TestWhatIsTooManyWhateverItSays:
                 assert (raised.value.param, raised.value.code) == ("messages", "context_length_exceeded")
                 assert f"the chat has {num} messages" in raised.value.message
 
-    def test_of_ids_over_zeromq_too(self) -> None:
+    def test_too_many_ids_over_zeromq_are_rejected(self) -> None:
         generate = p.Generate(1, "", p.TokensPrompt(bytes(4 * 513)), p.Params(), 1)
         with pytest.raises(ApiError, match="the prompt has 513") as raised:
             parse_generate(generate, self.LIMITS)
         assert raised.value.param == "prompt"
 
-    def test_of_a_chat_to_tokenize_names_the_messages(self) -> None:
+    def test_too_many_messages_to_tokenize_are_rejected_by_name(self) -> None:
         body = b'{"messages":[%s]}' % b",".join([b'{"role":""}'] * (m.MAX_SHOWN_IDS + 1))
         assert len(body) <= GatewaySettings().max_body_bytes
         error = refused(body, parse_tokenize)
         assert (error.status, error.param) == (400, "messages")
         assert "262144" in error.message
 
-    def test_the_value_to_blame_is_looked_for_among_so_many_and_no_more(self) -> None:
+    def test_the_search_for_the_invalid_value_is_bounded(self) -> None:
         for num, param in ((50_000, "prompt[50000]"), (1_000_000, None)):
             body = b'{"model":"tiny","prompt":[%sNaN]}' % (b"[]," * num)
             begin_s = time.process_time()
@@ -148,7 +148,7 @@ class TestWhatIsTooManyWhateverItSays:
             assert time.process_time() - begin_s < 2.0
             assert (error.status, error.param) == (400, param)
 
-    def test_garbage_is_collected_again_afterwards(self) -> None:
+    def test_garbage_collection_is_enabled_again_afterwards(self) -> None:
         assert gc.isenabled()
         for body in (b"[", b"{}", json.dumps(COMPLETION).encode()):
             with contextlib.suppress(ApiError):

@@ -1,4 +1,4 @@
-"""Wrong values and unsupported fields get an error that names the field."""
+"""Invalid values and unsupported fields get an error that names the field."""
 
 import json
 import math
@@ -119,19 +119,19 @@ BAD_COMPLETIONS: list[tuple[Any, str]] = [
 
 class TestBadInput:
     @pytest.mark.parametrize(("body", "param"), BAD_CHATS)
-    def test_of_a_chat_names_the_field(self, body: Any, param: str | None) -> None:
+    def test_an_invalid_chat_names_the_field(self, body: Any, param: str | None) -> None:
         error = refused(body)
         assert (error.status, error.param) == (400, param)
         if param is not None:
             assert f"'{param}'" in error.message or param in error.message
 
     @pytest.mark.parametrize(("body", "param"), BAD_COMPLETIONS)
-    def test_of_a_completion_names_the_field(self, body: Any, param: str) -> None:
+    def test_an_invalid_completion_names_the_field(self, body: Any, param: str) -> None:
         error = refused(body, parse_completion)
         assert (error.status, error.param) == (400, param)
         assert param in error.message
 
-    def test_is_told_in_the_users_words(self) -> None:
+    def test_invalid_values_are_reported_with_a_clear_error(self) -> None:
         assert refused(CHAT | {"temperature": "hot"}).message == "'temperature' must be a number or null, not a string"
         assert refused(CHAT | {"n": 0}).message == "'n' must be an integer >= 1"
         assert refused({"model": "tiny"}).message == "'messages' is required"
@@ -139,7 +139,7 @@ class TestBadInput:
         assert refused(CHAT | {"top_p": math.nan}).message == "'top_p' must be a finite number"
         assert refused(message(content="\ud800")).message == ("'messages[1].content' has a lone surrogate")
 
-    def test_repeats_no_more_of_the_clients_words_than_is_needed(self) -> None:
+    def test_error_messages_are_bounded_in_length(self) -> None:
         for key in ("k" * 100_000, "\ud800" * 1000, "a.b[0]" * 1000):
             error = refused(CHAT | {key: [0, math.nan]})
             assert error.param is not None and len(error.param) <= MAX_SHOWN_CHARS
@@ -151,7 +151,7 @@ class TestBadInput:
             deep = {"key" * i: [deep]}
         assert len(refused(CHAT | {"x": deep}).message) < 2 * MAX_SHOWN_CHARS
 
-    def test_is_found_without_a_path_for_each_of_its_siblings(self) -> None:
+    def test_finding_the_invalid_value_takes_little_memory(self) -> None:
         body = json.dumps({"model": "m", "k" * 100_000: [*[0] * 2000, math.nan]}).encode()
         tracemalloc.start()
         try:
@@ -186,43 +186,43 @@ UNSUPPORTED: dict[str, Any] = {
 }
 
 
-def test_a_value_that_is_none_of_a_few_is_told_with_them() -> None:
+def test_an_unknown_value_is_reported_with_the_valid_ones() -> None:
     words = "'reasoning_effort' must be one of high, low, max, medium, minimal, none, xhigh, not 'x'"
     error = refused(CHAT | {"reasoning_effort": "x"})
     assert (error.message, error.param, error.code) == (words, "reasoning_effort", "invalid_value")
 
 
-def test_a_wrong_entry_in_a_body_that_breaks_off_is_told_without_its_name() -> None:
+def test_an_invalid_entry_in_a_truncated_body_names_the_outer_field() -> None:
     error = refused(b'{"logit_bias": {"5": "a"}, ')
     assert error.param == "logit_bias"
 
 
 class TestUnsupportedFields:
     @pytest.mark.parametrize("name", ["store", "use_beam_search"])
-    def test_that_are_off_at_false_are_not_off_at_0(self, name: str) -> None:
+    def test_fields_that_are_neutral_at_false_are_not_neutral_at_0(self, name: str) -> None:
         for body, parse in ((CHAT, parse_chat), (COMPLETION, parse_completion)):
             assert parse(json.dumps(body | {name: False}).encode(), LIMITS)
             error = refused(body | {name: 0}, parse)
             assert (error.param, error.code) == (name, "unsupported")
 
-    def test_that_are_off_at_1_are_not_off_at_true(self) -> None:
+    def test_fields_that_are_neutral_at_1_are_not_neutral_at_true(self) -> None:
         assert chat(length_penalty=1.0) == chat(length_penalty=1) == chat()
         assert refused(CHAT | {"length_penalty": True}).param == "length_penalty"
 
-    def test_of_the_other_endpoint_are_refused(self) -> None:
+    def test_fields_of_the_other_endpoint_are_rejected(self) -> None:
         assert refused(CHAT | {"best_of": 5}).param == "best_of"
         assert chat(best_of=1) == chat()
         assert refused(COMPLETION | {"max_completion_tokens": 3}, parse_completion).param == "max_completion_tokens"
 
     @pytest.mark.parametrize(("name", "value"), UNSUPPORTED.items())
-    def test_are_refused_by_name(self, name: str, value: Any) -> None:
+    def test_unsupported_fields_are_rejected_by_name(self, name: str, value: Any) -> None:
         for body, parse in ((CHAT, parse_chat), (COMPLETION, parse_completion)):
             error = refused(body | {name: value}, parse)
             assert (error.status, error.param, error.code) == (400, name, "unsupported")
             assert "not supported" in error.message
 
     @pytest.mark.parametrize(("name", "values"), NEUTRAL.items())
-    def test_pass_at_their_neutral_values(self, name: str, values: tuple[Any, ...]) -> None:
+    def test_unsupported_fields_pass_at_their_neutral_values(self, name: str, values: tuple[Any, ...]) -> None:
         for value in values:
             assert chat(**{name: value}) == chat()
             assert completion(**{name: value}) == completion()

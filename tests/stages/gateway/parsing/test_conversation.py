@@ -1,4 +1,4 @@
-"""Chats as clients give them: messages of every role, tools, and what is for the template."""
+"""Parsing of chats: messages of every role, tools, and template arguments."""
 
 import json
 from typing import Any
@@ -47,7 +47,7 @@ def refused(**fields: Any) -> tuple[str | None, str | None]:
 
 
 class TestMessages:
-    def test_of_every_role_become_the_prompt(self) -> None:
+    def test_messages_of_every_role_become_the_prompt(self) -> None:
         messages = [
             {"role": "developer", "content": "Be brief."},
             USER | {"name": "Ann"},
@@ -88,22 +88,22 @@ class TestMessages:
             ({"role": "assistant", "content": [{"type": "refusal"}]}, "content[0].refusal", None),
         ],
     )
-    def test_that_are_wrong_are_refused_by_field(self, message: Any, field: str, code: str | None) -> None:
+    def test_an_invalid_field_is_named(self, message: Any, field: str, code: str | None) -> None:
         assert refused(messages=[USER, message]) == (f"messages[1].{field}", code)
 
-    def test_and_calls_are_counted_before_anything_is_made_of_them(self) -> None:
+    def test_messages_and_calls_are_counted_before_they_are_parsed(self) -> None:
         message = {"role": "assistant", "tool_calls": [CALL] * 1001}
         assert refused(messages=[message]) == ("messages", "context_length_exceeded")
 
 
 class TestTools:
-    def test_are_told_as_the_client_gave_them(self) -> None:
+    def test_tools_are_passed_on_unchanged(self) -> None:
         made = prompt(tools=[FIND, NOW], tool_choice="auto", parallel_tool_calls=False)
         assert json.loads(made.tools) == [FIND, NOW]
         assert (made.tool_choice, made.tool_name, made.parallel_tool_calls) == ("auto", "", False)
         assert prompt(tools=[]) == prompt(tools=None, tool_choice=None) == prompt()
 
-    def test_may_be_called_as_the_client_says(self) -> None:
+    def test_tool_choice_is_passed_on(self) -> None:
         for choice in ("none", "auto", "required"):
             assert prompt(tools=[FIND], tool_choice=choice).tool_choice == choice
         made = prompt(tools=[FIND, NOW], tool_choice=NAMED)
@@ -155,15 +155,15 @@ class TestTools:
             ({"functions": [{"name": "f"}]}, "functions", "unsupported"),
         ],
     )
-    def test_that_are_wrong_are_refused_by_field(self, fields: Any, param: str, code: str | None) -> None:
+    def test_an_invalid_field_is_named(self, fields: Any, param: str, code: str | None) -> None:
         assert refused(**fields) == (param, code)
 
-    def test_are_as_many_as_the_settings_allow(self) -> None:
+    def test_the_number_of_tools_is_limited_by_the_settings(self) -> None:
         tools = [{"type": "function", "function": {"name": f"f{place}"}} for place in range(3)]
         assert refused(caps=Caps(max_tools=2), tools=tools) == ("tools", "invalid_value")
         assert parsed(caps=Caps(max_tools=3), tools=tools)
 
-    def test_need_a_form_of_calls_unless_a_grammar_makes_one(self) -> None:
+    def test_tools_require_a_tool_format_unless_a_grammar_enforces_a_call(self) -> None:
         assert refused(formats=NONE, tools=[FIND]) == ("tools", "unsupported")
         assert parsed(formats=NONE, tools=[FIND], tool_choice="none").reply is None
         for choice in ("required", NAMED):
@@ -172,7 +172,7 @@ class TestTools:
 
 
 class TestReplies:
-    def test_are_read_only_where_there_is_something_to_look_for(self) -> None:
+    def test_replies_are_parsed_only_for_tools_or_reasoning(self) -> None:
         assert parsed().reply is None
         assert parsed(tools=[FIND], tool_choice="none").reply is None
         assert parsed(tools=[FIND, NOW], parallel_tool_calls=False).reply == ReplyForm("auto", ["find", "now"], False)
@@ -181,7 +181,7 @@ class TestReplies:
         assert parsed(formats=THINKING).prompt_options.with_tail
         assert not parsed(tools=[FIND]).prompt_options.with_tail
 
-    def test_show_special_tokens_only_where_a_mark_is_one(self) -> None:
+    def test_special_tokens_are_shown_only_if_a_marker_is_one(self) -> None:
         assert not parsed(formats=LLAMA, tools=[FIND]).options.skip_special_tokens
         assert parsed(formats=LLAMA).options.skip_special_tokens
         assert parsed(tools=[FIND]).options.skip_special_tokens
@@ -189,7 +189,7 @@ class TestReplies:
         assert not shown.options.skip_special_tokens
         assert shown.reply is not None and shown.reply.shows_specials
 
-    def test_are_made_calls_where_the_client_insists(self) -> None:
+    def test_required_calls_are_enforced_by_a_grammar(self) -> None:
         assert parsed(tools=[FIND]).options.grammar is None
         required, named = (
             parsed(tools=[FIND, NOW], tool_choice="required"),
@@ -201,23 +201,23 @@ class TestReplies:
         assert "now" in required.options.grammar.source
         assert "now" not in named.options.grammar.source
 
-    def test_may_be_calls_or_what_the_output_is_to_match(self) -> None:
+    def test_tools_can_be_combined_with_structured_outputs(self) -> None:
         made = parsed(tools=[FIND], response_format={"type": "json_object"})
         assert made.options.grammar is not None and made.options.grammar.kind == "json_object"
 
-    def test_are_looked_at_the_same_way_when_they_are_replayed(self) -> None:
+    def test_a_parsed_request_round_trips_through_a_recording(self) -> None:
         made = parsed(formats=THINKING, tools=[FIND])
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=ParsedRequest) == made
 
 
 class TestTemplate:
-    def test_is_told_what_is_meant_for_it(self) -> None:
+    def test_the_template_gets_its_arguments(self) -> None:
         made = prompt(chat_template_kwargs={"enable_thinking": False}, documents=[{"text": "a"}])
         assert json.loads(made.template_kwargs) == {"enable_thinking": False}
         assert json.loads(made.documents) == [{"text": "a"}]
         assert prompt(chat_template_kwargs={}, documents=[]) == prompt(chat_template_kwargs=None) == prompt()
 
-    def test_is_told_of_the_effort(self) -> None:
+    def test_the_template_gets_the_reasoning_effort(self) -> None:
         assert json.loads(prompt(reasoning_effort="high").template_kwargs) == {"reasoning_effort": "high"}
         none = {"reasoning_effort": "none", "enable_thinking": False}
         assert json.loads(prompt(reasoning_effort="none").template_kwargs) == none
@@ -225,7 +225,7 @@ class TestTemplate:
         made = prompt(reasoning_effort="none", chat_template_kwargs=own)
         assert json.loads(made.template_kwargs) == none | own
 
-    def test_begins_a_reply_or_goes_on_with_the_last_message(self) -> None:
+    def test_the_template_begins_a_reply_or_continues_the_last_message(self) -> None:
         assert (prompt().add_generation_prompt, prompt().continue_final_message) == (True, False)
         assert not prompt(add_generation_prompt=False).add_generation_prompt
         made = prompt(continue_final_message=True)
@@ -244,11 +244,11 @@ class TestTemplate:
             ({"continue_final_message": 1}, "continue_final_message", "invalid_type"),
         ],
     )
-    def test_fields_that_are_wrong_are_refused(self, fields: Any, param: str, code: str) -> None:
+    def test_an_invalid_template_field_is_named(self, fields: Any, param: str, code: str) -> None:
         assert refused(**fields) == (param, code)
 
 
-def test_tokenize_takes_the_same_chats() -> None:
+def test_tokenize_accepts_the_same_chats() -> None:
     body = {"messages": [USER], "tools": [FIND], "chat_template_kwargs": {"a": 1}, "continue_final_message": True}
     limits = RequestLimits("tiny", 64)
     (made,) = parse_tokenize(json.dumps(body).encode(), limits).prompts

@@ -1,4 +1,4 @@
-"""How deep a body is, against a decoder that counts."""
+"""The nesting depth of a body, compared with a decoder."""
 
 import json
 import time
@@ -36,7 +36,7 @@ def test_the_depth_of_json_is_exact(value: Any, ascii_only: bool) -> None:
 
 
 @given(st.binary(max_size=64))
-def test_of_other_bytes_it_is_some_number(body: bytes) -> None:
+def test_the_depth_of_other_bytes_is_bounded_by_their_length(body: bytes) -> None:
     assert 0 <= depth_of(body) <= len(body)
 
 
@@ -53,11 +53,11 @@ def test_of_other_bytes_it_is_some_number(body: bytes) -> None:
         (b'{"a\\n": [{"b\\\\": "]]}}"}]}', 3),
     ],
 )
-def test_quotes_and_backslashes(body: bytes, depth: int) -> None:
+def test_quotes_and_backslashes_are_handled(body: bytes, depth: int) -> None:
     assert depth_of(body) == depth
 
 
-def test_a_body_may_be_so_deep_and_no_deeper() -> None:
+def test_the_depth_limit_is_exact() -> None:
     check_depth(b"[" * 128 + b"]" * 128, 128)
     check_depth(b"[]" * 1000 + b'"' + b"[" * 1000 + b'"', 128)
     with pytest.raises(ApiError, match="the limit is 128 levels") as error:
@@ -66,7 +66,7 @@ def test_a_body_may_be_so_deep_and_no_deeper() -> None:
 
 
 @pytest.mark.parametrize("unit", [b"[", b'"', b"\\", b'"\\"', b'"",', b"[],", b"{", b'{"a":[', b"x", b'\\\\"['])
-def test_four_megabytes_of_anything_are_looked_through_in_no_time(unit: bytes) -> None:
+def test_four_megabytes_of_anything_are_scanned_fast(unit: bytes) -> None:
     body = unit * (4 * 1024**2 // len(unit))
     begin_s = time.process_time()
     depth_of(body)

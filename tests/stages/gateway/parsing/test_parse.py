@@ -16,7 +16,7 @@ from tests.stages.gateway.parsing.bodies import LIMITS, chat, completion, refuse
 
 
 class TestDefaults:
-    def test_are_those_of_openai(self) -> None:
+    def test_defaults_are_those_of_openai(self) -> None:
         parsed = chat()
         assert parsed.options == m.GenerationOptions(
             n=1, max_tokens=None, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0
@@ -54,23 +54,23 @@ class TestFields:
     def test_seeds_are_64_bits_of_either_sign(self, seed: int, key: int) -> None:
         assert chat(seed=seed).seed == key
 
-    def test_max_completion_tokens_wins(self) -> None:
+    def test_max_completion_tokens_overrides_max_tokens(self) -> None:
         assert chat(max_tokens=5).options.max_tokens == 5
         assert chat(max_tokens=5).max_tokens_param == "max_tokens"
         both = chat(max_tokens=5, max_completion_tokens=7)
         assert (both.options.max_tokens, both.max_tokens_param) == (7, "max_completion_tokens")
 
-    def test_usage_is_included_where_it_is_asked_for(self) -> None:
+    def test_usage_is_included_if_requested(self) -> None:
         assert chat(stream=True, stream_options={"include_usage": True}).include_usage
 
-    def test_salts_and_deadlines_go_with_the_request(self) -> None:
+    def test_salt_and_deadline_are_parsed(self) -> None:
         for parse in (chat, completion):
-            asked = parse(cache_salt="é" * 1024, timeout_s=0.5)
-            assert (asked.options.cache_salt, asked.timeout_s, asked.options.priority) == ("é" * 1024, 0.5, 0)
+            parsed = parse(cache_salt="é" * 1024, timeout_s=0.5)
+            assert (parsed.options.cache_salt, parsed.timeout_s, parsed.options.priority) == ("é" * 1024, 0.5, 0)
             assert (parse().options.cache_salt, parse().timeout_s) == ("", None)
 
     @pytest.mark.parametrize("priority", [-(2**31), -1, 5, 2**31 - 1])
-    def test_priorities_are_taken_where_the_server_has_them(self, priority: int) -> None:
+    def test_priorities_are_accepted_if_the_server_has_them(self, priority: int) -> None:
         limits = RequestLimits("tiny", 64, has_priorities=True)
         for parse, body in ((parse_chat, CHAT), (parse_completion, COMPLETION)):
             assert parse(json.dumps(body | {"priority": priority}).encode(), limits).options.priority == priority
@@ -97,7 +97,7 @@ class TestFields:
             ("timeout_s", math.inf),
         ],
     )
-    def test_what_is_no_priority_salt_or_deadline_is_named(self, field: str, value: Any) -> None:
+    def test_an_invalid_priority_salt_or_deadline_is_named(self, field: str, value: Any) -> None:
         for parse, body in ((parse_chat, CHAT), (parse_completion, COMPLETION)):
             error = refused(body | {field: value}, parse)
             assert (error.status, error.param) == (400, field)
@@ -110,7 +110,7 @@ class TestFields:
 
 
 class TestMessages:
-    def test_become_the_prompt(self) -> None:
+    def test_messages_become_the_prompt(self) -> None:
         messages = [
             {"role": "system", "content": "Be brief."},
             {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "Ann"},
@@ -126,17 +126,17 @@ class TestMessages:
             )
         ]
 
-    def test_may_be_continued_without_a_generation_prompt(self) -> None:
+    def test_the_generation_prompt_can_be_omitted(self) -> None:
         (prompt,) = chat(add_generation_prompt=False).prompts
         assert isinstance(prompt, m.ChatPrompt) and not prompt.add_generation_prompt
 
 
 class TestPrompts:
-    def test_text(self) -> None:
+    def test_text_prompts_are_parsed(self) -> None:
         assert completion(prompt="a").prompts == [m.TextPrompt("a")]
         assert completion(prompt=["a", "b"]).prompts == [m.TextPrompt("a"), m.TextPrompt("b")]
 
-    def test_ids(self) -> None:
+    def test_token_id_prompts_are_parsed(self) -> None:
         def ids(*values: int) -> m.IdsPrompt:
             return m.IdsPrompt(np.array(values, np.int32).tobytes())
 

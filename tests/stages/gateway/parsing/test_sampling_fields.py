@@ -1,4 +1,4 @@
-"""Each field of how tokens are drawn, and of what is told of them: where it goes, and what it can't be."""
+"""Sampling fields and token details: the options that they set, and their limits."""
 
 import json
 from typing import Any
@@ -26,7 +26,7 @@ def refused_by(limits: RequestLimits, body: Any, parse: Any = parse_completion) 
     return error.value
 
 
-class TestWhereTheyGo:
+class TestOptions:
     @pytest.mark.parametrize(
         ("fields", "options"),
         [
@@ -37,17 +37,17 @@ class TestWhereTheyGo:
             ({"allowed_token_ids": [7, 3, 7]}, m.GenerationOptions(allowed_ids=np.array([3, 7], "<i4").tobytes())),
         ],
     )
-    def test_to_the_executor(self, fields: dict[str, Any], options: m.GenerationOptions) -> None:
+    def test_fields_for_the_executor_are_set(self, fields: dict[str, Any], options: m.GenerationOptions) -> None:
         assert chat(**fields).options == options
         assert completion(**fields).options == msgspec.structs.replace(options, max_tokens=16)
 
-    def test_min_tokens_to_the_executor_and_to_detokenize(self) -> None:
+    def test_min_tokens_is_set(self) -> None:
         assert completion(min_tokens=3).options.min_tokens == 3
 
-    def test_bad_words_to_ingest(self) -> None:
+    def test_bad_words_are_set(self) -> None:
         assert chat(bad_words=["a b", "é"]).options.bad_words == ["a b", "é"]
 
-    def test_what_is_kept_of_a_prompt_to_ingest(self) -> None:
+    def test_prompt_options_for_ingest_are_set(self) -> None:
         assert completion(truncate_prompt_tokens=5).prompt_options == m.PromptOptions(truncate=5)
         assert chat(truncate_prompt_tokens=-1, add_special_tokens=True).prompt_options == m.PromptOptions(
             True, truncate=-1
@@ -55,7 +55,7 @@ class TestWhereTheyGo:
         long = completion_of(KNOWN, prompt=[1] * 5000, truncate_prompt_tokens=9)
         assert len(long.prompts[0].ids) == 20_000
 
-    def test_what_changes_nothing(self) -> None:
+    def test_neutral_fields_change_nothing(self) -> None:
         for value in (True, False):
             assert chat(spaces_between_special_tokens=value) == chat()
         assert chat(guided_decoding_backend="outlines") == chat()
@@ -69,47 +69,47 @@ def completion_of(limits: RequestLimits, **fields: Any) -> Any:
 
 class TestDetails:
     @pytest.mark.parametrize("num_top", [0, 3, 20])
-    def test_log_probabilities_of_ids_are_asked_of_the_stages(self, num_top: int) -> None:
-        asked = chat(logprobs=True, top_logprobs=num_top), completion(logprobs=num_top)
-        for parsed, max_tokens in zip(asked, (None, 16), strict=True):
+    def test_logprobs_of_ids_are_requested_from_the_stages(self, num_top: int) -> None:
+        requests = chat(logprobs=True, top_logprobs=num_top), completion(logprobs=num_top)
+        for parsed, max_tokens in zip(requests, (None, 16), strict=True):
             assert parsed.details == TokenDetailOptions(num_top=num_top)
             assert parsed.options == m.GenerationOptions(max_tokens=max_tokens, num_logprobs=num_top, with_pieces=True)
             assert not parsed.prompt_options.with_pieces
 
-    def test_of_the_prompt(self) -> None:
+    def test_prompt_logprobs_are_requested_from_the_stages(self) -> None:
         for parsed in (chat(prompt_logprobs=2), completion(prompt_logprobs=2)):
             options = parsed.options
             assert (options.num_logprobs, options.num_prompt_logprobs, options.with_pieces) == (-1, 2, True)
             assert parsed.prompt_options.with_pieces
 
-    def test_of_a_prompt_that_is_repeated_are_as_many_as_either_shows(self) -> None:
+    def test_an_echoed_prompt_requests_the_larger_number_of_logprobs(self) -> None:
         assert completion(echo=True, logprobs=1, prompt_logprobs=4).options.num_prompt_logprobs == 4
         assert completion(echo=True, logprobs=5, prompt_logprobs=4).options.num_prompt_logprobs == 5
         assert completion(echo=True, logprobs=0).options.num_prompt_logprobs == 0
         assert completion(echo=True).options.num_prompt_logprobs == -1
 
-    def test_of_a_prompt_alone_take_a_step(self) -> None:
+    def test_logprobs_of_only_a_prompt_take_one_step(self) -> None:
         parsed = completion(echo=True, logprobs=0, max_tokens=0)
         assert (parsed.options.max_tokens, parsed.hides_output) == (1, True)
         plain = completion(echo=True, max_tokens=0)
         assert (plain.options.max_tokens, plain.hides_output) == (0, False)
 
-    def test_best_of_needs_records_that_nobody_is_shown(self) -> None:
+    def test_best_of_requests_logprobs_without_returning_them(self) -> None:
         parsed = completion(best_of=3)
         assert parsed.details == TokenDetailOptions()
         assert not parsed.options.with_pieces and parsed.options.num_logprobs == 0
         assert completion(best_of=3, logprobs=2).options.num_logprobs == 2
 
-    def test_none_are_told_where_none_are_asked_for(self) -> None:
+    def test_logprobs_are_off_by_default(self) -> None:
         assert chat(logprobs=False) == chat(top_logprobs=0) == chat(logprobs=None) == chat()
         assert chat(logprobs=True) != chat()
 
-    def test_ids(self) -> None:
+    def test_token_id_options_are_set(self) -> None:
         assert chat(return_token_ids=True, return_tokens_as_token_ids=True).details == TokenDetailOptions(
             with_ids=True, names_ids=True
         )
 
-    def test_usage_in_each_event_goes_with_usage_at_the_end(self) -> None:
+    def test_continuous_usage_requires_include_usage(self) -> None:
         both = {"include_usage": True, "continuous_usage_stats": True}
         assert chat(stream=True, stream_options=both).continuous_usage
         assert not chat(stream=True, stream_options=both | {"include_usage": False}).continuous_usage
@@ -157,9 +157,9 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-class TestWhatTheyCanNotBe:
+class TestInvalidValues:
     @pytest.mark.parametrize(("fields", "param", "words"), BAD)
-    def test_is_told_by_the_fields_name(self, fields: dict[str, Any], param: str, words: str) -> None:
+    def test_an_invalid_field_is_named(self, fields: dict[str, Any], param: str, words: str) -> None:
         for body, parse in ((CHAT, parse_chat), (COMPLETION, parse_completion)):
             error = refused_by(KNOWN, body | fields, parse)
             assert error.status == 400
@@ -176,18 +176,18 @@ class TestWhatTheyCanNotBe:
             ({"top_logprobs": True, "logprobs": True}, "top_logprobs"),
         ],
     )
-    def test_of_log_probabilities_of_a_chat(self, fields: dict[str, Any], param: str) -> None:
+    def test_invalid_logprobs_of_a_chat_are_named(self, fields: dict[str, Any], param: str) -> None:
         assert refused(CHAT | fields).param == param
 
     @pytest.mark.parametrize("logprobs", [True, False, -1, 21, 1.5, "2"])
-    def test_of_log_probabilities_of_a_completion(self, logprobs: Any) -> None:
+    def test_invalid_logprobs_of_a_completion_are_named(self, logprobs: Any) -> None:
         assert refused(COMPLETION | {"logprobs": logprobs}, parse_completion).param == "logprobs"
 
-    def test_a_prompt_that_is_repeated_is_not_cut(self) -> None:
+    def test_an_echoed_prompt_cannot_be_truncated(self) -> None:
         error = refused(COMPLETION | {"echo": True, "truncate_prompt_tokens": 3}, parse_completion)
         assert error.param == "truncate_prompt_tokens"
 
-    def test_caps_are_those_of_the_settings(self) -> None:
+    def test_caps_come_from_the_settings(self) -> None:
         caps = Caps(max_n=2, max_best_of=3, max_logprobs=1, max_stop_strings=1, max_bad_words=1, max_prompt_bytes=1024)
         limits = msgspec.structs.replace(LIMITS, caps=caps)
         for fields, param in (
@@ -207,7 +207,7 @@ class TestWhatTheyCanNotBe:
         assert completion_of(raised, stop=["a"] * 100, logprobs=50).details.num_top == 50
 
 
-def test_allowed_ids_are_bounded_by_what_all_sequences_bring_along() -> None:
+def test_allowed_ids_are_bounded_over_all_sequences() -> None:
     options = m.GenerationOptions(allowed_ids=np.arange(2**18, dtype="<i4").tobytes())
     sampling_fields.check_num_allowed(options, 4)
     with pytest.raises(ApiError, match="for each of 5 sequences") as error:

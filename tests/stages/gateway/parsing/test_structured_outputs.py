@@ -1,4 +1,4 @@
-"""What the output is to match: however a client says it, it is one grammar and the field that said so."""
+"""Every way to request structured outputs gives one grammar and the name of its field."""
 
 import json
 from typing import Any
@@ -92,21 +92,21 @@ GRAMMARS: list[tuple[dict[str, Any], str, Any, str]] = [
 
 class TestGrammars:
     @pytest.mark.parametrize(("fields", "kind", "source", "param"), GRAMMARS)
-    def test_of_json(self, fields: dict[str, Any], kind: str, source: Any, param: str) -> None:
+    def test_json_fields_give_a_grammar(self, fields: dict[str, Any], kind: str, source: Any, param: str) -> None:
         for parse in (chat, completion):
             grammar = parse(**fields).options.grammar
             assert grammar is not None
             assert (grammar.kind, grammar.param) == (kind, param)
             assert (json.loads(grammar.source) if grammar.source else None) == source
 
-    def test_of_text_are_as_they_were_written(self) -> None:
+    def test_text_grammars_are_unchanged(self) -> None:
         for kind in ("regex", "grammar"):
             assert chat(structured_outputs={kind: "[é]+"}).options.grammar == m.Grammar(
                 kind, "[é]+", f"structured_outputs.{kind}"
             )
             assert chat(**{f"guided_{kind}": "[é]+"}).options.grammar == m.Grammar(kind, "[é]+", f"guided_{kind}")
 
-    def test_a_schema_is_kept_to_the_letter(self) -> None:
+    def test_a_schema_is_unchanged(self) -> None:
         body = b'{"model":"tiny","prompt":"x","guided_json": { "const" : 1.50, "a":"\\u00e9", "a":2 } }'
         grammar = parse_completion(body, LIMITS).options.grammar
         assert grammar is not None and grammar.source == '{ "const" : 1.50, "a":"\\u00e9", "a":2 }'
@@ -118,10 +118,10 @@ class TestGrammars:
             {"response_format": None, "structured_outputs": None, "guided_json": None, "guided_choice": None},
         ],
     )
-    def test_there_may_be_none(self, fields: dict[str, Any]) -> None:
+    def test_no_structured_output_is_the_default(self, fields: dict[str, Any]) -> None:
         assert chat(**fields) == chat()
 
-    def test_text_is_no_second_one(self) -> None:
+    def test_a_text_format_can_be_combined_with_a_grammar(self) -> None:
         assert chat(response_format={"type": "text"}, guided_regex="a").options.grammar is not None
 
 
@@ -158,9 +158,9 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-class TestWhatIsNone:
+class TestInvalidFields:
     @pytest.mark.parametrize(("fields", "param", "words"), BAD)
-    def test_is_told_by_the_fields_name(self, fields: dict[str, Any], param: str, words: str) -> None:
+    def test_an_invalid_field_is_named(self, fields: dict[str, Any], param: str, words: str) -> None:
         for body, parse in ((CHAT, parse_chat), (COMPLETION, parse_completion)):
             error = refused_by(LIMITS, body | fields, parse)
             assert (error.status, error.param) == (400, param)
@@ -180,7 +180,7 @@ class TestWhatIsNone:
             b'"{',
         ],
     )
-    def test_bytes_that_are_no_json_are_a_400(self, raw: bytes) -> None:
+    def test_invalid_json_is_400(self, raw: bytes) -> None:
         for name in (b'"guided_json":%s', b'"structured_outputs":{"json":%s}'):
             body = b'{"model":"tiny","prompt":"x",' + name % raw + b"}"
             with pytest.raises(Exception) as raised:

@@ -1,4 +1,4 @@
-"""`best_of`: more sequences are generated than are asked for, and the best of them are returned."""
+"""`best_of` generates more sequences than `n` and returns the best of them."""
 
 import asyncio
 from typing import Any
@@ -22,11 +22,11 @@ from tests.stages.gateway.parsing.bodies import LIMITS, completion, refused
 from tests.stages.gateway.peers import RawPeer
 
 SCORES = {0: [-1.0, -1.0], 1: [-0.25, -0.5, -3.0], 2: [-0.5], 3: [-0.75, -0.75, -0.75]}
-"""Log probabilities of each sequence's ids: 2, 3, 0, 1 is their order by the mean, and no other by the sum."""
+"""Log probabilities of each sequence's ids. By the mean their order is 2, 3, 0, 1."""
 
 
 def play(gate: Gate, submit: m.Submit, order: tuple[int, ...] = (1, 3, 0, 2)) -> None:
-    """End the four sequences in this order, each in two deltas where it has two ids."""
+    """Finish the four sequences in this order, each in two deltas."""
     for index in order:
         scores = SCORES[index]
         gate.delta(submit, f"{index}", len(scores) - 1, index=index, logprobs=scores[:-1])
@@ -39,28 +39,28 @@ class TestChoice:
     def sequence(self, *logprobs: float) -> SequenceOutput:
         return SequenceOutput(records=bytearray(np.array(logprobs, "<f4").tobytes()))
 
-    def test_is_by_the_mean_and_not_by_the_sum(self) -> None:
+    def test_sequences_are_ranked_by_the_mean_logprob(self) -> None:
         long, short = self.sequence(*[-0.5] * 100), self.sequence(-0.6)
         assert best([short, long], 1) == [long]
 
-    def test_of_equal_ones_the_first_go_first(self) -> None:
+    def test_equal_sequences_keep_their_order(self) -> None:
         each = [self.sequence(-1.0, -2.0), self.sequence(-1.5), self.sequence(-0.5), self.sequence(-2.0, -1.0)]
         assert list(map(id, best(each, 4))) == [id(each[place]) for place in (2, 0, 1, 3)]
 
-    def test_who_has_no_ids_comes_last(self) -> None:
+    def test_sequences_without_ids_rank_last(self) -> None:
         each = [self.sequence(), self.sequence(-900.0), self.sequence(-float("inf"))]
         assert best(each, 3)[0] is each[1]
 
 
 class TestParse:
-    def test_says_how_many_are_generated_and_asks_for_their_log_probabilities(self) -> None:
+    def test_best_of_sets_the_number_of_sequences_and_requests_logprobs(self) -> None:
         parsed = completion(best_of=4, n=2)
         assert (parsed.n, parsed.options.n, parsed.num_sequences, parsed.is_best_of) == (2, 4, 4, True)
         assert parsed.options.num_logprobs == 0
         assert completion(best_of=3).num_sequences == 3
 
     @pytest.mark.parametrize("fields", [{}, {"best_of": 1}, {"n": 3, "best_of": 3}, {"n": 2, "best_of": None}])
-    def test_as_many_as_n_is_nothing_at_all(self, fields: dict[str, Any]) -> None:
+    def test_best_of_equal_to_n_has_no_effect(self, fields: dict[str, Any]) -> None:
         plain = completion(**{name: value for name, value in fields.items() if name == "n"})
         assert completion(**fields) == plain
         assert completion(**fields, stream=True) == msgspec.structs.replace(plain, stream=True)
@@ -78,19 +78,19 @@ class TestParse:
             ({"best_of": 65}, "best_of = 65 exceeds the limit of 64 open sequences"),
         ],
     )
-    def test_what_it_can_not_be_is_refused_by_its_name(self, fields: dict[str, Any], words: str) -> None:
+    def test_an_invalid_value_is_rejected_by_name(self, fields: dict[str, Any], words: str) -> None:
         error = refused(COMPLETION | fields, parse_completion)
         assert (error.status, error.param) == (400, "best_of")
         assert words in error.message
 
-    def test_many_prompts_count_with_all_their_sequences(self) -> None:
+    def test_the_limit_counts_all_sequences_of_all_prompts(self) -> None:
         error = refused(COMPLETION | {"prompt": ["a"] * 17, "best_of": 4}, parse_completion)
         assert error.param == "prompt" and "17 prompts × best_of = 4 sequences" in error.message
 
-    def test_a_chat_has_none_over_http(self) -> None:
+    def test_chats_over_http_do_not_support_best_of(self) -> None:
         assert refused(CHAT | {"best_of": 2}).param == "best_of"
 
-    def test_over_zmq_it_goes_with_chats_too_but_not_behind_ids(self) -> None:
+    def test_zmq_supports_best_of_for_chats_but_not_for_resumed_requests(self) -> None:
         chat = p.ChatPrompt([p.ChatMessage("user", "Hi")])
         parsed = parse_generate(p.Generate(1, "", chat, p.Params(n=2, best_of=5), 1), LIMITS)
         assert (parsed.n, parsed.num_sequences) == (2, 5)
@@ -103,7 +103,7 @@ class TestParse:
 
 class TestHttp:
     @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2)])
-    def test_the_best_come_in_order_of_quality_and_all_are_counted(self, gate: Gate, order: tuple[int, ...]) -> None:
+    def test_the_best_are_sorted_and_usage_counts_all_sequences(self, gate: Gate, order: tuple[int, ...]) -> None:
         response = gate.complete(COMPLETION | {"best_of": 4, "n": 3, "seed": 7})
         submit = gate.begin()
         assert submit.options.n == 4 and submit.options.num_logprobs == 0
@@ -126,7 +126,7 @@ class TestHttp:
         choices = response.result().json()["choices"]
         assert [(c["index"], c["text"]) for c in choices] == [(0, "ax1"), (1, "by0")]
 
-    def test_what_is_sent_again_is_scored_once(self, gate: Gate) -> None:
+    def test_repeated_ids_are_scored_once(self, gate: Gate) -> None:
         response = gate.complete(COMPLETION | {"best_of": 2})
         submit = gate.begin()
         gate.delta(submit, "ab", 2, logprobs=[-1.0, -1.0])
@@ -137,13 +137,13 @@ class TestHttp:
         assert body["choices"][0]["text"] == "d", "-2 is the mean of the other's three ids, and -1.75 of four"
         assert body["usage"]["completion_tokens"] == 4
 
-    def test_timings_are_of_the_choices_first(self, gate: Gate) -> None:
+    def test_timings_list_the_returned_choices_first(self, gate: Gate) -> None:
         response = gate.complete(COMPLETION | {"best_of": 4, "n": 2, "timings": True})
         play(gate, gate.begin())
         choices = response.result().json()["timings"]["choices"]
         assert [(c["index"], c["output_tokens"]) for c in choices] == [(0, 1), (1, 3), (2, 2), (3, 3)]
 
-    def test_all_that_are_generated_count_as_open(self, tmp_path: Any) -> None:
+    def test_all_generated_sequences_count_as_open(self, tmp_path: Any) -> None:
         with Gate(tmp_path, max_open_sequences=5) as gate:
             first = gate.complete(COMPLETION | {"best_of": 4, "n": 2})
             submit = gate.begin()
@@ -158,7 +158,7 @@ class TestHttp:
             gate.delta(submit_again, "best", index=4, logprobs=[-0.1], finish=m.Finish.STOP)
             assert [choice["text"] for choice in again.result().json()["choices"]] == ["best"]
 
-    def test_a_stream_is_refused_before_anything_is_computed(self, gate: Gate) -> None:
+    def test_a_stream_is_rejected_before_it_is_submitted(self, gate: Gate) -> None:
         response = gate.complete(COMPLETION | {"best_of": 4, "stream": True}).result()
         assert (response.status_code, response.json()["error"]["param"]) == (400, "best_of")
         streamed = gate.complete(COMPLETION | {"best_of": 1, "stream": True})
@@ -172,51 +172,51 @@ class TestZmq:
             peer.generate(n=2, best_of=4, seed=7)
             submit = gate.begin()
             assert (submit.options.n, submit.options.seed) == (4, 7)
-            assert peer.hear(p.Accepted).seed == 7
+            assert peer.receive(p.Accepted).seed == 7
             play(gate, submit)
-            delta = peer.hear(p.Delta)
+            delta = peer.receive(p.Delta)
             assert [(o.index, o.text, o.text_offset, o.token_offset, o.finish_reason) for o in delta.outputs] == [
                 (0, "2!", 0, 0, "stop"),
                 (1, "3!", 0, 0, "length"),
             ]
             assert [len(o.token_ids) // 4 for o in delta.outputs] == [1, 3]
-            finished = peer.hear(p.Finished)
+            finished = peer.receive(p.Finished)
             assert (finished.num_prompt_tokens, finished.num_output_tokens) == (3, 9)
 
-    def test_nothing_is_sent_before_the_end_and_then_it_waits_for_credit(self, gate: Gate) -> None:
+    def test_nothing_is_sent_before_the_end_or_without_credit(self, gate: Gate) -> None:
         with RawPeer(gate) as peer:
             peer.generate(n=1, best_of=4, num_credits=0)
             submit = gate.begin()
-            peer.hear(p.Accepted)
+            peer.receive(p.Accepted)
             gate.delta(submit, "x", logprobs=[-1.0])
             assert peer.is_still_served()
             play(gate, submit, (1, 3, 2))
             gate.finish(submit, "y")
             assert peer.is_still_served()
-            peer.say(p.Credit(1, 1))
-            assert [o.text for o in peer.hear(p.Delta).outputs] == ["2!"]
-            peer.hear(p.Finished)
+            peer.send(p.Credit(1, 1))
+            assert [o.text for o in peer.receive(p.Delta).outputs] == ["2!"]
+            peer.receive(p.Finished)
 
-    def test_an_abort_gets_the_best_of_what_is_there(self, gate: Gate) -> None:
+    def test_an_abort_returns_the_best_so_far(self, gate: Gate) -> None:
         with RawPeer(gate) as peer:
             peer.generate(n=2, best_of=3)
             submit = gate.begin()
-            peer.hear(p.Accepted)
+            peer.receive(p.Accepted)
             gate.delta(submit, "bad", index=0, logprobs=[-5.0])
             gate.delta(submit, "good", index=1, logprobs=[-1.0], finish=m.Finish.STOP)
             gate.delta(submit, "fair", index=2, logprobs=[-2.0])
-            other = gate.complete(COMPLETION)  # what came before it was handled before it
+            other = gate.complete(COMPLETION)  # earlier messages are handled before it
             gate.serve()
             other.result()
-            peer.say(p.Abort(1))
-            delta = peer.hear(p.Delta)
+            peer.send(p.Abort(1))
+            delta = peer.receive(p.Delta)
             assert [(o.index, o.text, o.finish_reason) for o in delta.outputs] == [
                 (0, "good", "stop"),
                 (1, "fair", "abort"),
             ]
-            peer.hear(p.Finished)
+            peer.receive(p.Finished)
 
-    async def test_the_client_gets_n(self, gate: Gate) -> None:
+    async def test_the_client_gets_n_sequences(self, gate: Gate) -> None:
         address = f"ipc://@pipeline/{gate.address[1]}/door"
         async with (
             asyncio.timeout(PATIENCE_S),
@@ -229,7 +229,7 @@ class TestZmq:
             assert stream.num_output_tokens == 9
 
 
-def test_parameters_are_checked_when_they_are_made() -> None:
+def test_parameters_are_checked_at_construction() -> None:
     assert SamplingParams(best_of=3).num_sequences == 3
     assert SamplingParams(n=2, best_of=2).num_sequences == SamplingParams(n=2).num_sequences == 2
     for wrong, error in ((1, ValueError), (65537, ValueError), ("3", TypeError), (True, TypeError)):

@@ -1,4 +1,4 @@
-"""Calls and reasoning in replies to chats, whole and streamed, as clients of OpenAI's API and of vLLM expect them."""
+"""Tool calls and reasoning in replies to chats, complete and streamed, in the formats of OpenAI and vLLM."""
 
 import json
 import re
@@ -34,7 +34,7 @@ def thinker(tmp_path: Path) -> Iterator[Gate]:
 
 
 def whole(gate: Gate, body: Any, text: str, finish: m.Finish = m.Finish.STOP) -> Any:
-    """The one choice of a reply in which the model says `text`."""
+    """The only choice of a reply for which the model generates `text`."""
     future = gate.post(body)
     gate.finish(gate.begin(), text, finish=finish)
     response = future.result()
@@ -44,7 +44,7 @@ def whole(gate: Gate, body: Any, text: str, finish: m.Finish = m.Finish.STOP) ->
 
 
 def stream(gate: Gate, body: Any, *pieces: str, finish: m.Finish = m.Finish.STOP, tail: str | None = None) -> list[Any]:
-    """The choices of a streamed reply, as they come, without the first event, which tells the role."""
+    """The choices of a streamed reply in order, without the first event, which has the role."""
     future = gate.post(body | {"stream": True})
     submit = gate.submit()
     gate.accept(submit, tail=tail)
@@ -57,7 +57,7 @@ def stream(gate: Gate, body: Any, *pieces: str, finish: m.Finish = m.Finish.STOP
 
 
 def joined(choices: list[Any]) -> dict[str, Any]:
-    """What a client makes of a stream."""
+    """The message that a client accumulates from a stream."""
     reply: dict[str, Any] = {"content": "", "reasoning": "", "calls": [], "finish_reason": None}
     for choice in choices:
         assert reply["finish_reason"] is None
@@ -77,7 +77,7 @@ def joined(choices: list[Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------------ calls
 
 
-def test_a_whole_reply_has_its_calls(gate: Gate) -> None:
+def test_a_complete_reply_has_its_calls(gate: Gate) -> None:
     choice = whole(gate, WITH_TOOLS, f"Let me see.\n{FIND}\n{NOW}")
     assert choice["finish_reason"] == "tool_calls"
     message = choice["message"]
@@ -91,11 +91,11 @@ def test_a_whole_reply_has_its_calls(gate: Gate) -> None:
     assert all(len(one) == 37 and one.startswith("call_") for one in ids)
 
 
-def test_calls_alone_leave_no_content(gate: Gate) -> None:
+def test_a_reply_of_only_calls_has_null_content(gate: Gate) -> None:
     assert whole(gate, WITH_TOOLS, FIND)["message"]["content"] is None
 
 
-def test_a_stream_tells_a_call_piece_by_piece(gate: Gate) -> None:
+def test_a_call_is_streamed_incrementally(gate: Gate) -> None:
     with gate.raw(WITH_TOOLS | {"stream": True}) as connection:
         submit = gate.begin()
         gate.delta(submit, "Hm. <tool_call>\n{")
@@ -121,7 +121,7 @@ def test_a_stream_tells_a_call_piece_by_piece(gate: Gate) -> None:
     "text", [f"{FIND}\n{NOW}", f"a{NOW}b", "plain", "<tool_call>what?", '<tool_call>{"name": "fi', ""]
 )
 @pytest.mark.parametrize("size", [1, 5, 1000])
-def test_a_stream_says_what_the_whole_reply_says(gate: Gate, text: str, size: int) -> None:
+def test_a_stream_equals_the_complete_reply(gate: Gate, text: str, size: int) -> None:
     choice = whole(gate, WITH_TOOLS, text)
     message = choice["message"]
     reply = joined(stream(gate, WITH_TOOLS, *(text[at : at + size] for at in range(0, len(text), size))))
@@ -139,7 +139,7 @@ def test_the_finish_reason_of_a_named_call_is_stop(gate: Gate) -> None:
 
 
 @pytest.mark.parametrize(("finish", "reason"), [(m.Finish.LENGTH, "length"), (m.Finish.STOP, "stop")])
-def test_a_reply_that_ends_in_a_call_keeps_what_there_is_of_it(gate: Gate, finish: m.Finish, reason: str) -> None:
+def test_a_reply_that_ends_within_a_call_keeps_the_partial_call(gate: Gate, finish: m.Finish, reason: str) -> None:
     text = f'{NOW}\n<tool_call>\n{{"name": "find", "arguments": {{"text": "ha'
     choice = whole(gate, WITH_TOOLS, text, finish)
     assert choice["finish_reason"] == reason
@@ -149,7 +149,7 @@ def test_a_reply_that_ends_in_a_call_keeps_what_there_is_of_it(gate: Gate, finis
     assert reply["finish_reason"] == reason
 
 
-def test_without_parallel_calls_the_first_alone_is_told(gate: Gate) -> None:
+def test_without_parallel_calls_only_the_first_is_returned(gate: Gate) -> None:
     body = WITH_TOOLS | {"parallel_tool_calls": False}
     assert len(whole(gate, body, f"{FIND}\n{NOW}")["message"]["tool_calls"]) == 1
     assert [name for name, _ in joined(stream(gate, body, f"{FIND}\n{NOW}"))["calls"]] == ["find"]
@@ -161,7 +161,7 @@ def test_with_tool_choice_none_calls_are_content(gate: Gate) -> None:
     assert "tool_calls" not in message
 
 
-def test_each_choice_is_read_by_itself(gate: Gate) -> None:
+def test_each_choice_is_parsed_separately(gate: Gate) -> None:
     future = gate.post(WITH_TOOLS | {"n": 2, "stream": True})
     submit = gate.begin()
     for begin in range(0, len(FIND), 7):
@@ -176,7 +176,7 @@ def test_each_choice_is_read_by_itself(gate: Gate) -> None:
     assert len(ids) == 2
 
 
-def test_what_the_model_is_made_to_write_goes_with_the_request(gate: Gate) -> None:
+def test_a_required_call_submits_its_grammar(gate: Gate) -> None:
     future = gate.post(WITH_TOOLS | {"tool_choice": "required"})
     submit = gate.serve(FIND)
     assert submit.options.grammar is not None and submit.options.grammar.kind == "calls"
@@ -185,7 +185,7 @@ def test_what_the_model_is_made_to_write_goes_with_the_request(gate: Gate) -> No
     assert future.result().json()["choices"][0]["finish_reason"] == "tool_calls"
 
 
-def test_a_model_that_knows_no_calls_makes_those_that_are_insisted_on(tmp_path: Path) -> None:
+def test_a_model_without_a_tool_format_can_make_a_named_call(tmp_path: Path) -> None:
     with Gate(tmp_path) as plain:
         assert plain.post(WITH_TOOLS).result().json()["error"]["param"] == "tools"
         body = WITH_TOOLS | {"tool_choice": NAMED}
@@ -193,7 +193,7 @@ def test_a_model_that_knows_no_calls_makes_those_that_are_insisted_on(tmp_path: 
         assert message["tool_calls"][0]["function"] == {"name": "find", "arguments": '{"text": "a"}'}
 
 
-def test_calls_of_mistral_have_ids_that_its_templates_take(tmp_path: Path) -> None:
+def test_calls_of_mistral_have_ids_that_its_templates_accept(tmp_path: Path) -> None:
     with Gate(tmp_path, chat=ChatSettings(tool_call_parser="mistral")) as gate:
         (call,) = whole(gate, WITH_TOOLS, "[TOOL_CALLS]now[ARGS]{}")["message"]["tool_calls"]
         assert len(call["id"]) == 9 and call["id"].isalnum()
@@ -204,21 +204,21 @@ def test_calls_of_mistral_have_ids_that_its_templates_take(tmp_path: Path) -> No
 THOUGHT = "<think>\nHm.\n</think>\n\nYes."
 
 
-def test_reasoning_is_told_beside_the_content(thinker: Gate) -> None:
+def test_reasoning_is_returned_beside_the_content(thinker: Gate) -> None:
     message = whole(thinker, CHAT, THOUGHT)["message"]
     assert (message["reasoning_content"], message["reasoning"], message["content"]) == ("Hm.", "Hm.", "Yes.")
     reply = joined(stream(thinker, CHAT, *THOUGHT))
     assert (reply["reasoning"], reply["content"], reply["finish_reason"]) == ("Hm.", "Yes.", "stop")
 
 
-def test_reasoning_may_be_left_out(thinker: Gate) -> None:
+def test_reasoning_can_be_excluded(thinker: Gate) -> None:
     message = whole(thinker, CHAT | {"include_reasoning": False}, THOUGHT)["message"]
     assert message["content"] == "Yes."
     assert "reasoning_content" not in message
     assert joined(stream(thinker, CHAT | {"include_reasoning": False}, THOUGHT))["reasoning"] == ""
 
 
-def test_reasoning_that_breaks_off_leaves_no_content(thinker: Gate) -> None:
+def test_truncated_reasoning_leaves_no_content(thinker: Gate) -> None:
     choice = whole(thinker, CHAT, "<think>\nHm", m.Finish.LENGTH)
     assert (choice["message"]["content"], choice["message"]["reasoning"]) == (None, "Hm")
     assert choice["finish_reason"] == "length"
@@ -232,14 +232,14 @@ def test_reasoning_that_breaks_off_leaves_no_content(thinker: Gate) -> None:
         ("<|im_start|>assistant\n", "Yes.", "", "Yes."),
     ],
 )
-def test_the_end_of_the_prompt_says_where_the_reply_begins(
+def test_the_end_of_the_prompt_determines_where_the_reply_begins(
     thinker: Gate, tail: str, text: str, reasoning: str, content: str
 ) -> None:
     reply = joined(stream(thinker, CHAT, *text, tail=tail))
     assert (reply["reasoning"], reply["content"]) == (reasoning, content)
 
 
-def test_text_that_overtakes_the_end_of_the_prompt_waits_for_it(thinker: Gate) -> None:
+def test_text_before_acceptance_waits_for_the_end_of_the_prompt(thinker: Gate) -> None:
     future = thinker.post(CHAT | {"stream": True})
     submit = thinker.submit()
     assert submit.prompt_options.with_tail
@@ -251,7 +251,7 @@ def test_text_that_overtakes_the_end_of_the_prompt_waits_for_it(thinker: Gate) -
     assert (reply["reasoning"], reply["content"]) == ("Hm.", "Yes.")
 
 
-def test_a_call_that_is_called_off_before_its_prompt_is_there_ends(thinker: Gate) -> None:
+def test_a_request_can_be_aborted_before_acceptance(thinker: Gate) -> None:
     future = thinker.post(CHAT | {"stream": True, "request_id": "mine"})
     submit = thinker.submit()
     thinker.delta(submit, "Hm.")
@@ -271,7 +271,7 @@ def test_calls_follow_reasoning(thinker: Gate) -> None:
 # ------------------------------------------------------------------------------------------- the official client
 
 
-def test_the_official_client_gathers_calls_from_a_stream(gate: Gate) -> None:
+def test_the_official_client_accumulates_calls_from_a_stream(gate: Gate) -> None:
     with openai.OpenAI(base_url=f"{gate.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
 
         def read() -> Any:

@@ -1,4 +1,4 @@
-"""With `stream_options.continuous_usage_stats`, each event has the whole usage of its choice."""
+"""With `stream_options.continuous_usage_stats`, each event has the complete usage of its choice."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ IDS = {"token_ids": [1], "sampling_params": {}}
     ("path", "body"),
     [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION), ("/inference/v1/generate", IDS)],
 )
-def test_usage_has_what_was_cached_of_the_prompt(gate: Gate, path: str, body: dict[str, Any]) -> None:
+def test_usage_has_the_cached_prompt_tokens(gate: Gate, path: str, body: dict[str, Any]) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     response = gate.post(body | {"stream": True, "stream_options": options}, path)
     submit = gate.begin()

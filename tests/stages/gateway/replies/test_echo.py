@@ -1,4 +1,4 @@
-"""`echo`: the prompt's text stands before the output's."""
+"""`echo` puts the prompt's text before the output's."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def texts_of(stream: str) -> dict[int, str]:
     return texts
 
 
-class TestWhole:
+class TestCompleteReply:
     def test_every_choice_of_every_prompt_begins_with_its_prompt(self, gate: Gate) -> None:
         response = gate.complete(ECHO | {"prompt": ["Ä ", "b"], "n": 2})
         submits = [gate.submit(), gate.submit()]
@@ -41,7 +41,7 @@ class TestWhole:
         assert [c["text"] for c in body["choices"]] == ["Ä x0", "Ä x1", "by0", "by1"]
         assert body["usage"] == {"prompt_tokens": 4, "completion_tokens": 4, "total_tokens": 8, **NONE_CACHED}
 
-    def test_the_text_of_ids_is_asked_of_ingest(self, gate: Gate) -> None:
+    def test_the_text_of_token_ids_is_requested_from_ingest(self, gate: Gate) -> None:
         response = gate.complete(ECHO | {"prompt": [[1, 2], [3]]})
         first, second = gate.submit(), gate.submit()
         assert first.prompt_options == second.prompt_options == m.PromptOptions(with_text=True)
@@ -51,12 +51,12 @@ class TestWhole:
         gate.finish(first, "?")
         assert [c["text"] for c in response.result().json()["choices"]] == ["one?", "two!"]
 
-    def test_a_text_is_not_sent_back_and_forth(self, gate: Gate) -> None:
+    def test_the_text_of_a_text_prompt_is_not_requested(self, gate: Gate) -> None:
         response = gate.complete(ECHO)
         assert gate.serve("!").prompt_options == m.PromptOptions()
         assert response.result().json()["choices"][0]["text"] == "Hi!"
 
-    def test_output_that_overtakes_the_acceptance_comes_behind_the_prompt(self, gate: Gate) -> None:
+    def test_output_before_acceptance_follows_the_prompt(self, gate: Gate) -> None:
         response = gate.complete(ECHO)
         submit = gate.submit()
         gate.finish(submit, " there")
@@ -65,12 +65,12 @@ class TestWhole:
         assert response.result().json()["choices"][0]["text"] == "Hi there"
 
 
-class TestAStream:
+class TestStream:
     @pytest.mark.parametrize("early", [False, True])
-    def test_begins_with_the_prompt_of_each_choice(self, gate: Gate, early: bool) -> None:
+    def test_a_stream_begins_with_the_prompt_of_each_choice(self, gate: Gate, early: bool) -> None:
         response = gate.complete(STREAM | {"prompt": ["a", "b"], "n": 2})
         submits = [gate.submit(), gate.submit()]
-        if early:  # deltas come by another way than the acceptance
+        if early:  # deltas and acceptances come over different channels
             for submit in submits:
                 gate.delta(submit, "-", index=0)
             gate.rig.load()
@@ -84,7 +84,7 @@ class TestAStream:
         assert texts_of(text) == {0: f"a{dash}0", 1: "a1", 2: f"b{dash}0", 3: "b1"}
         assert events_of(text)[-1]["usage"]["completion_tokens"] == (6 if early else 4)
 
-    def test_text_that_comes_again_is_cut_at_the_same_place(self, gate: Gate) -> None:
+    def test_repeated_text_is_sent_once(self, gate: Gate) -> None:
         response = gate.complete(STREAM)
         submit = gate.submit()
         accept(gate, submit)
@@ -94,9 +94,9 @@ class TestAStream:
         assert texts_of(response.result().text) == {0: "Hiabcde"}
 
 
-class TestOfNoOutput:
+class TestNoOutput:
     @pytest.mark.parametrize("n", [1, 2])
-    def test_is_the_prompt_alone_and_needs_no_step(self, gate: Gate, n: int) -> None:
+    def test_without_output_the_reply_is_the_prompt_and_takes_no_step(self, gate: Gate, n: int) -> None:
         response = gate.complete(ECHO | {"max_tokens": 0, "n": n})
         submit = gate.submit()
         assert submit.options.max_tokens == 0
@@ -107,7 +107,7 @@ class TestOfNoOutput:
         gate.rig.until(lambda load: load.num_open_requests == 0)
         assert gate.rig.nothing("schedule", 0)
 
-    def test_streams(self, gate: Gate) -> None:
+    def test_an_echo_without_output_can_be_streamed(self, gate: Gate) -> None:
         response = gate.complete(STREAM | {"max_tokens": 0})
         accept(gate, gate.submit(), 5)
         *events, usage = events_of(response.result().text)
@@ -115,18 +115,18 @@ class TestOfNoOutput:
         assert texts_of(response.result().text) == {0: "Hi"}
         assert usage["usage"] == {"prompt_tokens": 5, "completion_tokens": 0, "total_tokens": 5, **NONE_CACHED}
 
-    def test_is_refused_without_echo(self, tmp_path: Path) -> None:
+    def test_no_output_requires_echo(self, tmp_path: Path) -> None:
         error = refused(COMPLETION | {"max_tokens": 0}, parse.parse_completion)
         assert (error.status, error.param) == (400, "max_tokens")
         assert parse.parse_completion(json.dumps(ECHO | {"max_tokens": 0}).encode(), LIMITS).options.max_tokens == 0
 
 
 @pytest.mark.parametrize("value", [0, "yes", [True]])
-def test_echo_is_true_or_false(value: Any) -> None:
+def test_echo_must_be_a_boolean(value: Any) -> None:
     error = refused(COMPLETION | {"echo": value}, parse.parse_completion)
     assert (error.status, error.param) == (400, "echo")
 
 
-def test_chats_have_no_echo() -> None:
+def test_chats_do_not_support_echo() -> None:
     error = refused(CHAT | {"echo": True})
     assert (error.status, error.param, error.code) == (400, "echo", "unsupported")

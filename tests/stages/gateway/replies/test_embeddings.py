@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: each input is a request of one step, whose record is its vector."""
+"""POST /v1/embeddings runs one step for each input and returns its vector."""
 
 import base64
 import json
@@ -47,7 +47,7 @@ class TestParse:
             ({"request_id": "a b"}, "request_id", "request_id"),
         ],
     )
-    def test_what_can_not_be_is_told_by_its_name(self, fields: dict[str, Any], param: str, words: str) -> None:
+    def test_an_invalid_field_is_named(self, fields: dict[str, Any], param: str, words: str) -> None:
         error = refused_by(KNOWN, BODY | fields, parse_embeddings)
         assert (error.status, error.param) == (400, param)
         assert words in error.message
@@ -55,12 +55,12 @@ class TestParse:
     def test_another_model_is_404(self) -> None:
         assert refused_by(KNOWN, BODY | {"model": "x"}, parse_embeddings).status == 404
 
-    def test_what_changes_nothing(self) -> None:
+    def test_neutral_fields_change_nothing(self) -> None:
         plain = parse_embeddings(json.dumps(BODY).encode(), KNOWN)
         more = {"user": "me", "encoding_format": "float", "pooling": "last", "normalize": True, "dimensions": None}
         assert parse_embeddings(json.dumps(BODY | more).encode(), KNOWN) == plain
 
-    def test_the_stages_are_asked_for_a_vector(self) -> None:
+    def test_the_options_request_a_pooled_vector(self) -> None:
         body = BODY | {"input": [[1, 2], [3]], "pooling": "mean", "truncate_prompt_tokens": -1}
         parsed = parse_embeddings(json.dumps(body).encode(), KNOWN)
         assert parsed.options == m.GenerationOptions(max_tokens=1, temperature=0.0, pooling=m.Pooling.MEAN)
@@ -69,7 +69,7 @@ class TestParse:
 
 
 class TestReplies:
-    def test_a_vector_is_of_length_1(self, gate: Gate) -> None:
+    def test_a_vector_has_length_1(self, gate: Gate) -> None:
         response = gate.post(BODY, PATH)
         give(gate, gate.begin())
         body = response.result().json()
@@ -79,7 +79,7 @@ class TestReplies:
         del body["data"]
         assert body == {"object": "list", "model": "tiny", "usage": {"prompt_tokens": 3, "total_tokens": 3}}
 
-    def test_each_input_has_its_own_in_order(self, gate: Gate) -> None:
+    def test_each_input_has_its_own_vector_in_order(self, gate: Gate) -> None:
         response = gate.post(BODY | {"input": ["a", "b", "c"]}, PATH)
         submits = [gate.begin() for _ in range(3)]
         first = submits[0]
@@ -88,17 +88,17 @@ class TestReplies:
             vector["abc".index(submit.prompt.text)] = 2  # type: ignore[union-attr]
             give(gate, submit, vector)
         assert first.options.n == 1 and first.options.max_tokens == 1
-        told = [one["embedding"] for one in response.result().json()["data"]]
-        assert np.argmax(told, axis=1).tolist() == [0, 1, 2]
+        vectors = [one["embedding"] for one in response.result().json()["data"]]
+        assert np.argmax(vectors, axis=1).tolist() == [0, 1, 2]
 
     def test_base64_has_the_same_numbers(self, gate: Gate) -> None:
         response = gate.post(BODY | {"encoding_format": "base64", "dimensions": 3}, PATH)
         give(gate, gate.begin())
-        told = np.frombuffer(base64.b64decode(response.result().json()["data"][0]["embedding"]), "<f4")
-        assert np.allclose(told, [0.6, 0, 0.8])
+        vector = np.frombuffer(base64.b64decode(response.result().json()["data"][0]["embedding"]), "<f4")
+        assert np.allclose(vector, [0.6, 0, 0.8])
 
     @pytest.mark.parametrize("scale", [1e30, 1e-30])
-    def test_huge_and_tiny_numbers_are_of_length_1_too(self, gate: Gate, scale: float) -> None:
+    def test_vectors_of_huge_and_tiny_numbers_have_length_1_too(self, gate: Gate, scale: float) -> None:
         response = gate.post(BODY, PATH)
         give(gate, gate.begin(), VECTOR * scale)
         assert np.allclose(response.result().json()["data"][0]["embedding"], VECTOR / 13)
@@ -109,13 +109,13 @@ class TestReplies:
         assert response.result().json()["data"][0]["embedding"] == [0.0, 0.0]
 
     @pytest.mark.parametrize("value", [math.nan, math.inf])
-    def test_what_is_not_finite_is_an_error(self, gate: Gate, value: float) -> None:
+    def test_a_vector_that_is_not_finite_is_an_error(self, gate: Gate, value: float) -> None:
         response = gate.post(BODY, PATH)
         give(gate, gate.begin(), [value, *[0] * 7])
         result = response.result()
         assert result.status_code == 500 and "NaN or infinity" in result.json()["error"]["message"]
 
-    def test_a_call_that_is_called_off_has_none(self, gate: Gate) -> None:
+    def test_an_aborted_request_has_no_vector(self, gate: Gate) -> None:
         response = gate.post(BODY | {"request_id": "me"}, PATH)
         submit = gate.begin()
         assert gate.client.post("/abort_requests", json={"request_ids": ["me"]}).json()["num_aborted"] == 1
@@ -123,7 +123,7 @@ class TestReplies:
         result = response.result()
         assert (result.status_code, result.json()["error"]["code"]) == (503, "ended")
 
-    def test_a_refusal_names_the_input(self, gate: Gate) -> None:
+    def test_a_rejection_names_the_input(self, gate: Gate) -> None:
         response = gate.post(BODY | {"input": ["a", "b"]}, PATH)
         first, second = gate.begin(), gate.submit()
         gate.reject(second, m.Failure(400, "the prompt is empty", "prompt"))

@@ -1,4 +1,4 @@
-"""What replies tell of ids: every id once, in order, with its exact bytes; whole, streamed, and in repetitions."""
+"""Replies report each token once, in order, with its exact bytes: complete, streamed and with repetitions."""
 
 import json
 import math
@@ -18,7 +18,7 @@ TEXT = "aé😀"
 
 
 def records(*scores: float, top: list[tuple[int, float]] | None = None) -> bytes:
-    """Of ids of these log probabilities, each with the same likeliest ones."""
+    """Records of ids with these log probabilities, all with the same top ids."""
     table = np.zeros(len(scores), logprob_dtype(len(top or [])))
     table["logprob"] = scores
     if top:
@@ -32,7 +32,7 @@ def with_tops(pieces: list[bytes], *tops: bytes) -> list[bytes]:
 
 
 class TestChats:
-    def test_every_cut_of_a_text_gives_its_bytes_back(self, gate: Gate) -> None:
+    def test_tokens_have_their_exact_bytes_however_the_text_is_split(self, gate: Gate) -> None:
         data = TEXT.encode()
         for num in (0, 1, 2, 6):
             for places in list(combinations(range(1, len(data)), num))[:8]:
@@ -46,14 +46,14 @@ class TestChats:
                 assert [bytes(one["bytes"]) for one in content] == pieces
                 assert [one["top_logprobs"] for one in content] == [[]] * len(pieces)
 
-    def test_names_are_text_or_escaped_bytes(self, gate: Gate) -> None:
+    def test_tokens_are_text_or_escaped_bytes(self, gate: Gate) -> None:
         response = gate.post(CHAT | {"logprobs": True, "top_logprobs": 2})
         submit = gate.begin()
         assert submit.options.num_logprobs == 2
         top = [(7, -0.25), (8, -math.inf)]
-        told = records(-0.5, -math.inf, math.nan, top=top)
+        payload = records(-0.5, -math.inf, math.nan, top=top)
         pieces = with_tops([b"a", b" \xf0\x9f", b"<|im_end|>"], b"b", b"\xff")
-        gate.delta(submit, "a", 3, records=told, pieces=pieces, finish=m.Finish.STOP)
+        gate.delta(submit, "a", 3, records=payload, pieces=pieces, finish=m.Finish.STOP)
         choice = response.result().json()["choices"][0]
         tops = [
             {"token": "b", "logprob": -0.25, "bytes": [98]},
@@ -68,22 +68,22 @@ class TestChats:
             "refusal": None,
         }
 
-    def test_tokens_may_be_named_by_their_ids(self, gate: Gate) -> None:
+    def test_tokens_can_be_reported_as_ids(self, gate: Gate) -> None:
         response = gate.post(CHAT | {"logprobs": True, "top_logprobs": 1, "return_tokens_as_token_ids": True})
         submit = gate.begin()
-        told = records(-0.5, top=[(7, -0.25)])
-        gate.delta(submit, "é", records=told, pieces=[b"\xc3\xa9", b"b"], finish=m.Finish.STOP)
+        payload = records(-0.5, top=[(7, -0.25)])
+        gate.delta(submit, "é", records=payload, pieces=[b"\xc3\xa9", b"b"], finish=m.Finish.STOP)
         (one,) = response.result().json()["choices"][0]["logprobs"]["content"]
         assert (one["token"], one["bytes"]) == ("token_id:0", [0xC3, 0xA9])
         assert one["top_logprobs"][0]["token"] == "token_id:7"
 
-    def test_without_them_nothing_is_asked_and_nothing_told(self, gate: Gate) -> None:
+    def test_no_logprobs_are_requested_or_returned_by_default(self, gate: Gate) -> None:
         response = gate.post(CHAT)
         submit = gate.serve()
         assert submit.options.num_logprobs == -1 and not submit.options.with_pieces
         assert response.result().json()["choices"][0]["logprobs"] is None
 
-    def test_of_the_prompt_stand_with_the_reply(self, gate: Gate) -> None:
+    def test_prompt_logprobs_are_a_field_of_the_response(self, gate: Gate) -> None:
         response = gate.post(CHAT | {"prompt_logprobs": 1, "n": 2})
         submit = gate.submit()
         assert submit.prompt_options.with_pieces
@@ -103,7 +103,7 @@ class TestChats:
         ]
         assert "prompt_token_ids" not in body
 
-    def test_ids_stand_where_vllm_has_them(self, gate: Gate) -> None:
+    def test_token_ids_are_where_vllm_has_them(self, gate: Gate) -> None:
         response = gate.post(CHAT | {"return_token_ids": True, "n": 2})
         submit = gate.begin()
         gate.delta(submit, "x", 2, finish=m.Finish.STOP)
@@ -114,15 +114,15 @@ class TestChats:
 
 
 class TestCompletions:
-    def test_every_cut_of_a_text_has_its_offsets(self, gate: Gate) -> None:
+    def test_offsets_are_correct_however_the_text_is_split(self, gate: Gate) -> None:
         data = TEXT.encode()
         for num in (0, 1, 2, 6):
             for places in list(combinations(range(1, len(data)), num))[:8]:
                 pieces = cut(data, places)
                 response = gate.complete(COMPLETION | {"logprobs": 0})
                 submit = gate.begin()
-                told = records(*[-1.0] * len(pieces))
-                gate.delta(submit, TEXT, len(pieces), records=told, pieces=pieces, finish=m.Finish.LENGTH)
+                payload = records(*[-1.0] * len(pieces))
+                gate.delta(submit, TEXT, len(pieces), records=payload, pieces=pieces, finish=m.Finish.LENGTH)
                 choice = response.result().json()["choices"][0]
                 assert choice["logprobs"]["text_offset"] == expected(pieces)
                 assert choice["logprobs"]["token_logprobs"] == [-1.0] * len(pieces)
@@ -131,19 +131,19 @@ class TestCompletions:
                     assert name == piece.decode(errors="ignore") or name.startswith("bytes:")
                 assert [list(one) for one in choice["logprobs"]["top_logprobs"]] == [[name] for name in names]
 
-    def test_the_likeliest_come_first_and_the_token_itself_is_among_them(self, gate: Gate) -> None:
+    def test_top_logprobs_are_sorted_and_include_the_token(self, gate: Gate) -> None:
         response = gate.complete(COMPLETION | {"logprobs": 2})
         submit = gate.begin()
-        told = records(-2.0, -0.25, top=[(0, -0.25), (8, -1.5)])
-        pieces = [b"z", b"b", b"\xff", b"b", b"b", b"b"]  # of the last, two ids are called the same
-        gate.delta(submit, "zb", 2, records=told, pieces=pieces, finish=m.Finish.STOP)
+        payload = records(-2.0, -0.25, top=[(0, -0.25), (8, -1.5)])
+        pieces = [b"z", b"b", b"\xff", b"b", b"b", b"b"]  # the last two ids have the same text
+        gate.delta(submit, "zb", 2, records=payload, pieces=pieces, finish=m.Finish.STOP)
         logprobs = response.result().json()["choices"][0]["logprobs"]
         assert [list(one.items()) for one in logprobs["top_logprobs"]] == [
             [("b", -0.25), ("bytes:\\xff", -1.5), ("z", -2.0)],
             [("b", -0.25)],
         ]
 
-    def test_a_prompt_that_is_repeated_has_its_own(self, gate: Gate) -> None:
+    def test_an_echoed_prompt_has_logprobs(self, gate: Gate) -> None:
         for streams in (False, True):
             response = gate.complete(COMPLETION | {"prompt": "Hé", "echo": True, "logprobs": 1, "stream": streams})
             submit = gate.submit()
@@ -157,18 +157,18 @@ class TestCompletions:
                 choices = [event["choices"][0] for event in events]
                 text = "".join(choice["text"] for choice in choices)
                 parts = [choice["logprobs"] for choice in choices if choice["logprobs"]]
-                told = {name: [one for part in parts for one in part[name]] for name in parts[0]}
+                merged = {name: [one for part in parts for one in part[name]] for name in parts[0]}
                 assert parts[0]["tokens"][0] == "<s>"
             else:
                 choice = response.result().json()["choices"][0]
-                text, told = choice["text"], choice["logprobs"]
+                text, merged = choice["text"], choice["logprobs"]
             assert text == "Hé!"
-            assert told["tokens"] == ["<s>", "H", "bytes:\\xc3", "bytes:\\xa9", "!"]
-            assert told["token_logprobs"] == [None, -1.0, -2.0, -3.0, -4.0]
-            assert told["text_offset"] == [0, 0, 1, 1, 2]
-            assert told["top_logprobs"][0] is None and told["top_logprobs"][4] == {"x": -0.5, "!": -4.0}
+            assert merged["tokens"] == ["<s>", "H", "bytes:\\xc3", "bytes:\\xa9", "!"]
+            assert merged["token_logprobs"] == [None, -1.0, -2.0, -3.0, -4.0]
+            assert merged["text_offset"] == [0, 0, 1, 1, 2]
+            assert merged["top_logprobs"][0] is None and merged["top_logprobs"][4] == {"x": -0.5, "!": -4.0}
 
-    def test_a_prompt_alone_is_scored_and_what_is_drawn_is_not_shown(self, gate: Gate) -> None:
+    def test_a_prompt_alone_is_scored_and_the_sampled_token_is_hidden(self, gate: Gate) -> None:
         for streams in (False, True):
             options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}} if streams else {}
             body = {"prompt": [0, 1], "echo": True, "logprobs": 0, "max_tokens": 0, "return_token_ids": True}
@@ -178,18 +178,24 @@ class TestCompletions:
             ids = np.arange(2, dtype=np.int32).tobytes()
             gate.rig.send(m.Accepted(submit.request_id, 1, ids, "ab", pieces=[b"a", b"b"]), "ingest.0")
             gate.delta(submit, num_ids=0, prompt=(0, records(-1.0), []))
-            gate.delta(submit, "drawn", records=records(-9.0), pieces=[b"drawn"], finish=m.Finish.STOP, stop_reason=5)
+            gate.delta(
+                submit, "sampled", records=records(-9.0), pieces=[b"sampled"], finish=m.Finish.STOP, stop_reason=5
+            )
             events = events_of(response.result().text) if streams else [response.result().json()]
             choices = [event["choices"][0] for event in events if event["choices"]]
             assert "".join(choice["text"] for choice in choices) == "ab"
-            told = choices[0]["logprobs"]
-            assert (told["tokens"], told["token_logprobs"], told["text_offset"]) == (["a", "b"], [None, -1.0], [0, 1])
+            logprobs = choices[0]["logprobs"]
+            assert (logprobs["tokens"], logprobs["token_logprobs"], logprobs["text_offset"]) == (
+                ["a", "b"],
+                [None, -1.0],
+                [0, 1],
+            )
             assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == ("length", None)
             assert choices[0]["prompt_token_ids"] == [0, 1]
             assert [one for choice in choices for one in choice["token_ids"]] == []
             assert events[-1]["usage"]["completion_tokens"] == 0
 
-    def test_each_prompt_has_its_own(self, gate: Gate) -> None:
+    def test_each_prompt_has_its_own_logprobs(self, gate: Gate) -> None:
         response = gate.complete(COMPLETION | {"prompt": ["a", "b"], "prompt_logprobs": 0, "return_token_ids": True})
         for score in (-1.0, -2.0):
             submit = gate.submit()
@@ -200,19 +206,19 @@ class TestCompletions:
         assert found == {-1.0, -2.0}
         assert [choice["prompt_token_ids"] for choice in choices] == [[0, 1], [0, 1]]
 
-    def test_best_of_ranks_with_the_likeliest_in_between(self, gate: Gate) -> None:
+    def test_best_of_ranks_correctly_with_top_logprobs(self, gate: Gate) -> None:
         response = gate.complete(COMPLETION | {"best_of": 2, "logprobs": 1})
         submit = gate.begin()
         for index, score in ((0, -3.0), (1, -1.0)):
-            told = records(score, top=[(5, -0.5 if index == 0 else -7.0)])
-            gate.delta(submit, f"{index}", index=index, records=told, pieces=[b"p", b"q"], finish=m.Finish.STOP)
+            payload = records(score, top=[(5, -0.5 if index == 0 else -7.0)])
+            gate.delta(submit, f"{index}", index=index, records=payload, pieces=[b"p", b"q"], finish=m.Finish.STOP)
         (choice,) = response.result().json()["choices"]
         assert (choice["text"], choice["logprobs"]["token_logprobs"]) == ("1", [-1.0])
 
 
 class TestStreams:
     @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-    def test_each_id_is_told_once_in_order_though_text_is_held_back(self, gate: Gate, path: str) -> None:
+    def test_each_id_is_reported_once_in_order_while_text_is_held_back(self, gate: Gate, path: str) -> None:
         is_chat = "chat" in path
         body = (CHAT | {"logprobs": True}) if is_chat else (COMPLETION | {"logprobs": 0})
         response = gate.post(body | {"stream": True, "return_token_ids": True}, path)
@@ -225,32 +231,32 @@ class TestStreams:
         gate.delta(submit, "", num_ids=0, finish=m.Finish.LENGTH)
         events = events_of(response.result().text)
         choices = [event["choices"][0] for event in events]
-        told = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+        parts = [choice["logprobs"] for choice in choices if choice["logprobs"]]
         if is_chat:
-            scores = [one["logprob"] for part in told for one in part["content"]]
-            assert [bytes(one["bytes"]) for part in told for one in part["content"]] == [*pieces, b"<e>"]
+            scores = [one["logprob"] for part in parts for one in part["content"]]
+            assert [bytes(one["bytes"]) for part in parts for one in part["content"]] == [*pieces, b"<e>"]
             assert events[0]["prompt_token_ids"] == [0, 1, 2]
             assert sum("prompt_token_ids" in event for event in events) == 1
         else:
-            scores = [one for part in told for one in part["token_logprobs"]]
-            assert [one for part in told for one in part["text_offset"]] == [0, 1, 1, 1, 2, 3]
+            scores = [one for part in parts for one in part["token_logprobs"]]
+            assert [one for part in parts for one in part["text_offset"]] == [0, 1, 1, 1, 2, 3]
             assert choices[0]["prompt_token_ids"] == [0, 1, 2]
             assert sum("prompt_token_ids" in choice for choice in choices) == 1
         assert scores == [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0]
         assert [one for choice in choices for one in choice.get("token_ids", [])] == [0, 1, 2, 3, 4, 5]
 
-    def test_repetitions_are_told_once(self, gate: Gate) -> None:
+    def test_repeated_ids_are_reported_once(self, gate: Gate) -> None:
         response = gate.post(CHAT | {"logprobs": True, "top_logprobs": 1})
         submit = gate.begin()
         top = [(7, -0.5)]
         gate.delta(submit, "ab", 2, records=records(-1.0, -2.0, top=top), pieces=[b"a", b"x", b"b", b"x"])
-        told = records(-2.0, -3.0, top=top)
+        payload = records(-2.0, -3.0, top=top)
         pieces = [b"b", b"x", b"c", b"x"]
-        gate.delta(submit, "bc", 2, back=1, records=told, pieces=pieces, finish=m.Finish.STOP)
+        gate.delta(submit, "bc", 2, back=1, records=payload, pieces=pieces, finish=m.Finish.STOP)
         content = response.result().json()["choices"][0]["logprobs"]["content"]
         assert [(one["token"], one["logprob"]) for one in content] == [("a", -1.0), ("b", -2.0), ("c", -3.0)]
 
-    def test_usage_is_in_every_event_where_it_is_asked_for(self, gate: Gate) -> None:
+    def test_usage_is_in_every_event_if_requested(self, gate: Gate) -> None:
         options = {"include_usage": True, "continuous_usage_stats": True}
         response = gate.complete(COMPLETION | {"stream": True, "n": 2, "stream_options": options})
         submit = gate.begin()
@@ -268,8 +274,8 @@ class TestStreams:
     def test_json_has_no_infinity(self, gate: Gate) -> None:
         response = gate.complete(COMPLETION | {"logprobs": 1})
         submit = gate.begin()
-        told = records(-math.inf, top=[(5, math.nan)])
-        gate.delta(submit, "a", records=told, pieces=[b"a", b"b"], finish=m.Finish.STOP)
+        payload = records(-math.inf, top=[(5, math.nan)])
+        gate.delta(submit, "a", records=payload, pieces=[b"a", b"b"], finish=m.Finish.STOP)
 
         def fail(name: str) -> None:
             raise AssertionError(name)
@@ -277,47 +283,47 @@ class TestStreams:
         json.loads(response.result().text, parse_constant=fail)
 
 
-class TestMuchAtOnce:
-    """Making it takes a while, in which others are served: whole in a thread, streamed by and by."""
+class TestLargeReplies:
+    """Large replies do not block others: complete ones are built in a thread, streamed ones in parts."""
 
     NUM_IDS = 400
 
     def give(self, gate: Gate, submit: m.Submit) -> None:
         top = [(place, -1.0 - place) for place in range(20)]
-        told = records(*[-0.5] * self.NUM_IDS, top=top)
+        payload = records(*[-0.5] * self.NUM_IDS, top=top)
         pieces = with_tops([b"a"] * self.NUM_IDS, *[b"b"] * 20)
         for index in range(submit.options.n):
             text = "a" * self.NUM_IDS
-            gate.delta(submit, text, self.NUM_IDS, index=index, records=told, pieces=pieces, finish=m.Finish.LENGTH)
+            gate.delta(submit, text, self.NUM_IDS, index=index, records=payload, pieces=pieces, finish=m.Finish.LENGTH)
 
-    def test_whole(self, gate: Gate) -> None:
+    def test_a_large_reply_is_complete(self, gate: Gate) -> None:
         response = gate.post(CHAT | {"logprobs": True, "top_logprobs": 20, "n": 4})
         self.give(gate, gate.begin())
         for choice in response.result().json()["choices"]:
             assert [len(one["top_logprobs"]) for one in choice["logprobs"]["content"]] == [20] * self.NUM_IDS
 
     @pytest.mark.parametrize("path", ["/v1/chat/completions", "/inference/v1/generate"])
-    def test_streamed(self, gate: Gate, path: str) -> None:
+    def test_a_large_stream_is_complete(self, gate: Gate, path: str) -> None:
         params = {"n": 8, "logprobs": 20}
         chat = CHAT | {"logprobs": True, "top_logprobs": 20, "n": 8}
         body = chat if "chat" in path else {"token_ids": [1], "sampling_params": params}
         response = gate.post(body | {"stream": True}, path)
         self.give(gate, gate.begin())
-        told = dict.fromkeys(range(8), 0)
+        num_ids = dict.fromkeys(range(8), 0)
         for event in events_of(response.result().text):
             (choice,) = event["choices"]
-            told[choice["index"]] += len((choice["logprobs"] or {"content": []})["content"])
-        assert told == dict.fromkeys(range(8), self.NUM_IDS)
+            num_ids[choice["index"]] += len((choice["logprobs"] or {"content": []})["content"])
+        assert num_ids == dict.fromkeys(range(8), self.NUM_IDS)
 
 
-class TestManyOfPrompts:
-    """A reply repeats them with each choice, and so may be many times larger than what was computed."""
+class TestPromptLogprobsLimit:
+    """Each choice repeats them, so a reply may be many times larger than the computed values."""
 
     MOST = 2**20
     """limits.max_prompt_logprobs"""
 
     @pytest.mark.parametrize(
-        ("asked", "each"),
+        ("fields", "each"),
         [
             ({"prompt_logprobs": 20, "n": 128}, 21 * 128),
             ({"echo": True, "logprobs": 3, "n": 100}, 4 * 100),
@@ -325,26 +331,26 @@ class TestManyOfPrompts:
             ({"echo": True, "logprobs": 3, "prompt_logprobs": 0}, 5),
         ],
     )
-    def test_no_more_are_told_than_may_be(self, gate: Gate, asked: dict[str, Any], each: int) -> None:
+    def test_prompt_logprobs_above_the_limit_are_rejected(self, gate: Gate, fields: dict[str, Any], each: int) -> None:
         num_ids = self.MOST // each
-        response = gate.complete(COMPLETION | asked)
+        response = gate.complete(COMPLETION | fields)
         submit = gate.submit()
         gate.accept(submit, num_ids + 1)
         refused = response.result()
         error = refused.json()["error"]
         assert (refused.status_code, error["code"]) == (400, "invalid_value")
-        assert error["param"] == ("prompt_logprobs" if "prompt_logprobs" in asked else "logprobs")
+        assert error["param"] == ("prompt_logprobs" if "prompt_logprobs" in fields else "logprobs")
         assert f"{(num_ids + 1) * each} log probabilities" in error["message"]
         assert gate.rig.receive("schedule", m.Abort).request_id == submit.request_id
 
-    def test_prompts_count_together(self, gate: Gate) -> None:
+    def test_all_prompts_count_together(self, gate: Gate) -> None:
         response = gate.complete(COMPLETION | {"prompt": ["a", "b"], "prompt_logprobs": 0})
         first, second = gate.submit(), gate.submit()
         gate.accept(first, self.MOST // 2)
         gate.accept(second, self.MOST // 2 + 1)
         assert response.result().status_code == 400
 
-    def test_a_chat_tells_them_once(self, gate: Gate) -> None:
+    def test_a_chat_counts_them_once(self, gate: Gate) -> None:
         response = gate.post(CHAT | {"prompt_logprobs": 0, "n": 2})
         submit = gate.submit()
         gate.accept(submit, self.MOST)
@@ -352,7 +358,7 @@ class TestManyOfPrompts:
             gate.finish(submit, "a", index)
         assert response.result().status_code == 200
 
-    def test_of_ids_alone_the_field_is_named_where_it_stands(self, gate: Gate) -> None:
+    def test_tokens_only_errors_name_the_nested_field(self, gate: Gate) -> None:
         body = {"token_ids": [1, 2], "sampling_params": {"prompt_logprobs": 1}}
         response = gate.post(body, "/inference/v1/generate")
         gate.reject(gate.submit(), m.Failure(400, "'bad_words[0]' is empty", "bad_words"))
@@ -364,9 +370,9 @@ class TestManyOfPrompts:
         assert response.result().json()["error"]["param"] == "sampling_params.prompt_logprobs"
 
 
-def test_where_a_model_has_fewer_ids_than_are_asked_for_those_are_told(gate: Gate) -> None:
+def test_top_logprobs_are_bounded_by_the_vocabulary(gate: Gate) -> None:
     response = gate.post(CHAT | {"logprobs": True, "top_logprobs": 3})
-    told = records(-0.5, top=[(1, -0.5), (0, -1.0), (-1, -math.inf)])
-    gate.delta(gate.begin(), "a", records=told, pieces=[b"a", b"a", b"b", b""], finish=m.Finish.STOP)
+    payload = records(-0.5, top=[(1, -0.5), (0, -1.0), (-1, -math.inf)])
+    gate.delta(gate.begin(), "a", records=payload, pieces=[b"a", b"a", b"b", b""], finish=m.Finish.STOP)
     (one,) = response.result().json()["choices"][0]["logprobs"]["content"]
     assert [top["token"] for top in one["top_logprobs"]] == ["a", "b"]

@@ -17,18 +17,18 @@ LIMITS = RequestLimits(model=MODEL, max_sequences=64)
 
 
 def answer(gate: Gate, submit: m.Submit, ids: list[int], **shown: Any) -> None:
-    """Play ingest."""
+    """Play ingest: accept with these ids."""
     data = np.array(ids, np.int32).tobytes()
     gate.rig.send(m.Accepted(submit.request_id, submit.attempt, data, **shown), "ingest.0")
 
 
-def nothing_is_left(gate: Gate) -> None:
+def assert_all_released(gate: Gate) -> None:
     gate.rig.until(lambda load: load.num_open_requests == 0)
     assert gate.rig.nothing("schedule", 0)
 
 
 class TestTokenize:
-    def test_gives_ids_and_their_number(self, gate: Gate) -> None:
+    def test_tokenize_returns_ids_and_their_count(self, gate: Gate) -> None:
         response = gate.post({"model": MODEL, "prompt": "Hi there"}, "/tokenize")
         submit = gate.submit()
         assert submit.prompt == m.TextPrompt("Hi there")
@@ -38,9 +38,9 @@ class TestTokenize:
             200,
             {"count": 2, "max_model_len": FACTS.max_model_len, "tokens": [7, 8], "token_strs": None},
         )
-        nothing_is_left(gate)
+        assert_all_released(gate)
 
-    def test_gives_what_they_are_called_where_that_is_asked_for(self, gate: Gate) -> None:
+    def test_tokenize_returns_token_strings_if_requested(self, gate: Gate) -> None:
         body = {"prompt": "é", "return_token_strs": True, "add_special_tokens": False}
         response = gate.post(body, "/tokenize")
         submit = gate.submit()
@@ -48,29 +48,29 @@ class TestTokenize:
         answer(gate, submit, [7, 8], token_strs=["Ã", "©"])
         assert response.result().json()["token_strs"] == ["Ã", "©"]
 
-    @pytest.mark.parametrize("asked", [None, True, False])
-    def test_takes_a_chat(self, gate: Gate, asked: bool | None) -> None:
-        fields = {} if asked is None else {"add_generation_prompt": asked}
+    @pytest.mark.parametrize("add_generation_prompt", [None, True, False])
+    def test_tokenize_accepts_a_chat(self, gate: Gate, add_generation_prompt: bool | None) -> None:
+        fields = {} if add_generation_prompt is None else {"add_generation_prompt": add_generation_prompt}
         response = gate.post(CHAT | fields, "/tokenize")
         submit = gate.submit()
-        assert submit.prompt == m.ChatPrompt([m.ChatMessage("user", "Hi")], asked is not False)
+        assert submit.prompt == m.ChatPrompt([m.ChatMessage("user", "Hi")], add_generation_prompt is not False)
         answer(gate, submit, [1])
         assert response.result().json()["count"] == 1
 
-    def test_of_nothing_is_nothing(self, gate: Gate) -> None:
+    def test_an_empty_input_gives_an_empty_result(self, gate: Gate) -> None:
         response = gate.post({"prompt": ""}, "/tokenize")
         answer(gate, gate.submit(), [])
         assert response.result().json()["tokens"] == []
 
-    def test_that_is_rejected_has_its_status_and_field(self, gate: Gate) -> None:
+    def test_a_rejection_has_its_status_and_field(self, gate: Gate) -> None:
         response = gate.post(CHAT, "/tokenize")
         submit = gate.submit()
         gate.reject(submit, m.Failure(400, "the template refused", "messages"))
         result = response.result()
         assert (result.status_code, result.json()["error"]["param"]) == (400, "messages")
-        nothing_is_left(gate)
+        assert_all_released(gate)
 
-    def test_in_shared_memory_is_released(self, gate: Gate) -> None:
+    def test_ids_in_shared_memory_are_released(self, gate: Gate) -> None:
         response = gate.post({"prompt": "x"}, "/tokenize")
         submit = gate.submit()
         ref = gate.rig.arena("ingest.0").put(np.arange(5000, dtype=np.int32).tobytes())
@@ -79,17 +79,15 @@ class TestTokenize:
         assert gate.rig.receive("ingest", m.Release) == m.Release([ref.offset], [ref.generation])
         assert response.result().json()["tokens"] == list(range(5000))
 
-    def test_whose_client_leaves_is_aborted_in_ingest_alone_and_keeps_its_credit_until_it_is_answered(
-        self, gate: Gate
-    ) -> None:
+    def test_a_disconnect_aborts_in_ingest_only_and_the_credit_is_held_until_the_reply(self, gate: Gate) -> None:
         with gate.raw({"prompt": "x"}, "/tokenize"):
             submit = gate.submit()
         assert gate.rig.receive("ingest", m.Abort) == m.Abort(submit.request_id, 1)
         assert gate.rig.load().num_open_requests == 1
         gate.reject(submit, m.Failure(499, "the request was aborted", code="aborted"))
-        nothing_is_left(gate)
+        assert_all_released(gate)
 
-    def test_takes_a_credit(self, tmp_path: Any) -> None:
+    def test_a_lookup_takes_a_credit(self, tmp_path: Any) -> None:
         with Gate(tmp_path, max_open_sequences=1) as gate:
             first = gate.post({"prompt": "x"}, "/tokenize")
             submit = gate.submit()
@@ -98,7 +96,7 @@ class TestTokenize:
             answer(gate, submit, [1])
             assert first.result().status_code == 200
 
-    def test_ends_when_a_stage_dies(self, gate: Gate) -> None:
+    def test_a_lookup_ends_when_a_stage_dies(self, gate: Gate) -> None:
         response = gate.post({"prompt": "x"}, "/tokenize")
         gate.submit()
         gate.rig.send(m.StageDied("ingest.0", "exit code 1"))
@@ -107,21 +105,21 @@ class TestTokenize:
 
 
 class TestDetokenize:
-    def test_gives_the_text(self, gate: Gate) -> None:
+    def test_detokenize_returns_the_text(self, gate: Gate) -> None:
         response = gate.post({"model": MODEL, "tokens": [5, 6]}, "/detokenize")
         submit = gate.submit()
         assert submit.prompt == m.IdsPrompt(np.array([5, 6], np.int32).tobytes())
         assert submit.prompt_options == m.PromptOptions(any_length=True, with_text=True)
         answer(gate, submit, [5, 6], text="hé")
         assert (response.result().status_code, response.result().json()) == (200, {"prompt": "hé"})
-        nothing_is_left(gate)
+        assert_all_released(gate)
 
-    def test_names_the_id_that_the_model_does_not_have(self, gate: Gate) -> None:
+    def test_an_unknown_id_is_named(self, gate: Gate) -> None:
         response = gate.post({"tokens": [1, 2, 3, 10**6]}, "/detokenize")
         gate.reject(gate.submit(), m.Failure(400, "token id 1000000 …", "prompt[3]"))
         assert response.result().json()["error"]["param"] == "tokens[3]"
 
-    def test_of_nothing_is_nothing(self, gate: Gate) -> None:
+    def test_an_empty_input_gives_an_empty_result(self, gate: Gate) -> None:
         response = gate.post({"tokens": []}, "/detokenize")
         answer(gate, gate.submit(), [], text="")
         assert response.result().json() == {"prompt": ""}
@@ -149,14 +147,14 @@ BAD: list[tuple[Any, Any, str]] = [
 
 
 @pytest.mark.parametrize(("parse", "body", "param"), BAD)
-def test_bad_input_names_the_field(parse: Any, body: Any, param: str) -> None:
+def test_an_error_names_the_invalid_field(parse: Any, body: Any, param: str) -> None:
     error = refused(body, parse)
     assert (error.status, error.param) == (400, param)
     assert param in error.message
 
 
 @pytest.mark.parametrize("parse", [parse_tokenize, parse_detokenize])
-def test_an_unknown_model_is_404_and_none_is_this_one(parse: Any) -> None:
+def test_an_unknown_model_is_404_and_the_model_is_optional(parse: Any) -> None:
     error = refused({"model": "gpt-9", "prompt": "x", "tokens": [1]}, parse)
     assert (error.status, error.param, error.code) == (404, "model", "model_not_found")
     assert parse(json.dumps({"prompt": "x", "tokens": [1]}).encode(), LIMITS).model == MODEL
@@ -169,7 +167,7 @@ class TestLoad:
         loads: dict[str, int] = result.json()
         return loads
 
-    def test_counts_calls_for_output_and_no_others(self, gate: Gate) -> None:
+    def test_load_counts_only_generation_requests(self, gate: Gate) -> None:
         assert self.load(gate)["server_load"] == 0
         chat = gate.post(CHAT | {"n": 3})
         completion = gate.complete({"model": MODEL, "prompt": ["a", "b"]})
@@ -185,7 +183,7 @@ class TestLoad:
         gate.rig.until(lambda load: load.num_open_requests == 0)
         assert self.load(gate)["server_load"] == 0
 
-    def test_forgets_a_client_that_left(self, gate: Gate) -> None:
+    def test_load_does_not_count_disconnected_clients(self, gate: Gate) -> None:
         with gate.raw(CHAT):
             submit = gate.begin()
             assert self.load(gate)["server_load"] == 1
@@ -194,6 +192,6 @@ class TestLoad:
         gate.finish(submit, finish=m.Finish.ABORT)
         gate.rig.until(lambda load: load.num_open_requests == 0)
 
-    def test_is_answered_before_start_and_while_draining(self, tmp_path: Any) -> None:
+    def test_load_is_served_before_start_and_while_draining(self, tmp_path: Any) -> None:
         with Gate(tmp_path, start=False) as gate:
             assert self.load(gate)["server_load"] == 0

@@ -1,4 +1,4 @@
-"""A token's offset is the number of characters that begin before it, wherever the text is cut, whenever it comes."""
+"""A token's offset is the number of characters before it, for every split and timing of the text."""
 
 import time
 from itertools import combinations
@@ -11,7 +11,7 @@ from pipeline.stages.gateway.replies.text_offsets import TextOffsets
 
 
 def expected(pieces: list[bytes]) -> list[int]:
-    """Of pieces that are a text as a whole: characters whose first byte comes before, less the one that goes on."""
+    """Offsets of pieces that join to a text: characters that begin before each, except one that continues in it."""
     offsets, data = [], b"".join(pieces)
     begin = 0
     for piece in pieces:
@@ -27,7 +27,7 @@ def cut(data: bytes, places: tuple[int, ...]) -> list[bytes]:
     return [data[begin:end] for begin, end in zip([0, *places], ends, strict=True)]
 
 
-def test_at_every_cut_of_a_text_of_all_lengths_of_characters() -> None:
+def test_offsets_are_correct_for_every_split_of_multibyte_text() -> None:
     data = "aé€😀z".encode()
     for num in range(4):
         for places in combinations(range(1, len(data)), num):
@@ -38,67 +38,67 @@ def test_at_every_cut_of_a_text_of_all_lengths_of_characters() -> None:
 
 
 @given(st.text(), st.data())
-def test_whenever_the_text_comes(text: str, data: st.DataObject) -> None:
+def test_offsets_do_not_depend_on_when_the_text_arrives(text: str, data: st.DataObject) -> None:
     raw = text.encode()
     places = tuple(sorted(data.draw(st.sets(st.integers(1, max(1, len(raw) - 1)))))) if len(raw) > 1 else ()
     pieces = cut(raw, places)
     offsets = TextOffsets()
-    told = []
-    given_out = 0
+    placed = []
+    num_fed = 0
     for piece in pieces:
-        end = data.draw(st.integers(given_out, len(text)))
-        offsets.feed(text[given_out:end])
-        given_out = end
-        told.append(offsets.place(piece))
-    assert told == expected(pieces)
+        end = data.draw(st.integers(num_fed, len(text)))
+        offsets.feed(text[num_fed:end])
+        num_fed = end
+        placed.append(offsets.place(piece))
+    assert placed == expected(pieces)
 
 
-def test_special_tokens_that_are_not_shown_take_no_characters() -> None:
+def test_hidden_special_tokens_take_no_characters() -> None:
     offsets = TextOffsets()
     offsets.feed("ab")
     assert [offsets.place(piece) for piece in (b"<s>", b"a", b"<|im_end|>", b"b", b"</s>")] == [0, 0, 1, 1, 2]
 
 
-def test_nor_where_it_shows_later() -> None:
+def test_hidden_special_tokens_are_detected_when_the_text_arrives() -> None:
     offsets = TextOffsets()
-    assert [offsets.place(b"<|im_end|>"), offsets.place(b"a")] == [0, 10]  # as far as anybody knows
+    assert [offsets.place(b"<|im_end|>"), offsets.place(b"a")] == [0, 10]  # unknown before the text arrives
     offsets.feed("ab")
     assert [offsets.place(b"b"), offsets.place(b"c")] == [1, 2]
 
 
-def test_those_that_are_shown_take_theirs() -> None:
+def test_visible_special_tokens_take_their_characters() -> None:
     offsets = TextOffsets()
     offsets.feed("<s>a<b>")
     assert [offsets.place(piece) for piece in (b"<s>", b"a", b"<b>", b"c")] == [0, 3, 4, 7]
 
 
-def test_bytes_that_make_no_character_are_one_each_time_they_break_off() -> None:
+def test_each_truncated_character_counts_as_one() -> None:
     offsets = TextOffsets()
     offsets.feed("\ufffdx\ufffdé")
     assert [offsets.place(piece) for piece in (b"\xf0\x9f", b"x", b"\xf0", b"\xc3\xa9")] == [0, 1, 2, 3]
 
 
-def test_the_space_that_a_text_does_not_begin_with() -> None:
+def test_a_stripped_leading_space_does_not_count() -> None:
     offsets = TextOffsets()
     offsets.feed("Hello there")
     assert [offsets.place(piece) for piece in (b"<s>", b" Hello", b" there")] == [0, 0, 5]
 
 
 @pytest.mark.parametrize("text", ["Ａｂ c", "xxxxx"])
-def test_a_text_that_was_written_otherwise_is_counted_by_its_tokens(text: str) -> None:
+def test_normalized_text_is_counted_by_its_tokens(text: str) -> None:
     offsets = TextOffsets()
     offsets.feed(text)
     assert [offsets.place(piece) for piece in (b"ab", b" c")] == [0, 2]
 
 
-def test_text_that_was_left_out_counts_as_if_it_were_there() -> None:
+def test_removed_text_still_counts() -> None:
     offsets = TextOffsets()
     offsets.feed("a")
     assert [offsets.place(piece) for piece in (b"a", b"EN", b"D", b"!")] == [0, 1, 3, 4]
 
 
-def test_many_tokens_whose_text_does_not_come_cost_no_more_each() -> None:
-    """Those that are hidden at the end of a text wait for it in vain."""
+def test_many_tokens_without_text_take_linear_time() -> None:
+    """Hidden tokens at the end of a text never get any."""
 
     def seconds(num: int) -> float:
         offsets = TextOffsets()

@@ -1,4 +1,4 @@
-"""POST /inference/v1/generate, and the render routes whose replies are its bodies."""
+"""POST /inference/v1/generate, and the render routes that return bodies for it."""
 
 import json
 from typing import Any
@@ -30,7 +30,7 @@ def params(**fields: Any) -> dict[str, Any]:
 
 
 class TestParse:
-    def test_it_is_asked_as_any_other(self) -> None:
+    def test_a_body_is_parsed_into_the_usual_options(self) -> None:
         body = params(
             temperature=0, max_tokens=5, n=2, stop="x", min_tokens=1, logprobs=2, structured_outputs={"regex": "a"}
         )
@@ -73,7 +73,7 @@ class TestParse:
             (BODY | {"stream_options": {"include_usage": True}}, "stream_options"),
         ],
     )
-    def test_what_can_not_be_is_told_by_its_name(self, body: Any, param: str) -> None:
+    def test_an_invalid_field_is_named(self, body: Any, param: str) -> None:
         error = refused_by(KNOWN, body, parse_tokens_only)
         assert (error.status, error.param) == (400, param)
         assert f"'{param}'" in error.message or "the prompt has 513" in error.message
@@ -83,7 +83,7 @@ class TestParse:
 
 
 class TestReplies:
-    def test_have_ids_and_no_text(self, gate: Gate) -> None:
+    def test_replies_have_ids_and_no_text(self, gate: Gate) -> None:
         response = gate.post(BODY | {"request_id": "me", "sampling_params": {"n": 2, "logprobs": 1}}, PATH)
         submit = gate.begin()
         top = [(7, -0.5)]
@@ -92,7 +92,7 @@ class TestReplies:
         body = response.result().json()
         tops = [{"token": "token_id:7", "logprob": -0.5, "bytes": None}]
 
-        def told(token: str, logprob: float) -> dict[str, Any]:
+        def entry(token: str, logprob: float) -> dict[str, Any]:
             return {"token": token, "logprob": logprob, "bytes": None, "top_logprobs": tops}
 
         assert body == {
@@ -100,13 +100,13 @@ class TestReplies:
             "choices": [
                 {
                     "index": 0,
-                    "logprobs": {"content": [told("token_id:0", -1.0), told("token_id:1", -2.0)], "refusal": None},
+                    "logprobs": {"content": [entry("token_id:0", -1.0), entry("token_id:1", -2.0)], "refusal": None},
                     "finish_reason": "stop",
                     "token_ids": [0, 1],
                 },
                 {
                     "index": 1,
-                    "logprobs": {"content": [told("token_id:0", -3.0)], "refusal": None},
+                    "logprobs": {"content": [entry("token_id:0", -3.0)], "refusal": None},
                     "finish_reason": "length",
                     "token_ids": [0],
                 },
@@ -116,7 +116,7 @@ class TestReplies:
             "usage": {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6, **NONE_CACHED},
         }
 
-    def test_of_the_prompt(self, gate: Gate) -> None:
+    def test_prompt_logprobs_are_returned(self, gate: Gate) -> None:
         response = gate.post(params(prompt_logprobs=0), PATH)
         submit = gate.begin()
         assert not submit.options.with_pieces and not submit.prompt_options.with_pieces
@@ -126,7 +126,7 @@ class TestReplies:
         assert body["prompt_logprobs"][:2] == [None, {"1": {"logprob": -1.0, **one}}]
         assert body["request_id"].startswith("generate-")
 
-    def test_streams_have_each_id_once(self, gate: Gate) -> None:
+    def test_a_stream_has_each_id_once(self, gate: Gate) -> None:
         options = {"include_usage": True, "continuous_usage_stats": True}
         response = gate.post(BODY | {"stream": True, "stream_options": options}, PATH)
         submit = gate.begin()
@@ -150,7 +150,7 @@ class TestReplies:
         assert ends_with_an_error(read_until(connection, END), "the server could not finish this request")
         connection.close()
 
-    def test_a_refusal_names_the_ids(self, gate: Gate) -> None:
+    def test_a_rejection_names_the_ids(self, gate: Gate) -> None:
         response = gate.post(BODY, PATH)
         gate.reject(gate.submit(), m.Failure(400, "no such id", "prompt[1]"))
         assert response.result().json()["error"]["param"] == "token_ids[1]"
@@ -163,7 +163,7 @@ class TestRendering:
         gate.rig.send(m.Accepted(submit.request_id, submit.attempt, ids, text), "ingest.0")
         return submit
 
-    def test_of_a_chat_is_a_body_to_generate_from(self, gate: Gate) -> None:
+    def test_rendering_a_chat_returns_a_body_to_generate_from(self, gate: Gate) -> None:
         fields = {"temperature": 0.5, "logprobs": True, "top_logprobs": 3, "response_format": {"type": "json_object"}}
         response = gate.post(CHAT | fields | {"request_id": "me", "n": 3}, "/v1/chat/completions/render")
         submit = self.accept(gate, "<s>Hi")
@@ -190,9 +190,9 @@ class TestRendering:
         parsed = parse_tokens_only(json.dumps(body).encode(), KNOWN)
         assert (parsed.n, parsed.options.max_tokens, parsed.details.num_top) == (3, 509, 3)
 
-    def test_of_completions_is_a_list(self, gate: Gate) -> None:
-        asked = {"prompt": ["a", [1, 2]][:1] * 2, "stream": True, "max_tokens": 4, "guided_json": {"a": 1}}
-        response = gate.post(COMPLETION | asked, "/v1/completions/render")
+    def test_rendering_completions_returns_a_list(self, gate: Gate) -> None:
+        fields = {"prompt": ["a", [1, 2]][:1] * 2, "stream": True, "max_tokens": 4, "guided_json": {"a": 1}}
+        response = gate.post(COMPLETION | fields, "/v1/completions/render")
         self.accept(gate, "a")
         self.accept(gate, "b")
         first, second = response.result().json()
@@ -201,13 +201,13 @@ class TestRendering:
         assert {first["prompt"], second["prompt"]} == {"a", "b"} and first["stream"]
         assert parse_tokens_only(json.dumps(first).encode(), KNOWN).stream
 
-    def test_what_could_not_be_computed_is_refused(self, gate: Gate) -> None:
+    def test_an_invalid_request_is_not_rendered(self, gate: Gate) -> None:
         response = gate.post(CHAT | {"temperature": 3}, "/v1/chat/completions/render").result()
         assert (response.status_code, response.json()["error"]["param"]) == (400, "temperature")
         response = gate.post(COMPLETION | {"echo": True}, "/v1/completions/render").result()
         assert (response.status_code, response.json()["error"]["param"]) == (400, "echo")
 
-    def test_it_is_no_open_call_afterwards(self, gate: Gate) -> None:
+    def test_a_rendered_request_is_not_open(self, gate: Gate) -> None:
         response = gate.post(CHAT, "/v1/chat/completions/render")
         self.accept(gate, "x")
         assert response.result().status_code == 200

@@ -15,7 +15,7 @@ from pipeline.client.inputs.request_options import RequestOptions
 from pipeline.errors import UserError
 from pipeline.runtime import messages as m
 from tests.rig import PATIENCE_S
-from tests.stages.gateway.admin.test_abort_requests import abort, counts, ended
+from tests.stages.gateway.admin.test_abort_requests import abort, counts, play_abort
 from tests.stages.gateway.gate import CHAT, Gate
 from tests.stages.gateway.peers import address_of, do
 from tests.stages.gateway.test_metrics import counts_of
@@ -32,18 +32,18 @@ async def last_of(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
         return [output async for output in stream][-1]
 
 
-async def test_a_name_of_the_callers_own_is_the_servers_too(gate: Gate, llm: AsyncLLM) -> None:
+async def test_a_request_id_of_the_caller_is_used_by_the_server(gate: Gate, llm: AsyncLLM) -> None:
     task = asyncio.create_task(last_of(llm.generate("Hi", request_id="story")))
     submit = await do(gate.begin)
     assert await do(abort, gate, "story") == counts(1, 0)
-    await do(ended, gate, submit, "so far")
+    await do(play_abort, gate, submit, "so far")
     output = await task
     assert (output.request_id, output.finished) == ("story", True)
     assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("so far", "abort")
 
 
-async def test_a_name_that_nobody_chose_is_not(gate: Gate, llm: AsyncLLM) -> None:
-    """Each `AsyncLLM` counts its own from 0, and the server has many clients."""
+async def test_a_generated_request_id_is_not_used_by_the_server(gate: Gate, llm: AsyncLLM) -> None:
+    """Each `AsyncLLM` counts from 0, and the server has many clients."""
     task = asyncio.create_task(last_of(llm.generate("Hi")))
     submit = await do(gate.begin)
     assert await do(abort, gate, "0") == counts(0, 1)
@@ -53,12 +53,12 @@ async def test_a_name_that_nobody_chose_is_not(gate: Gate, llm: AsyncLLM) -> Non
 
 
 @pytest.mark.parametrize("name", ["", "my story", "x" * 257, "ümlaut", 5])
-async def test_a_name_that_is_none_is_said_before_anything_is_sent(llm: AsyncLLM, name: str) -> None:
+async def test_an_invalid_request_id_is_reported_before_sending(llm: AsyncLLM, name: str) -> None:
     with pytest.raises(UserError, match=r"^request_id must be 1 to 256 visible ASCII characters without spaces, not "):
         await last_of(llm.generate("Hi", request_id=name))
 
 
-async def test_the_whole_of_a_request_has_the_text_that_came_without_ids(gate: Gate, llm: AsyncLLM) -> None:
+async def test_the_complete_output_includes_text_without_ids(gate: Gate, llm: AsyncLLM) -> None:
     news: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
     ready = CheckedPrompt(p.TextPrompt("Hi"), "Hi")
     complete = llm.complete(ready, SamplingParams(), lambda *numbers: news.put_nowait(numbers), RequestOptions())
@@ -77,7 +77,7 @@ async def test_the_whole_of_a_request_has_the_text_that_came_without_ids(gate: G
     assert output.outputs[0].finish_reason == "stop"
 
 
-async def test_options_reach_the_server_and_cached_ids_the_last_output(gate: Gate, llm: AsyncLLM) -> None:
+async def test_options_reach_the_server_and_the_last_output_has_cached_tokens(gate: Gate, llm: AsyncLLM) -> None:
     task = asyncio.create_task(last_of(llm.generate({"prompt": "Hi", "cache_salt": "own"}, cache_salt="for all")))
     submit = await do(gate.begin)
     assert submit.options.cache_salt == "own"
@@ -91,7 +91,7 @@ async def test_options_reach_the_server_and_cached_ids_the_last_output(gate: Gat
 
 
 @pytest.mark.parametrize("where", ["ingest", "schedule"])
-async def test_one_whose_time_is_up_before_any_output_is_aborted(gate: Gate, llm: AsyncLLM, where: str) -> None:
+async def test_a_request_that_times_out_before_any_output_is_aborted(gate: Gate, llm: AsyncLLM, where: str) -> None:
     task = asyncio.create_task(last_of(llm.generate("Hi", SamplingParams(n=2), timeout_s=0.1)))
     submit = await do(gate.submit if where == "ingest" else gate.begin)
     output = await task
@@ -106,15 +106,15 @@ async def test_one_whose_time_is_up_before_any_output_is_aborted(gate: Gate, llm
 
 
 @pytest.mark.parametrize("options", [{"priority": "x"}, {"cache_salt": 5}, {"timeout_s": 0}])
-async def test_options_that_are_none_are_named(llm: AsyncLLM, options: dict[str, Any]) -> None:
+async def test_an_invalid_option_is_named(llm: AsyncLLM, options: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=f"^{next(iter(options))} must"):
         llm.generate("Hi", **options)
 
 
-async def test_one_that_is_not_let_in_comes_again_when_the_server_says(
+async def test_a_rejected_request_is_retried_after_the_servers_delay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not as soon as it would where nobody says anything."""
+    """Not after the client's own shorter delay."""
     monkeypatch.setattr("pipeline.client.connection.open_request.BUSY_FIRST_S", 1e-9)
     monkeypatch.setattr("pipeline.client.connection.open_request.BUSY_MAX_S", 0.2)
     with Gate(tmp_path, max_open_sequences=1) as gate:
@@ -129,5 +129,5 @@ async def test_one_that_is_not_let_in_comes_again_when_the_server_says(
             assert (await do(counts_of, gate)).num_overloaded <= 1 + (time.monotonic() - begin_s) / 0.1
             gate.finish(held)
             await do(other.result)
-            await do(gate.serve, "let in")
-            assert (await waiting).outputs[0].text == "let in"
+            await do(gate.serve, "admitted")
+            assert (await waiting).outputs[0].text == "admitted"

@@ -1,4 +1,4 @@
-"""Clients that take nothing: their output is merged, others do not wait, and they are disconnected in time."""
+"""Clients that read nothing: their output is merged, others do not wait, and they are disconnected in time."""
 
 import time
 from pathlib import Path
@@ -24,35 +24,33 @@ class TestSlowClients:
         with RawPeer(gate) as slow, RawPeer(gate) as quick:
             slow.generate(1, num_credits=1)
             first = gate.begin()
-            assert isinstance(slow.hear(), p.Accepted)
+            assert isinstance(slow.receive(), p.Accepted)
             gate.delta(first, "a")
-            assert slow.hear(p.Delta).outputs[0].text == "a"
+            assert slow.receive(p.Delta).outputs[0].text == "a"
             for _ in range(500):
                 gate.delta(first, "bc")
             quick.generate(1)
             second = gate.begin()
             gate.finish(second, "x")
-            assert [type(quick.hear()) for _ in range(3)] == [p.Accepted, p.Delta, p.Finished]
+            assert [type(quick.receive()) for _ in range(3)] == [p.Accepted, p.Delta, p.Finished]
             gate.finish(first, "d")
             gate.closed()
-            assert slow.hears_nothing()
-            slow.say(p.Credit(1, 1))
-            (output,) = slow.hear(p.Delta).outputs
+            assert slow.receives_nothing()
+            slow.send(p.Credit(1, 1))
+            (output,) = slow.receive(p.Delta).outputs
             assert (output.text, output.text_offset, output.token_offset) == ("bc" * 500 + "d", 1, 1)
             assert output.token_ids == np.arange(1, 502, dtype="<i4").tobytes()
             assert output.finish_reason == "stop"
-            assert slow.hear(p.Finished).num_output_tokens == 502
+            assert slow.receive(p.Finished).num_output_tokens == 502
 
-    def test_who_grants_nothing_for_too_long_loses_the_request(
-        self, gate: Gate, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_request_without_credit_for_too_long_fails(self, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(zmq_stream, "STALL_S", 0.1)
         with RawPeer(gate) as peer:
             peer.generate(1, num_credits=0)
             submit = gate.begin()
-            peer.hear(p.Accepted)
+            peer.receive(p.Accepted)
             gate.delta(submit, "a")
-            failure = peer.hear(p.Failed).failure
+            failure = peer.receive(p.Failed).failure
             assert (failure.status, failure.code) == (408, "stalled")
             assert gate.rig.receive("schedule", m.Abort).request_id == submit.request_id
             gate.finish(submit, finish=m.Finish.ABORT)
@@ -60,7 +58,7 @@ class TestSlowClients:
             assert gate.rig.load().num_open_requests == 0
             assert peer.is_still_served()
 
-    def test_what_a_connection_does_not_take_waits_merged(self, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_pending_output_of_a_full_connection_is_merged(self, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
         with RawPeer(gate, receive_bound=1) as slow:
             slow.generate(1, num_credits=1_000)
             submit = gate.begin()
@@ -70,16 +68,14 @@ class TestSlowClients:
             gate.finish(submit, "end")
             gate.closed()
             texts, num_deltas = "", 0
-            slow.hear(p.Accepted)
-            while not isinstance(message := slow.hear(), p.Finished):
+            slow.receive(p.Accepted)
+            while not isinstance(message := slow.receive(), p.Finished):
                 texts += message.outputs[0].text
                 num_deltas += 1
             assert texts == "x" * 6_000_000 + "end"
             assert num_deltas < 601
 
-    def test_a_connection_that_is_stuck_is_tried_less_and_less_often(
-        self, gate: Gate, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_retries_on_a_full_connection_back_off(self, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
         tried: list[str] = []
         send = listener.ZmtpListener.send
 
@@ -95,7 +91,7 @@ class TestSlowClients:
                 peer.generate(request_id)
             submits = [gate.begin() for _ in range(20)]
             for _ in submits:
-                peer.hear(p.Accepted)
+                peer.receive(p.Accepted)
             is_stuck = True
             tried.clear()
             begun = time.monotonic()
@@ -103,17 +99,19 @@ class TestSlowClients:
                 for submit in submits:
                     gate.delta(submit, "x")
                 gate.rig.load()
-            assert 3 <= tried.count("full") <= 12, "one attempt for all streams, and ever longer waits"
+            assert 3 <= tried.count("full") <= 12, "one attempt for all streams, with growing delays"
             is_stuck = False
             for submit in submits:
                 gate.finish(submit, "end")
             ended = set()
             while len(ended) < 20:
-                message = peer.hear()
+                message = peer.receive()
                 ended |= {message.request_id} if isinstance(message, p.Finished) else set()
 
-    @pytest.mark.parametrize("limit", ["letters", "time"])
-    def test_who_reads_nothing_is_hung_up(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    @pytest.mark.parametrize("limit", ["pending", "time"])
+    def test_a_client_that_reads_nothing_is_disconnected(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+    ) -> None:
         if limit == "time":
             monkeypatch.setattr(server_module, "STALL_S", 0.2)
             monkeypatch.setattr(server_module, "SWEEP_S", 0.05)
@@ -123,11 +121,11 @@ class TestSlowClients:
             bad = p.Generate(1, "x" * 150, p.TextPrompt("Hi"), p.Params(), 1)
             data, end = msgspec.msgpack.encode(bad), time.monotonic() + PATIENCE_S
             num_sent = num_answers = 0
-            while num_sent < 6_000 and peer.socket.poll(500, zmq.POLLOUT):  # else it is not read any more
+            while num_sent < 6_000 and peer.socket.poll(500, zmq.POLLOUT):  # otherwise the server has stopped reading
                 peer.socket.send(data)
                 num_sent += 1
-            while not peer.is_hung_up(0):
-                assert time.monotonic() < end, "it is not hung up"
+            while not peer.is_disconnected(0):
+                assert time.monotonic() < end, "it is not disconnected"
                 num_answers += bool(peer.socket.poll(20) and peer.socket.recv())
             assert num_answers < num_sent
             assert is_served(gate)

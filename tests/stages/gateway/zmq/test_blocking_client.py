@@ -1,4 +1,4 @@
-"""The blocking client, and the threads that it owns."""
+"""The blocking client and its threads."""
 
 import gc
 import subprocess
@@ -21,7 +21,7 @@ def client_threads() -> list[str]:
 
 
 class TestBlockingClient:
-    def test_streams_aborts_and_closes(self, gate: Gate) -> None:
+    def test_requests_stream_abort_and_close(self, gate: Gate) -> None:
         with Client(address_of(gate)) as client:
             assert client.info.model == MODEL
             stream = client.generate("Hi", SamplingParams(seed=3))
@@ -43,7 +43,7 @@ class TestBlockingClient:
             client.generate("Hi")
         client.close()
 
-    def test_one_that_is_dropped_gives_its_connection_and_its_threads_back(self, gate: Gate) -> None:
+    def test_a_dropped_client_releases_its_connection_and_threads(self, gate: Gate) -> None:
         client = Client(address_of(gate))
         thread = client._thread
         stream = client.generate("Hi")
@@ -52,7 +52,7 @@ class TestBlockingClient:
         gc.collect()
         stream.accepted()
         gate.delta(submit, "a")
-        assert next(stream).text == "a", "a stream holds its client"
+        assert next(stream).text == "a", "a stream keeps its client alive"
         del stream
         gc.collect()
         assert gate.rig.receive("schedule", m.Abort).request_id == submit.request_id
@@ -60,7 +60,7 @@ class TestBlockingClient:
         until(lambda: not client_threads(), f"no thread is left: {client_threads()}")
         gate.finish(submit, finish=m.Finish.ABORT)
 
-    def test_one_that_is_dropped_in_its_own_thread_is_closed_by_another(self, gate: Gate) -> None:
+    def test_a_client_that_is_dropped_in_its_own_thread_is_closed_by_another(self, gate: Gate) -> None:
         clients = [Client(address_of(gate))]
         thread = clients[0]._thread
 
@@ -71,11 +71,11 @@ class TestBlockingClient:
         until(lambda: thread.is_closed, "the thread has ended")
         until(lambda: not client_threads(), f"no thread is left: {client_threads()}")
 
-    def test_one_that_is_never_closed_lets_its_program_end(self, gate: Gate) -> None:
+    def test_a_client_that_is_never_closed_does_not_block_exit(self, gate: Gate) -> None:
         program = f"from pipeline import Client\nclient = Client({address_of(gate)!r})\nprint(client.info.model)"
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S)
         assert (done.returncode, done.stdout, done.stderr) == (0, f"{MODEL}\n", "")
 
-    def test_nobody_there(self) -> None:
+    def test_a_missing_server_is_reported(self) -> None:
         with pytest.raises(ConnectionLost):
-            Client.connect("ipc://@pipeline/nobody/door", timeout_s=0.05)
+            Client.connect("ipc://@pipeline/missing/door", timeout_s=0.05)

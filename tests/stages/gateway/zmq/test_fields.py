@@ -1,4 +1,4 @@
-"""Invalid fields are named as over HTTP."""
+"""Fields have the same effect and the same errors as over HTTP."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ from tests.stages.gateway.peers import (
         ({"role": "assistant", "tool_calls": [{"id": "c1"}]}, "messages[0].tool_calls[0] must be a dict such as {"),
     ],
 )
-async def test_what_is_no_message_is_said_before_it_is_sent(client: AsyncClient, message: Any, words: str) -> None:
+async def test_an_invalid_message_is_reported_before_sending(client: AsyncClient, message: Any, words: str) -> None:
     with pytest.raises(TypeError) as caught:
         client.generate([message])
     assert str(caught.value).startswith(words)
@@ -90,7 +90,7 @@ async def test_every_parameter_reaches_the_stages_as_over_http(gate: Gate, clien
         ({"structural_tag": {"type": "x"}}, {"structural_tag": '{"type": "x"}'}),
     ],
 )
-async def test_what_the_output_is_to_match_reaches_the_stages_as_over_http(
+async def test_structured_outputs_reach_the_stages_as_over_http(
     gate: Gate, client: AsyncClient, given: dict[str, Any], over_http: dict[str, Any]
 ) -> None:
     stream = client.generate("Hi", SamplingParams(structured_outputs=StructuredOutputsParams(**given)))
@@ -102,7 +102,7 @@ async def test_what_the_output_is_to_match_reaches_the_stages_as_over_http(
     await asyncio.wrap_future(response)
 
 
-async def test_priority_and_salt_reach_the_stages_and_cached_ids_the_client(tmp_path: Path) -> None:
+async def test_priority_and_salt_reach_the_stages_and_cached_tokens_the_client(tmp_path: Path) -> None:
     with Gate(tmp_path, policy="priority") as gate:
         async with await AsyncClient.connect(address_of(gate), timeout_s=PATIENCE_S) as client:
             stream = client.generate("Hi", SamplingParams(n=2), priority=-5, cache_salt="tenant é")
@@ -119,7 +119,7 @@ async def test_priority_and_salt_reach_the_stages_and_cached_ids_the_client(tmp_
             assert (await asyncio.wrap_future(response)).status_code == 200
 
 
-async def test_a_priority_is_refused_where_the_server_has_none(gate: Gate, client: AsyncClient) -> None:
+async def test_a_priority_is_rejected_if_the_server_has_none(gate: Gate, client: AsyncClient) -> None:
     with pytest.raises(RequestError) as raised:
         await all_of(client.generate("Hi", priority=1))
     assert (raised.value.status, raised.value.param) == (400, "priority")
@@ -131,7 +131,7 @@ async def test_a_priority_is_refused_where_the_server_has_none(gate: Gate, clien
     assert [output.text for output in await all_of(again)] == ["Hello"]
 
 
-async def test_sequences_of_n_come_in_any_order_and_end_once_each(gate: Gate, client: AsyncClient) -> None:
+async def test_sequences_arrive_in_any_order_and_finish_once_each(gate: Gate, client: AsyncClient) -> None:
     stream = client.generate("Hi", SamplingParams(n=2))
     submit = await do(gate.begin)
     gate.delta(submit, "b", index=1)
@@ -174,12 +174,12 @@ async def test_sequences_of_n_come_in_any_order_and_end_once_each(gate: Gate, cl
 def test_a_bad_field_is_named_as_over_http(gate: Gate, params: dict[str, Any], prompt: str, param: str) -> None:
     with RawPeer(gate) as peer:
         if param == "seed":
-            params = {"seed": 2**64 - 1}  # what MessagePack can't hold is refused by its decoder; this is allowed
+            params = {"seed": 2**64 - 1}  # MessagePack's decoder rejects larger numbers
             peer.generate(1, prompt, **params)
             assert gate.serve().options.seed == 2**64 - 1
             return
         peer.generate(1, prompt, **params)
-        failed = peer.hear(p.Failed)
+        failed = peer.receive(p.Failed)
         refused = gate.complete({"model": MODEL, "prompt": prompt, **params}).result()
         assert failed.request_id == 1
         error = refused.json()["error"]
@@ -194,16 +194,16 @@ def test_a_bad_field_is_named_as_over_http(gate: Gate, params: dict[str, Any], p
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_what_json_can_not_say_is_refused_by_its_name(gate: Gate, value: float) -> None:
+def test_numbers_that_are_not_finite_are_rejected_by_name(gate: Gate, value: float) -> None:
     with RawPeer(gate) as peer:
         names = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
         for number, name in enumerate(names):
             params: dict[str, Any] = {name: value}
             peer.generate(number, **params)
-            failure = peer.hear(p.Failed).failure
+            failure = peer.receive(p.Failed).failure
             assert (failure.status, failure.param) == (400, name)
         peer.generate(len(names), logit_bias={"5": value})
-        assert peer.hear(p.Failed).failure.param == "logit_bias.5"
+        assert peer.receive(p.Failed).failure.param == "logit_bias.5"
 
 
 @pytest.mark.parametrize(
@@ -223,10 +223,10 @@ def test_what_json_can_not_say_is_refused_by_its_name(gate: Gate, value: float) 
         ("", "", "structured_outputs.kind"),
     ],
 )
-def test_what_an_output_can_not_match_is_named(gate: Gate, kind: str, source: str, param: str) -> None:
+def test_invalid_structured_outputs_are_named(gate: Gate, kind: str, source: str, param: str) -> None:
     with RawPeer(gate) as peer:
         peer.generate(1, structured_outputs=p.StructuredOutputs(kind, source))
-        failure = peer.hear(p.Failed).failure
+        failure = peer.receive(p.Failed).failure
         assert (failure.status, failure.param) == (400, param)
         assert len(failure.message) < 300
         assert peer.is_still_served()
@@ -270,37 +270,37 @@ USER = p.ChatMessage("user", "Hi")
         (p.ChatPrompt([p.ChatMessage("assistant", "x", None, [p.ToolCall("c", "f", "{}")] * 512)]), "messages"),
     ],
 )
-def test_what_is_wrong_with_a_chat_is_named(gate: Gate, chat: p.ChatPrompt, param: str) -> None:
+def test_an_invalid_field_of_a_chat_is_named(gate: Gate, chat: p.ChatPrompt, param: str) -> None:
     with RawPeer(gate) as peer:
-        peer.say(p.Generate(1, "", chat, p.Params(), 1))
-        failure = peer.hear(p.Failed).failure
+        peer.send(p.Generate(1, "", chat, p.Params(), 1))
+        failure = peer.receive(p.Failed).failure
         assert (failure.status, failure.param) == (400, param)
         assert len(failure.message) < 300
         assert peer.is_still_served()
 
 
 @pytest.mark.parametrize(("choice", "name"), [("required", ""), ("named", "weather")])
-def test_a_call_that_is_insisted_on_is_held_to_its_form_as_over_http(gate: Gate, choice: str, name: str) -> None:
+def test_a_required_call_has_the_same_grammar_as_over_http(gate: Gate, choice: str, name: str) -> None:
     with RawPeer(gate) as peer:
         chat = p.ChatPrompt([USER], tools=f"[{TOOL}]", tool_choice=choice, tool_name=name)
-        peer.say(p.Generate(1, "", chat, p.Params(), 9))
+        peer.send(p.Generate(1, "", chat, p.Params(), 9))
         submit = gate.serve()
         over_http: Any = {"type": "function", "function": {"name": name}} if name else choice
         response = gate.post(CHAT | {"tools": [json.loads(TOOL)], "tool_choice": over_http})
         assert submit.options.grammar is not None
         assert submit.options.grammar == gate.serve().options.grammar
         response.result()
-        wanted = p.StructuredOutputs("regex", "a+")
-        peer.say(p.Generate(2, "", chat, p.Params(structured_outputs=wanted), 9))
-        while not isinstance(message := peer.hear(), p.Failed):
+        structured_outputs = p.StructuredOutputs("regex", "a+")
+        peer.send(p.Generate(2, "", chat, p.Params(structured_outputs=structured_outputs), 9))
+        while not isinstance(message := peer.receive(), p.Failed):
             pass
         assert message.failure.param == "structured_outputs.regex"
 
 
-def test_a_prompt_that_is_cut_may_be_longer_than_the_model(gate: Gate) -> None:
+def test_a_truncated_prompt_may_exceed_the_models_maximum(gate: Gate) -> None:
     with RawPeer(gate) as peer:
         ids = p.TokensPrompt(bytes(4 * 600))
-        peer.say(p.Generate(1, "", ids, p.Params(), 1))
-        assert peer.hear(p.Failed).failure.code == "context_length_exceeded"
-        peer.say(p.Generate(2, "", ids, p.Params(truncate_prompt_tokens=-1), 1))
+        peer.send(p.Generate(1, "", ids, p.Params(), 1))
+        assert peer.receive(p.Failed).failure.code == "context_length_exceeded"
+        peer.send(p.Generate(2, "", ids, p.Params(truncate_prompt_tokens=-1), 1))
         assert gate.serve().prompt_options.truncate == -1

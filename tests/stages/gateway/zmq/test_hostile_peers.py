@@ -47,13 +47,13 @@ class TestHostilePeers:
             (msgspec.msgpack.encode(p.Hello(2, 9)), "speaks version 1"),
         ],
     )
-    def test_who_begins_badly_is_told_why_and_hung_up(self, gate: Gate, data: bytes, words: str) -> None:
+    def test_an_invalid_first_message_gets_an_error_and_a_disconnect(self, gate: Gate, data: bytes, words: str) -> None:
         with RawPeer(gate, hello=False) as peer:
-            peer.say(data)
-            failure = peer.hear(p.Error).failure
+            peer.send(data)
+            failure = peer.receive(p.Error).failure
             assert failure.status == 400
             assert words in failure.message
-            assert peer.is_hung_up()
+            assert peer.is_disconnected()
         assert is_served(gate)
 
     @pytest.mark.parametrize(
@@ -71,25 +71,25 @@ class TestHostilePeers:
             ((msgspec.msgpack.encode(["credit", 1, -5]),), "credit.num_deltas"),
         ],
     )
-    def test_who_goes_on_badly_loses_what_is_open(self, gate: Gate, frames: tuple[Any, ...], words: str) -> None:
+    def test_a_later_violation_aborts_the_peers_requests(self, gate: Gate, frames: tuple[Any, ...], words: str) -> None:
         with RawPeer(gate) as peer:
             peer.generate(1)
             submit = gate.begin()
-            peer.hear(p.Accepted)
-            peer.say(*frames)
-            assert words in peer.hear(p.Error).failure.message
-            assert peer.is_hung_up()
+            peer.receive(p.Accepted)
+            peer.send(*frames)
+            assert words in peer.receive(p.Error).failure.message
+            assert peer.is_disconnected()
             assert gate.rig.receive("schedule", m.Abort).request_id == submit.request_id
         assert is_served(gate)
 
-    def test_an_id_that_is_open_can_not_be_used_again(self, gate: Gate) -> None:
+    def test_the_id_of_an_open_request_cannot_be_reused(self, gate: Gate) -> None:
         with RawPeer(gate) as peer:
             peer.generate(1)
             gate.begin()
-            peer.hear(p.Accepted)
+            peer.receive(p.Accepted)
             peer.generate(1)
-            assert peer.hear(p.Error).failure.code == "duplicate_id"
-            assert peer.is_hung_up()
+            assert peer.receive(p.Error).failure.code == "duplicate_id"
+            assert peer.is_disconnected()
         assert is_served(gate)
 
     def test_two_clients_may_use_the_same_ids(self, gate: Gate) -> None:
@@ -101,17 +101,17 @@ class TestHostilePeers:
             gate.finish(second, "second")
             gate.finish(first, "first")
             for peer, text in ((one, "first"), (other, "second")):
-                peer.hear(p.Accepted)
-                assert peer.hear(p.Delta).outputs[0].text == text
+                peer.receive(p.Accepted)
+                assert peer.receive(p.Delta).outputs[0].text == text
 
-    def test_a_message_that_is_too_large_ends_its_connection_and_no_other(self, tmp_path: Path) -> None:
+    def test_a_too_large_message_ends_only_its_connection(self, tmp_path: Path) -> None:
         with Gate(tmp_path, max_body_bytes=4096) as gate, RawPeer(gate) as good, RawPeer(gate) as peer:
             assert peer.welcome.max_message_bytes == 4096
             peer.generate(1, "x" * 5000)
-            assert peer.is_hung_up()
+            assert peer.is_disconnected()
             assert good.is_still_served()
 
-    def test_a_client_can_not_take_over_another_one_by_its_name(self, gate: Gate) -> None:
+    def test_a_client_cannot_take_over_another_by_its_routing_id(self, gate: Gate) -> None:
         with named_dealer(gate) as one:
             one.send(msgspec.msgpack.encode(HELLO))
             assert one.poll(PATIENCE_S * 1000)
@@ -126,7 +126,7 @@ class TestHostilePeers:
                 assert one.poll(PATIENCE_S * 1000)
                 assert msgspec.msgpack.decode(one.recv()) == ["pong", 3]
 
-    def test_connections_that_say_nothing_are_ended_in_time(
+    def test_connections_without_hello_are_closed_in_time(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(server_module, "HELLO_S", 0.5)
@@ -139,7 +139,7 @@ class TestHostilePeers:
                 one.connect(f"\0pipeline/{gate.address[1]}/door")
                 one.settimeout(PATIENCE_S)
                 silent.append(one)
-            # Half of them greet as ZMTP has it and then say nothing; libzmq would keep those for ever.
+            # Half of them send the ZMTP handshake and then nothing; libzmq would keep those open forever.
             for one in silent[::2]:
                 one.sendall(GREETING + READY)
             for one in silent:
@@ -147,14 +147,14 @@ class TestHostilePeers:
                     pass  # the server's greeting, then its end
             assert good.is_still_served()
 
-    def test_more_connections_than_it_takes_are_ended_at_once(
+    def test_connections_above_the_limit_are_closed_at_once(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(listener, "MAX_CONNECTIONS", 3)
         with Gate(tmp_path) as gate, contextlib.ExitStack() as stack:
             served = [stack.enter_context(RawPeer(gate)) for _ in range(3)]
             one = stack.enter_context(RawPeer(gate, hello=False))
-            assert one.is_hung_up()
+            assert one.is_disconnected()
             assert all(peer.is_still_served() for peer in served)
             served[0].__exit__(None, None, None)
             stack.pop_all()
@@ -163,21 +163,23 @@ class TestHostilePeers:
             one.__exit__(None, None, None)
             until(lambda: is_served(gate), "there is room again")
 
-    def test_who_falls_silent_is_ended_and_who_pings_is_not(self, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_silent_peer_is_disconnected_and_a_pinging_one_is_not(
+        self, gate: Gate, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(server_module, "SILENCE_S", 0.4)
         monkeypatch.setattr(server_module, "SWEEP_S", 0.05)
         with RawPeer(gate) as silent, RawPeer(gate) as lively:
             silent.generate(1)
             submit = gate.begin()
-            silent.hear(p.Accepted)
-            while silent.hears_nothing(0.05):
+            silent.receive(p.Accepted)
+            while silent.receives_nothing(0.05):
                 assert lively.is_still_served()
-            assert silent.hear(p.Error).failure.code == "silent"
-            assert silent.is_hung_up()
+            assert silent.receive(p.Error).failure.code == "silent"
+            assert silent.is_disconnected()
             assert gate.rig.receive("schedule", m.Abort).request_id == submit.request_id
             assert lively.is_still_served()
 
-    def test_a_flood_of_pings_leaves_others_their_turn(self, gate: Gate) -> None:
+    def test_a_flood_of_pings_does_not_starve_others(self, gate: Gate) -> None:
         with RawPeer(gate) as flood, RawPeer(gate) as other:
             ping = msgspec.msgpack.encode(p.Ping(1))
             for _ in range(20_000):
@@ -188,7 +190,7 @@ class TestHostilePeers:
             assert other.is_still_served()
         assert is_served(gate)
 
-    def test_whatever_bytes_come_only_their_sender_is_ended(self, gate: Gate) -> None:
+    def test_invalid_bytes_disconnect_only_their_sender(self, gate: Gate) -> None:
         chance = random.Random(5)
         samples = [msgspec.msgpack.encode(message) for message in CLIENT_MESSAGES]
         with RawPeer(gate) as good:
@@ -197,8 +199,8 @@ class TestHostilePeers:
                 for _ in range(chance.randrange(1, 4)):
                     data[chance.randrange(len(data))] = chance.randrange(256)
                 with RawPeer(gate) as peer:
-                    peer.say(bytes(data))
-                    peer.say(b"\xc1")
-                    assert peer.is_hung_up()
+                    peer.send(bytes(data))
+                    peer.send(b"\xc1")
+                    assert peer.is_disconnected()
             assert good.is_still_served()
         until(lambda: not is_open(gate), f"all are aborted: {gate.rig.load()}")

@@ -1,4 +1,4 @@
-"""Log probabilities over ZeroMQ: of each id once, whatever credits, merges, repetitions and resumption do to deltas."""
+"""Log probabilities over ZeroMQ: each id has them once, with credits, merges, repetitions and resumption."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -28,17 +28,17 @@ def records(ids: Any, num_top: int) -> bytes:
 
 
 def pieces(ids: Any, num_top: int, *, tops_alone: bool = False) -> list[bytes]:
-    """Of each id, then of those that its record names."""
+    """The bytes of each id, then of its top ids."""
     return [b"<%d>" % named for one in ids for named in ([] if tops_alone else [one]) + list(range(one, one + num_top))]
 
 
-def told(gate: Gate, submit: m.Submit, ids: range, num_top: int, text: str = "", **more: Any) -> None:
-    """A delta of these ids, which must be the next ones, with their records."""
+def send_delta(gate: Gate, submit: m.Submit, ids: range, num_top: int, text: str = "", **more: Any) -> None:
+    """Send a delta of these ids, which must be the next ones, with their records."""
     gate.delta(submit, text, len(ids), records=records(ids, num_top), pieces=pieces(ids, num_top), **more)
 
 
 def expected(token_id: int, num_top: int) -> dict[int, Logprob]:
-    """What a client reads of an id."""
+    """The logprobs that a client decodes for an id."""
     ids = range(token_id, token_id + max(1, num_top))
     return {
         one: Logprob(logprob(token_id) - place, place + 1 if num_top else None, f"<{one}>", b"<%d>" % one)
@@ -51,115 +51,117 @@ async def test_each_id_comes_with_its_record(gate: Gate, client: AsyncClient, nu
     stream = client.generate("Hi", SamplingParams(logprobs=num_top))
     submit = await do(gate.begin)
     assert (submit.options.num_logprobs, submit.options.with_pieces) == (num_top, True)
-    told(gate, submit, range(2), num_top, "Hel")
-    told(gate, submit, range(2, 3), num_top, "lo", finish=m.Finish.LENGTH)
+    send_delta(gate, submit, range(2), num_top, "Hel")
+    send_delta(gate, submit, range(2, 3), num_top, "lo", finish=m.Finish.LENGTH)
     outputs = await all_of(stream)
     assert [one for output in outputs for one in output.token_ids] == [0, 1, 2]
     assert [one for output in outputs for one in output.logprobs or []] == [expected(i, num_top) for i in range(3)]
     assert stream.prompt_logprobs is None
 
 
-async def test_who_asks_for_none_gets_none(gate: Gate, client: AsyncClient) -> None:
+async def test_there_are_no_records_by_default(gate: Gate, client: AsyncClient) -> None:
     stream = client.generate("Hi")
     submit = await do(gate.serve)
     assert submit.options.num_logprobs == -1
     assert [output.logprobs for output in await all_of(stream)] == [None]
 
 
-def test_what_waits_for_credit_is_merged_with_its_records(gate: Gate) -> None:
+def test_deltas_without_credit_are_merged_with_their_records(gate: Gate) -> None:
     with RawPeer(gate) as peer:
         peer.generate(1, num_credits=1, logprobs=1, n=2)
         submit = gate.begin()
-        peer.hear(p.Accepted)
-        told(gate, submit, range(1), 1, "a")
-        assert peer.hear(p.Delta).outputs == [p.Output(0, "a", bytes(4), 0, 0, None, None, record(0, 1), [b"<0>"] * 2)]
-        told(gate, submit, range(1, 2), 1, "b")
-        told(gate, submit, range(1), 1, "x", index=1)
-        told(gate, submit, range(2, 4), 1, "cd")
-        told(gate, submit, range(1, 2), 1, index=1, finish=m.Finish.STOP)
-        told(gate, submit, range(4, 5), 1, finish=m.Finish.LENGTH)
-        assert peer.hears_nothing()
-        peer.say(p.Credit(1, 1))
-        first, second = peer.hear(p.Delta).outputs
+        peer.receive(p.Accepted)
+        send_delta(gate, submit, range(1), 1, "a")
+        assert peer.receive(p.Delta).outputs == [
+            p.Output(0, "a", bytes(4), 0, 0, None, None, record(0, 1), [b"<0>"] * 2)
+        ]
+        send_delta(gate, submit, range(1, 2), 1, "b")
+        send_delta(gate, submit, range(1), 1, "x", index=1)
+        send_delta(gate, submit, range(2, 4), 1, "cd")
+        send_delta(gate, submit, range(1, 2), 1, index=1, finish=m.Finish.STOP)
+        send_delta(gate, submit, range(4, 5), 1, finish=m.Finish.LENGTH)
+        assert peer.receives_nothing()
+        peer.send(p.Credit(1, 1))
+        first, second = peer.receive(p.Delta).outputs
         assert (first.text, first.token_offset, first.finish_reason) == ("bcd", 1, "length")
         assert (first.records, first.pieces) == (records(range(1, 5), 1), pieces(range(1, 5), 1))
         assert (second.text, second.records, second.pieces) == ("x", records(range(2), 1), pieces(range(2), 1))
-        peer.hear(p.Finished)
+        peer.receive(p.Finished)
 
 
-def test_a_repetition_is_not_told_again(gate: Gate) -> None:
-    """A request that was driven again repeats ids that are known."""
+def test_repeated_ids_are_sent_once(gate: Gate) -> None:
+    """A request that is retried repeats known ids."""
     with RawPeer(gate) as peer:
         peer.generate(1, logprobs=2)
         submit = gate.begin()
-        peer.hear(p.Accepted)
-        told(gate, submit, range(3), 2, "abc")
-        assert peer.hear(p.Delta).outputs[0].records == records(range(3), 2)
-        told(gate, submit, range(1, 5), 2, "bcde", back=2, finish=m.Finish.LENGTH)
-        (output,) = peer.hear(p.Delta).outputs
+        peer.receive(p.Accepted)
+        send_delta(gate, submit, range(3), 2, "abc")
+        assert peer.receive(p.Delta).outputs[0].records == records(range(3), 2)
+        send_delta(gate, submit, range(1, 5), 2, "bcde", back=2, finish=m.Finish.LENGTH)
+        (output,) = peer.receive(p.Delta).outputs
         assert (output.text, output.token_offset, output.records) == ("de", 3, records(range(3, 5), 2))
         assert output.pieces == pieces(range(3, 5), 2)
 
 
-def test_a_resumed_request_has_records_of_new_ids_alone(gate: Gate) -> None:
+def test_a_resumed_request_has_records_of_new_ids_only(gate: Gate) -> None:
     with RawPeer(gate) as peer:
         received = b"".join(i.to_bytes(4, "little") for i in range(2))
-        peer.say(p.Generate(1, "", p.TextPrompt("Hi"), p.Params(logprobs=1, prompt_logprobs=0, seed=5), 9, [received]))
+        peer.send(p.Generate(1, "", p.TextPrompt("Hi"), p.Params(logprobs=1, prompt_logprobs=0, seed=5), 9, [received]))
         submit = gate.submit()
         assert submit.outputs == [received]
         gate.accept(submit, pieces=[b"a", b"b"])
-        assert peer.hear(p.Accepted).prompt_pieces == [b"a", b"b"]
+        assert peer.receive(p.Accepted).prompt_pieces == [b"a", b"b"]
         gate.continue_at(submit, 2, 2)
-        told(gate, submit, range(2, 4), 1, "cd", finish=m.Finish.LENGTH, prompt=(0, records([1], 0), []))
-        delta = peer.hear(p.Delta)
+        send_delta(gate, submit, range(2, 4), 1, "cd", finish=m.Finish.LENGTH, prompt=(0, records([1], 0), []))
+        delta = peer.receive(p.Delta)
         assert (delta.prompt_records, delta.prompt_record_offset) == (records([1], 0), 0)
         (output,) = delta.outputs
         assert (output.token_offset, output.text_offset) == (2, 2)
         assert (output.records, output.pieces) == (records(range(2, 4), 1), pieces(range(2, 4), 1))
 
 
-def test_an_abort_gives_the_records_that_are_there(gate: Gate) -> None:
+def test_an_abort_returns_the_records_so_far(gate: Gate) -> None:
     with RawPeer(gate) as peer:
         peer.generate(1, num_credits=0, logprobs=1, prompt_logprobs=1)
         submit = gate.submit()
         gate.accept(submit, pieces=[b"a", b"b"])
-        peer.hear(p.Accepted)
-        told(gate, submit, range(2), 1, "ab", prompt=(0, records([1], 1), [b"<1>"]))
+        peer.receive(p.Accepted)
+        send_delta(gate, submit, range(2), 1, "ab", prompt=(0, records([1], 1), [b"<1>"]))
         gate.rig.send(m.Ping(5), "supervisor")
-        gate.rig.receive("supervisor", m.Pong)  # the gateway has read what came before
-        peer.say(p.Abort(1))
-        delta = peer.hear(p.Delta)
+        gate.rig.receive("supervisor", m.Pong)  # the gateway has read all earlier messages
+        peer.send(p.Abort(1))
+        delta = peer.receive(p.Delta)
         assert (delta.prompt_records, delta.prompt_record_pieces) == (records([1], 1), [b"<1>"])
         (output,) = delta.outputs
         assert (output.finish_reason, output.records) == ("abort", records(range(2), 1))
-        peer.hear(p.Finished)
+        peer.receive(p.Finished)
 
 
-def test_the_best_come_with_their_own_records(gate: Gate) -> None:
+def test_best_of_returns_the_records_of_the_best(gate: Gate) -> None:
     with RawPeer(gate) as peer:
         peer.generate(1, n=1, best_of=2, logprobs=1)
         submit = gate.begin()
-        peer.hear(p.Accepted)
-        told(gate, submit, range(4), 1, "worst", finish=m.Finish.LENGTH)  # later ids are less likely
-        told(gate, submit, range(2), 1, "best", index=1, finish=m.Finish.LENGTH)
-        (output,) = peer.hear(p.Delta).outputs
+        peer.receive(p.Accepted)
+        send_delta(gate, submit, range(4), 1, "worst", finish=m.Finish.LENGTH)  # later ids are less likely
+        send_delta(gate, submit, range(2), 1, "best", index=1, finish=m.Finish.LENGTH)
+        (output,) = peer.receive(p.Delta).outputs
         assert (output.index, output.text, output.records) == (0, "best", records(range(2), 1))
-        peer.hear(p.Finished)
+        peer.receive(p.Finished)
 
 
-def test_what_ranks_the_best_is_not_told_to_who_did_not_ask(gate: Gate) -> None:
+def test_logprobs_for_best_of_are_not_returned_unless_requested(gate: Gate) -> None:
     with RawPeer(gate) as peer:
         peer.generate(1, n=1, best_of=2)
         submit = gate.begin()
-        peer.hear(p.Accepted)
+        peer.receive(p.Accepted)
         for index in range(2):
             gate.delta(submit, "x", 1, index=index, logprobs=[-1.0 - index], finish=m.Finish.LENGTH)
-        (output,) = peer.hear(p.Delta).outputs
+        (output,) = peer.receive(p.Delta).outputs
         assert (output.text, output.records, output.pieces) == ("x", b"", [])
 
 
 class TestPrompts:
-    async def test_all_of_a_prompts_records_come_in_whatever_parts(self, gate: Gate, client: AsyncClient) -> None:
+    async def test_a_prompts_records_are_complete_however_they_are_split(self, gate: Gate, client: AsyncClient) -> None:
         stream = client.generate("Hi", SamplingParams(prompt_logprobs=2, n=2))
         submit = await do(gate.submit)
         assert submit.prompt_options.with_pieces
@@ -169,7 +171,7 @@ class TestPrompts:
         gate.delta(submit, "", 0, prompt=(0, records([1, 2], 2), pieces([1, 2], 2, tops_alone=True)))
         await asyncio.wait_for(stream.accepted(), PATIENCE_S)
         gate.delta(submit, "x", 1, index=1)  # a sequence may be ahead of the first
-        # The end of a repetition alone is new.
+        # Only the end of a repetition is new.
         gate.delta(submit, "a", 1, prompt=(1, records(range(2, 6), 2), pieces(range(2, 6), 2, tops_alone=True)))
         gate.finish(submit)
         gate.finish(submit, index=1)
@@ -177,33 +179,33 @@ class TestPrompts:
         assert {output.logprobs for output in outputs} == {None}
         assert stream.prompt_logprobs == [None, *(expected(i, 2) for i in range(1, 6))]
 
-    def test_a_delta_of_them_takes_a_credit_and_may_have_no_output(self, gate: Gate) -> None:
+    def test_a_delta_of_prompt_records_takes_a_credit_and_may_have_no_output(self, gate: Gate) -> None:
         with RawPeer(gate) as peer:
             peer.generate(1, num_credits=1, prompt_logprobs=0, n=1, best_of=2)
             submit = gate.submit()
             gate.accept(submit, pieces=[b"a", b"b", b"c", b"d"])
-            peer.hear(p.Accepted)
+            peer.receive(p.Accepted)
             gate.delta(submit, "", 0, prompt=(0, records([1], 0), []))
-            assert peer.hear(p.Delta) == p.Delta(1, [], records([1], 0), 0, [])
+            assert peer.receive(p.Delta) == p.Delta(1, [], records([1], 0), 0, [])
             gate.delta(submit, "", 0, prompt=(1, records([2], 0), []))
             gate.delta(submit, "", 0, prompt=(2, records([3], 0), []))
             for index in range(2):
                 gate.delta(submit, "x", 1, index=index, logprobs=[-1.0], finish=m.Finish.LENGTH)
-            assert peer.hears_nothing()
-            peer.say(p.Credit(1, 1))
-            delta = peer.hear(p.Delta)
+            assert peer.receives_nothing()
+            peer.send(p.Credit(1, 1))
+            delta = peer.receive(p.Delta)
             assert (delta.prompt_records, delta.prompt_record_offset) == (records([2, 3], 0), 1)
             assert [output.text for output in delta.outputs] == ["x"]
-            peer.hear(p.Finished)
+            peer.receive(p.Finished)
 
-    def test_who_asks_for_none_gets_none(self, gate: Gate) -> None:
+    def test_there_are_no_records_by_default(self, gate: Gate) -> None:
         with RawPeer(gate) as peer:
             peer.generate(1, logprobs=1)
             submit = gate.begin()
             assert not submit.prompt_options.with_pieces
-            assert peer.hear(p.Accepted).prompt_pieces == []
-            told(gate, submit, range(1), 1, "a", finish=m.Finish.LENGTH)
-            delta = peer.hear(p.Delta)
+            assert peer.receive(p.Accepted).prompt_pieces == []
+            send_delta(gate, submit, range(1), 1, "a", finish=m.Finish.LENGTH)
+            delta = peer.receive(p.Delta)
             assert (delta.prompt_records, delta.prompt_record_pieces) == (b"", [])
 
 
@@ -218,25 +220,25 @@ class TestRequestOutputs:
             task = asyncio.create_task(read())
             submit = await do(gate.submit)
             gate.accept(submit, pieces=[b"<0>", b"<1>"])
-            told(gate, submit, range(2), 1, "ab", prompt=(0, records([1], 1), [b"<1>"]))
-            told(gate, submit, range(2, 3), 1, "c", finish=m.Finish.LENGTH)
+            send_delta(gate, submit, range(2), 1, "ab", prompt=(0, records([1], 1), [b"<1>"]))
+            send_delta(gate, submit, range(2, 3), 1, "c", finish=m.Finish.LENGTH)
             return await asyncio.wait_for(task, PATIENCE_S)
 
     @pytest.mark.parametrize("kind", ["cumulative", "final"])
-    async def test_have_vllms_shape(self, gate: Gate, kind: str) -> None:
+    async def test_request_outputs_have_vllms_shape(self, gate: Gate, kind: str) -> None:
         output = (await self.outputs(gate, kind))[-1]
         assert output.prompt_logprobs == [None, expected(1, 1)]
         (completion,) = output.outputs
         assert completion.logprobs == [expected(i, 1) for i in range(3)]
         assert completion.cumulative_logprob == sum(logprob(i) for i in range(3))
 
-    async def test_of_a_stream_of_deltas_have_what_is_new_and_the_sum_so_far(self, gate: Gate) -> None:
+    async def test_deltas_have_new_logprobs_and_the_cumulative_sum(self, gate: Gate) -> None:
         outputs = [one for output in await self.outputs(gate, "delta") for one in output.outputs]
         assert [each for one in outputs for each in one.logprobs or []] == [expected(i, 1) for i in range(3)]
         assert all(len(one.logprobs or []) == len(one.token_ids) for one in outputs)
         assert outputs[-1].cumulative_logprob == sum(logprob(i) for i in range(3))
 
-    async def test_have_none_that_nobody_asked_for(self, gate: Gate) -> None:
+    async def test_request_outputs_have_no_logprobs_by_default(self, gate: Gate) -> None:
         async with AsyncLLM.attach(address_of(gate), timeout_s=PATIENCE_S) as llm:
             stream = llm.generate("Hi")
             task = asyncio.ensure_future(anext(stream))

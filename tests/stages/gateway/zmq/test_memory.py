@@ -1,4 +1,4 @@
-"""What ZeroMQ clients over tcp:// can make a gateway hold, before hello and behind it."""
+"""The memory that ZeroMQ clients over tcp:// can make a gateway use, before and after hello."""
 
 import contextlib
 import socket
@@ -23,9 +23,9 @@ from tests.stages.gateway.peers import HELLO, RawPeer, free_port
 MIB = 1024**2
 MAX_MESSAGE_BYTES = 4 * MIB
 ALLOWED_BYTES = 64 * MIB + listener.NUM_LARGE * MAX_MESSAGE_BYTES
-"""What the gateway may grow by, whatever its clients send."""
+"""Limit of the gateway's memory growth, whatever its clients send."""
 HANDSHAKE = zmtp.GREETING + zmtp.ready(b"DEALER")
-SAID_HELLO = zmtp.message(msgspec.msgpack.encode(HELLO))
+HELLO_MESSAGE = zmtp.message(msgspec.msgpack.encode(HELLO))
 PING = zmtp.message(msgspec.msgpack.encode(p.Ping(1)))
 FLOODS = {
     "empty frames of one message": b"\x01\x00" * 32_768,
@@ -39,46 +39,46 @@ FLOODS = {
     "large messages": zmtp.message(bytes(MAX_MESSAGE_BYTES)),
 }
 FLOOD_BYTES = 8 * MIB
-"""By each of the connections: what was before took 32 times as much."""
+"""Sent by each connection."""
 NUM_FLOODS = 4
 
 
-class Open:
+class ZmqGateway:
     """A gateway in a process, with a ZeroMQ server over tcp://."""
 
     def __init__(self, gate: Gate, port: int) -> None:
         self.gate, self.place, self.address = gate, ("127.0.0.1", port), f"tcp://127.0.0.1:{port}"
         self._process = gate.rig.process  # type: ignore[attr-defined]
-        with RawPeer(self.address) as peer:  # what is made once
-            peer.say(p.Ping(1))
-            peer.hear(p.Pong)
+        with RawPeer(self.address) as peer:  # one-time allocations
+            peer.send(p.Ping(1))
+            peer.receive(p.Pong)
         self._begin_bytes = self._process.memory_info().rss
 
     def connect(self, *, hello: bool) -> socket.socket:
         connection = socket.create_connection(self.place, timeout=PATIENCE_S)
         connection.sendall(HANDSHAKE)
-        heard = b""
-        while b"READY" not in heard:
-            heard += connection.recv(4096)
+        received = b""
+        while b"READY" not in received:
+            received += connection.recv(4096)
         if hello:
-            connection.sendall(SAID_HELLO)
-            while b"welcome" not in heard:
-                heard += connection.recv(4096)
+            connection.sendall(HELLO_MESSAGE)
+            while b"welcome" not in received:
+                received += connection.recv(4096)
         return connection
 
     def growth(self) -> int:
-        """At its most since the beginning."""
+        """Growth of the peak memory since the beginning."""
         lines = Path(f"/proc/{self._process.pid}/status").read_text().splitlines()
         peak_kib = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
         return peak_kib * 1024 - int(self._begin_bytes)
 
 
 @pytest.fixture
-def zmq_server(tmp_path: Path) -> Iterator[Open]:
+def zmq_server(tmp_path: Path) -> Iterator[ZmqGateway]:
     port = free_port()
     address = f"tcp://127.0.0.1:{port}"
     with Gate(tmp_path, rig=ProcessRig, zmq=address, max_body_bytes=MAX_MESSAGE_BYTES) as gate:
-        yield Open(gate, port)
+        yield ZmqGateway(gate, port)
 
 
 def side_by_side(function: Callable[[], Any], num: int) -> None:
@@ -90,11 +90,11 @@ def side_by_side(function: Callable[[], Any], num: int) -> None:
         assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("hello", [False, True], ids=["before hello", "behind hello"])
+@pytest.mark.parametrize("hello", [False, True], ids=["before hello", "after hello"])
 @pytest.mark.parametrize("flood", FLOODS)
-def test_a_flood_at_full_speed_costs_little(zmq_server: Open, flood: str, hello: bool) -> None:
+def test_a_flood_at_full_speed_takes_little_memory(zmq_server: ZmqGateway, flood: str, hello: bool) -> None:
     def attack() -> None:
-        end = time.monotonic() + 1.0  # some are only slowed down
+        end = time.monotonic() + 1.0  # some floods are only slowed down
         with zmq_server.connect(hello=hello) as connection, contextlib.suppress(OSError):
             connection.settimeout(1.0)
             num_sent = 0
@@ -107,16 +107,16 @@ def test_a_flood_at_full_speed_costs_little(zmq_server: Open, flood: str, hello:
     assert zmq_server.growth() < 16 * MIB + listener.NUM_LARGE * MAX_MESSAGE_BYTES
 
 
-@pytest.mark.parametrize("hello", [False, True], ids=["before hello", "behind hello"])
-def test_messages_that_never_end_have_a_bound_together(zmq_server: Open, hello: bool) -> None:
-    """As many connections as there may be, each with the most that it can have on its way."""
+@pytest.mark.parametrize("hello", [False, True], ids=["before hello", "after hello"])
+def test_incomplete_messages_are_bounded_in_total(zmq_server: ZmqGateway, hello: bool) -> None:
+    """The maximum number of connections, each with the largest incomplete message."""
     large = zmtp.message(bytes(MAX_MESSAGE_BYTES))[: MIB - 1]
     small = zmtp.message(bytes(listener.SMALL_BYTES if hello else server_module.MAX_HELLO_BYTES))[:-1]
     with contextlib.ExitStack() as stack:
         for number in range(400):
             one = stack.enter_context(zmq_server.connect(hello=hello))
             one.settimeout(0.05)
-            with contextlib.suppress(OSError):  # a large one is refused before hello, and waits behind it
+            with contextlib.suppress(OSError):  # a large one is refused before hello and waits after it
                 one.sendall(large if number % 8 == 0 else small)
         stack.enter_context(contextlib.suppress(OSError))
         with RawPeer(zmq_server.address) as peer:
@@ -124,7 +124,7 @@ def test_messages_that_never_end_have_a_bound_together(zmq_server: Open, hello: 
         assert zmq_server.growth() < ALLOWED_BYTES
 
 
-def test_a_message_waits_for_room_and_then_comes_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_message_waits_for_memory_and_is_then_received(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "NUM_LARGE", 1)
     message = zmtp.message(msgspec.msgpack.encode(p.Generate(1, "x" * MIB, p.TextPrompt("Hi"), p.Params(), 1)))
     port = free_port()
@@ -133,15 +133,15 @@ def test_a_message_waits_for_room_and_then_comes_whole(tmp_path: Path, monkeypat
 
         def connect() -> socket.socket:
             connection = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S)
-            connection.sendall(HANDSHAKE + SAID_HELLO)
-            heard = b""
-            while b"welcome" not in heard:
-                heard += connection.recv(4096)
+            connection.sendall(HANDSHAKE + HELLO_MESSAGE)
+            received = b""
+            while b"welcome" not in received:
+                received += connection.recv(4096)
             return connection
 
         with connect() as slow, connect() as gone, connect() as waits:
             slow.sendall(message[:100_000])
-            with RawPeer(address) as peer:  # what the first one has said is read
+            with RawPeer(address) as peer:  # the first message has been read
                 assert peer.is_still_served()
             waits.settimeout(0.2)
             for one in (gone, waits):
@@ -153,7 +153,7 @@ def test_a_message_waits_for_room_and_then_comes_whole(tmp_path: Path, monkeypat
             gone.close()
             sender = threading.Thread(target=lambda: (waits.settimeout(PATIENCE_S), waits.sendall(message)))
             sender.start()
-            with RawPeer(address) as peer:  # small ones need no room
+            with RawPeer(address) as peer:  # small ones do not wait
                 assert peer.is_still_served()
             slow.sendall(message[100_000:])
             slow.settimeout(PATIENCE_S)
@@ -162,7 +162,7 @@ def test_a_message_waits_for_room_and_then_comes_whole(tmp_path: Path, monkeypat
             assert b"model_not_found" in waits.recv(65536)
 
 
-def test_a_message_that_does_not_come_whole_in_time_ends_its_connection(
+def test_a_message_that_is_incomplete_for_too_long_ends_its_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_module, "MESSAGE_S", 0.3)
@@ -170,18 +170,18 @@ def test_a_message_that_does_not_come_whole_in_time_ends_its_connection(
     port = free_port()
     with Gate(tmp_path, zmq=f"tcp://127.0.0.1:{port}") as gate:
         with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as slow:
-            slow.sendall(HANDSHAKE + SAID_HELLO + zmtp.message(bytes(100_000))[:50_000])
-            heard = b""
+            slow.sendall(HANDSHAKE + HELLO_MESSAGE + zmtp.message(bytes(100_000))[:50_000])
+            received = b""
             while more := slow.recv(4096):
-                heard += more
-        assert b"took more than 0.3 s" in heard
+                received += more
+        assert b"took more than 0.3 s" in received
         with RawPeer(gate.rig.settings.gateway.zmq) as peer:
             assert peer.is_still_served()
 
 
 @pytest.mark.parametrize("num_clients", [1, 12])
-def test_the_largest_messages_sixteen_deep_are_all_answered(zmq_server: Open, num_clients: int) -> None:
-    """Of clients that keep to the rules: libzmq's, with nothing but the kernel's buffers between."""
+def test_sixteen_pipelined_messages_of_the_maximum_size_are_answered(zmq_server: ZmqGateway, num_clients: int) -> None:
+    """The clients obey the protocol: they use libzmq, with only the kernel's buffers in between."""
     empty = len(msgspec.msgpack.encode(p.Generate(1, "x" * 70_000, p.TextPrompt("Hi"), p.Params(), 1))) - 70_000
 
     def client() -> None:
@@ -191,8 +191,8 @@ def test_the_largest_messages_sixteen_deep_are_all_answered(zmq_server: Open, nu
             for number in range(16):
                 data = msgspec.msgpack.encode(p.Generate(number, "x" * size, p.TextPrompt("Hi"), p.Params(), 1))
                 assert len(data) == peer.welcome.max_message_bytes
-                peer.say(data)
-            failed = [peer.hear(p.Failed) for _ in range(16)]
+                peer.send(data)
+            failed = [peer.receive(p.Failed) for _ in range(16)]
             assert [one.request_id for one in failed] == list(range(16))
             assert {one.failure.code for one in failed} == {"model_not_found"}
             num_answered.append(16)
@@ -203,7 +203,7 @@ def test_the_largest_messages_sixteen_deep_are_all_answered(zmq_server: Open, nu
     assert zmq_server.growth() < ALLOWED_BYTES
 
 
-def test_heartbeats_of_zmtp_are_answered(zmq_server: Open) -> None:
+def test_zmtp_heartbeats_are_answered(zmq_server: ZmqGateway) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with context, context.socket(zmq.DEALER) as dealer:
         for option, value in ((zmq.LINGER, 0), (zmq.HEARTBEAT_IVL, 50), (zmq.HEARTBEAT_TIMEOUT, 400)):

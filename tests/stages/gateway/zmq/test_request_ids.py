@@ -1,4 +1,4 @@
-"""Names of requests that came over ZeroMQ, what they are good for, and the times of such a request."""
+"""Names and timings of requests over ZeroMQ."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -13,7 +13,7 @@ from pipeline.client.errors import RequestError
 from pipeline.client.inputs.sampling_params import SamplingParams
 from pipeline.runtime import messages as m
 from tests.rig import PATIENCE_S
-from tests.stages.gateway.admin.test_abort_requests import abort, counts, ended
+from tests.stages.gateway.admin.test_abort_requests import abort, counts, play_abort
 from tests.stages.gateway.gate import Gate
 from tests.stages.gateway.peers import RawPeer, address_of, all_of, do
 from tests.stages.gateway.test_metrics import find
@@ -25,7 +25,9 @@ async def client(gate: Gate) -> AsyncIterator[AsyncClient]:
         yield client
 
 
-async def test_an_abort_by_the_clients_name_ends_the_stream_with_a_reason(gate: Gate, client: AsyncClient) -> None:
+async def test_an_abort_by_the_clients_name_ends_the_stream_with_a_finish_reason(
+    gate: Gate, client: AsyncClient
+) -> None:
     stream = client.generate("Hi", SamplingParams(n=2), name="user-7/story.3")
     other = client.generate("Hi", name="other")
     submit, untouched = await do(gate.begin), await do(gate.begin)
@@ -33,18 +35,18 @@ async def test_an_abort_by_the_clients_name_ends_the_stream_with_a_reason(gate: 
     async with asyncio.timeout(PATIENCE_S):
         assert (await anext(stream)).text == "Hel"
     assert stream.id == "cmpl-user-7/story.3"
-    assert await do(abort, gate, "user-7/story.3", "nobody") == counts(1, 1)
-    await do(ended, gate, submit, "lo")
+    assert await do(abort, gate, "user-7/story.3", "unknown") == counts(1, 1)
+    await do(play_abort, gate, submit, "lo")
     outputs = await all_of(stream)
     assert {(one.index, one.text, one.finish_reason) for one in outputs} == {(0, "lo", "abort"), (1, "lo", "abort")}
     assert await do(gate.closed) == (submit.request_id, 1)
     gate.finish(untouched, "all")
     assert [one.finish_reason for one in await all_of(other)] == ["stop"]
     await do(gate.rig.until, lambda load: load.num_open_requests == 0)
-    assert await do(abort, gate, "user-7/story.3") == counts(0, 1), "a name is known as long as its request is open"
+    assert await do(abort, gate, "user-7/story.3") == counts(0, 1), "a name is known only while its request is open"
 
 
-async def test_an_abort_by_the_servers_id_ends_it_too(gate: Gate, client: AsyncClient) -> None:
+async def test_an_abort_by_the_servers_id_ends_the_stream_too(gate: Gate, client: AsyncClient) -> None:
     stream = client.generate([{"role": "user", "content": "Hi"}])
     assert stream.id is None
     submit = await do(gate.begin)
@@ -53,12 +55,12 @@ async def test_an_abort_by_the_servers_id_ends_it_too(gate: Gate, client: AsyncC
     assert stream.id is not None
     assert stream.id.startswith("chatcmpl-")
     assert await do(abort, gate, stream.id) == counts(1, 0)
-    await do(ended, gate, submit)
+    await do(play_abort, gate, submit)
     assert [one.finish_reason for one in await all_of(stream)] == ["abort"]
 
 
 @pytest.mark.parametrize("sender", ["ingest.0", "detokenize.0"])
-async def test_an_abort_before_it_was_accepted_ends_it_too(gate: Gate, client: AsyncClient, sender: str) -> None:
+async def test_an_abort_before_acceptance_ends_the_stream_too(gate: Gate, client: AsyncClient, sender: str) -> None:
     stream = client.generate("Hi", name="mine")
     submit = await do(gate.submit)
     assert await do(abort, gate, "mine") == counts(1, 0)
@@ -70,7 +72,7 @@ async def test_an_abort_before_it_was_accepted_ends_it_too(gate: Gate, client: A
     await do(gate.rig.until, lambda load: load.num_open_requests == 0)
 
 
-async def test_the_last_calls_are_found_by_the_id(gate: Gate, client: AsyncClient) -> None:
+async def test_recent_requests_are_found_by_id(gate: Gate, client: AsyncClient) -> None:
     stream = client.generate("Hi", name="mine")
     submit = await do(gate.serve)
     await all_of(stream)
@@ -80,7 +82,7 @@ async def test_the_last_calls_are_found_by_the_id(gate: Gate, client: AsyncClien
 
 
 @pytest.mark.parametrize("name", ["", "a b", "x" * 257, "tab\there", "ümlaut", "a\r\nb"])
-async def test_a_name_has_the_limits_of_http(gate: Gate, client: AsyncClient, name: str) -> None:
+async def test_a_name_has_the_same_limits_as_over_http(gate: Gate, client: AsyncClient, name: str) -> None:
     with pytest.raises(RequestError, match="'name' must be 1 to 256 visible ASCII characters") as raised:
         await all_of(client.generate("Hi", name=name))
     assert (raised.value.status, raised.value.param) == (400, "name")
@@ -91,12 +93,12 @@ async def test_a_name_has_the_limits_of_http(gate: Gate, client: AsyncClient, na
     assert [one.text for one in await all_of(stream)] == ["Hello"]
 
 
-async def test_timings_come_at_the_end_if_asked_for(gate: Gate, client: AsyncClient) -> None:
-    for asked in (True, False):
-        stream = client.generate("Hi", SamplingParams(n=2), timings=asked)
+async def test_timings_are_sent_at_the_end_if_requested(gate: Gate, client: AsyncClient) -> None:
+    for with_timings in (True, False):
+        stream = client.generate("Hi", SamplingParams(n=2), timings=with_timings)
         submit = await do(gate.serve)
         await all_of(stream)
-        if not asked:
+        if not with_timings:
             assert stream.timings is None
             continue
         response = gate.complete({"model": "tiny", "prompt": "Hi", "n": 2, "timings": True})
@@ -112,29 +114,29 @@ async def test_timings_come_at_the_end_if_asked_for(gate: Gate, client: AsyncCli
         assert stream.timings["total_ms"] > 0
 
 
-def test_what_the_client_aborts_has_none(gate: Gate) -> None:
+def test_a_request_that_the_client_aborts_has_no_timings(gate: Gate) -> None:
     with RawPeer(gate) as peer:
-        peer.say(p.Generate(1, "", p.TextPrompt("Hi"), p.Params(), 100, timings=True))
+        peer.send(p.Generate(1, "", p.TextPrompt("Hi"), p.Params(), 100, timings=True))
         submit = gate.begin()
-        assert peer.hear(p.Accepted).id.startswith("cmpl-")
-        peer.say(p.Abort(1))
-        peer.hear(p.Delta)
-        assert peer.hear(p.Finished) == p.Finished(1, 3, 0, None)
+        assert peer.receive(p.Accepted).id.startswith("cmpl-")
+        peer.send(p.Abort(1))
+        peer.receive(p.Delta)
+        assert peer.receive(p.Finished) == p.Finished(1, 3, 0, None)
         gate.finish(submit, finish=m.Finish.ABORT)
 
 
-def test_what_an_older_client_says_is_understood(gate: Gate) -> None:
-    """Version 1 as it was published: without name and timings."""
+def test_messages_of_older_clients_are_accepted(gate: Gate) -> None:
+    """The published version 1, without name and timings."""
     with RawPeer(gate) as peer:
         old = ["generate", 1, "", ["text", "Hi"], [], 10, []]
-        peer.say(old)
+        peer.send(old)
         gate.serve()
-        peer.hear(p.Accepted)
-        peer.hear(p.Delta)
-        assert peer.hear(p.Finished).timings is None
+        peer.receive(p.Accepted)
+        peer.receive(p.Delta)
+        assert peer.receive(p.Finished).timings is None
 
 
-def test_the_blocking_client_has_them_too(gate: Gate) -> None:
+def test_the_blocking_client_has_names_and_timings_too(gate: Gate) -> None:
     with Client(address_of(gate)) as client:
         stream = client.generate("Hi", name="mine", timings=True)
         gate.serve()

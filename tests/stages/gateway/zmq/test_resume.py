@@ -1,4 +1,4 @@
-"""Streams that go on behind ids that the client has."""
+"""Streams that resume after ids that the client already has."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from tests.stages.gateway.peers import RawPeer, all_of, do
 
 
 class TestResuming:
-    async def test_the_ids_go_to_the_stages_and_only_what_follows_comes_back(
+    async def test_the_received_ids_are_submitted_and_only_new_output_is_sent(
         self, gate: Gate, client: AsyncClient
     ) -> None:
         stream = client.generate([5, 6], SamplingParams(seed=9, max_tokens=8), received=[20, 21])
@@ -28,7 +28,7 @@ class TestResuming:
         assert outputs[-1].finish_reason == "stop"
         assert stream.num_output_tokens == 4
 
-    async def test_each_of_n_has_its_own_ids(self, gate: Gate, client: AsyncClient) -> None:
+    async def test_each_of_n_sequences_has_its_own_ids(self, gate: Gate, client: AsyncClient) -> None:
         client_params = SamplingParams(n=2)
         stream = client.generate("Hi", client_params, received=[[20, 21], []])
         submit = await do(gate.begin)
@@ -40,14 +40,14 @@ class TestResuming:
         assert {(output.index, output.text_offset, output.token_offset) for output in outputs} == {(0, 5, 2), (1, 0, 0)}
 
     @pytest.mark.parametrize(("received", "n"), [([b"abcd"], 2), ([b"abcd", b""], 1), ([b"abc"], 1)])
-    def test_what_does_not_fit_is_refused(self, gate: Gate, received: list[bytes], n: int) -> None:
+    def test_invalid_received_ids_are_rejected(self, gate: Gate, received: list[bytes], n: int) -> None:
         with RawPeer(gate) as peer:
-            peer.say(p.Generate(1, "", p.TextPrompt("Hi"), p.Params(n=n), 10, received))
-            failure = peer.hear(p.Failed).failure
+            peer.send(p.Generate(1, "", p.TextPrompt("Hi"), p.Params(n=n), 10, received))
+            failure = peer.receive(p.Failed).failure
             assert failure.status == 400
             assert (failure.param or "").startswith("received")
 
-    async def test_the_client_says_so_before_it_sends(self, client: AsyncClient) -> None:
+    async def test_the_client_rejects_invalid_input_before_sending(self, client: AsyncClient) -> None:
         with pytest.raises(ValueError, match="each of n = 2"):
             client.generate("Hi", SamplingParams(n=2), received=[1])
         with pytest.raises(TypeError, match="integers"):

@@ -26,7 +26,7 @@ from tests.stages.gateway.peers import (
 )
 
 
-async def test_a_stream_has_the_prompts_ids_the_seed_text_ids_and_one_end(gate: Gate, client: AsyncClient) -> None:
+async def test_a_stream_has_prompt_ids_seed_text_ids_and_one_finish(gate: Gate, client: AsyncClient) -> None:
     stream = client.generate("Hi", SamplingParams(seed=7, max_tokens=5))
     submit = await do(gate.submit)
     assert submit.prompt == m.TextPrompt("Hi")
@@ -43,12 +43,12 @@ async def test_a_stream_has_the_prompts_ids_the_seed_text_ids_and_one_end(gate: 
     assert await do(gate.closed) == (submit.request_id, 1)
 
 
-async def test_says_what_it_serves(gate: Gate, client: AsyncClient) -> None:
+async def test_the_server_info_describes_the_model(gate: Gate, client: AsyncClient) -> None:
     info = client.info
     assert (info.model, info.max_model_len, info.vocab_size, info.protocol_version) == (MODEL, 512, 1000, 1)
 
 
-async def test_chats_and_ids_are_prompts_too(gate: Gate, client: AsyncClient) -> None:
+async def test_chats_and_token_ids_are_accepted_as_prompts(gate: Gate, client: AsyncClient) -> None:
     chat = client.generate([{"role": "developer", "content": "Be kind"}, {"role": "user", "content": "Hi"}])
     submit = await do(gate.serve)
     assert submit.prompt == m.ChatPrompt([m.ChatMessage("developer", "Be kind"), m.ChatMessage("user", "Hi")])
@@ -106,14 +106,14 @@ async def test_a_chat_with_tools_reaches_the_stages(gate: Gate, client: AsyncCli
     await all_of(stream)
 
 
-def test_a_model_that_is_not_there(gate: Gate) -> None:
+def test_an_unknown_model_is_404(gate: Gate) -> None:
     with RawPeer(gate) as peer:
-        peer.say(p.Generate(2**64 - 1, "gpt-5", p.TextPrompt("Hi"), p.Params(), 1))
-        failed = peer.hear(p.Failed)
+        peer.send(p.Generate(2**64 - 1, "gpt-5", p.TextPrompt("Hi"), p.Params(), 1))
+        failed = peer.receive(p.Failed)
         assert (failed.request_id, failed.failure.status, failed.failure.code) == (2**64 - 1, 404, "model_not_found")
 
 
-async def test_what_ingest_refuses_is_raised_with_its_field(gate: Gate, client: AsyncClient) -> None:
+async def test_a_rejection_by_ingest_is_raised_with_its_field(gate: Gate, client: AsyncClient) -> None:
     stream = client.generate("Hi")
     submit = await do(gate.submit)
     gate.reject(submit, m.Failure(400, "too long", "prompt", "context_length_exceeded"))
@@ -139,7 +139,7 @@ async def test_http_and_zmq_clients_share_the_credits(tmp_path: Path) -> None:
 
 
 class TestAborting:
-    async def test_gives_what_was_there_and_one_end(self, gate: Gate, client: AsyncClient) -> None:
+    async def test_an_abort_returns_the_output_so_far_and_one_finish(self, gate: Gate, client: AsyncClient) -> None:
         stream = client.generate("Hi")
         submit = await do(gate.begin)
         gate.delta(submit, "Hel")
@@ -153,24 +153,24 @@ class TestAborting:
         await do(gate.closed)
         assert (await do(gate.rig.load)).num_open_requests == 0
 
-    async def test_before_it_is_accepted(self, gate: Gate, client: AsyncClient) -> None:
+    async def test_a_request_can_be_aborted_before_acceptance(self, gate: Gate, client: AsyncClient) -> None:
         stream = client.generate("Hi", SamplingParams(n=2))
         await do(gate.submit)
         stream.abort()
         assert [(o.index, o.finish_reason) for o in await all_of(stream)] == [(0, "abort"), (1, "abort")]
 
-    def test_of_what_is_unknown_or_over_does_nothing(self, gate: Gate) -> None:
+    def test_an_abort_of_an_unknown_or_finished_request_has_no_effect(self, gate: Gate) -> None:
         with RawPeer(gate) as peer:
-            peer.say(p.Abort(99))
-            peer.say(p.Credit(99, 5))
+            peer.send(p.Abort(99))
+            peer.send(p.Credit(99, 5))
             peer.generate(1)
             gate.serve()
-            assert isinstance([peer.hear() for _ in range(3)][-1], p.Finished)
-            peer.say(p.Abort(1))
+            assert isinstance([peer.receive() for _ in range(3)][-1], p.Finished)
+            peer.send(p.Abort(1))
             assert peer.is_still_served()
         assert gate.rig.load().num_open_requests == 0
 
-    async def test_a_stream_that_nobody_holds_is_aborted(self, gate: Gate, client: AsyncClient) -> None:
+    async def test_an_unreferenced_stream_is_aborted(self, gate: Gate, client: AsyncClient) -> None:
         stream = client.generate("Hi")
         submit = await do(gate.begin)
         gate.delta(submit, "Hel")
@@ -184,23 +184,23 @@ class TestAborting:
 
 
 class TestDisconnectedClients:
-    @pytest.mark.parametrize("how", ["bye", "hang up"])
-    def test_have_their_requests_aborted_at_once(self, gate: Gate, how: str) -> None:
+    @pytest.mark.parametrize("how", ["bye", "disconnect"])
+    def test_a_disconnect_aborts_requests_at_once(self, gate: Gate, how: str) -> None:
         with RawPeer(gate) as other:
             other.generate(1)
             kept = gate.begin()
             with RawPeer(gate) as peer:
                 peer.generate(1)
                 submit = gate.begin()
-                peer.hear(p.Accepted)
+                peer.receive(p.Accepted)
                 if how == "bye":
-                    peer.say(p.Bye())
-                    assert peer.is_hung_up()
+                    peer.send(p.Bye())
+                    assert peer.is_disconnected()
             assert gate.rig.receive("schedule", m.Abort).request_id == submit.request_id
             gate.finish(kept, "x")
-            assert [type(other.hear()) for _ in range(3)] == [p.Accepted, p.Delta, p.Finished]
+            assert [type(other.receive()) for _ in range(3)] == [p.Accepted, p.Delta, p.Finished]
 
-    async def test_a_client_that_closes_raises_in_its_streams(self, gate: Gate) -> None:
+    async def test_closing_a_client_raises_in_its_streams(self, gate: Gate) -> None:
         client = await AsyncClient.connect(address_of(gate))
         stream = client.generate("Hi")
         submit = await do(gate.begin)
@@ -211,12 +211,12 @@ class TestDisconnectedClients:
             client.generate("Hi")
         assert (await do(gate.rig.receive, "schedule", m.Abort)).request_id == submit.request_id
 
-    def test_a_reset_tcp_connection_is_an_end_too(self, tmp_path: Path) -> None:
+    def test_a_reset_tcp_connection_aborts_requests(self, tmp_path: Path) -> None:
         with Gate(tmp_path, zmq=f"tcp://127.0.0.1:{free_port()}") as gate:
             address = gate.rig.settings.gateway.zmq
             with TcpPeer(address) as peer:
-                peer.say(HELLO)
-                peer.say(p.Generate(1, "", p.TextPrompt("Hi"), p.Params(), 10))
+                peer.send(HELLO)
+                peer.send(p.Generate(1, "", p.TextPrompt("Hi"), p.Params(), 10))
                 submit = gate.begin()
                 peer.reset()
                 assert gate.rig.receive("schedule", m.Abort).request_id == submit.request_id

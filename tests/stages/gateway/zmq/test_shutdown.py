@@ -1,4 +1,4 @@
-"""Drains, dead stages and stops close every stream."""
+"""Drain, death of a stage and stop close every stream."""
 
 import asyncio
 from pathlib import Path
@@ -21,7 +21,7 @@ from tests.stages.gateway.peers import (
 
 
 class TestServerShutdown:
-    async def test_a_drain_lets_streams_end_and_takes_nobody_new(self, gate: Gate, client: AsyncClient) -> None:
+    async def test_a_drain_lets_streams_finish_and_refuses_new_requests(self, gate: Gate, client: AsyncClient) -> None:
         stream = client.generate("Hi")
         submit = await do(gate.begin)
         gate.rig.send(m.Drain(30.0))
@@ -35,16 +35,16 @@ class TestServerShutdown:
         assert [output.text for output in await all_of(stream)] == ["end"]
         await do(gate.rig.receive, "supervisor", m.Drained)
 
-    async def test_at_a_drains_deadline_every_stream_is_closed(self, gate: Gate) -> None:
+    async def test_at_the_drain_deadline_every_stream_is_closed(self, gate: Gate) -> None:
         with RawPeer(gate) as peer:
             peer.generate(1)
             first = gate.begin()
             peer.generate(2, num_credits=0)
             second = gate.begin()
-            gate.finish(second, "nobody reads this")
-            assert [type(peer.hear()) for _ in range(2)] == [p.Accepted] * 2
+            gate.finish(second, "unread")
+            assert [type(peer.receive()) for _ in range(2)] == [p.Accepted] * 2
             gate.rig.send(m.Drain(0.05))
-            failed = [peer.hear(p.Failed) for _ in range(2)]
+            failed = [peer.receive(p.Failed) for _ in range(2)]
             assert {one.request_id for one in failed} == {1, 2}
             assert {one.failure.code for one in failed} == {"shutting_down"}
             gate.finish(first, finish=m.Finish.ABORT)
@@ -63,23 +63,23 @@ class TestServerShutdown:
             assert raised.value.status == 500
         await do(gate.rig.receive, "supervisor", m.Drained)
 
-    def test_a_dead_stage_closes_what_waits_for_credit_with_its_name_too(self, gate: Gate) -> None:
+    def test_a_dead_stage_closes_streams_without_credit_too(self, gate: Gate) -> None:
         with RawPeer(gate) as peer:
             for request_id in (1, 2):
                 peer.generate(request_id, num_credits=0)
                 submit = gate.begin()
-                peer.hear(p.Accepted)
+                peer.receive(p.Accepted)
                 if request_id == 1:
-                    gate.finish(submit, "nobody reads this")
+                    gate.finish(submit, "unread")
                     gate.closed()
             gate.rig.send(m.StageDied("execute.0", "killed by signal 9"))
-            failed = [peer.hear(p.Failed) for _ in range(2)]
+            failed = [peer.receive(p.Failed) for _ in range(2)]
             assert {one.request_id for one in failed} == {1, 2}
             assert {(one.failure.status, one.failure.code) for one in failed} == {(500, "stage_died")}
             assert {one.failure.message for one in failed} == {"stage execute.0 died: killed by signal 9"}
             gate.rig.receive("supervisor", m.Drained)
 
-    async def test_stop_closes_what_is_open_and_then_the_connection(self, tmp_path: Path) -> None:
+    async def test_stop_closes_open_streams_and_then_the_connection(self, tmp_path: Path) -> None:
         with Gate(tmp_path) as gate:
             client = await AsyncClient.connect(address_of(gate))
             stream = client.generate("Hi")
@@ -94,7 +94,7 @@ class TestServerShutdown:
                         await asyncio.sleep(0.01)
             await client.close()
 
-    async def test_a_server_that_says_nothing_is_given_up(
+    async def test_the_client_disconnects_from_a_silent_server(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(server_module, "HEARTBEAT_S", 0.05)
@@ -108,13 +108,13 @@ class TestServerShutdown:
                 with pytest.raises(ConnectionLost, match=r"has sent nothing for 0\.3 s"):
                     await all_of(stream)
 
-    async def test_nobody_there(self) -> None:
+    async def test_a_missing_server_is_reported(self) -> None:
         with pytest.raises(ConnectionLost, match=r"no server answered at .* within 0\.1 s"):
-            await AsyncClient.connect("ipc://@pipeline/nobody/door", timeout_s=0.1)
+            await AsyncClient.connect("ipc://@pipeline/missing/door", timeout_s=0.1)
         with pytest.raises(ValueError, match="is not a valid address"):
             await AsyncClient.connect("nonsense")
 
-    async def test_before_the_start_it_says_so(self, tmp_path: Path) -> None:
+    async def test_a_client_cannot_connect_before_the_start(self, tmp_path: Path) -> None:
         with Gate(tmp_path, start=False) as gate:
             with pytest.raises(RequestError, match="starting") as raised:
                 await AsyncClient.connect(address_of(gate))

@@ -1,4 +1,4 @@
-"""The ZMTP decoder: every division of the bytes gives the same, and nothing is kept beyond the bounds."""
+"""The ZMTP decoder gives the same result for every split of the bytes and bounds its buffers."""
 
 import contextlib
 from typing import Any
@@ -19,7 +19,7 @@ BODIES = st.lists(
 
 
 def read(decoder: Decoder, data: bytes, sizes: list[int]) -> list[Any]:
-    """What comes of bytes that are read in pieces of these sizes, over and over."""
+    """The events of bytes that are read in pieces of these sizes, repeatedly."""
     events, place, number = [], 0, 0
     while place < len(data):
         size = min(sizes[number % len(sizes)], zmtp.READ_BYTES)
@@ -46,7 +46,7 @@ def opened(max_frame_bytes: int = MAX_BYTES) -> Decoder:
 
 
 @given(BODIES, st.lists(st.integers(1, 20_000), min_size=1, max_size=5))
-def test_messages_come_whole_however_their_bytes_are_divided(bodies: list[bytes], sizes: list[int]) -> None:
+def test_messages_are_decoded_however_their_bytes_are_split(bodies: list[bytes], sizes: list[int]) -> None:
     decoder = Decoder(MAX_BYTES)
     data = HANDSHAKE + b"".join(zmtp.message(body) for body in bodies)
     messages = [event.data for event in read(decoder, data, sizes) if isinstance(event, ZmtpMessage)]
@@ -55,18 +55,18 @@ def test_messages_come_whole_however_their_bytes_are_divided(bodies: list[bytes]
 
 
 @given(st.binary(max_size=400), st.booleans(), st.integers(1, 100))
-def test_whatever_bytes_come_nothing_else_is_raised(data: bytes, is_open: bool, size: int) -> None:
+def test_random_bytes_raise_only_protocol_errors(data: bytes, is_open: bool, size: int) -> None:
     decoder = opened() if is_open else Decoder(MAX_BYTES)
     with contextlib.suppress(ProtocolError):
         read(decoder, data, [size])
 
 
 @pytest.mark.parametrize("header", [b"\x01\x00", b"\x01\x22", b"\x03" + (2**62).to_bytes(8, "big")])
-def test_a_message_of_several_frames_is_refused_at_its_first_header(header: bytes) -> None:
+def test_a_message_of_several_frames_is_rejected_at_its_first_header(header: bytes) -> None:
     assert read(opened(), header, [100]) == [UnreadableMessage("more frames")]
 
 
-def test_a_message_that_is_too_large_is_refused_at_its_header() -> None:
+def test_a_too_large_message_is_rejected_at_its_header() -> None:
     decoder = opened(300)
     assert read(decoder, zmtp.message(bytes(300)), [1000]) == [ZmtpMessage(bytes(300))]
     assert read(decoder, zmtp.message(bytes(301))[:9], [1000]) == [UnreadableMessage("too large")]
@@ -84,7 +84,7 @@ def test_a_large_frame_has_no_buffer_until_it_is_admitted() -> None:
 
 
 @pytest.mark.parametrize("kind", [b"DEALER", b"REQ", b"ROUTER"])
-def test_sockets_that_may_speak_to_a_router_do(kind: bytes) -> None:
+def test_socket_types_that_can_talk_to_a_router_are_accepted(kind: bytes) -> None:
     (_, ready) = read(Decoder(MAX_BYTES), zmtp.GREETING + zmtp.ready(kind), [1000])
     assert ready.name == b"READY"
 
@@ -108,12 +108,12 @@ def test_sockets_that_may_speak_to_a_router_do(kind: bytes) -> None:
         HANDSHAKE + b"\x08\x00",
     ],
 )
-def test_what_is_no_zmtp_of_a_client_is_an_error(data: bytes) -> None:
+def test_an_invalid_handshake_or_frame_is_an_error(data: bytes) -> None:
     with pytest.raises(ProtocolError):
         read(Decoder(MAX_BYTES), data, [1000])
 
 
-def test_a_ping_is_answered_with_its_context_and_no_more() -> None:
+def test_a_pong_has_only_the_context_of_the_ping() -> None:
     (ping,) = read(opened(), zmtp.command(b"PING", b"\x00\x64" + b"0123456789abcdefXYZ"), [7])
     assert ping == Command(b"PING", b"\x00\x640123456789abcdefXYZ")
     assert zmtp.pong(ping.data) == zmtp.command(b"PONG", b"0123456789abcdef")
