@@ -39,7 +39,7 @@ def test_min_tokens_may_equal_max_tokens() -> None:
     assert SamplingParams(min_tokens=10**6, max_tokens=None).min_tokens == 10**6
 
 
-def test_they_are_frozen() -> None:
+def test_parameters_are_frozen() -> None:
     with pytest.raises(AttributeError):
         SamplingParams().n = 2  # type: ignore[misc]
 

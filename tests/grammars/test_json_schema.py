@@ -44,12 +44,12 @@ def orders(value: Any, limit: int = MAX_ORDERS) -> Iterator[Any]:
     if isinstance(value, dict):
         names = list(value)
         inner = [list(orders(part, 30)) for part in value.values()]
-        ways = (
+        orderings = (
             {names[i]: parts[i] for i in order}
             for order in itertools.permutations(range(len(names)))
             for parts in itertools.product(*inner)
         )
-        yield from itertools.islice(ways, limit)
+        yield from itertools.islice(orderings, limit)
     elif isinstance(value, list):
         lists = (list(parts) for parts in itertools.product(*(list(orders(part, 30)) for part in value)))
         yield from itertools.islice(lists, limit)
@@ -63,8 +63,8 @@ def widest(value: Any) -> int:
     return max([len(value) if isinstance(value, dict) else 0, *map(widest, inner)])
 
 
-def is_written(engine: Engine, matcher: Any, value: Any) -> bool:
-    return any(accepts(engine, matcher, json.dumps(way, ensure_ascii=False)) for way in orders(value))
+def is_accepted(engine: Engine, matcher: Any, value: Any) -> bool:
+    return any(accepts(engine, matcher, json.dumps(ordering, ensure_ascii=False)) for ordering in orders(value))
 
 
 def groups() -> Iterator[Case]:
@@ -88,14 +88,14 @@ def has_whole_float(value: Any) -> bool:
     return False
 
 
-def why_never_written(file: str, value: Any) -> str:
+def reason_never_generated(file: str, value: Any) -> str:
     """The reason why no output is this valid instance: outputs need not cover all of them."""
     if has_whole_float(value):
         return "whole numbers have no point and no exponent"
     if file == "format.json" or file.startswith("optional/format/"):
-        return "`format` is kept to, and rarer forms of some are not written"
+        return "`format` is enforced, and rarer forms of some are not generated"
     if file == "optional/ecmascript-regex.json" and not str(value).isprintable():
-        return "controls without a letter of their own, and U+FEFF, are not written"
+        return "control characters without an escape letter, and U+FEFF, are not generated"
     return ""
 
 
@@ -104,7 +104,7 @@ def has_odd_format(schema: Any) -> bool:
     return isinstance(schema, dict) and schema.get("format") not in (None, *KNOWN, *LIKE)
 
 
-UNTRUE_FORMATS = ("optional/format/date.json", "optional/format/date-time.json", "optional/format/time.json")
+INEXACT_FORMATS = ("optional/format/date.json", "optional/format/date-time.json", "optional/format/time.json")
 """Here some outputs have the form of a date or a time, but are invalid: 29 February, a leap second at noon. `format` is
 an annotation, which validators ignore by default."""
 
@@ -117,13 +117,13 @@ def test_valid_instances_are_accepted_and_others_are_not(tiny_engine: Engine) ->
         matcher = matcher_of(tiny_engine, "json_schema", json.dumps(group["schema"]))
         for test in group["tests"]:
             num_tests += 1
-            value, written = test["data"], is_written(tiny_engine, matcher, test["data"])
-            if test["valid"] and not written and not why_never_written(file, value):
-                wrong.append(("is valid and never written", file, group["description"], value))
-            # ECMAScript's \S is no U+FEFF, which Unicode's is.
-            by_format = file in UNTRUE_FORMATS or value == "\ufeff" or has_odd_format(group["schema"])
-            if not test["valid"] and written and not by_format:
-                wrong.append(("is not valid, but written", file, group["description"], value))
+            value, accepted = test["data"], is_accepted(tiny_engine, matcher, test["data"])
+            if test["valid"] and not accepted and not reason_never_generated(file, value):
+                wrong.append(("is valid but not accepted", file, group["description"], value))
+            # ECMAScript's \S does not match U+FEFF, but Unicode's does.
+            by_format = file in INEXACT_FORMATS or value == "\ufeff" or has_odd_format(group["schema"])
+            if not test["valid"] and accepted and not by_format:
+                wrong.append(("is not valid but accepted", file, group["description"], value))
     assert not wrong
     assert num_tests > 950
 
@@ -291,7 +291,7 @@ def test_random_schemas(tiny_engine: Engine, data: st.DataObject) -> None:
     instance = data.draw(from_schema(schema))
     text = json.dumps(instance, ensure_ascii=False)
     if widest(instance) <= 4 and not (has_whole_float(instance) or re.search(r"\de[-+]|\\u|\x7f", text)):
-        assert is_written(tiny_engine, matcher, instance), (source, text)
+        assert is_accepted(tiny_engine, matcher, instance), (source, text)
 
 
 @pytest.mark.parametrize("name", benchmark.SCHEMAS)

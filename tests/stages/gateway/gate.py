@@ -161,10 +161,9 @@ class Gate:
         prompt: tuple[int, bytes, list[bytes]] | None = None,
         error: str = "",
     ) -> None:
-        """Text and ids of a sequence. With `back`, the text begins that many characters, and ids, before the end of
-        what was sent: a repetition. With `num_cached`, these are its first ids, and so many of its prompt were in the
-        prefix cache. `logprobs`, or `records` and `pieces`, are of its ids; `prompt` is the offset, the records and the
-        pieces of some of its prompt's."""
+        """Send text and ids of a sequence. `back` is the number of characters and ids that repeat the end of what was
+        sent before. `num_cached`, for a sequence's first ids, is the number of cached prompt tokens. `logprobs`, or
+        `records` and `pieces`, belong to the ids; `prompt` is the offset, the records and the pieces of prompt ids."""
         key = submit.request_id, index
         chars, ids = self._chars.get(key, 0) - back, self._ids.get(key, 0) - back
         self._chars[key], self._ids[key] = chars + len(text), ids + num_ids

@@ -21,7 +21,9 @@ def test_slow_clients_do_not_delay_others_and_leak_nothing(tmp_path: Path) -> No
     with open_gate(tmp_path) as gate:
         alone = serve_crowd(gate, NUM_STREAMS, 0, NUM_STEPS, NUM_CHARS)
         beside = serve_crowd(gate, NUM_STREAMS, NUM_SLOW, NUM_STEPS, NUM_CHARS)
-    assert (alone.num_behind, beside.num_behind) == (0, NUM_SLOW), "the slow ones were not slow, so this shows nothing"
+    assert (alone.num_behind, beside.num_behind) == (0, NUM_SLOW), (
+        "the slow clients were not slow, so the test proves nothing"
+    )
     assert len(beside.fast_s) == NUM_STREAMS - NUM_SLOW
     assert beside.fast_s[-1] < 3 * alone.fast_s[-1] + 1.0
     # Their pending text is stored once.

@@ -28,7 +28,7 @@ def gate(tmp_path: Path) -> Iterator[Gate]:
 
 
 @pytest.fixture
-def thinker(tmp_path: Path) -> Iterator[Gate]:
+def reasoning_gate(tmp_path: Path) -> Iterator[Gate]:
     with Gate(tmp_path, chat=ChatSettings(tool_call_parser="hermes", reasoning_parser="qwen3")) as gate:
         yield gate
 
@@ -204,22 +204,22 @@ def test_calls_of_mistral_have_ids_that_its_templates_accept(tmp_path: Path) -> 
 THOUGHT = "<think>\nHm.\n</think>\n\nYes."
 
 
-def test_reasoning_is_returned_beside_the_content(thinker: Gate) -> None:
-    message = whole(thinker, CHAT, THOUGHT)["message"]
+def test_reasoning_is_returned_beside_the_content(reasoning_gate: Gate) -> None:
+    message = whole(reasoning_gate, CHAT, THOUGHT)["message"]
     assert (message["reasoning_content"], message["reasoning"], message["content"]) == ("Hm.", "Hm.", "Yes.")
-    reply = joined(stream(thinker, CHAT, *THOUGHT))
+    reply = joined(stream(reasoning_gate, CHAT, *THOUGHT))
     assert (reply["reasoning"], reply["content"], reply["finish_reason"]) == ("Hm.", "Yes.", "stop")
 
 
-def test_reasoning_can_be_excluded(thinker: Gate) -> None:
-    message = whole(thinker, CHAT | {"include_reasoning": False}, THOUGHT)["message"]
+def test_reasoning_can_be_excluded(reasoning_gate: Gate) -> None:
+    message = whole(reasoning_gate, CHAT | {"include_reasoning": False}, THOUGHT)["message"]
     assert message["content"] == "Yes."
     assert "reasoning_content" not in message
-    assert joined(stream(thinker, CHAT | {"include_reasoning": False}, THOUGHT))["reasoning"] == ""
+    assert joined(stream(reasoning_gate, CHAT | {"include_reasoning": False}, THOUGHT))["reasoning"] == ""
 
 
-def test_truncated_reasoning_leaves_no_content(thinker: Gate) -> None:
-    choice = whole(thinker, CHAT, "<think>\nHm", m.Finish.LENGTH)
+def test_truncated_reasoning_leaves_no_content(reasoning_gate: Gate) -> None:
+    choice = whole(reasoning_gate, CHAT, "<think>\nHm", m.Finish.LENGTH)
     assert (choice["message"]["content"], choice["message"]["reasoning"]) == (None, "Hm")
     assert choice["finish_reason"] == "length"
 
@@ -233,36 +233,36 @@ def test_truncated_reasoning_leaves_no_content(thinker: Gate) -> None:
     ],
 )
 def test_the_end_of_the_prompt_determines_where_the_reply_begins(
-    thinker: Gate, tail: str, text: str, reasoning: str, content: str
+    reasoning_gate: Gate, tail: str, text: str, reasoning: str, content: str
 ) -> None:
-    reply = joined(stream(thinker, CHAT, *text, tail=tail))
+    reply = joined(stream(reasoning_gate, CHAT, *text, tail=tail))
     assert (reply["reasoning"], reply["content"]) == (reasoning, content)
 
 
-def test_text_before_acceptance_waits_for_the_end_of_the_prompt(thinker: Gate) -> None:
-    future = thinker.post(CHAT | {"stream": True})
-    submit = thinker.submit()
+def test_text_before_acceptance_waits_for_the_end_of_the_prompt(reasoning_gate: Gate) -> None:
+    future = reasoning_gate.post(CHAT | {"stream": True})
+    submit = reasoning_gate.submit()
     assert submit.prompt_options.with_tail
-    thinker.delta(submit, "Hm.</think>")
-    thinker.finish(submit, "Yes.")
-    thinker.accept(submit, tail="<think>\n")
+    reasoning_gate.delta(submit, "Hm.</think>")
+    reasoning_gate.finish(submit, "Yes.")
+    reasoning_gate.accept(submit, tail="<think>\n")
     _, *events = events_of(future.result().text)
     reply = joined([choice for event in events for choice in event["choices"]])
     assert (reply["reasoning"], reply["content"]) == ("Hm.", "Yes.")
 
 
-def test_a_request_can_be_aborted_before_acceptance(thinker: Gate) -> None:
-    future = thinker.post(CHAT | {"stream": True, "request_id": "mine"})
-    submit = thinker.submit()
-    thinker.delta(submit, "Hm.")
-    thinker.post({"request_ids": ["mine"]}, "/abort_requests").result()
-    thinker.finish(submit, finish=m.Finish.ABORT)
+def test_a_request_can_be_aborted_before_acceptance(reasoning_gate: Gate) -> None:
+    future = reasoning_gate.post(CHAT | {"stream": True, "request_id": "mine"})
+    submit = reasoning_gate.submit()
+    reasoning_gate.delta(submit, "Hm.")
+    reasoning_gate.post({"request_ids": ["mine"]}, "/abort_requests").result()
+    reasoning_gate.finish(submit, finish=m.Finish.ABORT)
     _, *events = events_of(future.result().text)
     assert joined([choice for event in events for choice in event["choices"]])["finish_reason"] == "abort"
 
 
-def test_calls_follow_reasoning(thinker: Gate) -> None:
-    choice = whole(thinker, WITH_TOOLS, f"<think>\nI need <tool_call>.\n</think>\n\n{FIND}")
+def test_calls_follow_reasoning(reasoning_gate: Gate) -> None:
+    choice = whole(reasoning_gate, WITH_TOOLS, f"<think>\nI need <tool_call>.\n</think>\n\n{FIND}")
     assert choice["message"]["reasoning"] == "I need <tool_call>."
     assert choice["message"]["content"] is None
     assert choice["finish_reason"] == "tool_calls"

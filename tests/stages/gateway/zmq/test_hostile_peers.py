@@ -161,7 +161,7 @@ class TestHostilePeers:
             for peer in served[1:]:
                 peer.__exit__(None, None, None)
             one.__exit__(None, None, None)
-            until(lambda: is_served(gate), "there is room again")
+            until(lambda: is_served(gate), "a new connection is accepted")
 
     def test_a_silent_peer_is_disconnected_and_a_pinging_one_is_not(
         self, gate: Gate, monkeypatch: pytest.MonkeyPatch
