@@ -1,6 +1,6 @@
-"""A fake executor without a model: its KV blocks store the ids themselves, and the next id is a hash of all ids read
-back through the row's block table. A wrong block, a block that was freed too early, a prefix hit on other content or a
-stale row each change the sampled ids, so tests compare exactly.
+"""A fake executor without a model. Its KV blocks store the token ids, and the next id is a hash of all ids that it
+reads back through the row's block table. A wrong block, a block freed too early, a prefix hit on other content and a
+stale row each change the sampled ids, so tests compare exact ids.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def logprob(token_id: int) -> float:
 
 
 def record(token_id: int, num_top: int) -> bytes:
-    """The fake executor's logprob record of an id: it is the likeliest, followed by the next ids."""
+    """The fake executor's logprob record of an id: this id is the most likely one, followed by the next ids."""
     data = np.zeros((), logprob_dtype(num_top))
     data["logprob"] = logprob(token_id)
     data["top_ids"] = token_id + np.arange(num_top)
@@ -47,7 +47,7 @@ def record(token_id: int, num_top: int) -> bytes:
 
 
 def expected(prompt: list[int], options: m.GenerationOptions, index: int, max_tokens: int) -> tuple[list[int], Finish]:
-    """The ids that a sequence must generate, whatever else happens."""
+    """The ids that a sequence must generate."""
     ids = list(prompt)
     for _ in range(max_tokens):
         ids.append(next_id(ids, options.seed, index))
@@ -67,7 +67,7 @@ class _Row:
         self.dead = False
 
     def prompt_records(self, start: int, count: int) -> list[bytes]:
-        """Records of the ids behind these positions."""
+        """Logprob records of the ids that follow these positions."""
         num_top = self.options.num_prompt_logprobs
         if self.dead or num_top < 0 or self.index > 0:
             return []

@@ -1,4 +1,4 @@
-"""A rig that holds one stage between fakes of its neighbours: real sockets and segments, the stage in a thread."""
+"""Runs one stage between fake neighbours: real sockets and segments, the stage in a thread."""
 
 import gc
 import itertools
@@ -23,7 +23,7 @@ from pipeline.shm.arrays import Array, ShmRef
 
 PATIENCE_S = 30.0
 MAX_ARENA_BYTES = 2 * 1024**2
-"""Of each segment: thousands of tests have segments of their own."""
+"""Size of each segment. It is small because thousands of tests create segments."""
 
 INBOXES: dict[str, Any] = {
     "supervisor": m.SupervisorInbox,
@@ -38,11 +38,11 @@ _numbers = itertools.count()
 
 
 class Rig:
-    """Runs `stage` in a thread. `receive(name)` is what the stage sent to a neighbour (`gateway` is the first of
-    its replicas, `gateway.1` the second), `send(message, sender)` is what
-    a neighbour sends to it, `memory(segment)` reads what it shared, `arena(segment)` is a neighbour's arena.
+    """Runs `stage` in a thread. `receive(name)` returns what the stage sent to a neighbour (`gateway` is its first
+    replica, `gateway.1` the second), `send(message, sender)` sends as a neighbour, `memory(segment)` reads what the
+    stage shares, and `arena(segment)` is a neighbour's arena.
 
-    Use as a context manager: leaving it sends `Stop` and joins the thread, and raises what the stage raised.
+    Use it as a context manager: on exit it sends `Stop`, joins the thread, and raises what the stage raised.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Rig:
         peers = topology.peers_of(row, addresses, self.settings)
         for replica in range(1, siblings + 1):  # the stage's other replicas
             peers.append(m.PeerInbox(f"{stage}.{replica}", address_of(self._server, f"{stage}.{replica}", 1), 64))
-        # The first of a neighbour's replicas goes by its stage's name.
+        # The first replica of a neighbour has the name of its stage.
         self._inboxes = {
             peer.name.removesuffix(".0"): Inbox[Any](self._context, peer.address, INBOXES[peer.name.split(".")[0]])
             for peer in peers
@@ -133,21 +133,21 @@ class Rig:
         for fd in self._fds:
             os.close(fd)
         self._memories.clear()
-        gc.unfreeze()  # a stage freezes what there is, for its process's life; here its segments would stay mapped
+        gc.unfreeze()  # a stage freezes all objects, for its process's life; here its segments would stay mapped
         if self._error is not None:
             raise self._error
         assert not alive, "the stage did not stop"
 
     def send(self, message: Any, sender: str = "supervisor.0", incarnation: int = 1) -> None:
-        """Send to the stage, as `sender`."""
+        """Send to the stage as `sender`."""
         key = f"{sender}#{incarnation}"
         if key not in self._outboxes:
             self._outboxes[key] = Outbox(self._context, self._address, m.Envelope(sender, incarnation), 100_000)
         assert self._outboxes[key].send(message)
 
     def receive(self, stage: str, what: type | None = None, timeout_s: float = PATIENCE_S) -> Any:
-        """The next message the stage sent to a neighbour, or the next of type `what`, leaving the others for later.
-        Raises TimeoutError, or what the stage died of."""
+        """The next message that the stage sent to a neighbour, or the next of type `what`, which keeps the others for
+        later. Raises TimeoutError, or the stage's exception."""
         queue = self._queues[stage]
         end = time.monotonic() + timeout_s
         while True:
@@ -161,7 +161,7 @@ class Rig:
             queue += self._inboxes[stage].wait_all(0.05)
 
     def nothing(self, stage: str, while_s: float = 0.1) -> bool:
-        """Whether nothing is there for a neighbour now, nor comes within `while_s`."""
+        """Whether no message for a neighbour is there, or arrives within `while_s`."""
         self._queues[stage] += self._inboxes[stage].wait_all(while_s)
         return not self._queues[stage]
 
@@ -172,8 +172,8 @@ class Rig:
         return ready
 
     def load(self) -> Any:
-        """The stage's counts, once it has handled all that was sent before: nothing orders what comes from two
-        neighbours, so each of them pings."""
+        """The stage's stats, once it has handled all earlier messages: messages of two neighbours have no order, so
+        each of them pings."""
         newest: dict[str, int] = {"supervisor.0": 1}
         for sender, _, incarnation in (key.partition("#") for key in self._outboxes):
             newest[sender] = max(newest.get(sender, 0), int(incarnation))
@@ -187,7 +187,7 @@ class Rig:
         return pong.load
 
     def until(self, condition: Callable[[Any], bool], timeout_s: float = PATIENCE_S) -> Any:
-        """Ping until the stage's counts fulfil a condition, and return them."""
+        """Ping until the stage's stats fulfil a condition, and return them."""
         end = time.monotonic() + timeout_s
         while not condition(load := self.load()):
             assert time.monotonic() < end, f"still {load}"
@@ -197,16 +197,16 @@ class Rig:
         return self._arenas[name]
 
     def memory(self, name: str) -> memoryview:
-        """A segment, as the stage has it."""
+        """A segment, as the stage maps it."""
         return self._memories[name]
 
     def bytes_of(self, array: Array) -> bytes:
-        """The bytes of an array that the stage sent."""
+        """The bytes of an array from the stage."""
         if isinstance(array, ShmRef):
             return bytes(self._memories[array.segment][array.offset : array.offset + array.length])
         return array
 
 
 def raw(struct: msgspec.Struct) -> msgspec.Raw:
-    """A struct as it travels undecoded."""
+    """A struct as it is sent, not decoded."""
     return msgspec.Raw(msgspec.msgpack.encode(struct))

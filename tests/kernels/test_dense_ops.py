@@ -1,4 +1,4 @@
-"""Each op that works on whole rows agrees with the reference beside it."""
+"""Each op on whole rows agrees with its reference."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_rms_norm_agrees_with_its_formula(dtype: torch.dtype, num_rows: int) -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_float32_residual_takes_sums_of_any_dtype_unrounded(dtype: torch.dtype) -> None:
+def test_a_float32_residual_adds_any_dtype_without_rounding(dtype: torch.dtype) -> None:
     residual, x = random(5, 64), random(5, 64, dtype=dtype, seed=1)
     expected = residual + x.float()
     add(residual, x)
@@ -49,7 +49,7 @@ def test_silu_mul_agrees_with_its_formula(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_take_rows_takes_rows_in_any_order_and_widens_them(dtype: torch.dtype) -> None:
+def test_take_rows_returns_rows_in_any_order_as_float32(dtype: torch.dtype) -> None:
     table, index = random(20, 8, dtype=dtype), torch.tensor([3, 19, 3, 0])
     out = torch.empty(4, 8)
     take_rows(out, table, index)
@@ -68,7 +68,7 @@ def test_linear_agrees_with_its_formula(op, dtype: torch.dtype, num_rows: int, b
     assert_close(out, linear_reference(x, weight, bias), dtype)
 
 
-def test_a_widened_product_of_several_tiles_is_put_together_in_order() -> None:
+def test_a_dequantized_product_of_several_tiles_is_in_order() -> None:
     width = 4096
     num_outputs = TILE_ELEMENTS // width + 3
     x, weight = random(4, width, dtype=torch.bfloat16), random(num_outputs, width, dtype=torch.bfloat16, seed=1) / 64
@@ -80,7 +80,7 @@ def test_a_widened_product_of_several_tiles_is_put_together_in_order() -> None:
 
 @pytest.mark.parametrize("op", [logits, logits_upcast])
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 9])
-def test_bfloat16_logits_are_exact_to_float32_where_they_are_largest(op, num_rows: int) -> None:
+def test_the_largest_bfloat16_logits_are_exact_to_float32(op, num_rows: int) -> None:
     x, weight = random(num_rows, 64, dtype=torch.bfloat16), random(500, 64, dtype=torch.bfloat16, seed=1)
     out = torch.empty(num_rows, 500)
     op(out, x, weight)

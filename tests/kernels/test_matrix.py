@@ -1,4 +1,4 @@
-"""A matrix in blocks is what ggml makes of it, and means what ggml says it means."""
+"""A matrix in blocks has the bytes that ggml writes and the values that ggml reads."""
 
 from typing import Any
 
@@ -21,21 +21,21 @@ ALL: list[Format] = [*FLOATS, *BLOCKS]
 
 Array = np.ndarray[Any, Any]
 sizes = st.tuples(st.integers(1, 7), st.integers(1, 5))
-"""Rows, and groups in a row."""
+"""Rows, and groups per row"""
 
 
 @st.composite
 def float_matrices(draw: st.DrawFn) -> Array:
-    """Numbers with few digits, so that ties and halves occur, at any scale that float16 holds."""
+    """Numbers with few digits, so that ties and halves occur, at any scale of float16."""
     rows, groups = draw(sizes)
     numbers = st.one_of(st.integers(-300, 300).map(float), st.floats(-2.0, 2.0, width=16, allow_subnormal=False))
     values = draw(np_st.arrays(np.float32, (rows, groups * GROUP), elements=numbers))
-    return values * np.float32(2.0 ** draw(st.integers(-8, 7))) + np.float32(0)  # no -0: which zero is least is open
+    return values * np.float32(2.0 ** draw(st.integers(-8, 7))) + np.float32(0)  # no -0: the least zero is ambiguous
 
 
 @st.composite
 def block_matrices(draw: st.DrawFn) -> Matrix:
-    """Any codes, with scales that are finite."""
+    """Arbitrary codes with finite scales."""
     format = draw(st.sampled_from(BLOCKS))
     rows, groups = draw(sizes)
     blocks = draw(np_st.arrays(np.uint8, (rows, groups, BLOCK_BYTES[format])))
@@ -68,7 +68,7 @@ def test_numbers_are_those_of_ggml(matrix: Matrix) -> None:
 
 
 @given(block_matrices())
-def test_numbers_are_made_of_the_parts_that_kernels_read(matrix: Matrix) -> None:
+def test_values_follow_from_the_codes_and_scales_that_kernels_read(matrix: Matrix) -> None:
     scales, codes = matrix.scales(), matrix.codes()
     shape = (matrix.num_rows, matrix.num_columns // GROUP)
     assert (scales.shape, scales.dtype) == (shape, torch.float16)
@@ -90,8 +90,8 @@ def test_numbers_are_made_of_the_parts_that_kernels_read(matrix: Matrix) -> None
 
 @settings(max_examples=40)
 @given(values=float_matrices())
-def test_no_number_moves_farther_than_the_format_allows(values: Array) -> None:
-    """Half a step, and what the float16 of scale and minimum add; q4_0 cuts the side with the smaller numbers short."""
+def test_the_quantization_error_is_within_the_bound_of_the_format(values: Array) -> None:
+    """Half a step, plus the float16 error of scale and minimum; q4_0 clips the side with the smaller numbers."""
     exact = torch.from_numpy(values).double().view(-1, GROUP)
     largest, span = exact.abs().amax(1), exact.amax(1) - exact.amin(1)
     limits: dict[Format, Any] = {"q8_0": largest / 254, "q4_1": span / 30, "q4_0": largest / 8}
@@ -102,7 +102,7 @@ def test_no_number_moves_farther_than_the_format_allows(values: Array) -> None:
 
 
 @given(block_matrices(), st.data())
-def test_rows_are_taken_in_any_order_and_often(matrix: Matrix, data: st.DataObject) -> None:
+def test_rows_are_taken_in_any_order_and_repeatedly(matrix: Matrix, data: st.DataObject) -> None:
     order = torch.tensor(data.draw(st.lists(st.integers(0, matrix.num_rows - 1), min_size=1, max_size=9)))
     taken = matrix.take_rows(order)
     assert (taken.format, taken.num_rows) == (matrix.format, len(order))
@@ -110,7 +110,7 @@ def test_rows_are_taken_in_any_order_and_often(matrix: Matrix, data: st.DataObje
 
 
 @given(st.lists(st.tuples(st.sampled_from(ALL), st.integers(1, 5)), min_size=1, max_size=4), st.sampled_from(FLOATS))
-def test_joined_rows_keep_their_format_where_it_is_one(parts: list[tuple[Format, int]], mixed: Any) -> None:
+def test_joined_rows_keep_a_common_format(parts: list[tuple[Format, int]], mixed: Any) -> None:
     torch.manual_seed(0)
     matrices = [quantize(torch.randn(rows, 2 * GROUP), format) for format, rows in parts]
     joined = join(matrices, mixed)
@@ -121,7 +121,7 @@ def test_joined_rows_keep_their_format_where_it_is_one(parts: list[tuple[Format,
     assert torch.equal(joined.dequantize(dtype), torch.cat([matrix.dequantize(dtype) for matrix in matrices]))
 
 
-def test_a_matrix_alone_is_not_copied_by_joining() -> None:
+def test_joining_a_single_matrix_does_not_copy_it() -> None:
     matrix = quantize(torch.ones(2, GROUP), "q8_0")
     assert join([matrix]) is matrix
 
@@ -146,7 +146,7 @@ def test_other_floats_are_quantized_from_their_exact_values(dtype: torch.dtype) 
 @pytest.mark.parametrize("format", BLOCKS)
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf"), 3e38, -2e7])
 @pytest.mark.parametrize("at", [0, 31])
-def test_numbers_that_blocks_cannot_hold_are_refused(format: Format, wrong: float, at: int) -> None:
+def test_numbers_outside_of_the_range_of_blocks_are_rejected(format: Format, wrong: float, at: int) -> None:
     values = torch.randn(3, 2 * GROUP)
     values[1, GROUP + at] = wrong
     with pytest.raises(ValueError, match="not finite, or too large"):
@@ -155,13 +155,13 @@ def test_numbers_that_blocks_cannot_hold_are_refused(format: Format, wrong: floa
 
 @pytest.mark.parametrize("format", BLOCKS)
 @pytest.mark.parametrize("tiny", [0.0, 1e-40, -1e-38, 1e-12])
-def test_what_is_too_small_for_a_scale_becomes_zero(format: Format, tiny: float) -> None:
+def test_numbers_too_small_for_a_scale_become_zero(format: Format, tiny: float) -> None:
     values = torch.zeros(1, GROUP)
     values[0, 3] = tiny
     assert torch.equal(quantize(values, format).dequantize(torch.float32), torch.zeros(1, GROUP))
 
 
-def test_shapes_and_dtypes_that_are_not_the_formats_are_refused() -> None:
+def test_wrong_shapes_and_dtypes_are_rejected() -> None:
     with pytest.raises(ValueError, match="groups of 32, not 33"):
         row_bytes("q8_0", 33)
     with pytest.raises(ValueError, match="groups of 32, not 48"):
@@ -175,7 +175,7 @@ def test_shapes_and_dtypes_that_are_not_the_formats_are_refused() -> None:
 
 
 @pytest.mark.parametrize("format", FLOATS)
-def test_numbers_have_no_scales_and_are_not_copied(format: Format) -> None:
+def test_floats_have_no_scales_and_are_not_copied(format: Format) -> None:
     matrix = quantize(torch.randn(2, 33), format)
     assert matrix.dequantize(matrix.data.dtype) is matrix.data
     for part in (matrix.scales, matrix.codes, matrix.minimums):

@@ -1,4 +1,4 @@
-"""Rotary positions, KV writes and attention over blocks agree with references that go token by token."""
+"""Rotary positions, KV writes and attention over blocks agree with token-by-token references."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def make_inputs(entries: list[tuple[int, int]], seed: int = 0, num_blocks: int = 200) -> StepInputs:
-    """Entries are (start, count); block tables are drawn without sharing."""
+    """Entries are (start, count); block tables are random and share no blocks."""
     rng = np.random.default_rng(seed)
     starts, counts = (np.array(column, np.int32) for column in zip(*entries, strict=True))
     widest = int((-(-(starts + counts) // BLOCK_SIZE)).max())
@@ -33,7 +33,7 @@ def make_kv(num_kv_heads: int, dtype: torch.dtype, seed: int = 0, num_blocks: in
     return LayerKV(*(torch.randn(shape, generator=generator).to(dtype) for _ in range(2)))
 
 
-def test_inputs_say_where_each_token_goes_and_which_are_sampled() -> None:
+def test_inputs_contain_the_slot_of_each_token_and_the_sampled_tokens() -> None:
     inputs = StepInputs(max_num_tokens=64, max_num_rows=4, max_num_blocks=8)
     tables = np.array([[5, 6, 7], [1, 2, 3]], np.int32)
     inputs.fill(
@@ -49,7 +49,7 @@ def test_inputs_say_where_each_token_goes_and_which_are_sampled() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2), (3, 1)])
-def test_rotary_turns_queries_in_place_and_writes_keys_and_values_to_their_slots(
+def test_rotary_rotates_queries_in_place_and_writes_keys_and_values_to_their_slots(
     dtype: torch.dtype, num_heads: int, num_kv_heads: int
 ) -> None:
     inputs = make_inputs([(37, 1), (0, 19), (30, 5)])
@@ -82,7 +82,7 @@ def test_rotary_turns_queries_in_place_and_writes_keys_and_values_to_their_slots
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2), (3, 1)])
-def test_heads_of_queries_and_keys_are_normed_each_by_itself_and_values_stay(
+def test_query_and_key_heads_are_normed_separately_and_values_are_unchanged(
     dtype: torch.dtype, num_heads: int, num_kv_heads: int
 ) -> None:
     random = torch.Generator().manual_seed(1)
@@ -133,7 +133,7 @@ def test_attention_agrees_with_its_formula(
     torch.testing.assert_close(out.double().view(expected.shape), expected, **tolerance)
 
 
-def test_a_plan_is_used_for_one_step_and_then_another() -> None:
+def test_a_plan_is_reused_by_later_steps() -> None:
     kv, plan = make_kv(1, torch.float32), AttentionPlan(None, torch.float32)
     for entries in ([(0, 9), (30, 1)], [(9, 1)]):
         inputs = make_inputs(entries)
@@ -145,7 +145,7 @@ def test_a_plan_is_used_for_one_step_and_then_another() -> None:
         torch.testing.assert_close(out.double(), expected[:, 0], rtol=1e-5, atol=1e-5)
 
 
-def test_blocks_take_the_bytes_that_are_said_and_begin_as_zeros() -> None:
+def test_blocks_have_the_declared_size_and_start_as_zeros() -> None:
     layers = layers_of(allocate(3, 5, 2, HEAD_DIM, torch.bfloat16, "cpu"))
     assert sum(half.nbytes for layer in layers for half in layer) == 5 * block_bytes(3, 2, HEAD_DIM, torch.bfloat16)
     assert all(not half.any() for layer in layers for half in layer)

@@ -1,4 +1,4 @@
-"""Draws follow the distribution they should, and depend on nothing but (seed, index, position)."""
+"""Samples follow the right distribution and depend only on (seed, index, position)."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def logits_row(vocab_size: int, seed: int = 0, spread: float = 2.0) -> torch.Ten
     return torch.randn(vocab_size, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-def draw(
+def sample_ids(
     logits: torch.Tensor,
     keys: torch.Tensor,
     temperature: float = 1.0,
@@ -38,17 +38,17 @@ def draw(
 
 
 def assert_follows(ids: torch.Tensor, probabilities: torch.Tensor) -> None:
-    """Pearson's chi-square test, ids too rare for it counted together; the bound is six deviations from its mean."""
+    """Pearson's chi-square test, rare ids counted together; the bound is six standard deviations above its mean."""
     counts = torch.bincount(ids, minlength=len(probabilities)).double()
     expected = probabilities * len(ids)
     assert counts[probabilities == 0].sum() == 0
     common = expected >= 10
-    seen, wanted = counts[common], expected[common]
+    seen, expected_counts = counts[common], expected[common]
     if expected[~common].sum() >= 10:
         seen = torch.cat([seen, counts[~common].sum()[None]])
-        wanted = torch.cat([wanted, expected[~common].sum()[None]])
-    degrees = len(wanted) - 1
-    statistic = float(((seen - wanted) ** 2 / wanted).sum())
+        expected_counts = torch.cat([expected_counts, expected[~common].sum()[None]])
+    degrees = len(expected_counts) - 1
+    statistic = float(((seen - expected_counts) ** 2 / expected_counts).sum())
     assert statistic < degrees + 6 * (2 * max(degrees, 1)) ** 0.5, (statistic, degrees)
 
 
@@ -73,7 +73,7 @@ def test_noise_is_exponential() -> None:
 
 
 @pytest.mark.parametrize("other", ["seed", "index", "position"])
-def test_noise_of_neighbouring_keys_is_unrelated(other: str) -> None:
+def test_noise_of_neighbouring_keys_is_independent(other: str) -> None:
     a = exponential(keys_for([5], [9], index=3), 20_000)[0]
     b = {
         "seed": lambda: exponential(keys_for([6], [9], index=3), 20_000)[0],
@@ -83,27 +83,27 @@ def test_noise_of_neighbouring_keys_is_unrelated(other: str) -> None:
     assert abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) < 5 / 20_000**0.5
 
 
-def test_seeds_of_all_64_bits_are_told_apart() -> None:
+def test_seeds_differ_in_all_64_bits() -> None:
     seeds = [0, 1, 2**32, 2**53, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1]
     keys = keys_for(seeds, [0] * len(seeds))
     assert len({tuple(key) for key in keys.tolist()}) == len(seeds)
-    assert draw(logits_row(1000), keys).shape == (len(seeds),)
+    assert sample_ids(logits_row(1000), keys).shape == (len(seeds),)
 
 
 @pytest.mark.parametrize("along", ["seeds", "positions"])
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-def test_draws_follow_the_softmax(along: str, temperature: float) -> None:
+def test_samples_follow_the_softmax(along: str, temperature: float) -> None:
     logits = logits_row(60)
     numbers = list(range(NUM_DRAWS))
     keys = keys_for(numbers, [11] * NUM_DRAWS) if along == "seeds" else keys_for([11] * NUM_DRAWS, numbers)
-    assert_follows(draw(logits, keys, temperature), probabilities_reference(logits, temperature, 0, 1, 0))
+    assert_follows(sample_ids(logits, keys, temperature), probabilities_reference(logits, temperature, 0, 1, 0))
 
 
-def test_unlikely_ids_are_drawn_as_often_as_they_should() -> None:
+def test_unlikely_ids_have_the_right_frequency() -> None:
     logits = torch.full((4000,), -8.0)
     logits[123] = 5.0
     rare = 1 - float(torch.softmax(logits.double(), 0)[123])
-    ids = torch.cat([draw(logits, keys_for([3] * 500, list(range(i, i + 500)))) for i in range(0, 10_000, 500)])
+    ids = torch.cat([sample_ids(logits, keys_for([3] * 500, list(range(i, i + 500)))) for i in range(0, 10_000, 500)])
     assert abs(int((ids != 123).sum()) - 10_000 * rare) < 5 * (10_000 * rare) ** 0.5
 
 
@@ -111,15 +111,15 @@ def test_unlikely_ids_are_drawn_as_often_as_they_should() -> None:
     ("top_k", "top_p", "min_p"),
     [(5, 1, 0), (0, 0.7, 0), (0, 1, 0.1), (8, 0.8, 0), (0, 0.9, 0.05), (12, 0.9, 0.02), (1, 1, 0), (0, 1e-9, 0)],
 )
-def test_filtered_draws_follow_the_filtered_distribution(top_k: int, top_p: float, min_p: float) -> None:
+def test_filtered_samples_follow_the_filtered_distribution(top_k: int, top_p: float, min_p: float) -> None:
     logits = logits_row(60, seed=4)
     keys = keys_for([21] * NUM_DRAWS, list(range(NUM_DRAWS)))
-    ids = draw(logits, keys, 1.3, top_k, top_p, min_p)
+    ids = sample_ids(logits, keys, 1.3, top_k, top_p, min_p)
     assert_follows(ids, probabilities_reference(logits, 1.3, top_k, top_p, min_p))
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.3, 3.0])
-def test_thresholds_keep_what_the_definitions_keep_for_any_vocabulary(spread: float) -> None:
+def test_thresholds_follow_the_definitions_for_any_vocabulary(spread: float) -> None:
     rng = np.random.default_rng(5)
     for trial in range(30):
         vocab_size = int(rng.choice([3, 300, 5000]))
@@ -132,11 +132,11 @@ def test_thresholds_keep_what_the_definitions_keep_for_any_vocabulary(spread: fl
         floor = thresholds(scaled[None], torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([min_p]))
         kept = int((scaled >= floor).sum())
         expected = int((probabilities_reference(logits, temperature, top_k, top_p, min_p) > 0).sum())
-        # The two round differently, so a value right at an edge may fall on either side.
+        # The two round differently, so a value at the edge may be on either side.
         assert abs(kept - expected) <= 1 + (kept > 1000), (vocab_size, top_k, top_p, min_p, kept, expected)
 
 
-def test_rows_of_one_batch_have_their_own_parameters_and_draw_what_they_draw_alone() -> None:
+def test_each_row_of_a_batch_samples_with_its_own_parameters_as_it_does_alone() -> None:
     logits = torch.stack([logits_row(700, i) for i in range(6)])
     temperature = torch.tensor([0.5, 1.0, 1.0, 2.0, 1.0, 0.7])
     top_k = torch.tensor([0, 3, 0, 40, 0, 1])
@@ -152,13 +152,13 @@ def test_rows_of_one_batch_have_their_own_parameters_and_draw_what_they_draw_alo
 
 
 @pytest.mark.parametrize("temperature", [1e-5, 1.0, 1e6, 3e38])
-def test_any_temperature_and_large_logits_give_an_id_of_the_vocabulary(temperature: float) -> None:
+def test_any_temperature_and_large_logits_return_an_id_of_the_vocabulary(temperature: float) -> None:
     logits = torch.tensor([3e38, -3e38, 0.0, 1e30])
-    ids = draw(logits, keys_for([1] * 50, list(range(50))), temperature, top_p=0.9)
+    ids = sample_ids(logits, keys_for([1] * 50, list(range(50))), temperature, top_p=0.9)
     assert ids.min() >= 0 and ids.max() < 4
     if temperature <= 1:
         assert (ids == 0).all()
 
 
-def test_argmax_takes_the_largest() -> None:
+def test_argmax_returns_the_largest() -> None:
     assert argmax(torch.tensor([[0.0, 2.0, 1.0], [5.0, -1.0, 4.9]])).tolist() == [1, 0]

@@ -1,4 +1,4 @@
-"""The functions are chosen once, by device and dtype."""
+"""The ops are selected once, by device and dtype."""
 
 import dataclasses
 
@@ -8,13 +8,13 @@ import torch
 from pipeline.kernels.select import select
 
 
-def test_a_chosen_set_cannot_be_changed() -> None:
+def test_the_selected_ops_are_immutable() -> None:
     ops = select("cpu", torch.float32)
     assert (ops.device, ops.dtype) == ("cpu", torch.float32)
     with pytest.raises(dataclasses.FrozenInstanceError):
         ops.linear = None  # type: ignore[misc, assignment]
 
 
-def test_a_device_without_kernels_is_refused() -> None:
+def test_a_device_without_kernels_is_rejected() -> None:
     with pytest.raises(ValueError, match="tpu"):
         select("tpu", torch.float32)

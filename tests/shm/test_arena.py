@@ -1,4 +1,4 @@
-"""The arena's promises, over random histories."""
+"""Properties of the arena, over random histories."""
 
 from itertools import pairwise
 
@@ -43,7 +43,7 @@ class ArenaHistory(RuleBasedStateMachine):
         if isinstance(array, bytes):
             assert array == data
             fits = length <= INLINE_BYTES
-            assert fits or -(-length // UNIT) * UNIT > largest, "there was room for it"
+            assert fits or -(-length // UNIT) * UNIT > largest, "the arena had room for it"
             assert self.arena.num_full == num_full + (not fits)
             return None
         assert (array.segment, array.length) == ("writer.0", length)
@@ -77,7 +77,7 @@ class ArenaHistory(RuleBasedStateMachine):
         return sorted((ref.offset, ref.offset + -(-ref.length // UNIT) * UNIT) for ref, _ in self.live.values())
 
     def largest_gap(self):
-        """What an arena without fragments of its own making has to offer: joined neighbours, first to last."""
+        """The largest free range, with neighbours joined."""
         gaps, end = [], 0
         for begin, stop in self.ranges():
             gaps.append(begin - end)
@@ -116,7 +116,7 @@ ArenaHistory.TestCase.settings = settings(max_examples=60, stateful_step_count=4
 TestArena = ArenaHistory.TestCase
 
 
-def test_an_arena_smaller_than_a_unit_hands_everything_over_inline():
+def test_an_arena_smaller_than_a_unit_sends_everything_inline():
     arena = Arena("tiny.0", memoryview(bytearray(UNIT - 1)))
     assert arena.num_bytes_free == 0
     assert arena.put(bytes(INLINE_BYTES + 1)) == bytes(INLINE_BYTES + 1)

@@ -1,4 +1,4 @@
-"""How much memory is left: the machine's count, and the control groups' above the process."""
+"""Available memory: the machine's, limited by the control groups of the process."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def group(folder: Path, limit: str, usage: int, cached: int = 0) -> None:
     write(folder / "memory.stat", f"anon 1\ninactive_file {cached}\nactive_file 0\n")
 
 
-def test_without_groups_it_is_what_the_machine_has(root):
+def test_without_groups_the_machines_memory_counts(root):
     assert available_bytes(root) == 8 * MIB
 
 
@@ -44,7 +44,7 @@ def test_cached_file_pages_of_a_group_are_free(root):
     assert available_bytes(root) == 3 * MIB
 
 
-def test_a_container_that_sees_only_its_own_group_at_the_top(root):
+def test_a_container_that_sees_only_its_own_group(root):
     write(root / "proc/self/cgroup", "0::/somewhere/outside\n")
     group(root / "sys/fs/cgroup", str(2 * MIB), MIB)
     assert available_bytes(root) == MIB
@@ -59,5 +59,5 @@ def test_version_1_groups(root):
     assert available_bytes(root) == 0
 
 
-def test_this_machine_has_some():
+def test_this_machine_has_available_memory():
     assert available_bytes() > MIB

@@ -1,4 +1,4 @@
-"""Segments: what a child sees, what a reader may not do, and what is left behind."""
+"""Segments: sharing with a child, read-only mappings, reservations, and cleanup."""
 
 import errno
 import gc
@@ -39,7 +39,7 @@ def test_a_child_sees_the_bytes_and_its_writes_come_back(fd):
     assert bytes(view[100:105]) == b"world"
 
 
-def test_a_read_only_mapping_refuses_writes(fd):
+def test_a_read_only_mapping_rejects_writes(fd):
     view = segment.attach(fd, 1 << 20, writable=False)
     assert view.readonly
     with pytest.raises(TypeError):
@@ -60,19 +60,19 @@ def test_memory_is_reserved_when_the_segment_is_created(fd):
     assert os.fstat(fd).st_blocks * 512 >= 1 << 20
 
 
-def test_a_descriptor_is_not_inherited_unless_asked_for(fd):
+def test_a_descriptor_is_inherited_only_on_request(fd):
     assert not os.get_inheritable(fd)
 
 
 def until_over(reservation: segment.Reservation) -> None:
-    assert select.select([reservation], [], [], 30)[0], "it did not end"
+    assert select.select([reservation], [], [], 30)[0], "the reservation did not end"
 
 
-def test_a_reservation_reserves_all_beside_other_work_and_says_when():
+def test_a_reservation_completes_in_the_background():
     num_bytes = 3 * segment.PART_BYTES // 2
     reservation = segment.Reservation("swap", num_bytes, "execute.swap_bytes")
     view = segment.attach(reservation.fd, num_bytes, writable=True)
-    view[-1] = 7  # it may be used meanwhile
+    view[-1] = 7  # usable meanwhile
     until_over(reservation)
     assert reservation.check()
     assert os.fstat(reservation.fd).st_blocks * 512 >= num_bytes
@@ -81,7 +81,7 @@ def test_a_reservation_reserves_all_beside_other_work_and_says_when():
     os.close(reservation.fd)
 
 
-def test_a_reservation_that_is_given_up_ends_and_leaves_no_thread(monkeypatch):
+def test_a_cancelled_reservation_leaves_no_thread(monkeypatch):
     begun, go_on = threading.Event(), threading.Event()
 
     def allocate(*_):
@@ -99,8 +99,8 @@ def test_a_reservation_that_is_given_up_ends_and_leaves_no_thread(monkeypatch):
 
 
 @pytest.mark.parametrize("others_bytes", [0, 1 << 50])
-def test_a_reservation_for_which_there_is_no_memory_is_refused_at_once(others_bytes):
-    """Whatever others are still to take is not there."""
+def test_a_reservation_beyond_the_available_memory_is_rejected_at_once(others_bytes):
+    """Memory that other reservations still have to take does not count as available."""
     descriptors = sorted(Path("/proc/self/fd").iterdir())
     num_bytes = 1 << 20 if others_bytes else 1 << 50
     with pytest.raises(MemoryError, match=r"shared memory for swap.*lower execute\.swap_bytes, or free memory"):
@@ -109,7 +109,7 @@ def test_a_reservation_for_which_there_is_no_memory_is_refused_at_once(others_by
 
 
 @pytest.mark.parametrize("by", ["what is free", "the kernel"])
-def test_memory_that_runs_out_while_it_is_reserved_is_told(monkeypatch, by):
+def test_running_out_of_memory_during_a_reservation_is_an_error(monkeypatch, by):
     def refuse(*_):
         raise OSError(errno.ENOSPC, "no space")
 
@@ -128,7 +128,7 @@ def test_memory_that_runs_out_while_it_is_reserved_is_told(monkeypatch, by):
 
 
 @pytest.mark.parametrize("num_bytes", [1 << 50, 1 << 62])
-def test_too_large_a_segment_is_refused_in_words_and_reserves_nothing(num_bytes):
+def test_too_large_a_segment_is_a_clear_error_and_reserves_nothing(num_bytes):
     descriptors = sorted(Path("/proc/self/fd").iterdir())
     words = r"cannot reserve \d+ MiB of shared memory for ingest\.3.* lower ingest\.arena_bytes"
     with pytest.raises(MemoryError, match=words):

@@ -1,4 +1,4 @@
-"""The CPU library at every level that this machine can compute."""
+"""The CPU library for every instruction set of this machine."""
 
 import ctypes
 import os
@@ -15,14 +15,14 @@ from tests.kernels.cpu import recording
 
 @pytest.fixture(scope="session", params=[*available(), "emulated"])
 def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
-    """The whole program, from the user's cache or compiled into it; "emulated" is AVX-512 without its instructions."""
+    """The whole library, from the user's cache or compiled into it. "emulated" is AVX-512 without its instructions."""
     emulate = request.param == "emulated"
     return native.load(build("avx512_bf16" if emulate else request.param, print, emulate=emulate))
 
 
 @pytest.fixture(scope="session")
 def sampler_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache for the libraries of samplers.py, each compiled once by one of the processes, without a warning."""
+    """A cache for the libraries of samplers.py. One process compiles each of them once, without a warning."""
     root = tmp_path_factory.getbasetemp()
     cache = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "samplers"
     cache.mkdir(exist_ok=True)

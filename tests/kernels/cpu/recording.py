@@ -1,8 +1,7 @@
-"""Programs of a few ops of the CPU library, for tests: recorded by hand, over memory that is watched at both ends.
+"""Small programs of a few ops of the CPU library, recorded by hand, in memory with canaries at both ends.
 
-Numbers go in and come out as numpy arrays in the order that a reference has them; how the library lays them out is
-written down here a second time, from the comments in kernels/cpu/*.h. References are float64, and say how far rounding
-in float32 may have led from them.
+Inputs and outputs are numpy arrays in the order of the reference. This file repeats the library's memory layouts, from
+the comments in kernels/cpu/*.h. References are float64 and include a bound for float32 rounding errors.
 """
 
 import ctypes
@@ -27,7 +26,7 @@ PANEL = 16
 EPS = 2.0**-24
 """The largest relative error of one rounding to float32."""
 TINY = 1e-30
-"""Sums of numbers that float32 has no place for."""
+"""Absolute error for numbers below the range of float32."""
 CANARY = 0xA5
 GUARD_BYTES = 256
 
@@ -42,20 +41,20 @@ def random(seed: int, *shape: int, scale: float = 1.0) -> np.ndarray:
 
 
 def random_matrix(seed: int, rows: int, columns: int, format: Format, scale: float = 0.3) -> Matrix:
-    """Weights whose groups differ in size and, so that minimums count, in where they lie."""
+    """Weights whose groups differ in size and in offset, so that minimums matter."""
     values = random(seed, rows, columns, scale=scale)
     values += random(seed + 1, rows, columns // 16 + 1, scale=scale).repeat(16, axis=1)[:, :columns]
     return quantize(torch.from_numpy(values), format)
 
 
 def exact(matrix: Matrix) -> np.ndarray:
-    """The numbers of a matrix, float64."""
+    """The values of a matrix, float64."""
     return matrix.dequantize(torch.float32).double().numpy()
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Activations as an op left them for a product, or as a test gives them to one."""
+    """Activations as an op writes them for a product, or as a test sets them."""
 
     values: np.ndarray
     """[rows, width] float64: what the product reads, codes times scales if it has them"""
@@ -71,7 +70,7 @@ SUMMED = (Form.BYTES, Form.PAIRS)
 
 
 class Recording:
-    """One program. Its memory has canaries before and behind it, which every run checks."""
+    """One program. Every run checks the canaries before and behind its memory."""
 
     def __init__(
         self, library: ctypes.CDLL, threads: int = 1, tokens: int = 64, rows: int = 64, blocks: int = 32
@@ -101,7 +100,7 @@ class Recording:
     # --- memory
 
     def memory(self, num_bytes: int) -> np.ndarray:
-        """Bytes at the start of a cache line, each CANARY, with more of them around."""
+        """Bytes that start at a cache line, each CANARY, with more of them around."""
         whole = np.full(num_bytes + 2 * GUARD_BYTES + 64, CANARY, np.uint8)
         begin = GUARD_BYTES + -(whole.ctypes.data + GUARD_BYTES) % 64
         self._kept.append(whole)
@@ -109,7 +108,7 @@ class Recording:
         return whole[begin : begin + num_bytes]
 
     def floats(self, values: np.ndarray) -> np.ndarray:
-        """A copy of a float32 array where an op may read and write it."""
+        """A copy of a float32 array that an op may read and write."""
         array = self.memory(values.size * 4).view(np.float32).reshape(values.shape)
         array[:] = values
         return array
@@ -119,7 +118,7 @@ class Recording:
         return value
 
     def rows(self, num: int, width: int) -> native.NativeRows:
-        """Room for activations of either form."""
+        """Memory for activations of either form."""
         stride = max(self.library.activation_bytes(form, width) for form in Form)
         return self.wide_rows(num, stride)
 
@@ -133,11 +132,11 @@ class Recording:
     # --- activations
 
     def as_act(self, values: np.ndarray) -> np.ndarray:
-        """As plain activations hold numbers at this level."""
+        """As plain activations store values for this instruction set."""
         return values if self.wide else to_bf16(values)
 
     def put(self, rows: native.NativeRows, values: np.ndarray, form: Form) -> Kept:
-        """Leave float32 values for a product. Returns what it will read."""
+        """Store float32 values as the input of a product. Returns what the product reads."""
         num, width = values.shape
         memory = rows.memory
         if form is Form.PLAIN:
@@ -164,7 +163,7 @@ class Recording:
         return (words.astype(np.uint32) << 16).view(np.float32)
 
     def read_groups(self, rows: native.NativeRows, num: int, width: int, form: Form) -> Kept:
-        """Codes and scales, after a look at the sums that bytes have behind them."""
+        """Codes and scales. Also checks the sums that follow the bytes."""
         groups = width // GROUP
         codes_type = np.dtype(np.int8 if form is Form.BYTES else np.int16)
         begin = width * codes_type.itemsize
@@ -184,7 +183,8 @@ class Recording:
     # --- weights
 
     def pack(self, matrix: Matrix, order: Sequence[int] | None = None, bias: np.ndarray | None = None) -> Any:
-        """`order` and `bias` as a checkpoint's rows have them; -1 is a row of zeros. Padded with those."""
+        """`order` and `bias` are in the order of a checkpoint's rows; -1 is a row of zeros, which is also the
+        padding."""
         rows = list(range(matrix.num_rows) if order is None else order)
         rows += [-1] * (-len(rows) % PANEL)
         format, form = native.FORMATS[matrix.format], form_of(matrix.format)
@@ -221,7 +221,7 @@ class Recording:
         self.inputs.fill(ids, starts, counts, tables, np.array(samples, np.uint8))
 
     def tokens(self, num: int) -> None:
-        """A step of so many tokens, whatever rows they are of."""
+        """A step of this many tokens of arbitrary rows."""
         self.fill([(0, 1)] * num)
 
     def run(self) -> int:
@@ -262,12 +262,12 @@ def quantize_rows(values: np.ndarray, form: Form) -> tuple[np.ndarray, np.ndarra
 
 
 def product(kept: Kept, matrix: Matrix) -> tuple[np.ndarray, np.ndarray]:
-    """What a product is, [N, outputs] float64, and how far float32 may be from it.
+    """The exact product, [N, outputs] float64, and its float32 error bound.
 
-    One accumulator takes n terms in order, each of which has been rounded twice at most before: its error is bounded by
-    (n + 2) EPS times the sum of their magnitudes (Higham, "Accuracy and Stability", 2002, section 3.1). A term is a
-    product where weights are bf16, and otherwise the sum of a group, which is exact before it becomes a float and is
-    scaled, or of its minimum.
+    One accumulator adds n terms in order, and each term has at most two roundings: the error is at most (n + 2) EPS
+    times the sum of their magnitudes (Higham, "Accuracy and Stability", 2002, section 3.1). With bf16 weights a term is
+    one product. Otherwise it is the sum of a group, which is exact before it is scaled as a float, or of the group's
+    minimum.
     """
     weights = exact(matrix)
     out = kept.values @ weights.T
@@ -294,13 +294,13 @@ def assert_near(actual: np.ndarray, expected: np.ndarray, error: np.ndarray | fl
 
 
 def assert_rounded_to_bf16(actual: np.ndarray, expected: np.ndarray, error: np.ndarray | float) -> None:
-    """Every number is what bfloat16 makes of some number within the bound."""
+    """Every number is the bfloat16 rounding of some number within the bound."""
     assert actual.shape == expected.shape and np.isfinite(actual).all()
     assert (to_bf16(expected - error) <= actual).all() and (actual <= to_bf16(expected + error)).all()
 
 
 def assert_kept(recorded: Recording, actual: np.ndarray, expected: np.ndarray, error: np.ndarray | float) -> None:
-    """Plain activations are the numbers, rounded as this level keeps them."""
+    """Plain activations are the expected values, rounded as for this instruction set."""
     if recorded.wide:
         assert_near(actual, expected, error + EPS * np.abs(expected))
     else:
@@ -308,19 +308,20 @@ def assert_kept(recorded: Recording, actual: np.ndarray, expected: np.ndarray, e
 
 
 def assert_groups(kept: Kept, expected: np.ndarray, error: np.ndarray | float) -> None:
-    """Codes are those of some numbers within the bound."""
+    """The codes match some values within the bound."""
     error = np.broadcast_to(error, expected.shape)
     groups = (len(expected), -1, GROUP)
     code = 127 if kept.codes.dtype == np.int8 else 32767
     most = error.reshape(groups).max(-1)
     assert_near(kept.scales, np.abs(expected).reshape(groups).max(-1) / code, most / code + 2 * EPS * kept.scales)
-    # Half a code, what the value moved, and the rounding of value, inverse and scale in the largest code.
+    # Half a code, the error of the value, and the rounding of value, inverse and scale in the largest code.
     bound = kept.scales.repeat(GROUP, 1) * (0.5 + 4 * code * EPS) + error
     assert_near(kept.values, expected, bound)
 
 
 def sampled_tables(seed: int, lengths: Sequence[int], num_blocks: int) -> np.ndarray:
-    """Blocks for rows of so many tokens, [rows, most], each block once and in no order; 0 behind a row's own."""
+    """Block tables for rows with these numbers of tokens, [rows, most]: each block once, in random order, then
+    zeros."""
     needed = [-(-length // BLOCK_SIZE) for length in lengths]
     blocks = np.random.default_rng(seed).permutation(num_blocks)
     assert sum(needed) <= num_blocks

@@ -1,4 +1,4 @@
-"""sample.h, logits_processors.h and logprobs.h as a library of their own, at every level, for tests."""
+"""sample.h, logits_processors.h and logprobs.h compiled as a separate library, for every instruction set."""
 
 import ctypes
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def load(isa: Any, root: Path) -> ctypes.CDLL:
 
 
 class Rows:
-    """Calls for one row. Memory before each call is garbage, and nothing beyond what it is given may change."""
+    """Calls for one row. Memory is garbage before each call, and no call may write outside of its arguments."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library

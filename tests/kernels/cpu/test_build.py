@@ -1,4 +1,4 @@
-"""Kernels are compiled once, kept, and found again; nothing half-made is ever taken for whole."""
+"""Kernels are compiled once and cached; an incomplete library is never used."""
 
 import ctypes
 import fcntl
@@ -36,26 +36,26 @@ BUILD = """
 import sys
 from pathlib import Path
 from pipeline.kernels.cpu.build import build
-say = lambda line: print(line, flush=True)
-print(build("portable", say, Path(sys.argv[1]), cache_root=Path(sys.argv[2])), flush=True)
+log = lambda line: print(line, flush=True)
+print(build("portable", log, Path(sys.argv[1]), cache_root=Path(sys.argv[2])), flush=True)
 """
 
 
 def eventually(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + PATIENCE_S
     while not condition():
-        assert time.monotonic() < end, "what was waited for did not come"
+        assert time.monotonic() < end, "the condition was not met in time"
         time.sleep(0.01)
 
 
 class Bench:
-    """A small source, an empty cache, and a compiler that counts what it compiles."""
+    """A small source, an empty cache, and a compiler that counts its runs."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
         self.cache_root = folder / "cache"
         self.kernels = self.cache_root / "kernels"
-        self.said: list[str] = []
+        self.log_lines: list[str] = []
         self.source = folder / "source" / "answer.cpp"
         self.source.parent.mkdir()
         self.source.write_text(SOURCE)
@@ -69,7 +69,7 @@ class Bench:
         self.source.with_name("answer.h").write_text(text)
 
     def compile_with(self, script: str, *, version: str = "a compiler, 1.0") -> Path:
-        """CXX becomes a shell script that runs `script` to compile. Returns its path."""
+        """Set CXX to a shell script that runs `script` to compile. Returns its path."""
         path = self.folder / "compiler"
         path.write_text(
             f"#!/bin/sh\ncase \"$*\" in *--version) echo '{version}'; exit 0 ;; esac\n"
@@ -80,25 +80,25 @@ class Bench:
         return path
 
     def wait_in_compiler(self) -> Path:
-        """Compile only once a line is written to the pipe that is returned."""
+        """Make the compiler wait for a line in the returned pipe."""
         gate = self.folder / "gate"
         os.mkfifo(gate)
         self.compile_with(f'echo $$ > {self.folder}/pid\nread line < {gate}\nexec {self._real} "$@"')
         return gate
 
     def pid_in_compiler(self) -> int:
-        """The process that waits in the compiler, once it does."""
+        """The id of the process that waits in the compiler. Waits until it exists."""
         path = self.folder / "pid"
         eventually(lambda: path.exists() and path.read_text().endswith("\n"))
         return int(path.read_text())
 
     def build(self, isa: cpu_isa.Isa = "portable", *, emulate: bool = False, timeout_s: float = PATIENCE_S) -> Path:
         return build(
-            isa, self.said.append, self.source, cache_root=self.cache_root, emulate=emulate, timeout_s=timeout_s
+            isa, self.log_lines.append, self.source, cache_root=self.cache_root, emulate=emulate, timeout_s=timeout_s
         )
 
     def start(self) -> subprocess.Popen[str]:
-        """The same in a process of its own, which prints what it says and then the path."""
+        """`build` in another process, which prints its log lines and then the path."""
         command = (sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{BUILD}")
         arguments = (str(self.source), str(self.cache_root))
         return subprocess.Popen((*command, *arguments), stdout=subprocess.PIPE, text=True)
@@ -123,7 +123,7 @@ def answer(library: Path) -> int:
     return result
 
 
-# --- once, and found again ---
+# --- compile once ---
 
 
 def test_a_library_is_compiled_once_and_found_again(bench: Bench) -> None:
@@ -135,13 +135,13 @@ def test_a_library_is_compiled_once_and_found_again(bench: Bench) -> None:
     assert bench.kept() == [library.name]
 
 
-def test_the_user_is_told_before_and_after(bench: Bench) -> None:
+def test_log_lines_before_and_after_compiling(bench: Bench) -> None:
     bench.build()
-    before, after = bench.said
+    before, after = bench.log_lines
     assert before == "compiling the CPU kernels (portable), once: about 10 s"
     assert after.startswith("compiled the CPU kernels in ")
     bench.build()
-    assert len(bench.said) == 2
+    assert len(bench.log_lines) == 2
 
 
 def change_source(bench: Bench, _: pytest.MonkeyPatch) -> None:
@@ -190,7 +190,7 @@ def change_cpu(_: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
         change_cpu,
     ],
 )
-def test_whatever_the_code_depends_on_makes_another_library(
+def test_every_dependency_of_the_code_changes_the_library(
     change: Callable[[Bench, pytest.MonkeyPatch], None], bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = bench.build()
@@ -201,7 +201,7 @@ def test_whatever_the_code_depends_on_makes_another_library(
     assert answer(after) == (43 if change is change_header else 42)
 
 
-def test_an_emulated_level_is_another_library(bench: Bench) -> None:
+def test_an_emulated_instruction_set_has_its_own_library(bench: Bench) -> None:
     bench.write_header(
         "#if defined(ISA_AVX512) && defined(EMULATE)\n#define ANSWER 1\n#else\n#define ANSWER 2\n#endif\n"
     )
@@ -211,7 +211,7 @@ def test_an_emulated_level_is_another_library(bench: Bench) -> None:
         bench.build("portable", emulate=True)
 
 
-def test_a_library_of_each_level_knows_its_level(bench: Bench) -> None:
+def test_each_library_reports_its_instruction_set(bench: Bench) -> None:
     bench.write_header(
         "#if defined(ISA_AVX512)\n#define ANSWER 512\n#elif defined(ISA_AVX2)\n#define ANSWER 2\n"
         "#elif defined(ISA_PORTABLE)\n#define ANSWER 0\n#endif\n"
@@ -235,7 +235,7 @@ def test_libraries_of_one_process_share_no_state(bench: Bench, monkeypatch: pyte
     assert [answer(one), answer(one), answer(other)] == [1, 2, 1]
 
 
-def test_the_libraries_that_were_used_last_are_kept(bench: Bench) -> None:
+def test_the_most_recently_used_libraries_are_kept(bench: Bench) -> None:
     used = bench.build()
     os.utime(used, (1, 1))
     for i in range(MAX_KEPT + 2):
@@ -243,7 +243,7 @@ def test_the_libraries_that_were_used_last_are_kept(bench: Bench) -> None:
             old = bench.kernels / f"old{i}{suffix}"
             old.write_bytes(b"")
             os.utime(old, (1000 + i, 1000 + i))
-    assert bench.build() == used  # used now, though made long ago
+    assert bench.build() == used  # used now, though compiled long ago
     bench.write_header("#define ANSWER 43\n")
     made = bench.build()
     libraries = {path.name for path in bench.kernels.glob("*.so")}
@@ -251,11 +251,11 @@ def test_the_libraries_that_were_used_last_are_kept(bench: Bench) -> None:
     assert len(list(bench.kernels.glob("*.log"))) == MAX_KEPT
 
 
-# --- nothing half-made ---
+# --- incomplete libraries ---
 
 
 def replace(library: Path, data: bytes) -> None:
-    """Put other bytes in a library's place; the file that this process has mapped stays as it is."""
+    """Replace a library's file; the file that this process has mapped does not change."""
     library.unlink()
     library.write_bytes(data)
 
@@ -275,7 +275,7 @@ def seal_nonsense(_: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("damage", [cut, flip, seal_nonsense, lambda _: b""], ids=["cut", "flip", "nonsense", "empty"])
-def test_a_damaged_library_is_made_again(damage: Callable[[bytes], bytes], bench: Bench) -> None:
+def test_a_damaged_library_is_compiled_again(damage: Callable[[bytes], bytes], bench: Bench) -> None:
     library = bench.build()
     whole = library.read_bytes()
     replace(library, damage(whole))
@@ -286,7 +286,7 @@ def test_a_damaged_library_is_made_again(damage: Callable[[bytes], bytes], bench
     assert hashlib.sha256(data[:-32]).digest() == data[-32:]
 
 
-def test_a_library_that_cannot_be_loaded_is_an_error_not_a_loop(bench: Bench) -> None:
+def test_a_library_that_fails_to_load_is_an_error_and_is_not_compiled_again(bench: Bench) -> None:
     bench.source.write_text('extern "C" int missing(); extern "C" int answer() { return missing(); }\n')
     with pytest.raises(CompileError, match=r"can't be loaded: .*undefined symbol: missing"):
         bench.build()
@@ -294,14 +294,14 @@ def test_a_library_that_cannot_be_loaded_is_an_error_not_a_loop(bench: Bench) ->
     assert bench.kept() == []
 
 
-def test_a_compiler_that_is_killed_leaves_nothing(bench: Bench) -> None:
+def test_a_killed_compiler_leaves_no_files(bench: Bench) -> None:
     bench.compile_with('for last; do :; done\necho half > "$last"\nkill -9 $$')
     with pytest.raises(CompileError, match=r"killed by signal 9, perhaps .* want of memory"):
         bench.build()
     assert bench.kept() == []
 
 
-def test_a_compiler_that_hangs_is_ended_with_all_it_has_started(bench: Bench) -> None:
+def test_a_hung_compiler_is_killed_with_its_child_processes(bench: Bench) -> None:
     bench.compile_with(f"sleep 600 &\necho $! > {bench.folder}/pid\nwait")
     with pytest.raises(CompileError, match=r"ended after 1 s"):
         bench.build(timeout_s=1)
@@ -317,7 +317,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_a_builder_that_is_killed_leaves_nothing_that_is_taken_for_whole(bench: Bench) -> None:
+def test_a_killed_builder_leaves_no_library_that_would_be_used(bench: Bench) -> None:
     bench.wait_in_compiler()
     killed = bench.start()
     compiler = bench.pid_in_compiler()
@@ -334,7 +334,7 @@ def test_a_builder_that_is_killed_leaves_nothing_that_is_taken_for_whole(bench: 
         os.kill(compiler, signal.SIGKILL)
 
 
-def test_processes_that_build_at_once_compile_once(bench: Bench) -> None:
+def test_concurrent_builds_compile_once(bench: Bench) -> None:
     gate = bench.wait_in_compiler()
     with ended(bench.start()) as first, ended(bench.start()) as second:
         assert first.stdout is not None
@@ -353,7 +353,7 @@ def test_processes_that_build_at_once_compile_once(bench: Bench) -> None:
 
 
 class ended:
-    """A process that does not outlive its test."""
+    """A process that ends with its test."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -366,21 +366,21 @@ class ended:
         self.process.communicate(timeout=PATIENCE_S)
 
 
-def test_a_lock_that_is_never_given_back_is_an_error(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_is_never_released_is_an_error(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build_module, "LOCK_TIMEOUT_S", 0.2)
     bench.kernels.mkdir(parents=True)
     with (bench.kernels / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(BuildError, match=r"another process has held .*\.lock"):
             bench.build()
-    assert bench.said == ["another process is compiling the CPU kernels: waiting for it"]
+    assert bench.log_lines == ["another process is compiling the CPU kernels: waiting for it"]
     assert bench.num_compiled == 0
 
 
-# --- what the user is told ---
+# --- messages to the user ---
 
 
-def test_a_compile_error_is_told_by_its_first_line_and_kept_whole(bench: Bench) -> None:
+def test_a_compile_error_shows_its_first_line_and_logs_everything(bench: Bench) -> None:
     bench.source.write_text("int first() { return nonsense; }\nint second() { return rubbish; }\n")
     with pytest.raises(CompileError, match=r"answer\.cpp for portable: .*error: .*nonsense") as raised:
         bench.build()
@@ -390,13 +390,13 @@ def test_a_compile_error_is_told_by_its_first_line_and_kept_whole(bench: Bench) 
     assert "rubbish" in (bench.kernels / log).read_text()
 
 
-def test_a_warning_is_kept_and_costs_nobody_the_kernels(bench: Bench) -> None:
+def test_a_compiler_warning_is_logged_and_the_library_is_used(bench: Bench) -> None:
     bench.source.write_text(SOURCE + "static int unused;\n")
     library = bench.build()
     assert "unused" in library.with_suffix(".log").read_text()
 
 
-def test_a_log_goes_when_there_is_nothing_more_to_say(bench: Bench) -> None:
+def test_a_log_is_deleted_after_a_build_without_warnings(bench: Bench) -> None:
     bench.compile_with("echo no more room >&2; exit 1")
     with pytest.raises(CompileError, match="no more room; all it said is in"):
         bench.build()
@@ -405,7 +405,7 @@ def test_a_log_goes_when_there_is_nothing_more_to_say(bench: Bench) -> None:
     assert bench.kept() == [library.name]
 
 
-def test_without_a_compiler_the_user_is_told_what_to_install(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_a_compiler_names_what_to_install(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(bench.folder / "empty"))
     with pytest.raises(NoCompiler, match=r"c\+\+, g\+\+, clang\+\+.*apt install g\+\+"):
@@ -422,7 +422,7 @@ def test_without_a_compiler_the_user_is_told_what_to_install(bench: Bench, monke
         ("{folder}/not-a-program", "can't be run"),
     ],
 )
-def test_a_compiler_in_cxx_that_does_not_work_is_named(
+def test_the_error_names_a_compiler_in_cxx_that_does_not_work(
     named: str, fault: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, text in (("failing", "#!/bin/sh\nexit 3\n"), ("not-a-program", "\0")):
@@ -433,7 +433,7 @@ def test_a_compiler_in_cxx_that_does_not_work_is_named(
         bench.build()
 
 
-def test_the_first_compiler_in_path_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_compiler_in_path_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     for name in ("clang++", "g++", "c++"):
@@ -443,14 +443,14 @@ def test_the_first_compiler_in_path_is_taken(tmp_path: Path, monkeypatch: pytest
         assert find_compiler() == Compiler((str(path),), f"this is {name}")
 
 
-def test_only_gcc_is_given_what_only_gcc_knows() -> None:
+def test_only_gcc_gets_flags_that_only_gcc_supports() -> None:
     gcc = Compiler(("/usr/bin/c++",), "c++ (Debian 12.2.0) 12.2.0\nCopyright (C) 2022 Free Software Foundation, Inc.")
     clang = Compiler(("/usr/bin/c++",), "Debian clang version 14.0.6")
     only_gcc = set(gcc.options("portable", False)) - set(clang.options("portable", False))
     assert only_gcc == {"-fno-gnu-unique", "-Wno-maybe-uninitialized", "-Wno-uninitialized"}
 
 
-def test_a_cache_that_cannot_be_written_is_an_error_in_words(bench: Bench) -> None:
+def test_a_cache_that_is_not_writable_is_a_clear_error(bench: Bench) -> None:
     bench.cache_root.write_text("a file, not a folder")
     with pytest.raises(BuildError, match=r"cannot keep compiled kernels in .*set cache_dir"):
         bench.build()
@@ -463,7 +463,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
 
 
-def test_the_cache_is_the_users(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_in_the_users_cache_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_cache_root() == home / ".cache" / "pipeline"
     monkeypatch.setenv("XDG_CACHE_HOME", str(home / "elsewhere"))
     assert default_cache_root() == home / "elsewhere" / "pipeline"

@@ -1,4 +1,4 @@
-"""Levels are chosen by what a CPU and its system say, with the flags of known ones."""
+"""The instruction set is chosen from what the CPU and the system report, with the flags of real CPUs."""
 
 import platform
 
@@ -18,7 +18,7 @@ SANDY_BRIDGE = f"{V2} aes xsave avx"
 
 
 def cpuinfo(flags: str, name: str = "a CPU") -> str:
-    """As Linux tells of a machine with two such CPUs."""
+    """/proc/cpuinfo of a machine with two such CPUs."""
     one = (
         f"processor\t: 0\nmodel name\t: {name}\nflags\t\t: {flags}\nvmx flags\t: avx2 fma f16c\nbugs\t\t: spectre_v1\n"
     )
@@ -50,33 +50,33 @@ def cpuinfo(flags: str, name: str = "a CPU") -> str:
         "none",
     ],
 )
-def test_a_known_cpu_has_its_levels_best_first(flags: str, expected: list[Isa]) -> None:
+def test_a_known_cpu_lists_its_instruction_sets_best_first(flags: str, expected: list[Isa]) -> None:
     assert runnable("x86_64", cpuinfo(flags)) == expected
 
 
 @pytest.mark.parametrize("flag", sorted(cpu_isa.NEEDED["avx512_bf16"]))
-def test_a_flag_that_the_system_hides_costs_the_levels_that_need_it(flag: str) -> None:
+def test_a_hidden_flag_excludes_the_instruction_sets_that_need_it(flag: str) -> None:
     hidden = " ".join(name for name in ZEN_4.split() if name != flag)
     expected = [isa for isa, needed in cpu_isa.NEEDED.items() if flag not in needed]
     assert runnable("x86_64", cpuinfo(hidden)) == expected
 
 
 @pytest.mark.parametrize("machine", ["aarch64", "riscv64", "ppc64le", "i686"])
-def test_every_other_machine_has_the_portable_level(machine: str) -> None:
+def test_every_other_machine_is_portable(machine: str) -> None:
     assert runnable(machine, cpuinfo(ZEN_4)) == ["portable"]
 
 
-def test_a_system_that_says_nothing_has_the_portable_level() -> None:
+def test_a_system_without_cpuinfo_is_portable() -> None:
     assert runnable("x86_64", "") == ["portable"]
 
 
-def test_this_machine_has_the_portable_level_last() -> None:
+def test_this_machine_lists_portable_last() -> None:
     assert available()[-1] == "portable"
     assert available({}) == runnable(platform.machine(), cpu_isa.cpuinfo())
 
 
 @pytest.mark.parametrize("max_isa", cpu_isa.NEEDED)
-def test_the_environment_limits_the_level(max_isa: cpu_isa.Isa, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_limits_the_instruction_set(max_isa: cpu_isa.Isa, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(cpu_isa, "cpuinfo", lambda: cpuinfo(ZEN_4))
     found = available({cpu_isa.MAX_ISA: max_isa})
@@ -89,12 +89,12 @@ def test_a_limit_above_the_cpu_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
     assert available({cpu_isa.MAX_ISA: "avx512_bf16"})[0] == "avx512"
 
 
-def test_a_limit_that_is_no_level_is_an_error() -> None:
+def test_an_unknown_limit_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"PIPELINE_MAX_ISA is 'sse2'; it must be one of avx512_bf16, avx512, avx2"):
         available({cpu_isa.MAX_ISA: "sse2"})
 
 
-def test_cpus_of_one_kind_are_the_same_and_others_are_not() -> None:
+def test_equal_cpus_have_the_same_identity_and_others_differ() -> None:
     assert identity("x86_64", cpuinfo(ZEN_4)) == identity(
         "x86_64", cpuinfo(ZEN_4).replace("processor\t: 0", "processor : 7")
     )

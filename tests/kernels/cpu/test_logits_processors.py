@@ -1,4 +1,4 @@
-"""Logits are changed as each of a request's wishes says, in vLLM's order, by the library at each level and in torch."""
+"""Logits processors follow vLLM's definitions and order, in the library for every instruction set and in torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class Case:
     frequency: float = 0.0
 
     def logits_processors(self, vocab_size: int) -> tuple[LogitsProcessors, int]:
-        """With ids behind the known ones that are not to be read."""
+        """Arrays contain ids behind the known ones, which must not be read."""
         known = [*self.prompt, *self.output]
         ids = np.array(known + [1] * 9, np.int32)
         runs, num_runs = pack_runs(self.bad_words, vocab_size)
@@ -120,8 +120,8 @@ def cases(draw: st.DrawFn) -> tuple[int, Case]:
 
 @settings(max_examples=150, deadline=None)
 @given(cases(), st.integers(0, 1000))
-def test_any_wishes_are_what_their_definitions_say(processed: Shape, wanted: tuple[int, Case], seed: int) -> None:
-    vocab_size, case = wanted
+def test_any_logits_processors_follow_their_definitions(processed: Shape, sized: tuple[int, Case], seed: int) -> None:
+    vocab_size, case = sized
     check(processed, row(vocab_size, seed), case)
 
 
@@ -129,12 +129,12 @@ def test_bias_comes_before_penalties(processed: Shape) -> None:
     """1 - 3 is below zero, so a repetition penalty multiplies: -4, and not 0.5 - 3."""
     found = processed(np.ones(5, np.float32), *Case(prompt=[2], bias={2: -3.0}, repetition=2.0).logits_processors(5))
     assert found.tolist() == [1, 1, -4, 1, 1]
-    # The other two are subtracted behind it, one for each time.
+    # The other two penalties are subtracted afterwards, once for each occurrence.
     case = Case(output=[2, 2], bias={2: 1.0}, repetition=2.0, presence=0.5, frequency=0.25)
     assert processed(np.ones(5, np.float32), *case.logits_processors(5)).tolist() == [1, 1, 0, 1, 1]
 
 
-def test_nothing_brings_back_what_is_forbidden(processed: Shape) -> None:
+def test_forbidden_ids_stay_forbidden(processed: Shape) -> None:
     everything = Case(
         prompt=[0, 1, 2, 3],
         output=[4, 0, 1],
@@ -149,13 +149,13 @@ def test_nothing_brings_back_what_is_forbidden(processed: Shape) -> None:
     )
     found = check(processed, np.full(6, 50, np.float32), everything)
     assert np.flatnonzero(found > -INF).tolist() == [5]
-    # Whatever the model says of it, and however large what is added.
+    # Whatever its logit is, and however much is added.
     endless = Case(output=[0], bias={0: 3e38}, bad_words=[[0]], presence=-3e38, frequency=-3e38, repetition=1e-30)
     found = processed(np.array([INF, 1], np.float32), *endless.logits_processors(2))
     assert not found[0] > -INF and found[1] == 1
 
 
-def test_bad_words_look_at_the_end_of_the_output_alone(processed: Shape) -> None:
+def test_bad_words_match_only_the_end_of_the_output(processed: Shape) -> None:
     logits = row(50)
     words = [[7], [3, 4], [3, 4, 5], [9, 9, 9]]
     for prompt, output, forbidden in [
@@ -173,19 +173,19 @@ def test_bad_words_look_at_the_end_of_the_output_alone(processed: Shape) -> None
         assert np.flatnonzero(found == -INF).tolist() == forbidden
 
 
-def test_no_end_before_its_time(processed: Shape) -> None:
+def test_stop_ids_are_forbidden_before_min_tokens(processed: Shape) -> None:
     for num, forbidden in [(0, [2, 11]), (3, [2, 11]), (4, []), (5, [])]:
         case = Case(prompt=[2] * 9, output=[5] * num, enders=[2, 11], min_tokens=4)
         assert np.flatnonzero(check(processed, row(40), case) == -INF).tolist() == forbidden
 
 
-def test_bad_words_that_cannot_come_about_are_left_out() -> None:
+def test_impossible_bad_words_are_skipped() -> None:
     packed, num = pack_runs([[1, 2], [], [3, 300], [-1], [299], [5, 6, 7]], 300)
     assert (packed.tolist(), num) == ([2, 1, 2, 1, 299, 3, 5, 6, 7], 3)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 1000])
-def test_bits_are_as_llguidance_has_them(vocab_size: int) -> None:
+def test_bitmasks_have_the_layout_of_llguidance(vocab_size: int) -> None:
     ids = np.flatnonzero(np.random.default_rng(vocab_size).random(vocab_size) < 0.4).astype(np.int32)
     words = bits_of(ids, vocab_size)
     assert words.dtype == np.uint32 and len(words) == -(-vocab_size // 32)

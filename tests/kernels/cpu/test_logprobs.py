@@ -1,5 +1,5 @@
-"""Records tell log probabilities and the likeliest ids as a sort of the whole vocabulary finds them, by the library at
-every level and in torch."""
+"""Logprob records contain what a sort of the whole vocabulary finds, in the library for every instruction set and in
+torch."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given as draws
+from hypothesis import given as fuzz
 from hypothesis import settings
 from hypothesis import strategies as st
 
@@ -29,7 +29,7 @@ def logprobs(request: pytest.FixtureRequest, sampler_cache: Path) -> Record:
 
 
 def in_torch(logits: np.ndarray, token: int, num_top: int, given: np.ndarray | None = None) -> bytes:
-    """The second row of three, whose neighbours want others."""
+    """The second row of three; its neighbours request other logprobs."""
     records = LogprobInputs(8)
     addresses = np.array([0, 0 if given is None else given.ctypes.data, 0], np.uint64)
     records.lay_out(np.array([1, num_top, -1], np.int32), addresses)
@@ -57,15 +57,15 @@ def expected(logits: np.ndarray, token: int, num_top: int) -> Any:
 def check(logprobs: Record, logits: np.ndarray, token: int, num_top: int) -> None:
     logits = logits.astype(np.float32)
     found = np.frombuffer(logprobs(logits, token, num_top), logprob_dtype(num_top))[0]
-    wanted = expected(logits, token, num_top)
-    np.testing.assert_array_equal(found["top_ids"], wanted["top_ids"])
+    reference = expected(logits, token, num_top)
+    np.testing.assert_array_equal(found["top_ids"], reference["top_ids"])
     for name in ("logprob", "top_logprobs"):
-        np.testing.assert_allclose(found[name], wanted[name], rtol=1e-6, atol=2e-6)
+        np.testing.assert_allclose(found[name], reference[name], rtol=1e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 63, 64, 65, 2048, 32003, 49152])
 @pytest.mark.parametrize("values", ["distinct", "ties", "equal", "most impossible"])
-def test_the_likeliest_ids_are_those_of_a_sort(logprobs: Record, vocab_size: int, values: str) -> None:
+def test_the_most_likely_ids_are_those_of_a_sort(logprobs: Record, vocab_size: int, values: str) -> None:
     rng = np.random.default_rng(vocab_size)
     logits = rng.normal(0, 3, vocab_size)
     if values == "ties":
@@ -84,18 +84,18 @@ def test_the_likeliest_ids_are_those_of_a_sort(logprobs: Record, vocab_size: int
 @pytest.mark.parametrize("vocab_size", [1, 65, 2048])
 @pytest.mark.parametrize("num_given", [1, 2, 128])
 def test_given_ids_replace_the_most_likely_ones(logprobs: Record, vocab_size: int, num_given: int) -> None:
-    """In the order in which they are given, also more often than the vocabulary has ids."""
+    """In the given order, also if more are given than the vocabulary has ids."""
     rng = np.random.default_rng(num_given)
     logits = rng.normal(0, 3, vocab_size).astype(np.float32)
     logits[rng.random(vocab_size) < 0.1] = -INF
     given = rng.integers(0, vocab_size, num_given).astype(np.int32)
     token = int(rng.integers(vocab_size))
     found = np.frombuffer(logprobs(logits, token, num_given, given), logprob_dtype(num_given))[0]
-    wanted = expected(logits, token, vocab_size)
-    of_id = dict(zip(wanted["top_ids"].tolist(), wanted["top_logprobs"].tolist(), strict=True))
+    reference = expected(logits, token, vocab_size)
+    of_id = dict(zip(reference["top_ids"].tolist(), reference["top_logprobs"].tolist(), strict=True))
     assert found["top_ids"].tolist() == given.tolist()
     np.testing.assert_allclose(found["top_logprobs"], [of_id[one] for one in given.tolist()], rtol=1e-6, atol=2e-6)
-    np.testing.assert_allclose(found["logprob"], wanted["logprob"], rtol=1e-6, atol=2e-6)
+    np.testing.assert_allclose(found["logprob"], reference["logprob"], rtol=1e-6, atol=2e-6)
 
 
 LOGIT = st.one_of(
@@ -105,17 +105,17 @@ LOGIT = st.one_of(
 
 
 @settings(max_examples=200, deadline=None)
-@draws(st.lists(LOGIT | st.just(INF), min_size=1, max_size=90), st.integers(1, 9), st.integers(0, 1000), st.data())
-def test_any_logits_are_told_of_and_never_by_no_number(
+@fuzz(st.lists(LOGIT | st.just(INF), min_size=1, max_size=90), st.integers(1, 9), st.integers(0, 1000), st.data())
+def test_any_logits_have_logprobs_that_are_never_nan(
     logprobs: Record, values: list[float], times: int, num_top: int, data: st.DataObject
 ) -> None:
     logits = np.tile(np.array(values, np.float32), times)
     check(logprobs, logits, data.draw(st.integers(0, len(logits) - 1)), num_top)
 
 
-def test_levels_tell_the_same_to_the_bit(sampler_cache: Path) -> None:
+def test_all_instruction_sets_return_the_same_bits(sampler_cache: Path) -> None:
     libraries = [Rows(load(isa, sampler_cache)) for isa in ISAS]
     for vocab_size in (7, 2048, 49152):
         logits = np.random.default_rng(vocab_size).normal(0, 4, vocab_size).astype(np.float32)
-        told = {rows.logprobs(logits, vocab_size // 2, 20) for rows in libraries}
-        assert len(told) == 1
+        records = {rows.logprobs(logits, vocab_size // 2, 20) for rows in libraries}
+        assert len(records) == 1

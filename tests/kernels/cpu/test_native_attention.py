@@ -1,4 +1,4 @@
-"""Attention of the CPU library: decode and prefill in one call, over blocks that lie anywhere among stale ones."""
+"""Attention of the CPU library: decode and prefill in one call, over scattered blocks among stale ones."""
 
 import ctypes
 from dataclasses import dataclass
@@ -23,15 +23,15 @@ from tests.kernels.cpu.recording import (
 )
 
 STRETCH = 64
-"""Keys between two looks at the running maximum."""
+"""Keys between two updates of the running maximum."""
 EXP_ERROR = 2.5e-7
-"""Of exp_of in vec.h, and of the difference that it is given."""
+"""Relative error of exp_of in vec.h, including that of its argument."""
 SCORE_ROUNDING = 6
 """Of a sum of n random terms, in EPS sqrt(n) times the root of their squares: the walk that its n roundings make has a
 third of that for its deviation (Higham and Mary, 2019, "A new approach to probabilistic rounding error analysis")."""
 NUM_BLOCKS = 128
 STALE = (3.3e38, -3.3e38, 1.0, -1e-38)
-"""What blocks hold that nobody has written lately: finite, but products of it need not be."""
+"""Stale block content: finite, but its products may overflow."""
 
 ENTRIES = [
     (0, 1),
@@ -51,7 +51,7 @@ ENTRIES = [
     (2, 1),
     (77, 1),
 ]
-"""(start, count): contexts that end at, before and behind the borders of blocks and stretches."""
+"""(start, count): contexts that end at, before and after the borders of blocks and stretches."""
 
 SHAPES = [  # key-value heads, queries a head, head_dim, window
     (2, 1, 32, 0),
@@ -67,12 +67,12 @@ SHAPES = [  # key-value heads, queries a head, head_dim, window
     (1, 71, 32, 0),
     (9, 16, 16, 64),
 ]
-"""The last two have more queries than go through a stretch together, and than one decoding row keeps."""
+"""The last two have more queries than one pass over a stretch takes, and than one decoding row stores."""
 
 
 @dataclass
 class Case:
-    """Rows with their whole history, of which a step computes the ends. Arrays are float32, keys and values bf16."""
+    """Rows with their whole history; a step computes their last tokens. Arrays are float32, keys and values bf16."""
 
     kv_heads: int
     group: int
@@ -101,7 +101,7 @@ def case_of(kv_heads: int, group: int, head_dim: int, window: int) -> Case:
 
 
 class Attention:
-    """One attention op, its KV memory full of stale numbers but for the histories of `case`."""
+    """One attention op. Its KV memory is stale except for the histories of `case`."""
 
     def __init__(self, r: Recording, case: Case, floats: bool = False) -> None:
         self.r, self.case, self.floats = r, case, floats
@@ -145,10 +145,10 @@ def bits(values: np.ndarray) -> np.ndarray:
 
 
 def reference(case: Case, entry: int, start: int, count: int, wide: bool) -> tuple[np.ndarray, np.ndarray]:
-    """[count, heads x head_dim] float64 and its bound, computed stretch by stretch as attention.h says.
+    """[count, heads x head_dim] float64 and its bound, computed stretch by stretch as attention.h describes.
 
-    Where activations are bfloat16, so are queries and weights. A weight is rounded relative to the maximum so far, and
-    one that float32 may have pushed over to its neighbour counts in the bound with the distance to that.
+    If activations are bfloat16, so are queries and weights. A weight is rounded relative to the maximum so far. If
+    float32 may have rounded it to its neighbour, the bound includes the distance to that neighbour.
     """
     keys = case.keys[entry].astype(np.float64).repeat(case.group, 1)
     values = case.values[entry].astype(np.float64).repeat(case.group, 1)
@@ -170,10 +170,10 @@ def reference(case: Case, entry: int, start: int, count: int, wide: bool) -> tup
         top_error = np.maximum(top_error, error.max(-1, keepdims=True))
         new_top = np.maximum(top, scores.max(-1, keepdims=True))
         met = np.isfinite(new_top)
-        # Before the first key there is nothing to shrink; what would be is zero.
+        # Before the first key there is nothing to rescale, and the sums are zero.
         shrink = np.exp(np.where(met, top, 0) - np.where(met, new_top, 0))
         weights = np.where(seen, np.exp(scores - np.where(met, new_top, 0)), 0)
-        # The running maximum is a score too, so weights are off by the errors of two.
+        # The running maximum is a score too, so a weight has the errors of two scores.
         relative = error + top_error + EXP_ERROR + EPS * np.abs(np.where(seen, scores - np.where(met, new_top, 0), 0))
         low, high = weights * (1 - relative), weights * (1 + relative)
         if not wide:
@@ -184,7 +184,7 @@ def reference(case: Case, entry: int, start: int, count: int, wide: bool) -> tup
         total = total * shrink + weights.sum(-1, keepdims=True)
         off = off * shrink + (weights * relative).sum(-1, keepdims=True)
         top = new_top
-    # Sums over the context, with a shrink a stretch, each off by what exp is. What maxima are off by cancels out.
+    # Sums over the context, rescaled once per stretch, each with the error of exp. Errors of the maxima cancel out.
     rounding = (start + count + 4) * EPS + ((start + count) // STRETCH + 1) * EXP_ERROR
     result = out / total
     bound = (spread + rounding * magnitude) / total + np.abs(result) * (off / total + rounding)
@@ -202,7 +202,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 @pytest.mark.parametrize("floats", [False, True], ids=["plain", "floats"])
-def test_rows_of_all_kinds_attend_to_what_they_may_see(library: ctypes.CDLL, case: Case, floats: bool) -> None:
+def test_rows_of_all_kinds_attend_to_their_visible_keys(library: ctypes.CDLL, case: Case, floats: bool) -> None:
     with recording(library, threads=2, tokens=NUM_TOKENS) as r:
         attention = Attention(r, case, floats)
         before = attention.memory.copy()
@@ -210,7 +210,7 @@ def test_rows_of_all_kinds_attend_to_what_they_may_see(library: ctypes.CDLL, cas
         np.testing.assert_array_equal(attention.memory, before)
         for entry, out in zip(EVERYTHING, made, strict=True):
             expected, bound = reference(case, *entry, r.wide)
-            # The bound has to mean something: rounded queries would be a hundred times as far off.
+            # The bound must be tight: rounded queries would be a hundred times as far off.
             assert bound.max() < (3e-4 if r.wide else 0.005)
             if floats:
                 assert_near(out, expected, bound)
@@ -218,8 +218,8 @@ def test_rows_of_all_kinds_attend_to_what_they_may_see(library: ctypes.CDLL, cas
                 assert_kept(r, out, expected, bound)
 
 
-def test_a_row_has_the_same_bits_in_every_company(library: ctypes.CDLL, case: Case) -> None:
-    """Alone and with others, on one to three threads: heads of a row lie in one item, or each in its own."""
+def test_a_row_has_the_same_bits_in_every_batch(library: ctypes.CDLL, case: Case) -> None:
+    """Alone and in a batch, on one to three threads: the heads of a row in one work item, or in several."""
     results = []
     for threads in (1, 2, 3):
         with recording(library, threads=threads, tokens=NUM_TOKENS) as r:
@@ -233,7 +233,7 @@ def test_a_row_has_the_same_bits_in_every_company(library: ctypes.CDLL, case: Ca
 
 
 @pytest.mark.parametrize("chunk", [1, 16, 47])
-def test_a_prompt_has_the_same_bits_however_it_is_cut(library: ctypes.CDLL, case: Case, chunk: int) -> None:
+def test_a_prompt_has_the_same_bits_for_every_chunk_size(library: ctypes.CDLL, case: Case, chunk: int) -> None:
     whole = {5: (0, 201), 6: (0, 70), 7: (0, 73)}
     with recording(library, threads=2, tokens=400) as r:
         attention = Attention(r, case)
@@ -259,11 +259,11 @@ def test_softmax_of_scores_of_any_size(library: ctypes.CDLL, offset: float) -> N
     with recording(library, tokens=NUM_TOKENS) as r:
         for entry, out in zip(EVERYTHING, Attention(r, case, True).run(EVERYTHING), strict=True):
             expected, _ = reference(case, *entry, r.wide)
-            # Scores of 1e4 are off by 1e-3 in float32, and weights are off by that much.
+            # Scores of 1e4 have an error of 1e-3 in float32, and so do weights.
             assert_near(out, expected, 1e-4 if r.wide and abs(offset) < 100 else 0.02)
 
 
-def test_cost_counts_the_keys_that_a_window_leaves(library: ctypes.CDLL) -> None:
+def test_cost_counts_only_the_keys_inside_the_window(library: ctypes.CDLL) -> None:
     case = case_of(2, 3, 32, 21)
     with recording(library, tokens=NUM_TOKENS) as r:
         attention = Attention(r, case)

@@ -1,4 +1,4 @@
-"""Each op of the CPU library computes what its formula says, at every level, and the same bits in every company."""
+"""Each op of the CPU library follows its formula for every instruction set, with the same bits in every batch."""
 
 import ctypes
 
@@ -31,12 +31,12 @@ from tests.kernels.cpu.recording import (
 )
 
 ROWS = [*range(1, 14), 32, 50]
-"""Every number of rows that a tile takes at once, at any level, and numbers that are cut into several."""
+"""Every number of rows of one tile, for any instruction set, and numbers that need several tiles."""
 PAIR = 8
 
 
 def rms_norm(residual: np.ndarray, weight: np.ndarray, eps: float) -> tuple[np.ndarray, np.ndarray]:
-    """The formula, and its error: a sum of K squares, the root that halves what it is off by, and five roundings."""
+    """The formula and its error: a sum of K squares, a square root that halves the error, and five roundings."""
     wide = residual.astype(np.float64)
     out = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + np.float32(eps)) * weight
     return out, (residual.shape[1] / 2 + 5) * EPS * np.abs(out) + TINY
@@ -45,7 +45,7 @@ def rms_norm(residual: np.ndarray, weight: np.ndarray, eps: float) -> tuple[np.n
 # --- embed, norm, quantize
 
 
-def test_an_embedding_is_its_row_to_the_bit(library: ctypes.CDLL, format: Format) -> None:
+def test_an_embedding_is_exactly_its_row(library: ctypes.CDLL, format: Format) -> None:
     table = random_matrix(0, 37, 96, format)
     ids = np.array([0, 36, 15, 16, 17, 36, 3, 31, 32], np.int32)
     with recording(library, threads=2) as r:
@@ -58,7 +58,7 @@ def test_an_embedding_is_its_row_to_the_bit(library: ctypes.CDLL, format: Format
 
 @pytest.mark.parametrize("width", [2, 30, 64, 80, 226, 576])
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])
-def test_a_norm_leaves_plain_activations(library: ctypes.CDLL, width: int, scale: float) -> None:
+def test_a_norm_writes_plain_activations(library: ctypes.CDLL, width: int, scale: float) -> None:
     residual, weight = random(1, 7, width, scale=scale), random(2, width) + 1
     with recording(library) as r:
         rows = r.rows(7, width)
@@ -72,7 +72,7 @@ def test_a_norm_leaves_plain_activations(library: ctypes.CDLL, width: int, scale
 
 @pytest.mark.parametrize("form", [Form.BYTES, Form.WORDS, Form.PAIRS])
 @pytest.mark.parametrize("width", [32, 64, 96, 576])
-def test_a_norm_leaves_activations_in_groups(library: ctypes.CDLL, width: int, form: Form) -> None:
+def test_a_norm_writes_quantized_groups(library: ctypes.CDLL, width: int, form: Form) -> None:
     residual, weight = random(3, 5, width, scale=20), random(4, width) + 1
     with recording(library, threads=3) as r:
         rows = r.rows(5, width)
@@ -85,7 +85,7 @@ def test_a_norm_leaves_activations_in_groups(library: ctypes.CDLL, width: int, f
 
 
 @pytest.mark.parametrize("form", list(Form))
-def test_a_norm_of_sampled_tokens_takes_those_alone(library: ctypes.CDLL, form: Form) -> None:
+def test_a_norm_of_sampled_tokens_skips_the_others(library: ctypes.CDLL, form: Form) -> None:
     residual, weight = random(5, 12, 64), random(6, 64)
     with recording(library) as r:
         rows = r.rows(12, 64)
@@ -104,15 +104,15 @@ def test_a_norm_of_sampled_tokens_takes_those_alone(library: ctypes.CDLL, form: 
 
 
 @pytest.mark.parametrize("form", [Form.BYTES, Form.WORDS, Form.PAIRS])
-def test_quantized_activations_are_those_of_the_definition_to_the_bit(library: ctypes.CDLL, form: Form) -> None:
+def test_quantized_activations_match_the_definition_exactly(library: ctypes.CDLL, form: Form) -> None:
     values = random(7, 9, 160)
     values[0, :32] = 0
     values[1, 32:64] = -0.0
     values[2] = np.arange(160) / 3 - 20
-    values[3, :32] = 5  # all of them the largest
+    values[3, :32] = 5  # all of them the maximum
     values[4, 5] = -1e30
     values[5] *= 1e-30
-    values[6, :32] = np.arange(-16, 16) + 0.5  # with a largest magnitude of 127 these are ties
+    values[6, :32] = np.arange(-16, 16) + 0.5  # ties, if the largest magnitude is 127
     values[6, 31] = -127 if form is Form.BYTES else -32767
     with recording(library, threads=2) as r:
         rows = r.rows(9, 160)
@@ -128,7 +128,7 @@ def test_quantized_activations_are_those_of_the_definition_to_the_bit(library: c
 
 @pytest.mark.parametrize("format", ["q8_0", "q4_0", "q4_1"])
 def test_activations_too_small_to_quantize_are_nearly_zero(library: ctypes.CDLL, format: Format) -> None:
-    """Where one over a scale is no float32 any more."""
+    """1 / scale overflows float32."""
     values = random(8, 4, 64)
     values[:, :32] *= np.float32(1e-38) * np.array([[1], [1e-2], [1e-4], [1e-6]], np.float32)
     matrix = random_matrix(9, 16, 64, format)
@@ -146,7 +146,7 @@ def test_activations_too_small_to_quantize_are_nearly_zero(library: ctypes.CDLL,
 # --- products
 
 
-def test_a_product_with_the_identity_is_what_the_norm_left(library: ctypes.CDLL) -> None:
+def test_a_product_with_the_identity_returns_its_input(library: ctypes.CDLL) -> None:
     residual, weight = random(10, 11, 80), random(11, 80)
     identity = quantize(torch.eye(80), "bf16")
     with recording(library) as r:
@@ -180,8 +180,8 @@ def test_a_product_is_added_to_the_residual(library: ctypes.CDLL, format: Format
     assert_near(residual, expected + shift + before, error + 2 * EPS * sums)
 
 
-def test_a_row_of_a_product_has_the_same_bits_in_every_company(library: ctypes.CDLL, format: Format) -> None:
-    """With one to three threads, at any place, among any number of rows."""
+def test_a_row_of_a_product_has_the_same_bits_in_every_batch(library: ctypes.CDLL, format: Format) -> None:
+    """On one to three threads, at any position, among any number of rows."""
     matrix, activations = random_matrix(16, 136, 96, format), random(17, 50, 96)
     results = []
     for threads in (1, 2, 3):
@@ -205,7 +205,7 @@ def test_a_row_of_a_product_has_the_same_bits_in_every_company(library: ctypes.C
 
 @pytest.mark.parametrize("floats", [False, True], ids=["plain", "floats"])
 @pytest.mark.parametrize("inner", [20, 40, 96, 2])
-def test_gate_and_up(library: ctypes.CDLL, format: Format, inner: int, floats: bool) -> None:
+def test_swiglu(library: ctypes.CDLL, format: Format, inner: int, floats: bool) -> None:
     matrix, bias = random_matrix(18, 2 * inner, 64, format), random(19, 2 * inner)
     activations = random(20, 19, 64)
     padded = inner + -inner % PAIR
@@ -225,7 +225,7 @@ def test_gate_and_up(library: ctypes.CDLL, format: Format, inner: int, floats: b
 
 
 @pytest.mark.parametrize("gate", [-3e38, -1e4, -200.0, -100.0, -89.5, -88.0, -87.0, -0.0, 50.0, 88.0, 200.0, 1e6])
-def test_gates_of_any_size_close_and_open(library: ctypes.CDLL, gate: float) -> None:
+def test_swiglu_with_gates_of_any_size(library: ctypes.CDLL, gate: float) -> None:
     matrix = quantize(torch.zeros(32, 32), "bf16")
     bias = np.concatenate([np.full(16, gate), np.full(16, 3.0)])
     with recording(library) as r:
@@ -236,24 +236,24 @@ def test_gates_of_any_size_close_and_open(library: ctypes.CDLL, gate: float) -> 
         assert r.run() == 0
     with np.errstate(over="ignore"):
         expected = gate / (1 + np.exp(-np.float64(gate))) * 3.0
-    # A gate of -87 lets 1e-36 through, and exp need not be exact there.
+    # A gate of -87 leaves 1e-36, and exp need not be exact there.
     assert_near(read_floats(out, 1, 16), np.full((1, 16), expected), 8 * EPS * abs(expected) + 1e-35)
 
 
 def gated_order(inner: int) -> list[int]:
-    """Rows of a panel: eight outputs of gate, then the eight of up that they meet; -1 behind the last."""
+    """Rows of a panel: eight outputs of gate, then the matching eight of up; -1 behind the last."""
     eights = [[i if i < inner else -1 for i in range(begin, begin + PAIR)] for begin in range(0, inner, PAIR)]
     return [row for eight in eights for row in [*eight, *(i + inner if i >= 0 else -1 for i in eight)]]
 
 
 def gated(kept: Kept, matrix: Matrix, bias: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """silu(gate) x up, with the error of the product carried through: |silu(x)'| < 1.1."""
+    """silu(gate) x up, with the error of the product propagated: |silu(x)'| < 1.1."""
     out, error = product(kept, matrix)
     error = error + EPS * (np.abs(out) + np.abs(out + bias))
     (gate, up), (gate_error, up_error) = np.split(out + bias, 2, axis=1), np.split(error, 2, axis=1)
     silu = gate / (1 + np.exp(-gate))
     expected = silu * up
-    # exp is within 2e-7; then one sum, one quotient, one product.
+    # exp has an error of 2e-7; then come one sum, one quotient and one product.
     error = (np.abs(silu) + gate_error) * up_error + 1.1 * gate_error * np.abs(up) + 7 * EPS * np.abs(expected)
     return expected, error + TINY
 
@@ -262,7 +262,7 @@ def gated(kept: Kept, matrix: Matrix, bias: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def turned_order(num_turning: int, num_heads: int, head_dim: int) -> np.ndarray:
-    """Rows as panels have them: in heads that turn, eight of the first half, then the eight that they turn with."""
+    """Rows in panel order: in rotary heads, eight of the first half, then the eight that they rotate with."""
     half = head_dim // 2
     turned = [i + part for begin in range(0, half, PAIR) for part in (0, half) for i in range(begin, begin + PAIR)]
     heads = [turned if head < num_turning else list(range(head_dim)) for head in range(num_heads)]
@@ -281,8 +281,8 @@ def turn(heads: np.ndarray, error: np.ndarray, cos: np.ndarray, sin: np.ndarray)
 
 
 def norm_heads(heads: np.ndarray, error: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The RMS norm of each head, [T, heads, head_dim]: what each number is off by, what all of them make the factor off
-    by, and the roundings of `rms_norm` above."""
+    """The RMS norm of each head, [T, heads, head_dim]. The error has three parts: that of the number, that of the
+    norm's factor, and the roundings of `rms_norm` above."""
     factor = 1 / np.sqrt((heads**2).mean(-1, keepdims=True) + np.float32(1e-5))
     out = heads * factor * weight
     moved = factor * np.abs(weight) * error + np.abs(out) * factor**2 * (np.abs(heads) * error).mean(-1, keepdims=True)
@@ -293,7 +293,7 @@ def norm_heads(heads: np.ndarray, error: np.ndarray, weight: np.ndarray) -> tupl
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim"), [(3, 1, 32), (4, 4, 16), (6, 2, 64), (2, 1, 80), (1, 1, 96), (2, 1, 256)]
 )
-def test_queries_are_turned_and_keys_and_values_written(
+def test_rotary_embedding_and_kv_writes(
     library: ctypes.CDLL,
     num_heads: int,
     num_kv_heads: int,
@@ -373,7 +373,7 @@ def upcast(words: np.ndarray) -> np.ndarray:
 # --- a program
 
 
-def test_a_profile_names_every_op_and_what_it_costs(library: ctypes.CDLL) -> None:
+def test_a_profile_names_every_op_and_its_cost(library: ctypes.CDLL) -> None:
     matrix = random_matrix(26, 48, 64, "q4_0")
     with recording(library, threads=2) as r:
         rows, residual = r.rows(5, 64), r.floats(np.zeros((5, 48)))
@@ -388,12 +388,12 @@ def test_a_profile_names_every_op_and_what_it_costs(library: ctypes.CDLL) -> Non
         assert (seconds >= 0).all() and (seconds < 10).all()
         cost = (ctypes.c_double * 3)()
         library.program_cost(r.program, 1, 5, 5, 5, cost)
-    # 48 rows of two groups of 18 bytes, and float32 in and out of five tokens.
+    # 48 rows of two groups of 18 bytes, and float32 input and output of five tokens.
     assert list(cost) == [48 * 2 * 18 + 5 * (64 + 48) * 4, 2 * 5 * 48 * 64, 1]
 
 
-def test_a_program_gives_the_same_step_after_step(library: ctypes.CDLL) -> None:
-    """Many short steps on more threads than there are cores: nothing is left of one in the next."""
+def test_a_program_repeats_its_results_in_every_step(library: ctypes.CDLL) -> None:
+    """Many short steps on more threads than there are cores: no state carries over to the next step."""
     matrix = random_matrix(30, 512, 64, "bf16")
     with recording(library, threads=4) as r:
         rows, residual = r.rows(7, 64), r.floats(np.zeros((7, 512)))

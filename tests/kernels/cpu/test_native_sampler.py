@@ -1,4 +1,4 @@
-"""The end of a program, from the last norm's rows to ids: logits, masks, penalties and draws, at every level."""
+"""The end of a program, from the last norm to ids: logits, masks, penalties, sampling, for every instruction set."""
 
 import ctypes
 import threading
@@ -39,7 +39,7 @@ MASKS_LATE = 1
 
 
 class Head:
-    """Head, wait and draw, over activations that a test puts in."""
+    """LM head, wait for masks and sampler, over activations that a test sets."""
 
     def __init__(self, r: Recording, matrix: Matrix) -> None:
         self.r, self.matrix = r, matrix
@@ -59,7 +59,7 @@ class Head:
         )
 
     def put(self, activations: np.ndarray) -> None:
-        """Those of the step's sampled tokens, one a row."""
+        """The activations of the step's sampled tokens, one per row."""
         self.kept = self.r.put(self.rows, activations, form_of(self.matrix.format))
         self.r.tokens(len(activations))
 
@@ -79,9 +79,7 @@ class Head:
 
 
 @pytest.mark.parametrize("vocab_size", [1, 15, 37, 300, 1000])
-def test_the_largest_logit_is_taken_and_the_others_need_not_be_kept(
-    library: ctypes.CDLL, format: Format, vocab_size: int
-) -> None:
+def test_greedy_rows_need_no_stored_logits(library: ctypes.CDLL, format: Format, vocab_size: int) -> None:
     activations = random(1, 29, DEPTH)
     with recording(library, threads=2) as r:
         head = Head(r, random_matrix(2, vocab_size, DEPTH, format))
@@ -94,12 +92,12 @@ def test_the_largest_logit_is_taken_and_the_others_need_not_be_kept(
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_of_equal_logits_the_lowest_id_wins(library: ctypes.CDLL, threads: int) -> None:
-    """Wherever they lie: in a panel, in neighbours, in tiles that other threads compute."""
+    """Whether they are in one panel, in neighbours, or in tiles that other threads compute."""
     base, activations = random(3, 40, DEPTH), random(5, 20, DEPTH)
     repeated = base[np.random.default_rng(4).integers(0, 40, 1500)]
     for weights in (repeated, np.zeros_like(repeated)):
         with recording(library, threads=threads) as r:
-            # Work before it that wakes all threads: whichever is first then has the lowest ids.
+            # Earlier work wakes all threads; whichever starts first then gets the lowest ids.
             rows, residual = r.rows(20, DEPTH), r.floats(np.zeros((20, 1024)))
             r.put(rows, activations, Form.PLAIN)
             before = r.pack(random_matrix(24, 1024, DEPTH, "bf16"))
@@ -114,7 +112,7 @@ def test_of_equal_logits_the_lowest_id_wins(library: ctypes.CDLL, threads: int) 
 @pytest.mark.parametrize("greedy", [True, False])
 @pytest.mark.parametrize("vocab_size", [1, 37, 130])
 def test_padding_never_wins(library: ctypes.CDLL, format: Format, vocab_size: int, greedy: bool) -> None:
-    """Each logit is below zero, which is what the columns behind the vocabulary have."""
+    """All logits are below zero, and the padding columns are zero."""
     weights = -np.abs(random(6, vocab_size, DEPTH)) - 1
     with recording(library, threads=2) as r:
         head = Head(r, quantize(torch.from_numpy(weights), format))
@@ -125,7 +123,7 @@ def test_padding_never_wins(library: ctypes.CDLL, format: Format, vocab_size: in
         np.testing.assert_array_equal(head.run(activations), logits.argmax(1))
 
 
-def test_logits_have_the_same_bits_in_every_company(library: ctypes.CDLL, format: Format) -> None:
+def test_logits_have_the_same_bits_in_every_batch(library: ctypes.CDLL, format: Format) -> None:
     activations, results = random(8, 50, DEPTH), []
     for threads in (1, 2, 3):
         with recording(library, threads=threads) as r:
@@ -139,7 +137,7 @@ def test_logits_have_the_same_bits_in_every_company(library: ctypes.CDLL, format
         np.testing.assert_array_equal(result, results[0])
 
 
-def test_rows_that_are_greedy_drawn_masked_and_penalized_share_a_step(library: ctypes.CDLL) -> None:
+def test_greedy_sampled_masked_and_penalized_rows_share_a_step(library: ctypes.CDLL) -> None:
     vocab_size, num = 333, 24
     rng = np.random.default_rng(10)
     activations = random(11, num, DEPTH, scale=0.5)
@@ -161,8 +159,8 @@ def test_rows_that_are_greedy_drawn_masked_and_penalized_share_a_step(library: c
                 history = r.kept(rng.integers(0, vocab_size, 60).astype(np.int32))
                 sampling_inputs.logits_processors[row] = address(r, LogitsProcessors(history, 20, 1.5, 0.5, 0.25))
                 sampling_inputs.num_known[row] = 50
-                told = torch.from_numpy(scores)
-                penalize(told, torch.from_numpy(history[:50]), 20, 1.5, 0.5, 0.25)
+                row_scores = torch.from_numpy(scores)
+                penalize(row_scores, torch.from_numpy(history[:50]), 20, 1.5, 0.5, 0.25)
             if kind in (3, 4):
                 allowed = rng.random(vocab_size) < 0.1
                 bits = np.packbits(np.append(allowed, np.ones(-vocab_size % 32, np.bool_)), bitorder="little")
@@ -179,27 +177,27 @@ def test_rows_that_are_greedy_drawn_masked_and_penalized_share_a_step(library: c
                 scores.argmax() if greedy else sample_reference(scores, *settings, int(sampling_inputs.keys[row]))
             )
         np.testing.assert_array_equal(head.run(activations), expected)
-        # The ends have made a difference: these rows are not what they are without them.
+        # The features make a difference: without them these rows have other ids.
         assert (np.array(expected) != logits.argmax(1)).sum() > num // 3
-        # Nothing of a step is left in the next.
+        # No state carries over to the next step.
         np.testing.assert_array_equal(head.run(activations), expected)
 
 
 def address(r: Recording, logits_processors: LogitsProcessors) -> int:
-    """Of what the library reads of it, kept as long as the program."""
+    """The address of the struct that the library reads, which lives as long as the program."""
     described = r.kept(np.zeros(1, LOGITS_PROCESSORS))
     r.kept(logits_processors).write(described, 0)
     return int(described.ctypes.data)
 
 
 def exact(logits: np.ndarray) -> np.ndarray:
-    """The logarithms of the probabilities: [rows, vocab_size]."""
+    """Log probabilities: [rows, vocab_size]."""
     wide = logits.astype(np.float64)
     wide -= wide.max(1, keepdims=True)
     return wide - np.log(np.exp(wide).sum(1, keepdims=True))
 
 
-def test_ids_are_told_of_by_the_logits_before_shapes_masks_and_filters(library: ctypes.CDLL) -> None:
+def test_logprobs_use_the_logits_before_processors_masks_and_filters(library: ctypes.CDLL) -> None:
     vocab_size, num = 333, 24
     rng = np.random.default_rng(20)
     activations = random(21, num, DEPTH, scale=0.5)
@@ -236,8 +234,8 @@ def test_ids_are_told_of_by_the_logits_before_shapes_masks_and_filters(library: 
         assert len(set(logprobs)) > num // 2
 
 
-def test_draws_follow_what_shapes_and_filters_leave(library: ctypes.CDLL) -> None:
-    """In this order: what is forbidden, bias, penalties, temperature, min_p, top_k, top_p."""
+def test_samples_follow_logits_processors_and_filters(library: ctypes.CDLL) -> None:
+    """In this order: forbidden ids, bias, penalties, temperature, min_p, top_k, top_p."""
     vocab_size, num, rounds, temperature = 60, 64, 400, 1.3
     known = np.array([3, 5, 5, 9, 11, 5, 11, 11], np.int32)
     runs, num_runs = pack_runs([[11, 20], [21], [9, 22]], vocab_size)
@@ -276,17 +274,17 @@ def test_draws_follow_what_shapes_and_filters_leave(library: ctypes.CDLL) -> Non
         for i, (top_k, top_p, min_p) in enumerate(filters):
             half = slice(i, num, 2)
             sampling_inputs.top_k[half], sampling_inputs.top_p[half], sampling_inputs.min_p[half] = top_k, top_p, min_p
-        base, drawn = np.full(num, sequence_key(7, 0), np.uint64), []
+        base, samples = np.full(num, sequence_key(7, 0), np.uint64), []
         for step in range(rounds):
             sampling_inputs.keys[:num] = noise_keys(base, np.arange(num) + num * step)
-            drawn.append(head.run(activations))
+            samples.append(head.run(activations))
         for i, (top_k, top_p, min_p) in enumerate(filters):
             expected = probabilities_reference(processed, temperature, top_k, top_p, min_p)
-            assert_follows(torch.from_numpy(np.concatenate([ids[i::2] for ids in drawn])).long(), expected)
+            assert_follows(torch.from_numpy(np.concatenate([ids[i::2] for ids in samples])).long(), expected)
 
 
 def test_given_ids_are_scored_by_a_program_of_their_own(library: ctypes.CDLL) -> None:
-    """Beside another program of the same threads, whose sampled tokens are others."""
+    """Next to another program on the same threads, whose sampled tokens differ."""
     vocab_size, num = 333, 17
     activations = random(31, num, DEPTH, scale=0.5)
     with recording(library, threads=3) as r:
@@ -319,7 +317,7 @@ def test_given_ids_are_scored_by_a_program_of_their_own(library: ctypes.CDLL) ->
             library.program_delete(program)
 
 
-def test_where_all_is_forbidden_nothing_is_drawn_and_nothing_told(library: ctypes.CDLL) -> None:
+def test_if_all_ids_are_forbidden_there_is_no_id_and_no_logprob(library: ctypes.CDLL) -> None:
     with recording(library, threads=2) as r:
         head, sampling_inputs = Head(r, random_matrix(34, 200, DEPTH, "bf16")), r.sampling_inputs
         activations = random(35, 4, DEPTH)
@@ -335,13 +333,13 @@ def test_where_all_is_forbidden_nothing_is_drawn_and_nothing_told(library: ctype
         sampling_inputs.logprobs.memory[:] = 0xA5
         assert head.run(activations).tolist() == [best[0], -1, -1, -1]
         assert (sampling_inputs.logprobs.memory == 0xA5).all()
-        # Of a row whose logits are no numbers the head finds none either.
+        # A row with NaN logits has no id either.
         activations[0] = np.nan
         assert head.run(activations)[0] == -1
 
 
-def test_a_step_knows_nothing_of_the_steps_before(library: ctypes.CDLL) -> None:
-    """Larger logits before, in more rows."""
+def test_a_step_is_independent_of_earlier_steps(library: ctypes.CDLL) -> None:
+    """Earlier steps have larger logits and more rows."""
     with recording(library, threads=2) as r:
         head = Head(r, random_matrix(13, 200, DEPTH, "bf16"))
         small = random(14, 5, DEPTH)
@@ -380,14 +378,14 @@ def test_a_step_waits_for_its_masks(library: ctypes.CDLL) -> None:
         writer.join(10)
         assert not writer.is_alive()
         assert ids.tolist() == [101] * 3
-        # The word stays: later steps wait no more. And without one there is nothing to wait for.
+        # The word keeps its value, so later steps do not wait. A step without a word does not wait either.
         assert head.run(activations).tolist() == [101] * 3
         head.ticket.word, head.ticket.expected = None, 8
         r.sampling_inputs.masks[:3] = 0
         np.testing.assert_array_equal(head.run(activations), best)
 
 
-def test_a_step_whose_masks_are_late_ends_and_leaves_nothing_behind(library: ctypes.CDLL) -> None:
+def test_a_step_with_late_masks_times_out_without_side_effects(library: ctypes.CDLL) -> None:
     word = np.zeros(1, np.uint32)
     with recording(library, threads=2) as r:
         head = Head(r, random_matrix(18, 200, DEPTH, "bf16"))
@@ -406,8 +404,8 @@ def test_a_step_whose_masks_are_late_ends_and_leaves_nothing_behind(library: cty
         np.testing.assert_array_equal(head.run(small), expected)
 
 
-def test_late_masks_and_good_steps_take_turns(library: ctypes.CDLL) -> None:
-    """A thread that is slow to leave a step that ended early takes no part in the next one's draw."""
+def test_steps_with_late_masks_alternate_with_good_steps(library: ctypes.CDLL) -> None:
+    """A thread that is slow to leave a timed-out step does not take part in the next step's sampling."""
     word = np.zeros(1, np.uint32)
     with recording(library, threads=4) as r:
         head = Head(r, random_matrix(21, 200, DEPTH, "bf16"))

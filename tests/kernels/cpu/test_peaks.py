@@ -1,4 +1,4 @@
-"""The peaks of this machine are measured in what a machine can have; how high they are is not a matter for tests."""
+"""Measured peaks are within what a machine can have. Tests require no particular speed."""
 
 import platform
 from dataclasses import astuple
@@ -30,19 +30,17 @@ def test_the_source_compiles_without_a_warning(isa: Isa, cache_root: Path) -> No
 
 
 @pytest.mark.parametrize(("isa", "num_threads"), [*((isa, 1) for isa in available()), (available()[0], 2)])
-def test_peaks_are_those_of_a_machine(
-    isa: Isa, num_threads: int, cache_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_free_bytes", lambda: 64 * MIB)  # a small buffer is filled soon
+def test_peaks_are_plausible(isa: Isa, num_threads: int, cache_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_free_bytes", lambda: 64 * MIB)  # a small buffer is filled quickly
     peaks = measure(isa, num_threads, TEST_S, print, cache_root=cache_root)
     assert (peaks.isa, peaks.num_threads) == (isa, num_threads)
     assert all(1e8 < rate < 1e15 for rate in astuple(peaks)[2:])
-    # Less than a float a cycle would mean that the loop measures something else.
+    # Less than one float per cycle would mean that the loop measures something else.
     assert peaks.float32_flop_per_s > 1e9
 
 
 @pytest.mark.parametrize(("num_threads", "seconds"), [(0, 1.0), (-1, 1.0), (1, 0.0), (1, -1.0)])
-def test_a_measurement_of_nothing_is_refused(num_threads: int, seconds: float, cache_root: Path) -> None:
+def test_an_empty_measurement_is_rejected(num_threads: int, seconds: float, cache_root: Path) -> None:
     with pytest.raises(ValueError, match="nothing can be measured"):
         measure("portable", num_threads, seconds, print, cache_root=cache_root)
 
@@ -59,9 +57,7 @@ def test_a_measurement_of_nothing_is_refused(num_threads: int, seconds: float, c
         (32 * MIB, 0, 1 * MIB),
     ],
 )
-def test_the_buffer_is_far_larger_than_the_caches_and_leaves_memory_to_others(
-    cache: int, free: int, expected: int
-) -> None:
+def test_the_buffer_exceeds_the_caches_and_leaves_memory_free(cache: int, free: int, expected: int) -> None:
     assert buffer_bytes(cache, free) == expected
 
 
@@ -79,7 +75,7 @@ def test_a_cache_counts_once_for_all_cpus_that_share_it(tmp_path: Path) -> None:
     assert cache_bytes(tmp_path) == 32 * MIB
 
 
-def test_the_last_level_that_is_described_counts(tmp_path: Path) -> None:
+def test_the_last_described_cache_level_counts(tmp_path: Path) -> None:
     describe_cache(tmp_path, 0, 0, 1, "64K", "0")
     describe_cache(tmp_path, 0, 1, 2, "1024K", "0")
     describe_cache(tmp_path, 0, 2, 3, "", "0")

@@ -1,4 +1,4 @@
-"""The sampler of sample.h keeps what its definition keeps and draws what its key says, at every level."""
+"""The sampler of sample.h filters by definition and samples by key, for every instruction set."""
 
 import ctypes
 from collections.abc import Callable
@@ -19,12 +19,12 @@ from tests.kernels.cpu.samplers import CANARY, ISAS, load
 VOCABULARIES = [1, 7, 63, 64, 65, 2048, 32003, 49152]
 INF = float("inf")
 
-# What may rounding move: the relative error of a float32 weight.
+# The relative error of a float32 weight, which is what rounding may change.
 ROUNDING = 1e-6
 
 
 class Native:
-    """One compiled sampler. Memory before each call is garbage, and nothing beyond what it is given may change."""
+    """One compiled sampler. Memory is garbage before each call, and no call may write outside of its arguments."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
@@ -166,24 +166,24 @@ def probabilities(logits: np.ndarray, temperature: float, top_k: int, top_p: flo
 
 
 def assert_follows(ids: np.ndarray, expected_shares: np.ndarray) -> None:
-    """Pearson's chi-square test, ids too rare for it counted together; the bound is six deviations from its mean."""
+    """Pearson's chi-square test, rare ids counted together; the bound is six standard deviations above its mean."""
     seen = np.bincount(ids, minlength=len(expected_shares)).astype(float)
-    wanted = expected_shares * len(ids)
-    assert seen[wanted == 0].sum() == 0, "drew what has no probability"
-    common = wanted >= 10
-    rare_seen, rare_wanted = seen[~common].sum(), wanted[~common].sum()
-    seen, wanted = seen[common], wanted[common]
-    if rare_wanted >= 10:
-        seen, wanted = np.append(seen, rare_seen), np.append(wanted, rare_wanted)
-    degrees = len(wanted) - 1
-    statistic = ((seen - wanted) ** 2 / wanted).sum()
+    expected = expected_shares * len(ids)
+    assert seen[expected == 0].sum() == 0, "sampled an impossible id"
+    common = expected >= 10
+    rare_seen, rare_expected = seen[~common].sum(), expected[~common].sum()
+    seen, expected = seen[common], expected[common]
+    if rare_expected >= 10:
+        seen, expected = np.append(seen, rare_seen), np.append(expected, rare_expected)
+    degrees = len(expected) - 1
+    statistic = ((seen - expected) ** 2 / expected).sum()
     assert statistic < degrees + 6 * (2 * max(degrees, 1)) ** 0.5, (statistic, degrees)
 
 
 def assert_keeps_right(
     native: Native, logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
-    """min_p and top_k to the bit; of top_p, the fewest that hold enough, but for the rounding of float32 weights."""
+    """min_p and top_k exactly; for top_p, the fewest that hold enough, up to the rounding of float32 weights."""
     temperature, top_p, min_p = float32(temperature), float32(top_p), float32(min_p)
     kept = native.kept(logits, temperature, top_k, top_p, min_p)
     candidates = kept_reference(logits, temperature, top_k, 1.0, min_p)
@@ -194,10 +194,10 @@ def assert_keeps_right(
     smallest = logits[kept].min()
     np.testing.assert_array_equal(kept, candidates & (logits >= smallest))
     weights = np.where(candidates, weights_reference(logits, temperature), 0)
-    wanted = top_p * weights.sum()
-    assert weights[kept].sum() >= wanted * (1 - ROUNDING)
+    expected = top_p * weights.sum()
+    assert weights[kept].sum() >= expected * (1 - ROUNDING)
     above = weights[candidates & (logits > smallest)].sum()
-    assert above < wanted * (1 + ROUNDING) or above == 0
+    assert above < expected * (1 + ROUNDING) or above == 0
 
 
 def assert_samples_right(
@@ -209,7 +209,7 @@ def assert_samples_right(
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> None:
-    """Each key's number lies in the interval of the id that it draws, over what is kept, but for rounding."""
+    """Each key's number lies in the interval of the sampled id, over the kept ids, up to rounding."""
     kept = native.kept(logits, temperature, top_k, top_p, min_p)
     weights = np.where(kept, weights_reference(logits, float32(temperature)), 0)
     ends = np.cumsum(weights) / weights.sum()
@@ -236,20 +236,20 @@ FILTERS = [
 
 @pytest.mark.parametrize("temperature", [0.5, 1.3])
 @pytest.mark.parametrize(("top_k", "top_p", "min_p"), FILTERS)
-def test_draws_follow_the_filtered_softmax(
+def test_samples_follow_the_filtered_softmax(
     native: Native, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
     logits = logits_row(67, seed=4)
     ids = native.sample(logits, keys_of(40_000), temperature, top_k, top_p, min_p)
     expected = probabilities(logits, temperature, top_k, top_p, min_p)
     assert_follows(ids, expected)
-    # The same distribution as the one that the torch sampler is held to.
+    # The torch sampler is tested with the same distribution.
     torch_expected = probabilities_reference(torch.from_numpy(logits), temperature, top_k, top_p, min_p)
     np.testing.assert_allclose(expected, torch_expected.numpy(), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize(("top_k", "top_p", "min_p"), [(0, 1.0, 0.0), (50, 0.95, 0.0), (0, 0.9, 0.0), (0, 0.95, 0.01)])
-def test_draws_follow_the_filtered_softmax_over_a_real_vocabulary(
+def test_samples_follow_the_filtered_softmax_over_a_real_vocabulary(
     compiled: Callable[[str], Native], top_k: int, top_p: float, min_p: float
 ) -> None:
     logits = logits_row(49152, seed=2, spread=2.5)
@@ -264,7 +264,7 @@ def test_every_id_has_its_interval_of_the_uniform_number(native: Native, vocab_s
     assert_samples_right(native, logits, keys_of(300), 0.7, top_k=40, top_p=0.9)
 
 
-def test_unlikely_ids_have_the_whole_of_their_interval(native: Native) -> None:
+def test_unlikely_ids_have_their_whole_interval(native: Native) -> None:
     """Each of 4095 ids of probability e^-15, at both ends of an interval that is 3e-7 wide."""
     logits = np.full(4096, -15, np.float32)
     logits[1234] = 0
@@ -275,7 +275,7 @@ def test_unlikely_ids_have_the_whole_of_their_interval(native: Native) -> None:
         np.testing.assert_array_equal(native.sample(logits, keys), np.arange(4096))
 
 
-def test_the_key_alone_decides_as_it_does_in_the_reference(native: Native) -> None:
+def test_the_key_determines_the_sample_as_in_the_reference(native: Native) -> None:
     for trial, (top_k, top_p, min_p) in enumerate(FILTERS):
         logits = logits_row(5000, trial, spread=3)
         keys = keys_of(200, seed=trial)
@@ -284,18 +284,18 @@ def test_the_key_alone_decides_as_it_does_in_the_reference(native: Native) -> No
 
 
 @pytest.mark.parametrize("vocab_size", [7, 32003, 49152])
-def test_all_levels_draw_the_same_ids(compiled: Callable[[str], Native], vocab_size: int) -> None:
+def test_all_instruction_sets_sample_the_same_ids(compiled: Callable[[str], Native], vocab_size: int) -> None:
     keys = keys_of(30, seed=3)
     for seed, spread in enumerate([0.0, 1.0, 5.0]):
         logits = logits_row(vocab_size, seed, spread)
         for top_k, top_p, min_p in FILTERS:
-            drawn = [compiled(isa).sample(logits, keys, 1.1, top_k, top_p, min_p) for isa in ISAS]
-            assert all((ids == drawn[0]).all() for ids in drawn)
+            samples = [compiled(isa).sample(logits, keys, 1.1, top_k, top_p, min_p) for isa in ISAS]
+            assert all((ids == samples[0]).all() for ids in samples)
 
 
 @pytest.mark.parametrize("vocab_size", VOCABULARIES)
 @pytest.mark.parametrize("values", ["distinct", "ties", "equal", "one far below", "most impossible"])
-def test_filters_keep_what_their_definitions_keep(native: Native, vocab_size: int, values: str) -> None:
+def test_filters_follow_their_definitions(native: Native, vocab_size: int, values: str) -> None:
     rng = np.random.default_rng(vocab_size)
     logits = logits_row(vocab_size, 7, 3)
     if values == "ties":
@@ -320,12 +320,12 @@ def test_filters_keep_what_their_definitions_keep(native: Native, vocab_size: in
             assert_keeps_right(native, logits, float(rng.choice([0.3, 1, 30])), top_k, top_p, min_p)
 
 
-def test_a_nucleus_ends_right_where_it_holds_enough(native: Native) -> None:
+def test_a_nucleus_ends_where_it_holds_enough(native: Native) -> None:
     """Powers of two add up exactly: 1/2, then twice 1/8, then four times 1/16."""
     logits = np.log(np.array([1, 2, 8, 1, 2, 1, 1])).astype(np.float32)
     for top_p, num_kept in [(0.499, 1), (0.501, 3), (0.749, 3), (0.751, 7), (1.0, 7)]:
         assert native.kept(logits, 1.0, 0, top_p, 0.0).sum() == num_kept
-    # Of equal logits all stay, though the first few hold enough.
+    # All equal logits stay, although the first few hold enough.
     for top_p in (0.01, 0.5, 0.99):
         assert native.kept(np.zeros(1000, np.float32), 1.0, 0, top_p, 0.0).all()
     assert native.kept(np.zeros(1000, np.float32), 1.0, 3, 0.5, 1.0).all()
@@ -347,7 +347,7 @@ LOGIT = st.one_of(
     st.sampled_from([0.0, 1e-6, 0.05, 0.5, 1.0]),
     st.integers(0, 2**64 - 1),
 )
-def test_any_logits_are_filtered_and_drawn_right(
+def test_any_logits_are_filtered_and_sampled_correctly(
     native: Native,
     values: list[float],
     times: int,
@@ -366,12 +366,12 @@ def test_any_logits_are_filtered_and_drawn_right(
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.one_of(LOGIT, st.just(INF)), min_size=1, max_size=200), st.integers(0, 2**64 - 1))
-def test_greedy_takes_the_first_of_the_largest(native: Native, values: list[float], key: int) -> None:
+def test_greedy_returns_the_first_of_the_largest(native: Native, values: list[float], key: int) -> None:
     logits = np.array(values, np.float32)
     clean = np.where(np.isnan(logits), -INF, logits)
     expected = clean.argmax() if clean.max() > -INF else -1
     assert native.greedy(logits) == expected
-    # Infinitely likely, or nothing is: the draw is the same.
+    # Either one id is infinitely likely or none is: the sample is the same.
     if not np.isfinite(clean.max()):
         assert native.sample(logits, np.array([key], np.uint64), 1.0, 3, 0.9, 0.1)[0] == expected
     assert native.sample(logits, np.array([key], np.uint64), 0.0)[0] == expected
@@ -388,7 +388,7 @@ def test_greedy_finds_the_largest_wherever_it_is(native: Native, vocab_size: int
 
 @pytest.mark.parametrize(("top_k", "top_p", "min_p"), FILTERS)
 @pytest.mark.parametrize("temperature", [1e-5, 1.0, 100.0])
-def test_the_last_possible_logit_is_drawn_whatever_the_key(
+def test_the_only_possible_id_is_sampled_with_any_key(
     native: Native, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
     keys = np.array([0, 1, 2**63, 2**64 - 1], np.uint64)
@@ -399,8 +399,8 @@ def test_the_last_possible_logit_is_drawn_whatever_the_key(
 
 
 @pytest.mark.parametrize("vocab_size", [7, 64, 1000, 32003])
-def test_the_ends_of_the_uniform_range_draw_the_first_and_last_id_that_is_left(native: Native, vocab_size: int) -> None:
-    """Many seeds, since whether the largest number times the sum rounds to the sum depends on the sum."""
+def test_the_ends_of_the_uniform_range_sample_the_first_and_last_kept_id(native: Native, vocab_size: int) -> None:
+    """Many seeds, because the sum determines whether the largest number times the sum rounds to the sum."""
     for seed in range(20):
         logits = logits_row(vocab_size, seed, 1)
         logits[-3:] = -INF
@@ -412,7 +412,7 @@ def test_the_ends_of_the_uniform_range_draw_the_first_and_last_id_that_is_left(n
         assert (first, last) == (kept[0], kept[-1])
 
 
-def test_the_end_of_the_range_draws_nothing_impossible_where_sums_are_rounded(native: Native) -> None:
+def test_the_end_of_the_range_samples_no_impossible_id_despite_rounded_sums(native: Native) -> None:
     """Weights from 1 down to e^-87 can't be summed exactly, so the order of summation shows."""
     for seed in range(400):
         logits = logits_row(256, seed, spread=12)
@@ -422,14 +422,14 @@ def test_the_end_of_the_range_draws_nothing_impossible_where_sums_are_rounded(na
             assert np.isfinite(logits[id])
 
 
-def test_a_small_temperature_leaves_the_largest_and_a_large_one_all_alike(native: Native) -> None:
+def test_a_small_temperature_is_greedy_and_a_large_one_is_uniform(native: Native) -> None:
     logits = logits_row(49, spread=3)
     assert (native.sample(logits, keys_of(500), 1e-5) == logits.argmax()).all()
     assert_follows(native.sample(logits, keys_of(40_000), 1e38), np.full(49, 1 / 49))
 
 
 def test_numbers_of_successive_positions_are_independent(native: Native) -> None:
-    """Pairs of draws from 16 equally likely ids, neighbours in position, fill 16 x 16 bins evenly."""
+    """Pairs of samples from 16 equally likely ids at neighbouring positions fill 16 x 16 bins evenly."""
     ids = native.sample(np.zeros(16, np.float32), keys_of(128_000, seed=11))
     assert_follows(ids, np.full(16, 1 / 16))
     for distance in (1, 2, 64):
@@ -437,7 +437,7 @@ def test_numbers_of_successive_positions_are_independent(native: Native) -> None
 
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 31, 32, 33, 1000, 32003])
-def test_a_mask_forbids_what_its_bits_leave_out(native: Native, vocab_size: int) -> None:
+def test_a_mask_forbids_ids_without_a_bit(native: Native, vocab_size: int) -> None:
     rng = np.random.default_rng(vocab_size)
     logits = logits_row(vocab_size)
     for share in (0.0, 0.01, 0.5, 1.0):
@@ -451,14 +451,14 @@ def test_a_mask_forbids_what_its_bits_leave_out(native: Native, vocab_size: int)
     ("repetition", "presence", "frequency"),
     [(1.0, 0.0, 0.0), (1.3, 0.0, 0.0), (1.0, 0.7, 0.0), (1.0, 0.0, 0.3), (1.1, -0.5, 0.25), (0.8, 1.5, -2.0)],
 )
-def test_penalties_are_those_of_the_torch_reference_to_the_bit(
+def test_penalties_equal_the_torch_reference_exactly(
     native: Native, repetition: float, presence: float, frequency: float
 ) -> None:
     rng = np.random.default_rng(1)
     for vocab_size, num_ids, num_prompt in [(7, 0, 0), (7, 30, 12), (7, 30, 30), (1000, 400, 0), (32003, 3000, 1700)]:
         logits = logits_row(vocab_size, num_ids)
         logits[rng.integers(vocab_size)] = -INF
-        # A few of them are of no id of the vocabulary.
+        # A few of them are outside of the vocabulary.
         ids = rng.integers(-2, vocab_size + 3, num_ids).astype(np.int32)
         expected = torch.from_numpy(logits.copy())
         arguments = (float32(repetition), float32(presence), float32(frequency))

@@ -1,4 +1,4 @@
-"""Rows that share blocks go through them together in attention, and yield the bits that they yield alone."""
+"""Attention computes rows that share blocks together, with the same bits as separately."""
 
 import ctypes
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from tests.kernels.cpu.recording import Recording, random, read_floats, recordin
 
 STRETCH_BLOCKS = 4
 MOST_BLOCKS = 24
-"""Of a row."""
+"""Per row"""
 NUM_BLOCKS = 640
 NUM_TOKENS = 192
 NUM_ROWS = 40
@@ -35,7 +35,7 @@ SHAPES = [  # key-value heads, queries a head, head_dim, window
 
 @dataclass
 class Tree:
-    """The rows of a step: where each begins, how many tokens it computes, and its blocks, of which others have some."""
+    """The rows of a step: each one's start, number of tokens, and blocks, some of which it shares with other rows."""
 
     starts: list[int]
     counts: list[int]
@@ -47,7 +47,7 @@ class Tree:
         return list(zip(self.starts, self.counts, strict=True))
 
     def apart(self) -> tuple[IntArray, IntArray]:
-        """The same rows with blocks that nobody shares: their tables, and of which block each block is a copy."""
+        """The same rows without shared blocks: their tables, and for each block the block that it copies."""
         tables, originals = np.zeros_like(self.tables), [0]
         for i, (start, count) in enumerate(self.entries):
             num = -(-(start + count) // BLOCK_SIZE)
@@ -72,7 +72,7 @@ class Attention:
         r.library.program_attention(r.program, self.out, True, self.queries.ctypes.data, ctypes.byref(layer), plan)
 
     def run(self, tree: Tree, tables: IntArray, rows: Sequence[int]) -> list[np.ndarray]:
-        """These rows of a tree as one step, with these tables. Returns what each yields, [tokens, width]."""
+        """Run these rows of a tree as one step, with these tables. Returns the output of each, [tokens, width]."""
         ends = np.cumsum(tree.counts)
         self.r.fill([tree.entries[row] for row in rows], tables=tables[list(rows)])
         given = [self.given[ends[row] - tree.counts[row] : ends[row]] for row in rows]
@@ -89,8 +89,8 @@ class Attention:
 
 
 def grow(seed: int) -> Tree:
-    """Each row goes on from some blocks of an earlier one, from the first on, or from none; what it shares ends within
-    a stretch as often as at its end. Some rows have shared all that they have but for what they compute."""
+    """Each row continues some leading blocks of an earlier row, or none. Shared prefixes end within a stretch as often
+    as at its end. Some rows share everything except the tokens that they compute."""
     rng = np.random.default_rng(seed)
     num = int(rng.integers(2, NUM_ROWS))
     tree = Tree([], [], np.zeros((num, MOST_BLOCKS), np.int32))
@@ -121,7 +121,7 @@ def grow(seed: int) -> Tree:
 
 
 def fan(lengths: Sequence[int], count: int = 1) -> Tree:
-    """Rows that have their first blocks, 256 tokens, in common, and as many tokens of their own as `lengths` say."""
+    """Rows that share their first blocks, 256 tokens, each with its own number of further tokens from `lengths`."""
     tables = np.zeros((len(lengths), MOST_BLOCKS), np.int32)
     tables[:, :16] = np.arange(16)
     tables[:, 16:] = 16 + np.arange(8 * len(lengths)).reshape(len(lengths), 8)
@@ -129,7 +129,7 @@ def fan(lengths: Sequence[int], count: int = 1) -> Tree:
 
 
 def memory_of(shape: tuple[int, int, int, int], seed: int) -> np.ndarray:
-    """Keys and values of NUM_BLOCKS blocks as bfloat16, [blocks, numbers of a block]: any numbers of such a size do."""
+    """Keys and values of NUM_BLOCKS blocks as bfloat16, [blocks, numbers of a block]: random values."""
     kv_heads, _, head_dim, _ = shape
     values = random(seed, NUM_BLOCKS, 2 * kv_heads * head_dim * BLOCK_SIZE)
     made: np.ndarray = (values.view(np.uint32) >> 16).astype(np.uint16)
@@ -149,7 +149,7 @@ def assert_same(made: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> N
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rows_yield_the_same_bits_with_blocks_in_common_and_with_copies_of_them(
+def test_shared_blocks_and_copies_of_them_yield_the_same_bits(
     library: ctypes.CDLL, shape: tuple[int, int, int, int]
 ) -> None:
     memory, queries = memory_of(shape, 1), queries_of(shape, 2)
@@ -175,7 +175,7 @@ def test_rows_yield_the_same_bits_with_blocks_in_common_and_with_copies_of_them(
 @pytest.mark.parametrize("num", [2, 3, 16, 40])
 @pytest.mark.parametrize("count", [1, 3])
 def test_any_number_of_rows_shares_a_prefix(library: ctypes.CDLL, num: int, count: int) -> None:
-    """More than one item holds them, and they begin at different places behind it."""
+    """Several work items hold them, and their own tokens start at different positions."""
     shape = (3, 3, 64, 0)
     tree = fan([(7 * i) % 90 for i in range(num)], count)
     memory, queries = memory_of(shape, 3), queries_of(shape, 4)
@@ -185,8 +185,8 @@ def test_any_number_of_rows_shares_a_prefix(library: ctypes.CDLL, num: int, coun
         assert_same(together, [attention.run(tree, tree.tables, [row])[0] for row in range(num)])
 
 
-def test_what_lies_behind_a_shared_prefix_is_not_mixed_up(library: ctypes.CDLL) -> None:
-    """Rows with the same prefix and queries differ if their own keys do, and are the same if those are copies."""
+def test_tokens_behind_a_shared_prefix_are_not_mixed_up(library: ctypes.CDLL) -> None:
+    """Rows with the same prefix and queries differ if their own keys do, and are equal if those are copies."""
     shape = (2, 3, 32, 0)
     tree = fan([70, 70, 70])
     memory, queries = memory_of(shape, 5), queries_of(shape, 6)

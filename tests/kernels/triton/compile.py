@@ -1,8 +1,8 @@
-"""Compiles every launch of `variants/` for a GPU that isn't there, and prints what each takes: one JSON object a line.
+"""Compile every launch of `variants/` for a GPU that need not be present. Prints one JSON object per kernel variant.
 
     python -m tests.kernels.triton.compile [--all] [NAME ...]
 
-To be run without TRITON_INTERPRET. With --all also those variants that take too long for a test of every day.
+Run this without TRITON_INTERPRET. --all adds the variants that take too long for a daily test.
 """
 
 import argparse

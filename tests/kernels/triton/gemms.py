@@ -1,4 +1,4 @@
-"""Matrices in every format, and what products and norms should give, in float64."""
+"""Matrices in every format, and references of products and norms in float64."""
 
 import torch
 
@@ -9,7 +9,7 @@ from pipeline.kernels.triton.gemm.device_matrix import DeviceMatrix
 FORMATS = ("float", "int8", "int4", "q8_0", "q4_0", "q4_1")
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-"""Relative errors. The interpreter cuts bfloat16 off instead of rounding it, and all errors have one sign."""
+"""Relative errors. The interpreter truncates to bfloat16 instead of rounding, so all errors have the same sign."""
 
 
 def random(*shape: int, seed: int) -> torch.Tensor:
@@ -29,7 +29,7 @@ def device_matrix(num_rows: int, num_columns: int, format: str, dtype: torch.dty
 
 
 def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """What isn't written shows."""
+    """Memory of NaN, to find elements that are not written."""
     return torch.full(shape, torch.nan, dtype=dtype)
 
 
@@ -52,8 +52,8 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def assert_near(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
-    """Every number is there, and each row is near as a whole."""
+    """Every number is finite, and each row is close to the expected one as a whole."""
     assert actual.shape == expected.shape
     assert bool(actual.isfinite().all())
-    for row, wanted in zip(actual, expected, strict=True):
-        assert relative_error(row, wanted) < tolerance
+    for row, expected_row in zip(actual, expected, strict=True):
+        assert relative_error(row, expected_row) < tolerance

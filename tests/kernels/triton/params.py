@@ -1,4 +1,4 @@
-"""Rows' parameters as the GPU has them, from what a test wants to be different."""
+"""Sampling parameters of rows as the GPU stores them, with defaults for those that a test omits."""
 
 from dataclasses import dataclass
 
@@ -27,7 +27,7 @@ class Row:
 
 
 def params_of(rows: list[Row]) -> torch.Tensor:
-    """[R, NUM_FIELDS] int32; one row more than are given, which is nobody's."""
+    """[R + 1, NUM_FIELDS] int32; the last row is padding."""
     params = np.zeros((len(rows) + 1, NUM_FIELDS), np.int32)
     floats = params.view(np.float32)
     params[:, Field.NUM_TOP] = params[:, Field.ALLOWED_AT] = -1
@@ -45,7 +45,7 @@ def params_of(rows: list[Row]) -> torch.Tensor:
 
 
 def list_memory_of(params: torch.Tensor, rows: list[Row]) -> torch.Tensor:
-    """The lists of the rows' shapings, one behind the other; where they are goes into `params`."""
+    """The lists of the rows' logits processors, one after the other; writes their positions into `params`."""
     words, floats = params.numpy(), params.numpy().view(np.float32)
     list_memory: list[np.ndarray] = [np.full(3, -99, np.int32)]
 

@@ -1,8 +1,7 @@
-"""Compiling kernels for a GPU that isn't there: what a launch would run, and what of the GPU's it takes.
+"""Compile kernels for a GPU that need not be present, and report what each launch would run and use.
 
-A driver that pretends stands where Triton's own would. A launch compiles just as in production, to machine code, and
-then runs nothing. To be used in a process of its own, without TRITON_INTERPRET; `tests/kernels/triton/compile.py` is
-that process.
+A fake driver replaces Triton's own. A launch compiles to machine code as in production, and then runs nothing. Use this
+in a separate process without TRITON_INTERPRET, such as `tests/kernels/triton/compile.py`.
 """
 
 import re
@@ -20,7 +19,7 @@ from triton.backends.driver import DriverBase
 
 HOPPER = GPUTarget("cuda", 90, 32)
 MAX_SHARED_BYTES = 227 * 1024
-"""Of one program on a Hopper GPU (CUDA C++ programming guide, compute capability 9.0)."""
+"""Limit of one program on a Hopper GPU (CUDA C++ programming guide, compute capability 9.0)."""
 MAX_REGISTERS = 65536
 
 
@@ -31,18 +30,18 @@ class Compiled:
     name: str
     num_warps: int
     num_registers: int
-    """Of a thread."""
+    """Per thread"""
     stack_bytes: int
-    """Of a thread: what did not fit into registers, or has to be addressed."""
+    """Per thread: spilled registers, and memory that needs an address"""
     shared_bytes: int
-    """Of a program."""
+    """Per program"""
 
 
 class PretendDriver(DriverBase):
     def __init__(self) -> None:
         self.compiled: list[Compiled] = []
         self.launched: Callable[[list[str]], object] = lambda names: None
-        """Told the name of each launch."""
+        """Called with the name of each launch."""
         self.utils = SimpleNamespace(
             get_device_properties=lambda device: {"max_shared_mem": MAX_SHARED_BYTES, "multiprocessor_count": 132},
             load_binary=self._load,
@@ -80,9 +79,9 @@ class PretendDriver(DriverBase):
             file.write(binary)
             file.flush()
             command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-            said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
-        found = re.search(r"REG:(\d+) STACK:(\d+)", said.stdout + said.stderr)
-        assert found is not None, said
+            output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+        found = re.search(r"REG:(\d+) STACK:(\d+)", output.stdout + output.stderr)
+        assert found is not None, output
         registers, stack_bytes = int(found[1]), int(found[2])
         assert registers * self._num_warps * 32 <= MAX_REGISTERS
         self.compiled.append(Compiled(name, self._num_warps, registers, stack_bytes, shared_bytes))
@@ -90,7 +89,7 @@ class PretendDriver(DriverBase):
 
 
 def pretend() -> PretendDriver:
-    """From now on, launches compile and run nothing."""
+    """From now on, launches compile but run nothing."""
     assert not knobs.runtime.interpret
     driver = PretendDriver()
     triton.runtime.driver.set_active(driver)

@@ -1,4 +1,4 @@
-"""Many random steps, more than CI has time for: `python -m tests.kernels.triton.random_attention 100`."""
+"""Many random steps, too slow for CI: `python -m tests.kernels.triton.random_attention 100`."""
 
 import os
 import random

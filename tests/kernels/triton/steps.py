@@ -1,4 +1,4 @@
-"""Steps made by hand for tests of kernels: rows with shuffled blocks, entries of any length, and padding."""
+"""Hand-made steps for kernel tests: rows with shuffled blocks, entries of any length, and padding."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.kernels.triton.rows import StepArrays
 
 PADDING_ROW = -1
-"""What `out` is full of where nothing must be written, in tests that look."""
+"""Initial content of `out`, to detect unexpected writes."""
 
 
 @dataclass
@@ -19,7 +19,7 @@ class MadeStep:
     """[num_blocks, K, BLOCK_SIZE, D]: NaN wherever no entry of the step has a key"""
     values: Tensor
     live: Tensor
-    """[T] bool; tokens that are computed for somebody"""
+    """[T] bool; tokens that are neither padding nor of a row that has ended"""
 
 
 def make_step(
@@ -33,9 +33,9 @@ def make_step(
     window: int | None = None,
     seed: int = 0,
 ) -> MadeStep:
-    """One of `entries` (start, count), padded to `num_entries` and `num_tokens`. A count of 0 is a row that has ended:
-    as such rows do, it still has a start and tokens of its own, one, that are computed for nobody. What lies before the
-    `window` of an entry's first token is no key of its any more."""
+    """A step of `entries` (start, count), padded to `num_entries` and `num_tokens`. A count of 0 is a row that has
+    ended: as in production, it still has a start and one token, whose result is unused. Keys before the `window` of an
+    entry's first token do not exist."""
     generator = torch.Generator().manual_seed(seed)
     spans = [max(count, 1) for _, count in entries]
     num_entries = len(entries) if num_entries is None else num_entries
@@ -88,7 +88,7 @@ def make_step(
 def attention_reference(
     queries: Tensor, keys: Tensor, values: Tensor, step: StepArrays, num_heads: int, window: int | None
 ) -> Tensor:
-    """The formula in float64, a token at a time. queries [T, Q * D]; returns [T, Q, D], NaN where nobody's."""
+    """The formula in float64, one token at a time. queries [T, Q * D]; returns [T, Q, D], NaN for padding."""
     _, num_kv_heads, _, head_dim = keys.shape
     wide = queries.double().view(len(queries), num_kv_heads, num_heads // num_kv_heads, head_dim)
     out = torch.full(wide.shape, torch.nan, dtype=torch.float64)

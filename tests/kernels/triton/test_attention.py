@@ -1,4 +1,4 @@
-"""Attention against its formula in float64: every mixture of rows, chunks, windows and divisions."""
+"""Attention against its formula in float64: every mixture of rows, chunks, windows and splits."""
 
 import dataclasses
 import random
@@ -12,7 +12,7 @@ from tests.kernels.triton.steps import MadeStep, attention_reference, make_step
 
 CPU = torch.device("cpu")
 SMALL = Tiles(Tile(16, 16, 4, 2, 1, 2, 1, 512), Tile(32, 32, 4, 2, 1, 2, 1, 512), Tile(64, 32, 4, 2, 1, 2, 1, 512))
-"""So that units of few keys are shared."""
+"""Small, so that short units are split."""
 POISON = -7.0
 
 
@@ -29,7 +29,7 @@ def num_inner_cuts(tasks: AttentionTasks) -> list[int]:
 def check(
     made: MadeStep, tasks: AttentionTasks, *, tolerance: float = 2e-6, num_launches: int = 2, plan: bool = True
 ) -> torch.Tensor:
-    """Twice, as for two layers: the second finds what the first has left."""
+    """Twice, as for two layers: the second launch finds the scratch memory of the first."""
     step = made.step
     queries = torch.randn(step.num_tokens, tasks.num_heads * tasks.head_dim).to(made.keys.dtype)
     queries[~made.live] = torch.nan
@@ -59,7 +59,7 @@ def check(
         ((16, 1, 16), None, [(50, 3), (0, 2)], 2, 5),
         ((20, 1, 16), None, [(50, 3), (0, 2), (90, 1)], 3, 3 + 2 + 1),
         ((2, 2, 24), 1, [(50, 20), (0, 1)], 2, 24),
-        # A tile of 32 keys that all see but the first token, and one that all see but the last.
+        # A tile of 32 keys that all queries see except the first token, and one that all see except the last.
         ((4, 2, 16), None, [(30, 16), (62, 16)], 2, 32),
         ((4, 2, 16), 47, [(64, 16)], 1, 16),
     ],
@@ -77,20 +77,20 @@ def test_ragged_steps(
     check(made, tasks_for(heads, window, SMALL if heads[0] // heads[1] <= 16 else None), num_launches=1)
 
 
-def test_nobody_at_all() -> None:
+def test_a_step_of_padding() -> None:
     tasks = tasks_for((4, 2, 16), None)
     check(make_step([], 2, 16, torch.float32, num_entries=3, num_tokens=3), tasks, num_launches=1)
     check(make_step([(70, 0), (3, 0)], 2, 16, torch.float32, num_entries=3, num_tokens=9), tasks, num_launches=1)
 
 
-def test_one_long_row_is_shared_by_all_programs() -> None:
+def test_one_long_row_is_split_over_all_programs() -> None:
     tasks = tasks_for((2, 1, 16), None)
     made = make_step([(500, 1)], 1, 16, torch.float32)
     check(made, tasks)
     assert num_inner_cuts(tasks) == [tasks.narrow.num_programs - 1]
 
 
-def test_one_long_chunk_is_shared() -> None:
+def test_one_long_chunk_is_split() -> None:
     tasks = tasks_for((4, 1, 16), None)
     made = make_step([(100, 24)], 1, 16, torch.float32)
     check(made, tasks)
@@ -98,7 +98,7 @@ def test_one_long_chunk_is_shared() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 50])
-def test_short_and_long_chunks_are_lists_of_their_own(window: int | None) -> None:
+def test_short_and_long_chunks_have_separate_lists(window: int | None) -> None:
     tasks = tasks_for((4, 2, 16), window)
     made = make_step(
         [(40, 70), (3, 1), (20, 20), (7, 8)], 2, 16, torch.float32, num_tokens=NO_CHUNKS + 1, window=window
@@ -108,7 +108,7 @@ def test_short_and_long_chunks_are_lists_of_their_own(window: int | None) -> Non
     assert counts == [[1, 8], [20], [70]]
 
 
-def test_many_even_rows_are_not_shared() -> None:
+def test_many_equal_rows_are_not_split() -> None:
     tasks = tasks_for((2, 1, 16), None)
     made = make_step([(40, 1)] * 12, 1, 16, torch.float32)
     check(made, tasks, num_launches=1)
@@ -117,20 +117,20 @@ def test_many_even_rows_are_not_shared() -> None:
     assert units.diff().max() == 2, "12 units, 6 programs"
 
 
-def test_short_units_have_a_program_each() -> None:
-    """One short row of a small model: its heads one after the other would take as many times as long."""
+def test_each_short_unit_has_its_own_program() -> None:
+    """One short row of a small model: processing its heads one after the other would take several times as long."""
     tasks = tasks_for((6, 3, 16), None, None)
     check(make_step([(40, 1)], 3, 16, torch.float32), tasks, num_launches=1)
     assert tasks.narrow.cuts[:5, 4].tolist() == [0, 1, 2, 3, 3]
     check(make_step([(2, 1), (0, 1), (30, 1)], 1, 16, torch.float32), tasks_for((2, 1, 16), None, None), num_launches=1)
 
 
-def test_a_plan_is_made_anew_for_every_step() -> None:
-    """Arrivals of a shared unit count on from layer to layer, and begin again with the next plan."""
+def test_every_step_has_a_new_plan() -> None:
+    """The arrival counts of a shared unit continue from layer to layer, and restart with the next plan."""
     tasks = tasks_for((2, 1, 16), None)
     for start in (200, 70):
         made = make_step([(start, 1), (start // 3, 1)], 1, 16, torch.float32)
-        tasks.narrow.arrivals.fill_(1)  # as a plan with other cuts may leave them
+        tasks.narrow.arrivals.fill_(1)  # a plan with other splits may leave these
         check(made, tasks)
         assert sum(num_inner_cuts(tasks)) > 0
 
@@ -158,7 +158,7 @@ def test_a_few_query_tokens(num_tokens: int) -> None:
 @pytest.mark.parametrize(("dtype", "head_dim"), [(torch.bfloat16, 64), (torch.float16, 80)])
 def test_half_precision_with_tiles_of_a_gpu(dtype: torch.dtype, head_dim: int) -> None:
     made = make_step([(600, 1), (5, 1), (50, 20)], 1, head_dim, dtype)
-    # The interpreter cuts where a GPU rounds.
+    # The interpreter truncates, a GPU rounds.
     check(made, tasks_for((3, 1, head_dim), None, None, dtype), tolerance=0.02, num_launches=1)
 
 

@@ -1,4 +1,4 @@
-"""The launch for steps that only decode, against the two that it stands for."""
+"""The launch for decode-only steps, against the two launches that it replaces."""
 
 import random
 
@@ -25,7 +25,7 @@ def check(
     tolerance: float = 5e-5,
     seed: int = 0,
 ) -> int:
-    """Returns the number of cuts inside of units."""
+    """Returns the number of splits inside of units."""
     num_heads, num_kv_heads, head_dim = heads
     num = len(entries) + padding
     made = make_step(entries, num_kv_heads, head_dim, dtype, num_entries=num, num_tokens=num, window=window, seed=seed)
@@ -38,7 +38,7 @@ def check(
     queries, new_keys, new_values = heads_reference(split_k_partials, step.positions, frequencies, num_kv_heads, norms)
     blocks, places = step.slots[live] // BLOCK_SIZE, step.slots[live] % BLOCK_SIZE
 
-    # The new tokens' places hold NaN until the launch has written them.
+    # The slots of the new tokens are NaN until the launch has written them.
     made.keys[blocks, :, places] = made.values[blocks, :, places] = torch.nan
     expected_keys, expected_values = made.keys.double(), made.values.double()
     expected_keys[blocks, :, places], expected_values[blocks, :, places] = new_keys[live], new_values[live]
@@ -53,8 +53,8 @@ def check(
 
     assert (out[~live] == POISON).all()
     assert torch.allclose(out[live].double(), expected.flatten(1)[live], rtol=tolerance, atol=tolerance)
-    for ours, wanted in ((made.keys, expected_keys), (made.values, expected_values)):
-        assert torch.allclose(ours.double(), wanted, rtol=tolerance, atol=tolerance, equal_nan=True)
+    for ours, reference in ((made.keys, expected_keys), (made.values, expected_values)):
+        assert torch.allclose(ours.double(), reference, rtol=tolerance, atol=tolerance, equal_nan=True)
     return int((tasks.narrow.cuts[:, 5] >= 0).sum())
 
 
@@ -62,7 +62,7 @@ def test_short_rows() -> None:
     assert check([(0, 1), (15, 1), (16, 1), (33, 0), (17, 1)], (4, 2, 16), padding=2) == 0
 
 
-def test_long_rows_are_shared() -> None:
+def test_long_rows_are_split() -> None:
     assert check([(200, 1), (0, 1)], (3, 1, 16), num_split_k_partials=3, normed=True, padding=1) > 0
 
 
@@ -71,8 +71,8 @@ def test_windows() -> None:
     assert check([(300, 1), (1, 1)], (2, 1, 16), 150) > 0
 
 
-def test_a_cut_before_the_last_token() -> None:
-    """The last program's tile holds nothing but the new token."""
+def test_a_split_before_the_last_token() -> None:
+    """The tile of the last program holds only the new token."""
     for start in (79, 80):
         check([(start, 1)], (2, 1, 16))
 

@@ -1,4 +1,4 @@
-"""Every kernel compiles for a Hopper GPU, and takes no more of one than there is: no spilled registers, above all."""
+"""Every kernel compiles for a Hopper GPU and fits its resources; above all, no registers are spilled."""
 
 import json
 import os

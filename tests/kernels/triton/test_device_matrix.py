@@ -1,4 +1,4 @@
-"""Weights as they lie on a device mean what they meant before."""
+"""Weights in device layout have the same values as before."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def test_matrices_of_several_formats_become_floats() -> None:
     assert torch.equal(joined.values[4:], numbers.bfloat16())
 
 
-def test_matrices_of_other_widths_are_refused() -> None:
+def test_matrices_of_other_widths_are_rejected() -> None:
     matrices = [Matrix("f32", torch.zeros(2, width), 2, width) for width in (32, 64)]
     with pytest.raises(ValueError, match=r"\[32, 64\] columns"):
         DeviceMatrix.of(matrices, torch.float32, "cpu")
@@ -52,7 +52,7 @@ def test_floats_become_codes_in_groups_that_fit(
     assert matrix.values.numel() * 8 == 30 * -(-num_columns // matrix.group) * matrix.group * bits
 
 
-def test_int4_loses_less_than_the_range_alone_would() -> None:
+def test_int4_error_is_below_that_of_min_max_scaling() -> None:
     groups = random(200, 128, seed=3)
     scale, minimum, code = to_int4(groups)
     error = (code.float() * scale.float()[:, None] + minimum.float()[:, None] - groups).norm()
@@ -71,7 +71,9 @@ def test_groups_of_one_number_and_of_zeros_are_exact() -> None:
 
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan, 1e9])
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_numbers_beyond_a_scale_are_refused(bad: float, quantization: device_matrix_module.Quantization) -> None:
+def test_numbers_beyond_the_range_of_a_scale_are_rejected(
+    bad: float, quantization: device_matrix_module.Quantization
+) -> None:
     numbers = random(2, 64, seed=4)
     numbers[1, 3] = bad
     with pytest.raises(ValueError, match="not finite, or too large"):

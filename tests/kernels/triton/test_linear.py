@@ -1,4 +1,4 @@
-"""Products of every format and number of tokens are those of float64."""
+"""Products of every format and number of tokens agree with float64."""
 
 import pytest
 import torch
@@ -28,25 +28,25 @@ def check(num_tokens: int, num_rows: int, num_columns: int, format: str, dtype: 
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 5, 16, 17, 40])
-def test_a_product_is_that_of_float64(format: str, num_tokens: int) -> None:
+def test_a_product_agrees_with_float64(format: str, num_tokens: int) -> None:
     check(num_tokens, 21, 160, format, torch.float32, biased=num_tokens % 2 == 1)
 
 
 @pytest.mark.parametrize("format", ["float", "int8", "int4"])
 @pytest.mark.parametrize("num_tokens", [1, 5, 17])
-def test_bfloat16_goes_in_and_float32_is_summed(format: str, num_tokens: int) -> None:
+def test_bfloat16_inputs_are_summed_in_float32(format: str, num_tokens: int) -> None:
     check(num_tokens, 19, 576, format, torch.bfloat16, biased=True)
 
 
 @pytest.mark.parametrize("format", ["float", "int8", "int4"])
 @pytest.mark.parametrize("num_tokens", [1, 4])
-def test_columns_that_nothing_divides(format: str, num_tokens: int) -> None:
+def test_odd_numbers_of_columns(format: str, num_tokens: int) -> None:
     check(num_tokens, 9, 75, format, torch.float32, biased=False)
 
 
 @pytest.mark.parametrize("format", ["float", "q4_1"])
 @pytest.mark.parametrize("num_tokens", [1, 6])
-def test_columns_shared_out_leave_parts_whose_sum_has_the_bias_once(format: str, num_tokens: int) -> None:
+def test_split_k_partials_add_the_bias_once(format: str, num_tokens: int) -> None:
     matrix = device_matrix(21, 300 if format == "float" else 320, format, torch.float32)
     bias = random(21, seed=2)
     x = random(num_tokens, matrix.num_columns, seed=1)
@@ -58,7 +58,9 @@ def test_columns_shared_out_leave_parts_whose_sum_has_the_bias_once(format: str,
 
 
 @pytest.mark.parametrize("format", ["int8", "int4", "q4_0", "q4_1"])
-def test_codes_of_many_tokens_are_widened_a_few_rows_at_a_time(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codes_of_many_tokens_are_dequantized_a_few_rows_at_a_time(
+    format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(linear_module, "CODE_TOKENS", 16)
     matrix, x, bias = device_matrix(37, 96, format, torch.float32), random(18, 96, seed=1), random(37, seed=2)
     split_k_partials = poisoned(1, 18, 37, dtype=torch.float32)
@@ -72,11 +74,11 @@ def test_logits_of_bfloat16_are_not_rounded(format: str, num_samples: int) -> No
     matrix, x = device_matrix(25, 64, format, torch.bfloat16), random(num_samples, 64, seed=1).bfloat16()
     out = poisoned(num_samples, 25, dtype=torch.float32)
     logits(out, x, matrix)
-    # Codes of several tokens become bfloat16 before they are multiplied.
+    # With several tokens, codes become bfloat16 before they are multiplied.
     assert_near(out, product(x, matrix, None), 2e-5 if format == "float" or num_samples == 1 else 1e-2)
 
 
-def test_a_product_is_the_same_twice() -> None:
+def test_a_product_is_deterministic() -> None:
     matrix, x = device_matrix(20, 1024, "int4", torch.float32), random(3, 1024, seed=1)
     first, second = (poisoned(num_split_k_partials(matrix, 3), 3, 20, dtype=torch.float32) for _ in range(2))
     linear(first, x, matrix, None)
@@ -84,8 +86,8 @@ def test_a_product_is_the_same_twice() -> None:
     assert torch.equal(first, second)
 
 
-def test_a_token_is_none_of_its_neighbours_business() -> None:
-    """Rows of padding may hold anything, also what isn't finite."""
+def test_a_token_does_not_depend_on_its_neighbours() -> None:
+    """Padding rows may hold anything, also NaN and infinity."""
     matrix, x = device_matrix(20, 64, "float", torch.float32), random(4, 64, seed=1)
     x[2] = torch.nan
     split_k_partials = torch.zeros(num_split_k_partials(matrix, 4), 4, 20)

@@ -1,5 +1,4 @@
-"""Logits are changed as kernels/logits_processors.py changes them, for any mix of rows, and not where nothing is
-wished."""
+"""Logits change as in kernels/logits_processors.py, for any mix of rows. Rows without logits processors keep theirs."""
 
 from dataclasses import replace
 
@@ -27,8 +26,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarn
 
 
 def check(logits: torch.Tensor, rows: list[Row], allowed: list[list[int] | None] | None = None) -> torch.Tensor:
-    """Shape logits [N, V] of these rows, of which some may be masked by what a grammar allows. The last row of logits
-    and the last sample are nobody's. Returns what became of them."""
+    """Run the logits processors of these rows on logits [N, V]; a grammar may mask some of them. The last row of logits
+    and the last sample are padding. Returns the new logits."""
     vocab_size, num = logits.shape[1], len(rows)
     logits = torch.cat([logits, torch.ones(1, vocab_size)])
     params = params_of(rows)
@@ -61,19 +60,19 @@ def check(logits: torch.Tensor, rows: list[Row], allowed: list[list[int] | None]
         logits, params, list_memory, ids, torch.arange(num + 1, dtype=torch.int32), masks, masked, scratch
     )
     np.testing.assert_allclose(logits, expected, rtol=1e-6, atol=0)
-    assert not scratch.counts.any(), "counts are left behind"
+    assert not scratch.counts.any(), "counts were not reset"
     return logits
 
 
-def row_of(vocab_size: int, wanted: Case) -> Row:
-    logits_processors, num_known = wanted.logits_processors(vocab_size)
+def row_of(vocab_size: int, case: Case) -> Row:
+    logits_processors, num_known = case.logits_processors(vocab_size)
     return Row(
         logits_processors=replace(logits_processors, enders=np.unique(logits_processors.enders)), num_ids=num_known
     )
 
 
-def check_case(wanted: tuple[int, Case], seed: int) -> None:
-    vocab_size, one = wanted
+def check_case(sized_case: tuple[int, Case], seed: int) -> None:
+    vocab_size, one = sized_case
     logits = row(vocab_size, seed)
     [found, _] = check(torch.from_numpy(logits)[None], [row_of(vocab_size, one)])
     np.testing.assert_allclose(found, one.expected(logits), rtol=1e-6, atol=0)
@@ -81,13 +80,13 @@ def check_case(wanted: tuple[int, Case], seed: int) -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(cases(), st.integers(0, 1000))
-def test_any_wishes_are_what_their_definitions_say(wanted: tuple[int, Case], seed: int) -> None:
-    check_case(wanted, seed)
+def test_any_logits_processors_follow_their_definitions(sized_case: tuple[int, Case], seed: int) -> None:
+    check_case(sized_case, seed)
 
 
-def test_rows_have_their_own_wishes_and_others_are_left_alone() -> None:
+def test_rows_have_their_own_logits_processors_and_others_are_unchanged() -> None:
     vocab_size = 32 * MASK_WORDS + 40
-    wanted = [
+    rows = [
         Row(),
         row_of(vocab_size, Case(allowed=[3, 31, 32, 2047, 2048, vocab_size - 1], output=[3], presence=1.5)),
         replace(row_of(vocab_size, Case(allowed=[1], output=[2], frequency=1.5)), ended=True),
@@ -95,29 +94,29 @@ def test_rows_have_their_own_wishes_and_others_are_left_alone() -> None:
         row_of(vocab_size, Case(enders=[5, 7], min_tokens=3, output=[5, 5, 5], repetition=1.3)),
         Row(),
     ]
-    logits = torch.from_numpy(np.stack([row(vocab_size, i) for i in range(len(wanted))]))
-    found = check(logits, wanted)
+    logits = torch.from_numpy(np.stack([row(vocab_size, i) for i in range(len(rows))]))
+    found = check(logits, rows)
     assert torch.equal(found[[0, 2, 5]], logits[[0, 2, 5]]) and (found[-1] == 1).all()
-    check(logits, wanted, [[1, 2, 2050], [3, 4, 2049], [2], None, [5, 6], None])
+    check(logits, rows, [[1, 2, 2050], [3, 4, 2049], [2], None, [5, 6], None])
 
 
 @pytest.mark.parametrize(
     ("allowed", "ends"), [([4, 40], True), ([40], True), ([4, 39], False), ([], True), ([0, 4, 40], False)]
 )
-def test_a_grammar_that_allows_but_an_end_may_end_before_min_tokens(allowed: list[int], ends: bool) -> None:
+def test_a_grammar_that_allows_only_an_end_overrides_min_tokens(allowed: list[int], ends: bool) -> None:
     one = row_of(70, Case(enders=[4, 40, 41], min_tokens=5, output=[1, 2]))
     found = check(torch.zeros(1, 70), [one], [allowed])
     assert (found[0] > -INF).nonzero()[:, 0].tolist() == (allowed if ends else sorted({*allowed} - {4, 40, 41}))
 
 
-def test_a_bad_word_longer_than_what_is_compared_together() -> None:
+def test_a_bad_word_longer_than_one_block_of_comparisons() -> None:
     long = [i % 7 for i in range(2 * RUN + 3)]
-    wanted = [
+    rows = [
         row_of(50, Case(prompt=[9], output=long[:-1], bad_words=[long, [1, 2], [8]])),
         row_of(50, Case(prompt=long[:5], output=long[5:-1], bad_words=[long, [3, 49]])),
         row_of(50, Case(prompt=[9], output=[*long[1:-1]], bad_words=[[0, *long[1:]], [long[-2], 48]])),
     ]
-    found = check(torch.zeros(3, 50), wanted)
+    found = check(torch.zeros(3, 50), rows)
     forbidden = [(each == -INF).nonzero()[:, 0].tolist() for each in found[:3]]
     assert forbidden == [sorted({8, long[-1]}), [], [48]]
 
@@ -125,7 +124,7 @@ def test_a_bad_word_longer_than_what_is_compared_together() -> None:
 def test_many_ids_are_counted_once_each() -> None:
     rng = np.random.default_rng(8)
     known = rng.integers(0, 40, 2 * TILE + 100)
-    # Places of a picture, say, have no logit.
+    # For example, placeholder ids of an image have no logit.
     known[[5, TILE + 7, -1]] = -1, 60, 2**31 - 1
     logits_processors = LogitsProcessors(
         known.astype(np.int32), TILE + 30, repetition=1.2, presence=0.5, frequency=0.01

@@ -1,4 +1,4 @@
-"""Sums of parts, norms, gates and rows of the embedding, and products that do them on the way."""
+"""Sums of split-k partials, norms, SwiGLU, rows of the embedding, and products fused with them."""
 
 import pytest
 import torch
@@ -24,12 +24,12 @@ EPS = 1e-5
 
 
 def hidden_of(num_tokens: int, width: int, split_k_partials: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """A residual, and what it becomes in float64."""
+    """A residual, and its expected new value in float64."""
     residual = random(num_tokens, width, seed=3)
     return residual, residual.double() + (0 if split_k_partials is None else split_k_partials.double().sum(0))
 
 
-def parts_of(
+def partials_of(
     num_split_k_partials: int, num_tokens: int, width: int, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor | None:
     return random(num_split_k_partials, num_tokens, width, seed=4).to(dtype) if num_split_k_partials else None
@@ -37,8 +37,8 @@ def parts_of(
 
 @pytest.mark.parametrize("num_split_k_partials", [0, 1, 3])
 @pytest.mark.parametrize(("num_tokens", "width"), [(1, 576), (5, 33)])
-def test_parts_are_added_and_the_sum_is_normed(num_split_k_partials: int, num_tokens: int, width: int) -> None:
-    split_k_partials, weight = parts_of(num_split_k_partials, num_tokens, width), random(width, seed=5)
+def test_partials_are_added_and_the_sum_is_normed(num_split_k_partials: int, num_tokens: int, width: int) -> None:
+    split_k_partials, weight = partials_of(num_split_k_partials, num_tokens, width), random(width, seed=5)
     residual, expected = hidden_of(num_tokens, width, split_k_partials)
     out = poisoned(num_tokens, width, dtype=torch.float32)
     add_norm(out, residual, split_k_partials, weight, EPS)
@@ -46,8 +46,8 @@ def test_parts_are_added_and_the_sum_is_normed(num_split_k_partials: int, num_to
     assert_near(out, normed(expected, weight, EPS), 1e-6)
 
 
-def test_a_single_part_of_bfloat16_goes_into_a_bfloat16_norm() -> None:
-    split_k_partials, weight = parts_of(1, 3, 64, torch.bfloat16), random(64, seed=5)
+def test_a_single_bfloat16_partial_goes_into_a_bfloat16_norm() -> None:
+    split_k_partials, weight = partials_of(1, 3, 64, torch.bfloat16), random(64, seed=5)
     residual, expected = hidden_of(3, 64, split_k_partials)
     out = poisoned(3, 64, dtype=torch.bfloat16)
     add_norm(out, residual, split_k_partials, weight, EPS)
@@ -56,8 +56,8 @@ def test_a_single_part_of_bfloat16_goes_into_a_bfloat16_norm() -> None:
 
 
 @pytest.mark.parametrize("num_split_k_partials", [0, 2])
-def test_rows_of_samples_are_normed_and_the_residual_stays(num_split_k_partials: int) -> None:
-    split_k_partials, weight = parts_of(num_split_k_partials, 4, 96), random(96, seed=5)
+def test_sampled_rows_are_normed_and_the_residual_is_unchanged(num_split_k_partials: int) -> None:
+    split_k_partials, weight = partials_of(num_split_k_partials, 4, 96), random(96, seed=5)
     residual, expected = hidden_of(4, 96, split_k_partials)
     before, index = residual.clone(), torch.tensor([3, 0, 3], dtype=torch.int32)
     out = poisoned(3, 96, dtype=torch.float32)
@@ -76,10 +76,10 @@ def test_rows_of_the_embedding_come_in_any_order(format: str) -> None:
 
 @pytest.mark.parametrize("num_split_k_partials", [1, 3])
 @pytest.mark.parametrize("width", [40, 1100])
-def test_a_gate_multiplies_what_its_parts_sum_to(num_split_k_partials: int, width: int) -> None:
-    split_k_partials = parts_of(num_split_k_partials, 3, 2 * width)
+def test_swiglu_uses_the_sum_of_its_partials(num_split_k_partials: int, width: int) -> None:
+    split_k_partials = partials_of(num_split_k_partials, 3, 2 * width)
     assert split_k_partials is not None
-    split_k_partials[:, 0, 0] = -200.0 / num_split_k_partials  # exp of it is infinite
+    split_k_partials[:, 0, 0] = -200.0 / num_split_k_partials  # exp(200) is infinite
     out = poisoned(3, width, dtype=torch.float32)
     silu_mul(out, split_k_partials)
     assert_near(out, gated(split_k_partials.double().sum(0)), 1e-6)
@@ -88,10 +88,10 @@ def test_a_gate_multiplies_what_its_parts_sum_to(num_split_k_partials: int, widt
 @pytest.mark.parametrize("format", ["float", "int4", "q8_0"])
 @pytest.mark.parametrize("num_tokens", [1, 3, 16])
 @pytest.mark.parametrize("num_partials_in", [0, 2])
-def test_a_product_norms_its_input_on_the_way(format: str, num_tokens: int, num_partials_in: int) -> None:
+def test_a_product_fused_with_the_norm_of_its_input(format: str, num_tokens: int, num_partials_in: int) -> None:
     rows, columns, dtype = 22, 160, torch.float32
     matrix, bias, weight = device_matrix(rows, columns, format, dtype), random(rows, seed=2), random(columns, seed=5)
-    parts_in = parts_of(num_partials_in, num_tokens, columns)
+    parts_in = partials_of(num_partials_in, num_tokens, columns)
     residual, hidden = hidden_of(num_tokens, columns, parts_in)
     before, residual_out = residual.clone(), poisoned(num_tokens, columns, dtype=dtype)
     expected = product(normed(hidden, weight, EPS), matrix, bias)
@@ -116,9 +116,9 @@ def test_a_product_norms_its_input_on_the_way(format: str, num_tokens: int, num_
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2])
-def test_a_norm_on_the_way_sees_all_columns_where_they_are_shared_out(num_tokens: int) -> None:
+def test_a_fused_norm_reads_all_columns_of_a_split_k_product(num_tokens: int) -> None:
     matrix, weight = device_matrix(6, 150, "float", torch.float32), random(150, seed=5)
-    parts_in = parts_of(2, num_tokens, 150)
+    parts_in = partials_of(2, num_tokens, 150)
     residual, hidden = hidden_of(num_tokens, 150, parts_in)
     split_k_partials, residual_out = (
         poisoned(3, num_tokens, 6, dtype=torch.float32),
@@ -131,7 +131,7 @@ def test_a_norm_on_the_way_sees_all_columns_where_they_are_shared_out(num_tokens
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5])
-def test_a_gate_of_bfloat16_without_a_norm(num_tokens: int) -> None:
+def test_swiglu_in_bfloat16_without_a_norm(num_tokens: int) -> None:
     matrix, x = device_matrix(24, 128, "float", torch.bfloat16), random(num_tokens, 128, seed=1).bfloat16()
     out = poisoned(num_tokens, 12, dtype=torch.bfloat16)
     swiglu(out, x, matrix, None)

@@ -1,4 +1,4 @@
-"""Turned queries, and keys and values in the cache, against the formulas in float64."""
+"""Rotated queries, and keys and values in the cache, against the formulas in float64."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def angles(head_dim: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
 def heads_reference(
     split_k_partials: Tensor, positions: Tensor, frequencies: Tensor, num_kv_heads: int, head_norms: HeadNorms | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values as they are attended to, [T, heads, D] float64 each."""
+    """The queries, keys and values that attention uses, [T, heads, D] float64 each."""
     num_tokens, head_dim = split_k_partials.shape[1], 2 * len(frequencies)
     heads = split_k_partials.double().sum(0).view(num_tokens, -1, head_dim)
     queries, keys, values = heads.split([heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], 1)
@@ -65,11 +65,11 @@ def test_rotary_write(
     expected = heads_reference(split_k_partials[:, live], step.positions[live], frequencies, num_kv_heads, norms)
     blocks, places = step.slots[live] // BLOCK_SIZE, step.slots[live] % BLOCK_SIZE
     got = queries[live].view(int(live.sum()), num_heads, head_dim), keys[blocks, :, places], values[blocks, :, places]
-    # The interpreter cuts to bfloat16 where a GPU rounds.
+    # The interpreter truncates to bfloat16, a GPU rounds.
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
-    for ours, wanted in zip(got, expected, strict=True):
-        assert (ours.double() - wanted).abs().le(tolerance * (1e-2 + wanted.abs()) + 1e-5).all()
+    for ours, reference in zip(got, expected, strict=True):
+        assert (ours.double() - reference).abs().le(tolerance * (1e-2 + reference.abs()) + 1e-5).all()
     assert (queries[~live] == -7).all()
     for cache in (keys, values):
         cache[blocks, :, places] = -7
-        assert (cache == -7).all(), "written where no token is"
+        assert (cache == -7).all(), "a slot without a token was written"

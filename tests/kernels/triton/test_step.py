@@ -1,4 +1,4 @@
-"""Both ends of a step against loops: random rows, changes, ragged batches with padding and rows that have ended."""
+"""Both ends of a step against plain loops: random rows, changes, ragged batches with padding and ended rows."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ POISON = 77
 
 
 class Machine:
-    """Rows and words as an executor has them, and a step's arrays, full of what must not be believed."""
+    """Rows and words as an executor has them, and a step's arrays, filled with garbage."""
 
     def __init__(self, seed: int) -> None:
         self.random = np.random.default_rng(seed)
@@ -47,7 +47,7 @@ class Machine:
         return StepArrays(*arrays)
 
     def send(self, entries: list[tuple[int, int, int, bool]], runs: list[tuple[int, list[int]]] = ()) -> None:  # type: ignore[assignment]
-        """Words as `Staging` writes them; each entry is (row, start, count, whether it is sampled)."""
+        """Write words as `Staging` does; each entry is (row, start, count, whether it is sampled)."""
         words = self.words.numpy()
         words[: ends.words_of(MAX_ROWS)] = POISON
         counts = [entry[2] for entry in entries]
@@ -85,7 +85,7 @@ def test_apply_writes_runs_and_nothing_else(num_runs: int) -> None:
     np.testing.assert_array_equal(state, expected)
 
 
-def test_a_run_may_be_longer_than_what_a_program_moves_at_once() -> None:
+def test_a_run_may_be_longer_than_one_block_of_a_program() -> None:
     numbers = list(range(3000))
     state = torch.zeros(4000, dtype=torch.int32)
     empty = torch.zeros((1, 1), dtype=torch.int32)
@@ -111,7 +111,7 @@ def test_prepare_fills_a_ragged_batch_with_padding(seed: int) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 3, 7])
-def test_prepare_of_a_step_that_decodes_reads_no_entries_of_tokens(num_rows: int) -> None:
+def test_prepare_of_a_decode_step_reads_no_token_entries(num_rows: int) -> None:
     machine = Machine(num_rows)
     rows = machine.random.permutation(MAX_ROWS)[:num_rows].tolist()
     entries = [(row, int(machine.params[row, Field.NUM_IDS]) - 1, 1, True) for row in rows]
@@ -144,7 +144,7 @@ def _check(machine: Machine, step: StepArrays, entries: list[tuple[int, int, int
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_finish_appends_stops_and_ends(seed: int) -> None:
+def test_finish_appends_ids_and_ends_rows(seed: int) -> None:
     machine = Machine(seed)
     rows = machine.random.permutation(MAX_ROWS)[:7].tolist()
     machine.params[rows[:4], Field.ENDED] = 0
@@ -153,18 +153,18 @@ def test_finish_appends_stops_and_ends(seed: int) -> None:
     step = machine.step(8, 8, 8)
     machine.send(entries)
     ends.prepare(step, machine.rows, machine.words, machine.stamps, MAX_ROWS, one_each=True)
-    drawn = torch.from_numpy(machine.random.integers(0, 1000, 8).astype(np.int32))
-    drawn[0] = int(machine.stops[rows[0], 4])
-    drawn[1] = -1
+    sampled_ids = torch.from_numpy(machine.random.integers(0, 1000, 8).astype(np.int32))
+    sampled_ids[0] = int(machine.stops[rows[0], 4])
+    sampled_ids[1] = -1
     params, ids = machine.params.copy(), machine.ids.copy()
     result = torch.full((ends.STAMP_WORDS + 16,), POISON, dtype=torch.int32)
-    ends.finish(result, drawn, step, machine.rows, machine.words, machine.stamps)
+    ends.finish(result, sampled_ids, step, machine.rows, machine.words, machine.stamps)
     given, stopped = result[4:12].tolist(), result[12:20].tolist()
     for i, row in enumerate(rows):
         if params[row, Field.ENDED]:
             assert (given[i], stopped[i]) == (ends.DEAD, 0)
             continue
-        token = int(drawn[i])
+        token = int(sampled_ids[i])
         stops = token in machine.stops[row, : params[row, Field.NUM_STOPS]]
         assert (given[i], stopped[i]) == (token, int(stops and token >= 0))
         if token >= 0:

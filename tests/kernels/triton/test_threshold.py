@@ -1,4 +1,4 @@
-"""Where a row is cut: by count the very value that a sort finds, by weight one that holds enough and not too much."""
+"""The threshold of a row: by count exactly the value that a sort finds, by weight one that keeps just enough."""
 
 import math
 
@@ -23,7 +23,7 @@ def _find(
     tops,
     strips,
     collected,
-    wanted,
+    target,
     weighted,
     VOCAB: tl.constexpr,
     STRIPS: tl.constexpr,
@@ -33,17 +33,17 @@ def _find(
     values = tl.load(tops + places, mask=places < STRIPS, other=float("-inf"))
     low = code_of(tl.full([], float("-inf"), tl.float32)).to(tl.int64)
     args = (logits, values, strips, collected, low, tl.max(values, 0), 1.0)
-    code = search(*args, tl.load(weighted) == 1, tl.load(wanted), VOCAB, STRIPS)
+    code = search(*args, tl.load(weighted) == 1, tl.load(target), VOCAB, STRIPS)
     tl.store(out, value_of(code))
 
 
-def found(logits: torch.Tensor, wanted: float, *, weighted: bool) -> float:
+def found(logits: torch.Tensor, target: float, *, weighted: bool) -> float:
     vocab_size, num_strips = len(logits), math.ceil(len(logits) / STRIP)
     clean = torch.nan_to_num(logits, nan=-INF, posinf=INF, neginf=-INF)
     tops = torch.nn.functional.pad(clean, (0, num_strips * STRIP - vocab_size), value=-INF).view(-1, STRIP).amax(1)
     out, collected = torch.zeros(1), torch.full((MAX_COLLECTED + 1,), 7.5)
     strips = torch.full((num_strips + 1,), -99, dtype=torch.int32)
-    numbers = torch.tensor([wanted]), torch.tensor([int(weighted)], dtype=torch.int32)
+    numbers = torch.tensor([target]), torch.tensor([int(weighted)], dtype=torch.int32)
     _find[(1,)](
         *(out, logits, tops, strips, collected, *numbers),
         *(vocab_size, num_strips, next_power_of_2(num_strips)),
@@ -81,11 +81,11 @@ def check_weight(name: str, share: float) -> None:
     logits = torch.from_numpy(rows()[name].astype(np.float32))
     wide = logits.nan_to_num(nan=-INF).double()
     weights = torch.exp(wide - wide.max())
-    wanted = float(np.float32(share * float(weights.sum())))
-    threshold = found(logits, wanted, weighted=True)
+    target = float(np.float32(share * float(weights.sum())))
+    threshold = found(logits, target, weighted=True)
     assert (wide == threshold).any(), (name, share)
-    assert float(weights[wide >= threshold].sum()) >= wanted * (1 - 1e-6), (name, share)
-    assert float(weights[wide > threshold].sum()) <= wanted * (1 + 1e-6), (name, share)
+    assert float(weights[wide >= threshold].sum()) >= target * (1 - 1e-6), (name, share)
+    assert float(weights[wide > threshold].sum()) <= target * (1 + 1e-6), (name, share)
 
 
 @pytest.mark.parametrize(
@@ -101,12 +101,12 @@ def check_weight(name: str, share: float) -> None:
         ("zeros", 4500),
     ],
 )
-def test_by_count_it_is_what_a_sort_finds(name: str, k: int) -> None:
+def test_by_count_the_threshold_is_that_of_a_sort(name: str, k: int) -> None:
     check_count(name, k)
 
 
 @pytest.mark.parametrize(("name", "share"), [("normal", 0.5), ("equal", 0.99), ("one huge", 0.5), ("few", 1e-9)])
-def test_by_weight_it_holds_enough_and_no_value_too_many(name: str, share: float) -> None:
+def test_by_weight_the_threshold_keeps_just_enough(name: str, share: float) -> None:
     check_weight(name, share)
 
 

@@ -1,4 +1,4 @@
-"""How products are divided: by a table where it has an entry, else by a rule that makes sense of any shape."""
+"""The launch of a product comes from a table if it has an entry, else from a rule that fits any shape."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     tuned.forget()
 
 
-def test_a_written_entry_is_chosen_and_its_neighbours_follow_the_rule(folder: Path) -> None:
+def test_a_table_entry_is_used_and_its_neighbours_follow_the_rule(folder: Path) -> None:
     config = GemmConfig(8, 32, 256, 2, 8, 5)
     path = tuned.write_table("none", {GemmShape("linear", 8, 960, 512, "bf16"): config}, "a machine")
     assert path.parent == folder
@@ -37,7 +37,7 @@ def test_a_written_entry_is_chosen_and_its_neighbours_follow_the_rule(folder: Pa
         assert tuned.choose(op, num_tokens=num_tokens, format=format, **sizes) != config
 
 
-def test_shipped_tables_hold_what_they_should() -> None:
+def test_shipped_tables_are_valid() -> None:
     paths = list(tuned.FOLDER.glob("*.json"))
     assert paths
     for path in paths:
@@ -64,14 +64,14 @@ def test_the_rule_divides_any_shape(op: Op, format: str, num_tokens: int) -> Non
 
 @pytest.mark.parametrize(("num_rows", "num_columns"), [(960, 576), (3072, 2048), (6144, 4096), (4096, 14336)])
 @pytest.mark.parametrize("num_tokens", [1, 8, 16])
-def test_most_of_a_gpu_is_at_work(num_rows: int, num_columns: int, num_tokens: int) -> None:
+def test_most_of_a_gpu_is_busy(num_rows: int, num_columns: int, num_tokens: int) -> None:
     config = tuned.rule(GemmShape("linear", num_tokens, num_rows, num_columns, "bf16"), H100)
     assert -(-num_rows // config.block_n) * config.split >= H100
 
 
 @pytest.mark.parametrize("num_tokens", [1, 8, 128])
 @pytest.mark.parametrize("format", ["bf16", "int4g128"])
-def test_candidates_are_many_and_all_different(num_tokens: int, format: str) -> None:
+def test_candidates_are_many_and_distinct(num_tokens: int, format: str) -> None:
     sizes: dict[str, Any] = {
         "num_tokens": num_tokens,
         "num_rows": 6144,
@@ -84,7 +84,7 @@ def test_candidates_are_many_and_all_different(num_tokens: int, format: str) -> 
     assert 8 < len(found) == len(set(found))
 
 
-def test_a_norm_is_fused_where_its_numbers_are_few() -> None:
+def test_a_norm_is_fused_if_it_is_small() -> None:
     small, large = tuned.rule(GemmShape("linear", 1, 960, 576, "bf16"), H100), 4096
     assert fused.fuses(1, 1, 576, -(-960 // small.block_n) * small.split)
     assert not fused.fuses(16, 4, large, 400)

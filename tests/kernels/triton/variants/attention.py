@@ -1,4 +1,4 @@
-"""Launches of attention, to be compiled."""
+"""Launches of attention to compile."""
 
 import torch
 
@@ -64,7 +64,7 @@ def launches() -> None:
 
 
 def all_launches() -> None:
-    """More than CI has time for."""
+    """Too slow for CI."""
     launches()
     _launch(SMOLLM2_135M, 4, 4, pdl=True)
     for shape in (LLAMA_8B, LLAMA_1B, SMOLLM2_135M, QWEN3_8B, PHI_2, GEMMA, MQA):

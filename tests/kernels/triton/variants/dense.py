@@ -1,4 +1,4 @@
-"""Launches of norms, gates and products, in the sizes of models that are known."""
+"""Launches of norms, SwiGLU and products, in the sizes of real models."""
 
 from dataclasses import dataclass
 
@@ -40,7 +40,7 @@ def launches() -> None:
 
 
 def all_launches() -> None:
-    """Some 250, which take several minutes."""
+    """About 250, which take several minutes."""
     for sizes in (SMOLLM2_135M, LLAMA_1B, LLAMA_8B):
         hidden, group = sizes.hidden, 128 if sizes.hidden % 128 == 0 else 64
         for num_parts_in in (1, 3, 8):
@@ -66,7 +66,7 @@ def all_launches() -> None:
 
 
 def _matrix(format: str, num_rows: int, num_columns: int) -> DeviceMatrix:
-    """Nothing of it is read."""
+    """Its content is never read."""
     if format in ("bf16", "f32"):
         dtype = BF16 if format == "bf16" else torch.float32
         values = torch.empty(num_rows, num_columns, dtype=dtype)
@@ -82,7 +82,7 @@ def _matrix(format: str, num_rows: int, num_columns: int) -> DeviceMatrix:
     return DeviceMatrix("int4", values, scales, minimums, 0, group, BF16, num_rows, num_columns)
 
 
-def _parts(num_parts_in: int, num_tokens: int, width: int) -> torch.Tensor | None:
+def _partials(num_parts_in: int, num_tokens: int, width: int) -> torch.Tensor | None:
     if num_parts_in == 0:
         return None
     return torch.empty(num_parts_in, num_tokens, width, dtype=BF16 if num_parts_in == 1 else torch.float32)
@@ -116,7 +116,7 @@ def _norm_linear(
     dtype = split_k_partials_dtype(matrix, num_tokens)
     split_k_partials = torch.empty(num_split_k_partials(matrix, num_tokens), num_tokens, num_rows, dtype=dtype)
     residual, residual_out = torch.empty(num_tokens, num_columns), torch.empty(num_tokens, num_columns)
-    parts_in, weight = _parts(num_parts_in, num_tokens, num_columns), torch.empty(num_columns)
+    parts_in, weight = _partials(num_parts_in, num_tokens, num_columns), torch.empty(num_columns)
     fused.norm_linear(split_k_partials, residual_out, residual, parts_in, weight, EPS, matrix, None, pdl=pdl)
 
 
@@ -126,25 +126,25 @@ def _norm_swiglu(
     matrix = _matrix(format, 2 * inner, num_columns)
     out = torch.empty(num_tokens, inner, dtype=matrix.dtype)
     residual, residual_out = torch.empty(num_tokens, num_columns), torch.empty(num_tokens, num_columns)
-    parts_in, weight = _parts(num_parts_in, num_tokens, num_columns), torch.empty(num_columns)
+    parts_in, weight = _partials(num_parts_in, num_tokens, num_columns), torch.empty(num_columns)
     fused.norm_swiglu(out, residual_out, residual, parts_in, weight, EPS, matrix, None, pdl=pdl)
 
 
 def _add_norm(sizes: Sizes, num_tokens: int, *, num_parts_in: int) -> None:
     width = sizes.hidden
     out, residual = torch.empty(num_tokens, width, dtype=BF16), torch.empty(num_tokens, width)
-    norm.add_norm(out, residual, _parts(num_parts_in, num_tokens, width), torch.empty(width), EPS)
+    norm.add_norm(out, residual, _partials(num_parts_in, num_tokens, width), torch.empty(width), EPS)
 
 
 def _take_norm(sizes: Sizes, num_tokens: int, *, num_parts_in: int) -> None:
     width = sizes.hidden
     out, residual = torch.empty(num_tokens, width, dtype=BF16), torch.empty(num_tokens, width)
     index = torch.zeros(num_tokens, dtype=torch.int32)
-    norm.take_norm(out, residual, _parts(num_parts_in, num_tokens, width), index, torch.empty(width), EPS)
+    norm.take_norm(out, residual, _partials(num_parts_in, num_tokens, width), index, torch.empty(width), EPS)
 
 
 def _gate(sizes: Sizes, num_tokens: int, num_parts_in: int) -> None:
-    split_k_partials = _parts(num_parts_in, num_tokens, 2 * sizes.inner)
+    split_k_partials = _partials(num_parts_in, num_tokens, 2 * sizes.inner)
     assert split_k_partials is not None
     swiglu.silu_mul(torch.empty(num_tokens, sizes.inner, dtype=BF16), split_k_partials)
 
