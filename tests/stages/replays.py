@@ -1,4 +1,4 @@
-"""Records a stage in its rig, and replays what was recorded."""
+"""Record a stage in its rig, and replay the recording."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def messages_in(path: Path) -> int:
 
 
 def replays_alike(stage: str, recording: Path, *, inline: bool = True) -> ReplayComparison:
-    """Replay twice: both write the same bytes, and what the recorded stage had sent. Returns the comparison."""
+    """Replay twice: both write the same bytes, and the messages of the recorded stage. Returns the comparison."""
     outs = [recording.with_suffix(f".out{i}") for i in range(2)]
     for out in outs:
         replay(stage, recording, out, paced=False, inline=inline)
@@ -30,7 +30,7 @@ def replays_alike(stage: str, recording: Path, *, inline: bool = True) -> Replay
 
 
 def replay_partial(stage: str, recording: Path) -> Replayed:
-    """Replay a recording that began in the middle, twice: both write the same bytes. Returns what was counted."""
+    """Replay a recording started in the middle, twice: both write the same bytes. Returns the counts."""
     outs = [recording.with_suffix(f".out{i}") for i in range(2)]
     replayed = [replay(stage, recording, out, paced=False, inline=True) for out in outs]
     assert outs[0].read_bytes() == outs[1].read_bytes()

@@ -1,4 +1,4 @@
-"""What was recorded of a stage drives it again, and it sends the same bytes."""
+"""The replay of a stage's recording sends the same bytes."""
 
 import gc
 import threading
@@ -21,7 +21,7 @@ from pipeline.runtime import messages as m
 from pipeline.shm.arrays import ShmRef
 from tests.rig import Rig
 from tests.stages.detokenize.test_output_processor import ids_of, opening
-from tests.stages.detokenize.test_stage import settled, told_until_closed
+from tests.stages.detokenize.test_stage import receive_until_closed, settled
 from tests.stages.detokenize.vocabularies import byte_level
 from tests.stages.execute import checkpoints
 from tests.stages.execute.driver import make_step, row_add, settings
@@ -62,10 +62,10 @@ def talk(rig: Rig, first: int, num: int = 3) -> None:
     end = 6 + len(ids_of(long))
     rig.send(settled([(seq, end, ids_of("STOP and more"), m.Finish.NONE) for seq in seqs]), "schedule.0")
     rig.send(settled([(seq, end + 13, [], m.Finish.ABORT) for seq in seqs]), "schedule.0")
-    told_until_closed(rig, *seqs)
+    receive_until_closed(rig, *seqs)
 
 
-def test_detokenize_sends_the_same_again_also_in_a_process_of_its_own(text_dir: Path, tmp_path: Path) -> None:
+def test_a_replay_of_detokenize_sends_the_same_also_in_its_own_process(text_dir: Path, tmp_path: Path) -> None:
     recording = tmp_path / "detokenize.rec"
     with Rig("detokenize", model_dir=text_dir, record=recording) as rig:
         rig.start(TEXT_FACTS)
@@ -77,7 +77,7 @@ def test_detokenize_sends_the_same_again_also_in_a_process_of_its_own(text_dir: 
     assert set(comparison.sent) == {"gateway.0", "schedule.0"}
     assert replays_alike("detokenize", recording, inline=False) == comparison
     arrays = [len(array) for one in entries(recording) if isinstance(one, f.Wake) for a in one.arrays for array in a]
-    assert max(arrays) > 4096, "what lay in shared memory is in the file"
+    assert max(arrays) > 4096, "the file contains the data from shared memory"
 
 
 def state_of(rig: Rig, control_request: m.EndRecord | m.KeepRecord) -> RecordState:
@@ -88,7 +88,7 @@ def state_of(rig: Rig, control_request: m.EndRecord | m.KeepRecord) -> RecordSta
 
 
 def end_record(rig: Rig, path: Path) -> int:
-    """End a recording and wait until it is written; its size."""
+    """End a recording and wait until it is written. Returns its size."""
     end = time.monotonic() + 20
     while not (state := state_of(rig, m.EndRecord(2, str(path)))).is_closed:
         assert time.monotonic() < end, state
@@ -116,7 +116,7 @@ def test_ending_a_recording_does_not_wait_for_the_disk(
         talk(rig, 10)
         state = state_of(rig, m.EndRecord(2, path))
         assert state.ended and state.num_pending_bytes > 0 and not state.is_closed
-        rig.load()  # the loop turns while nothing can be written
+        rig.load()  # the loop continues while nothing can be written
         rig.send(order(recording, TEXT_FACTS))
         assert "is still writing its last recording into" in rig.receive("supervisor", m.Answer).error
         let_go.set()
@@ -128,7 +128,7 @@ def test_ending_a_recording_does_not_wait_for_the_disk(
         assert reader.end == f.End("who began it ended it")
 
 
-def test_an_idle_stage_whose_recorder_is_gone_can_be_recorded_again(text_dir: Path, tmp_path: Path) -> None:
+def test_an_idle_stage_can_be_recorded_again_after_its_recorder_is_gone(text_dir: Path, tmp_path: Path) -> None:
     first, second = tmp_path / "first.rec", tmp_path / "second.rec"
     with Rig("detokenize", model_dir=text_dir) as rig:
         rig.start(TEXT_FACTS)
@@ -137,12 +137,12 @@ def test_an_idle_stage_whose_recorder_is_gone_can_be_recorded_again(text_dir: Pa
         rig.send(order(second, TEXT_FACTS))
         assert "is already being recorded" in rig.receive("supervisor", m.Answer).error
         assert not state_of(rig, m.KeepRecord(2, str(first))).ended
-        assert state_of(rig, m.KeepRecord(2, str(second))).is_closed, "that is another's"
+        assert state_of(rig, m.KeepRecord(2, str(second))).is_closed, "that is another recording"
         end_record(rig, first)
         rig.send(msgspec.structs.replace(order(first, TEXT_FACTS), lease_s=1e-3))
         assert rig.receive("supervisor", m.Answer).error == ""
         end = time.monotonic() + 20
-        while True:  # nothing wakes the stage but these
+        while True:  # only these messages wake the stage
             rig.send(order(second, TEXT_FACTS))
             if rig.receive("supervisor", m.Answer).error == "":
                 break
@@ -150,7 +150,7 @@ def test_an_idle_stage_whose_recorder_is_gone_can_be_recorded_again(text_dir: Pa
         assert not state_of(rig, m.KeepRecord(2, str(second))).ended
 
 
-def test_a_recording_that_begins_in_the_middle_leaves_out_what_began_before(text_dir: Path, tmp_path: Path) -> None:
+def test_a_recording_started_in_the_middle_omits_earlier_sequences(text_dir: Path, tmp_path: Path) -> None:
     recording = tmp_path / "late.rec"
     with Rig("detokenize", model_dir=text_dir) as rig:
         rig.start(TEXT_FACTS)
@@ -180,13 +180,13 @@ def test_a_recording_that_begins_in_the_middle_leaves_out_what_began_before(text
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_schedule_plans_the_same_steps_again(tmp_path: Path, depth: Literal[1, 2]) -> None:
+def test_a_replay_of_schedule_plans_the_same_steps(tmp_path: Path, depth: Literal[1, 2]) -> None:
     recording = tmp_path / "schedule.rec"
     limits = ScheduleSettings(max_steps_in_flight=depth, max_num_batched_tokens=64)
     with Rig("schedule", Settings(schedule=limits), record=recording) as rig:
         rig.start(FACTS)
         around = Neighbours(rig)
-        around.admit(1, list(range(2000)))  # its ids travel in shared memory, to schedule and to execute
+        around.admit(1, list(range(2000)))  # its ids are in shared memory, to schedule and to execute
         for request_id in range(2, 12):
             around.admit(request_id, list(range(request_id, request_id + 40)), n=2)
         rig.load()
@@ -203,7 +203,7 @@ def test_schedule_plans_the_same_steps_again(tmp_path: Path, depth: Literal[1, 2
     assert any(len(array) > 4096 for one in entries(recording) if isinstance(one, f.Sent) for array in one.arrays)
 
 
-def test_schedule_tries_the_same_depths_again(tmp_path: Path) -> None:
+def test_a_replay_of_schedule_tries_the_same_depths(tmp_path: Path) -> None:
     recording = tmp_path / "auto.rec"
     with Rig("schedule", Settings(schedule=ScheduleSettings(max_steps_in_flight="auto")), record=recording) as rig:
         rig.start(FACTS)
@@ -221,7 +221,7 @@ def test_schedule_tries_the_same_depths_again(tmp_path: Path) -> None:
     replays_alike("schedule", recording)
 
 
-def test_a_scheduler_recorded_from_the_middle_is_answered_by_a_stand_in(tmp_path: Path) -> None:
+def test_a_schedule_recording_started_in_the_middle_replays_with_a_fake_executor(tmp_path: Path) -> None:
     recording = tmp_path / "late.rec"
     with Rig("schedule", Settings()) as rig:
         rig.start(FACTS)
@@ -247,7 +247,7 @@ def test_a_scheduler_recorded_from_the_middle_is_answered_by_a_stand_in(tmp_path
 # -------------------------------------------------------------------------------------------------------------- ingest
 
 
-def test_ingest_makes_the_same_prompts_again_whatever_a_thread_took(tmp_path: Path, smollm2_dir: Path) -> None:
+def test_a_replay_of_ingest_sends_the_same_prompts_with_any_thread_times(tmp_path: Path, smollm2_dir: Path) -> None:
     recording = tmp_path / "ingest.rec"
     sets = Settings(ingest=IngestSettings(arena_bytes=65536))
     with Rig("ingest", sets, model_dir=smollm2_dir, record=recording) as rig:
@@ -271,8 +271,8 @@ def test_ingest_makes_the_same_prompts_again_whatever_a_thread_took(tmp_path: Pa
     assert set(comparison.sent) == {"gateway.0", "schedule.0"}
 
 
-def test_ingest_judges_grammars_as_it_did_whatever_its_checker_came_to(tmp_path: Path) -> None:
-    """The recorded checker was killed at its work, which is a 503; that of the replay comes to a 400."""
+def test_a_replay_of_ingest_repeats_the_recorded_results_of_its_grammar_checker(tmp_path: Path) -> None:
+    """The recorded checker was killed during its work, which is a 503; the replay's checker returns a 400."""
     recording = tmp_path / "grammars.rec"
     with Rig("ingest", Settings(), model_dir=tiny.folder(tmp_path), record=recording) as rig:
         rig.start(tiny.facts())
@@ -306,7 +306,7 @@ def run_steps(rig: Rig, row: int, first_step: int, num: int = 4) -> None:
         rig.receive("schedule", m.StepResult)
 
 
-def test_execute_draws_the_same_ids_again(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_replay_of_execute_samples_the_same_ids(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("tiny")
     checkpoints.write(folder, checkpoints.config_of())
     recording, late = tmp_path / "execute.rec", tmp_path / "late.rec"
@@ -339,10 +339,10 @@ def test_execute_draws_the_same_ids_again(tmp_path: Path, tmp_path_factory: pyte
     assert ids(late.with_suffix(".out0")) == ids(recording)
 
 
-# ------------------------------------------------------------------------------------------------- what is not the same
+# ---------------------------------------------------------------------------------------------------------- deviations
 
 
-def test_a_stage_that_deviates_is_reported_with_the_place(text_dir: Path, tmp_path: Path) -> None:
+def test_a_deviation_is_reported_with_its_position(text_dir: Path, tmp_path: Path) -> None:
     recording, changed = tmp_path / "a.rec", tmp_path / "b.rec"
     with Rig("detokenize", model_dir=text_dir, record=recording) as rig:
         rig.start(TEXT_FACTS)
@@ -361,7 +361,7 @@ def test_a_stage_that_deviates_is_reported_with_the_place(text_dir: Path, tmp_pa
         replay("detokenize", changed, tmp_path / "out", paced=False, inline=False)
 
 
-def test_a_send_that_was_refused_is_refused_again(text_dir: Path, tmp_path: Path) -> None:
+def test_a_replay_repeats_refused_sends(text_dir: Path, tmp_path: Path) -> None:
     recording, changed = tmp_path / "a.rec", tmp_path / "b.rec"
     with Rig("detokenize", model_dir=text_dir, record=recording) as rig:
         rig.start(TEXT_FACTS)
@@ -380,7 +380,7 @@ def test_a_send_that_was_refused_is_refused_again(text_dir: Path, tmp_path: Path
     (deltas,) = [
         msgspec.msgpack.decode(one.body, type=m.Deltas) for one in entries(tmp_path / "out") if isinstance(one, f.Sent)
     ]
-    assert deltas.texts == ["abcd"], "what was refused went with the next"
+    assert deltas.texts == ["abcd"], "refused output is sent with the next message"
 
 
 def test_a_paced_replay_takes_as_long_as_the_recording(text_dir: Path, tmp_path: Path) -> None:

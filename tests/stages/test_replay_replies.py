@@ -1,4 +1,4 @@
-"""A gateway that is replayed tells calls and reasoning as it did, ids of calls among them."""
+"""The replay of a gateway sends the same tool calls and reasoning, including ids of calls."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ BODY = CHAT | {"tools": [{"type": "function", "function": {"name": "now"}}]}
 TEXT = '<think>\nHm.\n</think>\n\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 
-def test_the_gateway_tells_calls_and_reasoning_as_it_did(tmp_path: Path) -> None:
+def test_a_replay_of_the_gateway_sends_the_same_tool_calls_and_reasoning(tmp_path: Path) -> None:
     recording = tmp_path / "gateway.rec"
     chat = ChatSettings(tool_call_parser="hermes", reasoning_parser="qwen3")
     with Gate(tmp_path, record=recording, chat=chat) as gate:
@@ -26,6 +26,6 @@ def test_the_gateway_tells_calls_and_reasoning_as_it_did(tmp_path: Path) -> None
             assert "tool_calls" in future.result().text
         gate.rig.until(lambda load: load.num_open_requests == 0)
     replays_alike("gateway", recording)
-    told = [one.body for one in entries(recording) if isinstance(one, f.Sent) and one.peer.startswith("client ")]
-    assert sum(one.count(b'"id":"call_') for one in told) == 2
-    assert any(b"reasoning_content" in one for one in told)
+    replies = [one.body for one in entries(recording) if isinstance(one, f.Sent) and one.peer.startswith("client ")]
+    assert sum(one.count(b'"id":"call_') for one in replies) == 2
+    assert any(b"reasoning_content" in one for one in replies)

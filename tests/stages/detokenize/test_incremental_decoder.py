@@ -1,4 +1,4 @@
-"""Text that grows by ids equals text that is decoded at once."""
+"""Text decoded id by id equals text decoded at once."""
 
 from functools import cache
 from itertools import product
@@ -26,7 +26,7 @@ def grown(vocabulary: Vocabulary, tail: list[int], ids: list[int], skip: bool) -
 
 
 def any_ids(tokenizer: Tokenizer, **sizes: Any) -> st.SearchStrategy[list[int]]:
-    """Ids of any token, many of single bytes, and some of none."""
+    """Ids of any token, many of single bytes, and some without a token."""
     known = st.integers(0, tokenizer.get_vocab_size() - 1)
     unknown = st.sampled_from([tokenizer.get_vocab_size(), 10**6, 2**31 - 1, -1])
     return st.lists(st.one_of(known, st.sampled_from(byte_ids(tokenizer)), unknown), **sizes)
@@ -37,7 +37,7 @@ def decoded(tokenizer: Tokenizer, ids: list[int], skip: bool) -> str:
 
 
 def settled_by(tail: list[int], skip: bool) -> str:
-    """The text of `tail` that no continuation changes."""
+    """The part of the text of `tail` that no continuation changes."""
     probes = [[], [LEVEL_BYTES[ord("a")]]]
     for length in (1, 2, 3):
         probes += [
@@ -50,14 +50,14 @@ def settled_by(tail: list[int], skip: bool) -> str:
 
 @settings(max_examples=400, deadline=None)
 @given(any_ids(byte_level(), max_size=40), st.booleans())
-def test_byte_level_text_equals_the_whole_decode(ids, skip):
+def test_byte_level_text_equals_a_full_decode(ids, skip):
     assert grown(LEVEL, [], ids, skip) == decoded(byte_level(), ids, skip)
 
 
 @settings(max_examples=300, deadline=None)
 @given(any_ids(byte_level(), max_size=6), any_ids(byte_level(), max_size=12), st.booleans())
-def test_byte_level_text_continues_the_prompt(tail, ids, skip):
-    # A lone surrogate at the prompt's end: Python waits for its third byte, though none can make it a character.
+def test_byte_level_text_continues_after_the_prompt(tail, ids, skip):
+    # A lone surrogate at the prompt's end: Python waits for its third byte, although none completes a character.
     assume(LEVEL_BYTES[0xED] not in tail[:-1])
     whole = decoded(byte_level(), tail + ids, skip)
     settled = settled_by(tail, skip)
@@ -65,13 +65,13 @@ def test_byte_level_text_continues_the_prompt(tail, ids, skip):
     assert grown(LEVEL, tail, ids, skip) == whole[len(settled) :]
 
 
-def test_a_character_that_the_prompt_began_is_shown_whole():
+def test_a_character_that_starts_in_the_prompt_is_emitted_whole():
     tail = [LEVEL_BYTES[byte] for byte in "x🤖".encode()[:3]]
     ids = [LEVEL_BYTES[byte] for byte in "x🤖!".encode()[3:]]
     assert grown(LEVEL, tail, ids, True) == "🤖!"
 
 
-def test_nothing_is_shown_of_half_a_character_until_the_end():
+def test_half_a_character_is_held_back_until_the_end():
     text = IncrementalDecoder(LEVEL, [], skip_special_tokens=True)
     assert [text.add(LEVEL_BYTES[byte]) for byte in "🤖".encode()] == ["", "", "", "🤖"]
     assert text.finish() == ""
@@ -79,7 +79,7 @@ def test_nothing_is_shown_of_half_a_character_until_the_end():
     assert text.finish() == "\ufffd"
 
 
-def test_a_hidden_special_token_does_not_break_a_character():
+def test_a_skipped_special_token_does_not_break_a_character():
     first, *rest = [LEVEL_BYTES[byte] for byte in "é".encode()]
     special = id_of(byte_level(), "<|end|>")
     assert grown(LEVEL, [], [first, special, *rest], True) == "é"
@@ -106,9 +106,7 @@ FALLBACK_TOKENS = [
     strip=st.sampled_from([0, 1, 2]),
     skip=st.booleans(),
 )
-def test_byte_fallback_text_equals_the_whole_decode_where_bytes_are_characters(
-    pieces, num_tail, num_broken, strip, skip
-):
+def test_byte_fallback_text_equals_a_full_decode_if_bytes_are_characters(pieces, num_tail, num_broken, strip, skip):
     tokenizer = byte_fallback(strip)
     # Output that ends within a character, behind a token that is not a byte.
     broken = [FALLBACK_TOKENS[3], *(FALLBACK_BYTES[byte] for byte in "🤖".encode()[:num_broken])]
@@ -119,7 +117,7 @@ def test_byte_fallback_text_equals_the_whole_decode_where_bytes_are_characters(
 
 
 def shown_bytes(data: bytes) -> str:
-    """Each character where one begins, else U+FFFD for the byte."""
+    """Each valid character, and U+FFFD for each other byte."""
     text, place = "", 0
     while place < len(data):
         for length in (1, 2, 3, 4):
@@ -137,7 +135,7 @@ def shown_bytes(data: bytes) -> str:
 
 @settings(max_examples=400, deadline=None)
 @given(ids=any_ids(byte_fallback(), max_size=30), skip=st.booleans())
-def test_byte_fallback_keeps_good_characters_beside_bad_bytes(ids, skip):
+def test_byte_fallback_keeps_valid_characters_next_to_invalid_bytes(ids, skip):
     tokenizer = byte_fallback(0)
     special = {tokenizer.token_to_id(token) for token in ("<unk>", "<s>", "</s>")} if skip else set()
     expected, run = "", b""
@@ -162,7 +160,7 @@ def test_a_leading_space_is_stripped_only_at_the_start_of_a_text():
 
 
 @pytest.mark.parametrize("skip", [True, False])
-def test_ids_that_the_vocabulary_lacks_have_no_text(skip):
+def test_ids_outside_of_the_vocabulary_have_no_text(skip):
     a = LEVEL_BYTES[ord("a")]
     assert grown(LEVEL, [], [a, 10**9, -1, a], skip) == "aa"
 
@@ -193,7 +191,7 @@ def test_a_vocabulary_is_read_from_a_file(tmp_path):
 
 @settings(max_examples=200, deadline=None)
 @given(ids=st.lists(st.integers(0, 49_200), max_size=40), skip=st.booleans())
-def test_the_default_models_text_equals_the_whole_decode(smollm2_dir, ids, skip):
+def test_the_default_models_text_equals_a_full_decode(smollm2_dir, ids, skip):
     vocabulary, tokenizer = smollm2(smollm2_dir)
     assert grown(vocabulary, [], ids, skip) == decoded(tokenizer, ids, skip)
 

@@ -1,4 +1,4 @@
-"""What gateways are told, over random histories of sequences."""
+"""What gateways receive, over random histories of sequences."""
 
 from itertools import pairwise
 
@@ -37,15 +37,15 @@ def opening(
     return m.Open(seq, 1000 + seq, 2, seq % 3, gateway, ids, raw(options), record_bytes=width)
 
 
-class Told:
-    """A gateway that joins the entries of a sequence, and checks that they fit together."""
+class FakeGateway:
+    """Joins the entries of each sequence, and checks that they are consistent."""
 
     def __init__(self) -> None:
         self.text: dict[int, str] = {}
         self.ids: dict[int, list[int]] = {}
         self.closing: dict[int, tuple[int, str | int | None]] = {}
         self.begun: list[int] = []
-        """Sequences whose first ids came with their times."""
+        """Sequences whose first ids arrived with their times"""
 
     def take(self, deltas: m.Deltas) -> None:
         assert len(set(deltas.request_ids)) == len(deltas.request_ids)
@@ -57,7 +57,7 @@ class Told:
             assert first.num_cached == self.begun[-1], "times of another sequence"
         for place, request_id in enumerate(deltas.request_ids):
             seq = request_id - 1000
-            assert seq not in self.closing, "an entry behind the closing one"
+            assert seq not in self.closing, "an entry after the closing one"
             assert (deltas.attempts[place], deltas.indexes[place]) == (2, seq % 3)
             assert deltas.text_offsets[place] == len(self.text.setdefault(seq, ""))
             assert deltas.id_offsets[place] == len(self.ids.setdefault(seq, []))
@@ -72,28 +72,28 @@ class Told:
         assert ids == []
 
 
-def tell(processor: OutputProcessor, told: Told) -> None:
+def send_deltas(processor: OutputProcessor, client: FakeGateway) -> None:
     for gateway in processor.unsent():
-        told.take(processor.deltas(gateway))
+        client.take(processor.deltas(gateway))
         processor.mark_sent(gateway)
     assert processor.unsent() == []
 
 
 def run_one(
     ids: list[int], finish: int, options: m.GenerationOptions | None = None, cuts: list[int] | None = None
-) -> tuple[Told, list[m.Abort]]:
-    """One sequence, its ids grouped by `cuts`, told after each message."""
-    processor, told, aborts = OutputProcessor(VOCABULARY), Told(), []
+) -> tuple[FakeGateway, list[m.Abort]]:
+    """One sequence, its ids grouped by `cuts`, sent after each message."""
+    processor, client, aborts = OutputProcessor(VOCABULARY), FakeGateway(), []
     processor.open(opening(5, options))
     edges = [0, *sorted(cut for cut in cuts or [] if cut < len(ids)), len(ids)]
     for begin, end in pairwise(edges):
         closing = finish if end == len(ids) else m.Finish.NONE
         aborts += processor.settle([5], [begin], [end - begin], ids[begin:end], [closing])
-        tell(processor, told)
+        send_deltas(processor, client)
         if closing:
             break
     assert len(processor) == 0
-    return told, aborts
+    return client, aborts
 
 
 OUTPUTS = st.lists(
@@ -112,7 +112,7 @@ FINISHES = st.sampled_from([m.Finish.STOP, m.Finish.LENGTH, m.Finish.ABORT, m.Fi
 
 
 def outcome(ids: list[int], finish: int, options: m.GenerationOptions) -> tuple[str, list[int], int, str | int | None]:
-    """What a client must have in the end: text, ids, finish, stop reason; by the whole text and the naive rule."""
+    """The client's final text, ids, finish and stop reason, computed from the whole text with a naive rule."""
     stopped_by_id = finish == m.Finish.STOP
     asked_for = stopped_by_id and ids[-1] in options.stop_token_ids
     shown = ids[:-1] if stopped_by_id and not (asked_for and options.include_stop) else ids
@@ -132,20 +132,20 @@ def outcome(ids: list[int], finish: int, options: m.GenerationOptions) -> tuple[
 
 @settings(max_examples=500, deadline=None)
 @given(OUTPUTS, FINISHES, OPTIONS, st.lists(st.integers(0, 24), max_size=6))
-def test_the_text_depends_on_ids_and_options_alone(ids, finish, options, cuts):
-    told, _ = run_one(ids, finish, options, cuts)
+def test_the_text_depends_only_on_ids_and_options(ids, finish, options, cuts):
+    client, _ = run_one(ids, finish, options, cuts)
     text, shown_ids, closing, reason = outcome(ids, finish, options)
-    assert told.text[5] == text
-    assert told.ids[5] == shown_ids
-    assert told.closing[5] == (closing, reason)
+    assert client.text[5] == text
+    assert client.ids[5] == shown_ids
+    assert client.closing[5] == (closing, reason)
 
 
 @settings(max_examples=150, deadline=None)
 @given(plans=st.lists(st.tuples(OUTPUTS, FINISHES, OPTIONS), min_size=1, max_size=5), data=st.data())
 def test_many_sequences_at_once_with_full_sockets_and_resent_ids(plans, data):
-    """Messages hold entries of any sequences; a gateway's socket takes deltas only now and then; ids come twice."""
+    """Messages mix entries of any sequences, the gateway's socket is sometimes full, and ids arrive twice."""
     num = len(plans)
-    processor, told = OutputProcessor(VOCABULARY), [Told(), Told()]
+    processor, clients = OutputProcessor(VOCABULARY), [FakeGateway(), FakeGateway()]
     for seq, (_, _, options) in enumerate(plans):
         processor.open(opening(seq, options, gateway=seq % 2))
     settled = [0] * num
@@ -173,16 +173,16 @@ def test_many_sequences_at_once_with_full_sockets_and_resent_ids(plans, data):
         for gateway in processor.unsent():
             deltas = processor.deltas(gateway)
             if data.draw(st.booleans()):
-                told[gateway].take(deltas)
+                clients[gateway].take(deltas)
                 processor.mark_sent(gateway)
     for gateway in processor.unsent():
-        told[gateway].take(processor.deltas(gateway))
+        clients[gateway].take(processor.deltas(gateway))
         processor.mark_sent(gateway)
     for seq, (output, finish, options) in enumerate(plans):
         text, ids, closing, reason = outcome(output, finish, options)
-        heard = told[seq % 2]
-        assert (heard.text[seq], heard.ids[seq], heard.closing[seq]) == (text, ids, (closing, reason))
-        assert heard.begun.count(seq) == 1
+        received = clients[seq % 2]
+        assert (received.text[seq], received.ids[seq], received.closing[seq]) == (text, ids, (closing, reason))
+        assert received.begun.count(seq) == 1
     assert len({abort.request_id for abort in aborts}) == len(aborts)
     for abort in aborts:
         *_, reason = outcome(*plans[abort.request_id - 1000])
@@ -190,27 +190,27 @@ def test_many_sequences_at_once_with_full_sockets_and_resent_ids(plans, data):
         assert (abort.attempt, abort.index, abort.finish) == (2, (abort.request_id - 1000) % 3, m.Finish.STOP)
 
 
-def test_the_id_that_stopped_it_counts_but_is_not_shown():
-    told, _ = run_one([*ids_of("hi"), END], m.Finish.STOP, m.GenerationOptions(skip_special_tokens=False))
-    assert (told.text[5], told.ids[5]) == ("hi", [*ids_of("hi"), END])
-    assert told.closing[5] == (m.Finish.STOP, None)
+def test_an_eos_id_counts_but_its_text_is_hidden():
+    client, _ = run_one([*ids_of("hi"), END], m.Finish.STOP, m.GenerationOptions(skip_special_tokens=False))
+    assert (client.text[5], client.ids[5]) == ("hi", [*ids_of("hi"), END])
+    assert client.closing[5] == (m.Finish.STOP, None)
 
 
-def test_a_stop_id_that_was_asked_for_is_the_reason_and_shown_on_request():
+def test_a_requested_stop_id_is_the_stop_reason_and_visible_on_request():
     [stop_id] = ids_of("!")
     for include_stop, text in ((False, "hi"), (True, "hi!")):
         options = m.GenerationOptions(stop_token_ids=[stop_id], include_stop=include_stop)
-        told, _ = run_one(ids_of("hi!"), m.Finish.STOP, options)
-        assert (told.text[5], told.closing[5]) == (text, (m.Finish.STOP, stop_id))
+        client, _ = run_one(ids_of("hi!"), m.Finish.STOP, options)
+        assert (client.text[5], client.closing[5]) == (text, (m.Finish.STOP, stop_id))
 
 
-def test_a_stop_string_asks_schedule_to_end_the_sequence_once_and_drops_what_follows():
-    processor, told = OutputProcessor(VOCABULARY), Told()
+def test_a_stop_string_sends_one_abort_to_schedule_and_drops_later_ids():
+    processor, client = OutputProcessor(VOCABULARY), FakeGateway()
     processor.open(opening(5, m.GenerationOptions(stop=["b c"])))
     aborts = processor.settle([5], [0], [6], ids_of("ab cde"), [m.Finish.NONE])
     assert aborts == [m.Abort(1005, 2, 2, m.Finish.STOP)]
-    tell(processor, told)
-    assert (told.text[5], told.ids[5], told.closing[5]) == ("a", ids_of("ab c"), (m.Finish.STOP, "b c"))
+    send_deltas(processor, client)
+    assert (client.text[5], client.ids[5], client.closing[5]) == ("a", ids_of("ab c"), (m.Finish.STOP, "b c"))
     assert processor.settle([5], [6], [2], ids_of("ff"), [m.Finish.NONE]) == []
     assert len(processor) == 1
     assert processor.settle([5], [8], [0], [], [m.Finish.STOP]) == []
@@ -218,27 +218,27 @@ def test_a_stop_string_asks_schedule_to_end_the_sequence_once_and_drops_what_fol
     assert processor.unsent() == []
 
 
-def test_a_stop_string_that_schedules_closing_completes_needs_no_abort():
-    told, aborts = run_one(ids_of("ab"), m.Finish.LENGTH, m.GenerationOptions(stop=["b"]))
+def test_a_stop_string_completed_by_the_last_id_needs_no_abort():
+    client, aborts = run_one(ids_of("ab"), m.Finish.LENGTH, m.GenerationOptions(stop=["b"]))
     assert aborts == []
-    assert (told.text[5], told.closing[5]) == ("a", (m.Finish.STOP, "b"))
+    assert (client.text[5], client.closing[5]) == ("a", (m.Finish.STOP, "b"))
 
 
-def test_text_that_may_begin_a_stop_string_waits_while_its_ids_go_on():
-    processor, told = OutputProcessor(VOCABULARY), Told()
+def test_text_that_may_begin_a_stop_string_is_held_back_but_its_ids_are_sent():
+    processor, client = OutputProcessor(VOCABULARY), FakeGateway()
     processor.open(opening(5, m.GenerationOptions(stop=["xyz"])))
     processor.settle([5], [0], [3], ids_of("axy"), [m.Finish.NONE])
-    tell(processor, told)
-    assert (told.text[5], told.ids[5]) == ("a", ids_of("axy"))
+    send_deltas(processor, client)
+    assert (client.text[5], client.ids[5]) == ("a", ids_of("axy"))
     processor.settle([5], [3], [1], ids_of("x"), [m.Finish.NONE])
-    tell(processor, told)
-    assert told.text[5] == "axy"
+    send_deltas(processor, client)
+    assert client.text[5] == "axy"
     processor.settle([5], [4], [0], [], [m.Finish.LENGTH])
-    tell(processor, told)
-    assert (told.text[5], told.closing[5]) == ("axyx", (m.Finish.LENGTH, None))
+    send_deltas(processor, client)
+    assert (client.text[5], client.closing[5]) == ("axyx", (m.Finish.LENGTH, None))
 
 
-def test_what_schedule_may_not_do_ends_the_stage():
+def test_broken_invariants_of_schedule_raise_an_error():
     processor = OutputProcessor(VOCABULARY)
     with pytest.raises(AssertionError, match="is not open"):
         processor.settle([5], [0], [1], [7], [m.Finish.NONE])

@@ -1,4 +1,4 @@
-"""A gateway is told the records of just the ids that count, however they come, with the bytes of the ids they name."""
+"""A gateway gets the logprob records of exactly the ids that count, with the bytes of the ids in them."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ def records_of(ids: list[int], num_top: int = 1) -> bytes:
     return b"".join(record(one, num_top) for one in ids)
 
 
-def told(deltas: m.Deltas) -> list[tuple[list[int], bytes]]:
+def entries_of(deltas: m.Deltas) -> list[tuple[list[int], bytes]]:
     """Ids and records of each entry."""
     ids = np.frombuffer(deltas.ids, "<i4").tolist()
     records = deltas.records or [b""] * len(deltas.num_ids)
@@ -31,8 +31,8 @@ def told(deltas: m.Deltas) -> list[tuple[list[int], bytes]]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 11, 100])
-@pytest.mark.parametrize("tell_every", [1, 3, 100])
-def test_behind_a_stop_string_none_count_however_ids_come(size: int, tell_every: int) -> None:
+@pytest.mark.parametrize("report_every", [1, 3, 100])
+def test_records_end_at_a_stop_string(size: int, report_every: int) -> None:
     processor = OutputProcessor(VOCABULARY)
     processor.open(opening(5, ASKING))
     ids: list[int] = []
@@ -41,8 +41,8 @@ def test_behind_a_stop_string_none_count_however_ids_come(size: int, tell_every:
         part = WORDS[start : start + size]
         finish = m.Finish.LENGTH if start + size >= len(WORDS) else m.Finish.NONE
         processor.settle([5], [start], [len(part)], part, [finish], records=records_of(part))
-        for gateway in processor.unsent() if turn % tell_every == 0 or finish else ():
-            for entry in told(processor.deltas(gateway)):
+        for gateway in processor.unsent() if turn % report_every == 0 or finish else ():
+            for entry in entries_of(processor.deltas(gateway)):
                 ids += entry[0]
                 records += entry[1]
             processor.mark_sent(gateway)
@@ -50,36 +50,36 @@ def test_behind_a_stop_string_none_count_however_ids_come(size: int, tell_every:
     assert records == records_of(WORDS[:NUM_COUNTED])
 
 
-def test_ids_that_come_twice_count_once_and_the_id_that_stops_counts() -> None:
+def test_repeated_ids_count_once_and_the_stop_id_counts() -> None:
     processor = OutputProcessor(VOCABULARY)
     processor.open(opening(5, m.GenerationOptions(num_logprobs=1)))
     processor.settle([5], [0], [4], WORDS[:4], [m.Finish.NONE], records=records_of(WORDS[:4]))
     processor.settle([5], [2], [6], WORDS[2:8], [m.Finish.STOP], records=records_of(WORDS[2:8]))
-    assert told(processor.deltas(0)) == [(WORDS[:8], records_of(WORDS[:8]))]
+    assert entries_of(processor.deltas(0)) == [(WORDS[:8], records_of(WORDS[:8]))]
 
 
-def test_an_embedding_is_a_record_as_wide_as_the_model() -> None:
+def test_an_embedding_is_a_record_of_the_hidden_size() -> None:
     processor = OutputProcessor(VOCABULARY)
     embedding = np.arange(HIDDEN_SIZE, dtype="<f4").tobytes()
     for seq, options in ((3, m.GenerationOptions(pooling=m.Pooling.MEAN)), (4, ASKING), (5, None)):
         processor.open(opening(seq, options))
     records = embedding + records_of(WORDS[1:2])
     processor.settle([3, 4, 5], [0, 0, 0], [1, 1, 1], WORDS[:3], [m.Finish.LENGTH] * 3, records=records)
-    assert told(processor.deltas(0)) == [
+    assert entries_of(processor.deltas(0)) == [
         (WORDS[:1], embedding),
         (WORDS[1:2], records_of(WORDS[1:2])),
         (WORDS[2:3], b""),
     ]
 
 
-def test_those_who_do_not_ask_have_none_beside_those_who_do() -> None:
+def test_only_sequences_that_request_logprobs_have_records() -> None:
     processor = OutputProcessor(VOCABULARY)
     for seq, options in ((3, None), (4, ASKING), (5, None)):
         processor.open(opening(seq, options))
     processor.settle([3, 5], [0, 0], [2, 1], WORDS[:3], [0, 0])
     assert processor.deltas(0).records == []
     processor.settle([3, 4, 5], [2, 0, 1], [1, 2, 1], WORDS[:4], [0, 0, 0], records=records_of(WORDS[1:3]))
-    assert [records for _, records in told(processor.deltas(0))] == [b"", b"", records_of(WORDS[1:3])]
+    assert [records for _, records in entries_of(processor.deltas(0))] == [b"", b"", records_of(WORDS[1:3])]
     processor.mark_sent(0)
     processor.settle([3], [3], [1], WORDS[:1], [0])
     assert processor.deltas(0).records == []
@@ -91,7 +91,7 @@ def test_each_gateway_gets_its_own_sequences() -> None:
     processor.open(opening(4, None, gateway=1))
     processor.settle([3, 4], [0, 0], [1, 1], WORDS[:2], [0, 0], records=records_of(WORDS[:1]))
     assert processor.deltas(1).records == []
-    assert told(processor.deltas(0)) == [(WORDS[:1], records_of(WORDS[:1]))]
+    assert entries_of(processor.deltas(0)) == [(WORDS[:1], records_of(WORDS[:1]))]
 
 
 def bytes_of(token_id: int) -> bytes:
@@ -100,11 +100,11 @@ def bytes_of(token_id: int) -> bytes:
 
 
 @pytest.mark.parametrize("num_top", [0, 1, 3])
-def test_the_bytes_of_the_ids_that_records_name_come_with_them(num_top: int) -> None:
-    asking = m.GenerationOptions(num_logprobs=num_top, with_pieces=True)
+def test_records_come_with_the_bytes_of_their_ids(num_top: int) -> None:
+    options = m.GenerationOptions(num_logprobs=num_top, with_pieces=True)
     processor = OutputProcessor(VOCABULARY)
     processor.open(opening(3, None))
-    processor.open(opening(4, asking))
+    processor.open(opening(4, options))
     processor.settle([3, 4], [0, 0], [1, 2], WORDS[:3], [0, 0], records=records_of(WORDS[1:3], num_top))
     deltas = processor.deltas(0)
     named = [one + i for one in WORDS[1:3] for i in ([0, *range(num_top)])]
@@ -138,7 +138,7 @@ def test_prompt_records_are_sent_once_and_before_the_end(with_pieces: bool) -> N
     assert told_ids == WORDS[:9] and processor.unsent() == []
 
 
-def test_the_reason_of_an_error_reaches_the_gateway() -> None:
+def test_the_error_message_reaches_the_gateway() -> None:
     processor = OutputProcessor(VOCABULARY)
     for seq in (3, 4, 5):
         processor.open(opening(seq, None))
@@ -149,8 +149,8 @@ def test_the_reason_of_an_error_reaches_the_gateway() -> None:
 
 
 @pytest.mark.parametrize("min_tokens", [0, 9, 13, 14, 15, 100])
-def test_a_stop_string_counts_that_ends_behind_the_first_ids(min_tokens: int) -> None:
-    """Also one that begins within them."""
+def test_a_stop_string_counts_if_it_ends_after_min_tokens(min_tokens: int) -> None:
+    """Also if it begins before."""
     processor = OutputProcessor(VOCABULARY)
     processor.open(opening(5, m.GenerationOptions(stop=["stop"], min_tokens=min_tokens)))
     processor.settle([5], [0], [6], WORDS[:6], [m.Finish.NONE])

@@ -1,4 +1,4 @@
-"""A sequence whose first ids its client has already: the text goes on, character and stop string included."""
+"""Resuming a sequence whose first ids the client has: the text continues, also inside characters and stop strings."""
 
 import msgspec
 import numpy as np
@@ -21,7 +21,7 @@ from tests.stages.detokenize.test_output_processor import (
 
 
 def offsets_by_id(ids: list[int], options: m.GenerationOptions) -> list[int]:
-    """Characters that an uninterrupted client has been shown with each number of ids, while its sequence goes on."""
+    """The number of characters that an uninterrupted client has with each number of ids, while its sequence runs."""
     processor = OutputProcessor(VOCABULARY)
     processor.open(opening(5, options))
     shown = [0]
@@ -32,7 +32,7 @@ def offsets_by_id(ids: list[int], options: m.GenerationOptions) -> list[int]:
             shown.append(deltas.text_offsets[0] + len(deltas.texts[0]))
             processor.mark_sent(0)
         else:
-            shown.append(shown[-1])  # judged
+            shown.append(shown[-1])  # matched by a stop string
     return shown
 
 
@@ -42,31 +42,31 @@ def offsets_by_id(ids: list[int], options: m.GenerationOptions) -> list[int]:
 @example(ids_of("xENDy"), m.Finish.LENGTH, m.GenerationOptions(stop=["END"]), 2)  # inside a stop string
 @example([*ids_of("ab"), END], m.Finish.STOP, m.GenerationOptions(stop_token_ids=[END], include_stop=True), 3)
 @example([*ids_of("ab"), BYTES[0xE2]], m.Finish.LENGTH, m.GenerationOptions(), 3)
-def test_cut_anywhere_the_same_text_follows(
+def test_a_sequence_cut_anywhere_resumes_with_the_same_text(
     ids: list[int], finish: m.Finish, options: m.GenerationOptions, cut: int
 ) -> None:
     text, shown_ids, closing, reason = outcome(ids, finish, options)
     cut = min(cut, len(shown_ids))
     if finish in (m.Finish.ABORT, m.Finish.ERROR):
-        cut = min(cut, len(ids) - 1)  # ids never say so
+        cut = min(cut, len(ids) - 1)  # a client that has all ids does not resume
     known, rest = ids[:cut], ids[cut:]
     ended = finish if not rest else m.Finish.NONE
     processor = OutputProcessor(VOCABULARY)
     begun = msgspec.structs.replace(opening(5, options), outputs=np.array(known, np.int32).tobytes(), finish=ended)
     aborts = processor.open(begun, known)
-    texts, told, offset = "", [], -1
+    texts, received_ids, offset = "", [], -1
     end: tuple[int, str | int | None] = (0, None)
 
     def take() -> None:
         nonlocal texts, offset, end
         for gateway in processor.unsent():
             deltas = processor.deltas(gateway)
-            assert end[0] == m.Finish.NONE, "an entry behind the closing one"
+            assert end[0] == m.Finish.NONE, "an entry after the closing one"
             offset = deltas.text_offsets[0] if offset < 0 else offset
             assert deltas.text_offsets[0] == offset + len(texts)
-            assert deltas.id_offsets[0] == cut + len(told)
+            assert deltas.id_offsets[0] == cut + len(received_ids)
             texts += deltas.texts[0]
-            told.extend(np.frombuffer(deltas.ids, "<i4").tolist())
+            received_ids.extend(np.frombuffer(deltas.ids, "<i4").tolist())
             end = deltas.finishes[0], deltas.stop_reasons[0]
             processor.mark_sent(gateway)
 
@@ -78,7 +78,7 @@ def test_cut_anywhere_the_same_text_follows(
     processor.settle([5], [len(ids) - len(last)], [len(last)], last, [finish])
     take()
     assert end == (closing, reason)
-    assert told == shown_ids[cut:]
+    assert received_ids == shown_ids[cut:]
     assert text[:offset] + texts == text
     if cut < len(shown_ids):
         assert offset == offsets_by_id(known, options)[cut]

@@ -1,4 +1,4 @@
-"""The stage between fakes of schedule and the gateways, over real sockets."""
+"""The stage between a fake schedule and fake gateways, over real sockets."""
 
 import os
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from pipeline.stages.detokenize.stage import RETRY_S, DetokenizeStage
 from pipeline.text.vocabulary import Vocabulary
 from tests.rig import Rig
 from tests.runtime.test_channels import until
-from tests.stages.detokenize.test_output_processor import Told, ids_of, opening
+from tests.stages.detokenize.test_output_processor import FakeGateway, ids_of, opening
 from tests.stages.detokenize.vocabularies import byte_level
 
 FACTS = m.ExecuteFacts(num_blocks=8, block_size=16, max_model_len=128, vocab_size=420, hidden_size=3)
@@ -49,69 +49,69 @@ def settled(entries: Sequence[tuple[int, int, list[int], int]], put=lambda array
     )
 
 
-def say(rig: Rig, message: m.Open | m.Settled | m.Refuse) -> None:
+def send(rig: Rig, message: m.Open | m.Settled | m.Refuse) -> None:
     rig.send(message, sender="schedule.0")
 
 
-def told_until_closed(rig: Rig, *seqs: int) -> Told:
-    told = Told()
-    while not set(seqs) <= set(told.closing):
-        told.take(rig.receive("gateway", m.Deltas))
-    return told
+def receive_until_closed(rig: Rig, *seqs: int) -> FakeGateway:
+    client = FakeGateway()
+    while not set(seqs) <= set(client.closing):
+        client.take(rig.receive("gateway", m.Deltas))
+    return client
 
 
-def test_ids_become_text_and_the_last_entry_says_why_it_ended(rig):
-    say(rig, opening(1))
-    say(rig, settled([(1, 0, ids_of("hello "), m.Finish.NONE)]))
-    say(rig, settled([(1, 6, ids_of("🤖"), m.Finish.LENGTH)]))
-    told = told_until_closed(rig, 1)
-    assert (told.text[1], told.ids[1]) == ("hello 🤖", ids_of("hello 🤖"))
-    assert told.closing[1] == (m.Finish.LENGTH, None)
+def test_ids_become_text_and_the_last_entry_has_the_finish_reason(rig):
+    send(rig, opening(1))
+    send(rig, settled([(1, 0, ids_of("hello "), m.Finish.NONE)]))
+    send(rig, settled([(1, 6, ids_of("🤖"), m.Finish.LENGTH)]))
+    client = receive_until_closed(rig, 1)
+    assert (client.text[1], client.ids[1]) == ("hello 🤖", ids_of("hello 🤖"))
+    assert client.closing[1] == (m.Finish.LENGTH, None)
     assert rig.load() == m.PlainLoad(0)
 
 
-def test_a_wake_makes_one_message_with_one_entry_for_each_sequence(rig):
+def test_a_wake_sends_one_message_with_one_entry_for_each_sequence(rig):
     for seq in range(3):
-        say(rig, opening(seq))
+        send(rig, opening(seq))
     rig.until(lambda load: load.num_open == 3)
-    say(rig, settled([(seq, 0, ids_of("ab"), m.Finish.NONE) for seq in range(3)]))
+    send(rig, settled([(seq, 0, ids_of("ab"), m.Finish.NONE) for seq in range(3)]))
     deltas = rig.receive("gateway")
     assert deltas.texts == ["ab"] * 3
     assert deltas.num_ids == [2] * 3
 
 
-def test_the_text_continues_the_prompt(rig):
+def test_the_text_continues_after_the_prompt(rig):
     character = ids_of("🤖")
-    say(rig, opening(1, tail=[*ids_of("x"), *character[:2]]))
-    say(rig, settled([(1, 0, character[2:], m.Finish.LENGTH)]))
-    assert told_until_closed(rig, 1).text[1] == "🤖"
+    send(rig, opening(1, tail=[*ids_of("x"), *character[:2]]))
+    send(rig, settled([(1, 0, character[2:], m.Finish.LENGTH)]))
+    assert receive_until_closed(rig, 1).text[1] == "🤖"
 
 
 def test_a_stop_string_is_reported_to_gateway_and_schedule_and_the_closing_is_dropped(rig):
-    say(rig, opening(1, m.GenerationOptions(stop=["stop"])))
-    say(rig, settled([(1, 0, ids_of("go stop and"), m.Finish.NONE)]))
-    told = told_until_closed(rig, 1)
-    assert (told.text[1], told.ids[1]) == ("go ", ids_of("go stop"))
-    assert told.closing[1] == (m.Finish.STOP, "stop")
+    send(rig, opening(1, m.GenerationOptions(stop=["stop"])))
+    send(rig, settled([(1, 0, ids_of("go stop and"), m.Finish.NONE)]))
+    client = receive_until_closed(rig, 1)
+    assert (client.text[1], client.ids[1]) == ("go ", ids_of("go stop"))
+    assert client.closing[1] == (m.Finish.STOP, "stop")
     assert rig.receive("schedule", m.Abort) == m.Abort(1001, 2, 1, m.Finish.STOP)
     assert rig.load().num_open == 1
-    say(rig, settled([(1, 11, ids_of(" more"), m.Finish.STOP)]))
+    send(rig, settled([(1, 11, ids_of(" more"), m.Finish.STOP)]))
     rig.until(lambda load: load.num_open == 0)
     assert rig.nothing("gateway")
     assert rig.nothing("schedule")
 
 
-def test_a_refusal_is_passed_on(rig):
+def test_a_rejection_is_forwarded(rig):
     failure = m.Failure(503, "too much is waiting")
-    say(rig, m.Refuse(77, 3, 0, failure))
+    send(rig, m.Refuse(77, 3, 0, failure))
     assert rig.receive("gateway") == m.Rejected(77, 3, failure)
 
 
-def test_large_arrays_come_by_shared_memory_and_are_released(rig):
+def test_large_arrays_in_shared_memory_are_read_and_released(rig):
     num = 2000
     arena = rig.arena("schedule.0")
     for seq in range(num):
-        say(rig, opening(seq))
+        send(rig, opening(seq))
 
     def put(array: np.ndarray) -> Array:
         return arena.put(array.data.cast("B"))
@@ -120,9 +120,9 @@ def test_large_arrays_come_by_shared_memory_and_are_released(rig):
     assert isinstance(message.ids, ShmRef)
     assert isinstance(message.seqs, ShmRef)
     num_live = arena.num_live
-    say(rig, message)
-    told = told_until_closed(rig, *range(num))
-    assert set(told.text.values()) == {"ab"}
+    send(rig, message)
+    client = receive_until_closed(rig, *range(num))
+    assert set(client.text.values()) == {"ab"}
     num_released = 0
     while num_released < num_live:
         release = rig.receive("schedule", m.Release)
@@ -132,14 +132,14 @@ def test_large_arrays_come_by_shared_memory_and_are_released(rig):
     assert arena.num_live == 0
 
 
-def test_everything_that_came_before_stop_is_sent(model_dir):
+def test_everything_received_before_stop_is_sent(model_dir):
     with Rig("detokenize", model_dir=model_dir) as rig:
         rig.start(FACTS)
-        say(rig, opening(1))
+        send(rig, opening(1))
         rig.until(lambda load: load.num_open == 1)
-        say(rig, settled([(1, 0, ids_of("ab"), m.Finish.LENGTH)]))
-        told = told_until_closed(rig, 1)
-    assert told.text[1] == "ab"
+        send(rig, settled([(1, 0, ids_of("ab"), m.Finish.LENGTH)]))
+        client = receive_until_closed(rig, 1)
+    assert client.text[1] == "ab"
 
 
 def test_a_broken_invariant_ends_the_stage(model_dir):
@@ -148,11 +148,11 @@ def test_a_broken_invariant_ends_the_stage(model_dir):
         Rig("detokenize", model_dir=model_dir) as rig,
     ):
         rig.start(FACTS)
-        say(rig, settled([(9, 0, [5], m.Finish.NONE)]))
+        send(rig, settled([(9, 0, [5], m.Finish.NONE)]))
         rig.receive("gateway")
 
 
-def test_an_unsupported_tokenizer_is_refused_with_an_error_that_names_it(tmp_path):
+def test_an_unsupported_tokenizer_is_rejected_with_an_error_that_names_it(tmp_path):
     tokenizer = byte_level().from_str(byte_level().to_str())
     tokenizer.decoder = None
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -160,8 +160,8 @@ def test_an_unsupported_tokenizer_is_refused_with_an_error_that_names_it(tmp_pat
         rig.receive("supervisor", m.Ready)
 
 
-def test_output_that_a_full_socket_refuses_is_merged_and_sent_later(model_dir, monkeypatch):
-    """Neither gateway nor schedule exist yet, and their edges hold one message each."""
+def test_output_is_merged_and_sent_later_if_a_socket_is_full(model_dir, monkeypatch):
+    """Neither gateway nor schedule exists yet, and their edges hold one message each."""
     server = f"detokenize-{os.getpid()}"
     names = ("supervisor.0", "gateway.0", "schedule.0", "detokenize.0")
     address = {name: address_of(server, name, 1) for name in names}
@@ -202,31 +202,31 @@ def test_output_that_a_full_socket_refuses_is_merged_and_sent_later(model_dir, m
     with monkeypatch.context() as patch:
         patch.setattr(stage.inbox, "wait_all", lambda timeout_s: waits_s.append(timeout_s) or [])
         detokenize.turn()
-    assert waits_s == [RETRY_S], "it does not wait as if nothing were left to send"
+    assert waits_s == [RETRY_S], "it waits only until the next retry"
 
     inboxes: dict[str, Inbox[Any]] = {
         "gateway": Inbox(context, address["gateway.0"], m.GatewayInbox),
         "schedule": Inbox(context, address["schedule.0"], m.ScheduleInbox),
     }
-    told, others = Told(), []
+    client, others = FakeGateway(), []
 
-    def all_told() -> bool:
+    def all_received() -> bool:
         assert schedule.send(m.Ping(0))  # so that a turn with nothing left to send ends
         detokenize.turn()
         for inbox in inboxes.values():
             for message in inbox.receive_all():
                 if isinstance(message, m.Deltas):
-                    told.take(message)
+                    client.take(message)
                 else:
                     others.append(message)
-        return len(told.closing) == 3 and len(others) == 4
+        return len(client.closing) == 3 and len(others) == 4
 
-    until(all_told)
-    assert told.text == dict.fromkeys(range(3), text)
-    assert told.ids == dict.fromkeys(range(3), ids_of(text + "."))
+    until(all_received)
+    assert client.text == dict.fromkeys(range(3), text)
+    assert client.ids == dict.fromkeys(range(3), ids_of(text + "."))
     assert m.Rejected(77, 3, m.Failure(503, "full")) in others
     assert sum(isinstance(message, m.Abort) for message in others) == 3
-    assert stage.outbox("gateway").num_sent <= 4, "what waited was not merged"
+    assert stage.outbox("gateway").num_sent <= 4, "unsent output was not merged"
     stage.close()
     for inbox in inboxes.values():
         inbox.close()
@@ -234,33 +234,33 @@ def test_output_that_a_full_socket_refuses_is_merged_and_sent_later(model_dir, m
     context.term()
 
 
-def test_the_options_that_schedule_passes_on_are_those_of_the_gateway(rig):
-    """They travel as the same bytes, inside the message."""
+def test_schedule_forwards_the_options_of_the_gateway(rig):
+    """They are the same bytes, inside of the message."""
     options = m.GenerationOptions(stop=["\n"], include_stop=True, skip_special_tokens=False, stop_token_ids=[3])
     admit = m.Admit(5, 0, 0, 0.0, b"", opening(5, options).options)
     passed_on = msgspec.msgpack.decode(msgspec.msgpack.encode(admit), type=m.Admit).options
-    say(rig, m.Open(5, 1005, 2, 2, 0, b"", passed_on))
-    say(rig, settled([(5, 0, ids_of("a\nb"), m.Finish.NONE)]))
-    told = told_until_closed(rig, 5)
-    assert (told.text[5], told.closing[5]) == ("a\n", (m.Finish.STOP, "\n"))
+    send(rig, m.Open(5, 1005, 2, 2, 0, b"", passed_on))
+    send(rig, settled([(5, 0, ids_of("a\nb"), m.Finish.NONE)]))
+    client = receive_until_closed(rig, 5)
+    assert (client.text[5], client.closing[5]) == ("a\n", (m.Finish.STOP, "\n"))
 
 
-def test_embeddings_pass_as_records(rig):
-    say(rig, opening(1, m.GenerationOptions(pooling=m.Pooling.LAST)))
-    say(rig, opening(2, m.GenerationOptions(pooling=m.Pooling.MEAN)))
+def test_embeddings_are_forwarded_as_records(rig):
+    send(rig, opening(1, m.GenerationOptions(pooling=m.Pooling.LAST)))
+    send(rig, opening(2, m.GenerationOptions(pooling=m.Pooling.MEAN)))
     embeddings = [np.arange(begin, begin + 3, dtype="<f4").tobytes() for begin in (0, 3)]
     entries = [(1, 0, ids_of("a"), m.Finish.LENGTH), (2, 0, ids_of("b"), m.Finish.LENGTH)]
-    say(rig, msgspec.structs.replace(settled(entries), records=b"".join(embeddings)))
+    send(rig, msgspec.structs.replace(settled(entries), records=b"".join(embeddings)))
     assert rig.receive("gateway", m.Deltas).records == embeddings
 
 
-def test_resumed_ids_come_by_shared_memory_and_only_new_output_is_sent(rig):
+def test_resumed_ids_are_read_from_shared_memory_and_only_new_output_is_sent(rig):
     arena = rig.arena("schedule.0")
     known = ids_of("ab☔" * 500)[:-1]
     array = arena.put(np.array(known, np.int32).data.cast("B"))
     assert isinstance(array, ShmRef)
-    say(rig, msgspec.structs.replace(opening(1), outputs=array))
-    say(rig, settled([(1, len(known), ids_of("☔!")[2:], m.Finish.LENGTH)]))
+    send(rig, msgspec.structs.replace(opening(1), outputs=array))
+    send(rig, settled([(1, len(known), ids_of("☔!")[2:], m.Finish.LENGTH)]))
     deltas = rig.receive("gateway", m.Deltas)
     assert (deltas.texts, deltas.text_offsets, deltas.id_offsets) == (["☔!"], [1499], [len(known)])
     release = rig.receive("schedule", m.Release)
@@ -268,13 +268,13 @@ def test_resumed_ids_come_by_shared_memory_and_only_new_output_is_sent(rig):
     assert arena.num_live == 0
 
 
-def test_a_stop_string_that_a_client_has_already_ends_the_sequence_at_once(rig):
+def test_a_stop_string_in_resumed_output_ends_the_sequence_at_once(rig):
     options = m.GenerationOptions(stop=["END"])
     known = np.array(ids_of("the END"), np.int32).tobytes()
-    say(rig, msgspec.structs.replace(opening(1, options), outputs=known))
-    told = rig.receive("gateway", m.Deltas)
-    assert (told.finishes, told.stop_reasons, told.texts, told.num_ids) == ([m.Finish.STOP], ["END"], [""], [0])
+    send(rig, msgspec.structs.replace(opening(1, options), outputs=known))
+    deltas = rig.receive("gateway", m.Deltas)
+    assert (deltas.finishes, deltas.stop_reasons, deltas.texts, deltas.num_ids) == ([m.Finish.STOP], ["END"], [""], [0])
     assert rig.receive("schedule", m.Abort) == m.Abort(1001, 2, 1, m.Finish.STOP)
-    say(rig, settled([(1, 7, [], m.Finish.STOP)]))
+    send(rig, settled([(1, 7, [], m.Finish.STOP)]))
     rig.until(lambda load: load.num_open == 0)
     assert rig.nothing("gateway", 0)

@@ -1,4 +1,4 @@
-"""Stop strings: where the text ends, whatever pieces it came in."""
+"""Stop strings: where the text ends, in whatever pieces it arrives."""
 
 import pytest
 from hypothesis import given, settings
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from pipeline.stages.detokenize.stop_matcher import StopMatcher, StopStrings
 
 
-def judged(stops: list[str], pieces: list[str], *, include_stop: bool = False) -> tuple[str, str | None]:
+def match_pieces(stops: list[str], pieces: list[str], *, include_stop: bool = False) -> tuple[str, str | None]:
     matcher = StopMatcher(StopStrings(stops), include_stop=include_stop)
     shown = ""
     for piece in pieces:
@@ -18,7 +18,7 @@ def judged(stops: list[str], pieces: list[str], *, include_stop: bool = False) -
 
 
 def expected(stops: list[str], text: str, include_stop: bool) -> tuple[str, str | None]:
-    """The rule, word by word: of the matches that are complete first, the longest."""
+    """The rule: of the matches that are complete first, the longest."""
     for end in range(1, len(text) + 1):
         if found := max((stop for stop in stops if stop and text[:end].endswith(stop)), key=len, default=None):
             return text[: end if include_stop else end - len(found)], found
@@ -31,13 +31,13 @@ def expected(stops: list[str], text: str, include_stop: bool) -> tuple[str, str 
     pieces=st.lists(st.text("abé", max_size=6), max_size=12),
     include_stop=st.booleans(),
 )
-def test_the_verdict_is_the_rules_whatever_the_pieces(stops, pieces, include_stop):
-    assert judged(stops, pieces, include_stop=include_stop) == expected(stops, "".join(pieces), include_stop)
+def test_any_pieces_follow_the_rule(stops, pieces, include_stop):
+    assert match_pieces(stops, pieces, include_stop=include_stop) == expected(stops, "".join(pieces), include_stop)
 
 
 @settings(max_examples=300, deadline=None)
 @given(stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4), text=st.text("abc", max_size=30))
-def test_just_what_may_begin_a_stop_string_is_held_back(stops, text):
+def test_only_a_possible_start_of_a_stop_string_is_held_back(stops, text):
     matcher = StopMatcher(StopStrings(stops), include_stop=False)
     shown = ""
     for place, character in enumerate(text, 1):
@@ -69,18 +69,18 @@ def test_just_what_may_begin_a_stop_string_is_held_back(stops, text):
     ],
 )
 def test_cases(stops, pieces, shown, found):
-    assert judged(stops, pieces) == (shown, found)
+    assert match_pieces(stops, pieces) == (shown, found)
 
 
-def test_a_stop_string_that_is_kept_holds_nothing_back():
+def test_with_include_stop_nothing_is_held_back():
     matcher = StopMatcher(StopStrings(["END"]), include_stop=True)
     assert matcher.push("aEN") == "aEN"
     assert matcher.push("Dx") == "D"
     assert matcher.found == "END"
 
 
-def test_each_character_is_looked_at_once(monkeypatch):
-    """A text of nothing but beginnings, thousands of stop strings: there are never more steps back than characters."""
+def test_each_character_is_examined_once(monkeypatch):
+    """A text full of starts and thousands of stop strings: there are never more steps back than characters."""
     stops = StopStrings(["a" * 50 + chr(0x4E00 + i) for i in range(2000)])
     matcher = StopMatcher(stops, include_stop=False)
     num_steps = 0

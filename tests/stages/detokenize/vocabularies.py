@@ -1,4 +1,4 @@
-"""Small tokenizers of the two kinds that models ship."""
+"""Small tokenizers of the two common kinds."""
 
 from functools import cache
 
@@ -15,7 +15,7 @@ CHARACTERS = "aé€你🤖👧 \n\u0800\uffff\U0010ffff"
 
 @cache
 def byte_level() -> Tokenizer:
-    """Byte-level BPE with merges across characters' bytes, special tokens, and an added token that is not special."""
+    """Byte-level BPE with merges inside of characters, special tokens, and an added token that is not special."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -32,7 +32,7 @@ def byte_level() -> Tokenizer:
 
 @cache
 def byte_fallback(strip: int = 1) -> Tokenizer:
-    """As Llama 2's: `▁` for a space, byte tokens for what the vocabulary lacks, and a leading space taken away."""
+    """As in Llama 2: `▁` for a space, byte tokens for unknown characters, and a leading space is stripped."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     tokens += ["▁", "▁the", "▁fox", "the", "fox", "▁▁", "é", "你", ".", "\n", "▁<0x"]
     tokenizer = Tokenizer(
