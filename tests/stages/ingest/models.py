@@ -1,4 +1,4 @@
-"""Tiny prepared folders: a byte-level vocabulary, or whatever tokenizer and template a test wants."""
+"""Tiny prepared folders: a byte-level vocabulary, or a test's own tokenizer and template."""
 
 import json
 from pathlib import Path
@@ -61,7 +61,7 @@ def folder(path: Path, template: str | None = CHATML, tokenizer: Tokenizer | Non
 
 
 def prompts(tokenizer: Tokenizer, of: ExecuteFacts) -> PromptProcessor:
-    """For a model that has no template."""
+    """For a model without a template."""
     return PromptProcessor(tokenizer, of, ChatTemplates({}, "no template", 1.0), LimitSettings())
 
 
@@ -72,7 +72,7 @@ def submit(
     attempt: int = 0,
     **options: Any,
 ) -> m.Submit:
-    """A request, with a text prompt where `prompt` is a string. `options` are fields of `GenerationOptions`."""
+    """A request, with a text prompt if `prompt` is a string. `options` are fields of `GenerationOptions`."""
     return m.Submit(
         request_id=request_id,
         attempt=attempt,
@@ -97,7 +97,7 @@ PANICS = "a" * 34 + "!"
 
 
 def panicking_tokenizer() -> Tokenizer:
-    """`byte_tokenizer` behind a split that backtracks without end: the library panics when it gives up."""
+    """`byte_tokenizer` with a pre-tokenizer regex that backtracks endlessly: the library panics when it gives up."""
     tokenizer = byte_tokenizer()
     split = pre_tokenizers.Split(Regex("(a+)+$"), behavior="isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -106,12 +106,12 @@ def panicking_tokenizer() -> Tokenizer:
 
 
 def panic() -> None:
-    """Panics in tokenizers."""
+    """A text that makes tokenizers panic."""
     panicking_tokenizer().encode_batch_fast([PANICS])
 
 
 def with_id(tokenizer: Tokenizer, token: str, token_id: int) -> str:
-    """The text of its tokenizer.json, in which one token has another id."""
+    """The text of its tokenizer.json, with another id for one token."""
     state = json.loads(tokenizer.to_str())
     state["model"]["vocab"][token] = token_id
     return json.dumps(state)

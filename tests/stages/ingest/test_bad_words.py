@@ -1,4 +1,4 @@
-"""Words become the ids that they are written with, at the beginning of a text and behind a space."""
+"""Bad words become their token ids, both at the beginning of a text and after a space."""
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -7,11 +7,11 @@ from pipeline.stages.ingest.bad_words import MAX_CHARS, BadWord, as_ids
 from tests.stages.ingest import models as tiny
 
 BAD = (("b", "a"), ("ba", "d"), ("Ġ", "bad"), ("Ġ", "b"))
-"""Merges that make `bad`, ` bad` and ` b` ids of their own."""
+"""Merges that make `bad`, ` bad` and ` b` single ids."""
 
 
 def words_tokenizer(*merges: tuple[str, str]) -> Tokenizer:
-    """Bytes, and what is merged of them."""
+    """Bytes and their merges."""
     vocab = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     for left, right in merges:
         vocab[left + right] = len(vocab)
@@ -25,7 +25,7 @@ def ids(tokenizer: Tokenizer, text: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
-def test_a_word_is_kept_out_at_the_beginning_and_behind_a_space() -> None:
+def test_a_bad_word_is_excluded_at_the_beginning_and_after_a_space() -> None:
     tokenizer = words_tokenizer(*BAD)
     bad, spaced = ids(tokenizer, "bad"), ids(tokenizer, " bad")
     assert len(bad) == len(spaced) == 1
@@ -33,8 +33,8 @@ def test_a_word_is_kept_out_at_the_beginning_and_behind_a_space() -> None:
     assert as_ids(tokenizer, ["  bad", "x"], 1000) == [bad, spaced, ids(tokenizer, "x")]
 
 
-def test_both_forms_are_kept_out_where_they_have_other_numbers_of_ids() -> None:
-    """As "Athens", two ids of SmolLM2's, and " Athens", one: where the bare form is longer, or shorter."""
+def test_both_forms_are_excluded_if_they_have_different_numbers_of_ids() -> None:
+    """For example "Athens" has two ids in SmolLM2, and " Athens" one: the bare form may be longer or shorter."""
     tokenizer = words_tokenizer(("d", "o"), ("Ġ", "b"), ("Ġb", "y"))
     by, spaced = ids(tokenizer, "by"), ids(tokenizer, " by")
     assert (len(by), len(spaced)) == (2, 1)
@@ -45,7 +45,7 @@ def test_both_forms_are_kept_out_where_they_have_other_numbers_of_ids() -> None:
     assert as_ids(tokenizer, ["bx", "x"], 1000) == [by, spaced, ids(tokenizer, "x")]
 
 
-def test_a_word_is_kept_out_as_it_was_given() -> None:
+def test_a_bad_word_is_excluded_exactly_as_given() -> None:
     tokenizer = words_tokenizer(("Ċ", "b"), ("Ċb", "a"), ("b", "a"), ("Ġ", "ba"))
     bare, spaced, given = (ids(tokenizer, text) for text in ("ba", " ba", "\nba"))
     assert len({*map(tuple, (bare, spaced, given))}) == 3
@@ -53,7 +53,7 @@ def test_a_word_is_kept_out_as_it_was_given() -> None:
     assert as_ids(tokenizer, [" ba", "  ba", "x\nba"], 1000)[:4] == [bare, spaced, bare, spaced]
 
 
-def test_a_space_of_its_own_makes_no_second_form() -> None:
+def test_there_is_no_second_form_if_the_space_is_a_separate_token() -> None:
     tokenizer = tiny.byte_tokenizer()
     assert as_ids(tokenizer, ["ab"], 258) == [ids(tokenizer, "ab")]
 
@@ -67,11 +67,11 @@ def test_a_space_of_its_own_makes_no_second_form() -> None:
         (["\ud800"], "can't be tokenized"),
     ],
 )
-def test_words_that_can_not_be_kept_out_are_refused(words: list[str], message: str) -> None:
+def test_words_that_cannot_be_excluded_are_rejected(words: list[str], message: str) -> None:
     with pytest.raises(BadWord, match=message):
         as_ids(tiny.byte_tokenizer(), words, 258)
 
 
-def test_ids_that_the_model_does_not_have_are_refused() -> None:
+def test_ids_outside_of_the_vocabulary_are_rejected() -> None:
     with pytest.raises(BadWord, match="outside the model's vocabulary"):
         as_ids(tiny.byte_tokenizer(), ["ÿ"], 10)

@@ -1,4 +1,4 @@
-"""`truncate`: the last ids of a prompt are kept, and the rest is as if it had not been there."""
+"""`truncate` keeps the last ids of a prompt, and ignores the rest."""
 
 from pathlib import Path
 from typing import Any
@@ -28,16 +28,16 @@ def cut(
     prompts: PromptProcessor, prompt: m.Prompt | str, truncate: int, *, max_tokens: int | None = None
 ) -> tuple[list[int], int]:
     options = m.PromptOptions(truncate=truncate)
-    asked = msgspec.structs.replace(tiny.submit(prompt, max_tokens=max_tokens), prompt_options=options)
-    given = asked.prompt
+    submitted = msgspec.structs.replace(tiny.submit(prompt, max_tokens=max_tokens), prompt_options=options)
+    given = submitted.prompt
     ids = (
         np.frombuffer(inline(given.ids), np.int32) if isinstance(given, m.IdsPrompt) else prompts.encode(given, options)
     )
-    ids = prompts.cut(ids, asked)
-    return ids.tolist(), prompts.max_tokens(ids, asked)
+    ids = prompts.cut(ids, submitted)
+    return ids.tolist(), prompts.max_tokens(ids, submitted)
 
 
-def test_the_last_ids_are_kept(prompts: PromptProcessor) -> None:
+def test_truncate_keeps_the_last_ids(prompts: PromptProcessor) -> None:
     whole = prompts.encode(m.TextPrompt("abcdef")).tolist()
     assert cut(prompts, "abcdef", 2) == (whole[-2:], 62)
     assert cut(prompts, "abcdef", 10)[0] == whole
@@ -52,12 +52,12 @@ def test_minus_one_leaves_room_for_the_output(prompts: PromptProcessor) -> None:
         assert (len(ids), room) == (kept, 1 if max_tokens is None else max_tokens)
 
 
-def test_texts_and_chats_too_long_for_any_ids_are_cut(prompts: PromptProcessor) -> None:
+def test_very_long_texts_and_chats_are_truncated(prompts: PromptProcessor) -> None:
     assert len(cut(prompts, "x" * 4000, 5)[0]) == 5
     assert len(cut(prompts, tiny.chat("x" * 4000), 5)[0]) == 5
 
 
-def test_a_text_beyond_the_limit_is_refused_though_it_would_be_cut(prompts: PromptProcessor) -> None:
+def test_a_text_beyond_the_limit_is_rejected_even_with_truncate(prompts: PromptProcessor) -> None:
     for prompt in ("é" * 2049, tiny.chat("x" * 4096)):
         with pytest.raises(RequestRefused, match="the limit is 4096") as caught:
             cut(prompts, prompt, 5)
@@ -65,20 +65,20 @@ def test_a_text_beyond_the_limit_is_refused_though_it_would_be_cut(prompts: Prom
 
 
 @pytest.mark.parametrize("truncate", [65, -2])
-def test_more_than_the_model_takes_is_refused(prompts: PromptProcessor, truncate: int) -> None:
+def test_truncate_beyond_the_models_length_is_rejected(prompts: PromptProcessor, truncate: int) -> None:
     with pytest.raises(RequestRefused, match="1 to 64") as caught:
         cut(prompts, "x", truncate)
     assert (caught.value.failure.status, caught.value.failure.param) == (400, "truncate_prompt_tokens")
 
 
-def test_what_is_kept_must_leave_room(prompts: PromptProcessor) -> None:
+def test_the_kept_ids_must_leave_room_for_output(prompts: PromptProcessor) -> None:
     for truncate, max_tokens in ((64, None), (60, 5)):
         with pytest.raises(RequestRefused) as caught:
             cut(prompts, "x" * 100, truncate, max_tokens=max_tokens)
         assert caught.value.failure.code == "context_length_exceeded"
 
 
-def test_ids_that_are_cut_off_are_checked_too(prompts: PromptProcessor) -> None:
+def test_truncated_ids_are_checked_too(prompts: PromptProcessor) -> None:
     with pytest.raises(RequestRefused) as caught:
         cut(prompts, m.IdsPrompt(np.array([1, 999, 3], np.int32).tobytes()), 1)
     assert caught.value.failure.param == "prompt[1]"
@@ -93,7 +93,7 @@ def test_ids_that_are_cut_off_are_checked_too(prompts: PromptProcessor) -> None:
         (m.GenerationOptions(stop_token_ids=[2**63]), "stop_token_ids"),
     ],
 )
-def test_ids_that_the_model_does_not_have_are_refused(
+def test_ids_outside_of_the_vocabulary_are_rejected(
     prompts: PromptProcessor, options: m.GenerationOptions, param: str
 ) -> None:
     with pytest.raises(RequestRefused, match=r"not one of the model's 0\.\.257") as caught:
@@ -101,13 +101,13 @@ def test_ids_that_the_model_does_not_have_are_refused(
     assert (caught.value.failure.status, caught.value.failure.param) == (400, param)
 
 
-def test_bad_words_are_ids_in_what_the_executor_gets(prompts: PromptProcessor, tmp_path: Path) -> None:
-    asked = tiny.submit("x", bad_words=["ab"]).options
+def test_the_executor_gets_bad_words_as_ids(prompts: PromptProcessor, tmp_path: Path) -> None:
+    submitted = tiny.submit("x", bad_words=["ab"]).options
     ids = prompts.encode(m.TextPrompt("ab")).tolist()
-    completed = msgspec.structs.replace(asked, max_tokens=5, bad_words=[], bad_words_ids=[ids])
-    assert prompts.complete(asked, 5) == completed
+    completed = msgspec.structs.replace(submitted, max_tokens=5, bad_words=[], bad_words_ids=[ids])
+    assert prompts.complete(submitted, 5) == completed
     with pytest.raises(RequestRefused) as caught:
-        prompts.complete(msgspec.structs.replace(asked, bad_words=[""]), 5)
+        prompts.complete(msgspec.structs.replace(submitted, bad_words=[""]), 5)
     assert caught.value.failure.param == "bad_words"
 
 
@@ -122,18 +122,18 @@ def test_bad_words_are_ids_in_what_the_executor_gets(prompts: PromptProcessor, t
         ({"allowed": [97, 5], "stop_token_ids": [5], "min_tokens": 3}, ["a"], False),
     ],
 )
-def test_what_leaves_no_first_token_is_refused(
+def test_options_that_exclude_every_first_token_are_rejected(
     prompts: PromptProcessor, options: dict[str, Any], words: list[str], is_left: bool
 ) -> None:
-    """Its sequence would end with an error of the server at once."""
+    """Otherwise the sequence would end with a server error at once."""
     begun = [prompts.encode(m.TextPrompt(word)).tolist() for word in "ab"]
     ids = {97: begun[0][0], 98: begun[1][0]}
     allowed = np.array([ids.get(one, one) for one in options.pop("allowed")], np.int32).tobytes()
-    asked = m.GenerationOptions(allowed_ids=allowed, bad_words=words, **options)
+    submitted = m.GenerationOptions(allowed_ids=allowed, bad_words=words, **options)
     if is_left:
-        assert prompts.complete(asked, 5).allowed_ids == allowed
+        assert prompts.complete(submitted, 5).allowed_ids == allowed
         return
     with pytest.raises(RequestRefused, match="leaves no first token") as caught:
-        prompts.complete(asked, 5)
+        prompts.complete(submitted, 5)
     failure = caught.value.failure
     assert (failure.status, failure.param, failure.code) == (400, "allowed_token_ids", "nothing_left")

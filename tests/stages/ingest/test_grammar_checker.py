@@ -1,4 +1,4 @@
-"""Grammars of requests: checked beside the loop, remembered, and refused in words that name the field."""
+"""Grammars of requests: checked outside of the loop, cached, and rejected with errors that name the field."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ async def grammars(tmp_path: Path) -> AsyncIterator[GrammarChecker]:
     grammars.close()
 
 
-async def refused(grammars: GrammarChecker, kind: str, source: Any) -> m.Failure:
+async def rejected(grammars: GrammarChecker, kind: str, source: Any) -> m.Failure:
     text = source if isinstance(source, str) else json.dumps(source)
     with pytest.raises(RequestRefused) as caught:
         await grammars.check(m.Grammar(kind, text, "guided"))
@@ -56,12 +56,12 @@ GOOD = [
 ]
 
 
-async def test_what_is_understood(grammars: GrammarChecker) -> None:
+async def test_valid_grammars_are_accepted(grammars: GrammarChecker) -> None:
     for kind, source in GOOD:
         assert await grammars.check(m.Grammar(kind, source))
 
 
-async def test_several_may_come_at_once_before_there_is_a_process(grammars: GrammarChecker) -> None:
+async def test_several_checks_may_arrive_before_the_process_starts(grammars: GrammarChecker) -> None:
     checked = await asyncio.gather(*(grammars.check(m.Grammar("regex", f"a{{{i}}}")) for i in range(1, 9)))
     assert len(set(checked)) == 8
 
@@ -69,7 +69,7 @@ async def test_several_may_come_at_once_before_there_is_a_process(grammars: Gram
 async def test_a_cancelled_check_stops_no_other_check(grammars: GrammarChecker) -> None:
     first = asyncio.create_task(grammars.check(m.Grammar("regex", "a")))
     second = asyncio.create_task(grammars.check(m.Grammar("regex", "b")))
-    await asyncio.sleep(0)  # both have begun
+    await asyncio.sleep(0)  # both have started
     first.cancel()
     assert await second
     with pytest.raises(asyncio.CancelledError):
@@ -113,31 +113,31 @@ BAD = [
 ]
 
 
-async def test_what_is_not_understood_is_a_400_that_says_why(grammars: GrammarChecker) -> None:
+async def test_an_invalid_grammar_is_a_400_with_the_reason(grammars: GrammarChecker) -> None:
     for kind, source, part in BAD:
-        failure = await refused(grammars, kind, source)
+        failure = await rejected(grammars, kind, source)
         assert (failure.status, failure.code) == (400, "invalid_grammar")
         assert part in failure.message and len(failure.message) < 600, (kind, source, failure.message)
 
 
-async def test_the_tool_whose_schema_is_bad_is_named(grammars: GrammarChecker) -> None:
+async def test_the_tool_with_an_invalid_schema_is_named(grammars: GrammarChecker) -> None:
     good, bad = {"type": "object"}, {"type": "object", "properties": {"a": {"minItems": 2, "maxItems": 1, "not": {}}}}
     lark = LarkBuilder("", {})
     start = lark.one_of([lark.schema(json.dumps(schema)) for schema in (good, bad)])
     source = msgspec.json.encode(lark.grammar(start)).decode()
     with pytest.raises(RequestRefused) as alone:
         await grammars.check(m.Grammar("closed_schema", json.dumps(bad), "response_format"))
-    for param, told in (
+    for param, expected_param in (
         ("tools", "tools[1].function.parameters"),
         ("tools[5].function.parameters", "tools[5].function.parameters"),  # the client named it
-        ("tools", "tools[1].function.parameters"),  # known by now
+        ("tools", "tools[1].function.parameters"),  # cached by now
     ):
         with pytest.raises(RequestRefused) as caught:
             await grammars.check(m.Grammar("calls", source, param))
         failure = caught.value.failure
-        assert (failure.status, failure.param, failure.code) == (400, told, "invalid_grammar")
+        assert (failure.status, failure.param, failure.code) == (400, expected_param, "invalid_grammar")
         why = alone.value.failure.message.removeprefix("the schema ")
-        assert failure.message == f"the schema of {told.partition('.')[0]} {why}"
+        assert failure.message == f"the schema of {expected_param.partition('.')[0]} {why}"
 
 
 HOSTILE = {
@@ -154,19 +154,19 @@ HOSTILE = {
 }
 
 
-async def test_hostile_grammars_are_refused_in_time(grammars: GrammarChecker) -> None:
-    await grammars.check(m.Grammar("json_object"))  # the process is there
+async def test_hostile_grammars_are_rejected_in_time(grammars: GrammarChecker) -> None:
+    await grammars.check(m.Grammar("json_object"))  # starts the process
     for name, (kind, source) in HOSTILE.items():
         began_s = time.monotonic()
-        failure = await refused(grammars, kind, source)
-        # A machine that is busy with other things is no proof of a grammar's worth.
+        failure = await rejected(grammars, kind, source)
+        # On a busy machine, a timeout does not mean that the grammar is bad.
         assert failure.status in (400, 503), name
         assert time.monotonic() - began_s < 5, name
 
 
-async def test_hostile_ones_do_not_hold_up_others(grammars: GrammarChecker) -> None:
+async def test_hostile_grammars_do_not_delay_others(grammars: GrammarChecker) -> None:
     await grammars.check(m.Grammar("json_object"))
-    hostile = [asyncio.ensure_future(refused(grammars, "grammar", f"{ENDLESS}\n// {i}")) for i in range(3)]
+    hostile = [asyncio.ensure_future(rejected(grammars, "grammar", f"{ENDLESS}\n// {i}")) for i in range(3)]
     await asyncio.sleep(0)
     for i in range(5):
         assert await grammars.check(m.Grammar("regex", f"a{{{i}}}b"))
@@ -174,21 +174,21 @@ async def test_hostile_ones_do_not_hold_up_others(grammars: GrammarChecker) -> N
     await asyncio.gather(*hostile)
 
 
-async def test_what_was_checked_is_remembered(grammars: GrammarChecker) -> None:
+async def test_results_of_checks_are_cached(grammars: GrammarChecker) -> None:
     good, bad = m.Grammar("regex", "a+"), m.Grammar("regex", "(", "regex")
     assert grammars.known(good) is None
     text = await grammars.check(good)
     assert grammars.known(good) == text
     assert grammars.known(m.Grammar("grammar", "a+")) is None
-    await refused(grammars, "regex", "(")
+    await rejected(grammars, "regex", "(")
     with pytest.raises(RequestRefused):
         grammars.known(bad)
 
 
-async def test_slow_grammars_are_passed_on_one_by_one(
+async def test_slow_grammars_are_accepted_one_at_a_time(
     grammars: GrammarChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each may hold up a step for as long as it took to check."""
+    """Each may delay a step for as long as its check took."""
     monkeypatch.setattr(grammar_checker, "SLOW_S", 0.0)
     monkeypatch.setattr(grammar_checker, "SHARE", 0.005)
     await grammars.check(m.Grammar("regex", "a"))
@@ -197,11 +197,11 @@ async def test_slow_grammars_are_passed_on_one_by_one(
     await grammars.check(m.Grammar("regex", "b"))
     assert time.monotonic() >= next_slow_s
     grammars._next_slow_s = time.monotonic() + 100
-    assert (await refused(grammars, "regex", "c")).status == 503
-    assert await grammars.check(m.Grammar("regex", "a"))  # a cached outcome is immediate
+    assert (await rejected(grammars, "regex", "c")).status == 503
+    assert await grammars.check(m.Grammar("regex", "a"))  # a cached result is immediate
 
 
-async def test_a_checker_that_dies_is_replaced(grammars: GrammarChecker) -> None:
+async def test_a_dead_checker_is_replaced(grammars: GrammarChecker) -> None:
     await grammars.check(m.Grammar("json_object"))
     assert grammars._worker is not None
     os.kill(grammars._worker.pid, signal.SIGKILL)
@@ -209,12 +209,12 @@ async def test_a_checker_that_dies_is_replaced(grammars: GrammarChecker) -> None
     assert await grammars.check(m.Grammar("regex", "b+"))
 
 
-async def test_what_a_checker_was_at_ends_with_it(grammars: GrammarChecker) -> None:
-    """A check that never ends would go on by itself, and keep who asked for it waiting."""
+async def test_a_check_in_progress_ends_with_its_checker(grammars: GrammarChecker) -> None:
+    """Otherwise an endless check would continue alone, and its request would wait."""
     await grammars.check(m.Grammar("json_object"))
     assert grammars._worker is not None
     checker = psutil.Process(grammars._worker.pid)
-    hostile = asyncio.ensure_future(refused(grammars, "grammar", ENDLESS))
+    hostile = asyncio.ensure_future(rejected(grammars, "grammar", ENDLESS))
     async with asyncio.timeout(10):
         while not (children := checker.children()):
             await asyncio.sleep(0.005)
@@ -225,8 +225,8 @@ async def test_what_a_checker_was_at_ends_with_it(grammars: GrammarChecker) -> N
     assert not alive
 
 
-async def test_a_check_that_had_no_processor_goes_on_when_its_time_is_up(tmp_path: Path) -> None:
-    """Its time is up before it has begun; a machine that is busy does that to many that come at once."""
+async def test_a_check_that_got_no_cpu_time_continues_after_its_timeout(tmp_path: Path) -> None:
+    """Its time is up before it has started, which a busy machine does to many concurrent checks."""
     grammars = GrammarChecker(tiny.folder(tmp_path), LimitSettings(grammar_timeout_s=0.001))
     try:
         assert await grammars.check(m.Grammar("regex", "a+"))
@@ -234,13 +234,13 @@ async def test_a_check_that_had_no_processor_goes_on_when_its_time_is_up(tmp_pat
         grammars.close()
 
 
-async def test_a_model_whose_outputs_never_end_has_no_grammars(tmp_path: Path) -> None:
+async def test_a_model_without_an_end_token_supports_no_grammars(tmp_path: Path) -> None:
     folder = tiny.folder(tmp_path)
     config = json.loads((folder / "model.json").read_text()) | {"eos_ids": []}
     (folder / "model.json").write_text(json.dumps(config))
     grammars = GrammarChecker(folder, LimitSettings())
     try:
-        assert "ends a sequence" in (await refused(grammars, "regex", "a")).message
+        assert "ends a sequence" in (await rejected(grammars, "regex", "a")).message
     finally:
         grammars.close()
 
@@ -261,14 +261,14 @@ def structured(kind: str, source: str = "", request_id: int = 1, prompt: str = "
 
 
 def test_the_executor_gets_the_grammar(rig: Rig) -> None:
-    for request_id in (1, 2):  # checked, then known
+    for request_id in (1, 2):  # checked, then cached
         rig.send(structured("json_object", request_id=request_id), "gateway.0")
         options = tiny.options_of(rig.receive("schedule", m.Admit))
         assert json.loads(options.compiled_grammar)["grammars"][0]["json_schema"]["type"] == "object"
         assert (options.grammar, options.seed) == (None, 7)
 
 
-def test_a_bad_one_is_rejected_and_others_go_by(rig: Rig) -> None:
+def test_an_invalid_grammar_is_rejected_without_delaying_others(rig: Rig) -> None:
     rig.send(structured("json_schema", '{"not": {}}', 1), "gateway.0")
     rig.send(tiny.submit("hi", request_id=2), "gateway.0")
     accepted = rig.receive("gateway", m.Accepted)
@@ -278,13 +278,13 @@ def test_a_bad_one_is_rejected_and_others_go_by(rig: Rig) -> None:
     assert rejected.failure.param == "response_format" and '"not"' in rejected.failure.message
 
 
-def test_one_that_is_too_large_is_rejected(rig: Rig) -> None:
+def test_a_grammar_that_is_too_large_is_rejected(rig: Rig) -> None:
     rig.send(structured("regex", "é" * 1001), "gateway.0")
     failure = rig.receive("gateway", m.Rejected).failure
     assert failure.status == 400 and "2000" in failure.message
 
 
-def test_an_abort_finds_it_while_it_is_checked(rig: Rig) -> None:
+def test_a_request_can_be_aborted_during_its_check(rig: Rig) -> None:
     rig.send(structured("grammar", ENDLESS, 5), "gateway.0")
     rig.send(m.Abort(5, 0), "gateway.0")
     assert rig.receive("gateway", m.Rejected).failure.code == "aborted"

@@ -1,4 +1,4 @@
-"""A prompt that the tokenizer panics at, or makes impossible ids of, is a 400 that names it, and the next is served."""
+"""A prompt that makes the tokenizer panic, or has impossible ids, is a 400 that names it, and the stage continues."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ from tests.rig import Rig
 from tests.stages.ingest import models as tiny
 
 LONG = "b" * ingest_stage.LONG_CHARS + tiny.PANICS
-"""Goes to the encoding thread."""
+"""Long enough for the encoding thread."""
 
 MAX_MODEL_LEN = 100_000
 
@@ -30,8 +30,8 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
         yield rig
 
 
-def refused(rig: Rig, submit: m.Submit) -> m.Failure:
-    """The answer to it; the next request is then served as ever."""
+def rejected(rig: Rig, submit: m.Submit) -> m.Failure:
+    """The reply to the request. Also checks that the next request is served."""
     rig.send(submit, "gateway.0")
     rejected = rig.receive("gateway", m.Rejected)
     assert rejected.request_id == submit.request_id
@@ -67,7 +67,7 @@ PROMPTS = {
 def test_a_panic_is_a_400_that_names_the_field(rig: Rig, name: str) -> None:
     submit, param = PROMPTS[name]
     for _ in range(2):
-        failure = refused(rig, submit)
+        failure = rejected(rig, submit)
         assert (failure.status, failure.param) == (400, param)
         assert "tokenized" in failure.message and "retry-limit-in-match over" in failure.message
 
@@ -79,21 +79,21 @@ def test_ids_beyond_int32_are_a_400_that_names_the_prompt(tmp_path: Path, token_
     (folder / "tokenizer.json").write_text(tiny.with_id(tiny.byte_tokenizer(), "z", token_id))
     with Rig("ingest", model_dir=folder) as rig:
         rig.start(tiny.facts(max_model_len=MAX_MODEL_LEN))
-        failure = refused(rig, tiny.submit("b" * length + "z"))
+        failure = rejected(rig, tiny.submit("b" * length + "z"))
         assert (failure.status, failure.param) == (400, "prompt")
         assert "above 2147483647" in failure.message
-        failure = refused(rig, tiny.submit("hi", bad_words=["z"]))
+        failure = rejected(rig, tiny.submit("hi", bad_words=["z"]))
         assert (failure.status, failure.param) == (400, "bad_words")
 
 
-def test_bad_words_that_the_tokenizer_panics_at_are_named() -> None:
+def test_bad_words_that_make_the_tokenizer_panic_are_named() -> None:
     with pytest.raises(BadWord, match=r"can't be tokenized: .*retry-limit-in-match over"):
         as_ids(tiny.panicking_tokenizer(), [tiny.PANICS], 258)
 
 
 def test_a_panic_while_a_prompt_is_decoded_is_a_400() -> None:
     tokenizer = tiny.byte_tokenizer()
-    tokenizer.decoder = decoders.Strip("a", 0, 9)  # takes more from a token than it has
+    tokenizer.decoder = decoders.Strip("a", 0, 9)  # strips more from a token than it has
     submit = msgspec.structs.replace(tiny.submit(tiny.chat("hi")), prompt_options=PromptOptions(with_tail=True))
     ids = np.array([tokenizer.token_to_id("a")], np.int32)
     with pytest.raises(RequestRefused) as caught:
@@ -101,8 +101,8 @@ def test_a_panic_while_a_prompt_is_decoded_is_a_400() -> None:
     assert (caught.value.failure.status, caught.value.failure.param) == (400, "messages")
 
 
-def test_ids_without_a_token_are_shown_as_nothing(tmp_path: Path) -> None:
-    """A model may have more ids than its tokenizer, and a tokenizer may leave some out."""
+def test_ids_without_a_token_have_no_text(tmp_path: Path) -> None:
+    """A model may have more ids than its tokenizer, and a tokenizer may skip ids."""
     folder = tiny.folder(tmp_path)
     (folder / "tokenizer.json").write_text(tiny.with_id(tiny.byte_tokenizer(), "z", 2**31 - 1))
     with Rig("ingest", model_dir=folder) as rig:

@@ -1,4 +1,4 @@
-"""A prompt becomes ids, or a refusal in the client's words; never anything else."""
+"""Every prompt becomes ids or a rejection with a clear error."""
 
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> PromptProcessor:
     return prompt_processor.load(folder, tiny.facts(), Tokenizer.from_file(str(folder / "tokenizer.json")))
 
 
-def refused(prompts: PromptProcessor, submit: m.Submit) -> m.Failure:
-    """The failure a request ends with."""
+def rejected(prompts: PromptProcessor, submit: m.Submit) -> m.Failure:
+    """The failure that rejects a request."""
     with pytest.raises(RequestRefused) as caught:
         ids_of(prompts, submit)
     return caught.value.failure
@@ -43,14 +43,14 @@ def given_ids(*ids: int) -> m.IdsPrompt:
     return m.IdsPrompt(np.array(ids, np.int32).tobytes())
 
 
-def test_a_chat_is_written_by_the_template_and_its_special_tokens_are_single_ids(prompts: PromptProcessor) -> None:
+def test_a_chat_is_rendered_by_the_template_and_its_special_tokens_are_single_ids(prompts: PromptProcessor) -> None:
     ids, room = ids_of(prompts, tiny.submit(tiny.chat("hi")))
     text = tiny.byte_tokenizer().decode(ids, skip_special_tokens=False)
     assert text == "<s>user:hi</s><s>assistant:"
     assert (ids[0], ids.count(257), room) == (256, 1, 64 - len(ids))
 
 
-def test_only_a_text_gets_the_tokenizers_own_special_tokens(tmp_path: Path) -> None:
+def test_only_texts_get_the_tokenizers_special_tokens(tmp_path: Path) -> None:
     tokenizer = tiny.byte_tokenizer()
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
     made = prompt_processor.load(tiny.folder(tmp_path, "{{ messages[0].content }}"), tiny.facts(), tokenizer)
@@ -58,89 +58,89 @@ def test_only_a_text_gets_the_tokenizers_own_special_tokens(tmp_path: Path) -> N
     assert text == [256, *chat]
 
 
-def test_all_that_fits_may_be_generated_where_nothing_was_asked(prompts: PromptProcessor) -> None:
+def test_without_max_tokens_the_output_may_fill_the_context(prompts: PromptProcessor) -> None:
     assert ids_of(prompts, tiny.submit("x" * 60))[1] == 4
     assert ids_of(prompts, tiny.submit("x" * 60, max_tokens=3))[1] == 3
     assert ids_of(prompts, tiny.submit("x" * 63))[1] == 1
 
 
-def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers(prompts: PromptProcessor) -> None:
-    failure = refused(prompts, tiny.submit("x" * 64))
+def test_a_prompt_that_leaves_no_room_is_rejected_with_both_numbers(prompts: PromptProcessor) -> None:
+    failure = rejected(prompts, tiny.submit("x" * 64))
     assert (failure.status, failure.param, failure.code) == (400, "prompt", "context_length_exceeded")
     assert "64 tokens" in failure.message
     assert "prompt has 64" in failure.message
-    assert refused(prompts, tiny.submit(tiny.chat("x" * 64))).param == "messages"
+    assert rejected(prompts, tiny.submit(tiny.chat("x" * 64))).param == "messages"
 
 
-def test_asking_for_more_than_fits_is_refused(prompts: PromptProcessor) -> None:
-    failure = refused(prompts, tiny.submit("x" * 60, max_tokens=5))
+def test_max_tokens_beyond_the_context_is_rejected(prompts: PromptProcessor) -> None:
+    failure = rejected(prompts, tiny.submit("x" * 60, max_tokens=5))
     assert (failure.status, failure.param, failure.code) == (400, "max_tokens", "context_length_exceeded")
     assert "65: 60 in the prompt and 5 to generate" in failure.message
-    assert refused(prompts, tiny.submit("x", max_tokens=-1)).param == "max_tokens"
+    assert rejected(prompts, tiny.submit("x", max_tokens=-1)).param == "max_tokens"
 
 
-def test_a_text_too_long_for_any_ids_is_refused_before_it_is_tokenized(prompts: PromptProcessor) -> None:
-    failure = refused(prompts, tiny.submit("x" * 10_000_000))
+def test_a_text_that_is_too_long_is_rejected_before_it_is_tokenized(prompts: PromptProcessor) -> None:
+    failure = rejected(prompts, tiny.submit("x" * 10_000_000))
     assert failure.code == "context_length_exceeded"
     assert "at least" in failure.message
 
 
-def test_what_the_template_writes_is_bounded_too(tmp_path: Path) -> None:
+def test_rendered_chats_have_the_same_length_limit(tmp_path: Path) -> None:
     folder = tiny.folder(tmp_path, "{% for i in range(99999) %}{{ 'x' * 9999 }}{% endfor %}")
     made = prompt_processor.load(folder, tiny.facts(), tiny.byte_tokenizer())
-    assert refused(made, tiny.submit(tiny.chat("hi"))).code == "context_length_exceeded"
+    assert rejected(made, tiny.submit(tiny.chat("hi"))).code == "context_length_exceeded"
 
 
 @pytest.mark.parametrize("ids", [(-1,), (258,), (1, 2, 2**31 - 1), (-(2**31),)])
-def test_ids_outside_the_vocabulary_are_refused(prompts: PromptProcessor, ids: tuple[int, ...]) -> None:
-    failure = refused(prompts, tiny.submit(given_ids(*ids)))
+def test_ids_outside_the_vocabulary_are_rejected(prompts: PromptProcessor, ids: tuple[int, ...]) -> None:
+    failure = rejected(prompts, tiny.submit(given_ids(*ids)))
     assert (failure.status, failure.param) == (400, f"prompt[{len(ids) - 1}]")
     assert str(ids[-1]) in failure.message
     assert ids_of(prompts, tiny.submit(given_ids(0, 257)))[0] == [0, 257]
 
 
 @pytest.mark.parametrize("stop_id", [-1, 258, 2**62])
-def test_stop_ids_outside_the_vocabulary_are_refused(prompts: PromptProcessor, stop_id: int) -> None:
-    failure = refused(prompts, tiny.submit("x", stop_token_ids=[0, stop_id]))
+def test_stop_ids_outside_the_vocabulary_are_rejected(prompts: PromptProcessor, stop_id: int) -> None:
+    failure = rejected(prompts, tiny.submit("x", stop_token_ids=[0, stop_id]))
     assert (failure.status, failure.param) == (400, "stop_token_ids")
 
 
-def test_the_executors_vocabulary_decides_not_the_tokenizers() -> None:
+def test_the_executors_vocabulary_size_counts_not_the_tokenizers() -> None:
     made = tiny.prompts(tiny.byte_tokenizer(), tiny.facts(vocab_size=300))
     assert ids_of(made, tiny.submit(given_ids(299)))[0] == [299]
-    assert refused(tiny.prompts(tiny.byte_tokenizer(), tiny.facts(vocab_size=100)), tiny.submit("ÿ" * 3)).status == 400
+    assert rejected(tiny.prompts(tiny.byte_tokenizer(), tiny.facts(vocab_size=100)), tiny.submit("ÿ" * 3)).status == 400
 
 
 @pytest.mark.parametrize("prompt", ["", given_ids(), m.ChatPrompt([])])
-def test_an_empty_prompt_is_refused(prompts: PromptProcessor, prompt: m.Prompt | str) -> None:
-    failure = refused(prompts, tiny.submit(prompt))
+def test_an_empty_prompt_is_rejected(prompts: PromptProcessor, prompt: m.Prompt | str) -> None:
+    failure = rejected(prompts, tiny.submit(prompt))
     assert failure.status == 400
     assert "empty" in failure.message
 
 
-def test_a_model_without_a_template_refuses_chats_and_says_what_to_do(tmp_path: Path) -> None:
+def test_a_model_without_a_template_rejects_chats_with_advice(tmp_path: Path) -> None:
     made = prompt_processor.load(tiny.folder(tmp_path, template=None), tiny.facts(), tiny.byte_tokenizer())
-    failure = refused(made, tiny.submit(tiny.chat("hi")))
+    failure = rejected(made, tiny.submit(tiny.chat("hi")))
     assert (failure.status, failure.param) == (400, "messages")
     assert "/v1/completions" in failure.message
 
 
-def test_a_template_that_is_not_valid_leaves_completions_working(tmp_path: Path) -> None:
+def test_completions_work_with_an_invalid_template(tmp_path: Path) -> None:
     made = prompt_processor.load(tiny.folder(tmp_path, template="{% for %}"), tiny.facts(), tiny.byte_tokenizer())
-    assert "not valid" in refused(made, tiny.submit(tiny.chat("hi"))).message
+    assert "not valid" in rejected(made, tiny.submit(tiny.chat("hi"))).message
     assert len(ids_of(made, tiny.submit("hi"))[0]) == 2
 
 
-def test_what_a_template_raises_reaches_the_client(tmp_path: Path) -> None:
+def test_an_error_raised_by_a_template_reaches_the_client(tmp_path: Path) -> None:
     source = "{% if messages[0].role != 'user' %}{{ raise_exception('roles must alternate') }}{% endif %}ok"
     made = prompt_processor.load(tiny.folder(tmp_path, source), tiny.facts(), tiny.byte_tokenizer())
-    failure = refused(made, tiny.submit(tiny.chat("hi", role="robot")))
+    failure = rejected(made, tiny.submit(tiny.chat("hi", role="robot")))
     assert (failure.status, failure.param) == (400, "messages")
     assert "roles must alternate" in failure.message
     assert len(ids_of(made, tiny.submit(tiny.chat("hi")))[0]) == 2
 
 
-def test_begin_and_end_tokens_come_from_the_models_config(tmp_path: Path) -> None:
+def test_bos_and_eos_tokens_come_from_the_models_config(tmp_path: Path) -> None:
     made = prompt_processor.load(
         tiny.folder(tmp_path, "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"),
         tiny.facts(),
@@ -163,7 +163,7 @@ def test_begin_and_end_tokens_come_from_the_models_config(tmp_path: Path) -> Non
     max_tokens=st.none() | st.integers(-(2**63), 2**63 - 1),
     stop_token_ids=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=3),
 )
-def test_whatever_is_asked_ends_in_ids_that_fit_or_in_a_refusal_that_travels(
+def test_every_request_ends_in_ids_that_fit_or_in_a_valid_rejection(
     prompts: PromptProcessor, prompt: m.Prompt, max_tokens: int | None, stop_token_ids: list[int]
 ) -> None:
     submit = tiny.submit(prompt, max_tokens=max_tokens, stop_token_ids=stop_token_ids)
@@ -178,7 +178,7 @@ def test_whatever_is_asked_ends_in_ids_that_fit_or_in_a_refusal_that_travels(
         assert room == max_tokens or max_tokens is None
 
 
-def test_the_size_bound_is_the_longest_token_where_no_byte_can_be_lost() -> None:
+def test_the_size_limit_is_the_longest_token_if_no_byte_can_be_lost() -> None:
     byte_level = tiny.byte_tokenizer()
     assert longest_id_bytes(byte_level) == len("</s>")
     byte_level.add_special_tokens([AddedToken("<mask>", lstrip=True)])
@@ -197,13 +197,13 @@ def test_the_size_bound_is_the_longest_token_where_no_byte_can_be_lost() -> None
     assert longest_id_bytes(pieces) == len("▁hello".encode())
 
 
-def test_a_tokenizer_that_fails_on_a_text_is_a_refusal() -> None:
+def test_a_text_that_the_tokenizer_fails_on_is_rejected() -> None:
     made = tiny.prompts(Tokenizer(tokenizer_models.WordLevel({"a": 0}, "[UNK]")), tiny.facts())
-    failure = refused(made, tiny.submit("b"))
+    failure = rejected(made, tiny.submit("b"))
     assert (failure.status, failure.param) == (400, "prompt")
 
 
-def test_smollm2_writes_a_chat_as_transformers_does(smollm2_dir: Path) -> None:
+def test_smollm2_renders_a_chat_as_transformers_does(smollm2_dir: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     theirs = PreTrainedTokenizerFast(
@@ -233,7 +233,7 @@ def checked(prompts: PromptProcessor, outputs: list[list[int]], **options: Any) 
     return prompts.check_outputs(arrays, resumed(outputs, **options), 4)
 
 
-def test_ids_that_a_client_has_end_a_sequence_where_the_executor_would_have(prompts: PromptProcessor) -> None:
+def test_resumed_ids_end_a_sequence_where_the_executor_would_end_it(prompts: PromptProcessor) -> None:
     none, stop = m.Finish.NONE, m.Finish.STOP
     assert checked(prompts, [[1, 2], [1, 257], [], [257]]) == bytes([none, stop, none, stop])
     assert checked(prompts, [[1, 257, 5]], ignore_eos=True) == bytes([none])
@@ -251,7 +251,7 @@ def test_ids_that_a_client_has_end_a_sequence_where_the_executor_would_have(prom
         ([[257, 1]], r"received\[0\] has ids after token id 257, which ends a sequence"),
     ],
 )
-def test_ids_that_no_stream_can_have_given_are_refused(
+def test_resumed_ids_that_no_stream_can_contain_are_rejected(
     prompts: PromptProcessor, outputs: list[list[int]], words: str
 ) -> None:
     with pytest.raises(RequestRefused, match=words) as caught:

@@ -1,4 +1,4 @@
-"""Replies that are calls, or either calls or what a client wants to be matched, behind reasoning that is free."""
+"""Grammars of replies that are tool calls, or either tool calls or a requested format, after free reasoning."""
 
 import json
 from collections.abc import Iterator
@@ -48,9 +48,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 def submit(thinks: str, grammar: m.Grammar | None, **chat: Any) -> m.Submit:
     kwargs = json.dumps({"thinks": thinks})
     prompt = m.ChatPrompt([m.ChatMessage("user", "hi")], template_kwargs=kwargs, **chat)
-    asked = tiny.submit(prompt, grammar=grammar)
-    options = msgspec.structs.replace(asked.prompt_options, with_tail=True)
-    return msgspec.structs.replace(asked, prompt_options=options)
+    submitted = tiny.submit(prompt, grammar=grammar)
+    options = msgspec.structs.replace(submitted.prompt_options, with_tail=True)
+    return msgspec.structs.replace(submitted, prompt_options=options)
 
 
 def grammar(rig: Rig) -> str:
@@ -58,7 +58,7 @@ def grammar(rig: Rig) -> str:
 
 
 def takes(engine: Engine, grammar: str, text: str) -> bool:
-    """Whether a whole reply may be this."""
+    """Whether this is a valid whole reply."""
     matcher = engine.matcher(grammar)
     assert not matcher.get_error(), matcher.get_error()
     ids = tiny.byte_tokenizer().encode(text).ids
@@ -81,13 +81,13 @@ def test_the_end_of_the_prompt_is_sent_only_on_request(rig: Rig) -> None:
     assert rig.receive("gateway", m.Accepted).tail is None
 
 
-def test_what_is_to_be_matched_stands_behind_the_reasoning(rig: Rig, engine: Engine) -> None:
-    wanted = m.Grammar("regex", "a+", "guided_regex")
-    rig.send(submit("yes", wanted), "gateway.0")
+def test_the_grammar_applies_after_the_reasoning(rig: Rig, engine: Engine) -> None:
+    requested = m.Grammar("regex", "a+", "guided_regex")
+    rig.send(submit("yes", requested), "gateway.0")
     opened = grammar(rig)
-    rig.send(submit("no", wanted), "gateway.0")
+    rig.send(submit("no", requested), "gateway.0")
     over = grammar(rig)
-    rig.send(submit("perhaps", wanted), "gateway.0")
+    rig.send(submit("perhaps", requested), "gateway.0")
     unsaid = grammar(rig)
     assert takes(engine, opened, "Hm, b.\n</think>\n\naa")
     assert not takes(engine, opened, "aa")
@@ -98,19 +98,19 @@ def test_what_is_to_be_matched_stands_behind_the_reasoning(rig: Rig, engine: Eng
     assert not takes(engine, unsaid, "Hm, b.</think>aa")
 
 
-def test_with_tools_it_is_that_or_calls(rig: Rig, engine: Engine) -> None:
-    wanted = m.Grammar("json_schema", '{"enum": ["a"]}', "response_format")
-    rig.send(submit("no", wanted, tools=json.dumps(TOOLS)), "gateway.0")
+def test_with_tools_a_reply_matches_the_grammar_or_is_tool_calls(rig: Rig, engine: Engine) -> None:
+    requested = m.Grammar("json_schema", '{"enum": ["a"]}', "response_format")
+    rig.send(submit("no", requested, tools=json.dumps(TOOLS)), "gateway.0")
     either = grammar(rig)
     assert takes(engine, either, '"a"')
     assert takes(engine, either, f"{CALL}\n{CALL}")
     assert not takes(engine, either, WRONG)
     assert not takes(engine, either, '"b"')
-    rig.send(submit("no", wanted, tools=json.dumps(TOOLS), tool_choice="none"), "gateway.0")
+    rig.send(submit("no", requested, tools=json.dumps(TOOLS), tool_choice="none"), "gateway.0")
     assert not takes(engine, grammar(rig), CALL)
 
 
-def test_schemas_of_tools_are_checked_as_any(rig: Rig, engine: Engine) -> None:
+def test_tool_schemas_are_checked_like_other_grammars(rig: Rig, engine: Engine) -> None:
     rig.send(submit("no", m.Grammar("calls", CALLS, "tools")), "gateway.0")
     assert takes(engine, grammar(rig), "f(1)")
     bad = json.dumps({"rules": "start: s0\n", "schemas": {"s0": {"not": {}}}})

@@ -1,4 +1,4 @@
-"""Each key of [limits] that ingest reads changes what it answers."""
+"""Each key of [limits] that ingest reads changes its replies."""
 
 from pathlib import Path
 
@@ -15,8 +15,8 @@ NUM_TRIES = 10
 
 
 @pytest.mark.parametrize(("template_timeout_s", "is_in_time"), [(0.1, False), (60.0, True)])
-def test_template_timeout_s_is_what_a_template_has(tmp_path: Path, template_timeout_s: float, is_in_time: bool) -> None:
-    """A second is a million steps at most, however fast the machine is."""
+def test_template_timeout_s_limits_a_template(tmp_path: Path, template_timeout_s: float, is_in_time: bool) -> None:
+    """A second is at most a million steps on any machine."""
     settings = Settings(limits=LimitSettings(template_timeout_s=template_timeout_s))
     with Rig("ingest", settings, tiny.folder(tmp_path, LONG_TEMPLATE)) as rig:
         rig.start(tiny.facts())
@@ -28,8 +28,8 @@ def test_template_timeout_s_is_what_a_template_has(tmp_path: Path, template_time
 
 
 @pytest.mark.parametrize("grammar_timeout_s", [0.2, 0.4])
-def test_grammar_timeout_s_is_what_the_check_of_a_grammar_has(tmp_path: Path, grammar_timeout_s: float) -> None:
-    """Where the machine is busy with other things, it is no proof of a grammar's worth: it may be sent again then."""
+def test_grammar_timeout_s_limits_the_check_of_a_grammar(tmp_path: Path, grammar_timeout_s: float) -> None:
+    """On a busy machine a timeout does not mean that the grammar is bad, so the client may send it again."""
     settings = Settings(limits=LimitSettings(grammar_timeout_s=grammar_timeout_s))
     with Rig("ingest", settings, tiny.folder(tmp_path)) as rig:
         rig.start(tiny.facts())

@@ -32,7 +32,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 @pytest.fixture
 def long_rig(smollm2_dir: Path) -> Iterator[Rig]:
-    """The real tokenizer, and a length that lets a megabyte through to it."""
+    """The real tokenizer, with a length limit that accepts a megabyte."""
     with Rig("ingest", model_dir=smollm2_dir) as rig:
         rig.start(tiny.facts(max_model_len=1_000_000, vocab_size=49152))
         yield rig
@@ -68,13 +68,13 @@ def test_a_request_is_accepted_and_admitted_with_the_same_ids(rig: Rig) -> None:
     assert tiny.options_of(admit) == m.GenerationOptions(n=2, max_tokens=5, seed=7, stop=["x"])
 
 
-def test_priority_and_salt_go_on_to_schedule(rig: Rig) -> None:
+def test_priority_and_salt_are_forwarded_to_schedule(rig: Rig) -> None:
     rig.send(tiny.submit("hi", priority=-7, cache_salt="tenant é"), "gateway.0")
     options = tiny.options_of(rig.receive("schedule", m.Admit))
     assert (options.priority, options.cache_salt) == (-7, "tenant é")
 
 
-def test_a_refused_request_is_answered_to_the_gateway_alone(rig: Rig) -> None:
+def test_only_the_gateway_hears_of_a_rejected_request(rig: Rig) -> None:
     rig.send(tiny.submit("x" * 64), "gateway.0")
     rejected = rig.receive("gateway")
     assert isinstance(rejected, m.Rejected)
@@ -82,19 +82,19 @@ def test_a_refused_request_is_answered_to_the_gateway_alone(rig: Rig) -> None:
     assert rig.nothing("schedule")
 
 
-def test_ids_that_are_not_whole_numbers_are_refused(rig: Rig) -> None:
+def test_ids_of_partial_int32_bytes_are_rejected(rig: Rig) -> None:
     rig.send(tiny.submit(m.IdsPrompt(b"\0\0\0\0\0")), "gateway.0")
     assert rig.receive("gateway").failure.param == "prompt"
 
 
-def test_requests_leave_in_the_order_they_came(rig: Rig) -> None:
+def test_requests_keep_their_order(rig: Rig) -> None:
     for i in range(300):
         rig.send(tiny.submit(f"request {i}", request_id=i), "gateway.0")
     assert [rig.receive("schedule").request_id for _ in range(300)] == list(range(300))
     assert [rig.receive("gateway").request_id for _ in range(300)] == list(range(300))
 
 
-def test_a_large_prompt_is_shared_once_and_freed_when_both_readers_have_released_it(tmp_path: Path) -> None:
+def test_a_large_prompt_is_shared_once_and_freed_after_both_readers_release_it(tmp_path: Path) -> None:
     with Rig("ingest", model_dir=tiny.folder(tmp_path)) as rig:
         rig.start(tiny.facts(max_model_len=10_000))
         rig.send(tiny.submit("x" * 5000), "gateway.0")
@@ -119,8 +119,8 @@ def test_a_full_arena_sends_ids_inline(tmp_path: Path) -> None:
         assert all(len(ids_in(rig, array)) == 10_000 for array in arrays)
 
 
-def test_a_waiting_request_that_is_aborted_is_answered_and_goes_no_further(long_rig: Rig) -> None:
-    # The first keeps the one encoding thread, so the second waits behind it however fast this machine is.
+def test_aborting_a_waiting_request_sends_a_reply_and_stops_it(long_rig: Rig) -> None:
+    # The first occupies the only encoding thread, so the second waits on any machine.
     long_rig.send(tiny.submit(LONG_TEXT, request_id=1), "gateway.0")
     long_rig.send(tiny.submit(LONG_TEXT, request_id=2), "gateway.0")
     long_rig.send(m.Abort(2, 0), "gateway.0")
@@ -134,7 +134,7 @@ def test_a_waiting_request_that_is_aborted_is_answered_and_goes_no_further(long_
     assert long_rig.nothing("schedule")
 
 
-def test_an_abort_of_what_is_not_here_is_left_to_schedule(rig: Rig) -> None:
+def test_an_abort_of_an_unknown_request_is_left_to_schedule(rig: Rig) -> None:
     rig.send(m.Abort(77, 0), "gateway.0")
     rig.send(tiny.submit("x", request_id=78, attempt=1), "gateway.0")
     rig.send(m.Abort(78, 0), "gateway.0")
@@ -145,29 +145,27 @@ def test_an_abort_of_what_is_not_here_is_left_to_schedule(rig: Rig) -> None:
     assert rig.nothing("gateway")
 
 
-def test_short_requests_overtake_a_megabyte(long_rig: Rig) -> None:
+def test_short_requests_overtake_a_megabyte_prompt(long_rig: Rig) -> None:
     long_rig.send(tiny.submit(LONG_TEXT, request_id=1), "gateway.0")
     for i in range(2, 12):
         long_rig.send(tiny.submit(tiny.chat("hi"), request_id=i), "gateway.0")
     assert [long_rig.receive("schedule").request_id for _ in range(11)] == [*range(2, 12), 1]
 
 
-def test_a_long_text_has_the_ids_it_has_alone(long_rig: Rig, smollm2_dir: Path) -> None:
+def test_a_long_text_has_the_same_ids_as_when_encoded_directly(long_rig: Rig, smollm2_dir: Path) -> None:
     text = LONG_TEXT[:30_000]
     long_rig.send(tiny.submit(text), "gateway.0")
     expected = Tokenizer.from_file(str(smollm2_dir / "tokenizer.json")).encode(text).ids
     assert ids_in(long_rig, long_rig.receive("schedule").prompt_ids) == expected
 
 
-def test_a_long_text_can_be_refused_as_well(rig: Rig) -> None:
+def test_a_long_text_can_be_rejected(rig: Rig) -> None:
     rig.send(tiny.submit("x" * ingest_stage.LONG_CHARS), "gateway.0")
     assert rig.receive("gateway").failure.code == "context_length_exceeded"
     rig.until(lambda load: load.num_open == 0)
 
 
-def test_stopping_waits_for_the_text_being_encoded_but_not_for_those_behind(
-    smollm2_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stopping_waits_only_for_the_text_being_encoded(smollm2_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     encoded = []
     really = PromptProcessor.encode
 
@@ -184,7 +182,7 @@ def test_stopping_waits_for_the_text_being_encoded_but_not_for_those_behind(
     assert len(encoded) < 5
 
 
-def test_what_a_full_edge_refuses_is_sent_when_there_is_room(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_to_a_full_edge_are_sent_later(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     from pipeline.runtime.channels import Outbox
 
     counter = itertools.count()
@@ -226,7 +224,7 @@ def test_a_folder_without_a_tokenizer_ends_the_stage_before_it_is_ready(tmp_path
         rig.receive("supervisor", m.Ready)
 
 
-def test_what_goes_wrong_beside_the_loop_ends_the_stage_with_its_own_words(
+def test_an_error_in_a_worker_thread_ends_the_stage_with_its_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(self: PromptProcessor, prompt: m.ChatPrompt | m.TextPrompt, *others: Any, **options: Any) -> np.ndarray:
@@ -242,7 +240,7 @@ def test_what_goes_wrong_beside_the_loop_ends_the_stage_with_its_own_words(
         rig.receive("gateway")
 
 
-def test_ids_that_a_client_has_are_handed_on_by_shared_memory_with_how_they_end(tmp_path: Path) -> None:
+def test_resumed_ids_are_forwarded_in_shared_memory_with_their_finish(tmp_path: Path) -> None:
     long = [1] * 2000
     with Rig("ingest", model_dir=tiny.folder(tmp_path)) as rig:
         rig.start(tiny.facts(max_model_len=4000))
@@ -261,12 +259,12 @@ def test_ids_that_a_client_has_are_handed_on_by_shared_memory_with_how_they_end(
         assert (failure.status, failure.param) == (400, "received")
 
 
-def test_record_widths_follow_from_what_schedule_gets(rig: Rig) -> None:
+def test_record_widths_follow_from_the_options_of_schedule(rig: Rig) -> None:
     def widths(options: m.GenerationOptions) -> tuple[int, int, bool]:
         return record_bytes(options, 5), prompt_record_bytes(options), options.needs_full_prefill
 
-    asked = tiny.submit("hi", max_tokens=1, num_logprobs=1, num_prompt_logprobs=3, bad_words=["ab"])
-    rig.send(asked, "gateway.0")
+    submitted = tiny.submit("hi", max_tokens=1, num_logprobs=1, num_prompt_logprobs=3, bad_words=["ab"])
+    rig.send(submitted, "gateway.0")
     options = tiny.options_of(rig.receive("schedule", m.Admit))
     assert widths(options) == (12, 4 + 8 * 3, True)
     assert options.bad_words == [] and len(options.bad_words_ids[0]) == 2
@@ -278,7 +276,7 @@ def test_record_widths_follow_from_what_schedule_gets(rig: Rig) -> None:
     assert options.max_tokens == 63
 
 
-def test_a_chat_is_shown_as_it_was_written_and_cut(rig: Rig) -> None:
+def test_the_echo_of_a_chat_is_its_rendered_and_truncated_text(rig: Rig) -> None:
     for truncate, text in ((0, "<s>user:hi</s><s>assistant:"), (4, "ant:")):
         options = m.PromptOptions(with_text=True, truncate=truncate)
         rig.send(msgspec.structs.replace(tiny.submit(tiny.chat("hi")), prompt_options=options), "gateway.0")
@@ -294,7 +292,7 @@ ENDLESS = (
 )
 
 
-def test_a_template_that_does_not_end_is_ended_and_others_go_on_meanwhile(tmp_path: Path) -> None:
+def test_an_endless_template_is_stopped_while_other_requests_continue(tmp_path: Path) -> None:
     settings = Settings(limits=LimitSettings(template_timeout_s=0.5))
     with Rig("ingest", settings, tiny.folder(tmp_path, ENDLESS)) as rig:
         rig.start(tiny.facts())
@@ -308,13 +306,13 @@ def test_a_template_that_does_not_end_is_ended_and_others_go_on_meanwhile(tmp_pa
         rig.until(lambda load: load.num_open == 0)
 
 
-def test_a_chat_with_tools_is_written_by_the_template_that_is_for_them(tmp_path: Path) -> None:
+def test_a_chat_with_tools_uses_the_tool_template(tmp_path: Path) -> None:
     folder = tiny.folder(tmp_path, "plain")
     (folder / "chat_template.tool_use.jinja").write_text("with {{ tools|length }}")
     with Rig("ingest", model_dir=folder) as rig:
         rig.start(tiny.facts())
         chat = m.ChatPrompt([m.ChatMessage("user", "x")], tools='[{"a": 1}]')
         for tool_choice, text in (("auto", "with 1"), ("none", "plain")):
-            asked = tiny.submit(msgspec.structs.replace(chat, tool_choice=tool_choice))
-            rig.send(msgspec.structs.replace(asked, prompt_options=m.PromptOptions(with_text=True)), "gateway.0")
+            submitted = tiny.submit(msgspec.structs.replace(chat, tool_choice=tool_choice))
+            rig.send(msgspec.structs.replace(submitted, prompt_options=m.PromptOptions(with_text=True)), "gateway.0")
             assert rig.receive("gateway", m.Accepted).text == text

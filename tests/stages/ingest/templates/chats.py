@@ -1,4 +1,4 @@
-"""Chats as a client writes them, for our templates and for transformers'."""
+"""Chats as a client writes them, for our templates and for those of transformers."""
 
 import json
 from datetime import datetime
@@ -15,7 +15,7 @@ TEMPLATES = Path(__file__).parents[3] / "data" / "templates"
 NOW_S = 1_750_000_000.0
 
 Chat = list[dict[str, Any]]
-"""Messages, in OpenAI's shape."""
+"""Messages in OpenAI's format."""
 
 
 def prompt(messages: Chat, *, tools: list[Any] | None = None, kwargs: Any = None, **fields: Any) -> ChatPrompt:
@@ -27,15 +27,15 @@ def prompt(messages: Chat, *, tools: list[Any] | None = None, kwargs: Any = None
     )
 
 
-def render(source: str, asked: ChatPrompt, *, num_steps: int = 10**6, max_chars: int = 10**6) -> str:
+def render(source: str, chat: ChatPrompt, *, num_steps: int = 10**6, max_chars: int = 10**6) -> str:
     template = ChatTemplate(source, "<s>", "</s>")
-    variables = conversation.variables(asked, template.traits)
+    variables = conversation.variables(chat, template.traits)
     text = template.render(variables, max_chars=max_chars, budget=Budget(num_steps), now_s=NOW_S)
-    return conversation.up_to_tag(text, asked) if asked.continue_final_message else text
+    return conversation.up_to_tag(text, chat) if chat.continue_final_message else text
 
 
 def by_transformers(source: str, messages: Chat, *, with_json: bool = False, **options: Any) -> str:
-    """What transformers' `apply_chat_template` makes of it, as its documentation says that a chat is given to it."""
+    """The output of transformers' `apply_chat_template`, called as its documentation describes."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     plain = [_for_transformers(message, with_json) for message in messages]

@@ -1,4 +1,4 @@
-"""Whatever a template does, it ends: in time, in bounds, and with an answer."""
+"""Every template ends: in time, within bounds, and with a result."""
 
 import resource
 import subprocess
@@ -60,7 +60,7 @@ def doubled(first: str, twice: str, last: str = "") -> str:
 
 
 def shared(use: str) -> str:
-    """Two lists that are as small as they are long to write out, and equal."""
+    """Two equal lists that are small in memory and long to write out."""
     return (
         "{% set ns = namespace(x=(1,), y=(1,)) %}{% for i in range(60) %}{% set ns.x = (ns.x, ns.x) %}"
         "{% set ns.y = (ns.y, ns.y) %}{% endfor %}{% set x = ns.x %}{% set y = ns.y %}" + use
@@ -137,13 +137,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", FOR_EVER)
-def test_what_goes_on_for_ever_is_ended_by_its_steps(name: str) -> None:
+def test_endless_templates_are_stopped_by_the_step_limit(name: str) -> None:
     with pytest.raises(OutOfTime):
         render(FOR_EVER[name], USER, num_steps=20_000)
 
 
 @pytest.mark.parametrize("name", HUGE)
-def test_what_would_be_huge_is_not_made(name: str) -> None:
+def test_huge_values_are_never_created(name: str) -> None:
     with pytest.raises((TemplateFailure, OutOfTime)) as caught:
         render(HUGE[name], USER, num_steps=400_000)
     if isinstance(caught.value, TemplateFailure):
@@ -151,7 +151,7 @@ def test_what_would_be_huge_is_not_made(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_has_no_place_in_a_template_is_refused(name: str) -> None:
+def test_unsafe_operations_are_rejected(name: str) -> None:
     with pytest.raises(TemplateFailure, match="refused the messages"):
         render(REFUSED[name], USER)
 
@@ -164,7 +164,7 @@ def test_what_has_no_place_in_a_template_is_refused(name: str) -> None:
         " " * (2**18 + 1),
     ],
 )
-def test_a_template_with_what_is_not_there_is_not_valid(source: str) -> None:
+def test_a_template_with_unknown_names_is_invalid(source: str) -> None:
     with pytest.raises(TemplateFailure, match="chat template is"):
         ChatTemplate(source)
 
@@ -185,7 +185,7 @@ print("done")
 """
 
 
-def test_a_gigabyte_is_enough_for_all_of_it() -> None:
+def test_a_gigabyte_is_enough_for_all_these_templates() -> None:
     result = subprocess.run(
         [sys.executable, "-c", ALL_IN_MEMORY], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
@@ -201,7 +201,7 @@ def test_the_clock_stops_a_template_on_a_slow_machine() -> None:
     assert next(seconds) < 10
 
 
-def test_others_wait_for_a_template_for_so_many_steps_and_the_thread_for_so_many_more() -> None:
+def test_a_template_has_more_steps_on_a_thread_than_in_the_loop() -> None:
     source = "{% set ns = namespace(n=0) %}{% for i in range(20000) %}{% set ns.n = i %}{% endfor %}{{ ns.n }}"
     chats = ChatTemplates({"default": ChatTemplate(source)}, "", timeout_s=60.0)
     with pytest.raises(NeedsTime):
@@ -209,7 +209,7 @@ def test_others_wait_for_a_template_for_so_many_steps_and_the_thread_for_so_many
     assert chats.text(USER, max_chars=100, now_s=1.0, is_short=False) == "19999"
 
 
-def test_what_is_held_twice_weighs_twice_and_is_looked_at_once() -> None:
+def test_a_shared_value_counts_twice_but_is_measured_once() -> None:
     nested: list[object] = [1]
     for _ in range(12):
         nested = [nested, nested]
@@ -221,7 +221,7 @@ def test_what_is_held_twice_weighs_twice_and_is_looked_at_once() -> None:
         Budget(1000).weight(nested)
 
 
-def test_nothing_is_computed_before_there_is_a_budget() -> None:
+def test_loading_a_template_computes_nothing() -> None:
     began = time.monotonic()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for source in HUGE.values():

@@ -1,4 +1,4 @@
-"""What a template is given of a chat."""
+"""The variables that a template gets from a chat."""
 
 import json
 from typing import Any
@@ -35,27 +35,27 @@ def call(arguments: str) -> ChatMessage:
         ('{"n": 1e999}', {}),
     ],
 )
-def test_arguments_are_an_object_whatever_the_model_wrote(text: str, arguments: Any) -> None:
+def test_arguments_are_always_an_object(text: str, arguments: Any) -> None:
     made = message(call(text))["tool_calls"]
     assert made == [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}]
     assert list(made[0]["function"]["arguments"]) == list(arguments)
 
 
-def test_arguments_are_text_where_the_template_adds_them_to_text() -> None:
+def test_arguments_are_text_for_templates_that_concatenate_them() -> None:
     assert (
         message(call('{"a": 1}'), TemplateTraits(json_arguments=True))["tool_calls"][0]["function"]["arguments"]
         == '{"a": 1}'
     )
 
 
-def test_nothing_is_none_only_for_a_template_that_asks() -> None:
+def test_missing_content_is_none_only_for_templates_that_test_for_none() -> None:
     assert message(call("{}"))["content"] == ""
     assert message(call("{}"), TemplateTraits(none=True))["content"] is None
     assert message(call("{}"), TemplateTraits(parts=True))["content"] == []
     assert message(call("{}"), TemplateTraits(parts=True, text_too=True))["content"] == ""
 
 
-def test_parts_are_given_to_a_template_that_goes_through_them() -> None:
+def test_content_parts_are_passed_to_templates_that_iterate_over_them() -> None:
     in_parts = ChatMessage("user", "a\nb", parts=["a", "b"])
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert message(in_parts)["content"] == "a\nb"
@@ -70,12 +70,12 @@ def test_parts_are_given_to_a_template_that_goes_through_them() -> None:
     }
 
 
-def test_reasoning_goes_by_each_of_its_names() -> None:
+def test_reasoning_has_all_of_its_common_names() -> None:
     made = message(ChatMessage("assistant", "4", reasoning="easy"))
     assert made["reasoning_content"] == made["reasoning"] == made["thinking"] == "easy"
 
 
-def test_developers_are_the_system_to_a_template_that_does_not_know_them() -> None:
+def test_developer_messages_are_system_messages_for_templates_without_that_role() -> None:
     chat = [ChatMessage("system", "a"), ChatMessage("user", "hi"), ChatMessage("developer", "b")]
     made = variables(ChatPrompt(chat), PLAIN)["messages"]
     assert made == [{"role": "system", "content": "a\n\nb"}, {"role": "user", "content": "hi"}]
@@ -85,7 +85,7 @@ def test_developers_are_the_system_to_a_template_that_does_not_know_them() -> No
     assert render(source, ChatPrompt(chat)) == "system:a\n\nb;user:hi;"
 
 
-def test_a_template_gets_tools_unless_none_may_be_called() -> None:
+def test_a_template_gets_tools_unless_tool_choice_is_none() -> None:
     tools = json.dumps([{"type": "function", "function": {"name": "f"}}])
     for choice in ("auto", "required", "named"):
         made = variables(ChatPrompt([], tools=tools, tool_choice=choice), PLAIN)
@@ -125,35 +125,35 @@ def test_kwargs_override_no_field_of_the_request(name: str) -> None:
         ({"continue_final_message": True}, "continue_final_message"),
     ],
 )
-def test_what_is_no_chat_is_refused_with_the_name_of_its_field(fields: dict[str, Any], param: str) -> None:
+def test_an_invalid_chat_is_rejected_with_the_name_of_its_field(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(BadChat) as caught:
         variables(ChatPrompt([ChatMessage("user", "hi")], **fields), PLAIN)
     assert caught.value.param == param
 
 
 @pytest.mark.parametrize("content", [None, ""])
-def test_the_output_goes_on_with_nothing_that_is_not_there(content: str | None) -> None:
+def test_a_message_without_content_cannot_be_continued(content: str | None) -> None:
     chat = ChatPrompt([ChatMessage("assistant", content)], add_generation_prompt=False, continue_final_message=True)
     with pytest.raises(BadChat, match="no content"):
         variables(chat, PLAIN)
 
 
-def test_the_output_goes_on_behind_the_last_message_whatever_the_template_does_with_it() -> None:
-    def going_on(source: str, *contents: str) -> str:
+def test_a_continued_message_ends_the_prompt_with_any_template() -> None:
+    def continued(source: str, *contents: str) -> str:
         messages = [ChatMessage("user", content) for content in contents]
         return render(source, ChatPrompt(messages, add_generation_prompt=False, continue_final_message=True))
 
     source = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
-    assert going_on(source, "a", "b ") == "<a><b "
-    assert going_on(source.replace("content", "content|trim"), "a", " b  ") == "<a><b"
-    assert going_on(source, "CONTINUE_FINAL_MESSAGE_TAG x", "b") == "<CONTINUE_FINAL_MESSAGE_TAG x><b"
+    assert continued(source, "a", "b ") == "<a><b "
+    assert continued(source.replace("content", "content|trim"), "a", " b  ") == "<a><b"
+    assert continued(source, "CONTINUE_FINAL_MESSAGE_TAG x", "b") == "<CONTINUE_FINAL_MESSAGE_TAG x><b"
     for cutting in ("{{ messages[0].content }}", "{{ messages[1].content[:1] }}", "{{ messages[1].content|upper }}"):
         with pytest.raises(BadChat, match="changes the last message") as caught:
-            going_on(cutting, "first", "second")
+            continued(cutting, "first", "second")
         assert caught.value.param == "continue_final_message"
 
 
-def test_names_of_the_client_can_make_a_template_fail_and_no_more() -> None:
+def test_template_kwargs_of_the_client_can_only_make_a_template_fail() -> None:
     for kwargs in ({"range": 1}, {"namespace": "x"}, {"raise_exception": 2}, {"strftime_now": []}):
         with pytest.raises(TemplateFailure, match="refused the messages"):
             render(

@@ -1,4 +1,4 @@
-"""Templates of real models write for us, byte for byte, what they write for transformers."""
+"""Our output of real models' templates equals that of transformers, byte for byte."""
 
 import json
 from typing import Any
@@ -54,14 +54,14 @@ CHATS: dict[str, Chat] = {
 
 
 TAKE_JSON = {"deepseek-r1-distill"}
-"""Those that write the arguments of a call as they are given."""
+"""Templates that write the arguments of a tool call unchanged."""
 
 TAKE_PARTS = {"gemma3", "llama4", "mistral3"}
-"""Those that go through the parts of a message; the others want text, so that is what transformers is given."""
+"""Templates that iterate over content parts; for the others, transformers gets text."""
 
 
 REFUSING = {"gemma2", "hermes3.tool_use"}
-"""Those that take not every chat below."""
+"""Templates that do not accept every chat below."""
 
 
 def joined(messages: Chat) -> Chat:
@@ -86,19 +86,19 @@ def same(name: str, messages: Chat, **options: Any) -> None:
 
 @pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("name", SOURCES)
-def test_a_chat_is_written_as_transformers_writes_it(name: str, chat: str) -> None:
+def test_a_chat_is_rendered_as_by_transformers(name: str, chat: str) -> None:
     for generates in (True, False):
         same(name, CHATS[chat], add_generation_prompt=generates)
         same(name, CHATS[chat], add_generation_prompt=generates, tools=[WEATHER, TIME])
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_a_call_without_content_is_written_as_transformers_writes_it(name: str) -> None:
+def test_a_tool_call_without_content_is_rendered_as_by_transformers(name: str) -> None:
     chat = [ASKED[0], ASKED[1] | {"content": None}, ASKED[2]]
     if name in ("gemma3", "llama4"):
-        # They fail on None; ours gives them a text, for they do not ask for None.
-        asked = prompt(chat, tools=[WEATHER], add_generation_prompt=True)
-        assert render(SOURCES[name], asked) == by_transformers(
+        # They fail on None. We pass them a text, because they do not test for None.
+        chat_prompt = prompt(chat, tools=[WEATHER], add_generation_prompt=True)
+        assert render(SOURCES[name], chat_prompt) == by_transformers(
             SOURCES[name], ASKED, tools=[WEATHER], add_generation_prompt=True
         )
     else:
@@ -107,7 +107,7 @@ def test_a_call_without_content_is_written_as_transformers_writes_it(name: str) 
 
 @pytest.mark.parametrize("ending", ["Once upon", "Once upon a \n ", "a\nb"])
 @pytest.mark.parametrize("name", SOURCES)
-def test_the_output_goes_on_where_it_does_for_transformers(name: str, ending: str) -> None:
+def test_continuing_a_message_agrees_with_transformers(name: str, ending: str) -> None:
     chat: Chat = [{"role": "user", "content": "Tell me"}, {"role": "assistant", "content": ending}]
     same(name, chat, add_generation_prompt=False, continue_final_message=True)
 
@@ -124,7 +124,7 @@ def test_the_output_goes_on_where_it_does_for_transformers(name: str, ending: st
         ("command-r7b", {"enable_citations": True, "add_generation_prompt_": 1}),
     ],
 )
-def test_names_of_the_clients_reach_the_template(name: str, kwargs: dict[str, Any]) -> None:
+def test_template_kwargs_of_the_client_reach_the_template(name: str, kwargs: dict[str, Any]) -> None:
     for tools in ([WEATHER, TIME], None):
         same(name, CHATS["system"], add_generation_prompt=True, tools=tools, kwargs=kwargs)
 
@@ -133,14 +133,14 @@ def test_documents_reach_the_template() -> None:
     documents = [{"title": "Ürgüp", "text": "A town"}]
     options: Any = {"documents": documents, "tools": [WEATHER], "add_generation_prompt": True}
     expected = by_transformers(SOURCES["command-r7b"], CHATS["one"], **options)
-    asked = prompt(CHATS["one"], tools=[WEATHER], documents=json.dumps(documents))
-    assert render(SOURCES["command-r7b"], asked) == expected
+    chat_prompt = prompt(CHATS["one"], tools=[WEATHER], documents=json.dumps(documents))
+    assert render(SOURCES["command-r7b"], chat_prompt) == expected
     assert "A town" in expected
 
 
 def test_inspection_finds_the_traits_of_real_templates() -> None:
-    asked = {name: ChatTemplate(source).traits for name, source in SOURCES.items()}
-    assert {name for name, traits in asked.items() if traits.parts} == TAKE_PARTS
-    assert {name for name, traits in asked.items() if traits.none} == {"deepseek-r1-distill", "deepseek-v3.1"}
-    assert {name for name, traits in asked.items() if traits.json_arguments} == TAKE_JSON
-    assert asked["qwen3"] == TemplateTraits(text_too=True)
+    all_traits = {name: ChatTemplate(source).traits for name, source in SOURCES.items()}
+    assert {name for name, traits in all_traits.items() if traits.parts} == TAKE_PARTS
+    assert {name for name, traits in all_traits.items() if traits.none} == {"deepseek-r1-distill", "deepseek-v3.1"}
+    assert {name for name, traits in all_traits.items() if traits.json_arguments} == TAKE_JSON
+    assert all_traits["qwen3"] == TemplateTraits(text_too=True)

@@ -1,4 +1,4 @@
-"""The chat template's environment is the one templates are written for, and whatever goes wrong is words."""
+"""The chat template's environment is the standard one, and all errors are clear."""
 
 import re
 import sys
@@ -38,18 +38,18 @@ TEMPLATES = {
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("prompt", [True, False])
-def test_templates_write_what_transformers_writes(name: str, prompt: bool) -> None:
+def test_templates_render_as_in_transformers(name: str, prompt: bool) -> None:
     messages = [ChatMessage("system", " <b>be</b> 'nice' "), ChatMessage("user", "héllo\n"), ChatMessage("user", "ü")]
     plain: chats.Chat = [{"role": message.role, "content": message.content} for message in messages]
     expected = chats.by_transformers(TEMPLATES[name], plain, add_generation_prompt=prompt)
     assert render(TEMPLATES[name], messages, prompt=prompt) == expected
 
 
-def test_the_date_is_there() -> None:
+def test_the_date_is_available() -> None:
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", render("{{ strftime_now('%Y-%m-%d') }}"))
 
 
-def test_a_message_has_a_name_only_where_one_was_given() -> None:
+def test_a_message_has_a_name_only_if_the_client_sent_one() -> None:
     source = "{% for m in messages %}{{ m.name if 'name' in m else '-' }}{% endfor %}"
     assert render(source, [ChatMessage("user", "a", "Ann"), ChatMessage("user", "b")]) == "Ann-"
 
@@ -59,7 +59,7 @@ def test_an_error_of_the_template_reaches_the_client() -> None:
         render("{{ raise_exception('Conversation roles must alternate') }}")
 
 
-def test_words_that_quote_the_client_are_cut_and_fit_for_the_wire() -> None:
+def test_error_messages_that_quote_the_client_are_truncated_and_valid_utf8() -> None:
     with pytest.raises(TemplateFailure) as caught:
         render("{{ raise_exception(messages[0].content) }}", [ChatMessage("user", "\ud800" + "x" * 100_000)])
     assert len(str(caught.value).encode()) < MAX_WORDS_CHARS + 100
@@ -80,7 +80,7 @@ def test_words_that_quote_the_client_are_cut_and_fit_for_the_wire() -> None:
         "{{ namespace(_hidden=1) }}",
     ],
 )
-def test_a_template_that_fails_is_only_a_failure_of_the_request(source: str) -> None:
+def test_a_failing_template_fails_only_the_request(source: str) -> None:
     with pytest.raises(TemplateFailure, match="refused the messages"):
         render(source)
     assert sys.getrecursionlimit() >= 1000
@@ -94,20 +94,20 @@ def test_a_template_that_fails_is_only_a_failure_of_the_request(source: str) -> 
         ("{{ " + "9" * 5000 + " }}", "ValueError: Exceeds the limit"),
     ],
 )
-def test_a_template_that_is_not_valid_says_so_when_it_is_made(source: str, words: str) -> None:
+def test_an_invalid_template_raises_an_error_when_it_is_loaded(source: str, words: str) -> None:
     with pytest.raises(TemplateFailure, match=f"not valid: .*{words}"):
         ChatTemplate(source)
     assert sys.getrecursionlimit() >= 1000
 
 
-def test_writing_stops_at_the_bound() -> None:
+def test_rendering_stops_at_the_length_limit() -> None:
     with pytest.raises(TextTooLong):
         render("{% for i in range(90000) %}{{ 'x' * 1000 }}{% endfor %}", max_chars=5000)
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.text(st.characters()), st.text(st.characters())), max_size=5))
-def test_nothing_in_a_message_is_read_as_template(pairs: list[tuple[str, str]]) -> None:
+def test_message_content_is_never_interpreted_as_a_template(pairs: list[tuple[str, str]]) -> None:
     messages = [ChatMessage(role, content) for role, content in pairs]
     written = "".join(role + "|" + content for role, content in pairs)
     assert render("{% for m in messages %}{{ m.role }}|{{ m.content }}{% endfor %}", messages) == written
