@@ -31,7 +31,7 @@ EFFECTS = {
     "quantization": (
         "tests/stages/execute/test_smollm2.py::test_the_cpu_kernels_find_the_same_largest_logit_as_float32"
     ),
-    "cache_dir": "tests/stages/prepare/test_cache.py::test_the_root_is_the_setting_or_the_users_cache",
+    "cache_dir": "tests/stages/prepare/test_cache.py::test_the_root_is_the_setting_or_the_users_cache_folder",
     "log_level": JSON_LOGS,
     "log_format": JSON_LOGS,
     "gateway.replicas": REPLICAS,

@@ -35,7 +35,7 @@ TEXTS = (
 
 
 def train_tokenizer(pre: Any) -> Tokenizer:
-    """A byte-level BPE with merges, some of them over digits and spaces, so that a wrong split shows."""
+    """A byte-level BPE with merges, some over digits and spaces, so that wrong splits are detected."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre
     tokenizer.decoder = decoders.ByteLevel()
@@ -86,7 +86,7 @@ def tiny_mistral(**changes: Any) -> MistralForCausalLM:
 
 
 def tiny(model_type: str, **changes: Any) -> Any:
-    """A tiny model of any architecture, whose norms and biases are not what they begin as."""
+    """A tiny model of any architecture, with norms and biases different from their initial values."""
     torch.manual_seed(0)
     settings = {
         "vocab_size": 608,
@@ -130,14 +130,14 @@ def save_folder(
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
-    """Change keys of a config.json; None takes a key away."""
+    """Change keys of a config.json; None removes a key."""
     path = folder / "config.json"
     config = {**json.loads(path.read_text()), **changes}
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
 
 
 def permute(weight: "np.ndarray[Any, Any]", num_heads: int) -> "np.ndarray[Any, Any]":
-    """llama.cpp's order of the rows of q and k."""
+    """The order of the rows of q and k in llama.cpp."""
     shape = (num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
     return weight.reshape(shape).swapaxes(1, 2).reshape(weight.shape)
 
@@ -182,9 +182,9 @@ def save_gguf(
     without: str = "",
     chat_template: str = "{{ messages }}",
 ) -> Path:
-    """A .gguf file as llama.cpp's converter would write it; matrices are stored as `kind`.
+    """A .gguf file as llama.cpp's converter writes it; matrices are stored as `kind`.
 
-    `blocks` says what is stored in place of some tensors, and as what; rows of q and k in the order of the file.
+    `blocks` replaces the content and the kind of some tensors, with the rows of q and k in the order of the file.
     """
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
@@ -256,7 +256,7 @@ def _add_vocabulary(writer: gguf.GGUFWriter, tokenizer: Tokenizer, pre: str, siz
 
 
 def formats_of(folder: Path) -> dict[str, str]:
-    """In which format a prepared folder has each tensor."""
+    """The format of each tensor in a prepared folder."""
     formats = {}
     for path in ModelConfig.load(folder).weight_paths(folder):
         with safe_open(path, framework="pt") as file:
@@ -273,7 +273,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def save_wheel(folder: Path, files: Mapping[str, bytes | Path], name: str = "tiny-model", version: str = "1.0") -> str:
-    """A wheel that pip takes, in `folder`. Returns its sha256."""
+    """A wheel that pip accepts, in `folder`. Returns its sha256."""
     stem = f"{name.replace('-', '_')}-{version}"
     info = f"{stem}.dist-info"
     path = folder / f"{stem}-py3-none-any.whl"

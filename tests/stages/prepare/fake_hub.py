@@ -1,11 +1,11 @@
-"""A small hub: the part of the Hugging Face hub's HTTP API that fetching a model uses, over files in memory.
+"""A small Hugging Face hub: the part of its HTTP API that fetching a model uses, over files in memory.
 
     GET  /api/models/ORG/NAME[/revision/REV]      the commit, the names and sizes of its files
     GET  /api/models/ORG/NAME/tree/REV            the same files with their ids
-    HEAD /ORG/NAME/resolve/REV/PATH               commit and ETag; large files are a redirect to
-    GET  /blobs/SHA256                            their bytes, from any of them on
+    HEAD /ORG/NAME/resolve/REV/PATH               commit and ETag; large files redirect to
+    GET  /blobs/SHA256                            their bytes, from any offset
 
-Errors carry the hub's X-Error-Code.
+Errors have the hub's X-Error-Code.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ OTHER_COMMIT = "beef" + "1" * 36
 
 @dataclass
 class Repo:
-    """A repository: the files of each commit, and which commit each branch or tag names."""
+    """A repository: the files of each commit, and the commit of each branch or tag."""
 
     commits: dict[str, dict[str, bytes]]
     refs: dict[str, str] = field(default_factory=lambda: {"main": COMMIT})
@@ -33,16 +33,16 @@ class Repo:
 
 
 class FakeHub:
-    """Serves in a thread of its own until it is closed. `requests` is what was asked for, in order."""
+    """Serves in its own thread until it is closed. `requests` are the received requests, in order."""
 
     def __init__(self, token: str = "hf_right") -> None:
         self.repos: dict[str, Repo] = {}
         self.token = token
         self.requests: list[tuple[str, str]] = []
         self.status = 0
-        """Where it isn't 0, every request is answered with that."""
+        """If not 0, the status of every reply"""
         self.cut_after = 0
-        """Where it isn't 0, a large file is cut after so many bytes, once."""
+        """If not 0, the next large file is cut off after this many bytes"""
         self._blobs: dict[str, bytes] = {}
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="fake-hub")
@@ -55,7 +55,7 @@ class FakeHub:
         assert not self._thread.is_alive()
 
     def fetched(self) -> set[str]:
-        """The paths of all files that were asked for, and which blobs."""
+        """The paths of all requested files, and the requested blobs."""
         return {path.partition("/resolve/")[2].partition("/")[2] for _, path in self.requests if "/resolve/" in path}
 
     def _serve(self) -> None:
@@ -71,7 +71,7 @@ class FakeHub:
         app.router.add_get("/blobs/{sha}", self._blob)
         runner = web.AppRunner(app, shutdown_timeout=1.0)
         await runner.setup()
-        # Large files are at another address: a redirect within one is taken for a repository that was renamed.
+        # Large files have another address: the client takes a redirect within one address for a renamed repository.
         for _ in range(2):
             await web.TCPSite(runner, "127.0.0.1", 0).start()
         self.url, self._blobs_url = (f"http://127.0.0.1:{address[1]}" for address in runner.addresses)
@@ -90,7 +90,7 @@ class FakeHub:
         return await handler(request)
 
     def _repo(self, request: web.Request) -> tuple[Repo, str] | web.Response:
-        """The repository and the commit that a request names, or the error that answers it."""
+        """The repository and the commit of a request, or the error reply."""
         repo = self.repos.get(f"{request.match_info['org']}/{request.match_info['name']}")
         if repo is None or (repo.private and not self._may_read(request)):
             return _error(401, "RepoNotFound", "Repository not found")

@@ -1,5 +1,4 @@
-"""Checkpoints of every architecture, as folders and as .gguf files, are read as transformers reads them: what is
-prepared from them has the same logits."""
+"""Prepared checkpoints of every architecture, from folders and .gguf files, have the same logits as in transformers."""
 
 import json
 from pathlib import Path
@@ -52,7 +51,7 @@ def prepared(model: Path) -> Path:
 
 
 def logits(folder: Path, ids: list[int]) -> np.ndarray:
-    """Ours behind a prompt and, one by one, behind six ids more: [7, vocab_size]."""
+    """Our logits after a prompt and, one by one, after six further ids: [7, vocab_size]."""
     driver = Driver(folder, settings(kernels="torch", tokens=256))
     begun = len(ids) - 6
     rows = [driver.take_row() for _ in range(2)]
@@ -87,14 +86,14 @@ def test_a_folder_is_read_as_transformers_reads_it(tmp_path: Path, name: str) ->
 
 
 @pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3"])
-def test_absent_keys_mean_what_transformers_takes_for_them(tmp_path: Path, kind: str) -> None:
-    """Of a config.json that says no more than it must."""
+def test_absent_keys_have_the_defaults_of_transformers(tmp_path: Path, kind: str) -> None:
+    """With a minimal config.json."""
     config = {"model_type": kind, "vocab_size": 608, "hidden_size": 4096, "intermediate_size": 96}
     config |= {"num_hidden_layers": 30, "num_attention_heads": 32}
     (tmp_path / "config.json").write_text(json.dumps(config))
     theirs = AutoConfig.from_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text(checkpoints.byte_level().to_str())
-    # The shapes are read before the weights are looked at.
+    # Shapes are checked before the weights are read.
     from pipeline.stages.prepare.sources.config_json import ConfigReader
 
     ours = ConfigReader(tmp_path / "config.json", config).model("tiny", [], {})
@@ -105,7 +104,7 @@ def test_absent_keys_mean_what_transformers_takes_for_them(tmp_path: Path, kind:
     assert (ours.qk_norm, ours.qkv_bias, ours.out_bias) == (kind == "qwen3", kind == "qwen2", False)
 
 
-def test_windows_are_those_of_the_layers_that_have_them(tmp_path: Path) -> None:
+def test_windows_apply_only_to_their_layers(tmp_path: Path) -> None:
     model = checkpoints.tiny("qwen2", **WINDOWS, max_window_layers=2)
     config = ModelConfig.load(prepared(checkpoints.save_folder(tmp_path / "above", model)))
     assert (config.sliding_window, config.sliding_layers) == (13, [2])
@@ -131,7 +130,7 @@ def test_windows_are_those_of_the_layers_that_have_them(tmp_path: Path) -> None:
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, r"rope_type 'yarn'; supported"),
     ],
 )
-def test_a_qwen_config_that_we_cannot_serve_is_told_by_its_key(
+def test_the_error_for_an_unsupported_qwen_config_names_its_key(
     tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
     folder = checkpoints.save_folder(tmp_path / "tiny", checkpoints.tiny("qwen2"))
@@ -140,7 +139,7 @@ def test_a_qwen_config_that_we_cannot_serve_is_told_by_its_key(
         prepared(folder)
 
 
-def test_a_qwen3_without_the_norms_of_its_heads_is_told_so(tmp_path: Path) -> None:
+def test_a_qwen3_without_head_norms_is_a_clear_error(tmp_path: Path) -> None:
     folder = checkpoints.save_folder(tmp_path / "tiny", checkpoints.tiny("qwen2"))
     checkpoints.edit_config(folder, model_type="qwen3", architectures=["Qwen3ForCausalLM"], head_dim=16)
     with pytest.raises(ModelError, match=r"no tensor 'model\.layers\.0\.self_attn\.q_norm\.weight'"):
@@ -160,7 +159,7 @@ GGUF_VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", GGUF_VARIANTS)
-def test_a_gguf_file_has_the_logits_of_the_model_that_it_was_made_from(tmp_path: Path, name: str) -> None:
+def test_a_gguf_file_has_the_logits_of_its_original_model(tmp_path: Path, name: str) -> None:
     kind, changes, metadata = GGUF_VARIANTS[name]
     model = checkpoints.tiny(kind, **changes)
     with torch.no_grad():
@@ -180,10 +179,8 @@ def test_a_gguf_file_has_the_logits_of_the_model_that_it_was_made_from(tmp_path:
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
-def test_the_divisors_of_llama_3s_frequencies_are_the_scaling_that_they_were_made_from(
-    tmp_path: Path, factor: float
-) -> None:
-    """As llama.cpp's converter writes it: the scaling itself is not in the file."""
+def test_rope_scaling_is_recovered_from_llama_3s_frequency_divisors(tmp_path: Path, factor: float) -> None:
+    """As llama.cpp's converter writes it: the file does not contain the scaling itself."""
     rope = {**LLAMA3, "rope_theta": 500000.0, "factor": factor, "original_max_position_embeddings": 8192}
     model = checkpoints.tiny("llama", head_dim=64, tie_word_embeddings=True, rope_parameters=rope)
     with torch.no_grad():
@@ -209,7 +206,7 @@ def test_the_divisors_of_llama_3s_frequencies_are_the_scaling_that_they_were_mad
         ({"qwen2.attention.head_count_kv": 3}, r"qwen2\.attention\.head_count_kv is 3; .* qwen2\.attention\.head_c"),
     ],
 )
-def test_what_a_qwen_file_says_that_we_cannot_serve_is_told_by_its_key(
+def test_the_error_for_an_unsupported_qwen_file_names_its_key(
     tmp_path: Path, metadata: dict[str, Any], words: str
 ) -> None:
     model = checkpoints.tiny("qwen2")
@@ -218,7 +215,7 @@ def test_what_a_qwen_file_says_that_we_cannot_serve_is_told_by_its_key(
         prepared(path)
 
 
-def test_a_qwen3_file_without_norms_of_heads_and_a_llama_file_with_them_are_refused(tmp_path: Path) -> None:
+def test_a_qwen3_file_without_head_norms_and_a_llama_file_with_them_are_rejected(tmp_path: Path) -> None:
     path = checkpoints.save_gguf(tmp_path / "a.gguf", checkpoints.tiny("qwen2"), architecture="qwen3")
     with pytest.raises(ModelError, match=r"blk\.0\.attn_q_norm\.weight is missing"):
         prepared(path)
@@ -227,7 +224,7 @@ def test_a_qwen3_file_without_norms_of_heads_and_a_llama_file_with_them_are_refu
         prepared(checkpoints.save_gguf(tmp_path / "b.gguf", model, architecture="llama"))
 
 
-def test_characters_are_composed_first_where_the_models_own_tokenizer_does_so(tmp_path: Path) -> None:
+def test_texts_are_normalized_as_by_the_models_own_tokenizer(tmp_path: Path) -> None:
     from tokenizers import Tokenizer
 
     model = checkpoints.tiny("qwen2")

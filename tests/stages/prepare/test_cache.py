@@ -1,4 +1,4 @@
-"""An entry of the cache is there completely or not at all, whoever asks and whoever is killed."""
+"""A cache entry is complete or absent, also with concurrent processes and kills."""
 
 import os
 import shutil
@@ -17,8 +17,10 @@ from pipeline.stages.prepare.sources.source import ModelError
 PATIENCE_S = 30.0
 
 
-def ensure(cache: Cache, fill: "object" = None, said: list[str] | None = None, timeout_s: float = PATIENCE_S) -> Path:
-    return cache.ensure("key", "a test", fill or write, (said if said is not None else []).append, timeout_s)  # type: ignore[arg-type]
+def ensure(
+    cache: Cache, fill: "object" = None, messages: list[str] | None = None, timeout_s: float = PATIENCE_S
+) -> Path:
+    return cache.ensure("key", "a test", fill or write, (messages if messages is not None else []).append, timeout_s)  # type: ignore[arg-type]
 
 
 def write(folder: Path) -> None:
@@ -64,7 +66,7 @@ def test_an_incomplete_entry_is_filled_again(tmp_path: Path, damage: str) -> Non
     assert cache.lookup("key") == folder
 
 
-def test_what_stands_in_the_way_of_filling_is_removed(tmp_path: Path) -> None:
+def test_leftovers_in_the_place_of_an_entry_are_removed(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "kept").touch()
     (tmp_path / "key").symlink_to(tmp_path / "elsewhere")
@@ -73,7 +75,7 @@ def test_what_stands_in_the_way_of_filling_is_removed(tmp_path: Path) -> None:
     assert (tmp_path / "elsewhere" / "kept").exists()
 
 
-def test_a_filling_that_fails_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_fill_leaves_nothing(tmp_path: Path) -> None:
     def fail(folder: Path) -> None:
         write(folder)
         raise ModelError("no")
@@ -99,7 +101,7 @@ Cache(Path(sys.argv[1])).ensure("key", "a test", fill, print, 30.0)
 """
 
 
-def test_a_kill_in_the_middle_costs_only_the_work(tmp_path: Path) -> None:
+def test_a_killed_fill_is_repeated(tmp_path: Path) -> None:
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD, str(tmp_path)],
         stdin=subprocess.PIPE,
@@ -121,7 +123,7 @@ def test_a_kill_in_the_middle_costs_only_the_work(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock-key", "key"]
 
 
-def test_of_two_at_once_one_fills_and_the_other_waits_and_says_so(tmp_path: Path) -> None:
+def test_of_two_concurrent_processes_one_fills_and_the_other_logs_that_it_waits(tmp_path: Path) -> None:
     cache = Cache(tmp_path)
     begun, waiting = threading.Event(), threading.Event()
     fills: list[Path] = []
@@ -135,31 +137,31 @@ def test_of_two_at_once_one_fills_and_the_other_waits_and_says_so(tmp_path: Path
     first = threading.Thread(target=ensure, args=(cache, fill))
     first.start()
     assert begun.wait(PATIENCE_S)
-    said: list[str] = []
+    messages: list[str] = []
 
-    def say(line: str) -> None:
-        said.append(line)
+    def report(line: str) -> None:
+        messages.append(line)
         waiting.set()
 
-    folder = cache.ensure("key", "a test", fill, say, PATIENCE_S)
+    folder = cache.ensure("key", "a test", fill, report, PATIENCE_S)
     first.join(PATIENCE_S)
-    assert (len(fills), len(said)) == (1, 1)
-    assert "another process that is preparing" in said[0]
+    assert (len(fills), len(messages)) == (1, 1)
+    assert "another process that is preparing" in messages[0]
     assert cache.lookup("key") == folder
 
 
-def test_a_root_that_cannot_be_written_is_told_as_that(tmp_path: Path) -> None:
+def test_a_root_that_is_not_writable_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ModelError, match=r"cannot write the cache .*set cache_dir"):
         ensure(Cache(tmp_path / "file" / "below"))
 
 
-def test_a_root_of_a_user_who_is_not_there_is_told_as_that() -> None:
+def test_a_root_of_an_unknown_user_is_a_clear_error() -> None:
     with pytest.raises(ModelError, match=r"cache_dir '~no-such-user/x': .*home"):
         Cache.of(Settings(cache_dir="~no-such-user/x"))
 
 
-def test_errors_that_are_not_the_caches_stay_what_they_are(tmp_path: Path) -> None:
+def test_errors_of_the_fill_function_are_not_changed(tmp_path: Path) -> None:
     def fill(folder: Path) -> None:
         Path("/no/such/model.gguf").read_bytes()
 
@@ -167,13 +169,13 @@ def test_errors_that_are_not_the_caches_stay_what_they_are(tmp_path: Path) -> No
         ensure(Cache(tmp_path), fill)
 
 
-def test_too_little_room_is_told_with_both_numbers(tmp_path: Path) -> None:
+def test_too_little_disk_space_is_reported_with_both_numbers(tmp_path: Path) -> None:
     require_room(tmp_path, 1)
     with pytest.raises(ModelError, match=r"needs \d+ MiB in .* only \d+ MiB are free"):
         require_room(tmp_path, 1 << 60)
 
 
-def test_the_root_is_the_setting_or_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_root_is_the_setting_or_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert Cache.of(Settings(cache_dir=str(tmp_path))).root == tmp_path
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert Cache.of(Settings()).root == tmp_path / "xdg" / "pipeline"

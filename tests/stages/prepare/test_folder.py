@@ -1,4 +1,4 @@
-"""A Hugging Face folder is served from where it is, or answered with what is wrong in it."""
+"""A Hugging Face folder is served in place, or rejected with a clear error."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def source(original: Path, tmp_path: Path) -> Path:
-    """A copy to spoil."""
+    """A copy that tests may damage."""
     return Path(shutil.copytree(original, tmp_path / "tiny"))
 
 
@@ -46,7 +46,7 @@ def config_of(folder: Path) -> ModelConfig:
     return ModelConfig.load(prepared(folder))
 
 
-def test_weights_are_read_in_place_and_the_rest_is_ours(source: Path) -> None:
+def test_weights_are_read_in_place_and_the_rest_is_written(source: Path) -> None:
     folder = prepared(source)
     config = ModelConfig.load(folder)
     assert config.weight_paths(folder) == [source / "model.safetensors"]
@@ -71,7 +71,7 @@ def test_weights_are_read_in_place_and_the_rest_is_ours(source: Path) -> None:
     )
 
 
-def test_sharded_weights_are_all_named(tmp_path: Path) -> None:
+def test_all_shards_are_listed(tmp_path: Path) -> None:
     model = checkpoints.tiny_llama()
     folder = checkpoints.save_folder(tmp_path / "sharded", model, shard_size="100KB")
     paths = ModelConfig.load(prepared(folder)).weight_paths(prepared(folder))
@@ -80,14 +80,14 @@ def test_sharded_weights_are_all_named(tmp_path: Path) -> None:
     assert names == set(model.state_dict())
 
 
-def test_mistral_has_its_head_size_and_window(tmp_path: Path) -> None:
+def test_mistral_has_its_head_dim_and_window(tmp_path: Path) -> None:
     config = config_of(checkpoints.save_folder(tmp_path / "mistral", checkpoints.tiny_mistral()))
     assert (config.architecture, config.head_dim, config.sliding_window) == ("mistral", 32, 32)
     everywhere = checkpoints.tiny_mistral(sliding_window=None)
     assert config_of(checkpoints.save_folder(tmp_path / "full", everywhere)).sliding_window is None
 
 
-def test_biases_and_tied_embeddings_are_found(tmp_path: Path) -> None:
+def test_biases_and_tied_embeddings_are_detected(tmp_path: Path) -> None:
     model = checkpoints.tiny_llama(attention_bias=True, mlp_bias=True, tie_word_embeddings=True)
     config = config_of(checkpoints.save_folder(tmp_path / "biased", model))
     assert (config.qkv_bias, config.out_bias, config.mlp_bias, config.tie_embeddings) == (True, True, True, True)
@@ -101,7 +101,7 @@ def test_biases_and_tied_embeddings_are_found(tmp_path: Path) -> None:
         {"rope_parameters": None, "rope_scaling": {**LLAMA3, "type": "llama3"}, "rope_theta": 7000.0},
     ],
 )
-def test_rope_is_read_in_the_old_spelling_and_in_the_new(source: Path, spelling: dict[str, Any]) -> None:
+def test_rope_is_read_from_old_and_new_keys(source: Path, spelling: dict[str, Any]) -> None:
     checkpoints.edit_config(source, **spelling)
     config = config_of(source)
     assert config.rope_theta == 7000.0
@@ -110,7 +110,7 @@ def test_rope_is_read_in_the_old_spelling_and_in_the_new(source: Path, spelling:
     )
 
 
-def test_where_both_spellings_of_rope_are_there_the_old_one_wins_as_in_transformers(source: Path) -> None:
+def test_old_rope_keys_win_over_new_ones_as_in_transformers(source: Path) -> None:
     both = {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}, "rope_scaling": LLAMA3}
     checkpoints.edit_config(source, **both, rope_theta=7000.0)
     theirs = AutoConfig.from_pretrained(source).rope_parameters
@@ -119,19 +119,19 @@ def test_where_both_spellings_of_rope_are_there_the_old_one_wins_as_in_transform
     assert (config.rope_scaling.factor, config.rope_theta) == (theirs["factor"], theirs["rope_theta"]) == (8.0, 7000.0)
 
 
-def test_an_old_config_without_newer_keys_means_what_it_always_meant(source: Path) -> None:
+def test_an_old_config_without_newer_keys_has_the_old_defaults(source: Path) -> None:
     checkpoints.edit_config(source, rope_parameters=None, head_dim=None, attention_bias=None, mlp_bias=None)
     config = config_of(source)
     assert (config.rope_theta, config.rope_scaling, config.head_dim) == (10000.0, None, 16)
 
 
-def test_all_ends_count_and_the_tokenizers_own_comes_first(source: Path) -> None:
+def test_all_eos_ids_count_and_the_tokenizers_own_comes_first(source: Path) -> None:
     checkpoints.edit_config(source, eos_token_id=[5, 2])
     (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 5]}))
     assert config_of(source).eos_ids == [2, 5, 9]
 
 
-def test_whether_the_tokenizer_adds_the_beginning_is_seen(tmp_path: Path) -> None:
+def test_it_is_detected_whether_the_tokenizer_adds_bos(tmp_path: Path) -> None:
     folder = checkpoints.save_folder(tmp_path / "bos", checkpoints.tiny_llama(), add_bos=True)
     assert config_of(folder).add_bos
 
@@ -146,7 +146,7 @@ def test_the_chat_template_may_be_in_the_tokenizers_config(source: Path, templat
     assert (prepared(source) / "chat_template.jinja").read_text() == "{{ its own file }}"
 
 
-def test_a_template_for_tools_is_kept_beside_the_default(source: Path) -> None:
+def test_a_tool_template_is_kept_in_addition_to_the_default(source: Path) -> None:
     named = [{"name": "tool_use", "template": "{{ tools }}"}, {"name": "default", "template": "{{ one }}"}]
     (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     folder = prepared(source)
@@ -170,7 +170,7 @@ def test_a_changed_file_is_prepared_again_and_an_unchanged_one_is_not(source: Pa
     assert ModelConfig.load(prepared(source)).eos_ids == [2, 3]
 
 
-def test_a_tokenizer_in_an_older_form_is_converted(source: Path) -> None:
+def test_an_old_tokenizer_format_is_converted(source: Path) -> None:
     tokenizer = json.loads((source / "tokenizer.json").read_text())["model"]
     (source / "tokenizer.json").unlink()
     (source / "vocab.json").write_text(json.dumps(tokenizer["vocab"]))
@@ -185,7 +185,7 @@ def test_a_tokenizer_in_an_older_form_is_converted(source: Path) -> None:
 
 
 def edit_tokenizer(source: Path, edit: Callable[[dict[str, Any]], None]) -> None:
-    """Change what is in a folder's tokenizer.json."""
+    """Change the content of a folder's tokenizer.json."""
     path = source / "tokenizer.json"
     state = json.loads(path.read_text())
     edit(state)
@@ -193,7 +193,7 @@ def edit_tokenizer(source: Path, edit: Callable[[dict[str, Any]], None]) -> None
 
 
 def template_with(token_id: int) -> dict[str, Any]:
-    """A post-processor that puts an id before each text."""
+    """A post-processor that prepends an id to each text."""
     return {
         "type": "TemplateProcessing",
         "single": [{"SpecialToken": {"id": "x", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
@@ -223,7 +223,7 @@ GIVES_ID: dict[str, tuple[Callable[[dict[str, Any], int], Any], str]] = {
 
 @pytest.mark.parametrize("token_id", [2**31, 2**32 - 1])
 @pytest.mark.parametrize("place", GIVES_ID)
-def test_token_ids_beyond_int32_are_told(source: Path, place: str, token_id: int) -> None:
+def test_token_ids_beyond_int32_are_reported(source: Path, place: str, token_id: int) -> None:
     edit, words = GIVES_ID[place]
     edit_tokenizer(source, lambda state: edit(state, token_id))
     message = rf"tokenizer\.json: {words} the token id {token_id}; the largest supported id is 2147483647"
@@ -238,7 +238,7 @@ def test_the_largest_int32_is_a_token_id(source: Path, place: str) -> None:
     assert prepared(source)
 
 
-def test_token_ids_of_a_tokenizer_in_an_older_form_are_looked_at(source: Path) -> None:
+def test_token_ids_of_an_old_tokenizer_format_are_checked(source: Path) -> None:
     tokenizer = json.loads((source / "tokenizer.json").read_text())["model"]
     (source / "tokenizer.json").unlink()
     (source / "vocab.json").write_text(json.dumps(tokenizer["vocab"] | {"a": 2**31}))
@@ -248,7 +248,7 @@ def test_token_ids_of_a_tokenizer_in_an_older_form_are_looked_at(source: Path) -
         prepared(source)
 
 
-def test_a_tokenizer_in_an_older_form_that_fits_nothing_is_told(source: Path) -> None:
+def test_an_inconsistent_old_tokenizer_format_is_reported(source: Path) -> None:
     (source / "tokenizer.json").unlink()
     (source / "vocab.json").write_text('{"a": 0}')
     (source / "merges.txt").write_text("x y")
@@ -260,7 +260,7 @@ def test_a_tokenizer_in_an_older_form_that_fits_nothing_is_told(source: Path) ->
 @pytest.mark.parametrize(
     ("part", "value", "message"),
     [
-        # The library panics at the first as it reads it, and at the second with each text.
+        # The library panics on the first when it reads it, and on the second with each text.
         ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, r"tokenizer\.json cannot be read: "),
         ("pre_tokenizer", {"type": "FixedLength", "length": 0}, r"tokenizer.json cannot be read: chunk size"),
         (
@@ -270,7 +270,7 @@ def test_a_tokenizer_in_an_older_form_that_fits_nothing_is_told(source: Path) ->
         ),
     ],
 )
-def test_a_tokenizer_that_can_not_be_used_is_told(source: Path, part: str, value: Any, message: str) -> None:
+def test_an_unusable_tokenizer_is_reported(source: Path, part: str, value: Any, message: str) -> None:
     edit_tokenizer(source, lambda state: state.update({part: value}))
     with pytest.raises(ModelError, match=message):
         prepared(source)
@@ -283,7 +283,7 @@ def test_a_tokenizer_that_can_not_be_used_is_told(source: Path, part: str, value
         *("tokenizer.model", "chat_template.jinja"),
     ],
 )
-def test_every_file_a_tokenizer_may_be_made_from_counts(source: Path, name: str) -> None:
+def test_a_change_of_any_tokenizer_file_is_noticed(source: Path, name: str) -> None:
     (source / name).write_text("{}")
     first = prepared(source)
     (source / name).write_text("{ }")
@@ -291,7 +291,7 @@ def test_every_file_a_tokenizer_may_be_made_from_counts(source: Path, name: str)
 
 
 def in_sub_folder(source: Path) -> Path:
-    """Move the weights into a folder below, where only the index finds them."""
+    """Move the weights into a subfolder, where only the index refers to them."""
     shard = source / "shards" / "one.safetensors"
     shard.parent.mkdir()
     (source / "model.safetensors").rename(shard)
@@ -310,7 +310,7 @@ def test_a_changed_shard_in_a_sub_folder_is_noticed(source: Path) -> None:
         prepared(source)
 
 
-def test_a_folder_may_have_as_long_a_name_as_there_is(source: Path) -> None:
+def test_a_folder_may_have_a_name_of_maximum_length(source: Path) -> None:
     renamed = source.rename(source.parent / ("\N{DESERET SMALL LETTER EW}" * 63))
     assert config_of(renamed).name == renamed.name
 
@@ -381,26 +381,26 @@ def spoil(folder: Path, how: str) -> None:  # noqa: C901 - a table of faults
         ("generated ends", r"generation_config\.json: eos_token_id is 608; it must be an id of the vocabulary"),
     ],
 )
-def test_a_folder_that_is_not_complete_is_told_what_is_missing(source: Path, how: str, words: str) -> None:
+def test_an_incomplete_folder_is_reported_with_the_missing_part(source: Path, how: str, words: str) -> None:
     spoil(source, how)
     with pytest.raises(ModelError, match=words):
         prepared(source)
 
 
 @pytest.mark.parametrize("weight_map", [None, {}, [], "x", {"a": 1}, {"a": None}])
-def test_an_index_that_names_no_files_is_refused(source: Path, weight_map: Any) -> None:
+def test_an_index_without_files_is_rejected(source: Path, weight_map: Any) -> None:
     (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(ModelError, match=r"index\.json: weight_map must be an object"):
         prepared(source)
 
 
-def test_a_shard_of_an_impossible_name_is_missing(source: Path) -> None:
+def test_a_shard_with_an_impossible_name_is_missing(source: Path) -> None:
     (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x" * 5000}}))
     with pytest.raises(ModelError, match=r"names x+, which is missing"):
         prepared(source)
 
 
-def test_tokens_beyond_the_vocabulary_are_refused(source: Path) -> None:
+def test_tokens_beyond_the_vocabulary_are_rejected(source: Path) -> None:
     tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
     tokenizer.add_special_tokens([f"<{i}>" for i in range(700)])
     tokenizer.save(str(source / "tokenizer.json"))
@@ -471,7 +471,7 @@ def test_tokens_beyond_the_vocabulary_are_refused(source: Path) -> None:
         ),
     ],
 )
-def test_a_config_we_cannot_serve_is_told_by_its_key(source: Path, changes: dict[str, Any], words: str) -> None:
+def test_the_error_for_an_unsupported_config_names_its_key(source: Path, changes: dict[str, Any], words: str) -> None:
     checkpoints.edit_config(source, **changes)
     with pytest.raises(ModelError, match=words):
         prepared(source)

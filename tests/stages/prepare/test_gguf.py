@@ -1,4 +1,4 @@
-"""A .gguf file becomes the model it was made from."""
+"""A .gguf file becomes the model that it was made from."""
 
 import json
 from itertools import pairwise
@@ -34,7 +34,7 @@ def prepared(path: Path) -> Path:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
-def test_weights_come_back_in_hugging_faces_names_and_order(tmp_path: Path, bias: bool, tied: bool) -> None:
+def test_weights_have_the_names_and_order_of_hugging_face(tmp_path: Path, bias: bool, tied: bool) -> None:
     model = checkpoints.tiny_llama(tie_word_embeddings=tied, attention_bias=bias, mlp_bias=bias)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
@@ -76,7 +76,7 @@ def test_the_config_is_the_models(tmp_path: Path, model: LlamaForCausalLM) -> No
 
 
 def divisors_of(factor: float, head_dim: int, theta: float) -> "np.ndarray[Any, Any]":
-    """Llama 3's divisors as transformers makes them."""
+    """Llama 3's divisors as computed by transformers."""
     rope = {
         "rope_type": "llama3",
         "rope_theta": theta,
@@ -106,7 +106,7 @@ def test_llama_3s_rope_scaling_is_recognised(tmp_path: Path, factor: float) -> N
     )
 
 
-def test_another_rope_scaling_is_refused(tmp_path: Path, model: LlamaForCausalLM) -> None:
+def test_another_rope_scaling_is_rejected(tmp_path: Path, model: LlamaForCausalLM) -> None:
     divisors = {"rope_freqs.weight": np.linspace(1, 9, 8, dtype=np.float32)}
     with pytest.raises(ModelError, match="not Llama 3's rope scaling"):
         prepared(checkpoints.save_gguf(tmp_path / "tiny.gguf", model, extra_tensors=divisors))
@@ -161,7 +161,7 @@ def test_another_rope_scaling_is_refused(tmp_path: Path, model: LlamaForCausalLM
         ({"tokenizer.chat_template": b"\xff"}, r"tokenizer\.chat_template is not UTF-8 text"),
     ],
 )
-def test_what_we_cannot_serve_is_told_by_its_key(
+def test_the_error_for_an_unsupported_file_names_its_key(
     tmp_path: Path, model: LlamaForCausalLM, metadata: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ModelError, match=words):
@@ -182,7 +182,7 @@ def test_what_we_cannot_serve_is_told_by_its_key(
         ("gpt-2", {"tokenizer.ggml.add_bos_token": True}, True),
     ],
 )
-def test_texts_begin_as_in_llama_cpp_where_the_file_does_not_say(
+def test_adding_bos_has_the_defaults_of_llama_cpp(
     tmp_path: Path, model: LlamaForCausalLM, pre: str, metadata: dict[str, Any], begins: bool
 ) -> None:
     folder = prepared(checkpoints.save_gguf(tmp_path / "tiny.gguf", model, pre=pre, metadata=metadata))
@@ -190,7 +190,7 @@ def test_texts_begin_as_in_llama_cpp_where_the_file_does_not_say(
     assert (ids[0] == 1, ModelConfig.load(folder).add_bos) == (begins, begins)
 
 
-def test_other_architectures_tokenizers_and_tensors_are_refused(tmp_path: Path, model: LlamaForCausalLM) -> None:
+def test_other_architectures_tokenizers_and_tensors_are_rejected(tmp_path: Path, model: LlamaForCausalLM) -> None:
     with pytest.raises(
         ModelError, match=r"general\.architecture is 'gemma3'; supported are 'llama' \(Llama, M.*'qwen3'"
     ):
@@ -205,7 +205,9 @@ def test_other_architectures_tokenizers_and_tensors_are_refused(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("keep", [0, 3, 100, 5000, -1000])
-def test_a_file_that_is_cut_or_no_gguf_is_refused(tmp_path: Path, model: LlamaForCausalLM, keep: int) -> None:
+def test_a_truncated_file_and_a_file_that_is_not_gguf_are_rejected(
+    tmp_path: Path, model: LlamaForCausalLM, keep: int
+) -> None:
     path = checkpoints.save_gguf(tmp_path / "tiny.gguf", model)
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(ModelError, match="not a complete GGUF file"):
@@ -244,8 +246,8 @@ def test_the_tokenizer_is_the_one_the_file_was_made_from(tmp_path: Path, model: 
 
 
 @pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "tekken", "gpt-2"])
-def test_splits_are_those_of_transformers(tmp_path: Path, model: LlamaForCausalLM, pre: str) -> None:
-    """Kept in a file, as transformers 5.23 made them from these GGUFs: 5.17 forgets the field `pre`."""
+def test_splits_agree_with_transformers(tmp_path: Path, model: LlamaForCausalLM, pre: str) -> None:
+    """Expected splits are in a file, made by transformers 5.23 from these GGUFs: 5.17 loses the field `pre`."""
     theirs = json.loads((Path(__file__).parents[2] / "data" / "gguf_splits.json").read_text())[pre]
     path = checkpoints.save_gguf(tmp_path / "tiny.gguf", model, pre=pre)
     built = Tokenizer.from_file(str(prepared(path) / "tokenizer.json"))
@@ -254,7 +256,7 @@ def test_splits_are_those_of_transformers(tmp_path: Path, model: LlamaForCausalL
 
 
 def pieces_vocabulary(**changes: Any) -> GgufVocabulary:
-    """A SentencePiece vocabulary: control tokens, bytes, letters, and joined pieces by falling score."""
+    """A SentencePiece vocabulary: control tokens, bytes, letters, and joined pieces with decreasing scores."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     types = [2, 3, 3, *[6] * 256]
     letters = [*"▁abcdefghijklmnopqrstuvwxyz"]
@@ -280,8 +282,8 @@ def pieces_vocabulary(**changes: Any) -> GgufVocabulary:
 
 
 def by_sentencepiece(vocabulary: GgufVocabulary, text: str) -> list[str]:
-    """SentencePiece's BPE as it is defined: join the neighbours whose union scores best, leftmost first, until no union
-    is in the vocabulary; what is left unknown falls back to bytes."""
+    """SentencePiece's BPE by definition: join the neighbours whose union scores best, leftmost first, until no union is
+    in the vocabulary; unknown rest falls back to bytes."""
     scores = dict(zip(vocabulary.tokens, vocabulary.scores, strict=True))
     pieces = [*("▁" + text.replace(" ", "▁"))]
     while True:
@@ -304,7 +306,7 @@ def test_a_sentencepiece_vocabulary_merges_by_score(text: str) -> None:
 PIECES = tokenizer.build(pieces_vocabulary(), "a test")
 
 
-def test_ends_and_space_are_added_only_where_the_file_says_so() -> None:
+def test_bos_eos_and_space_are_added_only_if_the_file_requires_it() -> None:
     plain = tokenizer.build(pieces_vocabulary(add_bos=False, add_space_prefix=False), "a test")
     assert plain.encode("the").tokens == ["t", "he"]
     both = tokenizer.build(pieces_vocabulary(add_eos=True), "a test")
@@ -315,15 +317,15 @@ def test_ends_and_space_are_added_only_where_the_file_says_so() -> None:
 
 
 @pytest.mark.parametrize("name", ["$B", "$A", "a:b", "$A:zz", "$5000000000", ""])
-def test_ends_may_have_any_name(name: str) -> None:
-    """The library reads `$A`, `$B` and `a:1` in a template as something else, and panics at each text with `$B`."""
+def test_bos_and_eos_may_have_any_name(name: str) -> None:
+    """The library interprets `$A`, `$B` and `a:1` in a template differently, and panics on each text with `$B`."""
     tokens = pieces_vocabulary().tokens
     named = pieces_vocabulary(tokens=["<unk>", name, *tokens[2:]], add_eos=True)
     ids = tokenizer.build(named, "a test").encode("the").ids
     assert ids == [1, tokens.index("▁the"), 2]
 
 
-def test_a_vocabulary_that_no_text_can_be_encoded_with_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vocabulary_that_cannot_encode_texts_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer, "_add_ends", break_template)
     with pytest.raises(ModelError, match="a test: its tokenizer cannot encode a text: index out of bounds"):
         tokenizer.build(pieces_vocabulary(), "a test")

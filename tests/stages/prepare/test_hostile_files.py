@@ -1,7 +1,7 @@
-"""Model files are data of strangers: whatever is in them, prepare serves the model or says in one line what is wrong.
+"""Model files are untrusted: for any content, prepare serves the model or reports the problem in one line.
 
-Each file is prepared in a process with little memory and time, so that one that hangs or fills the memory fails its
-test and nothing else.
+Each file is prepared in a process with little memory and time, so that one that hangs or fills the memory fails only
+its own test.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ from pipeline.stages.prepare.stage import prepare
 from tools.fuzzing import models
 
 LOADED = (files, folder, file, model, hub, tensors, tokenizer_probe, wheel)
-"""What a child would import under its limit of memory."""
+"""Modules that a child would otherwise import under its memory limit."""
 MEMORY_BYTES = 1024**3
 TIMEOUT_S = 120.0
 
@@ -49,13 +49,13 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def llama(originals: Path, tmp_path: Path) -> Path:
-    """A folder to spoil: one file of weights."""
+    """A folder that tests may damage: one file of weights."""
     return Path(shutil.copytree(originals / "llama", tmp_path / "llama"))
 
 
 @pytest.fixture
 def qwen3(originals: Path, tmp_path: Path) -> Path:
-    """A folder to spoil: two files of weights, and an index."""
+    """A folder that tests may damage: two files of weights, and an index."""
     return Path(shutil.copytree(originals / "qwen3", tmp_path / "qwen3"))
 
 
@@ -65,10 +65,10 @@ def gguf(originals: Path, tmp_path: Path) -> Path:
 
 
 def refusal(model: Path) -> str:
-    """The words of the ModelError that a model is refused with, which are one line."""
+    """The message of the ModelError that rejects a model, which must be one line."""
     ours, theirs = multiprocessing.get_context("fork").Pipe(duplex=False)
     child = multiprocessing.get_context("fork").Process(target=_try, args=(model, theirs))
-    with warnings.catch_warnings():  # newer Pythons warn of forks beside threads, which the child doesn't wait for
+    with warnings.catch_warnings():  # newer Pythons warn of forks with running threads, which do not affect the child
         warnings.simplefilter("ignore", DeprecationWarning)
         child.start()
     theirs.close()
@@ -185,28 +185,28 @@ HOSTILE_GGUF = {
 
 
 @pytest.mark.parametrize("what", HOSTILE_GGUF)
-def test_a_hostile_gguf_header_is_refused(tmp_path: Path, what: str) -> None:
+def test_a_hostile_gguf_header_is_rejected(tmp_path: Path, what: str) -> None:
     data, words = HOSTILE_GGUF[what]
     path = tmp_path / "a.gguf"
     path.write_bytes(data)
-    said = refusal(path)
-    assert said.startswith(f"{path} is not a complete GGUF file")
-    assert_matches(said, words)
+    message = refusal(path)
+    assert message.startswith(f"{path} is not a complete GGUF file")
+    assert_matches(message, words)
 
 
-def assert_matches(said: str, words: str) -> None:
+def assert_matches(message: str, words: str) -> None:
     with pytest.raises(ModelError, match=words):
-        raise ModelError(said)
+        raise ModelError(message)
 
 
-def test_a_vocabulary_of_one_endless_token_is_refused(gguf: Path) -> None:
+def test_a_vocabulary_with_a_huge_token_is_rejected(gguf: Path) -> None:
     old = text("Ċ")
     data = gguf.read_bytes()
     at = data.index(text("tokenizer.ggml.tokens"))
     place = data.index(old, at)
     long = text("x" * 100_000)
     grown = data[:place] + long + data[place + len(old) :]
-    # What follows the header is shifted as well: a multiple of the alignment keeps it in place.
+    # The tensor data after the header moves as well: a multiple of the alignment keeps it aligned.
     pad = -(len(grown) - len(data)) % 64
     long = text("x" * (100_000 + pad))
     gguf.write_bytes(data[:place] + long + data[place + len(old) :])
@@ -214,7 +214,7 @@ def test_a_vocabulary_of_one_endless_token_is_refused(gguf: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_a_gguf_that_is_no_regular_file_is_refused(tmp_path: Path, make: Callable[[Path], None]) -> None:
+def test_a_gguf_that_is_not_a_regular_file_is_rejected(tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(path := tmp_path / "a.gguf")
     assert_matches(refusal(path), r"neither a folder nor a regular file|config\.json is missing")
     with pytest.raises(ModelError, match=r"a\.gguf is a (FIFO|folder), not a regular file"):
@@ -280,13 +280,13 @@ def shared_place(entries: dict[str, Any]) -> None:
         (lambda entries: entries.update(__metadata__={"a": 1}), r"expected a string"),
     ],
 )
-def test_a_hostile_safetensors_header_is_refused(
+def test_a_hostile_safetensors_header_is_rejected(
     llama: Path, change: Callable[[dict[str, Any]], None], words: str
 ) -> None:
     with_header(llama / "model.safetensors", change)
-    said = refusal(llama)
-    assert said.startswith(str(llama / "model.safetensors"))
-    assert_matches(said, words)
+    message = refusal(llama)
+    assert message.startswith(str(llama / "model.safetensors"))
+    assert_matches(message, words)
 
 
 @pytest.mark.parametrize(
@@ -300,12 +300,12 @@ def test_a_hostile_safetensors_header_is_refused(
         (b"\x01", r"it has 1 bytes"),
     ],
 )
-def test_a_safetensors_file_of_nothing_but_a_hostile_header_is_refused(llama: Path, data: bytes, words: str) -> None:
+def test_a_safetensors_file_with_only_a_hostile_header_is_rejected(llama: Path, data: bytes, words: str) -> None:
     (llama / "model.safetensors").write_bytes(data)
     assert_matches(refusal(llama), words)
 
 
-def test_a_tensor_that_a_header_has_twice_is_refused(llama: Path) -> None:
+def test_a_duplicate_tensor_in_a_header_is_rejected(llama: Path) -> None:
     path = llama / "model.safetensors"
     data = path.read_bytes()
     (length,) = struct.unpack_from("<Q", data)
@@ -316,13 +316,13 @@ def test_a_tensor_that_a_header_has_twice_is_refused(llama: Path) -> None:
     assert_matches(refusal(llama), r"its header has 'model\.norm\.weight' twice")
 
 
-def test_bytes_behind_the_tensors_are_refused_as_the_library_refuses_them(llama: Path) -> None:
+def test_bytes_after_the_tensors_are_rejected_as_by_the_library(llama: Path) -> None:
     path = llama / "model.safetensors"
     path.write_bytes(path.read_bytes() + bytes(64))
     assert_matches(refusal(llama), r"has \d+ bytes, but its tensors end at \d+")
 
 
-def test_a_tensor_in_two_files_is_refused(qwen3: Path) -> None:
+def test_a_tensor_in_two_files_is_rejected(qwen3: Path) -> None:
     index = qwen3 / "model.safetensors.index.json"
     shutil.copyfile(qwen3 / "model-1.safetensors", qwen3 / "model-2.safetensors")
     places = json.loads(index.read_text())
@@ -331,11 +331,11 @@ def test_a_tensor_in_two_files_is_refused(qwen3: Path) -> None:
     assert_matches(refusal(qwen3), r"model-2\.safetensors: tensor '\S+' is also in model-1\.safetensors")
 
 
-# where files are
+# locations of files
 
 
 @pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", "a/../../other.safetensors", "a\0b", ""])
-def test_an_index_that_names_files_elsewhere_is_refused(qwen3: Path, name: str) -> None:
+def test_an_index_with_files_outside_of_the_folder_is_rejected(qwen3: Path, name: str) -> None:
     shutil.copyfile(qwen3 / "model-1.safetensors", qwen3.parent / "other.safetensors")
     index = qwen3 / "model.safetensors.index.json"
     places = json.loads(index.read_text())["weight_map"]
@@ -351,7 +351,7 @@ FILES = (
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_link_that_leaves_the_folder_is_refused(llama: Path, name: str) -> None:
+def test_a_link_out_of_the_folder_is_rejected(llama: Path, name: str) -> None:
     outside = llama.parent / "outside"
     path = llama / name
     if path.exists():
@@ -359,13 +359,13 @@ def test_a_link_that_leaves_the_folder_is_refused(llama: Path, name: str) -> Non
     else:
         outside.write_text("secret")
     path.symlink_to(outside)
-    said = refusal(llama)
-    assert_matches(said, rf"{name} links to \S+/outside, outside the model folder")
+    message = refusal(llama)
+    assert_matches(message, rf"{name} links to \S+/outside, outside the model folder")
 
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("kind", ["a FIFO", "a folder", "a device"])
-def test_what_is_no_regular_file_is_refused(llama: Path, name: str, kind: str) -> None:
+def test_special_files_are_rejected(llama: Path, name: str, kind: str) -> None:
     path = llama / name
     path.unlink(missing_ok=True)
     match kind:
@@ -379,13 +379,13 @@ def test_what_is_no_regular_file_is_refused(llama: Path, name: str, kind: str) -
     assert name in words and ("regular file" in words or "outside the model folder" in words)
 
 
-def test_a_link_to_itself_is_refused(llama: Path) -> None:
+def test_a_link_to_itself_is_rejected(llama: Path) -> None:
     (llama / "config.json").unlink()
     (llama / "config.json").symlink_to("config.json")
     assert_matches(refusal(llama), r"config\.json cannot be read: Too many levels")
 
 
-def test_the_hub_caches_own_links_are_followed_and_no_others(llama: Path, tmp_path: Path) -> None:
+def test_only_the_hub_caches_own_links_out_of_the_folder_are_followed(llama: Path, tmp_path: Path) -> None:
     repo = tmp_path / "models--tiny--llama"
     snapshot, blobs = repo / "snapshots" / ("c0ffee" + "0" * 34), repo / "blobs"
     snapshot.mkdir(parents=True)
@@ -408,7 +408,7 @@ def test_links_inside_the_folder_are_followed(llama: Path) -> None:
     assert config_of(llama).num_layers == 2
 
 
-def test_files_that_transformers_would_read_are_looked_at_first(llama: Path) -> None:
+def test_files_that_transformers_would_read_are_checked_first(llama: Path) -> None:
     vocab = json.loads((llama / "tokenizer.json").read_text())["model"]["vocab"]
     (llama / "tokenizer.json").unlink()
     (llama / "vocab.json").write_text(json.dumps(vocab))
@@ -451,7 +451,7 @@ def test_padding_and_truncation_of_the_file_do_not_apply_to_prompts(llama: Path,
     assert ModelConfig.load(prepared).add_bos
 
 
-def test_a_tokenizer_that_makes_a_letter_terabytes_long_is_refused(llama: Path) -> None:
+def test_a_tokenizer_that_expands_a_letter_to_terabytes_is_rejected(llama: Path) -> None:
     replace = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}
     edit(llama / "tokenizer.json", normalizer={"type": "Sequence", "normalizers": [replace] * 8})
     assert_matches(refusal(llama), r"tokenizer\.json cannot be read: ")
@@ -471,15 +471,15 @@ def test_a_tokenizer_that_makes_a_letter_terabytes_long_is_refused(llama: Path) 
         ({"architectures": [{}] * 10**5}, r"architectures is \[\{\}, .*\.\.\.\]"),
     ],
 )
-def test_an_absurd_config_is_refused_in_a_short_line(llama: Path, changes: dict[str, Any], words: str) -> None:
+def test_an_absurd_config_is_rejected_in_a_short_line(llama: Path, changes: dict[str, Any], words: str) -> None:
     edit(llama / "config.json", **changes)
-    said = refusal(llama)
-    assert len(said) < 2000
-    assert_matches(said, words)
+    message = refusal(llama)
+    assert len(message) < 2000
+    assert_matches(message, words)
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json", "tokenizer_config.json"])
-def test_json_that_is_too_large_or_too_deep_is_refused(llama: Path, name: str) -> None:
+def test_json_that_is_too_large_or_too_deep_is_rejected(llama: Path, name: str) -> None:
     (llama / name).write_text('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}")
     assert_matches(refusal(llama), rf"{name} is not a JSON object: .*recursion|{name} cannot be read: recursion limit")
     with (llama / name).open("wb") as file:
@@ -488,7 +488,7 @@ def test_json_that_is_too_large_or_too_deep_is_refused(llama: Path, name: str) -
 
 
 @pytest.mark.parametrize("how", ["no zip", "a name that is taken", "a broken file"])
-def test_a_wheel_that_cannot_be_unpacked_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_a_wheel_that_cannot_be_unpacked_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     path, target = tmp_path / "a-1-py3-none-any.whl", tmp_path / "target"
     target.mkdir()
     with zipfile.ZipFile(path, "w") as archive:
@@ -507,12 +507,12 @@ def test_a_wheel_that_cannot_be_unpacked_is_refused(tmp_path: Path, monkeypatch:
         wheel.unpack(source, target, Silence(), 10.0)
 
 
-def test_a_hub_that_lists_files_outside_the_model_is_refused() -> None:
+def test_a_hub_that_lists_files_outside_the_model_is_rejected() -> None:
     source = HubSource("a/b", "main")
     with pytest.raises(ModelError, match=r"a/b: '\.\./x\.safetensors' is not the name of a file inside the model"):
         hub._wanted(source, "c0ffee", ["config.json", "../x.safetensors"])
 
 
-def test_an_error_is_one_line_whatever_is_in_it() -> None:
+def test_every_error_is_one_line() -> None:
     assert str(ModelError("a\nb\x1b[31m\u2028c")) == r"a\nb\x1b[31m\u2028c"
     assert len(str(ModelError("x" * 10**6))) < 10_000

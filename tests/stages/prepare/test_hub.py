@@ -1,4 +1,4 @@
-"""Hub ids: the files that are needed, by commit, from a hub or from its cache, and errors that fit a line."""
+"""Hub ids: the needed files of a commit, from a hub or from its cache, and errors of one line."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from tests.stages.prepare.test_architectures import IDS, expected, logits
 
 ROOT = Path(__file__).parents[3]
 
-# huggingface_hub reads its variables when it is imported, so that each preparation has a process of its own.
+# huggingface_hub reads its environment variables when it is imported, so each preparation has its own process.
 PREPARE = """
 import sys
 from pipeline.config.settings import Settings
@@ -35,7 +35,7 @@ except UserError as error:
 
 
 class Machine:
-    """A user's machine with caches of its own."""
+    """A user's machine with its own caches."""
 
     def __init__(self, home: Path, endpoint: str) -> None:
         self.home = home
@@ -67,7 +67,7 @@ class Machine:
         return Path(result.stdout.strip())
 
     def fail(self, model: str, **environment: str) -> str:
-        """What the user is told."""
+        """The error message for the user."""
         result = self.run(model, **environment)
         assert result.returncode == 1, result.stdout
         *_, line = result.stderr.strip().splitlines()
@@ -78,7 +78,7 @@ class Machine:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """A tiny Qwen2 in three shards, and what else repositories have."""
+    """A tiny Qwen2 in three shards, with the other files that repositories have."""
     folder = tmp_path_factory.mktemp("hub") / "tiny"
     checkpoints.save_folder(folder, checkpoints.tiny("qwen2", tie_word_embeddings=True), shard_size="200KB")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
@@ -107,7 +107,7 @@ def closed_port() -> str:
         return f"http://127.0.0.1:{taken.getsockname()[1]}"
 
 
-def test_a_model_of_the_hub_is_fetched_once_and_served_from_the_hubs_cache(
+def test_a_hub_model_is_fetched_once_and_served_from_the_hubs_cache(
     machine: Machine, hub: FakeHub, files: dict[str, bytes], tmp_path: Path
 ) -> None:
     folder = machine.prepare("org/tiny")
@@ -149,18 +149,18 @@ def test_a_moved_branch_is_followed_and_entries_are_kept_by_commit(
     assert ModelConfig.load(second).eos_ids == [2, 7]
     assert machine.prepare("org/tiny@v1") == first
     assert machine.prepare("org/tiny@refs/pr/3") == second
-    # A commit that is there needs no question.
+    # A commit that is cached needs no request.
     hub.requests.clear()
     assert machine.prepare(f"org/tiny@{COMMIT}") == first
     assert hub.requests == []
 
 
-def test_a_commit_can_be_asked_for_at_once(machine: Machine) -> None:
+def test_the_revision_can_be_a_commit(machine: Machine) -> None:
     folder = machine.prepare(f"org/tiny@{COMMIT}")
     assert machine.prepare(f"org/tiny@{COMMIT}", HF_HUB_OFFLINE="1") == folder
 
 
-def test_without_a_network_the_last_copy_is_taken(machine: Machine, hub: FakeHub) -> None:
+def test_without_a_network_the_last_copy_is_used(machine: Machine, hub: FakeHub) -> None:
     folder = machine.prepare("org/tiny")
     hub.requests.clear()
     assert machine.prepare("org/tiny", HF_HUB_OFFLINE="1") == folder
@@ -172,10 +172,8 @@ def test_without_a_network_the_last_copy_is_taken(machine: Machine, hub: FakeHub
     assert "returned an error for org/tiny" in machine.log
 
 
-def test_a_cache_that_others_have_filled_serves_offline(
-    machine: Machine, files: dict[str, bytes], tmp_path: Path
-) -> None:
-    """As `hf download` of any version leaves it."""
+def test_a_cache_filled_by_other_tools_works_offline(machine: Machine, files: dict[str, bytes], tmp_path: Path) -> None:
+    """As `hf download` of any version writes it."""
     storage = tmp_path / "hf" / "hub" / "models--other--tiny"
     snapshot = storage / "snapshots" / OTHER_COMMIT
     snapshot.mkdir(parents=True)
@@ -192,13 +190,13 @@ def test_a_cache_that_others_have_filled_serves_offline(
     assert "in part" in line and "download it once while online" in line
 
 
-def test_what_was_cut_is_fetched_on(machine: Machine, hub: FakeHub) -> None:
+def test_an_interrupted_download_is_resumed(machine: Machine, hub: FakeHub) -> None:
     hub.cut_after = 50_000
     machine.prepare("org/tiny")
     assert hub.cut_after == 0
 
 
-def test_a_token_is_sent_where_one_is_needed(machine: Machine, hub: FakeHub) -> None:
+def test_a_token_is_sent_if_one_is_needed(machine: Machine, hub: FakeHub) -> None:
     hub.repos["org/tiny"].gated = True
     line = machine.fail("org/tiny")
     assert f"org/tiny is gated: accept its terms at {hub.url}/org/tiny" in line and "(no token is set)" in line
@@ -210,7 +208,7 @@ def test_a_token_is_sent_where_one_is_needed(machine: Machine, hub: FakeHub) -> 
     machine.prepare("org/private", HF_TOKEN=hub.token)
 
 
-def test_what_is_not_there_is_told_by_its_name(machine: Machine, hub: FakeHub) -> None:
+def test_the_error_for_a_missing_model_names_it(machine: Machine, hub: FakeHub) -> None:
     assert f"{hub.url} has no model org/none, or it is private: check the name" in machine.fail("org/none")
     assert "org/tiny has no revision 'v9'" in machine.fail("org/tiny@v9")
     assert f"org/tiny@{OTHER_COMMIT} " not in machine.fail(f"org/tiny@{OTHER_COMMIT}")
@@ -239,7 +237,7 @@ REPOSITORIES: dict[str, tuple[Callable[[str], bool], str]] = {
 
 
 @pytest.mark.parametrize("how", REPOSITORIES)
-def test_a_repository_without_a_model_that_we_read_is_told_before_anything_large_is_fetched(
+def test_a_repository_without_a_supported_model_is_reported_before_large_downloads(
     machine: Machine, hub: FakeHub, files: dict[str, bytes], how: str
 ) -> None:
     keeps, words = REPOSITORIES[how]
@@ -248,13 +246,13 @@ def test_a_repository_without_a_model_that_we_read_is_told_before_anything_large
     assert not any("/blobs/" in path for _, path in hub.requests)
 
 
-def test_a_repository_of_gguf_files_is_told_how_to_use_one(machine: Machine, hub: FakeHub) -> None:
+def test_the_error_for_a_repository_of_gguf_files_explains_how_to_use_one(machine: Machine, hub: FakeHub) -> None:
     hub.repos["org/ggufs"] = Repo({COMMIT: {"config.json": b"{}", "tiny-Q4_0.gguf": b"x"}})
     assert "no weights as *.safetensors" in (line := machine.fail("org/ggufs"))
     assert "It has tiny-Q4_0.gguf: download a .gguf file and use its path as model" in line
 
 
-def test_a_cache_that_cannot_be_written_is_told(machine: Machine, tmp_path: Path) -> None:
+def test_a_cache_that_is_not_writable_is_reported(machine: Machine, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     line = machine.fail("org/tiny", HF_HOME=str(tmp_path / "file" / "hf"))
     assert "set HF_HOME" in line

