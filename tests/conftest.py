@@ -47,7 +47,7 @@ ALONE = (
     "tests/e2e/test_observability.py::test_scraping_ten_times_a_second_costs_little",
     "tests/e2e/test_observability.py::test_a_stage_that_hangs_is_late",
     "tests/stages/gateway/test_admission.py::TestGateway::test_rejections_are_sent_at_once",
-    "tests/stages/schedule/test_liveness.py::test_putting_back_many_costs_little",
+    "tests/stages/schedule/test_liveness.py::test_preempting_many_rows_is_cheap",
     # A thousand connections, and how long their texts take.
     "tests/stages/gateway/http/test_slow_clients.py::test_slow_clients_do_not_delay_others",
     # As much load as there can be for a while, under which the server's own probes have to be answered.

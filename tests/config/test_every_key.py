@@ -27,7 +27,7 @@ BACKEND = "tests/stages/execute/test_backend.py"
 EFFECTS = {
     "model": "tests/e2e/test_hub_model.py::test_a_hub_id_is_served_under_its_name_with_transformers_own_text",
     "served_model_name": f"{GATEWAY}::test_served_model_name_is_the_model_of_requests",
-    "max_model_len": f"{RUNNER}::test_the_longest_sequence_is_the_least_of_the_limits",
+    "max_model_len": f"{RUNNER}::test_the_longest_sequence_is_the_smallest_of_the_limits",
     "quantization": (
         "tests/stages/execute/test_smollm2.py::test_the_cpu_kernels_find_the_same_largest_logit_as_float32"
     ),
@@ -62,31 +62,30 @@ EFFECTS = {
     "gateway.admin_port": f"{AUTH}::test_the_admin_listener_answers_for_the_whole_server",
     "ingest.replicas": REPLICAS,
     "ingest.arena_bytes": "tests/stages/ingest/test_stage.py::test_a_full_arena_sends_ids_inline",
-    "schedule.max_num_seqs": f"{SCHEDULE}::test_max_num_seqs_bounds_what_runs_at_once",
-    "schedule.max_num_batched_tokens": f"{SCHEDULE}::test_max_num_batched_tokens_bounds_a_step",
-    "schedule.prefix_caching": f"{SCHEDULE}::test_prefix_caching_finds_what_was_computed_or_is_off",
+    "schedule.max_num_seqs": f"{SCHEDULE}::test_max_num_seqs_limits_running_sequences",
+    "schedule.max_num_batched_tokens": f"{SCHEDULE}::test_max_num_batched_tokens_limits_a_step",
+    "schedule.prefix_caching": f"{SCHEDULE}::test_prefix_caching_can_be_turned_off",
     "schedule.max_steps_in_flight": (
-        "tests/stages/schedule/test_stage.py::"
-        "test_at_greater_depths_the_next_steps_are_there_before_the_first_is_answered"
+        "tests/stages/schedule/test_stage.py::test_at_greater_depths_later_steps_are_sent_before_the_first_result"
     ),
-    "schedule.policy": f"{SCHEDULE}::test_policy_says_who_goes_first",
-    "schedule.preemption": f"{SCHEDULE}::test_preemption_copies_blocks_or_computes_them_again",
-    "schedule.max_step_ms": f"{SCHEDULE}::test_max_step_ms_bounds_chunks_beside_a_sequence_that_decodes",
-    "schedule.long_prompt_tokens": f"{SCHEDULE}::test_long_prompt_tokens_says_which_prompts_are_long",
+    "schedule.policy": f"{SCHEDULE}::test_policy_sets_the_order",
+    "schedule.preemption": f"{SCHEDULE}::test_preemption_copies_blocks_or_recomputes_them",
+    "schedule.max_step_ms": f"{SCHEDULE}::test_max_step_ms_limits_chunks_next_to_a_decoding_sequence",
+    "schedule.long_prompt_tokens": f"{SCHEDULE}::test_long_prompt_tokens_sets_which_prompts_are_long",
     "schedule.long_prompt_max_slowdown": (
-        f"{SCHEDULE}::test_long_prompt_max_slowdown_says_how_much_a_long_prompt_may_slow_others_down"
+        f"{SCHEDULE}::test_long_prompt_max_slowdown_limits_the_slowdown_by_a_long_prompt"
     ),
-    "schedule.arena_bytes": f"{SCHEDULE}::test_arena_bytes_is_what_long_prompts_go_through",
-    "execute.device": "tests/stages/schedule/test_stage.py::test_on_a_gpu_the_depth_is_2_unless_it_is_said",
+    "schedule.arena_bytes": f"{SCHEDULE}::test_arena_bytes_limits_prompts_in_shared_memory",
+    "execute.device": "tests/stages/schedule/test_stage.py::test_on_a_gpu_the_default_depth_is_2",
     "execute.activations": "tests/stages/execute/test_activations.py::test_int16_is_nearer_to_the_weights_than_int8",
-    "execute.dtype": f"{BACKEND}::test_float32_is_computed_by_torch_in_silence",
-    "execute.kernels": f"{BACKEND}::test_a_level_that_this_cpu_lacks_is_refused",
-    "execute.kv_cache_bytes": f"{RUNNER}::test_kv_memory_limits_the_longest_sequence_and_too_little_names_the_key",
+    "execute.dtype": f"{BACKEND}::test_float32_uses_torch_without_a_warning",
+    "execute.kernels": f"{BACKEND}::test_an_instruction_set_that_this_cpu_lacks_is_rejected",
+    "execute.kv_cache_bytes": f"{RUNNER}::test_kv_memory_limits_the_longest_sequence_and_the_error_names_the_key",
     "execute.programmatic_dependent_launch": (
-        "tests/stages/execute/cuda/test_settings.py::test_early_launch_comes_to_the_model"
+        "tests/stages/execute/cuda/test_settings.py::test_early_launch_reaches_the_model"
     ),
     "execute.gpu_memory_utilization": (
-        "tests/stages/execute/cuda/test_kv.py::test_the_fraction_is_of_all_that_we_take"
+        "tests/stages/execute/cuda/test_kv.py::test_the_fraction_limits_all_memory_of_this_process"
     ),
     "execute.swap_bytes": (
         "tests/supervisor/test_supervisor.py::test_swap_space_is_the_executors_alone_and_is_given_back"

@@ -66,7 +66,7 @@ def config_of(**changes: Any) -> ModelConfig:
 
 
 def reference_model(config: ModelConfig, seed: int = 0) -> Any:
-    """A random model of this shape, float32, whose logits differ enough from one another to mean something."""
+    """A random model of this shape, float32, whose logits differ enough to detect errors."""
     shape: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -96,13 +96,13 @@ def reference_model(config: ModelConfig, seed: int = 0) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
-                # Norms of all ones and biases of all zeros would hide that they are read at all.
+                # With norms of all ones and biases of all zeros, a test would pass even if they were not read.
                 parameter.add_(torch.randn_like(parameter) * (0.1 if "norm" in name else 0.5))
     return model.eval()
 
 
 def _own_keys(config: ModelConfig) -> dict[str, Any]:
-    """What an architecture's config.json says in keys that not all of them have."""
+    """The keys of config.json that only some architectures have."""
     windows = ["sliding_attention" if config.window_of(i) else "full_attention" for i in range(config.num_layers)]
     match config.architecture:
         case "llama":
@@ -129,6 +129,6 @@ def write(folder: Path, config: ModelConfig, seed: int = 0) -> Any:
 
 
 def reference_logits(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
-    """At every position: [len(ids), vocab_size]."""
+    """[len(ids), vocab_size], one row for each position."""
     with torch.inference_mode():
         return model(torch.tensor([ids])).logits[0]

@@ -1,4 +1,4 @@
-"""A least scheduler: it plans steps for a runner by hand, so that tests choose rows, chunks and cached prefixes."""
+"""A minimal scheduler: it plans steps for a runner by hand, so that tests choose rows, chunks and cached prefixes."""
 
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,7 @@ def make_step(
 
 
 class GivenMasks:
-    """In the place of `Runner.masks`: a test writes `words` itself, and then 1 into `word`."""
+    """Replaces `Runner.masks`: a test writes `words` itself, and then 1 into `word`."""
 
     ticket = 1
 
@@ -104,7 +104,7 @@ class GivenMasks:
         self.word = np.zeros(1, np.uint32)
         self.word_address = int(self.word.ctypes.data)
         self.failed: dict[int, str] = {}
-        """By place."""
+        """By place"""
 
     def add(self, row: int, options: m.GenerationOptions, num_prompt: int) -> None:
         pass
@@ -116,7 +116,7 @@ class GivenMasks:
         pass
 
     def wait(self) -> None:
-        """The program has looked for a while; it looks again."""
+        """The program has polled for a while; it polls again."""
 
     def take_failed(self) -> dict[int, str]:
         return self.failed
@@ -126,7 +126,7 @@ class GivenMasks:
 
 
 class Driver:
-    """Plans for one runner: rows and blocks are handed out in order and given back by `clear`."""
+    """Plans for one runner: rows and blocks are allocated in order and freed by `clear`."""
 
     def __init__(self, model_dir: str | Path, config: Settings, swap_bytes: int = 0) -> None:
         self.runner = CpuRunner(config, Path(model_dir), memoryview(bytearray(swap_bytes)) if swap_bytes else None)
@@ -152,7 +152,7 @@ class Driver:
         return self.runner.step(make_step(*args, **kwargs), take)
 
     def logits(self) -> np.ndarray:
-        """Of the last step: [samples, vocab_size]."""
+        """The logits of the last step: [samples, vocab_size]."""
         return self.runner.program.logits().copy()
 
     def take_blocks(self, num_tokens: int) -> list[int]:
@@ -175,8 +175,8 @@ class Driver:
         cached: list[int] | None = None,
         options: m.GenerationOptions = GREEDY,
     ) -> list[list[int]]:
-        """`num` ids for each prompt, all rows in one batch. `chunk` bounds the tokens of a prompt in one step;
-        `shared[i]` are blocks that hold the first `cached[i]` ids of prompt i already."""
+        """`num` ids for each prompt, all rows in one batch. `chunk` limits the tokens of a prompt per step; `shared[i]`
+        are blocks that already hold the first `cached[i]` ids of prompt i."""
         rows = [self.take_row() for _ in prompts]
         known = [list(prompt) for prompt in prompts]
         computed = list(cached or [0] * len(prompts))

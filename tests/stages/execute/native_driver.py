@@ -1,4 +1,4 @@
-"""Drivers of the CPU library, at every level that this machine can compute, and models for them."""
+"""Drivers of the CPU library for every instruction set of this machine, and models for them."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -46,7 +46,7 @@ def write(folder: Path, config: ModelConfig, formats_of: Sequence[Format] = ("bf
 
 @contextmanager
 def emulation(isa: str) -> Iterator[str]:
-    """What `execute.kernels` is called at a level; while this lasts, "avx512_bf16" runs without its instructions."""
+    """The value of `execute.kernels` for an instruction set. In the context, "avx512_bf16" is emulated."""
     if isa != "emulated":
         yield isa
         return
@@ -57,7 +57,7 @@ def emulation(isa: str) -> Iterator[str]:
 
 
 class Native(Driver):
-    """A driver of the library, which keeps logits only where that is said."""
+    """A driver of the library, which keeps logits only if `keep_logits` is set."""
 
     def __init__(self, folder: Path, isa: str, keep_logits: bool = True, *, swap_bytes: int = 0, **how: Any) -> None:
         with emulation(isa) as kernels:

@@ -1,4 +1,4 @@
-"""A scheduler and a runner in one process: what schedule and execute do together, without messages in between."""
+"""A scheduler and a runner in one process: schedule and execute together, without messages in between."""
 
 import time
 from collections import deque
@@ -23,7 +23,7 @@ MAX_STEPS = 20_000
 GREEDY = -1
 
 
-class Ask(msgspec.Struct, frozen=True):
+class Request(msgspec.Struct, frozen=True):
     """A request."""
 
     prompt: tuple[int, ...]
@@ -31,10 +31,10 @@ class Ask(msgspec.Struct, frozen=True):
     seed: int = GREEDY
     n: int = 1
     at_step: int = 0
-    """Steps that are planned before it comes."""
+    """Number of steps planned before its arrival"""
     priority: int = 0
     fields: tuple[tuple[str, Any], ...] = ()
-    """Further fields of its options."""
+    """Further fields of its options"""
 
     @property
     def options(self) -> m.GenerationOptions:
@@ -60,7 +60,7 @@ class Ask(msgspec.Struct, frozen=True):
 def make_runner(
     folder: Path, block_bytes: int, num_blocks: int, *, num_swap_blocks: int = 0, threads: int = 2, **how: Any
 ) -> CpuRunner:
-    """With memory for just so many blocks."""
+    """With memory for exactly this many blocks."""
     settings = Settings(
         execute=ExecuteSettings(
             kv_cache_bytes=num_blocks * block_bytes,
@@ -76,8 +76,8 @@ def make_runner(
 
 
 class Pair:
-    """Computes requests, and collects what detokenize would be told. `limits` are the scheduler's besides what the
-    runner has learnt."""
+    """Computes requests, and collects the messages for detokenize. `limits` are scheduler settings in addition to the
+    runner's facts."""
 
     def __init__(self, runner: CpuRunner, depth: int = 1, **limits: Any) -> None:
         facts = runner.facts
@@ -98,26 +98,26 @@ class Pair:
         self._texts: dict[tuple[int, int], list[int]] = {}
         self._finished: dict[tuple[int, int], Finish] = {}
         self.token_outputs: dict[tuple[int, int], bytes] = {}
-        """Of each sequence of each request, by the order in which they were asked."""
+        """For each sequence of each request, in the order of the requests"""
         self.prompt_logprobs: dict[tuple[int, int], bytes] = {}
-        """Likewise, of their prompts"""
+        """The same for their prompts"""
         self.errors: dict[tuple[int, int], str] = {}
-        """Of those that have ended by one."""
+        """Error messages of sequences that ended with an error"""
         self._widths: dict[int, int] = {}
         self._prompt_widths: dict[int, int] = {}
-        # Rows that end with a scheduler's last step would be dropped by its next one.
+        # Otherwise the rows that end with a scheduler's last step would be dropped by its next one.
         runner.rows.drop(np.flatnonzero(runner.rows.taken).astype(np.int32))
 
-    def run(self, asks: Sequence[Ask]) -> list[list[list[int]]]:
-        """The texts of each request: [requests][n] ids. Everything is closed afterwards."""
+    def run(self, requests: Sequence[Request]) -> list[list[list[int]]]:
+        """The texts of each request: [requests][n] ids. All requests are closed afterwards."""
         begin_id, begin_step = self._next_id, self.scheduler.load().num_steps
-        waiting = deque(sorted(enumerate(asks), key=lambda one: one[1].at_step))
-        self._next_id += len(asks)
+        waiting = deque(sorted(enumerate(requests), key=lambda one: one[1].at_step))
+        self._next_id += len(requests)
         for _ in range(MAX_STEPS):
             idle = not self._steps
             while waiting and (idle or begin_step + waiting[0][1].at_step <= self.scheduler.load().num_steps):
-                place, ask = waiting.popleft()
-                self._admit(begin_id + place, ask)
+                place, request = waiting.popleft()
+                self._admit(begin_id + place, request)
                 idle = False
             self.scheduler.now_s = time.monotonic()
             while len(self.scheduler.in_flight) < self._depth and (step := self.scheduler.plan()) is not None:
@@ -130,29 +130,29 @@ class Pair:
                 break
         else:
             raise AssertionError("it never ends")
-        texts = [[self._texts[begin_id + i, index] for index in range(ask.n)] for i, ask in enumerate(asks)]
-        for i, ask in enumerate(asks):
-            for index in range(ask.n):
+        texts = [[self._texts[begin_id + i, index] for index in range(request.n)] for i, request in enumerate(requests)]
+        for i, request in enumerate(requests):
+            for index in range(request.n):
                 assert (self._finished[begin_id + i, index] == Finish.ERROR) == ((begin_id + i, index) in self.errors)
             self.scheduler.close(m.Closed(begin_id + i, 1))
         return texts
 
-    def _admit(self, request_id: int, ask: Ask) -> None:
+    def _admit(self, request_id: int, request: Request) -> None:
         admit = m.Admit(
             request_id=request_id,
             attempt=1,
             gateway=0,
             arrival_s=float(request_id),
-            prompt_ids=np.array(ask.prompt, np.int32).tobytes(),
-            options=raw(ask.options),
+            prompt_ids=np.array(request.prompt, np.int32).tobytes(),
+            options=raw(request.options),
         )
-        for told in self.scheduler.admit(admit):
-            assert isinstance(told, m.Open), told
-            self._opened[told.seq] = request_id, told.index
-            self._texts[request_id, told.index] = []
-            self.token_outputs[request_id, told.index] = self.prompt_logprobs[request_id, told.index] = b""
-            self._widths[told.seq] = ask.record_bytes(self._runner.facts)
-            self._prompt_widths[told.seq] = ask.prompt_record_bytes
+        for opening in self.scheduler.admit(admit):
+            assert isinstance(opening, m.Open), opening
+            self._opened[opening.seq] = request_id, opening.index
+            self._texts[request_id, opening.index] = []
+            self.token_outputs[request_id, opening.index] = self.prompt_logprobs[request_id, opening.index] = b""
+            self._widths[opening.seq] = request.record_bytes(self._runner.facts)
+            self._prompt_widths[opening.seq] = request.prompt_record_bytes
 
     def _compute(self, step: m.Step) -> None:
         began_s = time.monotonic()
@@ -184,10 +184,10 @@ class Pair:
         )
         ids, finishes = take(settled.ids, np.int32).tolist(), take(settled.finishes, np.uint8).tolist()
         records, errors = take(settled.records, np.uint8).tobytes(), list(settled.errors)
-        for seq, start, told in zip(settled.prompt_seqs, settled.prompt_starts, settled.prompt_records, strict=True):
+        for seq, start, data in zip(settled.prompt_seqs, settled.prompt_starts, settled.prompt_records, strict=True):
             known, num_before = self.prompt_logprobs[self._opened[seq]], start * self._prompt_widths[seq]
             assert len(known) == num_before, "records of a prompt were lost or repeated"
-            self.prompt_logprobs[self._opened[seq]] += told
+            self.prompt_logprobs[self._opened[seq]] += data
         for seq, start, count, finish in zip(seqs, starts, counts, finishes, strict=True):
             text = self._texts[self._opened[seq]]
             assert start == len(text), "ids were lost or repeated"

@@ -16,7 +16,7 @@ from tests.stages.execute.driver import make_step, row_add, settings, take
 from tests.stages.ingest.models import byte_tokenizer
 
 EOS = 257
-"""</s>; the model has ids behind it that the tokenizer has not."""
+"""</s>; the model has further ids that the tokenizer does not have."""
 
 BLOCKS_PER_ROW = 12
 
@@ -40,7 +40,7 @@ def text_of(ids: list[int]) -> str:
 
 @dataclass
 class Seq:
-    """A sequence: how it is drawn, what it has, how it ended."""
+    """A sequence: how it is sampled, its output, and how it ended."""
 
     options: m.GenerationOptions
     prompt: list[int] = field(default_factory=lambda: ids_of("say: "))
@@ -57,19 +57,19 @@ class Seq:
 
     @property
     def text(self) -> str:
-        """Without the id that ended it."""
+        """The text without the id that ended it."""
         return text_of([token for token in self.output if token != EOS])
 
 
 class Structured:
-    """Runs sequences side by side, as a scheduler does."""
+    """Runs sequences in one batch, as a scheduler does."""
 
     def __init__(self, folder: Path, config: Settings | None = None, **how: Any) -> None:
         self.runner = CpuRunner(config or settings(**how), folder)
         self.seqs: list[Seq] = []
 
     def add(self, *seqs: Seq, fork_of: Seq | None = None) -> m.Step:
-        """A step that adds them, and computes nothing yet."""
+        """A step that adds the sequences, and computes nothing yet."""
         adds = []
         for seq in seqs:
             seq.row = next(row for row in range(8) if row not in [one.row for one in self.seqs])
@@ -91,7 +91,7 @@ class Structured:
         seq.row = -1
 
     def step(self) -> None:
-        """One more id for each that has not ended."""
+        """One more id for each sequence that has not ended."""
         live = [seq for seq in self.seqs if not seq.finish]
         entries = [(seq.row, seq.num_computed, len(seq.ids) - seq.num_computed, True) for seq in live]
         sampled = self.runner.step(make_step(entries), take)
@@ -107,7 +107,7 @@ class Structured:
         assert not errors
 
     def run(self, *seqs: Seq, max_tokens: int = 60) -> None:
-        """Until all have ended, by themselves or by length."""
+        """Runs until all have ended, by themselves or by length."""
         self.add(*seqs)
         self.finish(max_tokens)
 

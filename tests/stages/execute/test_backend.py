@@ -1,4 +1,4 @@
-"""Which back end computes is chosen once, and told; and what the CPU library holds is given back."""
+"""The back end is selected once and reported, and the CPU library frees its resources."""
 
 import logging
 from pathlib import Path
@@ -26,7 +26,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- choice of a back end
 
 
-def test_a_shape_without_kernels_goes_to_torch_with_one_warning(
+def test_a_shape_without_kernels_falls_back_to_torch_with_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(tmp_path, checkpoints.config_of(**checkpoints.VARIANTS["one kv head"]))
@@ -38,14 +38,14 @@ def test_a_shape_without_kernels_goes_to_torch_with_one_warning(
         CpuRunner(settings(dtype="bfloat16", kernels="portable"), tmp_path)
 
 
-def test_a_level_that_this_cpu_lacks_is_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_instruction_set_that_this_cpu_lacks_is_rejected(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "available", lambda: ["portable"])
     for isa in ("avx512", "avx2"):
         with pytest.raises(UserError, match=f"kernels is '{isa}', but this CPU supports portable and torch"):
             CpuRunner(settings(dtype="bfloat16", kernels=isa), tiny)
 
 
-def test_without_a_compiler_torch_computes_with_one_warning(
+def test_without_a_compiler_torch_is_used_with_one_warning(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PATH", "")
@@ -58,23 +58,23 @@ def test_without_a_compiler_torch_computes_with_one_warning(
         CpuRunner(settings(dtype="bfloat16", kernels="portable"), tiny)
 
 
-def test_float32_is_computed_by_torch_in_silence(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_float32_uses_torch_without_a_warning(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert isinstance(CpuRunner(settings(dtype="float32"), tiny).program, TorchProgram)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_kernels_that_are_named_refuse_float32(tiny: Path) -> None:
+def test_explicitly_selected_kernels_reject_float32(tiny: Path) -> None:
     with pytest.raises(UserError, match="float32"):
         CpuRunner(settings(dtype="float32", kernels="portable"), tiny)
 
 
-def test_the_best_level_is_chosen_and_told(tiny: Path) -> None:
+def test_the_best_instruction_set_is_selected_and_reported(tiny: Path) -> None:
     runner = CpuRunner(settings(dtype="bfloat16"), tiny)
     assert runner.program.name == f"cpu, {available()[0]}"
     runner.close()
 
 
-# --- what a program holds
+# --- resources of a program
 
 
 def num_threads() -> int:
@@ -92,7 +92,7 @@ def test_threads_end_with_the_program_and_closing_twice_is_harmless(tiny: Path) 
     assert num_threads() == before
 
 
-def test_a_program_that_is_closed_leaves_no_memory_behind(tiny: Path) -> None:
+def test_a_closed_program_frees_its_memory(tiny: Path) -> None:
     def open_and_close() -> None:
         driver = Native(tiny, ISAS[0], threads=3, kv_mib=4)
         driver.generate([random_ids(40, 0)], 3)
@@ -105,5 +105,5 @@ def test_a_program_that_is_closed_leaves_no_memory_behind(tiny: Path) -> None:
     for _ in range(50):
         open_and_close()
     assert num_threads() == threads
-    # One that stayed would be 4 MiB of KV memory, 200 in all.
+    # One leaked KV memory would be 4 MiB, all of them 200 MiB.
     assert process.memory_info().rss - before < 20 * 1024**2

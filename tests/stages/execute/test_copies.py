@@ -1,4 +1,4 @@
-"""Copies of KV blocks, swapping and forks: exact in both back ends, in whichever order a step lists them."""
+"""Copies of KV blocks, swapping and forks: exact in both back ends, in any order of the list."""
 
 import ctypes
 from collections.abc import Iterator
@@ -51,7 +51,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def driver(backend: str, tiny: Path) -> Iterator[Driver]:
-    """With as many swap blocks as said above, and memory that is not quite enough for one more."""
+    """With the number of swap blocks above, and memory for almost one more."""
     swap_bytes = (NUM_SWAP_BLOCKS + 1) * BLOCK_BYTES[backend] - 1
     driver = make(backend, tiny, swap_bytes, kv_mib=1)
     assert driver.runner.facts.num_swap_blocks == NUM_SWAP_BLOCKS
@@ -59,11 +59,11 @@ def driver(backend: str, tiny: Path) -> Iterator[Driver]:
     driver.runner.close()
 
 
-# --- what lies in blocks
+# --- contents of blocks
 
 
 class Memory:
-    """All blocks of a runner, those of swap space behind the others, as a test sees them: bytes [blocks, layers, …]."""
+    """All blocks of a runner, then those of its swap space, as bytes [blocks, layers, …]."""
 
     def __init__(self, runner: CpuRunner) -> None:
         program = runner.program
@@ -96,7 +96,7 @@ class Memory:
 
 
 def copied(blocks: np.ndarray, copies: list[tuple[int, int]]) -> np.ndarray:
-    """What must be there afterwards."""
+    """The expected contents afterwards."""
     blocks = blocks.copy()
     for source, target in copies:
         blocks[target] = blocks[source]
@@ -104,9 +104,7 @@ def copied(blocks: np.ndarray, copies: list[tuple[int, int]]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_copies_are_made_one_after_the_other_whatever_they_overwrite(
-    backend: str, shape: dict[str, Any], tmp_path: Path
-) -> None:
+def test_copies_happen_in_order_even_if_they_overlap(backend: str, shape: dict[str, Any], tmp_path: Path) -> None:
     config = checkpoints.config_of(**shape)
     write(tmp_path, config)
     element = 2 if backend == "native" else 4
@@ -133,7 +131,7 @@ def test_copies_are_made_one_after_the_other_whatever_they_overwrite(
     driver.runner.close()
 
 
-def test_a_step_of_copies_alone_has_an_empty_result_and_is_timed(driver: Driver) -> None:
+def test_a_step_with_only_copies_has_an_empty_result_and_is_timed(driver: Driver) -> None:
     times = iter([3.0, 4.5])
     result = driver.runner.step(make_step(copies=[(0, 1), (1, 2)]), take, lambda: next(times))
     assert (len(result.rows), result.num_rows, result.num_copies, result.copy_s) == (0, 0, 2, 1.5)
@@ -144,7 +142,7 @@ def test_a_step_of_copies_alone_has_an_empty_result_and_is_timed(driver: Driver)
     assert driver.runner.step(make_step(), take, no_clock).copy_s == 0.0
 
 
-def test_copies_that_cannot_be_right_end_loudly_and_change_nothing(driver: Driver) -> None:
+def test_invalid_copies_raise_an_error_and_change_nothing(driver: Driver) -> None:
     memory = Memory(driver.runner)
     before = memory.read()
     before[:] = np.random.default_rng(0).integers(0, 256, before.shape, np.uint8)
@@ -161,7 +159,7 @@ def test_copies_that_cannot_be_right_end_loudly_and_change_nothing(driver: Drive
         driver.step(adds=[row_add(0, [5], [driver.runner.facts.num_blocks])])
 
 
-def test_without_swap_space_there_are_no_swap_blocks_and_blocks_are_copied_still(backend: str, tiny: Path) -> None:
+def test_blocks_can_be_copied_without_swap_space(backend: str, tiny: Path) -> None:
     driver = make(backend, tiny, 0, kv_mib=1)
     facts = driver.runner.facts
     assert facts.num_swap_blocks == 0
@@ -171,7 +169,7 @@ def test_without_swap_space_there_are_no_swap_blocks_and_blocks_are_copied_still
     driver.runner.close()
 
 
-def test_swap_space_for_less_than_a_block_names_the_key(backend: str, tiny: Path) -> None:
+def test_the_error_for_too_little_swap_space_names_the_key(backend: str, tiny: Path) -> None:
     num_bytes = BLOCK_BYTES[backend]
     with pytest.raises(UserError, match=rf"swap_bytes is {num_bytes - 1}, .* takes {num_bytes} bytes: raise execute"):
         make(backend, tiny, num_bytes - 1, kv_mib=1)
@@ -180,11 +178,11 @@ def test_swap_space_for_less_than_a_block_names_the_key(backend: str, tiny: Path
     driver.runner.close()
 
 
-# --- texts go on
+# --- texts continue
 
 
 def decode(driver: Driver, row: int, position: int, num: int) -> tuple[list[int], list[np.ndarray]]:
-    """Ids and logits of `num` steps of a row alone, from its id at `position` on."""
+    """Ids and logits of `num` steps of one row alone, starting from its id at `position`."""
     ids, logits = [], []
     for place in range(position, position + num):
         ids.append(int(driver.step([(row, place, 1, True)]).ids[0]))
@@ -193,8 +191,10 @@ def decode(driver: Driver, row: int, position: int, num: int) -> tuple[list[int]
 
 
 @pytest.mark.parametrize("options", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-def test_a_row_that_was_swapped_out_goes_on_as_if_it_had_not_been(driver: Driver, options: m.GenerationOptions) -> None:
-    """Its old blocks are overwritten by another row in the very step that copies them, and it comes back elsewhere."""
+def test_a_swapped_row_continues_as_if_it_had_never_been_swapped_out(
+    driver: Driver, options: m.GenerationOptions
+) -> None:
+    """Another row overwrites its old blocks in the step that copies them, and the row is resumed in other blocks."""
     prompt = random_ids(37, 1)
     driver.step([(0, 0, 37, True)], adds=[row_add(0, prompt, [4, 7, 2, 9], options)])
     expected, expected_logits = decode(driver, 0, 37, 25)
@@ -214,7 +214,7 @@ def test_a_row_that_was_swapped_out_goes_on_as_if_it_had_not_been(driver: Driver
     )
     for place in range(60, 64):
         driver.step([(0, place, 1, True)])
-    blocks = [7, 11, 2]  # two of its own old ones, in other places, and one that is new
+    blocks = [7, 11, 2]  # two of its own old blocks, in other places, and a new one
     back = driver.step(
         [(3, 43, 1, True)],
         drops=[0],
@@ -229,8 +229,8 @@ def test_a_row_that_was_swapped_out_goes_on_as_if_it_had_not_been(driver: Driver
     np.testing.assert_array_equal([*logits, *rest_logits], expected_logits)
 
 
-def test_two_rows_change_places_through_one_slot(driver: Driver) -> None:
-    """Blocks of both are copied and overwritten within one list: a to a slot, b to where a was, a to where b was."""
+def test_two_rows_swap_places_through_one_slot(driver: Driver) -> None:
+    """Blocks of both are copied and overwritten within one list: a to a slot, b to a's place, a to b's place."""
     prompts = [random_ids(16 + 9, seed) for seed in (3, 4)]
     tables = [[0, 1, 2], [3, 4, 5]]
     adds = [row_add(row, prompts[row], tables[row]) for row in (0, 1)]
@@ -249,10 +249,10 @@ def test_two_rows_change_places_through_one_slot(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("options", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-def test_forks_go_on_from_the_blocks_of_a_prompt_and_a_copy_of_the_last(
+def test_forks_continue_from_the_prompts_blocks_and_a_copy_of_the_last(
     driver: Driver, options: m.GenerationOptions
 ) -> None:
-    """The last block of the prompt is half full: each fork has a copy of it, and writes behind the prompt there."""
+    """The last block of the prompt is half full: each fork has a copy of it, and appends to its copy."""
     prompt = random_ids(39, 5)
     alone = []
     for index in range(3):
@@ -263,8 +263,8 @@ def test_forks_go_on_from_the_blocks_of_a_prompt_and_a_copy_of_the_last(
     assert options == GREEDY or len({tuple(ids) for ids, _ in alone}) == 3
     driver.clear()
     driver.step([(0, 0, 39, True)], adds=[row_add(0, prompt, [0, 1, 2, 3], options, index=0)])
-    driver.step([(0, 39, 1, True)])  # the parent has written behind its prompt already, in the block that is copied
-    outputs = alone[2][0][:1]  # this fork has an id already, as one that was preempted has
+    driver.step([(0, 39, 1, True)])  # the parent has already appended to the block that is copied
+    outputs = alone[2][0][:1]  # this fork already has an id, like a preempted sequence
     adds = [
         row_add(5, [], [0, 1, 8, 9], options, index=1, fork_of=0, num_prompt=39),
         row_add(3, outputs, [0, 1, 6, 7], options, index=2, fork_of=5, num_prompt=39),
@@ -275,12 +275,12 @@ def test_forks_go_on_from_the_blocks_of_a_prompt_and_a_copy_of_the_last(
     for row, place, (ids, logits), done in [(0, 41, alone[0], 3), (5, 39, alone[1], 1), (3, 40, alone[2], 2)]:
         rest, rest_logits = decode(driver, row, place, 20 - done)
         assert rest == ids[done:-1]
-        # With torch the sums that keys and values come from depend on how many rows a step has.
+        # With torch, keys and values depend on the number of rows of a step, because sums are rounded differently.
         max_error = 0 if isinstance(driver.runner.program, NativeProgram) else 1e-4
         np.testing.assert_allclose(rest_logits, logits[done - 1 : -1], rtol=0, atol=max_error)
 
 
-def test_forks_of_what_is_not_there_are_refused(driver: Driver) -> None:
+def test_forks_of_missing_rows_are_rejected(driver: Driver) -> None:
     driver.step([(0, 0, 20, True)], adds=[row_add(0, random_ids(20, 6), [0, 1])])
     for add, message in [
         (row_add(1, [], [2], fork_of=4, num_prompt=20), "fork of row 4, which is not taken"),

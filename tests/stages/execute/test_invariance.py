@@ -1,6 +1,5 @@
-"""A request's text is the same, id by id, whatever the scheduler does with it: alone, in a batch, in chunks, behind a
-prefix that others computed, forked, preempted by either means. With the real scheduler, and the CPU program that this
-machine has."""
+"""A request's text is the same, id by id, whatever the scheduler does: alone, batched, in chunks, with a cached prefix,
+forked, preempted in either mode. Uses the real scheduler and this machine's CPU program."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -16,7 +15,7 @@ from pipeline.stages.execute.cpu.native_program import NativeProgram
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from tests.stages.execute import checkpoints
 from tests.stages.execute.native_driver import random_ids, write
-from tests.stages.execute.pair import GREEDY, Ask, Pair, make_runner
+from tests.stages.execute.pair import GREEDY, Pair, Request, make_runner
 
 BLOCK_BYTES = 3 * 2 * 16 * 2 * 16 * 2
 """Layers x halves x tokens x heads x dimensions x bytes of a number."""
@@ -27,11 +26,11 @@ PREFIX = random_ids(53, 99)
 LENGTHS = (1, 2, 15, 16, 17, 31, 40, 64, 97, 120)
 
 
-def asks() -> list[Ask]:
-    """Prompts of all lengths; some begin with the same three blocks, two are the same; greedy, and some drawn."""
+def make_requests() -> list[Request]:
+    """Prompts of all lengths; some share their first three blocks, two are equal; most are greedy, some are sampled."""
     prompts = [random_ids(num, num) for num in LENGTHS]
     prompts += [PREFIX + random_ids(num, num) for num in (3, 30, 11)] + [PREFIX + random_ids(3, 3)]
-    return [Ask(tuple(prompt), 20 + 7 * (i % 5), seed=GREEDY if i % 4 else i) for i, prompt in enumerate(prompts)]
+    return [Request(tuple(prompt), 20 + 7 * (i % 5), seed=GREEDY if i % 4 else i) for i, prompt in enumerate(prompts)]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Machine:
-    """Runners with more and with less memory, each loaded once: what earlier tests left in their blocks is there."""
+    """Runners with more and with less memory, each loaded once; their blocks contain what earlier tests wrote."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -57,10 +56,10 @@ class Machine:
         return runner
 
     def _alone(self, encoded: bytes) -> list[list[int]]:
-        """The texts of a request that has everything for itself: one sequence after the other, each prompt in one
-        chunk, nothing cached, nothing ahead."""
+        """The texts of a request that runs alone: one sequence after the other, each prompt in one chunk, no prefix
+        cache, depth 1."""
         pair = Pair(self.runner(ALONE), prefix_caching=False, max_num_seqs=1)
-        (texts,) = pair.run([msgspec.msgpack.decode(encoded, type=Ask)])
+        (texts,) = pair.run([msgspec.msgpack.decode(encoded, type=Request)])
         assert pair.scheduler.load().num_preemptions == 0
         return texts
 
@@ -76,22 +75,22 @@ def machine(folder: Path) -> Iterator[Machine]:
     machine.close()
 
 
-def alone(machine: Machine, ask: Ask) -> list[list[int]]:
-    return machine.alone(msgspec.msgpack.encode(msgspec.structs.replace(ask, at_step=0, priority=0)))
+def alone(machine: Machine, request: Request) -> list[list[int]]:
+    return machine.alone(msgspec.msgpack.encode(msgspec.structs.replace(request, at_step=0, priority=0)))
 
 
-def run(machine: Machine, pair: Pair, requests: list[Ask]) -> m.ScheduleLoad:
+def run(machine: Machine, pair: Pair, requests: list[Request]) -> m.ScheduleLoad:
     """Compare all texts with those of each request alone. Returns the scheduler's counts."""
     texts = pair.run(requests)
-    for ask, found in zip(requests, texts, strict=True):
-        assert [len(text) for text in found] == [ask.max_tokens] * ask.n
-        assert found == alone(machine, ask), f"behind {len(ask.prompt)} ids"
+    for request, found in zip(requests, texts, strict=True):
+        assert [len(text) for text in found] == [request.max_tokens] * request.n
+        assert found == alone(machine, request), f"behind {len(request.prompt)} ids"
     return pair.scheduler.load()
 
 
-def test_what_is_compared_differs(machine: Machine) -> None:
-    texts = {tuple(alone(machine, ask)[0]) for ask in asks()}
-    assert len(texts) == len(asks())
+def test_the_compared_texts_differ(machine: Machine) -> None:
+    texts = {tuple(alone(machine, request)[0]) for request in make_requests()}
+    assert len(texts) == len(make_requests())
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -102,32 +101,32 @@ def test_batched_in_chunks_of_any_size(
 ) -> None:
     limits = {"prefix_caching": prefix_caching, "max_num_batched_tokens": max_num_batched_tokens}
     pair = Pair(machine.runner(MANY), depth, **limits)
-    load = run(machine, pair, asks())
+    load = run(machine, pair, make_requests())
     assert load.num_preemptions == 0
     assert (load.num_cached_tokens > 0) == prefix_caching
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_behind_prefixes_that_earlier_requests_left(machine: Machine, depth: int) -> None:
-    """The second time every prompt is found; the third time the prompts go on with what was generated."""
+def test_with_prefixes_cached_by_earlier_requests(machine: Machine, depth: int) -> None:
+    """In the second run every prompt is cached; in the third, prompts continue with generated ids."""
     pair = Pair(machine.runner(MANY), depth)
-    first = run(machine, pair, asks())
-    second = run(machine, pair, asks())
-    whole_blocks = sum((len(ask.prompt) - 1) // 16 * 16 for ask in asks())
+    first = run(machine, pair, make_requests())
+    second = run(machine, pair, make_requests())
+    whole_blocks = sum((len(request.prompt) - 1) // 16 * 16 for request in make_requests())
     assert second.num_cached_tokens - first.num_cached_tokens == whole_blocks
-    longer = [Ask((*ask.prompt, *alone(machine, ask)[0], 7), 12) for ask in asks()]
+    longer = [Request((*request.prompt, *alone(machine, request)[0], 7), 12) for request in make_requests()]
     third = run(machine, pair, longer)
-    assert third.num_cached_tokens - second.num_cached_tokens > whole_blocks, "what was generated is found too"
+    assert third.num_cached_tokens - second.num_cached_tokens > whole_blocks, "generated blocks are cached too"
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_in_whichever_company_a_request_comes(machine: Machine, depth: int) -> None:
-    """They come one after the other, some while others run, in several orders."""
+def test_in_any_order_of_arrival(machine: Machine, depth: int) -> None:
+    """Requests arrive one after the other, some while others run, in several orders."""
     for seed in range(3):
         random = np.random.default_rng(seed)
         requests = [
-            Ask(ask.prompt, ask.max_tokens, ask.seed, at_step=int(random.integers(0, 120)))
-            for ask in (asks()[i] for i in random.permutation(len(asks())))
+            Request(request.prompt, request.max_tokens, request.seed, at_step=int(random.integers(0, 120)))
+            for request in (make_requests()[i] for i in random.permutation(len(make_requests())))
         ]
         run(machine, Pair(machine.runner(MANY), depth, max_num_batched_tokens=48, max_num_seqs=5), requests)
 
@@ -135,14 +134,14 @@ def test_in_whichever_company_a_request_comes(machine: Machine, depth: int) -> N
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("max_num_batched_tokens", [33, 256])
-def test_preempted_and_computed_again(
+def test_preempted_and_recomputed(
     machine: Machine, depth: int, prefix_caching: bool, max_num_batched_tokens: int
 ) -> None:
     limits: dict[str, Any] = {
         "prefix_caching": prefix_caching,
         "max_num_batched_tokens": max_num_batched_tokens,
     }
-    load = run(machine, Pair(machine.runner(FEW), depth, **limits), asks())
+    load = run(machine, Pair(machine.runner(FEW), depth, **limits), make_requests())
     assert load.num_preemptions > 0 and load.num_blocks_swapped_out == 0
 
 
@@ -150,19 +149,19 @@ def test_preempted_and_computed_again(
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("max_num_batched_tokens", [33, 256])
 @pytest.mark.parametrize("num_swap_blocks", [60, 6])
-def test_preempted_and_brought_back_from_swap_space(
+def test_preempted_and_swapped_in(
     machine: Machine, depth: int, prefix_caching: bool, max_num_batched_tokens: int, num_swap_blocks: int
 ) -> None:
-    """With room for every sequence in swap space, and with so little that most are computed again."""
+    """With swap space for every sequence, and with so little that most are recomputed."""
     limits: dict[str, Any] = {
         "prefix_caching": prefix_caching,
         "max_num_batched_tokens": max_num_batched_tokens,
         "preemption": "swap",
     }
-    load = run(machine, Pair(machine.runner(FEW, num_swap_blocks), depth, **limits), asks())
+    load = run(machine, Pair(machine.runner(FEW, num_swap_blocks), depth, **limits), make_requests())
     assert load.num_preemptions > 0 and load.num_blocks_swapped_out > 0
     if prefix_caching:
-        assert load.num_blocks_swapped_in <= load.num_blocks_swapped_out, "some are in the prefix cache still"
+        assert load.num_blocks_swapped_in <= load.num_blocks_swapped_out, "some are still in the prefix cache"
     else:
         assert load.num_blocks_swapped_in == load.num_blocks_swapped_out
     assert load.num_swap_blocks_free == load.num_swap_blocks_total == num_swap_blocks
@@ -174,13 +173,13 @@ def test_preempted_and_brought_back_from_swap_space(
 def test_samples_that_fork_from_one_prompt(
     machine: Machine, depth: int, memory: tuple[int, int], prefix_caching: bool
 ) -> None:
-    """Each is what it is where every sample computes its prompt by itself; a drawn one has noise of its own."""
+    """Each sample has the text that it has if it computes the prompt itself, with its own random numbers."""
     requests = [
-        Ask(ask.prompt, ask.max_tokens, seed=i if i % 3 else GREEDY, n=2 + i % 3, at_step=3 * i)
-        for i, ask in enumerate(asks())
+        Request(request.prompt, request.max_tokens, seed=i if i % 3 else GREEDY, n=2 + i % 3, at_step=3 * i)
+        for i, request in enumerate(make_requests())
     ]
-    drawn = {tuple(text) for ask in requests if ask.seed != GREEDY for text in alone(machine, ask)}
-    assert len(drawn) == sum(ask.n for ask in requests if ask.seed != GREEDY)
+    sampled_texts = {tuple(text) for request in requests if request.seed != GREEDY for text in alone(machine, request)}
+    assert len(sampled_texts) == sum(request.n for request in requests if request.seed != GREEDY)
     limits: dict[str, Any] = {"prefix_caching": prefix_caching, "max_num_batched_tokens": 96, "preemption": "swap"}
     if not memory[1]:
         limits["preemption"] = "recompute"
@@ -202,19 +201,19 @@ def test_samples_that_fork_from_one_prompt(
     ],
     ids=lambda rules: ", ".join(map(str, rules.values())),
 )
-def test_by_every_rule(machine: Machine, depth: int, rules: dict[str, Any]) -> None:
-    """Priorities that preempt, chunks by predicted time, any order: who goes first changes no text."""
+def test_with_every_policy(machine: Machine, depth: int, rules: dict[str, Any]) -> None:
+    """Priorities that preempt, chunks by predicted time, any order: the order changes no text."""
     random = np.random.default_rng(depth)
     requests = [
-        Ask(
-            ask.prompt,
-            ask.max_tokens,
-            ask.seed,
+        Request(
+            request.prompt,
+            request.max_tokens,
+            request.seed,
             n=1 + i % 2,
             at_step=int(random.integers(0, 60)),
             priority=int(random.integers(0, 4)),
         )
-        for i, ask in enumerate(asks())
+        for i, request in enumerate(make_requests())
     ]
     load = run(machine, Pair(machine.runner(FEW - 4, 30), depth, **rules), requests)
     assert load.num_preemptions > 0
@@ -244,81 +243,87 @@ FEATURES = [
 ]
 
 
-def asks_with_features() -> list[Ask]:
-    """Each wish greedy and drawn, alone and with n."""
+def make_requests_with_features() -> list[Request]:
+    """Each feature, greedy and sampled, with and without n."""
     return [
-        Ask(ask.prompt, ask.max_tokens, ask.seed if i % 3 else i, n=1 + i % 3, fields=FEATURES[i % len(FEATURES)])
-        for i, ask in enumerate(asks())
+        Request(
+            request.prompt,
+            request.max_tokens,
+            request.seed if i % 3 else i,
+            n=1 + i % 3,
+            fields=FEATURES[i % len(FEATURES)],
+        )
+        for i, request in enumerate(make_requests())
     ]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("memory", [(MANY, 0), (FEW, 0), (FEW, 60)], ids=["enough", "recomputed", "swapped"])
-def test_wishes_are_granted_alike_in_any_company(machine: Machine, depth: int, memory: tuple[int, int]) -> None:
-    """Ids and records to the bit: alone, in a batch with others that wish for other things or for nothing, in chunks,
-    forked, preempted by either means."""
-    requests = asks_with_features()
+def test_sampling_features_work_the_same_in_any_batch(machine: Machine, depth: int, memory: tuple[int, int]) -> None:
+    """Ids and records are bit-identical: alone, in a batch with other features or none, in chunks, forked, preempted in
+    either mode."""
+    requests = make_requests_with_features()
     limits: dict[str, Any] = {"max_num_batched_tokens": 96, "preemption": "swap" if memory[1] else "recompute"}
     pair = Pair(machine.runner(*memory), depth, **limits)
     load = run(machine, pair, requests)
     assert (load.num_preemptions > 0) == (memory[0] == FEW)
     assert (load.num_blocks_swapped_in > 0) == (memory[1] > 0)
-    for i, ask in enumerate(requests, 1):
+    for i, request in enumerate(requests, 1):
         lonely = Pair(machine.runner(ALONE), prefix_caching=False, max_num_seqs=1)
-        lonely.run([ask])
-        for index in range(ask.n):
+        lonely.run([request])
+        for index in range(request.n):
             records, prompts = pair.token_outputs[i, index], pair.prompt_logprobs[i, index]
             assert records == lonely.token_outputs[1, index]
-            assert len(records) == ask.max_tokens * ask.record_bytes(machine.runner(ALONE).facts)
+            assert len(records) == request.max_tokens * request.record_bytes(machine.runner(ALONE).facts)
             assert prompts == lonely.prompt_logprobs[1, index]
-            assert len(prompts) == (len(ask.prompt) - 1) * ask.prompt_record_bytes * (index == 0)
+            assert len(prompts) == (len(request.prompt) - 1) * request.prompt_record_bytes * (index == 0)
 
 
-def test_wishes_change_texts(machine: Machine) -> None:
-    """So that the test above compares something: but records alone do not."""
-    for ask in asks_with_features():
-        plain = Ask(ask.prompt, ask.max_tokens, ask.seed, ask.n)
-        only_records = all(name == "num_logprobs" for name, _ in ask.fields)
-        assert (alone(machine, ask) == alone(machine, plain)) == only_records
+def test_sampling_features_change_texts(machine: Machine) -> None:
+    """Shows that the test above compares something. Only logprobs change no text."""
+    for request in make_requests_with_features():
+        plain = Request(request.prompt, request.max_tokens, request.seed, request.n)
+        only_records = all(name == "num_logprobs" for name, _ in request.fields)
+        assert (alone(machine, request) == alone(machine, plain)) == only_records
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_embeddings_are_alike_in_any_company(machine: Machine, depth: int) -> None:
-    """To the bit, also where a prompt is computed in chunks of other lengths."""
+def test_embeddings_are_the_same_in_any_batch(machine: Machine, depth: int) -> None:
+    """Bit-identical, also if a prompt is computed in other chunks."""
     requests = [
-        Ask(
-            ask.prompt,
-            1 if i % 3 else ask.max_tokens,
+        Request(
+            request.prompt,
+            1 if i % 3 else request.max_tokens,
             fields=(("pooling", 1 + i % 2),) if i % 3 else FEATURES[i % 4],
         )
-        for i, ask in enumerate(asks())
+        for i, request in enumerate(make_requests())
     ]
     for limits in ({"max_num_batched_tokens": 17}, {"max_num_batched_tokens": 256}, {"max_num_seqs": 3}):
         pair = Pair(machine.runner(MANY), depth, **limits)
         pair.run(requests)
-        for i, ask in enumerate(requests, 1):
+        for i, request in enumerate(requests, 1):
             lonely = Pair(machine.runner(ALONE), prefix_caching=False, max_num_seqs=1)
-            lonely.run([ask])
+            lonely.run([request])
             assert pair.token_outputs[i, 0] == lonely.token_outputs[1, 0]
-            if ask.options.pooling:
+            if request.options.pooling:
                 vector = np.frombuffer(pair.token_outputs[i, 0], np.float32)
                 assert len(vector) == 48 and np.isfinite(vector).all() and vector.std() > 0.1
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("num_swap_blocks", [0, 60])
-def test_a_prompt_that_is_put_back_half_way_is_told_of_as_if_it_were_not(
+def test_a_prompt_preempted_half_way_has_the_same_prompt_logprobs(
     machine: Machine, depth: int, num_swap_blocks: int
 ) -> None:
-    """Texts before it grow until there is no memory for it, while a few of its ids are computed in each step."""
-    texts = [Ask(tuple(random_ids(15, seed)), 45, fields=records_of(num_logprobs=2)) for seed in range(5)]
+    """Earlier texts grow until memory runs out, while each step computes a few of its ids."""
+    texts = [Request(tuple(random_ids(15, seed)), 45, fields=records_of(num_logprobs=2)) for seed in range(5)]
     all_fields: list[tuple[tuple[str, Any], ...]] = [
         (("pooling", 1),),
         (("pooling", 2),),
         records_of(num_prompt_logprobs=2),
     ]
     for fields in all_fields:
-        whole = Ask(tuple(random_ids(120, 9)), 1, at_step=2, fields=fields)
+        whole = Request(tuple(random_ids(120, 9)), 1, at_step=2, fields=fields)
         limits: dict[str, Any] = {"max_num_batched_tokens": 8, "preemption": "swap" if num_swap_blocks else "recompute"}
         pair = Pair(machine.runner(FEW, num_swap_blocks), depth, **limits)
         pair.run([*texts, whole])
@@ -330,13 +335,13 @@ def test_a_prompt_that_is_put_back_half_way_is_told_of_as_if_it_were_not(
         assert len(pair.prompt_logprobs[6, 0]) == (119 * 20 if whole.prompt_record_bytes else 0)
 
 
-def test_a_sequence_that_nothing_can_follow_ends_with_why_and_its_neighbours_go_on(machine: Machine) -> None:
+def test_a_sequence_without_a_possible_id_ends_with_an_error_and_others_continue(machine: Machine) -> None:
     nothing = [(token,) for token in range(checkpoints.VOCAB_SIZE)]
-    ends = Ask(tuple(PREFIX), 9, fields=records_of(bad_words_ids=[list(run) for run in nothing]))
-    follows = [Ask(ask.prompt, ask.max_tokens, fields=records_of()) for ask in asks()[:5]]
+    ends = Request(tuple(PREFIX), 9, fields=records_of(bad_words_ids=[list(run) for run in nothing]))
+    follows = [Request(request.prompt, request.max_tokens, fields=records_of()) for request in make_requests()[:5]]
     for depth in (1, 2):
         pair = Pair(machine.runner(MANY), depth)
         texts = pair.run([*follows[:2], ends, *follows[2:]])
         assert texts.pop(2) == [[]] and list(pair.errors) == [(3, 0)] and pair.token_outputs[3, 0] == b""
         assert "No token can be sampled" in pair.errors[3, 0]
-        assert [texts[i] for i in range(5)] == [alone(machine, ask) for ask in follows]
+        assert [texts[i] for i in range(5)] == [alone(machine, request) for request in follows]

@@ -1,4 +1,4 @@
-"""Our models' logits are those of transformers, however a sequence is cut into steps."""
+"""Our logits equal those of transformers, for any split of a sequence into steps."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ def random_ids(num: int, seed: int) -> list[int]:
 
 
 class Checked:
-    """A driver that keeps every row of logits it makes, to compare them with the reference's."""
+    """A driver that keeps all logits, to compare them with the reference."""
 
     def __init__(self, folder: Path, model: torch.nn.Module) -> None:
         self.driver = Driver(folder, settings())
@@ -40,14 +40,14 @@ class Checked:
             self._made.append((tuple(table.ids[row, : start + count].tolist()), logits))
 
     def compare(self) -> int:
-        """Compare what was made. Returns how many rows that were."""
-        # The longest first: the reference yields the logits of all its beginnings with it.
+        """Compare all kept logits. Returns how many rows that were."""
+        # The longest first: the reference computes the logits of all its prefixes with it.
         for ids, logits in sorted(self._made, key=lambda made: -len(made[0])):
             np.testing.assert_allclose(logits, self.reference(ids), rtol=0, atol=MAX_ERROR)
         return len(self._made)
 
     def reference(self, ids: tuple[int, ...]) -> np.ndarray:
-        """The logits behind `ids`: [vocab_size]."""
+        """The logits after `ids`: [vocab_size]."""
         if ids not in self._expected:
             for end, row in enumerate(checkpoints.reference_logits(self._model, list(ids)).numpy(), 1):
                 self._expected[ids[:end]] = row
@@ -66,7 +66,7 @@ def model(checked: Checked) -> Checked:
     return checked
 
 
-def test_logits_of_random_models_differ_enough_to_compare(model: Checked) -> None:
+def test_logits_of_random_models_differ_enough_to_detect_errors(model: Checked) -> None:
     assert model.reference(tuple(random_ids(60, 0))).std() > 100 * MAX_ERROR
 
 
@@ -102,7 +102,7 @@ def test_rows_of_all_kinds_in_one_step(model: Checked) -> None:
     assert model.compare() == 2 + 4 + 5 + 12 * 5
 
 
-def test_a_row_behind_a_prefix_that_an_earlier_step_computed(model: Checked) -> None:
+def test_a_row_with_a_prefix_from_an_earlier_step(model: Checked) -> None:
     prefix = random_ids(48, 3)
     blocks = model.driver.take_blocks(48)
     model.step([(0, 0, 48, True)], [row_add(0, prefix, blocks)])
@@ -115,7 +115,7 @@ def test_a_row_behind_a_prefix_that_an_earlier_step_computed(model: Checked) -> 
     assert model.compare() == 4
 
 
-def test_a_row_behind_a_prefix_that_the_same_step_computes(model: Checked) -> None:
+def test_a_row_with_a_prefix_from_the_same_step(model: Checked) -> None:
     prefix = random_ids(32, 6)
     blocks = model.driver.take_blocks(32)
     adds = [
@@ -128,7 +128,7 @@ def test_a_row_behind_a_prefix_that_the_same_step_computes(model: Checked) -> No
     assert model.compare() == 3
 
 
-def test_blocks_that_served_another_sequence_are_used_again(model: Checked) -> None:
+def test_reused_blocks_of_another_sequence(model: Checked) -> None:
     blocks = model.driver.take_blocks(64)
     model.step([(0, 0, 60, True)], [row_add(0, random_ids(60, 9), blocks)])
     model.driver.step(drops=[0])

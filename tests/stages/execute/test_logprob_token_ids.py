@@ -1,4 +1,4 @@
-"""Records with given ids have the log probabilities of these ids, in their order, and change nothing else."""
+"""Records with given ids contain the log probabilities of these ids, in their order, and change nothing else."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,8 +61,8 @@ def test_they_are_the_log_softmax_of_these_ids(driver: Driver) -> None:
     assert begin == len(sampled.token_outputs)
 
 
-def test_ids_outside_of_the_vocabulary_are_a_broken_invariant(driver: Driver) -> None:
-    """Ingest refuses them: the sampler reads logits at these places."""
+def test_ids_outside_of_the_vocabulary_fail_an_assertion(driver: Driver) -> None:
+    """Ingest rejects them, because the sampler reads logits at these indexes."""
     driver.clear()
     options = m.GenerationOptions(num_logprobs=1, logprob_token_ids=[checkpoints.VOCAB_SIZE])
     with pytest.raises(AssertionError, match="outside the vocabulary"):

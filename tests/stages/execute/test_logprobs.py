@@ -1,4 +1,4 @@
-"""Log probabilities of drawn ids are by the model's own distribution, and asking for them changes nothing else."""
+"""Log probabilities of sampled ids use the model's own distribution, and requesting them changes nothing else."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,15 +38,15 @@ def driver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     made.runner.close()
 
 
-def asking(options: m.GenerationOptions) -> m.GenerationOptions:
+def with_logprobs(options: m.GenerationOptions) -> m.GenerationOptions:
     return m.GenerationOptions(
         **{name: getattr(options, name) for name in m.GenerationOptions.__struct_fields__} | {"num_logprobs": 0}
     )
 
 
 def generate(driver: Driver, options: list[m.GenerationOptions]) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-    """A row for each, of prompts of different lengths. Returns ids [steps, rows], log probabilities
-    [steps, rows that ask], and what logits there are."""
+    """One row for each, with prompts of different lengths. Returns ids [steps, rows], log probabilities [steps, rows
+    with logprobs], and the kept logits."""
     driver.clear()
     adds = [row_add(row, random_ids(3 + 3 * row, row), driver.take_blocks(64), one) for row, one in enumerate(options)]
     ids, logprobs, logits = [], [], []
@@ -69,42 +69,42 @@ def exact(logits: np.ndarray, ids: np.ndarray) -> np.ndarray:
     return wide[np.arange(len(ids)), ids]
 
 
-def test_they_are_the_log_softmax_of_the_logits_as_they_are(driver: Driver) -> None:
-    ids, logprobs, logits = generate(driver, [asking(one) for one in OPTIONS])
+def test_they_are_the_log_softmax_of_the_unchanged_logits(driver: Driver) -> None:
+    ids, logprobs, logits = generate(driver, [with_logprobs(one) for one in OPTIONS])
     for step in range(NUM_STEPS):
         np.testing.assert_allclose(logprobs[step], exact(logits[step], ids[step]), rtol=0, atol=2e-6)
     assert logprobs.dtype == np.float32 and (logprobs < 0).all()
-    assert logprobs.std() > 0.1, "they differ enough to be compared"
+    assert logprobs.std() > 0.1, "they differ enough for a comparison"
 
 
-def test_asking_changes_no_id_neither_ones_own_nor_a_neighbours(driver: Driver) -> None:
-    """Greedy rows among them, which keep no logits where nobody asks."""
+def test_requesting_logprobs_changes_no_id_of_any_row(driver: Driver) -> None:
+    """Including greedy rows, which keep no logits if no row requests logprobs."""
     plain = OPTIONS * 2
     ids, logprobs, _ = generate(driver, plain)
-    assert logprobs.shape == (NUM_STEPS, 0), "nothing is said where nobody asks"
-    some = [asking(one) if row % 3 == 0 else one for row, one in enumerate(plain)]
-    each = [asking(one) for one in plain]
+    assert logprobs.shape == (NUM_STEPS, 0), "there are logprobs without a request"
+    some = [with_logprobs(one) if row % 3 == 0 else one for row, one in enumerate(plain)]
+    each = [with_logprobs(one) for one in plain]
     (some_ids, some_logprobs, _), (each_ids, each_logprobs, _) = generate(driver, some), generate(driver, each)
     np.testing.assert_array_equal(some_ids, ids)
     np.testing.assert_array_equal(each_ids, ids)
-    asks = np.arange(len(plain)) % 3 == 0
-    np.testing.assert_array_equal(some_logprobs, each_logprobs[:, asks])
+    has_logprobs = np.arange(len(plain)) % 3 == 0
+    np.testing.assert_array_equal(some_logprobs, each_logprobs[:, has_logprobs])
 
 
-def test_a_step_after_those_who_asked_says_nothing(driver: Driver) -> None:
-    generate(driver, [asking(one) for one in OPTIONS])
+def test_a_step_without_requested_logprobs_returns_none(driver: Driver) -> None:
+    generate(driver, [with_logprobs(one) for one in OPTIONS])
     _, logprobs, _ = generate(driver, OPTIONS)
     assert logprobs.shape == (NUM_STEPS, 0)
     assert len(driver.runner.sampling_inputs.logprobs.memory) == 0
 
 
-def test_a_row_that_ended_has_none_and_a_step_without_a_draw_says_nothing(driver: Driver) -> None:
+def test_an_ended_row_and_a_step_without_samples_have_no_logprobs(driver: Driver) -> None:
     first = int(generate(driver, [GREEDY])[0][0, 0])
     driver.clear()
     stopping = m.GenerationOptions(temperature=0.0, ignore_eos=True, stop_token_ids=[first], num_logprobs=0)
     adds = [
         row_add(row, random_ids(3, 0), driver.take_blocks(16), one)
-        for row, one in enumerate((stopping, asking(GREEDY)))
+        for row, one in enumerate((stopping, with_logprobs(GREEDY)))
     ]
     sampled = driver.step([(0, 0, 3, True), (1, 0, 3, True)], adds=adds)
     assert sampled.finishes.tolist() == [m.Finish.STOP, m.Finish.NONE]
@@ -113,7 +113,7 @@ def test_a_row_that_ended_has_none_and_a_step_without_a_draw_says_nothing(driver
     after = driver.step([(0, 3, 1, True), (1, 3, 1, True)])
     assert after.ids[0] == -1 and len(after.token_outputs) == 4 and after.token_outputs.view(np.float32)[0] < 0
     assert len(driver.step([(0, 4, 1, True)]).token_outputs) == 0
-    adds = [row_add(2, random_ids(9, 1), driver.take_blocks(16), asking(GREEDY))]
+    adds = [row_add(2, random_ids(9, 1), driver.take_blocks(16), with_logprobs(GREEDY))]
     assert len(driver.step([(2, 0, 5, False)], adds=adds).token_outputs) == 0
 
 
@@ -125,7 +125,7 @@ def test_the_torch_function_is_stable(scale: float) -> None:
     np.testing.assert_allclose(found, exact(logits, ids), rtol=1e-6, atol=1e-6)
 
 
-def test_infinite_logits_are_never_no_number() -> None:
+def test_infinite_logits_never_return_nan() -> None:
     inf = np.inf
     rows: list[Any] = [[inf, 0, inf, 1], [-inf, 0, 0, -inf], [-inf] * 4, [np.nan, 1, -inf, 1]]
     logits = torch.tensor(rows)

@@ -1,4 +1,4 @@
-"""The process that computes masks, its parts driven by hand."""
+"""The parts of the process that computes masks, driven by hand."""
 
 import socket
 import threading
@@ -19,7 +19,7 @@ from tests.stages.ingest import models as tiny
 
 
 class PanickingEngine(Engine):
-    """Panics at one grammar."""
+    """Panics for one grammar."""
 
     panics_at = ""
 
@@ -31,14 +31,14 @@ class PanickingEngine(Engine):
 
 @pytest.fixture
 def thread_stacks() -> Iterator[None]:
-    """The worker sets the size of its threads' stacks, for a process of its own."""
+    """Restores the stack size of threads, which the worker sets for its process."""
     before = threading.stack_size()
     yield
     threading.stack_size(before)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_a_panic_fails_the_row_that_it_comes_from(tmp_path: Path, num_threads: int, thread_stacks: None) -> None:
+def test_a_panic_fails_only_its_row(tmp_path: Path, num_threads: int, thread_stacks: None) -> None:
     engine = PanickingEngine(tiny.folder(tmp_path))
     engine.panics_at = lark("b")
     memory = MaskMemory(2, engine.vocab_size)

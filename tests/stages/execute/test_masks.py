@@ -1,4 +1,4 @@
-"""Rows with a grammar: every output that finishes matches it, whatever happens on the way."""
+"""Rows with a grammar: every finished output matches it."""
 
 import json
 import os
@@ -27,10 +27,10 @@ JSON = json.dumps(
 )
 
 ENDLESS = "start: A\nA: " + " & ".join(f"/(.*[{chr(97 + i)}].{{{i}}})*/" for i in range(1, 20))
-"""Takes the library minutes to prepare."""
+"""The library needs minutes to compile it."""
 
 DEEP = "start: r0\n" + "\n".join(f'r{i}: r{i + 1} r{i + 1} | "a"' for i in range(40_000)) + '\nr40000: "x"\n'
-"""Takes more stack than there is."""
+"""Overflows the stack."""
 
 BACK_ENDS: dict[str, Any] = {"torch": {"kernels": "torch"}, "native": {"dtype": "bfloat16"}}
 
@@ -52,7 +52,7 @@ def torch_end(folder: Path) -> Iterator[Structured]:
         yield structured
 
 
-def test_outputs_that_finish_match(back_end: Structured) -> None:
+def test_finished_outputs_match(back_end: Structured) -> None:
     patterns = ["[ab]{3}c*", "(yes|no)", "[0-9]{1,4}(\\.[0-9]{2})?", "é+x"]
     seqs = [Seq(options(lark(pattern), seed=i)) for i, pattern in enumerate(patterns)]
     schemas = [Seq(options(JSON, seed=i)) for i in range(3)]
@@ -71,7 +71,7 @@ def test_greedy_rows_are_masked_too(back_end: Structured) -> None:
     assert re.fullmatch("[xyz]{5}", seq.text) and seq.finish is Finish.STOP
 
 
-def test_ids_that_the_tokenizer_has_not_are_never_drawn(back_end: Structured) -> None:
+def test_ids_without_a_token_are_never_sampled(back_end: Structured) -> None:
     seqs = [Seq(options(lark("(.|\\n)*"), temperature=3.0, seed=i)) for i in range(4)]
     back_end.run(*seqs, max_tokens=40)
     assert max(map(largest_id, seqs)) <= EOS
@@ -79,7 +79,7 @@ def test_ids_that_the_tokenizer_has_not_are_never_drawn(back_end: Structured) ->
 
 @pytest.mark.parametrize("text", ["</s>x", "ab</s>", "<s></s>"])
 def test_text_that_spells_a_special_token_is_written_as_text(torch_end: Structured, text: str) -> None:
-    """The library makes ids of text that alone can follow, and takes these for the tokens."""
+    """The library computes forced ids from text, and could take these for special tokens."""
     enum = json.dumps({"grammars": [{"json_schema": {"enum": [text]}}]})
     for grammar, whole in ((lark(text.replace("/", "\\/")), text), (enum, json.dumps(text))):
         seq = Seq(options(grammar))
@@ -89,13 +89,13 @@ def test_text_that_spells_a_special_token_is_written_as_text(torch_end: Structur
 
 
 @pytest.mark.parametrize("token", ["</s>", "<[257]>", "<s>"])
-def test_a_special_token_that_the_grammar_wants_is_drawn(torch_end: Structured, token: str) -> None:
+def test_a_special_token_that_the_grammar_requires_is_sampled(torch_end: Structured, token: str) -> None:
     seq = Seq(options(f'start: "ab" {token}'))
     torch_end.run(seq)
     assert seq.finish is Finish.STOP and seq.output == [*ids_of("ab"), *([256] if token == "<s>" else []), EOS]
 
 
-def test_rows_without_a_grammar_are_left_alone(back_end: Structured) -> None:
+def test_rows_without_a_grammar_are_not_masked(back_end: Structured) -> None:
     alone, beside = Seq(options(seed=9)), Seq(options(seed=9))
     greedy_alone, greedy_beside = Seq(options(temperature=0.0)), Seq(options(temperature=0.0))
     back_end.run(alone, greedy_alone, max_tokens=20)
@@ -103,7 +103,7 @@ def test_rows_without_a_grammar_are_left_alone(back_end: Structured) -> None:
     assert beside.output == alone.output and greedy_beside.output == greedy_alone.output
 
 
-def test_a_row_that_is_put_back_goes_on_where_it_was(back_end: Structured) -> None:
+def test_a_preempted_row_continues_where_it_was(back_end: Structured) -> None:
     whole, broken = Seq(options(JSON, seed=3)), Seq(options(JSON, seed=3))
     back_end.run(whole)
     back_end.add(broken, Seq(options(lark("b{30}"))))
@@ -116,7 +116,7 @@ def test_a_row_that_is_put_back_goes_on_where_it_was(back_end: Structured) -> No
     assert broken.output == whole.output and broken.finish is Finish.STOP
 
 
-def test_forks_have_matchers_of_their_own(back_end: Structured) -> None:
+def test_each_fork_has_its_own_matcher(back_end: Structured) -> None:
     first = Seq(options(lark("[a-z]{12}"), seed=1))
     back_end.add(first)
     back_end.step()
@@ -130,7 +130,7 @@ def test_forks_have_matchers_of_their_own(back_end: Structured) -> None:
     assert all(re.fullmatch("[a-z]{12}", text) for text in texts)
 
 
-def test_an_output_that_a_client_has_already_is_gone_on_with(torch_end: Structured) -> None:
+def test_a_resumed_output_continues(torch_end: Structured) -> None:
     seq = Seq(options(lark("abc[0-9]{3}")), output=ids_of("abc1"))
     torch_end.run(seq)
     assert re.fullmatch("abc1[0-9]{2}", seq.text) and seq.finish is Finish.STOP
@@ -143,7 +143,7 @@ def test_an_output_that_does_not_match_is_an_error(torch_end: Structured) -> Non
     assert other.text == "yes"
 
 
-def test_stop_ids_end_it_where_it_may_end_and_nowhere_else(torch_end: Structured) -> None:
+def test_stop_ids_are_allowed_only_where_the_grammar_may_end(torch_end: Structured) -> None:
     (stop,) = ids_of("!")
     seqs = [Seq(options(lark("[!a]{4}b*"), stop_token_ids=[stop], seed=i, temperature=2.0)) for i in range(6)]
     torch_end.run(*seqs)
@@ -154,21 +154,21 @@ def test_stop_ids_end_it_where_it_may_end_and_nowhere_else(torch_end: Structured
     assert {seq.output[-1] for seq in seqs} == {stop, EOS}
 
 
-def test_a_stop_id_that_alone_can_follow_is_drawn(torch_end: Structured) -> None:
+def test_a_stop_id_is_sampled_if_it_is_the_only_allowed_id(torch_end: Structured) -> None:
     (stop,) = ids_of("!")
     seq = Seq(options(lark("ab!c"), stop_token_ids=[stop]))
     torch_end.run(seq)
     assert (seq.text, seq.finish) == ("ab!", Finish.STOP)
 
 
-def test_ignore_eos_goes_on_while_anything_can_follow(torch_end: Structured) -> None:
+def test_ignore_eos_continues_while_the_grammar_allows_more(torch_end: Structured) -> None:
     endless, short = Seq(options(lark("a*"), ignore_eos=True)), Seq(options(lark("a{0,7}"), ignore_eos=True))
     torch_end.run(endless, short, max_tokens=30)
     assert (endless.text, endless.finish) == ("a" * 30, Finish.LENGTH)
     assert (short.text, short.finish) == ("a" * 7, Finish.STOP)
 
 
-def test_nothing_is_drawn_where_the_request_forbids_all_that_the_grammar_allows(torch_end: Structured) -> None:
+def test_nothing_is_sampled_if_the_request_forbids_all_ids_that_the_grammar_allows(torch_end: Structured) -> None:
     seqs = [
         Seq(options(lark("a"), bad_words_ids=[ids_of("a")])),
         Seq(options(lark("a+b"), allowed_ids=np.array(ids_of("c"), np.int32).tobytes())),
@@ -180,8 +180,8 @@ def test_nothing_is_drawn_where_the_request_forbids_all_that_the_grammar_allows(
     assert "'bad_words'" in seqs[0].error and "'allowed_token_ids'" in seqs[1].error
 
 
-def test_an_output_that_can_only_end_does_so_before_min_tokens(back_end: Structured) -> None:
-    """And not before, and with the record of the id that ends it."""
+def test_an_output_that_can_only_end_ends_before_min_tokens(back_end: Structured) -> None:
+    """And not earlier, with the record of the id that ends it."""
     (stop,) = ids_of("!")
     seqs = [
         Seq(options(lark("abc"), min_tokens=9)),
@@ -205,7 +205,7 @@ def test_a_model_with_fewer_ids_than_its_tokenizer(tmp_path: Path) -> None:
     assert seq.output[-1] == 256 and re.fullmatch("[ab]{6}<s>", seq.text)
 
 
-def test_a_process_that_dies_is_replaced_and_nothing_is_lost(back_end: Structured) -> None:
+def test_a_dead_mask_process_is_replaced_without_data_loss(back_end: Structured) -> None:
     seqs = [Seq(options(lark("[a-z]{20}"), seed=i)) for i in range(3)]
     again = [Seq(options(lark("[a-z]{20}"), seed=i)) for i in range(3)]
     back_end.run(*seqs)
@@ -225,7 +225,7 @@ def kill(structured: Structured) -> None:
     worker._process.wait()
 
 
-def test_a_grammar_that_never_ends_ends_its_row_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_that_never_terminates_ends_only_its_row(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Structured(folder, dtype="bfloat16") as structured:
         monkeypatch.setattr(structured.runner.masks, "_limit_s", 0.3)
         bad, good = Seq(options(ENDLESS)), Seq(options(lark("[ab]{9}")))
@@ -234,7 +234,7 @@ def test_a_grammar_that_never_ends_ends_its_row_alone(folder: Path, monkeypatch:
     assert good.finish is Finish.STOP and re.fullmatch("[ab]{9}", good.text)
 
 
-def test_a_grammar_that_brings_the_library_down_ends_its_row_alone(folder: Path) -> None:
+def test_a_grammar_that_crashes_the_library_ends_only_its_row(folder: Path) -> None:
     with Structured(folder, kernels="torch") as structured:
         good, bad = Seq(options(lark("[ab]{9}"))), Seq(options(DEEP))
         structured.add(good)
@@ -244,7 +244,7 @@ def test_a_grammar_that_brings_the_library_down_ends_its_row_alone(folder: Path)
     assert good.finish is Finish.STOP and re.fullmatch("[ab]{9}", good.text)
 
 
-def test_a_model_that_can_have_no_grammars_says_so(tmp_path: Path) -> None:
+def test_a_model_without_grammar_support_is_a_clear_error(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with Structured(tmp_path, kernels="torch") as structured:
@@ -254,7 +254,7 @@ def test_a_model_that_can_have_no_grammars_says_so(tmp_path: Path) -> None:
     assert good.finish in (Finish.LENGTH, Finish.STOP)
 
 
-def test_nothing_is_left_of_the_process(folder: Path) -> None:
+def test_the_mask_process_leaves_nothing_behind(folder: Path) -> None:
     with Structured(folder, kernels="torch") as structured:
         structured.run(Seq(options(lark("a"))))
         worker = structured.runner.masks._worker

@@ -1,4 +1,4 @@
-"""Whole models in the CPU library are those of torch, and a row's numbers do not depend on its company."""
+"""Whole models in the CPU library agree with torch, and a row's numbers do not depend on its batch."""
 
 import threading
 import time
@@ -44,12 +44,12 @@ within 1e-4. With activations in bfloat16 each of them is off by up to a 256th."
 
 
 def max_error(isa: str) -> float:
-    """How far logits may be off: every instruction set but these has activations in float32."""
+    """How far logits may be off: all other instruction sets keep activations in float32."""
     return MAX_ERROR["bf16" if isa in ("avx512_bf16", "emulated") else "wide"]
 
 
 class Reference:
-    """The torch program in float32, but with keys and values of bfloat16 as the library has them."""
+    """The torch program in float32, but with bfloat16 keys and values as in the library."""
 
     def __init__(self, folder: Path) -> None:
         def write_rounded(qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: LayerKV) -> None:
@@ -64,7 +64,7 @@ class Reference:
         self._known: dict[tuple[int, ...], np.ndarray] = {}
 
     def logits(self, ids: tuple[int, ...]) -> np.ndarray:
-        """Behind `ids`, [vocab_size]; those behind all its beginnings are computed with them."""
+        """The logits after `ids`, [vocab_size]; those of all prefixes are computed with them."""
         if ids not in self._known:
             driver = self._driver
             driver.clear()
@@ -79,7 +79,7 @@ class Reference:
 
 
 class Checked:
-    """A driver of the library whose logits are kept, to compare them with the reference's."""
+    """A driver of the library that keeps all logits, to compare them with the reference."""
 
     def __init__(self, folder: Path, reference: Reference, isa: str, **how: Any) -> None:
         self.driver = Native(folder, isa, **how)
@@ -96,7 +96,7 @@ class Checked:
             self.made.append((tuple(table.ids[row, : start + count].tolist()), logits))
 
     def compare(self) -> int:
-        """Compare what was made. Returns how many rows that were."""
+        """Compare all kept logits. Returns how many rows that were."""
         made = sorted(self.made, key=lambda one: -len(one[0]))
         for ids, logits in made:
             expected = self.reference.logits(ids)
@@ -126,7 +126,7 @@ def model(shared: Checked) -> Checked:
     return shared
 
 
-# --- logits are the reference's
+# --- logits agree with the reference
 
 
 def test_a_prompt_at_once_then_token_by_token(model: Checked) -> None:
@@ -158,7 +158,7 @@ def test_rows_of_all_kinds_in_one_step(model: Checked) -> None:
     assert model.compare() == 2 + 4 + 5
 
 
-def test_a_row_behind_a_prefix_that_an_earlier_step_computed(model: Checked) -> None:
+def test_a_row_with_a_prefix_from_an_earlier_step(model: Checked) -> None:
     prefix = random_ids(48, 3)
     blocks = model.driver.take_blocks(48)
     model.step([(0, 0, 48, True)], [row_add(0, prefix, blocks)])
@@ -171,7 +171,7 @@ def test_a_row_behind_a_prefix_that_an_earlier_step_computed(model: Checked) -> 
     assert model.compare() == 4
 
 
-def test_a_row_behind_a_prefix_that_the_same_step_computes(model: Checked) -> None:
+def test_a_row_with_a_prefix_from_the_same_step(model: Checked) -> None:
     prefix = random_ids(32, 6)
     blocks = model.driver.take_blocks(32)
     adds = [
@@ -183,7 +183,7 @@ def test_a_row_behind_a_prefix_that_the_same_step_computes(model: Checked) -> No
     assert model.compare() == 3
 
 
-def test_blocks_that_served_another_sequence_are_used_again(model: Checked) -> None:
+def test_reused_blocks_of_another_sequence(model: Checked) -> None:
     blocks = model.driver.take_blocks(64)
     model.step([(0, 0, 60, True)], [row_add(0, random_ids(60, 9), blocks)])
     model.driver.step(drops=[0])
@@ -193,7 +193,7 @@ def test_blocks_that_served_another_sequence_are_used_again(model: Checked) -> N
     assert model.compare() == 18
 
 
-# --- numbers are the same in every company
+# --- numbers are the same in every batch
 
 
 @pytest.fixture(scope="module", params=FORMATS.values(), ids=[*FORMATS])
@@ -216,8 +216,8 @@ def driver(native: Native) -> Native:
     return native
 
 
-def test_quantized_models_are_nearly_what_their_weights_say(driver: Native, grouped_dir: Path) -> None:
-    """Activations of 8 bits in every group cost some hundredths, over three layers."""
+def test_quantized_models_are_close_to_their_dequantized_weights(driver: Native, grouped_dir: Path) -> None:
+    """8-bit activations in every group cost a few hundredths over three layers."""
     ids = random_ids(60, 11)
     driver.step([(0, 0, 60, False)], adds=[row_add(0, ids, driver.take_blocks(60))])
     rows = range(1, 13)
@@ -229,7 +229,7 @@ def test_quantized_models_are_nearly_what_their_weights_say(driver: Native, grou
     assert np.sqrt((error**2).mean()) < 0.05 * expected.std()
 
 
-def test_logits_are_the_same_bits_alone_batched_chunked_and_behind_a_prefix(driver: Native) -> None:
+def test_logits_have_the_same_bits_alone_batched_chunked_and_with_a_cached_prefix(driver: Native) -> None:
     prompts = [random_ids(num, num) for num in (70, 1, 33, 64, 5, 16)]
 
     def last_logits(which: list[int], chunk: int) -> dict[int, np.ndarray]:
@@ -281,7 +281,7 @@ def test_texts_are_the_same_alone_batched_chunked_and_after_a_preemption(
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_texts_are_the_same_on_any_number_of_threads(grouped_dir: Path, isa: str) -> None:
-    """And whether logits are kept or only the largest is found."""
+    """Also if logits are kept instead of finding only the largest."""
     prompts = [random_ids(num, num) for num in (40, 3, 17)]
     texts = []
     for threads, keep_logits in [(1, True), (1, False), (2, False), (3, False)]:
@@ -308,23 +308,23 @@ def plain(tiny: Path, request: pytest.FixtureRequest) -> Iterator[Native]:
     driver.runner.close()
 
 
-def test_greedy_and_drawn_rows_share_a_step_and_follow_each_other(plain: Native) -> None:
-    """A row's temperature is its own, whatever was in its place before."""
+def test_greedy_and_sampled_rows_share_a_step_and_reuse_rows(plain: Native) -> None:
+    """A row has its own temperature, whatever the previous user of the row had."""
     prompts = [random_ids(20, seed) for seed in range(3)]
     greedy = [plain.generate([prompt], 1)[0][0] for prompt in prompts]
-    drawn = [plain.generate([prompt], 1, options=DRAWN)[0][0] for prompt in prompts]
-    assert greedy != drawn
+    sampled = [plain.generate([prompt], 1, options=DRAWN)[0][0] for prompt in prompts]
+    assert greedy != sampled
     plain.clear()
-    assert [ids[0] for ids in plain.generate(prompts, 1, options=DRAWN)] == drawn
+    assert [ids[0] for ids in plain.generate(prompts, 1, options=DRAWN)] == sampled
     plain.clear()
     assert [ids[0] for ids in plain.generate(prompts, 1)] == greedy
     plain.clear()
     adds = [row_add(i, prompts[i], plain.take_blocks(32), [DRAWN, GREEDY, DRAWN][i]) for i in range(3)]
     mixed = plain.step([(i, 0, 20, True) for i in range(3)], adds=adds)
-    assert mixed.ids.tolist() == [drawn[0], greedy[1], drawn[2]]
+    assert mixed.ids.tolist() == [sampled[0], greedy[1], sampled[2]]
 
 
-def test_seeds_and_indices_draw_their_own(plain: Native) -> None:
+def test_each_seed_and_index_has_its_own_samples(plain: Native) -> None:
     ids = set()
     for index, seed in [(0, 1), (1, 1), (0, 2)]:
         plain.clear()
@@ -338,7 +338,7 @@ def test_seeds_and_indices_draw_their_own(plain: Native) -> None:
 
 
 @pytest.mark.parametrize("by", ["eos", "stop_token_ids"])
-def test_an_id_that_stops_a_row_ends_it_and_no_other(plain: Native, by: str) -> None:
+def test_a_stop_id_ends_only_its_row(plain: Native, by: str) -> None:
     prompts = [random_ids(20, seed) for seed in range(2)]
     first, other = plain.generate([prompts[0]], 1)[0][0], plain.generate([prompts[1]], 3)[0]
     plain.clear()
@@ -355,7 +355,7 @@ def test_an_id_that_stops_a_row_ends_it_and_no_other(plain: Native, by: str) -> 
 # --- masks
 
 
-def test_a_step_draws_only_when_its_masks_are_there_and_python_runs_meanwhile(tiny: Path) -> None:
+def test_a_step_samples_only_after_its_masks_arrive_and_releases_the_gil(tiny: Path) -> None:
     driver = Native(tiny, ISAS[0])
     masks: Any = GivenMasks(driver.runner)
     driver.runner.masks = driver.runner._changes._masks = masks
@@ -366,7 +366,7 @@ def test_a_step_draws_only_when_its_masks_are_there_and_python_runs_meanwhile(ti
     add = row_add(0, random_ids(20, 0), driver.take_blocks(32), masked)
     step = threading.Thread(target=lambda: ids.extend(driver.step([(0, 0, 20, True)], adds=[add]).ids.tolist()))
     step.start()
-    # This thread could do none of it if the step held the interpreter.
+    # This thread could not do this if the step held the interpreter lock.
     ended = time.monotonic() + 0.2
     while time.monotonic() < ended:
         assert step.is_alive() and not ids
@@ -378,7 +378,7 @@ def test_a_step_draws_only_when_its_masks_are_there_and_python_runs_meanwhile(ti
     driver.runner.close()
 
 
-def test_late_masks_are_told_and_the_program_runs_again(tiny: Path) -> None:
+def test_late_masks_are_reported_and_the_program_runs_again(tiny: Path) -> None:
     driver = Native(tiny, ISAS[0], keep_logits=False)
     prompt = random_ids(20, 0)
     expected = driver.generate([prompt], 4)

@@ -1,4 +1,4 @@
-"""What a profile says of a step, and by which definitions."""
+"""A profile of a step and its definitions."""
 
 import itertools
 import logging
@@ -40,7 +40,7 @@ SMALL = checkpoints.config_of(hidden_size=64, intermediate_size=96, head_dim=32,
 
 @pytest.fixture(autouse=True, scope="module")
 def given_rates() -> Iterator[None]:
-    """Rates are given, and a turn is one step: how fast this machine is is no matter for these tests."""
+    """Fixed rates, and one step per round: these tests do not depend on this machine's speed."""
     given = itertools.cycle([BEFORE, AFTER])
 
     def peaks(isa: Any, num_threads: int, *_: Any, **__: Any) -> Peaks:
@@ -81,13 +81,13 @@ def test_every_op_of_the_program_appears_under_its_name(profile: Profile) -> Non
         assert not any(op.is_integer for op in step.ops)
 
 
-def test_each_case_is_told_in_the_order_of_the_plan(profile: Profile) -> None:
+def test_cases_are_reported_in_the_order_of_the_plan(profile: Profile) -> None:
     cases = [Case("decode", 1, 1, 40), Case("decode", 3, 1, 40), Case("prefill", 1, 20, 20)]
     assert [step.case for step in profile.steps] == cases
     assert [step.num_samples for step in profile.steps] == [PLAN.rounds] * 3
 
 
-def test_rates_and_shares_are_what_their_definitions_say(profile: Profile) -> None:
+def test_rates_and_shares_follow_their_definitions(profile: Profile) -> None:
     for step in profile.steps:
         assert step.ms > 0
         assert step.tokens_per_s == pytest.approx(step.case.num_tokens / step.ms * 1e3)
@@ -112,7 +112,7 @@ def test_the_two_floors_of_a_step_come_from_its_ops(profile: Profile) -> None:
         assert step.overlapped.ms <= step.in_turn.ms * (1 + 1e-9)
 
 
-def test_the_matrices_of_the_floor_are_those_of_the_model(profile: Profile) -> None:
+def test_the_floor_counts_the_matrices_of_the_model(profile: Profile) -> None:
     config = checkpoints.config_of()
     hidden, inner, width = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
     kv_width = config.num_kv_heads * config.head_dim
@@ -125,7 +125,7 @@ def test_the_matrices_of_the_floor_are_those_of_the_model(profile: Profile) -> N
     assert attention.operations == 3 * 4 * 3 * 40 * width  # layers, two products, sequences, context
 
 
-def test_the_other_kernels_are_timed_in_the_same_rounds(profile: Profile) -> None:
+def test_other_kernels_are_timed_in_the_same_rounds(profile: Profile) -> None:
     assert profile.against is not None
     assert "torch" in profile.against
     for step in profile.steps:
@@ -134,7 +134,7 @@ def test_the_other_kernels_are_timed_in_the_same_rounds(profile: Profile) -> Non
         assert step.speedup == pytest.approx(step.against_ms / step.ms)
 
 
-def test_both_readings_of_the_machine_are_kept(profile: Profile) -> None:
+def test_both_measurements_of_the_machine_are_kept(profile: Profile) -> None:
     assert (profile.before, profile.after) == (BEFORE, AFTER)
     assert BEFORE.best(AFTER) == BEST
     assert profile.kernels == f"cpu, {available()[0]}"
@@ -155,7 +155,7 @@ def test_torch_is_timed_as_a_whole(tiny_dir: Path, kernels: str, dtype: str) -> 
 
 
 @pytest.mark.parametrize("quantization", ["q8_0", "q4_1"])
-def test_ops_on_codes_are_told_from_ops_on_floats(quantization: Any) -> None:
+def test_quantized_ops_are_distinguished_from_float_ops(quantization: Any) -> None:
     weights = RandomWeights(SMALL, torch.bfloat16, quantization)
     found = measure(settings(dtype="bfloat16", kv_mib=1), SMALL, weights, PLAN, num_threads=1)
     assert set(found.weight_bytes) == {"q8_0", quantization}
@@ -170,7 +170,7 @@ def test_ops_on_codes_are_told_from_ops_on_floats(quantization: Any) -> None:
         assert step.overlapped.ms == pytest.approx(max(products + attention, moved) * 1e3)
 
 
-def test_a_floor_is_the_longer_of_moving_and_computing() -> None:
+def test_a_floor_is_the_maximum_of_memory_and_compute_time() -> None:
     rates = MachineRates(read_bytes=10.0, float32_flops=1.0, bf16_flops=100.0, int8_ops=1000.0)
     moving, computing, coding = (20.0, 100.0, False), (10.0, 300.0, False), (10.0, 6000.0, True)
     assert [floor_s(cost, rates) for cost in (moving, computing, coding)] == [2.0, 3.0, 6.0]
@@ -178,7 +178,7 @@ def test_a_floor_is_the_longer_of_moving_and_computing() -> None:
     assert overlapped_s([moving, moving], rates) == 4.0
 
 
-def test_medians_stand_for_their_samples() -> None:
+def test_each_value_is_the_median_of_its_samples() -> None:
     samples = CpuSamples(
         op_names=["norm", "qkv", "norm", "qkv"],
         op_costs=[(10.0, 0.0, False), (50.0, 100.0, False), (10.0, 0.0, False), (50.0, 100.0, True)],
@@ -195,12 +195,12 @@ def test_medians_stand_for_their_samples() -> None:
         ("qkv", False, 1),
         ("qkv", True, 1),
     ]
-    # Of each step the ops of a name are summed first: 0.4, 0.6 and 9.0.
+    # In each step the ops of a name are summed first: 0.4, 0.6 and 9.0.
     assert [op.ms for op in step.ops] == pytest.approx([600.0, 300.0, 600.0])
     assert [op.floor and op.floor.ms for op in step.ops] == pytest.approx([200.0, 1000.0, 500.0])
 
 
-def test_each_sequence_of_a_step_has_blocks_of_its_own() -> None:
+def test_each_sequence_of_a_step_has_its_own_blocks() -> None:
     inputs = StepInputs(max_num_tokens=64, max_num_rows=3, max_num_blocks=4)
     blocks, ids = np.arange(11, -1, -1, dtype=np.int32), np.arange(64, dtype=np.int32)
     fill(inputs, Case("decode", 3, 1, 50), ids, blocks)
@@ -215,19 +215,19 @@ def test_each_sequence_of_a_step_has_blocks_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"context": 257}, {"prefills": (20, 300)}])
-def test_steps_beyond_the_model_are_refused(tiny_dir: Path, changes: dict[str, Any]) -> None:
+def test_steps_beyond_the_models_length_are_rejected(tiny_dir: Path, changes: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="have at most 256 tokens"):
         tiny(tiny_dir, msgspec.structs.replace(PLAN, **changes))
 
 
-def test_steps_beyond_the_memory_are_refused(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_beyond_the_memory_are_rejected(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "available_bytes", lambda: 1000)
     with pytest.raises(UserError, match=r"only 1000 bytes of memory are free: lower --batch, --context or --prefill"):
         tiny(tiny_dir)
 
 
 @pytest.mark.parametrize("error", [BuildError("no compiler"), OSError("no threads")])
-def test_a_machine_that_cannot_be_measured_is_the_users_to_mend(
+def test_a_machine_that_cannot_be_measured_is_a_clear_error(
     tiny_dir: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> Peaks:
@@ -241,9 +241,9 @@ def test_a_machine_that_cannot_be_measured_is_the_users_to_mend(
 def test_progress_is_a_line_for_each_phase(tiny_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "pipeline"):
         tiny(tiny_dir)
-    said = " | ".join(caplog.messages)
+    messages = " | ".join(caplog.messages)
     for phase in ("loading tiny", "measuring this machine", "warmed up", "round 1 of 2", "round 2 of 2"):
-        assert phase in said
+        assert phase in messages
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_progress_is_a_line_for_each_phase(tiny_dir: Path, caplog: pytest.LogCap
         ("q4_1", torch.bfloat16, "q4_1", "q8_0"),
     ],
 )
-def test_random_weights_have_the_format_and_the_spread_of_real_ones(
+def test_random_weights_have_the_format_and_standard_deviation_of_real_ones(
     quantization: Any, dtype: torch.dtype, format: str, table: str
 ) -> None:
     weights = RandomWeights(SMALL, dtype, quantization)
@@ -263,17 +263,17 @@ def test_random_weights_have_the_format_and_the_spread_of_real_ones(
     matrix = weights.matrix("model.layers.0.mlp.down_proj.weight", 400, 256)
     assert matrix.format == format
     numbers = matrix.dequantize(torch.float32)
-    # A power of two is at most half an octave away from what is wanted.
+    # A power of two is at most half an octave away from the target.
     assert float(numbers.std()) * 16 == pytest.approx(1.0, rel=0.42 if format in ("bf16", "f32") else 0.03)
     assert abs(float(numbers.mean())) * 16 < 0.02
     assert len(numbers.unique()) > 10
     if format == "q8_0":
         assert int(matrix.codes().min()) > -128
-    # What has no whole groups stays floats, as prepare leaves it.
+    # Matrices without whole groups stay floats, as in prepare.
     assert weights.matrix("a", 3, 50).format == ("f32" if dtype is torch.float32 else "bf16")
 
 
-def test_random_weights_leave_logits_that_are_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_weights_have_finite_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     SMALL.save(tmp_path)
     for quantization in ("none", "q8_0", "q4_1"):
         weights = RandomWeights(SMALL, torch.bfloat16, quantization)
@@ -288,7 +288,7 @@ def test_random_weights_leave_logits_that_are_numbers(tmp_path: Path, monkeypatc
         assert 0.1 < float(logits.std()) < 10
 
 
-def test_a_shape_needs_no_model_and_is_measured_as_the_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shape_needs_no_model_and_is_measured_with_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     def prepare() -> Path:
         raise AssertionError("nothing is to be prepared")
 
@@ -305,7 +305,7 @@ def test_a_shape_needs_no_model_and_is_measured_as_the_settings_say(monkeypatch:
     assert (found.num_threads, found.weight_bytes.keys()) == (2, {"bf16"})
 
 
-def test_a_model_is_the_one_that_prepare_leaves(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_profiled_model_comes_from_prepare(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GOMP_SPINCOUNT"):
         monkeypatch.setenv(name, "1")
     num_threads = torch.get_num_threads()
@@ -316,7 +316,7 @@ def test_a_model_is_the_one_that_prepare_leaves(tiny_dir: Path, monkeypatch: pyt
     assert found.model == "tiny"
 
 
-def test_the_shapes_have_as_many_weights_as_their_names_say() -> None:
+def test_the_shapes_have_the_number_of_weights_in_their_names() -> None:
     sizes = {}
     for name, config in SHAPES.items():
         width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim

@@ -1,4 +1,4 @@
-"""A runner keeps to the meaning of a step: rows, stops, several steps in flight, keyed noise, limits."""
+"""A runner follows the meaning of a step: rows, stops, several steps in flight, keyed noise, limits."""
 
 from pathlib import Path
 
@@ -29,13 +29,13 @@ def driver(shared: Driver) -> Driver:
 
 
 def start(driver: Driver, options: m.GenerationOptions, *, row: int = 0, generation: int = 1, index: int = 0) -> int:
-    """Add a row with PROMPT and compute it. Returns the id that came."""
+    """Add a row with PROMPT and compute it. Returns the sampled id."""
     add = row_add(row, PROMPT, driver.take_blocks(64), options, generation=generation, index=index)
     result = driver.step([(row, 0, len(PROMPT), True)], adds=[add])
     return int(result.ids[0])
 
 
-def test_results_name_row_generation_and_id_of_the_entries_that_sample(driver: Driver) -> None:
+def test_results_contain_row_generation_and_id_of_each_sample(driver: Driver) -> None:
     adds = [row_add(row, PROMPT, driver.take_blocks(32), generation=70 + row) for row in (4, 1, 6)]
     result = driver.step([(4, 0, 10, True), (1, 0, 4, False), (6, 0, 10, True)], adds=adds)
     assert result.rows.tolist() == [4, 6]
@@ -50,7 +50,7 @@ def test_results_name_row_generation_and_id_of_the_entries_that_sample(driver: D
     ]
 
 
-def test_a_step_that_only_changes_rows_gives_an_empty_result(driver: Driver) -> None:
+def test_a_step_that_only_changes_rows_has_an_empty_result(driver: Driver) -> None:
     result = driver.step(adds=[row_add(0, PROMPT, driver.take_blocks(16))])
     assert len(result.rows) == len(result.ids) == 0
     assert driver.runner.rows.num_live == 1
@@ -67,7 +67,7 @@ def test_the_next_step_reads_the_sampled_id_in_place(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("by", ["eos", "stop_token_ids"])
-def test_an_id_that_stops_a_row_ends_it_for_steps_already_planned(tiny_dir: Path, driver: Driver, by: str) -> None:
+def test_a_stop_id_ends_its_row_for_steps_already_planned(tiny_dir: Path, driver: Driver, by: str) -> None:
     first = start(driver, GREEDY)
     driver.clear()
     if by == "eos":
@@ -82,7 +82,7 @@ def test_an_id_that_stops_a_row_ends_it_for_steps_already_planned(tiny_dir: Path
         assert result.ids[0] == first
         assert result.finishes.tolist() == [Finish.STOP, Finish.NONE]
         assert driver.runner.rows.num_live == 1
-        # The step behind it was planned before the stop was known.
+        # The next step was planned before the stop was known.
         block = int(driver.runner.rows.blocks[0, 0])
         layer = driver.layers[0].keys[block].clone()
         result = driver.step([(0, 10, 1, True), (1, 5, 1, True)])
@@ -98,7 +98,7 @@ def test_an_id_that_stops_a_row_ends_it_for_steps_already_planned(tiny_dir: Path
         driver.runner._changes._eos_ids = [EOS_ID]
 
 
-def test_ignore_eos_goes_on(driver: Driver) -> None:
+def test_ignore_eos_continues(driver: Driver) -> None:
     first = start(driver, GREEDY)
     driver.clear()
     driver.runner._changes._eos_ids = [first]
@@ -109,7 +109,7 @@ def test_ignore_eos_goes_on(driver: Driver) -> None:
         driver.runner._changes._eos_ids = [EOS_ID]
 
 
-def test_a_row_is_dropped_and_taken_by_another_in_one_step(driver: Driver) -> None:
+def test_a_row_is_dropped_and_reused_in_one_step(driver: Driver) -> None:
     first = start(driver, m.GenerationOptions(temperature=0.0, ignore_eos=True), generation=1)
     add = row_add(0, PROMPT, driver.take_blocks(32), generation=2)
     result = driver.step([(0, 0, 10, True)], drops=[0], adds=[add])
@@ -135,13 +135,13 @@ def test_sampled_text_is_the_same_alone_batched_and_chunked(driver: Driver) -> N
     assert batched[1] != alone
 
 
-def test_sampled_text_goes_on_the_same_after_a_preemption(driver: Driver) -> None:
+def test_sampled_text_continues_unchanged_after_a_preemption(driver: Driver) -> None:
     whole = driver.generate([PROMPT], 20, options=SAMPLED)[0]
     driver.clear()
     assert driver.generate([PROMPT + whole[:8]], 12, options=SAMPLED)[0] == whole[8:]
 
 
-def test_each_index_and_each_seed_draws_its_own(driver: Driver) -> None:
+def test_each_index_and_seed_has_its_own_samples(driver: Driver) -> None:
     options = [m.GenerationOptions(temperature=3.0, seed=seed, ignore_eos=True) for seed in (1, 1, 2)]
     ids = []
     for row, (index, one) in enumerate(zip((0, 1, 0), options, strict=True)):
@@ -154,14 +154,14 @@ def test_each_index_and_each_seed_draws_its_own(driver: Driver) -> None:
 
 def test_greedy_and_sampled_rows_share_a_batch(driver: Driver) -> None:
     greedy = start(driver, GREEDY)
-    drawn = start(driver, SAMPLED, row=1)
+    sampled_texts = start(driver, SAMPLED, row=1)
     driver.clear()
     adds = [row_add(row, PROMPT, driver.take_blocks(32), s) for row, s in enumerate([SAMPLED, GREEDY, SAMPLED])]
     result = driver.step([(row, 0, 10, True) for row in range(3)], adds=adds)
-    assert result.ids.tolist() == [drawn, greedy, drawn]
+    assert result.ids.tolist() == [sampled_texts, greedy, sampled_texts]
 
 
-def test_a_batch_that_is_all_greedy_never_samples(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_greedy_batch_never_runs_the_sampler(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise AssertionError("sampled")
 
@@ -175,7 +175,7 @@ def test_a_batch_that_is_all_greedy_never_samples(tiny_dir: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("kv_mib", "max_model_len", "expected"), [(16, 0, 256), (16, 100, 100), (16, 1000, 256), (1, 0, 256)]
 )
-def test_the_longest_sequence_is_the_least_of_the_limits(
+def test_the_longest_sequence_is_the_smallest_of_the_limits(
     tiny_dir: Path, kv_mib: int, max_model_len: int, expected: int
 ) -> None:
     facts = CpuRunner(settings(kv_mib=kv_mib, max_model_len=max_model_len), tiny_dir).facts
@@ -184,7 +184,7 @@ def test_the_longest_sequence_is_the_least_of_the_limits(
     assert (facts.block_size, facts.max_model_len, facts.vocab_size) == (16, expected, VOCAB_SIZE)
 
 
-def test_kv_memory_limits_the_longest_sequence_and_too_little_names_the_key(
+def test_kv_memory_limits_the_longest_sequence_and_the_error_names_the_key(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     shape = {"num_kv_heads": 16, "num_heads": 16, "head_dim": 256, "num_layers": 1, "hidden_size": 16}
@@ -217,7 +217,7 @@ def test_a_missing_or_misshapen_tensor_is_named(tmp_path: Path) -> None:
         ([(0, 10, 2, True)], "before they are known"),
     ],
 )
-def test_a_plan_that_cannot_be_right_ends_loudly(
+def test_an_invalid_plan_raises_an_error(
     driver: Driver, entries: list[tuple[int, int, int, bool]], message: str
 ) -> None:
     start(driver, GREEDY)
@@ -225,7 +225,7 @@ def test_a_plan_that_cannot_be_right_ends_loudly(
         driver.step(entries)
 
 
-def test_a_taken_row_a_free_row_and_foreign_blocks_are_refused(driver: Driver) -> None:
+def test_a_used_row_a_free_row_and_unknown_blocks_are_rejected(driver: Driver) -> None:
     start(driver, GREEDY)
     for step in (
         make_step(adds=[row_add(0, PROMPT, [])]),
@@ -238,6 +238,6 @@ def test_a_taken_row_a_free_row_and_foreign_blocks_are_refused(driver: Driver) -
             driver.runner.step(step, take)
 
 
-def test_tokens_without_a_block_are_refused(driver: Driver) -> None:
+def test_tokens_without_a_block_are_rejected(driver: Driver) -> None:
     with pytest.raises(AssertionError, match="without a block"):
         driver.step([(0, 0, 17, False)], adds=[row_add(0, PROMPT * 2, driver.take_blocks(16))])

@@ -1,4 +1,4 @@
-"""The sampler in torch: any mix of rows, each drawn from the distribution that its wishes leave."""
+"""The torch sampler: any mix of rows, each sampled from its own distribution."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def logits_of(seed: int = 0) -> torch.Tensor:
 
 
 class Rows:
-    """As many rows as are wished for, all with the same ids."""
+    """One row for each of the options, all with the same ids."""
 
     def __init__(self, options: list[m.GenerationOptions]) -> None:
         num = len(options)
@@ -47,7 +47,7 @@ class Rows:
             self.table.add(row, 1, 0, IDS, np.zeros(0, np.int32), one, [2], -1, NUM_PROMPT)
 
     def sample(self, logits: torch.Tensor, places: Any = None) -> np.ndarray:
-        """Of the rows at these places, by default all."""
+        """Samples of the rows at these places, by default all."""
         self.table.fill_sampling_inputs(self.sampling_inputs, self.rows if places is None else self.rows[places])
         before = logits.clone()
         ids = self.sampler.sample(logits)
@@ -56,28 +56,28 @@ class Rows:
 
 
 @pytest.mark.parametrize("place", range(len(FEATURES)))
-def test_draws_follow_what_the_wishes_leave(place: int) -> None:
-    """In this order: what is forbidden, bias, penalties, temperature, min_p, top_k, top_p."""
+def test_samples_follow_the_sampling_options(place: int) -> None:
+    """In this order: forbidden ids, bias, penalties, temperature, min_p, top_k, top_p."""
     options = m.GenerationOptions(temperature=1.3, **FEATURES[place])
     num, rounds = 400, 20
     rows = Rows([m.GenerationOptions(**{**as_fields(options), "seed": seed}) for seed in range(num)])
     logits = logits_of(place)
-    drawn = []
+    samples = []
     for _ in range(rounds):
         rows.table.keys += np.uint64(0x9E3779B97F4A7C15)
-        drawn.append(rows.sample(logits.expand(num, -1).clone()))
+        samples.append(rows.sample(logits.expand(num, -1).clone()))
     processed = logits.clone()
     if (logits_processors := rows.table.logits_processors[0]) is not None:
         apply_logits_processors(processed, logits_processors, len(IDS))
     expected = probabilities_reference(processed, 1.3, options.top_k, options.top_p, options.min_p)
-    assert_follows(torch.from_numpy(np.concatenate(drawn)).long(), expected)
+    assert_follows(torch.from_numpy(np.concatenate(samples)).long(), expected)
 
 
 def as_fields(options: m.GenerationOptions) -> dict[str, Any]:
     return {name: getattr(options, name) for name in m.GenerationOptions.__struct_fields__}
 
 
-def test_rows_of_any_mix_draw_what_they_draw_alone() -> None:
+def test_rows_of_any_mix_have_the_same_samples_as_alone() -> None:
     options = [
         m.GenerationOptions(
             temperature=0.0 if i % 3 == 0 else 1.1, seed=i, num_logprobs=i % 4 if i % 2 == 0 else -1, **fields
@@ -88,31 +88,31 @@ def test_rows_of_any_mix_draw_what_they_draw_alone() -> None:
     logits = torch.stack([logits_of(i) for i in range(len(options))])
     together = rows.sample(logits)
     records = rows.sampling_inputs.logprobs.memory.tobytes()
-    alone, told = [], b""
+    alone, alone_records = [], b""
     for i in range(len(options)):
         alone += rows.sample(logits[i : i + 1], [i]).tolist()
-        told += rows.sampling_inputs.logprobs.memory.tobytes()
-    assert together.tolist() == alone and records == told
+        alone_records += rows.sampling_inputs.logprobs.memory.tobytes()
+    assert together.tolist() == alone and records == alone_records
     greedy = [i for i, one in enumerate(options) if one.temperature == 0 and not FEATURES[i % len(FEATURES)]]
     assert [alone[i] for i in greedy] == logits[greedy].argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_numbers_that_are_none_and_infinite_ones(temperature: float) -> None:
-    """NaN counts as -inf; the first of what is infinitely likely is drawn; of nothing, nothing."""
+def test_nan_and_infinite_logits(temperature: float) -> None:
+    """NaN counts as -inf. The first of several infinitely likely ids is sampled, and none if none is possible."""
     texts = [[NAN, 1, NAN, -INF], [NAN] * 4, [-INF] * 4, [0, INF, 1, INF], [NAN, -INF, -3e38, NAN], [NAN, INF, 0, 0]]
     logits = torch.full((len(texts), VOCAB_SIZE), -INF)
     logits[:, 10:14] = torch.tensor(texts)
     rows = Rows([m.GenerationOptions(temperature=temperature, seed=i, top_p=0.9, top_k=3) for i in range(len(texts))])
     assert rows.sample(logits).tolist() == [11, -1, -1, 11, 12, 11]
-    # Beside such rows others draw what they draw.
+    # Other rows of the batch are not affected.
     logits[1] = logits_of(4)
     expected = rows.sample(logits[1:2], [1]).tolist()
     assert rows.sample(logits).tolist() == [11, *expected, -1, 11, 12, 11]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_masks_and_what_is_allowed_come_together(temperature: float) -> None:
+def test_masks_and_allowed_ids_are_combined(temperature: float) -> None:
     allowed = np.arange(20, 40, dtype=np.int32).tobytes()
     options = [
         m.GenerationOptions(temperature=temperature, compiled_grammar="any", allowed_ids=allowed, seed=i)

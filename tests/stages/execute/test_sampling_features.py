@@ -1,5 +1,4 @@
-"""What a request wishes for its output is what comes out of a step, by both back ends; and who wishes for nothing pays
-for nothing."""
+"""Each sampling option has its effect in both back ends, and requests without them have no overhead."""
 
 import threading
 import time
@@ -44,12 +43,12 @@ def driver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     made.runner.close()
 
 
-def asking(**fields: Any) -> m.GenerationOptions:
+def options_of(**fields: Any) -> m.GenerationOptions:
     return m.GenerationOptions(**{"temperature": 0.0, "ignore_eos": True, **fields})
 
 
 def generate(driver: Driver, options: list[m.GenerationOptions], num: int) -> list[list[int]]:
-    """Up to `num` ids behind PROMPT for each, in one batch; -1 where a row had ended."""
+    """Up to `num` ids after PROMPT for each, in one batch; -1 after a row has ended."""
     driver.clear()
     adds = [row_add(row, PROMPT, driver.take_blocks(64), one) for row, one in enumerate(options)]
     texts: list[list[int]] = [[] for _ in options]
@@ -63,12 +62,12 @@ def generate(driver: Driver, options: list[m.GenerationOptions], num: int) -> li
 
 
 def biased(ids: list[int], value: float = 100.0, **others: Any) -> m.GenerationOptions:
-    """Greedy, for nothing but these."""
-    return asking(bias_ids=ids, bias_values=[value] * len(ids), **others)
+    """Greedy, with all other ids excluded."""
+    return options_of(bias_ids=ids, bias_values=[value] * len(ids), **others)
 
 
-def test_an_output_that_may_not_end_yet_does_not(driver: Driver) -> None:
-    """Neither by an end-of-sequence id nor by a stop id; where the first is ignored it is none all the same."""
+def test_no_output_ends_before_min_tokens(driver: Driver) -> None:
+    """Neither by an end-of-sequence id nor by a stop id, also with ignore_eos."""
     stop = 17
     texts = generate(
         driver,
@@ -88,36 +87,37 @@ def test_an_output_that_may_not_end_yet_does_not(driver: Driver) -> None:
 
 
 def test_bad_words_are_never_complete(driver: Driver) -> None:
-    (plain, *_) = generate(driver, [asking()], 12)
+    (plain, *_) = generate(driver, [options_of()], 12)
     assert len(set(plain)) > 3
     word = plain[2:5]
     runs = word, [plain[3]], [PROMPT[-1], plain[0]]
-    texts = generate(driver, [asking(bad_words_ids=[run]) for run in runs], 12)
+    texts = generate(driver, [options_of(bad_words_ids=[run]) for run in runs], 12)
     assert texts[0][:4] == plain[:4] and texts[0][4] != plain[4]
     assert word not in [texts[0][i : i + 3] for i in range(10)]
     assert texts[1][:3] == plain[:3] and plain[3] not in texts[1]
-    assert texts[2] == plain, "the prompt is no part of it"
+    assert texts[2] == plain, "the prompt does not count"
 
 
-def test_penalties_count_what_came_before(driver: Driver) -> None:
-    """Behind a bias for three ids: each is said, and then the next is better; a repetition counts the prompt too."""
+def test_penalties_count_earlier_ids(driver: Driver) -> None:
+    """A bias favours three ids: after each one its neighbour is better. The repetition penalty counts the prompt
+    too."""
     ids = [20, 21, 22]
     assert all(token not in PROMPT for token in ids)
     steps = {20: 100.0, 21: 99.0, 22: 98.0}
     bias = {"bias_ids": list(steps), "bias_values": list(steps.values())}
-    (text,) = generate(driver, [asking(**bias, presence_penalty=60.0)], 6)
+    (text,) = generate(driver, [options_of(**bias, presence_penalty=60.0)], 6)
     assert sorted(text[:3]) == ids and text[3] == text[0] == text[5], "presence counts once"
-    (text,) = generate(driver, [asking(**bias, frequency_penalty=60.0)], 6)
+    (text,) = generate(driver, [options_of(**bias, frequency_penalty=60.0)], 6)
     assert sorted(text[:3]) == ids and sorted(text[3:]) == ids, "frequency counts each time"
     seen = PROMPT[3]
-    (text,) = generate(driver, [asking(bias_ids=[seen, 30], bias_values=[150.0, 120.0], repetition_penalty=2.0)], 1)
+    (text,) = generate(driver, [options_of(bias_ids=[seen, 30], bias_values=[150.0, 120.0], repetition_penalty=2.0)], 1)
     assert text == [30]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
-def test_what_is_not_allowed_is_not_drawn(driver: Driver, temperature: float) -> None:
+def test_only_allowed_ids_are_sampled(driver: Driver, temperature: float) -> None:
     allowed = np.array([3, 77, 78, 299], np.int32)
-    options = asking(temperature=temperature, seed=3, allowed_ids=allowed.tobytes())
+    options = options_of(temperature=temperature, seed=3, allowed_ids=allowed.tobytes())
     (text,) = generate(driver, [options], 20)
     assert set(text) <= set(allowed.tolist()) and (len(set(text)) > 1 or not temperature)
 
@@ -131,13 +131,13 @@ def test_what_is_not_allowed_is_not_drawn(driver: Driver, temperature: float) ->
     ],
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_where_nothing_is_left_the_row_ends_with_why(
+def test_a_row_without_a_possible_id_ends_with_an_error(
     driver: Driver, fields: dict[str, Any], temperature: float
 ) -> None:
     driver.clear()
     adds = [
-        row_add(0, PROMPT, driver.take_blocks(32), asking(temperature=temperature, num_logprobs=0, **fields)),
-        row_add(1, PROMPT, driver.take_blocks(32), asking(num_logprobs=0)),
+        row_add(0, PROMPT, driver.take_blocks(32), options_of(temperature=temperature, num_logprobs=0, **fields)),
+        row_add(1, PROMPT, driver.take_blocks(32), options_of(num_logprobs=0)),
     ]
     result = driver.step([(0, 0, 11, True), (1, 0, 11, True)], adds=adds)
     assert result.finishes.tolist() == [m.Finish.ERROR, m.Finish.NONE]
@@ -146,40 +146,40 @@ def test_where_nothing_is_left_the_row_ends_with_why(
     assert driver.step([(0, 11, 1, True), (1, 11, 1, True)]).ids[0] == -1
 
 
-def test_ids_beyond_the_vocabulary_mean_nothing(driver: Driver) -> None:
+def test_ids_beyond_the_vocabulary_are_ignored(driver: Driver) -> None:
     far = [VOCAB_SIZE, VOCAB_SIZE + 31, 2**31 - 1, -1]
-    options = asking(
+    options = options_of(
         bias_ids=far, bias_values=[100.0] * 4, bad_words_ids=[far, [far[0]]], stop_token_ids=far, min_tokens=3
     )
-    assert generate(driver, [options], 6) == generate(driver, [asking()], 6)
+    assert generate(driver, [options], 6) == generate(driver, [options_of()], 6)
 
 
-def test_wishes_leave_the_neighbours_as_they_are(driver: Driver) -> None:
-    drawn = asking(temperature=1.0, seed=9)
-    alone = generate(driver, [asking()], 8) + generate(driver, [drawn], 8)
-    wild = asking(temperature=0.8, seed=1, num_logprobs=5, **EVERYTHING)
-    together = generate(driver, [wild, asking(), wild, drawn, asking(num_prompt_logprobs=2)], 8)
+def test_sampling_options_do_not_affect_other_rows(driver: Driver) -> None:
+    sampled = options_of(temperature=1.0, seed=9)
+    alone = generate(driver, [options_of()], 8) + generate(driver, [sampled], 8)
+    wild = options_of(temperature=0.8, seed=1, num_logprobs=5, **EVERYTHING)
+    together = generate(driver, [wild, options_of(), wild, sampled, options_of(num_prompt_logprobs=2)], 8)
     assert [together[1], together[3], together[4]] == [alone[0], alone[1], alone[0]]
 
 
-def test_a_grammar_masks_what_else_is_allowed(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As stages/execute/grammar_masks/masks.py writes masks: for the places that are told, before the wait ends."""
+def test_a_grammar_masks_allowed_ids(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As stages/execute/grammar_masks/masks.py writes masks: for the requested places, before the wait ends."""
     runner, sampling_inputs, given = driver.runner, driver.runner.sampling_inputs, GivenMasks(driver.runner)
     driver.clear()
     monkeypatch.setattr(runner, "masks", given)
     monkeypatch.setattr(runner._changes, "_masks", given)
-    both = asking(compiled_grammar="any", allowed_ids=np.arange(100, 200, dtype=np.int32).tobytes())
-    options = [asking(), both, asking(compiled_grammar="any", temperature=1.0, seed=2)]
+    both = options_of(compiled_grammar="any", allowed_ids=np.arange(100, 200, dtype=np.int32).tobytes())
+    options = [options_of(), both, options_of(compiled_grammar="any", temperature=1.0, seed=2)]
     adds = [row_add(row, PROMPT, driver.take_blocks(32), one) for row, one in enumerate(options)]
     masks = [bits_of(np.array(ids, np.int32), VOCAB_SIZE) for ids in ([50, 150, 250], [60])]
-    told: list[list[int]] = []
+    masked_places: list[list[int]] = []
 
     def write() -> None:
         deadline = time.monotonic() + 10
         while len(sampling_inputs.masked) != 2:
             assert time.monotonic() < deadline
             time.sleep(0.001)
-        told.append(sampling_inputs.masked.tolist())
+        masked_places.append(sampling_inputs.masked.tolist())
         sampling_inputs.mask_words[sampling_inputs.masked] = masks
         given.word[0] = given.ticket
 
@@ -189,8 +189,8 @@ def test_a_grammar_masks_what_else_is_allowed(driver: Driver, monkeypatch: pytes
         result = driver.step([(0, 0, 11, True), (1, 0, 11, True), (2, 0, 11, True)], adds=adds)
     finally:
         writer.join(10)
-    assert told == [[1, 2]] and result.ids.tolist()[1:] == [150, 60]
-    # Places are of the step: another row may be at them now. And one of them fails.
+    assert masked_places == [[1, 2]] and result.ids.tolist()[1:] == [150, 60]
+    # Places belong to a step: in the next one, other rows may have them. One of them fails.
     sampling_inputs.mask_words[:] = bits_of(np.array([170], np.int32), VOCAB_SIZE)
     given.failed[2] = "it went wrong"
     result = driver.step([(2, 11, 1, True), (0, 11, 1, True), (1, 11, 1, True)])
@@ -200,22 +200,22 @@ def test_a_grammar_masks_what_else_is_allowed(driver: Driver, monkeypatch: pytes
     driver.clear()
 
 
-def test_masks_that_do_not_come_are_an_error_and_the_step_can_be_computed_again(driver: Driver) -> None:
+def test_missing_masks_are_an_error_and_the_step_can_be_repeated(driver: Driver) -> None:
     driver.clear()
     program, word = driver.runner.program, np.zeros(1, np.uint32)
     program.wait_for(word.ctypes.data, 7, 20)
     with pytest.raises(MasksLate):
-        generate(driver, [asking()], 1)
+        generate(driver, [options_of()], 1)
     word[0] = 7
     first = program.run().tolist()
     program.wait_for(0, 0, 0)
-    assert [first] == generate(driver, [asking()], 1)
+    assert [first] == generate(driver, [options_of()], 1)
 
 
-# ------------------------------------------------------------------------------------------ who wishes for nothing
+# ------------------------------------------------------------------------------------- requests without options
 
 
-def test_a_wish_of_nothing_is_none() -> None:
+def test_options_without_effect_need_no_logits_processors() -> None:
     ids = np.zeros(9, np.int32)
     nothing = m.GenerationOptions(temperature=0.7, top_k=5, top_p=0.5, min_p=0.1, stop_token_ids=[4], num_logprobs=0)
     assert logits_processors_of(nothing, ids, 3, [EOS_ID], VOCAB_SIZE) is None
@@ -235,11 +235,11 @@ def add_row(table: RowTable, row: int, options: m.GenerationOptions) -> None:
     table.add(row, 1, 0, ids, blocks, options, [EOS_ID], -1, 6)
 
 
-def test_a_step_of_greedy_rows_fills_in_nothing_else_once_the_others_are_gone() -> None:
+def test_a_step_of_greedy_rows_skips_all_features_again_after_others_have_ended() -> None:
     table, sampling_inputs = RowTable(8, 64, 8, VOCAB_SIZE), SamplingInputs(8, VOCAB_SIZE)
     rows = np.arange(3, dtype=np.int32)
     for row in range(3):
-        add_row(table, row, asking())
+        add_row(table, row, options_of())
     for _ in range(2):
         for array in (sampling_inputs.temperature, sampling_inputs.top_p, sampling_inputs.num_known):
             array[:] = 99
@@ -251,8 +251,8 @@ def test_a_step_of_greedy_rows_fills_in_nothing_else_once_the_others_are_gone() 
             and (sampling_inputs.top_p == 99).all()
             and (sampling_inputs.num_known == 99).all()
         )
-        # One that wants everything comes; the others stay greedy. And it goes.
-        wild = asking(temperature=1.0, num_logprobs=3, num_prompt_logprobs=2, compiled_grammar="any", **EVERYTHING)
+        # A row with all features starts next to greedy ones, and ends.
+        wild = options_of(temperature=1.0, num_logprobs=3, num_prompt_logprobs=2, compiled_grammar="any", **EVERYTHING)
         add_row(table, 5, wild)
         table.fill_sampling_inputs(sampling_inputs, np.array([0, 5, 1], np.int32))
         assert sampling_inputs.greedy[:3].tolist() == [1, 0, 1] and sampling_inputs.masked.tolist() == [1]
@@ -272,7 +272,9 @@ def test_a_step_of_greedy_rows_fills_in_nothing_else_once_the_others_are_gone() 
         assert len(sampling_inputs.logprobs.memory) == len(sampling_inputs.masked) == 0
 
 
-def test_a_row_that_ends_and_another_in_its_place_share_nothing(driver: Driver) -> None:
-    plain = generate(driver, [asking(), asking()], 6)
-    generate(driver, [asking(num_logprobs=0, **EVERYTHING), asking(pooling=m.Pooling.MEAN, num_prompt_logprobs=1)], 1)
-    assert generate(driver, [asking(), asking()], 6) == plain
+def test_a_reused_row_has_no_options_of_its_predecessor(driver: Driver) -> None:
+    plain = generate(driver, [options_of(), options_of()], 6)
+    generate(
+        driver, [options_of(num_logprobs=0, **EVERYTHING), options_of(pooling=m.Pooling.MEAN, num_prompt_logprobs=1)], 1
+    )
+    assert generate(driver, [options_of(), options_of()], 6) == plain

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct computes what transformers does in float32; tools/make_reference.py made the reference."""
+"""SmolLM2-135M-Instruct agrees with transformers in float32; tools/make_reference.py made the reference."""
 
 import gc
 import json
@@ -25,10 +25,10 @@ pytestmark = pytest.mark.timeout(600)
 
 
 LEAST_AGREEMENT: dict[Quantization, float] = {"none": 0.985, "q8_0": 0.965, "auto": 0.965}
-"""Of the CPU kernels with float32, by the format of the weights: bfloat16, 8 bits, and what the file has, 4 bits."""
+"""Agreement of the CPU kernels with float32, by format: bfloat16, 8 bits, and the file's own, 4 bits."""
 NUM_COMPARED = 16
 ALONE = range(0, len(PROMPTS), 3)
-"""The prompts that are also computed alone, seven of them."""
+"""Seven prompts that are also computed alone."""
 
 
 def make_driver(folder: Path, dtype: str, kernels: str = "auto") -> Driver:
@@ -58,7 +58,7 @@ def quantization(request: pytest.FixtureRequest) -> Quantization:
 
 @pytest.fixture(scope="module")
 def native(quantization: Quantization) -> Iterator[Driver]:
-    """In the best kernels that this machine has."""
+    """In the best kernels of this machine."""
     driver = make_driver(prepare(Settings(quantization=quantization)), "bfloat16")
     assert isinstance(driver.runner.program, NativeProgram)
     yield driver
@@ -66,7 +66,7 @@ def native(quantization: Quantization) -> Iterator[Driver]:
 
 
 def compute_prefixes(driver: Driver, prompts: list[list[int]]) -> dict[str, Any]:
-    """Compute each prompt's full blocks but the last id's, by a row of its own that is dropped then."""
+    """Compute all full blocks of each prompt except the last id's, in separate rows that are then dropped."""
     lengths = [(len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE for prompt in prompts]
     blocks = [driver.take_blocks(length) for length in lengths]
     for prompt, length, own in zip(prompts, lengths, blocks, strict=True):
@@ -82,14 +82,14 @@ def num_different(outputs: list[list[int]], expected: list[list[int]]) -> int:
 
 
 @pytest.mark.parametrize(("chunk", "cached"), [(None, False), (CHUNK, True)], ids=["whole", "chunked and cached"])
-def test_twenty_prompts_at_once_go_on_as_the_reference_does(exact: Driver, chunk: int | None, cached: bool) -> None:
+def test_twenty_prompts_at_once_continue_like_the_reference(exact: Driver, chunk: int | None, cached: bool) -> None:
     exact.clear()
     prefixes = compute_prefixes(exact, PROMPTS) if cached else {}
     assert num_different(exact.generate(PROMPTS, NUM_OUTPUTS, chunk=chunk, **prefixes), OUTPUTS) <= 1
 
 
 def generate_alone(driver: Driver, num_outputs: int) -> list[list[int]]:
-    """The outputs of ALONE. Every other prompt is computed whole, the rest in chunks behind a cached prefix."""
+    """The outputs of ALONE. Every other prompt is computed whole, the rest in chunks after a cached prefix."""
     outputs = []
     for i in ALONE:
         driver.clear()
@@ -98,13 +98,13 @@ def generate_alone(driver: Driver, num_outputs: int) -> list[list[int]]:
     return outputs
 
 
-def test_a_prompt_alone_goes_on_as_the_reference_does(exact: Driver) -> None:
+def test_a_prompt_alone_continues_like_the_reference(exact: Driver) -> None:
     assert num_different(generate_alone(exact, NUM_OUTPUTS), [OUTPUTS[i] for i in ALONE]) <= 1
 
 
 def agreement(driver: Driver, together: int, num_texts: int = 7) -> float:
-    """How often the largest logit is float32's, teacher-forced on real text. Each position is a row of its own, over
-    blocks that one row has computed, `together` of them in a step."""
+    """How often the largest logit is that of float32, teacher-forced on real text. Each position is a separate row over
+    blocks that one row has computed, with `together` of them per step."""
     num_same = num_positions = 0
     for text in REFERENCE["texts"][:num_texts]:
         ids, expected = text["ids"], text["argmax_ids"]
@@ -137,7 +137,7 @@ def test_the_cpu_kernels_find_the_same_largest_logit_as_float32(native: Driver, 
     assert agreement(native, 128) >= LEAST_AGREEMENT[quantization]
 
 
-def test_the_cpu_kernels_go_on_the_same_alone_and_among_twenty(native: Driver) -> None:
+def test_the_cpu_kernels_generate_the_same_alone_and_in_a_batch_of_twenty(native: Driver) -> None:
     native.clear()
     together = native.generate(PROMPTS, NUM_COMPARED, chunk=101)
     assert generate_alone(native, NUM_COMPARED) == [together[i] for i in ALONE]

@@ -1,4 +1,4 @@
-"""The executor's loop, between fakes of the supervisor and the scheduler."""
+"""The executor's loop, between a fake supervisor and a fake scheduler."""
 
 import gc
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def ids_of(rig: Rig, result: m.StepResult) -> list[int]:
     return np.frombuffer(rig.bytes_of(result.ids), np.int32).tolist()
 
 
-def test_it_says_what_it_has_learnt_when_it_is_ready(rig: Rig) -> None:
+def test_ready_contains_the_executors_facts(rig: Rig) -> None:
     facts = begin(rig)
     assert facts == m.ExecuteFacts(16 * 1024**2 // 12288, 16, 256, VOCAB_SIZE, hidden_size=48)
 
@@ -64,7 +64,7 @@ def test_each_step_is_answered_with_its_result(rig: Rig, tiny_dir: Path) -> None
     assert made == expected
 
 
-def test_steps_planned_ahead_go_on_from_ids_the_scheduler_has_not_seen(rig: Rig, tiny_dir: Path) -> None:
+def test_steps_planned_ahead_continue_from_ids_the_scheduler_has_not_seen(rig: Rig, tiny_dir: Path) -> None:
     options = m.GenerationOptions(temperature=2.0, seed=4, ignore_eos=True)
     expected = Driver(tiny_dir, settings()).generate([PROMPT], 3, options=options)[0]
     assert len(set(expected)) == 3
@@ -112,7 +112,7 @@ def test_arrays_in_shared_memory_are_read_and_released_once(tiny_dir: Path, tmp_
     gc.unfreeze()
 
 
-def test_large_results_go_by_reference_and_their_slabs_come_back(tiny_dir: Path) -> None:
+def test_large_results_are_sent_by_reference_and_their_slabs_are_freed(tiny_dir: Path) -> None:
     num = 1100
     config = Settings(
         max_model_len=16,
@@ -121,7 +121,7 @@ def test_large_results_go_by_reference_and_their_slabs_come_back(tiny_dir: Path)
     )
     with Rig("execute", config, tiny_dir) as rig:
         begin(rig)
-        for _ in range(6):  # More rounds than the arena has room for.
+        for _ in range(6):  # More rounds than fit into the arena.
             adds = [row_add(row, [row % VOCAB_SIZE], [row]) for row in range(num)]
             rig.send(make_step([(row, 0, 1, True) for row in range(num)], adds=adds), SCHEDULE)
             result = rig.receive("schedule", m.StepResult)
@@ -134,7 +134,7 @@ def test_large_results_go_by_reference_and_their_slabs_come_back(tiny_dir: Path)
     gc.unfreeze()
 
 
-def test_a_step_that_cannot_be_right_ends_the_stage(tiny_dir: Path) -> None:
+def test_an_invalid_step_ends_the_stage(tiny_dir: Path) -> None:
     with pytest.raises(AssertionError, match="not taken"), Rig("execute", settings(), tiny_dir) as rig:
         begin(rig)
         rig.send(make_step([(0, 0, 1, True)]), SCHEDULE)
@@ -142,7 +142,7 @@ def test_a_step_that_cannot_be_right_ends_the_stage(tiny_dir: Path) -> None:
     gc.unfreeze()
 
 
-def test_a_model_that_cannot_be_run_ends_the_stage_before_it_is_ready(tmp_path: Path) -> None:
+def test_an_unusable_model_ends_the_stage_before_it_is_ready(tmp_path: Path) -> None:
     checkpoints.config_of(weight_files=[], num_layers=500, head_dim=64).save(tmp_path)
     with pytest.raises(ValueError, match="kv_cache_bytes"), Rig("execute", settings(kv_mib=1), tmp_path) as rig:
         rig.receive("supervisor", m.Ready)
@@ -156,7 +156,7 @@ def swapping(swap_bytes: int) -> Settings:
     return msgspec.structs.replace(plain, execute=msgspec.structs.replace(plain.execute, swap_bytes=swap_bytes))
 
 
-def test_swapped_blocks_lie_in_the_segment_and_come_back(tiny_dir: Path) -> None:
+def test_swapped_blocks_are_in_the_segment_and_are_restored(tiny_dir: Path) -> None:
     expected = Driver(tiny_dir, settings(kernels="torch")).generate([PROMPT], 4)[0]
     with Rig("execute", swapping(3 * 12288 + 5), tiny_dir) as rig:
         facts = begin(rig)
@@ -182,7 +182,7 @@ def test_swapped_blocks_lie_in_the_segment_and_come_back(tiny_dir: Path) -> None
     gc.unfreeze()
 
 
-def test_lists_of_copies_come_in_shared_memory_and_are_released(tiny_dir: Path) -> None:
+def test_lists_of_copies_in_shared_memory_are_released(tiny_dir: Path) -> None:
     with Rig("execute", swapping(3 * 12288), tiny_dir) as rig:
         begin(rig)
         arena = rig.arena(SCHEDULE)
@@ -196,7 +196,7 @@ def test_lists_of_copies_come_in_shared_memory_and_are_released(tiny_dir: Path) 
 
 
 def test_an_executor_with_swap_space_is_recorded_and_replayed(tiny_dir: Path, tmp_path: Path) -> None:
-    """The replayed one has swap space of its own; what it sends, the times of its copies among it, is the same."""
+    """The replay has its own swap space, and sends the same messages, including the times of copies."""
     recording, out = tmp_path / "execute.rec", tmp_path / "out.rec"
     with Rig("execute", swapping(3 * 12288), tiny_dir, record=recording) as rig:
         slot = begin(rig).num_blocks
@@ -218,7 +218,7 @@ def test_an_executor_with_swap_space_is_recorded_and_replayed(tiny_dir: Path, tm
 
 
 def test_an_instant_executor_releases_lists_of_copies_too(tiny_dir: Path) -> None:
-    """And has swap blocks where there is swap space, though it has no memory for them."""
+    """It has swap blocks if there is swap space, although it stores nothing in them."""
     rig = Rig("execute", swapping(100), tiny_dir)
     rig.launch = msgspec.structs.replace(rig.launch, entry=topology.INSTANT)
     with rig:
@@ -232,7 +232,7 @@ def test_an_instant_executor_releases_lists_of_copies_too(tiny_dir: Path) -> Non
     gc.unfreeze()
 
 
-def test_an_instant_executor_tells_as_much_as_a_model_would(tiny_dir: Path) -> None:
+def test_an_instant_executor_returns_records_like_a_model(tiny_dir: Path) -> None:
     scored = m.GenerationOptions(num_logprobs=3, num_prompt_logprobs=1)
     pooled, silent = m.GenerationOptions(pooling=m.Pooling.MEAN, num_prompt_logprobs=0), m.GenerationOptions()
     rig = Rig("execute", settings(), tiny_dir)

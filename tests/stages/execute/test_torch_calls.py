@@ -1,4 +1,4 @@
-"""Recorded calls are made in order, over the part of each buffer that the step uses."""
+"""Recorded calls run in order, on the part of each buffer that the step uses."""
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ def fill(inputs: StepInputs, num_tokens: int, samples: bool = True) -> None:
     )
 
 
-def test_calls_run_in_order_on_what_the_step_uses() -> None:
+def test_calls_run_in_order_on_the_used_part_of_buffers() -> None:
     inputs = StepInputs(128, 4, 8)
     calls = TorchCalls(inputs, torch.float32)
     tokens, samples = calls.buffer(3), calls.buffer(2, Extent.SAMPLES, torch.float64)
@@ -46,7 +46,7 @@ def test_calls_run_in_order_on_what_the_step_uses() -> None:
     assert calls.view(samples).shape == (0, 2)
 
 
-def test_buffers_stay_where_they_are() -> None:
+def test_buffers_keep_their_addresses() -> None:
     inputs = StepInputs(64, 4, 8)
     calls = TorchCalls(inputs, torch.float32)
     buffer = calls.buffer(3)
@@ -58,7 +58,7 @@ def test_buffers_stay_where_they_are() -> None:
     assert len(places) == 1
 
 
-def test_bound_calls_are_kept_for_a_bounded_number_of_sizes() -> None:
+def test_bound_calls_are_cached_for_a_limited_number_of_sizes() -> None:
     inputs = StepInputs(128, 4, 8)
     calls = TorchCalls(inputs, torch.float32)
     buffer = calls.buffer(1)

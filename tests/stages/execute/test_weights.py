@@ -1,4 +1,4 @@
-"""Weights come as they lie in the files: mapped, in their blocks, and rounded only where that is asked for."""
+"""Weights are used as stored in the files: mapped, in their blocks, and rounded only on request."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ def numbers(rows: int, columns: int = 64, seed: int = 0) -> Tensor:
 
 
 def weights_of(folder: Path, dtype: torch.dtype = torch.bfloat16, **tensors: Tensor | tuple[Tensor, str]) -> Weights:
-    """Weights of a file with these tensors; with a format where one is given."""
+    """Weights of a file with these tensors, some with a format."""
     plain = {name: tensor if isinstance(tensor, Tensor) else tensor[0] for name, tensor in tensors.items()}
     formats = {format_key(name): tensor[1] for name, tensor in tensors.items() if isinstance(tensor, tuple)}
     save_file(plain, folder / "model.safetensors", formats)
@@ -35,7 +35,7 @@ def blocks_of(values: Tensor, format: Format) -> tuple[Tensor, str]:
 
 
 def is_mapped(tensor: Tensor, path: Path) -> bool:
-    """Whether a tensor lies in memory that the kernel maps from the file."""
+    """Whether a tensor is in memory that is mapped from the file."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         if line.endswith(str(path)):
             begin, end = (int(part, 16) for part in line.split()[0].split("-"))
@@ -46,7 +46,7 @@ def is_mapped(tensor: Tensor, path: Path) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("format", BLOCKS)
-def test_quantized_matrices_keep_their_blocks_where_they_lie(
+def test_quantized_matrices_keep_their_blocks_in_the_mapped_file(
     tmp_path: Path, format: Format, dtype: torch.dtype
 ) -> None:
     data, _ = stored = blocks_of(numbers(5), format)
@@ -57,7 +57,7 @@ def test_quantized_matrices_keep_their_blocks_where_they_lie(
 
 
 @pytest.mark.parametrize("stored", DTYPES, ids=str)
-def test_floats_become_bfloat16_and_are_mapped_where_they_are_that(tmp_path: Path, stored: torch.dtype) -> None:
+def test_floats_become_bfloat16_and_bfloat16_is_mapped(tmp_path: Path, stored: torch.dtype) -> None:
     values = numbers(5, 33).to(stored)
     matrix = weights_of(tmp_path, w=values).matrix("w", 5, 33)
     assert matrix.format == "bf16"
@@ -74,14 +74,14 @@ def test_in_float32_no_float_is_rounded(tmp_path: Path, stored: torch.dtype) -> 
     assert is_mapped(matrix.data, tmp_path / "model.safetensors") == (stored == torch.float32)
 
 
-def test_the_formats_that_were_taken_are_known(tmp_path: Path) -> None:
+def test_the_loaded_formats_are_reported(tmp_path: Path) -> None:
     weights = weights_of(tmp_path, a=numbers(16), b=blocks_of(numbers(16), "q4_1"), c=blocks_of(numbers(16), "q8_0"))
     for name in ("b", "a", "b"):
         weights.matrix(name, 16, 64)
-    assert list(weights.taken) == ["q4_1", "bf16"], "what nobody asked for is not in use"
+    assert list(weights.taken) == ["q4_1", "bf16"], "tensors that were not loaded do not count"
 
 
-def test_matrices_that_go_together_keep_their_formats(tmp_path: Path) -> None:
+def test_joined_matrices_keep_their_formats(tmp_path: Path) -> None:
     a, c = numbers(3), numbers(2, seed=2)
     weights = weights_of(tmp_path, torch.bfloat16, a=blocks_of(a, "q4_1"), c=blocks_of(c, "q8_0"))
     found = weights.matrices(["a", "c"], [3, 2], 64)
@@ -107,34 +107,34 @@ def test_vectors_are_float32(tmp_path: Path, stored: torch.dtype, dtype: torch.d
         ((6, 32), "q8_0", r"'w' .* is q8_0 in bytes \[6, 34\], but model\.json makes it \[6, 64\]"),
     ],
 )
-def test_a_matrix_of_another_shape_is_refused(tmp_path: Path, shape: Any, format: Format | None, words: str) -> None:
+def test_a_matrix_of_another_shape_is_rejected(tmp_path: Path, shape: Any, format: Format | None, words: str) -> None:
     values = numbers(*shape)
     weights = weights_of(tmp_path, w=values if format is None else blocks_of(values, format))
     with pytest.raises(UserError, match=words):
         weights.matrix("w", 6, 64)
 
 
-def test_columns_that_no_blocks_can_have_are_refused(tmp_path: Path) -> None:
+def test_numbers_of_columns_that_do_not_fit_blocks_are_rejected(tmp_path: Path) -> None:
     weights = weights_of(tmp_path, w=blocks_of(numbers(6), "q8_0"))
     with pytest.raises(UserError, match=r"makes it \[6, 65\]"):
         weights.matrix("w", 6, 65)
 
 
 @pytest.mark.parametrize("format", [None, "", "q3_7"])
-def test_bytes_in_no_known_format_are_refused(tmp_path: Path, format: str | None) -> None:
+def test_unknown_formats_are_rejected(tmp_path: Path, format: str | None) -> None:
     data = torch.zeros(6, 68, dtype=torch.uint8)
     weights = weights_of(tmp_path, w=data if format is None else (data, format))
     with pytest.raises(UserError, match=rf"'w' .* is torch.uint8 in the format '{format or ''}'; supported are q8_0"):
         weights.matrix("w", 6, 64)
 
 
-def test_numbers_that_are_neither_floats_nor_blocks_are_refused(tmp_path: Path) -> None:
+def test_numbers_that_are_neither_floats_nor_blocks_are_rejected(tmp_path: Path) -> None:
     weights = weights_of(tmp_path, w=(torch.zeros(6, 68, dtype=torch.int8), "q8_0"))
     with pytest.raises(UserError, match=r"is torch\.int8 in the format 'q8_0'"):
         weights.matrix("w", 6, 64)
 
 
-def test_what_is_missing_or_too_long_is_told(tmp_path: Path) -> None:
+def test_missing_and_oversized_tensors_are_reported(tmp_path: Path) -> None:
     weights = weights_of(tmp_path, v=torch.zeros(7))
     with pytest.raises(UserError, match="lack the tensor 'w'"):
         weights.matrix("w", 1, 1)
@@ -142,7 +142,7 @@ def test_what_is_missing_or_too_long_is_told(tmp_path: Path) -> None:
         weights.vector("v", 8)
 
 
-def test_joined_vectors_stand_behind_each_other(tmp_path: Path) -> None:
+def test_joined_vectors_are_concatenated(tmp_path: Path) -> None:
     a, b = numbers(1, 7)[0], numbers(1, 3, seed=1)[0].to(torch.bfloat16)
     joined = weights_of(tmp_path, a=a, b=b).join_vectors(["a", "b"], [7, 3])
     assert torch.equal(joined, torch.cat([a, b.float()]))

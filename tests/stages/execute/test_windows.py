@@ -1,4 +1,4 @@
-"""Sliding windows hold where a real scheduler preempts rows, cuts prompts and shares prefixes: texts are those of
+"""With sliding windows and a real scheduler that preempts, chunks and shares prefixes, texts equal those of
 transformers, and in the CPU library those of each row alone."""
 
 import itertools
@@ -38,8 +38,8 @@ DEPTH = 2
 
 
 def serve(runner: CpuRunner, num_blocks: int) -> tuple[list[list[int]], int, int]:
-    """Greedy texts of all prompts, one arriving after each step, through a scheduler with so many blocks. Returns them,
-    how often a sequence was started again, and how many tokens were found in the prefix cache."""
+    """Greedy texts of all prompts, one of which arrives after each step, with a scheduler and this many blocks. Returns
+    them, the number of preemptions, and the number of tokens found in the prefix cache."""
     limits = SchedulerConfig(num_blocks=num_blocks, max_model_len=250, max_num_seqs=8, max_num_batched_tokens=32)
     scheduler = Scheduler(limits)
     texts: dict[int, list[int]] = {}
@@ -58,9 +58,9 @@ def serve(runner: CpuRunner, num_blocks: int) -> tuple[list[list[int]], int, int
                 prompt_ids=np.array(prompt, np.int32).tobytes(),
                 options=raw(msgspec.structs.replace(GREEDY, max_tokens=NUM_TOKENS)),
             )
-            for told in scheduler.admit(message):
-                assert isinstance(told, m.Open)
-                texts[told.seq] = []
+            for opening in scheduler.admit(message):
+                assert isinstance(opening, m.Open)
+                texts[opening.seq] = []
         while len(steps) < DEPTH and (step := scheduler.plan()) is not None:
             steps.append(step)
             num_starts += len(step.adds)
@@ -105,7 +105,7 @@ def greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
-def test_texts_are_those_of_transformers_through_preemption_and_cached_prefixes(
+def test_texts_equal_those_of_transformers_despite_preemption_and_cached_prefixes(
     tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     model = checkpoints.write(tmp_path, checkpoints.config_of(**changes))
@@ -117,14 +117,12 @@ def test_texts_are_those_of_transformers_through_preemption_and_cached_prefixes(
     runner = CpuRunner(settings(kernels="torch"), tmp_path)
     texts, num_again, _ = serve(runner, 12)
     assert texts == expected
-    assert num_again > 0, "nobody was preempted"
+    assert num_again > 0, "no row was preempted"
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
-def test_the_library_has_one_text_whatever_happens_to_its_rows(
-    tmp_path: Path, changes: dict[str, Any], isa: str
-) -> None:
+def test_texts_of_the_library_do_not_depend_on_scheduling(tmp_path: Path, changes: dict[str, Any], isa: str) -> None:
     write(tmp_path, checkpoints.config_of(**changes))
     with emulation(isa) as kernels:
         config = settings(dtype="bfloat16", kernels=kernels, threads=2)
@@ -135,4 +133,4 @@ def test_the_library_has_one_text_whatever_happens_to_its_rows(
         runner.close()
     assert plenty == scarce
     assert num_again > 0 and num_cached >= 48
-    assert len({tuple(text) for text in plenty}) == 5, "prompts that differ have one text"
+    assert len({tuple(text) for text in plenty}) == 5, "different prompts have the same text"

@@ -19,7 +19,7 @@ MAX_STEPS = 20_000
 
 
 class Bench:
-    """A scheduler and a fake executor, with what detokenize would have received."""
+    """A scheduler and a fake executor, and everything that detokenize would have received."""
 
     def __init__(self, config: SchedulerConfig, depth: int, num_detokenize: int = 1, copy_s: float = 0.0001) -> None:
         self.num_detokenize = num_detokenize
@@ -34,17 +34,17 @@ class Bench:
         self.prompts: dict[int, bytes] = {}
         self.errors: dict[int, str] = {}
         self.finished: dict[int, Finish] = {}
-        self.wanted: dict[int, tuple[m.Admit, m.GenerationOptions]] = {}
+        self.admitted: dict[int, tuple[m.Admit, m.GenerationOptions]] = {}
         self.refused: list[m.Refuse] = []
         self.in_rows: dict[int, int] = {}
-        """Row → sequence, as far as the executor was told."""
+        """Row → sequence, in the executor's state."""
         self.begun: set[int] = set()
         """Sequences whose first sampled ids were reported with their times."""
         self._ids = count(1)
 
     def given(self, seq: int) -> int:
-        """Outputs that a sequence came with."""
-        admit, _ = self.wanted[seq]
+        """The number of output ids that a sequence was resumed with."""
+        admit, _ = self.admitted[seq]
         return len(inline(admit.outputs[self.opened[seq].index])) // 4 if admit.outputs else 0
 
     def admit(
@@ -62,7 +62,8 @@ class Bench:
         num_prompt_logprobs: int = -1,
         failing: Iterable[int] = (),
     ) -> int:
-        """`num_logprobs` and `num_prompt_logprobs` at -1 want no records; at the ids `failing` the executor fails."""
+        """-1 in `num_logprobs` or `num_prompt_logprobs` requests no records; the executor fails at the ids
+        `failing`."""
         number = next(self._ids)
         options = m.GenerationOptions(
             n=n,
@@ -83,14 +84,14 @@ class Bench:
             prompt_ids=np.array(list(prompt), np.int32).tobytes(),
             options=raw(options),
         )
-        for told in self.scheduler.admit(message):
-            if isinstance(told, m.Refuse):
-                self.refused.append(told)
+        for reply in self.scheduler.admit(message):
+            if isinstance(reply, m.Refuse):
+                self.refused.append(reply)
             else:
-                self.opened[told.seq] = told
-                self.received[told.seq] = []
-                self.records[told.seq] = self.prompts[told.seq] = b""
-                self.wanted[told.seq] = (message, options)
+                self.opened[reply.seq] = reply
+                self.received[reply.seq] = []
+                self.records[reply.seq] = self.prompts[reply.seq] = b""
+                self.admitted[reply.seq] = (message, options)
         return message.request_id
 
     def fill(self) -> None:
@@ -103,7 +104,7 @@ class Bench:
             added = {add.row: self.scheduler.rows.sequences[add.row] for add in step.adds}
             self.in_rows |= {row: sequence.seq for row, sequence in added.items() if sequence is not None}
             if self.scheduler.load().num_preemptions > num_preemptions:
-                assert dropped.isdisjoint(self.in_rows[row] for row in added), "put back and started by one plan"
+                assert dropped.isdisjoint(self.in_rows[row] for row in added), "preempted and started by one plan"
             self.steps.append(step)
             self.tables.append(self._tables(step))
 
@@ -112,7 +113,7 @@ class Bench:
         self.scheduler.settle(self.executor.run(self.steps.popleft()))
 
     def _tables(self, step: m.Step) -> set[int]:
-        """The blocks that a step names: the tables of the rows it computes."""
+        """The blocks that a step uses: the tables of its rows."""
         rows = self.scheduler.rows
         return {
             block
@@ -121,11 +122,11 @@ class Bench:
         }
 
     def check(self) -> None:
-        """Every invariant; and no block that a step in flight names is anybody's to take."""
+        """Check all invariants, and that no block of a step in flight is free."""
         self.scheduler.check()
         pool = self.scheduler.kv_cache_manager.pool
         for blocks in self.tables:
-            assert all(pool.num_refs(block) > 0 for block in blocks), "a step in flight names a block that was released"
+            assert all(pool.num_refs(block) > 0 for block in blocks), "a step in flight uses a block that was released"
         swap = self.scheduler.kv_cache_manager.swap
         for step in self.steps:
             assert swap.free.isdisjoint(np.frombuffer(inline(step.copy_sources), np.int32).tolist()), (
@@ -133,7 +134,7 @@ class Bench:
             )
 
     def report(self, sent: bool = True) -> None:
-        """Tell every replica of detokenize, or find each of their edges full."""
+        """Send to every replica of detokenize, or find each of their edges full."""
         for replica in range(self.num_detokenize):
             self.report_to(replica, sent)
 
@@ -148,8 +149,8 @@ class Bench:
             assert seqs[first.place] not in self.begun, "a sequence has two first ids"
             self.begun.add(seqs[first.place])
         for seq, start, data in zip(message.prompt_seqs, message.prompt_starts, message.prompt_records, strict=True):
-            assert seq not in self.finished, "a prompt was told of after the closing"
-            width = prompt_record_bytes(self.wanted[seq][1])
+            assert seq not in self.finished, "prompt records came after the closing"
+            width = prompt_record_bytes(self.admitted[seq][1])
             assert start * width == len(self.prompts[seq]) and len(data) % width == 0
             self.prompts[seq] += data
         records, errors = inline(message.records), iter(message.errors)
@@ -165,7 +166,7 @@ class Bench:
             assert start == len(self.received[seq]), "ids were lost or repeated"
             self.received[seq] += ids[:num]
             ids = ids[num:]
-            num_bytes = num * record_bytes(self.wanted[seq][1], hidden_size=0)
+            num_bytes = num * record_bytes(self.admitted[seq][1], hidden_size=0)
             self.records[seq] += records[:num_bytes]
             records = records[num_bytes:]
             if finish != Finish.NONE:
@@ -176,7 +177,7 @@ class Bench:
         assert self.begun == {seq for seq in self.received if len(self.received[seq]) > self.given(seq)}
 
     def run(self) -> int:
-        """Run until there is nothing to do, in the stage's order: settle, plan, report. Returns the number of steps."""
+        """Run until idle, in the stage's order: settle, plan, report. Returns the number of steps."""
         self.fill()
         for steps in range(MAX_STEPS):
             if not self.steps:
@@ -188,9 +189,9 @@ class Bench:
         raise AssertionError("it never ends")
 
     def check_outputs(self) -> None:
-        """Every sequence that ended by itself has exactly its ids; one that was aborted, a beginning of them."""
+        """Every finished sequence has exactly its ids; an aborted one has a prefix of them."""
         for seq, finish in self.finished.items():
-            message, options = self.wanted[seq]
+            message, options = self.admitted[seq]
             prompt = np.frombuffer(inline(message.prompt_ids), np.int32).tolist()
             assert options.max_tokens is not None
             limit = min(options.max_tokens, self.scheduler.config.max_model_len - len(prompt))
@@ -200,10 +201,12 @@ class Bench:
                 ids, natural = ids[: fails.index(True)], Finish.ERROR
             if options.num_logprobs >= 0:
                 assert self.records[seq] == b"".join(record(one, options.num_logprobs) for one in self.received[seq])
-            told = b""
+            prompt_records = b""
             if options.num_prompt_logprobs >= 0 and index == 0:
-                told = b"".join(record(one, options.num_prompt_logprobs) for one in prompt[1:])
-            assert self.prompts[seq] == told or (not self.received[seq] and told.startswith(self.prompts[seq]))
+                prompt_records = b"".join(record(one, options.num_prompt_logprobs) for one in prompt[1:])
+            assert self.prompts[seq] == prompt_records or (
+                not self.received[seq] and prompt_records.startswith(self.prompts[seq])
+            )
             assert (finish == Finish.ERROR) == (seq in self.errors)
             if finish == Finish.ABORT:
                 assert self.received[seq] == ids[: len(self.received[seq])]

@@ -1,4 +1,4 @@
-"""Aborts and closes: blocks are freed, sequences end once, and tombstones are bounded."""
+"""Aborts and closes: blocks are freed, sequences end once, and the number of tombstones is limited."""
 
 import pytest
 
@@ -18,14 +18,14 @@ def test_an_abort_frees_blocks_when_the_last_step_in_flight_is_settled(depth: in
     bench.scheduler.abort(m.Abort(request, 1))
     assert bench.scheduler.load().num_running == 0
     for _ in range(depth):
-        assert bench.scheduler.load().num_blocks_held == 3, "a step in flight names them still"
+        assert bench.scheduler.load().num_blocks_held == 3, "a step in flight still uses them"
         bench.answer()
     bench.report()
     assert bench.scheduler.load().num_blocks_held == 0
     assert bench.finished[1] == Finish.ABORT
 
 
-def test_an_abort_of_the_waiting_takes_no_step() -> None:
+def test_aborting_a_waiting_request_takes_no_step() -> None:
     bench = Bench(config(max_num_seqs=1), depth=1)
     bench.admit(range(10), max_tokens=50)
     second = bench.admit(range(10), max_tokens=50)
@@ -46,14 +46,14 @@ def test_an_abort_is_idempotent() -> None:
     assert bench.finished == {1: Finish.ABORT}
 
 
-def test_an_abort_that_overtakes_its_request_is_answered_when_that_comes() -> None:
+def test_an_abort_that_overtakes_its_request_applies_on_arrival() -> None:
     bench = Bench(config(), depth=1)
     bench.scheduler.abort(m.Abort(77, 1))
     bench.admit(range(10), request_id=77)
     assert bench.refused[0].failure.code == "aborted"
     bench.admit(range(10), request_id=77)
     bench.run()
-    assert bench.finished == {1: Finish.LENGTH}, "a tombstone is for one request"
+    assert bench.finished == {1: Finish.LENGTH}, "a tombstone applies to one request"
 
 
 def test_a_stop_string_ends_one_sequence_of_n_and_leaves_the_others() -> None:
@@ -66,7 +66,7 @@ def test_a_stop_string_ends_one_sequence_of_n_and_leaves_the_others() -> None:
     assert [bench.finished[seq] for seq in (1, 2, 3)] == [Finish.LENGTH, Finish.STOP, Finish.LENGTH]
 
 
-def test_an_abort_of_an_older_attempt_leaves_the_newer_alone() -> None:
+def test_an_abort_of_an_older_attempt_does_not_affect_the_newer() -> None:
     bench = Bench(config(), depth=1)
     request = bench.admit(range(10), max_tokens=4)
     bench.scheduler.abort(m.Abort(request, 0))
@@ -108,4 +108,4 @@ def test_tombstones_are_bounded() -> None:
         bench.scheduler.abort(m.Abort(10 + request, 1))
     bench.admit(range(10), request_id=10)
     bench.admit(range(10), request_id=11)
-    assert [refusal.request_id for refusal in bench.refused] == [11], "the oldest was forgotten"
+    assert [refusal.request_id for refusal in bench.refused] == [11], "the oldest tombstone was dropped"

@@ -1,4 +1,4 @@
-"""Exact tokens, and no block lost, for any interleaving of what can happen to a scheduler."""
+"""Exact tokens and no lost block, for any interleaving of events."""
 
 from collections.abc import Iterable
 

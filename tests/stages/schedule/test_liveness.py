@@ -1,4 +1,4 @@
-"""Everybody goes on, and nobody is put back for nothing: what random histories can't see, for they end in any case."""
+"""Every request progresses, and preemptions are useful. Random histories always end, so they cannot test this."""
 
 import time
 
@@ -18,8 +18,8 @@ def turn(bench: Bench, steps: int = 1) -> None:
         bench.report()
 
 
-def taught(chosen: SchedulerConfig, depth: int = 1) -> Bench:
-    """One that knows what steps take."""
+def with_known_costs(chosen: SchedulerConfig, depth: int = 1) -> Bench:
+    """A bench that has learned the cost of steps."""
     bench = Bench(chosen, depth)
     for number in range(12):
         bench.admit(range(number * 7, number * 7 + 40), max_tokens=30)
@@ -28,7 +28,7 @@ def taught(chosen: SchedulerConfig, depth: int = 1) -> Bench:
 
 
 def steps_until_first(bench: Bench, request: int, most: int = 500) -> int:
-    """Steps until a request's first id is there."""
+    """Steps until a request's first id arrives."""
     (seq,) = (opening.seq for opening in bench.opened.values() if opening.request_id == request)
     for steps in range(most):
         turn(bench)
@@ -38,7 +38,7 @@ def steps_until_first(bench: Bench, request: int, most: int = 500) -> int:
 
 
 def ids(number: int, length: int) -> list[int]:
-    """A prompt that begins like no other."""
+    """A prompt that shares no prefix with others."""
     return [int(value) for value in np.random.default_rng(number).integers(0, 900, length)]
 
 
@@ -49,8 +49,8 @@ def long_limits(**changes: object) -> SchedulerConfig:
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 @pytest.mark.parametrize("num_swap_blocks", [0, 300])
-def test_no_row_is_preempted_for_a_long_prompt_that_waits_for_another(depth: int, num_swap_blocks: int) -> None:
-    bench = taught(long_limits(max_num_seqs=3, policy="priority", num_swap_blocks=num_swap_blocks), depth)
+def test_no_row_is_preempted_for_a_long_prompt_that_waits_for_another_one(depth: int, num_swap_blocks: int) -> None:
+    bench = with_known_costs(long_limits(max_num_seqs=3, policy="priority", num_swap_blocks=num_swap_blocks), depth)
     bench.admit(range(10), max_tokens=400)
     victim = bench.admit(range(100, 200), max_tokens=360, priority=1)
     turn(bench, 5)
@@ -61,7 +61,7 @@ def test_no_row_is_preempted_for_a_long_prompt_that_waits_for_another(depth: int
     before = len(bench.received[seq])
     turn(bench, 40)
     assert bench.scheduler.load().num_preemptions == 0
-    assert len(bench.received[seq]) >= before + 38, "it goes on meanwhile"
+    assert len(bench.received[seq]) >= before + 38, "it continues meanwhile"
     bench.run()
     bench.check_outputs()
     assert bench.scheduler.load().num_preemptions == 1, "once, when the second can start"
@@ -113,13 +113,15 @@ def test_no_row_is_preempted_while_the_budget_is_used_up() -> None:
         bench.report()
     bench.fill()
     assert bench.scheduler.load().num_running == 2
-    assert not bench.scheduler.lifecycle.preemptor.preempted_for, "whom way was made for has started"
+    assert not bench.scheduler.lifecycle.preemptor.preempted_for, (
+        "the request that triggered the preemption has started"
+    )
     bench.run()
     bench.check_outputs()
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
-def test_a_lower_priority_does_not_wait_for_a_prompt_of_a_higher_one(depth: int) -> None:
+def test_a_lower_priority_value_does_not_wait_for_a_prompt_with_a_higher_one(depth: int) -> None:
     bench = Bench(config(num_blocks=400, max_model_len=2048, policy="priority"), depth)
     bench.admit(ids(1, 1500), max_tokens=2, priority=5)
     turn(bench, 3)
@@ -129,8 +131,8 @@ def test_a_lower_priority_does_not_wait_for_a_prompt_of_a_higher_one(depth: int)
     bench.check_outputs()
 
 
-def test_a_prompt_that_is_cached_is_not_long() -> None:
-    bench = taught(long_limits())
+def test_a_cached_prompt_is_not_long() -> None:
+    bench = with_known_costs(long_limits())
     prompt = ids(1, 1000)
     bench.admit(prompt, max_tokens=2)
     bench.run()
@@ -140,12 +142,12 @@ def test_a_prompt_that_is_cached_is_not_long() -> None:
     bench.admit(ids(2, 2000), max_tokens=2)
     turn(bench, 3)
     again = bench.admit([*prompt, 5, 6], max_tokens=2)
-    assert steps_until_first(bench, again) == 0, "ten tokens are to be computed"
+    assert steps_until_first(bench, again) == 0, "only ten tokens need computing"
 
 
 @pytest.mark.parametrize("num_long", [3, 70, 200])
-def test_a_short_prompt_passes_any_number_of_long_ones(num_long: int) -> None:
-    bench = taught(long_limits(max_num_batched_tokens=96, max_num_seqs=100))
+def test_a_short_prompt_overtakes_any_number_of_long_ones(num_long: int) -> None:
+    bench = with_known_costs(long_limits(max_num_batched_tokens=96, max_num_seqs=100))
     for number in range(4):
         bench.admit([number] * 3, max_tokens=2000)
     turn(bench, 10)
@@ -156,7 +158,7 @@ def test_a_short_prompt_passes_any_number_of_long_ones(num_long: int) -> None:
     assert steps_until_first(bench, short) <= 1
 
 
-def test_a_short_prompt_passes_a_long_one_without_decoding_rows() -> None:
+def test_a_short_prompt_overtakes_a_long_one_without_decoding_rows() -> None:
     bench = Bench(long_limits(), depth=1)
     bench.admit(ids(1, 2000), max_tokens=2)
     turn(bench, 3)
@@ -164,7 +166,7 @@ def test_a_short_prompt_passes_a_long_one_without_decoding_rows() -> None:
     assert steps_until_first(bench, short) <= 1
 
 
-def test_a_short_prompt_goes_on_where_decoding_rows_leave_next_to_nothing() -> None:
+def test_a_short_prompt_progresses_if_decoding_rows_leave_almost_no_budget() -> None:
     bench = Bench(long_limits(max_num_seqs=16, max_num_batched_tokens=16), depth=1)
     for number in range(14):
         bench.admit([number] * 3, max_tokens=2000)
@@ -175,8 +177,8 @@ def test_a_short_prompt_goes_on_where_decoding_rows_leave_next_to_nothing() -> N
     assert steps_until_first(bench, short) <= 6
 
 
-def test_a_long_prompt_is_passed_so_often_and_no_more() -> None:
-    bench = taught(long_limits(max_num_batched_tokens=64, max_num_seqs=30))
+def test_a_long_prompt_is_overtaken_a_limited_number_of_times() -> None:
+    bench = with_known_costs(long_limits(max_num_batched_tokens=64, max_num_seqs=30))
     for number in range(6):
         bench.admit([number] * 10, max_tokens=2500)
     turn(bench, 20)
@@ -191,11 +193,11 @@ def test_a_long_prompt_is_passed_so_often_and_no_more() -> None:
     assert number <= 2 * MAX_SKIPPED
 
 
-def test_who_is_preferred_is_counted_when_it_has_started_and_not_before() -> None:
+def test_overtaking_is_counted_when_the_sequence_has_started() -> None:
     bench = Bench(config(num_blocks=16, max_num_seqs=8, max_model_len=200, policy="longest-prefix-match"), depth=1)
     bench.admit(range(64), max_tokens=1)
     bench.run()
-    bench.admit(ids(1, 150), max_tokens=50)  # fills the memory for as long as it runs
+    bench.admit(ids(1, 150), max_tokens=50)  # fills the memory while it runs
     turn(bench, 3)
     for number in range(3):
         bench.admit(ids(20 + number, 120), max_tokens=1)
@@ -223,8 +225,8 @@ def test_parallel_samples_get_another_leader_if_theirs_is_aborted() -> None:
 
 
 @pytest.mark.parametrize("aligned", [True, False])
-def test_putting_back_many_costs_little(aligned: bool) -> None:
-    """A thousand rows that run out of memory at once: the cost of a plan, of which one may be a noisy moment's."""
+def test_preempting_many_rows_is_cheap(aligned: bool) -> None:
+    """A thousand rows run out of memory at once. Measures the cost of a plan; one plan may be slow because of noise."""
     num_rows = 1024
     bench = Bench(
         config(
@@ -247,7 +249,7 @@ def test_putting_back_many_costs_little(aligned: bool) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
-def test_a_preempted_prompt_lends_its_row_and_nothing_else(depth: int) -> None:
+def test_a_preempted_prompt_frees_only_its_row(depth: int) -> None:
     bench = Bench(long_limits(max_num_seqs=4, max_num_batched_tokens=96, policy="priority"), depth)
     for number in range(3):
         bench.admit(ids(number, 10), max_tokens=500)
@@ -261,7 +263,7 @@ def test_a_preempted_prompt_lends_its_row_and_nothing_else(depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 @pytest.mark.parametrize("num_blocks", [10, 30, 40])
-def test_preempted_blocks_suffice_though_other_rows_grow_meanwhile(depth: int, num_blocks: int) -> None:
+def test_preempted_blocks_suffice_although_other_rows_grow_meanwhile(depth: int, num_blocks: int) -> None:
     bench = Bench(
         config(num_blocks=64 * 2, max_num_seqs=64, max_model_len=1000, max_num_batched_tokens=1024, policy="priority"),
         depth,
@@ -278,7 +280,7 @@ def test_preempted_blocks_suffice_though_other_rows_grow_meanwhile(depth: int, n
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
-def test_many_of_a_lower_priority_take_rows_in_one_step(depth: int) -> None:
+def test_many_requests_with_a_lower_priority_value_preempt_in_one_step(depth: int) -> None:
     bench = Bench(config(num_blocks=600, max_num_seqs=32, max_num_batched_tokens=1024, policy="priority"), depth)
     for number in range(32):
         bench.admit(ids(number, 10), max_tokens=100, priority=3)
@@ -303,7 +305,7 @@ def test_no_more_rows_are_preempted_than_the_step_has_tokens_for() -> None:
     assert bench.scheduler.load().num_preemptions == 2
 
 
-def test_no_row_is_preempted_for_a_row_that_is_about_to_be_free() -> None:
+def test_no_row_is_preempted_if_a_row_is_about_to_be_free() -> None:
     bench = Bench(config(num_blocks=200, max_num_seqs=2, policy="priority"), depth=2)
     bench.admit(range(10), max_tokens=100, priority=2)
     bench.admit(range(50, 60), max_tokens=12, priority=3)
@@ -317,10 +319,10 @@ def test_no_row_is_preempted_for_a_row_that_is_about_to_be_free() -> None:
 
 
 @pytest.mark.parametrize("other", [2500, 40])
-def test_a_long_prompt_does_not_wait_for_prompts_of_a_higher_priority(other: int) -> None:
+def test_a_long_prompt_does_not_wait_for_prompts_with_a_higher_priority_value(other: int) -> None:
     steps = []
     for beside in (False, True):
-        bench = taught(long_limits(max_num_batched_tokens=64, policy="priority", max_num_seqs=20))
+        bench = with_known_costs(long_limits(max_num_batched_tokens=64, policy="priority", max_num_seqs=20))
         for number in range(4):
             bench.admit([number] * 3, max_tokens=1000)
         turn(bench, 10)

@@ -1,5 +1,5 @@
-"""What the executor tells of ids besides reaches detokenize with them, whatever happens to the sequence; and so does
-what it tells of a prompt."""
+"""Logprob records of outputs and prompts reach detokenize with their ids, whatever the scheduler does with the
+sequence."""
 
 from collections import deque
 from typing import Any
@@ -24,8 +24,8 @@ LIMITS: dict[str, Any] = {
 }
 
 
-class Asks:
-    """A scheduler, a fake executor, and what detokenize has been told of each sequence."""
+class RecordBench:
+    """A scheduler, a fake executor, and the records that detokenize has of each sequence."""
 
     def __init__(self, depth: int, num_swap_blocks: int = 0, **config: Any) -> None:
         known = SchedulerConfig(**LIMITS | {"num_swap_blocks": num_swap_blocks} | config)
@@ -54,7 +54,7 @@ class Asks:
         num_prompt_logprobs: int = -1,
         **how: Any,
     ) -> None:
-        """`failing` are ids at which the executor fails."""
+        """The executor fails at the ids `failing`."""
         options = m.GenerationOptions(
             n=n,
             max_tokens=how.pop("max_tokens", 40),
@@ -73,15 +73,15 @@ class Asks:
             options=raw(options),
             **how,
         )
-        for told in self.scheduler.admit(admit):
-            assert isinstance(told, m.Open) and told.options == admit.options
-            self.seqs[request_id, told.index] = told.seq
-            self.ids[told.seq], self.records[told.seq], self.prompts[told.seq] = [], b"", b""
-            self._widths[told.seq] = record_bytes(options, hidden_size=0)
-            self._prompt_widths[told.seq] = prompt_record_bytes(options)
+        for opening in self.scheduler.admit(admit):
+            assert isinstance(opening, m.Open) and opening.options == admit.options
+            self.seqs[request_id, opening.index] = opening.seq
+            self.ids[opening.seq], self.records[opening.seq], self.prompts[opening.seq] = [], b"", b""
+            self._widths[opening.seq] = record_bytes(options, hidden_size=0)
+            self._prompt_widths[opening.seq] = prompt_record_bytes(options)
 
     def turn(self) -> bool:
-        """Plan, and take one result in. Returns whether there was any."""
+        """Plan, and handle one result. Returns whether there was one."""
         while len(self._steps) < self._depth and (step := self.scheduler.plan()) is not None:
             self._steps.append(step)
         if not self._steps:
@@ -128,7 +128,7 @@ class Asks:
         self.report()
 
 
-def told_of(ids: list[int], num_top: int) -> bytes:
+def records_of(ids: list[int], num_top: int) -> bytes:
     return b"".join(record(one, num_top) for one in ids)
 
 
@@ -147,23 +147,23 @@ def prompt(i: int) -> list[int]:
     ],
     ids=["enough", "recomputed", "swapped"],
 )
-def test_every_id_comes_with_its_own(depth: int, report_every: int, memory: dict[str, Any]) -> None:
-    """Some ask and some don't; they stop by ids or by length, fork, and are preempted by either means."""
-    asks = Asks(depth, **memory)
+def test_every_id_comes_with_its_own_record(depth: int, report_every: int, memory: dict[str, Any]) -> None:
+    """Some request records and some do not; they stop by ids or by length, fork, and are preempted in either mode."""
+    bench = RecordBench(depth, **memory)
     for i in range(1, 9):
         stop = [expected(prompt(i), m.GenerationOptions(seed=i), 0, 40)[0][25]] if i % 3 == 0 else []
-        asks.admit(i, prompt(i), n=1 + i % 4, stop=stop, num_logprobs=i % 3 if i % 2 == 0 else -1)
-    asks.run(report_every)
-    load = asks.scheduler.load()
+        bench.admit(i, prompt(i), n=1 + i % 4, stop=stop, num_logprobs=i % 3 if i % 2 == 0 else -1)
+    bench.run(report_every)
+    load = bench.scheduler.load()
     assert (load.num_preemptions > 0) == ("num_blocks" in memory)
     assert (load.num_blocks_swapped_in > 0) == ("num_swap_blocks" in memory)
     assert load.num_forks > 0
-    stopped = [seq for seq, finish in asks.finishes.items() if finish == Finish.STOP]
-    assert stopped and len(asks.finishes) == len(asks.seqs)
-    for (request_id, _), seq in asks.seqs.items():
-        assert len(asks.ids[seq]) >= 10
-        assert asks.records[seq] == (told_of(asks.ids[seq], request_id % 3) if request_id % 2 == 0 else b"")
-    assert asks.scheduler.rows.num_recorded == 0
+    stopped = [seq for seq, finish in bench.finishes.items() if finish == Finish.STOP]
+    assert stopped and len(bench.finishes) == len(bench.seqs)
+    for (request_id, _), seq in bench.seqs.items():
+        assert len(bench.ids[seq]) >= 10
+        assert bench.records[seq] == (records_of(bench.ids[seq], request_id % 3) if request_id % 2 == 0 else b"")
+    assert bench.scheduler.rows.num_recorded == 0
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
@@ -178,89 +178,89 @@ def test_every_id_comes_with_its_own(depth: int, report_every: int, memory: dict
     ids=["enough", "recomputed", "swapped"],
 )
 def test_each_prompt_id_has_one_record(depth: int, report_every: int, memory: dict[str, Any]) -> None:
-    """Whatever is cached, forked, put back or computed again; and only by the first sequence."""
-    asks = Asks(depth, max_num_batched_tokens=24, **memory)
+    """Whatever is cached, forked, preempted or recomputed; only the first sequence has them."""
+    bench = RecordBench(depth, max_num_batched_tokens=24, **memory)
     for i in range(1, 9):
-        asks.admit(
+        bench.admit(
             i, prompt(1 + i // 3), num_logprobs=0 if i % 2 == 0 else -1, n=1 + i % 3, num_prompt_logprobs=i % 4 - 1
         )
-    asks.run(report_every)
-    load = asks.scheduler.load()
+    bench.run(report_every)
+    load = bench.scheduler.load()
     assert (load.num_preemptions > 0) == ("num_blocks" in memory)
-    for (request_id, index), seq in asks.seqs.items():
+    for (request_id, index), seq in bench.seqs.items():
         num_top = request_id % 4 - 1
-        is_told = index == 0 and num_top >= 0
-        assert asks.prompts[seq] == (told_of(prompt(1 + request_id // 3)[1:], num_top) if is_told else b"")
+        has_records = index == 0 and num_top >= 0
+        assert bench.prompts[seq] == (records_of(prompt(1 + request_id // 3)[1:], num_top) if has_records else b"")
         assert (
-            asks.ids[seq] == expected(prompt(1 + request_id // 3), m.GenerationOptions(seed=request_id), index, 40)[0]
+            bench.ids[seq] == expected(prompt(1 + request_id // 3), m.GenerationOptions(seed=request_id), index, 40)[0]
         )
-    assert asks.scheduler.rows.num_recorded == 0
+    assert bench.scheduler.rows.num_recorded == 0
 
 
 def test_a_prompt_with_records_uses_no_cached_blocks() -> None:
-    asks = Asks(1)
+    bench = RecordBench(1)
     for request_id, num_prompt_logprobs in ((1, -1), (2, 0), (3, -1)):
-        asks.admit(request_id, prompt(9), num_prompt_logprobs=num_prompt_logprobs)
-        asks.run()
-    assert asks.scheduler.load().num_cached_tokens == 32, "only the third finds what the first computed"
+        bench.admit(request_id, prompt(9), num_prompt_logprobs=num_prompt_logprobs)
+        bench.run()
+    assert bench.scheduler.load().num_cached_tokens == 32, "only the third uses the blocks of the first"
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_a_sequence_ends_with_the_reason_if_no_id_can_be_sampled(depth: int) -> None:
-    asks = Asks(depth)
+    bench = RecordBench(depth)
     for i in range(1, 6):
         ids, _ = expected(prompt(i), m.GenerationOptions(seed=i), 0, 40)
-        asks.admit(i, prompt(i), num_logprobs=0, failing=[ids[17 + i]] if i % 2 else [])
-    asks.run()
+        bench.admit(i, prompt(i), num_logprobs=0, failing=[ids[17 + i]] if i % 2 else [])
+    bench.run()
     for i in range(1, 6):
         ids, _ = expected(prompt(i), m.GenerationOptions(seed=i), 0, 40)
-        seq = asks.seqs[i, 0]
-        num_drawn = ids.index(ids[17 + i]) if i % 2 else 40
-        assert asks.ids[seq] == ids[:num_drawn]
-        assert asks.records[seq] == told_of(asks.ids[seq], 0)
-        assert asks.finishes[seq] == (Finish.ERROR if i % 2 else Finish.LENGTH)
-        assert asks.errors.get(seq) == (f"{ids[17 + i]} must not be sampled" if i % 2 else None)
-    assert asks.scheduler.load().num_blocks_held == 0
+        seq = bench.seqs[i, 0]
+        num_sampled = ids.index(ids[17 + i]) if i % 2 else 40
+        assert bench.ids[seq] == ids[:num_sampled]
+        assert bench.records[seq] == records_of(bench.ids[seq], 0)
+        assert bench.finishes[seq] == (Finish.ERROR if i % 2 else Finish.LENGTH)
+        assert bench.errors.get(seq) == (f"{ids[17 + i]} must not be sampled" if i % 2 else None)
+    assert bench.scheduler.load().num_blocks_held == 0
 
 
 def test_without_a_request_for_records_there_are_none() -> None:
-    asks = Asks(2)
+    bench = RecordBench(2)
     for i in range(1, 4):
-        asks.admit(i, prompt(i))
-    asks.run()
-    assert asks.reports and asks.results
-    assert all(report.records == b"" for report in asks.reports)
-    assert all(result.records == b"" for result in asks.results)
+        bench.admit(i, prompt(i))
+    bench.run()
+    assert bench.reports and bench.results
+    assert all(report.records == b"" for report in bench.reports)
+    assert all(result.records == b"" for result in bench.results)
 
 
-def test_a_row_used_again_has_none_of_who_was_there_before() -> None:
-    asks = Asks(1, max_num_seqs=2)
-    asks.admit(1, prompt(1), num_logprobs=0, max_tokens=30)
-    asks.admit(2, prompt(2), num_logprobs=0, max_tokens=5)
-    asks.admit(3, prompt(3), max_tokens=20)
-    asks.run()
-    assert asks.records[asks.seqs[3, 0]] == b""
-    assert asks.records[asks.seqs[2, 0]] == told_of(asks.ids[asks.seqs[2, 0]], 0)
+def test_a_reused_row_has_no_records_of_its_predecessor() -> None:
+    bench = RecordBench(1, max_num_seqs=2)
+    bench.admit(1, prompt(1), num_logprobs=0, max_tokens=30)
+    bench.admit(2, prompt(2), num_logprobs=0, max_tokens=5)
+    bench.admit(3, prompt(3), max_tokens=20)
+    bench.run()
+    assert bench.records[bench.seqs[3, 0]] == b""
+    assert bench.records[bench.seqs[2, 0]] == records_of(bench.ids[bench.seqs[2, 0]], 0)
 
 
-def test_one_that_is_ended_has_those_of_the_ids_that_were_settled() -> None:
-    asks = Asks(2)
-    asks.admit(1, prompt(1), num_logprobs=0, n=2)
+def test_an_aborted_sequence_has_the_records_of_its_settled_ids() -> None:
+    bench = RecordBench(2)
+    bench.admit(1, prompt(1), num_logprobs=0, n=2)
     for _ in range(9):
-        assert asks.turn()
-    asks.scheduler.abort(m.Abort(1, 1, 1, Finish.STOP))
-    asks.run()
+        assert bench.turn()
+    bench.scheduler.abort(m.Abort(1, 1, 1, Finish.STOP))
+    bench.run()
     for index in (0, 1):
-        seq = asks.seqs[1, index]
-        assert asks.records[seq] == told_of(asks.ids[seq], 0)
-    assert 0 < len(asks.ids[asks.seqs[1, 1]]) < len(asks.ids[asks.seqs[1, 0]]) == 40
+        seq = bench.seqs[1, index]
+        assert bench.records[seq] == records_of(bench.ids[seq], 0)
+    assert 0 < len(bench.ids[bench.seqs[1, 1]]) < len(bench.ids[bench.seqs[1, 0]]) == 40
 
 
-def test_resumed_sequences_have_records_of_new_ids_alone() -> None:
-    asks = Asks(1)
+def test_resumed_sequences_have_records_only_of_new_ids() -> None:
+    bench = RecordBench(1)
     whole, _ = expected(prompt(1), m.GenerationOptions(seed=1), 0, 40)
-    asks.admit(1, prompt(1), num_logprobs=0, outputs=[np.array(whole[:13], np.int32).tobytes()], finishes=b"\0")
-    asks.run()
-    seq = asks.seqs[1, 0]
-    assert asks.ids[seq] == whole[13:]
-    assert asks.records[seq] == told_of(whole[13:], 0)
+    bench.admit(1, prompt(1), num_logprobs=0, outputs=[np.array(whole[:13], np.int32).tobytes()], finishes=b"\0")
+    bench.run()
+    seq = bench.seqs[1, 0]
+    assert bench.ids[seq] == whole[13:]
+    assert bench.records[seq] == records_of(whole[13:], 0)

@@ -1,4 +1,4 @@
-"""What the scheduler counts of its sequences' lives, on a clock that the test turns."""
+"""The scheduler's stats of its sequences, with a clock that the test controls."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def number(histogram: HistogramCounts) -> int:
     return sum(histogram.counts)
 
 
-def test_a_sequence_alone_waits_for_nothing_and_decodes_a_second_for_each_further_id() -> None:
+def test_a_sequence_alone_does_not_wait_and_decodes_one_id_per_second() -> None:
     clock = Clock()
     clock.admit(range(10), max_tokens=5)
     for _ in range(5):
@@ -50,7 +50,7 @@ def test_a_sequence_alone_waits_for_nothing_and_decodes_a_second_for_each_furthe
     assert clock.firsts == [m.FirstTimes(0, 100.0, 100.0, 101.0, 0)]
 
 
-def test_with_one_row_each_waits_for_those_before() -> None:
+def test_with_one_row_each_sequence_waits_for_earlier_ones() -> None:
     clock = Clock(max_num_seqs=1)
     for place in range(3):
         clock.admit([place] * 5, max_tokens=4)
@@ -109,7 +109,7 @@ def test_a_stop_string_counts_as_an_end() -> None:
 def test_a_preempted_sequence_keeps_its_first_times_and_is_counted_once() -> None:
     clock = Clock(num_blocks=3, max_model_len=48)
     for _ in range(2):
-        clock.admit(np.arange(14).tolist(), max_tokens=30, seed=len(clock.wanted))
+        clock.admit(np.arange(14).tolist(), max_tokens=30, seed=len(clock.admitted))
     for _ in range(120):
         clock.second()
     counts = clock.scheduler.counts()
@@ -117,5 +117,5 @@ def test_a_preempted_sequence_keeps_its_first_times_and_is_counted_once() -> Non
     assert len(clock.finished) == 2
     assert len(clock.firsts) == 2
     assert number(counts.queue_s) == number(counts.decode_s) == 2
-    assert counts.num_prompt_tokens == 28, "what is computed again is not prompt again"
+    assert counts.num_prompt_tokens == 28, "recomputed ids do not count as prompt tokens again"
     assert counts.num_output_tokens == 60

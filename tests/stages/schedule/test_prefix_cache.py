@@ -1,4 +1,4 @@
-"""Prefix caching and parallel sampling: what is computed again, what is found, and what is evicted."""
+"""Prefix caching and parallel sampling: computed blocks, cache hits, and evictions."""
 
 import pytest
 
@@ -6,14 +6,14 @@ from pipeline.runtime import messages as m
 from tests.stages.schedule.bench import Bench, config
 
 
-def test_a_prompt_seen_before_is_not_computed_again() -> None:
+def test_a_cached_prompt_is_not_computed_again() -> None:
     bench = Bench(config(), depth=1)
     bench.admit(range(100), max_tokens=4)
     bench.run()
     bench.admit(range(100), max_tokens=4)
     bench.run()
     bench.check_outputs()
-    assert bench.scheduler.load().num_cached_tokens == 96, "six full blocks; what is left is computed"
+    assert bench.scheduler.load().num_cached_tokens == 96, "six full blocks; the rest is computed"
 
 
 def test_a_prompt_of_full_blocks_still_computes_its_last_id() -> None:
@@ -36,7 +36,7 @@ def test_generated_blocks_are_found_by_the_next_turn_of_a_chat() -> None:
     assert bench.scheduler.load().num_cached_tokens == 64, "the last id of 70 was never computed"
 
 
-def test_nothing_is_cached_where_prefix_caching_is_off() -> None:
+def test_nothing_is_cached_if_prefix_caching_is_off() -> None:
     bench = Bench(config(prefix_caching=False), depth=1)
     for _ in range(2):
         bench.admit(range(64), max_tokens=4)
@@ -54,10 +54,10 @@ def test_parallel_samples_fork_from_the_first_and_compute_one_position_of_the_pr
     bench = Bench(config(max_num_batched_tokens=256, prefix_caching=caching), depth)
     bench.admit(range(length), max_tokens=4, n=4)
     bench.fill()
-    assert bench.scheduler.num_running == min(4, depth**2), "the siblings wait until the prompt is computed"
+    assert bench.scheduler.num_running == min(4, depth**2), "the other samples wait until the prompt is computed"
     num_shared = (length - 1) // 16
-    num_own = -(-(length + depth - 1) // 16) - num_shared  # what a step in flight will sample has its place already
-    assert bench.scheduler.kv_cache_manager.pool.num_held <= num_shared + 4 * num_own, "its full blocks are there once"
+    num_own = -(-(length + depth - 1) // 16) - num_shared  # includes the slots of ids that steps in flight will sample
+    assert bench.scheduler.kv_cache_manager.pool.num_held <= num_shared + 4 * num_own, "its full blocks exist once"
     bench.run()
     bench.check_outputs()
     load = bench.scheduler.load()
@@ -65,10 +65,10 @@ def test_parallel_samples_fork_from_the_first_and_compute_one_position_of_the_pr
     found_anyway = (length - 1) % 16 == 0 and (caching or length == 1)
     assert load.num_forks == (0 if found_anyway else 3)
     assert bench.executor.num_copies == (3 if (length - 1) % 16 else 0), "the block that all of them write to"
-    assert len({tuple(ids) for ids in bench.received.values()}) == 4, "each has noise of its own"
+    assert len({tuple(ids) for ids in bench.received.values()}) == 4, "each has its own noise"
 
 
-def test_a_parallel_sample_whose_leader_is_gone_computes_the_prompt_itself() -> None:
+def test_a_parallel_sample_without_its_leader_computes_the_prompt_itself() -> None:
     bench = Bench(config(max_num_seqs=1, prefix_caching=False), depth=1)
     bench.admit(range(40), max_tokens=3, n=3)
     bench.run()
@@ -91,7 +91,7 @@ def test_parallel_samples_wait_for_a_prompt_in_chunks_while_others_start() -> No
 
 def test_the_least_recently_used_prefix_is_evicted_first() -> None:
     bench = Bench(config(num_blocks=10, max_num_seqs=1), depth=1)
-    for first in (0, 1000, 0, 2000):  # three full blocks each; the third touches the first again
+    for first in (0, 1000, 0, 2000):  # three full blocks each; the third request uses the first prompt again
         bench.admit(range(first, first + 60), max_tokens=4)
         bench.run()
     bench.admit(range(3000, 3060), max_tokens=4)
@@ -106,7 +106,7 @@ def test_the_least_recently_used_prefix_is_evicted_first() -> None:
     assert bench.scheduler.load().num_cached_tokens == before, "evicted: it was used longest ago"
 
 
-def test_a_half_computed_prompt_that_is_aborted_lends_only_what_was_computed() -> None:
+def test_an_aborted_prompt_caches_only_its_computed_blocks() -> None:
     bench = Bench(config(max_num_batched_tokens=32), depth=1)
     first = bench.admit(range(100))
     bench.fill()
@@ -118,11 +118,11 @@ def test_a_half_computed_prompt_that_is_aborted_lends_only_what_was_computed() -
     assert bench.scheduler.load().num_cached_tokens == 32
 
 
-def test_when_part_of_a_prompt_is_evicted_its_head_is_still_found() -> None:
+def test_the_head_of_a_partly_evicted_prompt_is_still_found() -> None:
     bench = Bench(config(num_blocks=8, max_num_seqs=1), depth=1)
     bench.admit(range(97), max_tokens=1)  # seven blocks, six of them full
     bench.run()
-    bench.admit(range(500, 540), max_tokens=4)  # takes the free ones, and a cached one
+    bench.admit(range(500, 540), max_tokens=4)  # takes the free blocks, and a cached one
     bench.run()
     before = bench.scheduler.load().num_cached_tokens
     bench.admit(range(97), max_tokens=1)
@@ -131,7 +131,7 @@ def test_when_part_of_a_prompt_is_evicted_its_head_is_still_found() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
-def test_a_row_used_again_still_fills_the_prefix_cache(depth: int) -> None:
+def test_a_reused_row_still_fills_the_prefix_cache(depth: int) -> None:
     bench = Bench(config(max_num_seqs=1), depth)
     bench.admit(range(200, 260), max_tokens=2)
     bench.run()

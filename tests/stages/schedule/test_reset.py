@@ -1,4 +1,4 @@
-"""After a reset nothing that was computed before is found again, and nothing is lost."""
+"""After a reset of the prefix cache, earlier blocks are not found, and none is lost."""
 
 import msgspec
 import pytest
@@ -44,7 +44,7 @@ def run(bench: Bench) -> None:
 
 
 def cached_by(bench: Bench, prompt: list[int]) -> int:
-    """How many ids of a prompt are found, when it is computed now."""
+    """How many ids of a prompt are found in the cache when it is computed now."""
     before = bench.scheduler.load().num_cached_tokens
     bench.admit(prompt, max_tokens=4)
     run(bench)
@@ -56,7 +56,7 @@ def all_open(bench: Bench) -> list[Sequence]:
 
 
 class TestTheScheduler:
-    def test_finds_nothing_of_before_and_all_of_after(self) -> None:
+    def test_finds_no_earlier_and_all_later_blocks(self) -> None:
         bench = Bench(LIMITS, depth=2)
         prompt = list(range(100))
         assert [cached_by(bench, prompt), cached_by(bench, prompt)] == [0, 96]
@@ -65,7 +65,7 @@ class TestTheScheduler:
         assert bench.scheduler.load().num_blocks_free == LIMITS.num_blocks
         assert [cached_by(bench, prompt), cached_by(bench, prompt)] == [0, 96]
 
-    def test_what_runs_goes_on_and_offers_nothing_any_more(self) -> None:
+    def test_running_sequences_continue_but_cache_nothing(self) -> None:
         bench = Bench(LIMITS, depth=2)
         prompt = list(range(40))
         bench.admit(prompt, max_tokens=60)
@@ -81,12 +81,12 @@ class TestTheScheduler:
         seq = next(iter(bench.opened))
         whole, finish = expected(prompt, m.GenerationOptions(), 0, 60)
         assert (bench.received[seq], bench.finished[seq]) == (whole, finish)
-        assert bench.scheduler.load().num_blocks_free == LIMITS.num_blocks, "what it computed was kept to be found"
+        assert bench.scheduler.load().num_blocks_free == LIMITS.num_blocks, "its blocks stayed in the cache"
         assert cached_by(bench, prompt + whole) == 0
         assert cached_by(bench, prompt + whole) == 96
 
     @pytest.mark.parametrize("num_steps", range(1, 8))
-    def test_a_sibling_that_forks_later_offers_nothing_either(self, num_steps: int) -> None:
+    def test_parallel_samples_that_fork_later_cache_nothing(self, num_steps: int) -> None:
         bench = Bench(msgspec.structs.replace(LIMITS, max_num_batched_tokens=32), depth=1)
         prompt = list(range(100))
         bench.admit(prompt, max_tokens=30, n=2)
@@ -100,7 +100,7 @@ class TestTheScheduler:
         assert cached_by(bench, prompt) == 0
         assert cached_by(bench, prompt) == 96
 
-    def test_nor_does_one_that_comes_back_from_swap_space(self) -> None:
+    def test_swapped_sequences_cache_nothing_when_they_resume(self) -> None:
         num_swapped = 0
         for num_steps in range(30, 120, 10):
             bench = Bench(short_of_memory("swap", prefix_caching=True), depth=2)
@@ -122,7 +122,7 @@ class TestTheScheduler:
         assert num_swapped > 3
 
 
-def test_the_stage_answers_the_gateway_that_asked_through_detokenize() -> None:
+def test_the_stage_answers_the_requesting_gateway_through_detokenize() -> None:
     with Rig("schedule", Settings(schedule=ScheduleSettings(max_num_batched_tokens=64))) as rig:
         rig.start(FACTS)
         around = Neighbours(rig)

@@ -1,4 +1,4 @@
-"""A request that comes with output ids goes on exactly where an uninterrupted one would be."""
+"""A request with output ids continues exactly where an uninterrupted one would be."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def resume(
     stop: list[int],
     request_id: int = 1,
 ) -> list[m.Open]:
-    """Admit a request behind ids. Returns its openings; what the client has counts as received."""
+    """Admit a request with output ids. Returns its openings; the client's ids count as received."""
     options = m.GenerationOptions(n=len(outputs), max_tokens=max_tokens, seed=3, stop_token_ids=stop)
     admit = m.Admit(
         request_id=request_id,
@@ -40,7 +40,7 @@ def resume(
         bench.opened[opening.seq] = opening
         bench.received[opening.seq] = list(ids)
         bench.records[opening.seq] = bench.prompts[opening.seq] = b""
-        bench.wanted[opening.seq] = admit, options
+        bench.admitted[opening.seq] = admit, options
         opened.append(opening)
     return opened
 
@@ -48,7 +48,7 @@ def resume(
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 @pytest.mark.parametrize("stops", [False, True])
 @pytest.mark.parametrize("cut", [1, 7, 8, 9, STOP_AT - 1, STOP_AT, 30])
-def test_cut_anywhere_the_same_ids_follow(depth: int, stops: bool, cut: int) -> None:
+def test_a_sequence_cut_anywhere_resumes_with_the_same_ids(depth: int, stops: bool, cut: int) -> None:
     whole, _ = expected(PROMPT, m.GenerationOptions(seed=3), 0, 30)
     stop = [whole[STOP_AT - 1]] if stops else []
     whole, finish = expected(PROMPT, m.GenerationOptions(seed=3, stop_token_ids=stop), 0, 30)
@@ -61,7 +61,7 @@ def test_cut_anywhere_the_same_ids_follow(depth: int, stops: bool, cut: int) -> 
     assert bench.received[opening.seq] == whole
     assert bench.finished == {opening.seq: finish}
     if len(known) == len(whole):
-        assert (steps, opening.finish) == (0, finish), "nothing is computed for what has ended"
+        assert (steps, opening.finish) == (0, finish), "nothing is computed for an ended sequence"
     else:
         assert opening.finish == Finish.NONE
     bench.close_all()
@@ -69,7 +69,7 @@ def test_cut_anywhere_the_same_ids_follow(depth: int, stops: bool, cut: int) -> 
     assert not bench.scheduler.requests
 
 
-def test_sequences_of_n_go_on_each_from_its_own_place() -> None:
+def test_each_of_n_sequences_continues_from_its_own_place() -> None:
     wholes = [expected(PROMPT, m.GenerationOptions(seed=3), index, 20)[0] for index in range(3)]
     bench = Bench(config(), depth=2)
     openings = resume(bench, [wholes[0], [], wholes[2][:5]], [Finish.NONE] * 3, 20, [])
@@ -79,7 +79,7 @@ def test_sequences_of_n_go_on_each_from_its_own_place() -> None:
     assert set(bench.finished.values()) == {Finish.LENGTH}
 
 
-def test_what_was_known_is_computed_again_after_a_preemption_too() -> None:
+def test_resumed_ids_are_recomputed_after_a_preemption() -> None:
     bench = Bench(config(num_blocks=9, max_num_seqs=4), depth=2)
     bench.admit(range(200, 240), max_tokens=60, arrival_s=-1.0)
     whole, _ = expected(PROMPT, m.GenerationOptions(seed=3), 0, 50)
@@ -90,8 +90,8 @@ def test_what_was_known_is_computed_again_after_a_preemption_too() -> None:
     bench.check()
 
 
-def test_only_the_prompt_counts_as_prompt_and_as_cached() -> None:
-    """Ids that were received are computed as a prompt is, and are none."""
+def test_resumed_ids_do_not_count_as_prompt_or_cached_tokens() -> None:
+    """They are computed like a prompt."""
     bench = Bench(config(), depth=1)
     whole, _ = expected(PROMPT, m.GenerationOptions(seed=3), 0, 30)
     for request_id in (1, 2):
@@ -99,6 +99,6 @@ def test_only_the_prompt_counts_as_prompt_and_as_cached() -> None:
         bench.run()
     load = bench.scheduler.load()
     assert load.num_prompt_tokens == 2 * len(PROMPT)
-    assert load.num_cached_tokens == len(PROMPT), "more of its ids were found"
+    assert load.num_cached_tokens == len(PROMPT), "more of its ids were cached"
     assert load.num_output_tokens == 2 * 5
     bench.check()

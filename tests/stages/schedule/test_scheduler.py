@@ -25,7 +25,7 @@ def test_a_stop_id_ends_a_sequence_and_later_steps_in_flight_add_nothing(depth: 
     ids, _ = expected(prompt, m.GenerationOptions(), 0, 6)
     bench = Bench(config(), depth)
     bench.admit(prompt, max_tokens=40, stop=[ids[5]])
-    assert bench.run() == 6 + depth - 1, "those that were in flight when it came"
+    assert bench.run() == 6 + depth - 1, "the steps in flight at that time"
     assert bench.received[1] == ids
     assert bench.finished[1] == Finish.STOP
 
@@ -81,15 +81,15 @@ def test_when_blocks_run_out_the_youngest_is_preempted_and_ends_with_the_same_id
 
 
 @pytest.mark.parametrize("depth", [2, 4])
-def test_who_came_first_ends_first_though_memory_is_short(depth: int) -> None:
+def test_the_earliest_sequence_ends_first_although_memory_is_short(depth: int) -> None:
     bench = Bench(config(num_blocks=8, max_num_seqs=8, max_model_len=128), depth)
     for number in range(12):
         bench.admit(range(number, number + 30), max_tokens=60)
     bench.run()
-    assert list(bench.finished) == sorted(bench.finished), "equal requests end in the order in which they came"
+    assert list(bench.finished) == sorted(bench.finished), "equal requests end in order of arrival"
 
 
-def test_a_preempted_sequence_tells_its_ids_before_it_waits() -> None:
+def test_a_preempted_sequence_reports_its_ids_before_it_waits() -> None:
     bench = Bench(config(num_blocks=4, max_num_seqs=2, max_model_len=64), depth=1)
     bench.admit(range(14), max_tokens=40)
     bench.admit(range(100, 114), max_tokens=40)
@@ -99,13 +99,13 @@ def test_a_preempted_sequence_tells_its_ids_before_it_waits() -> None:
         bench.fill()
         bench.report()
         for seq, ids in bench.received.items():
-            message, options = bench.wanted[seq]
+            message, options = bench.admitted[seq]
             prompt = np.frombuffer(inline(message.prompt_ids), np.int32).tolist()
             assert ids == expected(prompt, options, 0, len(ids))[0]
     assert len(bench.received[2]) == len(bench.received[1])
 
 
-def test_a_request_that_can_never_fit_is_refused() -> None:
+def test_a_request_that_can_never_fit_is_rejected() -> None:
     bench = Bench(config(num_blocks=4, max_model_len=256), depth=1)
     bench.admit(range(60), max_tokens=60)
     assert "8 KV blocks" in bench.refused[0].failure.message
@@ -113,7 +113,7 @@ def test_a_request_that_can_never_fit_is_refused() -> None:
     assert not bench.scheduler.requests
 
 
-def test_what_a_full_socket_refused_goes_with_the_next_report() -> None:
+def test_output_refused_by_a_full_socket_is_sent_with_the_next_report() -> None:
     bench = Bench(config(), depth=1)
     bench.admit(range(10), max_tokens=9)
     for turn in range(9):
@@ -126,8 +126,8 @@ def test_what_a_full_socket_refused_goes_with_the_next_report() -> None:
 
 
 @pytest.mark.parametrize("depth", [2, 3, 4])
-def test_a_row_goes_to_another_while_steps_of_its_former_owner_are_in_flight(depth: int) -> None:
-    """What they sample for it is nobody's, and what they write is in blocks that nobody else has."""
+def test_a_row_is_reused_while_steps_of_its_previous_sequence_are_in_flight(depth: int) -> None:
+    """Their samples are ignored, and they write only to blocks that no other sequence has."""
     bench = Bench(config(max_num_seqs=1, num_blocks=12, prefix_caching=False), depth)
     for number in range(5):
         request = bench.admit(range(number * 100, number * 100 + 20), max_tokens=60)
@@ -144,7 +144,7 @@ def test_a_row_goes_to_another_while_steps_of_its_former_owner_are_in_flight(dep
 
 
 @pytest.mark.parametrize("depth", [2, 3, 4])
-def test_who_comes_in_at_depth_waits_for_the_steps_in_flight_and_no_longer(depth: int) -> None:
+def test_a_new_sequence_waits_only_for_the_steps_in_flight(depth: int) -> None:
     bench = Bench(config(), depth)
     bench.admit(range(10), max_tokens=60)
     bench.fill()
@@ -160,7 +160,7 @@ def test_who_comes_in_at_depth_waits_for_the_steps_in_flight_and_no_longer(depth
     bench.check_outputs()
 
 
-def test_an_id_for_the_wrong_step_is_a_broken_invariant() -> None:
+def test_an_id_for_the_wrong_step_fails_an_assertion() -> None:
     bench = Bench(config(), depth=2)
     bench.admit(range(10))
     bench.fill()
@@ -173,7 +173,7 @@ def test_a_fake_id_depends_on_every_id_before_it() -> None:
     assert next_id([1, 2, 3], 0, 0) != next_id([2, 2, 3], 0, 0)
 
 
-def test_a_newcomer_leaves_running_sequences_their_next_blocks() -> None:
+def test_a_new_sequence_leaves_running_ones_their_next_blocks() -> None:
     bench = Bench(config(num_blocks=12, max_num_seqs=8), depth=1)
     for number in range(4):
         bench.admit(range(number * 100, number * 100 + 30), max_tokens=18)  # two blocks now, three in the end
@@ -183,7 +183,7 @@ def test_a_newcomer_leaves_running_sequences_their_next_blocks() -> None:
 
 
 @pytest.mark.parametrize("depth", [2, 3, 4])
-def test_no_row_is_preempted_for_a_block_that_is_about_to_be_released(depth: int) -> None:
+def test_no_row_is_preempted_if_a_block_is_about_to_be_released(depth: int) -> None:
     bench = Bench(config(num_blocks=5, max_num_seqs=3, max_model_len=64, prefix_caching=False), depth)
     bench.admit(range(16), max_tokens=30)
     bench.admit(range(100, 116), max_tokens=2)
@@ -192,7 +192,7 @@ def test_no_row_is_preempted_for_a_block_that_is_about_to_be_released(depth: int
     bench.check_outputs()
 
 
-def test_the_longest_prompt_leaves_room_for_one_id_and_a_longer_one_is_refused() -> None:
+def test_the_longest_prompt_leaves_room_for_one_id_and_a_longer_one_is_rejected() -> None:
     bench = Bench(config(max_model_len=64), depth=1)
     bench.admit(range(63), max_tokens=10)
     bench.admit(range(64), max_tokens=10)
@@ -203,7 +203,7 @@ def test_the_longest_prompt_leaves_room_for_one_id_and_a_longer_one_is_refused()
     assert len(bench.opened) == 1
 
 
-def test_the_last_id_needs_no_block_for_it_is_never_computed() -> None:
+def test_the_last_id_needs_no_block_because_it_is_never_computed() -> None:
     bench = Bench(config(num_blocks=4, max_model_len=80), depth=1)
     bench.admit(range(60), max_tokens=5)
     bench.run()

@@ -1,4 +1,4 @@
-"""Each key of [schedule] changes what the stage does: settings go in at the front, steps come out at the back."""
+"""Each key of [schedule] changes the stage's behaviour, tested through its messages."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ FACTS = m.ExecuteFacts(num_blocks=512, block_size=16, max_model_len=4096, vocab_
 
 
 class Around:
-    """A schedule stage, and the executor behind it. Every step takes one millisecond and one for each token."""
+    """A schedule stage and its fake executor. Every step takes one millisecond and one for each token."""
 
     def __init__(self, rig: Rig, facts: m.ExecuteFacts) -> None:
         self.rig = rig
@@ -29,11 +29,11 @@ class Around:
             num_swap_blocks=facts.num_swap_blocks,
         )
         self.rows: dict[int, int] = {}
-        """Request ids by row."""
+        """Request ids by row"""
         self.starts: dict[int, int] = {}
-        """For each request that has got a row, the first position that it computed."""
+        """For each request that got a row, the first position that it computed"""
         self.order: list[int] = []
-        """Requests as they got their rows, again where they got one again."""
+        """Requests in the order in which they got rows, including repeats"""
         self.num_copies = 0
 
     def admit(self, request_id: int, prompt: range, max_tokens: int = 1, priority: int = 0) -> None:
@@ -42,7 +42,7 @@ class Around:
         self.rig.send(m.Admit(request_id, 1, 0, float(request_id), ids, raw(options)), "ingest.0")
 
     def step(self) -> dict[int, int]:
-        """Compute a step. Returns how many tokens it has of each request."""
+        """Compute a step. Returns the number of tokens of each request in it."""
         step: m.Step = self.rig.receive("execute", m.Step)
         self.rig.send(self._executor.run(step), "execute.0")
         self.num_copies += len(self._array(step.copy_sources))
@@ -62,8 +62,8 @@ class Around:
             self.step()
 
     def learn(self) -> None:
-        """Compute prompts beside a sequence that goes on, so that what tokens cost is known. Returns while that one,
-        request 1, still runs."""
+        """Compute prompts next to a decoding sequence, so that the cost of tokens is known. Returns while that
+        sequence, request 1, still runs."""
         self.admit(1, range(1, 9), max_tokens=4000)
         self.step()
         for number in range(40):
@@ -85,7 +85,7 @@ def around(facts: m.ExecuteFacts = FACTS, swap_bytes: int = 0, **schedule: Any) 
         yield Around(rig, facts)
 
 
-def test_the_limits_are_those_of_the_settings_field_by_field() -> None:
+def test_every_limit_comes_from_the_settings() -> None:
     settings = ScheduleSettings(
         max_num_seqs=7,
         max_num_batched_tokens=70,
@@ -116,16 +116,16 @@ def test_the_limits_are_those_of_the_settings_field_by_field() -> None:
         "hidden_size": 48,
     }
     defaults = msgspec.structs.asdict(SchedulerConfig.of(ScheduleSettings(), FACTS))
-    assert [name for name, value in found.items() if value == defaults[name]] == [], "each of them is another"
+    assert [name for name, value in found.items() if value == defaults[name]] == [], "all of them differ"
 
 
-def test_without_a_bound_zero_is_endless() -> None:
+def test_zero_means_unlimited() -> None:
     limits = SchedulerConfig.of(ScheduleSettings(max_step_ms=0.0, long_prompt_tokens=0), FACTS)
     assert limits.max_step_s == float("inf")
     assert limits.long_prompt_tokens >= FACTS.max_model_len
 
 
-def test_max_num_seqs_bounds_what_runs_at_once() -> None:
+def test_max_num_seqs_limits_running_sequences() -> None:
     with around(max_num_seqs=2) as stage:
         for request_id in (1, 2, 3):
             stage.admit(request_id, range(request_id, request_id + 8), max_tokens=100)
@@ -136,14 +136,14 @@ def test_max_num_seqs_bounds_what_runs_at_once() -> None:
         assert (load.num_running, load.num_waiting) == (2, 1)
 
 
-def test_max_num_batched_tokens_bounds_a_step() -> None:
+def test_max_num_batched_tokens_limits_a_step() -> None:
     with around(max_num_batched_tokens=48) as stage:
         stage.admit(1, range(100))
         assert [stage.step()[1] for _ in range(3)] == [48, 48, 4]
 
 
 @pytest.mark.parametrize(("prefix_caching", "start"), [(True, 96), (False, 0)])
-def test_prefix_caching_finds_what_was_computed_or_is_off(prefix_caching: bool, start: int) -> None:
+def test_prefix_caching_can_be_turned_off(prefix_caching: bool, start: int) -> None:
     with around(prefix_caching=prefix_caching) as stage:
         for request_id in (1, 2):
             stage.admit(request_id, range(100))
@@ -155,8 +155,8 @@ def test_prefix_caching_finds_what_was_computed_or_is_off(prefix_caching: bool, 
     ("policy", "order"),
     [("fcfs", [1, 2, 3, 4]), ("priority", [1, 3, 4, 2]), ("longest-prefix-match", [1, 4, 2, 3])],
 )
-def test_policy_says_who_goes_first(policy: str, order: list[int]) -> None:
-    """Request 3 has the better priority, and request 4 the prompt that is in the prefix cache."""
+def test_policy_sets_the_order(policy: str, order: list[int]) -> None:
+    """Request 3 has the better priority, and request 4 the cached prompt."""
     with around(policy=policy, max_num_seqs=1) as stage:
         stage.admit(1, range(64), max_tokens=4)
         stage.step()  # runs
@@ -169,20 +169,20 @@ def test_policy_says_who_goes_first(policy: str, order: list[int]) -> None:
 
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
-def test_preemption_copies_blocks_or_computes_them_again(preemption: str) -> None:
-    """Two sequences that do not fit into the blocks together: one of them makes way, and comes back."""
+def test_preemption_copies_blocks_or_recomputes_them(preemption: str) -> None:
+    """Two sequences do not fit into the blocks together: one is preempted, and resumed later."""
     facts = msgspec.structs.replace(FACTS, num_blocks=10, max_model_len=128, num_swap_blocks=16)
     with around(facts, 2**20, preemption=preemption, prefix_caching=False) as stage:
         for request_id in (1, 2):
             stage.admit(request_id, range(request_id * 100, request_id * 100 + 60), max_tokens=60)
         stage.rig.until(lambda load: load.num_running + load.num_waiting == 2)
         stage.until_idle()
-        assert len(stage.order) > 2, "one of them has come back"
+        assert len(stage.order) > 2, "one of them was resumed"
         assert (stage.num_copies > 0) == (preemption == "swap")
 
 
-def test_preemption_auto_takes_what_is_faster() -> None:
-    """What the executor says of its copies decides, which recompute does not even try."""
+def test_preemption_auto_selects_the_faster_mode() -> None:
+    """The executor's copy times decide; "recompute" never copies."""
     facts = msgspec.structs.replace(FACTS, num_blocks=10, max_model_len=128, num_swap_blocks=16)
     with around(facts, 2**20, preemption="auto", prefix_caching=False) as stage:
         for request_id in (1, 2):
@@ -193,8 +193,8 @@ def test_preemption_auto_takes_what_is_faster() -> None:
 
 
 @pytest.mark.parametrize(("max_step_ms", "num_tokens"), [(0.0, 255), (40.0, 38), (80.0, 78)])
-def test_max_step_ms_bounds_chunks_beside_a_sequence_that_decodes(max_step_ms: float, num_tokens: int) -> None:
-    """Without the prompt a step takes 2 ms, and each of its tokens one more; 0 leaves the bound in tokens alone."""
+def test_max_step_ms_limits_chunks_next_to_a_decoding_sequence(max_step_ms: float, num_tokens: int) -> None:
+    """Without the prompt a step takes 2 ms, and each of its tokens one more; with 0 only the token limit applies."""
     with around(max_step_ms=max_step_ms, max_num_batched_tokens=256, long_prompt_tokens=0) as stage:
         stage.learn()
         stage.admit(2, range(2000, 2600))
@@ -202,14 +202,14 @@ def test_max_step_ms_bounds_chunks_beside_a_sequence_that_decodes(max_step_ms: f
 
 
 @pytest.mark.parametrize(("long_prompt_tokens", "is_held_back"), [(0, False), (599, True), (600, False)])
-def test_long_prompt_tokens_says_which_prompts_are_long(long_prompt_tokens: int, is_held_back: bool) -> None:
+def test_long_prompt_tokens_sets_which_prompts_are_long(long_prompt_tokens: int, is_held_back: bool) -> None:
     with around(long_prompt_tokens=long_prompt_tokens, max_num_batched_tokens=256) as stage:
         stage.learn()
         stage.admit(2, range(2000, 2600))
         assert (stage.largest_chunk(2) < 100) == is_held_back
 
 
-def test_long_prompt_max_slowdown_says_how_much_a_long_prompt_may_slow_others_down() -> None:
+def test_long_prompt_max_slowdown_limits_the_slowdown_by_a_long_prompt() -> None:
     """Without the prompt a step takes 2 ms: 60 times that is 118 more tokens, 20 times 38."""
     chunks = []
     for stretch in (20.0, 60.0):
@@ -221,8 +221,8 @@ def test_long_prompt_max_slowdown_says_how_much_a_long_prompt_may_slow_others_do
 
 
 @pytest.mark.parametrize(("arena_bytes", "goes_by_memory"), [(65536, False), (1024**2, True)])
-def test_arena_bytes_is_what_long_prompts_go_through(arena_bytes: int, goes_by_memory: bool) -> None:
-    """The ids of 20,000 tokens take 80,000 bytes: what does not fit travels in the message."""
+def test_arena_bytes_limits_prompts_in_shared_memory(arena_bytes: int, goes_by_memory: bool) -> None:
+    """The ids of 20,000 tokens take 80,000 bytes. If they do not fit, they are sent inside of the message."""
     facts = msgspec.structs.replace(FACTS, num_blocks=2048, max_model_len=30_000)
     with around(facts, arena_bytes=arena_bytes) as stage:
         stage.admit(1, range(20_000))

@@ -1,4 +1,4 @@
-"""The schedule stage as a process would run it: real sockets and segments, the executor played by a fake."""
+"""The schedule stage as in its own process: real sockets and segments, with a fake executor."""
 
 import time
 from collections import defaultdict
@@ -35,7 +35,7 @@ class Neighbours:
         self.received: dict[int, list[int]] = defaultdict(list)
         self.finished: dict[int, int] = {}
         self.compute_s = self.wait_s = 0.0
-        """What the executor says of its steps."""
+        """The executor's facts about its steps."""
 
     def _bytes(self, array: m.Array) -> bytes:
         if isinstance(array, ShmRef):
@@ -80,8 +80,8 @@ class Neighbours:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
-def test_requests_come_in_and_exactly_their_ids_go_out(depth: Literal[1, 2, 3, 4]) -> None:
-    """Whatever `gateway.max_open_sequences` is, there is room on the edges for steps and what they leave behind."""
+def test_requests_are_answered_with_exactly_their_ids(depth: Literal[1, 2, 3, 4]) -> None:
+    """For any `gateway.max_open_sequences`, the edges have room for steps and their output."""
     gateway = GatewaySettings(max_open_sequences=1)
     with Rig(
         "schedule",
@@ -104,14 +104,16 @@ def test_requests_come_in_and_exactly_their_ids_go_out(depth: Literal[1, 2, 3, 4
         assert (load.num_running, load.num_waiting, load.num_blocks_held) == (0, 0, 0)
 
 
-def test_what_overtakes_the_start_is_handled_after_it() -> None:
+def test_messages_that_arrive_before_start_are_handled_after_it() -> None:
     with Rig("schedule") as rig:
         rig.receive("supervisor", m.Ready)
         around = Neighbours(rig)
-        around.admit(1, list(range(2000)), max_tokens=3)  # by shared memory, which must not be released before
+        around.admit(
+            1, list(range(2000)), max_tokens=3
+        )  # in shared memory, which must not be released before the start
         around.admit(2, [1, 2, 3], max_tokens=3)
         around.admit(3, [1, 2, 4], max_tokens=3)
-        rig.load()  # all this has been taken from the inbox
+        rig.load()  # all of this has been read from the inbox
         rig.send(m.Abort(2, 1), "gateway.0")
         rig.load()
         assert rig.nothing("execute") and rig.nothing("ingest", 0) and rig.nothing("detokenize", 0)
@@ -127,7 +129,7 @@ def test_what_overtakes_the_start_is_handled_after_it() -> None:
         rig.receive("ingest", m.Release)
 
 
-def test_an_idle_stage_can_be_stopped_before_the_start_whatever_came() -> None:
+def test_a_stage_can_be_stopped_before_start_after_any_messages() -> None:
     with Rig("schedule") as rig:
         rig.receive("supervisor", m.Ready)
         Neighbours(rig).admit(1, [1, 2, 3])
@@ -147,7 +149,7 @@ def test_waits_for_a_plan_are_counted_and_waits_for_requests_are_not(depth: Lite
         rig.start(FACTS)
         around = Neighbours(rig)
         around.wait_s, around.compute_s = 0.25, 0.5
-        for request_id in (1, 2, 3):  # each comes to an idle server
+        for request_id in (1, 2, 3):  # the server is idle when each request arrives
             around.admit(request_id, [request_id, 2, 3], max_tokens=5)
             around.until_finished(request_id)
             rig.until(lambda load: load.num_running == 0)
@@ -164,7 +166,7 @@ def test_waits_for_a_plan_are_counted_and_waits_for_requests_are_not(depth: Lite
 
 
 @pytest.mark.parametrize(("device", "better"), [("cpu", 1), ("cpu", 2), ("cuda", 2), ("cuda", 3)])
-def test_depth_auto_finds_the_better_and_every_id_is_right(device: Literal["cpu", "cuda"], better: int) -> None:
+def test_depth_auto_finds_the_better_depth_and_every_id_is_right(device: Literal["cpu", "cuda"], better: int) -> None:
     with Rig(
         "schedule",
         Settings(execute=ExecuteSettings(device=device), schedule=ScheduleSettings(max_steps_in_flight="auto")),
@@ -180,7 +182,7 @@ def test_depth_auto_finds_the_better_and_every_id_is_right(device: Literal["cpu"
             used.add(load.depth)
             around.compute_s = 0.010 if load.depth == better else 0.011
             around.step()
-        assert used == ({1, 2} if device == "cpu" else {2, 3}), "both were tried"
+        assert used == ({1, 2} if device == "cpu" else {2, 3}), "both depths were tried"
         assert rig.load().depth == better
         around.until_finished(4)
         for seq, opening in around.opened.items():
@@ -188,7 +190,7 @@ def test_depth_auto_finds_the_better_and_every_id_is_right(device: Literal["cpu"
             assert around.received[seq] == expected(prompts[number], m.GenerationOptions(), 0, 330)[0]
 
 
-def test_a_long_prompt_comes_and_goes_by_shared_memory_and_both_slabs_return() -> None:
+def test_a_long_prompt_is_read_and_sent_in_shared_memory_and_both_slabs_are_freed() -> None:
     with Rig("schedule") as rig:
         rig.start(FACTS)
         around = Neighbours(rig)
@@ -207,7 +209,7 @@ def test_a_long_prompt_comes_and_goes_by_shared_memory_and_both_slabs_return() -
 
 
 @pytest.mark.parametrize("depth", [2, 3, 4])
-def test_at_greater_depths_the_next_steps_are_there_before_the_first_is_answered(depth: Literal[2, 3, 4]) -> None:
+def test_at_greater_depths_later_steps_are_sent_before_the_first_result(depth: Literal[2, 3, 4]) -> None:
     with Rig("schedule", Settings(schedule=ScheduleSettings(max_steps_in_flight=depth))) as rig:
         rig.start(FACTS)
         around = Neighbours(rig)
@@ -215,14 +217,14 @@ def test_at_greater_depths_the_next_steps_are_there_before_the_first_is_answered
         steps = [rig.receive("execute", m.Step) for _ in range(depth)]
         assert [step.step_id for step in steps] == list(range(1, depth + 1))
         starts = [np.frombuffer(step.starts, np.int32).tolist() for step in steps]
-        assert starts == [[0], *([place] for place in range(3, depth + 2))], "the ids they compute are not known yet"
+        assert starts == [[0], *([place] for place in range(3, depth + 2))], "their input ids are not known yet"
         assert rig.nothing("execute")
         rig.send(around.executor.run(steps[0]), "execute.0")
         assert rig.receive("execute", m.Step).step_id == depth + 1
         assert rig.nothing("execute")
 
 
-def test_on_a_gpu_the_depth_is_2_unless_it_is_said() -> None:
+def test_on_a_gpu_the_default_depth_is_2() -> None:
     depths: tuple[tuple[Literal[0, 1, 3], int], ...] = ((0, 2), (1, 1), (3, 3))
     for depth, num_steps in depths:
         with Rig(
@@ -237,7 +239,7 @@ def test_on_a_gpu_the_depth_is_2_unless_it_is_said() -> None:
             assert rig.load().depth == num_steps
 
 
-def test_at_depth_1_the_next_step_waits_for_the_answer() -> None:
+def test_at_depth_1_the_next_step_waits_for_the_result() -> None:
     with Rig("schedule", Settings(schedule=ScheduleSettings(max_steps_in_flight=1))) as rig:
         rig.start(FACTS)
         Neighbours(rig).admit(1, [1, 2, 3], max_tokens=5)
@@ -261,11 +263,11 @@ def test_an_aborted_request_closes_once_and_frees_its_blocks() -> None:
         rig.until(lambda load: (load.num_running, load.num_blocks_held) == (0, 0))
 
 
-def test_a_request_that_was_aborted_before_it_came_is_refused() -> None:
+def test_a_request_aborted_before_it_arrives_is_rejected() -> None:
     with Rig("schedule") as rig:
         rig.start(FACTS)
         rig.send(m.Abort(1, 1))
-        rig.load()  # comes by the same way, so the abort has been handled
+        rig.load()  # uses the same edge, so the abort has been handled
         Neighbours(rig).admit(1, [1, 2])
         refusal = rig.receive("detokenize", m.Refuse)
         assert (refusal.request_id, refusal.failure.code) == (1, "aborted")
@@ -283,7 +285,7 @@ def test_a_result_of_another_incarnation_is_dropped() -> None:
 
 
 def test_a_result_that_arrives_before_start_is_dropped() -> None:
-    """A restarted stage may find results of its predecessor's steps in the socket before the supervisor's Start."""
+    """A restarted stage may find results for its predecessor's steps in the socket before the supervisor's Start."""
     with Rig("schedule") as rig:
         stale = m.StepResult(99, 1, b"", b"", b"", b"", 0.0, 0.0)
         rig.send(stale, "execute.0")
@@ -301,8 +303,8 @@ def test_a_stage_that_was_never_started_stops() -> None:
         assert rig.load() == m.PlainLoad()
 
 
-def test_slabs_of_a_starting_row_are_used_again_once_released() -> None:
-    """Each prompt takes more than half of the arena; without the release the second would travel inline."""
+def test_slabs_of_a_starting_row_are_reused_after_release() -> None:
+    """Each prompt takes more than half of the arena; without the release the second would be sent inline."""
     with Rig("schedule", Settings(schedule=ScheduleSettings(arena_bytes=65536))) as rig:
         rig.start(FACTS)
         around = Neighbours(rig)
@@ -324,23 +326,23 @@ def test_the_executor_gets_its_step_before_detokenize_gets_output() -> None:
         step = rig.receive("execute", m.Step)
         rig.receive("detokenize", m.Open)
         order: list[str] = []
-        feed, tell = Outbox.send, OutputBuffer.pending
+        send, pending = Outbox.send, OutputBuffer.pending
 
         def report(self: OutputBuffer, replica: int, now_s: float) -> m.Settled | None:
-            settled = tell(self, replica, now_s)
-            if settled is not None:  # what an earlier wake asks may come as late as here, and has nothing to tell
+            settled = pending(self, replica, now_s)
+            if settled is not None:  # an earlier wake may get here as late as this, with nothing to send
                 order.append("report")
             return settled
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Outbox, "send", lambda self, one: (order.append(type(one).__name__), feed(self, one))[1])
+            patch.setattr(Outbox, "send", lambda self, one: (order.append(type(one).__name__), send(self, one))[1])
             patch.setattr(OutputBuffer, "pending", report)
             rig.send(around.executor.run(step), "execute.0")
             rig.receive("detokenize", m.Settled)
         assert order.index("Step") < order.index("report")
 
 
-def test_what_detokenize_does_not_take_is_offered_again_and_nothing_is_lost() -> None:
+def test_output_that_detokenize_refuses_is_sent_again_without_loss() -> None:
     refused = 0
     send = Outbox.send
 
@@ -362,7 +364,7 @@ def test_what_detokenize_does_not_take_is_offered_again_and_nothing_is_lost() ->
             assert around.received[1] == expected([1, 2, 3], m.GenerationOptions(), 0, 12)[0]
 
 
-def test_ids_that_a_client_has_come_and_go_by_shared_memory_and_the_sequence_goes_on_behind_them() -> None:
+def test_resumed_ids_are_read_and_sent_in_shared_memory_and_the_sequence_continues() -> None:
     prompt, num_known = list(range(30)), 1200
     whole, _ = expected(prompt, m.GenerationOptions(), 0, num_known + 4)
     with Rig("schedule") as rig:

@@ -1,8 +1,8 @@
-"""Compiles whole steps of whole models for a GPU that isn't there, and counts their launches.
+"""Compile whole steps of whole models for a GPU that need not be present, and count their launches.
 
     python -m tests.stages.execute.cuda.compile_steps [MODEL ...]
 
-To be run without TRITON_INTERPRET. Tensors have no memory, so a model may be of any size.
+Run this without TRITON_INTERPRET. Tensors have no memory, so a model may have any size.
 """
 
 import argparse
@@ -31,7 +31,7 @@ MAX_ROWS, MAX_TOKENS, MAX_LEN, NUM_BLOCKS = 256, 2048, 4096, 64
 
 
 class NoWeights:
-    """The tensors of any model, without their numbers."""
+    """The tensors of any model, without values."""
 
     def matrix(self, name: str, rows: int, columns: int) -> Matrix:
         return Matrix("bf16", torch.empty(rows, columns, dtype=torch.bfloat16, device="meta"), rows, columns)
@@ -70,7 +70,7 @@ def main() -> None:
         multi_processor_count=132, major=9, minor=0, name="NVIDIA H100"
     )
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
-    # There are no numbers to look at.
+    # There are no values to check.
     device_matrix._half = lambda numbers: numbers.half()
     for name in args.shapes:
         config, device = SHAPES[name], Nowhere()
@@ -85,9 +85,9 @@ def main() -> None:
         rows = RowState(ints(10**7), ints(257, NUM_FIELDS), ints(257, MAX_LEN), ints(257, 256), ints(257, 130))
         steps = StepGraphs(device, model, rows, ints(1 << 16), MAX_ROWS, MAX_TOKENS)
         shapes = StepShapes(MAX_ROWS, MAX_TOKENS)
-        asked = {f"decode {num}": shapes.decode(num) for num in (1, 2, 4, 8, 16, 24, 32, 128, 256)}
-        asked |= {f"mixed {num}": shapes.mix(num, 8, 8) for num in (16, 64, 512, 2048)}
-        for what, shape in asked.items():
+        all_shapes = {f"decode {num}": shapes.decode(num) for num in (1, 2, 4, 8, 16, 24, 32, 128, 256)}
+        all_shapes |= {f"mixed {num}": shapes.mix(num, 8, 8) for num in (16, 64, 512, 2048)}
+        for what, shape in all_shapes.items():
             for kind in (CapturedStepKind.SAMPLE, CapturedStepKind.SAMPLE_FILTERED, CapturedStepKind.FORWARD_ONLY):
                 launches.clear()
                 driver.compiled.clear()

@@ -1,4 +1,4 @@
-"""A model so slight that an interpreter of kernels computes a step of it in less than a second."""
+"""A model so small that Triton's interpreter computes a step of it in less than a second."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ def slight_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def on_device(
     *, dtype: Any = "float32", max_num_seqs: int = 4, tokens: int = 16, swap_bytes: int = 0, kv_bytes: int = 1024**2
 ) -> Settings:
-    """Settings of a GPU; small, for kernels are interpreted."""
+    """Settings for a GPU, small because kernels are interpreted."""
     return Settings(
         execute=ExecuteSettings(
             device="cuda", dtype=dtype, kv_cache_bytes=kv_bytes, num_threads=1, swap_bytes=swap_bytes
@@ -31,7 +31,7 @@ def on_device(
 
 
 def on_cpu(like: Settings) -> Settings:
-    """The same on the CPU, by torch: what a GPU is compared with."""
+    """The same on the CPU with torch, as the reference for the GPU."""
     execute = ExecuteSettings(
         dtype=like.execute.dtype,
         kernels="torch",

@@ -1,4 +1,4 @@
-"""The hand-made scheduler for a runner of a GPU's, whose kernels are interpreted."""
+"""The hand-made scheduler for a GPU runner whose kernels are interpreted."""
 
 from pathlib import Path
 from typing import Any

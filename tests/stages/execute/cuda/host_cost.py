@@ -1,8 +1,8 @@
-"""What a step that decodes costs the host on a GPU, without the GPU: graphs do nothing, and copies are memory's own.
+"""Measure the host's cost of a decode step on a GPU, without the GPU: graphs do nothing, and copies stay in memory.
 
     TRITON_INTERPRET=1 python -m tests.stages.execute.cuda.host_cost
 
-Medians of 300 steps. What CUDA's own calls take (a graph's launch, two copies, an event) is not in them.
+Medians of 300 steps, without the time of CUDA's own calls (a graph's launch, two copies, an event).
 """
 
 import gc
@@ -61,7 +61,7 @@ def main() -> None:
 
 def _step(num_rows: int, position: int) -> m.Step:
     rows = np.arange(num_rows)
-    # All rows are as long as each other, so all of them get a block in one step of sixteen.
+    # All rows have the same length, so all of them get a block in one step of sixteen.
     place, is_first = position // BLOCK_SIZE, position % BLOCK_SIZE == 0
     blocks = [(row, row * BLOCKS_PER_ROW + place) for row in rows.tolist()] if is_first and place else []
     return make_step([(row, position, 1, True) for row in rows.tolist()], blocks=blocks, step_id=position)

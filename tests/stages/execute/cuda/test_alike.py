@@ -1,4 +1,4 @@
-"""A runner on a GPU does what the one on a CPU does: the same random plans, steps, rows and wishes, side by side."""
+"""A GPU runner computes what the CPU runner does: the same random plans, steps, rows and sampling options."""
 
 import random
 from pathlib import Path
@@ -21,7 +21,7 @@ NUM_ROWS, BUDGET, MAX_LEN, BLOCKS_PER_ROW = 4, 16, 96, 6
 
 
 class Pair:
-    """The two of them."""
+    """A GPU runner and a CPU runner."""
 
     def __init__(self, folder: Path) -> None:
         config = on_device(max_num_seqs=NUM_ROWS, tokens=BUDGET)
@@ -32,7 +32,7 @@ class Pair:
         self.expected.clear()
 
     def step(self, *args: Any, **kwargs: Any) -> Sampled:
-        """Compute a step on both, and compare. Returns what came of it."""
+        """Compute a step on both, and compare. Returns the result."""
         step = make_step(*args, **kwargs)
         ours, expected = self.ours.runner.step(step, take), self.expected.runner.step(step, take)
         assert ours.rows.tolist() == expected.rows.tolist()
@@ -48,7 +48,7 @@ class Pair:
 def _close(ours: "np.ndarray[Any, Any]", expected: "np.ndarray[Any, Any]") -> None:
     assert len(ours) == len(expected)
     a, b = ours.view(np.float32), expected.view(np.float32)
-    # Ids are small integers, and so numbers next to nothing, the same bits on both sides or none of them.
+    # Ids are small integers, so as floats they are almost zero; they are equal on both sides or different.
     np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
     ids = (np.abs(b) < 1e-30) & (b != 0)
     assert (ours.view(np.int32)[ids] == expected.view(np.int32)[ids]).all()
@@ -80,7 +80,7 @@ FEATURES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("seed", range(2))
 def test_random_plans(pair: Pair, seed: int) -> None:
-    """Rows begin with prompts of any length, in chunks of any size, decode, stop, fail and make room for others."""
+    """Rows start with prompts of any length, in chunks of any size, decode, stop, fail and are replaced by others."""
     pair.clear()
     chance = random.Random(seed)
     waiting = [{"temperature": 0.0, "seed": chance.getrandbits(64), **fields} for fields in FEATURES]
@@ -109,14 +109,14 @@ def test_random_plans(pair: Pair, seed: int) -> None:
         made = pair.step(entries, adds=adds, drops=drops)
         for row, token, finish in zip(made.rows.tolist(), made.ids.tolist(), made.finishes.tolist(), strict=True):
             live[row]["known"] += 1
-            # A row that has stopped is planned once more, as by a scheduler that does not know yet.
+            # A row that has stopped is planned once more, as by a scheduler that does not have the result yet.
             live[row]["over"] += live[row]["pools"] or (finish != m.Finish.NONE and chance.random() < 0.5)
             live[row]["over"] += token < 0
 
 
-def test_steps_are_launched_before_the_last_is_known(pair: Pair) -> None:
-    """Four in flight, collected late: ids are those of one after the other. The last has more samples than a row has
-    in a step that decodes, and logprobs that end with it."""
+def test_steps_are_launched_before_the_previous_result_is_known(pair: Pair) -> None:
+    """Four steps in flight, collected late, have the ids of sequential steps. The last has more samples than a decode
+    step has for a row, and logprobs that end with it."""
     pair.clear()
     prompt = [5, 9, 200, 31, 7]
     options = [m.GenerationOptions(temperature=1.0, seed=9), m.GenerationOptions(temperature=0.0, num_logprobs=1)]
@@ -138,7 +138,7 @@ def test_steps_are_launched_before_the_last_is_known(pair: Pair) -> None:
         _close(one.token_outputs, expected.token_outputs)
 
 
-def test_what_is_planned_wrongly_ends_loudly(pair: Pair) -> None:
+def test_an_invalid_plan_raises_an_error(pair: Pair) -> None:
     pair.clear()
     runner = pair.ours.runner
     wrong = [

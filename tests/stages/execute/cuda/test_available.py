@@ -1,4 +1,4 @@
-"""What speaks against a GPU or a model on it is said before weights are read."""
+"""Problems with a GPU, or with a model on it, are reported before weights are read."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ def problem_of(facts: Facts = H100, num_bytes: int = WEIGHTS, head_dim: int = 12
     return problem
 
 
-def test_nothing_speaks_against_what_fits() -> None:
+def test_a_model_that_fits_has_no_problem() -> None:
     settings = Settings(execute=ExecuteSettings(device="cuda"))
     for head_dim in (8, 64, 80, 96, 128, 256):
         assert why_not(settings, checkpoints.config_of(head_dim=head_dim), H100, WEIGHTS) is None
@@ -47,17 +47,17 @@ def test_nothing_speaks_against_what_fits() -> None:
         (replace(H100, has_triton=False), "triton is not installed"),
     ],
 )
-def test_a_machine_that_can_not_is_told_why(facts: Facts, words: str) -> None:
+def test_an_unusable_machine_is_reported_with_the_reason(facts: Facts, words: str) -> None:
     problem = problem_of(facts)
     assert problem.startswith("execute.device is 'cuda', but ") and words in problem
 
 
 @pytest.mark.parametrize("head_dim", [4, 100, 264, 512])
-def test_heads_without_a_kernel_are_named(head_dim: int) -> None:
+def test_an_unsupported_head_dim_is_named(head_dim: int) -> None:
     assert f"big has head_dim {head_dim}" in problem_of(head_dim=head_dim)
 
 
-def test_a_model_that_does_not_fit_is_told_with_what_would() -> None:
+def test_a_model_that_does_not_fit_is_reported_with_alternatives() -> None:
     assert problem_of(num_bytes=80 * GIB).endswith(
         "the weights of big take 80.0 GiB, but NVIDIA H100 80GB HBM3 has only 80.0 GiB: use a smaller model, or set "
         "quantization to 'int8' or 'int4'"
@@ -77,7 +77,7 @@ def of_files(folder: Path, tensors: dict[str, torch.Tensor], metadata: dict[str,
     return weight_bytes(Settings(execute=ExecuteSettings(**changes.pop("execute", {})), **changes), config, folder)
 
 
-def test_weights_are_counted_as_they_will_be_loaded(tmp_path: Path) -> None:
+def test_weights_are_counted_in_their_loaded_format(tmp_path: Path) -> None:
     tensors = {"a": torch.zeros(64, 256, dtype=torch.float16), "norm": torch.zeros(256)}
     assert of_files(tmp_path, tensors, {}) == 64 * 256 * 2 + 1024
     assert of_files(tmp_path, tensors, {}, execute={"dtype": "float32"}) == 64 * 256 * 4 + 1024
@@ -85,7 +85,7 @@ def test_weights_are_counted_as_they_will_be_loaded(tmp_path: Path) -> None:
     assert of_files(tmp_path, tensors, {}, quantization="int4") == 64 * (128 + 2 * 4) + 1024
 
 
-def test_codes_take_what_they_take_in_the_file_and_a_tied_head_nothing(tmp_path: Path) -> None:
+def test_quantized_weights_count_their_file_size_and_a_tied_head_nothing(tmp_path: Path) -> None:
     codes = {"a": torch.zeros(64, 272, dtype=torch.uint8), "lm_head.weight": torch.zeros(64, 64, dtype=torch.bfloat16)}
     formats = {format_key("a"): "q8_0"}
     assert of_files(tmp_path, codes, formats, config={"tie_embeddings": True}) == 64 * 272
@@ -97,7 +97,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         weight_bytes(Settings(), checkpoints.config_of(weight_files=["there-is-none.safetensors"]), tmp_path)
 
 
-def test_looking_finds_the_truth_about_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_detection_reports_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = look()
     assert facts.has_triton
     assert facts.is_built_for_cuda == (torch.version.cuda is not None)

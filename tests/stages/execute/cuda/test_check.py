@@ -21,7 +21,7 @@ SETTINGS = Settings(execute=ExecuteSettings(device="cuda", num_threads=1))
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Less than a person asks for: an interpreter takes half a second a step."""
+    """Fewer steps than by default: the interpreter takes half a second per step."""
     monkeypatch.setattr(check, "NUM_GREEDY", 1)
     monkeypatch.setattr(check, "PREFIX", 16)
     monkeypatch.setattr(check, "CHUNKS", ())
@@ -40,7 +40,7 @@ def write(folder: Path) -> None:
     checkpoints.write(folder, checkpoints.config_of(**changes, max_position=64, tie_embeddings=True))
 
 
-def test_float32_on_the_device_is_what_torch_makes_of_it(tmp_path: Path) -> None:
+def test_float32_on_the_device_agrees_with_torch(tmp_path: Path) -> None:
     write(tmp_path)
     chance = random.Random(0)
     longest = [chance.randrange(3, 64) for _ in range(17)]
@@ -56,7 +56,7 @@ def test_float32_on_the_device_is_what_torch_makes_of_it(tmp_path: Path) -> None
         assert one.logits.std() > 0.1
 
 
-def test_without_a_gpu_a_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_the_output_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path)
     monkeypatch.setattr("pipeline.supervisor.gpu.is_interpreted", lambda: False)
     monkeypatch.setattr("torch.version.cuda", None)

@@ -1,4 +1,4 @@
-"""What a step on a GPU has to do at least, and what is told of one."""
+"""The minimum work of a GPU step, and the report of a measured one."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ LAUNCHED = [
 
 
 class Model:
-    """What costs depend on of a model's matrices."""
+    """The sizes of a model's matrices, on which costs depend."""
 
     class Matrix:
         def __init__(self, num_rows: int, num_columns: int, num_bytes: int) -> None:
@@ -39,7 +39,7 @@ def costs(case: Case, **changes: Any) -> dict[str, Cost]:
     return costs_of(case, config, model, torch.bfloat16)
 
 
-def test_a_step_reads_what_it_needs_once() -> None:
+def test_a_step_reads_its_data_once() -> None:
     decode, prefill = costs(Case("decode", 3, 1, 40)), costs(Case("prefill", 1, 5, 5))
     assert decode["products"] == Cost(152, 2 * 3 * (220 + 21))
     assert prefill["products"] == Cost(152, 2 * (5 * 220 + 21))
@@ -47,15 +47,15 @@ def test_a_step_reads_what_it_needs_once() -> None:
     assert prefill["attention"] == Cost(2 * 5 * 2 * 32 * 2, 2 * (1 + 2 + 3 + 4 + 5) * 4 * 96)
 
 
-def test_a_window_hides_what_is_before_it() -> None:
+def test_keys_before_the_window_cost_nothing() -> None:
     window = {"architecture": "qwen2", "qkv_bias": True, "sliding_window": 3, "sliding_layers": [1]}
     decode, prefill = costs(Case("decode", 1, 1, 40), **window), costs(Case("prefill", 1, 5, 5), **window)
     assert decode["attention"] == Cost((40 + 3) * 2 * 32 * 2, (40 + 3) * 4 * 96)
-    # All keys are written, whoever sees them.
+    # All keys are written, whether a later token attends to them or not.
     assert prefill["attention"] == Cost(2 * 5 * 2 * 32 * 2, (15 + 1 + 2 + 3 + 3 + 3) * 4 * 96)
 
 
-def test_kernels_are_told_as_parts_of_ops() -> None:
+def test_kernels_are_reported_as_parts_of_ops() -> None:
     samples = GpuSamples(steps_ms=[20.0, 10.0, 40.0], launches_ms=[3.0, 1.0, 2.0], launched=LAUNCHED)
     needs = {"products": Cost(0.3, 0.1), "attention": Cost(0.1, 0.2), "rest": Cost()}
     step = summarize(Case("decode", 2, 1, 18), samples, needs, RATES, torch.bfloat16)
@@ -77,7 +77,7 @@ def test_kernels_are_told_as_parts_of_ops() -> None:
     assert wide.overlapped and wide.overlapped.ms == pytest.approx(30.0), "float32 is multiplied at its own rate"
 
 
-def test_a_kernel_is_known_by_its_name() -> None:
+def test_a_kernel_is_identified_by_its_name() -> None:
     functions: list[Any] = [vector.gemv, skinny.skinny_gemm, dequantize._dequantize]
     assert {op_of(function.fn.__name__) for function in functions} == {"products"}
     functions = [prefill._attend_kernel, decode._decode_kernel]

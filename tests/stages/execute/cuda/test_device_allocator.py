@@ -1,11 +1,11 @@
-"""A heap against a set of words."""
+"""The device allocator against a set of addresses."""
 
 import random
 
 from pipeline.stages.execute.cuda.device_allocator import DeviceAllocator
 
 
-def test_ranges_never_overlap_and_all_come_back() -> None:
+def test_ranges_never_overlap_and_are_all_freed() -> None:
     chance = random.Random(5)
     for size in (1, 7, 100):
         allocator, taken, used = DeviceAllocator(size), [], set[int]()

@@ -1,4 +1,4 @@
-"""Copies of blocks that a plan asks for, in the order of the plan; kernels are interpreted."""
+"""Copies of blocks, in the order of the plan; kernels are interpreted."""
 
 import random
 import time
@@ -14,8 +14,8 @@ from pipeline.stages.execute.cuda.host_transfer import BlockCopier
 NUM_BLOCKS, NUM_SLOTS = 7, 6
 
 
-def test_any_order_of_copies_does_what_one_after_the_other_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through rooms of two blocks, to and from slots that follow each other and that don't."""
+def test_any_list_of_copies_equals_sequential_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With buffers of two blocks, to and from slots that are adjacent or not."""
     chance = random.Random(3)
     kv = torch.randint(0, 2**30, (2, 2, NUM_BLOCKS, 1, 2, 2), dtype=torch.int32)
     slots = np.zeros((NUM_SLOTS, 2 * 2 * 4 * 4), np.uint8)
@@ -45,8 +45,8 @@ def test_any_order_of_copies_does_what_one_after_the_other_does(monkeypatch: pyt
             )
 
 
-def test_copies_of_the_longest_sequences_are_sorted_in_no_time() -> None:
-    """Looking each of them up in a list of the others would take seconds, in which no step is launched."""
+def test_copies_of_the_longest_sequences_are_sorted_quickly() -> None:
+    """Looking up each copy in a list of the others would take seconds, in which no step is launched."""
     kv = torch.zeros(1, 2, 20000, 1, 1, 1, dtype=torch.int32)
     copies = BlockCopier(Interpreted(), kv, None)
     sources, targets = np.arange(0, 16000, dtype=np.int32), np.arange(20000, 36000, dtype=np.int32)

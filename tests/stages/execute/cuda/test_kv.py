@@ -1,4 +1,4 @@
-"""How many KV blocks a GPU gets, and what is said where it gets none."""
+"""How many KV blocks a GPU gets, and the error if it gets none."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def plan(memory: DeviceMemory = H100, max_model_len: int = 0, shape: Any = LLAMA
     return plan_device_kv(settings, checkpoints.config_of(**shape), memory)
 
 
-def test_the_fraction_is_of_all_that_we_take() -> None:
+def test_the_fraction_limits_all_memory_of_this_process() -> None:
     assert BLOCK == 16 * 131072
     assert plan().num_blocks == (72 - 16 - 2) * GIB // BLOCK
     assert plan(gpu_memory_utilization=0.5).num_blocks == (40 - 16 - 2) * GIB // BLOCK
@@ -32,12 +32,12 @@ def test_the_fraction_is_of_all_that_we_take() -> None:
     assert plan().max_model_len == 131072
 
 
-def test_what_others_have_is_not_to_be_had() -> None:
+def test_memory_of_other_processes_is_not_available() -> None:
     crowded = DeviceMemory(80 * GIB, free_bytes=20 * GIB, used_bytes=16 * GIB, reserved_bytes=2 * GIB)
     assert plan(crowded).num_blocks == 18 * GIB // BLOCK
 
 
-def test_bytes_that_were_asked_for_are_taken_whatever_the_fraction() -> None:
+def test_kv_bytes_override_the_fraction() -> None:
     assert plan(kv_cache_bytes=GIB + 5, gpu_memory_utilization=0.1).num_blocks == GIB // BLOCK
     assert plan(kv_cache_bytes=61 * GIB).num_blocks == 61 * GIB // BLOCK
     with pytest.raises(UserError, match=rf"execute\.kv_cache_bytes is {62 * GIB}, but only {61 * GIB} bytes"):
@@ -46,7 +46,7 @@ def test_bytes_that_were_asked_for_are_taken_whatever_the_fraction() -> None:
         plan(kv_cache_bytes=2**20)
 
 
-def test_a_share_that_leaves_nothing_is_named_with_what_takes_it() -> None:
+def test_too_small_a_fraction_is_reported_with_what_uses_it() -> None:
     words = (
         r"execute\.gpu_memory_utilization is 0\.2, which is 16\.0 GiB of the GPU's 80\.0 GiB, and leaves no room for "
         r"KV blocks: weights take 16\.0 GiB, activations and graphs 2\.0 GiB\. Raise it"
@@ -55,7 +55,7 @@ def test_a_share_that_leaves_nothing_is_named_with_what_takes_it() -> None:
         plan(gpu_memory_utilization=0.2)
 
 
-def test_a_gpu_that_others_have_filled_is_told_from_a_share_that_is_too_small() -> None:
+def test_a_gpu_filled_by_others_is_not_reported_as_too_small_a_fraction() -> None:
     full = DeviceMemory(80 * GIB, free_bytes=2 * GIB, used_bytes=16 * GIB, reserved_bytes=2 * GIB)
     with pytest.raises(UserError, match=r"other processes leave too little .* 2\.0 GiB are free.*nvidia-smi"):
         plan(full)
@@ -63,7 +63,7 @@ def test_a_gpu_that_others_have_filled_is_told_from_a_share_that_is_too_small() 
         plan(full, kv_cache_bytes=GIB)
 
 
-def test_less_than_the_longest_sequence_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_less_memory_than_the_longest_sequence_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     small = DeviceMemory(24 * GIB, free_bytes=7 * GIB, used_bytes=16 * GIB, reserved_bytes=2 * GIB)
     found = plan(small)
     assert found.max_model_len == found.num_blocks * 16 < 131072
@@ -73,9 +73,9 @@ def test_less_than_the_longest_sequence_is_warned_of(caplog: pytest.LogCaptureFi
     assert not caplog.text
 
 
-def test_a_tiny_model_gets_no_more_blocks_than_a_scheduler_keeps_easily() -> None:
+def test_the_number_of_blocks_of_a_tiny_model_is_limited() -> None:
     assert plan(shape={}).num_blocks == MAX_CHOSEN_BLOCKS
-    assert plan(shape={}, kv_cache_bytes=30 * GIB).num_blocks > MAX_CHOSEN_BLOCKS, "who insists gets them"
+    assert plan(shape={}, kv_cache_bytes=30 * GIB).num_blocks > MAX_CHOSEN_BLOCKS, "an explicit size is not limited"
 
 
 @given(
@@ -85,7 +85,7 @@ def test_a_tiny_model_gets_no_more_blocks_than_a_scheduler_keeps_easily() -> Non
     reserved=st.integers(0, 20 * GIB),
     fraction=st.floats(0.01, 1),
 )
-def test_nothing_is_ever_promised_that_is_not_there(
+def test_the_plan_never_exceeds_free_memory(
     total: int, free: float, used: float, reserved: int, fraction: float
 ) -> None:
     memory = DeviceMemory(total, int(free * total), int(used * (total - free * total)), reserved)
@@ -98,4 +98,4 @@ def test_nothing_is_ever_promised_that_is_not_there(
         assert kv_bytes + reserved <= memory.free_bytes
         assert kv_bytes + reserved + memory.used_bytes <= fraction * total
     room = min(memory.free_bytes, int(fraction * total) - memory.used_bytes) - reserved
-    assert max(0, room) - kv_bytes < BLOCK or found.num_blocks == MAX_CHOSEN_BLOCKS, "what fits is taken"
+    assert max(0, room) - kv_bytes < BLOCK or found.num_blocks == MAX_CHOSEN_BLOCKS, "all memory that fits is used"

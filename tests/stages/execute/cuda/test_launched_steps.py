@@ -1,4 +1,4 @@
-"""What the scheduler does to rows while steps that compute them are in flight."""
+"""Changes of rows while steps that compute them are in flight."""
 
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,13 @@ def driver(slight_dir: Path) -> CudaDriver:
     return CudaDriver(slight_dir, on_device())
 
 
-class AskedMasks:
-    """In the place of `Runner.masks`: allows everything, and notes for whom it was asked."""
+class RecordedMasks:
+    """Replaces `Runner.masks`: allows everything, and records the requests."""
 
     def __init__(self, runner: Any) -> None:
         self.words = np.full_like(runner.masks.words, 0xFFFF_FFFF)
-        self.asked: list[dict[int, list[int]]] = []
-        """Of each step: all ids of each row."""
+        self.requests: list[dict[int, list[int]]] = []
+        """For each step, all ids of each row"""
 
     def add(self, row: int, options: m.GenerationOptions, num_prompt: int) -> None:
         pass
@@ -34,7 +34,7 @@ class AskedMasks:
         pass
 
     def request(self, rows: Any, ids: Any, num_ids: Any) -> Any:
-        self.asked.append({row: ids[row, : num_ids[row]].tolist() for row in rows.tolist() if row >= 0})
+        self.requests.append({row: ids[row, : num_ids[row]].tolist() for row in rows.tolist() if row >= 0})
         return np.flatnonzero(rows >= 0)
 
     def is_done(self) -> bool:
@@ -44,8 +44,8 @@ class AskedMasks:
         return {}
 
 
-def test_a_row_that_is_pooled_and_dropped_still_has_the_record_that_is_awaited(driver: CudaDriver) -> None:
-    """The scheduler cuts the records of a step by what it planned."""
+def test_a_pooled_row_that_is_dropped_still_returns_its_record(driver: CudaDriver) -> None:
+    """The scheduler splits the records of a step by its plan."""
     driver.clear()
     runner = driver.runner
     options = [m.GenerationOptions(pooling=m.Pooling.MEAN), m.GenerationOptions(pooling=m.Pooling.LAST)]
@@ -57,13 +57,13 @@ def test_a_row_that_is_pooled_and_dropped_still_has_the_record_that_is_awaited(d
     assert not records[0].any() and records[1].any()
 
 
-def test_masks_are_asked_for_rows_that_go_on_alone_with_all_of_their_ids(
+def test_masks_are_requested_only_for_running_rows_with_all_their_ids(
     driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row that has ended in flight has none: its grammar is at its end, or was what ended it."""
+    """A row that has ended in flight needs none: its grammar is complete, or ended it."""
     driver.clear()
     runner = driver.runner
-    masks = AskedMasks(runner)
+    masks = RecordedMasks(runner)
     monkeypatch.setattr(runner, "masks", masks)
     monkeypatch.setattr(runner._changes, "_masks", masks)
     ends = m.GenerationOptions(compiled_grammar="a", allowed_ids=i32([9]), stop_token_ids=[9])
@@ -72,6 +72,6 @@ def test_masks_are_asked_for_rows_that_go_on_alone_with_all_of_their_ids(
     runner.launch(make_step([(0, 0, 3, True), (1, 0, 2, True)], adds=adds), take)
     runner.launch(make_step([(0, 3, 1, True), (1, 2, 1, True)]), take)
     last = runner.drain()[-1]
-    assert masks.asked[0] == {0: [5, 9, 7], 1: [5, 9]}
-    assert list(masks.asked[1]) == [1] and len(masks.asked[1][1]) == 3
+    assert masks.requests[0] == {0: [5, 9, 7], 1: [5, 9]}
+    assert list(masks.requests[1]) == [1] and len(masks.requests[1][1]) == 3
     assert last.ids[0] == -1 and last.ids[1] >= 0 and last.errors == ()

@@ -1,4 +1,4 @@
-"""The executor's loop on a GPU, between fakes of the supervisor and the scheduler; kernels are interpreted."""
+"""The executor's loop on a GPU, between a fake supervisor and a fake scheduler; kernels are interpreted."""
 
 import gc
 from pathlib import Path
@@ -24,15 +24,15 @@ PROMPT = [5, 9, 200, 31, 7]
 SCHEDULE = "schedule.0"
 
 
-def test_steps_planned_ahead_go_on_from_ids_the_scheduler_has_not_seen(slight_dir: Path, tmp_path: Path) -> None:
-    """And a recording of it is replayed: results are published when they were."""
-    drawn = m.GenerationOptions(temperature=2.0, seed=4, ignore_eos=True)
+def test_steps_planned_ahead_continue_from_ids_the_scheduler_has_not_seen(slight_dir: Path, tmp_path: Path) -> None:
+    """A replay of the recording publishes results at the same points."""
+    sampled_ids = m.GenerationOptions(temperature=2.0, seed=4, ignore_eos=True)
     greedy = m.GenerationOptions(temperature=0.0, ignore_eos=True)
     config = on_device()
     cpu = Driver(slight_dir, on_cpu(config))
-    expected = [cpu.generate([PROMPT], 4, options=options)[0] for options in (drawn, greedy)]
+    expected = [cpu.generate([PROMPT], 4, options=options)[0] for options in (sampled_ids, greedy)]
     assert len(set(expected[0][:3])) == 3
-    stop = msgspec.structs.replace(drawn, stop_token_ids=[expected[0][2]])
+    stop = msgspec.structs.replace(sampled_ids, stop_token_ids=[expected[0][2]])
     adds = [row_add(0, PROMPT, [3], stop), row_add(1, PROMPT, [4])]
     recording, out = tmp_path / "execute.rec", tmp_path / "out.rec"
     with Rig("execute", config, slight_dir, record=recording) as rig:
@@ -47,7 +47,7 @@ def test_steps_planned_ahead_go_on_from_ids_the_scheduler_has_not_seen(slight_di
         results.append(rig.receive("schedule", m.StepResult))
     gc.unfreeze()
     assert [result.step_id for result in results] == [1, 2, 3, 4, 5]
-    # The last step was planned before it was known that the third would stop the first row.
+    # The last step was planned before the third step's stop of the first row was known.
     ended = [*expected[0][:3], -1]
     assert [ids_of(rig, result) for result in results] == [*map(list, zip(ended, expected[1], strict=True)), []]
     none, stopped = int(m.Finish.NONE), int(m.Finish.STOP)
@@ -60,7 +60,7 @@ def test_steps_planned_ahead_go_on_from_ids_the_scheduler_has_not_seen(slight_di
     assert (found.difference, found.num_same) == ("", 5)
 
 
-def test_blocks_go_out_to_the_segment_and_come_back(slight_dir: Path) -> None:
+def test_blocks_are_copied_to_the_segment_and_back(slight_dir: Path) -> None:
     block_bytes = 2 * 2 * 16 * 2 * 16 * 4
     config = on_device(swap_bytes=3 * block_bytes + 5)
     expected = Driver(slight_dir, on_cpu(config)).generate([PROMPT], 3)[0]
@@ -94,10 +94,10 @@ def flight_of(start_ns: int, end_ns: int) -> LaunchedStep:
     return LaunchedStep(1, 1, none, 1, *(none,) * 4, num_rows=1, num_tokens=1, start_ns=start_ns, end_ns=end_ns)
 
 
-def test_copies_are_a_part_of_what_a_step_took_by_the_clock_of_a_gpu_as_well() -> None:
-    """The scheduler subtracts them, to learn what computing takes."""
+def test_the_gpu_time_of_a_step_includes_its_copies() -> None:
+    """The scheduler subtracts them to learn the time of computing."""
     step = flight_of(5_000_000_000, 5_020_000_000)
     assert seconds_of(step, 0, 0.0) == pytest.approx((0.02, 0.0))
     assert seconds_of(step, 4_990_000_000, 0.0) == pytest.approx((0.02, 0.01))
     assert seconds_of(step, 4_990_000_000, 0.004) == pytest.approx((0.024, 0.006))
-    assert seconds_of(step, 4_990_000_000, 0.5) == pytest.approx((0.52, 0.0)), "they run beside the step before, too"
+    assert seconds_of(step, 4_990_000_000, 0.5) == pytest.approx((0.52, 0.0)), "copies also overlap the previous step"

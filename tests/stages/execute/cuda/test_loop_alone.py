@@ -1,4 +1,5 @@
-"""The executor's loop on a GPU without one: a runner that computes nothing, steps that are over when a test says so."""
+"""The executor's loop on a GPU without a GPU: a runner that computes nothing, and steps that end when a test
+decides."""
 
 from collections import deque
 from collections.abc import Callable
@@ -27,7 +28,7 @@ INTS = np.zeros(0, np.int32)
 
 
 class IdleRunner:
-    """In the place of `CudaRunner`."""
+    """Replaces `CudaRunner`."""
 
     def __init__(self) -> None:
         self.launched_steps: deque[LaunchedStep] = deque()
@@ -37,7 +38,7 @@ class IdleRunner:
 
     def launch(self, step: m.Step, take: Any) -> LaunchedStep:
         self.launched_steps.append(LaunchedStep(1, step.step_id, NONE, 0, *(NONE,) * 4, num_rows=0, num_tokens=0))
-        self.launched_steps[-1].is_collected = True  # nobody waits for it
+        self.launched_steps[-1].is_collected = True  # no one waits for it
         return self.launched_steps[-1]
 
     def collect(self) -> Sampled:
@@ -59,7 +60,7 @@ class IdleRunner:
 
 
 def stage_of(inbox: Any, replay_context: ReplayContext) -> tuple[Any, list[m.StepResult]]:
-    """What the loop needs of a stage, and the results that it sends."""
+    """The parts of a stage that the loop needs, and the results that it sends."""
     sent: list[m.StepResult] = []
     stage = SimpleNamespace(
         inbox=inbox,
@@ -82,7 +83,7 @@ def run(stage: Any, runner: Any) -> None:
 
 
 class ScriptedInbox:
-    """Each wake is: seconds that it comes after the last at the latest, its messages, and how many steps are over."""
+    """Each wake is: its latest time in seconds after the previous one, its messages, and how many steps are done."""
 
     is_replayed = False
 
@@ -90,7 +91,7 @@ class ScriptedInbox:
         self._runner, self._wakes = runner, iter(wakes)
         self.now_s = 100.0
         self.num_captured: list[int] = []
-        """When each wake came."""
+        """The time of each wake"""
 
     def wake_by(self, fd: int) -> None:
         pass
@@ -102,14 +103,14 @@ class ScriptedInbox:
         return messages
 
 
-def test_graphs_are_recorded_when_nothing_has_come_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not between a result and the step that follows it."""
+def test_graphs_are_captured_when_the_executor_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not between a result and the next step."""
     runner = IdleRunner()
     step, late = make_step(step_id=1), 2 * PAUSE_S
     wakes: list[tuple[float, list[Any], int]] = [
         (0.001, [step], 0),
         (0.001, [], 1),  # woken by its end
-        (0.0001, [], 0),  # and by the thread, which is late
+        (0.0001, [], 0),  # woken by the thread, which is late
         (0.001, [step], 0),
         (late, [], 0),  # a long step
         (0.001, [], 1),
@@ -123,11 +124,11 @@ def test_graphs_are_recorded_when_nothing_has_come_for_a_while(monkeypatch: pyte
     stage, sent = stage_of(inbox, ReplayContext())
     run(stage, runner)
     assert inbox.num_captured == [0, 0, 0, 0, 0, 0, 0, 1, 2, 2]
-    assert inbox.now_s == pytest.approx(100 + 0.0051 + 2 * PAUSE_S), "and one after the other, without another pause"
+    assert inbox.now_s == pytest.approx(100 + 0.0051 + 2 * PAUSE_S), "one after the other, without another pause"
     assert len(sent) == 3
 
 
-def test_pings_are_answered_beside_a_step_but_not_beside_one_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pings_are_answered_during_a_step_unless_it_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = IdleRunner()
     wakes: list[tuple[float, list[Any], int]] = [
         (0.0, [make_step(step_id=1), m.Ping(1)], 0),
@@ -168,13 +169,13 @@ def complete(step_id: int) -> f.ObservedEvent:
 LAUNCHED = f.Value("monotonic", 1.0)
 
 
-def test_a_recording_that_began_in_the_middle_is_replayed_with_its_own_times(tmp_path: Path) -> None:
-    """Ends of steps that were launched before it, or are left out of it, are nobody's."""
+def test_a_recording_started_in_the_middle_is_replayed_with_its_own_times(tmp_path: Path) -> None:
+    """Ends of steps that were launched before it, or are left out of it, are ignored."""
     entries: list[f.Entry] = [
         wake(make_step([(0, 0, 1, True)], adds=[row_add(0, [5], [1])], step_id=11)),
         LAUNCHED,
         complete(10),
-        wake(make_step([(7, 3, 1, True)], step_id=12)),  # a row of before
+        wake(make_step([(7, 3, 1, True)], step_id=12)),  # a row from before the recording
         LAUNCHED,
         wake(),
         complete(11),
@@ -192,19 +193,19 @@ def test_a_recording_that_began_in_the_middle_is_replayed_with_its_own_times(tmp
 
 
 class DrainingRunner(IdleRunner):
-    """Each step needs what those before it drew."""
+    """Each step needs the ids that earlier steps sampled."""
 
     def launch(self, step: m.Step, take: Any) -> LaunchedStep:
         self.drain()
         return super().launch(step, take)
 
 
-def test_so_are_results_that_a_later_step_waited_for(tmp_path: Path) -> None:
+def test_results_that_a_later_step_waits_for_are_replayed_at_their_times(tmp_path: Path) -> None:
     entries: list[f.Entry] = [
         wake(make_step([(0, 0, 1, True)], adds=[row_add(0, [5], [1])], step_id=11)),
         LAUNCHED,
         complete(10),
-        wake(make_step([(7, 3, 1, True)], step_id=12)),  # a row of before
+        wake(make_step([(7, 3, 1, True)], step_id=12)),  # a row from before the recording
         wake(make_step([(0, 1, 1, True)], step_id=13)),
         LAUNCHED,
         complete(11),
@@ -223,8 +224,8 @@ def test_so_are_results_that_a_later_step_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stops", [False, True])
-def test_what_was_in_flight_when_a_recording_ended_is_not_told(tmp_path: Path, stops: bool) -> None:
-    """But what a stage waited for before it stopped is."""
+def test_steps_in_flight_at_the_end_of_a_recording_have_no_results(tmp_path: Path, stops: bool) -> None:
+    """Results that a stage waited for before it stopped are recorded."""
     steps = [make_step(step_id=1), make_step(step_id=2)]
     entries: list[f.Entry] = [LAUNCHED, wake(*steps), LAUNCHED, LAUNCHED, wake(), complete(1)]
     entries += [wake(m.Stop()), complete(2), f.End("it stopped")] if stops else [f.End("it reached its size limit")]

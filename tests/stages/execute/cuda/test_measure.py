@@ -1,4 +1,4 @@
-"""What a profile says of a GPU's steps, and by which definitions. Kernels are interpreted here."""
+"""A profile of GPU steps and its definitions. Kernels are interpreted here."""
 
 import logging
 from pathlib import Path
@@ -45,7 +45,7 @@ def settings(kv_mib: int = 1, dtype: Any = "bfloat16") -> Settings:
 
 @pytest.fixture(autouse=True)
 def slight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shape so slight that an interpreter computes it, and a process that stays as it was."""
+    """A shape small enough for the interpreter, and a process whose state is restored."""
     monkeypatch.setitem(SHAPES, "slight", SLIGHT)
     monkeypatch.setattr(module, "DECODE_STEPS", 1)
     monkeypatch.setattr(torch, "set_num_threads", lambda num: None)
@@ -88,9 +88,9 @@ def test_a_shape_is_measured(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Log
         assert step.overlapped.ms == pytest.approx(least_s * 1e3)
         assert step.overlapped.ms <= step.in_turn.ms * (1 + 1e-9)
     assert msgspec.json.decode(as_json(found), type=Profile) == found
-    told = as_text(found)
-    assert "Triton's interpreter; kernels: triton" in told and "This machine before: copies" in told
-    assert "int8" not in told and "    skinny_gemm" in told
+    text = as_text(found)
+    assert "Triton's interpreter; kernels: triton" in text and "This machine before: copies" in text
+    assert "int8" not in text and "    skinny_gemm" in text
 
 
 def as_text(profile: Profile) -> str:
@@ -109,12 +109,12 @@ def as_text(profile: Profile) -> str:
         ({"batches": (800,)}, "need 1600 KV blocks, but only 1024 fit in memory: lower --batch"),
     ],
 )
-def test_steps_that_have_no_room_are_refused(changes: dict[str, Any], words: str) -> None:
+def test_steps_that_do_not_fit_are_rejected(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         entry.profile(settings(), msgspec.structs.replace(PLAN, **changes), nowhere)
 
 
-def test_without_a_gpu_a_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_the_output_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     SLIGHT.save(tmp_path)
     monkeypatch.setattr("pipeline.supervisor.gpu.is_interpreted", lambda: False)
     monkeypatch.setattr("torch.version.cuda", None)

@@ -1,4 +1,4 @@
-"""Weights that are quantized while loading: texts are those of a model whose weights are what the codes mean."""
+"""Weights quantized while loading: outputs equal those of a model with the dequantized weights."""
 
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,13 @@ from tests.stages.execute.driver import Driver
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # numpy, in the interpreter
 
-# The feed-forward layer's second matrix has a group and a half.
+# The second matrix of the feed-forward layer has one and a half groups.
 CHANGES = {"num_layers": 1, "hidden_size": 128, "num_heads": 4, "head_dim": 32, "intermediate_size": 192}
 PROMPTS = [[5, 9, 200, 31, 7], [8, 100, 3]]
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_texts_are_those_of_what_the_codes_mean(tmp_path: Path, quantization: Any) -> None:
+def test_outputs_equal_those_of_the_dequantized_weights(tmp_path: Path, quantization: Any) -> None:
     plain, meant = tmp_path / "plain", tmp_path / "meant"
     for folder in (plain, meant):
         folder.mkdir()

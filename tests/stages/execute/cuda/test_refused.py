@@ -1,4 +1,4 @@
-"""What a GPU has no room for is said in the user's words."""
+"""Out-of-memory on a GPU is a clear error."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from pipeline.stages.execute.cuda.memory import require_row_memory
 from tests.stages.execute.cuda.conftest import on_device
 
 
-def test_rows_that_numbers_cannot_name_are_refused_in_the_users_words() -> None:
+def test_more_rows_than_an_index_can_address_are_a_clear_error() -> None:
     require_row_memory(4096, 131072, 129)
     with pytest.raises(
         UserError, match=r"schedule\.max_num_seqs is 4096, but the limit on a GPU is 19\d\d sequences of 1048576 tokens"
@@ -22,7 +22,9 @@ def test_rows_that_numbers_cannot_name_are_refused_in_the_users_words() -> None:
         require_row_memory(4096, 1048576, 129)
 
 
-def test_memory_that_ends_while_a_model_is_loaded(slight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_out_of_memory_while_loading_is_a_clear_error(
+    slight_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError(
             "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79 GiB"

@@ -1,8 +1,7 @@
-"""The scheduler and a GPU's runner together, steps in flight and all; kernels are interpreted.
+"""The scheduler and a GPU runner together, with steps in flight; kernels are interpreted.
 
-In the place of the model stands a function that is exact, as tests/fakes.py has one: its KV blocks store the ids, and
-the next id is a hash of the ids that are read back through the row's blocks. So what is checked is rows, blocks and
-copies, on both sides.
+An exact function replaces the model, as in tests/fakes.py: its KV blocks store the ids, and the next id is a hash of
+the ids that are read back through the row's blocks. So the tests check rows, blocks and copies on both sides.
 """
 
 from pathlib import Path
@@ -27,7 +26,7 @@ from tests.stages.schedule.bench import Bench
 
 BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4
 FIRST_ID = 3
-"""Below it are the model's own ends."""
+"""Smaller ids are the model's end tokens."""
 
 
 def next_id(ids: list[int]) -> int:
@@ -35,7 +34,7 @@ def next_id(ids: list[int]) -> int:
 
 
 def outputs(prompt: list[int], options: m.GenerationOptions, max_tokens: int) -> tuple[list[int], Finish]:
-    """What a sequence generates, whatever happens around it."""
+    """The outputs that a sequence must generate."""
     ids = list(prompt)
     while len(ids) < len(prompt) + max_tokens:
         ids.append(next_id(ids))
@@ -45,7 +44,7 @@ def outputs(prompt: list[int], options: m.GenerationOptions, max_tokens: int) ->
 
 
 class ExactModel:
-    """In the place of `DeviceModel.forward`."""
+    """Replaces `DeviceModel.forward`."""
 
     def __init__(self, runner: CudaRunner) -> None:
         self._rows, self._logits = runner._device_rows.on_device, runner.model.logits
@@ -64,12 +63,12 @@ class ExactModel:
                 continue
             num = int(step.positions[int(step.sampled[i])]) + 1
             ids = kv[self._rows.blocks[row, : -(-num // 16)].long()].reshape(-1)[:num].int().tolist()
-            assert EMPTY not in ids, f"row {row} reads KV that nobody has written"
+            assert EMPTY not in ids, f"row {row} reads KV that was not written"
             logits[i, next_id(ids)] = 1e4
 
 
 class ExactMasks:
-    """In the place of `Masks`: a mask allows the right id alone, by the ids that the host knows."""
+    """Replaces `Masks`: a mask allows only the right id, computed from the ids that the host knows."""
 
     def __init__(self, runner: CudaRunner) -> None:
         self.words = np.zeros_like(runner.masks.words)
@@ -98,7 +97,7 @@ class ExactMasks:
 
 
 class CudaBench(Bench):
-    """Steps are launched as they are planned, and collected as they are answered."""
+    """Launches steps when they are planned, and collects them when they are answered."""
 
     def __init__(self, runner: CudaRunner, limits: SchedulerConfig, depth: int) -> None:
         super().__init__(limits, depth)
@@ -137,16 +136,16 @@ class CudaBench(Bench):
             prompt_ids=np.array(prompt, np.int32).tobytes(),
             options=raw(options),
         )
-        for told in self.scheduler.admit(message):
-            assert isinstance(told, m.Open)
-            self.opened[told.seq], self.received[told.seq] = told, []
-            self.records[told.seq] = self.prompts[told.seq] = b""
-            self.wanted[told.seq] = message, options
+        for opening in self.scheduler.admit(message):
+            assert isinstance(opening, m.Open)
+            self.opened[opening.seq], self.received[opening.seq] = opening, []
+            self.records[opening.seq] = self.prompts[opening.seq] = b""
+            self.admitted[opening.seq] = message, options
         return number
 
     def check_outputs(self) -> None:
         for seq, finish in self.finished.items():
-            message, options = self.wanted[seq]
+            message, options = self.admitted[seq]
             prompt = np.frombuffer(message.prompt_ids, np.int32).tolist()  # type: ignore[arg-type]
             assert options.max_tokens is not None
             ids, natural = outputs(prompt, options, options.max_tokens)
@@ -157,8 +156,8 @@ class CudaBench(Bench):
 
 
 @pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # numpy, in the interpreter
-def test_rows_come_and_go_while_steps_are_in_flight(slight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three steps in flight: siblings that fork, a stop id, an abort, a grammar, and too few blocks for all of them."""
+def test_rows_start_and_end_while_steps_are_in_flight(slight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three steps in flight: parallel samples that fork, a stop id, an abort, a grammar, and too few blocks."""
     config = on_device(kv_bytes=5 * BLOCK_BYTES, max_num_seqs=4, tokens=64, swap_bytes=12 * BLOCK_BYTES)
     runner = CudaRunner(config, slight_dir, memoryview(bytearray(12 * BLOCK_BYTES)))
     monkeypatch.setattr(runner.model, "forward", ExactModel(runner).forward)

@@ -1,4 +1,4 @@
-"""A setting of [execute] that only a real GPU shows the effect of gets to where kernels are launched."""
+"""A setting of [execute] whose effect needs a real GPU reaches the kernel launches."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from tests.stages.execute.cuda.driver import CudaDriver
 
 
 @pytest.mark.parametrize("early_launch", [False, True])
-def test_early_launch_comes_to_the_model(slight_dir: Path, monkeypatch: pytest.MonkeyPatch, early_launch: bool) -> None:
+def test_early_launch_reaches_the_model(slight_dir: Path, monkeypatch: pytest.MonkeyPatch, early_launch: bool) -> None:
     made: list[bool] = []
     model = DeviceModel
 

@@ -1,4 +1,4 @@
-"""Words that a step is sent as, read back by the kernel that applies them."""
+"""The words that encode a step, read back by the kernel that applies them."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def applied(state: "np.ndarray[tuple[int], np.dtype[np.int32]]", runs: list[Run]
 
 
 @pytest.mark.parametrize("one_each", [True, False])
-def test_what_is_filled_in_is_what_kernels_read(one_each: bool) -> None:
+def test_kernels_read_the_staged_values(one_each: bool) -> None:
     staging = Staging(Interpreted(), 5, 64)
     counts = np.array([1, 1] if one_each else [3, 9], np.int32)
     batch = Batch(
@@ -54,7 +54,7 @@ def test_what_is_filled_in_is_what_kernels_read(one_each: bool) -> None:
 
 
 @pytest.mark.parametrize("room", [4, 5, 7, 20, 100, 1000])
-def test_changes_that_do_not_fit_go_in_several_pieces(room: int) -> None:
+def test_changes_that_do_not_fit_are_split(room: int) -> None:
     runs = runs_of([5, 1, 40, 3, 17], 1)
     whole, pieces = np.zeros(200, np.int32), np.zeros(200, np.int32)
     applied(whole, runs)
@@ -68,7 +68,7 @@ def test_changes_that_do_not_fit_go_in_several_pieces(room: int) -> None:
     assert not runs
 
 
-def test_a_slot_is_not_taken_twice() -> None:
+def test_a_slot_in_use_is_not_reused() -> None:
     staging = Staging(Interpreted(), 2, 16)
     slots = [staging.take() for _ in range(NUM_SLOTS)]
     assert len({id(slot) for slot in slots}) == NUM_SLOTS

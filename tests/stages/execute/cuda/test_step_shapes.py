@@ -1,4 +1,4 @@
-"""Any step has a shape it fits, and few shapes serve all."""
+"""Every step has a shape that it fits, and there are few shapes."""
 
 from itertools import pairwise
 
@@ -28,7 +28,7 @@ def test_every_step_fits_its_shape(max_num_rows: int, max_num_tokens: int) -> No
 
 
 @pytest.mark.parametrize("most", [1, 3, 8, 96, 100, 256, 1000, 4096])
-def test_sizes_rise_to_the_most_and_are_few(most: int) -> None:
+def test_sizes_are_few_and_increase_to_the_maximum(most: int) -> None:
     for sizes, worst in ((decode_sizes(most), 2.0), (mixed_sizes(most), 2.0)):
         assert sizes == sorted(set(sizes)) and sizes[-1] == most
         assert all(b <= worst * a for a, b in pairwise(sizes))
@@ -37,7 +37,7 @@ def test_sizes_rise_to_the_most_and_are_few(most: int) -> None:
     assert len(decode_sizes(256)) <= 20
 
 
-def test_the_first_and_the_others_are_all_shapes_of_decoding() -> None:
+def test_first_and_later_shapes_cover_all_decode_shapes() -> None:
     shapes = StepShapes(256, 2048)
     first, others = shapes.first(), shapes.others()
     assert [shape.num_tokens for shape in first] == [256, 8, 4, 2, 1]

@@ -1,4 +1,4 @@
-"""The pool hands out each block to one holder at a time, and forgets none."""
+"""The pool allocates each block to one holder at a time, and loses none."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def test_a_block_without_a_key_is_free_when_released() -> None:
     assert (pool.num_free, pool.num_cached, pool.num_held) == (2, 0, 0)
 
 
-def test_a_block_with_a_key_is_cached_when_released_and_found_again() -> None:
+def test_a_block_with_a_key_is_cached_when_released_and_can_be_found() -> None:
     pool = BlockPool(2)
     block = pool.take()
     pool.register(block, key(1))
@@ -61,7 +61,7 @@ def test_the_tail_of_a_table_is_evicted_before_its_head() -> None:
     assert [pool.take() for _ in range(3)] == table[::-1]
 
 
-def test_two_blocks_of_one_content_keep_the_first_name() -> None:
+def test_of_two_equal_blocks_the_first_keeps_the_key() -> None:
     pool = BlockPool(2)
     first, second = pool.take(), pool.take()
     pool.register(first, key(1))
@@ -72,7 +72,7 @@ def test_two_blocks_of_one_content_keep_the_first_name() -> None:
     pool.check()
 
 
-def test_retired_blocks_return_when_their_step_is_settled_and_not_before() -> None:
+def test_retired_blocks_are_freed_only_when_their_step_is_settled() -> None:
     pool = BlockPool(4)
     one, two = pool.take(), pool.take()
     pool.retire([one], step_id=3)
@@ -85,7 +85,7 @@ def test_retired_blocks_return_when_their_step_is_settled_and_not_before() -> No
     assert (pool.num_free, pool.num_retired) == (4, 0)
 
 
-def test_releasing_twice_is_caught() -> None:
+def test_releasing_twice_fails_an_assertion() -> None:
     pool = BlockPool(1)
     block = pool.take()
     pool.release([block])
@@ -128,7 +128,7 @@ def test_any_history_keeps_every_block_in_exactly_one_state(data: st.DataObject)
     assert pool.num_held == 0
 
 
-def test_keys_are_equal_exactly_where_all_ids_before_are() -> None:
+def test_keys_are_equal_exactly_if_all_earlier_ids_are() -> None:
     ids = np.arange(64, dtype=np.int32)
     other = ids.copy()
     other[20] += 1
@@ -139,7 +139,7 @@ def test_keys_are_equal_exactly_where_all_ids_before_are() -> None:
     assert [a == b for a, b in zip(keys, changed, strict=True)] == [True, False, False, False]
 
 
-def test_keys_grow_in_pieces_to_the_same_chain() -> None:
+def test_keys_computed_in_pieces_are_the_same() -> None:
     ids = np.arange(80, dtype=np.int32)
     whole: list[bytes] = []
     prefix.extend(whole, ids, 5, 16)

@@ -1,4 +1,4 @@
-"""What a step may compute, and who gets how much of it."""
+"""The token budget of a step, and its distribution over sequences."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def cost_model() -> StepCostModel:
 
 
 def grant(need: list[int], budget: int, is_long: list[bool] | None = None) -> list[int]:
-    """Without bounds of time."""
+    """Without time limits."""
     lacks = np.array(need, np.int64)
     counts = grant_decodes(lacks, budget)
     prompts = np.flatnonzero(lacks > 1)
@@ -39,15 +39,15 @@ def test_decoding_rows_go_before_prompts() -> None:
     assert grant([500, 1, 300, 1], 100) == [98, 1, 0, 1]
 
 
-def test_prompts_share_what_is_left_by_age() -> None:
+def test_prompts_share_the_rest_by_age() -> None:
     assert grant([30, 60, 40], 100) == [30, 60, 10]
 
 
-def test_long_prompts_come_after_short_ones_and_the_first_of_them_gets_something() -> None:
+def test_long_prompts_come_after_short_ones_but_the_first_always_progresses() -> None:
     assert grant([500, 60, 400, 200], 100, [True, False, True, False]) == [16, 60, 0, 24]
 
 
-def test_with_more_decoding_rows_than_budget_the_oldest_go() -> None:
+def test_with_more_decoding_rows_than_budget_the_oldest_run() -> None:
     assert grant([1, 1, 1, 7], 2) == [1, 1, 0, 0]
 
 
@@ -60,11 +60,11 @@ def test_rows_that_need_nothing_get_nothing() -> None:
 def test_a_grant_uses_the_budget_and_no_more(rows: list[tuple[int, bool]], budget: int) -> None:
     need = [tokens for tokens, _ in rows]
     grants = grant(need, budget, [is_long for _, is_long in rows])
-    assert all(0 <= given <= wanted for given, wanted in zip(grants, need, strict=True))
+    assert all(0 <= given <= needed for given, needed in zip(grants, need, strict=True))
     assert sum(grants) == min(budget, sum(need))
 
 
-def test_a_budget_in_time_holds_back_prompts_beside_decoding_rows(cost_model: StepCostModel) -> None:
+def test_a_time_budget_limits_prompts_next_to_decoding_rows(cost_model: StepCostModel) -> None:
     budget = StepBudget(BudgetLimits(1000, step_s=0.050), cost_model, 10, 1000)
     assert budget.chunk(0, 500, False) == pytest.approx(39, abs=3)
     assert not budget.has_room(False)
@@ -76,23 +76,23 @@ def test_without_decoding_rows_time_is_unlimited(cost_model: StepCostModel) -> N
     assert budget.chunk(0, 5000, True) == 1000
 
 
-def test_nor_before_it_is_known_what_prompts_cost() -> None:
+def test_time_is_unlimited_before_the_cost_of_prompts_is_known() -> None:
     assert StepBudget(BudgetLimits(1000, step_s=0.001), StepCostModel(), 10, 1000).chunk(0, 500, False) == 500
 
 
-def test_the_first_prompt_gets_something_however_little_time_there_is(cost_model: StepCostModel) -> None:
+def test_the_first_prompt_progresses_with_any_time_budget(cost_model: StepCostModel) -> None:
     budget = StepBudget(BudgetLimits(1000, step_s=0.001), cost_model, 10, 1000)
     assert budget.chunk(0, 500, False) == MIN_CHUNK
     assert budget.chunk(0, 500, False) == 0
 
 
-def test_the_stretch_bounds_long_prompts_alone(cost_model: StepCostModel) -> None:
+def test_the_slowdown_limit_applies_only_to_long_prompts(cost_model: StepCostModel) -> None:
     limits = BudgetLimits(1000, max_slowdown=3.0)
     assert StepBudget(limits, cost_model, 20, 2000).chunk(0, 500, False) == 500
     assert StepBudget(limits, cost_model, 20, 2000).chunk(0, 500, True) == pytest.approx(42, abs=4)
 
 
-def test_short_prompts_use_up_what_long_ones_may_take(cost_model: StepCostModel) -> None:
+def test_short_prompts_use_the_budget_of_long_ones_first(cost_model: StepCostModel) -> None:
     budget = StepBudget(BudgetLimits(1000, max_slowdown=3.0), cost_model, 20, 2000)
     assert budget.chunk(0, 60, False) == 60
     assert budget.has_room(False) and not budget.has_room(True)
@@ -106,7 +106,7 @@ def test_short_prompts_use_up_what_long_ones_may_take(cost_model: StepCostModel)
     max_slowdown=st.sampled_from([1.1, 3.0, float("inf")]),
     prompts=st.lists(st.tuples(st.integers(0, 1000), st.integers(2, 2000), st.booleans()), max_size=6),
 )
-def test_what_is_granted_beyond_the_least_fits_the_bounds(
+def test_grants_beyond_the_minimum_are_within_the_limits(
     cost_model: StepCostModel,
     num_decodes: int,
     step_s: float,
@@ -126,7 +126,7 @@ def test_what_is_granted_beyond_the_least_fits_the_bounds(
         assert seconds <= max(step_s, base_s) + least_s + 1e-6
 
 
-def test_a_sequence_starts_only_if_each_running_one_can_have_its_next_block() -> None:
+def test_a_sequence_starts_only_if_each_running_one_can_get_its_next_block() -> None:
     assert policy.may_start(num_available=10, num_needed=8, num_running=2)
     assert not policy.may_start(num_available=10, num_needed=9, num_running=2)
     assert policy.may_start(num_available=10, num_needed=10, num_running=0)

@@ -1,4 +1,4 @@
-"""Depth "auto" on executors whose times at either depth are known."""
+"""Depth "auto" on executors whose step times are known for each depth."""
 
 import random
 from collections.abc import Callable
@@ -18,11 +18,11 @@ from pipeline.stages.schedule.policies.depth_tuner import (
 )
 
 FIRST_ROUND = 500
-"""Steps after which the first round of a class is over."""
+"""Steps until the end of a class's first round."""
 
 
 class Executor:
-    """Takes 4 ms and 0.25 ms a row for a step at depth 1, `at_2` times that at depth 2, with noise."""
+    """A step takes 4 ms, plus 0.25 ms per row, at depth 1, and `at_2` times that at depth 2, with noise."""
 
     def __init__(self, at_2: float | Callable[[int], float], noise: float = 0.05, seed: int = 1) -> None:
         self.auto = DepthTuner()
@@ -33,7 +33,7 @@ class Executor:
         self.num_steps = 0
         self.total_s = self.best_s = 0.0
         self.choices: list[dict[int, int]] = [{}]
-        """What was chosen, each time that it changed."""
+        """Each new choice"""
 
     def times(self, num_rows: int, depth: int) -> float:
         at_2 = self.at_2(num_rows) if callable(self.at_2) else self.at_2
@@ -46,7 +46,7 @@ class Executor:
         self.best_s += min(self.times(num_rows, depth) for depth in DEPTHS)
         seconds *= self.random.lognormvariate(0, self.noise)
         if self.random.random() < 0.01:
-            seconds *= 20  # another process had the core
+            seconds *= 20  # another process used the core
         self.auto.observe(num_rows, seconds)
         if self.auto.choices != self.choices[-1]:
             self.choices.append(self.auto.choices)
@@ -66,15 +66,15 @@ class Executor:
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("at_2", "chosen"), [(0.7, 2), (0.92, 2), (1.09, 1), (1.5, 1), (3.0, 1)])
-def test_the_first_round_finds_what_is_clearly_better(at_2: float, chosen: int, seed: int) -> None:
+def test_the_first_round_finds_a_clearly_better_depth(at_2: float, chosen: int, seed: int) -> None:
     executor = Executor(at_2, seed=seed)
     executor.run(FIRST_ROUND)
     assert executor.auto.choices == {4: chosen}
-    assert executor.auto.depth == chosen, "nothing is being tried any more"
+    assert executor.auto.depth == chosen, "no experiment is running"
 
 
 @pytest.mark.parametrize("at_2", [0.6, 0.95, 1.0, 1.05, 2.0, 4.0])
-def test_in_the_long_run_it_costs_next_to_nothing_and_does_not_flap(at_2: float) -> None:
+def test_the_tuner_costs_little_and_does_not_flap(at_2: float) -> None:
     executor = Executor(at_2)
     executor.run(FIRST_ROUND)
     executor.total_s = executor.best_s = 0.0
@@ -84,7 +84,7 @@ def test_in_the_long_run_it_costs_next_to_nothing_and_does_not_flap(at_2: float)
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_where_both_are_equal_it_stays_with_1_nearly_always(seed: int) -> None:
+def test_with_equal_depths_it_almost_always_stays_at_1(seed: int) -> None:
     executor = Executor(1.0, noise=0.1, seed=seed)
     executor.run(60_000)
     assert executor.num_changes <= 2
@@ -96,7 +96,7 @@ def test_a_difference_below_the_margin_changes_nothing() -> None:
     assert executor.auto.choices == {4: 1}
 
 
-def test_contexts_that_grow_are_not_taken_for_a_difference() -> None:
+def test_growing_contexts_are_not_mistaken_for_a_difference() -> None:
     executor = Executor(1.0, noise=0.02)
     executor.drift = 1 / 400  # twice as long after 400 steps
     executor.run(FIRST_ROUND)
@@ -107,14 +107,14 @@ def test_contexts_that_grow_are_not_taken_for_a_difference() -> None:
     assert executor.auto.choices == {4: 2}
 
 
-def test_numbers_of_rows_that_come_and_go_are_not_taken_for_a_difference() -> None:
+def test_changing_numbers_of_rows_are_not_mistaken_for_a_difference() -> None:
     for at_2, chosen in ((1.0, 1), (0.88, 2)):
         executor = Executor(at_2, noise=0.02)
         executor.run(3 * FIRST_ROUND, lambda number: 4 + number // 7 % 12)
         assert executor.auto.choices == {4: chosen}
 
 
-def test_small_and_large_batches_choose_for_themselves() -> None:
+def test_small_and_large_batches_are_tuned_separately() -> None:
     executor = Executor(lambda num_rows: 0.8 if num_rows < 4 else 1.25)
     executor.run(FIRST_ROUND, lambda _: 1)
     assert executor.auto.depth == 2
@@ -126,7 +126,7 @@ def test_small_and_large_batches_choose_for_themselves() -> None:
     assert executor.auto.depth == 1
 
 
-def test_a_size_that_was_never_measured_begins_with_its_neighbours_choice() -> None:
+def test_an_unmeasured_batch_size_starts_with_its_neighbours_depth() -> None:
     executor = Executor(0.8)
     executor.run(FIRST_ROUND)
     for num_rows in (1, 20, 100):
@@ -134,13 +134,13 @@ def test_a_size_that_was_never_measured_begins_with_its_neighbours_choice() -> N
         assert executor.auto.depth == 2
 
 
-def test_batches_at_the_border_of_two_sizes_are_of_one() -> None:
+def test_batches_at_the_border_of_two_sizes_belong_to_one() -> None:
     executor = Executor(0.8)
     executor.run(6 * FIRST_ROUND, lambda number: 15 + number // 3 % 2)
     assert executor.auto.choices == {4: 2}
 
 
-def test_when_the_machine_changes_so_does_the_choice() -> None:
+def test_the_depth_follows_a_change_of_the_machine() -> None:
     executor = Executor(0.8)
     executor.run(FIRST_ROUND)
     assert executor.auto.depth == 2
@@ -149,14 +149,14 @@ def test_when_the_machine_changes_so_does_the_choice() -> None:
     assert executor.auto.choices == {4: 1}
 
 
-def test_a_round_in_which_nothing_is_alike_says_nothing() -> None:
+def test_a_round_without_comparable_steps_decides_nothing() -> None:
     one = TuningRound()
     while not one.is_over:
         one.observe(2**one.num_steps, 0.01 if one.depth == 1 else 0.001)
     assert one.differences() == []
 
 
-def test_a_round_that_is_disturbed_again_and_again_ends_all_the_same() -> None:
+def test_a_round_ends_despite_repeated_disturbances() -> None:
     one = TuningRound()
     for _ in range(MAX_ROUND_STEPS):
         assert not one.is_over
@@ -166,7 +166,7 @@ def test_a_round_that_is_disturbed_again_and_again_ends_all_the_same() -> None:
     assert one.differences() == []
 
 
-def test_it_is_at_1_until_anything_is_known_and_tries_nothing_at_first() -> None:
+def test_it_starts_at_1_and_does_not_experiment_at_first() -> None:
     executor = Executor(0.5)
     assert executor.auto.depth == 1
     for _ in range(40):
@@ -174,7 +174,7 @@ def test_it_is_at_1_until_anything_is_known_and_tries_nothing_at_first() -> None
         assert executor.auto.depth == 1
 
 
-def test_a_round_says_what_it_has_found() -> None:
+def test_a_round_logs_its_result() -> None:
     auto = DepthTuner()
     decisions = [auto.observe(20, 0.010 if auto.depth == 1 else 0.012) for _ in range(FIRST_ROUND)]
     [decision] = [one for one in decisions if one is not None]
@@ -195,7 +195,7 @@ def test_it_is_deterministic() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 5000), st.floats(0, 1e6) | st.floats(-1, 0)), max_size=400))
 @settings(max_examples=60, deadline=None)
-def test_whatever_comes_the_depth_is_1_or_2(steps: list[tuple[int, float]]) -> None:
+def test_the_depth_is_always_1_or_2(steps: list[tuple[int, float]]) -> None:
     auto = DepthTuner()
     for _ in range(3):
         for num_rows, seconds in steps:

@@ -1,4 +1,4 @@
-"""Who goes first."""
+"""The order of each scheduling policy."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ def running(bench: Bench) -> set[int]:
     return {sequence.seq for sequence in bench.scheduler.rows.sequences if sequence is not None}
 
 
-def test_fcfs_takes_no_notice_of_priorities() -> None:
+def test_fcfs_ignores_priorities() -> None:
     bench = Bench(config(max_num_seqs=1), depth=1)
     for priority in (5, 3, 1):
         bench.admit(range(10), max_tokens=3, priority=priority)
@@ -19,7 +19,7 @@ def test_fcfs_takes_no_notice_of_priorities() -> None:
     assert list(bench.finished) == [1, 2, 3]
 
 
-def test_the_lowest_priority_goes_first_and_among_equals_who_came_first() -> None:
+def test_the_lowest_priority_value_goes_first_then_the_earliest_arrival() -> None:
     bench = Bench(config(max_num_seqs=1, policy="priority"), depth=1)
     for priority in (5, 3, -1, 3):
         bench.admit(range(10), max_tokens=3, priority=priority)
@@ -30,7 +30,7 @@ def test_the_lowest_priority_goes_first_and_among_equals_who_came_first() -> Non
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 @pytest.mark.parametrize("num_swap_blocks", [0, 20])
-def test_a_lower_priority_takes_a_row_from_a_higher_one(depth: int, num_swap_blocks: int) -> None:
+def test_a_lower_priority_value_preempts_for_a_row(depth: int, num_swap_blocks: int) -> None:
     bench = Bench(config(max_num_seqs=2, policy="priority", num_swap_blocks=num_swap_blocks), depth)
     bench.admit(range(20), max_tokens=30, priority=1)
     bench.admit(range(50, 70), max_tokens=30, priority=2)
@@ -38,14 +38,14 @@ def test_a_lower_priority_takes_a_row_from_a_higher_one(depth: int, num_swap_blo
     bench.answer()
     bench.admit(range(100, 110), max_tokens=3, priority=0)
     bench.fill()
-    assert running(bench) == {1, 3}, "the highest priority is put back"
+    assert running(bench) == {1, 3}, "the highest priority value is preempted"
     bench.run()
     assert list(bench.finished) == [3, 1, 2]
     bench.check_outputs()
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
-def test_a_lower_priority_takes_blocks_from_as_many_as_it_needs(depth: int) -> None:
+def test_a_lower_priority_value_preempts_as_many_as_it_needs_blocks_from(depth: int) -> None:
     bench = Bench(config(num_blocks=12, policy="priority", prefix_caching=False), depth)
     for number in range(3):
         bench.admit(range(number * 50, number * 50 + 40), max_tokens=20, priority=5)
@@ -55,11 +55,11 @@ def test_a_lower_priority_takes_blocks_from_as_many_as_it_needs(depth: int) -> N
     bench.admit(range(200, 280), max_tokens=8, priority=-5)
     bench.run()
     assert next(iter(bench.finished)) == 4
-    assert bench.scheduler.load().num_preemptions == 2, "one of them may stay"
+    assert bench.scheduler.load().num_preemptions == 2, "one of them may keep running"
     bench.check_outputs()
 
 
-def test_no_row_is_preempted_for_a_sequence_that_would_not_fit_anyway() -> None:
+def test_no_row_is_preempted_for_a_sequence_that_would_still_not_fit() -> None:
     bench = Bench(config(num_blocks=12, policy="priority", prefix_caching=False), depth=1)
     bench.admit(range(100), max_tokens=8, priority=0)
     bench.admit(range(200, 220), max_tokens=8, priority=9)
@@ -98,18 +98,18 @@ def test_no_sequence_is_skipped_forever() -> None:
     assert list(bench.finished).index(2) == 1 + MAX_SKIPPED
 
 
-def test_prompts_of_different_salts_share_nothing() -> None:
+def test_prompts_with_different_salts_share_nothing() -> None:
     bench = Bench(config(), depth=1)
     for salt in ("", "a", "b", "a"):
         before = bench.scheduler.load().num_cached_tokens
         bench.admit(range(64), max_tokens=2, salt=salt)
         bench.run()
         found = bench.scheduler.load().num_cached_tokens - before
-    assert found == 48, "the last has met its own"
-    assert bench.scheduler.load().num_cached_tokens == 48, "the others have met nobody"
+    assert found == 48, "the last finds the blocks of its own salt"
+    assert bench.scheduler.load().num_cached_tokens == 48, "the other salts have no prefix hits"
 
 
-def test_a_reset_forgets_what_is_cached_and_what_is_held() -> None:
+def test_a_reset_forgets_cached_and_held_blocks() -> None:
     bench = Bench(config(), depth=1)
     bench.admit(range(64), max_tokens=2)
     bench.run()
@@ -132,7 +132,7 @@ def counts_of(bench: Bench) -> list[int]:
 
 
 def decoding(bench: Bench, num: int) -> None:
-    """Let so many sequences decode beside some short prompts, until the bench knows what steps take."""
+    """Let `num` sequences decode next to some short prompts, until the bench knows the cost of steps."""
     for number in range(num):
         bench.admit(range(number * 10, number * 10 + 9), max_tokens=500)
     for _ in range(40):
@@ -148,8 +148,8 @@ def decoding(bench: Bench, num: int) -> None:
 
 
 def beside_decodes(num_decodes: int, **changes: object) -> list[int]:
-    """Chunks in which a long prompt is computed beside so many decoding rows. A step takes a millisecond, and one for
-    each token."""
+    """Chunks of a long prompt next to `num_decodes` decoding rows. A step takes a millisecond, and one for each
+    token."""
     values = {"num_blocks": 600, "max_model_len": 2048, "max_num_seqs": 20, "max_num_batched_tokens": 256}
     bench = Bench(config(**(values | {"prefix_caching": False} | changes)), depth=1)
     decoding(bench, num_decodes)
@@ -158,33 +158,33 @@ def beside_decodes(num_decodes: int, **changes: object) -> list[int]:
     while sum(chunks) < 1000:
         bench.fill()
         *decodes, chunk = counts_of(bench)
-        assert decodes == [1] * num_decodes, "everybody goes on"
+        assert decodes == [1] * num_decodes, "every sequence continues"
         chunks.append(chunk)
         bench.answer()
     return chunks
 
 
-def test_a_long_prompt_slows_down_a_step_by_no_more_than_its_stretch() -> None:
+def test_a_long_prompt_slows_a_step_by_at_most_the_limit() -> None:
     chunks = beside_decodes(15, long_prompt_tokens=100, long_prompt_max_slowdown=4.0)
-    assert 32 <= np.mean(chunks) <= 64, "16 ms without it, so 64 ms with it, as far as is known by then"
+    assert 32 <= np.mean(chunks) <= 64, "16 ms without it, so about 64 ms with it"
     assert max(chunks) <= 2 * 48
 
 
-def test_a_long_prompt_gets_something_however_tight_the_stretch() -> None:
+def test_a_long_prompt_progresses_with_any_slowdown_limit() -> None:
     assert beside_decodes(15, long_prompt_tokens=100, long_prompt_max_slowdown=1.1)[:-1] == [16] * 62
 
 
-def test_a_prompt_that_is_not_long_takes_all_there_is() -> None:
+def test_a_short_prompt_takes_the_whole_budget() -> None:
     assert beside_decodes(15, long_prompt_tokens=1000, long_prompt_max_slowdown=1.1)[0] == 241
 
 
-def test_a_budget_in_time_holds_for_every_prompt() -> None:
+def test_a_time_budget_applies_to_every_prompt() -> None:
     chunks = beside_decodes(15, max_step_s=0.050)
     assert 22 <= np.mean(chunks) <= 38, "16 ms for the decoding rows, and 34 for the prompt"
     assert max(chunks) <= 2 * 34
 
 
-def test_short_prompts_pass_a_long_one_and_it_goes_on_nevertheless() -> None:
+def test_short_prompts_overtake_a_long_one_which_still_progresses() -> None:
     bench = Bench(
         config(
             num_blocks=600, max_model_len=2048, max_num_batched_tokens=64, prefix_caching=False,
@@ -209,7 +209,7 @@ def test_short_prompts_pass_a_long_one_and_it_goes_on_nevertheless() -> None:
     bench.check_outputs()
 
 
-def test_without_others_a_long_prompt_has_the_whole_budget() -> None:
+def test_a_long_prompt_alone_has_the_whole_budget() -> None:
     bench = Bench(
         config(num_blocks=100, max_model_len=1200, long_prompt_tokens=100, long_prompt_max_slowdown=1.1), depth=1
     )

@@ -1,4 +1,4 @@
-"""What happens when KV blocks run out: who is put back, how, and that it comes back as if nothing had been."""
+"""Preemption when KV blocks run out: the choice of the sequence, the mode, and its unchanged output."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ SLOW_COPY_S = 10.0
 
 
 def short_of_memory(preemption: PreemptionMode, num_swap_blocks: int = 40, **changes: object) -> SchedulerConfig:
-    """Ten blocks, of which four sequences of `crowd` want seven each in the end."""
+    """Ten blocks; each of the four sequences of `crowd` needs seven in the end."""
     values = {"num_blocks": 10, "max_num_seqs": 4, "max_model_len": 160, "prefix_caching": False}
     return config(**(values | {"preemption": preemption, "num_swap_blocks": num_swap_blocks} | changes))
 
@@ -24,7 +24,7 @@ def crowd(bench: Bench, num: int = 4) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 @pytest.mark.parametrize("caching", [True, False])
-def test_the_swapped_come_back_with_the_same_ids_and_nothing_is_computed_twice(depth: int, caching: bool) -> None:
+def test_swapped_sequences_resume_with_the_same_ids_and_nothing_is_recomputed(depth: int, caching: bool) -> None:
     bench = Bench(short_of_memory("swap", prefix_caching=caching), depth)
     crowd(bench)
     num_tokens = 0
@@ -40,8 +40,8 @@ def test_the_swapped_come_back_with_the_same_ids_and_nothing_is_computed_twice(d
     assert 0 < load.num_blocks_swapped_in <= load.num_blocks_swapped_out
     assert caching or load.num_blocks_swapped_in == load.num_blocks_swapped_out
     assert len(bench.finished) == 4
-    # Each computes its prompt and all outputs but the last; who comes back, its last id again, and at greater depths
-    # what was sampled for it in vain.
+    # Each computes its prompt and all outputs except the last. A resumed one also computes its last id again, and at
+    # greater depths what was sampled for it without use.
     assert num_tokens <= 4 * (20 + 89) + load.num_preemptions * depth
     assert (load.num_blocks_held, load.num_swapped) == (0, 0)
     assert load.num_swap_blocks_free == load.num_swap_blocks_total == 40
@@ -57,7 +57,7 @@ def test_recompute_never_copies() -> None:
     assert (load.num_blocks_swapped_out, bench.executor.num_copies) == (0, 0)
 
 
-def test_auto_swaps_where_copies_are_cheap() -> None:
+def test_auto_swaps_if_copies_are_cheap() -> None:
     bench = Bench(short_of_memory("auto"), depth=1, copy_s=0.0001)
     crowd(bench)
     bench.run()
@@ -65,17 +65,17 @@ def test_auto_swaps_where_copies_are_cheap() -> None:
     assert bench.scheduler.load().num_blocks_swapped_out > 10
 
 
-def test_auto_recomputes_once_copies_were_measured_to_be_slow() -> None:
+def test_auto_recomputes_after_measuring_slow_copies() -> None:
     bench = Bench(short_of_memory("auto"), depth=1, copy_s=SLOW_COPY_S)
     crowd(bench)
     bench.run()
     bench.check_outputs()
     load = bench.scheduler.load()
     assert load.num_preemptions > 1
-    assert 0 < load.num_blocks_swapped_out < 10, "the first was to see what it costs"
+    assert 0 < load.num_blocks_swapped_out < 10, "the first one measures the cost"
 
 
-def test_without_room_in_swap_space_it_is_computed_again() -> None:
+def test_a_sequence_is_recomputed_if_swap_space_is_full() -> None:
     bench = Bench(short_of_memory("swap", num_swap_blocks=1), depth=2)
     crowd(bench)
     bench.run()
@@ -85,7 +85,7 @@ def test_without_room_in_swap_space_it_is_computed_again() -> None:
     assert load.num_blocks_swapped_out <= load.num_preemptions
 
 
-def test_the_swapped_come_back_before_new_ones_start() -> None:
+def test_swapped_sequences_resume_before_new_ones_start() -> None:
     bench = Bench(short_of_memory("swap"), depth=1)
     crowd(bench, 3)
     while bench.scheduler.load().num_swapped == 0:
@@ -94,7 +94,7 @@ def test_the_swapped_come_back_before_new_ones_start() -> None:
     bench.admit(range(500, 504), max_tokens=2)
     late = 4
     while bench.scheduler.load().num_swapped:
-        assert not bench.received.get(late), "it would have fitted, but others were there before"
+        assert not bench.received.get(late), "it would have fitted, but earlier ones were waiting"
         bench.answer() if bench.steps else None
         bench.fill()
         bench.report()
@@ -104,7 +104,7 @@ def test_the_swapped_come_back_before_new_ones_start() -> None:
 
 @pytest.mark.parametrize("num_swap_blocks", [9, 22])
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
-def test_who_is_computed_again_comes_back_before_later_ones_that_are_swapped(num_swap_blocks: int, depth: int) -> None:
+def test_a_recomputed_sequence_resumes_before_later_swapped_ones(num_swap_blocks: int, depth: int) -> None:
     """Swap space has room for some of them."""
     chosen = short_of_memory("auto", num_swap_blocks, num_blocks=32, max_num_seqs=12, max_model_len=256)
     bench = Bench(chosen, depth)
@@ -113,25 +113,25 @@ def test_who_is_computed_again_comes_back_before_later_ones_that_are_swapped(num
     bench.run()
     bench.check_outputs()
     assert bench.scheduler.load().num_blocks_swapped_out > 0
-    assert list(bench.finished) == sorted(bench.finished), "equal requests end in the order in which they came"
+    assert list(bench.finished) == sorted(bench.finished), "equal requests end in order of arrival"
 
 
-def test_the_cheapest_to_resume_is_preempted_and_the_first_never_is() -> None:
+def test_the_cheapest_to_resume_is_preempted_but_never_the_first() -> None:
     bench = Bench(config(num_blocks=12, max_num_seqs=4, prefix_caching=False, max_num_batched_tokens=256), depth=1)
-    bench.admit(range(60), max_tokens=30)  # crosses into a fifth block after the others have taken the last two
+    bench.admit(range(60), max_tokens=30)  # needs a fifth block after the others have taken the last two
     bench.admit(range(100, 115), max_tokens=60)
     bench.admit(range(200, 279), max_tokens=30)
     while bench.scheduler.load().num_preemptions == 0:
         bench.fill()
         bench.answer()
     running = {sequence.seq for sequence in bench.scheduler.rows.sequences if sequence is not None}
-    assert running == {1, 3}, "the second has least to compute again, though the third came later"
+    assert running == {1, 3}, "the second has the least to recompute, although the third arrived later"
     bench.run()
     bench.check_outputs()
     assert bench.scheduler.load().num_blocks_held == 0
 
 
-def test_an_abort_of_the_swapped_frees_its_swap_blocks() -> None:
+def test_aborting_a_swapped_sequence_frees_its_swap_blocks() -> None:
     bench = Bench(short_of_memory("swap"), depth=2)
     crowd(bench)
     while bench.scheduler.load().num_swapped == 0:
@@ -149,7 +149,7 @@ def test_an_abort_of_the_swapped_frees_its_swap_blocks() -> None:
     bench.scheduler.check()
 
 
-def test_a_half_computed_prompt_is_swapped_and_goes_on_where_it_was() -> None:
+def test_a_half_computed_prompt_is_swapped_and_continues_where_it_was() -> None:
     bench = Bench(
         config(
             num_blocks=12,

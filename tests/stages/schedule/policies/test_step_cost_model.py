@@ -1,4 +1,4 @@
-"""What the model of step times promises, on machines whose coefficients are known."""
+"""Properties of the step cost model, on machines with known coefficients."""
 
 import random
 from statistics import median
@@ -52,11 +52,11 @@ class Machine:
         return self.chunk() if self.random.random() < 0.3 else self.decode()
 
     def errors(self, steps: list[Features]) -> list[float]:
-        """Relative errors of predictions, the smallest first."""
+        """Relative errors of predictions, in increasing order."""
         return sorted(abs(self.times.predict(*step) / self.true_s(step) - 1) for step in steps)
 
     def assert_knows(self, typical: float = 0.05, worst: float = 0.15) -> None:
-        """Of steps as they come, and of decodes and chunks each for themselves."""
+        """For mixed steps, and for decodes and chunks separately."""
         other = Machine(self.coefficients, seed=99)
         for steps in ([other.decode() for _ in range(100)], [other.chunk() for _ in range(100)]):
             errors = self.errors(steps)
@@ -66,7 +66,7 @@ class Machine:
 
 @pytest.mark.parametrize("name", MACHINES)
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_it_finds_what_steps_take_under_noise(name: str, seed: int) -> None:
+def test_it_predicts_step_times_despite_noise(name: str, seed: int) -> None:
     machine = Machine(MACHINES[name], seed)
     for _ in range(150):
         machine.take(machine.mixed())
@@ -84,7 +84,7 @@ def test_without_noise_it_finds_the_coefficients() -> None:
         assert found == pytest.approx(true, rel=0.02)
 
 
-def test_long_decoding_forgets_nothing_of_what_prefill_costs() -> None:
+def test_long_decoding_does_not_forget_the_cost_of_prefill() -> None:
     machine = Machine(MACHINES["small model on two cores"])
     for _ in range(600):
         machine.take(machine.mixed())
@@ -96,7 +96,7 @@ def test_long_decoding_forgets_nothing_of_what_prefill_costs() -> None:
     machine.assert_knows(0.05, 0.15)
 
 
-def test_a_load_that_never_changes_moves_only_what_it_shows() -> None:
+def test_a_constant_load_changes_only_its_own_predictions() -> None:
     machine = Machine(MACHINES["small model on two cores"])
     for _ in range(600):
         machine.take(machine.mixed())
@@ -107,7 +107,7 @@ def test_a_load_that_never_changes_moves_only_what_it_shows() -> None:
     machine.assert_knows(0.06, 0.2)
 
 
-def test_from_one_constant_load_alone_it_knows_that_load_and_guesses_others_in_between() -> None:
+def test_one_constant_load_is_known_and_others_are_interpolated() -> None:
     machine = Machine(MACHINES["small model on two cores"])
     for _ in range(500):
         machine.take((16, 16_000, 0, 0.0))
@@ -116,7 +116,7 @@ def test_from_one_constant_load_alone_it_knows_that_load_and_guesses_others_in_b
     assert 0 < machine.times.predict(1, 1000, 0, 0.0) < at_16 < machine.times.predict(32, 32_000, 0, 0.0) < 2 * at_16
 
 
-def test_a_step_ten_times_too_long_changes_little() -> None:
+def test_one_step_that_takes_ten_times_as_long_changes_little() -> None:
     machine = Machine(MACHINES["small model on two cores"])
     for _ in range(300):
         machine.take(machine.mixed())
@@ -127,7 +127,7 @@ def test_a_step_ten_times_too_long_changes_little() -> None:
 
 
 @pytest.mark.parametrize("factor", [10, 0.1])
-def test_outliers_among_steps_are_lived_with(factor: float) -> None:
+def test_outliers_are_tolerated(factor: float) -> None:
     machine = Machine(MACHINES["small model on two cores"])
     for _ in range(2000):
         machine.take(machine.mixed(), times=factor if machine.random.random() < 0.03 else 1)
@@ -148,7 +148,7 @@ def test_a_sudden_change_of_speed_is_followed_at_once(speed: float) -> None:
     machine.assert_knows(0.05, 0.15)
 
 
-def test_a_change_of_speed_seen_in_decodes_alone_is_believed_of_chunks_too() -> None:
+def test_a_change_of_speed_in_decodes_also_applies_to_chunks() -> None:
     machine = Machine(MACHINES["small model on two cores"])
     for _ in range(600):
         machine.take(machine.mixed())
@@ -160,8 +160,8 @@ def test_a_change_of_speed_seen_in_decodes_alone_is_believed_of_chunks_too() -> 
     machine.assert_knows(0.15, 0.3)
 
 
-def test_a_machine_that_the_model_does_not_describe_is_known_where_it_is_used() -> None:
-    """Steps of 9 rows and more take twice as long: no line, but loads that stay are found, and nothing explodes."""
+def test_a_nonlinear_machine_is_predicted_at_its_actual_load() -> None:
+    """Steps of 9 rows and more take twice as long: not linear, but constant loads are learned, and nothing diverges."""
     machine = Machine(MACHINES["small model on two cores"])
 
     def kinked_s(step: Features) -> float:
@@ -175,7 +175,7 @@ def test_a_machine_that_the_model_does_not_describe_is_known_where_it_is_used() 
         assert machine.times.predict(*step) == pytest.approx(kinked_s(step), rel=0.15)
 
 
-def test_nothing_is_known_before_the_first_step_and_prefill_not_before_some_chunks() -> None:
+def test_no_prediction_before_the_first_step_and_none_for_prefill_before_some_chunks() -> None:
     machine = Machine(MACHINES["large model"], noise=0.0)
     times = machine.times
     assert times.predict(8, 1000, 10, 100) == times.prefill_s(0, 10) == 0.0
@@ -190,7 +190,7 @@ def test_nothing_is_known_before_the_first_step_and_prefill_not_before_some_chun
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf"), 1e-300])
-def test_times_that_can_not_be_are_passed_over(seconds: float) -> None:
+def test_impossible_times_are_ignored(seconds: float) -> None:
     machine = Machine(MACHINES["large model"])
     machine.take(machine.mixed())
     before = machine.times.coefficients
@@ -213,7 +213,7 @@ steps = st.tuples(
 
 @given(st.lists(steps, min_size=1, max_size=60), st.integers(1, 20))
 @settings(max_examples=150, deadline=None)
-def test_whatever_comes_no_prediction_is_below_zero_nor_beyond_reason(
+def test_predictions_are_never_negative_nor_unreasonably_large(
     history: list[tuple[int, int, int, int, float]], times: int
 ) -> None:
     model = StepCostModel()
@@ -257,7 +257,7 @@ def test_the_largest_chunk_is_the_largest_that_fits(
     assert model.max_chunk(budget_s, num_decodes, context, start, most) == max(fitting, default=0)
 
 
-def test_what_a_chunk_adds_is_what_the_prediction_grows_by() -> None:
+def test_the_cost_of_a_chunk_is_the_difference_of_predictions() -> None:
     machine = Machine(MACHINES["small model on two cores"])
     for _ in range(300):
         machine.take(machine.mixed())
