@@ -38,8 +38,8 @@ hypothesis.settings.register_profile("without deadline", deadline=None)
 hypothesis.settings.load_profile("without deadline")
 
 ALONE = (
-    # How long something takes on the clock or on the processor, and that it is soon.
-    "tests/e2e/http/test_admission.py::test_a_full_server_says_so_at_once",
+    # Limits of wall-clock or CPU time.
+    "tests/e2e/http/test_admission.py::test_a_full_server_rejects_requests_at_once",
     "tests/e2e/http/test_hostile.py",
     "tests/e2e/test_life_and_death.py::test_it_starts_fast_and_is_quiet_when_idle",
     "tests/e2e/test_life_and_death.py::test_when_the_supervisor_is_killed",
@@ -48,17 +48,17 @@ ALONE = (
     "tests/e2e/test_observability.py::test_a_stage_that_hangs_is_late",
     "tests/stages/gateway/test_admission.py::TestGateway::test_rejections_are_sent_at_once",
     "tests/stages/schedule/test_liveness.py::test_preempting_many_rows_is_cheap",
-    # A thousand connections, and how long their texts take.
+    # A thousand connections and their latency.
     "tests/stages/gateway/http/test_slow_clients.py::test_slow_clients_do_not_delay_others",
-    # As much load as there can be for a while, under which the server's own probes have to be answered.
+    # Maximum load, under which the probes must be answered in time.
     "tests/tools/test_soak.py::test_a_short_soak",
-    # What is in a folder of the machine's, before and after.
+    # The contents of a system folder, before and after.
     "tests/shm/test_segment.py::test_nothing_appears",
 )
 """The beginnings of the ids of tests that need the machine for themselves."""
 
 SERVERS = (
-    # Real servers, of five processes each, which wait for each other most of the time.
+    # Real servers of five processes each, which mostly wait for each other.
     "tests/e2e/",
     "tests/test_pythons.py::test_a_wheel_serves_from_a_folder_full_of_traps",
 )

@@ -25,7 +25,7 @@ RUNNER = "tests/stages/execute/test_runner.py"
 BACKEND = "tests/stages/execute/test_backend.py"
 
 EFFECTS = {
-    "model": "tests/e2e/test_hub_model.py::test_a_hub_id_is_served_under_its_name_with_transformers_own_text",
+    "model": "tests/e2e/test_hub_model.py::test_a_hub_id_is_served_under_its_name_with_the_output_of_transformers",
     "served_model_name": f"{GATEWAY}::test_served_model_name_is_the_model_of_requests",
     "max_model_len": f"{RUNNER}::test_the_longest_sequence_is_the_smallest_of_the_limits",
     "quantization": (
@@ -35,8 +35,8 @@ EFFECTS = {
     "log_level": JSON_LOGS,
     "log_format": JSON_LOGS,
     "gateway.replicas": REPLICAS,
-    "gateway.host": f"{AUTH}::test_it_listens_beyond_this_machine_where_it_has_keys_or_is_told_to",
-    "gateway.port": f"{LIFE}::test_a_taken_port_is_said_before_anything_is_started",
+    "gateway.host": f"{AUTH}::test_it_listens_beyond_this_machine_with_keys_or_allow_unauthenticated",
+    "gateway.port": f"{LIFE}::test_a_port_in_use_is_reported_before_anything_starts",
     "gateway.zmq": "tests/stages/gateway/http/test_guard.py::test_zmq_over_tcp_requires_a_key",
     "gateway.max_open_sequences": (f"{GATEWAY}::test_a_request_above_max_open_sequences_is_a_client_error"),
     "gateway.max_open_tokens": (
@@ -49,8 +49,8 @@ EFFECTS = {
         "tests/stages/gateway/http/test_app.py::TestTooLargeBody::test_a_too_large_body_is_413_before_it_is_read"
     ),
     "gateway.slow_client_timeout_s": f"{STREAMS}::TestSlowReader::test_a_client_that_reads_nothing_is_disconnected",
-    "gateway.api_keys_file": f"{AUTH}::test_openai_s_client_comes_in_with_a_key_alone",
-    "gateway.allow_unauthenticated": f"{AUTH}::test_it_listens_beyond_this_machine_where_it_has_keys_or_is_told_to",
+    "gateway.api_keys_file": f"{AUTH}::test_openai_s_client_is_accepted_only_with_a_key",
+    "gateway.allow_unauthenticated": f"{AUTH}::test_it_listens_beyond_this_machine_with_keys_or_allow_unauthenticated",
     "gateway.allowed_hosts": ("tests/stages/gateway/http/test_origins.py::TestHosts::test_a_listed_host_is_allowed"),
     "gateway.allowed_origins": (
         "tests/stages/gateway/http/test_origins.py::TestOrigins::test_a_listed_origin_is_allowed"
@@ -58,7 +58,7 @@ EFFECTS = {
     "gateway.share_prefix_cache": (
         "tests/stages/gateway/test_scopes.py::TestPrefixCache::test_the_prefix_cache_can_be_shared"
     ),
-    "gateway.admin_host": f"{SERVER}::test_admin_host_is_where_the_admin_listener_is",
+    "gateway.admin_host": f"{SERVER}::test_admin_host_sets_the_address_of_the_admin_listener",
     "gateway.admin_port": f"{AUTH}::test_the_admin_listener_answers_for_the_whole_server",
     "ingest.replicas": REPLICAS,
     "ingest.arena_bytes": "tests/stages/ingest/test_stage.py::test_a_full_arena_sends_ids_inline",
@@ -91,15 +91,15 @@ EFFECTS = {
         "tests/supervisor/test_supervisor.py::test_swap_space_is_the_executors_alone_and_is_given_back"
     ),
     "execute.num_threads": f"{BACKEND}::test_threads_end_with_the_program_and_closing_twice_is_harmless",
-    "execute.arena_bytes": f"{SERVER}::test_arenas_have_the_sizes_that_the_settings_say",
+    "execute.arena_bytes": f"{SERVER}::test_arena_bytes_set_the_sizes_of_arenas",
     "detokenize.replicas": REPLICAS,
-    "supervisor.start_timeout_s": f"{SERVER}::test_start_timeout_s_bounds_the_start",
+    "supervisor.start_timeout_s": f"{SERVER}::test_start_timeout_s_limits_the_start",
     "supervisor.prepare_timeout_s": (
         "tests/stages/prepare/test_wheel.py::test_fetching_has_a_deadline_and_leaves_no_process"
     ),
-    "supervisor.drain_timeout_s": f"{LIFE}::test_streams_that_outlast_the_drain_get_a_clear_end",
-    "supervisor.stop_timeout_s": f"{SERVER}::test_stop_timeout_s_is_what_a_stage_that_hangs_has_until_it_is_killed",
-    "supervisor.health_timeout_s": f"{SERVER}::test_health_timeout_s_is_what_a_stage_has_to_answer",
+    "supervisor.drain_timeout_s": f"{LIFE}::test_streams_that_outlast_the_drain_end_with_a_clear_error",
+    "supervisor.stop_timeout_s": f"{SERVER}::test_stop_timeout_s_limits_the_stop_of_a_stage_that_hangs",
+    "supervisor.health_timeout_s": f"{SERVER}::test_health_timeout_s_limits_a_stage_s_answer",
     "limits.max_n": CAPPED,
     "limits.max_best_of": CAPPED,
     "limits.max_logprobs": CAPPED,

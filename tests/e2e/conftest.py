@@ -1,4 +1,4 @@
-"""A model so small that what is tested is everything but the model."""
+"""A tiny model, for tests of everything but the model."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ SMALL = {"kv_cache_bytes": "16MiB", "num_threads": 1, "kernels": "torch"}
 
 
 def tiny(folder: Path, **execute: Any) -> dict[str, Any]:
-    """What an LLM is given to serve the tiny model, prepared beside its folder."""
+    """Options for an `LLM` that serves the tiny model, prepared beside its folder."""
     return {"model": folder, "cache_dir": str(folder.parent / "cache"), "execute": SMALL | execute}
 
 
@@ -32,6 +32,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def llm(tiny_model: Path) -> Iterator[LLM]:
-    """One for tests that leave it as they found it."""
+    """An `LLM` for tests that leave it unchanged."""
     with LLM(**tiny(tiny_model)) as llm:
         yield llm

@@ -1,4 +1,4 @@
-"""What tests want to know about the server of an `LLM`."""
+"""Helpers for tests of an `LLM`'s embedded server."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from pipeline import LLM
 
 
 def load_of(llm: LLM) -> dict[str, Any]:
-    """What the server's HTTP door says of it."""
+    """The server's load, over HTTP."""
     assert llm.server is not None
     found: list[str] = []
 

@@ -1,4 +1,4 @@
-"""A real server in processes of its own, and what tests want to know about it."""
+"""A real server in processes of its own, with helpers for tests."""
 
 import json
 import os
@@ -25,7 +25,7 @@ STAGES = ("gateway", "ingest", "schedule", "execute", "detokenize")
 
 class Server:
     """`pipeline serve` on a free port. Use as a context manager: leaving it stops the server, and fails if any of its
-    processes is left. If the test's process is killed, the server ends too."""
+    processes is left. The server also ends if the test's process is killed."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Server:
             self._news.notify_all()
 
     def wait_for_line(self, pattern: str, timeout_s: float) -> str:
-        """The first log line that matches, now or within the time."""
+        """The first log line that matches, waiting up to the timeout."""
         found: list[str] = []
 
         def look() -> bool:
@@ -96,12 +96,12 @@ class Server:
         return found[0]
 
     def look(self) -> None:
-        """Remember the processes that there are now, to see whether any is left behind."""
+        """Remember the current processes, to check later that none is left behind."""
         for child in psutil.Process(self.process.pid).children(recursive=True):
             self.seen[child.pid] = child
 
     def stage(self, name: str) -> psutil.Process:
-        """The process of a stage, known by its title."""
+        """The process of a stage, found by its title."""
         for child in self.seen.values():
             if child.is_running() and child.cmdline()[:1] == [f"pipeline: {name}.0"]:
                 return child
@@ -117,7 +117,7 @@ class Server:
         return result
 
     def until(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = 30.0) -> dict[str, Any]:
-        """Ask for health until it fulfils a condition."""
+        """Poll health until it meets a condition."""
         end = time.monotonic() + timeout_s
         while not condition(health := self.health()):
             assert time.monotonic() < end, f"still {health}"
@@ -133,7 +133,7 @@ class Server:
         )
 
     def stop(self, number: int = signal.SIGTERM, timeout_s: float = 60.0) -> int:
-        """Signal it and wait for its exit code."""
+        """Send it a signal and wait for its exit code."""
         if self.process.poll() is None:
             self.look()
             os.kill(self.process.pid, number)

@@ -60,7 +60,7 @@ def complete(url: str, **body: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def recordings(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Of every stage of a server with the real model, from start to end."""
+    """Recordings of every stage of a server with the real model, from start to end."""
     folder = tmp_path_factory.mktemp("recordings")
     files = {stage: folder / f"{stage}.rec" for stage in STAGES}
     options = [part for stage, path in files.items() for part in ("--record", f"{stage}={path}")]
@@ -68,7 +68,7 @@ def recordings(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> d
         calls: list[dict[str, Any]] = [
             {"stream": True, "temperature": 0.8},
             {"n": 3, "stop": ["the"]},
-            {"prompt": [1000] * 1500, "max_tokens": 4},  # its ids travel in shared memory
+            {"prompt": [1000] * 1500, "max_tokens": 4},  # its ids go through shared memory
         ]
         threads = [threading.Thread(target=complete, args=(server.url,), kwargs=call) for call in calls]
         for thread in threads:
@@ -79,17 +79,17 @@ def recordings(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> d
         connection = http.client.HTTPConnection(host, int(port))
         connection.request("POST", "/v1/completions", json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 4000}))
         server.until(lambda health: health["running"] > 0)
-        connection.close()  # a client that leaves
+        connection.close()  # a client that disconnects
         server.until_idle()
     return files
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_of_a_real_server_is_replayed_bit_for_bit(
+def test_the_replay_of_a_real_server_s_stage_is_bit_identical(
     stage: str, recordings: dict[str, Path], tmp_path: Path
 ) -> None:
     outs = [tmp_path / "first", tmp_path / "second"]
-    for out in outs if stage != "execute" else outs[:1]:  # loading a model twice would say nothing more
+    for out in outs if stage != "execute" else outs[:1]:  # loading a model twice would test nothing more
         replayed = replay(stage, recordings[stage], out, paced=False, inline=False)
         assert replayed.header.from_start
         comparison = compare(out, recordings[stage])
@@ -99,15 +99,15 @@ def test_a_stage_of_a_real_server_is_replayed_bit_for_bit(
         assert outs[0].read_bytes() == outs[1].read_bytes()
 
 
-def begin_recording(stage: str, path: Path, pid: str) -> "subprocess.Popen[str]":
-    """`pipeline record` without an end; returns once the stage records."""
+def start_recording(stage: str, path: Path, pid: str) -> "subprocess.Popen[str]":
+    """`pipeline record` without a time limit; returns once the stage records."""
     command = [sys.executable, "-m", "pipeline", "record", stage, "--out", str(path), "--pid", pid]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     until(lambda: path.exists() and path.stat().st_size > 0, "the recording to begin")
     return process
 
 
-def test_a_live_stage_is_recorded_and_what_came_before_is_left_out(
+def test_a_live_stage_is_recorded_from_the_moment_of_the_command(
     smollm2_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Server(options=("--instant",)) as server:
@@ -115,7 +115,7 @@ def test_a_live_stage_is_recorded_and_what_came_before_is_left_out(
         pid = str(server.process.pid)
         for stage in STAGES:
             path = tmp_path / f"{stage}.rec"
-            process = begin_recording(stage, path, pid)
+            process = start_recording(stage, path, pid)
             for _ in range(4):
                 complete(server.url)
             process.terminate()
@@ -134,24 +134,24 @@ def test_a_live_stage_is_recorded_and_what_came_before_is_left_out(
         assert "no stage 'kitchen'" in capsys.readouterr().err
 
 
-def test_a_recording_ends_with_the_command_that_began_it(
+def test_a_recording_ends_with_the_command_that_started_it(
     smollm2_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second, third = (tmp_path / f"{end}.rec" for end in ("killed", "ended", "left"))
     with Server(options=("--instant",)) as server:
         pid = str(server.process.pid)
-        process = begin_recording("schedule", first, pid)
+        process = start_recording("schedule", first, pid)
         complete(server.url)
         process.kill()
         process.communicate(timeout=20)
         last = ["record", "schedule", "--out", str(tmp_path / "last.rec"), "--seconds", "0.2", "--pid", pid]
-        assert main(last) == 1, "nobody knows yet that it was killed"
+        assert main(last) == 1, "the stage does not know yet that it was killed"
         assert "is already being recorded" in capsys.readouterr().err
         until(lambda: main(last) == 0, "the stage to end it")
         with f.RecordingReader(first) as reader:
             assert len(list(reader)) > 3
             assert reader.end == f.End("its command was not heard from for 6 s")
-        process = begin_recording("schedule", second, pid)
+        process = start_recording("schedule", second, pid)
         complete(server.url)
         process.terminate()
         process.communicate(timeout=20)
@@ -159,12 +159,12 @@ def test_a_recording_ends_with_the_command_that_began_it(
         with f.RecordingReader(second) as reader:
             assert len(list(reader)) > 3
             assert reader.end == f.End("who began it ended it")
-        process = begin_recording("schedule", third, pid)
+        process = start_recording("schedule", third, pid)
         complete(server.url)
         assert server.stop() == 0
-        _, said = process.communicate(timeout=30)
+        _, stderr = process.communicate(timeout=30)
         assert process.returncode == 1
-        assert "the server has ended" in said
+        assert "the server has ended" in stderr
         with f.RecordingReader(third) as reader:
             assert len(list(reader)) > 3
             assert reader.end == f.End("the stage ended")
@@ -174,7 +174,7 @@ def test_a_recording_ends_with_the_command_that_began_it(
 
 
 class Terminal:
-    """A command on a terminal of its own."""
+    """A command in a terminal of its own."""
 
     def __init__(self, *argv: str) -> None:
         self._master, slave = pty.openpty()
@@ -190,7 +190,7 @@ class Terminal:
         self.slave = slave
 
     def until(self, pattern: bytes, timeout_s: float = PATIENCE_S) -> "re.Match[bytes]":
-        """Read until a pattern comes, and forget up to there."""
+        """Read until a pattern matches, and drop everything up to its end."""
         end = time.monotonic() + timeout_s
         while (match := re.search(pattern, self.text)) is None:
             left_s = end - time.monotonic()
@@ -223,7 +223,7 @@ def terminal(smollm2_dir: Path) -> Iterator[Terminal]:
     terminal.close()
 
 
-def test_a_stage_in_the_foreground_stops_in_the_debugger_and_goes_on(terminal: Terminal) -> None:
+def test_a_stage_in_the_foreground_stops_in_the_debugger_and_continues(terminal: Terminal) -> None:
     url = terminal.until(rb"ready on (http://[\d.:]+)")[1].decode()
     replies: list[Any] = []
     call = threading.Thread(target=lambda: replies.append(complete(url, max_tokens=5)))
@@ -260,7 +260,7 @@ def test_ctrl_c_ends_the_server_while_the_stage_is_stopped(terminal: Terminal) -
     terminal.until(rb"\(Pdb\) ")
     terminal.type(b"\x03")
     terminal.until(rb"gateway\.0 draining")
-    time.sleep(0.6)  # signals closer together than that count as one
+    time.sleep(0.6)  # signals closer together count as one
     terminal.type(b"\x03")
     terminal.until(rb"stopped code=0")
     assert terminal.process.wait(PATIENCE_S) == 0
@@ -273,7 +273,7 @@ def test_ctrl_c_ends_the_server_while_the_stage_is_stopped(terminal: Terminal) -
 
 
 def serve_inline(then: Any) -> int:
-    """Serve in this very process, and call `then` with the server's URL in a thread; a SIGINT ends it."""
+    """Serve in this process, and call `then` with the server's URL in a thread; a SIGINT ends the server."""
 
     def client() -> None:
         try:
@@ -318,7 +318,9 @@ def test_all_stages_are_threads_of_one_process_and_a_signal_ends_them(smollm2_di
     assert not [name for name in find_servers() if name.startswith(f"{os.getpid()}-")]
 
 
-def test_what_a_stage_raises_inline_is_raised_here(smollm2_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_of_an_inline_stage_is_raised_in_the_caller(
+    smollm2_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*_: Any) -> None:
         raise RuntimeError("a broken scheduler")
 

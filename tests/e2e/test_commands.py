@@ -1,4 +1,4 @@
-"""What commands ask of stages is answered though a stage dies meanwhile."""
+"""A stage that dies does not block the commands sent to it."""
 
 import signal
 import threading
@@ -18,24 +18,24 @@ PROMISED_S = 600.0
 pytestmark = pytest.mark.usefixtures("smollm2_dir")
 
 
-def test_who_asks_a_stage_that_dies_is_answered_and_does_not_wait_for_it(tmp_path: Path) -> None:
+def test_a_command_to_a_stage_that_dies_returns_an_error_without_a_wait(tmp_path: Path) -> None:
     answers: dict[str, Any] = {}
     recording = tmp_path / "ingest.rec"
     with Server(options=("--instant",)) as server:
         (name,) = (one for one in find_servers() if one.startswith(f"{server.process.pid}-"))
         stage = server.stage("detokenize")
-        stage.send_signal(signal.SIGSTOP)  # it can't answer any more
+        stage.send_signal(signal.SIGSTOP)  # it can't reply any more
 
-        def ask() -> None:
+        def send() -> None:
             with Admin(name) as admin:
                 record = m.Record(0, str(recording))
                 answers.update(admin.send_command(record, ["detokenize", "ingest"], PROMISED_S))
 
-        asking = threading.Thread(target=ask, daemon=True)
-        asking.start()
-        until(recording.exists, "ingest has been asked")
+        sender = threading.Thread(target=send, daemon=True)
+        sender.start()
+        until(recording.exists, "ingest has received the command")
         stage.kill()
-        asking.join(60)
-        assert not asking.is_alive()
+        sender.join(60)
+        assert not sender.is_alive()
         assert answers["detokenize.0"].error
         assert server.process.wait(30) == 3

@@ -1,4 +1,4 @@
-"""A model of the hub, served by the real server: a Qwen3 with a window in some layers."""
+"""A model from the hub, served by the real server: a Qwen3 with a sliding window in some layers."""
 
 import os
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ def greedy(folder: Path, text: str) -> list[int]:
     return ids[begin:]
 
 
-def test_a_hub_id_is_served_under_its_name_with_transformers_own_text(
+def test_a_hub_id_is_served_under_its_name_with_the_output_of_transformers(
     hub: FakeHub, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in os.environ if name.startswith("HF_")]:
@@ -71,7 +71,7 @@ def test_a_hub_id_is_served_under_its_name_with_transformers_own_text(
             assert reply.choices[0].text == tokenizer.decode(greedy(folder, prompt))
 
 
-def test_a_hub_that_does_not_have_the_model_ends_the_start_with_its_name(
+def test_a_model_missing_on_the_hub_is_an_error_that_names_it(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "NO_PROXY": "*"}.items():

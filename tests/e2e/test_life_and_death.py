@@ -1,4 +1,4 @@
-"""How a server starts, ends, and dies."""
+"""How a server starts, stops, and fails."""
 
 import json
 import os
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("smollm2_dir")
 
 
 class Stream(threading.Thread):
-    """A streaming client that keeps what it was sent."""
+    """A streaming client that keeps what it receives."""
 
     def __init__(self, server: Server, max_tokens: int = 2000) -> None:
         super().__init__(daemon=True)
@@ -81,13 +81,13 @@ def children_of(pid: int) -> list[psutil.Process]:
 
 def test_each_stage_is_a_process_with_its_title(server: Server) -> None:
     titles = {process.cmdline()[0] for process in server.seen.values()}
-    # Stages that own a process for grammars; ingest's starts with the first.
+    # Stages with a separate process for grammars; ingest starts its own with the first grammar.
     own = {"pipeline: execute masks", "pipeline: ingest.0 grammars"}
     assert titles - own == {f"pipeline: {name}.0" for name in STAGES}
     assert "pipeline: execute masks" in titles
 
 
-def test_only_execute_has_loaded_torch(server: Server) -> None:
+def test_only_execute_loads_torch(server: Server) -> None:
     with_torch = set()
     for name in STAGES:
         maps = Path(f"/proc/{server.stage(name).pid}/maps").read_text()
@@ -96,7 +96,7 @@ def test_only_execute_has_loaded_torch(server: Server) -> None:
     assert with_torch == {"execute"}
 
 
-def test_nothing_of_a_server_is_on_disk(server: Server) -> None:
+def test_a_server_leaves_nothing_on_disk(server: Server) -> None:
     for process in [psutil.Process(server.process.pid), *server.seen.values()]:
         written = [file.path for file in process.open_files() if file.mode != "r"]
         assert written == [], f"{process.cmdline()[0]} writes to files"
@@ -107,18 +107,18 @@ def test_nothing_of_a_server_is_on_disk(server: Server) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_under_load_lets_streams_end_and_leaves_nothing(number: signal.Signals) -> None:
+def test_a_signal_under_load_finishes_streams_and_leaves_no_process(number: signal.Signals) -> None:
     with Server("supervisor.drain_timeout_s=600") as server:
         streams = [Stream(server, max_tokens=60) for _ in range(4)]
         for stream in streams:
             assert stream.has_text.wait(30)
         for process in [psutil.Process(server.process.pid), *server.seen.values()]:
-            process.send_signal(number)  # as a terminal or a service manager does: to everybody
+            process.send_signal(number)  # to every process, as a terminal or a service manager does
         server.wait_for_line(r"gateway\.0 draining", 30)
         late = Stream(server)
         for stream in streams:
             stream.join(60)
-        assert server.process.wait(60) == 0, "it ends with its streams, and not when their time is up"
+        assert server.process.wait(60) == 0, "it ends with its streams, before the drain timeout"
         for stream in streams:
             assert stream.error is None
             assert stream.events[-1] == "[DONE]"
@@ -130,12 +130,14 @@ def test_a_signal_under_load_lets_streams_end_and_leaves_nothing(number: signal.
             ]
             assert finishes == ["length"], "a stream that was open when the signal came ends properly"
         late.join(30)
-        assert late.status == 503 or isinstance(late.broken, urllib.error.URLError), "nobody is let in while it drains"
+        assert late.status == 503 or isinstance(late.broken, urllib.error.URLError), (
+            "no new request is accepted during the drain"
+        )
         assert not server.leftovers()
         assert f"@pipeline/{server.process.pid}-" not in Path("/proc/net/unix").read_text()
 
 
-def test_streams_that_outlast_the_drain_get_a_clear_end() -> None:
+def test_streams_that_outlast_the_drain_end_with_a_clear_error() -> None:
     with Server("supervisor.drain_timeout_s=0.5") as server:
         stream = Stream(server, max_tokens=6000)
         assert stream.has_text.wait(30)
@@ -153,7 +155,7 @@ def test_a_second_signal_ends_the_drain() -> None:
         assert stream.has_text.wait(30)
         server.process.send_signal(signal.SIGINT)
         server.wait_for_line(r"gateway\.0 draining", 30)
-        threading.Event().wait(0.6)  # sooner, it would count as an echo of the first
+        threading.Event().wait(0.6)  # sooner, it would count as a duplicate of the first
         assert server.stop(signal.SIGINT) == 0, "long before the drain's time is up"
         stream.join(30)
         assert not stream.is_alive()
@@ -161,7 +163,7 @@ def test_a_second_signal_ends_the_drain() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_before_it_is_ready_ends_the_start(number: signal.Signals) -> None:
+def test_a_signal_during_startup_ends_the_start(number: signal.Signals) -> None:
     with Server("log_level=debug", until_ready=False) as server:
         server.wait_for_line("started stage=execute", 60)
         assert server.stop(number) == 128 + number
@@ -169,7 +171,7 @@ def test_a_signal_before_it_is_ready_ends_the_start(number: signal.Signals) -> N
         assert f"stopped by {number.name}" in server.log()
 
 
-def test_a_stage_that_dies_while_streams_drain_is_told_to_them() -> None:
+def test_a_stage_that_dies_during_the_drain_is_reported_to_streams() -> None:
     with Server() as server:
         stream = Stream(server, max_tokens=6000)
         assert stream.has_text.wait(30)
@@ -183,7 +185,7 @@ def test_a_stage_that_dies_while_streams_drain_is_told_to_them() -> None:
 
 
 @pytest.mark.parametrize("name", STAGES)
-def test_when_a_stage_is_killed_the_server_says_which_tells_its_clients_and_ends(name: str) -> None:
+def test_a_killed_stage_is_named_in_the_log_and_to_clients_and_the_server_ends(name: str) -> None:
     with Server() as server:
         stream = Stream(server)
         assert stream.has_text.wait(30)
@@ -210,7 +212,7 @@ def test_when_the_supervisor_is_killed_all_children_are_gone_within_two_seconds(
         assert f"@pipeline/{server.process.pid}-" not in Path("/proc/net/unix").read_text()
 
 
-def test_a_taken_port_is_said_before_anything_is_started(server: Server) -> None:
+def test_a_port_in_use_is_reported_before_anything_starts(server: Server) -> None:
     port = server.url.rsplit(":", 1)[1]
     result = subprocess.run(
         [sys.executable, "-m", "pipeline", "serve", "--port", port], capture_output=True, text=True, timeout=30
@@ -219,10 +221,10 @@ def test_a_taken_port_is_said_before_anything_is_started(server: Server) -> None
     assert f"cannot listen on 127.0.0.1:{port}" in result.stderr
     assert "gateway.port" in result.stderr
     assert "Traceback" not in result.stderr
-    assert "starting" not in result.stderr, "the first that a server says when it begins its work"
+    assert "starting" not in result.stderr, "the first log line of a start"
 
 
-def test_a_model_that_is_not_there_is_said_clearly(tmp_path: Path) -> None:
+def test_a_missing_model_is_a_clear_error(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "pipeline", "serve", "--port", "0", "--model", str(tmp_path / "nothing.gguf")],
         capture_output=True,
@@ -234,14 +236,14 @@ def test_a_model_that_is_not_there_is_said_clearly(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_too_little_memory_for_kv_is_said_clearly() -> None:
+def test_too_little_kv_memory_is_a_clear_error() -> None:
     with Server("execute.kv_cache_bytes=9000000000000", until_ready=False) as server:
         line = server.wait_for_line("cannot start: execute", 60)
         assert "execute.kv_cache_bytes" in line
         assert server.process.wait(20) == 1
 
 
-def test_a_gpu_that_is_not_there_is_said_in_one_line() -> None:
+def test_a_missing_gpu_is_an_error_of_one_line() -> None:
     environ = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
     with Server("execute.device=cuda", until_ready=False, environ=environ) as server:
         assert server.process.wait(60) == 1
@@ -257,22 +259,22 @@ def test_it_starts_fast_and_is_quiet_when_idle() -> None:
         def cpu_s() -> float:
             return sum(sum(process.cpu_times()[:2]) for process in everyone)
 
-        prepare_s = sum(everyone[0].cpu_times()[2:4])  # the child that has ended
+        prepare_s = sum(everyone[0].cpu_times()[2:4])  # of the child that has ended
         before, deadline_s = -1.0, time.monotonic() + 20
-        while cpu_s() > before:  # what computes masks is ready a little later than the server
-            assert time.monotonic() < deadline_s, "it does not come to rest"
+        while cpu_s() > before:  # the mask process is ready a little later than the server
+            assert time.monotonic() < deadline_s, "it does not become idle"
             before = cpu_s()
             threading.Event().wait(0.5)
         took_s = cpu_s() + prepare_s
         assert took_s < MAX_START_CPU_S, "warm; docs/performance.md has the time on a quiet machine"
-        before, begun = cpu_s(), time.monotonic()
+        before, started = cpu_s(), time.monotonic()
         server.process.poll()
-        threading.Event().wait(5.0)  # what is measured is how little happens meanwhile
-        share = (cpu_s() - before) / (time.monotonic() - begun)
+        threading.Event().wait(5.0)  # the measured idle time
+        share = (cpu_s() - before) / (time.monotonic() - started)
         assert share < 0.02, f"an idle server takes {share:.1%} of a core"
 
 
-def test_a_server_of_tests_that_are_killed_is_killed_too(tmp_path: Path) -> None:
+def test_a_server_of_killed_tests_is_killed_too(tmp_path: Path) -> None:
     script = tmp_path / "tests_that_hang.py"
     script.write_text(
         "import signal\n"

@@ -1,4 +1,4 @@
-"""A running server, looked at from outside: metrics, timings, traces, ps, top and logs."""
+"""A running server, observed from outside: metrics, timings, traces, ps, top and logs."""
 
 import itertools
 import json
@@ -42,7 +42,7 @@ SEQUENCE_HISTOGRAMS = (
 
 
 def post(server: Server, **body: Any) -> Any:
-    """A completion of so many tokens, whole."""
+    """A whole completion of this many tokens."""
     body = {"model": MODEL, "prompt": "Once upon a time", "ignore_eos": True, "temperature": 0} | body
     request = urllib.request.Request(
         f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -52,7 +52,7 @@ def post(server: Server, **body: Any) -> Any:
 
 
 class Metrics:
-    """One scrape. `self[name, label=value]` is a sample; labels that are not named may be anything, if they fit one."""
+    """One scrape. `self[name, label=value]` is a sample; labels may be omitted if the rest identify one sample."""
 
     def __init__(self, server: Server) -> None:
         with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as response:
@@ -75,7 +75,7 @@ def pipeline(*words: str, timeout_s: float = 60) -> "subprocess.CompletedProcess
 # ---------------------------------------------------------------------------------------------------------- metrics
 
 
-def test_counters_are_exact_after_requests_of_known_sizes(server: Server) -> None:
+def test_counters_are_exact_for_requests_of_known_sizes(server: Server) -> None:
     server.until_idle()
     before = Metrics(server)
     replies = [post(server, prompt=f"{word} is a word of", max_tokens=7, n=2) for word in ("One", "Two", "Three")]
@@ -106,7 +106,7 @@ def test_counters_are_exact_after_requests_of_known_sizes(server: Server) -> Non
     assert more("vllm:prefix_cache_queries_total") == num_prompt
     assert after.get("vllm:num_requests_running") == after.get("vllm:num_requests_waiting") == 0
     assert after.get("vllm:kv_cache_usage_perc") == 0
-    # A sequence's time is its parts' time: what it waited, prefilled and decoded is no longer than what the client saw.
+    # A sequence's time is the sum of its phases: queue, prefill and decode take no longer than the client's request.
     engine_s = sum(more(f"vllm:request_{part}_time_seconds_sum") for part in ("queue", "prefill", "decode"))
     assert 0 < engine_s < more("vllm:e2e_request_latency_seconds_sum")
     assert more("vllm:request_inference_time_seconds_sum") == pytest.approx(
@@ -114,7 +114,7 @@ def test_counters_are_exact_after_requests_of_known_sizes(server: Server) -> Non
     )
 
 
-def test_a_prompt_that_was_seen_is_a_prefix_hit(server: Server) -> None:
+def test_a_repeated_prompt_is_a_prefix_hit(server: Server) -> None:
     prompt = "The quick brown fox jumps over the lazy dog. " * 8
     post(server, prompt=prompt, max_tokens=1)
     server.until_idle()
@@ -165,7 +165,7 @@ def _leave_in_the_middle(server: Server) -> None:
             data += connection.recv(65536)
 
 
-def test_every_stage_shows_its_process(server: Server) -> None:
+def test_metrics_show_every_stage_s_process(server: Server) -> None:
     metrics = Metrics(server)
     for name in STAGES:
         memory = metrics.get("pipeline_stage_resident_memory_bytes", stage=f"{name}.0")
@@ -190,16 +190,16 @@ def test_scraping_ten_times_a_second_costs_little(server: Server) -> None:
     assert cpu_s() - before < 30 * 0.03, "30 ms of processor time a scrape, in all stages together, is too much"
 
 
-def test_a_stage_that_hangs_is_late_and_its_last_counts_stay(server: Server) -> None:
+def test_a_stage_that_hangs_is_late_and_keeps_its_last_counts(server: Server) -> None:
     post(server, max_tokens=2)
     server.until_idle()
     before = Metrics(server)
     process = server.stage("detokenize")
     process.send_signal(signal.SIGSTOP)
     try:
-        begun = time.monotonic()
+        started = time.monotonic()
         metrics = Metrics(server)
-        assert time.monotonic() - begun > 1.5, "it was not waited for"
+        assert time.monotonic() - started > 1.5, "the scrape did not wait for the stage"
         assert metrics.get("pipeline_stage_state", stage="detokenize.0", state="late") == 1
         assert metrics.get("pipeline_stage_state", stage="schedule.0", state="ready") == 1
         assert metrics.get("pipeline_stage_counts_age_seconds", stage="detokenize.0") > 1.5
@@ -213,7 +213,7 @@ def test_a_stage_that_hangs_is_late_and_its_last_counts_stay(server: Server) -> 
     assert Metrics(server).get("pipeline_stage_state", stage="detokenize.0", state="ready") == 1
 
 
-def test_top_waits_for_a_stage_that_hangs_less_long_than_for_its_own_answer() -> None:
+def test_top_shows_a_hanging_stage_as_late_despite_a_long_health_timeout() -> None:
     with Server("supervisor.health_timeout_s=60") as server:
         process = server.stage("detokenize")
         process.send_signal(signal.SIGSTOP)
@@ -228,12 +228,12 @@ def test_top_waits_for_a_stage_that_hangs_less_long_than_for_its_own_answer() ->
 # ---------------------------------------------------------------------------------------------------------- timings
 
 
-def test_timings_are_the_clients_own_time_hop_by_hop(server: Server) -> None:
+def test_timings_add_up_to_the_client_s_time(server: Server) -> None:
     server.until_idle()
     before = Metrics(server)
-    begun = time.monotonic()
+    started = time.monotonic()
     reply = post(server, max_tokens=20, timings=True)
-    took_ms = 1000 * (time.monotonic() - begun)
+    took_ms = 1000 * (time.monotonic() - started)
     timings = reply["timings"]
     [choice] = timings["choices"]
     ms = {name: hop["ms"] for name, hop in choice["hops"].items()}
@@ -252,7 +252,7 @@ def test_timings_are_the_clients_own_time_hop_by_hop(server: Server) -> None:
 # ----------------------------------------------------------------------------------------------------------- traces
 
 
-def test_two_requests_at_once_leave_two_paths_through_all_stages(server: Server, tmp_path: Path) -> None:
+def test_two_concurrent_requests_have_two_traces_through_all_stages(server: Server, tmp_path: Path) -> None:
     out = tmp_path / "trace.json"
     command = [sys.executable, "-m", "pipeline", "trace", "--seconds", "60", "--out", str(out)]
     command += ["--pid", str(server.process.pid)]
@@ -261,8 +261,8 @@ def test_two_requests_at_once_leave_two_paths_through_all_stages(server: Server,
         _until_traced(server)
         replies = list(clients.map(lambda word: post(server, prompt=word, max_tokens=12, timings=True), ("A", "B")))
     tracing.send_signal(signal.SIGINT)
-    _, said = tracing.communicate(timeout=60)
-    assert tracing.returncode == 0, said
+    _, stderr = tracing.communicate(timeout=60)
+    assert tracing.returncode == 0, stderr
     events = check(out.read_bytes())
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert set(names.values()) == {f"{name}.0" for name in STAGES}
@@ -299,8 +299,8 @@ def test_two_requests_at_once_leave_two_paths_through_all_stages(server: Server,
 
 
 def _until_traced(server: Server) -> None:
-    """Until every stage records. Nobody sees that from outside, but each has then received one message more than the
-    counting took."""
+    """Wait until every stage records. That is not visible from outside, but each stage has then received one message
+    more than the counting took."""
     name = next(name for name in find_servers() if name.startswith(f"{server.process.pid}-"))
     with Admin(name) as client:
 
@@ -312,10 +312,10 @@ def _until_traced(server: Server) -> None:
             now = received()
             if all(now[stage] > first[stage] + times for stage in now):
                 return
-            assert time.monotonic() < end, "nobody began to trace"
+            assert time.monotonic() < end, "no stage records"
 
 
-def test_one_request_that_has_ended_can_be_drawn(server: Server, tmp_path: Path) -> None:
+def test_a_finished_request_can_be_traced(server: Server, tmp_path: Path) -> None:
     reply = post(server, max_tokens=4, n=2)
     server.until_idle()
     out = tmp_path / "one.json"
@@ -329,7 +329,7 @@ def test_one_request_that_has_ended_can_be_drawn(server: Server, tmp_path: Path)
     assert "no gateway knows 'cmpl-0'" in unknown.stderr
 
 
-def test_a_trace_that_can_not_be_written_is_said_before_it_is_taken(server: Server, tmp_path: Path) -> None:
+def test_an_unwritable_trace_file_is_reported_before_the_trace(server: Server, tmp_path: Path) -> None:
     out = tmp_path / "no" / "trace.json"
     words = ("trace", "--seconds", "120", "--out", str(out), "--pid", str(server.process.pid))
     result = pipeline(*words, timeout_s=60)
@@ -351,7 +351,7 @@ def test_ps_lists_the_server_and_its_stages(server: Server) -> None:
         assert words in text
 
 
-def test_top_looks_once_where_there_is_no_terminal(server: Server) -> None:
+def test_top_prints_once_without_a_terminal(server: Server) -> None:
     result = pipeline("top", "--pid", str(server.process.pid), "--interval", "0.2")
     assert result.returncode == 0, result.stderr
     assert "tokens out/s" in result.stdout
@@ -361,7 +361,7 @@ def test_top_looks_once_where_there_is_no_terminal(server: Server) -> None:
     assert view["output_tokens_per_s"] == 0
 
 
-def test_top_in_a_terminal_ends_with_q_and_puts_it_back(server: Server) -> None:
+def test_top_ends_with_q_and_restores_the_terminal(server: Server) -> None:
     leader, follower = pty.openpty()
     before = termios.tcgetattr(follower)
     words = [sys.executable, "-m", "pipeline", "top", "--pid", str(server.process.pid), "--interval", "0.2"]
@@ -388,14 +388,14 @@ def _drain(fd: int) -> None:
         return  # the other end is closed
 
 
-def test_a_pid_that_is_no_server_is_said() -> None:
+def test_a_pid_of_no_server_is_an_error() -> None:
     for command in ("top", "trace"):
         result = pipeline(command, "--pid", "1")
         assert result.returncode == 1
         assert "no server has pid 1" in result.stderr
 
 
-def test_garbage_at_the_admin_door_harms_nobody(server: Server) -> None:
+def test_garbage_on_the_admin_socket_harms_no_other_client(server: Server) -> None:
     name = next(name for name in find_servers() if name.startswith(f"{server.process.pid}-"))
     context: Any = zmq.Context()
     peer = context.socket(zmq.DEALER)
@@ -417,7 +417,7 @@ def test_garbage_at_the_admin_door_harms_nobody(server: Server) -> None:
 # ------------------------------------------------------------------------------------------------------------- logs
 
 
-def test_json_logs_parse_and_a_request_can_be_followed_by_its_id() -> None:
+def test_json_logs_parse_and_have_the_request_id() -> None:
     with Server("log_format=json", "log_level=debug") as server:
         reply = post(server, max_tokens=3, timings=True)
         server.until_idle()
@@ -425,8 +425,8 @@ def test_json_logs_parse_and_a_request_can_be_followed_by_its_id() -> None:
         lines = [json.loads(line) for line in server.lines if line != "<end of log>"]
     assert {"ts", "level", "stage", "pid", "message"} <= set.intersection(*(set(line) for line in lines))
     request_id = reply["timings"]["choices"][0]["request_id"]
-    told = [(line["stage"], line["message"]) for line in lines if line.get("request") == request_id]
-    assert set(told) == {
+    logged = [(line["stage"], line["message"]) for line in lines if line.get("request") == request_id]
+    assert set(logged) == {
         ("gateway.0", "opened"),
         ("ingest.0", "tokenized"),
         ("schedule.0", "queued"),

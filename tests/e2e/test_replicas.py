@@ -1,4 +1,4 @@
-"""Several gateways, ingests and detokenizes: the same texts, shared work, and the same ends."""
+"""Several gateways, ingests and detokenizes: the same texts, distributed work, and the same shutdown."""
 
 import json
 import signal
@@ -26,8 +26,8 @@ def replicated() -> Iterator[Server]:
         yield server
 
 
-def ask(server: Server, number: int) -> list[str]:
-    """The texts of one call, over a connection of its own. Some prompts travel through shared memory."""
+def complete(server: Server, number: int) -> list[str]:
+    """The texts of one request, over a connection of its own. Some prompts go through shared memory."""
     body = {
         "model": MODEL,
         "prompt": f"Item {number} of the list is" + " a very long story about it," * (250 if number % 6 == 0 else 1),
@@ -45,7 +45,7 @@ def ask(server: Server, number: int) -> list[str]:
 
 
 def connections(server: Server, name: str) -> int:
-    """How many connections a process has accepted by now."""
+    """The number of connections that a process has accepted so far."""
     return sum(one.status == psutil.CONN_ESTABLISHED for one in process_of(server, name).net_connections("tcp"))
 
 
@@ -54,13 +54,13 @@ def process_of(server: Server, name: str) -> psutil.Process:
     return process
 
 
-def test_any_gateways_metrics_show_the_whole_server(replicated: Server) -> None:
+def test_metrics_of_any_gateway_cover_the_whole_server(replicated: Server) -> None:
     before = Metrics(replicated)
     with ThreadPoolExecutor(8) as clients:
-        list(clients.map(lambda number: ask(replicated, number), range(1, 9)))
+        list(clients.map(lambda number: complete(replicated, number), range(1, 9)))
     replicated.until_idle()
     num_sequences = sum(1 + number % 3 for number in range(1, 9))
-    for _ in range(6):  # each over a connection of its own, which either gateway may take
+    for _ in range(6):  # each over a connection of its own, which either gateway may accept
         metrics = Metrics(replicated)
         ended = [metrics.get("vllm:request_success_total", finished_reason=r) for r in ("stop", "length")]
         was = [before.get("vllm:request_success_total", finished_reason=r) for r in ("stop", "length")]
@@ -71,10 +71,10 @@ def test_any_gateways_metrics_show_the_whole_server(replicated: Server) -> None:
             assert metrics.get("pipeline_stage_state", stage=name, state="ready") == 1
 
 
-def test_replicas_give_the_texts_that_one_of_each_gives(server: Server, replicated: Server) -> None:
+def test_replicas_return_the_same_texts_as_one_of_each(server: Server, replicated: Server) -> None:
     with ThreadPoolExecutor(NUM_REQUESTS) as clients:
-        shared = list(clients.map(lambda number: ask(replicated, number), range(NUM_REQUESTS)))
-        alone = list(clients.map(lambda number: ask(server, number), range(NUM_REQUESTS)))
+        shared = list(clients.map(lambda number: complete(replicated, number), range(NUM_REQUESTS)))
+        alone = list(clients.map(lambda number: complete(server, number), range(NUM_REQUESTS)))
     assert shared == alone
     health = replicated.until_idle()
     assert {stage["name"] for stage in health["stages"]} == {
@@ -83,13 +83,13 @@ def test_replicas_give_the_texts_that_one_of_each_gives(server: Server, replicat
     }
 
 
-def test_connections_are_divided_and_health_counts_what_is_open_at_all_gateways(replicated: Server) -> None:
+def test_connections_are_distributed_and_health_counts_open_requests_of_all_gateways(replicated: Server) -> None:
     streams = [Stream(replicated, max_tokens=6000) for _ in range(12)]
     for stream in streams:
         assert stream.has_text.wait(60)
     at_each = [connections(replicated, name) for name in ("gateway.0", "gateway.1")]
     assert sum(at_each) >= 12
-    # That all of twelve fall to one of two has a chance of 1 in 2048; the kernel divides them by their ports.
+    # All twelve go to one of two with a probability of 1 in 2048; the kernel distributes them by their ports.
     assert min(at_each) > 0
     assert replicated.health()["open_requests"] == 12
     for stream in streams:
@@ -98,7 +98,7 @@ def test_connections_are_divided_and_health_counts_what_is_open_at_all_gateways(
 
 
 @pytest.mark.parametrize("name", ["gateway.1", "ingest.1", "detokenize.2"])
-def test_the_death_of_one_replica_is_told_to_every_stream_that_is_left(name: str) -> None:
+def test_the_death_of_a_replica_is_reported_to_every_open_stream(name: str) -> None:
     with Server(*REPLICATED) as server:
         streams = [Stream(server) for _ in range(8)]
         for stream in streams:
@@ -111,13 +111,13 @@ def test_the_death_of_one_replica_is_told_to_every_stream_that_is_left(name: str
             if stream.error is not None:
                 assert name in stream.error["message"]
             else:
-                assert name == "gateway.1", "a stream ended without a word"
+                assert name == "gateway.1", "a stream ended without an error"
         assert server.process.wait(15) == 3
         assert not server.leftovers()
 
 
 def test_a_signal_drains_all_gateways(replicated: Server) -> None:
-    """The last of those that share a server: it ends it."""
+    """Runs last with the shared server, which it ends."""
     replicated.until_idle()
     streams = [Stream(replicated, max_tokens=40) for _ in range(8)]
     for stream in streams:

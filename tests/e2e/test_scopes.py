@@ -1,4 +1,4 @@
-"""Two API keys of one server: neither finds what the other asked by the prefix cache, nor ends the other's requests."""
+"""Two API keys of one server: no key sees another's prompts in the prefix cache or aborts another's requests."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def abort(client: httpx.Client, name: str) -> dict[str, int]:
 
 
 @pytest.mark.usefixtures("smollm2_dir")
-def test_a_key_neither_finds_nor_ends_what_another_asked() -> None:
+def test_a_key_neither_finds_nor_aborts_another_key_s_requests() -> None:
     with (
         Server("gateway.replicas=2", environ={"PIPELINE_API_KEYS": ",".join(KEYS)}) as server,
         client(server, KEYS[0]) as first,
@@ -51,7 +51,7 @@ def test_a_key_neither_finds_nor_ends_what_another_asked() -> None:
 
 
 @pytest.mark.usefixtures("smollm2_dir")
-def test_keys_may_share_the_prefix_cache() -> None:
+def test_keys_can_share_the_prefix_cache() -> None:
     environ = {"PIPELINE_API_KEYS": ",".join(KEYS)}
     with (
         Server("gateway.share_prefix_cache=true", environ=environ) as server,

@@ -1,4 +1,4 @@
-"""Settings that the supervisor reads change what a whole server does."""
+"""Settings of the supervisor change the behavior of a whole server."""
 
 import re
 import signal
@@ -18,7 +18,7 @@ LATE_S = 5.0
 """Longer than by default, with what the gateway adds to it."""
 
 
-def test_admin_host_is_where_the_admin_listener_is() -> None:
+def test_admin_host_sets_the_address_of_the_admin_listener() -> None:
     with Server("gateway.admin_port=0", "gateway.admin_host=127.0.0.2", options=("--instant",)) as server:
         match = re.search(r"admin=http://(127\.0\.0\.2):(\d+)", server.wait_for_line("ready on", 1))
         assert match
@@ -28,13 +28,13 @@ def test_admin_host_is_where_the_admin_listener_is() -> None:
             socket.create_connection(("127.0.0.1", int(match[2])), timeout=30)
 
 
-def test_start_timeout_s_bounds_the_start() -> None:
+def test_start_timeout_s_limits_the_start() -> None:
     with Server("supervisor.start_timeout_s=0.001", until_ready=False, options=("--instant",)) as server:
         server.wait_for_line(r"timed out after 0\.001 s waiting for stages to be ready", 60)
         assert server.process.wait(30) == 1
 
 
-def test_stop_timeout_s_is_what_a_stage_that_hangs_has_until_it_is_killed() -> None:
+def test_stop_timeout_s_limits_the_stop_of_a_stage_that_hangs() -> None:
     with Server("supervisor.stop_timeout_s=0.4", options=("--instant",)) as server:
         server.stage("detokenize").send_signal(signal.SIGSTOP)
         server.process.send_signal(signal.SIGTERM)
@@ -42,8 +42,8 @@ def test_stop_timeout_s_is_what_a_stage_that_hangs_has_until_it_is_killed() -> N
         assert server.process.wait(30) == 3
 
 
-def test_health_timeout_s_is_what_a_stage_has_to_answer() -> None:
-    """With ten minutes, one that answers later than it may by default is not late."""
+def test_health_timeout_s_limits_a_stage_s_answer() -> None:
+    """With ten minutes, a stage that answers after the default timeout is not late."""
     answers: list[dict[str, Any]] = []
     with Server("supervisor.health_timeout_s=600", "supervisor.start_timeout_s=600", options=("--instant",)) as server:
         stage = server.stage("detokenize")
@@ -52,11 +52,11 @@ def test_health_timeout_s_is_what_a_stage_has_to_answer() -> None:
         asking.start()
         asking.join(LATE_S)
         stage.send_signal(signal.SIGCONT)
-        until(lambda: answers, "health is answered")
+        until(lambda: answers, "health has answered")
         assert answers[0]["status"] == "ok"
 
 
-def test_arenas_have_the_sizes_that_the_settings_say() -> None:
+def test_arena_bytes_set_the_sizes_of_arenas() -> None:
     sizes = {"ingest": 2**20, "schedule": 2**21, "execute": 2**22 + 2**20}
     sets = [f"{stage}.arena_bytes={size}" for stage, size in sizes.items()]
     with Server(*sets, options=("--instant",)) as server:

@@ -1,4 +1,4 @@
-"""How long a warm start takes: the model is prepared, and the kernels are compiled."""
+"""A warm start (model prepared, kernels compiled) is fast."""
 
 import time
 
@@ -14,9 +14,9 @@ pytestmark = pytest.mark.usefixtures("smollm2_dir")
 
 
 def test_a_warm_start_takes_seconds() -> None:
-    """One of several: what else runs here can't be told from a slow start, but seldom goes on through all of them."""
+    """The best of several: other load looks like a slow start, but rarely lasts through all of them."""
     with Server():
-        pass  # compiles what there is to compile
+        pass  # compiles the kernels
     took_s: list[float] = []
     while len(took_s) < NUM_TRIES and (not took_s or took_s[-1] >= START_S):
         begin_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""A real server with swap space: whose it is, what it says of it, and how it ends without enough."""
+"""A real server with swap space: ownership, log and metrics, and too little memory."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from tests.e2e.server import STAGES, Server
 
 
 def sets(tiny_model: Path, swap_bytes: str, kernels: str = "torch") -> list[str]:
-    """Models are prepared beside their folder; kernels are compiled once for all tests."""
+    """Models are prepared beside their folder. Kernels are compiled once for all tests."""
     cache, compiled = tiny_model.parent / "cache", default_cache_root() / "kernels"
     cache.mkdir(exist_ok=True)
     compiled.mkdir(parents=True, exist_ok=True)
@@ -29,7 +29,7 @@ def has_swap(process: psutil.Process) -> bool:
 
 
 def complete(server: Server, prompt: list[int], max_tokens: int, n: int = 1) -> dict[str, Any]:
-    """Greedy, whatever ids come."""
+    """Greedy, whatever the ids are."""
     body = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "n": n, "temperature": 0, "ignore_eos": True}
     request = urllib.request.Request(
         f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -46,15 +46,17 @@ def counted(server: Server, name: str) -> int:
     return int(float(found[0]))
 
 
-def test_texts_of_a_server_that_swaps_are_those_of_each_request_alone(tiny_model: Path) -> None:
-    """256 blocks, for requests that need 16 each when they end."""
+def test_a_server_that_swaps_returns_the_texts_of_each_request_alone(tiny_model: Path) -> None:
+    """256 blocks, for requests that need 16 blocks each at their end."""
     rules = ["execute.kv_cache_bytes=1MiB", "schedule.prefix_caching=false", "schedule.preemption=swap"]
     prompts = [[3 + (7 * i + 11 * place) % 500 for place in range(60)] for i in range(28)]
     with Server(*sets(tiny_model, "4MiB", "auto"), *rules, "schedule.max_steps_in_flight=2") as server:
         with ThreadPoolExecutor(len(prompts)) as clients:
             together = list(clients.map(lambda prompt: complete(server, prompt, 190), prompts))
-        num_out, num_in = (counted(server, f"pipeline_schedule_blocks_swapped_{way}_total") for way in ("out", "in"))
-        assert num_in == num_out > 0, "all that was swapped out came back"
+        num_out, num_in = (
+            counted(server, f"pipeline_schedule_blocks_swapped_{direction}_total") for direction in ("out", "in")
+        )
+        assert num_in == num_out > 0, "all blocks that were swapped out were swapped in"
         for i in range(0, len(prompts), 4):
             alone = complete(server, prompts[i], 190)
             assert alone["choices"] == together[i]["choices"]
@@ -63,7 +65,7 @@ def test_texts_of_a_server_that_swaps_are_those_of_each_request_alone(tiny_model
         assert server.stop() == 0
 
 
-def test_a_server_says_how_many_blocks_it_can_swap_and_gives_the_memory_back(tiny_model: Path) -> None:
+def test_a_server_reports_its_swap_blocks_and_frees_the_memory(tiny_model: Path) -> None:
     with Server(*sets(tiny_model, "70MiB"), "execute.kv_cache_bytes=1MiB") as server:
         loaded = server.wait_for_line(r"execute\.0 loaded .*swap_blocks", 10)
         ready = server.wait_for_line("ready on", 10)
@@ -82,12 +84,12 @@ def test_a_server_says_how_many_blocks_it_can_swap_and_gives_the_memory_back(tin
         assert not server.leftovers()
 
 
-def test_a_server_without_swap_space_says_nothing_of_it(server: Server) -> None:
+def test_a_server_without_swap_space_has_no_segment_and_no_log_line(server: Server) -> None:
     assert not has_swap(server.stage("execute")) and not has_swap(psutil.Process(server.process.pid))
     assert "swap" not in server.log()
 
 
-def test_swap_space_that_is_not_there_is_said_before_anything_is_started(tiny_model: Path) -> None:
+def test_too_little_memory_for_swap_space_is_reported_before_anything_starts(tiny_model: Path) -> None:
     with Server(*sets(tiny_model, "9000000000000"), until_ready=False) as server:
         line = server.wait_for_line("cannot reserve", 60)
         assert "lower execute.swap_bytes" in line
@@ -95,7 +97,7 @@ def test_swap_space_that_is_not_there_is_said_before_anything_is_started(tiny_mo
         assert "Traceback" not in server.log() and "prepared" not in server.log()
 
 
-def test_swap_space_for_no_whole_block_is_said_in_the_users_words(tiny_model: Path) -> None:
+def test_swap_space_below_one_block_is_a_clear_error(tiny_model: Path) -> None:
     with Server(*sets(tiny_model, "100"), until_ready=False) as server:
         line = server.wait_for_line("cannot start: execute", 60)
         assert "execute.swap_bytes is 100, but one block of 16 tokens of this model takes" in line

@@ -81,9 +81,9 @@ try {
 }
 await client.close();
 try {
-  await Client.connect("ipc://@pipeline/nobody/door", { timeoutMs: 100 });
+  await Client.connect("ipc://@pipeline/absent/door", { timeoutMs: 100 });
 } catch (error) {
-  say("nobody", { lost: error instanceof ConnectionLost });
+  say("no server", { lost: error instanceof ConnectionLost });
 }
 
 async function collect(stream) {

@@ -1,6 +1,6 @@
-"""Packages of others that tests ask the server with: each set is installed by itself, at the versions it is pinned to.
+"""Third-party client packages for tests: each set is installed separately, at pinned versions.
 
-The project's own environment can't have them all: two of them want an older `openai` than the one it is tested with.
+The project's environment can't hold them all: two need an older `openai` than the tested one.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ INSTALL_S = 180.0
 
 
 def run(command: list[str], folder: Path, timeout_s: float, environ: dict[str, str] | None = None) -> str:
-    """What a command says. Fails with that if it fails."""
+    """Return a command's output. Raises with that output if the command fails."""
     done = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, timeout=timeout_s, check=False, env=environ
     )
@@ -24,8 +24,8 @@ def run(command: list[str], folder: Path, timeout_s: float, environ: dict[str, s
 
 
 def python_with(requirements: Path) -> Path:
-    """The Python of a virtual environment with exactly these packages, which are all pinned and whole. It is kept in
-    the user's cache, by the requirements and the Python it is made for."""
+    """The Python of a virtual environment with exactly these packages, all pinned, dependencies included. The
+    environment is cached in the user's cache folder, keyed by the requirements and the Python."""
     made_of = f"{sys.version}{sys.base_prefix}".encode() + requirements.read_bytes()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipeline-tests"
     folder = cache / f"{requirements.parent.name}-{hashlib.sha256(made_of).hexdigest()[:12]}"
@@ -42,14 +42,14 @@ def python_with(requirements: Path) -> Path:
             cache,
             INSTALL_S,
         )
-        shutil.rmtree(folder, ignore_errors=True)  # of a Python that is no longer there
+        shutil.rmtree(folder, ignore_errors=True)  # its Python was removed
         made.rename(folder)
     return python
 
 
 def node_with(source: Path, folder: Path) -> Path:
-    """A copy of `source` at `folder` with the packages of its lock file: what is prebuilt comes inside, nothing is
-    compiled and no script runs."""
+    """A copy of `source` at `folder` with the packages of its lock file. Prebuilt packages only: nothing is compiled
+    and no install script runs."""
     missing = [name for name in ("node", "npm") if shutil.which(name) is None]
     assert not missing, (
         f"{' and '.join(missing)} not found: install Node.js 20 or newer with npm (https://nodejs.org); clients in "

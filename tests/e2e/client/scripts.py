@@ -1,4 +1,4 @@
-"""Python programs of a user's, run in a process of their own."""
+"""User scripts, each run in a process of its own."""
 
 import os
 import subprocess
@@ -12,11 +12,11 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 class Script:
-    """A program without a main guard. Use as a context manager; leaving it kills what is left of the program."""
+    """A program without a main guard. Use as a context manager: leaving it kills the remaining processes."""
 
     def __init__(self, folder: Path, text: str) -> None:
         path = folder / "script.py"
-        # The package under test comes first, and no child process is told.
+        # The package under test comes first. Child processes do not inherit the path.
         path.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{text}")
         self.process = subprocess.Popen(
             [sys.executable, "-W", "error", "-u", str(path)],
@@ -50,7 +50,7 @@ class Script:
         self.errors = self.process.stderr.read()
 
     def wait_for(self, word: str, timeout_s: float = 60.0) -> str:
-        """The first line that begins with a word, without it."""
+        """The rest of the first line that begins with a word."""
 
         def found() -> list[str]:
             return [line for line in self.lines if line.startswith(word)]
@@ -61,11 +61,11 @@ class Script:
         return found()[0].removeprefix(word).strip()
 
     def family(self) -> list[psutil.Process]:
-        """All processes below this one."""
+        """All descendants of this process."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def end(self, timeout_s: float = 60.0) -> int:
-        """Wait for its end, and return the exit code."""
+        """Wait until the program exits, and return its exit code."""
         code = self.process.wait(timeout_s)
         self._out.join(10)
         self._err.join(10)
@@ -87,6 +87,6 @@ class Script:
 
 
 def alive(processes: list[psutil.Process], timeout_s: float = 3.0) -> list[psutil.Process]:
-    """Which of them still run after a time."""
+    """The processes that still run after a timeout."""
     _, left = psutil.wait_procs(processes, timeout=timeout_s)
     return [process for process in left if process.status() != psutil.STATUS_ZOMBIE]

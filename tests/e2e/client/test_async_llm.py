@@ -1,4 +1,4 @@
-"""`AsyncLLM`: streams, many at once, and how each may end."""
+"""`AsyncLLM`: streams, concurrency, and how streams end."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -22,7 +22,7 @@ PATIENCE_S = 30.0
 
 @pytest.fixture
 async def streams(llm: LLM) -> AsyncIterator[AsyncLLM]:
-    """One that is attached to the tests' common server."""
+    """An `AsyncLLM` attached to the shared test server."""
     async with AsyncLLM.attach(llm.address) as streams:
         yield streams
 
@@ -31,7 +31,7 @@ async def all_of(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
     return [output async for output in stream]
 
 
-async def test_outputs_are_cumulative_deltas_or_one(streams: AsyncLLM, llm: LLM) -> None:
+async def test_outputs_are_cumulative_deltas_or_final_only(streams: AsyncLLM, llm: LLM) -> None:
     params = SamplingParams(temperature=1, seed=3, n=2, max_tokens=12, ignore_eos=True)
     (whole,) = llm.generate("Hello", params)
     cumulative = await all_of(streams.generate("Hello", params, "mine"))
@@ -54,13 +54,13 @@ async def test_outputs_are_cumulative_deltas_or_one(streams: AsyncLLM, llm: LLM)
     assert final.prompt_token_ids == whole.prompt_token_ids
 
 
-async def test_a_chat_streams_too(streams: AsyncLLM, llm: LLM) -> None:
+async def test_a_chat_can_be_streamed(streams: AsyncLLM, llm: LLM) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     outputs = await all_of(streams.chat(messages, GREEDY))
     assert outputs[-1].outputs == llm.chat(messages, GREEDY)[0].outputs
 
 
-async def test_hundreds_at_once_from_one_loop(streams: AsyncLLM) -> None:
+async def test_hundreds_of_streams_run_in_one_loop(streams: AsyncLLM) -> None:
     async def one(number: int) -> str | None:
         last = None
         async for output in streams.generate(f"{number}", SamplingParams(max_tokens=3)):
@@ -73,7 +73,7 @@ async def test_hundreds_at_once_from_one_loop(streams: AsyncLLM) -> None:
     assert prompts == [str(number) for number in range(1500)]
 
 
-async def test_an_abort_ends_the_stream_with_its_reason(streams: AsyncLLM) -> None:
+async def test_an_aborted_stream_ends_with_finish_reason_abort(streams: AsyncLLM) -> None:
     last = None
     async for output in streams.generate("Once", LONG, "one"):
         last = output
@@ -88,7 +88,7 @@ async def test_an_abort_ends_the_stream_with_its_reason(streams: AsyncLLM) -> No
     assert (await all_of(streams.generate("Once", GREEDY, "one")))[-1].finished, "its name is free again"
 
 
-async def test_an_abort_of_one_that_waits_for_its_turn(llm: LLM) -> None:
+async def test_a_stream_that_waits_for_its_turn_can_be_aborted(llm: LLM) -> None:
     async with AsyncLLM.attach(llm.address) as streams:
         num = llm.info.max_open_requests // 2
         first = [asyncio.create_task(all_of(streams.generate("Once", LONG))) for _ in range(num)]
@@ -107,23 +107,23 @@ async def test_an_abort_of_one_that_waits_for_its_turn(llm: LLM) -> None:
         await asyncio.gather(*first, return_exceptions=True)
 
 
-@pytest.mark.parametrize("way", ["cancel", "break", "aclose", "drop"])
-async def test_whoever_leaves_a_stream_aborts_it(llm: LLM, streams: AsyncLLM, way: str) -> None:
-    async def read(begun: asyncio.Event) -> None:
+@pytest.mark.parametrize("how", ["cancel", "break", "aclose", "drop"])
+async def test_leaving_a_stream_aborts_it(llm: LLM, streams: AsyncLLM, how: str) -> None:
+    async def read(started: asyncio.Event) -> None:
         async for _ in streams.generate("Once", LONG):
-            begun.set()
+            started.set()
 
-    if way == "cancel":
-        begun = asyncio.Event()
-        task = asyncio.create_task(read(begun))
-        await asyncio.wait_for(begun.wait(), PATIENCE_S)
+    if how == "cancel":
+        started = asyncio.Event()
+        task = asyncio.create_task(read(started))
+        await asyncio.wait_for(started.wait(), PATIENCE_S)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-    elif way == "break":
+    elif how == "break":
         async for _ in streams.generate("Once", LONG):
             break
-    elif way == "aclose":
+    elif how == "aclose":
         async with aclosing(streams.generate("Once", LONG)) as stream:  # type: ignore[type-var]
             await anext(stream)
     else:
@@ -138,7 +138,7 @@ async def test_whoever_leaves_a_stream_aborts_it(llm: LLM, streams: AsyncLLM, wa
     await asyncio.to_thread(until_idle, llm)
 
 
-async def test_others_that_use_a_server_up_are_waited_for(tiny_model: Path) -> None:
+async def test_requests_wait_while_other_clients_fill_the_server(tiny_model: Path) -> None:
     async with (
         AsyncLLM(**tiny(tiny_model), gateway={"max_open_sequences": 4}) as own,
         await AsyncClient.connect(own.address) as others,
@@ -153,14 +153,14 @@ async def test_others_that_use_a_server_up_are_waited_for(tiny_model: Path) -> N
         for stream in held:
             stream.abort()
         assert (await asyncio.wait_for(waiting, PATIENCE_S))[-1].finished
-        # Our own share is kept to: eight at once, of which only four fit, and none is refused.
+        # Our own limit holds: eight at once, of which only four fit, and none is rejected.
         outputs = await asyncio.gather(*(all_of(own.generate("Hello", GREEDY)) for _ in range(8)))
         assert len({str(output[-1].outputs) for output in outputs}) == 1
         with pytest.raises(PromptError, match=r"n = 5 exceeds the limit of 4 open sequences"):
             await all_of(own.generate("Hello", SamplingParams(n=5)))
 
 
-async def test_what_is_no_request_is_said(streams: AsyncLLM) -> None:
+async def test_invalid_requests_raise_clear_errors(streams: AsyncLLM) -> None:
     with pytest.raises(PromptError, match="prompt must be a text or a list of token ids, not None"):
         await all_of(streams.generate(None))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="sampling_params must be SamplingParams, not dict"):
@@ -175,7 +175,7 @@ async def test_what_is_no_request_is_said(streams: AsyncLLM) -> None:
             await all_of(streams.generate("Once", LONG, "same"))
 
 
-async def test_one_may_be_made_before_there_is_a_loop_and_starts_at_once(tiny_model: Path) -> None:
+async def test_one_made_before_the_loop_exists_starts_at_once(tiny_model: Path) -> None:
     llm = await asyncio.to_thread(AsyncLLM, **tiny(tiny_model))
     assert llm.server is not None
     family = [psutil.Process(llm.server.pid)]
@@ -204,7 +204,7 @@ async def test_one_may_be_made_before_there_is_a_loop_and_starts_at_once(tiny_mo
     assert not alive(family)
 
 
-async def test_a_start_that_fails_is_told_to_all_who_wait(tmp_path: Path) -> None:
+async def test_a_failed_start_is_reported_to_all_waiting_requests(tmp_path: Path) -> None:
     llm = AsyncLLM(tmp_path / "nothing.gguf", log_path=tmp_path / "log.txt")
     results = await asyncio.gather(llm.ready(), all_of(llm.generate("a")), return_exceptions=True)
     assert [type(result) for result in results] == [StartError, StartError]
@@ -215,7 +215,7 @@ async def test_a_start_that_fails_is_told_to_all_who_wait(tmp_path: Path) -> Non
             pass
 
 
-async def test_a_start_may_be_cancelled(tiny_model: Path, tmp_path: Path) -> None:
+async def test_a_start_can_be_cancelled(tiny_model: Path, tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
     llm = AsyncLLM(**tiny(tiny_model), log_path=log)
     assert llm.server is not None

@@ -1,4 +1,4 @@
-"""`LLM`: batches, their order, their errors, and what they leave behind."""
+"""`LLM`: batches, their order, their errors, and cleanup."""
 
 import asyncio
 import os
@@ -28,7 +28,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 # ------------------------------------------------------------------------------------------------------------ outputs
 
 
-def test_outputs_have_vllms_shape(llm: LLM) -> None:
+def test_outputs_have_the_shape_of_vllm_s(llm: LLM) -> None:
     (output,) = llm.generate("Hello", GREEDY)
     assert output.prompt == "Hello"
     assert output.finished
@@ -45,7 +45,7 @@ def test_outputs_have_vllms_shape(llm: LLM) -> None:
     assert again.request_id != output.request_id
 
 
-def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
+def test_each_prompt_can_have_its_own_parameters(llm: LLM) -> None:
     stop = llm.generate("a", GREEDY)[0].outputs[0].token_ids[1]
     prompts: list[Any] = ["a", [90, 91], {"prompt": "a"}, {"prompt_token_ids": (90, 91)}]
     outputs = llm.generate(
@@ -64,7 +64,7 @@ def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
     assert outputs[2].outputs[0].stop_reason == stop
 
 
-def test_a_chat_is_written_by_the_models_template(llm: LLM) -> None:
+def test_chats_use_the_model_s_template(llm: LLM) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     chat, text, open_end = (
         llm.chat(messages, GREEDY)[0],
@@ -78,19 +78,19 @@ def test_a_chat_is_written_by_the_models_template(llm: LLM) -> None:
     assert len(several) == 3
 
 
-def test_nothing_asked_is_nothing_got(llm: LLM) -> None:
+def test_an_empty_list_returns_an_empty_list(llm: LLM) -> None:
     assert llm.generate([]) == []
     assert llm.generate(iter(())) == []
     assert llm.chat([]) == []
 
 
-def test_ten_thousand_prompts_keep_their_order_and_memory_stays(llm: LLM) -> None:
+def test_ten_thousand_prompts_keep_their_order_and_memory_is_bounded(llm: LLM) -> None:
     assert llm.server is not None
     server = psutil.Process(llm.server.pid)
     processes = [psutil.Process(), server, *server.children(recursive=True)]
     window = llm.info.max_open_requests
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-    llm.generate([f"warm {i}" for i in range(2 * window)], params)  # what is allocated once is
+    llm.generate([f"warm {i}" for i in range(2 * window)], params)  # allocate what is allocated once
     before = [process.memory_info().rss for process in processes]
     num_read = num_ended = furthest = 0
 
@@ -135,7 +135,7 @@ def test_a_list_is_checked_before_anything_is_sent(llm: LLM) -> None:
     assert load_of(llm)["counters"]["prompt_tokens"] == before
 
 
-def test_what_only_the_server_can_judge_is_said_with_the_prompts_place(llm: LLM) -> None:
+def test_an_error_of_the_server_names_the_prompt_s_index(llm: LLM) -> None:
     long = "word " * 400
     with pytest.raises(PromptError, match=r"prompts\[17\]: this model's maximum context length is 256") as caught:
         llm.generate([*(["short"] * 17), long, *(["short"] * 50)], GREEDY)
@@ -146,7 +146,7 @@ def test_what_only_the_server_can_judge_is_said_with_the_prompts_place(llm: LLM)
     assert len(llm.generate(["still", "there"], GREEDY)) == 2
 
 
-def test_a_conversation_that_is_too_large_as_a_whole_is_said_with_its_place(llm: LLM) -> None:
+def test_an_oversized_conversation_is_an_error_with_its_index(llm: LLM) -> None:
     small = [{"role": "user", "content": "a"}]
     large = [{"role": role, "content": "x" * 3_000_000} for role in ("user", "assistant")]
     words = r"the request has 60001\d\d bytes; this server accepts at most 4194304$"
@@ -161,7 +161,7 @@ def test_a_conversation_that_is_too_large_as_a_whole_is_said_with_its_place(llm:
     assert len(llm.chat([small, small], GREEDY)) == 2
 
 
-def test_an_iterator_that_fails_ends_the_call_and_what_is_open(llm: LLM) -> None:
+def test_an_iterator_that_raises_ends_generate_and_aborts_open_requests(llm: LLM) -> None:
     class OwnError(Exception):
         pass
 
@@ -174,7 +174,7 @@ def test_an_iterator_that_fails_ends_the_call_and_what_is_open(llm: LLM) -> None
     until_idle(llm)
 
 
-def test_threads_may_share_one(llm: LLM) -> None:
+def test_threads_can_share_one_llm(llm: LLM) -> None:
     results: dict[int, list[str | None]] = {}
 
     def work(number: int) -> None:
@@ -216,37 +216,37 @@ def test_it_works_inside_a_running_event_loop_as_in_a_notebook(llm: LLM) -> None
         ({"address": "nonsense"}, "address: 'nonsense' is not a valid address"),
     ],
 )
-def test_a_start_that_can_not_be_says_why(settings: dict[str, Any], words: str) -> None:
+def test_a_start_that_cannot_succeed_raises_a_clear_error(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError) as caught:
         LLM(**settings)
     assert words in str(caught.value)
 
 
-def test_memory_that_is_not_there_is_said_in_the_servers_words(tiny_model: Path) -> None:
+def test_missing_memory_raises_the_server_s_error(tiny_model: Path) -> None:
     before = psutil.Process().children(recursive=True)
     with pytest.raises(StartError, match=r"execute\.kv_cache_bytes"):
         LLM(**tiny(tiny_model, kv_cache_bytes=9_000_000_000_000))
     assert not alive([process for process in psutil.Process().children(recursive=True) if process not in before])
 
 
-def test_a_port_that_is_taken_is_said_in_the_servers_words(tiny_model: Path) -> None:
+def test_a_port_in_use_raises_the_server_s_error(tiny_model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(StartError, match=f"cannot listen on 127\\.0\\.0\\.1:{port}: Address already in use"):
             LLM(**tiny(tiny_model), gateway={"port": port})
 
 
-def test_a_server_that_is_not_there_is_said() -> None:
-    begun = time.monotonic()
-    with pytest.raises(ServerFailed, match=r"can't attach: no server answered at ipc://@pipeline/nobody within 0\.5 s"):
-        LLM.attach("ipc://@pipeline/nobody", timeout_s=0.5)
-    assert time.monotonic() - begun < 5
+def test_attaching_to_a_missing_server_raises_an_error() -> None:
+    started = time.monotonic()
+    with pytest.raises(ServerFailed, match=r"can't attach: no server answered at ipc://@pipeline/absent within 0\.5 s"):
+        LLM.attach("ipc://@pipeline/absent", timeout_s=0.5)
+    assert time.monotonic() - started < 5
 
 
 # --------------------------------------------------------------------------------------------------------------- life
 
 
-def test_an_attached_one_finds_a_server_that_was_restarted(tiny_model: Path, llm: LLM) -> None:
+def test_an_attached_llm_reconnects_to_a_restarted_server(tiny_model: Path, llm: LLM) -> None:
     address = f"ipc://@pipeline/test-{os.getpid()}/door"
     sets = [f"{key}={value}" for key, value in tiny(tiny_model).items() if key != "execute"]
     sets += [f"execute.{key}={value}" for key, value in tiny(tiny_model)["execute"].items()]
@@ -259,7 +259,7 @@ def test_an_attached_one_finds_a_server_that_was_restarted(tiny_model: Path, llm
             assert attached.generate("Hello", GREEDY)[0].outputs == llm.generate("Hello", GREEDY)[0].outputs
 
 
-def test_two_at_once_and_each_ends_by_itself(tiny_model: Path, llm: LLM) -> None:
+def test_two_llms_run_and_close_independently(tiny_model: Path, llm: LLM) -> None:
     with LLM(**tiny(tiny_model)) as other:
         assert llm.server is not None
         assert other.server is not None
@@ -279,7 +279,7 @@ def test_two_at_once_and_each_ends_by_itself(tiny_model: Path, llm: LLM) -> None
     assert llm.generate("Hello", GREEDY)
 
 
-def test_one_that_nobody_holds_any_more_ends(tiny_model: Path) -> None:
+def test_an_unreferenced_llm_ends_its_server(tiny_model: Path) -> None:
     one = LLM(**tiny(tiny_model))
     assert one.server is not None
     family = [psutil.Process(one.server.pid), *psutil.Process(one.server.pid).children(recursive=True)]
@@ -289,7 +289,7 @@ def test_one_that_nobody_holds_any_more_ends(tiny_model: Path) -> None:
 
 
 @pytest.mark.parametrize("victim", ["supervisor", "execute", "gateway"])
-def test_a_server_that_dies_ends_the_call_with_a_reason(tiny_model: Path, victim: str) -> None:
+def test_a_server_that_dies_ends_generate_with_an_error(tiny_model: Path, victim: str) -> None:
     with LLM(**tiny(tiny_model)) as one:
         assert one.server is not None
         supervisor = psutil.Process(one.server.pid)
@@ -323,7 +323,7 @@ def script(tmp_path: Path, tiny_model: Path, rest: str) -> Script:
     return Script(tmp_path, START.format(settings=tiny(tiny_model) | {"model": str(tiny_model)}) + rest)
 
 
-def test_a_script_needs_no_main_guard_and_nothing_to_be_closed(tmp_path: Path, tiny_model: Path) -> None:
+def test_a_script_needs_no_main_guard_and_no_close(tmp_path: Path, tiny_model: Path) -> None:
     with script(tmp_path, tiny_model, 'print("text", len(llm.generate(["a", "b"])))\ninput("x") if 0 else None') as one:
         family = one.family() if one.wait_for("pid") else []
         assert one.wait_for("text") == "2"
@@ -332,7 +332,7 @@ def test_a_script_needs_no_main_guard_and_nothing_to_be_closed(tmp_path: Path, t
         assert not alive(family)
 
 
-def test_kill_9_leaves_nothing_even_where_a_fork_lives_on(tmp_path: Path, tiny_model: Path) -> None:
+def test_kill_9_leaves_no_process_even_if_a_fork_survives(tmp_path: Path, tiny_model: Path) -> None:
     rest = """
 import os, signal
 fork = os.fork()
@@ -362,7 +362,7 @@ signal.pause()
             fork.kill()
 
 
-def test_an_interrupt_aborts_what_is_open_and_leaves_it_usable(tmp_path: Path, tiny_model: Path) -> None:
+def test_an_interrupt_aborts_open_requests_and_the_llm_stays_usable(tmp_path: Path, tiny_model: Path) -> None:
     rest = """
 import json, re, threading, time, urllib.request
 while not (match := re.search(r"ready on (http://\\S+)", llm.server.log())):
@@ -395,15 +395,15 @@ print("text", len(llm.generate(["a", "b"])))
         assert one.errors == ""
 
 
-def test_an_interrupt_while_it_starts_leaves_nothing(tmp_path: Path, tiny_model: Path) -> None:
+def test_an_interrupt_during_startup_leaves_no_process(tmp_path: Path, tiny_model: Path) -> None:
     rest = f"""
 import subprocess
 real = subprocess.Popen
-def told(*args, **kwargs):
+def reporting_popen(*args, **kwargs):
     process = real(*args, **kwargs)
     print("started", process.pid)
     return process
-subprocess.Popen = told
+subprocess.Popen = reporting_popen
 from pipeline import LLM
 LLM({str(tiny_model)!r})
 print("served")

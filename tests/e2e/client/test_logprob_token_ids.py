@@ -1,4 +1,4 @@
-"""`logprob_token_ids` over every interface: the log probabilities of given ids, whatever their rank."""
+"""`logprob_token_ids` over every interface: the logprobs of given ids, whatever their rank."""
 
 import json
 from collections.abc import Iterator
@@ -43,12 +43,12 @@ def of_text(logprobs: Any) -> Iterator[tuple[int, dict[int, float]]]:
 
 @pytest.fixture(scope="module")
 def natural(server: Server) -> Scores:
-    """At each position of the completion, the log probabilities of the 20 most likely ids."""
+    """At each position of the completion, the logprobs of the 20 most likely ids."""
     (choice,) = post(server, "/v1/completions", **COMPLETION | {"logprobs": 20})["choices"]
     return [top for _, top in of_text(choice["logprobs"])]
 
 
-def test_they_are_those_of_the_most_likely_ids(server: Server, natural: Scores) -> None:
+def test_they_equal_the_logprobs_of_the_most_likely_ids(server: Server, natural: Scores) -> None:
     given = list(natural[0])[:7]
     (choice,) = post(server, "/v1/completions", **COMPLETION, logprob_token_ids=given)["choices"]
     found = list(of_text(choice["logprobs"]))
@@ -57,7 +57,7 @@ def test_they_are_those_of_the_most_likely_ids(server: Server, natural: Scores) 
         assert set(top) == {*given, token}
 
 
-def test_chats_have_them_in_the_order_given_whole_and_streamed(server: Server) -> None:
+def test_chats_return_them_in_the_given_order_whole_and_streamed(server: Server) -> None:
     body = CHAT | {"logprob_token_ids": GIVEN}
     (choice,) = post(server, "/v1/chat/completions", **body)["choices"]
     whole = list(of_chat(choice["logprobs"]))
@@ -72,7 +72,7 @@ def test_chats_have_them_in_the_order_given_whole_and_streamed(server: Server) -
     assert streamed == whole
 
 
-def test_completions_have_them_whole_streamed_and_for_each_prompt(server: Server) -> None:
+def test_completions_return_them_whole_streamed_and_per_prompt(server: Server) -> None:
     body = COMPLETION | {"logprob_token_ids": GIVEN}
     (choice,) = post(server, "/v1/completions", **body)["choices"]
     whole = list(of_text(choice["logprobs"]))
@@ -92,7 +92,7 @@ def test_completions_have_them_whole_streamed_and_for_each_prompt(server: Server
         assert all(set(GIVEN) <= set(top) for _, top in of_text(one["logprobs"]))
 
 
-def test_python_and_zeromq_have_them_without_ranks(server: Server) -> None:
+def test_python_and_zeromq_return_them_without_ranks(server: Server) -> None:
     (choice,) = post(server, "/v1/completions", **COMPLETION, logprob_token_ids=GIVEN)["choices"]
     expected = [top for _, top in of_text(choice["logprobs"])]
     params = SamplingParams(temperature=0, max_tokens=3, logprob_token_ids=GIVEN)
@@ -104,7 +104,7 @@ def test_python_and_zeromq_have_them_without_ranks(server: Server) -> None:
     assert all(score.rank is None and score.decoded_token for each in logprobs for score in each.values())
 
 
-async def test_a_resumed_stream_goes_on_with_them(server: Server) -> None:
+async def test_a_resumed_stream_continues_with_them(server: Server) -> None:
     params = SamplingParams(temperature=1, seed=5, max_tokens=4, ignore_eos=True, logprob_token_ids=GIVEN)
     async with await AsyncClient.connect(server.zmq) as client:
         whole = [output async for output in client.generate("Once upon", params)]
@@ -114,7 +114,7 @@ async def test_a_resumed_stream_goes_on_with_them(server: Server) -> None:
     assert [one for output in rest for one in output.logprobs or ()] == each[2:]
 
 
-def test_token_in_token_out_has_them(server: Server) -> None:
+def test_token_in_token_out_returns_them(server: Server) -> None:
     params = {"temperature": 0, "max_tokens": 2, "logprob_token_ids": GIVEN}
     body = {"token_ids": [1, 2, 3], "sampling_params": params}
     response = httpx.post(f"{server.url}/inference/v1/generate", json=body, timeout=60)
@@ -134,7 +134,7 @@ def test_token_in_token_out_has_them(server: Server) -> None:
         ("/v1/completions", COMPLETION | {"logprob_token_ids": [1], "echo": True, "max_tokens": 0}, "no output"),
     ],
 )
-def test_what_cannot_be_is_refused(server: Server, path: str, fields: dict[str, Any], words: str) -> None:
+def test_invalid_combinations_are_rejected(server: Server, path: str, fields: dict[str, Any], words: str) -> None:
     response = httpx.post(f"{server.url}{path}", content=json.dumps(FIELDS | fields), headers=JSON, timeout=60)
     assert response.status_code == 400
     error = response.json()["error"]

@@ -1,4 +1,4 @@
-"""The client in JavaScript, installed from its lock file: it replays the vectors and talks to the real server."""
+"""The JavaScript client, installed from its lock file: it replays the vectors and uses the real server."""
 
 import json
 from pathlib import Path
@@ -18,13 +18,13 @@ SOURCE = ROOT / "tools" / "node_client"
 RUN_S = 120.0
 
 
-def zip_told(output: OutputDelta) -> list[tuple[int, dict[int, Logprob]]]:
+def zip_logprobs(output: OutputDelta) -> list[tuple[int, dict[int, Logprob]]]:
     return list(zip(output.token_ids, output.logprobs or [], strict=True))
 
 
 @pytest.fixture(scope="module")
 def node_client(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The client's folder with its packages."""
+    """The client's folder with its packages installed."""
     return node_with(SOURCE, tmp_path_factory.mktemp("node") / "node_client")
 
 
@@ -34,26 +34,26 @@ def test_the_lock_file_names_no_registry() -> None:
     assert lock.count('"integrity"') == 4
 
 
-def test_the_vectors_are_read_and_written(node_client: Path) -> None:
+def test_all_vectors_are_decoded_and_encoded(node_client: Path) -> None:
     vectors = ROOT / "tests" / "protocol" / "vectors.json"
-    said = run(["node", "replay.mjs", str(vectors)], node_client, RUN_S)
-    assert said == f"{len(json.loads(vectors.read_text())['vectors'])} vectors are read and written\n"
+    results = run(["node", "replay.mjs", str(vectors)], node_client, RUN_S)
+    assert results == f"{len(json.loads(vectors.read_text())['vectors'])} vectors are read and written\n"
 
 
-def test_it_streams_resumes_aborts_and_says_what_is_wrong(node_client: Path, server: Server) -> None:
+def test_it_streams_resumes_aborts_and_reports_errors(node_client: Path, server: Server) -> None:
     lines = [json.loads(line) for line in run(["node", "example.mjs", server.zmq], node_client, RUN_S).splitlines()]
-    said: dict[str, Any] = dict(lines)
-    assert said["info"]["version"] == 1
+    results: dict[str, Any] = dict(lines)
+    assert results["info"]["version"] == 1
     params = SamplingParams(temperature=0.9, top_p=0.95, seed=2**64 - 59, max_tokens=24, ignore_eos=True)
     with Client(server.zmq) as client:
         stream = client.generate([{"role": "user", "content": "Name three colours, with an emoji each."}], params)
         outputs = list(stream)
-        asked = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2, prompt_logprobs=1)
-        told = client.generate("One, two,", asked)
-        each = [(one, logprobs) for output in told for one, logprobs in zip_told(output)]
-    num_cached = said["stream"]["usage"].pop("num_cached_tokens")
-    assert num_cached is not None and 0 <= num_cached < stream.num_prompt_tokens  # as others have asked before
-    assert said["stream"] == {
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+        reply = client.generate("One, two,", params)
+        each = [(one, logprobs) for output in reply for one, logprobs in zip_logprobs(output)]
+    num_cached = results["stream"]["usage"].pop("num_cached_tokens")
+    assert num_cached is not None and 0 <= num_cached < stream.num_prompt_tokens  # other tests sent this prompt before
+    assert results["stream"] == {
         "text": "".join(output.text for output in outputs),
         "ids": [token_id for output in outputs for token_id in output.token_ids],
         "seed": str(2**64 - 59),
@@ -63,23 +63,23 @@ def test_it_streams_resumes_aborts_and_says_what_is_wrong(node_client: Path, ser
     assert [value for what, value in lines if what == "resumed"] == [
         {"cut": cut, "same": True} for cut in (1, 7, 13, 24)
     ]
-    assert said["n"] == {"indexes": [0, 1], "other": True}
-    logprobs = said["logprobs"]
+    assert results["n"] == {"indexes": [0, 1], "other": True}
+    logprobs = results["logprobs"]
     assert logprobs["ids"] == [one for one, _ in each]
     for row, (one, known) in zip(logprobs["output"], each, strict=True):
         assert row[0] == [one, pytest.approx(known[one].logprob, abs=0.01), known[one].bytes.decode()]
         assert [named for named, *_ in row[1:]] == [named for named, two in known.items() if two.rank is not None]
-    prompt = told.prompt_logprobs
+    prompt = reply.prompt_logprobs
     assert prompt is not None and logprobs["prompt"][0] is None is prompt[0]
     for row, of_prompt in zip(logprobs["prompt"][1:], prompt[1:], strict=True):
         assert of_prompt is not None
         assert {one: pytest.approx(logprob, abs=0.01) for one, logprob, _ in row} == {
             one: known_prompt.logprob for one, known_prompt in of_prompt.items()
         }
-    assert said["abort"] == {"finish": "abort"}
-    assert said["error"] == {"status": 400, "param": "temperature"}
-    assert said["name"] == {"id": "cmpl-counting/1", "tokens": 4, "without": None}
-    assert said["too large"]["why"].endswith("the server reads at most 4194304")
-    assert said["too large"]["served"], "the connection is still there"
-    assert said["nobody"] == {"lost": True}
+    assert results["abort"] == {"finish": "abort"}
+    assert results["error"] == {"status": 400, "param": "temperature"}
+    assert results["name"] == {"id": "cmpl-counting/1", "tokens": 4, "without": None}
+    assert results["too large"]["why"].endswith("the server reads at most 4194304")
+    assert results["too large"]["served"], "the connection is still there"
+    assert results["no server"] == {"lost": True}
     server.until_idle()

@@ -1,4 +1,4 @@
-"""The official client against the real server and model."""
+"""The official client with the real server and model."""
 
 import asyncio
 import json
@@ -39,30 +39,30 @@ def test_the_model_answers_a_question(client: OpenAI) -> None:
     assert 0 < reply.usage.completion_tokens < 40
 
 
-def test_the_client_reads_how_much_of_a_prompt_was_cached(client: OpenAI) -> None:
-    ask: dict[str, Any] = {"model": MODEL, "messages": question("Tell me of the sea. " * 20), "max_tokens": 1}
-    client.chat.completions.create(**ask)
-    again = client.chat.completions.create(**ask)
+def test_the_client_reads_the_number_of_cached_tokens(client: OpenAI) -> None:
+    request: dict[str, Any] = {"model": MODEL, "messages": question("Tell me of the sea. " * 20), "max_tokens": 1}
+    client.chat.completions.create(**request)
+    again = client.chat.completions.create(**request)
     assert again.usage is not None and again.usage.prompt_tokens_details is not None
     num_full = (again.usage.prompt_tokens - 1) // 16 * 16
     assert again.usage.prompt_tokens_details.cached_tokens == num_full > 64
-    *_, last = client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True})
+    *_, last = client.chat.completions.create(**request, stream=True, stream_options={"include_usage": True})
     assert last.usage is not None and last.usage.prompt_tokens_details is not None
     assert last.usage.prompt_tokens_details.cached_tokens == num_full
 
 
-def test_a_stream_says_what_the_whole_reply_says(client: OpenAI) -> None:
-    ask: dict[str, Any] = {
+def test_a_stream_adds_up_to_the_whole_reply(client: OpenAI) -> None:
+    request: dict[str, Any] = {
         "model": MODEL,
         "messages": question("Write a haiku about rain, then explain it – with an emoji ☔."),
         "temperature": 0.8,
         "seed": 12345,
         "max_tokens": 60,
     }
-    client.chat.completions.create(**ask)  # from here on both find the same prefix, so both compute the same shapes
-    whole = client.chat.completions.create(**ask)
+    client.chat.completions.create(**request)  # fills the prefix cache, so that both requests compute the same shapes
+    whole = client.chat.completions.create(**request)
     text, finish, usage = "", None, None
-    for chunk in client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}):
+    for chunk in client.chat.completions.create(**request, stream=True, stream_options={"include_usage": True}):
         if chunk.choices:
             text += chunk.choices[0].delta.content or ""
             finish = chunk.choices[0].finish_reason or finish
@@ -81,7 +81,7 @@ def test_a_completion_continues_a_prompt(client: OpenAI) -> None:
     assert reply.usage.completion_tokens == 6
 
 
-def test_a_list_of_prompts_gives_a_choice_for_each(client: OpenAI) -> None:
+def test_a_list_of_prompts_returns_a_choice_for_each(client: OpenAI) -> None:
     prompts = ["The sun is a", "Water boils at", "My dog likes to"]
     reply = client.completions.create(model=MODEL, prompt=prompts, temperature=0, max_tokens=4, n=2)
     assert [choice.index for choice in reply.choices] == [0, 1, 2, 3, 4, 5]
@@ -90,7 +90,7 @@ def test_a_list_of_prompts_gives_a_choice_for_each(client: OpenAI) -> None:
 
 
 def test_n_samples_differ_and_a_seed_repeats_them(client: OpenAI) -> None:
-    ask: dict[str, Any] = {
+    request: dict[str, Any] = {
         "model": MODEL,
         "messages": question("Tell me something surprising."),
         "temperature": 1.0,
@@ -98,8 +98,8 @@ def test_n_samples_differ_and_a_seed_repeats_them(client: OpenAI) -> None:
         "n": 4,
         "max_tokens": 8,
     }
-    client.chat.completions.create(**ask)
-    replies = [client.chat.completions.create(**ask) for _ in range(2)]
+    client.chat.completions.create(**request)
+    replies = [client.chat.completions.create(**request) for _ in range(2)]
     texts = [[choice.message.content for choice in reply.choices] for reply in replies]
     assert texts[0] == texts[1]
     assert len(set(texts[0])) > 1
@@ -115,11 +115,11 @@ def test_a_stop_string_ends_the_text_before_it(client: OpenAI) -> None:
     assert choice.model_dump()["stop_reason"] == " seven"
 
 
-def test_a_stop_id_ends_the_text_and_ignore_eos_goes_on(client: OpenAI) -> None:
-    ask: dict[str, Any] = {"model": MODEL, "messages": question("Say hi."), "temperature": 0}
-    short = client.chat.completions.create(**ask, max_tokens=64)
+def test_a_stop_id_ends_the_text_and_ignore_eos_continues(client: OpenAI) -> None:
+    request: dict[str, Any] = {"model": MODEL, "messages": question("Say hi."), "temperature": 0}
+    short = client.chat.completions.create(**request, max_tokens=64)
     assert short.choices[0].finish_reason == "stop"
-    long = client.chat.completions.create(**ask, max_tokens=64, extra_body={"ignore_eos": True})
+    long = client.chat.completions.create(**request, max_tokens=64, extra_body={"ignore_eos": True})
     assert long.choices[0].finish_reason == "length"
     assert long.usage is not None
     assert long.usage.completion_tokens == 64
@@ -131,13 +131,13 @@ def test_a_stop_id_ends_the_text_and_ignore_eos_goes_on(client: OpenAI) -> None:
     assert cut.choices[0].model_dump()["stop_reason"] == comma
 
 
-async def test_sixteen_at_once_each_get_their_own_answer(server: Server) -> None:
-    # Their first word is no toss-up: for France, so small a model has "The" and "L" within a tenth, in float32 too.
+async def test_sixteen_concurrent_requests_each_get_their_own_answer(server: Server) -> None:
+    # Their first word is unambiguous: for France, this small model scores "The" and "L" within 0.1, in float32 too.
     capitals = {"Egypt": "Cairo", "Russia": "Moscow", "Greece": "Athens", "Japan": "Tokyo"}
 
     async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
 
-        async def ask(country: str, stream: bool) -> str:
+        async def request(country: str, stream: bool) -> str:
             messages = question(f"What is the capital of {country}?")
             if not stream:
                 reply = await client.chat.completions.create(
@@ -153,13 +153,13 @@ async def test_sixteen_at_once_each_get_their_own_answer(server: Server) -> None
             return text
 
         countries = list(capitals) * 4
-        answers = await asyncio.gather(*(ask(country, place % 2 == 0) for place, country in enumerate(countries)))
+        answers = await asyncio.gather(*(request(country, place % 2 == 0) for place, country in enumerate(countries)))
     for country, answer in zip(countries, answers, strict=True):
         assert capitals[country] in answer
     server.until_idle()
 
 
-async def test_the_wire_is_server_sent_events_as_openai_sends_them(server: Server) -> None:
+async def test_streams_are_server_sent_events_as_openai_sends_them(server: Server) -> None:
     body = {
         "model": MODEL,
         "prompt": "A, B, C,",
@@ -183,7 +183,7 @@ async def test_the_wire_is_server_sent_events_as_openai_sends_them(server: Serve
     assert len({chunk["id"] for chunk in chunks}) == 1
 
 
-def test_a_long_prompt_travels_by_shared_memory_and_comes_through(server: Server, client: OpenAI) -> None:
+def test_a_long_prompt_goes_through_shared_memory(server: Server, client: OpenAI) -> None:
     words = " ".join(f"item{number}" for number in range(600))
     reply = client.completions.create(model=MODEL, prompt=words, temperature=0, max_tokens=8)
     assert reply.usage is not None

@@ -1,4 +1,4 @@
-"""The official client: tools, structured output, log probabilities, embeddings and errors, in its own types."""
+"""The official client: tools, structured output, logprobs, embeddings and errors, in its own types."""
 
 import base64
 import json
@@ -48,7 +48,7 @@ def client(server: Server) -> Iterator[OpenAI]:
 # ------------------------------------------------------------------------------------------------------------ tools
 
 
-def test_a_function_by_its_name_is_called_as_its_schema_says(client: OpenAI) -> None:
+def test_a_named_function_is_called_according_to_its_schema(client: OpenAI) -> None:
     reply = client.chat.completions.parse(**ASK, tools=[PLAN], tool_choice=NAMED)
     choice = reply.choices[0]
     assert choice.finish_reason == "stop", "as OpenAI has it where the client names the function"
@@ -58,7 +58,7 @@ def test_a_function_by_its_name_is_called_as_its_schema_says(client: OpenAI) -> 
     assert isinstance(call.function.parsed_arguments, Visit)
 
 
-def test_a_required_call_and_its_answer_go_on_as_a_chat(client: OpenAI) -> None:
+def test_a_required_call_and_its_result_continue_a_chat(client: OpenAI) -> None:
     reply = client.chat.completions.create(**ASK, tools=[PLAN, LIST], tool_choice="required")
     choice = reply.choices[0]
     assert choice.finish_reason == "tool_calls"
@@ -72,15 +72,15 @@ def test_a_required_call_and_its_answer_go_on_as_a_chat(client: OpenAI) -> None:
         else:
             assert (call.function.name, arguments) == ("list_visits", {})
     answers: list[Any] = [{"role": "tool", "tool_call_id": call.id, "content": "It is done."} for call in calls]
-    ask = ASK | {"messages": [*ASK["messages"], choice.message, *answers]}
-    after = client.chat.completions.create(**ask)
+    request = ASK | {"messages": [*ASK["messages"], choice.message, *answers]}
+    after = client.chat.completions.create(**request)
     assert after.choices[0].message.content and after.choices[0].message.tool_calls is None
 
 
-def test_a_call_is_streamed_name_first_and_arguments_as_they_come(client: OpenAI) -> None:
-    ask = ASK | {"tools": [PLAN, LIST], "tool_choice": "required", "parallel_tool_calls": False, "n": 3, "seed": 5}
+def test_a_call_streams_its_name_first_and_arguments_incrementally(client: OpenAI) -> None:
+    request = ASK | {"tools": [PLAN, LIST], "tool_choice": "required", "parallel_tool_calls": False, "n": 3, "seed": 5}
     choices: list[list[Any]] = [[], [], []]
-    for chunk in client.chat.completions.create(**ask | {"temperature": 1.0}, stream=True):
+    for chunk in client.chat.completions.create(**request | {"temperature": 1.0}, stream=True):
         for choice in chunk.choices:
             choices[choice.index].append(choice)
     for own in choices:
@@ -97,7 +97,7 @@ def test_a_call_is_streamed_name_first_and_arguments_as_they_come(client: OpenAI
             assert (first.function.name, json.loads(text)) == ("list_visits", {})
 
 
-async def test_the_stream_s_own_reader_puts_a_call_together(server: Server) -> None:
+async def test_the_client_s_stream_helper_assembles_a_call(server: Server) -> None:
     async with (
         AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client,
         client.chat.completions.stream(**ASK, tools=[PLAN], tool_choice=NAMED) as stream,
@@ -110,7 +110,7 @@ async def test_the_stream_s_own_reader_puts_a_call_together(server: Server) -> N
     assert isinstance(call.function.parsed_arguments, Visit)
 
 
-def test_tools_that_are_not_to_be_called_are_not(client: OpenAI) -> None:
+def test_tool_choice_none_calls_no_tool(client: OpenAI) -> None:
     reply = client.chat.completions.create(**ASK, tools=[PLAN], tool_choice="none")
     assert reply.choices[0].message.content and not reply.choices[0].message.tool_calls
 
@@ -120,15 +120,15 @@ def test_tools_that_are_not_to_be_called_are_not(client: OpenAI) -> None:
 
 @pytest.mark.parametrize("temperature", [0, 1.5])
 def test_content_is_an_object_of_the_class(client: OpenAI, temperature: float) -> None:
-    ask = ASK | {"temperature": temperature, "seed": 11, "n": 3}
-    reply = client.chat.completions.parse(**ask, response_format=Visit)
+    request = ASK | {"temperature": temperature, "seed": 11, "n": 3}
+    reply = client.chat.completions.parse(**request, response_format=Visit)
     assert len(reply.choices) == 3
     for choice in reply.choices:
         assert choice.finish_reason == "stop" and choice.message.refusal is None
         assert isinstance(choice.message.parsed, Visit)
 
 
-def test_a_stream_of_it_is_parsed_on_the_way(client: OpenAI) -> None:
+def test_streamed_content_is_parsed_incrementally(client: OpenAI) -> None:
     with client.chat.completions.stream(**ASK, response_format=Visit) as stream:
         events = list(stream)
     deltas = [event for event in events if event.type == "content.delta"]
@@ -138,7 +138,7 @@ def test_a_stream_of_it_is_parsed_on_the_way(client: OpenAI) -> None:
     assert "".join(event.delta for event in deltas) == done.content
 
 
-def test_what_is_cut_off_is_told_from_what_is_whole(client: OpenAI) -> None:
+def test_truncated_content_is_distinguished_from_complete_content(client: OpenAI) -> None:
     with pytest.raises(openai.LengthFinishReasonError):
         client.chat.completions.parse(**ASK | {"max_tokens": 4}, response_format=Visit)
 
@@ -146,12 +146,12 @@ def test_what_is_cut_off_is_told_from_what_is_whole(client: OpenAI) -> None:
 # ------------------------------------------------------------------------------------- log probabilities, embeddings
 
 
-def test_log_probabilities_of_a_chat_and_of_a_completion(client: OpenAI) -> None:
+def test_logprobs_of_a_chat_and_of_a_completion_are_returned(client: OpenAI) -> None:
     reply = client.chat.completions.create(**ASK | {"max_tokens": 8}, logprobs=True, top_logprobs=3)
-    told = reply.choices[0].logprobs
-    assert told is not None and told.content is not None and len(told.content) == 8
-    assert b"".join(bytes(one.bytes or ()) for one in told.content).decode() == reply.choices[0].message.content
-    for one in told.content:
+    logprobs = reply.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None and len(logprobs.content) == 8
+    assert b"".join(bytes(one.bytes or ()) for one in logprobs.content).decode() == reply.choices[0].message.content
+    for one in logprobs.content:
         tops = [top.logprob for top in one.top_logprobs]
         assert len(tops) == 3 and tops == sorted(tops, reverse=True) and tops[0] == one.logprob <= 0
 
@@ -167,9 +167,9 @@ def test_log_probabilities_of_a_chat_and_of_a_completion(client: OpenAI) -> None
     assert listed.token_logprobs[0] is None and all(number <= 0 for number in listed.token_logprobs[1:])
 
 
-def test_vectors_of_texts_and_of_ids(client: OpenAI, server: Server) -> None:
+def test_texts_and_ids_return_embeddings(client: OpenAI, server: Server) -> None:
     texts = ["The sea is calm.", "Tax returns are due."]
-    reply = client.embeddings.create(model=MODEL, input=texts)  # as base64, which the client unpacks
+    reply = client.embeddings.create(model=MODEL, input=texts)  # as base64, which the client decodes
     assert [one.index for one in reply.data] == [0, 1]
     assert reply.usage.prompt_tokens == reply.usage.total_tokens > 4
     plain = client.embeddings.create(model=MODEL, input=texts, encoding_format="float")
@@ -201,7 +201,7 @@ def test_vectors_of_texts_and_of_ids(client: OpenAI, server: Server) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_an_error_is_of_the_class_of_its_status(
+def test_an_error_has_the_class_of_its_status(
     client: OpenAI, kind: type[openai.APIStatusError], status: int, param: str, change: dict[str, Any]
 ) -> None:
     for stream in (False, True):
@@ -211,19 +211,19 @@ def test_an_error_is_of_the_class_of_its_status(
         assert (error.status_code, error.param, error.type) == (status, param, "invalid_request_error")
 
 
-def test_a_schema_that_is_none_is_refused_at_once(client: OpenAI) -> None:
+def test_an_invalid_schema_is_rejected_at_once(client: OpenAI) -> None:
     schema: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "what"}}}
     with pytest.raises(openai.BadRequestError) as refusal:
         client.chat.completions.create(**ASK, response_format=schema)
     assert (refusal.value.param or "").startswith("response_format")
 
 
-def test_routes_that_are_not_there_are_not_found(client: OpenAI) -> None:
+def test_unknown_routes_return_404(client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError):
         client.responses.create(model=MODEL, input="Hi")
 
 
-def test_a_client_that_waits_no_longer_ends_its_call(client: OpenAI, server: Server) -> None:
+def test_a_client_that_times_out_aborts_its_request(client: OpenAI, server: Server) -> None:
     with pytest.raises(openai.APITimeoutError):
         client.with_options(timeout=0.3).chat.completions.create(
             **ASK | {"max_tokens": 4000}, extra_body={"ignore_eos": True}
@@ -231,6 +231,6 @@ def test_a_client_that_waits_no_longer_ends_its_call(client: OpenAI, server: Ser
     server.until_idle(timeout_s=10)
 
 
-def test_a_request_has_the_name_that_its_client_gives_it(client: OpenAI) -> None:
+def test_a_request_has_the_id_that_its_client_sends(client: OpenAI) -> None:
     reply = client.chat.completions.create(**ASK | {"max_tokens": 1}, extra_headers={"X-Request-Id": "mine-7"})
     assert (reply.id, reply._request_id) == ("chatcmpl-mine-7", "mine-7")

@@ -1,7 +1,7 @@
-"""Clients that others wrote for OpenAI's API, against the real server and model.
+"""Third-party clients of OpenAI's API, with the real server and model.
 
-Each script in tests/e2e/client/clients asks one client and checks its replies. The Python ones have an environment of
-their own.
+Each script in tests/e2e/client/clients uses one client and checks its replies. The Python ones have a separate
+environment.
 """
 
 import os
@@ -45,13 +45,13 @@ def environ(server: Server, model_dir: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("file", ["with_langchain.py", "with_instructor.py", "with_llm.py"])
-def test_in_python(file: str, client_python: Path, server: Server, smollm2_dir: Path) -> None:
+def test_python_clients_work(file: str, client_python: Path, server: Server, smollm2_dir: Path) -> None:
     own = ["-c", "pytest.ini", "--rootdir", str(CLIENTS), "--confcutdir", str(CLIENTS)]
     run([str(client_python), "-m", "pytest", *own, file], CLIENTS, RUN_S, environ(server, smollm2_dir))
     server.until_idle()
 
 
 @pytest.mark.parametrize("file", ["with_openai.mjs", "with_eventsource_parser.mjs"])
-def test_in_javascript(file: str, node_folder: Path, server: Server, smollm2_dir: Path) -> None:
+def test_javascript_clients_work(file: str, node_folder: Path, server: Server, smollm2_dir: Path) -> None:
     run(["node", "--test", "--test-reporter=spec", file], node_folder, RUN_S, environ(server, smollm2_dir))
     server.until_idle()

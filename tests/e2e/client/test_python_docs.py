@@ -1,4 +1,4 @@
-"""The examples of docs/python.md, run from top to bottom as one program."""
+"""The examples of docs/python.md, run in order as one program."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A seed draws the same output for a prompt, whether it is asked for alone or in a list, and over every interface."""
+"""A seed samples the same output for a prompt, alone or in a list, over every interface."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ Sample = tuple[list[int], list[float] | None]
 
 
 def complete(server: Server, prompt: Any, **fields: Any) -> list[list[Sample]]:
-    """For each prompt its n samples: ids and log probabilities."""
+    """For each prompt its n samples: ids and logprobs."""
     body = {"model": MODEL, "prompt": prompt, "logprobs": 1, "return_token_ids": True} | SAMPLING | fields
     response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
     assert response.status_code == 200, response.text
@@ -26,7 +26,7 @@ def complete(server: Server, prompt: Any, **fields: Any) -> list[list[Sample]]:
 
 
 @pytest.mark.parametrize("temperature", [0.4, 1.0, 2.0])
-def test_a_list_of_prompts_gives_what_each_gives_alone(server: Server, temperature: float) -> None:
+def test_a_list_of_prompts_samples_what_each_samples_alone(server: Server, temperature: float) -> None:
     together = complete(server, PROMPTS, temperature=temperature)
     alone = [complete(server, prompt, temperature=temperature)[0] for prompt in PROMPTS]
     assert together == alone
@@ -34,7 +34,7 @@ def test_a_list_of_prompts_gives_what_each_gives_alone(server: Server, temperatu
     assert together[0][0] != together[0][1], "samples of one prompt differ"
 
 
-def test_a_list_of_token_ids_too(server: Server) -> None:
+def test_a_list_of_token_ids_samples_the_same(server: Server) -> None:
     prompts = [[1, 2, 3], [50, 60, 70, 80]]
     assert complete(server, prompts, temperature=1.5) == [complete(server, ids, temperature=1.5)[0] for ids in prompts]
 
@@ -44,7 +44,7 @@ def test_best_of_chooses_the_same(server: Server) -> None:
     assert complete(server, PROMPTS, **fields) == [complete(server, prompt, **fields)[0] for prompt in PROMPTS]
 
 
-def test_over_zeromq_and_in_python_too(server: Server) -> None:
+def test_zeromq_and_python_sample_the_same(server: Server) -> None:
     over_http = complete(server, PROMPTS, temperature=1.0)
     params = SamplingParams(temperature=1.0, logprobs=1, **SAMPLING)
     with LLM.attach(server.zmq) as llm:

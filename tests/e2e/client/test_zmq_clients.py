@@ -1,4 +1,4 @@
-"""The ZeroMQ door of the real server, with the real model."""
+"""The ZeroMQ interface of the real server, with the real model."""
 
 import asyncio
 import os
@@ -38,7 +38,7 @@ async def text_and_ids(stream: Stream) -> tuple[str, list[int], str | None, str 
     return "".join(output.text for output in outputs), ids, outputs[-1].finish_reason, outputs[-1].stop_reason
 
 
-async def test_the_text_is_that_of_http(server: Server) -> None:
+async def test_zmq_returns_the_same_text_as_http(server: Server) -> None:
     http = AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     async with http, await AsyncClient.connect(server.zmq) as client:
         assert client.info.model == MODEL
@@ -51,14 +51,14 @@ async def test_the_text_is_that_of_http(server: Server) -> None:
         assert finish == reply.choices[0].finish_reason and reply.usage is not None
         assert (stream.num_prompt_tokens, len(ids)) == (reply.usage.prompt_tokens, reply.usage.completion_tokens)
         assert stream.prompt_token_ids is not None
-        # The ids that the server said are the prompt: they give the same.
+        # The prompt's ids as the server reported them give the same output.
         assert (await text_and_ids(client.generate(stream.prompt_token_ids, SamplingParams(**params))))[0] == text
         with pytest.raises(RequestError) as raised:
             await all_of(client.generate("word " * 20_000))
         assert (raised.value.status, raised.value.code) == (400, "context_length_exceeded")
 
 
-async def test_both_doors_at_once(server: Server) -> None:
+async def test_http_and_zmq_run_concurrently(server: Server) -> None:
     http = AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     async with http, await AsyncClient.connect(server.zmq) as client, asyncio.timeout(PATIENCE_S):
 
@@ -77,8 +77,8 @@ async def test_both_doors_at_once(server: Server) -> None:
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-async def test_a_resumed_stream_is_the_uninterrupted_one(server: Server, params: SamplingParams) -> None:
-    # How long an answer is, and whether it has an emoji, depends on how the CPU's instruction set rounds.
+async def test_a_resumed_stream_equals_the_uninterrupted_one(server: Server, params: SamplingParams) -> None:
+    # The length of an answer, and whether it has an emoji, depend on the rounding of the CPU's instruction set.
     params = replace(params, min_tokens=params.max_tokens)
     async with await AsyncClient.connect(server.zmq) as client:
         first = client.generate(QUESTION, params)
@@ -98,7 +98,7 @@ async def test_a_resumed_stream_is_the_uninterrupted_one(server: Server, params:
             assert boundaries.get(cut, begin) == begin, "what an uninterrupted client had been shown by then"
 
 
-async def test_a_stop_string_and_a_stop_id_that_straddle_the_cut(server: Server) -> None:
+async def test_a_stop_string_and_a_stop_id_across_the_cut_are_found(server: Server) -> None:
     async with await AsyncClient.connect(server.zmq) as client:
         free, ids, _, _ = await text_and_ids(client.generate(STORY, GREEDY))
         stop = free[20:34]  # several ids long
@@ -131,7 +131,7 @@ def test_the_blocking_client_streams_and_aborts(server: Server) -> None:
     server.until_idle()
 
 
-async def test_a_stage_that_dies_closes_every_stream_and_another_server_goes_on(server: Server) -> None:
+async def test_a_stage_that_dies_closes_every_stream_and_another_server_continues(server: Server) -> None:
     with Server() as doomed:
         async with await AsyncClient.connect(doomed.zmq) as client:
             params = SamplingParams(temperature=1, max_tokens=1500, ignore_eos=True)
@@ -163,7 +163,7 @@ async def test_a_stage_that_dies_closes_every_stream_and_another_server_goes_on(
     assert text[: resumed[0].text_offset] + "".join(output.text for output in resumed) == whole
 
 
-async def test_replicas_have_an_address_each_and_drain_theirs(smollm2_dir: Path) -> None:
+async def test_each_replica_has_an_address_and_drains_its_own_streams(smollm2_dir: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as one:
         port = one.getsockname()[1]
     with Server("gateway.replicas=2", f"gateway.zmq=tcp://127.0.0.1:{port}") as own:

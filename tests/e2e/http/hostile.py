@@ -1,4 +1,4 @@
-"""Requests that try to cost a server much, each as large as it lets them be."""
+"""Requests that try to exhaust a server, each as large as its limits allow."""
 
 import gzip
 import zlib
@@ -15,7 +15,7 @@ def filled(head: bytes, unit: bytes, tail: bytes, *, comma: bytes = b",", num_by
 
 
 def bodies(model: str) -> dict[str, tuple[str, Callable[[], bytes]]]:
-    """By name: a path, and what makes its body. None of them is a request that could be served."""
+    """By name: a path, and a function that makes its body. None of them is a valid request."""
     text = b'{"model":"%s","prompt":"Hi",' % model.encode()
     chat = b'{"model":"%s","messages":[{"role":"user","content":"Hi"}],' % model.encode()
     prompt = b'{"model":"%s","prompt":' % model.encode()
@@ -89,13 +89,13 @@ def request(path: str, body: bytes, *headers: str) -> bytes:
 
 
 def bomb(num_bytes: int) -> bytes:
-    """Zeros, packed."""
+    """Zeros, compressed."""
     packer = zlib.compressobj(9, wbits=31)
     return b"".join([*(packer.compress(bytes(1024**2)) for _ in range(num_bytes // 1024**2)), packer.flush()])
 
 
 def raw(model: str) -> dict[str, Callable[[], bytes]]:
-    """By name: everything that a client sends, so that the connection ends with a 4xx at last."""
+    """By name: all bytes that a client sends. The connection ends with a 4xx."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
     chunked = head + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
     small = gzip.compress(b'{"model":"' + model.encode() + b'","prompt":""}')
@@ -122,6 +122,6 @@ def raw(model: str) -> dict[str, Callable[[], bytes]]:
 
 
 def statuses(reply: bytes) -> Iterator[int]:
-    """Those of all responses on a connection."""
+    """The statuses of all responses on a connection."""
     for part in reply.split(b"HTTP/1.")[1:]:
         yield int(part[2:5])

@@ -1,4 +1,4 @@
-"""The real server when it is full, and when time is up."""
+"""The real server when it is full, and when requests reach their deadlines."""
 
 import asyncio
 import json
@@ -18,26 +18,26 @@ from tests.e2e.server import Server
 MODEL = "SmolLM2-135M-Instruct"
 LONG: dict[str, Any] = {"model": MODEL, "prompt": "Count to a thousand:", "max_tokens": 4000, "ignore_eos": True}
 SOON_S = 0.05
-"""What a refusal may take: half of them, for a machine that computes meanwhile may delay any one."""
+"""The time limit for half of the rejections: other load on the machine can delay any single one."""
 
 pytestmark = pytest.mark.usefixtures("smollm2_dir")
 
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Server]:
-    """A server that is soon full, and looks at priorities."""
+    """A server that is soon full, with priority scheduling."""
     limits = ("gateway.max_open_sequences=8", "gateway.max_open_tokens=1000")
     with Server(*limits, "schedule.policy=priority", "schedule.max_num_seqs=4") as server:
         yield server
 
 
-async def test_a_full_server_says_so_at_once_and_when_to_come_again(small: Server) -> None:
+async def test_a_full_server_rejects_requests_at_once_with_retry_after(small: Server) -> None:
     async with httpx.AsyncClient(base_url=small.url, timeout=60) as client, asyncio.timeout(120):
         request = client.build_request("POST", "/v1/completions", json=LONG | {"stream": True, "n": 4})
         streams = [await client.send(request, stream=True) for _ in range(2)]
         for stream in streams:
             assert stream.status_code == 200
-        readers = [stream.aiter_bytes() for stream in streams]  # an iterator that is dropped hangs up
+        readers = [stream.aiter_bytes() for stream in streams]  # an iterator that is dropped disconnects
         assert b"data: " in await anext(readers[0])
         took_s = []
         for _ in range(31):
@@ -65,15 +65,15 @@ async def test_a_full_server_says_so_at_once_and_when_to_come_again(small: Serve
     assert reply.status_code == 200
 
 
-async def test_prompt_tokens_are_bounded_too(small: Server) -> None:
+async def test_prompt_tokens_are_limited(small: Server) -> None:
     ids = list(range(1000, 1600))
     async with httpx.AsyncClient(base_url=small.url, timeout=60) as client, asyncio.timeout(120):
         request = client.build_request("POST", "/v1/completions", json=LONG | {"stream": True, "prompt": ids})
         stream = await client.send(request, stream=True)
-        refused = await client.post("/v1/completions", json=LONG | {"prompt": ids})
-        assert refused.status_code == 503
+        rejected = await client.post("/v1/completions", json=LONG | {"prompt": ids})
+        assert rejected.status_code == 503
         assert (
-            "400 of 1000 prompt tokens are free, and this request has about 600" in refused.json()["error"]["message"]
+            "400 of 1000 prompt tokens are free, and this request has about 600" in rejected.json()["error"]["message"]
         )
         load = (await client.get("/load")).json()
         assert (load["open_tokens"], load["max_open_tokens"]) == (600, 1000)
@@ -88,7 +88,7 @@ async def test_prompt_tokens_are_bounded_too(small: Server) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_at_its_deadline_a_request_ends_with_what_it_has(server: Server, stream: bool) -> None:
+def test_at_its_deadline_a_request_returns_its_partial_output(server: Server, stream: bool) -> None:
     body = LONG | {"n": 2, "timeout_s": 1.0, "stream": stream}
     begin_s = time.monotonic()
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
@@ -104,10 +104,10 @@ def test_at_its_deadline_a_request_ends_with_what_it_has(server: Server, stream:
     assert health["kv_blocks"]["free"] + health["kv_blocks"]["cached"] == health["kv_blocks"]["total"]
 
 
-async def test_deadlines_everywhere_on_the_way_leave_nothing(server: Server) -> None:
+async def test_deadlines_in_every_stage_leave_nothing_behind(server: Server) -> None:
     """In ingest, in the queue, in a prefill, in a decode; whole and streamed, batches and echoes."""
 
-    async def ask(client: httpx.AsyncClient, number: int) -> int:
+    async def send(client: httpx.AsyncClient, number: int) -> int:
         body = LONG | {"timeout_s": (0.0005, 0.003, 0.02, 0.1, 0.4)[number % 5], "n": 1 + number % 2}
         body |= {"stream": number % 3 == 0, "echo": number % 7 == 0}
         body["prompt"] = ["a long story of the sea. " * (1 + 150 * (number % 4)), "Hi"][: 1 + number % 2]
@@ -119,7 +119,7 @@ async def test_deadlines_everywhere_on_the_way_leave_nothing(server: Server) -> 
         return response.status_code
 
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as client, asyncio.timeout(120):
-        statuses = await asyncio.gather(*(ask(client, number) for number in range(60)))
+        statuses = await asyncio.gather(*(send(client, number) for number in range(60)))
         assert set(statuses) <= {200, 504} and statuses.count(504) >= 12
     health = server.until_idle()
     assert health["status"] == "ok"
@@ -130,7 +130,7 @@ async def test_deadlines_everywhere_on_the_way_leave_nothing(server: Server) -> 
     assert reply.json()["choices"][0]["finish_reason"] == "length"
 
 
-def test_what_is_cached_is_told_and_can_be_forgotten(server: Server) -> None:
+def test_cached_tokens_are_reported_and_the_prefix_cache_can_be_reset(server: Server) -> None:
     def cached(salt: str | None) -> int:
         body = LONG | {"prompt": list(range(2000, 2100)), "max_tokens": 1, "cache_salt": salt}
         usage = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["usage"]
@@ -147,7 +147,7 @@ def test_what_is_cached_is_told_and_can_be_forgotten(server: Server) -> None:
         assert output.num_cached_tokens == 96
 
 
-def test_a_batch_whose_time_is_up_has_what_there_is(small: Server) -> None:
+def test_a_batch_past_its_deadline_returns_its_partial_outputs(small: Server) -> None:
     params = SamplingParams(max_tokens=4000, ignore_eos=True)
     with LLM.attach(small.zmq) as llm:
         outputs = llm.generate(["One", "Two", "Three"], params, timeout_s=1.0, priority=[3, -1, 2], progress=False)

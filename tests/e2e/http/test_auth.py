@@ -1,4 +1,4 @@
-"""A server with API keys: who comes in, where the keys are not, and where it does not listen without them."""
+"""A server with API keys: which requests it accepts, that the keys do not leak, and where it listens without keys."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def get(url: str, key: str | None = None) -> tuple[int, str]:
 
 
 class Locked:
-    """A server with keys, of two gateways, with an admin listener and a tcp door; it records its first gateway."""
+    """A server with keys: two gateways, an admin listener and a tcp address. Its first gateway is recorded."""
 
     def __init__(self, folder: Path) -> None:
         self.keys_file = folder / "keys"
@@ -64,7 +64,7 @@ def locked(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield locked
 
 
-def test_openai_s_client_comes_in_with_a_key_alone(locked: Locked) -> None:
+def test_openai_s_client_is_accepted_only_with_a_key(locked: Locked) -> None:
     url = f"{locked.server.url}/v1"
     for key in (KEY, FILED):
         with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
@@ -91,7 +91,7 @@ def test_no_process_of_a_server_with_keys_leaves_a_core_dump(locked: Locked) -> 
         assert folder.stat().st_uid == os.geteuid(), "and can still be looked at by its user"
 
 
-def test_python_s_clients_at_tcp_show_theirs(locked: Locked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_clients_over_tcp_send_their_key(locked: Locked, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PIPELINE_API_KEY", raising=False)
     for wrong in (None, "not-a-key"):
         with pytest.raises(RequestError) as refusal:
@@ -104,7 +104,7 @@ def test_python_s_clients_at_tcp_show_theirs(locked: Locked, monkeypatch: pytest
         assert client.info.vocab_size > 0
 
 
-def test_the_commands_take_the_key_of_the_environment(locked: Locked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_use_the_key_of_the_environment(locked: Locked, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIPELINE_API_KEY", KEY)
     bench = [sys.executable, "-m", "pipeline", "bench", "--url", locked.server.url, "--num-requests", "2"]
     bench += ["--concurrency", "1", "--prompt-words", "2", "--output-tokens", "2", "--warmup", "0"]
@@ -130,7 +130,7 @@ def test_the_admin_listener_answers_for_the_whole_server(locked: Locked) -> None
 
 
 def texts_about(server: Server) -> dict[str, bytes]:
-    """What the system tells of each stage's process."""
+    """What the system shows of each stage's process."""
     found = {}
     server.look()
     for pid in server.seen:
@@ -140,8 +140,8 @@ def texts_about(server: Server) -> dict[str, bytes]:
     return found
 
 
-def test_the_keys_are_nowhere_to_be_read(locked: Locked) -> None:
-    """A key in any of these would be a key in a bug report."""
+def test_the_keys_are_not_readable_anywhere(locked: Locked) -> None:
+    """A key in any of these would leak in a bug report."""
     found = texts_about(locked.server)
     assert len(found) >= 13
     health = get(f"{locked.admin}/health")[1] + get(f"{locked.admin}/metrics")[1]
@@ -155,8 +155,8 @@ def test_the_keys_are_nowhere_to_be_read(locked: Locked) -> None:
         assert KEY.encode() not in data and FILED.encode() not in data, what
 
 
-def refused(*sets: str, environ: dict[str, str] | None = None) -> str:
-    """What a server that does not start says; it says so before it does anything that takes time."""
+def rejected(*sets: str, environ: dict[str, str] | None = None) -> str:
+    """The error of a server that does not start. It is reported before any slow work."""
     with Server(*sets, until_ready=False, options=("--instant",), environ=environ) as server:
         assert server.process.wait(30) == 2, server.log()
         server.wait_for_line("<end of log>", 10)
@@ -165,14 +165,14 @@ def refused(*sets: str, environ: dict[str, str] | None = None) -> str:
 
 def test_it_does_not_listen_beyond_this_machine_without_keys(tmp_path: Path) -> None:
     for where in ("0.0.0.0", "::"):
-        log = refused(f"gateway.host={where}")
+        log = rejected(f"gateway.host={where}")
         assert "pipeline: error: gateway.host: " in log and "api_keys_file" in log and "allow_unauthenticated" in log
-    assert "gateway.zmq: tcp://*:9999 can be reached" in refused("gateway.zmq=tcp://*:9999")
-    assert "PIPELINE_API_KEYS: contains no key" in refused(environ={"PIPELINE_API_KEYS": " "})
-    assert "can't be read" in refused(f"gateway.api_keys_file={tmp_path / 'none'}")
+    assert "gateway.zmq: tcp://*:9999 can be reached" in rejected("gateway.zmq=tcp://*:9999")
+    assert "PIPELINE_API_KEYS: contains no key" in rejected(environ={"PIPELINE_API_KEYS": " "})
+    assert "can't be read" in rejected(f"gateway.api_keys_file={tmp_path / 'none'}")
 
 
-def test_it_listens_beyond_this_machine_where_it_has_keys_or_is_told_to(smollm2_dir: Path) -> None:
+def test_it_listens_beyond_this_machine_with_keys_or_allow_unauthenticated(smollm2_dir: Path) -> None:
     here: dict[str, Any]
     for sets, here, status in (
         (("gateway.allow_unauthenticated=true",), {}, 200),
@@ -185,7 +185,7 @@ def test_it_listens_beyond_this_machine_where_it_has_keys_or_is_told_to(smollm2_
 
 
 def test_the_keys_are_in_no_recording(locked: Locked) -> None:
-    """The last of those with this server: a recording is whole when its stage has ended."""
+    """Runs last with this server: a recording is complete when its stage has ended."""
     assert get(f"{locked.server.url}/v1/models", KEY)[0] == 200
     assert locked.server.stop(signal.SIGTERM) == 0
     data = locked.recording.read_bytes()

@@ -1,4 +1,4 @@
-"""Every bad input gets a clear 4xx in OpenAI's shape, and the server goes on."""
+"""Every bad input gets a clear 4xx in OpenAI's shape, and the server keeps serving."""
 
 import http.client
 import json
@@ -74,7 +74,7 @@ CASES: list[tuple[str, str, bytes | dict[str, Any], int, str | None]] = [
 
 
 @pytest.mark.parametrize(("what", "path", "body", "status", "param"), CASES, ids=[case[0] for case in CASES])
-def test_bad_input_is_answered_clearly(
+def test_bad_input_gets_a_clear_error(
     server: Server, what: str, path: str, body: bytes | dict[str, Any], status: int, param: str | None
 ) -> None:
     got, reply = post(server, f"/v1/{path}", body)
@@ -87,7 +87,7 @@ def test_bad_input_is_answered_clearly(
 
 
 @pytest.mark.parametrize(("path", "status"), [("/v1/nothing", 404), ("/v1/models/gpt-9", 404)])
-def test_what_does_not_exist_is_not_found(server: Server, path: str, status: int) -> None:
+def test_unknown_routes_and_models_are_not_found(server: Server, path: str, status: int) -> None:
     address = urlsplit(server.url)
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=30)
     connection.request("GET", path)
@@ -96,7 +96,7 @@ def test_what_does_not_exist_is_not_found(server: Server, path: str, status: int
     connection.close()
 
 
-def test_strange_but_valid_text_is_served(server: Server) -> None:
+def test_unusual_but_valid_text_is_served(server: Server) -> None:
     strange = ["\x00", "\u202e\u0301", "<|im_start|><|im_end|>", "{{ 7*7 }}{% raw %}", "🧑‍🚀" * 20, " " * 50, "\\ud800"]
     for text in strange:
         body = CHAT | {"messages": [{"role": "user", "content": text}], "max_tokens": 2}
@@ -104,14 +104,14 @@ def test_strange_but_valid_text_is_served(server: Server) -> None:
         assert status == 200, reply
 
 
-def test_after_all_that_the_server_is_well(server: Server) -> None:
+def test_the_server_is_healthy_afterwards(server: Server) -> None:
     health = server.until_idle()
     assert health["status"] == "ok"
     assert all(process.is_running() for process in server.seen.values())
 
 
-def test_a_prompt_that_the_tokenizer_panics_at_is_told(tmp_path: Path) -> None:
-    """Of a checkpoint whose split gives up on 35 bytes. The processes go on."""
+def test_a_prompt_on_which_the_tokenizer_panics_gets_a_clear_error(tmp_path: Path) -> None:
+    """The checkpoint's split pattern panics on 35 bytes. The processes keep running."""
     from tests.stages.ingest.models import PANICS
     from tests.stages.prepare.checkpoints import save_folder, tiny_llama
 

@@ -1,4 +1,4 @@
-"""`best_of` on the real model: the best of just the sequences that n would have given."""
+"""`best_of` on the real model: the best of the same sequences that n would return."""
 
 import re
 import urllib.request
@@ -16,7 +16,7 @@ from tests.e2e.server import Server
 from tests.stages.execute.driver import Driver, row_add, settings
 
 MODEL = "SmolLM2-135M-Instruct"
-PROMPT = "On the seventh floor of the old tower, where nobody had been for sixty years, they found"
+PROMPT = "On the seventh floor of the old tower, where nobody had been for sixty years, they found"  # words: ok
 DRAWN: dict[str, Any] = {"seed": 31, "temperature": 1.2, "max_tokens": 12, "ignore_eos": True}
 NUM_FORKS = re.compile(r"^pipeline_schedule_forks_total\S* ([0-9.]+)$", re.MULTILINE)
 
@@ -33,7 +33,7 @@ def num_forks(server: Server) -> float:
 
 
 def mean_logprobs(folder: Path, prompt: list[int], outputs: list[list[int]]) -> list[float]:
-    """Of each output, by the logits of the same kernels: a row for each of its beginnings, all in one step."""
+    """The mean logprob of each output, by the same kernels: a row for each of its prefixes, all in one step."""
     driver = Driver(folder, settings(dtype="bfloat16", kv_mib=128, max_num_seqs=64, tokens=2048, threads=2))
     rows = [prompt + output[:length] for output in outputs for length in range(len(output))]
     adds = [row_add(row, ids, driver.take_blocks(len(ids) + 1)) for row, ids in enumerate(rows)]
@@ -46,7 +46,7 @@ def mean_logprobs(folder: Path, prompt: list[int], outputs: list[list[int]]) -> 
     return [float(part.mean()) for part in np.split(drawn, np.cumsum([len(output) for output in outputs])[:-1])]
 
 
-def test_the_two_best_of_four_are_two_of_the_four_that_n_gives(llm: LLM, server: Server, smollm2_dir: Path) -> None:
+def test_the_two_best_of_four_are_among_the_four_that_n_returns(llm: LLM, server: Server, smollm2_dir: Path) -> None:
     forks = num_forks(server)
     (chosen,) = llm.generate(PROMPT, SamplingParams(n=2, best_of=4, **DRAWN), progress=False)
     assert num_forks(server) == forks + 3, "the prompt is computed once"
@@ -62,7 +62,7 @@ def test_the_two_best_of_four_are_two_of_the_four_that_n_gives(llm: LLM, server:
     assert [(one.index, one.finish_reason) for one in chosen.outputs] == [(0, "length"), (1, "length")]
 
 
-def test_openais_client_gets_the_same_and_pays_for_all(llm: LLM, server: Server) -> None:
+def test_openai_s_client_gets_the_same_and_is_billed_for_all(llm: LLM, server: Server) -> None:
     (four,) = llm.generate(PROMPT, SamplingParams(n=4, **DRAWN), progress=False)
     (ranked,) = llm.generate(PROMPT, SamplingParams(n=3, best_of=4, **DRAWN), progress=False)
     client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
@@ -84,8 +84,8 @@ def test_openais_client_gets_the_same_and_pays_for_all(llm: LLM, server: Server)
         assert reply.usage.prompt_tokens == len(four.prompt_token_ids)
 
 
-def test_a_stop_string_scores_the_ids_up_to_it_however_steps_fall(llm: LLM) -> None:
-    """The same choice every time, alone and beside others, though what is settled behind a stop string differs."""
+def test_a_stop_string_scores_the_ids_up_to_it_whatever_the_steps(llm: LLM) -> None:
+    """The choice is the same, alone and in a batch, though the number of tokens behind the stop string differs."""
     params = SamplingParams(n=3, best_of=6, stop=["e", "."], **DRAWN | {"max_tokens": 40})
     alone = llm.generate(PROMPT, params, progress=False)[0]
     assert any(one.finish_reason == "stop" for one in alone.outputs)

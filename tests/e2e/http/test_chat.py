@@ -1,4 +1,4 @@
-"""`pipeline chat` with a model, its own server's and a running one's; and what an `LLM` shows in a terminal."""
+"""`pipeline chat` with a model, an embedded server and a running one; and what an `LLM` shows in a terminal."""
 
 import subprocess
 import sys
@@ -15,12 +15,12 @@ CHAT = [sys.executable, "-m", "pipeline", "chat"]
 
 
 def own(folder: Path) -> list[str]:
-    """Options for a server of the command's own with the tiny model."""
+    """Options for an embedded server with the tiny model."""
     sets = {f"execute.{key}": value for key, value in SMALL.items()} | {"cache_dir": tiny(folder)["cache_dir"]}
     return ["--model", str(folder), *(part for key, value in sets.items() for part in ("--set", f"{key}={value}"))]
 
 
-def test_a_server_of_its_own_starts_and_ends_with_the_chat(tiny_model: Path) -> None:
+def test_an_embedded_server_starts_and_ends_with_the_chat(tiny_model: Path) -> None:
     command = [*CHAT, *own(tiny_model), "--max-tokens", "8", "--temperature", "0"]
     with Terminal(command, ROOT) as terminal:
         terminal.wait_for_prompt(timeout_s=90)
@@ -36,7 +36,7 @@ def test_a_server_of_its_own_starts_and_ends_with_the_chat(tiny_model: Path) -> 
         assert not alive(family)
 
 
-def test_it_ends_as_it_began(tiny_model: Path) -> None:
+def test_ctrl_d_ends_the_chat_and_its_server(tiny_model: Path) -> None:
     with Terminal([*CHAT, *own(tiny_model)], ROOT) as terminal:
         terminal.wait_for_prompt(timeout_s=90)
         family = psutil.Process(terminal.process.pid).children(recursive=True)
@@ -45,7 +45,7 @@ def test_it_ends_as_it_began(tiny_model: Path) -> None:
         assert not alive(family)
 
 
-def test_a_start_that_fails_is_said_in_the_servers_words() -> None:
+def test_a_failed_start_prints_the_server_s_error() -> None:
     done = subprocess.run([*CHAT, "--model", "/no/such"], cwd=ROOT, input="Hi\n", capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(
@@ -54,7 +54,7 @@ def test_a_start_that_fails_is_said_in_the_servers_words() -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_a_running_server_answers_a_pipe_line_by_line(server: Server) -> None:
+def test_a_running_server_answers_each_line_of_a_pipe(server: Server) -> None:
     done = subprocess.run(
         [*CHAT, "--url", server.url, "--temperature", "0", "--max-tokens", "40"],
         cwd=ROOT,
@@ -69,7 +69,7 @@ def test_a_running_server_answers_a_pipe_line_by_line(server: Server) -> None:
     assert "Athens" in first
 
 
-def test_an_answer_that_is_stopped_is_stopped_in_the_server(server: Server) -> None:
+def test_a_stopped_answer_is_aborted_in_the_server(server: Server) -> None:
     with Terminal([*CHAT, "--url", server.url], ROOT) as terminal:
         terminal.wait_for_prompt()
         terminal.type("Write a very long story about the sea.\r")
@@ -81,7 +81,7 @@ def test_an_answer_that_is_stopped_is_stopped_in_the_server(server: Server) -> N
         assert terminal.end() == 0
 
 
-def test_a_context_that_is_full_is_said_and_can_be_left(server: Server) -> None:
+def test_a_full_context_is_reported_and_can_be_reset(server: Server) -> None:
     with Terminal([*CHAT, "--url", server.url, "--max-tokens", "8180"], ROOT) as terminal:
         terminal.wait_for_prompt()
         terminal.say("Hello", "the conversation is too long for the model: /reset, then /retry asks again")

@@ -1,4 +1,4 @@
-"""Clients leave at any moment; nothing of them may stay."""
+"""Clients disconnect at any moment, and nothing of their requests remains."""
 
 import asyncio
 import random
@@ -20,7 +20,7 @@ async def _open_and_drop(session: aiohttp.ClientSession, server: Server, dice: r
         "n": dice.choice([1, 1, 1, 2]),
     }
     num_chunks = dice.choice([0, 0, 1, 2, 5])
-    # A third leaves at any time after it has sent its request, most of them before the first token.
+    # A third disconnects at a random time after sending its request, mostly before the first token.
     try:
         async with asyncio.timeout(dice.uniform(0.01, 1.0) if at_any_time else 120):
             async with session.post(f"{server.url}/v1/chat/completions", json=body) as response:
@@ -34,7 +34,7 @@ async def _open_and_drop(session: aiohttp.ClientSession, server: Server, dice: r
     return "ended"
 
 
-async def test_a_hundred_streams_dropped_at_random_points_leave_nothing(server: Server) -> None:
+async def test_a_hundred_streams_dropped_at_random_points_leave_nothing_behind(server: Server) -> None:
     dice = random.Random(2024)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         outcomes = await asyncio.gather(

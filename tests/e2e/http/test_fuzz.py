@@ -1,5 +1,5 @@
-"""Requests that schemathesis makes from the API's own description, right ones and wrong ones: the server never fails on
-one, every reply is what the description says, no process ends, and nothing is left."""
+"""Valid and invalid requests that schemathesis makes from the OpenAPI description. The server never fails, every reply
+matches the description, no process ends, and nothing is left behind."""
 
 import re
 import subprocess
@@ -46,12 +46,12 @@ def tiny_server(tiny_model: Path) -> Iterator[Server]:
 
 
 def fuzz(server: Server, folder: Path, seed: int, num_examples: int) -> int:
-    """Returns the number of cases. Fails with what was found."""
+    """Returns the number of cases. Fails with the findings."""
     config = folder / "schemathesis.toml"
     config.write_text(CONFIG)
     command = [sys.executable, "-c", PROGRAM, "--config-file", str(config), "run", f"{server.url}/openapi.json"]
     command += ["--seed", str(seed), "--max-examples", str(num_examples), "--mode", "all", "--phases", "fuzzing"]
-    # One thread: in Python 3.11 two that parse a source at once may fail, and the client parses its own.
+    # One thread: in Python 3.11, two concurrent parses of a source may fail, and the client parses its own source.
     command += ["--workers", "1", "--request-timeout", "30", "--checks", ",".join(CHECKS), "--no-color"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=FUZZ_S, cwd=folder)
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2_000:]
@@ -60,8 +60,8 @@ def fuzz(server: Server, folder: Path, seed: int, num_examples: int) -> int:
     return int(found[1].replace(",", ""))
 
 
-def test_a_thousand_requests_of_all_kinds(tiny_server: Server, tmp_path: Path) -> None:
-    fuzz(tiny_server, tmp_path, seed=1, num_examples=3)  # what is made once is made
+def test_generated_requests_get_the_described_replies(tiny_server: Server, tmp_path: Path) -> None:
+    fuzz(tiny_server, tmp_path, seed=1, num_examples=3)  # warm up
     before = tiny_server.until_idle()
     tiny_server.look()
     stages = {process.pid: process for process in tiny_server.seen.values() if process.is_running()}

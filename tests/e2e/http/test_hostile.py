@@ -1,5 +1,5 @@
-"""Nothing that a client sends stops or slows the server for others: while many hostile requests come at once, somebody
-else goes on getting health and completions soon, and afterwards nothing is left of them."""
+"""No client can stop or slow the server for others: during many concurrent hostile requests, another client gets health
+and completions quickly. Afterwards nothing of the requests remains."""
 
 import contextlib
 import http.client
@@ -17,21 +17,21 @@ from tests.e2e.server import Server
 
 MODEL = "SmolLM2-135M-Instruct"
 NUM_AT_ONCE = 6
-"""Of each kind; of the dearest, MANY."""
+"""Requests of each kind; MANY of the most expensive."""
 MANY = 50
-DEAREST = ("140,000 messages", "a schema 5,000 levels deep")
+MOST_EXPENSIVE = ("140,000 messages", "a schema 5,000 levels deep")
 SOON_S = 2.0
-"""What somebody else waits at most. Alone on this test's machine it is a fifth of it."""
+"""The longest that the other client may wait. On an idle test machine it waits a fifth of it."""
 DEADLINE_S = 120.0
-REFUSED = {400, 413, 422}
-"""What a bad request is answered with, once the server has looked at it."""
+REJECTED = {400, 413, 422}
+"""The statuses of a bad request that the server has read."""
 
 BODIES = hostile.bodies(MODEL)
 RAW = hostile.raw(MODEL)
 
 
-class SomebodyElse:
-    """A client that asks for health and for one token, in turns, and sees how long that takes."""
+class OtherClient:
+    """A client that requests health and one token in turns, and measures the latency."""
 
     def __init__(self, server: Server) -> None:
         address = urlsplit(server.url)
@@ -56,7 +56,7 @@ class SomebodyElse:
         except BaseException as error:  # noqa: BLE001 - raised again in the test's thread
             self.error = error
 
-    def __enter__(self) -> "SomebodyElse":
+    def __enter__(self) -> "OtherClient":
         self._thread.start()
         return self
 
@@ -66,19 +66,19 @@ class SomebodyElse:
         if self.error is not None:
             raise self.error
 
-    def was_served_soon(self) -> None:
+    def assert_served_soon(self) -> None:
         assert {status for _, _, status in self.waits} == {200}
         longest = max(self.waits)
         assert longest[0] < SOON_S, longest
 
 
-def say(server: Server, data: bytes) -> bytes:
-    """Send all of it, however the server takes it; everything that comes back."""
+def send_all(server: Server, data: bytes) -> bytes:
+    """Send all of it, at whatever rate the server reads; returns all received bytes."""
     address = urlsplit(server.url)
     with socket.create_connection((address.hostname or "", address.port or 0), timeout=DEADLINE_S) as connection:
 
         def send() -> None:
-            with contextlib.suppress(OSError):  # it has heard enough
+            with contextlib.suppress(OSError):  # the server closed the connection
                 connection.sendall(data)
 
         sender = threading.Thread(target=send, daemon=True)
@@ -94,15 +94,15 @@ def say(server: Server, data: bytes) -> bytes:
 
 
 def at_once(server: Server, data: bytes, num: int = NUM_AT_ONCE) -> list[bytes]:
-    with SomebodyElse(server) as somebody_else, ThreadPoolExecutor(num) as threads:
-        replies = list(threads.map(lambda _: say(server, data), range(num)))
-    somebody_else.was_served_soon()
+    with OtherClient(server) as somebody_else, ThreadPoolExecutor(num) as threads:
+        replies = list(threads.map(lambda _: send_all(server, data), range(num)))
+    somebody_else.assert_served_soon()
     return replies
 
 
 @pytest.fixture(autouse=True)
 def unharmed(server: Server) -> object:
-    """No process has been started again, and nothing is open or held."""
+    """No process has been restarted, and no request is open and no memory held."""
     before = {stage["name"]: stage["pid"] for stage in server.health()["stages"]}
     yield
     health = server.until_idle()
@@ -119,22 +119,22 @@ def error_of(reply: bytes) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_bodies(server: Server, name: str) -> None:
+def test_hostile_bodies_are_rejected_and_harm_no_other_client(server: Server, name: str) -> None:
     path, make = BODIES[name]
     data = hostile.request(path, make())
-    replies = at_once(server, data, MANY if name in DEAREST else NUM_AT_ONCE)
-    # 503: of large bodies, sixteen may be on their way; and a busy machine may have no time left to check a grammar.
-    # Then the request is refused for what it is when it comes alone.
+    replies = at_once(server, data, MANY if name in MOST_EXPENSIVE else NUM_AT_ONCE)
+    # 503: sixteen large bodies may be in flight, and a busy machine may have no time left to check a grammar. Alone,
+    # the request then gets its own error.
     end_s = time.monotonic() + DEADLINE_S
     while (found := {next(hostile.statuses(reply), 0) for reply in replies}) == {503} and time.monotonic() < end_s:
-        replies.append(say(server, data))
-    assert found <= {*REFUSED, 503} and found & REFUSED, found
+        replies.append(send_all(server, data))
+    assert found <= {*REJECTED, 503} and found & REJECTED, found
     for reply in replies:
         error_of(reply)
 
 
 @pytest.mark.parametrize("name", RAW)
-def test_connections(server: Server, name: str) -> None:
+def test_hostile_connections_harm_no_other_client(server: Server, name: str) -> None:
     replies = at_once(server, RAW[name]())
     for reply in replies:
         found = set(hostile.statuses(reply))
@@ -142,18 +142,18 @@ def test_connections(server: Server, name: str) -> None:
     assert any(replies)
 
 
-def test_slow_heads_hold_up_nobody(server: Server) -> None:
-    """Two hundred connections that never finish their first line; that they end is seen in tests of the gateway."""
+def test_slow_request_lines_delay_no_other_client(server: Server) -> None:
+    """Two hundred connections never finish their first line; tests of the gateway check that they are closed."""
     address = urlsplit(server.url)
     connections = [
         socket.create_connection((address.hostname or "", address.port or 0), timeout=DEADLINE_S) for _ in range(200)
     ]
     try:
-        with SomebodyElse(server) as somebody_else:
+        with OtherClient(server) as somebody_else:
             for connection in connections:
                 for byte in b"GET /ver":
                     connection.send(bytes([byte]))
-        somebody_else.was_served_soon()
+        somebody_else.assert_served_soon()
     finally:
         for connection in connections:
             connection.close()

@@ -1,4 +1,4 @@
-"""docs/http.md: every example is what the server answers, and every route and field is in it."""
+"""docs/http.md: the server answers every example as written, and every route and field is documented."""
 
 import json
 import re
@@ -24,8 +24,8 @@ EXAMPLE = re.compile(r"```sh\n(curl .+?)\n```\n\n```(json|text)\n(.+?)\n```", re
 EXAMPLES = EXAMPLE.findall(TEXT)
 
 
-def asked(command: str, url: str) -> httpx.Request:
-    """What curl sends for a command of the document."""
+def request_of(command: str, url: str) -> httpx.Request:
+    """The request that curl sends for a command of the document."""
     words = iter(shlex.split(command)[1:])
     target, headers, data, method = "", {}, None, ""
     for word in words:
@@ -35,7 +35,7 @@ def asked(command: str, url: str) -> httpx.Request:
                 headers[name] = value
             case "-d":
                 data = next(words)
-                headers.setdefault("Content-Type", "application/x-www-form-urlencoded")  # as curl has it
+                headers.setdefault("Content-Type", "application/x-www-form-urlencoded")  # curl's default
             case "-N":
                 pass
             case "-X":
@@ -47,7 +47,7 @@ def asked(command: str, url: str) -> httpx.Request:
 
 
 def shape(value: Any) -> Any:
-    """What a value is made of: keys in order, and the types of what they hold."""
+    """The structure of a value: keys in order, and the types of their values."""
     match value:
         case dict():
             return {key: shape(item) for key, item in value.items()}
@@ -65,8 +65,8 @@ FIXED_TOO = ("num_aborted", "num_unknown", "server_load", "max_model_len", "stat
 
 
 def fixed(value: Any) -> Iterator[Any]:
-    """What an example says that must be so on every machine. Generated text is not: instruction sets round differently,
-    and a model of 135M parameters is often undecided."""
+    """The values of an example that are the same on every machine. Generated text is not: instruction sets round
+    differently, and a model of 135M parameters is often undecided."""
     match value:
         case dict():
             for key, item in value.items():
@@ -84,9 +84,9 @@ def test_there_are_examples_of_every_kind() -> None:
 
 
 @pytest.mark.parametrize(("command", "kind", "expected"), EXAMPLES, ids=[c.split("8000")[1][:28] for c, *_ in EXAMPLES])
-def test_an_example_is_what_the_server_answers(server: Server, command: str, kind: str, expected: str) -> None:
+def test_the_server_answers_each_example_as_documented(server: Server, command: str, kind: str, expected: str) -> None:
     with httpx.Client(timeout=60) as client:
-        response = client.send(asked(command, server.url))
+        response = client.send(request_of(command, server.url))
     if kind == "text":
         assert expected.endswith("data: [DONE]") and response.text.endswith("data: [DONE]\n\n")
         shapes = [
@@ -112,14 +112,14 @@ def test_an_example_is_what_the_server_answers(server: Server, command: str, kin
     assert (response.status_code >= 400) == ("error" in example)
 
 
-def test_every_field_is_told_or_refused_by_name() -> None:
+def test_every_field_is_documented_or_rejected_by_name() -> None:
     bodies = [*(route.body for route in ROUTES if route.body is not None), GenerateSamplingParams]
     names = {name for body in bodies for name in body.__struct_fields__}
     for name in names.union(PARAMS_NEUTRAL, *(route.neutral for route in ROUTES)):
         assert f"`{name}`" in TEXT, f"docs/http.md does not tell of {name}"
 
 
-def test_every_route_is_told() -> None:
+def test_every_route_is_documented() -> None:
     settings = Settings()
     none: Any = None
     app = Api(Readiness(), none, none, none, none, none, RequestLimits("x", 1), settings.gateway).app()
@@ -130,11 +130,11 @@ def test_every_route_is_told() -> None:
             assert heading in TEXT, f"docs/http.md does not tell of {heading}"
 
 
-def test_every_code_of_an_error_is_told() -> None:
+def test_every_error_code_is_documented() -> None:
     root = DOCUMENT.parents[1] / "stages"
     sources = [path for stage in ("gateway", "ingest", "schedule") for path in (root / stage).rglob("*.py")]
     sources = [path for path in sources if path.parent.name != "zmq"]  # those are in docs/protocol.md
     codes = {code for source in sources for code in re.findall(r'code="(\w+)"', source.read_text("utf-8"))}
     assert codes
-    for code in codes - {"aborted"}:  # which its client never sees
+    for code in codes - {"aborted"}:  # its client never receives it
         assert f"`{code}`" in TEXT, f"docs/http.md does not tell of the code {code}"

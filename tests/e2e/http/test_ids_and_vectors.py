@@ -1,4 +1,4 @@
-"""What replies tell of ids, and embeddings, are transformers' own numbers for the same weights and ids, in float32."""
+"""Logprobs and embeddings equal those of transformers for the same weights and ids, in float32."""
 
 import base64
 import json
@@ -28,7 +28,7 @@ def url(tiny_model: Path) -> Iterator[str]:
     sets = (
         *(f"model={tiny_model}", f"cache_dir={tiny_model.parent / 'cache'}", "served_model_name=tiny"),
         *("execute.dtype=float32", "execute.num_threads=1", "execute.kernels=torch", "execute.kv_cache_bytes=16MiB"),
-        "schedule.max_num_batched_tokens=16",  # so that a prompt comes in parts
+        "schedule.max_num_batched_tokens=16",  # so that a prompt is computed in chunks
     )
     with Server(*sets) as server:
         yield server.url
@@ -46,14 +46,14 @@ def tokenizer(tiny_model: Path) -> Tokenizer:
 
 @torch.inference_mode()
 def log_softmax(reference: Any, ids: list[int]) -> "np.ndarray[Any, Any]":
-    """Of what follows each id, [len(ids), vocab]"""
+    """Logprobs after each id, [len(ids), vocab]"""
     logits = reference(torch.tensor([ids])).logits[0]
     return logits.log_softmax(-1).numpy()
 
 
 @torch.inference_mode()
 def hidden(reference: Any, ids: list[int]) -> "np.ndarray[Any, Any]":
-    """Behind the last norm, [len(ids), hidden_size]"""
+    """Hidden states after the last norm, [len(ids), hidden_size]"""
     return reference.model(torch.tensor([ids])).last_hidden_state[0].numpy()
 
 
@@ -71,36 +71,36 @@ def bytes_of(name: str) -> bytes:
     return re.sub(rb"\\x([0-9a-f]{2})", lambda match: bytes.fromhex(match[1].decode()), escaped)
 
 
-def test_of_a_prompt_and_an_output_are_those_of_the_model(url: str, reference: Any, tokenizer: Tokenizer) -> None:
+def test_logprobs_of_a_prompt_and_an_output_are_the_model_s(url: str, reference: Any, tokenizer: Tokenizer) -> None:
     fields = {"echo": True, "logprobs": NUM_TOP, "prompt_logprobs": 2, "return_token_ids": True, "ignore_eos": True}
     (choice,) = post(url, "/v1/completions", prompt=PROMPT, max_tokens=12, seed=3, temperature=1.5, **fields)["choices"]
     prompt_ids, ids = choice["prompt_token_ids"], choice["token_ids"]
     assert prompt_ids == tokenizer.encode(PROMPT).ids and len(ids) == 12
     everything = prompt_ids + ids
     expected = log_softmax(reference, everything)[:-1]
-    told = choice["logprobs"]
-    assert told["token_logprobs"][0] is None
-    assert np.allclose(told["token_logprobs"][1:], expected[np.arange(len(expected)), everything[1:]], **CLOSE)
+    logprobs = choice["logprobs"]
+    assert logprobs["token_logprobs"][0] is None
+    assert np.allclose(logprobs["token_logprobs"][1:], expected[np.arange(len(expected)), everything[1:]], **CLOSE)
     for top, token, own, row in zip(
-        told["top_logprobs"][1:], told["tokens"][1:], told["token_logprobs"][1:], expected, strict=True
+        logprobs["top_logprobs"][1:], logprobs["tokens"][1:], logprobs["token_logprobs"][1:], expected, strict=True
     ):
         likeliest = np.sort(row)[-NUM_TOP:]
         assert token in top and np.isclose(max(top.values()), likeliest[-1], **CLOSE)
-        for score in top.values():  # fewer, where two of them are called the same
+        for score in top.values():  # fewer, if two of them have the same text
             assert np.isclose(score, [*likeliest, own], **CLOSE).any()
     for entry, token_id, row in zip(choice["prompt_logprobs"][1:], prompt_ids[1:], expected[:-12], strict=False):
         assert np.isclose(entry[str(token_id)]["logprob"], row[token_id], **CLOSE)
         for key, one in entry.items():
             assert one["rank"] in (None, 1 + int((row > row[int(key)]).sum()))
-    prompt = b"".join(map(bytes_of, told["tokens"][: len(prompt_ids)]))
+    prompt = b"".join(map(bytes_of, logprobs["tokens"][: len(prompt_ids)]))
     assert prompt == PROMPT.encode()
-    for offset, token in zip(told["text_offset"], told["tokens"], strict=True):
+    for offset, token in zip(logprobs["text_offset"], logprobs["tokens"], strict=True):
         if not token.startswith("bytes:"):
             assert choice["text"][offset:].startswith(token)
 
 
-def test_streamed_they_are_the_same_as_whole(url: str, reference: Any) -> None:
-    asked = {
+def test_streamed_logprobs_equal_those_of_a_whole_reply(url: str, reference: Any) -> None:
+    fields = {
         "messages": [{"role": "user", "content": PROMPT}],
         "max_tokens": 24,
         "seed": 5,
@@ -111,18 +111,18 @@ def test_streamed_they_are_the_same_as_whole(url: str, reference: Any) -> None:
         "return_token_ids": True,
         "ignore_eos": True,
     }
-    whole = post(url, "/v1/chat/completions", **asked)
-    body = json.dumps({"model": "tiny", "stream": True} | asked)
+    whole = post(url, "/v1/chat/completions", **fields)
+    body = json.dumps({"model": "tiny", "stream": True} | fields)
     response = httpx.post(f"{url}/v1/chat/completions", content=body, timeout=60)
-    told: dict[int, dict[str, Any]] = {i: {"text": "", "content": [], "ids": []} for i in range(2)}
+    streamed: dict[int, dict[str, Any]] = {i: {"text": "", "content": [], "ids": []} for i in range(2)}
     for event in events_of(response.text):
         (choice,) = event["choices"]
-        mine = told[choice["index"]]
+        mine = streamed[choice["index"]]
         mine["text"] += choice["delta"].get("content", "")
         mine["content"] += (choice["logprobs"] or {"content": []})["content"]
         mine["ids"] += choice.get("token_ids", [])
     for choice in whole["choices"]:
-        mine = told[choice["index"]]
+        mine = streamed[choice["index"]]
         assert mine["text"] == choice["message"]["content"]
         assert mine["ids"] == choice["token_ids"]
         content = choice["logprobs"]["content"]
@@ -136,7 +136,7 @@ def test_streamed_they_are_the_same_as_whole(url: str, reference: Any) -> None:
         assert data.decode(errors="replace").replace("\ufffd", "") == choice["message"]["content"].replace("\ufffd", "")
 
 
-def test_a_prompt_alone_has_the_same_as_before_an_output(url: str) -> None:
+def test_a_prompt_alone_has_the_same_logprobs_as_before_an_output(url: str) -> None:
     fields = {"prompt": PROMPT, "echo": True, "logprobs": 1, "temperature": 0}
     alone = post(url, "/v1/completions", max_tokens=0, **fields)
     (choice,) = alone["choices"]
@@ -148,7 +148,7 @@ def test_a_prompt_alone_has_the_same_as_before_an_output(url: str) -> None:
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
-def test_embeddings_are_those_of_the_model(url: str, reference: Any, tokenizer: Tokenizer, pooling: str) -> None:
+def test_embeddings_are_the_model_s(url: str, reference: Any, tokenizer: Tokenizer, pooling: str) -> None:
     texts = [PROMPT, "x", "The quick brown fox " * 5]
     whole = post(url, "/v1/embeddings", input=texts, pooling=pooling)
     cut = post(url, "/v1/embeddings", input=texts, pooling=pooling, dimensions=7, encoding_format="base64")
@@ -161,7 +161,7 @@ def test_embeddings_are_those_of_the_model(url: str, reference: Any, tokenizer: 
     assert whole["usage"]["prompt_tokens"] == sum(len(tokenizer.encode(text).ids) for text in texts)
 
 
-def test_openais_own_client_reads_them(url: str) -> None:
+def test_openai_s_client_reads_embeddings(url: str) -> None:
     with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         vectors = [one.embedding for one in client.embeddings.create(model="tiny", input=["a", "b"], dimensions=9).data]
         assert np.allclose(np.linalg.norm(vectors, axis=1), 1, **CLOSE) and len(vectors[0]) == 9
@@ -179,7 +179,7 @@ def test_openais_own_client_reads_them(url: str) -> None:
         assert all(len(one.top_logprobs) == 2 for one in parts)
 
 
-def test_what_is_rendered_generates_what_the_chat_does(url: str) -> None:
+def test_a_rendered_chat_generates_the_same_as_the_chat(url: str) -> None:
     fields = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9, "seed": 7, "logprobs": True}
     chat = post(url, "/v1/chat/completions", return_token_ids=True, **fields)
     rendered = post(url, "/v1/chat/completions/render", **fields)

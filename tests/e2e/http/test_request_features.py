@@ -1,4 +1,4 @@
-"""What a request can ask for, through the three faces of a server: they tell the same."""
+"""Request features give the same results over HTTP, ZeroMQ and Python."""
 
 import json
 from typing import Any
@@ -17,8 +17,8 @@ QUESTION = [{"role": "user", "content": "Name three colours, with an emoji each.
 # --------------------------------------------------------------------------------------------- against the real model
 
 
-def test_log_probabilities_are_those_of_http_and_go_on_where_a_stream_was_cut(server: Server) -> None:
-    asked: dict[str, Any] = {
+def test_logprobs_equal_those_of_http_and_continue_after_a_resume(server: Server) -> None:
+    fields: dict[str, Any] = {
         "temperature": 1.0,
         "seed": 7,
         "max_tokens": 24,
@@ -26,26 +26,28 @@ def test_log_probabilities_are_those_of_http_and_go_on_where_a_stream_was_cut(se
         "skip_special_tokens": False,
     }
     with Client(server.zmq) as client:
-        stream = client.generate(QUESTION, SamplingParams(**asked, logprobs=3, prompt_logprobs=1))
+        stream = client.generate(QUESTION, SamplingParams(**fields, logprobs=3, prompt_logprobs=1))
         outputs = list(stream)
         ids = [one for output in outputs for one in output.token_ids]
-        told = [one for output in outputs for one in output.logprobs or []]
+        logprobs = [one for output in outputs for one in output.logprobs or []]
         text = "".join(output.text for output in outputs)
         prompt, seed, model = stream.prompt_token_ids, stream.seed, client.info.model
         assert prompt is not None and stream.prompt_logprobs is not None
-        again = client.generate(prompt, SamplingParams(**asked | {"seed": seed}, logprobs=3), received=[ids[:9]])
+        again = client.generate(prompt, SamplingParams(**fields | {"seed": seed}, logprobs=3), received=[ids[:9]])
         resumed = [one for output in again for one in output.logprobs or []]
-    assert len(told) == len(ids) == 24
-    joined = b"".join(each[one].bytes for one, each in zip(ids, told, strict=True))
+    assert len(logprobs) == len(ids) == 24
+    joined = b"".join(each[one].bytes for one, each in zip(ids, logprobs, strict=True))
     assert joined.decode(errors="replace") == text
-    assert resumed == told[9:]
+    assert resumed == logprobs[9:]
 
-    body = asked | {"messages": QUESTION, "logprobs": True, "top_logprobs": 3, "prompt_logprobs": 1}
+    body = fields | {"messages": QUESTION, "logprobs": True, "top_logprobs": 3, "prompt_logprobs": 1}
     reply = httpx.post(f"{server.url}/v1/chat/completions", json=body | {"model": model}, timeout=60).json()
     content = reply["choices"][0]["logprobs"]["content"]
-    assert [bytes(one["bytes"]) for one in content] == [each[i].bytes for i, each in zip(ids, told, strict=True)]
-    assert [one["logprob"] for one in content] == pytest.approx([e[i].logprob for i, e in zip(ids, told, strict=True)])
-    for one, each in zip(content, told, strict=True):
+    assert [bytes(one["bytes"]) for one in content] == [each[i].bytes for i, each in zip(ids, logprobs, strict=True)]
+    assert [one["logprob"] for one in content] == pytest.approx(
+        [e[i].logprob for i, e in zip(ids, logprobs, strict=True)]
+    )
+    for one, each in zip(content, logprobs, strict=True):
         ranked = sorted((named for named in each.values() if named.rank is not None), key=lambda named: named.rank or 0)
         assert [bytes(top["bytes"]) for top in one["top_logprobs"]] == [named.bytes for named in ranked]
     over_http = reply.get("prompt_logprobs") or reply["choices"][0].get("prompt_logprobs")
@@ -58,7 +60,7 @@ def test_log_probabilities_are_those_of_http_and_go_on_where_a_stream_was_cut(se
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "fields",
     [
         {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": -0.7, "bad_words": [" the"]},
         {"min_tokens": 8, "stop": ["e", "a"], "logit_bias": {28: 3.0}},
@@ -66,23 +68,23 @@ def test_log_probabilities_are_those_of_http_and_go_on_where_a_stream_was_cut(se
     ],
     ids=["penalties", "min_tokens", "grammar"],
 )
-def test_a_stream_that_was_cut_goes_on_as_it_would_have(server: Server, asked: dict[str, Any]) -> None:
-    """What depends on the ids before depends on those that the client brings, too."""
-    params: dict[str, Any] = {"temperature": 0.9, "seed": 11, "max_tokens": 14, "n": 2, "logprobs": 1} | asked
+def test_a_resumed_stream_equals_the_uninterrupted_one(server: Server, fields: dict[str, Any]) -> None:
+    """Features that depend on earlier ids work with the ids that the client sends, too."""
+    params: dict[str, Any] = {"temperature": 0.9, "seed": 11, "max_tokens": 14, "n": 2, "logprobs": 1} | fields
     with Client(server.zmq) as client:
         whole = list(client.generate("Birds, trees,", SamplingParams(**params)))
         ids: list[list[int]] = [[one for o in whole if o.index == i for one in o.token_ids] for i in range(2)]
-        told = [[one for o in whole if o.index == i for one in o.logprobs or []] for i in range(2)]
+        logprobs = [[one for o in whole if o.index == i for one in o.logprobs or []] for i in range(2)]
         ends = [next(o.finish_reason for o in whole if o.index == i and o.finish_reason) for i in range(2)]
         for cut in (1, 4, 9):
-            # Of a sequence that is over by then the client has all, its end but not known to it.
+            # If the sequence is over by then, the client has all its tokens but not its end.
             resumed = list(
                 client.generate("Birds, trees,", SamplingParams(**params), received=[one[:cut] for one in ids])
             )
             for i in range(2):
                 mine = [o for o in resumed if o.index == i]
                 assert [one for o in mine for one in o.token_ids] == ids[i][cut:]
-                assert [one for o in mine for one in o.logprobs or []] == told[i][cut:]
+                assert [one for o in mine for one in o.logprobs or []] == logprobs[i][cut:]
                 assert mine[-1].finish_reason == ends[i]
 
 
@@ -102,11 +104,11 @@ def test_outputs_and_prompts_have_one_distribution(llm: LLM) -> None:
     assert (len(read.prompt_logprobs), read.prompt_logprobs[0]) == (9, None)
     for token_id, known, each in zip(sequence.token_ids, own, read.prompt_logprobs[3:], strict=True):
         assert each is not None
-        assert each[token_id].logprob == pytest.approx(known, abs=0.01)  # other sums, in bfloat16
+        assert each[token_id].logprob == pytest.approx(known, abs=0.01)  # bfloat16 sums differ
     assert llm.generate([[5, 6, 7]], SamplingParams(**GREEDY))[0].outputs[0].logprobs is None
 
 
-def test_what_may_be_drawn_is_what_was_asked(llm: LLM) -> None:
+def test_logit_bias_allowed_token_ids_and_truncation_are_applied(llm: LLM) -> None:
     (free,) = llm.generate([[5, 6]], SamplingParams(**GREEDY))
     first = free.outputs[0].token_ids[0]
     (biased,) = llm.generate([[5, 6]], SamplingParams(**GREEDY, logit_bias={first: -100}))
@@ -118,19 +120,19 @@ def test_what_may_be_drawn_is_what_was_asked(llm: LLM) -> None:
     assert cut.outputs == llm.generate([[7, 8]], SamplingParams(**GREEDY))[0].outputs
 
 
-def test_what_matches_is_what_comes(llm: LLM) -> None:
+def test_structured_outputs_match_their_constraints(llm: LLM) -> None:
     schema = {
         "type": "object",
         "properties": {"a": {"type": "boolean"}},
         "required": ["a"],
         "additionalProperties": False,
     }
-    wanted = [
+    constraints = [
         StructuredOutputsParams(choice=["yes", "no"]),
         StructuredOutputsParams(regex="[ab]{3}"),
         StructuredOutputsParams(json=schema),
     ]
-    each = [SamplingParams(max_tokens=64, n=2, seed=3, structured_outputs=one) for one in wanted]
+    each = [SamplingParams(max_tokens=64, n=2, seed=3, structured_outputs=one) for one in constraints]
     choice, regex, document = llm.generate(["x"] * 3, each)
     assert {one.text for one in choice.outputs} <= {"yes", "no"}
     assert all(len(one.text) == 3 and set(one.text) <= set("ab") for one in regex.outputs)
@@ -142,7 +144,7 @@ def test_what_matches_is_what_comes(llm: LLM) -> None:
         llm.generate(["x", "y"], [SamplingParams(), SamplingParams(structured_outputs=bad)])
 
 
-def test_a_chat_is_told_tools_and_names_and_goes_on(llm: LLM) -> None:
+def test_a_chat_takes_tools_template_kwargs_and_continuations(llm: LLM) -> None:
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well"}]
     tools = [{"type": "function", "function": {"name": "weather"}}]
     (chat,) = llm.chat(
@@ -158,7 +160,7 @@ def test_a_chat_is_told_tools_and_names_and_goes_on(llm: LLM) -> None:
     assert chat.outputs == text.outputs
 
 
-def test_what_the_server_does_not_take_is_said_in_its_words(llm: LLM) -> None:
+def test_rejected_parameters_are_errors_that_name_the_parameter(llm: LLM) -> None:
     with Client(llm.address) as client:
         for params, param in (
             (SamplingParams(logprobs=21), "logprobs"),

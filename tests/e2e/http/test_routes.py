@@ -1,4 +1,4 @@
-"""The routes beside chats and completions, through all stages."""
+"""The routes besides chats and completions, through all stages."""
 
 import asyncio
 import json
@@ -21,14 +21,14 @@ def post(server: Server, path: str, body: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=["nothing", "words", "unicode", "special", "too long to compute"])
-def test_tokenize_and_detokenize_are_each_others_inverse(server: Server, text: str) -> None:
+def test_tokenize_and_detokenize_are_inverse(server: Server, text: str) -> None:
     tokens = post(server, "/tokenize", {"prompt": text, "return_token_strs": True})
     assert tokens["count"] == len(tokens["tokens"]) == len(tokens["token_strs"])
     assert post(server, "/detokenize", {"tokens": tokens["tokens"]}) == {"prompt": text}
     server.until_idle()
 
 
-def test_a_chat_has_the_ids_that_it_is_computed_from(server: Server) -> None:
+def test_tokenizing_a_chat_returns_the_ids_of_its_prompt(server: Server) -> None:
     chat = {"model": MODEL, "messages": [{"role": "user", "content": "What is the capital of Greece?"}]}
     tokens = post(server, "/tokenize", chat)
     reply = post(server, "/v1/chat/completions", chat | {"max_tokens": 1})
@@ -36,7 +36,7 @@ def test_a_chat_has_the_ids_that_it_is_computed_from(server: Server) -> None:
     assert post(server, "/detokenize", {"tokens": tokens["tokens"]})["prompt"].endswith("<|im_start|>assistant\n")
 
 
-def test_an_id_that_the_model_does_not_have_is_named_by_its_place(server: Server) -> None:
+def test_an_error_names_the_index_of_an_unknown_id(server: Server) -> None:
     for path, body, param in (
         ("/detokenize", {"tokens": [1, 2, 3, 49152]}, "tokens[3]"),
         ("/v1/completions", {"model": MODEL, "prompt": [1, 49152]}, "prompt[1]"),
@@ -47,8 +47,8 @@ def test_an_id_that_the_model_does_not_have_is_named_by_its_place(server: Server
     server.until_idle()
 
 
-def test_an_echo_is_one_text_with_what_follows(server: Server) -> None:
-    """Even where the prompt's ids end in the middle of a character, which the first output ids complete."""
+def test_an_echo_and_its_output_are_one_text(server: Server) -> None:
+    """Even if the prompt's ids end inside a character, which the first output ids complete."""
     whole = "I love 🍕🍕🍕🍕🍕🍕🍕🍕"
     ids = post(server, "/tokenize", {"prompt": whole})["tokens"]
     body = {"model": MODEL, "temperature": 0, "max_tokens": 8, "echo": True}
@@ -77,7 +77,7 @@ def test_an_echo_of_no_output_needs_no_step(server: Server) -> None:
     assert server.until_idle()["counters"] == before
 
 
-def test_lookups_are_no_requests_in_the_metrics(server: Server) -> None:
+def test_lookups_are_not_counted_as_requests(server: Server) -> None:
     def counted() -> dict[str, str]:
         lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
         names = ("vllm:request_success_total", "vllm:prompt_tokens_total", "vllm:e2e_request_latency_seconds_count")
@@ -91,9 +91,9 @@ def test_lookups_are_no_requests_in_the_metrics(server: Server) -> None:
     assert counted() == before
 
 
-async def test_streams_that_are_aborted_end_with_a_reason_and_leave_nothing(server: Server) -> None:
+async def test_aborted_streams_end_with_a_reason_and_leave_nothing_behind(server: Server) -> None:
     body = {"model": MODEL, "prompt": "Count to a thousand:", "max_tokens": 4000, "ignore_eos": True, "stream": True}
-    begun = [asyncio.Event() for _ in range(6)]
+    started = [asyncio.Event() for _ in range(6)]
 
     async def stream(client: httpx.AsyncClient, i: int) -> list[Any]:
         headers = {"X-Request-Id": f"mine-{i}"}
@@ -101,16 +101,16 @@ async def test_streams_that_are_aborted_end_with_a_reason_and_leave_nothing(serv
             assert response.headers["X-Request-Id"] == f"mine-{i}"
             lines = []
             async for line in response.aiter_lines():
-                begun[i].set()
+                started[i].set()
                 lines.append(line)
         assert [line for line in lines if line][-1] == "data: [DONE]"
         return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
 
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as client, asyncio.timeout(60):
         streams = [asyncio.create_task(stream(client, i)) for i in range(6)]
-        await asyncio.gather(*(one.wait() for one in begun))
+        await asyncio.gather(*(one.wait() for one in started))
         assert (await client.get("/load")).json()["server_load"] == 6
-        names = ["mine-0", "mine-1", "mine-2", "cmpl-mine-3", "cmpl-mine-4", "cmpl-mine-5", "nobody"]
+        names = ["mine-0", "mine-1", "mine-2", "cmpl-mine-3", "cmpl-mine-4", "cmpl-mine-5", "unknown"]
         answer = await client.post("/abort_requests", json={"request_ids": names})
         assert answer.json() == {"num_aborted": 6, "num_unknown": 1}
         for i, events in enumerate(await asyncio.gather(*streams)):
@@ -119,8 +119,8 @@ async def test_streams_that_are_aborted_end_with_a_reason_and_leave_nothing(serv
     server.until_idle()
 
 
-def test_an_abort_finds_its_stream_whichever_gateway_holds_it() -> None:
-    """Each of these clients has a connection of its own, so the system deals them out."""
+def test_an_abort_finds_its_stream_at_any_gateway() -> None:
+    """Each of these clients has a connection of its own, so the kernel distributes them."""
     names = [f"mine-{i}" for i in range(8)]
     body = {"model": MODEL, "prompt": "Count to a thousand:", "max_tokens": 4000, "ignore_eos": True, "stream": True}
     with Server("gateway.replicas=2") as server, ExitStack() as stack:
@@ -131,8 +131,8 @@ def test_an_abort_finds_its_stream_whichever_gateway_holds_it() -> None:
             stream = stack.enter_context(httpx.stream("POST", url, json=body, headers=headers, timeout=60))
             lines.append(stream.iter_lines())
             assert next(lines[-1]).startswith("data: ")
-        asked = {"request_ids": [*names, "nobody"]}
-        assert post(server, "/abort_requests", asked) == {"num_aborted": len(names), "num_unknown": 1}
+        abort_body = {"request_ids": [*names, "unknown"]}
+        assert post(server, "/abort_requests", abort_body) == {"num_aborted": len(names), "num_unknown": 1}
         for stream_lines in lines:
             *_, last, done = [line for line in stream_lines if line]
             assert (json.loads(last[6:])["choices"][0]["finish_reason"], done) == ("abort", "data: [DONE]")

@@ -1,4 +1,4 @@
-"""What the whole server tells and does for a request's wishes is what transformers finds with the same weights."""
+"""The whole server's sampling features and logprobs equal those of transformers with the same weights."""
 
 import json
 import urllib.error
@@ -19,28 +19,28 @@ EXACT = 1e-4
 
 
 class Tiny:
-    """The server and the model."""
+    """The server and the reference model."""
 
     def __init__(self, server: Server, model: Any) -> None:
         self._url = server.url
         self.model = model
-        self.name = self._ask("/v1/models")["data"][0]["id"]
+        self.name = self._post("/v1/models")["data"][0]["id"]
 
-    def ask(self, path: str, **fields: Any) -> Any:
-        return self._ask(path, json.dumps({"model": self.name, **fields}).encode())
+    def post(self, path: str, **fields: Any) -> Any:
+        return self._post(path, json.dumps({"model": self.name, **fields}).encode())
 
-    def _ask(self, path: str, body: bytes | None = None) -> Any:
+    def _post(self, path: str, body: bytes | None = None) -> Any:
         headers = {"content-type": "application/json"}
         with urllib.request.urlopen(urllib.request.Request(self._url + path, body, headers), timeout=60) as response:
             return json.load(response)
 
     def complete(self, **fields: Any) -> Any:
-        """A greedy completion of PROMPT, of six ids."""
+        """A greedy completion of PROMPT, of six tokens."""
         plain = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-        return self.ask("/v1/completions", **{**plain, **fields})["choices"][0]
+        return self.post("/v1/completions", **{**plain, **fields})["choices"][0]
 
     def logprobs(self, ids: list[int]) -> np.ndarray:
-        """[len(ids), V]: at each position, those of the id behind it."""
+        """[len(ids), V]: the logprobs of the next id at each position."""
         with torch.inference_mode():
             return torch.log_softmax(self.model(torch.tensor([ids])).logits[0].double(), -1).numpy()
 
@@ -55,7 +55,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tiny]:
         yield Tiny(server, model)
 
 
-def test_prompts_and_outputs_are_scored(tiny: Tiny) -> None:
+def test_prompts_and_outputs_have_the_model_s_logprobs(tiny: Tiny) -> None:
     choice = tiny.complete(logprobs=3, prompt_logprobs=2)
     ids = choice["token_ids"]
     logprobs = tiny.logprobs(PROMPT + ids)
@@ -65,11 +65,11 @@ def test_prompts_and_outputs_are_scored(tiny: Tiny) -> None:
     np.testing.assert_allclose(found, expected, rtol=0, atol=EXACT)
     for place, top in enumerate(choice["logprobs"]["top_logprobs"]):
         likeliest = np.sort(logprobs[len(PROMPT) - 1 + place])[::-1][:3]
-        # By their texts, which are the same for bytes that are no whole characters.
+        # By their texts, which are equal for bytes of incomplete characters.
         assert 0 < len(top) <= 4 and all(min(abs(one - likeliest)) < EXACT for one in top.values())
-    first, *told = choice["prompt_logprobs"]
-    assert first is None and len(told) == len(PROMPT) - 1
-    for place, entry in enumerate(told):
+    first, *entries = choice["prompt_logprobs"]
+    assert first is None and len(entries) == len(PROMPT) - 1
+    for place, entry in enumerate(entries):
         assert str(PROMPT[place + 1]) in entry and set(map(int, entry)) >= set(logprobs[place].argsort()[-2:].tolist())
         assert {one["rank"] for one in entry.values()} >= {1, 2}
         for token, one in entry.items():
@@ -77,17 +77,17 @@ def test_prompts_and_outputs_are_scored(tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize("pooling", ["mean", "last"])
-def test_embeddings_are_of_the_models_own_states(tiny: Tiny, pooling: str) -> None:
+def test_embeddings_are_the_model_s_hidden_states(tiny: Tiny, pooling: str) -> None:
     texts = [PROMPT, PROMPT[:1], PROMPT * 6]
-    told = tiny.ask("/v1/embeddings", input=texts, pooling=pooling)["data"]
-    for entry, ids in zip(told, texts, strict=True):
+    vectors = tiny.post("/v1/embeddings", input=texts, pooling=pooling)["data"]
+    for entry, ids in zip(vectors, texts, strict=True):
         with torch.inference_mode():
             states = tiny.model.model(torch.tensor([ids])).last_hidden_state[0].double().numpy()
         vector = states.mean(0) if pooling == "mean" else states[-1]
         np.testing.assert_allclose(entry["embedding"], vector / np.linalg.norm(vector), rtol=0, atol=EXACT)
 
 
-def test_wishes_are_granted(tiny: Tiny) -> None:
+def test_sampling_features_are_applied(tiny: Tiny) -> None:
     plain = tiny.complete()["token_ids"]
     assert tiny.complete(logit_bias={"77": 100})["token_ids"] == [77] * 6
     assert tiny.complete(logit_bias={str(plain[0]): -100})["token_ids"][0] != plain[0]
@@ -95,12 +95,12 @@ def test_wishes_are_granted(tiny: Tiny) -> None:
     ended = tiny.complete(logit_bias={"77": 100}, stop_token_ids=[77], min_tokens=3)
     assert 77 not in ended["token_ids"][:3] and len(ended["token_ids"]) in (3, 4) and ended["finish_reason"] == "stop"
     penalized = tiny.complete(repetition_penalty=10.0, max_tokens=12)["token_ids"]
-    assert len(set(penalized)) == 12, "hardly anything is said twice"
+    assert len(set(penalized)) == 12, "hardly any token repeats"
 
 
-def test_where_nothing_may_follow_the_request_fails_and_others_go_on(tiny: Tiny) -> None:
-    """At once, which ingest sees, or later, which the executor finds."""
-    (letter,) = tiny.ask("/tokenize", prompt="q")["tokens"]
+def test_a_request_without_any_allowed_token_fails_and_others_continue(tiny: Tiny) -> None:
+    """At once, found by ingest, or later, found by the executor."""
+    (letter,) = tiny.post("/tokenize", prompt="q")["tokens"]
     for wishes, words in (
         ({"allowed_token_ids": [77], "stop_token_ids": [77], "min_tokens": 2}, "leaves no first token"),
         ({"allowed_token_ids": [letter], "bad_words": ["qq"]}, "No token can be sampled"),

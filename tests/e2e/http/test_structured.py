@@ -1,4 +1,4 @@
-"""Structured output through the whole server: what is asked for is what comes, however it is asked for."""
+"""Structured output through the whole server: the output matches the constraint, however it is requested."""
 
 import json
 import re
@@ -40,7 +40,7 @@ ENOUGH = 1200
 longer, whatever the model draws on this CPU."""
 
 
-def ask(server: Server, **how: Any) -> httpx.Response:
+def post_chat(server: Server, **how: Any) -> httpx.Response:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Tell me of Paris."}], "max_tokens": ENOUGH}
     return httpx.post(f"{server.url}/v1/chat/completions", json=body | how, timeout=60)
 
@@ -52,15 +52,15 @@ def contents(response: httpx.Response) -> list[str]:
     return [choice["message"]["content"] for choice in choices]
 
 
-def test_a_schema_with_n(server: Server) -> None:
-    texts = contents(ask(server, response_format=FORMAT, n=3, seed=1))
+def test_a_schema_with_n_returns_n_matching_objects(server: Server) -> None:
+    texts = contents(post_chat(server, response_format=FORMAT, n=3, seed=1))
     assert len(set(texts)) > 1
     for text in texts:
         Draft202012Validator(SCHEMA).validate(json.loads(text))
 
 
-def test_a_stream_says_the_same(server: Server) -> None:
-    (whole,) = contents(ask(server, response_format=FORMAT, seed=4))
+def test_a_stream_returns_the_same_as_a_whole_reply(server: Server) -> None:
+    (whole,) = contents(post_chat(server, response_format=FORMAT, seed=4))
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Tell me of Paris."}], "max_tokens": ENOUGH}
     body |= {"response_format": FORMAT, "seed": 4, "stream": True}
     with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=60) as response:
@@ -78,37 +78,37 @@ def test_a_stream_says_the_same(server: Server) -> None:
         ({"structured_outputs": {"grammar": 'start: "a"~3 B\nB: /[xy]/'}}, "aaa[xy]"),
     ],
 )
-def test_other_kinds(server: Server, how: dict[str, Any], pattern: str) -> None:
-    (text,) = contents(ask(server, **how))
+def test_every_kind_of_constraint_is_followed(server: Server, how: dict[str, Any], pattern: str) -> None:
+    (text,) = contents(post_chat(server, **how))
     assert re.fullmatch(pattern, text), text
 
 
-def test_any_object(server: Server) -> None:
-    response = ask(server, response_format={"type": "json_object"}, temperature=0, max_tokens=200)
+def test_json_mode_returns_any_object(server: Server) -> None:
+    response = post_chat(server, response_format={"type": "json_object"}, temperature=0, max_tokens=200)
     choice = response.json()["choices"][0]
-    # Nothing makes a small model come to an end; what has come to one is an object.
+    # Nothing makes a small model finish. A finished output is an object.
     assert choice["finish_reason"] in ("stop", "length")
     if choice["finish_reason"] == "stop":
         assert isinstance(json.loads(choice["message"]["content"]), dict)
 
 
 def test_stop_strings_and_length_end_it_early(server: Server) -> None:
-    stopped = ask(server, guided_regex="[a-c]{5}!{50}", stop="!!").json()["choices"][0]
+    stopped = post_chat(server, guided_regex="[a-c]{5}!{50}", stop="!!").json()["choices"][0]
     assert stopped["finish_reason"] == "stop" and re.fullmatch("[a-c]{5}", stopped["message"]["content"])
-    cut = ask(server, guided_regex="(ab){50}", max_tokens=5).json()["choices"][0]
+    cut = post_chat(server, guided_regex="(ab){50}", max_tokens=5).json()["choices"][0]
     assert cut["finish_reason"] == "length" and ("ab" * 50).startswith(cut["message"]["content"])
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
-def test_calls_that_are_insisted_on(server: Server, choice: Any) -> None:
-    response = ask(server, tools=[WEATHER], tool_choice=choice, parallel_tool_calls=False)
+def test_required_calls_match_the_tool_s_schema(server: Server, choice: Any) -> None:
+    response = post_chat(server, tools=[WEATHER], tool_choice=choice, parallel_tool_calls=False)
     assert response.status_code == 200, response.text
     (call,) = response.json()["choices"][0]["message"]["tool_calls"]
     assert call["function"]["name"] == "weather"
     Draft202012Validator(WEATHER["function"]["parameters"]).validate(json.loads(call["function"]["arguments"]))
 
 
-def test_completions_too(server: Server) -> None:
+def test_completions_follow_constraints(server: Server) -> None:
     body = {"model": MODEL, "prompt": ["One", "Two"], "max_tokens": 20, "guided_choice": ["red", "green"]}
     response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
     assert {choice["text"] for choice in response.json()["choices"]} <= {"red", "green"}
@@ -128,9 +128,11 @@ def test_completions_too(server: Server) -> None:
         ({"guided_regex": "(" * 5000}, "guided_regex", "unclosed"),
     ],
 )
-def test_what_can_not_be_is_said_and_named(server: Server, how: Any, param: str | None, part: str) -> None:
-    response = ask(server, **how)
+def test_invalid_constraints_are_errors_that_name_the_parameter(
+    server: Server, how: Any, param: str | None, part: str
+) -> None:
+    response = post_chat(server, **how)
     error = response.json()["error"]
     assert response.status_code == 400 or (response.status_code == 503 and not part), error
     assert part in error["message"] and error["param"] and (param is None or error["param"] == param), error
-    assert contents(ask(server, guided_choice=["alive"])) == ["alive"]
+    assert contents(post_chat(server, guided_choice=["alive"])) == ["alive"]

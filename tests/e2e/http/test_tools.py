@@ -1,4 +1,4 @@
-"""Calls of tools from the real server and model, which has no form of calls of its own: those that are insisted on."""
+"""Required tool calls from the real server, with a model whose template has no tool calls."""
 
 import json
 from typing import Any
@@ -41,7 +41,7 @@ def check(call: Any) -> None:
     jsonschema.validate(json.loads(call.function.arguments), schema)
 
 
-def test_arguments_fit_the_schema_whatever_is_drawn(client: OpenAI) -> None:
+def test_arguments_fit_the_schema_whatever_is_sampled(client: OpenAI) -> None:
     named = client.chat.completions.create(**ASK, n=4, seed=5, tool_choice=NAMED)
     for choice in named.choices:
         assert choice.finish_reason == "stop"
@@ -55,7 +55,7 @@ def test_arguments_fit_the_schema_whatever_is_drawn(client: OpenAI) -> None:
         check(call)
 
 
-def test_a_stream_of_a_call_says_what_the_whole_reply_says(client: OpenAI) -> None:
+def test_a_stream_of_a_call_adds_up_to_the_whole_reply(client: OpenAI) -> None:
     whole = client.chat.completions.create(**ASK, seed=7, tool_choice=NAMED).choices[0].message.tool_calls
     with client.chat.completions.stream(**ASK, seed=7, tool_choice=NAMED) as stream:
         gathered = stream.get_final_completion().choices[0].message.tool_calls
@@ -64,7 +64,7 @@ def test_a_stream_of_a_call_says_what_the_whole_reply_says(client: OpenAI) -> No
     assert gathered[0].function.arguments == whole[0].function.arguments
 
 
-def test_what_can_t_be_held_to_is_refused_at_once(client: OpenAI) -> None:
+def test_tools_that_cannot_be_enforced_are_rejected_at_once(client: OpenAI) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}
     with pytest.raises(BadRequestError, match="not") as refused:
         client.chat.completions.create(**ASK | {"tools": [tool]}, tool_choice="required")

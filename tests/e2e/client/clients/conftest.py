@@ -1,4 +1,4 @@
-"""Where the server is, for files that run outside the project's environment."""
+"""Fixtures with the server's address, for files that run outside the project's environment."""
 
 import os
 

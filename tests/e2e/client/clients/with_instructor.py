@@ -1,4 +1,4 @@
-"""instructor: objects of a pydantic model, in each of the ways it has to ask for them."""
+"""instructor: objects of a pydantic model, in each of its modes."""
 
 import asyncio
 from typing import Any, Literal
@@ -17,7 +17,7 @@ class Place(BaseModel):
 class Ticket(BaseModel):
     """A ticket, read from a user's mail."""
 
-    kind: Literal["bug", "wish"]
+    kind: Literal["bug", "feature"]
     is_urgent: bool
     places: list[Place] = Field(min_length=1, max_length=1)
 
@@ -30,7 +30,7 @@ MODES = [instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA]
 MESSAGES: Any = [{"role": "user", "content": "It crashes in main.py, line 7, and I have to leave in an hour!"}]
 
 
-def asked(model: str) -> dict[str, Any]:
+def request_for(model: str) -> dict[str, Any]:
     return {"model": model, "messages": MESSAGES, "temperature": 0, "max_tokens": 200, "max_retries": 0}
 
 
@@ -39,9 +39,9 @@ def client_of(url: str, mode: instructor.Mode) -> Any:
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
-def test_an_object_comes(url: str, model: str, mode: instructor.Mode) -> None:
+def test_an_object_is_returned(url: str, model: str, mode: instructor.Mode) -> None:
     ticket, completion = client_of(url, mode).chat.completions.create_with_completion(
-        response_model=Ticket, **asked(model)
+        response_model=Ticket, **request_for(model)
     )
     assert isinstance(ticket, Ticket)
     assert completion.usage.completion_tokens > 10
@@ -56,21 +56,20 @@ def test_an_object_comes(url: str, model: str, mode: instructor.Mode) -> None:
     assert Ticket.model_validate_json(text).model_dump() == ticket.model_dump()
 
 
-def test_an_object_of_json_mode_comes(url: str, model: str) -> None:
-    """Which names it has is up to the model there: the server is asked for an object, and the schema is in the
-    prompt."""
-    ask = asked(model) | {"messages": [{"role": "user", "content": "Answer with an empty object: {}"}]}
+def test_json_mode_returns_an_object(url: str, model: str) -> None:
+    """The server gets no schema, so the model chooses the keys: the schema is in the prompt."""
+    request = request_for(model) | {"messages": [{"role": "user", "content": "Answer with an empty object: {}"}]}
     client = client_of(url, instructor.Mode.JSON)
-    assert isinstance(client.chat.completions.create(response_model=Anything, **ask), Anything)
+    assert isinstance(client.chat.completions.create(response_model=Anything, **request), Anything)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
-def test_what_does_not_validate_is_asked_for_again(url: str, model: str, mode: instructor.Mode) -> None:
-    """The chat then goes on with the reply, a call or content, and what was wrong with it."""
+def test_a_reply_that_fails_validation_is_requested_again(url: str, model: str, mode: instructor.Mode) -> None:
+    """The retry appends the reply (a tool call or content) and the validation error to the chat."""
     seen: list[str] = []
 
     class Kind(BaseModel):
-        kind: Literal["bug", "wish"]
+        kind: Literal["bug", "feature"]
 
         @field_validator("kind")
         @classmethod
@@ -81,25 +80,27 @@ def test_what_does_not_validate_is_asked_for_again(url: str, model: str, mode: i
             return kind
 
     client = client_of(url, mode)
-    asks: list[int] = []
-    client.on("completion:kwargs", lambda *_, **kwargs: asks.append(len(kwargs["messages"])))
-    assert client.chat.completions.create(response_model=Kind, **asked(model) | {"max_retries": 2}).kind == seen[-1]
-    assert len(seen) == len(asks) == 2
-    assert asks[1] > asks[0]
+    num_messages: list[int] = []
+    client.on("completion:kwargs", lambda *_, **kwargs: num_messages.append(len(kwargs["messages"])))
+    assert (
+        client.chat.completions.create(response_model=Kind, **request_for(model) | {"max_retries": 2}).kind == seen[-1]
+    )
+    assert len(seen) == len(num_messages) == 2
+    assert num_messages[1] > num_messages[0]
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
-def test_a_part_of_an_object_comes_while_it_is_written(url: str, model: str, mode: instructor.Mode) -> None:
-    parts = list(client_of(url, mode).chat.completions.create_partial(response_model=Ticket, **asked(model)))
+def test_partial_objects_are_streamed(url: str, model: str, mode: instructor.Mode) -> None:
+    parts = list(client_of(url, mode).chat.completions.create_partial(response_model=Ticket, **request_for(model)))
     assert len(parts) > 3
     assert parts[0].kind is None or parts[0].places is None, "the first is not whole"
     Ticket.model_validate(parts[-1].model_dump())
 
 
-def test_asyncio_s_client(url: str, model: str) -> None:
-    async def ask() -> Any:
+def test_the_asyncio_client_works(url: str, model: str) -> None:
+    async def create() -> Any:
         async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as plain:
             client = instructor.from_openai(plain, mode=instructor.Mode.JSON_SCHEMA)
-            return await client.chat.completions.create(response_model=Ticket, **asked(model))
+            return await client.chat.completions.create(response_model=Ticket, **request_for(model))
 
-    assert isinstance(asyncio.run(ask()), Ticket)
+    assert isinstance(asyncio.run(create()), Ticket)

@@ -33,7 +33,7 @@ def weather(city: Literal["Athens", "Cairo"], unit: Literal["celsius", "kelvin"]
 
 @tool
 def time_in(city: Literal["Athens", "Cairo"]) -> str:
-    """What the clock says in a city."""
+    """The current time in a city."""
     return f"noon in {city}"
 
 
@@ -60,7 +60,7 @@ def test_a_chat_is_answered(chat: ChatOpenAI, model: str) -> None:
 
 
 def test_a_stream_adds_up_to_the_reply(chat: ChatOpenAI) -> None:
-    chat.invoke(QUESTION)  # from here on both find the same prefix
+    chat.invoke(QUESTION)  # fills the prefix cache, so that both requests find the same prefix
     whole = chat.invoke(QUESTION)
     chunks = list(chat.stream(QUESTION))
     assert len(chunks) > 3
@@ -79,12 +79,12 @@ async def _many(chat: ChatOpenAI) -> list[str]:
     return [*(str(reply.content) for reply in replies), "".join(map(str, streamed))]
 
 
-def test_many_are_answered_at_once(chat: ChatOpenAI) -> None:
+def test_requests_run_concurrently(chat: ChatOpenAI) -> None:
     greece, egypt, streamed = asyncio.run(_many(chat))
     assert "Athens" in greece and "Cairo" in egypt and "Athens" in streamed
 
 
-def test_log_probabilities_come_with_the_reply(chat: ChatOpenAI) -> None:
+def test_logprobs_are_returned_with_the_reply(chat: ChatOpenAI) -> None:
     reply = chat.bind(logprobs=True, top_logprobs=2, max_tokens=5).invoke(QUESTION)
     content = reply.response_metadata["logprobs"]["content"]
     assert len(content) == 5
@@ -95,7 +95,7 @@ def test_log_probabilities_come_with_the_reply(chat: ChatOpenAI) -> None:
 
 
 @pytest.mark.parametrize("choice", ["any", "weather"])
-def test_a_tool_is_called_and_its_answer_understood(chat: ChatOpenAI, choice: str) -> None:
+def test_a_tool_is_called_and_its_result_is_used(chat: ChatOpenAI, choice: str) -> None:
     called = chat.bind_tools([weather, time_in], tool_choice=choice).invoke("How warm is it in Cairo?")
     assert isinstance(called, AIMessage) and called.tool_calls and not called.invalid_tool_calls
     tools = {"weather": weather, "time_in": time_in}
@@ -110,7 +110,7 @@ def test_a_tool_is_called_and_its_answer_understood(chat: ChatOpenAI, choice: st
     assert reply.content and not reply.tool_calls
 
 
-def test_a_streamed_call_adds_up(chat: ChatOpenAI) -> None:
+def test_the_deltas_of_a_tool_call_add_up(chat: ChatOpenAI) -> None:
     bound = chat.bind_tools([weather], tool_choice="weather")
     chunks = list(bound.stream("How warm is it in Cairo?"))
     pieces = [piece for chunk in chunks for piece in chunk.tool_call_chunks]
@@ -126,9 +126,9 @@ def test_a_streamed_call_adds_up(chat: ChatOpenAI) -> None:
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-def test_structured_output_is_the_class_s(chat: ChatOpenAI, method: Any) -> None:
-    asked = chat.with_structured_output(Visit, method=method, include_raw=True)
-    reply = asked.invoke("Plan a visit to Oslo, by train, for three nights.")
+def test_structured_output_is_an_instance_of_the_class(chat: ChatOpenAI, method: Any) -> None:
+    structured = chat.with_structured_output(Visit, method=method, include_raw=True)
+    reply = structured.invoke("Plan a visit to Oslo, by train, for three nights.")
     assert reply["parsing_error"] is None
     assert isinstance(reply["parsed"], Visit)
     *_, last = chat.with_structured_output(Visit, method=method).stream("Plan a visit to Cairo.")
@@ -136,26 +136,26 @@ def test_structured_output_is_the_class_s(chat: ChatOpenAI, method: Any) -> None
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-def test_a_schema_that_is_written_by_hand_does_too(chat: ChatOpenAI, method: Any) -> None:
-    """It says nothing of properties that it does not name."""
+def test_a_handwritten_schema_is_followed(chat: ChatOpenAI, method: Any) -> None:
+    """The schema says nothing about properties that it does not name."""
     schema = {"title": "Answer", "type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"]}
     answer = chat.with_structured_output(schema, method=method).invoke("Is Athens in Greece?")
     assert list(answer) == ["yes"] and isinstance(answer["yes"], bool)
 
 
-def test_json_mode_gives_an_object(chat: ChatOpenAI) -> None:
+def test_json_mode_returns_an_object(chat: ChatOpenAI) -> None:
     short = chat.bind(response_format={"type": "json_object"})
     reply = short.invoke('Answer in JSON, as {"capital": "..."}. ' + QUESTION)
-    if reply.response_metadata["finish_reason"] == "stop":  # so small a model may go on and on
+    if reply.response_metadata["finish_reason"] == "stop":  # a model this small may not stop
         assert isinstance(json.loads(str(reply.content)), dict)
     else:
         assert str(reply.content).lstrip().startswith("{")
 
 
-def test_an_error_is_openai_s(chat: ChatOpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="top_k") as refusal:
+def test_an_error_has_openai_s_shape(chat: ChatOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="top_k") as error:
         chat.bind(extra_body={"top_k": -7}).invoke(QUESTION)
-    assert refusal.value.body["param"] == "top_k"  # type: ignore[index]
+    assert error.value.body["param"] == "top_k"  # type: ignore[index]
 
 
 # ------------------------------------------------------------------------------------------------------- embeddings
@@ -166,7 +166,7 @@ TEXTS = ["The sea is calm.", "The sea is rough.", "Tax returns are due in May."]
 
 @pytest.fixture
 def vocabulary(model: str) -> str:
-    """The model's own vocabulary as an encoding of tiktoken's, which this client tokenizes with."""
+    """The model's vocabulary as a tiktoken encoding, with which this client tokenizes."""
     name = f"{model} of the tests"
     read = json.loads(Path(os.environ["PIPELINE_MODEL_DIR"], "tokenizer.json").read_text())
     special = {token["content"]: token["id"] for token in read["added_tokens"]}
@@ -181,7 +181,7 @@ def vocabulary(model: str) -> str:
 
 
 def _bytes_of_letters() -> dict[str, int]:
-    """Which byte a letter of a byte-level vocabulary stands for."""
+    """The byte that each letter of a byte-level vocabulary stands for."""
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
@@ -205,7 +205,7 @@ def test_texts_are_embedded(url: str, model: str) -> None:
     assert alike > unlike
 
 
-def test_ids_of_the_model_s_vocabulary_embed_as_the_text_does(url: str, model: str, vocabulary: str) -> None:
+def test_ids_of_the_model_s_vocabulary_embed_like_the_text(url: str, model: str, vocabulary: str) -> None:
     plain = OpenAIEmbeddings(
         model=model, base_url=f"{url}/v1", api_key="none", max_retries=0, check_embedding_ctx_length=False
     )
@@ -216,8 +216,8 @@ def test_ids_of_the_model_s_vocabulary_embed_as_the_text_does(url: str, model: s
         assert close(one, other)
 
 
-def test_ids_of_another_vocabulary_are_refused_where_they_can_be_told(url: str, model: str) -> None:
-    """What the client sends by default: ids of OpenAI's vocabularies, twice as large."""
+def test_ids_of_another_vocabulary_are_rejected_if_out_of_range(url: str, model: str) -> None:
+    """The client's default: ids of OpenAI's vocabularies, which are twice as large."""
     name = "larger than the model's"
     ranks = {bytes([byte]): byte for byte in range(256)} | {b"sea": 99_000}
     tiktoken.registry.ENCODINGS[name] = tiktoken.Encoding(
@@ -227,6 +227,6 @@ def test_ids_of_another_vocabulary_are_refused_where_they_can_be_told(url: str, 
     embeddings = OpenAIEmbeddings(
         model=model, base_url=f"{url}/v1", api_key="none", max_retries=0, tiktoken_model_name=name
     )
-    with pytest.raises(openai.BadRequestError, match="99000") as refusal:
+    with pytest.raises(openai.BadRequestError, match="99000") as error:
         embeddings.embed_documents(TEXTS)
-    assert str(refusal.value.body["param"]).startswith("input")  # type: ignore[index]
+    assert str(error.value.body["param"]).startswith("input")  # type: ignore[index]

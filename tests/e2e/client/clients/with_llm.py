@@ -1,4 +1,4 @@
-"""llm, the command and the library, told of the server in extra-openai-models.yaml."""
+"""llm, the command and the library, configured for the server in extra-openai-models.yaml."""
 
 import json
 from collections.abc import Iterator
@@ -20,14 +20,14 @@ class Visit(BaseModel):
 
 @pytest.fixture(scope="module")
 def home(url: str, model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which llm keeps what it knows."""
+    """The folder of llm's configuration and logs."""
     folder = tmp_path_factory.mktemp("llm")
     common = {"model_name": model, "api_base": f"{url}/v1"}
     models = [
         {"model_id": "here", "aliases": ["h"], "supports_schema": True, "supports_tools": True, **common},
         {"model_id": "here-completes", "completion": True, **common},
     ]
-    (folder / "extra-openai-models.yaml").write_text(json.dumps(models))  # YAML, too
+    (folder / "extra-openai-models.yaml").write_text(json.dumps(models))  # JSON is valid YAML
     return folder
 
 
@@ -47,23 +47,23 @@ def command(library: Any, *args: str) -> str:
     return result.output
 
 
-def test_the_command_answers_and_goes_on(library: Any) -> None:
+def test_the_command_answers_and_continues_a_conversation(library: Any) -> None:
     options = ("-o", "temperature", "0", "-o", "max_tokens", "30")
     assert "Athens" in command(library, "prompt", "-m", "h", "-s", "Answer in one sentence.", QUESTION, *options)
     assert command(library, "prompt", "--continue", "Thank you!", "--no-stream", *options).strip()
-    told = json.loads(command(library, "logs", "list", "--json", "-n", "2"))
-    assert [one["model"] for one in told] == ["here", "here"]
-    assert told[0]["conversation_id"] == told[1]["conversation_id"]
-    assert all(one[tokens] > 0 for one in told for tokens in ("input_tokens", "output_tokens")), "usage is understood"
+    logged = json.loads(command(library, "logs", "list", "--json", "-n", "2"))
+    assert [one["model"] for one in logged] == ["here", "here"]
+    assert logged[0]["conversation_id"] == logged[1]["conversation_id"]
+    assert all(one[tokens] > 0 for one in logged for tokens in ("input_tokens", "output_tokens")), "usage is understood"
 
 
-def test_the_command_has_json_of_a_schema(library: Any) -> None:
+def test_the_command_returns_json_of_a_schema(library: Any) -> None:
     schema = json.dumps(Visit.model_json_schema())
-    said = command(library, "prompt", "-m", "here", "--schema", schema, "Plan a visit.", "-o", "temperature", "0")
-    Visit.model_validate_json(said)
+    output = command(library, "prompt", "-m", "here", "--schema", schema, "Plan a visit.", "-o", "temperature", "0")
+    Visit.model_validate_json(output)
 
 
-def test_the_library_streams_and_counts(library: Any) -> None:
+def test_the_library_streams_and_counts_tokens(library: Any) -> None:
     response = library.get_model("here").prompt(QUESTION, temperature=0, max_tokens=30)
     pieces = list(response)
     assert len(pieces) > 3 and "Athens" in "".join(pieces) == response.text()
@@ -71,12 +71,12 @@ def test_the_library_streams_and_counts(library: Any) -> None:
     assert usage.input > 0 and 0 < usage.output <= 30
 
 
-def test_the_library_has_an_object_of_a_schema(library: Any) -> None:
+def test_the_library_returns_an_object_of_a_schema(library: Any) -> None:
     response = library.get_model("here").prompt("Plan a visit.", schema=Visit, temperature=0)
     Visit.model_validate(json.loads(response.text()))
 
 
-def test_its_options_are_understood(library: Any) -> None:
+def test_its_options_are_accepted(library: Any) -> None:
     response = library.get_model("here").prompt(
         QUESTION,
         top_p=0.9,
@@ -91,13 +91,13 @@ def test_its_options_are_understood(library: Any) -> None:
     assert response.usage().output <= 12
 
 
-def test_a_completion_goes_on_with_the_prompt(library: Any) -> None:
+def test_a_completion_continues_the_prompt(library: Any) -> None:
     model = library.get_model("here-completes")
     assert model.prompt("One, two, three, four,", temperature=0, max_tokens=6).text().startswith(" five")
 
 
-def test_the_answer_of_a_tool_is_understood(library: Any) -> None:
-    """A conversation in which a tool has been called goes on."""
+def test_the_result_of_a_tool_is_used(library: Any) -> None:
+    """A conversation continues after a tool call."""
     conversation = library.get_model("here").conversation()
     conversation.prompt("Hello.", temperature=0, max_tokens=5).text()
     result = library.ToolResult(name="weather", output="22 degrees", tool_call_id="call_1")
@@ -105,8 +105,8 @@ def test_the_answer_of_a_tool_is_understood(library: Any) -> None:
     assert reply.text()
 
 
-def test_a_refusal_is_told_in_the_server_s_words(library: Any) -> None:
-    """The model's template has no form of calls, and llm has no way to insist on one."""
+def test_a_rejection_has_the_server_s_message(library: Any) -> None:
+    """The model's template has no tool calls, and llm cannot require one."""
     response = library.get_model("here").prompt("Which?", tools=[library.Tool.function(str.upper, name="upper")])
     with pytest.raises(BadRequestError, match=r"chat\.tool_call_parser") as refusal:
         response.text()
