@@ -1,4 +1,4 @@
-"""Fixtures that many tests share, and which tests need the machine for themselves.
+"""Fixtures that many tests share, and the lists of tests that need the machine to themselves.
 
 The model is prepared once, and one server serves all tests that don't end it.
 """
@@ -10,20 +10,20 @@ from pathlib import Path
 
 import pytest
 
-# Library threads are named before any of them is imported: two cores, and tests of timing beside them. Where several
-# processes share the tests, each has a core.
+# Set the thread counts of libraries before any of them is imported: there are two cores, and some tests measure time.
+# With several test processes, each has one core.
 for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
     os.environ.setdefault(_variable, "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Threads that spin while they wait starve each other where a server runs beside a test; execute does the same.
+# Threads that spin while they wait starve each other if a server runs beside a test; execute sets the same.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-# Triton's kernels run in its interpreter, which is asked for before the first of them is imported: tests give them
-# tensors of the CPU, on a machine with a GPU too. What only a GPU can show, tools/gpu_check looks at.
+# Triton's kernels run in its interpreter, which must be enabled before the first of them is imported: tests pass
+# CPU tensors, on a machine with a GPU too. tools/gpu_check tests what needs a GPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# A shell has jobs in the background ignore Ctrl-C, and children inherit that: tests that interrupt one would wait for
-# ever.
+# A shell makes background jobs ignore Ctrl-C, and children inherit that: tests that interrupt one would wait
+# forever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import hypothesis
@@ -33,7 +33,7 @@ from pipeline.stages.prepare.stage import prepare
 from tests import pythons
 from tests.e2e.server import Server
 
-# An example may take long where another process has the core.
+# An example may take long if another process has the core.
 hypothesis.settings.register_profile("without deadline", deadline=None)
 hypothesis.settings.load_profile("without deadline")
 
@@ -55,18 +55,18 @@ ALONE = (
     # The contents of a system folder, before and after.
     "tests/shm/test_segment.py::test_nothing_appears",
 )
-"""The beginnings of the ids of tests that need the machine for themselves."""
+"""The id prefixes of tests that need the machine to themselves."""
 
 SERVERS = (
     # Real servers of five processes each, which mostly wait for each other.
     "tests/e2e/",
-    "tests/test_pythons.py::test_a_wheel_serves_from_a_folder_full_of_traps",
+    "tests/test_pythons.py::test_a_wheel_serves_from_a_folder_of_shadowing_modules",
 )
-"""Likewise of those that take so much that no more than two of them run beside each other, and nothing else; but for
-those above. All others may run beside each other."""
+"""The same for tests that need so much that at most two of them run at once, and nothing beside them. Tests in ALONE are
+excluded. All other tests run beside each other."""
 
 LONGEST = ("tests/stages/execute/test_smollm2.py", "tests/e2e/http/test_fuzz.py")
-"""They come first: as the last, each would have one of several processes at work and the others wait for it."""
+"""These run first: at the end, one process would run each of them while the others are idle."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -79,7 +79,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say which Pythons could not be tried, lest their absence pass for a success."""
+    """Print the Pythons that were not tested, so that their absence does not look like a success."""
     reports = (report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, ()))
     if not any("test_pythons.py" in report.nodeid for report in reports):
         return
@@ -89,12 +89,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session")
 def smollm2_dir() -> Path:
-    """The prepared folder of the default model, from the user's cache or fetched into it."""
+    """The prepared folder of the default model, cached in the user's cache folder."""
     return prepare(Settings())
 
 
 @pytest.fixture(scope="session")
 def server(smollm2_dir: Path) -> Iterator[Server]:
-    """A server with the default model for tests that leave it as they found it."""
+    """A server with the default model, for tests that leave it unchanged."""
     with Server() as server:
         yield server

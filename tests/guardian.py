@@ -1,7 +1,7 @@
-"""Kills the servers that a test process started when that process is gone, however it ended.
+"""Kills the servers that a test process started when that process ends for any reason.
 
-A guardian is a process of its own. It reads process ids from its standard input, which only the test process holds
-open: when that ends, also by SIGKILL, the guardian kills what still runs of them. Stages end with their supervisor.
+A guardian is a separate process. It reads process ids from its standard input, which only the test process holds
+open. At its end, also by SIGKILL, the guardian kills those that still run. Stages end with their supervisor.
 """
 
 import atexit
@@ -25,7 +25,7 @@ def _guardian(owner_pid: int) -> "subprocess.Popen[bytes]":
 
 
 def guard(process: "subprocess.Popen[Any]") -> None:
-    """Have a process killed at the latest when this one ends."""
+    """Ensure that a process is killed when this one ends."""
     pipe = _guardian(os.getpid()).stdin
     assert pipe is not None
     pipe.write(b"%d\n" % process.pid)

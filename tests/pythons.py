@@ -1,4 +1,4 @@
-"""The Pythons that the package is for, and which of them are on this machine."""
+"""The Pythons that the package supports, and those found on this machine."""
 
 import functools
 import os
@@ -16,7 +16,7 @@ WHICH = "import sys; print('%d.%d' % sys.version_info[:2])"
 
 
 def supported() -> list[str]:
-    """The versions that pyproject.toml names, as 3.11."""
+    """The versions that pyproject.toml names, such as 3.11."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     prefix = "Programming Language :: Python :: 3."
     return ["3." + one.removeprefix(prefix) for one in project["classifiers"] if one.startswith(prefix)]
@@ -24,8 +24,8 @@ def supported() -> list[str]:
 
 @functools.cache
 def here() -> dict[str, str]:
-    """Version → interpreter, of the supported ones that this machine has: the one that runs this, and what goes by
-    the name of its version, is kept by pyenv, or is known to uv."""
+    """Version → interpreter, of the supported versions on this machine: the running interpreter, those on the path by
+    their versioned names, those of pyenv, and those that uv finds."""
     found = {}
     for version in supported():
         for path in (sys.executable, shutil.which(f"python{version}"), *_of_pyenv(version), _of_uv(version)):
@@ -56,7 +56,7 @@ def _version_of(path: str) -> str | None:
 
 
 def _output(*command: str) -> str | None:
-    """What a command says, where it succeeds: a name on the path may be a shim with nothing behind it."""
+    """The output of a command that succeeds: a name on the path may be a broken shim."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     except OSError:

@@ -1,4 +1,4 @@
-"""A program in a pseudo-terminal, as a person sees and types it."""
+"""A program in a pseudo-terminal, as a user sees and types it."""
 
 import fcntl
 import os
@@ -18,7 +18,7 @@ _ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[a-zA-Z]|\][^\x07]*\x07|[=>])")
 
 
 class Terminal:
-    """Use as a context manager; leaving it kills what is left of the program."""
+    """Use as a context manager: leaving it kills the program if it still runs."""
 
     def __init__(self, command: Sequence[str], folder: Path, columns: int = 100) -> None:
         ours, theirs = pty.openpty()
@@ -57,7 +57,7 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        """All that was shown, without colours and movements of the cursor."""
+        """All output so far, without colors and cursor movements."""
         return _ESCAPES.sub("", self._raw.decode("utf-8", "replace")).replace("\r\n", "\n").replace("\r", "")
 
     @property
@@ -68,22 +68,22 @@ class Terminal:
         os.write(self._fd, keys.encode())
 
     def wait_for(self, words: str, times: int = 1, timeout_s: float = 30.0) -> str:
-        """Wait until words have been shown, so many times. Returns what was shown by then."""
+        """Wait until the words were shown this many times. Returns the output so far."""
         with self._news:
             self._news.wait_for(lambda: self.text.count(words) >= times or self._is_over, timeout_s)
         assert self.text.count(words) >= times, f"{words!r} was not shown {times} times:\n{self.text}"
         return self.text
 
     def wait_for_prompt(self, prompt: str = "> ", timeout_s: float = 30.0) -> None:
-        """Wait until the last thing that was shown is a prompt. What is typed before may be read otherwise: Ctrl-C and
-        Ctrl-D mean one thing to a program that edits a line, and another to one that doesn't."""
+        """Wait until the output ends with a prompt. Before that, typed keys may have another meaning: Ctrl-C and Ctrl-D
+        differ between a program that edits a line and one that does not."""
         with self._news:
             self._news.wait_for(lambda: self.text.endswith(prompt) or self._is_over, timeout_s)
         assert self.text.endswith(prompt), f"no prompt was shown:\n{self.text}"
 
     def interrupt(self, until: str, timeout_s: float = 30.0) -> None:
-        """Press Ctrl-C, and again where nothing happens, until words are shown: Python looks for signals before it
-        waits for a key, and one that comes between the two is seen with the next key."""
+        """Press Ctrl-C, repeatedly if nothing happens, until words are shown: Python checks for signals before it waits
+        for a key, so that a signal between the two takes effect only with the next key."""
         end = time.monotonic() + timeout_s
         with self._news:
             while until not in self.text and not self._is_over and time.monotonic() < end:
@@ -91,13 +91,13 @@ class Terminal:
                 self._news.wait_for(lambda: until in self.text or self._is_over, 1.0)
         assert until in self.text, f"{until!r} was not shown:\n{self.text}"
 
-    def say(self, line: str, until: str, times: int = 1, timeout_s: float = 30.0) -> str:
+    def enter(self, line: str, until: str, times: int = 1, timeout_s: float = 30.0) -> str:
         """Type a line, and wait for words."""
         self.type(f"{line}\r")
         return self.wait_for(until, times, timeout_s)
 
     def end(self, timeout_s: float = 30.0) -> int:
-        """Wait for the program's end, and return its exit code."""
+        """Wait until the program exits, and return its exit code."""
         code = self.process.wait(timeout_s)
         self._reader.join(10)
         return code

@@ -1,4 +1,4 @@
-"""What the documents name is there."""
+"""Everything that the documents name exists."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ COMMAND = re.compile(r"^(?:\.venv/bin/)?pipeline (.+?)(?: +#.*| > .*)?$", re.MUL
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_every_link_and_path_leads_somewhere(document: Path) -> None:
+def test_every_link_and_path_exists(document: Path) -> None:
     text = document.read_text()
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
     paths = [path for path in re.findall(r"`([\w./-]+)`", text) if path.startswith(FOLDERS)]
@@ -25,7 +25,7 @@ def test_every_link_and_path_leads_somewhere(document: Path) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_every_command_is_one_that_the_command_line_takes(document: Path) -> None:
+def test_every_command_is_accepted_by_the_command_line(document: Path) -> None:
     commands = COMMAND.findall(document.read_text())
     assert commands or document.name != "README.md"
     for command in commands:
@@ -40,7 +40,7 @@ def test_every_make_target_in_the_documents_exists() -> None:
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{document.name}: make {target}"
 
 
-def test_the_settings_that_readme_shows_are_settings() -> None:
+def test_the_settings_in_readme_are_valid() -> None:
     sets = re.findall(r"--set (\S+=\S+)", (ROOT / "README.md").read_text())
     assert sets
     load(None, sets)

@@ -1,4 +1,4 @@
-"""The table of imports holds, and the check that says so finds what breaks it."""
+"""The table of allowed imports holds, and the check finds violations."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ def plant(root: Path, file: str, source: str) -> list[str]:
     return wrong_imports(root)
 
 
-def test_no_file_imports_what_it_may_not() -> None:
+def test_no_file_has_a_forbidden_import() -> None:
     assert wrong_imports() == []
 
 
@@ -92,7 +92,7 @@ def test_no_file_imports_what_it_may_not() -> None:
         ("tools/check", "#!/usr/bin/env python3\nimport shm", "tools/check:2: imports shm; write pipeline.shm"),
     ],
 )
-def test_a_wrong_arrow_is_found_with_its_place(tmp_path: Path, file: str, source: str, fault: str) -> None:
+def test_a_forbidden_import_is_found_with_its_place(tmp_path: Path, file: str, source: str, fault: str) -> None:
     assert plant(tmp_path, file, source) == [fault]
 
 

@@ -1,4 +1,4 @@
-"""The package as a wheel, as an editable install, and from the project's root: the same modules, and nothing else."""
+"""A wheel, an editable install and the project's root provide the same modules, and nothing else."""
 
 import ast
 import shutil
@@ -38,7 +38,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The project as a fresh clone has it: building leaves files behind, which do not belong into the real one."""
+    """The project as a fresh clone has it: builds leave files behind, which do not belong in the real one."""
     project = tmp_path_factory.mktemp("project")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, project)
@@ -57,11 +57,11 @@ def wheel(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environment(folder: Path, *what: str | Path) -> Path:
-    """A virtual environment with one package installed and this one's dependencies at hand. Returns its bin."""
+    """A virtual environment with one package and access to this environment's dependencies. Returns its bin."""
     run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder)
     bin_dir = folder / "bin"
-    # A line of a .pth file puts that folder on the path, but does not read the .pth files in it: an editable install of
-    # this very project there stays out of sight.
+    # A line of a .pth file adds that folder to the path, but .pth files in it are not read: an editable install of this
+    # project there stays invisible.
     site = run(bin_dir / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
     (Path(site) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     pip = (sys.executable, "-m", "pip", "--python", bin_dir / "python", "install", "--quiet")
@@ -70,7 +70,7 @@ def environment(folder: Path, *what: str | Path) -> Path:
 
 
 def assert_works(bin_dir: Path, elsewhere: Path, package: Path | str) -> None:
-    """What an install must do, from a folder that is not the project's and holds a config.py of its own."""
+    """Check an install from a folder that is not the project's and contains a config.py of its own."""
     (elsewhere / "config.py").write_text("raise ImportError('the wrong config')")
     lines = run(bin_dir / "python", "-P", "-c", LOOK_AROUND, cwd=elsewhere).splitlines()
     assert lines == [str(package), "[]"]
@@ -88,7 +88,7 @@ def test_a_wheel_installs_and_works_from_any_folder(wheel: Path, tmp_path: Path)
     assert_works(bin_dir, elsewhere, Path(site) / "pipeline")
 
 
-def test_an_editable_install_shows_the_package_and_nothing_beside_it(project: Path, tmp_path: Path) -> None:
+def test_an_editable_install_provides_only_the_package(project: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     assert_works(environment(tmp_path, "--editable", project), elsewhere, project / "pipeline")
@@ -99,7 +99,7 @@ def test_the_project_runs_from_its_root_without_an_install(project: Path) -> Non
     assert run(sys.executable, "-P", "-c", code, cwd=project) == f"pipeline {VERSION}\n"
 
 
-def test_a_wheel_holds_every_file_of_the_folders_and_no_other(wheel: Path, project: Path) -> None:
+def test_a_wheel_contains_every_file_of_the_folders_and_no_other(wheel: Path, project: Path) -> None:
     expected = {
         f"pipeline/{path.relative_to(project)}"
         for folder in LINKED
@@ -116,7 +116,7 @@ def test_a_wheel_holds_every_file_of_the_folders_and_no_other(wheel: Path, proje
 
 
 def requirements(*extras: str) -> list[Requirement]:
-    """What pyproject.toml asks for."""
+    """The requirements in pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     texts = [*project["dependencies"], *(text for extra in extras for text in project["optional-dependencies"][extra])]
     return [Requirement(text) for text in texts]

@@ -1,7 +1,7 @@
-"""Python 3.11 to 3.13: the package as a wheel and as source, in each that is here, and served from a strange folder.
+"""Python 3.11 to 3.13: the package as a wheel and as source, and served from a folder with shadowing modules.
 
-An interpreter that is not on this machine can't be tried; the end of the test run names it. What holds without it is
-checked all the same: the source is of the oldest version's syntax, and imports nothing that a newer one has dropped.
+A missing interpreter is skipped, and the end of the test run names it. Checks that need no interpreter run anyway:
+the source has the oldest version's syntax, and imports nothing that a newer version has removed.
 """
 
 import ast
@@ -40,19 +40,19 @@ GONE = {
 HOSTILE = ("config.py", "shm.py", "stages.py", "kernels/__init__.py", "zmq.py", "msgspec.py", "json.py", "torch.py")
 
 
-def test_the_oldest_that_is_promised_is_the_oldest_that_is_tried() -> None:
+def test_the_oldest_supported_python_is_the_oldest_tested() -> None:
     assert pythons.supported() == ["3.11", "3.12", "3.13"]
     assert tuple(map(int, pythons.supported()[0].split("."))) == OLDEST
     assert 'requires-python = ">=3.11"' in (ROOT / "pyproject.toml").read_text("utf-8")
 
 
-def test_the_source_is_of_the_oldest_versions_syntax() -> None:
-    with warnings.catch_warnings(action="error"):  # an invalid escape is a warning first and an error later
+def test_the_source_has_the_syntax_of_the_oldest_python() -> None:
+    with warnings.catch_warnings(action="error"):  # an invalid escape is a warning now and an error later
         for path in SOURCES:
             ast.parse(path.read_bytes(), str(path), feature_version=OLDEST)
 
 
-def test_nothing_is_imported_that_a_newer_version_has_dropped() -> None:
+def test_nothing_is_imported_that_a_newer_python_has_removed() -> None:
     imports = {
         (found.target.partition(".")[0], f"{path.relative_to(ROOT)}:{found.line}")
         for path in SOURCES
@@ -71,16 +71,16 @@ print(json.dumps([found.version, [p.value for p in found.entry_points if p.group
 
 
 @pytest.mark.parametrize("version", pythons.here())
-def test_a_wheel_installs_and_compiles_in_each_python_that_is_here(version: str, wheel: Path, tmp_path: Path) -> None:
+def test_a_wheel_installs_and_compiles_in_each_available_python(version: str, wheel: Path, tmp_path: Path) -> None:
     run(pythons.here()[version], "-m", "venv", "--without-pip", tmp_path / "venv", cwd=tmp_path)
     python = tmp_path / "venv" / "bin" / "python"
     assert run(python, "-c", pythons.WHICH, cwd=tmp_path).strip() == version
     pip = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index")
     run(*pip, wheel, cwd=tmp_path)
     site = tmp_path / "venv" / "lib" / f"python{version}" / "site-packages"
-    said = run(python, "-P", "-W", "error", "-c", LOOK_AT, site, cwd=tmp_path)
-    assert json.loads(said) == [VERSION, ["pipeline.__main__:main"]]
-    # The launcher is there, and its own first import is of the package.
+    output = run(python, "-P", "-W", "error", "-c", LOOK_AT, site, cwd=tmp_path)
+    assert json.loads(output) == [VERSION, ["pipeline.__main__:main"]]
+    # The launcher exists, and imports the package first.
     assert "from pipeline.__main__ import main" in (tmp_path / "venv" / "bin" / "pipeline").read_text()
 
 
@@ -91,7 +91,7 @@ class TestAWheel:
             (name,) = [name for name in file.namelist() if name.endswith(".dist-info/WHEEL")]
             assert b"Root-Is-Purelib: true" in file.read(name)
 
-    def test_says_what_it_is(self, wheel: Path) -> None:
+    def test_has_complete_metadata(self, wheel: Path) -> None:
         with zipfile.ZipFile(wheel) as file:
             names = file.namelist()
             (name,) = [name for name in names if name.endswith(".dist-info/METADATA")]
@@ -105,9 +105,7 @@ class TestAWheel:
         assert metadata.get_all("Project-URL") is None
         assert "Author" not in metadata and "Home-page" not in metadata
 
-    def test_tells_type_checkers_that_it_is_typed_and_holds_what_is_compiled_at_the_first_start(
-        self, wheel: Path
-    ) -> None:
+    def test_contains_type_marker_defaults_and_kernel_sources(self, wheel: Path) -> None:
         names = zipfile.ZipFile(wheel).namelist()
         assert "pipeline/py.typed" in names
         assert "pipeline/config/default.toml" in names
@@ -119,7 +117,7 @@ def test_a_source_distribution_makes_the_same_wheel(project: Path, wheel: Path, 
     name = run(sys.executable, "-c", build, tmp_path, cwd=project).splitlines()[-1]
     assert name == f"pipeline_serve-{VERSION}.tar.gz"
     with tarfile.open(tmp_path / name) as file:
-        assert all(member.isfile() or member.isdir() for member in file), "a link would lead out of it"
+        assert all(member.isfile() or member.isdir() for member in file), "a link could point outside"
         file.extractall(tmp_path, filter="data")
     source = tmp_path / name.removesuffix(".tar.gz")
     pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation")
@@ -135,8 +133,8 @@ def test_a_source_distribution_makes_the_same_wheel(project: Path, wheel: Path, 
 
 @pytest.mark.usefixtures("smollm2_dir")
 @pytest.mark.parametrize("python", pythons.ready())
-def test_a_wheel_serves_from_a_folder_full_of_traps(python: str, wheel: Path, tmp_path: Path) -> None:
-    """With the dependencies of another environment at hand, and the package from the wheel alone."""
+def test_a_wheel_serves_from_a_folder_of_shadowing_modules(python: str, wheel: Path, tmp_path: Path) -> None:
+    """With the dependencies of another environment, and the package only from the wheel."""
     run(python, "-m", "venv", "--without-pip", tmp_path / "venv", cwd=tmp_path)
     bin_dir = tmp_path / "venv" / "bin"
     where = "import sysconfig; print(sysconfig.get_path('purelib'))"

@@ -1,4 +1,4 @@
-"""A server of the OpenAI API that answers what it is told to, in a thread of its own."""
+"""A fake server of the OpenAI API with scripted answers, in a thread of its own."""
 
 import asyncio
 import threading
@@ -11,7 +11,7 @@ PATIENCE_S = 30.0
 
 
 class FakeChat:
-    """Answers `N: text` to the N-th message of a conversation, word by word. Some texts have it do something else; see
+    """Answers `N: text` to the N-th message of a conversation, word by word. Some texts trigger other behavior; see
     `_answer`. Use as a context manager."""
 
     def __init__(self, port: int = 0) -> None:

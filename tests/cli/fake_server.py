@@ -1,4 +1,4 @@
-"""A server of the OpenAI API that counts words, in a thread of its own."""
+"""A fake server of the OpenAI API that counts words, in a thread of its own."""
 
 import asyncio
 import threading
@@ -15,7 +15,7 @@ TEMPLATE_TOKENS = 20
 class FakeServer:
     """Answers every prompt with `max_tokens` words. Use as a context manager.
 
-    `fails` says of each request's body and number (counted from 0) how it goes wrong: None,
+    `fails` maps each request's body and number (counted from 0) to its failure: None,
     "refuse" (503), "cut" (ends after a word) or "error" (an error event).
     """
 

@@ -1,4 +1,4 @@
-"""`pipeline bench` against a server that counts words."""
+"""`pipeline bench` with a server that counts words."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ from tests.cli.fake_server import TEMPLATE_TOKENS, FakeServer
 
 
 def bench(server: FakeServer, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, Any], str]:
-    """Run at temperature 0, unless `options` say otherwise. Returns exit code, report and standard error."""
+    """Run at temperature 0, unless `options` set another. Returns exit code, report and standard error."""
     code = main(["bench", "--url", server.url, "--json", "-", "--temperature=0", *options])
     out, err = capsys.readouterr()
     return code, json.loads(out), err
@@ -29,7 +29,7 @@ def _parse(*options: str) -> argparse.Namespace:
     return parser.parse_args(options)
 
 
-def test_a_number_of_requests_is_made_and_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_number_of_requests_is_sent_and_measured(capsys: pytest.CaptureFixture[str]) -> None:
     with FakeServer() as server:
         code, report, err = bench(
             server,
@@ -52,7 +52,7 @@ def test_a_number_of_requests_is_made_and_measured(capsys: pytest.CaptureFixture
     assert len({body["messages"][0]["content"] for body in streamed}) == len(streamed)
 
 
-def test_a_window_of_time_is_filled_by_all_streams(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_streams_fill_the_time_window(capsys: pytest.CaptureFixture[str]) -> None:
     with FakeServer() as server:
         code, report, _ = bench(
             server,
@@ -70,7 +70,7 @@ def test_a_window_of_time_is_filled_by_all_streams(capsys: pytest.CaptureFixture
     assert lengths[5] == lengths[10] == lengths[15] == 1
 
 
-def test_each_concurrency_is_measured_greedily_and_at_the_default_temperature_of_the_api(
+def test_each_concurrency_is_measured_greedily_and_at_the_api_s_default_temperature(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with FakeServer() as server:
@@ -132,7 +132,7 @@ def test_the_temperatures_of_a_concurrency_are_adjacent_columns(capsys: pytest.C
     assert rows["tokens in/out"] == ["25/2"] * 4
 
 
-def test_the_seed_makes_the_prompts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_seed_determines_the_prompts(capsys: pytest.CaptureFixture[str]) -> None:
     def prompts(*seed: str) -> list[str]:
         with FakeServer() as server:
             code, _, _ = bench(server, capsys, "--concurrency=2", "--num-requests=4", "--output-tokens=1", *seed)
@@ -152,7 +152,7 @@ def test_prefill_sends_long_prompts_for_one_token(capsys: pytest.CaptureFixture[
     assert level["prefill_tokens_per_s"] == pytest.approx(820 / level["ttft_ms"]["p50"] * 1000, rel=0.01)
 
 
-def test_shared_prompts_begin_alike(capsys: pytest.CaptureFixture[str]) -> None:
+def test_shared_prompts_have_a_common_prefix(capsys: pytest.CaptureFixture[str]) -> None:
     with FakeServer() as server:
         _, report, _ = bench(server, capsys, "--shared", "--num-requests=16", "--warmup=0", "--endpoint=completions")
     (level,) = report["levels"]
@@ -164,7 +164,7 @@ def test_shared_prompts_begin_alike(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("fault", "message"), [("cut", "the stream ended early"), ("error", "a stage died")])
-def test_broken_streams_are_counted_and_end_with_an_error(
+def test_broken_streams_are_counted_and_cause_an_error_exit(
     fault: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with FakeServer(lambda body, number: fault if body.get("stream") and number % 3 == 0 else None) as server:
@@ -177,7 +177,7 @@ def test_broken_streams_are_counted_and_end_with_an_error(
     assert err == f"pipeline bench: error: 1 streams, temperature 0: 2 × {message}\n"
 
 
-def test_a_server_that_refuses_everything_ends_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_rejects_everything_ends_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     with FakeServer(lambda body, number: "refuse") as server:
         code, report, _ = bench(server, capsys, "--concurrency=2", "--duration=10m", "--prompt-words=5")
     assert code == 1
@@ -185,7 +185,7 @@ def test_a_server_that_refuses_everything_ends_the_run(capsys: pytest.CaptureFix
     assert len(server.bodies) <= 12
 
 
-def test_chunks_are_counted_where_the_server_reports_no_usage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_chunks_are_counted_if_the_server_reports_no_usage(capsys: pytest.CaptureFixture[str]) -> None:
     with FakeServer() as server:
         server.has_usage = False
         _, report, _ = bench(
@@ -206,7 +206,7 @@ def test_the_table_and_the_file_are_written(tmp_path: Path, capsys: pytest.Captu
     assert json.loads(path.read_bytes())["workload"]["output_tokens"] == 128
 
 
-def test_the_key_and_the_model_are_sent(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_api_key_and_the_model_are_sent(capsys: pytest.CaptureFixture[str]) -> None:
     with FakeServer() as server:
         code, report, _ = bench(
             server,
@@ -218,7 +218,7 @@ def test_the_key_and_the_model_are_sent(capsys: pytest.CaptureFixture[str]) -> N
     assert not any("ignore_eos" in body for body in server.bodies)
 
 
-def test_a_server_that_is_not_there_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_server_is_an_error_of_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with FakeServer() as server:
         pass
     assert main(["bench", "--url", server.url]) == 1
@@ -231,9 +231,7 @@ def test_a_server_that_is_not_there_is_one_clear_line(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     "models", [[], None, {"data": None}, {"data": []}, {"data": {"a": 1}}, {"data": ["a"]}, {"data": [{"name": "a"}]}]
 )
-def test_a_server_that_lists_models_otherwise_is_one_clear_line(
-    models: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unexpected_model_list_is_an_error_of_one_line(models: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with FakeServer() as server:
         server.models = models
         assert main(["bench", "--url", server.url]) == 1
@@ -242,7 +240,7 @@ def test_a_server_that_lists_models_otherwise_is_one_clear_line(
 
 
 @pytest.mark.parametrize("usage", ["many", ["x"], {"prompt_tokens": "x"}, {"prompt_tokens": -1}, {"tokens": 3}])
-def test_a_server_that_counts_otherwise_is_one_clear_line(usage: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unexpected_usage_is_an_error_of_one_line(usage: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with FakeServer() as server:
         server.usage = usage
         assert main(["bench", "--url", server.url]) == 1
@@ -252,7 +250,7 @@ def test_a_server_that_counts_otherwise_is_one_clear_line(usage: Any, capsys: py
 
 
 @pytest.mark.parametrize("name", [".", "no/such/folder.json", "x" * 300, "a\0b"])
-def test_a_report_that_could_not_be_written_is_noticed_before_measuring(
+def test_an_unwritable_report_is_an_error_before_measuring(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with FakeServer() as server:
@@ -263,7 +261,7 @@ def test_a_report_that_could_not_be_written_is_noticed_before_measuring(
     assert "can't be written: " in err
 
 
-def test_a_measurement_that_fails_leaves_no_report_and_keeps_the_last_one(
+def test_a_failed_measurement_leaves_no_report_and_keeps_the_last_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with FakeServer() as server:
@@ -292,7 +290,9 @@ def test_a_measurement_that_fails_leaves_no_report_and_keeps_the_last_one(
         (["--prompt-tokens=64", "--shared-prefix-tokens=64"], "--shared-prefix-tokens 64: needs less than"),
     ],
 )
-def test_mistakes_are_reported_in_one_line(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_errors_of_one_line(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     try:
         code: Any = main(["bench", *options])
     except SystemExit as stopped:

@@ -1,4 +1,4 @@
-"""From records to numbers, on records made by hand."""
+"""From request results to statistics, on handmade results."""
 
 import pytest
 from hypothesis import given
@@ -38,7 +38,7 @@ def test_only_the_part_inside_the_window_counts() -> None:
     assert (summary.prompt_tokens, summary.completion_tokens) == (100, 3.5)
 
 
-def test_a_steady_stream_has_its_rate_wherever_the_window_lies() -> None:
+def test_a_steady_stream_has_the_same_rate_in_any_window() -> None:
     records = [record(start, [start + 0.1 * step for step in range(1, 11)]) for start in map(float, range(100))]
     for opened_s in (3.0, 3.25, 3.77):
         summary = summarize(Level(1, opened_s, opened_s + 50, records))
@@ -54,13 +54,13 @@ def test_errors_are_counted_and_give_no_tokens() -> None:
     assert summary.output_tokens_per_s == pytest.approx(0.1)
 
 
-def test_nothing_measured_is_all_zero() -> None:
+def test_without_results_all_statistics_are_zero() -> None:
     summary = summarize(Level(1, 0.0, 0.0, []))
     assert (summary.output_tokens_per_s, summary.ttft_ms) == (0.0, Spread())
 
 
 @given(values=st.lists(st.floats(-1e6, 1e6), min_size=1), part=st.floats(0, 1))
-def test_percentiles_lie_between_the_ends_and_grow(values: list[float], part: float) -> None:
+def test_percentiles_are_within_the_range_and_increase(values: list[float], part: float) -> None:
     ordered = sorted(values)
     assert ordered[0] <= percentile(ordered, part) <= ordered[-1] or percentile(ordered, part) == pytest.approx(
         ordered[0]
@@ -68,12 +68,12 @@ def test_percentiles_lie_between_the_ends_and_grow(values: list[float], part: fl
     assert (percentile(ordered, 0), percentile(ordered, 1)) == (ordered[0], ordered[-1])
 
 
-def test_the_median_of_an_even_number_is_between_the_two_in_the_middle() -> None:
+def test_the_median_of_an_even_number_is_the_mean_of_the_middle_two() -> None:
     assert percentile([1.0, 2.0, 4.0, 9.0], 0.5) == 3.0
 
 
 @given(words=st.integers(1, 2000), shared=st.integers(0, 2000), seed=st.integers(0, 2**32))
-def test_prompts_have_the_asked_length_share_their_prefix_and_come_back(words: int, shared: int, seed: int) -> None:
+def test_prompts_have_the_requested_length_a_shared_prefix_and_repeat(words: int, shared: int, seed: int) -> None:
     shared = min(shared, words - 1)
     first, second = (prompt(seed, name, words, shared).split() for name in ("8/1/0", "8/1/1"))
     assert len(first) == words
@@ -81,7 +81,7 @@ def test_prompts_have_the_asked_length_share_their_prefix_and_come_back(words: i
     assert prompt(seed, "8/1/0", words, shared).split() == first
 
 
-def test_prompts_are_no_two_alike() -> None:
+def test_no_two_prompts_are_alike() -> None:
     prompts = {prompt(1, f"{stream}/{count}", 128, 64) for stream in range(32) for count in range(32)}
     assert len(prompts) == 1024
 

@@ -1,4 +1,4 @@
-"""Reading streamed answers: chunks of text are counted when they come, whatever the framing."""
+"""Reading streamed answers: chunks of text are counted on arrival, with any framing."""
 
 from itertools import pairwise
 
@@ -29,7 +29,7 @@ def read(body: bytes, cuts: list[int], endpoint: str = "chat") -> Tally:
 
 
 @given(cuts=st.lists(st.integers(0, len(CHAT))), crlf=st.booleans())
-def test_an_answer_may_be_cut_anywhere(cuts: list[int], crlf: bool) -> None:
+def test_an_answer_can_be_split_anywhere(cuts: list[int], crlf: bool) -> None:
     body = CHAT.replace(b"\n", b"\r\n") if crlf else CHAT
     tally = read(body, cuts)
     assert tally.error is None
@@ -37,7 +37,7 @@ def test_an_answer_may_be_cut_anywhere(cuts: list[int], crlf: bool) -> None:
     assert (tally.prompt_tokens, tally.completion_tokens, tally.finish_reason) == (7, 5, "length")
 
 
-def test_chunks_are_dated_when_they_come() -> None:
+def test_chunks_are_timestamped_on_arrival() -> None:
     first = CHAT.index(b"\n\ndata: ", CHAT.index(b"one")) + 2
     assert read(CHAT, [first]).arrivals == [0.0, 1.0]
 
@@ -54,7 +54,7 @@ def test_completions_and_spaced_json_are_read(space: bytes) -> None:
     assert (len(tally.arrivals), tally.completion_tokens, tally.finish_reason, tally.error) == (1, 1, "stop", None)
 
 
-def test_usage_and_finish_may_come_with_the_last_text() -> None:
+def test_usage_and_finish_reason_can_come_with_the_last_text() -> None:
     tally = read(
         b'data: {"choices":[{"delta":{"content":"a"},"finish_reason":null}]}\n\n'
         b'data: {"choices":[{"delta":{"content":"b"},"finish_reason":"stop"}],'
@@ -64,7 +64,7 @@ def test_usage_and_finish_may_come_with_the_last_text() -> None:
     assert (tally.prompt_tokens, tally.completion_tokens, tally.finish_reason, tally.error) == (4, 9, "stop", None)
 
 
-def test_chunks_are_counted_where_there_is_no_usage() -> None:
+def test_chunks_are_counted_without_usage() -> None:
     body = CHAT[: CHAT.index(b'data: {"choices":[],"usage"')] + b"data: [DONE]\n\n"
     tally = read(body, [])
     assert (tally.has_usage, tally.completion_tokens) == (False, 2)

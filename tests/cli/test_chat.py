@@ -1,4 +1,4 @@
-"""`pipeline chat` against a server that answers what it is told to: in a terminal, and through a pipe."""
+"""`pipeline chat` with a fake server with scripted answers: in a terminal, and through a pipe."""
 
 import io
 import json
@@ -28,7 +28,7 @@ def chat(server: FakeChat | str, *args: str) -> list[str]:
 
 
 def piped(text: str, server: FakeChat | str, *args: str) -> tuple[int, str, str]:
-    """Exit code, standard output, standard error."""
+    """Returns exit code, standard output and standard error."""
     done = subprocess.run(chat(server, *args), cwd=ROOT, input=text, capture_output=True, text=True, timeout=60)
     return done.returncode, done.stdout, done.stderr
 
@@ -40,24 +40,24 @@ def test_a_conversation_in_a_terminal(tmp_path: Path) -> None:
     saved, markdown = tmp_path / "talk.json", tmp_path / "talk.md"
     with FakeChat() as server, Terminal(chat(server, "--system", "Be kind."), ROOT) as terminal:
         terminal.wait_for(f"fake-model at {server.url} · /help lists commands, Ctrl-D ends")
-        terminal.say("Hello there", "2: Hello there")
+        terminal.enter("Hello there", "2: Hello there")
         terminal.wait_for("7 tokens · first after")
-        terminal.say("And again", "4: And again")
-        terminal.say("/system Be brief.", "system prompt: Be brief.")
-        terminal.say("third", "6: third")
-        terminal.say(f"/save {saved}", f"saved as {saved}")
-        terminal.say(f"/save {saved}", f"saved as {saved}", times=2)
-        terminal.say(f"/save {markdown}", f"saved as {markdown}")
-        terminal.say(f"/save {ROOT / 'README.md'}", "README.md exists; use another name")
-        terminal.say("/save /no/such/folder/x", "can't be written: No such file or directory")
-        terminal.say("/save", "/save: needs a file name")
-        terminal.say("/reset", "conversation cleared")
-        terminal.say("/system off", "no system prompt")
-        terminal.say("first again", "1: first again")
-        terminal.say("/retry", "1: first again", times=2)
-        terminal.say("/help", "/quit          end the chat, like Ctrl-D")
-        terminal.say("/nonsense", "unknown command: /nonsense; /help lists them")
-        terminal.say("/etc/passwd is what?", "3: /etc/passwd is what?")
+        terminal.enter("And again", "4: And again")
+        terminal.enter("/system Be brief.", "system prompt: Be brief.")
+        terminal.enter("third", "6: third")
+        terminal.enter(f"/save {saved}", f"saved as {saved}")
+        terminal.enter(f"/save {saved}", f"saved as {saved}", times=2)
+        terminal.enter(f"/save {markdown}", f"saved as {markdown}")
+        terminal.enter(f"/save {ROOT / 'README.md'}", "README.md exists; use another name")
+        terminal.enter("/save /no/such/folder/x", "can't be written: No such file or directory")
+        terminal.enter("/save", "/save: needs a file name")
+        terminal.enter("/reset", "conversation cleared")
+        terminal.enter("/system off", "no system prompt")
+        terminal.enter("first again", "1: first again")
+        terminal.enter("/retry", "1: first again", times=2)
+        terminal.enter("/help", "/quit          end the chat, like Ctrl-D")
+        terminal.enter("/nonsense", "unknown command: /nonsense; /help lists them")
+        terminal.enter("/etc/passwd is what?", "3: /etc/passwd is what?")
         terminal.type("/quit\r")
         assert terminal.end() == 0
     assert [turn["role"] for turn in json.loads(saved.read_text())] == ["system", *["user", "assistant"] * 3]
@@ -67,7 +67,7 @@ def test_a_conversation_in_a_terminal(tmp_path: Path) -> None:
     assert server.bodies[1]["messages"][2] == {"role": "assistant", "content": "2: Hello there "}
 
 
-def test_a_question_on_several_lines() -> None:
+def test_a_question_can_span_several_lines() -> None:
     with FakeChat() as server, Terminal(chat(server), ROOT) as terminal:
         terminal.wait_for("> ")
         terminal.type("one\\\rtwo\r")
@@ -88,13 +88,13 @@ def test_a_question_on_several_lines() -> None:
 def test_ctrl_c_stops_the_answer_and_not_the_chat() -> None:
     with FakeChat() as server, Terminal(chat(server), ROOT) as terminal:
         terminal.wait_for("> ")
-        terminal.say("for ever", "on on on")
+        terminal.enter("for ever", "on on on")
         terminal.type(CTRL_C)
         terminal.wait_for("stopped")
-        assert server.left.wait(10), "the server is told"
+        assert server.left.wait(10), "the client disconnects"
         terminal.wait_for("tokens/s")
-        terminal.say("and now", "3: and now")
-        assert server.bodies[1]["messages"][1]["content"].startswith("on on on"), "what was read was said"
+        terminal.enter("and now", "3: and now")
+        assert server.bodies[1]["messages"][1]["content"].startswith("on on on"), "the history keeps the partial answer"
         terminal.wait_for_prompt()
         terminal.interrupt("Ctrl-D or /quit ends the chat")
         terminal.wait_for_prompt()
@@ -102,18 +102,18 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat() -> None:
         assert terminal.end() == 0
 
 
-def test_what_goes_wrong_reads_well_and_can_be_asked_again() -> None:
+def test_errors_are_readable_and_the_question_can_be_retried() -> None:
     with FakeChat() as server, Terminal(chat(server, "--max-tokens", "5"), ROOT) as terminal:
         terminal.wait_for("> ")
-        terminal.say("too long", "the conversation is too long for the model: /reset")
-        terminal.say("go wrong", "error: a stage died")
-        terminal.say("break off", "error: lost the connection to the server")
+        terminal.enter("too long", "the conversation is too long for the model: /reset")
+        terminal.enter("go wrong", "error: a stage died")
+        terminal.enter("break off", "error: lost the connection to the server")
         terminal.wait_for("/retry asks again once the server is back")
-        terminal.say("html", "error: the server answered 502: <h1>Bad gateway</h1>")
-        terminal.say("plain", "error: the server answered with application/json instead of a stream")
-        terminal.say("garbage", "error: the server sent an invalid event: {not json")
-        terminal.say("cut", "the answer was cut at --max-tokens 5")
-        terminal.say("fine", "3: fine")
+        terminal.enter("html", "error: the server answered 502: <h1>Bad gateway</h1>")
+        terminal.enter("plain", "error: the server answered with application/json instead of a stream")
+        terminal.enter("garbage", "error: the server sent an invalid event: {not json")
+        terminal.enter("cut", "the answer was cut at --max-tokens 5")
+        terminal.enter("fine", "3: fine")
         assert "Traceback" not in terminal.text
         terminal.wait_for_prompt()
         terminal.type(CTRL_D)
@@ -121,33 +121,33 @@ def test_what_goes_wrong_reads_well_and_can_be_asked_again() -> None:
     assert server.bodies[-1]["messages"][0]["content"] == "cut", "questions without an answer are not kept"
 
 
-def test_a_full_context_is_said() -> None:
+def test_a_full_context_is_reported() -> None:
     with FakeChat() as server, Terminal(chat(server), ROOT) as terminal:
         terminal.wait_for("> ")
-        terminal.say("cut", "the model's context is full; /reset starts a new conversation")
-        terminal.say("too long", "/reset, then /retry asks again")
-        terminal.say("/reset", "conversation cleared")
-        terminal.say("/retry", "too long for the model", times=2)
+        terminal.enter("cut", "the model's context is full; /reset starts a new conversation")
+        terminal.enter("too long", "/reset, then /retry asks again")
+        terminal.enter("/reset", "conversation cleared")
+        terminal.enter("/retry", "too long for the model", times=2)
 
 
-def test_a_server_that_comes_back_is_asked_again() -> None:
+def test_a_question_can_be_retried_after_a_server_restart() -> None:
     with FakeChat() as server, Terminal(chat(server), ROOT) as terminal:
         terminal.wait_for("> ")
-        terminal.say("Hello", "1: Hello")
+        terminal.enter("Hello", "1: Hello")
         port = int(server.url.rsplit(":", 1)[1])
         server.close()
-        terminal.say("Are you there", "error: lost the connection to the server")
+        terminal.enter("Are you there", "error: lost the connection to the server")
         with FakeChat(port):
-            terminal.say("/retry", "3: Are you there")
+            terminal.enter("/retry", "3: Are you there")
             terminal.wait_for_prompt()
             terminal.type(CTRL_D)
             assert terminal.end() == 0
 
 
-def test_an_answer_can_not_command_the_terminal() -> None:
+def test_an_answer_cannot_send_control_sequences_to_the_terminal() -> None:
     with FakeChat() as server, Terminal(chat(server), ROOT) as terminal:
         terminal.wait_for("> ")
-        terminal.say("control", "�[2Jbell� and")
+        terminal.enter("control", "�[2Jbell� and")
         assert b"\x1b[2J" not in terminal.raw
         assert b"\x07" not in terminal.raw
 
@@ -165,7 +165,7 @@ def test_each_line_of_a_pipe_is_a_question_and_only_answers_are_printed() -> Non
         assert piped("", server) == (0, "", "")
 
 
-def test_options_go_with_every_question() -> None:
+def test_options_are_sent_with_every_question() -> None:
     args = ("--temperature", "0.5", "--top-p", "0.9", "--max-tokens", "12", "--seed", "3", "--api-key", "secret")
     with FakeChat() as server:
         assert piped("one\ntwo", server, *args, "--model", "another")[0] == 0
@@ -175,22 +175,22 @@ def test_options_go_with_every_question() -> None:
     assert server.headers[0]["Authorization"] == "Bearer secret"
 
 
-def test_control_characters_go_through_a_pipe_as_they_are() -> None:
+def test_control_characters_are_unchanged_in_a_pipe() -> None:
     with FakeChat() as server:
         assert piped("control\n", server)[1] == "\x1b[2Jbell\x07 and\ttab\n"
 
 
-def test_a_question_without_an_answer_is_an_error_of_the_program() -> None:
+def test_a_question_without_an_answer_makes_the_exit_code_1() -> None:
     with FakeChat() as server:
         code, out, err = piped("too long\nfine\n", server)
         assert (code, out) == (1, "1: fine \n")
         assert err == ("pipeline chat: error: the server answered 400: this model's maximum context length is 9\n")
         code, out, err = piped("break off\nfine\n", server)
-        assert (code, out) == (1, "half an \n"), "who is gone is not asked on and on"
+        assert (code, out) == (1, "half an \n"), "a lost server gets no more questions"
         assert err.startswith("pipeline chat: error: lost the connection to the server: ")
 
 
-def test_a_server_that_is_not_there_is_said() -> None:
+def test_a_missing_server_is_a_clear_error() -> None:
     with FakeChat() as server:
         url = server.url
     code, out, err = piped("one\n", url)
@@ -214,7 +214,9 @@ def test_a_server_that_is_not_there_is_said() -> None:
         (("--set", "gateway.prot=1"), "gateway.prot: there is no such key; did you mean gateway.port?"),
     ],
 )
-def test_options_that_are_none_are_said(args: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_clear_errors(
+    args: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     try:
         code: object = main(["chat", *args])
     except SystemExit as stopped:
@@ -228,7 +230,7 @@ def test_options_that_are_none_are_said(args: tuple[str, ...], words: str, capsy
 
 @pytest.fixture
 def at(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Sets where a server is looked for that nobody has named; questions are piped."""
+    """Sets the default address of a server; questions are piped."""
 
     def set_address(url: str) -> None:
         monkeypatch.setattr("pipeline.cli.chat.command.DEFAULT_URL", url)
@@ -239,12 +241,12 @@ def at(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
-    """The settings of servers that are started, none of which can."""
+    """The settings of the servers that are started; each start fails."""
     settings: list[Settings] = []
 
     class EmbeddedServer:
         def __init__(self, given: Settings, environ: dict[str, str]) -> None:
-            assert len(environ["PIPELINE_API_KEYS"]) > 30  # drawn for it: nobody else has the key
+            assert len(environ["PIPELINE_API_KEYS"]) > 30  # a random key of its own
             settings.append(given)
             raise StartError("not today")
 
@@ -252,7 +254,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     return settings
 
 
-def test_a_server_that_runs_is_taken(
+def test_a_running_server_is_used(
     at: Callable[[str], None], started: list[Settings], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with FakeChat() as server:
@@ -262,7 +264,7 @@ def test_a_server_that_runs_is_taken(
     assert started == []
 
 
-def test_where_none_runs_one_is_started_that_nobody_else_finds(
+def test_without_a_running_server_a_private_one_is_started(
     at: Callable[[str], None], started: list[Settings], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with FakeChat() as server:
@@ -274,7 +276,7 @@ def test_where_none_runs_one_is_started_that_nobody_else_finds(
 
 
 @pytest.mark.parametrize("args", [("--model", "m.gguf"), ("--set", "max_model_len=64"), ("--config", "small-memory")])
-def test_who_names_a_model_or_settings_gets_a_server_with_them(
+def test_a_model_or_settings_start_a_server_with_them(
     args: tuple[str, ...], at: Callable[[str], None], started: list[Settings]
 ) -> None:
     with FakeChat() as server:
@@ -282,10 +284,10 @@ def test_who_names_a_model_or_settings_gets_a_server_with_them(
         assert main(["chat", *args, "--set", "log_level=error"]) == 1
     assert server.bodies == []
     assert len(started) == 1
-    assert started[0].log_level == "info", "its log has to say when it is ready"
+    assert started[0].log_level == "info", "the chat waits for the log line at readiness"
 
 
-def test_something_else_at_that_address_is_said(
+def test_another_service_at_the_default_address_is_an_error(
     at: Callable[[str], None], started: list[Settings], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with FakeServer() as server:
@@ -309,10 +311,10 @@ def test_a_failed_question_is_not_part_of_the_conversation() -> None:
     assert [turn.content for turn in conversation.turns] == ["s", "a", "b"]
     conversation.with_question("c")
     assert conversation.take_back() == "c"
-    assert [turn.content for turn in conversation.turns] == ["s", "a", "b"], "an older answer stays"
+    assert [turn.content for turn in conversation.turns] == ["s", "a", "b"], "an earlier answer stays"
 
 
-def test_speed_is_told_as_far_as_it_is_known() -> None:
+def test_the_status_line_shows_the_known_counts_and_speeds() -> None:
     assert described(ChatAnswer(0.0)) == "about 0 tokens"
     assert described(ChatAnswer(1.0, 1.5, 1.5, 1, 1)) == "1 token · first after 0.50 s"
     assert described(ChatAnswer(1.0, 1.5, 2.5, 3, 11)) == "11 tokens · first after 0.50 s · 10.0 tokens/s"

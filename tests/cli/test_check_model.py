@@ -1,4 +1,4 @@
-"""`pipeline check-model` passes what is computed as transformers computes it, and nothing else."""
+"""`pipeline check-model` passes exactly the models whose results match transformers."""
 
 import json
 import os
@@ -115,8 +115,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The command is the only one in its process, and sets it up."""
+def restored_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Restores the process's state, which the command changes."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GOMP_SPINCOUNT"):
         monkeypatch.setenv(name, os.environ.get(name, "2"))
     monkeypatch.setattr(command, "open_log", lambda stage, level: None)
@@ -138,7 +138,7 @@ def check(model: str, *more: str, capsys: pytest.CaptureFixture[str]) -> tuple[i
 
 
 def results(out: str) -> list[tuple[str, str]]:
-    """Program and result of each row of the table. A cell that is too long for its column goes on in further lines,
+    """Program and result of each row of the table. A cell that is too long for its column continues in further lines,
     whose last cell is empty."""
     rows: list[tuple[str, str]] = []
     for line in out.splitlines():
@@ -152,7 +152,7 @@ def results(out: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_config_alone_is_enough_to_check_an_architecture(
+def test_a_config_is_enough_to_check_an_architecture(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, err = check(config_file(tmp_path, CONFIGS[name]), capsys=capsys)
@@ -170,14 +170,14 @@ def checkpoint(tmp_path: Path) -> Path:
     return checkpoints.save_folder(tmp_path / "tiny", model)
 
 
-def test_a_checkpoint_passes_until_something_of_it_is_broken(
+def test_a_checkpoint_passes_until_a_part_of_it_is_broken(
     tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     where = ["--set", f"cache_dir={tmp_path / 'cache'}", "--kernels", "torch"]
     code, out, err = check(str(checkpoint), *where, capsys=capsys)
     assert (code, len(results(out))) == (0, 5), out + err
     assert "qwen3, 3 layers, hidden size 64, 4 heads on 2 of size 32, vocabulary of 608, window 20 in 2 of them" in out
-    # What is prepared of it now turns by other angles.
+    # The model prepared from it now rotates by other angles.
     (path,) = (tmp_path / "cache").glob("model-*/model.json")
     text = path.read_text()
     assert text.count("5000.0") == 1
@@ -188,7 +188,7 @@ def test_a_checkpoint_passes_until_something_of_it_is_broken(
     assert "failed: 5 of 5 checks" in out
 
 
-def test_a_window_that_is_not_kept_to_fails(
+def test_an_ignored_window_fails(
     checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(ModelConfig, "window_of", lambda self, layer: self.sliding_window and self.sliding_window + 1)
@@ -197,7 +197,7 @@ def test_a_window_that_is_not_kept_to_fails(
     assert code == 1 and "failed: 5 of 5" in out
 
 
-def test_one_program_that_is_broken_fails_alone(
+def test_one_broken_program_fails_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(NativeProgram, "_head_norms", lambda self, norms: None)
@@ -208,7 +208,7 @@ def test_one_program_that_is_broken_fails_alone(
     assert {result for program, result in found if not program.startswith("torch")} == {"FAIL"}
 
 
-def test_a_window_that_no_prompt_reaches_is_said_not_to_be_checked(
+def test_a_window_longer_than_every_prompt_is_reported_as_unchecked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = checkpoints.save_folder(tmp_path / "wide", checkpoints.tiny("mistral", sliding_window=128))
@@ -236,7 +236,7 @@ def test_a_window_that_no_prompt_reaches_is_said_not_to_be_checked(
         ({}, "model_type is None; it must name an architecture"),
     ],
 )
-def test_what_we_do_not_know_is_told_in_a_line(
+def test_an_unsupported_model_is_an_error_of_one_line(
     tmp_path: Path, config: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, err = check(config_file(tmp_path, config), capsys=capsys)
@@ -256,14 +256,14 @@ def test_what_we_do_not_know_is_told_in_a_line(
         ("/no/such/config.json", [], "config.json cannot be read: No such file or directory"),
     ],
 )
-def test_what_is_no_checkpoint_is_told(
+def test_an_invalid_checkpoint_is_an_error(
     model: str, more: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, _, err = check(model, *more, capsys=capsys)
     assert code == 1 and words in err
 
 
-def test_prompts_of_impossible_lengths_are_refused(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_of_impossible_lengths_are_rejected(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for tokens in ("3", "-1", "99999999"):
         assert main(["check-model", str(checkpoint), "--tokens", tokens]) == 2
         assert f"--tokens {tokens}: needs a number from 64" in capsys.readouterr().err
@@ -272,7 +272,7 @@ def test_prompts_of_impossible_lengths_are_refused(checkpoint: Path, capsys: pyt
     assert code == 1 and "exceed the model's context of 256 tokens" in err
 
 
-def test_a_gpu_that_is_not_there_is_one_line(
+def test_a_missing_gpu_is_an_error_of_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "0")
@@ -298,7 +298,7 @@ def test_it_runs_as_a_command(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("check-model-*"))
 
 
-# --- what is tiny stays of its kind
+# --- shrunk models keep their kind
 
 
 def shrunk(config: dict[str, Any]) -> Any:
@@ -322,14 +322,14 @@ def test_a_shrunk_model_keeps_its_ratios_and_kinds() -> None:
     assert random_checkpoint._fewer(kinds, 4) == ["full_attention"] * 3 + ["sliding_attention"]
 
 
-# --- what is allowed
+# --- tolerances
 
 
 PLAN = CheckPlan([[1, 2, 3]])
 
 
 def sides(change: float = 0.0, text: int = 7, exact: bool = True) -> tuple[Ours, Theirs]:
-    """One prompt with a text of one id, of which transformers has two that are nearly equal: 7 and 8."""
+    """One prompt with a text of one id; transformers has two nearly equal ones: 7 and 8."""
     logits = np.random.default_rng(0).standard_normal(100).astype(np.float32)
     logits[7], logits[8] = 5.0, 4.9999
     ours = logits.copy()
@@ -357,7 +357,7 @@ def test_a_text_may_differ_only_where_transformers_is_undecided() -> None:
     assert not finding.passed and (finding.num_same, finding.num_undecided) == (0, 0)
 
 
-def test_a_text_that_parts_where_we_have_no_logits_of_theirs_fails() -> None:
+def test_a_text_that_diverges_without_reference_logits_fails() -> None:
     ours, theirs = sides(text=8)
     theirs = Theirs({(1, 2): theirs.logits[1, 2, 3]}, theirs.texts)
     ours.made = [ComputedCase("whole", (1, 2), theirs.logits[1, 2])]

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def run(*argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    """Exit code, standard output, standard error."""
+    """Returns exit code, standard output and standard error."""
     try:
         code = main(argv)
     except SystemExit as stopped:
@@ -33,21 +33,21 @@ def run(*argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
-    """What the supervisor is asked to serve; it answers with exit code 3."""
-    asked: list[Settings] = []
+    """The settings that the supervisor is started with; it returns exit code 3."""
+    settings_served: list[Settings] = []
 
     def serve(settings: Settings, run_mode: RunMode) -> int:
         assert run_mode == RunMode()
-        asked.append(settings)
+        settings_served.append(settings)
         return 3
 
     supervisor = ModuleType("pipeline.supervisor.serve")
     supervisor.serve = serve  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "pipeline.supervisor.serve", supervisor)
-    return asked
+    return settings_served
 
 
-def test_serve_hands_the_settings_to_the_supervisor_and_its_code_back(
+def test_serve_passes_the_settings_to_the_supervisor_and_returns_its_code(
     served: list[Settings], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "mine.toml"
@@ -72,14 +72,12 @@ def test_serve_hands_the_settings_to_the_supervisor_and_its_code_back(
     assert (settings.schedule.max_steps_in_flight, settings.model) == (2, "a b.gguf")
 
 
-def test_serve_takes_a_preset_by_name(served: list[Settings], capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_accepts_a_preset_by_name(served: list[Settings], capsys: pytest.CaptureFixture[str]) -> None:
     assert run("serve", "--config", "small-memory", capsys=capsys)[0] == 3
     assert served == [load(presets()["small-memory"])]
 
 
-def test_serve_starts_nothing_when_settings_are_wrong(
-    served: list[Settings], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_settings_start_nothing(served: list[Settings], capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run("serve", "--port", "http", "--set", "gateway.prot=2", capsys=capsys)
     assert (code, out, served) == (2, "", [])
     assert err.splitlines() == [
@@ -88,7 +86,7 @@ def test_serve_starts_nothing_when_settings_are_wrong(
     ]
 
 
-def test_options_without_effect_are_warned_about(served: list[Settings], capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_without_effect_cause_a_warning(served: list[Settings], capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run("serve", "--set", "schedule.max_num_batched_tokens=16", capsys=capsys)
     assert code == 3
     assert err.startswith("pipeline: warning: schedule.max_num_seqs: ")
@@ -106,7 +104,7 @@ def test_an_interrupt_ends_without_a_traceback(
     assert run("serve", capsys=capsys) == (130, "", "")
 
 
-def test_an_address_that_cannot_be_listened_on_is_one_line(
+def test_an_unavailable_address_is_an_error_of_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def taken(settings: Settings, run_mode: RunMode) -> int:
@@ -119,7 +117,7 @@ def test_an_address_that_cannot_be_listened_on_is_one_line(
     assert run("serve", capsys=capsys) == (2, "", f"pipeline: error: {words}\n")
 
 
-def test_config_show_prints_what_would_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_show_prints_the_effective_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run("config", "show", "--config", "exact", "--set", "gateway.port=7", capsys=capsys)
     assert (code, err) == (0, "")
     assert tomllib.loads(out)["gateway"]["port"] == 7
@@ -128,7 +126,7 @@ def test_config_show_prints_what_would_be_used(tmp_path: Path, capsys: pytest.Ca
     assert load(path) == load(Path("exact"), ["gateway.port=7"])
 
 
-def test_config_check_says_ok(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_check_prints_ok(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.toml"
     path.write_text("[gateway]\nport = 1\n")
     assert run("config", "check", str(path), capsys=capsys) == (0, f"{path}: ok\n", "")
@@ -142,7 +140,7 @@ def test_config_check_says_ok(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         ('"gateway.port" = 9', "in quotes this is one name"),
     ],
 )
-def test_config_check_has_no_file_that_it_cannot_answer(
+def test_config_check_reports_every_unreadable_file(
     tmp_path: Path, text: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "mine.toml"
@@ -152,13 +150,13 @@ def test_config_check_has_no_file_that_it_cannot_answer(
     assert words in err
 
 
-def test_config_check_has_no_name_that_it_cannot_answer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_check_reports_an_invalid_file_name(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run("config", "check", "x" * 300, capsys=capsys)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "File name too long" in err
 
 
-def test_config_check_says_everything_that_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_check_reports_every_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.toml"
     path.write_text("[gateway]\nport = 'x'\nhosst = ''\n")
     code, out, err = run("config", "check", str(path), capsys=capsys)
@@ -186,7 +184,7 @@ def test_config_check_says_everything_that_is_wrong(tmp_path: Path, capsys: pyte
         (["config", "check"], "the following arguments are required: FILE"),
     ],
 )
-def test_mistyped_commands_are_answered_in_one_line(
+def test_mistyped_commands_are_errors_of_one_line(
     argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, err = run(*argv, capsys=capsys)
@@ -196,17 +194,19 @@ def test_mistyped_commands_are_answered_in_one_line(
     assert "--help" in err
 
 
-def test_serve_takes_the_model_by_its_place(served: list[Settings], capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_accepts_the_model_as_a_positional_argument(
+    served: list[Settings], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run("serve", "ORG/NAME", "--port", "1", capsys=capsys) == (3, "", "")
     assert [one.model for one in served] == ["ORG/NAME"]
     code, _, err = run("serve", "ORG/NAME", "--model", "x", capsys=capsys)
     assert (code, err) == (2, "pipeline: error: the model is given twice: ORG/NAME, and --model x\n")
 
 
-def test_what_is_meant_by_an_option_of_vllm_is_a_setting() -> None:
-    told = (ROOT / "docs" / "http.md").read_text("utf-8")
+def test_the_equivalent_of_each_vllm_option_is_a_setting() -> None:
+    docs = (ROOT / "docs" / "http.md").read_text("utf-8")
     for flag, setting in AS_SETTINGS.items():
-        assert f"| `{flag}` | `{setting}` |" in told
+        assert f"| `{flag}` | `{setting}` |" in docs
         section: object = Settings()
         for name in setting.partition("=")[0].split("."):
             section = getattr(section, name)
@@ -217,7 +217,7 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("command", [[], ["serve"], ["bench"], ["config"], ["config", "show"], ["config", "check"]])
-def test_every_command_explains_itself(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(*command, "--help", capsys=capsys)
     assert (code, err) == (0, "")
     assert out.startswith(" ".join(["usage: pipeline", *command]))
@@ -236,8 +236,8 @@ def test_it_runs_as_a_module_with_clean_errors() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_help_comes_at_once() -> None:
-    """As processor time, beside that of a start which imports one library: what else runs here changes both."""
+def test_help_is_fast() -> None:
+    """Measured as CPU time, relative to a start that imports one library: other load affects both."""
 
     def cpu_s(*words: str) -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -247,10 +247,10 @@ def test_help_comes_at_once() -> None:
 
     pairs = [(cpu_s("-m", "pipeline", "--help"), cpu_s("-c", "import msgspec, argparse")) for _ in range(5)]
     help_s, least_s = map(min, zip(*pairs, strict=True))
-    assert help_s < 3 * least_s, "numpy alone would be as much again"
+    assert help_s < 3 * least_s, "numpy alone would double it"
 
 
-def test_a_reader_that_leaves_ends_it_quietly() -> None:
+def test_a_closed_pipe_ends_it_quietly() -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
     try:

@@ -1,4 +1,4 @@
-"""A file that can't be written is said before the work, and looking leaves nothing behind."""
+"""An unwritable file is an error before the work, and the check leaves no trace."""
 
 import os
 from pathlib import Path
@@ -9,17 +9,17 @@ from pipeline.cli.out_file import require_writable
 from pipeline.config.load import ConfigError
 
 
-def test_looking_leaves_everything_as_it_was(tmp_path: Path) -> None:
+def test_the_check_changes_nothing(tmp_path: Path) -> None:
     require_writable(tmp_path / "new", "--out")
     assert not (tmp_path / "new").exists()
     (tmp_path / "old").write_bytes(b"old")
     require_writable(tmp_path / "old", "--out")
     assert (tmp_path / "old").read_bytes() == b"old"
     os.mkfifo(tmp_path / "pipe")
-    require_writable(tmp_path / "pipe", "--out")  # to open it would wait for its reader
+    require_writable(tmp_path / "pipe", "--out")  # opening it would block until a reader opens it
 
 
-def test_a_file_that_can_not_be_written_is_named_with_its_option(tmp_path: Path) -> None:
+def test_an_unwritable_file_is_named_with_its_option(tmp_path: Path) -> None:
     for path, reason in (
         (tmp_path, "Is a directory"),
         (tmp_path / "no" / "x", "No such file or directory"),

@@ -1,4 +1,4 @@
-"""`pipeline profile STAGE`: what goes in comes out, is counted, and is told."""
+"""`pipeline profile STAGE`: the stage's output is complete, counted and reported."""
 
 import json
 import logging
@@ -73,21 +73,21 @@ def test_schedule_plans_a_step_for_every_result(smollm2_dir: Path, depth: Any) -
     assert abs(result.messages_in.get("Admit", 0) - result.messages_in.get("Closed", 0)) <= STREAMS
 
 
-def test_detokenize_gives_out_every_id_once(smollm2_dir: Path) -> None:
+def test_detokenize_outputs_every_id_once(smollm2_dir: Path) -> None:
     result = profile("detokenize", smollm2_dir)
     assert abs(result.num_tokens - STREAMS * result.messages_in["Settled"]) <= STREAMS * AHEAD
     assert 0 < result.messages_out["Deltas"] <= result.messages_in["Settled"] + AHEAD
     assert set(result.messages_out) <= {"Deltas", "Release"}
 
 
-def test_the_gateway_gives_clients_every_token_once(smollm2_dir: Path) -> None:
+def test_the_gateway_sends_clients_every_token_once(smollm2_dir: Path) -> None:
     result = profile("gateway", smollm2_dir)
     assert result.num_tokens > 100
     assert result.num_tokens <= STREAMS * (result.messages_in["Deltas"] + AHEAD)
     assert abs(result.messages_out.get("Submit", 0) - result.messages_out.get("Closed", 0)) <= STREAMS
 
 
-def test_a_flame_graph_and_a_trace_show_the_stage_at_work(smollm2_dir: Path, tmp_path: Path) -> None:
+def test_a_flame_graph_and_a_trace_show_the_working_stage(smollm2_dir: Path, tmp_path: Path) -> None:
     flame, trace = tmp_path / "flame.txt", tmp_path / "trace.json"
     result = profile("detokenize", smollm2_dir, flame=flame, trace=trace)
     lines = flame.read_text().splitlines()
@@ -99,7 +99,7 @@ def test_a_flame_graph_and_a_trace_show_the_stage_at_work(smollm2_dir: Path, tmp
     assert any(event["ph"] == "M" and "detokenize" in str(event["args"]) for event in events)
 
 
-def test_a_stage_that_fails_is_told_in_its_own_words(tmp_path: Path, smollm2_dir: Path) -> None:
+def test_a_stage_that_fails_is_reported_with_its_error(tmp_path: Path, smollm2_dir: Path) -> None:
     (tmp_path / "model.json").write_bytes((smollm2_dir / "model.json").read_bytes())
     with pytest.raises(UserError, match=r"detokenize failed: .*(No such file|not found|tokenizer)"):
         measure(
@@ -132,7 +132,7 @@ def test_the_command_prints_a_table_and_writes_json(
         assert "needs a" in capsys.readouterr().err
 
 
-def test_what_was_the_limit_is_said() -> None:
+def test_the_limiting_resource_is_reported() -> None:
     def limit(busy: float, waited: float, load: float, load_waited: float) -> str:
         return limit_of(2.0, Used(2 * busy, 2 * busy, 2 * waited), Used(2 * load, 2 * load, 2 * load_waited))
 
@@ -143,7 +143,7 @@ def test_what_was_the_limit_is_said() -> None:
     assert limit(0.5, 0.05, 0.5, 0.05) == "turns"
 
 
-def test_a_sampler_sees_where_cpu_goes_and_leaves_nothing_behind() -> None:
+def test_the_sampler_finds_the_cpu_s_hot_spots_and_cleans_up() -> None:
     import signal
     import time
 
@@ -165,7 +165,7 @@ def test_a_sampler_sees_where_cpu_goes_and_leaves_nothing_behind() -> None:
         sampler.stop()
 
 
-def test_stacks_become_a_picture_and_a_speedscope_profile(tmp_path: Path) -> None:
+def test_stacks_become_a_flame_graph_and_a_speedscope_profile(tmp_path: Path) -> None:
     stacks = Stacks({"run (a.py:1);work <b> (b.py:2)": 3, "run (a.py:1)": 1}, 0.004)
     for name in ("f.svg", "f.json", "f.folded"):
         write(stacks, tmp_path / name, "a & b")

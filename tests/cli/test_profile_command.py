@@ -19,12 +19,12 @@ from pipeline.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
-Asked = list[tuple[Settings, ProfilePlan]]
+Requested = list[tuple[Settings, ProfilePlan]]
 
 
 @pytest.fixture(autouse=True)
 def log() -> Iterator[None]:
-    """The command opens the process's log; other tests have their own."""
+    """Restore the process's log, which the command opens."""
     log = logging.getLogger("pipeline")
     before = log.handlers, log.level, log.propagate
     yield
@@ -32,7 +32,7 @@ def log() -> Iterator[None]:
 
 
 def run(*argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    """Exit code, standard output, standard error."""
+    """Returns exit code, standard output and standard error."""
     try:
         code = main(["profile", *argv])
     except SystemExit as stopped:
@@ -43,7 +43,7 @@ def run(*argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
 
 
 def measured(settings: Settings, plan: ProfilePlan) -> Profile:
-    """What the stage might answer."""
+    """A possible result of the stage."""
     is_native = settings.execute.kernels != "torch"
     rates = MachineRates(20e9, 100e9, 90e9, 300e9) if is_native else None
     qkv = OpTime("qkv", True, 30, 2.5, 1e8, 3e8, 40.0, 120.0, Floor(2.0, 0.8))
@@ -79,16 +79,16 @@ def measured(settings: Settings, plan: ProfilePlan) -> Profile:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
-    """What the stage is asked to measure."""
-    asked: Asked = []
+def requested(monkeypatch: pytest.MonkeyPatch) -> Requested:
+    """The plans that the stage receives."""
+    requested: Requested = []
 
     def profile(settings: Settings, plan: ProfilePlan, prepare: Callable[[], Path]) -> Profile:
-        asked.append((settings, plan))
+        requested.append((settings, plan))
         return measured(settings, plan)
 
     install(monkeypatch, profile)
-    return asked
+    return requested
 
 
 def install(monkeypatch: pytest.MonkeyPatch, profile: object) -> None:
@@ -97,8 +97,8 @@ def install(monkeypatch: pytest.MonkeyPatch, profile: object) -> None:
     monkeypatch.setitem(sys.modules, "pipeline.stages.execute.measuring.profile", module)
 
 
-def test_the_stage_is_asked_for_the_steps_and_settings_of_the_options(
-    asked: Asked, capsys: pytest.CaptureFixture[str]
+def test_the_stage_receives_the_steps_and_settings_of_the_options(
+    requested: Requested, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, _, err = run(
         *("execute", "--set", "execute.num_threads=1", "--model", "a b.gguf", "--quantization", "q8_0"),
@@ -107,15 +107,15 @@ def test_the_stage_is_asked_for_the_steps_and_settings_of_the_options(
         capsys=capsys,
     )
     assert (code, err) == (0, "")
-    ((settings, plan),) = asked
+    ((settings, plan),) = requested
     assert (settings.model, settings.quantization) == ("a b.gguf", "q8_0")
     assert (settings.execute.num_threads, settings.execute.kernels) == (1, "portable")
     assert plan == ProfilePlan((2, 64), 99, (), 3, "torch", None)
 
 
-def test_by_default_decode_and_prefill_are_measured(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+def test_by_default_decode_and_prefill_are_measured(requested: Requested, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("execute", "--shape", "qwen2-0.5b", capsys=capsys)[0] == 0
-    ((_, plan),) = asked
+    ((_, plan),) = requested
     assert plan.shape == "qwen2-0.5b"
     assert plan.cases() == [
         Case("decode", 1, 1, 256),
@@ -131,7 +131,7 @@ def rows(out: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("│┃").split("│")] for line in out.splitlines() if "│" in line]
 
 
-def test_the_tables_hold_ops_steps_and_machine(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tables_hold_ops_steps_and_machine(requested: Requested, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run("execute", "--against=torch", "--batch=8", "--prefill=512", capsys=capsys)
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= LEAST_WIDTH
@@ -154,7 +154,7 @@ def test_the_tables_hold_ops_steps_and_machine(asked: Asked, capsys: pytest.Capt
     assert "differ" not in out
 
 
-def test_a_machine_that_drifts_is_told_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_machine_that_drifts_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def profile(settings: Settings, plan: ProfilePlan, prepare: Callable[[], Path]) -> Profile:
         after = MachineRates(18e9, 101e9, 90e9, 200e9)
         return msgspec.structs.replace(measured(settings, plan), after=after)
@@ -164,38 +164,38 @@ def test_a_machine_that_drifts_is_told_of(monkeypatch: pytest.MonkeyPatch, capsy
     assert "The two differ by up to 50 %" in out
 
 
-def test_kernels_that_cannot_tell_ops_apart_say_so(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kernels_without_times_per_op_are_reported(requested: Requested, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run("execute", "--kernels=torch", "--batch=8", "--prefill=none", capsys=capsys)
     assert code == 0
     assert rows(out) == [["decode 8 at 256", "4.000", "2,000.0", *"––––––", "7"]]
     assert "Single ops and floors are available for native kernels only; these are torch, bfloat16." in out
 
 
-def test_json_goes_to_a_file_beside_the_tables_or_alone_to_standard_output(
-    asked: Asked, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_json_is_written_to_a_file_beside_the_tables_or_alone_to_standard_output(
+    requested: Requested, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "profile.json"
     code, out, _ = run("execute", "--json", str(path), capsys=capsys)
     assert code == 0
     assert "whole step" in out
     written = msgspec.json.decode(path.read_bytes(), type=Profile)
-    assert written == measured(*asked[0])
+    assert written == measured(*requested[0])
     code, out, _ = run("execute", "--json", "-", capsys=capsys)
     assert (code, msgspec.json.decode(out, type=Profile)) == (0, written)
 
 
 @pytest.mark.parametrize("name", [".", "no/such/folder.json", "x" * 300, "a\0b"])
-def test_a_report_that_could_not_be_written_is_noticed_before_measuring(
-    asked: Asked, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_an_unwritable_report_is_an_error_before_measuring(
+    requested: Requested, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, err = run("execute", "--json", str(tmp_path / name), capsys=capsys)
-    assert (code, out, err.count("\n"), asked) == (2, "", 1, [])
+    assert (code, out, err.count("\n"), requested) == (2, "", 1, [])
     assert err.startswith(f"pipeline: error: --json {tmp_path}")
     assert "can't be written: " in err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_the_user_can_mend_is_one_line(
+def test_a_user_error_is_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def profile(settings: Settings, plan: ProfilePlan, prepare: Callable[[], Path]) -> Profile:
@@ -208,7 +208,7 @@ def test_what_the_user_can_mend_is_one_line(
     assert not path.exists()
 
 
-def test_a_model_that_is_not_there_is_one_line(
+def test_a_missing_model_is_an_error_of_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def profile(settings: Settings, plan: ProfilePlan, prepare: Callable[[], Path]) -> Profile:
@@ -222,13 +222,13 @@ def test_a_model_that_is_not_there_is_one_line(
     assert "none.gguf" in err
 
 
-def test_a_gpu_that_is_not_there_is_one_line_before_a_model_is_fetched(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_missing_gpu_is_an_error_of_one_line_before_a_model_is_fetched(
+    requested: Requested, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setattr("pipeline.supervisor.gpu.DRIVER", "libthere-is-none.so.1")
     code, out, err = run("execute", "--set", "execute.device=cuda", capsys=capsys)
-    assert (code, out, err.count("\n"), asked) == (1, "", 1, [])
+    assert (code, out, err.count("\n"), requested) == (1, "", 1, [])
     assert err.startswith("pipeline profile: error: execute.device is 'cuda', but this machine has no NVIDIA driver")
 
 
@@ -252,22 +252,22 @@ def test_a_gpu_that_is_not_there_is_one_line_before_a_model_is_fetched(
         (["execute", "--set", "execute.thread=1"], "did you mean execute.num_threads?"),
     ],
 )
-def test_mistakes_are_told_in_one_line(
-    argv: list[str], words: str, asked: Asked, capsys: pytest.CaptureFixture[str]
+def test_invalid_options_are_errors_of_one_line(
+    argv: list[str], words: str, requested: Requested, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, err = run(*argv, capsys=capsys)
-    assert (code, out, err.count("\n"), asked) == (2, "", 1, [])
+    assert (code, out, err.count("\n"), requested) == (2, "", 1, [])
     assert err.startswith("pipeline: error: ")
     assert words in err
 
 
-def test_an_unknown_stage_is_answered_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_stage_is_an_error_that_lists_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     _, _, err = run("detokenise", capsys=capsys)
     assert "execute" in err and "detokenize" in err
 
 
 @pytest.mark.parametrize("command", [[], ["execute"], ["gateway"], ["pipeline"]])
-def test_every_command_explains_itself(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(*command, "--help", capsys=capsys)
     assert (code, err) == (0, "")
     assert out.startswith(" ".join(["usage: pipeline profile", *command]))

@@ -1,4 +1,4 @@
-"""What `pipeline ps` and `pipeline top` work out and draw; a running server is looked at in tests/e2e."""
+"""The computations and tables of `pipeline ps` and `pipeline top`; tests/e2e uses them on a running server."""
 
 import io
 import sys
@@ -15,7 +15,7 @@ from tests.metrics.test_exposition import gateway, schedule, server, stage
 
 
 def at(unix_s: float, *, output: int = 50, prompt: int = 100, cpu_s: float = 2.5, wait_s: float = 1.5) -> ServerStats:
-    """A server at some time."""
+    """A server's stats at a time."""
     running = stage("schedule.0", schedule(num_output_tokens=output, num_prompt_tokens=prompt))
     assert running.counts is not None
     counts = msgspec.structs.replace(running.counts, wait_s=wait_s)
@@ -39,7 +39,7 @@ def test_rates_are_over_the_last_interval() -> None:
     assert running.busy_percent == 75.0
 
 
-def test_the_share_of_time_that_went_into_waits_for_plans_is_shown() -> None:
+def test_the_share_of_time_spent_waiting_for_plans_is_shown() -> None:
     looks = [at(0.0), at(10.0)]
     assert view_of(looks).plan_wait_percent == 0.0
     [running] = [one for one in looks[1].stages if one.name == "schedule.0"]
@@ -53,7 +53,7 @@ def test_the_share_of_time_that_went_into_waits_for_plans_is_shown() -> None:
     assert view.depth == 2
 
 
-def test_a_single_look_has_no_rates_but_medians_since_the_start() -> None:
+def test_a_single_sample_has_no_rates_but_medians_since_the_start() -> None:
     view = view_of([at(10.0)])
     assert view.output_tokens_per_s is None
     assert view.stages[0].cpu_percent is None
@@ -61,23 +61,23 @@ def test_a_single_look_has_no_rates_but_medians_since_the_start() -> None:
     assert (view.running, view.waiting, view.kv_blocks_held, view.kv_blocks_total) == (3, 4, 5, 10)
 
 
-def test_medians_are_over_the_window_alone() -> None:
+def test_medians_are_over_the_window_only() -> None:
     view = view_of([at(0.0), at(1.0)])
     assert view.time_to_first_token_ms is None, "nothing came in it"
 
 
-def test_a_stage_that_was_started_again_has_no_rate_for_what_it_was_before() -> None:
+def test_a_restarted_stage_has_no_rate_across_the_restart() -> None:
     before, now = at(0.0), at(1.0)
     other = [msgspec.structs.replace(one, pid=one.pid + 1) for one in now.stages]
     view = view_of([before, msgspec.structs.replace(now, stages=other)])
     assert [one.cpu_percent for one in view.stages] == [None, None, None]
 
 
-def test_counters_that_fall_make_no_negative_rate() -> None:
+def test_falling_counters_give_no_negative_rate() -> None:
     assert view_of([at(0.0, output=500), at(1.0, output=0)]).output_tokens_per_s == 0.0
 
 
-def drawn(view: View, width: int, message: str = "") -> list[str]:
+def rendered(view: View, width: int, message: str = "") -> list[str]:
     console = Console(file=io.StringIO(), width=width, highlight=False)
     console.print(draw.top(view, width, message))
     text: Any = console.file
@@ -95,7 +95,7 @@ def test_everything_fits_the_terminal(width: int) -> None:
     for one in view.stages:
         one.pid, one.rss_bytes, one.cpu_percent, one.num_queued = 4194304, 500 * 1024**3, 12800.0, 65536
         one.messages_per_s, one.busy_percent, one.note = 123456.0, 100.0, "65536 running"
-    lines = drawn(view, width)
+    lines = rendered(view, width)
     assert all(len(line) <= width for line in lines)
     text = "\n".join(lines)
     for words in (
@@ -111,7 +111,7 @@ def test_everything_fits_the_terminal(width: int) -> None:
         assert words in text, f"{words!r} does not fit {width} columns"
 
 
-def test_a_pipe_cuts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_truncates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdout", io.StringIO())
     line = draw.server_line(7, "m" * 300, "http://[2001:db8:85a3::8a2e:370:7334]:65535", "serving", 10.0)
     draw.console().print(line)
@@ -132,38 +132,38 @@ def test_a_stage_without_a_process_of_its_own_shows_none() -> None:
     view = view_of(looks)
     [gate] = [one for one in view.stages if one.name == "gateway.0"]
     assert (gate.cpu_percent, gate.rss_bytes) == (None, None)
-    [line] = [line for line in drawn(view, 80) if line.startswith("gateway.0")]
+    [line] = [line for line in rendered(view, 80) if line.startswith("gateway.0")]
     assert "MiB" not in line and draw.NONE in line
 
 
-def test_the_bar_shows_what_is_held_cached_and_free() -> None:
+def test_the_bar_shows_used_cached_and_free_blocks() -> None:
     view = view_of([at(1.0)])
-    [bar] = [line for line in drawn(view, 100) if line.startswith("KV")]
+    [bar] = [line for line in rendered(view, 100) if line.startswith("KV")]
     held, cached, free = (bar.count(sign) for sign in "█▒░")
     assert held + cached + free == 60
     assert held == 30
     assert cached == 18
 
 
-def test_swap_space_is_shown_where_there_is_any() -> None:
+def test_swap_space_is_shown_if_there_is_any() -> None:
     view = view_of([at(0.0)])
-    assert not any(line.startswith("swap ") for line in drawn(view, 120))
+    assert not any(line.startswith("swap ") for line in rendered(view, 120))
     view.swapped, view.swap_blocks_held, view.swap_blocks_total = 3, 5, 8
     view.blocks_swapped_out, view.blocks_swapped_in = 1200, 700
-    lines = drawn(view, 120)
+    lines = rendered(view, 120)
     assert "swap 5 blocks held of 8; 1,200 copied out, 700 back" in [line.rstrip() for line in lines]
     assert any(line.split()[:2] == ["swapped", "3"] for line in lines)
 
 
-def test_what_went_wrong_is_below() -> None:
-    assert drawn(view_of([at(1.0)]), 80, "no answer")[-1] == "no answer"
+def test_errors_are_shown_below() -> None:
+    assert rendered(view_of([at(1.0)]), 80, "no answer")[-1] == "no answer"
 
 
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [(0.4, "0 s"), (61, "1 min 1 s"), (3700, "1 h 1 min"), (90000, "1 d 1 h")],
 )
-def test_durations_are_read_at_a_glance(seconds: float, words: str) -> None:
+def test_durations_are_short_and_readable(seconds: float, words: str) -> None:
     assert draw.duration(seconds) == words
 
 
@@ -173,7 +173,7 @@ def test_the_json_of_top_is_flat_and_plain() -> None:
     assert {"name", "pid", "cpu_percent", "rss_bytes", "num_queued"} <= view["stages"][0].keys()
 
 
-def test_a_stage_says_what_it_holds() -> None:
+def test_a_stage_shows_its_load() -> None:
     own = ExecuteCounts(num_rows=7, num_steps=1, num_tokens=1, step_s=0.0, wait_s=0.0)
     counts = StageCounts(0, 0, [], own, 0, 0.0, 0, 0, 0)
     view = view_of([server(msgspec.structs.replace(stage("execute.0", None), counts=counts))])

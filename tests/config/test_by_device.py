@@ -1,4 +1,4 @@
-"""What the settings leave open, for each device."""
+"""Defaults that depend on the device."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from pipeline.config.load import ConfigError, load
 GPU = "execute.device=cuda"
 
 
-def test_depth_follows_the_device_unless_it_is_said() -> None:
+def test_steps_in_flight_default_to_the_device_s_value() -> None:
     assert max_steps_in_flight(load()) == 1
     assert max_steps_in_flight(load(sets=[GPU])) == 2
     for sets in ([], [GPU]):
@@ -26,14 +26,14 @@ def test_depth_follows_the_device_unless_it_is_said() -> None:
         )
 
 
-def test_kv_memory_of_a_gpu_takes_none_of_this_machine() -> None:
+def test_kv_memory_of_a_gpu_takes_no_host_memory() -> None:
     assert kv_bytes_in_ram(load()) == CPU_KV_BYTES
     assert kv_bytes_in_ram(load(sets=["execute.kv_cache_bytes=1GiB"])) == 2**30
     assert kv_bytes_in_ram(load(sets=[GPU])) == kv_bytes_in_ram(load(sets=[GPU, "execute.kv_cache_bytes=1GiB"])) == 0
 
 
-def test_the_defaults_that_are_shown_suit_a_gpu_too(tmp_path: Path) -> None:
-    """Who changes one line of what `config show` prints has what suits the other device."""
+def test_shown_defaults_suit_a_gpu_too(tmp_path: Path) -> None:
+    """Changing only `device` in the output of `config show` gives the other device's defaults."""
     from pipeline.config.settings import Settings
     from pipeline.config.show import as_toml
 
@@ -77,12 +77,12 @@ def test_the_defaults_that_are_shown_suit_a_gpu_too(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_a_device_can_not_do_is_told_at_start(sets: list[str], problem: str) -> None:
+def test_options_that_a_device_lacks_are_errors(sets: list[str], problem: str) -> None:
     with pytest.raises(ConfigError) as error:
         load(sets=sets)
     assert error.value.problems == [problem]
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_formats_of_a_gpu_are_allowed_there(quantization: str) -> None:
+def test_gpu_formats_are_allowed_on_a_gpu(quantization: str) -> None:
     assert load(sets=[GPU, f"quantization={quantization}"]).quantization == quantization

@@ -1,4 +1,4 @@
-"""Every settings key has a test that shows its effect: one with another value than the default, and what changes."""
+"""Every settings key has a test of its effect, which sets another value than the default."""
 
 import ast
 from functools import cache
@@ -87,9 +87,7 @@ EFFECTS = {
     "execute.gpu_memory_utilization": (
         "tests/stages/execute/cuda/test_kv.py::test_the_fraction_limits_all_memory_of_this_process"
     ),
-    "execute.swap_bytes": (
-        "tests/supervisor/test_supervisor.py::test_swap_space_is_the_executors_alone_and_is_given_back"
-    ),
+    "execute.swap_bytes": "tests/supervisor/test_supervisor.py::test_swap_space_belongs_to_the_executor_and_is_freed",
     "execute.num_threads": f"{BACKEND}::test_threads_end_with_the_program_and_closing_twice_is_harmless",
     "execute.arena_bytes": f"{SERVER}::test_arena_bytes_set_the_sizes_of_arenas",
     "detokenize.replicas": REPLICAS,
@@ -118,7 +116,7 @@ EFFECTS = {
     "chat.tool_call_parser": f"{GATEWAY}::test_tool_call_parser_selects_the_format_of_calls",
     "chat.reasoning_parser": "tests/stages/gateway/replies/test_chat.py::test_reasoning_is_returned_beside_the_content",
 }
-"""Each key, and the test that fails if the key is not passed on to what it is about."""
+"""Each key, and the test that fails if the key has no effect."""
 
 
 def has_a_choice(key: Key) -> bool:
@@ -142,13 +140,13 @@ def names_in(path: str) -> frozenset[str]:
     return frozenset(found)
 
 
-def test_every_key_has_a_test_of_its_effect_and_the_table_has_no_others() -> None:
+def test_every_key_has_a_test_of_its_effect() -> None:
     keys = keys_of()
     assert sorted(keys - EFFECTS.keys()) == [], "keys without a test: write one, and name it in EFFECTS"
     assert sorted(EFFECTS.keys() - keys) == [], "entries of EFFECTS for keys that are not there"
 
 
-def test_every_test_that_the_table_names_is_there() -> None:
+def test_every_test_in_the_table_exists() -> None:
     missing = []
     for key, test in EFFECTS.items():
         path, _, name = test.partition("::")
@@ -157,7 +155,7 @@ def test_every_test_that_the_table_names_is_there() -> None:
     assert missing == []
 
 
-def test_a_key_that_no_test_names_is_found() -> None:
+def test_a_key_without_a_test_is_found() -> None:
     class More(msgspec.Struct):
         new_key: int = 0
 

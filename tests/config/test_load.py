@@ -1,4 +1,4 @@
-"""Settings: what is read, in which order, and what is said about mistakes."""
+"""Loading settings: sources, precedence and error messages."""
 
 from pathlib import Path
 
@@ -29,11 +29,11 @@ def problems_of(
     return caught.value.problems
 
 
-def test_nothing_given_makes_the_defaults() -> None:
+def test_without_input_the_settings_are_the_defaults() -> None:
     assert load() == Settings()
 
 
-def test_flags_win_over_sets_and_sets_over_the_file(write) -> None:
+def test_flags_override_sets_and_sets_override_the_file(write) -> None:
     path = write('served_model_name = "a"\n[gateway]\nport = 1\n[schedule]\nmax_num_seqs = 3\n')
     settings = load(
         path, ["gateway.port=2", "schedule.max_num_seqs=4", "schedule.max_num_seqs=5"], {"gateway.port": "3"}
@@ -54,11 +54,11 @@ def test_flags_win_over_sets_and_sets_over_the_file(write) -> None:
         ("served_model_name=2024-01-01", "2024-01-01"),
     ],
 )
-def test_texts_need_no_quotes_on_the_command_line(text: str, value: str) -> None:
+def test_strings_need_no_quotes_on_the_command_line(text: str, value: str) -> None:
     assert load(sets=[text]).served_model_name == value
 
 
-def test_numbers_and_switches_are_toml() -> None:
+def test_numbers_and_booleans_are_toml() -> None:
     settings = load(sets=["schedule.prefix_caching=false", "supervisor.stop_timeout_s=2", "gateway.port=1_000"])
     assert settings.schedule.prefix_caching is False
     assert settings.supervisor.stop_timeout_s == 2.0
@@ -69,23 +69,23 @@ def test_numbers_and_switches_are_toml() -> None:
     ("text", "num_bytes"),
     [("1b", 1), ("64KiB", 65536), ("512MiB", 2**29), ("1.5 GiB", 3 * 2**29), ("2TiB", 2**41), ("3mb", 3_000_000)],
 )
-def test_sizes_are_understood(text: str, num_bytes: int) -> None:
+def test_sizes_are_parsed(text: str, num_bytes: int) -> None:
     assert size_in_bytes(text) == num_bytes
 
 
 @pytest.mark.parametrize("text", ["", "MiB", "-1MiB", "1", "1 M", "1e3KiB", "1MiBs"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_invalid_sizes_are_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="not a size"):
         size_in_bytes(text)
 
 
-def test_sizes_may_be_given_for_keys_that_count_bytes(write) -> None:
+def test_sizes_are_accepted_for_keys_in_bytes(write) -> None:
     assert load(write('[execute]\nkv_cache_bytes = "1GiB"\n')).execute.kv_cache_bytes == 2**30
     assert load(sets=["execute.kv_cache_bytes=2MiB"]).execute.kv_cache_bytes == 2**21
     assert load(sets=["execute.kv_cache_bytes=2097152"]).execute.kv_cache_bytes == 2**21
 
 
-def test_every_mistake_is_told_at_once_with_file_key_and_what_is_right(write) -> None:
+def test_all_errors_are_reported_at_once_with_file_key_and_expected_value(write) -> None:
     path = write(
         """
         port = 3
@@ -152,22 +152,22 @@ def test_every_mistake_is_told_at_once_with_file_key_and_what_is_right(write) ->
         ),
     ],
 )
-def test_mistakes_on_the_command_line_name_the_option(text: str, problem: str) -> None:
+def test_errors_on_the_command_line_name_the_option(text: str, problem: str) -> None:
     assert problems_of(sets=[text]) == [problem]
 
 
-def test_mistakes_in_flags_name_the_flag() -> None:
+def test_errors_in_flags_name_the_flag() -> None:
     assert problems_of(flags={"gateway.port": "99999"}) == [
         "--port 99999: gateway.port: needs a whole number from 0 to 65535, got the number 99999"
     ]
 
 
-def test_an_empty_model_is_refused(write) -> None:
+def test_an_empty_model_is_rejected(write) -> None:
     path = write('model = ""\n')
     assert problems_of(path) == [f'{path}: model: needs a text that is not empty, got the text ""']
 
 
-def test_an_empty_host_is_refused_as_it_would_listen_everywhere() -> None:
+def test_an_empty_host_is_rejected_as_it_would_listen_everywhere() -> None:
     assert problems_of(flags={"gateway.host": ""}) == [
         '--host : gateway.host: needs a text that is not empty, got the text ""'
     ]
@@ -179,7 +179,7 @@ NUMBERS = [
 
 
 @pytest.mark.parametrize("key", NUMBERS, ids=lambda key: key.dotted)
-def test_no_key_takes_a_number_beyond_what_can_work(key: Key) -> None:
+def test_every_key_has_a_sane_upper_bound(key: Key) -> None:
     for value in (str(2**63), str(2**64), "1e300", "0x" + "f" * 5000):
         (problem,) = problems_of(sets=[f"{key.dotted}={value}"])
         assert f"{key.dotted}: needs {needs(key)}, got " in problem
@@ -188,26 +188,26 @@ def test_no_key_takes_a_number_beyond_what_can_work(key: Key) -> None:
         assert f"{key.dotted}: needs {needs(key)}, got " in problem
 
 
-def test_bad_toml_names_the_line(write) -> None:
+def test_invalid_toml_names_the_line(write) -> None:
     path = write("model = 'a'\nport 3\n")
     (problem,) = problems_of(path)
     assert problem.startswith(f"{path}: is not valid TOML: ")
     assert "line 2" in problem
 
 
-def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
+def test_a_binary_file_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_bytes(b"model = '\xff'")
     assert problems_of(path) == [f"{path}: is not UTF-8 text (byte 9)"]
 
 
-def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_bytes(b"\xef\xbb\xbf[gateway]\nport = 7\n")
     assert load(path).gateway.port == 7
 
 
-def test_settings_nested_without_end_are_refused(write) -> None:
+def test_deeply_nested_settings_are_rejected(write) -> None:
     path = write("model = " + "[" * 100_000)
     assert problems_of(path) == [f"{path}: is not valid settings: it is nested too deeply"]
     assert problems_of(sets=["schedule.max_steps_in_flight=" + "[" * 100_000])[0].startswith(
@@ -215,17 +215,17 @@ def test_settings_nested_without_end_are_refused(write) -> None:
     )
 
 
-def test_numbers_of_thousands_of_digits_are_refused(write) -> None:
+def test_numbers_of_thousands_of_digits_are_rejected(write) -> None:
     path = write(f"max_model_len = {'9' * 5000}")
     (problem,) = problems_of(path)
     assert problem.startswith(f"{path}: is not valid TOML: ")
 
 
-def test_a_name_that_is_too_long_is_refused() -> None:
+def test_a_name_that_is_too_long_is_rejected() -> None:
     assert problems_of(Path("x" * 300)) == [f"{'x' * 300}: can't be read: File name too long"]
 
 
-def test_a_dotted_name_in_quotes_is_not_a_key_of_a_section(write) -> None:
+def test_a_quoted_dotted_name_is_not_a_key_of_a_section(write) -> None:
     path = write('"gateway.port" = 9\n[gateway]\n"port.x" = 1\n')
     assert problems_of(path) == [
         f'{path}: "gateway.port": in quotes this is one name; write it without them',
@@ -233,11 +233,11 @@ def test_a_dotted_name_in_quotes_is_not_a_key_of_a_section(write) -> None:
     ]
 
 
-def test_a_folder_is_refused(tmp_path: Path) -> None:
+def test_a_folder_is_rejected(tmp_path: Path) -> None:
     assert problems_of(tmp_path) == [f"{tmp_path}: is not a file"]
 
 
-def test_an_unknown_preset_is_answered_with_those_there_are() -> None:
+def test_an_unknown_preset_is_an_error_that_lists_the_presets() -> None:
     (problem,) = problems_of(Path("thruput"))
     assert problem.startswith(
         "thruput: no such file, and no preset of that name; did you mean throughput?; presets are "
@@ -245,7 +245,7 @@ def test_an_unknown_preset_is_answered_with_those_there_are() -> None:
     assert all(name in problem for name in presets())
 
 
-def test_contradictions_name_where_the_key_was_given() -> None:
+def test_contradictions_name_the_source_of_the_key() -> None:
     problems = problems_of(sets=["max_model_len=1000000", "ingest.arena_bytes=65536"])
     assert problems == [
         "--set ingest.arena_bytes=65536: ingest.arena_bytes: needs at least 4000000 to hold the ids of one prompt of "
@@ -253,7 +253,7 @@ def test_contradictions_name_where_the_key_was_given() -> None:
     ]
 
 
-def test_each_gateway_has_a_request_to_open() -> None:
+def test_each_gateway_needs_an_open_sequence() -> None:
     assert load(sets=["gateway.replicas=4", "gateway.max_open_sequences=4"]).gateway.replicas == 4
     (problem,) = problems_of(sets=["gateway.replicas=5", "gateway.max_open_sequences=4"])
     assert problem.startswith(
@@ -268,7 +268,7 @@ def test_every_preset_loads_by_its_name(name: str) -> None:
         assert load(Path(name)) != Settings()
 
 
-def test_a_file_wins_over_a_preset_of_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_overrides_a_preset_of_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "throughput").write_text("[gateway]\nport = 7\n")
     monkeypatch.chdir(tmp_path)
     assert load(Path("throughput")).gateway.port == 7
@@ -318,7 +318,7 @@ def test_an_old_name_warns_once_though_given_twice(write) -> None:
     assert (settings.schedule.max_steps_in_flight, warnings) == (3, [DEPTH_WARNING])
 
 
-def test_a_later_source_wins_by_either_name(write) -> None:
+def test_a_later_source_overrides_by_either_name(write) -> None:
     new, old = write("[schedule]\nmax_steps_in_flight = 2\n"), ["schedule.depth=1"]
     assert load(new, old, warn=lambda _: None).schedule.max_steps_in_flight == 1
     old_file = write("[schedule]\ndepth = 2\n")
@@ -339,6 +339,6 @@ def test_an_error_about_an_old_name_names_the_new_one() -> None:
     assert "execute.num_threads: needs a whole number from 0 to 4096" in problem
 
 
-def test_without_a_receiver_an_old_name_is_a_future_warning() -> None:
+def test_without_a_warning_handler_an_old_name_is_a_future_warning() -> None:
     with pytest.warns(FutureWarning, match=DEPTH_WARNING):
         assert load(sets=["schedule.depth=2"]).schedule.max_steps_in_flight == 2

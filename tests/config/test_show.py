@@ -1,4 +1,4 @@
-"""Settings written down: every key is explained, and what is written reads back."""
+"""Settings as TOML: every key is explained, and the output loads again."""
 
 import tomllib
 from pathlib import Path
@@ -20,7 +20,7 @@ ALL_KEYS = [key for section in sections() for key in section.keys]
 
 
 @pytest.mark.parametrize("key", ALL_KEYS, ids=lambda key: key.dotted)
-def test_every_key_is_described_and_its_default_is_right(key: Key) -> None:
+def test_every_key_is_described_with_its_default(key: Key) -> None:
     assert key.description.endswith(".")
     assert needs(key)
     assert msgspec.convert(key.default, key.annotation) == key.default
@@ -31,7 +31,7 @@ def test_every_section_is_described() -> None:
     assert [section.name for section in sections() if not section.description.endswith(".")] == []
 
 
-def test_all_fields_of_the_tree_are_keys() -> None:
+def test_every_field_of_the_tree_is_a_key() -> None:
     def count(tree: dict[str, Any]) -> int:
         return sum(count(value) if isinstance(value, dict) else 1 for value in tree.values())
 
@@ -39,7 +39,7 @@ def test_all_fields_of_the_tree_are_keys() -> None:
 
 
 @pytest.mark.parametrize("name", presets())
-def test_what_is_shown_reads_back(name: str, tmp_path: Path) -> None:
+def test_shown_settings_load_again(name: str, tmp_path: Path) -> None:
     settings = load(presets()[name])
     path = tmp_path / "shown.toml"
     path.write_text(as_toml(settings), "utf-8")
@@ -51,7 +51,7 @@ def test_what_is_shown_reads_back(name: str, tmp_path: Path) -> None:
     num_bytes=st.integers(2**20, 2**50),
     wait=st.floats(1e-6, 1e6),
 )
-def test_any_value_reads_back(name: str, num_bytes: int, wait: float) -> None:
+def test_any_value_loads_again(name: str, num_bytes: int, wait: float) -> None:
     settings = msgspec.structs.replace(
         Settings(),
         served_model_name=name,
@@ -71,11 +71,11 @@ def test_the_default_preset_is_what_config_show_prints() -> None:
     )
 
 
-def test_presets_draw_no_remarks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_presets_cause_no_remarks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {name: remarks(load(path)) for name, path in presets().items()} == {name: [] for name in presets()}
 
 
-def test_presets_begin_with_what_they_are_for() -> None:
+def test_presets_begin_with_their_purpose() -> None:
     assert [name for name, path in presets().items() if not path.read_text("utf-8").startswith("# ")] == []
 
 
@@ -93,7 +93,7 @@ def test_presets_begin_with_what_they_are_for() -> None:
         ),
     ],
 )
-def test_options_that_do_not_do_what_they_seem_to_are_remarked_upon(sets: list[str], key: str) -> None:
+def test_options_with_little_or_no_effect_cause_a_remark(sets: list[str], key: str) -> None:
     (remark,) = remarks(load(sets=sets))
     assert remark.startswith(f"{key}: ")
 
@@ -114,13 +114,13 @@ def test_options_that_do_not_do_what_they_seem_to_are_remarked_upon(sets: list[s
         (int | None, "a whole number"),
     ],
 )
-def test_types_are_put_into_words(annotation: Any, words: str) -> None:
+def test_types_are_described_in_english(annotation: Any, words: str) -> None:
     tree: Any = msgspec.defstruct("Tree", [("key", annotation)])
     ((key,),) = (section.keys for section in sections(tree))
     assert needs(key) == words
 
 
-def test_values_that_are_not_set_lists_and_tables_can_be_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unset_values_lists_and_tables_can_be_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     from pipeline.config import show
 
     tree: Any = msgspec.defstruct(

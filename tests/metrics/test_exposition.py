@@ -1,4 +1,4 @@
-"""GET /metrics: what Prometheus's own parser reads out of it."""
+"""GET /metrics, read with Prometheus's own parser."""
 
 from typing import Any
 
@@ -77,7 +77,7 @@ def server(*stages: StageStats) -> ServerStats:
 
 
 def read(stats: ServerStats) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    """Samples by name and labels, without vLLM's two that all have."""
+    """Samples by name and labels, without the two of vLLM's labels that all have."""
     text = exposition.text_of(stats).decode()
     found = {}
     for family in text_string_to_metric_families(text):
@@ -93,7 +93,7 @@ def value(samples: Any, name: str, **labels: str) -> float:
     return found
 
 
-def test_the_schedulers_counts_have_vllms_names_and_meanings() -> None:
+def test_scheduler_metrics_have_vllm_s_names_and_meanings() -> None:
     samples = read(server(stage("schedule.0", schedule())))
     expected = {
         "vllm:num_requests_running": 3,
@@ -116,7 +116,7 @@ def test_the_schedulers_counts_have_vllms_names_and_meanings() -> None:
     assert value(samples, "vllm:iteration_tokens_total_bucket", le="+Inf") == 1
 
 
-def test_waits_for_plans_and_the_depth_are_there() -> None:
+def test_plan_waits_and_steps_in_flight_are_exported() -> None:
     samples = read(server(stage("schedule.0", schedule())))
     name = "pipeline_schedule_plan_wait_seconds"
     assert value(samples, f"{name}_bucket", stage="schedule.0", le="0.0002") == 0
@@ -126,7 +126,7 @@ def test_waits_for_plans_and_the_depth_are_there() -> None:
     assert value(samples, "pipeline_schedule_depth", stage="schedule.0") == 2
 
 
-def test_gaps_between_steps_are_told_by_batch_size() -> None:
+def test_step_gaps_are_exported_by_batch_size() -> None:
     counting = ScheduleMetrics()
     for num_rows, num_tokens, wait_s in ((1, 1, 2e-6), (200, 200, 0.0), (256, 256, 3e-5), (3, 90, 0.5)):
         counting.observe_step(num_rows, num_tokens, wait_s, step_s=0.01)
@@ -140,11 +140,11 @@ def test_gaps_between_steps_are_told_by_batch_size() -> None:
         assert value(samples, "pipeline_step_busy_seconds_total", **labels) == pytest.approx(busy_s)
     assert value(samples, "pipeline_step_gap_seconds_bucket", stage="schedule.0", batch="65-256", le="1e-05") == 1
     assert value(samples, "pipeline_schedule_plan_wait_seconds_count", stage="schedule.0") == 4
-    told = {labels for name, labels in samples if name == "pipeline_step_gap_seconds_count"}
-    assert len(told) == 3, "of sizes that there were none of, nothing is told"
+    batches = {labels for name, labels in samples if name == "pipeline_step_gap_seconds_count"}
+    assert len(batches) == 3, "batch sizes without steps are omitted"
 
 
-def test_each_number_of_rows_has_its_class() -> None:
+def test_each_number_of_rows_has_its_bucket() -> None:
     for num_rows in (1, 2, 4, 5, 16, 17, 64, 65, 256, 257, 1024, 1025, 4096):
         first, _, last = BATCH_SIZE_BUCKETS[bucket_of(num_rows, num_rows)].partition("-")
         assert int(first) <= num_rows <= int(last or first)
@@ -164,7 +164,7 @@ def test_swapping_and_forks_are_counted() -> None:
     assert value(samples, "pipeline_schedule_forks_total", stage="schedule.0") == 5
 
 
-def test_what_is_open_is_shown_with_its_limit() -> None:
+def test_open_tokens_are_shown_with_their_limit() -> None:
     samples = read(server(stage("gateway.0", gateway(3, 0.03)), stage("gateway.1", gateway(4, 3.0))))
     assert value(samples, "pipeline_open_tokens") == 600
     assert value(samples, "pipeline_max_open_tokens") == 2000
@@ -185,7 +185,7 @@ def test_gateways_are_summed() -> None:
     assert value(samples, "pipeline_open_requests") == 4
 
 
-def test_a_stage_that_is_late_shows_its_last_counts_and_their_age() -> None:
+def test_a_late_stage_shows_its_last_counts_and_their_age() -> None:
     samples = read(server(stage("schedule.0", schedule(), "late", 12.5), stage("execute.0", None, "starting")))
     assert value(samples, "pipeline_stage_state", stage="schedule.0", state="late") == 1
     assert value(samples, "pipeline_stage_state", stage="schedule.0", state="ready") == 0
@@ -195,7 +195,7 @@ def test_a_stage_that_is_late_shows_its_last_counts_and_their_age() -> None:
     assert ("pipeline_stage_queue", frozenset({("stage", "execute.0")})) not in samples
 
 
-def test_every_stage_has_its_process_its_queue_and_its_edges() -> None:
+def test_every_stage_has_process_queue_and_edge_metrics() -> None:
     samples = read(server(stage("schedule.0", schedule())))
     expected = {
         "pipeline_stage_cpu_seconds_total": 2.5,
@@ -211,13 +211,13 @@ def test_every_stage_has_its_process_its_queue_and_its_edges() -> None:
     assert value(samples, "pipeline_edge_messages_refused_total", stage="schedule.0", to="x.0") == 2
 
 
-def test_an_odd_model_name_comes_back_as_it_is() -> None:
+def test_an_unusual_model_name_is_escaped() -> None:
     families = text_string_to_metric_families(exposition.text_of(server(stage("schedule.0", schedule()))).decode())
     running = next(family for family in families if family.name == "vllm:num_requests_running")
     assert running.samples[0].labels == {"model_name": MODEL, "engine": "0"}
 
 
-def test_the_text_says_what_the_librarys_own_would() -> None:
+def test_the_output_equals_that_of_prometheus_client() -> None:
     stats = server(stage("schedule.0", schedule()), stage("gateway.0", gateway(3, 0.03)))
 
     class All(Collector):
@@ -233,7 +233,7 @@ def test_the_text_says_what_the_librarys_own_would() -> None:
     assert read_all(exposition.text_of(stats)) == read_all(generate_latest(All()))
 
 
-def test_a_server_that_has_counted_nothing_yet_can_be_scraped() -> None:
+def test_a_server_without_counts_can_be_scraped() -> None:
     samples = read(server())
     assert value(samples, "vllm:e2e_request_latency_seconds_count") == 0
     assert ("vllm:num_requests_running", frozenset()) not in samples, "unknown is not zero"

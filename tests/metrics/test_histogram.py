@@ -1,4 +1,4 @@
-"""Histograms: where values fall, and what comes out again."""
+"""Histograms: buckets, sums and quantiles."""
 
 import pytest
 from hypothesis import given
@@ -10,14 +10,14 @@ from pipeline.metrics.stats import HistogramCounts
 BOUNDS = (1.0, 2.0, 5.0)
 
 
-def test_a_value_counts_where_it_is_at_most_the_bound() -> None:
+def test_a_value_counts_in_the_first_bucket_that_bounds_it() -> None:
     histogram = Histogram(BOUNDS)
     for value in (0.0, 1.0, 1.5, 2.0, 5.0, 5.1, 100.0):
         histogram.observe(value)
     assert histogram.counts() == HistogramCounts([2, 2, 1, 2], 0.0 + 1 + 1.5 + 2 + 5 + 5.1 + 100)
 
 
-def test_a_value_that_came_often_counts_as_often() -> None:
+def test_a_repeated_value_counts_repeatedly() -> None:
     histogram = Histogram(BOUNDS)
     histogram.observe(3.0, 4)
     histogram.observe(3.0, 0)
@@ -49,11 +49,11 @@ def test_the_sum_of_parts_is_the_histogram_of_all(parts: list[list[float]]) -> N
         ([0, 0, 0, 3], 0.5, 5.0),
     ],
 )
-def test_a_quantile_is_prometheuss(counts: list[int], q: float, expected: float | None) -> None:
+def test_a_quantile_equals_prometheus_s(counts: list[int], q: float, expected: float | None) -> None:
     assert quantile(HistogramCounts(counts, 0.0), BOUNDS, q) == expected
 
 
-def test_bounds_rise() -> None:
+def test_bounds_increase() -> None:
     for bounds in (REQUEST_S, TOKENS):
         assert list(bounds) == sorted(set(bounds))
     assert TOKENS[:6] == (1, 2, 5, 10, 20, 50)

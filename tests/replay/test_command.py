@@ -1,4 +1,4 @@
-"""`pipeline replay` and `pipeline serve --record`: what they print, and with which exit code."""
+"""`pipeline replay` and `pipeline serve --record`: output and exit codes."""
 
 import logging
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, st
     return code, *capsys.readouterr()
 
 
-def test_a_replay_says_what_was_given_and_sent_and_that_it_is_the_same(
+def test_a_replay_reports_its_input_and_output_and_that_they_match(
     recording: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, _ = run(capsys, "replay", "detokenize", recording, "--inline")
@@ -51,7 +51,7 @@ def test_a_replay_says_what_was_given_and_sent_and_that_it_is_the_same(
     assert "same as in" in out and "byte for byte" in out
 
 
-def test_a_replay_that_differs_says_where_and_exits_with_3(
+def test_a_replay_that_differs_reports_the_place_and_exits_with_3(
     recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with f.RecordingReader(recording) as reader:
@@ -66,7 +66,7 @@ def test_a_replay_that_differs_says_where_and_exits_with_3(
     assert "differs from" in out and "message 1: to gateway.0" in out and "HELLO" in out
 
 
-def test_a_recording_that_was_cut_off_is_replayed_up_to_there(
+def test_a_truncated_recording_is_replayed_up_to_the_cut(
     recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cut = tmp_path / "cut.rec"
@@ -76,7 +76,7 @@ def test_a_recording_that_was_cut_off_is_replayed_up_to_there(
     assert "it is truncated" in out and "are ignored" in out and "same as in" in out
 
 
-def test_mistakes_are_told_in_words(recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_clear(recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "foreign").write_bytes(b"not a recording at all")
     for argv, words, expected in (
         (("replay", "detokenize", tmp_path / "foreign"), "is not a recording", 1),
@@ -99,10 +99,10 @@ def test_mistakes_are_told_in_words(recording: Path, tmp_path: Path, capsys: pyt
         code, _, err = run(capsys, *argv)
         assert words in err, (argv, err)
         assert code == expected, argv
-    assert recording.stat().st_size > 1000, "nothing was written over it"
+    assert recording.stat().st_size > 1000, "the recording was not overwritten"
 
 
-def test_messages_of_another_version_are_told(
+def test_messages_of_another_version_are_errors(
     recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with f.RecordingReader(recording) as reader:

@@ -22,7 +22,7 @@ def collector() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a schedule stage, which reads the clock once in each wake."""
+    """A recording of a schedule stage, which reads the clock once per wake."""
     path = tmp_path_factory.mktemp("recorded") / "schedule.rec"
     with Rig("schedule", record=path) as rig:
         rig.start(FACTS)
@@ -34,7 +34,7 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def edited(path: Path, edit: Callable[[list[f.Entry]], None], folder: Path, *, from_start: bool = True) -> Path:
-    """A copy of a recording whose entries were changed."""
+    """A copy of a recording with edited entries."""
     with f.RecordingReader(path) as reader:
         header = msgspec.structs.replace(reader.header, from_start=from_start)
         entries: list[f.Entry] = [one for one in reader if not isinstance(one, f.End)]
@@ -48,7 +48,7 @@ def place_of(entries: list[f.Entry], kind: type, number: int = 2) -> int:
     return [place for place, one in enumerate(entries) if isinstance(one, kind)][number]
 
 
-def as_it_was(entries: list[f.Entry]) -> None:
+def unchanged(entries: list[f.Entry]) -> None:
     assert entries
 
 
@@ -56,28 +56,28 @@ def without_a_value(entries: list[f.Entry]) -> None:
     del entries[place_of(entries, f.Value)]
 
 
-def with_a_value_more(entries: list[f.Entry]) -> None:
+def with_an_extra_value(entries: list[f.Entry]) -> None:
     entries.insert(place_of(entries, f.Wake), f.Value("random", 7))
 
 
 def with_a_message_refused(entries: list[f.Entry]) -> None:
-    """The recorded stage sent to a neighbour to which this one sends nothing."""
+    """The recorded stage sent to a neighbor to which this one sends nothing."""
     entries.insert(place_of(entries, f.Wake), f.Refused("gateway.0"))
 
 
 CASES = [
     (without_a_value, "the stage reads monotonic here, the recorded one did not"),
-    (with_a_value_more, "the recorded stage read random here, this one did not"),
+    (with_an_extra_value, "the recorded stage read random here, this one did not"),
     (with_a_message_refused, "the recorded stage sent to gateway.0 here, this one did not"),
 ]
 
 
-def test_the_recording_itself_is_followed(recording: Path, tmp_path: Path) -> None:
-    replay("schedule", edited(recording, as_it_was, tmp_path), tmp_path / "out", paced=False, inline=True)
+def test_an_unchanged_recording_replays(recording: Path, tmp_path: Path) -> None:
+    replay("schedule", edited(recording, unchanged, tmp_path), tmp_path / "out", paced=False, inline=True)
 
 
 @pytest.mark.parametrize(("edit", "problem"), CASES)
-def test_from_the_start_on_every_difference_ends_the_replay(
+def test_from_the_start_every_difference_ends_the_replay(
     recording: Path, tmp_path: Path, edit: Callable[[list[f.Entry]], None], problem: str
 ) -> None:
     copy = edited(recording, edit, tmp_path)
@@ -86,9 +86,9 @@ def test_from_the_start_on_every_difference_ends_the_replay(
 
 
 @pytest.mark.parametrize(("edit", "problem"), CASES)
-def test_one_that_began_in_the_middle_is_followed_loosely(
+def test_a_recording_from_the_middle_is_followed_loosely(
     recording: Path, tmp_path: Path, edit: Callable[[list[f.Entry]], None], problem: str
 ) -> None:
-    """Nothing says what the stage knew before, so it may do otherwise."""
+    """The stage's earlier state is unknown, so it may deviate."""
     copy = edited(recording, edit, tmp_path, from_start=False)
     replay("schedule", copy, tmp_path / "out", paced=False, inline=True)

@@ -1,4 +1,4 @@
-"""The file of a recording: what is refused, what is told, and where it ends by itself."""
+"""The file of a recording: invalid files, damage, and limits that end a recording."""
 
 import logging
 import threading
@@ -47,7 +47,7 @@ def read(path: Path) -> tuple[list[f.Entry], str, f.End | None]:
         return entries, reader.flaw, reader.end
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_written_entries_can_be_read(tmp_path: Path) -> None:
     entries = [wake(m.Ping(1), m.Stop()), f.Value("time", 1.5), f.ObservedEvent("leave", 2**63, b"x"), f.Refused("a.0")]
     sent = f.Sent("a.0", b"\x01", [b"abc"])
     path = file_of(tmp_path / "r", header(), *entries, sent, f.End("enough", {"x": 1}))
@@ -68,19 +68,19 @@ def test_settings_of_an_older_version_are_read_by_their_old_names() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"PL", b"\x7fELF" + bytes(100), b"GGUF" + bytes(100), b"PLRECORX" + bytes(100)])
-def test_a_foreign_file_is_refused_in_words(tmp_path: Path, data: bytes) -> None:
+def test_a_foreign_file_is_rejected_with_a_clear_error(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "r").write_bytes(data)
     with pytest.raises(UserError, match="is not a recording of `pipeline record`: wrong magic bytes"):
         f.RecordingReader(tmp_path / "r")
 
 
-def test_no_file_a_folder_and_a_name_that_can_be_none_are_refused_in_words(tmp_path: Path) -> None:
+def test_missing_files_folders_and_invalid_names_are_rejected_with_a_clear_error(tmp_path: Path) -> None:
     for path, words in ((tmp_path / "none", "No such file"), (tmp_path, "Is a directory"), (Path("a\0b"), "null")):
         with pytest.raises(UserError, match=words):
             f.RecordingReader(path)
 
 
-def test_another_format_or_a_header_of_nonsense_is_refused_in_words(tmp_path: Path) -> None:
+def test_another_format_or_an_invalid_header_is_rejected_with_a_clear_error(tmp_path: Path) -> None:
     for other in (1, 3):
         with pytest.raises(UserError, match=f"has recording format {other}; this version reads 2"):
             f.RecordingReader(file_of(tmp_path / "r", header(format=other)))
@@ -95,7 +95,7 @@ def test_another_format_or_a_header_of_nonsense_is_refused_in_words(tmp_path: Pa
         f.RecordingReader(tmp_path / "r")
 
 
-def test_a_cut_file_is_good_up_to_the_cut_wherever_that_is(tmp_path: Path) -> None:
+def test_a_truncated_file_is_read_up_to_the_cut(tmp_path: Path) -> None:
     structs: list[f.Header | f.Entry] = [header(), wake(m.Ping(1)), wake(m.Ping(2)), f.End("enough")]
     frames = [f.frame(one) for one in structs]
     whole = f.MAGIC + b"".join(frames)
@@ -110,7 +110,7 @@ def test_a_cut_file_is_good_up_to_the_cut_wherever_that_is(tmp_path: Path) -> No
     assert read(tmp_path / "r")[1:] == ("", f.End("enough"))
 
 
-def test_damage_inside_is_told_and_ends_it(tmp_path: Path) -> None:
+def test_damage_is_reported_and_ends_the_entries(tmp_path: Path) -> None:
     first, second = f.frame(wake(m.Ping(1))), f.frame(wake(m.Ping(2)))
     begin = f.MAGIC + f.frame(header())
     spoilt = bytearray(second)
@@ -123,7 +123,7 @@ def test_damage_inside_is_told_and_ends_it(tmp_path: Path) -> None:
     assert "damaged" in read(tmp_path / "r")[1]
 
 
-def test_arrays_are_found_wherever_a_message_has_them() -> None:
+def test_arrays_are_found_anywhere_in_a_message() -> None:
     one, two, three = (ShmRef("x", 64 * i, 3, 1) for i in range(3))
     memories = {"x": memoryview(b"".join(bytes([65 + i]) * 64 for i in range(3)))}
     add = m.RowAdd(0, 0, 0, two, 3, three, msgspec.Raw(b"\xc0"))
@@ -134,7 +134,7 @@ def test_arrays_are_found_wherever_a_message_has_them() -> None:
     assert list(refs(ids)) == [two]
 
 
-def tape_for(path: Path, **order: Any) -> RecordingContext:
+def context_for(path: Path, **order: Any) -> RecordingContext:
     return RecordingContext(m.Record(0, str(path), **order), header(), {}, LOG)
 
 
@@ -144,8 +144,8 @@ def feed(replay_context: RecordingContext, num: int) -> None:
         replay_context.took()
 
 
-def test_a_recording_ends_at_its_size_and_the_stage_goes_on(tmp_path: Path) -> None:
-    replay_context = tape_for(tmp_path / "r", max_bytes=4096)
+def test_a_recording_ends_at_its_size_limit_and_the_stage_continues(tmp_path: Path) -> None:
+    replay_context = context_for(tmp_path / "r", max_bytes=4096)
     feed(replay_context, 1000)
     assert replay_context.is_over
     replay_context.close()
@@ -155,8 +155,8 @@ def test_a_recording_ends_at_its_size_and_the_stage_goes_on(tmp_path: Path) -> N
     assert (flaw, end) == ("", f.End("it reached its size limit"))
 
 
-def test_a_recording_ends_when_its_time_is_up(tmp_path: Path) -> None:
-    replay_context = tape_for(tmp_path / "r", max_s=0.02)
+def test_a_recording_ends_at_its_time_limit(tmp_path: Path) -> None:
+    replay_context = context_for(tmp_path / "r", max_s=0.02)
     end = time.monotonic() + 5
     while not replay_context.is_over:
         assert time.monotonic() < end
@@ -165,10 +165,10 @@ def test_a_recording_ends_when_its_time_is_up(tmp_path: Path) -> None:
     assert read(tmp_path / "r")[2] == f.End("it reached its time limit")
 
 
-def test_a_recording_whose_owner_is_gone_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recording_without_a_keepalive_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    replay_context = tape_for(tmp_path / "r", lease_s=6.0)
+    replay_context = context_for(tmp_path / "r", lease_s=6.0)
     for _ in range(3):
         clock[0] += 5
         feed(replay_context, 1)
@@ -179,12 +179,12 @@ def test_a_recording_whose_owner_is_gone_ends(tmp_path: Path, monkeypatch: pytes
     assert replay_context.is_over
     replay_context.close()
     entries, _, end = read(tmp_path / "r")
-    assert sum(isinstance(one, f.Wake) for one in entries) == 3, "what came later is not in it"
+    assert sum(isinstance(one, f.Wake) for one in entries) == 3, "later wakes are not recorded"
     assert end == f.End("its command was not heard from for 6 s")
 
 
 def test_a_full_disk_ends_the_recording_and_not_the_stage(caplog: pytest.LogCaptureFixture) -> None:
-    replay_context = tape_for(Path("/dev/full"))
+    replay_context = context_for(Path("/dev/full"))
     end = time.monotonic() + 5
     while not replay_context.is_over:
         assert time.monotonic() < end
@@ -194,45 +194,45 @@ def test_a_full_disk_ends_the_recording_and_not_the_stage(caplog: pytest.LogCapt
     assert "No space left on device" in caplog.text
 
 
-def test_a_disk_that_stands_still_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    let_go = threading.Event()
+def test_a_stalled_disk_does_not_block_the_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
     write = FileWriter._write
 
-    def stuck(self: FileWriter, data: bytes) -> None:
-        assert let_go.wait(20)
+    def stalled_write(self: FileWriter, data: bytes) -> None:
+        assert released.wait(20)
         write(self, data)
 
-    monkeypatch.setattr(FileWriter, "_write", stuck)
+    monkeypatch.setattr(FileWriter, "_write", stalled_write)
     monkeypatch.setattr(recorder, "MAX_PENDING_BYTES", 10_000)
-    replay_context = tape_for(tmp_path / "r")
+    replay_context = context_for(tmp_path / "r")
     feed(replay_context, 1000)
-    assert replay_context.is_over, "it waits for no disk"
-    let_go.set()
+    assert replay_context.is_over, "it does not wait for the disk"
+    released.set()
     replay_context.close()
     entries, _, end = read(tmp_path / "r")
     assert end == f.End("the disk was too slow")
     assert 10 < len(entries) < 1000
 
 
-def test_what_was_written_survives_a_death_without_goodbye(tmp_path: Path) -> None:
-    replay_context = tape_for(tmp_path / "r")
+def test_written_entries_survive_a_crash(tmp_path: Path) -> None:
+    replay_context = context_for(tmp_path / "r")
     feed(replay_context, 20)
     end = time.monotonic() + 5
     while replay_context._writer.num_pending_bytes:
         assert time.monotonic() < end
         time.sleep(0.001)
-    entries, flaw, _ = read(tmp_path / "r")  # it was not closed
+    entries, flaw, _ = read(tmp_path / "r")  # it is not closed
     assert len(entries) == 20
     assert flaw == "it is truncated: it has no end"
     replay_context.close()
 
 
-def test_wakes_are_as_the_inbox_gave_them(tmp_path: Path) -> None:
+def test_wakes_are_recorded_as_the_inbox_returned_them(tmp_path: Path) -> None:
     context: zmq.Context[Any] = zmq.Context()
     address = address_of(f"test-{tmp_path.name}", "schedule.0", 1)
     inbox: Inbox[Any] = Inbox(context, address, m.ScheduleInbox)
     outbox: Outbox[Any] = Outbox(context, address, m.Envelope("gateway.0", 3), 100)
-    inbox.replay_context = tape_for(tmp_path / "r")
+    inbox.replay_context = context_for(tmp_path / "r")
     outbox.replay_context, outbox.peer = inbox.replay_context, "schedule.0"
     try:
         for nonce in range(3):

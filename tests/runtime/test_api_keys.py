@@ -1,4 +1,4 @@
-"""Where keys come from, and how one that is shown is compared."""
+"""Sources of API keys, and how a client's key is compared."""
 
 import hmac
 import os
@@ -19,15 +19,15 @@ LONG = "sk-0123456789abcdef0123456789"
 OTHER = "token/with+all=the~signs.of_RFC-6750"
 
 
-def test_a_key_is_admitted_and_nothing_else() -> None:
+def test_only_listed_keys_are_admitted() -> None:
     keys = Keys.of([LONG, OTHER])
     assert keys.admits(LONG) and keys.admits(OTHER)
     for wrong in (None, "", LONG[:-1], LONG + "x", LONG.upper(), f" {LONG}", "é", "\udcff", "x" * 10_000):
         assert not keys.admits(wrong)
 
 
-def test_all_keys_are_compared_whichever_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A key must not be found out by time: neither which one it was like, nor how far."""
+def test_all_keys_are_compared_whichever_matches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Timing must not reveal which key was similar, or how far it matched."""
     keys = Keys.of([f"{LONG}{i}" for i in range(7)])
     seen: list[tuple[int, int]] = []
     compare = hmac.compare_digest
@@ -38,7 +38,7 @@ def test_all_keys_are_compared_whichever_is_right(monkeypatch: pytest.MonkeyPatc
         assert seen == [(32, 32)] * 7
 
 
-def test_no_key_is_in_what_is_handed_on() -> None:
+def test_shared_keys_are_hashed() -> None:
     keys = Keys.of([LONG, OTHER, LONG])
     assert len(keys) == 2
     fd = keys.share()
@@ -50,10 +50,10 @@ def test_no_key_is_in_what_is_handed_on() -> None:
     finally:
         os.close(fd)
     assert LONG not in repr(keys) and LONG not in repr(vars(keys))
-    assert Keys.of([LONG]).share() and vars(Keys.of([LONG])) != vars(Keys.of([LONG]))  # each start has its own secret
+    assert Keys.of([LONG]).share() and vars(Keys.of([LONG])) != vars(Keys.of([LONG]))  # each start has its own salt
 
 
-def test_what_is_no_list_of_keys_is_never_taken_for_an_empty_one() -> None:
+def test_an_invalid_key_list_is_never_treated_as_empty() -> None:
     read_end, write_end = os.pipe()
     os.close(write_end)
     fd = os.memfd_create("empty")
@@ -88,7 +88,7 @@ def test_the_key_of_a_header(headers: list[str], key: str | None) -> None:
     assert bearer(headers) == key
 
 
-def test_a_file_has_one_a_line_and_comments(tmp_path: Path) -> None:
+def test_a_file_has_one_key_per_line_and_comments(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text(f"# of the team\r\n{LONG}\r\n\n  {OTHER}  \n # {'x' * 20}\n", "utf-8-sig")
     path.chmod(0o600)
@@ -106,7 +106,7 @@ def test_the_environment_adds_to_the_file(tmp_path: Path) -> None:
     assert read("", {}) == (None, [])
 
 
-def test_what_others_can_read_or_guess_is_warned_of(tmp_path: Path) -> None:
+def test_readable_files_and_short_keys_cause_warnings(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text(f"{LONG}\nsecret\n")
     path.chmod(0o644)
@@ -130,7 +130,7 @@ def test_what_others_can_read_or_guess_is_warned_of(tmp_path: Path) -> None:
         (b"#" * (1024**2 + 1), "is larger than"),
     ],
 )
-def test_a_file_that_is_none_is_refused_without_a_word_of_it(tmp_path: Path, data: bytes, words: str) -> None:
+def test_an_invalid_file_is_rejected_without_quoting_it(tmp_path: Path, data: bytes, words: str) -> None:
     path = tmp_path / "keys"
     path.write_bytes(data)
     with pytest.raises(ConfigError, match=r"gateway.api_keys_file") as error:
@@ -138,7 +138,7 @@ def test_a_file_that_is_none_is_refused_without_a_word_of_it(tmp_path: Path, dat
     assert words in str(error.value) and not re.search("secr|sécr|key-1", str(error.value))
 
 
-def test_a_missing_file_and_an_empty_variable_do_not_open_the_server(tmp_path: Path) -> None:
+def test_a_missing_file_and_an_empty_variable_are_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="can't be read: No such file"):
         read(str(tmp_path / "none"), {})
     with pytest.raises(ConfigError, match="can't be read: Is a directory"):
@@ -148,23 +148,23 @@ def test_a_missing_file_and_an_empty_variable_do_not_open_the_server(tmp_path: P
             read("", {"PIPELINE_API_KEYS": empty})
 
 
-def test_a_client_shows_what_it_was_given_or_what_is_around(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_sends_the_given_key_or_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIPELINE_API_KEY", OTHER)
     assert (api_keys.of_client(LONG), api_keys.of_client(None)) == (LONG, OTHER)
     monkeypatch.setenv("PIPELINE_API_KEY", "")
     assert api_keys.of_client(None) is None
 
 
-# ----------------------------------------------------------------------------------------------------------- exposure
+# -------------------------------------------------------------------------------------------------------- bind policy
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.10", "::1", "localhost", "::ffff:127.0.0.1", "127.1"])
-def test_this_machine_alone(host: str) -> None:
+def test_loopback_needs_no_keys(host: str) -> None:
     bind_policy.check(load(sets=[f'gateway.host="{host}"']), has_keys=False)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "0", "192.168.1.5", "fe80::1", "::ffff:10.0.0.1", "8.8.8.8"])
-def test_beyond_this_machine_it_takes_keys_or_a_word(host: str) -> None:
+def test_beyond_this_machine_a_server_needs_keys_or_allow_unauthenticated(host: str) -> None:
     settings = load(sets=[f'gateway.host="{host}"'])
     with pytest.raises(
         ConfigError, match=r"gateway\.host: .*api_keys_file.*PIPELINE_API_KEYS.*allow_unauthenticated = true"
@@ -174,13 +174,13 @@ def test_beyond_this_machine_it_takes_keys_or_a_word(host: str) -> None:
     bind_policy.check(load(sets=[f'gateway.host="{host}"', "gateway.allow_unauthenticated=true"]), has_keys=False)
 
 
-def test_a_name_counts_by_all_that_it_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_is_loopback_only_if_all_its_addresses_are(monkeypatch: pytest.MonkeyPatch) -> None:
     known = {"home": ["127.0.0.1", "::1"], "both": ["127.0.0.1", "10.1.2.3"]}
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_, **__: [(0, 0, 0, "", (one, 0)) for one in known[host]])
     assert bind_policy.is_loopback("home") and not bind_policy.is_loopback("both")
 
 
-def test_a_name_that_stands_for_nothing_is_no_place_to_listen() -> None:
+def test_an_unresolvable_name_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on no\.such\.invalid:8000: .* gateway.host"):
         bind_policy.check(load(sets=['gateway.host="no.such.invalid"']), has_keys=False)
 
@@ -201,7 +201,7 @@ def test_a_name_that_stands_for_nothing_is_no_place_to_listen() -> None:
         ("tcp://127.example.com:9", True),
     ],
 )
-def test_the_zeromq_door_is_held_to_the_same(zmq: str, is_open: bool) -> None:
+def test_the_zeromq_address_follows_the_same_policy(zmq: str, is_open: bool) -> None:
     settings = load(sets=[f'gateway.zmq="{zmq}"'])
     if is_open:
         with pytest.raises(ConfigError, match=r"gateway\.zmq: .*api_keys_file"):
@@ -209,7 +209,7 @@ def test_the_zeromq_door_is_held_to_the_same(zmq: str, is_open: bool) -> None:
     bind_policy.check(settings, has_keys=is_open)
 
 
-def test_a_server_open_to_others_says_by_which_names() -> None:
+def test_a_server_open_to_others_suggests_allowed_hosts() -> None:
     def hint(*sets: str, has_keys: bool = False) -> str | None:
         return bind_policy.hint(load(sets=["gateway.allow_unauthenticated=true", *sets]), has_keys)
 
@@ -229,7 +229,7 @@ if sys.argv[1] == "kept out":
     api_keys.keep_out_of_core_dumps()
     assert resource.getrlimit(resource.RLIMIT_CORE) == (min(1, hard) if hard >= 0 else 1, hard)
     assert int(pathlib.Path("/proc/self/coredump_filter").read_text(), 16) == 0
-if os.fork() == 0:  # a stage has what its parent had
+if os.fork() == 0:  # a stage inherits the limit of its parent
     os.abort()
 assert os.WIFSIGNALED(status := os.wait()[1])
 print("dumped" if os.WCOREDUMP(status) else "no dump")
@@ -246,4 +246,4 @@ def test_a_process_that_holds_keys_leaves_no_core_dump(tmp_path: Path) -> None:
 
     assert crash("kept out") == "no dump"
     assert not list(tmp_path.iterdir())
-    assert crash("as it is") in ("dumped", "no dump")  # what the machine does otherwise
+    assert crash("as it is") in ("dumped", "no dump")  # the machine's default

@@ -1,4 +1,4 @@
-"""Inboxes and outboxes: bounds, incarnations, strangers, and wakes that are never missed."""
+"""Inboxes and outboxes: bounds, incarnations, foreign users, and wakes that are never lost."""
 
 import asyncio
 import itertools
@@ -81,25 +81,25 @@ def test_messages_of_one_sender_arrive_in_order(wires):
     assert (outbox.num_sent, inbox.num_received, inbox.last_sender) == (3000, 3000, "peer.0")
 
 
-def test_a_peer_may_be_sent_to_before_it_listens(wires):
+def test_an_outbox_can_send_before_the_peer_listens(wires):
     outbox = wires.outbox()
     assert outbox.send(m.Ping(1))
     inbox = wires.inbox()
     assert receive(inbox, 1) == [m.Ping(1)]
 
 
-def test_a_full_edge_to_nobody_refuses_without_blocking(wires):
+def test_a_full_edge_without_a_receiver_refuses_without_blocking(wires):
     outbox = wires.outbox(bound=10)
     begin = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
     results = [outbox.send(m.Ping(nonce)) for nonce in range(1000)]
     num_waits = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - begin
-    assert num_waits < 100, "this thread gave the processor away as often as it was refused"
+    assert num_waits < 100, "this thread yielded the CPU on each refusal"
     assert results == [True] * 10 + [False] * 990
     assert outbox.num_refused == 990
 
 
-def test_a_receiver_that_hangs_makes_the_edge_full_and_nothing_taken_is_lost(wires):
-    """Its I/O thread lives on; were there no bound on that side, it would take messages without end."""
+def test_a_receiver_that_hangs_fills_the_edge_and_no_accepted_message_is_lost(wires):
+    """Its I/O thread keeps reading; without a bound on that side, it would accept messages forever."""
     inbox = wires.inbox()
     outbox = wires.outbox(bound=10)
     options = m.GenerationOptions(stop=["x" * 10_000])
@@ -118,7 +118,7 @@ def test_a_receiver_that_hangs_makes_the_edge_full_and_nothing_taken_is_lost(wir
     until(lambda: outbox.send(opening))
 
 
-def test_an_older_incarnation_is_dropped_once_a_newer_one_has_spoken(wires):
+def test_messages_of_an_older_incarnation_are_dropped_once_a_newer_one_has_sent(wires):
     inbox = wires.inbox()
     old, new = wires.outbox(incarnation=1), wires.outbox(incarnation=2)
     other = wires.outbox(sender="other.0", incarnation=1)
@@ -138,7 +138,7 @@ def test_an_older_incarnation_is_dropped_once_a_newer_one_has_spoken(wires):
     assert {message.nonce for message in receive(inbox, 2)} == {4, 5}
 
 
-def test_what_an_inbox_does_not_take_is_an_error(wires):
+def test_a_message_of_another_type_is_an_error(wires):
     inbox = wires.inbox()
     wires.outbox().send(m.Drained())
     assert inbox.wait(PATIENCE_S)
@@ -174,7 +174,7 @@ context.destroy(linger=5000)
 def knock(address: str, user: int) -> str:
     head = msgspec.msgpack.encode(m.Envelope("peer.0", 1)).hex()
     body = msgspec.msgpack.encode(m.Ping(666)).hex()
-    # It changes its user after the imports: another user may not be able to read this interpreter's folders.
+    # It changes its user after the imports, as another user may not be able to read this interpreter's folders.
     done = subprocess.run(
         [sys.executable, "-c", STRANGER, address, head, body, str(user)],
         capture_output=True,
@@ -185,14 +185,14 @@ def knock(address: str, user: int) -> str:
     return done.stdout.strip()
 
 
-def test_this_user_is_let_in(wires):
+def test_this_user_is_accepted(wires):
     inbox = wires.inbox()
     assert knock(wires.address, os.geteuid()) == "accepted"
     assert receive(inbox, 1) == [m.Ping(666)]
 
 
-def test_other_users_are_refused(wires, monkeypatch):
-    """Seen from the other side where this is not root: an inbox that expects somebody else refuses this user."""
+def test_other_users_are_rejected(wires, monkeypatch):
+    """Without root, the roles are reversed: an inbox that expects another user rejects this one."""
     user = 65534
     if os.geteuid() != 0:
         user = os.geteuid()
@@ -209,7 +209,7 @@ def test_two_inboxes_cannot_have_one_address(wires):
 
 
 def burst_sender(address: str, num_bursts: int, done: threading.Event) -> None:
-    """Bursts of growing and shrinking size, with pauses around the time that a receiver takes for one wake."""
+    """Bursts of varying size, with pauses of about the duration of a receiver's wake."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     outbox: Outbox[Any] = Outbox(context, address, m.Envelope("peer.0", 1), 100_000)
     nonce = 0
@@ -232,7 +232,7 @@ def test_an_async_inbox_never_misses_a_wake(wires, limit):
 
     async def main():
         inbox: AsyncInbox[Any] = AsyncInbox(wires.inbox())
-        # Sends on this thread, between receives, are the case that makes edge-triggered descriptors lose a wake.
+        # Sends on this thread between receives can make edge-triggered descriptors lose a wake.
         echo = wires.inbox(wires.address + "-echo")
         answers = wires.outbox(bound=100_000, address=wires.address + "-echo")
         done = threading.Event()
@@ -254,7 +254,7 @@ def test_an_async_inbox_never_misses_a_wake(wires, limit):
     assert uvloop.run(main()) == list(range(expected))
 
 
-def test_an_async_inbox_leaves_room_for_other_tasks_in_a_flood(wires):
+def test_an_async_inbox_lets_other_tasks_run_under_load(wires):
     async def main():
         inbox: AsyncInbox[Any] = AsyncInbox(wires.inbox())
         outbox = wires.outbox()
@@ -282,7 +282,7 @@ def test_an_async_inbox_leaves_room_for_other_tasks_in_a_flood(wires):
     uvloop.run(main())
 
 
-def test_a_message_that_waits_does_not_make_the_loop_spin(wires):
+def test_a_waiting_message_does_not_make_the_loop_spin(wires):
     async def main():
         inbox: AsyncInbox[Any] = AsyncInbox(wires.inbox())
         outbox = wires.outbox()
@@ -291,7 +291,7 @@ def test_a_message_that_waits_does_not_make_the_loop_spin(wires):
         assert outbox.send(m.Ping(1))
         assert outbox.send(m.Ping(2))
         begin = time.thread_time()
-        await asyncio.sleep(0.5)  # the receiver is busy with something else
+        await asyncio.sleep(0.5)  # the receiver is busy
         assert time.thread_time() - begin < 0.05
         assert await asyncio.wait_for(inbox.receive_all(), PATIENCE_S) == [m.Ping(1), m.Ping(2)]
         inbox.close()
@@ -324,10 +324,10 @@ def test_a_cancelled_receive_loses_nothing(wires):
 
 
 @pytest.mark.parametrize("data", [b"", b"\xa1\xff", b"\x91" * 5000, b"\xc1", b"\x92\xa1\xff\x00"])
-def test_a_decoder_raises_one_kind_of_error(data):
+def test_a_decoder_raises_only_decode_errors(data):
     for what in (str, list[Any], m.DetokenizeInbox):
         if what is msgspec.Raw and data in (b"\xa1\xff", b"\x92\xa1\xff\x00"):
-            assert MessageDecoder[Any](what).decode(data) == data  # undecoded, so not judged
+            assert MessageDecoder[Any](what).decode(data) == data  # undecoded, so not validated
             continue
         with pytest.raises(msgspec.DecodeError):
             MessageDecoder[Any](what).decode(data)

@@ -1,4 +1,4 @@
-"""What `--break` names, and what `breakpoint()` does in a stage that has the terminal."""
+"""The functions that `--break` names, and `breakpoint()` in the foreground stage."""
 
 import json
 import pdb
@@ -37,7 +37,7 @@ def test_break_at_rejects_what_is_not_a_plain_function(name: str, words: str) ->
     assert words in str(error.value)
 
 
-def test_each_call_of_a_named_function_is_run_by_a_debugger_that_leaves_signals_alone(
+def test_a_debugger_runs_each_call_of_a_named_function_and_leaves_signals_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[tuple[bool, Any]] = []
@@ -47,7 +47,7 @@ def test_each_call_of_a_named_function_is_run_by_a_debugger_that_leaves_signals_
         return function(*args, **kwargs)
 
     monkeypatch.setattr(pdb.Pdb, "runcall", runcall)
-    monkeypatch.setattr(json, "loads", json.loads)  # to have it back
+    monkeypatch.setattr(json, "loads", json.loads)  # to restore it
     debugging.install("json:loads")
     assert json.loads("[1]") == [1]
     assert json.loads.__name__ == "loads"
@@ -63,7 +63,7 @@ def test_breakpoint_stops_in_its_caller(monkeypatch: pytest.MonkeyPatch) -> None
     assert stopped == ["test_breakpoint_stops_in_its_caller"]
 
 
-def test_another_debugger_may_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_debugger_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     before = sys.breakpointhook
     monkeypatch.setenv("PYTHONBREAKPOINT", "web_pdb.set_trace")
     debugging.install("")

@@ -1,4 +1,4 @@
-"""The wire: every message comes back as it was sent, and no field ever moves."""
+"""Messages between stages: each decodes to what was sent, and no field changes its position."""
 
 import json
 from pathlib import Path
@@ -322,7 +322,7 @@ def plain(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_a_message_comes_back_as_it_was_sent_in_every_inbox_that_takes_it(name):
+def test_a_message_decodes_to_what_was_sent_in_every_inbox(name):
     sample = SAMPLES[name]
     data = msgspec.msgpack.encode(sample)
     for union in [INBOXES[inbox] for inbox in inboxes_of(sample)] or [type(sample)]:
@@ -342,7 +342,7 @@ def test_every_field_of_the_options_is_sampled_with_a_value_other_than_its_defau
         assert any(getattr(one, name) != getattr(default, name) for one in (GIVEN_OPTIONS, COMPLETED_OPTIONS)), name
 
 
-def test_every_inbox_takes_what_the_supervisor_says_to_any_stage():
+def test_every_inbox_accepts_the_supervisor_s_control_messages():
     for name, union in INBOXES.items():
         assert name == "supervisor" or set(get_args(m.Control)) <= set(get_args(union))
 
@@ -354,18 +354,18 @@ def test_tags_are_unique_in_an_inbox(name):
     assert all(isinstance(tag, str) for tag in tags)
 
 
-def test_one_tag_means_one_message_on_the_whole_wire():
+def test_a_tag_means_one_message_everywhere():
     members = {member for union in INBOXES.values() for member in get_args(union)}
     assert len({member.__struct_config__.tag for member in members}) == len(members)
 
 
-def test_the_wire_has_not_moved():
+def test_the_encoding_has_not_changed():
     now = {name: msgspec.msgpack.encode(sample).hex() for name, sample in SAMPLES.items() if name != "launch"}
     assert now == json.loads(SNAPSHOT.read_text())
 
 
 @pytest.mark.parametrize("name", ["deltas", "abort", "settled", "open"])
-def test_an_appended_field_is_ignored_by_those_who_do_not_know_it(name):
+def test_an_appended_field_is_ignored_by_older_decoders(name):
     sample = SAMPLES[name]
     fields = msgspec.msgpack.decode(msgspec.msgpack.encode(sample))
     longer = msgspec.msgpack.encode([*fields, "new"])
@@ -393,7 +393,7 @@ def test_random_bytes_raise_only_decode_errors(data):
     cut=st.integers(0, 10_000),
     tail=st.sampled_from([b"", b"\x91" * 3000, b"\xa1\xff"]),
 )
-def test_spoilt_messages_raise_only_decode_errors(name, edits, cut, tail):
+def test_damaged_messages_raise_only_decode_errors(name, edits, cut, tail):
     data = bytearray(msgspec.msgpack.encode(SAMPLES[name]))
     for place, value in edits:
         data[place % len(data)] = value

@@ -1,4 +1,4 @@
-"""Clients say nothing to a Unix socket at which another user serves."""
+"""Clients send nothing to a Unix socket on which another user serves."""
 
 import asyncio
 import os
@@ -39,8 +39,8 @@ Serve = Callable[[str], Callable[[], str]]
 
 @pytest.fixture
 def foreign(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
-    """Serves at an address as another user. What it returns ends that, and says whether anything was heard."""
-    if os.geteuid() != 0:  # nobody else can be imitated for real
+    """Serves at an address as another user. Calling the result stops it and returns whether it received anything."""
+    if os.geteuid() != 0:  # only root can act as another user
         monkeypatch.setattr(peer_credentials, "uid_of_peer", lambda fd: FOREIGN_UID)
     running: list[subprocess.Popen[str]] = []
 
@@ -58,38 +58,38 @@ def foreign(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
         process.communicate()
 
 
-def words(address: str) -> str:
+def error_pattern(address: str) -> str:
     return rf"The server at {address} runs as user \S.* \(uid {FOREIGN_UID}\), not as you \(uid {os.geteuid()}\)"
 
 
-def test_a_client_says_no_hello_to_another_users_server(foreign: Serve) -> None:
+def test_a_client_sends_no_hello_to_another_user_s_server(foreign: Serve) -> None:
     address = f"ipc://@pipeline/{secrets.token_hex(8)}/door"
-    heard = foreign(address)
-    with pytest.raises(ForeignServer, match=words(address)):
+    stop_server = foreign(address)
+    with pytest.raises(ForeignServer, match=error_pattern(address)):
         Client(address, timeout_s=PATIENCE_S, api_key="secret")
-    assert heard() == "heard nothing"
+    assert stop_server() == "heard nothing"
 
 
-async def test_an_llm_that_attaches_says_so(foreign: Serve) -> None:
+async def test_an_llm_that_attaches_to_another_user_s_server_raises_an_error(foreign: Serve) -> None:
     address = f"ipc://@pipeline/{secrets.token_hex(8)}/door"
-    heard = foreign(address)
+    stop_server = foreign(address)
     llm = AsyncLLM.attach(address, timeout_s=PATIENCE_S)
-    with pytest.raises(ServerFailed, match=words(address)):
+    with pytest.raises(ServerFailed, match=error_pattern(address)):
         await llm.ready()
     await llm.close()
-    assert await asyncio.to_thread(heard) == "heard nothing"
+    assert await asyncio.to_thread(stop_server) == "heard nothing"
 
 
-def test_a_command_asks_another_users_server_nothing(foreign: Serve) -> None:
+def test_a_command_sends_another_user_s_server_nothing(foreign: Serve) -> None:
     name = f"1-{secrets.token_hex(4)}"
-    heard = foreign(admin_server.address_of(name))
-    with Admin(name) as client, pytest.raises(UserError, match=words(admin_server.address_of(name))):
+    stop_server = foreign(admin_server.address_of(name))
+    with Admin(name) as client, pytest.raises(UserError, match=error_pattern(admin_server.address_of(name))):
         client.stats()
-    assert heard() == "heard nothing"
+    assert stop_server() == "heard nothing"
 
 
-async def test_the_next_server_at_an_address_is_looked_at_too(foreign: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that a client was connected to ends before it said welcome, and another user takes its name."""
+async def test_the_next_server_at_an_address_is_checked_too(foreign: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server of a client's connection ends before its welcome, and another user takes its address."""
     address = f"ipc://@pipeline/{secrets.token_hex(8)}/door"
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     ours = context.socket(zmq.ROUTER)
@@ -99,23 +99,23 @@ async def test_the_next_server_at_an_address_is_looked_at_too(foreign: Serve, mo
         uids = iter([os.geteuid()])
         monkeypatch.setattr(peer_credentials, "uid_of_peer", lambda fd: next(uids, FOREIGN_UID))
     connecting = asyncio.ensure_future(AsyncClient.connect(address, timeout_s=PATIENCE_S, api_key=None))
-    assert await asyncio.to_thread(ours.poll, int(PATIENCE_S * 1000)), "hello comes"
+    assert await asyncio.to_thread(ours.poll, int(PATIENCE_S * 1000)), "hello arrives"
     assert isinstance(msgspec.msgpack.decode(ours.recv_multipart()[1], type=p.ClientMessage), p.Hello)
     ours.close()
     context.term()
-    heard = await asyncio.to_thread(foreign, address)
-    with pytest.raises(ForeignServer, match=words(address)):
+    stop_server = await asyncio.to_thread(foreign, address)
+    with pytest.raises(ForeignServer, match=error_pattern(address)):
         await connecting
-    assert await asyncio.to_thread(heard) == "heard nothing"
+    assert await asyncio.to_thread(stop_server) == "heard nothing"
 
 
-def test_a_server_that_starts_later_is_found(foreign: Serve) -> None:
-    """And so is the problem with it: a client that waits looks at every connection."""
+def test_a_server_that_starts_later_is_checked(foreign: Serve) -> None:
+    """A waiting client checks every connection."""
     address = f"ipc://@pipeline/{secrets.token_hex(8)}/door"
 
     with ThreadPoolExecutor(1) as threads:
         connecting = threads.submit(Client, address, timeout_s=PATIENCE_S)
-        heard = foreign(address)
+        stop_server = foreign(address)
         with pytest.raises(ForeignServer):
             connecting.result(PATIENCE_S)
-    assert heard() == "heard nothing"
+    assert stop_server() == "heard nothing"

@@ -1,4 +1,4 @@
-"""A panic of a library in Rust is an error like any other, and nothing else that ends a program is."""
+"""A panic of a Rust library is an ordinary error; every other exception passes through unchanged."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ def panic_in_llguidance() -> None:
 @pytest.mark.parametrize(
     ("panic", "message"), [(tiny.panic, "retry-limit-in-match over"), (panic_in_llguidance, "precompiled_charsmap")]
 )
-def test_a_panic_is_an_error_with_its_message(panic: object, message: str) -> None:
+def test_a_panic_becomes_an_error_with_its_message(panic: object, message: str) -> None:
     assert callable(panic)
     with pytest.raises(BaseException, match=message) as caught:
         panic()
@@ -31,7 +31,7 @@ def test_a_panic_is_an_error_with_its_message(panic: object, message: str) -> No
 
 
 class PanicException(BaseException):
-    """Only its name is that of a panic."""
+    """Has only the name of a panic."""
 
 
 @pytest.mark.parametrize(
@@ -42,13 +42,13 @@ class PanicException(BaseException):
     ],
     ids=repr,
 )
-def test_everything_else_passes_unchanged(error: BaseException) -> None:
+def test_other_exceptions_pass_unchanged(error: BaseException) -> None:
     with pytest.raises(type(error)) as caught, panics_as_errors():
         raise error
     assert caught.value is error
 
 
-def test_a_tokenizer_that_has_panicked_goes_on_in_all_threads() -> None:
+def test_a_tokenizer_that_has_panicked_still_works_in_all_threads() -> None:
     tokenizer = tiny.panicking_tokenizer()
     expected = tiny.byte_tokenizer().encode("hello</s>").ids
 

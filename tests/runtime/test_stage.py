@@ -1,4 +1,4 @@
-"""Arrays in and out of messages, and the sockets a stage is given."""
+"""Arrays in messages and in shared memory, and a stage's sockets."""
 
 import os
 
@@ -33,14 +33,14 @@ DTYPES = st.sampled_from([np.int32, np.uint8, np.uint32, np.uint64, np.float32, 
 
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
-def test_what_is_put_is_taken_whatever_its_size_shape_and_type(data):
+def test_an_array_of_any_size_shape_and_type_arrives_unchanged(data):
     fd = segment.create("ingest", NUM_BYTES)
     writer = Arrays({"ingest.0": segment.attach(fd, NUM_BYTES, writable=True)}, "ingest.0")
     reader = Arrays({"ingest.0": segment.attach(fd, NUM_BYTES, writable=False)}, "schedule.0")
     os.close(fd)
     dtype = data.draw(DTYPES)
     arrays = data.draw(st.lists(hnp.arrays(dtype, hnp.array_shapes(min_dims=1, max_dims=2, min_side=0, max_side=60))))
-    arrays += [np.tile(array.T, (3, 1)).T for array in arrays]  # also such as are not contiguous
+    arrays += [np.tile(array.T, (3, 1)).T for array in arrays]  # also arrays that are not contiguous
     for array in arrays:
         taken = reader.take(writer.put(array), dtype)
         np.testing.assert_array_equal(taken, array.reshape(-1))
@@ -51,7 +51,7 @@ def test_what_is_put_is_taken_whatever_its_size_shape_and_type(data):
     assert writer.arena is not None and writer.arena.num_live == 0
 
 
-def test_small_arrays_travel_inside_the_message_and_large_ones_by_reference(pair):
+def test_small_arrays_are_inline_and_large_ones_by_reference(pair):
     writer, _ = pair
     assert isinstance(writer.put(np.zeros(INLINE_BYTES, np.uint8)), bytes)
     assert isinstance(writer.put(np.zeros(INLINE_BYTES + 1, np.uint8)), ShmRef)
@@ -68,7 +68,7 @@ def test_a_slab_is_held_until_its_release_arrives(pair):
     assert writer.arena is not None and writer.arena.num_live == 0
 
 
-def test_an_array_whose_message_was_not_sent_can_be_taken_back(pair):
+def test_an_array_of_an_unsent_message_can_be_taken_back(pair):
     writer, _ = pair
     writer.retract(writer.put(np.arange(5000, dtype=np.int32)))
     writer.retract(writer.put(np.arange(5, dtype=np.int32)))
@@ -76,7 +76,7 @@ def test_an_array_whose_message_was_not_sent_can_be_taken_back(pair):
     assert writer.arena.num_bytes_free == NUM_BYTES
 
 
-def test_all_arrays_of_a_message_that_was_not_sent_can_be_taken_back(pair):
+def test_all_arrays_of_an_unsent_message_can_be_taken_back(pair):
     writer, _ = pair
     big = np.arange(5000, dtype=np.int32)
     fields = {name: writer.put(big) for name in ("seqs", "starts", "counts", "ids", "finishes", "records")}
@@ -86,7 +86,7 @@ def test_all_arrays_of_a_message_that_was_not_sent_can_be_taken_back(pair):
     assert writer.arena is not None and writer.arena.num_live == 0
 
 
-def test_what_was_taken_is_a_copy(pair):
+def test_a_received_array_is_a_copy(pair):
     writer, reader = pair
     array = writer.put(np.arange(5000, dtype=np.int32))
     taken = reader.take(array, np.int32)
@@ -110,8 +110,8 @@ def test_a_reference_beyond_the_segment_is_an_error(pair):
         reader.take(ShmRef("ingest.0", NUM_BYTES - 4, 8, 1), np.int32)
 
 
-def test_a_release_that_finds_no_room_goes_with_the_next(tmp_path):
-    """The scheduler does not exist yet and its edge holds one message: the second release has to wait, not get lost."""
+def test_a_release_that_cannot_be_sent_goes_with_the_next(tmp_path):
+    """The scheduler does not exist yet and its edge holds one message: the second release must wait, not get lost."""
     import zmq
 
     from pipeline.config.settings import Settings

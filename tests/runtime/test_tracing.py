@@ -1,4 +1,4 @@
-"""Recording spans, and the Chrome trace that is made of them."""
+"""Recording spans, and the Chrome trace made from them."""
 
 import json
 import time
@@ -21,8 +21,8 @@ PHASES = {"M", "X", "s", "t", "f", "C", "i"}
 
 
 def check(data: bytes) -> list[dict[str, Any]]:
-    """The events of a file, which must be valid: the fields that the format asks for, slices of a thread nested, and
-    arrows in order, each with one start and one end."""
+    """The events of a file, which must be valid: the format's required fields, nested slices per thread, and arrows in
+    order, each with one start and one end."""
     events: list[dict[str, Any]] = json.loads(data)["traceEvents"]
     slices = defaultdict(list)
     flows = defaultdict(list)
@@ -55,13 +55,13 @@ def check(data: bytes) -> list[dict[str, Any]]:
     return events
 
 
-def test_nothing_is_recorded_unless_asked_for() -> None:
+def test_nothing_is_recorded_by_default() -> None:
     tracer = Tracer()
     assert not tracer.on
     assert tracer.take() == ([], 0)
 
 
-def test_what_is_recorded_comes_back_once_in_order() -> None:
+def test_recorded_events_are_returned_once_in_order() -> None:
     tracer = Tracer()
     tracer.start(60)
     now = time.monotonic()
@@ -75,7 +75,7 @@ def test_what_is_recorded_comes_back_once_in_order() -> None:
     assert tracer.take() == ([], 0)
 
 
-def test_a_full_ring_keeps_the_newest_and_counts_the_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_ring_keeps_the_newest_events_and_counts_the_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "CAPACITY", 4)
     tracer = Tracer()
     tracer.start(60)
@@ -90,7 +90,7 @@ def test_a_full_ring_keeps_the_newest_and_counts_the_lost(monkeypatch: pytest.Mo
     assert [record.name for record in tracer.take()[0]] == ["new"]
 
 
-def test_a_window_ends_by_itself_when_nobody_takes_it() -> None:
+def test_a_window_that_is_not_collected_ends_by_itself() -> None:
     tracer = Tracer()
     tracer.start(0.5)
     now = time.monotonic()
@@ -101,7 +101,7 @@ def test_a_window_ends_by_itself_when_nobody_takes_it() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), max_size=40))
-def test_slices_of_a_lane_never_overlap_whatever_a_stage_did(spans: list[tuple[int, int]]) -> None:
+def test_slices_of_a_lane_never_overlap(spans: list[tuple[int, int]]) -> None:
     records = [TraceEvent("x", float(begin), float(begin + length) or 1.0, {}, []) for begin, length in spans]
     check(chrome_trace.of_window([StageTrace("ingest.0", 5, records, 0)]))
 
@@ -129,7 +129,7 @@ def test_a_window_has_processes_in_flow_order_slices_counters_and_arrows() -> No
     assert [(e["dur"], e["args"]) for e in events if e["name"] == "step"] == [(6000.0, {"tokens": 3})]
 
 
-def test_stages_that_share_a_process_are_told_apart() -> None:
+def test_stages_that_share_a_process_have_separate_tracks() -> None:
     stages = [StageTrace(name, 7, [TraceEvent("x", 1.0, 2.0, {}, [])], 0) for name in ("gateway.0", "schedule.0")]
     events = check(chrome_trace.of_window(stages))
     assert len({e["pid"] for e in events if e["name"] == "process_name"}) == 2
@@ -140,7 +140,7 @@ def test_an_empty_window_is_a_valid_file() -> None:
     check(chrome_trace.of_window([StageTrace("gateway.0", 1, [], 0)]))
 
 
-def test_the_hops_of_a_request_follow_each_other_through_the_stages() -> None:
+def test_the_hops_of_a_request_are_in_stage_order() -> None:
     times = [10.0 + i for i in range(len(HOPS) + 1)]
     request = RequestTimings("cmpl-1", 5.0, [SequenceTimings(3, i, times, 16.5, 7, 4, 9) for i in range(2)])
     data = chrome_trace.of_request(request)
@@ -162,7 +162,7 @@ def test_the_hops_of_a_request_follow_each_other_through_the_stages() -> None:
     assert len({e["id"] for e in events if e["ph"] == "s"}) == 2
 
 
-def test_stamps_never_go_backwards() -> None:
+def test_timestamps_never_decrease() -> None:
     assert stamps(5.0, 0.0, 6.0, 5.5, 7.0) == [5.0, 5.0, 6.0, 6.0, 7.0]
 
 
@@ -181,7 +181,7 @@ def test_a_stage_records_between_trace_and_take_trace() -> None:
         assert again.records == []
 
 
-def test_a_second_window_is_refused_while_the_first_is_open() -> None:
+def test_a_second_window_is_rejected_while_the_first_is_open() -> None:
     with Rig("schedule") as rig:
         rig.start(m.ExecuteFacts(16, 16, 64, 100))
         rig.send(m.Trace(1, 30.0))
@@ -193,7 +193,7 @@ def test_a_second_window_is_refused_while_the_first_is_open() -> None:
         assert [rig.receive("supervisor", m.Answer).error for _ in range(2)] == ["", ""]
 
 
-def test_an_open_window_whose_time_is_up_is_in_nobodys_way() -> None:
+def test_an_expired_window_blocks_no_other() -> None:
     tracer = Tracer()
     tracer.start(1e-6)
     time.sleep(0.001)
@@ -202,7 +202,7 @@ def test_an_open_window_whose_time_is_up_is_in_nobodys_way() -> None:
 
 
 @pytest.mark.parametrize("window_s", [0.0, -1.0, 1e9, float("nan"), float("inf")])
-def test_a_window_that_makes_no_sense_is_refused_and_the_stage_goes_on(window_s: float) -> None:
+def test_an_invalid_window_is_rejected_and_the_stage_continues(window_s: float) -> None:
     with Rig("schedule") as rig:
         rig.start(m.ExecuteFacts(16, 16, 64, 100))
         rig.send(m.Trace(1, window_s))

@@ -1,4 +1,4 @@
-"""The admin door: questions in, answers out, and nothing that a peer does stops the loop behind it."""
+"""The admin server: requests, replies, and that no peer can block its loop."""
 
 import itertools
 import os
@@ -25,10 +25,10 @@ STATS = ServerStats("1-ab", 1, "0", "m", "http://x", "serving", 1.0, 2.0, [])
 
 
 class Bench:
-    """A door whose stages are this test."""
+    """An admin server whose stages are simulated by the test."""
 
     def __init__(self) -> None:
-        self.server = f"{os.getpid()}-{next(_numbers):08x}"
+        self.name = f"{os.getpid()}-{next(_numbers):08x}"
         self.sent: list[tuple[str, m.ControlRequest]] = []
         self.names = ["gateway.0", "gateway.1", "schedule.0"]
         self.refuses: set[str] = set()
@@ -36,26 +36,26 @@ class Bench:
         """Of stats."""
         self.context: zmq.Context[Any] = zmq.Context()
         self.questions = Questions(self._send)
-        self.door = AdminServer(self.context, self.server, self.questions, self._stats, lambda: self.names)
+        self.server = AdminServer(self.context, self.name, self.questions, self._stats, lambda: self.names)
         self.peer = self.context.socket(zmq.DEALER)
-        self.peer.connect(admin_server.address_of(self.server))
+        self.peer.connect(admin_server.address_of(self.name))
 
     def _send(self, name: str, control_request: m.ControlRequest) -> bool:
         self.sent.append((name, control_request))
         return name not in self.refuses
 
-    def say(self, message: Any) -> None:
+    def send(self, message: Any) -> None:
         self.peer.send(message if isinstance(message, bytes) else msgspec.msgpack.encode(message))
 
     def turn_until(self, condition: Any) -> None:
         end = time.monotonic() + PATIENCE_S
         while not condition():
-            self.door.turn()
+            self.server.turn()
             self.questions.end_late()
             assert time.monotonic() < end
             time.sleep(0.001)
 
-    def heard(self) -> Any:
+    def receive(self) -> Any:
         self.turn_until(lambda: self.peer.poll(0))
         return msgspec.msgpack.decode(self.peer.recv(), type=admin_server.AdminReply)
 
@@ -64,7 +64,7 @@ class Bench:
         then(STATS)
 
     def close(self) -> None:
-        self.door.close()
+        self.server.close()
         self.peer.close(linger=0)
         self.context.term()
 
@@ -76,47 +76,47 @@ def bench() -> Iterator[Bench]:
     bench.close()
 
 
-def test_stats_come_back_with_the_askers_nonce(bench: Bench) -> None:
-    bench.say(admin_server.AskStats(77, 1.5))
-    assert bench.heard() == admin_server.Stats(77, STATS)
-    assert bench.timeouts_s == [1.5], "whoever asks says how long stages have"
+def test_stats_return_the_request_s_nonce(bench: Bench) -> None:
+    bench.send(admin_server.AskStats(77, 1.5))
+    assert bench.receive() == admin_server.Stats(77, STATS)
+    assert bench.timeouts_s == [1.5], "the request sets the timeout of stages"
     for timeout_s in (0.0, -1.0, 1e9, float("nan")):
-        bench.say(admin_server.AskStats(78, timeout_s))
-        assert isinstance(bench.heard(), admin_server.Problem)
+        bench.send(admin_server.AskStats(78, timeout_s))
+        assert isinstance(bench.receive(), admin_server.Problem)
 
 
-def test_an_aside_goes_to_the_stages_that_were_named_and_their_answers_come_back(bench: Bench) -> None:
-    bench.say(admin_server.StageCommand(5, ["gateway"], m.Count(999)))
+def test_a_control_request_goes_to_the_named_stages_and_their_replies_return(bench: Bench) -> None:
+    bench.send(admin_server.StageCommand(5, ["gateway"], m.Count(999)))
     bench.turn_until(lambda: len(bench.sent) == 2)
     assert [name for name, _ in bench.sent] == ["gateway.0", "gateway.1"]
     nonce = bench.sent[0][1].nonce
-    bench.questions.answered("schedule.0", m.Answer(nonce, error="nobody asked me"))
+    bench.questions.answered("schedule.0", m.Answer(nonce, error="not part of this request"))
     bench.questions.answered("gateway.1", m.Answer(nonce, msgspec.Raw(b"\x01")))
     bench.questions.answered("gateway.1", m.Answer(nonce, msgspec.Raw(b"\x02")))
     bench.questions.answered("gateway.0", m.Answer(nonce, error="no such folder"))
-    told = bench.heard()
-    assert told.nonce == 5
-    assert [(a.stage, bytes(a.body), a.error) for a in told.answers] == [
+    reply = bench.receive()
+    assert reply.nonce == 5
+    assert [(a.stage, bytes(a.body), a.error) for a in reply.answers] == [
         ("gateway.0", b"\xc0", "no such folder"),
         ("gateway.1", b"\x01", ""),
     ]
 
 
-def test_a_stage_that_hangs_is_late_and_the_others_are_heard(bench: Bench) -> None:
-    bench.say(admin_server.StageCommand(5, [], m.Count(0), timeout_s=0.05))
+def test_a_stage_that_hangs_is_late_and_the_others_reply(bench: Bench) -> None:
+    bench.send(admin_server.StageCommand(5, [], m.Count(0), timeout_s=0.05))
     bench.turn_until(lambda: len(bench.sent) == 3)
     bench.questions.answered("schedule.0", m.Answer(bench.sent[0][1].nonce, msgspec.Raw(b"\x01")))
-    errors = {answer.stage: answer.error for answer in bench.heard().answers}
+    errors = {answer.stage: answer.error for answer in bench.receive().answers}
     assert errors == dict.fromkeys(("gateway.0", "gateway.1"), "did not answer within 0.05 s") | {"schedule.0": ""}
-    bench.questions.answered("gateway.0", m.Answer(bench.sent[0][1].nonce))  # far too late: dropped
+    bench.questions.answered("gateway.0", m.Answer(bench.sent[0][1].nonce))  # too late: dropped
 
 
-def test_a_stage_that_dies_or_takes_no_message_is_not_waited_for(bench: Bench) -> None:
+def test_a_stage_that_dies_or_refuses_a_message_is_not_waited_for(bench: Bench) -> None:
     bench.refuses = {"gateway.0"}
-    bench.say(admin_server.StageCommand(5, ["gateway"], m.Count(0), timeout_s=600))
+    bench.send(admin_server.StageCommand(5, ["gateway"], m.Count(0), timeout_s=600))
     bench.turn_until(lambda: len(bench.sent) == 2)
     bench.questions.lost("gateway.1")
-    assert all(answer.error for answer in bench.heard().answers)
+    assert all(answer.error for answer in bench.receive().answers)
 
 
 @pytest.mark.parametrize(
@@ -128,9 +128,9 @@ def test_a_stage_that_dies_or_takes_no_message_is_not_waited_for(bench: Bench) -
         (admin_server.StageCommand(3, [], m.Count(0), timeout_s=1e9), "at most 600"),
     ],
 )
-def test_a_question_that_makes_no_sense_is_told_why(bench: Bench, question: Any, words: str) -> None:
-    bench.say(question)
-    reply = bench.heard()
+def test_an_invalid_request_gets_a_clear_error(bench: Bench, question: Any, words: str) -> None:
+    bench.send(question)
+    reply = bench.receive()
     assert isinstance(reply, admin_server.Problem)
     assert reply.nonce == 3
     assert words in reply.message
@@ -138,21 +138,21 @@ def test_a_question_that_makes_no_sense_is_told_why(bench: Bench, question: Any,
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x91" * 5000, b"GET / HTTP/1.1\r\n\r\n", b"\x92\xa1\xff\x00"])
-def test_garbage_is_answered_and_harms_nobody(bench: Bench, data: bytes) -> None:
-    bench.say(data)
-    assert isinstance(bench.heard(), admin_server.Problem)
+def test_garbage_gets_an_error_and_harms_no_other_client(bench: Bench, data: bytes) -> None:
+    bench.send(data)
+    assert isinstance(bench.receive(), admin_server.Problem)
     bench.peer.send_multipart([b"a", b"b", b"c"])
-    assert isinstance(bench.heard(), admin_server.Problem)
-    bench.say(admin_server.AskStats(1))
-    assert bench.heard() == admin_server.Stats(1, STATS)
+    assert isinstance(bench.receive(), admin_server.Problem)
+    bench.send(admin_server.AskStats(1))
+    assert bench.receive() == admin_server.Stats(1, STATS)
 
 
-def test_who_sends_too_much_is_cut_off_and_others_are_served(bench: Bench) -> None:
+def test_a_client_that_sends_too_much_is_disconnected_and_others_are_served(bench: Bench) -> None:
     rude = bench.context.socket(zmq.DEALER)
-    rude.connect(admin_server.address_of(bench.server))
+    rude.connect(admin_server.address_of(bench.name))
     rude.send(b"x" * (admin_server.MAX_QUESTION_BYTES + 1))
-    bench.say(admin_server.AskStats(1))
-    assert bench.heard() == admin_server.Stats(1, STATS)
+    bench.send(admin_server.AskStats(1))
+    assert bench.receive() == admin_server.Stats(1, STATS)
     assert not rude.poll(50)
     rude.close(linger=0)
 
@@ -176,8 +176,8 @@ context.destroy(linger=0)
 
 
 @pytest.mark.parametrize("is_other", [True, False])
-def test_other_users_are_refused(is_other: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen from the other side where this is not root: a door that expects somebody else refuses this user."""
+def test_other_users_are_rejected(is_other: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without root, the roles are reversed: a server that expects another user rejects this one."""
     user = os.geteuid()
     if is_other and user == 0:
         user = 65534
@@ -186,7 +186,7 @@ def test_other_users_are_refused(is_other: bool, monkeypatch: pytest.MonkeyPatch
     bench = Bench()
     try:
         words = [
-            admin_server.address_of(bench.server),
+            admin_server.address_of(bench.name),
             msgspec.msgpack.encode(admin_server.AskStats(1)).hex(),
             str(user),
         ]
@@ -198,10 +198,10 @@ def test_other_users_are_refused(is_other: bool, monkeypatch: pytest.MonkeyPatch
         bench.close()
 
 
-def test_open_questions_are_bounded_and_one_turn_takes_a_bounded_part(bench: Bench) -> None:
+def test_open_requests_are_bounded_and_so_is_the_work_of_one_turn(bench: Bench) -> None:
     peers = [bench.context.socket(zmq.DEALER) for _ in range(8)]
     for peer in peers:
-        peer.connect(admin_server.address_of(bench.server))
+        peer.connect(admin_server.address_of(bench.name))
         for nonce in range(1, 13):
             peer.send(msgspec.msgpack.encode(admin_server.StageCommand(nonce, ["schedule"], m.Count(0), timeout_s=600)))
     bench.turn_until(lambda: len(bench.sent) == admin_server.MAX_OPEN_QUESTIONS)
@@ -213,19 +213,19 @@ def test_open_questions_are_bounded_and_one_turn_takes_a_bounded_part(bench: Ben
         peer.close(linger=0)
 
 
-def test_a_flood_from_who_reads_no_answers_does_not_stop_the_door(bench: Bench) -> None:
+def test_a_flood_from_a_client_that_reads_nothing_does_not_block_the_server(bench: Bench) -> None:
     deaf = bench.context.socket(zmq.DEALER)
     deaf.set_hwm(100_000)
     deaf.setsockopt(zmq.RCVHWM, 1)
-    deaf.connect(admin_server.address_of(bench.server))
+    deaf.connect(admin_server.address_of(bench.name))
     for nonce in range(5000):
         deaf.send(msgspec.msgpack.encode(admin_server.AskStats(nonce)))
-    bench.say(admin_server.AskStats(1))
-    assert bench.heard() == admin_server.Stats(1, STATS)
+    bench.send(admin_server.AskStats(1))
+    assert bench.receive() == admin_server.Stats(1, STATS)
     deaf.close(linger=0)
 
 
-def test_every_stage_answers_a_count_and_its_own_loop_never_sees_it(tmp_path: Any) -> None:
+def test_every_stage_answers_a_count_outside_of_its_own_loop(tmp_path: Any) -> None:
     with Rig("schedule") as rig:
         rig.start(m.ExecuteFacts(16, 16, 64, 100))
         rig.load()
@@ -239,13 +239,13 @@ def test_every_stage_answers_a_count_and_its_own_loop_never_sees_it(tmp_path: An
         assert set(edges) == {"supervisor.0", "execute.0", "detokenize.0", "ingest.0"}
 
 
-def test_a_server_is_found_by_its_door_and_chosen_by_its_pid(bench: Bench) -> None:
-    assert bench.server in find_servers()
+def test_a_server_is_found_by_its_admin_socket_and_chosen_by_its_pid(bench: Bench) -> None:
+    assert bench.name in find_servers()
     with pytest.raises(UserError, match=r"no server has pid 1$"):
         choose_server(1)
 
 
-def test_a_server_that_does_not_answer_is_said(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_does_not_answer_is_an_error(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admin_client, "ANSWER_S", 0.0)
-    with Admin(bench.server) as client, pytest.raises(UserError, match=r"did not answer within 0\.05 s"):
+    with Admin(bench.name) as client, pytest.raises(UserError, match=r"did not answer within 0\.05 s"):
         client.stats(0.05)

@@ -1,4 +1,4 @@
-"""A gateway that has drained takes no connection more, and none waits for it in the kernel."""
+"""A drained gateway accepts no more connections, and none waits in the kernel's backlog."""
 
 import logging
 import socket
@@ -20,7 +20,7 @@ def is_refused(address: tuple[str, int]) -> bool:
 
 
 def test_connections_are_refused_once_every_gateway_has_drained() -> None:
-    """The gateways' own sockets are closed by them; the supervisor has these still, for they are the same."""
+    """Gateways close their own sockets; the supervisor still holds copies of them."""
     listeners = listen("127.0.0.1", 0, 2)
     address = listeners[0].getsockname()
     supervisor = Supervisor(Settings(gateway=GatewaySettings(port=0, replicas=2)), listeners, logging.getLogger("test"))

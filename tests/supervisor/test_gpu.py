@@ -1,4 +1,4 @@
-"""A GPU that is asked for and can't be there is told at once, before a model is fetched."""
+"""A missing GPU is an error at startup, before a model is fetched."""
 
 import logging
 import os
@@ -18,19 +18,19 @@ def missing(name: str) -> object:
     raise OSError(f"{name}: cannot open shared object file")
 
 
-def test_a_machine_without_a_driver_is_told_so() -> None:
+def test_a_machine_without_a_driver_gets_a_clear_error() -> None:
     problem = gpu.why_none(CUDA, missing, {})
     assert problem is not None and "\n" not in problem
     assert problem.startswith("execute.device is 'cuda', but this machine has no NVIDIA driver (libcuda.so.1 is not ")
     assert "set execute.device to 'cpu'" in problem
 
 
-def test_nothing_is_said_of_a_driver_that_is_there_or_of_one_that_nobody_needs() -> None:
-    asked: list[str] = []
-    assert gpu.why_none(CUDA, asked.append, {}) is None
-    assert asked == ["libcuda.so.1"]
+def test_an_available_or_unneeded_driver_is_no_error() -> None:
+    libraries: list[str] = []
+    assert gpu.why_none(CUDA, libraries.append, {}) is None
+    assert libraries == ["libcuda.so.1"]
     assert gpu.why_none(Settings(), missing, {}) is None
-    assert gpu.why_none(CUDA, missing, {"TRITON_INTERPRET": "1"}) is None, "kernels are run by the interpreter"
+    assert gpu.why_none(CUDA, missing, {"TRITON_INTERPRET": "1"}) is None, "the interpreter runs the kernels"
     assert gpu.why_none(CUDA, missing, {"TRITON_INTERPRET": "0"}) is not None
 
 
@@ -38,7 +38,7 @@ def test_nothing_is_said_of_a_driver_that_is_there_or_of_one_that_nobody_needs()
 def test_the_server_ends_before_anything_is_reserved_or_prepared(
     instant: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """But not where no model is run."""
+    """Except if no model runs."""
     monkeypatch.setattr(gpu, "why_none", lambda settings: "no GPU")
     prepared: list[bool] = []
 
@@ -55,7 +55,7 @@ def test_the_server_ends_before_anything_is_reserved_or_prepared(
     assert ("no GPU" in caplog.text) is not instant
 
 
-def test_the_switch_is_read_as_triton_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_interpret_is_parsed_as_triton_does(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton import knobs
 
     for value in ("1", "0", "true", "off", "YES", "on", "n", ""):

@@ -12,7 +12,7 @@ BUSY = "import threading, time; threading.Thread(target=time.sleep, args=(600,))
 BUSY += "while time.process_time() < 0.2: pass\nprint(time.process_time(), flush=True)\ntime.sleep(600)"
 
 
-def test_memory_processor_time_and_threads_of_a_process_are_counted() -> None:
+def test_memory_cpu_time_and_threads_of_a_process_are_counted() -> None:
     with subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

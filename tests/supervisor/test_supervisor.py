@@ -1,4 +1,4 @@
-"""The supervisor's parts; its whole life is tested end to end."""
+"""The supervisor's parts; end-to-end tests cover its lifecycle."""
 
 import logging
 import os
@@ -29,7 +29,7 @@ class FakeChild:
 LOAD = m.ScheduleLoad(1, 2, 3, 4, 5, 12)
 
 
-def test_everybody_who_answers_is_ready_and_the_whole_is_ok() -> None:
+def test_stages_that_answer_are_ready_and_the_server_is_ok() -> None:
     children: list[Any] = [FakeChild("schedule.0"), FakeChild("gateway.0")]
     round_ = HealthRound("gateway.0", nonce=7, timeout_s=5)
     round_.answered("schedule.0", m.Pong(1, LOAD))
@@ -41,7 +41,7 @@ def test_everybody_who_answers_is_ready_and_the_whole_is_ok() -> None:
     assert all(stage.answer_ms >= 0 for stage in health.stages)
 
 
-def test_who_does_not_answer_in_time_is_late() -> None:
+def test_a_stage_that_does_not_answer_in_time_is_late() -> None:
     children: list[Any] = [FakeChild("schedule.0"), FakeChild("execute.0")]
     round_ = HealthRound("gateway.0", nonce=1, timeout_s=0.0)
     round_.answered("schedule.0", m.Pong(1, LOAD))
@@ -51,20 +51,20 @@ def test_who_does_not_answer_in_time_is_late() -> None:
     assert health.stages[1].answer_ms < 0
 
 
-def test_who_is_still_starting_says_so() -> None:
+def test_a_starting_stage_is_reported_as_starting() -> None:
     children: list[Any] = [FakeChild("execute.0", "starting")]
     round_ = HealthRound("gateway.0", nonce=1, timeout_s=5)
     assert round_.result(children).status == "starting"
 
 
-def test_a_taken_port_is_an_error_that_names_the_key() -> None:
+def test_a_port_in_use_is_an_error_that_names_the_key() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=rf"cannot listen on 127.0.0.1:{port}: .* gateway.port"):
             listen("127.0.0.1", port)
 
 
-def test_several_gateways_listen_at_one_port_which_no_other_server_may_share() -> None:
+def test_several_gateways_share_a_port_that_no_other_server_can_use() -> None:
     sockets = listen("127.0.0.1", 0, 3)
     try:
         (port,) = {one.getsockname()[1] for one in sockets}
@@ -91,7 +91,7 @@ def test_replicas_have_names_peers_and_a_share_of_the_credits() -> None:
     assert [peer.name for peer in peers] == ["supervisor.0", "gateway.0", "gateway.1", "gateway.2", "schedule.0"]
 
 
-def test_what_is_open_at_other_gateways_is_counted_for_who_asks() -> None:
+def test_health_counts_open_requests_of_the_other_gateways() -> None:
     children: list[Any] = [FakeChild("gateway.0"), FakeChild("gateway.1")]
     round_ = HealthRound("gateway.1", nonce=7, timeout_s=5)
     round_.answered("gateway.0", m.Pong(1, m.GatewayLoad(3)))
@@ -99,33 +99,33 @@ def test_what_is_open_at_other_gateways_is_counted_for_who_asks() -> None:
     assert round_.result(children).num_open_elsewhere == 3
 
 
-def test_every_arrow_has_an_inbox_that_takes_it() -> None:
+def test_every_edge_has_an_inbox_that_accepts_it() -> None:
     names = {row.name for row in topology.TOPOLOGY}
     assert names == set(topology.FLOW)
     for row in topology.TOPOLOGY:
         assert set(row.sends_to) <= names
         for owner in row.reads:
             assert topology.row(owner).has_arena
-            assert owner in row.sends_to, "who reads a segment must be able to release it"
+            assert owner in row.sends_to, "a reader of a segment must be able to release it"
             assert topology.arena_bytes(Settings(), owner) > 0
 
 
-def test_a_host_that_is_not_here_is_an_error_that_names_the_key() -> None:
+def test_a_host_that_is_not_local_is_an_error_that_names_the_key() -> None:
     with pytest.raises(OSError, match=r"cannot listen on 192\.0\.2\.1:0: .* gateway\.host"):
         listen("192.0.2.1", 0)
 
 
-def test_the_whole_is_as_bad_as_its_worst_stage() -> None:
+def test_the_server_s_status_is_that_of_its_worst_stage() -> None:
     children: list[Any] = [FakeChild("execute.0", "starting"), FakeChild("ingest.0"), FakeChild("schedule.0", "dead")]
     round_ = HealthRound("gateway.0", nonce=1, timeout_s=60)
     round_.answered("execute.0", m.Pong(1, m.PlainLoad()))
     round_.answered("ingest.0", m.Pong(1, m.PlainLoad()))
-    assert round_.is_over(children), "the dead are not waited for"
+    assert round_.is_over(children), "dead stages are not waited for"
     assert round_.result(children).status == "dead"
 
 
-class Ended:
-    """A child that has ended, and whose last words are still on their way."""
+class EndedChild:
+    """A child that has ended while its last messages are still in flight."""
 
     pid, state, is_alive = 1, "starting", False
 
@@ -148,23 +148,23 @@ class Ended:
         ("execute", 1, m.StageFailed("no such memory"), "cannot start: execute: no such memory"),
     ],
 )
-def test_the_last_messages_of_a_stage_that_has_ended_are_waited_for(
+def test_the_last_messages_of_an_ended_stage_are_read(
     stage: str, exit_code: int, words: m.SupervisorInbox, logged: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     (listener,) = listen("127.0.0.1", 0)
     supervisor = Supervisor(Settings(), [listener], logging.getLogger("test"))
-    child = Ended(stage, exit_code)
+    child = EndedChild(stage, exit_code)
     try:
         supervisor._table.children[child.name] = child  # type: ignore[assignment]
         supervisor._poller.register(child.pidfd)
         supervisor._table.outboxes[child.name] = Outbox(
-            supervisor._context, "inproc://nobody", m.Envelope("test.0", 1), 1
+            supervisor._context, "inproc://unused", m.Envelope("test.0", 1), 1
         )
         supervisor._prepared = None if stage == "prepare" else m.Prepared("/folder", "name")
-        mouth: Outbox[m.SupervisorInbox] = Outbox(
+        outbox: Outbox[m.SupervisorInbox] = Outbox(
             supervisor._context, supervisor._resources.addresses["supervisor.0"], m.Envelope(child.name, 1), 1
         )
-        late = threading.Timer(0.1, lambda: (mouth.send(words), mouth.flush(1.0)))
+        late = threading.Timer(0.1, lambda: (outbox.send(words), outbox.flush(1.0)))
         late.start()
         if logged:
             with pytest.raises(Stopping):
@@ -200,7 +200,7 @@ def listener() -> Iterator[socket.socket]:
     one.close()
 
 
-def test_swap_space_is_the_executors_alone_and_is_given_back(listener: socket.socket) -> None:
+def test_swap_space_belongs_to_the_executor_and_is_freed(listener: socket.socket) -> None:
     supervisor = supervisor_with(SWAP_BYTES, listener)
     supervisor._reserve_swap()
     for row in topology.TOPOLOGY:
@@ -223,7 +223,7 @@ def test_swap_space_is_the_executors_alone_and_is_given_back(listener: socket.so
         os.fstat(fd)
 
 
-def test_without_swap_bytes_there_is_no_segment_and_nothing_to_wait_for(listener: socket.socket) -> None:
+def test_without_swap_bytes_there_is_no_segment(listener: socket.socket) -> None:
     supervisor = supervisor_with(0, listener)
     supervisor._reserve_swap()
     assert supervisor._is_swap_reserved() and topology.SWAP not in supervisor._resources.segments
@@ -231,7 +231,7 @@ def test_without_swap_bytes_there_is_no_segment_and_nothing_to_wait_for(listener
     supervisor.close()
 
 
-def test_a_server_waits_for_its_swap_space_and_says_for_what_when_that_is_too_long(
+def test_a_server_that_waits_too_long_for_swap_space_reports_it(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     go_on = threading.Event()
@@ -251,7 +251,7 @@ def test_a_server_waits_for_its_swap_space_and_says_for_what_when_that_is_too_lo
 def test_swap_space_must_fit_beside_kv_memory(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch, instant: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Which an executor without a model has not."""
+    """Except for an executor without a model."""
     kv_bytes = CPU_KV_BYTES
     monkeypatch.setattr(segment, "available_bytes", lambda: kv_bytes + SWAP_BYTES - 1)
     supervisor = supervisor_with(SWAP_BYTES, listener, RunMode(instant=instant))

@@ -1,4 +1,4 @@
-"""Sections of `tools/gpu_check` that misbehave, and an executor of the GPU's that is the CPU's."""
+"""Sections of `tools/gpu_check` that fail, and a CPU executor in place of the GPU's."""
 
 import json
 import os
@@ -47,7 +47,7 @@ SECTIONS = {
 
 
 def install() -> None:
-    """Make the sections known in this process."""
+    """Register the sections in this process."""
     for name, items in SECTIONS.items():
         module: Any = ModuleType(f"tools.gpu_check.fake_{name}")
         module.items = lambda context, items=items: items
@@ -56,16 +56,16 @@ def install() -> None:
 
 
 def command_of(task: Task) -> list[str]:
-    """In the place of `parent.command_of`."""
+    """Replaces `parent.command_of`."""
     return [sys.executable, "-m", "tests.tools.gpu_check_fakes", task.to_json()]
 
 
 class LaunchedStep(SimpleNamespace):
-    """As the GPU's, with stamps of 1 ms a step and gaps of 10 µs."""
+    """Like the GPU's, with timestamps of 1 ms a step and gaps of 10 µs."""
 
 
 class Steps:
-    """Makes a runner of the CPU's look like the GPU's: what is launched is computed at once."""
+    """Wraps a CPU runner as a GPU runner: a launched step is computed at once."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
@@ -102,7 +102,7 @@ class Steps:
 
 
 def make_runner(settings: Any, folder: Path, weights: Any = None) -> Steps:
-    """In the place of `runners.make_runner`."""
+    """Replaces `runners.make_runner`."""
     from unittest import mock
 
     from pipeline.stages.execute.cpu import runner

@@ -31,24 +31,24 @@ def record(
 # ----------------------------------------------------------------------------------------------------------- loads
 
 
-def test_a_request_is_the_same_for_the_same_name_and_no_two_begin_alike() -> None:
+def test_a_request_is_the_same_for_the_same_name_and_no_two_share_a_prefix() -> None:
     one_to_one = Calibration(0.0, 1.0)
-    asks = [ask_of(LOAD, str(number), one_to_one) for number in range(50)]
-    assert asks == [ask_of(LOAD, str(number), one_to_one) for number in range(50)]
-    assert len({tuple(ask.prompt.split()[:4]) for ask in asks}) == 50
-    assert all(700 <= len(ask.prompt.split()) <= 1200 and 128 <= ask.max_tokens <= 256 for ask in asks)
-    assert len({ask.max_tokens for ask in asks}) > 10
+    requests = [ask_of(LOAD, str(number), one_to_one) for number in range(50)]
+    assert requests == [ask_of(LOAD, str(number), one_to_one) for number in range(50)]
+    assert len({tuple(request.prompt.split()[:4]) for request in requests}) == 50
+    assert all(700 <= len(request.prompt.split()) <= 1200 and 128 <= request.max_tokens <= 256 for request in requests)
+    assert len({request.max_tokens for request in requests}) > 10
     other = msgspec.structs.replace(LOAD, seed="other")
-    assert ask_of(other, "0", one_to_one).prompt != asks[0].prompt
+    assert ask_of(other, "0", one_to_one).prompt != requests[0].prompt
 
 
-def test_a_part_of_an_output_is_asked_for_but_never_none() -> None:
+def test_a_part_of_an_output_has_at_least_one_token() -> None:
     whole, part, least = (ask_of(LOAD, "x", Calibration(0.0, 1.0), part).max_tokens for part in (1.0, 0.5, 1e-9))
     assert part == round(whole / 2)
     assert least == 1
 
 
-def test_a_span_is_read_from_an_option() -> None:
+def test_a_span_is_parsed_from_an_option() -> None:
     assert span("700-1200") == Span(700, 1200)
     assert span("64") == Span(64, 64)
     for wrong in ("", "-", "1200-700", "0-4", "4-", "a-b", "-4"):
@@ -56,7 +56,7 @@ def test_a_span_is_read_from_an_option() -> None:
             span(wrong)
 
 
-def test_memory_is_a_share_of_the_load_and_holds_its_longest_request() -> None:
+def test_memory_is_a_share_of_the_load_and_fits_its_longest_request() -> None:
     kv_bytes, swap_bytes = memory.sizes(LOAD, 0.25, block_bytes=1000.0, block_size=16)
     assert kv_bytes == round(0.25 * 16 * (950 + 192) / 16 * 1000)
     assert swap_bytes == round(16 * (950 + 192) / 16 * 1000)
@@ -64,20 +64,20 @@ def test_memory_is_a_share_of_the_load_and_holds_its_longest_request() -> None:
     assert tight >= (1200 + 256) / 16 * 1000
 
 
-def test_arrivals_have_their_rate_and_the_spread_of_a_poisson_process() -> None:
+def test_arrivals_have_the_rate_and_variance_of_a_poisson_process() -> None:
     moments = overload.arrivals_of("seed", 100.0, 200.0)
     assert moments == sorted(moments) and moments[0] > 0 and moments[-1] < 200
     assert len(moments) == pytest.approx(20_000, rel=0.03)
-    counts = [sum(second <= await_external < second + 1 for await_external in moments) for second in range(200)]
+    counts = [sum(second <= moment < second + 1 for moment in moments) for second in range(200)]
     mean = sum(counts) / 200
     variance = sum((count - mean) ** 2 for count in counts) / 200
-    assert 0.7 < variance / mean < 1.4  # even arrivals would have 0, bursts more
+    assert 0.7 < variance / mean < 1.4  # 0 for even arrivals, larger for bursts
 
 
 # ------------------------------------------------------------------------------------------------------ statistics
 
 
-def test_arms_take_turns_in_going_first() -> None:
+def test_arms_alternate_in_going_first() -> None:
     seen: list[tuple[int, int]] = []
 
     def measure(arm: int, number: int) -> pairs.Reading:
@@ -93,28 +93,28 @@ def test_arms_take_turns_in_going_first() -> None:
 
 
 def test_a_ratio_is_taken_within_rounds() -> None:
-    """The machine became twice as fast: the arms' medians would say otherwise."""
+    """The machine became twice as fast, so the arms' medians would mislead."""
     drifting = Comparison(("a", "b"), ([{"x": 10.0}, {"x": 20.0}, {"x": 40.0}], [{"x": 9.0}, {"x": 18.0}, {"x": 36.0}]))
     ratio = drifting.ratio("x")
     assert ratio == Ratio(0.9, 0.9, 0.9)
 
 
-def test_there_is_no_ratio_to_nothing() -> None:
+def test_a_ratio_to_zero_is_none() -> None:
     assert Comparison(("a", "b"), ([{"x": 0.0}], [{"x": 3.0}])).ratio("x") is None
 
 
-def test_the_interval_holds_the_median_as_often_as_it_says() -> None:
-    # From tables of the sign test, whose k-th value from each end is meant: 1 up to 8, 2 from 9, 3 from 12, 6 of 20.
+def test_the_interval_contains_the_median_at_its_confidence_level() -> None:
+    # From tables of the sign test; the k-th value from each end: k = 1 up to 8, 2 from 9, 3 from 12, 6 of 20.
     assert [num_outside(count) for count in (1, 2, 5, 6, 8, 9, 11, 12, 20)] == [0, 0, 0, 0, 0, 1, 1, 2, 5]
 
 
-def test_the_interval_leaves_out_what_it_may() -> None:
+def test_the_interval_drops_the_allowed_extremes() -> None:
     ratio = Ratio.of([1.0, 9.0, 1.1, 0.1, 1.2, 1.3, 1.4, 1.05, 1.15])
     assert (ratio.low, ratio.high) == (1.0, 1.4)
     assert Ratio.of([1.0, 9.0]) == Ratio(5.0, 1.0, 9.0)
 
 
-def test_the_sign_test_by_throwing_coins() -> None:
+def test_the_sign_test_matches_coin_flips() -> None:
     rng = random.Random(3)
     num_held = 0
     for _ in range(2000):
@@ -126,19 +126,19 @@ def test_the_sign_test_by_throwing_coins() -> None:
 # ------------------------------------------------------------------------------------------------------------ gaps
 
 
-def test_quiet_is_what_long_prompts_leave() -> None:
+def test_quiet_gaps_are_outside_of_long_prompts() -> None:
     assert long_prompt.quiet_windows(1.0, [(2.0, 3.0), (5.0, 6.0)], 9.0) == [(1.0, 2.0), (3.0, 5.0), (6.0, 9.0)]
     assert long_prompt.quiet_windows(1.0, [(2.0, 9.5)], 9.0) == [(1.0, 2.0)]
     assert long_prompt.quiet_windows(1.0, [], 9.0) == [(1.0, 9.0)]
 
 
-def test_a_gap_that_reaches_into_a_prefill_is_not_quiet() -> None:
+def test_a_gap_that_overlaps_a_prefill_is_not_quiet() -> None:
     streams = [[1.0, 1.5, 2.5, 2.75, 4.0, 4.25]]
     assert long_prompt.gaps_within(streams, [(1.0, 2.0), (3.0, 5.0)]) == [0.5, 0.25]
     assert long_prompt.gaps_ending_in(streams, [(2.0, 3.0)]) == [1.0, 0.25]
 
 
-def test_tokens_per_second_are_those_of_the_whole_work() -> None:
+def test_tokens_per_second_are_over_the_whole_run() -> None:
     streams = [record(0.0, 10.0, (1.0, 1.1, 1.2, 6.0, 10.0)), record(0.5, 9.0, (1.0, 1.1, 8.0, 9.0))]
     reading = long_prompt.reading_of(long_prompt.Run(streams, [record(2.0, 5.0, (5.0,))], 1.0))
     assert reading["tokens"] == 3 * 10 + 5 + 4 + 1
@@ -150,7 +150,7 @@ def test_tokens_per_second_are_those_of_the_whole_work() -> None:
 # -------------------------------------------------------------------------------------------------------- overload
 
 
-def test_requests_that_were_turned_away_are_no_failures_and_all_others_are() -> None:
+def test_rejected_requests_are_not_failures_and_all_others_are() -> None:
     records = [
         record(arrivals=(0.5,)),
         record(error="503: the server is full"),
@@ -164,11 +164,11 @@ def test_requests_that_were_turned_away_are_no_failures_and_all_others_are() -> 
 
 def test_the_bound_of_ttft_is_a_full_queue() -> None:
     assert overload.ttft_bound_ms(64, 16, 8.0, 250.0) == 250 + 48 / 8 * 1000
-    assert overload.ttft_bound_ms(16, 64, 8.0, 250.0) == 250  # everybody has a row
+    assert overload.ttft_bound_ms(16, 64, 8.0, 250.0) == 250  # every request has a row
     assert overload.ttft_bound_ms(64, 16, 0.0, 250.0) == float("inf")
 
 
-def test_memory_that_grows_is_not_flat_and_growing_to_size_is_no_growth() -> None:
+def test_growing_memory_is_not_flat_and_warming_up_is_no_growth() -> None:
     megabyte = 10**6
     grown = [float(megabyte * min(100 + place, 130)) for place in range(160)]
     assert watch.flatness("x", grown, watch.SLACK_BYTES).is_flat
@@ -182,7 +182,7 @@ def test_memory_that_grows_is_not_flat_and_growing_to_size_is_no_growth() -> Non
         watch.flatness("x", [1.0, 2.0, 3.0], 0)
 
 
-def test_a_watch_sees_this_process() -> None:
+def test_a_watch_measures_this_process() -> None:
     import os
 
     with watch.Watch({"me": os.getpid()}, every_s=0.01) as seen:
@@ -197,12 +197,12 @@ def test_a_watch_sees_this_process() -> None:
     ("relation", "below", "at", "above"),
     [("<", True, False, False), ("<=", True, True, False), (">", False, False, True), (">=", False, True, True)],
 )
-def test_a_verdict_knows_its_bound(relation: str, below: bool, at: bool, above: bool) -> None:
+def test_a_verdict_compares_a_value_with_its_bound(relation: str, below: bool, at: bool, above: bool) -> None:
     assert [Verdict("", value, relation, 2.0).is_met for value in (1.0, 2.0, 3.0)] == [below, at, above]
     assert not Verdict("", float("nan"), relation, 2.0).is_met
 
 
-def test_only_a_check_makes_a_missed_bound_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missed_bound_is_an_error_only_with_check(capsys: pytest.CaptureFixture[str]) -> None:
     for check, value, code in ((False, 3.0, 0), (True, 3.0, 1), (True, 1.0, 0)):
         found = BenchmarkReport("x", options(check=check))
         found.verdicts.append(Verdict("speed", value, "<", 2.0))
@@ -210,7 +210,7 @@ def test_only_a_check_makes_a_missed_bound_an_error(capsys: pytest.CaptureFixtur
     assert "MISSED: speed" in capsys.readouterr().out
 
 
-def test_requests_that_failed_are_shown_and_fail_a_check(capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_requests_are_shown_and_fail_a_check(capsys: pytest.CaptureFixture[str]) -> None:
     found = BenchmarkReport("x", options(check=True))
     found.errors["500: oh [no]"] += 3
     assert found.finish() == 1
@@ -230,10 +230,10 @@ def test_the_json_has_every_reading_and_the_ratios(tmp_path: Any, capsys: pytest
     assert "1.200" in capsys.readouterr().out
 
 
-def test_a_seed_is_drawn_where_none_is_given() -> None:
+def test_a_random_seed_is_chosen_if_none_is_given() -> None:
     assert report.with_seed(options(seed=7)).seed == 7
-    drawn = {report.with_seed(options(seed=None)).seed for _ in range(5)}
-    assert len(drawn) == 5
+    seeds = {report.with_seed(options(seed=None)).seed for _ in range(5)}
+    assert len(seeds) == 5
 
 
 # ------------------------------------------------------------------------------------------------- the scheduler alone

@@ -1,4 +1,4 @@
-"""Every test runs in `tools/check`, once: beside others, or alone."""
+"""Every test runs in `tools/check` exactly once: in parallel, or alone."""
 
 import importlib.machinery
 import importlib.util
@@ -23,14 +23,14 @@ def check() -> ModuleType:
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "dont_write_bytecode", True)  # it would lie beside the script
+        patch.setattr(sys, "dont_write_bytecode", True)  # it would be written beside the script
         loader.exec_module(module)
     return module
 
 
 @pytest.mark.parametrize("beginning", [*ALONE, *SERVERS, *LONGEST])
-def test_what_is_named_is_there(beginning: str) -> None:
-    """A test that is renamed would run beside others, and fail now and then."""
+def test_every_listed_test_exists(beginning: str) -> None:
+    """A renamed test would run beside others, and be flaky."""
     path, *names = beginning.split("::")
     assert (ROOT / path).exists()
     text = (ROOT / path).read_text() if names else ""
@@ -39,7 +39,7 @@ def test_what_is_named_is_there(beginning: str) -> None:
 
 
 def test_the_parts_together_are_all_tests(check: ModuleType) -> None:
-    """Each has one of the two marks or none, for the second is given where the first is not."""
+    """Each test has one of the two marks or none: the second is set only without the first."""
     shared, servers, alone = (" ".join(check.STEPS[step]) for step in check.TESTS)
     assert "pytest -m not alone and not servers --" in shared
     assert "pytest -m servers --" in servers
@@ -47,7 +47,7 @@ def test_the_parts_together_are_all_tests(check: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(("step", "beginnings"), [("servers", SERVERS), ("alone", ALONE)])
-def test_a_part_is_looked_for_where_its_tests_are(check: ModuleType, step: str, beginnings: tuple[str, ...]) -> None:
+def test_each_part_collects_the_folders_of_its_tests(check: ModuleType, step: str, beginnings: tuple[str, ...]) -> None:
     places = [Path(place) for place in check.PLACES[step]]
     for beginning in beginnings:
         path = Path(beginning.partition("::")[0])
@@ -55,7 +55,7 @@ def test_a_part_is_looked_for_where_its_tests_are(check: ModuleType, step: str, 
 
 
 class Run:
-    """`tools/check` with given words, its commands' exit codes given too."""
+    """`tools/check` with the given arguments, and the given exit codes of its commands."""
 
     def __init__(self, check: ModuleType, monkeypatch: pytest.MonkeyPatch, *words: str, **codes: int) -> None:
         self.commands: list[str] = []
@@ -74,7 +74,7 @@ class Run:
         self.code = check.main()
 
 
-def test_all_steps_run_in_their_order(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_steps_run_in_order(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(check, monkeypatch)
     assert (run.code, run.commands) == (
         0,
@@ -82,7 +82,9 @@ def test_all_steps_run_in_their_order(check: ModuleType, monkeypatch: pytest.Mon
     )
 
 
-def test_it_goes_on_after_a_failure_or_stops_at_it(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_continues_after_a_failure_or_stops_with_fail_fast(
+    check: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = Run(check, monkeypatch, "lint", "tests", shared=1)
     assert (run.code, run.commands) == (1, ["lint", "shared", "servers", "alone"])
     run = Run(check, monkeypatch, "--fail-fast", "lint", "tests", shared=1)
@@ -99,12 +101,12 @@ def test_tests_run_once_for_each_instruction_set(check: ModuleType, monkeypatch:
     assert run.isas == [None, "avx512", "avx512", "avx2", "avx2", "portable", "portable"]
 
 
-def test_every_instruction_set_can_be_named(check: ModuleType) -> None:
+def test_every_instruction_set_is_an_option(check: ModuleType) -> None:
     assert list(check.ISA_ENVIRON) == list(NEEDED)
     assert set(check.isas_here()) <= set(NEEDED)
 
 
-def test_what_goes_to_pytest_goes_to_all_parts(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_for_pytest_go_to_all_parts(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(check, monkeypatch, "imports", "tests", "alone", "--", "-k", "prefix")
     assert (run.code, run.commands) == (
         0,
@@ -116,7 +118,7 @@ def test_what_goes_to_pytest_goes_to_all_parts(check: ModuleType, monkeypatch: p
     ("shared", "servers", "alone", "code"),
     [(5, 5, 0, 0), (0, 5, 5, 0), (5, 0, 5, 0), (5, 5, 5, 1), (5, 0, 1, 1), (5, 1, 0, 1), (2, 5, 5, 1)],
 )
-def test_a_part_of_which_nothing_is_chosen_is_no_failure(
+def test_a_part_without_selected_tests_is_not_a_failure(
     check: ModuleType, monkeypatch: pytest.MonkeyPatch, shared: int, servers: int, alone: int, code: int
 ) -> None:
     codes = {"shared": shared, "servers": servers, "alone": alone}
@@ -124,13 +126,13 @@ def test_a_part_of_which_nothing_is_chosen_is_no_failure(
         assert Run(check, monkeypatch, *steps, "--", "tests/shm", **codes).code == code
 
 
-def test_a_part_without_any_tests_is_one(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nobody has chosen, a list that matches nothing would hide every test."""
+def test_a_part_without_any_tests_is_a_failure(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a selection, a list that matches nothing would hide every test."""
     for part in check.TESTS:
         assert Run(check, monkeypatch, "tests", **{part: 5}).code == 1
 
 
-def test_a_step_that_there_is_not_is_named(
+def test_an_unknown_step_is_an_error_that_names_it(
     check: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):

@@ -1,4 +1,4 @@
-"""tools/check_words.py finds banned words in text, and its list of exceptions only gets shorter."""
+"""tools/check_words.py finds banned words in text, and its list of exceptions only shrinks."""
 
 from pathlib import Path
 
@@ -51,12 +51,12 @@ def test_code_parts_of_words_and_marked_lines_pass(line: str) -> None:
     assert list(check_text(f"{line}\n", is_python=True)) == []
 
 
-def test_the_line_of_a_word_in_a_docstring_is_its_own() -> None:
+def test_a_word_in_a_docstring_is_reported_with_its_own_line() -> None:
     text = 'def f():\n    """One.\n\n    Two, as told.\n    """\n'
     assert list(check_text(text, is_python=True)) == [Finding(4, "told")]
 
 
-def test_a_marker_covers_its_own_line_of_a_document_only() -> None:
+def test_a_marker_covers_only_its_own_line_of_a_document() -> None:
     text = "They told us. <!-- words: ok -->\nNobody else.\n"
     assert list(check_text(text, is_python=False)) == [Finding(2, "nobody")]
 
@@ -74,7 +74,7 @@ def test_documents_settings_sources_and_scripts_are_read_and_links_are_not(tmp_p
     )
 
 
-def test_a_file_may_have_exactly_as_many_as_are_listed() -> None:
+def test_a_file_may_have_exactly_the_listed_count() -> None:
     found = {"a.md": [Finding(1, "told"), Finding(2, "told")]}
     assert faults(found, {"a.md": 2}) == []
     assert faults(found, {}) == ["a.md:1: banned word: told", "a.md:2: banned word: told"]
@@ -83,7 +83,7 @@ def test_a_file_may_have_exactly_as_many_as_are_listed() -> None:
         assert ["--update" in line for line in faults(found, fewer)] == [True]
 
 
-def test_update_follows_files_that_move_and_never_raises_the_sum(tmp_path: Path) -> None:
+def test_update_follows_moved_files_and_never_raises_the_sum(tmp_path: Path) -> None:
     plant(tmp_path, LISTED, "2 docs/old.md\n1 docs/mended.md\n")
     plant(tmp_path, "docs/new.md", "told\nnobody\n")
     assert update(findings_in(tmp_path), tmp_path) is None

@@ -1,4 +1,4 @@
-"""tools/fuzz_model_files.py: a bounded slice of it, and that it finds what it looks for."""
+"""tools/fuzz_model_files.py: a bounded slice of it, and that it finds a planted fault."""
 
 import random
 import subprocess
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 CASES = 150
 
 
-def test_mutated_model_files_end_with_a_model_or_an_error_of_one_line(tmp_path: Path) -> None:
+def test_mutated_model_files_give_a_model_or_an_error_of_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "tools/fuzz_model_files.py", "--cases", str(CASES), "--out", str(tmp_path / "failures")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -24,7 +24,7 @@ def test_mutated_model_files_end_with_a_model_or_an_error_of_one_line(tmp_path: 
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_a_case_depends_on_its_seed_alone_and_changes_something(tmp_path: Path, number: int) -> None:
+def test_a_case_depends_only_on_its_seed_and_changes_something(tmp_path: Path, number: int) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     for place in (first, second):
         place.mkdir()

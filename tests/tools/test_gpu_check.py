@@ -55,18 +55,18 @@ class TestSections:
         assert left is not None
         end_s = time.monotonic() + 10
         while psutil.pid_exists(int(left)) and psutil.Process(int(left)).status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < end_s, "what the item had started is still there"
+            assert time.monotonic() < end_s, "the item's child process still runs"
             time.sleep(0.02)
 
-    def test_one_that_overruns_is_cut_and_says_so(self, tmp_path: Path) -> None:
+    def test_a_section_that_overruns_is_cut_and_reported(self, tmp_path: Path) -> None:
         lines = _run(tmp_path, "slow", left_s=2.0)
-        # Where the machine is busy, it may not have come so far as to begin an item.
+        # On a busy machine it may not have reached an item.
         assert len(_failures(lines)) == 1 and _failures(lines)[0].endswith(
             "was killed: it exceeded the section's time limit"
         )
         assert [line.case for line in lines if isinstance(line, Reading) and line.result == "cut"] == ["the rest"]
 
-    def test_whoever_ends_the_program_has_what_was_found(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_stopping_the_program_keeps_its_results(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         stopped = threading.Event()
         monkeypatch.setattr(parent, "STOPPED", stopped)
 
@@ -119,7 +119,7 @@ class TestSections:
         (cut, _) = (line for line in lines if isinstance(line, Reading))
         assert cut.result == "cut" and "needs about" in cut.note
 
-    def test_half_a_line_of_a_killed_process_hides_no_other(self, tmp_path: Path) -> None:
+    def test_a_partial_line_of_a_killed_process_hides_no_other(self, tmp_path: Path) -> None:
         path = tmp_path / "lines"
         write(path, Reading("one"))
         with path.open("a") as file:
@@ -128,12 +128,12 @@ class TestSections:
         assert _cases(read(path)) == ["one", "three"]
 
 
-def test_without_a_gpu_it_says_so_in_a_line_and_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_it_prints_one_line_and_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.fail("to be run where there is no GPU")
     assert parent.main([]) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and said.err.count("\n") == 1 and "no NVIDIA GPU" in said.err
+    output = capsys.readouterr()
+    assert output.out == "" and output.err.count("\n") == 1 and "no NVIDIA GPU" in output.err
 
 
 def test_the_machine_section_measures_and_writes_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,18 +149,18 @@ def test_the_machine_section_measures_and_writes_its_results(tmp_path: Path, mon
 
 
 class TestReadings:
-    def test_what_must_be_reached(self) -> None:
+    def test_targets_are_upper_or_lower_bounds(self) -> None:
         assert Reading("a", 100, must=90, goal=110).verdict == "must"
         assert Reading("a", 120, must=90, goal=110).verdict == "goal"
         assert Reading("a", 80, must=90, goal=110).verdict == "missed"
         assert Reading("a", 6.0, must=6.3, goal=5.7, less_is_better=True).verdict == "must"
         assert Reading("a", 6.4, must=6.3, goal=5.7, less_is_better=True).verdict == "missed"
 
-    def test_nan_is_no_small_error(self) -> None:
+    def test_nan_fails_an_error_bound(self) -> None:
         assert check("a", float("nan"), 1.0).result == "FAIL"
         assert gpu.relative_error(torch.tensor([1.0, float("nan")]), torch.ones(2)) == float("inf")
 
-    def test_a_missed_target_is_no_failure_and_a_failed_check_is_one(self) -> None:
+    def test_a_missed_target_is_not_a_failure_and_a_failed_check_is(self) -> None:
         missed = Reading("a", 80, "tok/s", 160, must=90)
         assert not report.Results([missed], [], False).is_wrong
         assert report.Results([missed, check("b", 2.0, 1.0)], [], False).is_wrong
@@ -170,13 +170,13 @@ class TestReadings:
             report.Results([], [FailedItem("c", "x\nValueError: so it is")], False)
         )
 
-    def test_json_has_no_numbers_that_json_has_not(self) -> None:
+    def test_json_has_no_nan_or_infinity(self) -> None:
         text = report.as_json(report.Results([check("a", float("inf"), 1.0), check("b", float("nan"), 1.0)], [], False))
         json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
 def test_bytes_of_a_step() -> None:
-    """Against the sums in published tables."""
+    """Compared with the sums in published tables."""
     assert step_bytes(LLAMA_8B, 1, 1000).kv == 131072 * 1000
     assert step_bytes(LLAMA_8B, 0, 0).weights / 1e9 == pytest.approx(15.01, abs=0.01)
     assert step_bytes(LLAMA_1B, 0, 0).weights / 1e9 == pytest.approx(2.472, abs=0.001)
@@ -222,7 +222,7 @@ def test_an_executor_that_samples_other_ids_fails(tmp_path: Path, monkeypatch: p
     assert results[:5] == ["FAIL"] * 5
 
 
-def test_figures_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_benchmarks_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "make_runner", fakes.make_runner)
     monkeypatch.setattr(steps, "WARM_STEPS", 1)
     monkeypatch.setattr(steps, "BATCH_TOKENS", 16)
@@ -233,7 +233,7 @@ def test_figures_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert {"135M: first graphs", "135M: prompts"} <= readings.keys()
 
 
-def test_where_the_time_of_a_step_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_of_a_step_is_attributed_to_kernels_and_gaps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def event(name: str, grid: int, us: float, kind: str = "kernel") -> dict[str, object]:
         return {"cat": kind, "name": name, "dur": us, "args": {"grid": [grid, 1, 1]}}
 
@@ -241,7 +241,7 @@ def test_where_the_time_of_a_step_goes(tmp_path: Path, monkeypatch: pytest.Monke
     found = launches.launches_of([*events, {"ph": "M"}], num_steps=2)
     assert found == [launches.Launches("mul", (8, 1, 1), 1.0, 4.0), launches.Launches("mul", (2, 1, 1), 0.5, 0.5)]
     monkeypatch.setattr(steps, "make_runner", fakes.make_runner)
-    # torch's profiler takes seconds to begin.
+    # torch's profiler takes seconds to start.
     monkeypatch.setattr(breakdown, "_profile", lambda rows: (rows.decode(2, 2), found)[1])
     readings = list(breakdown.items(_context(tmp_path))[0].run(_context(tmp_path)))
     assert [reading.value for reading in readings] == [4.5, 4.5]
@@ -249,13 +249,13 @@ def test_where_the_time_of_a_step_goes(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("name", ["ends of a step", "copies of blocks", "swiglu"])
-def test_some_kernels(tmp_path: Path, name: str) -> None:
+def test_some_kernels_pass(tmp_path: Path, name: str) -> None:
     context = _context(tmp_path)
     (item,) = [item for item in (*ends.items(context), *dense_items(context)) if item.name == name]
     assert {reading.result for reading in item.run(context)} == {"pass"}
 
 
-def test_a_kernel_that_leaves_an_element_out_fails() -> None:
+def test_a_kernel_that_skips_an_element_fails() -> None:
     from tools.gpu_check.kernels.checking import check_output
 
     out, right = torch.empty(4), torch.arange(4.0)
@@ -266,7 +266,7 @@ def test_a_kernel_that_leaves_an_element_out_fails() -> None:
     assert reading.result == "FAIL" and "race" in reading.note
 
 
-def test_a_runner_takes_the_weights_that_it_is_given(tmp_path: Path) -> None:
+def test_a_runner_uses_the_given_weights(tmp_path: Path) -> None:
     TINY.save(tmp_path)
     settings = runners.settings_for(
         "cuda", max_model_len=64, kv_cache_bytes=1 << 20, max_num_seqs=2, max_num_batched_tokens=32
@@ -279,12 +279,12 @@ def test_a_runner_takes_the_weights_that_it_is_given(tmp_path: Path) -> None:
         runners.close(runner)
 
 
-def test_the_time_of_a_step_is_bound_by_a_copy_where_nothing_else_was_measured(tmp_path: Path) -> None:
+def test_a_copy_bounds_the_time_of_a_step_without_other_measurements(tmp_path: Path) -> None:
     measured = {"copy, read + written": 3000.0}
     assert rates.bandwidth(Context(Task("any", str(tmp_path / "lines"), 60.0, rates=measured))) == 3e12
 
 
-def test_the_cpu_stands_for_the_gpu_where_kernels_are_interpreted() -> None:
+def test_interpreted_kernels_run_on_the_cpu_instead_of_the_gpu() -> None:
     settings = runners.settings_for(
         "cuda", max_model_len=64, kv_cache_bytes=1 << 20, max_num_seqs=2, max_num_batched_tokens=32
     )

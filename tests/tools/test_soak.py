@@ -1,4 +1,4 @@
-"""The pure parts of tools/soak, its clients before servers that misbehave, and a short run of it."""
+"""The pure parts of tools/soak, its clients with faulty servers, and a short run of it."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ PATIENCE_S = 20.0
 SMOKE_MINUTES = "0.06"
 
 
-def ask(**given: Any) -> RandomRequest:
+def random_request(**given: Any) -> RandomRequest:
     fields: dict[str, Any] = {
         "door": "http",
         "streams": True,
@@ -44,21 +44,21 @@ def ask(**given: Any) -> RandomRequest:
     return RandomRequest(**(fields | given))
 
 
-# ------------------------------------------------------------------------------------------------------------ asks
+# -------------------------------------------------------------------------------------------------------- requests
 
 
-def test_what_is_asked_follows_from_the_seed() -> None:
+def test_requests_are_determined_by_the_seed() -> None:
     one, other = random.Random(5), random.Random(5)
     assert [draw(one, ALL) for _ in range(50)] == [draw(other, ALL) for _ in range(50)]
     assert draw(random.Random(6), ALL) != draw(random.Random(5), ALL)
 
 
-def test_everything_is_asked_for_at_some_time() -> None:
+def test_every_feature_is_requested_sometimes() -> None:
     rng = random.Random(1)
-    asks = [draw(rng, ALL) for _ in range(500)]
-    assert {one.n for one in asks} == {1, 2, 3, 4}
-    assert {(one.door, one.streams) for one in asks} == {("http", True), ("http", False), ("zmq", True)}
-    assert {name for one in asks for name in one.extras} == ALL
+    requests = [draw(rng, ALL) for _ in range(500)]
+    assert {one.n for one in requests} == {1, 2, 3, 4}
+    assert {(one.door, one.streams) for one in requests} == {("http", True), ("http", False), ("zmq", True)}
+    assert {name for one in requests for name in one.extras} == ALL
     for has in (
         lambda one: "stop" in one.params,
         lambda one: one.leave_after_s is not None and one.door == "zmq" and one.says_so,
@@ -67,18 +67,18 @@ def test_everything_is_asked_for_at_some_time() -> None:
         lambda one: len(one.prompt.split()) >= 500,
         lambda one: len(one.prompt.split()) <= 30,
     ):
-        assert 10 < sum(map(has, asks)) < 450
-    beginnings = [tuple(one.prompt.split()[:100]) for one in asks if len(one.prompt.split()) >= 100]
+        assert 10 < sum(map(has, requests)) < 450
+    beginnings = [tuple(one.prompt.split()[:100]) for one in requests if len(one.prompt.split()) >= 100]
     assert len(set(beginnings)) < 0.8 * len(beginnings)
 
 
-def test_every_request_is_one_that_a_server_takes() -> None:
+def test_every_request_is_valid() -> None:
     rng = random.Random(2)
     for _ in range(200):
-        SamplingParams(**draw(rng, ALL).params)  # raises where it is not
+        SamplingParams(**draw(rng, ALL).params)  # raises if it is invalid
 
 
-def test_a_server_is_asked_for_what_it_knows() -> None:
+def test_only_known_extras_are_requested() -> None:
     rng = random.Random(1)
     assert all(set(draw(rng, frozenset({"priority"})).extras) == {"priority"} for _ in range(20))
     assert all(not draw(rng, frozenset()).extras for _ in range(20))
@@ -96,7 +96,7 @@ def fed(n: int, *events: tuple[int, bool, str | None]) -> list[str]:
 
 def test_each_sequence_ends_once() -> None:
     assert fed(2, (0, True, None), (1, True, "stop"), (0, False, "length")) == []
-    assert fed(1, (0, False, "stop"), (0, False, None)) == []  # nothing said
+    assert fed(1, (0, False, "stop"), (0, False, None)) == []  # an empty event
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_each_sequence_ends_once() -> None:
         (1, [(1, True, None), (0, True, "stop")], "sequence 1 of an answer with 1"),
     ],
 )
-def test_endings_that_are_wrong(n: int, events: list[tuple[int, bool, str | None]], complaint: str) -> None:
+def test_wrong_endings_are_reported(n: int, events: list[tuple[int, bool, str | None]], complaint: str) -> None:
     (found,) = fed(n, *events)
     assert complaint in found
 
@@ -117,7 +117,7 @@ def test_endings_that_are_wrong(n: int, events: list[tuple[int, bool, str | None
 # ---------------------------------------------------------------------------------------------------------- probes
 
 
-def test_where_two_answers_part() -> None:
+def test_the_first_difference_between_two_answers_is_found() -> None:
     expected = ((1, 2, 3), "abc")
     assert probes.difference(expected, ((1, 2, 3), "abc")) == ""
     assert "first other one at 2" in probes.difference(expected, ((1, 2, 4), "abd"))
@@ -135,8 +135,8 @@ def chunk(**choice: Any) -> bytes:
 GOOD = [chunk(text="a"), chunk(finish_reason="length"), b"data: [DONE]"]
 
 
-async def said_of(answer: list[bytes] | web.Response | Callable[[], Any], one: RandomRequest) -> Outcome:
-    """What the client makes of an answer."""
+async def outcome_of(answer: list[bytes] | web.Response | Callable[[], Any], one: RandomRequest) -> Outcome:
+    """The client's outcome for an answer."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         if isinstance(answer, web.Response):
@@ -155,8 +155,8 @@ async def said_of(answer: list[bytes] | web.Response | Callable[[], Any], one: R
         return await over_http(session, str(server.make_url("")).rstrip("/"), "model", one)
 
 
-async def test_a_good_stream() -> None:
-    assert await said_of(GOOD, ask()) == Outcome("ended")
+async def test_a_good_stream_ends() -> None:
+    assert await outcome_of(GOOD, random_request()) == Outcome("ended")
 
 
 @pytest.mark.parametrize(
@@ -171,37 +171,41 @@ async def test_a_good_stream() -> None:
         ([b"data: {"], "can't be read"),
     ],
 )
-async def test_streams_that_are_wrong(events: list[bytes], words: str) -> None:
-    outcome = await said_of(events, ask())
+async def test_wrong_streams_are_reported(events: list[bytes], words: str) -> None:
+    outcome = await outcome_of(events, random_request())
     assert outcome.kind == "wrong" and words in outcome.words
 
 
-async def test_whole_answers() -> None:
+async def test_whole_answers_are_checked() -> None:
     both = [{"index": place, "finish_reason": "stop"} for place in range(2)]
-    two = ask(streams=False, params={"n": 2})
-    assert await said_of(web.json_response({"choices": both}), two) == Outcome("ended")
-    assert (await said_of(web.json_response({"choices": both[:1]}), two)).kind == "wrong"
-    assert (await said_of(web.json_response({}), two)).kind == "wrong"
+    two = random_request(streams=False, params={"n": 2})
+    assert await outcome_of(web.json_response({"choices": both}), two) == Outcome("ended")
+    assert (await outcome_of(web.json_response({"choices": both[:1]}), two)).kind == "wrong"
+    assert (await outcome_of(web.json_response({}), two)).kind == "wrong"
 
 
-async def test_statuses() -> None:
-    assert await said_of(web.json_response({"error": {"message": "full"}}, status=503), ask()) == Outcome("refused")
-    outcome = await said_of(web.json_response({"error": {"message": "oh"}}, status=500), ask())
+async def test_statuses_are_classified() -> None:
+    assert await outcome_of(web.json_response({"error": {"message": "full"}}, status=503), random_request()) == Outcome(
+        "refused"
+    )
+    outcome = await outcome_of(web.json_response({"error": {"message": "oh"}}, status=500), random_request())
     assert outcome == Outcome("wrong", "500: oh")
-    assert of_status(504, "late", ask(extras={"timeout_s": 1.0})).kind == "timed out"
-    assert of_status(504, "late", ask()).kind == "wrong"
-    assert of_status(400, "no", ask(extras={"timeout_s": 1.0})).kind == "wrong"
+    assert of_status(504, "late", random_request(extras={"timeout_s": 1.0})).kind == "timed out"
+    assert of_status(504, "late", random_request()).kind == "wrong"
+    assert of_status(400, "no", random_request(extras={"timeout_s": 1.0})).kind == "wrong"
 
 
-async def test_a_client_that_leaves_and_one_that_waits_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_clients_that_leave_and_answers_that_take_too_long_are_distinguished(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     forever = asyncio.Event().wait
-    assert await said_of(forever, ask(leave_after_s=0.05)) == Outcome("left")
+    assert await outcome_of(forever, random_request(leave_after_s=0.05)) == Outcome("left")
     monkeypatch.setattr(clients, "PATIENCE_S", 0.05)
-    outcome = await said_of(forever, ask())
+    outcome = await outcome_of(forever, random_request())
     assert outcome.kind == "wrong" and "no end within" in outcome.words
 
 
-async def test_fields_are_known_by_trying_them() -> None:
+async def test_supported_fields_are_detected_by_trying_them() -> None:
     def answer(status: int, message: str = "") -> web.Response:
         return web.json_response({"error": {"message": message}}, status=status)
 
@@ -224,10 +228,12 @@ async def test_fields_are_known_by_trying_them() -> None:
         await found(lambda body: answer(400, "'model' is required"))
 
 
-def test_an_extra_goes_where_the_zmq_client_has_a_place_for_it() -> None:
+def test_an_extra_goes_where_the_zmq_client_accepts_it() -> None:
     import inspect
 
-    params, beside = clients._for_zmq(ask(door="zmq", extras={"priority": 2, "cache_salt": "red", "timeout_s": 1.0}))
+    params, beside = clients._for_zmq(
+        random_request(door="zmq", extras={"priority": 2, "cache_salt": "red", "timeout_s": 1.0})
+    )
     places = {*SamplingParams.__struct_fields__, *inspect.signature(AsyncClient.generate).parameters}
     taken = {*beside, *(name for name in EXTRAS if getattr(params, name, None) is not None)}
     assert taken == ALL & places
@@ -237,7 +243,7 @@ def test_an_extra_goes_where_the_zmq_client_has_a_place_for_it() -> None:
 
 
 def stats_of(**schedule: int) -> ServerStats:
-    """Of a server with ten blocks, of which what is not said is free."""
+    """The stats of a server with ten blocks; unmentioned blocks are free."""
     counts: dict[str, Any] = dict.fromkeys(("num_running", "num_waiting", "num_blocks_cached", "num_blocks_held"), 0)
     counts |= {"num_blocks_total": 10, "num_blocks_free": 10} | schedule
     own = ScheduleCounts(**counts)
@@ -245,7 +251,7 @@ def stats_of(**schedule: int) -> ServerStats:
     return ServerStats("1-a", 1, "0", "m", "http://x", "serving", 1.0, 1.0, [stage])
 
 
-def test_a_server_with_nothing_left() -> None:
+def test_an_idle_server_has_no_leftovers() -> None:
     assert leftovers(stats_of()) == []
     assert leftovers(stats_of(num_blocks_cached=4, num_blocks_free=6)) == []
     assert leftovers(stats_of(num_swap_blocks_total=5, num_swap_blocks_free=5)) == []
@@ -262,11 +268,11 @@ def test_a_server_with_nothing_left() -> None:
         ({"num_swap_blocks_total": 5, "num_swap_blocks_free": 3}, "2 swap blocks not free"),
     ],
 )
-def test_a_server_with_something_left(counts: dict[str, int], words: str) -> None:
+def test_leftovers_are_reported(counts: dict[str, int], words: str) -> None:
     assert leftovers(stats_of(**counts)) == [words]
 
 
-def test_errors_in_the_log_are_seen() -> None:
+def test_errors_in_the_log_are_found() -> None:
     log = "10:31:07.120 I gateway.0 ready\n10:31:07.121 E schedule.0 oh no=1\nTraceback (most recent call last):\n  x"
     assert len(complaints_of(log)) == 2
     assert complaints_of("10:31:07.120 W gateway.0 E is a letter\n") == []
@@ -277,23 +283,23 @@ def test_errors_in_the_log_are_seen() -> None:
 
 @pytest.fixture(scope="module")
 def short_run(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """What some seconds of it found, in a process of its own."""
+    """The findings of a run of some seconds, in a process of its own."""
     path = tmp_path_factory.mktemp("soak") / "soak.json"
     command = [sys.executable, "-m", "tools.soak", "--minutes", SMOKE_MINUTES, "--seed", "3", "--json", str(path)]
     command += ["--most", "16", "--set", "execute.kv_cache_bytes=40MiB"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert path.exists(), done.stdout + done.stderr
-    yield msgspec.json.decode(path.read_bytes()) | {"code": done.returncode, "said": done.stdout}
+    yield msgspec.json.decode(path.read_bytes()) | {"code": done.returncode, "stdout": done.stdout}
 
 
 def test_a_short_soak_finds_no_fault(short_run: dict[str, Any]) -> None:
     assert short_run["faults"] == {}
     assert (short_run["code"], short_run["outcomes"].get("wrong")) == (0, None)
-    assert "no faults" in short_run["said"]
+    assert "no faults" in short_run["stdout"]
 
 
-def test_a_short_soak_did_something(short_run: dict[str, Any]) -> None:
+def test_a_short_soak_sends_requests_and_probes(short_run: dict[str, Any]) -> None:
     assert short_run["outcomes"]["ended"] >= 5
-    assert short_run["counts"]["probes"] > len(probes.PROMPTS)  # those at the end are alone again
+    assert short_run["counts"]["probes"] > len(probes.PROMPTS)  # the last ones run alone again
     assert short_run["counts"]["preemptions"] > 0
     assert len(short_run["samples"]) >= 4

@@ -27,11 +27,11 @@ def test_an_embedded_server_starts_and_ends_with_the_chat(tiny_model: Path) -> N
         assert "starting" in terminal.text, "what it does is shown"
         family = psutil.Process(terminal.process.pid).children(recursive=True)
         assert len(family) == 7
-        terminal.say("Hello", "8 tokens")
+        terminal.enter("Hello", "8 tokens")
         terminal.wait_for_prompt()
         (execute,) = [process for process in family if process.cmdline()[0] == "pipeline: execute.0"]
         execute.kill()
-        terminal.say("Still there?", "execute.0 died: was killed by SIGKILL")
+        terminal.enter("Still there?", "execute.0 died: was killed by SIGKILL")
         assert terminal.end() == 1
         assert not alive(family)
 
@@ -84,7 +84,7 @@ def test_a_stopped_answer_is_aborted_in_the_server(server: Server) -> None:
 def test_a_full_context_is_reported_and_can_be_reset(server: Server) -> None:
     with Terminal([*CHAT, "--url", server.url, "--max-tokens", "8180"], ROOT) as terminal:
         terminal.wait_for_prompt()
-        terminal.say("Hello", "the conversation is too long for the model: /reset, then /retry asks again")
+        terminal.enter("Hello", "the conversation is too long for the model: /reset, then /retry asks again")
 
 
 def test_an_llm_shows_its_start_and_its_progress_on_a_terminal(tiny_model: Path, tmp_path: Path) -> None:
