@@ -37,7 +37,7 @@ def main() -> None:
     poll.register(0, select.POLLIN)
     unread = b""
     guarded: set[int] = set()
-    """pidfds: a process id may belong to another process later"""
+    """pidfds, because process ids are reused"""
     while True:
         for fd, _ in poll.poll():
             if fd != 0:  # it has ended

@@ -10,8 +10,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 READY = "PIPELINE_TEST_PYTHONS"
-"""Interpreters, separated by colons, of environments that have the package's dependencies: the server is tried with
-each of them besides the one that runs the tests."""
+"""Colon-separated interpreters of environments with the package's dependencies: the server is tested with each of
+them, besides the interpreter of the tests."""
 WHICH = "import sys; print('%d.%d' % sys.version_info[:2])"
 
 

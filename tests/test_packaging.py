@@ -129,7 +129,7 @@ def test_constraints_pin_every_dependency_exactly() -> None:
             pin = Requirement(line)
             (specifier,) = pin.specifier
             assert specifier.operator == "==", line
-            assert "+" not in specifier.version, f"{line}: a build's own suffix is not to be had everywhere"
+            assert "+" not in specifier.version, f"{line}: local version suffixes are not available everywhere"
             pins[canonicalize_name(pin.name)] = specifier.version
     for requirement in requirements("dev"):
         version = pins.get(canonicalize_name(requirement.name))

@@ -29,7 +29,7 @@ __all__ = ["project", "wheel"]  # fixtures
 
 SOURCES = [path for folder in ("pipeline", *LINKED) for path in sorted((ROOT / folder).rglob("*.py"))]
 OLDEST = (3, 11)
-GONE = {
+REMOVED = {
     # in 3.12
     "asynchat", "asyncore", "distutils", "imp", "smtpd",
     # in 3.13
@@ -37,7 +37,7 @@ GONE = {
     "ossaudiodev", "pipes", "sndhdr", "spwd", "sunau", "telnetlib", "uu", "xdrlib",
 }  # fmt: skip
 
-HOSTILE = ("config.py", "shm.py", "stages.py", "kernels/__init__.py", "zmq.py", "msgspec.py", "json.py", "torch.py")
+SHADOWING = ("config.py", "shm.py", "stages.py", "kernels/__init__.py", "zmq.py", "msgspec.py", "json.py", "torch.py")
 
 
 def test_the_oldest_supported_python_is_the_oldest_tested() -> None:
@@ -58,7 +58,7 @@ def test_nothing_is_imported_that_a_newer_python_has_removed() -> None:
         for path in SOURCES
         for found in imports_of(ast.parse(path.read_bytes()), "pipeline")
     }
-    assert [place for name, place in imports if name in GONE] == []
+    assert [place for name, place in imports if name in REMOVED] == []
 
 
 LOOK_AT = """
@@ -143,7 +143,7 @@ def test_a_wheel_serves_from_a_folder_of_shadowing_modules(python: str, wheel: P
     pip = (sys.executable, "-m", "pip", "--python", bin_dir / "python", "install", "--quiet", "--no-deps", "--no-index")
     run(*pip, "--force-reinstall", wheel, cwd=tmp_path)
     elsewhere = tmp_path / "elsewhere"
-    for name in HOSTILE:
+    for name in SHADOWING:
         (elsewhere / name).parent.mkdir(parents=True, exist_ok=True)
         (elsewhere / name).write_text("raise ImportError('the wrong one')")
     with subprocess.Popen(
@@ -176,4 +176,4 @@ def test_a_wheel_serves_from_a_folder_of_shadowing_modules(python: str, wheel: P
             watchdog.cancel()
             if server.poll() is None:
                 server.kill()
-    assert sorted(str(p.relative_to(elsewhere)) for p in elsewhere.rglob("*.py")) == sorted(HOSTILE)
+    assert sorted(str(p.relative_to(elsewhere)) for p in elsewhere.rglob("*.py")) == sorted(SHADOWING)

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("pipeline", "stages", "kernels", "shm", "config")
 MAX_LINES = 6
-"""Of one recipe."""
+"""The longest recipe."""
 
 
 class Tree:

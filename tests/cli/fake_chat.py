@@ -18,7 +18,7 @@ class FakeChat:
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.left = threading.Event()
-        """A client left before the end of its answer."""
+        """Set when a client disconnects before the end of its answer."""
         self.has_usage = True
         self.url = ""
         self._port = port

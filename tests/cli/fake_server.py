@@ -26,7 +26,7 @@ class FakeServer:
         self.has_usage = True
         self.models: Any = {"object": "list", "data": [{"id": "fake", "object": "model"}]}
         self.usage: Any = None
-        """What answers that are not streamed report instead of what was counted."""
+        """The usage that whole answers report instead of the real counts."""
         self._fails = fails
         self._open = 0
         self._started = threading.Event()

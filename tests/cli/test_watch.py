@@ -63,7 +63,7 @@ def test_a_single_sample_has_no_rates_but_medians_since_the_start() -> None:
 
 def test_medians_are_over_the_window_only() -> None:
     view = view_of([at(0.0), at(1.0)])
-    assert view.time_to_first_token_ms is None, "nothing came in it"
+    assert view.time_to_first_token_ms is None, "no token arrived in the window"
 
 
 def test_a_restarted_stage_has_no_rate_across_the_restart() -> None:

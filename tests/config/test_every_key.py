@@ -143,7 +143,7 @@ def names_in(path: str) -> frozenset[str]:
 def test_every_key_has_a_test_of_its_effect() -> None:
     keys = keys_of()
     assert sorted(keys - EFFECTS.keys()) == [], "keys without a test: write one, and name it in EFFECTS"
-    assert sorted(EFFECTS.keys() - keys) == [], "entries of EFFECTS for keys that are not there"
+    assert sorted(EFFECTS.keys() - keys) == [], "entries of EFFECTS for keys that do not exist"
 
 
 def test_every_test_in_the_table_exists() -> None:

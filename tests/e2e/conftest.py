@@ -9,7 +9,7 @@ import pytest
 from pipeline import LLM
 
 SMALL = {"kv_cache_bytes": "16MiB", "num_threads": 1, "kernels": "torch"}
-"""Settings of execute that start fast."""
+"""Settings of execute for a fast start."""
 
 
 def tiny(folder: Path, **execute: Any) -> dict[str, Any]:

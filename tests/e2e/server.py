@@ -56,7 +56,7 @@ class Server:
         self._reader.start()
         self.url = ""
         self.zmq = ""
-        """The address of the ZeroMQ door; "off" where there is none."""
+        """The ZeroMQ address, or "off"."""
         self.seen: dict[int, psutil.Process] = {}
         if until_ready:
             try:

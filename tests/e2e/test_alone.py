@@ -33,7 +33,7 @@ from pipeline.runtime.run_mode import RunMode
 from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.supervisor.admin_client import Admin, find_servers
 from pipeline.supervisor.serve import serve
-from tests.e2e.own import until
+from tests.e2e.embedded import until
 from tests.e2e.server import STAGES, Server
 from tests.rig import PATIENCE_S
 
@@ -232,7 +232,7 @@ def test_a_stage_in_the_foreground_stops_in_the_debugger_and_continues(terminal:
     with pytest.raises(urllib.error.HTTPError) as health:
         urllib.request.urlopen(f"{url}/health", timeout=PATIENCE_S)
     states = {stage["name"]: stage["state"] for stage in json.loads(health.value.read())["stages"]}
-    assert states["schedule.0"] == "late" and states["ingest.0"] == "ready", "it is late, and lives"
+    assert states["schedule.0"] == "late" and states["ingest.0"] == "ready", "it is late, but alive"
     terminal.type(b"p len(message.finishes) + message.attempt * 5000\n")
     terminal.until(rb"5000\r\n.*\(Pdb\) ")
     terminal.type(b"next\n")
@@ -266,7 +266,7 @@ def test_ctrl_c_ends_the_server_while_the_stage_is_stopped(terminal: Terminal) -
     assert terminal.process.wait(PATIENCE_S) == 0
     thread.join(PATIENCE_S)
     assert ended == [503]
-    assert terminal.has_echo(), "the terminal is as it was"
+    assert terminal.has_echo(), "the terminal is restored"
 
 
 # -------------------------------------------------------------------------------------------------------------- inline

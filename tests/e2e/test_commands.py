@@ -13,7 +13,7 @@ from tests.e2e.server import Server
 from tests.stages.gateway.peers import until
 
 PROMISED_S = 600.0
-"""How long the command would wait for a stage that lives and is silent."""
+"""How long the command would wait for a live but silent stage."""
 
 pytestmark = pytest.mark.usefixtures("smollm2_dir")
 

@@ -20,7 +20,7 @@ from tests.e2e.server import STAGES, Server
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "SmolLM2-135M-Instruct"
 MAX_START_CPU_S = 10.0
-"""Processor time of a whole start, of all processes: unlike its duration it does not grow with what else runs here."""
+"""CPU time of a whole start, of all processes: unlike wall-clock time it does not grow with other load."""
 
 pytestmark = pytest.mark.usefixtures("smollm2_dir")
 
@@ -43,7 +43,7 @@ class Stream(threading.Thread):
         self.broken: Exception | None = None
         self.has_text = threading.Event()
         self.is_leaving = False
-        """Set it, and the client leaves at the next event."""
+        """If set, the client disconnects at the next event."""
         self.start()
 
     def run(self) -> None:
@@ -103,7 +103,7 @@ def test_a_server_leaves_nothing_on_disk(server: Server) -> None:
         for fd in Path(f"/proc/{process.pid}/fd").iterdir():
             assert not str(fd.readlink()).startswith("/dev/shm/")
     unix = Path("/proc/net/unix").read_text()
-    assert f"@pipeline/{server.process.pid}-" in unix, "its sockets are abstract: no file stays behind"
+    assert f"@pipeline/{server.process.pid}-" in unix, "its sockets are abstract: no file remains"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -156,7 +156,7 @@ def test_a_second_signal_ends_the_drain() -> None:
         server.process.send_signal(signal.SIGINT)
         server.wait_for_line(r"gateway\.0 draining", 30)
         threading.Event().wait(0.6)  # sooner, it would count as a duplicate of the first
-        assert server.stop(signal.SIGINT) == 0, "long before the drain's time is up"
+        assert server.stop(signal.SIGINT) == 0, "long before the drain timeout"
         stream.join(30)
         assert not stream.is_alive()
         assert stream.broken is not None or len(stream.events) < 6000, "and before the stream had ended"
@@ -221,7 +221,7 @@ def test_a_port_in_use_is_reported_before_anything_starts(server: Server) -> Non
     assert f"cannot listen on 127.0.0.1:{port}" in result.stderr
     assert "gateway.port" in result.stderr
     assert "Traceback" not in result.stderr
-    assert "starting" not in result.stderr, "the first log line of a start"
+    assert "starting" not in result.stderr, "the error precedes the start"
 
 
 def test_a_missing_model_is_a_clear_error(tmp_path: Path) -> None:
@@ -253,13 +253,13 @@ def test_a_missing_gpu_is_an_error_of_one_line() -> None:
 
 def test_it_starts_fast_and_is_quiet_when_idle() -> None:
     with Server() as server:
-        everyone = [psutil.Process(server.process.pid), *server.seen.values()]
+        processes = [psutil.Process(server.process.pid), *server.seen.values()]
         server.until(lambda health: health["status"] == "ok")
 
         def cpu_s() -> float:
-            return sum(sum(process.cpu_times()[:2]) for process in everyone)
+            return sum(sum(process.cpu_times()[:2]) for process in processes)
 
-        prepare_s = sum(everyone[0].cpu_times()[2:4])  # of the child that has ended
+        prepare_s = sum(processes[0].cpu_times()[2:4])  # of the child that has ended
         before, deadline_s = -1.0, time.monotonic() + 20
         while cpu_s() > before:  # the mask process is ready a little later than the server
             assert time.monotonic() < deadline_s, "it does not become idle"

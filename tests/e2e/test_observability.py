@@ -177,17 +177,17 @@ def test_metrics_show_every_stage_s_process(server: Server) -> None:
 
 def test_scraping_ten_times_a_second_costs_little(server: Server) -> None:
     gateway = server.stage("gateway")
-    everyone = [server.stage(name) for name in STAGES]
+    processes = [server.stage(name) for name in STAGES]
     Metrics(server)
 
     def cpu_s() -> float:
-        return sum(sum(process.cpu_times()[:2]) for process in everyone)
+        return sum(sum(process.cpu_times()[:2]) for process in processes)
 
     before = cpu_s()
     for _ in range(30):
         Metrics(server)
     assert gateway.is_running()
-    assert cpu_s() - before < 30 * 0.03, "30 ms of processor time a scrape, in all stages together, is too much"
+    assert cpu_s() - before < 30 * 0.03, "a scrape takes more than 30 ms of CPU time, in all stages together"
 
 
 def test_a_stage_that_hangs_is_late_and_keeps_its_last_counts(server: Server) -> None:
@@ -243,7 +243,7 @@ def test_timings_add_up_to_the_client_s_time(server: Server) -> None:
     computing_ms = 1000 * gained(server, before, "pipeline_execute_step_seconds_total")
     assert 0 < computing_ms < timings["total_ms"], "its steps were computed in that time"
     assert all(value >= 0 for value in ms.values())
-    assert ms["decode"] == max(ms.values()), "20 steps take longer than anything else"
+    assert ms["decode"] == max(ms.values()), "20 decode steps take the longest"
     before_first = sum(ms[hop] for hop in ("gateway", "tokenize", "admit", "queue", "prefill"))
     assert before_first <= timings["time_to_first_token_ms"] <= before_first + 500
     assert abs(timings["received"] - time.time()) < 60

@@ -15,7 +15,7 @@ from tests.stages.gateway.peers import until
 pytestmark = pytest.mark.usefixtures("smollm2_dir")
 
 LATE_S = 5.0
-"""Longer than by default, with what the gateway adds to it."""
+"""Longer than the default timeout plus the gateway's margin."""
 
 
 def test_admin_host_sets_the_address_of_the_admin_listener() -> None:
@@ -48,9 +48,9 @@ def test_health_timeout_s_limits_a_stage_s_answer() -> None:
     with Server("supervisor.health_timeout_s=600", "supervisor.start_timeout_s=600", options=("--instant",)) as server:
         stage = server.stage("detokenize")
         stage.send_signal(signal.SIGSTOP)
-        asking = threading.Thread(target=lambda: answers.append(server.health()), daemon=True)
-        asking.start()
-        asking.join(LATE_S)
+        checker = threading.Thread(target=lambda: answers.append(server.health()), daemon=True)
+        checker.start()
+        checker.join(LATE_S)
         stage.send_signal(signal.SIGCONT)
         until(lambda: answers, "health has answered")
         assert answers[0]["status"] == "ok"

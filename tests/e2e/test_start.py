@@ -7,7 +7,7 @@ import pytest
 from tests.e2e.server import Server
 
 START_S = 12.0
-"""Three times what it takes where two cores have little else to do; the first start, which compiles, takes longer."""
+"""Three times the duration on two idle cores; the first start, which compiles, takes longer."""
 NUM_TRIES = 3
 
 pytestmark = pytest.mark.usefixtures("smollm2_dir")

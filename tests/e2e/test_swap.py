@@ -71,7 +71,7 @@ def test_a_server_reports_its_swap_blocks_and_frees_the_memory(tiny_model: Path)
         ready = server.wait_for_line("ready on", 10)
         num_swap_blocks = int(re.findall(r"swap_blocks=(\d+)", ready)[0])
         num_blocks = int(re.findall(r"kv_blocks=(\d+)", ready)[0])
-        assert num_swap_blocks == num_blocks * 70, "as many in each MiB, and none that is not whole"
+        assert num_swap_blocks == num_blocks * 70, "the swap space is 70 times the KV memory, in whole blocks"
         assert f"swap_blocks={num_swap_blocks}" in loaded
         owners = {name for name in STAGES if has_swap(server.stage(name))}
         assert owners == {"execute"}

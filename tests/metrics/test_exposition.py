@@ -83,7 +83,7 @@ def read(stats: ServerStats) -> dict[tuple[str, frozenset[tuple[str, str]]], flo
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             labels = frozenset((k, v) for k, v in sample.labels.items() if k not in ("model_name", "engine"))
-            assert (sample.name, labels) not in found, "a sample is there twice"
+            assert (sample.name, labels) not in found, "duplicate sample"
             found[sample.name, labels] = sample.value
     return found
 

@@ -252,7 +252,7 @@ def test_wakes_are_recorded_as_the_inbox_returned_them(tmp_path: Path) -> None:
     entries, _, _ = read(tmp_path / "r")
     wakes = [one for one in entries if isinstance(one, f.Wake)]
     assert len(wakes[0].bodies) == 1
-    assert len(wakes[-1].bodies) == 0, "a wait that ran out is a wake as well"
+    assert len(wakes[-1].bodies) == 0, "a wait that times out is a wake, too"
     assert sum(len(one.bodies) for one in wakes) == 3
     assert {(s, i) for one in wakes for s, i in zip(one.senders, one.incarnations, strict=True)} == {("gateway.0", 3)}
     assert sum(isinstance(one, f.Sent) for one in entries) == 3
@@ -269,6 +269,6 @@ def test_a_difference_is_reported_with_its_place_and_both_messages(tmp_path: Pat
     assert compare(ours, other).difference == "message 2: to a.0: ['ping', 1], expected to b.0: ['ping', 1]"
     assert compare(ours, short).difference == "message 3: to a.0: ['ping', 2], expected nothing"
     assert compare(short, ours).difference == "message 3: nothing, expected to a.0: ['ping', 2]"
-    assert compare(ours, cut).are_same, "a file that was cut off lacks what came after"
+    assert compare(ours, cut).are_same, "the entries after the cut are ignored"
     assert compare(ours, cut).num_same == 2
     assert not compare(ours, arrays).are_same

@@ -26,11 +26,11 @@ _numbers = itertools.count()
 def until(condition: Callable[[], Any], timeout_s: float = PATIENCE_S) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < end, "it never came true"
+        assert time.monotonic() < end, "timed out"
         time.sleep(0.001)
 
 
-class Wires:
+class Channels:
     """Inboxes and outboxes of one test, closed at its end."""
 
     def __init__(self) -> None:
@@ -57,39 +57,39 @@ class Wires:
 
 
 @pytest.fixture
-def wires():
-    wires = Wires()
-    yield wires
-    wires.close()
+def channels():
+    channels = Channels()
+    yield channels
+    channels.close()
 
 
 def receive(inbox: Inbox[Any], count: int) -> list[Any]:
     messages: list[Any] = []
     end = time.monotonic() + PATIENCE_S
     while len(messages) < count:
-        assert time.monotonic() < end, f"{len(messages)} of {count} came"
+        assert time.monotonic() < end, f"{len(messages)} of {count} arrived"
         messages += inbox.wait_all(0.1)
     return messages
 
 
-def test_messages_of_one_sender_arrive_in_order(wires):
-    inbox = wires.inbox()
-    outbox = wires.outbox()
+def test_messages_of_one_sender_arrive_in_order(channels):
+    inbox = channels.inbox()
+    outbox = channels.outbox()
     for nonce in range(3000):
         assert outbox.send(m.Ping(nonce))
     assert receive(inbox, 3000) == [m.Ping(nonce) for nonce in range(3000)]
     assert (outbox.num_sent, inbox.num_received, inbox.last_sender) == (3000, 3000, "peer.0")
 
 
-def test_an_outbox_can_send_before_the_peer_listens(wires):
-    outbox = wires.outbox()
+def test_an_outbox_can_send_before_the_peer_listens(channels):
+    outbox = channels.outbox()
     assert outbox.send(m.Ping(1))
-    inbox = wires.inbox()
+    inbox = channels.inbox()
     assert receive(inbox, 1) == [m.Ping(1)]
 
 
-def test_a_full_edge_without_a_receiver_refuses_without_blocking(wires):
-    outbox = wires.outbox(bound=10)
+def test_a_full_edge_without_a_receiver_refuses_without_blocking(channels):
+    outbox = channels.outbox(bound=10)
     begin = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
     results = [outbox.send(m.Ping(nonce)) for nonce in range(1000)]
     num_waits = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - begin
@@ -98,10 +98,10 @@ def test_a_full_edge_without_a_receiver_refuses_without_blocking(wires):
     assert outbox.num_refused == 990
 
 
-def test_a_receiver_that_hangs_fills_the_edge_and_no_accepted_message_is_lost(wires):
+def test_a_receiver_that_hangs_fills_the_edge_and_no_accepted_message_is_lost(channels):
     """Its I/O thread keeps reading; without a bound on that side, it would accept messages forever."""
-    inbox = wires.inbox()
-    outbox = wires.outbox(bound=10)
+    inbox = channels.inbox()
+    outbox = channels.outbox(bound=10)
     options = m.GenerationOptions(stop=["x" * 10_000])
     opening = m.Open(1, 2, 0, 0, 0, b"", msgspec.Raw(msgspec.msgpack.encode(options)))
     num_sent = 0
@@ -118,10 +118,10 @@ def test_a_receiver_that_hangs_fills_the_edge_and_no_accepted_message_is_lost(wi
     until(lambda: outbox.send(opening))
 
 
-def test_messages_of_an_older_incarnation_are_dropped_once_a_newer_one_has_sent(wires):
-    inbox = wires.inbox()
-    old, new = wires.outbox(incarnation=1), wires.outbox(incarnation=2)
-    other = wires.outbox(sender="other.0", incarnation=1)
+def test_messages_of_an_older_incarnation_are_dropped_once_a_newer_one_has_sent(channels):
+    inbox = channels.inbox()
+    old, new = channels.outbox(incarnation=1), channels.outbox(incarnation=2)
+    other = channels.outbox(sender="other.0", incarnation=1)
     old.send(m.Ping(1))
     assert receive(inbox, 1) == [m.Ping(1)]
     new.send(m.Ping(2))
@@ -138,15 +138,15 @@ def test_messages_of_an_older_incarnation_are_dropped_once_a_newer_one_has_sent(
     assert {message.nonce for message in receive(inbox, 2)} == {4, 5}
 
 
-def test_a_message_of_another_type_is_an_error(wires):
-    inbox = wires.inbox()
-    wires.outbox().send(m.Drained())
+def test_a_message_of_another_type_is_an_error(channels):
+    inbox = channels.inbox()
+    channels.outbox().send(m.Drained())
     assert inbox.wait(PATIENCE_S)
     with pytest.raises(msgspec.DecodeError, match="drained"):
         inbox.receive()
 
 
-STRANGER = """
+CONNECT_AS_USER = """
 import os, sys, zmq
 from zmq.utils.monitor import recv_monitor_message
 os.setuid(int(sys.argv[4]))
@@ -171,12 +171,12 @@ context.destroy(linger=5000)
 """
 
 
-def knock(address: str, user: int) -> str:
+def connect_as(address: str, user: int) -> str:
     head = msgspec.msgpack.encode(m.Envelope("peer.0", 1)).hex()
     body = msgspec.msgpack.encode(m.Ping(666)).hex()
     # It changes its user after the imports, as another user may not be able to read this interpreter's folders.
     done = subprocess.run(
-        [sys.executable, "-c", STRANGER, address, head, body, str(user)],
+        [sys.executable, "-c", CONNECT_AS_USER, address, head, body, str(user)],
         capture_output=True,
         text=True,
         timeout=60,
@@ -185,27 +185,27 @@ def knock(address: str, user: int) -> str:
     return done.stdout.strip()
 
 
-def test_this_user_is_accepted(wires):
-    inbox = wires.inbox()
-    assert knock(wires.address, os.geteuid()) == "accepted"
+def test_this_user_is_accepted(channels):
+    inbox = channels.inbox()
+    assert connect_as(channels.address, os.geteuid()) == "accepted"
     assert receive(inbox, 1) == [m.Ping(666)]
 
 
-def test_other_users_are_rejected(wires, monkeypatch):
+def test_other_users_are_rejected(channels, monkeypatch):
     """Without root, the roles are reversed: an inbox that expects another user rejects this one."""
     user = 65534
     if os.geteuid() != 0:
         user = os.geteuid()
         monkeypatch.setattr(os, "geteuid", lambda: 65534)
-    inbox = wires.inbox()
-    assert knock(wires.address, user) == "refused"
+    inbox = channels.inbox()
+    assert connect_as(channels.address, user) == "refused"
     assert not inbox.wait(0.1)
 
 
-def test_two_inboxes_cannot_have_one_address(wires):
-    wires.inbox()
+def test_two_inboxes_cannot_have_one_address(channels):
+    channels.inbox()
     with pytest.raises(zmq.ZMQError, match="Address already in use"):
-        wires.inbox()
+        channels.inbox()
 
 
 def burst_sender(address: str, num_bursts: int, done: threading.Event) -> None:
@@ -226,17 +226,17 @@ def burst_sender(address: str, num_bursts: int, done: threading.Event) -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 7, 256])
-def test_an_async_inbox_never_misses_a_wake(wires, limit):
+def test_an_async_inbox_never_misses_a_wake(channels, limit):
     num_bursts = 600
     expected = sum((burst * 7919) % 40 + 1 for burst in range(num_bursts))
 
     async def main():
-        inbox: AsyncInbox[Any] = AsyncInbox(wires.inbox())
+        inbox: AsyncInbox[Any] = AsyncInbox(channels.inbox())
         # Sends on this thread between receives can make edge-triggered descriptors lose a wake.
-        echo = wires.inbox(wires.address + "-echo")
-        answers = wires.outbox(bound=100_000, address=wires.address + "-echo")
+        echo = channels.inbox(channels.address + "-echo")
+        answers = channels.outbox(bound=100_000, address=channels.address + "-echo")
         done = threading.Event()
-        thread = threading.Thread(target=burst_sender, args=(wires.address, num_bursts, done))
+        thread = threading.Thread(target=burst_sender, args=(channels.address, num_bursts, done))
         thread.start()
         received = []
         while len(received) < expected:
@@ -254,10 +254,10 @@ def test_an_async_inbox_never_misses_a_wake(wires, limit):
     assert uvloop.run(main()) == list(range(expected))
 
 
-def test_an_async_inbox_lets_other_tasks_run_under_load(wires):
+def test_an_async_inbox_lets_other_tasks_run_under_load(channels):
     async def main():
-        inbox: AsyncInbox[Any] = AsyncInbox(wires.inbox())
-        outbox = wires.outbox()
+        inbox: AsyncInbox[Any] = AsyncInbox(channels.inbox())
+        outbox = channels.outbox()
         for nonce in range(1000):
             assert outbox.send(m.Ping(nonce))
         turns = 0
@@ -282,10 +282,10 @@ def test_an_async_inbox_lets_other_tasks_run_under_load(wires):
     uvloop.run(main())
 
 
-def test_a_waiting_message_does_not_make_the_loop_spin(wires):
+def test_a_waiting_message_does_not_make_the_loop_spin(channels):
     async def main():
-        inbox: AsyncInbox[Any] = AsyncInbox(wires.inbox())
-        outbox = wires.outbox()
+        inbox: AsyncInbox[Any] = AsyncInbox(channels.inbox())
+        outbox = channels.outbox()
         assert outbox.send(m.Ping(0))
         assert await asyncio.wait_for(inbox.receive_all(), PATIENCE_S) == [m.Ping(0)]
         assert outbox.send(m.Ping(1))
@@ -299,10 +299,10 @@ def test_a_waiting_message_does_not_make_the_loop_spin(wires):
     uvloop.run(main())
 
 
-def test_a_cancelled_receive_loses_nothing(wires):
+def test_a_cancelled_receive_loses_nothing(channels):
     async def main():
-        inbox: AsyncInbox[Any] = AsyncInbox(wires.inbox())
-        outbox = wires.outbox()
+        inbox: AsyncInbox[Any] = AsyncInbox(channels.inbox())
+        outbox = channels.outbox()
         received: list[Any] = []
         for nonce in range(200):
             task = asyncio.create_task(inbox.receive_all())

@@ -16,8 +16,8 @@ from pipeline.runtime.channels import CONTROL_REQUESTS, MessageDecoder
 from pipeline.shm.arrays import ShmRef
 
 SNAPSHOT = Path(__file__).parents[1] / "data" / "wire.json"
-"""Sample → its MessagePack in hex. Appending a field changes a line here, and its beginning stays; anything else breaks
-peers that are older or newer."""
+"""Sample → its MessagePack in hex. Appending a field extends a line here; any other change breaks older or newer
+peers."""
 
 INBOXES: dict[str, Any] = {
     "supervisor": m.SupervisorInbox,

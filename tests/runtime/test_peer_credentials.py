@@ -32,7 +32,7 @@ with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
     sys.stdin.read()
     print("heard something" if router.poll(200) else "heard nothing", flush=True)
 """
-"""Takes in anybody. The kernel reports who it was when it began to listen."""
+"""Accepts every client. The kernel reports the user that it had when it began to listen."""
 
 Serve = Callable[[str], Callable[[], str]]
 

@@ -124,7 +124,7 @@ def test_a_window_has_processes_in_flow_order_slices_counters_and_arrows() -> No
     order = {e["pid"]: e["args"]["sort_index"] for e in events if e["name"] == "process_sort_index"}
     assert order[10] < order[30] < order[40]
     assert [(e["pid"], e["ts"]) for e in events if e["ph"] in "stf"] == [(10, 0.0), (30, 2000.0), (40, 3000.0)]
-    assert {e["id"] for e in events if e["ph"] in "stf"} == {f"{big:x}"}, "a request seen once makes no arrow"
+    assert {e["id"] for e in events if e["ph"] in "stf"} == {f"{big:x}"}, "a request with one event has no arrow"
     assert [e["args"] for e in events if e["ph"] == "C"] == [{"n": 1}]
     assert [(e["dur"], e["args"]) for e in events if e["name"] == "step"] == [(6000.0, {"tokens": 3})]
 

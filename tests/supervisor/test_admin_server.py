@@ -33,7 +33,7 @@ class Bench:
         self.names = ["gateway.0", "gateway.1", "schedule.0"]
         self.refuses: set[str] = set()
         self.timeouts_s: list[float] = []
-        """Of stats."""
+        """The timeouts of stats requests."""
         self.context: zmq.Context[Any] = zmq.Context()
         self.questions = Questions(self._send)
         self.server = AdminServer(self.context, self.name, self.questions, self._stats, lambda: self.names)
@@ -148,16 +148,16 @@ def test_garbage_gets_an_error_and_harms_no_other_client(bench: Bench, data: byt
 
 
 def test_a_client_that_sends_too_much_is_disconnected_and_others_are_served(bench: Bench) -> None:
-    rude = bench.context.socket(zmq.DEALER)
-    rude.connect(admin_server.address_of(bench.name))
-    rude.send(b"x" * (admin_server.MAX_QUESTION_BYTES + 1))
+    flooder = bench.context.socket(zmq.DEALER)
+    flooder.connect(admin_server.address_of(bench.name))
+    flooder.send(b"x" * (admin_server.MAX_QUESTION_BYTES + 1))
     bench.send(admin_server.AskStats(1))
     assert bench.receive() == admin_server.Stats(1, STATS)
-    assert not rude.poll(50)
-    rude.close(linger=0)
+    assert not flooder.poll(50)
+    flooder.close(linger=0)
 
 
-STRANGER = """
+CONNECT_AS_USER = """
 import os, sys, zmq
 from zmq.utils.monitor import recv_monitor_message
 os.setuid(int(sys.argv[3]))
@@ -191,7 +191,7 @@ def test_other_users_are_rejected(is_other: bool, monkeypatch: pytest.MonkeyPatc
             str(user),
         ]
         done = subprocess.run(
-            [sys.executable, "-c", STRANGER, *words], capture_output=True, text=True, timeout=60, check=True
+            [sys.executable, "-c", CONNECT_AS_USER, *words], capture_output=True, text=True, timeout=60, check=True
         )
         assert done.stdout.strip() == ("refused" if is_other else "let in")
     finally:
@@ -214,15 +214,15 @@ def test_open_requests_are_bounded_and_so_is_the_work_of_one_turn(bench: Bench) 
 
 
 def test_a_flood_from_a_client_that_reads_nothing_does_not_block_the_server(bench: Bench) -> None:
-    deaf = bench.context.socket(zmq.DEALER)
-    deaf.set_hwm(100_000)
-    deaf.setsockopt(zmq.RCVHWM, 1)
-    deaf.connect(admin_server.address_of(bench.name))
+    non_reader = bench.context.socket(zmq.DEALER)
+    non_reader.set_hwm(100_000)
+    non_reader.setsockopt(zmq.RCVHWM, 1)
+    non_reader.connect(admin_server.address_of(bench.name))
     for nonce in range(5000):
-        deaf.send(msgspec.msgpack.encode(admin_server.AskStats(nonce)))
+        non_reader.send(msgspec.msgpack.encode(admin_server.AskStats(nonce)))
     bench.send(admin_server.AskStats(1))
     assert bench.receive() == admin_server.Stats(1, STATS)
-    deaf.close(linger=0)
+    non_reader.close(linger=0)
 
 
 def test_every_stage_answers_a_count_outside_of_its_own_loop(tmp_path: Any) -> None:

@@ -217,7 +217,7 @@ def test_swap_space_belongs_to_the_executor_and_is_freed(listener: socket.socket
     supervisor._run_until(supervisor._is_swap_reserved, 30, "swap space")
     fd = supervisor._resources.segments[topology.SWAP].fd
     assert os.fstat(fd).st_blocks * 512 >= SWAP_BYTES
-    assert supervisor._is_swap_reserved(), "and it stays so"
+    assert supervisor._is_swap_reserved(), "it stays reserved"
     supervisor.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)

@@ -52,8 +52,8 @@ def node_with(source: Path, folder: Path) -> Path:
     and no install script runs."""
     missing = [name for name in ("node", "npm") if shutil.which(name) is None]
     assert not missing, (
-        f"{' and '.join(missing)} not found: install Node.js 20 or newer with npm (https://nodejs.org); clients in "
-        "JavaScript are tested with it, and npm takes their packages from its registry"
+        f"{' and '.join(missing)} not found: install Node.js 20 or newer with npm (https://nodejs.org); "
+        "the tests of JavaScript clients need it, and npm fetches their packages from its registry"
     )
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("node_modules"))
     run(["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--prefer-offline"], folder, INSTALL_S)

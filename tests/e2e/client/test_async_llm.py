@@ -13,7 +13,7 @@ from pipeline import LLM, AsyncClient, AsyncLLM, RequestOutput, SamplingParams
 from pipeline.errors import PromptError, ServerFailed, StartError, UserError
 from tests.e2e.client.scripts import alive
 from tests.e2e.conftest import tiny
-from tests.e2e.own import until_idle
+from tests.e2e.embedded import until_idle
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
@@ -38,7 +38,7 @@ async def test_outputs_are_cumulative_deltas_or_final_only(streams: AsyncLLM, ll
     assert {output.request_id for output in cumulative} == {"mine"}
     assert cumulative[-1].outputs == whole.outputs
     assert [output.finished for output in cumulative] == [False] * (len(cumulative) - 1) + [True]
-    assert len(cumulative) > 2, "they come as they are made"
+    assert len(cumulative) > 2, "tokens are streamed incrementally"
     for before, after in pairwise(cumulative):
         for one, other in zip(before.outputs, after.outputs, strict=True):
             assert other.text.startswith(one.text)
@@ -85,7 +85,7 @@ async def test_an_aborted_stream_ends_with_finish_reason_abort(streams: AsyncLLM
     assert len(last.outputs[0].token_ids) < 200
     await streams.abort("one")
     await streams.abort("never was")
-    assert (await all_of(streams.generate("Once", GREEDY, "one")))[-1].finished, "its name is free again"
+    assert (await all_of(streams.generate("Once", GREEDY, "one")))[-1].finished, "its request id is free again"
 
 
 async def test_a_stream_that_waits_for_its_turn_can_be_aborted(llm: LLM) -> None:
@@ -226,4 +226,4 @@ async def test_a_start_can_be_cancelled(tiny_model: Path, tmp_path: Path) -> Non
     with pytest.raises(asyncio.CancelledError):
         await starting
     assert not alive([first])
-    assert "ready on" not in log.read_text(), "it ended while it started, and not afterwards"
+    assert "ready on" not in log.read_text(), "it ended during its start"

@@ -19,7 +19,7 @@ from pipeline.client.progress import BatchBar
 from pipeline.errors import PromptError, ServerFailed, StartError, UserError
 from tests.e2e.client.scripts import Script, alive
 from tests.e2e.conftest import tiny
-from tests.e2e.own import load_of, until_idle
+from tests.e2e.embedded import load_of, until_idle
 from tests.e2e.server import Server
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -111,7 +111,7 @@ def test_ten_thousand_prompts_keep_their_order_and_memory_is_bounded(llm: LLM) -
         outputs = llm.generate(prompts(), params)
     assert [output.prompt for output in outputs] == [f"Prompt {i}" for i in range(10_000)]
     assert all(len(output.outputs[0].token_ids) == 1 for output in outputs)
-    assert furthest <= window, "prompts are read as there is room for them"
+    assert furthest <= window, "prompts are read only as the window allows"
     grown = [process.memory_info().rss - was for process, was in zip(processes, before, strict=True)]
     assert max(grown) < 32 * 1024**2, f"10,000 outputs are a few MiB, and nothing else stays: {grown}"
     until_idle(llm)
@@ -270,7 +270,7 @@ def test_two_llms_run_and_close_independently(tiny_model: Path, llm: LLM) -> Non
         assert attached.server is None
         assert attached.generate("Hello", GREEDY)[0].outputs == llm.generate("Hello", GREEDY)[0].outputs
         attached.close()
-        assert other.generate("Hello", GREEDY), "who is attached takes nothing along"
+        assert other.generate("Hello", GREEDY), "closing an attached LLM does not stop the server"
     assert not alive(family)
     for closed in (other, attached):
         with pytest.raises(UserError, match="this LLM is closed"):
@@ -328,7 +328,7 @@ def test_a_script_needs_no_main_guard_and_no_close(tmp_path: Path, tiny_model: P
         family = one.family() if one.wait_for("pid") else []
         assert one.wait_for("text") == "2"
         assert one.end() == 0
-        assert one.errors == "", "no progress bar where standard error is no terminal, and no warnings"
+        assert one.errors == "", "no progress bar without a terminal, and no warnings"
         assert not alive(family)
 
 
@@ -354,7 +354,7 @@ signal.pause()
             assert "after a fork" in one.wait_for("fork ")
             family = [process for process in one.family() if process != fork]
             assert len(family) == 7
-            assert one.wait_for("text") == "1", "the fork's close is not ours"
+            assert one.wait_for("text") == "1", "the fork's close does not close the parent's LLM"
             one.process.kill()
             assert not alive(family)
             assert fork.is_running()

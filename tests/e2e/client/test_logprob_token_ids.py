@@ -13,7 +13,7 @@ from tests.stages.gateway.gate import events_of
 
 MODEL = "SmolLM2-135M-Instruct"
 GIVEN = [40000, 28, 40000, 17, 5]
-"""Unlikely ids among them, and one twice."""
+"""Includes unlikely ids and a duplicate."""
 FIELDS: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 3, "return_tokens_as_token_ids": True}
 CHAT = {"messages": [{"role": "user", "content": "Say a word."}], "logprobs": True}
 COMPLETION = {"prompt": "The harbour was", "logprobs": 1}

@@ -80,6 +80,6 @@ def test_it_streams_resumes_aborts_and_reports_errors(node_client: Path, server:
     assert results["error"] == {"status": 400, "param": "temperature"}
     assert results["name"] == {"id": "cmpl-counting/1", "tokens": 4, "without": None}
     assert results["too large"]["why"].endswith("the server reads at most 4194304")
-    assert results["too large"]["served"], "the connection is still there"
+    assert results["too large"]["served"], "the connection stays open"
     assert results["no server"] == {"lost": True}
     server.until_idle()

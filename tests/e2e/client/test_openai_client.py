@@ -33,7 +33,7 @@ def test_the_model_answers_a_question(client: OpenAI) -> None:
     choice = reply.choices[0]
     assert choice.message.content is not None
     assert "Athens" in choice.message.content
-    assert choice.finish_reason == "stop", "the model ends its answer itself"
+    assert choice.finish_reason == "stop", "the model ends its answer"
     assert reply.usage is not None
     assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
     assert 0 < reply.usage.completion_tokens < 40
@@ -187,5 +187,5 @@ def test_a_long_prompt_goes_through_shared_memory(server: Server, client: OpenAI
     words = " ".join(f"item{number}" for number in range(600))
     reply = client.completions.create(model=MODEL, prompt=words, temperature=0, max_tokens=8)
     assert reply.usage is not None
-    assert reply.usage.prompt_tokens > 1024, "more than travels inside a message"
+    assert reply.usage.prompt_tokens > 1024, "more than an inline message holds"
     assert "item600" in reply.choices[0].text

@@ -51,7 +51,7 @@ def client(server: Server) -> Iterator[OpenAI]:
 def test_a_named_function_is_called_according_to_its_schema(client: OpenAI) -> None:
     reply = client.chat.completions.parse(**ASK, tools=[PLAN], tool_choice=NAMED)
     choice = reply.choices[0]
-    assert choice.finish_reason == "stop", "as OpenAI has it where the client names the function"
+    assert choice.finish_reason == "stop", "OpenAI's value for a named function"
     assert choice.message.content is None and choice.message.tool_calls
     (call,) = choice.message.tool_calls
     assert (call.type, call.function.name) == ("function", "plan_visit")
@@ -91,7 +91,7 @@ def test_a_call_streams_its_name_first_and_arguments_incrementally(client: OpenA
         assert all((one.index, one.id, one.type, one.function.name) == (0, None, None, None) for one in rest)
         text = "".join(one.function.arguments for one in (first, *rest))
         if first.function.name == "plan_visit":
-            assert len(rest) > 1, "they come as they are written"
+            assert len(rest) > 1, "arguments are streamed incrementally"
             Visit.model_validate_json(text)
         else:
             assert (first.function.name, json.loads(text)) == ("list_visits", {})

@@ -26,7 +26,7 @@ NOT_INHERITED = (
     "PYTHON",
     "NODE_",
 )
-"""Beginnings of the names of variables that would change what a client does."""
+"""Prefixes of environment variables that change a client's behavior."""
 
 
 @pytest.fixture(scope="module")

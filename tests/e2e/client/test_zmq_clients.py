@@ -95,7 +95,7 @@ async def test_a_resumed_stream_equals_the_uninterrupted_one(server: Server, par
             assert [token_id for output in resumed for token_id in output.token_ids] == ids[cut:], cut
             assert text[:begin] + "".join(output.text for output in resumed) == text, cut
             assert resumed[-1].finish_reason == whole[-1].finish_reason
-            assert boundaries.get(cut, begin) == begin, "what an uninterrupted client had been shown by then"
+            assert boundaries.get(cut, begin) == begin, "the text that an uninterrupted client has at this point"
 
 
 async def test_a_stop_string_and_a_stop_id_across_the_cut_are_found(server: Server) -> None:

@@ -22,7 +22,7 @@ from tests.e2e.server import Server
 from tests.stages.gateway.http.test_guard import free_port
 
 KEY = "sk-of-the-environment-4f1c0e6d"
-FILED = "sk-of-the-file-9a8b7c6d5e4f"
+FILE_KEY = "sk-of-the-file-9a8b7c6d5e4f"
 
 
 def get(url: str, key: str | None = None) -> tuple[int, str]:
@@ -39,7 +39,7 @@ class Locked:
 
     def __init__(self, folder: Path) -> None:
         self.keys_file = folder / "keys"
-        self.keys_file.write_text(f"# a comment\n{FILED}\n")
+        self.keys_file.write_text(f"# a comment\n{FILE_KEY}\n")
         self.keys_file.chmod(0o600)
         self.recording = folder / "gateway.rec"
         self.door = f"tcp://127.0.0.1:{free_port(2)}"
@@ -66,7 +66,7 @@ def locked(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 def test_openai_s_client_is_accepted_only_with_a_key(locked: Locked) -> None:
     url = f"{locked.server.url}/v1"
-    for key in (KEY, FILED):
+    for key in (KEY, FILE_KEY):
         with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
             model = client.models.list().data[0].id
             reply = client.completions.create(model=model, prompt="Hi", max_tokens=3)
@@ -88,7 +88,7 @@ def test_no_process_of_a_server_with_keys_leaves_a_core_dump(locked: Locked) -> 
         (line,) = (line for line in (folder / "limits").read_text().splitlines() if "core file size" in line)
         assert int(line.split()[4]) <= 1, process.name()
         assert int((folder / "coredump_filter").read_text(), 16) == 0, process.name()
-        assert folder.stat().st_uid == os.geteuid(), "and can still be looked at by its user"
+        assert folder.stat().st_uid == os.geteuid(), "its user can still inspect it"
 
 
 def test_python_clients_over_tcp_send_their_key(locked: Locked, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ def test_python_clients_over_tcp_send_their_key(locked: Locked, monkeypatch: pyt
         with pytest.raises(RequestError) as refusal:
             Client(locked.door, api_key=wrong)
         assert (refusal.value.status, refusal.value.code) == (401, "invalid_api_key")
-    with Client(locked.door, api_key=FILED) as client:
+    with Client(locked.door, api_key=FILE_KEY) as client:
         assert client.info.vocab_size > 0
     monkeypatch.setenv("PIPELINE_API_KEY", KEY)
     with Client(locked.door) as client:
@@ -152,7 +152,7 @@ def test_the_keys_are_not_readable_anywhere(locked: Locked) -> None:
     assert str(locked.keys_file) in shown
     found |= {"health": health.encode(), "config": shown.encode(), "log": locked.server.log().encode()}
     for what, data in found.items():
-        assert KEY.encode() not in data and FILED.encode() not in data, what
+        assert KEY.encode() not in data and FILE_KEY.encode() not in data, what
 
 
 def rejected(*sets: str, environ: dict[str, str] | None = None) -> str:
@@ -190,4 +190,4 @@ def test_the_keys_are_in_no_recording(locked: Locked) -> None:
     assert locked.server.stop(signal.SIGTERM) == 0
     data = locked.recording.read_bytes()
     assert data.startswith(f.MAGIC)
-    assert KEY.encode() not in data and FILED.encode() not in data
+    assert KEY.encode() not in data and FILE_KEY.encode() not in data

@@ -24,7 +24,7 @@ def test_an_embedded_server_starts_and_ends_with_the_chat(tiny_model: Path) -> N
     command = [*CHAT, *own(tiny_model), "--max-tokens", "8", "--temperature", "0"]
     with Terminal(command, ROOT) as terminal:
         terminal.wait_for_prompt(timeout_s=90)
-        assert "starting" in terminal.text, "what it does is shown"
+        assert "starting" in terminal.text, "the start is shown"
         family = psutil.Process(terminal.process.pid).children(recursive=True)
         assert len(family) == 7
         terminal.enter("Hello", "8 tokens")

@@ -13,11 +13,11 @@ from tests.e2e.server import Server
 
 SEED = 20
 NUM_EXAMPLES = 60
-"""Of each route that has something to vary, in a round; how many of them come out as cases differs."""
+"""Examples per round for each route with parameters; the number of resulting cases varies."""
 MIN_CASES = 1000
 MAX_ROUNDS = 5
 FUZZ_S = 240.0
-"""A deadline for a round; it takes about 30 s."""
+"""The deadline of a round, which takes about 30 s."""
 CHECKS = (
     "not_a_server_error",
     "status_code_conformance",
@@ -32,7 +32,7 @@ CONFIG = """
 not_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", "504"]
 """
 MORE_BYTES = 96 * 1024**2
-"""A process may grow by so much, for its allocator and for what it caches."""
+"""The limit of a process's growth, for its allocator and caches."""
 MORE_FILES = 8
 
 PROGRAM = "import sys, schemathesis.cli; sys.exit(schemathesis.cli.schemathesis())"

@@ -116,7 +116,7 @@ def test_every_field_is_documented_or_rejected_by_name() -> None:
     bodies = [*(route.body for route in ROUTES if route.body is not None), GenerateSamplingParams]
     names = {name for body in bodies for name in body.__struct_fields__}
     for name in names.union(PARAMS_NEUTRAL, *(route.neutral for route in ROUTES)):
-        assert f"`{name}`" in TEXT, f"docs/http.md does not tell of {name}"
+        assert f"`{name}`" in TEXT, f"docs/http.md does not describe {name}"
 
 
 def test_every_route_is_documented() -> None:
@@ -127,7 +127,7 @@ def test_every_route_is_documented() -> None:
         if route.method != "HEAD":
             path = route.resource.canonical if route.resource is not None else ""
             heading = f"## {route.method} {path}".removesuffix("/{model}")
-            assert heading in TEXT, f"docs/http.md does not tell of {heading}"
+            assert heading in TEXT, f"docs/http.md does not describe {heading}"
 
 
 def test_every_error_code_is_documented() -> None:
@@ -137,4 +137,4 @@ def test_every_error_code_is_documented() -> None:
     codes = {code for source in sources for code in re.findall(r'code="(\w+)"', source.read_text("utf-8"))}
     assert codes
     for code in codes - {"aborted"}:  # its client never receives it
-        assert f"`{code}`" in TEXT, f"docs/http.md does not tell of the code {code}"
+        assert f"`{code}`" in TEXT, f"docs/http.md does not describe the code {code}"

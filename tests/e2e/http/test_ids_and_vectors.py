@@ -84,10 +84,10 @@ def test_logprobs_of_a_prompt_and_an_output_are_the_model_s(url: str, reference:
     for top, token, own, row in zip(
         logprobs["top_logprobs"][1:], logprobs["tokens"][1:], logprobs["token_logprobs"][1:], expected, strict=True
     ):
-        likeliest = np.sort(row)[-NUM_TOP:]
-        assert token in top and np.isclose(max(top.values()), likeliest[-1], **CLOSE)
+        most_likely = np.sort(row)[-NUM_TOP:]
+        assert token in top and np.isclose(max(top.values()), most_likely[-1], **CLOSE)
         for score in top.values():  # fewer, if two of them have the same text
-            assert np.isclose(score, [*likeliest, own], **CLOSE).any()
+            assert np.isclose(score, [*most_likely, own], **CLOSE).any()
     for entry, token_id, row in zip(choice["prompt_logprobs"][1:], prompt_ids[1:], expected[:-12], strict=False):
         assert np.isclose(entry[str(token_id)]["logprob"], row[token_id], **CLOSE)
         for key, one in entry.items():

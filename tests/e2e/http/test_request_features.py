@@ -92,8 +92,8 @@ def test_a_resumed_stream_equals_the_uninterrupted_one(server: Server, fields: d
 
 
 def test_outputs_and_prompts_have_one_distribution(llm: LLM) -> None:
-    (drawn,) = llm.generate([[5, 6, 7]], SamplingParams(**GREEDY, logprobs=2))
-    (sequence,) = drawn.outputs
+    (output,) = llm.generate([[5, 6, 7]], SamplingParams(**GREEDY, logprobs=2))
+    (sequence,) = output.outputs
     assert sequence.logprobs is not None and sequence.cumulative_logprob is not None
     own = [each[one].logprob for one, each in zip(sequence.token_ids, sequence.logprobs, strict=True)]
     assert sequence.cumulative_logprob == pytest.approx(sum(own))

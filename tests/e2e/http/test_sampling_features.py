@@ -64,9 +64,9 @@ def test_prompts_and_outputs_have_the_model_s_logprobs(tiny: Tiny) -> None:
     expected = [logprobs[len(PROMPT) - 1 + place, token] for place, token in enumerate(ids)]
     np.testing.assert_allclose(found, expected, rtol=0, atol=EXACT)
     for place, top in enumerate(choice["logprobs"]["top_logprobs"]):
-        likeliest = np.sort(logprobs[len(PROMPT) - 1 + place])[::-1][:3]
+        most_likely = np.sort(logprobs[len(PROMPT) - 1 + place])[::-1][:3]
         # By their texts, which are equal for bytes of incomplete characters.
-        assert 0 < len(top) <= 4 and all(min(abs(one - likeliest)) < EXACT for one in top.values())
+        assert 0 < len(top) <= 4 and all(min(abs(one - most_likely)) < EXACT for one in top.values())
     first, *entries = choice["prompt_logprobs"]
     assert first is None and len(entries) == len(PROMPT) - 1
     for place, entry in enumerate(entries):

@@ -36,8 +36,8 @@ WEATHER: dict[str, Any] = {
 }
 
 ENOUGH = 1200
-"""Tokens. Strict JSON may have 65 characters of white space in each of some 14 places: no text by these schemas is
-longer, whatever the model draws on this CPU."""
+"""In tokens. Strict JSON may have 65 characters of white space in each of some 14 places: no text of these schemas is
+longer, whatever the model samples."""
 
 
 def post_chat(server: Server, **how: Any) -> httpx.Response:

@@ -93,7 +93,7 @@ def test_a_reply_that_fails_validation_is_requested_again(url: str, model: str, 
 def test_partial_objects_are_streamed(url: str, model: str, mode: instructor.Mode) -> None:
     parts = list(client_of(url, mode).chat.completions.create_partial(response_model=Ticket, **request_for(model)))
     assert len(parts) > 3
-    assert parts[0].kind is None or parts[0].places is None, "the first is not whole"
+    assert parts[0].kind is None or parts[0].places is None, "the first object is partial"
     Ticket.model_validate(parts[-1].model_dump())
 
 

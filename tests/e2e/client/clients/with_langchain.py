@@ -90,7 +90,7 @@ def test_logprobs_are_returned_with_the_reply(chat: ChatOpenAI) -> None:
     assert len(content) == 5
     for token in content:
         assert token["logprob"] <= 0 and len(token["top_logprobs"]) == 2
-        assert token["top_logprobs"][0]["token"] == token["token"], "the likeliest is taken"
+        assert token["top_logprobs"][0]["token"] == token["token"], "the most likely token is sampled"
     assert b"".join(bytes(token["bytes"]) for token in content).decode() == reply.content
 
 
@@ -114,7 +114,7 @@ def test_the_deltas_of_a_tool_call_add_up(chat: ChatOpenAI) -> None:
     bound = chat.bind_tools([weather], tool_choice="weather")
     chunks = list(bound.stream("How warm is it in Cairo?"))
     pieces = [piece for chunk in chunks for piece in chunk.tool_call_chunks]
-    assert len(pieces) > 1, "arguments come as they are written"
+    assert len(pieces) > 1, "arguments are streamed incrementally"
     assert [piece["name"] for piece in pieces] == ["weather"] + [None] * (len(pieces) - 1)
     assert all(piece["id"] for piece in pieces[:1]) and not any(piece["id"] for piece in pieces[1:])
     total = chunks[0]

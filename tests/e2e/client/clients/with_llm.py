@@ -54,7 +54,7 @@ def test_the_command_answers_and_continues_a_conversation(library: Any) -> None:
     logged = json.loads(command(library, "logs", "list", "--json", "-n", "2"))
     assert [one["model"] for one in logged] == ["here", "here"]
     assert logged[0]["conversation_id"] == logged[1]["conversation_id"]
-    assert all(one[tokens] > 0 for one in logged for tokens in ("input_tokens", "output_tokens")), "usage is understood"
+    assert all(one[tokens] > 0 for one in logged for tokens in ("input_tokens", "output_tokens")), "usage is read"
 
 
 def test_the_command_returns_json_of_a_schema(library: Any) -> None:
@@ -87,7 +87,7 @@ def test_its_options_are_accepted(library: Any) -> None:
         logit_bias={"28": -100},
         max_tokens=12,
     )
-    assert "," not in response.text(), "which has id 28"
+    assert "," not in response.text(), "id 28 is the comma"
     assert response.usage().output <= 12
 
 

@@ -22,7 +22,7 @@ def load_of(llm: LLM) -> dict[str, Any]:
         found[:] = re.findall(r"ready on (http://\S+)", llm.server.log())
         return bool(found)
 
-    until(look, "the supervisor says where HTTP is, a moment after the door is open")
+    until(look, "the supervisor reports the HTTP address, shortly after ZeroMQ is open")
     try:
         with urllib.request.urlopen(f"{found[0]}/health", timeout=10) as response:
             body = response.read()
@@ -35,7 +35,7 @@ def load_of(llm: LLM) -> dict[str, Any]:
 def until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < end, f"gave up waiting until {what}"
+        assert time.monotonic() < end, f"timed out waiting until {what}"
         threading.Event().wait(0.02)
 
 
@@ -44,4 +44,4 @@ def until_idle(llm: LLM) -> None:
         health = load_of(llm)
         return health["status"] == "ok" and health["open_requests"] == health["running"] == 0
 
-    until(is_idle, "nothing is open")
+    until(is_idle, "no request is open")
