@@ -106,7 +106,7 @@ def test_the_environment_adds_to_the_file(tmp_path: Path) -> None:
     assert read("", {}) == (None, [])
 
 
-def test_readable_files_and_short_keys_cause_warnings(tmp_path: Path) -> None:
+def test_world_readable_files_and_guessable_keys_cause_warnings(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text(f"{LONG}\nsecret\n")
     path.chmod(0o644)

@@ -175,7 +175,7 @@ async def test_invalid_requests_raise_clear_errors(streams: AsyncLLM) -> None:
             await all_of(streams.generate("Once", LONG, "same"))
 
 
-async def test_one_made_before_the_loop_exists_starts_at_once(tiny_model: Path) -> None:
+async def test_an_llm_created_outside_of_an_event_loop_starts_at_once(tiny_model: Path) -> None:
     llm = await asyncio.to_thread(AsyncLLM, **tiny(tiny_model))
     assert llm.server is not None
     family = [psutil.Process(llm.server.pid)]

@@ -48,8 +48,8 @@ def test_it_streams_resumes_aborts_and_reports_errors(node_client: Path, server:
     with Client(server.zmq) as client:
         stream = client.generate([{"role": "user", "content": "Name three colours, with an emoji each."}], params)
         outputs = list(stream)
-        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2, prompt_logprobs=1)
-        reply = client.generate("One, two,", params)
+        greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+        reply = client.generate("One, two,", greedy)
         each = [(one, logprobs) for output in reply for one, logprobs in zip_logprobs(output)]
     num_cached = results["stream"]["usage"].pop("num_cached_tokens")
     assert num_cached is not None and 0 <= num_cached < stream.num_prompt_tokens  # other tests sent this prompt before
