@@ -11,7 +11,7 @@ two system calls order the memory accesses of the two processes. Its position te
     data   [… free … | length, kind, bytes, padding | length, kind, bytes, padding | … free …]
                      ↑ position of the receiver                                     ↑ position of the sender
 
-Both positions count bytes since the start, modulo nothing; their difference is what waits.
+Both positions count bytes since the start and never wrap; their difference is what waits.
 """
 
 import os

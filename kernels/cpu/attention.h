@@ -10,7 +10,6 @@
 #include "linear.h"
 #include "step.h"
 
-constexpr int MOST_PANELS = 16;  // of a head's values: head_dim is at most 256
 
 class Attention final : public Op {
    public:

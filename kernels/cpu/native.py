@@ -24,7 +24,7 @@ PANEL = 16
 """Adjacent outputs of a packed matrix; columns are padded to a multiple of it."""
 
 MAX_HEAD_DIM = 256
-"""MOST_PANELS in attention.h, in numbers."""
+"""Largest head_dim that the attention op is tested with."""
 
 SPINS = 2000
 """Spins of a waiting thread before it sleeps: some tens of microseconds."""

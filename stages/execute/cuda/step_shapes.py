@@ -1,9 +1,9 @@
 """The sizes that steps are padded to, so that a few captured graphs serve all of them. Pure.
 
 A decode step has one token per entry. Its sizes are close together, because every row of padding costs. A mixed step is
-padded to `FEW` entries and samples or to the maximum, which cost little beside its tokens. Tokens are rounded up by at
-most an eighth in large steps. Beyond the largest size no graph is captured: the launches take less time than the
-kernels.
+padded to `FEW` entries and samples or to the maximum, which cost little beside its tokens. At most a
+third of a mixed step above 64 tokens is padding, a fifth above 256. Beyond the largest size no graph is captured: the
+launches take less time than the kernels.
 """
 
 from bisect import bisect_left
@@ -66,7 +66,7 @@ class StepShapes:
 
 
 def decode_sizes(most: int) -> list[int]:
-    """Sizes up to and including `most`. At most a third of a step is padding, an eighth beyond 128."""
+    """Sizes up to and including `most`. At most 44 % of a step is padding, a quarter beyond 128 rows."""
     sizes = [1, 2, 4, 8, *range(16, 32, 8), *range(32, 64, 16), *range(64, 192, 32), *range(192, 512, 64)]
     sizes += range(512, most + 1, 128)
     return [size for size in sizes if size < most] + [most]

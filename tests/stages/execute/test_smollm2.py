@@ -24,8 +24,9 @@ CHUNK = 11
 pytestmark = pytest.mark.timeout(600)
 
 
-LEAST_AGREEMENT: dict[Quantization, float] = {"none": 0.985, "q8_0": 0.965, "auto": 0.965}
-"""Agreement of the CPU kernels with float32, by format: bfloat16, 8 bits, and the file's own, 4 bits."""
+LEAST_AGREEMENT: dict[Quantization, float] = {"none": 0.985, "q8_0": 0.965, "auto": 0.99}
+"""Agreement of the CPU kernels with float32, by format: bfloat16, 8 bits, and the file's own, 4 bits. q8_0 loses
+most, because it rounds weights that were rounded to 4 bits before."""
 NUM_COMPARED = 16
 ALONE = range(0, len(PROMPTS), 3)
 """Seven prompts that are also computed alone."""
