@@ -6,10 +6,16 @@
 #include <cstring>
 #include <unordered_map>
 
+#include "attention_amx.h"
 #include "attention_plan.h"
 #include "linear.h"
 #include "step.h"
 
+#if defined(AMX)
+constexpr int ATTENTION_ROWS = TILE_ROWS;
+#else
+constexpr int ATTENTION_ROWS = MOST_ROWS;
+#endif
 
 class Attention final : public Op {
    public:
@@ -21,7 +27,7 @@ class Attention final : public Op {
 
     size_t scratch_bytes() const override {
         return align(size_t(num_slices()) * ITEM_STATES * SLICE * sizeof(act)) + align(ITEM_STATES * kv_.head_dim * 4) +
-               align(MOST_ROWS * STRETCH * 4) + align(MOST_ROWS * STRETCH * sizeof(act)) + 4 * align(ITEM_STATES * 4);
+               align(ATTENTION_ROWS * STRETCH * 4) + align(ATTENTION_ROWS * STRETCH * sizeof(act)) + 4 * align(ITEM_STATES * 4);
     }
 
     void tile(const Step& step, int index, const Scratch& scratch) override {
@@ -72,8 +78,8 @@ class Attention final : public Op {
     struct State {
         act* queries;   // [slices of 64 numbers][ITEM_STATES][64]
         float* out;     // [states][head_dim]
-        float* scores;  // [MOST_ROWS][64]
-        act* weights;   // [MOST_ROWS][64]; the same memory as scores if both are floats
+        float* scores;  // [ATTENTION_ROWS][64]
+        act* weights;   // [ATTENTION_ROWS][64]; the same memory as scores if both are floats
         float *top, *total;    // [states]
         int32_t *first, *end;  // [rows]: the keys that a row attends to
     };
@@ -92,11 +98,11 @@ class Attention final : public Op {
         State state;
         state.queries = reinterpret_cast<act*>(take(size_t(num_slices()) * ITEM_STATES * SLICE * sizeof(act)));
         state.out = reinterpret_cast<float*>(take(size_t(ITEM_STATES) * kv_.head_dim * 4));
-        state.scores = reinterpret_cast<float*>(take(MOST_ROWS * STRETCH * 4));
+        state.scores = reinterpret_cast<float*>(take(ATTENTION_ROWS * STRETCH * 4));
         if constexpr (sizeof(act) == sizeof(float))
             state.weights = reinterpret_cast<act*>(state.scores);
         else
-            state.weights = reinterpret_cast<act*>(take(MOST_ROWS * STRETCH * sizeof(act)));
+            state.weights = reinterpret_cast<act*>(take(ATTENTION_ROWS * STRETCH * sizeof(act)));
         state.top = reinterpret_cast<float*>(take(ITEM_STATES * 4));
         state.total = reinterpret_cast<float*>(take(ITEM_STATES * 4));
         state.first = reinterpret_cast<int32_t*>(take(ITEM_STATES * 4));
@@ -163,7 +169,7 @@ class Attention final : public Op {
                  State& state, int next_blocks = 0) const {
         const int32_t* blocks = step.blocks(member.entry) + key / BLOCK;
         // One matmul's rows after the other, so that their data stays in the L1 cache.
-        const int parts = ceil_div(rows, MOST_ROWS);
+        const int parts = ceil_div(rows, ATTENTION_ROWS);
         for (int head = 0; head < item.heads; head++)
             for (int part = 0, row = member.at; part < parts; part++) {
                 const int count = rows / parts + (part < rows % parts);
@@ -193,28 +199,14 @@ class Attention final : public Op {
         return stretch;
     }
 
-    // Rows row .. row + count of a head, at most MOST_ROWS.
+    // Rows row .. row + count of a head, at most ATTENTION_ROWS.
     void some_rows(const Item& item, int head, int row, int count, const Stretch& stretch, const Stretch& ahead, int key,
                    State& state) const {
         const size_t first = size_t(head) * item.rows + row;
         const Part part{state.queries + first * SLICE, state.out + first * kv_.head_dim, state.scores, state.weights};
-        switch (count) {
-#define CASE(R)                                                          \
-    case R:                                                              \
-        if constexpr (R <= MOST_ROWS) scores<R>(part, stretch, ahead);   \
-        break;
-            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-#undef CASE
-        }
+        multiply_keys(part, count, stretch, ahead);
         softmax(part, count, state.first + row, state.end + row, key, state.top + first, state.total + first);
-        switch (count) {
-#define CASE(R)                                                              \
-    case R:                                                                  \
-        if constexpr (R <= MOST_ROWS) add_values<R>(part, stretch, ahead);   \
-        break;
-            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-#undef CASE
-        }
+        multiply_values(part, count, stretch, ahead);
     }
 
     // The first rows of one matmul.
@@ -228,7 +220,7 @@ class Attention final : public Op {
     // them. Each loop goes over all rows, because the operations of a single row depend on each other.
     void softmax(const Part& part, int count, const int32_t* first, const int32_t* end, int key, float* top,
                 float* total) const {
-        static_assert(MOST_ROWS <= LANES);
+        static_assert(ATTENTION_ROWS <= LANES);
         float tops[LANES] = {}, shrinks[LANES];
         for (int r = 0; r < count; r++) {
             float* scores = part.scores + r * STRETCH;
@@ -265,6 +257,72 @@ class Attention final : public Op {
         }
     }
 
+#if defined(AMX)
+    // scores [16][64] = queries [16][head_dim] x keys; a block of keys is one panel
+    void multiply_keys(const Part& part, int, const Stretch& stretch, const Stretch& ahead) const {
+        use_tile_shapes(attention_tiles);
+        const auto query = [&](int d) { return part.queries + d / SLICE * ITEM_STATES * SLICE + d % SLICE; };
+        const auto score = [&]<int BLOCKS>() {
+            const uint16_t* const* next = ahead.num_blocks >= BLOCKS ? ahead.keys : nullptr;
+            score_keys<BLOCKS>(query, SLICE * 2, kv_.head_dim, stretch.keys, part.scores, next);
+        };
+        static_assert(STRETCH_BLOCKS == 4);
+        switch (stretch.num_blocks) {
+            case 1: return score.template operator()<1>();
+            case 2: return score.template operator()<2>();
+            case 3: return score.template operator()<3>();
+            case 4: return score.template operator()<4>();
+        }
+    }
+
+    // out [count][head_dim] += weights [16][64] x values; a block of values is head_dim / 16 panels
+    void multiply_values(const Part& part, int count, const Stretch& stretch, const Stretch& ahead) const {
+        constexpr int MOST_PANELS = 4;
+        alignas(LINE) float sums[TILE_ROWS * MOST_PANELS * PANEL];
+        const int num_panels = kv_.head_dim / PANEL;
+        for (int panel = 0; panel < num_panels;) {
+            const auto add = [&]<int PANELS>() {
+                sum_values<PANELS>(part.weights, stretch.values, stretch.num_blocks, panel, sums, ahead.values,
+                                   ahead.num_blocks);
+                for (int r = 0; r < count; r++) {
+                    float* out = part.out + r * kv_.head_dim + panel * PANEL;
+                    for (int i = 0; i < PANELS * PANEL; i += LANES)
+                        store(out + i, load<vf>(out + i) + load<vf>(sums + r * PANELS * PANEL + i));
+                }
+                panel += PANELS;
+            };
+            const int left = num_panels - panel;
+            if (left >= 4)
+                add.template operator()<4>();
+            else if (left >= 2)
+                add.template operator()<2>();
+            else
+                add.template operator()<1>();
+        }
+    }
+#else
+    void multiply_keys(const Part& part, int count, const Stretch& stretch, const Stretch& ahead) const {
+        switch (count) {
+#define CASE(R)                                                          \
+    case R:                                                              \
+        if constexpr (R <= MOST_ROWS) scores<R>(part, stretch, ahead);   \
+        break;
+            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#undef CASE
+        }
+    }
+
+    void multiply_values(const Part& part, int count, const Stretch& stretch, const Stretch& ahead) const {
+        switch (count) {
+#define CASE(R)                                                              \
+    case R:                                                                  \
+        if constexpr (R <= MOST_ROWS) add_values<R>(part, stretch, ahead);   \
+        break;
+            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#undef CASE
+        }
+    }
+
     // Panels per call. One row has registers for more, and needs them to hide the latency of its sums.
     template <int R>
     static constexpr int AT_ONCE = R == 1 ? 4 : R == 2 || LANES == 16 ? 2 : 1;
@@ -275,11 +333,11 @@ class Attention final : public Op {
         const auto next = [&](int b, int count) { return b + count <= ahead.num_blocks ? ahead.keys + b : nullptr; };
         int b = 0;
         for (; b + AT_ONCE<R> <= stretch.num_blocks; b += AT_ONCE<R>)
-            multiply_keys<R, AT_ONCE<R>>(part.queries, stretch.keys + b, kv_.head_dim, part.scores + b * BLOCK,
+            multiply_key_panels<R, AT_ONCE<R>>(part.queries, stretch.keys + b, kv_.head_dim, part.scores + b * BLOCK,
                                          next(b, AT_ONCE<R>));
         if constexpr (AT_ONCE<R> > 1)
             for (; b < stretch.num_blocks; b++)
-                multiply_keys<R, 1>(part.queries, stretch.keys + b, kv_.head_dim, part.scores + b * BLOCK, next(b, 1));
+                multiply_key_panels<R, 1>(part.queries, stretch.keys + b, kv_.head_dim, part.scores + b * BLOCK, next(b, 1));
     }
 
     // out [R][head_dim] += weights [R][64] x values; a block of values is head_dim / 16 panels
@@ -288,15 +346,15 @@ class Attention final : public Op {
         const int num_panels = kv_.head_dim / PANEL;
         int p = 0;
         for (; p + AT_ONCE<R> <= num_panels; p += AT_ONCE<R>)
-            multiply_values<R, AT_ONCE<R>>(part.weights, stretch, ahead, p, part.out, kv_.head_dim);
+            multiply_value_panels<R, AT_ONCE<R>>(part.weights, stretch, ahead, p, part.out, kv_.head_dim);
         if constexpr (AT_ONCE<R> > 1)
             for (; p < num_panels; p++)
-                multiply_values<R, 1>(part.weights, stretch, ahead, p, part.out, kv_.head_dim);
+                multiply_value_panels<R, 1>(part.weights, stretch, ahead, p, part.out, kv_.head_dim);
     }
 
     // Not inlined: with constant arguments GCC runs out of registers.
     template <int R, int P>
-    __attribute__((noinline)) static void multiply_keys(const act* queries, const uint16_t* const* keys, int dim,
+    __attribute__((noinline)) static void multiply_key_panels(const act* queries, const uint16_t* const* keys, int dim,
                                                        float* out, const uint16_t* const* ahead) {
         vf acc[R][P][VECTORS];
         for (int r = 0; r < R; r++)
@@ -319,7 +377,7 @@ class Attention final : public Op {
     }
 
     template <int R, int P>
-    __attribute__((noinline)) static void multiply_values(const act* weights, const Stretch& stretch,
+    __attribute__((noinline)) static void multiply_value_panels(const act* weights, const Stretch& stretch,
                                                          const Stretch& ahead, int panel, float* out, int dim) {
         vf acc[R][P][VECTORS];
         out += panel * PANEL;
@@ -342,6 +400,8 @@ class Attention final : public Op {
             for (int p = 0; p < P; p++)
                 for (int v = 0; v < VECTORS; v++) store(out + r * dim + p * PANEL + v * LANES, acc[r][p][v]);
     }
+
+#endif
 
     const Rows out_;
     const bool floats_;

@@ -42,13 +42,19 @@ FLAGS = (
     *("-Wall", "-Wextra", "-Wno-psabi", "-Werror=return-type"),
 )
 _AVX512_FLAGS = ("-march=x86-64-v4", "-mavx512vnni", "-mprefer-vector-width=512", "-DISA_AVX512")
+_AVX512_BF16_FLAGS = (*_AVX512_FLAGS, "-mavx512bf16", "-DDOT_BF16")
 ISA_FLAGS: dict[Isa, tuple[str, ...]] = {
-    "avx512_bf16": (*_AVX512_FLAGS, "-mavx512bf16", "-DDOT_BF16"),
+    "amx": (*_AVX512_BF16_FLAGS, "-mamx-tile", "-mamx-int8", "-mamx-bf16", "-DAMX"),
+    "avx512_bf16": _AVX512_BF16_FLAGS,
     "avx512": _AVX512_FLAGS,
     "avx2": ("-mavx2", "-mfma", "-mf16c", "-DISA_AVX2"),
     "portable": ("-DISA_PORTABLE",),
 }
-EMULATED_FLAGS = ("-DISA_AVX512", "-DDOT_BF16", "-DEMULATE")
+_EMULATED_BF16_FLAGS = ("-DISA_AVX512", "-DDOT_BF16", "-DEMULATE")
+EMULATED_FLAGS: dict[Isa, tuple[str, ...]] = {
+    "amx": (*_EMULATED_BF16_FLAGS, "-DAMX"),
+    "avx512_bf16": _EMULATED_BF16_FLAGS,
+}
 TUNED_MACHINES = ("x86_64", "aarch64")
 """Where both compilers know -mtune=native."""
 
@@ -82,7 +88,7 @@ class Compiler:
 
     def options(self, isa: Isa, emulate: bool) -> tuple[str, ...]:
         """Compiler options for an ISA."""
-        chosen = EMULATED_FLAGS if emulate else ISA_FLAGS[isa]
+        chosen = EMULATED_FLAGS[isa] if emulate else ISA_FLAGS[isa]
         tuned = ("-mtune=native",) if platform.machine() in TUNED_MACHINES else ()
         # GCC makes statics of templates the same object in every library of a process, so that libraries of two
         # levels would share them; and GCC 12 takes its own AVX-512 headers for unsafe. Clang does neither, and does not
@@ -109,14 +115,14 @@ def build(
     """A shared library of `source` for an ISA, compiled if it is not in the cache. It can be loaded with ctypes.CDLL.
 
     `source` may include the .h files beside it. `cache_root` is the folder that holds all that the user's cache has, by
-    default $XDG_CACHE_HOME/pipeline or ~/.cache/pipeline. With `emulate`, avx512_bf16 does without its
-    instructions and runs on any CPU. `what` and `about_s` tell the user what is compiled and how long it may take, and
+    default $XDG_CACHE_HOME/pipeline or ~/.cache/pipeline. With `emulate`, amx and avx512_bf16 do without their
+    instructions and run on any CPU. `what` and `about_s` tell the user what is compiled and how long it may take, and
     the compiler is ended after `timeout_s`. Of several processes one compiles and the others wait for it.
 
     Raises NoCompiler or CompileError, or another BuildError where the cache can't be written or its lock is not to be
     had, and ValueError for `emulate` with an ISA that has nothing to emulate.
     """
-    if emulate and isa != "avx512_bf16":
+    if emulate and isa not in EMULATED_FLAGS:
         raise ValueError(f"ISA {isa} has nothing to emulate")
     compiler = find_compiler()
     options = compiler.options(isa, emulate)

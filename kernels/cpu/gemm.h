@@ -1,101 +1,9 @@
 // Rows of activations times a packed matrix: the matmul for weights, keys and values.
 //
-// A matrix [columns, depth] (as checkpoints have it: one row an output) is cut into panels of 16 outputs, and a panel
-// is laid out in the order in which it is read:
-//
-//     bf16   [depth / 2][16][2]            a pair of neighbours in depth, for each output
-//     q8_0   [depth / 32]{ [16][16][2] codes | [16] scales }
-//     q4_0   [depth / 32]{ [4][16][4] codes, two in a byte | [16] scales }
-//     q4_1   [depth / 32]{ [4][16][4] codes, two in a byte | [16] scales | [16] minimums }
-//
-// In the 4-bit formats byte b of chunk j holds depth 8j + b in its lower half and 8j + 4 + b in its upper one. Scales
-// and minimums are float16, as in the file.
-//
 // An output is one accumulator that adds its products in the order of depth, so a row has the same bits in any batch.
 #pragma once
 
-#include <cstddef>
-
-#include "vec.h"
-
-constexpr int PANEL = 16;
-constexpr int GROUP = 32;
-constexpr int VECTORS = PANEL / LANES;  // of a panel's outputs
-
-enum class Format : int { BF16 = 0, Q8_0 = 1, Q4_0 = 2, Q4_1 = 3 };
-
-enum class Form : int;
-
-struct Matrix {
-    Format format;
-    Form form;    // of the activations that it is multiplied with
-    int columns;  // outputs; a multiple of 16
-    int depth;
-    const uint8_t* panels;
-    const float* bias;  // [columns] or null
-
-    size_t panel_bytes() const {
-        const size_t groups = depth / GROUP;
-        switch (format) {
-            case Format::BF16: return size_t(depth) * PANEL * 2;
-            case Format::Q8_0: return groups * (512 + 32);
-            case Format::Q4_0: return groups * (256 + 32);
-            case Format::Q4_1: return groups * (256 + 64);
-        }
-        return 0;
-    }
-    bool integer() const { return format != Format::BF16; }
-};
-
-// What a bf16 product reads: the instruction of AVX512-BF16 takes pairs of bfloat16; elsewhere the weights are
-// converted to float32 and the activations stay as they are.
-#if defined(DOT_BF16)
-typedef uint16_t act;
-INLINE act to_act(float value) { return to_bf16(value); }
-INLINE void store_acts(act* to, vf values) {
-    const vu words = bits<vu>(values);
-    typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
-    store(to, __builtin_convertvector((words + 0x7FFF + ((words >> 16) & 1)) >> 16, halves));
-}
-#else
-typedef float act;
-INLINE act to_act(float value) { return value; }
-INLINE void store_acts(act* to, vf values) { store(to, values); }
-#endif
-
-// Forms of activations, by the weights that they are multiplied with:
-//
-//     PLAIN  [depth] act                                                    for bf16
-//     BYTES  [depth] int8 codes | [groups] float scale | [groups] int32 sum of codes | [groups] float scale x sum
-//                                                                           for 4-bit weights, in groups of 32
-//     WORDS  [depth] int16 codes | [groups] float scale                     for q8_0, in groups of 32
-//     PAIRS  like BYTES, with int16 codes, each eight in the order 0 2 4 6 1 3 5 7: the pairs of depth that one shift
-//            and mask of 4-bit codes leaves in a lane                       for 4-bit weights, in groups of 32
-//
-// Activations should lose less precision than the weights, so int8 is only for throughput: with 4-bit weights it changes
-// 3 % of the most likely ids, int16 none.
-enum class Form : int { PLAIN = 0, BYTES = 1, WORDS = 2, PAIRS = 3 };
-
-struct Rows {
-    uint8_t* data;
-    size_t stride;  // bytes
-
-    act* plain(int row) const { return reinterpret_cast<act*>(data + row * stride); }
-    int8_t* codes(int row) const { return reinterpret_cast<int8_t*>(data + row * stride); }
-    float* scales(int row, int depth) const { return reinterpret_cast<float*>(data + row * stride + depth); }
-    int16_t* words(int row) const { return reinterpret_cast<int16_t*>(data + row * stride); }
-    float* word_scales(int row, int depth) const { return scales(row, 2 * depth); }
-};
-
-// Bytes of a row: whole cache lines.
-INLINE size_t row_bytes(Form form, int width) {
-    const size_t groups = width / GROUP;
-    const size_t bytes = form == Form::PLAIN   ? width * sizeof(act)
-                         : form == Form::BYTES ? width + groups * 12
-                         : form == Form::WORDS ? 2 * width + groups * 4
-                                               : 2 * width + groups * 12;
-    return (bytes + 63) / 64 * 64;
-}
+#include "matrix.h"
 
 // --- prefetching ------------------------------------------------------------------------------------------------------
 //
@@ -160,15 +68,7 @@ INLINE void multiply_bf16(const act* const (&rows)[R], const uint32_t* const (&p
 
 // --- groups of 32 -----------------------------------------------------------------------------------------------------
 
-struct Group4 {  // q4_0
-    static constexpr int BYTES = 256 + 32, OFFSET = 8;
-    static constexpr bool MINIMUM = false;
-};
-struct Group4Min {  // q4_1
-    static constexpr int BYTES = 256 + 64, OFFSET = 0;
-    static constexpr bool MINIMUM = true;
-};
-constexpr int GROUP_8_BYTES = 512 + 32;  // q8_0
+constexpr int GROUP_8_BYTES = group_bytes(Format::Q8_0);
 
 // The dot products of one group, for R rows and P panels, as int32: exact on every ISA.
 template <int R, int P>
@@ -218,8 +118,40 @@ INLINE void dot_group4(const int16_t* const (&codes)[R], const uint8_t* panel, s
         }
 }
 
-// `Code` is int8_t for activations as BYTES, int16_t for PAIRS.
-template <class G, class Code, int R, int P>
+#if defined(AMX)
+// The same with the lower bytes of a group's codes before its upper ones.
+struct TwoBytes {
+    uint8_t low, high;
+};
+
+template <int R, int P>
+INLINE void dot_group4(const TwoBytes* const (&codes)[R], const uint8_t* panel, size_t panel_bytes,
+                       vi (&dots)[R][P][VECTORS]) {
+    vi upper[R][P] = {};
+    for (int r = 0; r < R; r++)
+        for (int p = 0; p < P; p++) dots[r][p][0] = vi{};
+    for (int j = 0; j < 8; j++) {
+        vu weights[P];
+        for (int p = 0; p < P; p++) {
+            const vu word = load<vu>(panel + p * panel_bytes + j / 2 * 64);
+            weights[p] = (j % 2 ? word >> 4 : word) & 0x0F0F0F0Fu;
+        }
+        for (int r = 0; r < R; r++) {
+            const uint8_t* bytes = reinterpret_cast<const uint8_t*>(codes[r]) + 4 * j;
+            const vu low = load<uint32_t>(bytes) - vu{}, high = load<uint32_t>(bytes + GROUP) - vu{};
+            for (int p = 0; p < P; p++) {
+                dots[r][p][0] = dot_bytes(dots[r][p][0], low, weights[p]);
+                upper[r][p] = dot_bytes(upper[r][p], weights[p], high);
+            }
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int p = 0; p < P; p++) dots[r][p][0] += upper[r][p] << 8;
+}
+#endif
+
+// `Code` is int8_t for activations as BYTES, int16_t for PAIRS, TwoBytes for PLANES.
+template <Format F, class Code, int R, int P>
 INLINE void multiply_4(const Rows& rows, int first_row, const uint8_t* panel, size_t panel_bytes, int depth,
                        vf (&acc)[R][P][VECTORS], const uint8_t* ahead) {
     const Code* codes[R];
@@ -227,9 +159,9 @@ INLINE void multiply_4(const Rows& rows, int first_row, const uint8_t* panel, si
     const float* scales = rows.scales(first_row, int(depth * sizeof(Code)));
     const size_t stride = rows.stride / 4;
     const int groups = depth / GROUP;
-    for (int g = 0; g < groups; g++, panel += G::BYTES) {
+    for (int g = 0; g < groups; g++, panel += group_bytes(F)) {
         if (ahead)
-            for (int p = 0; p < P; p++) prefetch<L2>(ahead + p * panel_bytes + g * G::BYTES, G::BYTES);
+            for (int p = 0; p < P; p++) prefetch<L2>(ahead + p * panel_bytes + g * group_bytes(F), group_bytes(F));
         vi dots[R][P][VECTORS];
         dot_group4<R, P>(codes, panel, panel_bytes, dots);
         for (int p = 0; p < P; p++)
@@ -237,13 +169,13 @@ INLINE void multiply_4(const Rows& rows, int first_row, const uint8_t* panel, si
                 const uint16_t* factors = reinterpret_cast<const uint16_t*>(panel + p * panel_bytes + 256) + v * LANES;
                 const vf scale = load_f16(factors);
                 vf minimum{};
-                if constexpr (G::MINIMUM) minimum = load_f16(factors + PANEL);
+                if constexpr (F == Format::Q4_1) minimum = load_f16(factors + PANEL);
                 for (int r = 0; r < R; r++) {
                     vi dot = dots[r][p][v];
-                    if constexpr (G::OFFSET != 0) dot -= G::OFFSET * load<int32_t>(scales + r * stride + groups + g);
+                    if constexpr (F == Format::Q4_0) dot -= 8 * load<int32_t>(scales + r * stride + groups + g);
                     const vf value = __builtin_convertvector(dot, vf) * scale;
                     acc[r][p][v] = fma(value, splat(scales[r * stride + g]), acc[r][p][v]);
-                    if constexpr (G::MINIMUM)
+                    if constexpr (F == Format::Q4_1)
                         acc[r][p][v] = fma(minimum, splat(scales[r * stride + 2 * groups + g]), acc[r][p][v]);
                 }
             }
@@ -318,14 +250,19 @@ __attribute__((noinline)) static void multiply_panels(const Rows& rows, int firs
             multiply_8<R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
     } else if constexpr (R <= MOST_ROWS_4) {
         const bool minimums = matrix.format == Format::Q4_1;
+#if defined(AMX)
+        typedef TwoBytes two_bytes;
+#else
+        typedef int16_t two_bytes;
+#endif
         if (matrix.form == Form::BYTES && minimums)
-            multiply_4<Group4Min, int8_t, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
+            multiply_4<Format::Q4_1, int8_t, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
         else if (matrix.form == Form::BYTES)
-            multiply_4<Group4, int8_t, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
+            multiply_4<Format::Q4_0, int8_t, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
         else if (minimums)
-            multiply_4<Group4Min, int16_t, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
+            multiply_4<Format::Q4_1, two_bytes, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
         else
-            multiply_4<Group4, int16_t, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
+            multiply_4<Format::Q4_0, two_bytes, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
     }
     for (int r = 0; r < R; r++)
         for (int p = 0; p < P; p++)
@@ -367,69 +304,4 @@ static void multiply(const Rows& rows, int first_row, int count, const Matrix& m
 
 INLINE int most_rows(const Matrix& matrix) {
     return !matrix.integer() ? MOST_ROWS : matrix.format == Format::Q8_0 ? MOST_ROWS_8 : MOST_ROWS_4;
-}
-
-// Column n of a packed matrix, which was row n of the checkpoint's, as float: [depth].
-static void unpack(const Matrix& matrix, int n, float* out) {
-    const uint8_t* panel = matrix.panels + (n / PANEL) * matrix.panel_bytes();
-    const int lane = n % PANEL;
-    if (matrix.format == Format::BF16) {
-        const uint16_t* halves = reinterpret_cast<const uint16_t*>(panel);
-        for (int k = 0; k < matrix.depth; k++) out[k] = from_bf16(halves[(k / 2 * PANEL + lane) * 2 + k % 2]);
-        return;
-    }
-    const bool bytes = matrix.format == Format::Q8_0, minimums = matrix.format == Format::Q4_1;
-    for (int g = 0; g < matrix.depth / GROUP; g++) {
-        const uint16_t* factors = reinterpret_cast<const uint16_t*>(panel + (bytes ? 512 : 256));
-        const float scale = one_f16(factors[lane]), minimum = minimums ? one_f16(factors[PANEL + lane]) : 0.0f;
-        for (int k = 0; k < GROUP; k++) {
-            int code;
-            if (bytes)
-                code = int8_t(panel[(k / 2 * PANEL + lane) * 2 + k % 2]);
-            else
-                code = (panel[(k / 8 * PANEL + lane) * 4 + k % 4] >> (k % 8 / 4 * 4) & 15) - (minimums ? 0 : 8);
-            out[g * GROUP + k] = float(code) * scale + minimum;
-        }
-        panel += bytes ? GROUP_8_BYTES : minimums ? Group4Min::BYTES : Group4::BYTES;
-    }
-}
-
-// Quantizes a row of floats: the largest magnitude of a group becomes the largest code. Groups that are nearly zero
-// become zero.
-static void quantize(const float* from, const Rows& to, int row, int depth, Form form) {
-    const int groups = depth / GROUP;
-    const bool is_bytes = form == Form::BYTES;
-    const float most = is_bytes ? 127.0f : 32767.0f;
-    float* scales = is_bytes ? to.scales(row, depth) : to.word_scales(row, depth);
-    for (int g = 0; g < groups; g++, from += GROUP) {
-        vf values[GROUP / LANES], tops{};
-        for (int i = 0; i < GROUP / LANES; i++) {
-            values[i] = load<vf>(from + i * LANES);
-            tops = max(tops, max(values[i], -values[i]));
-        }
-        const float top = largest(tops), inverse = top > 1e-30f ? most / top : 0.0f;
-        constexpr float round = 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
-        vi numbers[GROUP / LANES], total{};
-        for (int i = 0; i < GROUP / LANES; i++) {
-            numbers[i] = bits<vi>(values[i] * inverse + round) - bits<int32_t>(round);
-            total += numbers[i];
-        }
-        const float scale = top / most;
-        scales[g] = scale;
-        if (is_bytes) {
-            store_bytes(to.codes(row) + g * GROUP, numbers);
-        } else {
-            typedef int16_t words __attribute__((vector_size(2 * LANES)));
-            int16_t* codes = to.words(row) + g * GROUP;
-            for (int i = 0; i < GROUP / LANES; i++) store(codes + i * LANES, __builtin_convertvector(numbers[i], words));
-            if (form == Form::WORDS) continue;
-            typedef int16_t eight __attribute__((vector_size(16)));
-            const eight order = {0, 2, 4, 6, 1, 3, 5, 7};
-            for (int i = 0; i < GROUP; i += 8) store(codes + i, __builtin_shuffle(load<eight>(codes + i), order));
-        }
-        // The sum is exact in floats: at most 2^20.
-        const float count = sum(__builtin_convertvector(total, vf));
-        scales[groups + g] = bits<float>(int32_t(count));
-        scales[2 * groups + g] = scale * count;
-    }
 }

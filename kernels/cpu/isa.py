@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-Isa = Literal["avx512_bf16", "avx512", "avx2", "portable"]
+Isa = Literal["amx", "avx512_bf16", "avx512", "avx2", "portable"]
 
 CPUINFO = Path("/proc/cpuinfo")
 
@@ -17,8 +17,11 @@ _AVX2 = frozenset({"avx2", "f16c", "fma"})
 _X86_64_V3 = _AVX2 | {"abm", "bmi1", "bmi2", "movbe", "xsave"}
 _X86_64_V4 = _X86_64_V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
 
+_AVX512_BF16 = _X86_64_V4 | {"avx512_vnni", "avx512_bf16"}
+
 NEEDED: dict[Isa, frozenset[str]] = {
-    "avx512_bf16": _X86_64_V4 | {"avx512_vnni", "avx512_bf16"},
+    "amx": _AVX512_BF16 | {"amx_tile", "amx_int8", "amx_bf16"},
+    "avx512_bf16": _AVX512_BF16,
     "avx512": _X86_64_V4 | {"avx512_vnni"},
     "avx2": _AVX2,
     "portable": frozenset(),

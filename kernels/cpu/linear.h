@@ -2,6 +2,9 @@
 // residual, silu(gate) x up, rotary embedding and writing the KV cache, the largest logit.
 #pragma once
 
+#include <algorithm>
+
+#include "gemm_amx.h"
 #include "step.h"
 
 // A tile is `panels_` panels of outputs, for all rows. Derived ops process the rows of a tile.
@@ -14,28 +17,26 @@ class Gemm : public Op {
         return rows(step) ? ceil_div(matrix_.columns / PANEL, panels_) : 0;
     }
 
-    size_t scratch_bytes() const override { return size_t(MOST_ROWS) * panels_ * PANEL * 4; }
+    size_t scratch_bytes() const override { return size_t(MOST_PART_ROWS) * panels_ * PANEL * 4; }
 
     void tile(const Step& step, int index, const Scratch& scratch) override {
         const int first = index * panels_, last = matrix_.columns / PANEL;
         const int panels = first + panels_ < last ? panels_ : last - first;
         const int width = panels * PANEL, num_rows = rows(step);
         float* values = reinterpret_cast<float*>(scratch.memory);
-        // Even parts: six and five rows cost less than ten and one.
-        const int parts = ceil_div(num_rows, most_rows(matrix_));
-        for (int part = 0, row = 0; part < parts; part++) {
-            const int count = num_rows / parts + (part < num_rows % parts);
+        const int part = part_rows(matrix_, num_rows);
+        for (int row = 0; row < num_rows; row += part) {
+            const int count = std::min(part, num_rows - row);
             // The first rows prefetch the tile that this thread probably takes next: the others take those before it.
             const int next = first + scratch.threads * panels_;
-            const bool has_next = part == 0 && next + panels <= last;
-            multiply(in_, row, count, matrix_, first, panels, values, width, has_next ? panel(next) : nullptr);
+            const uint8_t* ahead = row == 0 && next + panels <= last ? panel(next) : nullptr;
+            matmul(in_, row, count, matrix_, first, panels, values, width, ahead);
             for (int r = 0; r < count; r++) {
                 float* at = values + r * width;
                 if (matrix_.bias)
                     for (int c = 0; c < width; c++) at[c] += matrix_.bias[first * PANEL + c];
                 finish(step, row + r, first * PANEL, width, at, scratch);
             }
-            row += count;
         }
     }
 

@@ -17,7 +17,7 @@ from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.matrix import Format
 from pipeline.kernels.sampling_inputs import SamplingInputs
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 """Version of `program.cpp`; raise it with every change of its interface."""
 
 PANEL = 16
@@ -46,20 +46,18 @@ class Form(IntEnum):
     """16 bits and a scale for each group of 32."""
     PAIRS = 3
     """The same for 4-bit weights: with the sums of groups, and in another order."""
+    PLANES = 4
+    """The same with AMX, for weights of 4 and 8 bits: the lower bytes of a group before its upper ones."""
 
 
 FORMATS = {"bf16": 0, "q8_0": 1, "q4_0": 2, "q4_1": 3}
 
 
-def form_for(format: Format, activations: Activations) -> Form:
+def form_for(library: ctypes.CDLL, format: Format, activations: Activations) -> Form:
     """The form of activations for weights of a format. `activations` is the precision for 4-bit weights."""
-    match format:
-        case "bf16":
-            return Form.PLAIN
-        case "q8_0":
-            return Form.WORDS
-        case _:
-            return Form.BYTES if activations == "int8" else Form.PAIRS
+    if activations == "int8" and format in ("q4_0", "q4_1"):
+        return Form.BYTES
+    return Form(library.int16_form(FORMATS[format]))
 
 
 class NativeStepArrays(Structure):
@@ -171,6 +169,7 @@ class NativeScoreArrays(Structure):
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "abi_version": (c_int, []),
+    "prepare": (c_int, []),
     "thread_pool_new": (c_void_p, [c_int, c_int]),
     "thread_pool_delete": (None, [c_void_p]),
     "panel_bytes": (c_size_t, [POINTER(PackedMatrix)]),
@@ -179,6 +178,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "copy_blocks": (None, [c_void_p, POINTER(NativeBlocks), c_void_p, c_void_p, c_int]),
     "act_bytes": (c_int, []),
     "activation_bytes": (c_size_t, [c_int, c_int]),
+    "activation_rows": (c_int, [c_int]),
+    "int16_form": (c_int, [c_int]),
     "program_new": (c_void_p, [c_void_p, POINTER(NativeStepArrays)]),
     "program_delete": (None, [c_void_p]),
     "program_embed": (None, [c_void_p, c_void_p, POINTER(PackedMatrix)]),
@@ -241,6 +242,8 @@ def load(path: Path) -> ctypes.CDLL:
         function.argtypes = arguments
     if library.abi_version() != ABI_VERSION:
         raise OSError(f"{path} has interface {library.abi_version()}, not {ABI_VERSION}")
+    if not library.prepare():
+        raise OSError("the system refuses the tile registers of AMX")
     return library
 
 

@@ -1,7 +1,7 @@
-// From the rows of a checkpoint to panels (gemm.h).
+// From the rows of a checkpoint to panels (matrix.h).
 #pragma once
 
-#include "gemm.h"
+#include "matrix.h"
 
 // Output n is the row at rows[n]: bfloat16, or blocks as ggml lays them out (q8_0: scale, 32 codes; q4_0: scale, 16
 // bytes; q4_1: scale, minimum, 16 bytes; byte i has column i below and column 16 + i above). Null stands for zeros.
@@ -24,7 +24,7 @@ static void pack_panel(const Matrix& matrix, uint8_t* panels, const uint8_t* con
             from += factors;
             for (int k = 0; k < GROUP; k++) {
                 if (bytes) {
-                    group[(k / 2 * PANEL + lane) * 2 + k % 2] = from[k];
+                    group[place_of_byte(k, lane)] = from[k];
                 } else {
                     const int code = k < 16 ? from[k] & 15 : from[k - 16] >> 4;
                     group[(k / 8 * PANEL + lane) * 4 + k % 4] |= code << (k % 8 / 4 * 4);

@@ -73,6 +73,9 @@ class Program final : public Job {
     void work(int thread) override {
         const uint32_t number = number_.load();
         const Scratch scratch{thread, thread_pool_.size(), memory_[thread]->data};
+#if defined(AMX)
+        const TileUse use;
+#endif
         for (size_t i = 0; i < ops_.size(); i++) {
             Op& op = *ops_[i];
             Progress& progress = progress_[i];
@@ -155,7 +158,16 @@ class Program final : public Job {
 
 extern "C" {
 
-int abi_version() { return 9; }
+int abi_version() { return 10; }
+
+// Asks the system for what these instructions need. Whether they can be used.
+int prepare() {
+#if defined(AMX)
+    return request_tiles();
+#else
+    return 1;
+#endif
+}
 
 // --- threads
 
@@ -188,6 +200,16 @@ void copy_blocks(ThreadPool* thread_pool, const Blocks* blocks, const int32_t* s
 
 int act_bytes() { return sizeof(act); }
 size_t activation_bytes(int form, int width) { return row_bytes(Form(form), width); }
+int activation_rows(int rows) { return padded_rows(rows); }
+
+// The form with 16 bits for weights of a format.
+int int16_form(int format) {
+#if defined(AMX)
+    return int(format ? Form::PLANES : Form::PLAIN);
+#else
+    return int(Format(format) == Format::BF16 ? Form::PLAIN : Format(format) == Format::Q8_0 ? Form::WORDS : Form::PAIRS);
+#endif
+}
 
 // --- recording
 

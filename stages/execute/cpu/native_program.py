@@ -227,7 +227,7 @@ class NativeProgram(Program):
     def _form(self, matrices: tuple[Matrix, ...]) -> Form:
         """The form of activations for a matmul with these matrices. Mixed formats use bfloat16."""
         formats = {matrix.format for matrix in matrices}
-        return native.form_for(formats.pop(), self._activations) if len(formats) == 1 else Form.PLAIN
+        return native.form_for(self._library, formats.pop(), self._activations) if len(formats) == 1 else Form.PLAIN
 
     def _add_norm(self, handle: int, form: Form, weight: int, sampled: bool = False) -> None:
         size, eps = self._config.hidden_size, self._config.rms_norm_eps
@@ -299,7 +299,7 @@ class NativeProgram(Program):
     def _rows(self, rows: int, width: int) -> native.NativeRows:
         """Rows of activations of either form."""
         stride = max(self._library.activation_bytes(form, width) for form in Form)
-        return native.NativeRows(self._memory(rows * stride), stride)
+        return native.NativeRows(self._memory(self._library.activation_rows(rows) * stride), stride)
 
     def _vector(self, values: Tensor) -> int:
         kept = values.to(torch.float32).contiguous()

@@ -11,13 +11,14 @@ from pipeline.kernels.cpu.build import build
 from pipeline.kernels.cpu.isa import available
 from pipeline.kernels.matrix import Format
 from tests.kernels.cpu import recording
+from tests.kernels.cpu.samplers import EMULATED
 
 
-@pytest.fixture(scope="session", params=[*available(), "emulated"])
+@pytest.fixture(scope="session", params=[*available(), *EMULATED])
 def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
-    """The whole library, from the user's cache or compiled into it. "emulated" is AVX-512 without its instructions."""
-    emulate = request.param == "emulated"
-    return native.load(build("avx512_bf16" if emulate else request.param, print, emulate=emulate))
+    """The whole library, from the user's cache or compiled into it."""
+    isa = request.param
+    return native.load(build(EMULATED.get(isa, isa), print, emulate=isa in EMULATED))
 
 
 @pytest.fixture(scope="session")

@@ -8,17 +8,18 @@ from typing import Any
 import numpy as np
 
 from pipeline.kernels.cpu.build import build
-from pipeline.kernels.cpu.isa import available
+from pipeline.kernels.cpu.isa import Isa, available
 from pipeline.kernels.logits_processors import LOGITS_PROCESSORS, LogitsProcessors
 
 ENTRY = Path(__file__).parent / "sample_entry.cpp"
+EMULATED: dict[str, Isa] = {"emulated": "avx512_bf16", "emulated_amx": "amx"}
+"""Instruction sets without their instructions, which any CPU can run."""
 ISAS = [*available(), "emulated"]
 CANARY = 0xA5
 
 
 def load(isa: Any, root: Path) -> ctypes.CDLL:
-    emulate = isa == "emulated"
-    library = build("avx512_bf16" if emulate else isa, print, ENTRY, cache_root=root, emulate=emulate)
+    library = build(EMULATED.get(isa, isa), print, ENTRY, cache_root=root, emulate=isa in EMULATED)
     assert not library.with_suffix(".log").exists(), library.with_suffix(".log").read_text()
     return ctypes.CDLL(str(library))
 

@@ -18,10 +18,11 @@ from pipeline.runtime.model_folder import ModelConfig, format_key
 from pipeline.stages.execute.cpu import backend
 from pipeline.stages.execute.cpu.native_program import NativeProgram
 from pipeline.stages.execute.cpu.runner import CpuRunner
+from tests.kernels.cpu.samplers import EMULATED
 from tests.stages.execute import checkpoints
 from tests.stages.execute.driver import Driver, settings
 
-ISAS = [*available(), "emulated"]
+ISAS = [*available(), *EMULATED]
 
 
 def random_ids(num: int, seed: int) -> list[int]:
@@ -46,14 +47,14 @@ def write(folder: Path, config: ModelConfig, formats_of: Sequence[Format] = ("bf
 
 @contextmanager
 def emulation(isa: str) -> Iterator[str]:
-    """The value of `execute.kernels` for an instruction set. In the context, "avx512_bf16" is emulated."""
-    if isa != "emulated":
+    """The value of `execute.kernels` for an instruction set. In the context it is emulated, if `isa` says so."""
+    if isa not in EMULATED:
         yield isa
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "available", lambda: ["avx512_bf16"])
+        patch.setattr(backend, "available", lambda: [EMULATED[isa]])
         patch.setattr(build, "build", partial(build.build, emulate=True))
-        yield "avx512_bf16"
+        yield EMULATED[isa]
 
 
 class Native(Driver):

@@ -18,6 +18,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.messages import Finish
 from pipeline.stages.execute.cpu.program import MasksLate
 from pipeline.stages.execute.cpu.torch_program import TorchProgram
+from tests.kernels.cpu.samplers import EMULATED
 from tests.stages.execute import checkpoints
 from tests.stages.execute.checkpoints import EOS_ID
 from tests.stages.execute.driver import GREEDY, Driver, GivenMasks, row_add, settings
@@ -45,7 +46,7 @@ within 1e-4. With activations in bfloat16 each of them is off by up to a 256th."
 
 def max_error(isa: str) -> float:
     """How far logits may be off: all other instruction sets keep activations in float32."""
-    return MAX_ERROR["bf16" if isa in ("avx512_bf16", "emulated") else "wide"]
+    return MAX_ERROR["bf16" if isa in ("amx", "avx512_bf16", *EMULATED) else "wide"]
 
 
 class Reference:
