@@ -36,6 +36,10 @@ Activations = Literal["int16", "int8"]
 ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
 
 
+class RefusedError(Exception):
+    """The system does not let this process use an instruction set. The message says which."""
+
+
 class Form(IntEnum):
     """The form of activations for a matmul."""
 
@@ -231,7 +235,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """Load the library at `path` and declare its functions. Raises OSError if it is not one of ours."""
+    """Load the library at `path` and declare its functions.
+
+    Raises OSError if it is not one of ours, and RefusedError if the system does not let it use its instructions.
+    """
     library = ctypes.CDLL(str(path))
     for name, (result, arguments) in _SIGNATURES.items():
         try:
@@ -243,7 +250,7 @@ def load(path: Path) -> ctypes.CDLL:
     if library.abi_version() != ABI_VERSION:
         raise OSError(f"{path} has interface {library.abi_version()}, not {ABI_VERSION}")
     if not library.prepare():
-        raise OSError("the system refuses the tile registers of AMX")
+        raise RefusedError("the system does not let this process use the tile registers of AMX")
     return library
 
 

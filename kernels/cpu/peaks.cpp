@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "amx.h"
 #include "vec.h"
 
 namespace {
@@ -18,7 +19,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int CHAINS = 12;  // Sums that don't wait for each other: more than any CPU has products under way.
-#if defined(ISA_AVX512)
+#if defined(AMX)
+#elif defined(ISA_AVX512)
 constexpr int CODE_CHAINS = CHAINS;
 #else
 constexpr int CODE_CHAINS = 8;  // Their sums wait for a mere addition, and GCC wants a register for each product too.
@@ -98,7 +100,7 @@ float multiply_floats() {
     return sum(total);
 }
 
-#if defined(DOT_BF16)
+#if defined(DOT_BF16) && !defined(AMX)
 float multiply_bf16() {
     vf chains[CHAINS] = {};
     vu a = vu{} + 0x3F803F80u, b = vu{} + 0x3F003F00u;  // pairs of 1 and of 0.5
@@ -113,6 +115,7 @@ float multiply_bf16() {
 }
 #endif
 
+#if !defined(AMX)
 float multiply_codes() {
     vu a = vu{} + 0x01010101u, b = a;
     vi chains[CODE_CHAINS] = {}, total{};
@@ -134,6 +137,31 @@ float multiply_codes() {
     }
     return float(total[0]);
 }
+#endif
+
+#if defined(AMX)
+// Operations per second of the tile registers: `dot` computes four products, each `depth` numbers deep.
+template <class Dot>
+double rate_of_tiles(int num_threads, double seconds, int depth, Dot dot) {
+    if (!request_tiles()) return -1;
+    return rate_of(num_threads, seconds, [&](int, auto running) {
+        static const TileShapes full = [] {
+            TileShapes shapes;
+            std::fill_n(shapes.rows, 8, TILE_ROWS);
+            std::fill_n(shapes.bytes, 8, TILE_BYTES);
+            return shapes;
+        }();
+        const TileUse use;
+        use_tile_shapes(full);
+        double done = 0;
+        do {
+            for (int round = 0; round < ROUNDS / 16; round++) dot();
+            done += ROUNDS / 16 * 4 * 2.0 * TILE_ROWS * TILE_ROWS * depth;
+        } while (running());
+        return done;
+    });
+}
+#endif
 
 // A part of the buffer for each thread, in whole pieces.
 struct Slice {
@@ -206,7 +234,11 @@ double peak_float32(int num_threads, double seconds) {
 
 // Without an instruction for bfloat16 the kernels widen weights and multiply floats.
 double peak_bf16(int num_threads, double seconds) {
-#if defined(DOT_BF16)
+#if defined(AMX)
+    return rate_of_tiles(num_threads, seconds, TILE_BYTES / 2, [] {
+        tile_dot_bf16<0, 4, 6>(), tile_dot_bf16<1, 4, 7>(), tile_dot_bf16<2, 5, 6>(), tile_dot_bf16<3, 5, 7>();
+    });
+#elif defined(DOT_BF16)
     return rate_of_products(num_threads, seconds, CHAINS, 4 * LANES, multiply_bf16);
 #else
     return rate_of_products(num_threads, seconds, CHAINS, 2 * LANES, multiply_floats);
@@ -214,7 +246,13 @@ double peak_bf16(int num_threads, double seconds) {
 }
 
 double peak_int8(int num_threads, double seconds) {
+#if defined(AMX)
+    return rate_of_tiles(num_threads, seconds, TILE_BYTES, [] {
+        tile_dot_su<0, 4, 6>(), tile_dot_su<1, 4, 7>(), tile_dot_su<2, 5, 6>(), tile_dot_su<3, 5, 7>();
+    });
+#else
     return rate_of_products(num_threads, seconds, CODE_CHAINS, 8 * LANES, multiply_codes);
+#endif
 }
 
 }  // extern "C"

@@ -1,6 +1,7 @@
 """Chooses the CPU's back end when the executor starts."""
 
 import logging
+from ctypes import CDLL
 from pathlib import Path
 
 from pipeline.config.settings import Settings
@@ -34,9 +35,9 @@ def make_program(
     library = _library(settings, config)
     if library is None:
         return TorchProgram(settings, config, inputs, sampling_inputs, scores, kv.num_blocks, swap)
-    isa, path = library
+    isa, loaded = library
     return NativeProgram(
-        native.load(path),
+        loaded,
         isa,
         num_threads,
         config,
@@ -50,7 +51,7 @@ def make_program(
     )
 
 
-def _library(settings: Settings, config: ModelConfig) -> tuple[Isa, Path] | None:
+def _library(settings: Settings, config: ModelConfig) -> tuple[Isa, CDLL] | None:
     """The instruction set and the library to use, or None for torch."""
     log = logging.getLogger("pipeline")
     wanted = settings.execute.kernels
@@ -60,18 +61,24 @@ def _library(settings: Settings, config: ModelConfig) -> tuple[Isa, Path] | None
         isas = available()
     except ValueError as error:
         raise UserError(str(error)) from error
-    isa = isas[0] if wanted == "auto" else wanted
-    if isa not in isas:
-        raise UserError(f"execute.kernels is {isa!r}, but this CPU supports {', '.join(isas)} and torch")
+    if wanted != "auto" and wanted not in isas:
+        raise UserError(f"execute.kernels is {wanted!r}, but this CPU supports {', '.join(isas)} and torch")
     problem = unsupported(config)
     if settings.execute.dtype != "bfloat16":
         problem = f"these kernels compute with bfloat16, but execute.dtype is {settings.execute.dtype!r}"
-    if problem is None:
+    root = Path(settings.cache_dir).expanduser() if settings.cache_dir else None
+    # An older compiler or system may lack just the newest instructions.
+    candidates = isas[:2] if wanted == "auto" else [wanted]
+    for isa in [] if problem else candidates:
         try:
-            root = Path(settings.cache_dir).expanduser() if settings.cache_dir else None
-            return isa, build.build(isa, log.info, cache_root=root)
+            return isa, native.load(build.build(isa, log.info, cache_root=root))
+        except (build.CompileError, native.RefusedError) as error:
+            problem = str(error)
+            if isa != candidates[-1]:
+                log.warning("not computing with %s: %s", isa, problem)
         except build.BuildError as error:
             problem = str(error)
+            break
     if wanted == "auto":
         log.warning("computing with torch, which is several times slower: %s", problem)
         return None

@@ -2,12 +2,14 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from pipeline.errors import UserError
-from pipeline.kernels.cpu.isa import available
+from pipeline.kernels.cpu import build, native
+from pipeline.kernels.cpu.isa import Isa, available
 from pipeline.stages.execute.cpu import backend
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.execute.cpu.torch_program import TorchProgram
@@ -72,6 +74,48 @@ def test_the_best_instruction_set_is_selected_and_reported(tiny: Path) -> None:
     runner = CpuRunner(settings(dtype="bfloat16"), tiny)
     assert runner.program.name == f"cpu, {available()[0]}"
     runner.close()
+
+
+@pytest.mark.parametrize("error", [build.CompileError("unknown option"), native.RefusedError("no tile registers")])
+def test_the_second_best_instruction_set_replaces_one_that_can_not_be_used(
+    error: Exception, tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = build.build
+
+    def fail_for_amx(isa: Isa, *args: Any, **options: Any) -> Path:
+        if isa == "amx":
+            raise error
+        return real(isa, *args, **options)
+
+    monkeypatch.setattr(backend, "available", lambda: ["amx", "portable"])
+    monkeypatch.setattr(build, "build", fail_for_amx)
+    runner = CpuRunner(settings(dtype="bfloat16"), tiny)
+    assert runner.program.name == "cpu, portable"
+    runner.close()
+    (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert warning.getMessage() == f"not computing with amx: {error}"
+    with pytest.raises(UserError, match=rf"execute\.kernels is 'amx', but {error}"):
+        CpuRunner(settings(dtype="bfloat16", kernels="amx"), tiny)
+
+
+def test_torch_is_used_after_two_failures(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried = []
+
+    def fail(isa: Isa, *_: Any, **__: Any) -> Path:
+        tried.append(isa)
+        raise build.CompileError(f"no {isa}")
+
+    monkeypatch.setattr(backend, "available", lambda: ["amx", "avx2", "portable"])
+    monkeypatch.setattr(build, "build", fail)
+    assert isinstance(CpuRunner(settings(dtype="bfloat16"), tiny).program, TorchProgram)
+    assert tried == ["amx", "avx2"]
+    messages = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert messages == [
+        "not computing with amx: no amx",
+        "computing with torch, which is several times slower: no avx2",
+    ]
 
 
 # --- resources of a program
