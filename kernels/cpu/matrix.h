@@ -164,11 +164,10 @@ static void quantize(const float* from, const Rows& to, int row, int depth, Form
         if (is_bytes) {
             store_bytes(to.codes(row) + g * GROUP, numbers);
         } else if (form == Form::PLANES) {
-            typedef uint8_t bytes __attribute__((vector_size(LANES)));
             uint8_t* codes = to.data + row * to.stride + g * 2 * GROUP;
             for (int i = 0; i < GROUP / LANES; i++) {
-                store(codes + i * LANES, __builtin_convertvector(bits<vu>(numbers[i]), bytes));
-                store(codes + GROUP + i * LANES, __builtin_convertvector(bits<vu>(numbers[i] >> 8), bytes));
+                store_lowest_bytes(codes + i * LANES, numbers[i]);
+                store_lowest_bytes(codes + GROUP + i * LANES, numbers[i] >> 8);
             }
         } else {
             typedef int16_t words __attribute__((vector_size(2 * LANES)));
