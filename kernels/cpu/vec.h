@@ -23,9 +23,9 @@ constexpr int LANES = 4;
 #error "compile with -DISA_AVX512, -DISA_AVX2 or -DISA_PORTABLE"
 #endif
 
-#if (defined(ISA_AVX512) && !defined(EMULATE)) || defined(ISA_AVX2)
+#if (defined(ISA_AVX512) && !defined(EMULATE)) || defined(ISA_AVX2) || (defined(ISA_PORTABLE) && defined(__FMA__))
 #include <immintrin.h>
-#elif defined(__ARM_NEON)
+#elif defined(__aarch64__)
 #include <arm_neon.h>
 #endif
 
@@ -36,6 +36,15 @@ typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
 typedef float f8 __attribute__((vector_size(32)));  // Eight numbers on every ISA: half a panel.
 typedef int32_t i8 __attribute__((vector_size(32)));
+
+// What half a panel is computed with if there are comparisons in it: GCC makes scalar code of those between vectors that
+// are wider than the CPU's.
+#if defined(ISA_PORTABLE)
+typedef vf half_panel;
+#else
+typedef f8 half_panel;
+#endif
+constexpr int HALF_PANEL = sizeof(half_panel) / 4;
 
 // The same bits as another type of the same size.
 template <class To, class From>
@@ -62,25 +71,30 @@ INLINE void store(void* to, Vector vector) {
 INLINE vf splat(float value) { return value - vf{}; }
 INLINE f8 splat8(float value) { return value - f8{}; }
 
-// a * b + c, rounded once where the CPU has that instruction.
+// a * b + c, rounded once where the CPU has that instruction: at ISA_PORTABLE on aarch64, and on x86 with -mfma, which
+// computes the same numbers as aarch64.
 INLINE vf fma(vf a, vf b, vf c) {
 #if defined(ISA_AVX512) && !defined(EMULATE)
     return bits<vf>(_mm512_fmadd_ps(bits<__m512>(a), bits<__m512>(b), bits<__m512>(c)));
 #elif defined(ISA_AVX2)
     return bits<vf>(_mm256_fmadd_ps(bits<__m256>(a), bits<__m256>(b), bits<__m256>(c)));
-#elif defined(ISA_PORTABLE) && defined(__ARM_NEON) && defined(__aarch64__)
+#elif defined(ISA_PORTABLE) && defined(__aarch64__)
     return bits<vf>(vfmaq_f32(bits<float32x4_t>(c), bits<float32x4_t>(a), bits<float32x4_t>(b)));
+#elif defined(ISA_PORTABLE) && defined(__FMA__)
+    return bits<vf>(_mm_fmadd_ps(bits<__m128>(a), bits<__m128>(b), bits<__m128>(c)));
 #else
     return a * b + c;
 #endif
 }
 
-#if defined(ISA_AVX512) && !defined(EMULATE)
+#if defined(ISA_AVX512)
 INLINE f8 fma(f8 a, f8 b, f8 c) {
+#if defined(EMULATE)
+    return a * b + c;
+#else
     return bits<f8>(_mm256_fmadd_ps(bits<__m256>(a), bits<__m256>(b), bits<__m256>(c)));
+#endif
 }
-#elif !defined(ISA_AVX2)
-INLINE f8 fma(f8 a, f8 b, f8 c) { return a * b + c; }
 #endif
 
 template <class Vector>
@@ -165,7 +179,7 @@ INLINE Vector exp_of(Vector x) {
     return x < -87.0f ? Vector{} : p * bits<Vector>(power);
 }
 INLINE vf exp_of(vf x) { return exp_of<vf, vi>(x); }
-#if !defined(ISA_AVX2)
+#if defined(ISA_AVX512)
 INLINE f8 exp_of(f8 x) { return exp_of<f8, i8>(x); }
 #endif
 
