@@ -199,9 +199,7 @@ INLINE void dot_group4(const int8_t* const (&codes)[R], const uint8_t* panel, si
 template <int R, int P>
 INLINE void dot_group4(const int16_t* const (&codes)[R], const uint8_t* panel, size_t panel_bytes,
                        vi (&dots)[R][P][VECTORS]) {
-    for (int r = 0; r < R; r++)
-        for (int p = 0; p < P; p++)
-            for (int v = 0; v < VECTORS; v++) dots[r][p][v] = vi{};
+    word_sums acc[R][P][VECTORS] = {};
     for (int j = 0; j < 4; j++)
         for (int quarter = 0; quarter < 4; quarter++) {
             vi weights[P][VECTORS];
@@ -213,9 +211,12 @@ INLINE void dot_group4(const int16_t* const (&codes)[R], const uint8_t* panel, s
             for (int r = 0; r < R; r++) {
                 const vi pair = load<int32_t>(codes[r] + 8 * j + 2 * quarter) - vi{};
                 for (int p = 0; p < P; p++)
-                    for (int v = 0; v < VECTORS; v++) dots[r][p][v] = dot_words(dots[r][p][v], weights[p][v], pair);
+                    for (int v = 0; v < VECTORS; v++) acc[r][p][v] = dot_words(acc[r][p][v], weights[p][v], pair);
             }
         }
+    for (int r = 0; r < R; r++)
+        for (int p = 0; p < P; p++)
+            for (int v = 0; v < VECTORS; v++) dots[r][p][v] = finish_words(acc[r][p][v]);
 }
 
 // `Code` is int8_t for activations as BYTES, int16_t for PAIRS.
@@ -261,7 +262,7 @@ INLINE void multiply_8(const Rows& rows, int first_row, const uint8_t* panel, si
     for (int g = 0; g < depth / GROUP; g++, panel += GROUP_8_BYTES) {
         if (ahead)
             for (int p = 0; p < P; p++) prefetch<L2>(ahead + p * panel_bytes + g * GROUP_8_BYTES, GROUP_8_BYTES);
-        vi dots[R][P][VECTORS] = {};
+        word_sums dots[R][P][VECTORS] = {};
         for (int j = 0; j < GROUP / 2; j++) {
             vi weights[P][VECTORS];
             for (int p = 0; p < P; p++)
@@ -279,7 +280,7 @@ INLINE void multiply_8(const Rows& rows, int first_row, const uint8_t* panel, si
                 const vf scale =
                     load_f16(reinterpret_cast<const uint16_t*>(panel + p * panel_bytes + 512) + v * LANES);
                 for (int r = 0; r < R; r++) {
-                    const vf value = __builtin_convertvector(dots[r][p][v], vf) * scale;
+                    const vf value = __builtin_convertvector(finish_words(dots[r][p][v]), vf) * scale;
                     acc[r][p][v] = fma(value, splat(scales[r * stride + g]), acc[r][p][v]);
                 }
             }

@@ -197,6 +197,8 @@ INLINE vf load_f16(const uint16_t* from) {
     return bits<vf>(_mm512_cvtph_ps(load<__m256i>(from)));
 #elif defined(ISA_AVX2)
     return bits<vf>(_mm256_cvtph_ps(load<__m128i>(from)));
+#elif defined(ISA_PORTABLE) && defined(__aarch64__)
+    return bits<vf>(vcvt_f32_f16(load<float16x4_t>(from)));
 #else
     // Exponent and fraction are moved into place and the bias is mended by a product, which also does subnormals.
     // Infinities and NaN don't occur: no format admits them.
@@ -239,8 +241,23 @@ INLINE vi sign_extend_bytes(const int8_t* from) {
 #endif
 }
 
-// acc + the two products of signed 16-bit numbers in each lane.
-INLINE vi dot_words(vi acc, vi a, vi b) {
+// acc + the two products of signed 16-bit numbers in each lane; `finish_words` gives the sums.
+#if defined(ISA_PORTABLE) && defined(__aarch64__)
+// These instructions widen while they add, but leave the products of a pair in two lanes.
+struct word_sums {
+    vi low, high;
+};
+INLINE word_sums dot_words(word_sums acc, vi a, vi b) {
+    const int16x8_t x = bits<int16x8_t>(a), y = bits<int16x8_t>(b);
+    const int32x4_t low = vmlal_s16(bits<int32x4_t>(acc.low), vget_low_s16(x), vget_low_s16(y));
+    return {bits<vi>(low), bits<vi>(vmlal_high_s16(bits<int32x4_t>(acc.high), x, y))};
+}
+INLINE vi finish_words(word_sums acc) {
+    return bits<vi>(vpaddq_s32(bits<int32x4_t>(acc.low), bits<int32x4_t>(acc.high)));
+}
+#else
+typedef vi word_sums;
+INLINE word_sums dot_words(word_sums acc, vi a, vi b) {
 #if defined(ISA_AVX512) && !defined(EMULATE)
     return bits<vi>(_mm512_dpwssd_epi32(bits<__m512i>(acc), bits<__m512i>(a), bits<__m512i>(b)));
 #elif defined(ISA_AVX2)
@@ -251,6 +268,8 @@ INLINE vi dot_words(vi acc, vi a, vi b) {
     return acc + ((a << 16) >> 16) * ((b << 16) >> 16) + (a >> 16) * (b >> 16);
 #endif
 }
+INLINE vi finish_words(word_sums acc) { return acc; }
+#endif
 
 // acc + the products of two bfloat16 pairs in each lane.
 #if defined(DOT_BF16)
@@ -277,11 +296,13 @@ INLINE vi dot_bytes(vi acc, vu a, vu b) {
 }
 #endif
 
-// The same for bytes of `a` that are 15 at most, eight times before `finish_nibbles` gives the sums: below AVX-512 they
-// are kept as pairs of 16 bits meanwhile, which holds 8 x 2 x 15 x 127.
+// The same for bytes of `a` that are 15 at most, eight times before `finish_nibbles` gives the sums: on CPUs without an
+// instruction for this they are kept as pairs of 16 bits meanwhile, which holds 8 x 2 x 15 x 127.
 INLINE vi dot_nibbles(vi acc, vu a, vu b) {
 #if defined(ISA_AVX512)
     return dot_bytes(acc, a, b);
+#elif defined(ISA_PORTABLE) && defined(__ARM_FEATURE_DOTPROD)
+    return bits<vi>(vdotq_s32(bits<int32x4_t>(acc), bits<int8x16_t>(a), bits<int8x16_t>(b)));
 #elif defined(ISA_AVX2)
     const __m256i pairs = _mm256_maddubs_epi16(bits<__m256i>(a), bits<__m256i>(b));
     __m256i added = _mm256_add_epi16(bits<__m256i>(acc), pairs);
@@ -297,7 +318,7 @@ INLINE vi dot_nibbles(vi acc, vu a, vu b) {
 }
 
 INLINE vi finish_nibbles(vi acc) {
-#if defined(ISA_AVX512)
+#if defined(ISA_AVX512) || (defined(ISA_PORTABLE) && defined(__ARM_FEATURE_DOTPROD))
     return acc;
 #elif defined(ISA_AVX2)
     return bits<vi>(_mm256_madd_epi16(bits<__m256i>(acc), _mm256_set1_epi16(1)));
