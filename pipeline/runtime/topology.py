@@ -92,8 +92,8 @@ def replicas_of(settings: Settings, name: str) -> list[str]:
 
 
 def rings(settings: Settings) -> list[tuple[str, str]]:
-    """The pairs of processes, sender and receiver, that are connected by a ring. None on a machine whose order of memory
-    accesses is not known to suit rings; all edges use ZeroMQ there."""
+    """The pairs of processes, sender and receiver, that are connected by a ring. On a machine where a `Fence` is not
+    known to order memory, there are none: all edges use ZeroMQ."""
     if not fence.is_known():
         return []
     pairs = []
