@@ -339,9 +339,11 @@ static void multiply_rows(const Rows& rows, int first_row, const Matrix& matrix,
     const size_t bytes = matrix.panel_bytes();
     // One row has registers for more panels, and needs them: each accumulator waits for its previous product.
     constexpr int AT_ONCE = R == 1 ? 4 : R == 2 || LANES == 16 ? 2 : 1;
+    // On aarch64 sums of 16-bit products take two registers each, so half as many panels have them all in registers.
+    const bool is_half = sizeof(word_sums) > sizeof(vi) && matrix.integer() && matrix.form != Form::BYTES;
     const auto next = [&](int p) { return ahead ? ahead + p * bytes : nullptr; };
     int p = 0;
-    for (; p + AT_ONCE <= panels; p += AT_ONCE)
+    for (; !is_half && p + AT_ONCE <= panels; p += AT_ONCE)
         multiply_panels<R, AT_ONCE>(rows, first_row, matrix, first_panel + p, out + p * PANEL, out_stride, next(p));
     if constexpr (AT_ONCE > 2)
         for (; p + 2 <= panels; p += 2)

@@ -234,6 +234,8 @@ INLINE vi sign_extend_bytes(const int8_t* from) {
     return bits<vi>(_mm512_cvtepi8_epi16(load<__m256i>(from)));
 #elif defined(ISA_AVX2)
     return bits<vi>(_mm256_cvtepi8_epi16(load<__m128i>(from)));
+#elif defined(ISA_PORTABLE) && defined(__aarch64__)
+    return bits<vi>(vmovl_s8(load<int8x8_t>(from)));
 #else
     typedef int8_t bytes __attribute__((vector_size(2 * LANES)));
     typedef int16_t words __attribute__((vector_size(4 * LANES)));

@@ -44,7 +44,7 @@ def main() -> int:
     try:
         native, cross = toolchains(args.cross, args.sysroot)
         with tempfile.TemporaryDirectory(prefix="check-aarch64-") as temporary:
-            folder = Path(temporary) if args.keep is None else args.keep
+            folder = Path(temporary) if args.keep is None else args.keep.resolve()
             folder.mkdir(parents=True, exist_ok=True)
             return check(native, cross, args.level or list(LEVELS), folder)
     except (CheckError, NoCompiler) as error:
