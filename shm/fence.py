@@ -29,13 +29,13 @@ def is_known(machine: str = "") -> bool:
 
 
 class Fence:
-    """Call it between two accesses to memory: all accesses before are visible to other processes before any store, and
-    all loads before have their values before any access, after it. One thread at a time uses a fence.
+    """A full barrier: for other processes, all memory accesses before a call come before all accesses after it. Each
+    thread has its own.
 
     It releases a lock and then takes it. On aarch64 those are a store-release and a load-acquire, in the C libraries
-    and in CPython. That CPU performs them in order, and so everything before the one and after the other
-    ("barrier-ordered-before", Arm Architecture Reference Manual, B2.3). On x86-64 a locked instruction orders
-    everything.
+    and in CPython. That CPU keeps them in order, with everything before the one and everything after the other
+    ("barrier-ordered-before", Arm Architecture Reference Manual, B2.3). On x86-64 they are locked instructions, which
+    order everything.
     """
 
     def __init__(self) -> None:
