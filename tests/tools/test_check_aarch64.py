@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.kernels.cpu import isa as cpu_isa
 from pipeline.kernels.cpu.build import build, find_compiler
 from pipeline.kernels.cpu.isa import Isa, available
 from pipeline.kernels.cpu.peaks import SOURCE as PEAKS
-from tools.check_aarch64 import __main__ as command
+from tools.check_aarch64.__main__ import toolchains
 from tools.check_aarch64.builds import CheckError, Toolchain
 from tools.check_aarch64.compare import differences, read
 
@@ -94,16 +95,16 @@ def test_results_of_other_arrays_can_not_be_compared(tmp_path: Path) -> None:
 
 
 def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command.cpu_isa, "available", lambda environ: ["avx2", "portable"])
+    monkeypatch.setattr(cpu_isa, "available", lambda environ: ["avx2", "portable"])
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(CheckError, match=r"g\+\+-aarch64-linux-gnu\), qemu-aarch64 \(Debian: qemu-user\)"):
-        command.toolchains("aarch64-linux-gnu-g++", "/usr/aarch64-linux-gnu")
+        toolchains("aarch64-linux-gnu-g++", "/usr/aarch64-linux-gnu")
 
 
 def test_a_machine_without_fused_products_has_no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command.cpu_isa, "available", lambda environ: ["neon", "portable"])
+    monkeypatch.setattr(cpu_isa, "available", lambda environ: ["neon", "portable"])
     with pytest.raises(CheckError, match="needs an x86-64 CPU with FMA"):
-        command.toolchains("aarch64-linux-gnu-g++", "/usr/aarch64-linux-gnu")
+        toolchains("aarch64-linux-gnu-g++", "/usr/aarch64-linux-gnu")
 
 
 def test_a_warning_of_the_compiler_is_an_error(native: Toolchain, tmp_path: Path) -> None:

@@ -4,10 +4,18 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-TYPES = {"f": np.dtype("<f4"), "h": np.dtype("<u2"), "i": np.dtype("<i4"), "b": np.dtype("u1")}
+AnyArray = np.ndarray[Any, np.dtype[Any]]
+
+TYPES: dict[str, np.dtype[Any]] = {
+    "f": np.dtype("<f4"),
+    "h": np.dtype("<u2"),
+    "i": np.dtype("<i4"),
+    "b": np.dtype("u1"),
+}
 """h is bfloat16, by its bits."""
 
 
@@ -26,7 +34,7 @@ class Difference:
         return f"{self.name}: {self.num} of {self.size} values differ, by up to {self.largest:.1e} of the largest"
 
 
-def read(path: Path) -> Iterator[tuple[str, "np.ndarray[tuple[int], np.dtype[np.generic]]"]]:
+def read(path: Path) -> Iterator[tuple[str, AnyArray]]:
     """The arrays of a file, by name. Raises ValueError if it ends within an array."""
     data = path.read_bytes()
     at = 0
@@ -57,8 +65,7 @@ def differences(one: Path, other: Path) -> list[Difference]:
     return found
 
 
-def _difference(name: str, one: "np.ndarray[tuple[int], np.dtype[np.generic]]", other: object) -> Difference:
-    a, b = np.asarray(one), np.asarray(other)
+def _difference(name: str, a: AnyArray, b: AnyArray) -> Difference:
     if a.dtype != TYPES["f"]:
         return Difference(name, int((a != b).sum()), a.size, 1.0)
     num = int((a.view(np.uint32) != b.view(np.uint32)).sum())
