@@ -6,7 +6,9 @@
 
 A message is copied into the ring and the eventfd is raised by one: one system call to send, one to wake the receiver.
 The receiver takes as many messages as the eventfd counts, so it never looks at bytes that are still being written: the
-two system calls order the memory accesses of the two processes. Its position tells the sender which bytes are free.
+two system calls order the memory accesses of the two processes. Its position tells the sender which bytes are free. No
+system call comes with it, so fences (fence.py) keep the receiver's reads before its store of the position, and the
+sender's writes behind its load. Where fences are not known to do that, edges use sockets (topology.py).
 
     data   [… free … | length, kind, bytes, padding | length, kind, bytes, padding | … free …]
                      ↑ position of the receiver                                     ↑ position of the sender
@@ -18,6 +20,8 @@ import os
 from contextlib import suppress
 from struct import Struct
 from typing import NamedTuple
+
+from pipeline.shm.fence import Fence
 
 _HEAD = Struct("<II")
 """Length and kind of a message."""
@@ -48,6 +52,7 @@ class RingWriter:
         self._taken = position[:POSITION_BYTES].cast("Q")
         self._event_fd = event_fd
         self._position = 0
+        self._fence = Fence()
 
     def put(self, body: bytes) -> bool:
         """Put a message, or return False if there is no room for it now."""
@@ -66,6 +71,7 @@ class RingWriter:
         needed = _padded(_HEAD.size + size)
         if self._position + needed - self._taken[0] > most:
             return False
+        self._fence()
         at = self._position % self._num_bytes
         _HEAD.pack_into(self._data, at, size, kind)
         at = (at + _HEAD.size) % self._num_bytes
@@ -86,6 +92,7 @@ class RingReader:
         self._taken = position[:POSITION_BYTES].cast("Q")
         self._event_fd = event_fd
         self._position = self._num_waiting = 0
+        self._fence = Fence()
 
     def fileno(self) -> int:
         """The descriptor that is readable when there are messages that no `take` has counted yet."""
@@ -110,6 +117,7 @@ class RingReader:
         if first < size:
             body += self._data[: size - first]
         self._position += _padded(_HEAD.size + size)
+        self._fence()
         self._taken[0] = self._position
         return RingMessage(body, kind == ELSEWHERE)
 

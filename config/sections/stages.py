@@ -101,7 +101,7 @@ class ExecuteSettings(Frozen, frozen=True):
         "bfloat16"
     )
     kernels: Annotated[
-        Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "portable", "torch"],
+        Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "neon", "portable", "torch"],
         Meta(
             description="Kernels of the model: our own for an instruction set (compiled at the first start), or "
             'torch; "auto" takes the fastest that this machine and the dtype support.'

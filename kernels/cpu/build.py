@@ -48,6 +48,7 @@ ISA_FLAGS: dict[Isa, tuple[str, ...]] = {
     "avx512_bf16": _AVX512_BF16_FLAGS,
     "avx512": _AVX512_FLAGS,
     "avx2": ("-mavx2", "-mfma", "-mf16c", "-DISA_AVX2"),
+    "neon": ("-march=armv8.2-a+dotprod", "-DISA_PORTABLE"),
     "portable": ("-DISA_PORTABLE",),
 }
 _EMULATED_BF16_FLAGS = ("-DISA_AVX512", "-DDOT_BF16", "-DEMULATE")

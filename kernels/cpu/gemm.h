@@ -99,9 +99,7 @@ INLINE void dot_group4(const int8_t* const (&codes)[R], const uint8_t* panel, si
 template <int R, int P>
 INLINE void dot_group4(const int16_t* const (&codes)[R], const uint8_t* panel, size_t panel_bytes,
                        vi (&dots)[R][P][VECTORS]) {
-    for (int r = 0; r < R; r++)
-        for (int p = 0; p < P; p++)
-            for (int v = 0; v < VECTORS; v++) dots[r][p][v] = vi{};
+    word_sums acc[R][P][VECTORS] = {};
     for (int j = 0; j < 4; j++)
         for (int quarter = 0; quarter < 4; quarter++) {
             vi weights[P][VECTORS];
@@ -113,9 +111,12 @@ INLINE void dot_group4(const int16_t* const (&codes)[R], const uint8_t* panel, s
             for (int r = 0; r < R; r++) {
                 const vi pair = load<int32_t>(codes[r] + 8 * j + 2 * quarter) - vi{};
                 for (int p = 0; p < P; p++)
-                    for (int v = 0; v < VECTORS; v++) dots[r][p][v] = dot_words(dots[r][p][v], weights[p][v], pair);
+                    for (int v = 0; v < VECTORS; v++) acc[r][p][v] = dot_words(acc[r][p][v], weights[p][v], pair);
             }
         }
+    for (int r = 0; r < R; r++)
+        for (int p = 0; p < P; p++)
+            for (int v = 0; v < VECTORS; v++) dots[r][p][v] = finish_words(acc[r][p][v]);
 }
 
 #if defined(AMX)
@@ -193,7 +194,7 @@ INLINE void multiply_8(const Rows& rows, int first_row, const uint8_t* panel, si
     for (int g = 0; g < depth / GROUP; g++, panel += GROUP_8_BYTES) {
         if (ahead)
             for (int p = 0; p < P; p++) prefetch<L2>(ahead + p * panel_bytes + g * GROUP_8_BYTES, GROUP_8_BYTES);
-        vi dots[R][P][VECTORS] = {};
+        word_sums dots[R][P][VECTORS] = {};
         for (int j = 0; j < GROUP / 2; j++) {
             vi weights[P][VECTORS];
             for (int p = 0; p < P; p++)
@@ -211,7 +212,7 @@ INLINE void multiply_8(const Rows& rows, int first_row, const uint8_t* panel, si
                 const vf scale =
                     load_f16(reinterpret_cast<const uint16_t*>(panel + p * panel_bytes + 512) + v * LANES);
                 for (int r = 0; r < R; r++) {
-                    const vf value = __builtin_convertvector(dots[r][p][v], vf) * scale;
+                    const vf value = __builtin_convertvector(finish_words(dots[r][p][v]), vf) * scale;
                     acc[r][p][v] = fma(value, splat(scales[r * stride + g]), acc[r][p][v]);
                 }
             }
@@ -275,9 +276,11 @@ static void multiply_rows(const Rows& rows, int first_row, const Matrix& matrix,
     const size_t bytes = matrix.panel_bytes();
     // One row has registers for more panels, and needs them: each accumulator waits for its previous product.
     constexpr int AT_ONCE = R == 1 ? 4 : R == 2 || LANES == 16 ? 2 : 1;
+    // On aarch64 sums of 16-bit products take two registers each, so half as many panels have them all in registers.
+    const bool is_half = sizeof(word_sums) > sizeof(vi) && matrix.integer() && matrix.form != Form::BYTES;
     const auto next = [&](int p) { return ahead ? ahead + p * bytes : nullptr; };
     int p = 0;
-    for (; p + AT_ONCE <= panels; p += AT_ONCE)
+    for (; !is_half && p + AT_ONCE <= panels; p += AT_ONCE)
         multiply_panels<R, AT_ONCE>(rows, first_row, matrix, first_panel + p, out + p * PANEL, out_stride, next(p));
     if constexpr (AT_ONCE > 2)
         for (; p + 2 <= panels; p += 2)

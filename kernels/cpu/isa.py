@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-Isa = Literal["amx", "avx512_bf16", "avx512", "avx2", "portable"]
+Isa = Literal["amx", "avx512_bf16", "avx512", "avx2", "neon", "portable"]
 
 CPUINFO = Path("/proc/cpuinfo")
 
@@ -24,9 +24,14 @@ NEEDED: dict[Isa, frozenset[str]] = {
     "avx512_bf16": _AVX512_BF16,
     "avx512": _X86_64_V4 | {"avx512_vnni"},
     "avx2": _AVX2,
+    "neon": frozenset({"asimddp", "asimdrdm", "atomics", "crc32"}),
     "portable": frozenset(),
 }
-"""Best first. For each ISA every flag, as Linux names it, that the compiler is allowed to count on."""
+"""Best first. For each ISA every flag, as Linux names it, that the compiler is allowed to count on. x86-64 and aarch64
+have no flag in common, so one table serves both."""
+
+_FLAGS = {"x86_64": "flags", "aarch64": "Features"}
+"""The field of /proc/cpuinfo that has the flags."""
 
 
 def available(environ: Mapping[str, str] = os.environ) -> list[Isa]:
@@ -50,9 +55,7 @@ def runnable(machine: str, cpuinfo: str) -> list[Isa]:
 
     Linux leaves out the flags of registers that it does not save, so a flag says that both CPU and system can.
     """
-    if machine != "x86_64":
-        return ["portable"]
-    flags = frozenset(_field(cpuinfo, "flags").split())
+    flags = frozenset(_field(cpuinfo, _FLAGS[machine]).split() if machine in _FLAGS else ())
     return [isa for isa, needed in NEEDED.items() if needed <= flags]
 
 

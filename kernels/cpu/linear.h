@@ -103,7 +103,11 @@ class Swiglu final : public Gemm {
             store(gated + c / 2, silu_mul(low_halves(first, second), high_halves(first, second)));
         }
 #endif
-        for (; c < width; c += PANEL) store(gated + c / 2, silu_mul(load<f8>(values + c), load<f8>(values + c + 8)));
+        for (; c < width; c += PANEL)
+            for (int i = 0; i < PANEL / 2; i += HALF_PANEL) {
+                const half_panel gate = load<half_panel>(values + c + i), up = load<half_panel>(values + c + 8 + i);
+                store(gated + c / 2 + i, silu_mul(gate, up));
+            }
         if (floats_) {
             memcpy(reinterpret_cast<float*>(out_.data + row * out_.stride) + column / 2, gated, width / 2 * 4);
         } else {

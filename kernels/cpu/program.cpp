@@ -58,6 +58,9 @@ class Program final : public Job {
             op.taken.store(uint64_t(number) << 32);
             op.done.store(uint64_t(number) << 32);
         }
+        // Else a CPU that reorders stores (ARM) could show the sizes before the progress, and the exchange of a thread
+        // that is late would not fail. The fence in `work` is the other half.
+        std::atomic_thread_fence(std::memory_order_release);
         step_.tokens = tokens, step_.rows = rows, step_.samples = samples;
         timed_ = seconds != nullptr;
         status_ = 0;
@@ -83,6 +86,7 @@ class Program final : public Job {
             for (uint64_t taken = progress.taken.load();;) {
                 if (taken >> 32 != number) return;
                 all = uint64_t(number) << 32 | uint32_t(op.tiles(step_));
+                std::atomic_thread_fence(std::memory_order_acquire);
                 if (taken >= all) break;
                 if (!progress.taken.compare_exchange_weak(taken, taken + 1)) continue;
                 op.tile(step_, int(uint32_t(taken)), scratch);

@@ -23,9 +23,9 @@ constexpr int LANES = 4;
 #error "compile with -DISA_AVX512, -DISA_AVX2 or -DISA_PORTABLE"
 #endif
 
-#if (defined(ISA_AVX512) && !defined(EMULATE)) || defined(ISA_AVX2)
+#if (defined(ISA_AVX512) && !defined(EMULATE)) || defined(ISA_AVX2) || (defined(ISA_PORTABLE) && defined(__FMA__))
 #include <immintrin.h>
-#elif defined(__ARM_NEON)
+#elif defined(__aarch64__)
 #include <arm_neon.h>
 #endif
 
@@ -36,6 +36,15 @@ typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
 typedef float f8 __attribute__((vector_size(32)));  // Eight numbers on every ISA: half a panel.
 typedef int32_t i8 __attribute__((vector_size(32)));
+
+// What half a panel is computed with if there are comparisons in it: GCC makes scalar code of those between vectors that
+// are wider than the CPU's.
+#if defined(ISA_PORTABLE)
+typedef vf half_panel;
+#else
+typedef f8 half_panel;
+#endif
+constexpr int HALF_PANEL = sizeof(half_panel) / 4;
 
 // The same bits as another type of the same size.
 template <class To, class From>
@@ -62,25 +71,30 @@ INLINE void store(void* to, Vector vector) {
 INLINE vf splat(float value) { return value - vf{}; }
 INLINE f8 splat8(float value) { return value - f8{}; }
 
-// a * b + c, rounded once where the CPU has that instruction.
+// a * b + c, rounded once where the CPU has that instruction: at ISA_PORTABLE on aarch64, and on x86 with -mfma, which
+// computes the same numbers as aarch64.
 INLINE vf fma(vf a, vf b, vf c) {
 #if defined(ISA_AVX512) && !defined(EMULATE)
     return bits<vf>(_mm512_fmadd_ps(bits<__m512>(a), bits<__m512>(b), bits<__m512>(c)));
 #elif defined(ISA_AVX2)
     return bits<vf>(_mm256_fmadd_ps(bits<__m256>(a), bits<__m256>(b), bits<__m256>(c)));
-#elif defined(ISA_PORTABLE) && defined(__ARM_NEON) && defined(__aarch64__)
+#elif defined(ISA_PORTABLE) && defined(__aarch64__)
     return bits<vf>(vfmaq_f32(bits<float32x4_t>(c), bits<float32x4_t>(a), bits<float32x4_t>(b)));
+#elif defined(ISA_PORTABLE) && defined(__FMA__)
+    return bits<vf>(_mm_fmadd_ps(bits<__m128>(a), bits<__m128>(b), bits<__m128>(c)));
 #else
     return a * b + c;
 #endif
 }
 
-#if defined(ISA_AVX512) && !defined(EMULATE)
+#if defined(ISA_AVX512)
 INLINE f8 fma(f8 a, f8 b, f8 c) {
+#if defined(EMULATE)
+    return a * b + c;
+#else
     return bits<f8>(_mm256_fmadd_ps(bits<__m256>(a), bits<__m256>(b), bits<__m256>(c)));
+#endif
 }
-#elif !defined(ISA_AVX2)
-INLINE f8 fma(f8 a, f8 b, f8 c) { return a * b + c; }
 #endif
 
 template <class Vector>
@@ -165,7 +179,7 @@ INLINE Vector exp_of(Vector x) {
     return x < -87.0f ? Vector{} : p * bits<Vector>(power);
 }
 INLINE vf exp_of(vf x) { return exp_of<vf, vi>(x); }
-#if !defined(ISA_AVX2)
+#if defined(ISA_AVX512)
 INLINE f8 exp_of(f8 x) { return exp_of<f8, i8>(x); }
 #endif
 
@@ -183,6 +197,8 @@ INLINE vf load_f16(const uint16_t* from) {
     return bits<vf>(_mm512_cvtph_ps(load<__m256i>(from)));
 #elif defined(ISA_AVX2)
     return bits<vf>(_mm256_cvtph_ps(load<__m128i>(from)));
+#elif defined(ISA_PORTABLE) && defined(__aarch64__)
+    return bits<vf>(vcvt_f32_f16(load<float16x4_t>(from)));
 #else
     // Exponent and fraction are moved into place and the bias is mended by a product, which also does subnormals.
     // Infinities and NaN don't occur: no format admits them.
@@ -228,6 +244,8 @@ INLINE vi sign_extend_bytes(const int8_t* from) {
     return bits<vi>(_mm512_cvtepi8_epi16(load<__m256i>(from)));
 #elif defined(ISA_AVX2)
     return bits<vi>(_mm256_cvtepi8_epi16(load<__m128i>(from)));
+#elif defined(ISA_PORTABLE) && defined(__aarch64__)
+    return bits<vi>(vmovl_s8(load<int8x8_t>(from)));
 #else
     typedef int8_t bytes __attribute__((vector_size(2 * LANES)));
     typedef int16_t words __attribute__((vector_size(4 * LANES)));
@@ -235,8 +253,23 @@ INLINE vi sign_extend_bytes(const int8_t* from) {
 #endif
 }
 
-// acc + the two products of signed 16-bit numbers in each lane.
-INLINE vi dot_words(vi acc, vi a, vi b) {
+// acc + the two products of signed 16-bit numbers in each lane; `finish_words` gives the sums.
+#if defined(ISA_PORTABLE) && defined(__aarch64__)
+// These instructions widen while they add, but leave the products of a pair in two lanes.
+struct word_sums {
+    vi low, high;
+};
+INLINE word_sums dot_words(word_sums acc, vi a, vi b) {
+    const int16x8_t x = bits<int16x8_t>(a), y = bits<int16x8_t>(b);
+    const int32x4_t low = vmlal_s16(bits<int32x4_t>(acc.low), vget_low_s16(x), vget_low_s16(y));
+    return {bits<vi>(low), bits<vi>(vmlal_high_s16(bits<int32x4_t>(acc.high), x, y))};
+}
+INLINE vi finish_words(word_sums acc) {
+    return bits<vi>(vpaddq_s32(bits<int32x4_t>(acc.low), bits<int32x4_t>(acc.high)));
+}
+#else
+typedef vi word_sums;
+INLINE word_sums dot_words(word_sums acc, vi a, vi b) {
 #if defined(ISA_AVX512) && !defined(EMULATE)
     return bits<vi>(_mm512_dpwssd_epi32(bits<__m512i>(acc), bits<__m512i>(a), bits<__m512i>(b)));
 #elif defined(ISA_AVX2)
@@ -247,6 +280,8 @@ INLINE vi dot_words(vi acc, vi a, vi b) {
     return acc + ((a << 16) >> 16) * ((b << 16) >> 16) + (a >> 16) * (b >> 16);
 #endif
 }
+INLINE vi finish_words(word_sums acc) { return acc; }
+#endif
 
 // acc + the products of two bfloat16 pairs in each lane.
 #if defined(DOT_BF16)
@@ -273,11 +308,13 @@ INLINE vi dot_bytes(vi acc, vu a, vu b) {
 }
 #endif
 
-// The same for bytes of `a` that are 15 at most, eight times before `finish_nibbles` gives the sums: below AVX-512 they
-// are kept as pairs of 16 bits meanwhile, which holds 8 x 2 x 15 x 127.
+// The same for bytes of `a` that are 15 at most, eight times before `finish_nibbles` gives the sums: on CPUs without an
+// instruction for this they are kept as pairs of 16 bits meanwhile, which holds 8 x 2 x 15 x 127.
 INLINE vi dot_nibbles(vi acc, vu a, vu b) {
 #if defined(ISA_AVX512)
     return dot_bytes(acc, a, b);
+#elif defined(ISA_PORTABLE) && defined(__ARM_FEATURE_DOTPROD)
+    return bits<vi>(vdotq_s32(bits<int32x4_t>(acc), bits<int8x16_t>(a), bits<int8x16_t>(b)));
 #elif defined(ISA_AVX2)
     const __m256i pairs = _mm256_maddubs_epi16(bits<__m256i>(a), bits<__m256i>(b));
     __m256i added = _mm256_add_epi16(bits<__m256i>(acc), pairs);
@@ -293,7 +330,7 @@ INLINE vi dot_nibbles(vi acc, vu a, vu b) {
 }
 
 INLINE vi finish_nibbles(vi acc) {
-#if defined(ISA_AVX512)
+#if defined(ISA_AVX512) || (defined(ISA_PORTABLE) && defined(__ARM_FEATURE_DOTPROD))
     return acc;
 #elif defined(ISA_AVX2)
     return bits<vi>(_mm256_madd_epi16(bits<__m256i>(acc), _mm256_set1_epi16(1)));

@@ -13,6 +13,7 @@ import msgspec
 
 from pipeline.config.settings import Settings
 from pipeline.runtime.messages import PeerInbox
+from pipeline.shm import fence
 
 
 class StageRow(msgspec.Struct, frozen=True):
@@ -91,7 +92,10 @@ def replicas_of(settings: Settings, name: str) -> list[str]:
 
 
 def rings(settings: Settings) -> list[tuple[str, str]]:
-    """The pairs of processes, sender and receiver, that are connected by a ring."""
+    """The pairs of processes, sender and receiver, that are connected by a ring. On a machine where a `Fence` is not
+    known to order memory, there are none: all edges use ZeroMQ."""
+    if not fence.is_known():
+        return []
     pairs = []
     for sender, receiver in RINGS:
         both = [(a, b) for a in replicas_of(settings, sender) for b in replicas_of(settings, receiver)]

@@ -80,6 +80,18 @@ def test_any_sizes_in_any_turns(steps: list[tuple[int, bool]], num_words: int) -
         os.close(fd)
 
 
+def test_accesses_that_no_system_call_orders_are_fenced(event_fd: int) -> None:
+    """A CPU may not free bytes before they are read, nor write bytes before it knows that they are free."""
+    data, position = memoryview(bytearray(1024)), memoryview(bytearray(POSITION_BYTES))
+    writer, reader = RingWriter(data, position, event_fd), RingReader(data.toreadonly(), position, event_fd)
+    at_fences: list[tuple[bytes, int]] = []
+    for end in (writer, reader):
+        end._fence = lambda: at_fences.append((bytes(data[8:11]), position.cast("Q")[0]))  # type: ignore[assignment]
+    assert writer.put(b"one") and at_fences == [(bytes(3), 0)]
+    assert reader.take() == (b"one", False) and at_fences[1:] == [(b"one", 0)]
+    assert position.cast("Q")[0] == 16
+
+
 def test_two_processes(event_fd: int) -> None:
     """The reader sleeps until the writer wakes it, and finds each message as it was put."""
     num_messages, num_bytes = 2000, 4096

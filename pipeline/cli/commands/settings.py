@@ -39,7 +39,7 @@ SERVE_FLAGS = {
 PROFILE_FLAGS = {
     **MODEL,
     "quantization": "weight format: auto, none, q8_0 or q4_1; on a GPU also int8 or int4",
-    "execute.kernels": "kernels: auto, amx, avx512_bf16, avx512, avx2, portable or torch",
+    "execute.kernels": "kernels: auto, amx, avx512_bf16, avx512, avx2, neon, portable or torch",
 }
 
 

@@ -19,6 +19,7 @@ from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.select import select
 from pipeline.kernels.step_inputs import IntArray, StepInputs
 from pipeline.runtime.model_folder import ModelConfig
+from pipeline.shm.fence import Fence
 from pipeline.stages.execute.cpu.program import (
     AttentionWeights,
     Linear,
@@ -64,6 +65,7 @@ class TorchProgram(Program):
         self._scores = scores
         self._head: Tensor | None = None
         self._word, self._expected, self._timeout_ms = 0, 0, 0
+        self._fence = Fence()
         self._calls = calls = TorchCalls(inputs, ops.dtype)
         self._residual = calls.buffer(config.hidden_size, dtype=torch.float32)
         self._x = calls.buffer(config.hidden_size)
@@ -145,6 +147,7 @@ class TorchProgram(Program):
             if time.monotonic() > end:
                 raise MasksLate(f"masks did not arrive within {self._timeout_ms} ms")
             time.sleep(POLL_S)
+        self._fence()
 
     def copy_blocks(self, sources: IntArray, targets: IntArray) -> None:
         self._ops.copy_blocks(self._memory, self._swapped, sources.tolist(), targets.tolist())

@@ -20,6 +20,7 @@ import numpy as np
 from pipeline.grammars.worker import Gone, Worker, receive, send
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.runtime.messages import GenerationOptions
+from pipeline.shm.fence import Fence
 from pipeline.stages.execute.grammar_masks.memory import Begin, Fill, MaskMemory, MaskReport, Order, State
 from pipeline.supervisor.process_usage import usage_of
 
@@ -57,6 +58,7 @@ class Masks:
         self._worker: Worker | None = None
         self._is_ready = False
         self._ticket = 0
+        self._fence = Fence()
         self._requested: list[tuple[int, int]] = []
         """(row, place) pairs of the order in flight."""
         self._ids: IntArray = np.zeros((0, 0), np.int32)
@@ -108,7 +110,13 @@ class Masks:
         return self._ticket if self._requested else 0
 
     def is_done(self) -> bool:
-        return not self._requested or int(self._memory.word[0]) == self._ticket
+        """Whether the requested masks are complete. If so, they may be read."""
+        if not self._requested:
+            return True
+        is_done = int(self._memory.word[0]) == self._ticket
+        if is_done:
+            self._fence()
+        return is_done
 
     def wait(self) -> None:
         """Called after the program timed out: return when the masks are complete. Rows that caused the delay fail."""

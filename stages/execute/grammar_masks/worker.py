@@ -7,6 +7,7 @@ replaced by a new process.
 
 import gc
 import os
+import platform
 import socket
 import threading
 from collections import OrderedDict
@@ -22,6 +23,8 @@ from pipeline.grammars.engine import Engine, GrammarsUnsupported, limit_memory, 
 from pipeline.grammars.worker import receive, send
 from pipeline.runtime.messages import NOTHING_LEFT
 from pipeline.runtime.rust_panics import RustPanic, panics_as_errors
+from pipeline.shm import fence
+from pipeline.shm.fence import Fence
 from pipeline.stages.execute.grammar_masks.memory import Begin, Fill, MaskMemory, MaskReport, Order, State, WordArray
 
 MAX_GRAMMARS = 64
@@ -89,7 +92,7 @@ class MaskWorker:
         self._grammars = Grammars(engine)
         self._rows: dict[int, MatcherRow] = {}
         self._threads = ThreadPoolExecutor(num_threads, "masks") if num_threads > 1 else None
-        self._fence = threading.Lock()
+        self._fence = Fence()
         self._eos_ids = np.array(engine.eos_ids, np.int64)
         # The library writes masks for all of the tokenizer's ids; those beyond the model's are cut off.
         num_words = -(-engine.tokenizer.vocab_size // 32)
@@ -120,11 +123,8 @@ class MaskWorker:
         if failed:
             report = MaskReport(order.ticket, [place for place, _ in failed], [error for _, error in failed])
             send(self._socket, msgspec.msgpack.encode(report))
-        # Releasing and taking a lock orders the masks before the word, also on CPUs with weak memory ordering.
-        with self._fence:
-            pass
-        with self._fence:
-            self._memory.word[0] = order.ticket
+        self._fence()
+        self._memory.word[0] = order.ticket
 
     def _fill(self, fill: Fill) -> str:
         """Write a mask. Returns the error, or an empty string."""
@@ -228,6 +228,11 @@ def _why(matcher: LLMatcher, what: str) -> str:
 
 def main(of: socket.socket, model_dir: str, fd: str, num_places: str, vocab_size: str) -> None:
     """Compute masks until the executor ends."""
+    if not fence.is_known():
+        known = " and ".join(fence.MACHINES)
+        why = f"masks need the memory order of {known}, and this machine is {platform.machine()}"
+        send(of, msgspec.msgpack.encode(MaskReport(0, errors=[why])))
+        return
     memory = MaskMemory(int(num_places), int(vocab_size), int(fd))
     try:
         engine = Engine(Path(model_dir))

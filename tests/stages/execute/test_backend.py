@@ -42,7 +42,7 @@ def test_a_shape_without_kernels_falls_back_to_torch_with_one_warning(
 
 def test_an_instruction_set_that_this_cpu_lacks_is_rejected(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "available", lambda: ["portable"])
-    for isa in ("avx512", "avx2"):
+    for isa in ("avx512", "avx2", "neon"):
         with pytest.raises(UserError, match=f"kernels is '{isa}', but this CPU supports portable and torch"):
             CpuRunner(settings(dtype="bfloat16", kernels=isa), tiny)
 

@@ -1,5 +1,6 @@
 """The parts of the process that computes masks, driven by hand."""
 
+import platform
 import socket
 import threading
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import pytest
 from pipeline.grammars.engine import Engine
 from pipeline.grammars.worker import receive
 from pipeline.stages.execute.grammar_masks.memory import Begin, Fill, MaskMemory, MaskReport, Order, State
-from pipeline.stages.execute.grammar_masks.worker import MaskWorker
+from pipeline.stages.execute.grammar_masks.worker import MaskWorker, main
 from tests.stages.execute.structured import lark
 from tests.stages.ingest import models as tiny
 
@@ -56,3 +57,15 @@ def test_a_panic_fails_only_its_row(tmp_path: Path, num_threads: int, thread_sta
             allowed = np.flatnonzero(np.unpackbits(memory.words[0].view(np.uint8), bitorder="little")).tolist()
             assert allowed == [tiny.byte_tokenizer().token_to_id("a")]
     memory.close()
+
+
+def test_a_machine_of_unknown_memory_order_gets_no_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The executor polls a word. If it could overtake the masks, outputs would be wrong without an error."""
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        main(theirs, "no such folder", "-1", "1", "100")
+        report = msgspec.msgpack.decode(receive(ours), type=MaskReport)
+    assert report == MaskReport(
+        0, errors=["masks need the memory order of x86_64 and aarch64, and this machine is riscv64"]
+    )
