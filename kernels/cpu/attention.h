@@ -130,7 +130,8 @@ class Attention final : public Op {
                 for (int head = 0; head < item.heads; head++) {
                     const float* from = row + column(item, *member, head, r);
                     act* to = state.queries + size_t(head * item.rows + member->at + r) * SLICE;
-                    for (int d = 0; d < dim; d++) to[d / SLICE * ITEM_STATES * SLICE + d % SLICE] = to_act(from[d]);
+                    for (int d = 0; d < dim; d += LANES)
+                        store_acts(to + d / SLICE * ITEM_STATES * SLICE + d % SLICE, load<vf>(from + d));
                 }
                 const int at = position(step, *member, r);
                 state.first[member->at + r] = plan_.first_key(at);
@@ -150,10 +151,13 @@ class Attention final : public Op {
                 const float* from = state.out + size_t(i) * dim;
                 uint8_t* row = out_.data + token(step, member, r) * out_.stride;
                 const int first = column(item, member, head, r);
-                if (floats_)
-                    for (int d = 0; d < dim; d++) reinterpret_cast<float*>(row)[first + d] = from[d] * factor;
-                else
-                    for (int d = 0; d < dim; d++) reinterpret_cast<act*>(row)[first + d] = to_act(from[d] * factor);
+                for (int d = 0; d < dim; d += LANES) {
+                    const vf numbers = load<vf>(from + d) * factor;
+                    if (floats_)
+                        store(reinterpret_cast<float*>(row) + first + d, numbers);
+                    else
+                        store_acts(reinterpret_cast<act*>(row) + first + d, numbers);
+                }
             }
     }
 
@@ -236,7 +240,7 @@ class Attention final : public Op {
         for (int r = 0; r < count; r++) {
             if (!(tops[r] > top[r])) continue;
             float* out = part.out + size_t(r) * kv_.head_dim;
-            for (int d = 0; d < kv_.head_dim; d++) out[d] *= shrinks[r];
+            for (int d = 0; d < kv_.head_dim; d += LANES) store(out + d, load<vf>(out + d) * shrinks[r]);
             total[r] *= shrinks[r];
             top[r] = tops[r];
         }
@@ -244,7 +248,7 @@ class Attention final : public Op {
             const float* scores = part.scores + r * STRETCH;
             act* weights = part.weights + r * STRETCH;
             if (tops[r] == -INFINITY) {
-                for (int i = 0; i < STRETCH; i++) weights[i] = to_act(0);
+                for (int i = 0; i < STRETCH; i += LANES) store_acts(weights + i, vf{});
                 continue;
             }
             vf sums{};
@@ -262,16 +266,11 @@ class Attention final : public Op {
     void multiply_keys(const Part& part, int, const Stretch& stretch, const Stretch& ahead) const {
         use_tile_shapes(attention_tiles);
         const auto query = [&](int d) { return part.queries + d / SLICE * ITEM_STATES * SLICE + d % SLICE; };
-        const auto score = [&]<int BLOCKS>() {
-            const uint16_t* const* next = ahead.num_blocks >= BLOCKS ? ahead.keys : nullptr;
-            score_keys<BLOCKS>(query, SLICE * 2, kv_.head_dim, stretch.keys, part.scores, next);
-        };
-        static_assert(STRETCH_BLOCKS == 4);
-        switch (stretch.num_blocks) {
-            case 1: return score.template operator()<1>();
-            case 2: return score.template operator()<2>();
-            case 3: return score.template operator()<3>();
-            case 4: return score.template operator()<4>();
+        for (int b = 0; b < stretch.num_blocks; b += 2) {
+            const bool two = b + 1 < stretch.num_blocks;
+            const uint16_t* const* next = b + 1 + two <= ahead.num_blocks ? ahead.keys + b : nullptr;
+            const auto score = two ? score_keys<2, decltype(query)> : score_keys<1, decltype(query)>;
+            score(query, SLICE * 2, kv_.head_dim, stretch.keys + b, part.scores + b * BLOCK, next);
         }
     }
 

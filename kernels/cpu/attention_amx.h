@@ -9,57 +9,48 @@
 
 constexpr int SLICE_PAIRS = TILE_BYTES / 4;  // of a query's numbers, in one register
 
-// 0 to 3 are sums, 4 queries, 5 keys. The weights of a block (6) and its values (7) are 16 tokens deep, half a register.
+// Queries (4) times keys (2 or 3) add to 0 and 1; weights of a block (6) times its values (5 or 7) to 0 up to 3. A block
+// is 16 tokens deep, half a register.
 static const TileShapes attention_tiles = [] {
     TileShapes shapes;
-    std::fill_n(shapes.rows, 7, TILE_ROWS);
+    std::fill_n(shapes.rows, 8, TILE_ROWS);
     std::fill_n(shapes.bytes, 8, TILE_BYTES);
-    shapes.bytes[6] = BLOCK * 2, shapes.rows[7] = BLOCK / 2;
+    shapes.bytes[6] = BLOCK * 2, shapes.rows[5] = shapes.rows[7] = BLOCK / 2;
     return shapes;
 }();
 
-// Adds the products of some dimensions of queries with the keys of up to four blocks.
-template <int BLOCKS>
-INLINE void add_keys(const uint16_t* queries, size_t stride, const uint8_t* const (&keys)[STRETCH_BLOCKS]) {
-    tile_load<4>(queries, stride);
-    tile_load<5>(keys[0], LINE);
-    tile_dot_bf16<0, 4, 5>();
-    if constexpr (BLOCKS > 1) tile_load<5>(keys[1], LINE), tile_dot_bf16<1, 4, 5>();
-    if constexpr (BLOCKS > 2) tile_load<5>(keys[2], LINE), tile_dot_bf16<2, 4, 5>();
-    if constexpr (BLOCKS > 3) tile_load<5>(keys[3], LINE), tile_dot_bf16<3, 4, 5>();
-}
-
-// scores [16][STRETCH] = queries x keys of BLOCKS blocks. The 32 dimensions from d on of the queries are at query(d), their
-// rows `stride` bytes apart. `ahead` is null, or has as many blocks to prefetch.
+// scores [16][BLOCKS * 16], STRETCH apart, = queries x keys of one or two blocks. The 32 dimensions from d on of the
+// queries are at query(d), their rows `stride` bytes apart. `ahead` is null, or has as many blocks to prefetch.
 template <int BLOCKS, class Query>
 static void score_keys(Query query, size_t stride, int dim, const uint16_t* const* keys, float* scores,
                        const uint16_t* const* ahead) {
+    const auto add = [&](const void* queries, size_t apart, const void* first, const void* second) {
+        tile_load<4>(queries, apart);
+        tile_load<2>(first, LINE);
+        if constexpr (BLOCKS == 2) tile_load<3>(second, LINE);
+        tile_dot_bf16<0, 4, 2>();
+        if constexpr (BLOCKS == 2) tile_dot_bf16<1, 4, 3>();
+    };
     tile_zero<0>();
-    if constexpr (BLOCKS > 1) tile_zero<1>();
-    if constexpr (BLOCKS > 2) tile_zero<2>();
-    if constexpr (BLOCKS > 3) tile_zero<3>();
-    constexpr int DEPTH = 2 * SLICE_PAIRS;
-    for (int d = 0; d < dim; d += DEPTH) {
+    if constexpr (BLOCKS == 2) tile_zero<1>();
+    for (int d = 0; d < dim; d += 2 * SLICE_PAIRS) {
         const int pairs = std::min(SLICE_PAIRS, (dim - d) / 2);
-        const uint8_t* from[STRETCH_BLOCKS] = {};
-        for (int b = 0; b < BLOCKS; b++) from[b] = reinterpret_cast<const uint8_t*>(keys[b] + d * BLOCK);
+        const uint16_t *first = keys[0] + d * BLOCK, *second = keys[BLOCKS - 1] + d * BLOCK;
         if (ahead)
             for (int b = 0; b < BLOCKS; b++)
                 prefetch<L1>(reinterpret_cast<const uint8_t*>(ahead[b] + d * BLOCK), pairs * LINE);
         if (pairs == SLICE_PAIRS) {
-            add_keys<BLOCKS>(query(d), stride, from);
+            add(query(d), stride, first, second);
         } else {  // zeros behind the last dimensions, in both
-            alignas(LINE) uint8_t queries[TILE_ROWS][TILE_BYTES] = {}, rest[BLOCKS][SLICE_PAIRS][LINE] = {};
+            alignas(LINE) uint8_t queries[TILE_ROWS][TILE_BYTES] = {}, rest[2][SLICE_PAIRS][LINE] = {};
             for (int r = 0; r < TILE_ROWS; r++)
                 memcpy(queries[r], reinterpret_cast<const uint8_t*>(query(d)) + r * stride, 4 * pairs);
-            for (int b = 0; b < BLOCKS; b++) memcpy(rest[b], from[b], pairs * LINE), from[b] = rest[b][0];
-            add_keys<BLOCKS>(reinterpret_cast<const uint16_t*>(queries[0]), TILE_BYTES, from);
+            memcpy(rest[0], first, pairs * LINE), memcpy(rest[1], second, pairs * LINE);
+            add(queries, TILE_BYTES, rest[0], rest[1]);
         }
     }
     tile_store<0>(scores, STRETCH * 4);
-    if constexpr (BLOCKS > 1) tile_store<1>(scores + BLOCK, STRETCH * 4);
-    if constexpr (BLOCKS > 2) tile_store<2>(scores + 2 * BLOCK, STRETCH * 4);
-    if constexpr (BLOCKS > 3) tile_store<3>(scores + 3 * BLOCK, STRETCH * 4);
+    if constexpr (BLOCKS == 2) tile_store<1>(scores + BLOCK, STRETCH * 4);
 }
 
 // sums [16][PANELS * 16] = weights [16][STRETCH] x values, from the dimension `panel` * 16 on.
@@ -68,25 +59,28 @@ static void sum_values(const uint16_t* weights, const uint16_t* const* values, i
                        const uint16_t* const* ahead, int num_ahead) {
     tile_zero<0>();
     if constexpr (PANELS > 1) tile_zero<1>();
-    if constexpr (PANELS > 2) tile_zero<2>();
-    if constexpr (PANELS > 3) tile_zero<3>();
+    if constexpr (PANELS > 2) tile_zero<2>(), tile_zero<3>();
     constexpr int SIZE = PANEL * BLOCK;
     for (int b = 0; b < num_blocks; b++) {
         const uint16_t* from = values[b] + panel * SIZE;
         if (b < num_ahead)
             prefetch<L1>(reinterpret_cast<const uint8_t*>(ahead[b] + panel * SIZE), PANELS * SIZE * 2);
         tile_load<6>(weights + b * BLOCK, STRETCH * 2);
-        tile_load<7>(from, LINE);
-        tile_dot_bf16<0, 6, 7>();
-        if constexpr (PANELS > 1) tile_load<7>(from + SIZE, LINE), tile_dot_bf16<1, 6, 7>();
-        if constexpr (PANELS > 2) tile_load<7>(from + 2 * SIZE, LINE), tile_dot_bf16<2, 6, 7>();
-        if constexpr (PANELS > 3) tile_load<7>(from + 3 * SIZE, LINE), tile_dot_bf16<3, 6, 7>();
+        tile_load<5>(from, LINE);
+        if constexpr (PANELS > 1) tile_load<7>(from + SIZE, LINE);
+        tile_dot_bf16<0, 6, 5>();
+        if constexpr (PANELS > 1) tile_dot_bf16<1, 6, 7>();
+        if constexpr (PANELS > 2) {
+            tile_load<5>(from + 2 * SIZE, LINE);
+            tile_load<7>(from + 3 * SIZE, LINE);
+            tile_dot_bf16<2, 6, 5>();
+            tile_dot_bf16<3, 6, 7>();
+        }
     }
     constexpr int ROW = PANELS * PANEL * 4;
     tile_store<0>(sums, ROW);
     if constexpr (PANELS > 1) tile_store<1>(sums + PANEL, ROW);
-    if constexpr (PANELS > 2) tile_store<2>(sums + 2 * PANEL, ROW);
-    if constexpr (PANELS > 3) tile_store<3>(sums + 3 * PANEL, ROW);
+    if constexpr (PANELS > 2) tile_store<2>(sums + 2 * PANEL, ROW), tile_store<3>(sums + 3 * PANEL, ROW);
 }
 
 #endif
