@@ -29,6 +29,16 @@ class ScheduleSettings(Frozen, frozen=True):
     max_num_batched_tokens: Annotated[
         int, Meta(ge=16, le=2**20, description="Maximum number of tokens in one step.")
     ] = 96
+    max_num_prefill_tokens: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=2**20,
+            description="Maximum number of tokens in a step in which no sequence decodes. Nobody waits for the end of such "
+            "a step, and longer chunks read the weights fewer times. 0, or less than "
+            "max_num_batched_tokens: as many as that.",
+        ),
+    ] = 512
     block_size: Annotated[Literal[16], Meta(description="Number of tokens in one KV block.")] = 16
     prefix_caching: Annotated[bool, Meta(description="Reuse the KV blocks of prompts with a common prefix.")] = True
     max_steps_in_flight: Annotated[
@@ -89,6 +99,11 @@ class ScheduleSettings(Frozen, frozen=True):
             ge=65536, le=MAX_BYTES, description="Shared memory for step arrays on their way to the executor, in bytes."
         ),
     ] = 16 * 1024**2
+
+    @property
+    def max_step_tokens(self) -> int:
+        """The most tokens that any step has."""
+        return max(self.max_num_batched_tokens, self.max_num_prefill_tokens)
 
 
 class ExecuteSettings(Frozen, frozen=True):

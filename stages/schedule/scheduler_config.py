@@ -20,6 +20,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_num_prefill_tokens: int = 0
+    """Bound of a step in which no row decodes, if it is more than `max_num_batched_tokens`."""
     block_size: int = 16
     prefix_caching: bool = True
     num_swap_blocks: int = 0
@@ -42,6 +44,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
             max_model_len=facts.max_model_len,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_num_prefill_tokens=settings.max_num_prefill_tokens,
             block_size=facts.block_size,
             prefix_caching=settings.prefix_caching,
             num_swap_blocks=facts.num_swap_blocks,

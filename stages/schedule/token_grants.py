@@ -31,7 +31,12 @@ class TokenGrants:
         cost_model: StepCostModel,
     ) -> None:
         self._max_num_batched_tokens = config.max_num_batched_tokens
-        self._limits = BudgetLimits(config.max_num_batched_tokens, config.max_step_s, config.long_prompt_max_slowdown)
+        self._limits = BudgetLimits(
+            config.max_num_batched_tokens,
+            config.max_step_s,
+            config.long_prompt_max_slowdown,
+            max(config.max_num_batched_tokens, config.max_num_prefill_tokens),
+        )
         self._preempts = policy.preempts
         self._rows = rows
         self._lifecycle = lifecycle

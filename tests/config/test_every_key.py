@@ -64,6 +64,7 @@ EFFECTS = {
     "ingest.arena_bytes": "tests/stages/ingest/test_stage.py::test_a_full_arena_sends_ids_inline",
     "schedule.max_num_seqs": f"{SCHEDULE}::test_max_num_seqs_limits_running_sequences",
     "schedule.max_num_batched_tokens": f"{SCHEDULE}::test_max_num_batched_tokens_limits_a_step",
+    "schedule.max_num_prefill_tokens": f"{SCHEDULE}::test_max_num_prefill_tokens_limits_a_step_in_which_none_decodes",
     "schedule.prefix_caching": f"{SCHEDULE}::test_prefix_caching_can_be_turned_off",
     "schedule.max_steps_in_flight": (
         "tests/stages/schedule/test_stage.py::test_at_greater_depths_later_steps_are_sent_before_the_first_result"

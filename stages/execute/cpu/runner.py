@@ -61,9 +61,7 @@ class CpuRunner:
             kv.num_blocks, BLOCK_SIZE, kv.max_model_len, config.vocab_size, num_swap_blocks, config.hidden_size
         )
         self.rows = RowTable(max_num_seqs, kv.max_model_len, kv.num_blocks, config.vocab_size)
-        self.inputs = StepInputs(
-            settings.schedule.max_num_batched_tokens, max_num_seqs, -(-kv.max_model_len // BLOCK_SIZE)
-        )
+        self.inputs = StepInputs(settings.schedule.max_step_tokens, max_num_seqs, -(-kv.max_model_len // BLOCK_SIZE))
         self.masks = Masks(model_dir, max_num_seqs, config.vocab_size, settings.limits.grammar_timeout_s)
         self.sampling_inputs = SamplingInputs(max_num_seqs, config.vocab_size, self.masks.words)
         self.scores = ScoreInputs(max_num_seqs)

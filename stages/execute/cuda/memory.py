@@ -19,7 +19,7 @@ def reserved_bytes(settings: Settings, config: ModelConfig) -> int:
     rows_bytes = 4 * (settings.schedule.max_num_seqs + 1) * row_words
     # Copies of the logits for logprobs, and token counts for penalties.
     sampling_extras_bytes = 2 * 4 * settings.schedule.max_num_seqs * config.vocab_size
-    pooled_bytes = 4 * settings.schedule.max_num_batched_tokens * config.hidden_size
+    pooled_bytes = 4 * settings.schedule.max_step_tokens * config.hidden_size
     angles_bytes = 4 * max_model_len * config.head_dim
     return (
         rows_bytes

@@ -73,7 +73,7 @@ class CudaRunner:
         self.device = device = device or make_device()
         dtype: torch.dtype = getattr(torch, settings.execute.dtype)
         self._max_num_seqs = max_num_seqs = settings.schedule.max_num_seqs
-        max_num_tokens = settings.schedule.max_num_batched_tokens
+        max_num_tokens = settings.schedule.max_step_tokens
         quantization = settings.quantization if settings.quantization in ("int8", "int4") else None
         self.model = DeviceModel(
             *(device, config, dtype, max_num_tokens, max_num_seqs, quantization),

@@ -2,7 +2,7 @@
 
 Decoding rows come first and are never held back. The rest goes to prompts, in chunks:
 
-    tokens    at most `max_num_batched_tokens` in total
+    tokens    at most `max_num_batched_tokens` in total, or `max_num_prefill_tokens` while none decodes
     time      while others decode, the step should take at most `max_step_s`
     slowdown  while others decode, a part of a long prompt makes a step at most `max_slowdown` times as long
 
@@ -42,6 +42,8 @@ class BudgetLimits(msgspec.Struct, frozen=True):
     tokens: int
     step_s: float = UNLIMITED
     max_slowdown: float = UNLIMITED
+    prefill_tokens: int = 0
+    """Of a step in which no row decodes; at least `tokens`, or 0 for as many."""
 
 
 class StepBudget:
@@ -49,7 +51,7 @@ class StepBudget:
 
     def __init__(self, limits: BudgetLimits, cost_model: StepCostModel, num_decodes: int, context: int) -> None:
         self.shape = StepCostInputs(num_decodes, context)
-        self.tokens = limits.tokens - num_decodes
+        self.tokens = limits.tokens - num_decodes if num_decodes else limits.prefill_tokens or limits.tokens
         self._cost_model = cost_model
         self._held = 0
         self._long_rank = UNLIMITED

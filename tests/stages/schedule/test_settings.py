@@ -89,6 +89,7 @@ def test_every_limit_comes_from_the_settings() -> None:
     settings = ScheduleSettings(
         max_num_seqs=7,
         max_num_batched_tokens=70,
+        max_num_prefill_tokens=700,
         prefix_caching=False,
         policy="priority",
         preemption="swap",
@@ -137,9 +138,18 @@ def test_max_num_seqs_limits_running_sequences() -> None:
 
 
 def test_max_num_batched_tokens_limits_a_step() -> None:
-    with around(max_num_batched_tokens=48) as stage:
+    with around(max_num_batched_tokens=48, max_num_prefill_tokens=0) as stage:
         stage.admit(1, range(100))
         assert [stage.step()[1] for _ in range(3)] == [48, 48, 4]
+
+
+def test_max_num_prefill_tokens_limits_a_step_in_which_none_decodes() -> None:
+    with around(max_num_batched_tokens=48, max_num_prefill_tokens=80) as stage:
+        stage.admit(1, range(100), max_tokens=8)
+        assert [stage.step()[1] for _ in range(2)] == [80, 20]
+        stage.admit(2, range(200, 300))
+        chunks = [stage.step() for _ in range(3)]
+        assert [step for step in chunks if 2 in step][:2] == [{1: 1, 2: 47}, {1: 1, 2: 47}]
 
 
 @pytest.mark.parametrize(("prefix_caching", "start"), [(True, 96), (False, 0)])
