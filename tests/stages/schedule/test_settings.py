@@ -106,6 +106,7 @@ def test_every_limit_comes_from_the_settings() -> None:
         "max_model_len": 333,
         "max_num_seqs": 7,
         "max_num_batched_tokens": 70,
+        "max_num_prefill_tokens": 700,
         "block_size": 32,
         "prefix_caching": False,
         "num_swap_blocks": 5,
