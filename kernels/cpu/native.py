@@ -14,8 +14,8 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from pipeline.kernels.logprob_inputs import ScoreInputs
-from pipeline.kernels.matrix import Format
 from pipeline.kernels.sampling_inputs import SamplingInputs
+from pipeline.kernels.stored_matrix import Format
 
 ABI_VERSION = 9
 """Version of `program.cpp`; raise it with every change of its interface."""

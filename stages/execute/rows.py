@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.kernels.logits_processors import LOGITS_PROCESSORS, NO_IDS, LogitsProcessors
+from pipeline.kernels.logits_processor_inputs import LOGITS_PROCESSORS, NO_IDS, LogitsProcessors
 from pipeline.kernels.logprob_inputs import NO_LOGPROBS
-from pipeline.kernels.noise import noise_keys, sequence_key
+from pipeline.kernels.noise_keys import noise_keys, sequence_key
 from pipeline.kernels.sampling_inputs import GREEDY_BELOW, SamplingInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray
 from pipeline.runtime.messages import Finish, GenerationOptions, Pooling, RowAdd

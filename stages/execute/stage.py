@@ -59,19 +59,19 @@ def run(launch: m.Launch) -> None:
 
 def _load(launch: m.Launch, swap: memoryview | None) -> "tuple[Runner, Serve]":
     """The runner of the configured device, and the loop that serves with it."""
-    # Libraries read these when they are loaded, so torch is imported below.
+    # Libraries read these when they are loaded, so everything that imports torch is imported below.
     settings = launch.settings
     num_threads = settings.execute.num_threads or len(os.sched_getaffinity(0))
     os.environ.update(OMP_NUM_THREADS=str(num_threads), MKL_NUM_THREADS=str(num_threads), OPENBLAS_NUM_THREADS="1")
     # The other stages share these cores. A thread that spins at a barrier may occupy the core of the thread that it
     # waits for: with the library's default, a step can take fifty times as long beside a busy process.
     os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
-    import torch
-
-    torch.set_num_threads(num_threads)
     runner: Runner
     serve: Serve
     if settings.execute.device == "cuda":
+        import torch
+
+        torch.set_num_threads(num_threads)
         from pipeline.stages.execute.cuda.available import require
 
         require(settings, ModelConfig.load(launch.model_dir), Path(launch.model_dir))

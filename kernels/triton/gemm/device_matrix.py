@@ -23,7 +23,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pipeline.kernels.matrix import BLOCK_BYTES, FLOATS, GROUP, Matrix
+from pipeline.kernels.matrix import FLOATS, Matrix
+from pipeline.kernels.stored_matrix import BLOCK_BYTES, GROUP
 
 Quantization = Literal["int8", "int4"]
 Form = Literal["float", "int8", "int4"]
