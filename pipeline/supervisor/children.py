@@ -10,7 +10,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.channels import Outbox
 from pipeline.runtime.run_mode import RunMode
-from pipeline.runtime.stage import SUPERVISOR
+from pipeline.runtime.topology import SUPERVISOR
 from pipeline.supervisor.process import Child
 from pipeline.supervisor.resources import INCARNATION
 
@@ -28,11 +28,11 @@ class ChildTable:
         self.children: dict[str, Child] = {}
         self.outboxes: dict[str, Outbox[Any]] = {}
 
-    def spawn(self, launch: m.Launch) -> Child:
-        """Start a stage."""
+    def spawn(self, launch: m.Launch, *, waits: bool = False) -> Child:
+        """Start a stage. If it `waits`, it runs after `Child.begin`."""
         num_cores = len(os.sched_getaffinity(0))
         num_threads = self._settings.execute.num_threads if launch.stage == "execute" else 0
-        child = self._run_mode.start(self._run_mode.launch(launch), num_threads or num_cores)
+        child = self._run_mode.start(self._run_mode.launch(launch), num_threads or num_cores, waits=waits)
         self.children[child.name] = child
         self._poller.register(child.pidfd, zmq.POLLIN)
         self.outboxes[child.name] = Outbox(

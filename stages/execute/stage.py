@@ -8,9 +8,11 @@ import gc
 import os
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
+from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
@@ -57,15 +59,32 @@ def run(launch: m.Launch) -> None:
         stage.close()
 
 
-def _load(launch: m.Launch, swap: memoryview | None) -> "tuple[Runner, Serve]":
-    """The runner of the configured device, and the loop that serves with it."""
-    # Libraries read these when they are loaded, so everything that imports torch is imported below.
+def preload(launch: m.Launch) -> None:
+    """Import what `run` is going to need, except for CUDA's checks and kernels."""
     settings = launch.settings
+    _set_num_threads(settings)
+    if settings.execute.device == "cuda":
+        import_module("torch")
+        return
+    if settings.execute.kernels == "torch":
+        import_module("pipeline.stages.execute.cpu.torch_program")
+    import_module("pipeline.stages.execute.cpu.runner")
+
+
+def _set_num_threads(settings: Settings) -> int:
+    """Set what libraries read when they are loaded. Returns the number of threads that compute."""
     num_threads = settings.execute.num_threads or len(os.sched_getaffinity(0))
     os.environ.update(OMP_NUM_THREADS=str(num_threads), MKL_NUM_THREADS=str(num_threads), OPENBLAS_NUM_THREADS="1")
     # The other stages share these cores. A thread that spins at a barrier may occupy the core of the thread that it
     # waits for: with the library's default, a step can take fifty times as long beside a busy process.
     os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
+    return num_threads
+
+
+def _load(launch: m.Launch, swap: memoryview | None) -> "tuple[Runner, Serve]":
+    """The runner of the configured device, and the loop that serves with it."""
+    settings = launch.settings
+    num_threads = _set_num_threads(settings)
     runner: Runner
     serve: Serve
     if settings.execute.device == "cuda":
