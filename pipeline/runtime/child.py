@@ -1,6 +1,7 @@
 """Start and end of a child process: title, log, parent death, `StageFailed`, exit code."""
 
 import ctypes
+import gc
 import importlib
 import os
 import signal
@@ -46,6 +47,8 @@ def main(launch_fd: int) -> None:
         with file:
             if model_dir := file.read():
                 launch = msgspec.structs.replace(launch, model_dir=os.fsdecode(model_dir))
+        gc.freeze()
+        gc.enable()
         module.run(launch)
     except BaseException as error:
         reason = str(error) or type(error).__name__

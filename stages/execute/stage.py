@@ -112,8 +112,6 @@ def _load(launch: m.Launch, swap: memoryview | None) -> "tuple[Runner, Serve]":
 
         runner = cpu_runner = CpuRunner(settings, Path(launch.model_dir), swap)
         serve = partial(_serve, runner=cpu_runner)
-    # In the background, so that the first row that needs a mask does not wait for the process to start.
-    runner.masks.start()
     gc.collect()
     gc.freeze()
     return runner, serve
@@ -142,7 +140,9 @@ def _serve(stage: Stage[m.ExecuteInbox], runner: "CpuRunner") -> None:
                 case m.Ping():
                     stage.supervisor.send(m.Pong(message.nonce, m.PlainLoad(runner.rows.num_live)))
                 case m.Start():
-                    pass
+                    # In the background, so that the first row that needs a mask does not wait for the process to start.
+                    # Now all stages are ready, and it takes no core from their start.
+                    runner.masks.start()
                 case m.Stop():
                     return
                 case _:
