@@ -1,5 +1,6 @@
 """Weights are used as stored in the files: mapped, in their blocks, and rounded only on request."""
 
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -147,3 +148,35 @@ def test_joined_vectors_are_concatenated(tmp_path: Path) -> None:
     a, b = numbers(1, 7)[0], numbers(1, 3, seed=1)[0].to(torch.bfloat16)
     joined = as_tensor(weights_of(tmp_path, a=a, b=b).join_vectors(["a", "b"], [7, 3]))
     assert torch.equal(joined, torch.cat([a, b.float()]))
+
+
+def test_vectors_that_are_not_floats_are_rejected(tmp_path: Path) -> None:
+    weights = weights_of(tmp_path, v=torch.zeros(7, dtype=torch.uint8))
+    with pytest.raises(UserError, match=r"'v' .* is U8; supported are BF16, F16, F32"):
+        weights.vector("v", 7)
+
+
+def test_tensors_that_are_not_aligned_in_the_file_are_copied(tmp_path: Path) -> None:
+    """The format requires no alignment, and some writers don't align the header's end."""
+    values = numbers(2, 32)
+    path = tmp_path / "model.safetensors"
+    header = b'{"w":{"dtype":"F32","shape":[2,32],"data_offsets":[0,256]}} '
+    header += b" " * (1 - len(header) % 2)  # odd
+    path.write_bytes(struct.pack("<Q", len(header)) + header + values.numpy().tobytes())
+    matrix = as_matrix(Weights(tmp_path, config_of(), "f32").matrix("w", 2, 32))
+    assert torch.equal(matrix.data, values)
+    assert matrix.data.data_ptr() % 4 == 0 and not is_mapped(matrix.data, path)
+
+
+@pytest.mark.parametrize("damage", [b"", b"short", b"\xff" * 100, struct.pack("<Q", 2) + b"{]", None])
+def test_files_that_became_unreadable_are_reported(tmp_path: Path, damage: bytes | None) -> None:
+    weights_of(tmp_path, w=numbers(64))
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] if damage is None else damage)
+    with pytest.raises(UserError, match=r"model\.safetensors can't be read any more: "):
+        Weights(tmp_path, config_of(), "bf16")
+
+
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"model\.safetensors can't be read any more: .*No such file"):
+        Weights(tmp_path, config_of(), "bf16")
