@@ -41,7 +41,7 @@ class Stage:
             settings=Settings(),
             model_dir="",
             address=f"ipc://@pipeline/{os.getpid()}/written",
-            peers=[m.PeerInbox(SUPERVISOR, f"ipc://@pipeline/{os.getpid()}/nobody", 1)],
+            peers=[m.PeerInbox(SUPERVISOR, f"ipc://@pipeline/{os.getpid()}/none", 1)],
             # A descriptor of the launch is inherited under its own number.
             segments=[m.Segment("pipe", self.write, 0, True)],
             death_fd=self._death_read,

@@ -1,7 +1,7 @@
 """The weight of a linear layer in GPU memory: floats, or planes of codes, scales and minimums.
 
-In the blocks of files (kernels/stored_matrix.py) a scale precedes every 32 codes, so loads of 16 bytes are not aligned to
-them. Here codes are contiguous, and so are scales:
+In the blocks of files (kernels/stored_matrix.py) a scale precedes every 32 codes, so loads of 16 bytes are not aligned
+to them. Here codes are contiguous, and so are scales:
 
     format       group       codes                    w =
     bf16, f32    –           –                        the number itself

@@ -53,7 +53,7 @@ class RandomWeights(Weights):
         return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).view(rows, columns)
 
     def _blocks(self, format: Format, rows: int, columns: int, scale: float) -> Tensor:
-        """Blocks in the layout of kernels/matrix.py with random codes, all with the same scale."""
+        """Blocks in the layout of kernels/stored_matrix.py with random codes, all with the same scale."""
         data = self._bytes(rows * columns // GROUP * BLOCK_BYTES[format])
         blocks = data.reshape(-1, BLOCK_BYTES[format])
         if format == "q8_0":
