@@ -171,8 +171,7 @@ class Supervisor:
         """Let every stage begin, wait until each is ready, and send `Start` to all."""
         settings = self._settings
         assert self._prepared is not None
-        for child in self._table.children.values():
-            child.begin(self._prepared.model_dir)
+        self._table.begin_all(self._prepared.model_dir)
         self._run_until(
             lambda: all(child.state == "ready" for child in self._table.children.values()),
             self._run_mode.patience_s(settings.supervisor.start_timeout_s),
