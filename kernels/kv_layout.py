@@ -20,11 +20,6 @@ class LayerKV(NamedTuple):
     values: Tensor
 
 
-def block_bytes(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes that one block takes, over all layers."""
-    return 2 * num_layers * BLOCK_SIZE * num_kv_heads * head_dim * dtype.itemsize
-
-
 def allocate(
     num_layers: int, num_blocks: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: str
 ) -> Tensor:

@@ -1,41 +1,25 @@
-"""The weight of a linear layer in its stored format: floats, or blocks of 32 columns with a scale.
+"""Converts stored matrices (kernels/stored_matrix.py, which describes the formats) in torch: dequantizes, joins,
+quantizes.
 
-A block of each quantized format, as in a .gguf file (w is the dequantized weight):
-
-    q8_0  34 bytes   d: f16 │ q: 32 × int8                                   w = d * q
-    q4_0  18 bytes   d: f16 │ q: 32 × 4 bits                                 w = d * (q - 8)
-    q4_1  20 bytes   d: f16 │ m: f16 │ q: 32 × 4 bits                        w = d * q + m
-
-Byte i of 4-bit codes holds column i in its low half and column i + 16 in its high half. Formulas and rounding are those
-of ggml's reference quantizers (`quantize_row_*_ref` in ggml-quants.c).
+Formulas and rounding are those of ggml's reference quantizers (`quantize_row_*_ref` in ggml-quants.c).
 
 Shapes: N rows, K columns, G = K / 32 groups.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-FloatFormat = Literal["bf16", "f32"]
-Format = Literal["bf16", "f32", "q8_0", "q4_1", "q4_0"]
+from pipeline.kernels.stored_matrix import BLOCK_BYTES, GROUP, FloatFormat, Format, StoredMatrix, row_bytes
 
-GROUP = 32
-"""Columns per scale."""
-BLOCK_BYTES: dict[Format, int] = {"q8_0": 34, "q4_1": 20, "q4_0": 18}
 FLOATS: dict[Format, torch.dtype] = {"bf16": torch.bfloat16, "f32": torch.float32}
 
 CHUNK_VALUES = 1 << 21
 """Values converted at once: 8 MiB as float32, and a few times that in temporaries."""
-
-
-def row_bytes(format: Format, num_columns: int) -> int:
-    """Bytes of a row in blocks. Raises ValueError unless the columns are whole groups."""
-    if num_columns % GROUP:
-        raise ValueError(f"{format} takes columns in groups of {GROUP}, not {num_columns}")
-    return num_columns // GROUP * BLOCK_BYTES[format]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +42,11 @@ class Matrix:
                 f"a {self.format} matrix of {self.num_rows} rows and {self.num_columns} columns is contiguous {dtype} "
                 f"{list(expected)}, not {self.data.dtype} {list(self.data.shape)}"
             )
+
+    def row_addresses(self) -> "np.ndarray[Any, np.dtype[np.uint64]]":
+        """The address of each row in host memory, [N]. Valid while `data` lives."""
+        stride = self.data.stride(0) * self.data.element_size()
+        return self.data.data_ptr() + np.arange(self.num_rows, dtype=np.uint64) * np.uint64(stride)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The values, [N, K]. Blocks are computed in float32 and rounded once to `dtype`.
@@ -118,6 +107,21 @@ class Matrix:
         if self.format in FLOATS:
             raise ValueError(f"a {self.format} matrix has no blocks")
         return self.data.view(*self._groups(), BLOCK_BYTES[self.format])
+
+
+def as_matrix(matrix: Matrix | StoredMatrix) -> Matrix:
+    """A matrix in torch. The memory of a stored matrix is shared."""
+    if isinstance(matrix, Matrix):
+        return matrix
+    data = torch.from_numpy(matrix.data.view(np.int16) if matrix.format == "bf16" else matrix.data)
+    if matrix.format == "bf16":
+        data = data.view(torch.bfloat16)
+    return Matrix(matrix.format, data, matrix.num_rows, matrix.num_columns)
+
+
+def as_tensor(values: "Tensor | np.ndarray[Any, np.dtype[np.float32]]") -> Tensor:
+    """A tensor of the same values. The memory of an array is shared."""
+    return values if isinstance(values, Tensor) else torch.from_numpy(values)
 
 
 def join(matrices: Sequence[Matrix], mixed: FloatFormat = "bf16") -> Matrix:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.kernels.logits_processors import LogitsProcessors, WordArray, num_words
+from pipeline.kernels.logits_processor_inputs import LogitsProcessors, WordArray, num_words
 from pipeline.kernels.logprob_inputs import AddressArray, FloatArray, LogprobInputs
 from pipeline.kernels.step_inputs import IntArray, LongArray
 

@@ -1,7 +1,7 @@
 """The inputs of one step for the kernels.
 
 All arrays are allocated once and keep their addresses, which recorded programs contain. A step fills their beginnings
-and sets the three counts. On the CPU the numpy arrays and the tensors are views of the same memory.
+and sets the three counts.
 
 Shapes: T max_num_tokens, R max_num_rows, B blocks of the longest row.
 """
@@ -9,13 +9,17 @@ Shapes: T max_num_tokens, R max_num_rows, B blocks of the longest row.
 from typing import Any
 
 import numpy as np
-import torch
 
 IntArray = np.ndarray[Any, np.dtype[np.int32]]
 LongArray = np.ndarray[Any, np.dtype[np.int64]]
 
 BLOCK_SIZE = 16
 """Tokens in one KV block."""
+
+
+def block_bytes(num_layers: int, num_kv_heads: int, head_dim: int, item_bytes: int) -> int:
+    """Bytes that the keys and values of one block take, over all layers, with numbers of `item_bytes`."""
+    return 2 * num_layers * BLOCK_SIZE * num_kv_heads * head_dim * item_bytes
 
 
 class StepInputs:
@@ -33,18 +37,14 @@ class StepInputs:
         self.offsets: IntArray = np.zeros(max_num_rows, np.int32)
         self.block_tables: IntArray = np.zeros((max_num_rows, max_num_blocks), np.int32)
         """[R, B]; entries after a row's own blocks are stale."""
-        self._ids: LongArray = np.zeros(max_num_tokens, np.int64)
-        self._positions: LongArray = np.zeros(max_num_tokens, np.int64)
-        self._slots: LongArray = np.zeros(max_num_tokens, np.int64)
-        self._sampled: LongArray = np.zeros(max_num_rows, np.int64)
-        self.ids = torch.from_numpy(self._ids)
-        """[T] int64"""
-        self.positions = torch.from_numpy(self._positions)
-        """[T] int64; each token's place in its row"""
-        self.slots = torch.from_numpy(self._slots)
-        """[T] int64; where a token's keys and values go: block x BLOCK_SIZE + place in the block"""
-        self.sampled = torch.from_numpy(self._sampled)
-        """[R] int64; the tokens whose logits are wanted"""
+        self.ids: LongArray = np.zeros(max_num_tokens, np.int64)
+        """[T]"""
+        self.positions: LongArray = np.zeros(max_num_tokens, np.int64)
+        """[T]; each token's place in its row"""
+        self.slots: LongArray = np.zeros(max_num_tokens, np.int64)
+        """[T]; where a token's keys and values go: block x BLOCK_SIZE + place in the block"""
+        self.sampled: LongArray = np.zeros(max_num_rows, np.int64)
+        """[R]; the tokens whose logits are wanted"""
 
     def fill(
         self, ids: IntArray, starts: IntArray, counts: IntArray, block_tables: IntArray, samples: "np.ndarray[Any, Any]"
@@ -68,10 +68,10 @@ class StepInputs:
         self.counts[:num_rows] = counts
         self.offsets[:num_rows] = offsets
         self.block_tables[:num_rows, : block_tables.shape[1]] = block_tables
-        self._ids[:num_tokens] = ids
-        self._positions[:num_tokens] = positions
+        self.ids[:num_tokens] = ids
+        self.positions[:num_tokens] = positions
         blocks = block_tables[entry, positions // BLOCK_SIZE]
-        self._slots[:num_tokens] = blocks.astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+        self.slots[:num_tokens] = blocks.astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
         sampled = ends[samples.astype(bool)] - 1
         self.num_samples = len(sampled)
-        self._sampled[: self.num_samples] = sampled
+        self.sampled[: self.num_samples] = sampled

@@ -16,6 +16,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from pipeline.kernels.matrix import as_matrix, as_tensor
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.weights import Weights
 
@@ -172,14 +173,14 @@ def load(folder: Path) -> LlamaForCausalLM:
             mlp_bias=config.mlp_bias,
         )
     )
-    weights = Weights(folder, config, torch.float32)
+    weights = Weights(folder, config, "f32")
     with torch.no_grad():
         # a tied head is the embedding, which the parameters list under that name
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
-                parameter.copy_(weights.vector(name, len(parameter)))
+                parameter.copy_(as_tensor(weights.vector(name, len(parameter))))
             else:
-                parameter.copy_(weights.matrix(name, *parameter.shape).dequantize(torch.float32))
+                parameter.copy_(as_matrix(weights.matrix(name, *parameter.shape)).dequantize(torch.float32))
     return model.float().eval()
 
 

@@ -5,7 +5,8 @@
 
 #include "vec.h"
 
-// Of one row, for as long as it runs; `LOGITS_PROCESSORS` in kernels/logits_processors.py. Ids are of the vocabulary.
+// Of one row, for as long as it runs; `LOGITS_PROCESSORS` in kernels/logits_processor_inputs.py. Ids are of the
+// vocabulary.
 struct LogitsProcessors {
     float repetition, presence, frequency;
     int32_t num_prompt;

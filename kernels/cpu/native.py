@@ -14,10 +14,10 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from pipeline.kernels.logprob_inputs import ScoreInputs
-from pipeline.kernels.matrix import Format
 from pipeline.kernels.sampling_inputs import SamplingInputs
+from pipeline.kernels.stored_matrix import Format
 
-ABI_VERSION = 10
+ABI_VERSION = 11
 """Version of `program.cpp`; raise it with every change of its interface."""
 
 PANEL = 16
@@ -178,7 +178,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "thread_pool_delete": (None, [c_void_p]),
     "panel_bytes": (c_size_t, [POINTER(PackedMatrix)]),
     "pack": (None, [c_void_p, POINTER(PackedMatrix), c_void_p, c_void_p]),
-    "clear": (None, [c_void_p, c_void_p, c_size_t]),
+    "touch": (None, [c_void_p, c_void_p, c_size_t]),
     "copy_blocks": (None, [c_void_p, POINTER(NativeBlocks), c_void_p, c_void_p, c_int]),
     "act_bytes": (c_int, []),
     "activation_bytes": (c_size_t, [c_int, c_int]),
@@ -269,7 +269,7 @@ class ThreadPool:
         if num_bytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         array = np.frombuffer(memory, np.uint8)
-        self.library.clear(self.handle, array.ctypes.data, num_bytes)
+        self.library.touch(self.handle, array.ctypes.data, num_bytes)
         return array
 
     def close(self) -> None:

@@ -33,7 +33,7 @@ class Field(IntEnum):
     """0 is off; at most the vocabulary size"""
     KEY_LOW = 8
     KEY_HIGH = 9
-    """u64, the sequence's noise key (kernels/noise.py); a sample's key is derived from it and NUM_IDS."""
+    """u64, the sequence's noise key (kernels/noise_keys.py); a sample's key is derived from it and NUM_IDS."""
     HAS_LOGITS_PROCESSORS = 10
     """1: the fields below are read; kernels/logits_processors.py defines them."""
     REPETITION = 11

@@ -23,10 +23,10 @@ from pipeline.replay.recorder import FileWriter
 from pipeline.runtime import messages as m
 from pipeline.runtime.channels import Inbox, MessageDecoder, Outbox
 from pipeline.runtime.replay_context import ReplayContext
+from pipeline.runtime.topology import SUPERVISOR
 
 T = TypeVar("T")
 
-SUPERVISOR = "supervisor.0"
 MOMENT_S = 120.0
 """Longest wait for work beside the loop that had ended here in the recording."""
 

@@ -11,10 +11,10 @@ import zmq
 
 from pipeline.errors import UserError
 from pipeline.replay import format as f
-from pipeline.replay.player import SUPERVISOR
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.channels import Inbox, address_of
+from pipeline.runtime.topology import SUPERVISOR
 from pipeline.supervisor.process import Child
 
 LAST_WORDS_S = 0.5

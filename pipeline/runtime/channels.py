@@ -9,7 +9,6 @@ A send never blocks: it returns False if the outbox is full, and the owner decid
 outbox's bound at the sender, `INBOX_BOUND` at the receiver, and the kernel's buffer between them.
 """
 
-import asyncio
 import os
 import select
 import time
@@ -238,58 +237,6 @@ class Inbox(Generic[T]):
 
     def close(self) -> None:
         self._socket.close()
-
-
-class AsyncInbox(Generic[T]):
-    """An inbox for an asyncio stage. One wake takes all queued messages."""
-
-    def __init__(self, inbox: Inbox[T]) -> None:
-        self._inbox = inbox
-        self._readable = asyncio.Event()
-        self._woken_s = 0.0
-        self._loop = asyncio.get_running_loop()
-        if not inbox.is_replayed:
-            for fd in inbox.filenos():
-                self._loop.add_reader(fd, self._wake)
-
-    def _wake(self) -> None:
-        # has_message also makes the descriptor unreadable. Otherwise the loop would keep calling this while the
-        # receiver is busy.
-        if self._inbox.has_message() and not self._readable.is_set():
-            self._woken_s = time.monotonic()
-            self._readable.set()
-
-    async def receive_all(self, limit: int = 256) -> list[T]:
-        """Wait for a message, then return the queued messages, at most `limit`. Other tasks get a turn before each
-        receive, even if messages are queued. Cancellation loses no message.
-
-        The wait has no deadline, because an idle server receives nothing. The supervisor's death and `Stop` end it.
-        """
-        await asyncio.sleep(0)
-        if self._inbox.is_replayed:
-            return await self._inbox.replayed()
-        while True:
-            messages: list[T] = []
-            while len(messages) < limit and (message := self._inbox.take()) is not None:
-                messages.append(message)
-            if messages:
-                self._inbox.took()
-                return messages
-            self._readable.clear()
-            if not self._inbox.has_message():
-                await self._readable.wait()
-                self._inbox.wait_s += time.monotonic() - self._woken_s
-                self._inbox.num_wakes += 1
-
-    async def receive_now(self) -> list[T]:
-        """All queued messages; the list may be empty."""
-        return await self._inbox.replayed() if self._inbox.is_replayed else self._inbox.receive_all()
-
-    def close(self) -> None:
-        if not self._inbox.is_replayed:
-            for fd in self._inbox.filenos():
-                self._loop.remove_reader(fd)
-        self._inbox.close()
 
 
 class Outbox(Generic[T]):

@@ -1,6 +1,7 @@
 """Start and end of a child process: title, log, parent death, `StageFailed`, exit code."""
 
 import ctypes
+import gc
 import importlib
 import os
 import signal
@@ -15,26 +16,40 @@ from pipeline.errors import UserError
 from pipeline.runtime.channels import Outbox
 from pipeline.runtime.logs import open_log
 from pipeline.runtime.messages import Envelope, Launch, StageFailed, SupervisorInbox
-from pipeline.runtime.stage import SUPERVISOR
+from pipeline.runtime.messages.lifecycle import LENGTH
+from pipeline.runtime.topology import SUPERVISOR
 
 EXIT_FAILED = 1
 EXIT_ORPHANED = 4
 REPORT_S = 1.0
-"""Maximum time for sending the reason of a failure."""
+"""Maximum time for sending a report."""
 PR_SET_PDEATHSIG = 1
 
 
 def main(launch_fd: int) -> None:
-    """Run the stage that the supervisor describes on `launch_fd`. Ends the process."""
-    with open(launch_fd, "rb") as file:
-        launch = msgspec.msgpack.decode(file.read(), type=Launch)
+    """Run the stage that the supervisor describes on `launch_fd`. Ends the process.
+
+    The stage's code is imported while the model is prepared. If the stage has a function `preload`, it is called with
+    the launch, which may lack the `model_dir`, and imports what `run` is going to need.
+    """
+    file = open(launch_fd, "rb")  # noqa: SIM115 - until the launch is complete, below
+    (length,) = LENGTH.unpack(file.read(LENGTH.size))
+    launch = msgspec.msgpack.decode(file.read(length), type=Launch)
     _die_with_parent(launch.death_fd)
     setproctitle.setproctitle(f"pipeline: {launch.name}")
     log = open_log(launch.name, launch.settings.log_level, launch.settings.log_format)
     try:
         if launch.foreground:
             importlib.import_module("pipeline.runtime.debugging").install(launch.break_at)
-        importlib.import_module(launch.entry).run(launch)
+        module = importlib.import_module(launch.entry)
+        if (preload := getattr(module, "preload", None)) is not None:
+            preload(launch)
+        with file:
+            if model_dir := file.read():
+                launch = msgspec.structs.replace(launch, model_dir=os.fsdecode(model_dir))
+        gc.freeze()
+        gc.enable()
+        module.run(launch)
     except BaseException as error:
         reason = str(error) or type(error).__name__
         if not isinstance(error, UserError):
@@ -66,9 +81,14 @@ def _die_with_parent(death_fd: int) -> None:
 
 def report_failure(launch: Launch, reason: str) -> None:
     """Send the reason of a failure to the supervisor."""
+    report(launch, StageFailed(reason))
+
+
+def report(launch: Launch, message: SupervisorInbox) -> None:
+    """Send one message to the supervisor from a process without a `Stage`."""
     address = next(peer.address for peer in launch.peers if peer.name == SUPERVISOR)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     outbox: Outbox[SupervisorInbox] = Outbox(context, address, Envelope(launch.name, launch.incarnation), bound=1)
-    outbox.send(StageFailed(reason))
+    outbox.send(message)
     outbox.flush(REPORT_S)
     context.term()

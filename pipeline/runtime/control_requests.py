@@ -7,7 +7,7 @@ command that sends it to the supervisor's admin server as a `StageCommand`.
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, assert_never
+from typing import TYPE_CHECKING, Any, Protocol, assert_never
 
 import msgspec
 
@@ -16,10 +16,12 @@ from pipeline.metrics.request_timings import RequestTimings
 from pipeline.metrics.stats import EdgeCounts, OwnCounts, StageCounts, num_queued
 from pipeline.replay.recorder import RecordState
 from pipeline.runtime import messages as m
-from pipeline.runtime.arrays import Arrays
 from pipeline.runtime.channels import Inbox, Outbox
 from pipeline.runtime.stack_sampler import StackSampler
 from pipeline.runtime.tracing import MAX_WINDOW_S, StageTrace, Tracer
+
+if TYPE_CHECKING:
+    from pipeline.runtime.arrays import Arrays
 
 
 class ControlledStage(Protocol):
@@ -28,7 +30,7 @@ class ControlledStage(Protocol):
     name: str
     trace: Tracer
     inbox: Inbox[Any]
-    arrays: Arrays
+    arrays: "Arrays"
     supervisor: Outbox[m.SupervisorInbox]
 
     @property

@@ -1,6 +1,7 @@
 """The entry point of every stage process. The supervisor runs it as a script with the number of an inherited
 descriptor that holds the `Launch`."""
 
+import gc
 import os
 import signal
 import sys
@@ -30,6 +31,8 @@ if __name__ == "__main__":
     # A service manager sends SIGTERM to every process. Only the supervisor handles it; it sends `Stop`.
     for _number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(_number, signal.SIG_IGN)
+    # Until the stage runs: what it imports lives as long as the process, so collections would find nothing.
+    gc.disable()
     adopt_package()
     from pipeline.runtime import child
 

@@ -35,9 +35,9 @@ class RunMode(msgspec.Struct, frozen=True):
         """The timeout, or infinity if a debugger may stop a stage."""
         return float("inf") if self.foreground or self.inline else timeout_s
 
-    def start(self, launch: m.Launch, num_threads: int) -> Child:
-        """Start a stage."""
-        return InlineChild(launch) if self.inline else Child(launch, num_threads)
+    def start(self, launch: m.Launch, num_threads: int, *, waits: bool) -> Child:
+        """Start a stage. If it `waits`, it runs after `Child.begin`."""
+        return InlineChild(launch, waits=waits) if self.inline else Child(launch, num_threads, waits=waits)
 
     def launch(self, launch: m.Launch) -> m.Launch:
         """A stage's launch message with these options."""

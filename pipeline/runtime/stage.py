@@ -9,7 +9,6 @@ import zmq
 
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
-from pipeline.replay.player import PlaybackContext, ReplayInbox, ReplayOutbox
 from pipeline.replay.recorder import RecordingContext, RecordState, header_of
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
@@ -18,13 +17,12 @@ from pipeline.runtime.channels import Inbox, Outbox, RingEdge
 from pipeline.runtime.control_requests import ControlRequests
 from pipeline.runtime.messages import Envelope, ExecuteFacts, Launch
 from pipeline.runtime.replay_context import ReplayContext
+from pipeline.runtime.topology import SUPERVISOR
 from pipeline.runtime.tracing import Tracer
 from pipeline.shm import segment
 from pipeline.shm.ring import POSITION_BYTES, RingReader, RingWriter
 
 T = TypeVar("T")
-
-SUPERVISOR = "supervisor.0"
 
 
 class Stage(Generic[T]):
@@ -52,6 +50,9 @@ class Stage(Generic[T]):
         self.inbox: Inbox[T]
         self._outboxes: dict[str, Outbox[Any]]
         if launch.replay is not None:
+            # Imported here: a stage that is not a replay needs neither this nor asyncio.
+            from pipeline.replay.player import PlaybackContext, ReplayInbox, ReplayOutbox
+
             self.replay_context = replay = PlaybackContext(launch.replay, union)
             self.inbox = ReplayInbox(replay)
             self._outboxes = {peer.name: ReplayOutbox(replay, peer.name) for peer in launch.peers}

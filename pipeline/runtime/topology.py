@@ -54,6 +54,8 @@ MAX_RINGS = 16
 
 FLOW = ("gateway", "ingest", "schedule", "execute", "detokenize")
 
+SUPERVISOR = "supervisor.0"
+
 PREPARE = "pipeline.stages.prepare.stage"
 
 INSTANT = "pipeline.stages.execute.measuring.instant"
@@ -142,6 +144,6 @@ def private_segments(settings: Settings, name: str) -> dict[str, int]:
 def peers_of(stage: StageRow, addresses: dict[str, str], settings: Settings, replica: int = 0) -> list[PeerInbox]:
     """The inboxes that a replica of a stage sends to, including the supervisor's. For a stage that sends to itself,
     these are the other replicas."""
-    names = ["supervisor.0", *(peer for name in stage.sends_to for peer in replicas_of(settings, name))]
+    names = [SUPERVISOR, *(peer for name in stage.sends_to for peer in replicas_of(settings, name))]
     names = [name for name in names if name != f"{stage.name}.{replica}"]
     return [PeerInbox(name, addresses[name], bound_of(settings)) for name in names]

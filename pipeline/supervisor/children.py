@@ -10,7 +10,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.channels import Outbox
 from pipeline.runtime.run_mode import RunMode
-from pipeline.runtime.stage import SUPERVISOR
+from pipeline.runtime.topology import SUPERVISOR
 from pipeline.supervisor.process import Child
 from pipeline.supervisor.resources import INCARNATION
 
@@ -27,21 +27,38 @@ class ChildTable:
         self._poller = poller
         self.children: dict[str, Child] = {}
         self.outboxes: dict[str, Outbox[Any]] = {}
+        """To the children that have begun."""
+        self._addresses: dict[str, str] = {}
+        """Of the children that wait."""
 
-    def spawn(self, launch: m.Launch) -> Child:
-        """Start a stage."""
+    def spawn(self, launch: m.Launch, *, waits: bool = False) -> Child:
+        """Start a stage. If it `waits`, it runs after `begin_all`."""
         num_cores = len(os.sched_getaffinity(0))
         num_threads = self._settings.execute.num_threads if launch.stage == "execute" else 0
-        child = self._run_mode.start(self._run_mode.launch(launch), num_threads or num_cores)
+        child = self._run_mode.start(self._run_mode.launch(launch), num_threads or num_cores, waits=waits)
         self.children[child.name] = child
         self._poller.register(child.pidfd, zmq.POLLIN)
-        self.outboxes[child.name] = Outbox(
+        self._addresses[child.name] = launch.address
+        if not waits:
+            self._connect(child.name)
+        return child
+
+    def begin_all(self, model_dir: str) -> None:
+        """Let all children run that wait, with the folder of the prepared model."""
+        for child in self.children.values():
+            if not child.has_begun:
+                child.begin(model_dir)
+                self._connect(child.name)
+
+    def _connect(self, name: str) -> None:
+        """Create a child's outbox. A child that waits has none: its inbox is missing, and libzmq would try again and
+        again for as long as a model is downloaded."""
+        self.outboxes[name] = Outbox(
             self._context,
-            launch.address,
+            self._addresses.pop(name),
             m.Envelope(SUPERVISOR, INCARNATION),
             topology.bound_of(self._settings),
         )
-        return child
 
     def mark_dead(self, child: Child) -> None:
         """Stop watching a child that has ended: its pidfd would stay readable."""
@@ -54,7 +71,8 @@ class ChildTable:
             self._poller.unregister(child.pidfd)
         child.close()
         del self.children[child.name]
-        self.outboxes.pop(child.name).close()
+        if (outbox := self.outboxes.pop(child.name, None)) is not None:
+            outbox.close()
 
     def in_flow_order(self) -> list[Child]:
         places = {name: place for place, name in enumerate(topology.FLOW)}

@@ -24,8 +24,8 @@ THREAD = "stage "
 class InlineChild(Child):
     """Has the interface of `Child`. `error` is the exception that the stage raised."""
 
-    def __init__(self, launch: Launch) -> None:
-        """Start it."""
+    def __init__(self, launch: Launch, *, waits: bool = False) -> None:
+        """Start it. If it `waits`, it runs after `begin`."""
         for key, value in SINGLE_THREADED.items():
             os.environ.setdefault(key, value)
         self.name = launch.name
@@ -41,10 +41,24 @@ class InlineChild(Child):
             launch = msgspec.structs.replace(launch, admin_fd=os.dup(launch.admin_fd))
         self.pidfd, self._end = os.pipe()
         """Readable once the stage has ended."""
-        self._thread = threading.Thread(target=self._run, args=(launch,), name=f"{THREAD}{self.name}", daemon=True)
+        self._launch = launch
+        self._begun = threading.Event()
+        if not waits:
+            self._begun.set()
+        self._thread = threading.Thread(target=self._run, name=f"{THREAD}{self.name}", daemon=True)
         self._thread.start()
 
-    def _run(self, launch: Launch) -> None:
+    @property
+    def has_begun(self) -> bool:
+        return self._begun.is_set()
+
+    def begin(self, model_dir: str) -> None:
+        self._launch = msgspec.structs.replace(self._launch, model_dir=model_dir)
+        self._begun.set()
+
+    def _run(self) -> None:
+        self._begun.wait()
+        launch = self._launch
         try:
             importlib.import_module(launch.entry).run(launch)
         except BaseException as error:

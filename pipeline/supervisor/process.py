@@ -1,5 +1,6 @@
 """A child process: started with exec, watched by its pidfd."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import msgspec
 
 from pipeline.runtime import entry
 from pipeline.runtime.messages import Launch
+from pipeline.runtime.messages.lifecycle import LENGTH
 
 SINGLE_THREADED = {
     "OMP_NUM_THREADS": "1",
@@ -29,19 +31,21 @@ THREADED = ("execute", "prepare")
 class Child:
     """A stage's process. `state` is starting, ready, stopping or dead; only the supervisor changes it."""
 
-    def __init__(self, launch: Launch, num_threads: int) -> None:
-        """Start the process. It inherits the descriptors it needs by number; all others are closed."""
+    def __init__(self, launch: Launch, num_threads: int, *, waits: bool = False) -> None:
+        """Start the process. It inherits the descriptors it needs by number; all others are closed. If it `waits`, it
+        imports its code and then waits for `begin`."""
         self.name = launch.name
         self.stage = launch.stage
         self.incarnation = launch.incarnation
         self.state = "starting"
         self.started_s = time.monotonic()
+        self._begin_fd = -1
         read_fd, write_fd = os.pipe()
         os.set_blocking(write_fd, False)  # a launch always fits the pipe; an error is better than a hang
         data = msgspec.msgpack.encode(launch)
+        data = LENGTH.pack(len(data)) + data
         try:
             num_written = os.write(write_fd, data)
-            os.close(write_fd)
             assert num_written == len(data), "the launch does not fit the pipe"
             fds = [read_fd, launch.death_fd, *(segment.fd for segment in launch.segments)]
             fds += [fd for ring in launch.rings for fd in (ring.data_fd, ring.position_fd, ring.event_fd)]
@@ -56,11 +60,33 @@ class Child:
                 process_group=None if launch.foreground else 0,
                 env=os.environ | SINGLE_THREADED | (threads if launch.stage in THREADED else {}),
             )
+        except BaseException:
+            os.close(write_fd)
+            raise
         finally:
             os.close(read_fd)
+        self._begin_fd = write_fd
+        if not waits:
+            self._end_launch()
         self.pid = self._process.pid
         self.pidfd = os.pidfd_open(self.pid)
         """Readable once the process has ended."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it runs, or still waits for `begin`."""
+        return self._begin_fd < 0
+
+    def begin(self, model_dir: str) -> None:
+        """Let a process that waits run, with the folder of the prepared model."""
+        with contextlib.suppress(BrokenPipeError):  # it has ended; its pidfd tells
+            os.write(self._begin_fd, os.fsencode(model_dir))
+        self._end_launch()
+
+    def _end_launch(self) -> None:
+        if self._begin_fd >= 0:
+            os.close(self._begin_fd)
+            self._begin_fd = -1
 
     @property
     def is_alive(self) -> bool:
@@ -98,6 +124,7 @@ class Child:
     def close(self) -> None:
         """Kill the process if it is alive, and close its descriptors."""
         self.kill()
+        self._end_launch()
         if self.pidfd >= 0:
             os.close(self.pidfd)
             self.pidfd = -1

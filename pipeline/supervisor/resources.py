@@ -11,7 +11,7 @@ from pipeline.config.settings import Settings
 from pipeline.runtime import api_keys, topology
 from pipeline.runtime import messages as m
 from pipeline.runtime.channels import address_of
-from pipeline.runtime.stage import SUPERVISOR
+from pipeline.runtime.topology import SUPERVISOR
 from pipeline.shm import segment
 
 INCARNATION = 1
@@ -71,10 +71,8 @@ class SharedResources:
             data_fd, position_fd = (segment.create(f"{sender}-{receiver}-{part}", size) for part, size in sizes)
             self._rings[sender, receiver] = data_fd, position_fd, os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
-    def launch(
-        self, stage: str, entry: str, peers: list[m.PeerInbox], model_dir: str = "", replica: int = 0
-    ) -> m.Launch:
-        """The parameters of a stage's process."""
+    def launch(self, stage: str, entry: str, peers: list[m.PeerInbox], replica: int = 0) -> m.Launch:
+        """The parameters of a stage's process. The folder of the model is not known yet."""
         name = f"{stage}.{replica}"
         return m.Launch(
             stage=stage,
@@ -83,7 +81,7 @@ class SharedResources:
             incarnation=INCARNATION,
             entry=entry,
             settings=self._settings,
-            model_dir=model_dir,
+            model_dir="",
             address=self.addresses.get(name) or address_of(self.server, name, INCARNATION),
             peers=peers,
             segments=self._segments_of(stage, name),

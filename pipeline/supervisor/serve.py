@@ -9,7 +9,7 @@ from pipeline.config.settings import Settings
 from pipeline.runtime import api_keys
 from pipeline.runtime.logs import open_log
 from pipeline.runtime.run_mode import RunMode
-from pipeline.runtime.stage import SUPERVISOR
+from pipeline.runtime.topology import SUPERVISOR
 from pipeline.supervisor import bind_policy
 from pipeline.supervisor.listeners import listen, zmq_address
 from pipeline.supervisor.supervisor import Supervisor

@@ -1,9 +1,11 @@
 """The supervisor: starts the stages, watches them, and stops them in flow order.
 
-    prepare ──► start all, execute first ──► Ready from each ──► Start to each ──► serving
-                                                                                      │
-      exit 0 ◄── Stop, in flow order ◄── Drained ◄── Drain to the gateway ◄───────────┤ SIGINT, SIGTERM
-      exit 3 ◄── Stop, in flow order ◄── Drained ◄── StageDied to the gateway ◄───────┘ a stage ends
+    start prepare, then all ──► Prepared ──► begin all ──► Ready from each ──► Start to each ──► serving
+                                                                                                    │
+      exit 0 ◄── Stop, in flow order ◄── Drained ◄── Drain to the gateway ◄─────────────────────────┤ SIGINT, SIGTERM
+      exit 3 ◄── Stop, in flow order ◄── Drained ◄── StageDied to the gateway ◄─────────────────────┘ a stage ends
+
+The stages' processes import their code while prepare runs, and begin when the model's folder is known.
 
 Nothing outlives it: its children die with it (see process.py), sockets are abstract, shared memory is anonymous.
 """
@@ -25,7 +27,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.channels import Inbox
 from pipeline.runtime.control_requests import with_execute_facts
 from pipeline.runtime.run_mode import RunMode
-from pipeline.runtime.stage import SUPERVISOR
+from pipeline.runtime.topology import SUPERVISOR
 from pipeline.supervisor import gpu
 from pipeline.supervisor.admin_server import AdminServer, Questions
 from pipeline.supervisor.children import ChildTable
@@ -118,7 +120,8 @@ class Supervisor:
             return EXIT_NOT_STARTED
         try:
             self._reserve_swap()
-            self._prepare()
+            prepare = self._spawn_all()
+            self._prepare(prepare)
             self._start(begun)
             return self._watch()
         except Stopping as stopping:
@@ -144,27 +147,31 @@ class Supervisor:
             self._poller.unregister(self._resources.reservation.fileno())
             self._resources.end_reservation()
 
-    def _prepare(self) -> None:
-        """Run prepare, which resolves the model and exits."""
+    def _spawn_all(self) -> Child:
+        """Start the processes of all stages, which wait for the model, and of prepare, which is returned."""
         self._log_event("starting", version=VERSION, model=self._settings.model)
         peers = [m.PeerInbox(SUPERVISOR, self._resources.addresses[SUPERVISOR], 16)]
-        child = self._spawn(self._resources.launch("prepare", topology.PREPARE, peers))
+        prepare = self._spawn(self._resources.launch("prepare", topology.PREPARE, peers))
+        self._resources.create_arenas()
+        self._resources.create_rings()
+        for row in topology.TOPOLOGY:
+            for replica in range(topology.num_replicas(self._settings, row.name)):
+                peers = topology.peers_of(row, self._resources.addresses, self._settings, replica)
+                self._spawn(self._resources.launch(row.name, row.entry, peers, replica), waits=True)
+        return prepare
+
+    def _prepare(self, child: Child) -> None:
+        """Wait for prepare, which resolves the model and exits."""
         timeout_s = self._settings.supervisor.prepare_timeout_s
         self._run_until(lambda: self._prepared is not None, timeout_s, "the model to be prepared")
         child.wait(self._settings.supervisor.stop_timeout_s)
         self._table.remove(child)
 
     def _start(self, begun: float) -> None:
-        """Start every stage, wait until each is ready, and send `Start` to all."""
+        """Let every stage begin, wait until each is ready, and send `Start` to all."""
         settings = self._settings
         assert self._prepared is not None
-        self._resources.create_arenas()
-        self._resources.create_rings()
-        for row in topology.TOPOLOGY:
-            for replica in range(topology.num_replicas(settings, row.name)):
-                peers = topology.peers_of(row, self._resources.addresses, settings, replica)
-                model_dir = self._prepared.model_dir
-                self._spawn(self._resources.launch(row.name, row.entry, peers, model_dir, replica))
+        self._table.begin_all(self._prepared.model_dir)
         self._run_until(
             lambda: all(child.state == "ready" for child in self._table.children.values()),
             self._run_mode.patience_s(settings.supervisor.start_timeout_s),
@@ -274,8 +281,8 @@ class Supervisor:
 
     # --------------------------------------------------------------------------------------------------- children
 
-    def _spawn(self, launch: m.Launch) -> Child:
-        child = self._table.spawn(launch)
+    def _spawn(self, launch: m.Launch, *, waits: bool = False) -> Child:
+        child = self._table.spawn(launch, waits=waits)
         self._log.debug("started", extra={"fields": {"stage": child.name, "pid": child.pid}})
         return child
 
@@ -329,7 +336,8 @@ class Supervisor:
             self._questions.end_late()
             now = time.monotonic()
             if now >= end:
-                late = ", ".join(child.name for child in self._table.children.values() if child.state == "starting")
+                children = self._table.children.values()
+                late = ", ".join(child.name for child in children if child.state == "starting" and child.has_begun)
                 self._log.error(f"timed out after {timeout_s:g} s waiting for {what}{f': {late}' if late else ''}")
                 raise Stopping(EXIT_OK if self._is_serving else EXIT_NOT_STARTED)
             if self._inbox.wait(0) or self._admin_server.has_message():

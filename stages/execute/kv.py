@@ -4,16 +4,17 @@ import logging
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from pipeline.config.by_device import kv_bytes_in_ram
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
-from pipeline.kernels.kv_layout import block_bytes
-from pipeline.kernels.step_inputs import BLOCK_SIZE
+from pipeline.kernels.step_inputs import BLOCK_SIZE, block_bytes
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.shm.available import available_bytes
 from pipeline.stages.execute.cpu.program import SwapArray
+
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+"""The size of a number of each `execute.dtype`."""
 
 MAX_CHOSEN_BLOCKS = 2**20
 """Maximum number of blocks if execute.kv_cache_bytes is not set: 16 million tokens. The scheduler keeps a few words for
@@ -130,5 +131,4 @@ def divide_swap(settings: Settings, config: ModelConfig, memory: memoryview) -> 
 
 
 def _block_bytes(settings: Settings, config: ModelConfig) -> int:
-    dtype: torch.dtype = getattr(torch, settings.execute.dtype)
-    return block_bytes(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
+    return block_bytes(config.num_layers, config.num_kv_heads, config.head_dim, DTYPE_BYTES[settings.execute.dtype])

@@ -8,9 +8,11 @@ import gc
 import os
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
+from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
@@ -57,21 +59,38 @@ def run(launch: m.Launch) -> None:
         stage.close()
 
 
-def _load(launch: m.Launch, swap: memoryview | None) -> "tuple[Runner, Serve]":
-    """The runner of the configured device, and the loop that serves with it."""
-    # Libraries read these when they are loaded, so torch is imported below.
+def preload(launch: m.Launch) -> None:
+    """Import what `run` is going to need, except for CUDA's checks and kernels."""
     settings = launch.settings
+    _set_num_threads(settings)
+    if settings.execute.device == "cuda":
+        import_module("torch")
+        return
+    if settings.execute.kernels == "torch":
+        import_module("pipeline.stages.execute.cpu.torch_program")
+    import_module("pipeline.stages.execute.cpu.runner")
+
+
+def _set_num_threads(settings: Settings) -> int:
+    """Set what libraries read when they are loaded. Returns the number of threads that compute."""
     num_threads = settings.execute.num_threads or len(os.sched_getaffinity(0))
     os.environ.update(OMP_NUM_THREADS=str(num_threads), MKL_NUM_THREADS=str(num_threads), OPENBLAS_NUM_THREADS="1")
     # The other stages share these cores. A thread that spins at a barrier may occupy the core of the thread that it
     # waits for: with the library's default, a step can take fifty times as long beside a busy process.
     os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
-    import torch
+    return num_threads
 
-    torch.set_num_threads(num_threads)
+
+def _load(launch: m.Launch, swap: memoryview | None) -> "tuple[Runner, Serve]":
+    """The runner of the configured device, and the loop that serves with it."""
+    settings = launch.settings
+    num_threads = _set_num_threads(settings)
     runner: Runner
     serve: Serve
     if settings.execute.device == "cuda":
+        import torch
+
+        torch.set_num_threads(num_threads)
         from pipeline.stages.execute.cuda.available import require
 
         require(settings, ModelConfig.load(launch.model_dir), Path(launch.model_dir))
@@ -93,8 +112,6 @@ def _load(launch: m.Launch, swap: memoryview | None) -> "tuple[Runner, Serve]":
 
         runner = cpu_runner = CpuRunner(settings, Path(launch.model_dir), swap)
         serve = partial(_serve, runner=cpu_runner)
-    # In the background, so that the first row that needs a mask does not wait for the process to start.
-    runner.masks.start()
     gc.collect()
     gc.freeze()
     return runner, serve
@@ -123,7 +140,9 @@ def _serve(stage: Stage[m.ExecuteInbox], runner: "CpuRunner") -> None:
                 case m.Ping():
                     stage.supervisor.send(m.Pong(message.nonce, m.PlainLoad(runner.rows.num_live)))
                 case m.Start():
-                    pass
+                    # In the background, so that the first row that needs a mask does not wait for the process to start.
+                    # Now all stages are ready, and it takes no core from their start.
+                    runner.masks.start()
                 case m.Stop():
                     return
                 case _:

@@ -1,97 +1,163 @@
 """A model's tensors, read from the safetensors files that its config names.
 
 Files are mapped: a tensor that already has the right form is used in place, and its pages are loaded on first access.
-Matrices with the same input are joined into one.
+Torch is imported only where floats must be rounded: the CPU library reads all other tensors without it, and the import
+would take most of the executor's start.
+
+The format: the header's length as u64, the header as JSON (name → dtype, shape, begin and end of its bytes), then the
+data (https://github.com/huggingface/safetensors#format). The library imports torch for bfloat16.
 """
 
+import math
+import mmap
+import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from safetensors import safe_open
-from torch import Tensor
+import msgspec
+import numpy as np
 
 from pipeline.errors import UserError
-from pipeline.kernels.matrix import BLOCK_BYTES, GROUP, FloatFormat, Format, Matrix
+from pipeline.kernels.logprob_inputs import FloatArray
+from pipeline.kernels.stored_matrix import BLOCK_BYTES, GROUP, FloatFormat, Format, StoredMatrix
 from pipeline.runtime.model_folder import ModelConfig, format_key
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pipeline.kernels.matrix import Matrix
+
+FLOATS: dict[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
+"""safetensors' dtypes of floats, and the numpy dtypes to read them with: the bits of bfloat16."""
+FORMATS: dict[str, FloatFormat] = {"BF16": "bf16", "F32": "f32"}
+FLOAT_FORMATS: dict[str, FloatFormat] = {"bfloat16": "bf16", "float32": "f32"}
+"""The format of float matrices for each `execute.dtype`."""
 BLOCKS: dict[str, Format] = {format: format for format in BLOCK_BYTES}
+BLOCK_DTYPE = "U8"
+
+
+class TensorEntry(msgspec.Struct, frozen=True):
+    """A tensor's entry in a safetensors header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+    """Begin and end, relative to the header's end."""
+
+
+class TensorFile:
+    """A mapped safetensors file. Raises OSError, ValueError or struct.error if it can't be read."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            # Private and writable: torch warns about arrays that it must not write.
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        (length,) = struct.unpack_from("<Q", self._map)
+        self._begin = 8 + length
+        header: dict[str, msgspec.Raw] = msgspec.json.decode(self._map[8 : self._begin], type=dict[str, msgspec.Raw])
+        self.metadata = msgspec.json.decode(header.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
+        self.entries = {name: msgspec.json.decode(raw, type=TensorEntry) for name, raw in header.items()}
+        end = max((entry.data_offsets[1] for entry in self.entries.values()), default=0)
+        if len(self._map) < self._begin + end:
+            raise ValueError(f"it has {len(self._map)} bytes, but its tensors end at {self._begin + end}")
+
+    def array(self, name: str, dtype: "np.dtype[Any]") -> "np.ndarray[Any, Any]":
+        """A tensor in the mapped memory, or a copy if it is not aligned there."""
+        entry = self.entries[name]
+        offset = self._begin + entry.data_offsets[0]
+        array = np.frombuffer(self._map, dtype, math.prod(entry.shape), offset).reshape(entry.shape)
+        return np.require(array, requirements="A")
 
 
 class Weights:
     """The tensors of a model folder, by their Hugging Face names. Raises UserError if a file can't be read.
 
-    Float matrices, and those joined from several formats, become "f32" or "bf16", depending on `dtype`. Quantized
-    matrices keep their blocks.
+    Float matrices become `float_format`. Quantized matrices keep their blocks.
     """
 
-    def __init__(self, folder: Path, config: ModelConfig, dtype: torch.dtype) -> None:
-        self._float_format: FloatFormat = "f32" if dtype == torch.float32 else "bf16"
+    def __init__(self, folder: Path, config: ModelConfig, float_format: FloatFormat) -> None:
+        self._float_format = float_format
         self._folder = folder
-        self._files: dict[str, Any] = {}
-        self._formats: dict[str, str] = {}
+        self._files: dict[str, TensorFile] = {}
         self.taken: dict[str, None] = {}
         """Formats of the loaded matrices, in the order of their first use."""
         for path in config.weight_paths(folder):
             try:
-                file: Any = safe_open(path, framework="pt")
-            except Exception as error:  # the library raises nothing more precise; prepare has read the file before
+                file = TensorFile(path)
+            except (OSError, ValueError, struct.error) as error:  # prepare has read the file before
                 raise UserError(f"{path} can't be read any more: {error}") from error
-            metadata = file.metadata() or {}
-            for name in file.keys():  # noqa: SIM118 - the file is not a dict
-                self._files[name] = file
-                if (format := metadata.get(format_key(name))) is not None:
-                    self._formats[name] = format
+            self._files.update(dict.fromkeys(file.entries, file))
 
-    def matrix(self, name: str, rows: int, columns: int) -> Matrix:
+    def matrix(self, name: str, rows: int, columns: int) -> "StoredMatrix | Matrix":
         """A matrix of the model. Raises UserError if it is missing, or has another shape or an unknown format."""
-        tensor = self._tensor(name)
-        if tensor.dtype in FLOATS:
-            self._check_shape(name, tensor, rows, columns)
-            dtype = torch.float32 if self._float_format == "f32" else torch.bfloat16
+        file, entry = self._find(name)
+        if entry.dtype in FLOATS:
+            self._check_shape(name, entry, rows, columns)
             self.taken[self._float_format] = None
-            return Matrix(self._float_format, tensor.to(dtype), rows, columns)
-        found = self._formats.get(name, "")
+            data = file.array(name, FLOATS[entry.dtype])
+            if FORMATS.get(entry.dtype) != self._float_format:
+                data = _converted(data, entry.dtype, self._float_format)
+            return StoredMatrix(self._float_format, data, rows, columns)
+        found = file.metadata.get(format_key(name), "")
         format = BLOCKS.get(found)
-        if format is None or tensor.dtype != torch.uint8:
+        if format is None or entry.dtype != BLOCK_DTYPE:
             raise UserError(
-                f"tensor {name!r} of the model in {self._folder} is {tensor.dtype} in the format {found!r}; supported "
+                f"tensor {name!r} of the model in {self._folder} is {entry.dtype} in the format {found!r}; supported "
                 f"are {', '.join(BLOCKS)}: prepare the model again"
             )
         num_bytes = columns // GROUP * BLOCK_BYTES[format]
-        if columns % GROUP or tensor.shape != (rows, num_bytes):
+        if columns % GROUP or entry.shape != (rows, num_bytes):
             raise UserError(
-                f"tensor {name!r} of the model in {self._folder} is {format} in bytes {list(tensor.shape)}, "
+                f"tensor {name!r} of the model in {self._folder} is {format} in bytes {list(entry.shape)}, "
                 f"but model.json makes it {[rows, columns]}"
             )
         self.taken[format] = None
-        return Matrix(format, tensor, rows, columns)
+        return StoredMatrix(format, file.array(name, np.dtype(np.uint8)), rows, columns)
 
-    def matrices(self, names: Sequence[str], rows: Sequence[int], columns: int) -> tuple[Matrix, ...]:
+    def matrices(self, names: Sequence[str], rows: Sequence[int], columns: int) -> "tuple[StoredMatrix | Matrix, ...]":
         """Matrices of shapes [rows[i], columns]."""
         return tuple(self.matrix(name, num, columns) for name, num in zip(names, rows, strict=True))
 
-    def vector(self, name: str, size: int) -> Tensor:
+    def vector(self, name: str, size: int) -> "FloatArray | Tensor":
         """A norm's weight or a bias, [size] float32. Raises UserError if it is missing or has another shape."""
-        tensor = self._tensor(name)
-        self._check_shape(name, tensor, size)
-        return tensor.to(torch.float32)
-
-    def join_vectors(self, names: Sequence[str], sizes: Sequence[int]) -> Tensor:
-        """Vectors of these sizes, concatenated."""
-        return torch.cat([self.vector(name, size) for name, size in zip(names, sizes, strict=True)])
-
-    def _tensor(self, name: str) -> Tensor:
-        if name not in self._files:
-            raise UserError(f"the weights of the model in {self._folder} lack the tensor {name!r}")
-        tensor: Tensor = self._files[name].get_tensor(name)
-        return tensor
-
-    def _check_shape(self, name: str, tensor: Tensor, *shape: int) -> None:
-        if tuple(tensor.shape) != shape:
+        file, entry = self._find(name)
+        self._check_shape(name, entry, size)
+        if entry.dtype not in FLOATS:
             raise UserError(
-                f"tensor {name!r} of the model in {self._folder} has shape {list(tensor.shape)}, "
+                f"tensor {name!r} of the model in {self._folder} is {entry.dtype}; supported are {', '.join(FLOATS)}: "
+                "prepare the model again"
+            )
+        data = file.array(name, FLOATS[entry.dtype])
+        if entry.dtype == "BF16":  # the upper half of a float32
+            widened: FloatArray = (data.astype(np.uint32) << 16).view(np.float32)
+            return widened
+        return data.astype(np.float32, copy=False)
+
+    def join_vectors(self, names: Sequence[str], sizes: Sequence[int]) -> "FloatArray | Tensor":
+        """Vectors of these sizes, concatenated."""
+        return np.concatenate([self.vector(name, size) for name, size in zip(names, sizes, strict=True)])
+
+    def _find(self, name: str) -> tuple[TensorFile, TensorEntry]:
+        if (file := self._files.get(name)) is None:
+            raise UserError(f"the weights of the model in {self._folder} lack the tensor {name!r}")
+        return file, file.entries[name]
+
+    def _check_shape(self, name: str, entry: TensorEntry, *shape: int) -> None:
+        if entry.shape != shape:
+            raise UserError(
+                f"tensor {name!r} of the model in {self._folder} has shape {list(entry.shape)}, "
                 f"but model.json makes it {list(shape)}"
             )
+
+
+def _converted(data: "np.ndarray[Any, Any]", dtype: str, to: FloatFormat) -> "np.ndarray[Any, Any]":
+    """Floats of a safetensors dtype in another format. Torch does it on all cores, and numpy has no bfloat16."""
+    import torch
+
+    values = torch.from_numpy(data)
+    if dtype == "BF16":
+        values = values.view(torch.bfloat16)
+    if to == "f32":
+        return values.to(torch.float32).numpy()
+    return values.to(torch.bfloat16).view(torch.uint16).numpy()

@@ -21,7 +21,7 @@ from pipeline.client.connection.zmq_address import address_of
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.api_keys import Keys
-from pipeline.runtime.channels import AsyncInbox
+from pipeline.runtime.async_inbox import AsyncInbox
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.runtime.stage import Stage
 from pipeline.stages.gateway.admin.abort_requests import RequestAborter

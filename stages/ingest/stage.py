@@ -21,7 +21,7 @@ import uvloop
 from tokenizers import Tokenizer
 
 from pipeline.runtime import messages as m
-from pipeline.runtime.channels import AsyncInbox
+from pipeline.runtime.async_inbox import AsyncInbox
 from pipeline.runtime.messages import Failure, GenerationOptions, IdsPrompt, Launch, Submit
 from pipeline.runtime.stage import Stage
 from pipeline.stages.ingest import grammar_checker, prompt_processor, reply_grammar

@@ -16,9 +16,9 @@ from typing import assert_never
 
 from pipeline.config.settings import PreparedFormat, Settings
 from pipeline.runtime import messages as m
+from pipeline.runtime.child import report
 from pipeline.runtime.messages import Launch
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.runtime.stage import Stage
 from pipeline.stages.prepare import progress as progress_module
 from pipeline.stages.prepare.cache import Cache
 from pipeline.stages.prepare.progress import Progress, Silence
@@ -40,9 +40,7 @@ def run(launch: Launch) -> None:
             f"{config.max_position} tokens: lower max_model_len, or set it to 0 for the model's own limit"
         )
     name = launch.settings.served_model_name or config.name
-    stage: Stage[m.Control]
-    with Stage(launch, m.Control) as stage:
-        stage.supervisor.send(m.Prepared(str(folder), name))
+    report(launch, m.Prepared(str(folder), name))
 
 
 def prepare(settings: Settings, progress: Progress = SILENT) -> Path:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as np_st
 
 from pipeline.kernels import matrix as matrix_module
-from pipeline.kernels.matrix import BLOCK_BYTES, GROUP, Format, Matrix, join, quantize, row_bytes
+from pipeline.kernels.matrix import Matrix, join, quantize
+from pipeline.kernels.stored_matrix import BLOCK_BYTES, GROUP, Format, row_bytes
 
 KINDS: dict[Format, Kind] = {"q8_0": Kind.Q8_0, "q4_1": Kind.Q4_1, "q4_0": Kind.Q4_0}
 FLOATS: list[Format] = ["bf16", "f32"]

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.kernels.kv_layout import LayerKV, allocate, block_bytes, layers_of
+from pipeline.kernels.kv_layout import LayerKV, allocate, layers_of
 from pipeline.kernels.paged_attention import AttentionPlan, paged_attention, paged_attention_reference
 from pipeline.kernels.rms_norm import rms_norm_reference
 from pipeline.kernels.rotary import head_norm, rotary_angles, rotary_reference, rotary_write
-from pipeline.kernels.step_inputs import BLOCK_SIZE, StepInputs
+from pipeline.kernels.step_inputs import BLOCK_SIZE, StepInputs, block_bytes
 
 HEAD_DIM = 16
 DTYPES = [torch.float32, torch.bfloat16]
@@ -56,7 +56,8 @@ def test_rotary_rotates_queries_in_place_and_writes_keys_and_values_to_their_slo
     kv = make_kv(num_kv_heads, dtype)
     before = LayerKV(kv.keys.clone(), kv.values.clone())
     frequencies = 1.0 / (100.0 ** (torch.arange(0, HEAD_DIM, 2) / HEAD_DIM))
-    positions, slots = inputs.positions[: inputs.num_tokens], inputs.slots[: inputs.num_tokens]
+    positions = torch.from_numpy(inputs.positions[: inputs.num_tokens])
+    slots = torch.from_numpy(inputs.slots[: inputs.num_tokens])
     heads = torch.randn(
         inputs.num_tokens, num_heads + 2 * num_kv_heads, HEAD_DIM, generator=torch.Generator().manual_seed(1)
     ).to(dtype)
@@ -147,5 +148,7 @@ def test_a_plan_is_reused_by_later_steps() -> None:
 
 def test_blocks_have_the_declared_size_and_start_as_zeros() -> None:
     layers = layers_of(allocate(3, 5, 2, HEAD_DIM, torch.bfloat16, "cpu"))
-    assert sum(half.nbytes for layer in layers for half in layer) == 5 * block_bytes(3, 2, HEAD_DIM, torch.bfloat16)
+    assert sum(half.nbytes for layer in layers for half in layer) == 5 * block_bytes(
+        3, 2, HEAD_DIM, torch.bfloat16.itemsize
+    )
     assert all(not half.any() for layer in layers for half in layer)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.kernels.noise import exponential, halves, noise_keys, sequence_key, splitmix64
+from pipeline.kernels.noise import exponential, halves
+from pipeline.kernels.noise_keys import noise_keys, sequence_key, splitmix64
 from pipeline.kernels.sample import argmax, probabilities_reference, sample, thresholds
 
 NUM_DRAWS = 40_000

@@ -17,7 +17,8 @@ import uvloop
 import zmq
 
 from pipeline.runtime import messages as m
-from pipeline.runtime.channels import INBOX_BOUND, AsyncInbox, Inbox, MessageDecoder, Outbox, address_of
+from pipeline.runtime.async_inbox import AsyncInbox
+from pipeline.runtime.channels import INBOX_BOUND, Inbox, MessageDecoder, Outbox, address_of
 
 PATIENCE_S = 30.0
 _numbers = itertools.count()

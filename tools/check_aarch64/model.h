@@ -22,7 +22,7 @@ struct Library {
         if (!handle) fail(dlerror());
         find(abi_version, "abi_version"), find(prepare, "prepare"), find(thread_pool_new, "thread_pool_new");
         find(thread_pool_delete, "thread_pool_delete"), find(panel_bytes, "panel_bytes"), find(pack, "pack");
-        find(clear, "clear"), find(copy_blocks, "copy_blocks"), find(act_bytes, "act_bytes");
+        find(touch, "touch"), find(copy_blocks, "copy_blocks"), find(act_bytes, "act_bytes");
         find(activation_bytes, "activation_bytes"), find(activation_rows, "activation_rows");
         find(int16_form, "int16_form"), find(program_new, "program_new");
         find(program_delete, "program_delete"), find(embed, "program_embed"), find(norm, "program_norm");
@@ -44,7 +44,7 @@ struct Library {
     void (*thread_pool_delete)(ThreadPool*);
     size_t (*panel_bytes)(const Matrix*);
     void (*pack)(ThreadPool*, const Matrix*, uint8_t*, const uint8_t* const*);
-    void (*clear)(ThreadPool*, uint8_t*, size_t);
+    void (*touch)(ThreadPool*, uint8_t*, size_t);
     void (*copy_blocks)(ThreadPool*, const Blocks*, const int32_t*, const int32_t*, int);
     int (*act_bytes)();
     size_t (*activation_bytes)(int, int);

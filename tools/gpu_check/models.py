@@ -124,7 +124,7 @@ class WeightsOnDevice(Weights):
     def __init__(self, config: ModelConfig, dtype: torch.dtype, seed: int = 0) -> None:
         """`config` names no weight files. `dtype` is bfloat16 or float32."""
         assert not config.weight_files
-        super().__init__(Path(config.name), config, dtype)
+        super().__init__(Path(config.name), config, "f32" if dtype == torch.float32 else "bf16")
         self._dtype = dtype
         self._generator = torch.Generator(gpu.device()).manual_seed(seed)
 

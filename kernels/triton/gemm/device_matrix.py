@@ -1,7 +1,7 @@
 """The weight of a linear layer in GPU memory: floats, or planes of codes, scales and minimums.
 
-In the blocks of files (kernels/matrix.py) a scale precedes every 32 codes, so loads of 16 bytes are not aligned to
-them. Here codes are contiguous, and so are scales:
+In the blocks of files (kernels/stored_matrix.py) a scale precedes every 32 codes, so loads of 16 bytes are not aligned
+to them. Here codes are contiguous, and so are scales:
 
     format       group       codes                    w =
     bf16, f32    –           –                        the number itself
@@ -23,7 +23,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pipeline.kernels.matrix import BLOCK_BYTES, FLOATS, GROUP, Matrix
+from pipeline.kernels.matrix import FLOATS, Matrix
+from pipeline.kernels.stored_matrix import BLOCK_BYTES, GROUP
 
 Quantization = Literal["int8", "int4"]
 Form = Literal["float", "int8", "int4"]

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pipeline.kernels.logits_processors import num_words
+from pipeline.kernels.logits_processor_inputs import num_words
 from pipeline.kernels.triton import fields as f
 
 MASK_WORDS = 64

@@ -1,9 +1,15 @@
 """What a stage's process gets when it is started."""
 
+import struct
+
 import msgspec
 
 from pipeline.config.settings import Settings
 from pipeline.runtime.messages.control_requests import Record
+
+LENGTH = struct.Struct("<I")
+"""Precedes the bytes of a `Launch` in the pipe. A process that was started before the model was prepared gets the
+`model_dir` after them, until the end of the pipe."""
 
 
 class Segment(msgspec.Struct, array_like=True, frozen=True):

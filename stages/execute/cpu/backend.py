@@ -14,7 +14,6 @@ from pipeline.kernels.step_inputs import StepInputs
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.native_program import NativeProgram, unsupported
 from pipeline.stages.execute.cpu.program import Program, SwapArray
-from pipeline.stages.execute.cpu.torch_program import TorchProgram
 from pipeline.stages.execute.kv import KVPlan
 
 
@@ -34,6 +33,12 @@ def make_program(
     """
     library = _library(settings, config)
     if library is None:
+        # Imported here: the CPU library needs no torch, whose import takes most of a start.
+        import torch
+
+        from pipeline.stages.execute.cpu.torch_program import TorchProgram
+
+        torch.set_num_threads(num_threads)
         return TorchProgram(settings, config, inputs, sampling_inputs, scores, kv.num_blocks, swap)
     isa, loaded = library
     return NativeProgram(

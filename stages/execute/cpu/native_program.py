@@ -8,17 +8,16 @@ import ctypes
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.native import Activations, Form
 from pipeline.kernels.logprob_inputs import FloatArray, ScoreInputs
-from pipeline.kernels.matrix import Matrix, join
 from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, StepInputs
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.program import (
+    AnyMatrix,
+    AnyVector,
     AttentionWeights,
     HeadNorms,
     Linear,
@@ -28,7 +27,7 @@ from pipeline.stages.execute.cpu.program import (
     Program,
     SwapArray,
 )
-from pipeline.stages.execute.rope import rope_frequencies
+from pipeline.stages.execute.rope import rope_frequencies, rope_table
 
 PAIR = 8
 """Half of a panel: the distance between outputs that rotate together, and between those of gate and up."""
@@ -75,7 +74,7 @@ class NativeProgram(Program):
         self._scoring: int | None = None
         self._thread_pool = native.ThreadPool(library, num_threads)
         self._kept: list[Any] = []
-        self._table: tuple[Matrix, Any] | None = None
+        self._table: tuple[AnyMatrix, Any] | None = None
         self._num_layers = 0
         self._ticket = native.MaskTicket(None, 0, 0)
         self._handle = library.program_new(self._thread_pool.handle, ctypes.byref(self._step_arrays()))
@@ -100,7 +99,7 @@ class NativeProgram(Program):
         self._blocks = self._block_places(num_blocks)
         self._plans: dict[int, int] = {}
 
-    def embed(self, table: Matrix) -> None:
+    def embed(self, table: AnyMatrix) -> None:
         self._table = table, self._pack((table,))
         self._library.program_embed(self._handle, self._residual, self._table[1])
 
@@ -127,8 +126,8 @@ class NativeProgram(Program):
         self._library.program_swiglu(self._handle, rows, floats, normed, gate_up)
         self._add(self._gated, inner, weights.down)
 
-    def sample(self, norm: Tensor, head: Matrix) -> None:
-        self.last_norm = norm.float().numpy()
+    def sample(self, norm: AnyVector, head: AnyMatrix) -> None:
+        self.last_norm = np.asarray(norm, np.float32)
         # A tied head shares the embedding's memory.
         tied = self._table is not None and self._table[0] is head
         packed = self._table[1] if self._table is not None and tied else self._pack((head,))
@@ -219,12 +218,12 @@ class NativeProgram(Program):
 
     # The methods below lay out memory. Addresses are plain numbers; `_kept` keeps the memory alive.
 
-    def _norm(self, weight: Tensor, matrices: tuple[Matrix, ...]) -> native.NativeRows:
+    def _norm(self, weight: AnyVector, matrices: tuple[AnyMatrix, ...]) -> native.NativeRows:
         """Record the norm before a matmul with `matrices`. Returns its output rows."""
         self._add_norm(self._handle, self._form(matrices), self._vector(weight))
         return self._normed
 
-    def _form(self, matrices: tuple[Matrix, ...]) -> Form:
+    def _form(self, matrices: tuple[AnyMatrix, ...]) -> Form:
         """The form of activations for a matmul with these matrices. Mixed formats use bfloat16."""
         formats = {matrix.format for matrix in matrices}
         return native.form_for(self._library, formats.pop(), self._activations) if len(formats) == 1 else Form.PLAIN
@@ -237,8 +236,8 @@ class NativeProgram(Program):
         """The weights in the panels' order of a head's dimensions, or null."""
         if norms is None:
             return None
-        order = torch.from_numpy(_turning_order(1, 1, self._config.head_dim)).long()
-        query, key = self._vector(norms.query[order]), self._vector(norms.key[order])
+        order = _turning_order(1, 1, self._config.head_dim)
+        query, key = (self._vector(np.asarray(weight)[order]) for weight in (norms.query, norms.key))
         return ctypes.byref(native.NativeHeadNorms(query, key, self._config.rms_norm_eps))
 
     def _plan(self, window: int) -> int:
@@ -251,7 +250,7 @@ class NativeProgram(Program):
         return self._plans[window]
 
     def _written(
-        self, rows: native.NativeRows, width: int, matrices: tuple[Matrix, ...]
+        self, rows: native.NativeRows, width: int, matrices: tuple[AnyMatrix, ...]
     ) -> tuple[native.NativeRows, bool]:
         """The output rows of an op before a matmul, and whether they are floats that are quantized afterwards."""
         if self._form(matrices) is Form.PLAIN:
@@ -268,11 +267,9 @@ class NativeProgram(Program):
 
     def _step_arrays(self) -> native.NativeStepArrays:
         inputs = self._inputs
-        names = ("starts", "counts", "offsets", "block_tables")
-        tensors = ("ids", "positions", "slots", "sampled")
+        names = ("ids", "positions", "slots", "sampled", "starts", "counts", "offsets", "block_tables")
         return native.NativeStepArrays(
             **{name: getattr(inputs, name).ctypes.data for name in names},
-            **{name: getattr(inputs, name).data_ptr() for name in tensors},
             max_blocks=inputs.block_tables.shape[1],
         )
 
@@ -301,23 +298,27 @@ class NativeProgram(Program):
         stride = max(self._library.activation_bytes(form, width) for form in Form)
         return native.NativeRows(self._memory(self._library.activation_rows(rows) * stride), stride)
 
-    def _vector(self, values: Tensor) -> int:
-        kept = values.to(torch.float32).contiguous()
+    def _vector(self, values: AnyVector) -> int:
+        kept = np.ascontiguousarray(values, np.float32)
         self._kept.append(kept)
-        return kept.data_ptr()
+        return int(kept.ctypes.data)
 
     def _angles(self, max_model_len: int) -> tuple[int, int]:
         """Cosines and sines of every position: [max_model_len, head_dim / 2] each."""
         config = self._config
         frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-        angles = torch.outer(torch.arange(max_model_len, dtype=torch.float32), frequencies)
-        return self._vector(torch.cos(angles)), self._vector(torch.sin(angles))
+        cos, sin = rope_table(frequencies, max_model_len)
+        return self._vector(cos), self._vector(sin)
 
-    def _pack(self, matrices: tuple[Matrix, ...], order: IntArray | None = None, bias: Tensor | None = None) -> Any:
+    def _pack(
+        self, matrices: tuple[AnyMatrix, ...], order: IntArray | None = None, bias: "AnyVector | None" = None
+    ) -> Any:
         """Stacked matrices in panels: output i is row order[i], or zeros if that is negative."""
         if len({matrix.format for matrix in matrices}) > 1:
-            matrices = (join(matrices),)
-        rows = np.concatenate([_row_addresses(matrix) for matrix in matrices])
+            from pipeline.kernels.matrix import as_matrix, join  # imports torch, which few models need
+
+            matrices = (join([as_matrix(matrix) for matrix in matrices]),)
+        rows = np.concatenate([matrix.row_addresses() for matrix in matrices])
         if order is None:
             order = np.arange(len(rows), dtype=np.int32)
         columns = -(-len(order) // native.PANEL) * native.PANEL
@@ -331,20 +332,13 @@ class NativeProgram(Program):
         packed.panels = panels
         self._library.pack(self._thread_pool.handle, reference, panels, addresses.ctypes.data)
         if bias is not None:
-            padded = torch.cat([bias.to(torch.float32), torch.zeros(1)])
-            packed.bias = self._vector(padded[torch.from_numpy(order).long()])
+            packed.bias = self._vector(np.append(np.asarray(bias, np.float32), np.float32(0))[order])
         return reference
 
 
 def layer_bytes(config: ModelConfig, num_blocks: int) -> int:
     """Bytes of one layer's keys and values, in bfloat16."""
     return 2 * num_blocks * BLOCK_SIZE * config.num_kv_heads * config.head_dim * 2
-
-
-def _row_addresses(matrix: Matrix) -> "np.ndarray[Any, np.dtype[np.uint64]]":
-    data = matrix.data
-    stride = data.stride(0) * data.element_size()
-    return data.data_ptr() + np.arange(matrix.num_rows, dtype=np.uint64) * np.uint64(stride)
 
 
 def _turning_order(num_turning: int, num_heads: int, head_dim: int) -> IntArray:

@@ -7,13 +7,17 @@ sums up all layers, and rounding it to bfloat16 in each would lose the most prec
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-from torch import Tensor
 
-from pipeline.kernels.matrix import Matrix
 from pipeline.kernels.step_inputs import IntArray
+from pipeline.kernels.stored_matrix import StoredMatrix
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pipeline.kernels.matrix import Matrix
 
 LogitArray = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -21,27 +25,34 @@ SwapArray = np.ndarray[Any, np.dtype[np.uint8]]
 """Swap space: [num_swap_blocks, bytes of a block with all layers]. The program defines the layout of a block."""
 
 
+AnyMatrix: TypeAlias = "StoredMatrix | Matrix"
+"""A weight as it is stored, or in torch. The CPU library takes both, without importing torch."""
+
+AnyVector: TypeAlias = "LogitArray | Tensor"
+"""float32."""
+
+
 @dataclass(frozen=True, slots=True)
 class Linear:
     """Stacked matrices [outputs, inputs] with the same input, and their bias, float32 [all outputs]."""
 
-    matrices: tuple[Matrix, ...]
-    bias: Tensor | None = None
+    matrices: tuple[AnyMatrix, ...]
+    bias: "AnyVector | None" = None
 
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
     """Weights [head_dim] of the norms of each head's queries and keys, before rotary embedding."""
 
-    query: Tensor
-    key: Tensor
+    query: AnyVector
+    key: AnyVector
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
     """Self-attention and the norm before it."""
 
-    norm: Tensor
+    norm: AnyVector
     qkv: Linear
     """Queries, keys and values, stacked."""
     out: Linear
@@ -54,7 +65,7 @@ class AttentionWeights:
 class MlpWeights:
     """The gated feed-forward layer and the norm before it."""
 
-    norm: Tensor
+    norm: AnyVector
     gate_up: Linear
     """Gate and up, stacked."""
     down: Linear
@@ -71,7 +82,7 @@ class ProgramBuilder(ABC):
     """Weights of the norm in `sample`: float32 [hidden_size]."""
 
     @abstractmethod
-    def embed(self, table: Matrix) -> None:
+    def embed(self, table: AnyMatrix) -> None:
         """residual = table[ids]"""
 
     @abstractmethod
@@ -84,7 +95,7 @@ class ProgramBuilder(ABC):
         """residual += down(silu(gate(x)) * up(x)), x = norm(residual)"""
 
     @abstractmethod
-    def sample(self, norm: Tensor, head: Matrix) -> None:
+    def sample(self, norm: AnyVector, head: AnyMatrix) -> None:
         """ids = sample(head(norm(residual))), for the tokens to sample. Ends the program."""
 
 

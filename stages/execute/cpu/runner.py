@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from pipeline.config.settings import Settings
 from pipeline.kernels.logprob_inputs import ByteArray, ScoreInputs
@@ -26,7 +25,7 @@ from pipeline.stages.execute.prompt_logprobs import NO_BYTES, score_prompts
 from pipeline.stages.execute.rows import RowTable, Take
 from pipeline.stages.execute.runner import RowChanges, Sampled, copies_of
 from pipeline.stages.execute.sampling_features import SamplingFeature, no_token_error
-from pipeline.stages.execute.weights import Weights
+from pipeline.stages.execute.weights import FLOAT_FORMATS, Weights
 
 Clock = Callable[[], float]
 
@@ -69,8 +68,7 @@ class CpuRunner:
         self.program = make_program(
             settings, config, self.inputs, self.sampling_inputs, self.scores, kv, num_threads, swapped
         )
-        dtype: torch.dtype = getattr(torch, settings.execute.dtype)
-        weights = Weights(model_dir, config, dtype)
+        weights = Weights(model_dir, config, FLOAT_FORMATS[settings.execute.dtype])
         build_program(config, weights, self.program)
         self.weight_formats = "+".join(weights.taken)
         """For example `q8_0+q4_1`."""

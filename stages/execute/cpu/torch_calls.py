@@ -50,10 +50,10 @@ class TorchCalls:
     def __init__(self, inputs: StepInputs, dtype: torch.dtype) -> None:
         self.inputs = inputs
         self.calls: list[TorchCall] = []
-        self.ids = Buffer(inputs.ids, Extent.TOKENS)
-        self.positions = Buffer(inputs.positions, Extent.TOKENS)
-        self.slots = Buffer(inputs.slots, Extent.TOKENS)
-        self.sampled = Buffer(inputs.sampled, Extent.SAMPLES)
+        self.ids = Buffer(torch.from_numpy(inputs.ids), Extent.TOKENS)
+        self.positions = Buffer(torch.from_numpy(inputs.positions), Extent.TOKENS)
+        self.slots = Buffer(torch.from_numpy(inputs.slots), Extent.TOKENS)
+        self.sampled = Buffer(torch.from_numpy(inputs.sampled), Extent.SAMPLES)
         self._dtype = dtype
         self._bound: OrderedDict[tuple[int, int], list[tuple[Callable[..., None], tuple[Any, ...]]]] = OrderedDict()
 

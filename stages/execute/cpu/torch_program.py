@@ -13,7 +13,7 @@ from pipeline.config.settings import Settings
 from pipeline.kernels.kv_layout import LayerKV, layers_of
 from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.logprobs import write_logprobs
-from pipeline.kernels.matrix import Matrix
+from pipeline.kernels.matrix import as_matrix, as_tensor
 from pipeline.kernels.paged_attention import AttentionPlan
 from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.select import select
@@ -21,6 +21,8 @@ from pipeline.kernels.step_inputs import IntArray, StepInputs
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.shm.fence import Fence
 from pipeline.stages.execute.cpu.program import (
+    AnyMatrix,
+    AnyVector,
     AttentionWeights,
     Linear,
     LogitArray,
@@ -55,7 +57,7 @@ class TorchProgram(Program):
         self._config = config
         self._inputs = inputs
         self._num_layers = 0
-        self._table: tuple[Matrix, Tensor] | None = None
+        self._table: tuple[AnyMatrix, Tensor] | None = None
         self._memory = ops.kv_allocate(
             config.num_layers, num_blocks, config.num_kv_heads, config.head_dim, ops.dtype, ops.device
         )
@@ -79,20 +81,22 @@ class TorchProgram(Program):
         self._sin = calls.buffer(config.head_dim, dtype=torch.float32)
         self._plans: dict[int | None, AttentionPlan] = {}
 
-    def embed(self, table: Matrix) -> None:
+    def embed(self, table: AnyMatrix) -> None:
         config, calls, ops = self._config, self._calls, self._ops
-        frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+        frequencies = torch.from_numpy(rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling))
         calls.add(ops.rotary_angles, self._cos, self._sin, calls.positions, frequencies)
-        self._table = table, table.dequantize(ops.dtype)
+        self._table = table, as_matrix(table).dequantize(ops.dtype)
         calls.add(ops.take_rows, self._residual, self._table[1], calls.ids)
 
     def attention(self, weights: AttentionWeights) -> None:
         calls, ops, kv = self._calls, self._ops, self.kv[self._num_layers]
         self._num_layers += 1
-        calls.add(ops.rms_norm, self._x, self._residual, weights.norm, self._config.rms_norm_eps)
+        calls.add(ops.rms_norm, self._x, self._residual, as_tensor(weights.norm), self._config.rms_norm_eps)
         calls.add(ops.linear, self._qkv, self._x, *self._linear(weights.qkv))
         if (norms := weights.head_norms) is not None:
-            calls.add(ops.head_norm, self._qkv, norms.query, norms.key, kv, self._config.rms_norm_eps)
+            calls.add(
+                ops.head_norm, self._qkv, as_tensor(norms.query), as_tensor(norms.key), kv, self._config.rms_norm_eps
+            )
         calls.add(ops.rotary_write, self._qkv, self._cos, self._sin, calls.slots, kv)
         calls.add(ops.attention, self._attended, self._qkv, kv, self._plan(weights.window))
         calls.add(ops.linear, self._x, self._attended, *self._linear(weights.out))
@@ -100,20 +104,21 @@ class TorchProgram(Program):
 
     def mlp(self, weights: MlpWeights) -> None:
         calls, ops = self._calls, self._ops
-        calls.add(ops.rms_norm, self._x, self._residual, weights.norm, self._config.rms_norm_eps)
+        calls.add(ops.rms_norm, self._x, self._residual, as_tensor(weights.norm), self._config.rms_norm_eps)
         calls.add(ops.linear, self._gate_up, self._x, *self._linear(weights.gate_up))
         calls.add(ops.silu_mul, self._gated, self._gate_up)
         calls.add(ops.linear, self._x, self._gated, *self._linear(weights.down))
         calls.add(ops.add, self._residual, self._x)
 
-    def sample(self, norm: Tensor, head: Matrix) -> None:
-        self.last_norm = norm.float().cpu().numpy()
+    def sample(self, norm: AnyVector, head: AnyMatrix) -> None:
+        weight_of_norm = as_tensor(norm)
+        self.last_norm = weight_of_norm.numpy()
         calls, ops = self._calls, self._ops
-        calls.add(ops.rms_norm, self._x, self._residual, norm, self._config.rms_norm_eps)
+        calls.add(ops.rms_norm, self._x, self._residual, weight_of_norm, self._config.rms_norm_eps)
         calls.add(ops.take_rows, self._last, self._x, calls.sampled)
         # A tied head shares the embedding's memory.
         tied = self._table is not None and self._table[0] is head
-        weight = self._table[1] if self._table is not None and tied else head.dequantize(ops.dtype)
+        weight = self._table[1] if self._table is not None and tied else as_matrix(head).dequantize(ops.dtype)
         calls.add(ops.logits, self._logits, self._last, weight)
         self._head = weight
 
@@ -171,5 +176,5 @@ class TorchProgram(Program):
         return self._plans[window]
 
     def _linear(self, linear: Linear) -> tuple[Tensor, Tensor | None]:
-        bias = None if linear.bias is None else linear.bias.to(self._ops.dtype)
-        return torch.cat([matrix.dequantize(self._ops.dtype) for matrix in linear.matrices]), bias
+        bias = None if linear.bias is None else as_tensor(linear.bias).to(self._ops.dtype)
+        return torch.cat([as_matrix(matrix).dequantize(self._ops.dtype) for matrix in linear.matrices]), bias

@@ -77,7 +77,7 @@ class Loop:
                         if not self._is_stuck():
                             stage.supervisor.send(m.Pong(message.nonce, m.PlainLoad(runner.rows.num_live)))
                     case m.Start():
-                        pass
+                        runner.masks.start()
                     case m.Stop():
                         self._collect(waits=True)
                         return

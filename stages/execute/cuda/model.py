@@ -19,7 +19,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from pipeline.kernels.matrix import Matrix
+from pipeline.kernels.matrix import as_matrix, as_tensor
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.kernels.triton import norm, swiglu
 from pipeline.kernels.triton.attention.decode import attend_decode
@@ -33,9 +33,16 @@ from pipeline.kernels.triton.rotary import rotary_write
 from pipeline.kernels.triton.rows import StepArrays
 from pipeline.kernels.triton.tuned import SKINNY_TOKENS, Op
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.cpu.program import AttentionWeights, Linear, MlpWeights, ProgramBuilder
+from pipeline.stages.execute.cpu.program import (
+    AnyMatrix,
+    AnyVector,
+    AttentionWeights,
+    Linear,
+    MlpWeights,
+    ProgramBuilder,
+)
 from pipeline.stages.execute.cuda.device import Device
-from pipeline.stages.execute.rope import rope_frequencies
+from pipeline.stages.execute.rope import rope_frequencies, rope_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +169,9 @@ class DeviceModel(ProgramBuilder):
 
     # ---------------------------------------------------------------------------------------------------- recording
 
-    def embed(self, table: Matrix) -> None:
+    def embed(self, table: AnyMatrix) -> None:
         self._embedding = table
-        self._table = DeviceMatrix.of((table,), self._dtype, self._device.where)
+        self._table = DeviceMatrix.of((as_matrix(table),), self._dtype, self._device.where)
 
     def attention(self, weights: AttentionWeights) -> None:
         qkv, out = self._gemm(weights.qkv, self._wide), self._gemm(weights.out, self._narrow)
@@ -174,19 +181,19 @@ class DeviceModel(ProgramBuilder):
         gate_up, down = self._gemm(weights.gate_up, self._wide), self._gemm(weights.down, self._narrow)
         self._mlps.append(_Mlp(self._vector(weights.norm), gate_up, down))
 
-    def sample(self, norm: Tensor, head: Matrix) -> None:
-        self.last_norm = norm.float().cpu().numpy()
+    def sample(self, norm: AnyVector, head: AnyMatrix) -> None:
+        self.last_norm = as_tensor(norm).float().cpu().numpy()
         self._norm = self._vector(norm)
         # A tied head shares the embedding's memory.
         tied = head is self._embedding
-        self._head = self._table if tied else DeviceMatrix.of((head,), self._dtype, self._device.where)
+        self._head = self._table if tied else DeviceMatrix.of((as_matrix(head),), self._dtype, self._device.where)
 
     def use(self, kv: Tensor, max_model_len: int) -> None:
         """Set the KV memory and the longest sequence, once all weights are loaded."""
         config = self._config
         frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-        angles = torch.outer(torch.arange(max_model_len, dtype=torch.float32), frequencies)
-        self._cos, self._sin = (table.to(self._device.where) for table in (torch.cos(angles), torch.sin(angles)))
+        tables = rope_table(frequencies, max_model_len)
+        self._cos, self._sin = (torch.from_numpy(table).to(self._device.where) for table in tables)
         for i, ((weights, qkv, out), mlp) in enumerate(zip(self._attentions, self._mlps, strict=True)):
             head_norms = None
             if (norms := weights.head_norms) is not None:
@@ -237,15 +244,16 @@ class DeviceModel(ProgramBuilder):
         return self._tasks[window]
 
     def _gemm(self, weights: Linear, memory: _Memory) -> _Gemm:
-        matrix = DeviceMatrix.of(weights.matrices, self._dtype, self._device.where, self._quantization)
+        matrices = [as_matrix(matrix) for matrix in weights.matrices]
+        matrix = DeviceMatrix.of(matrices, self._dtype, self._device.where, self._quantization)
         if matrix.form != "float" and self._dequantized is None:
             self._dequantized = linear.dequantize_scratch(self._dtype, self._device.where)
         gemm = _Gemm(matrix, None if weights.bias is None else self._vector(weights.bias))
         memory.reserve(gemm)
         return gemm
 
-    def _vector(self, values: Tensor) -> Tensor:
-        return values.to(self._device.where, torch.float32).contiguous()
+    def _vector(self, values: AnyVector) -> Tensor:
+        return as_tensor(values).to(self._device.where, torch.float32).contiguous()
 
     # ---------------------------------------------------------------------------------------------------- computing
 

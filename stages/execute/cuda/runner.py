@@ -39,7 +39,7 @@ from pipeline.stages.execute.pooling import Pool
 from pipeline.stages.execute.rows import NOT_YET, RowTable, Take
 from pipeline.stages.execute.runner import RowChanges, Sampled, copies_of
 from pipeline.stages.execute.sampling_features import SamplingFeature
-from pipeline.stages.execute.weights import Weights
+from pipeline.stages.execute.weights import FLOAT_FORMATS, Weights
 
 Publish = Callable[[LaunchedStep, Sampled], None]
 
@@ -79,7 +79,7 @@ class CudaRunner:
             *(device, config, dtype, max_num_tokens, max_num_seqs, quantization),
             early=settings.execute.programmatic_dependent_launch,
         )
-        weights = weights or Weights(model_dir, config, dtype)
+        weights = weights or Weights(model_dir, config, FLOAT_FORMATS[settings.execute.dtype])
         build_program(config, weights, self.model)
         self.weight_formats = "+".join(weights.taken)
         kv = plan_device_kv(settings, config, device.memory(reserved_bytes(settings, config)))

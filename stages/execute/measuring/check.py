@@ -51,12 +51,11 @@ def _settings(settings: Settings, folder: Path, plan: CheckPlan, dtype: str, ker
     """Settings with just enough memory for the plan: every prompt and its text, twice for rows without a prefix."""
     import torch
 
-    from pipeline.kernels.kv_layout import block_bytes
-    from pipeline.kernels.step_inputs import BLOCK_SIZE
+    from pipeline.kernels.step_inputs import BLOCK_SIZE, block_bytes
 
     config = ModelConfig.load(folder)
     element: torch.dtype = getattr(torch, dtype)
-    num_bytes = block_bytes(config.num_layers, config.num_kv_heads, config.head_dim, element)
+    num_bytes = block_bytes(config.num_layers, config.num_kv_heads, config.head_dim, element.itemsize)
     lengths = [len(prompt) + NUM_GREEDY for prompt in plan.prompts]
     num_blocks = sum(math.ceil(length / BLOCK_SIZE) for length in lengths) + 2 * len(lengths)
     replace = msgspec.structs.replace

@@ -15,7 +15,6 @@ from typing import cast
 import msgspec
 import numpy as np
 import torch
-from torch import Tensor
 
 from pipeline.cli.profile.results import Case, Floor, MachineRates, OpTime, Profile, ProfilePlan, StepTime
 from pipeline.config.settings import Settings
@@ -23,16 +22,14 @@ from pipeline.errors import UserError
 from pipeline.kernels.cpu import peaks
 from pipeline.kernels.cpu.build import BuildError
 from pipeline.kernels.cpu.isa import Isa, available, cpuinfo
-from pipeline.kernels.kv_layout import block_bytes
 from pipeline.kernels.logprob_inputs import ScoreInputs
-from pipeline.kernels.matrix import Matrix
 from pipeline.kernels.sampling_inputs import SamplingInputs
-from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, StepInputs
+from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, StepInputs, block_bytes
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.shm.available import available_bytes
 from pipeline.stages.execute.cpu.backend import make_program
 from pipeline.stages.execute.cpu.native_program import NativeProgram
-from pipeline.stages.execute.cpu.program import Program
+from pipeline.stages.execute.cpu.program import AnyMatrix, AnyVector, Program
 from pipeline.stages.execute.kv import KVPlan
 from pipeline.stages.execute.models.registry import build_program
 from pipeline.stages.execute.weights import Weights
@@ -287,18 +284,18 @@ class CountedWeights:
         self.num_bytes: Counter[str] = Counter()
         self._weights = weights
 
-    def matrix(self, name: str, rows: int, columns: int) -> Matrix:
+    def matrix(self, name: str, rows: int, columns: int) -> AnyMatrix:
         matrix = self._weights.matrix(name, rows, columns)
         self.num_bytes[matrix.format] += matrix.data.nbytes
         return matrix
 
-    def matrices(self, names: Sequence[str], rows: Sequence[int], columns: int) -> tuple[Matrix, ...]:
+    def matrices(self, names: Sequence[str], rows: Sequence[int], columns: int) -> tuple[AnyMatrix, ...]:
         return tuple(self.matrix(name, num, columns) for name, num in zip(names, rows, strict=True))
 
-    def vector(self, name: str, size: int) -> Tensor:
+    def vector(self, name: str, size: int) -> AnyVector:
         return self._weights.vector(name, size)
 
-    def join_vectors(self, names: Sequence[str], sizes: Sequence[int]) -> Tensor:
+    def join_vectors(self, names: Sequence[str], sizes: Sequence[int]) -> AnyVector:
         return self._weights.join_vectors(names, sizes)
 
 
@@ -314,7 +311,9 @@ def _plan_kv(settings: Settings, config: ModelConfig, cases: Sequence[Case], num
     """A plan with as much KV memory as the largest case needs. Raises UserError if too little is free."""
     dtype: torch.dtype = getattr(torch, settings.execute.dtype)
     num_blocks = max(num_blocks_of(case) for case in cases)
-    wanted = num_blocks * block_bytes(config.num_layers, config.num_kv_heads, config.head_dim, dtype) * num_programs
+    wanted = (
+        num_blocks * block_bytes(config.num_layers, config.num_kv_heads, config.head_dim, dtype.itemsize) * num_programs
+    )
     free = available_bytes()
     if wanted > free:
         raise UserError(

@@ -31,7 +31,7 @@ def profile(settings: Settings, plan: ProfilePlan, prepare: Callable[[], Path]) 
         return _on_gpu(settings, plan, folder, num_threads)
     from pipeline.stages.execute.measuring.measure import measure
     from pipeline.stages.execute.measuring.random_weights import RandomWeights
-    from pipeline.stages.execute.weights import Weights
+    from pipeline.stages.execute.weights import FLOAT_FORMATS, Weights
 
     dtype: torch.dtype = getattr(torch, settings.execute.dtype)
     weights: Weights
@@ -41,7 +41,7 @@ def profile(settings: Settings, plan: ProfilePlan, prepare: Callable[[], Path]) 
         weights = RandomWeights(config, dtype, settings.quantization)
     else:
         config = ModelConfig.load(folder)
-        weights = Weights(folder, config, dtype)
+        weights = Weights(folder, config, FLOAT_FORMATS[settings.execute.dtype])
     return measure(settings, config, weights, plan, num_threads)
 
 

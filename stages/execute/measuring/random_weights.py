@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from pipeline.config.settings import Quantization
-from pipeline.kernels.matrix import BLOCK_BYTES, GROUP, Format, Matrix
+from pipeline.kernels.matrix import Matrix
+from pipeline.kernels.stored_matrix import BLOCK_BYTES, GROUP, Format
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.weights import Weights
 
@@ -24,7 +25,7 @@ class RandomWeights(Weights):
     def __init__(self, config: ModelConfig, dtype: torch.dtype, quantization: Quantization, seed: int = 0) -> None:
         """`config` lists no files. Tensors that `prepare` doesn't quantize are floats of `dtype`."""
         assert not config.weight_files
-        super().__init__(Path(config.name), config, dtype)
+        super().__init__(Path(config.name), config, "f32" if dtype == torch.float32 else "bf16")
         self._quantization = quantization
         self._random = np.random.Generator(np.random.SFC64(seed))
 
@@ -52,7 +53,7 @@ class RandomWeights(Weights):
         return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).view(rows, columns)
 
     def _blocks(self, format: Format, rows: int, columns: int, scale: float) -> Tensor:
-        """Blocks in the layout of kernels/matrix.py with random codes, all with the same scale."""
+        """Blocks in the layout of kernels/stored_matrix.py with random codes, all with the same scale."""
         data = self._bytes(rows * columns // GROUP * BLOCK_BYTES[format])
         blocks = data.reshape(-1, BLOCK_BYTES[format])
         if format == "q8_0":

@@ -9,7 +9,7 @@ import pytest
 from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.build import build
 from pipeline.kernels.cpu.isa import available
-from pipeline.kernels.matrix import Format
+from pipeline.kernels.stored_matrix import Format
 from tests.kernels.cpu import recording
 from tests.kernels.cpu.samplers import EMULATED
 

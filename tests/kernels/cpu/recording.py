@@ -16,9 +16,10 @@ import torch
 from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.native import Form
 from pipeline.kernels.logprob_inputs import ScoreInputs
-from pipeline.kernels.matrix import Format, Matrix, quantize
+from pipeline.kernels.matrix import Matrix, quantize
 from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, StepInputs
+from pipeline.kernels.stored_matrix import Format
 
 FORMATS: list[Format] = ["bf16", "q8_0", "q4_0", "q4_1"]
 GROUP = 32
@@ -87,7 +88,7 @@ class Recording:
         inputs = self.inputs
         self.arrays = native.NativeStepArrays(
             **{name: getattr(inputs, name).ctypes.data for name in ("starts", "counts", "offsets", "block_tables")},
-            **{name: getattr(inputs, name).data_ptr() for name in ("ids", "positions", "slots", "sampled")},
+            **{name: getattr(inputs, name).ctypes.data for name in ("ids", "positions", "slots", "sampled")},
             max_blocks=blocks,
         )
         self.program = library.program_new(self.thread_pool.handle, ctypes.byref(self.arrays))

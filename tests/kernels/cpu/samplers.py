@@ -9,7 +9,7 @@ import numpy as np
 
 from pipeline.kernels.cpu.build import build
 from pipeline.kernels.cpu.isa import Isa, available
-from pipeline.kernels.logits_processors import LOGITS_PROCESSORS, LogitsProcessors
+from pipeline.kernels.logits_processor_inputs import LOGITS_PROCESSORS, LogitsProcessors
 
 ENTRY = Path(__file__).parent / "sample_entry.cpp"
 EMULATED: dict[str, Isa] = {"emulated": "avx512_bf16", "emulated_amx": "amx"}

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.kernels.logits_processors import LogitsProcessors, apply_logits_processors, bits_of, mask, pack_runs
+from pipeline.kernels.logits_processor_inputs import LogitsProcessors, bits_of, pack_runs
+from pipeline.kernels.logits_processors import apply_logits_processors, mask
 from tests.kernels.cpu.samplers import ISAS, Rows, load
 
 INF = float("inf")

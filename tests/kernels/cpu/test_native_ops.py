@@ -8,8 +8,9 @@ import torch
 
 from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.native import Form
-from pipeline.kernels.matrix import Format, Matrix, quantize
+from pipeline.kernels.matrix import Matrix, quantize
 from pipeline.kernels.step_inputs import BLOCK_SIZE
+from pipeline.kernels.stored_matrix import Format
 from tests.kernels.cpu.recording import (
     EPS,
     PANEL,
@@ -336,7 +337,7 @@ def test_rotary_embedding_and_kv_writes(
         )
         r.fill(entries, tables=tables)
         assert r.run() == 0
-        positions, slots = r.inputs.positions.numpy()[:num], r.inputs.slots.numpy()[:num]
+        positions, slots = r.inputs.positions[:num], r.inputs.slots[:num]
 
     out, error = product(kept, matrix)
     error = (error + EPS * (np.abs(out) + np.abs(out + shift))).reshape(num, all_heads, head_dim)

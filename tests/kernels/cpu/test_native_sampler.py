@@ -11,18 +11,13 @@ import torch
 from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.native import Form
 from pipeline.kernels.cpu.sample_reference import sample_reference
-from pipeline.kernels.logits_processors import (
-    LOGITS_PROCESSORS,
-    LogitsProcessors,
-    apply_logits_processors,
-    bits_of,
-    mask,
-    pack_runs,
-)
-from pipeline.kernels.matrix import Format, Matrix, quantize
-from pipeline.kernels.noise import noise_keys, sequence_key
+from pipeline.kernels.logits_processor_inputs import LOGITS_PROCESSORS, LogitsProcessors, bits_of, pack_runs
+from pipeline.kernels.logits_processors import apply_logits_processors, mask
+from pipeline.kernels.matrix import Matrix, quantize
+from pipeline.kernels.noise_keys import noise_keys, sequence_key
 from pipeline.kernels.penalties import penalize
 from pipeline.kernels.sample import probabilities_reference
+from pipeline.kernels.stored_matrix import Format
 from tests.kernels.cpu.recording import (
     Recording,
     assert_near,

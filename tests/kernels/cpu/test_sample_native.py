@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pipeline.kernels.cpu.sample_reference import kept_reference, sample_reference, weights_reference
-from pipeline.kernels.noise import noise_keys, sequence_key
+from pipeline.kernels.noise_keys import noise_keys, sequence_key
 from pipeline.kernels.penalties import penalize
 from pipeline.kernels.sample import probabilities_reference
 from tests.kernels.cpu.samplers import CANARY, ISAS, load

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from pipeline.kernels.matrix import Format, Matrix, quantize
+from pipeline.kernels.matrix import Matrix, quantize
+from pipeline.kernels.stored_matrix import Format
 from pipeline.kernels.triton.gemm import device_matrix as device_matrix_module
 from pipeline.kernels.triton.gemm.dequantize import dequantize_rows
 from pipeline.kernels.triton.gemm.device_matrix import DeviceMatrix, to_int4, to_int8

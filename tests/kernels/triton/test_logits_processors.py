@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.kernels.logits_processors import LogitsProcessors, bits_of, mask, num_words
+from pipeline.kernels.logits_processor_inputs import LogitsProcessors, bits_of, num_words
 from pipeline.kernels.logits_processors import apply_logits_processors as apply_in_torch
+from pipeline.kernels.logits_processors import mask
 from pipeline.kernels.triton.sampling.logits_processors import (
     MASK_WORDS,
     RUN,

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 
 from pipeline.kernels import noise
-from pipeline.kernels.noise import exponential, halves, noise_keys
+from pipeline.kernels.noise import exponential, halves
+from pipeline.kernels.noise_keys import noise_keys
 from pipeline.kernels.sample import probabilities_reference
 from pipeline.kernels.sample import sample as sample_in_torch
 from pipeline.kernels.sampling_inputs import NO_ID

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from pipeline.kernels.cpu import build
 from pipeline.kernels.cpu.isa import available
-from pipeline.kernels.matrix import Format, quantize
+from pipeline.kernels.matrix import quantize
+from pipeline.kernels.stored_matrix import Format
 from pipeline.runtime.model_folder import ModelConfig, format_key
 from pipeline.stages.execute.cpu import backend
 from pipeline.stages.execute.cpu.native_program import NativeProgram

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from pipeline.kernels.matrix import Format
+from pipeline.kernels.stored_matrix import Format
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from tests.stages.execute import checkpoints
 from tests.stages.execute.driver import Driver, settings

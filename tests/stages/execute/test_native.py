@@ -12,8 +12,8 @@ from torch import Tensor
 
 from pipeline.kernels import rotary
 from pipeline.kernels.kv_layout import LayerKV
-from pipeline.kernels.matrix import Format
 from pipeline.kernels.step_inputs import BLOCK_SIZE
+from pipeline.kernels.stored_matrix import Format
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import Finish
 from pipeline.stages.execute.cpu.program import MasksLate

@@ -27,7 +27,7 @@ from pipeline.stages.execute.measuring import measure as module
 from pipeline.stages.execute.measuring import profile as entry
 from pipeline.stages.execute.measuring.measure import CpuSamples, fill, floor_s, measure, overlapped_s, summarize
 from pipeline.stages.execute.measuring.random_weights import RandomWeights
-from pipeline.stages.execute.weights import Weights
+from pipeline.stages.execute.weights import FLOAT_FORMATS, Weights
 from tests.stages.execute import checkpoints
 from tests.stages.execute.driver import settings
 
@@ -55,8 +55,7 @@ def given_rates() -> Iterator[None]:
 def tiny(folder: Path, plan: ProfilePlan = PLAN, config: Settings | None = None) -> Profile:
     model = ModelConfig.load(folder)
     chosen = config or settings(dtype="bfloat16", kv_mib=1)
-    dtype = getattr(torch, chosen.execute.dtype)
-    return measure(chosen, model, Weights(folder, model, dtype), plan, num_threads=1)
+    return measure(chosen, model, Weights(folder, model, FLOAT_FORMATS[chosen.execute.dtype]), plan, num_threads=1)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.kernels.logits_processors import apply_logits_processors, bits_of
+from pipeline.kernels.logits_processor_inputs import bits_of
+from pipeline.kernels.logits_processors import apply_logits_processors
 from pipeline.kernels.sample import probabilities_reference
 from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.select import select

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.kernels.logits_processors import bits_of
+from pipeline.kernels.logits_processor_inputs import bits_of
 from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.runtime import messages as m
 from pipeline.stages.execute.cpu.program import MasksLate

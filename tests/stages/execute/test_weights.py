@@ -1,5 +1,6 @@
 """Weights are used as stored in the files: mapped, in their blocks, and rounded only on request."""
 
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pipeline.errors import UserError
-from pipeline.kernels.matrix import Format, quantize
+from pipeline.kernels.matrix import as_matrix, as_tensor, quantize
+from pipeline.kernels.stored_matrix import Format
 from pipeline.runtime.model_folder import format_key
 from pipeline.stages.execute.weights import Weights
 from tests.stages.execute.checkpoints import config_of
@@ -27,7 +29,7 @@ def weights_of(folder: Path, dtype: torch.dtype = torch.bfloat16, **tensors: Ten
     plain = {name: tensor if isinstance(tensor, Tensor) else tensor[0] for name, tensor in tensors.items()}
     formats = {format_key(name): tensor[1] for name, tensor in tensors.items() if isinstance(tensor, tuple)}
     save_file(plain, folder / "model.safetensors", formats)
-    return Weights(folder, config_of(), dtype)
+    return Weights(folder, config_of(), "f32" if dtype == torch.float32 else "bf16")
 
 
 def blocks_of(values: Tensor, format: Format) -> tuple[Tensor, str]:
@@ -50,7 +52,7 @@ def test_quantized_matrices_keep_their_blocks_in_the_mapped_file(
     tmp_path: Path, format: Format, dtype: torch.dtype
 ) -> None:
     data, _ = stored = blocks_of(numbers(5), format)
-    matrix = weights_of(tmp_path, dtype, w=stored).matrix("w", 5, 64)
+    matrix = as_matrix(weights_of(tmp_path, dtype, w=stored).matrix("w", 5, 64))
     assert (matrix.format, matrix.num_rows, matrix.num_columns) == (format, 5, 64)
     assert torch.equal(matrix.data, data)
     assert is_mapped(matrix.data, tmp_path / "model.safetensors")
@@ -59,7 +61,7 @@ def test_quantized_matrices_keep_their_blocks_in_the_mapped_file(
 @pytest.mark.parametrize("stored", DTYPES, ids=str)
 def test_floats_become_bfloat16_and_bfloat16_is_mapped(tmp_path: Path, stored: torch.dtype) -> None:
     values = numbers(5, 33).to(stored)
-    matrix = weights_of(tmp_path, w=values).matrix("w", 5, 33)
+    matrix = as_matrix(weights_of(tmp_path, w=values).matrix("w", 5, 33))
     assert matrix.format == "bf16"
     assert torch.equal(matrix.data, values.to(torch.bfloat16))
     assert is_mapped(matrix.data, tmp_path / "model.safetensors") == (stored == torch.bfloat16)
@@ -68,7 +70,7 @@ def test_floats_become_bfloat16_and_bfloat16_is_mapped(tmp_path: Path, stored: t
 @pytest.mark.parametrize("stored", DTYPES, ids=str)
 def test_in_float32_no_float_is_rounded(tmp_path: Path, stored: torch.dtype) -> None:
     values = numbers(5, 33).to(stored)
-    matrix = weights_of(tmp_path, torch.float32, w=values).matrix("w", 5, 33)
+    matrix = as_matrix(weights_of(tmp_path, torch.float32, w=values).matrix("w", 5, 33))
     assert matrix.format == "f32"
     assert torch.equal(matrix.data, values.float())
     assert is_mapped(matrix.data, tmp_path / "model.safetensors") == (stored == torch.float32)
@@ -84,7 +86,7 @@ def test_the_loaded_formats_are_reported(tmp_path: Path) -> None:
 def test_joined_matrices_keep_their_formats(tmp_path: Path) -> None:
     a, c = numbers(3), numbers(2, seed=2)
     weights = weights_of(tmp_path, torch.bfloat16, a=blocks_of(a, "q4_1"), c=blocks_of(c, "q8_0"))
-    found = weights.matrices(["a", "c"], [3, 2], 64)
+    found = [as_matrix(matrix) for matrix in weights.matrices(["a", "c"], [3, 2], 64)]
     assert [matrix.format for matrix in found] == ["q4_1", "q8_0"]
     assert [matrix.num_rows for matrix in found] == [3, 2]
     assert torch.equal(found[1].data, quantize(c, "q8_0").data)
@@ -94,7 +96,7 @@ def test_joined_matrices_keep_their_formats(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_vectors_are_float32(tmp_path: Path, stored: torch.dtype, dtype: torch.dtype) -> None:
     values = numbers(1, 7)[0].to(stored)
-    vector = weights_of(tmp_path, dtype, v=values).vector("v", 7)
+    vector = as_tensor(weights_of(tmp_path, dtype, v=values).vector("v", 7))
     assert vector.dtype == torch.float32
     assert torch.equal(vector, values.float())
 
@@ -124,13 +126,13 @@ def test_numbers_of_columns_that_do_not_fit_blocks_are_rejected(tmp_path: Path) 
 def test_unknown_formats_are_rejected(tmp_path: Path, format: str | None) -> None:
     data = torch.zeros(6, 68, dtype=torch.uint8)
     weights = weights_of(tmp_path, w=data if format is None else (data, format))
-    with pytest.raises(UserError, match=rf"'w' .* is torch.uint8 in the format '{format or ''}'; supported are q8_0"):
+    with pytest.raises(UserError, match=rf"'w' .* is U8 in the format '{format or ''}'; supported are q8_0"):
         weights.matrix("w", 6, 64)
 
 
 def test_numbers_that_are_neither_floats_nor_blocks_are_rejected(tmp_path: Path) -> None:
     weights = weights_of(tmp_path, w=(torch.zeros(6, 68, dtype=torch.int8), "q8_0"))
-    with pytest.raises(UserError, match=r"is torch\.int8 in the format 'q8_0'"):
+    with pytest.raises(UserError, match=r"is I8 in the format 'q8_0'"):
         weights.matrix("w", 6, 64)
 
 
@@ -144,5 +146,37 @@ def test_missing_and_oversized_tensors_are_reported(tmp_path: Path) -> None:
 
 def test_joined_vectors_are_concatenated(tmp_path: Path) -> None:
     a, b = numbers(1, 7)[0], numbers(1, 3, seed=1)[0].to(torch.bfloat16)
-    joined = weights_of(tmp_path, a=a, b=b).join_vectors(["a", "b"], [7, 3])
+    joined = as_tensor(weights_of(tmp_path, a=a, b=b).join_vectors(["a", "b"], [7, 3]))
     assert torch.equal(joined, torch.cat([a, b.float()]))
+
+
+def test_vectors_that_are_not_floats_are_rejected(tmp_path: Path) -> None:
+    weights = weights_of(tmp_path, v=torch.zeros(7, dtype=torch.uint8))
+    with pytest.raises(UserError, match=r"'v' .* is U8; supported are BF16, F16, F32"):
+        weights.vector("v", 7)
+
+
+def test_tensors_that_are_not_aligned_in_the_file_are_copied(tmp_path: Path) -> None:
+    """The format requires no alignment, and some writers don't align the header's end."""
+    values = numbers(2, 32)
+    path = tmp_path / "model.safetensors"
+    header = b'{"w":{"dtype":"F32","shape":[2,32],"data_offsets":[0,256]}} '
+    header += b" " * (1 - len(header) % 2)  # odd
+    path.write_bytes(struct.pack("<Q", len(header)) + header + values.numpy().tobytes())
+    matrix = as_matrix(Weights(tmp_path, config_of(), "f32").matrix("w", 2, 32))
+    assert torch.equal(matrix.data, values)
+    assert matrix.data.data_ptr() % 4 == 0 and not is_mapped(matrix.data, path)
+
+
+@pytest.mark.parametrize("damage", [b"", b"short", b"\xff" * 100, struct.pack("<Q", 2) + b"{]", None])
+def test_files_that_became_unreadable_are_reported(tmp_path: Path, damage: bytes | None) -> None:
+    weights_of(tmp_path, w=numbers(64))
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] if damage is None else damage)
+    with pytest.raises(UserError, match=r"model\.safetensors can't be read any more: "):
+        Weights(tmp_path, config_of(), "bf16")
+
+
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"model\.safetensors can't be read any more: .*No such file"):
+        Weights(tmp_path, config_of(), "bf16")

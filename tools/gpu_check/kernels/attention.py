@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.rope import rope_frequencies
+from pipeline.stages.execute.rope import rope_frequencies, rope_table
 from tools.gpu_check import gpu
 from tools.gpu_check.child import Context, Item
 from tools.gpu_check.kernels import random_steps
@@ -128,8 +128,8 @@ def _tasks(config: ModelConfig, made: RandomStep, window: int | None) -> Any:
 
 def _angles(config: ModelConfig) -> tuple[Tensor, Tensor]:
     frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-    angles = torch.outer(torch.arange(ANGLES, dtype=torch.float32), frequencies).to(gpu.device())
-    return torch.cos(angles), torch.sin(angles)
+    cos, sin = (torch.from_numpy(table).to(gpu.device()) for table in rope_table(frequencies, ANGLES))
+    return cos, sin
 
 
 def turned(heads: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.kernels.matrix import Format, Matrix, quantize
+from pipeline.kernels.matrix import Matrix, quantize
+from pipeline.kernels.stored_matrix import Format
 from pipeline.runtime.model_folder import ModelConfig
 from tools.gpu_check import gpu
 from tools.gpu_check.child import Context, Item

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.kernels.logits_processors import LogitsProcessors
-from pipeline.kernels.noise import exponential, halves, noise_keys, sequence_key
+from pipeline.kernels.logits_processor_inputs import LogitsProcessors
+from pipeline.kernels.noise import exponential, halves
+from pipeline.kernels.noise_keys import noise_keys, sequence_key
 from pipeline.kernels.sample import thresholds
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.kernels.triton.rows import NUM_FIELDS, Field
@@ -156,8 +157,9 @@ def _race(logits: Tensor, row: SampledRow, key: Tensor) -> tuple[Tensor, float, 
 
 def _logits_processors(context: Context) -> Iterator[Reading]:
     """Every logits processor at least once, beside rows without any; with and without grammars."""
+    from pipeline.kernels.logits_processor_inputs import bits_of, num_words, pack_runs
     from pipeline.kernels.logits_processors import apply_logits_processors as apply_in_torch
-    from pipeline.kernels.logits_processors import bits_of, mask, num_words, pack_runs
+    from pipeline.kernels.logits_processors import mask
     from pipeline.kernels.triton.sampling.logits_processors import LogitsProcessorScratch, apply_logits_processors
     from tests.kernels.triton.params import Row as ProcessedRow
     from tests.kernels.triton.params import list_memory_of, params_of

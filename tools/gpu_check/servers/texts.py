@@ -16,10 +16,11 @@ import numpy as np
 import torch
 
 from pipeline.config.settings import Settings
-from pipeline.kernels.kv_layout import block_bytes
 from pipeline.kernels.logits_processors import apply_logits_processors
-from pipeline.kernels.noise import exponential, halves, noise_keys, sequence_key
+from pipeline.kernels.noise import exponential, halves
+from pipeline.kernels.noise_keys import noise_keys, sequence_key
 from pipeline.kernels.sample import thresholds
+from pipeline.kernels.step_inputs import block_bytes
 from pipeline.runtime import messages as m
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.measuring import planned as steps
@@ -150,7 +151,7 @@ def _compare(
 def _settings(config: ModelConfig, plan: "Plan", dtype: str, device: str) -> Settings:
     """Settings with just enough KV memory for the plan."""
     element: torch.dtype = getattr(torch, dtype)
-    num_bytes = block_bytes(config.num_layers, config.num_kv_heads, config.head_dim, element)
+    num_bytes = block_bytes(config.num_layers, config.num_kv_heads, config.head_dim, element.itemsize)
     num_blocks = sum(steps.num_blocks(length) for length in plan.lengths) + 2 * len(plan.lengths)
     return settings_for(
         device,

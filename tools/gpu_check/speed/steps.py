@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from pipeline.config.settings import Quantization
-from pipeline.kernels.kv_layout import block_bytes
+from pipeline.kernels.step_inputs import block_bytes
 from pipeline.runtime import messages as m
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.measuring import planned as steps
@@ -164,7 +164,7 @@ def started(model: Model, num_steps: int, max_model_len: int) -> Iterator[Any]:
 def _make(model: Model, folder: Path, num_steps: int, max_model_len: int) -> Any:
     config = model.config
     num_blocks = (model.max_batch + 2) * steps.num_blocks(model.context + num_steps * len(model.depths) + 1)
-    block = block_bytes(config.num_layers, config.num_kv_heads, config.head_dim, torch.bfloat16)
+    block = block_bytes(config.num_layers, config.num_kv_heads, config.head_dim, torch.bfloat16.itemsize)
     settings = settings_for(
         "cuda",
         max_model_len=max_model_len,

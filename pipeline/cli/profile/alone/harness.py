@@ -15,12 +15,12 @@ from pipeline.errors import UserError
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.channels import Inbox, Outbox, address_of
+from pipeline.runtime.topology import SUPERVISOR
 from pipeline.shm import segment
 from pipeline.shm.arena import Arena
 from pipeline.shm.arrays import Array, ShmRef
 from pipeline.supervisor.process import Child
 
-SUPERVISOR = "supervisor.0"
 START_S = 60.0
 STOP_S = 5.0
 

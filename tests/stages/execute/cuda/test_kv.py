@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from pipeline.config.settings import ExecuteSettings, Settings
 from pipeline.errors import UserError
-from pipeline.kernels.kv_layout import block_bytes
+from pipeline.kernels.step_inputs import block_bytes
 from pipeline.stages.execute.kv import MAX_CHOSEN_BLOCKS, DeviceMemory, KVPlan, plan_device_kv
 from tests.stages.execute import checkpoints
 
 GIB = 1024**3
 LLAMA_8B = {"num_layers": 32, "num_kv_heads": 8, "head_dim": 128, "max_position": 131072}
-BLOCK = block_bytes(32, 8, 128, torch.bfloat16)
+BLOCK = block_bytes(32, 8, 128, torch.bfloat16.itemsize)
 H100 = DeviceMemory(total_bytes=80 * GIB, free_bytes=63 * GIB, used_bytes=16 * GIB, reserved_bytes=2 * GIB)
 
 

@@ -1,0 +1,123 @@
+"""A stage's process imports its code before the model's folder is known, and runs after that."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.config.settings import Settings
+from pipeline.runtime import messages as m
+from pipeline.runtime.topology import SUPERVISOR
+from pipeline.supervisor.inline import InlineChild
+from pipeline.supervisor.process import Child
+
+PATIENCE_S = 60.0
+
+STAGE = """
+import os
+
+def preload(launch):
+    os.write({fd}, b"preloaded,")
+
+def run(launch):
+    os.write({fd}, b"runs with " + launch.model_dir.encode())
+"""
+
+
+class Stage:
+    """A stage that writes to a pipe what it does."""
+
+    def __init__(self, folder: Path) -> None:
+        self._read, self.write = os.pipe()
+        self._death_read, self._death_write = os.pipe()
+        (folder / "written_stage.py").write_text(STAGE.format(fd=self.write))
+        self.launch = m.Launch(
+            stage="schedule",
+            replica=0,
+            rank=0,
+            incarnation=1,
+            entry="written_stage",
+            settings=Settings(),
+            model_dir="",
+            address=f"ipc://@pipeline/{os.getpid()}/written",
+            peers=[m.PeerInbox(SUPERVISOR, f"ipc://@pipeline/{os.getpid()}/none", 1)],
+            # A descriptor of the launch is inherited under its own number.
+            segments=[m.Segment("pipe", self.write, 0, True)],
+            death_fd=self._death_read,
+        )
+
+    def read(self) -> str:
+        return os.read(self._read, 1000).decode()
+
+    def read_all(self) -> str:
+        """What is left, once the stage has ended."""
+        os.close(self.write)
+        with open(self._read, closefd=False) as file:
+            return file.read()
+
+    def close(self) -> None:
+        for fd in (self._read, self._death_read, self._death_write):
+            os.close(fd)
+
+
+@pytest.fixture
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+    inherited = os.environ.get("PYTHONPATH")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *([inherited] if inherited else [])]))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    one = Stage(tmp_path)
+    yield one
+    one.close()
+
+
+def test_a_process_that_waits_has_imported_its_code_and_runs_with_the_models_folder(stage: Stage) -> None:
+    child = Child(stage.launch, 1, waits=True)
+    try:
+        assert stage.read() == "preloaded,"
+        assert child.is_alive and not child.has_begun
+        child.begin("/models/a")
+        assert child.has_begun
+        assert child.wait(PATIENCE_S) and child.exit_code == 0
+    finally:
+        child.close()
+    assert stage.read_all() == "runs with /models/a"
+
+
+def test_a_process_that_does_not_wait_runs_at_once(stage: Stage) -> None:
+    child = Child(stage.launch, 1)
+    try:
+        assert child.has_begun
+        assert child.wait(PATIENCE_S) and child.exit_code == 0
+    finally:
+        child.close()
+    assert stage.read_all() == "preloaded,runs with "
+
+
+def test_a_process_that_waits_can_be_killed(stage: Stage) -> None:
+    child = Child(stage.launch, 1, waits=True)
+    assert stage.read() == "preloaded,"
+    child.close()
+    assert not child.is_alive
+    assert stage.read_all() == ""
+
+
+def test_a_process_that_ended_while_it_waited_is_reported_by_its_exit_and_not_by_begin(stage: Stage) -> None:
+    child = Child(stage.launch, 1, waits=True)
+    try:
+        assert stage.read() == "preloaded,"
+        child.kill()
+        child.begin("/models/a")
+        assert child.describe_end().startswith("was killed by SIGKILL")
+    finally:
+        child.close()
+    assert stage.read_all() == ""
+
+
+def test_a_thread_waits_too(stage: Stage) -> None:
+    child = InlineChild(stage.launch, waits=True)
+    assert child.is_alive and not child.has_begun
+    child.begin("/models/a")
+    assert child.has_begun and child.wait(PATIENCE_S) and child.exit_code == 0
+    child.close()
+    assert stage.read_all() == "runs with /models/a"
