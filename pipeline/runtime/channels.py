@@ -67,23 +67,31 @@ class RingEdge:
     """Messages that came through the socket before their turn in the ring."""
 
     def take(self) -> bytes | None:
-        """The next message, or None if there is none now."""
+        """The next message of those that were noticed, or None."""
         if not self.awaits_socket:
+            if not self.reader.num_waiting:
+                return None
             message = self.reader.take()
-            if message is None or not message.is_elsewhere:
-                return None if message is None else message.data
+            assert message is not None
+            if not message.is_elsewhere:
+                return message.data
             self.awaits_socket = True
         if not self.early:
             return None
         self.awaits_socket = False
         return self.early.popleft()
 
-    def has_message(self) -> bool:
-        return bool(self.reader.count() and not self.awaits_socket) or bool(self.awaits_socket and self.early)
+    def is_ready(self) -> bool:
+        """Whether `take` would return a message."""
+        return bool(self.early if self.awaits_socket else self.reader.num_waiting)
 
 
 class Inbox(Generic[T]):
     """Receives a stage's messages; `union` is their type.
+
+    It looks only at what a poll found readable, so a wake costs one poll, and for messages from a ring one read.
+
+        poll ──► notice(readable descriptors) ──► take … take ──► poll
 
     With `control_request`, the inbox also accepts every `ControlRequest` and passes it to that function instead of the
     owner. With a `replay_context`, received messages are recorded. In a replay, pipeline.replay.player fills the inbox.
@@ -101,6 +109,7 @@ class Inbox(Generic[T]):
         control_request: Callable[[ControlRequest], None] | None = None,
         rings: Sequence[RingEdge] = (),
     ) -> None:
+        self._edges = tuple(rings)
         self._rings = {edge.envelope.sender: edge for edge in rings}
         self._socket = context.socket(zmq.PULL)
         self._socket.set_hwm(INBOX_BOUND)
@@ -111,6 +120,9 @@ class Inbox(Generic[T]):
         except zmq.ZMQError:
             self._socket.close()
             raise
+        self._readers = {edge.reader.fileno(): edge.reader for edge in rings}
+        self._may_have_message = False
+        """The socket had a message when its descriptor was readable, and was not found empty since."""
         self._poll = select.poll()
         for fd in self.filenos():
             self._poll.register(fd, select.POLLIN)
@@ -135,34 +147,54 @@ class Inbox(Generic[T]):
         return int(self._socket.get(zmq.FD))
 
     def filenos(self) -> list[int]:
-        """The descriptors of the socket and of the rings."""
-        return [self.fileno(), *(edge.reader.fileno() for edge in self._rings.values())]
+        """The descriptors of the socket and of the rings. `notice` makes them unreadable."""
+        return [self.fileno(), *self._readers]
 
     def wake_by(self, fd: int) -> None:
         """Make `wait` also return when this descriptor is readable."""
         self._wake_fd = fd
         self._poll.register(fd, select.POLLIN)
 
+    def notice(self, fd: int) -> None:
+        """Look at a readable descriptor: afterwards `take` returns what has arrived there. Makes it unreadable until
+        the next event."""
+        if (reader := self._readers.get(fd)) is not None:
+            reader.count()
+        elif fd != self._wake_fd:
+            self._may_have_message = bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
+
+    def is_ready(self) -> bool:
+        """Whether a message that was noticed waits."""
+        if self._may_have_message:
+            return True
+        for edge in self._edges:  # noqa: SIM110 - once per wake: no generator
+            if edge.is_ready():
+                return True
+        return False
+
     def has_message(self) -> bool:
         """Whether a message is queued. Makes the descriptors unreadable until the next event."""
-        has_message = bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
-        for edge in self._rings.values():
-            has_message |= edge.has_message()
-        return has_message
+        self._look()
+        return self.is_ready()
+
+    def _look(self) -> None:
+        """Notice what has arrived, without waiting."""
+        for fd, _ in self._poll.poll(0):
+            self.notice(fd)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait at most `timeout_s` for a message or for `wake_by`'s descriptor. Returns whether either is ready."""
         begun = now = time.monotonic()
-        end, is_ready, is_woken = begun + timeout_s, self.has_message(), False
+        end, is_ready, is_woken = begun + timeout_s, self.is_ready(), False
         while not (is_ready or is_woken):
-            left_ms = (end - now) * 1000
-            readable = self._poll.poll(max(0, left_ms))
-            is_woken = any(fd == self._wake_fd for fd, _ in readable)
-            is_ready = self.has_message()
+            for fd, _ in self._poll.poll(max(0, (end - now) * 1000)):
+                self.notice(fd)
+                is_woken |= fd == self._wake_fd
+            is_ready = self.is_ready()
             now = time.monotonic()
             if now >= end:
                 break
-        self.wait_s += time.monotonic() - begun
+        self.wait_s += now - begun
         self.num_wakes += 1
         return is_ready or is_woken
 
@@ -177,13 +209,15 @@ class Inbox(Generic[T]):
 
     def receive(self) -> T | None:
         """The next message, or None if none is queued. Raises msgspec.DecodeError as `take` does."""
+        if not self.is_ready():
+            self._look()
         message = self.take()
         if message is not None:
             self.took()
         return message
 
     def take(self) -> T | None:
-        """Like `receive`, for one of several messages of a wake. Call `took` after the last.
+        """The next message that was noticed, for one of several messages of a wake. Call `took` after the last.
 
         Raises msgspec.DecodeError for a message that is not in `union`. Peers are our own stages, so this is a bug and
         ends the stage.
@@ -206,15 +240,16 @@ class Inbox(Generic[T]):
         return None
 
     def _arrival(self) -> tuple[Envelope, bytes] | None:
-        """The next message, undecoded; None if there is none now."""
-        for edge in self._rings.values():
+        """The next message that was noticed, undecoded; None if there is none."""
+        for edge in self._edges:
             if (body := edge.take()) is not None:
                 return edge.envelope, body
-        while True:
+        while self._may_have_message:
             try:
                 head, body = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return None
+                self._may_have_message = False
+                break
             envelope = self._envelopes.decode(head)
             edge_of_sender = self._rings.get(envelope.sender)
             if edge_of_sender is None:
@@ -222,9 +257,14 @@ class Inbox(Generic[T]):
             edge_of_sender.early.append(body)
             if (body := edge_of_sender.take()) is not None:
                 return envelope, body
+        return None
 
     def receive_all(self) -> list[T]:
         """All queued messages."""
+        self._look()
+        return self._take_all()
+
+    def _take_all(self) -> list[T]:
         messages = []
         while (message := self.take()) is not None:
             messages.append(message)
@@ -232,9 +272,9 @@ class Inbox(Generic[T]):
         return messages
 
     def wait_all(self, timeout_s: float) -> list[T]:
-        """Wait at most `timeout_s` for a message, then return all queued messages."""
+        """Wait at most `timeout_s` for a message, then return all that have arrived."""
         self.wait(timeout_s)
-        return self.receive_all()
+        return self._take_all()
 
     def close(self) -> None:
         self._socket.close()
@@ -250,12 +290,13 @@ class AsyncInbox(Generic[T]):
         self._loop = asyncio.get_running_loop()
         if not inbox.is_replayed:
             for fd in inbox.filenos():
-                self._loop.add_reader(fd, self._wake)
+                self._loop.add_reader(fd, self._wake, fd)
 
-    def _wake(self) -> None:
-        # has_message also makes the descriptor unreadable. Otherwise the loop would keep calling this while the
-        # receiver is busy.
-        if self._inbox.has_message() and not self._readable.is_set():
+    def _wake(self, fd: int) -> None:
+        # `notice` also makes the descriptor unreadable. Otherwise the loop would keep calling this while the receiver
+        # is busy.
+        self._inbox.notice(fd)
+        if self._inbox.is_ready() and not self._readable.is_set():
             self._woken_s = time.monotonic()
             self._readable.set()
 
@@ -276,10 +317,9 @@ class AsyncInbox(Generic[T]):
                 self._inbox.took()
                 return messages
             self._readable.clear()
-            if not self._inbox.has_message():
-                await self._readable.wait()
-                self._inbox.wait_s += time.monotonic() - self._woken_s
-                self._inbox.num_wakes += 1
+            await self._readable.wait()
+            self._inbox.wait_s += time.monotonic() - self._woken_s
+            self._inbox.num_wakes += 1
 
     async def receive_now(self) -> list[T]:
         """All queued messages; the list may be empty."""
