@@ -8,6 +8,7 @@
 Output waits in its sequence until `mark_sent`: if a full socket refuses it, the next message has it too.
 """
 
+from array import array
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import TypeVar
@@ -296,7 +297,7 @@ class OutputProcessor:
             indexes=[sequence.index for sequence in sequences],
             texts=["".join(sequence.texts) for sequence in sequences],
             text_offsets=[sequence.text_offset for sequence in sequences],
-            ids=np.array([token_id for sequence in sequences for token_id in sequence.ids], "<i4").tobytes(),
+            ids=array("i", [token_id for sequence in sequences for token_id in sequence.ids]).tobytes(),
             id_offsets=[sequence.id_offset for sequence in sequences],
             num_ids=[len(sequence.ids) for sequence in sequences],
             finishes=[int(sequence.finish) for sequence in sequences],
