@@ -13,9 +13,7 @@ import asyncio
 import os
 import select
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, get_args
 
 import msgspec
@@ -23,7 +21,8 @@ import zmq
 
 from pipeline.runtime.messages import ControlRequest, Envelope
 from pipeline.runtime.replay_context import ReplayContext
-from pipeline.shm.ring import RingReader, RingWriter
+from pipeline.runtime.ring_edge import RingEdge
+from pipeline.shm.ring import RingWriter
 
 T = TypeVar("T")
 
@@ -52,38 +51,6 @@ class MessageDecoder(Generic[T]):
             raise msgspec.DecodeError(f"a string is not UTF-8: {error}") from error
         except RecursionError as error:
             raise msgspec.DecodeError("nested too deeply") from error
-
-
-@dataclass(slots=True)
-class RingEdge:
-    """A sender whose messages come through a ring. What is too large for the ring comes through the socket, in its
-    turn: the ring announces it."""
-
-    envelope: Envelope
-    reader: RingReader
-    awaits_socket: bool = False
-    """The next message was announced and has not come through the socket yet."""
-    early: deque[bytes] = field(default_factory=deque)
-    """Messages that came through the socket before their turn in the ring."""
-
-    def take(self) -> bytes | None:
-        """The next message of those that were noticed, or None."""
-        if not self.awaits_socket:
-            if not self.reader.num_waiting:
-                return None
-            message = self.reader.take()
-            assert message is not None
-            if not message.is_elsewhere:
-                return message.data
-            self.awaits_socket = True
-        if not self.early:
-            return None
-        self.awaits_socket = False
-        return self.early.popleft()
-
-    def is_ready(self) -> bool:
-        """Whether `take` would return a message."""
-        return bool(self.early if self.awaits_socket else self.reader.num_waiting)
 
 
 class Inbox(Generic[T]):
@@ -285,8 +252,9 @@ class AsyncInbox(Generic[T]):
 
     def __init__(self, inbox: Inbox[T]) -> None:
         self._inbox = inbox
-        self._readable = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
         self._woken_s = 0.0
+        """When the first message that was not taken was noticed; 0 if there is none."""
         self._loop = asyncio.get_running_loop()
         if not inbox.is_replayed:
             for fd in inbox.filenos():
@@ -296,9 +264,10 @@ class AsyncInbox(Generic[T]):
         # `notice` also makes the descriptor unreadable. Otherwise the loop would keep calling this while the receiver
         # is busy.
         self._inbox.notice(fd)
-        if self._inbox.is_ready() and not self._readable.is_set():
-            self._woken_s = time.monotonic()
-            self._readable.set()
+        if self._inbox.is_ready():
+            self._woken_s = self._woken_s or time.monotonic()
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(None)
 
     async def receive_all(self, limit: int = 256) -> list[T]:
         """Wait for a message, then return the queued messages, at most `limit`. Other tasks get a turn before each
@@ -306,20 +275,25 @@ class AsyncInbox(Generic[T]):
 
         The wait has no deadline, because an idle server receives nothing. The supervisor's death and `Stop` end it.
         """
-        await asyncio.sleep(0)
         if self._inbox.is_replayed:
+            await asyncio.sleep(0)
             return await self._inbox.replayed()
+        if self._inbox.is_ready():
+            await asyncio.sleep(0)
         while True:
             messages: list[T] = []
             while len(messages) < limit and (message := self._inbox.take()) is not None:
                 messages.append(message)
             if messages:
+                if self._woken_s:
+                    self._inbox.wait_s += time.monotonic() - self._woken_s
+                    self._woken_s = 0.0
+                self._inbox.num_wakes += 1
                 self._inbox.took()
                 return messages
-            self._readable.clear()
-            await self._readable.wait()
-            self._inbox.wait_s += time.monotonic() - self._woken_s
-            self._inbox.num_wakes += 1
+            self._woken_s = 0.0
+            self._waiter = self._loop.create_future()
+            await self._waiter
 
     async def receive_now(self) -> list[T]:
         """All queued messages; the list may be empty."""
