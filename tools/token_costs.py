@@ -4,6 +4,7 @@
     tools/token_costs.py                            1, 8 and 32 streams
     tools/token_costs.py --streams 1 --rounds 3
     tools/token_costs.py --against ../other-tree    alternate with the server of another working tree: A B B A …
+    tools/token_costs.py --against-set schedule.max_steps_in_flight=2    alternate with other settings
     tools/token_costs.py --check
 
 It starts the servers itself, and loads one at a time with streams at temperature 0 that outlast the measurement. CPU
@@ -202,9 +203,12 @@ def run(args: argparse.Namespace) -> int:
     """Measure each level. Returns the exit code. Raises UserError, ServerError and ConfigError."""
     report = BenchmarkReport("token-costs", args)
     report.note("cpu", _cpu_model(), f"{_cpu_model()}, {len(os.sched_getaffinity(0))} cores")
-    trees = [ROOT] if args.against is None else [args.against.resolve(), ROOT]
+    arms = [(ROOT, args.set)]
+    if args.against or args.against_set:
+        tree = args.against.resolve() if args.against else ROOT
+        arms = [(tree, args.set + args.against_set), *arms]
     with contextlib.ExitStack() as stack:
-        servers = [stack.enter_context(Served(*args.set, root=tree)) for tree in trees]
+        servers = [stack.enter_context(Served(*sets, root=tree)) for tree, sets in arms]
         for server in servers:  # the first steps compile and allocate
             asyncio.run(measure(server, 1, 0.5, args.seed, args.tokens))
         for num in args.streams:
@@ -225,7 +229,7 @@ def _level(report: BenchmarkReport, args: argparse.Namespace, num: int, servers:
         last = {name: median(row[name] for row in rows) for name in rows[0]}
         report.figures(title, last)
     else:
-        comparison = compare(("other tree", "this tree"), args.rounds, one, report.tell)
+        comparison = compare(("other", "this"), args.rounds, one, report.tell)
         report.comparison(title, comparison)
         last = {name: comparison.median(1, name) for name in comparison.figures()}
     report.verdicts.append(Verdict(f"median gap with {title}", last["gap p50"], "<=", MAX_GAP_US))
@@ -250,6 +254,9 @@ def main(arguments: list[str] | None = None) -> int:
         help="numbers of streams; by default 1,8,32",
     )
     parser.add_argument("--against", type=Path, metavar="TREE", help="another working tree with the same tools")
+    parser.add_argument(
+        "--against-set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the other server only"
+    )
     parser.add_argument("--tokens", type=types.positive, default=1900, metavar="N", help="output tokens of a stream")
     add_common(parser, rounds=3, seconds=5.0)
     args = with_seed(parser.parse_args(arguments))

@@ -72,17 +72,17 @@ class OutputBuffer:
         if len(fresh) == 0 and not closings and not prompts:
             return None
         starts, counts = rows.sent[fresh], rows.known[fresh] - rows.sent[fresh]
-        if (counts == 1).all():
+        if np.count_nonzero(counts == 1) == len(counts):
             ids = rows.ids[fresh, starts]
         else:
             ids = np.concatenate([rows.ids[row, rows.sent[row] : rows.known[row]] for row in fresh.tolist()])
         # Closing outputs come first: a sequence that was preempted may run again and have newer ids.
         return Settled(
-            seqs=put(np.concatenate((np.array([p.seq for p in closings], np.uint64), rows.seq[fresh]))),
-            starts=put(_int32s([p.start for p in closings], starts - rows.num_prompt[fresh])),
-            counts=put(_int32s([len(p.ids) for p in closings], counts)),
-            ids=put(np.concatenate((*(p.ids for p in closings), ids)).astype(np.int32)),
-            finishes=put(np.array([p.finish for p in closings] + [Finish.NONE] * len(fresh), np.uint8)),
+            seqs=put(_joined([p.seq for p in closings], rows.seq[fresh], np.uint64)),
+            starts=put(_joined([p.start for p in closings], starts - rows.num_prompt[fresh], np.int32)),
+            counts=put(_joined([len(p.ids) for p in closings], counts, np.int32)),
+            ids=put(np.concatenate((*(p.ids for p in closings), ids)) if closings else ids),
+            finishes=put(_joined([p.finish for p in closings], np.zeros(len(fresh), np.uint8), np.uint8)),
             firsts=self._firsts(closings, fresh, starts),
             settled_s=now_s,
             records=self._records(closings, fresh),
@@ -122,5 +122,7 @@ class OutputBuffer:
                 sequence.records.clear()
 
 
-def _int32s(first: list[int], then: Int64s) -> "np.ndarray[Any, np.dtype[np.int32]]":
-    return np.concatenate((np.array(first, np.int64), then)).astype(np.int32)
+def _joined(first: list[int], then: "np.ndarray[Any, Any]", dtype: Any) -> "np.ndarray[Any, Any]":
+    """These numbers and an array, as one array of a dtype. Nearly always the list is empty."""
+    then = then.astype(dtype, copy=False)
+    return np.concatenate((np.array(first, dtype), then)) if first else then
