@@ -6,6 +6,7 @@ Steps go to the executor before output goes to detokenize, because the executor 
 """
 
 import gc
+import os
 import time
 from collections import deque
 from typing import NamedTuple, assert_never
@@ -165,6 +166,9 @@ class ScheduleStage:
             self._were_due.append(self._has_settled or len(in_flight) > 1)
             sent = self._execute.send(step)
             assert sent, "the edge to the executor is full, though few steps are in flight"
+            # The kernel often wakes the executor on this core: on busy cores it does not look for an idle one. Without
+            # this, the executor would wait there until the report is done.
+            os.sched_yield()
             if (trace := self._stage.trace).on:
                 args: Args = {"step": step.step_id, "tokens": in_flight[-1].num_tokens, "starts": len(step.adds)}
                 trace.span("plan", begin_s, end_s, args, [add.request_id for add in step.adds])
