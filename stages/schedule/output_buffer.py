@@ -16,6 +16,8 @@ from pipeline.stages.schedule.arrays import Ids, Int64s, Put
 from pipeline.stages.schedule.request import Sequence
 from pipeline.stages.schedule.rows import RowTracker
 
+NO_ROWS: Int64s = np.zeros(0, np.int64)
+
 
 class ClosingOutput(msgspec.Struct, frozen=True):
     """What is left to send when a sequence leaves its row or the queue: it has finished, or it was preempted."""
@@ -44,7 +46,8 @@ class OutputBuffer:
         self._closings: list[list[ClosingOutput]] = [[] for _ in range(num_replicas)]
         self._prompts: list[list[tuple[int, int, bytes]]] = [[] for _ in range(num_replicas)]
         """`seq`, number of records before these, and records of a prompt."""
-        self._pending_rows: list[Int64s] = [np.zeros(0, np.int64)] * num_replicas
+        self._pending_rows: list[tuple[Int64s, Int64s]] = [(NO_ROWS, NO_ROWS)] * num_replicas
+        """Rows in the last pending message, and how many of their ids are settled."""
 
     def add_closing(self, sequence: Sequence, num_sent: int, finish: Finish) -> None:
         """Add the ids of a sequence without a row from `num_sent` on, and its finish."""
@@ -63,15 +66,18 @@ class OutputBuffer:
     def pending(self, replica: int = 0, now_s: float = 0.0) -> Settled | None:
         """The next message to a replica, or None. `mark_sent` removes its content. `now_s` is by time.monotonic()."""
         rows, put = self._rows, self._put
-        order = rows.order
-        fresh = order[rows.known[order] > rows.sent[order]]
+        fresh = rows.order
+        known, starts = rows.known[fresh], rows.sent[fresh]
+        is_fresh = known > starts
         if self._num_replicas > 1:
-            fresh = fresh[rows.seq[fresh] % np.uint64(self._num_replicas) == replica]
-        self._pending_rows[replica] = fresh
+            is_fresh &= rows.seq[fresh] % np.uint64(self._num_replicas) == replica
+        if np.count_nonzero(is_fresh) < len(is_fresh):
+            fresh, known, starts = fresh[is_fresh], known[is_fresh], starts[is_fresh]
+        self._pending_rows[replica] = fresh, known
         closings, prompts = self._closings[replica], self._prompts[replica]
         if len(fresh) == 0 and not closings and not prompts:
             return None
-        starts, counts = rows.sent[fresh], rows.known[fresh] - rows.sent[fresh]
+        counts = known - starts
         if np.count_nonzero(counts == 1) == len(counts):
             ids = rows.ids[fresh, starts]
         else:
@@ -114,11 +120,12 @@ class OutputBuffer:
 
     def mark_sent(self, replica: int = 0) -> None:
         """The last pending message to a replica was sent."""
-        self._rows.sent[self._pending_rows[replica]] = self._rows.known[self._pending_rows[replica]]
+        rows, known = self._pending_rows[replica]
+        self._rows.sent[rows] = known
         self._closings[replica] = []
         self._prompts[replica] = []
         if self._rows.num_recorded:
-            for sequence in self._recorded(self._pending_rows[replica]):
+            for sequence in self._recorded(rows):
                 sequence.records.clear()
 
 
