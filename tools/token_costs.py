@@ -39,7 +39,7 @@ from pipeline.config.load import ConfigError  # noqa: E402
 from pipeline.errors import UserError  # noqa: E402
 from pipeline.runtime import messages as m  # noqa: E402
 from pipeline.runtime.tracing import StageTrace, TraceEvent  # noqa: E402
-from tools.benchmarks.pairs import Reading, compare  # noqa: E402
+from tools.benchmarks.pairs import Comparison, Reading, compare  # noqa: E402
 from tools.benchmarks.report import BenchmarkReport, Verdict, add_common, with_seed  # noqa: E402
 from tools.benchmarks.served import Served, ending_in_order  # noqa: E402
 
@@ -216,6 +216,14 @@ def run(args: argparse.Namespace) -> int:
     return report.finish()
 
 
+def with_common_figures(comparison: Comparison) -> Comparison:
+    """Only the figures that all readings have: a gap has no parts if several steps are in flight."""
+    every = [reading for arm in comparison.readings for reading in arm]
+    names = [name for name in every[0] if all(name in reading for reading in every)]
+    first, second = ([{name: reading[name] for name in names} for reading in arm] for arm in comparison.readings)
+    return Comparison(comparison.names, (first, second))
+
+
 def _level(report: BenchmarkReport, args: argparse.Namespace, num: int, servers: list[Served]) -> None:
     def one(arm: int, number: int) -> Reading:
         return asyncio.run(measure(servers[arm], num, args.seconds, args.seed + 1000 * number, args.tokens))
@@ -229,7 +237,7 @@ def _level(report: BenchmarkReport, args: argparse.Namespace, num: int, servers:
         last = {name: median(row[name] for row in rows) for name in rows[0]}
         report.figures(title, last)
     else:
-        comparison = compare(("other", "this"), args.rounds, one, report.tell)
+        comparison = with_common_figures(compare(("other", "this"), args.rounds, one, report.tell))
         report.comparison(title, comparison)
         last = {name: comparison.median(1, name) for name in comparison.figures()}
     report.verdicts.append(Verdict(f"median gap with {title}", last["gap p50"], "<=", MAX_GAP_US))

@@ -5,6 +5,7 @@
 Steps go to the executor before output goes to detokenize, because the executor is the bottleneck.
 """
 
+import contextlib
 import gc
 import os
 import time
@@ -40,7 +41,15 @@ def run(launch: m.Launch) -> None:
         if facts is not None:
             gc.collect()
             gc.freeze()
+            _let_the_executor_run()
             ScheduleStage(stage, facts).loop(early)
+
+
+def _let_the_executor_run() -> None:
+    """Make this thread one that does not preempt others when it wakes. The executor wakes it with each result, often on
+    the executor's own core, and then has the next step to start."""
+    with contextlib.suppress(OSError):  # forbidden here
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _wait_for_start(stage: "Stage[m.ScheduleInbox]", early: list[m.ScheduleInbox]) -> m.ExecuteFacts | None:

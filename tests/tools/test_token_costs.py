@@ -12,7 +12,8 @@ from pipeline.errors import UserError
 from pipeline.runtime.tracing import Args, StageTrace, TraceEvent
 from tests.cli.fake_server import FakeServer
 from tools import token_costs
-from tools.token_costs import EXECUTE, gaps_us, parts_us, usage_of
+from tools.benchmarks.pairs import Comparison
+from tools.token_costs import EXECUTE, gaps_us, parts_us, usage_of, with_common_figures
 
 BUSY = "import time\nwhile time.process_time() < 0.2: pass\nprint(flush=True)\ninput()"
 
@@ -44,6 +45,11 @@ def test_the_parts_of_a_gap_add_up_to_it() -> None:
 def test_a_gap_has_no_parts_if_its_step_was_planned_before() -> None:
     steps = [event("step", 0, 4, 1), event("step", 4.1, 8, 2)]
     assert parts_us(traces(steps, [event("plan", 0.2, 0.3, 2), event("settle", 4.2, 4.3, 1)])) == {}
+
+
+def test_a_comparison_has_the_figures_that_all_readings_have() -> None:
+    comparison = Comparison(("a", "b"), ([{"gap": 1.0, "plan": 2.0}, {"gap": 3.0}], [{"gap": 4.0}, {"gap": 5.0}]))
+    assert with_common_figures(comparison).readings == ([{"gap": 1.0}, {"gap": 3.0}], [{"gap": 4.0}, {"gap": 5.0}])
 
 
 def test_the_cpu_time_of_all_threads_and_children_counts() -> None:
