@@ -45,6 +45,7 @@ class StepInputs:
         """[T]; where a token's keys and values go: block x BLOCK_SIZE + place in the block"""
         self.sampled: LongArray = np.zeros(max_num_rows, np.int64)
         """[R]; the tokens whose logits are wanted"""
+        self._places: IntArray = np.arange(max_num_rows, dtype=np.int32)
 
     def fill(
         self, ids: IntArray, starts: IntArray, counts: IntArray, block_tables: IntArray, samples: "np.ndarray[Any, Any]"
@@ -59,10 +60,15 @@ class StepInputs:
         assert num_rows <= self.max_num_rows, f"{num_rows} entries in a step, {self.max_num_rows} at most"
         assert num_tokens <= self.max_num_tokens, f"{num_tokens} tokens in a step, {self.max_num_tokens} at most"
         assert int(counts.sum()) == num_tokens
-        ends = np.cumsum(counts, dtype=np.int32)
-        offsets = ends - counts
-        entry = np.repeat(np.arange(num_rows), counts)
-        positions = np.arange(num_tokens) - offsets[entry] + starts[entry]
+        entry: np.ndarray[Any, Any]
+        if num_tokens == num_rows:  # one token each, in most steps
+            offsets = last = entry = self._places[:num_rows]
+            positions = starts
+        else:
+            ends = np.cumsum(counts, dtype=np.int32)
+            offsets, last = ends - counts, ends - 1
+            entry = np.repeat(np.arange(num_rows), counts)
+            positions = np.arange(num_tokens) - offsets[entry] + starts[entry]
         self.num_rows, self.num_tokens = num_rows, num_tokens
         self.starts[:num_rows] = starts
         self.counts[:num_rows] = counts
@@ -72,6 +78,6 @@ class StepInputs:
         self.positions[:num_tokens] = positions
         blocks = block_tables[entry, positions // BLOCK_SIZE]
         self.slots[:num_tokens] = blocks.astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
-        sampled = ends[samples.astype(bool)] - 1
+        sampled = last[samples.astype(bool, copy=False)]
         self.num_samples = len(sampled)
         self.sampled[: self.num_samples] = sampled

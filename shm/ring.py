@@ -91,7 +91,9 @@ class RingReader:
         self._data, self._num_bytes = data, len(data)
         self._taken = position[:POSITION_BYTES].cast("Q")
         self._event_fd = event_fd
-        self._position = self._num_waiting = 0
+        self._position = 0
+        self.num_waiting = 0
+        """Messages that were counted and not taken."""
         self._fence = Fence()
 
     def fileno(self) -> int:
@@ -101,14 +103,14 @@ class RingReader:
     def count(self) -> int:
         """The number of messages that `take` can return now. Makes the descriptor unreadable until the next one."""
         with suppress(BlockingIOError):
-            self._num_waiting += os.eventfd_read(self._event_fd)
-        return self._num_waiting
+            self.num_waiting += os.eventfd_read(self._event_fd)
+        return self.num_waiting
 
     def take(self) -> RingMessage | None:
         """The next message, or None if there is none now."""
-        if not self._num_waiting and not self.count():
+        if not self.num_waiting and not self.count():
             return None
-        self._num_waiting -= 1
+        self.num_waiting -= 1
         at = self._position % self._num_bytes
         size, kind = _HEAD.unpack_from(self._data, at)
         at = (at + _HEAD.size) % self._num_bytes

@@ -293,6 +293,9 @@ class ReplayInbox(Inbox[T]):
     def wait(self, timeout_s: float) -> bool:
         return True
 
+    def is_ready(self) -> bool:
+        return True
+
     def has_message(self) -> bool:
         return True
 
@@ -308,6 +311,9 @@ class ReplayInbox(Inbox[T]):
     def receive_all(self) -> list[T]:
         left, self._left = self._left, []
         return [self._took(*one) for one in left or self._replay.next_wake()]
+
+    def wait_all(self, timeout_s: float) -> list[T]:
+        return self.receive_all()
 
     async def replayed(self) -> list[T]:
         return [self._took(*one) for one in await self._replay.next_wake_async()]

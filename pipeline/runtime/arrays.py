@@ -1,12 +1,12 @@
 """Arrays in a stage's messages: written to its own arena, read from other stages' segments, and released."""
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from pipeline.runtime.messages import Message, Release
 from pipeline.shm.arena import Arena
-from pipeline.shm.arrays import Array, ShmRef
+from pipeline.shm.arrays import INLINE_BYTES, Array, ShmRef
 
 
 class Arrays:
@@ -23,19 +23,32 @@ class Arrays:
 
     def put(self, array: "np.ndarray[Any, Any]", *, readers: int = 1) -> Array:
         """Write an array for `readers` readers; returns it inline or by reference, see `Arena.put`."""
-        if self._arena is None or array.nbytes == 0:
+        if self._arena is None or array.nbytes <= INLINE_BYTES:
             return array.tobytes()
         return self._arena.put(np.ascontiguousarray(array).data.cast("B"), readers=readers)
 
     def take(self, array: Array, dtype: Any) -> "np.ndarray[Any, Any]":
-        """Copy an array from a message, and mark its slab for release. Returns a one-dimensional, writable array."""
+        """The array of a message, one-dimensional. One in shared memory is copied, and its slab is marked for release.
+        One inside the message is not copied, so it is read-only."""
         if isinstance(array, bytes):
-            return np.frombuffer(array, dtype).copy()
-        data = self._memories[array.segment][array.offset : array.offset + array.length]
-        assert len(data) == array.length, f"{array} reaches beyond its segment"
-        result = np.frombuffer(data, dtype).copy()
+            return np.frombuffer(array, dtype)
+        result = np.frombuffer(self._data_of(array), dtype).copy()
         self.done(array)
         return result
+
+    def take_list(self, array: Array, code: Literal["B", "i", "Q"]) -> list[int]:
+        """The numbers of a message's array, of this type by its code in module struct. Like `take`, without numpy,
+        which costs more than it saves for the few numbers of a step."""
+        if isinstance(array, bytes):
+            return memoryview(array).cast(code).tolist()
+        result = self._data_of(array).cast(code).tolist()
+        self.done(array)
+        return result
+
+    def _data_of(self, array: ShmRef) -> memoryview:
+        data = self._memories[array.segment][array.offset : array.offset + array.length]
+        assert len(data) == array.length, f"{array} reaches beyond its segment"
+        return data
 
     def done(self, array: Array) -> None:
         """Mark an array's slab for release: this process is done with it."""

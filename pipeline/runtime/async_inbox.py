@@ -14,19 +14,22 @@ class AsyncInbox(Generic[T]):
 
     def __init__(self, inbox: Inbox[T]) -> None:
         self._inbox = inbox
-        self._readable = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
         self._woken_s = 0.0
+        """When the first message that was not taken was noticed; 0 if there is none."""
         self._loop = asyncio.get_running_loop()
         if not inbox.is_replayed:
             for fd in inbox.filenos():
-                self._loop.add_reader(fd, self._wake)
+                self._loop.add_reader(fd, self._wake, fd)
 
-    def _wake(self) -> None:
-        # has_message also makes the descriptor unreadable. Otherwise the loop would keep calling this while the
-        # receiver is busy.
-        if self._inbox.has_message() and not self._readable.is_set():
-            self._woken_s = time.monotonic()
-            self._readable.set()
+    def _wake(self, fd: int) -> None:
+        # `notice` also makes the descriptor unreadable. Otherwise the loop would keep calling this while the receiver
+        # is busy.
+        self._inbox.notice(fd)
+        if self._inbox.is_ready():
+            self._woken_s = self._woken_s or time.monotonic()
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(None)
 
     async def receive_all(self, limit: int = 256) -> list[T]:
         """Wait for a message, then return the queued messages, at most `limit`. Other tasks get a turn before each
@@ -34,21 +37,25 @@ class AsyncInbox(Generic[T]):
 
         The wait has no deadline, because an idle server receives nothing. The supervisor's death and `Stop` end it.
         """
-        await asyncio.sleep(0)
         if self._inbox.is_replayed:
+            await asyncio.sleep(0)
             return await self._inbox.replayed()
+        if self._inbox.is_ready():
+            await asyncio.sleep(0)
         while True:
             messages: list[T] = []
             while len(messages) < limit and (message := self._inbox.take()) is not None:
                 messages.append(message)
             if messages:
+                if self._woken_s:
+                    self._inbox.wait_s += time.monotonic() - self._woken_s
+                    self._woken_s = 0.0
+                self._inbox.num_wakes += 1
                 self._inbox.took()
                 return messages
-            self._readable.clear()
-            if not self._inbox.has_message():
-                await self._readable.wait()
-                self._inbox.wait_s += time.monotonic() - self._woken_s
-                self._inbox.num_wakes += 1
+            self._woken_s = 0.0
+            self._waiter = self._loop.create_future()
+            await self._waiter
 
     async def receive_now(self) -> list[T]:
         """All queued messages; the list may be empty."""

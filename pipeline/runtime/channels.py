@@ -12,9 +12,7 @@ outbox's bound at the sender, `INBOX_BOUND` at the receiver, and the kernel's bu
 import os
 import select
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, get_args
 
 import msgspec
@@ -22,7 +20,8 @@ import zmq
 
 from pipeline.runtime.messages import ControlRequest, Envelope
 from pipeline.runtime.replay_context import ReplayContext
-from pipeline.shm.ring import RingReader, RingWriter
+from pipeline.runtime.ring_edge import RingEdge
+from pipeline.shm.ring import RingWriter
 
 T = TypeVar("T")
 
@@ -53,36 +52,12 @@ class MessageDecoder(Generic[T]):
             raise msgspec.DecodeError("nested too deeply") from error
 
 
-@dataclass(slots=True)
-class RingEdge:
-    """A sender whose messages come through a ring. What is too large for the ring comes through the socket, in its
-    turn: the ring announces it."""
-
-    envelope: Envelope
-    reader: RingReader
-    awaits_socket: bool = False
-    """The next message was announced and has not come through the socket yet."""
-    early: deque[bytes] = field(default_factory=deque)
-    """Messages that came through the socket before their turn in the ring."""
-
-    def take(self) -> bytes | None:
-        """The next message, or None if there is none now."""
-        if not self.awaits_socket:
-            message = self.reader.take()
-            if message is None or not message.is_elsewhere:
-                return None if message is None else message.data
-            self.awaits_socket = True
-        if not self.early:
-            return None
-        self.awaits_socket = False
-        return self.early.popleft()
-
-    def has_message(self) -> bool:
-        return bool(self.reader.count() and not self.awaits_socket) or bool(self.awaits_socket and self.early)
-
-
 class Inbox(Generic[T]):
     """Receives a stage's messages; `union` is their type.
+
+    It looks only at what a poll found readable, so a wake costs one poll, and for messages from a ring one read.
+
+        poll ──► notice(readable descriptors) ──► take … take ──► poll
 
     With `control_request`, the inbox also accepts every `ControlRequest` and passes it to that function instead of the
     owner. With a `replay_context`, received messages are recorded. In a replay, pipeline.replay.player fills the inbox.
@@ -100,6 +75,7 @@ class Inbox(Generic[T]):
         control_request: Callable[[ControlRequest], None] | None = None,
         rings: Sequence[RingEdge] = (),
     ) -> None:
+        self._edges = tuple(rings)
         self._rings = {edge.envelope.sender: edge for edge in rings}
         self._socket = context.socket(zmq.PULL)
         self._socket.set_hwm(INBOX_BOUND)
@@ -110,6 +86,9 @@ class Inbox(Generic[T]):
         except zmq.ZMQError:
             self._socket.close()
             raise
+        self._readers = {edge.reader.fileno(): edge.reader for edge in rings}
+        self._may_have_message = False
+        """The socket had a message when its descriptor was readable, and was not found empty since."""
         self._poll = select.poll()
         for fd in self.filenos():
             self._poll.register(fd, select.POLLIN)
@@ -134,34 +113,54 @@ class Inbox(Generic[T]):
         return int(self._socket.get(zmq.FD))
 
     def filenos(self) -> list[int]:
-        """The descriptors of the socket and of the rings."""
-        return [self.fileno(), *(edge.reader.fileno() for edge in self._rings.values())]
+        """The descriptors of the socket and of the rings. `notice` makes them unreadable."""
+        return [self.fileno(), *self._readers]
 
     def wake_by(self, fd: int) -> None:
         """Make `wait` also return when this descriptor is readable."""
         self._wake_fd = fd
         self._poll.register(fd, select.POLLIN)
 
+    def notice(self, fd: int) -> None:
+        """Look at a readable descriptor: afterwards `take` returns what has arrived there. Makes it unreadable until
+        the next event."""
+        if (reader := self._readers.get(fd)) is not None:
+            reader.count()
+        elif fd != self._wake_fd:
+            self._may_have_message = bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
+
+    def is_ready(self) -> bool:
+        """Whether a message that was noticed waits."""
+        if self._may_have_message:
+            return True
+        for edge in self._edges:  # noqa: SIM110 - once per wake: no generator
+            if edge.is_ready():
+                return True
+        return False
+
     def has_message(self) -> bool:
         """Whether a message is queued. Makes the descriptors unreadable until the next event."""
-        has_message = bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
-        for edge in self._rings.values():
-            has_message |= edge.has_message()
-        return has_message
+        self._look()
+        return self.is_ready()
+
+    def _look(self) -> None:
+        """Notice what has arrived, without waiting."""
+        for fd, _ in self._poll.poll(0):
+            self.notice(fd)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait at most `timeout_s` for a message or for `wake_by`'s descriptor. Returns whether either is ready."""
         begun = now = time.monotonic()
-        end, is_ready, is_woken = begun + timeout_s, self.has_message(), False
+        end, is_ready, is_woken = begun + timeout_s, self.is_ready(), False
         while not (is_ready or is_woken):
-            left_ms = (end - now) * 1000
-            readable = self._poll.poll(max(0, left_ms))
-            is_woken = any(fd == self._wake_fd for fd, _ in readable)
-            is_ready = self.has_message()
+            for fd, _ in self._poll.poll(max(0, (end - now) * 1000)):
+                self.notice(fd)
+                is_woken |= fd == self._wake_fd
+            is_ready = self.is_ready()
             now = time.monotonic()
             if now >= end:
                 break
-        self.wait_s += time.monotonic() - begun
+        self.wait_s += now - begun
         self.num_wakes += 1
         return is_ready or is_woken
 
@@ -176,13 +175,15 @@ class Inbox(Generic[T]):
 
     def receive(self) -> T | None:
         """The next message, or None if none is queued. Raises msgspec.DecodeError as `take` does."""
+        if not self.is_ready():
+            self._look()
         message = self.take()
         if message is not None:
             self.took()
         return message
 
     def take(self) -> T | None:
-        """Like `receive`, for one of several messages of a wake. Call `took` after the last.
+        """The next message that was noticed, for one of several messages of a wake. Call `took` after the last.
 
         Raises msgspec.DecodeError for a message that is not in `union`. Peers are our own stages, so this is a bug and
         ends the stage.
@@ -205,15 +206,16 @@ class Inbox(Generic[T]):
         return None
 
     def _arrival(self) -> tuple[Envelope, bytes] | None:
-        """The next message, undecoded; None if there is none now."""
-        for edge in self._rings.values():
+        """The next message that was noticed, undecoded; None if there is none."""
+        for edge in self._edges:
             if (body := edge.take()) is not None:
                 return edge.envelope, body
-        while True:
+        while self._may_have_message:
             try:
                 head, body = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return None
+                self._may_have_message = False
+                break
             envelope = self._envelopes.decode(head)
             edge_of_sender = self._rings.get(envelope.sender)
             if edge_of_sender is None:
@@ -221,9 +223,14 @@ class Inbox(Generic[T]):
             edge_of_sender.early.append(body)
             if (body := edge_of_sender.take()) is not None:
                 return envelope, body
+        return None
 
     def receive_all(self) -> list[T]:
         """All queued messages."""
+        self._look()
+        return self._take_all()
+
+    def _take_all(self) -> list[T]:
         messages = []
         while (message := self.take()) is not None:
             messages.append(message)
@@ -231,9 +238,9 @@ class Inbox(Generic[T]):
         return messages
 
     def wait_all(self, timeout_s: float) -> list[T]:
-        """Wait at most `timeout_s` for a message, then return all queued messages."""
+        """Wait at most `timeout_s` for a message, then return all that have arrived."""
         self.wait(timeout_s)
-        return self.receive_all()
+        return self._take_all()
 
     def close(self) -> None:
         self._socket.close()

@@ -13,10 +13,11 @@ from pipeline.replay.recorder import RecordingContext, RecordState, header_of
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.arrays import Arrays
-from pipeline.runtime.channels import Inbox, Outbox, RingEdge
+from pipeline.runtime.channels import Inbox, Outbox
 from pipeline.runtime.control_requests import ControlRequests
 from pipeline.runtime.messages import Envelope, ExecuteFacts, Launch
 from pipeline.runtime.replay_context import ReplayContext
+from pipeline.runtime.ring_edge import RingEdge
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.runtime.tracing import Tracer
 from pipeline.shm import segment

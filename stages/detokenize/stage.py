@@ -70,7 +70,7 @@ class DetokenizeStage:
             case m.Settled():
                 self._settle(message)
             case m.Open():
-                outputs = self._stage.arrays.take(message.outputs, "<i4").tolist()
+                outputs = self._stage.arrays.take_list(message.outputs, "i")
                 self._abort(self._output_processor.open(message, outputs))
             case m.Refuse():
                 rejected = m.Rejected(message.request_id, message.attempt, message.failure)
@@ -89,10 +89,10 @@ class DetokenizeStage:
 
     def _settle(self, message: m.Settled) -> None:
         begin_s = time.monotonic()
-        take = self._stage.arrays.take
-        seqs = take(message.seqs, "<u8").tolist()
-        ids = take(message.ids, "<i4").tolist()
-        finishes = take(message.finishes, "u1").tolist()
+        arrays = self._stage.arrays
+        seqs = arrays.take_list(message.seqs, "Q")
+        ids = arrays.take_list(message.ids, "i")
+        finishes = arrays.take_list(message.finishes, "B")
         is_traced = self._stage.trace.on or self._stage.log.isEnabledFor(logging.DEBUG)
         request_ids = self._output_processor.request_ids(seqs) if is_traced else []
         for request_id, finish in zip(request_ids, finishes, strict=False):
@@ -103,13 +103,13 @@ class DetokenizeStage:
             self._output_processor.add_prompt_records(message)
         aborts = self._output_processor.settle(
             seqs,
-            take(message.starts, "<i4").tolist(),
-            take(message.counts, "<i4").tolist(),
+            arrays.take_list(message.starts, "i"),
+            arrays.take_list(message.counts, "i"),
             ids,
             finishes,
             message.firsts,
             message.settled_s,
-            take(message.records, "u1").tobytes() if message.records else b"",
+            arrays.take(message.records, "u1").tobytes() if message.records else b"",
             message.errors,
         )
         end_s = time.monotonic()

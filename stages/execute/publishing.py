@@ -33,18 +33,19 @@ class Publisher:
         """Publish a step. `requests` are the requests that start with it."""
         stage = self._stage
         compute_s = times.ended_s - times.began_s
+        put = stage.arrays.put
         result = m.StepResult(
             incarnation=incarnation,
             step_id=step_id,
-            rows=stage.arrays.put(sampled.rows),
-            generations=stage.arrays.put(sampled.generations),
-            ids=stage.arrays.put(sampled.ids),
-            finishes=stage.arrays.put(sampled.finishes),
+            rows=put(sampled.rows),
+            generations=put(sampled.generations),
+            ids=put(sampled.ids),
+            finishes=put(sampled.finishes),
             compute_s=compute_s,
             wait_s=times.wait_s,
             copy_s=sampled.copy_s,
-            records=stage.arrays.put(sampled.token_outputs),
-            prompt_records=stage.arrays.put(sampled.prompt_logprobs),
+            records=put(sampled.token_outputs) if len(sampled.token_outputs) else b"",
+            prompt_records=put(sampled.prompt_logprobs) if len(sampled.prompt_logprobs) else b"",
             errors=list(sampled.errors),
         )
         sent = stage.outbox("schedule").send(result)

@@ -24,7 +24,9 @@ from pipeline.shm.arrays import Array
 from pipeline.stages.execute.sampling_features import NOT_GREEDY, SamplingFeature, logits_processors_of, single
 
 Take = Callable[[Array, Any], "np.ndarray[Any, Any]"]
-"""Copies an array out of a message: (array, dtype) → one-dimensional."""
+"""Takes an array out of a message: (array, dtype) → one-dimensional, perhaps read-only."""
+
+BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 
 NOT_YET = -1
 """`num_computed` of a new row: it may start after a cached prefix of any length."""
@@ -193,11 +195,21 @@ class RowTable:
             self.num_blocks[row] = place + 1
         return places
 
-    def begin(
-        self, rows: IntArray, starts: IntArray, counts: IntArray, samples: "np.ndarray[Any, np.dtype[np.bool_]]"
-    ) -> None:
+    def begin(self, rows: IntArray, starts: IntArray, counts: IntArray, samples: BoolArray) -> None:
         """Check the entries of a step against their rows, and mark their tokens as computed. No row may have ended."""
-        ends = starts + counts
+        ends, known = starts + counts, self.num_ids[rows]
+        # Cheap checks for every step; the ones with messages only run if these fail. Viewed as unsigned, negative
+        # numbers are too large.
+        fine = (self.num_computed[rows] == starts) & (starts.view(np.uint32) < ends.view(np.uint32))
+        fine &= ends <= self.num_blocks[rows] * BLOCK_SIZE
+        fine &= (ends == known) | (~samples & (ends < known))
+        fine &= ends <= self.max_model_len - samples
+        if not (fine.all() and len(set(rows.tolist())) == len(rows)):
+            self._check(rows, starts, counts, samples, ends)
+        self.num_computed[rows] = ends
+
+    def _check(self, rows: IntArray, starts: IntArray, counts: IntArray, samples: BoolArray, ends: IntArray) -> None:
+        """Assert that entries are valid, one by one. They are if a row is new."""
         assert len(set(rows.tolist())) == len(rows), f"a row is computed twice in one step: {rows}"
         assert self.taken[rows].all(), f"rows computed that are not taken: {rows[~self.taken[rows]]}"
         assert (counts > 0).all(), f"an entry computes nothing: {counts}"
@@ -210,7 +222,6 @@ class RowTable:
         last = ends[samples]
         assert (last == self.num_ids[rows[samples]]).all(), "sampled before the last known token is computed"
         assert (last < self.max_model_len).all(), "sampled beyond max_model_len"
-        self.num_computed[rows] = ends
 
     def fill_sampling_inputs(self, sampling_inputs: SamplingInputs, rows: IntArray) -> None:
         """Write the sampling parameters of `rows`.
@@ -254,8 +265,11 @@ class RowTable:
 
     def append_ids(self, rows: IntArray, ids: IntArray) -> "np.ndarray[Any, np.dtype[np.uint8]]":
         """Append sampled ids, and end the rows that they stop. Returns a `Finish` for each, uint8."""
-        self.ids[rows, self.num_ids[rows]] = ids
-        self.num_ids[rows] += 1
+        known = self.num_ids[rows]
+        self.ids[rows, known] = ids
+        self.num_ids[rows] = known + 1
         stopped = [token in self.stops[row] for row, token in zip(rows.tolist(), ids.tolist(), strict=True)]
+        if not any(stopped):
+            return np.zeros(len(stopped), np.uint8)
         self.ended[rows] = stopped
         return np.where(stopped, Finish.STOP, Finish.NONE).astype(np.uint8)

@@ -215,6 +215,8 @@ class Request:
         self.is_released = False
         """Its response is over."""
         self._changed = asyncio.Event()
+        self._push: Callable[[], bool] | None = None
+        """Writes new output while the response's task waits."""
 
     @property
     def is_finished(self) -> bool:
@@ -268,14 +270,24 @@ class Request:
         if self.parsed.stream or self.is_finished:
             self._changed.set()
 
-    async def change(self) -> None:
-        """Wait until something has changed since the last call. Raises ApiError if the request has failed.
+    def publish(self) -> None:
+        """Write the output that has arrived, or wake the response's task to do so."""
+        if self._push is None or self.is_finished or self.failure is not None or not self._push():
+            self.wake()
+
+    async def change(self, push: Callable[[], bool] | None = None) -> None:
+        """Wait until something has changed since the last call. Raises ApiError if the request has failed. Meanwhile
+        `push` is called when output has arrived, which saves a switch to this task. If it returns False, this ends.
 
         It needs no deadline of its own: each sequence gets a closing message, and the death of a stage or the end of a
         drain fails every request.
         """
         if self.failure is None:
-            await self._changed.wait()
+            self._push = push
+            try:
+                await self._changed.wait()
+            finally:
+                self._push = None
             self._changed.clear()
         if self.failure is not None:
             raise self.failure

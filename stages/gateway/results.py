@@ -28,6 +28,14 @@ class ResultHandler:
         self._stage = stage
         self._table = table
         self._metrics = table.metrics
+        self._unpublished: dict[int, Request] = {}
+        """By number: requests with output of this wake."""
+
+    def publish(self) -> None:
+        """Pass on the output of all messages of a wake. Call it at the end of the wake."""
+        requests, self._unpublished = self._unpublished, {}
+        for request in requests.values():
+            request.publish()
 
     def accepted(self, message: m.Accepted) -> None:
         """Ingest has tokenized a prompt.
@@ -88,7 +96,7 @@ class ResultHandler:
             self._finish(prompt_request, sequence, m.Finish.ERROR, None)
 
     def deltas(self, message: m.Deltas) -> None:
-        """Text and ids of some sequences have arrived."""
+        """Text and ids of some sequences have arrived. `publish` passes them on."""
         begin = 0
         now_s = self._stage.replay_context.monotonic()
         first_of = {first.place: first for first in message.firsts}
@@ -128,7 +136,7 @@ class ResultHandler:
                 marked.append(request_id)
                 sequence.settled_s, sequence.sent_s, sequence.ended_s = message.settled_s, message.sent_s, now_s
                 self._finish(prompt_request, sequence, finish, message.stop_reasons[i], error)
-            request.wake()
+            self._unpublished[request.number] = request
         for last_s, num_sequences in gaps.items():
             self._metrics.gap_s.observe(now_s - last_s, num_sequences)
         if (trace := self._stage.trace).on:

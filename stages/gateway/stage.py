@@ -175,6 +175,7 @@ class GatewayStage:
                 self._handle(message)
             self._requests.flush()
             self._stage.release()
+            self._results.publish()
             if (trace := self._stage.trace).on:
                 trace.span("wake", begin_s, time.monotonic(), {"messages": len(messages)})
         if self._drain_task is not None:

@@ -16,6 +16,8 @@ from pipeline.stages.schedule.arrays import Ids, Int64s, Put
 from pipeline.stages.schedule.request import Sequence
 from pipeline.stages.schedule.rows import RowTracker
 
+NO_ROWS: Int64s = np.zeros(0, np.int64)
+
 
 class ClosingOutput(msgspec.Struct, frozen=True):
     """What is left to send when a sequence leaves its row or the queue: it has finished, or it was preempted."""
@@ -44,7 +46,8 @@ class OutputBuffer:
         self._closings: list[list[ClosingOutput]] = [[] for _ in range(num_replicas)]
         self._prompts: list[list[tuple[int, int, bytes]]] = [[] for _ in range(num_replicas)]
         """`seq`, number of records before these, and records of a prompt."""
-        self._pending_rows: list[Int64s] = [np.zeros(0, np.int64)] * num_replicas
+        self._pending_rows: list[tuple[Int64s, Int64s]] = [(NO_ROWS, NO_ROWS)] * num_replicas
+        """Rows in the last pending message, and how many of their ids are settled."""
 
     def add_closing(self, sequence: Sequence, num_sent: int, finish: Finish) -> None:
         """Add the ids of a sequence without a row from `num_sent` on, and its finish."""
@@ -63,26 +66,29 @@ class OutputBuffer:
     def pending(self, replica: int = 0, now_s: float = 0.0) -> Settled | None:
         """The next message to a replica, or None. `mark_sent` removes its content. `now_s` is by time.monotonic()."""
         rows, put = self._rows, self._put
-        order = rows.order
-        fresh = order[rows.known[order] > rows.sent[order]]
+        fresh = rows.order
+        known, starts = rows.known[fresh], rows.sent[fresh]
+        is_fresh = known > starts
         if self._num_replicas > 1:
-            fresh = fresh[rows.seq[fresh] % np.uint64(self._num_replicas) == replica]
-        self._pending_rows[replica] = fresh
+            is_fresh &= rows.seq[fresh] % np.uint64(self._num_replicas) == replica
+        if np.count_nonzero(is_fresh) < len(is_fresh):
+            fresh, known, starts = fresh[is_fresh], known[is_fresh], starts[is_fresh]
+        self._pending_rows[replica] = fresh, known
         closings, prompts = self._closings[replica], self._prompts[replica]
         if len(fresh) == 0 and not closings and not prompts:
             return None
-        starts, counts = rows.sent[fresh], rows.known[fresh] - rows.sent[fresh]
-        if (counts == 1).all():
+        counts = known - starts
+        if np.count_nonzero(counts == 1) == len(counts):
             ids = rows.ids[fresh, starts]
         else:
             ids = np.concatenate([rows.ids[row, rows.sent[row] : rows.known[row]] for row in fresh.tolist()])
         # Closing outputs come first: a sequence that was preempted may run again and have newer ids.
         return Settled(
-            seqs=put(np.concatenate((np.array([p.seq for p in closings], np.uint64), rows.seq[fresh]))),
-            starts=put(_int32s([p.start for p in closings], starts - rows.num_prompt[fresh])),
-            counts=put(_int32s([len(p.ids) for p in closings], counts)),
-            ids=put(np.concatenate((*(p.ids for p in closings), ids)).astype(np.int32)),
-            finishes=put(np.array([p.finish for p in closings] + [Finish.NONE] * len(fresh), np.uint8)),
+            seqs=put(_joined([p.seq for p in closings], rows.seq[fresh], np.uint64)),
+            starts=put(_joined([p.start for p in closings], starts - rows.num_prompt[fresh], np.int32)),
+            counts=put(_joined([len(p.ids) for p in closings], counts, np.int32)),
+            ids=put(np.concatenate((*(p.ids for p in closings), ids)) if closings else ids),
+            finishes=put(_joined([p.finish for p in closings], np.zeros(len(fresh), np.uint8), np.uint8)),
             firsts=self._firsts(closings, fresh, starts),
             settled_s=now_s,
             records=self._records(closings, fresh),
@@ -114,13 +120,16 @@ class OutputBuffer:
 
     def mark_sent(self, replica: int = 0) -> None:
         """The last pending message to a replica was sent."""
-        self._rows.sent[self._pending_rows[replica]] = self._rows.known[self._pending_rows[replica]]
+        rows, known = self._pending_rows[replica]
+        self._rows.sent[rows] = known
         self._closings[replica] = []
         self._prompts[replica] = []
         if self._rows.num_recorded:
-            for sequence in self._recorded(self._pending_rows[replica]):
+            for sequence in self._recorded(rows):
                 sequence.records.clear()
 
 
-def _int32s(first: list[int], then: Int64s) -> "np.ndarray[Any, np.dtype[np.int32]]":
-    return np.concatenate((np.array(first, np.int64), then)).astype(np.int32)
+def _joined(first: list[int], then: "np.ndarray[Any, Any]", dtype: Any) -> "np.ndarray[Any, Any]":
+    """These numbers and an array, as one array of a dtype. Nearly always the list is empty."""
+    then = then.astype(dtype, copy=False)
+    return np.concatenate((np.array(first, dtype), then)) if first else then

@@ -66,7 +66,8 @@ class Planner:
             kept = np.flatnonzero(np.isin(order, running))
             planned, total, counts = planned[kept], total[kept], counts[kept]
         entries = [self._advance(running, planned, counts, total)]
-        deferred = deferred[rows.active[deferred]]  # the row of a preempted prompt may get another sequence below
+        if len(deferred):  # the row of a preempted prompt may get another sequence below
+            deferred = deferred[rows.active[deferred]]
         adds: list[m.RowAdd] = []
         if not lacked_blocks and (lifecycle.waiting or lifecycle.swapped):
             entries += self._start_sequences(budget, adds, only_preempted_for=has_preempted)
@@ -110,11 +111,13 @@ class Planner:
         handled by order, so no row that has just got a block is preempted for a later one."""
         rows, pool = self._rows, self._kv_cache_manager.pool
         full = planned + counts > rows.num_blocks[order] * self._block_size
+        runs: Bools = (counts > 0) & rows.active[order]
+        if not np.count_nonzero(full):  # in most steps
+            return order if np.count_nonzero(runs) == len(runs) else order[runs], [], False
         appended: list[tuple[int, int]] = []
         preempted = False
         victims: Victims | None = None
         ending = NO_ROWS
-        runs: Bools = (counts > 0) & rows.active[order]
         for place in full.nonzero()[0].tolist():
             row = int(order[place])
             if pool.num_available == 0 and victims is None:

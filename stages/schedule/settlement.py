@@ -6,7 +6,7 @@ import numpy as np
 
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import Finish
-from pipeline.stages.schedule.arrays import Ids, Int64s, Take
+from pipeline.stages.schedule.arrays import Bools, Ids, Int64s, Take
 from pipeline.stages.schedule.kv_cache.manager import KVCacheManager
 from pipeline.stages.schedule.lifecycle import SequenceLifecycle
 from pipeline.stages.schedule.logprob_records import take_prompt_records, take_records
@@ -47,13 +47,13 @@ class Settlement:
         assert result.step_id == step.step_id, f"a result of step {result.step_id} came, step {step.step_id} is due"
         rows, take = self._rows, self._take
         sampled = take(result.rows, np.int32).astype(np.int64)
-        generations = take(result.generations, np.uint32)
         ids = take(result.ids, np.int32)
         finishes = take(result.finishes, np.uint8)
         assert len(sampled) == step.num_samples, (
             f"step {step.step_id} has {len(sampled)} samples, {step.num_samples} were expected"
         )
-        current = rows.active[sampled] & (rows.generation[sampled] == generations)
+        is_changed = rows.num_changes != step.num_changes
+        current = self._current(sampled, result) if is_changed else np.ones(len(sampled), np.bool_)
         if (expected := step.expected_logprobs) is not None:
             take_records(rows, expected, sampled, ids, current, take(result.records, np.uint8).tobytes())
             take_prompt_records(rows, expected, take(result.prompt_records, np.uint8).tobytes(), self._output_buffer)
@@ -62,12 +62,18 @@ class Settlement:
             failed = finishes == Finish.ERROR
             self._finish_failed(sampled[current & failed], sampled[failed], result.errors)
             current &= ~failed
-        if not current.all():
+        if np.count_nonzero(current) < len(current):
             sampled, ids, finishes = sampled[current], ids[current], finishes[current]
-        assert (ids >= 0).all(), f"step {step.step_id} has no id for a running row"
+        assert np.count_nonzero(ids < 0) == 0, f"step {step.step_id} has no id for a running row"
         self._store(sampled, ids, finishes)
         self._kv_cache_manager.settle(step.step_id)
         self._learn(step, result)
+
+    def _current(self, sampled: Int64s, result: m.StepResult) -> Bools:
+        """Which rows still have the sequence that the step computed."""
+        is_same = self._rows.generation[sampled] == self._take(result.generations, np.uint32)
+        current: Bools = self._rows.active[sampled] & is_same
+        return current
 
     def _store(self, sampled: Int64s, ids: Ids, finishes: "np.ndarray[Any, np.dtype[np.uint8]]") -> None:
         """Append one id to each of these rows, and finish the sequences that end with it."""
@@ -79,12 +85,12 @@ class Settlement:
         rows.promised[sampled] -= 1
         self.num_output_tokens += len(sampled)
         begun = known == rows.num_given[sampled]
-        if begun.any():
+        if np.count_nonzero(begun):
             for row in sampled[begun].tolist():
                 self._traced_sequence(row).first_s = self._lifecycle.now_s
         stopped = finishes == Finish.STOP
         ended = stopped | (following >= rows.limit[sampled])
-        if ended.any():
+        if np.count_nonzero(ended):
             for row, by_stop in zip(sampled[ended].tolist(), stopped[ended].tolist(), strict=True):
                 self._lifecycle.finish(self._traced_sequence(row), Finish.STOP if by_stop else Finish.LENGTH)
 

@@ -5,10 +5,12 @@
 Steps go to the executor before output goes to detokenize, because the executor is the bottleneck.
 """
 
+import contextlib
 import gc
+import os
 import time
 from collections import deque
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 import msgspec
 
@@ -21,6 +23,7 @@ from pipeline.runtime.tracing import Args
 from pipeline.stages.schedule.policies.depth_tuner import DEPTHS, GPU_DEPTHS, DepthTuner
 from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
+from pipeline.stages.schedule.step_entries import InFlightStep
 
 IDLE_WAIT_S = 60.0
 """Longest wait for a message while the server is idle."""
@@ -38,7 +41,15 @@ def run(launch: m.Launch) -> None:
         if facts is not None:
             gc.collect()
             gc.freeze()
+            _let_the_executor_run()
             ScheduleStage(stage, facts).loop(early)
+
+
+def _let_the_executor_run() -> None:
+    """Make this thread one that does not preempt others when it wakes. The executor wakes it with each result, often on
+    the executor's own core, and then has the next step to start."""
+    with contextlib.suppress(OSError):  # forbidden here
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _wait_for_start(stage: "Stage[m.ScheduleInbox]", early: list[m.ScheduleInbox]) -> m.ExecuteFacts | None:
@@ -63,6 +74,18 @@ def _wait_for_start(stage: "Stage[m.ScheduleInbox]", early: list[m.ScheduleInbox
                 early.append(message)
 
 
+class SettledStep(NamedTuple):
+    """A result that was settled in this wake, to be counted."""
+
+    step: InFlightStep
+    result: m.StepResult
+    was_due: bool
+    begin_s: float
+    end_s: float
+    request_ids: list[int]
+    """Requests with a sequence that began or finished with it."""
+
+
 class ScheduleStage:
     """The loop around the scheduler, and the messages that wait to be sent."""
 
@@ -75,6 +98,8 @@ class ScheduleStage:
         self._depth: int = depths[0] if depth == "auto" else depth
         self._has_settled = False
         """Whether a result came in this wake."""
+        self._settled: list[SettledStep] = []
+        """Results of this wake."""
         self._were_due: deque[bool] = deque()
         """For each step in flight: whether it was planned as soon as the executor could take it, rather than when a
         request came to an idle server."""
@@ -103,6 +128,7 @@ class ScheduleStage:
             for message in messages:
                 self._handle(message)
             self._feed()
+            self._account()
             report_is_due = not self._report()
             self._stage.release()
             if (trace := self._stage.trace).on:
@@ -139,10 +165,22 @@ class ScheduleStage:
     def _feed(self) -> None:
         """Plan until `depth` steps are in flight. The edge to the executor never holds more."""
         in_flight = self._scheduler.in_flight
-        while len(in_flight) < self._depth and (step := self._plan()) is not None:
+        while len(in_flight) < self._depth:
+            begin_s = time.monotonic()
+            step = self._scheduler.plan()
+            end_s = time.monotonic()
+            self._scheduler.metrics.plan_s += end_s - begin_s
+            if step is None:
+                return
             self._were_due.append(self._has_settled or len(in_flight) > 1)
             sent = self._execute.send(step)
             assert sent, "the edge to the executor is full, though few steps are in flight"
+            # The kernel often wakes the executor on this core: on busy cores it does not look for an idle one. Without
+            # this, the executor would wait there until the report is done.
+            os.sched_yield()
+            if (trace := self._stage.trace).on:
+                args: Args = {"step": step.step_id, "tokens": in_flight[-1].num_tokens, "starts": len(step.adds)}
+                trace.span("plan", begin_s, end_s, args, [add.request_id for add in step.adds])
 
     # ------------------------------------------------------------------- the scheduler's methods, timed and traced
 
@@ -160,23 +198,35 @@ class ScheduleStage:
         scheduler, begin_s = self._scheduler, time.monotonic()
         step, was_due = scheduler.in_flight[0], self._were_due.popleft()
         scheduler.settle(result)
-        end_s = time.monotonic()
-        scheduler.metrics.settle_s += end_s - begin_s
         self._has_settled = True
-        if was_due:
-            scheduler.metrics.observe_step(step.num_samples, step.num_tokens, result.wait_s, result.compute_s)
-            if step.num_tokens == step.num_samples:  # all rows decode
-                # From the end of the previous step to the end of this one. A replay gets the same times and plans the
-                # same.
-                self._choose_depth(step.num_tokens, result.wait_s + result.compute_s - result.copy_s)
-        if (trace := self._stage.trace).on:
-            args: Args = {"step": result.step_id, "compute_ms": round(result.compute_s * 1000, 3)}
-            if was_due:
-                args["plan_wait_ms"] = round(result.wait_s * 1000, 3)
-            trace.span("settle", begin_s, end_s, args, scheduler.traced_request_ids)
-            trace.counters("sequences", end_s, {"running": scheduler.num_running, "waiting": scheduler.num_waiting})
-            pool = scheduler.kv_cache_manager.pool
-            trace.counters("KV blocks", end_s, {"held": pool.num_held, "cached": pool.num_cached})
+        request_ids = scheduler.traced_request_ids
+        self._settled.append(SettledStep(step, result, was_due, begin_s, time.monotonic(), request_ids))
+
+    def _account(self) -> None:
+        """Count and trace the results of this wake. The next step goes to the executor first, because it waits."""
+        for settled in self._settled:
+            step, result = settled.step, settled.result
+            metrics = self._scheduler.metrics
+            metrics.settle_s += settled.end_s - settled.begin_s
+            if settled.was_due:
+                metrics.observe_step(step.num_samples, step.num_tokens, result.wait_s, result.compute_s)
+                if step.num_tokens == step.num_samples:  # all rows decode
+                    # From the end of the previous step to the end of this one. A replay gets the same times and plans
+                    # the same.
+                    self._choose_depth(step.num_tokens, result.wait_s + result.compute_s - result.copy_s)
+            if self._stage.trace.on:
+                self._trace(settled)
+        self._settled.clear()
+
+    def _trace(self, settled: "SettledStep") -> None:
+        scheduler, trace, end_s = self._scheduler, self._stage.trace, settled.end_s
+        args: Args = {"step": settled.result.step_id, "compute_ms": round(settled.result.compute_s * 1000, 3)}
+        if settled.was_due:
+            args["plan_wait_ms"] = round(settled.result.wait_s * 1000, 3)
+        trace.span("settle", settled.begin_s, end_s, args, settled.request_ids)
+        trace.counters("sequences", end_s, {"running": scheduler.num_running, "waiting": scheduler.num_waiting})
+        pool = scheduler.kv_cache_manager.pool
+        trace.counters("KV blocks", end_s, {"held": pool.num_held, "cached": pool.num_cached})
 
     def _choose_depth(self, num_rows: int, seconds: float) -> None:
         """Tune the depth, if it is "auto", with the time of a step that decoded `num_rows` rows."""
@@ -192,16 +242,6 @@ class ScheduleStage:
                 "error_percent": round(100 * decision.error, 1),
             }
             self._stage.log.info("depth", extra={"fields": fields})
-
-    def _plan(self) -> m.Step | None:
-        scheduler, begin_s = self._scheduler, time.monotonic()
-        step = scheduler.plan()
-        end_s = time.monotonic()
-        scheduler.metrics.plan_s += end_s - begin_s
-        if step is not None and (trace := self._stage.trace).on:
-            args: Args = {"step": step.step_id, "tokens": scheduler.in_flight[-1].num_tokens, "starts": len(step.adds)}
-            trace.span("plan", begin_s, end_s, args, [add.request_id for add in step.adds])
-        return step
 
     # --------------------------------------------------------------------------------------------------- counts
 

@@ -61,14 +61,14 @@ class StepBuilder:
             rows=put(computed.rows.astype(np.int32)),
             starts=put(computed.starts.astype(np.int32)),
             counts=put(computed.counts.astype(np.int32)),
-            samples=put(computed.samples.astype(np.uint8)),
+            samples=put(computed.samples.view(np.uint8)),
             copy_sources=self._put_list(sources),
             copy_targets=self._put_list(targets),
         )
 
     def _note(self, computed: StepEntries, shape: StepCostInputs) -> int:
         """Note a step as in flight. Returns its id."""
-        num_tokens = int(computed.counts.sum())
+        num_tokens = int(np.add.reduce(computed.counts))
         self._metrics.step_tokens.observe(num_tokens)
         # If rows were preempted, the step computes less than was granted.
         is_as_granted = num_tokens == shape.num_decodes + shape.num_chunk_tokens
@@ -79,7 +79,8 @@ class StepBuilder:
         learns &= expected is None or not expected.prompts  # logprobs of a prompt take longer than its KV
         step_id = self._in_flight.next_step_id()
         step_shape = shape if learns else None
-        step = InFlightStep(step_id, num_samples, num_tokens, self._copies.num_swap_copies, step_shape, expected)
+        num_changes, num_swap_copies = self._rows.num_changes, self._copies.num_swap_copies
+        step = InFlightStep(step_id, num_samples, num_tokens, num_changes, num_swap_copies, step_shape, expected)
         self._in_flight.steps.append(step)
         return step_id
 

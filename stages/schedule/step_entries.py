@@ -57,6 +57,8 @@ class InFlightStep(msgspec.Struct, frozen=True):
     step_id: int
     num_samples: int
     num_tokens: int
+    num_changes: int
+    """`RowTracker.num_changes` when it was planned: while that is the same, each row has the same sequence."""
     num_copies: int
     """Copies to and from swap space; 0 if the step makes other copies too."""
     shape: StepCostInputs | None

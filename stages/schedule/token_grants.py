@@ -49,7 +49,7 @@ class TokenGrants:
         tokens that each row computes, and the deferred rows. `learns` says whether the cost model learns from a step
         without chunks."""
         prompts = deferred = NO_ROWS
-        if len(need) <= self._max_num_batched_tokens and (need == 1).all():
+        if len(need) <= self._max_num_batched_tokens and np.count_nonzero(need == 1) == len(need):
             counts, num_decodes = need, len(need)  # nearly every step
         else:
             counts = grant_decodes(need, self._max_num_batched_tokens)
@@ -61,7 +61,7 @@ class TokenGrants:
         needs_context = len(prompts) > 0 or len(deferred) > 0 or lifecycle.waiting or lifecycle.swapped or learns
         context = int((total * counts).sum()) if needs_context else 0
         budget = StepBudget(self._limits, self._cost_model, num_decodes, context)
-        if len(longs := deferred[self._rows.is_long[deferred]]):
+        if len(deferred) and len(longs := deferred[self._rows.is_long[deferred]]):
             budget.hold_for_long(int(self._rows.rank[longs[0]]))
         if len(prompts):
             counts[prompts] = self.chunks(budget, order[prompts], need[prompts], planned[prompts])

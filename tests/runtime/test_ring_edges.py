@@ -12,7 +12,8 @@ import pytest
 import zmq
 
 from pipeline.runtime import messages as m
-from pipeline.runtime.channels import Inbox, Outbox, RingEdge, address_of
+from pipeline.runtime.channels import Inbox, Outbox, address_of
+from pipeline.runtime.ring_edge import RingEdge
 from pipeline.shm.ring import POSITION_BYTES, RESERVED_BYTES, RingReader, RingWriter
 
 NUM_BYTES = 4096

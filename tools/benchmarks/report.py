@@ -87,6 +87,14 @@ class BenchmarkReport:
             )
         self._screen.print(table)
 
+    def figures(self, title: str, reading: Reading) -> None:
+        """A table with one row per figure."""
+        self._data[title] = reading
+        table = Table(title=title, title_justify="left", show_header=False)
+        for figure, value in reading.items():
+            table.add_row(figure, f"{value:,.4g}")
+        self._screen.print(table)
+
     def readings(self, title: str, rows: list[Reading]) -> None:
         """A table with one row per reading."""
         self._data[title] = rows

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from pipeline.errors import UserError
 from pipeline.metrics.stats import ExecuteCounts, OwnCounts, ScheduleCounts, ServerStats
+from pipeline.runtime.messages import ControlRequest
 from pipeline.supervisor.admin_client import Admin, find_servers
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -30,9 +31,9 @@ T = TypeVar("T", bound=OwnCounts)
 
 class Served:
     """`pipeline serve` on a free port, as a context manager. Its log goes to a file, because a full pipe would block
-    it. Raises UserError with the end of the log if it does not start."""
+    it. `root` is the working tree whose code runs. Raises UserError with the end of the log if it does not start."""
 
-    def __init__(self, *sets: str, options: tuple[str, ...] = ()) -> None:
+    def __init__(self, *sets: str, options: tuple[str, ...] = (), root: Path = ROOT) -> None:
         command = [sys.executable, "-m", "pipeline", "serve", "--set", "gateway.port=0", *options]
         for one in sets:
             command += ["--set", one]
@@ -45,7 +46,8 @@ class Served:
                 stderr=self._log,
                 stdout=subprocess.DEVNULL,
                 stdin=subprocess.DEVNULL,
-                cwd=ROOT,
+                cwd=root,
+                env=os.environ | {"PYTHONPATH": str(root)},
                 process_group=0,  # Ctrl-C in a terminal is for this program, which then stops the server
             )
         except BaseException:
@@ -57,6 +59,7 @@ class Served:
             self.zmq = _found(r"zmq\"?[=:]\"?([^\s\",]+)", line)
             (self.name,) = [name for name in find_servers() if name.startswith(f"{self._process.pid}-")]
             self._admin = Admin(self.name)
+            self.pid = self._process.pid
             stats = self._admin.stats()
             self.pids = {stage.name: stage.pid for stage in stats.stages}
         except BaseException:
@@ -67,6 +70,16 @@ class Served:
         """The server's stats. Blocks; call it from the thread that created this object. Raises UserError."""
         assert self._admin is not None
         return self._admin.stats()
+
+    def command(self, request: ControlRequest) -> dict[str, bytes]:
+        """Send a control request to all stages. Returns the bodies of their answers by name. Blocks and raises as
+        `stats`, also if a stage does not answer."""
+        assert self._admin is not None
+        answers = self._admin.send_command(request, [])
+        for name, answer in answers.items():
+            if answer.error:
+                raise UserError(f"{name}: {answer.error}")
+        return {name: bytes(answer.body) for name, answer in answers.items()}
 
     def schedule(self) -> ScheduleCounts:
         return _counts(self.stats(), ScheduleCounts)

@@ -22,14 +22,12 @@ from pipeline.stages.execute.kv import divide_swap, plan_kv
 from pipeline.stages.execute.models.registry import build_program
 from pipeline.stages.execute.pooling import Pool
 from pipeline.stages.execute.prompt_logprobs import NO_BYTES, score_prompts
-from pipeline.stages.execute.rows import RowTable, Take
+from pipeline.stages.execute.rows import BoolArray, RowTable, Take
 from pipeline.stages.execute.runner import RowChanges, Sampled, copies_of
 from pipeline.stages.execute.sampling_features import SamplingFeature, no_token_error
 from pipeline.stages.execute.weights import FLOAT_FORMATS, Weights
 
 Clock = Callable[[], float]
-
-BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 
 NO_SIZES: LongArray = np.zeros(0, np.int64)
 
@@ -44,6 +42,10 @@ class Computed:
     token_output_sizes: LongArray = field(default_factory=lambda: NO_SIZES)
     """Bytes of each id's logprobs or embedding; empty if none has any"""
     prompt_logprobs: ByteArray = field(default_factory=lambda: NO_BYTES)
+
+
+NOTHING = Computed(np.empty(0, np.int32))
+"""The result of a step whose rows have all ended."""
 
 
 class CpuRunner:
@@ -96,20 +98,20 @@ class CpuRunner:
         self._changes.apply(step, take)
         num_copies, copy_s = self._copy(step, take, clock)
         rows, starts, counts = (take(array, np.int32) for array in (step.rows, step.starts, step.counts))
-        samples = take(step.samples, np.uint8).astype(bool)
+        samples = take(step.samples, np.uint8).view(np.bool_)
         assert len(rows) == len(starts) == len(counts) == len(samples)
-        running = ~self.rows.ended[rows]
-        if running.all() and len(rows):
-            computed = self._compute(rows, starts, counts, samples)
-        elif running.any():
-            computed = self._compute(rows[running], starts[running], counts[running], samples[running])
-        else:
-            computed = Computed(np.empty(0, np.int32))
-        sampled = self._result(rows[samples], running[samples], computed)
-        num_tokens = int(counts[running].sum())
-        return replace(
-            sampled, num_rows=int(running.sum()), num_tokens=num_tokens, num_copies=num_copies, copy_s=copy_s
-        )
+        ended = self.rows.ended[rows]
+        if ended.any():
+            running = ~ended
+            rows_left, counts_left, samples_left = rows[running], counts[running], samples[running]
+            computed = (
+                self._compute(rows_left, starts[running], counts_left, samples_left) if len(rows_left) else NOTHING
+            )
+            totals = len(rows_left), int(counts_left.sum()), num_copies, copy_s
+            return self._result(rows[samples], running[samples], computed, *totals)
+        computed = self._compute(rows, starts, counts, samples) if len(rows) else NOTHING
+        totals = len(rows), int(counts.sum()), num_copies, copy_s
+        return self._result(rows[samples], None, computed, *totals)
 
     def _copy(self, step: Step, take: Take, clock: Clock) -> tuple[int, float]:
         """Make the step's copies. Returns their number and seconds. Without copies the clock is not read."""
@@ -195,8 +197,43 @@ class CpuRunner:
             token_outputs[theirs] = np.concatenate(embeddings).view(np.uint8)
         return replace(computed, ids=ids, token_outputs=token_outputs, token_output_sizes=token_output_sizes)
 
-    def _result(self, rows: IntArray, running: BoolArray, computed: Computed) -> Sampled:
-        """Append ids to their rows, and end the rows that stop or fail. Rows that had ended before get no id."""
+    def _result(
+        self,
+        rows: IntArray,
+        running: BoolArray | None,
+        computed: Computed,
+        num_rows: int,
+        num_tokens: int,
+        num_copies: int,
+        copy_s: float,
+    ) -> Sampled:
+        """Append ids to their rows, and end the rows that stop or fail. `running` are the rows that had not ended
+        before, None if none had; the others get no id."""
+        ids, token_outputs = computed.ids, computed.token_outputs
+        errors: tuple[str, ...] = ()
+        if running is None and not self.failed and not (ids == NO_ID).any():
+            finishes = self.rows.append_ids(rows, ids)  # in nearly every step
+        else:
+            running = np.ones(len(rows), np.bool_) if running is None else running
+            ids, finishes, token_outputs, errors = self._partial_result(rows, running, computed)
+        return Sampled(
+            rows,
+            self.rows.generations[rows],
+            ids,
+            finishes,
+            num_rows,
+            num_tokens,
+            num_copies,
+            copy_s,
+            token_outputs,
+            computed.prompt_logprobs,
+            errors,
+        )
+
+    def _partial_result(
+        self, rows: IntArray, running: BoolArray, computed: Computed
+    ) -> "tuple[IntArray, np.ndarray[Any, np.dtype[np.uint8]], ByteArray, tuple[str, ...]]":
+        """Ids, finishes, token outputs and errors if rows had ended or fail."""
         ids = np.full(len(rows), NO_ID, np.int32)
         finishes = np.full(len(rows), Finish.NONE, np.uint8)
         token_outputs = computed.token_outputs
@@ -213,16 +250,7 @@ class CpuRunner:
             running = running & (finishes != Finish.ERROR)
         ids[running] = computed.ids
         finishes[running] = self.rows.append_ids(rows[running], computed.ids)
-        generations = self.rows.generations[rows]
-        return Sampled(
-            rows,
-            generations,
-            ids,
-            finishes,
-            token_outputs=token_outputs,
-            prompt_logprobs=computed.prompt_logprobs,
-            errors=errors,
-        )
+        return ids, finishes, token_outputs, errors
 
     def _fail(self, row: int) -> str:
         """End a row that has no id. Returns the error."""

@@ -2,11 +2,11 @@
 
     Sequence.pending ──events, if there is room──► transport, HIGH_BYTES at most ──► kernel ──► client
 
-If a client keeps up, writes complete at once. If more than HIGH_BYTES are buffered in the transport, the client's task
-waits until they are sent; meanwhile its output stays in its request, bounded by the longest sequence, and is merged
-into one event. So a slow client delays its own task only. A client that reads nothing for
-`gateway.slow_client_timeout_s`, or at most twice that, is disconnected, and its request is aborted. When a response is
-complete, the kernel has all of it.
+If a client keeps up, its events are written as soon as their output arrives, and its task sleeps. If more than
+HIGH_BYTES are buffered in the transport, the task waits until they are sent; meanwhile its output stays in its request,
+bounded by the longest sequence, and is merged into one event. So a slow client delays its own task only. A client that
+reads nothing for `gateway.slow_client_timeout_s`, or at most twice that, is disconnected, and its request is aborted.
+When a response is complete, the kernel has all of it.
 """
 
 import asyncio
@@ -64,6 +64,16 @@ async def send_stream(http_request: web.Request, request: Request, timeout_s: fl
     await _begun(request)
     response = web.StreamResponse(headers=EVENT_STREAM | _headers(request))
     events = shapes.events(request)
+
+    def push() -> bool:
+        """Write events at once, unless the client is slow."""
+        transport = http_request.transport
+        if transport is None or transport.is_closing() or transport.get_write_buffer_size():
+            return False
+        if data := events.due():
+            _write(http_request, response, data)
+        return not (events.has_more or events.are_over)
+
     with _SlowClientTimeout(http_request, timeout_s):
         await response.prepare(http_request)
         http_request.writer.send_headers()
@@ -76,7 +86,7 @@ async def send_stream(http_request: web.Request, request: Request, timeout_s: fl
                 if events.has_more:
                     await asyncio.sleep(0)
                 else:
-                    await request.change()
+                    await request.change(push)
             except ApiError as error:
                 data = events.due() + responses.error_events(error)
                 break
@@ -86,6 +96,15 @@ async def send_stream(http_request: web.Request, request: Request, timeout_s: fl
         await response.write_eof(data)
         await _flushed(http_request)
     return response
+
+
+def _write(http_request: web.Request, response: web.StreamResponse, data: bytes) -> None:
+    """Write a part of the body without waiting, in one piece. The headers have been sent."""
+    if "Transfer-Encoding" in response.headers:
+        data = b"%x\r\n%b\r\n" % (len(data), data)
+    assert http_request.transport is not None
+    http_request.transport.write(data)
+    http_request.writer.output_size += len(data)
 
 
 async def _begun(request: Request) -> None:

@@ -175,7 +175,7 @@ class KVCacheManager:
         rows = self._rows
         num_full = np.minimum(rows.known[running], rows.planned[running]) // self._block_size
         fresh = num_full > rows.num_registered[running]
-        if fresh.any():
+        if np.count_nonzero(fresh):
             for place in fresh.nonzero()[0].tolist():
                 self._register_row(int(running[place]), int(num_full[place]))
 

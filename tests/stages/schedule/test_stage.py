@@ -1,5 +1,6 @@
 """The schedule stage as in its own process: real sockets and segments, with a fake executor."""
 
+import os
 import time
 from collections import defaultdict
 from typing import Literal
@@ -237,6 +238,15 @@ def test_on_a_gpu_the_default_depth_is_2() -> None:
                 rig.receive("execute", m.Step)
             assert rig.nothing("execute")
             assert rig.load().depth == num_steps
+
+
+def test_a_wake_of_the_stage_does_not_preempt_the_executor() -> None:
+    with Rig("schedule") as rig:
+        rig.start(FACTS)
+        rig.load()  # an answer shows that it has started
+        assert rig._thread.native_id is not None
+        assert os.sched_getscheduler(rig._thread.native_id) == os.SCHED_BATCH
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
 def test_at_depth_1_the_next_step_waits_for_the_result() -> None:
