@@ -274,7 +274,7 @@ def test_a_dry_run_prints_the_commands_and_runs_none(bed: Bed, capsys: pytest.Ca
     printed = capsys.readouterr().out.splitlines()
     assert not bed.out.exists() and not bed.llama.exists()
     assert any(f"cmake --build {bed.folder}/kept/llama.cpp-0.3.36/build --parallel" in line for line in printed)
-    assert not any("pip" in line and "vllm" in line for line in printed), "an existing vLLM is used"
+    assert not any(" -m pip " in line and "vllm" in line for line in printed), "an existing vLLM is used"
     benches = [line for line in printed if " bench --decode " in line]
     assert len(benches) == 5
     assert all("--concurrency 4 --temperature 0.7 --duration 3s" in line and "--seed 5" in line for line in benches)
