@@ -107,10 +107,20 @@ def assert_ended(record: Path) -> None:
 
 
 def test_all_servers_are_measured_one_after_the_other_with_the_same_loads(bed: Bed) -> None:
+    engine = bed.folder / "llama-bench"
+    engine.write_text(
+        "#!/bin/sh\necho loading\n"
+        'echo \'[\n{"n_prompt": 128, "n_gen": 0, "avg_ts": 432.1},{"n_prompt": 0, "n_gen": 128, "avg_ts": 98.7}\n]\'\n'
+    )
+    engine.chmod(0o755)
     done = bed.run()
     assert done.returncode == 0, done.stdout + done.stderr
 
     found = bed.results()
+    assert [one["avg_ts"] for one in found["runs"][0]["engine"]] == [432.1, 98.7]
+    assert "llama-bench, prompt of 128: 432.1 tok/s" in done.stderr
+    assert "llama-bench, 128 tokens out: 98.7 tok/s" in done.stderr
+    assert found["runs"][0]["commands"][-1][:3] == [str(engine), "-m", str(bed.out / "model" / "model.gguf")]
     assert [run["server"] for run in found["runs"]] == ["llama.cpp", "vllm"]
     for run in found["runs"]:
         reports = run["reports"]
@@ -122,6 +132,9 @@ def test_all_servers_are_measured_one_after_the_other_with_the_same_loads(bed: B
         assert reports["prefill"]["levels"][0]["prompt_tokens"] == 820
         assert all(one["num_requests"] for report in reports.values() for one in report["levels"])
         assert run["start_s"] > 0
+        served, *benches = run["commands"][:4]
+        assert served[served.index("--port") + 1] in benches[0][benches[0].index("--url") + 1]
+        assert [command[4] for command in benches] == ["--decode", "--prefill", "--shared"]
     assert found["provenance"]["versions"] == {"llama.cpp": "fake llama 1", "vllm": "vllm 9.9+cpu"}
     assert found["provenance"]["machine"]["num_cores"] == len(os.sched_getaffinity(0))
     assert found["provenance"]["machine"]["flags"] and found["provenance"]["gguf"] == "Tiny-F32.gguf"
@@ -129,7 +142,7 @@ def test_all_servers_are_measured_one_after_the_other_with_the_same_loads(bed: B
 
     llama, vllm = read(bed.llama), read(bed.vllm)
     assert Path(llama["argv"][llama["argv"].index("--model") + 1]).resolve() == bed.model
-    folder = Path(vllm["argv"][vllm["argv"].index("--model") + 1])
+    folder = Path(vllm["argv"][vllm["argv"].index("serve") + 1])
     assert json.loads((folder / "config.json").read_bytes())["architectures"] == ["LlamaForCausalLM"]
     cores = sorted(os.sched_getaffinity(0))
     assert llama["argv"][llama["argv"].index("--threads") + 1] == str(len(cores))
@@ -348,7 +361,7 @@ def results_of(rates: dict[str, list[float]]) -> Results:
         return BenchReport("http://x", "model", "1", workload, [summary(concurrency, rate)])
 
     runs = [
-        Run(name, number, 1.0, {"decode": report(8, rate), "shared": report(16, rate)})
+        Run(name, number, 1.0, {"decode": report(8, rate), "shared": report(16, rate)}, [])
         for name, own in rates.items()
         for number, rate in enumerate(own)
     ]

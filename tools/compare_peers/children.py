@@ -66,8 +66,9 @@ def run(
 class Serving:
     """A running server with the OpenAI API, at `url`. It became ready `start_s` seconds after its start."""
 
-    def __init__(self, url: str, start_s: float, process: "subprocess.Popen[bytes]") -> None:
+    def __init__(self, url: str, command: list[str], start_s: float, process: "subprocess.Popen[bytes]") -> None:
         self.url = url
+        self.command = command
         self.start_s = start_s
         self._process = process
 
@@ -86,7 +87,8 @@ def serving(
     """
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    with _started(name, with_port(command, port), log, env) as process:
+    own_command = with_port(command, port)
+    with _started(name, own_command, log, env) as process:
         begun_s = shown_s = time.monotonic()
         while not _is_healthy(url):
             took_s = time.monotonic() - begun_s
@@ -98,7 +100,7 @@ def serving(
                 shown_s = time.monotonic()
                 tell(f"  {name}: starting, {took_s:.0f} s of at most {deadline_s:.0f} s")
             time.sleep(POLL_S)
-        yield Serving(url, time.monotonic() - begun_s, process)
+        yield Serving(url, own_command, time.monotonic() - begun_s, process)
 
 
 def with_port(command: Sequence[str], port: int) -> list[str]:

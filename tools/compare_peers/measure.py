@@ -41,6 +41,8 @@ class Run(msgspec.Struct, frozen=True):
     """Seconds from the start until /health answered 200."""
     reports: dict[str, BenchReport]
     """By load."""
+    commands: list[list[str]]
+    """The server's, then those that measured it."""
     engine: Any = None
     """What llama-bench, which has no server, reports of llama.cpp."""
 
@@ -78,22 +80,33 @@ def measure_server(plan: Plan, peer: Peer, number: int, tell: Tell) -> Run:
     """Start a server, run all loads, and end it. Raises UserError."""
     logs = Path(plan.out) / "logs"
     reports: dict[str, BenchReport] = {}
+    commands: list[list[str]] = []
     with children.serving(
         peer.label, peer.command, logs / f"{peer.name}-{number}.log", peer.start_s, tell, peer.env
     ) as server:
         tell(f"  ready after {server.start_s:.1f} s")
+        commands.append(server.command)
         for load in plan.loads:
-            reports[load.name] = _bench(plan, peer, load, server.url, number, tell)
-    engine = _llama_bench(peer, logs, tell) if peer.name == LLAMA_CPP else None
-    return Run(peer.name, number, server.start_s, reports, engine)
+            command = _bench_command(plan, peer, load, server.url, number)
+            commands.append(command)
+            reports[load.name] = _bench(plan, peer, load, command, number, tell)
+    engine = None
+    if peer.name == LLAMA_CPP and Path(llama_bench_command(peer)[0]).is_file():  # some packages have only the server
+        commands.append(llama_bench_command(peer))
+        engine = _llama_bench(commands[-1], logs, tell)
+    return Run(peer.name, number, server.start_s, reports, commands, engine)
 
 
-def _bench(plan: Plan, peer: Peer, load: Load, url: str, number: int, tell: Tell) -> BenchReport:
+def _bench_command(plan: Plan, peer: Peer, load: Load, url: str, number: int) -> list[str]:
+    # Each round has its own prompts, as each run of `pipeline bench` does.
     result = Path(plan.out) / "results" / f"{peer.name}-{load.name}-{number}.json"
+    return bench_command(load, url, plan.temperatures, plan.duration_s, plan.seed + number, result)
+
+
+def _bench(plan: Plan, peer: Peer, load: Load, command: list[str], number: int, tell: Tell) -> BenchReport:
+    result = Path(command[command.index("--json") + 1])
     result.parent.mkdir(parents=True, exist_ok=True)
     result.unlink(missing_ok=True)
-    # A prefix cache knows the prompts of a seed that the server has seen.
-    command = bench_command(load, url, plan.temperatures, plan.duration_s, plan.seed + number, result)
     name = f"{load.name} with {peer.label}"
     log = Path(plan.out) / "logs" / f"{peer.name}-{load.name}-{number}.log"
     deadline = deadline_s(load, plan.temperatures, plan.duration_s)
@@ -117,12 +130,8 @@ def llama_bench_command(peer: Peer) -> list[str]:
     return [str(program), "-m", model, "-t", threads, "-p", "128", "-n", "128", "-r", "3", "-o", "json"]
 
 
-def _llama_bench(peer: Peer, logs: Path, tell: Tell) -> Any:
-    """The speed of llama.cpp without its server, to see what that costs. None if llama-bench is not beside the server,
-    as with some packages."""
-    command = llama_bench_command(peer)
-    if not Path(command[0]).is_file():
-        return None
+def _llama_bench(command: list[str], logs: Path, tell: Tell) -> Any:
+    """The speed of llama.cpp without its server, to see what that costs; None if it fails."""
     log = logs / "llama-bench.log"
     try:
         children.run("llama-bench", command, log, LLAMA_BENCH_S, tell)

@@ -86,8 +86,8 @@ def peers_of(names: Sequence[str], model: str, weights: str, paths: ModelPaths, 
             VLLM,
             "vLLM bf16",
             [
-                *(str(programs.vllm_python), "-m", "vllm.entrypoints.openai.api_server"),
-                *("--model", str(paths.folder), "--served-model-name", NAME, "--dtype", "bfloat16"),
+                *(str(programs.vllm_python), "-m", "vllm.entrypoints.cli.main", "serve", str(paths.folder)),
+                *("--served-model-name", NAME, "--dtype", "bfloat16"),
                 *("--host", "127.0.0.1", "--port", "{port}"),
             ],
             {
