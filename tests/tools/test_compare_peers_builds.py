@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
+from pipeline.kernels.cpu import isa
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.prepare import checkpoints
 from tools.compare_peers import llama_cpp, model, vllm_cpu
@@ -99,7 +100,7 @@ def test_a_build_for_another_cpu_is_not_used(tmp_path: Path, cmake_log: Path, mo
     built.make(tmp_path / "logs", print)
     leftover = tmp_path / "llama.cpp-9.8" / "build" / "object.o"
     leftover.touch()
-    monkeypatch.setattr(llama_cpp.isa, "identity", lambda machine, cpuinfo: "another CPU")
+    monkeypatch.setattr(isa, "identity", lambda machine, cpuinfo: "another CPU")
     assert not built.is_complete()
     built.make(tmp_path / "logs", print)
     assert built.is_complete() and not leftover.exists()
