@@ -37,16 +37,16 @@ OPTIONS = (
 PATCHED = Path("ggml", "src", "ggml-cpu", "amx", "mmq.cpp")
 UNPATCHED = "    _tile_loadconfig(&tc);\n"
 PATCH = '    __asm__ volatile("" : : "r"(&tc) : "memory");\n' + UNPATCHED
-"""GCC 12 takes _tile_loadconfig for a read of 8 of the 64 bytes, and removes the stores to the others. On a CPU with AMX
-llama.cpp then crashes at its first product. With this line the stores remain; nothing else changes."""
+"""GCC 12 takes _tile_loadconfig for a read of 8 of the 64 bytes, and removes the stores to the others. On a CPU with
+AMX llama.cpp then crashes at its first product. With this line the stores remain; nothing else changes."""
 
 
 class Stamp(msgspec.Struct, frozen=True):
     """What a complete build was built from. A build for another CPU may contain instructions that this one lacks."""
 
     cpu: str
-    options: tuple[str, ...] = OPTIONS
-    patch: str = PATCH
+    options: tuple[str, ...]
+    patch: str
 
 
 class LlamaCpp:
@@ -131,7 +131,7 @@ def require_tools() -> None:
 
 
 def _stamp_of_this_cpu() -> Stamp:
-    return Stamp(isa.identity(platform.machine(), isa.cpuinfo()))
+    return Stamp(isa.identity(platform.machine(), isa.cpuinfo()), OPTIONS, PATCH)
 
 
 def _percent(line: str) -> str | None:
