@@ -16,7 +16,8 @@ class FakeServer:
     """Answers every prompt with `max_tokens` words. Use as a context manager.
 
     `fails` maps each request's body and number (counted from 0) to its failure: None,
-    "refuse" (503), "cut" (ends after a word) or "error" (an error event).
+    "refuse" (503), "drop" (the connection ends without an answer), "cut" (ends after a word) or "error" (an error
+    event).
 
     `num_unhealthy` requests to /health get 503 before the first 200.
     """
@@ -101,6 +102,9 @@ class FakeServer:
     ) -> web.StreamResponse:
         fault = self._fails(body, len(self.bodies))
         self.bodies.append(body)
+        if fault == "drop":
+            assert request.transport is not None
+            request.transport.close()
         if fault == "refuse":
             return web.json_response({"error": {"message": "busy", "type": "overloaded"}}, status=503)
         num_prompt = TEMPLATE_TOKENS + len(prompt.split())
