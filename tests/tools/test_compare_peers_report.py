@@ -96,19 +96,6 @@ def test_the_chart_and_the_tables_name_machine_commit_and_duration() -> None:
     assert "llama.cpp Q4_1, ITL p99, concurrent streams 8: 75.0 ms" in tooltips
 
 
-def test_vllm_gets_intel_s_openmp_if_its_environment_has_it(tmp_path: Path) -> None:
-    def env() -> dict[str, str]:
-        programs = Programs(Path("/llama-server"), tmp_path / "bin" / "python")
-        (vllm,) = peers_of(["vllm"], "m.gguf", "Q4_1", ModelPaths.below(tmp_path), programs)
-        return vllm.env
-
-    assert "LD_PRELOAD" not in env()
-    library = tmp_path / "lib" / "libiomp5.so"
-    library.parent.mkdir()
-    library.touch()
-    assert env()["LD_PRELOAD"] == str(library)
-
-
 @pytest.mark.parametrize(
     ("name", "weights"),
     [

@@ -95,17 +95,9 @@ def peers_of(names: Sequence[str], model: str, weights: str, paths: ModelPaths, 
                 "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
                 "VLLM_NO_USAGE_STATS": "1",
                 "HF_HUB_OFFLINE": "1",
-                **_intel_openmp(programs.vllm_python),
             },
             VLLM_START_S,
             None,
         ),
     ]
     return [peer for peer in known if peer.name in names]
-
-
-def _intel_openmp(python: Path) -> dict[str, str]:
-    """Preloads Intel's OpenMP from the environment of a Python, if it is there. vLLM recommends it for its speed, and
-    otherwise uses GCC's."""
-    library = python.parent.parent / "lib" / "libiomp5.so"
-    return {"LD_PRELOAD": str(library)} if library.is_file() else {}
