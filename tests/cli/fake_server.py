@@ -16,10 +16,18 @@ class FakeServer:
     """Answers every prompt with `max_tokens` words. Use as a context manager.
 
     `fails` maps each request's body and number (counted from 0) to its failure: None,
-    "refuse" (503), "cut" (ends after a word) or "error" (an error event).
+    "refuse" (503), "drop" (the connection ends without an answer), "cut" (ends after a word) or "error" (an error
+    event).
+
+    `num_unhealthy` requests to /health get 503 before the first 200.
     """
 
-    def __init__(self, fails: Callable[[dict[str, Any], int], str | None] = lambda body, number: None) -> None:
+    def __init__(
+        self,
+        fails: Callable[[dict[str, Any], int], str | None] = lambda body, number: None,
+        port: int = 0,
+        num_unhealthy: int = 0,
+    ) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.max_open = 0
         self.url = ""
@@ -27,7 +35,9 @@ class FakeServer:
         self.models: Any = {"object": "list", "data": [{"id": "fake", "object": "model"}]}
         self.usage: Any = None
         """The usage that whole answers report instead of the real counts."""
+        self.num_unhealthy = num_unhealthy
         self._fails = fails
+        self._port = port
         self._open = 0
         self._started = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
@@ -46,12 +56,13 @@ class FakeServer:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         app = web.Application()
+        app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/chat/completions", self._counted(self._chat))
         app.router.add_post("/v1/completions", self._counted(self._completions))
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, "127.0.0.1", self._port)
         await site.start()
         self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         self._started.set()
@@ -68,6 +79,10 @@ class FakeServer:
                 self._open -= 1
 
         return handle
+
+    async def _health(self, request: web.Request) -> web.Response:
+        self.num_unhealthy -= 1
+        return web.Response(status=503 if self.num_unhealthy >= 0 else 200)
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response(self.models)
@@ -87,6 +102,9 @@ class FakeServer:
     ) -> web.StreamResponse:
         fault = self._fails(body, len(self.bodies))
         self.bodies.append(body)
+        if fault == "drop":
+            assert request.transport is not None
+            request.transport.close()
         if fault == "refuse":
             return web.json_response({"error": {"message": "busy", "type": "overloaded"}}, status=503)
         num_prompt = TEMPLATE_TOKENS + len(prompt.split())

@@ -177,6 +177,20 @@ def test_broken_streams_are_counted_and_cause_an_error_exit(
     assert err == f"pipeline bench: error: 1 streams, temperature 0: 2 × {message}\n"
 
 
+@pytest.mark.parametrize("num_cut", [1, 2])
+def test_a_request_on_a_closed_connection_is_sent_again_once(num_cut: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every third request is cut off before its answer, once or twice in a row."""
+    with FakeServer(lambda body, number: "drop" if number % 3 < num_cut else None) as server:
+        code, report, err = bench(
+            server, capsys, "--concurrency=1", "--num-requests=2", "--prompt-words=5", "--warmup=0", "--output-tokens=3"
+        )
+    (level,) = report["levels"]
+    assert level["num_errors"] == num_cut - 1, err
+    assert (code, level["num_requests"]) == (num_cut - 1, 3 - num_cut)
+    if num_cut == 1:
+        assert [len(server.bodies), server.bodies[0]] == [3, server.bodies[1]]
+
+
 def test_a_server_that_rejects_everything_ends_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     with FakeServer(lambda body, number: "refuse") as server:
         code, report, _ = bench(server, capsys, "--concurrency=2", "--duration=10m", "--prompt-words=5")

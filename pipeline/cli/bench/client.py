@@ -64,7 +64,7 @@ class BenchClient:
         tally = tally or Tally(self._endpoint)
         sent_s = perf_counter()
         try:
-            async with self._session.post(self._url, data=data) as response:
+            async with await self._post(data) as response:
                 if response.status == 200:
                     async for blob in response.content.iter_any():
                         tally.feed(blob, perf_counter())
@@ -82,6 +82,16 @@ class BenchClient:
             tally.has_usage,
             tally.error,
         )
+
+    async def _post(self, data: bytes) -> aiohttp.ClientResponse:
+        """Send a request, a second time if the connection ends before an answer begins: some servers close a connection
+        after a stream without announcing it, as llama.cpp's does, and its next request fails."""
+        try:
+            return await self._session.post(self._url, data=data)
+        except aiohttp.ClientConnectorError:
+            raise  # nothing listens there
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+            return await self._session.post(self._url, data=data)
 
     def _body(self, prompt: str, options: dict[str, Any]) -> bytes:
         if self._endpoint == "chat":

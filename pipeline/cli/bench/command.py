@@ -3,7 +3,7 @@
 import argparse
 import asyncio
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -15,7 +15,8 @@ from pipeline.cli.bench import words
 from pipeline.cli.bench.client import BenchClient, RequestResult, ServerError, open_session
 from pipeline.cli.bench.loop import ClosedLoop, Level, LoadPlan
 from pipeline.cli.bench.measure import Summary, summarize
-from pipeline.cli.bench.options import Length, Workload, workload_of
+from pipeline.cli.bench.options import Length, Workload, given_options, workload_of
+from pipeline.cli.bench.plot.results import NamedResult, chart_of, read_results
 from pipeline.cli.bench.report import TABLE_WIDTH, BenchReport, as_json, as_text, console
 from pipeline.cli.out_file import require_writable, writing
 from pipeline.config.load import ConfigError
@@ -30,10 +31,14 @@ CALIBRATION_WORDS = (16, 116)
 
 def run(args: argparse.Namespace) -> int:
     """Measure and report. Returns 1 if a request failed or the server can't be used. Raises ConfigError."""
+    if args.results:
+        return _draw(args)
     workload = workload_of(args)
     _check(workload)
     if args.json and args.json != "-":
         require_writable(Path(args.json), "--json")
+    if args.plot:
+        require_writable(Path(args.plot), "--plot")
     try:
         report = _run_loop(_measure(args, workload))
     except ServerError as error:
@@ -46,11 +51,30 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             with writing(Path(args.json), "--json"):
                 Path(args.json).write_bytes(as_json(report))
+    if args.plot:
+        _write_chart(args.plot, [NamedResult(report.model, report)])
     for level in report.levels:
         for reason, count in level.errors.items():
             where = f"{level.concurrency} streams, temperature {level.temperature:g}"
             print(f"pipeline bench: error: {where}: {count} × {reason}", file=sys.stderr)
     return 1 if any(level.num_errors for level in report.levels) else 0
+
+
+def _draw(args: argparse.Namespace) -> int:
+    """Draw results of earlier runs. Raises ConfigError."""
+    if not args.plot:
+        raise ConfigError(["RESULT.json: needs --plot FILE.svg, which draws it"])
+    if set(given_options(args)) - {"plot", "results"}:
+        raise ConfigError(["RESULT.json: nothing is measured, so the only other option is --plot; remove the others"])
+    results = read_results(args.results)
+    require_writable(Path(args.plot), "--plot")
+    _write_chart(args.plot, results)
+    return 0
+
+
+def _write_chart(path: str, results: Sequence[NamedResult]) -> None:
+    with writing(Path(path), "--plot"):
+        Path(path).write_text(chart_of(results).as_svg(), encoding="utf-8")
 
 
 def _check(workload: Workload) -> None:

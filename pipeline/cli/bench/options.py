@@ -142,6 +142,28 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write the results as JSON to this file; - writes them to standard output, without the table",
     )
+    plot = parser.add_argument_group("chart")
+    plot.add_argument(
+        "--plot",
+        type=_svg_file,
+        metavar="FILE.svg",
+        help="draw throughput, inter-token latency and time to first token over concurrency",
+    )
+    plot.add_argument(
+        "results",
+        nargs="*",
+        metavar="[NAME=]RESULT.json",
+        help="with --plot: draw these results of --json in one chart, and measure nothing. By default a result has its "
+        "file's name",
+    )
+
+
+def given_options(args: argparse.Namespace) -> list[str]:
+    """The options whose values are not the defaults, by their names in `args`."""
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    defaults = vars(parser.parse_args([]))
+    return [name for name, default in defaults.items() if getattr(args, name) != default]
 
 
 def workload_of(args: argparse.Namespace) -> Workload:
@@ -172,6 +194,12 @@ def _tokens(text: str) -> Length:
 
 def _words(text: str) -> Length:
     return Length(types.natural(text), "words")
+
+
+def _svg_file(text: str) -> str:
+    if not text.lower().endswith(".svg"):
+        raise argparse.ArgumentTypeError(f"needs a file name that ends in .svg, got {text!r}")
+    return text
 
 
 def _concurrencies(text: str) -> tuple[int, ...]:
