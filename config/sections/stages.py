@@ -34,8 +34,8 @@ class ScheduleSettings(Frozen, frozen=True):
         Meta(
             ge=0,
             le=2**20,
-            description="Maximum number of tokens in a step in which no sequence decodes. Nobody waits for the end "
-            "of such a step, and longer chunks read the weights fewer times. 0, or less than "
+            description="Maximum number of tokens in a step in which no sequence decodes. No client waits for its next "
+            "token then, and longer chunks read the weights fewer times. 0, or less than "
             "max_num_batched_tokens: as many as that.",
         ),
     ] = 512
