@@ -67,24 +67,7 @@ static void tile_store(void* to, size_t stride) {
         memcpy(static_cast<uint8_t*>(to) + r * stride, emulated.data[T][r], emulated.shapes.bytes[T]);
 }
 
-// C += A x B, four bytes at a time: A's rows have them side by side, B's rows for each output.
-template <int C, int A, int B, class OfA, class OfB>
-static void emulated_dot_bytes() {
-    for (int r = 0; r < emulated.shapes.rows[C]; r++)
-        for (int k = 0; k < emulated.shapes.bytes[A]; k++)
-            for (int n = 0; n < emulated.shapes.bytes[C] / 4; n++)
-                emulated.at<int32_t>(C, r, n) +=
-                    int32_t(emulated.at<OfA>(A, r, k)) * emulated.at<OfB>(B, k / 4, 4 * n + k % 4);
-}
-template <int C, int A, int B>
-static void tile_dot_uu() { emulated_dot_bytes<C, A, B, uint8_t, uint8_t>(); }
-template <int C, int A, int B>
-static void tile_dot_us() { emulated_dot_bytes<C, A, B, uint8_t, int8_t>(); }
-template <int C, int A, int B>
-static void tile_dot_su() { emulated_dot_bytes<C, A, B, int8_t, uint8_t>(); }
-template <int C, int A, int B>
-static void tile_dot_ss() { emulated_dot_bytes<C, A, B, int8_t, int8_t>(); }
-
+// C += A x B, where each row of A and of B has pairs of depth.
 template <int C, int A, int B>
 static void tile_dot_bf16() {
     const auto widen = [](uint16_t half) { return bits<float>(uint32_t(half) << 16); };
@@ -118,23 +101,7 @@ INLINE void tile_store(void* to, size_t stride) {
     asm volatile("tilestored %%tmm%c3, (%1,%2,1)" : "=m"(*(uint8_t(*)[])to) : "r"(to), "r"(stride), "i"(T));
 }
 
-// C += A x B. The letters say whether the bytes of A and of B are signed.
-template <int C, int A, int B>
-INLINE void tile_dot_uu() {
-    asm volatile("tdpbuud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
-}
-template <int C, int A, int B>
-INLINE void tile_dot_us() {
-    asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
-}
-template <int C, int A, int B>
-INLINE void tile_dot_su() {
-    asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
-}
-template <int C, int A, int B>
-INLINE void tile_dot_ss() {
-    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
-}
+// C += A x B.
 template <int C, int A, int B>
 INLINE void tile_dot_bf16() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));

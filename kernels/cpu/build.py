@@ -44,7 +44,7 @@ FLAGS = (
 _AVX512_FLAGS = ("-march=x86-64-v4", "-mavx512vnni", "-mprefer-vector-width=512", "-DISA_AVX512")
 _AVX512_BF16_FLAGS = (*_AVX512_FLAGS, "-mavx512bf16", "-DDOT_BF16")
 ISA_FLAGS: dict[Isa, tuple[str, ...]] = {
-    "amx": (*_AVX512_BF16_FLAGS, "-mamx-tile", "-mamx-int8", "-mamx-bf16", "-DAMX"),
+    "amx": (*_AVX512_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-DAMX"),
     "avx512_bf16": _AVX512_BF16_FLAGS,
     "avx512": _AVX512_FLAGS,
     "avx2": ("-mavx2", "-mfma", "-mf16c", "-DISA_AVX2"),

@@ -119,39 +119,7 @@ INLINE void dot_group4(const int16_t* const (&codes)[R], const uint8_t* panel, s
             for (int v = 0; v < VECTORS; v++) dots[r][p][v] = finish_words(acc[r][p][v]);
 }
 
-#if defined(AMX)
-// The same with the lower bytes of a group's codes before its upper ones.
-struct TwoBytes {
-    uint8_t low, high;
-};
-
-template <int R, int P>
-INLINE void dot_group4(const TwoBytes* const (&codes)[R], const uint8_t* panel, size_t panel_bytes,
-                       vi (&dots)[R][P][VECTORS]) {
-    vi upper[R][P] = {};
-    for (int r = 0; r < R; r++)
-        for (int p = 0; p < P; p++) dots[r][p][0] = vi{};
-    for (int j = 0; j < 8; j++) {
-        vu weights[P];
-        for (int p = 0; p < P; p++) {
-            const vu word = load<vu>(panel + p * panel_bytes + j / 2 * 64);
-            weights[p] = (j % 2 ? word >> 4 : word) & 0x0F0F0F0Fu;
-        }
-        for (int r = 0; r < R; r++) {
-            const uint8_t* bytes = reinterpret_cast<const uint8_t*>(codes[r]) + 4 * j;
-            const vu low = load<uint32_t>(bytes) - vu{}, high = load<uint32_t>(bytes + GROUP) - vu{};
-            for (int p = 0; p < P; p++) {
-                dots[r][p][0] = dot_bytes(dots[r][p][0], low, weights[p]);
-                upper[r][p] = dot_bytes(upper[r][p], weights[p], high);
-            }
-        }
-    }
-    for (int r = 0; r < R; r++)
-        for (int p = 0; p < P; p++) dots[r][p][0] += upper[r][p] << 8;
-}
-#endif
-
-// `Code` is int8_t for activations as BYTES, int16_t for PAIRS, TwoBytes for PLANES.
+// `Code` is int8_t for activations as BYTES, int16_t for PAIRS.
 template <Format F, class Code, int R, int P>
 INLINE void multiply_4(const Rows& rows, int first_row, const uint8_t* panel, size_t panel_bytes, int depth,
                        vf (&acc)[R][P][VECTORS], const uint8_t* ahead) {
@@ -251,19 +219,14 @@ __attribute__((noinline)) static void multiply_panels(const Rows& rows, int firs
             multiply_8<R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
     } else if constexpr (R <= MOST_ROWS_4) {
         const bool minimums = matrix.format == Format::Q4_1;
-#if defined(AMX)
-        typedef TwoBytes two_bytes;
-#else
-        typedef int16_t two_bytes;
-#endif
         if (matrix.form == Form::BYTES && minimums)
             multiply_4<Format::Q4_1, int8_t, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
         else if (matrix.form == Form::BYTES)
             multiply_4<Format::Q4_0, int8_t, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
         else if (minimums)
-            multiply_4<Format::Q4_1, two_bytes, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
+            multiply_4<Format::Q4_1, int16_t, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
         else
-            multiply_4<Format::Q4_0, two_bytes, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
+            multiply_4<Format::Q4_0, int16_t, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
     }
     for (int r = 0; r < R; r++)
         for (int p = 0; p < P; p++)

@@ -20,7 +20,7 @@ _X86_64_V4 = _X86_64_V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx51
 _AVX512_BF16 = _X86_64_V4 | {"avx512_vnni", "avx512_bf16"}
 
 NEEDED: dict[Isa, frozenset[str]] = {
-    "amx": _AVX512_BF16 | {"amx_tile", "amx_int8", "amx_bf16"},
+    "amx": _AVX512_BF16 | {"amx_tile", "amx_bf16"},
     "avx512_bf16": _AVX512_BF16,
     "avx512": _X86_64_V4 | {"avx512_vnni"},
     "avx2": _AVX2,

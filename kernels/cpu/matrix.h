@@ -4,7 +4,7 @@
 // is laid out in the order in which it is read:
 //
 //     bf16   [depth / 2][16][2]            a pair of neighbours in depth, for each output
-//     q8_0   [depth / 32]{ [16][16][2] codes | [16] scales }; with AMX [8][16][4] codes
+//     q8_0   [depth / 32]{ [16][16][2] codes | [16] scales }
 //     q4_0   [depth / 32]{ [4][16][4] codes, two in a byte | [16] scales }
 //     q4_1   [depth / 32]{ [4][16][4] codes, two in a byte | [16] scales | [16] minimums }
 //
@@ -67,12 +67,10 @@ INLINE void store_acts(act* to, vf values) { store(to, values); }
 //     WORDS  [depth] int16 codes | [groups] float scale                     for q8_0, in groups of 32
 //     PAIRS  like BYTES, with int16 codes, each eight in the order 0 2 4 6 1 3 5 7: the pairs of depth that one shift
 //            and mask of 4-bit codes leaves in a lane                       for 4-bit weights, in groups of 32
-//     PLANES like PAIRS, with the 32 lower bytes of a group's int16 codes before its 32 upper ones
-//                                                                           with AMX, instead of WORDS and PAIRS
 //
 // Activations should lose less precision than the weights, so int8 is only for throughput: with 4-bit weights it changes
 // 3 % of the most likely ids, int16 none.
-enum class Form : int { PLAIN = 0, BYTES = 1, WORDS = 2, PAIRS = 3, PLANES = 4 };
+enum class Form : int { PLAIN = 0, BYTES = 1, WORDS = 2, PAIRS = 3 };
 
 // Rows of activations; as many as `padded_rows` says are readable.
 struct Rows {
@@ -105,15 +103,6 @@ INLINE size_t row_bytes(Form form, int width) {
     return (bytes + 63) / 64 * 64;
 }
 
-// Where a group of q8_0 has the code of an output at a depth.
-INLINE int place_of_byte(int depth, int lane) {
-#if defined(AMX)
-    return (depth / 4 * PANEL + lane) * 4 + depth % 4;
-#else
-    return (depth / 2 * PANEL + lane) * 2 + depth % 2;
-#endif
-}
-
 // Column n of a packed matrix, which was row n of the checkpoint's, as float: [depth].
 static void unpack(const Matrix& matrix, int n, float* out) {
     const uint8_t* panel = matrix.panels + (n / PANEL) * matrix.panel_bytes();
@@ -130,7 +119,7 @@ static void unpack(const Matrix& matrix, int n, float* out) {
         for (int k = 0; k < GROUP; k++) {
             int code;
             if (bytes)
-                code = int8_t(panel[place_of_byte(k, lane)]);
+                code = int8_t(panel[(k / 2 * PANEL + lane) * 2 + k % 2]);
             else
                 code = (panel[(k / 8 * PANEL + lane) * 4 + k % 4] >> (k % 8 / 4 * 4) & 15) - (minimums ? 0 : 8);
             out[g * GROUP + k] = float(code) * scale + minimum;
@@ -163,12 +152,6 @@ static void quantize(const float* from, const Rows& to, int row, int depth, Form
         scales[g] = scale;
         if (is_bytes) {
             store_bytes(to.codes(row) + g * GROUP, numbers);
-        } else if (form == Form::PLANES) {
-            uint8_t* codes = to.data + row * to.stride + g * 2 * GROUP;
-            for (int i = 0; i < GROUP / LANES; i++) {
-                store_lowest_bytes(codes + i * LANES, numbers[i]);
-                store_lowest_bytes(codes + GROUP + i * LANES, numbers[i] >> 8);
-            }
         } else {
             typedef int16_t words __attribute__((vector_size(2 * LANES)));
             int16_t* codes = to.words(row) + g * GROUP;

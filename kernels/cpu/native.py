@@ -50,18 +50,20 @@ class Form(IntEnum):
     """16 bits and a scale for each group of 32."""
     PAIRS = 3
     """The same for 4-bit weights: with the sums of groups, and in another order."""
-    PLANES = 4
-    """The same with AMX, for weights of 4 and 8 bits: the lower bytes of a group before its upper ones."""
 
 
 FORMATS = {"bf16": 0, "q8_0": 1, "q4_0": 2, "q4_1": 3}
 
 
-def form_for(library: ctypes.CDLL, format: Format, activations: Activations) -> Form:
+def form_for(format: Format, activations: Activations) -> Form:
     """The form of activations for weights of a format. `activations` is the precision for 4-bit weights."""
-    if activations == "int8" and format in ("q4_0", "q4_1"):
-        return Form.BYTES
-    return Form(library.int16_form(FORMATS[format]))
+    match format:
+        case "bf16":
+            return Form.PLAIN
+        case "q8_0":
+            return Form.WORDS
+        case _:
+            return Form.BYTES if activations == "int8" else Form.PAIRS
 
 
 class NativeStepArrays(Structure):
@@ -183,7 +185,6 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "act_bytes": (c_int, []),
     "activation_bytes": (c_size_t, [c_int, c_int]),
     "activation_rows": (c_int, [c_int]),
-    "int16_form": (c_int, [c_int]),
     "program_new": (c_void_p, [c_void_p, POINTER(NativeStepArrays)]),
     "program_delete": (None, [c_void_p]),
     "program_embed": (None, [c_void_p, c_void_p, POINTER(PackedMatrix)]),

@@ -24,7 +24,7 @@ static void pack_panel(const Matrix& matrix, uint8_t* panels, const uint8_t* con
             from += factors;
             for (int k = 0; k < GROUP; k++) {
                 if (bytes) {
-                    group[place_of_byte(k, lane)] = from[k];
+                    group[(k / 2 * PANEL + lane) * 2 + k % 2] = from[k];
                 } else {
                     const int code = k < 16 ? from[k] & 15 : from[k - 16] >> 4;
                     group[(k / 8 * PANEL + lane) * 4 + k % 4] |= code << (k % 8 / 4 * 4);

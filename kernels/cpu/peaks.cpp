@@ -19,8 +19,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int CHAINS = 12;  // Sums that don't wait for each other: more than any CPU has products under way.
-#if defined(AMX)
-#elif defined(ISA_AVX512)
+#if defined(ISA_AVX512)
 constexpr int CODE_CHAINS = CHAINS;
 #else
 constexpr int CODE_CHAINS = 8;  // Their sums wait for a mere addition, and GCC wants a register for each product too.
@@ -115,7 +114,6 @@ float multiply_bf16() {
 }
 #endif
 
-#if !defined(AMX)
 float multiply_codes() {
     vu a = vu{} + 0x01010101u, b = a;
     vi chains[CODE_CHAINS] = {}, total{};
@@ -137,12 +135,10 @@ float multiply_codes() {
     }
     return float(total[0]);
 }
-#endif
 
 #if defined(AMX)
-// Operations per second of the tile registers: `dot` computes four products, each `depth` numbers deep.
-template <class Dot>
-double rate_of_tiles(int num_threads, double seconds, int depth, Dot dot) {
+// Operations per second of the tile registers.
+double rate_of_tiles(int num_threads, double seconds) {
     if (!request_tiles()) return -1;
     return rate_of(num_threads, seconds, [&](int, auto running) {
         static const TileShapes full = [] {
@@ -155,8 +151,9 @@ double rate_of_tiles(int num_threads, double seconds, int depth, Dot dot) {
         use_tile_shapes(full);
         double done = 0;
         do {
-            for (int round = 0; round < ROUNDS / 16; round++) dot();
-            done += ROUNDS / 16 * 4 * 2.0 * TILE_ROWS * TILE_ROWS * depth;
+            for (int round = 0; round < ROUNDS / 16; round++)
+                tile_dot_bf16<0, 4, 6>(), tile_dot_bf16<1, 4, 7>(), tile_dot_bf16<2, 5, 6>(), tile_dot_bf16<3, 5, 7>();
+            done += ROUNDS / 16 * 4 * 2.0 * TILE_ROWS * TILE_ROWS * TILE_BYTES / 2;
         } while (running());
         return done;
     });
@@ -235,9 +232,7 @@ double peak_float32(int num_threads, double seconds) {
 // Without an instruction for bfloat16 the kernels widen weights and multiply floats.
 double peak_bf16(int num_threads, double seconds) {
 #if defined(AMX)
-    return rate_of_tiles(num_threads, seconds, TILE_BYTES / 2, [] {
-        tile_dot_bf16<0, 4, 6>(), tile_dot_bf16<1, 4, 7>(), tile_dot_bf16<2, 5, 6>(), tile_dot_bf16<3, 5, 7>();
-    });
+    return rate_of_tiles(num_threads, seconds);
 #elif defined(DOT_BF16)
     return rate_of_products(num_threads, seconds, CHAINS, 4 * LANES, multiply_bf16);
 #else
@@ -246,13 +241,7 @@ double peak_bf16(int num_threads, double seconds) {
 }
 
 double peak_int8(int num_threads, double seconds) {
-#if defined(AMX)
-    return rate_of_tiles(num_threads, seconds, TILE_BYTES, [] {
-        tile_dot_su<0, 4, 6>(), tile_dot_su<1, 4, 7>(), tile_dot_su<2, 5, 6>(), tile_dot_su<3, 5, 7>();
-    });
-#else
     return rate_of_products(num_threads, seconds, CODE_CHAINS, 8 * LANES, multiply_codes);
-#endif
 }
 
 }  // extern "C"

@@ -208,15 +208,6 @@ int act_bytes() { return sizeof(act); }
 size_t activation_bytes(int form, int width) { return row_bytes(Form(form), width); }
 int activation_rows(int rows) { return padded_rows(rows); }
 
-// The form with 16 bits for weights of a format.
-int int16_form(int format) {
-#if defined(AMX)
-    return int(format ? Form::PLANES : Form::PLAIN);
-#else
-    return int(Format(format) == Format::BF16 ? Form::PLAIN : Format(format) == Format::Q8_0 ? Form::WORDS : Form::PAIRS);
-#endif
-}
-
 // --- recording
 
 Program* program_new(ThreadPool* thread_pool, const Step* step) { return new Program(*thread_pool, *step); }

@@ -223,16 +223,6 @@ INLINE void store_bytes(int8_t* to, const vi (&numbers)[32 / LANES]) {
 #endif
 }
 
-// The lowest byte of each number.
-INLINE void store_lowest_bytes(uint8_t* to, vi numbers) {
-#if defined(ISA_AVX512) && !defined(EMULATE)
-    store(to, _mm512_cvtepi32_epi8(bits<__m512i>(numbers)));  // GCC 12 would convert them one by one
-#else
-    typedef uint8_t bytes __attribute__((vector_size(LANES)));
-    store(to, __builtin_convertvector(bits<vu>(numbers), bytes));
-#endif
-}
-
 INLINE float one_f16(uint16_t half) {
     const float magnitude = bits<float>(uint32_t(half & 0x7FFF) << 13) * bits<float>(0x77800000u);
     return bits<float>(bits<uint32_t>(magnitude) | uint32_t(half & 0x8000) << 16);

@@ -24,7 +24,7 @@ struct Library {
         find(thread_pool_delete, "thread_pool_delete"), find(panel_bytes, "panel_bytes"), find(pack, "pack");
         find(touch, "touch"), find(copy_blocks, "copy_blocks"), find(act_bytes, "act_bytes");
         find(activation_bytes, "activation_bytes"), find(activation_rows, "activation_rows");
-        find(int16_form, "int16_form"), find(program_new, "program_new");
+        find(program_new, "program_new");
         find(program_delete, "program_delete"), find(embed, "program_embed"), find(norm, "program_norm");
         find(quantize, "program_quantize"), find(qkv, "program_qkv"), find(attention_plan, "program_attention_plan");
         find(attention, "program_attention"), find(linear_add, "program_linear_add"), find(swiglu, "program_swiglu");
@@ -49,7 +49,6 @@ struct Library {
     int (*act_bytes)();
     size_t (*activation_bytes)(int, int);
     int (*activation_rows)(int);
-    int (*int16_form)(int);
     Program* (*program_new)(ThreadPool*, const Step*);
     void (*program_delete)(Program*);
     void (*embed)(Program*, float*, const Matrix*);
@@ -190,13 +189,14 @@ class Model {
     }
 
     Form form_of(Format format) const {
-        if (config.bytes && (format == Format::Q4_0 || format == Format::Q4_1)) return Form::BYTES;
-        return Form(library.int16_form(int(format)));
+        if (format == Format::BF16) return Form::PLAIN;
+        if (format == Format::Q8_0) return Form::WORDS;
+        return config.bytes ? Form::BYTES : Form::PAIRS;
     }
 
     Rows rows(int width) {
         size_t stride = 0;
-        for (int form = 0; form < 5; form++) stride = std::max(stride, library.activation_bytes(form, width));
+        for (int form = 0; form < 4; form++) stride = std::max(stride, library.activation_bytes(form, width));
         return {memory<uint8_t>(stride * library.activation_rows(MAX_TOKENS)), stride};
     }
 

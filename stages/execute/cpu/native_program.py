@@ -226,7 +226,7 @@ class NativeProgram(Program):
     def _form(self, matrices: tuple[AnyMatrix, ...]) -> Form:
         """The form of activations for a matmul with these matrices. Mixed formats use bfloat16."""
         formats = {matrix.format for matrix in matrices}
-        return native.form_for(self._library, formats.pop(), self._activations) if len(formats) == 1 else Form.PLAIN
+        return native.form_for(formats.pop(), self._activations) if len(formats) == 1 else Form.PLAIN
 
     def _add_norm(self, handle: int, form: Form, weight: int, sampled: bool = False) -> None:
         size, eps = self._config.hidden_size, self._config.rms_norm_eps

@@ -66,7 +66,7 @@ class Kept:
 ACTIVATIONS: native.Activations = "int16"
 """For 4-bit weights; the fixture `format` sets it."""
 PAIR_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
-SUMMED = (Form.BYTES, Form.PAIRS, Form.PLANES)
+SUMMED = (Form.BYTES, Form.PAIRS)
 """Forms with the sums of their groups."""
 
 
@@ -146,7 +146,10 @@ class Recording:
             memory[:num, : bits.itemsize * width] = np.ascontiguousarray(bits).view(np.uint8)
             return Kept(kept.astype(np.float64), kept, np.ones((num, 1)))
         codes, scales = quantize_rows(values, form)
-        parts = [in_order(codes, form), scales]
+        parts = [
+            codes.reshape(num, -1, 8)[..., PAIR_ORDER].reshape(num, width) if form is Form.PAIRS else codes,
+            scales,
+        ]
         if form in SUMMED:
             sums = codes.reshape(num, -1, GROUP).sum(-1, dtype=np.int32)
             parts += [sums, scales * sums.astype(np.float32)]
@@ -166,7 +169,9 @@ class Recording:
         codes_type = np.dtype(np.int8 if form is Form.BYTES else np.int16)
         begin = width * codes_type.itemsize
         memory = np.ascontiguousarray(rows.memory[:num, : begin + 12 * groups])
-        codes = out_of_order(np.ascontiguousarray(memory[:, :begin]), codes_type, form)
+        codes = np.ascontiguousarray(memory[:, :begin]).view(codes_type)
+        if form is Form.PAIRS:
+            codes = codes.reshape(num, -1, 8)[..., np.argsort(PAIR_ORDER)].reshape(num, width)
         scales, sums, scaled = (
             np.ascontiguousarray(memory[:, begin + 4 * groups * i :][:, : 4 * groups]).view(dtype)
             for i, dtype in enumerate((np.float32, np.int32, np.float32))
@@ -183,7 +188,7 @@ class Recording:
         padding."""
         rows = list(range(matrix.num_rows) if order is None else order)
         rows += [-1] * (-len(rows) % PANEL)
-        format, form = native.FORMATS[matrix.format], form_of(self.library, matrix.format)
+        format, form = native.FORMATS[matrix.format], form_of(matrix.format)
         packed = native.PackedMatrix(format, form, len(rows), matrix.num_columns, None, None)
         reference = ctypes.byref(packed)
         panels = self.memory(self.library.panel_bytes(reference) * len(rows) // PANEL)
@@ -238,35 +243,8 @@ def recording(library: ctypes.CDLL, **sizes: int) -> Iterator[Recording]:
         made.close()
 
 
-def form_of(library: ctypes.CDLL, format: Format) -> Form:
-    return native.form_for(library, format, ACTIVATIONS)
-
-
-def in_order(codes: np.ndarray, form: Form) -> np.ndarray:
-    """Codes [N, K] in the order in which a form stores them."""
-    num, width = codes.shape
-    match form:
-        case Form.PAIRS:
-            return codes.reshape(num, -1, 8)[..., PAIR_ORDER].reshape(num, width)
-        case Form.PLANES:
-            halves = np.ascontiguousarray(codes).view(np.uint8).reshape(num, -1, GROUP, 2)
-            return np.ascontiguousarray(halves.swapaxes(2, 3)).reshape(num, 2 * width)
-        case _:
-            return codes
-
-
-def out_of_order(stored: np.ndarray, codes_type: np.dtype[Any], form: Form) -> np.ndarray:
-    """Codes [N, K] from the bytes that `in_order` gives."""
-    num = len(stored)
-    match form:
-        case Form.PAIRS:
-            codes = stored.view(codes_type)
-            return codes.reshape(num, -1, 8)[..., np.argsort(PAIR_ORDER)].reshape(codes.shape)
-        case Form.PLANES:
-            halves = np.ascontiguousarray(stored.reshape(num, -1, 2, GROUP).swapaxes(2, 3))
-            return halves.reshape(num, -1).view(codes_type)
-        case _:
-            return stored.view(codes_type)
+def form_of(format: Format) -> Form:
+    return native.form_for(format, ACTIVATIONS)
 
 
 def read_floats(rows: native.NativeRows, num: int, width: int) -> np.ndarray:

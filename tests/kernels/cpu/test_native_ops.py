@@ -71,7 +71,7 @@ def test_a_norm_writes_plain_activations(library: ctypes.CDLL, width: int, scale
         assert_kept(r, r.read_plain(rows, 7, width), *rms_norm(residual, weight, 1e-5))
 
 
-@pytest.mark.parametrize("form", [Form.BYTES, Form.WORDS, Form.PAIRS, Form.PLANES])
+@pytest.mark.parametrize("form", [Form.BYTES, Form.WORDS, Form.PAIRS])
 @pytest.mark.parametrize("width", [32, 64, 96, 576])
 def test_a_norm_writes_quantized_groups(library: ctypes.CDLL, width: int, form: Form) -> None:
     residual, weight = random(3, 5, width, scale=20), random(4, width) + 1
@@ -104,7 +104,7 @@ def test_a_norm_of_sampled_tokens_skips_the_others(library: ctypes.CDLL, form: F
         np.testing.assert_array_equal(rows.memory[3:], before[3:])
 
 
-@pytest.mark.parametrize("form", [Form.BYTES, Form.WORDS, Form.PAIRS, Form.PLANES])
+@pytest.mark.parametrize("form", [Form.BYTES, Form.WORDS, Form.PAIRS])
 def test_quantized_activations_match_the_definition_exactly(library: ctypes.CDLL, form: Form) -> None:
     values = random(7, 9, 160)
     values[0, :32] = 0
@@ -135,12 +135,12 @@ def test_activations_too_small_to_quantize_are_nearly_zero(library: ctypes.CDLL,
     matrix = random_matrix(9, 16, 64, format)
     with recording(library) as r:
         rows, residual = r.rows(4, 64), r.floats(np.zeros((4, 16)))
-        library.program_quantize(r.program, rows, form_of(library, format), r.floats(values).ctypes.data, 64)
+        library.program_quantize(r.program, rows, form_of(format), r.floats(values).ctypes.data, 64)
         library.program_linear_add(r.program, residual.ctypes.data, rows, r.pack(matrix), 16)
         r.tokens(4)
         assert r.run() == 0
         values[:, :32] = 0
-        kept = r.put(r.rows(4, 64), values, form_of(library, format))
+        kept = r.put(r.rows(4, 64), values, form_of(format))
     assert_near(residual, *product(kept, matrix))
 
 
@@ -170,7 +170,7 @@ def test_a_product_is_added_to_the_residual(library: ctypes.CDLL, format: Format
     activations, before = random(14, 50, depth, scale=2), random(15, 50, width)
     with recording(library, threads=2) as r:
         rows, residual = r.rows(50, depth), r.floats(before)
-        kept = r.put(rows, activations, form_of(library, format))
+        kept = r.put(rows, activations, form_of(format))
         library.program_linear_add(
             r.program, residual.ctypes.data, rows, r.pack(matrix, bias=shift if bias else None), width
         )
@@ -191,7 +191,7 @@ def test_a_row_of_a_product_has_the_same_bits_in_every_batch(library: ctypes.CDL
             library.program_linear_add(r.program, residual.ctypes.data, rows, r.pack(matrix), 136)
             for num in ROWS:
                 for first in {0, 50 - num}:
-                    r.put(rows, activations[first : first + num], form_of(library, format))
+                    r.put(rows, activations[first : first + num], form_of(format))
                     residual[:] = 0
                     r.tokens(num)
                     assert r.run() == 0
@@ -213,7 +213,7 @@ def test_swiglu(library: ctypes.CDLL, format: Format, inner: int, floats: bool) 
     with recording(library, threads=2) as r:
         rows = r.rows(19, 64)
         out = r.wide_rows(19, padded * 4) if floats else r.rows(19, inner)
-        kept = r.put(rows, activations, form_of(library, format))
+        kept = r.put(rows, activations, form_of(format))
         weights = r.pack(matrix, gated_order(inner), bias)
         library.program_swiglu(r.program, out, floats, rows, weights)
         r.tokens(19)
@@ -318,7 +318,7 @@ def test_rotary_embedding_and_kv_writes(
     norms = [random(26, head_dim) + 1, random(27, head_dim) + 1] if normed else []
     with recording(library, threads=2) as r:
         rows, queries = r.rows(num, depth), r.floats(np.zeros((num, width)))
-        kept = r.put(rows, random(25, num, depth), form_of(library, format))
+        kept = r.put(rows, random(25, num, depth), form_of(format))
         memory = r.memory(num_blocks * 2 * num_kv_heads * head_dim * BLOCK_SIZE * 2).view(np.uint16)
         layer = r.kept(native.NativeLayerMemory(memory.ctypes.data, num_kv_heads, head_dim))
         untouched = int(memory[0])

@@ -55,7 +55,7 @@ class Head:
 
     def put(self, activations: np.ndarray) -> None:
         """The activations of the step's sampled tokens, one per row."""
-        self.kept = self.r.put(self.rows, activations, form_of(self.r.library, self.matrix.format))
+        self.kept = self.r.put(self.rows, activations, form_of(self.matrix.format))
         self.r.tokens(len(activations))
 
     def run(self, activations: np.ndarray) -> np.ndarray:
