@@ -83,10 +83,10 @@ static void tile_dot_bf16() {
 
 #else
 
-// The instructions as text: the compilers' intrinsics take only literal numbers of registers. The operands of type array
-// tell the compiler what is read and written; with all of memory it would keep no sums in registers.
-static inline void set_tile_shapes(const TileShapes& shapes) { _tile_loadconfig(&shapes); }
-static inline void release_tiles() { _tile_release(); }
+// The instructions as text: the compilers' intrinsics take only literal numbers of registers, and GCC 12's don't say all
+// that they read. The operands of type array tell the compiler what is read and written.
+INLINE void set_tile_shapes(const TileShapes& shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes)); }
+INLINE void release_tiles() { asm volatile("tilerelease"); }
 
 template <int T>
 INLINE void tile_zero() {
