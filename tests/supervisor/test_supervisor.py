@@ -270,7 +270,8 @@ def test_memory_that_runs_out_later_ends_the_start(
     free = iter([1 << 40, 1 << 40, 4096])
     monkeypatch.setattr(segment, "available_bytes", lambda: next(free))
     supervisor = supervisor_with(SWAP_BYTES, listener)
-    monkeypatch.setattr(supervisor, "_prepare", lambda: None)
+    monkeypatch.setattr(supervisor, "_spawn_all", lambda: None)
+    monkeypatch.setattr(supervisor, "_prepare", lambda _: None)
     monkeypatch.setattr(supervisor, "_start", lambda _: supervisor._run_until(supervisor._is_swap_reserved, 30, "it"))
     assert supervisor.run(0.0) == 1
     assert "shared memory for swap: only 64 MiB are available; lower execute.swap_bytes" in caplog.text
