@@ -64,7 +64,7 @@ LOCK_TIMEOUT_S = COMPILE_TIMEOUT_S + 60.0
 """How long to wait for a process that compiles: its compiler's deadline, and what it does before and after."""
 VERSION_TIMEOUT_S = 20.0
 POLL_S = 0.05
-MAX_KEPT = 8
+MAX_KEPT = 16
 SEAL_BYTES = 32
 
 

@@ -7,19 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.kernels.cpu.build import build
+from pipeline.kernels.cpu import build
 from pipeline.kernels.cpu.isa import Isa, available
 from pipeline.kernels.logits_processor_inputs import LOGITS_PROCESSORS, LogitsProcessors
 
 ENTRY = Path(__file__).parent / "sample_entry.cpp"
-EMULATED: dict[str, Isa] = {"emulated": "avx512_bf16", "emulated_amx": "amx"}
-"""Instruction sets without their instructions, which any CPU can run."""
-ISAS = [*available(), "emulated"]
+EMULATED: dict[str, Isa] = {f"emulated_{isa}": isa for isa in build.EMULATED_FLAGS if isa not in available()}
+"""Instruction sets that this CPU lacks and that can do without their instructions."""
+ISAS = [*available(), *EMULATED]
 CANARY = 0xA5
 
 
 def load(isa: Any, root: Path) -> ctypes.CDLL:
-    library = build(EMULATED.get(isa, isa), print, ENTRY, cache_root=root, emulate=isa in EMULATED)
+    library = build.build(EMULATED.get(isa, isa), print, ENTRY, cache_root=root, emulate=isa in EMULATED)
     assert not library.with_suffix(".log").exists(), library.with_suffix(".log").read_text()
     return ctypes.CDLL(str(library))
 
