@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.e2e.embedded import until
 from tests.e2e.server import STAGES, Server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,10 +86,7 @@ def test_each_stage_is_a_process_with_its_title(server: Server) -> None:
         return {process.cmdline()[0] for process in server.seen.values()}
 
     # This process is started by `Start`, so it may not have a title yet.
-    end = time.monotonic() + 30
-    while "pipeline: execute masks" not in titles():
-        assert time.monotonic() < end, titles()
-        time.sleep(0.01)
+    until(lambda: "pipeline: execute masks" in titles(), "the mask process to have its title")
     # Stages with a separate process for grammars; ingest starts its own with the first grammar.
     own = {"pipeline: execute masks", "pipeline: ingest.0 grammars"}
     assert titles() - own == {f"pipeline: {name}.0" for name in STAGES}
