@@ -38,7 +38,7 @@ class ScheduleSettings(Frozen, frozen=True):
             "token then, and longer chunks read the weights fewer times. 0, or less than "
             "max_num_batched_tokens: as many as that.",
         ),
-    ] = 512
+    ] = 0
     block_size: Annotated[Literal[16], Meta(description="Number of tokens in one KV block.")] = 16
     prefix_caching: Annotated[bool, Meta(description="Reuse the KV blocks of prompts with a common prefix.")] = True
     max_steps_in_flight: Annotated[

@@ -100,8 +100,9 @@ class ResultHandler:
         begin = 0
         now_s = self._stage.replay_context.monotonic()
         first_of = {first.place: first for first in message.firsts}
-        gaps: dict[float, int] = {}
-        """Sequences by the time of their previous ids. Those of one message have one time, so there are few keys."""
+        gaps: dict[tuple[float, int], int] = {}
+        """Sequences by the time of their previous ids and by the number of new ones. Those of one message have one
+        time, so there are few keys."""
         errors = iter(message.errors)
         self._extend_prompt_records(message)
         marked: list[int] = []
@@ -125,20 +126,23 @@ class ResultHandler:
                 if not request.parsed.hides_output:
                     sequence.extend(message.texts[i], message.text_offsets[i], ids, offset, records, pieces)
                 request.has_begun = True
-                if sequence.last_s:
-                    gaps[sequence.last_s] = gaps.get(sequence.last_s, 0) + bool(message.num_ids[i])
-                elif message.num_ids[i]:
-                    sequence.first, sequence.first_s = first_of.get(i), now_s
-                    self._metrics.first_s.observe(now_s - request.received_s)
-                    marked.append(request_id)
-                sequence.last_s = now_s if message.num_ids[i] else sequence.last_s
+                if num_ids := message.num_ids[i]:
+                    last_s, num_gaps = sequence.last_s, num_ids
+                    if not last_s:
+                        sequence.first, sequence.first_s = first_of.get(i), now_s
+                        self._metrics.first_s.observe(now_s - request.received_s)
+                        marked.append(request_id)
+                        last_s, num_gaps = now_s, num_ids - 1
+                    gaps[last_s, num_gaps] = gaps.get((last_s, num_gaps), 0) + 1
+                    sequence.last_s = now_s
             if finish != m.Finish.NONE:
                 marked.append(request_id)
                 sequence.settled_s, sequence.sent_s, sequence.ended_s = message.settled_s, message.sent_s, now_s
                 self._finish(prompt_request, sequence, finish, message.stop_reasons[i], error)
             self._unpublished[request.number] = request
-        for last_s, num_sequences in gaps.items():
-            self._metrics.gap_s.observe(now_s - last_s, num_sequences)
+        for (last_s, num_gaps), num_sequences in gaps.items():
+            if num_gaps:  # tokens that come together share the time since the token before them
+                self._metrics.gap_s.observe((now_s - last_s) / num_gaps, num_sequences * num_gaps)
         if (trace := self._stage.trace).on:
             args: Args = {"sequences": len(message.request_ids), "tokens": len(message.ids) // ID_BYTES}
             trace.span("deltas", now_s, time.monotonic(), args, marked)

@@ -53,12 +53,7 @@ def test_a_hub_id_is_served_under_its_name_with_the_output_of_transformers(
         monkeypatch.setenv(name, value)
     sets = (
         *("model=org/tiny-qwen3", f"cache_dir={tmp_path / 'cache'}", "execute.dtype=float32", "execute.num_threads=1"),
-        *(
-            "execute.kernels=torch",
-            f"execute.kv_cache_bytes={2**22}",
-            "schedule.max_num_batched_tokens=16",
-            "schedule.max_num_prefill_tokens=0",
-        ),
+        *("execute.kernels=torch", f"execute.kv_cache_bytes={2**22}", "schedule.max_num_batched_tokens=16"),
     )
     with Server(*sets) as server:
         assert f"downloading org/tiny-qwen3 at {COMMIT[:12]}: done" in server.log()

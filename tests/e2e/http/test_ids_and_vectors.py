@@ -29,7 +29,6 @@ def url(tiny_model: Path) -> Iterator[str]:
         *(f"model={tiny_model}", f"cache_dir={tiny_model.parent / 'cache'}", "served_model_name=tiny"),
         *("execute.dtype=float32", "execute.num_threads=1", "execute.kernels=torch", "execute.kv_cache_bytes=16MiB"),
         "schedule.max_num_batched_tokens=16",  # so that a prompt is computed in chunks
-        "schedule.max_num_prefill_tokens=0",
     )
     with Server(*sets) as server:
         yield server.url

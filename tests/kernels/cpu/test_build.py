@@ -218,7 +218,7 @@ def test_each_library_reports_its_instruction_set(bench: Bench) -> None:
     )
     answers = {isa: answer(bench.build(isa)) for isa in cpu_isa.available()}
     assert answers == {
-        isa: {"avx512_bf16": 512, "avx512": 512, "avx2": 2, "neon": 0, "portable": 0}[isa]
+        isa: {"amx": 512, "avx512_bf16": 512, "avx512": 512, "avx2": 2, "neon": 0, "portable": 0}[isa]
         for isa in cpu_isa.available()
     }
 

@@ -30,7 +30,7 @@ def settings(
     return Settings(
         max_model_len=max_model_len,
         execute=ExecuteSettings(dtype=dtype, kernels=kernels, kv_cache_bytes=kv_mib * 1024**2, num_threads=threads),
-        schedule=ScheduleSettings(max_num_seqs=max_num_seqs, max_num_batched_tokens=tokens, max_num_prefill_tokens=0),
+        schedule=ScheduleSettings(max_num_seqs=max_num_seqs, max_num_batched_tokens=tokens),
     )
 
 

@@ -63,7 +63,7 @@ def test_requests_are_counted_by_sequence_with_their_sizes(gate: Gate) -> None:
     assert (number(counts.prompt_tokens), counts.prompt_tokens.total) == (3, 15.0)
     assert (number(counts.output_tokens), counts.output_tokens.total) == (3, 9.0)
     assert number(counts.e2e_s) == number(counts.time_to_first_token_s) == number(counts.time_per_output_token_s) == 3
-    assert number(counts.inter_token_s) == 3, "one for each delta with ids after a sequence's first"
+    assert number(counts.inter_token_s) == 6, "one for each token after a sequence's first"
     assert (number(counts.n), counts.n.total) == (2, 3.0)
     assert (number(counts.max_tokens), counts.max_tokens.total) == (1, 7.0), "only requests with the field count"
 

@@ -139,7 +139,7 @@ def test_max_num_seqs_limits_running_sequences() -> None:
 
 
 def test_max_num_batched_tokens_limits_a_step() -> None:
-    with around(max_num_batched_tokens=48, max_num_prefill_tokens=0) as stage:
+    with around(max_num_batched_tokens=48) as stage:
         stage.admit(1, range(100))
         assert [stage.step()[1] for _ in range(3)] == [48, 48, 4]
 
