@@ -113,9 +113,8 @@ def test_ten_thousand_prompts_keep_their_order_and_memory_is_bounded(llm: LLM) -
     assert all(len(output.outputs[0].token_ids) == 1 for output in outputs)
     assert furthest <= window, "prompts are read only as the window allows"
     grown = [process.memory_info().rss - was for process, was in zip(processes, before, strict=True)]
-    assert max(grown) < 32 * 1024**2, (
-        f"10,000 outputs are a few MiB, and nothing else stays: {dict(zip([process.name() for process in processes], grown, strict=True))}"
-    )
+    by_name = {process.name(): num_bytes for process, num_bytes in zip(processes, grown, strict=True)}
+    assert max(grown) < 32 * 1024**2, f"10,000 outputs are a few MiB, and nothing else stays: {by_name}"
     until_idle(llm)
 
 
