@@ -9,6 +9,8 @@ import urllib.request
 from collections.abc import Callable
 from typing import Any
 
+import psutil
+
 from pipeline import LLM
 
 
@@ -30,6 +32,15 @@ def load_of(llm: LLM) -> dict[str, Any]:
         body = error.read()
     health: dict[str, Any] = json.loads(body)
     return health
+
+
+def family_of(pid: int, num_descendants: int) -> list[psutil.Process]:
+    """A process and its descendants, once it has so many: the process that computes masks starts behind Ready."""
+    parent = psutil.Process(pid)
+    until(lambda: len(parent.children(recursive=True)) >= num_descendants, f"{num_descendants} descendants")
+    family = [parent, *parent.children(recursive=True)]
+    assert len(family) == 1 + num_descendants, family
+    return family
 
 
 def until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:

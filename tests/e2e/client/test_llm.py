@@ -19,7 +19,7 @@ from pipeline.client.progress import BatchBar
 from pipeline.errors import PromptError, ServerFailed, StartError, UserError
 from tests.e2e.client.scripts import Script, alive
 from tests.e2e.conftest import tiny
-from tests.e2e.embedded import load_of, until_idle
+from tests.e2e.embedded import family_of, load_of, until_idle
 from tests.e2e.server import Server
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -264,8 +264,7 @@ def test_two_llms_run_and_close_independently(tiny_model: Path, llm: LLM) -> Non
     with LLM(**tiny(tiny_model)) as other:
         assert llm.server is not None
         assert other.server is not None
-        family = [psutil.Process(other.server.pid), *psutil.Process(other.server.pid).children(recursive=True)]
-        assert len(family) == 7
+        family = family_of(other.server.pid, 6)
         assert other.generate("Hello", GREEDY)[0].outputs == llm.generate("Hello", GREEDY)[0].outputs
         attached = LLM.attach(other.address)
         assert attached.server is None
@@ -353,8 +352,8 @@ signal.pause()
         fork = psutil.Process(int(one.wait_for("forked")))
         try:
             assert "after a fork" in one.wait_for("fork ")
-            family = [process for process in one.family() if process != fork]
-            assert len(family) == 7
+            _, *descendants = family_of(one.process.pid, 8)
+            family = [process for process in descendants if process != fork]
             assert one.wait_for("text") == "1", "the fork's close does not close the parent's LLM"
             one.process.kill()
             assert not alive(family)

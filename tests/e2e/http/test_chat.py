@@ -8,6 +8,7 @@ import psutil
 
 from tests.e2e.client.scripts import ROOT, alive
 from tests.e2e.conftest import SMALL, tiny
+from tests.e2e.embedded import family_of
 from tests.e2e.server import Server
 from tests.terminal import CTRL_D, Terminal
 
@@ -25,8 +26,7 @@ def test_an_embedded_server_starts_and_ends_with_the_chat(tiny_model: Path) -> N
     with Terminal(command, ROOT) as terminal:
         terminal.wait_for_prompt(timeout_s=90)
         assert "starting" in terminal.text, "the start is shown"
-        family = psutil.Process(terminal.process.pid).children(recursive=True)
-        assert len(family) == 7
+        _, *family = family_of(terminal.process.pid, 7)
         terminal.enter("Hello", "8 tokens")
         terminal.wait_for_prompt()
         (execute,) = [process for process in family if process.cmdline()[0] == "pipeline: execute.0"]
