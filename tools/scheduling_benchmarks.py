@@ -19,12 +19,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from pipeline.cli.bench.client import ServerError  # noqa: E402
-from pipeline.config.load import ConfigError  # noqa: E402
-from pipeline.errors import UserError  # noqa: E402
 from tools.benchmarks import long_prompt, memory, no_hits, overload, shared  # noqa: E402
 from tools.benchmarks.report import with_seed  # noqa: E402
-from tools.benchmarks.served import ending_in_order  # noqa: E402
+from tools.benchmarks.served import exit_code  # noqa: E402
 
 SUBJECTS = {
     "memory": memory,
@@ -49,13 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
         subject.add(one)
         one.set_defaults(run=subject.run)
     args = with_seed(parser.parse_args(arguments))
-    try:
-        with ending_in_order():
-            code: int = args.run(args)
-            return code
-    except (UserError, ServerError, ConfigError) as error:
-        print(f"scheduling_benchmarks: error: {error}", file=sys.stderr)
-        return 2
+    return exit_code("scheduling_benchmarks", lambda: args.run(args))
 
 
 if __name__ == "__main__":

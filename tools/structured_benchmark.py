@@ -11,12 +11,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from pipeline.cli.bench.client import ServerError  # noqa: E402
-from pipeline.config.load import ConfigError  # noqa: E402
-from pipeline.errors import UserError  # noqa: E402
 from tools.benchmarks import structured  # noqa: E402
 from tools.benchmarks.report import with_seed  # noqa: E402
-from tools.benchmarks.served import ending_in_order  # noqa: E402
+from tools.benchmarks.served import exit_code  # noqa: E402
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -25,12 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     structured.add(parser)
     args = with_seed(parser.parse_args(arguments))
-    try:
-        with ending_in_order():
-            return structured.run(args)
-    except (UserError, ServerError, ConfigError) as error:
-        print(f"structured_benchmark: error: {error}", file=sys.stderr)
-        return 2
+    return exit_code("structured_benchmark", lambda: structured.run(args))
 
 
 if __name__ == "__main__":

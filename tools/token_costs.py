@@ -32,16 +32,15 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from pipeline.cli import option_types as types  # noqa: E402
-from pipeline.cli.bench.client import BenchClient, ServerError, open_session  # noqa: E402
+from pipeline.cli.bench.client import BenchClient, open_session  # noqa: E402
 from pipeline.cli.bench.measure import percentile  # noqa: E402
 from pipeline.cli.bench.tally import Tally  # noqa: E402
-from pipeline.config.load import ConfigError  # noqa: E402
 from pipeline.errors import UserError  # noqa: E402
 from pipeline.runtime import messages as m  # noqa: E402
 from pipeline.runtime.tracing import StageTrace, TraceEvent  # noqa: E402
 from tools.benchmarks.pairs import Comparison, Reading, compare  # noqa: E402
 from tools.benchmarks.report import BenchmarkReport, Verdict, add_common, with_seed  # noqa: E402
-from tools.benchmarks.served import Served, ending_in_order  # noqa: E402
+from tools.benchmarks.served import Served, exit_code  # noqa: E402
 
 MAX_CORE_US = 800.0
 MAX_GAP_US = 500.0
@@ -268,12 +267,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=types.positive, default=1900, metavar="N", help="output tokens of a stream")
     add_common(parser, rounds=3, seconds=5.0)
     args = with_seed(parser.parse_args(arguments))
-    try:
-        with ending_in_order():
-            return run(args)
-    except (UserError, ServerError, ConfigError) as error:
-        print(f"token_costs: error: {error}", file=sys.stderr)
-        return 2
+    return exit_code("token_costs", lambda: run(args))
 
 
 if __name__ == "__main__":

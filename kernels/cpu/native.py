@@ -86,7 +86,7 @@ class NativeStepArrays(Structure):
 
 
 class PackedMatrix(Structure):
-    """`Matrix` in gemm.h."""
+    """`Matrix` in matrix.h."""
 
     _fields_ = (
         ("format", c_int),
@@ -99,7 +99,7 @@ class PackedMatrix(Structure):
 
 
 class NativeRows(Structure):
-    """`NativeRows` in gemm.h."""
+    """`Rows` in matrix.h."""
 
     _fields_ = (("data", c_void_p), ("stride", c_size_t))
 

@@ -8,11 +8,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
+from pipeline.cli.bench.client import ServerError
+from pipeline.config.load import ConfigError
 from pipeline.errors import UserError
 from pipeline.metrics.stats import ExecuteCounts, OwnCounts, ScheduleCounts, ServerStats
 from pipeline.runtime.messages import ControlRequest
@@ -159,3 +161,13 @@ def ending_in_order() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def exit_code(tool: str, run: Callable[[], int]) -> int:
+    """Run a benchmark. Returns its exit code, or 2 after an error, which is printed with the tool's name."""
+    try:
+        with ending_in_order():
+            return run()
+    except (UserError, ServerError, ConfigError) as error:
+        print(f"{tool}: error: {error}", file=sys.stderr)
+        return 2

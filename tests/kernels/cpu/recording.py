@@ -252,7 +252,7 @@ def read_floats(rows: native.NativeRows, num: int, width: int) -> np.ndarray:
 
 
 def quantize_rows(values: np.ndarray, form: Form) -> tuple[np.ndarray, np.ndarray]:
-    """Codes [N, K] int8 or int16 and scales [N, K / 32] float32, rounded as quantize() in gemm.h writes it down."""
+    """Codes [N, K] int8 or int16 and scales [N, K / 32] float32, rounded as quantize() in matrix.h writes it down."""
     groups = values.reshape(len(values), -1, GROUP)
     tops = np.abs(groups).max(-1)
     most, dtype = (127, np.int8) if form is Form.BYTES else (32767, np.int16)
