@@ -7,7 +7,6 @@
 #include <unordered_map>
 
 #include "attention_amx.h"
-#include "attention_plan.h"
 #include "linear.h"
 #include "step.h"
 
@@ -177,21 +176,16 @@ class Attention final : public Op {
         for (int head = 0; head < item.heads; head++)
             for (int part = 0, row = member.at; part < parts; part++) {
                 const int count = rows / parts + (part < rows % parts);
-                Stretch ahead;
+                Stretch next;
                 if (part == 0 && head + 1 < item.heads)
-                    ahead = stretch_of(blocks, num_blocks, item.head + head + 1);
+                    next = stretch_of(blocks, num_blocks, item.head + head + 1);
                 else if (part == 0)
-                    ahead = stretch_of(blocks + STRETCH_BLOCKS, next_blocks, item.head);
-                some_rows(item, head, row, count, stretch_of(blocks, num_blocks, item.head + head), ahead, key, state);
+                    next = stretch_of(blocks + STRETCH_BLOCKS, next_blocks, item.head);
+                some_rows(item, head, row, count, stretch_of(blocks, num_blocks, item.head + head),
+                          StretchAhead(next, kv_.head_dim), key, state);
                 row += count;
             }
     }
-
-    // The keys and values of one head in a stretch.
-    struct Stretch {
-        int num_blocks = 0;
-        const uint16_t *keys[STRETCH_BLOCKS], *values[STRETCH_BLOCKS];
-    };
 
     Stretch stretch_of(const int32_t* blocks, int num_blocks, int head) const {
         Stretch stretch;
@@ -204,13 +198,14 @@ class Attention final : public Op {
     }
 
     // Rows row .. row + count of a head, at most ATTENTION_ROWS.
-    void some_rows(const Item& item, int head, int row, int count, const Stretch& stretch, const Stretch& ahead, int key,
+    void some_rows(const Item& item, int head, int row, int count, const Stretch& stretch, StretchAhead ahead, int key,
                    State& state) const {
         const size_t first = size_t(head) * item.rows + row;
         const Part part{state.queries + first * SLICE, state.out + first * kv_.head_dim, state.scores, state.weights};
         multiply_keys(part, count, stretch, ahead);
-        softmax(part, count, state.first + row, state.end + row, key, state.top + first, state.total + first);
+        softmax(part, count, state.first + row, state.end + row, key, state.top + first, state.total + first, ahead);
         multiply_values(part, count, stretch, ahead);
+        ahead.prefetch_rest();
     }
 
     // The first rows of one matmul.
@@ -223,13 +218,15 @@ class Attention final : public Op {
     // Turns scores into softmax weights. Row r attends to the keys first[r] .. end[r]; none of these 64 may be among
     // them. Each loop goes over all rows, because the operations of a single row depend on each other.
     void softmax(const Part& part, int count, const int32_t* first, const int32_t* end, int key, float* top,
-                float* total) const {
+                 float* total, StretchAhead& ahead) const {
         static_assert(ATTENTION_ROWS <= LANES);
         float tops[LANES] = {}, shrinks[LANES];
+        ahead.prefetch_part(8);
         for (int r = 0; r < count; r++) {
             float* scores = part.scores + r * STRETCH;
             for (int i = 0; i < first[r] - key && i < STRETCH; i++) scores[i] = -INFINITY;
             for (int i = std::max(0, end[r] - key); i < STRETCH; i++) scores[i] = -INFINITY;
+            ahead.prefetch_part(32);
             vf highest = load<vf>(scores);
             for (int i = LANES; i < STRETCH; i += LANES) highest = max(highest, load<vf>(scores + i));
             tops[r] = largest(highest);
@@ -251,6 +248,7 @@ class Attention final : public Op {
                 for (int i = 0; i < STRETCH; i += LANES) store_acts(weights + i, vf{});
                 continue;
             }
+            ahead.prefetch_part(32);
             vf sums{};
             for (int i = 0; i < STRETCH; i += LANES) {
                 const vf weight = exp_of(load<vf>(scores + i) - top[r]);
@@ -263,26 +261,24 @@ class Attention final : public Op {
 
 #if defined(AMX)
     // scores [16][64] = queries [16][head_dim] x keys; a block of keys is one panel
-    void multiply_keys(const Part& part, int, const Stretch& stretch, const Stretch& ahead) const {
+    void multiply_keys(const Part& part, int, const Stretch& stretch, StretchAhead& ahead) const {
         use_tile_shapes(attention_tiles);
         const auto query = [&](int d) { return part.queries + d / SLICE * ITEM_STATES * SLICE + d % SLICE; };
         for (int b = 0; b < stretch.num_blocks; b += 2) {
             const bool two = b + 1 < stretch.num_blocks;
-            const uint16_t* const* next = b + 1 + two <= ahead.num_blocks ? ahead.keys + b : nullptr;
             const auto score = two ? score_keys<2, decltype(query)> : score_keys<1, decltype(query)>;
-            score(query, SLICE * 2, kv_.head_dim, stretch.keys + b, part.scores + b * BLOCK, next);
+            score(query, SLICE * 2, kv_.head_dim, stretch.keys + b, part.scores + b * BLOCK, ahead);
         }
     }
 
     // out [count][head_dim] += weights [16][64] x values; a block of values is head_dim / 16 panels
-    void multiply_values(const Part& part, int count, const Stretch& stretch, const Stretch& ahead) const {
+    void multiply_values(const Part& part, int count, const Stretch& stretch, StretchAhead& ahead) const {
         constexpr int MOST_PANELS = 4;
         alignas(LINE) float sums[TILE_ROWS * MOST_PANELS * PANEL];
         const int num_panels = kv_.head_dim / PANEL;
         for (int panel = 0; panel < num_panels;) {
             const auto add = [&]<int PANELS>() {
-                sum_values<PANELS>(part.weights, stretch.values, stretch.num_blocks, panel, sums, ahead.values,
-                                   ahead.num_blocks);
+                sum_values<PANELS>(part.weights, stretch.values, stretch.num_blocks, panel, sums, ahead);
                 for (int r = 0; r < count; r++) {
                     float* out = part.out + r * kv_.head_dim + panel * PANEL;
                     for (int i = 0; i < PANELS * PANEL; i += LANES)
@@ -300,22 +296,22 @@ class Attention final : public Op {
         }
     }
 #else
-    void multiply_keys(const Part& part, int count, const Stretch& stretch, const Stretch& ahead) const {
+    void multiply_keys(const Part& part, int count, const Stretch& stretch, StretchAhead& ahead) const {
         switch (count) {
 #define CASE(R)                                                          \
     case R:                                                              \
-        if constexpr (R <= MOST_ROWS) scores<R>(part, stretch, ahead);   \
+        if constexpr (R <= MOST_ROWS) scores<R>(part, stretch, ahead.next); \
         break;
             CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #undef CASE
         }
     }
 
-    void multiply_values(const Part& part, int count, const Stretch& stretch, const Stretch& ahead) const {
+    void multiply_values(const Part& part, int count, const Stretch& stretch, StretchAhead& ahead) const {
         switch (count) {
 #define CASE(R)                                                              \
     case R:                                                                  \
-        if constexpr (R <= MOST_ROWS) add_values<R>(part, stretch, ahead);   \
+        if constexpr (R <= MOST_ROWS) add_values<R>(part, stretch, ahead.next);   \
         break;
             CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #undef CASE

@@ -2,8 +2,7 @@
 #pragma once
 
 #include "amx.h"
-#include "attention_plan.h"
-#include "gemm.h"
+#include "stretch.h"
 
 #if defined(AMX)
 
@@ -20,13 +19,15 @@ static const TileShapes attention_tiles = [] {
 }();
 
 // scores [16][BLOCKS * 16], STRETCH apart, = queries x keys of one or two blocks. The 32 dimensions from d on of the
-// queries are at query(d), their rows `stride` bytes apart. `ahead` is null, or has as many blocks to prefetch.
+// queries are at query(d), their rows `stride` bytes apart.
 template <int BLOCKS, class Query>
 static void score_keys(Query query, size_t stride, int dim, const uint16_t* const* keys, float* scores,
-                       const uint16_t* const* ahead) {
+                       StretchAhead& ahead) {
     const auto add = [&](const void* queries, size_t apart, const void* first, const void* second) {
         tile_load<4>(queries, apart);
+        ahead.prefetch_beside(BLOCKS * SLICE_PAIRS);
         tile_load<2>(first, LINE);
+        ahead.prefetch_beside(BLOCKS * SLICE_PAIRS);
         if constexpr (BLOCKS == 2) tile_load<3>(second, LINE);
         tile_dot_bf16<0, 4, 2>();
         if constexpr (BLOCKS == 2) tile_dot_bf16<1, 4, 3>();
@@ -36,9 +37,6 @@ static void score_keys(Query query, size_t stride, int dim, const uint16_t* cons
     for (int d = 0; d < dim; d += 2 * SLICE_PAIRS) {
         const int pairs = std::min(SLICE_PAIRS, (dim - d) / 2);
         const uint16_t *first = keys[0] + d * BLOCK, *second = keys[BLOCKS - 1] + d * BLOCK;
-        if (ahead)
-            for (int b = 0; b < BLOCKS; b++)
-                prefetch<L1>(reinterpret_cast<const uint8_t*>(ahead[b] + d * BLOCK), pairs * LINE);
         if (pairs == SLICE_PAIRS) {
             add(query(d), stride, first, second);
         } else {  // zeros behind the last dimensions, in both
@@ -56,20 +54,20 @@ static void score_keys(Query query, size_t stride, int dim, const uint16_t* cons
 // sums [16][PANELS * 16] = weights [16][STRETCH] x values, from the dimension `panel` * 16 on.
 template <int PANELS>
 static void sum_values(const uint16_t* weights, const uint16_t* const* values, int num_blocks, int panel, float* sums,
-                       const uint16_t* const* ahead, int num_ahead) {
+                       StretchAhead& ahead) {
     tile_zero<0>();
     if constexpr (PANELS > 1) tile_zero<1>();
     if constexpr (PANELS > 2) tile_zero<2>(), tile_zero<3>();
     constexpr int SIZE = PANEL * BLOCK;
     for (int b = 0; b < num_blocks; b++) {
         const uint16_t* from = values[b] + panel * SIZE;
-        if (b < num_ahead)
-            prefetch<L1>(reinterpret_cast<const uint8_t*>(ahead[b] + panel * SIZE), PANELS * SIZE * 2);
+        ahead.prefetch_beside(PANELS * BLOCK / 2);
         tile_load<6>(weights + b * BLOCK, STRETCH * 2);
         tile_load<5>(from, LINE);
         if constexpr (PANELS > 1) tile_load<7>(from + SIZE, LINE);
         tile_dot_bf16<0, 6, 5>();
         if constexpr (PANELS > 1) tile_dot_bf16<1, 6, 7>();
+        ahead.prefetch_beside(PANELS * BLOCK / 2);
         if constexpr (PANELS > 2) {
             tile_load<5>(from + 2 * SIZE, LINE);
             tile_load<7>(from + 3 * SIZE, LINE);
