@@ -35,8 +35,8 @@ class ScheduleSettings(Frozen, frozen=True):
             ge=0,
             le=2**20,
             description="Maximum number of tokens in a step in which no sequence decodes. No client waits for its next "
-            "token then, and longer chunks read the weights fewer times. 0, or less than "
-            "max_num_batched_tokens: as many as that.",
+            "token then, and longer chunks read the weights fewer times. 0 is 384 for float weights on a CPU "
+            "with AMX, and else max_num_batched_tokens; no value makes it less than that.",
         ),
     ] = 0
     block_size: Annotated[Literal[16], Meta(description="Number of tokens in one KV block.")] = 16

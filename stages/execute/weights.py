@@ -89,6 +89,11 @@ class Weights:
                 raise UserError(f"{path} can't be read any more: {error}") from error
             self._files.update(dict.fromkeys(file.entries, file))
 
+    @property
+    def are_quantized(self) -> bool:
+        """Whether any matrix is stored in a quantized format."""
+        return any(file.entries[name].dtype == BLOCK_DTYPE for name, file in self._files.items())
+
     def matrix(self, name: str, rows: int, columns: int) -> "StoredMatrix | Matrix":
         """A matrix of the model. Raises UserError if it is missing, or has another shape or an unknown format."""
         file, entry = self._find(name)

@@ -95,6 +95,8 @@ class ExecuteFacts(msgspec.Struct, array_like=True, frozen=True):
     """Capacity of its swap segment in blocks."""
     hidden_size: int = 0
     """Dimensions of an embedding."""
+    max_num_prefill_tokens: int = 0
+    """The most tokens of a step in which no row decodes; 0 leaves it to the setting."""
 
 
 class Start(Message, frozen=True, tag="start"):

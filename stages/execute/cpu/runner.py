@@ -15,7 +15,7 @@ from pipeline.kernels.sampling_inputs import NO_ID, SamplingInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, LongArray, StepInputs
 from pipeline.runtime.messages import ExecuteFacts, Finish, Step
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.cpu.backend import make_program
+from pipeline.stages.execute.cpu.backend import choose_library, make_program, max_num_prefill_tokens
 from pipeline.stages.execute.cpu.program import LogitArray, MasksLate
 from pipeline.stages.execute.grammar_masks.masks import LATE_MS, Masks
 from pipeline.stages.execute.kv import divide_swap, plan_kv
@@ -58,19 +58,27 @@ class CpuRunner:
         max_num_seqs = settings.schedule.max_num_seqs
         swapped = None if swap is None else divide_swap(settings, config, swap)
         num_swap_blocks = 0 if swapped is None else len(swapped)
+        weights = Weights(model_dir, config, FLOAT_FORMATS[settings.execute.dtype])
+        library = choose_library(settings, config)
+        max_num_tokens = max_num_prefill_tokens(settings.schedule, library, weights.are_quantized)
         self.facts = ExecuteFacts(
-            kv.num_blocks, BLOCK_SIZE, kv.max_model_len, config.vocab_size, num_swap_blocks, config.hidden_size
+            kv.num_blocks,
+            BLOCK_SIZE,
+            kv.max_model_len,
+            config.vocab_size,
+            num_swap_blocks,
+            config.hidden_size,
+            max_num_tokens,
         )
         self.rows = RowTable(max_num_seqs, kv.max_model_len, kv.num_blocks, config.vocab_size)
-        self.inputs = StepInputs(settings.schedule.max_step_tokens, max_num_seqs, -(-kv.max_model_len // BLOCK_SIZE))
+        self.inputs = StepInputs(max_num_tokens, max_num_seqs, -(-kv.max_model_len // BLOCK_SIZE))
         self.masks = Masks(model_dir, max_num_seqs, config.vocab_size, settings.limits.grammar_timeout_s)
         self.sampling_inputs = SamplingInputs(max_num_seqs, config.vocab_size, self.masks.words)
         self.scores = ScoreInputs(max_num_seqs)
         num_threads = settings.execute.num_threads or len(os.sched_getaffinity(0))
         self.program = make_program(
-            settings, config, self.inputs, self.sampling_inputs, self.scores, kv, num_threads, swapped
+            library, settings, config, self.inputs, self.sampling_inputs, self.scores, kv, num_threads, swapped
         )
-        weights = Weights(model_dir, config, FLOAT_FORMATS[settings.execute.dtype])
         build_program(config, weights, self.program)
         self.weight_formats = "+".join(weights.taken)
         """For example `q8_0+q4_1`."""

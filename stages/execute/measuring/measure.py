@@ -27,7 +27,7 @@ from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, StepInputs, block_bytes
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.shm.available import available_bytes
-from pipeline.stages.execute.cpu.backend import make_program
+from pipeline.stages.execute.cpu.backend import choose_library, make_program
 from pipeline.stages.execute.cpu.native_program import NativeProgram
 from pipeline.stages.execute.cpu.program import AnyMatrix, AnyVector, Program
 from pipeline.stages.execute.kv import KVPlan
@@ -79,7 +79,11 @@ def measure(settings: Settings, config: ModelConfig, weights: Weights, plan: Pro
         for each in chosen:
             log.info("loading %s for execute.kernels=%s", config.name, each.execute.kernels)
             program = stack.enter_context(
-                closing(make_program(each, config, inputs, sampling_inputs, scores, kv, num_threads))
+                closing(
+                    make_program(
+                        choose_library(each, config), each, config, inputs, sampling_inputs, scores, kv, num_threads
+                    )
+                )
             )
             counted.num_bytes.clear()
             build_program(config, cast(Weights, counted), program)

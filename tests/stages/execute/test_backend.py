@@ -1,5 +1,6 @@
 """The back end is selected once and reported, and the CPU library frees its resources."""
 
+import ctypes
 import logging
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import psutil
 import pytest
 
+from pipeline.config.sections.stages import ScheduleSettings
 from pipeline.errors import UserError
 from pipeline.kernels.cpu import build, native
 from pipeline.kernels.cpu.isa import Isa, available
@@ -119,6 +121,33 @@ def test_torch_is_used_after_two_failures(
 
 
 # --- resources of a program
+
+
+@pytest.mark.parametrize(
+    ("isa", "are_quantized", "set_to", "expected"),
+    [
+        ("amx", False, 0, backend.AMX_PREFILL_TOKENS),
+        ("amx", False, 120, 120),
+        ("amx", False, 8, 48),
+        ("amx", True, 0, 48),
+        ("amx", True, 500, 500),
+        ("avx512_bf16", False, 0, 48),
+        ("avx2", False, 96, 96),
+        (None, False, 0, 48),
+    ],
+)
+def test_steps_of_prompts_alone_are_longer_with_float_weights_on_amx(
+    isa: Isa | None, are_quantized: bool, set_to: int, expected: int
+) -> None:
+    schedule = ScheduleSettings(max_num_batched_tokens=48, max_num_prefill_tokens=set_to)
+    library = (isa, ctypes.CDLL(None)) if isa else None
+    assert backend.max_num_prefill_tokens(schedule, library, are_quantized) == expected
+
+
+def test_the_runner_reports_how_many_tokens_its_arrays_hold(tiny: Path) -> None:
+    runner = CpuRunner(settings(dtype="bfloat16"), tiny)
+    assert runner.facts.max_num_prefill_tokens == len(runner.inputs.ids) >= 64
+    runner.close()
 
 
 def num_threads() -> int:

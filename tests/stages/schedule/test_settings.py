@@ -121,6 +121,12 @@ def test_every_limit_comes_from_the_settings() -> None:
     assert [name for name, value in found.items() if value == defaults[name]] == [], "all of them differ"
 
 
+def test_the_executor_s_number_of_prefill_tokens_counts() -> None:
+    facts = msgspec.structs.replace(FACTS, max_num_prefill_tokens=384)
+    for set_to in (0, 16, 384):
+        assert SchedulerConfig.of(ScheduleSettings(max_num_prefill_tokens=set_to), facts).max_num_prefill_tokens == 384
+
+
 def test_zero_means_unlimited() -> None:
     limits = SchedulerConfig.of(ScheduleSettings(max_step_ms=0.0, long_prompt_tokens=0), FACTS)
     assert limits.max_step_s == float("inf")
