@@ -24,6 +24,8 @@ class Attention final : public Op {
 
     int tiles(const Step&) const override { return int(plan_.items.size()); }
 
+    bool in_ranges() const override { return false; }
+
     size_t scratch_bytes() const override {
         return align(size_t(num_slices()) * ITEM_STATES * SLICE * sizeof(act)) + align(ITEM_STATES * kv_.head_dim * 4) +
                align(ATTENTION_ROWS * STRETCH * 4) + align(ATTENTION_ROWS * STRETCH * sizeof(act)) + 4 * align(ITEM_STATES * 4);

@@ -27,8 +27,8 @@ class Gemm : public Op {
         const int part = part_rows(matrix_, num_rows);
         for (int row = 0; row < num_rows; row += part) {
             const int count = std::min(part, num_rows - row);
-            // The first rows prefetch the tile that this thread probably takes next: the others take those before it.
-            const int next = first + scratch.threads * panels_;
+            // The first rows prefetch the next tile.
+            const int next = scratch.next * panels_;
             const uint8_t* ahead = row == 0 && next + panels <= last ? panel(next) : nullptr;
             matmul(in_, row, count, matrix_, first, panels, values, width, ahead);
             for (int r = 0; r < count; r++) {
@@ -46,9 +46,9 @@ class Gemm : public Op {
                 2.0 * num_rows * outputs * matrix_.depth, matrix_.integer()};
     }
 
-    bool prefetch_first(const Step& step, int thread) const override {
-        if (thread >= tiles(step)) return false;
-        prefetch<L2>(panel(thread * panels_), int(panels_ * matrix_.panel_bytes()));
+    bool prefetch_tile(const Step& step, int index) const override {
+        if (index >= tiles(step)) return false;
+        prefetch<L2>(panel(index * panels_), int(panels_ * matrix_.panel_bytes()));
         return true;
     }
 
@@ -232,8 +232,7 @@ class Head final : public Gemm {
         for (; c + LANES <= count; c += LANES) tops = max(tops, load<vf>(values + c));
         float top = largest(tops);
         for (; c < count; c++) top = values[c] > top ? values[c] : top;
-        // A thread's tiles come in rising order, so the first of equal ones stays.
-        if (!(top > best.value)) return;
+        if (!(top > best.value || (top == best.value && column < best.id))) return;
         for (c = 0; c < count - 1 && values[c] != top; c++) {}
         best = {top, column + c};
     }

@@ -21,8 +21,27 @@ namespace {
 // How far an op is. The upper half of each number is the step's, so that a thread that comes late, from a step that is
 // over, finds nothing to take.
 struct alignas(64) Progress {
-    std::atomic<uint64_t> taken{0}, done{0};  // tiles
-    std::atomic<int64_t> ended{0};            // in a step that is timed: when, in nanoseconds
+    std::atomic<uint64_t> done{0};  // tiles
+    std::atomic<int64_t> ended{0};  // in a step that is timed: when, in nanoseconds
+};
+
+// How many tiles of a thread's share of an op are taken. Nearly always only that thread writes it: a line of memory that
+// goes from core to core for every tile would take as long as a small tile.
+struct alignas(64) ShareProgress {
+    std::atomic<uint64_t> taken{0};
+};
+
+// A thread's share of an op's tiles.
+struct Share {
+    Share(const Op& op, int tiles, int thread, int threads) {
+        if (op.in_ranges())
+            first = int(int64_t(tiles) * thread / threads), size = int(int64_t(tiles) * (thread + 1) / threads) - first;
+        else
+            first = thread, step = threads, size = (tiles - thread + threads - 1) / threads;
+    }
+    int tile(int i) const { return first + i * step; }
+
+    int first, size, step = 1;
 };
 
 struct Aligned {
@@ -50,14 +69,15 @@ class Program final : public Job {
     // Seconds of each op where `seconds` is given. Returns 0, or the first status that an op ends with.
     int run(int tokens, int rows, int samples, double* seconds) {
         while (memory_.size() < size_t(thread_pool_.size())) memory_.push_back(std::make_unique<Aligned>(scratch_bytes_));
-        if (progress_.size() != ops_.size()) progress_ = std::vector<Progress>(ops_.size());
+        if (progress_.size() != ops_.size()) {
+            progress_ = std::vector<Progress>(ops_.size());
+            shares_ = std::vector<ShareProgress>(ops_.size() * thread_pool_.size());
+        }
         // Progress first: who is late in the last step must not take this one's sizes for its own. It may read them
         // while they are written; whatever number of tiles it makes of them, its exchange fails.
         const uint32_t number = number_.load() + 1;
-        for (Progress& op : progress_) {
-            op.taken.store(uint64_t(number) << 32);
-            op.done.store(uint64_t(number) << 32);
-        }
+        for (ShareProgress& share : shares_) share.taken.store(uint64_t(number) << 32);
+        for (Progress& op : progress_) op.done.store(uint64_t(number) << 32);
         // Else a CPU that reorders stores (ARM) could show the sizes before the progress, and the exchange of a thread
         // that is late would not fail. The fence in `work` is the other half.
         std::atomic_thread_fence(std::memory_order_release);
@@ -72,10 +92,11 @@ class Program final : public Job {
         return status_;
     }
 
-    // An op after the other: takes tiles of it while there are any, and waits until all of them are done.
+    // An op after the other: computes this thread's share of it, then what is left of the others', and waits until all
+    // tiles are done.
     void work(int thread) override {
         const uint32_t number = number_.load();
-        const Scratch scratch{thread, thread_pool_.size(), memory_[thread]->data};
+        Scratch scratch{thread, thread_pool_.size(), memory_[thread]->data};
 #if defined(AMX)
         const TileUse use;
 #endif
@@ -83,24 +104,36 @@ class Program final : public Job {
             Op& op = *ops_[i];
             Progress& progress = progress_[i];
             uint64_t all = 0;
-            for (uint64_t taken = progress.taken.load();;) {
-                if (taken >> 32 != number) return;
-                all = uint64_t(number) << 32 | uint32_t(op.tiles(step_));
-                std::atomic_thread_fence(std::memory_order_acquire);
-                if (taken >= all) break;
-                if (!progress.taken.compare_exchange_weak(taken, taken + 1)) continue;
-                op.tile(step_, int(uint32_t(taken)), scratch);
+            for (int other = 0; other < scratch.threads; other++) {
+                const int owner = (thread + other) % scratch.threads;
+                std::atomic<uint64_t>& num_taken = shares_[i * scratch.threads + owner].taken;
+                int computed = 0;
+                for (uint64_t taken = num_taken.load();;) {
+                    if (taken >> 32 != number) return;
+                    const int tiles = op.tiles(step_);
+                    std::atomic_thread_fence(std::memory_order_acquire);
+                    all = uint64_t(number) << 32 | uint32_t(tiles);
+                    const Share share(op, tiles, owner, scratch.threads);
+                    const int at = int(uint32_t(taken));
+                    if (at >= share.size) break;
+                    if (!num_taken.compare_exchange_weak(taken, taken + 1)) continue;
+                    scratch.next = owner == thread && at + 1 < share.size ? share.tile(at + 1) : tiles;
+                    op.tile(step_, share.tile(at), scratch);
+                    computed++;
+                    taken = num_taken.load();
+                }
                 const int64_t now = timed_ ? nanoseconds() : 0;
-                if (progress.done.fetch_add(1) + 1 == all) {
+                const uint64_t done = computed ? progress.done.fetch_add(computed) + computed : progress.done.load();
+                if (computed && done == all) {
                     progress.ended.store(now);
                     finished_.fetch_add(1);
                     finished_.notify_all();
                 }
-                taken = progress.taken.load();
+                if (done >= all) break;
             }
             // The weights of the next matmul do not depend on this op: fetch some of them instead of idling.
             for (size_t j = i + 1; j < std::min(i + 1 + LOOKAHEAD, ops_.size()) && progress.done.load() < all; j++)
-                if (ops_[j]->prefetch_first(step_, thread)) break;
+                if (ops_[j]->prefetch_tile(step_, first_tile(*ops_[j], thread))) break;
             thread_pool_.wait([&] { return progress.done.load() >= all; }, finished_);
             if (progress.done.load() != all) return;  // of a later step
             if (const int status = op.status()) {
@@ -126,6 +159,10 @@ class Program final : public Job {
     }
 
    private:
+    int first_tile(const Op& op, int thread) const {
+        return Share(op, op.tiles(step_), thread, thread_pool_.size()).tile(0);
+    }
+
     static int64_t nanoseconds() {
         return std::chrono::duration_cast<std::chrono::nanoseconds>(
                    std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -150,6 +187,7 @@ class Program final : public Job {
     Step step_;
     std::vector<std::unique_ptr<Op>> ops_;
     std::vector<Progress> progress_;
+    std::vector<ShareProgress> shares_;  // [ops][threads]
     std::vector<std::unique_ptr<Aligned>> memory_, kept_;
     size_t scratch_bytes_ = 64;
     std::atomic<uint32_t> number_{0};  // of the step

@@ -1,5 +1,6 @@
-// Ops: the parts of a step. A thread pool computes them in order. Each is cut into tiles, and every thread takes the
-// next free tile, so a thread that is delayed by another process delays at most one tile.
+// Ops: the parts of a step. A thread pool computes them in order. Each is cut into tiles, and every thread has a
+// share of them. A thread that is done with its share takes tiles of the others', so one that is delayed by another
+// process delays at most one tile.
 #pragma once
 
 #include <cstdint>
@@ -18,10 +19,11 @@ struct Step {
 
 constexpr int BLOCK = 16;  // tokens
 
-// Scratch memory of one thread, large enough for every op.
+// Of one thread.
 struct Scratch {
     int thread, threads;
-    uint8_t* memory;
+    uint8_t* memory;  // large enough for every op
+    int next = 0;     // the tile that it computes after the present one, if there is such
 };
 
 // What an op must move and compute: a lower bound for its time.
@@ -38,8 +40,11 @@ class Op {
     virtual void tile(const Step& step, int index, const Scratch& scratch) = 0;
     virtual size_t scratch_bytes() const { return 0; }
     virtual Cost cost(const Step&) const { return {}; }
-    // Prefetches what a thread's first tile reads, while it waits for the op before. Returns whether there is anything.
-    virtual bool prefetch_first(const Step&, int /*thread*/) const { return false; }
+    // Whether a thread's share is a range of tiles, whose memory it reads in order. Else the threads' tiles alternate, so
+    // that the first ones are begun first.
+    virtual bool in_ranges() const { return true; }
+    // Prefetches what a tile reads, while its thread waits for the op before. Returns whether there is anything.
+    virtual bool prefetch_tile(const Step&, int /*index*/) const { return false; }
     // 0, or the status with which the step ends early.
     virtual int status() const { return 0; }
 
