@@ -123,12 +123,13 @@ class ExecuteSettings(Frozen, frozen=True):
         ),
     ] = "auto"
     activations: Annotated[
-        Literal["int16", "int8"],
+        Literal["int12", "int8", "int16"],
         Meta(
-            description="Precision of activations for 4-bit weights on a CPU. int16 gives the results of the weights; "
-            "int8 is faster with several requests and changes about 3 % of the most likely tokens."
+            description='Precision of activations for 4-bit weights on a CPU. "int12" gives the results of the '
+            'weights; "int8" is faster with several requests, except on a CPU with AMX, and changes about 3 % of the '
+            'most likely tokens. "int16" is an old name of "int12".'
         ),
-    ] = "int16"
+    ] = "int12"
     kv_cache_bytes: Annotated[
         int,
         Meta(

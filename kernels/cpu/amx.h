@@ -81,6 +81,16 @@ static void tile_dot_bf16() {
         }
 }
 
+// C += A x B, where each row of A has fours of signed bytes of depth, and of B fours of unsigned ones.
+template <int C, int A, int B>
+static void tile_dot_int8() {
+    for (int r = 0; r < emulated.shapes.rows[C]; r++)
+        for (int n = 0; n < emulated.shapes.bytes[C] / 4; n++)
+            for (int k = 0; k < emulated.shapes.bytes[A]; k++)
+                emulated.at<int32_t>(C, r, n) +=
+                    int32_t(emulated.at<int8_t>(A, r, k)) * int32_t(emulated.at<uint8_t>(B, k / 4, 4 * n + k % 4));
+}
+
 #else
 
 // The instructions as text: the compilers' intrinsics take only literal numbers of registers, and GCC 12's don't say all
@@ -105,6 +115,10 @@ INLINE void tile_store(void* to, size_t stride) {
 template <int C, int A, int B>
 INLINE void tile_dot_bf16() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+}
+template <int C, int A, int B>
+INLINE void tile_dot_int8() {
+    asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
 
 #endif

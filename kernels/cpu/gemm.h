@@ -70,10 +70,12 @@ INLINE void multiply_bf16(const act* const (&rows)[R], const uint32_t* const (&p
 
 constexpr int GROUP_8_BYTES = group_bytes(Format::Q8_0);
 
-// The dot products of one group, for R rows and P panels, as int32: exact on every ISA.
-template <int R, int P>
-INLINE void dot_group4(const int8_t* const (&codes)[R], const uint8_t* panel, size_t panel_bytes,
+// Adds the dot products of one group, for R rows and P panels, to int32: exact on every ISA. Times 16 if TIMES_16.
+template <int R, int P, bool TIMES_16 = false>
+INLINE void dot_group4(const int8_t* const (&codes)[R], int offset, const uint8_t* panel, size_t panel_bytes,
                        vi (&dots)[R][P][VECTORS]) {
+    // Nibbles times 16 are bytes, for which only AVX-512 has an instruction that doesn't overflow.
+    constexpr bool SHIFT_WEIGHTS = TIMES_16 && ADDS_BYTES;
     vi acc[R][P][VECTORS] = {};
     for (int j = 0; j < 4; j++) {
         for (int half = 0; half < 2; half++) {
@@ -81,10 +83,11 @@ INLINE void dot_group4(const int8_t* const (&codes)[R], const uint8_t* panel, si
             for (int p = 0; p < P; p++)
                 for (int v = 0; v < VECTORS; v++) {
                     const vu word = load<vu>(panel + p * panel_bytes + j * 64 + v * 4 * LANES);
-                    weights[p][v] = (half ? word >> 4 : word) & 0x0F0F0F0Fu;
+                    weights[p][v] = SHIFT_WEIGHTS ? (half ? word : word << 4) & 0xF0F0F0F0u
+                                                  : (half ? word >> 4 : word) & 0x0F0F0F0Fu;
                 }
             for (int r = 0; r < R; r++) {
-                const vu four = load<uint32_t>(codes[r] + 8 * j + 4 * half) - vu{};
+                const vu four = load<uint32_t>(codes[r] + offset + 8 * j + 4 * half) - vu{};
                 for (int p = 0; p < P; p++)
                     for (int v = 0; v < VECTORS; v++) acc[r][p][v] = dot_nibbles(acc[r][p][v], weights[p][v], four);
             }
@@ -92,47 +95,27 @@ INLINE void dot_group4(const int8_t* const (&codes)[R], const uint8_t* panel, si
     }
     for (int r = 0; r < R; r++)
         for (int p = 0; p < P; p++)
-            for (int v = 0; v < VECTORS; v++) dots[r][p][v] = finish_nibbles(acc[r][p][v]);
-}
-
-// The same for activations of 16 bits.
-template <int R, int P>
-INLINE void dot_group4(const int16_t* const (&codes)[R], const uint8_t* panel, size_t panel_bytes,
-                       vi (&dots)[R][P][VECTORS]) {
-    word_sums acc[R][P][VECTORS] = {};
-    for (int j = 0; j < 4; j++)
-        for (int quarter = 0; quarter < 4; quarter++) {
-            vi weights[P][VECTORS];
-            for (int p = 0; p < P; p++)
-                for (int v = 0; v < VECTORS; v++) {
-                    const vu word = load<vu>(panel + p * panel_bytes + j * 64 + v * 4 * LANES);
-                    weights[p][v] = bits<vi>((word >> (4 * quarter)) & 0x000F000Fu);
-                }
-            for (int r = 0; r < R; r++) {
-                const vi pair = load<int32_t>(codes[r] + 8 * j + 2 * quarter) - vi{};
-                for (int p = 0; p < P; p++)
-                    for (int v = 0; v < VECTORS; v++) acc[r][p][v] = dot_words(acc[r][p][v], weights[p][v], pair);
+            for (int v = 0; v < VECTORS; v++) {
+                const vi sums = finish_nibbles(acc[r][p][v]);
+                dots[r][p][v] += TIMES_16 && !SHIFT_WEIGHTS ? sums << 4 : sums;
             }
-        }
-    for (int r = 0; r < R; r++)
-        for (int p = 0; p < P; p++)
-            for (int v = 0; v < VECTORS; v++) dots[r][p][v] = finish_words(acc[r][p][v]);
 }
 
-// `Code` is int8_t for activations as BYTES, int16_t for PAIRS.
-template <Format F, class Code, int R, int P>
+template <Format F, Form A, int R, int P>
 INLINE void multiply_4(const Rows& rows, int first_row, const uint8_t* panel, size_t panel_bytes, int depth,
                        vf (&acc)[R][P][VECTORS], const uint8_t* ahead) {
-    const Code* codes[R];
-    for (int r = 0; r < R; r++) codes[r] = reinterpret_cast<const Code*>(rows.data + (first_row + r) * rows.stride);
-    const float* scales = rows.scales(first_row, int(depth * sizeof(Code)));
+    constexpr int CODES = A == Form::SPLIT ? SPLIT_GROUP_BYTES : GROUP;  // bytes of a group
+    const int8_t* codes[R];
+    for (int r = 0; r < R; r++) codes[r] = rows.codes(first_row + r);
+    const float* scales = rows.scales(first_row, depth / GROUP * CODES);
     const size_t stride = rows.stride / 4;
     const int groups = depth / GROUP;
     for (int g = 0; g < groups; g++, panel += group_bytes(F)) {
         if (ahead)
             for (int p = 0; p < P; p++) prefetch<L2>(ahead + p * panel_bytes + g * group_bytes(F), group_bytes(F));
-        vi dots[R][P][VECTORS];
-        dot_group4<R, P>(codes, panel, panel_bytes, dots);
+        vi dots[R][P][VECTORS] = {};
+        dot_group4<R, P, A == Form::SPLIT>(codes, 0, panel, panel_bytes, dots);
+        if constexpr (A == Form::SPLIT) dot_group4<R, P>(codes, GROUP, panel, panel_bytes, dots);
         for (int p = 0; p < P; p++)
             for (int v = 0; v < VECTORS; v++) {
                 const uint16_t* factors = reinterpret_cast<const uint16_t*>(panel + p * panel_bytes + 256) + v * LANES;
@@ -148,7 +131,7 @@ INLINE void multiply_4(const Rows& rows, int first_row, const uint8_t* panel, si
                         acc[r][p][v] = fma(minimum, splat(scales[r * stride + 2 * groups + g]), acc[r][p][v]);
                 }
             }
-        for (int r = 0; r < R; r++) codes[r] += GROUP;
+        for (int r = 0; r < R; r++) codes[r] += CODES;
     }
 }
 
@@ -220,13 +203,13 @@ __attribute__((noinline)) static void multiply_panels(const Rows& rows, int firs
     } else if constexpr (R <= MOST_ROWS_4) {
         const bool minimums = matrix.format == Format::Q4_1;
         if (matrix.form == Form::BYTES && minimums)
-            multiply_4<Format::Q4_1, int8_t, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
+            multiply_4<Format::Q4_1, Form::BYTES, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
         else if (matrix.form == Form::BYTES)
-            multiply_4<Format::Q4_0, int8_t, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
+            multiply_4<Format::Q4_0, Form::BYTES, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
         else if (minimums)
-            multiply_4<Format::Q4_1, int16_t, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
+            multiply_4<Format::Q4_1, Form::SPLIT, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
         else
-            multiply_4<Format::Q4_0, int16_t, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
+            multiply_4<Format::Q4_0, Form::SPLIT, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
     }
     for (int r = 0; r < R; r++)
         for (int p = 0; p < P; p++)
@@ -240,7 +223,7 @@ static void multiply_rows(const Rows& rows, int first_row, const Matrix& matrix,
     // One row has registers for more panels, and needs them: each accumulator waits for its previous product.
     constexpr int AT_ONCE = R == 1 ? 4 : R == 2 || LANES == 16 ? 2 : 1;
     // On aarch64 sums of 16-bit products take two registers each, so half as many panels have them all in registers.
-    const bool is_half = sizeof(word_sums) > sizeof(vi) && matrix.integer() && matrix.form != Form::BYTES;
+    const bool is_half = sizeof(word_sums) > sizeof(vi) && matrix.format == Format::Q8_0;
     const auto next = [&](int p) { return ahead ? ahead + p * bytes : nullptr; };
     int p = 0;
     for (; !is_half && p + AT_ONCE <= panels; p += AT_ONCE)

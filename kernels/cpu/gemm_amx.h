@@ -1,12 +1,11 @@
 // The matmul of gemm.h with bf16 weights by the tile registers of AMX: sixteen rows times a panel, 32 deep, by one
 // instruction. One row takes as long as sixteen, which is still less than its weights take to be read.
 //
-// Quantized weights gain nothing: a sum leaves the registers for each group of 32, and its scaling by vectors takes the
-// time.
+// gemm_amx_int4.h does the same with 4-bit weights. q8_0 uses vectors: its activations have 16 bits, and two products
+// for each group of 32 and the scaling of their sums would take as long.
 #pragma once
 
-#include "amx.h"
-#include "gemm.h"
+#include "gemm_amx_int4.h"
 
 #if defined(AMX)
 
@@ -127,6 +126,10 @@ constexpr int MOST_PART_ROWS = MOST_ROWS;
 INLINE int part_rows(const Matrix& matrix, int num_rows) {
 #if defined(AMX)
     if (matrix.format == Format::BF16) return AMX_ROWS;
+    if (takes_int4_tiles(matrix, num_rows)) {
+        const int parts = (num_rows + AMX_ROWS - 1) / AMX_ROWS;
+        return (num_rows + parts - 1) / parts;
+    }
 #endif
     // Even parts: six and five rows cost less than ten and one.
     const int parts = (num_rows + most_rows(matrix) - 1) / most_rows(matrix);
@@ -140,6 +143,10 @@ static void matmul(const Rows& rows, int first_row, int count, const Matrix& mat
     if (matrix.format == Format::BF16) {
         use_tile_shapes(full_tiles);
         return multiply_bf16_amx(rows, first_row, count, matrix, first_panel, panels, out, out_stride, ahead);
+    }
+    if (takes_int4_tiles(matrix, count)) {
+        use_tile_shapes(full_tiles);
+        return multiply_int4_amx(rows, first_row, count, matrix, first_panel, panels, out, out_stride, ahead);
     }
 #endif
     multiply(rows, first_row, count, matrix, first_panel, panels, out, out_stride, ahead);

@@ -65,12 +65,14 @@ INLINE void store_acts(act* to, vf values) { store(to, values); }
 //     BYTES  [depth] int8 codes | [groups] float scale | [groups] int32 sum of codes | [groups] float scale x sum
 //                                                                           for 4-bit weights, in groups of 32
 //     WORDS  [depth] int16 codes | [groups] float scale                     for q8_0, in groups of 32
-//     PAIRS  like BYTES, with int16 codes, each eight in the order 0 2 4 6 1 3 5 7: the pairs of depth that one shift
-//            and mask of 4-bit codes leaves in a lane                       for 4-bit weights, in groups of 32
+//     SPLIT  like BYTES, with codes of 12 bits: [groups]{ [32] int8 codes / 16 | [32] int8 codes % 16 }, rounded down, so
+//            that instructions for bytes multiply both halves               for 4-bit weights, in groups of 32
 //
 // Activations should lose less precision than the weights, so int8 is only for throughput: with 4-bit weights it changes
-// 3 % of the most likely ids, int16 none.
-enum class Form : int { PLAIN = 0, BYTES = 1, WORDS = 2, PAIRS = 3 };
+// 3 % of the most likely ids, 12 bits as many as 16.
+enum class Form : int { PLAIN = 0, BYTES = 1, WORDS = 2, SPLIT = 3 };
+
+constexpr int SPLIT_GROUP_BYTES = 2 * GROUP;
 
 // Rows of activations; as many as `padded_rows` says are readable.
 struct Rows {
@@ -133,7 +135,7 @@ static void unpack(const Matrix& matrix, int n, float* out) {
 static void quantize(const float* from, const Rows& to, int row, int depth, Form form) {
     const int groups = depth / GROUP;
     const bool is_bytes = form == Form::BYTES;
-    const float most = is_bytes ? 127.0f : 32767.0f;
+    const float most = is_bytes ? 127.0f : form == Form::SPLIT ? 2047.0f : 32767.0f;
     float* scales = is_bytes ? to.scales(row, depth) : to.word_scales(row, depth);
     for (int g = 0; g < groups; g++, from += GROUP) {
         vf values[GROUP / LANES], tops{};
@@ -152,14 +154,16 @@ static void quantize(const float* from, const Rows& to, int row, int depth, Form
         scales[g] = scale;
         if (is_bytes) {
             store_bytes(to.codes(row) + g * GROUP, numbers);
+        } else if (form == Form::SPLIT) {
+            vi high[GROUP / LANES], low[GROUP / LANES];
+            for (int i = 0; i < GROUP / LANES; i++) high[i] = numbers[i] >> 4, low[i] = numbers[i] & 15;
+            store_bytes(to.codes(row) + g * SPLIT_GROUP_BYTES, high);
+            store_bytes(to.codes(row) + g * SPLIT_GROUP_BYTES + GROUP, low);
         } else {
             typedef int16_t words __attribute__((vector_size(2 * LANES)));
             int16_t* codes = to.words(row) + g * GROUP;
             for (int i = 0; i < GROUP / LANES; i++) store(codes + i * LANES, __builtin_convertvector(numbers[i], words));
-            if (form == Form::WORDS) continue;
-            typedef int16_t eight __attribute__((vector_size(16)));
-            const eight order = {0, 2, 4, 6, 1, 3, 5, 7};
-            for (int i = 0; i < GROUP; i += 8) store(codes + i, __builtin_shuffle(load<eight>(codes + i), order));
+            continue;
         }
         // The sum is exact in floats: at most 2^20.
         const float count = sum(__builtin_convertvector(total, vf));

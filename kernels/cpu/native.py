@@ -31,7 +31,8 @@ SPINS = 2000
 
 HUGE_PAGE = 2 * 1024**2
 
-Activations = Literal["int16", "int8"]
+Activations = Literal["int12", "int8", "int16"]
+"""Of 4-bit weights; "int16" is an old name of "int12"."""
 
 ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -48,8 +49,9 @@ class Form(IntEnum):
     """8 bits and a scale for each group of 32."""
     WORDS = 2
     """16 bits and a scale for each group of 32."""
-    PAIRS = 3
-    """The same for 4-bit weights: with the sums of groups, and in another order."""
+    SPLIT = 3
+    """12 bits, the upper eight and the lower four in bytes of their own, for 4-bit weights: a scale and a sum for each
+    group of 32."""
 
 
 FORMATS = {"bf16": 0, "q8_0": 1, "q4_0": 2, "q4_1": 3}
@@ -63,7 +65,7 @@ def form_for(format: Format, activations: Activations) -> Form:
         case "q8_0":
             return Form.WORDS
         case _:
-            return Form.BYTES if activations == "int8" else Form.PAIRS
+            return Form.BYTES if activations == "int8" else Form.SPLIT
 
 
 class NativeStepArrays(Structure):

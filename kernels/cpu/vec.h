@@ -298,6 +298,13 @@ INLINE vi dot_bytes(vi acc, vu a, vu b) {
 }
 #endif
 
+// Whether `dot_nibbles` takes any bytes.
+#if defined(ISA_AVX512)
+constexpr bool ADDS_BYTES = true;
+#else
+constexpr bool ADDS_BYTES = false;
+#endif
+
 // The same for bytes of `a` that are 15 at most, eight times before `finish_nibbles` gives the sums: on CPUs without an
 // instruction for this they are kept as pairs of 16 bits meanwhile, which holds 8 x 2 x 15 x 127.
 INLINE vi dot_nibbles(vi acc, vu a, vu b) {

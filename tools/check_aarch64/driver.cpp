@@ -336,8 +336,8 @@ constexpr Config CONFIGS[] = {
     {"bf16", Format::BF16, Format::BF16, false, 96, 160, 4, 2, 32, 0, false},
     {"bf16, window", Format::BF16, Format::BF16, false, 128, 192, 6, 2, 64, 40, true},
     {"q8_0", Format::Q8_0, Format::Q8_0, false, 128, 192, 6, 3, 32, 40, true},
-    {"q4_0, 16-bit activations", Format::Q4_0, Format::Q8_0, false, 96, 160, 3, 1, 64, 0, true},
-    {"q4_1, 16-bit activations", Format::Q4_1, Format::Q8_0, false, 128, 192, 4, 2, 32, 70, false},
+    {"q4_0, 12-bit activations", Format::Q4_0, Format::Q8_0, false, 96, 160, 3, 1, 64, 0, true},
+    {"q4_1, 12-bit activations", Format::Q4_1, Format::Q8_0, false, 128, 192, 4, 2, 32, 70, false},
     {"q4_0, 8-bit activations", Format::Q4_0, Format::Q8_0, true, 96, 160, 3, 1, 64, 0, true},
     {"q4_1, 8-bit activations", Format::Q4_1, Format::Q8_0, true, 128, 192, 4, 2, 32, 70, false},
 };

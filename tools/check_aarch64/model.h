@@ -191,7 +191,7 @@ class Model {
     Form form_of(Format format) const {
         if (format == Format::BF16) return Form::PLAIN;
         if (format == Format::Q8_0) return Form::WORDS;
-        return config.bytes ? Form::BYTES : Form::PAIRS;
+        return config.bytes ? Form::BYTES : Form::SPLIT;
     }
 
     Rows rows(int width) {

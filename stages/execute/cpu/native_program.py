@@ -61,7 +61,7 @@ class NativeProgram(Program):
         num_blocks: int,
         max_model_len: int,
         swap: SwapArray | None = None,
-        activations: Activations = "int16",
+        activations: Activations = "int12",
     ) -> None:
         """`activations` is the precision of activations for 4-bit weights."""
         assert unsupported(config) is None

@@ -32,10 +32,10 @@ def sampler_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(
     params=[
-        ("bf16", "int16"),
-        ("q8_0", "int16"),
-        ("q4_0", "int16"),
-        ("q4_1", "int16"),
+        ("bf16", "int12"),
+        ("q8_0", "int12"),
+        ("q4_0", "int12"),
+        ("q4_1", "int12"),
         ("q4_0", "int8"),
         ("q4_1", "int8"),
     ],

@@ -61,13 +61,16 @@ class Kept:
     """[rows, width] float64: what the product reads, codes times scales if it has them"""
     codes: np.ndarray
     scales: np.ndarray
+    largest: int = 0
+    """Largest possible code"""
 
 
-ACTIVATIONS: native.Activations = "int16"
+ACTIVATIONS: native.Activations = "int12"
 """For 4-bit weights; the fixture `format` sets it."""
-PAIR_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
-SUMMED = (Form.BYTES, Form.PAIRS)
+SUMMED = (Form.BYTES, Form.SPLIT)
 """Forms with the sums of their groups."""
+MOST = {Form.BYTES: (127, np.int8), Form.SPLIT: (2047, np.int16), Form.WORDS: (32767, np.int16)}
+"""The largest code of each form, and the type of its codes here."""
 
 
 class Recording:
@@ -146,10 +149,7 @@ class Recording:
             memory[:num, : bits.itemsize * width] = np.ascontiguousarray(bits).view(np.uint8)
             return Kept(kept.astype(np.float64), kept, np.ones((num, 1)))
         codes, scales = quantize_rows(values, form)
-        parts = [
-            codes.reshape(num, -1, 8)[..., PAIR_ORDER].reshape(num, width) if form is Form.PAIRS else codes,
-            scales,
-        ]
+        parts = [split(codes) if form is Form.SPLIT else codes, scales]
         if form in SUMMED:
             sums = codes.reshape(num, -1, GROUP).sum(-1, dtype=np.int32)
             parts += [sums, scales * sums.astype(np.float32)]
@@ -166,12 +166,12 @@ class Recording:
     def read_groups(self, rows: native.NativeRows, num: int, width: int, form: Form) -> Kept:
         """Codes and scales. Also checks the sums that follow the bytes."""
         groups = width // GROUP
-        codes_type = np.dtype(np.int8 if form is Form.BYTES else np.int16)
-        begin = width * codes_type.itemsize
+        codes_type = np.dtype(np.int16 if form is Form.WORDS else np.int8)
+        begin = width if form is Form.BYTES else 2 * width
         memory = np.ascontiguousarray(rows.memory[:num, : begin + 12 * groups])
         codes = np.ascontiguousarray(memory[:, :begin]).view(codes_type)
-        if form is Form.PAIRS:
-            codes = codes.reshape(num, -1, 8)[..., np.argsort(PAIR_ORDER)].reshape(num, width)
+        if form is Form.SPLIT:
+            codes = joined(codes)
         scales, sums, scaled = (
             np.ascontiguousarray(memory[:, begin + 4 * groups * i :][:, : 4 * groups]).view(dtype)
             for i, dtype in enumerate((np.float32, np.int32, np.float32))
@@ -179,7 +179,7 @@ class Recording:
         if form in SUMMED:
             np.testing.assert_array_equal(sums, codes.reshape(num, groups, GROUP).sum(-1, dtype=np.int32))
             np.testing.assert_array_equal(scaled, scales * sums.astype(np.float32))
-        return Kept(codes.astype(np.float64) * scales.astype(np.float64).repeat(GROUP, 1), codes, scales)
+        return Kept(codes.astype(np.float64) * scales.astype(np.float64).repeat(GROUP, 1), codes, scales, MOST[form][0])
 
     # --- weights
 
@@ -251,11 +251,25 @@ def read_floats(rows: native.NativeRows, num: int, width: int) -> np.ndarray:
     return np.ascontiguousarray(rows.memory[:num, : 4 * width]).view(np.float32)
 
 
+def split(codes: np.ndarray) -> np.ndarray:
+    """Codes of 12 bits [N, K] as `Form.SPLIT` stores them: [N, 2 K] int8."""
+    groups = codes.reshape(len(codes), -1, GROUP)
+    return np.concatenate([groups >> 4, groups & 15], axis=-1).astype(np.int8).reshape(len(codes), -1)
+
+
+def joined(halves: np.ndarray) -> np.ndarray:
+    """The codes [N, K] int16 that `split` has split."""
+    groups = halves.reshape(len(halves), -1, 2 * GROUP).astype(np.int16)
+    assert groups[..., GROUP:].min(initial=0) >= 0 and groups[..., GROUP:].max(initial=0) < 16
+    return (groups[..., :GROUP] * 16 + groups[..., GROUP:]).reshape(len(halves), -1)
+
+
 def quantize_rows(values: np.ndarray, form: Form) -> tuple[np.ndarray, np.ndarray]:
-    """Codes [N, K] int8 or int16 and scales [N, K / 32] float32, rounded as quantize() in matrix.h writes it down."""
+    """Codes [N, K] int8 or int16 (of 12 bits if split) and scales [N, K / 32] float32, rounded as
+    quantize() in matrix.h writes it down."""
     groups = values.reshape(len(values), -1, GROUP)
     tops = np.abs(groups).max(-1)
-    most, dtype = (127, np.int8) if form is Form.BYTES else (32767, np.int16)
+    most, dtype = MOST[form]
     with np.errstate(divide="ignore", over="ignore"):
         inverse = np.where(tops > np.float32(1e-30), np.float32(most) / tops, np.float32(0))
     codes = np.rint(groups * inverse[..., None]).astype(dtype)
@@ -312,7 +326,7 @@ def assert_groups(kept: Kept, expected: np.ndarray, error: np.ndarray | float) -
     """The codes match some values within the bound."""
     error = np.broadcast_to(error, expected.shape)
     groups = (len(expected), -1, GROUP)
-    code = 127 if kept.codes.dtype == np.int8 else 32767
+    code = kept.largest
     most = error.reshape(groups).max(-1)
     assert_near(kept.scales, np.abs(expected).reshape(groups).max(-1) / code, most / code + 2 * EPS * kept.scales)
     # Half a code, the error of the value, and the rounding of value, inverse and scale in the largest code.

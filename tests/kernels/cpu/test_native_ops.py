@@ -13,6 +13,7 @@ from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.kernels.stored_matrix import Format
 from tests.kernels.cpu.recording import (
     EPS,
+    MOST,
     PANEL,
     TINY,
     Kept,
@@ -71,7 +72,7 @@ def test_a_norm_writes_plain_activations(library: ctypes.CDLL, width: int, scale
         assert_kept(r, r.read_plain(rows, 7, width), *rms_norm(residual, weight, 1e-5))
 
 
-@pytest.mark.parametrize("form", [Form.BYTES, Form.WORDS, Form.PAIRS])
+@pytest.mark.parametrize("form", [Form.BYTES, Form.WORDS, Form.SPLIT])
 @pytest.mark.parametrize("width", [32, 64, 96, 576])
 def test_a_norm_writes_quantized_groups(library: ctypes.CDLL, width: int, form: Form) -> None:
     residual, weight = random(3, 5, width, scale=20), random(4, width) + 1
@@ -104,7 +105,7 @@ def test_a_norm_of_sampled_tokens_skips_the_others(library: ctypes.CDLL, form: F
         np.testing.assert_array_equal(rows.memory[3:], before[3:])
 
 
-@pytest.mark.parametrize("form", [Form.BYTES, Form.WORDS, Form.PAIRS])
+@pytest.mark.parametrize("form", [Form.BYTES, Form.WORDS, Form.SPLIT])
 def test_quantized_activations_match_the_definition_exactly(library: ctypes.CDLL, form: Form) -> None:
     values = random(7, 9, 160)
     values[0, :32] = 0
@@ -114,7 +115,7 @@ def test_quantized_activations_match_the_definition_exactly(library: ctypes.CDLL
     values[4, 5] = -1e30
     values[5] *= 1e-30
     values[6, :32] = np.arange(-16, 16) + 0.5  # ties, if the largest magnitude is 127
-    values[6, 31] = -127 if form is Form.BYTES else -32767
+    values[6, 31] = -MOST[form][0]
     with recording(library, threads=2) as r:
         rows = r.rows(9, 160)
         library.program_quantize(r.program, rows, form, r.floats(values).ctypes.data, 160)

@@ -1,4 +1,4 @@
-"""The precision of activations for 4-bit weights: int16 gives the results of the weights, int8 gives them roughly."""
+"""The precision of activations for 4-bit weights: int12 gives the results of the weights, int8 gives them roughly."""
 
 from pathlib import Path
 
@@ -31,9 +31,9 @@ def logits(folder: Path, isa: str, activations: str) -> np.ndarray:
 
 @pytest.mark.parametrize("format", ["q4_0", "q4_1"])
 @pytest.mark.parametrize("isa", ISAS)
-def test_int16_is_nearer_to_the_weights_than_int8(tmp_path: Path, isa: str, format: Format) -> None:
-    """What is left of the error with int16 is that of bfloat16 keys and values."""
+def test_int12_is_nearer_to_the_weights_than_int8(tmp_path: Path, isa: str, format: Format) -> None:
+    """What is left of the error with int12 is that of bfloat16 keys and values."""
     write(tmp_path, checkpoints.config_of(hidden_size=96, intermediate_size=160), (format,))
-    exact = logits(tmp_path, "torch", "int16")
-    errors = {each: np.abs(logits(tmp_path, isa, each) - exact).max() for each in ("int16", "int8")}
-    assert 0 < errors["int16"] < 0.5 * errors["int8"]
+    exact = logits(tmp_path, "torch", "int12")
+    errors = {each: np.abs(logits(tmp_path, isa, each) - exact).max() for each in ("int12", "int8")}
+    assert 0 < errors["int12"] < 0.5 * errors["int8"]
