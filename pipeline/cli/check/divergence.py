@@ -8,7 +8,6 @@ import numpy as np
 from pipeline.cli.check.cases import Logits
 
 Doubles = np.ndarray[Any, np.dtype[np.float64]]
-Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True, slots=True)

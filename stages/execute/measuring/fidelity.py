@@ -38,7 +38,7 @@ class MeasuredForm:
     """One program, and how far it is from the reference."""
 
     weights: str
-    """Formats of the matrices, such as `q8_0+q4_1`."""
+    """Formats of the stored matrices, such as `q8_0+q4_1`."""
     activations: str
     """Precision of the activations for each of these formats, such as `int16+int8`; once if all are the same."""
     divergence: Divergence = field(default_factory=Divergence)
