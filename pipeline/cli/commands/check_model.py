@@ -14,11 +14,12 @@ def add(commands: Commands) -> None:
         description="Compute a checkpoint with this server's programs (whole prompts, chunks, batches, behind a cached "
         "prefix), and compare logits and greedy texts with transformers'. With --set execute.device=cuda a GPU's steps "
         "are compared, in float32 and in bfloat16, beside torch's on a CPU. Exit code 0 where all checks pass, else "
-        "1.",
+        "1. With --fidelity, measure how close the CPU's kernels are to the same weights in float32; exit code 0 "
+        "unless that is impossible.",
         allow_abbrev=False,
     )
     add_settings(parser)
-    add_flags(parser, {"execute.kernels": PROFILE_FLAGS["execute.kernels"]})
+    add_flags(parser, {key: PROFILE_FLAGS[key] for key in ("quantization", "execute.kernels")})
     add_options(parser)
     parser.set_defaults(run=_check_model)
 

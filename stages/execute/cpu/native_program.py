@@ -65,6 +65,7 @@ class NativeProgram(Program):
     ) -> None:
         """`activations` is the precision of activations for 4-bit weights."""
         assert unsupported(config) is None
+        self.isa = isa
         self.name = f"cpu, {isa}"
         self._activations = activations
         self._library = library

@@ -1,0 +1,147 @@
+"""Measures how far the next-token distributions of the CPU's kernels are from those of the same weights in float32.
+
+The reference is the torch program, which dequantizes the weights. It and the measured programs stay loaded together.
+They compute one chunk of text after the other, so that only the logits of one chunk are in memory.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from pipeline.cli.check.cases import Logits
+from pipeline.cli.check.chunks import CHUNK_SIZE, COUNTED
+from pipeline.cli.check.divergence import Divergence
+from pipeline.config.settings import Settings
+from pipeline.errors import UserError
+from pipeline.kernels.step_inputs import BLOCK_SIZE, block_bytes
+from pipeline.runtime.model_folder import ModelConfig
+from pipeline.stages.execute.cpu.native_program import NativeProgram
+from pipeline.stages.execute.cpu.runner import CpuRunner
+from pipeline.stages.execute.kv import DTYPE_BYTES
+from pipeline.stages.execute.measuring.planned import num_blocks, row_add, step, take
+
+FOUR_BITS = ("q4_0", "q4_1")
+"""The formats for which execute.activations has an effect."""
+WITH_BF16 = ("amx", "avx512_bf16")
+"""Instruction sets whose matmuls with bf16 weights round activations to bf16. The others keep float32."""
+
+Report = Callable[[int], None]
+"""Called with the number of chunks that are done."""
+
+
+@dataclass(slots=True)
+class MeasuredForm:
+    """One program, and how far it is from the reference."""
+
+    weights: str
+    """Formats of the stored matrices, such as `q8_0+q4_1`."""
+    activations: str
+    """Precision of the activations for each of these formats, such as `int16+int8`; once if all are the same."""
+    divergence: Divergence = field(default_factory=Divergence)
+
+
+@dataclass(slots=True)
+class MeasuredFidelity:
+    kernels: str
+    """The measured back end, such as `cpu, amx`."""
+    forms: list[MeasuredForm]
+
+
+def measure(settings: Settings, folder: Path, chunks: Sequence[Sequence[int]], report: Report) -> MeasuredFidelity:
+    """Compare the kernels of `execute.kernels` with float32 over chunks of `CHUNK_SIZE` ids.
+
+    Raises UserError if the model can't run with these settings, or if its logits in float32 aren't finite.
+    """
+    config = ModelConfig.load(folder)
+    if config.max_position < CHUNK_SIZE:
+        raise UserError(
+            f"the model's context is {config.max_position} tokens, but the measurement takes {CHUNK_SIZE} at a time"
+        )
+    kernels = settings.execute.kernels
+    with ExitStack() as stack:
+        reference = stack.enter_context(closing(load(settings, folder, "float32", "torch")))
+        measured = [stack.enter_context(closing(load(settings, folder, "bfloat16", kernels)))]
+        forms = [_form(measured[0], "int16")]
+        if isinstance(measured[0].program, NativeProgram) and set(FOUR_BITS) & set(_formats(measured[0])):
+            measured.append(stack.enter_context(closing(load(settings, folder, "bfloat16", kernels, "int8"))))
+            forms.append(_form(measured[1], "int8"))
+        for i, chunk in enumerate(chunks):
+            expected = logits_of(reference, chunk)
+            if not np.isfinite(expected).all():
+                raise UserError(f"the model's logits in float32 are not all finite in chunk {i + 1} of the text")
+            for runner, form in zip(measured, forms, strict=True):
+                form.divergence.add(expected, logits_of(runner, chunk))
+            report(i + 1)
+        return MeasuredFidelity(measured[0].name, forms)
+
+
+def load(settings: Settings, folder: Path, dtype: str, kernels: str, activations: str = "int16") -> CpuRunner:
+    """A runner with memory for one chunk, which keeps its logits. Raises UserError if it can't run here."""
+    runner = CpuRunner(_settings(settings, ModelConfig.load(folder), dtype, kernels, activations), folder)
+    runner.program.keep_logits()
+    return runner
+
+
+def logits_of(runner: CpuRunner, chunk: Sequence[int]) -> Logits:
+    """The logits of a chunk's `COUNTED` positions: [positions, vocab_size]. They are valid until the runner's next
+    step."""
+    blocks = range(num_blocks(len(chunk)))
+    prompt = chunk[: COUNTED.stop]
+    runner.step(step([(0, 0, len(prompt), False)], [row_add(0, prompt, blocks)]), take)
+    # A step returns the logits of a row's last position only, so that each position is a row over the same blocks. It
+    # computes and writes its own keys and values once more.
+    rows = range(1, 1 + len(COUNTED))
+    adds = [
+        row_add(row, chunk[: position + 1], blocks[: num_blocks(position + 1)])
+        for row, position in zip(rows, COUNTED, strict=True)
+    ]
+    entries = [(row, position, 1, True) for row, position in zip(rows, COUNTED, strict=True)]
+    runner.step(step(entries, adds), take)
+    logits = runner.logits()
+    runner.step(step(drops=[0, *rows]), take)
+    return logits
+
+
+def _settings(settings: Settings, config: ModelConfig, dtype: str, kernels: str, activations: str) -> Settings:
+    """Settings with just enough memory for one chunk."""
+    replace = msgspec.structs.replace
+    num_bytes = block_bytes(config.num_layers, config.num_kv_heads, config.head_dim, DTYPE_BYTES[dtype])
+    return replace(
+        settings,
+        max_model_len=CHUNK_SIZE,
+        execute=replace(
+            settings.execute,
+            dtype=dtype,
+            kernels=kernels,
+            activations=activations,
+            kv_cache_bytes=CHUNK_SIZE // BLOCK_SIZE * num_bytes,
+        ),
+        schedule=replace(
+            settings.schedule,
+            max_num_seqs=1 + len(COUNTED),
+            max_num_batched_tokens=CHUNK_SIZE,
+            max_num_prefill_tokens=CHUNK_SIZE,
+        ),
+    )
+
+
+def _formats(runner: CpuRunner) -> list[str]:
+    return runner.weight_formats.split("+")
+
+
+def _form(runner: CpuRunner, activations: str) -> MeasuredForm:
+    """`activations` is what the runner takes for 4-bit weights."""
+    used = [_activations(runner, format, activations) for format in _formats(runner)]
+    return MeasuredForm(runner.weight_formats, used[0] if len(set(used)) == 1 else "+".join(used))
+
+
+def _activations(runner: CpuRunner, format: str, for_four_bits: str) -> str:
+    if not isinstance(runner.program, NativeProgram):
+        return "bf16"
+    if format == "bf16":
+        return "bf16" if runner.program.isa in WITH_BF16 else "f32"
+    return for_four_bits if format in FOUR_BITS else "int16"
