@@ -203,20 +203,20 @@ def measure(model: str, *more: str, capsys: pytest.CaptureFixture[str]) -> tuple
     return code, out, err
 
 
-def test_activations_of_16_bits_are_closer_to_float32_than_those_of_8_bits(
+def test_activations_of_12_bits_are_closer_to_float32_than_those_of_8_bits(
     model: str, text: str, cache: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     more = ["--text", text, "--set", cache, "--quantization", "q4_1"]
     code, out, err = measure(model, *more, capsys=capsys)
     assert code == 0, out + err
     rows = rows_of(out)
-    assert list(rows) == ["q8_0+q4_1 × int16", "q8_0+q4_1 × int16+int8"]
-    int16, int8 = rows.values()
-    assert int16[0] == int8[0] and int16[0] % len(COUNTED) == 0 and int16[0] >= 2 * len(COUNTED)
-    assert int16[1] >= int8[1] and 10 * int16[3] < int8[3], "top-1 and mean divergence"
+    assert list(rows) == ["q8_0+q4_1 × int16+int12", "q8_0+q4_1 × int16+int8"]
+    int12, int8 = rows.values()
+    assert int12[0] == int8[0] and int12[0] % len(COUNTED) == 0 and int12[0] >= 2 * len(COUNTED)
+    assert int12[1] >= int8[1] and 10 * int12[3] < int8[3], "top-1 and mean divergence"
     for _, top1, _, mean, quantile, largest in rows.values():
         assert 0.9 < top1 <= 1 and 0 < mean < quantile <= largest < 0.5
-    num_chunks = int(int16[0]) // len(COUNTED)
+    num_chunks = int(int12[0]) // len(COUNTED)
     assert f"chunk {num_chunks} of {num_chunks}" in err and f"{num_chunks} chunks of 256" in out
     table = out[out.index(HEADINGS[0]) :]
     assert max(len(line) for line in table.splitlines()) <= 80

@@ -40,7 +40,7 @@ class MeasuredForm:
     weights: str
     """Formats of the stored matrices, such as `q8_0+q4_1`."""
     activations: str
-    """Precision of the activations for each of these formats, such as `int16+int8`; once if all are the same."""
+    """Precision of the activations for each of these formats, such as `int16+int12`; once if all are the same."""
     divergence: Divergence = field(default_factory=Divergence)
 
 
@@ -65,7 +65,7 @@ def measure(settings: Settings, folder: Path, chunks: Sequence[Sequence[int]], r
     with ExitStack() as stack:
         reference = stack.enter_context(closing(load(settings, folder, "float32", "torch")))
         measured = [stack.enter_context(closing(load(settings, folder, "bfloat16", kernels)))]
-        forms = [_form(measured[0], "int16")]
+        forms = [_form(measured[0], "int12")]
         if isinstance(measured[0].program, NativeProgram) and set(FOUR_BITS) & set(_formats(measured[0])):
             measured.append(stack.enter_context(closing(load(settings, folder, "bfloat16", kernels, "int8"))))
             forms.append(_form(measured[1], "int8"))
@@ -79,7 +79,7 @@ def measure(settings: Settings, folder: Path, chunks: Sequence[Sequence[int]], r
         return MeasuredFidelity(measured[0].name, forms)
 
 
-def load(settings: Settings, folder: Path, dtype: str, kernels: str, activations: str = "int16") -> CpuRunner:
+def load(settings: Settings, folder: Path, dtype: str, kernels: str, activations: str = "int12") -> CpuRunner:
     """A runner with memory for one chunk, which keeps its logits. Raises UserError if it can't run here."""
     runner = CpuRunner(_settings(settings, ModelConfig.load(folder), dtype, kernels, activations), folder)
     runner.program.keep_logits()
