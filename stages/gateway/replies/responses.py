@@ -274,6 +274,10 @@ class Events:
             chunk.timings = timings_of(times_of(self._request))
         return self._request.log_output("last", framed(_encoder.encode(chunk)) + DONE)
 
+    def failed(self, error: ApiError) -> bytes:
+        """The end of a failed stream."""
+        return error_events(error)
+
     def _event(self, choice: ChatDeltaChoice | TextChoice) -> bytes:
         self._chunk.choices = [choice]  # type: ignore[assignment]
         if self._request.parsed.continuous_usage:
