@@ -6,6 +6,7 @@ A block is content_block_start, content_block_delta …, content_block_stop; a p
 empty reply has no block. A failed request ends with an `error` event instead, within a block or between two.
 """
 
+import time
 from collections.abc import Iterator
 from typing import assert_never
 
@@ -34,6 +35,7 @@ from pipeline.stages.gateway.replies.anthropic.types import (
     ThinkingDelta,
     ToolUseBlock,
 )
+from pipeline.stages.gateway.replies.responses import trace_write
 from pipeline.stages.gateway.request import Request
 from pipeline.text.formats.events import Arguments, CallBegun, CallEnded, Content, Event, Reasoning
 
@@ -75,7 +77,11 @@ class MessageEvents:
 
     def due(self) -> bytes:
         """Events for the output that has arrived since the last call."""
-        return self._request.log_output("due", b"".join(map(framed, self._due())))
+        begin_s = time.monotonic()
+        data = b"".join(map(framed, self._due()))
+        if self._request.trace.on:
+            trace_write(self._request, begin_s, data)
+        return self._request.log_output("due", data)
 
     def _due(self) -> Iterator[MessageEvent]:
         if self._is_over or self._reader.is_waiting:

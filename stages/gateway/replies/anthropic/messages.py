@@ -1,5 +1,6 @@
 """Response bodies of the Messages API, and what they share with its stream events. Pure."""
 
+import time
 from typing import Any, assert_never
 
 import msgspec
@@ -17,6 +18,7 @@ from pipeline.stages.gateway.replies.anthropic.types import (
     ToolUseBlock,
 )
 from pipeline.stages.gateway.replies.chat import ReplyReader
+from pipeline.stages.gateway.replies.responses import trace_write
 from pipeline.stages.gateway.request import Request, SequenceOutput
 from pipeline.text.formats.events import Arguments, CallBegun, CallEnded, Content, Event, Reasoning
 
@@ -77,7 +79,8 @@ def whole(request: Request) -> bytes:
     events = reader.events(sequence.take_text())
     content = _content([*events, *reader.rest()], reader)
     stop_reason, stop_sequence = reader.stop_of(sequence)
-    return _encoder.encode(
+    begin_s = time.monotonic()
+    body = _encoder.encode(
         MessageReply(
             id=request.id,
             content=content,
@@ -87,6 +90,9 @@ def whole(request: Request) -> bytes:
             usage=usage_of(request),
         )
     )
+    if request.trace.on:
+        trace_write(request, begin_s, body)
+    return body
 
 
 def _content(events: list[Event], reader: MessageReader) -> list[ContentBlock]:
