@@ -136,6 +136,10 @@ def test_errors_are_the_client_s_exceptions(client: anthropic.Anthropic, server:
         client.messages.create(**CAPITAL | {"messages": [{"role": "user", "content": [image]}]})
     with pytest.raises(anthropic.BadRequestError, match="maximum context length"):
         client.messages.create(**CAPITAL | {"max_tokens": 100_000})
+    bad_tool: dict[str, Any] = {"name": "f", "input_schema": {"not": {}}}
+    for choice in ({"type": "any"}, {"type": "tool", "name": "f"}):
+        with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\]\.input_schema.*not"):
+            client.messages.create(**ASK | {"tools": [bad_tool], "tool_choice": choice})
     with pytest.raises(anthropic.BadRequestError, match=r"chat\.tool_call_parser"):
         client.messages.create(**ASK)
     with pytest.raises(anthropic.BadRequestError, match="'max_tokens' is required") as refused:
@@ -160,7 +164,8 @@ def test_keys_in_either_header(locked_server: Server, monkeypatch: pytest.Monkey
     for name in ("ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN"):
         with monkeypatch.context() as environment:
             environment.setenv(name, KEY)
-            assert anthropic.Anthropic(max_retries=0).messages.create(**body).model == "tiny"
+            with anthropic.Anthropic(max_retries=0) as client:
+                assert client.messages.create(**body).model == "tiny"
     with (
         anthropic.Anthropic(api_key=f"{KEY}x", max_retries=0) as client,
         pytest.raises(anthropic.AuthenticationError, match="Invalid API key") as refused,

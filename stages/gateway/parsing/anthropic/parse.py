@@ -30,7 +30,11 @@ from pipeline.text.formats.chat_formats import ChatFormats
 _messages = msgspec.json.Decoder(with_unsupported(MessagesBody, MESSAGES_NEUTRAL))
 _counts = msgspec.json.Decoder(with_unsupported(CountTokensBody, MESSAGES_NEUTRAL))
 
-_FIELDS = {"stop": "stop_sequences", "response_format.json_schema.schema": "output_config.format.schema"}
+_FIELDS = {
+    "continue_final_message": "messages",
+    "response_format.json_schema.schema": "output_config.format.schema",
+    "stop": "stop_sequences",
+}
 """Fields of a chat request, and what they are called here."""
 
 
@@ -49,7 +53,13 @@ def parse_count_tokens(body: bytes, limits: RequestLimits) -> ParsedRequest:
     check_model(decoded.model, limits)
     prompt = _prompt(decoded, limits)
     check_prompt_bytes([prompt], limits.caps.max_prompt_bytes)
-    return lookup(prompt, m.PromptOptions(any_length=True), "messages", limits)
+    parsed = lookup(prompt, m.PromptOptions(any_length=True), "messages", limits)
+    return msgspec.structs.replace(parsed, is_messages=True)
+
+
+def own_param(param: str) -> str:
+    """The path of a chat request's field as this API names it."""
+    return _FIELDS.get(param, param.replace(".function.parameters", ".input_schema"))
 
 
 def _parsed(decoded: MessagesBody, limits: RequestLimits) -> ParsedRequest:
@@ -66,12 +76,11 @@ def _parsed(decoded: MessagesBody, limits: RequestLimits) -> ParsedRequest:
     parsed = parsed_request_of(body, 1, lambda: [_prompt(decoded, limits)], decoded.max_tokens, limits, is_chat=True)
     parsed = msgspec.structs.replace(parsed, is_messages=True, prompt_param="messages")
     if (grammar := parsed.options.grammar) is not None:
-        parsed = _with_grammar(parsed, msgspec.structs.replace(grammar, param=_FIELDS[grammar.param]))
+        parsed = _with_grammar(parsed, msgspec.structs.replace(grammar, param=own_param(grammar.param)))
     _check_tool_format(parsed, limits.formats)
     parsed = with_reply(parsed, limits.formats, with_reasoning=_shows_reasoning(decoded))
     if (grammar := parsed.options.grammar) is not None:
-        param = grammar.param.replace(".function.parameters", ".input_schema")
-        parsed = _with_grammar(parsed, msgspec.structs.replace(grammar, param=param))
+        parsed = _with_grammar(parsed, msgspec.structs.replace(grammar, param=own_param(grammar.param)))
     return parsed
 
 
@@ -110,9 +119,7 @@ def _with_grammar(parsed: ParsedRequest, grammar: m.Grammar) -> ParsedRequest:
 
 def _with_own_field(error: ApiError) -> ApiError:
     """The error with the name that the field has here."""
-    param = error.param or ""
-    if param not in _FIELDS:
+    if error.param not in _FIELDS:
         return error
-    return ApiError(
-        error.status, error.message.replace(f"'{param}'", f"'{_FIELDS[param]}'"), _FIELDS[param], error.code
-    )
+    param = own_param(error.param)
+    return ApiError(error.status, error.message.replace(f"'{error.param}'", f"'{param}'"), param, error.code)

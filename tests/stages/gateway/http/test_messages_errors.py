@@ -97,6 +97,16 @@ def test_an_error_after_opening_has_the_request_s_id(gate: Gate) -> None:
     assert body["request_id"].startswith("msg_") and response.headers["request-id"] == body["request_id"]
 
 
+@pytest.mark.parametrize(
+    ("param", "expected"),
+    [("tools[1].function.parameters", "tools[1].input_schema"), ("continue_final_message", "messages")],
+)
+def test_an_error_of_a_stage_has_the_name_of_this_api(gate: Gate, param: str, expected: str) -> None:
+    future = gate.post(BODY, PATH)
+    gate.reject(gate.submit(), m.Failure(400, "no good", param, "invalid_grammar"))
+    assert future.result().json()["error"]["message"] == f"{expected}: no good"
+
+
 def test_a_client_s_own_id_is_in_its_errors(gate: Gate) -> None:
     response = gate.client.post(PATH, json={}, headers={"X-Request-Id": "mine"})
     assert response.json()["request_id"] == response.headers["request-id"] == "mine"
