@@ -115,6 +115,8 @@ _JSON_NAMES: dict[type, str] = {
 _MISSING = re.compile(r"Object missing required field `(.+)`")
 _MISMATCH = re.compile(r"Expected `(.+)`, got `(.+)`")
 _BOUND = re.compile(r"Expected `(.+)` (.+)")
+_INVALID_TAG = re.compile(r"Invalid value '(.+)'")
+"""The `type` of an object is not one of those of its union."""
 _INVALID_LITERAL = re.compile(r"Invalid enum value (.+)")
 _SOME_KEY = "[...]"
 """msgspec's path for an entry of an object with arbitrary keys."""
@@ -148,6 +150,8 @@ def of_validation(error: msgspec.ValidationError, kind: Any = None, body: bytes 
     if (match := _INVALID_LITERAL.fullmatch(problem)) and kind is not None and param in (values := _literals(kind)):
         message = f"{subject} must be one of {', '.join(values[param])}, not {shown(match[1])}"
         return invalid(param, message, "invalid_value")
+    if match := _INVALID_TAG.fullmatch(problem):
+        return invalid(param or None, f"{subject}: {shown(match[1])} is not supported by this server", "unsupported")
     if match := _BOUND.fullmatch(problem):
         return invalid(param or None, f"{subject} must be {_words(match[1])} {match[2]}", "invalid_value")
     return invalid(param or None, f"{subject}: {problem[:1].lower()}{problem[1:]}", "invalid_value")

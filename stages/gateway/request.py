@@ -195,7 +195,7 @@ class Request:
         self.received_s = parsed.received_s or replay.monotonic()
         """When the request began to arrive, by time.monotonic()."""
         self.trace = stage.trace
-        self.id = f"{_id_prefix(parsed)}-{parsed.request_id or f'{replay.randbits(64):016x}{replay.randbits(64):016x}'}"
+        self.id = f"{_id_prefix(parsed)}{parsed.request_id or f'{replay.randbits(64):016x}{replay.randbits(64):016x}'}"
         self.created = int(replay.time())
         self.salt = 0 if parsed.reply is None else replay.randbits(64)
         """Seeds the ids of its tool calls."""
@@ -300,9 +300,11 @@ class Request:
 
 def _id_prefix(parsed: ParsedRequest) -> str:
     if parsed.is_lookup:
-        return "tokenize"
+        return "tokenize-"
     if parsed.embedding is not None:
-        return "embd"
+        return "embd-"
     if parsed.is_tokens_only:
-        return "generate"
-    return "chatcmpl" if parsed.is_chat else "cmpl"
+        return "generate-"
+    if parsed.is_messages:
+        return "msg_"
+    return "chatcmpl-" if parsed.is_chat else "cmpl-"

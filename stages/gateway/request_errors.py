@@ -9,6 +9,7 @@ from http import HTTPStatus
 
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.parsing.anthropic.parse import own_param
 from pipeline.stages.gateway.parsing.sampling_fields import SamplingFields
 from pipeline.stages.gateway.request import PromptRequest, Request
 
@@ -50,4 +51,6 @@ def _client_param(prompt_request: PromptRequest, param: str | None) -> str | Non
     if param is not None and (match := _PROMPT_PARAM.fullmatch(param)):
         place = f"[{request.prompt_requests.index(prompt_request)}]" if len(request.parsed.prompts) > 1 else ""
         return f"{request.parsed.prompt_param}{place}{match[1]}"
+    if param is not None and request.parsed.is_messages:
+        return own_param(param)
     return sampling_param(request, param)

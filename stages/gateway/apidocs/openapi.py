@@ -11,9 +11,11 @@ from pipeline.config.settings import LimitSettings as Caps
 from pipeline.stages.gateway.apidocs.examples import example_of
 from pipeline.stages.gateway.apidocs.schemas import Schema, Schemas
 from pipeline.stages.gateway.errors import ErrorBody
+from pipeline.stages.gateway.http.error_responses import is_anthropic
 from pipeline.stages.gateway.http.routes import ROUTES, Route
 from pipeline.stages.gateway.parsing.conversation import Tool
 from pipeline.stages.gateway.parsing.sampling_fields import COUNTED
+from pipeline.stages.gateway.replies.anthropic.types import MessagesErrorBody
 from pipeline.version import VERSION
 
 JSON = "application/json"
@@ -31,6 +33,8 @@ TAGS = {
 _TAG_OF = {
     "chat_completions": "Text",
     "completions": "Text",
+    "messages": "Text",
+    "count_tokens": "Text",
     "render_chat": "Text",
     "render_completion": "Text",
     "models": "Model",
@@ -64,6 +68,7 @@ def document(model: str, caps: Caps, has_keys: bool, has_admin_routes: bool = Tr
     """The description. `has_admin_routes`: they are served here, not by the admin listener."""
     schemas = Schemas()
     schemas.of(ErrorBody)
+    schemas.of(MessagesErrorBody)
     paths: dict[str, dict[str, Any]] = {}
     for route in ROUTES:
         if has_admin_routes or not route.is_admin:
@@ -77,15 +82,20 @@ def document(model: str, caps: Caps, has_keys: bool, has_admin_routes: bool = Tr
             "title": "Pipeline",
             "version": VERSION,
             "summary": "An inference server for large language models.",
-            "description": "OpenAI's API for chats, completions and embeddings, with vLLM's additions. Unknown "
-            "fields are ignored, null selects the default, and the last value of a repeated field counts.",
+            "description": "OpenAI's API for chats, completions and embeddings, with vLLM's additions, and Anthropic's "
+            "Messages API. Unknown fields are ignored, null selects the default, and the last value of a repeated "
+            "field counts.",
         },
         "servers": [{"url": "/", "description": "This server."}],
         "tags": [{"name": name, "description": words} for name, words in TAGS.items()],
         "paths": paths,
         "components": {
             "schemas": schemas.components,
-            "responses": {_name_of(status): _error(status) for status in ERRORS},
+            "responses": {
+                _name_of(status, body): _error(status, body)
+                for body in (ErrorBody, MessagesErrorBody)
+                for status in ERRORS
+            },
         },
     }
     if has_keys:
@@ -147,10 +157,15 @@ def _success(route: Route, schemas: Schemas) -> dict[str, Any]:
     content: dict[str, Any] = {JSON: {"schema": schemas.of(route.reply)}}
     words = route.summary
     if route.event is not None:
-        name = schemas.of(route.event)["$ref"].rpartition("/")[2]
-        words += f" With `stream`: server-sent events, each `data: ` and a {name} as JSON; the last is `data: [DONE]`. "
-        words += "If the request fails after its first event, an event has an ErrorBody."
-        content[EVENTS] = {"schema": {"type": "string", "description": f"Events of {name}."}}
+        kinds = schemas.of(route.event)
+        names = " or ".join(one["$ref"].rpartition("/")[2] for one in kinds.get("anyOf", [kinds]))
+        words += f" With `stream`: server-sent events, each `data: ` and a {names} as JSON. "
+        if "anyOf" in kinds:
+            words += "An `event: ` line before it has its type. "
+        else:
+            words += "The last is `data: [DONE]`. "
+        words += f"If the request fails after its first event, an event has a {_error_of(route).__name__}."
+        content[EVENTS] = {"schema": {"type": "string", "description": f"Events of {names}."}}
     return {"description": words, "content": content}
 
 
@@ -162,17 +177,25 @@ def _failures(route: Route, has_keys: bool) -> dict[str, Any]:
         statuses += _OF_CALLS
     if not has_keys or route.is_admin:
         statuses.remove(401)
-    return {str(status): {"$ref": f"#/components/responses/{_name_of(status)}"} for status in sorted(statuses)}
+    body = _error_of(route)
+    return {str(status): {"$ref": f"#/components/responses/{_name_of(status, body)}"} for status in sorted(statuses)}
 
 
-def _name_of(status: int) -> str:
-    return HTTPStatus(status).phrase.replace(" ", "").replace("-", "")
+def _error_of(route: Route) -> type:
+    """The type of the route's errors."""
+    return MessagesErrorBody if is_anthropic(route.path) else ErrorBody
 
 
-def _error(status: int) -> dict[str, Any]:
+def _name_of(status: int, body: type) -> str:
+    name = HTTPStatus(status).phrase.replace(" ", "").replace("-", "")
+    return f"Messages{name}" if body is MessagesErrorBody else name
+
+
+def _error(status: int, body: type) -> dict[str, Any]:
+    words = ERRORS[status]
     found: dict[str, Any] = {
-        "description": ERRORS[status],
-        "content": {JSON: {"schema": {"$ref": f"#/components/schemas/{ErrorBody.__name__}"}}},
+        "description": words.replace("`param`", "the message") if body is MessagesErrorBody else words,
+        "content": {JSON: {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}},
     }
     if status in _HEADERS:
         found["headers"] = _HEADERS[status]
@@ -195,7 +218,7 @@ _NUMBERS = {
     "top_logprobs": "max_logprobs",
     "prompt_logprobs": "max_logprobs",
 }
-_LISTS = {**COUNTED, "tools": "max_tools"}
+_LISTS = {**COUNTED, "stop_sequences": COUNTED["stop"], "tools": "max_tools"}
 """List fields of bodies, and the settings in `limits` that bound them."""
 
 
@@ -215,5 +238,5 @@ def _narrow(components: dict[str, Schema], model: str, caps: Caps, tool: Schema)
                     part["maxItems"] = getattr(caps, _LISTS[name])
                 if name in _LISTS and "object" in kinds:
                     part["maxProperties"] = getattr(caps, _LISTS[name])
-                if name == "tools" and "array" in kinds:
+                if name == "tools" and "array" in kinds and "$ref" not in part["items"]:
                     part["items"] = tool

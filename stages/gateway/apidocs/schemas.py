@@ -95,8 +95,10 @@ class Schemas:
             docs = _docs_of(struct)
             if text := _first_paragraph(struct.__doc__):
                 schema["description"] = text
-            schema["properties"] = {one.encode_name: self._field(one, docs.get(one.name, "")) for one in info.fields}
-            if required := [one.encode_name for one in info.fields if one.required]:
+            tag = {} if info.tag_field is None else {info.tag_field: {"enum": [info.tag]}}
+            fields = {one.encode_name: self._field(one, docs.get(one.name, "")) for one in info.fields}
+            schema["properties"] = tag | fields
+            if required := [*tag, *(one.encode_name for one in info.fields if one.required)]:
                 schema["required"] = required
         return {"$ref": PREFIX + name}
 

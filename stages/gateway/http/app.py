@@ -23,11 +23,13 @@ from pipeline.stages.gateway.admin.stats import StatsQuery
 from pipeline.stages.gateway.apidocs.description import Description, address_of
 from pipeline.stages.gateway.errors import ENCODINGS, ApiError, shown, unsupported_encoding
 from pipeline.stages.gateway.http import response_writer
+from pipeline.stages.gateway.http.error_responses import REQUEST_ID, error_response
 from pipeline.stages.gateway.http.guard import current_scope
 from pipeline.stages.gateway.http.large_body_lock import LargeBodyLock
 from pipeline.stages.gateway.http.routes import ROUTES, Route
 from pipeline.stages.gateway.http.upload_budget import Upload, UploadBudget
 from pipeline.stages.gateway.parsing import parse, request_ids
+from pipeline.stages.gateway.parsing.anthropic.parse import parse_count_tokens, parse_messages
 from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.stages.gateway.parsing.embeddings import parse_embeddings
 from pipeline.stages.gateway.parsing.json_depth import check_depth
@@ -35,6 +37,7 @@ from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, Reques
 from pipeline.stages.gateway.parsing.tokens_only import parse_tokens_only
 from pipeline.stages.gateway.readiness import Readiness
 from pipeline.stages.gateway.replies import responses
+from pipeline.stages.gateway.replies.anthropic.messages import counted
 from pipeline.stages.gateway.replies.rendering import Rendering
 from pipeline.stages.gateway.request import Request
 from pipeline.stages.gateway.request_table import RequestTable
@@ -136,6 +139,12 @@ class Api:
         rendering = Rendering(parse.read_completion, parse.parse_completion)
         return await self._generate(http_request, rendering.parse, rendering.body_of)
 
+    async def messages(self, http_request: web.Request) -> web.StreamResponse:
+        return await self._generate(http_request, parse_messages)
+
+    async def count_tokens(self, http_request: web.Request) -> web.StreamResponse:
+        return await self._generate(http_request, parse_count_tokens, counted)
+
     async def tokenize(self, http_request: web.Request) -> web.StreamResponse:
         facts = self._readiness.require_ready()
         return await self._generate(
@@ -159,6 +168,7 @@ class Api:
         parsed = msgspec.structs.replace(parsed, received_s=received_s, request_id=request_id, scope=current_scope())
         self._readiness.require_ready()
         request = self._requests.open(parsed)
+        http_request[REQUEST_ID] = request.id
         try:
             if parsed.stream:
                 return await response_writer.send_stream(http_request, request, self._slow_client_timeout_s)
@@ -177,7 +187,7 @@ class Api:
             with self._count_overloaded(), self._uploads.upload(http_request.content_length or 0):
                 pass
         except ApiError as error:
-            refusal = _error(error)
+            refusal = error_response(http_request, error)
             refusal.force_close()  # the client may send the body before it reads this
             return refusal
         return await _expect(http_request)
@@ -323,18 +333,18 @@ async def _repeat_request_id(http_request: web.Request, response: web.StreamResp
 
 @web.middleware
 async def _format_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Return all errors in OpenAI's shape, including those of aiohttp's router."""
+    """Return all errors in the shape of their path, including those of aiohttp's router."""
     try:
         return await handler(request)
     except ApiError as error:
-        return _error(error)
+        return error_response(request, error)
     except web.HTTPMethodNotAllowed as refusal:
         message = f"{request.method} is not allowed for {shown(request.path)}"
-        return _error(ApiError(refusal.status, message), {"Allow": refusal.headers["Allow"]})
+        return error_response(request, ApiError(refusal.status, message), {"Allow": refusal.headers["Allow"]})
     except web.HTTPNotFound as refusal:
-        return _error(ApiError(refusal.status, f"Not found: {request.method} {shown(request.path)}"))
+        return error_response(request, ApiError(refusal.status, f"Not found: {request.method} {shown(request.path)}"))
     except web.HTTPException as refusal:
-        return _error(ApiError(refusal.status, refusal.text or refusal.reason))
+        return error_response(request, ApiError(refusal.status, refusal.text or refusal.reason))
 
 
 async def _expect(http_request: web.Request) -> web.StreamResponse | None:
@@ -344,19 +354,10 @@ async def _expect(http_request: web.Request) -> web.StreamResponse | None:
         return None  # RFC 9110, 10.1.1: ignore it
     if expectation.lower() != "100-continue":
         message = f"unsupported expectation '{shown(expectation)}': only 100-continue is supported"
-        return _error(ApiError(HTTPStatus.EXPECTATION_FAILED, message))
+        return error_response(http_request, ApiError(HTTPStatus.EXPECTATION_FAILED, message))
     await http_request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     http_request.writer.output_size = 0  # the response itself has not started
     return None
-
-
-def _error(error: ApiError, headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(
-        status=error.status,
-        body=error.json(),
-        content_type="application/json",
-        headers=error.headers | (headers or {}),
-    )
 
 
 def _json(value: Any, status: int = HTTPStatus.OK) -> web.Response:

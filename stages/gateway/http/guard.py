@@ -13,6 +13,7 @@ from aiohttp import web
 
 from pipeline.runtime.api_keys import NO_SCOPE, Keys, bearer
 from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.http.error_responses import error_response
 from pipeline.stages.gateway.http.origins import OriginPolicy, check_content_type
 from pipeline.stages.gateway.parsing import request_ids
 
@@ -21,6 +22,8 @@ Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 OPEN_PATHS = ("/health", "/metrics")
 """Paths without a key, if there is no admin listener. They are compared exactly, not as a router would."""
 OPEN_METHODS = ("GET", "HEAD")
+KEY_HEADER = "x-api-key"
+"""Clients of Anthropic's API send their key in it. `Authorization` takes precedence."""
 _scope: ContextVar[str] = ContextVar("scope", default=NO_SCOPE)
 """Scope of the request in the current task; aiohttp has a task for each connection."""
 
@@ -30,8 +33,12 @@ def require_key(handle: Handle, keys: Keys, open_paths: Collection[str]) -> Hand
 
     async def guard(request: web.BaseRequest) -> web.StreamResponse:
         headers = request.headers.getall("Authorization", [])
+        key = bearer(headers)
+        if not headers:
+            headers = request.headers.getall(KEY_HEADER, [])
+            key = headers[0].strip() if len(headers) == 1 else None
         is_open = request.method in OPEN_METHODS and request.rel_url.raw_path in open_paths
-        scope = keys.scope_of(bearer(headers))
+        scope = keys.scope_of(key)
         if scope is None and not is_open:
             return _refusal(request, unauthorized(bool(headers)), {"WWW-Authenticate": "Bearer"})
         _scope.set(scope or NO_SCOPE)
@@ -68,18 +75,14 @@ def unauthorized(has_key: bool) -> ApiError:
     message = (
         "Invalid API key"
         if has_key
-        else "API key required: send 'Authorization: Bearer KEY' over HTTP, or `api_key` in hello over ZeroMQ"
+        else "API key required: send 'Authorization: Bearer KEY' or 'x-api-key: KEY' over HTTP, or `api_key` in hello "
+        "over ZeroMQ"
     )
     return ApiError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key")
 
 
 def _refusal(request: web.BaseRequest, error: ApiError, headers: dict[str, str] | None = None) -> web.Response:
-    response = web.Response(
-        status=error.status,
-        body=error.json(),
-        content_type="application/json",
-        headers=headers,
-    )
+    response = error_response(request, error, headers)
     if (name := request_ids.to_repeat(request.headers)) is not None:
         response.headers[request_ids.HEADER] = name
     response.force_close()  # whatever the client sends next is not read as a request

@@ -9,6 +9,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage, ContentEncodingError, HttpProcessingError, LineTooLong
 
 from pipeline.stages.gateway.errors import ApiError, shown, unsupported_encoding
+from pipeline.stages.gateway.http.error_responses import error_body
 
 BACKLOG = 1024
 """Connections waiting to be accepted. With aiohttp's default of 128, a burst of connections waits for TCP's timer."""
@@ -22,7 +23,7 @@ client that sends a byte now and then would keep a descriptor for ever."""
 
 
 class HttpConnection(web.RequestHandler):
-    """One connection. Its errors have OpenAI's shape."""
+    """One connection. Its errors have the shape of their path."""
 
     __slots__ = ("_head_timer",)
 
@@ -98,7 +99,7 @@ class HttpConnection(web.RequestHandler):
         assert isinstance(response, web.Response)
         error = _error_of(status, exc)
         response.set_status(error.status)
-        response.body = error.json()
+        response.body = error_body(request, error)
         response.content_type = "application/json"
         return response
 

@@ -16,7 +16,8 @@ from collections.abc import Callable
 from aiohttp import web
 
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.replies import responses, shapes
+from pipeline.stages.gateway.http.error_responses import ANTHROPIC_ID_HEADER
+from pipeline.stages.gateway.replies import shapes
 from pipeline.stages.gateway.request import Request
 
 HIGH_BYTES = 16 * 1024
@@ -88,7 +89,7 @@ async def send_stream(http_request: web.Request, request: Request, timeout_s: fl
                 else:
                     await request.change(push)
             except ApiError as error:
-                data = events.due() + responses.error_events(error)
+                data = events.due() + events.failed(error)
                 break
             data = events.due()
         else:
@@ -108,9 +109,11 @@ def _write(http_request: web.Request, response: web.StreamResponse, data: bytes)
 
 
 async def _begun(request: Request) -> None:
-    """Wait until the headers can be sent. A reply that returns the prompts or their ids needs these first."""
-    echo = request.parsed.echo or request.parsed.details.with_ids
-    await request.until(lambda: request.is_accepted or (request.has_begun and not echo) or request.is_finished)
+    """Wait until the headers can be sent. A reply that begins with the prompts, their ids or their number needs these
+    first."""
+    parsed = request.parsed
+    needs_prompt = parsed.echo or parsed.details.with_ids or parsed.is_messages
+    await request.until(lambda: request.is_accepted or (request.has_begun and not needs_prompt) or request.is_finished)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(HEADERS_AFTER_S):
             await request.until(lambda: request.has_begun or request.is_finished)
@@ -156,4 +159,5 @@ class _SlowClientTimeout:
 
 
 def _headers(request: Request) -> dict[str, str]:
-    return {"X-Request-Id": request.id}
+    headers = {"X-Request-Id": request.id}
+    return headers | {ANTHROPIC_ID_HEADER: request.id} if request.parsed.is_messages else headers

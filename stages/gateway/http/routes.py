@@ -12,6 +12,7 @@ from pipeline.stages.gateway.admin.abort_requests import AbortBody, Aborted
 from pipeline.stages.gateway.admin.health import HealthBody
 from pipeline.stages.gateway.admin.reset_prefix_cache import Reset
 from pipeline.stages.gateway.admin.server_info import ModelCard, ModelList, ServerLoad, Version
+from pipeline.stages.gateway.parsing.anthropic.bodies import MESSAGES_NEUTRAL, CountTokensBody, MessagesBody
 from pipeline.stages.gateway.parsing.bodies import (
     CHAT_NEUTRAL,
     COMPLETION_NEUTRAL,
@@ -22,6 +23,7 @@ from pipeline.stages.gateway.parsing.bodies import (
 )
 from pipeline.stages.gateway.parsing.embeddings import EMBEDDINGS_NEUTRAL, EmbeddingsBody
 from pipeline.stages.gateway.parsing.tokens_only import GENERATE_NEUTRAL, GenerateBody
+from pipeline.stages.gateway.replies.anthropic.types import CountTokensReply, MessageEvent, MessageReply
 from pipeline.stages.gateway.replies.embeddings import EmbeddingsReply
 from pipeline.stages.gateway.replies.rendering import Rendered
 from pipeline.stages.gateway.replies.responses import Detokenized, Tokenized
@@ -42,7 +44,7 @@ class Route(msgspec.Struct, frozen=True):
     reply: Any = None
     """Type of the JSON response; None for text"""
     event: Any = None
-    """Type of the events, if the response may be a stream"""
+    """Type of the events, if the response may be a stream; a union if their `event` line names the type"""
     opens_request: bool = False
     """It opens a request in the table."""
     is_admin: bool = False
@@ -80,6 +82,27 @@ ROUTES = (
         COMPLETION_NEUTRAL,
         TextReply,
         TextReply,
+        opens_request=True,
+    ),
+    Route(
+        "POST",
+        "/v1/messages",
+        "messages",
+        "A reply to a chat, as in Anthropic's API.",
+        MessagesBody,
+        MESSAGES_NEUTRAL,
+        MessageReply,
+        MessageEvent,
+        opens_request=True,
+    ),
+    Route(
+        "POST",
+        "/v1/messages/count_tokens",
+        "count_tokens",
+        "The number of prompt tokens of a chat, as in Anthropic's API.",
+        CountTokensBody,
+        MESSAGES_NEUTRAL,
+        CountTokensReply,
         opens_request=True,
     ),
     Route(

@@ -18,6 +18,7 @@ from pipeline.config.settings import LimitSettings as Caps
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import invalid, of_validation, unsupported
 from pipeline.text.formats.chat_formats import ChatFormats
+from pipeline.text.formats.tool_format import ToolSpec
 
 T = TypeVar("T")
 
@@ -310,8 +311,8 @@ def _tools(raw: Raw, caps: Caps) -> list[str]:
     return names
 
 
-def _decoded_tools(tools: str) -> Any:
-    return msgspec.json.decode(tools, type=list[Tool])
+def _decoded_tools(tools: str) -> list[ToolSpec]:
+    return msgspec.json.decode(tools, type=list[ToolSpec])
 
 
 def _choice(raw: Raw, names: list[str]) -> tuple[str, str]:

@@ -91,17 +91,21 @@ def parse_chat(body: bytes, limits: RequestLimits) -> ParsedRequest:
             max_tokens_param="max_completion_tokens",
             details=details,
         )
-    return _with_reply(parsed, chat, limits.formats)
+    return with_reply(
+        parsed,
+        limits.formats,
+        shows_specials=chat.skip_special_tokens is False,
+        with_reasoning=chat.include_reasoning is not False,
+    )
 
 
-def _with_reply(parsed: ParsedRequest, chat: ChatBody, formats: ChatFormats) -> ParsedRequest:
-    """Add the grammar of the reply, and what to parse in it."""
+def with_reply(
+    parsed: ParsedRequest, formats: ChatFormats, *, shows_specials: bool = False, with_reasoning: bool = True
+) -> ParsedRequest:
+    """Add the grammar of the reply to a chat, and what to parse in it. Raises ApiError."""
     (prompt,) = parsed.prompts
     assert isinstance(prompt, m.ChatPrompt)
-    shows_specials = chat.skip_special_tokens is False
-    form = reply_form(
-        prompt, formats, shows_specials=shows_specials, with_reasoning=chat.include_reasoning is not False
-    )
+    form = reply_form(prompt, formats, shows_specials=shows_specials, with_reasoning=with_reasoning)
     if form is None:
         return parsed
     replace = msgspec.structs.replace
@@ -193,7 +197,7 @@ def parse_tokenize(body: bytes, limits: RequestLimits) -> ParsedRequest:
     options = m.PromptOptions(
         decoded.add_special_tokens, any_length=True, with_token_strs=bool(decoded.return_token_strs)
     )
-    return _lookup(prompt, options, "prompt", limits)
+    return lookup(prompt, options, "prompt", limits)
 
 
 def parse_detokenize(body: bytes, limits: RequestLimits) -> ParsedRequest:
@@ -201,10 +205,10 @@ def parse_detokenize(body: bytes, limits: RequestLimits) -> ParsedRequest:
     decoded = decode(_detokenizes, body, {})
     check_model(decoded.model, limits)
     options = m.PromptOptions(any_length=True, with_text=True)
-    return _lookup(m.IdsPrompt(packed(decoded.tokens)), options, "tokens", limits)
+    return lookup(m.IdsPrompt(packed(decoded.tokens)), options, "tokens", limits)
 
 
-def _lookup(prompt: m.Prompt, options: m.PromptOptions, prompt_param: str, limits: RequestLimits) -> ParsedRequest:
+def lookup(prompt: m.Prompt, options: m.PromptOptions, prompt_param: str, limits: RequestLimits) -> ParsedRequest:
     """A request about its prompt only."""
     return ParsedRequest(
         is_chat=isinstance(prompt, m.ChatPrompt),

@@ -86,6 +86,8 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     scope: str = ""
     """Scope of the client's API key (`Keys.scope_of`): requests of other scopes neither abort it nor find its
     prefix-cache blocks. Empty without a key."""
+    is_messages: bool = False
+    """A chat whose reply has the shape of Anthropic's Messages API."""
 
     @property
     def num_sequences(self) -> int:

@@ -44,26 +44,34 @@ class ReplyReader:
         needs_tail = self._request.parsed.prompt_options.with_tail and not self._request.is_finished
         return needs_tail and self._prompt_request.prompt_ids is None
 
+    def events(self, text: str) -> list[Event]:
+        """The events for new text."""
+        return _merged(self._kept(self._parser.push(text)))
+
+    def rest_events(self) -> list[Event]:
+        """The remaining events at the end."""
+        return _merged(self._kept(self._parser.finish()))
+
     def deltas(self, text: str) -> list[ChatDelta]:
         """The deltas for new text of a stream."""
-        return list(self._deltas(self._parser.push(text)))
+        return list(self._deltas(self.events(text)))
 
     def rest(self) -> list[ChatDelta]:
         """The remaining deltas at the end of a stream."""
-        return list(self._deltas(self._parser.finish()))
+        return list(self._deltas(self.rest_events()))
 
     def message(self, text: str) -> ReplyMessage:
         """The message for a complete text."""
         content, reasoning = [], []
         calls: list[ReplyToolCall] = []
-        for event in self._kept([*self._parser.push(text), *self._parser.finish()]):
+        for event in (*self.events(text), *self.rest_events()):
             match event:
                 case Content(piece):
                     content.append(piece)
                 case Reasoning(piece):
                     reasoning.append(piece)
                 case CallBegun(index, name):
-                    calls.append(ReplyToolCall(self._id_of(index), ReplyFunction(name, "")))
+                    calls.append(ReplyToolCall(self.call_id(index), ReplyFunction(name, "")))
                 case Arguments(index, piece):
                     calls[index].function.arguments += piece
                 case CallEnded():
@@ -81,10 +89,14 @@ class ReplyReader:
 
     def finish_reason(self, finish_reason: str) -> str:
         """The finish_reason of a choice that was parsed completely."""
-        is_calls = self._num_calls and self._num_calls == self._num_ended
-        if finish_reason == "stop" and is_calls and self._form.tool_choice != "named":
+        if finish_reason == "stop" and self.has_complete_calls and self._form.tool_choice != "named":
             return "tool_calls"
         return finish_reason
+
+    @property
+    def has_complete_calls(self) -> bool:
+        """Whether there are tool calls, and the reply did not end within one."""
+        return 0 < self._num_calls == self._num_ended
 
     @property
     def _parser(self) -> ReplyParser:
@@ -116,7 +128,7 @@ class ReplyReader:
         return kept
 
     def _deltas(self, events: Sequence[Event]) -> Iterable[ChatDelta]:
-        for event in _merged(self._kept(events)):
+        for event in events:
             match event:
                 case Content(text):
                     yield ChatDelta(content=text)
@@ -124,7 +136,7 @@ class ReplyReader:
                     yield ChatDelta(reasoning_content=text, reasoning=text)
                 case CallBegun(index, name):
                     function = FunctionDelta(name=name, arguments="")
-                    yield ChatDelta(tool_calls=[ToolDelta(index, self._id_of(index), "function", function)])
+                    yield ChatDelta(tool_calls=[ToolDelta(index, self.call_id(index), "function", function)])
                 case Arguments(index, text):
                     yield ChatDelta(tool_calls=[ToolDelta(index, UNSET, UNSET, FunctionDelta(arguments=text))])
                 case CallEnded():
@@ -132,7 +144,7 @@ class ReplyReader:
                 case _:
                     assert_never(event)
 
-    def _id_of(self, index: int) -> str:
+    def call_id(self, index: int) -> str:
         """A unique id, which is the same in a replay."""
         form = self._request.formats.tools_of(self._form.tool_choice)
         assert form is not None, "a tool call was parsed without a tool call format"

@@ -1,18 +1,22 @@
 """Chooses the shape of a reply by the request's route."""
 
 from pipeline.stages.gateway.replies import embeddings, responses, tokens_only
+from pipeline.stages.gateway.replies.anthropic import messages
+from pipeline.stages.gateway.replies.anthropic.events import MessageEvents
 from pipeline.stages.gateway.request import Request
 
 LARGE_BYTES = 64 * 1024
 """Size of records from which building the reply takes more than about 5 ms."""
 
-Events = responses.Events | tokens_only.GenerateEvents
+Events = responses.Events | tokens_only.GenerateEvents | MessageEvents
 
 
 def body_of(request: Request) -> bytes:
     """The response body of a finished request. Raises ApiError if there is none."""
     if request.parsed.embedding is not None:
         return embeddings.embedded(request)
+    if request.parsed.is_messages:
+        return messages.whole(request)
     return tokens_only.generated(request) if request.parsed.is_tokens_only else responses.whole(request)
 
 
@@ -31,4 +35,6 @@ def log_output(request: Request, body: bytes) -> bytes:
 
 def events(request: Request) -> Events:
     """The events of a streamed response."""
+    if request.parsed.is_messages:
+        return MessageEvents(request)
     return tokens_only.GenerateEvents(request) if request.parsed.is_tokens_only else responses.Events(request)

@@ -85,6 +85,8 @@ def bounds_of(struct: str, field: str) -> dict[str, Any]:
         ("ChatBody", "logit_bias", "maxProperties", 8),
         ("ChatBody", "tools", "maxItems", 9),
         ("TokenizeBody", "tools", "maxItems", 9),
+        ("MessagesBody", "stop_sequences", "maxItems", 4),
+        ("MessagesBody", "tools", "maxItems", 9),
     ],
 )
 def test_limits_of_the_settings_are_in_the_schema(struct: str, field: str, key: str, bound: int) -> None:
@@ -113,6 +115,38 @@ def test_fields_that_the_decoder_does_not_check_have_a_type(field: str, good: An
     jsonschema.validate(body | {field: good}, schema)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(body | {field: bad}, schema)
+
+
+@pytest.mark.parametrize(
+    ("field", "good", "bad"),
+    [
+        ("tools", [{"name": "f", "input_schema": {}}], [{"type": "function", "function": {"name": "f"}}]),
+        ("tool_choice", {"type": "any"}, {"type": "required"}),
+        ("tool_choice", {"type": "tool", "name": "f"}, {"type": "tool"}),
+        ("thinking", {"type": "enabled", "budget_tokens": 9}, {"type": "enabled"}),
+        (
+            "messages",
+            [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
+            [{"role": "user", "content": [1]}],
+        ),
+    ],
+)
+def test_objects_with_a_type_are_described_by_it(field: str, good: Any, bad: Any) -> None:
+    schema = full({"$ref": "#/components/schemas/MessagesBody"})
+    body = {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": "a"}]}
+    jsonschema.validate(body | {field: good}, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(body | {field: bad}, schema)
+
+
+def test_routes_have_the_errors_of_their_api() -> None:
+    for path, kind in (("/v1/messages", "MessagesErrorBody"), ("/v1/completions", "ErrorBody")):
+        reference = API["paths"][path]["post"]["responses"]["503"]["$ref"].rpartition("/")[2]
+        error = API["components"]["responses"][reference]
+        assert error["content"]["application/json"]["schema"]["$ref"].endswith(f"/{kind}")
+        assert "Retry-After" in error["headers"]
+        words = API["paths"][path]["post"]["responses"]["200"]["description"]
+        assert f"an event has a {kind}" in words
 
 
 def test_the_document_has_the_server_url_and_the_finish_reasons() -> None:

@@ -16,6 +16,8 @@ from pipeline.client import protocol as p
 from pipeline.config.settings import GatewaySettings
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.parsing.anthropic.bodies import MessagesBody
+from pipeline.stages.gateway.parsing.anthropic.parse import parse_count_tokens, parse_messages
 from pipeline.stages.gateway.parsing.bodies import NEUTRAL, ChatBody, CompletionBody
 from pipeline.stages.gateway.parsing.embeddings import EmbeddingsBody, parse_embeddings
 from pipeline.stages.gateway.parsing.parse import parse_chat, parse_completion, parse_tokenize
@@ -29,7 +31,14 @@ scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 values = st.recursive(
     scalars, lambda v: st.lists(v, max_size=4) | st.dictionaries(st.text(), v, max_size=4), max_leaves=8
 )
-BODIES: tuple[Any, ...] = (ChatBody, CompletionBody, EmbeddingsBody, GenerateBody, GenerateSamplingParams)
+BODIES: tuple[Any, ...] = (
+    ChatBody,
+    CompletionBody,
+    EmbeddingsBody,
+    GenerateBody,
+    GenerateSamplingParams,
+    MessagesBody,
+)
 names = st.sampled_from(
     sorted({*(name for body in BODIES for name in body.__struct_fields__), *NEUTRAL, "role", "content", "type", "text"})
 )
@@ -37,7 +46,14 @@ bodies = st.dictionaries(names, values | st.dictionaries(names, values) | st.lis
 
 
 def assert_parsed_or_rejected(body: bytes) -> None:
-    for parse in (parse_chat, parse_completion, parse_embeddings, parse_tokens_only):
+    for parse in (
+        parse_chat,
+        parse_completion,
+        parse_embeddings,
+        parse_tokens_only,
+        parse_messages,
+        parse_count_tokens,
+    ):
         try:
             assert isinstance(parse(body, LIMITS), ParsedRequest)
         except ApiError as error:
@@ -59,7 +75,13 @@ class TestAnyBytes:
     @settings(max_examples=40)
     @given(bodies)
     def test_any_field_value_is_handled(self, fields: dict[str, Any]) -> None:
-        for base in (CHAT, COMPLETION, {"token_ids": [1], "sampling_params": fields}, {"model": "tiny", "input": "x"}):
+        for base in (
+            CHAT,
+            COMPLETION,
+            CHAT | {"max_tokens": 1},
+            {"token_ids": [1], "sampling_params": fields},
+            {"model": "tiny", "input": "x"},
+        ):
             assert_parsed_or_rejected(json.dumps(base | fields).encode())
 
     @given(st.binary(min_size=1, max_size=4), st.integers(min_value=0))

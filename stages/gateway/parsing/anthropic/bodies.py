@@ -1,0 +1,195 @@
+"""Request bodies of Anthropic's Messages API, and the fields of it that are not supported.
+
+Fields in neither a struct nor the table are ignored: cache_control, metadata, service_tier, citations ... They don't
+change the text. Null means a field's default everywhere.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Raw
+
+from pipeline.stages.gateway.parsing.sampling_fields import ShortText
+
+ROLES = ("user", "assistant", "system")
+MAX_ID_CHARS = 256
+MAX_TOOL_NAME_CHARS = 128
+OBJECT = {"type": "object"}
+"""JSON schema of fields that are not decoded"""
+
+CallId = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
+
+
+class TextBlockParam(msgspec.Struct, tag_field="type", tag="text"):
+    text: str
+
+
+class ThinkingBlockParam(msgspec.Struct, tag_field="type", tag="thinking"):
+    """In an assistant's message: its reasoning."""
+
+    thinking: str
+    signature: Annotated[str, Meta(description="No effect.")] | None = None
+
+
+class RedactedThinkingBlockParam(msgspec.Struct, tag_field="type", tag="redacted_thinking"):
+    """In an assistant's message. It is accepted and ignored: nothing here can decrypt it."""
+
+    data: str | None = None
+
+
+class ToolUseBlockParam(msgspec.Struct, tag_field="type", tag="tool_use"):
+    """In an assistant's message: a tool call."""
+
+    id: CallId
+    name: str
+    input: Annotated[Raw, Meta(extra_json_schema=OBJECT)]
+
+
+class ImageBlockParam(msgspec.Struct, tag_field="type", tag="image"):
+    """Not supported."""
+
+
+class DocumentBlockParam(msgspec.Struct, tag_field="type", tag="document"):
+    """Not supported."""
+
+
+class SearchResultBlockParam(msgspec.Struct, tag_field="type", tag="search_result"):
+    """Not supported."""
+
+
+ResultBlockParam = TextBlockParam | ImageBlockParam | DocumentBlockParam | SearchResultBlockParam
+
+
+class ToolResultBlockParam(msgspec.Struct, tag_field="type", tag="tool_result"):
+    """In a user's message: the result of a tool call."""
+
+    tool_use_id: CallId
+    content: str | list[ResultBlockParam] | None = None
+    is_error: Annotated[bool, Meta(description='true: the model sees "Error: " before the content.')] | None = None
+
+
+ContentBlockParam = (
+    TextBlockParam
+    | ThinkingBlockParam
+    | RedactedThinkingBlockParam
+    | ToolUseBlockParam
+    | ToolResultBlockParam
+    | ImageBlockParam
+    | DocumentBlockParam
+    | SearchResultBlockParam
+)
+
+
+class InputMessage(msgspec.Struct):
+    role: Annotated[str, Meta(extra_json_schema={"enum": list(ROLES)})]
+    content: str | list[ContentBlockParam]
+
+
+class ToolParam(msgspec.Struct):
+    """A tool that the client runs."""
+
+    name: Annotated[str, Meta(description=f"1 to {MAX_TOOL_NAME_CHARS} letters, digits, _ and -, unique.")]
+    input_schema: Annotated[
+        Raw, Meta(description="A JSON Schema of the tool's input, an object.", extra_json_schema=OBJECT)
+    ] = Raw()
+    description: str | None = None
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["custom", None]})] | None = None
+
+
+class ToolChoiceAuto(msgspec.Struct, tag_field="type", tag="auto"):
+    """The model may call tools."""
+
+    disable_parallel_tool_use: Annotated[bool, Meta(description="true: at most one call in a reply.")] | None = None
+
+
+class ToolChoiceAny(msgspec.Struct, tag_field="type", tag="any"):
+    """The model must call tools."""
+
+    disable_parallel_tool_use: Annotated[bool, Meta(description="true: exactly one call.")] | None = None
+
+
+class ToolChoiceTool(msgspec.Struct, tag_field="type", tag="tool"):
+    """The model must call this tool, once."""
+
+    name: str
+    disable_parallel_tool_use: Annotated[bool, Meta(description="No effect: there is one call.")] | None = None
+
+
+class ToolChoiceNone(msgspec.Struct, tag_field="type", tag="none"):
+    """The model does not see the tools."""
+
+
+Display = Annotated[Literal["summarized", "omitted"], Meta(description="omitted: the reply has no thinking blocks.")]
+
+
+class ThinkingEnabled(msgspec.Struct, tag_field="type", tag="enabled"):
+    """The template gets enable_thinking = true."""
+
+    budget_tokens: Annotated[int, Meta(ge=1, lt=2**31, description="No effect: the reasoning has no limit of its own.")]
+    display: Display | None = None
+
+
+class ThinkingAdaptive(msgspec.Struct, tag_field="type", tag="adaptive"):
+    """The template's default."""
+
+    display: Display | None = None
+
+
+class ThinkingDisabled(msgspec.Struct, tag_field="type", tag="disabled"):
+    """The template gets enable_thinking = false, and the reply has no thinking blocks."""
+
+
+class OutputFormat(msgspec.Struct):
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["json_schema"]})]
+    schema: Annotated[Raw, Meta(description="A JSON Schema that the reply matches.", extra_json_schema=OBJECT)] = Raw()
+
+
+class OutputConfig(msgspec.Struct):
+    effort: (
+        Annotated[
+            Literal["low", "medium", "high", "xhigh", "max"],
+            Meta(description="The template gets it as reasoning_effort."),
+        ]
+        | None
+    ) = None
+    format: OutputFormat | None = None
+
+
+class CountTokensBody(msgspec.Struct, kw_only=True):
+    """POST /v1/messages/count_tokens"""
+
+    model: Annotated[str, Meta(description="The model's name in /v1/models.")]
+    messages: Annotated[list[InputMessage], Meta(min_length=1)]
+    system: Annotated[str | list[TextBlockParam], Meta(description="The system prompt.")] | None = None
+    tools: list[ToolParam] | None = None
+    tool_choice: ToolChoiceAuto | ToolChoiceAny | ToolChoiceTool | ToolChoiceNone | None = None
+    thinking: ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled | None = None
+    output_config: OutputConfig | None = None
+
+
+class MessagesBody(CountTokensBody, kw_only=True):
+    """POST /v1/messages"""
+
+    max_tokens: Annotated[int, Meta(ge=1, lt=2**31, description="Maximum number of tokens to generate.")]
+    stop_sequences: (
+        Annotated[list[ShortText], Meta(description="The text ends before the first of these strings.")] | None
+    ) = None
+    stream: bool | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2, description="0 is greedy; default 1.")] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1, description="By default 1.")] | None = None
+    top_k: Annotated[int, Meta(ge=-1, lt=2**31, description="-1 and 0 are off.")] | None = None
+
+
+KEEP_ALL_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}
+
+MESSAGES_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "compaction": (),
+    "container": (),
+    "context_management": ({}, {"edits": []}, {"edits": [KEEP_ALL_THINKING]}),
+    "inference_geo": (),
+    "mcp_servers": ([],),
+    "output_format": (),
+    "speed": ("standard",),
+    "thread": (),
+}
+"""Fields of the API that are not supported, and their neutral values besides null; see `bodies.NEUTRAL`."""

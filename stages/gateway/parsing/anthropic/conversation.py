@@ -1,0 +1,179 @@
+"""Translates the conversation of a Messages request to the prompt that chats have. Pure.
+
+    system                    a message of role system, the first
+    text                      the content of its message; consecutive messages of a role are one message
+    thinking                  the reasoning of the assistant's message; redacted_thinking is dropped
+    tool_use, tool_result     a tool call, a message of role tool
+    last message assistant    the reply continues it
+
+Every error has the path of the client's field, such as `messages[0].content[1].input`.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import msgspec
+
+from pipeline.config.settings import LimitSettings as Caps
+from pipeline.runtime import messages as m
+from pipeline.stages.gateway.errors import invalid, unsupported
+from pipeline.stages.gateway.parsing.anthropic import bodies as b
+from pipeline.stages.gateway.parsing.anthropic.tools import choice_of, object_text, tools_json
+
+ERROR_PREFIX = "Error: "
+CALL_ID_PREFIX = "toolu_"
+"""Ids of tool calls begin with it outside. Templates get the rest: some refuse ids that are not in their own format."""
+
+
+class _Turn(msgspec.Struct):
+    """A message of the prompt while its blocks are added."""
+
+    role: str
+    texts: list[str] = []
+    has_parts: bool = False
+    calls: list[m.ToolCall] = []
+    reasoning: list[str] = []
+    tool_call_id: str | None = None
+
+    def message(self) -> m.ChatMessage:
+        has_content = bool(self.texts) or not self.calls
+        return m.ChatMessage(
+            self.role,
+            "\n".join(self.texts) if has_content else None,
+            parts=self.texts if self.has_parts else None,
+            tool_calls=self.calls,
+            tool_call_id=self.tool_call_id,
+            reasoning="\n".join(self.reasoning) if self.reasoning else None,
+        )
+
+
+def num_parts(messages: Sequence[b.InputMessage]) -> int:
+    """Number of messages, tool calls and results: templates write at least one token for each."""
+    counted = (b.ToolUseBlockParam, b.ToolResultBlockParam)
+    calls = (one for one in messages if isinstance(one.content, list))
+    return len(messages) + sum(isinstance(block, counted) for one in calls for block in one.content)
+
+
+def prompt_of(body: b.CountTokensBody, caps: Caps) -> m.ChatPrompt:
+    """The prompt of a request. Raises ApiError."""
+    turns = _turns(body)
+    goes_on = body.messages[-1].role == "assistant"
+    if goes_on and (turns[-1].calls or not turns[-1].texts):
+        at = f"messages[{len(body.messages) - 1}].content"
+        message = f"'{at}' must end with text that the reply continues, because it is the last message"
+        raise invalid(at, message, "invalid_value")
+    choice, name, parallel = choice_of(body, caps)
+    return m.ChatPrompt(
+        [turn.message() for turn in turns],
+        not goes_on,
+        continue_final_message=goes_on,
+        tools=tools_json(body.tools or []),
+        tool_choice=choice,
+        tool_name=name,
+        parallel_tool_calls=parallel,
+        template_kwargs=_template_kwargs(body),
+    )
+
+
+def _template_kwargs(body: b.CountTokensBody) -> str:
+    """The template's arguments as JSON: those that `reasoning_effort` sets in a chat request."""
+    kwargs: dict[str, Any] = {}
+    if body.output_config is not None and body.output_config.effort is not None:
+        kwargs["reasoning_effort"] = body.output_config.effort
+    match body.thinking:
+        case b.ThinkingEnabled():
+            kwargs["enable_thinking"] = True
+        case b.ThinkingDisabled():
+            kwargs = {"reasoning_effort": "none", "enable_thinking": False}
+    return msgspec.json.encode(kwargs).decode() if kwargs else ""
+
+
+# --------------------------------------------------------------------------------------------------------- messages
+
+
+def _turns(body: b.CountTokensBody) -> list[_Turn]:
+    turns: list[_Turn] = []
+    match body.system:
+        case str(text) if text:
+            turns.append(_Turn("system", [text]))
+        case [*blocks] if blocks:
+            turns.append(_Turn("system", [block.text for block in blocks], has_parts=True))
+    for place, message in enumerate(body.messages):
+        at = f"messages[{place}]"
+        if message.role not in b.ROLES:
+            raise invalid(f"{at}.role", f"'{at}.role' must be one of {', '.join(b.ROLES)}", "invalid_value")
+        if not isinstance(message.content, str) and not message.content:
+            raise invalid(f"{at}.content", f"'{at}.content' must not be an empty array", "invalid_value")
+        _add(turns, at, message)
+    return turns
+
+
+def _add(turns: list[_Turn], at: str, message: b.InputMessage) -> None:
+    """Append a message to `turns`, or to the last of them if it has the same role."""
+    role = message.role
+    if isinstance(message.content, str):
+        turn = _turn_of(turns, role)
+        turn.has_parts |= bool(turn.texts)
+        turn.texts.append(message.content)
+        return
+    for place, block in enumerate(message.content):
+        where = f"{at}.content[{place}]"
+        match block:
+            case b.TextBlockParam(text):
+                turn = _turn_of(turns, role)
+                turn.has_parts = True
+                turn.texts.append(text)
+            case b.ToolResultBlockParam():
+                _check_role(where, "tool_result", role, "user")
+                turns.append(_result(where, block))
+            case b.ToolUseBlockParam():
+                _check_role(where, "tool_use", role, "assistant")
+                arguments = object_text(block.input, f"{where}.input")
+                _turn_of(turns, role).calls.append(m.ToolCall(_own_id(block.id), block.name, arguments))
+            case b.ThinkingBlockParam(thinking):
+                _check_role(where, "thinking", role, "assistant")
+                _turn_of(turns, role).reasoning.append(thinking)
+            case b.RedactedThinkingBlockParam():
+                _check_role(where, "redacted_thinking", role, "assistant")
+                _turn_of(turns, role)
+            case _:
+                _refuse(where, block)
+
+
+def _turn_of(turns: list[_Turn], role: str) -> _Turn:
+    """The turn that a block of this role belongs to."""
+    if not turns or turns[-1].role != role:
+        turns.append(_Turn(role))
+    return turns[-1]
+
+
+def _result(at: str, block: b.ToolResultBlockParam) -> _Turn:
+    turn = _Turn("tool", tool_call_id=_own_id(block.tool_use_id))
+    match block.content:
+        case None:
+            turn.texts = [""]
+        case str(text):
+            turn.texts = [text]
+        case blocks:
+            turn.has_parts = True
+            for place, one in enumerate(blocks):
+                if not isinstance(one, b.TextBlockParam):
+                    _refuse(f"{at}.content[{place}]", one)
+                turn.texts.append(one.text)
+    if block.is_error and not "".join(turn.texts[:1]).lower().startswith("error"):
+        turn.texts[:1] = [ERROR_PREFIX + "".join(turn.texts[:1])]
+    return turn
+
+
+def _own_id(call_id: str) -> str:
+    return call_id.removeprefix(CALL_ID_PREFIX) or call_id
+
+
+def _check_role(at: str, kind: str, role: str, allowed: str) -> None:
+    if role != allowed:
+        message = f"'{at}.type' {kind} is only allowed if the message's role is {allowed}"
+        raise invalid(f"{at}.type", message, "invalid_value")
+
+
+def _refuse(at: str, block: Any) -> NoReturn:
+    raise unsupported(f"{at}.type", f"{block.__struct_config__.tag} blocks can't be read, content must be text")

@@ -1,0 +1,125 @@
+"""Parses and checks the bodies of POST /v1/messages and /v1/messages/count_tokens, and translates them to the request
+that /v1/chat/completions makes. Pure: as parse.py."""
+
+import msgspec
+
+from pipeline.runtime import messages as m
+from pipeline.stages.gateway.errors import ApiError, invalid, unsupported
+from pipeline.stages.gateway.parsing.anthropic.bodies import (
+    MESSAGES_NEUTRAL,
+    CountTokensBody,
+    MessagesBody,
+    OutputFormat,
+    ThinkingDisabled,
+)
+from pipeline.stages.gateway.parsing.anthropic.conversation import num_parts, prompt_of
+from pipeline.stages.gateway.parsing.bodies import Body, with_unsupported
+from pipeline.stages.gateway.parsing.decode import decode
+from pipeline.stages.gateway.parsing.parse import (
+    check_model,
+    check_num_messages,
+    lookup,
+    parsed_request_of,
+    with_reply,
+)
+from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
+from pipeline.stages.gateway.parsing.prompt_fields import check_prompt_bytes
+from pipeline.stages.gateway.parsing.structured_outputs import JsonSchemaFormat, ResponseFormat
+from pipeline.text.formats.chat_formats import ChatFormats
+
+_messages = msgspec.json.Decoder(with_unsupported(MessagesBody, MESSAGES_NEUTRAL))
+_counts = msgspec.json.Decoder(with_unsupported(CountTokensBody, MESSAGES_NEUTRAL))
+
+_FIELDS = {
+    "continue_final_message": "messages",
+    "response_format.json_schema.schema": "output_config.format.schema",
+    "stop": "stop_sequences",
+}
+"""Fields of a chat request, and what they are called here."""
+
+
+def parse_messages(body: bytes, limits: RequestLimits) -> ParsedRequest:
+    """Read the body of POST /v1/messages. Raises ApiError."""
+    decoded = decode(_messages, body, MESSAGES_NEUTRAL)
+    try:
+        return _parsed(decoded, limits)
+    except ApiError as error:
+        raise _with_own_field(error) from error
+
+
+def parse_count_tokens(body: bytes, limits: RequestLimits) -> ParsedRequest:
+    """Read the body of POST /v1/messages/count_tokens: a request about its prompt only. Raises ApiError."""
+    decoded = decode(_counts, body, MESSAGES_NEUTRAL)
+    check_model(decoded.model, limits)
+    prompt = _prompt(decoded, limits)
+    check_prompt_bytes([prompt], limits.caps.max_prompt_bytes)
+    parsed = lookup(prompt, m.PromptOptions(any_length=True), "messages", limits)
+    return msgspec.structs.replace(parsed, is_messages=True)
+
+
+def own_param(param: str) -> str:
+    """The path of a chat request's field as this API names it."""
+    return _FIELDS.get(param, param.replace(".function.parameters", ".input_schema"))
+
+
+def _parsed(decoded: MessagesBody, limits: RequestLimits) -> ParsedRequest:
+    config = decoded.output_config
+    body = Body(
+        model=decoded.model,
+        stream=decoded.stream,
+        stop=list(decoded.stop_sequences or []),
+        temperature=decoded.temperature,
+        top_p=decoded.top_p,
+        top_k=decoded.top_k,
+        response_format=None if config is None or config.format is None else _response_format(config.format),
+    )
+    parsed = parsed_request_of(body, 1, lambda: [_prompt(decoded, limits)], decoded.max_tokens, limits, is_chat=True)
+    parsed = msgspec.structs.replace(parsed, is_messages=True, prompt_param="messages")
+    if (grammar := parsed.options.grammar) is not None:
+        parsed = _with_grammar(parsed, msgspec.structs.replace(grammar, param=own_param(grammar.param)))
+    _check_tool_format(parsed, limits.formats)
+    parsed = with_reply(parsed, limits.formats, with_reasoning=_shows_reasoning(decoded))
+    if (grammar := parsed.options.grammar) is not None:
+        parsed = _with_grammar(parsed, msgspec.structs.replace(grammar, param=own_param(grammar.param)))
+    return parsed
+
+
+def _prompt(decoded: CountTokensBody, limits: RequestLimits) -> m.ChatPrompt:
+    check_num_messages(num_parts(decoded.messages), limits)
+    return prompt_of(decoded, limits.caps)
+
+
+def _shows_reasoning(decoded: MessagesBody) -> bool:
+    thinking = decoded.thinking
+    if thinking is None:
+        return True
+    return not isinstance(thinking, ThinkingDisabled) and thinking.display != "omitted"
+
+
+def _response_format(form: OutputFormat) -> ResponseFormat:
+    if form.type != "json_schema":
+        raise invalid("output_config.format.type", "'output_config.format.type' must be json_schema", "invalid_value")
+    return ResponseFormat("json_schema", JsonSchemaFormat(schema=form.schema))
+
+
+def _check_tool_format(parsed: ParsedRequest, formats: ChatFormats) -> None:
+    (prompt,) = parsed.prompts
+    assert isinstance(prompt, m.ChatPrompt)
+    if prompt.tools and prompt.tool_choice == "auto" and formats.tools is None:
+        what = (
+            "the tool call format of the model's chat template is unknown (see chat.tool_call_parser); tool_choice "
+            '{"type": "any"} or {"type": "tool"} works without one'
+        )
+        raise unsupported("tools", what)
+
+
+def _with_grammar(parsed: ParsedRequest, grammar: m.Grammar) -> ParsedRequest:
+    return msgspec.structs.replace(parsed, options=msgspec.structs.replace(parsed.options, grammar=grammar))
+
+
+def _with_own_field(error: ApiError) -> ApiError:
+    """The error with the name that the field has here."""
+    if error.param not in _FIELDS:
+        return error
+    param = own_param(error.param)
+    return ApiError(error.status, error.message.replace(f"'{error.param}'", f"'{param}'"), param, error.code)

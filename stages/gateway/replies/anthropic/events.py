@@ -1,0 +1,154 @@
+"""Stream events of the Messages API. Pure.
+
+    message_start, one or more blocks, message_delta, message_stop
+
+A block is content_block_start, content_block_delta …, content_block_stop; a ping follows the start of the first. An
+empty reply has no block. A failed request ends with an `error` event instead, within a block or between two.
+"""
+
+import time
+from collections.abc import Iterator
+from typing import assert_never
+
+import msgspec
+
+from pipeline.runtime import messages as m
+from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.replies.anthropic.errors import error_json
+from pipeline.stages.gateway.replies.anthropic.messages import NO_INPUT, MessageReader, usage_of
+from pipeline.stages.gateway.replies.anthropic.types import (
+    ContentBlock,
+    ContentBlockDelta,
+    ContentBlockStart,
+    ContentBlockStop,
+    InputJsonDelta,
+    MessageDelta,
+    MessageEvent,
+    MessageReply,
+    MessageStart,
+    MessageStop,
+    Ping,
+    StopDelta,
+    TextBlock,
+    TextDelta,
+    ThinkingBlock,
+    ThinkingDelta,
+    ToolUseBlock,
+)
+from pipeline.stages.gateway.replies.responses import trace_write
+from pipeline.stages.gateway.request import Request
+from pipeline.text.formats.events import Arguments, CallBegun, CallEnded, Content, Event, Reasoning
+
+_encoder = msgspec.json.Encoder()
+
+
+class MessageEvents:
+    """The events of one streamed response, like `responses.Events`."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        (self._sequence,) = request.sequences
+        self._reader = MessageReader(request)
+        self._open: type[ContentBlock] | None = None
+        """The type of the block that has begun and not ended."""
+        self._num_begun = 0
+        self._is_over = False
+        self.has_more = False
+        """As in `responses.Events`; never, because deltas have no details."""
+
+    @property
+    def are_over(self) -> bool:
+        """Whether only `last` remains."""
+        return self._is_over and self._request.is_finished and self._request.failure is None
+
+    def first(self) -> bytes:
+        """The first event. Output may overtake the prompt's ids; call it after these have arrived."""
+        usage = usage_of(self._request)
+        usage.output_tokens = 0
+        message = MessageReply(
+            id=self._request.id,
+            content=[],
+            model=self._request.parsed.model,
+            stop_reason=None,
+            stop_sequence=None,
+            usage=usage,
+        )
+        return self._request.log_output("first", framed(MessageStart(message)))
+
+    def due(self) -> bytes:
+        """Events for the output that has arrived since the last call."""
+        begin_s = time.monotonic()
+        data = b"".join(map(framed, self._due()))
+        if self._request.trace.on:
+            trace_write(self._request, begin_s, data)
+        return self._request.log_output("due", data)
+
+    def _due(self) -> Iterator[MessageEvent]:
+        if self._is_over or self._reader.is_waiting:
+            return
+        is_over = self._sequence.finish not in (m.Finish.NONE, m.Finish.ERROR)
+        found = self._reader.events(self._sequence.take_text())
+        if is_over:
+            found += self._reader.rest()
+            self._is_over = True
+        for event in found:
+            yield from self._events_of(event)
+        if is_over:
+            yield from self._end()
+
+    def _events_of(self, event: Event) -> Iterator[MessageEvent]:
+        match event:
+            case Content(text):
+                if text:
+                    yield from self._within(TextBlock(""))
+                    yield self._delta(TextDelta(text))
+            case Reasoning(text):
+                if text:
+                    yield from self._within(ThinkingBlock(""))
+                    yield self._delta(ThinkingDelta(text))
+            case CallBegun(index, name):
+                yield from self._end()
+                yield from self._begin(ToolUseBlock(self._reader.call_id(index), name, NO_INPUT))
+            case Arguments(_, text):
+                yield self._delta(InputJsonDelta(text))
+            case CallEnded():
+                yield from self._end()
+            case _:
+                assert_never(event)
+
+    def last(self) -> bytes:
+        """The end of a successful stream."""
+        stop = StopDelta(*self._reader.stop_of(self._sequence))
+        data = framed(MessageDelta(stop, usage_of(self._request))) + framed(MessageStop())
+        return self._request.log_output("last", data)
+
+    def failed(self, error: ApiError) -> bytes:
+        """The end of a failed stream."""
+        return b"event: error\ndata: " + error_json(error, self._request.id) + b"\n\n"
+
+    def _within(self, block: ContentBlock) -> Iterator[MessageEvent]:
+        """Begin a block, unless one of its type is open."""
+        if self._open is not type(block):
+            yield from self._end()
+            yield from self._begin(block)
+
+    def _begin(self, block: ContentBlock) -> Iterator[MessageEvent]:
+        self._open = type(block)
+        self._num_begun += 1
+        yield ContentBlockStart(self._num_begun - 1, block)
+        if self._num_begun == 1:
+            yield Ping()
+
+    def _delta(self, delta: TextDelta | ThinkingDelta | InputJsonDelta) -> ContentBlockDelta:
+        return ContentBlockDelta(self._num_begun - 1, delta)
+
+    def _end(self) -> Iterator[MessageEvent]:
+        if self._open is not None:
+            self._open = None
+            yield ContentBlockStop(self._num_begun - 1)
+
+
+def framed(event: MessageEvent) -> bytes:
+    name = event.__struct_config__.tag
+    assert isinstance(name, str)
+    return b"event: " + name.encode() + b"\ndata: " + _encoder.encode(event) + b"\n\n"
