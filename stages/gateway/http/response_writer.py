@@ -16,7 +16,7 @@ from collections.abc import Callable
 from aiohttp import web
 
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.replies import responses, shapes
+from pipeline.stages.gateway.replies import shapes
 from pipeline.stages.gateway.request import Request
 
 HIGH_BYTES = 16 * 1024
@@ -48,13 +48,14 @@ async def send_whole(
     """Wait until a request has finished and send its response, from `body_of` or in the shape of its route. Raises
     ApiError if it fails, ConnectionError as `send`."""
     await request.until(lambda: request.is_finished)
-    body = body_of(request) if body_of is not None else shapes.log_output(request, await _body_of(request))
+    body = body_of(request) if body_of is not None else shapes.log_output(request, await whole_body(request))
     response = web.Response(body=body, content_type="application/json", headers=_headers(request))
     return await send(http_request, response, timeout_s)
 
 
-async def _body_of(request: Request) -> bytes:
-    """Large bodies are built in a thread: a finished request does not change any more."""
+async def whole_body(request: Request) -> bytes:
+    """The body of a finished request. Raises ApiError if there is none. Large bodies are built in a thread: a finished
+    request does not change any more."""
     return await asyncio.to_thread(shapes.body_of, request) if shapes.is_large(request) else shapes.body_of(request)
 
 
@@ -88,7 +89,7 @@ async def send_stream(http_request: web.Request, request: Request, timeout_s: fl
                 else:
                     await request.change(push)
             except ApiError as error:
-                data = events.due() + responses.error_events(error)
+                data = events.due() + events.failed(error)
                 break
             data = events.due()
         else:

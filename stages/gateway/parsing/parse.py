@@ -91,11 +91,11 @@ def parse_chat(body: bytes, limits: RequestLimits) -> ParsedRequest:
             max_tokens_param="max_completion_tokens",
             details=details,
         )
-    return _with_reply(parsed, chat, limits.formats)
+    return with_reply(parsed, chat, limits.formats)
 
 
-def _with_reply(parsed: ParsedRequest, chat: ChatBody, formats: ChatFormats) -> ParsedRequest:
-    """Add the grammar of the reply, and what to parse in it."""
+def with_reply(parsed: ParsedRequest, chat: ChatBody, formats: ChatFormats) -> ParsedRequest:
+    """Add the grammar of the reply, and what to parse in it. Raises ApiError."""
     (prompt,) = parsed.prompts
     assert isinstance(prompt, m.ChatPrompt)
     shows_specials = chat.skip_special_tokens is False

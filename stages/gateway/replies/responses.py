@@ -61,7 +61,7 @@ def whole(request: Request) -> bytes:
         response.timings = timings_of(times_of(request))
     body = _encoder.encode(response)
     if request.trace.on:
-        _trace_write(request, begin_s, body)
+        trace_write(request, begin_s, body)
     return body
 
 
@@ -134,7 +134,7 @@ def detokenized(request: Request) -> bytes:
     return _encoder.encode(Detokenized(prompt_request.prompt_text or ""))
 
 
-def _trace_write(request: Request, begin_s: float, data: bytes) -> None:
+def trace_write(request: Request, begin_s: float, data: bytes) -> None:
     """Trace that a part of a response was written. The last part ends the traces of its prompt requests."""
     requests = [prompt_request.id for prompt_request in request.prompt_requests] if request.is_finished else []
     request.trace.span("write", begin_s, time.monotonic(), {"response_id": request.id, "bytes": len(data)}, requests)
@@ -199,7 +199,7 @@ class Events:
         begin_s = time.monotonic()
         data = b"".join(self._due())
         if self._request.trace.on:
-            _trace_write(self._request, begin_s, data)
+            trace_write(self._request, begin_s, data)
         return self._request.log_output("due", data)
 
     def _due(self) -> Iterator[bytes]:
@@ -261,6 +261,10 @@ class Events:
             yield self._event(
                 ChatDeltaChoice(i, ChatDelta(), reason, sequence.stop_reason, details.chat_logprobs, details.token_ids)
             )
+
+    def failed(self, error: ApiError) -> bytes:
+        """The end of a failed stream."""
+        return error_events(error)
 
     def last(self) -> bytes:
         """The end of a successful stream."""

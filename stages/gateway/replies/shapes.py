@@ -2,17 +2,21 @@
 
 from pipeline.stages.gateway.replies import embeddings, responses, tokens_only
 from pipeline.stages.gateway.request import Request
+from pipeline.stages.gateway.responses_api import reply
+from pipeline.stages.gateway.responses_api.reply import ResponseEvents
 
 LARGE_BYTES = 64 * 1024
 """Size of records from which building the reply takes more than about 5 ms."""
 
-Events = responses.Events | tokens_only.GenerateEvents
+Events = responses.Events | tokens_only.GenerateEvents | ResponseEvents
 
 
 def body_of(request: Request) -> bytes:
     """The response body of a finished request. Raises ApiError if there is none."""
     if request.parsed.embedding is not None:
         return embeddings.embedded(request)
+    if request.parsed.response is not None:
+        return reply.whole(request)
     return tokens_only.generated(request) if request.parsed.is_tokens_only else responses.whole(request)
 
 
@@ -31,4 +35,6 @@ def log_output(request: Request, body: bytes) -> bytes:
 
 def events(request: Request) -> Events:
     """The events of a streamed response."""
+    if request.parsed.response is not None:
+        return ResponseEvents(request)
     return tokens_only.GenerateEvents(request) if request.parsed.is_tokens_only else responses.Events(request)

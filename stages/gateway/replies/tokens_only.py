@@ -10,10 +10,12 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from pipeline.runtime import messages as m
+from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.replies.logprobs import ChatLogprobs
 from pipeline.stages.gateway.replies.responses import (
     DONE,
     MAX_IDS_AT_ONCE,
+    error_events,
     finish_reason,
     framed,
     usage_of,
@@ -116,6 +118,9 @@ class GenerateEvents:
             if is_over:
                 del self._unfinished[i]
             yield framed(_encoder.encode(chunk))
+
+    def failed(self, error: ApiError) -> bytes:
+        return error_events(error)
 
     def last(self) -> bytes:
         if not self._request.parsed.include_usage:
