@@ -14,6 +14,7 @@ from pipeline.stages.gateway.errors import ErrorBody
 from pipeline.stages.gateway.http.routes import ROUTES, Route
 from pipeline.stages.gateway.parsing.conversation import Tool
 from pipeline.stages.gateway.parsing.sampling_fields import COUNTED
+from pipeline.stages.gateway.responses_api.types import DEFAULT_LIMIT, MAX_LIMIT
 from pipeline.version import VERSION
 
 JSON = "application/json"
@@ -35,13 +36,18 @@ _TAG_OF = {
     "render_completion": "Text",
     "models": "Model",
     "model": "Model",
+    "create_response": "Text",
+    "get_response": "Text",
+    "delete_response": "Text",
+    "cancel_response": "Text",
+    "list_input_items": "Text",
 }
 
 ERRORS: dict[int, str] = {
     400: "The request is invalid or not supported: `param` names the field.",
     401: "The API key is missing or invalid.",
     403: "Without API keys: the `Host` or `Origin` header is not one that this server allows.",
-    404: "The model does not exist.",
+    404: "The model or the response does not exist.",
     408: "The body did not arrive in time.",
     413: "The body is larger than `gateway.max_body_bytes`.",
     415: "The body's `Content-Type` is not JSON, or its `Content-Encoding` is not gzip or deflate.",
@@ -119,11 +125,40 @@ def _operation(route: Route, model: str, schemas: Schemas, has_keys: bool) -> di
     return operation
 
 
+_QUERIES: dict[str, list[dict[str, Any]]] = {
+    "list_input_items": [
+        {
+            "name": "limit",
+            "in": "query",
+            "description": "Number of items.",
+            "schema": {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT, "default": DEFAULT_LIMIT},
+        },
+        {
+            "name": "order",
+            "in": "query",
+            "description": "desc: the newest first.",
+            "schema": {"enum": ["asc", "desc"], "default": "desc"},
+        },
+        {
+            "name": "after",
+            "in": "query",
+            "description": "The id of the item before the first one.",
+            "schema": {"type": "string"},
+        },
+    ]
+}
+"""Query parameters of routes, by handler"""
+
+
 def _parameters(route: Route, model: str) -> list[dict[str, Any]]:
     found = []
     if "{model}" in route.path:
-        schema = {"type": "string", "enum": [model]}
+        schema: Schema = {"type": "string", "enum": [model]}
         found.append({"name": "model", "in": "path", "required": True, "schema": schema})
+    if "{response_id}" in route.path:
+        schema = {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$", "examples": ["resp_1"]}
+        found.append({"name": "response_id", "in": "path", "required": True, "schema": schema})
+    found += _QUERIES.get(route.handler, ())
     if route.opens_request:
         found.append(
             {
@@ -148,8 +183,13 @@ def _success(route: Route, schemas: Schemas) -> dict[str, Any]:
     words = route.summary
     if route.event is not None:
         name = schemas.of(route.event)["$ref"].rpartition("/")[2]
-        words += f" With `stream`: server-sent events, each `data: ` and a {name} as JSON; the last is `data: [DONE]`. "
-        words += "If the request fails after its first event, an event has an ErrorBody."
+        words += f" With `stream`: server-sent events, each `data: ` and a {name} as JSON"
+        if route.handler == "create_response":
+            words += ", after a line `event: ` and its type. If the request fails after its first event, the last ones "
+            words += "are `error` and `response.failed`."
+        else:
+            words += "; the last is `data: [DONE]`. If the request fails after its first event, an event has an "
+            words += "ErrorBody."
         content[EVENTS] = {"schema": {"type": "string", "description": f"Events of {name}."}}
     return {"description": words, "content": content}
 
@@ -158,7 +198,7 @@ def _failures(route: Route, has_keys: bool) -> dict[str, Any]:
     statuses: list[int] = [*_ALWAYS, *(_WITH_BODY if route.body is not None else ())]
     if route.method == "POST" and route.body is None:
         statuses.append(415)
-    if route.opens_request or "{model}" in route.path:
+    if route.opens_request or "{" in route.path:
         statuses += _OF_CALLS
     if not has_keys or route.is_admin:
         statuses.remove(401)
@@ -215,5 +255,5 @@ def _narrow(components: dict[str, Schema], model: str, caps: Caps, tool: Schema)
                     part["maxItems"] = getattr(caps, _LISTS[name])
                 if name in _LISTS and "object" in kinds:
                     part["maxProperties"] = getattr(caps, _LISTS[name])
-                if name == "tools" and "array" in kinds:
+                if name == "tools" and "array" in kinds and not is_reply and "$ref" not in part.get("items", ()):
                     part["items"] = tool

@@ -96,7 +96,12 @@ class Schemas:
             if text := _first_paragraph(struct.__doc__):
                 schema["description"] = text
             schema["properties"] = {one.encode_name: self._field(one, docs.get(one.name, "")) for one in info.fields}
-            if required := [one.encode_name for one in info.fields if one.required]:
+            if info.tag_field is not None:
+                schema["properties"] = {info.tag_field: {"enum": [info.tag]}} | schema["properties"]
+            if required := [
+                *([] if info.tag_field is None else [info.tag_field]),
+                *(one.encode_name for one in info.fields if one.required),
+            ]:
                 schema["required"] = required
         return {"$ref": PREFIX + name}
 

@@ -23,10 +23,13 @@ from pipeline.stages.gateway.responses_api.items import Item
 from pipeline.stages.gateway.responses_api.names import renamed
 from pipeline.stages.gateway.responses_api.parsing import parse_response
 from pipeline.stages.gateway.responses_api.store import ResponseStore, StoredResponse
-from pipeline.stages.gateway.responses_api.types import ItemList, ResponseDeleted, ResponseObject
-
-DEFAULT_LIMIT = 20
-MAX_LIMIT = 100
+from pipeline.stages.gateway.responses_api.types import (
+    DEFAULT_LIMIT,
+    MAX_LIMIT,
+    ItemList,
+    ResponseDeleted,
+    ResponseObject,
+)
 
 Parser = Callable[[bytes, RequestLimits], ParsedRequest]
 Read = Callable[[web.Request, Parser], Awaitable[ParsedRequest]]

@@ -1,5 +1,7 @@
 """Parses the body of POST /v1/responses as a chat. Pure: what is stored comes as an argument."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -59,7 +61,8 @@ def parse_response(body: bytes, limits: RequestLimits, stored: Stored, seed: str
     response: ResponsesBody = decode(_bodies, body, RESPONSES_NEUTRAL)
     _check(response)
     is_stored = _is_stored(response, stored)
-    items, num_stored = _items(response, limits, stored, seed)
+    with _renamed_errors():
+        items, num_stored = _items(response, limits, stored, seed)
     messages = messages_of(response.instructions, items, num_stored)
     chat = _chat(response)
 
@@ -68,7 +71,7 @@ def parse_response(body: bytes, limits: RequestLimits, stored: Stored, seed: str
         return [msgspec.structs.replace(chat_prompt(chat, [], limits.caps), messages=messages)]
 
     details = TokenDetailOptions(num_top=_num_top(response, limits))
-    try:
+    with _renamed_errors():
         parsed = parsed_request_of(
             chat,
             1,
@@ -80,14 +83,21 @@ def parse_response(body: bytes, limits: RequestLimits, stored: Stored, seed: str
             details=details,
         )
         parsed = with_reply(parsed, chat, limits.formats)
-    except ApiError as error:
-        raise renamed(error) from error
     return ParsedResponse(
         msgspec.structs.replace(
             parsed, options=_renamed_grammar(parsed.options), response=_form(response, is_stored), prompt_param="input"
         ),
         items,
     )
+
+
+@contextlib.contextmanager
+def _renamed_errors() -> Iterator[None]:
+    """Checks that chats share name a chat's fields."""
+    try:
+        yield
+    except ApiError as error:
+        raise renamed(error) from error
 
 
 def _check(response: ResponsesBody) -> None:

@@ -8,6 +8,10 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 from pipeline.stages.gateway.replies.logprobs import TokenLogprob
 from pipeline.stages.gateway.responses_api.items import Item, OutputText, ReasoningText
 
+DEFAULT_LIMIT = 20
+MAX_LIMIT = 100
+"""Items in a list"""
+
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "cancelled", "failed"]
 
 
@@ -68,7 +72,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     temperature: float
     text: Annotated[Raw, Meta(extra_json_schema={"type": "object"})]
     tool_choice: Annotated[Raw, Meta(extra_json_schema={"type": ["string", "object"]})]
-    tools: Annotated[Raw, Meta(extra_json_schema={"type": "array"})]
+    tools: Annotated[Raw, Meta(extra_json_schema={"type": "array", "items": {"type": "object"}})]
     top_logprobs: int
     top_p: float
     truncation: str
