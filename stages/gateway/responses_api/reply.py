@@ -36,6 +36,13 @@ from pipeline.stages.gateway.responses_api.types import (
 SHUTTING_DOWN = "shutting_down"
 """Code of the error of requests that the server does not finish."""
 
+_STATUSES: dict[m.Finish, ResponseStatus] = {
+    m.Finish.STOP: "completed",
+    m.Finish.LENGTH: "incomplete",
+    m.Finish.ABORT: "cancelled",
+}
+"""By how the output ended; a request that ends with an error fails instead"""
+
 _encoder = msgspec.json.Encoder()
 
 
@@ -98,16 +105,9 @@ def failed(request: Request, error: ApiError, output: list[Item]) -> ResponseObj
 
 def _finished(request: Request, output: list[Item]) -> ResponseObject:
     (sequence,) = request.choices
-    form = request.parsed.response
-    status: ResponseStatus = "completed"
-    reason = ""
-    if sequence.finish == m.Finish.LENGTH:
-        status, reason = "incomplete", "max_output_tokens"
-    elif sequence.finish == m.Finish.ABORT:
-        is_background = form is not None and form.background
-        status, reason = ("cancelled", "") if is_background else ("incomplete", "abort")
-    response = response_of(request, status, output)
-    response.incomplete_details = IncompleteDetails(reason) if reason else None
+    response = response_of(request, _STATUSES[m.Finish(sequence.finish)], output)
+    if response.status == "incomplete":
+        response.incomplete_details = IncompleteDetails("max_output_tokens")
     usage = usage_of(request)
     response.usage = ResponseUsage(
         usage.prompt_tokens,

@@ -39,7 +39,7 @@ class ResponseError(msgspec.Struct):
 
 
 class IncompleteDetails(msgspec.Struct):
-    reason: Annotated[str, Meta(extra_json_schema={"enum": ["max_output_tokens", "abort"]})]
+    reason: Annotated[str, Meta(extra_json_schema={"enum": ["max_output_tokens"]})]
 
 
 class ReasoningEcho(msgspec.Struct):
