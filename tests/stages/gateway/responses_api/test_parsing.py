@@ -350,8 +350,9 @@ def test_a_refusal_names_the_field(fields: dict[str, Any], param: str, code: str
 @pytest.mark.parametrize("name", RESPONSES_NEUTRAL)
 def test_unsupported_fields_are_refused_by_name(name: str) -> None:
     assert name not in ResponsesBody.__struct_fields__
+    fields: dict[str, Any] = {name: ["x"]}
     with pytest.raises(ApiError, match=f"'{name}' is not supported") as refused:
-        parsed(**{name: ["x"]})
+        parsed(**fields)
     assert refused.value.param == name
 
 
