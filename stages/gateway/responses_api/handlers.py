@@ -104,8 +104,10 @@ class ResponsesApi:
             message = f"Response '{shown(response_id)}' can't be cancelled: it was not created with background = true."
             raise invalid("response_id", message, "invalid_value")
         if (request := stored.request) is not None:
+            tasks = [task for task in self._tasks if task.get_name() == response_id]
             await self._aborter.abort([request.id], stored.scope)
-            await asyncio.wait([task for task in self._tasks if task.get_name() == response_id])
+            if tasks:
+                await asyncio.wait(tasks)
         return _json(_now(self._find(http_request)))
 
     async def list_input_items(self, http_request: web.Request) -> web.StreamResponse:

@@ -249,6 +249,25 @@ def test_the_official_client_reads_a_stream(gate: Gate) -> None:
     assert isinstance(last, ResponseCompletedEvent) and last.response.output_text == "Hello"
 
 
+def test_the_official_client_accumulates_all_kinds_of_items(chat_gate: Gate) -> None:
+    with openai.OpenAI(base_url=f"{chat_gate.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+
+        def read() -> Any:
+            tools: Any = [FIND]
+            with client.responses.stream(model=MODEL, input="Hi", tools=tools) as stream:
+                return stream.get_final_response().output
+
+        future = chat_gate.do(read)
+        submit = chat_gate.begin()
+        for char in f"<think>\nHm.\n</think>\n\nI look.\n{CALL}":
+            chat_gate.delta(submit, char)
+        chat_gate.finish(submit)
+        reasoning, message, call = future.result()
+    assert reasoning.content[0].text == "Hm."
+    assert message.content[0].text == "I look."
+    assert (call.name, json.loads(call.arguments)) == ("find", {"a": 1})
+
+
 # ----------------------------------------------------------------------------------------------------------- stored
 
 
