@@ -55,6 +55,24 @@ class GatewaySettings(Frozen, frozen=True):
             description="Maximum size of a request in bytes: an HTTP body, or a message at the ZeroMQ endpoint.",
         ),
     ] = 4 * 1024**2
+    max_stored_responses: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=2**20,
+            description="Maximum number of responses that /v1/responses stores in memory; the oldest are dropped. 0 "
+            "stores none, like several replicas.",
+        ),
+    ] = 1024
+    max_stored_response_bytes: Annotated[
+        int,
+        Meta(
+            ge=1024,
+            le=MAX_BYTES,
+            description="Maximum size of stored responses and their conversations in bytes of JSON; the oldest are "
+            "dropped.",
+        ),
+    ] = 64 * 1024**2
     slow_client_timeout_s: Annotated[
         Seconds,
         Meta(description="Disconnect a client that reads none of its pending data for this long."),

@@ -18,6 +18,7 @@ from pipeline.runtime.stage import Stage
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
 from pipeline.stages.gateway.replies.best_of import best
+from pipeline.stages.gateway.responses_api.types import ResponseObject
 from pipeline.text.formats.chat_formats import ChatFormats
 
 ID_BYTES = 4
@@ -195,10 +196,12 @@ class Request:
         self.received_s = parsed.received_s or replay.monotonic()
         """When the request began to arrive, by time.monotonic()."""
         self.trace = stage.trace
-        self.id = f"{_id_prefix(parsed)}{parsed.request_id or f'{replay.randbits(64):016x}{replay.randbits(64):016x}'}"
+        self.id = _id_of(parsed, replay.randbits)
         self.created = int(replay.time())
-        self.salt = 0 if parsed.reply is None else replay.randbits(64)
-        """Seeds the ids of its tool calls."""
+        self.salt = 0 if parsed.reply is None and parsed.response is None else replay.randbits(64)
+        """Seeds the ids of its tool calls and of a response's items."""
+        self.on_response: Callable[[ResponseObject], None] | None = None
+        """Stores a complete or failed response of /v1/responses before it is sent; it may be called in a thread."""
         self.prompt_requests: list[PromptRequest] = []
         self.sequences: list[SequenceOutput] = []
         """Of all prompts; the position is the choice's index."""
@@ -298,6 +301,12 @@ class Request:
             await self.change()
 
 
+def _id_of(parsed: ParsedRequest, randbits: Callable[[int], int]) -> str:
+    """Ids of /v1/responses are always random: clients refer to stored ones by them."""
+    given = parsed.request_id if parsed.response is None else None
+    return _id_prefix(parsed) + (given or f"{randbits(64):016x}{randbits(64):016x}")
+
+
 def _id_prefix(parsed: ParsedRequest) -> str:
     if parsed.is_lookup:
         return "tokenize-"
@@ -307,4 +316,6 @@ def _id_prefix(parsed: ParsedRequest) -> str:
         return "generate-"
     if parsed.is_messages:
         return "msg_"
+    if parsed.response is not None:
+        return "resp_"
     return "chatcmpl-" if parsed.is_chat else "cmpl-"

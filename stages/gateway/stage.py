@@ -138,6 +138,7 @@ class GatewayStage:
             raise group.exceptions[0] from group
         finally:
             self._requests.close_all(SHUTTING_DOWN)
+            await self._api.responses.wait_closed()
             if self._zmq_server is not None:
                 self._zmq_server.close()
             await runner.cleanup()
@@ -210,6 +211,7 @@ class GatewayStage:
                 gc.freeze()
             case m.Drain(deadline_s):
                 self._readiness.is_draining = True
+                self._cancel_background(SHUTTING_DOWN)
                 if self._drain_task is None:
                     self._start_drain(deadline_s)
             case m.StageDied(stage, reason):
@@ -222,6 +224,11 @@ class GatewayStage:
                 self._is_stopped = True
             case _:
                 assert_never(message)
+
+    def _cancel_background(self, error: ApiError) -> None:
+        """End background responses: no client could fetch them after this process has ended."""
+        if num_cancelled := self._api.responses.cancel_background(error):
+            self._stage.log.info("cancelled background responses", extra={"fields": {"responses": num_cancelled}})
 
     def _start_drain(self, deadline_s: float) -> None:
         """Start to drain. A running drain is replaced: the new deadline is earlier."""

@@ -21,6 +21,7 @@ LIFE = "tests/e2e/test_life_and_death.py"
 REPLICAS = "tests/e2e/test_replicas.py::test_replicas_return_the_same_texts_as_one_of_each"
 JSON_LOGS = "tests/e2e/test_observability.py::test_json_logs_parse_and_have_the_request_id"
 STREAMS = "tests/stages/gateway/http/test_streams.py"
+RESPONSES = "tests/stages/gateway/responses_api/test_handlers.py"
 RUNNER = "tests/stages/execute/test_runner.py"
 BACKEND = "tests/stages/execute/test_backend.py"
 
@@ -48,6 +49,8 @@ EFFECTS = {
     "gateway.max_body_bytes": (
         "tests/stages/gateway/http/test_app.py::TestTooLargeBody::test_a_too_large_body_is_413_before_it_is_read"
     ),
+    "gateway.max_stored_responses": f"{RESPONSES}::test_max_stored_responses_bounds_the_store",
+    "gateway.max_stored_response_bytes": f"{RESPONSES}::test_max_stored_response_bytes_bounds_the_store",
     "gateway.slow_client_timeout_s": f"{STREAMS}::TestSlowReader::test_a_client_that_reads_nothing_is_disconnected",
     "gateway.api_keys_file": f"{AUTH}::test_openai_s_client_is_accepted_only_with_a_key",
     "gateway.allow_unauthenticated": f"{AUTH}::test_it_listens_beyond_this_machine_with_keys_or_allow_unauthenticated",

@@ -7,6 +7,7 @@ _MODEL: dict[str, Any] = {"model": "{model}"}
 
 BODIES: dict[str, dict[str, Any]] = {
     "chat_completions": _MODEL | _CHAT | {"temperature": 0, "max_tokens": 8},
+    "create_response": _MODEL | {"input": "What is the capital of Greece?", "temperature": 0, "max_output_tokens": 8},
     "completions": _MODEL | {"prompt": "One, two, three,", "max_tokens": 3, "temperature": 0},
     "messages": _MODEL | _CHAT | {"max_tokens": 8, "temperature": 0},
     "count_tokens": _MODEL | _CHAT,

@@ -16,10 +16,13 @@ from pipeline.stages.gateway.http.routes import ROUTES, Route
 from pipeline.stages.gateway.parsing.conversation import Tool
 from pipeline.stages.gateway.parsing.sampling_fields import COUNTED
 from pipeline.stages.gateway.replies.anthropic.types import MessagesErrorBody
+from pipeline.stages.gateway.responses_api.types import DEFAULT_LIMIT, MAX_LIMIT
 from pipeline.version import VERSION
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
+TYPED_EVENTS = ("messages", "create_response")
+"""Handlers whose streams have an `event` line with the type of each event."""
 TEXTS = {"/metrics": "text/plain", "/docs": "text/html"}
 """Media types of routes whose replies are not JSON."""
 SECURITY = "apiKey"
@@ -39,13 +42,18 @@ _TAG_OF = {
     "render_completion": "Text",
     "models": "Model",
     "model": "Model",
+    "create_response": "Text",
+    "get_response": "Text",
+    "delete_response": "Text",
+    "cancel_response": "Text",
+    "list_input_items": "Text",
 }
 
 ERRORS: dict[int, str] = {
     400: "The request is invalid or not supported: `param` names the field.",
     401: "The API key is missing or invalid.",
     403: "Without API keys: the `Host` or `Origin` header is not one that this server allows.",
-    404: "The model does not exist.",
+    404: "The model or the response does not exist.",
     408: "The body did not arrive in time.",
     413: "The body is larger than `gateway.max_body_bytes`.",
     415: "The body's `Content-Type` is not JSON, or its `Content-Encoding` is not gzip or deflate.",
@@ -129,11 +137,40 @@ def _operation(route: Route, model: str, schemas: Schemas, has_keys: bool) -> di
     return operation
 
 
+_QUERIES: dict[str, list[dict[str, Any]]] = {
+    "list_input_items": [
+        {
+            "name": "limit",
+            "in": "query",
+            "description": "Number of items.",
+            "schema": {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT, "default": DEFAULT_LIMIT},
+        },
+        {
+            "name": "order",
+            "in": "query",
+            "description": "desc: the newest first.",
+            "schema": {"enum": ["asc", "desc"], "default": "desc"},
+        },
+        {
+            "name": "after",
+            "in": "query",
+            "description": "The id of the item before the first one.",
+            "schema": {"type": "string"},
+        },
+    ]
+}
+"""Query parameters of routes, by handler"""
+
+
 def _parameters(route: Route, model: str) -> list[dict[str, Any]]:
     found = []
     if "{model}" in route.path:
-        schema = {"type": "string", "enum": [model]}
+        schema: Schema = {"type": "string", "enum": [model]}
         found.append({"name": "model", "in": "path", "required": True, "schema": schema})
+    if "{response_id}" in route.path:
+        schema = {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$", "examples": ["resp_1"]}
+        found.append({"name": "response_id", "in": "path", "required": True, "schema": schema})
+    found += _QUERIES.get(route.handler, ())
     if route.opens_request:
         found.append(
             {
@@ -160,11 +197,14 @@ def _success(route: Route, schemas: Schemas) -> dict[str, Any]:
         kinds = schemas.of(route.event)
         names = " or ".join(one["$ref"].rpartition("/")[2] for one in kinds.get("anyOf", [kinds]))
         words += f" With `stream`: server-sent events, each `data: ` and a {names} as JSON. "
-        if "anyOf" in kinds:
+        if route.handler in TYPED_EVENTS:
             words += "An `event: ` line before it has its type. "
         else:
             words += "The last is `data: [DONE]`. "
-        words += f"If the request fails after its first event, an event has a {_error_of(route).__name__}."
+        if route.handler == "create_response":
+            words += "If the request fails after its first event, the last ones are `error` and `response.failed`."
+        else:
+            words += f"If the request fails after its first event, an event has a {_error_of(route).__name__}."
         content[EVENTS] = {"schema": {"type": "string", "description": f"Events of {names}."}}
     return {"description": words, "content": content}
 
@@ -173,7 +213,7 @@ def _failures(route: Route, has_keys: bool) -> dict[str, Any]:
     statuses: list[int] = [*_ALWAYS, *(_WITH_BODY if route.body is not None else ())]
     if route.method == "POST" and route.body is None:
         statuses.append(415)
-    if route.opens_request or "{model}" in route.path:
+    if route.opens_request or "{" in route.path:
         statuses += _OF_CALLS
     if not has_keys or route.is_admin:
         statuses.remove(401)
@@ -238,5 +278,5 @@ def _narrow(components: dict[str, Schema], model: str, caps: Caps, tool: Schema)
                     part["maxItems"] = getattr(caps, _LISTS[name])
                 if name in _LISTS and "object" in kinds:
                     part["maxProperties"] = getattr(caps, _LISTS[name])
-                if name == "tools" and "array" in kinds and "$ref" not in part["items"]:
+                if name == "tools" and "array" in kinds and not is_reply and "$ref" not in part.get("items", ()):
                     part["items"] = tool

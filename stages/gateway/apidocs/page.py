@@ -12,9 +12,9 @@ from typing import Any
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2024; --soft: #5b6470; --line: #dde1e6; --page: #fff; --box: #f5f6f8;
-  --get: #1769aa; --post: #177245; --link: #1558b0; }
+  --get: #1769aa; --post: #177245; --delete: #a4262c; --link: #1558b0; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e4e7eb; --soft: #9aa4b1; --line: #333a43; --page: #14171a;
-  --box: #1d2126; --get: #6cb6ff; --post: #57c98b; --link: #86b7fe; } }
+  --box: #1d2126; --get: #6cb6ff; --post: #57c98b; --delete: #ff7b72; --link: #86b7fe; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 60rem; padding: 1.5rem 1rem 4rem; background: var(--page); color: var(--ink);
   font: 1rem/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
@@ -29,7 +29,7 @@ details[open] { padding-bottom: .9rem; } summary { cursor: pointer; padding: .6r
 [id] { scroll-margin-top: 4rem; }
 summary code { font-weight: 600; } summary .soft { display: block; font-size: .92rem; }
 .verb { display: inline-block; min-width: 3.2rem; font-weight: 700; } .get { color: var(--get); }
-.post { color: var(--post); }
+.post { color: var(--post); } .delete { color: var(--delete); }
 dl { margin: 0; } dt { margin-top: .55rem; padding-top: .55rem; border-top: 1px solid var(--line); }
 dl > dt:first-child { border-top: 0; margin-top: 0; }
 dt code { font-weight: 600; } dd { margin: .1rem 0 0; } .need { color: var(--post); font-size: .85rem; }
@@ -114,8 +114,10 @@ class _Page:
     def _curl(self, path: str, verb: str, route: Object) -> str:
         for one in route.get("parameters", ()):
             if one["in"] == "path":
-                path = path.replace("{" + one["name"] + "}", one["schema"]["enum"][0])
-        line = "curl" + (" -X POST" if verb == "post" and "requestBody" not in route else "") + f" {self._url}{path}"
+                values = one["schema"].get("enum") or one["schema"]["examples"]
+                path = path.replace("{" + one["name"] + "}", values[0])
+        has_method = verb != "get" and "requestBody" not in route
+        line = "curl" + (f" -X {verb.upper()}" if has_method else "") + f" {self._url}{path}"
         if "security" in self._api and "security" not in route:
             line += ' \\\n  -H "Authorization: Bearer $PIPELINE_API_KEY"'
         if "requestBody" in route:

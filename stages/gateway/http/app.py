@@ -41,6 +41,7 @@ from pipeline.stages.gateway.replies.anthropic.messages import counted
 from pipeline.stages.gateway.replies.rendering import Rendering
 from pipeline.stages.gateway.request import Request
 from pipeline.stages.gateway.request_table import RequestTable
+from pipeline.stages.gateway.responses_api.handlers import ResponsesApi
 from pipeline.version import VERSION
 
 BODY_TIMEOUT_S = 60.0
@@ -89,6 +90,7 @@ class Api:
         self._created = int(time.time())
         self._has_keys = has_keys
         self._has_admin_routes = True
+        self.responses = ResponsesApi(self._read_request, requests, aborter, settings)
 
     def app(self, has_admin_routes: bool = True) -> web.Application:
         """All routes, with or without those of `admin_app`."""
@@ -111,8 +113,9 @@ class Api:
     def _def_of(self, route: Route) -> web.RouteDef:
         expect = self._expect_call if route.opens_request else _expect
         options: dict[str, Any] = {"allow_head": True} if route.method == "GET" else {}
-        add = web.get if route.method == "GET" else web.post
-        return add(route.resource, getattr(self, route.handler), expect_handler=expect, **options)
+        add = {"GET": web.get, "POST": web.post, "DELETE": web.delete}[route.method]
+        owner = self.responses if route.path.startswith("/v1/responses") else self
+        return add(route.resource, getattr(owner, route.handler), expect_handler=expect, **options)
 
     def _empty(self) -> web.Application:
         app = web.Application(client_max_size=self._max_body, middlewares=[_format_errors])
@@ -159,6 +162,19 @@ class Api:
     ) -> web.StreamResponse:
         """Handle a request from its body to its response. Aborts what is still open at the end: aiohttp cancels this
         task when the client disconnects."""
+        request = self._requests.open(await self._read_request(http_request, parser))
+        http_request[REQUEST_ID] = request.id
+        try:
+            if request.parsed.stream:
+                return await response_writer.send_stream(http_request, request, self._slow_client_timeout_s)
+            return await response_writer.send_whole(http_request, request, self._slow_client_timeout_s, body_of)
+        except ConnectionError:
+            return web.Response()  # the client has disconnected
+        finally:
+            self._requests.release(request)
+
+    async def _read_request(self, http_request: web.Request, parser: Parser) -> ParsedRequest:
+        """Read and parse a request that can be opened now. Raises ApiError."""
         received_s = time.monotonic()
         self._readiness.require_ready()
         self._requests.check_room()
@@ -167,16 +183,7 @@ class Api:
         request_id = name or parsed.request_id
         parsed = msgspec.structs.replace(parsed, received_s=received_s, request_id=request_id, scope=current_scope())
         self._readiness.require_ready()
-        request = self._requests.open(parsed)
-        http_request[REQUEST_ID] = request.id
-        try:
-            if parsed.stream:
-                return await response_writer.send_stream(http_request, request, self._slow_client_timeout_s)
-            return await response_writer.send_whole(http_request, request, self._slow_client_timeout_s, body_of)
-        except ConnectionError:
-            return web.Response()  # the client has disconnected
-        finally:
-            self._requests.release(request)
+        return parsed
 
     async def _expect_call(self, http_request: web.Request) -> web.StreamResponse | None:
         """Answer an Expect header of a route that opens a request: refuse before the body is sent, if possible."""

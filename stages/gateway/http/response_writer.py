@@ -49,13 +49,14 @@ async def send_whole(
     """Wait until a request has finished and send its response, from `body_of` or in the shape of its route. Raises
     ApiError if it fails, ConnectionError as `send`."""
     await request.until(lambda: request.is_finished)
-    body = body_of(request) if body_of is not None else shapes.log_output(request, await _body_of(request))
+    body = body_of(request) if body_of is not None else shapes.log_output(request, await whole_body(request))
     response = web.Response(body=body, content_type="application/json", headers=_headers(request))
     return await send(http_request, response, timeout_s)
 
 
-async def _body_of(request: Request) -> bytes:
-    """Large bodies are built in a thread: a finished request does not change any more."""
+async def whole_body(request: Request) -> bytes:
+    """The body of a finished request. Raises ApiError if there is none. Large bodies are built in a thread: a finished
+    request does not change any more."""
     return await asyncio.to_thread(shapes.body_of, request) if shapes.is_large(request) else shapes.body_of(request)
 
 

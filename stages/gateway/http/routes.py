@@ -29,13 +29,15 @@ from pipeline.stages.gateway.replies.rendering import Rendered
 from pipeline.stages.gateway.replies.responses import Detokenized, Tokenized
 from pipeline.stages.gateway.replies.tokens_only import GenerateChunk, GenerateReply
 from pipeline.stages.gateway.replies.types import ChatChunk, ChatReply, TextReply
+from pipeline.stages.gateway.responses_api.body import RESPONSES_NEUTRAL, ResponsesBody
+from pipeline.stages.gateway.responses_api.types import ItemList, ResponseDeleted, ResponseEvent, ResponseObject
 
 
 class Route(msgspec.Struct, frozen=True):
     method: str
     path: str
     handler: str
-    """The method of `app.Api`"""
+    """The method of `app.Api`, or of `ResponsesApi` below /v1/responses"""
     summary: str
     body: Any = None
     """Type of the JSON body"""
@@ -72,6 +74,33 @@ ROUTES = (
         ChatReply,
         ChatChunk,
         opens_request=True,
+    ),
+    Route(
+        "POST",
+        "/v1/responses",
+        "create_response",
+        "A response to a text or to items of a conversation.",
+        ResponsesBody,
+        RESPONSES_NEUTRAL,
+        ResponseObject,
+        ResponseEvent,
+        opens_request=True,
+    ),
+    Route("GET", "/v1/responses/{response_id}", "get_response", "A stored response.", reply=ResponseObject),
+    Route("DELETE", "/v1/responses/{response_id}", "delete_response", "Deletes a response.", reply=ResponseDeleted),
+    Route(
+        "POST",
+        "/v1/responses/{response_id}/cancel",
+        "cancel_response",
+        "Cancels a background response.",
+        reply=ResponseObject,
+    ),
+    Route(
+        "GET",
+        "/v1/responses/{response_id}/input_items",
+        "list_input_items",
+        "The items of the conversation before a response.",
+        reply=ItemList,
     ),
     Route(
         "POST",

@@ -6,6 +6,7 @@ from pipeline.config.settings import LimitSettings as Caps
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.parsing.conversation import ReplyForm
 from pipeline.stages.gateway.parsing.token_detail_options import TokenDetailOptions
+from pipeline.stages.gateway.responses_api.form import ResponseForm
 from pipeline.text.formats.chat_formats import ChatFormats
 
 
@@ -83,6 +84,8 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The reply has the prompts' embeddings."""
     reply: ReplyForm | None = None
     """What to parse in the output; None for nothing."""
+    response: ResponseForm | None = None
+    """What the reply repeats, if it is one of /v1/responses."""
     scope: str = ""
     """Scope of the client's API key (`Keys.scope_of`): requests of other scopes neither abort it nor find its
     prefix-cache blocks. Empty without a key."""

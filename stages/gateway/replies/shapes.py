@@ -4,11 +4,13 @@ from pipeline.stages.gateway.replies import embeddings, responses, tokens_only
 from pipeline.stages.gateway.replies.anthropic import messages
 from pipeline.stages.gateway.replies.anthropic.events import MessageEvents
 from pipeline.stages.gateway.request import Request
+from pipeline.stages.gateway.responses_api import reply
+from pipeline.stages.gateway.responses_api.reply import ResponseEvents
 
 LARGE_BYTES = 64 * 1024
 """Size of records from which building the reply takes more than about 5 ms."""
 
-Events = responses.Events | tokens_only.GenerateEvents | MessageEvents
+Events = responses.Events | tokens_only.GenerateEvents | MessageEvents | ResponseEvents
 
 
 def body_of(request: Request) -> bytes:
@@ -17,6 +19,8 @@ def body_of(request: Request) -> bytes:
         return embeddings.embedded(request)
     if request.parsed.is_messages:
         return messages.whole(request)
+    if request.parsed.response is not None:
+        return reply.whole(request)
     return tokens_only.generated(request) if request.parsed.is_tokens_only else responses.whole(request)
 
 
@@ -37,4 +41,6 @@ def events(request: Request) -> Events:
     """The events of a streamed response."""
     if request.parsed.is_messages:
         return MessageEvents(request)
+    if request.parsed.response is not None:
+        return ResponseEvents(request)
     return tokens_only.GenerateEvents(request) if request.parsed.is_tokens_only else responses.Events(request)

@@ -11,8 +11,12 @@ import msgspec
 import pytest
 
 from pipeline.client import protocol as p
+from pipeline.config.settings import Settings
 from pipeline.runtime import messages as m
 from pipeline.runtime.api_keys import Keys
+from pipeline.stages.gateway.http.app import Api
+from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
+from pipeline.stages.gateway.readiness import Readiness
 from tests.stages.gateway.gate import CHAT, COMPLETION, Gate
 from tests.stages.gateway.peers import RawPeer
 
@@ -103,17 +107,13 @@ def test_a_valid_key_gives_the_usual_response(gate: Gate, method: str, path: str
 
 def test_every_registered_route_requires_a_key(gate: Gate) -> None:
     """Including routes that are added later."""
-    from pipeline.stages.gateway.http.app import Api
-
-    class Blank(Api):
-        def __init__(self) -> None:
-            self._max_body = 1
-
-    resources = Blank().app().router.resources()
+    none: Any = None
+    api = Api(Readiness(), none, none, none, none, none, RequestLimits("x", 1), Settings().gateway)
+    resources = api.app().router.resources()
     paths = {resource.canonical.replace("{model}", "x") for resource in resources} - {"/health", "/metrics"}
     assert len(paths) >= 10
     for path in paths:
-        for method in ("GET", "POST", "PUT"):
+        for method in ("GET", "POST", "PUT", "DELETE"):
             assert gate.client.request(method, path).status_code == 401, (method, path)
 
 

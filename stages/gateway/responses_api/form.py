@@ -1,0 +1,30 @@
+"""What a response repeats of its request. Pure."""
+
+import msgspec
+
+
+class ResponseForm(msgspec.Struct, frozen=True, kw_only=True):
+    """A request of POST /v1/responses, besides its prompt and its sampling options.
+
+    Recordings hold it, so its field names must not change.
+    """
+
+    background: bool = False
+    store: bool = False
+    """Whether the response is kept."""
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    metadata: dict[str, str] = {}
+    parallel_tool_calls: bool = True
+    previous_response_id: str | None = None
+    prompt_cache_key: str | None = None
+    effort: str | None = None
+    summary: str | None = None
+    safety_identifier: str | None = None
+    text: str = '{"format":{"type":"text"}}'
+    """JSON, like the next two"""
+    tool_choice: str = '"auto"'
+    tools: str = "[]"
+    top_logprobs: int = 0
+    truncation: str = "disabled"
+    user: str | None = None

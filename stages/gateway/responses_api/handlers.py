@@ -1,0 +1,216 @@
+"""The handlers of the routes below /v1/responses, and the tasks of background responses."""
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from pipeline.config.settings import GatewaySettings
+from pipeline.stages.gateway.admin.abort_requests import RequestAborter
+from pipeline.stages.gateway.errors import ApiError, invalid, shown, unsupported
+from pipeline.stages.gateway.http import response_writer
+from pipeline.stages.gateway.http.guard import current_scope
+from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
+from pipeline.stages.gateway.replies import shapes
+from pipeline.stages.gateway.request import Request
+from pipeline.stages.gateway.request_table import RequestTable
+from pipeline.stages.gateway.responses_api import reply
+from pipeline.stages.gateway.responses_api.items import Item
+from pipeline.stages.gateway.responses_api.names import renamed
+from pipeline.stages.gateway.responses_api.parsing import parse_response
+from pipeline.stages.gateway.responses_api.store import ResponseStore, StoredResponse
+from pipeline.stages.gateway.responses_api.types import (
+    DEFAULT_LIMIT,
+    MAX_LIMIT,
+    ItemList,
+    ResponseDeleted,
+    ResponseObject,
+)
+
+Parser = Callable[[bytes, RequestLimits], ParsedRequest]
+END_TIMEOUT_S = 10.0
+"""How long to wait for the tasks of requests that were aborted: only their responses are left to build."""
+Read = Callable[[web.Request, Parser], Awaitable[ParsedRequest]]
+"""Reads and parses a request's body. Raises ApiError."""
+
+
+class ResponsesApi:
+    """A method for each route below /v1/responses."""
+
+    def __init__(self, read: Read, requests: RequestTable, aborter: RequestAborter, settings: GatewaySettings) -> None:
+        self._read = read
+        self._requests = requests
+        self._aborter = aborter
+        self._slow_client_timeout_s = settings.slow_client_timeout_s
+        self._store = ResponseStore(settings.max_stored_responses, settings.max_stored_response_bytes)
+        self._why_off = ""
+        if settings.replicas > 1:
+            self._why_off = "each gateway has its own memory, and there are several (gateway.replicas)"
+        elif not settings.max_stored_responses:
+            self._why_off = "responses are not stored (gateway.max_stored_responses = 0)"
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # -------------------------------------------------------------------------------------------------------- routes
+
+    async def create_response(self, http_request: web.Request) -> web.StreamResponse:
+        """Open a request and send its response. Unless it is in the background, it is aborted if the client
+        disconnects."""
+        stored = _Stored(self._store, self._why_off, current_scope())
+        items: list[Item] = []
+
+        def parse(body: bytes, limits: RequestLimits) -> ParsedRequest:
+            parsed = parse_response(body, limits, stored, secrets.token_hex(16))
+            items.extend(parsed.items)
+            return parsed.request
+
+        parsed = await self._read(http_request, parse)
+        assert parsed.response is not None
+        request = self._requests.open(parsed)
+        if parsed.response.store:
+            request.on_response = lambda response: self._store.put(StoredResponse(parsed.scope, response, items))
+        if parsed.response.background:
+            return _json(self._start(request, items))
+        try:
+            if parsed.stream:
+                return await response_writer.send_stream(http_request, request, self._slow_client_timeout_s)
+            return await response_writer.send_whole(http_request, request, self._slow_client_timeout_s)
+        except ApiError as error:
+            raise renamed(error) from error
+        except ConnectionError:
+            return web.Response()  # the client has disconnected
+        finally:
+            self._requests.release(request)
+
+    async def get_response(self, http_request: web.Request) -> web.StreamResponse:
+        for name in ("stream", "starting_after"):
+            if http_request.query.get(name, "false").lower() != "false":
+                raise unsupported(name, "a stored response is not streamed")
+        return _json(_now(self._find(http_request)))
+
+    async def delete_response(self, http_request: web.Request) -> web.StreamResponse:
+        stored = self._find(http_request)
+        self._store.delete(stored.response.id)
+        if stored.request is not None:
+            stored.request.on_response = None
+            await self._aborter.abort([stored.request.id], stored.scope)
+        return _json(ResponseDeleted(stored.response.id))
+
+    async def cancel_response(self, http_request: web.Request) -> web.StreamResponse:
+        stored = self._find(http_request)
+        response_id = stored.response.id
+        if not stored.response.background:
+            message = f"Response '{shown(response_id)}' can't be cancelled: it was not created with background = true."
+            raise invalid("response_id", message, "invalid_value")
+        if (request := stored.request) is not None:
+            tasks = [task for task in self._tasks if task.get_name() == response_id]
+            await self._aborter.abort([request.id], stored.scope)
+            if tasks:
+                await asyncio.wait(tasks, timeout=END_TIMEOUT_S)
+        return _json(_now(self._find(http_request)))
+
+    async def list_input_items(self, http_request: web.Request) -> web.StreamResponse:
+        items = list(self._find(http_request).items)
+        query = http_request.query
+        order = query.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise invalid("order", "'order' must be asc or desc", "invalid_value")
+        if order == "desc":
+            items.reverse()
+        text = query.get("limit", str(DEFAULT_LIMIT))
+        if not (text.isascii() and text.isdecimal() and len(text) <= 3 and 1 <= int(text) <= MAX_LIMIT):
+            raise invalid("limit", f"'limit' must be an integer from 1 to {MAX_LIMIT}", "invalid_value")
+        if (after := query.get("after")) is not None:
+            places = [place for place, item in enumerate(items) if item.id == after]
+            if not places:
+                raise invalid("after", f"'after' is '{shown(after)}', which is not an input item", "invalid_value")
+            items = items[places[0] + 1 :]
+        page = items[: int(text)]
+        first, last = (page[0].id, page[-1].id) if page else (None, None)
+        return _json(ItemList(data=page, first_id=first, last_id=last, has_more=len(page) < len(items)))
+
+    def _find(self, http_request: web.Request) -> StoredResponse:
+        """The response that the path names. Raises ApiError."""
+        if self._why_off:
+            raise unsupported("response_id", f"no response can be found: {self._why_off}")
+        return self._store.get(http_request.match_info["response_id"], current_scope())
+
+    # ---------------------------------------------------------------------------------------------------- background
+
+    def _start(self, request: Request, items: list[Item]) -> ResponseObject:
+        """Run a request in the background. Returns its response now."""
+        response = reply.response_of(request, "queued", [])
+        self._store.put(StoredResponse(request.parsed.scope, response, items, request))
+        task = asyncio.get_running_loop().create_task(self._run(request), name=request.id)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return response
+
+    async def _run(self, request: Request) -> None:
+        """Wait for a background request and store its response."""
+        error: ApiError | None = ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "the server could not finish this request")
+        try:
+            await request.until(lambda: request.is_finished)
+            shapes.log_output(request, await response_writer.whole_body(request))
+            error = None
+        except ApiError as failure:
+            error = failure
+        finally:
+            if error is not None:
+                reply.failed(request, renamed(error), [])
+            self._requests.release(request)
+
+    def cancel_background(self, error: ApiError) -> int:
+        """End all background responses with an error: the server stops. Returns their number."""
+        running = self._store.running()
+        for stored in running:
+            if stored.request is not None:
+                stored.request.fail(error)
+        return len(running)
+
+    async def wait_closed(self) -> None:
+        """Wait for the tasks of requests that have ended."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=END_TIMEOUT_S)
+
+
+class _Stored:
+    """What a client may refer to."""
+
+    def __init__(self, store: ResponseStore, why_off: str, scope: str) -> None:
+        self._store = store
+        self.is_on = not why_off
+        self.why_off = why_off
+        self._scope = scope
+
+    def conversation(self, response_id: str) -> list[Item]:
+        try:
+            stored = self._store.get(response_id, self._scope)
+        except ApiError:
+            message = f"Previous response with id '{shown(response_id)}' not found."
+            raise ApiError(
+                HTTPStatus.BAD_REQUEST, message, "previous_response_id", code="previous_response_not_found"
+            ) from None
+        if stored.is_running:
+            message = f"Previous response with id '{shown(response_id)}' is not finished."
+            raise invalid("previous_response_id", message, "invalid_value")
+        return stored.conversation
+
+    def item(self, param: str, item_id: str) -> Item:
+        if not self.is_on:
+            raise unsupported(param, self.why_off)
+        return self._store.item(param, item_id, self._scope)
+
+
+def _now(stored: StoredResponse) -> ResponseObject:
+    """A response as it is now."""
+    if stored.request is None or not stored.request.has_begun:
+        return stored.response
+    return msgspec.structs.replace(stored.response, status="in_progress")
+
+
+def _json(value: Any) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")

@@ -1,0 +1,225 @@
+"""Items of conversations: messages, function calls, their outputs, and reasoning. Pure.
+
+`Item` is what a response returns, stores and lists. `InputItem` is an entry of the field `input`, which clients may
+write in several ways; `item_of` checks it and converts it.
+"""
+
+import hashlib
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from pipeline.stages.gateway.errors import invalid, shown, unsupported
+from pipeline.stages.gateway.parsing.conversation import MAX_ID_CHARS
+from pipeline.stages.gateway.replies.logprobs import TokenLogprob
+
+ROLES = ("user", "assistant", "system", "developer")
+Status = Literal["in_progress", "completed", "incomplete"]
+MAX_ITEM_ID_CHARS = 128
+
+
+class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
+    text: str
+    annotations: Annotated[list[Any], Meta(description="Always empty.")] = []
+    logprobs: Annotated[list[TokenLogprob], Meta(description="With include: message.output_text.logprobs.")] = []
+
+
+class InputText(msgspec.Struct, tag_field="type", tag="input_text"):
+    text: str
+
+
+class Refusal(msgspec.Struct, tag_field="type", tag="refusal"):
+    refusal: str
+
+
+class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
+    text: str
+
+
+class SummaryText(msgspec.Struct, tag_field="type", tag="summary_text"):
+    text: str
+
+
+class MessageItem(msgspec.Struct, tag_field="type", tag="message"):
+    id: str
+    role: str
+    status: Status
+    content: list[OutputText | InputText | Refusal]
+
+
+class FunctionCallItem(msgspec.Struct, tag_field="type", tag="function_call"):
+    id: str
+    call_id: str
+    name: str
+    arguments: Annotated[str, Meta(description="JSON text, as the model wrote it.")]
+    status: Status
+
+
+class FunctionCallOutputItem(msgspec.Struct, tag_field="type", tag="function_call_output"):
+    id: str
+    call_id: str
+    output: str
+    status: Status
+
+
+class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning"):
+    id: str
+    summary: Annotated[list[SummaryText], Meta(description="Empty in output: the content has the reasoning.")]
+    content: list[ReasoningText]
+    status: Status
+
+
+Item = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
+
+PREFIXES: dict[type, str] = {
+    MessageItem: "msg",
+    FunctionCallItem: "fc",
+    FunctionCallOutputItem: "fco",
+    ReasoningItem: "rs",
+}
+"""Of the ids of items"""
+
+
+def item_id(kind: type, seed: str) -> str:
+    """A unique id, which is the same in a replay."""
+    return f"{PREFIXES[kind]}_{hashlib.blake2b(seed.encode(), digest_size=16).hexdigest()}"
+
+
+# ------------------------------------------------------------------------------------------------------------ input
+
+
+class InputPart(msgspec.Struct):
+    """A part of a message, of reasoning, or of a function's output"""
+
+    type: Annotated[str, Meta(description="input_text, output_text, refusal, reasoning_text or summary_text")]
+    text: str | None = None
+    refusal: str | None = None
+
+
+ItemId = Annotated[str, Meta(max_length=MAX_ITEM_ID_CHARS)]
+
+
+class InputItem(msgspec.Struct):
+    """An entry of `input`"""
+
+    type: (
+        Annotated[
+            str,
+            Meta(
+                description="message (the default if there is a role), function_call, function_call_output, reasoning, "
+                "or item_reference: the id of an item of a stored response."
+            ),
+        ]
+        | None
+    ) = None
+    id: ItemId | None = None
+    role: Annotated[str, Meta(extra_json_schema={"enum": list(ROLES)})] | None = None
+    content: str | list[InputPart] | None = None
+    call_id: Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)] | None = None
+    name: str | None = None
+    arguments: Annotated[str, Meta(description="JSON text")] | None = None
+    output: Annotated[str | list[InputPart], Meta(description="What the function returned.")] | None = None
+    summary: list[InputPart] | None = None
+    encrypted_content: Annotated[str, Meta(description="No effect.")] | None = None
+    status: str | None = None
+
+
+Find = Callable[[str, str], Item]
+"""Returns the stored item with an id; the first argument is the field that names it. Raises ApiError."""
+
+
+def item_of(place: int, item: InputItem, seed: str, find: Find) -> Item:
+    """Check an entry of `input`. `seed` is for the id of an item without one. Raises ApiError."""
+    at = f"input[{place}]"
+    match _type_of(at, item):
+        case "message":
+            return _message(at, item, seed)
+        case "function_call":
+            for name in ("call_id", "name", "arguments"):
+                if getattr(item, name) is None:
+                    raise _required(f"{at}.{name}")
+            found = item.id or item_id(FunctionCallItem, seed)
+            return FunctionCallItem(found, item.call_id or "", item.name or "", item.arguments or "", "completed")
+        case "function_call_output":
+            if item.call_id is None:
+                raise _required(f"{at}.call_id")
+            if item.output is None:
+                raise _required(f"{at}.output")
+            found = item.id or item_id(FunctionCallOutputItem, seed)
+            return FunctionCallOutputItem(found, item.call_id, _joined(f"{at}.output", item.output), "completed")
+        case "reasoning":
+            return _reasoning(at, item, seed)
+        case "item_reference":
+            if item.id is None:
+                raise _required(f"{at}.id")
+            return find(f"{at}.id", item.id)
+        case other:
+            what = f"'{shown(other)}' is not one of message, function_call, function_call_output, reasoning"
+            raise unsupported(f"{at}.type", f"{what} and item_reference")
+
+
+def _type_of(at: str, item: InputItem) -> str:
+    if item.type is not None:
+        return item.type
+    if item.role is not None:
+        return "message"
+    if item.id is not None:
+        return "item_reference"
+    raise _required(f"{at}.role")
+
+
+def _message(at: str, item: InputItem, seed: str) -> MessageItem:
+    if item.role is None:
+        raise _required(f"{at}.role")
+    if item.role not in ROLES:
+        raise invalid(f"{at}.role", f"'{at}.role' must be one of {', '.join(ROLES)}", "invalid_value")
+    is_output = item.role == "assistant"
+    parts: list[OutputText | InputText | Refusal] = []
+    match item.content:
+        case None:
+            raise _required(f"{at}.content")
+        case str(text):
+            parts.append(OutputText(text) if is_output else InputText(text))
+        case given:
+            for j, part in enumerate(given):
+                where = f"{at}.content[{j}]"
+                if part.type == "refusal" and is_output:
+                    if part.refusal is None:
+                        raise _required(f"{where}.refusal")
+                    parts.append(Refusal(part.refusal))
+                else:
+                    text = _text(where, part, ("input_text", "output_text"))
+                    parts.append(OutputText(text) if is_output else InputText(text))
+    return MessageItem(item.id or item_id(MessageItem, seed), item.role, "completed", parts)
+
+
+def _reasoning(at: str, item: InputItem, seed: str) -> ReasoningItem:
+    summary = [
+        SummaryText(_text(f"{at}.summary[{j}]", part, ("summary_text",))) for j, part in enumerate(item.summary or ())
+    ]
+    content = [ReasoningText(item.content)] if isinstance(item.content, str) else []
+    if isinstance(item.content, list):
+        content = [
+            ReasoningText(_text(f"{at}.content[{j}]", part, ("reasoning_text",))) for j, part in enumerate(item.content)
+        ]
+    return ReasoningItem(item.id or item_id(ReasoningItem, seed), summary, content, "completed")
+
+
+def _joined(at: str, output: str | list[InputPart]) -> str:
+    if isinstance(output, str):
+        return output
+    return "\n".join(_text(f"{at}[{j}]", part, ("input_text", "output_text")) for j, part in enumerate(output))
+
+
+def _text(at: str, part: InputPart, types: tuple[str, ...]) -> str:
+    if part.type not in types:
+        raise unsupported(f"{at}.type", f"'{shown(part.type)}' is not {' or '.join(types)}: content must be text")
+    if part.text is None:
+        raise _required(f"{at}.text")
+    return part.text
+
+
+def _required(param: str) -> Exception:
+    return invalid(param, f"'{param}' is required")

@@ -1,0 +1,81 @@
+"""Converts the items of a conversation to the messages of a chat. Pure.
+
+An assistant's turn may be several items: reasoning, a message, and function calls. A chat has one message for them.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from pipeline.runtime import messages as m
+from pipeline.stages.gateway.errors import invalid, shown
+from pipeline.stages.gateway.responses_api.items import (
+    FunctionCallItem,
+    FunctionCallOutputItem,
+    Item,
+    MessageItem,
+    ReasoningItem,
+    Refusal,
+)
+
+
+class _Turn(msgspec.Struct):
+    """Items of an assistant that become one message."""
+
+    reasoning: list[str] = []
+    parts: list[str] | None = None
+    calls: list[m.ToolCall] = []
+
+    def message(self) -> m.ChatMessage:
+        content = None if self.parts is None and self.calls else "\n".join(self.parts or ())
+        parts = self.parts if self.parts is not None and len(self.parts) > 1 else None
+        reasoning = "\n".join(self.reasoning) or None
+        return m.ChatMessage("assistant", content, parts=parts, tool_calls=self.calls, reasoning=reasoning)
+
+
+def messages_of(instructions: str | None, items: Sequence[Item], num_stored: int) -> list[m.ChatMessage]:
+    """The messages of a conversation. `num_stored` of the items come from the previous response; the others are the
+    field `input`. Raises ApiError if an output answers no call."""
+    found = [] if instructions is None else [m.ChatMessage("system", instructions)]
+    turn: _Turn | None = None
+    call_ids: set[str] = set()
+    for place, item in enumerate(items):
+        is_own = not isinstance(item, FunctionCallOutputItem) and (
+            not isinstance(item, MessageItem) or item.role == "assistant"
+        )
+        if turn is not None and (not is_own or _begins(item, turn)):
+            found.append(turn.message())
+            turn = None
+        if is_own and turn is None:
+            turn = _Turn()
+        match item:
+            case MessageItem(role="assistant") if turn is not None:
+                turn.parts = _texts(item)
+            case MessageItem():
+                texts = _texts(item)
+                found.append(m.ChatMessage(item.role, "\n".join(texts), parts=texts if len(texts) > 1 else None))
+            case FunctionCallItem() if turn is not None:
+                call_ids.add(item.call_id)
+                turn.calls.append(m.ToolCall(item.call_id, item.name, item.arguments))
+            case ReasoningItem() if turn is not None:
+                turn.reasoning += [part.text for part in item.content or item.summary]
+            case FunctionCallOutputItem():
+                if item.call_id not in call_ids:
+                    param = f"input[{place - num_stored}].call_id"
+                    message = f"'{param}' is {shown(item.call_id)!r}, and no function_call before it has this call_id"
+                    raise invalid(param, message, "invalid_value")
+                found.append(m.ChatMessage("tool", item.output, tool_call_id=item.call_id))
+    if turn is not None:
+        found.append(turn.message())
+    return found
+
+
+def _begins(item: Item, turn: _Turn) -> bool:
+    """Whether an item of the assistant begins another message."""
+    if isinstance(item, FunctionCallItem):
+        return False
+    return turn.parts is not None or bool(turn.calls)
+
+
+def _texts(item: MessageItem) -> list[str]:
+    return [part.refusal if isinstance(part, Refusal) else part.text for part in item.content]

@@ -1,0 +1,295 @@
+"""Parses the body of POST /v1/responses as a chat. Pure: what is stored comes as an argument."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+from msgspec import UNSET, Raw, UnsetType
+
+from pipeline.runtime import messages as m
+from pipeline.stages.gateway.errors import ApiError, invalid, shown, unsupported
+from pipeline.stages.gateway.parsing.bodies import ChatBody, with_unsupported
+from pipeline.stages.gateway.parsing.conversation import chat_prompt
+from pipeline.stages.gateway.parsing.decode import decode
+from pipeline.stages.gateway.parsing.parse import check_num_messages, parsed_request_of, with_reply
+from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
+from pipeline.stages.gateway.parsing.sampling_fields import SamplingFields
+from pipeline.stages.gateway.parsing.structured_outputs import JsonSchemaFormat, ResponseFormat
+from pipeline.stages.gateway.parsing.token_detail_options import TokenDetailOptions, check_num_top
+from pipeline.stages.gateway.responses_api.body import (
+    INCLUDE_LOGPROBS,
+    INCLUDES,
+    RESPONSES_NEUTRAL,
+    FunctionChoice,
+    FunctionTool,
+    ResponsesBody,
+    TextConfig,
+)
+from pipeline.stages.gateway.responses_api.form import ResponseForm
+from pipeline.stages.gateway.responses_api.items import InputItem, InputText, Item, MessageItem, item_id, item_of
+from pipeline.stages.gateway.responses_api.messages import messages_of
+from pipeline.stages.gateway.responses_api.names import renamed
+
+_bodies = msgspec.json.Decoder(with_unsupported(ResponsesBody, RESPONSES_NEUTRAL))
+FORMATS = ("text", "json_object", "json_schema")
+TO_CHATS = ("seed", "parallel_tool_calls", "chat_template_kwargs", "stream", "request_id", "priority", "cache_salt")
+"""Fields that are the same in a chat, besides those of sampling."""
+
+
+class Stored(Protocol):
+    """The stored responses that a client may refer to. `is_on`: responses are stored."""
+
+    is_on: bool
+    why_off: str
+
+    def conversation(self, response_id: str) -> list[Item]:
+        """The items before and of a response. Raises ApiError."""
+
+    def item(self, param: str, item_id: str) -> Item:
+        """An item. Raises ApiError."""
+
+
+class ParsedResponse(NamedTuple):
+    request: ParsedRequest
+    items: list[Item]
+    """The conversation, to which the output will be added."""
+
+
+def parse_response(body: bytes, limits: RequestLimits, stored: Stored, seed: str) -> ParsedResponse:
+    """Read a body. `seed` makes the ids of new items unique. Raises ApiError."""
+    response: ResponsesBody = decode(_bodies, body, RESPONSES_NEUTRAL)
+    _check(response)
+    is_stored = _is_stored(response, stored)
+    with _renamed_errors():
+        items, num_stored = _items(response, limits, stored, seed)
+    messages = messages_of(response.instructions, items, num_stored)
+    chat = _chat(response)
+
+    def prompts() -> list[m.Prompt]:
+        check_num_messages(len(messages), limits)
+        return [msgspec.structs.replace(chat_prompt(chat, [], limits.caps), messages=messages)]
+
+    details = TokenDetailOptions(num_top=_num_top(response, limits))
+    with _renamed_errors():
+        parsed = parsed_request_of(
+            chat,
+            1,
+            prompts,
+            response.max_output_tokens,
+            limits,
+            is_chat=True,
+            max_tokens_param="max_output_tokens",
+            details=details,
+        )
+        parsed = with_reply(parsed, limits.formats)
+    return ParsedResponse(
+        msgspec.structs.replace(
+            parsed, options=_renamed_grammar(parsed.options), response=_form(response, is_stored), prompt_param="input"
+        ),
+        items,
+    )
+
+
+@contextlib.contextmanager
+def _renamed_errors() -> Iterator[None]:
+    """Checks that chats share name a chat's fields."""
+    try:
+        yield
+    except ApiError as error:
+        raise renamed(error) from error
+
+
+def _check(response: ResponsesBody) -> None:
+    """Check the fields that only responses have, and refuse those that only chats have."""
+    _check_stream(response)
+    if response.n not in (None, 1):
+        raise unsupported("n", "a response has one choice")
+    if response.response_format is not None:
+        raise unsupported("response_format", "use text.format")
+    if response.prompt_logprobs is not None:
+        raise unsupported("prompt_logprobs", "a response has no place for them")
+    for place, name in enumerate(response.include or ()):
+        if name not in INCLUDES:
+            raise unsupported(f"include[{place}]", f"'{shown(name)}' is not one of {', '.join(INCLUDES)}")
+    if response.text is not None and response.text.verbosity not in (None, "medium"):
+        raise unsupported("text.verbosity", "only medium")
+    if (reasoning := response.reasoning) is not None:
+        for name in ("summary", "generate_summary"):
+            if getattr(reasoning, name) not in (None, "auto"):
+                raise unsupported(f"reasoning.{name}", "only auto: the response has the reasoning itself")
+
+
+def _check_stream(response: ResponsesBody) -> None:
+    if response.stream_options is not None:
+        if not response.stream:
+            raise invalid("stream_options", "'stream_options' is only allowed together with stream = true")
+        if response.stream_options.include_obfuscation:
+            raise unsupported("stream_options.include_obfuscation")
+    if response.background and response.stream:
+        raise unsupported("stream", "a background response is not streamed: GET /v1/responses/ID returns it")
+
+
+def _is_stored(response: ResponsesBody, stored: Stored) -> bool:
+    """Whether the response is stored. Raises ApiError if it must be and can't."""
+    if not stored.is_on:
+        if response.background:
+            raise unsupported("background", stored.why_off)
+        if response.previous_response_id is not None:
+            raise unsupported("previous_response_id", stored.why_off)
+        return False
+    if response.background and response.store is False:
+        raise invalid("background", "'background' is not allowed together with store = false", "invalid_value")
+    return response.store is not False
+
+
+def _items(response: ResponsesBody, limits: RequestLimits, stored: Stored, seed: str) -> tuple[list[Item], int]:
+    """The conversation, and how many of its items come from the previous response."""
+    items = [] if response.previous_response_id is None else stored.conversation(response.previous_response_id)
+    num_stored = len(items)
+    match response.input:
+        case None:
+            raise invalid("input", "'input' is required")
+        case str(text):
+            new: list[Item] = [MessageItem(item_id(MessageItem, f"{seed} 0"), "user", "completed", [InputText(text)])]
+        case []:
+            raise invalid("input", "'input' must not be an empty array", "invalid_value")
+        case given:
+            check_num_messages(num_stored + len(given), limits)
+            new = [_item(place, one, seed, stored) for place, one in enumerate(given)]
+    return items + new, num_stored
+
+
+def _item(place: int, item: InputItem, seed: str, stored: Stored) -> Item:
+    return item_of(place, item, f"{seed} {place}", stored.item)
+
+
+def _chat(response: ResponsesBody) -> ChatBody:
+    """The chat that gives the same output."""
+    names = (*(name for name in SamplingFields.__struct_fields__ if name != "response_format"), *TO_CHATS, "timeout_s")
+    reasoning = response.reasoning
+    return ChatBody(
+        **{name: getattr(response, name) for name in dict.fromkeys(names)},
+        model=response.model,
+        messages=[],
+        tools=Raw(_encoded([_chat_tool(place, tool) for place, tool in enumerate(response.tools or ())])),
+        tool_choice=Raw(_encoded(_chat_choice(response.tool_choice))),
+        response_format=_response_format(response.text),
+        reasoning_effort=None if reasoning is None else reasoning.effort,
+        truncate_prompt_tokens=-1 if response.truncation == "auto" else None,
+    )
+
+
+class _ChatFunction(msgspec.Struct, omit_defaults=True):
+    name: str
+    description: str | UnsetType = UNSET
+    parameters: Raw | UnsetType = UNSET
+    strict: bool | UnsetType = UNSET
+
+
+class _ChatTool(msgspec.Struct):
+    type: str
+    function: _ChatFunction
+
+
+class _ReplyTool(_ChatFunction, kw_only=True):
+    """A tool as the response repeats it"""
+
+    type: str
+
+
+def _chat_tool(place: int, tool: FunctionTool) -> _ChatTool:
+    if tool.type != "function":
+        what = f"'{shown(tool.type)}' is not available, tools are functions"
+        raise unsupported(f"tools[{place}].type", what)
+    if tool.name is None:
+        raise invalid(f"tools[{place}].name", f"'tools[{place}].name' is required")
+    return _ChatTool("function", _ChatFunction(tool.name, *_optional(tool)))
+
+
+def _optional(tool: FunctionTool) -> tuple[str | UnsetType, Raw | UnsetType, bool | UnsetType]:
+    return (
+        UNSET if tool.description is None else tool.description,
+        UNSET if bytes(tool.parameters) in (b"", b"null") else tool.parameters,
+        UNSET if tool.strict is None else tool.strict,
+    )
+
+
+def _chat_choice(choice: str | FunctionChoice | None) -> Any:
+    match choice:
+        case None | "none" | "auto" | "required":
+            return choice
+        case str():
+            words = 'none, auto, required or {"type": "function", "name": …}'
+            raise invalid("tool_choice", f"'tool_choice' must be {words}", "invalid_value")
+    if choice.type != "function":
+        raise unsupported("tool_choice.type", f"'{shown(choice.type)}' is not available, use function")
+    if choice.name is None:
+        raise invalid("tool_choice.name", "'tool_choice.name' is required")
+    return {"type": "function", "function": {"name": choice.name}}
+
+
+def _response_format(text: TextConfig | None) -> ResponseFormat | None:
+    if text is None or text.format is None:
+        return None
+    given = text.format
+    if given.type not in FORMATS:
+        raise invalid("text.format.type", f"'text.format.type' must be one of {', '.join(FORMATS)}", "invalid_value")
+    return ResponseFormat(given.type, JsonSchemaFormat(schema=given.schema) if given.type == "json_schema" else None)
+
+
+def _renamed_grammar(options: m.GenerationOptions) -> m.GenerationOptions:
+    """Name the field of the grammar as in this API: ingest reports it."""
+    if options.grammar is None or not options.grammar.param.startswith("response_format"):
+        return options
+    param = "text.format.schema" if options.grammar.kind == "closed_schema" else "text.format"
+    return msgspec.structs.replace(options, grammar=msgspec.structs.replace(options.grammar, param=param))
+
+
+def _num_top(response: ResponsesBody, limits: RequestLimits) -> int | None:
+    if INCLUDE_LOGPROBS not in (response.include or ()):
+        if response.top_logprobs:
+            message = f"'top_logprobs' is only allowed together with include: [\"{INCLUDE_LOGPROBS}\"]"
+            raise invalid("top_logprobs", message)
+        return None
+    return check_num_top("top_logprobs", response.top_logprobs or 0, limits.caps)
+
+
+def _form(response: ResponsesBody, is_stored: bool) -> ResponseForm:
+    tools = [_ReplyTool(tool.name or "", *_optional(tool), type="function") for tool in response.tools or ()]
+    text_format: dict[str, Any] = {"type": "text"}
+    if response.text is not None and response.text.format is not None:
+        given = response.text.format
+        text_format = {"type": given.type}
+        if given.type == "json_schema":
+            text_format |= {
+                "name": given.name or "",
+                "description": given.description,
+                "schema": given.schema,
+                "strict": given.strict,
+            }
+    reasoning = response.reasoning
+    summary = None if reasoning is None else reasoning.summary or reasoning.generate_summary
+    return ResponseForm(
+        background=bool(response.background),
+        store=is_stored,
+        instructions=response.instructions,
+        max_output_tokens=response.max_output_tokens,
+        metadata=dict(response.metadata or {}),
+        parallel_tool_calls=response.parallel_tool_calls is not False,
+        previous_response_id=response.previous_response_id,
+        prompt_cache_key=response.prompt_cache_key,
+        effort=None if reasoning is None else reasoning.effort,
+        summary=summary,
+        safety_identifier=response.safety_identifier,
+        text=_encoded({"format": text_format, "verbosity": "medium"}).decode(),
+        tool_choice=_encoded("auto" if response.tool_choice is None else response.tool_choice).decode(),
+        tools=_encoded(tools).decode(),
+        top_logprobs=response.top_logprobs or 0,
+        truncation=response.truncation or "disabled",
+        user=response.user,
+    )
+
+
+def _encoded(value: Any) -> bytes:
+    return msgspec.json.encode(value)
