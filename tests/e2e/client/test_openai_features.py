@@ -220,7 +220,7 @@ def test_an_invalid_schema_is_rejected_at_once(client: OpenAI) -> None:
 
 def test_unknown_routes_return_404(client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError):
-        client.responses.create(model=MODEL, input="Hi")
+        client.images.generate(model=MODEL, prompt="Hi")
 
 
 def test_a_client_that_times_out_aborts_its_request(client: OpenAI, server: Server) -> None:

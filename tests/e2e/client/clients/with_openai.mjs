@@ -157,6 +157,22 @@ test("vectors are the same as numbers and as base64", async () => {
   assert.deepEqual(short.data.map((one) => one.embedding.length), [8, 8]);
 });
 
+test("a response is the same whole and streamed, and continues a stored one", async () => {
+  const request = { model, input: "What is the capital of France?", temperature: 0, max_output_tokens: 16 };
+  const whole = await client.responses.create(request);
+  assert.equal(whole.status, "completed");
+  const stream = client.responses.stream(request);
+  let text = "";
+  stream.on("response.output_text.delta", (event) => (text += event.delta));
+  const last = await stream.finalResponse();
+  assert.deepEqual([text, last.output_text], [whole.output_text, whole.output_text]);
+  const next = await client.responses.create({ ...request, input: "And of Spain?", previous_response_id: whole.id });
+  assert.equal(next.previous_response_id, whole.id);
+  assert.ok(next.usage.input_tokens > whole.usage.input_tokens + whole.usage.output_tokens);
+  await client.responses.delete(whole.id);
+  await assert.rejects(client.responses.retrieve(whole.id), OpenAI.NotFoundError);
+});
+
 test("errors are of the classes of their status", async () => {
   const headers = { "X-Request-Id": "mine-1" };
   await assert.rejects(client.chat.completions.create({ ...ask, temperature: 9 }, { headers }), (error) => {
@@ -166,6 +182,6 @@ test("errors are of the classes of their status", async () => {
     return true;
   });
   await assert.rejects(client.chat.completions.create({ ...ask, model: "another" }), OpenAI.NotFoundError);
-  await assert.rejects(client.responses.create({ model, input: "Hi" }), OpenAI.NotFoundError);
+  await assert.rejects(client.images.generate({ model, prompt: "Hi" }), OpenAI.NotFoundError);
   await assert.rejects(client.chat.completions.create({ ...ask, max_tokens: 4000, ignore_eos: true }, { timeout: 200 }), OpenAI.APIConnectionTimeoutError);
 });
