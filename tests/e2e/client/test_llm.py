@@ -90,9 +90,6 @@ def test_ten_thousand_prompts_keep_their_order_and_memory_is_bounded(llm: LLM) -
     processes = [psutil.Process(), server, *server.children(recursive=True)]
     window = llm.info.max_open_requests
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-    # Allocate what is allocated once: torch keeps buffers for each number of tokens that a step has had.
-    llm.generate([f"Prompt {i}" for i in range(max(3_000, 2 * window))], params)
-    before = [process.memory_info().rss for process in processes]
     num_read = num_ended = furthest = 0
 
     def prompts() -> Iterator[str]:
@@ -113,9 +110,15 @@ def test_ten_thousand_prompts_keep_their_order_and_memory_is_bounded(llm: LLM) -
     assert [output.prompt for output in outputs] == [f"Prompt {i}" for i in range(10_000)]
     assert all(len(output.outputs[0].token_ids) == 1 for output in outputs)
     assert furthest <= window, "prompts are read only as the window allows"
-    grown = [process.memory_info().rss - was for process, was in zip(processes, before, strict=True)]
-    by_name = {process.name(): num_bytes for process, num_bytes in zip(processes, grown, strict=True)}
-    assert max(grown) < 32 * 1024**2, f"10,000 outputs are a few MiB, and nothing else stays: {by_name}"
+    # torch keeps buffers for each number of tokens that a step has had, and which numbers come depends on the load. So
+    # memory may grow at first, but it must stop growing.
+    passes = []
+    while not passes or (max(passes[-1].values()) >= 24 * 1024**2 and len(passes) < 4):
+        before = [process.memory_info().rss for process in processes]
+        llm.generate([f"Prompt {i}" for i in range(10_000)], params)
+        grown = [process.memory_info().rss - was for process, was in zip(processes, before, strict=True)]
+        passes.append({process.name(): num_bytes for process, num_bytes in zip(processes, grown, strict=True)})
+    assert max(passes[-1].values()) < 24 * 1024**2, f"10,000 outputs are a few MiB, and nothing else stays: {passes}"
     until_idle(llm)
 
 
