@@ -18,7 +18,7 @@ from msgspec import inspect
 
 from pipeline.config import rules
 from pipeline.config.keys import Key, needs, sections
-from pipeline.config.renamed import RENAMED, warning_of
+from pipeline.config.renamed import RENAMED, new_value, warning_of, warning_of_value
 from pipeline.config.settings import Settings
 
 PRESETS_DIR = Path(__file__).parent
@@ -51,8 +51,8 @@ def load(
 
     `path` is a TOML file or a preset's name, `sets` are texts `section.key=value`, `flags` maps dotted keys to the
     values of command-line options named after them, and `tables` have the contents of a file, keyed by their source
-    (a call in Python, for example). `warn` gets one text for each old name of a key. Raises ConfigError with all
-    problems.
+    (a call in Python, for example). `warn` gets one text for each old name of a key or a value. Raises ConfigError
+    with all problems.
     """
     tree = _Tree()
     given: Given = {}
@@ -74,8 +74,8 @@ def load(
     settings = msgspec.convert(_nested({dotted: value for dotted, (_, value) in given.items()}), Settings)
     if problems := rules.contradictions(settings):
         raise ConfigError([_with_origin(problem, given) for problem in problems])
-    for old in tree.old_names:
-        warn(warning_of(old))
+    for text in tree.warnings:
+        warn(text)
     return settings
 
 
@@ -120,8 +120,8 @@ class _Tree:
 
     def __init__(self) -> None:
         self.problems: list[str] = []
-        self.old_names: dict[str, None] = {}
-        """Old names of keys that were given, in order."""
+        self.warnings: dict[str, None] = {}
+        """One for each old name that was given, in order."""
         self._names: dict[str, str] = {}
         """Dotted key → the name that this source gave it by."""
         tables = list(sections())
@@ -164,13 +164,15 @@ class _Tree:
             self.problems.append(f"{origin}: {self._unknown(dotted, isinstance(value, dict))}")
             return
         if name != dotted:
-            self.old_names[name] = None
+            self.warnings[warning_of(name)] = None
         if self._names.setdefault(dotted, name) != name:
             old = next(old for old, new in RENAMED.items() if new == dotted)
             self.problems.append(f"{origin}: {dotted}: is set twice, also by its old name {old}; remove {old}")
             return
+        if (new := new_value(dotted, value)) != value:
+            self.warnings[warning_of_value(dotted, value)] = None
         try:
-            given[dotted] = (origin, _converted(value, key))
+            given[dotted] = (origin, _converted(new, key))
         except (ValueError, OverflowError):
             self.problems.append(f"{origin}: {dotted}: needs {needs(key)}, got {_shown(value)}")
 

@@ -31,8 +31,8 @@ SPINS = 2000
 
 HUGE_PAGE = 2 * 1024**2
 
-Activations = Literal["int12", "int8", "int16"]
-"""Of 4-bit weights; "int16" is an old name of "int12"."""
+Activations = Literal["int12", "int8"]
+"""Of 4-bit weights."""
 
 ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
 

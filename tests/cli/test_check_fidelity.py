@@ -1,8 +1,6 @@
 """`pipeline check-model --fidelity` measures how close the CPU's kernels are to float32."""
 
 import math
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +9,6 @@ import torch
 from tokenizers import Tokenizer, processors
 
 from pipeline.__main__ import main
-from pipeline.cli.check import command
 from pipeline.cli.check.chunks import CHUNK_SIZE, COUNTED, chunks_of
 from pipeline.cli.check.divergence import Divergence, kl_divergence
 from pipeline.cli.check.fidelity import BUILT_IN, HEADINGS
@@ -23,6 +20,8 @@ from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.stage import prepare
 from pipeline.stages.prepare.text_tokens import encode
 from tests.stages.prepare import checkpoints
+
+pytestmark = pytest.mark.usefixtures("check_model_state")
 
 # --- statistics
 
@@ -148,17 +147,6 @@ def test_a_token_that_the_model_lacks_is_an_error(folder: Path) -> None:
 # --- the command
 
 TEXT = " ".join(f"{i} quick brown foxes, {i * i} naïve dogs: x = [{i}, 42]\n" for i in range(40))
-
-
-@pytest.fixture(autouse=True)
-def restored_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Restores the process's state, which the command changes."""
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GOMP_SPINCOUNT"):
-        monkeypatch.setenv(name, os.environ.get(name, "2"))
-    monkeypatch.setattr(command, "open_log", lambda stage, level: None)
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

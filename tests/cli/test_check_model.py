@@ -1,26 +1,24 @@
 """`pipeline check-model` passes exactly the models whose results match transformers."""
 
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from transformers import AutoConfig
 
 from pipeline.__main__ import main
-from pipeline.cli.check import command
 from pipeline.cli.check.cases import CheckPlan, ComputedCase, Ours, Theirs
 from pipeline.cli.check.judge import judge
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.native_program import NativeProgram
 from pipeline.stages.prepare import random_checkpoint
 from tests.stages.prepare import checkpoints
+
+pytestmark = pytest.mark.usefixtures("check_model_state")
 
 ROOT = Path(__file__).parents[2]
 
@@ -112,17 +110,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attention_bias": False,
     },
 }
-
-
-@pytest.fixture(autouse=True)
-def restored_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Restores the process's state, which the command changes."""
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GOMP_SPINCOUNT"):
-        monkeypatch.setenv(name, os.environ.get(name, "2"))
-    monkeypatch.setattr(command, "open_log", lambda stage, level: None)
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 def config_file(folder: Path, config: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from msgspec import inspect
 
 from pipeline.config.keys import Key, needs, sections
 from pipeline.config.load import ConfigError, load, presets, size_in_bytes
-from pipeline.config.renamed import RENAMED
+from pipeline.config.renamed import RENAMED, with_new_names
 from pipeline.config.settings import Settings
 
 
@@ -309,6 +309,19 @@ def test_an_old_name_sets_the_new_key_and_warns_once(write, old: str) -> None:
         warnings: list[str] = []
         assert load(**given, warn=warnings.append) == expected
         assert warnings == [f"{old} is now {RENAMED[old]}; the old name will be removed in the next release"]
+
+
+def test_an_old_name_of_a_value_sets_the_new_one_and_warns_once(write) -> None:
+    path = write('[execute]\nactivations = "int16"\n')
+    expected = ["execute.activations=int16 is now execute.activations=int12; the old name will be removed in the next "]
+    for given in ({"path": path}, {"sets": ["execute.activations=int8", "execute.activations=int16"]}):
+        warnings: list[str] = []
+        assert load(**given, warn=warnings.append).execute.activations == "int12"
+        assert warnings == [f"{expected[0]}release"]
+    old = {"execute": {"activations": "int16", "depth": 1}, "schedule": {}}
+    assert with_new_names(old)["execute"] == {"activations": "int12", "depth": 1}
+    assert old["execute"]["activations"] == "int16", "the given tree is unchanged"
+    assert with_new_names({"execute": {"activations": "int8"}}) == {"execute": {"activations": "int8"}}
 
 
 def test_an_old_name_warns_once_though_given_twice(write) -> None:

@@ -9,7 +9,7 @@ from pipeline.client.protocol import MAX_SALT_CHARS, MAX_TIMEOUT_S
 from pipeline.stages.gateway.parsing.bodies import NEUTRAL, MaxTokens
 from pipeline.stages.gateway.parsing.conversation import Kwargs, ReasoningEffort
 from pipeline.stages.gateway.parsing.sampling_fields import SamplingFields
-from pipeline.stages.gateway.parsing.structured_outputs import OBJECT
+from pipeline.stages.gateway.parsing.structured_outputs import OBJECT, JsonSchemaFormat
 from pipeline.stages.gateway.responses_api.items import InputItem
 
 MAX_METADATA = 16
@@ -47,18 +47,10 @@ class FunctionChoice(msgspec.Struct, omit_defaults=True):
     name: str | None = None
 
 
-class TextFormat(msgspec.Struct, omit_defaults=True):
+class TextFormat(JsonSchemaFormat, kw_only=True):
+    """`format` of `text`"""
+
     type: Annotated[str, Meta(extra_json_schema={"enum": ["text", "json_object", "json_schema"]})]
-    name: Annotated[str, Meta(description="The client's name for the schema; no effect.")] | None = None
-    description: Annotated[str, Meta(description="Changes nothing.")] | None = None
-    schema: Annotated[
-        Raw,
-        Meta(
-            description="A JSON Schema: an object. Further properties are not allowed unless it says so.",
-            extra_json_schema=OBJECT,
-        ),
-    ] = Raw()
-    strict: Annotated[bool, Meta(description="No effect: the schema is always enforced.")] | None = None
 
 
 class TextConfig(msgspec.Struct):
