@@ -1,47 +1,20 @@
 // RMS norm (Zhang and Sennrich, 2019, arXiv:1910.07467) of residual rows, left in the form that the next product reads.
 #pragma once
 
-#include <algorithm>
-
 #include "step.h"
 
-// Ops on whole rows. A tile is several rows: taking a tile moves a line of memory from core to core and back, which takes
-// as long as computing a row.
-class RowOp : public Op {
-   public:
-    using Op::Op;
-
-    int tiles(const Step& step) const final { return ceil_div(rows(step), tile_rows(step)); }
-
-    void tile(const Step& step, int index, const Scratch& scratch) final {
-        const int first = index * tile_rows(step), last = std::min(rows(step), first + tile_rows(step));
-        for (int row = first; row < last; row++) compute(step, row, scratch);
-    }
-
-   protected:
-    virtual int rows(const Step& step) const = 0;
-    virtual void compute(const Step& step, int row, const Scratch& scratch) = 0;
-
-   private:
-    // At least four tiles, where there are as many rows.
-    int tile_rows(const Step& step) const { return std::clamp(rows(step) / 4, 1, 8); }
-};
-
-class Norm final : public RowOp {
+class Norm final : public Op {
    public:
     // With `sampled`, row i of `out` is the norm of the i-th sampled token.
     Norm(Rows out, Form form, const float* residual, const float* weight, int width, float eps, bool sampled)
-        : RowOp("norm"), out_(out), form_(form), residual_(residual), weight_(weight), width_(width), eps_(eps),
+        : Op("norm"), out_(out), form_(form), residual_(residual), weight_(weight), width_(width), eps_(eps),
           sampled_(sampled) {}
+
+    int tiles(const Step& step) const override { return sampled_ ? step.samples : step.tokens; }
 
     size_t scratch_bytes() const override { return width_ * 4; }
 
-    Cost cost(const Step& step) const override { return {double(rows(step)) * width_ * 8, 0}; }
-
-   private:
-    int rows(const Step& step) const override { return sampled_ ? step.samples : step.tokens; }
-
-    void compute(const Step& step, int row, const Scratch& scratch) override {
+    void tile(const Step& step, int row, const Scratch& scratch) override {
         const float* from = residual_ + size_t(sampled_ ? step.sampled[row] : row) * width_;
         vf squares[4] = {};
         int i = 0;
@@ -63,6 +36,9 @@ class Norm final : public RowOp {
         }
     }
 
+    Cost cost(const Step& step) const override { return {double(tiles(step)) * width_ * 8, 0}; }
+
+   private:
     const Rows out_;
     const Form form_;
     const float *const residual_, *const weight_;
@@ -72,20 +48,20 @@ class Norm final : public RowOp {
 };
 
 // Rows of float32 as codes in groups of 32.
-class Quantize final : public RowOp {
+class Quantize final : public Op {
    public:
     Quantize(Rows out, Form form, const float* from, int width)
-        : RowOp("quantize"), out_(out), form_(form), from_(from), width_(width) {}
+        : Op("quantize"), out_(out), form_(form), from_(from), width_(width) {}
+
+    int tiles(const Step& step) const override { return step.tokens; }
+
+    void tile(const Step&, int row, const Scratch&) override {
+        quantize(from_ + size_t(row) * width_, out_, row, width_, form_);
+    }
 
     Cost cost(const Step& step) const override { return {double(step.tokens) * width_ * 5, 0}; }
 
    private:
-    int rows(const Step& step) const override { return step.tokens; }
-
-    void compute(const Step&, int row, const Scratch&) override {
-        quantize(from_ + size_t(row) * width_, out_, row, width_, form_);
-    }
-
     const Rows out_;
     const Form form_;
     const float* const from_;
