@@ -7,7 +7,7 @@
 #include <unordered_map>
 
 #include "attention_amx.h"
-#include "linear.h"
+#include "qkv.h"
 #include "step.h"
 
 #if defined(AMX)
@@ -18,8 +18,8 @@ constexpr int ATTENTION_ROWS = MOST_ROWS;
 
 class Attention final : public Op {
    public:
-    // `out` is plain activations; with `floats`, float32 on every ISA.
-    Attention(Rows out, bool floats, const float* queries, const KV& kv, const AttentionPlan& plan)
+    // `queries` and `out` are plain activations; with `floats`, `out` is float32 on every ISA.
+    Attention(Rows out, bool floats, Rows queries, const KV& kv, const AttentionPlan& plan)
         : Op("attention"), out_(out), floats_(floats), queries_(queries), kv_(kv), plan_(plan) {}
 
     int tiles(const Step&) const override { return int(plan_.items.size()); }
@@ -124,15 +124,14 @@ class Attention final : public Op {
 
     void begin(const Step& step, const Item& item, const Member* members, State& state) const {
         const int dim = kv_.head_dim, states = item.heads * item.rows;
-        const size_t width = size_t(kv_.heads) * plan_.group * dim;
         for (const Member* member = members; member < members + item.num_members; member++)
             for (int r = 0; r < member->rows; r++) {
-                const float* row = queries_ + token(step, *member, r) * width;
+                const act* row = queries_.plain(int(token(step, *member, r)));
                 for (int head = 0; head < item.heads; head++) {
-                    const float* from = row + column(item, *member, head, r);
+                    const act* from = row + column(item, *member, head, r);
                     act* to = state.queries + size_t(head * item.rows + member->at + r) * SLICE;
-                    for (int d = 0; d < dim; d += LANES)
-                        store_acts(to + d / SLICE * ITEM_STATES * SLICE + d % SLICE, load<vf>(from + d));
+                    for (int d = 0; d < dim; d += SLICE)
+                        memcpy(to + d * ITEM_STATES, from + d, std::min(SLICE, dim - d) * sizeof(act));
                 }
                 const int at = position(step, *member, r);
                 state.first[member->at + r] = plan_.first_key(at);
@@ -402,7 +401,7 @@ class Attention final : public Op {
 
     const Rows out_;
     const bool floats_;
-    const float* const queries_;
+    const Rows queries_;
     const KV kv_;
     const AttentionPlan& plan_;
 };

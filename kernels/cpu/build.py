@@ -41,7 +41,7 @@ FLAGS = (
     # A newer compiler's warnings must not cost a user the kernels; only what can't be meant is an error.
     *("-Wall", "-Wextra", "-Wno-psabi", "-Werror=return-type"),
 )
-_AVX512_FLAGS = ("-march=x86-64-v4", "-mavx512vnni", "-mprefer-vector-width=512", "-DISA_AVX512")
+_AVX512_FLAGS = ("-march=x86-64-v4", "-mavx512vnni", "-mprfchw", "-mprefer-vector-width=512", "-DISA_AVX512")
 _AVX512_BF16_FLAGS = (*_AVX512_FLAGS, "-mavx512bf16", "-DDOT_BF16")
 ISA_FLAGS: dict[Isa, tuple[str, ...]] = {
     "amx": (*_AVX512_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-DAMX"),

@@ -1,11 +1,17 @@
 // Matmuls with a weight matrix, fused with the next op on a tile of outputs while it is in the cache: adding the
-// residual, silu(gate) x up, rotary embedding and writing the KV cache, the largest logit.
+// residual, silu(gate) x up, the largest logit. qkv.h has another.
 #pragma once
 
 #include <algorithm>
 
 #include "gemm_amx.h"
 #include "step.h"
+
+constexpr int LEAST_ROWS_TO_PREFETCH = 33;  // fewer rows write too little to wait for
+
+INLINE void prefetch_to_write(const void* at, int bytes) {
+    for (int i = 0; i < bytes; i += LINE) __builtin_prefetch(static_cast<const uint8_t*>(at) + i, 1, L1);
+}
 
 // A tile is `panels_` panels of outputs, for all rows. Derived ops process the rows of a tile.
 class Gemm : public Op {
@@ -24,19 +30,19 @@ class Gemm : public Op {
         const int panels = first + panels_ < last ? panels_ : last - first;
         const int width = panels * PANEL, num_rows = rows(step);
         float* values = reinterpret_cast<float*>(scratch.memory);
-        const int part = part_rows(matrix_, num_rows);
-        for (int row = 0; row < num_rows; row += part) {
-            const int count = std::min(part, num_rows - row);
+        const int most = part_rows(matrix_, num_rows);
+        for (int row = 0; row < num_rows; row += most) {
+            const int count = std::min(most, num_rows - row);
             // The first rows prefetch the next tile.
             const int next = scratch.next * panels_;
             const uint8_t* ahead = row == 0 && next + panels <= last ? panel(next) : nullptr;
+            const Part part{row, count, first * PANEL, width, values};
+            if (num_rows >= LEAST_ROWS_TO_PREFETCH) prefetch_out(step, part);
             matmul(in_, row, count, matrix_, first, panels, values, width, ahead);
-            for (int r = 0; r < count; r++) {
-                float* at = values + r * width;
-                if (matrix_.bias)
-                    for (int c = 0; c < width; c++) at[c] += matrix_.bias[first * PANEL + c];
-                finish(step, row + r, first * PANEL, width, at, scratch);
-            }
+            if (matrix_.bias)
+                for (int r = 0; r < count; r++)
+                    for (int c = 0; c < width; c++) values[r * width + c] += matrix_.bias[first * PANEL + c];
+            finish(step, part, scratch);
         }
     }
 
@@ -56,7 +62,18 @@ class Gemm : public Op {
     const uint8_t* panel(int index) const { return matrix_.panels + index * matrix_.panel_bytes(); }
 
     virtual int rows(const Step& step) const { return step.tokens; }
-    virtual void finish(const Step& step, int row, int column, int width, float* values, const Scratch& scratch) = 0;
+
+    // Some rows of a tile: values [count][width], of the rows from `row` and the outputs from `column` on.
+    struct Part {
+        int row, count, column, width;
+        float* values;
+    };
+
+    virtual void finish(const Step& step, const Part& part, const Scratch& scratch) = 0;
+
+    // Fetches the lines that `finish` writes, while the matmul computes. Other threads have read them since they were
+    // written last, so each write would wait for the other core.
+    virtual void prefetch_out(const Step&, const Part&) const {}
 
     const Rows in_;
     const Matrix matrix_;
@@ -70,10 +87,21 @@ class LinearAdd final : public Gemm {
         : Gemm("linear_add", in, matrix, 2), residual_(residual), width_(width) {}
 
    private:
-    void finish(const Step&, int row, int column, int width, float* values, const Scratch&) override {
-        float* to = residual_ + size_t(row) * width_ + column;
-        const int count = column + width <= width_ ? width : width_ - column;
-        for (int c = 0; c < count; c++) to[c] += values[c];
+    float* at(const Part& part, int r) const { return residual_ + size_t(part.row + r) * width_ + part.column; }
+
+    void prefetch_out(const Step&, const Part& part) const override {
+        for (int r = 0; r < part.count; r++) prefetch_to_write(at(part, r), part.width * 4);
+    }
+
+    void finish(const Step&, const Part& part, const Scratch&) override {
+        const int width = std::min(part.width, width_ - part.column);
+        for (int r = 0; r < part.count; r++) {
+            float* to = at(part, r);
+            const float* values = part.values + r * part.width;
+            int c = 0;
+            for (; c + LANES <= width; c += LANES) store(to + c, load<vf>(to + c) + load<vf>(values + c));
+            for (; c < width; c++) to[c] += values[c];
+        }
     }
 
     float* const residual_;
@@ -94,111 +122,42 @@ class Swiglu final : public Gemm {
         : Gemm("swiglu", in, matrix, 4), out_(out), floats_(floats) {}
 
    private:
-    void finish(const Step&, int row, int column, int width, float* values, const Scratch&) override {
-        float gated[4 * PANEL / 2];
-        int c = 0;
+    void prefetch_out(const Step&, const Part& part) const override {
+        const int size = floats_ ? sizeof(float) : sizeof(act);
+        for (int r = 0; r < part.count; r++)
+            prefetch_to_write(out_.data + (part.row + r) * out_.stride + part.column / 2 * size, part.width / 2 * size);
+    }
+
+    void finish(const Step&, const Part& part, const Scratch&) override {
+        const int width = part.width, column = part.column / 2;
+        for (int r = 0; r < part.count; r++) {
+            const float* values = part.values + r * width;
+            float gated[4 * PANEL / 2];
+            int c = 0;
 #if defined(ISA_AVX512)
-        for (; c + 2 * PANEL <= width; c += 2 * PANEL) {  // two panels fill a vector
-            const vf first = load<vf>(values + c), second = load<vf>(values + c + PANEL);
-            store(gated + c / 2, silu_mul(low_halves(first, second), high_halves(first, second)));
-        }
-#endif
-        for (; c < width; c += PANEL)
-            for (int i = 0; i < PANEL / 2; i += HALF_PANEL) {
-                const half_panel gate = load<half_panel>(values + c + i), up = load<half_panel>(values + c + 8 + i);
-                store(gated + c / 2 + i, silu_mul(gate, up));
+            for (; c + 2 * PANEL <= width; c += 2 * PANEL) {  // two panels fill a vector
+                const vf first = load<vf>(values + c), second = load<vf>(values + c + PANEL);
+                store(gated + c / 2, silu_mul(low_halves(first, second), high_halves(first, second)));
             }
-        if (floats_) {
-            memcpy(reinterpret_cast<float*>(out_.data + row * out_.stride) + column / 2, gated, width / 2 * 4);
-        } else {
-            act* to = out_.plain(row) + column / 2;
-            for (int c = 0; c < width / 2; c++) to[c] = to_act(gated[c]);
+#endif
+            for (; c < width; c += PANEL)
+                for (int i = 0; i < PANEL / 2; i += HALF_PANEL) {
+                    const half_panel gate = load<half_panel>(values + c + i), up = load<half_panel>(values + c + 8 + i);
+                    store(gated + c / 2 + i, silu_mul(gate, up));
+                }
+            if (floats_) {
+                memcpy(reinterpret_cast<float*>(out_.data + (part.row + r) * out_.stride) + column, gated, width / 2 * 4);
+            } else {
+                act* to = out_.plain(part.row + r) + column;
+                int c = 0;
+                for (; c + LANES <= width / 2; c += LANES) store_acts(to + c, load<vf>(gated + c));
+                for (; c < width / 2; c++) to[c] = to_act(gated[c]);
+            }
         }
     }
 
     const Rows out_;
     const bool floats_;
-};
-
-// The layout of a layer's keys and values. A block of a head is one panel of keys, 16 tokens wide and head_dim deep,
-// and head_dim / 16 panels of values, 16 tokens deep:
-//
-//     [blocks]{ [heads][head_dim / 2][16 tokens][2] keys | [heads][head_dim / 16][8][16][2] values }
-struct KV {
-    uint16_t* data;
-    int heads, head_dim;
-
-    size_t head_size() const { return size_t(head_dim) * BLOCK; }
-    uint16_t* keys(int64_t block, int head) const { return data + (2 * block * heads + head) * head_size(); }
-    uint16_t* values(int64_t block, int head) const { return data + ((2 * block + 1) * heads + head) * head_size(); }
-};
-
-// Weights [head_dim] of an RMS norm of each head's queries and keys, or nulls. In the order of the head's numbers
-// below.
-struct HeadNorms {
-    const float *query = nullptr, *key = nullptr;
-    float eps = 0;
-};
-
-// Queries, keys and values: queries and keys through their norms where a model has such, then turned by their positions
-// (Su et al., 2021, arXiv:2104.09864), the queries scaled and left for attention, keys and values written to the cache.
-// A tile is one head.
-//
-// The numbers of a head of queries or keys come in another order, the same for both, so that their products stay what
-// they were: in a panel, eight of the first half and the eight of the second half that they turn with.
-class Qkv final : public Gemm {
-   public:
-    Qkv(float* queries, Rows in, const Matrix& matrix, int num_heads, const KV& kv, const float* cos, const float* sin,
-        const HeadNorms& norms)
-        : Gemm("qkv", in, matrix, kv.head_dim / PANEL), queries_(queries), num_heads_(num_heads), kv_(kv),
-          cos_(cos), sin_(sin), norms_(norms), scale_(1.0f / std::sqrt(float(kv.head_dim))) {}
-
-   private:
-    void finish(const Step& step, int row, int column, int, float* values, const Scratch&) override {
-        const int head = column / kv_.head_dim, dim = kv_.head_dim;
-        const int64_t block = step.slots[row] / BLOCK, place = step.slots[row] % BLOCK;
-        if (head >= num_heads_ + kv_.heads) {
-            uint16_t* to = kv_.values(block, head - num_heads_ - kv_.heads) + place / 2 * PANEL * 2 + place % 2;
-            for (int panel = 0; panel < dim / PANEL; panel++)
-                for (int c = 0; c < PANEL; c++)
-                    to[panel * PANEL * BLOCK + 2 * c] = to_bf16(values[panel * PANEL + c]);
-            return;
-        }
-        if (const float* weight = head < num_heads_ ? norms_.query : norms_.key) {
-            vf squares{};
-            for (int c = 0; c < dim; c += LANES) {
-                const vf value = load<vf>(values + c);
-                squares = fma(value, value, squares);
-            }
-            const float factor = 1.0f / std::sqrt(sum(squares) / float(dim) + norms_.eps);
-            for (int c = 0; c < dim; c++) values[c] = values[c] * factor * weight[c];
-        }
-        const float* cos = cos_ + step.positions[row] * (dim / 2);
-        const float* sin = sin_ + step.positions[row] * (dim / 2);
-        for (int c = 0; c < dim; c += PANEL) {
-            const f8 a = load<f8>(values + c), b = load<f8>(values + c + 8);
-            const f8 cosine = load<f8>(cos + c / 2), sine = load<f8>(sin + c / 2);
-            store(values + c, a * cosine - b * sine);
-            store(values + c + 8, b * cosine + a * sine);
-        }
-        if (head < num_heads_) {
-            float* to = queries_ + size_t(row) * num_heads_ * dim + column;
-            for (int c = 0; c < dim; c++) to[c] = values[c] * scale_;
-        } else {
-            uint16_t* to = kv_.keys(block, head - num_heads_) + place * 2;
-            for (int c = 0; c < dim; c += 2) {
-                to[c * BLOCK] = to_bf16(values[c]);
-                to[c * BLOCK + 1] = to_bf16(values[c + 1]);
-            }
-        }
-    }
-
-    float* const queries_;
-    const int num_heads_;
-    const KV kv_;
-    const float *const cos_, *const sin_;
-    const HeadNorms norms_;
-    const float scale_;
 };
 
 // The largest logit of a row that a thread has computed.
@@ -220,7 +179,12 @@ class Head final : public Gemm {
    private:
     int rows(const Step& step) const override { return step.samples; }
 
-    void finish(const Step&, int row, int column, int width, float* values, const Scratch& scratch) override {
+    void finish(const Step&, const Part& part, const Scratch& scratch) override {
+        for (int r = 0; r < part.count; r++)
+            finish_row(part.row + r, part.column, part.width, part.values + r * part.width, scratch);
+    }
+
+    void finish_row(int row, int column, int width, const float* values, const Scratch& scratch) const {
         const int count = column + width <= vocab_size_ ? width : vocab_size_ - column;
         if (!greedy_ || !greedy_[row]) {
             memcpy(logits_ + size_t(row) * vocab_size_ + column, values, count * 4);

@@ -48,11 +48,7 @@ struct Matrix {
 #if defined(DOT_BF16)
 typedef uint16_t act;
 INLINE act to_act(float value) { return to_bf16(value); }
-INLINE void store_acts(act* to, vf values) {
-    const vu words = bits<vu>(values);
-    typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
-    store(to, __builtin_convertvector((words + 0x7FFF + ((words >> 16) & 1)) >> 16, halves));
-}
+INLINE void store_acts(act* to, vf values) { store(to, to_bf16(values)); }
 #else
 typedef float act;
 INLINE act to_act(float value) { return value; }

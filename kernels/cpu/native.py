@@ -17,7 +17,7 @@ from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.stored_matrix import Format
 
-ABI_VERSION = 11
+ABI_VERSION = 12
 """Version of `program.cpp`; raise it with every change of its interface."""
 
 PANEL = 16
@@ -107,7 +107,7 @@ class NativeRows(Structure):
 
 
 class NativeLayerMemory(Structure):
-    """`KV` in linear.h."""
+    """`KV` in qkv.h."""
 
     _fields_ = (("data", c_void_p), ("heads", c_int), ("head_dim", c_int))
 
@@ -125,7 +125,7 @@ class NativeBlocks(Structure):
 
 
 class NativeHeadNorms(Structure):
-    """`NativeHeadNorms` in linear.h."""
+    """`HeadNorms` in qkv.h."""
 
     _fields_ = (("query", c_void_p), ("key", c_void_p), ("eps", c_float))
 
@@ -197,7 +197,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         [
             *(
                 c_void_p,
-                c_void_p,
+                NativeRows,
                 NativeRows,
                 POINTER(PackedMatrix),
                 c_int,
@@ -209,7 +209,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         ],
     ),
     "program_attention_plan": (c_void_p, [c_void_p, c_int, c_int, c_int]),
-    "program_attention": (None, [c_void_p, NativeRows, c_int, c_void_p, POINTER(NativeLayerMemory), c_void_p]),
+    "program_attention": (None, [c_void_p, NativeRows, c_int, NativeRows, POINTER(NativeLayerMemory), c_void_p]),
     "program_linear_add": (None, [c_void_p, c_void_p, NativeRows, POINTER(PackedMatrix), c_int]),
     "program_swiglu": (None, [c_void_p, NativeRows, c_int, NativeRows, POINTER(PackedMatrix)]),
     "program_sample": (

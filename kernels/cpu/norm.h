@@ -28,7 +28,10 @@ class Norm final : public Op {
         const float factor = 1.0f / std::sqrt(total / float(width_) + eps_);
         if (form_ == Form::PLAIN) {
             act* to = out_.plain(row);
-            for (int j = 0; j < width_; j++) to[j] = to_act(from[j] * factor * weight_[j]);
+            int j = 0;
+            for (; j + LANES <= width_; j += LANES)
+                store_acts(to + j, load<vf>(from + j) * factor * load<vf>(weight_ + j));
+            for (; j < width_; j++) to[j] = to_act(from[j] * factor * weight_[j]);
         } else {
             float* normed = reinterpret_cast<float*>(scratch.memory);
             for (int j = 0; j < width_; j++) normed[j] = from[j] * factor * weight_[j];

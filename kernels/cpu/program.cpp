@@ -200,7 +200,7 @@ class Program final : public Job {
 
 extern "C" {
 
-int abi_version() { return 11; }
+int abi_version() { return 12; }
 
 // Asks the system for what these instructions need. Whether they can be used.
 int prepare() {
@@ -265,7 +265,7 @@ void program_quantize(Program* program, Rows out, int form, const float* from, i
 }
 
 // `norms` may be null.
-void program_qkv(Program* program, float* queries, Rows in, const Matrix* matrix, int num_heads, const KV* kv,
+void program_qkv(Program* program, Rows queries, Rows in, const Matrix* matrix, int num_heads, const KV* kv,
                  const float* cos, const float* sin, const HeadNorms* norms) {
     program->add<Qkv>(queries, in, *matrix, num_heads, *kv, cos, sin, norms ? *norms : HeadNorms{});
 }
@@ -274,7 +274,7 @@ AttentionPlan* program_attention_plan(Program* program, int num_heads, int num_k
     return &program->add<AttentionPlan>(num_heads, num_kv_heads, program->thread_pool().size(), window);
 }
 
-void program_attention(Program* program, Rows out, int floats, const float* queries, const KV* kv,
+void program_attention(Program* program, Rows out, int floats, Rows queries, const KV* kv,
                        const AttentionPlan* plan) {
     program->add<Attention>(out, floats != 0, queries, *kv, *plan);
 }

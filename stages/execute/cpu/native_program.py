@@ -82,7 +82,7 @@ class NativeProgram(Program):
         max_num_tokens = inputs.max_num_tokens
         width = config.num_heads * config.head_dim
         self._residual = self._floats(max_num_tokens, config.hidden_size)
-        self._queries = self._floats(max_num_tokens, width)
+        self._queries = self._rows(max_num_tokens, width)
         self._normed = self._rows(max_num_tokens, config.hidden_size)
         self._attended = self._rows(max_num_tokens, width)
         self._gated = self._rows(max_num_tokens, config.intermediate_size)

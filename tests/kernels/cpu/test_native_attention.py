@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from pipeline.kernels.cpu import native
+from pipeline.kernels.cpu.native import Form
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from tests.kernels.cpu.recording import (
     EPS,
@@ -121,11 +122,11 @@ class Attention:
             values[block, :, :, place // 2, :, place % 2] = bits(case.values[i]).reshape(
                 len(at), case.kv_heads, -1, PANEL
             )
-        self.queries = r.floats(np.zeros((most, case.width)))
+        self.queries = r.rows(most, case.width)
         self.out = r.wide_rows(most, case.width * 4) if floats else r.rows(most, case.width)
         layer = r.kept(native.NativeLayerMemory(self.memory.ctypes.data, case.kv_heads, case.head_dim))
         plan = r.library.program_attention_plan(r.program, case.kv_heads * case.group, case.kv_heads, case.window)
-        r.library.program_attention(r.program, self.out, floats, self.queries.ctypes.data, ctypes.byref(layer), plan)
+        r.library.program_attention(r.program, self.out, floats, self.queries, ctypes.byref(layer), plan)
 
     def run(self, entries: list[tuple[int, int, int]]) -> list[np.ndarray]:
         """(entry, start, count) of each row of a step. Returns [count, width] of each."""
@@ -134,7 +135,7 @@ class Attention:
         r.fill(steps, tables=self.tables[[entry for entry, _, _ in entries]])
         queries = [case.queries[entry][start : start + count] for entry, start, count in entries]
         num = sum(count for _, count in steps)
-        self.queries[:num] = np.concatenate(queries).reshape(num, case.width)
+        r.put(self.queries, np.concatenate(queries).reshape(num, case.width), Form.PLAIN)
         assert r.run() == 0
         out = read_floats(self.out, num, case.width) if self.floats else r.read_plain(self.out, num, case.width)
         return np.split(out.copy(), np.cumsum([count for _, count in steps])[:-1])

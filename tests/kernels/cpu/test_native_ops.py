@@ -318,14 +318,14 @@ def test_rotary_embedding_and_kv_writes(
     in_head = turned_order(1, 1, head_dim)
     norms = [random(26, head_dim) + 1, random(27, head_dim) + 1] if normed else []
     with recording(library, threads=2) as r:
-        rows, queries = r.rows(num, depth), r.floats(np.zeros((num, width)))
+        rows, queries = r.rows(num, depth), r.rows(num, width)
         kept = r.put(rows, random(25, num, depth), form_of(format))
         memory = r.memory(num_blocks * 2 * num_kv_heads * head_dim * BLOCK_SIZE * 2).view(np.uint16)
         layer = r.kept(native.NativeLayerMemory(memory.ctypes.data, num_kv_heads, head_dim))
         untouched = int(memory[0])
         library.program_qkv(
             r.program,
-            queries.ctypes.data,
+            queries,
             rows,
             r.pack(matrix, order.tolist(), shift if bias else None),
             num_heads,
@@ -352,7 +352,7 @@ def test_rotary_embedding_and_kv_writes(
 
     expected = turned[:, :num_heads, in_head] / head_dim**0.5
     bound = turned_error[:, :num_heads, in_head] / head_dim**0.5 + 3 * EPS * np.abs(expected)
-    assert_near(queries, expected.reshape(num, width), bound.reshape(num, width))
+    assert_kept(r, r.read_plain(queries, num, width), expected.reshape(num, width), bound.reshape(num, width))
 
     blocks, places = slots // BLOCK_SIZE, slots % BLOCK_SIZE
     kv = memory.reshape(num_blocks, 2, num_kv_heads, head_dim * BLOCK_SIZE)

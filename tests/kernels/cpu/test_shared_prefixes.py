@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pipeline.kernels.cpu import native
+from pipeline.kernels.cpu.native import Form
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray
 from tests.kernels.cpu.recording import Recording, random, read_floats, recording
 
@@ -64,12 +65,12 @@ class Attention:
         self.r, self.width = r, kv_heads * group * head_dim
         kept = r.memory(memory.nbytes)
         kept[:] = memory.reshape(-1).view(np.uint8)
-        self.queries = r.floats(np.zeros_like(queries))
+        self.queries = r.rows(NUM_TOKENS, self.width)
         self.given = queries
         self.out = r.wide_rows(NUM_TOKENS, self.width * 4)
         layer = r.kept(native.NativeLayerMemory(kept.ctypes.data, kv_heads, head_dim))
         plan = r.library.program_attention_plan(r.program, kv_heads * group, kv_heads, window)
-        r.library.program_attention(r.program, self.out, True, self.queries.ctypes.data, ctypes.byref(layer), plan)
+        r.library.program_attention(r.program, self.out, True, self.queries, ctypes.byref(layer), plan)
 
     def run(self, tree: Tree, tables: IntArray, rows: Sequence[int]) -> list[np.ndarray]:
         """Run these rows of a tree as one step, with these tables. Returns the output of each, [tokens, width]."""
@@ -77,7 +78,7 @@ class Attention:
         self.r.fill([tree.entries[row] for row in rows], tables=tables[list(rows)])
         given = [self.given[ends[row] - tree.counts[row] : ends[row]] for row in rows]
         num = sum(len(queries) for queries in given)
-        self.queries[:num] = np.concatenate(given)
+        self.r.put(self.queries, np.concatenate(given), Form.PLAIN)
         assert self.r.run() == 0
         made = read_floats(self.out, num, self.width).copy()
         return np.split(made, np.cumsum([len(queries) for queries in given])[:-1])
