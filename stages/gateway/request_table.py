@@ -25,6 +25,7 @@ from pipeline.stages.gateway import timings
 from pipeline.stages.gateway.admission import Admission
 from pipeline.stages.gateway.deadlines import Deadlines
 from pipeline.stages.gateway.errors import ApiError, overloaded
+from pipeline.stages.gateway.late_stages import LateStages
 from pipeline.stages.gateway.metrics import GatewayMetrics
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
 from pipeline.stages.gateway.request import ID_BYTES, PromptRequest, Request, SequenceOutput
@@ -60,6 +61,9 @@ class RequestTable:
         """Requests that have a deadline."""
         self._timeout_s = stage.settings.gateway.request_timeout_s
         self._deadlines = Deadlines(lambda number: self.expire(self._by_number[number]))
+        # In a replay nothing is late: the effects are in the recording.
+        late_s = 0.0 if stage.replay_context.is_replaying else stage.settings.gateway.late_stage_timeout_s
+        self.late_stages = LateStages(late_s, self._fail_late)
         self._idle = asyncio.Event()
         self._idle.set()
         self._trace = stage.trace
@@ -83,6 +87,7 @@ class RequestTable:
 
     def check_room(self) -> None:
         """Call it before the body is read. Raises ApiError, 503, if no request at all would be admitted."""
+        self.late_stages.check(generates=False)
         try:
             self.admission.check_room(time.monotonic())
         except ApiError:
@@ -95,9 +100,10 @@ class RequestTable:
         return timeout_error(timeout_s)
 
     def open(self, parsed: ParsedRequest) -> Request:
-        """Create a prompt request for each prompt and send them to ingest. Raises ApiError: 503 if too much is open,
-        504 if the deadline has passed already."""
+        """Create a prompt request for each prompt and send them to ingest. Raises ApiError: 503 if too much is open or
+        a stage is late, 504 if the deadline has passed already."""
         begin_s = time.monotonic()
+        self.late_stages.check(generates=not parsed.is_lookup)
         timeout_s = parsed.timeout_s or self._timeout_s
         if (
             timeout_s
@@ -212,6 +218,13 @@ class RequestTable:
             self._stage.log.info("timed out", extra=log_fields(prompt_request, response_id=request.id))
         request.fail(timeout_error(request.timeout_s))
 
+    def _fail_late(self) -> None:
+        """A stage is late for longer than its timeout: fail the requests that wait for it."""
+        for request in {id(one.request): one.request for one in self._table.values()}.values():
+            if (error := self.late_stages.error_of(request)) is not None and not request.is_finished:
+                self._stage.replay_context.event("late", request.number, error.message.encode())
+                request.fail(error)
+
     def _abort(self, request: Request, why: str) -> None:
         for prompt_request in request.prompt_requests:
             if not (prompt_request.is_finished or prompt_request.is_released or prompt_request.is_aborted):
@@ -277,6 +290,7 @@ class RequestTable:
             prompt_request.request.fail(error)
             self._close(prompt_request)
         self._unsent.clear()
+        self.late_stages.close()
 
     # ----------------------------------------------------------------------------------------------------------- close
 

@@ -120,6 +120,7 @@ def packed(struct: msgspec.Struct) -> msgspec.Raw:
 SAMPLES: dict[str, msgspec.Struct] = {
     "envelope": m.Envelope("ingest.0", 3),
     "start": m.Start(m.ExecuteFacts(100, 16, 2048, 49152)),
+    "start with formats": m.Start(m.ExecuteFacts(100, 16, 2048, 49152, weight_formats="q4_1+q8_0")),
     "start with swap space": m.Start(m.ExecuteFacts(100, 16, 2048, 49152, 50)),
     "ping": m.Ping(5),
     "stop": m.Stop(),
@@ -157,6 +158,7 @@ SAMPLES: dict[str, msgspec.Struct] = {
     "deltas with a stop id": m.Deltas([1], [0], [0], [""], [0], IDS, [0], [2], [1], [2]),
     "health": m.Health(6, "ok", [m.StageHealth("execute.0", 99, "ready", 1.5)], LOAD),
     "drain": m.Drain(30.0),
+    "late_stages": m.LateStages(["execute.0"], [1.5]),
     "stage_died": m.StageDied("execute.0", "killed by signal 9"),
     "submit of a chat": m.Submit(
         REQUEST_ID,

@@ -97,6 +97,8 @@ class ExecuteFacts(msgspec.Struct, array_like=True, frozen=True):
     """Dimensions of an embedding."""
     max_num_prefill_tokens: int = 0
     """The most tokens of a step in which no row decodes; 0 leaves it to the setting."""
+    weight_formats: str = ""
+    """Formats of the weight matrices, such as `q4_1+q8_0` or `bf16`."""
 
 
 class Start(Message, frozen=True, tag="start"):
