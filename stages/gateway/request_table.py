@@ -20,6 +20,7 @@ import msgspec
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.api_keys import scoped_salt
+from pipeline.runtime.event_log import EventLog
 from pipeline.runtime.stage import Stage
 from pipeline.stages.gateway import timings
 from pipeline.stages.gateway.admission import Admission
@@ -64,6 +65,10 @@ class RequestTable:
         # In a replay nothing is late: the effects are in the recording.
         late_s = 0.0 if stage.replay_context.is_replaying else stage.settings.gateway.late_stage_timeout_s
         self.late_stages = LateStages(late_s, self._fail_late)
+        self._refusal_log = EventLog(stage.log, "refused requests with 503")
+        self._num_refused = 0
+        self._refusal: dict[str, object] = {}
+        """Code and message of the newest."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._trace = stage.trace
@@ -87,12 +92,31 @@ class RequestTable:
 
     def check_room(self) -> None:
         """Call it before the body is read. Raises ApiError, 503, if no request at all would be admitted."""
-        self.late_stages.check(generates=False)
+        self._check_late_stages(generates=False)
         try:
             self.admission.check_room(time.monotonic())
-        except ApiError:
-            self.metrics.num_overloaded += 1
+        except ApiError as error:
+            self.count_overloaded(error)
             raise
+
+    def _check_late_stages(self, *, generates: bool) -> None:
+        try:
+            self.late_stages.check(generates=generates)
+        except ApiError as error:
+            self.log_refused(error)
+            raise
+
+    def count_overloaded(self, error: ApiError) -> None:
+        """Count a request that an admission limit refused."""
+        self.metrics.num_overloaded += 1
+        self.log_refused(error)
+
+    def log_refused(self, error: ApiError | None = None) -> None:
+        """Log requests that got 503, at most once a second. Call it without an error once per heartbeat."""
+        if error is not None:
+            self._num_refused += 1
+            self._refusal = {"code": error.code, "why": error.message}
+        self._refusal_log.update(self._num_refused, **self._refusal)
 
     def timed_out(self, timeout_s: float) -> ApiError:
         """Count a request that timed out before it was opened. Returns its error, 504."""
@@ -103,7 +127,7 @@ class RequestTable:
         """Create a prompt request for each prompt and send them to ingest. Raises ApiError: 503 if too much is open or
         a stage is late, 504 if the deadline has passed already."""
         begin_s = time.monotonic()
-        self.late_stages.check(generates=not parsed.is_lookup)
+        self._check_late_stages(generates=not parsed.is_lookup)
         timeout_s = parsed.timeout_s or self._timeout_s
         if (
             timeout_s
@@ -114,8 +138,8 @@ class RequestTable:
             raise self.timed_out(timeout_s)
         try:
             request = self._open(parsed)
-        except ApiError:
-            self.metrics.num_overloaded += 1
+        except ApiError as error:
+            self.count_overloaded(error)
             raise
         if self._trace.on:
             ids = [one.id for one in request.prompt_requests]
@@ -223,6 +247,7 @@ class RequestTable:
         for request in {id(one.request): one.request for one in self._table.values()}.values():
             if (error := self.late_stages.error_of(request)) is not None and not request.is_finished:
                 self._stage.replay_context.event("late", request.number, error.message.encode())
+                self.log_refused(error)
                 request.fail(error)
 
     def _abort(self, request: Request, why: str) -> None:

@@ -206,6 +206,7 @@ class GatewayStage:
             case m.LateStages():
                 self._requests.late_stages.update(message)
             case m.Ping(nonce):
+                self._requests.log_refused()
                 self._stage.supervisor.send(m.Pong(nonce, m.GatewayLoad(self._requests.num_open)))
             case m.Start(facts):
                 self._readiness.facts = facts

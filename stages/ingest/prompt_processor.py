@@ -219,8 +219,12 @@ class PromptProcessor:
         if len(ids) == 0 or (ids.min() >= 0 and ids.max() < self._vocab_size):
             return
         place = int(np.argmax((ids < 0) | (ids >= self._vocab_size)))
-        message = f"token id {ids[place]} of the prompt is not one of the model's 0..{self._vocab_size - 1}"
-        param = f"prompt[{place}]" if isinstance(prompt, IdsPrompt) else _param(prompt)
+        if isinstance(prompt, IdsPrompt):
+            param = f"prompt[{place}]"
+            message = f"'{param}' is {ids[place]}, not one of the model's token ids 0..{self._vocab_size - 1}"
+        else:
+            param = _param(prompt)
+            message = f"token id {ids[place]} of the prompt is not one of the model's 0..{self._vocab_size - 1}"
         raise RequestRefused(Failure(400, message, param))
 
     def _check_size(self, text: str, prompt: ChatPrompt | TextPrompt, options: PromptOptions) -> None:

@@ -2,6 +2,7 @@
 
 import ssl
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,7 +52,7 @@ def test_one_file_may_hold_the_key_and_the_certificate(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_each_mistake_names_the_setting(files: dict[str, str], words: str) -> None:
+def test_each_mistake_names_the_setting(files: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as raised:
         server_context(GatewaySettings(**files))
     assert raised.value.problems[0].startswith(words)

@@ -228,7 +228,8 @@ class Api:
         try:
             yield
         except ApiError as error:
-            self._requests.metrics.num_overloaded += error.code == "overloaded"
+            if error.code == "overloaded":
+                self._requests.count_overloaded(error)
             raise
 
     async def _read_and_parse(
@@ -283,8 +284,7 @@ class Api:
         return _json(card)
 
     def _card(self) -> ModelCard:
-        facts = self._readiness.require_ready()
-        return ModelCard(id=self._limits.model, created=self._created, max_model_len=facts.max_model_len)
+        return ModelCard.of(self._limits.model, self._created, self._readiness.require_ready())
 
     async def health(self, http_request: web.Request) -> web.StreamResponse:
         status = self._readiness.status

@@ -3,6 +3,7 @@
 import socket
 import ssl
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -11,7 +12,7 @@ from tests.rig import PATIENCE_S
 from tests.runtime.test_tls import CA, CERT, KEY, TLS
 from tests.stages.gateway.gate import CHAT, Gate
 
-FILES = {"ssl_certfile": CERT, "ssl_keyfile": KEY}
+FILES: dict[str, Any] = {"ssl_certfile": CERT, "ssl_keyfile": KEY}
 CLIENT_FILES = (TLS / "client.pem", TLS / "client.key")
 
 
