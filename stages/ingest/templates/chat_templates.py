@@ -70,7 +70,7 @@ class ChatTemplates:
         if other is not None and len(other) != len(text):
             raise BadChat(
                 "a message contains special tokens of the model, and the chat template changes with them, so they "
-                "can't be distinguished from the template's own: remove them, or set chat.allow_special_tokens_in_content",
+                "can't be distinguished from its own: remove them, or set chat.allow_special_tokens_in_content",
                 "messages",
             )
         if prompt.continue_final_message:
