@@ -177,10 +177,10 @@ def test_config_check_reports_every_error(tmp_path: Path, capsys: pytest.Capture
         (["config", "show", "--x"], "unrecognized arguments: --x (see pipeline config show --help)"),
         (["--x", "serve"], "unrecognized arguments: --x (see pipeline --help)"),
         (["profile", "execute", "--max-model-len", "9"], "did you mean --set max_model_len=N?"),
-        (["serve", "--seed", "1"], "--seed of vLLM has no effect here: set `seed` in each request"),
+        (["serve", "--seed", "1"], "--seed of vLLM is not supported: set `seed` in each request"),
         (
             ["serve", "--tensor_parallel_size=2"],
-            "--tensor-parallel-size of vLLM has no effect here: one CPU",
+            "--tensor-parallel-size of vLLM is not supported: one CPU",
         ),
         (["serve", "--trust-remote-code"], "leave it out: no code of a checkpoint is ever run (see pipeline serve"),
         (["serve", "--dtype", "half"], "argument --dtype: half is not supported: use bfloat16 or float32"),

@@ -160,7 +160,7 @@ class _Refuse(argparse.Action):
     ) -> None:
         refused = REFUSED[option_string]
         if not (values and set(values) <= set(refused.neutral)):
-            parser.error(f"{option_string} of vLLM has no effect here: {refused.advice}")
+            parser.error(f"{option_string} of vLLM is not supported: {refused.advice}")
 
 
 def _converter(flag: str, form: str) -> Callable[[str], str]:
