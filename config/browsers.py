@@ -87,6 +87,21 @@ def normalized_host(entry: str) -> str | None:
     return prefix + authority.host
 
 
+_TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", re.ASCII)
+"""Names of methods and headers, RFC 9110."""
+
+
+def cors_problems(allowed_methods: tuple[str, ...], allowed_headers: tuple[str, ...]) -> list[str]:
+    """What is wrong with these settings, as `problems_of`."""
+    listed = (("allowed_methods", "method", allowed_methods), ("allowed_headers", "header", allowed_headers))
+    return [
+        f'gateway.{key}: "{entry}" is not the name of a {what}: write names, or "*" for any {what}'
+        for key, what, entries in listed
+        for entry in entries
+        if not _TOKEN.fullmatch(entry)
+    ]
+
+
 def problems_of(allowed_hosts: tuple[str, ...], allowed_origins: tuple[str, ...]) -> list[str]:
     """What is wrong with these settings, each a sentence that begins with the key."""
     found = [

@@ -45,13 +45,15 @@ def load(
     sets: Sequence[str] = (),
     flags: Mapping[str, str] | None = None,
     tables: Mapping[Origin, dict[str, Any]] | None = None,
+    options: Sequence[tuple[Origin, str]] = (),
     warn: Callable[[str], None] = _warn,
 ) -> Settings:
     """Merge a file and the command line into settings.
 
     `path` is a TOML file or a preset's name, `sets` are texts `section.key=value`, `flags` maps dotted keys to the
-    values of command-line options named after them, and `tables` have the contents of a file, keyed by their source
-    (a call in Python, for example). `warn` gets one text for each old name of a key or a value. Raises ConfigError
+    values of command-line options named after them, `options` are texts like `sets`, each after its source, and
+    `tables` have the contents of a file, keyed by their source (a call in Python, for example). `warn` gets one text
+    for each old name of a key or a value. Raises ConfigError
     with all problems.
     """
     tree = _Tree()
@@ -65,6 +67,8 @@ def load(
         tree.read_text(f"--set {text}", text, given)
     for dotted, value in (flags or {}).items():
         tree.read_text(f"--{dotted.rpartition('.')[2].replace('_', '-')} {value}", f"{dotted}={value}", given)
+    for origin, text in options:
+        tree.read_text(origin, text, given)
     for origin, table in (tables or {}).items():
         tree.begin_source()
         tree.read_table(origin, "", table, given)

@@ -35,6 +35,10 @@ def contradictions(settings: Settings) -> list[str]:
     if problem := zmq_setting.problem_of(settings.gateway.zmq):
         problems.append(problem)
     problems += browsers.problems_of(gateway.allowed_hosts, gateway.allowed_origins)
+    problems += browsers.cors_problems(gateway.allowed_methods, gateway.allowed_headers)
+    for key, path in (("ssl_keyfile", gateway.ssl_keyfile), ("ssl_ca_certs", gateway.ssl_ca_certs)):
+        if path and not gateway.ssl_certfile:
+            problems.append(f"gateway.{key}: needs the server's certificate in gateway.ssl_certfile")
     execute = settings.execute
     if execute.device == "cuda" and execute.kernels != "auto":
         problems.append(
@@ -88,6 +92,8 @@ def remarks(settings: Settings) -> list[str]:
         found.append("gateway.allow_unauthenticated: has no effect, as gateway.api_keys_file has API keys")
     if settings.gateway.allowed_hosts and settings.gateway.api_keys_file:
         found.append("gateway.allowed_hosts: has no effect, as gateway.api_keys_file has API keys")
+    if settings.gateway.allow_credentials and not settings.gateway.allowed_origins:
+        found.append("gateway.allow_credentials: has no effect, as gateway.allowed_origins is empty")
     if settings.supervisor.health_timeout_s > settings.supervisor.start_timeout_s:
         found.append("supervisor.health_timeout_s: is longer than supervisor.start_timeout_s")
     return found

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from pipeline.cli.commands import bench, chat, check_model, config, looking, profile, recording, serve
-from pipeline.cli.commands.vllm_flags import hint
+from pipeline.cli.commands.vllm_flags import dashed, hint
 from pipeline.config.load import ConfigError
 from pipeline.version import VERSION
 
@@ -42,6 +42,8 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Report unknown options here: the parent parser would name its own help instead of this command's."""
+        if self.takes_settings and args is not None:
+            args = dashed(args)
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint(unknown) if self.takes_settings else ''}")

@@ -77,6 +77,24 @@ class GatewaySettings(Frozen, frozen=True):
         Seconds,
         Meta(description="Disconnect a client that reads none of its pending data for this long."),
     ] = 60.0
+    late_stage_timeout_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1_000_000,
+            description="Answer new requests 503 while a stage that they need has not answered its heartbeat for this "
+            "long. 0 lets them wait.",
+        ),
+    ] = 30.0
+    sse_keep_alive_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1_000_000,
+            description="Send a keep-alive in a stream of server-sent events after this much silence: a comment, or a "
+            "ping event in /v1/messages. 0 is off.",
+        ),
+    ] = 5.0
     api_keys_file: Annotated[
         str,
         Meta(
@@ -103,11 +121,40 @@ class GatewaySettings(Frozen, frozen=True):
     allowed_origins: Annotated[
         tuple[str, ...],
         Meta(
-            description="Origins whose web pages may use a server without API keys, besides its own, such as "
-            '"https://chat.example.com". Requests from other pages (the Origin header) get 403. "*" is '
-            "any origin."
+            description='Origins whose web pages may use the server, such as "https://chat.example.com": its responses '
+            "get CORS headers for them. Without API keys, requests from other pages (the Origin header), except its "
+            'own, get 403. "*" is any origin.'
         ),
     ] = ()
+    allowed_methods: Annotated[
+        tuple[str, ...],
+        Meta(description='Methods that pages of gateway.allowed_origins may use. "*" is any method.'),
+    ] = ("*",)
+    allowed_headers: Annotated[
+        tuple[str, ...],
+        Meta(description='Request headers that pages of gateway.allowed_origins may send. "*" is any header.'),
+    ] = ("*",)
+    allow_credentials: Annotated[
+        bool,
+        Meta(description="Let browsers send cookies and client certificates for pages of gateway.allowed_origins."),
+    ] = False
+    ssl_certfile: Annotated[
+        str,
+        Meta(
+            description="File of the server's certificate and its chain, in PEM format: HTTP becomes HTTPS, except at "
+            "the admin listener. Empty is plain HTTP. Read at start."
+        ),
+    ] = ""
+    ssl_keyfile: Annotated[
+        str, Meta(description="File of the certificate's private key; empty if gateway.ssl_certfile contains it.")
+    ] = ""
+    ssl_ca_certs: Annotated[
+        str,
+        Meta(
+            description="File of CA certificates. Clients must then present a certificate that one of these has "
+            "signed. Empty asks for none."
+        ),
+    ] = ""
     share_prefix_cache: Annotated[
         bool,
         Meta(

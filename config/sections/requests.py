@@ -72,6 +72,13 @@ class ChatSettings(Frozen, frozen=True):
             "parses no calls."
         ),
     ] = "auto"
+    allow_special_tokens_in_content: Annotated[
+        bool,
+        Meta(
+            description="Encode special tokens, such as <|im_end|>, in the messages and tools of a chat as such, as "
+            "vLLM does: a message can then end its turn and pose as another. If this is off, they are plain text."
+        ),
+    ] = False
     reasoning_parser: Annotated[
         Literal["auto", "none", "deepseek_r1", "qwen3", "mistral"],
         Meta(

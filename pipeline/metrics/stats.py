@@ -233,6 +233,8 @@ class ServerStats(Part, frozen=True):
     """Number of KV blocks; 0 before the executor is ready. Also the next two."""
     block_size: int = 0
     max_model_len: int = 0
+    quantization: str = ""
+    """Formats of the quantized weights, such as `q4_1+q8_0`; "none" without any, empty before the executor is ready."""
 
 
 def num_queued(own: OwnCounts | None) -> int:

@@ -86,10 +86,17 @@ class ChildTable:
         for outbox in self.outboxes.values():
             outbox.send(m.Ping(nonce))
 
+    def ping(self, name: str, nonce: int) -> None:
+        self.outboxes[name].send(m.Ping(nonce))
+
     def reply(self, asker: str, message: m.GatewayInbox) -> None:
         """Send a reply to a gateway, unless it is gone."""
         if asker in self.outboxes:
             self.outboxes[asker].send(message)
+
+    def tell_gateways(self, late: m.LateStages) -> None:
+        for name in topology.replicas_of(self._settings, "gateway"):
+            self.reply(name, late)
 
     def close(self) -> None:
         """Kill all children."""

@@ -39,9 +39,9 @@ def listen(host: str, port: int, num_sockets: int = 1, keys: str = "gateway.") -
         raise OSError(f"cannot listen on {host}:{port}: {why}; choose another {key}{flag}") from error
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, scheme: str = "http") -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def zmq_address(settings: Settings, listeners: list[socket.socket], replica: int = 0) -> str | None:

@@ -39,6 +39,8 @@ class Child:
         self.incarnation = launch.incarnation
         self.state = "starting"
         self.started_s = time.monotonic()
+        self._was_killed = False
+        """By `kill`."""
         self._begin_fd = -1
         read_fd, write_fd = os.pipe()
         os.set_blocking(write_fd, False)  # a launch always fits the pipe; an error is better than a hang
@@ -103,6 +105,8 @@ class Child:
             return "is running"
         if code < 0:
             name = signal.Signals(-code).name
+            if self._was_killed and -code == signal.SIGKILL:
+                return f"was killed by the supervisor ({name})"
             hint = ", perhaps because the system ran out of memory" if -code == signal.SIGKILL else ""
             return f"was killed by {name}{hint}"
         return f"exited with code {code}"
@@ -118,6 +122,7 @@ class Child:
     def kill(self) -> None:
         """Kill and reap the process if it is alive."""
         if self.is_alive:
+            self._was_killed = True
             self._process.kill()
         self._process.wait()
 

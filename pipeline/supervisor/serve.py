@@ -18,8 +18,8 @@ from pipeline.supervisor.supervisor import Supervisor
 def serve(settings: Settings, run_mode: RunMode | None = None) -> int:
     """Run a server until a signal stops it. Returns the process's exit code.
 
-    Raises OSError, in words for the user, if the address is not available, and ConfigError if API keys can't be read
-    or the server would be reachable from other machines without keys.
+    Raises OSError, in words for the user, if the address is not available, and ConfigError if API keys or
+    certificates can't be read or the server would be reachable from other machines without keys.
     """
     log = open_log(SUPERVISOR, settings.log_level, settings.log_format)
     begun = time.monotonic()
@@ -32,6 +32,10 @@ def serve(settings: Settings, run_mode: RunMode | None = None) -> int:
         log.warning(warning)
     if (hint := bind_policy.hint(settings, keys is not None)) is not None:
         log.info(hint)
+    if settings.gateway.ssl_certfile:  # imported only then, because it takes a while
+        from pipeline.runtime.tls import server_context
+
+        server_context(settings.gateway)
     listeners = listen(settings.gateway.host, settings.gateway.port, settings.gateway.replicas)
     admins: list[socket.socket] = []
     try:

@@ -81,6 +81,7 @@ class StatsCollector:
             num_blocks=facts.execute.num_blocks if facts.execute else 0,
             block_size=facts.execute.block_size if facts.execute else 0,
             max_model_len=facts.execute.max_model_len if facts.execute else 0,
+            quantization=facts.execute.quantization if facts.execute else "",
         )
 
 

@@ -10,6 +10,7 @@ The stages' processes import their code while prepare runs, and begin when the m
 Nothing outlives it: its children die with it (see process.py), sockets are abstract, shared memory is anonymous.
 """
 
+import itertools
 import logging
 import signal
 import socket
@@ -32,6 +33,7 @@ from pipeline.supervisor import gpu
 from pipeline.supervisor.admin_server import AdminServer, Questions
 from pipeline.supervisor.children import ChildTable
 from pipeline.supervisor.health import HealthChecks
+from pipeline.supervisor.heartbeats import Heartbeats
 from pipeline.supervisor.inline import InlineChild
 from pipeline.supervisor.listeners import url_of, zmq_address
 from pipeline.supervisor.process import Child
@@ -80,7 +82,7 @@ class Supervisor:
         self._gateways = topology.replicas_of(settings, "gateway")
         self._admins = admins
         """One for each gateway, or empty."""
-        self._url = url_of(listeners[0])
+        self._url = url_of(listeners[0], "https" if settings.gateway.ssl_certfile else "http")
         self._log = log
         self._resources = SharedResources(settings, listeners, admins, keys)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
@@ -98,6 +100,8 @@ class Supervisor:
         self._is_ending = False
         self._first_health: m.Health | None = None
         self._health_checks = HealthChecks(self._table.ping_all, self._answer_health)
+        answer_s = self._run_mode.patience_s(settings.supervisor.health_timeout_s)
+        self._heartbeats = Heartbeats(self._table.ping, answer_s, self._table.tell_gateways, log)
         self._questions = Questions(
             lambda name, request: self._table.outboxes[name].send(with_execute_facts(request, self._facts))
         )
@@ -332,6 +336,8 @@ class Supervisor:
                 raise Stopping(128 + number)
             self._check_children()
             self._health_checks.end_rounds(self._table.children.values())
+            if self._is_serving:
+                self._heartbeats.turn(self._table.children.values())
             self._admin_server.turn()
             self._questions.end_late()
             now = time.monotonic()
@@ -342,7 +348,8 @@ class Supervisor:
                 raise Stopping(EXIT_OK if self._is_serving else EXIT_NOT_STARTED)
             if self._inbox.wait(0) or self._admin_server.has_message():
                 continue  # the descriptors are edge-triggered, so check before sleeping
-            soonest = min([end, now + POLL_S, *self._health_checks.deadlines, *self._questions.deadlines])
+            deadlines = (self._health_checks.deadlines, self._heartbeats.deadlines, self._questions.deadlines)
+            soonest = min([end, now + POLL_S, *itertools.chain(*deadlines)])
             self._poller.poll(max(0, round((soonest - now) * 1000)))
 
     def _drain_inbox(self) -> None:
@@ -367,6 +374,7 @@ class Supervisor:
             case m.AskHealth(nonce):
                 self._health_checks.start(sender, nonce, self._settings.supervisor.health_timeout_s)
             case m.Pong(nonce):
+                self._heartbeats.answered(sender)
                 self._health_checks.answered(nonce, sender, message, self._table.children.values())
             case m.AskServerStats(nonce):
                 self._gather_stats(float("inf"), lambda stats: self._table.reply(sender, m.StatsAnswer(nonce, stats)))

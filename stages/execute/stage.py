@@ -12,6 +12,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
+import msgspec
+
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.runtime import messages as m
@@ -41,16 +43,18 @@ def run(launch: m.Launch) -> None:
     stage: Stage[m.ExecuteInbox] = Stage(launch, m.ExecuteInbox)
     try:
         runner, serve = _load(launch, stage.memory(topology.SWAP))
+        quantization = launch.settings.quantization
+        weights = quantization if quantization in ("int8", "int4") else runner.weight_formats  # made while loading
         fields: dict[str, object] = {
             "model": launch.model_dir,
-            "weights": runner.weight_formats,
+            "weights": weights,
             "blocks": runner.facts.num_blocks,
             "kernels": runner.name,
         }
         if runner.facts.num_swap_blocks:
             fields["swap_blocks"] = runner.facts.num_swap_blocks
         stage.log.info("loaded", extra={"fields": fields})
-        stage.ready(runner.facts)
+        stage.ready(msgspec.structs.replace(runner.facts, weight_formats=weights))
         try:
             serve(stage)
         finally:

@@ -41,6 +41,7 @@ class ReplayedClients:
         replay_context.perform("leave", self._release)
         replay_context.perform("abort", self._abort)
         replay_context.perform("timeout", self._expire)
+        replay_context.perform("late", self._fail_late)
         replay_context.perform("reset", lambda *_: self._reset(resetter))
         replay_context.perform("fail all", lambda *_: requests.fail_all(SHUTTING_DOWN))
         for what in ("first", "due", "last", "whole"):
@@ -63,6 +64,11 @@ class ReplayedClients:
     def _expire(self, number: int, _: bytes) -> None:
         if number in self._open_requests:
             self._requests.expire(self._open_requests[number][0])
+
+    def _fail_late(self, number: int, data: bytes) -> None:
+        if number in self._open_requests:
+            error = ApiError(HTTPStatus.SERVICE_UNAVAILABLE, data.decode(), code="late")
+            self._open_requests[number][0].fail(error)
 
     def _reset(self, resetter: PrefixCacheResetter) -> None:
         with contextlib.suppress(ApiError):  # as in the recording

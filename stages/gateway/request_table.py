@@ -20,11 +20,13 @@ import msgspec
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.api_keys import scoped_salt
+from pipeline.runtime.event_log import EventLog
 from pipeline.runtime.stage import Stage
 from pipeline.stages.gateway import timings
 from pipeline.stages.gateway.admission import Admission
 from pipeline.stages.gateway.deadlines import Deadlines
 from pipeline.stages.gateway.errors import ApiError, overloaded
+from pipeline.stages.gateway.late_stages import LateStages
 from pipeline.stages.gateway.metrics import GatewayMetrics
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
 from pipeline.stages.gateway.request import ID_BYTES, PromptRequest, Request, SequenceOutput
@@ -60,6 +62,13 @@ class RequestTable:
         """Requests that have a deadline."""
         self._timeout_s = stage.settings.gateway.request_timeout_s
         self._deadlines = Deadlines(lambda number: self.expire(self._by_number[number]))
+        # In a replay nothing is late: the effects are in the recording.
+        late_s = 0.0 if stage.replay_context.is_replaying else stage.settings.gateway.late_stage_timeout_s
+        self.late_stages = LateStages(late_s, self._fail_late)
+        self._refusal_log = EventLog(stage.log, "refused requests with 503")
+        self._num_refused = 0
+        self._refusal: dict[str, object] = {}
+        """Code and message of the newest."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._trace = stage.trace
@@ -83,11 +92,31 @@ class RequestTable:
 
     def check_room(self) -> None:
         """Call it before the body is read. Raises ApiError, 503, if no request at all would be admitted."""
+        self._check_late_stages(generates=False)
         try:
             self.admission.check_room(time.monotonic())
-        except ApiError:
-            self.metrics.num_overloaded += 1
+        except ApiError as error:
+            self.count_overloaded(error)
             raise
+
+    def _check_late_stages(self, *, generates: bool) -> None:
+        try:
+            self.late_stages.check(generates=generates)
+        except ApiError as error:
+            self.log_refused(error)
+            raise
+
+    def count_overloaded(self, error: ApiError) -> None:
+        """Count a request that an admission limit refused."""
+        self.metrics.num_overloaded += 1
+        self.log_refused(error)
+
+    def log_refused(self, error: ApiError | None = None) -> None:
+        """Log requests that got 503, at most once a second. Call it without an error once per heartbeat."""
+        if error is not None:
+            self._num_refused += 1
+            self._refusal = {"code": error.code, "why": error.message}
+        self._refusal_log.update(self._num_refused, **self._refusal)
 
     def timed_out(self, timeout_s: float) -> ApiError:
         """Count a request that timed out before it was opened. Returns its error, 504."""
@@ -95,9 +124,10 @@ class RequestTable:
         return timeout_error(timeout_s)
 
     def open(self, parsed: ParsedRequest) -> Request:
-        """Create a prompt request for each prompt and send them to ingest. Raises ApiError: 503 if too much is open,
-        504 if the deadline has passed already."""
+        """Create a prompt request for each prompt and send them to ingest. Raises ApiError: 503 if too much is open or
+        a stage is late, 504 if the deadline has passed already."""
         begin_s = time.monotonic()
+        self._check_late_stages(generates=not parsed.is_lookup)
         timeout_s = parsed.timeout_s or self._timeout_s
         if (
             timeout_s
@@ -108,8 +138,8 @@ class RequestTable:
             raise self.timed_out(timeout_s)
         try:
             request = self._open(parsed)
-        except ApiError:
-            self.metrics.num_overloaded += 1
+        except ApiError as error:
+            self.count_overloaded(error)
             raise
         if self._trace.on:
             ids = [one.id for one in request.prompt_requests]
@@ -212,6 +242,14 @@ class RequestTable:
             self._stage.log.info("timed out", extra=log_fields(prompt_request, response_id=request.id))
         request.fail(timeout_error(request.timeout_s))
 
+    def _fail_late(self) -> None:
+        """A stage is late for longer than its timeout: fail the requests that wait for it."""
+        for request in {id(one.request): one.request for one in self._table.values()}.values():
+            if (error := self.late_stages.error_of(request)) is not None and not request.is_finished:
+                self._stage.replay_context.event("late", request.number, error.message.encode())
+                self.log_refused(error)
+                request.fail(error)
+
     def _abort(self, request: Request, why: str) -> None:
         for prompt_request in request.prompt_requests:
             if not (prompt_request.is_finished or prompt_request.is_released or prompt_request.is_aborted):
@@ -277,6 +315,7 @@ class RequestTable:
             prompt_request.request.fail(error)
             self._close(prompt_request)
         self._unsent.clear()
+        self.late_stages.close()
 
     # ----------------------------------------------------------------------------------------------------------- close
 

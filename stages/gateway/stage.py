@@ -24,6 +24,7 @@ from pipeline.runtime.api_keys import Keys
 from pipeline.runtime.async_inbox import AsyncInbox
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.runtime.stage import Stage
+from pipeline.runtime.tls import server_context
 from pipeline.stages.gateway.admin.abort_requests import RequestAborter
 from pipeline.stages.gateway.admin.health import HealthQuery
 from pipeline.stages.gateway.admin.reset_prefix_cache import PrefixCacheResetter
@@ -107,21 +108,23 @@ class GatewayStage:
         has_admin = self._stage.launch.admin_fd >= 0
         runner = await self._runner(self._api.app(has_admin_routes=not has_admin), options)
         admin = await self._runner(self._api.admin_app(), options)
+        assert runner.server is not None and admin.server is not None
+        tls = server_context(self._stage.settings.gateway)
+        handle, cors = runner.server.request_handler, self._api.cors
         if self._keys is not None:
-            assert runner.server is not None
-            handle = runner.server.request_handler
-            runner.server.request_handler = require_key(handle, self._keys, () if has_admin else OPEN_PATHS)
+            handle = require_key(handle, self._keys, () if has_admin else OPEN_PATHS)
+            runner.server.request_handler = cors.wrap(handle)
         else:
-            policy = OriginPolicy(self._stage.settings.gateway)
-            for one in (runner, admin):
-                assert one.server is not None
-                one.server.request_handler = require_allowed_origin(one.server.request_handler, policy)
+            gateway = self._stage.settings.gateway
+            policy = OriginPolicy(gateway, "http" if tls is None else "https")
+            runner.server.request_handler = cors.wrap(require_allowed_origin(handle, policy), policy.check)
+            admin.server.request_handler = require_allowed_origin(admin.server.request_handler, OriginPolicy(gateway))
         if self._stage.replay_context.is_replaying:
             ReplayedClients(self._stage.replay_context, self._requests, self._aborter, self._resetter)
         else:
             listener = socket.socket(fileno=self._stage.launch.listen_fd)
             http_port = listener.getsockname()[1]
-            self._site = HttpListener(runner, listener, options)
+            self._site = HttpListener(runner, listener, options, tls)
             await self._site.start()
             if has_admin:
                 await HttpListener(admin, socket.socket(fileno=self._stage.launch.admin_fd), options).start()
@@ -200,7 +203,10 @@ class GatewayStage:
                 self._aborter.handle_reply(message)
             case m.PrefixCacheReset():
                 self._resetter.handle_reply(message)
+            case m.LateStages():
+                self._requests.late_stages.update(message)
             case m.Ping(nonce):
+                self._requests.log_refused()
                 self._stage.supervisor.send(m.Pong(nonce, m.GatewayLoad(self._requests.num_open)))
             case m.Start(facts):
                 self._readiness.facts = facts
@@ -212,8 +218,7 @@ class GatewayStage:
             case m.Drain(deadline_s):
                 self._readiness.is_draining = True
                 self._cancel_background(SHUTTING_DOWN)
-                if self._drain_task is None:
-                    self._start_drain(deadline_s)
+                self._start_drain(deadline_s, again=False)
             case m.StageDied(stage, reason):
                 self._readiness.failure = f"stage {stage} died: {reason}"
                 death = ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, self._readiness.failure, code="stage_died")
@@ -230,11 +235,13 @@ class GatewayStage:
         if num_cancelled := self._api.responses.cancel_background(error):
             self._stage.log.info("cancelled background responses", extra={"fields": {"responses": num_cancelled}})
 
-    def _start_drain(self, deadline_s: float) -> None:
-        """Start to drain. A running drain is replaced: the new deadline is earlier."""
+    def _start_drain(self, deadline_s: float, *, again: bool = True) -> None:
+        """Start to drain. With `again`, a running drain is replaced: the new deadline is earlier."""
         if self._stage.replay_context.is_replaying:
             return  # its effects are in the recording
         if self._drain_task is not None:
+            if not again:
+                return
             self._drain_task.cancel()
         self._drain_task = self._tasks.create_task(self._drain(deadline_s))
 

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from tokenizers import Tokenizer
 
-from pipeline.config.settings import LimitSettings
+from pipeline.config.settings import ChatSettings, LimitSettings
 from pipeline.runtime.messages import (
     MAX_SHOWN_IDS,
     ChatPrompt,
@@ -31,6 +31,7 @@ from pipeline.runtime.model_folder import ModelConfig
 from pipeline.runtime.rust_panics import panics_as_errors
 from pipeline.stages.ingest import bad_words
 from pipeline.stages.ingest.bad_words import BadWord
+from pipeline.stages.ingest.content_specials import ContentSpecials
 from pipeline.stages.ingest.longest_id import longest_id_bytes
 from pipeline.stages.ingest.templates import chat_templates, conversation
 from pipeline.stages.ingest.templates.budget import OutOfTime
@@ -42,6 +43,7 @@ Ids = np.ndarray[tuple[int], np.dtype[np.int32]]
 
 PLAIN = PromptOptions()
 LIMITS = LimitSettings()
+CHAT = ChatSettings()
 
 UNBOUNDED_CHARS_PER_ID = 256
 """Characters that a template may write per token of the model's length, if the tokenizer gives no bound."""
@@ -71,11 +73,14 @@ class PromptProcessor:
         templates: ChatTemplates,
         limits: LimitSettings,
         eos_ids: Collection[int] = (),
+        *,
+        allow_special_tokens_in_content: bool = True,
     ) -> None:
         # Threads share the tokenizer, so these must not change later.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
+        self._specials = None if allow_special_tokens_in_content else ContentSpecials(tokenizer)
         self._chat_templates = templates
         self._limits = limits
         self._eos_ids = eos_ids
@@ -95,17 +100,25 @@ class PromptProcessor:
         templates that write it, Unix seconds. Raises RequestRefused, or NeedsTime if it `is_short` but the chat's
         template takes long."""
         is_chat = isinstance(prompt, ChatPrompt)
-        text = self._render(prompt, options, now_s, is_short) if isinstance(prompt, ChatPrompt) else prompt.text
+        masked: str | None = None
+        if isinstance(prompt, ChatPrompt):
+            text, masked = self._render(prompt, options, now_s, is_short)
+        else:
+            text = prompt.text
         self._check_size(text, prompt, options)
         add_special_tokens = not is_chat if options.add_special_tokens is None else options.add_special_tokens
         try:
             # Unlike `encode`, the batch call lets other threads run; "fast" omits the offsets, which are not needed.
             with panics_as_errors():
-                (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+                if masked is not None and self._specials is not None:
+                    ids = self._specials.encode(text, masked, add_special_tokens=add_special_tokens)
+                else:
+                    (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+                    ids = encoding.ids
         except Exception as error:  # the library raises nothing more precise
             raise _refusal(f"the prompt cannot be tokenized: {error}", prompt) from error
         try:
-            return np.array(encoding.ids, dtype=np.int32)
+            return np.array(ids, dtype=np.int32)
         except OverflowError as error:
             message = "the prompt cannot be tokenized: the tokenizer has token ids above 2147483647"
             raise _refusal(message, prompt) from error
@@ -219,8 +232,12 @@ class PromptProcessor:
         if len(ids) == 0 or (ids.min() >= 0 and ids.max() < self._vocab_size):
             return
         place = int(np.argmax((ids < 0) | (ids >= self._vocab_size)))
-        message = f"token id {ids[place]} of the prompt is not one of the model's 0..{self._vocab_size - 1}"
-        param = f"prompt[{place}]" if isinstance(prompt, IdsPrompt) else _param(prompt)
+        if isinstance(prompt, IdsPrompt):
+            param = f"prompt[{place}]"
+            message = f"'{param}' is {ids[place]}, not one of the model's token ids 0..{self._vocab_size - 1}"
+        else:
+            param = _param(prompt)
+            message = f"token id {ids[place]} of the prompt is not one of the model's 0..{self._vocab_size - 1}"
         raise RequestRefused(Failure(400, message, param))
 
     def _check_size(self, text: str, prompt: ChatPrompt | TextPrompt, options: PromptOptions) -> None:
@@ -237,14 +254,23 @@ class PromptProcessor:
             message = f"the prompt has {num_bytes} bytes of text, the limit is {most} (limits.max_prompt_bytes)"
             raise RequestRefused(Failure(400, message, _param(prompt), "prompt_too_large"))
 
-    def _render(self, prompt: ChatPrompt, options: PromptOptions, now_s: float | None, is_short: bool) -> str:
+    def _render(
+        self, prompt: ChatPrompt, options: PromptOptions, now_s: float | None, is_short: bool
+    ) -> tuple[str, str | None]:
+        """The text of a chat, and the same with the client's special tokens masked, if it has any."""
         if not prompt.messages:
             raise RequestRefused(Failure(400, "messages is empty: give at least one message", "messages"))
         max_chars = self._max_model_len * (self._max_id_bytes or UNBOUNDED_CHARS_PER_ID)
         if options.any_length or options.truncate:
             max_chars = max(max_chars, TEMPLATE_GROWTH * num_chars(prompt))
         try:
-            return self._chat_templates.text(prompt, max_chars=max_chars, now_s=now_s, is_short=is_short)
+            return self._chat_templates.texts(
+                prompt,
+                max_chars=max_chars,
+                now_s=now_s,
+                is_short=is_short,
+                masked=self._specials.masked if self._specials is not None else None,
+            )
         except BadChat as error:
             raise RequestRefused(Failure(400, str(error), error.param)) from error
         except TemplateFailure as failure:
@@ -263,13 +289,26 @@ class PromptProcessor:
         return RequestRefused(Failure(400, message, param, "context_length_exceeded"))
 
 
-def load(folder: Path, facts: ExecuteFacts, tokenizer: Tokenizer, limits: LimitSettings = LIMITS) -> PromptProcessor:
+def load(
+    folder: Path,
+    facts: ExecuteFacts,
+    tokenizer: Tokenizer,
+    limits: LimitSettings = LIMITS,
+    chat: ChatSettings = CHAT,
+) -> PromptProcessor:
     """Create the processor for the model in a prepared folder."""
     config = ModelConfig.load(folder)
     bos_token = tokenizer.id_to_token(config.bos_id) if config.bos_id is not None else None
     eos_token = tokenizer.id_to_token(config.eos_ids[0]) if config.eos_ids else None
     templates = chat_templates.load(folder, bos_token or "", eos_token or "", limits.template_timeout_s)
-    return PromptProcessor(tokenizer, facts, templates, limits, eos_ids=config.eos_ids)
+    return PromptProcessor(
+        tokenizer,
+        facts,
+        templates,
+        limits,
+        eos_ids=config.eos_ids,
+        allow_special_tokens_in_content=chat.allow_special_tokens_in_content,
+    )
 
 
 def cost_chars(submit: Submit) -> int:

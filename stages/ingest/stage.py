@@ -131,8 +131,10 @@ class IngestStage:
             case m.Release():
                 self._stage.arrays.released(message)
             case m.Start(facts):
-                limits = self._stage.settings.limits
-                self._prompt_processor = prompt_processor.load(self._stage.model_dir, facts, self._tokenizer, limits)
+                settings = self._stage.settings
+                self._prompt_processor = prompt_processor.load(
+                    self._stage.model_dir, facts, self._tokenizer, settings.limits, settings.chat
+                )
                 gc.collect()
                 gc.freeze()  # what is loaded by now is never freed
             case m.Ping(nonce):

@@ -3,8 +3,8 @@
     absent ──lock──► .partial-<key> ──fill──► stamped ──rename──► <key> ──file missing or of another size──► absent
 
 A complete entry has a stamp that lists every file with its size, and all files have that size. The stamp is written
-last, then the folder is renamed. A process that is killed leaves a `.partial-` folder; the next holder of the entry's
-lock removes it. The kernel releases the lock (flock) when its process ends.
+last, then the folder is renamed. A process that is killed leaves a `.partial-` folder and its lock's file; the next
+holder of the entry's lock removes both. The kernel releases the lock (flock) when its process ends.
 """
 
 import errno
@@ -83,25 +83,27 @@ class Cache:
 
     @contextmanager
     def _lock(self, key: str, say: Callable[[str], None], timeout_s: float) -> Iterator[None]:
+        """Hold the lock of an entry. Its file is removed at the end, whether the entry was filled or not."""
         path = self.root / f".lock-{key}"
         end = time.monotonic() + timeout_s
         waiting = False
-        with path.open("w") as file:
-            while True:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if not waiting:
-                        say("waiting for another process that is preparing this model")
-                    waiting = True
-                    if time.monotonic() > end:
-                        raise ModelError(
-                            f"another process has held {path} for {timeout_s:.0f} s: end that process, or raise "
-                            "supervisor.prepare_timeout_s"
-                        ) from None
-                time.sleep(POLL_S)
-            yield
+        while True:
+            with path.open("w") as file:
+                if _takes_lock(file.fileno(), path):
+                    try:
+                        yield
+                    finally:
+                        path.unlink(missing_ok=True)
+                    return
+            if not waiting:
+                say("waiting for another process that is preparing this model")
+            waiting = True
+            if time.monotonic() > end:
+                raise ModelError(
+                    f"another process has held {path} for {timeout_s:.0f} s: end that process, or raise "
+                    "supervisor.prepare_timeout_s"
+                )
+            time.sleep(POLL_S)
 
     @contextmanager
     def _writable(self) -> Iterator[None]:
@@ -110,6 +112,8 @@ class Cache:
             yield
         except OSError as error:
             ours = error.filename is not None and Path(os.fsdecode(error.filename)).is_relative_to(self.root)
+            # Creating the root's parents fails with a parent's name.
+            ours = ours or (error.filename is not None and self.root.is_relative_to(os.fsdecode(error.filename)))
             if not ours and error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             raise ModelError(
@@ -126,6 +130,16 @@ def require_room(folder: Path, num_bytes: int) -> None:
             f"preparing the model needs {num_bytes / 1024**2:.0f} MiB in {folder.parent}, but only "
             f"{free / 1024**2:.0f} MiB are free: free disk space, or set cache_dir"
         )
+
+
+def _takes_lock(fd: int, path: Path) -> bool:
+    """Try to lock an open file. A process that held the lock before may have removed the file meanwhile: then others
+    lock a new one, and this lock is worth nothing."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(path.stat(), os.fstat(fd))
+    except (BlockingIOError, FileNotFoundError):
+        return False
 
 
 def _stamp(folder: Path, source: str) -> None:

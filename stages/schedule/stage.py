@@ -18,6 +18,7 @@ from pipeline.config.by_device import max_steps_in_flight
 from pipeline.metrics.stats import ScheduleCounts
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
+from pipeline.runtime.event_log import EventLog
 from pipeline.runtime.stage import Stage
 from pipeline.runtime.tracing import Args
 from pipeline.stages.schedule.policies.depth_tuner import DEPTHS, GPU_DEPTHS, DepthTuner
@@ -116,6 +117,7 @@ class ScheduleStage:
         self._openings: list[deque[m.Open | m.Refuse | m.PrefixCacheReset]] = [deque() for _ in self._detokenize]
         """Openings to send, for each replica of detokenize."""
         self._stopped = False
+        self._preemption_log = EventLog(stage.log, "preempted sequences")
 
     def loop(self, early: list[m.ScheduleInbox]) -> None:
         """Handle the messages that came before `Start`, then new ones, until `Stop`."""
@@ -129,6 +131,7 @@ class ScheduleStage:
                 self._handle(message)
             self._feed()
             self._account()
+            self._log_preemptions()
             report_is_due = not self._report()
             self._stage.release()
             if (trace := self._stage.trace).on:
@@ -242,6 +245,12 @@ class ScheduleStage:
                 "error_percent": round(100 * decision.error, 1),
             }
             self._stage.log.info("depth", extra={"fields": fields})
+
+    def _log_preemptions(self) -> None:
+        scheduler = self._scheduler
+        self._preemption_log.update(
+            scheduler.lifecycle.num_preemptions, running=scheduler.num_running, waiting=scheduler.num_waiting
+        )
 
     # --------------------------------------------------------------------------------------------------- counts
 

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from pipeline.__main__ import main
-from pipeline.cli.commands.vllm_flags import AS_SETTINGS
+from pipeline.cli.commands.vllm_flags import AS_SETTINGS, REFUSED
 from pipeline.config.load import load, presets
 from pipeline.config.settings import Settings
 from pipeline.runtime.run_mode import RunMode
@@ -176,9 +176,15 @@ def test_config_check_reports_every_error(tmp_path: Path, capsys: pytest.Capture
         (["serve", "a", "b"], "unrecognized arguments: b (see pipeline serve --help)"),
         (["config", "show", "--x"], "unrecognized arguments: --x (see pipeline config show --help)"),
         (["--x", "serve"], "unrecognized arguments: --x (see pipeline --help)"),
-        (["serve", "--max-model-len", "99"], "did you mean --set max_model_len=N? (see pipeline serve --help)"),
-        (["serve", "--served_model_name=a"], "did you mean --set served_model_name=NAME?"),
-        (["serve", "--api-key", "k"], "did you mean --set gateway.api_keys_file=FILE?"),
+        (["profile", "execute", "--max-model-len", "9"], "did you mean --set max_model_len=N?"),
+        (["serve", "--seed", "1"], "--seed of vLLM is not supported: set `seed` in each request"),
+        (
+            ["serve", "--tensor_parallel_size=2"],
+            "--tensor-parallel-size of vLLM is not supported: one CPU",
+        ),
+        (["serve", "--trust-remote-code"], "leave it out: no code of a checkpoint is ever run (see pipeline serve"),
+        (["serve", "--dtype", "half"], "argument --dtype: half is not supported: use bfloat16 or float32"),
+        (["serve", "--max-num-seqs", "many"], "argument --max-num-seqs: needs a number such as 4096 or 4K, got 'many'"),
         (["serve", "--port"], "argument --port: expected one argument"),
         (["config"], "the following arguments are required: ACTION"),
         (["config", "check"], "the following arguments are required: FILE"),
@@ -203,8 +209,101 @@ def test_serve_accepts_the_model_as_a_positional_argument(
     assert (code, err) == (2, "pipeline: error: the model is given twice: ORG/NAME, and --model x\n")
 
 
+VLLM_OPTIONS = {
+    "--allow-credentials": ("gateway.allow_credentials", True),
+    '--allowed-headers=["x-a"]': ("gateway.allowed_headers", ("x-a",)),
+    '--allowed-methods=["GET", "POST"]': ("gateway.allowed_methods", ("GET", "POST")),
+    '--allowed-origins=["*"]': ("gateway.allowed_origins", ("*",)),
+    "--api-server-count=2": ("gateway.replicas", 2),
+    "--async-scheduling": ("schedule.max_steps_in_flight", 2),
+    "--device=cuda": ("execute.device", "cuda"),
+    "--download-dir=/a": ("cache_dir", "/a"),
+    "--dtype=float": ("execute.dtype", "float32"),
+    "--enable-prefix-caching": ("schedule.prefix_caching", True),
+    "--gpu-memory-utilization=0.5": ("execute.gpu_memory_utilization", 0.5),
+    "--kv-cache-memory-bytes=1G": ("execute.kv_cache_bytes", 2**30),
+    "--long-prefill-token-threshold=7": ("schedule.long_prompt_tokens", 7),
+    "--max-logprobs=5": ("limits.max_logprobs", 5),
+    "--max-model-len=4k": ("max_model_len", 4000),
+    "--max-num-batched-tokens=1K": ("schedule.max_num_batched_tokens", 1024),
+    "--max_num_seqs=3": ("schedule.max_num_seqs", 3),
+    "--no-async-scheduling": ("schedule.max_steps_in_flight", 1),
+    "--no-enable-prefix-caching": ("schedule.prefix_caching", False),
+    "--quantization=q8_0": ("quantization", "q8_0"),
+    "--reasoning-parser=qwen3": ("chat.reasoning_parser", "qwen3"),
+    "--scheduling-policy=priority": ("schedule.policy", "priority"),
+    "--served-model-name=mine": ("served_model_name", "mine"),
+    "--ssl-ca-certs=ca.pem --ssl-certfile=a.pem": ("gateway.ssl_ca_certs", "ca.pem"),
+    "--ssl-certfile=a.pem": ("gateway.ssl_certfile", "a.pem"),
+    "--ssl-keyfile=a.key --ssl-certfile=a.pem": ("gateway.ssl_keyfile", "a.key"),
+    "--swap-space=0.5": ("execute.swap_bytes", 2**29),
+    "--tool-call-parser=llama3_json": ("chat.tool_call_parser", "llama3"),
+    "--uvicorn-log-level=warning": ("log_level", "warning"),
+}
+
+
+def value_of(settings: Settings, dotted: str) -> object:
+    found: object = settings
+    for name in dotted.split("."):
+        found = getattr(found, name)
+    return found
+
+
+@pytest.mark.parametrize(("options", "setting"), VLLM_OPTIONS.items())
+def test_serve_accepts_vllm_s_options(
+    options: str, setting: tuple[str, object], served: list[Settings], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run("serve", *options.replace(" --", "\n--").split("\n"), "MODEL", capsys=capsys)
+    assert (code, "error" in err) == (3, False), err
+    assert value_of(served[0], setting[0]) == setting[1]
+    assert served[0].model == "MODEL"
+
+
+def test_every_vllm_option_is_tried_and_arguments_that_change_nothing_are_accepted(
+    served: list[Settings], capsys: pytest.CaptureFixture[str]
+) -> None:
+    tried = {option.partition("=")[0].replace("_", "-") for option in VLLM_OPTIONS}
+    assert tried == set(AS_SETTINGS)
+    neutral = [f"{flag}={value}" for flag, refused in REFUSED.items() for value in refused.neutral]
+    assert len(neutral) > 5
+    assert run("serve", *neutral, capsys=capsys) == (3, "", "")
+    assert served == [Settings()]
+
+
+def test_a_wrong_value_names_the_option(served: list[Settings], capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run("serve", "--quantization", "awq", "--max-logprobs", "9999", capsys=capsys)
+    assert (code, served) == (2, [])
+    assert "pipeline: error: --quantization awq: quantization: needs " in err
+    assert "pipeline: error: --max-logprobs 9999: limits.max_logprobs: needs a whole number from 0 to 1024" in err
+
+
+def test_api_key_is_used_like_the_variable_and_leaves_the_command_line(tmp_path: Path) -> None:
+    code = (
+        "import os, sys, types, pathlib; from pipeline import __main__; m = types.ModuleType('serve');\n"
+        "def serve(settings, run_mode):\n"
+        "    print(os.environ['PIPELINE_API_KEYS'].split(), pathlib.Path('/proc/self/cmdline').read_bytes())\n"
+        "m.serve = serve; sys.modules['pipeline.supervisor.serve'] = m\n"
+        "__main__.main(['serve', *sys.argv[1:]])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--api-key", "first-secret", "--api-key=second-secret"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=os.environ | {"PIPELINE_API_KEYS": "third-secret"},
+    )
+    keys, _, line = done.stdout.partition("]")
+    assert keys == "['third-secret', 'first-secret', 'second-secret'", done.stderr
+    assert "secret" not in line and "pipeline serve" in line
+    assert "warning: --api-key: other users could see the key" in done.stderr
+
+
 def test_the_equivalent_of_each_vllm_option_is_a_setting() -> None:
     docs = (ROOT / "docs" / "http.md").read_text("utf-8")
+    for flag in REFUSED:
+        assert f"`{flag}`" in docs
     for flag, setting in AS_SETTINGS.items():
         assert f"| `{flag}` | `{setting}` |" in docs
         section: object = Settings()

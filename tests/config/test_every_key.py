@@ -21,6 +21,7 @@ LIFE = "tests/e2e/test_life_and_death.py"
 REPLICAS = "tests/e2e/test_replicas.py::test_replicas_return_the_same_texts_as_one_of_each"
 JSON_LOGS = "tests/e2e/test_observability.py::test_json_logs_parse_and_have_the_request_id"
 STREAMS = "tests/stages/gateway/http/test_streams.py"
+CORS = "tests/stages/gateway/http/test_cors.py"
 RESPONSES = "tests/stages/gateway/responses_api/test_handlers.py"
 RUNNER = "tests/stages/execute/test_runner.py"
 BACKEND = "tests/stages/execute/test_backend.py"
@@ -52,12 +53,27 @@ EFFECTS = {
     "gateway.max_stored_responses": f"{RESPONSES}::test_max_stored_responses_bounds_the_store",
     "gateway.max_stored_response_bytes": f"{RESPONSES}::test_max_stored_response_bytes_bounds_the_store",
     "gateway.slow_client_timeout_s": f"{STREAMS}::TestSlowReader::test_a_client_that_reads_nothing_is_disconnected",
+    "gateway.late_stage_timeout_s": (
+        "tests/stages/gateway/test_late_stages.py::"
+        "test_requests_wait_for_a_stage_that_is_late_for_less_than_late_stage_timeout_s"
+    ),
+    "gateway.sse_keep_alive_s": (
+        "tests/stages/gateway/http/test_keep_alive.py::test_sse_keep_alive_s_of_0_writes_nothing"
+    ),
     "gateway.api_keys_file": f"{AUTH}::test_openai_s_client_is_accepted_only_with_a_key",
     "gateway.allow_unauthenticated": f"{AUTH}::test_it_listens_beyond_this_machine_with_keys_or_allow_unauthenticated",
     "gateway.allowed_hosts": ("tests/stages/gateway/http/test_origins.py::TestHosts::test_a_listed_host_is_allowed"),
     "gateway.allowed_origins": (
         "tests/stages/gateway/http/test_origins.py::TestOrigins::test_a_listed_origin_is_allowed"
     ),
+    "gateway.allowed_methods": f"{CORS}::test_allowed_methods_and_allowed_headers_limit_preflights",
+    "gateway.allowed_headers": f"{CORS}::test_allowed_methods_and_allowed_headers_limit_preflights",
+    "gateway.allow_credentials": (
+        f"{CORS}::test_allow_credentials_names_the_origin_since_browsers_do_not_accept_the_wildcard"
+    ),
+    "gateway.ssl_certfile": "tests/stages/gateway/http/test_tls.py::test_whole_replies_and_streams_arrive_over_tls",
+    "gateway.ssl_keyfile": "tests/stages/gateway/http/test_tls.py::test_whole_replies_and_streams_arrive_over_tls",
+    "gateway.ssl_ca_certs": "tests/stages/gateway/http/test_tls.py::test_ssl_ca_certs_requires_a_client_certificate",
     "gateway.share_prefix_cache": (
         "tests/stages/gateway/test_scopes.py::TestPrefixCache::test_the_prefix_cache_can_be_shared"
     ),
@@ -118,6 +134,9 @@ EFFECTS = {
     "limits.grammar_timeout_s": f"{INGEST}::test_grammar_timeout_s_limits_the_check_of_a_grammar",
     "limits.max_prompt_logprobs": f"{GATEWAY}::test_max_prompt_logprobs_bounds_one_reply",
     "chat.tool_call_parser": f"{GATEWAY}::test_tool_call_parser_selects_the_format_of_calls",
+    "chat.allow_special_tokens_in_content": (
+        "tests/stages/ingest/test_content_specials.py::test_allow_special_tokens_in_content_encodes_them_as_such"
+    ),
     "chat.reasoning_parser": "tests/stages/gateway/replies/test_chat.py::test_reasoning_is_returned_beside_the_content",
 }
 """Each key, and the test that fails if the key has no effect."""

@@ -207,9 +207,11 @@ def test_a_stage_that_hangs_is_late_and_keeps_its_last_counts(server: Server) ->
         assert metrics.get("pipeline_stage_resident_memory_bytes", stage="detokenize.0") > 0
         result = pipeline("ps")
         assert "late" in result.stdout
+        server.wait_for_line(r"W supervisor\.0 detokenize\.0 is late silent_s=\d", 10)
     finally:
         process.send_signal(signal.SIGCONT)
     server.until(lambda health: health["status"] == "ok")
+    server.wait_for_line(r"I supervisor\.0 detokenize\.0 is back silent_s=\d", 10)
     assert Metrics(server).get("pipeline_stage_state", stage="detokenize.0", state="ready") == 1
 
 

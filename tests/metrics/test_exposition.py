@@ -73,7 +73,7 @@ def gateway(num_stopped: int, first_s: float) -> Any:
 
 
 def server(*stages: StageStats) -> ServerStats:
-    return ServerStats("1-ab", 1, "0.1", MODEL, "http://x", "serving", 5.0, 6.0, list(stages), 10, 16, 2048)
+    return ServerStats("1-ab", 1, "0.1", MODEL, "http://x", "serving", 5.0, 6.0, list(stages), 10, 16, 2048, "q4_1")
 
 
 def read(stats: ServerStats) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -91,6 +91,11 @@ def read(stats: ServerStats) -> dict[tuple[str, frozenset[tuple[str, str]]], flo
 def value(samples: Any, name: str, **labels: str) -> float:
     found: float = samples[name, frozenset(labels.items())]
     return found
+
+
+def test_the_server_s_info_has_its_quantization() -> None:
+    labels = {"version": "0.1", "server": "1-ab", "state": "serving", "quantization": "q4_1"}
+    assert value(read(server()), "pipeline_server_info", **labels) == 1
 
 
 def test_scheduler_metrics_have_vllm_s_names_and_meanings() -> None:

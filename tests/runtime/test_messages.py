@@ -120,6 +120,7 @@ def packed(struct: msgspec.Struct) -> msgspec.Raw:
 SAMPLES: dict[str, msgspec.Struct] = {
     "envelope": m.Envelope("ingest.0", 3),
     "start": m.Start(m.ExecuteFacts(100, 16, 2048, 49152)),
+    "start with formats": m.Start(m.ExecuteFacts(100, 16, 2048, 49152, weight_formats="q4_1+q8_0")),
     "start with swap space": m.Start(m.ExecuteFacts(100, 16, 2048, 49152, 50)),
     "ping": m.Ping(5),
     "stop": m.Stop(),
@@ -157,6 +158,7 @@ SAMPLES: dict[str, msgspec.Struct] = {
     "deltas with a stop id": m.Deltas([1], [0], [0], [""], [0], IDS, [0], [2], [1], [2]),
     "health": m.Health(6, "ok", [m.StageHealth("execute.0", 99, "ready", 1.5)], LOAD),
     "drain": m.Drain(30.0),
+    "late_stages": m.LateStages(["execute.0"], [1.5]),
     "stage_died": m.StageDied("execute.0", "killed by signal 9"),
     "submit of a chat": m.Submit(
         REQUEST_ID,
@@ -334,6 +336,13 @@ def test_every_member_of_every_inbox_has_a_sample():
     for union in INBOXES.values():
         assert set(get_args(union)) <= sampled
     assert set(CONTROL_REQUESTS) <= sampled
+
+
+@pytest.mark.parametrize(
+    ("formats", "quantization"), [("bf16", "none"), ("", "none"), ("q8_0+bf16+q4_1", "q8_0+q4_1"), ("int4", "int4")]
+)
+def test_the_quantization_of_a_model_is_told_by_the_formats_of_its_weights(formats, quantization):
+    assert m.ExecuteFacts(1, 16, 2048, 9, weight_formats=formats).quantization == quantization
 
 
 def test_every_field_of_the_options_is_sampled_with_a_value_other_than_its_default():

@@ -1,6 +1,7 @@
 """A stage's process imports its code before the model's folder is known, and runs after that."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -108,7 +109,20 @@ def test_a_process_that_ended_while_it_waited_is_reported_by_its_exit_and_not_by
         assert stage.read() == "preloaded,"
         child.kill()
         child.begin("/models/a")
-        assert child.describe_end().startswith("was killed by SIGKILL")
+        assert child.describe_end() == "was killed by the supervisor (SIGKILL)"
+    finally:
+        child.close()
+    assert stage.read_all() == ""
+
+
+def test_only_a_kill_by_others_may_be_the_out_of_memory_killer(stage: Stage) -> None:
+    child = Child(stage.launch, 1, waits=True)
+    try:
+        assert stage.read() == "preloaded,"
+        os.kill(child.pid, signal.SIGKILL)
+        assert child.wait(PATIENCE_S)
+        child.kill()  # of a process that has ended
+        assert child.describe_end() == "was killed by SIGKILL, perhaps because the system ran out of memory"
     finally:
         child.close()
     assert stage.read_all() == ""

@@ -1,8 +1,17 @@
 """`pipeline serve`."""
 
 import argparse
+import os
 
-from pipeline.cli.commands.settings import SERVE_FLAGS, Commands, add_flags, add_settings, settings_of
+from pipeline.cli.commands import vllm_flags
+from pipeline.cli.commands.settings import (
+    SERVE_FLAGS,
+    Commands,
+    add_flags,
+    add_settings,
+    print_warning,
+    settings_of,
+)
 from pipeline.config.load import ConfigError
 
 
@@ -44,6 +53,7 @@ def add(commands: Commands) -> None:
         "pipeline.stages.schedule.scheduler:Scheduler.admit",
     )
     looking.add_argument("--inline", action="store_true", help="run all stages as threads of one process")
+    vllm_flags.add(parser)
     parser.set_defaults(run=_serve)
 
 
@@ -53,6 +63,8 @@ def _serve(args: argparse.Namespace) -> int:
             raise ConfigError([f"the model is given twice: {args.given_model}, and --model {args.model}"])
         args.model = args.given_model
     settings = settings_of(args)
+    if args.api_key:
+        _take_keys(args.api_key)
     from pipeline.runtime.run_mode import RunMode, recordings, stage_name, terminal
     from pipeline.supervisor.serve import serve
 
@@ -74,3 +86,19 @@ def _serve(args: argparse.Namespace) -> int:
         raise
     except OSError as error:  # the address is not available; the message is for the user
         raise ConfigError([str(error)]) from error
+
+
+def _take_keys(keys: list[str]) -> None:
+    """Use the keys of `--api-key` like those in the environment, and remove them from the command line that other users
+    see."""
+    import setproctitle
+
+    from pipeline.runtime.api_keys import SERVER_VARIABLE
+
+    setproctitle.setproctitle("pipeline serve")
+    others = [os.environ[SERVER_VARIABLE]] if SERVER_VARIABLE in os.environ else []
+    os.environ[SERVER_VARIABLE] = "\n".join([*others, *keys])
+    print_warning(
+        "--api-key: other users could see the key in the command line until now, and your shell may remember it: "
+        f"gateway.api_keys_file and {SERVER_VARIABLE} keep it secret"
+    )

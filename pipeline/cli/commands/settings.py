@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
+from pipeline.cli.commands import vllm_flags
 from pipeline.config.load import load, presets
 from pipeline.config.settings import Settings
 
@@ -53,18 +54,23 @@ def settings_of(args: argparse.Namespace) -> Settings:
     """The settings that the options describe. Warnings go to standard error."""
     known = (*SERVE_FLAGS, *PROFILE_FLAGS)
     flags = {dotted: value for dotted in known if (value := getattr(args, dotted, None)) is not None}
-    return load_with_warnings(args.config, args.set, flags)
+    return load_with_warnings(args.config, args.set, flags, vllm_flags.given(args))
 
 
-def load_with_warnings(path: Path | None, sets: Sequence[str] = (), flags: Mapping[str, str] | None = None) -> Settings:
+def load_with_warnings(
+    path: Path | None,
+    sets: Sequence[str] = (),
+    flags: Mapping[str, str] | None = None,
+    options: Sequence[tuple[str, str]] = (),
+) -> Settings:
     """Load settings. Prints warnings about old names and options without effect to standard error."""
     from pipeline.config.rules import remarks
 
-    settings = load(path, sets, flags, warn=_print_warning)
+    settings = load(path, sets, flags, options=options, warn=print_warning)
     for text in remarks(settings):
-        _print_warning(text)
+        print_warning(text)
     return settings
 
 
-def _print_warning(text: str) -> None:
+def print_warning(text: str) -> None:
     print(f"pipeline: warning: {text}", file=sys.stderr)

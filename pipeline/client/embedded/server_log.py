@@ -9,7 +9,7 @@ import msgspec
 ERROR = "error"
 _LEVELS = {"D": "debug", "I": "info", "W": "warning", "E": ERROR, "C": "critical"}
 _TEXT = re.compile(r"^\d\d:\d\d:\d\d\.\d+ ([A-Z]) (\S+) (.*)$")
-_READY = re.compile(r'ready on (http://[^\s"]+)')
+_READY = re.compile(r'ready on (https?://[^\s"]+)')
 _COMMAND = "pipeline: error: "
 """The prefix of the command line's error messages."""
 

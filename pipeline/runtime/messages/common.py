@@ -83,6 +83,9 @@ class Release(Message, frozen=True, tag="release"):
 # ------------------------------------------------------------------------------------- from the supervisor to a stage
 
 
+FLOAT_FORMATS = ("bf16", "f32", "")
+
+
 class ExecuteFacts(msgspec.Struct, array_like=True, frozen=True):
     """Facts that the executor finds out while it starts."""
 
@@ -97,6 +100,14 @@ class ExecuteFacts(msgspec.Struct, array_like=True, frozen=True):
     """Dimensions of an embedding."""
     max_num_prefill_tokens: int = 0
     """The most tokens of a step in which no row decodes; 0 leaves it to the setting."""
+    weight_formats: str = ""
+    """Formats of the weight matrices, such as `q4_1+q8_0` or `bf16`."""
+
+    @property
+    def quantization(self) -> str:
+        """The formats of the quantized matrices, such as `q4_1+q8_0`; `none` without any."""
+        quantized = [name for name in self.weight_formats.split("+") if name not in FLOAT_FORMATS]
+        return "+".join(quantized) or "none"
 
 
 class Start(Message, frozen=True, tag="start"):

@@ -123,6 +123,15 @@ class StatsAnswer(Message, frozen=True, tag="stats_answer"):
     stats: ServerStats
 
 
+class LateStages(Message, frozen=True, tag="late_stages"):
+    """From the supervisor, whenever a stage goes late or is back: all stages that are late now. Parallel lists."""
+
+    names: list[str]
+    """Processes, such as `execute.0`."""
+    since_s: list[float]
+    """When each was last known to run, by time.monotonic()."""
+
+
 class AbortRequests(Message, frozen=True, tag="abort_calls"):
     """From another gateway, on behalf of a client: abort these requests. Answered with `RequestsAborted`."""
 
@@ -167,6 +176,7 @@ GatewayInbox = (
     | RequestsAborted
     | StatsAnswer
     | PrefixCacheReset
+    | LateStages
     | Start
     | Ping
     | Stop

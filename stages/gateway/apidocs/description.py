@@ -18,12 +18,12 @@ _NAME = re.compile(r"(?:[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252})|\[[0-9A-Fa-f:.]{2,4
 """Host headers that are safe to repeat in a page and in a shell command."""
 
 
-def address_of(host: str | None, listener: Any) -> str:
+def address_of(host: str | None, listener: Any, scheme: str = "http") -> str:
     """The URL that the reader used: from the Host header if it is valid, else the listener's address."""
     if host is not None and _NAME.fullmatch(host):
-        return f"http://{host}"
+        return f"{scheme}://{host}"
     name, port = listener[:2]
-    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
+    return f"{scheme}://[{name}]:{port}" if ":" in name else f"{scheme}://{name}:{port}"
 
 
 class Description:

@@ -23,10 +23,12 @@ from pipeline.stages.gateway.admin.stats import StatsQuery
 from pipeline.stages.gateway.apidocs.description import Description, address_of
 from pipeline.stages.gateway.errors import ENCODINGS, ApiError, shown, unsupported_encoding
 from pipeline.stages.gateway.http import response_writer
+from pipeline.stages.gateway.http.cors import Cors
 from pipeline.stages.gateway.http.error_responses import REQUEST_ID, error_response
 from pipeline.stages.gateway.http.guard import current_scope
 from pipeline.stages.gateway.http.large_body_lock import LargeBodyLock
 from pipeline.stages.gateway.http.routes import ROUTES, Route
+from pipeline.stages.gateway.http.server_header import set_server
 from pipeline.stages.gateway.http.upload_budget import Upload, UploadBudget
 from pipeline.stages.gateway.parsing import parse, request_ids
 from pipeline.stages.gateway.parsing.anthropic.parse import parse_count_tokens, parse_messages
@@ -87,19 +89,25 @@ class Api:
         self._large_body_lock = LargeBodyLock()
         self._timeout_s = settings.request_timeout_s
         self._slow_client_timeout_s = settings.slow_client_timeout_s
+        self._sse_keep_alive_s = settings.sse_keep_alive_s
         self._created = int(time.time())
         self._has_keys = has_keys
         self._has_admin_routes = True
+        self.cors = Cors(settings)
         self.responses = ResponsesApi(self._read_request, requests, aborter, settings)
 
     def app(self, has_admin_routes: bool = True) -> web.Application:
         """All routes, with or without those of `admin_app`."""
         self._has_admin_routes = has_admin_routes
         app = self._empty()
+        app.on_response_prepare.append(self._add_cors_headers)
         app.add_routes([self._def_of(route) for route in ROUTES if not route.is_admin])
         if has_admin_routes:
             app.add_routes(self._admin_routes())
         return app
+
+    async def _add_cors_headers(self, http_request: web.Request, response: web.StreamResponse) -> None:
+        self.cors.add_headers(http_request, response)
 
     def admin_app(self) -> web.Application:
         """Routes for the operator's programs, which have no key."""
@@ -119,7 +127,7 @@ class Api:
 
     def _empty(self) -> web.Application:
         app = web.Application(client_max_size=self._max_body, middlewares=[_format_errors])
-        app.on_response_prepare.append(_repeat_request_id)
+        app.on_response_prepare.append(_add_headers)
         return app
 
     async def chat_completions(self, http_request: web.Request) -> web.StreamResponse:
@@ -166,7 +174,9 @@ class Api:
         http_request[REQUEST_ID] = request.id
         try:
             if request.parsed.stream:
-                return await response_writer.send_stream(http_request, request, self._slow_client_timeout_s)
+                return await response_writer.send_stream(
+                    http_request, request, self._slow_client_timeout_s, self._sse_keep_alive_s
+                )
             return await response_writer.send_whole(http_request, request, self._slow_client_timeout_s, body_of)
         except ConnectionError:
             return web.Response()  # the client has disconnected
@@ -218,7 +228,8 @@ class Api:
         try:
             yield
         except ApiError as error:
-            self._requests.metrics.num_overloaded += error.code == "overloaded"
+            if error.code == "overloaded":
+                self._requests.count_overloaded(error)
             raise
 
     async def _read_and_parse(
@@ -273,8 +284,7 @@ class Api:
         return _json(card)
 
     def _card(self) -> ModelCard:
-        facts = self._readiness.require_ready()
-        return ModelCard(id=self._limits.model, created=self._created, max_model_len=facts.max_model_len)
+        return ModelCard.of(self._limits.model, self._created, self._readiness.require_ready())
 
     async def health(self, http_request: web.Request) -> web.StreamResponse:
         status = self._readiness.status
@@ -321,7 +331,7 @@ class Api:
     async def docs(self, http_request: web.Request) -> web.StreamResponse:
         found = self._description
         listener = http_request.get_extra_info("sockname") or self._listener
-        html = found.as_html(address_of(http_request.headers.get("Host"), listener))
+        html = found.as_html(address_of(http_request.headers.get("Host"), listener, http_request.scheme))
         return web.Response(body=html, content_type="text/html", charset="utf-8", headers=found.headers)
 
     @functools.cached_property
@@ -332,8 +342,9 @@ class Api:
         return _json(Version(VERSION))
 
 
-async def _repeat_request_id(http_request: web.Request, response: web.StreamResponse) -> None:
-    """Repeat the client's request id in every response."""
+async def _add_headers(http_request: web.Request, response: web.StreamResponse) -> None:
+    """Repeat the client's request id in every response, and name the server."""
+    set_server(response)
     if (name := request_ids.to_repeat(http_request.headers)) is not None:
         response.headers[request_ids.HEADER] = name
 

@@ -15,6 +15,7 @@ from pipeline.runtime.api_keys import NO_SCOPE, Keys, bearer
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.http.error_responses import error_response
 from pipeline.stages.gateway.http.origins import OriginPolicy, check_content_type
+from pipeline.stages.gateway.http.server_header import set_server
 from pipeline.stages.gateway.parsing import request_ids
 
 Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
@@ -85,5 +86,6 @@ def _refusal(request: web.BaseRequest, error: ApiError, headers: dict[str, str] 
     response = error_response(request, error, headers)
     if (name := request_ids.to_repeat(request.headers)) is not None:
         response.headers[request_ids.HEADER] = name
+    set_server(response)
     response.force_close()  # whatever the client sends next is not read as a request
     return response

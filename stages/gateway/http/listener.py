@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import ssl
 from http import HTTPStatus
 from typing import Any
 
@@ -10,6 +11,7 @@ from aiohttp.http_exceptions import BadHttpMessage, ContentEncodingError, HttpPr
 
 from pipeline.stages.gateway.errors import ApiError, shown, unsupported_encoding
 from pipeline.stages.gateway.http.error_responses import error_body
+from pipeline.stages.gateway.http.server_header import set_server
 
 BACKLOG = 1024
 """Connections waiting to be accepted. With aiohttp's default of 128, a burst of connections waits for TCP's timer."""
@@ -101,6 +103,7 @@ class HttpConnection(web.RequestHandler):
         response.set_status(error.status)
         response.body = error_body(request, error)
         response.content_type = "application/json"
+        set_server(response)
         return response
 
 
@@ -125,10 +128,17 @@ def _error_of(status: int, exc: BaseException | None) -> ApiError:
 
 
 class HttpListener(web.SockSite):
-    """Serves HTTP on an open socket. `options` are those of `web.AppRunner`."""
+    """Serves HTTP, or HTTPS with `tls`, on an open socket. `options` are those of `web.AppRunner`."""
 
-    def __init__(self, runner: web.AppRunner, listener: socket.socket, options: dict[str, Any]) -> None:
-        super().__init__(runner, listener, backlog=BACKLOG)
+    def __init__(
+        self,
+        runner: web.AppRunner,
+        listener: socket.socket,
+        options: dict[str, Any],
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        super().__init__(runner, listener, backlog=BACKLOG, ssl_context=tls)
+        self._tls = tls
         self._listener = listener
         self._options = options
 
@@ -139,5 +149,9 @@ class HttpListener(web.SockSite):
         server = self._runner.server
         assert server is not None
         self._server = await loop.create_server(
-            lambda: HttpConnection(server, loop=loop, **self._options), sock=self._listener, backlog=BACKLOG
+            lambda: HttpConnection(server, loop=loop, **self._options),
+            sock=self._listener,
+            backlog=BACKLOG,
+            ssl=self._tls,
+            ssl_handshake_timeout=HEAD_S if self._tls is not None else None,
         )

@@ -39,7 +39,9 @@ _READING = ("GET", "HEAD")
 class OriginPolicy:
     """Which hosts and origins are allowed."""
 
-    def __init__(self, settings: GatewaySettings) -> None:
+    def __init__(self, settings: GatewaySettings, scheme: str = "http") -> None:
+        """`scheme` is that of the listener's own origin."""
+        self._scheme, self._default_port = scheme, {"http": 80, "https": 443}[scheme]
         own = [found.host for name in (settings.host, settings.admin_host) if (found := parse_authority(name))]
         listed = [host for entry in settings.allowed_hosts if (host := normalized_host(entry)) is not None]
         self._hosts = frozenset((*own, *listed))
@@ -85,7 +87,7 @@ class OriginPolicy:
             if request.headers.get("Sec-Fetch-Site", "").lower() in _OTHER_SITES:
                 raise _forbidden("origin_not_allowed", f"a page of another site sent this request: {_ORIGIN_HINT}")
             return
-        own = {Origin("http", host.host, host.port or 80) for host in hosts}
+        own = {Origin(self._scheme, host.host, host.port or self._default_port) for host in hosts}
         for text in origins:
             origin = parse_origin(text)
             if origin is None or not (origin in self._origins or own == {origin}):

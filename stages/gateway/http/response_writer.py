@@ -17,6 +17,7 @@ from aiohttp import web
 
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.http.error_responses import ANTHROPIC_ID_HEADER
+from pipeline.stages.gateway.http.keep_alive import KeepAlive, keep_alive_of
 from pipeline.stages.gateway.replies import shapes
 from pipeline.stages.gateway.request import Request
 
@@ -60,9 +61,12 @@ async def whole_body(request: Request) -> bytes:
     return await asyncio.to_thread(shapes.body_of, request) if shapes.is_large(request) else shapes.body_of(request)
 
 
-async def send_stream(http_request: web.Request, request: Request, timeout_s: float) -> web.StreamResponse:
-    """Send the events of a request as its output arrives. Raises ApiError if it fails before the headers are sent;
-    later errors are events. Raises ConnectionError as `send`."""
+async def send_stream(
+    http_request: web.Request, request: Request, timeout_s: float, keep_alive_s: float
+) -> web.StreamResponse:
+    """Send the events of a request as its output arrives, with a keep-alive in each silence of `keep_alive_s` (0:
+    never). Raises ApiError if it fails before the headers are sent; later errors are events. Raises ConnectionError as
+    `send`."""
     await _begun(request)
     response = web.StreamResponse(headers=EVENT_STREAM | _headers(request))
     events = shapes.events(request)
@@ -80,21 +84,22 @@ async def send_stream(http_request: web.Request, request: Request, timeout_s: fl
         await response.prepare(http_request)
         http_request.writer.send_headers()
         data = events.first() + events.due()
-        while not events.are_over:
-            if data:
-                await response.write(data)
-                await http_request.writer.drain()
-            try:
-                if events.has_more:
-                    await asyncio.sleep(0)
-                else:
-                    await request.change(push)
-            except ApiError as error:
-                data = events.due() + events.failed(error)
-                break
-            data = events.due()
-        else:
-            data += events.last()
+        with KeepAlive(http_request, keep_alive_s, lambda: _write(http_request, response, keep_alive_of(request))):
+            while not events.are_over:
+                if data:
+                    await response.write(data)
+                    await http_request.writer.drain()
+                try:
+                    if events.has_more:
+                        await asyncio.sleep(0)
+                    else:
+                        await request.change(push)
+                except ApiError as error:
+                    data = events.due() + events.failed(error)
+                    break
+                data = events.due()
+            else:
+                data += events.last()
         await response.write_eof(data)
         await _flushed(http_request)
     return response

@@ -46,6 +46,7 @@ class ResponsesApi:
         self._requests = requests
         self._aborter = aborter
         self._slow_client_timeout_s = settings.slow_client_timeout_s
+        self._sse_keep_alive_s = settings.sse_keep_alive_s
         self._store = ResponseStore(settings.max_stored_responses, settings.max_stored_response_bytes)
         self._why_off = ""
         if settings.replicas > 1:
@@ -76,7 +77,9 @@ class ResponsesApi:
             return _json(self._start(request, items))
         try:
             if parsed.stream:
-                return await response_writer.send_stream(http_request, request, self._slow_client_timeout_s)
+                return await response_writer.send_stream(
+                    http_request, request, self._slow_client_timeout_s, self._sse_keep_alive_s
+                )
             return await response_writer.send_whole(http_request, request, self._slow_client_timeout_s)
         except ApiError as error:
             raise renamed(error) from error

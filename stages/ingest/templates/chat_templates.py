@@ -1,12 +1,14 @@
 """The chat templates of a model: one for chats, and one for chats with tools if the model has two."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from pipeline.runtime.messages import ChatPrompt
 from pipeline.stages.ingest.templates import conversation
 from pipeline.stages.ingest.templates.budget import STEPS_PER_S, Budget, OutOfTime
+from pipeline.stages.ingest.templates.conversation import BadChat
 from pipeline.stages.ingest.templates.template import ChatTemplate, TemplateFailure
 
 DEFAULT = "default"
@@ -29,8 +31,21 @@ class ChatTemplates:
         self._timeout_s = timeout_s
 
     def text(self, prompt: ChatPrompt, *, max_chars: int, now_s: float | None, is_short: bool) -> str:
-        """The prompt's text, no longer than `max_chars`. Raises BadChat, TemplateFailure, TextTooLong, or OutOfTime
-        if it takes longer than the settings allow.
+        """The prompt's text: the first of `texts`."""
+        return self.texts(prompt, max_chars=max_chars, now_s=now_s, is_short=is_short)[0]
+
+    def texts(
+        self,
+        prompt: ChatPrompt,
+        *,
+        max_chars: int,
+        now_s: float | None,
+        is_short: bool,
+        masked: Callable[[dict[str, Any]], dict[str, Any] | None] | None = None,
+    ) -> tuple[str, str | None]:
+        """The prompt's text, no longer than `max_chars`, and a second one of the same length, of `masked` variables, if
+        `masked` returns any. Raises BadChat, TemplateFailure, TextTooLong, or OutOfTime if it takes longer than the
+        settings allow.
 
         With `is_short` it takes a few milliseconds at most, or raises NeedsTime. The result depends on the prompt
         alone, except that a very slow machine may raise OutOfTime.
@@ -43,12 +58,24 @@ class ChatTemplates:
             num_steps = int(STEPS_PER_S * self._timeout_s) + conversation.num_chars(prompt)
             budget = Budget(num_steps, self._timeout_s, time.monotonic)
         try:
+            changed = masked(variables) if masked is not None else None  # before the template can change them
             text = template.render(variables, max_chars=max_chars, budget=budget, now_s=now_s)
+            other = None
+            if changed is not None:
+                other = template.render(changed, max_chars=max_chars, budget=budget, now_s=now_s)
         except OutOfTime:
             if is_short:
                 raise NeedsTime from None
             raise
-        return conversation.up_to_tag(text, prompt) if prompt.continue_final_message else text
+        if other is not None and len(other) != len(text):
+            raise BadChat(
+                "a message contains special tokens of the model, and the chat template changes with them, so they "
+                "can't be distinguished from its own: remove them, or set chat.allow_special_tokens_in_content",
+                "messages",
+            )
+        if prompt.continue_final_message:
+            text = conversation.up_to_tag(text, prompt)
+        return text, None if other is None else other[: len(text)]
 
     def _template(self, prompt: ChatPrompt) -> ChatTemplate:
         names = (TOOL_USE, DEFAULT) if conversation.has_tools(prompt) else (DEFAULT,)

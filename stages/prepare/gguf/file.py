@@ -81,7 +81,7 @@ class GgufFile:
             try:
                 data = np.memmap(file, np.uint8, "r")
             except ValueError as error:  # an empty file can't be mapped
-                raise self._unreadable(error) from error
+                raise self._unreadable(_Fault("it is empty")) from error
         self._data: memoryview = data.data
         self._at = 0
         self._end = min(len(data), MAX_HEADER_BYTES)
@@ -112,7 +112,7 @@ class GgufFile:
         return values if value.is_array else values[0]
 
     def _unreadable(self, fault: Exception) -> ModelError:
-        return ModelError(f"{self.path} is not a complete GGUF file: {fault}")
+        return ModelError(f"{self.path} is not a complete GGUF file: {fault}; get it again")
 
     def _take(self, num_bytes: int, what: str) -> int:
         """Advance by `num_bytes` and return the offset before. Raises _Fault if fewer bytes are left."""

@@ -16,6 +16,8 @@ from pipeline.runtime import topology
 from pipeline.runtime.messages import Finish
 from pipeline.stages.gateway.admission import MAX_RETRY_S, Admission
 from pipeline.stages.gateway.errors import ApiError
+from tests.logs import lines_of
+from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import CHAT, COMPLETION, Gate
 from tests.stages.gateway.peers import RawPeer
 
@@ -213,6 +215,23 @@ class TestGateway:
             assert response.result().status_code == 200
             gate.rig.until(lambda load: load.num_open_requests == 0)
             assert gate.client.post("/v1/chat/completions", content=b"not JSON").status_code == 400
+
+    def test_many_rejections_are_one_line_of_the_log(self, tmp_path: Path) -> None:
+        with lines_of("refused requests with 503") as found:
+            with Gate(tmp_path, max_open_sequences=1) as gate:
+                response = gate.post(CHAT)
+                submit = gate.begin()
+                for _ in range(20):
+                    assert gate.client.post("/v1/chat/completions", json=CHAT).status_code == 503
+                gate.finish(submit)
+                assert response.result().status_code == 200
+                end = time.monotonic() + PATIENCE_S
+                while sum(fields["num"] for fields in found) < 20 and time.monotonic() < end:
+                    gate.rig.load()  # heartbeats
+            assert sum(fields["num"] for fields in found) == 20
+            assert len(found) < 10, "20 requests take less than a few seconds"
+            assert (found[0]["num"], found[0]["code"]) == (1, "overloaded")
+            assert "the limit of 1 open sequences is reached" in found[0]["why"]
 
     def test_rejections_are_sent_at_once_while_many_streams_run(self, tmp_path: Path) -> None:
         with Gate(tmp_path, max_open_sequences=64) as gate:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.settings import Settings
-from pipeline.stages.prepare.cache import STAMP, Cache, require_room
+from pipeline.stages.prepare.cache import STAMP, Cache, _takes_lock, require_room
 from pipeline.stages.prepare.sources.source import ModelError
 
 PATIENCE_S = 30.0
@@ -83,7 +83,7 @@ def test_a_failed_fill_leaves_nothing(tmp_path: Path) -> None:
     cache = Cache(tmp_path)
     with pytest.raises(ModelError, match="no"):
         ensure(cache, fail)
-    assert [path.name for path in tmp_path.iterdir()] == [".lock-key"]
+    assert list(tmp_path.iterdir()) == []
     ensure(cache)
 
 
@@ -120,7 +120,27 @@ def test_a_killed_fill_is_repeated(tmp_path: Path) -> None:
     child.stdout.close()
     child.stdin.close()
     assert (ensure(cache) / "a").read_bytes() == b"12345"
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock-key", "key"]
+    assert [path.name for path in tmp_path.iterdir()] == ["key"]
+
+
+def test_a_lock_whose_file_was_removed_while_others_waited_is_not_held(tmp_path: Path) -> None:
+    """Else a waiting process would hold the removed file's lock, and a new one the new file's."""
+    path = tmp_path / ".lock-key"
+    with path.open("w") as old:
+        path.unlink()
+        assert not _takes_lock(old.fileno(), path)
+        with path.open("w") as new:
+            assert not _takes_lock(old.fileno(), path)
+            assert _takes_lock(new.fileno(), path)
+            with path.open("w") as other:
+                assert not _takes_lock(other.fileno(), path)
+
+
+@pytest.mark.parametrize("missing", ["a", "a/b/c"])
+def test_a_cache_below_a_folder_that_can_t_be_created_is_an_error_that_names_cache_dir(missing: str) -> None:
+    """As with a HOME that does not exist, or can only be read."""
+    with pytest.raises(ModelError, match=r"cannot write the cache /proc/self/.* set cache_dir to a folder"):
+        ensure(Cache(Path("/proc/self") / missing))
 
 
 def test_of_two_concurrent_processes_one_fills_and_the_other_logs_that_it_waits(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from pipeline.runtime.messages import Finish
 from pipeline.shm.arrays import ShmRef
 from pipeline.stages.schedule.output_buffer import OutputBuffer
 from tests.fakes import FakeExecutor, expected
+from tests.logs import lines_of
 from tests.rig import PATIENCE_S, Rig, raw
 
 FACTS = m.ExecuteFacts(num_blocks=512, block_size=16, max_model_len=4096, vocab_size=997)
@@ -248,6 +249,18 @@ def test_a_wake_of_the_stage_does_not_preempt_the_executor() -> None:
         assert rig._thread.native_id is not None
         assert os.sched_getscheduler(rig._thread.native_id) == os.SCHED_BATCH
         assert os.sched_getscheduler(0) == before, "only the thread of the stage"
+
+
+def test_preemptions_are_logged() -> None:
+    facts = msgspec.structs.replace(FACTS, num_blocks=5)
+    with lines_of("preempted sequences") as found, Rig("schedule") as rig:
+        rig.start(facts)
+        around = Neighbours(rig)
+        for request_id in (1, 2):
+            around.admit(request_id, list(range(30)), max_tokens=34)
+        around.until_finished(2)
+    assert found[0]["num"] == 1
+    assert {"running", "waiting"} <= found[0].keys()
 
 
 def test_at_depth_1_the_next_step_waits_for_the_result() -> None:

@@ -1,0 +1,27 @@
+"""Log lines about events that may be frequent: at most one line a second, with the number of events since the last."""
+
+import logging
+import time
+from collections.abc import Callable
+
+INTERVAL_S = 1.0
+
+
+class EventLog:
+    """Logs the growth of a counter. The first event is logged at once, those of the next second together."""
+
+    def __init__(self, log: logging.Logger, text: str, clock: Callable[[], float] = time.monotonic) -> None:
+        """`text` is the line's message; the line's field `num` is the number of events."""
+        self._log = log
+        self._text = text
+        self._clock = clock
+        self._num_logged = 0
+        self._next_s = 0.0
+
+    def update(self, total: int, **fields: object) -> None:
+        """`total` is the number of events so far. Call it at each event, or often; the heartbeat wakes each stage once
+        a second, so that the last events are logged too. `fields` describe the newest."""
+        if total == self._num_logged or (now_s := self._clock()) < self._next_s:
+            return
+        self._log.warning(self._text, extra={"fields": {"num": total - self._num_logged, **fields}})
+        self._num_logged, self._next_s = total, now_s + INTERVAL_S

@@ -1,0 +1,95 @@
+"""Heartbeats: a ping to every stage each second, which shows stages whose loop has stopped running.
+
+    pinged ──answer──► known to run ──HEARTBEAT_S──► pinged
+       └──no answer within the timeout──► late ──answer──► back
+
+A late stage is not pinged again: it answers the ping that waits in its inbox. The log has a line when a stage goes late
+and when it is back, and the gateways get `LateStages`, so that they refuse requests that would wait for it.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from pipeline.runtime.messages import LateStages
+from pipeline.supervisor.process import Child
+
+HEARTBEAT_S = 1.0
+"""From a stage's answer to the next ping."""
+NONCE = 0
+"""Of the pings; health rounds begin at 1."""
+
+
+class _Beat(msgspec.Struct, eq=False):
+    alive_s: float
+    """When the stage was last known to run. All times are by time.monotonic()."""
+    pinged_s: float | None = None
+    """When the ping was sent that it has not answered."""
+    is_late: bool = False
+
+
+class Heartbeats:
+    """The beats of the stages that are ready."""
+
+    def __init__(
+        self,
+        ping: Callable[[str, int], None],
+        timeout_s: float,
+        changed: Callable[[LateStages], None],
+        log: logging.Logger,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`ping` sends `Ping` to a stage by its name. `changed` gets the stages that are late, whenever these
+        change."""
+        self._ping = ping
+        self._timeout_s = timeout_s
+        self._changed = changed
+        self._log = log
+        self._clock = clock
+        self._beats: dict[str, _Beat] = {}
+
+    @property
+    def deadlines(self) -> list[float]:
+        """When `turn` must be called next."""
+        return [
+            beat.alive_s + HEARTBEAT_S if beat.pinged_s is None else beat.pinged_s + self._timeout_s
+            for beat in self._beats.values()
+            if not beat.is_late
+        ]
+
+    def turn(self, children: Iterable[Child]) -> None:
+        """Ping the stages that are due, and report those that have not answered in time. `children` are all stages."""
+        now_s = self._clock()
+        ready = {child.name for child in children if child.state == "ready"}
+        self._beats = {name: self._beats.get(name) or _Beat(now_s) for name in sorted(ready)}
+        has_changed = False
+        for name, beat in self._beats.items():
+            if beat.is_late:
+                continue
+            if beat.pinged_s is None:
+                if now_s >= beat.alive_s + HEARTBEAT_S:
+                    beat.pinged_s = now_s
+                    self._ping(name, NONCE)
+            elif now_s >= beat.pinged_s + self._timeout_s:
+                beat.is_late = has_changed = True
+                self._log.warning(f"{name} is late", extra={"fields": {"silent_s": f"{now_s - beat.alive_s:.1f}"}})
+        if has_changed:
+            self._report()
+
+    def answered(self, name: str) -> None:
+        """A stage has answered a ping, of a heartbeat or of a health round."""
+        beat = self._beats.get(name)
+        if beat is None:
+            return
+        now_s = self._clock()
+        silent_s, was_late = now_s - beat.alive_s, beat.is_late
+        beat.alive_s, beat.pinged_s, beat.is_late = now_s, None, False
+        if was_late:
+            self._log.info(f"{name} is back", extra={"fields": {"silent_s": f"{silent_s:.1f}"}})
+            self._report()
+
+    def _report(self) -> None:
+        late = {name: beat.alive_s for name, beat in self._beats.items() if beat.is_late}
+        self._changed(LateStages(list(late), list(late.values())))

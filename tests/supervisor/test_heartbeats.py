@@ -1,0 +1,96 @@
+"""Heartbeats: a stage that stops answering is late, and back with its next answer."""
+
+import logging
+import os
+from typing import Any
+
+import pytest
+
+from pipeline.runtime import messages as m
+from pipeline.supervisor.heartbeats import HEARTBEAT_S, Heartbeats
+
+TIMEOUT_S = 2.0
+NAMES = ("ingest.0", "execute.0")
+
+
+class FakeChild:
+    def __init__(self, name: str) -> None:
+        self.name, self.state, self.pid = name, "ready", os.getpid()
+
+
+class World:
+    """Heartbeats of two stages, with a clock that the test sets."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.pinged: list[str] = []
+        self.reports: list[dict[str, float]] = []
+        self.children: list[Any] = [FakeChild(name) for name in NAMES]
+        log = logging.getLogger("tests.heartbeats")
+        self.beats = Heartbeats(lambda name, _: self.pinged.append(name), TIMEOUT_S, self._report, log, self._clock)
+
+    def _clock(self) -> float:
+        return self.now_s
+
+    def _report(self, late: m.LateStages) -> None:
+        self.reports.append(dict(zip(late.names, late.since_s, strict=True)))
+
+    def turn(self, after_s: float = 0.0) -> list[str]:
+        """Advance the clock. Returns the stages that are pinged then."""
+        self.now_s += after_s
+        self.pinged.clear()
+        self.beats.turn(self.children)
+        return sorted(self.pinged)
+
+
+@pytest.fixture
+def world(caplog: pytest.LogCaptureFixture) -> World:
+    caplog.set_level(logging.INFO)
+    return World()
+
+
+def test_every_stage_is_pinged_once_a_second_and_only_if_it_has_answered(world: World) -> None:
+    assert world.turn() == []
+    assert world.beats.deadlines == [world.now_s + HEARTBEAT_S] * 2
+    assert world.turn(HEARTBEAT_S) == sorted(NAMES)
+    world.beats.answered("ingest.0")
+    assert world.turn(HEARTBEAT_S) == ["ingest.0"]
+    assert world.reports == []
+
+
+def test_a_stage_that_does_not_answer_in_time_is_late_until_it_answers(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.turn()
+    silent_since_s = world.now_s
+    world.turn(HEARTBEAT_S)
+    world.beats.answered("ingest.0")
+    assert world.now_s + TIMEOUT_S in world.beats.deadlines
+    assert world.turn(TIMEOUT_S) == ["ingest.0"]
+    assert world.reports == [{"execute.0": silent_since_s}]
+    world.beats.answered("ingest.0")
+    assert world.turn(HEARTBEAT_S) == ["ingest.0"], "a late stage has a ping in its inbox"
+    world.beats.answered("ingest.0")
+    world.now_s += 6.0
+    world.beats.answered("execute.0")
+    assert world.reports == [{"execute.0": silent_since_s}, {}]
+    lines = [(record.levelname, record.message, vars(record)["fields"]) for record in caplog.records]
+    assert lines == [
+        ("WARNING", "execute.0 is late", {"silent_s": "3.0"}),
+        ("INFO", "execute.0 is back", {"silent_s": "10.0"}),
+    ]
+
+
+def test_answers_to_health_rounds_count_and_stages_that_stop_are_forgotten(world: World) -> None:
+    world.turn()
+    world.turn(HEARTBEAT_S)
+    for name in NAMES:
+        world.beats.answered(name)
+    world.now_s += HEARTBEAT_S / 2
+    world.beats.answered("ingest.0")
+    assert world.turn(HEARTBEAT_S / 2) == ["execute.0"]
+    world.children[1].state = "dead"
+    world.turn(TIMEOUT_S)
+    assert world.reports == []
+    world.beats.answered("execute.0")
+    world.beats.answered("prepare.0")
