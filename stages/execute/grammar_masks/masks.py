@@ -19,7 +19,7 @@ import numpy as np
 
 from pipeline.grammars.worker import Gone, Worker, receive, send
 from pipeline.kernels.step_inputs import IntArray
-from pipeline.runtime.messages import GenerationOptions
+from pipeline.runtime.messages import GRAMMAR_FAILED, GenerationOptions
 from pipeline.shm.fence import Fence
 from pipeline.stages.execute.grammar_masks.memory import Begin, Fill, MaskMemory, MaskReport, Order, State
 from pipeline.supervisor.process_usage import usage_of
@@ -176,7 +176,7 @@ class Masks:
         working = [place for _, place in self._requested if states[place] == State.WORKING]
         self._stop()
         if working or not is_first:
-            self._fail(working or [place for _, place in self._requested], f"the grammar {how}")
+            self._fail(working or [place for _, place in self._requested], f"{GRAMMAR_FAILED}: it {how}")
         if self._requested:
             self._order()
 
