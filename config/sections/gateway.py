@@ -77,6 +77,13 @@ class GatewaySettings(Frozen, frozen=True):
         Seconds,
         Meta(description="Disconnect a client that reads none of its pending data for this long."),
     ] = 60.0
+    per_request_metrics: Annotated[
+        bool,
+        Meta(
+            description="Replies to chats and completions with one choice have vLLM's metrics: times in the queue, to "
+            "the first token and between tokens."
+        ),
+    ] = False
     api_keys_file: Annotated[
         str,
         Meta(

@@ -37,12 +37,18 @@ class ChatTemplates:
         """
         template = self._template(prompt)
         variables = conversation.variables(prompt, template.traits)
+        marked = conversation.with_marks(prompt)
         if is_short:
             budget = Budget(SHORT_STEPS)
         else:
             num_steps = int(STEPS_PER_S * self._timeout_s) + conversation.num_chars(prompt)
             budget = Budget(num_steps, self._timeout_s, time.monotonic)
         try:
+            if marked is not None:
+                marks = conversation.variables(marked, template.traits)
+                conversation.check_marks(
+                    template.render(marks, max_chars=max_chars, budget=budget, now_s=now_s), marked
+                )
             text = template.render(variables, max_chars=max_chars, budget=budget, now_s=now_s)
         except OutOfTime:
             if is_short:
