@@ -49,7 +49,13 @@ class ToolCallParam(msgspec.Struct):
 
 
 class MessageParam(msgspec.Struct):
-    role: Annotated[str, Meta(description=f"{', '.join(ROLES)}, or another role that the model's chat template takes.")]
+    role: Annotated[
+        str,
+        Meta(
+            description=f"{', '.join(ROLES)}, or another role that the model's chat template takes.",
+            extra_json_schema={"pattern": f"^{ROLE.pattern}$"},
+        ),
+    ]
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCallParam] | None = None

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.e2e.embedded import until
 from tests.e2e.server import Server
 
 GREEDY = {"temperature": 0, "max_tokens": 4}
@@ -106,12 +107,14 @@ def test_integral_floats_are_integers_and_other_types_of_bodies_get_415(server: 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_load_counts_requests_while_they_run(server: Server, path: str) -> None:
-    assert httpx.get(f"{server.url}/load").json()["server_load"] == 0
-    body = {"prompt": "Hi"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "Hi"}]}
-    body |= {"max_tokens": 1000, "ignore_eos": True, "stream": True}
+    load = f"{server.url}/load"
+    until(lambda: httpx.get(load).json()["server_load"] == 0, "earlier requests to end")
+    body: dict[str, Any] = {"max_tokens": 1000, "ignore_eos": True, "stream": True}
+    body |= {"prompt": "Hi"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "Hi"}]}
     with httpx.stream("POST", f"{server.url}{path}", json=body, timeout=60) as response:
-        next(response.iter_lines())
-        assert httpx.get(f"{server.url}/load").json()["server_load"] == 1
+        lines = response.iter_lines()
+        next(lines)
+        assert httpx.get(load).json()["server_load"] == 1
     metrics = httpx.get(f"{server.url}/metrics").text
     for reason in ("capacity", "deferred"):
         assert re.search(rf'^vllm:num_requests_waiting_by_reason{{.*reason="{reason}"}} 0.0$', metrics, re.MULTILINE)
