@@ -95,6 +95,13 @@ class GatewaySettings(Frozen, frozen=True):
             "ping event in /v1/messages. 0 is off.",
         ),
     ] = 5.0
+    per_request_metrics: Annotated[
+        bool,
+        Meta(
+            description="Replies to chats and completions with one choice have vLLM's metrics: times in the queue, to "
+            "the first token and between tokens."
+        ),
+    ] = False
     api_keys_file: Annotated[
         str,
         Meta(

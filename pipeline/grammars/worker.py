@@ -48,6 +48,11 @@ class Worker:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
+    @property
+    def was_killed(self) -> bool:
+        """Whether another process killed it, or the kernel for want of memory: its own faults end it otherwise."""
+        return self._process.poll() == -signal.SIGKILL
+
     def close(self) -> None:
         """Kill and reap the process."""
         self.socket.close()

@@ -5,7 +5,7 @@ As in vLLM, "request" means one sequence here.
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from pipeline.metrics.families import counter, counts_of, gauge, histogram
 from pipeline.metrics.histogram import REQUEST_S, STEP_TOKENS, TIME_TO_FIRST_TOKEN_S, TOKEN_S, TOKENS, Bounds, N, summed
@@ -29,6 +29,14 @@ def vllm_metrics(stats: ServerStats) -> Iterator[Metric]:
         yield gauge(
             "vllm:num_requests_waiting", "Number of requests waiting to be processed.", labels, schedule.num_waiting
         )
+        by_reason = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason",
+            "Number of waiting requests by reason. All wait for capacity; nothing defers a request.",
+            labels=[*labels, "reason"],
+        )
+        by_reason.add_metric([*labels.values(), "capacity"], schedule.num_waiting)
+        by_reason.add_metric([*labels.values(), "deferred"], 0)
+        yield by_reason
         yield gauge("vllm:num_requests_swapped", "Number of requests swapped out.", labels, schedule.num_swapped)
         swap = schedule.num_swap_blocks_total
         swapped = (swap - schedule.num_swap_blocks_free) / swap if swap else 0.0

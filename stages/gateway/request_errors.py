@@ -29,11 +29,15 @@ def rejection_error(prompt_request: PromptRequest, failure: m.Failure) -> ApiErr
 
 
 def sequence_error(prompt_request: PromptRequest, error: str) -> ApiError:
-    """A sequence ended with an error: 400 if the client's fields exclude every token, else 500."""
+    """A sequence ended with an error: 400 if the client's fields exclude every token or its grammar failed, else
+    500."""
     options = prompt_request.submit.options
     if error.startswith(m.NOTHING_LEFT):
         param = "allowed_token_ids" if options.allowed_ids else "bad_words" if options.bad_words else None
         return ApiError(HTTPStatus.BAD_REQUEST, error, sampling_param(prompt_request.request, param), "nothing_left")
+    if error.startswith(m.GRAMMAR_FAILED):
+        param = None if options.grammar is None else _client_param(prompt_request, options.grammar.param)
+        return ApiError(HTTPStatus.BAD_REQUEST, error, param, "invalid_grammar")
     message = "the server could not finish this request" + (f": {error}" if error else "")
     return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message)
 

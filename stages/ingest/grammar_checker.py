@@ -68,6 +68,7 @@ class GrammarChecker:
         """Held while the process starts, so that concurrent checks share it."""
         self._answers: dict[int, asyncio.Future[Checked]] = {}
         self._number = 0
+        self._is_closed = False
         self._next_slow_s = 0.0
         """When the next slow grammar may be passed on, by time.monotonic()."""
 
@@ -89,7 +90,7 @@ class GrammarChecker:
             return known
         try:
             async with asyncio.timeout(CHECK_TIMEOUT_S):
-                checked = await self._query(grammar)
+                checked = await self._query_twice(grammar)
         except TimeoutError:
             self._stop("does not answer")
             raise _busy(grammar) from None
@@ -104,7 +105,17 @@ class GrammarChecker:
             raise refusal(grammar, checked.error, checked.place)
         return checked.grammar
 
+    async def _query_twice(self, grammar: Grammar) -> Checked:
+        """Query a new process if the first one ends: it may have been killed, or stopped because of another check.
+        Raises ConnectionError if that ends too, or if this was closed."""
+        try:
+            return await self._query(grammar)
+        except ConnectionError:
+            return await self._query(grammar)
+
     async def _query(self, grammar: Grammar) -> Checked:
+        if self._is_closed:
+            raise ConnectionError("the process that checks grammars was stopped")
         async with self._starting:
             if self._worker is None or self._stream is None or not self._worker.is_alive:
                 await self._start()
@@ -153,6 +164,9 @@ class GrammarChecker:
                 if (future := self._answers.get(checked.number)) is not None and not future.done():
                     future.set_result(checked)
         except (asyncio.IncompleteReadError, ConnectionError):
+            if self._stream is not None:  # the process may still seem alive
+                self._stream.close()
+                self._stream = None
             self._fail("ended")
 
     def _fail(self, how: str) -> None:
@@ -174,6 +188,7 @@ class GrammarChecker:
         self._fail(how)
 
     def close(self) -> None:
+        self._is_closed = True
         self._stop("was stopped")
 
     def _remember(self, key: bytes, outcome: CheckOutcome) -> None:

@@ -124,7 +124,7 @@ class PromptProcessor:
             raise _refusal(message, prompt) from error
 
     def cut(self, ids: Ids, submit: Submit) -> Ids:
-        """The last `truncate` ids of a prompt. Raises RequestRefused."""
+        """The last `truncate` ids of a prompt, or the first. Raises RequestRefused."""
         options = submit.prompt_options
         if options.truncate == 0:
             return ids
@@ -140,7 +140,7 @@ class PromptProcessor:
             following = 0 if options.any_length else submit.options.max_tokens
             following = 1 if following is None else following
             keep = max(self._max_model_len - following, 1)
-        return ids[-keep:]
+        return ids[:keep] if options.truncates_right else ids[-keep:]
 
     def complete(self, options: GenerationOptions, max_tokens: int) -> GenerationOptions:
         """Check the options against the vocabulary, and add what needs the tokenizer. Raises RequestRefused."""
@@ -224,7 +224,8 @@ class PromptProcessor:
             ids = ids[(ids < 0) | (ids >= self._vocab_size)].tolist()
         for token_id in ids:
             if not 0 <= token_id < self._vocab_size:
-                message = f"'{param}' has token id {token_id}, not one of the model's 0..{self._vocab_size - 1}"
+                known = f"0..{self._vocab_size - 1}"
+                message = f"'{param}' has token id {token_id}, which is out of vocabulary: the model's ids are {known}"
                 raise RequestRefused(Failure(400, message, param))
 
     def _check_ids(self, ids: Ids, prompt: Prompt) -> None:
@@ -232,12 +233,13 @@ class PromptProcessor:
         if len(ids) == 0 or (ids.min() >= 0 and ids.max() < self._vocab_size):
             return
         place = int(np.argmax((ids < 0) | (ids >= self._vocab_size)))
+        known = f"0..{self._vocab_size - 1}"
         if isinstance(prompt, IdsPrompt):
             param = f"prompt[{place}]"
-            message = f"'{param}' is {ids[place]}, not one of the model's token ids 0..{self._vocab_size - 1}"
+            message = f"'{param}' is {ids[place]}, which is out of vocabulary: the model's token ids are {known}"
         else:
             param = _param(prompt)
-            message = f"token id {ids[place]} of the prompt is not one of the model's 0..{self._vocab_size - 1}"
+            message = f"token id {ids[place]} of the prompt is out of vocabulary: the model's ids are {known}"
         raise RequestRefused(Failure(400, message, param))
 
     def _check_size(self, text: str, prompt: ChatPrompt | TextPrompt, options: PromptOptions) -> None:

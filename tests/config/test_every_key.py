@@ -60,6 +60,9 @@ EFFECTS = {
     "gateway.sse_keep_alive_s": (
         "tests/stages/gateway/http/test_keep_alive.py::test_sse_keep_alive_s_of_0_writes_nothing"
     ),
+    "gateway.per_request_metrics": (
+        "tests/stages/gateway/replies/test_vllm_fields.py::TestMetrics::test_the_times_of_a_request_are_in_its_reply"
+    ),
     "gateway.api_keys_file": f"{AUTH}::test_openai_s_client_is_accepted_only_with_a_key",
     "gateway.allow_unauthenticated": f"{AUTH}::test_it_listens_beyond_this_machine_with_keys_or_allow_unauthenticated",
     "gateway.allowed_hosts": ("tests/stages/gateway/http/test_origins.py::TestHosts::test_a_listed_host_is_allowed"),

@@ -100,6 +100,8 @@ def test_the_server_s_info_has_its_quantization() -> None:
 
 def test_scheduler_metrics_have_vllm_s_names_and_meanings() -> None:
     samples = read(server(stage("schedule.0", schedule())))
+    for reason, num in (("capacity", 4), ("deferred", 0)):
+        assert value(samples, "vllm:num_requests_waiting_by_reason", reason=reason) == num
     expected = {
         "vllm:num_requests_running": 3,
         "vllm:num_requests_waiting": 4,

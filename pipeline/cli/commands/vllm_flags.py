@@ -16,6 +16,7 @@ AS_SETTINGS = {
     "--device": "execute.device=NAME",
     "--download-dir": "cache_dir=FOLDER",
     "--dtype": "execute.dtype=NAME",
+    "--enable-per-request-metrics": "gateway.per_request_metrics=true",
     "--enable-prefix-caching": "schedule.prefix_caching=true",
     "--gpu-memory-utilization": "execute.gpu_memory_utilization=SHARE",
     "--kv-cache-memory-bytes": "execute.kv_cache_bytes=BYTES",

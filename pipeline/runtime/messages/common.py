@@ -33,6 +33,10 @@ NOTHING_LEFT = "No token can be sampled"
 """Prefix of a sequence's error if the fields of its request contradict each other."""
 
 
+GRAMMAR_FAILED = "The grammar failed"
+"""Prefix of a sequence's error if its grammar could be used at first, but not to the end."""
+
+
 class Failure(msgspec.Struct, array_like=True, frozen=True):
     """An error message for the client. The gateway puts it into OpenAI's format."""
 

@@ -168,7 +168,9 @@ class PromptOptions(msgspec.Struct, array_like=True, frozen=True):
     with_text: bool = False
     with_token_strs: bool = False
     truncate: int = 0
-    """Keep only this many of the last ids; 0 keeps all, -1 as many as fit into the model's context."""
+    """Keep only this many ids; 0 keeps all, -1 as many as fit into the model's context."""
     with_pieces: bool = False
     with_tail: bool = False
     """The end of a chat's text, which shows whether it opens the model's reasoning; see pipeline/text/formats."""
+    truncates_right: bool = False
+    """`truncate` keeps the first ids, not the last."""

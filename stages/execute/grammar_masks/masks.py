@@ -19,7 +19,7 @@ import numpy as np
 
 from pipeline.grammars.worker import Gone, Worker, receive, send
 from pipeline.kernels.step_inputs import IntArray
-from pipeline.runtime.messages import GenerationOptions
+from pipeline.runtime.messages import GRAMMAR_FAILED, GenerationOptions
 from pipeline.shm.fence import Fence
 from pipeline.stages.execute.grammar_masks.memory import Begin, Fill, MaskMemory, MaskReport, Order, State
 from pipeline.supervisor.process_usage import usage_of
@@ -127,7 +127,9 @@ class Masks:
             used_s = self._cpu_s() - began_cpu_s
             if not alive or used_s > self._limit_s or now_s - began_s > PATIENCE * self._limit_s:
                 how = "crashed the library" if not alive else f"took longer than {self._limit_s:g} s"
-                self._replace_worker(how, is_first=is_first)
+                was_killed = self._worker is not None and self._worker.was_killed
+                why = "the process that computes masks was killed" if was_killed else f"{GRAMMAR_FAILED}: it {how}"
+                self._replace_worker(why, is_first=is_first)
                 began_s, began_cpu_s, is_first = time.monotonic(), self._cpu_s(), False
             else:
                 time.sleep(POLL_S)
@@ -169,14 +171,14 @@ class Masks:
         drops, self._drops = self._drops, []
         self._send(Order(drops, [], self._ticket, fills))
 
-    def _replace_worker(self, how: str, *, is_first: bool) -> None:
+    def _replace_worker(self, why: str, *, is_first: bool) -> None:
         """The process is stuck or dead: fail the rows that it was working on, and give the others to a new process. If
         it had not begun with any row, an earlier order caused it, and all rows are tried again."""
         states = self._memory.states
         working = [place for _, place in self._requested if states[place] == State.WORKING]
         self._stop()
         if working or not is_first:
-            self._fail(working or [place for _, place in self._requested], f"the grammar {how}")
+            self._fail(working or [place for _, place in self._requested], why)
         if self._requested:
             self._order()
 

@@ -21,7 +21,7 @@ from llguidance import LLMatcher
 
 from pipeline.grammars.engine import Engine, GrammarsUnsupported, limit_memory, short_message
 from pipeline.grammars.worker import receive, send
-from pipeline.runtime.messages import NOTHING_LEFT
+from pipeline.runtime.messages import GRAMMAR_FAILED, NOTHING_LEFT
 from pipeline.runtime.rust_panics import RustPanic, panics_as_errors
 from pipeline.shm import fence
 from pipeline.shm.fence import Fence
@@ -74,7 +74,7 @@ class Grammars:
         """A new matcher for a row. Raises MaskError."""
         matcher = self.prepare(grammar).result()
         if matcher.is_error():
-            raise MaskError(f"the grammar can't be used: {short_message(matcher.get_error())}")
+            raise MaskError(f"it can't be used: {short_message(matcher.get_error())}")
         return matcher.deep_copy()
 
     def _make(self, grammar: str) -> LLMatcher:
@@ -136,11 +136,8 @@ class MaskWorker:
         except (MaskError, RustPanic) as error:
             self._rows.pop(fill.row, None)
             states[fill.place] = State.FAILED
-            return (
-                str(error)
-                if isinstance(error, MaskError)
-                else f"the grammar can't be used: {short_message(str(error))}"
-            )
+            why = str(error) if isinstance(error, MaskError) else f"it can't be used: {short_message(str(error))}"
+            return why if why.startswith(NOTHING_LEFT) else f"{GRAMMAR_FAILED}: {why}"
         states[fill.place] = State.DONE
         return ""
 
@@ -159,7 +156,7 @@ class MaskWorker:
         else:
             row.matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if row.matcher.is_error():
-            raise MaskError(_why(row.matcher, "the grammar's next ids could not be computed"))
+            raise MaskError(_why(row.matcher, "its next ids could not be computed"))
         if not (words & self._texts).any():
             self._spell(row.matcher, words)
         if row.ignores_eos or len(row.stop_ids):

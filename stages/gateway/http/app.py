@@ -1,16 +1,14 @@
 """The application: handlers of the routes in routes.py. docs/http.md describes each."""
 
-import asyncio
 import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from aiohttp import HttpVersion11, web
-from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
 from pipeline.config.settings import GatewaySettings as GatewaySettings
@@ -21,20 +19,18 @@ from pipeline.stages.gateway.admin.reset_prefix_cache import PrefixCacheResetter
 from pipeline.stages.gateway.admin.server_info import ModelCard, ModelList, ServerLoad, Version
 from pipeline.stages.gateway.admin.stats import StatsQuery
 from pipeline.stages.gateway.apidocs.description import Description, address_of
-from pipeline.stages.gateway.errors import ENCODINGS, ApiError, shown, unsupported_encoding
-from pipeline.stages.gateway.http import response_writer
+from pipeline.stages.gateway.errors import ApiError, shown
+from pipeline.stages.gateway.http import body_reader, response_writer
+from pipeline.stages.gateway.http.body_reader import BodyReader, BodyTimeout
 from pipeline.stages.gateway.http.cors import Cors
 from pipeline.stages.gateway.http.error_responses import REQUEST_ID, error_response
 from pipeline.stages.gateway.http.guard import current_scope
-from pipeline.stages.gateway.http.large_body_lock import LargeBodyLock
 from pipeline.stages.gateway.http.routes import ROUTES, Route
 from pipeline.stages.gateway.http.server_header import set_server
-from pipeline.stages.gateway.http.upload_budget import Upload, UploadBudget
 from pipeline.stages.gateway.parsing import parse, request_ids
 from pipeline.stages.gateway.parsing.anthropic.parse import parse_count_tokens, parse_messages
 from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.stages.gateway.parsing.embeddings import parse_embeddings
-from pipeline.stages.gateway.parsing.json_depth import check_depth
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.parsing.tokens_only import parse_tokens_only
 from pipeline.stages.gateway.readiness import Readiness
@@ -46,17 +42,9 @@ from pipeline.stages.gateway.request_table import RequestTable
 from pipeline.stages.gateway.responses_api.handlers import ResponsesApi
 from pipeline.version import VERSION
 
-BODY_TIMEOUT_S = 60.0
-"""Time for a client to send the body."""
-
 _aborts = msgspec.json.Decoder(AbortBody)
 
-T = TypeVar("T")
 Parser = Callable[[bytes, RequestLimits], ParsedRequest]
-
-
-class BodyTimeout(ApiError):
-    """408"""
 
 
 class Api:
@@ -84,12 +72,11 @@ class Api:
         self._limits = limits
         self._listener = (settings.host, settings.port)
         self._max_body = settings.max_body_bytes
-        self._max_depth = limits.caps.max_json_depth
-        self._uploads = UploadBudget(settings.max_body_bytes)
-        self._large_body_lock = LargeBodyLock()
+        self._bodies = BodyReader(settings.max_body_bytes, limits.caps.max_json_depth)
         self._timeout_s = settings.request_timeout_s
         self._slow_client_timeout_s = settings.slow_client_timeout_s
         self._sse_keep_alive_s = settings.sse_keep_alive_s
+        self._with_metrics = settings.per_request_metrics
         self._created = int(time.time())
         self._has_keys = has_keys
         self._has_admin_routes = True
@@ -191,7 +178,13 @@ class Api:
         name = request_ids.of_headers(http_request.headers)
         parsed = await self._parse_request(http_request, parser, received_s)
         request_id = name or parsed.request_id
-        parsed = msgspec.structs.replace(parsed, received_s=received_s, request_id=request_id, scope=current_scope())
+        parsed = msgspec.structs.replace(
+            parsed,
+            received_s=received_s,
+            request_id=request_id,
+            scope=current_scope(),
+            with_metrics=self._with_metrics,
+        )
         self._readiness.require_ready()
         return parsed
 
@@ -200,9 +193,8 @@ class Api:
         try:
             self._readiness.require_ready()
             self._requests.check_room()
-            self._check_length(http_request)
-            with self._count_overloaded(), self._uploads.upload(http_request.content_length or 0):
-                pass
+            with self._count_overloaded():
+                self._bodies.check_declared(http_request)
         except ApiError as error:
             refusal = error_response(http_request, error)
             refusal.force_close()  # the client may send the body before it reads this
@@ -211,14 +203,15 @@ class Api:
 
     async def _parse_request(self, http_request: web.Request, parser: Parser, received_s: float) -> ParsedRequest:
         """Read and parse the body within the server's deadline."""
-        left_s = received_s + self._timeout_s - time.monotonic() if self._timeout_s else BODY_TIMEOUT_S
+        most_s = body_reader.BODY_TIMEOUT_S
+        left_s = received_s + self._timeout_s - time.monotonic() if self._timeout_s else most_s
         try:
             with self._count_overloaded():
-                return await self._read_and_parse(
-                    http_request, lambda body: parser(body, self._limits), min(BODY_TIMEOUT_S, left_s)
+                return await self._bodies.parse(
+                    http_request, lambda body: parser(body, self._limits), min(most_s, left_s)
                 )
         except BodyTimeout:
-            if left_s < BODY_TIMEOUT_S:
+            if left_s < most_s:
                 raise self._requests.timed_out(self._timeout_s) from None
             raise
 
@@ -231,46 +224,6 @@ class Api:
             if error.code == "overloaded":
                 self._requests.count_overloaded(error)
             raise
-
-    async def _read_and_parse(
-        self, http_request: web.Request, parser: Callable[[bytes], T], timeout_s: float = BODY_TIMEOUT_S
-    ) -> T:
-        """Read the body within `timeout_s` and parse it. Its bytes count against the upload budget until it is
-        parsed."""
-        self._check_length(http_request)
-        if (encoding := http_request.headers.get("Content-Encoding", "").lower() or "identity") not in ENCODINGS:
-            raise unsupported_encoding(encoding)
-        try:
-            with self._uploads.upload(http_request.content_length or 0) as upload:
-                async with asyncio.timeout(timeout_s):
-                    body = await self._read(http_request, upload)
-                async with self._large_body_lock.hold(len(body)):
-                    check_depth(body, self._max_depth)
-                    return parser(body)
-        except TimeoutError:
-            raise BodyTimeout(HTTPStatus.REQUEST_TIMEOUT, f"the body did not arrive within {timeout_s:g} s") from None
-        except web.RequestPayloadError as error:
-            cause = error.__cause__
-            reason = cause.message if isinstance(cause, HttpProcessingError) else str(error)
-            raise ApiError(HTTPStatus.BAD_REQUEST, f"cannot read the body: {shown(reason)}") from error
-
-    async def _read(self, http_request: web.Request, upload: Upload) -> bytes:
-        """Like aiohttp's own `read`, but reports progress and does not keep the bytes with the request."""
-        body = bytearray()
-        while chunk := await http_request.content.readany():
-            if len(body) + len(chunk) > self._max_body:
-                raise self._too_large()
-            upload.grow(len(body) + len(chunk))
-            body += chunk
-        return bytes(body)
-
-    def _check_length(self, http_request: web.Request) -> None:
-        if http_request.content_length is not None and http_request.content_length > self._max_body:
-            raise self._too_large()
-
-    def _too_large(self) -> ApiError:
-        message = f"the body is larger than {self._max_body} bytes"
-        return ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="body_too_large")
 
     async def models(self, http_request: web.Request) -> web.StreamResponse:
         return _json(ModelList(data=[self._card()]))
@@ -318,7 +271,7 @@ class Api:
         )
 
     async def abort_requests(self, http_request: web.Request) -> web.StreamResponse:
-        abort_body = await self._read_and_parse(http_request, lambda body: decode(_aborts, body, {}))
+        abort_body = await self._bodies.parse(http_request, lambda body: decode(_aborts, body, {}))
         return _json(await self._aborter.abort(abort_body.request_ids, current_scope()))
 
     async def reset_prefix_cache(self, http_request: web.Request) -> web.StreamResponse:

@@ -1,10 +1,15 @@
-"""Bounds the memory of bodies that are being received.
+"""Bounds the memory of bodies that are being received, so that no sender holds up the others.
 
-with budget.upload(declared_bytes) as upload: … upload.grow(num_bytes) … ──► released at the end
+    budget.upload(stop) ──► grow(num_bytes) … ──► complete() ──► release()
+                                  └──► stop(), is_given_up ────────┘
+
+Only bytes that have arrived count: a length that a client declares and never sends takes no room from others. If the
+budget is used up, bodies that arrive too slowly are given up first, the slowest first. So a client can fill the budget
+only as long as it sends fast, and then its bodies are soon complete.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
 
 from pipeline.stages.gateway.errors import overloaded
 
@@ -14,6 +19,10 @@ NUM_BODIES = 16
 SMALL_BYTES = 65536
 """Bodies up to this size are not counted, so slow large bodies don't block them. A connection may buffer as much
 anyway."""
+GRACE_S = 1.0
+"""A body is not slow in this time, whatever has arrived."""
+MIN_BYTES_PER_S = 256 * 1024
+"""A body that arrives slower than this, on average, is given up when another one needs its room."""
 
 
 class UploadBudget:
@@ -22,36 +31,83 @@ class UploadBudget:
     def __init__(self, max_body_bytes: int) -> None:
         self.max_bytes = NUM_BODIES * max_body_bytes
         self.num_bytes = 0
+        self._uploads: dict[int, Upload] = {}
+        """Those that count, by id()."""
 
-    @contextmanager
-    def upload(self, declared_bytes: int) -> Iterator["Upload"]:
-        """Reserve bytes for a body while it is received. `declared_bytes` is 0 if its length is unknown. Raises
-        ApiError, 503, if the budget is used up."""
-        upload = Upload(self)
-        try:
-            upload.grow(declared_bytes)
-            yield upload
-        finally:
-            self.num_bytes -= upload.num_counted
+    def upload(self, stop: Callable[[], object]) -> "Upload":
+        """A new body. `stop` ends its receiving, and then `is_given_up` is true. The caller must release it."""
+        return Upload(self, stop)
+
+    def check_room(self, num_bytes: int) -> None:
+        """Raises ApiError, 503, if there is no room for a body of this size even without the slow ones."""
+        if num_bytes > SMALL_BYTES:
+            now_s = time.monotonic()
+            slow = sum(upload.num_counted for upload in self._uploads.values() if upload.is_slow(now_s))
+            self._check(num_bytes, self.max_bytes - self.num_bytes + slow)
+
+    def take(self, upload: "Upload", num_bytes: int) -> None:
+        """Count `num_bytes` in all for an upload. Raises ApiError, 503."""
+        num_more = num_bytes - upload.num_counted
+        if num_more > self.max_bytes - self.num_bytes:
+            self._give_up_slow(num_more, upload)
+        self._check(num_more, self.max_bytes - self.num_bytes)
+        self.num_bytes += num_more
+        upload.num_counted = num_bytes
+        self._uploads[id(upload)] = upload
+
+    def release(self, upload: "Upload") -> None:
+        """Stop counting an upload. Idempotent."""
+        self._uploads.pop(id(upload), None)
+        self.num_bytes -= upload.num_counted
+        upload.num_counted = 0
+
+    def _give_up_slow(self, num_more: int, asking: "Upload") -> None:
+        now_s = time.monotonic()
+        slow = [one for one in self._uploads.values() if one is not asking and one.is_slow(now_s)]
+        for upload in sorted(slow, key=lambda one: one.bytes_per_s(now_s)):
+            if num_more <= self.max_bytes - self.num_bytes:
+                return
+            self.release(upload)
+            upload.give_up()
+
+    def _check(self, num_more: int, num_left: int) -> None:
+        if num_more > num_left:
+            raise overloaded(
+                f"{num_left} of {self.max_bytes} bytes are free for large bodies that are being received, and this "
+                f"body needs {num_more} more"
+            )
 
 
 class Upload:
-    """One body."""
+    """One body. Times are by time.monotonic()."""
 
-    def __init__(self, budget: UploadBudget) -> None:
+    def __init__(self, budget: UploadBudget, stop: Callable[[], object]) -> None:
         self._budget = budget
+        self._stop = stop
+        self._began_s = time.monotonic()
         self.num_counted = 0
+        self.is_given_up = False
+        self._is_complete = False
 
     def grow(self, num_bytes: int) -> None:
-        """Reserve `num_bytes` in all. Raises ApiError, 503."""
-        if num_bytes <= max(SMALL_BYTES, self.num_counted):
-            return
-        num_more = num_bytes - self.num_counted
-        num_left = self._budget.max_bytes - self._budget.num_bytes
-        if num_more > num_left:
-            raise overloaded(
-                f"{num_left} of {self._budget.max_bytes} bytes are free for large bodies that are being received, and "
-                f"this body needs {num_more} more"
-            )
-        self._budget.num_bytes += num_more
-        self.num_counted = num_bytes
+        """`num_bytes` have arrived in all. Raises ApiError, 503."""
+        if num_bytes > SMALL_BYTES and not self.is_given_up:
+            self._budget.take(self, num_bytes)
+
+    def complete(self) -> None:
+        """The body has arrived, and only its parsing remains."""
+        self._is_complete = True
+
+    def release(self) -> None:
+        """It has been parsed, or it failed."""
+        self._budget.release(self)
+
+    def is_slow(self, now_s: float) -> bool:
+        return not self._is_complete and now_s >= self._began_s + GRACE_S and self.bytes_per_s(now_s) < MIN_BYTES_PER_S
+
+    def bytes_per_s(self, now_s: float) -> float:
+        return self.num_counted / max(now_s - self._began_s, 1e-9)
+
+    def give_up(self) -> None:
+        self.is_given_up = True
+        self._stop()

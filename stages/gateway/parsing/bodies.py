@@ -6,7 +6,7 @@ Null means a field's default everywhere.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Raw
@@ -28,6 +28,12 @@ MaxTokens = Annotated[int, Meta(ge=1, lt=2**31)]
 BestOf = Annotated[int, Meta(ge=1, description="Number of sequences to generate; the n best are returned.")]
 
 
+TruncationSide = Annotated[
+    Literal["left", "right"],
+    Meta(description="Where truncate_prompt_tokens removes tokens: left (the default) keeps the prompt's last ones."),
+]
+
+
 class StreamOptions(msgspec.Struct):
     include_usage: Annotated[bool, Meta(description="true: an event with usage at the end.")] | None = None
     continuous_usage_stats: Annotated[bool, Meta(description="With include_usage: every event has usage.")] | None = (
@@ -38,7 +44,7 @@ class StreamOptions(msgspec.Struct):
 class Body(SamplingFields, kw_only=True):
     """Fields of both endpoints."""
 
-    model: Annotated[str, Meta(description="The model's name in /v1/models.")]
+    model: Annotated[str, Meta(description="The model's name in /v1/models; default the served model.")] | None = None
     max_tokens: Annotated[MaxTokens, Meta(description="Maximum number of tokens to generate.")] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -51,10 +57,11 @@ class Body(SamplingFields, kw_only=True):
     truncate_prompt_tokens: (
         Annotated[
             int,
-            Meta(ge=-1, lt=2**31, description="Keep this many of the prompt's last tokens; -1 keeps as many as fit."),
+            Meta(ge=-1, lt=2**31, description="Keep this many tokens of the prompt; -1 keeps as many as fit."),
         ]
         | None
     ) = None
+    truncation_side: TruncationSide | None = None
     add_special_tokens: (
         Annotated[bool, Meta(description="Whether the tokenizer adds special tokens to the prompt.")] | None
     ) = None
@@ -79,6 +86,10 @@ class ChatBody(Body, kw_only=True):
     messages: Messages
     max_completion_tokens: MaxTokens | None = None
     """Takes precedence over max_tokens, which it replaces in OpenAI's API."""
+    echo: (
+        Annotated[bool, Meta(description="true: the reply begins with the last message if it has the reply's role.")]
+        | None
+    ) = None
     add_generation_prompt: bool | None = None
     continue_final_message: Annotated[bool, Meta(description="true: the reply continues the last message.")] | None = (
         None
@@ -100,8 +111,8 @@ class ChatBody(Body, kw_only=True):
 class CompletionBody(Body, kw_only=True):
     """POST /v1/completions"""
 
-    prompt: str | list[str | Id | list[Id]]
-    """A text, texts, ids, or lists of ids; not a mixture."""
+    prompt: str | list[str | Id | list[Id]] | None = None
+    """Required. A text, texts, ids, or lists of ids; not a mixture."""
     max_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
     """0 only together with echo"""
     best_of: BestOf | None = None
@@ -168,12 +179,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
-    "prompt_embeds": (),
+    "prompt_embeds": ([],),
     "repetition_detection": (),
     "return_prompt_text": (False,),
     "return_token_offsets": (False,),
     "thinking_token_budget": (),
-    "truncation_side": ("left",),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
     "watermarking": (False,),
@@ -181,7 +191,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Fields of the API that are not supported, and their neutral values besides null. Any other value is an error, so that
 no field is silently ignored that changes the text."""
 
-CHAT_NEUTRAL = NEUTRAL | {"best_of": (1,), "echo": (False,)}
+CHAT_NEUTRAL = NEUTRAL | {"best_of": (1,)}
 COMPLETION_NEUTRAL = NEUTRAL | {
     "chat_template": (),
     "chat_template_kwargs": ({},),

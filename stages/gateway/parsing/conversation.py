@@ -8,6 +8,7 @@
 template, as in vLLM. Ingest checks the schemas of functions when it compiles their grammar.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Protocol, TypeVar
 
@@ -23,6 +24,8 @@ from pipeline.text.formats.tool_format import ToolSpec
 T = TypeVar("T")
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+"""The API's roles. Templates may take others."""
+ROLE = re.compile("[a-zA-Z0-9_.-]{1,64}")
 CONTENT = {"text": "text", "refusal": "refusal"}
 """Types of text parts, and the field with the text."""
 MAX_ID_CHARS = 256
@@ -46,7 +49,13 @@ class ToolCallParam(msgspec.Struct):
 
 
 class MessageParam(msgspec.Struct):
-    role: Annotated[str, Meta(extra_json_schema={"enum": list(ROLES)})]
+    role: Annotated[
+        str,
+        Meta(
+            description=f"{', '.join(ROLES)}, or another role that the model's chat template takes.",
+            extra_json_schema={"pattern": f"^{ROLE.pattern}$"},
+        ),
+    ]
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCallParam] | None = None
@@ -229,8 +238,9 @@ def chat_message(place: int, message: MessageParam) -> m.ChatMessage:
     at, role = f"messages[{place}]", message.role
     if role == "function":
         raise invalid(f"{at}.role", f"'{at}.role' function is deprecated: use tool, and tool_call_id", "invalid_value")
-    if role not in ROLES:
-        raise invalid(f"{at}.role", f"'{at}.role' must be one of {', '.join(ROLES)}", "invalid_value")
+    if not ROLE.fullmatch(role):
+        kinds = f"{', '.join(ROLES)}, or a role of the model's chat template: 1 to 64 letters, digits, _, - and ."
+        raise invalid(f"{at}.role", f"'{at}.role' must be one of {kinds}", "invalid_value")
     for name in ("function_call", "audio"):
         if getattr(message, name) is not None:
             raise unsupported(f"{at}.{name}")

@@ -11,6 +11,7 @@ import msgspec
 from pipeline.stages.gateway import errors
 from pipeline.stages.gateway.errors import invalid, unsupported
 from pipeline.stages.gateway.parsing.bodies import B, is_neutral
+from pipeline.stages.gateway.parsing.integral_floats import with_integers
 
 
 def decode(decoder: "msgspec.json.Decoder[B]", body: bytes, neutral: Mapping[str, tuple[Any, ...]]) -> B:
@@ -40,6 +41,8 @@ def _decode(decoder: "msgspec.json.Decoder[B]", body: bytes) -> B:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
+        if "got `float`" in str(error) and (rewritten := with_integers(body, decoder.type)) not in (body, body.strip()):
+            return _decode(decoder, rewritten)
         raise errors.of_validation(error, decoder.type, body) from error
     except UnicodeDecodeError as error:
         raise invalid(None, "the body is not valid UTF-8", "invalid_json") from error

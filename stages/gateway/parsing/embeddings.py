@@ -9,7 +9,7 @@ from pipeline.client.protocol import MAX_SALT_CHARS, MAX_TIMEOUT_S
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import invalid
 from pipeline.stages.gateway.parsing import request_ids
-from pipeline.stages.gateway.parsing.bodies import with_unsupported
+from pipeline.stages.gateway.parsing.bodies import TruncationSide, with_unsupported
 from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.stages.gateway.parsing.parse import check_model, priority_of
 from pipeline.stages.gateway.parsing.parsed_request import EmbeddingOptions, ParsedRequest, RequestLimits
@@ -28,8 +28,8 @@ POOLING = {"last": m.Pooling.LAST, "mean": m.Pooling.MEAN}
 class EmbeddingsBody(msgspec.Struct, kw_only=True):
     """POST /v1/embeddings"""
 
-    model: Annotated[str, Meta(description="The model's name in /v1/models.")]
     input: Annotated[str | list[str | Id | list[Id]], Meta(description="A text, texts, ids, or lists of ids.")]
+    model: Annotated[str, Meta(description="The model's name in /v1/models; default the served model.")] | None = None
     encoding_format: (
         Annotated[Literal["float", "base64"], Meta(description="base64 is of float32, little-endian.")] | None
     ) = None
@@ -42,11 +42,10 @@ class EmbeddingsBody(msgspec.Struct, kw_only=True):
     ) = None
     """Ours"""
     truncate_prompt_tokens: (
-        Annotated[
-            int, Meta(ge=-1, lt=2**31, description="Keep this many of an input's last tokens; -1 keeps as many as fit.")
-        ]
+        Annotated[int, Meta(ge=-1, lt=2**31, description="Keep this many tokens of an input; -1 keeps as many as fit.")]
         | None
     ) = None
+    truncation_side: TruncationSide | None = None
     add_special_tokens: (
         Annotated[bool, Meta(description="Whether the tokenizer adds special tokens; default true for texts.")] | None
     ) = None
@@ -88,7 +87,7 @@ def parse_embeddings(body: bytes, limits: RequestLimits) -> ParsedRequest:
     check_prompt_bytes(prompts, limits.caps.max_prompt_bytes, "input")
     return ParsedRequest(
         is_chat=False,
-        model=decoded.model,
+        model=limits.model,
         prompts=prompts,
         n=1,
         max_tokens_param="input",
@@ -102,7 +101,9 @@ def parse_embeddings(body: bytes, limits: RequestLimits) -> ParsedRequest:
         ),
         stream=False,
         include_usage=False,
-        prompt_options=m.PromptOptions(decoded.add_special_tokens, truncate=truncate),
+        prompt_options=m.PromptOptions(
+            decoded.add_special_tokens, truncate=truncate, truncates_right=decoded.truncation_side == "right"
+        ),
         prompt_param="input",
         request_id=request_ids.checked(decoded.request_id, "request_id"),
         timeout_s=decoded.timeout_s,

@@ -40,6 +40,7 @@ from pipeline.stages.gateway.parsing.prompt_fields import (
     num_prompts,
     packed,
     prompts_of,
+    require_prompt,
 )
 from pipeline.stages.gateway.parsing.sampling_fields import (
     check_counts,
@@ -92,11 +93,22 @@ def parse_chat(body: bytes, limits: RequestLimits) -> ParsedRequest:
             details=details,
         )
     return with_reply(
-        parsed,
+        _with_role(parsed, echo=bool(chat.echo)),
         limits.formats,
         shows_specials=chat.skip_special_tokens is False,
         with_reasoning=chat.include_reasoning is not False,
     )
+
+
+def _with_role(parsed: ParsedRequest, *, echo: bool) -> ParsedRequest:
+    """Add the reply's role, and the text to echo. As in vLLM, a reply without a generation prompt has the role of the
+    last message, and the last message is echoed if its role is the reply's."""
+    (prompt,) = parsed.prompts
+    assert isinstance(prompt, m.ChatPrompt)
+    last = prompt.messages[-1]
+    role = "assistant" if prompt.add_generation_prompt else last.role
+    echoed = (last.content or "") if echo and last.role == role else ""
+    return msgspec.structs.replace(parsed, reply_role=role, echoed=echoed)
 
 
 def with_reply(
@@ -144,6 +156,7 @@ def details_of(body: Body, num_top: int | None, limits: RequestLimits, *, echo: 
 def parse_completion(body: bytes, limits: RequestLimits) -> ParsedRequest:
     """Read the body of POST /v1/completions. Raises ApiError."""
     completion = read_completion(body)
+    prompt = require_prompt(completion.prompt)
     max_tokens = DEFAULT_COMPLETION_TOKENS if completion.max_tokens is None else completion.max_tokens
     echo = bool(completion.echo)
     if max_tokens == 0 and not echo:
@@ -154,8 +167,8 @@ def parse_completion(body: bytes, limits: RequestLimits) -> ParsedRequest:
     num_top = check_num_top("logprobs", completion.logprobs, limits.caps)
     parsed = parsed_request_of(
         completion,
-        num_prompts(completion.prompt),
-        lambda: prompts_of(completion.prompt, most_ids(completion.truncate_prompt_tokens, limits.max_prompt_tokens)),
+        num_prompts(prompt),
+        lambda: prompts_of(prompt, most_ids(completion.truncate_prompt_tokens, limits.max_prompt_tokens)),
         max_tokens,
         limits,
         is_chat=False,
@@ -263,7 +276,7 @@ def parsed_request_of(
     check_prompt_bytes(prompt_list, limits.caps.max_prompt_bytes)
     return ParsedRequest(
         is_chat=is_chat,
-        model=body.model,
+        model=limits.model,
         prompts=prompt_list,
         n=n,
         max_tokens_param=max_tokens_param,
@@ -272,6 +285,7 @@ def parsed_request_of(
         prompt_options=m.PromptOptions(
             body.add_special_tokens,
             truncate=check_truncate(body.truncate_prompt_tokens, limits.max_prompt_tokens),
+            truncates_right=body.truncation_side == "right",
             with_pieces=options.with_pieces and details.prompt_record_num_top >= 0,
         ),
         stream=bool(body.stream),

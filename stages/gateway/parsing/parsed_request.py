@@ -68,6 +68,8 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Chosen by the client."""
     timings: bool = False
     """The reply has timings."""
+    with_metrics: bool = False
+    """The reply has vLLM's metrics."""
     received_s: float = 0.0
     """When the request began to arrive, by time.monotonic(); 0 if unknown."""
     timeout_s: float | None = None
@@ -89,6 +91,10 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     scope: str = ""
     """Scope of the client's API key (`Keys.scope_of`): requests of other scopes neither abort it nor find its
     prefix-cache blocks. Empty without a key."""
+    reply_role: str = "assistant"
+    """Role of the message in the reply to a chat."""
+    echoed: str = ""
+    """Text that comes before the content of a chat's reply: the last message, if the client wants it back."""
     is_messages: bool = False
     """A chat whose reply has the shape of Anthropic's Messages API."""
 

@@ -75,6 +75,14 @@ def check_prompt_bytes(prompts: Sequence[m.Prompt], max_bytes: int, name: str = 
             raise invalid(param, message, "invalid_value")
 
 
+def require_prompt(prompt: Prompts | None) -> Prompts:
+    """Refuse a missing or empty prompt, in vLLM's words, which its clients look for. Raises ApiError."""
+    if prompt is None or prompt == "":
+        message = "Either prompt or prompt_embeds must be provided and non-empty. This server supports only prompt."
+        raise invalid("prompt", message)
+    return prompt
+
+
 def check_truncate(truncate: int | None, max_prompt_tokens: int | None) -> int:
     """Check truncate_prompt_tokens. Returns the value for `PromptOptions.truncate`. Raises ApiError."""
     if truncate is None:

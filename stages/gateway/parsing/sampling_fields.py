@@ -11,13 +11,15 @@ from msgspec import Meta
 
 from pipeline.config.settings import LimitSettings as Caps
 from pipeline.runtime import messages as m
-from pipeline.stages.gateway.errors import invalid, shown
+from pipeline.stages.gateway.errors import ApiError, invalid
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from pipeline.stages.gateway.parsing.structured_outputs import StructuredFields, grammar_of
 
 MAX_STOP_CHARS = 256
 """Longest stop string, and longest entry of bad_words."""
 MAX_BIAS = 100.0
+MAX_KEY_CHARS = 32
+"""Characters that an error shows of an invalid key of logit_bias: there may be many."""
 MAX_ALLOWED = 2**20
 """Entries of allowed_token_ids over all sequences of a request: a few vocabularies."""
 MIN_REPETITION_PENALTY = 0.01
@@ -171,19 +173,33 @@ def seed_of(seed: int | None) -> int | None:
 
 
 def _bias(logit_bias: dict[str, float], vocab_size: int | None) -> dict[int, float]:
-    """Biases by id. Only the canonical form of an id is accepted, so there are no duplicates."""
-    bias = {}
-    for key, value in logit_bias.items():
-        param = shown(f"logit_bias.{key}")
-        if not (key.isascii() and key.isdecimal() and len(key) <= 10 and str(int(key)) == key and int(key) < 2**31):
-            raise invalid(
-                param, f"'{param}': keys of 'logit_bias' must be token ids, such as \"50256\"", "invalid_value"
-            )
-        if not -MAX_BIAS <= value <= MAX_BIAS:
-            raise invalid(param, f"'{param}' must be a number from -100 to 100", "invalid_value")
-        _check_id(int(key), param, vocab_size)
-        bias[int(key)] = value
-    return bias
+    """Biases by id. Only the canonical form of an id is accepted, so there are no duplicates. An error names every
+    invalid key."""
+    if wrong := [key for key in logit_bias if not _is_id(key)]:
+        raise _bad_keys(wrong, "keys of 'logit_bias' must be token ids, such as \"50256\"")
+    if vocab_size is not None and (wrong := [key for key in logit_bias if int(key) >= vocab_size]):
+        raise _bad_keys(
+            wrong, f"out of vocabulary, the model's ids are 0..{vocab_size - 1}; vocabulary size {vocab_size}"
+        )
+    if wrong := [key for key, value in logit_bias.items() if not -MAX_BIAS <= value <= MAX_BIAS]:
+        raise _bad_keys(wrong, "must be a number from -100 to 100")
+    return {int(key): value for key, value in logit_bias.items()}
+
+
+def _is_id(key: str) -> bool:
+    return key.isascii() and key.isdecimal() and len(key) <= 10 and str(int(key)) == key and int(key) < 2**31
+
+
+def _bad_keys(keys: list[str], problem: str) -> ApiError:
+    """400 that names all of these keys of logit_bias."""
+    names = ", ".join(f"'logit_bias.{_shortened(key)}'" for key in keys)
+    return invalid(
+        f"logit_bias.{_shortened(keys[0])}" if len(keys) == 1 else "logit_bias", f"{names}: {problem}", "invalid_value"
+    )
+
+
+def _shortened(key: str) -> str:
+    return key if len(key) <= MAX_KEY_CHARS else f"{key[: MAX_KEY_CHARS - 1]}…"
 
 
 def _allowed(ids: list[int] | None, vocab_size: int | None) -> bytes:
@@ -202,7 +218,7 @@ def _check_ids(ids: list[int], param: str, vocab_size: int | None) -> None:
 
 def _check_id(token_id: int, param: str, vocab_size: int | None) -> None:
     if vocab_size is not None and token_id >= vocab_size:
-        message = f"'{param}': token id {token_id} is out of the vocabulary, 0..{vocab_size - 1}"
+        message = f"'{param}': token id {token_id} is out of vocabulary, the model's ids are 0..{vocab_size - 1}"
         raise invalid(param, message, "invalid_value")
 
 

@@ -53,7 +53,7 @@ class Rendering:
         self._parsed = parsed = self._parse(body, limits)
         self._body = self._read(body)
         self._max_model_len = limits.max_prompt_tokens
-        if parsed.echo:
+        if parsed.echo or parsed.echoed:
             raise invalid("echo", "'echo' cannot be rendered: there is no output")
         prompt_options = msgspec.structs.replace(
             parsed.prompt_options, any_length=True, with_text=True, with_pieces=False

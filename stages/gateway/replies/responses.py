@@ -9,12 +9,8 @@ from msgspec import UNSET
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.replies.chat import ReplyReader
-from pipeline.stages.gateway.replies.token_details import (
-    NO_DETAILS,
-    TokenDetailFormatter,
-    TokenDetails,
-    prompt_logprobs,
-)
+from pipeline.stages.gateway.replies.request_metrics import request_metrics
+from pipeline.stages.gateway.replies.token_details import TokenDetailFormatter, TokenDetails, prompt_logprobs
 from pipeline.stages.gateway.replies.types import (
     ChatChoice,
     ChatChunk,
@@ -76,8 +72,12 @@ def _chat_reply(request: Request) -> ChatReply:
             reader = ReplyReader(request, prompt_request, i)
             message = reader.message(text)
             finish = reader.finish_reason(finish)
+        message.role = request.parsed.reply_role
+        if request.parsed.echoed:
+            message.content = request.parsed.echoed + (message.content or "")
         choices.append(ChatChoice(i, message, finish, sequence.stop_reason, details.chat_logprobs, details.token_ids))
     reply = ChatReply(request.id, "chat.completion", request.created, request.parsed.model, choices, usage_of(request))
+    reply.metrics = request_metrics(request)
     reply.prompt_logprobs = prompt_logprobs(prompt_request)
     if request.parsed.details.with_ids and prompt_request.prompt_ids is not None:
         reply.prompt_token_ids = prompt_request.prompt_ids.tolist()
@@ -100,7 +100,9 @@ def _text_reply(request: Request) -> TextReply:
         choice.finish_reason, choice.stop_reason = finish_reason(sequence), sequence.stop_reason
         choice.prompt_logprobs = of_prompts[prompt_request.id]
         choices.append(choice)
-    return TextReply(request.id, "text_completion", request.created, request.parsed.model, choices, usage_of(request))
+    reply = TextReply(request.id, "text_completion", request.created, request.parsed.model, choices, usage_of(request))
+    reply.kv_transfer_params, reply.metrics = None, request_metrics(request)
+    return reply
 
 
 def _text_choice(index: int, text: str, details: TokenDetails) -> TextChoice:
@@ -143,8 +145,10 @@ def trace_write(request: Request, begin_s: float, data: bytes) -> None:
 class Events:
     """The events of one streamed response.
 
-    chat:         role, content …, finish   for each choice, interleaved; then usage if requested, then [DONE]
-    completions:  text …, finish            the same
+    chat:         role, content …    for each choice, interleaved; then usage if requested, then [DONE]
+    completions:  text …             the same
+
+    As in vLLM, the event with a choice's last text has its finish_reason.
 
     A failed sequence has no finish event: an error ends the stream.
     """
@@ -185,13 +189,15 @@ class Events:
         """The first events, before any text."""
         if not self._request.parsed.is_chat:
             return b""
-        role = ChatDelta("assistant", "")
-        ids = self._requests[0].prompt_ids
-        if self._request.parsed.details.with_ids and ids is not None and isinstance(self._chunk, ChatChunk):
-            self._chunk.prompt_token_ids = ids.tolist()
+        parsed, ids = self._request.parsed, self._requests[0].prompt_ids
+        role, echoed = ChatDelta(parsed.reply_role, ""), ChatDelta(content=parsed.echoed)
+        if isinstance(self._chunk, ChatChunk):
+            self._chunk.prompt_token_ids = ids.tolist() if parsed.details.with_ids and ids is not None else None
         data = b"".join(self._event(ChatDeltaChoice(i, role, None)) for i in self._unfinished)
         if isinstance(self._chunk, ChatChunk):
             self._chunk.prompt_token_ids = UNSET
+        if parsed.echoed:
+            data += b"".join(self._event(ChatDeltaChoice(i, echoed, None)) for i in self._unfinished)
         return self._request.log_output("first", data)
 
     def due(self) -> bytes:
@@ -221,25 +227,20 @@ class Events:
                     yield from self._read(i, sequence, reader, formatter, is_over=is_over)
                     finished += [i] if is_over else []
                 continue
-            details = NO_DETAILS
-            if text := sequence.take_text():
-                details = formatter.take(text)
-                yield self._event(
-                    ChatDeltaChoice(i, ChatDelta(content=text), None, UNSET, details.chat_logprobs, details.token_ids)
-                    if is_chat
-                    else _text_choice(i, text, details)
-                )
+            text = sequence.take_text()
+            if not (text or is_over):
+                continue
+            details = formatter.take(text)
+            choice: ChatDeltaChoice | TextChoice
+            if is_chat:
+                delta = ChatDelta(content=text) if text else ChatDelta()
+                choice = ChatDeltaChoice(i, delta, None, UNSET, details.chat_logprobs, details.token_ids)
+            else:
+                choice = _text_choice(i, text, details)
             if is_over:
-                details = formatter.take("")
-                reason, stop = finish_reason(sequence), sequence.stop_reason
-                choice: ChatDeltaChoice | TextChoice
-                if is_chat:
-                    choice = ChatDeltaChoice(i, ChatDelta(), reason, stop, details.chat_logprobs, details.token_ids)
-                else:
-                    choice = _text_choice(i, "", details)
-                    choice.finish_reason, choice.stop_reason = reason, stop
-                yield self._event(choice)
+                choice.finish_reason, choice.stop_reason = finish_reason(sequence), sequence.stop_reason
                 finished.append(i)
+            yield self._event(choice)
         for i in finished:
             del self._unfinished[i]
 
@@ -250,17 +251,15 @@ class Events:
         text = sequence.take_text()
         deltas = reader.deltas(text) if text else []
         if is_over:
-            deltas += reader.rest()
-        for delta in deltas:
+            deltas = deltas + reader.rest() or [ChatDelta()]
+        for place, delta in enumerate(deltas, 1):
             details = formatter.take(text)
             text = ""
-            yield self._event(ChatDeltaChoice(i, delta, None, UNSET, details.chat_logprobs, details.token_ids))
-        if is_over:
-            details = formatter.take(text)
-            reason = reader.finish_reason(finish_reason(sequence))
-            yield self._event(
-                ChatDeltaChoice(i, ChatDelta(), reason, sequence.stop_reason, details.chat_logprobs, details.token_ids)
-            )
+            choice = ChatDeltaChoice(i, delta, None, UNSET, details.chat_logprobs, details.token_ids)
+            if is_over and place == len(deltas):
+                choice.finish_reason = reader.finish_reason(finish_reason(sequence))
+                choice.stop_reason = sequence.stop_reason
+            yield self._event(choice)
 
     def last(self) -> bytes:
         """The end of a successful stream."""
@@ -270,6 +269,7 @@ class Events:
         chunk = msgspec.structs.replace(self._chunk, choices=[], usage=UNSET)
         if parsed.include_usage:
             chunk.usage = usage_of(self._request)
+            chunk.metrics = request_metrics(self._request) or UNSET
         if parsed.timings:
             chunk.timings = timings_of(times_of(self._request))
         return self._request.log_output("last", framed(_encoder.encode(chunk)) + DONE)

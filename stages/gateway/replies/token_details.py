@@ -8,7 +8,6 @@ so the ids of an event may be ahead of its text. Each id is sent once, in order.
 from typing import NamedTuple
 
 import numpy as np
-from msgspec import UNSET, UnsetType
 
 from pipeline.runtime.logprob_records import logprob_bytes
 from pipeline.stages.gateway.admission import ID_BYTES
@@ -23,8 +22,8 @@ class TokenDetails(NamedTuple):
 
     chat_logprobs: ChatLogprobs | None = None
     text_logprobs: TextLogprobs | None = None
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
     """With the first piece only."""
 
 
@@ -72,7 +71,7 @@ class TokenDetailFormatter:
             has_prompt_ids = is_first and prompt_ids is not None
             details = TokenDetails(
                 token_ids=ids,
-                prompt_token_ids=prompt_ids.tolist() if has_prompt_ids and prompt_ids is not None else UNSET,
+                prompt_token_ids=prompt_ids.tolist() if has_prompt_ids and prompt_ids is not None else None,
             )
         if options.num_top is None:
             return details
@@ -112,11 +111,11 @@ class TokenDetailFormatter:
         return decoded
 
 
-def prompt_logprobs(prompt_request: PromptRequest) -> list[dict[str, PromptLogprob] | None] | UnsetType:
-    """The prompt_logprobs of a prompt request; UNSET if they were not requested."""
+def prompt_logprobs(prompt_request: PromptRequest) -> list[dict[str, PromptLogprob] | None] | None:
+    """The prompt_logprobs of a prompt request; None if they were not requested."""
     details = prompt_request.request.parsed.details
     if details.prompt_num_top is None:
-        return UNSET
+        return None
     return logprobs.of_prompt(
         decode_prompt_records(prompt_request), details.prompt_num_top, names_ids=details.names_ids
     )

@@ -60,13 +60,10 @@ def generated(request: Request) -> bytes:
     choices = []
     for i, sequence in enumerate(request.choices):
         details = TokenDetailFormatter(request, prompt_request, sequence).take("")
-        ids = [] if isinstance(details.token_ids, UnsetType) else details.token_ids
-        choices.append(GenerateChoice(i, details.chat_logprobs, finish_reason(sequence), ids))
-    of_prompt = prompt_logprobs(prompt_request)
-    reply = GenerateReply(
-        _name(request), choices, None if isinstance(of_prompt, UnsetType) else of_prompt, None, usage_of(request)
+        choices.append(GenerateChoice(i, details.chat_logprobs, finish_reason(sequence), details.token_ids or []))
+    return _encoder.encode(
+        GenerateReply(_name(request), choices, prompt_logprobs(prompt_request), None, usage_of(request))
     )
-    return _encoder.encode(reply)
 
 
 def _name(request: Request) -> str:
@@ -108,7 +105,7 @@ class GenerateEvents:
             sequence.take_text()  # drop the text
             is_over = sequence.finish not in (m.Finish.NONE, m.Finish.ERROR)
             details = self._formatters[i].take("")
-            ids = [] if isinstance(details.token_ids, UnsetType) else details.token_ids
+            ids = details.token_ids or []
             if not ids and not is_over:
                 continue
             reason = finish_reason(sequence) if is_over else None

@@ -1,7 +1,8 @@
 """Types of replies to chats and completions in OpenAI's shapes, complete and as stream events.
 
-`stop_reason`, `token_ids`, `prompt_token_ids` and `prompt_logprobs` are vLLM's additions, in its places: details of a
-prompt are in the reply of a chat, and in each choice of a completion. UNSET fields are left out.
+`stop_reason`, `token_ids`, `prompt_token_ids`, `prompt_logprobs`, `kv_transfer_params` and `metrics` are vLLM's
+additions, in its places: details of a prompt are in the reply of a chat, and in each choice of a completion. As in
+vLLM, fields that a request did not ask for are null. UNSET fields are left out.
 """
 
 from typing import Annotated
@@ -10,16 +11,22 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from pipeline.stages.gateway.replies.logprobs import ChatLogprobs, PromptLogprob, TextLogprobs
+from pipeline.stages.gateway.replies.request_metrics import RequestMetrics
 from pipeline.stages.gateway.timings import Timings
 
 StopReason = Annotated[str | int, Meta(description="The stop string or the id of stop_token_ids that ended it.")]
 FinishReason = Annotated[str, Meta(extra_json_schema={"enum": ["stop", "length", "tool_calls", "abort"]})]
 Assistant = Annotated[str, Meta(extra_json_schema={"enum": ["assistant"]})]
+Role = Annotated[
+    str, Meta(description="assistant; without a generation prompt, the role of the request's last message.")
+]
 TokenIds = Annotated[list[int], Meta(description="With return_token_ids.")]
 PromptLogprobs = Annotated[
     list[dict[str, PromptLogprob] | None],
     Meta(description="With prompt_logprobs: for each token, by id; null for the first."),
 ]
+
+Metrics = Annotated[RequestMetrics, Meta(description="If gateway.per_request_metrics is set, of a single choice.")]
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -46,7 +53,7 @@ class ReplyToolCall(msgspec.Struct):
 
 class ReplyMessage(msgspec.Struct):
     content: Annotated[str, Meta(description="null if there are only tool calls or reasoning.")] | None
-    role: Assistant = "assistant"
+    role: Role = "assistant"
     refusal: None = None
     tool_calls: list[ReplyToolCall] | UnsetType = UNSET
     reasoning_content: Annotated[str, Meta(description="The reasoning before the content.")] | UnsetType = UNSET
@@ -59,7 +66,7 @@ class ChatChoice(msgspec.Struct):
     finish_reason: FinishReason
     stop_reason: StopReason | None
     logprobs: ChatLogprobs | None = None
-    token_ids: TokenIds | UnsetType = UNSET
+    token_ids: TokenIds | None = None
 
 
 class ChatReply(msgspec.Struct):
@@ -73,8 +80,10 @@ class ChatReply(msgspec.Struct):
     usage: Usage
     system_fingerprint: None = None
     timings: Timings | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: TokenIds | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: TokenIds | None = None
+    kv_transfer_params: None = None
+    metrics: Metrics | None = None
 
 
 class FunctionDelta(msgspec.Struct, kw_only=True):
@@ -90,7 +99,7 @@ class ToolDelta(msgspec.Struct):
 
 
 class ChatDelta(msgspec.Struct):
-    role: Assistant | UnsetType = UNSET
+    role: Role | UnsetType = UNSET
     content: str | UnsetType = UNSET
     tool_calls: list[ToolDelta] | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
@@ -103,7 +112,7 @@ class ChatDeltaChoice(msgspec.Struct):
     finish_reason: FinishReason | None
     stop_reason: StopReason | UnsetType | None = UNSET
     logprobs: ChatLogprobs | None = None
-    token_ids: TokenIds | UnsetType = UNSET
+    token_ids: TokenIds | UnsetType | None = UNSET
 
 
 class ChatChunk(msgspec.Struct):
@@ -117,7 +126,9 @@ class ChatChunk(msgspec.Struct):
     usage: Usage | UnsetType | None = UNSET
     system_fingerprint: None = None
     timings: Timings | UnsetType = UNSET
-    prompt_token_ids: TokenIds | UnsetType = UNSET
+    prompt_token_ids: TokenIds | UnsetType | None = UNSET
+    """In the first event of each choice"""
+    metrics: Metrics | UnsetType = UNSET
 
 
 class TextChoice(msgspec.Struct):
@@ -126,9 +137,10 @@ class TextChoice(msgspec.Struct):
     finish_reason: FinishReason | None
     stop_reason: StopReason | UnsetType | None = UNSET
     logprobs: TextLogprobs | None = None
-    token_ids: TokenIds | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: TokenIds | UnsetType = UNSET
+    token_ids: TokenIds | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
+    """Not in a stream"""
+    prompt_token_ids: TokenIds | None = None
 
 
 class TextReply(msgspec.Struct):
@@ -142,3 +154,6 @@ class TextReply(msgspec.Struct):
     usage: Usage | UnsetType | None = UNSET
     system_fingerprint: None = None
     timings: Timings | UnsetType = UNSET
+    kv_transfer_params: UnsetType | None = UNSET
+    """Not in a stream"""
+    metrics: Metrics | UnsetType | None = UNSET

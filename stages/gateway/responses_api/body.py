@@ -73,7 +73,7 @@ class ResponseStreamOptions(msgspec.Struct):
 class ResponsesBody(SamplingFields, kw_only=True):
     """POST /v1/responses"""
 
-    model: Annotated[str, Meta(description="The model's name in /v1/models.")]
+    model: Annotated[str, Meta(description="The model's name in /v1/models; default the served model.")] | None = None
     input: (
         Annotated[str | list[InputItem], Meta(description="A user's message, or items of a conversation.")] | None
     ) = None

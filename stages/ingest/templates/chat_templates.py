@@ -52,6 +52,7 @@ class ChatTemplates:
         """
         template = self._template(prompt)
         variables = conversation.variables(prompt, template.traits)
+        marked = conversation.with_marks(prompt)
         if is_short:
             budget = Budget(SHORT_STEPS)
         else:
@@ -59,6 +60,11 @@ class ChatTemplates:
             budget = Budget(num_steps, self._timeout_s, time.monotonic)
         try:
             changed = masked(variables) if masked is not None else None  # before the template can change them
+            if marked is not None:
+                marks = conversation.variables(marked, template.traits)
+                conversation.check_marks(
+                    template.render(marks, max_chars=max_chars, budget=budget, now_s=now_s), marked
+                )
             text = template.render(variables, max_chars=max_chars, budget=budget, now_s=now_s)
             other = None
             if changed is not None:

@@ -31,6 +31,12 @@ OWN_FIELDS = {
 """Names that `chat_template_kwargs` can't set, and why."""
 
 
+API_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+ROLE_MARK = "ROLE_MARK_{}_END"
+"""Stands for the content of a message of another role, to see whether the template writes it."""
+
+
 class BadChat(Exception):
     """The chat can't be given to a template; the message is for the client."""
 
@@ -63,6 +69,30 @@ def variables(prompt: ChatPrompt, traits: TemplateTraits) -> dict[str, Any]:
         "documents": _array(prompt.documents, "documents"),
         "add_generation_prompt": prompt.add_generation_prompt,
     }
+
+
+def with_marks(prompt: ChatPrompt) -> ChatPrompt | None:
+    """The chat with a mark as the content of each message whose role is not one of the API's; None if there is none.
+    Rendered, it shows whether the template takes these roles: many write only the messages of roles that they know."""
+    if all(message.role in API_ROLES for message in prompt.messages):
+        return None
+    messages = [
+        message
+        if message.role in API_ROLES
+        else msgspec.structs.replace(message, content=ROLE_MARK.format(place), parts=None)
+        for place, message in enumerate(prompt.messages)
+    ]
+    return msgspec.structs.replace(prompt, messages=messages)
+
+
+def check_marks(text: str, prompt: ChatPrompt) -> None:
+    """Check the rendered text of `with_marks`. Raises BadChat if the template has omitted a message."""
+    for place, message in enumerate(prompt.messages):
+        if message.role not in API_ROLES and ROLE_MARK.format(place) not in text:
+            raise BadChat(
+                f"'messages[{place}].role': the model's chat template ignores messages of the role {message.role!r}",
+                f"messages[{place}].role",
+            )
 
 
 def has_tools(prompt: ChatPrompt) -> bool:

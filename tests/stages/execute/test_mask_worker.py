@@ -50,7 +50,9 @@ def test_a_panic_fails_only_its_row(tmp_path: Path, num_threads: int, thread_sta
         for ticket in (1, 2):
             worker._do(Order([], [], ticket, fills))
             assert msgspec.msgpack.decode(receive(ours), type=MaskReport) == MaskReport(
-                ticket, [1], ["the grammar can't be used: Onig: Regex search error: retry-limit-in-match over"]
+                ticket,
+                [1],
+                ["The grammar failed: it can't be used: Onig: Regex search error: retry-limit-in-match over"],
             )
             assert memory.word[0] == ticket
             assert memory.states.tolist() == [State.DONE, State.FAILED]

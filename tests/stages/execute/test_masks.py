@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
 
-from pipeline.runtime.messages import NOTHING_LEFT, Finish
+from pipeline.runtime.messages import GRAMMAR_FAILED, NOTHING_LEFT, Finish
 from pipeline.stages.execute.grammar_masks import masks as masks_module
 from tests.stages.execute.structured import EOS, Seq, Structured, ids_of, largest_id, lark, options, write
 
@@ -230,7 +230,7 @@ def test_a_grammar_that_never_terminates_ends_only_its_row(folder: Path, monkeyp
         monkeypatch.setattr(structured.runner.masks, "_limit_s", 0.3)
         bad, good = Seq(options(ENDLESS)), Seq(options(lark("[ab]{9}")))
         structured.run(bad, good)
-    assert bad.finish is Finish.ERROR and "took longer" in bad.error
+    assert bad.finish is Finish.ERROR and bad.error == f"{GRAMMAR_FAILED}: it took longer than 0.3 s"
     assert good.finish is Finish.STOP and re.fullmatch("[ab]{9}", good.text)
 
 
@@ -240,7 +240,7 @@ def test_a_grammar_that_crashes_the_library_ends_only_its_row(folder: Path) -> N
         structured.add(good)
         structured.step()
         structured.run(bad)
-    assert bad.finish is Finish.ERROR and "crashed the library" in bad.error
+    assert bad.finish is Finish.ERROR and bad.error == f"{GRAMMAR_FAILED}: it crashed the library"
     assert good.finish is Finish.STOP and re.fullmatch("[ab]{9}", good.text)
 
 

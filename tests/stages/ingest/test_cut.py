@@ -1,4 +1,4 @@
-"""`truncate` keeps the last ids of a prompt, and ignores the rest."""
+"""`truncate` keeps the last ids of a prompt, or the first, and ignores the rest."""
 
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,14 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> PromptProcessor:
 
 
 def cut(
-    prompts: PromptProcessor, prompt: m.Prompt | str, truncate: int, *, max_tokens: int | None = None
+    prompts: PromptProcessor,
+    prompt: m.Prompt | str,
+    truncate: int,
+    *,
+    max_tokens: int | None = None,
+    right: bool = False,
 ) -> tuple[list[int], int]:
-    options = m.PromptOptions(truncate=truncate)
+    options = m.PromptOptions(truncate=truncate, truncates_right=right)
     submitted = msgspec.structs.replace(tiny.submit(prompt, max_tokens=max_tokens), prompt_options=options)
     given = submitted.prompt
     ids = (
@@ -44,6 +49,14 @@ def test_truncate_keeps_the_last_ids(prompts: PromptProcessor) -> None:
     chat = prompts.encode(tiny.chat("hi")).tolist()
     assert cut(prompts, tiny.chat("hi"), 3)[0] == chat[-3:]
     assert cut(prompts, m.IdsPrompt(np.arange(9, dtype=np.int32).tobytes()), 4)[0] == [5, 6, 7, 8]
+
+
+def test_truncation_on_the_right_keeps_the_first_ids(prompts: PromptProcessor) -> None:
+    whole = prompts.encode(m.TextPrompt("abcdef")).tolist()
+    assert cut(prompts, "abcdef", 2, right=True) == (whole[:2], 62)
+    assert cut(prompts, "abcdef", 10, right=True)[0] == whole
+    ids = m.IdsPrompt(np.arange(90, dtype=np.int32).tobytes())
+    assert cut(prompts, ids, -1, right=True, max_tokens=60)[0] == [0, 1, 2, 3]
 
 
 def test_minus_one_leaves_room_for_the_output(prompts: PromptProcessor) -> None:
@@ -96,7 +109,7 @@ def test_truncated_ids_are_checked_too(prompts: PromptProcessor) -> None:
 def test_ids_outside_of_the_vocabulary_are_rejected(
     prompts: PromptProcessor, options: m.GenerationOptions, param: str
 ) -> None:
-    with pytest.raises(RequestRefused, match=r"not one of the model's 0\.\.257") as caught:
+    with pytest.raises(RequestRefused, match=r"out of vocabulary: the model's ids are 0\.\.257") as caught:
         prompts.complete(options, 5)
     assert (caught.value.failure.status, caught.value.failure.param) == (400, param)
 

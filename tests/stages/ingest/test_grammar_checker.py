@@ -209,20 +209,49 @@ async def test_a_dead_checker_is_replaced(grammars: GrammarChecker) -> None:
     assert await grammars.check(m.Grammar("regex", "b+"))
 
 
-async def test_a_check_in_progress_ends_with_its_checker(grammars: GrammarChecker) -> None:
-    """Otherwise an endless check would continue alone, and its request would wait."""
+async def test_a_check_whose_checker_is_killed_is_tried_once_more(grammars: GrammarChecker) -> None:
     await grammars.check(m.Grammar("json_object"))
     assert grammars._worker is not None
-    checker = psutil.Process(grammars._worker.pid)
+    first = grammars._worker.pid
+    os.kill(first, signal.SIGSTOP)  # so that it can't answer before it is killed
+    checks = [asyncio.ensure_future(grammars.check(m.Grammar("regex", source))) for source in ("a+", "b+")]
+    async with asyncio.timeout(10):
+        while len(grammars._answers) < 2:
+            await asyncio.sleep(0.005)
+    os.kill(first, signal.SIGKILL)
+    assert all(await asyncio.gather(*checks))
+    assert grammars._worker.pid != first
+
+
+async def test_a_check_in_progress_ends_with_its_second_checker(grammars: GrammarChecker) -> None:
+    """Otherwise an endless check would continue alone, and its request would wait."""
+    await grammars.check(m.Grammar("json_object"))
+    hostile = asyncio.ensure_future(rejected(grammars, "grammar", ENDLESS))
+    checkers: list[psutil.Process] = []
+    endless: list[psutil.Process] = []
+    async with asyncio.timeout(10):
+        for _ in range(2):
+            while (worker := grammars._worker) is None or psutil.Process(worker.pid) in checkers:
+                await asyncio.sleep(0.005)
+            checkers.append(psutil.Process(worker.pid))
+            while not (children := checkers[-1].children()):
+                await asyncio.sleep(0.005)
+            endless += children
+            checkers[-1].kill()
+        assert (await hostile).status == 503
+    _, alive = psutil.wait_procs(endless, timeout=10)
+    assert not alive
+
+
+async def test_no_checker_starts_after_the_end(grammars: GrammarChecker) -> None:
+    await grammars.check(m.Grammar("json_object"))
     hostile = asyncio.ensure_future(rejected(grammars, "grammar", ENDLESS))
     async with asyncio.timeout(10):
-        while not (children := checker.children()):
+        while not grammars._answers:
             await asyncio.sleep(0.005)
-    checker.kill()
-    async with asyncio.timeout(10):
-        assert (await hostile).status == 503
-    _, alive = psutil.wait_procs(children, timeout=10)
-    assert not alive
+    grammars.close()
+    assert (await hostile).status == 503
+    assert grammars._worker is None
 
 
 async def test_a_check_that_got_no_cpu_time_continues_after_its_timeout(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from pipeline.runtime import messages as m
 from pipeline.shm.arrays import ShmRef
 from pipeline.version import VERSION
-from tests.stages.gateway.gate import CHAT, COMPLETION, FACTS, MODEL, NONE_CACHED, Gate
+from tests.stages.gateway.gate import CHAT, COMPLETION, FACTS, MODEL, NONE_CACHED, Gate, events_of
 
 
 class TestChat:
@@ -37,10 +37,15 @@ class TestChat:
                     "logprobs": None,
                     "finish_reason": "stop",
                     "stop_reason": "!",
+                    "token_ids": None,
                 }
             ],
             "usage": {"prompt_tokens": 5, "completion_tokens": 4, "total_tokens": 9, **NONE_CACHED},
             "system_fingerprint": None,
+            "prompt_logprobs": None,
+            "prompt_token_ids": None,
+            "kv_transfer_params": None,
+            "metrics": None,
         }
         assert gate.closed() == (submit.request_id, 1)
         gate.rig.until(lambda load: load.num_open_requests == 0)
@@ -91,8 +96,35 @@ class TestChat:
         error = {"message": why, "type": "invalid_request_error", "param": None, "code": "nothing_left"}
         assert (result.status_code, result.json()["error"]) == (400, error)
         response = gate.post(CHAT)
-        gate.delta(gate.submit(), num_ids=0, finish=m.Finish.ERROR, error="the grammar took longer than 1 s")
+        gate.delta(gate.submit(), num_ids=0, finish=m.Finish.ERROR, error="grammars are not available")
         assert response.result().status_code == 500
+
+    @pytest.mark.parametrize(
+        ("path", "body", "param"),
+        [
+            ("/v1/chat/completions", CHAT | {"response_format": {"type": "json_object"}}, "response_format"),
+            ("/v1/completions", COMPLETION | {"guided_regex": "a+"}, "guided_regex"),
+            (
+                "/inference/v1/generate",
+                {"token_ids": [1], "sampling_params": {"guided_regex": "a+"}},
+                "sampling_params.guided_regex",
+            ),
+        ],
+    )
+    def test_a_grammar_that_fails_midway_is_a_client_error(
+        self, gate: Gate, path: str, body: dict[str, Any], param: str
+    ) -> None:
+        why = f"{m.GRAMMAR_FAILED}: it took longer than 1 s"
+        expected = {"message": why, "type": "invalid_request_error", "param": param, "code": "invalid_grammar"}
+        for fields in ({}, {"stream": True}):
+            response = gate.post(body | fields, path)
+            submit = gate.begin()
+            gate.delta(submit, "{")
+            gate.delta(submit, num_ids=0, finish=m.Finish.ERROR, error=why)
+            result = response.result()
+            error = events_of(result.text)[-1]["error"] if result.status_code == 200 else result.json()["error"]
+            assert error == expected
+            assert fields or result.status_code == 400
 
     @pytest.mark.parametrize(
         "given", [None, "application/json", "Application/JSON; charset=utf-8", "application/vnd.api+json"]

@@ -28,7 +28,7 @@ STREAM = CHAT | {"stream": True}
 
 
 class TestStreamedChat:
-    def test_a_stream_is_a_role_then_text_then_a_finish_reason(self, gate: Gate) -> None:
+    def test_a_stream_is_a_role_then_text_and_a_finish_reason_with_the_last(self, gate: Gate) -> None:
         response = gate.post(STREAM)
         submit = gate.submit()
         gate.accept(submit)
@@ -47,14 +47,15 @@ class TestStreamedChat:
             "finish_reason": None,
             "logprobs": None,
         }
-        assert "".join(c["delta"]["content"] for c in choices[:-1]) == "Hello"
+        assert "".join(c["delta"]["content"] for c in choices) == "Hello"
         assert all(c["finish_reason"] is None for c in choices[:-1])
         assert choices[-1] == {
             "index": 0,
-            "delta": {},
+            "delta": {"content": choices[-1]["delta"]["content"]},
             "finish_reason": "stop",
             "stop_reason": None,
             "logprobs": None,
+            "token_ids": None,
         }
         assert all("usage" not in event for event in events)
         assert gate.closed() == (submit.request_id, 1)
@@ -108,11 +109,10 @@ class TestStreamedChat:
         assert [e["choices"][0]["delta"].get("content") for e in events_of(data.decode().split("\r\n\r\n", 1)[1])] == [
             "",
             "Hello",
-            None,
         ]
 
 
-def test_a_streamed_completion_is_text_then_a_finish_reason(gate: Gate) -> None:
+def test_a_streamed_completion_is_text_and_a_finish_reason_with_the_last(gate: Gate) -> None:
     response = gate.complete(COMPLETION | {"stream": True, "prompt": ["a", "b"]})
     first, second = gate.submit(), gate.submit()
     gate.accept(first)
@@ -124,7 +124,7 @@ def test_a_streamed_completion_is_text_then_a_finish_reason(gate: Gate) -> None:
     choices = [e["choices"][0] for e in events]
     for index, text in ((0, "x"), (1, "y")):
         mine = [c for c in choices if c["index"] == index]
-        assert [(c["text"], c["finish_reason"]) for c in mine] == [(text, None), ("", "stop")]
+        assert [(c["text"], c["finish_reason"]) for c in mine] == [(text, "stop")]
 
 
 class TestStreamErrors:

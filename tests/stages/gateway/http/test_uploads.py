@@ -1,7 +1,10 @@
-"""The total size of bodies being uploaded is bounded, and every end of an upload releases its budget."""
+"""The total size of bodies being uploaded is bounded, slow and silent senders don't hold up others, and every end of an
+upload releases its budget."""
 
+import functools
 import gzip
 import json
+import select
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -11,7 +14,8 @@ import httpx
 import pytest
 
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.http.upload_budget import NUM_BODIES, SMALL_BYTES, UploadBudget
+from pipeline.stages.gateway.http import upload_budget
+from pipeline.stages.gateway.http.upload_budget import MIN_BYTES_PER_S, NUM_BODIES, SMALL_BYTES, UploadBudget
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import CHAT, COMPLETION, Gate, read_until
 from tests.stages.gateway.test_metrics import counts_of
@@ -23,7 +27,8 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 @pytest.fixture
-def gate(tmp_path: Path) -> Iterator[Gate]:
+def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    monkeypatch.setattr(upload_budget, "GRACE_S", PATIENCE_S)  # no body is slow
     with Gate(tmp_path, max_body_bytes=MAX_BODY) as gate:
         yield gate
 
@@ -44,6 +49,13 @@ def stuck(gate: Gate) -> socket.socket:
     return connection
 
 
+def silent(gate: Gate) -> socket.socket:
+    """A connection that declares a large body and sends none of it."""
+    connection = expect_continue(gate)
+    assert read_until(connection, b"\r\n\r\n") == CONTINUE
+    return connection
+
+
 def is_refused(response: httpx.Response) -> bool:
     if response.status_code == 503:
         error = response.json()["error"]
@@ -55,6 +67,10 @@ def is_refused(response: httpx.Response) -> bool:
 
 def send(gate: Gate, content: bytes | Iterator[bytes] = LARGE, **headers: str) -> httpx.Response:
     return httpx.post(f"{gate.url}/v1/completions", content=content, headers=headers, timeout=PATIENCE_S)
+
+
+def is_readable(connection: socket.socket) -> bool:
+    return bool(select.select([connection], [], [], 0.0)[0])
 
 
 def in_chunks(num_bytes: int) -> Iterator[bytes]:
@@ -76,6 +92,8 @@ class TestExhaustedBudget:
         with ExitStack() as stack:
             for _ in range(NUM_BODIES):
                 stack.enter_context(stuck(gate))
+            gate.rig.until(lambda _: is_refused(send(gate)))  # the gateway has read all of them
+            num_refused = counts_of(gate).num_overloaded
             assert is_refused(send(gate))
             assert is_refused(send(gate, in_chunks(MAX_BODY))), "a chunked body is counted as it grows"
             packed = gzip.compress(LARGE)
@@ -83,7 +101,7 @@ class TestExhaustedBudget:
             with expect_continue(gate) as connection:
                 answer = read_until(connection, b"}}")
                 assert answer.startswith(b"HTTP/1.1 503 ") and b"Retry-After: " in answer
-            assert counts_of(gate).num_overloaded == 4
+            assert counts_of(gate).num_overloaded == num_refused + 4
             small = gate.complete(json.dumps(COMPLETION).encode().ljust(SMALL_BYTES))
             gate.serve()
             assert small.result().status_code == 200
@@ -91,13 +109,58 @@ class TestExhaustedBudget:
 
     def test_the_budget_is_never_exceeded(self) -> None:
         room = UploadBudget(MAX_BODY)
-        with ExitStack() as stack:
-            for _ in range(NUM_BODIES):
-                stack.enter_context(room.upload(MAX_BODY))
-            with pytest.raises(ApiError) as raised, room.upload(MAX_BODY):
-                pass
+        uploads = [room.upload(pytest.fail) for _ in range(NUM_BODIES + 1)]
+        for upload in uploads[:-1]:
+            upload.grow(MAX_BODY)
+        for refuse in (lambda: room.check_room(MAX_BODY), lambda: uploads[-1].grow(MAX_BODY)):
+            with pytest.raises(ApiError) as raised:
+                refuse()
             assert (raised.value.status, raised.value.code) == (503, "overloaded")
-            assert room.num_bytes == room.max_bytes
+        assert room.num_bytes == room.max_bytes
+        for upload in uploads:
+            upload.release()
+        assert room.num_bytes == 0
+
+
+class TestSlowSenders:
+    def test_declared_lengths_take_no_room(self, gate: Gate) -> None:
+        with ExitStack() as stack:
+            for _ in range(4 * NUM_BODIES):
+                stack.enter_context(silent(gate))
+            assert send(gate).status_code == 404
+
+    def test_stalled_bodies_are_given_up_for_others(self, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+        with ExitStack() as stack:
+            connections = [stack.enter_context(stuck(gate)) for _ in range(NUM_BODIES)]
+            gate.rig.until(lambda _: is_refused(send(gate)))
+            monkeypatch.setattr(upload_budget, "GRACE_S", 0.0)
+            monkeypatch.setattr(upload_budget, "MIN_BYTES_PER_S", 2**40)
+            assert send(gate).status_code == 404
+            assert send(gate, in_chunks(MAX_BODY)).status_code == 400, "so do bodies of unknown length"
+            given_up = read_until(next(one for one in connections if is_readable(one)), b"}}")
+            assert given_up.startswith(b"HTTP/1.1 408 ") and b"while other clients needed its room" in given_up
+
+    def test_the_slowest_are_given_up_and_only_as_many_as_needed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        now_s = 0.0
+        monkeypatch.setattr("pipeline.stages.gateway.http.upload_budget.time.monotonic", lambda: now_s)
+        stopped: list[int] = []
+        room = UploadBudget(MAX_BODY)
+        uploads = [room.upload(functools.partial(stopped.append, place)) for place in range(NUM_BODIES)]
+        for place, upload in enumerate(uploads):
+            upload.grow(MAX_BODY - 8 * (NUM_BODIES - place))  # the first is the slowest
+        uploads[0].complete()
+        now_s = 1.01 * MAX_BODY / MIN_BYTES_PER_S
+        fast = room.upload(pytest.fail)
+        with pytest.raises(ApiError):
+            fast.grow(MAX_BODY)
+        assert not stopped, "none is slow before the grace is over"
+        now_s = max(now_s, upload_budget.GRACE_S)
+        fast.grow(MAX_BODY)
+        assert stopped == [1] and uploads[1].is_given_up
+        uploads[1].grow(MAX_BODY)
+        assert uploads[1].num_counted == 0, "what a body still sends after it was given up does not count"
+        for upload in (*uploads, fast):
+            upload.release()
         assert room.num_bytes == 0
 
 
@@ -129,7 +192,7 @@ class TestBudgetIsReleased:
 
     def test_when_uploads_time_out(self, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch, ExitStack() as stack:
-            patch.setattr("pipeline.stages.gateway.http.app.BODY_TIMEOUT_S", 0.5)
+            patch.setattr("pipeline.stages.gateway.http.body_reader.BODY_TIMEOUT_S", 0.5)
             for connection in [stack.enter_context(stuck(gate)) for _ in range(NUM_BODIES)]:
                 assert read_until(connection, b"}}").startswith(b"HTTP/1.1 408 ")
         assert_budget_is_free(gate)
@@ -161,12 +224,12 @@ class TestExpectContinue:
             assert answer.startswith(b"HTTP/1.1 503 ") and b'"starting"' in answer and b"Retry-After: " in answer
 
 
-@pytest.mark.parametrize("declared", [0, 10, MAX_BODY])
-def test_small_uploads_are_not_counted(declared: int) -> None:
+def test_small_uploads_are_not_counted() -> None:
     room = UploadBudget(MAX_BODY)
-    with room.upload(declared) as upload:
-        upload.grow(SMALL_BYTES)
-        assert room.num_bytes == (declared if declared > SMALL_BYTES else 0)
-        upload.grow(SMALL_BYTES + 1)
-        assert room.num_bytes == max(declared, SMALL_BYTES + 1)
+    upload = room.upload(pytest.fail)
+    upload.grow(SMALL_BYTES)
+    assert room.num_bytes == 0
+    upload.grow(SMALL_BYTES + 1)
+    assert room.num_bytes == SMALL_BYTES + 1
+    upload.release()
     assert room.num_bytes == 0

@@ -49,6 +49,9 @@ class TestOptions:
 
     def test_prompt_options_for_ingest_are_set(self) -> None:
         assert completion(truncate_prompt_tokens=5).prompt_options == m.PromptOptions(truncate=5)
+        assert completion(truncate_prompt_tokens=5, truncation_side="left") == completion(truncate_prompt_tokens=5)
+        right = completion(truncate_prompt_tokens=5, truncation_side="right").prompt_options
+        assert right == m.PromptOptions(truncate=5, truncates_right=True)
         assert chat(truncate_prompt_tokens=-1, add_special_tokens=True).prompt_options == m.PromptOptions(
             True, truncate=-1
         )
@@ -131,7 +134,16 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"logit_bias": {"٥": 1}}, "logit_bias.٥", "token ids"),
     ({"logit_bias": {"9" * 5000: 1}}, "logit_bias.999", "token ids"),
     ({"logit_bias": {"2147483648": 1}}, "logit_bias.2147483648", "token ids"),
-    ({"logit_bias": {"1000": 1}}, "logit_bias.1000", "0..999"),
+    ({"logit_bias": {"1000": 1}}, "logit_bias.1000", "0..999; vocabulary size 1000"),
+    (
+        {"logit_bias": {"1000": 1, "5": 1, "1001": 1}},
+        "logit_bias",
+        "'logit_bias.1000', 'logit_bias.1001': out of vocab",
+    ),
+    ({"logit_bias": {"a": 1, "5": 1, "-1": 1}}, "logit_bias", "'logit_bias.a', 'logit_bias.-1': keys of"),
+    ({"logit_bias": {"5": 101, "6": 1, "7": -101}}, "logit_bias", "'logit_bias.5', 'logit_bias.7': must be a number"),
+    ({"logit_bias": {str(i) * 5000: 1 for i in range(9)}}, "logit_bias", "'logit_bias.8888888"),
+    ({"truncate_prompt_tokens": 5, "truncation_side": "middle"}, "truncation_side", "must be one of left, right"),
     ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "limits.max_logit_bias"),
     ({"allowed_token_ids": []}, "allowed_token_ids", "length >= 1"),
     ({"allowed_token_ids": [1, 1000]}, "allowed_token_ids[1]", "0..999"),

@@ -111,7 +111,7 @@ class TestNoOutput:
         response = gate.complete(STREAM | {"max_tokens": 0})
         accept(gate, gate.submit(), 5)
         *events, usage = events_of(response.result().text)
-        assert [e["choices"][0]["finish_reason"] for e in events] == [None, "length"]
+        assert [e["choices"][0]["finish_reason"] for e in events] == ["length"]
         assert texts_of(response.result().text) == {0: "Hi"}
         assert usage["usage"] == {"prompt_tokens": 5, "completion_tokens": 0, "total_tokens": 5, **NONE_CACHED}
 
@@ -127,6 +127,50 @@ def test_echo_must_be_a_boolean(value: Any) -> None:
     assert (error.status, error.param) == (400, "echo")
 
 
-def test_chats_do_not_support_echo() -> None:
-    error = refused(CHAT | {"echo": True})
-    assert (error.status, error.param, error.code) == (400, "echo", "unsupported")
+CHAT_ECHO = {
+    "model": CHAT["model"],
+    "messages": [{"role": "user", "content": "Go on"}, {"role": "assistant", "content": "An apple a day, "}],
+    "echo": True,
+}
+
+
+class TestChats:
+    @pytest.mark.parametrize(
+        "fields",
+        [{"continue_final_message": True}, {"continue_final_message": True, "add_generation_prompt": False}, {}],
+    )
+    def test_a_last_message_of_the_assistant_comes_before_the_reply(self, gate: Gate, fields: dict[str, Any]) -> None:
+        response = gate.post(CHAT_ECHO | fields | {"n": 2})
+        submit = gate.begin()
+        gate.finish(submit, "keeps", 0)
+        gate.finish(submit, "is", 1)
+        messages = [choice["message"] for choice in response.result().json()["choices"]]
+        assert [message["content"] for message in messages] == ["An apple a day, keeps", "An apple a day, is"]
+        assert messages[0]["role"] == "assistant"
+
+    def test_in_a_stream_it_is_an_event_of_its_own(self, gate: Gate) -> None:
+        response = gate.post(CHAT_ECHO | {"n": 2, "stream": True})
+        submit = gate.begin()
+        gate.finish(submit, "keeps", 0)
+        gate.finish(submit, "is", 1)
+        choices = [event["choices"][0] for event in events_of(response.result().text)]
+        for index, end in enumerate(("keeps", "is")):
+            texts = [choice["delta"]["content"] for choice in choices if choice["index"] == index]
+            assert texts == ["", "An apple a day, ", end]
+
+    def test_messages_of_other_roles_and_other_requests_are_not_echoed(self, gate: Gate) -> None:
+        for body in (CHAT | {"echo": True}, CHAT_ECHO | {"echo": False}):
+            response = gate.post(body)
+            gate.serve("Hello")
+            assert response.result().json()["choices"][0]["message"]["content"] == "Hello"
+
+    def test_without_a_generation_prompt_the_reply_has_the_role_of_the_last_message(self, gate: Gate) -> None:
+        fields = {"add_generation_prompt": False, "echo": True}
+        message = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+        response = gate.post(CHAT | fields | {"messages": [message]})
+        gate.serve("c")
+        reply = response.result().json()["choices"][0]["message"]
+        assert (reply["role"], reply["content"]) == ("user", "a\nbc")
+        response = gate.post(CHAT | fields | {"messages": [message], "stream": True})
+        gate.serve("c")
+        assert events_of(response.result().text)[0]["choices"][0]["delta"] == {"role": "user", "content": ""}

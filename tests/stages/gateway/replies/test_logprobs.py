@@ -101,7 +101,7 @@ class TestChats:
                 "7": {"logprob": -0.5, "rank": 1, "decoded_token": "c"},
             },
         ]
-        assert "prompt_token_ids" not in body
+        assert body["prompt_token_ids"] is None
 
     def test_token_ids_are_where_vllm_has_them(self, gate: Gate) -> None:
         response = gate.post(CHAT | {"return_token_ids": True, "n": 2})

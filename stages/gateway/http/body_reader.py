@@ -1,0 +1,94 @@
+"""Reads and parses request bodies, within limits of size, time and memory."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import TypeVar
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from pipeline.stages.gateway.errors import ENCODINGS, ApiError, shown, unsupported_encoding
+from pipeline.stages.gateway.http.large_body_lock import LargeBodyLock
+from pipeline.stages.gateway.http.upload_budget import MIN_BYTES_PER_S, Upload, UploadBudget
+from pipeline.stages.gateway.parsing.json_depth import check_depth
+
+BODY_TIMEOUT_S = 60.0
+"""Time for a client to send the body."""
+
+T = TypeVar("T")
+
+
+class BodyTimeout(ApiError):
+    """408"""
+
+
+class BodyReader:
+    """Reads the bodies of one gateway's requests."""
+
+    def __init__(self, max_body_bytes: int, max_json_depth: int) -> None:
+        self._max_body = max_body_bytes
+        self._max_depth = max_json_depth
+        self._uploads = UploadBudget(max_body_bytes)
+        self._large_body_lock = LargeBodyLock()
+
+    def check_declared(self, http_request: web.Request) -> None:
+        """Check the declared length, if there is one. Raises ApiError: 413 for a body that is too large, 503 if there
+        is no room for it."""
+        declared = http_request.content_length or 0
+        if declared > self._max_body:
+            raise self._too_large()
+        self._uploads.check_room(declared)
+
+    async def parse(
+        self, http_request: web.Request, parser: Callable[[bytes], T], timeout_s: float = BODY_TIMEOUT_S
+    ) -> T:
+        """Read the body within `timeout_s` and parse it. Its bytes count against the upload budget until it is parsed.
+        Raises BodyTimeout, or another ApiError."""
+        if (encoding := http_request.headers.get("Content-Encoding", "").lower() or "identity") not in ENCODINGS:
+            raise unsupported_encoding(encoding)
+        self.check_declared(http_request)
+        deadline = asyncio.timeout(timeout_s)
+        upload = self._uploads.upload(stop=lambda: _end_now(deadline))
+        try:
+            async with deadline:
+                body = await self._read(http_request, upload)
+            upload.complete()
+            async with self._large_body_lock.hold(len(body)):
+                check_depth(body, self._max_depth)
+                return parser(body)
+        except TimeoutError:
+            if upload.is_given_up:
+                raise _too_slow() from None
+            raise BodyTimeout(HTTPStatus.REQUEST_TIMEOUT, f"the body did not arrive within {timeout_s:g} s") from None
+        except web.RequestPayloadError as error:
+            cause = error.__cause__
+            reason = cause.message if isinstance(cause, HttpProcessingError) else str(error)
+            raise ApiError(HTTPStatus.BAD_REQUEST, f"cannot read the body: {shown(reason)}") from error
+        finally:
+            upload.release()
+
+    async def _read(self, http_request: web.Request, upload: Upload) -> bytes:
+        """Like aiohttp's own `read`, but reports progress and does not keep the bytes with the request."""
+        body = bytearray()
+        while chunk := await http_request.content.readany():
+            if len(body) + len(chunk) > self._max_body:
+                raise self._too_large()
+            upload.grow(len(body) + len(chunk))
+            body += chunk
+        return bytes(body)
+
+    def _too_large(self) -> ApiError:
+        message = f"the body is larger than {self._max_body} bytes"
+        return ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="body_too_large")
+
+
+def _end_now(deadline: asyncio.Timeout) -> None:
+    with contextlib.suppress(RuntimeError):  # it has passed already
+        deadline.reschedule(0.0)
+
+
+def _too_slow() -> ApiError:
+    message = f"the body arrived slower than {MIN_BYTES_PER_S} bytes per second while other clients needed its room"
+    return ApiError(HTTPStatus.REQUEST_TIMEOUT, message)
