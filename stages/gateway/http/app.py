@@ -18,6 +18,7 @@ from pipeline.stages.gateway.admin import health
 from pipeline.stages.gateway.admin.abort_requests import AbortBody, RequestAborter
 from pipeline.stages.gateway.admin.health import HealthQuery
 from pipeline.stages.gateway.admin.reset_prefix_cache import PrefixCacheResetter
+from pipeline.stages.gateway.admin.served_model import ServedModel
 from pipeline.stages.gateway.admin.server_info import ModelCard, ModelList, ServerLoad, Version
 from pipeline.stages.gateway.admin.stats import StatsQuery
 from pipeline.stages.gateway.apidocs.description import Description, address_of
@@ -28,6 +29,8 @@ from pipeline.stages.gateway.http.guard import current_scope
 from pipeline.stages.gateway.http.large_body_lock import LargeBodyLock
 from pipeline.stages.gateway.http.routes import ROUTES, Route
 from pipeline.stages.gateway.http.upload_budget import Upload, UploadBudget
+from pipeline.stages.gateway.ollama.errors import is_ollama
+from pipeline.stages.gateway.ollama.handlers import OllamaApi
 from pipeline.stages.gateway.parsing import parse, request_ids
 from pipeline.stages.gateway.parsing.anthropic.parse import parse_count_tokens, parse_messages
 from pipeline.stages.gateway.parsing.decode import decode
@@ -71,8 +74,9 @@ class Api:
         limits: RequestLimits,
         settings: GatewaySettings,
         has_keys: bool = False,
+        model: ServedModel | None = None,
     ) -> None:
-        """`has_keys`: clients need an API key."""
+        """`has_keys`: clients need an API key. `model` is None only if no request is served."""
         self._readiness = readiness
         self._stats = stats
         self._resetter = resetter
@@ -91,6 +95,7 @@ class Api:
         self._has_keys = has_keys
         self._has_admin_routes = True
         self.responses = ResponsesApi(self._read_request, requests, aborter, settings)
+        self._ollama = OllamaApi(self._read_request, self._respond, self._read_and_parse, readiness, limits, model)
 
     def app(self, has_admin_routes: bool = True) -> web.Application:
         """All routes, with or without those of `admin_app`."""
@@ -114,8 +119,13 @@ class Api:
         expect = self._expect_call if route.opens_request else _expect
         options: dict[str, Any] = {"allow_head": True} if route.method == "GET" else {}
         add = {"GET": web.get, "POST": web.post, "DELETE": web.delete}[route.method]
-        owner = self.responses if route.path.startswith("/v1/responses") else self
-        return add(route.resource, getattr(owner, route.handler), expect_handler=expect, **options)
+        return add(route.resource, getattr(self._owner(route.path), route.handler), expect_handler=expect, **options)
+
+    def _owner(self, path: str) -> "Api | ResponsesApi | OllamaApi":
+        """The object that has the handlers of a path."""
+        if is_ollama(path):
+            return self._ollama
+        return self.responses if path.startswith("/v1/responses") else self
 
     def _empty(self) -> web.Application:
         app = web.Application(client_max_size=self._max_body, middlewares=[_format_errors])
@@ -160,9 +170,15 @@ class Api:
     async def _generate(
         self, http_request: web.Request, parser: Parser, body_of: Callable[[Request], bytes] | None = None
     ) -> web.StreamResponse:
-        """Handle a request from its body to its response. Aborts what is still open at the end: aiohttp cancels this
-        task when the client disconnects."""
-        request = self._requests.open(await self._read_request(http_request, parser))
+        """Handle a request from its body to its response."""
+        return await self._respond(http_request, await self._read_request(http_request, parser), body_of)
+
+    async def _respond(
+        self, http_request: web.Request, parsed: ParsedRequest, body_of: Callable[[Request], bytes] | None = None
+    ) -> web.StreamResponse:
+        """Open a request and send its response. Aborts what is still open at the end: aiohttp cancels this task when
+        the client disconnects."""
+        request = self._requests.open(parsed)
         http_request[REQUEST_ID] = request.id
         try:
             if request.parsed.stream:

@@ -26,11 +26,7 @@ HEADERS_AFTER_S = 1.0
 """A stream's headers are sent this long after its prompts were accepted, even if there is no output. Before that an
 error gets its own HTTP status; after that the client, and proxies, see that the request is alive."""
 
-EVENT_STREAM = {
-    "Content-Type": "text/event-stream; charset=utf-8",
-    "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",
-}
+STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 async def send(http_request: web.Request, response: web.Response, timeout_s: float) -> web.StreamResponse:
@@ -64,7 +60,8 @@ async def send_stream(http_request: web.Request, request: Request, timeout_s: fl
     """Send the events of a request as its output arrives. Raises ApiError if it fails before the headers are sent;
     later errors are events. Raises ConnectionError as `send`."""
     await _begun(request)
-    response = web.StreamResponse(headers=EVENT_STREAM | _headers(request))
+    headers = {"Content-Type": shapes.stream_type(request)} | STREAM_HEADERS | _headers(request)
+    response = web.StreamResponse(headers=headers)
     events = shapes.events(request)
 
     def push() -> bool:

@@ -12,6 +12,8 @@ from pipeline.stages.gateway.admin.abort_requests import AbortBody, Aborted
 from pipeline.stages.gateway.admin.health import HealthBody
 from pipeline.stages.gateway.admin.reset_prefix_cache import Reset
 from pipeline.stages.gateway.admin.server_info import ModelCard, ModelList, ServerLoad, Version
+from pipeline.stages.gateway.ollama import bodies as ob
+from pipeline.stages.gateway.ollama import types as ot
 from pipeline.stages.gateway.parsing.anthropic.bodies import MESSAGES_NEUTRAL, CountTokensBody, MessagesBody
 from pipeline.stages.gateway.parsing.bodies import (
     CHAT_NEUTRAL,
@@ -37,7 +39,7 @@ class Route(msgspec.Struct, frozen=True):
     method: str
     path: str
     handler: str
-    """The method of `app.Api`, or of `ResponsesApi` below /v1/responses"""
+    """The method of `app.Api`, of `ResponsesApi` below /v1/responses, or of `OllamaApi` below /api"""
     summary: str
     body: Any = None
     """Type of the JSON body"""
@@ -175,6 +177,57 @@ ROUTES = (
         GenerateChunk,
         opens_request=True,
     ),
+    Route(
+        "POST",
+        "/api/chat",
+        "ollama_chat",
+        "A reply to a chat, as in Ollama's API.",
+        ob.OllamaChatBody,
+        ob.OLLAMA_NEUTRAL,
+        ot.OllamaChatReply,
+        ot.OllamaChatReply,
+        opens_request=True,
+    ),
+    Route(
+        "POST",
+        "/api/generate",
+        "ollama_generate",
+        "A reply to a text, as in Ollama's API.",
+        ob.OllamaGenerateBody,
+        ob.OLLAMA_GENERATE_NEUTRAL,
+        ot.OllamaGenerateReply,
+        ot.OllamaGenerateReply,
+        opens_request=True,
+    ),
+    Route(
+        "POST",
+        "/api/embed",
+        "ollama_embed",
+        "Embeddings of texts, as in Ollama's API.",
+        ob.OllamaEmbedBody,
+        reply=ot.OllamaEmbedReply,
+        opens_request=True,
+    ),
+    Route(
+        "POST",
+        "/api/embeddings",
+        "ollama_embeddings",
+        "The embedding of a text, as in Ollama's older API.",
+        ob.OllamaEmbeddingsBody,
+        reply=ot.OllamaEmbeddingsReply,
+        opens_request=True,
+    ),
+    Route("GET", "/api/tags", "ollama_tags", "The model, in Ollama's list.", reply=ot.OllamaModelList),
+    Route("GET", "/api/ps", "ollama_ps", "The model, in Ollama's list of loaded ones.", reply=ot.OllamaRunningList),
+    Route(
+        "POST",
+        "/api/show",
+        "ollama_show",
+        "Facts of the model, as in Ollama's API.",
+        ob.OllamaShowBody,
+        reply=ot.OllamaShowReply,
+    ),
+    Route("GET", "/api/version", "ollama_version", "The version of Ollama's API.", reply=ot.OllamaVersion),
     Route("GET", "/v1/models", "models", "The model, in a list.", reply=ModelList),
     Route("GET", "/v1/models/{model}", "model", "The model.", reply=ModelCard),
     Route(

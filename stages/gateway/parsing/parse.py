@@ -71,13 +71,17 @@ def read_completion(body: bytes) -> CompletionBody:
 
 def parse_chat(body: bytes, limits: RequestLimits) -> ParsedRequest:
     """Read the body of POST /v1/chat/completions. Raises ApiError."""
-    chat = read_chat(body)
+    return chat_request_of(read_chat(body), limits)
+
+
+def chat_request_of(chat: ChatBody, limits: RequestLimits) -> ParsedRequest:
+    """Check a body of POST /v1/chat/completions. Raises ApiError."""
 
     def prompts() -> list[m.Prompt]:
         check_num_messages(num_parts(chat.messages), limits)
         return [chat_prompt(chat, chat.messages, limits.caps)]
 
-    details = details_of(chat, _chat_num_top(chat, limits), limits)
+    details = details_of(chat, chat_num_top(chat, limits), limits)
     if chat.max_completion_tokens is None:
         parsed = parsed_request_of(chat, 1, prompts, chat.max_tokens, limits, is_chat=True, details=details)
     else:
@@ -120,7 +124,8 @@ def with_reply(
     )
 
 
-def _chat_num_top(chat: ChatBody, limits: RequestLimits) -> int | None:
+def chat_num_top(chat: ChatBody, limits: RequestLimits) -> int | None:
+    """The number of top logprobs of a reply; None without logprobs. Raises ApiError."""
     if not chat.logprobs:
         if chat.top_logprobs:
             raise invalid("top_logprobs", "'top_logprobs' is only allowed together with logprobs = true")

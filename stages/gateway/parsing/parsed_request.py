@@ -4,6 +4,7 @@ import msgspec
 
 from pipeline.config.settings import LimitSettings as Caps
 from pipeline.runtime import messages as m
+from pipeline.stages.gateway.ollama.form import OllamaForm
 from pipeline.stages.gateway.parsing.conversation import ReplyForm
 from pipeline.stages.gateway.parsing.token_detail_options import TokenDetailOptions
 from pipeline.stages.gateway.responses_api.form import ResponseForm
@@ -91,6 +92,8 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     prefix-cache blocks. Empty without a key."""
     is_messages: bool = False
     """A chat whose reply has the shape of Anthropic's Messages API."""
+    ollama: OllamaForm | None = None
+    """What the reply repeats, if it is one of Ollama's API."""
 
     @property
     def num_sequences(self) -> int:
