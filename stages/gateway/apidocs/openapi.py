@@ -8,6 +8,7 @@ from http import HTTPStatus
 from typing import Any
 
 from pipeline.config.settings import LimitSettings as Caps
+from pipeline.stages.gateway.admin.server_info import CONFIG_FORMATS
 from pipeline.stages.gateway.apidocs.examples import example_of
 from pipeline.stages.gateway.apidocs.schemas import Schema, Schemas
 from pipeline.stages.gateway.errors import ErrorBody
@@ -29,6 +30,8 @@ TYPED_EVENTS = ("messages", "create_response")
 """Handlers whose streams have an `event` line with the type of each event."""
 TEXTS = {"/metrics": "text/plain", "/docs": "text/html"}
 """Media types of routes whose replies are not JSON."""
+NO_CONTENT = ("ping", "post_ping")
+"""Handlers whose replies have no body."""
 SECURITY = "apiKey"
 
 TAGS = {
@@ -47,6 +50,9 @@ _TAG_OF = {
     "ollama_tags": "Model",
     "ollama_ps": "Model",
     "ollama_show": "Model",
+    "infill": "Text",
+    "invocations": "Text",
+    "tokenizer_info": "Model",
     "render_chat": "Text",
     "render_completion": "Text",
     "models": "Model",
@@ -146,6 +152,14 @@ def _operation(route: Route, model: str, schemas: Schemas, has_keys: bool) -> di
 
 
 _QUERIES: dict[str, list[dict[str, Any]]] = {
+    "server_info": [
+        {
+            "name": "config_format",
+            "in": "query",
+            "description": "text: the settings are one string, TOML.",
+            "schema": {"enum": list(CONFIG_FORMATS), "default": CONFIG_FORMATS[0]},
+        },
+    ],
     "list_input_items": [
         {
             "name": "limit",
@@ -165,7 +179,7 @@ _QUERIES: dict[str, list[dict[str, Any]]] = {
             "description": "The id of the item before the first one.",
             "schema": {"type": "string"},
         },
-    ]
+    ],
 }
 """Query parameters of routes, by handler"""
 
@@ -193,6 +207,8 @@ def _parameters(route: Route, model: str) -> list[dict[str, Any]]:
 
 
 def _success(route: Route, schemas: Schemas) -> dict[str, Any]:
+    if route.handler in NO_CONTENT:
+        return {"description": route.summary}
     if route.reply is None:
         media = TEXTS.get(route.path, JSON)
         return {
@@ -209,7 +225,7 @@ def _success(route: Route, schemas: Schemas) -> dict[str, Any]:
         words += f" With `stream`: server-sent events, each `data: ` and a {names} as JSON. "
         if route.handler in TYPED_EVENTS:
             words += "An `event: ` line before it has its type. "
-        else:
+        elif route.handler != "infill":
             words += "The last is `data: [DONE]`. "
         if route.handler == "create_response":
             words += "If the request fails after its first event, the last ones are `error` and `response.failed`."
@@ -288,7 +304,9 @@ def _narrow(components: dict[str, Schema], model: str, caps: Caps, tool: Schema)
     """Add bounds from this server's settings, and the type of tools."""
     for component, schema in components.items():
         names = [model, model + TAG] if component.startswith("Ollama") else [model]
-        is_reply = not {"id", "root", "created_at", "details", "embeddings"}.isdisjoint(schema.get("required", ()))
+        is_reply = not {"id", "root", "created_at", "details", "embeddings", "content"}.isdisjoint(
+            schema.get("required", ())
+        )
         for name, one in schema.get("properties", {}).items():
             if name == "model" and not is_reply:
                 one.pop("type", None)

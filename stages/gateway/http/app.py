@@ -19,7 +19,14 @@ from pipeline.stages.gateway.admin.abort_requests import AbortBody, RequestAbort
 from pipeline.stages.gateway.admin.health import HealthQuery
 from pipeline.stages.gateway.admin.reset_prefix_cache import PrefixCacheResetter
 from pipeline.stages.gateway.admin.served_model import ServedModel
-from pipeline.stages.gateway.admin.server_info import ModelCard, ModelList, ServerLoad, Version
+from pipeline.stages.gateway.admin.server_info import (
+    ModelCard,
+    ModelList,
+    ServerLoad,
+    Version,
+    server_info,
+    tokenizer_info,
+)
 from pipeline.stages.gateway.admin.stats import StatsQuery
 from pipeline.stages.gateway.apidocs.description import Description, address_of
 from pipeline.stages.gateway.errors import ENCODINGS, ApiError, shown, unsupported_encoding
@@ -29,12 +36,14 @@ from pipeline.stages.gateway.http.guard import current_scope
 from pipeline.stages.gateway.http.large_body_lock import LargeBodyLock
 from pipeline.stages.gateway.http.routes import ROUTES, Route
 from pipeline.stages.gateway.http.upload_budget import Upload, UploadBudget
+from pipeline.stages.gateway.infill.parsing import parse_infill
 from pipeline.stages.gateway.ollama.errors import is_ollama
 from pipeline.stages.gateway.ollama.handlers import OllamaApi
 from pipeline.stages.gateway.parsing import parse, request_ids
 from pipeline.stages.gateway.parsing.anthropic.parse import parse_count_tokens, parse_messages
 from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.stages.gateway.parsing.embeddings import parse_embeddings
+from pipeline.stages.gateway.parsing.invocations import parse_invocation
 from pipeline.stages.gateway.parsing.json_depth import check_depth
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.parsing.tokens_only import parse_tokens_only
@@ -93,6 +102,7 @@ class Api:
         self._slow_client_timeout_s = settings.slow_client_timeout_s
         self._created = int(time.time())
         self._has_keys = has_keys
+        self._model = model
         self._has_admin_routes = True
         self.responses = ResponsesApi(self._read_request, requests, aborter, settings)
         self._ollama = OllamaApi(self._read_request, self._respond, self._read_and_parse, readiness, limits, model)
@@ -157,6 +167,12 @@ class Api:
 
     async def count_tokens(self, http_request: web.Request) -> web.StreamResponse:
         return await self._generate(http_request, parse_count_tokens, counted)
+
+    async def infill(self, http_request: web.Request) -> web.StreamResponse:
+        return await self._generate(http_request, parse_infill)
+
+    async def invocations(self, http_request: web.Request) -> web.StreamResponse:
+        return await self._generate(http_request, parse_invocation)
 
     async def tokenize(self, http_request: web.Request) -> web.StreamResponse:
         facts = self._readiness.require_ready()
@@ -301,6 +317,22 @@ class Api:
             status, reason = "late", "Timed out waiting for the supervisor"
         body = health.body_of(answer, status, reason, self._requests.num_open)
         return _json(body, HTTPStatus.OK if body.status == "ok" else HTTPStatus.SERVICE_UNAVAILABLE)
+
+    async def ping(self, http_request: web.Request) -> web.StreamResponse:
+        self._readiness.require_ready()
+        return web.Response()
+
+    post_ping = ping
+
+    async def server_info(self, http_request: web.Request) -> web.StreamResponse:
+        return _json(server_info(self._served().settings, http_request.query.get("config_format", "text")))
+
+    async def tokenizer_info(self, http_request: web.Request) -> web.StreamResponse:
+        return _json(tokenizer_info(self._served(), self._readiness.require_ready().max_model_len))
+
+    def _served(self) -> ServedModel:
+        assert self._model is not None
+        return self._model
 
     async def metrics(self, http_request: web.Request) -> web.StreamResponse:
         stats = await self._stats.fetch()

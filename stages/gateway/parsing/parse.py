@@ -32,6 +32,7 @@ from pipeline.stages.gateway.parsing.conversation import (
     reply_form,
 )
 from pipeline.stages.gateway.parsing.decode import decode
+from pipeline.stages.gateway.parsing.fill_in import fill_in_tokens
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.parsing.prompt_fields import (
     check_prompt_bytes,
@@ -156,11 +157,12 @@ def parse_completion(body: bytes, limits: RequestLimits) -> ParsedRequest:
     if echo and completion.truncate_prompt_tokens is not None:
         message = "'truncate_prompt_tokens' is not allowed together with echo, which returns the whole prompt"
         raise invalid("truncate_prompt_tokens", message)
+    prompt = _with_suffix(completion, limits.formats) if completion.suffix else completion.prompt
     num_top = check_num_top("logprobs", completion.logprobs, limits.caps)
     parsed = parsed_request_of(
         completion,
-        num_prompts(completion.prompt),
-        lambda: prompts_of(completion.prompt, most_ids(completion.truncate_prompt_tokens, limits.max_prompt_tokens)),
+        num_prompts(prompt),
+        lambda: prompts_of(prompt, most_ids(completion.truncate_prompt_tokens, limits.max_prompt_tokens)),
         max_tokens,
         limits,
         is_chat=False,
@@ -168,6 +170,19 @@ def parse_completion(body: bytes, limits: RequestLimits) -> ParsedRequest:
         details=details_of(completion, num_top, limits, echo=echo),
     )
     return _with_echo(parsed) if echo else parsed
+
+
+def _with_suffix(completion: CompletionBody, formats: ChatFormats) -> str | list[str | int | list[int]]:
+    """The prompts of a body with a suffix: the output fills in the middle. Raises ApiError."""
+    tokens, suffix = fill_in_tokens(formats.added, "suffix"), completion.suffix or ""
+    if completion.echo:
+        raise invalid("echo", "'echo' is not allowed together with 'suffix'", "invalid_value")
+    if isinstance(completion.prompt, str):
+        return tokens.prompt(completion.prompt, suffix)
+    texts = [prompt for prompt in completion.prompt if isinstance(prompt, str)]
+    if len(texts) < len(completion.prompt):
+        raise invalid("prompt", "'prompt' must be a string or strings if there is a 'suffix'", "invalid_type")
+    return [tokens.prompt(text, suffix) for text in texts]
 
 
 def _with_echo(parsed: ParsedRequest) -> ParsedRequest:

@@ -92,6 +92,8 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     prefix-cache blocks. Empty without a key."""
     is_messages: bool = False
     """A chat whose reply has the shape of Anthropic's Messages API."""
+    is_infill: bool = False
+    """The reply has the shape of llama.cpp's /infill."""
     ollama: OllamaForm | None = None
     """What the reply repeats, if it is one of Ollama's API."""
 

@@ -1,5 +1,7 @@
 """Chooses the shape of a reply by the request's route."""
 
+from pipeline.stages.gateway.infill import reply as infill
+from pipeline.stages.gateway.infill.reply import InfillEvents
 from pipeline.stages.gateway.ollama import reply as ollama
 from pipeline.stages.gateway.ollama.reply import OllamaLines
 from pipeline.stages.gateway.replies import embeddings, responses, tokens_only
@@ -15,13 +17,15 @@ LARGE_BYTES = 64 * 1024
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 JSON_LINES = "application/x-ndjson"
 
-Events = responses.Events | tokens_only.GenerateEvents | MessageEvents | ResponseEvents | OllamaLines
+Events = responses.Events | tokens_only.GenerateEvents | MessageEvents | ResponseEvents | OllamaLines | InfillEvents
 
 
 def body_of(request: Request) -> bytes:
     """The response body of a finished request. Raises ApiError if there is none."""
     if request.parsed.ollama is not None:
         return ollama.whole(request)
+    if request.parsed.is_infill:
+        return infill.whole(request)
     if request.parsed.embedding is not None:
         return embeddings.embedded(request)
     if request.parsed.is_messages:
@@ -48,6 +52,8 @@ def events(request: Request) -> Events:
     """The events of a streamed response."""
     if request.parsed.ollama is not None:
         return OllamaLines(request)
+    if request.parsed.is_infill:
+        return InfillEvents(request)
     if request.parsed.is_messages:
         return MessageEvents(request)
     if request.parsed.response is not None:

@@ -50,7 +50,7 @@ def test_every_route_has_its_body_reply_and_errors() -> None:
         assert ("requestBody" in operation) == (route.body is not None)
         assert {"400", "500", "503"} <= set(operation["responses"])
         assert ("401" in operation["responses"]) == (not route.is_admin)
-        streams = {"text/event-stream", "application/x-ndjson"} & set(operation["responses"]["200"]["content"])
+        streams = {"text/event-stream", "application/x-ndjson"} & set(operation["responses"]["200"].get("content", {}))
         own = "application/x-ndjson" if route.path.startswith("/api/") else "text/event-stream"
         assert streams == ({own} if route.event is not None else set())
     assert API["security"] == [{"apiKey": []}]
@@ -169,7 +169,7 @@ def full(schema: dict[str, Any]) -> dict[str, Any]:
 def test_examples_are_valid(route: Any) -> None:
     content = API["paths"][route.path]["post"]["requestBody"]["content"]["application/json"]
     jsonschema.validate(content["example"], full(content["schema"]))
-    msgspec.convert(content["example"], route.body)
+    msgspec.json.decode(msgspec.json.encode(content["example"]), type=route.body)
     for name in content["example"]:
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(content["example"] | {name: [[0.5]]}, full(content["schema"]))

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.config.settings import ChatSettings
 from pipeline.runtime import messages as m
-from tests.stages.gateway.gate import MODEL, Gate, read_until
+from tests.stages.gateway.gate import END, MODEL, Gate, read_until
 from tests.stages.gateway.http.test_guard import KEY, locked
 
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -196,13 +196,16 @@ def test_all_errors_below_api_have_one_field(gate: Gate) -> None:
     assert http.get("/apis").json()["error"]["param"] is None, "other paths have OpenAI's shape"
 
 
-def test_a_stream_that_fails_ends_with_an_error(gate: Gate, client: ollama.Client) -> None:
-    future = gate.do(lambda: [one.message.content for one in client.chat(MODEL, HELLO, stream=True)])
-    submit = gate.begin()
-    gate.delta(submit, "Hel")
-    gate.delta(submit, "", num_ids=0, finish=m.Finish.ERROR, error="NaN logits")
-    with pytest.raises(ollama.ResponseError, match="NaN logits"):
-        future.result()
+def test_a_stream_that_fails_ends_with_an_error(gate: Gate) -> None:
+    with gate.raw({"model": MODEL, "messages": HELLO}, "/api/chat") as connection:
+        submit = gate.submit()
+        gate.accept(submit, tail="assistant:")
+        gate.delta(submit, "Hel")
+        read_until(connection, b'"content":"Hel"')
+        gate.delta(submit, "", num_ids=0, finish=m.Finish.ERROR, error="NaN logits")
+        rest = read_until(connection, END)
+    assert b'{"error":"the server could not finish this request: NaN logits"}\n' in rest
+    assert b'"done":true' not in rest
 
 
 def test_a_client_that_disconnects_aborts_its_request(gate: Gate) -> None:
