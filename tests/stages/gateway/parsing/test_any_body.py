@@ -16,12 +16,14 @@ from pipeline.client import protocol as p
 from pipeline.config.settings import GatewaySettings
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.infill.parsing import parse_infill
 from pipeline.stages.gateway.ollama import parsing as ollama
 from pipeline.stages.gateway.ollama.bodies import OllamaChatBody, OllamaGenerateBody, OllamaOptions
 from pipeline.stages.gateway.parsing.anthropic.bodies import MessagesBody
 from pipeline.stages.gateway.parsing.anthropic.parse import parse_count_tokens, parse_messages
 from pipeline.stages.gateway.parsing.bodies import NEUTRAL, ChatBody, CompletionBody
 from pipeline.stages.gateway.parsing.embeddings import EmbeddingsBody, parse_embeddings
+from pipeline.stages.gateway.parsing.invocations import parse_invocation
 from pipeline.stages.gateway.parsing.parse import parse_chat, parse_completion, parse_tokenize
 from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
@@ -61,6 +63,8 @@ def assert_parsed_or_rejected(body: bytes) -> None:
         ollama.parse_chat,
         ollama.parse_generate,
         ollama.parse_embed,
+        parse_infill,
+        parse_invocation,
     ):
         try:
             assert isinstance(parse(body, LIMITS), ParsedRequest)
