@@ -176,8 +176,8 @@ class GatewaySettings(Frozen, frozen=True):
         Meta(
             ge=-1,
             le=65535,
-            description="Port of the admin listener, which serves /health and /metrics without API keys; the main "
-            "port then does not serve them. 0 picks a free port. -1 is off: the main port serves them, "
+            description="Port of the admin listener, which serves /health, /metrics and /ping without API keys; the "
+            "main port then does not serve them. 0 picks a free port. -1 is off: the main port serves them, "
             "also without keys.",
         ),
     ] = -1

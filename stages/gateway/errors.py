@@ -60,6 +60,12 @@ class ApiError(Exception):
     def headers(self) -> dict[str, str]:
         return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
 
+    @property
+    def text(self) -> str:
+        """The message, for shapes without `param`: it names the field."""
+        is_named = self.param is None or f"'{self.param}" in self.message
+        return self.message if is_named else f"{self.param}: {self.message}"
+
     def json(self) -> bytes:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return msgspec.json.encode(ErrorBody(ErrorFields(self.message, kind, self.param, self.code)))

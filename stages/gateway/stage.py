@@ -22,12 +22,12 @@ from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.api_keys import Keys
 from pipeline.runtime.async_inbox import AsyncInbox
-from pipeline.runtime.model_folder import ModelConfig
 from pipeline.runtime.stage import Stage
 from pipeline.runtime.tls import server_context
 from pipeline.stages.gateway.admin.abort_requests import RequestAborter
 from pipeline.stages.gateway.admin.health import HealthQuery
 from pipeline.stages.gateway.admin.reset_prefix_cache import PrefixCacheResetter
+from pipeline.stages.gateway.admin.served_model import ServedModel
 from pipeline.stages.gateway.admin.stats import StatsQuery
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.http import descriptors
@@ -74,8 +74,9 @@ class GatewayStage:
         self._aborter = RequestAborter(stage, self._requests)
         self._stats = StatsQuery(stage)
         self._resetter = PrefixCacheResetter(stage)
+        model = ServedModel(stage.model_dir, settings, self._requests.formats)
         self._limits = limits = RequestLimits(
-            settings.served_model_name or ModelConfig.load(stage.model_dir).name,
+            settings.served_model_name or model.config.name,
             topology.max_open_of_one(settings),
             has_priorities=settings.schedule.policy == "priority",
             caps=settings.limits,
@@ -91,6 +92,7 @@ class GatewayStage:
             limits,
             settings.gateway,
             has_keys=stage.launch.keys_fd >= 0,
+            model=model,
         )
         self._is_stopped = False
         self._tasks: asyncio.TaskGroup

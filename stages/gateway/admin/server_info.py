@@ -1,11 +1,24 @@
 """Replies about the server and its model."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
+from pipeline.config.settings import Settings
+from pipeline.config.show import as_toml
 from pipeline.runtime.messages import ExecuteFacts
+from pipeline.stages.gateway.admin.served_model import ServedModel
+from pipeline.stages.gateway.errors import invalid
+from pipeline.version import VERSION
+
+CONFIG_FORMATS = ("text", "json")
+HIDDEN = "hidden"
+
+
+Quantization = Annotated[
+    str, Meta(description="Formats of the quantized weights, such as q4_1+q8_0; none if they are floats.")
+]
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
@@ -14,9 +27,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
     created: Annotated[int, Meta(description="When the server started: Unix time, in seconds.")]
     owned_by: str = "pipeline"
     max_model_len: Annotated[int, Meta(description="Longest prompt and output together, in tokens.")]
-    quantization: Annotated[
-        str, Meta(description="Formats of the quantized weights, such as q4_1+q8_0; none if they are floats.")
-    ]
+    quantization: Quantization
 
     @classmethod
     def of(cls, name: str, created: int, facts: ExecuteFacts) -> "ModelCard":
@@ -40,3 +51,57 @@ class ServerLoad(msgspec.Struct):
 
 class Version(msgspec.Struct):
     version: str
+
+
+class ServerInfo(msgspec.Struct):
+    vllm_config: Annotated[
+        Any,
+        Meta(
+            description="All settings: as TOML, or with config_format=json as an object. vLLM's name for its own.",
+            extra_json_schema={"type": ["string", "object"]},
+        ),
+    ]
+    quantization: Quantization
+    version: str
+
+
+class AddedTokenInfo(msgspec.Struct):
+    content: str
+    special: Annotated[bool, Meta(description="Output texts leave it out.")]
+
+
+class TokenizerInfo(msgspec.Struct, kw_only=True):
+    """The tokenizer, under the names of tokenizer_config.json"""
+
+    tokenizer_class: str = "PreTrainedTokenizerFast"
+    model_max_length: int
+    add_bos_token: bool
+    bos_token: str | None
+    eos_token: str | None
+    added_tokens_decoder: Annotated[dict[str, AddedTokenInfo], Meta(description="Added tokens by their id.")]
+    chat_template: Annotated[str, Meta(description="null if the model has none.")] | None
+
+
+def server_info(settings: Settings, config_format: str, facts: ExecuteFacts) -> ServerInfo:
+    """The settings, without the name of the file of API keys. Raises ApiError if the format is unknown."""
+    if config_format not in CONFIG_FORMATS:
+        message = f"'config_format' must be one of {', '.join(CONFIG_FORMATS)}"
+        raise invalid("config_format", message, "invalid_value")
+    if settings.gateway.api_keys_file:
+        gateway = msgspec.structs.replace(settings.gateway, api_keys_file=HIDDEN)
+        settings = msgspec.structs.replace(settings, gateway=gateway)
+    config = as_toml(settings) if config_format == "text" else msgspec.to_builtins(settings)
+    return ServerInfo(config, facts.quantization, VERSION)
+
+
+def tokenizer_info(model: ServedModel, max_model_len: int) -> TokenizerInfo:
+    config, added = model.config, model.formats.added.values()
+    texts = {token.id: token.content for token in added}
+    return TokenizerInfo(
+        model_max_length=max_model_len,
+        add_bos_token=config.add_bos,
+        bos_token=None if config.bos_id is None else texts.get(config.bos_id),
+        eos_token=texts.get(config.eos_ids[0]) if config.eos_ids else None,
+        added_tokens_decoder={str(token.id): AddedTokenInfo(token.content, token.special) for token in added},
+        chat_template=model.formats.template or None,
+    )

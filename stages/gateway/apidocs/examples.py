@@ -12,6 +12,18 @@ BODIES: dict[str, dict[str, Any]] = {
     "messages": _MODEL | _CHAT | {"max_tokens": 8, "temperature": 0},
     "count_tokens": _MODEL | _CHAT,
     "embeddings": _MODEL | {"input": ["a text", "and another"]},
+    "ollama_chat": _MODEL | _CHAT | {"options": {"temperature": 0, "num_predict": 8}, "stream": False},
+    "ollama_generate": _MODEL
+    | {
+        "prompt": "What is the capital of Greece?",
+        "options": {"temperature": 0, "num_predict": 8},
+        "stream": False,
+    },
+    "ollama_embed": _MODEL | {"input": ["a text", "and another"]},
+    "ollama_embeddings": _MODEL | {"prompt": "a text"},
+    "ollama_show": _MODEL,
+    "infill": {"input_prefix": "def add(a, b):\n", "input_suffix": "\n", "n_predict": 8, "temperature": 0},
+    "invocations": _MODEL | {"input": ["a text", "and another"]},
     "render_chat": _MODEL | _CHAT,
     "render_completion": _MODEL | {"prompt": "One, two, three,"},
     "generate": {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 3, "temperature": 0}},

@@ -8,11 +8,15 @@ from http import HTTPStatus
 from typing import Any
 
 from pipeline.config.settings import LimitSettings as Caps
+from pipeline.stages.gateway.admin.server_info import CONFIG_FORMATS
 from pipeline.stages.gateway.apidocs.examples import example_of
 from pipeline.stages.gateway.apidocs.schemas import Schema, Schemas
 from pipeline.stages.gateway.errors import ErrorBody
 from pipeline.stages.gateway.http.error_responses import is_anthropic
 from pipeline.stages.gateway.http.routes import ROUTES, Route
+from pipeline.stages.gateway.ollama.errors import is_ollama
+from pipeline.stages.gateway.ollama.parsing import TAG
+from pipeline.stages.gateway.ollama.types import OllamaErrorBody
 from pipeline.stages.gateway.parsing.conversation import Tool
 from pipeline.stages.gateway.parsing.sampling_fields import COUNTED
 from pipeline.stages.gateway.replies.anthropic.types import MessagesErrorBody
@@ -21,10 +25,13 @@ from pipeline.version import VERSION
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
+LINES = "application/x-ndjson"
 TYPED_EVENTS = ("messages", "create_response")
 """Handlers whose streams have an `event` line with the type of each event."""
 TEXTS = {"/metrics": "text/plain", "/docs": "text/html"}
 """Media types of routes whose replies are not JSON."""
+NO_CONTENT = ("ping", "post_ping")
+"""Handlers whose replies have no body."""
 SECURITY = "apiKey"
 
 TAGS = {
@@ -38,6 +45,14 @@ _TAG_OF = {
     "completions": "Text",
     "messages": "Text",
     "count_tokens": "Text",
+    "ollama_chat": "Text",
+    "ollama_generate": "Text",
+    "ollama_tags": "Model",
+    "ollama_ps": "Model",
+    "ollama_show": "Model",
+    "infill": "Text",
+    "invocations": "Text",
+    "tokenizer_info": "Model",
     "render_chat": "Text",
     "render_completion": "Text",
     "models": "Model",
@@ -63,6 +78,8 @@ ERRORS: dict[int, str] = {
     503: "The server is overloaded, starting or shutting down: `Retry-After` says when to retry.",
     504: "The request timed out before its first token.",
 }
+ERROR_PREFIXES: dict[type, str] = {ErrorBody: "", MessagesErrorBody: "Messages", OllamaErrorBody: "Ollama"}
+"""Types of error bodies, and the prefixes of their responses' names"""
 _ALWAYS = (400, 401, 403, 417, 431, 500, 503)
 _WITH_BODY = (408, 413, 415)
 _OF_CALLS = (404, 504)
@@ -77,6 +94,7 @@ def document(model: str, caps: Caps, has_keys: bool, has_admin_routes: bool = Tr
     schemas = Schemas()
     schemas.of(ErrorBody)
     schemas.of(MessagesErrorBody)
+    schemas.of(OllamaErrorBody)
     paths: dict[str, dict[str, Any]] = {}
     for route in ROUTES:
         if has_admin_routes or not route.is_admin:
@@ -90,20 +108,16 @@ def document(model: str, caps: Caps, has_keys: bool, has_admin_routes: bool = Tr
             "title": "Pipeline",
             "version": VERSION,
             "summary": "An inference server for large language models.",
-            "description": "OpenAI's API for chats, completions and embeddings, with vLLM's additions, and Anthropic's "
-            "Messages API. Unknown fields are ignored, null selects the default, and the last value of a repeated "
-            "field counts.",
+            "description": "OpenAI's API for chats, completions and embeddings, with vLLM's additions, Anthropic's "
+            "Messages API, and Ollama's API. Unknown fields are ignored, null selects the default, and the last value "
+            "of a repeated field counts.",
         },
         "servers": [{"url": "/", "description": "This server."}],
         "tags": [{"name": name, "description": words} for name, words in TAGS.items()],
         "paths": paths,
         "components": {
             "schemas": schemas.components,
-            "responses": {
-                _name_of(status, body): _error(status, body)
-                for body in (ErrorBody, MessagesErrorBody)
-                for status in ERRORS
-            },
+            "responses": {_name_of(status, body): _error(status, body) for body in ERROR_PREFIXES for status in ERRORS},
         },
     }
     if has_keys:
@@ -138,6 +152,14 @@ def _operation(route: Route, model: str, schemas: Schemas, has_keys: bool) -> di
 
 
 _QUERIES: dict[str, list[dict[str, Any]]] = {
+    "server_info": [
+        {
+            "name": "config_format",
+            "in": "query",
+            "description": "text: the settings are one string, TOML.",
+            "schema": {"enum": list(CONFIG_FORMATS), "default": CONFIG_FORMATS[0]},
+        },
+    ],
     "list_input_items": [
         {
             "name": "limit",
@@ -157,7 +179,7 @@ _QUERIES: dict[str, list[dict[str, Any]]] = {
             "description": "The id of the item before the first one.",
             "schema": {"type": "string"},
         },
-    ]
+    ],
 }
 """Query parameters of routes, by handler"""
 
@@ -185,6 +207,8 @@ def _parameters(route: Route, model: str) -> list[dict[str, Any]]:
 
 
 def _success(route: Route, schemas: Schemas) -> dict[str, Any]:
+    if route.handler in NO_CONTENT:
+        return {"description": route.summary}
     if route.reply is None:
         media = TEXTS.get(route.path, JSON)
         return {
@@ -194,12 +218,14 @@ def _success(route: Route, schemas: Schemas) -> dict[str, Any]:
     content: dict[str, Any] = {JSON: {"schema": schemas.of(route.reply)}}
     words = route.summary
     if route.event is not None:
+        if is_ollama(route.path):
+            return _with_lines(route, content)
         kinds = schemas.of(route.event)
         names = " or ".join(one["$ref"].rpartition("/")[2] for one in kinds.get("anyOf", [kinds]))
         words += f" With `stream`: server-sent events, each `data: ` and a {names} as JSON. "
         if route.handler in TYPED_EVENTS:
             words += "An `event: ` line before it has its type. "
-        else:
+        elif route.handler != "infill":
             words += "The last is `data: [DONE]`. "
         if route.handler == "create_response":
             words += "If the request fails after its first event, the last ones are `error` and `response.failed`."
@@ -209,12 +235,22 @@ def _success(route: Route, schemas: Schemas) -> dict[str, Any]:
     return {"description": words, "content": content}
 
 
+def _with_lines(route: Route, content: dict[str, Any]) -> dict[str, Any]:
+    """A reply that may be a stream of lines of JSON."""
+    name = content[JSON]["schema"]["$ref"].rpartition("/")[2]
+    content[LINES] = {"schema": {"type": "string", "description": f"Lines of {name}."}}
+    words = f"{route.summary} Unless `stream` is false: lines, each a {name} as JSON. If the request fails after the "
+    return {"description": f"{words}first, the last line is a {_error_of(route).__name__}.", "content": content}
+
+
 def _failures(route: Route, has_keys: bool) -> dict[str, Any]:
     statuses: list[int] = [*_ALWAYS, *(_WITH_BODY if route.body is not None else ())]
     if route.method == "POST" and route.body is None:
         statuses.append(415)
     if route.opens_request or "{" in route.path:
         statuses += _OF_CALLS
+    elif route.handler == "ollama_show":  # names the model
+        statuses.append(404)
     if not has_keys or route.is_admin:
         statuses.remove(401)
     body = _error_of(route)
@@ -223,18 +259,20 @@ def _failures(route: Route, has_keys: bool) -> dict[str, Any]:
 
 def _error_of(route: Route) -> type:
     """The type of the route's errors."""
+    if is_ollama(route.path):
+        return OllamaErrorBody
     return MessagesErrorBody if is_anthropic(route.path) else ErrorBody
 
 
 def _name_of(status: int, body: type) -> str:
     name = HTTPStatus(status).phrase.replace(" ", "").replace("-", "")
-    return f"Messages{name}" if body is MessagesErrorBody else name
+    return ERROR_PREFIXES[body] + name
 
 
 def _error(status: int, body: type) -> dict[str, Any]:
     words = ERRORS[status]
     found: dict[str, Any] = {
-        "description": words.replace("`param`", "the message") if body is MessagesErrorBody else words,
+        "description": words if body is ErrorBody else words.replace("`param`", "the message"),
         "content": {JSON: {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}},
     }
     if status in _HEADERS:
@@ -264,12 +302,15 @@ _LISTS = {**COUNTED, "stop_sequences": COUNTED["stop"], "tools": "max_tools"}
 
 def _narrow(components: dict[str, Schema], model: str, caps: Caps, tool: Schema) -> None:
     """Add bounds from this server's settings, and the type of tools."""
-    for schema in components.values():
-        is_reply = "id" in schema.get("required", ()) or "root" in schema.get("required", ())
+    for component, schema in components.items():
+        names = [model, model + TAG] if component.startswith("Ollama") else [model]
+        is_reply = not {"id", "root", "created_at", "details", "embeddings", "content"}.isdisjoint(
+            schema.get("required", ())
+        )
         for name, one in schema.get("properties", {}).items():
             if name == "model" and not is_reply:
                 one.pop("type", None)
-                one["enum"] = [model] if name in schema.get("required", ()) else [model, None]
+                one["enum"] = names if name in schema.get("required", ()) else [*names, None]
             for part in (one, *one.get("anyOf", ())):
                 kinds = part.get("type", ())
                 if name in _NUMBERS and "integer" in kinds:

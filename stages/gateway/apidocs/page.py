@@ -99,9 +99,10 @@ class _Page:
             parts += ["<h3>Body</h3>", self._fields(schema)]
         good = route["responses"]["200"]
         kinds = " or ".join(
-            f"<code>{escape(media)}</code> {self._kind(one['schema'])}" for media, one in good["content"].items()
+            f"<code>{escape(media)}</code> {self._kind(one['schema'])}"
+            for media, one in good.get("content", {}).items()
         )
-        parts += ["<h3>Reply</h3>", f"<p>{kinds}</p>"]
+        parts += ["<h3>Reply</h3>", f"<p>{kinds or 'empty'}</p>"]
         if good["description"] != route["summary"]:
             parts.append(f"<p>{_text(good['description'])}</p>")
         parts.append("<h3>Errors</h3><table>")

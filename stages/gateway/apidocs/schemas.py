@@ -35,6 +35,8 @@ class Schemas:
         self._names: dict[type, str] = {}
 
     def of(self, kind: Any) -> Schema:
+        if isinstance(kind, tuple):  # one of these; msgspec has no unions of structs without tags
+            return {"anyOf": [self.of(one) for one in kind]}
         return self._of(types.type_info(kind))
 
     def name_of(self, struct: type) -> str:

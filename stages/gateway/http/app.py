@@ -16,7 +16,15 @@ from pipeline.stages.gateway.admin import health
 from pipeline.stages.gateway.admin.abort_requests import AbortBody, RequestAborter
 from pipeline.stages.gateway.admin.health import HealthQuery
 from pipeline.stages.gateway.admin.reset_prefix_cache import PrefixCacheResetter
-from pipeline.stages.gateway.admin.server_info import ModelCard, ModelList, ServerLoad, Version
+from pipeline.stages.gateway.admin.served_model import ServedModel
+from pipeline.stages.gateway.admin.server_info import (
+    ModelCard,
+    ModelList,
+    ServerLoad,
+    Version,
+    server_info,
+    tokenizer_info,
+)
 from pipeline.stages.gateway.admin.stats import StatsQuery
 from pipeline.stages.gateway.apidocs.description import Description, address_of
 from pipeline.stages.gateway.errors import ApiError, shown
@@ -27,10 +35,14 @@ from pipeline.stages.gateway.http.error_responses import REQUEST_ID, error_respo
 from pipeline.stages.gateway.http.guard import current_scope
 from pipeline.stages.gateway.http.routes import ROUTES, Route
 from pipeline.stages.gateway.http.server_header import set_server
+from pipeline.stages.gateway.infill.parsing import parse_infill
+from pipeline.stages.gateway.ollama.errors import is_ollama
+from pipeline.stages.gateway.ollama.handlers import OllamaApi
 from pipeline.stages.gateway.parsing import parse, request_ids
 from pipeline.stages.gateway.parsing.anthropic.parse import parse_count_tokens, parse_messages
 from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.stages.gateway.parsing.embeddings import parse_embeddings
+from pipeline.stages.gateway.parsing.invocations import parse_invocation
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.parsing.tokens_only import parse_tokens_only
 from pipeline.stages.gateway.readiness import Readiness
@@ -61,8 +73,9 @@ class Api:
         limits: RequestLimits,
         settings: GatewaySettings,
         has_keys: bool = False,
+        model: ServedModel | None = None,
     ) -> None:
-        """`has_keys`: clients need an API key."""
+        """`has_keys`: clients need an API key. `model` is None only if no request is served."""
         self._readiness = readiness
         self._stats = stats
         self._resetter = resetter
@@ -79,9 +92,11 @@ class Api:
         self._with_metrics = settings.per_request_metrics
         self._created = int(time.time())
         self._has_keys = has_keys
+        self._model = model
         self._has_admin_routes = True
         self.cors = Cors(settings)
         self.responses = ResponsesApi(self._read_request, requests, aborter, settings)
+        self._ollama = OllamaApi(self._read_request, self._respond, self._bodies.parse, readiness, limits, model)
 
     def app(self, has_admin_routes: bool = True) -> web.Application:
         """All routes, with or without those of `admin_app`."""
@@ -109,8 +124,13 @@ class Api:
         expect = self._expect_call if route.opens_request else _expect
         options: dict[str, Any] = {"allow_head": True} if route.method == "GET" else {}
         add = {"GET": web.get, "POST": web.post, "DELETE": web.delete}[route.method]
-        owner = self.responses if route.path.startswith("/v1/responses") else self
-        return add(route.resource, getattr(owner, route.handler), expect_handler=expect, **options)
+        return add(route.resource, getattr(self._owner(route.path), route.handler), expect_handler=expect, **options)
+
+    def _owner(self, path: str) -> "Api | ResponsesApi | OllamaApi":
+        """The object that has the handlers of a path."""
+        if is_ollama(path):
+            return self._ollama
+        return self.responses if path.startswith("/v1/responses") else self
 
     def _empty(self) -> web.Application:
         app = web.Application(client_max_size=self._max_body, middlewares=[_format_errors])
@@ -143,6 +163,12 @@ class Api:
     async def count_tokens(self, http_request: web.Request) -> web.StreamResponse:
         return await self._generate(http_request, parse_count_tokens, counted)
 
+    async def infill(self, http_request: web.Request) -> web.StreamResponse:
+        return await self._generate(http_request, parse_infill)
+
+    async def invocations(self, http_request: web.Request) -> web.StreamResponse:
+        return await self._generate(http_request, parse_invocation)
+
     async def tokenize(self, http_request: web.Request) -> web.StreamResponse:
         facts = self._readiness.require_ready()
         return await self._generate(
@@ -155,9 +181,15 @@ class Api:
     async def _generate(
         self, http_request: web.Request, parser: Parser, body_of: Callable[[Request], bytes] | None = None
     ) -> web.StreamResponse:
-        """Handle a request from its body to its response. Aborts what is still open at the end: aiohttp cancels this
-        task when the client disconnects."""
-        request = self._requests.open(await self._read_request(http_request, parser))
+        """Handle a request from its body to its response."""
+        return await self._respond(http_request, await self._read_request(http_request, parser), body_of)
+
+    async def _respond(
+        self, http_request: web.Request, parsed: ParsedRequest, body_of: Callable[[Request], bytes] | None = None
+    ) -> web.StreamResponse:
+        """Open a request and send its response. Aborts what is still open at the end: aiohttp cancels this task when
+        the client disconnects."""
+        request = self._requests.open(parsed)
         http_request[REQUEST_ID] = request.id
         try:
             if request.parsed.stream:
@@ -248,6 +280,23 @@ class Api:
             status, reason = "late", "Timed out waiting for the supervisor"
         body = health.body_of(answer, status, reason, self._requests.num_open)
         return _json(body, HTTPStatus.OK if body.status == "ok" else HTTPStatus.SERVICE_UNAVAILABLE)
+
+    async def ping(self, http_request: web.Request) -> web.StreamResponse:
+        self._readiness.require_ready()
+        return web.Response()
+
+    post_ping = ping
+
+    async def server_info(self, http_request: web.Request) -> web.StreamResponse:
+        config_format = http_request.query.get("config_format", "text")
+        return _json(server_info(self._served().settings, config_format, self._readiness.require_ready()))
+
+    async def tokenizer_info(self, http_request: web.Request) -> web.StreamResponse:
+        return _json(tokenizer_info(self._served(), self._readiness.require_ready().max_model_len))
+
+    def _served(self) -> ServedModel:
+        assert self._model is not None
+        return self._model
 
     async def metrics(self, http_request: web.Request) -> web.StreamResponse:
         stats = await self._stats.fetch()

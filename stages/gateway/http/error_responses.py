@@ -1,8 +1,9 @@
-"""Error responses: below /v1/messages in the shape of Anthropic's API, elsewhere in OpenAI's."""
+"""Error responses: below /v1/messages in the shape of Anthropic's API, below /api in Ollama's, and else in OpenAI's."""
 
 from aiohttp import web
 
 from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.ollama import errors as ollama
 from pipeline.stages.gateway.parsing import request_ids
 from pipeline.stages.gateway.replies.anthropic.errors import error_json
 
@@ -21,7 +22,7 @@ def error_body(request: web.BaseRequest, error: ApiError) -> bytes:
     """The body of an error response, in the shape of the request's path."""
     if is_anthropic(request.rel_url.raw_path):
         return error_json(error, _request_id(request))
-    return error.json()
+    return ollama.error_json(error) if ollama.is_ollama(request.rel_url.raw_path) else error.json()
 
 
 def error_response(request: web.BaseRequest, error: ApiError, headers: dict[str, str] | None = None) -> web.Response:

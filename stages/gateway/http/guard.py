@@ -20,7 +20,7 @@ from pipeline.stages.gateway.parsing import request_ids
 
 Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
-OPEN_PATHS = ("/health", "/metrics")
+OPEN_PATHS = ("/health", "/metrics", "/ping")
 """Paths without a key, if there is no admin listener. They are compared exactly, not as a router would."""
 OPEN_METHODS = ("GET", "HEAD")
 KEY_HEADER = "x-api-key"

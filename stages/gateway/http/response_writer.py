@@ -27,11 +27,7 @@ HEADERS_AFTER_S = 1.0
 """A stream's headers are sent this long after its prompts were accepted, even if there is no output. Before that an
 error gets its own HTTP status; after that the client, and proxies, see that the request is alive."""
 
-EVENT_STREAM = {
-    "Content-Type": "text/event-stream; charset=utf-8",
-    "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",
-}
+STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 async def send(http_request: web.Request, response: web.Response, timeout_s: float) -> web.StreamResponse:
@@ -68,7 +64,10 @@ async def send_stream(
     never). Raises ApiError if it fails before the headers are sent; later errors are events. Raises ConnectionError as
     `send`."""
     await _begun(request)
-    response = web.StreamResponse(headers=EVENT_STREAM | _headers(request))
+    content_type = shapes.stream_type(request)
+    if content_type != shapes.EVENT_STREAM:
+        keep_alive_s = 0  # lines of JSON have no comments
+    response = web.StreamResponse(headers={"Content-Type": content_type} | STREAM_HEADERS | _headers(request))
     events = shapes.events(request)
 
     def push() -> bool:

@@ -11,7 +11,18 @@ import msgspec
 from pipeline.stages.gateway.admin.abort_requests import AbortBody, Aborted
 from pipeline.stages.gateway.admin.health import HealthBody
 from pipeline.stages.gateway.admin.reset_prefix_cache import Reset
-from pipeline.stages.gateway.admin.server_info import ModelCard, ModelList, ServerLoad, Version
+from pipeline.stages.gateway.admin.server_info import (
+    ModelCard,
+    ModelList,
+    ServerInfo,
+    ServerLoad,
+    TokenizerInfo,
+    Version,
+)
+from pipeline.stages.gateway.infill.parsing import INFILL_NEUTRAL, InfillBody
+from pipeline.stages.gateway.infill.reply import InfillReply
+from pipeline.stages.gateway.ollama import bodies as ob
+from pipeline.stages.gateway.ollama import types as ot
 from pipeline.stages.gateway.parsing.anthropic.bodies import MESSAGES_NEUTRAL, CountTokensBody, MessagesBody
 from pipeline.stages.gateway.parsing.bodies import (
     CHAT_NEUTRAL,
@@ -22,6 +33,7 @@ from pipeline.stages.gateway.parsing.bodies import (
     TokenizeBody,
 )
 from pipeline.stages.gateway.parsing.embeddings import EMBEDDINGS_NEUTRAL, EmbeddingsBody
+from pipeline.stages.gateway.parsing.invocations import InvocationBody
 from pipeline.stages.gateway.parsing.tokens_only import GENERATE_NEUTRAL, GenerateBody
 from pipeline.stages.gateway.replies.anthropic.types import CountTokensReply, MessageEvent, MessageReply
 from pipeline.stages.gateway.replies.embeddings import EmbeddingsReply
@@ -37,16 +49,17 @@ class Route(msgspec.Struct, frozen=True):
     method: str
     path: str
     handler: str
-    """The method of `app.Api`, or of `ResponsesApi` below /v1/responses"""
+    """The method of `app.Api`, of `ResponsesApi` below /v1/responses, or of `OllamaApi` below /api"""
     summary: str
     body: Any = None
     """Type of the JSON body"""
     neutral: Mapping[str, tuple[Any, ...]] = {}
     """Unsupported fields, and the values besides null that are accepted for them"""
     reply: Any = None
-    """Type of the JSON response; None for text"""
+    """Type of the JSON response, or types of which it is one; None for text"""
     event: Any = None
-    """Type of the events, if the response may be a stream; a union if their `event` line names the type"""
+    """Type of the events, if the response may be a stream; a union if their `event` line names the type,
+    several if it doesn't"""
     opens_request: bool = False
     """It opens a request in the table."""
     is_admin: bool = False
@@ -175,6 +188,57 @@ ROUTES = (
         GenerateChunk,
         opens_request=True,
     ),
+    Route(
+        "POST",
+        "/api/chat",
+        "ollama_chat",
+        "A reply to a chat, as in Ollama's API.",
+        ob.OllamaChatBody,
+        ob.OLLAMA_NEUTRAL,
+        ot.OllamaChatReply,
+        ot.OllamaChatReply,
+        opens_request=True,
+    ),
+    Route(
+        "POST",
+        "/api/generate",
+        "ollama_generate",
+        "A reply to a text, as in Ollama's API.",
+        ob.OllamaGenerateBody,
+        ob.OLLAMA_GENERATE_NEUTRAL,
+        ot.OllamaGenerateReply,
+        ot.OllamaGenerateReply,
+        opens_request=True,
+    ),
+    Route(
+        "POST",
+        "/api/embed",
+        "ollama_embed",
+        "Embeddings of texts, as in Ollama's API.",
+        ob.OllamaEmbedBody,
+        reply=ot.OllamaEmbedReply,
+        opens_request=True,
+    ),
+    Route(
+        "POST",
+        "/api/embeddings",
+        "ollama_embeddings",
+        "The embedding of a text, as in Ollama's older API.",
+        ob.OllamaEmbeddingsBody,
+        reply=ot.OllamaEmbeddingsReply,
+        opens_request=True,
+    ),
+    Route("GET", "/api/tags", "ollama_tags", "The model, in Ollama's list.", reply=ot.OllamaModelList),
+    Route("GET", "/api/ps", "ollama_ps", "The model, in Ollama's list of loaded ones.", reply=ot.OllamaRunningList),
+    Route(
+        "POST",
+        "/api/show",
+        "ollama_show",
+        "Facts of the model, as in Ollama's API.",
+        ob.OllamaShowBody,
+        reply=ot.OllamaShowReply,
+    ),
+    Route("GET", "/api/version", "ollama_version", "The version of Ollama's API.", reply=ot.OllamaVersion),
     Route("GET", "/v1/models", "models", "The model, in a list.", reply=ModelList),
     Route("GET", "/v1/models/{model}", "model", "The model.", reply=ModelCard),
     Route(
@@ -195,13 +259,38 @@ ROUTES = (
         reply=Detokenized,
         opens_request=True,
     ),
+    Route("GET", "/tokenizer_info", "tokenizer_info", "The tokenizer and the chat template.", reply=TokenizerInfo),
+    Route(
+        "POST",
+        "/infill",
+        "infill",
+        "The text between a prefix and a suffix, as in llama.cpp.",
+        InfillBody,
+        INFILL_NEUTRAL,
+        InfillReply,
+        InfillReply,
+        opens_request=True,
+    ),
+    Route(
+        "POST",
+        "/invocations",
+        "invocations",
+        "A chat, completions or embeddings, by the fields of the body: for SageMaker.",
+        InvocationBody,
+        reply=(ChatReply, TextReply, EmbeddingsReply),
+        event=(ChatChunk, TextReply),
+        opens_request=True,
+    ),
     Route("POST", "/abort_requests", "abort_requests", "Aborts requests by their ids.", AbortBody, reply=Aborted),
     Route(
         "POST", "/reset_prefix_cache", "reset_prefix_cache", "Drops all cached blocks of the prefix cache.", reply=Reset
     ),
     Route("GET", "/load", "load", "Number of open requests, and the limits.", reply=ServerLoad),
     Route("GET", "/health", "health", "The state of each process.", reply=HealthBody, is_admin=True),
+    Route("GET", "/ping", "ping", "200 if the server takes requests: for SageMaker.", is_admin=True),
+    Route("POST", "/ping", "post_ping", "As GET /ping."),
     Route("GET", "/metrics", "metrics", "Metrics for Prometheus.", is_admin=True),
+    Route("GET", "/server_info", "server_info", "The settings of the server.", reply=ServerInfo),
     Route("GET", "/version", "version", "The version of the package.", reply=Version),
     Route("GET", "/openapi.json", "openapi", "This API, as OpenAPI 3.1."),
     Route("GET", "/docs", "docs", "This API, as a web page."),

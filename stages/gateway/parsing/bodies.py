@@ -117,6 +117,9 @@ class CompletionBody(Body, kw_only=True):
     """0 only together with echo"""
     best_of: BestOf | None = None
     """Sequences that are generated, of which the n best are returned; by default n"""
+    suffix: (
+        Annotated[str, Meta(description="Text after the output. The model must have fill-in-the-middle tokens.")] | None
+    ) = None
     echo: bool | None = None
     logprobs: (
         Annotated[int, Meta(ge=0, description="Return log probabilities, with this many top logprobs.")] | None
@@ -169,8 +172,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "verbosity": ("medium",),
     "web_search_options": (),
-    # OpenAI, completions
-    "suffix": ("",),
     # vLLM
     "ec_transfer_params": ({},),
     "guided_whitespace_pattern": (),
@@ -191,7 +192,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Fields of the API that are not supported, and their neutral values besides null. Any other value is an error, so that
 no field is silently ignored that changes the text."""
 
-CHAT_NEUTRAL = NEUTRAL | {"best_of": (1,)}
+CHAT_NEUTRAL = NEUTRAL | {"best_of": (1,), "suffix": ("",)}
 COMPLETION_NEUTRAL = NEUTRAL | {
     "chat_template": (),
     "chat_template_kwargs": ({},),

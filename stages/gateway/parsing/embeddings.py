@@ -72,7 +72,11 @@ _decoder = msgspec.json.Decoder(with_unsupported(EmbeddingsBody, EMBEDDINGS_NEUT
 
 def parse_embeddings(body: bytes, limits: RequestLimits) -> ParsedRequest:
     """Read the body of POST /v1/embeddings. Raises ApiError."""
-    decoded = decode(_decoder, body, EMBEDDINGS_NEUTRAL)
+    return embeddings_request_of(decode(_decoder, body, EMBEDDINGS_NEUTRAL), limits)
+
+
+def embeddings_request_of(decoded: EmbeddingsBody, limits: RequestLimits) -> ParsedRequest:
+    """Check a body of POST /v1/embeddings. Raises ApiError."""
     check_model(decoded.model, limits)
     num = num_prompts(decoded.input)
     if num > limits.max_sequences:

@@ -32,6 +32,7 @@ from pipeline.stages.gateway.parsing.conversation import (
     reply_form,
 )
 from pipeline.stages.gateway.parsing.decode import decode
+from pipeline.stages.gateway.parsing.fill_in import fill_in_tokens
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.parsing.prompt_fields import (
     check_prompt_bytes,
@@ -72,13 +73,17 @@ def read_completion(body: bytes) -> CompletionBody:
 
 def parse_chat(body: bytes, limits: RequestLimits) -> ParsedRequest:
     """Read the body of POST /v1/chat/completions. Raises ApiError."""
-    chat = read_chat(body)
+    return chat_request_of(read_chat(body), limits)
+
+
+def chat_request_of(chat: ChatBody, limits: RequestLimits) -> ParsedRequest:
+    """Check a body of POST /v1/chat/completions. Raises ApiError."""
 
     def prompts() -> list[m.Prompt]:
         check_num_messages(num_parts(chat.messages), limits)
         return [chat_prompt(chat, chat.messages, limits.caps)]
 
-    details = details_of(chat, _chat_num_top(chat, limits), limits)
+    details = details_of(chat, chat_num_top(chat, limits), limits)
     if chat.max_completion_tokens is None:
         parsed = parsed_request_of(chat, 1, prompts, chat.max_tokens, limits, is_chat=True, details=details)
     else:
@@ -132,7 +137,8 @@ def with_reply(
     )
 
 
-def _chat_num_top(chat: ChatBody, limits: RequestLimits) -> int | None:
+def chat_num_top(chat: ChatBody, limits: RequestLimits) -> int | None:
+    """The number of top logprobs of a reply; None without logprobs. Raises ApiError."""
     if not chat.logprobs:
         if chat.top_logprobs:
             raise invalid("top_logprobs", "'top_logprobs' is only allowed together with logprobs = true")
@@ -164,6 +170,7 @@ def parse_completion(body: bytes, limits: RequestLimits) -> ParsedRequest:
     if echo and completion.truncate_prompt_tokens is not None:
         message = "'truncate_prompt_tokens' is not allowed together with echo, which returns the whole prompt"
         raise invalid("truncate_prompt_tokens", message)
+    prompt = _with_suffix(completion, limits.formats) if completion.suffix else completion.prompt
     num_top = check_num_top("logprobs", completion.logprobs, limits.caps)
     parsed = parsed_request_of(
         completion,
@@ -176,6 +183,19 @@ def parse_completion(body: bytes, limits: RequestLimits) -> ParsedRequest:
         details=details_of(completion, num_top, limits, echo=echo),
     )
     return _with_echo(parsed) if echo else parsed
+
+
+def _with_suffix(completion: CompletionBody, formats: ChatFormats) -> str | list[str | int | list[int]]:
+    """The prompts of a body with a suffix: the output fills in the middle. Raises ApiError."""
+    tokens, suffix = fill_in_tokens(formats.added, "suffix"), completion.suffix or ""
+    if completion.echo:
+        raise invalid("echo", "'echo' is not allowed together with 'suffix'", "invalid_value")
+    if isinstance(completion.prompt, str):
+        return tokens.prompt(completion.prompt, suffix)
+    texts = [prompt for prompt in completion.prompt if isinstance(prompt, str)]
+    if len(texts) < len(completion.prompt):
+        raise invalid("prompt", "'prompt' must be a string or strings if there is a 'suffix'", "invalid_type")
+    return [tokens.prompt(text, suffix) for text in texts]
 
 
 def _with_echo(parsed: ParsedRequest) -> ParsedRequest:

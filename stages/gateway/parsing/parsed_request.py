@@ -4,6 +4,7 @@ import msgspec
 
 from pipeline.config.settings import LimitSettings as Caps
 from pipeline.runtime import messages as m
+from pipeline.stages.gateway.ollama.form import OllamaForm
 from pipeline.stages.gateway.parsing.conversation import ReplyForm
 from pipeline.stages.gateway.parsing.token_detail_options import TokenDetailOptions
 from pipeline.stages.gateway.responses_api.form import ResponseForm
@@ -97,6 +98,10 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Text that comes before the content of a chat's reply: the last message, if the client wants it back."""
     is_messages: bool = False
     """A chat whose reply has the shape of Anthropic's Messages API."""
+    is_infill: bool = False
+    """The reply has the shape of llama.cpp's /infill."""
+    ollama: OllamaForm | None = None
+    """What the reply repeats, if it is one of Ollama's API."""
 
     @property
     def num_sequences(self) -> int:

@@ -1,5 +1,9 @@
 """Chooses the shape of a reply by the request's route."""
 
+from pipeline.stages.gateway.infill import reply as infill
+from pipeline.stages.gateway.infill.reply import InfillEvents
+from pipeline.stages.gateway.ollama import reply as ollama
+from pipeline.stages.gateway.ollama.reply import OllamaLines
 from pipeline.stages.gateway.replies import embeddings, responses, tokens_only
 from pipeline.stages.gateway.replies.anthropic import messages
 from pipeline.stages.gateway.replies.anthropic.events import MessageEvents
@@ -10,11 +14,18 @@ from pipeline.stages.gateway.responses_api.reply import ResponseEvents
 LARGE_BYTES = 64 * 1024
 """Size of records from which building the reply takes more than about 5 ms."""
 
-Events = responses.Events | tokens_only.GenerateEvents | MessageEvents | ResponseEvents
+EVENT_STREAM = "text/event-stream; charset=utf-8"
+JSON_LINES = "application/x-ndjson"
+
+Events = responses.Events | tokens_only.GenerateEvents | MessageEvents | ResponseEvents | OllamaLines | InfillEvents
 
 
 def body_of(request: Request) -> bytes:
     """The response body of a finished request. Raises ApiError if there is none."""
+    if request.parsed.ollama is not None:
+        return ollama.whole(request)
+    if request.parsed.is_infill:
+        return infill.whole(request)
     if request.parsed.embedding is not None:
         return embeddings.embedded(request)
     if request.parsed.is_messages:
@@ -39,8 +50,17 @@ def log_output(request: Request, body: bytes) -> bytes:
 
 def events(request: Request) -> Events:
     """The events of a streamed response."""
+    if request.parsed.ollama is not None:
+        return OllamaLines(request)
+    if request.parsed.is_infill:
+        return InfillEvents(request)
     if request.parsed.is_messages:
         return MessageEvents(request)
     if request.parsed.response is not None:
         return ResponseEvents(request)
     return tokens_only.GenerateEvents(request) if request.parsed.is_tokens_only else responses.Events(request)
+
+
+def stream_type(request: Request) -> str:
+    """The media type of a streamed response."""
+    return EVENT_STREAM if request.parsed.ollama is None else JSON_LINES

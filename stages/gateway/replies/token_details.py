@@ -75,7 +75,7 @@ class TokenDetailFormatter:
             )
         if options.num_top is None:
             return details
-        if self._parsed.is_chat or self._parsed.is_tokens_only:
+        if self._parsed.is_chat or self._parsed.is_tokens_only or self._parsed.ollama is not None:
             chat = (
                 logprobs.of_chat(
                     self._decode_records(ids), self._parsed.options.num_logprobs, names_ids=options.names_ids

@@ -69,6 +69,10 @@ def test_logprobs_ids_and_vectors_are_replayed(tmp_path: Path) -> None:
             message = gate.post(CHAT | {"max_tokens": 9, "stream": is_stream}, "/v1/messages")
             gate.serve()
             assert message.result().status_code == 200
+            line = gate.post(CHAT | {"stream": is_stream, "logprobs": True}, "/api/chat")
+            submit = gate.begin()
+            gate.delta(submit, "x", logprobs=[-2.0], pieces=[b"x"], finish=m.Finish.STOP)
+            assert line.result().status_code == 200
         vector = gate.post({"model": "tiny", "input": "Hi"}, "/v1/embeddings")
         gate.delta(gate.begin(), "", records=np.ones(8, "<f4").tobytes(), finish=m.Finish.LENGTH)
         assert vector.result().status_code == 200
@@ -76,7 +80,15 @@ def test_logprobs_ids_and_vectors_are_replayed(tmp_path: Path) -> None:
     comparison = replays_alike("gateway", recording)
     assert set(comparison.sent) == {"ingest.0", "schedule.0", "clients"}
     replies = [one.body for one in entries(recording) if isinstance(one, f.Sent) and one.peer.startswith("client ")]
-    for words in (b"top_logprobs", b"text_offset", b"token_ids", b"embedding", b"stop_reason", b"message_stop"):
+    for words in (
+        b"top_logprobs",
+        b"text_offset",
+        b"token_ids",
+        b"embedding",
+        b"stop_reason",
+        b"message_stop",
+        b"done_reason",
+    ):
         assert any(words in one for one in replies), words
 
 

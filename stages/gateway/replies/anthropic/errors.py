@@ -28,8 +28,5 @@ def type_of(status: int) -> str:
 
 
 def error_json(error: ApiError, request_id: str | None) -> bytes:
-    """The body of an error response, and the data of an error event. It has no `param`, so the message names it."""
-    message, param = error.message, error.param
-    if param is not None and f"'{param}" not in message:
-        message = f"{param}: {message}"
-    return msgspec.json.encode(MessagesErrorBody(MessagesErrorFields(type_of(error.status), message), request_id))
+    """The body of an error response, and the data of an error event."""
+    return msgspec.json.encode(MessagesErrorBody(MessagesErrorFields(type_of(error.status), error.text), request_id))

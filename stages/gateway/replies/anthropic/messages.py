@@ -51,8 +51,12 @@ class MessageReader:
         return [] if self._reader is None else self._reader.rest_events()
 
     def call_id(self, index: int) -> str:
+        return CALL_ID_PREFIX + self.plain_call_id(index).removeprefix("call_")
+
+    def plain_call_id(self, index: int) -> str:
+        """As in `ReplyReader`."""
         assert self._reader is not None
-        return CALL_ID_PREFIX + self._reader.call_id(index).removeprefix("call_")
+        return self._reader.call_id(index)
 
     def stop_of(self, sequence: SequenceOutput) -> tuple[str, str | None]:
         """`stop_reason` and `stop_sequence` of a reply that was read completely."""
@@ -117,13 +121,13 @@ def _content(events: list[Event], reader: MessageReader) -> list[ContentBlock]:
                 arguments.append(text)
             case CallEnded(), _:
                 assert last is not None
-                last.input = _input("".join(arguments))
+                last.input = object_or_empty("".join(arguments))
             case _:
                 assert_never(event)
     return blocks
 
 
-def _input(arguments: str) -> Raw:
+def object_or_empty(arguments: str) -> Raw:
     """The arguments as the model wrote them, if they are a JSON object."""
     try:
         msgspec.json.decode(arguments, type=dict[str, Any])

@@ -50,7 +50,9 @@ def test_every_route_has_its_body_reply_and_errors() -> None:
         assert ("requestBody" in operation) == (route.body is not None)
         assert {"400", "500", "503"} <= set(operation["responses"])
         assert ("401" in operation["responses"]) == (not route.is_admin)
-        assert ("text/event-stream" in operation["responses"]["200"]["content"]) == (route.event is not None)
+        streams = {"text/event-stream", "application/x-ndjson"} & set(operation["responses"]["200"].get("content", {}))
+        own = "application/x-ndjson" if route.path.startswith("/api/") else "text/event-stream"
+        assert streams == ({own} if route.event is not None else set())
     assert API["security"] == [{"apiKey": []}]
     assert API["paths"]["/health"]["get"]["security"] == []
     assert "/health" not in openapi.document("tiny", Caps(), has_keys=True, has_admin_routes=False)["paths"]
@@ -140,13 +142,17 @@ def test_objects_with_a_type_are_described_by_it(field: str, good: Any, bad: Any
 
 
 def test_routes_have_the_errors_of_their_api() -> None:
-    for path, kind in (("/v1/messages", "MessagesErrorBody"), ("/v1/completions", "ErrorBody")):
+    for path, kind in (
+        ("/v1/messages", "MessagesErrorBody"),
+        ("/v1/completions", "ErrorBody"),
+        ("/api/chat", "OllamaErrorBody"),
+    ):
         reference = API["paths"][path]["post"]["responses"]["503"]["$ref"].rpartition("/")[2]
         error = API["components"]["responses"][reference]
         assert error["content"]["application/json"]["schema"]["$ref"].endswith(f"/{kind}")
         assert "Retry-After" in error["headers"]
         words = API["paths"][path]["post"]["responses"]["200"]["description"]
-        assert f"an event has a {kind}" in words
+        assert f"{'the last line is' if kind == 'OllamaErrorBody' else 'an event has'} a {kind}" in words
 
 
 def test_the_document_has_the_server_url_and_the_finish_reasons() -> None:
@@ -163,7 +169,7 @@ def full(schema: dict[str, Any]) -> dict[str, Any]:
 def test_examples_are_valid(route: Any) -> None:
     content = API["paths"][route.path]["post"]["requestBody"]["content"]["application/json"]
     jsonschema.validate(content["example"], full(content["schema"]))
-    msgspec.convert(content["example"], route.body)
+    msgspec.json.decode(msgspec.json.encode(content["example"]), type=route.body)
     for name in content["example"]:
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(content["example"] | {name: [[0.5]]}, full(content["schema"]))

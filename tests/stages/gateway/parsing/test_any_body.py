@@ -16,10 +16,14 @@ from pipeline.client import protocol as p
 from pipeline.config.settings import GatewaySettings
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.infill.parsing import parse_infill
+from pipeline.stages.gateway.ollama import parsing as ollama
+from pipeline.stages.gateway.ollama.bodies import OllamaChatBody, OllamaGenerateBody, OllamaOptions
 from pipeline.stages.gateway.parsing.anthropic.bodies import MessagesBody
 from pipeline.stages.gateway.parsing.anthropic.parse import parse_count_tokens, parse_messages
 from pipeline.stages.gateway.parsing.bodies import NEUTRAL, ChatBody, CompletionBody
 from pipeline.stages.gateway.parsing.embeddings import EmbeddingsBody, parse_embeddings
+from pipeline.stages.gateway.parsing.invocations import parse_invocation
 from pipeline.stages.gateway.parsing.parse import parse_chat, parse_completion, parse_tokenize
 from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
@@ -38,6 +42,9 @@ BODIES: tuple[Any, ...] = (
     GenerateBody,
     GenerateSamplingParams,
     MessagesBody,
+    OllamaChatBody,
+    OllamaGenerateBody,
+    OllamaOptions,
 )
 names = st.sampled_from(
     sorted({*(name for body in BODIES for name in body.__struct_fields__), *NEUTRAL, "role", "content", "type", "text"})
@@ -53,6 +60,11 @@ def assert_parsed_or_rejected(body: bytes) -> None:
         parse_tokens_only,
         parse_messages,
         parse_count_tokens,
+        ollama.parse_chat,
+        ollama.parse_generate,
+        ollama.parse_embed,
+        parse_infill,
+        parse_invocation,
     ):
         try:
             assert isinstance(parse(body, LIMITS), ParsedRequest)
@@ -81,6 +93,7 @@ class TestAnyBytes:
             CHAT | {"max_tokens": 1},
             {"token_ids": [1], "sampling_params": fields},
             {"model": "tiny", "input": "x"},
+            CHAT | {"options": fields},
         ):
             assert_parsed_or_rejected(json.dumps(base | fields).encode())
 

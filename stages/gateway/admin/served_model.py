@@ -1,0 +1,37 @@
+"""Facts of the served model, for the routes that describe it. Files are read at their first use."""
+
+import asyncio
+import hashlib
+from functools import cached_property
+from pathlib import Path
+
+from pipeline.config.settings import Settings
+from pipeline.runtime.model_folder import ModelConfig
+from pipeline.runtime.weight_headers import WeightFacts, weight_facts
+from pipeline.text.formats.chat_formats import ChatFormats
+
+
+class ServedModel:
+    """The prepared model in a folder, and how it is served."""
+
+    def __init__(self, folder: Path, settings: Settings, formats: ChatFormats) -> None:
+        self.config = ModelConfig.load(folder)
+        self.settings = settings
+        self.formats = formats
+        self._folder = folder
+        self._facts: WeightFacts | None = None
+
+    async def weight_facts(self) -> WeightFacts:
+        """Read the headers of the weight files, in a thread."""
+        if self._facts is None:
+            self._facts = await asyncio.to_thread(weight_facts, self.config.weight_paths(self._folder))
+        return self._facts
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the model's description."""
+        return hashlib.sha256((self._folder / "model.json").read_bytes()).hexdigest()
+
+    @property
+    def is_on_gpu(self) -> bool:
+        return self.settings.execute.device != "cpu"
