@@ -62,7 +62,8 @@ class RequestRefused(Exception):
 
 
 class PromptProcessor:
-    """Processes prompts for one model. `limits` are settings."""
+    """Processes prompts for one model. `limits` are settings. `max_new_tokens` is the model's default for `max_tokens`;
+    None is what fits the context."""
 
     def __init__(
         self,
@@ -71,6 +72,7 @@ class PromptProcessor:
         templates: ChatTemplates,
         limits: LimitSettings,
         eos_ids: Collection[int] = (),
+        max_new_tokens: int | None = None,
     ) -> None:
         # Threads share the tokenizer, so these must not change later.
         tokenizer.no_truncation()
@@ -79,6 +81,7 @@ class PromptProcessor:
         self._chat_templates = templates
         self._limits = limits
         self._eos_ids = eos_ids
+        self._max_new_tokens = max_new_tokens
         self._max_model_len = facts.max_model_len
         self._vocab_size = facts.vocab_size
         self._max_id_bytes = longest_id_bytes(tokenizer)
@@ -174,7 +177,12 @@ class PromptProcessor:
         if room < 1 and (max_tokens != 0 or room < 0):
             raise self._too_long(str(len(ids)), param)
         if max_tokens is None:
-            return room
+            # A default never makes a request invalid.
+            return (
+                room
+                if self._max_new_tokens is None
+                else min(room, max(self._max_new_tokens, submit.options.min_tokens))
+            )
         if max_tokens < 0:
             raise RequestRefused(Failure(400, f"max_tokens can't be {max_tokens}", "max_tokens"))
         if max_tokens > room:
@@ -263,13 +271,19 @@ class PromptProcessor:
         return RequestRefused(Failure(400, message, param, "context_length_exceeded"))
 
 
-def load(folder: Path, facts: ExecuteFacts, tokenizer: Tokenizer, limits: LimitSettings = LIMITS) -> PromptProcessor:
+def load(
+    folder: Path,
+    facts: ExecuteFacts,
+    tokenizer: Tokenizer,
+    limits: LimitSettings = LIMITS,
+    max_new_tokens: int | None = None,
+) -> PromptProcessor:
     """Create the processor for the model in a prepared folder."""
     config = ModelConfig.load(folder)
     bos_token = tokenizer.id_to_token(config.bos_id) if config.bos_id is not None else None
     eos_token = tokenizer.id_to_token(config.eos_ids[0]) if config.eos_ids else None
     templates = chat_templates.load(folder, bos_token or "", eos_token or "", limits.template_timeout_s)
-    return PromptProcessor(tokenizer, facts, templates, limits, eos_ids=config.eos_ids)
+    return PromptProcessor(tokenizer, facts, templates, limits, config.eos_ids, max_new_tokens)
 
 
 def cost_chars(submit: Submit) -> int:

@@ -9,6 +9,7 @@ AS_SETTINGS = {
     "--device": "execute.device=NAME",
     "--download-dir": "cache_dir=FOLDER",
     "--dtype": "execute.dtype=NAME",
+    "--generation-config": "generation_config=FOLDER",
     "--gpu-memory-utilization": "execute.gpu_memory_utilization=SHARE",
     "--kv-cache-memory-bytes": "execute.kv_cache_bytes=BYTES",
     "--long-prefill-token-threshold": "schedule.long_prompt_tokens=N",
