@@ -277,12 +277,16 @@ def load(
     tokenizer: Tokenizer,
     limits: LimitSettings = LIMITS,
     max_new_tokens: int | None = None,
+    *,
+    shows_tools: bool = True,
 ) -> PromptProcessor:
-    """Create the processor for the model in a prepared folder."""
+    """Create the processor for the model in a prepared folder. `shows_tools`: its chat template shows tools."""
     config = ModelConfig.load(folder)
     bos_token = tokenizer.id_to_token(config.bos_id) if config.bos_id is not None else None
     eos_token = tokenizer.id_to_token(config.eos_ids[0]) if config.eos_ids else None
-    templates = chat_templates.load(folder, bos_token or "", eos_token or "", limits.template_timeout_s)
+    templates = chat_templates.load(
+        folder, bos_token or "", eos_token or "", limits.template_timeout_s, shows_tools=shows_tools
+    )
     return PromptProcessor(tokenizer, facts, templates, limits, config.eos_ids, max_new_tokens)
 
 

@@ -135,7 +135,12 @@ class IngestStage:
             case m.Start(facts):
                 limits = self._stage.settings.limits
                 self._prompt_processor = prompt_processor.load(
-                    self._stage.model_dir, facts, self._tokenizer, limits, self._max_new_tokens
+                    self._stage.model_dir,
+                    facts,
+                    self._tokenizer,
+                    limits,
+                    self._max_new_tokens,
+                    shows_tools=self._formats.shows_tools,
                 )
                 gc.collect()
                 gc.freeze()  # what is loaded by now is never freed
