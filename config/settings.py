@@ -79,6 +79,15 @@ class Settings(Frozen, frozen=True):
             "GPU."
         ),
     ] = "auto"
+    generation_config: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description='Sampling defaults of requests that do not give the values themselves: "auto" is the model\'s '
+            'own generation_config.json, or the same in a .gguf file; "none" is neutral: temperature 1, all tokens, '
+            "output up to the context; or a folder with another generation_config.json.",
+        ),
+    ] = "auto"
     cache_dir: Annotated[
         str, Meta(description="Folder of prepared models; empty is ~/.cache/pipeline (or $XDG_CACHE_HOME).")
     ] = ""

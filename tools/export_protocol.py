@@ -180,7 +180,7 @@ def shown(value: Any) -> str:
         case bytes():
             return f"h'{value.hex()}'"
         case _:
-            return json.dumps(value, ensure_ascii=False)
+            return json.dumps(msgspec.to_builtins(value), ensure_ascii=False)
 
 
 # ----------------------------------------------------------------------------------------------------------- vectors

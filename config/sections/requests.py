@@ -65,11 +65,11 @@ class ChatSettings(Frozen, frozen=True):
     """How the model writes tool calls and reasoning."""
 
     tool_call_parser: Annotated[
-        Literal["auto", "none", "hermes", "llama3", "mistral"],
+        Literal["auto", "none", "hermes", "llama3", "mistral", "generic"],
         Meta(
             description='How the model writes tool calls: "hermes" is Hermes, Qwen 2.5 and Qwen 3, "llama3" Llama '
-            '3.1 to 3.3 and 4, "mistral" Mistral; "auto" detects it from the chat template, "none" '
-            "parses no calls."
+            '3.1 to 3.3 and 4, "mistral" Mistral. "generic" is for chat templates without tools: the system prompt '
+            'lists the tools. "auto" detects it from the chat template, "none" parses no calls.'
         ),
     ] = "auto"
     allow_special_tokens_in_content: Annotated[

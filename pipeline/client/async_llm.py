@@ -262,7 +262,7 @@ class AsyncLLM:
         if output_kind not in ("cumulative", "delta", "final"):
             raise UserError(f"output_kind must be cumulative, delta or final, not {output_kind!r}")
         info = await self.ready()
-        params = params or SamplingParams()
+        params = params or info.default_params
         request = await self._request(check(info_for(params, info)), params, request_id, options)
         try:
             await request.open()

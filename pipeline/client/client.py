@@ -21,7 +21,15 @@ import zmq
 
 from pipeline.client import protocol as p
 from pipeline.client.connection.stream import WINDOW, Stream
-from pipeline.client.connection.wire import Prompt, Received, error_of, params_message, prompt_message, received_message
+from pipeline.client.connection.wire import (
+    Prompt,
+    Received,
+    default_params,
+    error_of,
+    params_message,
+    prompt_message,
+    received_message,
+)
 from pipeline.client.errors import ConnectionLost, ForeignServer, RequestTooLarge
 from pipeline.client.inputs.request_options import checked
 from pipeline.client.inputs.sampling_params import SamplingParams
@@ -52,6 +60,9 @@ class ServerInfo(msgspec.Struct, frozen=True):
     server: str
     """Name and version."""
     max_message_bytes: int
+    default_params: SamplingParams = SamplingParams()
+    """The parameters of a request that gives none: those that the model recommends. `max_tokens` is 16, or None if the
+    model recommends a maximum, which the server then applies."""
 
 
 class AsyncClient:
@@ -126,6 +137,7 @@ class AsyncClient:
             credits=welcome.max_credits,
             server=welcome.server,
             max_message_bytes=welcome.max_message_bytes,
+            default_params=self._default_params(welcome.defaults),
         )
         self._heartbeat = self._loop.create_task(self._beat(welcome.heartbeat_s, welcome.silence_s))
 
@@ -170,7 +182,7 @@ class AsyncClient:
             raise ConnectionLost("the client is closed")
         if name is not None and not isinstance(name, str):
             raise TypeError(f"name must be a string, not {type(name).__name__}")
-        params = params or SamplingParams()
+        params = params or self.info.default_params
         message = p.Generate(
             request_id=next(self._ids),
             model="",
@@ -221,6 +233,13 @@ class AsyncClient:
             self._context.term()
 
     # -------------------------------------------------------------------------------------------------- connection
+
+    def _default_params(self, defaults: p.SamplingDefaults) -> SamplingParams:
+        """Raises ConnectionLost if they are invalid."""
+        try:
+            return default_params(defaults)
+        except (TypeError, ValueError) as error:
+            raise ConnectionLost(f"the server at {self.address} has invalid sampling defaults: {error}") from error
 
     def _say_hello(self) -> None:
         self._send(p.Hello(p.PROTOCOL_VERSION, p.PROTOCOL_VERSION, f"pipeline-python/{VERSION}", self._api_key))

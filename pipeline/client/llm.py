@@ -43,7 +43,7 @@ LOOK_S = 0.1
 """Interval at which the status line shows the log of a starting server."""
 
 Params = SamplingParams | Iterable[SamplingParams | None] | None
-"""One for all prompts, or one for each. None is SamplingParams()."""
+"""One for all prompts, or one for each. None is the model's: `get_default_sampling_params()`."""
 Priority = int | Sequence[int] | None
 """One for all prompts, or one for each. None is 0."""
 
@@ -107,6 +107,12 @@ class LLM:
     def server(self) -> EmbeddedServer | None:
         """The embedded server; None if attached to a running one."""
         return self._llm.server
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters of calls without `sampling_params`: those in the model's generation_config.json, and for the
+        others the defaults of `SamplingParams`. `max_tokens` is None if the model recommends a maximum: the server
+        applies it."""
+        return self.info.default_params
 
     def close(self) -> None:
         """Abort open requests and stop the embedded server. May be called again."""
@@ -202,7 +208,7 @@ class LLM:
         if isinstance(given, (bytes, bytearray)) or not isinstance(given, Iterable):
             raise PromptError(f"{names.word} can't be {type(given).__name__}: give one, or a list or iterator of them")
         num_items = len(given) if isinstance(given, Sized) else None
-        params = params_for(sampling_params, num_items, SamplingParams())
+        params = params_for(sampling_params, num_items, self.info.default_params)
 
         def read() -> Iterator[BatchItem]:
             for place, one in enumerate(given):

@@ -140,13 +140,17 @@ class Params(msgspec.Struct, array_like=True, frozen=True):
     """How tokens are sampled and where text ends. Names, meanings and limits are those of the HTTP API."""
 
     n: Annotated[int, Meta(description="Sequences to generate, 1 to 128.")] = 1
-    temperature: Annotated[float, Meta(description="0 to 2; 0 is greedy.")] = 1.0
-    top_p: Annotated[float, Meta(description="Above 0, at most 1.")] = 1.0
-    top_k: Annotated[int, Meta(description="0 and -1 are off.")] = 0
-    min_p: Annotated[float, Meta(description="0 to 1.")] = 0.0
+    temperature: Annotated[float | None, Meta(description="0 to 2; 0 is greedy. Null is the model's default.")] = 1.0
+    top_p: Annotated[float | None, Meta(description="Above 0, at most 1. Null is the model's default.")] = 1.0
+    top_k: Annotated[int | None, Meta(description="0 and -1 are off. Null is the model's default.")] = 0
+    min_p: Annotated[float | None, Meta(description="0 to 1. Null is the model's default.")] = 0.0
     seed: Annotated[int | None, Meta(description="-2^63 to 2^64 - 1. With null the server chooses one.")] = None
     max_tokens: Annotated[
-        int | None, Meta(description="Maximum output ids of each sequence. Null: as many as fit the context.")
+        int | None,
+        Meta(
+            description="Maximum output ids of each sequence. Null: as many as fit the context, up to the `max_tokens` "
+            "of the model's defaults."
+        ),
     ] = None
     stop: Annotated[list[str], Meta(description="Strings that end the text: at most 16, of 1 to 256 characters.")] = []
     stop_token_ids: Annotated[list[int], Meta(description="Ids that end a sequence: at most 128.")] = []
@@ -161,7 +165,11 @@ class Params(msgspec.Struct, array_like=True, frozen=True):
         ),
     ] = None
     repetition_penalty: Annotated[
-        float, Meta(description="0.01 to 100. Above 1 makes ids of the prompt and the output less likely.")
+        float | None,
+        Meta(
+            description="0.01 to 100. Above 1 makes ids of the prompt and the output less likely. Null is the model's "
+            "default."
+        ),
     ] = 1.0
     presence_penalty: Annotated[float, Meta(description="-2 to 2. Above 0 makes ids of the output less likely.")] = 0.0
     frequency_penalty: Annotated[
@@ -211,6 +219,17 @@ class Params(msgspec.Struct, array_like=True, frozen=True):
             "ids, in this order, instead of the most likely ones."
         ),
     ] = []
+
+
+class SamplingDefaults(msgspec.Struct, array_like=True, frozen=True):
+    """The values that a null in `params` stands for: the model's, or neutral ones."""
+
+    temperature: Annotated[float, Meta(description="0 is greedy.")] = 1.0
+    top_p: Annotated[float, Meta(description="1 is off.")] = 1.0
+    top_k: Annotated[int, Meta(description="0 is off.")] = 0
+    min_p: Annotated[float, Meta(description="0 is off.")] = 0.0
+    repetition_penalty: Annotated[float, Meta(description="1 is off.")] = 1.0
+    max_tokens: Annotated[int | None, Meta(description="Null: as many as fit the context.")] = None
 
 
 class Output(msgspec.Struct, array_like=True, frozen=True):
@@ -370,6 +389,10 @@ class Welcome(WireMessage, frozen=True, tag="welcome"):
     max_credits: Annotated[int, Meta(description="Maximum credit of a request, in deltas.")]
     heartbeat_s: Annotated[float, Meta(description="An idle client must send `ping` at this interval.")]
     silence_s: Annotated[float, Meta(description="A peer that sends nothing for this long is considered dead.")]
+    defaults: Annotated[
+        SamplingDefaults,
+        Meta(description="What null means in `params`. A server older than this field refuses these nulls."),
+    ] = SamplingDefaults()
 
 
 class Accepted(WireMessage, frozen=True, tag="accepted"):

@@ -13,13 +13,14 @@ import time
 from http import HTTPStatus
 from typing import Any, assert_never
 
+import msgspec
 import uvloop
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from pipeline.client.connection.zmq_address import address_of
+from pipeline.runtime import generation_config, topology
 from pipeline.runtime import messages as m
-from pipeline.runtime import topology
 from pipeline.runtime.api_keys import Keys
 from pipeline.runtime.async_inbox import AsyncInbox
 from pipeline.runtime.stage import Stage
@@ -75,12 +76,16 @@ class GatewayStage:
         self._stats = StatsQuery(stage)
         self._resetter = PrefixCacheResetter(stage)
         model = ServedModel(stage.model_dir, settings, self._requests.formats)
+        defaults = generation_config.load(settings, stage.model_dir)
+        if stage.replica == 0 and defaults != generation_config.GenerationDefaults():
+            stage.log.info("sampling defaults of the model", extra={"fields": msgspec.structs.asdict(defaults)})
         self._limits = limits = RequestLimits(
             settings.served_model_name or model.config.name,
             topology.max_open_of_one(settings),
             has_priorities=settings.schedule.policy == "priority",
             caps=settings.limits,
             formats=self._requests.formats,
+            defaults=defaults,
         )
         self._api = Api(
             self._readiness,

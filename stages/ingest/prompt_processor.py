@@ -64,7 +64,8 @@ class RequestRefused(Exception):
 
 
 class PromptProcessor:
-    """Processes prompts for one model. `limits` are settings."""
+    """Processes prompts for one model. `limits` are settings. `max_new_tokens` is the model's default for `max_tokens`;
+    None is what fits the context."""
 
     def __init__(
         self,
@@ -73,6 +74,7 @@ class PromptProcessor:
         templates: ChatTemplates,
         limits: LimitSettings,
         eos_ids: Collection[int] = (),
+        max_new_tokens: int | None = None,
         *,
         allow_special_tokens_in_content: bool = True,
     ) -> None:
@@ -84,6 +86,7 @@ class PromptProcessor:
         self._chat_templates = templates
         self._limits = limits
         self._eos_ids = eos_ids
+        self._max_new_tokens = max_new_tokens
         self._max_model_len = facts.max_model_len
         self._vocab_size = facts.vocab_size
         self._max_id_bytes = longest_id_bytes(tokenizer)
@@ -187,7 +190,12 @@ class PromptProcessor:
         if room < 1 and (max_tokens != 0 or room < 0):
             raise self._too_long(str(len(ids)), param)
         if max_tokens is None:
-            return room
+            # A default never makes a request invalid.
+            return (
+                room
+                if self._max_new_tokens is None
+                else min(room, max(self._max_new_tokens, submit.options.min_tokens))
+            )
         if max_tokens < 0:
             raise RequestRefused(Failure(400, f"max_tokens can't be {max_tokens}", "max_tokens"))
         if max_tokens > room:
@@ -297,18 +305,24 @@ def load(
     tokenizer: Tokenizer,
     limits: LimitSettings = LIMITS,
     chat: ChatSettings = CHAT,
+    max_new_tokens: int | None = None,
+    *,
+    shows_tools: bool = True,
 ) -> PromptProcessor:
-    """Create the processor for the model in a prepared folder."""
+    """Create the processor for the model in a prepared folder. `shows_tools`: its chat template shows tools."""
     config = ModelConfig.load(folder)
     bos_token = tokenizer.id_to_token(config.bos_id) if config.bos_id is not None else None
     eos_token = tokenizer.id_to_token(config.eos_ids[0]) if config.eos_ids else None
-    templates = chat_templates.load(folder, bos_token or "", eos_token or "", limits.template_timeout_s)
+    templates = chat_templates.load(
+        folder, bos_token or "", eos_token or "", limits.template_timeout_s, shows_tools=shows_tools
+    )
     return PromptProcessor(
         tokenizer,
         facts,
         templates,
         limits,
-        eos_ids=config.eos_ids,
+        config.eos_ids,
+        max_new_tokens,
         allow_special_tokens_in_content=chat.allow_special_tokens_in_content,
     )
 

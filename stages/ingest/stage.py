@@ -20,6 +20,7 @@ import numpy as np
 import uvloop
 from tokenizers import Tokenizer
 
+from pipeline.runtime import generation_config
 from pipeline.runtime import messages as m
 from pipeline.runtime.async_inbox import AsyncInbox
 from pipeline.runtime.messages import Failure, GenerationOptions, IdsPrompt, Launch, Submit
@@ -96,6 +97,7 @@ class IngestStage:
         self._encoding: dict[Key, tuple[Submit, asyncio.Task[None]]] = {}
         title = f"pipeline: {stage.launch.name} grammars"
         self._formats = ChatFormats.load(stage.model_dir, stage.settings.chat)
+        self._max_new_tokens = generation_config.load(stage.settings, stage.model_dir).max_new_tokens
         self._grammar_checker = GrammarChecker(stage.model_dir, stage.launch.settings.limits, title)
         self._retry_queue = RetryQueue(lambda: stage.replay_context)
         self._metrics = IngestMetrics()
@@ -133,7 +135,13 @@ class IngestStage:
             case m.Start(facts):
                 settings = self._stage.settings
                 self._prompt_processor = prompt_processor.load(
-                    self._stage.model_dir, facts, self._tokenizer, settings.limits, settings.chat
+                    self._stage.model_dir,
+                    facts,
+                    self._tokenizer,
+                    settings.limits,
+                    settings.chat,
+                    self._max_new_tokens,
+                    shows_tools=self._formats.shows_tools,
                 )
                 gc.collect()
                 gc.freeze()  # what is loaded by now is never freed

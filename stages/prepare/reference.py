@@ -69,41 +69,24 @@ class Reference:
     """The checkpoint in transformers, float32. Raises ModelError if transformers can't load it."""
 
     def __init__(self, folder: Path) -> None:
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()
-        try:
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False
-            )
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
-            raise ModelError(f"transformers can't load {folder}: {error}") from error
-        self._model = model.eval()
+        self._folder = folder
+        self._model = _load(folder, torch.float32)
 
     def compute(self, plan: CheckPlan, ours: Ours) -> Theirs:
         """The greedy texts of the plan's prompts, and logits for every sequence that `ours` has logits for.
 
         Inexact programs have matrices in bfloat16, so this rounds the model's matrices too. That is permanent: compute
-        exact programs first.
+        exact programs first. Their bound is what transformers loses in bfloat16, so this computes that as well.
         """
-        if not ours.exact:
-            self._round()
-        texts = [self._greedy(prompt) for prompt in plan.prompts]
-        return Theirs(self._logits({made.ids for made in ours.made}), texts)
+        wanted = {made.ids for made in ours.made}
+        if ours.exact:
+            return Theirs(_logits(self._model, wanted), self._greedy_texts(plan))
+        self._round()
+        exact, texts = _logits(self._model, wanted), self._greedy_texts(plan)
+        return Theirs(exact, texts, _logits(_load(self._folder, torch.bfloat16), wanted))
 
-    @torch.inference_mode()
-    def _logits(self, wanted: Iterable[Ids]) -> dict[Ids, Logits]:
-        """Logits after each sequence, longest first: one forward pass also covers all prefixes of a sequence."""
-        missing = set(wanted)
-        found: dict[Ids, Logits] = {}
-        for ids in sorted(missing, key=len, reverse=True):
-            if ids not in found:
-                rows = self._model(torch.tensor([ids])).logits[0].float().numpy()
-                for end in range(1, len(ids) + 1):
-                    if ids[:end] in missing:
-                        found.setdefault(ids[:end], rows[end - 1].copy())
-        return found
+    def _greedy_texts(self, plan: CheckPlan) -> list[list[int]]:
+        return [self._greedy(prompt) for prompt in plan.prompts]
 
     @torch.inference_mode()
     def _greedy(self, prompt: list[int]) -> list[int]:
@@ -121,3 +104,32 @@ class Reference:
         for parameter in self._model.parameters():
             if parameter.dim() > 1:
                 parameter.copy_(parameter.bfloat16())
+
+
+def _load(folder: Path, dtype: torch.dtype) -> Any:
+    """The checkpoint in transformers. Raises ModelError if transformers can't load it."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ModelError(f"transformers can't load {folder}: {error}") from error
+    return model.eval()
+
+
+@torch.inference_mode()
+def _logits(model: Any, wanted: Iterable[Ids]) -> dict[Ids, Logits]:
+    """Logits after each sequence, longest first: one forward pass also covers all prefixes of a sequence."""
+    missing = set(wanted)
+    found: dict[Ids, Logits] = {}
+    for ids in sorted(missing, key=len, reverse=True):
+        if ids not in found:
+            rows = model(torch.tensor([ids])).logits[0].float().numpy()
+            for end in range(1, len(ids) + 1):
+                if ids[:end] in missing:
+                    found.setdefault(ids[:end], rows[end - 1].copy())
+    return found

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import assert_never
 
 from pipeline.config.settings import PreparedFormat, Settings
+from pipeline.runtime import generation_config
 from pipeline.runtime import messages as m
 from pipeline.runtime.child import report
 from pipeline.runtime.messages import Launch
@@ -26,12 +27,12 @@ from pipeline.stages.prepare.sources.source import FolderSource, GgufSource, Hub
 
 SILENT = Silence()
 
-FORMAT = 6
+FORMAT = 7
 """Version of the prepared folders. Raise it when a conversion changes, so that older cache entries are not used."""
 
 
 def run(launch: Launch) -> None:
-    """Prepare the model and send its folder to the supervisor. Raises ModelError with a message for the user."""
+    """Prepare the model and send its folder to the supervisor. Raises UserError with a message for the user."""
     folder = prepare(launch.settings, progress_module.for_stream())
     config = ModelConfig.load(folder)
     if launch.settings.max_model_len > config.max_position:
@@ -39,6 +40,7 @@ def run(launch: Launch) -> None:
             f"max_model_len is {launch.settings.max_model_len}, but {config.name} supports at most "
             f"{config.max_position} tokens: lower max_model_len, or set it to 0 for the model's own limit"
         )
+    generation_config.load(launch.settings, folder)  # an invalid one is reported here, before the stages load it
     name = launch.settings.served_model_name or config.name
     report(launch, m.Prepared(str(folder), name))
 

@@ -134,7 +134,7 @@ def results(out: str) -> list[tuple[str, str]]:
             if result:
                 rows.append((program, result))
             else:
-                rows[-1] = (f"{rows[-1][0]} {program}", rows[-1][1])
+                rows[-1] = (f"{rows[-1][0]} {program}".rstrip(), rows[-1][1])
     return rows
 
 
@@ -321,9 +321,10 @@ def sides(change: float = 0.0, text: int = 7, exact: bool = True) -> tuple[Ours,
     logits[7], logits[8] = 5.0, 4.9999
     ours = logits.copy()
     ours[3] += change
+    rounded = logits + np.float32(0.02) * np.random.default_rng(1).standard_normal(100).astype(np.float32)
     return (
         Ours("any", exact, [ComputedCase("whole", (1, 2, 3), ours)], {"whole": [[text]]}),
-        Theirs({(1, 2, 3): logits}, [[7]]),
+        Theirs({(1, 2, 3): logits}, [[7]], {} if exact else {(1, 2, 3): rounded}),
     )
 
 
@@ -331,10 +332,26 @@ def test_a_difference_is_allowed_up_to_its_bound() -> None:
     for change, passes in ((0.0, True), (5e-5, True), (1e-3, False), (float("nan"), False), (float("inf"), False)):
         (finding,) = judge(PLAN, *sides(change))
         assert finding.passed == passes
+
+
+def test_a_rounded_program_may_lose_as_much_as_transformers_in_bfloat16() -> None:
     (finding,) = judge(PLAN, *sides(0.1, exact=False))
-    assert finding.passed and finding.worst < 0.02
-    (finding,) = judge(PLAN, *sides(5.0, exact=False))
-    assert not finding.passed
+    assert finding.passed and 0.005 < finding.worst == finding.difference < finding.allowed == finding.allowed_worst
+    assert 0.01 < finding.allowed < 0.02
+    for change in (0.4, 5.0, float("nan")):
+        (finding,) = judge(PLAN, *sides(change, exact=False))
+        assert not finding.passed
+
+
+def test_one_bad_row_among_many_fails() -> None:
+    ours, theirs = sides(exact=False)
+    for first in range(10, 200):
+        ours.made.append(ComputedCase("whole", (first,), theirs.logits[1, 2, 3]))
+        theirs.logits[first,], theirs.bfloat16[first,] = theirs.logits[1, 2, 3], theirs.bfloat16[1, 2, 3]
+    assert judge(PLAN, ours, theirs)[0].passed
+    ours.made[-1] = ComputedCase("whole", (199,), theirs.logits[1, 2, 3] + 0.05 * np.float32(np.arange(100) % 7))
+    (finding,) = judge(PLAN, ours, theirs)
+    assert finding.difference < finding.allowed and finding.worst > finding.allowed_worst and not finding.passed
 
 
 def test_a_text_may_differ_only_where_transformers_is_undecided() -> None:

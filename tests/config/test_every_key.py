@@ -33,6 +33,9 @@ EFFECTS = {
     "quantization": (
         "tests/stages/execute/test_smollm2.py::test_the_cpu_kernels_find_the_same_largest_logit_as_float32"
     ),
+    "generation_config": (
+        "tests/stages/gateway/test_sampling_defaults.py::test_generation_config_turns_the_defaults_off"
+    ),
     "cache_dir": "tests/stages/prepare/test_cache.py::test_the_root_is_the_setting_or_the_users_cache_folder",
     "log_level": JSON_LOGS,
     "log_format": JSON_LOGS,

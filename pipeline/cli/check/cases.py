@@ -54,3 +54,5 @@ class Theirs:
     """Logits after each sequence of ids that our side has logits for."""
     texts: list[list[int]]
     """Greedy output of each prompt of the plan."""
+    bfloat16: dict[Ids, Logits] = field(default_factory=dict)
+    """The same logits from transformers in bfloat16; empty for an exact program, which needs no such measure."""

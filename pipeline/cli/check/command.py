@@ -131,15 +131,27 @@ def _unseen(config: ModelConfig, num_tokens: int) -> list[str]:
 
 def _table(findings: list[CheckResult]) -> Table:
     table = Table()
-    for heading in ("program", "computed", "logits of", "worst difference", "allowed", "same text", "result"):
+    for heading in (
+        "program",
+        "computed",
+        "logits of",
+        "difference",
+        "allowed",
+        "worst row",
+        "allowed",
+        "same text",
+        "result",
+    ):
         table.add_column(heading, justify="left" if heading in ("program", "computed", "result") else "right")
     for finding in findings:
         table.add_row(
             finding.program,
             finding.way,
             f"{finding.num_rows} ids",
-            _amount(finding.worst, finding),
+            _amount(finding.difference, finding),
             _amount(finding.allowed, finding),
+            _amount(finding.worst, finding),
+            _amount(finding.allowed_worst, finding),
             f"{finding.num_same} of {finding.num_texts}"
             + (f", {finding.num_undecided} undecided" if finding.num_undecided else ""),
             "pass" if finding.passed else "FAIL",
@@ -148,4 +160,4 @@ def _table(findings: list[CheckResult]) -> Table:
 
 
 def _amount(value: float, finding: CheckResult) -> str:
-    return f"{value:.2%} of spread" if finding.is_share else f"{value:.1e}"
+    return f"{value:.2%}" if finding.is_share else f"{value:.1e}"

@@ -18,6 +18,7 @@ AS_SETTINGS = {
     "--dtype": "execute.dtype=NAME",
     "--enable-per-request-metrics": "gateway.per_request_metrics=true",
     "--enable-prefix-caching": "schedule.prefix_caching=true",
+    "--generation-config": "generation_config=FOLDER",
     "--gpu-memory-utilization": "execute.gpu_memory_utilization=SHARE",
     "--kv-cache-memory-bytes": "execute.kv_cache_bytes=BYTES",
     "--long-prefill-token-threshold": "schedule.long_prompt_tokens=N",

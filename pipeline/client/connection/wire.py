@@ -118,6 +118,19 @@ def params_message(params: SamplingParams) -> p.Params:
     return p.Params(**fields)
 
 
+def default_params(defaults: p.SamplingDefaults) -> SamplingParams:
+    """The parameters of a request without any. Raises TypeError or ValueError."""
+    params = SamplingParams(
+        temperature=defaults.temperature,
+        top_p=defaults.top_p,
+        top_k=defaults.top_k,
+        min_p=defaults.min_p,
+        repetition_penalty=defaults.repetition_penalty,
+    )
+    # The server shortens its own maximum to what fits the context, but not one that a request gives.
+    return params if defaults.max_tokens is None else msgspec.structs.replace(params, max_tokens=None)
+
+
 def received_message(received: Any, n: int) -> list[bytes]:
     if received is None:
         return []

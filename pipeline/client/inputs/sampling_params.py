@@ -46,7 +46,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     """A 64-bit integer. With None, the server chooses one."""
     max_tokens: int | None = 16
-    """Maximum number of output ids of each sequence. None: as many as fit the context."""
+    """Maximum number of output ids of each sequence. None: as many as fit the context, up to the model's
+    max_new_tokens if its generation_config.json has one."""
     stop: str | list[str] | None = None
     """Strings that end the text; stored as a list."""
     stop_token_ids: list[int] | None = None

@@ -9,6 +9,7 @@ import msgspec
 from pipeline.config.settings import ChatSettings
 from pipeline.text.formats.calls import CallParser, NoCalls
 from pipeline.text.formats.events import Event
+from pipeline.text.formats.generic import Generic
 from pipeline.text.formats.hermes import Hermes
 from pipeline.text.formats.llama3 import Llama3
 from pipeline.text.formats.mistral import Mistral
@@ -19,8 +20,10 @@ from pipeline.text.formats.tool_format import AddedToken, CallRule, LarkBuilder,
 
 TOOL_FORMATS: tuple[ToolFormat, ...] = (Hermes(), Mistral(), Llama3())
 """The first format that detects a template is used."""
+GENERIC = Generic()
+"""The format for chat templates without one."""
 FALLBACK = TOOL_FORMATS[2]
-"""The format for required calls if the model has none. It needs no mark, and a grammar enforces it."""
+"""The format for required calls if the settings turn formats off. It needs no mark, and a grammar enforces it."""
 TAIL_CHARS = 64
 """The length of the prompt's end that shows whether the prompt opens the reasoning."""
 
@@ -80,18 +83,30 @@ class ChatFormats(msgspec.Struct, frozen=True):
     @classmethod
     def load(cls, model_dir: str | Path, chat: ChatSettings) -> "ChatFormats":
         """The formats of a prepared model. The settings name them, or the chat template determines them."""
-        template, tokenizer = Path(model_dir) / "chat_template.jinja", Path(model_dir) / "tokenizer.json"
+        tokenizer = Path(model_dir) / "tokenizer.json"
         added: list[AddedToken] = []
         if tokenizer.exists():
             added = msgspec.json.decode(tokenizer.read_bytes(), type=_Tokenizer).added_tokens
-        return cls.of(template.read_text(encoding="utf-8") if template.exists() else "", chat, added)
+        template, for_tools = (
+            path.read_text(encoding="utf-8") if path.exists() else ""
+            for path in (Path(model_dir) / name for name in ("chat_template.jinja", "chat_template.tool_use.jinja"))
+        )
+        return cls.of(template, chat, added, for_tools)
 
     @classmethod
-    def of(cls, template: str, chat: ChatSettings, added: Iterable[AddedToken] = ()) -> "ChatFormats":
-        """The formats of a model with this template and these added tokens."""
-        tools = _chosen(TOOL_FORMATS, chat.tool_call_parser, template)
+    def of(
+        cls, template: str, chat: ChatSettings, added: Iterable[AddedToken] = (), tool_template: str = ""
+    ) -> "ChatFormats":
+        """The formats of a model with this template and these added tokens. `tool_template` is the template for chats
+        with tools, if the model has a separate one."""
+        tools = _chosen((*TOOL_FORMATS, GENERIC), chat.tool_call_parser, tool_template or template)
         reasoning = _chosen(REASONING_FORMATS, chat.reasoning_parser, template)
         return cls(tools, reasoning, template, {token.content: token for token in added})
+
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the chat template shows tools, calls and results, or the text of messages has them."""
+        return self.tools is None or self.tools.in_template
 
     def tools_of(self, choice: str) -> ToolFormat | None:
         """The format to parse calls in; `choice` is as in `ChatPrompt`."""

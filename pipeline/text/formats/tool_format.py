@@ -129,6 +129,8 @@ class ToolFormat(ABC):
     """As in `chat.tool_call_parser`."""
     marks: tuple[str, ...]
     """If they are special tokens, detokenize must keep special tokens in the text."""
+    in_template = True
+    """Whether the chat template shows tools, calls and results. If not, they are written into messages."""
 
     @abstractmethod
     def detects(self, template: str) -> bool:

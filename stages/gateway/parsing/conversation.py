@@ -200,11 +200,11 @@ def num_parts(messages: Sequence[MessageParam]) -> int:
 def reply_form(
     prompt: m.ChatPrompt, formats: ChatFormats, *, shows_specials: bool, with_reasoning: bool
 ) -> ReplyForm | None:
-    """What to parse in the reply; None for nothing. Raises ApiError if the model has no known tool call format."""
+    """What to parse in the reply; None for nothing. Raises ApiError if tool calls are not parsed."""
     choice = prompt.tool_choice if prompt.tools else "none"
     if choice == "auto" and formats.tools is None:
         what = (
-            "the tool call format of the model's chat template is unknown (see chat.tool_call_parser); tool_choice "
+            'no tool calls are parsed: chat.tool_call_parser is "none", or the model has no chat template; tool_choice '
             '"required" or a named function works without one'
         )
         raise unsupported("tools", what)

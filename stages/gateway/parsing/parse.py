@@ -53,7 +53,7 @@ from pipeline.stages.gateway.parsing.token_detail_options import TokenDetailOpti
 from pipeline.text.formats.chat_formats import ChatFormats
 
 DEFAULT_COMPLETION_TOKENS = 16
-
+"""OpenAI's default of completions. A model's max_new_tokens may be lower."""
 
 _chats = msgspec.json.Decoder(with_unsupported(ChatBody, CHAT_NEUTRAL))
 _tokenizes = msgspec.json.Decoder(TokenizeBody)
@@ -163,7 +163,7 @@ def parse_completion(body: bytes, limits: RequestLimits) -> ParsedRequest:
     """Read the body of POST /v1/completions. Raises ApiError."""
     completion = read_completion(body)
     prompt = require_prompt(completion.prompt)
-    max_tokens = DEFAULT_COMPLETION_TOKENS if completion.max_tokens is None else completion.max_tokens
+    max_tokens = default_completion_tokens(limits) if completion.max_tokens is None else completion.max_tokens
     echo = bool(completion.echo)
     if max_tokens == 0 and not echo:
         raise invalid("max_tokens", "'max_tokens' must be an integer >= 1, unless echo is true", "invalid_value")
@@ -183,6 +183,11 @@ def parse_completion(body: bytes, limits: RequestLimits) -> ParsedRequest:
         details=details_of(completion, num_top, limits, echo=echo),
     )
     return _with_echo(parsed) if echo else parsed
+
+
+def default_completion_tokens(limits: RequestLimits) -> int:
+    """The maximum number of output tokens of a completion that doesn't give one."""
+    return min(DEFAULT_COMPLETION_TOKENS, limits.defaults.max_new_tokens or DEFAULT_COMPLETION_TOKENS)
 
 
 def _with_suffix(completion: CompletionBody, formats: ChatFormats) -> str | list[str | int | list[int]]:

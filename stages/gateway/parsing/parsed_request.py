@@ -4,6 +4,7 @@ import msgspec
 
 from pipeline.config.settings import LimitSettings as Caps
 from pipeline.runtime import messages as m
+from pipeline.runtime.generation_config import GenerationDefaults
 from pipeline.stages.gateway.ollama.form import OllamaForm
 from pipeline.stages.gateway.parsing.conversation import ReplyForm
 from pipeline.stages.gateway.parsing.token_detail_options import TokenDetailOptions
@@ -29,6 +30,8 @@ class RequestLimits(msgspec.Struct):
     """The settings in `limits`."""
     formats: ChatFormats = ChatFormats()
     """How the model writes tool calls and reasoning."""
+    defaults: GenerationDefaults = GenerationDefaults()
+    """Values of sampling fields that a request doesn't give."""
 
 
 class EmbeddingOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -46,10 +46,14 @@ class SamplingFields(StructuredFields, kw_only=True):
     """Fields of every route that generates."""
 
     n: Annotated[int, Meta(ge=1, description="Number of choices for each prompt; default 1.")] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2, description="0 is greedy; default 1.")] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1, description="By default 1.")] | None = None
-    top_k: Annotated[int, Meta(ge=-1, lt=2**31, description="-1 and 0 are off.")] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1, description="By default 0.")] | None = None
+    temperature: (
+        Annotated[float, Meta(ge=0, le=2, description="0 is greedy. By default the model's, else 1.")] | None
+    ) = None
+    top_p: Annotated[float, Meta(gt=0, le=1, description="By default the model's, else 1.")] | None = None
+    top_k: (
+        Annotated[int, Meta(ge=-1, lt=2**31, description="-1 and 0 are off. By default the model's, else off.")] | None
+    ) = None
+    min_p: Annotated[float, Meta(ge=0, le=1, description="By default the model's, else 0.")] | None = None
     seed: Annotated[int, Meta(description="-2^63 to 2^64 - 1; the same seed gives the same text.")] | None = None
     repetition_penalty: (
         Annotated[
@@ -57,7 +61,8 @@ class SamplingFields(StructuredFields, kw_only=True):
             Meta(
                 ge=MIN_REPETITION_PENALTY,
                 le=MAX_REPETITION_PENALTY,
-                description="Above 1 makes tokens of the prompt and the output less likely; default 1.",
+                description="Above 1 makes tokens of the prompt and the output less likely. By default the model's, "
+                "else 1.",
             ),
         ]
         | None
@@ -137,17 +142,20 @@ def check_num_allowed(options: m.GenerationOptions, num_sequences: int) -> None:
 def generation_options(fields: SamplingFields, max_tokens: int | None, limits: RequestLimits) -> m.GenerationOptions:
     """The options that all routes share. Call `check_counts` first. Raises ApiError."""
     bias = _bias(fields.logit_bias or {}, limits.vocab_size)
+    defaults = limits.defaults
     stop_ids = fields.stop_token_ids or []
     _check_ids(stop_ids, "stop_token_ids", limits.vocab_size)
     _check_ids(fields.logprob_token_ids or [], "logprob_token_ids", limits.vocab_size)
     return m.GenerationOptions(
         n=fields.n or 1,
         max_tokens=max_tokens,
-        temperature=1.0 if fields.temperature is None else fields.temperature,
-        top_p=1.0 if fields.top_p is None else fields.top_p,
-        top_k=max(0, fields.top_k or 0),
-        min_p=fields.min_p or 0.0,
-        repetition_penalty=1.0 if fields.repetition_penalty is None else fields.repetition_penalty,
+        temperature=defaults.temperature if fields.temperature is None else fields.temperature,
+        top_p=defaults.top_p if fields.top_p is None else fields.top_p,
+        top_k=defaults.top_k if fields.top_k is None else max(0, fields.top_k),
+        min_p=defaults.min_p if fields.min_p is None else fields.min_p,
+        repetition_penalty=(
+            defaults.repetition_penalty if fields.repetition_penalty is None else fields.repetition_penalty
+        ),
         presence_penalty=fields.presence_penalty or 0.0,
         frequency_penalty=fields.frequency_penalty or 0.0,
         bias_ids=list(bias),

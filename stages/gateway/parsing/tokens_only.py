@@ -10,7 +10,7 @@ from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import ApiError, invalid, unsupported
 from pipeline.stages.gateway.parsing.bodies import Body, MaxTokens, StreamOptions, is_neutral, with_unsupported
 from pipeline.stages.gateway.parsing.decode import decode
-from pipeline.stages.gateway.parsing.parse import DEFAULT_COMPLETION_TOKENS, details_of, parsed_request_of
+from pipeline.stages.gateway.parsing.parse import default_completion_tokens, details_of, parsed_request_of
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.parsing.prompt_fields import check_num_ids, packed
 from pipeline.stages.gateway.parsing.sampling_fields import Id, SamplingFields
@@ -114,7 +114,7 @@ def _ask(decoded: GenerateBody, limits: RequestLimits) -> ParsedRequest:
         body,
         1,
         prompts,
-        DEFAULT_COMPLETION_TOKENS if params.max_tokens is None else params.max_tokens,
+        default_completion_tokens(limits) if params.max_tokens is None else params.max_tokens,
         limits,
         is_chat=False,
         max_tokens_param="sampling_params.max_tokens",

@@ -20,6 +20,7 @@ import msgspec
 from pipeline.client import protocol as p
 from pipeline.runtime.api_keys import NO_SCOPE, Keys
 from pipeline.runtime.channels import MessageDecoder
+from pipeline.runtime.generation_config import GenerationDefaults
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.http.guard import unauthorized
 from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
@@ -221,6 +222,7 @@ class ZmqServer:
                 max_credits=p.MAX_CREDITS,
                 heartbeat_s=HEARTBEAT_S,
                 silence_s=SILENCE_S,
+                defaults=_defaults(self._limits.defaults),
             ),
         )
 
@@ -374,3 +376,14 @@ class ZmqServer:
     async def wait_closed(self) -> None:
         """Wait until buffered output is sent or LINGER_S has passed."""
         await self._socket.wait_closed()
+
+
+def _defaults(defaults: GenerationDefaults) -> p.SamplingDefaults:
+    return p.SamplingDefaults(
+        temperature=defaults.temperature,
+        top_p=defaults.top_p,
+        top_k=defaults.top_k,
+        min_p=defaults.min_p,
+        repetition_penalty=defaults.repetition_penalty,
+        max_tokens=defaults.max_new_tokens,
+    )

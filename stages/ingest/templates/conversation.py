@@ -66,7 +66,7 @@ def variables(prompt: ChatPrompt, traits: TemplateTraits) -> dict[str, Any]:
         **kwargs,
         "messages": messages,
         "tools": _tools(prompt),
-        "documents": _array(prompt.documents, "documents"),
+        "documents": array_of(prompt.documents, "documents"),
         "add_generation_prompt": prompt.add_generation_prompt,
     }
 
@@ -166,14 +166,19 @@ def _content(message: ChatMessage, traits: TemplateTraits) -> Any:
 def _tool_call(call: ToolCall, traits: TemplateTraits) -> dict[str, Any]:
     arguments: Any = call.arguments
     if not traits.json_arguments:
-        try:
-            arguments = _decoded(call.arguments)
-        except ValueError:
-            arguments = None
-        # max_tokens may have cut a call; a chat with such a call is still valid.
-        arguments = arguments if isinstance(arguments, dict) else {}
+        arguments = arguments_of(call)
     function = {"name": call.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}
+
+
+def arguments_of(call: ToolCall) -> dict[str, Any]:
+    """The arguments of a call; empty if the text is no object. max_tokens may have cut a call; a chat with such a call
+    is still valid."""
+    try:
+        arguments = _decoded(call.arguments)
+    except ValueError:
+        return {}
+    return arguments if isinstance(arguments, dict) else {}
 
 
 def _with_one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -205,11 +210,11 @@ def _tag(message: dict[str, Any]) -> None:
 
 
 def _tools(prompt: ChatPrompt) -> list[Any] | None:
-    return _array(prompt.tools, "tools") if has_tools(prompt) else None
+    return array_of(prompt.tools, "tools") if has_tools(prompt) else None
 
 
-def _array(text: str, param: str) -> list[Any] | None:
-    """The client's array of objects; None if it gave none."""
+def array_of(text: str, param: str) -> list[Any] | None:
+    """The client's array of objects; None if it gave none. Raises BadChat."""
     if not text:
         return None
     try:

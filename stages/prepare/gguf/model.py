@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from pipeline.config.settings import PreparedFormat
+from pipeline.runtime import generation_config
 from pipeline.runtime.model_folder import Architecture, Llama3Rope, ModelConfig
 from pipeline.stages.prepare.architectures import GGUF_ARCHITECTURES, GgufArchitecture
 from pipeline.stages.prepare.files import MAX_TEMPLATE_BYTES, shown
@@ -83,6 +84,15 @@ TEMPLATES = {
     "tokenizer.chat_template": "chat_template.jinja",
     "tokenizer.chat_template.tool_use": "chat_template.tool_use.jinja",
 }
+
+SAMPLING_KEYS: dict[str, tuple[str, type]] = {
+    "general.sampling.temp": ("temperature", float),
+    "general.sampling.top_p": ("top_p", float),
+    "general.sampling.top_k": ("top_k", int),
+    "general.sampling.min_p": ("min_p", float),
+    "general.sampling.penalty_repeat": ("repetition_penalty", float),
+}
+"""Keys that llama.cpp's converter writes for those of generation_config.json, and their types."""
 
 FORMATS = {kind: format for format, kind in BLOCKS.items()}
 """The formats that need no conversion."""
@@ -159,6 +169,7 @@ def convert(path: Path, folder: Path, quantization: PreparedFormat, progress: Pr
             (folder / name).write_text(template, encoding="utf-8")
     with progress.measure(f"converting {path.name}") as report:
         write_weights(folder, targets, pieces, path, report)
+    generation_config.save(_sampling(metadata), folder)
     config.save(folder)
 
 
@@ -225,6 +236,12 @@ def _architecture(metadata: Metadata) -> tuple[Architecture, GgufArchitecture]:
 def _shortest(value: float) -> float:
     with np.errstate(over="ignore"):  # overflow becomes infinity, which is refused later
         return float(str(np.float32(value)))
+
+
+def _sampling(metadata: Metadata) -> dict[str, Any]:
+    """The file's sampling parameters, by the keys of generation_config.json."""
+    given = {name: metadata.get(key, kind) for key, (name, kind) in SAMPLING_KEYS.items()}
+    return {name: _shortest(value) if isinstance(value, float) else value for name, value in given.items()}
 
 
 def _token_id(metadata: Metadata, key: str, num_tokens: int) -> int | None:

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from pipeline.config.settings import PreparedFormat
+from pipeline.runtime import generation_config
 from pipeline.stages.prepare.files import MAX_JSON_BYTES, MAX_TEMPLATE_BYTES, decode_json, find, read
 from pipeline.stages.prepare.progress import Progress
 from pipeline.stages.prepare.sources.config_json import ConfigReader
@@ -66,6 +67,7 @@ def convert(source: Path, target: Path, name: str, quantization: PreparedFormat,
         with progress.measure(f"quantizing {name} to {quantization}") as report:
             quantize(target, places, quantization, report)
         model = msgspec.structs.replace(model, weight_files=[WEIGHTS])
+    generation_config.save(generation, target)
     model.save(target)
 
 

@@ -1,4 +1,4 @@
-"""Required tool calls from the real server, with a model whose template has no tool calls."""
+"""Tool calls from the real server, with a model whose template has none."""
 
 import json
 from typing import Any
@@ -69,5 +69,41 @@ def test_tools_that_cannot_be_enforced_are_rejected_at_once(client: OpenAI) -> N
     with pytest.raises(BadRequestError, match="not") as refused:
         client.chat.completions.create(**ASK | {"tools": [tool]}, tool_choice="required")
     assert refused.value.param == "tools[0].function.parameters"
-    with pytest.raises(BadRequestError, match=r"chat\.tool_call_parser"):
-        client.chat.completions.create(**ASK)
+
+
+def asked(city: str) -> dict[str, str]:
+    return {"role": "user", "content": f"How is the weather in {city}?"}
+
+
+def answered(city: str, weather: str) -> list[dict[str, Any]]:
+    """A turn with a call. A small model calls a tool of its own accord if it has seen how."""
+    function = {"name": "weather", "arguments": json.dumps({"city": city, "unit": "celsius", "days": 1})}
+    return [
+        asked(city),
+        {"role": "assistant", "content": None, "tool_calls": [{"id": city, "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": city, "content": weather},
+        {"role": "assistant", "content": f"In {city}: {weather}."},
+    ]
+
+
+def test_a_call_that_nothing_requires_is_parsed_also_in_a_stream(client: OpenAI) -> None:
+    messages: Any = [*answered("Paris", "15 degrees, rain"), *answered("Rome", "24 degrees, clear"), asked("Athens")]
+    body = ASK | {"messages": messages, "temperature": 0}
+    whole = client.chat.completions.create(**body).choices[0]
+    assert (whole.finish_reason, whole.message.content) == ("tool_calls", None)
+    (call,) = whole.message.tool_calls or []
+    assert call.function.name == "weather"
+    assert json.loads(call.function.arguments).keys() == {"city", "unit", "days"}
+    with client.chat.completions.stream(**body) as stream:
+        gathered = stream.get_final_completion().choices[0]
+    assert gathered.finish_reason == "tool_calls"
+    assert gathered.message.tool_calls and gathered.message.tool_calls[0].function.arguments == call.function.arguments
+
+
+def test_tools_are_part_of_the_prompt_unless_none_may_be_called(client: OpenAI) -> None:
+    one = ASK | {"max_tokens": 1}
+    sizes = [
+        client.chat.completions.create(**one | more).usage.prompt_tokens  # type: ignore[union-attr]
+        for more in ({}, {"tool_choice": "none"}, {"tools": []})
+    ]
+    assert sizes[0] > sizes[1] + 100 and sizes[1] == sizes[2]

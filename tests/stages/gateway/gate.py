@@ -40,6 +40,7 @@ class Gate:
         chat: ChatSettings = ChatSettings(),  # noqa: B008 - frozen
         limits: LimitSettings = LimitSettings(),  # noqa: B008 - frozen
         served_model_name: str = "",
+        generation_config: str = "auto",
         **gateway: Any,
     ) -> None:
         ModelConfig(
@@ -69,6 +70,7 @@ class Gate:
             "gateway",
             Settings(
                 served_model_name=served_model_name,
+                generation_config=generation_config,
                 gateway=GatewaySettings(**gateway),
                 schedule=ScheduleSettings(policy=policy),
                 chat=chat,

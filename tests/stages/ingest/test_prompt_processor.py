@@ -72,6 +72,15 @@ def test_a_prompt_that_leaves_no_room_is_rejected_with_both_numbers(prompts: Pro
     assert rejected(prompts, tiny.submit(tiny.chat("x" * 64))).param == "messages"
 
 
+def test_the_models_max_new_tokens_is_only_a_default(tmp_path: Path) -> None:
+    folder, tokenizer = tiny.folder(tmp_path), tiny.byte_tokenizer()
+    prompts = prompt_processor.load(folder, tiny.facts(), tokenizer, max_new_tokens=7)
+    assert ids_of(prompts, tiny.submit("x"))[1] == 7
+    assert ids_of(prompts, tiny.submit("x" * 60))[1] == 4, "it never makes a request invalid"
+    assert ids_of(prompts, tiny.submit("x", min_tokens=9))[1] == 9
+    assert ids_of(prompts, tiny.submit("x", max_tokens=30))[1] == 30
+
+
 def test_max_tokens_beyond_the_context_is_rejected(prompts: PromptProcessor) -> None:
     failure = rejected(prompts, tiny.submit("x" * 60, max_tokens=5))
     assert (failure.status, failure.param, failure.code) == (400, "max_tokens", "context_length_exceeded")

@@ -308,11 +308,11 @@ def test_an_endless_template_is_stopped_while_other_requests_continue(tmp_path: 
 
 def test_a_chat_with_tools_uses_the_tool_template(tmp_path: Path) -> None:
     folder = tiny.folder(tmp_path, "plain")
-    (folder / "chat_template.tool_use.jinja").write_text("with {{ tools|length }}")
+    (folder / "chat_template.tool_use.jinja").write_text("<tool_call> with {{ tools|length }}")
     with Rig("ingest", model_dir=folder) as rig:
         rig.start(tiny.facts())
         chat = m.ChatPrompt([m.ChatMessage("user", "x")], tools='[{"a": 1}]')
-        for tool_choice, text in (("auto", "with 1"), ("none", "plain")):
+        for tool_choice, text in (("auto", "<tool_call> with 1"), ("none", "plain")):
             submitted = tiny.submit(msgspec.structs.replace(chat, tool_choice=tool_choice))
             rig.send(msgspec.structs.replace(submitted, prompt_options=m.PromptOptions(with_text=True)), "gateway.0")
             assert rig.receive("gateway", m.Accepted).text == text

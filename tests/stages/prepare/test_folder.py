@@ -13,6 +13,8 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig
 
 from pipeline.config.settings import Settings
+from pipeline.runtime import generation_config
+from pipeline.runtime.generation_config import GenerationDefaults
 from pipeline.runtime.model_folder import Llama3Rope, ModelConfig
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.stage import prepare
@@ -129,6 +131,12 @@ def test_all_eos_ids_count_and_the_tokenizers_own_comes_first(source: Path) -> N
     checkpoints.edit_config(source, eos_token_id=[5, 2])
     (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 5]}))
     assert config_of(source).eos_ids == [2, 5, 9]
+
+
+def test_recommended_sampling_parameters_are_kept(source: Path) -> None:
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "temperature": 0.6, "top_k": None}))
+    defaults = generation_config.load(Settings(), prepared(source))
+    assert defaults == GenerationDefaults(temperature=0.6)
 
 
 def test_it_is_detected_whether_the_tokenizer_adds_bos(tmp_path: Path) -> None:

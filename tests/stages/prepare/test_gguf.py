@@ -15,6 +15,8 @@ from transformers import LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pipeline.config.settings import Settings
+from pipeline.runtime import generation_config
+from pipeline.runtime.generation_config import GenerationDefaults
 from pipeline.runtime.model_folder import Llama3Rope, ModelConfig
 from pipeline.stages.prepare.gguf import tokenizer
 from pipeline.stages.prepare.gguf.tokenizer import GgufVocabulary
@@ -333,3 +335,23 @@ def test_a_vocabulary_that_cannot_encode_texts_is_reported(monkeypatch: pytest.M
 
 def break_template(tokenizer: Tokenizer, _: GgufVocabulary) -> None:
     tokenizer.post_processor = processors.TemplateProcessing(single="$A $B")
+
+
+def test_recommended_sampling_parameters_are_kept(tmp_path: Path, model: LlamaForCausalLM) -> None:
+    recommended = {
+        "general.sampling.temp": 0.6,
+        "general.sampling.top_k": 20,
+        "general.sampling.top_p": 0.95,
+        "general.sampling.min_p": 0.0,
+        "general.sampling.penalty_repeat": 1.05,
+        "general.sampling.mirostat": 0,
+    }
+    folder = prepared(checkpoints.save_gguf(tmp_path / "tiny.gguf", model, metadata=recommended))
+    expected = GenerationDefaults(temperature=0.6, top_k=20, top_p=0.95, min_p=0.0, repetition_penalty=1.05)
+    assert generation_config.load(Settings(), folder) == expected
+
+
+def test_a_sampling_parameter_of_another_type_is_an_error(tmp_path: Path, model: LlamaForCausalLM) -> None:
+    path = checkpoints.save_gguf(tmp_path / "tiny.gguf", model, metadata={"general.sampling.top_k": "many"})
+    with pytest.raises(ModelError, match=r"general\.sampling\.top_k is 'many', not of type"):
+        prepared(path)

@@ -106,7 +106,7 @@ def check(reply: Reply) -> None:
         jsonschema.validate(json.loads(arguments), SCHEMAS[name])
 
 
-WAYS = [("hermes", ""), ("llama3", ""), ("mistral", ""), ("mistral", "[ARGS]"), (None, "")]
+WAYS = [("hermes", ""), ("generic", ""), ("llama3", ""), ("mistral", ""), ("mistral", "[ARGS]"), (None, "")]
 
 
 @pytest.mark.parametrize(("tools", "template"), WAYS)

@@ -13,11 +13,11 @@ from tests.text.formats.replies import Reply, read
 
 SOURCES = {path.name.removesuffix(".jinja"): path.read_text() for path in sorted(TEMPLATES.glob("*.jinja"))}
 FORMATS = {
-    "command-r7b": (None, None),
-    "deepseek-r1-distill": (None, "deepseek_r1"),
-    "deepseek-v3.1": (None, "deepseek_r1"),
-    "gemma2": (None, None),
-    "gemma3": (None, None),
+    "command-r7b": ("generic", None),
+    "deepseek-r1-distill": ("generic", "deepseek_r1"),
+    "deepseek-v3.1": ("generic", "deepseek_r1"),
+    "gemma2": ("generic", None),
+    "gemma3": ("generic", None),
     "hermes2": ("hermes", None),
     "hermes3.tool_use": ("hermes", None),
     "llama3.1": ("llama3", None),
@@ -28,7 +28,7 @@ FORMATS = {
     "qwen2.5": ("hermes", None),
     "qwen3": ("hermes", "qwen3"),
 }
-WITH_TOOLS = [name for name, (tools, _) in FORMATS.items() if tools]
+WITH_TOOLS = [name for name, (tools, _) in FORMATS.items() if tools != "generic"]
 ONE_CALL = ("llama3.1", "llama3.2")
 """Their templates accept only one call in a message."""
 ENDS = ("<|im_end|>\n", "<|im_end|>", "<|eot_id|>", "<|eot|>", "</s>")

@@ -107,7 +107,7 @@ def _check_tool_format(parsed: ParsedRequest, formats: ChatFormats) -> None:
     assert isinstance(prompt, m.ChatPrompt)
     if prompt.tools and prompt.tool_choice == "auto" and formats.tools is None:
         what = (
-            "the tool call format of the model's chat template is unknown (see chat.tool_call_parser); tool_choice "
+            'no tool calls are parsed: chat.tool_call_parser is "none", or the model has no chat template; tool_choice '
             '{"type": "any"} or {"type": "tool"} works without one'
         )
         raise unsupported("tools", what)

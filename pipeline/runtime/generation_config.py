@@ -1,0 +1,102 @@
+"""The sampling parameters that a model recommends: generation_config.json, as transformers writes it.
+
+prepare copies the model's own recommendations into the prepared folder, also those of a .gguf file. The setting
+`generation_config` selects them, those in another folder, or none. What a request gives always takes precedence.
+"""
+
+import stat
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from pipeline.config.settings import Settings
+from pipeline.errors import UserError
+
+FILE = "generation_config.json"
+MAX_BYTES = 16 * 1024**2
+
+
+class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """Values of fields that a request doesn't give. `GenerationDefaults()` is neutral: all tokens may be sampled, and
+    the context limits the output."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 is off."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_new_tokens: int | None = None
+    """Maximum number of output tokens, if they fit the context."""
+
+
+class _File(msgspec.Struct):
+    """The parameters in a generation_config.json, with the limits of a request's. Null is not given. Other keys are
+    ignored, also do_sample, as in vLLM."""
+
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    max_new_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
+
+
+KEYS = _File.__struct_fields__
+"""The keys that are used."""
+
+
+def load(settings: Settings, model_dir: str | Path) -> GenerationDefaults:
+    """The defaults for a prepared model with these settings. Raises UserError, naming the file and the key, if the file
+    can't be used or the setting names a folder without one."""
+    match settings.generation_config:
+        case "none":
+            return GenerationDefaults()
+        case "auto":
+            path = Path(model_dir) / FILE
+            return _read(path, f"model {settings.model}: {FILE}") if path.exists() else GenerationDefaults()
+        case folder:
+            path = _in_folder(folder)
+            return _read(path, str(path))
+
+
+def save(values: dict[str, Any], folder: Path) -> None:
+    """Write the parameters among these values, if there are any. `load` checks them."""
+    if given := {key: values[key] for key in KEYS if values.get(key) is not None}:
+        (folder / FILE).write_bytes(msgspec.json.encode(given))
+
+
+def _in_folder(folder: str) -> Path:
+    """The file in the folder that the setting names. Raises UserError if it is missing."""
+    try:
+        path = Path(folder).expanduser() / FILE
+        if path.is_file():
+            return path
+        problem = f"{path} is missing"
+    except (OSError, RuntimeError) as error:  # an invalid name; a user without home
+        problem = str(error)
+    raise UserError(
+        f"generation_config {folder!r}: {problem}; use 'auto' for the model's own file, 'none' for neutral defaults, "
+        f"or a folder with a {FILE}"
+    )
+
+
+def _read(path: Path, shown: str) -> GenerationDefaults:
+    try:
+        info = path.stat()
+        if not stat.S_ISREG(info.st_mode) or info.st_size > MAX_BYTES:
+            raise UserError(f"{shown} must be a regular file of at most {MAX_BYTES} bytes")
+        given = msgspec.json.decode(path.read_bytes(), type=_File)
+    except OSError as error:
+        raise UserError(f"{shown} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"{shown} has no valid sampling parameters: {error}. Correct it, or set generation_config to 'none' or to "
+            "a folder with another file"
+        ) from error
+    values = {name: value for name, value in msgspec.structs.asdict(given).items() if value is not None}
+    if "top_k" in values:
+        values["top_k"] = max(0, values["top_k"])
+    return GenerationDefaults(**values)
