@@ -26,7 +26,7 @@ def choose_server(args: argparse.Namespace) -> str:
     servers, silent = look(names)
     if is_any:
         raise UserError(
-            f"{len(names)} servers are running: choose one with --port, --url or --pid{listed(servers, silent)}"
+            f"{len(names)} servers run: choose one with --port, --url or --pid{listed(servers, silent)}"
         )
     found = [stats for stats in servers if matches(stats, args)]
     if len(found) == 1:

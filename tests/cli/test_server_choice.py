@@ -77,7 +77,7 @@ def test_several_servers_are_listed_with_model_and_port(running: Run) -> None:
     with pytest.raises(UserError) as caught:
         choose()
     first, *lines = str(caught.value).splitlines()
-    assert first == "3 servers are running: choose one with --port, --url or --pid"
+    assert first == "3 servers run: choose one with --port, --url or --pid"
     assert lines == [
         "  pid 11       http://127.0.0.1:8000  small",
         "  pid 2222     http://0.0.0.0:8001    large",
