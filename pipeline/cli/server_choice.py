@@ -25,9 +25,7 @@ def choose_server(args: argparse.Namespace) -> str:
         return names[0]
     servers, silent = look(names)
     if is_any:
-        raise UserError(
-            f"{len(names)} servers run: choose one with --port, --url or --pid{listed(servers, silent)}"
-        )
+        raise UserError(f"{len(names)} servers run: choose one with --port, --url or --pid{listed(servers, silent)}")
     found = [stats for stats in servers if matches(stats, args)]
     if len(found) == 1:
         return found[0].server

@@ -114,7 +114,7 @@ class AsyncLLM:
 
     @property
     def max_open_sequences(self) -> int:
-        """Maximum number of open sequences of all clients, at all gateways of the server that are connected."""
+        """Maximum number of open sequences of all clients, at all gateways of the server that were found."""
         return self._gateways.max_open
 
     @property

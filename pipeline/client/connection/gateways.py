@@ -70,8 +70,9 @@ class Gateways:
 
     @property
     def max_open(self) -> int:
-        """Maximum number of open sequences of all clients at the connected gateways."""
-        return sum(one.client.info.max_open_requests for one in self._found.values() if not one.client.is_lost)
+        """Maximum number of open sequences of all clients at the gateways that were found. A lost connection counts:
+        the next request makes it again."""
+        return sum(one.client.info.max_open_requests for one in self._found.values())
 
     async def pick(self) -> Gateway:
         """The gateway with the least load of this process. Connects if there is none."""

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pipeline import LLM, AsyncLLM, Client, EmbeddingRequestOutput, PoolingParams, SamplingParams
+from pipeline.client.inputs.prompts import Prompt
 from pipeline.errors import PromptError, ServerFailed, UserError
 from tests.e2e.embedded import load_of, until_idle
 
@@ -75,10 +76,11 @@ def test_scores_are_cosine_similarities_of_one_text_with_many_or_of_pairs(llm: L
 
 
 def test_errors_name_the_prompt_and_what_is_valid(llm: LLM) -> None:
-    with pytest.raises(PromptError, match=r"^prompts\[[01]\]: 'dimensions' must be at most \d+, the model's hidden size"):
+    with pytest.raises(PromptError, match=r"^prompts\[[01]\]: 'dimensions' must be at most \d+, the model's hidden"):
         llm.embed(["a", "b"], PoolingParams(dimensions=10**6))
-    with pytest.raises(PromptError, match=r"^data_2\[1\]\['prompt_token_ids'\]\[0\]: -1 is not one of the model's token ids"):
-        llm.score("a", ["b", {"prompt_token_ids": [-1]}])
+    second: list[Prompt] = ["b", {"prompt_token_ids": [-1]}]
+    with pytest.raises(PromptError, match=r"^data_2\[1\]\['prompt_token_ids'\]\[0\]: -1 is not one of the model's"):
+        llm.score("a", second)
     with pytest.raises(PromptError, match="data_1 has 2 texts and data_2 has 3: give one text as data_1, or as many"):
         llm.score(["a", "b"], ["a", "b", "c"])
     with pytest.raises(PromptError, match="pooling_params has 1 entries for 2 prompts"):
