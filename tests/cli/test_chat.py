@@ -215,7 +215,7 @@ def test_a_missing_server_is_a_clear_error() -> None:
         url = server.url
     code, out, err = piped("one\n", url)
     assert (code, out) == (1, "")
-    assert err.startswith(f"pipeline chat: error: no server at {url} (")
+    assert err.startswith(f"pipeline chat: error: no server at {url} (Connection refused); start one with")
     assert err.count("\n") == 1
 
 

@@ -1,5 +1,6 @@
 """Requests over HTTP to a server with the OpenAI API."""
 
+import os
 from time import perf_counter
 from typing import Any
 
@@ -145,7 +146,7 @@ def message_of(body: bytes) -> str:
 
 def connect_reason(error: aiohttp.ClientConnectorError) -> str:
     """Why no connection could be made, in a word or two."""
-    return error.strerror or str(error)
+    return os.strerror(error.errno) if error.errno else error.strerror or str(error)
 
 
 def reason_of(error: BaseException) -> str:
