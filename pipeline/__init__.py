@@ -7,11 +7,13 @@ if TYPE_CHECKING:
     from pipeline.client.blocking_client import Client
     from pipeline.client.client import AsyncClient
     from pipeline.client.errors import ConnectionLost, ForeignServer, RequestError
+    from pipeline.client.inputs.pooling_params import PoolingParams
     from pipeline.client.inputs.sampling_params import SamplingParams
     from pipeline.client.inputs.structured_params import StructuredOutputsParams
     from pipeline.client.llm import LLM
     from pipeline.client.logprobs import Logprob
     from pipeline.client.outputs import CompletionOutput, RequestOutput
+    from pipeline.client.pooling_outputs import EmbeddingRequestOutput, PoolingRequestOutput, ScoringRequestOutput
 
 _HOMES = {
     "AsyncClient": "pipeline.client.client",
@@ -19,12 +21,16 @@ _HOMES = {
     "Client": "pipeline.client.blocking_client",
     "CompletionOutput": "pipeline.client.outputs",
     "ConnectionLost": "pipeline.client.errors",
+    "EmbeddingRequestOutput": "pipeline.client.pooling_outputs",
     "ForeignServer": "pipeline.client.errors",
     "LLM": "pipeline.client.llm",
     "Logprob": "pipeline.client.logprobs",
+    "PoolingParams": "pipeline.client.inputs.pooling_params",
+    "PoolingRequestOutput": "pipeline.client.pooling_outputs",
     "RequestError": "pipeline.client.errors",
     "RequestOutput": "pipeline.client.outputs",
     "SamplingParams": "pipeline.client.inputs.sampling_params",
+    "ScoringRequestOutput": "pipeline.client.pooling_outputs",
     "StructuredOutputsParams": "pipeline.client.inputs.structured_params",
 }
 
@@ -35,11 +41,15 @@ __all__ = [
     "Client",
     "CompletionOutput",
     "ConnectionLost",
+    "EmbeddingRequestOutput",
     "ForeignServer",
     "Logprob",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
 ]
 

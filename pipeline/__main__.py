@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from pipeline.cli.commands import bench, chat, check_model, config, looking, profile, recording, serve
+from pipeline.cli.commands import bench, cache, chat, check_model, config, looking, profile, recording, serve
 from pipeline.cli.commands.vllm_flags import dashed, hint
 from pipeline.config.load import ConfigError
 from pipeline.version import VERSION
@@ -68,6 +68,8 @@ def _parser() -> argparse.ArgumentParser:
     profile.add(commands)
     recording.add_record(commands)
     recording.add_replay(commands)
+    cache.add_models(commands)
+    cache.add_cache(commands)
     config.add(commands)
     looking.add_trace(commands)
     looking.add_ps(commands)

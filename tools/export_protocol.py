@@ -216,6 +216,12 @@ SAMPLES: dict[str, p.ClientMessage | p.ServerMessage] = {
     "ping": p.Ping(2**53 + 1),
     "bye": p.Bye(),
     "welcome": p.Welcome(1, "pipeline/0.1.0", "SmolLM2-135M-Instruct", 8192, 49152, 1024, 4194304, 1024, 5.0, 30.0),
+    "welcome from the second of two gateways": p.Welcome(
+        *(1, "pipeline/0.1.0", "SmolLM2-135M-Instruct", 8192, 49152, 1024, 4194304, 1024, 5.0, 30.0),
+        addresses=["tcp://0.0.0.0:8001", "tcp://0.0.0.0:8002"],
+        gateway=1,
+        poolings=["last", "mean"],
+    ),
     "generate the best": p.Generate(8, "", p.TextPrompt("x"), p.Params(n=2, best_of=4), 1),
     "generate with a name and timings": p.Generate(6, "", p.TextPrompt("x"), p.Params(), 1, [], "user-7/story.3", True),
     "generate with priority, salt and timeout": p.Generate(
@@ -246,6 +252,7 @@ SAMPLES: dict[str, p.ClientMessage | p.ServerMessage] = {
     "generate what matches a schema": p.Generate(
         10, "", p.TextPrompt("x"), p.Params(structured_outputs=p.StructuredOutputs("json", '{"type":"object"}')), 1
     ),
+    "compute an embedding": p.Generate(13, "", p.TextPrompt("x"), p.Params(), 0, pooling="mean", dimensions=2),
     "generate from a chat with tools": p.Generate(
         11,
         "",
@@ -299,6 +306,7 @@ SAMPLES: dict[str, p.ClientMessage | p.ServerMessage] = {
     "finished": p.Finished(1, 5, 8),
     "finished with timings": p.Finished(1, 5, 8, '{"received":1.5,"total_ms":2.25,"choices":[]}'),
     "finished with cached tokens": p.Finished(1, 37, 8, None, [32, 37]),
+    "finished with an embedding": p.Finished(1, 5, 0, None, [0], struct.pack("<2f", 0.6, -0.8)),
     "failed, to be tried again": p.Failed(1, p.Failure(503, "the server is overloaded", None, "overloaded", 4)),
     "failed": p.Failed(1, p.Failure(400, "'temperature' must be a number <= 2.0", "temperature", "invalid_value")),
     "failed without param and code": p.Failed(MAX_U64, p.Failure(500, "the server could not finish this request")),
@@ -371,7 +379,7 @@ def _other_encodings() -> list[tuple[str, Any, bytes]]:
         (
             "fields that are newer than the reader",
             p.Finished(1, 5, 8),
-            pack(["finished", 1, 5, 8, None, [], "new", [1]]),
+            pack(["finished", 1, 5, 8, None, [], b"", "new", [1]]),
         ),
         ("fields left out at the end", p.Failed(1, p.Failure(503, "busy")), pack(["failed", 1, [503, "busy"]])),
     ]

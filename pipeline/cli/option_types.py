@@ -5,6 +5,12 @@ import re
 from urllib.parse import urlsplit
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|)")
+DEFAULT_PORT = 8000
+"""The port of `pipeline serve` if nothing else is set."""
+MAX_PORT = 65535
+
+_AGE = re.compile(r"(\d{1,6})([mhdw])")
+_AGE_UNITS_S = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 _UNITS_S = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0}
 
 
@@ -19,6 +25,13 @@ def http_url(text: str) -> str:
     if not is_whole or not text.isprintable():
         raise argparse.ArgumentTypeError(f"needs an address such as http://127.0.0.1:8000, got {text!r}")
     return text
+
+
+def port(text: str) -> int:
+    value = whole_number(text, 1)
+    if value > MAX_PORT:
+        raise argparse.ArgumentTypeError(f"needs a port from 1 to {MAX_PORT}, got {text!r}")
+    return value
 
 
 def api_key(text: str) -> str:
@@ -60,6 +73,14 @@ def share(text: str) -> float:
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"needs a number above 0 and at most 1, got {text!r}")
     return value
+
+
+def age(text: str) -> float:
+    """A time in seconds, from hours to weeks."""
+    match = _AGE.fullmatch(text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"needs a time such as 12h, 30d or 2w, got {text!r}")
+    return int(match[1]) * _AGE_UNITS_S[match[2]]
 
 
 def duration(text: str) -> float:

@@ -14,15 +14,15 @@ import os
 import re
 import reprlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
-from pipeline.client.client import AsyncClient, ServerInfo
-from pipeline.client.connection.open_request import OpenRequest
-from pipeline.client.connection.slots import Slots
+from pipeline.client.client import ServerInfo
+from pipeline.client.connection.gateways import Gateways
+from pipeline.client.connection.open_embedding import OpenEmbedding
+from pipeline.client.connection.open_request import OpenRequest, RequestParts
 from pipeline.client.embedded.server import EmbeddedServer, embedded_address, settings_of
-from pipeline.client.errors import ConnectionLost, RequestError
+from pipeline.client.inputs.pooling_params import PoolingParams, checked_pooling_params
 from pipeline.client.inputs.prompts import (
     CheckedPrompt,
     Conversation,
@@ -35,16 +35,12 @@ from pipeline.client.inputs.prompts import (
 from pipeline.client.inputs.request_options import RequestOptions, options_of
 from pipeline.client.inputs.sampling_params import SamplingParams
 from pipeline.client.outputs import OutputKind, RequestOutput
+from pipeline.client.pooling_outputs import EmbeddingRequestOutput, PoolingRequestOutput
 from pipeline.client.protocol import MAX_NAME_CHARS
-from pipeline.errors import ServerFailed, StartError, UserError
+from pipeline.errors import UserError
 
-STARTING_S = 0.02
-"""Pause between attempts to connect to a server that is still starting."""
 ATTACH_S = 10.0
 """Maximum time for a running server to answer."""
-EXIT_S = 2.0
-"""Maximum time to wait for the exit of an embedded server that closed its connection, so that the error says why."""
-
 _NAME = re.compile(rf"[!-~]{{1,{MAX_NAME_CHARS}}}")
 """The request names that the server accepts."""
 
@@ -77,17 +73,9 @@ class AsyncLLM:
     ) -> None:
         """`caller` is the class name in error messages."""
         self._caller = caller
-        self._timeout_s = timeout_s
-        self._api_key = api_key
         self._server: EmbeddedServer | None = None
-        self._closed = False
-        self._client: AsyncClient | None = None
-        self._connecting: asyncio.Task[AsyncClient] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._owner_pid = os.getpid()
         self._open: dict[str, OpenRequest] = {}
         self._numbers = itertools.count()
-        self._slots: Slots | None = None
         if address is not None:
             if model is not None or config is not None or log_path is not None or settings:
                 raise UserError("`address` cannot be combined with model, config, log_path or settings")
@@ -96,6 +84,7 @@ class AsyncLLM:
             given = settings if model is None else {"model": os.fspath(model), **settings}
             self._address, embedded = embedded_address(given)
             self._server = EmbeddedServer(settings_of(f"{caller}()", config, embedded), log_path)
+        self._gateways = Gateways(self._address, self._server, timeout_s, api_key, caller)
 
     @classmethod
     def attach(cls, address: str, *, timeout_s: float = ATTACH_S, api_key: str | None = None) -> "AsyncLLM":
@@ -115,14 +104,18 @@ class AsyncLLM:
         Raises StartError if the embedded server can't start, ServerFailed if it has ended or a running one does not
         answer.
         """
-        return (await self._connected()).info
+        await self._gateways.connected()
+        return self._gateways.info
 
     @property
     def info(self) -> ServerInfo:
         """Facts about the server: model, max_model_len, vocab_size … Raises UserError before it is ready."""
-        if self._client is None:
-            raise UserError("the server is not ready yet: await `llm.ready()` first")
-        return self._client.info
+        return self._gateways.info
+
+    @property
+    def max_open_sequences(self) -> int:
+        """Maximum number of open sequences of all clients, at all gateways of the server that were found."""
+        return self._gateways.max_open
 
     @property
     def server(self) -> EmbeddedServer | None:
@@ -132,7 +125,7 @@ class AsyncLLM:
     @property
     def is_forked_copy(self) -> bool:
         """Whether this is a copy in a forked process, which can't be used."""
-        return os.getpid() != self._owner_pid
+        return self._gateways.is_forked_copy
 
     async def close(self) -> None:
         """Abort open requests and stop the embedded server. May be called again."""
@@ -142,13 +135,7 @@ class AsyncLLM:
 
     async def disconnect(self) -> None:
         """Abort open requests, without stopping the server; for `close`."""
-        self._closed = True
-        if self._connecting is not None:
-            self._connecting.cancel()
-            with suppress(asyncio.CancelledError, UserError):
-                await self._connecting
-        if self._client is not None:
-            await self._client.close()
+        await self._gateways.close()
 
     async def __aenter__(self) -> "AsyncLLM":
         try:
@@ -224,6 +211,39 @@ class AsyncLLM:
         options = options_of(priority, cache_salt, timeout_s)
         return self._stream(check, sampling_params, request_id, output_kind, options)
 
+    async def embed(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        timeout_s: float | None = None,
+    ) -> EmbeddingRequestOutput:
+        """Compute the embedding of a text or token ids. Options and errors are those of `generate`."""
+        async for output in self.encode(
+            prompt, pooling_params, request_id, priority=priority, cache_salt=cache_salt, timeout_s=timeout_s
+        ):
+            return EmbeddingRequestOutput.of(output)
+        raise AssertionError("encode has one output")
+
+    async def encode(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        timeout_s: float | None = None,
+    ) -> AsyncIterator[PoolingRequestOutput]:
+        """As `embed`, with vLLM's signature: an iterator with one output, whose vector is a numpy array."""
+        params = checked_pooling_params(pooling_params, "pooling_params")
+        options = options_of(priority, cache_salt, timeout_s)
+        checked = prompt_of(prompt, "prompt", info_for(params, await self.ready()))
+        yield await self.pool(checked, params, lambda *_: None, options, request_id)
+
     async def abort(self, request_id: str) -> None:
         """Abort a request: its stream's last output has `finish_reason="abort"`. Does nothing for unknown ids."""
         request = self._open.get(request_id)
@@ -274,113 +294,43 @@ class AsyncLLM:
         finally:
             self._end(request)
 
+    async def pool(
+        self,
+        prompt: CheckedPrompt,
+        params: PoolingParams,
+        progress: Callable[[int, int], None],
+        options: RequestOptions,
+        request_id: str | None = None,
+    ) -> PoolingRequestOutput:
+        """Compute one embedding; see `complete`."""
+        parts = await self._parts(request_id)
+        request = self._open[parts.name] = OpenEmbedding(*parts, prompt, params, self._gateways.loss_error, options)
+        try:
+            await request.open()
+            progress(len(request.prompt_ids), 0)
+            return await request.pooled()
+        finally:
+            self._end(request)
+
     async def _request(
         self, prompt: CheckedPrompt, params: SamplingParams, request_id: str | None, options: RequestOptions
     ) -> OpenRequest:
         """Create a request and register it by its name."""
-        client = await self._connected()
-        assert self._slots is not None
+        parts = await self._parts(request_id)
+        request = self._open[parts.name] = OpenRequest(*parts, prompt, params, self._gateways.loss_error, options)
+        return request
+
+    async def _parts(self, request_id: str | None) -> RequestParts:
+        """The name of a new request, and the gateway that serves it."""
+        client, slots = await self._gateways.pick()
         if request_id is not None and not (isinstance(request_id, str) and _NAME.fullmatch(request_id)):
             message = f"request_id must be 1 to {MAX_NAME_CHARS} visible ASCII characters without spaces"
             raise UserError(f"{message}, not {reprlib.repr(request_id)}")
         name = str(next(self._numbers)) if request_id is None else request_id
         if name in self._open:
             raise UserError(f"request_id {name!r} belongs to a request that is still open")
-        request = self._open[name] = OpenRequest(
-            name, client, self._slots, prompt, params, self._loss_error, options, has_caller_id=request_id is not None
-        )
-        return request
+        return RequestParts(name, request_id, client, slots)
 
     def _end(self, request: OpenRequest) -> None:
         request.close()
         del self._open[request.name]
-
-    # --------------------------------------------------------------------------------------------------- connection
-
-    async def _connected(self) -> AsyncClient:
-        """The connection. Connects if there is none, or if it was lost."""
-        if self._closed:
-            raise UserError(f"this {self._caller} is closed")
-        if self.is_forked_copy:
-            raise UserError(f"this {self._caller} belongs to the parent process and can't be used after a fork")
-        loop = asyncio.get_running_loop()
-        if self._loop is None:
-            self._loop = loop
-        if self._loop is not loop:
-            raise UserError("an AsyncLLM works in one event loop: create one for each loop, or use LLM")
-        if self._client is not None and not self._client.is_lost:
-            return self._client
-        if self._connecting is None:
-            self._connecting = loop.create_task(self._connect())
-            self._connecting.add_done_callback(self._on_connected)
-        return await asyncio.shield(self._connecting)  # cancelling one waiter must not cancel the others
-
-    def _on_connected(self, task: "asyncio.Task[AsyncClient]") -> None:
-        self._connecting = None
-        if not task.cancelled() and task.exception() is None:
-            self._client = task.result()
-            # All of an embedded server's; half of a shared one's, so that other clients are not refused.
-            num = self._client.info.max_open_requests
-            self._slots = self._slots or Slots(num if self._server is not None else max(1, num // 2))
-
-    async def _connect(self) -> AsyncClient:
-        if self._client is not None:
-            await self._client.close()
-        if self._server is None:
-            try:
-                return await AsyncClient.connect(self._address, timeout_s=self._timeout_s, api_key=self._api_key)
-            except (ConnectionLost, RequestError) as error:
-                raise ServerFailed(f"can't attach: {error}") from error
-            except ValueError as error:
-                raise UserError(f"address: {error}") from error
-        return await self._connect_to(self._server)
-
-    async def _connect_to(self, server: EmbeddedServer) -> AsyncClient:
-        """Connect to the embedded server, which may be starting. Raises StartError, or ServerFailed if it had started
-        before."""
-        limits = server.settings.supervisor
-        timeout_s = limits.prepare_timeout_s + 2 * limits.start_timeout_s
-        loop = asyncio.get_running_loop()
-        connecting = loop.create_task(_connected_once_started(self._address, timeout_s, self._api_key))
-        ended = loop.create_task(server.ended())
-        try:
-            await asyncio.wait((connecting, ended), return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:
-            connecting.cancel()
-            await asyncio.wait((connecting,))
-            if not connecting.cancelled() and connecting.exception() is None:
-                await connecting.result().close()
-            raise
-        finally:
-            ended.cancel()
-            await asyncio.wait((ended,))
-        if connecting.done() and connecting.exception() is None:
-            return connecting.result()
-        connecting.cancel()
-        await asyncio.wait((connecting,))
-        if self._client is not None:
-            raise ServerFailed(f"the server has ended: {server.reason()}")
-        reason = connecting.exception() if server.is_alive else server.reason()
-        raise StartError(f"the server can't start: {reason}")
-
-    async def _loss_error(self, error: ConnectionLost) -> UserError:
-        """The error for requests of a lost connection."""
-        if self._closed:
-            return ServerFailed(f"this {self._caller} was closed")
-        if self._server is not None and await asyncio.to_thread(self._server.wait, EXIT_S):
-            return ServerFailed(f"the server has ended: {self._server.reason()}")
-        errors = self._server.errors() if self._server is not None else ""
-        return ServerFailed(errors or str(error))
-
-
-async def _connected_once_started(address: str, timeout_s: float, api_key: str | None) -> AsyncClient:
-    """Connect to a server that may be starting. Raises ConnectionLost or RequestError."""
-    loop = asyncio.get_running_loop()
-    end = loop.time() + timeout_s
-    while True:
-        try:
-            return await AsyncClient.connect(address, timeout_s=max(0.0, end - loop.time()), api_key=api_key)
-        except RequestError as error:
-            if error.code != "starting" or loop.time() >= end:
-                raise
-        await asyncio.sleep(STARTING_S)

@@ -20,6 +20,7 @@ from pipeline.client.connection.stream import Stream
 from pipeline.client.connection.wire import OutputDelta
 from pipeline.client.errors import ConnectionLost
 from pipeline.client.logprobs import Logprob
+from pipeline.client.pooling_outputs import FloatVector
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -27,11 +28,12 @@ T = TypeVar("T")
 
 def _parameters_of(
     method: Callable[Concatenate[AsyncClient, P], Stream],
-) -> Callable[[Callable[..., "BlockingStream"]], Callable[Concatenate["Client", P], "BlockingStream"]]:
+) -> Callable[[Callable[..., T]], Callable[Concatenate["Client", P], T]]:
     """Give a method the parameters of `AsyncClient`'s, for type checkers and for `help`."""
 
-    def decorate(function: Callable[..., "BlockingStream"]) -> Callable[Concatenate["Client", P], "BlockingStream"]:
-        shown = inspect.signature(method).replace(return_annotation="BlockingStream")
+    def decorate(function: Callable[..., T]) -> Callable[Concatenate["Client", P], T]:
+        returned = inspect.signature(function).return_annotation
+        shown = inspect.signature(method).replace(return_annotation=returned)
         function.__signature__ = shown  # type: ignore[attr-defined]
         return function
 
@@ -65,6 +67,15 @@ class Client:
             return self._client.generate(*args, **options)
 
         return BlockingStream(self, self._do(generate()))
+
+    @_parameters_of(AsyncClient.embed)
+    def embed(self, *args: Any, **options: Any) -> FloatVector:
+        """As `AsyncClient.embed`. Returns the vector: float32 [dimensions], of length 1 (L2)."""
+
+        async def embed() -> FloatVector:
+            return await self._client.embed(*args, **options).embedded()
+
+        return self._do(embed())
 
     def close(self) -> None:
         """Close the connection; the server aborts open requests. May be called again. Also called at exit, and when the

@@ -31,6 +31,7 @@ from pipeline.client.connection.wire import (
     received_message,
 )
 from pipeline.client.errors import ConnectionLost, ForeignServer, RequestTooLarge
+from pipeline.client.inputs.pooling_params import PoolingParams
 from pipeline.client.inputs.request_options import checked
 from pipeline.client.inputs.sampling_params import SamplingParams
 from pipeline.runtime import api_keys
@@ -63,6 +64,12 @@ class ServerInfo(msgspec.Struct, frozen=True):
     default_params: SamplingParams = SamplingParams()
     """The parameters of a request that gives none: those that the model recommends. `max_tokens` is 16, or None if the
     model recommends a maximum, which the server then applies."""
+    addresses: list[str] = []
+    """ZeroMQ addresses of all gateways of the server, as they are bound; empty if the server does not send them."""
+    gateway: int = 0
+    """Index in `addresses` of the gateway that this client is connected to. `max_open_requests` is its own."""
+    poolings: list[str] = []
+    """The values of `pooling` for embeddings; empty if the server has no embeddings over ZeroMQ."""
 
 
 class AsyncClient:
@@ -138,6 +145,9 @@ class AsyncClient:
             server=welcome.server,
             max_message_bytes=welcome.max_message_bytes,
             default_params=self._default_params(welcome.defaults),
+            addresses=welcome.addresses,
+            gateway=welcome.gateway,
+            poolings=welcome.poolings,
         )
         self._heartbeat = self._loop.create_task(self._beat(welcome.heartbeat_s, welcome.silence_s))
 
@@ -176,24 +186,60 @@ class AsyncClient:
         Raises ConnectionLost, TypeError or ValueError for an invalid prompt, and RequestTooLarge, which is a
         ValueError. The stream raises RequestError if the server refuses the request.
         """
+        params = params or self.info.default_params
+        return self._open_stream(
+            p.Generate(
+                request_id=next(self._ids),
+                model="",
+                prompt=prompt_message(prompt),
+                params=params_message(params),
+                credits=WINDOW,
+                received=received_message(received, params.n),
+                name=_checked_name(name),
+                timings=bool(timings),
+                **checked(priority, cache_salt, timeout_s)._asdict(),
+            )
+        )
+
+    def embed(
+        self,
+        prompt: Prompt,
+        params: PoolingParams | None = None,
+        *,
+        name: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Stream:
+        """Compute the embedding of a text or token ids. The stream has no outputs: await `Stream.embedded()`.
+
+        Raises as `generate` does, and ValueError if the server has no embeddings over ZeroMQ.
+        """
+        params = params or PoolingParams()
+        if params.pooling not in self.info.poolings:
+            known = " or ".join(self.info.poolings)
+            why = f"pooling must be {known}" if known else "it has no embeddings over ZeroMQ; use POST /v1/embeddings"
+            raise ValueError(f"the server {self.info.server} can't compute this embedding: {why}")
+        return self._open_stream(
+            p.Generate(
+                request_id=next(self._ids),
+                model="",
+                prompt=prompt_message(prompt),
+                params=p.Params(truncate_prompt_tokens=params.truncate_prompt_tokens),
+                credits=0,
+                name=_checked_name(name),
+                pooling=params.pooling,
+                dimensions=params.dimensions,
+                **checked(priority, cache_salt, timeout_s)._asdict(),
+            )
+        )
+
+    def _open_stream(self, message: p.Generate) -> Stream:
+        """Send a request. Raises ConnectionLost or RequestTooLarge."""
         if self._lost is not None:
             raise self._lost
         if self._is_closed:
             raise ConnectionLost("the client is closed")
-        if name is not None and not isinstance(name, str):
-            raise TypeError(f"name must be a string, not {type(name).__name__}")
-        params = params or self.info.default_params
-        message = p.Generate(
-            request_id=next(self._ids),
-            model="",
-            prompt=prompt_message(prompt),
-            params=params_message(params),
-            credits=WINDOW,
-            received=received_message(received, params.n),
-            name=name,
-            timings=bool(timings),
-            **checked(priority, cache_salt, timeout_s)._asdict(),
-        )
         data = self._encoder.encode(message)
         if len(data) > self.info.max_message_bytes:
             raise RequestTooLarge(
@@ -349,3 +395,9 @@ class AsyncClient:
             for stream in list(self._streams.values()):
                 if not stream.is_closed:
                     stream.fail(error)
+
+
+def _checked_name(name: str | None) -> str | None:
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"name must be a string, not {type(name).__name__}")
+    return name

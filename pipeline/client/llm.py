@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future, wait
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 from pipeline.client.async_llm import ATTACH_S, AsyncLLM
 from pipeline.client.client import ServerInfo
@@ -36,8 +36,11 @@ from pipeline.client.inputs.prompts import (
 from pipeline.client.inputs.request_options import RequestOptions, options_for
 from pipeline.client.inputs.sampling_params import SamplingParams
 from pipeline.client.outputs import RequestOutput
+from pipeline.client.pooling import PoolingMethods, PromptNames
 from pipeline.client.progress import BatchBar, StartStatus
 from pipeline.errors import PromptError, UserError
+
+T = TypeVar("T")
 
 LOOK_S = 0.1
 """Interval at which the status line shows the log of a starting server."""
@@ -48,7 +51,7 @@ Priority = int | Sequence[int] | None
 """One for all prompts, or one for each. None is 0."""
 
 
-class LLM:
+class LLM(PoolingMethods):
     """A model, served by an embedded server or a running one. Thread-safe. The constructor returns when the server is
     ready.
 
@@ -156,7 +159,7 @@ class LLM:
         names = PromptNames("prompt" if is_one else "prompts", is_one)
         given = [prompts] if is_one else prompts
         options = self._options(given, priority, cache_salt, timeout_s)
-        return self._run(given, names, prompt_of, sampling_params, options, progress, use_tqdm)
+        return self._run_generate(given, names, prompt_of, sampling_params, options, progress, use_tqdm)
 
     def chat(
         self,
@@ -187,54 +190,55 @@ class LLM:
         names = PromptNames("messages", is_one)
         given = [messages] if is_one else messages
         options = self._options(given, priority, cache_salt, timeout_s)
-        return self._run(given, names, check, sampling_params, options, progress, use_tqdm)
+        return self._run_generate(given, names, check, sampling_params, options, progress, use_tqdm)
 
     def _options(
         self, given: Any, priority: Priority, cache_salt: str | None, timeout_s: float | None
     ) -> Iterator[RequestOptions]:
         return options_for(priority, cache_salt, timeout_s, len(given) if isinstance(given, Sized) else None)
 
-    def _run(
+    def _run_generate(
         self,
         given: Any,
-        names: "PromptNames",
+        names: PromptNames,
         check: Callable[[Any, str, ServerInfo], CheckedPrompt],
         sampling_params: Params,
         options: Iterator[RequestOptions],
         progress: bool,
         use_tqdm: bool | None,
     ) -> list[RequestOutput]:
+        params = params_for(sampling_params, len(given) if isinstance(given, Sized) else None, self.info.default_params)
+
+        def item(one: Any, name: str) -> BatchItem[RequestOutput]:
+            sampling = next(params)
+            prompt, own = check(one, name, info_for(sampling, self.info)), next(options)
+            return BatchItem(name, lambda llm, progress: llm.complete(prompt, sampling, progress, own))
+
+        return self._run(given, names, item, progress, use_tqdm)
+
+    def _run(
+        self,
+        given: Any,
+        names: PromptNames,
+        item: Callable[[Any, str], BatchItem[T]],
+        progress: bool,
+        use_tqdm: bool | None,
+    ) -> list[T]:
         self._check_usable()
         if isinstance(given, (bytes, bytearray)) or not isinstance(given, Iterable):
             raise PromptError(f"{names.word} can't be {type(given).__name__}: give one, or a list or iterator of them")
         num_items = len(given) if isinstance(given, Sized) else None
-        params = params_for(sampling_params, num_items, self.info.default_params)
-
-        def read() -> Iterator[BatchItem]:
-            for place, one in enumerate(given):
-                sampling, name = next(params), names.of(place)
-                yield BatchItem(check(one, name, info_for(sampling, self.info)), sampling, name, next(options))
-
-        items = read() if num_items is None else iter(list(read()))
+        read = (item(one, names.of(place)) for place, one in enumerate(given))
+        items = read if num_items is None else iter(list(read))
         bar = BatchBar()
         with bar.drawn(progress if use_tqdm is None else use_tqdm, num_items):
-            return batch.run(self._thread, self._llm, items, self.info.max_open_requests, bar)
+            return batch.run(self._thread, self._llm, items, self._llm.max_open_sequences, bar)
 
     def _check_usable(self) -> None:
         if self._llm.is_forked_copy:
             raise UserError("this LLM belongs to the parent process and can't be used after a fork")
         if self._thread.is_closed:
             raise UserError("this LLM is closed")
-
-
-class PromptNames(NamedTuple):
-    """The names of prompts in error messages."""
-
-    word: str
-    is_one: bool
-
-    def of(self, place: int) -> str:
-        return self.word if self.is_one else f"{self.word}[{place}]"
 
 
 def _wait_until_ready(ready: "Future[ServerInfo]", server: EmbeddedServer | None, progress: bool) -> None:

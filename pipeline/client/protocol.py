@@ -334,6 +334,17 @@ class Generate(WireMessage, frozen=True, tag="generate"):
             "Deadlines. Null uses the server's setting."
         ),
     ] = None
+    pooling: Annotated[
+        str | None,
+        Meta(
+            description="One of `poolings` in `welcome`: compute an embedding instead of output. `finished` has it, "
+            "and there is no delta. Not for chats. Of `params`, only truncate_prompt_tokens has an effect."
+        ),
+    ] = None
+    dimensions: Annotated[
+        int | None,
+        Meta(description="With `pooling`: length to which the embedding is cut; null keeps the model's hidden size."),
+    ] = None
 
 
 class Abort(WireMessage, frozen=True, tag="abort"):
@@ -393,6 +404,21 @@ class Welcome(WireMessage, frozen=True, tag="welcome"):
         SamplingDefaults,
         Meta(description="What null means in `params`. A server older than this field refuses these nulls."),
     ] = SamplingDefaults()
+    addresses: Annotated[
+        list[str],
+        Meta(
+            description="The addresses of all gateways of this server, as they are bound; each has limits of its own. "
+            "Empty if the server is older than this field."
+        ),
+    ] = []
+    gateway: Annotated[int, Meta(description="Index in `addresses` of the gateway that answers.")] = 0
+    poolings: Annotated[
+        list[str],
+        Meta(
+            description="Which hidden states an embedding can be made of: last (the last token's), mean (the mean of "
+            "all). Empty if the server has no embeddings over ZeroMQ."
+        ),
+    ] = []
 
 
 class Accepted(WireMessage, frozen=True, tag="accepted"):
@@ -465,6 +491,10 @@ class Finished(WireMessage, frozen=True, tag="finished"):
             "Empty if no sequence got an id, or if the server is older than this field."
         ),
     ] = []
+    embedding: Annotated[
+        bytes,
+        Meta(description="If `generate` has `pooling`: float32, little-endian; of length 1 (L2). Else empty."),
+    ] = b""
 
 
 class Failed(WireMessage, frozen=True, tag="failed"):

@@ -15,13 +15,14 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline.cli.out_file import require_writable
+from pipeline.cli.server_choice import choose_server
 from pipeline.errors import UserError
 from pipeline.replay.compare import ReplayComparison, compare
 from pipeline.replay.recorder import RecordState
 from pipeline.replay.replaying import Replayed, replay
 from pipeline.runtime import messages as m
 from pipeline.runtime.logs import open_log
-from pipeline.supervisor.admin_client import Admin, choose_server, find_servers
+from pipeline.supervisor.admin_client import Admin, find_servers
 
 FAILED = 1
 DIFFERENT = 3
@@ -38,7 +39,7 @@ def record(args: argparse.Namespace) -> int:
     """Record a running stage until the time is up, Ctrl-C, or another termination signal."""
     require_writable(args.out, "--out")
     try:
-        with Admin(choose_server(args.pid)) as server, _signals_as_interrupt():
+        with Admin(choose_server(args)) as server, _signals_as_interrupt():
             names = [one.name for one in server.stats().stages if args.stage in (one.name, one.name.partition(".")[0])]
             if len(names) != 1:
                 raise UserError(
@@ -153,13 +154,13 @@ def _print(path: Path, replayed: Replayed, comparison: ReplayComparison, expecte
         screen.print(f"{path}: {replayed.flaw}", markup=False, soft_wrap=True)
     wakes, messages = counts.pop("wakes"), counts.pop("messages")
     table = Table()
-    for heading in ("", "messages", "per second"):
-        table.add_column(heading, justify="left" if not heading else "right")
+    for heading in ("direction", "messages", "per second"):
+        table.add_column(heading, justify="left" if heading == "direction" else "right")
     table.add_row(f"received, in {wakes:,} wakes", f"{messages:,}", f"{messages / replayed.took_s:,.0f}")
     for peer, count in sorted(comparison.sent.items()):
         table.add_row(f"sent to {peer}", f"{count:,}", f"{count / replayed.took_s:,.0f}")
     for what, count in counts.items():
-        table.add_row(f"left out: {what}", f"{count:,}", "")
+        table.add_row(f"left out: {what}", f"{count:,}", "–")
     screen.print(table)
     screen.print(f"took {replayed.took_s:.2f} s, including the stage's start and end")
     if expected is None:

@@ -4,6 +4,8 @@ import argparse
 import math
 from pathlib import Path
 
+from pipeline.cli.server_options import add_server_options
+
 STAGES = ("gateway", "ingest", "schedule", "execute", "detokenize")
 MAX_SECONDS = 1_000_000.0
 
@@ -16,9 +18,7 @@ def add_record_options(parser: argparse.ArgumentParser) -> None:
         "--max-bytes", type=_num_bytes, default=2**32, metavar="N", help="maximum size of the file; by default 4 GiB"
     )
     parser.add_argument("--no-sent", action="store_true", help="do not record what the stage sends")
-    parser.add_argument(
-        "--pid", "--server", type=int, metavar="PID", help="process id of the supervisor, if several servers run here"
-    )
+    add_server_options(parser)
 
 
 def add_replay_options(parser: argparse.ArgumentParser) -> None:

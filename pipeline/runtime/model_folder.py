@@ -10,10 +10,14 @@ A quantized matrix [rows, columns] is stored as U8 [rows, bytes per row], in the
 format ("q8_0", "q4_1", "q4_0") is in the file's metadata under `format_key(name of the tensor)`.
 """
 
+import fcntl
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 import msgspec
+
+STAMP = "complete.json"
+"""The file that prepare writes last."""
 
 Architecture = Literal["llama", "mistral", "qwen2", "qwen3"]
 
@@ -85,3 +89,30 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 def format_key(tensor: str) -> str:
     """The safetensors metadata key for the format of a quantized tensor."""
     return f"format:{tensor}"
+
+
+def hold(folder: Path) -> BinaryIO | None:
+    """Mark the folder as used, so that `pipeline cache prune` keeps it, until the file is closed or this process ends.
+    Returns None if it can't be marked, as on a file system without locks."""
+    try:
+        file = (folder / STAMP).open("rb")
+    except OSError:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        return None
+    return file
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a process has marked the folder with `hold`."""
+    try:
+        with (folder / STAMP).open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

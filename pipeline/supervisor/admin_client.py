@@ -43,19 +43,6 @@ def find_servers() -> list[str]:
     return sorted(found, key=lambda name: found[name])
 
 
-def choose_server(pid: int | None = None) -> str:
-    """The server with this pid of the supervisor, or the only one. Raises UserError."""
-    servers = find_servers()
-    if pid is not None:
-        servers = [name for name in servers if name.startswith(f"{pid}-")]
-    if len(servers) == 1:
-        return servers[0]
-    if not servers:
-        raise UserError("you have no running server on this machine" if pid is None else f"no server has pid {pid}")
-    pids = ", ".join(name.partition("-")[0] for name in servers)
-    raise UserError(f"{len(servers)} servers are running (pids {pids}): choose one with --pid")
-
-
 class Admin:
     """A connection to a server's admin socket. Use as a context manager. Raises UserError if the server does not
     answer."""

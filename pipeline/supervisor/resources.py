@@ -5,10 +5,12 @@ import os
 import secrets
 import socket
 from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
 
 from pipeline.config.by_device import kv_bytes_in_ram
 from pipeline.config.settings import Settings
-from pipeline.runtime import api_keys, topology
+from pipeline.runtime import api_keys, model_folder, topology
 from pipeline.runtime import messages as m
 from pipeline.runtime.channels import address_of
 from pipeline.runtime.topology import SUPERVISOR
@@ -40,6 +42,8 @@ class SharedResources:
         """By sender and receiver: the descriptors of data, position and eventfd."""
         self.reservation: segment.Reservation | None = None
         """Swap space that is being reserved."""
+        self._model: BinaryIO | None = None
+        """Marks the model's folder as used."""
         self._keys_fd = -1 if keys is None else keys.share()
         self._death_read, self._death_write = os.pipe()
 
@@ -111,6 +115,10 @@ class SharedResources:
             shared.append(m.Segment(one.name, one.fd, one.num_bytes, writable))
         return shared
 
+    def hold_model(self, model_dir: str) -> None:
+        """Mark the prepared model's folder as used until `close`."""
+        self._model = model_folder.hold(Path(model_dir))
+
     def end_reservation(self) -> None:
         if self.reservation is not None:
             self.reservation.close()
@@ -125,5 +133,7 @@ class SharedResources:
                 os.close(fd)
         if self._keys_fd >= 0:
             os.close(self._keys_fd)
+        if self._model is not None:
+            self._model.close()
         os.close(self._death_read)
         os.close(self._death_write)

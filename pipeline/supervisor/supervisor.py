@@ -367,6 +367,7 @@ class Supervisor:
                 self._reasons[sender] = reason
             case m.Prepared():
                 self._prepared = message
+                self._resources.hold_model(message.model_dir)
             case m.Drained():
                 self._drained.add(sender)
                 # New connections are refused instead of waiting in the backlog.

@@ -164,12 +164,21 @@ class GatewayStage:
 
     async def _start_zmq_server(self, http_port: int) -> None:
         """Listen for ZeroMQ clients. Raises UserError if it can't listen on the address."""
-        address = address_of(self._stage.settings.gateway.zmq, http_port, self._stage.replica)
-        if address is not None:
-            max_bytes = self._stage.settings.gateway.max_body_bytes
-            needs_key = address.startswith("tcp://")  # only processes of this user can connect to ipc
+        settings, replica = self._stage.settings.gateway, self._stage.replica
+        # The port of another gateway of this server is the same: they share it.
+        addresses = [address_of(settings.zmq, http_port, each) for each in range(settings.replicas)]
+        if (address := addresses[replica]) is not None:
             self._zmq_server = ZmqServer(
-                address, self._readiness, self._requests, self._limits, max_bytes, self._tasks, self._keys, needs_key
+                address,
+                self._readiness,
+                self._requests,
+                self._limits,
+                settings.max_body_bytes,
+                self._tasks,
+                self._keys,
+                needs_key=address.startswith("tcp://"),  # only processes of this user can connect to ipc
+                addresses=[one for one in addresses if one is not None],
+                gateway=replica,
             )
             await self._zmq_server.start()
 

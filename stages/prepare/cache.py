@@ -13,15 +13,15 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
 
 from pipeline.config.settings import Settings
+from pipeline.runtime.model_folder import STAMP, is_held
 from pipeline.stages.prepare.sources.source import ModelError, expanded
 
-STAMP = "complete.json"
 POLL_S = 0.05
 
 
@@ -48,14 +48,18 @@ class Cache:
         return cls(expanded(base, "cache_dir").absolute() / "pipeline")
 
     def lookup(self, key: str) -> Path | None:
-        """The folder of a complete entry, or None."""
+        """The folder of a complete entry, whose modification time becomes now, or None."""
         folder = self.root / key
         try:
             stamp = msgspec.json.decode((folder / STAMP).read_bytes(), type=Stamp)
             complete = all((folder / name).stat().st_size == size for name, size in stamp.files.items())
         except (OSError, ValueError):  # a missing or broken stamp: `ensure` fills the entry again
             return None
-        return folder if complete else None
+        if not complete:
+            return None
+        with suppress(OSError):  # a cache that may only be read has no time of use
+            os.utime(folder)
+        return folder
 
     def ensure(
         self, key: str, source: str, fill: Callable[[Path], None], say: Callable[[str], None], timeout_s: float
@@ -80,6 +84,23 @@ class Cache:
             finally:
                 _remove(partial)
         return self.root / key
+
+    def remove(self, key: str) -> bool:
+        """Remove an entry, or what a killed process left of one. Returns False if it is used: a process is filling it,
+        or a server has it. Raises OSError."""
+        with (self.root / f".lock-{key}").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            folder, partial = self.root / key, self.root / f".partial-{key}"
+            if is_held(folder):
+                return False
+            _remove(partial)
+            if folder.exists():
+                folder.rename(partial)  # an entry is complete or absent, also if this process is killed
+                _remove(partial)
+            return True
 
     @contextmanager
     def _lock(self, key: str, say: Callable[[str], None], timeout_s: float) -> Iterator[None]:

@@ -238,7 +238,7 @@ def test_a_missing_server_is_an_error_of_one_line(capsys: pytest.CaptureFixture[
     assert main(["bench", "--url", server.url]) == 1
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith(f"pipeline bench: error: {server.url}/v1/models can't be reached: ")
+    assert err.startswith(f"pipeline bench: error: no server at {server.url} (Connection refused); start one with")
     assert err.count("\n") == 1
 
 

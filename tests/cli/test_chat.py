@@ -38,7 +38,7 @@ def piped(text: str, server: FakeChat | str, *args: str) -> tuple[int, str, str]
 
 def test_a_conversation_in_a_terminal(tmp_path: Path) -> None:
     saved, markdown = tmp_path / "talk.json", tmp_path / "talk.md"
-    with FakeChat() as server, Terminal(chat(server, "--system", "Be kind."), ROOT) as terminal:
+    with FakeChat() as server, Terminal(chat(server, "--system", "Be kind."), ROOT, columns=200) as terminal:
         terminal.wait_for(f"fake-model at {server.url} · /help lists commands, Ctrl-D ends")
         terminal.enter("Hello there", "2: Hello there")
         terminal.wait_for("7 tokens · first after")
@@ -65,6 +65,26 @@ def test_a_conversation_in_a_terminal(tmp_path: Path) -> None:
     assert "## user\n\nHello there\n" in markdown.read_text()
     assert server.bodies[0]["messages"][0] == {"role": "system", "content": "Be kind."}
     assert server.bodies[1]["messages"][2] == {"role": "assistant", "content": "2: Hello there "}
+
+
+def test_everything_fits_80_columns_and_words_are_not_broken() -> None:
+    words = "a sentence of several words that is longer than the eighty columns of an old terminal, twice over " * 2
+    with FakeChat() as server, Terminal(chat(server), ROOT, columns=80) as terminal:
+        terminal.wait_for("Ctrl-D ends")
+        terminal.enter("/help", "Ctrl-C stops an answer.")
+        terminal.wait_for_prompt()
+        begin = len(terminal.text)
+        terminal.type(f"{words}\r")
+        terminal.wait_for("tokens/s")
+        terminal.wait_for_prompt()
+        text = terminal.text
+        terminal.type(CTRL_D)
+        assert terminal.end() == 0
+    help_lines = text[:begin].splitlines()
+    assert max(map(len, help_lines)) <= 80 and any("/system TEXT" in line for line in help_lines)
+    answer = text[text.index("1: a sentence", begin) :].splitlines()
+    assert max(map(len, answer)) < 80
+    assert " ".join(" ".join(answer[:3]).split()) == f"1: {words}".strip()
 
 
 def test_a_question_can_span_several_lines() -> None:
@@ -195,7 +215,7 @@ def test_a_missing_server_is_a_clear_error() -> None:
         url = server.url
     code, out, err = piped("one\n", url)
     assert (code, out) == (1, "")
-    assert err.startswith(f"pipeline chat: error: {url}/v1/models can't be reached: ")
+    assert err.startswith(f"pipeline chat: error: no server at {url} (Connection refused); start one with")
     assert err.count("\n") == 1
 
 

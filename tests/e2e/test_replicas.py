@@ -10,6 +10,9 @@ from typing import Any
 import psutil
 import pytest
 
+from pipeline import LLM, SamplingParams
+from pipeline.metrics.stats import GatewayCounts
+from pipeline.supervisor.admin_client import Admin, find_servers
 from tests.e2e.server import Server
 from tests.e2e.test_life_and_death import MODEL, Stream
 from tests.e2e.test_observability import Metrics
@@ -95,6 +98,25 @@ def test_connections_are_distributed_and_health_counts_open_requests_of_all_gate
     for stream in streams:
         stream.is_leaving = True
     replicated.until_idle()
+
+
+def test_an_llm_spreads_its_requests_over_all_gateways(replicated: Server) -> None:
+    (name,) = [name for name in find_servers() if name.startswith(f"{replicated.process.pid}-")]
+
+    def opened() -> list[int]:
+        with Admin(name) as admin:
+            counts = [stage.counts.own for stage in admin.stats().stages if stage.counts is not None]
+        return [own.num_opened for own in counts if isinstance(own, GatewayCounts)]
+
+    before = opened()
+    with LLM.attach(replicated.zmq) as llm:
+        outputs = llm.generate([f"Item {i} is" for i in range(24)], SamplingParams(temperature=0, max_tokens=4))
+        assert len({output.request_id for output in outputs}) == 24
+        assert llm._llm.max_open_sequences == 2 * llm.info.max_open_requests
+    at_each = [now - then for now, then in zip(opened(), before, strict=True)]
+    assert sum(at_each) == 24 and min(at_each) >= 6, "least-loaded first"
+    with LLM.attach(f"{replicated.zmq}.1") as second:
+        assert sorted(second._llm._gateways.addresses) == [replicated.zmq, f"{replicated.zmq}.1"]
 
 
 @pytest.mark.parametrize("name", ["gateway.1", "ingest.1", "detokenize.2"])

@@ -1,5 +1,6 @@
 """Requests over HTTP to a server with the OpenAI API."""
 
+import os
 from time import perf_counter
 from typing import Any
 
@@ -8,6 +9,7 @@ import msgspec
 import orjson
 
 from pipeline.cli.bench.tally import Tally, error_text
+from pipeline.cli.no_server import no_server
 
 MAX_SHOWN_BYTES = 300
 
@@ -107,6 +109,8 @@ class BenchClient:
                 if response.status != 200:
                     raise ServerError(f"{url} answered {response.status}: {message_of(body)}")
                 return orjson.loads(body)
+        except aiohttp.ClientConnectorError as error:
+            raise ServerError(no_server(self._base.removesuffix("/v1"), connect_reason(error))) from error
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise ServerError(f"{url} can't be reached: {reason_of(error)}") from error
         except orjson.JSONDecodeError as error:
@@ -138,6 +142,11 @@ def message_of(body: bytes) -> str:
     except orjson.JSONDecodeError:
         parsed = None
     return body[:MAX_SHOWN_BYTES].decode("utf-8", "replace").strip() if parsed is None else error_text(parsed)
+
+
+def connect_reason(error: aiohttp.ClientConnectorError) -> str:
+    """Why no connection could be made, in a word or two."""
+    return os.strerror(error.errno) if error.errno else error.strerror or str(error)
 
 
 def reason_of(error: BaseException) -> str:

@@ -47,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json == "-":
         sys.stdout.buffer.write(as_json(report))
     else:
-        console(TABLE_WIDTH).print(as_text(report))
+        screen = console(TABLE_WIDTH)
+        screen.print(as_text(report, screen.width))
         if args.json:
             with writing(Path(args.json), "--json"):
                 Path(args.json).write_bytes(as_json(report))

@@ -33,9 +33,10 @@ def as_json(report: BenchReport) -> bytes:
     return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
 
 
-def as_text(report: BenchReport) -> RenderableType:
-    """Tables with a column for each concurrency and temperature, at most `TABLE_WIDTH` wide."""
-    tables = (part for table in _tables(report.levels) for part in (table, ""))
+def as_text(report: BenchReport, width: int = TABLE_WIDTH) -> RenderableType:
+    """Tables with a column for each concurrency and temperature, at most `width` wide, and no wider than
+    `TABLE_WIDTH`."""
+    tables = (part for table in _tables(report.levels, min(width, TABLE_WIDTH)) for part in (table, ""))
     return Group(_title(report), *tables, _notes(report))
 
 
@@ -45,7 +46,7 @@ def console(pipe_width: int = PIPE_WIDTH) -> Console:
     return found if found.is_terminal else Console(highlight=False, width=pipe_width)
 
 
-def _tables(levels: Sequence[Summary]) -> list[Table]:
+def _tables(levels: Sequence[Summary], width: int) -> list[Table]:
     """As few tables as fit the width. The temperatures of one concurrency stay together."""
     tables: list[Table] = []
     shown: list[Summary] = []
@@ -53,7 +54,7 @@ def _tables(levels: Sequence[Summary]) -> list[Table]:
     for _, group in groupby(levels, key=lambda level: level.concurrency):
         added = list(group)
         table = _table([*shown, *added])
-        if shown and screen.measure(table).maximum > TABLE_WIDTH:
+        if shown and screen.measure(table).maximum > width:
             shown, table = added, _table(added)
         else:
             shown += added

@@ -17,7 +17,7 @@ HELP = '''\
 /help          show this list
 /reset         clear the conversation
 /retry         ask the last question again
-/system TEXT   set the system prompt; /system alone shows it, /system off removes it
+/system TEXT   set the system prompt; /system shows it, /system off removes it
 /save FILE     save the conversation, as JSON if the name ends in .json
 /quit          end the chat, like Ctrl-D
 

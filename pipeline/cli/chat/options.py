@@ -15,7 +15,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"a server that speaks the OpenAI API; by default the one at {DEFAULT_URL}, or else one of its own",
     )
     parser.add_argument(
-        "--api-key", type=types.api_key, help="API key, API key, sent as a bearer token; by default $PIPELINE_API_KEY"
+        "--api-key", type=types.api_key, help="API key, sent as a bearer token; by default $PIPELINE_API_KEY"
     )
     parser.add_argument(
         "--timeout",

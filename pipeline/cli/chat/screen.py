@@ -9,6 +9,8 @@ from pipeline.cli.chat.connection import ChatAnswer
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from pipeline.cli.chat.wrapping import WordWrap
+
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Control characters that could change the terminal's state. Tabs and line ends are allowed."""
 
@@ -19,13 +21,16 @@ class Screen:
     def __init__(self, is_live: bool) -> None:
         self.is_live = is_live
         self._console: Console | None = None
+        self._word_wrap: WordWrap | None = None
         self._is_line_begun = False
 
     def text(self, text: str) -> None:
         """Show a piece of an answer immediately."""
+        shown = text
         if self.is_live:
-            text = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
-        sys.stdout.write(text)
+            # The last column stays free: with it filled, the cursor's place is not the same in all terminals.
+            shown = self._wrap.feed(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", text), self.console.width - 1)
+        sys.stdout.write(shown)
         sys.stdout.flush()
         self._is_line_begun = not text.endswith("\n") if text else self._is_line_begun
 
@@ -35,6 +40,8 @@ class Screen:
             sys.stdout.write("\n")
             sys.stdout.flush()
             self._is_line_begun = False
+        if self._word_wrap is not None:
+            self._word_wrap.reset()
 
     def remark(self, words: str) -> None:
         """Show a remark, in a terminal only."""
@@ -56,8 +63,16 @@ class Screen:
         if self._console is None:
             from rich.console import Console
 
-            self._console = Console(soft_wrap=True)
+            self._console = Console()
         return self._console
+
+    @property
+    def _wrap(self) -> "WordWrap":
+        if self._word_wrap is None:
+            from pipeline.cli.chat.wrapping import WordWrap
+
+            self._word_wrap = WordWrap()
+        return self._word_wrap
 
 
 def described(answer: ChatAnswer) -> str:

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.table import Table
 
 from pipeline.cli.check import fidelity
 from pipeline.cli.check.judge import CheckResult, judge
 from pipeline.cli.check.options import MAX_TOKENS, MIN_TOKENS
-from pipeline.cli.profile.report import console
+from pipeline.cli.profile.report import console, stack_width
+from pipeline.cli.stacked import StackedTable
 from pipeline.config.load import ConfigError
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
@@ -57,7 +57,8 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         return FAILED
     screen = console()
     screen.print(f"{args.checkpoint}: {model}", markup=False, soft_wrap=True)
-    screen.print(_table(findings), markup=False)
+    for table in table_of(findings).tables(stack_width(screen)):
+        screen.print(table, markup=False)
     for line in windows:
         print(f"pipeline: warning: {line}", file=sys.stderr)
     failed = [finding for finding in findings if not finding.passed]
@@ -129,9 +130,8 @@ def _unseen(config: ModelConfig, num_tokens: int) -> list[str]:
     ]
 
 
-def _table(findings: list[CheckResult]) -> Table:
-    table = Table()
-    for heading in (
+def table_of(findings: list[CheckResult]) -> StackedTable:
+    headings = (
         "program",
         "computed",
         "logits of",
@@ -141,8 +141,8 @@ def _table(findings: list[CheckResult]) -> Table:
         "allowed",
         "same text",
         "result",
-    ):
-        table.add_column(heading, justify="left" if heading in ("program", "computed", "result") else "right")
+    )
+    table = StackedTable(headings, num_keys=2, left=("result",))
     for finding in findings:
         table.add_row(
             finding.program,

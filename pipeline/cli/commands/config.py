@@ -9,7 +9,10 @@ from pipeline.cli.commands.settings import Commands, add_settings, load_with_war
 
 def add(commands: Commands) -> None:
     parser = commands.add_parser(
-        "config", help="show or check settings", description="Show or check settings.", allow_abbrev=False
+        "config",
+        help="show or check settings",
+        description="Show or check settings, or list the presets.",
+        allow_abbrev=False,
     )
     actions = parser.add_subparsers(required=True, metavar="ACTION", title="actions")
 
@@ -31,6 +34,15 @@ def add(commands: Commands) -> None:
     check.add_argument("file", type=Path, metavar="FILE", help="a TOML file, or a preset's name")
     check.set_defaults(run=_check)
 
+    presets = actions.add_parser(
+        "presets",
+        help="list the presets",
+        description="List the settings files that come with this program. --config takes their names.",
+        allow_abbrev=False,
+    )
+    presets.add_argument("--json", action="store_true", help="as JSON, with the settings of each")
+    presets.set_defaults(run=_presets)
+
 
 def _show(args: argparse.Namespace) -> int:
     from pipeline.config.show import as_toml
@@ -43,3 +55,9 @@ def _check(args: argparse.Namespace) -> int:
     load_with_warnings(args.file)
     print(f"{args.file}: ok")
     return 0
+
+
+def _presets(args: argparse.Namespace) -> int:
+    from pipeline.cli.presets import run
+
+    return run(args)

@@ -3,6 +3,7 @@
 import argparse
 
 from pipeline.cli.commands.settings import Commands
+from pipeline.cli.server_options import add_server_options
 
 
 def add_trace(commands: Commands) -> None:
@@ -32,6 +33,7 @@ def add_ps(commands: Commands) -> None:
         description="List your running servers and their stages.",
         allow_abbrev=False,
     )
+    add_server_options(parser)
     parser.add_argument("--json", action="store_true", help="as JSON")
     parser.set_defaults(run=_ps)
 
@@ -49,7 +51,7 @@ def add_top(commands: Commands) -> None:
         description="Watch a running server: its stages, queues, sequences, KV blocks and tokens. q or Ctrl-C ends it.",
         allow_abbrev=False,
     )
-    parser.add_argument("--pid", type=int, help="process id of the supervisor, if several servers run; see pipeline ps")
+    add_server_options(parser)
     parser.add_argument(
         "--interval", type=float, default=1.0, metavar="SECONDS", help="seconds between two updates; by default 1"
     )

@@ -70,9 +70,6 @@ REFUSED = {
     "--enable-lora": Refused(_NO_LORA),
     "--enable-ssl-refresh": Refused("leave it out, and restart the server to read new certificates"),
     "--enforce-eager": Refused("leave it out: a CPU uses no CUDA graphs, and a GPU always does"),
-    "--generation-config": Refused(
-        "leave it out: sampling parameters of generation_config.json are never used", ("vllm",)
-    ),
     "--kv-cache-dtype": Refused("the KV cache has the type of --dtype; leave it out", ("auto",)),
     "--limit-mm-per-prompt": Refused("leave it out: images and audio are not supported"),
     "--load-format": Refused("leave it out: the format is read from the model's files", ("auto",)),

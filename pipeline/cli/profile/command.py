@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pipeline.cli.out_file import require_writable, writing
 from pipeline.cli.profile.options import plan_of
-from pipeline.cli.profile.report import as_json, as_tables, console
+from pipeline.cli.profile.report import as_json, as_tables, console, stack_width
 from pipeline.cli.profile.results import Profile
 from pipeline.config.load import ConfigError
 from pipeline.config.settings import Settings
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         sys.stdout.buffer.write(as_json(profile))
         return 0
     screen = console()
-    for part in as_tables(profile):
+    for part in as_tables(profile, stack_width(screen)):
         screen.print(part, markup=False)
     if args.json:
         with writing(Path(args.json), "--json"):

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline.cli.profile.results import Case, Floor, MachineRates, Profile, StepTime
+from pipeline.cli.stacked import StackedTable
 
 LEAST_WIDTH = 130
 """Width of output to a file or a pipe."""
@@ -28,17 +29,23 @@ def as_json(profile: Profile) -> bytes:
     return msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n"
 
 
-def as_tables(profile: Profile) -> list[Table | str]:
-    """Tables of the ops of each step (if known), of all steps, and of the machine."""
+def as_tables(profile: Profile, width: int | None = None) -> list[Table | str]:
+    """Tables of the ops of each step (if known), of all steps, and of the machine. With `width`, columns that do not
+    fit it are stacked."""
     with_ops = [step for step in profile.steps if step.ops]
-    ops = [_ops(with_ops)] if with_ops else []
-    return [_title(profile), *ops, _steps(profile), _footnotes(profile)]
+    ops = _ops(with_ops).tables(width) if with_ops else []
+    return [_title(profile), *ops, *_steps(profile).tables(width), _footnotes(profile)]
 
 
 def console() -> Console:
     """Standard output, wide enough for the tables if it is not a terminal."""
     found = Console(highlight=False)
     return found if found.is_terminal else Console(highlight=False, width=LEAST_WIDTH)
+
+
+def stack_width(screen: Console) -> int | None:
+    """The width at which columns are stacked; None if the output is not a terminal."""
+    return screen.width if screen.is_terminal else None
 
 
 def _title(profile: Profile) -> str:
@@ -53,13 +60,10 @@ def _title(profile: Profile) -> str:
     )
 
 
-def _ops(steps: Sequence[StepTime]) -> Table:
-    table = Table()
-    for heading in OP_HEADINGS:
-        table.add_column(heading, justify="left" if heading == "op" else "right", no_wrap=True)
+def _ops(steps: Sequence[StepTime]) -> StackedTable:
+    table = StackedTable(OP_HEADINGS)
     for step in steps:
-        table.add_section()
-        table.add_row(_name(step.case), style="bold")
+        table.add_title(_name(step.case))
         for op in step.ops:
             table.add_row(
                 f"  {op.name}",
@@ -76,12 +80,10 @@ def _ops(steps: Sequence[StepTime]) -> Table:
     return table
 
 
-def _steps(profile: Profile) -> Table:
-    table = Table()
+def _steps(profile: Profile) -> StackedTable:
     against = (f"{profile.plan.against}\nms", "times\nas fast") if profile.against else ()
     launch = ("launch\nms",) if profile.gpu else ()
-    for heading in (*STEP_HEADINGS, *against, *launch):
-        table.add_column(heading, justify="left" if heading == "step" else "right", no_wrap=True)
+    table = StackedTable((*STEP_HEADINGS, *against, *launch))
     for step in profile.steps:
         cells = [_name(step.case), _ms(step.ms), f"{step.tokens_per_s:,.1f}", *_step_rates(step)]
         cells += [*_floor(step.overlapped), str(step.num_samples)]

@@ -5,13 +5,14 @@ import sys
 import threading
 
 from pipeline.cli.out_file import require_writable
+from pipeline.cli.server_choice import choose_server
 from pipeline.errors import UserError
 from pipeline.metrics import chrome_trace
 from pipeline.metrics.request_timings import RequestTimings
 from pipeline.runtime import messages as m
 from pipeline.runtime.channels import MessageDecoder
 from pipeline.runtime.tracing import MAX_WINDOW_S, StageTrace
-from pipeline.supervisor.admin_client import Admin, choose_server
+from pipeline.supervisor.admin_client import Admin
 
 MARGIN_S = 5.0
 """How much longer than the window stages record, because the command that ends it may be late."""
@@ -25,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
         if not 0 < args.seconds <= MAX_WINDOW_S - MARGIN_S:
             raise UserError(f"--seconds must be above 0 and at most {MAX_WINDOW_S - MARGIN_S:g}")
         require_writable(args.out, "--out")
-        with Admin(choose_server(args.pid)) as server:
+        with Admin(choose_server(args)) as server:
             data = _request(server, args.request) if args.request else _window(server, args.seconds)
         args.out.write_bytes(data)
     except (UserError, OSError) as error:

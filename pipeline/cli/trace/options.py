@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from pipeline.cli.server_options import add_server_options
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group()
@@ -13,4 +15,4 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--request", metavar="ID", help="trace a request that has ended: the id of its reply, or a request id from logs"
     )
     parser.add_argument("--out", type=Path, default=Path("trace.json"), metavar="FILE", help="by default trace.json")
-    parser.add_argument("--pid", type=int, help="process id of the supervisor, if several servers run; see pipeline ps")
+    add_server_options(parser)

@@ -111,7 +111,7 @@ def _stages(view: View, width: int) -> Table:
     table.add_column("holds", no_wrap=True)
     bar = width >= WIDE
     if bar:
-        table.add_column("", no_wrap=True)
+        table.add_column("CPU", no_wrap=True)
     for stage in view.stages:
         row: list[RenderableType] = [
             stage.name,
@@ -150,6 +150,8 @@ def milliseconds(value: float | None) -> str:
 
 
 def size(num_bytes: int) -> str:
+    if num_bytes < 1024**2:
+        return f"{num_bytes / 1024:.0f} KiB"
     gib = num_bytes / 1024**3
     return f"{gib:.0f} GiB" if gib >= 100 else f"{gib:.2f} GiB" if gib >= 1 else f"{num_bytes / 1024**2:.0f} MiB"
 

@@ -8,23 +8,22 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pipeline.cli.no_server import START_ONE
+from pipeline.cli.server_choice import is_selected, listed, look, matches
 from pipeline.cli.watch import draw
 from pipeline.cli.watch.view import note_of
-from pipeline.errors import UserError
 from pipeline.metrics.stats import ServerStats, StageStats
-from pipeline.supervisor.admin_client import Admin, find_servers
+from pipeline.supervisor.admin_client import find_servers
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 1 if a server does not answer."""
-    found: list[ServerStats] = []
-    silent: list[str] = []
-    for name in find_servers():
-        try:
-            with Admin(name) as server:
-                found.append(server.stats())
-        except UserError as error:
-            silent.append(str(error))
+    """Returns 1 if a server does not answer, or if none is selected."""
+    found, silent = look(find_servers())
+    if is_selected(args):
+        everything, found, silent = found, [stats for stats in found if matches(stats, args)], []
+        if not found:
+            print(f"pipeline ps: error: no such server{listed(everything)}", file=sys.stderr)
+            return 1
     if args.json:
         print(msgspec.json.encode([plain(stats) for stats in found]).decode())
     else:
@@ -35,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
             console.print(draw.server_line(stats.pid, stats.model, stats.address, stats.state, stats.uptime_s))
             console.print(_table(stats))
         if not found and not silent:
-            console.print("no server is running")
+            console.print(f"no server is running; {START_ONE}")
     for problem in silent:
         print(f"pipeline ps: {problem}", file=sys.stderr)
     return 1 if silent else 0

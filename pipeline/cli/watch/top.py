@@ -15,11 +15,12 @@ import msgspec
 from rich.console import Console
 from rich.live import Live
 
+from pipeline.cli.server_choice import choose_server
 from pipeline.cli.watch import draw
 from pipeline.cli.watch.view import View, view_of
 from pipeline.errors import UserError
 from pipeline.metrics.stats import ServerStats
-from pipeline.supervisor.admin_client import Admin, choose_server, find_servers
+from pipeline.supervisor.admin_client import Admin, find_servers
 
 WINDOW_S = 30.0
 """Window of the medians, in seconds."""
@@ -30,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         if not MIN_INTERVAL_S <= args.interval <= MAX_INTERVAL_S:
             raise UserError(f"--interval must be {MIN_INTERVAL_S:g} to {MAX_INTERVAL_S:g}")
-        with Admin(choose_server(args.pid)) as server:
+        with Admin(choose_server(args)) as server:
             if args.once or args.json or not sys.stdout.isatty():
                 _once(server, args.interval, as_json=args.json)
                 return 0

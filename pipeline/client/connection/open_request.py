@@ -5,6 +5,7 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
+from typing import NamedTuple
 
 from pipeline.client.client import AsyncClient
 from pipeline.client.connection.slots import Slots
@@ -29,6 +30,16 @@ BUSY_TIMEOUT_S = 600.0
 """Maximum time of attempts at a server that is busy with other clients."""
 
 
+class RequestParts(NamedTuple):
+    """What a request is made of, besides its prompt."""
+
+    name: str
+    caller_id: str | None
+    """The name, if the caller chose it; it is then sent to the server."""
+    client: AsyncClient
+    slots: Slots
+
+
 class OpenRequest:
     """One request. The owner must call `close` in any case.
 
@@ -39,17 +50,15 @@ class OpenRequest:
     def __init__(
         self,
         name: str,
+        caller_id: str | None,
         client: AsyncClient,
         slots: Slots,
         prompt: CheckedPrompt,
         params: SamplingParams,
         loss_error: Callable[[ConnectionLost], Awaitable[UserError]],
         options: RequestOptions,
-        *,
-        has_caller_id: bool = False,
     ) -> None:
-        """`loss_error` returns the error to raise for a lost connection. With `has_caller_id`, the caller chose the
-        name, and it is sent to the server."""
+        """The first four are `RequestParts`. `loss_error` returns the error to raise for a lost connection."""
         self.name = name
         self.prompt_ids: list[int] = []
         self._client = client
@@ -58,7 +67,7 @@ class OpenRequest:
         self._params = params
         # A prompt's own salt has precedence over the batch's.
         self._options = options._replace(cache_salt=prompt.cache_salt or options.cache_salt)
-        self._caller_id = name if has_caller_id else None
+        self._caller_id = caller_id
         self._loss_error = loss_error
         self._num_slots = 0
         self._stream: Stream | None = None
@@ -181,12 +190,15 @@ class OpenRequest:
 
     def _send(self) -> Stream:
         try:
-            options = self._options._asdict()
-            return self._client.generate(self._prompt.prompt, self._params, name=self._caller_id, **options)
+            return self._opened()
         except RequestTooLarge as error:
             raise PromptError(str(error), status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE, code="body_too_large") from error
         except (TypeError, ValueError) as error:  # such as a lone surrogate in an unchecked field
             raise PromptError(str(error)) from error
+
+    def _opened(self) -> Stream:
+        options = self._options._asdict()
+        return self._client.generate(self._prompt.prompt, self._params, name=self._caller_id, **options)
 
     @asynccontextmanager
     async def _abortable(self) -> AsyncIterator[None]:

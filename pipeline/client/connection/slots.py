@@ -16,6 +16,11 @@ class Slots:
     def num_taken(self) -> int:
         return self._num_taken
 
+    @property
+    def load(self) -> int:
+        """Slots that are taken or waited for."""
+        return self._num_taken + sum(num for num, turn in self._waiting if not turn.done())
+
     async def take(self, num: int) -> None:
         """Wait until `num` slots are free, and take them; return them with `give`.
 

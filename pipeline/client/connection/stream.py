@@ -11,10 +11,12 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from pipeline.client import protocol as p
 from pipeline.client.connection.wire import OutputDelta, error_of, output_of, unpacked
 from pipeline.client.logprobs import Logprob, logprobs_of, num_logprobs
+from pipeline.client.pooling_outputs import FloatVector
 
 WINDOW = 32
 """Maximum number of unread deltas of a stream; more are granted when half of them have been read."""
@@ -45,6 +47,8 @@ class Stream:
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         """For each of the prompt's ids, as `OutputDelta.logprobs`, and None for the first. Grows as deltas are read, if
         requested; complete at the end."""
+        self.embedding: bytes = b""
+        """Of a request of `AsyncClient.embed`: float32, little-endian; set at the end."""
         self._num_top, self._prompt_num_top = num_logprobs(params), params.prompt_logprobs
         self._is_ranked = not params.logprob_token_ids
         self._prompt_pieces: list[bytes] = []
@@ -83,6 +87,11 @@ class Stream:
             await self._change()
         if self._error is not None:
             raise self._error
+
+    async def embedded(self) -> FloatVector:
+        """Wait for the embedding: float32 [dimensions], of length 1 (L2). Raises the error of a request that failed."""
+        await self.closed()
+        return np.frombuffer(self.embedding, "<f4").astype(np.float32)
 
     def __aiter__(self) -> AsyncIterator[OutputDelta]:
         return self
@@ -151,6 +160,7 @@ class Stream:
                 self.num_prompt_tokens = message.num_prompt_tokens
                 self.num_output_tokens = message.num_output_tokens
                 self.num_cached_tokens = min(message.num_cached_tokens, default=None)
+                self.embedding = message.embedding
                 if message.timings is not None:
                     self.timings = msgspec.json.decode(message.timings, type=dict[str, Any])
                 self._close()

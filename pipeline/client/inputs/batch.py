@@ -5,41 +5,36 @@ loop's thread                        └─ a task for each request ─┘
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from pipeline.client.async_llm import AsyncLLM
 from pipeline.client.connection.loop_thread import LoopThread
-from pipeline.client.inputs.prompts import CheckedPrompt
-from pipeline.client.inputs.request_options import RequestOptions
-from pipeline.client.inputs.sampling_params import SamplingParams
-from pipeline.client.outputs import RequestOutput
 from pipeline.client.progress import BatchBar
 from pipeline.errors import PromptError
 
+T = TypeVar("T")
 
-class BatchItem(NamedTuple):
+
+class BatchItem(NamedTuple, Generic[T]):
     """One request of a batch."""
 
-    prompt: CheckedPrompt
-    params: SamplingParams
     name: str
     """Its name in error messages, such as `prompts[17]`."""
-    options: RequestOptions = RequestOptions()
+    result: Callable[[AsyncLLM, Callable[[int, int], None]], Coroutine[Any, Any, T]]
+    """Runs it to its end. Its second argument is called with the numbers of new prompt ids and output ids."""
 
 
-def run(
-    thread: LoopThread, llm: AsyncLLM, items: Iterator[BatchItem], window: int, bar: BatchBar
-) -> list[RequestOutput]:
+def run(thread: LoopThread, llm: AsyncLLM, items: Iterator[BatchItem[T]], window: int, bar: BatchBar) -> list[T]:
     """Returns the outputs of all items, in order. At most `window` requests are open or waiting at once; further items
     are read when one ends.
 
     Raises PromptError, which names the item, or ServerFailed. After any exception, including an interrupt, all open
     requests have been aborted.
     """
-    batch = _Batch(llm, bar)
-    outputs: list[RequestOutput | None] = []
+    batch: _Batch[T] = _Batch(llm, bar)
+    outputs: list[T | None] = []
     names: dict[int, str] = {}
     """Names of the open items, by place."""
     try:
@@ -70,17 +65,17 @@ def run(
         raise
 
 
-class _Batch:
+class _Batch(Generic[T]):
     """The open requests, in the loop's thread."""
 
     def __init__(self, llm: AsyncLLM, bar: BatchBar) -> None:
-        self.results: SimpleQueue[tuple[int, RequestOutput | BaseException]] = SimpleQueue()
+        self.results: SimpleQueue[tuple[int, T | BaseException]] = SimpleQueue()
         """(place of the item, result). The window bounds its size."""
         self._llm = llm
         self._bar = bar
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def start(self, place: int, item: BatchItem) -> None:
+    def start(self, place: int, item: BatchItem[T]) -> None:
         task = asyncio.get_running_loop().create_task(self._one(place, item))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -92,10 +87,9 @@ class _Batch:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _one(self, place: int, item: BatchItem) -> None:
+    async def _one(self, place: int, item: BatchItem[T]) -> None:
         try:
-            result: RequestOutput | BaseException
-            result = await self._llm.complete(item.prompt, item.params, self._bar.count, item.options)
+            result: T | BaseException = await item.result(self._llm, self._bar.count)
         except BaseException as error:
             self.results.put((place, error))
             if isinstance(error, asyncio.CancelledError):

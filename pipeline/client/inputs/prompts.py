@@ -17,6 +17,7 @@ from pipeline.client.client import ServerInfo
 from pipeline.client.connection.wire import packed
 from pipeline.client.inputs import request_options
 from pipeline.client.inputs.chat import ChatOptions, chat_options, reasoning_of, tool_calls_of, unknown_keys
+from pipeline.client.inputs.pooling_params import PoolingParams
 from pipeline.client.inputs.sampling_params import SamplingParams
 from pipeline.errors import PromptError
 
@@ -108,7 +109,7 @@ def prompt_of(prompt: Any, where: str, info: ServerInfo) -> CheckedPrompt:
     return CheckedPrompt(p.TokensPrompt(packed(prompt)), None)
 
 
-def info_for(params: SamplingParams, info: ServerInfo) -> ServerInfo:
+def info_for(params: SamplingParams | PoolingParams, info: ServerInfo) -> ServerInfo:
     """The limits for a prompt with these parameters: no maximum length if the server truncates the prompt."""
     return msgspec.structs.replace(info, max_model_len=sys.maxsize) if params.truncate_prompt_tokens else info
 

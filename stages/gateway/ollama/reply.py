@@ -215,7 +215,9 @@ def _finish(reply: OllamaChatReply | OllamaGenerateReply, request: Request) -> N
 
 
 def _embedded(request: Request, form: OllamaForm) -> bytes:
-    vectors = [vector_of(request, sequence).tolist() for sequence in request.sequences]
+    options = request.parsed.embedding
+    assert options is not None
+    vectors = [vector_of(sequence, options).tolist() for sequence in request.sequences]
     if form.route == "embeddings":
         return _encoder.encode(OllamaEmbeddingsReply(vectors[0]))
     total_s = max(one.stamps_s[-1] - one.stamps_s[0] for one in times_of(request).sequences)

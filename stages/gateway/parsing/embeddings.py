@@ -82,34 +82,68 @@ def embeddings_request_of(decoded: EmbeddingsBody, limits: RequestLimits) -> Par
     if num > limits.max_sequences:
         most = f"{limits.max_sequences} open sequences (gateway.max_open_sequences)"
         raise invalid("input", f"{num} inputs exceed the limit of {most}")
-    hidden_size = limits.hidden_size or 0
-    if decoded.dimensions is not None and limits.hidden_size is not None and decoded.dimensions > hidden_size:
-        message = f"'dimensions' must be at most {hidden_size}, the model's hidden size, not {decoded.dimensions}"
-        raise invalid("dimensions", message, "invalid_value")
+    check_dimensions(decoded.dimensions, limits)
     truncate = check_truncate(decoded.truncate_prompt_tokens, limits.max_prompt_tokens)
     prompts = prompts_of(decoded.input, most_ids(truncate, limits.max_prompt_tokens), "input")
     check_prompt_bytes(prompts, limits.caps.max_prompt_bytes, "input")
-    return ParsedRequest(
-        is_chat=False,
-        model=limits.model,
-        prompts=prompts,
-        n=1,
-        max_tokens_param="input",
-        seed=0,
-        options=m.GenerationOptions(
-            max_tokens=1,
-            temperature=0.0,
-            pooling=POOLING[decoded.pooling or "last"],
-            priority=priority_of(decoded.priority, limits),
-            cache_salt=decoded.cache_salt or "",
-        ),
-        stream=False,
-        include_usage=False,
+    return embedding_request(
+        limits.model,
+        prompts,
+        "input",
+        pooling=POOLING[decoded.pooling or "last"],
+        priority=priority_of(decoded.priority, limits),
+        cache_salt=decoded.cache_salt or "",
         prompt_options=m.PromptOptions(
             decoded.add_special_tokens, truncate=truncate, truncates_right=decoded.truncation_side == "right"
         ),
-        prompt_param="input",
         request_id=request_ids.checked(decoded.request_id, "request_id"),
         timeout_s=decoded.timeout_s,
         embedding=EmbeddingOptions(dimensions=decoded.dimensions, is_base64=decoded.encoding_format == "base64"),
+    )
+
+
+def check_dimensions(dimensions: int | None, limits: RequestLimits) -> None:
+    """Raises ApiError if an embedding can't have this length."""
+    if dimensions is None:
+        return
+    if dimensions < 1:
+        raise invalid("dimensions", f"'dimensions' must be at least 1, not {dimensions}", "invalid_value")
+    if limits.hidden_size is not None and dimensions > limits.hidden_size:
+        message = f"'dimensions' must be at most {limits.hidden_size}, the model's hidden size, not {dimensions}"
+        raise invalid("dimensions", message, "invalid_value")
+
+
+def embedding_request(
+    model: str,
+    prompts: list[m.Prompt],
+    prompt_param: str,
+    *,
+    pooling: m.Pooling,
+    priority: int,
+    cache_salt: str,
+    prompt_options: m.PromptOptions,
+    request_id: str | None,
+    timeout_s: float | None,
+    embedding: EmbeddingOptions,
+    timings: bool = False,
+) -> ParsedRequest:
+    """A request for the embeddings of prompts: each samples one id, which has no meaning."""
+    return ParsedRequest(
+        is_chat=False,
+        model=model,
+        prompts=prompts,
+        n=1,
+        max_tokens_param=prompt_param,
+        seed=0,
+        options=m.GenerationOptions(
+            max_tokens=1, temperature=0.0, pooling=pooling, priority=priority, cache_salt=cache_salt
+        ),
+        stream=False,
+        include_usage=False,
+        prompt_options=prompt_options,
+        prompt_param=prompt_param,
+        request_id=request_id,
+        timeout_s=timeout_s,
+        embedding=embedding,
+        timings=timings,
     )

@@ -11,14 +11,25 @@ from pipeline.stages.gateway.errors import invalid
 from pipeline.stages.gateway.parsing import request_ids, zmq_fields
 from pipeline.stages.gateway.parsing.bodies import ParamsBody
 from pipeline.stages.gateway.parsing.conversation import calls_grammar
-from pipeline.stages.gateway.parsing.parse import check_num_messages, details_of, parsed_request_of
-from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
-from pipeline.stages.gateway.parsing.prompt_fields import check_num_ids, most_ids
+from pipeline.stages.gateway.parsing.embeddings import POOLING, EmbeddingsBody, check_dimensions, embedding_request
+from pipeline.stages.gateway.parsing.parse import (
+    check_model,
+    check_num_messages,
+    details_of,
+    parsed_request_of,
+    priority_of,
+)
+from pipeline.stages.gateway.parsing.parsed_request import EmbeddingOptions, ParsedRequest, RequestLimits
+from pipeline.stages.gateway.parsing.prompt_fields import check_num_ids, check_prompt_bytes, check_truncate, most_ids
 from pipeline.stages.gateway.parsing.token_detail_options import check_num_top
 
 
 def parse_generate(generate: p.Generate, limits: RequestLimits) -> ParsedRequest:
     """Check a request that arrived over ZeroMQ, with the rules and errors of HTTP. Raises ApiError."""
+    if generate.pooling is not None:
+        return _embedding(generate, limits)
+    if generate.dimensions is not None:
+        raise invalid("dimensions", "'dimensions' needs 'pooling', which requests an embedding", "invalid_value")
     params = generate.params
     fields = {name: getattr(params, name) for name in p.Params.__struct_fields__}
     fields |= {name: getattr(generate, name) for name in ("priority", "cache_salt", "timeout_s")}
@@ -58,6 +69,41 @@ def parse_generate(generate: p.Generate, limits: RequestLimits) -> ParsedRequest
         request_id=request_ids.checked(generate.name, "name"),
         timings=generate.timings,
         options=options,
+    )
+
+
+def _embedding(generate: p.Generate, limits: RequestLimits) -> ParsedRequest:
+    """Check a request for an embedding. Raises ApiError."""
+    fields = {
+        name: getattr(generate, name) for name in ("pooling", "dimensions", "priority", "cache_salt", "timeout_s")
+    }
+    fields["truncate_prompt_tokens"] = generate.params.truncate_prompt_tokens
+    try:
+        body = msgspec.convert({"model": generate.model or limits.model, "input": "", **fields}, EmbeddingsBody)
+    except msgspec.ValidationError as error:
+        raise errors.of_validation(error) from error
+    check_model(body.model, limits)
+    if isinstance(generate.prompt, p.ChatPrompt):
+        raise invalid("prompt", "'pooling' needs a text or token ids as prompt, not a chat")
+    if generate.received:
+        raise invalid("received", "'received' is not allowed with 'pooling': there is no output", "invalid_value")
+    check_dimensions(body.dimensions, limits)
+    truncate = check_truncate(body.truncate_prompt_tokens, limits.max_prompt_tokens)
+    most = most_ids(truncate, limits.max_prompt_tokens)
+    prompts = [_prompt_of(generate.prompt, msgspec.structs.replace(limits, max_prompt_tokens=most))]
+    check_prompt_bytes(prompts, limits.caps.max_prompt_bytes, "prompt")
+    return embedding_request(
+        body.model,
+        prompts,
+        "prompt",
+        pooling=POOLING[body.pooling or "last"],
+        priority=priority_of(body.priority, limits),
+        cache_salt=body.cache_salt or "",
+        prompt_options=m.PromptOptions(truncate=truncate),
+        request_id=request_ids.checked(generate.name, "name"),
+        timeout_s=body.timeout_s,
+        embedding=EmbeddingOptions(dimensions=body.dimensions),
+        timings=generate.timings,
     )
 
 

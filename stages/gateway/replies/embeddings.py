@@ -46,7 +46,7 @@ def embedded(request: Request) -> bytes:
     options = request.parsed.embedding
     assert options is not None
     data = [
-        EmbeddingData(index=i, embedding=_encoded(vector_of(request, one), options))
+        EmbeddingData(index=i, embedding=_encoded(vector_of(one, options), options))
         for i, one in enumerate(request.sequences)
     ]
     num = request.num_prompt_tokens
@@ -54,11 +54,8 @@ def embedded(request: Request) -> bytes:
     return _encoder.encode(reply)
 
 
-def vector_of(request: Request, sequence: SequenceOutput) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
-    """The embedding of one input of a finished request: float32 [dimensions], of length 1, or all zeros. Raises
-    ApiError if it has none."""
-    options = request.parsed.embedding
-    assert options is not None
+def vector_of(sequence: SequenceOutput, options: EmbeddingOptions) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
+    """float32 [dimensions], of length 1, or all zeros."""
     if not sequence.records:
         message = "the request was aborted before all embeddings were computed"
         raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="ended")

@@ -12,6 +12,7 @@ client that violates the protocol gets one error and loses its connection; other
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import assert_never
 
@@ -23,6 +24,7 @@ from pipeline.runtime.channels import MessageDecoder
 from pipeline.runtime.generation_config import GenerationDefaults
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.http.guard import unauthorized
+from pipeline.stages.gateway.parsing.embeddings import POOLING
 from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from pipeline.stages.gateway.readiness import Readiness
@@ -104,9 +106,12 @@ class ZmqServer:
         tasks: asyncio.TaskGroup,
         keys: Keys | None = None,
         needs_key: bool = True,
+        addresses: Sequence[str] = (),
+        gateway: int = 0,
     ) -> None:
-        """Listen. With `keys` and `needs_key`, clients must send one of the keys. Raises UserError if it can't listen
-        on the address."""
+        """Listen. With `keys` and `needs_key`, clients must send one of the keys. `addresses` are those of all the
+        server's gateways, and `gateway` is the index of this one. Raises UserError if it can't listen on the
+        address."""
         self._readiness = readiness
         self._requests = requests
         self._limits = limits
@@ -114,6 +119,8 @@ class ZmqServer:
         self._tasks = tasks
         self._keys = keys
         self._needs_key = needs_key
+        self._addresses = list(addresses) or [address]
+        self._gateway = gateway
         self._loop = asyncio.get_running_loop()
         self._log = logging.getLogger("pipeline")
         self._decoder: MessageDecoder[p.ClientMessage] = MessageDecoder(p.ClientMessage)
@@ -223,6 +230,9 @@ class ZmqServer:
                 heartbeat_s=HEARTBEAT_S,
                 silence_s=SILENCE_S,
                 defaults=_defaults(self._limits.defaults),
+                addresses=self._addresses,
+                gateway=self._gateway,
+                poolings=list(POOLING),
             ),
         )
 

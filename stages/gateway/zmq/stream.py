@@ -13,6 +13,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import logprob_bytes
 from pipeline.stages.gateway.admission import ID_BYTES
 from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.replies.embeddings import vector_of
 from pipeline.stages.gateway.replies.responses import FINISH_REASONS
 from pipeline.stages.gateway.request import Request, SequenceOutput
 from pipeline.stages.gateway.request_table import RequestTable
@@ -50,7 +51,7 @@ class ZmqStream:
         self._num_prompt_records = 0
         """Prompt records that have been sent."""
         self._is_choosing = request.parsed.is_best_of
-        if not self._is_choosing:
+        if not self._is_choosing and request.parsed.embedding is None:
             self._take(request.sequences)
         self._is_aborted = False
         self._failure: ApiError | None = None
@@ -103,7 +104,8 @@ class ZmqStream:
             if self._is_aborted:
                 self._choose()
                 self._requests.release(request)
-                channel.post(self._delta([one.output(is_last=True) for one in self._unfinished]))
+                if request.parsed.embedding is None:
+                    channel.post(self._delta([one.output(is_last=True) for one in self._unfinished]))
             channel.post(self._finished())
         except ApiError as error:
             self._send_due(channel)
@@ -185,14 +187,17 @@ class ZmqStream:
         )
 
     def _finished(self) -> p.Finished:
+        """Raises ApiError if an embedding was requested, and there is none."""
         request = self._request
         timings = json_of(request) if request.parsed.timings and not self._is_aborted else None
+        embedding = request.parsed.embedding
         return p.Finished(
             self.request_id,
             request.num_prompt_tokens,
             request.num_output_tokens,
             timings,
             request.prompt_requests[0].nums_cached,
+            b"" if embedding is None else vector_of(request.sequences[0], embedding).tobytes(),
         )
 
 

@@ -133,8 +133,8 @@ async def test_leaving_a_stream_aborts_it(llm: LLM, streams: AsyncLLM, how: str)
     async with asyncio.timeout(PATIENCE_S):
         while streams._open:
             await asyncio.sleep(0.01)
-    assert streams._slots is not None
-    assert streams._slots.num_taken == 0
+    (gateway,) = streams._gateways._found.values()
+    assert gateway.slots.num_taken == 0
     await asyncio.to_thread(until_idle, llm)
 
 

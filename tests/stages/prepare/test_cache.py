@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.settings import Settings
-from pipeline.stages.prepare.cache import STAMP, Cache, _takes_lock, require_room
+from pipeline.runtime.model_folder import STAMP
+from pipeline.stages.prepare.cache import Cache, _takes_lock, require_room
 from pipeline.stages.prepare.sources.source import ModelError
 
 PATIENCE_S = 30.0

@@ -84,8 +84,8 @@ def limit_of(seconds: float, stage: Used, load: Used) -> str:
 
 def as_table(profile: StageProfile) -> list[Table | str]:
     table = Table(title=f"{profile.stage} alone, {profile.num_streams} streams, {profile.seconds:.1f} s")
-    table.add_column("")
-    table.add_column("", justify="right")
+    table.add_column("quantity")
+    table.add_column("value", justify="right")
     kinds_in = ", ".join(f"{kind} {num:,}" for kind, num in sorted(profile.messages_in.items()))
     kinds_out = ", ".join(f"{kind} {num:,}" for kind, num in sorted(profile.messages_out.items()))
     seconds = profile.seconds

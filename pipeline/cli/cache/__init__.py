@@ -1,0 +1,1 @@
+"""What the cache on disk holds, and its removal: prepared models, unpacked wheels and compiled kernels."""

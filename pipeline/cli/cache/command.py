@@ -1,0 +1,99 @@
+"""`pipeline cache ls` and `pipeline cache prune`."""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from rich.table import Table
+
+from pipeline.cli.cache.entries import Entry, entries_of, remove, root_of
+from pipeline.cli.watch import draw
+from pipeline.config.load import ConfigError
+from pipeline.config.settings import Settings
+from pipeline.errors import UserError
+
+
+def run_ls(args: argparse.Namespace, settings: Settings) -> int:
+    """List the cache. Returns 1 if it can't be read."""
+    try:
+        root = root_of(settings)
+        entries = entries_of(root)
+    except (UserError, OSError) as error:
+        return _failed("ls", error)
+    if args.json:
+        print(msgspec.json.encode(entries).decode())
+        return 0
+    console = draw.console()
+    if not entries:
+        console.print(f"{root} is empty", soft_wrap=True)
+        return 0
+    console.print(_table(entries))
+    total = draw.size(sum(entry.num_bytes for entry in entries))
+    console.print(f"{total} in {root}", markup=False, soft_wrap=True)
+    return 0
+
+
+def run_prune(args: argparse.Namespace, settings: Settings) -> int:
+    """Remove what is old, or all. Returns 1 if the cache can't be read or changed. Raises ConfigError."""
+    if args.older_than is None and not args.all:
+        raise ConfigError(["cache prune: needs --older-than TIME, such as 30d, or --all"])
+    try:
+        root = root_of(settings)
+        entries = entries_of(root)
+        oldest_s = float("inf") if args.all else time.time() - args.older_than
+        chosen = [entry for entry in entries if entry.last_used_s <= oldest_s]
+        removed = [entry for entry in chosen if entry.can_be_removed and (args.dry_run or remove(root, entry))]
+    except (UserError, OSError) as error:
+        return _failed("prune", error)
+    verb = "would remove" if args.dry_run else "removed"
+    kept = [entry for entry in chosen if entry not in removed]
+    for entry in rows_of(removed):
+        print(f"{verb} {entry.name} ({draw.size(entry.num_bytes)})")
+    for entry in rows_of(kept):
+        print(f"kept {entry.name}: {'not made by a server' if entry.kind == 'other' else 'in use'}")
+    total = draw.size(sum(entry.num_bytes for entry in removed))
+    print(f"{verb} {total} from {root}")
+    return 0
+
+
+def rows_of(entries: Sequence[Entry]) -> list[Entry]:
+    """The entries, with all compiled libraries as one at the end."""
+    rows = [entry for entry in entries if entry.kind != "kernels"]
+    kernels = [entry for entry in entries if entry.kind == "kernels"]
+    if kernels:
+        name = f"{len(kernels)} compiled {'library' if len(kernels) == 1 else 'libraries'}"
+        num_bytes, used_s = sum(one.num_bytes for one in kernels), max(one.last_used_s for one in kernels)
+        folder = str(Path(kernels[0].path).parent)
+        rows.append(Entry(name, "kernels", folder, num_bytes, used_s, "", any(one.in_use for one in kernels)))
+    return rows
+
+
+def ago(unix_s: float) -> str:
+    """How long ago a time was, in one unit."""
+    seconds = max(0, int(time.time() - unix_s))
+    for name, unit_s in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= unit_s:
+            return f"{seconds // unit_s} {name} ago"
+    return "just now"
+
+
+def _table(entries: Sequence[Entry]) -> Table:
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold")
+    table.add_column("kind", no_wrap=True)
+    table.add_column("name", overflow="fold")
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("last used", justify="right", no_wrap=True)
+    table.add_column("in use", no_wrap=True)
+    for entry in rows_of(entries):
+        in_use = "yes" if entry.in_use else "no"
+        name = entry.name.removeprefix(f"{entry.kind}-")
+        table.add_row(entry.kind, name, draw.size(entry.num_bytes), ago(entry.last_used_s), in_use)
+    return table
+
+
+def _failed(action: str, error: Exception) -> int:
+    print(f"pipeline cache {action}: error: {error}", file=sys.stderr)
+    return 1

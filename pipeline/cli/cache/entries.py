@@ -1,0 +1,165 @@
+"""The entries of the cache on disk. See stages/prepare/cache.py for its layout."""
+
+import fcntl
+import importlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from pipeline.cli.server_choice import look
+from pipeline.config.settings import Settings
+from pipeline.runtime.model_folder import STAMP, is_held
+from pipeline.supervisor.admin_client import find_servers
+
+CACHE = "pipeline.stages.prepare.cache"
+"""The module with `Cache`, imported by name as by the other commands."""
+
+Kind = Literal["model", "wheel", "kernels", "unfinished", "other"]
+KERNELS = "kernels"
+PARTIAL = ".partial-"
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """A folder in the cache, or a compiled library with its log."""
+
+    name: str
+    kind: Kind
+    path: str
+    num_bytes: int
+    last_used_s: float
+    """Unix time."""
+    source: str
+    """What it was made from; empty if unknown."""
+    in_use: bool
+    """Whether a running server, or a process that is filling it, uses it."""
+
+    @property
+    def can_be_removed(self) -> bool:
+        return not self.in_use and self.kind != "other"
+
+
+class Stamp(msgspec.Struct, frozen=True):
+    """What `complete.json` says."""
+
+    source: str = ""
+
+
+def root_of(settings: Settings) -> Path:
+    """The cache's folder. Raises UserError if it can't be determined."""
+    root: Path = importlib.import_module(CACHE).Cache.of(settings).root
+    return root
+
+
+def entries_of(root: Path) -> list[Entry]:
+    """All entries, the largest first. Raises OSError if the folder exists and can't be read."""
+    if not root.is_dir():
+        return []
+    starting_s = _starting_since()
+    found = [entry for path in root.iterdir() for entry in _read(path, starting_s)]
+    models = [entry for entry in found if entry.kind == "model" and entry.in_use]
+    # A model of a .gguf file in a wheel is prepared again from the wheel's folder if a setting changes.
+    found = [
+        msgspec.structs.replace(one, in_use=True)
+        if one.kind == "wheel" and any(Path(model.source).is_relative_to(one.path) for model in models)
+        else one
+        for one in found
+    ]
+    return sorted(found, key=lambda one: (-one.num_bytes, one.name))
+
+
+def remove(root: Path, entry: Entry) -> bool:
+    """Remove an entry. Returns False if it is used by now. Raises OSError."""
+    if entry.kind == "kernels":
+        library = Path(entry.path)
+        library.unlink(missing_ok=True)
+        library.with_suffix(".log").unlink(missing_ok=True)
+        return True
+    cache: Any = importlib.import_module(CACHE).Cache(root)
+    removed: bool = cache.remove(entry.name.removeprefix(PARTIAL))
+    return removed
+
+
+def _read(path: Path, starting_s: float) -> Iterator[Entry]:
+    try:
+        if path.name == KERNELS:
+            yield from _kernels(path)
+        elif path.is_dir():
+            yield _folder(path, starting_s)
+    except FileNotFoundError:
+        pass  # removed just now
+
+
+def _folder(path: Path, starting_s: float) -> Entry:
+    used_s = path.stat().st_mtime
+    kind: Kind = "other"
+    in_use = False
+    if path.name.startswith(PARTIAL):
+        kind = "unfinished"
+        in_use = _is_locked(path.with_name(f".lock-{path.name.removeprefix(PARTIAL)}"))
+    elif (path / STAMP).is_file():
+        kind = "model" if path.name.startswith("model-") else "wheel" if path.name.startswith("wheel-") else "other"
+        in_use = kind != "other" and (is_held(path) or used_s >= starting_s)
+    return Entry(path.name, kind, str(path), _size(path), used_s, _source(path), in_use)
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a process holds a lock of the cache: it is filling the entry."""
+    try:
+        with path.open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _kernels(folder: Path) -> Iterator[Entry]:
+    mapped = _mapped_files()
+    for path in sorted({path.with_suffix(".so") for path in folder.iterdir() if path.suffix in (".so", ".log")}):
+        files = [one.stat() for one in (path, path.with_suffix(".log")) if one.exists()]
+        num_bytes, used_s = sum(one.st_size for one in files), max((one.st_mtime for one in files), default=0.0)
+        yield Entry(path.stem, "kernels", str(path), num_bytes, used_s, "", os.path.realpath(path) in mapped)
+
+
+def _source(folder: Path) -> str:
+    try:
+        return msgspec.json.decode((folder / STAMP).read_bytes(), type=Stamp).source
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return ""
+
+
+def _size(folder: Path) -> int:
+    """Bytes of all files below a folder."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += (Path(parent) / name).lstat().st_size
+            except FileNotFoundError:
+                continue
+    return total
+
+
+def _mapped_files() -> set[str]:
+    """Files that this user's processes have in their memory, as loaded libraries are."""
+    found: set[str] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            lines = maps.read_text(errors="replace").splitlines()
+        except OSError:  # another user's process, or one that has just ended
+            continue
+        found.update(line[line.index("/") :] for line in lines if ".so" in line and "/" in line)
+    return found
+
+
+def _starting_since() -> float:
+    """When the oldest of the servers that are starting was started; what was used after that, they may be about to
+    load. Infinity if none is starting."""
+    servers, _ = look(find_servers())
+    ages_s = [server.uptime_s for server in servers if server.state == "starting"]
+    return time.time() - max(ages_s) if ages_s else float("inf")

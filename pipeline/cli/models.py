@@ -1,0 +1,170 @@
+"""`pipeline models`: the models that are served, cached and supported."""
+
+import argparse
+import importlib
+import struct
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from rich.table import Table
+
+from pipeline.cli.cache.command import ago
+from pipeline.cli.cache.entries import Entry, entries_of, root_of
+from pipeline.cli.no_server import START_ONE
+from pipeline.cli.server_choice import look
+from pipeline.cli.watch import draw
+from pipeline.config.settings import Settings
+from pipeline.errors import UserError
+from pipeline.runtime.model_folder import ModelConfig, format_key
+from pipeline.supervisor.admin_client import find_servers
+
+ARCHITECTURES = "pipeline.stages.prepare.architectures"
+"""The module with `HF_ARCHITECTURES` and `GGUF_ARCHITECTURES`."""
+
+
+FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+"""The names of safetensors' dtypes in the settings."""
+MAX_HEADER_BYTES = 100 * 1000**2
+"""The format's own limit."""
+
+
+class TensorHeader(msgspec.Struct, frozen=True):
+    """What is read of a tensor's entry in a safetensors header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class ServedModel(msgspec.Struct, frozen=True):
+    model: str
+    address: str
+    pid: int
+    state: str
+    max_model_len: int
+
+
+class CachedModel(msgspec.Struct, frozen=True):
+    name: str
+    """Its name for clients."""
+    architecture: str
+    model: str
+    """What `pipeline serve` takes to serve it."""
+    weights: str
+    """Formats of its weights, such as q4_1 and q8_0."""
+    num_bytes: int
+    last_used_s: float
+    """Unix time."""
+    in_use: bool
+    path: str
+
+
+class SupportedModels(msgspec.Struct, frozen=True):
+    architecture: str
+    huggingface: str
+    """The class in config.json's `architectures`."""
+    gguf: str
+    """Model families whose .gguf files are supported; empty if none are."""
+
+
+class Models(msgspec.Struct, frozen=True):
+    served: list[ServedModel]
+    cached: list[CachedModel]
+    supported: list[SupportedModels]
+
+
+def run(args: argparse.Namespace, settings: Settings) -> int:
+    """Returns 1 if the cache can't be read or a server does not answer."""
+    servers, silent = look(find_servers())
+    try:
+        cached = cached_models(entries_of(root_of(settings)))
+    except (UserError, OSError) as error:
+        print(f"pipeline models: error: {error}", file=sys.stderr)
+        return 1
+    served = [ServedModel(one.model, one.address, one.pid, one.state, one.max_model_len) for one in servers]
+    models = Models(served, cached, supported_models())
+    if args.json:
+        print(msgspec.json.encode(models).decode())
+    else:
+        _print(models)
+    for problem in silent:
+        print(f"pipeline models: {problem}", file=sys.stderr)
+    return 1 if silent else 0
+
+
+def cached_models(entries: Sequence[Entry]) -> list[CachedModel]:
+    """The prepared models among the cache's entries, the last used first."""
+    wheels = [entry for entry in entries if entry.kind == "wheel"]
+    found = []
+    for entry in entries:
+        if entry.kind != "model":
+            continue
+        try:
+            config = ModelConfig.load(Path(entry.path))
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+            continue  # of another version
+        wheel = next((one for one in wheels if Path(entry.source).is_relative_to(one.path)), None)
+        source = entry.source if wheel is None else wheel.source
+        facts = (config.name, config.architecture, source, weights_of(config, entry.path))
+        found.append(CachedModel(*facts, entry.num_bytes, entry.last_used_s, entry.in_use, entry.path))
+    return sorted(found, key=lambda model: -model.last_used_s)
+
+
+def weights_of(config: ModelConfig, folder: str) -> str:
+    """The formats of a prepared model's weights, from the header of its first file; empty if it is gone."""
+    try:
+        with config.weight_paths(folder)[0].open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = msgspec.json.decode(file.read(min(length, MAX_HEADER_BYTES)), type=dict[str, msgspec.Raw])
+        metadata = msgspec.json.decode(header.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
+        quantized = {value for key, value in metadata.items() if key.startswith(format_key(""))}
+        tensors = [msgspec.json.decode(raw, type=TensorHeader) for raw in header.values()]
+    except (OSError, IndexError, struct.error, msgspec.DecodeError, UnicodeDecodeError):
+        return ""
+    floats = {FLOATS.get(tensor.dtype, tensor.dtype) for tensor in tensors if len(tensor.shape) > 1}
+    return "+".join(sorted(quantized or floats))
+
+
+def supported_models() -> list[SupportedModels]:
+    known = importlib.import_module(ARCHITECTURES)
+    return [
+        SupportedModels(
+            name, one.class_name, known.GGUF_ARCHITECTURES[name].models if name in known.GGUF_ARCHITECTURES else ""
+        )
+        for name, one in known.HF_ARCHITECTURES.items()
+    ]
+
+
+def _print(models: Models) -> None:
+    console = draw.console()
+    console.print("Served", style="bold")
+    if models.served:
+        served = _table("model", "address", "max length", "state")
+        for server in models.served:
+            served.add_row(server.model or "…", server.address, f"{server.max_model_len:,}", server.state)
+        console.print(served)
+    else:
+        console.print(f"no server is running; {START_ONE}")
+    console.print("\nCached", style="bold")
+    if models.cached:
+        cached = _table("name", "weights", "from", "size", "last used")
+        for model in models.cached:
+            weights = model.weights or draw.NONE
+            cached.add_row(model.name, weights, model.model, draw.size(model.num_bytes), ago(model.last_used_s))
+        console.print(cached)
+    else:
+        console.print("no prepared models")
+    console.print("\nSupported", style="bold")
+    supported = _table("architecture", "Hugging Face", "GGUF")
+    for kind in models.supported:
+        supported.add_row(kind.architecture, kind.huggingface, kind.gguf or draw.NONE)
+    console.print(supported)
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
+    for heading in headings:
+        right = heading in ("size", "last used", "max length")
+        table.add_column(heading, justify="right" if right else "left", no_wrap=right, overflow="fold")
+    return table

