@@ -34,6 +34,7 @@ from pipeline.stages.gateway.http.app import Api
 from pipeline.stages.gateway.http.guard import OPEN_PATHS, require_allowed_origin, require_key
 from pipeline.stages.gateway.http.listener import MAX_HEADERS, HttpListener
 from pipeline.stages.gateway.http.origins import OriginPolicy
+from pipeline.stages.gateway.page import files
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from pipeline.stages.gateway.readiness import Readiness
 from pipeline.stages.gateway.replayed import SHUTTING_DOWN, ReplayedClients
@@ -110,7 +111,8 @@ class GatewayStage:
         if self._keys is not None:
             assert runner.server is not None
             handle = runner.server.request_handler
-            runner.server.request_handler = require_key(handle, self._keys, () if has_admin else OPEN_PATHS)
+            open_paths = [*(() if has_admin else OPEN_PATHS), *(files.paths() if self._stage.settings.gateway.page else ())]
+            runner.server.request_handler = require_key(handle, self._keys, frozenset(open_paths))
         else:
             policy = OriginPolicy(self._stage.settings.gateway)
             for one in (runner, admin):

@@ -14,7 +14,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
 from pipeline.config.settings import GatewaySettings as GatewaySettings
-from pipeline.stages.gateway.admin import health
+from pipeline.stages.gateway.admin import health, pipeline_state
 from pipeline.stages.gateway.admin.abort_requests import AbortBody, RequestAborter
 from pipeline.stages.gateway.admin.health import HealthQuery
 from pipeline.stages.gateway.admin.reset_prefix_cache import PrefixCacheResetter
@@ -28,6 +28,7 @@ from pipeline.stages.gateway.http.guard import current_scope
 from pipeline.stages.gateway.http.large_body_lock import LargeBodyLock
 from pipeline.stages.gateway.http.routes import ROUTES, Route
 from pipeline.stages.gateway.http.upload_budget import Upload, UploadBudget
+from pipeline.stages.gateway.page import files
 from pipeline.stages.gateway.parsing import parse, request_ids
 from pipeline.stages.gateway.parsing.anthropic.parse import parse_count_tokens, parse_messages
 from pipeline.stages.gateway.parsing.decode import decode
@@ -46,6 +47,8 @@ from pipeline.version import VERSION
 
 BODY_TIMEOUT_S = 60.0
 """Time for a client to send the body."""
+PIPELINE_MAX_AGE_S = 0.2
+"""Age of the counts in /pipeline, so that any number of open pages asks the stages at most five times a second."""
 
 _aborts = msgspec.json.Decoder(AbortBody)
 
@@ -89,6 +92,7 @@ class Api:
         self._slow_client_timeout_s = settings.slow_client_timeout_s
         self._created = int(time.time())
         self._has_keys = has_keys
+        self._has_page = settings.page
         self._has_admin_routes = True
         self.responses = ResponsesApi(self._read_request, requests, aborter, settings)
 
@@ -97,6 +101,8 @@ class Api:
         self._has_admin_routes = has_admin_routes
         app = self._empty()
         app.add_routes([self._def_of(route) for route in ROUTES if not route.is_admin])
+        if self._has_page:
+            app.add_routes(files.routes())
         if has_admin_routes:
             app.add_routes(self._admin_routes())
         return app
@@ -294,6 +300,12 @@ class Api:
         from pipeline.metrics import exposition
 
         return web.Response(body=exposition.text_of(stats), headers={"Content-Type": exposition.CONTENT_TYPE})
+
+    async def pipeline(self, http_request: web.Request) -> web.StreamResponse:
+        stats = await self._stats.fetch_recent(PIPELINE_MAX_AGE_S)
+        if stats is None:
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "Timed out waiting for the supervisor", code="late")
+        return _json(pipeline_state.state_of(stats, self._requests, current_scope()))
 
     async def load(self, http_request: web.Request) -> web.StreamResponse:
         admission = self._requests.admission
