@@ -7,7 +7,6 @@ import itertools
 import shutil
 import tempfile
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -95,7 +94,8 @@ class Tab:
 
     async def click(self, selector: str) -> None:
         """Click in the middle of an element, as a pointer does. Raises PageError if something covers it."""
-        script = f"""(() => {{ const node = document.querySelector({selector!r}); node.scrollIntoView({{block: "nearest"}});
+        script = f"""(() => {{ const node = document.querySelector({selector!r});
+            node.scrollIntoView({{block: "nearest"}});
             const box = node.getBoundingClientRect(); const at = [box.left + box.width / 2, box.top + box.height / 2];
             const top = document.elementFromPoint(...at);
             return [...at, node.contains(top) || top?.contains(node) || false]; }})()"""
@@ -111,9 +111,10 @@ class Tab:
         x, y = await self.run(script)
         await self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
-    async def screenshot(self, path: Path) -> None:
+    async def screenshot(self) -> bytes:
+        """A PNG of what the window shows."""
         answer = await self.call("Page.captureScreenshot", format="png")
-        path.write_bytes(base64.b64decode(answer["data"]))
+        return base64.b64decode(answer["data"])
 
     def handle(self, method: str, params: Json) -> None:
         """An event of the page."""

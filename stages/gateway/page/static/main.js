@@ -57,7 +57,8 @@ function setTheme(theme) {
   button.setAttribute("aria-label", `Theme: ${words[theme]}`);
 }
 
-let theme = THEMES.find((one) => one === load("theme", "system")) ?? "system";
+/** @type {(typeof THEMES)[number]} */
+let theme = THEMES.find((one) => one === load("theme", /** @type {string} */ ("system"))) ?? "system";
 byId("theme").addEventListener("click", () => {
   theme = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];
   save("theme", theme === "system" ? undefined : theme);

@@ -30,7 +30,7 @@ export class Chat {
   /** @type {AbortController | null} */
   #running = null;
   #model = "";
-  #showTokens = load("tokens", false) === true;
+  #showTokens = Boolean(load("tokens", false));
   #follows = true;
 
   /** @param {HTMLElement} root */

@@ -5,7 +5,7 @@
 
 import { copyButton } from "../common/copy.js";
 import { el, replace } from "../common/dom.js";
-import { counted, duration, number } from "../common/format.js";
+import { counted, duration, number, whole } from "../common/format.js";
 import { hopBar, hopTable } from "../common/hops.js";
 import { tokensPerSecond } from "./conversation.js";
 import { MarkdownView } from "./markdown_view.js";
@@ -164,7 +164,7 @@ function timingsNode(timings) {
     perSecond === null ? "" : `${number(perSecond)} tokens/s`,
     `first after ${duration(timings.firstMs)}`,
   ];
-  const prompt = `${counted(timings.promptTokens, "prompt token")}, ${number(timings.cachedTokens).replace(".0", "")} from the prefix cache`;
+  const prompt = `${counted(timings.promptTokens, "prompt token")}, ${whole(timings.cachedTokens)} from the prefix cache`;
   return el(
     "details",
     { class: "timings" },

@@ -11,6 +11,9 @@ import { percent } from "../common/format.js";
 
 const NAMED = /** @type {Record<string, string>} */ ({ "\n": "⏎", "\t": "⇥", "\r": "␍", "": "∅" });
 
+/** Probabilities below which a token is marked, the more the lower. */
+const LIMITS = [0.9, 0.6, 0.3, 0.1];
+
 export class TokenView {
   #shown = 0;
   #current = -1;
@@ -25,7 +28,9 @@ export class TokenView {
       "aria-label": "Tokens of the reply: the arrow keys go from one to the next",
     });
     this.panel = el("div", { class: "candidates", role: "status", hidden: true });
-    this.element = el("div", { class: "token-view" }, this.tokens, this.panel);
+    const limits = LIMITS.map((limit, place) => el("span", { class: `token s${place + 1}` }, `below ${limit * 100} %`));
+    const legend = el("p", { class: "token-legend soft" }, "Probability: ", ...limits);
+    this.element = el("div", { class: "token-view" }, this.tokens, legend, this.panel);
     this.tokens.addEventListener("pointerover", (event) => this.#showAt(event.target));
     this.tokens.addEventListener("click", (event) => this.#showAt(event.target));
     this.tokens.addEventListener("pointerleave", () => this.#leave());
@@ -134,7 +139,7 @@ export function visible(token) {
  * @param {number} logprob
  */
 export function surprise(logprob) {
-  return [0.9, 0.6, 0.3, 0.1].filter((limit) => Math.exp(logprob) < limit).length;
+  return LIMITS.filter((limit) => Math.exp(logprob) < limit).length;
 }
 
 /**

@@ -5,8 +5,8 @@
  */
 
 import { el, reducedMotion, replace, svg } from "../common/dom.js";
-import { number, percent, size } from "../common/format.js";
-import { lengthOf, line, pathData, pointAt } from "./geometry.js";
+import { percent, size, whole } from "../common/format.js";
+import { arrowData, lengthOf, line, pathData, pointAt } from "./geometry.js";
 import { placeOf, ROUTE } from "./state.js";
 
 /** @typedef {import("./state.js").Row} Row */
@@ -41,8 +41,8 @@ export class Diagram {
   #boxes = new Map();
   /** @type {Map<string, Point[]>} */
   #lines = new Map();
-  /** @type {Map<string, SVGPathElement>} */
-  #paths = new Map();
+  /** The lines with their arrows. @type {Map<string, SVGGElement>} */
+  #drawn = new Map();
   /** @type {Map<string, {points: Point[], beginMs: number, tookMs: number, circle: SVGCircleElement}>} */
   #moving = new Map();
   #drawing = svg("svg", { class: "lines", "aria-hidden": "true" });
@@ -56,11 +56,13 @@ export class Diagram {
     const client = el("div", { class: "box client" }, el("p", { class: "name" }, "clients"));
     this.#boxes.set("client", client);
     const boxes = STAGES.map((stage) => this.#box(stage));
-    this.element = el("div", { class: "diagram", role: "group", "aria-label": "The stages" }, client, ...boxes, this.#drawing);
+    const supervisor = el("p", { class: "supervisor soft" }, "The supervisor watches all of them.");
+    const props = { class: "diagram", role: "group", "aria-label": "The stages" };
+    this.element = el("div", props, client, ...boxes, supervisor, this.#drawing);
     for (const { from, to } of EDGES) {
-      const path = svg("path");
-      this.#paths.set(`${from}-${to}`, path);
-      this.#drawing.append(path);
+      const drawn = svg("g", {}, svg("path", { class: "line" }), svg("path"));
+      this.#drawn.set(`${from}-${to}`, drawn);
+      this.#drawing.append(drawn);
     }
     new ResizeObserver(() => this.#layOut()).observe(this.element);
   }
@@ -75,6 +77,7 @@ export class Diagram {
       el("p", { class: "figure" }, el("b", {}, "–"), " ", el("span", { class: "soft" }, unit)),
       el("p", { class: "load soft number" }),
       el("p", { class: "dots", "aria-hidden": "true" }),
+      el("span", { class: "meter" }, el("i")),
     );
     this.#boxes.set(name, box);
     return box;
@@ -88,7 +91,7 @@ export class Diagram {
     for (const stage of stages) this.#updateBox(stage);
     const flows = { prompts: rates?.prompt_tokens, steps: rates?.steps, output: rates?.output_tokens };
     for (const { from, to, carries } of EDGES) {
-      this.#paths.get(`${from}-${to}`)?.classList.toggle("flows", (flows[carries] ?? 0) > 0);
+      this.#drawn.get(`${from}-${to}`)?.classList.toggle("flows", (flows[carries] ?? 0) > 0);
     }
   }
 
@@ -100,12 +103,12 @@ export class Diagram {
     part(".title").textContent = states.length > 1 ? `${name} ×${states.length}` : name;
     part(".state").textContent = wrong[0] ?? "";
     box.classList.toggle("wrong", wrong.length > 0);
-    part("b").textContent = number(numActive).replace(".0", "");
-    const waits = name === "schedule" || name === "ingest" ? `${numQueued} waiting` : "";
-    const work = cpu === null ? "" : `CPU ${percent(cpu)}`;
-    const busyWords = busy === null ? "" : `busy ${percent(busy)}`;
+    part("b").textContent = whole(numActive);
+    const waits = name === "schedule" || name === "ingest" ? `${whole(numQueued)}\u00a0waiting` : "";
+    const work = cpu === null ? "" : `CPU\u00a0${percent(cpu)}`;
+    const busyWords = busy === null ? "" : `busy\u00a0${percent(busy)}`;
     part(".load").textContent = [waits, busyWords || work, rssBytes ? size(rssBytes) : ""].filter(Boolean).join(" · ");
-    box.style.setProperty("--busy", String(Math.min(1, busy ?? cpu ?? 0)));
+    part(".meter i").style.width = `${100 * Math.min(1, busy ?? cpu ?? 0)}%`;
   }
 
   /**
@@ -195,7 +198,9 @@ export class Diagram {
     for (const { from, to, offset, bend } of EDGES) {
       const points = line(boxOf(from), boxOf(to), offset, bend);
       this.#lines.set(`${from}-${to}`, points);
-      this.#paths.get(`${from}-${to}`)?.setAttribute("d", pathData(points));
+      const [path, arrow] = this.#drawn.get(`${from}-${to}`)?.children ?? [];
+      path.setAttribute("d", pathData(points));
+      arrow.setAttribute("d", arrowData(points));
     }
   }
 }

@@ -4,7 +4,7 @@
  */
 
 import { el, svg } from "../common/dom.js";
-import { counted, number, percent } from "../common/format.js";
+import { counted, number, percent, whole } from "../common/format.js";
 import { hitShare } from "./state.js";
 
 const WIDTH = 300;
@@ -91,17 +91,17 @@ export class Figures {
       in: rates ? `${number(rates.prompt_tokens)} / s` : "–",
       steps: rates ? `${number(rates.steps)} / s` : "–",
       "per-step": number(perStep),
-      kv: `${blocks.held.toLocaleString("en")} of ${blocks.total.toLocaleString("en")}`,
-      "kv-held": blocks.held.toLocaleString("en"),
-      "kv-cached": blocks.cached.toLocaleString("en"),
-      "kv-free": blocks.free.toLocaleString("en"),
+      kv: `${whole(blocks.held)} of ${whole(blocks.total)}`,
+      "kv-held": whole(blocks.held),
+      "kv-cached": whole(blocks.cached),
+      "kv-free": whole(blocks.free),
       hits: percent(hitShare(counters)),
-      "hits-words": `${counters.cached_tokens.toLocaleString("en")} of ${counted(counters.prompt_tokens, "prompt token")} since the start`,
-      running: state.num_running.toLocaleString("en"),
-      waiting: state.num_waiting.toLocaleString("en"),
-      swapped: state.num_swapped.toLocaleString("en"),
-      preempted: counters.preemptions.toLocaleString("en"),
-      finished: counters.finished.toLocaleString("en"),
+      "hits-words": `${whole(counters.cached_tokens)} of ${counted(counters.prompt_tokens, "prompt token")} since the start`,
+      running: whole(state.num_running),
+      waiting: whole(state.num_waiting),
+      swapped: whole(state.num_swapped),
+      preempted: whole(counters.preemptions),
+      finished: whole(counters.finished),
     };
     for (const [name, text] of Object.entries(words)) {
       const node = this.#values.get(name);

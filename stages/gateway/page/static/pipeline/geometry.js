@@ -62,15 +62,22 @@ function overlap(a0, a1, b0, b1) {
 
 /**
  * @param {Point[]} points
- * @returns {string} the line as SVG path data, with an arrow at its end
+ * @returns {string} the line as SVG path data
  */
 export function pathData(points) {
+  return points.map(({ x, y }, place) => `${place ? "L" : "M"}${x} ${y}`).join("");
+}
+
+/**
+ * @param {Point[]} points
+ * @returns {string} the arrow at the line's end
+ */
+export function arrowData(points) {
   const [last, before] = [points[points.length - 1], points[points.length - 2]];
   const dx = Math.sign(last.x - before.x);
   const dy = Math.sign(last.y - before.y);
   const back = { x: last.x - dx * ARROW, y: last.y - dy * ARROW };
-  const corners = points.map(({ x, y }, place) => `${place ? "L" : "M"}${x} ${y}`).join("");
-  return `${corners}M${back.x - dy * ARROW} ${back.y - dx * ARROW}L${last.x} ${last.y}L${back.x + dy * ARROW} ${back.y + dx * ARROW}`;
+  return `M${back.x - dy * ARROW} ${back.y - dx * ARROW}L${last.x} ${last.y}L${back.x + dy * ARROW} ${back.y + dx * ARROW}`;
 }
 
 /**

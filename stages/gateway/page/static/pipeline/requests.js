@@ -4,7 +4,7 @@
  */
 
 import { el, replace } from "../common/dom.js";
-import { counted, duration } from "../common/format.js";
+import { counted, duration, whole } from "../common/format.js";
 import { hopBar, hopTable, STAGE_OF } from "../common/hops.js";
 
 /** @typedef {import("./state.js").Row} Row */
@@ -93,28 +93,41 @@ export class RequestList {
   }
 }
 
+/**
+ * The hops with the one that has not ended, up to now.
+ * @param {Row} row
+ * @returns {Record<string, number>}
+ */
+export function hopsUntilNow({ hop, hops_ms: hopsMs, total_ms: totalMs }) {
+  if (hop === null) return hopsMs;
+  const ended = Object.values(hopsMs).reduce((sum, ms) => sum + ms, 0);
+  return { ...hopsMs, [hop]: (hopsMs[hop] ?? 0) + Math.max(0, totalMs - ended) };
+}
+
 /** @param {Row} row */
-function summaryOf({ id, index, hop, hops_ms: hopsMs, prompt_tokens: prompt, output_tokens: output, total_ms: totalMs }) {
+function summaryOf(row) {
+  const { id, index, hop, prompt_tokens: prompt, output_tokens: output, total_ms: totalMs } = row;
   const where = hop === null ? "done" : (WORDS[hop] ?? hop);
   return [
     el("code", {}, index ? `${id.slice(0, 8)}/${index}` : id.slice(0, 8)),
     el("span", { class: "where" }, el("span", { class: `dot ${hop === null ? "done" : STAGE_OF[hop]}` }), where),
-    el("span", { class: "number" }, `${prompt.toLocaleString("en")} → ${output.toLocaleString("en")}`, el("span", { class: "soft" }, " tokens")),
+    el("span", { class: "number" }, `${whole(prompt)} → ${whole(output)}`, el("span", { class: "soft" }, " tokens")),
     el("span", { class: "number" }, duration(totalMs)),
-    hopBar(hopsMs),
+    hopBar(hopsUntilNow(row)),
   ];
 }
 
 /** @param {Row} row */
-function detailOf({ id, gateway, hop, hops_ms: hopsMs, prompt_tokens: prompt, cached_tokens: cached, received }) {
+function detailOf(row) {
+  const { id, gateway, hop, prompt_tokens: prompt, cached_tokens: cached, received } = row;
   const at = new Date(received * 1000).toLocaleTimeString("en-GB");
-  const remark = hop === null ? "" : " The other hops are known when it has ended.";
+  const remark = hop === null ? "" : " It has not ended: its last hop is still growing.";
   return [
-    hopTable(hopsMs),
+    hopTable(hopsUntilNow(row)),
     el(
       "p",
       { class: "soft" },
-      `Request ${id} at gateway ${gateway}, received at ${at}: ${counted(prompt, "prompt token")}, ${cached.toLocaleString("en")} from the prefix cache.${remark}`,
+      `Request ${id} at gateway ${gateway}, received at ${at}: ${counted(prompt, "prompt token")}, ${whole(cached)} from the prefix cache.${remark}`,
     ),
   ];
 }

@@ -5,7 +5,7 @@
 
 import { ApiError, getJson } from "../common/api.js";
 import { el, replace } from "../common/dom.js";
-import { duration } from "../common/format.js";
+import { uptime, whole } from "../common/format.js";
 import { Diagram } from "./diagram.js";
 import { Figures } from "./figures.js";
 import { RequestList } from "./requests.js";
@@ -77,8 +77,8 @@ export class PipelineView {
     const words = [
       `Pipeline ${state.version}`,
       state.state,
-      `up ${duration(1000 * Math.floor(state.uptime_s))}`,
-      `context ${state.max_model_len.toLocaleString("en")} tokens`,
+      `up ${uptime(state.uptime_s)}`,
+      `context ${whole(state.max_model_len)} tokens`,
       `${state.block_size} tokens in a block`,
     ];
     replace(this.#line, el("span", { class: `dot ${state.state === "serving" ? "good" : "bad"}` }), words.join(" · "));
