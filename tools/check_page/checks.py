@@ -6,7 +6,7 @@ from typing import Any
 
 from tools.check_page.devtools import Tab
 
-SLOW_S = 60.0
+SLOW_S = 30.0
 IS_IDLE = "!document.querySelector('.streaming')"
 NUM_REPLIES = "document.querySelectorAll('.message.assistant').length"
 LAST = "[...document.querySelectorAll('.message.assistant')].at(-1)"
@@ -27,12 +27,17 @@ async def settings(tab: Tab, **texts: str) -> None:
     """Load the page anew with values of the controls."""
     value = json.dumps(json.dumps({"texts": texts, "system": ""}))
     await tab.run(f"localStorage.setItem('pipeline.settings', {value})")
-    await tab.run("location.reload()")
-    await ready(tab)
+    await reload(tab)
 
 
 async def ready(tab: Tab) -> None:
     await tab.until("document.readyState === 'complete' && document.title.includes('–')")
+
+
+async def reload(tab: Tab) -> None:
+    await tab.run("window.isOld = true; location.reload()")
+    await tab.until("!window.isOld")
+    await ready(tab)
 
 
 async def send(tab: Tab, text: str) -> None:
@@ -99,8 +104,7 @@ async def a_message_can_be_edited(tab: Tab) -> None:
 
 
 async def the_conversation_is_kept(tab: Tab) -> None:
-    await tab.run("location.reload()")
-    await ready(tab)
+    await reload(tab)
     await tab.until(f"{NUM_REPLIES} === 1 && {LAST}.textContent.includes('Athens')")
 
 
@@ -143,7 +147,7 @@ async def errors_of_the_server_are_shown(tab: Tab) -> None:
     tab.problems = [one for one in tab.problems if "400 (Bad Request)" not in one]
     await settings(tab, temperature="0", max_tokens="8")
     await tab.run(f"{LAST}.querySelector('.failure button').click()")
-    await tab.until(f"{IS_IDLE} && !document.querySelector('.failure') && {LAST}.textContent.length > 5", SLOW_S)
+    await tab.until(f"{IS_IDLE} && !{LAST}.querySelector('.failure') && {LAST}.textContent.length > 5", SLOW_S)
 
 
 async def a_file_that_the_model_does_not_take_is_refused(tab: Tab) -> None:
@@ -154,7 +158,7 @@ async def a_file_that_the_model_does_not_take_is_refused(tab: Tab) -> None:
         await tab.run(script)
         await tab.until("document.querySelector('.files .refused')")
         words = await tab.run("document.querySelector('.files .refused').textContent")
-        expect("Not attached." in words and "messages[0].content" in words, f"the page says {words!r}")
+        expect(f"No {kind} attached." in words and "messages[0].content" in words, f"the page says {words!r}")
         await tab.click(".files .refused button")
     tab.problems = [one for one in tab.problems if "400 (Bad Request)" not in one]
 
@@ -162,8 +166,7 @@ async def a_file_that_the_model_does_not_take_is_refused(tab: Tab) -> None:
 async def hostile_text_is_only_text(tab: Tab) -> None:
     conversation = json.dumps(json.dumps([{"role": "user", "text": HOSTILE}, {"role": "assistant", "text": HOSTILE}]))
     await tab.run(f"localStorage.setItem('pipeline.conversation', {conversation})")
-    await tab.run("location.reload()")
-    await ready(tab)
+    await reload(tab)
     found: dict[str, Any] = await tab.run(
         "({bad: document.querySelectorAll('.message img, .message script, .message b').length,"
         " links: [...document.querySelectorAll('.message a')].map(one => [one.href, one.rel])})"
@@ -187,7 +190,7 @@ async def the_stages_are_live(tab: Tab) -> None:
     await tab.click("#to-pipeline")
     await tab.until("document.querySelectorAll('.requests li').length > 0")
     await tab.until("document.querySelectorAll('.lines g').length === 8")
-    body = "{model: document.querySelector('#model').textContent, prompt: 'Once', max_tokens: 300, ignore_eos: true}"
+    body = "{model: document.querySelector('#model').textContent, prompt: 'Once', max_tokens: 1500, ignore_eos: true}"
     await tab.run(
         "void fetch('v1/completions', {method: 'POST', headers: {'Content-Type': 'application/json'}, "
         f"body: JSON.stringify({body})}}).then(one => one.text())"
@@ -219,8 +222,7 @@ async def the_theme_can_be_chosen(tab: Tab) -> None:
     await tab.click("#theme")
     await tab.click("#theme")
     expect(await tab.run(paper) == dark, "dark can't be chosen")
-    await tab.run("location.reload()")
-    await ready(tab)
+    await reload(tab)
     expect(await tab.run(paper) == dark, "the theme is forgotten")
     await tab.click("#theme")
 

@@ -49,15 +49,14 @@ class Tab:
             raise PageError(f"{script}: {details.get('exception', {}).get('description', details['text'])}")
         return answer["result"].get("value")
 
-    async def until(self, condition: str, timeout_s: float = 20.0) -> Any:
-        """Wait until an expression is true. Returns its value. Raises PageError."""
+    async def until(self, condition: str, timeout_s: float = 20.0) -> None:
+        """Wait until an expression is true. Raises PageError."""
         loop = asyncio.get_running_loop()
         end = loop.time() + timeout_s
-        while not (value := await self.run(condition)):
+        while not await self.run(f"Boolean({condition})"):
             if loop.time() > end:
                 raise PageError(f"not within {timeout_s:g} s: {condition}")
             await asyncio.sleep(POLL_S)
-        return value
 
     async def open(self, url: str) -> None:
         await self.call("Page.navigate", url=url)

@@ -24,7 +24,7 @@ POLICY = (
     "default-src 'none'",
     "script-src 'self'",
     "style-src 'self'",
-    "img-src 'self' blob:",  # blob: shows an image before it is sent
+    "img-src 'self' blob:",  # blob: is an image or audio file that the reader has attached
     "media-src blob:",
     "connect-src 'self'",
     "base-uri 'none'",

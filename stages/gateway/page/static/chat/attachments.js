@@ -53,17 +53,17 @@ export class Attachments {
     this.#list.append(item);
     try {
       const url = await dataUrl(file);
-      const attachment = { kind, name: file.name, url };
+      const attachment = { kind, name: file.name, url, preview: URL.createObjectURL(file) };
       await this.#check(attachment);
       this.files.push(attachment);
-      remark.textContent = "";
+      remark.replaceWith(previewOf(attachment) ?? "");
       this.#addRemove(item, () => {
         this.files = this.files.filter((one) => one !== attachment);
       });
     } catch (error) {
       const why = error instanceof ApiError ? error.message : "The file can't be read.";
       item.classList.add("refused");
-      remark.textContent = `Not attached. ${why}`;
+      remark.textContent = `No ${kind} attached. ${why}`;
       remark.className = "";
       announce(`${file.name} is not attached. ${why}`);
       this.#addRemove(item, () => {});
@@ -79,7 +79,9 @@ export class Attachments {
       item.remove();
       then();
     };
-    item.append(el("button", { class: "quiet", type: "button", "aria-label": "Remove the file", onclick: remove }, "✕"));
+    item.append(
+      el("button", { class: "quiet", type: "button", "aria-label": "Remove the file", onclick: remove }, "✕"),
+    );
   }
 
   /**
@@ -91,6 +93,17 @@ export class Attachments {
     const body = { model: this.model(), messages: [{ role: "user", content }] };
     await getJson("v1/chat/completions/render", { body });
   }
+}
+
+/**
+ * @param {Attachment} attachment
+ * @returns {HTMLElement | null} a picture or a player; null if the file is not kept
+ */
+export function previewOf({ kind, name, preview }) {
+  if (!preview) return null;
+  return kind === "image"
+    ? el("img", { src: preview, alt: name })
+    : el("audio", { src: preview, controls: true, "aria-label": name });
 }
 
 /**

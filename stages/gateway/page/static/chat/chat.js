@@ -59,7 +59,11 @@ export class Chat {
   }
 
   #composer() {
-    const tokens = el("button", { class: "quiet toggle", type: "button", "aria-pressed": String(this.#showTokens) }, "Tokens");
+    const tokens = el(
+      "button",
+      { class: "quiet toggle", type: "button", "aria-pressed": String(this.#showTokens) },
+      "Tokens",
+    );
     tokens.title = "Show replies token by token, with the likeliest tokens at each place";
     tokens.addEventListener("click", () => {
       this.#showTokens = !this.#showTokens;
@@ -68,7 +72,11 @@ export class Chat {
       for (const view of this.#views) view.state.showTokens = this.#showTokens;
       this.#views.forEach((view) => view.draw());
     });
-    const settings = el("button", { class: "quiet toggle", type: "button", "aria-controls": "settings", "aria-expanded": "false" }, "Settings");
+    const settings = el(
+      "button",
+      { class: "quiet toggle", type: "button", "aria-controls": "settings", "aria-expanded": "false" },
+      "Settings",
+    );
     const show = (/** @type {boolean} */ isShown) => {
       this.settings.element.hidden = !isShown;
       settings.setAttribute("aria-expanded", String(isShown));
@@ -136,7 +144,11 @@ export class Chat {
       this.undo.hidden = true;
       this.#set(messages);
     };
-    replace(this.undo, `${counted(length, "message")} cleared. `, el("button", { class: "quiet strong", type: "button", onclick: back }, "Undo"));
+    replace(
+      this.undo,
+      `${counted(length, "message")} cleared. `,
+      el("button", { class: "quiet strong", type: "button", onclick: back }, "Undo"),
+    );
     this.undo.hidden = false;
   }
 
@@ -160,7 +172,11 @@ export class Chat {
       { class: "welcome" },
       el("h1", {}, this.#model || "Connecting…"),
       el("p", { class: "soft" }, "Messages go to this server only, and are kept in this browser."),
-      el("ul", {}, ...SUGGESTIONS.map((text) => el("li", {}, el("button", { type: "button", onclick: () => ask(text) }, text)))),
+      el(
+        "ul",
+        {},
+        ...SUGGESTIONS.map((text) => el("li", {}, el("button", { type: "button", onclick: () => ask(text) }, text))),
+      ),
     );
   }
 

@@ -6,8 +6,8 @@
 /**
  * @typedef {{token: string, logprob: number}} Candidate
  * @typedef {Candidate & {top: Candidate[]}} Token with the likeliest tokens at its place
- * @typedef {{kind: "image" | "audio", name: string, url?: string}} Attachment
- *   `url` is a data: URL, and missing after a reload: files are not stored
+ * @typedef {{kind: "image" | "audio", name: string, url?: string, preview?: string}} Attachment
+ *   `url` is a data: URL and `preview` a blob: URL; both are missing after a reload, since files are not stored
  * @typedef {{message: string, status: number, code: string | null, param: string | null, retryAfterS: number | null}} Failure
  * @typedef {{promptTokens: number, cachedTokens: number, outputTokens: number, totalMs: number, firstMs: number,
  *   hopsMs: Record<string, number>, id: string}} Timings
@@ -88,7 +88,10 @@ export function apply(message, chunk) {
  * @returns {Token}
  */
 function tokenOf({ token, logprob, top_logprobs }) {
-  const top = (top_logprobs ?? []).map((/** @type {Candidate} */ one) => ({ token: one.token, logprob: rounded(one.logprob) }));
+  const top = (top_logprobs ?? []).map((/** @type {Candidate} */ one) => ({
+    token: one.token,
+    logprob: rounded(one.logprob),
+  }));
   return { token, logprob: rounded(logprob), top };
 }
 

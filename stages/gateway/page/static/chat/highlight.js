@@ -13,10 +13,29 @@ const WORDS = new Set(
     "unsigned use using var virtual void where while with yield select insert update create table join group order by"
   ).split(" "),
 );
-const HASH_COMMENTS = new Set(["python", "py", "sh", "bash", "shell", "zsh", "ruby", "rb", "yaml", "yml", "toml", "r", "perl", "make", "makefile", "dockerfile", ""]);
+const HASH_COMMENTS = new Set([
+  "python",
+  "py",
+  "sh",
+  "bash",
+  "shell",
+  "zsh",
+  "ruby",
+  "rb",
+  "yaml",
+  "yml",
+  "toml",
+  "r",
+  "perl",
+  "make",
+  "makefile",
+  "dockerfile",
+  "",
+]);
 const DASH_COMMENTS = new Set(["sql", "lua", "haskell", "hs", "ada"]);
 const SLASH_COMMENTS = /\/\/[^\n]*|\/\*[^]*?(?:\*\/|(?![^]))/;
-const STRINGS = /"""[^]*?(?:"""|(?![^]))|'''[^]*?(?:'''|(?![^]))|"(?:\\.|[^"\\\n])*"?|'(?:\\.|[^'\\\n])*'?|`(?:\\.|[^`\\])*`?/;
+const STRINGS =
+  /"""[^]*?(?:"""|(?![^]))|'''[^]*?(?:'''|(?![^]))|"(?:\\.|[^"\\\n])*"?|'(?:\\.|[^'\\\n])*'?|`(?:\\.|[^`\\])*`?/;
 const NUMBERS = /\b(?:0[xX][\da-fA-F_]+|0[bB][01_]+|\d[\d_]*(?:\.\d+)?(?:[eE][+-]?\d+)?)\b/;
 const NAMES = /[A-Za-z_$][\w$]*/;
 const PLAIN_LANGUAGES = new Set(["text", "txt", "plain", "plaintext", "output", "console", "markdown", "md", "diff"]);

@@ -1,17 +1,15 @@
 /**
- * Markdown as models write it, parsed into a tree of plain objects. Pure; markdown_view.js builds DOM nodes from it.
+ * Markdown as models write it, parsed into a tree of plain objects: the blocks; inline.js parses what is in them. Pure;
+ * markdown_view.js builds DOM nodes from the tree.
  *
- * Every text is valid, also half of one while it streams: an open code block reaches to the end. Each scan for the end
- * of a mark that finds none is remembered, so the time is linear in the text's length whatever the text.
+ * Every text is valid, also half of one while it streams: an open code block reaches to the end.
  * @module
  */
 
+import { inline } from "./inline.js";
+
+/** @typedef {import("./inline.js").Inline} Inline */
 /**
- * @typedef {{type: "text", text: string}
- *   | {type: "code", text: string}
- *   | {type: "break"}
- *   | {type: "strong" | "em" | "del", children: Inline[]}
- *   | {type: "link", href: string, children: Inline[]}} Inline
  * @typedef {{type: "paragraph", children: Inline[]}
  *   | {type: "heading", level: number, children: Inline[]}
  *   | {type: "fence", language: string, text: string}
@@ -23,8 +21,6 @@
  */
 
 const MAX_DEPTH = 6;
-const MAX_LINK_TEXT = 500;
-const MAX_URL = 2000;
 const FENCE = /^ {0,3}(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^`]*$/;
 const HEADING = /^ {0,3}(#{1,6})(?:[ \t]+(.*))?$/;
 const RULE = /^ {0,3}(?:(?:\*[ \t]*){3,}|(?:-[ \t]*){3,}|(?:_[ \t]*){3,})$/;
@@ -180,7 +176,9 @@ const indentOf = (line) => line.length - line.trimStart().length;
  * @param {number} at
  */
 function isTableAt(lines, at) {
-  return lines[at].includes("|") && at + 1 < lines.length && TABLE_RULE.test(lines[at + 1]) && lines[at + 1].includes("-");
+  return (
+    lines[at].includes("|") && at + 1 < lines.length && TABLE_RULE.test(lines[at + 1]) && lines[at + 1].includes("-")
+  );
 }
 
 /**
@@ -205,178 +203,10 @@ function tableAt(lines, at) {
  * @returns {string[]}
  */
 function cells(line) {
-  return line.trim().replace(/^\|/, "").replace(/\|$/, "").split(/(?<!\\)\|/).map((cell) => cell.trim().replaceAll("\\|", "|"));
-}
-
-const MARKS = /** @type {const} */ ([
-  ["**", "strong"],
-  ["__", "strong"],
-  ["~~", "del"],
-  ["*", "em"],
-  ["_", "em"],
-]);
-const SPECIAL = /[\\`*_~[<\nh]/g;
-const WORD = /[\p{L}\p{N}]/u;
-const URL_START = /https?:\/\/[^\s<>"'`]+/y;
-
-/**
- * @param {string} text
- * @param {number} [depth]
- * @returns {Inline[]}
- */
-export function inline(text, depth = 0) {
-  /** @type {Inline[]} */
-  const found = [];
-  /** Marks that have no end after here. @type {Set<string>} */
-  const unclosed = new Set();
-  let plain = "";
-  let at = 0;
-  const push = (/** @type {Inline} */ node) => {
-    if (plain) found.push({ type: "text", text: plain });
-    plain = "";
-    found.push(node);
-  };
-  while (at < text.length) {
-    SPECIAL.lastIndex = at;
-    const next = SPECIAL.exec(text)?.index ?? text.length;
-    plain += text.slice(at, next);
-    at = next;
-    if (at >= text.length) break;
-    const [node, end] = inlineAt(text, at, depth, unclosed);
-    if (typeof node === "string") plain += node;
-    else push(node);
-    at = end;
-  }
-  if (plain) found.push({ type: "text", text: plain });
-  return found;
-}
-
-/**
- * @param {string} text
- * @param {number} at a special character
- * @param {number} depth
- * @param {Set<string>} unclosed
- * @returns {[Inline | string, number]} a node or plain text, and where it ends
- */
-function inlineAt(text, at, depth, unclosed) {
-  const char = text[at];
-  if (char === "\\") {
-    const next = text[at + 1] ?? "";
-    return /[!-/:-@[-`{-~]/.test(next) ? [next, at + 2] : ["\\", at + 1];
-  }
-  if (char === "\n") return [{ type: "break" }, at + 1];
-  if (char === "h" || char === "<") return urlAt(text, at);
-  if (char === "`") return codeAt(text, at, unclosed);
-  if (char === "[") return depth < MAX_DEPTH ? linkAt(text, at, depth, unclosed) : [char, at + 1];
-  for (const [mark, type] of MARKS) {
-    if (depth >= MAX_DEPTH || !text.startsWith(mark, at) || unclosed.has(mark)) continue;
-    const begin = at + mark.length;
-    if (/\s/.test(text[begin] ?? " ")) continue;
-    if (mark[0] === "_" && WORD.test(text[at - 1] ?? "")) continue; // snake_case
-    const end = closing(text, begin, mark);
-    if (end < 0) {
-      unclosed.add(mark);
-      continue;
-    }
-    return [{ type, children: inline(text.slice(begin, end), depth + 1) }, end + mark.length];
-  }
-  return [char, at + 1];
-}
-
-/**
- * @param {string} text
- * @param {number} begin
- * @param {string} mark
- * @returns {number} where the end of a mark's text is; -1 if nowhere
- */
-function closing(text, begin, mark) {
-  for (let end = text.indexOf(mark, begin + 1); end >= 0; end = text.indexOf(mark, end + 1)) {
-    if (/\s/.test(text[end - 1]) || text[end - 1] === "\\") continue;
-    if (mark[0] === "_" && WORD.test(text[end + mark.length] ?? "")) continue;
-    if (mark.length === 1 && text[end + 1] === mark) {
-      end += 1; // two of them belong to another mark
-      continue;
-    }
-    return mark.length === 2 && text[end + 2] === mark[0] ? end + 1 : end;
-  }
-  return -1;
-}
-
-/**
- * @param {string} text
- * @param {number} at
- * @param {Set<string>} unclosed
- * @returns {[Inline | string, number]}
- */
-function codeAt(text, at, unclosed) {
-  let begin = at;
-  while (text[begin] === "`") begin += 1;
-  const mark = text.slice(at, begin);
-  if (unclosed.has(mark)) return [mark, begin];
-  for (let end = text.indexOf(mark, begin); end >= 0; end = text.indexOf(mark, end + 1)) {
-    let after = end;
-    while (text[after] === "`") after += 1;
-    if (after - end === mark.length) {
-      const code = text.slice(begin, end).replaceAll("\n", " ");
-      const isPadded = /^ .* $/.test(code) && code.trim() !== "";
-      return [{ type: "code", text: isPadded ? code.slice(1, -1) : code }, after];
-    }
-    end = after;
-  }
-  unclosed.add(mark);
-  return [mark, begin];
-}
-
-/**
- * @param {string} text
- * @param {number} at
- * @param {number} depth
- * @param {Set<string>} unclosed
- * @returns {[Inline | string, number]}
- */
-function linkAt(text, at, depth, unclosed) {
-  if (unclosed.has("](")) return ["[", at + 1];
-  const middle = text.indexOf("](", at);
-  if (middle < 0) {
-    unclosed.add("](");
-    return ["[", at + 1];
-  }
-  if (middle - at > MAX_LINK_TEXT) return ["[", at + 1];
-  const end = unclosed.has(")") ? -1 : text.indexOf(")", middle);
-  if (end < 0) unclosed.add(")");
-  const words = text.slice(at + 1, middle);
-  const href = end < 0 || end - middle > MAX_URL ? null : safeUrl(text.slice(middle + 2, end).replace(/\s+"[^"]*"$/, "").trim());
-  if (href === null || words.includes("[")) return ["[", at + 1];
-  return [{ type: "link", href, children: inline(words, MAX_DEPTH) }, end + 1];
-}
-
-/**
- * @param {string} text
- * @param {number} at
- * @returns {[Inline | string, number]}
- */
-function urlAt(text, at) {
-  const begin = text[at] === "<" ? at + 1 : at;
-  URL_START.lastIndex = begin;
-  const match = WORD.test(text[at - 1] ?? "") ? null : URL_START.exec(text);
-  if (!match) return [text[at], at + 1];
-  const isMarked = begin > at && text[begin + match[0].length] === ">";
-  const address = isMarked ? match[0] : match[0].replace(/[.,:;!?)\]*_~]+$/, "");
-  const href = safeUrl(address);
-  if (href === null || (begin > at && !isMarked)) return [text[at], at + 1];
-  return [{ type: "link", href, children: [{ type: "text", text: address }] }, begin + address.length + (isMarked ? 1 : 0)];
-}
-
-/**
- * @param {string} address
- * @returns {string | null} null unless it is an absolute address of the web
- */
-export function safeUrl(address) {
-  if (!/^https?:\/\//i.test(address)) return null;
-  try {
-    const url = new URL(address);
-    return url.protocol === "http:" || url.protocol === "https:" ? url.href : null;
-  } catch {
-    return null;
-  }
+  return line
+    .trim()
+    .replace(/^\|/, "")
+    .replace(/\|$/, "")
+    .split(/(?<!\\)\|/)
+    .map((cell) => cell.trim().replaceAll("\\|", "|"));
 }

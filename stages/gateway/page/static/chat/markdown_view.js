@@ -9,7 +9,7 @@ import { highlight } from "./highlight.js";
 import { parse } from "./markdown.js";
 
 /** @typedef {import("./markdown.js").Block} Block */
-/** @typedef {import("./markdown.js").Inline} Inline */
+/** @typedef {import("./inline.js").Inline} Inline */
 
 /** An element that shows a growing text: it redraws only the blocks that have changed. */
 export class MarkdownView {
@@ -83,11 +83,18 @@ function tight(item) {
  * @returns {HTMLElement}
  */
 function codeNode(text, language) {
-  const parts = highlight(text, language).map(({ kind, text: part }) => (kind ? el("span", { class: kind }, part) : part));
+  const parts = highlight(text, language).map(({ kind, text: part }) =>
+    kind ? el("span", { class: kind }, part) : part,
+  );
   return el(
     "figure",
     { class: "code" },
-    el("figcaption", {}, el("span", {}, language || "code"), copyButton(() => text, "Copy the code")),
+    el(
+      "figcaption",
+      {},
+      el("span", {}, language || "code"),
+      copyButton(() => text, "Copy the code"),
+    ),
     el("pre", { tabindex: 0, "aria-label": language ? `Code in ${language}` : "Code" }, el("code", {}, ...parts)),
   );
 }

@@ -7,6 +7,7 @@ import { copyButton } from "../common/copy.js";
 import { el, replace } from "../common/dom.js";
 import { counted, duration, number, whole } from "../common/format.js";
 import { hopBar, hopTable } from "../common/hops.js";
+import { previewOf } from "./attachments.js";
 import { tokensPerSecond } from "./conversation.js";
 import { MarkdownView } from "./markdown_view.js";
 import { TokenView } from "./token_view.js";
@@ -65,11 +66,17 @@ export class MessageView {
     const { text, attachments = [] } = this.message;
     replace(
       this.#body,
-      ...attachments.map(({ kind, name, url }) => el("p", { class: "file soft" }, `${name} (${kind}${url ? "" : ", not kept"})`)),
+      ...attachments.map(
+        (file) => previewOf(file) ?? el("p", { class: "file soft" }, `${file.name} (${file.kind}, not kept)`),
+      ),
       el("p", { class: "typed" }, text),
     );
     const edit = el("button", { class: "quiet", type: "button", onclick: () => this.#edit() }, "Edit");
-    replace(this.#foot, edit, copyButton(() => text, "Copy your message"));
+    replace(
+      this.#foot,
+      edit,
+      copyButton(() => text, "Copy your message"),
+    );
   }
 
   #edit() {
@@ -142,14 +149,22 @@ export class MessageView {
         {},
         el("button", { class: "quiet strong", type: "button", onclick: () => this.actions.regenerate() }, "Try again"),
         isOfControl &&
-          el("button", { class: "quiet", type: "button", onclick: () => this.actions.showSetting(param) }, `Change ${param}`),
+          el(
+            "button",
+            { class: "quiet", type: "button", onclick: () => this.actions.showSetting(param) },
+            `Change ${param}`,
+          ),
       ),
     );
   }
 
   #drawFoot() {
     const { text, failure, timings, finish } = this.message;
-    const again = el("button", { class: "quiet", type: "button", onclick: () => this.actions.regenerate() }, "Regenerate");
+    const again = el(
+      "button",
+      { class: "quiet", type: "button", onclick: () => this.actions.regenerate() },
+      "Regenerate",
+    );
     const buttons = failure ? [] : [copyButton(() => text, "Copy the reply"), again];
     const remark = finish && finish in FINISHES ? el("span", { class: "soft" }, FINISHES[finish]) : null;
     replace(this.#foot, ...buttons, remark, timings ? timingsNode(timings) : null);

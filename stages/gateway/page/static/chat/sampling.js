@@ -10,18 +10,66 @@
 
 /** @type {Control[]} */
 export const CONTROLS = [
-  { name: "temperature", label: "Temperature", min: 0, max: 2, step: 0.05, hasSlider: true, standard: "1",
-    help: "0 always takes the likeliest token." },
-  { name: "top_p", label: "Top p", min: 0.01, max: 1, step: 0.01, hasSlider: true, standard: "1",
-    help: "Only the likeliest tokens that make up this share." },
-  { name: "min_p", label: "Min p", min: 0, max: 1, step: 0.01, hasSlider: true, standard: "0",
-    help: "Only tokens this likely, relative to the likeliest." },
-  { name: "top_k", label: "Top k", min: 0, max: 2 ** 31 - 1, step: 1, isWhole: true, standard: "off",
-    help: "Only this many of the likeliest tokens." },
-  { name: "max_tokens", label: "Max tokens", min: 1, max: 2 ** 31 - 1, step: 1, isWhole: true, standard: "no limit",
-    help: "The reply ends after this many tokens." },
-  { name: "seed", label: "Seed", min: -(2 ** 53) + 1, max: 2 ** 53 - 1, step: 1, isWhole: true, standard: "random",
-    help: "The same seed gives the same reply." },
+  {
+    name: "temperature",
+    label: "Temperature",
+    min: 0,
+    max: 2,
+    step: 0.05,
+    hasSlider: true,
+    standard: "1",
+    help: "0 always takes the likeliest token.",
+  },
+  {
+    name: "top_p",
+    label: "Top p",
+    min: 0.01,
+    max: 1,
+    step: 0.01,
+    hasSlider: true,
+    standard: "1",
+    help: "Only the likeliest tokens that make up this share.",
+  },
+  {
+    name: "min_p",
+    label: "Min p",
+    min: 0,
+    max: 1,
+    step: 0.01,
+    hasSlider: true,
+    standard: "0",
+    help: "Only tokens this likely, relative to the likeliest.",
+  },
+  {
+    name: "top_k",
+    label: "Top k",
+    min: 0,
+    max: 2 ** 31 - 1,
+    step: 1,
+    isWhole: true,
+    standard: "off",
+    help: "Only this many of the likeliest tokens.",
+  },
+  {
+    name: "max_tokens",
+    label: "Max tokens",
+    min: 1,
+    max: 2 ** 31 - 1,
+    step: 1,
+    isWhole: true,
+    standard: "no limit",
+    help: "The reply ends after this many tokens.",
+  },
+  {
+    name: "seed",
+    label: "Seed",
+    min: -(2 ** 53) + 1,
+    max: 2 ** 53 - 1,
+    step: 1,
+    isWhole: true,
+    standard: "random",
+    help: "The same seed gives the same reply.",
+  },
 ];
 
 /** Values of a new page. */
@@ -39,7 +87,8 @@ export function read(control, text) {
   const isRight = Number.isFinite(value) && value >= control.min && value <= control.max;
   if (isRight && (!control.isWhole || Number.isInteger(value))) return { value };
   const kind = control.isWhole ? "a whole number" : "a number";
-  const limits = control.max >= 2 ** 31 - 1 ? `from ${Math.max(control.min, 0)}` : `from ${control.min} to ${control.max}`;
+  const limits =
+    control.max >= 2 ** 31 - 1 ? `from ${Math.max(control.min, 0)}` : `from ${control.min} to ${control.max}`;
   return { problem: `${control.label} must be ${kind}${control.name === "seed" ? "" : ` ${limits}`}.` };
 }
 

@@ -22,7 +22,12 @@ export class SettingsPanel {
     this.element = el(
       "aside",
       { class: "settings", id: "settings", "aria-label": "Settings of the next reply", hidden: true },
-      el("label", { class: "control wide", for: "system" }, el("span", { class: "name" }, "System prompt"), this.#system),
+      el(
+        "label",
+        { class: "control wide", for: "system" },
+        el("span", { class: "name" }, "System prompt"),
+        this.#system,
+      ),
       ...CONTROLS.map((control) => this.#control(control)),
       el("button", { class: "quiet", type: "button", onclick: () => this.#reset() }, "Back to the standard values"),
     );
@@ -46,8 +51,14 @@ export class SettingsPanel {
   /** @param {import("./sampling.js").Control} control */
   #control(control) {
     const { name, label, help, hasSlider, standard, min, max, step } = control;
-    const field = el("input", { id: `set-${name}`, inputmode: control.isWhole ? "numeric" : "decimal", autocomplete: "off",
-      placeholder: standard, "aria-describedby": `help-${name}`, spellcheck: "false" });
+    const field = el("input", {
+      id: `set-${name}`,
+      inputmode: control.isWhole ? "numeric" : "decimal",
+      autocomplete: "off",
+      placeholder: standard,
+      "aria-describedby": `help-${name}`,
+      spellcheck: "false",
+    });
     const slider = hasSlider ? el("input", { type: "range", min, max, step, "aria-label": label, tabindex: -1 }) : null;
     const words = el("p", { class: "help soft", id: `help-${name}` }, help);
     const show = () => {

@@ -64,5 +64,10 @@ export function hopTable(hopsMs) {
       el("td", { class: "track" }, bar, el("span", { class: "soft" }, words)),
     );
   });
-  return el("table", { class: "hop-table" }, el("caption", { class: "hidden" }, "Time in each hop"), el("tbody", {}, ...rows));
+  return el(
+    "table",
+    { class: "hop-table" },
+    el("caption", { class: "hidden" }, "Time in each hop"),
+    el("tbody", {}, ...rows),
+  );
 }

@@ -33,7 +33,7 @@ const EDGES = [
   { from: "detokenize", to: "gateway", offset: 0, bend: "across first", carries: "output" },
 ];
 const MAX_DOTS = 24;
-const PX_PER_S = 520;
+const PX_PER_S = 900;
 const MIN_MOVE_S = 0.35;
 
 export class Diagram {
@@ -72,7 +72,13 @@ export class Diagram {
     const box = el(
       "div",
       { class: `box ${name}` },
-      el("p", { class: "name" }, el("span", { class: `dot ${name}` }), el("span", { class: "title" }, name), el("span", { class: "state" })),
+      el(
+        "p",
+        { class: "name" },
+        el("span", { class: `dot ${name}` }),
+        el("span", { class: "title" }, name),
+        el("span", { class: "state" }),
+      ),
       el("p", { class: "does soft" }, does),
       el("p", { class: "figure" }, el("b", {}, "–"), " ", el("span", { class: "soft" }, unit)),
       el("p", { class: "load soft number" }),

@@ -21,7 +21,13 @@ export class Figures {
   constructor() {
     const chart = svg(
       "svg",
-      { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", class: "chart", role: "img", "aria-label": "Output tokens per second in the last minute" },
+      {
+        viewBox: `0 0 ${WIDTH} ${HEIGHT}`,
+        preserveAspectRatio: "none",
+        class: "chart",
+        role: "img",
+        "aria-label": "Output tokens per second in the last minute",
+      },
       this.#chart,
       this.#outline,
     );

@@ -100,6 +100,7 @@ export function pointAt(points, share) {
 /** @param {Point[]} points */
 export function lengthOf(points) {
   let sum = 0;
-  for (let i = 1; i < points.length; i += 1) sum += Math.hypot(points[i].x - points[i - 1].x, points[i].y - points[i - 1].y);
+  for (let i = 1; i < points.length; i += 1)
+    sum += Math.hypot(points[i].x - points[i - 1].x, points[i].y - points[i - 1].y);
   return sum;
 }

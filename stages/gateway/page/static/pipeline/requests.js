@@ -24,7 +24,13 @@ export class RequestList {
   #opened = "";
 
   constructor() {
-    this.element = el("section", { class: "request-list", "aria-label": "Requests" }, el("h2", {}, "Requests"), this.#empty, this.#list);
+    this.element = el(
+      "section",
+      { class: "request-list", "aria-label": "Requests" },
+      el("h2", {}, "Requests"),
+      this.#empty,
+      this.#list,
+    );
   }
 
   /** @param {Row[]} rows */
@@ -58,7 +64,9 @@ export class RequestList {
     const seen = JSON.stringify(row);
     const known = this.#items.get(key);
     if (known?.seen === seen) return known.item;
-    const item = known?.item ?? el("li", { id: `request-${key}` }, el("button", { type: "button" }), el("div", { class: "detail" }));
+    const item =
+      known?.item ??
+      el("li", { id: `request-${key}` }, el("button", { type: "button" }), el("div", { class: "detail" }));
     const button = /** @type {HTMLButtonElement} */ (item.firstElementChild);
     const detail = /** @type {HTMLElement} */ (item.lastElementChild);
     if (!known) {

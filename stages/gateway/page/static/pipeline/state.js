@@ -19,9 +19,26 @@
 
 /** The way of a request. */
 export const ROUTE = /** @type {const} */ ([
-  "client", "gateway", "ingest", "schedule", "execute", "schedule", "detokenize", "gateway", "client",
+  "client",
+  "gateway",
+  "ingest",
+  "schedule",
+  "execute",
+  "schedule",
+  "detokenize",
+  "gateway",
+  "client",
 ]);
-const PLACES = /** @type {Record<string, number>} */ ({ gateway: 1, tokenize: 2, admit: 2, queue: 3, prefill: 4, decode: 4, detokenize: 6, deliver: 7 });
+const PLACES = /** @type {Record<string, number>} */ ({
+  gateway: 1,
+  tokenize: 2,
+  admit: 2,
+  queue: 3,
+  prefill: 4,
+  decode: 4,
+  detokenize: 6,
+  deliver: 7,
+});
 const END = ROUTE.length - 1;
 
 const WINDOW_S = 60;

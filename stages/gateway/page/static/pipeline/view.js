@@ -69,7 +69,10 @@ export class PipelineView {
   /** @param {import("./state.js").PipelineState} state */
   #update(state) {
     this.#history.push(state);
-    this.#diagram.update(NAMES.map((name) => summary(name, state, this.#history)), this.#history.rates);
+    this.#diagram.update(
+      NAMES.map((name) => summary(name, state, this.#history)),
+      this.#history.rates,
+    );
     this.#figures.update(state, this.#history);
     const { rows, moves } = this.#tracker.update(state);
     this.#requests.update(rows);

@@ -4,7 +4,8 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 import { highlight } from "../page/chat/highlight.js";
-import { inline, parse, safeUrl } from "../page/chat/markdown.js";
+import { inline, safeUrl } from "../page/chat/inline.js";
+import { parse } from "../page/chat/markdown.js";
 
 const blocks = (text) => parse(text).map(({ block }) => block);
 const text = (words) => ({ type: "text", text: words });
@@ -40,7 +41,11 @@ test("emphasis, code and deletions", () => {
 
 test("marks without an end are text", () => {
   for (const line of ["2 * 3 * 4", "snake_case_name", "**open", "a `b", "[x](", "\\*not\\*", "<b>bold</b>", "~~"]) {
-    assert.deepEqual(inline(line).map(({ type }) => type), ["text"], line);
+    assert.deepEqual(
+      inline(line).map(({ type }) => type),
+      ["text"],
+      line,
+    );
   }
   assert.equal(words(inline("\\*not\\*")), "*not*");
   assert.equal(words(inline("<img src=x onerror=alert(1)>")), "<img src=x onerror=alert(1)>");
@@ -59,29 +64,53 @@ test("lists, also nested and with code", () => {
   const [list] = blocks("3. one\n4. two\n   - a\n   - b\n\n   ```\n   x\n   ```");
   assert.equal(list.ordered, true);
   assert.equal(list.start, 3);
-  assert.deepEqual(list.items.map((item) => item.map(({ type }) => type)), [["paragraph"], ["paragraph", "list", "fence"]]);
+  assert.deepEqual(
+    list.items.map((item) => item.map(({ type }) => type)),
+    [["paragraph"], ["paragraph", "list", "fence"]],
+  );
   assert.equal(list.items[1][2].text, "x");
-  assert.deepEqual(blocks("- a\n- b\n\ntext").map(({ type }) => type), ["list", "paragraph"]);
+  assert.deepEqual(
+    blocks("- a\n- b\n\ntext").map(({ type }) => type),
+    ["list", "paragraph"],
+  );
   assert.equal(blocks("* a\n\n* b")[0].items.length, 2);
 });
 
 test("quotes and tables", () => {
   const [quote] = blocks("> one\n> - two");
-  assert.deepEqual(quote.children.map(({ type }) => type), ["paragraph", "list"]);
+  assert.deepEqual(
+    quote.children.map(({ type }) => type),
+    ["paragraph", "list"],
+  );
   const [table] = blocks("| a | b |\n|:--|--:|\n| 1 | **2** |\n| 3 |");
   assert.deepEqual(table.align, ["start", "end"]);
-  assert.deepEqual(table.rows.map((row) => row.map(words)), [["1", "2"], ["3", ""]]);
+  assert.deepEqual(
+    table.rows.map((row) => row.map(words)),
+    [
+      ["1", "2"],
+      ["3", ""],
+    ],
+  );
   assert.equal(blocks("a | b\nc | d")[0].type, "paragraph");
 });
 
 test("only addresses of the web are links", () => {
-  assert.deepEqual(inline("[x](https://example.com/a_b \"t\")"), [
+  assert.deepEqual(inline('[x](https://example.com/a_b "t")'), [
     { type: "link", href: "https://example.com/a_b", children: [text("x")] },
   ]);
   const [, link, dot] = inline("see https://example.com/a_(b). ");
   assert.deepEqual([link.href, dot.text], ["https://example.com/a_(b", "). "]);
   assert.equal(inline("<https://example.com>")[0].href, "https://example.com/");
-  for (const address of ["javascript:alert(1)", " javascript:alert(1)", "data:text/html,x", "//example.com", "/x", "vbscript:x", "http://[", "JaVaScRiPt:x"]) {
+  for (const address of [
+    "javascript:alert(1)",
+    " javascript:alert(1)",
+    "data:text/html,x",
+    "//example.com",
+    "/x",
+    "vbscript:x",
+    "http://[",
+    "JaVaScRiPt:x",
+  ]) {
     assert.equal(safeUrl(address), null, address);
     const nodes = inline(`[x](${address})`);
     assert.ok(!nodes.some(({ type }) => type === "link"), address);
@@ -99,7 +128,33 @@ test("a text that streams keeps the blocks before its last one", () => {
 
 test("no text takes long", () => {
   const size = 40_000;
-  const texts = ["*", "**a ", "_a", "`", "``a", "[", "[a](", "](", "> ", "- ", "1. ", "|", "|-", "#", "# #", "~~a", "\\", "<", "h", "https://a", " ", "\n", "a\n", "*a_b`c[d", "| a\n|--\n"];
+  const texts = [
+    "*",
+    "**a ",
+    "_a",
+    "`",
+    "``a",
+    "[",
+    "[a](",
+    "](",
+    "> ",
+    "- ",
+    "1. ",
+    "|",
+    "|-",
+    "#",
+    "# #",
+    "~~a",
+    "\\",
+    "<",
+    "h",
+    "https://a",
+    " ",
+    "\n",
+    "a\n",
+    "*a_b`c[d",
+    "| a\n|--\n",
+  ];
   for (const part of texts) {
     const long = part.repeat(Math.ceil(size / part.length));
     const begin = performance.now();
@@ -114,7 +169,14 @@ test("highlighting changes no text", () => {
   assert.equal(parts.map((part) => part.text).join(""), code);
   assert.deepEqual(
     parts.filter(({ kind }) => kind).map(({ kind, text: part }) => [kind, part]),
-    [["keyword", "def"], ["comment", '# "why"'], ["keyword", "return"], ["string", '"a\\"b"'], ["number", "0x1F"], ["string", "'''c\n"]],
+    [
+      ["keyword", "def"],
+      ["comment", '# "why"'],
+      ["keyword", "return"],
+      ["string", '"a\\"b"'],
+      ["number", "0x1F"],
+      ["string", "'''c\n"],
+    ],
   );
   assert.equal(highlight("// a\nint b; /* c", "c").filter(({ kind }) => kind === "comment").length, 2);
   assert.equal(highlight("--x -- y", "sql").find(({ kind }) => kind === "comment").text, "--x -- y");
