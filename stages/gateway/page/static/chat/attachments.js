@@ -26,7 +26,7 @@ export class Attachments {
     this.model = model;
     this.list = this.#list;
     this.buttons = KINDS.map(({ kind, label, accept }) => {
-      const input = el("input", { type: "file", accept, class: "hidden", tabindex: -1, "aria-label": `${label} file` });
+      const input = el("input", { type: "file", accept, hidden: true, "aria-label": `${label} file` });
       input.addEventListener("change", () => {
         const [file] = input.files ?? [];
         input.value = "";

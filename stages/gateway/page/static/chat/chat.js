@@ -82,10 +82,13 @@ export class Chat {
       settings.setAttribute("aria-expanded", String(isShown));
     };
     settings.addEventListener("click", () => show(this.settings.element.hidden));
-    this.settings.element.addEventListener("keydown", (event) => {
-      if (event.key !== "Escape") return;
+    const hide = () => {
       show(false);
       settings.focus();
+    };
+    this.settings.close.addEventListener("click", hide);
+    this.settings.element.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") hide();
     });
     const form = el(
       "form",

@@ -12,6 +12,7 @@ export class SettingsPanel {
   #texts;
   /** @type {Map<string, HTMLInputElement>} */
   #fields = new Map();
+  close = el("button", { class: "quiet strong close", type: "button" }, "Close");
   #system = el("textarea", { id: "system", rows: 3, placeholder: "None" });
 
   constructor() {
@@ -22,6 +23,7 @@ export class SettingsPanel {
     this.element = el(
       "aside",
       { class: "settings", id: "settings", "aria-label": "Settings of the next reply", hidden: true },
+      this.close,
       el(
         "label",
         { class: "control wide", for: "system" },
