@@ -111,8 +111,9 @@ class GatewayStage:
         if self._keys is not None:
             assert runner.server is not None
             handle = runner.server.request_handler
-            open_paths = [*(() if has_admin else OPEN_PATHS), *(files.paths() if self._stage.settings.gateway.page else ())]
-            runner.server.request_handler = require_key(handle, self._keys, frozenset(open_paths))
+            page_paths = files.paths() if self._stage.settings.gateway.page else ()
+            open_paths = frozenset((*(() if has_admin else OPEN_PATHS), *page_paths))
+            runner.server.request_handler = require_key(handle, self._keys, open_paths)
         else:
             policy = OriginPolicy(self._stage.settings.gateway)
             for one in (runner, admin):

@@ -11,8 +11,8 @@ IS_IDLE = "!document.querySelector('.streaming')"
 NUM_REPLIES = "document.querySelectorAll('.message.assistant').length"
 LAST = "[...document.querySelectorAll('.message.assistant')].at(-1)"
 HOSTILE = (
-    "# Hi\n\n<img src=x onerror=alert(1)><script>alert(1)</script>\n\n[a](javascript:alert(1)) [b](https://example.com) "
-    "![c](https://example.com/x.png)\n\n```html\n<b>x</b>\n```"
+    "# Hi\n\n<img src=x onerror=alert(1)><script>alert(1)</script>\n\n[a](javascript:alert(1)) "
+    "[b](https://example.com) ![c](https://example.com/x.png)\n\n```html\n<b>x</b>\n```"
 )
 
 Check = Callable[[Tab], Awaitable[None]]
@@ -57,7 +57,8 @@ async def ask(tab: Tab, text: str) -> str:
 
 async def it_streams_a_reply(tab: Tab) -> None:
     await settings(tab, temperature="0", max_tokens="400")
-    await tab.run("window.sizes = []; window.watch = setInterval(() => sizes.push(document.body.textContent.length), 20)")
+    await tab.run("window.sizes = []")
+    await tab.run("window.watch = setInterval(() => sizes.push(document.body.textContent.length), 20)")
     await send(tab, "Write the numbers from one to sixty.")
     await tab.until(f"{NUM_REPLIES} === 1 && {IS_IDLE}", SLOW_S)
     await tab.run("clearInterval(window.watch)")

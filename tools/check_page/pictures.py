@@ -17,7 +17,7 @@ NUM_LOADS = 8
 
 async def save(tab: Tab, url: str, folder: Path) -> None:
     """Chat with the server at `url`, and save the pictures to `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
+    await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
     await tab.resize(*WIDTHS["desktop"])
     await tab.set_media()
     await tab.open(f"{url}/")

@@ -190,9 +190,7 @@ def _open_requests(table: RequestTable, scope: str, now_s: float) -> list[Reques
     return list(itertools.islice(found, MAX_OPEN))
 
 
-def _open_request(
-    prompt_request: PromptRequest, index: int, sequence: SequenceOutput, now_s: float
-) -> RequestState:
+def _open_request(prompt_request: PromptRequest, index: int, sequence: SequenceOutput, now_s: float) -> RequestState:
     begin_s = prompt_request.request.received_s
     first = sequence.first
     ends = [prompt_request.began_s, prompt_request.done_s]
@@ -244,9 +242,7 @@ def _finished_request(times: RequestTimings, place: int) -> RequestState:
 
 def _durations(stamps_s: list[float]) -> dict[str, float]:
     """Hops by name: as many as have ended."""
-    return {
-        name: _ms(end - begin) for name, begin, end in zip(HOPS, stamps_s, stamps_s[1:], strict=False)
-    }
+    return {name: _ms(end - begin) for name, begin, end in zip(HOPS, stamps_s, stamps_s[1:], strict=False)}
 
 
 def _ms(seconds: float) -> float:
