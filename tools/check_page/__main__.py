@@ -55,8 +55,8 @@ async def run(program: str, only: str, folder: Path | None) -> int:
             async with browser(program) as chromium:
                 tab = await chromium.tab()
                 await tab.open(f"{server.url}/")
-                check = checks.a_server_with_keys_asks_for_one
-                failed += await passes(tab, server.url, check.__name__, check(tab, KEY)) is False
+                with_key = checks.a_server_with_keys_asks_for_one
+                failed += await passes(tab, server.url, with_key.__name__, with_key(tab, KEY)) is False
     print(f"{failed} failed" if failed else "all passed")
     return 1 if failed else 0
 
