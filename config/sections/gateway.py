@@ -170,6 +170,13 @@ class GatewaySettings(Frozen, frozen=True):
             "prompts of others."
         ),
     ] = False
+    page: Annotated[
+        bool,
+        Meta(
+            description="Serve the web page at /: a chat, and a live view of the stages. Its files need no API key; "
+            "the requests that it sends do."
+        ),
+    ] = True
     admin_host: Annotated[str, Meta(min_length=1, description="Address of the admin listener.")] = "127.0.0.1"
     admin_port: Annotated[
         int,

@@ -13,6 +13,7 @@ that reaches its deadline is aborted like one aborted by id, or fails if it has 
 import asyncio
 import time
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -81,8 +82,17 @@ class RequestTable:
     def num_open(self) -> int:
         return len(self._table)
 
+    @property
+    def replica(self) -> int:
+        """Number of this gateway."""
+        return self._stage.replica
+
     def get(self, request_id: int) -> PromptRequest | None:
         return self._table.get(request_id)
+
+    def newest(self) -> Iterator[PromptRequest]:
+        """Open prompt requests, the newest first. Don't await while iterating."""
+        return reversed(self._table.values())
 
     async def idle(self) -> None:
         """Wait until nothing is open. The caller sets the deadline."""
@@ -270,7 +280,7 @@ class RequestTable:
         has_finished = request.prompt_requests and request.is_finished and request.failure is None
         if has_finished and not request.parsed.is_lookup:
             now_s = time.monotonic()
-            self.recent.keep(timings.times_of(request, now_s))
+            self.recent.keep(timings.times_of(request, now_s), request.parsed.scope)
             for prompt_request in request.prompt_requests:
                 took_s = round(now_s - request.received_s, 4)
                 fields = log_fields(prompt_request, response_id=request.id, took_s=took_s)

@@ -36,6 +36,7 @@ from pipeline.stages.gateway.http.app import Api
 from pipeline.stages.gateway.http.guard import OPEN_PATHS, require_allowed_origin, require_key
 from pipeline.stages.gateway.http.listener import MAX_HEADERS, HttpListener
 from pipeline.stages.gateway.http.origins import OriginPolicy
+from pipeline.stages.gateway.page import files
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from pipeline.stages.gateway.readiness import Readiness
 from pipeline.stages.gateway.replayed import SHUTTING_DOWN, ReplayedClients
@@ -119,8 +120,9 @@ class GatewayStage:
         tls = server_context(self._stage.settings.gateway)
         handle, cors = runner.server.request_handler, self._api.cors
         if self._keys is not None:
-            handle = require_key(handle, self._keys, () if has_admin else OPEN_PATHS)
-            runner.server.request_handler = cors.wrap(handle)
+            page_paths = files.paths() if self._stage.settings.gateway.page else ()
+            open_paths = frozenset((*(() if has_admin else OPEN_PATHS), *page_paths))
+            runner.server.request_handler = cors.wrap(require_key(handle, self._keys, open_paths))
         else:
             gateway = self._stage.settings.gateway
             policy = OriginPolicy(gateway, "http" if tls is None else "https")

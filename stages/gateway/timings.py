@@ -6,6 +6,7 @@
 """
 
 from collections import deque
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -127,14 +128,19 @@ class RecentRequests:
     """Timings of the last requests that succeeded."""
 
     def __init__(self) -> None:
-        self._kept: deque[RequestTimings] = deque(maxlen=NUM_KEPT)
+        self._kept: deque[tuple[str, RequestTimings]] = deque(maxlen=NUM_KEPT)
+        """With the scope of each; see `api_keys`."""
 
-    def keep(self, times: RequestTimings) -> None:
-        self._kept.append(times)
+    def keep(self, times: RequestTimings, scope: str) -> None:
+        self._kept.append((scope, times))
+
+    def newest(self, scope: str) -> Iterator[RequestTimings]:
+        """Those of a scope, the newest first."""
+        return (times for own, times in reversed(self._kept) if own == scope)
 
     def find(self, response_id: str) -> RequestTimings | None:
         """Find the newest by the id of its response, or by the id of a prompt request as in log lines."""
-        for times in reversed(self._kept):
+        for _, times in reversed(self._kept):
             if response_id == times.response_id or any(response_id == f"{one.request_id:x}" for one in times.sequences):
                 return times
         return None

@@ -83,6 +83,7 @@ EFFECTS = {
     "gateway.share_prefix_cache": (
         "tests/stages/gateway/test_scopes.py::TestPrefixCache::test_the_prefix_cache_can_be_shared"
     ),
+    "gateway.page": "tests/stages/gateway/page/test_files.py::test_the_page_can_be_turned_off",
     "gateway.admin_host": f"{SERVER}::test_admin_host_sets_the_address_of_the_admin_listener",
     "gateway.admin_port": f"{AUTH}::test_the_admin_listener_answers_for_the_whole_server",
     "ingest.replicas": REPLICAS,

@@ -1,6 +1,7 @@
 """GET /metrics: asks the supervisor for the stats of the whole server, so any gateway can report them."""
 
 import asyncio
+import time
 
 from pipeline.metrics.stats import ServerStats
 from pipeline.runtime import messages as m
@@ -22,12 +23,20 @@ class StatsQuery:
         )
         self._current: asyncio.Task[ServerStats | None] | None = None
         self._next: asyncio.Task[ServerStats | None] | None = None
+        self._last: ServerStats | None = None
+        self._last_s = 0.0
 
     async def fetch(self) -> ServerStats | None:
         """The stats, or None if the supervisor does not reply in time."""
         if self._next is None:
             self._next = asyncio.create_task(self._fetch_after(self._current))
         return await asyncio.shield(self._next)
+
+    async def fetch_recent(self, max_age_s: float) -> ServerStats | None:
+        """Stats that were collected at most `max_age_s` ago, or as `fetch`. It bounds what many pollers cost."""
+        if self._last is not None and time.monotonic() - self._last_s <= max_age_s:
+            return self._last
+        return await self.fetch()
 
     async def _fetch_after(self, previous: "asyncio.Task[ServerStats | None] | None") -> ServerStats | None:
         if previous is not None:
@@ -40,4 +49,5 @@ class StatsQuery:
         return replies.get(ONLY_PEER)
 
     def handle_reply(self, message: m.StatsAnswer) -> None:
+        self._last, self._last_s = message.stats, time.monotonic()
         self._pending.handle(message.nonce, message.stats)

@@ -12,7 +12,7 @@ from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler
 
 from pipeline.config.settings import GatewaySettings as GatewaySettings
-from pipeline.stages.gateway.admin import health
+from pipeline.stages.gateway.admin import health, pipeline_state
 from pipeline.stages.gateway.admin.abort_requests import AbortBody, RequestAborter
 from pipeline.stages.gateway.admin.health import HealthQuery
 from pipeline.stages.gateway.admin.reset_prefix_cache import PrefixCacheResetter
@@ -38,6 +38,7 @@ from pipeline.stages.gateway.http.server_header import set_server
 from pipeline.stages.gateway.infill.parsing import parse_infill
 from pipeline.stages.gateway.ollama.errors import is_ollama
 from pipeline.stages.gateway.ollama.handlers import OllamaApi
+from pipeline.stages.gateway.page import files
 from pipeline.stages.gateway.parsing import parse, request_ids
 from pipeline.stages.gateway.parsing.anthropic.parse import parse_count_tokens, parse_messages
 from pipeline.stages.gateway.parsing.decode import decode
@@ -53,6 +54,9 @@ from pipeline.stages.gateway.request import Request
 from pipeline.stages.gateway.request_table import RequestTable
 from pipeline.stages.gateway.responses_api.handlers import ResponsesApi
 from pipeline.version import VERSION
+
+PIPELINE_MAX_AGE_S = 0.2
+"""Age of the counts in /pipeline, so that any number of open pages asks the stages at most five times a second."""
 
 _aborts = msgspec.json.Decoder(AbortBody)
 
@@ -93,6 +97,7 @@ class Api:
         self._created = int(time.time())
         self._has_keys = has_keys
         self._model = model
+        self._has_page = settings.page
         self._has_admin_routes = True
         self.cors = Cors(settings)
         self.responses = ResponsesApi(self._read_request, requests, aborter, settings)
@@ -104,6 +109,8 @@ class Api:
         app = self._empty()
         app.on_response_prepare.append(self._add_cors_headers)
         app.add_routes([self._def_of(route) for route in ROUTES if not route.is_admin])
+        if self._has_page:
+            app.add_routes(files.routes())
         if has_admin_routes:
             app.add_routes(self._admin_routes())
         return app
@@ -306,6 +313,12 @@ class Api:
         from pipeline.metrics import exposition
 
         return web.Response(body=exposition.text_of(stats), headers={"Content-Type": exposition.CONTENT_TYPE})
+
+    async def pipeline(self, http_request: web.Request) -> web.StreamResponse:
+        stats = await self._stats.fetch_recent(PIPELINE_MAX_AGE_S)
+        if stats is None:
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "Timed out waiting for the supervisor", code="late")
+        return _json(pipeline_state.state_of(stats, self._requests, current_scope()))
 
     async def load(self, http_request: web.Request) -> web.StreamResponse:
         admission = self._requests.admission

@@ -21,7 +21,8 @@ from pipeline.stages.gateway.parsing import request_ids
 Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 OPEN_PATHS = ("/health", "/metrics", "/ping")
-"""Paths without a key, if there is no admin listener. They are compared exactly, not as a router would."""
+"""Paths without a key, if there is no admin listener, besides those of the web page. They are compared exactly, not as
+a router would."""
 OPEN_METHODS = ("GET", "HEAD")
 KEY_HEADER = "x-api-key"
 """Clients of Anthropic's API send their key in it. `Authorization` takes precedence."""

@@ -10,6 +10,7 @@ import msgspec
 
 from pipeline.stages.gateway.admin.abort_requests import AbortBody, Aborted
 from pipeline.stages.gateway.admin.health import HealthBody
+from pipeline.stages.gateway.admin.pipeline_state import PipelineState
 from pipeline.stages.gateway.admin.reset_prefix_cache import Reset
 from pipeline.stages.gateway.admin.server_info import (
     ModelCard,
@@ -286,6 +287,7 @@ ROUTES = (
         "POST", "/reset_prefix_cache", "reset_prefix_cache", "Drops all cached blocks of the prefix cache.", reply=Reset
     ),
     Route("GET", "/load", "load", "Number of open requests, and the limits.", reply=ServerLoad),
+    Route("GET", "/pipeline", "pipeline", "The stages, the KV cache and the latest requests.", reply=PipelineState),
     Route("GET", "/health", "health", "The state of each process.", reply=HealthBody, is_admin=True),
     Route("GET", "/ping", "ping", "200 if the server takes requests: for SageMaker.", is_admin=True),
     Route("POST", "/ping", "post_ping", "As GET /ping."),

@@ -15,6 +15,7 @@ from pipeline.config.settings import Settings
 from pipeline.runtime import messages as m
 from pipeline.runtime.api_keys import Keys
 from pipeline.stages.gateway.http.app import Api
+from pipeline.stages.gateway.page import files
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from pipeline.stages.gateway.readiness import Readiness
 from tests.stages.gateway.gate import CHAT, COMPLETION, Gate
@@ -71,7 +72,10 @@ ROUTES = [
     ("POST", "/abort_requests"),
     ("POST", "/reset_prefix_cache"),
     ("GET", "/nothing/here"),
-    ("GET", "/"),
+    ("POST", "/"),
+    ("GET", "/page/"),
+    ("GET", "/page/../pipeline"),
+    ("GET", "/pipeline"),
     ("DELETE", "/v1/models"),
     ("OPTIONS", "/v1/chat/completions"),
     ("HEAD", "/v1/models"),
@@ -79,7 +83,6 @@ ROUTES = [
     ("DELETE", "/metrics"),
     ("OPTIONS", "/health"),
     ("GET", "/health/"),
-    ("GET", "//health"),
     ("GET", "/%68ealth"),
     ("GET", "/health/../v1/models"),
     ("GET", "/metrics/x"),
@@ -111,6 +114,7 @@ def test_every_registered_route_requires_a_key(gate: Gate) -> None:
     api = Api(Readiness(), none, none, none, none, none, RequestLimits("x", 1), Settings().gateway)
     resources = api.app().router.resources()
     paths = {resource.canonical.replace("{model}", "x") for resource in resources} - {"/health", "/metrics", "/ping"}
+    paths -= set(files.paths())  # tests/stages/gateway/page has the tests of these
     assert len(paths) >= 10
     for path in paths:
         for method in ("GET", "POST", "PUT", "DELETE"):
@@ -138,6 +142,12 @@ def raw(gate: Gate, head: str, body: bytes = b"") -> bytes:
     with socket.create_connection(gate.address, timeout=30) as connection:
         connection.sendall(head.encode() + body)
         return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+@pytest.mark.parametrize("target", ["//", "//health", "//page/main.js", "/page//main.js", "/%70age/main.js"])
+def test_open_paths_are_compared_exactly(gate: Gate, target: str) -> None:
+    """httpx would send another target."""
+    assert raw(gate, f"GET {target} HTTP/1.1\r\nHost: localhost\r\n\r\n").startswith(b"HTTP/1.1 401 ")
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/abort_requests", "/nothing", "/health"])

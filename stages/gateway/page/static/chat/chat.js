@@ -1,0 +1,293 @@
+/**
+ * The chat: a conversation, the field for the next message, and the settings of the reply.
+ * @module
+ */
+
+import { ApiError, streamChat } from "../common/api.js";
+import { announce, el, replace } from "../common/dom.js";
+import { counted } from "../common/format.js";
+import { load, save } from "../common/store.js";
+import { Attachments } from "./attachments.js";
+import { apply, before, edited, requestMessages, restored, stored } from "./conversation.js";
+import { MessageView } from "./message_view.js";
+import { SettingsPanel } from "./settings_panel.js";
+
+/** @typedef {import("./conversation.js").Message} Message */
+
+const NUM_TOP = 5;
+const SUGGESTIONS = [
+  "What is the capital of Greece?",
+  "Explain in three sentences what a KV cache is.",
+  "Write a Python function that reverses the words of a sentence.",
+];
+const NEAR_END_PX = 80;
+
+export class Chat {
+  /** @type {Message[]} */
+  #messages = restored(load("conversation", []));
+  /** @type {MessageView[]} */
+  #views = [];
+  /** @type {AbortController | null} */
+  #running = null;
+  #model = "";
+  #showTokens = Boolean(load("tokens", false));
+  #follows = true;
+
+  /** @param {HTMLElement} root */
+  constructor(root) {
+    this.root = root;
+    this.settings = new SettingsPanel();
+    this.attachments = new Attachments(() => this.#model);
+    this.thread = el("div", { class: "thread", role: "log", "aria-live": "off", "aria-label": "Conversation" });
+    this.field = el("textarea", { id: "message", rows: 1, placeholder: "Write a message", "aria-label": "Message" });
+    this.sendButton = el("button", { class: "send", type: "submit" }, "Send");
+    this.newButton = el("button", { class: "quiet", type: "button", onclick: () => this.#clear() }, "New chat");
+    this.undo = el("p", { class: "undo", hidden: true });
+    const scroller = el("div", { class: "scroller", tabindex: -1 }, this.thread);
+    this.scroller = scroller;
+    root.append(el("div", { class: "column" }, scroller, this.undo, this.#composer()), this.settings.element);
+    scroller.addEventListener("scroll", () => {
+      this.#follows = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < NEAR_END_PX;
+    });
+    this.#draw();
+  }
+
+  /** @param {string} model the served model's name; empty while it is not known */
+  setModel(model) {
+    this.#model = model;
+    if (!this.#messages.length) this.#draw();
+  }
+
+  #composer() {
+    const tokens = el(
+      "button",
+      { class: "quiet toggle", type: "button", "aria-pressed": String(this.#showTokens) },
+      "Tokens",
+    );
+    tokens.title = "Show replies token by token, with the likeliest tokens at each place";
+    tokens.addEventListener("click", () => {
+      this.#showTokens = !this.#showTokens;
+      tokens.setAttribute("aria-pressed", String(this.#showTokens));
+      save("tokens", this.#showTokens);
+      for (const view of this.#views) view.state.showTokens = this.#showTokens;
+      this.#views.forEach((view) => view.draw());
+    });
+    const settings = el(
+      "button",
+      { class: "quiet toggle", type: "button", "aria-controls": "settings", "aria-expanded": "false" },
+      "Settings",
+    );
+    const show = (/** @type {boolean} */ isShown) => {
+      this.settings.element.hidden = !isShown;
+      settings.setAttribute("aria-expanded", String(isShown));
+    };
+    settings.addEventListener("click", () => show(this.settings.element.hidden));
+    const hide = () => {
+      show(false);
+      settings.focus();
+    };
+    this.settings.close.addEventListener("click", hide);
+    this.settings.element.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") hide();
+    });
+    const form = el(
+      "form",
+      { class: "composer", novalidate: true },
+      this.attachments.list,
+      this.field,
+      el("div", { class: "tools" }, ...this.attachments.buttons, tokens, settings, this.newButton, this.sendButton),
+    );
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      if (this.#running) this.stop();
+      else this.#submit();
+    });
+    this.field.addEventListener("input", () => this.#fit());
+    this.field.addEventListener("keydown", (event) => {
+      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+        event.preventDefault();
+        if (!this.#running) this.#submit();
+      }
+    });
+    document.addEventListener("keydown", (event) => {
+      if (event.key === "Escape" && this.#running && !this.root.hidden) this.stop();
+    });
+    return form;
+  }
+
+  /** Makes the field as high as its text. */
+  #fit() {
+    this.field.style.height = "auto";
+    this.field.style.height = `${this.field.scrollHeight}px`;
+  }
+
+  #submit() {
+    const text = this.field.value.trim();
+    if ((!text && !this.attachments.files.length) || !this.#settingsAreValid()) return;
+    const attachments = this.attachments.files;
+    this.field.value = "";
+    this.attachments.clear();
+    this.#fit();
+    this.#replyTo([...this.#messages, { role: "user", text, ...(attachments.length ? { attachments } : {}) }]);
+  }
+
+  /** Ends the reply that is being written. The server aborts its request. */
+  stop() {
+    this.#running?.abort();
+  }
+
+  #clear() {
+    this.stop();
+    const { length } = this.#messages;
+    const messages = this.#messages;
+    this.#set([]);
+    this.field.focus();
+    if (!length) return;
+    const back = () => {
+      this.undo.hidden = true;
+      this.#set(messages);
+    };
+    replace(
+      this.undo,
+      `${counted(length, "message")} cleared. `,
+      el("button", { class: "quiet strong", type: "button", onclick: back }, "Undo"),
+    );
+    this.undo.hidden = false;
+  }
+
+  /** @param {Message[]} messages */
+  #set(messages) {
+    this.#messages = messages;
+    this.#draw();
+    this.#save();
+  }
+
+  #draw() {
+    this.#views = this.#messages.map((message, index) => this.#viewOf(message, index));
+    replace(this.thread, ...(this.#views.length ? this.#views.map(({ element }) => element) : [this.#welcome()]));
+    this.#scroll(true);
+  }
+
+  #welcome() {
+    const ask = (/** @type {string} */ text) => this.#replyTo([{ role: "user", text }]);
+    return el(
+      "div",
+      { class: "welcome" },
+      el("h1", {}, this.#model || "Connecting…"),
+      el("p", { class: "soft" }, "Messages go to this server only, and are kept in this browser."),
+      el(
+        "ul",
+        {},
+        ...SUGGESTIONS.map((text) => el("li", {}, el("button", { type: "button", onclick: () => ask(text) }, text))),
+      ),
+    );
+  }
+
+  /**
+   * @param {Message} message
+   * @param {number} index
+   */
+  #viewOf(message, index) {
+    const actions = {
+      edit: (/** @type {string} */ text) => this.#replyTo(edited(this.#messages, index, text)),
+      regenerate: () => this.#replyTo(before(this.#messages, index)),
+      showSetting: (/** @type {string} */ name) => this.settings.focus(name),
+    };
+    return new MessageView(message, actions, { showTokens: this.#showTokens, isStreaming: false });
+  }
+
+  /**
+   * Shows messages, the last one the user's, and streams the reply to them.
+   * @param {Message[]} messages
+   */
+  async #replyTo(messages) {
+    if (!this.#settingsAreValid()) return;
+    this.stop();
+    this.undo.hidden = true;
+    const body = this.#body(messages);
+    /** @type {Message} */
+    const reply = { role: "assistant", text: "" };
+    this.#set([...messages, reply]);
+    const view = this.#views[this.#views.length - 1];
+    const running = new AbortController();
+    this.#running = running;
+    this.#showRunning(true);
+    view.state.isStreaming = true;
+    view.draw();
+    try {
+      for await (const chunk of streamChat(body, running.signal)) {
+        apply(reply, chunk);
+        view.drawSoon();
+        this.#scrollSoon();
+      }
+    } catch (error) {
+      if (running.signal.aborted) reply.finish = "abort";
+      else reply.failure = failureOf(error);
+    }
+    view.state.isStreaming = false;
+    view.draw();
+    this.#scroll();
+    if (this.#running === running) {
+      this.#running = null;
+      this.#showRunning(false);
+    }
+    if (this.#messages.includes(reply)) this.#save();
+    announce(reply.failure ? `Error: ${reply.failure.message}` : `Reply: ${reply.text}`);
+  }
+
+  /** Whether a request can be made; otherwise the first wrong field gets the focus. */
+  #settingsAreValid() {
+    const [problem] = Object.entries(this.settings.read().problems);
+    if (!problem) return true;
+    this.settings.focus(problem[0]);
+    announce(problem[1]);
+    return false;
+  }
+
+  /** @param {Message[]} messages */
+  #body(messages) {
+    return {
+      model: this.#model,
+      messages: requestMessages(messages, this.settings.system),
+      ...this.settings.read().fields,
+      timings: true,
+      ...(this.#showTokens ? { logprobs: true, top_logprobs: NUM_TOP } : {}),
+    };
+  }
+
+  /** @param {boolean} isRunning */
+  #showRunning(isRunning) {
+    this.sendButton.textContent = isRunning ? "Stop" : "Send";
+    this.sendButton.classList.toggle("stop", isRunning);
+  }
+
+  #scrollSoon() {
+    requestAnimationFrame(() => this.#scroll());
+  }
+
+  /** @param {boolean} [always] also if the reader has scrolled up */
+  #scroll(always = false) {
+    if (always) this.#follows = true;
+    if (this.#follows) this.scroller.scrollTop = this.scroller.scrollHeight;
+  }
+
+  /** Stores the conversation: with as many tokens as there is room for. */
+  #save() {
+    for (const numWithTokens of [20, 4, 1, 0]) {
+      if (save("conversation", stored(this.#messages, numWithTokens))) return;
+    }
+  }
+}
+
+/**
+ * @param {unknown} error
+ * @returns {import("./conversation.js").Failure}
+ */
+function failureOf(error) {
+  if (error instanceof ApiError) {
+    const { message, status, code, param, retryAfterS } = error;
+    return { message, status, code, param, retryAfterS };
+  }
+  const message = error instanceof Error ? error.message : String(error);
+  return { message, status: 0, code: null, param: null, retryAfterS: null };
+}

@@ -1,0 +1,89 @@
+/**
+ * The view of the stages. It asks the server only while it is seen.
+ * @module
+ */
+
+import { ApiError, getJson } from "../common/api.js";
+import { el, replace } from "../common/dom.js";
+import { uptime, whole } from "../common/format.js";
+import { Diagram } from "./diagram.js";
+import { Figures } from "./figures.js";
+import { RequestList } from "./requests.js";
+import { History, summary, Tracker } from "./state.js";
+
+const INTERVAL_MS = 400;
+const AFTER_ERROR_MS = 3000;
+const NAMES = ["gateway", "ingest", "schedule", "execute", "detokenize"];
+
+export class PipelineView {
+  #history = new History();
+  #tracker = new Tracker();
+  #figures = new Figures();
+  #requests = new RequestList();
+  #diagram = new Diagram((key) => this.#requests.open(key));
+  #line = el("p", { class: "server soft" });
+  #failure = el("p", { class: "failure", role: "alert", hidden: true });
+  #isShown = false;
+  #isAsking = false;
+  #timer = 0;
+
+  /** @param {HTMLElement} root */
+  constructor(root) {
+    root.append(
+      el(
+        "div",
+        { class: "page-column" },
+        el("h1", { class: "hidden" }, "Stages"),
+        this.#failure,
+        this.#line,
+        this.#diagram.element,
+        el("div", { class: "below" }, this.#figures.element, this.#requests.element),
+      ),
+    );
+    document.addEventListener("visibilitychange", () => this.#ask());
+  }
+
+  /** @param {boolean} isShown */
+  show(isShown) {
+    this.#isShown = isShown;
+    this.#ask();
+  }
+
+  async #ask() {
+    clearTimeout(this.#timer);
+    if (!this.#isShown || document.hidden || this.#isAsking) return;
+    this.#isAsking = true;
+    let waitMs = INTERVAL_MS;
+    try {
+      this.#update(await getJson("pipeline", { signal: AbortSignal.timeout(10_000) }));
+      this.#failure.hidden = true;
+    } catch (error) {
+      waitMs = AFTER_ERROR_MS;
+      this.#failure.hidden = false;
+      this.#failure.textContent = error instanceof ApiError ? error.message : "The server does not answer in time.";
+    }
+    this.#isAsking = false;
+    this.#timer = setTimeout(() => this.#ask(), waitMs);
+  }
+
+  /** @param {import("./state.js").PipelineState} state */
+  #update(state) {
+    this.#history.push(state);
+    this.#diagram.update(
+      NAMES.map((name) => summary(name, state, this.#history)),
+      this.#history.rates,
+    );
+    this.#figures.update(state, this.#history);
+    const { rows, moves } = this.#tracker.update(state);
+    this.#requests.update(rows);
+    this.#diagram.setRequests(rows, moves);
+    const words = [
+      `Pipeline ${state.version}`,
+      state.state,
+      `up ${uptime(state.uptime_s)}`,
+      `context ${whole(state.max_model_len)} tokens`,
+      `${state.block_size} tokens in a block`,
+    ];
+    replace(this.#line, el("span", { class: `dot ${state.state === "serving" ? "good" : "bad"}` }), words.join(" · "));
+  }
+}

@@ -1,0 +1,296 @@
+"""What the page must do, each as a function of a tab that shows it. They run in this order, in one tab."""
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from tools.check_page.devtools import Tab
+
+SLOW_S = 30.0
+IS_IDLE = "!document.querySelector('.streaming')"
+NUM_REPLIES = "document.querySelectorAll('.message.assistant').length"
+LAST = "[...document.querySelectorAll('.message.assistant')].at(-1)"
+HOSTILE = (
+    "# Hi\n\n<img src=x onerror=alert(1)><script>alert(1)</script>\n\n[a](javascript:alert(1)) "
+    "[b](https://example.com) ![c](https://example.com/x.png)\n\n```html\n<b>x</b>\n```"
+)
+
+Check = Callable[[Tab], Awaitable[None]]
+
+
+def expect(condition: object, words: str) -> None:
+    if not condition:
+        raise AssertionError(words)
+
+
+async def settings(tab: Tab, **texts: str) -> None:
+    """Load the page anew with values of the controls."""
+    value = json.dumps(json.dumps({"texts": texts, "system": ""}))
+    await tab.run(f"localStorage.setItem('pipeline.settings', {value})")
+    await reload(tab)
+
+
+async def ready(tab: Tab) -> None:
+    await tab.until("document.readyState === 'complete' && document.title.includes('–')")
+
+
+async def reload(tab: Tab) -> None:
+    await tab.run("window.isOld = true; location.reload()")
+    await tab.until("!window.isOld")
+    await ready(tab)
+
+
+async def send(tab: Tab, text: str) -> None:
+    await tab.run("document.querySelector('#message').focus()")
+    await tab.type(text)
+    await tab.press("Enter")
+
+
+async def ask(tab: Tab, text: str) -> str:
+    """Send a message and wait for the whole reply."""
+    before = await tab.run(NUM_REPLIES)
+    await send(tab, text)
+    await tab.until(f"{NUM_REPLIES} > {before} && {IS_IDLE}", SLOW_S)
+    reply: str = await tab.run(f"{LAST}.querySelector('.body').textContent")
+    return reply
+
+
+async def it_streams_a_reply(tab: Tab) -> None:
+    await settings(tab, temperature="0", max_tokens="400")
+    await tab.run("window.sizes = []")
+    await tab.run("window.watch = setInterval(() => sizes.push(document.body.textContent.length), 20)")
+    await send(tab, "Write the numbers from one to sixty.")
+    await tab.until(f"{NUM_REPLIES} === 1 && {IS_IDLE}", SLOW_S)
+    await tab.run("clearInterval(window.watch)")
+    expect(await tab.run("new Set(sizes).size") > 5, "the reply did not arrive bit by bit")
+    expect(await tab.run(f"{LAST}.querySelectorAll('.hop').length") >= 8, "the reply has no bar of hops")
+
+
+async def a_click_on_the_bar_shows_the_hops(tab: Tab) -> None:
+    await tab.click(".message:last-child .timings summary")
+    names = await tab.run(f"[...{LAST}.querySelectorAll('.hop-table th')].map(one => one.textContent)")
+    hops = ["gateway", "tokenize", "admit", "queue", "prefill", "decode", "detokenize", "deliver"]
+    expect(names == hops, f"the hops are {names}")
+
+
+async def a_reply_can_be_stopped(tab: Tab) -> None:
+    await settings(tab, temperature="0.5", max_tokens="4000")
+    before = await tab.run(NUM_REPLIES)
+    await send(tab, "Write a very long story about a lighthouse.")
+    await tab.until(f"{NUM_REPLIES} > {before} && {LAST}.querySelector('.prose')?.textContent.length > 20", SLOW_S)
+    expect(await tab.run("document.querySelector('.send').textContent") == "Stop", "there is no Stop")
+    await tab.click(".send")
+    await tab.until(f"{IS_IDLE} && {LAST}.textContent.includes('stopped')")
+    health = "fetch('health').then(one => one.json()).then(one => one.open_requests === 0)"
+    await tab.until(health)
+
+
+async def a_reply_can_be_generated_again(tab: Tab) -> None:
+    await settings(tab, temperature="0", max_tokens="8")
+    before = await tab.run(NUM_REPLIES)
+    await tab.run(f"window.old = {LAST}")
+    await tab.run(f"[...{LAST}.querySelectorAll('.foot button')].at(-1).click()")
+    await tab.until(f"{LAST} !== window.old && {IS_IDLE}", SLOW_S)
+    expect(await tab.run(NUM_REPLIES) == before, "it is not in the place of the old one")
+
+
+async def a_message_can_be_edited(tab: Tab) -> None:
+    await tab.run("document.querySelector('.message.user .foot button').click()")
+    await tab.until("document.querySelector('.message.user textarea') === document.activeElement")
+    await tab.run("document.activeElement.value = ''")
+    await tab.type("What is the capital of Greece?")
+    await tab.press("Enter")
+    await tab.until(f"{IS_IDLE} && {NUM_REPLIES} === 1 && {LAST}.textContent.includes('Athens')", SLOW_S)
+    expect(await tab.run("document.querySelectorAll('.message').length") == 2, "what followed is still there")
+
+
+async def the_conversation_is_kept(tab: Tab) -> None:
+    await reload(tab)
+    await tab.until(f"{NUM_REPLIES} === 1 && {LAST}.textContent.includes('Athens')")
+
+
+async def tokens_show_the_likeliest_ones(tab: Tab) -> None:
+    await tab.click(".toggle[aria-pressed]")
+    await ask(tab, "And of Italy?")
+    await tab.until(f"{LAST}.querySelectorAll('.tokens .token').length > 2")
+    await tab.hover(".message:last-child .tokens .token:nth-child(2)")
+    rows = "document.querySelectorAll('.message:last-child .candidates:not([hidden]) li').length"
+    await tab.until(f"{rows} >= 5")
+    await tab.run("document.querySelector('.message:last-child .tokens').focus()")
+    await tab.press("End")
+    await tab.until(f"{LAST}.querySelector('.token.current') && {rows} >= 5")
+    await tab.press("Escape")
+    await tab.until(f"{rows} === 0")
+    await tab.click(".toggle[aria-pressed]")
+    await tab.until(f"!{LAST}.querySelector('.tokens')")
+
+
+async def settings_are_checked_before_they_are_sent(tab: Tab) -> None:
+    await tab.click(".toggle[aria-expanded]")
+    await tab.run("document.querySelector('#set-temperature').focus()")
+    await tab.run("document.activeElement.select()")
+    await tab.type("3")
+    before = await tab.run(NUM_REPLIES)
+    await send(tab, "Hi")
+    await tab.until("document.activeElement.id === 'set-temperature'")
+    await tab.until("document.querySelector('#help-temperature').textContent.includes('from 0 to 2')")
+    expect(await tab.run(NUM_REPLIES) == before, "it was sent")
+    await tab.press("Escape")
+    await tab.until("document.querySelector('.settings').hidden")
+    await tab.run("document.querySelector('#message').value = ''")
+
+
+async def errors_of_the_server_are_shown(tab: Tab) -> None:
+    await settings(tab, max_tokens="999999")
+    await ask(tab, "Hi")
+    words = await tab.run(f"{LAST}.querySelector('.failure').textContent")
+    expect("Error 400" in words and "max_tokens" in words, f"the error is {words!r}")
+    tab.problems = [one for one in tab.problems if "400 (Bad Request)" not in one]
+    await settings(tab, temperature="0", max_tokens="8")
+    await tab.run(f"{LAST}.querySelector('.failure button').click()")
+    await tab.until(f"{IS_IDLE} && !{LAST}.querySelector('.failure') && {LAST}.textContent.length > 5", SLOW_S)
+
+
+async def a_file_that_the_model_does_not_take_is_refused(tab: Tab) -> None:
+    for kind, name in (("image", "a.png"), ("audio", "a.wav")):
+        script = f"""(() => {{ const input = document.querySelector('input[accept="{kind}/*"]');
+            const files = new DataTransfer(); files.items.add(new File(["x"], {name!r}, {{type: "{kind}/x"}}));
+            input.files = files.files; input.dispatchEvent(new Event("change")); }})()"""
+        await tab.run(script)
+        await tab.until("document.querySelector('.files .refused')")
+        words = await tab.run("document.querySelector('.files .refused').textContent")
+        expect(f"No {kind} attached." in words and "messages[0].content" in words, f"the page says {words!r}")
+        await tab.click(".files .refused button")
+    tab.problems = [one for one in tab.problems if "400 (Bad Request)" not in one]
+
+
+async def hostile_text_is_only_text(tab: Tab) -> None:
+    conversation = json.dumps(json.dumps([{"role": "user", "text": HOSTILE}, {"role": "assistant", "text": HOSTILE}]))
+    await tab.run(f"localStorage.setItem('pipeline.conversation', {conversation})")
+    await reload(tab)
+    found: dict[str, Any] = await tab.run(
+        "({bad: document.querySelectorAll('.message img, .message script, .message b').length,"
+        " links: [...document.querySelectorAll('.message a')].map(one => [one.href, one.rel])})"
+    )
+    expect(found["bad"] == 0, "HTML of a message became elements")
+    expect(all(url.startswith("https://example.com/") for url, _ in found["links"]), f"links are {found['links']}")
+    expect(found["links"] and all("noopener" in rel for _, rel in found["links"]), "a link has no rel=noopener")
+    refused = await tab.run("(() => { try { document.body.innerHTML = '<p>x</p>'; } catch { return true; } })()")
+    expect(refused, "the browser allows innerHTML")
+    tab.problems = [one for one in tab.problems if "TrustedHTML" not in one and "Trusted Type" not in one]
+
+
+async def a_new_chat_can_be_undone(tab: Tab) -> None:
+    await tab.run("[...document.querySelectorAll('.tools button')].find(one => one.textContent === 'New chat').click()")
+    await tab.until("document.querySelector('.welcome')")
+    await tab.click(".undo button")
+    await tab.until("document.querySelectorAll('.message').length === 2")
+
+
+async def the_stages_are_live(tab: Tab) -> None:
+    await tab.click("#to-pipeline")
+    await tab.until("document.querySelectorAll('.requests li').length > 0")
+    await tab.until("document.querySelectorAll('.lines g').length === 8")
+    body = "{model: document.querySelector('#model').textContent, prompt: 'Once', max_tokens: 1500, ignore_eos: true}"
+    await tab.run(
+        "void fetch('v1/completions', {method: 'POST', headers: {'Content-Type': 'application/json'}, "
+        f"body: JSON.stringify({body})}}).then(one => one.text())"
+    )
+    await tab.until("document.querySelector('.box.execute .request') && document.querySelector('.requests li.open')")
+    await tab.until("document.querySelector('.tokens-out .large').textContent !== '0 / s'")
+    await tab.until("document.querySelectorAll('.lines .flows').length > 0")
+    await tab.until("!document.querySelector('.requests li.open')", SLOW_S)
+    await tab.click(".requests li button")
+    await tab.until("document.querySelectorAll('.requests .detail:not([hidden]) .hop-table tr').length === 8")
+
+
+async def a_hidden_view_asks_nothing(tab: Tab) -> None:
+    await tab.click("#to-chat")
+    await tab.until("!document.querySelector('#chat-view').hidden")
+    await tab.run("new Promise(done => setTimeout(done, 600))")  # an answer may be on its way
+    before = len(tab.urls)
+    await tab.run("new Promise(done => setTimeout(done, 1500))")
+    expect(len(tab.urls) == before, f"it asks for {tab.urls[before:]}")
+
+
+async def the_theme_can_be_chosen(tab: Tab) -> None:
+    paper = "getComputedStyle(document.body).backgroundColor"
+    await tab.set_media(scheme="dark")
+    dark = await tab.run(paper)
+    await tab.set_media(scheme="light")
+    light = await tab.run(paper)
+    expect(dark != light, "the page does not follow the system")
+    await tab.click("#theme")
+    await tab.click("#theme")
+    expect(await tab.run(paper) == dark, "dark can't be chosen")
+    await reload(tab)
+    expect(await tab.run(paper) == dark, "the theme is forgotten")
+    await tab.click("#theme")
+
+
+async def it_fits_a_phone(tab: Tab) -> None:
+    await tab.resize(360, 740)
+    for view in ("#chat", "#pipeline"):
+        await tab.run(f"location.hash = '{view}'")
+        await tab.until(f"!document.querySelector('{view}-view').hidden")
+        script = "[innerWidth, document.documentElement.scrollWidth, document.querySelector('main').scrollWidth]"
+        expect(await tab.run(script) == [360] * 3, f"{view} is wider than 360 px: {await tab.run(script)}")
+    await tab.run("location.hash = '#chat'")
+    await tab.resize(1280, 820)
+
+
+async def less_motion_is_respected(tab: Tab) -> None:
+    await tab.set_media(motion="reduce")
+    await tab.run("location.hash = '#pipeline'")
+    await tab.until("document.querySelectorAll('.requests li').length > 0")
+    running = await tab.run("document.getAnimations().filter(one => one.playState === 'running').length")
+    expect(running == 0, f"{running} animations run")
+    await tab.set_media()
+    await tab.run("location.hash = '#chat'")
+
+
+async def every_control_has_a_name(tab: Tab) -> None:
+    script = """[...document.querySelectorAll('button, input, textarea, a[href]')].filter(one => !one.textContent.trim()
+        && !one.getAttribute('aria-label') && !one.labels?.length).map(one => one.outerHTML.slice(0, 120))"""
+    nameless = await tab.run(script)
+    expect(not nameless, f"without a name: {nameless}")
+    expect(await tab.run("document.documentElement.lang") == "en", "the page names no language")
+
+
+CHECKS: tuple[Check, ...] = (
+    it_streams_a_reply,
+    a_click_on_the_bar_shows_the_hops,
+    a_reply_can_be_stopped,
+    a_reply_can_be_generated_again,
+    a_message_can_be_edited,
+    the_conversation_is_kept,
+    tokens_show_the_likeliest_ones,
+    settings_are_checked_before_they_are_sent,
+    errors_of_the_server_are_shown,
+    a_file_that_the_model_does_not_take_is_refused,
+    hostile_text_is_only_text,
+    a_new_chat_can_be_undone,
+    the_stages_are_live,
+    a_hidden_view_asks_nothing,
+    the_theme_can_be_chosen,
+    it_fits_a_phone,
+    less_motion_is_respected,
+    every_control_has_a_name,
+)
+
+
+async def a_server_with_keys_asks_for_one(tab: Tab, key: str) -> None:
+    """For a tab that shows a server with keys."""
+    await tab.until("document.querySelector('.key-dialog')?.open")
+    await tab.run("document.querySelector('#key').focus()")
+    await tab.type("wrong")
+    await tab.press("Enter")
+    await tab.until("document.querySelector('.key-dialog').textContent.includes('does not accept')")
+    await tab.run("document.querySelector('#key').focus()")
+    await tab.type(key)
+    await tab.press("Enter")
+    await ready(tab)
+    await settings(tab, temperature="0", max_tokens="8")
+    expect("Athens" in await ask(tab, "What is the capital of Greece?"), "the reply is wrong")
+    expect(await tab.run(f"!JSON.stringify(localStorage).includes({key!r})"), "the key is in localStorage")
+    tab.problems = [one for one in tab.problems if "401 (Unauthorized)" not in one]
