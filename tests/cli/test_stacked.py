@@ -72,11 +72,12 @@ def test_a_profile_fits_a_narrow_terminal(width: int) -> None:
 
 
 def test_the_checks_of_a_model_fit_80_columns() -> None:
-    finding = CheckResult("avx512_bf16, bfloat16", "behind a cached prefix", 4096, 0.0123, 0.0456, True, 10, 9, 1)
+    way = "behind a cached prefix"
+    finding = CheckResult("avx512_bf16, bfloat16", way, 4096, 0.0123, 0.0456, 0.0789, 0.0991, True, 10, 9, 1)
     tables = table_of([finding]).tables(80)
     lines = lines_of(tables, 80)
     assert max(map(len, lines)) <= 80
     shown = [cell for row in cells(lines) for cell in row]
-    for words in ("4096 ids", "1.23% of spread", "4.56% of spread", "9 of 10, 1 undecided", "pass"):
+    for words in ("4096 ids", "1.23%", "4.56%", "7.89%", "9.91%", "9 of 10, 1 undecided", "pass"):
         assert words in shown, f"{words!r} is broken or missing"
     assert shown.count("avx512_bf16, bfloat16") == len(tables)

@@ -35,6 +35,7 @@ from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.stages.gateway.parsing.fill_in import fill_in_tokens
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.parsing.prompt_fields import (
+    Prompts,
     check_prompt_bytes,
     check_truncate,
     most_ids,
@@ -170,7 +171,8 @@ def parse_completion(body: bytes, limits: RequestLimits) -> ParsedRequest:
     if echo and completion.truncate_prompt_tokens is not None:
         message = "'truncate_prompt_tokens' is not allowed together with echo, which returns the whole prompt"
         raise invalid("truncate_prompt_tokens", message)
-    prompt = _with_suffix(completion, limits.formats) if completion.suffix else completion.prompt
+    if completion.suffix:
+        prompt = _with_suffix(completion, prompt, limits.formats)
     num_top = check_num_top("logprobs", completion.logprobs, limits.caps)
     parsed = parsed_request_of(
         completion,
@@ -190,15 +192,15 @@ def default_completion_tokens(limits: RequestLimits) -> int:
     return min(DEFAULT_COMPLETION_TOKENS, limits.defaults.max_new_tokens or DEFAULT_COMPLETION_TOKENS)
 
 
-def _with_suffix(completion: CompletionBody, formats: ChatFormats) -> str | list[str | int | list[int]]:
+def _with_suffix(completion: CompletionBody, prompt: Prompts, formats: ChatFormats) -> Prompts:
     """The prompts of a body with a suffix: the output fills in the middle. Raises ApiError."""
     tokens, suffix = fill_in_tokens(formats.added, "suffix"), completion.suffix or ""
     if completion.echo:
         raise invalid("echo", "'echo' is not allowed together with 'suffix'", "invalid_value")
-    if isinstance(completion.prompt, str):
-        return tokens.prompt(completion.prompt, suffix)
-    texts = [prompt for prompt in completion.prompt if isinstance(prompt, str)]
-    if len(texts) < len(completion.prompt):
+    if isinstance(prompt, str):
+        return tokens.prompt(prompt, suffix)
+    texts = [one for one in prompt if isinstance(one, str)]
+    if len(texts) < len(prompt):
         raise invalid("prompt", "'prompt' must be a string or strings if there is a 'suffix'", "invalid_type")
     return [tokens.prompt(text, suffix) for text in texts]
 

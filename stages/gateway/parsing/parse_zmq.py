@@ -93,7 +93,7 @@ def _embedding(generate: p.Generate, limits: RequestLimits) -> ParsedRequest:
     prompts = [_prompt_of(generate.prompt, msgspec.structs.replace(limits, max_prompt_tokens=most))]
     check_prompt_bytes(prompts, limits.caps.max_prompt_bytes, "prompt")
     return embedding_request(
-        body.model,
+        limits.model,
         prompts,
         "prompt",
         pooling=POOLING[body.pooling or "last"],
