@@ -17,6 +17,11 @@ CTRL_C, CTRL_D = "\x03", "\x04"
 _ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[a-zA-Z]|\][^\x07]*\x07|[=>])")
 
 
+# Its size is the terminal's: these variables, which pytest-xdist sets, would have precedence.
+_ENVIRON = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+_ENVIRON |= {"TERM": "xterm-256color"}
+
+
 class Terminal:
     """Use as a context manager: leaving it kills the program if it still runs."""
 
@@ -32,7 +37,7 @@ class Terminal:
             start_new_session=True,
             # Its own terminal, so that Ctrl-C is a signal to it.
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-            env=os.environ | {"TERM": "xterm-256color"},
+            env=_ENVIRON,
         )
         os.close(theirs)
         self._fd = ours

@@ -13,13 +13,14 @@ def choose_server(args: argparse.Namespace) -> str:
     """The name of the server that the options select, or of the only one. Raises UserError, which lists the servers if
     there are several."""
     names = find_servers()
+    if args.pid is not None:
+        of_pid = [name for name in names if pid_of(name) == args.pid]
+        if not of_pid:
+            advice = "`pipeline ps` lists them" if names else START_ONE
+            raise UserError(f"no server has pid {args.pid}; {advice}")
+        return of_pid[0]
     if not names:
         raise UserError(f"no server is running on this machine; {START_ONE}")
-    if args.pid is not None:
-        names = [name for name in names if pid_of(name) == args.pid]
-        if not names:
-            raise UserError(f"no server has pid {args.pid}; `pipeline ps` lists them")
-        return names[0]
     is_any = not is_selected(args)
     if is_any and len(names) == 1:
         return names[0]

@@ -220,6 +220,8 @@ VLLM_OPTIONS = {
     "--download-dir=/a": ("cache_dir", "/a"),
     "--dtype=float": ("execute.dtype", "float32"),
     "--enable-prefix-caching": ("schedule.prefix_caching", True),
+    "--enable-per-request-metrics": ("gateway.per_request_metrics", True),
+    "--generation-config=none": ("generation_config", "none"),
     "--gpu-memory-utilization=0.5": ("execute.gpu_memory_utilization", 0.5),
     "--kv-cache-memory-bytes=1G": ("execute.kv_cache_bytes", 2**30),
     "--long-prefill-token-threshold=7": ("schedule.long_prompt_tokens", 7),

@@ -177,7 +177,7 @@ class Driver {
         model_.ticket.word = nullptr;
         const Config& c = model_.config;
         write(name + ": residual", 'f', model_.residual, size_t(num_tokens_) * c.hidden * 4);
-        write(name + ": queries", 'f', model_.queries, size_t(num_tokens_) * c.num_heads * c.head_dim * 4);
+        write_rows(name + ": queries", model_.queries, num_tokens_, Format::BF16, c.num_heads * c.head_dim);
         write(name + ": logits", 'f', model_.logits, size_t(num_samples_) * VOCAB * 4);
         write(name + ": greedy ids", 'i', greedy.data(), size_t(num_samples_) * 4);
         write(name + ": ids", 'i', samples_.ids, size_t(num_samples_) * 4);

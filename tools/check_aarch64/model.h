@@ -12,6 +12,7 @@
 
 #include "attention_plan.h"
 #include "copy.h"
+#include "qkv.h"
 #include "sampler.h"
 
 class Program;
@@ -54,9 +55,9 @@ struct Library {
     void (*embed)(Program*, float*, const Matrix*);
     void (*norm)(Program*, Rows, int, const float*, const float*, int, float, int);
     void (*quantize)(Program*, Rows, int, const float*, int);
-    void (*qkv)(Program*, float*, Rows, const Matrix*, int, const KV*, const float*, const float*, const HeadNorms*);
+    void (*qkv)(Program*, Rows, Rows, const Matrix*, int, const KV*, const float*, const float*, const HeadNorms*);
     AttentionPlan* (*attention_plan)(Program*, int, int, int);
-    void (*attention)(Program*, Rows, int, const float*, const KV*, const AttentionPlan*);
+    void (*attention)(Program*, Rows, int, Rows, const KV*, const AttentionPlan*);
     void (*linear_add)(Program*, float*, Rows, const Matrix*, int);
     void (*swiglu)(Program*, Rows, int, Rows, const Matrix*);
     void (*sample)(Program*, Rows, const Matrix*, int, float*, int, const MaskTicket*, const SamplingInputs*);
@@ -115,10 +116,10 @@ class Model {
                 memory<int64_t>(MAX_ROWS), memory<int32_t>(MAX_ROWS), memory<int32_t>(MAX_ROWS),
                 memory<int32_t>(MAX_ROWS), memory<int32_t>(MAX_ROWS * MAX_BLOCKS), MAX_BLOCKS};
         residual = memory<float>(size_t(MAX_TOKENS) * config.hidden);
-        queries = memory<float>(size_t(MAX_TOKENS) * config.num_heads * config.head_dim);
         wide = memory<float>(size_t(MAX_TOKENS) * widest());
         logits = memory<float>(size_t(MAX_ROWS) * VOCAB);
         normed = rows(config.hidden);
+        queries = rows(config.num_heads * config.head_dim);
         attended = rows(config.num_heads * config.head_dim);
         gated = rows(config.inner);
         record(inputs, scores, scored);
@@ -144,8 +145,8 @@ class Model {
     const Config config;
     Step step;
     Program *program = nullptr, *scoring = nullptr;
-    float *residual, *queries, *wide, *logits;
-    Rows normed, attended, gated;
+    float *residual, *wide, *logits;
+    Rows normed, queries, attended, gated;
     KV kv[NUM_LAYERS];
     MaskTicket ticket{nullptr, 0, 0};
 

@@ -23,6 +23,7 @@ const ids = { write: packIds, read: unpackIds };
 const list = (of) => ({ write: (values) => values.map(of.write), read: (values) => values.map(of.read) });
 const part = (name) => ({ write: (value) => toArray(PARTS[name], value), read: (value) => fromArray(PARTS[name], value) });
 const NO_BYTES = new Uint8Array(0);
+const NEUTRAL = { temperature: 1, top_p: 1, top_k: 0, min_p: 0, repetition_penalty: 1, max_tokens: null };
 const prompt = {
   write: (value) => toArray(PROMPTS[value.kind], value, value.kind),
   read: (value) => ({ kind: value[0], ...fromArray(PROMPTS[value[0]], value.slice(1)) }),
@@ -74,6 +75,14 @@ const PARTS = {
     ["structured_outputs", optional(part("structuredOutputs")), null],
     ["logprob_token_ids", plain, []],
   ],
+  samplingDefaults: [
+    ["temperature", plain, 1],
+    ["top_p", plain, 1],
+    ["top_k", plain, 0],
+    ["min_p", plain, 0],
+    ["repetition_penalty", plain, 1],
+    ["max_tokens", plain, null],
+  ],
   output: [
     ["index", plain],
     ["text", plain],
@@ -115,6 +124,8 @@ const MESSAGES = {
     ["priority", plain, 0],
     ["cache_salt", plain, null],
     ["timeout_s", plain, null],
+    ["pooling", plain, null],
+    ["dimensions", plain, null],
   ],
   abort: [["request_id", u64]],
   credit: [["request_id", u64], ["num_deltas", plain]],
@@ -131,6 +142,10 @@ const MESSAGES = {
     ["max_credits", plain],
     ["heartbeat_s", plain],
     ["silence_s", plain],
+    ["defaults", part("samplingDefaults"), NEUTRAL],
+    ["addresses", plain, []],
+    ["gateway", plain, 0],
+    ["poolings", plain, []],
   ],
   accepted: [
     ["request_id", u64],
@@ -152,6 +167,7 @@ const MESSAGES = {
     ["num_output_tokens", plain],
     ["timings", plain, null],
     ["num_cached_tokens", plain, []],
+    ["embedding", plain, NO_BYTES],
   ],
   failed: [["request_id", u64], ["failure", part("failure")]],
   pong: [["nonce", u64, 0n]],

@@ -47,13 +47,13 @@ class Screen:
         """Show a remark, in a terminal only."""
         if self.is_live:
             self.end_line()
-            self.console.print(words, style="dim", markup=False, highlight=False)
+            self.console.print(words, style="dim", markup=False, highlight=False, overflow="ignore")  # paths stay whole
 
     def error(self, words: str) -> None:
         """Show an error."""
         self.end_line()
         if self.is_live:
-            self.console.print(f"error: {words}", style="red", markup=False, highlight=False)
+            self.console.print(f"error: {words}", style="red", markup=False, highlight=False, overflow="ignore")
         else:
             print(f"pipeline chat: error: {words}", file=sys.stderr, flush=True)
 

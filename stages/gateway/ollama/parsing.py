@@ -252,8 +252,7 @@ def _own(error: ApiError, form: OllamaForm, limits: RequestLimits) -> ApiError:
     """The error as Ollama's clients expect it."""
     if error.param == "tools" and error.code == "unsupported":
         what = (
-            f'"{shown(form.model)}" does not support tools: the tool call format of its chat template is unknown '
-            "(see chat.tool_call_parser)"
+            f'"{shown(form.model)}" does not support tools: it has no chat template, or chat.tool_call_parser is "none"'
         )
         return unsupported("tools", what)
     return renamed(error, form)

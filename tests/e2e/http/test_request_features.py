@@ -144,18 +144,16 @@ def test_structured_outputs_match_their_constraints(llm: LLM) -> None:
         llm.generate(["x", "y"], [SamplingParams(), SamplingParams(structured_outputs=bad)])
 
 
-def test_a_chat_takes_tools_template_kwargs_and_continuations(llm: LLM) -> None:
+def test_a_chat_takes_template_kwargs_and_continuations(llm: LLM) -> None:
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well"}]
-    tools = [{"type": "function", "function": {"name": "weather"}}]
     (chat,) = llm.chat(
         messages,
         SamplingParams(**GREEDY),
         add_generation_prompt=False,
         continue_final_message=True,
-        tools=tools,
         chat_template_kwargs={"mood": "fine"},
     )
-    (text,) = llm.generate("tools: weather mood: fine\nuser: Hi\nassistant: Well", SamplingParams(**GREEDY))
+    (text,) = llm.generate("mood: fine\nuser: Hi\nassistant: Well", SamplingParams(**GREEDY))
     assert chat.prompt_token_ids == text.prompt_token_ids
     assert chat.outputs == text.outputs
 

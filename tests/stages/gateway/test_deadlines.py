@@ -154,7 +154,7 @@ class TestWithTokens:
         assert_aborted(gate, submit)
         gate.finish(submit, "ar", finish=Finish.ABORT)
         *events, last, usage = events_of(response.result().text)
-        assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == "so far"
+        assert "".join(event["choices"][0]["delta"].get("content", "") for event in [*events, last]) == "so far"
         assert last["choices"][0]["finish_reason"] == "abort"
         assert usage["usage"]["completion_tokens"] == 3
         assert_all_released(gate)

@@ -14,7 +14,7 @@ test("the model is listed under the name that chats accept", async () => {
   assert.deepEqual(models.map((one) => one.model), [`${model}:latest`]);
   assert.deepEqual((await client.ps()).models.map((one) => one.digest), [models[0].digest]);
   const shown = await client.show({ model: models[0].model });
-  assert.deepEqual([shown.details.family, shown.capabilities], ["llama", ["completion"]]);
+  assert.deepEqual([shown.details.family, shown.capabilities], ["llama", ["completion", "tools"]]);
   assert.ok((await client.chat({ ...ask, model: models[0].model })).done);
   assert.match((await client.version()).version, /^\d+\.\d+\.\d+$/);
 });
@@ -65,7 +65,7 @@ test("errors have the status and the message", async () => {
   const cases = [
     [404, /model 'other' not found/, { model: "other" }],
     [400, /'options.temperature' must be a number/, { options: { temperature: 9 } }],
-    [400, /does not support tools/, { tools: [tool] }],
+    [400, /tools\[1\]\.function\.name/, { tools: [tool, tool] }],
     [400, /does not support thinking/, { think: true }],
   ];
   for (const [status, words, fields] of cases) {

@@ -287,7 +287,7 @@ class TestErrors:
         result = gate.post(CHAT | {"model": "gpt-9"}).result()
         assert (result.status_code, result.json()["error"]["code"]) == (404, "model_not_found")
 
-    @pytest.mark.parametrize("path", ["/", "/v1/audio", "/v1/chat"])
+    @pytest.mark.parametrize("path", ["/v1", "/v1/audio", "/v1/chat"])
     def test_an_unknown_path_is_404(self, gate: Gate, path: str) -> None:
         result = gate.client.get(path)
         assert result.status_code == 404
