@@ -186,6 +186,8 @@ class LLM(PoolingMethods):
         def check(conversation: Any, where: str, info: ServerInfo) -> CheckedPrompt:
             return chat_of(conversation, where, chat_options, info)
 
+        if isinstance(messages, str):
+            raise PromptError(f"messages must be a list of messages, not {messages[:40]!r}")
         is_one = is_one_conversation(messages)
         names = PromptNames("messages", is_one)
         given = [messages] if is_one else messages

@@ -27,7 +27,9 @@ def server_context(settings: GatewaySettings) -> ssl.SSLContext | None:
     certfile, keyfile = Path(settings.ssl_certfile), Path(settings.ssl_keyfile or settings.ssl_certfile)
     _require_pem(CERTFILE, certfile, "CERTIFICATE-----", "a certificate")
     key = KEYFILE if settings.ssl_keyfile else CERTFILE
-    _require_pem(key, keyfile, "PRIVATE KEY-----", "a private key")
+    _require_pem(
+        key, keyfile, "PRIVATE KEY-----", "a private key", f"; name its file in {KEYFILE}" if key != KEYFILE else ""
+    )
     try:
         context.load_cert_chain(certfile, keyfile, password=_refuse_password)
     except _NeedsPassword:
@@ -50,7 +52,7 @@ def server_context(settings: GatewaySettings) -> ssl.SSLContext | None:
     return context
 
 
-def _require_pem(key: str, path: Path, mark: str, what: str) -> None:
+def _require_pem(key: str, path: Path, mark: str, what: str, advice: str = "") -> None:
     """Raises ConfigError if a file can't be read or has no PEM block of its kind. The ssl module names neither the file
     nor the reason."""
     try:
@@ -58,7 +60,7 @@ def _require_pem(key: str, path: Path, mark: str, what: str) -> None:
     except OSError as error:
         raise ConfigError([f"{key}: {path} can't be read: {error.strerror}"]) from error
     if mark.encode() not in data:
-        raise ConfigError([f"{key}: {path} contains no {what.removeprefix('a ')} in PEM format (-----BEGIN …)"])
+        raise ConfigError([f"{key}: {path} contains no {what.removeprefix('a ')} in PEM format (-----BEGIN …){advice}"])
 
 
 def _refuse_password() -> str:

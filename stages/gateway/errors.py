@@ -205,6 +205,8 @@ def of_malformed(error: Exception, body: bytes, loads: Any) -> ApiError:
         if found is not None:
             param, problem = found
             return invalid(param, f"'{param}' {problem}", "invalid_value")
+    if not body:
+        return invalid(None, "the request has no body: send a JSON object", "invalid_json")
     return invalid(None, f"the body is not valid JSON: {error}", "invalid_json")
 
 

@@ -156,7 +156,7 @@ def test_a_question_can_be_retried_after_a_server_restart() -> None:
         terminal.enter("Hello", "1: Hello")
         port = int(server.url.rsplit(":", 1)[1])
         server.close()
-        terminal.enter("Are you there", "error: lost the connection to the server")
+        terminal.enter("Are you there", f"error: no server at {server.url}")
         with FakeChat(port):
             terminal.enter("/retry", "3: Are you there")
             terminal.wait_for_prompt()

@@ -35,7 +35,12 @@ def test_one_file_may_hold_the_key_and_the_certificate(tmp_path: Path) -> None:
     [
         ({"ssl_certfile": "/nowhere"}, "gateway.ssl_certfile: /nowhere can't be read: No such file or directory"),
         ({"ssl_certfile": KEY}, f"gateway.ssl_certfile: {KEY} contains no certificate in PEM format"),
-        ({"ssl_certfile": CERT}, f"gateway.ssl_certfile: {CERT} contains no private key in PEM format"),
+        (
+            {"ssl_certfile": CERT},
+            "gateway.ssl_certfile: "
+            + CERT
+            + " contains no private key in PEM format (-----BEGIN …); name its file in gateway.ssl_keyfile",
+        ),
         ({"ssl_certfile": CERT, "ssl_keyfile": "/nowhere"}, "gateway.ssl_keyfile: /nowhere can't be read"),
         ({"ssl_certfile": CERT, "ssl_keyfile": CA}, f"gateway.ssl_keyfile: {CA} contains no private key"),
         (

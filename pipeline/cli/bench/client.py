@@ -110,7 +110,7 @@ class BenchClient:
                     raise ServerError(f"{url} answered {response.status}: {message_of(body)}")
                 return orjson.loads(body)
         except aiohttp.ClientConnectorError as error:
-            raise ServerError(no_server(self._base.removesuffix("/v1"), connect_reason(error))) from error
+            raise ServerError(no_connection(self._base, error)) from error
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise ServerError(f"{url} can't be reached: {reason_of(error)}") from error
         except orjson.JSONDecodeError as error:
@@ -144,9 +144,15 @@ def message_of(body: bytes) -> str:
     return body[:MAX_SHOWN_BYTES].decode("utf-8", "replace").strip() if parsed is None else error_text(parsed)
 
 
-def connect_reason(error: aiohttp.ClientConnectorError) -> str:
-    """Why no connection could be made, in a word or two."""
-    return os.strerror(error.errno) if error.errno else error.strerror or str(error)
+def no_connection(base: str, error: aiohttp.ClientConnectorError) -> str:
+    """The message if no connection to an API could be made."""
+    url = base.removesuffix("/v1")
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        why = getattr(error.certificate_error, "verify_message", "") or str(error.certificate_error)
+        return f"the certificate of {url} is not trusted ({why}); set SSL_CERT_FILE to a file of certificates to trust"
+    if isinstance(error, aiohttp.ClientSSLError):
+        return f"{url} does not answer with TLS: is it an http:// address?"
+    return no_server(url, os.strerror(error.errno) if error.errno else error.strerror or str(error))
 
 
 def reason_of(error: BaseException) -> str:

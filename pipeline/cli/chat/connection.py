@@ -7,10 +7,9 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from pipeline.cli.bench.client import MAX_SHOWN_BYTES, base_of, connect_reason, message_of, reason_of
+from pipeline.cli.bench.client import MAX_SHOWN_BYTES, base_of, message_of, no_connection, reason_of
 from pipeline.cli.bench.tally import error_text
 from pipeline.cli.chat.conversation import Turn
-from pipeline.cli.no_server import no_server
 
 CONNECT_S = 10.0
 MAX_EVENT_BYTES = 4 * 1024**2
@@ -68,8 +67,7 @@ class ChatConnection:
             async with self._session.get(url) as response:
                 body = await response.read()
         except aiohttp.ClientConnectorError as error:
-            message = no_server(self._base.removesuffix("/v1"), connect_reason(error))
-            raise AnswerError(message, is_gone=True) from error
+            raise AnswerError(no_connection(self._base, error), is_gone=True) from error
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise AnswerError(f"{url} can't be reached: {reason_of(error)}", is_gone=True) from error
         if response.status != 200:
@@ -99,6 +97,8 @@ class ChatConnection:
                     for event in events.feed(data):
                         if text := _take(event, answer):
                             yield text
+        except aiohttp.ClientConnectorError as error:
+            raise AnswerError(no_connection(self._base, error), is_gone=True) from error
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise AnswerError(f"lost the connection to the server: {reason_of(error)}", is_gone=True) from error
         if answer.finish_reason is None:

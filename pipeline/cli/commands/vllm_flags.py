@@ -80,7 +80,7 @@ REFUSED = {
     "--pipeline-parallel-size": Refused(_ONE_DEVICE, ("1",)),
     "--revision": Refused("write it behind the model: ORG/NAME@REVISION"),
     "--root-path": Refused("let the proxy remove the prefix from the path"),
-    "--seed": Refused("set `seed` in each request: a request without one gets a random seed"),
+    "--seed": Refused("set `seed` in each request: a request without one gets a random seed", ("0",)),
     "--speculative-config": Refused("speculative decoding is not supported; leave it out"),
     "--ssl-cert-reqs": Refused("use --ssl-ca-certs: with it, clients need a certificate"),
     "--tensor-parallel-size": Refused(_ONE_DEVICE, ("1",)),
@@ -93,6 +93,7 @@ _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kKmMgG]?)")
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 _OWN_NAMES = {
     "--dtype": {"auto": "bfloat16", "float": "float32"},
+    "--generation-config": {"vllm": "none"},
     "--max-model-len": {"-1": "0", "auto": "0"},
     "--tool-call-parser": {"llama3_json": "llama3", "llama4_json": "llama3"},
 }

@@ -8,7 +8,7 @@ import msgspec
 
 from pipeline.config.settings import ChatSettings
 from pipeline.text.formats.calls import CallParser, NoCalls
-from pipeline.text.formats.events import Event
+from pipeline.text.formats.events import Content, Event
 from pipeline.text.formats.generic import Generic
 from pipeline.text.formats.hermes import Hermes
 from pipeline.text.formats.llama3 import Llama3
@@ -42,11 +42,18 @@ class ReplyParser:
     """Streaming parser of one reply."""
 
     def __init__(
-        self, specials: SpecialTokenFilter | None, reasoning: ReasoningParser | None, calls: CallParser
+        self,
+        specials: SpecialTokenFilter | None,
+        reasoning: ReasoningParser | None,
+        calls: CallParser,
+        *,
+        has_content: bool = True,
     ) -> None:
+        """Without `has_content`, a grammar allows only calls, so what a cut reply has of a mark is no content."""
         self._specials = specials
         self._reasoning = reasoning
         self._calls = calls
+        self._has_content = has_content
 
     def push(self, text: str) -> list[Event]:
         """Add text. Returns the events that are now certain."""
@@ -59,7 +66,8 @@ class ReplyParser:
         out = self._read(self._specials.finish()) if self._specials is not None else []
         if self._reasoning is not None and (rest := self._reasoning.finish(out)):
             out += self._calls.push(rest)
-        return out + self._calls.finish()
+        out += self._calls.finish()
+        return out if self._has_content else [event for event in out if not isinstance(event, Content)]
 
     def _read(self, text: str) -> list[Event]:
         out: list[Event] = []
@@ -138,10 +146,11 @@ class ChatFormats(msgspec.Struct, frozen=True):
             else None
         )
         calls = NoCalls((), hidden) if tools is None else tools.parser(names, hidden)
+        has_content = choice not in ("required", "named")
         if self.reasoning is None:
-            return ReplyParser(specials, None, calls)
+            return ReplyParser(specials, None, calls, has_content=has_content)
         stage = self.reasoning.default_stage if tail is None else self.reasoning.stage_of(tail)
-        return ReplyParser(specials, self.reasoning.parser(stage), calls)
+        return ReplyParser(specials, self.reasoning.parser(stage), calls, has_content=has_content)
 
     def calls(self, choice: str, name: str, tools: str, *, parallel: bool) -> LarkGrammar:
         """The Lark grammar of tool calls: required ones, or those that `auto` allows. The arguments are as in

@@ -6,6 +6,7 @@ import pytest
 
 from pipeline.config.settings import ChatSettings
 from pipeline.text.formats.chat_formats import GENERIC, ChatFormats
+from pipeline.text.formats.events import CallEnded, Content
 from pipeline.text.formats.generic import call_text, result_text, tools_section
 from tests.text.formats.replies import Reply, parsed
 
@@ -65,3 +66,13 @@ def test_the_section_lists_the_tools_and_the_form_that_is_parsed() -> None:
     assert "You must call one of" in tools_section(tools, choice="required", name="", parallel=False)
     assert "You must call the function find" in tools_section(tools, choice="named", name="find", parallel=True)
     assert result_text("4") == "<tool_response>\n4\n</tool_response>"
+
+
+@pytest.mark.parametrize("cut", ["\n<tool", "\n<tool_call>", '\n<tool_call>\n{"name": "'])
+def test_a_required_reply_that_is_cut_in_a_mark_has_no_content(cut: str) -> None:
+    whole = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    for choice, has_content in (("required", False), ("auto", True)):
+        parser = ChatFormats(tools=GENERIC).parser(choice, ["f"])
+        events = [*parser.push(whole + cut), *parser.finish()]
+        assert any(isinstance(event, CallEnded) for event in events)
+        assert any(isinstance(event, Content) for event in events) == has_content
