@@ -36,7 +36,8 @@ class ReplayedClients:
         self._requests = requests
         self._aborter = aborter
         self._decoder = msgspec.msgpack.Decoder(ParsedRequest)
-        self._open_requests: dict[int, tuple[Request, shapes.Events]] = {}
+        self._open_requests: dict[int, tuple[Request, shapes.Events | None]] = {}
+        """By number, with the events of those that are streamed."""
         replay_context.perform("open", self._open)
         replay_context.perform("leave", self._release)
         replay_context.perform("abort", self._abort)
@@ -53,7 +54,7 @@ class ReplayedClients:
             request = self._requests.open(self._decoder.decode(data))
         except ApiError:
             return  # the recorded gateway refused it too
-        self._open_requests[number] = request, shapes.events(request)
+        self._open_requests[number] = request, shapes.events(request) if request.parsed.stream else None
 
     def _abort(self, _: int, data: bytes) -> None:
         event = msgspec.msgpack.decode(data, type=AbortEvent | list[str])
@@ -81,6 +82,10 @@ class ReplayedClients:
 
     def _give(self, what: str, number: int, _: bytes) -> None:
         request, events = self._open_requests[number]
+        if what == "whole":
+            shapes.log_output(request, shapes.body_of(request))
+            return
+        assert events is not None
         match what:
             case "first":
                 events.first()
@@ -88,5 +93,3 @@ class ReplayedClients:
                 events.due()
             case "last":
                 events.last()
-            case "whole":
-                shapes.log_output(request, shapes.body_of(request))

@@ -117,7 +117,9 @@ class GatewayStage:
         runner = await self._runner(self._api.app(has_admin_routes=not has_admin), options)
         admin = await self._runner(self._api.admin_app(), options)
         assert runner.server is not None and admin.server is not None
-        tls = server_context(self._stage.settings.gateway)
+        is_replaying = self._stage.replay_context.is_replaying
+        # A replay has no listener, and the machine that replays may not have the files.
+        tls = None if is_replaying else server_context(self._stage.settings.gateway)
         handle, cors = runner.server.request_handler, self._api.cors
         if self._keys is not None:
             page_paths = files.paths() if self._stage.settings.gateway.page else ()
@@ -128,7 +130,7 @@ class GatewayStage:
             policy = OriginPolicy(gateway, "http" if tls is None else "https")
             runner.server.request_handler = cors.wrap(require_allowed_origin(handle, policy), policy.check)
             admin.server.request_handler = require_allowed_origin(admin.server.request_handler, OriginPolicy(gateway))
-        if self._stage.replay_context.is_replaying:
+        if is_replaying:
             ReplayedClients(self._stage.replay_context, self._requests, self._aborter, self._resetter)
         else:
             listener = socket.socket(fileno=self._stage.launch.listen_fd)

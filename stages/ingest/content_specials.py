@@ -12,6 +12,7 @@ the two texts differ is what the client wrote:
 The second text costs nothing for other chats: only those that contain such characters have one.
 """
 
+import itertools
 import re
 from typing import Any
 
@@ -78,6 +79,8 @@ def _contains(value: Any, pattern: re.Pattern[str]) -> bool:
         case dict():
             return any(_contains(key, pattern) or _contains(each, pattern) for key, each in value.items())
         case list():
+            if texts := _texts_of_parts(value):
+                return any(pattern.search("".join(each)) for each in (texts, map(str.strip, texts)))
             return any(_contains(each, pattern) for each in value)
     return False
 
@@ -89,5 +92,33 @@ def _masked(value: Any, pattern: re.Pattern[str]) -> Any:
         case dict():
             return {_masked(key, pattern): _masked(each, pattern) for key, each in value.items()}
         case list():
+            if texts := _texts_of_parts(value):
+                return [part | {"text": text} for part, text in zip(value, _masked_parts(texts, pattern), strict=True)]
             return [_masked(each, pattern) for each in value]
     return value
+
+
+def _texts_of_parts(value: list[Any]) -> list[str]:
+    """The texts of a content's parts, which a template may write without anything between; empty for other lists."""
+    if not all(isinstance(part, dict) and part.keys() == {"type", "text"} for part in value):
+        return []
+    texts = [part["text"] for part in value]
+    return texts if all(isinstance(text, str) for text in texts) else []
+
+
+def _masked_parts(texts: list[str], pattern: re.Pattern[str]) -> list[str]:
+    """The texts with the special tokens masked that they make together, as they are or without the space around each:
+    templates do both."""
+    texts = _masked_together(texts, pattern)
+    inner = _masked_together([text.strip() for text in texts], pattern)
+    begins = (len(text) - len(text.lstrip()) for text in texts)
+    return [
+        text[:begin] + masked + text[begin + len(masked) :]
+        for text, masked, begin in zip(texts, inner, begins, strict=True)
+    ]
+
+
+def _masked_together(texts: list[str], pattern: re.Pattern[str]) -> list[str]:
+    whole = _masked("".join(texts), pattern)
+    ends = itertools.accumulate(map(len, texts))
+    return [whole[end - len(text) : end] for text, end in zip(texts, ends, strict=True)]

@@ -14,6 +14,8 @@ from pipeline.version import VERSION
 
 CONFIG_FORMATS = ("text", "json")
 HIDDEN = "hidden"
+SECRET_FILES = ("api_keys_file", "ssl_certfile", "ssl_keyfile")
+"""Settings of the gateway whose values are replaced: names of files that hold secrets, or may."""
 
 
 Quantization = Annotated[
@@ -83,13 +85,12 @@ class TokenizerInfo(msgspec.Struct, kw_only=True):
 
 
 def server_info(settings: Settings, config_format: str, facts: ExecuteFacts) -> ServerInfo:
-    """The settings, without the name of the file of API keys. Raises ApiError if the format is unknown."""
+    """The settings, without the names of files with secrets. Raises ApiError if the format is unknown."""
     if config_format not in CONFIG_FORMATS:
         message = f"'config_format' must be one of {', '.join(CONFIG_FORMATS)}"
         raise invalid("config_format", message, "invalid_value")
-    if settings.gateway.api_keys_file:
-        gateway = msgspec.structs.replace(settings.gateway, api_keys_file=HIDDEN)
-        settings = msgspec.structs.replace(settings, gateway=gateway)
+    hidden = {name: HIDDEN for name in SECRET_FILES if getattr(settings.gateway, name)}
+    settings = msgspec.structs.replace(settings, gateway=msgspec.structs.replace(settings.gateway, **hidden))
     config = as_toml(settings) if config_format == "text" else msgspec.to_builtins(settings)
     return ServerInfo(config, facts.quantization, VERSION)
 

@@ -291,6 +291,7 @@ class Api:
 
     async def ping(self, http_request: web.Request) -> web.StreamResponse:
         self._readiness.require_ready()
+        self._requests.late_stages.check(generates=True)
         return web.Response()
 
     post_ping = ping

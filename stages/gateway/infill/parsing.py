@@ -44,7 +44,9 @@ class InfillBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     n_predict: (
-        Annotated[int, Meta(ge=-1, lt=2**31, description="Maximum number of tokens to generate. 0, -1: no limit.")]
+        Annotated[
+            int, Meta(ge=-1, lt=2**31, description="Maximum number of output tokens. 0, -1: the model's default.")
+        ]
         | None
     ) = None
     temperature: Annotated[float, Meta(ge=0, le=2, description="0 is greedy; default 0.8.")] | None = None
@@ -91,7 +93,7 @@ def parse_infill(body: bytes, limits: RequestLimits) -> ParsedRequest:
         min_p=MIN_P if decoded.min_p is None else decoded.min_p,
         seed=None if decoded.seed == -1 else decoded.seed,
         stop=decoded.stop,
-        repetition_penalty=decoded.repeat_penalty,
+        repetition_penalty=1.0 if decoded.repeat_penalty is None else decoded.repeat_penalty,
         presence_penalty=decoded.presence_penalty,
         frequency_penalty=decoded.frequency_penalty,
     )

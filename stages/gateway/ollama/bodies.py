@@ -50,7 +50,7 @@ class OllamaOptions(msgspec.Struct, kw_only=True):
     num_predict: (
         Annotated[
             int,
-            Meta(ge=-2, lt=2**31, description="Maximum number of tokens to generate. -2 to 0, the default: no limit."),
+            Meta(ge=-2, lt=2**31, description="Maximum number of tokens to generate. -2 to 0: the model's default."),
         ]
         | None
     ) = None

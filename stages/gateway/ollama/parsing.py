@@ -211,7 +211,7 @@ def _sampling(options: b.OllamaOptions) -> dict[str, Any]:
         "temperature": TEMPERATURE if options.temperature is None else options.temperature,
         "top_p": TOP_P if options.top_p is None else options.top_p,
         "top_k": TOP_K if options.top_k is None else options.top_k,
-        "min_p": options.min_p,
+        "min_p": 0.0 if options.min_p is None else options.min_p,
         "seed": options.seed,
         "max_tokens": None if options.num_predict is None or options.num_predict <= 0 else options.num_predict,
         "stop": options.stop,

@@ -146,7 +146,7 @@ class OllamaShowReply(msgspec.Struct, kw_only=True):
     """POST /api/show"""
 
     modelfile: Annotated[str, Meta(description="Empty: there is no Modelfile.")] = ""
-    parameters: Annotated[str, Meta(description="Empty: the model has no defaults of its own.")] = ""
+    parameters: Annotated[str, Meta(description="Empty: the defaults are Ollama's, not the model's.")] = ""
     template: Annotated[str, Meta(description="The chat template, in Jinja.")]
     details: OllamaModelDetails
     model_info: Annotated[dict[str, Any], Meta(description="Facts of the model, under the names of GGUF files.")]

@@ -163,7 +163,7 @@ def details_of(body: Body, num_top: int | None, limits: RequestLimits, *, echo: 
 def parse_completion(body: bytes, limits: RequestLimits) -> ParsedRequest:
     """Read the body of POST /v1/completions. Raises ApiError."""
     completion = read_completion(body)
-    prompt = require_prompt(completion.prompt)
+    prompt = require_prompt(completion.prompt, may_be_empty=bool(completion.suffix))
     max_tokens = default_completion_tokens(limits) if completion.max_tokens is None else completion.max_tokens
     echo = bool(completion.echo)
     if max_tokens == 0 and not echo:

@@ -62,6 +62,7 @@ def test_a_suffix_is_in_the_prompt_of_a_completion() -> None:
     assert prompt_of(completion(suffix="there")) == "<fim-prefix>Hi<fim-suffix>there<fim-middle>"
     two = completion(prompt=["a", "b"], suffix="c").prompts
     assert two == [m.TextPrompt(f"<fim-prefix>{text}<fim-suffix>c<fim-middle>") for text in "ab"]
+    assert prompt_of(completion(prompt="", suffix="there")) == "<fim-prefix><fim-suffix>there<fim-middle>"
     for none in ("", None):
         assert completion(limits(), suffix=none) == completion(limits())
 

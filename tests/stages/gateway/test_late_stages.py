@@ -48,6 +48,14 @@ def test_a_lookup_is_refused_if_ingest_is_late_and_anthropic_s_errors_have_its_s
     assert (response.status_code, response.json()["type"]) == (503, "error")
 
 
+def test_ping_shows_that_requests_are_refused(gate: Gate) -> None:
+    make_late(gate, "execute.0")
+    for method in ("GET", "POST"):
+        assert_refused(gate.client.request(method, "/ping"), "execute.0")
+    make_late(gate)
+    assert gate.client.get("/ping").status_code == 200
+
+
 @pytest.mark.parametrize(("timeout_s", "late_s"), [(0.0, 1000.0), (1000.0, 900.0)])
 def test_requests_wait_for_a_stage_that_is_late_for_less_than_late_stage_timeout_s(
     tmp_path: Path, timeout_s: float, late_s: float

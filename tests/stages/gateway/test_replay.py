@@ -1,11 +1,15 @@
 """A gateway that is replayed from a recording behaves exactly as recorded."""
 
+import json
 from pathlib import Path
 
+import httpx
 import numpy as np
 
 from pipeline.replay import format as f
 from pipeline.runtime import messages as m
+from pipeline.stages.gateway.parsing.fill_in import FAMILIES
+from tests.runtime.test_tls import CERT, KEY
 from tests.stages.gateway.gate import CHAT, COMPLETION, Gate
 from tests.stages.gateway.replies.test_logprobs import records
 from tests.stages.replays import entries, order, replay_partial, replays_alike
@@ -90,6 +94,50 @@ def test_logprobs_ids_and_vectors_are_replayed(tmp_path: Path) -> None:
         b"done_reason",
     ):
         assert any(words in one for one in replies), words
+
+
+def test_other_apis_are_replayed(tmp_path: Path) -> None:
+    recording = tmp_path / "gateway.rec"
+    added = [{"id": i, "content": text, "special": True} for i, text in enumerate(FAMILIES[0][:3])]
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    with Gate(tmp_path, record=recording) as gate:
+        vectors = gate.post({"model": "tiny", "input": ["a", "b"]}, "/api/embed")
+        for _ in range(2):
+            gate.delta(gate.begin(), "", records=np.ones(8, "<f4").tobytes(), finish=m.Finish.LENGTH)
+        assert len(vectors.result().json()["embeddings"]) == 2
+        vector = gate.post({"model": "tiny", "prompt": "a"}, "/api/embeddings")
+        gate.delta(gate.begin(), "", records=np.ones(8, "<f4").tobytes(), finish=m.Finish.LENGTH)
+        assert vector.result().status_code == 200
+        for is_stream in (False, True):
+            for path, body in (
+                ("/infill", {"input_prefix": "a", "input_suffix": "b"}),
+                ("/api/generate", {"model": "tiny", "prompt": "a"}),
+                ("/invocations", {"prompt": "a"}),
+            ):
+                reply = gate.post(body | {"stream": is_stream}, path)
+                gate.serve()
+                assert reply.result().status_code == 200
+        assert gate.post({"model": "tiny"}, "/api/chat").result().json()["done_reason"] == "load"
+        gate.rig.until(lambda load: load.num_open_requests == 0)
+    replays_alike("gateway", recording)
+    replies = [one.body for one in entries(recording) if isinstance(one, f.Sent) and one.peer.startswith("client ")]
+    for words in (b"embeddings", b'"embedding"', b"stop_type", b"response", b"text_completion"):
+        assert any(words in one for one in replies), words
+
+
+def test_a_replay_needs_no_certificate(tmp_path: Path) -> None:
+    recording, files = tmp_path / "gateway.rec", (tmp_path / "cert.pem", tmp_path / "key.pem")
+    for file, source in zip(files, (CERT, KEY), strict=True):
+        file.write_bytes(Path(source).read_bytes())
+    with Gate(tmp_path, record=recording, ssl_certfile=str(files[0]), ssl_keyfile=str(files[1])) as gate:
+        with httpx.Client(base_url=gate.url.replace("http:", "https:"), verify=False) as client:
+            reply = gate.do(client.post, "/v1/chat/completions", json=CHAT)
+            gate.serve()
+            assert reply.result().status_code == 200
+        gate.rig.until(lambda load: load.num_open_requests == 0)
+    for file in files:
+        file.unlink()
+    replays_alike("gateway", recording)
 
 
 def test_lookups_and_aborts_are_replayed(tmp_path: Path) -> None:

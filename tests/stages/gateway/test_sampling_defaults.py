@@ -10,6 +10,7 @@ import pytest
 from pipeline import LLM, SamplingParams
 from pipeline.client import protocol as p
 from pipeline.runtime import messages as m
+from pipeline.stages.gateway.parsing.fill_in import FAMILIES
 from tests.stages.gateway.gate import CHAT, COMPLETION, MODEL, Gate
 from tests.stages.gateway.peers import RawPeer, address_of
 
@@ -30,6 +31,8 @@ OWN = {"temperature": 0, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty
 def gate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gate]:
     folder = tmp_path_factory.mktemp("recommended")
     (folder / "generation_config.json").write_text(json.dumps(RECOMMENDED))
+    added = [{"id": i, "content": text, "special": True} for i, text in enumerate(FAMILIES[0][:3])]
+    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
     with Gate(folder) as gate:
         yield gate
 
@@ -63,6 +66,22 @@ def test_the_defaults_apply_on_every_route(gate: Gate, path: str) -> None:
     # Where the context is the default, ingest applies the model's maximum; completions have a default of their own.
     expected = {"/v1/messages": 9, "/v1/completions": 7, "/inference/v1/generate": 7}
     assert options.max_tokens == expected.get(path)
+
+
+OTHERS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
+    "/api/chat": (CHAT, (0.8, 0.9, 40, 0.0, 1.0)),
+    "/api/generate": ({"model": MODEL, "prompt": "Hi", "raw": True}, (0.8, 0.9, 40, 0.0, 1.0)),
+    "/infill": ({"input_prefix": "a", "input_suffix": "b"}, (0.8, 0.95, 40, 0.05, 1.0)),
+}
+"""Bodies of APIs with defaults of their own, and these, in the order of `SAMPLED`."""
+
+
+@pytest.mark.parametrize("path", OTHERS)
+def test_apis_with_defaults_of_their_own_keep_them(gate: Gate, path: str) -> None:
+    body, expected = OTHERS[path]
+    options = posted(gate, path, body)
+    assert tuple(sampled(options).values()) == expected
+    assert options.max_tokens is None, "ingest applies the model's maximum"
 
 
 @pytest.mark.parametrize("path", BODIES)

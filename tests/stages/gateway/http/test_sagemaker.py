@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeline.config.settings import GatewaySettings, Settings
 from pipeline.runtime import messages as m
-from tests.stages.gateway.gate import CHAT, COMPLETION, MODEL, Gate
+from pipeline.stages.gateway.admin.server_info import server_info
+from tests.stages.gateway.gate import CHAT, COMPLETION, FACTS, MODEL, Gate
 from tests.stages.gateway.http.test_guard import RIGHT, locked
 
 
@@ -86,6 +88,14 @@ def test_server_info_has_the_settings_without_the_file_of_keys(tmp_path: Path) -
     assert "/run/secrets" not in text["vllm_config"]
     assert text["version"] == info["version"]
     assert (bad.status_code, bad.json()["error"]["param"]) == (400, "config_format")
+
+
+def test_server_info_has_no_names_of_files_with_private_keys() -> None:
+    gateway = GatewaySettings(ssl_certfile="/run/secrets/both.pem", ssl_keyfile="/run/secrets/key.pem")
+    text = server_info(Settings(gateway=gateway), "text", FACTS).vllm_config
+    found = tomllib.loads(text)["gateway"]
+    assert (found["ssl_certfile"], found["ssl_keyfile"], found["ssl_ca_certs"]) == ("hidden", "hidden", "")
+    assert "/run/secrets" not in text
 
 
 def test_tokenizer_info(tmp_path: Path) -> None:

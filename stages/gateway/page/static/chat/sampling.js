@@ -5,7 +5,8 @@
 
 /**
  * @typedef {{name: string, label: string, help: string, min: number, max: number, step: number, isWhole?: boolean,
- *   hasSlider?: boolean, standard: string}} Control `standard` is what an empty field means
+ *   hasSlider?: boolean, isModels?: boolean, standard: string}} Control `standard` is what an empty field means; with
+ *   `isModels` only if the model recommends nothing else
  */
 
 /** @type {Control[]} */
@@ -17,6 +18,7 @@ export const CONTROLS = [
     max: 2,
     step: 0.05,
     hasSlider: true,
+    isModels: true,
     standard: "1",
     help: "0 always takes the likeliest token.",
   },
@@ -27,6 +29,7 @@ export const CONTROLS = [
     max: 1,
     step: 0.01,
     hasSlider: true,
+    isModels: true,
     standard: "1",
     help: "Only the likeliest tokens that make up this share.",
   },
@@ -37,6 +40,7 @@ export const CONTROLS = [
     max: 1,
     step: 0.01,
     hasSlider: true,
+    isModels: true,
     standard: "0",
     help: "Only tokens this likely, relative to the likeliest.",
   },
@@ -47,6 +51,7 @@ export const CONTROLS = [
     max: 2 ** 31 - 1,
     step: 1,
     isWhole: true,
+    isModels: true,
     standard: "off",
     help: "Only this many of the likeliest tokens.",
   },
@@ -57,6 +62,7 @@ export const CONTROLS = [
     max: 2 ** 31 - 1,
     step: 1,
     isWhole: true,
+    isModels: true,
     standard: "no limit",
     help: "The reply ends after this many tokens.",
   },

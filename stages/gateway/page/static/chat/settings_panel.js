@@ -57,7 +57,7 @@ export class SettingsPanel {
       id: `set-${name}`,
       inputmode: control.isWhole ? "numeric" : "decimal",
       autocomplete: "off",
-      placeholder: standard,
+      placeholder: control.isModels ? "default" : standard,
       "aria-describedby": `help-${name}`,
       spellcheck: "false",
     });
