@@ -29,7 +29,7 @@ class InvocationBody(msgspec.Struct, kw_only=True):
 
 
 PARSERS = {"messages": parse_chat, "prompt": parse_completion, "input": parse_embeddings}
-"""By the field that selects the parser; the first that the body has is used, as in vLLM."""
+"""By the field that selects the parser; the first that the body has, and that is not null, is used, as in vLLM."""
 
 _bodies = msgspec.json.Decoder(dict[str, Raw])
 
@@ -41,7 +41,7 @@ def parse_invocation(body: bytes, limits: RequestLimits) -> ParsedRequest:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return parse_chat(body, limits)  # which says what is wrong
     for name, parser in PARSERS.items():
-        if name in fields:
+        if bytes(fields.get(name, b"null")) != b"null":
             if bytes(fields.get("model", b"null")) == b"null":
                 fields["model"] = Raw(msgspec.json.encode(limits.model))
                 body = msgspec.json.encode(fields)
