@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 import jsonschema
@@ -105,6 +105,21 @@ def test_a_tool_is_called_and_its_result_is_answered(client: anthropic.Anthropic
     assert answer.content[0].type == "text"
 
 
+def test_the_tool_runner_runs_a_function(client: anthropic.Anthropic) -> None:
+    cities = []
+
+    @anthropic.beta_tool
+    def plan_visit(city: Literal["Athens", "Cairo"]) -> str:
+        """Plan a visit."""
+        cities.append(city)
+        return "It is booked."
+
+    choice: Any = {"type": "tool", "name": "plan_visit"}
+    runner = client.beta.messages.tool_runner(**ASK | {"tools": [plan_visit]}, tool_choice=choice, max_iterations=2)
+    assert [message.stop_reason for message in runner] == ["tool_use", "tool_use"]
+    assert len(cities) in (1, 2) and set(cities) <= {"Athens", "Cairo"}
+
+
 def test_an_output_format_is_enforced(client: anthropic.Anthropic) -> None:
     form = {"format": {"type": "json_schema", "schema": SCHEMA}}
     reply = client.messages.create(**CAPITAL | {"max_tokens": 80, "output_config": form})
@@ -134,8 +149,10 @@ def test_errors_are_the_client_s_exceptions(client: anthropic.Anthropic, server:
     image = {"type": "image", "source": {"type": "url", "url": "https://example.com/x.png"}}
     with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\]\.content\[0\]\.type.*image blocks"):
         client.messages.create(**CAPITAL | {"messages": [{"role": "user", "content": [image]}]})
-    with pytest.raises(anthropic.BadRequestError, match="maximum context length"):
+    with pytest.raises(anthropic.BadRequestError, match=r"`max_tokens` exceed context limit: 37 \+ 100000 > 8192"):
         client.messages.create(**CAPITAL | {"max_tokens": 100_000})
+    with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: 9\d\d\d tokens > 8192 maximum"):
+        client.messages.create(**CAPITAL | {"messages": [{"role": "user", "content": "word " * 9000}]})
     bad_tool: dict[str, Any] = {"name": "f", "input_schema": {"not": {}}}
     for choice in ({"type": "any"}, {"type": "tool", "name": "f"}):
         with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\]\.input_schema.*not"):
