@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import anthropic
+import httpx
 import jsonschema
 import pytest
 
@@ -141,6 +142,45 @@ def test_the_beta_client(client: anthropic.Anthropic) -> None:
     reply = client.beta.messages.create(**CAPITAL, betas=["context-management-2025-06-27"], context_management=edits)
     assert reply.stop_reason == "end_turn"
     assert client.beta.messages.count_tokens(**{name: CAPITAL[name] for name in ("model", "messages")}).input_tokens
+
+
+def test_requests_of_claude_code(client: anthropic.Anthropic, server: Server) -> None:
+    """As version 2.1.197 sends them."""
+    assert httpx.head(server.url).status_code == 200
+    cached = {"cache_control": {"type": "ephemeral"}}
+    rules: Any = {"type": "text", "text": "You are an agent. Answer in one sentence. " * 8} | cached
+    reminder = {"type": "text", "text": "<system-reminder>\nToday's date is 2026-11-23.\n</system-reminder>\n\n"}
+    request: dict[str, Any] = {
+        "model": MODEL,
+        "max_tokens": 8,
+        "messages": [
+            {
+                "role": "user",
+                "content": [reminder, {"type": "text", "text": "What is the capital of Greece?"} | cached],
+            },
+            {"role": "system", "content": "The following skills are available:\n- init: Initialize a file"},
+        ],
+        "tools": [WEATHER],
+        "thinking": {"type": "adaptive"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high"},
+        "metadata": {"user_id": '{"device_id":"0","account_uuid":"","session_id":"1"}'},
+        "betas": ["claude-code-20250219", "mid-conversation-system-2026-04-07", "of-the-future-2027-01-01"],
+        "extra_headers": {"x-app": "cli", "anthropic-dangerous-direct-browser-access": "true"},
+    }
+    nums_cached = []
+    for version in ("2.1.197.73f", "2.1.197.090"):
+        billing: Any = {
+            "type": "text",
+            "text": f"x-anthropic-billing-header: cc_version={version}; cc_entrypoint=sdk-cli;",
+        }
+        with client.beta.messages.stream(**request, system=[billing, rules]) as stream:
+            message = stream.get_final_message()
+        assert message.usage.output_tokens > 0
+        nums_cached.append(message.usage.cache_read_input_tokens or 0)
+    assert nums_cached[1] > 100, "the billing header is no part of the prompt"
+    with pytest.raises(anthropic.NotFoundError, match=f"'claude-opus-4-8' does not exist; this server has '{MODEL}'"):
+        client.beta.messages.create(**request | {"model": "claude-opus-4-8"})
 
 
 def test_errors_are_the_client_s_exceptions(client: anthropic.Anthropic, server: Server) -> None:
