@@ -69,7 +69,7 @@ class GatewaySettings(Frozen, frozen=True):
         Meta(
             ge=1024,
             le=MAX_BYTES,
-            description="Maximum size of stored responses and their conversations in bytes of JSON; the oldest are "
+            description="Maximum size of stored responses, their conversations and events in bytes; the oldest are "
             "dropped.",
         ),
     ] = 64 * 1024**2

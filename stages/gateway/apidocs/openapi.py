@@ -20,14 +20,16 @@ from pipeline.stages.gateway.ollama.types import OllamaErrorBody
 from pipeline.stages.gateway.parsing.conversation import Tool
 from pipeline.stages.gateway.parsing.sampling_fields import COUNTED
 from pipeline.stages.gateway.replies.anthropic.types import MessagesErrorBody
-from pipeline.stages.gateway.responses_api.types import DEFAULT_LIMIT, MAX_LIMIT
+from pipeline.stages.gateway.responses_api.types import DEFAULT_LIMIT, MAX_LIMIT, MAX_NUMBER_DIGITS
 from pipeline.version import VERSION
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
 LINES = "application/x-ndjson"
-TYPED_EVENTS = ("messages", "create_response")
+TYPED_EVENTS = ("messages", "create_response", "get_response")
 """Handlers whose streams have an `event` line with the type of each event."""
+RESPONSES = ("create_response", "get_response")
+"""Handlers whose streams have the events of responses."""
 TEXTS = {"/metrics": "text/plain", "/docs": "text/html"}
 """Media types of routes whose replies are not JSON."""
 NO_CONTENT = ("ping", "post_ping")
@@ -160,6 +162,20 @@ _QUERIES: dict[str, list[dict[str, Any]]] = {
             "schema": {"enum": list(CONFIG_FORMATS), "default": CONFIG_FORMATS[0]},
         },
     ],
+    "get_response": [
+        {
+            "name": "stream",
+            "in": "query",
+            "description": "true: the events of a response that was created with background and stream.",
+            "schema": {"type": "boolean", "default": False},
+        },
+        {
+            "name": "starting_after",
+            "in": "query",
+            "description": "With stream: the sequence_number of the event before the first one.",
+            "schema": {"type": "integer", "minimum": 0, "maximum": 10**MAX_NUMBER_DIGITS - 1},
+        },
+    ],
     "list_input_items": [
         {
             "name": "limit",
@@ -227,7 +243,7 @@ def _success(route: Route, schemas: Schemas) -> dict[str, Any]:
             words += "An `event: ` line before it has its type. "
         elif route.handler != "infill":
             words += "The last is `data: [DONE]`. "
-        if route.handler == "create_response":
+        if route.handler in RESPONSES:
             words += "If the request fails after its first event, the last ones are `error` and `response.failed`."
         else:
             words += f"If the request fails after its first event, an event has a {_error_of(route).__name__}."

@@ -17,9 +17,10 @@ from aiohttp import web
 
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.http.error_responses import ANTHROPIC_ID_HEADER
-from pipeline.stages.gateway.http.keep_alive import KeepAlive, keep_alive_of
+from pipeline.stages.gateway.http.keep_alive import COMMENT, KeepAlive, keep_alive_of
 from pipeline.stages.gateway.replies import shapes
 from pipeline.stages.gateway.request import Request
+from pipeline.stages.gateway.responses_api.event_log import EventLog
 
 HIGH_BYTES = 16 * 1024
 """Bytes buffered in the transport of a slow client, besides one event."""
@@ -100,6 +101,29 @@ async def send_stream(
             else:
                 data += events.last()
         await response.write_eof(data)
+        await _flushed(http_request)
+    return response
+
+
+async def send_log(
+    http_request: web.Request, log: EventLog, first: int, request_id: str, timeout_s: float, keep_alive_s: float
+) -> web.StreamResponse:
+    """Send the events of a background response from the position `first` on, as they arrive, with keep-alives as
+    `send_stream`. Raises ConnectionError as `send`."""
+    headers = {"Content-Type": shapes.EVENT_STREAM, "X-Request-Id": request_id} | STREAM_HEADERS
+    response = web.StreamResponse(headers=headers)
+    with _SlowClientTimeout(http_request, timeout_s):
+        await response.prepare(http_request)
+        http_request.writer.send_headers()
+        with KeepAlive(http_request, keep_alive_s, lambda: _write(http_request, response, COMMENT)):
+            while first < len(log) or not log.is_over:
+                data, first = log.read(first)
+                if data:
+                    await response.write(data)
+                    await http_request.writer.drain()
+                else:
+                    await log.more(first)
+        await response.write_eof()
         await _flushed(http_request)
     return response
 

@@ -100,7 +100,14 @@ ROUTES = (
         ResponseEvent,
         opens_request=True,
     ),
-    Route("GET", "/v1/responses/{response_id}", "get_response", "A stored response.", reply=ResponseObject),
+    Route(
+        "GET",
+        "/v1/responses/{response_id}",
+        "get_response",
+        "A stored response.",
+        reply=ResponseObject,
+        event=ResponseEvent,
+    ),
     Route("DELETE", "/v1/responses/{response_id}", "delete_response", "Deletes a response.", reply=ResponseDeleted),
     Route(
         "POST",

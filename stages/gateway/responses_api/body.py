@@ -106,7 +106,10 @@ class ResponsesBody(SamplingFields, kw_only=True):
     previous_response_id: Annotated[str, Meta(description="Continue the conversation of a stored response.")] | None = (
         None
     )
-    background: Annotated[bool, Meta(description="true: reply at once; GET returns the result.")] | None = None
+    background: (
+        Annotated[bool, Meta(description="true: the response goes on if the client disconnects; GET returns it.")]
+        | None
+    ) = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     chat_template_kwargs: Kwargs = Raw()

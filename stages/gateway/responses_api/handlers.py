@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -19,6 +19,7 @@ from pipeline.stages.gateway.replies import shapes
 from pipeline.stages.gateway.request import Request
 from pipeline.stages.gateway.request_table import RequestTable
 from pipeline.stages.gateway.responses_api import reply
+from pipeline.stages.gateway.responses_api.event_log import EventLog
 from pipeline.stages.gateway.responses_api.items import Item
 from pipeline.stages.gateway.responses_api.names import renamed
 from pipeline.stages.gateway.responses_api.parsing import parse_response
@@ -26,6 +27,7 @@ from pipeline.stages.gateway.responses_api.store import ResponseStore, StoredRes
 from pipeline.stages.gateway.responses_api.types import (
     DEFAULT_LIMIT,
     MAX_LIMIT,
+    MAX_NUMBER_DIGITS,
     ItemList,
     ResponseDeleted,
     ResponseObject,
@@ -71,10 +73,14 @@ class ResponsesApi:
         parsed = await self._read(http_request, parse)
         assert parsed.response is not None
         request = self._requests.open(parsed)
+        log = EventLog() if parsed.response.background and parsed.stream else None
         if parsed.response.store:
-            request.on_response = lambda response: self._store.put(StoredResponse(parsed.scope, response, items))
+            request.on_response = lambda response: self._store.put(
+                StoredResponse(parsed.scope, response, items, events=log)
+            )
         if parsed.response.background:
-            return _json(self._start(request, items))
+            queued = self._start(request, items, log)
+            return _json(queued) if log is None else await self._send_log(http_request, log, 0, request.id)
         try:
             if parsed.stream:
                 return await response_writer.send_stream(
@@ -89,10 +95,14 @@ class ResponsesApi:
             self._requests.release(request)
 
     async def get_response(self, http_request: web.Request) -> web.StreamResponse:
-        for name in ("stream", "starting_after"):
-            if http_request.query.get(name, "false").lower() != "false":
-                raise unsupported(name, "a stored response is not streamed")
-        return _json(_now(self._find(http_request)))
+        stored = self._find(http_request)
+        first = _first_event(http_request.query)
+        if first is None:
+            return _json(_now(stored))
+        if stored.events is None:
+            what = "only responses that were created with background = true and stream = true are streamed again"
+            raise unsupported("stream", what)
+        return await self._send_log(http_request, stored.events, first, stored.response.id)
 
     async def delete_response(self, http_request: web.Request) -> web.StreamResponse:
         stored = self._find(http_request)
@@ -143,11 +153,12 @@ class ResponsesApi:
 
     # ---------------------------------------------------------------------------------------------------- background
 
-    def _start(self, request: Request, items: list[Item]) -> ResponseObject:
-        """Run a request in the background. Returns its response now."""
+    def _start(self, request: Request, items: list[Item], log: EventLog | None) -> ResponseObject:
+        """Run a request in the background, with its events in `log` if it is streamed. Returns its response now."""
         response = reply.response_of(request, "queued", [])
-        self._store.put(StoredResponse(request.parsed.scope, response, items, request))
-        task = asyncio.get_running_loop().create_task(self._run(request), name=request.id)
+        self._store.put(StoredResponse(request.parsed.scope, response, items, request, log))
+        run = self._run(request) if log is None else self._run_stream(request, log)
+        task = asyncio.get_running_loop().create_task(run, name=request.id)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return response
@@ -165,6 +176,37 @@ class ResponsesApi:
             if error is not None:
                 reply.failed(request, renamed(error), [])
             self._requests.release(request)
+
+    async def _run_stream(self, request: Request, log: EventLog) -> None:
+        """Write the events of a background request to its log, and store its response."""
+        events = reply.ResponseEvents(request)
+        error: ApiError | None = ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "the server could not finish this request")
+        try:
+            log.append(events.first() + events.due())
+            while not events.are_over:
+                await request.change()
+                log.append(events.due())
+            log.append(events.last())
+            error = None
+        except ApiError as failure:
+            error = failure
+            log.append(events.due())
+        finally:
+            if error is not None:
+                log.append(events.failed(error))
+            log.close()
+            self._requests.release(request)
+
+    async def _send_log(
+        self, http_request: web.Request, log: EventLog, first: int, response_id: str
+    ) -> web.StreamResponse:
+        """Send the events of a background response from the position `first` on. It goes on without the client."""
+        try:
+            return await response_writer.send_log(
+                http_request, log, first, response_id, self._slow_client_timeout_s, self._sse_keep_alive_s
+            )
+        except ConnectionError:
+            return web.Response()  # the client has disconnected
 
     def cancel_background(self, error: ApiError) -> int:
         """End all background responses with an error: the server stops. Returns their number."""
@@ -206,6 +248,20 @@ class _Stored:
         if not self.is_on:
             raise unsupported(param, self.why_off)
         return self._store.item(param, item_id, self._scope)
+
+
+def _first_event(query: Mapping[str, str]) -> int | None:
+    """The position of the first event that a client asks for, or None if it asks for the response. Raises ApiError."""
+    stream, after = query.get("stream", "false").lower(), query.get("starting_after")
+    if stream not in ("true", "false"):
+        raise invalid("stream", "'stream' must be true or false", "invalid_value")
+    if after is None:
+        return 0 if stream == "true" else None
+    if stream == "false":
+        raise invalid("starting_after", "'starting_after' is only allowed together with stream = true")
+    if not (after.isascii() and after.isdecimal() and len(after) <= MAX_NUMBER_DIGITS):
+        raise invalid("starting_after", "'starting_after' must be the sequence_number of an event", "invalid_value")
+    return int(after) + 1
 
 
 def _now(stored: StoredResponse) -> ResponseObject:

@@ -126,8 +126,6 @@ def _check_stream(response: ResponsesBody) -> None:
             raise invalid("stream_options", "'stream_options' is only allowed together with stream = true")
         if response.stream_options.include_obfuscation:
             raise unsupported("stream_options.include_obfuscation")
-    if response.background and response.stream:
-        raise unsupported("stream", "a background response is not streamed: GET /v1/responses/ID returns it")
 
 
 def _is_stored(response: ResponsesBody, stored: Stored) -> bool:

@@ -1,6 +1,7 @@
 """Replies of POST /v1/responses: the response, complete or as the events of a stream. Pure.
 
 stream   created · in_progress · events of the output … · completed, incomplete, or error and failed
+         In the background: created · queued · in_progress when the output begins · …
 """
 
 import time
@@ -180,6 +181,8 @@ class ResponseEvents:
         self._request = request
         self._reader = _Reader(request)
         self._num_events = 0
+        self._is_queued = False
+        """A background response has not begun."""
 
     @property
     def are_over(self) -> bool:
@@ -188,15 +191,23 @@ class ResponseEvents:
 
     def first(self) -> bytes:
         """The first events, before any output."""
-        response = response_of(self._request, "in_progress", [])
-        names = ("created", "in_progress")
+        form = self._request.parsed.response
+        self._is_queued = form is not None and form.background
+        status: ResponseStatus = "queued" if self._is_queued else "in_progress"
+        response = response_of(self._request, status, [])
+        names = ("created", status)
         data = b"".join(self._framed(ResponseEvent(type=f"response.{name}", response=response)) for name in names)
         return self._request.log_output("first", data)
 
     def due(self) -> bytes:
         """Events for the output that has arrived since the last call."""
         begin_s = time.monotonic()
-        data = b"".join(map(self._framed, self._reader.read()))
+        data = b""
+        if self._is_queued and self._request.has_begun:
+            self._is_queued = False
+            response = response_of(self._request, "in_progress", [])
+            data = self._framed(ResponseEvent(type="response.in_progress", response=response))
+        data += b"".join(map(self._framed, self._reader.read()))
         if self._request.trace.on:
             trace_write(self._request, begin_s, data)
         return self._request.log_output("due", data)

@@ -13,6 +13,7 @@ import msgspec
 
 from pipeline.stages.gateway.errors import ApiError, invalid, shown
 from pipeline.stages.gateway.request import Request
+from pipeline.stages.gateway.responses_api.event_log import EventLog
 from pipeline.stages.gateway.responses_api.items import Item
 from pipeline.stages.gateway.responses_api.types import ResponseObject
 
@@ -29,6 +30,8 @@ class StoredResponse(msgspec.Struct, eq=False):
     """The conversation before the output."""
     request: Request | None = None
     """The open request of a background response."""
+    events: EventLog | None = None
+    """Of a background response that is streamed."""
     num_bytes: int = 0
 
     @property
@@ -47,8 +50,8 @@ class ResponseStore:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self.num_bytes = 0
-        """Size of all responses and their conversations as JSON. Items that several conversations share count for
-        each."""
+        """Size of all responses, their conversations as JSON, and their events but the last. Items that several
+        conversations share count for each."""
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
         self._items: dict[tuple[str, str], tuple[int, Item]] = {}
         """Items by scope and id, with the number of conversations that have them."""
@@ -62,6 +65,8 @@ class ResponseStore:
         with self._lock:
             self._remove(stored.response.id)
             stored.num_bytes = sum(len(_encoder.encode(one)) for one in (stored.response, stored.items))
+            if stored.events is not None:
+                stored.num_bytes += stored.events.num_bytes
             self._responses[stored.response.id] = stored
             self.num_bytes += stored.num_bytes
             for item in stored.conversation:

@@ -1,4 +1,4 @@
-"""Third-party clients of OpenAI's and Ollama's APIs, with the real server and model.
+"""Third-party clients of OpenAI's, Anthropic's and Ollama's APIs, with the real server and model.
 
 Each script in tests/e2e/client/clients uses one client and checks its replies. The Python ones have a separate
 environment.
@@ -16,6 +16,7 @@ from tests.e2e.server import Server
 CLIENTS = Path(__file__).parent / "clients"
 RUN_S = 120.0
 NOT_INHERITED = (
+    "ANTHROPIC_",
     "OPENAI_",
     "OLLAMA_",
     "LANGCHAIN_",
@@ -52,7 +53,9 @@ def test_python_clients_work(file: str, client_python: Path, server: Server, smo
     server.until_idle()
 
 
-@pytest.mark.parametrize("file", ["with_openai.mjs", "with_ollama.mjs", "with_eventsource_parser.mjs"])
+@pytest.mark.parametrize(
+    "file", ["with_openai.mjs", "with_anthropic.mjs", "with_ollama.mjs", "with_eventsource_parser.mjs"]
+)
 def test_javascript_clients_work(file: str, node_folder: Path, server: Server, smollm2_dir: Path) -> None:
     run(["node", "--test", "--test-reporter=spec", file], node_folder, RUN_S, environ(server, smollm2_dir))
     server.until_idle()

@@ -3,9 +3,10 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
+import httpx
 import jsonschema
 import pytest
 
@@ -105,6 +106,21 @@ def test_a_tool_is_called_and_its_result_is_answered(client: anthropic.Anthropic
     assert answer.content[0].type == "text"
 
 
+def test_the_tool_runner_runs_a_function(client: anthropic.Anthropic) -> None:
+    cities = []
+
+    @anthropic.beta_tool
+    def plan_visit(city: Literal["Athens", "Cairo"]) -> str:
+        """Plan a visit."""
+        cities.append(city)
+        return "It is booked."
+
+    choice: Any = {"type": "tool", "name": "plan_visit"}
+    runner = client.beta.messages.tool_runner(**ASK | {"tools": [plan_visit]}, tool_choice=choice, max_iterations=2)
+    assert [message.stop_reason for message in runner] == ["tool_use", "tool_use"]
+    assert len(cities) in (1, 2) and set(cities) <= {"Athens", "Cairo"}
+
+
 def test_an_output_format_is_enforced(client: anthropic.Anthropic) -> None:
     form = {"format": {"type": "json_schema", "schema": SCHEMA}}
     reply = client.messages.create(**CAPITAL | {"max_tokens": 80, "output_config": form})
@@ -128,14 +144,55 @@ def test_the_beta_client(client: anthropic.Anthropic) -> None:
     assert client.beta.messages.count_tokens(**{name: CAPITAL[name] for name in ("model", "messages")}).input_tokens
 
 
+def test_requests_of_claude_code(client: anthropic.Anthropic, server: Server) -> None:
+    """As version 2.1.197 sends them."""
+    assert httpx.head(server.url).status_code == 200
+    cached = {"cache_control": {"type": "ephemeral"}}
+    rules: Any = {"type": "text", "text": "You are an agent. Answer in one sentence. " * 8} | cached
+    reminder = {"type": "text", "text": "<system-reminder>\nToday's date is 2026-11-23.\n</system-reminder>\n\n"}
+    request: dict[str, Any] = {
+        "model": MODEL,
+        "max_tokens": 8,
+        "messages": [
+            {
+                "role": "user",
+                "content": [reminder, {"type": "text", "text": "What is the capital of Greece?"} | cached],
+            },
+            {"role": "system", "content": "The following skills are available:\n- init: Initialize a file"},
+        ],
+        "tools": [WEATHER],
+        "thinking": {"type": "adaptive"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high"},
+        "metadata": {"user_id": '{"device_id":"0","account_uuid":"","session_id":"1"}'},
+        "betas": ["claude-code-20250219", "mid-conversation-system-2026-04-07", "of-the-future-2027-01-01"],
+        "extra_headers": {"x-app": "cli", "anthropic-dangerous-direct-browser-access": "true"},
+    }
+    nums_cached = []
+    for version in ("2.1.197.73f", "2.1.197.090"):
+        billing: Any = {
+            "type": "text",
+            "text": f"x-anthropic-billing-header: cc_version={version}; cc_entrypoint=sdk-cli;",
+        }
+        with client.beta.messages.stream(**request, system=[billing, rules]) as stream:
+            message = stream.get_final_message()
+        assert message.usage.output_tokens > 0
+        nums_cached.append(message.usage.cache_read_input_tokens or 0)
+    assert nums_cached[1] > 100, "the billing header is no part of the prompt"
+    with pytest.raises(anthropic.NotFoundError, match=f"'claude-opus-4-8' does not exist; this server has '{MODEL}'"):
+        client.beta.messages.create(**request | {"model": "claude-opus-4-8"})
+
+
 def test_errors_are_the_client_s_exceptions(client: anthropic.Anthropic, server: Server) -> None:
     with pytest.raises(anthropic.NotFoundError, match="'claude' does not exist"):
         client.messages.create(**CAPITAL | {"model": "claude"})
     image = {"type": "image", "source": {"type": "url", "url": "https://example.com/x.png"}}
     with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\]\.content\[0\]\.type.*image blocks"):
         client.messages.create(**CAPITAL | {"messages": [{"role": "user", "content": [image]}]})
-    with pytest.raises(anthropic.BadRequestError, match="maximum context length"):
+    with pytest.raises(anthropic.BadRequestError, match=r"`max_tokens` exceed context limit: 37 \+ 100000 > 8192"):
         client.messages.create(**CAPITAL | {"max_tokens": 100_000})
+    with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: 9\d\d\d tokens > 8192 maximum"):
+        client.messages.create(**CAPITAL | {"messages": [{"role": "user", "content": "word " * 9000}]})
     bad_tool: dict[str, Any] = {"name": "f", "input_schema": {"not": {}}}
     for choice in ({"type": "any"}, {"type": "tool", "name": "f"}):
         with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\]\.input_schema.*not"):

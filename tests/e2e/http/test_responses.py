@@ -133,6 +133,21 @@ def test_a_background_response_is_polled(client: OpenAI) -> None:
     assert done.output_text == client.responses.create(**GREEDY, input=QUESTION).output_text
 
 
+def test_a_background_stream_is_resumed(client: OpenAI) -> None:
+    whole = client.responses.create(**GREEDY, input=QUESTION)
+    with client.responses.create(**GREEDY, input=QUESTION, background=True, stream=True) as stream:
+        first = next(stream)
+        assert first.type == "response.created" and first.response.status == "queued"
+        second = next(stream)
+        assert (second.type, second.sequence_number) == ("response.queued", 1)
+    rest = list(client.responses.retrieve(first.response.id, stream=True, starting_after=second.sequence_number))
+    assert rest[0].type == "response.in_progress" and rest[0].sequence_number == 2
+    assert "".join(event.delta for event in rest if event.type == "response.output_text.delta") == whole.output_text
+    assert rest[-1].type in ("response.completed", "response.incomplete")
+    with client.responses.stream(response_id=first.response.id, starting_after=1) as resumed:
+        assert resumed.get_final_response().output_text == whole.output_text
+
+
 def test_a_background_response_is_cancelled(client: OpenAI, server: Server) -> None:
     queued = client.responses.create(**LONG, background=True)
     until(client, queued.id, lambda response: response.status == "in_progress")

@@ -1,6 +1,6 @@
 """Translates the conversation of a Messages request to the prompt that chats have. Pure.
 
-    system                    a message of role system, the first
+    system                    a message of role system, the first; without Claude Code's billing header
     text                      the content of its message; consecutive messages of a role are one message
     thinking                  the reasoning of the assistant's message; redacted_thinking is dropped
     tool_use, tool_result     a tool call, a message of role tool
@@ -23,6 +23,9 @@ from pipeline.stages.gateway.parsing.anthropic.tools import choice_of, object_te
 ERROR_PREFIX = "Error: "
 CALL_ID_PREFIX = "toolu_"
 """Ids of tool calls begin with it outside. Templates get the rest: some refuse ids that are not in their own format."""
+BILLING_PREFIX = "x-anthropic-billing-header:"
+"""Claude Code's first system block begins with it. It is not part of the prompt: it differs by conversation and agent,
+so the prefix cache would find none of the tools and instructions after it."""
 
 
 class _Turn(msgspec.Struct):
@@ -96,8 +99,8 @@ def _turns(body: b.CountTokensBody) -> list[_Turn]:
     match body.system:
         case str(text) if text:
             turns.append(_Turn("system", [text]))
-        case [*blocks] if blocks:
-            turns.append(_Turn("system", [block.text for block in blocks], has_parts=True))
+        case [*blocks] if texts := [one.text for one in blocks if not one.text.startswith(BILLING_PREFIX)]:
+            turns.append(_Turn("system", texts, has_parts=True))
     for place, message in enumerate(body.messages):
         at = f"messages[{place}]"
         if message.role not in b.ROLES:

@@ -1,11 +1,17 @@
 """Errors in the shape of Anthropic's Messages API. Pure."""
 
+import re
 from http import HTTPStatus
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.replies.anthropic.types import MessagesErrorBody, MessagesErrorFields
+from pipeline.stages.gateway.replies.anthropic.types import (
+    MessagesErrorBody,
+    MessagesErrorDetails,
+    MessagesErrorFields,
+)
 
 OVERLOADED = 529
 """Anthropic's own status; this server sends 503."""
@@ -22,6 +28,12 @@ TYPES: dict[int, str] = {
 }
 """Types by status. Others below 500 are invalid_request_error, and from 500 on api_error."""
 
+THREAD, UNSUPPORTED = "thread", "unsupported"
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+_PROMPT = re.compile(r"maximum context length is (\d+) tokens, and the prompt has ((?:more than )?\d+)")
+_WITH_MAX_TOKENS = re.compile(r"maximum context length is (\d+) tokens; .*: (\d+) in the prompt and (\d+) to generate")
+"""The server's own messages, by which Anthropic's are chosen."""
+
 
 def type_of(status: int) -> str:
     return TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
@@ -29,4 +41,25 @@ def type_of(status: int) -> str:
 
 def error_json(error: ApiError, request_id: str | None) -> bytes:
     """The body of an error response, and the data of an error event."""
-    return msgspec.json.encode(MessagesErrorBody(MessagesErrorFields(type_of(error.status), error.text), request_id))
+    fields = MessagesErrorFields(type_of(error.status), _message(error), _details(error))
+    return msgspec.json.encode(MessagesErrorBody(fields, request_id))
+
+
+def _details(error: ApiError) -> MessagesErrorDetails | UnsetType:
+    """The tool runners of Anthropic's clients try `thread`, a conversation that the server holds. With these details
+    they repeat the request without it."""
+    if (error.param, error.code) != (THREAD, UNSUPPORTED):
+        return UNSET
+    return MessagesErrorDetails("thread_unsupported_request", [THREAD])
+
+
+def _message(error: ApiError) -> str:
+    """The message. Agents search for Anthropic's words if a prompt does not fit into the context: they compact their
+    conversation, or repeat the request with a smaller `max_tokens`."""
+    if error.code == CONTEXT_LENGTH_EXCEEDED:
+        if found := _PROMPT.search(error.message):
+            return f"prompt is too long: {found[2]} tokens > {found[1]} maximum"
+        if found := _WITH_MAX_TOKENS.search(error.message):
+            numbers = f"{found[2]} + {found[3]} > {found[1]}"
+            return f"input length and `max_tokens` exceed context limit: {numbers}, decrease either of them"
+    return error.text

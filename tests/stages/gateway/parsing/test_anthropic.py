@@ -87,6 +87,14 @@ def test_system_prompts_come_first() -> None:
     assert both == [m.ChatMessage("system", "Be brief.\nBe kind.", parts=["Be brief.", "Be kind."]), user]
 
 
+def test_the_billing_header_of_claude_code_is_no_part_of_the_prompt() -> None:
+    billing = text("x-anthropic-billing-header: cc_version=2.1.197.73f; cc_entrypoint=sdk-cli;")
+    user = prompt_of(*BODY["messages"]).messages[0]
+    both = prompt_of(*BODY["messages"], system=[billing, text("Be brief.")]).messages
+    assert both == [m.ChatMessage("system", "Be brief.", parts=["Be brief."]), user]
+    assert prompt_of(*BODY["messages"], system=[billing]).messages == [user]
+
+
 def test_a_system_message_stays_in_its_place() -> None:
     user, system = BODY["messages"][0], {"role": "system", "content": "Now in French."}
     assert [one.role for one in prompt_of(user, system, user).messages] == ["user", "system", "user"]
@@ -331,6 +339,12 @@ def test_required_calls_exclude_an_output_format() -> None:
         "output_config.format.schema",
         True,
     )
+
+
+def test_a_refused_thread_has_the_details_that_clients_look_for() -> None:
+    details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert json.loads(error_json(refused(thread={"type": "create"}), None))["error"]["details"] == details
+    assert "details" not in json.loads(error_json(refused(container="c"), None))["error"]
 
 
 # -------------------------------------------------------------------------------------------------------- count_tokens

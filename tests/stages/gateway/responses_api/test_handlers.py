@@ -25,6 +25,7 @@ BODY: dict[str, Any] = {"model": MODEL, "input": "Hi"}
 FIND = {"type": "function", "name": "find", "parameters": {"type": "object"}}
 CALL = '<tool_call>\n{"name": "find", "arguments": {"a": 1}}\n</tool_call>'
 BACKGROUND = BODY | {"background": True}
+STREAMED = BACKGROUND | {"stream": True}
 
 
 @pytest.fixture
@@ -462,6 +463,9 @@ def test_responses_are_replayed(tmp_path: Path) -> None:
         stream = gate.post(BODY | {"stream": True, "previous_response_id": first["id"]}, PATH)
         gate.serve("Hello")
         assert stream.result().status_code == 200
+        background = gate.post(STREAMED, PATH)
+        gate.serve("Hello")
+        assert background.result().status_code == 200
         queued = gate.post(BACKGROUND, PATH).result().json()
         submit = gate.begin()
         future = gate.do(gate.client.post, f"{PATH}/{queued['id']}/cancel")

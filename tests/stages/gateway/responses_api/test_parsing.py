@@ -325,7 +325,6 @@ REFUSALS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"store": 1}, "store", "invalid_type"),
     ({"previous_response_id": "resp_0"}, "previous_response_id", None),
     ({"background": True, "store": False}, "background", "invalid_value"),
-    ({"background": True, "stream": True}, "stream", "unsupported"),
     ({"stream_options": {}}, "stream_options", None),
     (
         {"stream": True, "stream_options": {"include_obfuscation": True}},
