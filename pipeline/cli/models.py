@@ -149,10 +149,15 @@ def _print(models: Models) -> None:
     console.print("\nCached", style="bold")
     if models.cached:
         cached = _table("name", "weights", "from", "size", "last used")
+        newest: dict[tuple[str, str, str], CachedModel] = {}
         for model in models.cached:
+            newest.setdefault((model.name, model.weights, model.model), model)
+        for model in newest.values():
             weights = model.weights or draw.NONE
             cached.add_row(model.name, weights, model.model, draw.size(model.num_bytes), ago(model.last_used_s))
         console.print(cached)
+        if older := len(models.cached) - len(newest):
+            console.print(f"and {older} prepared earlier or with other settings; `pipeline cache ls` lists all")
     else:
         console.print("no prepared models")
     console.print("\nSupported", style="bold")

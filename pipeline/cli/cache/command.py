@@ -55,7 +55,7 @@ def run_prune(args: argparse.Namespace, settings: Settings) -> int:
     for entry in rows_of(kept):
         print(f"kept {entry.name}: {'not made by a server' if entry.kind == 'other' else 'in use'}")
     total = draw.size(sum(entry.num_bytes for entry in removed))
-    print(f"{verb} {total} from {root}")
+    print(f"{verb} {total} from {root}" if removed else f"nothing to remove from {root}")
     return 0
 
 
@@ -88,7 +88,7 @@ def _table(entries: Sequence[Entry]) -> Table:
     table.add_column("last used", justify="right", no_wrap=True)
     table.add_column("in use", no_wrap=True)
     for entry in rows_of(entries):
-        in_use = "yes" if entry.in_use else "no"
+        in_use = draw.NONE if entry.kind == "other" else "yes" if entry.in_use else "no"
         name = entry.name.removeprefix(f"{entry.kind}-")
         table.add_row(entry.kind, name, draw.size(entry.num_bytes), ago(entry.last_used_s), in_use)
     return table

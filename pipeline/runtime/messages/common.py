@@ -111,7 +111,7 @@ class ExecuteFacts(msgspec.Struct, array_like=True, frozen=True):
     def quantization(self) -> str:
         """The formats of the quantized matrices, such as `q4_1+q8_0`; `none` without any."""
         quantized = [name for name in self.weight_formats.split("+") if name not in FLOAT_FORMATS]
-        return "+".join(quantized) or "none"
+        return "+".join(sorted(quantized)) or "none"
 
 
 class Start(Message, frozen=True, tag="start"):

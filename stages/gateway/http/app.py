@@ -272,7 +272,10 @@ class Api:
         card = self._card()
         if (name := http_request.match_info["model"]) != card.id:
             raise ApiError(
-                HTTPStatus.NOT_FOUND, f"the model '{name[:100]}' does not exist", "model", code="model_not_found"
+                HTTPStatus.NOT_FOUND,
+                f"the model '{name[:100]}' does not exist; this server has '{card.id}'",
+                "model",
+                code="model_not_found",
             )
         return _json(card)
 

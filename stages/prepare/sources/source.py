@@ -111,7 +111,7 @@ def parse(model: str) -> Source:
         if match["revision"] == "":
             raise ModelError(f"model {shown} has no revision after '@': add a branch, a tag or a commit")
         return HubSource(match["repo"], match["revision"] or DEFAULT_REVISION)
-    raise ModelError(f"model {shown}: no such folder or file; use {FORMS}")
+    raise ModelError(f"model {shown}: no such folder or file; use {FORMS}. `pipeline models` lists what is cached")
 
 
 def expanded(path: str, key: str) -> Path:
