@@ -293,13 +293,23 @@ class Outbox(Generic[T]):
                 return True
             if not self._ring.can_announce:
                 return False
-        try:
-            self._socket.send_multipart((self._head, body), zmq.NOBLOCK)
-        except zmq.Again:
+        if not (self._put(body) or (self._has_room() and self._put(body))):
             return False
         if self._ring is not None:
             self._ring.announce()
         return True
+
+    def _put(self, body: bytes) -> bool:
+        try:
+            self._socket.send_multipart((self._head, body), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def _has_room(self) -> bool:
+        """Whether the peer has made room. A send notices that at most once in a millisecond or so (`max_command_delay`
+        of libzmq), and refuses messages meanwhile; asking for events notices it now."""
+        return bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLOUT)
 
     def flush(self, timeout_s: float) -> None:
         """Close the socket; queued messages have `timeout_s` to be sent.

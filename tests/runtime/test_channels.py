@@ -119,6 +119,35 @@ def test_a_receiver_that_hangs_fills_the_edge_and_no_accepted_message_is_lost(ch
     until(lambda: outbox.send(opening))
 
 
+def test_room_that_the_peer_has_made_is_noticed_at_once(channels, monkeypatch):
+    """libzmq looks for it once in a while, and refuses messages meanwhile."""
+
+    class LookingSeldom:
+        """A socket that notices room only when it is asked for events."""
+
+        def __init__(self, socket: Any) -> None:
+            self._socket, self._has_looked = socket, False
+
+        def get(self, option: int) -> Any:
+            self._has_looked = True
+            return self._socket.get(option)
+
+        def send_multipart(self, parts: Any, flags: int) -> None:
+            if not self._has_looked:
+                raise zmq.Again
+            self._has_looked = False
+            self._socket.send_multipart(parts, flags)
+
+        def close(self) -> None:
+            self._socket.close()
+
+    inbox, outbox = channels.inbox(), channels.outbox(bound=10)
+    monkeypatch.setattr(outbox, "_socket", LookingSeldom(outbox._socket))
+    assert all(outbox.send(m.Ping(nonce)) for nonce in range(5))
+    assert receive(inbox, 5) == [m.Ping(nonce) for nonce in range(5)]
+    assert outbox.num_refused == 0
+
+
 def test_messages_of_an_older_incarnation_are_dropped_once_a_newer_one_has_sent(channels):
     inbox = channels.inbox()
     old, new = channels.outbox(incarnation=1), channels.outbox(incarnation=2)
