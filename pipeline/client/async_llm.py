@@ -198,9 +198,10 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Answer a conversation; see `generate`. The server applies the model's chat template.
 
-        The template shows the `tools`, in OpenAI's format, to the model. The output text is not parsed, so it contains
-        tool calls as the model writes them. With `continue_final_message` and add_generation_prompt=False, the output
-        continues the last message. `chat_template_kwargs` are further variables for the template.
+        The template shows the `tools`, in OpenAI's format, to the model, or the system prompt does if the template's
+        format is unknown. The output text is not parsed, so it contains tool calls as the model writes them. With
+        `continue_final_message` and add_generation_prompt=False, the output continues the last message.
+        `chat_template_kwargs` are further variables for the template.
         """
 
         chat_options = chat_options_of(add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
