@@ -197,6 +197,9 @@ def _with_suffix(completion: CompletionBody, prompt: Prompts, formats: ChatForma
     tokens, suffix = fill_in_tokens(formats.added, "suffix"), completion.suffix or ""
     if completion.echo:
         raise invalid("echo", "'echo' is not allowed together with 'suffix'", "invalid_value")
+    if completion.truncate_prompt_tokens is not None:  # it could cut the tokens that announce prefix and suffix
+        message = "'truncate_prompt_tokens' is not allowed together with 'suffix'"
+        raise invalid("truncate_prompt_tokens", message, "invalid_value")
     if isinstance(prompt, str):
         return tokens.prompt(prompt, suffix)
     texts = [one for one in prompt if isinstance(one, str)]

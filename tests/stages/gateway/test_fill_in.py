@@ -68,9 +68,15 @@ def test_a_suffix_is_in_the_prompt_of_a_completion() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "param"), [({"prompt": [1, 2]}, "prompt"), ({"prompt": ["a", [1]]}, "prompt"), ({"echo": True}, "echo")]
+    ("fields", "param"),
+    [
+        ({"prompt": [1, 2]}, "prompt"),
+        ({"prompt": ["a", [1]]}, "prompt"),
+        ({"echo": True}, "echo"),
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+    ],
 )
-def test_a_suffix_needs_text_without_echo(fields: dict[str, Any], param: str) -> None:
+def test_a_suffix_needs_whole_text_without_echo(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as error:
         completion(suffix="x", **fields)
     assert (error.value.status, error.value.param) == (400, param) and "'suffix'" in error.value.message
