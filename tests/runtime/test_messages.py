@@ -265,6 +265,17 @@ SAMPLES: dict[str, msgspec.Struct] = {
         m.PromptOptions(truncate=-1, with_pieces=True, truncates_right=True),
     ),
     "accepted with the end of its text": m.Accepted(REQUEST_ID, 1, IDS, tail="<think>\n"),
+    "accepted with a grammar": m.Accepted(REQUEST_ID, 1, IDS, compiled_grammar="{}"),
+    "release of a reader": m.Release([64], [2**32 + 1], "schedule.0"),
+    "peer restarted": m.PeerRestarted(
+        3,
+        m.PeerInbox("ingest.0", "ipc://@pipeline/x/ingest.0.2", 64),
+        2,
+        [m.Ring("ingest.0", True, 0, 1, 2, 4096)],
+        m.Segment("ingest.0", 3, 65536, False),
+        REQUEST_ID,
+    ),
+    "reconnected": m.Reconnected(3),
     "accepted with pieces": m.Accepted(REQUEST_ID, 1, IDS, pieces=[b"a", b"\xc3"]),
     "step_result with copies": m.StepResult(1, 7, IDS, IDS, REF, b"\x00\x01", 0.25, 0.5, 0.125),
     "step with copies": m.Step(

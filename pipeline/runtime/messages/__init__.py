@@ -89,6 +89,7 @@ from pipeline.runtime.messages.requests import (
     TextPrompt,
     ToolCall,
 )
+from pipeline.runtime.messages.restarts import PeerRestarted
 from pipeline.runtime.messages.schedule import (
     Admit,
     Closed,
@@ -107,6 +108,7 @@ from pipeline.runtime.messages.supervisor import (
     Pong,
     Prepared,
     Ready,
+    Reconnected,
     StageFailed,
     SupervisorInbox,
 )
@@ -158,6 +160,7 @@ __all__ = [
     "Message",
     "Open",
     "PeerInbox",
+    "PeerRestarted",
     "Ping",
     "PlainLoad",
     "Pong",
@@ -167,6 +170,7 @@ __all__ = [
     "Prompt",
     "PromptOptions",
     "Ready",
+    "Reconnected",
     "Record",
     "Refuse",
     "Rejected",

@@ -82,6 +82,8 @@ class Release(Message, frozen=True, tag="release"):
 
     offsets: list[int]
     generations: list[int]
+    reader: str = ""
+    """The sender. A slab is free when all its readers have released it, or have died."""
 
 
 # ------------------------------------------------------------------------------------- from the supervisor to a stage

@@ -4,6 +4,7 @@ from msgspec import Raw
 
 from pipeline.runtime.messages.common import Failure, Finish, FirstTimes, Message, Ping, Start, Stop
 from pipeline.runtime.messages.gateway import PrefixCacheReset
+from pipeline.runtime.messages.restarts import PeerRestarted
 from pipeline.shm.arrays import Array
 
 
@@ -66,4 +67,4 @@ class Refuse(Message, frozen=True, tag="refuse"):
     failure: Failure
 
 
-DetokenizeInbox = Open | Settled | Refuse | PrefixCacheReset | Start | Ping | Stop
+DetokenizeInbox = Open | Settled | Refuse | PrefixCacheReset | PeerRestarted | Start | Ping | Stop

@@ -4,6 +4,7 @@ import msgspec
 from msgspec import Raw
 
 from pipeline.runtime.messages.common import Message, Ping, Release, Start, Stop
+from pipeline.runtime.messages.restarts import PeerRestarted
 from pipeline.shm.arrays import Array
 
 
@@ -64,4 +65,4 @@ class Step(Message, frozen=True, tag="step"):
     """int32"""
 
 
-ExecuteInbox = Step | Release | Start | Ping | Stop
+ExecuteInbox = Step | Release | PeerRestarted | Start | Ping | Stop

@@ -4,6 +4,7 @@ import msgspec
 
 from pipeline.metrics.stats import ScheduleLoad, ServerStats
 from pipeline.runtime.messages.common import Failure, FirstTimes, Message, Ping, Start, Stop
+from pipeline.runtime.messages.restarts import PeerRestarted
 from pipeline.shm.arrays import Array
 
 
@@ -30,6 +31,8 @@ class Accepted(Message, frozen=True, tag="accepted"):
     tail: str | None = None
     """The last characters of a chat's text, at least as many as pipeline/text/formats needs, if
     `Submit.prompt_options` asks for them."""
+    compiled_grammar: str | None = None
+    """The grammar of the request, checked and converted, if it has one: submitted again, it needs no check."""
 
 
 class Rejected(Message, frozen=True, tag="rejected"):
@@ -177,6 +180,7 @@ GatewayInbox = (
     | StatsAnswer
     | PrefixCacheReset
     | LateStages
+    | PeerRestarted
     | Start
     | Ping
     | Stop

@@ -2,6 +2,7 @@
 
 from pipeline.runtime.messages.common import Abort, Message, Ping, Release, Start, Stop
 from pipeline.runtime.messages.requests import GenerationOptions, Prompt, PromptOptions
+from pipeline.runtime.messages.restarts import PeerRestarted
 from pipeline.shm.arrays import Array
 
 
@@ -21,4 +22,4 @@ class Submit(Message, frozen=True, tag="submit"):
     prompt_options: PromptOptions = PromptOptions()
 
 
-IngestInbox = Submit | Abort | Release | Start | Ping | Stop
+IngestInbox = Submit | Abort | Release | PeerRestarted | Start | Ping | Stop

@@ -5,6 +5,7 @@ import struct
 import msgspec
 
 from pipeline.config.settings import Settings
+from pipeline.runtime.messages.common import ExecuteFacts
 from pipeline.runtime.messages.control_requests import Record
 
 LENGTH = struct.Struct("<I")
@@ -86,6 +87,10 @@ class Launch(msgspec.Struct, array_like=True, frozen=True):
     """The socket of the gateway's admin listener; -1: it has none."""
     rings: list[Ring] = []
     """Edges to and from other stages that use shared memory instead of ZeroMQ."""
+    control_fd: int = -1
+    """A Unix socket from the supervisor, for descriptors that a running process needs (`PeerRestarted`)."""
+    facts: ExecuteFacts | None = None
+    """For an executor that replaces another one: what it must serve with, as the other stages know it."""
 
     @property
     def name(self) -> str:

@@ -61,6 +61,12 @@ class Prepared(Message, frozen=True, tag="prepared"):
     model_name: str
 
 
+class Reconnected(Message, frozen=True, tag="reconnected"):
+    """The answer to `PeerRestarted`: the stage uses the channels to the successor, and has told it what it owns."""
+
+    epoch: int
+
+
 class Answer(Message, frozen=True, tag="answer"):
     """The reply to a `ControlRequest`."""
 
@@ -71,4 +77,4 @@ class Answer(Message, frozen=True, tag="answer"):
     """Why the request failed, in the user's words; empty on success."""
 
 
-SupervisorInbox = Prepared | Ready | StageFailed | Pong | AskHealth | Drained | Answer | AskServerStats
+SupervisorInbox = Prepared | Ready | StageFailed | Pong | AskHealth | Drained | Answer | AskServerStats | Reconnected
