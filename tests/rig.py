@@ -17,6 +17,7 @@ from pipeline.config.settings import Settings
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.channels import Inbox, Outbox, address_of
+from pipeline.runtime.memories import Memories
 from pipeline.shm import segment
 from pipeline.shm.arena import Arena
 from pipeline.shm.arrays import Array, ShmRef
@@ -73,7 +74,7 @@ class Rig:
         self._address = addresses[f"{stage}.0"]
         self._outboxes: dict[str, Outbox[Any]] = {}
         self._fds: list[int] = []
-        self._memories: dict[str, memoryview] = {}
+        self._memories = Memories()
         self._arenas: dict[str, Arena] = {}
         segments = []
         own = [f"{stage}.0"] if row.has_arena else []
@@ -82,14 +83,14 @@ class Rig:
             fd = segment.create(name, size)
             self._fds.append(fd)
             segments.append(m.Segment(name, fd, size, writable=name in own))
-            self._memories[name] = segment.attach(fd, size, writable=True)
+            self._memories.add(name, segment.attach(fd, size, writable=True))
             if name not in own:
-                self._arenas[name] = Arena(name, self._memories[name])
+                self._arenas[name] = Arena(name, segment.attach(fd, size, writable=True))
         for name, size in topology.private_segments(self.settings, stage).items():
             fd = segment.create(name, size, topology.SWAP_KEY)
             self._fds.append(fd)
             segments.append(m.Segment(name, fd, size, writable=True))
-            self._memories[name] = segment.attach(fd, size, writable=True)
+            self._memories.add(name, segment.attach(fd, size, writable=True))
         death_read, self._death_write = os.pipe()
         self._fds += [death_read, self._death_write]
         self.launch = m.Launch(
@@ -198,12 +199,14 @@ class Rig:
 
     def memory(self, name: str) -> memoryview:
         """A segment, as the stage maps it."""
-        return self._memories[name]
+        memory = self._memories.get(name)
+        assert memory is not None
+        return memory
 
     def bytes_of(self, array: Array) -> bytes:
         """The bytes of an array from the stage."""
         if isinstance(array, ShmRef):
-            return bytes(self._memories[array.segment][array.offset : array.offset + array.length])
+            return bytes(self._memories.data_of(array))
         return array
 
 

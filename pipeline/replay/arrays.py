@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from pipeline.runtime.memories import Memories
 from pipeline.shm.arrays import ShmRef
 
 
@@ -21,6 +22,6 @@ def refs(value: Any) -> Iterator[ShmRef]:
                 yield from refs(one)
 
 
-def copies(message: Any, memories: dict[str, memoryview]) -> list[bytes]:
+def copies(message: Any, memories: Memories) -> list[bytes]:
     """The bytes of each reference."""
-    return [bytes(memories[ref.segment][ref.offset : ref.offset + ref.length]) for ref in refs(message)]
+    return [bytes(memories.data_of(ref)) for ref in refs(message)]

@@ -22,6 +22,7 @@ from pipeline.replay.partial import Partial, partial_of
 from pipeline.replay.recorder import FileWriter
 from pipeline.runtime import messages as m
 from pipeline.runtime.channels import Inbox, MessageDecoder, Outbox
+from pipeline.runtime.memories import Memories
 from pipeline.runtime.replay_context import ReplayContext
 from pipeline.runtime.topology import SUPERVISOR
 
@@ -60,8 +61,9 @@ class PlaybackContext(ReplayContext):
         self._last: dict[str, float] = {"monotonic": 0.0, "time": 0.0}
         self._begun = time.monotonic()
         self._is_over = False
-        # pages that are never written take no memory, so large swap space is fine
-        self.memories = {one.name: memoryview(mmap.mmap(-1, one.num_bytes)) for one in header.segments}
+        self.memories = Memories()
+        for one in header.segments:  # pages that are never written take no memory, so large swap space is fine
+            self.memories.add(one.name, memoryview(mmap.mmap(-1, one.num_bytes)))
         self.num_wakes = self.num_messages = 0
         self._capture = FileWriter(replay.out)
         self._capture.put(f.MAGIC + f.frame(msgspec.structs.replace(header, has_sent=True)))
@@ -237,7 +239,7 @@ class PlaybackContext(ReplayContext):
     def _bytes_of(self, array: Any) -> bytes:
         if isinstance(array, bytes):
             return array
-        return bytes(self.memories[array.segment][array.offset : array.offset + array.length])
+        return bytes(self.memories.data_of(array))
 
     def _stop(self) -> list[tuple[str, Any]]:
         """The end of the recording: stop the stage."""

@@ -18,6 +18,7 @@ from pipeline.replay import format as f
 from pipeline.replay.arrays import copies
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
+from pipeline.runtime.memories import Memories
 from pipeline.runtime.replay_context import ReplayContext
 from pipeline.version import VERSION
 
@@ -103,7 +104,7 @@ class RecordingContext(ReplayContext):
 
     is_recording = True
 
-    def __init__(self, order: m.Record, header: f.Header, memories: dict[str, memoryview], log: logging.Logger) -> None:
+    def __init__(self, order: m.Record, header: f.Header, memories: Memories, log: logging.Logger) -> None:
         """Raises OSError if the file can't be opened."""
         self.path = order.path
         self._writer = FileWriter(order.path)

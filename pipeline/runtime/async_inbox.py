@@ -21,6 +21,13 @@ class AsyncInbox(Generic[T]):
         if not inbox.is_replayed:
             for fd in inbox.filenos():
                 self._loop.add_reader(fd, self._wake, fd)
+            inbox.on_filenos_changed = self._watch
+
+    def _watch(self, before: int, fd: int) -> None:
+        if before >= 0:
+            self._loop.remove_reader(before)
+        if fd >= 0:
+            self._loop.add_reader(fd, self._wake, fd)
 
     def _wake(self, fd: int) -> None:
         # `notice` also makes the descriptor unreadable. Otherwise the loop would keep calling this while the receiver

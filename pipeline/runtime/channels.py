@@ -7,18 +7,22 @@ sockets: no file is left behind after a crash, and libzmq refuses other users by
 
 A send never blocks: it returns False if the outbox is full, and the owner decides what to do. An edge holds up to the
 outbox's bound at the sender, `INBOX_BOUND` at the receiver, and the kernel's buffer between them.
+
+When a peer's process has been replaced, `Outbox.reconnect` and `Inbox.replaced` turn an edge to the successor. Messages
+of the dead process that arrive later are dropped. Those of the successor that arrive earlier wait.
 """
 
 import os
 import select
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar, get_args
 
 import msgspec
 import zmq
 
-from pipeline.runtime.messages import ControlRequest, Envelope
+from pipeline.runtime.messages import ControlRequest, Envelope, PeerRestarted
 from pipeline.runtime.replay_context import ReplayContext
 from pipeline.runtime.ring_edge import RingEdge
 from pipeline.shm.ring import RingWriter
@@ -74,7 +78,10 @@ class Inbox(Generic[T]):
         union: Any,
         control_request: Callable[[ControlRequest], None] | None = None,
         rings: Sequence[RingEdge] = (),
+        incarnations: Mapping[str, int] | None = None,
     ) -> None:
+        """`incarnations` are those of the peers' processes. A peer that it does not name has the incarnation of its
+        first message."""
         self._edges = tuple(rings)
         self._rings = {edge.envelope.sender: edge for edge in rings}
         self._socket = context.socket(zmq.PULL)
@@ -95,7 +102,15 @@ class Inbox(Generic[T]):
         self._envelopes: MessageDecoder[Envelope] = MessageDecoder(Envelope)
         self._messages: MessageDecoder[T] = MessageDecoder(union if control_request is None else union | ControlRequest)
         self._control_request = control_request
-        self._incarnations: dict[str, int] = {}
+        self.on_peer_restarted: Callable[[PeerRestarted], None] | None = None
+        """Called with this message before it is returned."""
+        self.on_filenos_changed: Callable[[int, int], None] | None = None
+        """Called with a descriptor that is watched no longer, and the one in its place; -1 for none."""
+        self._incarnations = dict(incarnations or {})
+        self._early: deque[tuple[Envelope, bytes]] = deque()
+        """Messages of processes whose predecessor is not known to be dead yet."""
+        self._released: deque[tuple[Envelope, bytes]] = deque()
+        """Those that can be taken now."""
         self.num_received = 0
         self.num_stale = 0
         """Messages from earlier incarnations, which are dropped."""
@@ -103,6 +118,11 @@ class Inbox(Generic[T]):
         self.wait_s = 0.0
         """How long the owner has waited here. In an asyncio stage: how long messages have waited for the loop."""
         self.num_wakes = 0
+
+    @property
+    def num_early(self) -> int:
+        """Messages that wait because their sender's predecessor is not known to be dead."""
+        return len(self._early)
 
     def fileno(self) -> int:
         """The descriptor that becomes readable after an event, perhaps a message.
@@ -131,7 +151,7 @@ class Inbox(Generic[T]):
 
     def is_ready(self) -> bool:
         """Whether a message that was noticed waits."""
-        if self._may_have_message:
+        if self._may_have_message or self._released:
             return True
         for edge in self._edges:  # noqa: SIM110 - once per wake: no generator
             if edge.is_ready():
@@ -190,10 +210,12 @@ class Inbox(Generic[T]):
         """
         while (arrival := self._arrival()) is not None:
             envelope, body = arrival
-            if envelope.incarnation < self._incarnations.get(envelope.sender, 0):
-                self.num_stale += 1
+            if envelope.incarnation != (known := self._incarnations.setdefault(envelope.sender, envelope.incarnation)):
+                if envelope.incarnation > known:
+                    self._early.append(arrival)
+                else:
+                    self.num_stale += 1
                 continue
-            self._incarnations[envelope.sender] = envelope.incarnation
             self.num_received += 1
             self.last_sender = envelope.sender
             message = self._messages.decode(body)
@@ -202,11 +224,15 @@ class Inbox(Generic[T]):
                 continue
             if self.replay_context is not None:
                 self.replay_context.received(envelope.sender, envelope.incarnation, body, message)
+            if type(message) is PeerRestarted and self.on_peer_restarted is not None:
+                self.on_peer_restarted(message)
             return message
         return None
 
     def _arrival(self) -> tuple[Envelope, bytes] | None:
         """The next message that was noticed, undecoded; None if there is none."""
+        if self._released:
+            return self._released.popleft()
         for edge in self._edges:
             if (body := edge.take()) is not None:
                 return edge.envelope, body
@@ -218,12 +244,44 @@ class Inbox(Generic[T]):
                 break
             envelope = self._envelopes.decode(head)
             edge_of_sender = self._rings.get(envelope.sender)
-            if edge_of_sender is None:
+            if edge_of_sender is None or edge_of_sender.envelope.incarnation != envelope.incarnation:
                 return envelope, body
             edge_of_sender.early.append(body)
             if (body := edge_of_sender.take()) is not None:
                 return envelope, body
         return None
+
+    def replaced(self, sender: str, incarnation: int, edge: RingEdge | None = None) -> None:
+        """The process of a peer has been replaced. `edge` is the ring from its successor, if they share one."""
+        self._incarnations[sender] = incarnation
+        released, self._early = self._early, deque()
+        for arrival in released:
+            envelope = arrival[0]
+            if envelope.sender != sender or envelope.incarnation > incarnation:
+                self._early.append(arrival)
+            elif envelope.incarnation < incarnation:
+                self.num_stale += 1
+            elif edge is None:
+                self._released.append(arrival)
+            else:
+                edge.early.append(arrival[1])  # too large for the ring, which announces it
+        before = self._rings.pop(sender, None)
+        if edge is not None:
+            self._rings[sender] = edge
+        self._edges = tuple(self._rings.values())
+        self._watch(before, edge)
+
+    def _watch(self, before: RingEdge | None, edge: RingEdge | None) -> None:
+        """Watch the descriptor of a ring instead of another one's."""
+        old, new = -1 if before is None else before.reader.fileno(), -1 if edge is None else edge.reader.fileno()
+        if old >= 0:
+            del self._readers[old]
+            self._poll.unregister(old)
+        if edge is not None:
+            self._readers[new] = edge.reader
+            self._poll.register(new, select.POLLIN)
+        if self.on_filenos_changed is not None:
+            self.on_filenos_changed(old, new)
 
     def receive_all(self) -> list[T]:
         """All queued messages."""
@@ -261,18 +319,30 @@ class Outbox(Generic[T]):
         ring: RingWriter | None = None,
     ) -> None:
         """With a `ring`, messages go through it; the socket is for those that do not fit."""
+        self._context = context
+        self._bound = bound
         self._ring = ring
-        self._socket = context.socket(zmq.PUSH)
-        self._socket.set_hwm(bound)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        # Peers start in any order. libzmq's default of 100 ms would slow the start.
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 5)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 50)
-        self._socket.connect(address)
+        self._socket = self._connected(address)
         self._encoder = msgspec.msgpack.Encoder()
         self._head = self._encoder.encode(envelope)
         self.num_sent = 0
         self.num_refused = 0
+
+    def _connected(self, address: str) -> zmq.Socket[bytes]:
+        sock = self._context.socket(zmq.PUSH)
+        sock.set_hwm(self._bound)
+        sock.setsockopt(zmq.LINGER, 0)
+        # Peers start in any order. libzmq's default of 100 ms would slow the start.
+        sock.setsockopt(zmq.RECONNECT_IVL, 5)
+        sock.setsockopt(zmq.RECONNECT_IVL_MAX, 50)
+        sock.connect(address)
+        return sock
+
+    def reconnect(self, address: str, ring: RingWriter | None = None) -> None:
+        """Send to the successor of the peer's process from now on. What waits for the dead process is dropped."""
+        self._socket.close()
+        self._socket = self._connected(address)
+        self._ring = ring
 
     def send(self, message: T) -> bool:
         """Send a message. Returns False if the outbox is full. Never blocks."""

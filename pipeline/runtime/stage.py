@@ -15,13 +15,11 @@ from pipeline.runtime import topology
 from pipeline.runtime.arrays import Arrays
 from pipeline.runtime.channels import Inbox, Outbox
 from pipeline.runtime.control_requests import ControlRequests
-from pipeline.runtime.messages import Envelope, ExecuteFacts, Launch
+from pipeline.runtime.messages import ExecuteFacts, Launch
+from pipeline.runtime.peer_channels import PeerChannels
 from pipeline.runtime.replay_context import ReplayContext
-from pipeline.runtime.ring_edge import RingEdge
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.runtime.tracing import Tracer
-from pipeline.shm import segment
-from pipeline.shm.ring import POSITION_BYTES, RingReader, RingWriter
 
 T = TypeVar("T")
 
@@ -48,6 +46,8 @@ class Stage(Generic[T]):
         """The clock and random numbers; see pipeline.replay."""
         self._recording: RecordingContext | None = None
         """The last recording, until it has been ended and written."""
+        self._channels: PeerChannels | None = None
+        """None in a replay."""
         self.inbox: Inbox[T]
         self._outboxes: dict[str, Outbox[Any]]
         if launch.replay is not None:
@@ -58,16 +58,11 @@ class Stage(Generic[T]):
             self.inbox = ReplayInbox(replay)
             self._outboxes = {peer.name: ReplayOutbox(replay, peer.name) for peer in launch.peers}
             self._memories = replay.memories
+            self.arrays = Arrays(self._memories, launch.name, launch.incarnation)
         else:
-            readers, writers = _rings_of(launch)
-            self.inbox = Inbox(self._context, launch.address, union, self.control_requests, readers)
-            envelope = Envelope(launch.name, launch.incarnation)
-            self._outboxes = {
-                peer.name: Outbox(self._context, peer.address, envelope, peer.bound, writers.get(peer.name))
-                for peer in launch.peers
-            }
-            self._memories = {s.name: segment.attach(s.fd, s.num_bytes, writable=s.writable) for s in launch.segments}
-        self.arrays = Arrays(self._memories, launch.name)
+            self._channels = PeerChannels(launch, union, self.control_requests, self._context)
+            self.inbox, self._outboxes = self._channels.inbox, self._channels.outboxes
+            self._memories, self.arrays = self._channels.memories, self._channels.arrays
         self.supervisor: Outbox[m.SupervisorInbox] = self._outboxes[SUPERVISOR]
         if launch.record is not None:
             self.record(launch.record, from_start=True)
@@ -92,6 +87,10 @@ class Stage(Generic[T]):
     def ready(self, facts: ExecuteFacts | None = None) -> None:
         """Report that everything is loaded. Call it once, before the first receive."""
         self.supervisor.send(m.Ready(facts))
+
+    def reconnected(self, message: m.PeerRestarted) -> None:
+        """Answer it: this stage has told the successor what it owns."""
+        self.supervisor.send(m.Reconnected(message.epoch))
 
     def release(self) -> None:
         """Send releases of the slabs that were read. Call it once per wake; the next call repeats what a full socket
@@ -154,20 +153,8 @@ class Stage(Generic[T]):
         """Close all sockets. Queued messages have `linger_s` to be sent."""
         (self._recording or self.replay_context).close()
         self.inbox.close()
+        if self._channels is not None:
+            self._channels.close()
         for outbox in self._outboxes.values():
             outbox.flush(linger_s)
         self._context.term()
-
-
-def _rings_of(launch: Launch) -> tuple[list[RingEdge], dict[str, RingWriter]]:
-    """The ends of a stage's rings: those that it reads, and those that it writes, by receiver."""
-    readers, writers = [], {}
-    for ring in launch.rings:
-        data = segment.attach(ring.data_fd, ring.num_bytes, writable=ring.sends)
-        position = segment.attach(ring.position_fd, POSITION_BYTES, writable=not ring.sends)
-        if ring.sends:
-            writers[ring.peer] = RingWriter(data, position, ring.event_fd)
-        else:
-            reader = RingReader(data, position, ring.event_fd)
-            readers.append(RingEdge(Envelope(ring.peer, launch.incarnation), reader))
-    return readers, writers

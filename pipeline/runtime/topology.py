@@ -55,6 +55,8 @@ MAX_RINGS = 16
 FLOW = ("gateway", "ingest", "schedule", "execute", "detokenize")
 
 SUPERVISOR = "supervisor.0"
+SCHEDULE = "schedule.0"
+EXECUTE = "execute.0"
 
 PREPARE = "pipeline.stages.prepare.stage"
 
@@ -103,6 +105,11 @@ def rings(settings: Settings) -> list[tuple[str, str]]:
         both = [(a, b) for a in replicas_of(settings, sender) for b in replicas_of(settings, receiver)]
         pairs += both if len(both) <= MAX_RINGS else []
     return pairs
+
+
+def names_of(stage: str, num_replicas: int) -> list[str]:
+    """The names of a stage's processes."""
+    return [f"{stage}.{replica}" for replica in range(num_replicas)]
 
 
 def shard(number: int, num_shards: int) -> int:

@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from pipeline.runtime import messages as m
 from pipeline.runtime.stage import Stage
+from pipeline.runtime.topology import SCHEDULE
 from pipeline.runtime.tracing import Args
 from pipeline.stages.execute.metrics import ExecuteMetrics
 from pipeline.stages.execute.runner import Sampled
@@ -33,7 +35,7 @@ class Publisher:
         """Publish a step. `requests` are the requests that start with it."""
         stage = self._stage
         compute_s = times.ended_s - times.began_s
-        put = stage.arrays.put
+        put = partial(stage.arrays.put, readers=(SCHEDULE,))
         result = m.StepResult(
             incarnation=incarnation,
             step_id=step_id,

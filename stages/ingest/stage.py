@@ -25,6 +25,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.async_inbox import AsyncInbox
 from pipeline.runtime.messages import Failure, GenerationOptions, IdsPrompt, Launch, Submit
 from pipeline.runtime.stage import Stage
+from pipeline.runtime.topology import SCHEDULE
 from pipeline.stages.ingest import grammar_checker, prompt_processor, reply_grammar
 from pipeline.stages.ingest.grammar_checker import GrammarChecker
 from pipeline.stages.ingest.metrics import IngestMetrics
@@ -254,7 +255,8 @@ class IngestStage:
         ids, max_tokens = prepared.ids, prepared.max_tokens
         outputs = [self._stage.arrays.take(packed, np.int32) for packed in submit.outputs]
         finishes = self._prompt_processor.check_outputs(outputs, submit, max_tokens)
-        array = self._stage.arrays.put(ids, readers=2 if max_tokens else 1)
+        gateway = f"gateway.{submit.gateway}"
+        array = self._stage.arrays.put(ids, readers=(gateway, SCHEDULE) if max_tokens else (gateway,))
         done_s = self._stage.replay_context.monotonic()
         self._record_accepted(submit, ids, began_s, done_s)
         # The gateway first: it should have the prompt before any output comes.
@@ -270,7 +272,7 @@ class IngestStage:
             arrival_s=submit.arrival_s,
             prompt_ids=array,
             options=msgspec.Raw(self._packer.encode(prepared.options)),
-            outputs=[self._stage.arrays.put(output) for output in outputs],
+            outputs=[self._stage.arrays.put(output, readers=(SCHEDULE,)) for output in outputs],
             finishes=finishes,
         )
         self._retry_queue.send(self._stage.outbox("schedule"), admit)

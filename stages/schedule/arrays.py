@@ -16,5 +16,7 @@ Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 Put = Callable[["np.ndarray[Any, Any]"], Array]
 """Puts an array into a message: inline or in shared memory."""
+PutFor = Callable[[str], Put]
+"""By the name of the process that reads the message."""
 Take = Callable[[Array, Any], "np.ndarray[Any, Any]"]
 """Takes an array of a dtype out of a message."""

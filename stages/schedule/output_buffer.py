@@ -39,9 +39,10 @@ class OutputBuffer:
     """Owns how many ids of each row were sent (`RowTracker.sent`), and the closing outputs that were not sent yet. The
     `seq` of a sequence determines its replica of detokenize."""
 
-    def __init__(self, rows: RowTracker, put: Put, num_replicas: int = 1) -> None:
+    def __init__(self, rows: RowTracker, puts: list[Put]) -> None:
         self._rows = rows
-        self._put = put
+        self._puts = puts
+        num_replicas = len(puts)
         self._num_replicas = num_replicas
         self._closings: list[list[ClosingOutput]] = [[] for _ in range(num_replicas)]
         self._prompts: list[list[tuple[int, int, bytes]]] = [[] for _ in range(num_replicas)]
@@ -65,7 +66,7 @@ class OutputBuffer:
 
     def pending(self, replica: int = 0, now_s: float = 0.0) -> Settled | None:
         """The next message to a replica, or None. `mark_sent` removes its content. `now_s` is by time.monotonic()."""
-        rows, put = self._rows, self._put
+        rows, put = self._rows, self._puts[replica]
         fresh = rows.order
         known, starts = rows.known[fresh], rows.sent[fresh]
         is_fresh = known > starts
@@ -91,18 +92,18 @@ class OutputBuffer:
             finishes=put(_joined([p.finish for p in closings], np.zeros(len(fresh), np.uint8), np.uint8)),
             firsts=self._firsts(closings, fresh, starts),
             settled_s=now_s,
-            records=self._records(closings, fresh),
+            records=self._records(closings, fresh, put),
             prompt_seqs=[seq for seq, _, _ in prompts],
             prompt_starts=[start for _, start, _ in prompts],
             prompt_records=[records for _, _, records in prompts],
             errors=[closing.error for closing in closings if closing.finish == Finish.ERROR],
         )
 
-    def _records(self, closings: list[ClosingOutput], fresh: Int64s) -> Array:
+    def _records(self, closings: list[ClosingOutput], fresh: Int64s, put: Put) -> Array:
         """The records of a message's ids, empty if no request asks for them."""
         running = [bytes(one.records) for one in self._recorded(fresh)] if self._rows.num_recorded else []
         records = b"".join([closing.records for closing in closings] + running)
-        return self._put(np.frombuffer(records, np.uint8)) if records else b""
+        return put(np.frombuffer(records, np.uint8)) if records else b""
 
     def _recorded(self, rows: Int64s) -> Iterator[Sequence]:
         """The sequences in these rows whose ids have records."""

@@ -8,6 +8,7 @@ import numpy as np
 from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import prompt_record_bytes, record_bytes
 from pipeline.runtime.messages import Finish
+from pipeline.runtime.topology import shard
 from pipeline.stages.schedule.arrays import Ids, Put, Take
 from pipeline.stages.schedule.kv_cache import prefix
 from pipeline.stages.schedule.kv_cache.manager import KVCacheManager
@@ -36,7 +37,7 @@ class RequestStates:
         lifecycle: SequenceLifecycle,
         kv_cache_manager: KVCacheManager,
         output_buffer: OutputBuffer,
-        put: Put,
+        puts: list[Put],
         take: Take,
     ) -> None:
         self.by_id: dict[int, RequestState] = {}
@@ -45,7 +46,8 @@ class RequestStates:
         self._lifecycle = lifecycle
         self._kv_cache_manager = kv_cache_manager
         self._output_buffer = output_buffer
-        self._put = put
+        self._puts = puts
+        """By replica of detokenize."""
         self._take = take
         self._decoder = msgspec.msgpack.Decoder(m.GenerationOptions)
         self._tombstones: OrderedDict[tuple[int, int], None] = OrderedDict()
@@ -121,7 +123,7 @@ class RequestStates:
             request.gateway,
             request.prompt[-PROMPT_TAIL:].tobytes(),
             request.raw_options,
-            self._put(outputs),
+            self._puts[shard(sequence.seq, len(self._puts))](outputs),
             int(finish),
             request.record_bytes,
         )

@@ -17,8 +17,10 @@ import numpy as np
 
 from pipeline.metrics.stats import ScheduleCounts
 from pipeline.runtime import messages as m
+from pipeline.runtime import topology
+from pipeline.runtime.topology import EXECUTE
 from pipeline.shm.arrays import Array
-from pipeline.stages.schedule.arrays import Put, Take
+from pipeline.stages.schedule.arrays import Put, PutFor, Take
 from pipeline.stages.schedule.kv_cache.manager import KVCacheManager
 from pipeline.stages.schedule.lifecycle import SequenceLifecycle
 from pipeline.stages.schedule.metrics import ScheduleMetrics
@@ -37,8 +39,8 @@ from pipeline.stages.schedule.step_entries import InFlightStep, InFlightSteps
 from pipeline.stages.schedule.token_grants import TokenGrants
 
 
-def inline(array: "np.ndarray[Any, Any]") -> Array:
-    return array.tobytes()
+def inline(_: str) -> Put:
+    return lambda array: array.tobytes()
 
 
 def from_inline(array: Array, dtype: Any) -> "np.ndarray[Any, Any]":
@@ -47,16 +49,18 @@ def from_inline(array: Array, dtype: Any) -> "np.ndarray[Any, Any]":
 
 
 class Scheduler:
-    """Connects the parts. `put` and `take` move arrays into and out of messages."""
+    """Connects the parts. `put_for` and `take` move arrays into and out of messages."""
 
     def __init__(
         self,
         config: SchedulerConfig,
         incarnation: int = 1,
-        put: Put = inline,
+        put_for: PutFor = inline,
         take: Take = from_inline,
         num_detokenize: int = 1,
     ) -> None:
+        put_step = put_for(EXECUTE)
+        put_output = [put_for(name) for name in topology.names_of("detokenize", num_detokenize)]
         policy = POLICIES[config.policy]()
         in_flight = InFlightSteps()
         self.config = config
@@ -64,16 +68,16 @@ class Scheduler:
         self.cost_model = StepCostModel()
         self.rows = rows = RowTracker(config.max_num_seqs, config.max_model_len, config.block_size)
         self.kv_cache_manager = manager = KVCacheManager(config, rows)
-        self.output_buffer = output_buffer = OutputBuffer(rows, put, num_detokenize)
+        self.output_buffer = output_buffer = OutputBuffer(rows, put_output)
         costs = PreemptionCosts(config.preemption, rows, self.cost_model, manager, config.block_size)
         self.lifecycle = lifecycle = SequenceLifecycle(
             config, policy, rows, manager, costs, output_buffer, in_flight, self.metrics
         )
         grants = TokenGrants(config, policy, rows, lifecycle, self.cost_model)
-        builder = StepBuilder(rows, manager.copies, in_flight, self.metrics, put, incarnation)
+        builder = StepBuilder(rows, manager.copies, in_flight, self.metrics, put_step, incarnation)
         self._in_flight = in_flight
-        self._request_table = RequestStates(config, policy, lifecycle, manager, output_buffer, put, take)
-        self._planner = Planner(config, policy, rows, manager, lifecycle, costs, grants, builder, in_flight, put)
+        self._request_table = RequestStates(config, policy, lifecycle, manager, output_buffer, put_output, take)
+        self._planner = Planner(config, policy, rows, manager, lifecycle, costs, grants, builder, in_flight, put_step)
         self._settlement = Settlement(rows, manager, lifecycle, in_flight, self.cost_model, output_buffer, take)
 
     # ------------------------------------------------------------------------------------------------- requests

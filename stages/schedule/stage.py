@@ -10,6 +10,7 @@ import gc
 import os
 import time
 from collections import deque
+from functools import partial
 from typing import NamedTuple, assert_never
 
 import msgspec
@@ -109,7 +110,7 @@ class ScheduleStage:
         self._scheduler = Scheduler(
             SchedulerConfig.of(settings, facts),
             incarnation=stage.launch.incarnation,
-            put=stage.arrays.put,
+            put_for=lambda reader: partial(stage.arrays.put, readers=(reader,)),
             take=stage.arrays.take,
             num_detokenize=len(self._detokenize),
         )

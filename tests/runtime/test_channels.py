@@ -148,24 +148,40 @@ def test_room_that_the_peer_has_made_is_noticed_at_once(channels, monkeypatch):
     assert outbox.num_refused == 0
 
 
-def test_messages_of_an_older_incarnation_are_dropped_once_a_newer_one_has_sent(channels):
+def test_messages_of_a_successor_wait_until_its_predecessor_is_known_to_be_dead(channels):
     inbox = channels.inbox()
     old, new = channels.outbox(incarnation=1), channels.outbox(incarnation=2)
+    newest = channels.outbox(incarnation=3)
     other = channels.outbox(sender="other.0", incarnation=1)
-    old.send(m.Ping(1))
+    assert old.send(m.Ping(1))
     assert receive(inbox, 1) == [m.Ping(1)]
-    new.send(m.Ping(2))
-    assert receive(inbox, 1) == [m.Ping(2)]
-    old.send(m.Ping(3))
+    assert newest.send(m.Ping(30))
+    assert new.send(m.Ping(20))
+    assert new.send(m.Ping(21))
+    assert other.send(m.Ping(9))
+    assert receive(inbox, 1) == [m.Ping(9)]
+    until(lambda: not inbox.wait_all(0.01) and inbox.num_early == 3)
+    inbox.replaced("peer.0", 2)
+    assert receive(inbox, 2) == [m.Ping(20), m.Ping(21)]
+    assert old.send(m.Ping(2))
+    assert new.send(m.Ping(22))
+    assert receive(inbox, 1) == [m.Ping(22)]
+    until(lambda: not inbox.wait_all(0.01) and inbox.num_stale == 1)
+    inbox.replaced("peer.0", 3)
+    assert receive(inbox, 1) == [m.Ping(30)]
 
-    def dropped():
-        assert inbox.receive_all() == []
-        return inbox.num_stale == 1
 
-    until(dropped)
-    other.send(m.Ping(4))
-    new.send(m.Ping(5))
-    assert {message.nonce for message in receive(inbox, 2)} == {4, 5}
+def test_an_outbox_that_reconnects_sends_to_the_new_address_only(channels):
+    address = channels.address + "-2"
+    first, second = channels.inbox(), channels.inbox(address)
+    outbox = channels.outbox()
+    assert outbox.send(m.Ping(1))
+    assert receive(first, 1) == [m.Ping(1)]
+    outbox.reconnect(address)
+    for nonce in range(100):
+        assert outbox.send(m.Ping(nonce))
+    assert receive(second, 100) == [m.Ping(nonce) for nonce in range(100)]
+    assert not first.has_message()
 
 
 def test_a_message_of_another_type_is_an_error(channels):

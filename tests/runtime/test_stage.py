@@ -11,19 +11,27 @@ from hypothesis.extra import numpy as hnp
 from pipeline.runtime import messages as m
 from pipeline.runtime.arrays import Arrays
 from pipeline.runtime.channels import Inbox
+from pipeline.runtime.memories import Memories
 from pipeline.runtime.stage import Stage
 from pipeline.shm import segment
 from pipeline.shm.arrays import INLINE_BYTES, ShmRef
 
 NUM_BYTES = 1 << 18
+READERS = ("schedule.0",)
+
+
+def mapped(name: str, fd: int, *, writable: bool) -> Memories:
+    memories = Memories()
+    memories.add(name, segment.attach(fd, NUM_BYTES, writable=writable))
+    return memories
 
 
 @pytest.fixture
 def pair():
     """The writer's and the reader's side of one segment."""
     fd = segment.create("ingest", NUM_BYTES)
-    writer = Arrays({"ingest.0": segment.attach(fd, NUM_BYTES, writable=True)}, "ingest.0")
-    reader = Arrays({"ingest.0": segment.attach(fd, NUM_BYTES, writable=False)}, "schedule.0")
+    writer = Arrays(mapped("ingest.0", fd, writable=True), "ingest.0")
+    reader = Arrays(mapped("ingest.0", fd, writable=False), "schedule.0")
     os.close(fd)
     return writer, reader
 
@@ -35,14 +43,14 @@ DTYPES = st.sampled_from([np.int32, np.uint8, np.uint32, np.uint64, np.float32, 
 @given(data=st.data())
 def test_an_array_of_any_size_shape_and_type_arrives_unchanged(data):
     fd = segment.create("ingest", NUM_BYTES)
-    writer = Arrays({"ingest.0": segment.attach(fd, NUM_BYTES, writable=True)}, "ingest.0")
-    reader = Arrays({"ingest.0": segment.attach(fd, NUM_BYTES, writable=False)}, "schedule.0")
+    writer = Arrays(mapped("ingest.0", fd, writable=True), "ingest.0")
+    reader = Arrays(mapped("ingest.0", fd, writable=False), "schedule.0")
     os.close(fd)
     dtype = data.draw(DTYPES)
     arrays = data.draw(st.lists(hnp.arrays(dtype, hnp.array_shapes(min_dims=1, max_dims=2, min_side=0, max_side=60))))
     arrays += [np.tile(array.T, (3, 1)).T for array in arrays]  # also arrays that are not contiguous
     for array in arrays:
-        taken = reader.take(writer.put(array), dtype)
+        taken = reader.take(writer.put(array, readers=READERS), dtype)
         np.testing.assert_array_equal(taken, array.reshape(-1))
     for owner, release in reader.releases():
         assert owner == "ingest.0"
@@ -55,7 +63,7 @@ def test_an_array_of_any_size_shape_and_type_arrives_unchanged(data):
 def test_an_array_arrives_as_a_list(pair, code, dtype, num):
     writer, reader = pair
     array = np.random.default_rng(num).integers(0, np.iinfo(dtype).max, num, dtype, endpoint=True)
-    assert reader.take_list(writer.put(array), code) == array.tolist()
+    assert reader.take_list(writer.put(array, readers=READERS), code) == array.tolist()
     for _, release in reader.releases():
         writer.released(release)
     assert writer.arena is not None and writer.arena.num_live == 0
@@ -63,13 +71,13 @@ def test_an_array_arrives_as_a_list(pair, code, dtype, num):
 
 def test_small_arrays_are_inline_and_large_ones_by_reference(pair):
     writer, _ = pair
-    assert isinstance(writer.put(np.zeros(INLINE_BYTES, np.uint8)), bytes)
-    assert isinstance(writer.put(np.zeros(INLINE_BYTES + 1, np.uint8)), ShmRef)
+    assert isinstance(writer.put(np.zeros(INLINE_BYTES, np.uint8), readers=READERS), bytes)
+    assert isinstance(writer.put(np.zeros(INLINE_BYTES + 1, np.uint8), readers=READERS), ShmRef)
 
 
 def test_a_slab_is_held_until_its_release_arrives(pair):
     writer, reader = pair
-    array = writer.put(np.arange(5000, dtype=np.int32))
+    array = writer.put(np.arange(5000, dtype=np.int32), readers=READERS)
     reader.take(array, np.int32)
     assert writer.arena.num_live == 1
     [(_, release)] = reader.releases()
@@ -80,8 +88,8 @@ def test_a_slab_is_held_until_its_release_arrives(pair):
 
 def test_an_array_of_an_unsent_message_can_be_taken_back(pair):
     writer, _ = pair
-    writer.retract(writer.put(np.arange(5000, dtype=np.int32)))
-    writer.retract(writer.put(np.arange(5, dtype=np.int32)))
+    writer.retract(writer.put(np.arange(5000, dtype=np.int32), readers=READERS))
+    writer.retract(writer.put(np.arange(5, dtype=np.int32), readers=READERS))
     assert writer.arena is not None and writer.arena.num_live == 0
     assert writer.arena.num_bytes_free == NUM_BYTES
 
@@ -89,7 +97,9 @@ def test_an_array_of_an_unsent_message_can_be_taken_back(pair):
 def test_all_arrays_of_an_unsent_message_can_be_taken_back(pair):
     writer, _ = pair
     big = np.arange(5000, dtype=np.int32)
-    fields = {name: writer.put(big) for name in ("seqs", "starts", "counts", "ids", "finishes", "records")}
+    fields = {
+        name: writer.put(big, readers=READERS) for name in ("seqs", "starts", "counts", "ids", "finishes", "records")
+    }
     message = m.Settled(**fields)
     assert writer.arena.num_live == 6
     writer.retract_all(message)
@@ -98,18 +108,18 @@ def test_all_arrays_of_an_unsent_message_can_be_taken_back(pair):
 
 def test_a_received_array_is_a_copy(pair):
     writer, reader = pair
-    array = writer.put(np.arange(5000, dtype=np.int32))
+    array = writer.put(np.arange(5000, dtype=np.int32), readers=READERS)
     taken = reader.take(array, np.int32)
     [(_, release)] = reader.releases()
     writer.released(release)
-    writer.put(np.zeros(5000, np.int32))
+    writer.put(np.zeros(5000, np.int32), readers=READERS)
     assert taken[4999] == 4999
 
 
 def test_a_stage_without_an_arena_sends_everything_inline(pair):
     _, reader = pair
     array = np.arange(5000, dtype=np.int32)
-    assert reader.put(array) == array.tobytes()
+    assert reader.put(array, readers=READERS) == array.tobytes()
     with pytest.raises(AssertionError, match="without an arena"):
         reader.released(m.Release([0], [1]))
 
@@ -131,7 +141,7 @@ def test_a_release_that_cannot_be_sent_goes_with_the_next(tmp_path):
     server = f"stage-{os.getpid()}"
     address = {name: address_of(server, name, 1) for name in ("supervisor.0", "schedule.0", "detokenize.0")}
     fd = segment.create("schedule", NUM_BYTES)
-    writer = Arrays({"schedule.0": segment.attach(fd, NUM_BYTES, writable=True)}, "schedule.0")
+    writer = Arrays(mapped("schedule.0", fd, writable=True), "schedule.0")
     stage = Stage(
         m.Launch(
             stage="detokenize",
@@ -153,7 +163,7 @@ def test_a_release_that_cannot_be_sent_goes_with_the_next(tmp_path):
     )
     os.close(fd)
     for _ in range(4):
-        stage.arrays.take(writer.put(np.arange(5000, dtype=np.int32)), np.int32)
+        stage.arrays.take(writer.put(np.arange(5000, dtype=np.int32), readers=("detokenize.0",)), np.int32)
         stage.release()
     assert stage.outbox("schedule").num_refused == 3
     context = zmq.Context()

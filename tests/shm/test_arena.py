@@ -6,9 +6,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
-from pipeline.shm.arena import UNIT, Arena
+from pipeline.shm.arena import UNIT, Arena, incarnation_of
 from pipeline.shm.arrays import INLINE_BYTES, ShmRef
 
+READERS = ("schedule.0", "gateway.0", "gateway.1")
 NUM_BYTES = 16 * INLINE_BYTES + 40  # the last 40 bytes are no whole unit
 
 
@@ -26,13 +27,13 @@ class ArenaHistory(RuleBasedStateMachine):
         self.memory = bytearray(NUM_BYTES)
         self.arena = Arena("writer.0", memoryview(self.memory))
         self.live: dict[tuple[int, int], tuple[ShmRef, bytes]] = {}
-        self.readers: dict[tuple[int, int], int] = {}
+        self.readers: dict[tuple[int, int], set[str]] = {}
         self.generations: set[int] = set()
 
     @rule(
         target=slabs,
         length=st.integers(INLINE_BYTES - 2, 4 * INLINE_BYTES),
-        readers=st.integers(1, 3),
+        readers=st.sets(st.sampled_from(READERS), min_size=1),
         salt=st.integers(0, 250),
     )
     def put(self, length, readers, salt):
@@ -52,25 +53,44 @@ class ArenaHistory(RuleBasedStateMachine):
         self.generations.add(array.generation)
         key = (array.offset, array.generation)
         self.live[key] = (array, data)
-        self.readers[key] = readers
+        self.readers[key] = set(readers)
         return key
 
-    @rule(key=slabs)
-    def release(self, key):
-        expected = key in self.live
-        assert self.arena.release(*key) == expected if key is not None else True
+    @rule(key=slabs, reader=st.sampled_from(READERS))
+    def release(self, key, reader):
+        expected = key in self.live and reader in self.readers[key]
+        assert self.arena.release(*key, reader) == expected if key is not None else True
         if expected:
-            self.readers[key] -= 1
-            if self.readers[key] == 0:
-                del self.live[key]
+            self.done(key, reader)
+
+    def done(self, key, reader):
+        self.readers[key].discard(reader)
+        if not self.readers[key]:
+            self.live.pop(key, None)
+
+    @rule(reader=st.sampled_from(READERS))
+    def a_reader_dies(self, reader):
+        self.arena.lost(reader)
+        for key in list(self.live):
+            self.done(key, reader)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def retract(self, data):
+        key = data.draw(st.sampled_from(sorted(self.live)))
+        self.arena.retract(*key)
+        for reader in READERS:
+            self.done(key, reader)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def stale_release_changes_nothing(self, data):
         offset, generation = data.draw(st.sampled_from(sorted(self.live)))
         before = self.arena.num_bytes_free, self.arena.num_live
-        assert not self.arena.release(offset, generation - 1)
-        assert not self.arena.release(offset + UNIT, generation)
+        for reader in READERS:
+            assert not self.arena.release(offset, generation - 1, reader)
+            assert not self.arena.release(offset + UNIT, generation, reader)
+        assert not self.arena.release(offset, generation, "other.0")
         assert (self.arena.num_bytes_free, self.arena.num_live) == before
 
     def ranges(self):
@@ -103,11 +123,11 @@ class ArenaHistory(RuleBasedStateMachine):
 
     def teardown(self):
         for key, readers in self.readers.items():
-            for _ in range(readers):
-                assert self.arena.release(*key)
+            for reader in readers:
+                assert self.arena.release(*key, reader)
         assert self.arena.num_bytes_free == NUM_BYTES // UNIT * UNIT
         assert self.arena.num_live == 0
-        whole = self.arena.put(bytes(NUM_BYTES // UNIT * UNIT))
+        whole = self.arena.put(bytes(NUM_BYTES // UNIT * UNIT), readers=READERS)
         assert isinstance(whole, ShmRef), "free ranges were not joined"
         assert whole.offset == 0
 
@@ -119,5 +139,13 @@ TestArena = ArenaHistory.TestCase
 def test_an_arena_smaller_than_a_unit_sends_everything_inline():
     arena = Arena("tiny.0", memoryview(bytearray(UNIT - 1)))
     assert arena.num_bytes_free == 0
-    assert arena.put(bytes(INLINE_BYTES + 1)) == bytes(INLINE_BYTES + 1)
+    assert arena.put(bytes(INLINE_BYTES + 1), readers=READERS) == bytes(INLINE_BYTES + 1)
     assert arena.num_full == 1
+
+
+def test_the_generations_of_a_successor_are_above_those_of_the_process_before():
+    memory = memoryview(bytearray(NUM_BYTES))
+    for incarnation in (1, 2, 7):
+        array = Arena("writer.0", memory, incarnation).put(bytes(2 * INLINE_BYTES), readers=READERS)
+        assert isinstance(array, ShmRef)
+        assert incarnation_of(array) == incarnation

@@ -57,7 +57,10 @@ def talk(rig: Rig, first: int, num: int = 3) -> None:
         rig.send(opening(seq, m.GenerationOptions(stop=["STOP"])), "schedule.0")
     rig.send(settled([(seq, 0, ids_of("hello "), m.Finish.NONE) for seq in seqs]), "schedule.0")
     long = "x🤖" * 700
-    big = settled([(seq, 6, ids_of(long), m.Finish.NONE) for seq in seqs], lambda array: arena.put(array.tobytes()))
+    big = settled(
+        [(seq, 6, ids_of(long), m.Finish.NONE) for seq in seqs],
+        lambda array: arena.put(array.tobytes(), readers=("detokenize.0",)),
+    )
     assert isinstance(big.ids, ShmRef)
     rig.send(big, "schedule.0")
     end = 6 + len(ids_of(long))

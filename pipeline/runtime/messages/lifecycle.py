@@ -13,6 +13,10 @@ LENGTH = struct.Struct("<I")
 `model_dir` after them, until the end of the pipe."""
 
 
+EPOCH = struct.Struct("<Q")
+"""Comes with the descriptors of a restart: `PeerRestarted.epoch`."""
+
+
 class Segment(msgspec.Struct, array_like=True, frozen=True):
     """A shared-memory segment that a child inherits."""
 
@@ -20,6 +24,8 @@ class Segment(msgspec.Struct, array_like=True, frozen=True):
     fd: int
     num_bytes: int
     writable: bool
+    incarnation: int = 1
+    """Of the process that writes it."""
 
 
 class Ring(msgspec.Struct, array_like=True, frozen=True):
@@ -89,6 +95,8 @@ class Launch(msgspec.Struct, array_like=True, frozen=True):
     """Edges to and from other stages that use shared memory instead of ZeroMQ."""
     control_fd: int = -1
     """A Unix socket from the supervisor, for descriptors that a running process needs (`PeerRestarted`)."""
+    incarnations: dict[str, int] = {}
+    """Of the other stages' processes; 1 for those that it does not name."""
     facts: ExecuteFacts | None = None
     """For an executor that replaces another one: what it must serve with, as the other stages know it."""
 

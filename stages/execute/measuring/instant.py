@@ -6,6 +6,7 @@ maximum length. Logprobs are zeros of the right size. Neither torch nor weights 
 """
 
 import gc
+from functools import partial
 from typing import assert_never
 
 import msgspec
@@ -15,6 +16,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import prompt_record_bytes, record_bytes
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.runtime.stage import Stage
+from pipeline.runtime.topology import SCHEDULE
 
 IDLE_S = 60.0
 NUM_BLOCKS = 65536
@@ -81,6 +83,7 @@ class Instant:
             arrays.done(array)
         for array in (step.copy_sources, step.copy_targets):
             arrays.done(array)
+        put = partial(arrays.put, readers=(SCHEDULE,))
         computed = arrays.take(step.rows, np.int32)
         starts, counts = (arrays.take(array, np.int32) for array in (step.starts, step.counts))
         ends = np.minimum(starts + counts, self._num_prompt[computed] - 1)
@@ -92,14 +95,14 @@ class Instant:
         return m.StepResult(
             incarnation=step.incarnation,
             step_id=step.step_id,
-            rows=arrays.put(rows),
-            generations=arrays.put(self._generations[rows]),
-            ids=arrays.put(ids),
+            rows=put(rows),
+            generations=put(self._generations[rows]),
+            ids=put(ids),
             finishes=bytes(len(rows)),
             compute_s=0.0,
             wait_s=0.0,
-            records=arrays.put(np.zeros(int(self._widths[rows].sum()), np.uint8)),
-            prompt_records=arrays.put(np.zeros(num_prompt_bytes, np.uint8)),
+            records=put(np.zeros(int(self._widths[rows].sum()), np.uint8)),
+            prompt_records=put(np.zeros(num_prompt_bytes, np.uint8)),
         )
 
     def _add(self, add: m.RowAdd) -> None:

@@ -114,7 +114,7 @@ def test_large_arrays_in_shared_memory_are_read_and_released(rig):
         send(rig, opening(seq))
 
     def put(array: np.ndarray) -> Array:
-        return arena.put(array.data.cast("B"))
+        return arena.put(array.data.cast("B"), readers=("detokenize.0",))
 
     message = settled([(seq, 0, ids_of("ab"), m.Finish.LENGTH) for seq in range(num)], put)
     assert isinstance(message.ids, ShmRef)
@@ -127,7 +127,7 @@ def test_large_arrays_in_shared_memory_are_read_and_released(rig):
     while num_released < num_live:
         release = rig.receive("schedule", m.Release)
         for offset, generation in zip(release.offsets, release.generations, strict=True):
-            assert arena.release(offset, generation)
+            assert arena.release(offset, generation, "detokenize.0")
             num_released += 1
     assert arena.num_live == 0
 
@@ -257,14 +257,14 @@ def test_embeddings_are_forwarded_as_records(rig):
 def test_resumed_ids_are_read_from_shared_memory_and_only_new_output_is_sent(rig):
     arena = rig.arena("schedule.0")
     known = ids_of("ab☔" * 500)[:-1]
-    array = arena.put(np.array(known, np.int32).data.cast("B"))
+    array = arena.put(np.array(known, np.int32).data.cast("B"), readers=("detokenize.0",))
     assert isinstance(array, ShmRef)
     send(rig, msgspec.structs.replace(opening(1), outputs=array))
     send(rig, settled([(1, len(known), ids_of("☔!")[2:], m.Finish.LENGTH)]))
     deltas = rig.receive("gateway", m.Deltas)
     assert (deltas.texts, deltas.text_offsets, deltas.id_offsets) == (["☔!"], [1499], [len(known)])
     release = rig.receive("schedule", m.Release)
-    assert arena.release(release.offsets[0], release.generations[0])
+    assert arena.release(release.offsets[0], release.generations[0], release.reader)
     assert arena.num_live == 0
 
 

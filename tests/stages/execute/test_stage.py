@@ -102,7 +102,7 @@ def test_arrays_in_shared_memory_are_read_and_released_once(tiny_dir: Path, tmp_
     expected = Driver(tmp_path, settings()).generate([ids.tolist()], 1)[0]
     with Rig("execute", settings(), tmp_path) as rig:
         begin(rig)
-        slab = rig.arena(SCHEDULE).put(ids.data.cast("B"))
+        slab = rig.arena(SCHEDULE).put(ids.data.cast("B"), readers=("execute.0",))
         assert isinstance(slab, ShmRef)
         add = msgspec.structs.replace(row_add(0, [], list(range(69))), ids=slab, num_prompt=1100)
         for start in range(0, 1100, 100):
@@ -131,7 +131,7 @@ def test_large_results_are_sent_by_reference_and_their_slabs_are_freed(tiny_dir:
             slabs = [result.rows, result.generations, result.ids]
             assert all(isinstance(slab, ShmRef) for slab in slabs)
             assert len(ids_of(rig, result)) == num
-            rig.send(m.Release([s.offset for s in slabs], [s.generation for s in slabs]), SCHEDULE)
+            rig.send(m.Release([s.offset for s in slabs], [s.generation for s in slabs], SCHEDULE), SCHEDULE)
             rig.send(make_step(drops=list(range(num))), SCHEDULE)
             rig.receive("schedule", m.StepResult)
     gc.unfreeze()
@@ -189,7 +189,7 @@ def test_lists_of_copies_in_shared_memory_are_released(tiny_dir: Path) -> None:
     with Rig("execute", swapping(3 * 12288), tiny_dir) as rig:
         begin(rig)
         arena = rig.arena(SCHEDULE)
-        lists = [arena.put(np.full(1100, block, np.int32).data.cast("B")) for block in (4, 5)]
+        lists = [arena.put(np.full(1100, block, np.int32).data.cast("B"), readers=("execute.0",)) for block in (4, 5)]
         step = msgspec.structs.replace(make_step(step_id=1), copy_sources=lists[0], copy_targets=lists[1])
         rig.send(step, SCHEDULE)
         assert rig.receive("schedule", m.StepResult).copy_s > 0
@@ -226,7 +226,10 @@ def test_an_instant_executor_releases_lists_of_copies_too(tiny_dir: Path) -> Non
     rig.launch = msgspec.structs.replace(rig.launch, entry=topology.INSTANT)
     with rig:
         assert begin(rig).num_swap_blocks > 0
-        lists = [rig.arena(SCHEDULE).put(np.full(1100, block, np.int32).data.cast("B")) for block in (4, 5)]
+        lists = [
+            rig.arena(SCHEDULE).put(np.full(1100, block, np.int32).data.cast("B"), readers=("execute.0",))
+            for block in (4, 5)
+        ]
         rig.send(msgspec.structs.replace(make_step(), copy_sources=lists[0], copy_targets=lists[1]), SCHEDULE)
         assert rig.receive("schedule", m.StepResult).copy_s == 0
         assert sorted(rig.receive("schedule", m.Release).offsets) == sorted(

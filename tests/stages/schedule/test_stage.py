@@ -45,7 +45,7 @@ class Neighbours:
         return self.rig.bytes_of(array)
 
     def admit(self, request_id: int, prompt: list[int], max_tokens: int = 6, n: int = 1) -> None:
-        ids = self.rig.arena("ingest.0").put(np.array(prompt, np.int32).tobytes())
+        ids = self.rig.arena("ingest.0").put(np.array(prompt, np.int32).tobytes(), readers=("schedule.0",))
         options = raw(m.GenerationOptions(n=n, max_tokens=max_tokens))
         self.rig.send(m.Admit(request_id, 1, 0, float(request_id), ids, options), "ingest.0")
 
@@ -202,9 +202,9 @@ def test_a_long_prompt_is_read_and_sent_in_shared_memory_and_both_slabs_are_free
         assert rig.bytes_of(step.adds[0].ids)[:8] == np.array([0, 1], np.int32).tobytes()
         release = rig.receive("ingest", m.Release)
         for offset, generation in zip(release.offsets, release.generations, strict=True):
-            assert rig.arena("ingest.0").release(offset, generation)
+            assert rig.arena("ingest.0").release(offset, generation, "schedule.0")
         assert rig.arena("ingest.0").num_live == 0
-        rig.send(m.Release([step.adds[0].ids.offset], [step.adds[0].ids.generation]), "execute.0")
+        rig.send(m.Release([step.adds[0].ids.offset], [step.adds[0].ids.generation], "execute.0"), "execute.0")
         around.until_finished(1)
         assert around.finished == {1: Finish.LENGTH}
         assert rig.until(lambda load: load.num_running == 0).num_blocks_held == 0
@@ -338,7 +338,7 @@ def test_slabs_of_a_starting_row_are_reused_after_release() -> None:
             step = around.step()
             slab = step.adds[0].ids
             assert isinstance(slab, ShmRef)
-            rig.send(m.Release([slab.offset], [slab.generation]), "execute.0")
+            rig.send(m.Release([slab.offset], [slab.generation], "execute.0"), "execute.0")
             around.until_finished(request_id)
 
 
@@ -395,7 +395,7 @@ def test_resumed_ids_are_read_and_sent_in_shared_memory_and_the_sequence_continu
         rig.start(FACTS)
         around = Neighbours(rig)
         arena = rig.arena("ingest.0")
-        known = arena.put(np.array(whole[:num_known], np.int32).tobytes())
+        known = arena.put(np.array(whole[:num_known], np.int32).tobytes(), readers=("schedule.0",))
         assert isinstance(known, ShmRef)
         ids = np.array(prompt, np.int32).tobytes()
         options = raw(m.GenerationOptions(max_tokens=num_known + 4))
@@ -407,4 +407,4 @@ def test_resumed_ids_are_read_and_sent_in_shared_memory_and_the_sequence_continu
         assert np.frombuffer(rig.bytes_of(opening.outputs), np.int32).tolist() == whole[:num_known]
         assert (around.received[seq], around.finished[seq]) == (whole[num_known:], Finish.LENGTH)
         release = rig.receive("ingest", m.Release)
-        assert arena.release(release.offsets[0], release.generations[0])
+        assert arena.release(release.offsets[0], release.generations[0], release.reader)

@@ -15,6 +15,7 @@ from pipeline.errors import UserError
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.channels import Inbox, Outbox, address_of
+from pipeline.runtime.memories import Memories
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.shm import segment
 from pipeline.shm.arena import Arena
@@ -56,7 +57,7 @@ class Harness:
         }
         self._address = addresses[f"{stage}.0"]
         self._outboxes: dict[str, Outbox[Any]] = {}
-        self._memories: dict[str, memoryview] = {}
+        self._memories = Memories()
         self._arenas: dict[str, Arena] = {}
         self._fds: list[int] = []
         self.poller = zmq.Poller()
@@ -68,9 +69,9 @@ class Harness:
                 fd = segment.create(name, size)
                 self._fds.append(fd)
                 segments.append(m.Segment(name, fd, size, writable=name in own))
-                self._memories[name] = segment.attach(fd, size, writable=True)
+                self._memories.add(name, segment.attach(fd, size, writable=True))
                 if name not in own:
-                    self._arenas[name] = Arena(name, self._memories[name])
+                    self._arenas[name] = Arena(name, segment.attach(fd, size, writable=True))
             death_read, death_write = os.pipe()
             self._fds += [death_read, death_write]
             listen_fd = -1
@@ -165,18 +166,18 @@ class Harness:
     def bytes_of(self, array: Array) -> bytes:
         """The bytes of an array that the stage sent."""
         if isinstance(array, ShmRef):
-            return bytes(self._memories[array.segment][array.offset : array.offset + array.length])
+            return bytes(self._memories.data_of(array))
         return array
 
-    def release(self, array: Array, sender: str, times: int = 1) -> None:
-        """Tell the stage that its array was read."""
+    def release(self, array: Array, reader: str) -> None:
+        """Tell the stage that a neighbour has read its array."""
         if isinstance(array, ShmRef):
-            self.send(m.Release([array.offset] * times, [array.generation] * times), sender)
+            self.send(m.Release([array.offset], [array.generation], reader), reader)
 
     def released(self, message: m.Release, owner: str) -> None:
         """The stage has read arrays of a neighbour."""
         for offset, generation in zip(message.offsets, message.generations, strict=True):
-            self._arenas[owner].release(offset, generation)
+            self._arenas[owner].release(offset, generation, message.reader)
 
     def __enter__(self) -> "Harness":
         return self

@@ -157,7 +157,7 @@ class ScheduleDriver(_NothingToClose):
     def _admit(self) -> None:
         number, self._next = self._next, self._next + 1
         prompt = ids_of(number, 0, NUM_PROMPT) + number % 1000
-        ids = self._harness.arena("ingest.0").put(prompt.tobytes())
+        ids = self._harness.arena("ingest.0").put(prompt.tobytes(), readers=("schedule.0",))
         message = m.Admit(number, 1, 0, float(number), ids, self._options)
         self._harness.send(message, "ingest.0")
         self._num_open += 1

@@ -194,15 +194,15 @@ class TestPromptIdsInSharedMemory:
         response = gate.post(CHAT)
         submit = gate.submit()
         arena = gate.rig.arena("ingest.0")
-        ref = arena.put(bytes(4 * 2000))
+        ref = arena.put(bytes(4 * 2000), readers=("gateway.0",))
         assert isinstance(ref, ShmRef)
         gate.rig.send(m.Accepted(submit.request_id, 1, ref), "ingest.0")
-        assert gate.rig.receive("ingest", m.Release) == m.Release([ref.offset], [ref.generation])
+        assert gate.rig.receive("ingest", m.Release) == m.Release([ref.offset], [ref.generation], "gateway.0")
         gate.finish(submit)
         assert response.result().json()["usage"]["prompt_tokens"] == 2000
 
     def test_ids_of_an_unknown_request_are_only_released(self, gate: Gate) -> None:
-        ref = gate.rig.arena("ingest.0").put(bytes(8000))
+        ref = gate.rig.arena("ingest.0").put(bytes(8000), readers=("gateway.0",))
         gate.rig.send(m.Accepted(5, 1, ref), "ingest.0")
         gate.rig.receive("ingest", m.Release)
         gate.rig.load()

@@ -73,10 +73,10 @@ class TestTokenize:
     def test_ids_in_shared_memory_are_released(self, gate: Gate) -> None:
         response = gate.post({"prompt": "x"}, "/tokenize")
         submit = gate.submit()
-        ref = gate.rig.arena("ingest.0").put(np.arange(5000, dtype=np.int32).tobytes())
+        ref = gate.rig.arena("ingest.0").put(np.arange(5000, dtype=np.int32).tobytes(), readers=("gateway.0",))
         assert not isinstance(ref, bytes)
         gate.rig.send(m.Accepted(submit.request_id, 1, ref), "ingest.0")
-        assert gate.rig.receive("ingest", m.Release) == m.Release([ref.offset], [ref.generation])
+        assert gate.rig.receive("ingest", m.Release) == m.Release([ref.offset], [ref.generation], "gateway.0")
         assert response.result().json()["tokens"] == list(range(5000))
 
     def test_a_disconnect_aborts_in_ingest_only_and_the_credit_is_held_until_the_reply(self, gate: Gate) -> None:

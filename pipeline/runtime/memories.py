@@ -1,0 +1,37 @@
+"""The shared-memory segments that a process has mapped."""
+
+from pipeline.shm.arena import incarnation_of
+from pipeline.shm.arrays import ShmRef
+
+
+class Memories:
+    """Segments by name. When the process that writes one has been restarted, the successor has a segment of its own.
+    The one before stays mapped until the next restart, for messages that were received and are not read yet."""
+
+    def __init__(self) -> None:
+        self._newest_first: dict[str, list[tuple[int, memoryview]]] = {}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._newest_first
+
+    def add(self, name: str, memory: memoryview, incarnation: int = 1) -> None:
+        """Add the segment of this incarnation of its writer, newer than those before."""
+        self._newest_first[name] = [(incarnation, memory), *self._newest_first.get(name, [])[:1]]
+
+    def get(self, name: str) -> memoryview | None:
+        """The newest segment of this name, or None."""
+        found = self._newest_first.get(name)
+        return found[0][1] if found else None
+
+    def data_of(self, array: ShmRef) -> memoryview:
+        """The bytes of an array."""
+        known = self._newest_first[array.segment]
+        memory = known[0][1]
+        if len(known) > 1 and incarnation_of(array) == known[1][0]:
+            memory = known[1][1]
+        data = memory[array.offset : array.offset + array.length]
+        assert len(data) == array.length, f"{array} reaches beyond its segment"
+        return data
+
+    def clear(self) -> None:
+        self._newest_first.clear()
