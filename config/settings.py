@@ -48,6 +48,24 @@ class SupervisorSettings(Frozen, frozen=True):
     ] = 30.0
     stop_timeout_s: Annotated[Seconds, Meta(description="Maximum time for a stage to stop; then it is killed.")] = 3.0
     health_timeout_s: Annotated[Seconds, Meta(description="Maximum time for a stage to answer a ping.")] = 2.0
+    max_restarts: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1000,
+            description="Maximum number of restarts of one stage within a minute; one more death ends the server. With "
+            "0, each death does.",
+        ),
+    ] = 5
+    hang_timeout_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1_000_000,
+            description="Kill and restart a stage that has not answered pings for this long. The executor may take "
+            "longer while it computes. 0 never kills."
+        ),
+    ] = 30.0
 
 
 class Settings(Frozen, frozen=True):

@@ -225,7 +225,7 @@ class Inbox(Generic[T]):
             if self.replay_context is not None:
                 self.replay_context.received(envelope.sender, envelope.incarnation, body, message)
             if type(message) is PeerRestarted and self.on_peer_restarted is not None:
-                self.on_peer_restarted(message)
+                self.on_peer_restarted(message)  # type: ignore[arg-type]
             return message
         return None
 

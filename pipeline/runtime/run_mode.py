@@ -42,12 +42,18 @@ class RunMode(msgspec.Struct, frozen=True):
     def launch(self, launch: m.Launch) -> m.Launch:
         """A stage's launch message with these options."""
         if (path := self.record.get(launch.name)) is not None:
-            launch = msgspec.structs.replace(launch, record=m.Record(0, path))
+            launch = msgspec.structs.replace(launch, record=m.Record(0, _path_of(path, launch.incarnation)))
         if self.instant and launch.stage == "execute":
             launch = msgspec.structs.replace(launch, entry=topology.INSTANT)
         if launch.name == self.foreground:
             launch = msgspec.structs.replace(launch, foreground=True, break_at=self.break_at)
         return launch
+
+
+def _path_of(path: str, incarnation: int) -> str:
+    """Each process of a stage has a recording of its own: x.rec, x.2.rec …"""
+    given = Path(path)
+    return path if incarnation == 1 else str(given.with_suffix(f".{incarnation}{given.suffix}"))
 
 
 def stage_name(text: str, settings: Settings, option: str) -> str:

@@ -28,16 +28,16 @@ class ChildTable:
         self.children: dict[str, Child] = {}
         self.outboxes: dict[str, Outbox[Any]] = {}
         """To the children that have begun."""
+        self._watched: set[int] = set()
+        """The pidfds that the poller watches."""
         self._addresses: dict[str, str] = {}
         """Of the children that wait."""
 
     def spawn(self, launch: m.Launch, *, waits: bool = False) -> Child:
         """Start a stage. If it `waits`, it runs after `begin_all`."""
-        num_cores = len(os.sched_getaffinity(0))
-        num_threads = self._settings.execute.num_threads if launch.stage == "execute" else 0
-        child = self._run_mode.start(self._run_mode.launch(launch), num_threads or num_cores, waits=waits)
+        child = self._run_mode.start(self._run_mode.launch(launch), self._num_threads(launch), waits=waits)
         self.children[child.name] = child
-        self._poller.register(child.pidfd, zmq.POLLIN)
+        self._watch(child)
         self._addresses[child.name] = launch.address
         if not waits:
             self._connect(child.name)
@@ -60,15 +60,47 @@ class ChildTable:
             topology.bound_of(self._settings),
         )
 
+    def lost(self, child: Child, address: str) -> None:
+        """The process of a child has died. Its successor, which `replace` starts, has this inbox."""
+        self.mark_dead(child)
+        child.state = "recovering"
+        self.outboxes[child.name].reconnect(address)
+
+    def replace(self, launch: m.Launch) -> Child:
+        """Start the successor of a child that was `lost`."""
+        before = self.children[launch.name]
+        child = self._run_mode.start(self._run_mode.launch(launch), self._num_threads(launch), waits=False)
+        child.state = "recovering"
+        self.children[launch.name] = child
+        self._watch(child)
+        before.close()
+        return child
+
+    def _num_threads(self, launch: m.Launch) -> int:
+        num_threads = self._settings.execute.num_threads if launch.stage == "execute" else 0
+        return num_threads or len(os.sched_getaffinity(0))
+
     def mark_dead(self, child: Child) -> None:
         """Stop watching a child that has ended: its pidfd would stay readable."""
         child.state = "dead"
+        self._unwatch(child)
+
+    def is_watched(self, child: Child) -> bool:
+        """Whether the end of this child has not been handled."""
+        return child.pidfd in self._watched
+
+    def _watch(self, child: Child) -> None:
+        self._poller.register(child.pidfd, zmq.POLLIN)
+        self._watched.add(child.pidfd)
+
+    def _unwatch(self, child: Child) -> None:
         self._poller.unregister(child.pidfd)
+        self._watched.discard(child.pidfd)
 
     def remove(self, child: Child) -> None:
         """Kill the child if it is alive, and forget it."""
-        if child.state != "dead":
-            self._poller.unregister(child.pidfd)
+        if child.pidfd in self._watched:
+            self._unwatch(child)
         child.close()
         del self.children[child.name]
         if (outbox := self.outboxes.pop(child.name, None)) is not None:

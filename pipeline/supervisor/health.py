@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from pipeline.runtime.messages import GatewayLoad, Health, Pong, ScheduleLoad, StageHealth
 from pipeline.supervisor.process import Child
 
-WORST_FIRST = ("dead", "late", "stopping", "starting")
+WORST_FIRST = ("dead", "recovering", "late", "stopping", "starting")
 
 
 class HealthRound:
@@ -25,7 +25,7 @@ class HealthRound:
     def is_over(self, children: Iterable[Child]) -> bool:
         """Whether all stages have answered, or the deadline has passed."""
         return time.monotonic() >= self.deadline or all(
-            child.name in self._answers or child.state == "dead" for child in children
+            child.name in self._answers or child.state != "ready" for child in children
         )
 
     def result(self, children: Iterable[Child]) -> Health:

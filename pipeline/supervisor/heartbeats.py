@@ -49,6 +49,8 @@ class Heartbeats:
         self._log = log
         self._clock = clock
         self._beats: dict[str, _Beat] = {}
+        self._lost_s: dict[str, float] = {}
+        """Stages that are being restarted: when they died."""
 
     @property
     def deadlines(self) -> list[float]:
@@ -64,7 +66,9 @@ class Heartbeats:
         now_s = self._clock()
         ready = {child.name for child in children if child.state == "ready"}
         self._beats = {name: self._beats.get(name) or _Beat(now_s) for name in sorted(ready)}
-        has_changed = False
+        has_changed = bool(back := self._lost_s.keys() & ready)
+        for name in back:
+            del self._lost_s[name]
         for name, beat in self._beats.items():
             if beat.is_late:
                 continue
@@ -77,6 +81,12 @@ class Heartbeats:
                 self._log.warning(f"{name} is late", extra={"fields": {"silent_s": f"{now_s - beat.alive_s:.1f}"}})
         if has_changed:
             self._report()
+
+    def lost(self, name: str) -> None:
+        """A stage has died, and is being restarted: it is late until it is ready."""
+        self._beats.pop(name, None)
+        self._lost_s[name] = self._clock()
+        self._report()
 
     def answered(self, name: str) -> None:
         """A stage has answered a ping, of a heartbeat or of a health round."""
@@ -91,5 +101,5 @@ class Heartbeats:
             self._report()
 
     def _report(self) -> None:
-        late = {name: beat.alive_s for name, beat in self._beats.items() if beat.is_late}
+        late = self._lost_s | {name: beat.alive_s for name, beat in self._beats.items() if beat.is_late}
         self._changed(LateStages(list(late), list(late.values())))

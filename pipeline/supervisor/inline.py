@@ -88,6 +88,10 @@ class InlineChild(Child):
         self._thread.join(timeout_s)
         return not self.is_alive
 
+    def send_descriptors(self, epoch: int, fds: list[int]) -> bool:
+        """Stages that are threads are not restarted."""
+        raise NotImplementedError
+
     def kill(self) -> None:
         """A thread can't be killed; it ends with the process."""
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ import msgspec
 
 from pipeline.runtime import entry
 from pipeline.runtime.messages import Launch
-from pipeline.runtime.messages.lifecycle import LENGTH
+from pipeline.runtime.messages.lifecycle import EPOCH, LENGTH
 
 SINGLE_THREADED = {
     "OMP_NUM_THREADS": "1",
@@ -29,7 +30,8 @@ THREADED = ("execute", "prepare")
 
 
 class Child:
-    """A stage's process. `state` is starting, ready, stopping or dead; only the supervisor changes it."""
+    """A stage's process. `state` is starting, recovering, ready, stopping or dead; only the supervisor changes it. A
+    process that replaces a dead one is recovering until it is ready."""
 
     def __init__(self, launch: Launch, num_threads: int, *, waits: bool = False) -> None:
         """Start the process. It inherits the descriptors it needs by number; all others are closed. If it `waits`, it
@@ -44,12 +46,14 @@ class Child:
         self._begin_fd = -1
         read_fd, write_fd = os.pipe()
         os.set_blocking(write_fd, False)  # a launch always fits the pipe; an error is better than a hang
-        data = msgspec.msgpack.encode(launch)
+        self._control, control = socket.socketpair()
+        self._control.setblocking(False)
+        data = msgspec.msgpack.encode(msgspec.structs.replace(launch, control_fd=control.fileno()))
         data = LENGTH.pack(len(data)) + data
         try:
             num_written = os.write(write_fd, data)
             assert num_written == len(data), "the launch does not fit the pipe"
-            fds = [read_fd, launch.death_fd, *(segment.fd for segment in launch.segments)]
+            fds = [read_fd, launch.death_fd, control.fileno(), *(segment.fd for segment in launch.segments)]
             fds += [fd for ring in launch.rings for fd in (ring.data_fd, ring.position_fd, ring.event_fd)]
             fds += [fd for fd in (launch.listen_fd, launch.keys_fd, launch.admin_fd) if fd >= 0]
             threads = {key: str(num_threads) for key in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")}
@@ -64,9 +68,11 @@ class Child:
             )
         except BaseException:
             os.close(write_fd)
+            self._control.close()
             raise
         finally:
             os.close(read_fd)
+            control.close()
         self._begin_fd = write_fd
         if not waits:
             self._end_launch()
@@ -84,6 +90,14 @@ class Child:
         with contextlib.suppress(BrokenPipeError):  # it has ended; its pidfd tells
             os.write(self._begin_fd, os.fsencode(model_dir))
         self._end_launch()
+
+    def send_descriptors(self, epoch: int, fds: list[int]) -> bool:
+        """Send descriptors of a restart, before its `PeerRestarted`. Returns False if the process takes none: it has
+        ended, or hangs."""
+        try:
+            return socket.send_fds(self._control, [EPOCH.pack(epoch)], fds) == EPOCH.size
+        except OSError:
+            return False
 
     def _end_launch(self) -> None:
         if self._begin_fd >= 0:
@@ -130,6 +144,7 @@ class Child:
         """Kill the process if it is alive, and close its descriptors."""
         self.kill()
         self._end_launch()
+        self._control.close()
         if self.pidfd >= 0:
             os.close(self.pidfd)
             self.pidfd = -1

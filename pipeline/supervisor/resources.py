@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+import msgspec
+
 from pipeline.config.by_device import kv_bytes_in_ram
 from pipeline.config.settings import Settings
 from pipeline.runtime import api_keys, model_folder, topology
@@ -17,6 +19,7 @@ from pipeline.runtime.topology import SUPERVISOR
 from pipeline.shm import segment
 
 INCARNATION = 1
+"""Of the supervisor, and of every stage's first process."""
 
 
 class SharedResources:
@@ -35,6 +38,8 @@ class SharedResources:
         self._admin_listeners = admin_listeners
         self.server = f"{os.getpid()}-{secrets.token_hex(4)}"
         """Unique name of this server; part of every address."""
+        self.incarnations: dict[str, int] = {}
+        """Of the stages' processes, by name."""
         self.addresses = {SUPERVISOR: address_of(self.server, SUPERVISOR, INCARNATION)}
         """Inboxes, by the name of the process."""
         self.segments: dict[str, m.Segment] = {}
@@ -63,17 +68,69 @@ class SharedResources:
         """Name every stage's inbox, and create the arenas."""
         for row in topology.TOPOLOGY:
             for name in topology.replicas_of(self._settings, row.name):
+                self.incarnations[name] = INCARNATION
                 self.addresses[name] = address_of(self.server, name, INCARNATION)
                 if row.has_arena:
-                    size = topology.arena_bytes(self._settings, row.name)
-                    self.segments[name] = m.Segment(name, segment.create(name, size), size, False)
+                    self._create_arena(name)
+
+    def _create_arena(self, name: str) -> None:
+        size = topology.arena_bytes(self._settings, name.partition(".")[0])
+        self.segments[name] = m.Segment(name, segment.create(name, size), size, False, self.incarnations[name])
 
     def create_rings(self) -> None:
         """Create the shared-memory rings between stages."""
         for sender, receiver in topology.rings(self._settings):
-            sizes = (("data", topology.RING_BYTES), ("position", mmap.PAGESIZE))
-            data_fd, position_fd = (segment.create(f"{sender}-{receiver}-{part}", size) for part, size in sizes)
-            self._rings[sender, receiver] = data_fd, position_fd, os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self._create_ring(sender, receiver)
+
+    def _create_ring(self, sender: str, receiver: str) -> None:
+        sizes = (("data", topology.RING_BYTES), ("position", mmap.PAGESIZE))
+        data_fd, position_fd = (segment.create(f"{sender}-{receiver}-{part}", size) for part, size in sizes)
+        self._rings[sender, receiver] = data_fd, position_fd, os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def renew(self, name: str) -> None:
+        """Make an inbox address, an arena and rings for the successor of this process. Nothing of the dead process is
+        used again: the others may still read what it wrote. Raises MemoryError."""
+        self.incarnations[name] += 1
+        self.addresses[name] = address_of(self.server, name, self.incarnations[name])
+        if (before := self.segments.get(name)) is not None:
+            self._create_arena(name)
+            os.close(before.fd)
+        for edge, fds in list(self._rings.items()):
+            if name in edge:
+                self._create_ring(*edge)
+                for fd in fds:
+                    os.close(fd)
+
+    def restart_of(self, name: str, receiver: str, epoch: int) -> tuple[m.PeerRestarted, list[int]] | None:
+        """What another process must know of the successor of `name`, and the descriptors that it gets. None if the two
+        have no edge."""
+        row = topology.row(receiver.partition(".")[0])
+        stage = name.partition(".")[0]
+        sends, is_reader = stage in row.sends_to, stage in row.reads
+        receives = receiver.partition(".")[0] in topology.row(stage).sends_to
+        if not (sends or receives):
+            return None
+        fds: list[int] = []
+        rings = []
+        for ring in self._rings_between(receiver, name):
+            fds += (ring.data_fd, ring.position_fd, ring.event_fd)
+            places = {"data_fd": len(fds) - 3, "position_fd": len(fds) - 2, "event_fd": len(fds) - 1}
+            rings.append(msgspec.structs.replace(ring, **places))
+        arena = None
+        if is_reader:
+            arena = msgspec.structs.replace(self.segments[name], fd=len(fds))
+            fds.append(self.segments[name].fd)
+        peer = m.PeerInbox(name, self.addresses[name] if sends else "", topology.bound_of(self._settings))
+        return m.PeerRestarted(epoch, peer, self.incarnations[name], rings, arena), fds
+
+    def _rings_between(self, name: str, peer: str) -> list[m.Ring]:
+        """The rings between two processes, as the first one uses them."""
+        edges = ((name, peer), (peer, name))
+        return [
+            m.Ring(peer, edge[0] == name, *self._rings[edge], topology.RING_BYTES)
+            for edge in edges
+            if edge in self._rings
+        ]
 
     def launch(self, stage: str, entry: str, peers: list[m.PeerInbox], replica: int = 0) -> m.Launch:
         """The parameters of a stage's process. The folder of the model is not known yet."""
@@ -82,22 +139,19 @@ class SharedResources:
             stage=stage,
             replica=replica,
             rank=0,
-            incarnation=INCARNATION,
+            incarnation=self.incarnations.get(name, INCARNATION),
             entry=entry,
             settings=self._settings,
             model_dir="",
-            address=self.addresses.get(name) or address_of(self.server, name, INCARNATION),
+            address=self.addresses.get(name) or address_of(self.server, name, INCARNATION),  # prepare has none
             peers=peers,
             segments=self._segments_of(stage, name),
             death_fd=self._death_read,
             listen_fd=self._listeners[replica].fileno() if stage == "gateway" else -1,
             keys_fd=self._keys_fd if stage == "gateway" else -1,
             admin_fd=self._admin_listeners[replica].fileno() if stage == "gateway" and self._admin_listeners else -1,
-            rings=[
-                m.Ring(receiver if sender == name else sender, sender == name, *fds, topology.RING_BYTES)
-                for (sender, receiver), fds in self._rings.items()
-                if name in (sender, receiver)
-            ],
+            rings=[ring for peer in self.incarnations for ring in self._rings_between(name, peer)],
+            incarnations={peer: number for peer, number in self.incarnations.items() if peer != name},
         )
 
     def _segments_of(self, stage: str, name: str) -> list[m.Segment]:
@@ -112,7 +166,7 @@ class SharedResources:
         for owner in (*own, *private, *others):
             one = self.segments[owner]
             writable = owner == name or owner in private
-            shared.append(m.Segment(one.name, one.fd, one.num_bytes, writable))
+            shared.append(msgspec.structs.replace(one, writable=writable))
         return shared
 
     def hold_model(self, model_dir: str) -> None:

@@ -4,8 +4,10 @@
                                                                                                     │
       exit 0 ◄── Stop, in flow order ◄── Drained ◄── Drain to the gateway ◄─────────────────────────┤ SIGINT, SIGTERM
       exit 3 ◄── Stop, in flow order ◄── Drained ◄── StageDied to the gateway ◄─────────────────────┘ a stage ends
+                                                                                                      once too often
 
-The stages' processes import their code while prepare runs, and begin when the model's folder is known.
+The stages' processes import their code while prepare runs, and begin when the model's folder is known. A stage that
+dies while the server serves is restarted (restarts.py).
 
 Nothing outlives it: its children die with it (see process.py), sockets are abstract, shared memory is anonymous.
 """
@@ -38,6 +40,7 @@ from pipeline.supervisor.inline import InlineChild
 from pipeline.supervisor.listeners import url_of, zmq_address
 from pipeline.supervisor.process import Child
 from pipeline.supervisor.resources import SharedResources
+from pipeline.supervisor.restarts import LIVING, Restarts
 from pipeline.supervisor.signals import TerminationSignals
 from pipeline.supervisor.stats_collector import ServerFacts, StatsCollector
 from pipeline.version import VERSION
@@ -91,6 +94,7 @@ class Supervisor:
         )
         self._poller = zmq.Poller()
         self._table = ChildTable(settings, self._run_mode, self._context, self._poller)
+        self._restarts = Restarts(settings, self._run_mode, self._resources, self._table, self._inbox, log)
         self._facts: m.ExecuteFacts | None = None
         self._prepared: m.Prepared | None = None
         self._reasons: dict[str, str] = {}
@@ -291,20 +295,29 @@ class Supervisor:
         return child
 
     def _check_children(self) -> None:
-        """Raise Stopping if a stage has ended that should be running."""
-        for child in self._table.children.values():
-            if child.state in ("starting", "ready") and not child.is_alive:
-                self._receive_last_messages(child)
-                if child.stage == "prepare" and self._prepared is not None:
-                    continue
-                reason = self._reasons.get(child.name, child.describe_end())
-                self._reasons = {child.name: reason}
-                code = EXIT_STAGE_DIED if self._is_serving else EXIT_NOT_STARTED
+        """Restart stages that have ended and should be running. Raises Stopping if one can't be restarted."""
+        for child in list(self._table.children.values()):
+            if child.state not in LIVING or child.is_alive or not self._table.is_watched(child):
+                continue
+            self._receive_last_messages(child)
+            if child.stage == "prepare" and self._prepared is not None:
+                continue
+            if child.name in self._drained:
                 self._table.mark_dead(child)
-                self._questions.lost(child.name)
-                what = f"{child.name} died" if self._is_serving else f"cannot start: {child.stage}"
-                self._log.error(f"{what}: {reason}")
-                raise Stopping(code)
+                continue
+            reason = self._reasons.pop(child.name, child.describe_end())
+            self._questions.lost(child.name)
+            if not self._is_serving:
+                self._log.error(f"cannot start: {child.stage}: {reason}")
+                self._table.mark_dead(child)
+                raise Stopping(EXIT_NOT_STARTED)
+            why_not = self._restarts.died(child)
+            self._log.error(f"{child.name} died: {reason}{f'; not restarted: {why_not}' if why_not else ''}")
+            if why_not:
+                self._reasons = {child.name: reason}
+                self._table.mark_dead(child)
+                raise Stopping(EXIT_STAGE_DIED)
+            self._heartbeats.lost(child.name)
 
     def _receive_last_messages(self, child: Child) -> None:
         """Wait for the messages that a child sent before it ended: they may still be on the way."""
@@ -338,6 +351,8 @@ class Supervisor:
             self._health_checks.end_rounds(self._table.children.values())
             if self._is_serving:
                 self._heartbeats.turn(self._table.children.values())
+                assert self._prepared is not None and self._facts is not None
+                self._restarts.turn(self._prepared.model_dir, self._facts)
             self._admin_server.turn()
             self._questions.end_late()
             now = time.monotonic()
@@ -348,7 +363,12 @@ class Supervisor:
                 raise Stopping(EXIT_OK if self._is_serving else EXIT_NOT_STARTED)
             if self._inbox.wait(0) or self._admin_server.has_message():
                 continue  # the descriptors are edge-triggered, so check before sleeping
-            deadlines = (self._health_checks.deadlines, self._heartbeats.deadlines, self._questions.deadlines)
+            deadlines = (
+                self._health_checks.deadlines,
+                self._heartbeats.deadlines,
+                self._questions.deadlines,
+                self._restarts.deadlines,
+            )
             soonest = min([end, now + POLL_S, *itertools.chain(*deadlines)])
             self._poller.poll(max(0, round((soonest - now) * 1000)))
 
@@ -360,9 +380,16 @@ class Supervisor:
         match message:
             case m.Ready(facts):
                 child = self._table.children[sender]
-                child.state = "ready"
+                is_successor, child.state = child.state == "recovering", "ready"
                 self._facts = facts or self._facts
                 self._log.debug("ready", extra={"fields": {"stage": sender}})
+                if is_successor:
+                    assert self._facts is not None
+                    self._restarts.ready(child, self._facts)
+                    if self._is_ending and child.stage == "gateway":
+                        self._table.outboxes[sender].send(m.Drain(self._settings.supervisor.drain_timeout_s))
+            case m.Reconnected(epoch):
+                self._restarts.answered(sender, epoch)
             case m.StageFailed(reason):
                 self._reasons[sender] = reason
             case m.Prepared():

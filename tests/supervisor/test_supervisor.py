@@ -156,7 +156,7 @@ def test_the_last_messages_of_an_ended_stage_are_read(
     child = EndedChild(stage, exit_code)
     try:
         supervisor._table.children[child.name] = child  # type: ignore[assignment]
-        supervisor._poller.register(child.pidfd)
+        supervisor._table._watch(child)  # type: ignore[arg-type]
         supervisor._table.outboxes[child.name] = Outbox(
             supervisor._context, "inproc://unused", m.Envelope("test.0", 1), 1
         )

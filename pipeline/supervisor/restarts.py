@@ -1,0 +1,132 @@
+"""Restarts stages that have died: a new process with new channels, which the other stages are told of.
+
+    died ──► channels renewed, others told ──delay──► spawned ──► Ready ──► Start ──► serves again
+
+What the stages do with `PeerRestarted` is theirs: whoever owns a fact tells it to the successor again.
+"""
+
+import logging
+import time
+
+import msgspec
+
+from pipeline.config.settings import Settings
+from pipeline.runtime import messages as m
+from pipeline.runtime import topology
+from pipeline.runtime.channels import Inbox
+from pipeline.runtime.run_mode import RunMode
+from pipeline.supervisor.children import ChildTable
+from pipeline.supervisor.process import Child
+from pipeline.supervisor.recovery import Recovery, RestartBudget
+from pipeline.supervisor.resources import SharedResources
+
+LIVING = ("starting", "recovering", "ready")
+
+
+class Restarts:
+    """Owns the restarts that are under way."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        run_mode: RunMode,
+        resources: SharedResources,
+        table: ChildTable,
+        inbox: Inbox[m.SupervisorInbox],
+        log: logging.Logger,
+    ) -> None:
+        self._settings = settings
+        self._run_mode = run_mode
+        self._resources = resources
+        self._table = table
+        self._inbox = inbox
+        self._log = log
+        self._budget = RestartBudget(settings.supervisor.max_restarts)
+        self._recovery = Recovery()
+        self._due_s: dict[str, float] = {}
+        """When successors start, by name. All times are by time.monotonic()."""
+        self._died_s: dict[str, float] = {}
+        """When the process died whose successor is not ready yet."""
+
+    @property
+    def deadlines(self) -> list[float]:
+        """When `turn` must be called next."""
+        return list(self._due_s.values())
+
+    def died(self, child: Child) -> str:
+        """A stage's process has died: restart it. Returns an empty string, or why it can't be restarted."""
+        name, now_s = child.name, time.monotonic()
+        if self._run_mode.inline or name == self._run_mode.foreground:
+            return "it is being debugged"
+        decision = self._budget.died(name, now_s, was_ready=child.state == "ready")
+        if isinstance(decision, str):
+            return decision
+        try:
+            self._resources.renew(name)
+        except MemoryError as error:
+            return str(error)
+        self._table.lost(child, self._resources.addresses[name])
+        self._inbox.replaced(name, self._resources.incarnations[name])
+        self._died_s.setdefault(name, now_s)
+        self._due_s[name] = now_s + decision
+        stages, gateways = self._neighbours(name)
+        epoch = self._recovery.died(name, stages, gateways)
+        for other in stages:
+            self._tell(other, name, epoch)
+        self._tell_gateways()
+        return ""
+
+    def answered(self, name: str, epoch: int) -> None:
+        """A stage uses the channels to a successor."""
+        self._recovery.answered(name, epoch)
+        self._tell_gateways()
+
+    def turn(self, model_dir: str, facts: m.ExecuteFacts) -> None:
+        """Start the processes that are due. `facts` are those of the first executor."""
+        now_s = time.monotonic()
+        for name, due_s in list(self._due_s.items()):
+            if now_s >= due_s:
+                del self._due_s[name]
+                self._start(name, model_dir, facts)
+
+    def ready(self, child: Child, facts: m.ExecuteFacts) -> None:
+        """A successor is ready: it begins with `Start`, as all stages did."""
+        self._table.outboxes[child.name].send(m.Start(facts))
+        took_s = time.monotonic() - self._died_s.pop(child.name)
+        fields = {"pid": child.pid, "restarts": child.incarnation - 1, "took_s": f"{took_s:.2f}"}
+        self._log.info(f"{child.name} is back", extra={"fields": fields})
+
+    @property
+    def recovering_since_s(self) -> dict[str, float]:
+        """The stages that have no ready process, and when the last one died."""
+        return self._died_s
+
+    def _start(self, name: str, model_dir: str, facts: m.ExecuteFacts) -> None:
+        stage, _, replica = name.partition(".")
+        row = topology.row(stage)
+        peers = topology.peers_of(row, self._resources.addresses, self._settings, int(replica))
+        launch = self._resources.launch(stage, row.entry, peers, int(replica))
+        child = self._table.replace(msgspec.structs.replace(launch, model_dir=model_dir, facts=facts))
+        self._log.debug("restarted", extra={"fields": {"stage": name, "pid": child.pid}})
+
+    def _neighbours(self, name: str) -> tuple[list[str], list[str]]:
+        """The living stages that share an edge with a process, and the gateways."""
+        living = [child.name for child in self._table.children.values() if child.state in LIVING and child.is_alive]
+        known = [other for other in living if other != name and self._resources.restart_of(name, other, 0) is not None]
+        gateways = [other for other in known if other.startswith("gateway.")]
+        return [other for other in known if other not in gateways], gateways
+
+    def _tell_gateways(self) -> None:
+        for one in self._recovery.rounds_for_gateways():
+            for gateway in sorted(one.gateways):
+                self._tell(gateway, one.name, one.epoch)
+
+    def _tell(self, other: str, name: str, epoch: int) -> None:
+        found = self._resources.restart_of(name, other, epoch)
+        assert found is not None, f"{other} and {name} share no edge"
+        message, fds = found
+        child = self._table.children[other]
+        if (fds and not child.send_descriptors(epoch, fds)) or not self._table.outboxes[other].send(message):
+            # It reads nothing any more. Its successor begins with the newest channels.
+            self._log.error(f"{other} takes no messages; killing it")
+            child.kill()

@@ -1,0 +1,109 @@
+"""Which restarts are made, and who is told of them when."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from pipeline.supervisor.recovery import DELAYS_S, MAX_FAILED_STARTS, WINDOW_S, Recovery, RestartBudget
+
+STAGES = ("ingest.0", "ingest.1", "schedule.0", "execute.0", "detokenize.0")
+GATEWAYS = ("gateway.0", "gateway.1")
+NAMES = STAGES + GATEWAYS
+
+
+def test_the_delay_grows_with_each_death_within_the_window():
+    budget = RestartBudget(5)
+    assert [budget.died("execute.0", 1.0 + i, was_ready=True) for i in range(5)] == list(DELAYS_S)
+    assert budget.died("ingest.0", 6.0, was_ready=True) == 0
+    assert "6 times within 60 s (supervisor.max_restarts)" in str(budget.died("execute.0", 7.0, was_ready=True))
+    assert budget.num_restarts == {"execute.0": 5, "ingest.0": 1}
+
+
+def test_deaths_outside_the_window_are_forgotten():
+    budget = RestartBudget(1)
+    for i in range(20):
+        assert budget.died("execute.0", i * WINDOW_S, was_ready=True) == 0
+
+
+def test_without_restarts_the_first_death_is_the_last():
+    assert "max_restarts is 0" in str(RestartBudget(0).died("execute.0", 1.0, was_ready=True))
+
+
+def test_a_stage_that_never_gets_ready_is_given_up():
+    budget = RestartBudget(1000)
+    for i in range(MAX_FAILED_STARTS - 1):
+        assert isinstance(budget.died("execute.0", float(i), was_ready=False), float)
+    assert "before they were ready" in str(budget.died("execute.0", 9.0, was_ready=False))
+
+
+def test_one_ready_process_between_failed_starts_resets_their_count():
+    budget = RestartBudget(1000)
+    for i in range(20):
+        assert isinstance(budget.died("execute.0", float(i), was_ready=i % MAX_FAILED_STARTS == 0), float)
+
+
+class Histories(RuleBasedStateMachine):
+    """Random deaths and answers. Each process answers what it was told, in any order relative to others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recovery = Recovery()
+        self.told: dict[str, list[tuple[int, str]]] = {name: [] for name in NAMES}
+        """What each living process was told: epoch and name."""
+        self.unanswered: dict[str, list[int]] = {name: [] for name in NAMES}
+        self.last_death: dict[str, int] = dict.fromkeys(NAMES, 0)
+
+    @rule(name=st.sampled_from(NAMES))
+    def die(self, name):
+        stages = [other for other in STAGES if other != name]
+        epoch = self.recovery.died(name, stages, GATEWAYS)
+        self.told[name], self.unanswered[name] = [], []  # its successor starts with the newest channels
+        self.last_death[name] = epoch
+        for other in stages:
+            self.tell(other, epoch, name)
+        self.tell_gateways()
+
+    def tell(self, other, epoch, name):
+        self.told[other].append((epoch, name))
+        self.unanswered[other].append(epoch)
+
+    def tell_gateways(self):
+        for one in self.recovery.rounds_for_gateways():
+            for gateway in one.gateways:
+                assert all(one.epoch not in self.unanswered[stage] for stage in STAGES), "a stage has not answered yet"
+                self.tell(gateway, one.epoch, one.name)
+
+    @precondition(lambda self: any(self.unanswered.values()))
+    @rule(data=st.data())
+    def answer(self, data):
+        name = data.draw(st.sampled_from([name for name in NAMES if self.unanswered[name]]))
+        self.recovery.answered(name, self.unanswered[name].pop(0))
+        self.tell_gateways()
+
+    @invariant()
+    def each_process_is_told_in_order(self):
+        for told in self.told.values():
+            epochs = [epoch for epoch, _ in told]
+            assert epochs == sorted(set(epochs))
+
+    @invariant()
+    def it_is_over_when_all_have_answered(self):
+        if not any(self.unanswered.values()):
+            assert self.recovery.is_over
+
+    def teardown(self):
+        """When everybody answers, everybody living knows of the newest process of each other one."""
+        while any(self.unanswered.values()):
+            for name in NAMES:
+                if self.unanswered[name]:
+                    self.recovery.answered(name, self.unanswered[name].pop(0))
+                    self.tell_gateways()
+        assert self.recovery.is_over
+        for name, told in self.told.items():
+            for other, epoch in self.last_death.items():
+                if other != name and epoch > self.last_death[name]:
+                    assert (epoch, other) in told
+
+
+Histories.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestHistories = Histories.TestCase
