@@ -198,6 +198,8 @@ class PromptProcessor:
             )
         if max_tokens < 0:
             raise RequestRefused(Failure(400, f"max_tokens can't be {max_tokens}", "max_tokens"))
+        if max_tokens > room and submit.prompt_options.lowers_max_tokens:
+            return room
         if max_tokens > room:
             message = (
                 f"this model's maximum context length is {self._max_model_len} tokens; you asked for "

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -86,6 +87,15 @@ def test_max_tokens_beyond_the_context_is_rejected(prompts: PromptProcessor) -> 
     assert (failure.status, failure.param, failure.code) == (400, "max_tokens", "context_length_exceeded")
     assert "65: 60 in the prompt and 5 to generate" in failure.message
     assert rejected(prompts, tiny.submit("x", max_tokens=-1)).param == "max_tokens"
+
+
+def test_max_tokens_beyond_the_context_is_lowered_if_the_request_allows_it(prompts: PromptProcessor) -> None:
+    options = m.PromptOptions(lowers_max_tokens=True)
+    for max_tokens, room in ((5, 4), (4, 4), (3, 3)):
+        submit = msgspec.structs.replace(tiny.submit("x" * 60, max_tokens=max_tokens), prompt_options=options)
+        assert ids_of(prompts, submit)[1] == room
+    full = msgspec.structs.replace(tiny.submit("x" * 64, max_tokens=5), prompt_options=options)
+    assert rejected(prompts, full).code == "context_length_exceeded"
 
 
 def test_a_text_that_is_too_long_is_rejected_before_it_is_tokenized(prompts: PromptProcessor) -> None:
