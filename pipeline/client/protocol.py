@@ -222,8 +222,8 @@ class Params(msgspec.Struct, array_like=True, frozen=True):
     truncation_side: Annotated[
         str | None,
         Meta(
-            description="Where truncate_prompt_tokens removes ids: `left` (the default) keeps the last ones, `right` the "
-            "first ones."
+            description="Where truncate_prompt_tokens removes ids: `left` (the default) keeps the last ones, `right` "
+            "the first ones."
         ),
     ] = None
 

@@ -13,8 +13,8 @@ import zmq
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.replay import format as f
-from pipeline.runtime import messages as m
 from pipeline.runtime import generation_config, topology
+from pipeline.runtime import messages as m
 from pipeline.runtime.channels import Inbox, address_of
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.supervisor.process import Child

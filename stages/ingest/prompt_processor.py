@@ -232,7 +232,7 @@ class PromptProcessor:
             ids = ids[(ids < 0) | (ids >= self._vocab_size)].tolist()
         for token_id in ids:
             if not 0 <= token_id < self._vocab_size:
-                raise RequestRefused(Failure(400, f"'{param}': {self._unknown(token_id)}", param))
+                raise RequestRefused(Failure(400, f"'{param}': {self._unknown(int(token_id))}", param))
 
     def _check_ids(self, ids: Ids, prompt: Prompt) -> None:
         """Refuse ids outside the vocabulary, with the position of the first if the client wrote them."""

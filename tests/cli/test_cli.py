@@ -307,7 +307,10 @@ def test_api_key_is_used_like_the_variable_and_leaves_the_command_line(tmp_path:
 
 @pytest.mark.parametrize(
     ("keys", "words"),
-    [([","], "--api-key: contains no key"), (["good-key", "secret key"], "--api-key, entry 2: a key must have 1 to 512")],
+    [
+        ([","], "--api-key: contains no key"),
+        (["good-key", "secret key"], "--api-key, entry 2: a key must have 1 to 512"),
+    ],
 )
 def test_an_error_of_api_key_names_the_option(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], keys: list[str], words: str

@@ -36,7 +36,7 @@ _OTHER_SITES = ("cross-site", "same-site")
 """Values of `Sec-Fetch-Site` for a page of another origin."""
 _READING = ("GET", "HEAD")
 _CURL_DEFAULT = "application/x-www-form-urlencoded"
-"""The type that `curl -d` declares unless it is told another."""
+"""The type that `curl -d` declares unless its user sets another."""
 _BROWSER_HEADERS = ("Origin", "Sec-Fetch-Site")
 """Browsers send `Origin` with every POST, and a page can remove neither header."""
 

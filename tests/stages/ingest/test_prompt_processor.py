@@ -266,7 +266,7 @@ def test_resumed_ids_end_a_sequence_where_the_executor_would_end_it(prompts: Pro
     ("outputs", "words"),
     [
         ([[1, 2, 3, 4, 5]], r"received\[0\] has 5 ids, but at most 4 may be generated"),
-        ([[1], [258]], r"received\[1\] has an unknown id: token id 258 is out of vocabulary, the model's ids are 0\.\.257"),
+        ([[1], [258]], r"received\[1\] has an unknown id: token id 258 is out of vocabulary, the model's ids are"),
         ([[-1]], r"token id -1"),
         ([[257, 1]], r"received\[0\] has ids after token id 257, which ends a sequence"),
     ],
