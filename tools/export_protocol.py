@@ -249,6 +249,9 @@ SAMPLES: dict[str, p.ClientMessage | p.ServerMessage] = {
     "generate with log probabilities of given ids": p.Generate(
         12, "", p.TextPrompt("x"), p.Params(logprob_token_ids=[17, 504, 49151]), 1
     ),
+    "generate from the first ids": p.Generate(
+        14, "", p.TextPrompt("x"), p.Params(truncate_prompt_tokens=5, truncation_side="right"), 1
+    ),
     "generate what matches a schema": p.Generate(
         10, "", p.TextPrompt("x"), p.Params(structured_outputs=p.StructuredOutputs("json", '{"type":"object"}')), 1
     ),

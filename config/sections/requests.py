@@ -6,6 +6,9 @@ from msgspec import Meta
 
 from pipeline.config.sections.base import MAX_BYTES, Frozen, Seconds
 
+MAX_LOGPROBS = 1024
+"""The largest `limits.max_logprobs`."""
+
 
 class LimitSettings(Frozen, frozen=True):
     """Limits of one request; a request beyond them gets 400."""
@@ -18,7 +21,7 @@ class LimitSettings(Frozen, frozen=True):
         int,
         Meta(
             ge=0,
-            le=1024,
+            le=MAX_LOGPROBS,
             description="Maximum of top_logprobs, logprobs and prompt_logprobs: the likeliest tokens in a reply.",
         ),
     ] = 20

@@ -225,7 +225,9 @@ class AsyncClient:
                 request_id=next(self._ids),
                 model="",
                 prompt=prompt_message(prompt),
-                params=p.Params(truncate_prompt_tokens=params.truncate_prompt_tokens),
+                params=p.Params(
+                    truncate_prompt_tokens=params.truncate_prompt_tokens, truncation_side=params.truncation_side
+                ),
                 credits=0,
                 name=_checked_name(name),
                 pooling=params.pooling,

@@ -219,6 +219,13 @@ class Params(msgspec.Struct, array_like=True, frozen=True):
             "ids, in this order, instead of the most likely ones."
         ),
     ] = []
+    truncation_side: Annotated[
+        str | None,
+        Meta(
+            description="Where truncate_prompt_tokens removes ids: `left` (the default) keeps the last ones, `right` "
+            "the first ones."
+        ),
+    ] = None
 
 
 class SamplingDefaults(msgspec.Struct, array_like=True, frozen=True):
@@ -338,7 +345,8 @@ class Generate(WireMessage, frozen=True, tag="generate"):
         str | None,
         Meta(
             description="One of `poolings` in `welcome`: compute an embedding instead of output. `finished` has it, "
-            "and there is no delta. Not for chats. Of `params`, only truncate_prompt_tokens has an effect."
+            "and there is no delta. Not for chats. Of `params`, only truncate_prompt_tokens "
+            "and truncation_side have an effect."
         ),
     ] = None
     dimensions: Annotated[

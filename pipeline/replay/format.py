@@ -18,6 +18,7 @@ from pipeline.config.renamed import with_new_names
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.runtime.channels import MessageDecoder
+from pipeline.runtime.generation_config import GenerationDefaults
 from pipeline.runtime.messages import ExecuteFacts
 from pipeline.version import VERSION
 
@@ -58,6 +59,8 @@ class Header(msgspec.Struct, array_like=True, frozen=True):
     """The facts from `Start`, if the recording began after it."""
     instant: bool = False
     """Whether the stage was the instant executor, which computes nothing."""
+    generation: GenerationDefaults | None = None
+    """What the folder in `settings.generation_config` recommended, so that a replay does not need it."""
 
     @property
     def name(self) -> str:

@@ -14,10 +14,12 @@ from typing import Any
 
 import msgspec
 
+from pipeline.errors import UserError
 from pipeline.replay import format as f
 from pipeline.replay.arrays import copies
+from pipeline.runtime import generation_config, topology
 from pipeline.runtime import messages as m
-from pipeline.runtime import topology
+from pipeline.runtime.generation_config import GenerationDefaults
 from pipeline.runtime.memories import Memories
 from pipeline.runtime.replay_context import ReplayContext
 from pipeline.version import VERSION
@@ -251,4 +253,15 @@ def header_of(launch: m.Launch, order: m.Record, *, from_start: bool) -> f.Heade
         segments=[f.SegmentSize(one.name, one.num_bytes, one.writable) for one in launch.segments],
         facts=order.facts,
         instant=launch.entry == topology.INSTANT,
+        generation=_generation(launch),
     )
+
+
+def _generation(launch: m.Launch) -> GenerationDefaults | None:
+    """The sampling parameters in the folder that the settings name; None if they name none, or it is gone by now."""
+    if not generation_config.names_folder(launch.settings):
+        return None
+    try:
+        return generation_config.load(launch.settings, launch.model_dir)
+    except UserError:
+        return None

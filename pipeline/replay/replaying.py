@@ -5,14 +5,16 @@ import os
 import secrets
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 import zmq
 
+from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.replay import format as f
+from pipeline.runtime import generation_config, topology
 from pipeline.runtime import messages as m
-from pipeline.runtime import topology
 from pipeline.runtime.channels import Inbox, address_of
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.supervisor.process import Child
@@ -42,13 +44,42 @@ def replay(stage: str, path: Path, out: Path, *, paced: bool, inline: bool) -> R
         raise UserError(f"{path} is a recording of {header.name}, not of {stage}")
     if out.exists() and out.samefile(path):
         raise UserError(f"--out {out} is the recording itself")
-    entry = topology.INSTANT if header.instant else topology.row(stage).entry
+    with TemporaryDirectory(prefix="pipeline-generation-") as folder:
+        took_s = _run(header, _with_generation(settings, header, path, Path(folder)), path, out, paced, inline)
+    with f.RecordingReader(out) as capture:
+        for _ in capture:
+            pass
+        assert capture.end is not None, f"{out} has no end, although the stage ended without an error"
+        return Replayed(header, capture.end.counts, took_s, flaw)
+
+
+def _with_generation(settings: Settings, header: f.Header, path: Path, folder: Path) -> Settings:
+    """The settings with the recorded sampling parameters, in `folder`, instead of the recorded server's folder, which
+    may be gone. Raises UserError if the recording does not have them and the folder can't be used."""
+    if not generation_config.names_folder(settings):
+        return settings
+    if header.generation is not None:
+        generation_config.save(msgspec.structs.asdict(header.generation), folder)
+        return msgspec.structs.replace(settings, generation_config=str(folder))
+    try:
+        generation_config.load(settings, header.model_dir)
+    except UserError as error:
+        raise UserError(
+            f"{path} does not contain the sampling parameters of the folder in the recorded server's setting "
+            f"generation_config, and the folder can't be used: {error}"
+        ) from error
+    return settings
+
+
+def _run(header: f.Header, settings: Settings, path: Path, out: Path, paced: bool, inline: bool) -> float:
+    """Run the stage. Returns the time that it took."""
+    entry = topology.INSTANT if header.instant else topology.row(header.stage).entry
     server = f"replay-{os.getpid()}-{secrets.token_hex(4)}"
     supervisor = address_of(server, SUPERVISOR, 1)
     death_read, death_write = os.pipe()
     try:
         launch = m.Launch(
-            stage=stage,
+            stage=header.stage,
             replica=header.replica,
             rank=header.rank,
             incarnation=header.incarnation,
@@ -66,15 +97,10 @@ def replay(stage: str, path: Path, out: Path, *, paced: bool, inline: bool) -> R
             importlib.import_module(entry).run(launch)
         else:
             _run_child(launch, supervisor)
-        took_s = time.monotonic() - begun
+        return time.monotonic() - begun
     finally:
         os.close(death_read)
         os.close(death_write)
-    with f.RecordingReader(out) as capture:
-        for _ in capture:
-            pass
-        assert capture.end is not None, f"{out} has no end, although the stage ended without an error"
-        return Replayed(header, capture.end.counts, took_s, flaw)
 
 
 def _run_child(launch: m.Launch, supervisor: str) -> None:

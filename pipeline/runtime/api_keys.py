@@ -110,7 +110,7 @@ def read(path: str, environ: Mapping[str, str]) -> tuple[Keys | None, list[str]]
     if path:
         keys += _of_file(Path(path), warnings)
     if SERVER_VARIABLE in environ:
-        keys += _of_lines(re.split(r"[,\n]", environ[SERVER_VARIABLE]), SERVER_VARIABLE, "entry")
+        keys += listed(environ[SERVER_VARIABLE], SERVER_VARIABLE)
     if not path and SERVER_VARIABLE not in environ:
         return None, []
     if len(keys) > MAX_KEYS:
@@ -121,6 +121,12 @@ def read(path: str, environ: Mapping[str, str]) -> tuple[Keys | None, list[str]]
             "`openssl rand -hex 32` generates a better one"
         )
     return Keys.of(keys), warnings
+
+
+def listed(text: str, origin: str) -> list[str]:
+    """The keys in a text that separates them by commas or line breaks. `origin` is the name of what the user has set.
+    Raises ConfigError; its message never contains a key."""
+    return _of_lines(re.split(r"[,\n]", text), origin, "entry")
 
 
 def keep_out_of_core_dumps() -> None:

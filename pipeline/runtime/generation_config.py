@@ -62,6 +62,11 @@ def load(settings: Settings, model_dir: str | Path) -> GenerationDefaults:
             return _read(path, str(path))
 
 
+def names_folder(settings: Settings) -> bool:
+    """Whether `generation_config` is a folder."""
+    return settings.generation_config not in ("auto", "none")
+
+
 def save(values: dict[str, Any], folder: Path) -> None:
     """Write the parameters among these values, if there are any. `load` checks them."""
     if given := {key: values[key] for key in KEYS if values.get(key) is not None}:

@@ -36,6 +36,7 @@ from pipeline.stages.gateway.http.app import Api
 from pipeline.stages.gateway.http.guard import OPEN_PATHS, require_allowed_origin, require_key
 from pipeline.stages.gateway.http.listener import MAX_HEADERS, HttpListener
 from pipeline.stages.gateway.http.origins import OriginPolicy
+from pipeline.stages.gateway.http.refusal_log import RefusalLog
 from pipeline.stages.gateway.page import files
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from pipeline.stages.gateway.readiness import Readiness
@@ -100,6 +101,7 @@ class GatewayStage:
             has_keys=stage.launch.keys_fd >= 0,
             model=model,
         )
+        self._refusal_log = RefusalLog(stage.log)
         self._is_stopped = False
         self._tasks: asyncio.TaskGroup
         self._site: HttpListener
@@ -130,6 +132,8 @@ class GatewayStage:
             policy = OriginPolicy(gateway, "http" if tls is None else "https")
             runner.server.request_handler = cors.wrap(require_allowed_origin(handle, policy), policy.check)
             admin.server.request_handler = require_allowed_origin(admin.server.request_handler, OriginPolicy(gateway))
+        for server in (runner.server, admin.server):
+            server.request_handler = self._refusal_log.wrap(server.request_handler)
         if is_replaying:
             ReplayedClients(self._stage.replay_context, self._requests, self._aborter, self._resetter)
         else:
@@ -227,6 +231,7 @@ class GatewayStage:
                 self._requests.late_stages.update(message)
             case m.Ping(nonce):
                 self._requests.log_refused()
+                self._refusal_log.flush()
                 self._stage.supervisor.send(m.Pong(nonce, m.GatewayLoad(self._requests.num_open)))
             case m.Start(facts):
                 self._readiness.facts = facts

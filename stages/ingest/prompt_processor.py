@@ -198,6 +198,8 @@ class PromptProcessor:
             )
         if max_tokens < 0:
             raise RequestRefused(Failure(400, f"max_tokens can't be {max_tokens}", "max_tokens"))
+        if max_tokens > room and submit.prompt_options.lowers_max_tokens:
+            return room
         if max_tokens > room:
             message = (
                 f"this model's maximum context length is {self._max_model_len} tokens; you asked for "
@@ -218,9 +220,7 @@ class PromptProcessor:
                 raise _received_refusal(index, f"has {len(ids)} ids, but at most {max_tokens} may be generated")
             if len(ids) and (ids.min() < 0 or ids.max() >= self._vocab_size):
                 wrong = int(ids[(ids < 0) | (ids >= self._vocab_size)][0])
-                raise _received_refusal(
-                    index, f"has token id {wrong}, not one of the model's 0..{self._vocab_size - 1}"
-                )
+                raise _received_refusal(index, f"has an unknown id: {self._unknown(wrong)}")
             ends = np.flatnonzero(np.isin(ids, list(stops))).tolist() if stops else []
             if ends and ends[0] < len(ids) - 1:
                 raise _received_refusal(index, f"has ids after token id {ids[ends[0]]}, which ends a sequence")
@@ -232,23 +232,19 @@ class PromptProcessor:
             ids = ids[(ids < 0) | (ids >= self._vocab_size)].tolist()
         for token_id in ids:
             if not 0 <= token_id < self._vocab_size:
-                known = f"0..{self._vocab_size - 1}"
-                message = f"'{param}' has token id {token_id}, which is out of vocabulary: the model's ids are {known}"
-                raise RequestRefused(Failure(400, message, param))
+                raise RequestRefused(Failure(400, f"'{param}': {self._unknown(int(token_id))}", param))
 
     def _check_ids(self, ids: Ids, prompt: Prompt) -> None:
         """Refuse ids outside the vocabulary, with the position of the first if the client wrote them."""
         if len(ids) == 0 or (ids.min() >= 0 and ids.max() < self._vocab_size):
             return
         place = int(np.argmax((ids < 0) | (ids >= self._vocab_size)))
-        known = f"0..{self._vocab_size - 1}"
-        if isinstance(prompt, IdsPrompt):
-            param = f"prompt[{place}]"
-            message = f"'{param}' is {ids[place]}, which is out of vocabulary: the model's token ids are {known}"
-        else:
-            param = _param(prompt)
-            message = f"token id {ids[place]} of the prompt is out of vocabulary: the model's ids are {known}"
-        raise RequestRefused(Failure(400, message, param))
+        param = f"prompt[{place}]" if isinstance(prompt, IdsPrompt) else _param(prompt)
+        raise RequestRefused(Failure(400, f"'{param}': {self._unknown(int(ids[place]))}", param))
+
+    def _unknown(self, token_id: int) -> str:
+        """Why an id is refused, in the words that the gateway and the Python client use too."""
+        return f"token id {token_id} is out of vocabulary, the model's ids are 0..{self._vocab_size - 1}"
 
     def _check_size(self, text: str, prompt: ChatPrompt | TextPrompt, options: PromptOptions) -> None:
         """Refuse invalid text, and text that can't fit whatever its ids are."""
@@ -269,7 +265,7 @@ class PromptProcessor:
     ) -> tuple[str, str | None]:
         """The text of a chat, and the same with the client's special tokens masked, if it has any."""
         if not prompt.messages:
-            raise RequestRefused(Failure(400, "messages is empty: give at least one message", "messages"))
+            raise RequestRefused(Failure(400, "'messages' must not be an empty array", "messages"))
         max_chars = self._max_model_len * (self._max_id_bytes or UNBOUNDED_CHARS_PER_ID)
         if options.any_length or options.truncate:
             max_chars = max(max_chars, TEMPLATE_GROWTH * num_chars(prompt))

@@ -104,6 +104,21 @@ def test_the_list_has_kinds_sizes_and_times_of_use(
     assert out.splitlines()[-1] == f"9 MiB in {held}"
 
 
+def test_no_line_wraps_in_80_columns(
+    held: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"model-{'Some-Long-Name-' * 4}Q8_0-{'0123456789abcdef'}"
+    (held / TINY).rename(held / name)
+    num_rows = len(run(held, capsys, "cache", "ls")[1].splitlines())
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = run(held, capsys, "cache", "ls")
+    rows = out.splitlines()[:-1]
+    assert len(rows) == num_rows - 1 and max(map(len, rows)) <= 80
+    (row,) = [row for row in rows if "Some-Long" in row]
+    assert row.split()[1].startswith("Some-Long-Name-") and row.split()[1].endswith("0123456789abcdef")
+    assert "…" in row
+
+
 def test_the_json_has_every_library(held: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(held, capsys, "cache", "ls", "--json")
     found = {one["name"]: one for one in json.loads(out)}

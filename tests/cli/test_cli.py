@@ -12,9 +12,11 @@ import pytest
 
 from pipeline.__main__ import main
 from pipeline.cli.commands.vllm_flags import AS_SETTINGS, REFUSED
+from pipeline.cli.trace.command import MARGIN_S
 from pipeline.config.load import load, presets
 from pipeline.config.settings import Settings
 from pipeline.runtime.run_mode import RunMode
+from pipeline.runtime.tracing import MAX_WINDOW_S
 from pipeline.version import VERSION
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -301,6 +303,35 @@ def test_api_key_is_used_like_the_variable_and_leaves_the_command_line(tmp_path:
     assert keys == "['third-secret', 'first-secret', 'second-secret'", done.stderr
     assert "secret" not in line and "pipeline serve" in line
     assert "warning: --api-key: other users could see the key" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ([","], "--api-key: contains no key"),
+        (["good-key", "secret key"], "--api-key, entry 2: a key must have 1 to 512"),
+    ],
+)
+def test_an_error_of_api_key_names_the_option(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], keys: list[str], words: str
+) -> None:
+    monkeypatch.setattr("setproctitle.setproctitle", lambda title: None)
+    monkeypatch.delenv("PIPELINE_API_KEYS", raising=False)
+    code, _, err = run("serve", *(f"--api-key={key}" for key in keys), capsys=capsys)
+    assert code == 2 and words in err and "PIPELINE_API_KEYS" not in err and "secret" not in err
+
+
+def test_no_limit_of_logprobs_is_refused_with_the_largest_one(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run("serve", "--max-logprobs=-1", capsys=capsys)
+    assert code == 2 and "argument --max-logprobs: -1, vLLM's 'no limit', is not supported: use 0 to 1024" in err
+
+
+def test_the_help_of_trace_has_the_longest_time(capsys: pytest.CaptureFixture[str]) -> None:
+    longest_s = MAX_WINDOW_S - MARGIN_S
+    _, out, _ = run("trace", "--help", capsys=capsys)
+    assert f"at most {longest_s:g}" in " ".join(out.split())
+    code, _, err = run("trace", f"--seconds={longest_s + 1}", capsys=capsys)
+    assert code == 1 and f"at most {longest_s:g}" in err
 
 
 def test_the_equivalent_of_each_vllm_option_is_a_setting() -> None:

@@ -57,6 +57,7 @@ async def test_the_load_counts_slots_that_are_taken_or_waited_for() -> None:
         ({"dimensions": "2"}, "dimensions must be an integer, not '2'"),
         ({"pooling": "cls"}, "pooling must be last or mean, not 'cls'"),
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens must be from -1"),
+        ({"truncation_side": "middle"}, "truncation_side must be left or right, not 'middle'"),
         ({"normalize": False}, "normalize must be None or True, not False: embeddings have length 1"),
     ],
 )

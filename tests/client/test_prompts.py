@@ -73,9 +73,9 @@ def test_texts_are_sent_unchanged(value: Any) -> None:
         ([1, "2"], "prompts[3][1] must be a token id, not '2'"),
         ([True], "prompts[3][0] must be a token id, not True"),
         ([1, 2.0], "prompts[3][1] must be a token id, not 2.0"),
-        ([1, 100], "prompts[3][1]: 100 is not one of the model's token ids 0..99"),
-        ([-1], "prompts[3][0]: -1 is not one of the model's token ids 0..99"),
-        ([2**40], f"prompts[3][0]: {2**40} is not one of the model's token ids 0..99"),
+        ([1, 100], "prompts[3][1]: token id 100 is out of vocabulary, the model's ids are 0..99"),
+        ([-1], "prompts[3][0]: token id -1 is out of vocabulary, the model's ids are 0..99"),
+        ([2**40], f"prompts[3][0]: token id {2**40} is out of vocabulary, the model's ids are 0..99"),
         (
             [1] * 16,
             "prompts[3] has 16 token ids; the maximum is 15, which leaves room for one output token",
@@ -86,7 +86,7 @@ def test_texts_are_sent_unchanged(value: Any) -> None:
         ({}, 'prompts[3] is a dict without the key "prompt" or "prompt_token_ids"'),
         (
             {"prompt_token_ids": [1, 100]},
-            "prompts[3]['prompt_token_ids'][1]: 100 is not one of the model's token ids 0..99",
+            "prompts[3]['prompt_token_ids'][1]: token id 100 is out of vocabulary, the model's ids are 0..99",
         ),
         ({"prompt": {"prompt": 1}}, "prompts[3]['prompt']['prompt'] must be a text or a list of token ids, not 1"),
     ],

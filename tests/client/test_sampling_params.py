@@ -100,6 +100,8 @@ def test_parameters_are_frozen() -> None:
         ("min_tokens", 17, ValueError),
         ("truncate_prompt_tokens", 0, ValueError),
         ("truncate_prompt_tokens", -2, ValueError),
+        ("truncation_side", "middle", ValueError),
+        ("truncation_side", 1, ValueError),
         ("logprobs", -1, ValueError),
         ("logprobs", True, TypeError),
         ("prompt_logprobs", 1025, ValueError),

@@ -262,7 +262,7 @@ SAMPLES: dict[str, msgspec.Struct] = {
         ),
         GIVEN_OPTIONS,
         [],
-        m.PromptOptions(truncate=-1, with_pieces=True, truncates_right=True),
+        m.PromptOptions(truncate=-1, with_pieces=True, truncates_right=True, lowers_max_tokens=True),
     ),
     "accepted with the end of its text": m.Accepted(REQUEST_ID, 1, IDS, tail="<think>\n"),
     "accepted with a grammar": m.Accepted(REQUEST_ID, 1, IDS, compiled_grammar="{}"),

@@ -307,6 +307,29 @@ def test_a_replay_of_ingest_repeats_the_recorded_results_of_its_grammar_checker(
     assert set(comparison.sent) == {"gateway.0", "schedule.0"}
 
 
+def test_a_replay_needs_no_folder_of_sampling_parameters(tmp_path: Path) -> None:
+    recording, parameters = tmp_path / "ingest.rec", tmp_path / "parameters" / "generation_config.json"
+    parameters.parent.mkdir()
+    parameters.write_text('{"max_new_tokens": 7}')
+    sets = Settings(generation_config=str(parameters.parent))
+    with Rig("ingest", sets, model_dir=tiny.folder(tmp_path), record=recording) as rig:
+        rig.start(tiny.facts())
+        rig.send(tiny.submit("hi"), "gateway.0")
+        options = msgspec.msgpack.decode(rig.receive("schedule", m.Admit).options, type=m.GenerationOptions)
+        assert options.max_tokens == 7
+        rig.load()
+    parameters.unlink()
+    assert set(replays_alike("ingest", recording).sent) == {"gateway.0", "schedule.0"}
+
+    old = tmp_path / "old.rec"  # of a version that did not record the parameters
+    with f.RecordingReader(recording) as reader:
+        header = msgspec.structs.replace(reader.header, generation=None)
+        old.write_bytes(f.MAGIC + b"".join(map(f.frame, [header, *reader])))
+    with pytest.raises(UserError, match="recorded server's setting generation_config") as error:
+        replay("ingest", old, tmp_path / "out", paced=False, inline=True)
+    assert str(parameters) in str(error.value)
+
+
 # ------------------------------------------------------------------------------------------------------------- execute
 
 

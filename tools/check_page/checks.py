@@ -151,7 +151,23 @@ async def errors_of_the_server_are_shown(tab: Tab) -> None:
     await tab.until(f"{IS_IDLE} && !{LAST}.querySelector('.failure') && {LAST}.textContent.length > 5", SLOW_S)
 
 
+async def the_page_says_that_the_model_takes_no_files(tab: Tab) -> None:
+    found: list[Any] = await tab.run(
+        "[...document.querySelectorAll('.attach button')].map(one => [one.disabled, one.title, one.ariaLabel])"
+    )
+    model = await tab.run("document.querySelector('#model').textContent")
+    lack = f"{model} does not take images or audio"
+    expect(found == [[True, lack, lack]], f"the buttons for files are {found}")
+    expect(not await tab.run("document.querySelectorAll('input[type=file]').length"), "there is an input for files")
+
+
 async def a_file_that_the_model_does_not_take_is_refused(tab: Tab) -> None:
+    """The buttons are those of a model that takes files."""
+    await tab.run("""import('./page/chat/attachments.js').then(({ Attachments }) => {
+        const files = new Attachments(() => document.querySelector('#model').textContent);
+        files.setCapabilities(['vision', 'audio']);
+        document.querySelector('.composer').prepend(files.list, files.buttons); })""")
+    await tab.until("document.querySelectorAll('.attach input').length === 2")
     for kind, name in (("image", "a.png"), ("audio", "a.wav")):
         script = f"""(() => {{ const input = document.querySelector('input[accept="{kind}/*"]');
             const files = new DataTransfer(); files.items.add(new File(["x"], {name!r}, {{type: "{kind}/x"}}));
@@ -161,6 +177,8 @@ async def a_file_that_the_model_does_not_take_is_refused(tab: Tab) -> None:
         words = await tab.run("document.querySelector('.files .refused').textContent")
         expect(f"No {kind} attached." in words and "messages[0].content" in words, f"the page says {words!r}")
         await tab.click(".files .refused button")
+    await tab.run("document.querySelectorAll('.composer > .attach').forEach(one => one.remove())")
+    await tab.run("document.querySelector('.composer > .files').remove()")
     tab.problems = [one for one in tab.problems if "400 (Bad Request)" not in one]
 
 
@@ -267,6 +285,7 @@ CHECKS: tuple[Check, ...] = (
     tokens_show_the_likeliest_ones,
     settings_are_checked_before_they_are_sent,
     errors_of_the_server_are_shown,
+    the_page_says_that_the_model_takes_no_files,
     a_file_that_the_model_does_not_take_is_refused,
     hostile_text_is_only_text,
     a_new_chat_can_be_undone,

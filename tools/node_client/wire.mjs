@@ -74,6 +74,7 @@ const PARTS = {
     ["prompt_logprobs", plain, null],
     ["structured_outputs", optional(part("structuredOutputs")), null],
     ["logprob_token_ids", plain, []],
+    ["truncation_side", plain, null],
   ],
   samplingDefaults: [
     ["temperature", plain, 1],

@@ -15,6 +15,9 @@ from pipeline.config.load import ConfigError
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 
+NAME, MIN_NAME, GAP = 1, 16, 2
+"""The place of the column of names, its least width, and the columns between two others."""
+
 
 def run_ls(args: argparse.Namespace, settings: Settings) -> int:
     """List the cache. Returns 1 if it can't be read."""
@@ -30,7 +33,7 @@ def run_ls(args: argparse.Namespace, settings: Settings) -> int:
     if not entries:
         console.print(f"{root} is empty", soft_wrap=True)
         return 0
-    console.print(_table(entries))
+    console.print(_table(entries, console.width))
     total = draw.size(sum(entry.num_bytes for entry in entries))
     console.print(f"{total} in {root}", markup=False, soft_wrap=True)
     return 0
@@ -80,17 +83,25 @@ def ago(unix_s: float) -> str:
     return "just now"
 
 
-def _table(entries: Sequence[Entry]) -> Table:
+def _table(entries: Sequence[Entry], width: int) -> Table:
+    """At most `width` columns wide, if that leaves MIN_NAME for the names."""
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold")
     table.add_column("kind", no_wrap=True)
-    table.add_column("name", overflow="fold")
+    table.add_column("name", no_wrap=True)
     table.add_column("size", justify="right", no_wrap=True)
     table.add_column("last used", justify="right", no_wrap=True)
     table.add_column("in use", no_wrap=True)
+    rows = []
     for entry in rows_of(entries):
         in_use = draw.NONE if entry.kind == "other" else "yes" if entry.in_use else "no"
         name = entry.name.removeprefix(f"{entry.kind}-")
-        table.add_row(entry.kind, name, draw.size(entry.num_bytes), ago(entry.last_used_s), in_use)
+        rows.append([entry.kind, name, draw.size(entry.num_bytes), ago(entry.last_used_s), in_use])
+    columns = zip(*([str(column.header) for column in table.columns], *rows), strict=True)
+    widths = [max(map(len, cells)) for cells in columns]
+    room = width - sum(widths) + widths[NAME] - GAP * (len(widths) - 1)
+    for row in rows:
+        row[NAME] = draw.shortened(row[NAME], max(MIN_NAME, room))
+        table.add_row(*row)
     return table
 
 

@@ -90,14 +90,14 @@ def _serve(args: argparse.Namespace) -> int:
 
 def _take_keys(keys: list[str]) -> None:
     """Use the keys of `--api-key` like those in the environment, and remove them from the command line that other users
-    see."""
+    see. Raises ConfigError."""
     import setproctitle
 
-    from pipeline.runtime.api_keys import SERVER_VARIABLE
+    from pipeline.runtime.api_keys import SERVER_VARIABLE, listed
 
     setproctitle.setproctitle("pipeline serve")
     others = [os.environ[SERVER_VARIABLE]] if SERVER_VARIABLE in os.environ else []
-    os.environ[SERVER_VARIABLE] = "\n".join([*others, *keys])
+    os.environ[SERVER_VARIABLE] = "\n".join([*others, *listed("\n".join(keys), "--api-key")])
     print_warning(
         "--api-key: other users could see the key in the command line until now, and your shell may remember it: "
         f"gateway.api_keys_file and {SERVER_VARIABLE} keep it secret"

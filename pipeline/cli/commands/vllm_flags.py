@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from pipeline.config.sections.requests import MAX_LOGPROBS
+
 AS_SETTINGS = {
     "--allow-credentials": "gateway.allow_credentials=true",
     "--allowed-headers": "gateway.allowed_headers=LIST",
@@ -170,6 +172,8 @@ def _converter(flag: str, form: str) -> Callable[[str], str]:
         text = _OWN_NAMES.get(flag, {}).get(text, text)
         if flag == "--dtype" and text in ("half", "float16"):
             raise argparse.ArgumentTypeError(f"{text} is not supported: use bfloat16 or float32")
+        if flag == "--max-logprobs" and text == "-1":
+            raise argparse.ArgumentTypeError(f"-1, vLLM's 'no limit', is not supported: use 0 to {MAX_LOGPROBS}")
         if flag == "--swap-space":  # in GiB
             return str(_count(f"{text}G"))
         return str(_count(text)) if form in ("N", "BYTES") else text

@@ -6,12 +6,13 @@ import threading
 
 from pipeline.cli.out_file import require_writable
 from pipeline.cli.server_choice import choose_server
+from pipeline.cli.trace.options import MAX_SECONDS
 from pipeline.errors import UserError
 from pipeline.metrics import chrome_trace
 from pipeline.metrics.request_timings import RequestTimings
 from pipeline.runtime import messages as m
 from pipeline.runtime.channels import MessageDecoder
-from pipeline.runtime.tracing import MAX_WINDOW_S, StageTrace
+from pipeline.runtime.tracing import StageTrace
 from pipeline.supervisor.admin_client import Admin
 
 MARGIN_S = 5.0
@@ -23,8 +24,8 @@ TAKE_S = 30.0
 def run(args: argparse.Namespace) -> int:
     """Returns 1 if the server can't be traced. Raises ConfigError."""
     try:
-        if not 0 < args.seconds <= MAX_WINDOW_S - MARGIN_S:
-            raise UserError(f"--seconds must be above 0 and at most {MAX_WINDOW_S - MARGIN_S:g}")
+        if not 0 < args.seconds <= MAX_SECONDS:
+            raise UserError(f"--seconds must be above 0 and at most {MAX_SECONDS:g}")
         require_writable(args.out, "--out")
         with Admin(choose_server(args)) as server:
             data = _request(server, args.request) if args.request else _window(server, args.seconds)

@@ -1,5 +1,6 @@
 """Draws views as rich tables for 80 columns and more. Pure."""
 
+import os
 import sys
 
 from rich.console import Console, Group, RenderableType
@@ -16,8 +17,18 @@ MEDIUM, WIDE = 100, 120
 
 
 def console() -> Console:
-    """For standard output: a terminal cuts lines at its edge, and a pipe has none."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
+    """For standard output: a terminal cuts lines at its edge, and a pipe has none, unless COLUMNS sets one."""
+    columns = os.environ.get("COLUMNS", "")
+    is_set = columns.isdecimal() and int(columns) > 0
+    return Console(highlight=False, width=None if is_set or sys.stdout.isatty() else PIPE_COLUMNS)
+
+
+def shortened(text: str, room: int) -> str:
+    """Cut a text in its middle to at most `room` characters, so that the end of an id or hash stays."""
+    if len(text) <= room:
+        return text
+    num_last = (room - 1) // 2
+    return f"{text[: room - 1 - num_last]}…{text[len(text) - num_last :]}"
 
 
 def server_line(pid: int, model: str, address: str, state: str, uptime_s: float) -> Text:

@@ -23,6 +23,12 @@ def check_number(name: str, value: Any, least: float, most: float) -> None:
         raise ValueError(f"{name} must be from {least:g} to {most:g}, not {value:g}")
 
 
+def check_side(value: Any) -> None:
+    """Raises ValueError unless `value` is a `truncation_side`."""
+    if value not in (None, "left", "right"):
+        raise ValueError(f"truncation_side must be left or right, not {shown(value)}")
+
+
 def shown(value: Any) -> str:
     """A value's repr for an error message, cut to MAX_SHOWN_CHARS."""
     text = repr(value)

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from pipeline.client.inputs.checks import MAX_INT32, check_integer, shown
+from pipeline.client.inputs.checks import MAX_INT32, check_integer, check_side, shown
 from pipeline.errors import PromptError
 
 POOLINGS = ("last", "mean")
@@ -22,6 +22,8 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True):
     `--pooler-config`."""
     truncate_prompt_tokens: int | None = None
     """Keep this many of the prompt's last ids. -1 keeps as many as fit, None keeps all."""
+    truncation_side: str | None = None
+    """`right` keeps the first ids instead. `left` and None keep the last ones."""
     normalize: bool | None = None
     """Embeddings always have length 1 (L2): only None and True are valid."""
 
@@ -32,6 +34,7 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"pooling must be {' or '.join(POOLINGS)}, not {shown(self.pooling)}")
         if self.truncate_prompt_tokens is not None:
             check_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, MAX_INT32)
+        check_side(self.truncation_side)
         if self.normalize not in (None, True):
             raise ValueError(f"normalize must be None or True, not {shown(self.normalize)}: embeddings have length 1")
 

@@ -105,7 +105,8 @@ def prompt_of(prompt: Any, where: str, info: ServerInfo) -> CheckedPrompt:
         if not _is_integer(one):
             raise PromptError(f"{where}[{place}] must be a token id, not {_shown(one)}")
         if not 0 <= one < info.vocab_size:
-            raise PromptError(f"{where}[{place}]: {one} is not one of the model's token ids 0..{info.vocab_size - 1}")
+            known = f"0..{info.vocab_size - 1}"
+            raise PromptError(f"{where}[{place}]: token id {one} is out of vocabulary, the model's ids are {known}")
     return CheckedPrompt(p.TokensPrompt(packed(prompt)), None)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from pipeline.client.inputs.checks import MAX_INT32, check_integer, check_number, shown
+from pipeline.client.inputs.checks import MAX_INT32, check_integer, check_number, check_side, shown
 from pipeline.client.inputs.structured_params import StructuredOutputsParams
 
 MAX_TEMPERATURE = 2.0
@@ -73,6 +73,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Nothing ends a sequence before it has this many output ids."""
     truncate_prompt_tokens: int | None = None
     """Keep this many of the prompt's last ids. -1 keeps as many as fit, None keeps all."""
+    truncation_side: str | None = None
+    """`right` keeps the first ids instead. `left` and None keep the last ones."""
     logprobs: int | None = None
     """Return in `CompletionOutput.logprobs` the log probability of each output id, and of this many of the likeliest
     ids in its place."""
@@ -118,6 +120,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             check_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, MAX_INT32)
             if self.truncate_prompt_tokens == 0:
                 raise ValueError("truncate_prompt_tokens must be -1 or at least 1, not 0")
+        check_side(self.truncation_side)
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
                 check_integer(name, value, 0, MOST["logprobs"])

@@ -174,3 +174,5 @@ class PromptOptions(msgspec.Struct, array_like=True, frozen=True):
     """The end of a chat's text, which shows whether it opens the model's reasoning; see pipeline/text/formats."""
     truncates_right: bool = False
     """`truncate` keeps the first ids, not the last."""
+    lowers_max_tokens: bool = False
+    """If `max_tokens` exceeds what the context has left, generate that many instead of rejecting the request."""

@@ -1,5 +1,7 @@
 """Error responses: below /v1/messages in the shape of Anthropic's API, below /api in Ollama's, and else in OpenAI's."""
 
+import secrets
+
 from aiohttp import web
 
 from pipeline.stages.gateway.errors import ApiError
@@ -10,6 +12,8 @@ from pipeline.stages.gateway.replies.anthropic.errors import error_json
 MESSAGES_PATH = "/v1/messages"
 REQUEST_ID = web.RequestKey("request_id", str)
 """The id of an HTTP request's opened request."""
+ERROR = web.ResponseKey("error", ApiError)
+"""The error of an error response."""
 ANTHROPIC_ID_HEADER = "request-id"
 """Its clients read request ids from this header."""
 
@@ -18,28 +22,25 @@ def is_anthropic(path: str) -> bool:
     return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
 
 
-def error_body(request: web.BaseRequest, error: ApiError) -> bytes:
-    """The body of an error response, in the shape of the request's path."""
-    if is_anthropic(request.rel_url.raw_path):
-        return error_json(error, _request_id(request))
-    return ollama.error_json(error) if ollama.is_ollama(request.rel_url.raw_path) else error.json()
+def error_parts(request: web.BaseRequest, error: ApiError) -> tuple[bytes, dict[str, str]]:
+    """The body of an error response, in the shape of the request's path, and its headers."""
+    path, headers = request.rel_url.raw_path, error.headers
+    if is_anthropic(path):
+        request_id = _request_id(request)
+        return error_json(error, request_id), headers | {ANTHROPIC_ID_HEADER: request_id}
+    return ollama.error_json(error) if ollama.is_ollama(path) else error.json(), headers
 
 
 def error_response(request: web.BaseRequest, error: ApiError, headers: dict[str, str] | None = None) -> web.Response:
     """An error response, with further `headers`."""
-    own = dict(error.headers)
-    if is_anthropic(request.rel_url.raw_path) and (request_id := _request_id(request)) is not None:
-        own[ANTHROPIC_ID_HEADER] = request_id
-    return web.Response(
-        status=error.status,
-        body=error_body(request, error),
-        content_type="application/json",
-        headers=own | (headers or {}),
+    body, own = error_parts(request, error)
+    response = web.Response(
+        status=error.status, body=body, content_type="application/json", headers=own | (headers or {})
     )
+    response[ERROR] = error
+    return response
 
 
-def _request_id(request: web.BaseRequest) -> str | None:
-    """The id of the request, if it was opened, or the one that the client chose."""
-    if isinstance(request, web.Request) and REQUEST_ID in request:
-        return request[REQUEST_ID]
-    return request_ids.to_repeat(request.headers)
+def _request_id(request: web.BaseRequest) -> str:
+    """The id of the request, if it was opened, or the one that the client chose, or else a new one."""
+    return request.get(REQUEST_ID) or request_ids.to_repeat(request.headers) or f"req_{secrets.token_hex(12)}"

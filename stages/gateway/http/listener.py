@@ -10,7 +10,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage, ContentEncodingError, HttpProcessingError, LineTooLong
 
 from pipeline.stages.gateway.errors import ApiError, shown, unsupported_encoding
-from pipeline.stages.gateway.http.error_responses import error_body
+from pipeline.stages.gateway.http.error_responses import error_parts
 from pipeline.stages.gateway.http.server_header import set_server
 
 BACKLOG = 1024
@@ -101,7 +101,8 @@ class HttpConnection(web.RequestHandler):
         assert isinstance(response, web.Response)
         error = _error_of(status, exc)
         response.set_status(error.status)
-        response.body = error_body(request, error)
+        response.body, headers = error_parts(request, error)
+        response.headers.update(headers)
         response.content_type = "application/json"
         set_server(response)
         return response

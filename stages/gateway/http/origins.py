@@ -9,7 +9,7 @@ which a page can't forge, are checked:
   can read. So the origin must be the server's own or a configured one. Other programs send none.
 
 Every server also refuses a body whose declared type is not JSON: HTML forms, and scripts without CORS permission, can
-only send other types.
+only send other types. The exception is `curl -d` without a type, which the examples of Ollama's documentation use.
 """
 
 import re
@@ -28,12 +28,17 @@ from pipeline.config.browsers import (
 )
 from pipeline.config.settings import GatewaySettings as GatewaySettings
 from pipeline.stages.gateway.errors import ApiError, shown
+from pipeline.stages.gateway.ollama.errors import is_ollama
 
 _ABSOLUTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://([^/?#]*)")
 _JSON = re.compile(r"application/(?:json|[!#$&^_.+a-z0-9-]+\+json)", re.ASCII)
 _OTHER_SITES = ("cross-site", "same-site")
 """Values of `Sec-Fetch-Site` for a page of another origin."""
 _READING = ("GET", "HEAD")
+_CURL_DEFAULT = "application/x-www-form-urlencoded"
+"""The type that `curl -d` declares unless its user sets another."""
+_BROWSER_HEADERS = ("Origin", "Sec-Fetch-Site")
+"""Browsers send `Origin` with every POST, and a page can remove neither header."""
 
 
 class OriginPolicy:
@@ -103,16 +108,22 @@ _ORIGIN_HINT = (
 
 def check_content_type(request: web.BaseRequest) -> None:
     """Raises ApiError, 415, for a POST whose declared body type is not JSON. A request without a type is accepted:
-    simple clients leave it out, and requests of browsers are checked by their Origin."""
+    simple clients leave it out, and requests of browsers are checked by their Origin. On Ollama's routes, curl's
+    default type is accepted too, unless a browser sent the request."""
     types = request.headers.getall("Content-Type", []) if request.method == "POST" else []
     for given in types:
         kind = given.partition(";")[0].strip().lower()
-        if not _JSON.fullmatch(kind):
+        if not (_JSON.fullmatch(kind) or (kind == _CURL_DEFAULT and _is_ollama_program(request))):
             message = (
                 f"Unsupported Media Type: a body must be 'application/json', not '{shown(kind)}'; "
                 "with curl: -H 'Content-Type: application/json'"
             )
             raise ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, code="unsupported_media_type")
+
+
+def _is_ollama_program(request: web.BaseRequest) -> bool:
+    """Whether the request is for a route of Ollama's API and no browser sent it."""
+    return is_ollama(request.rel_url.raw_path) and not any(name in request.headers for name in _BROWSER_HEADERS)
 
 
 def _forbidden(code: str, message: str) -> ApiError:

@@ -108,8 +108,8 @@ def read_show(body: bytes, limits: RequestLimits) -> b.OllamaShowBody:
 
 
 def check_name(name: str, limits: RequestLimits) -> None:
-    """Raises ApiError, 404."""
-    if name not in (limits.model, f"{limits.model}{TAG}"):
+    """Names are compared without regard to case, as Ollama does. Raises ApiError, 404."""
+    if name.casefold() not in (limits.model.casefold(), f"{limits.model}{TAG}".casefold()):
         message = f"model '{shown(name)}' not found; this server has '{limits.model}'"
         raise ApiError(HTTPStatus.NOT_FOUND, message, code="model_not_found")
 
@@ -127,7 +127,7 @@ def _chat(form: OllamaForm, chat: ChatBody, limits: RequestLimits) -> ParsedRequ
     except ApiError as error:
         raise _own(error, form, limits) from error
     param = "messages" if form.route == "chat" else "prompt"
-    return msgspec.structs.replace(parsed, ollama=form, max_tokens_param=MAX_TOKENS, prompt_param=param)
+    return msgspec.structs.replace(_bounded(parsed), ollama=form, max_tokens_param=MAX_TOKENS, prompt_param=param)
 
 
 def _text(
@@ -158,7 +158,13 @@ def _text(
         )
     except ApiError as error:
         raise _own(error, form, limits) from error
-    return msgspec.structs.replace(parsed, ollama=form)
+    return msgspec.structs.replace(_bounded(parsed), ollama=form)
+
+
+def _bounded(parsed: ParsedRequest) -> ParsedRequest:
+    """The request, with an output that ends at the context's end if `num_predict` is larger."""
+    options = msgspec.structs.replace(parsed.prompt_options, lowers_max_tokens=True)
+    return msgspec.structs.replace(parsed, prompt_options=options)
 
 
 def _embedding(

@@ -37,7 +37,7 @@ def parse_generate(generate: p.Generate, limits: RequestLimits) -> ParsedRequest
     try:
         body = msgspec.convert({"model": generate.model or limits.model, **fields}, ParamsBody)
     except msgspec.ValidationError as error:
-        raise errors.of_validation(error) from error
+        raise errors.of_validation(error, ParamsBody) from error
     body.structured_outputs = zmq_fields.structured_of(structured)
     most = most_ids(params.truncate_prompt_tokens, limits.max_prompt_tokens)
     prompt_limits = msgspec.structs.replace(limits, max_prompt_tokens=most)
@@ -77,11 +77,11 @@ def _embedding(generate: p.Generate, limits: RequestLimits) -> ParsedRequest:
     fields = {
         name: getattr(generate, name) for name in ("pooling", "dimensions", "priority", "cache_salt", "timeout_s")
     }
-    fields["truncate_prompt_tokens"] = generate.params.truncate_prompt_tokens
+    fields |= {name: getattr(generate.params, name) for name in ("truncate_prompt_tokens", "truncation_side")}
     try:
         body = msgspec.convert({"model": generate.model or limits.model, "input": "", **fields}, EmbeddingsBody)
     except msgspec.ValidationError as error:
-        raise errors.of_validation(error) from error
+        raise errors.of_validation(error, EmbeddingsBody) from error
     check_model(body.model, limits)
     if isinstance(generate.prompt, p.ChatPrompt):
         raise invalid("prompt", "'pooling' needs a text or token ids as prompt, not a chat")
@@ -99,7 +99,7 @@ def _embedding(generate: p.Generate, limits: RequestLimits) -> ParsedRequest:
         pooling=POOLING[body.pooling or "last"],
         priority=priority_of(body.priority, limits),
         cache_salt=body.cache_salt or "",
-        prompt_options=m.PromptOptions(truncate=truncate),
+        prompt_options=m.PromptOptions(truncate=truncate, truncates_right=body.truncation_side == "right"),
         request_id=request_ids.checked(generate.name, "name"),
         timeout_s=body.timeout_s,
         embedding=EmbeddingOptions(dimensions=body.dimensions),

@@ -77,7 +77,7 @@ def check_prompt_bytes(prompts: Sequence[m.Prompt], max_bytes: int, name: str = 
 
 def require_prompt(prompt: Prompts | None, *, may_be_empty: bool = False) -> Prompts:
     """Refuse a missing or empty prompt, in vLLM's words, which its clients look for. Raises ApiError."""
-    if prompt is None or (prompt == "" and not may_be_empty):
+    if prompt is None or prompt == [] or (prompt == "" and not may_be_empty):
         message = "Either prompt or prompt_embeds must be provided and non-empty. This server supports only prompt."
         raise invalid("prompt", message)
     return prompt

@@ -13,6 +13,7 @@ from pipeline.config.settings import GatewaySettings
 from pipeline.stages.gateway.admin.abort_requests import RequestAborter
 from pipeline.stages.gateway.errors import ApiError, invalid, shown, unsupported
 from pipeline.stages.gateway.http import response_writer
+from pipeline.stages.gateway.http.error_responses import REQUEST_ID
 from pipeline.stages.gateway.http.guard import current_scope
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.replies import shapes
@@ -73,6 +74,7 @@ class ResponsesApi:
         parsed = await self._read(http_request, parse)
         assert parsed.response is not None
         request = self._requests.open(parsed)
+        http_request[REQUEST_ID] = request.id
         log = EventLog() if parsed.response.background and parsed.stream else None
         if parsed.response.store:
             request.on_response = lambda response: self._store.put(

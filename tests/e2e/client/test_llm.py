@@ -129,7 +129,9 @@ def test_a_list_is_checked_before_anything_is_sent(llm: LLM) -> None:
     before = load_of(llm)["counters"]["prompt_tokens"]
     with pytest.raises(PromptError, match=re.escape("prompts[2] must be a text or a list of token ids, not None")):
         llm.generate(["a", "b", None], GREEDY)  # type: ignore[arg-type]
-    with pytest.raises(PromptError, match=re.escape("prompts[1][0]: 9999 is not one of the model's token ids 0..607")):
+    with pytest.raises(
+        PromptError, match=re.escape("prompts[1][0]: token id 9999 is out of vocabulary, the model's ids are 0..607")
+    ):
         llm.generate([[1], [9999]], GREEDY)
     with pytest.raises(PromptError, match=re.escape("sampling_params has 1 entries for 2 prompts")):
         llm.generate(["a", "b"], [GREEDY])

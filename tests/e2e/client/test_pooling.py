@@ -79,7 +79,7 @@ def test_errors_name_the_prompt_and_what_is_valid(llm: LLM) -> None:
     with pytest.raises(PromptError, match=r"^prompts\[[01]\]: 'dimensions' must be at most \d+, the model's hidden"):
         llm.embed(["a", "b"], PoolingParams(dimensions=10**6))
     second: list[Prompt] = ["b", {"prompt_token_ids": [-1]}]
-    with pytest.raises(PromptError, match=r"^data_2\[1\]\['prompt_token_ids'\]\[0\]: -1 is not one of the model's"):
+    with pytest.raises(PromptError, match=r"^data_2\[1\]\['prompt_token_ids'\]\[0\]: token id -1 is out of vocabulary"):
         llm.score("a", second)
     with pytest.raises(PromptError, match="data_1 has 2 texts and data_2 has 3: give one text as data_1, or as many"):
         llm.score(["a", "b"], ["a", "b", "c"])

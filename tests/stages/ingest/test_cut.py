@@ -109,7 +109,7 @@ def test_truncated_ids_are_checked_too(prompts: PromptProcessor) -> None:
 def test_ids_outside_of_the_vocabulary_are_rejected(
     prompts: PromptProcessor, options: m.GenerationOptions, param: str
 ) -> None:
-    with pytest.raises(RequestRefused, match=r"out of vocabulary: the model's ids are 0\.\.257") as caught:
+    with pytest.raises(RequestRefused, match=r"out of vocabulary, the model's ids are 0\.\.257") as caught:
         prompts.complete(options, 5)
     assert (caught.value.failure.status, caught.value.failure.param) == (400, param)
 

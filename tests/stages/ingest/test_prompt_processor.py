@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -88,6 +89,15 @@ def test_max_tokens_beyond_the_context_is_rejected(prompts: PromptProcessor) -> 
     assert rejected(prompts, tiny.submit("x", max_tokens=-1)).param == "max_tokens"
 
 
+def test_max_tokens_beyond_the_context_is_lowered_if_the_request_allows_it(prompts: PromptProcessor) -> None:
+    options = m.PromptOptions(lowers_max_tokens=True)
+    for max_tokens, room in ((5, 4), (4, 4), (3, 3)):
+        submit = msgspec.structs.replace(tiny.submit("x" * 60, max_tokens=max_tokens), prompt_options=options)
+        assert ids_of(prompts, submit)[1] == room
+    full = msgspec.structs.replace(tiny.submit("x" * 64, max_tokens=5), prompt_options=options)
+    assert rejected(prompts, full).code == "context_length_exceeded"
+
+
 def test_a_text_that_is_too_long_is_rejected_before_it_is_tokenized(prompts: PromptProcessor) -> None:
     failure = rejected(prompts, tiny.submit("x" * 10_000_000))
     assert failure.code == "context_length_exceeded"
@@ -104,6 +114,7 @@ def test_rendered_chats_have_the_same_length_limit(tmp_path: Path) -> None:
 def test_ids_outside_the_vocabulary_are_rejected(prompts: PromptProcessor, ids: tuple[int, ...]) -> None:
     failure = rejected(prompts, tiny.submit(given_ids(*ids)))
     assert (failure.status, failure.param) == (400, f"prompt[{len(ids) - 1}]")
+    assert f"token id {ids[-1]} is out of vocabulary, the model's ids are 0..257" in failure.message
     assert str(ids[-1]) in failure.message
     assert ids_of(prompts, tiny.submit(given_ids(0, 257)))[0] == [0, 257]
 
@@ -255,7 +266,7 @@ def test_resumed_ids_end_a_sequence_where_the_executor_would_end_it(prompts: Pro
     ("outputs", "words"),
     [
         ([[1, 2, 3, 4, 5]], r"received\[0\] has 5 ids, but at most 4 may be generated"),
-        ([[1], [258]], r"received\[1\] has token id 258, not one of the model's 0\.\.257"),
+        ([[1], [258]], r"received\[1\] has an unknown id: token id 258 is out of vocabulary, the model's ids are"),
         ([[-1]], r"token id -1"),
         ([[257, 1]], r"received\[0\] has ids after token id 257, which ends a sequence"),
     ],

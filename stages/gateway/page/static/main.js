@@ -28,9 +28,10 @@ async function findModel() {
   byId("key-button").hidden = !apiKey();
   try {
     const [model] = (await getJson("v1/models")).data;
+    const { capabilities } = await getJson("api/show", { body: { model: model.id } });
     line.textContent = model.id;
     document.title = `${model.id} – Pipeline`;
-    chat.setModel(model.id);
+    chat.setModel(model.id, capabilities);
   } catch (error) {
     line.textContent = error instanceof ApiError && error.status === 401 ? "needs an API key" : "not ready";
     if (!(error instanceof ApiError && error.status === 401)) setTimeout(findModel, RETRY_MS);

@@ -39,7 +39,7 @@ def type_of(status: int) -> str:
     return TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
 
 
-def error_json(error: ApiError, request_id: str | None) -> bytes:
+def error_json(error: ApiError, request_id: str) -> bytes:
     """The body of an error response, and the data of an error event."""
     fields = MessagesErrorFields(type_of(error.status), _message(error), _details(error))
     return msgspec.json.encode(MessagesErrorBody(fields, request_id))

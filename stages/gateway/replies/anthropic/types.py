@@ -93,7 +93,7 @@ class MessagesErrorBody(msgspec.Struct, tag_field="type", tag="error"):
     """Errors of Anthropic's API have this shape."""
 
     error: MessagesErrorFields
-    request_id: str | None
+    request_id: str
 
 
 # ----------------------------------------------------------------------------------------------------------- events

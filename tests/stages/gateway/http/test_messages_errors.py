@@ -31,7 +31,8 @@ def assert_error(response: Any, status: int, kind: str, words: str) -> None:
     assert response.status_code == status
     body = response.json()
     assert list(body) == ["type", "error", "request_id"]
-    assert (body["type"], body["error"]["type"], body["request_id"]) == ("error", kind, None)
+    assert (body["type"], body["error"]["type"]) == ("error", kind)
+    assert body["request_id"].startswith("req_") and response.headers["request-id"] == body["request_id"]
     assert words in body["error"]["message"]
 
 
@@ -105,6 +106,14 @@ def test_an_error_of_a_stage_has_the_name_of_this_api(gate: Gate, param: str, ex
     future = gate.post(BODY, PATH)
     gate.reject(gate.submit(), m.Failure(400, "no good", param, "invalid_grammar"))
     assert future.result().json()["error"]["message"] == f"{expected}: no good"
+
+
+def test_every_response_has_a_request_id_of_its_own(gate: Gate) -> None:
+    ids = {gate.client.post(PATH, json={}).json()["request_id"] for _ in range(3)}
+    assert len(ids) == 3
+    future = gate.post(BODY, f"{PATH}/count_tokens")
+    gate.begin()
+    assert future.result().status_code == 200 and future.result().headers["request-id"]
 
 
 def test_a_client_s_own_id_is_in_its_errors(gate: Gate) -> None:

@@ -185,6 +185,33 @@ def test_other_media_types_are_refused(gate: Gate, given: str) -> None:
     assert response.status_code == 415
 
 
+FORM = "application/x-www-form-urlencoded"
+OLLAMA_CHAT = CHAT | {"stream": False}
+
+
+def test_ollama_s_routes_take_curl_s_default_type(gate: Gate) -> None:
+    response = gate.do(gate.client.post, "/api/chat", content=json.dumps(OLLAMA_CHAT), headers={"Content-Type": FORM})
+    gate.serve("Hello")
+    assert (response.result().status_code, response.result().json()["message"]["content"]) == (200, "Hello")
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Content-Type": FORM, "Origin": "http://localhost"},
+        {"Content-Type": FORM, "Origin": "null"},
+        {"Content-Type": FORM, "Sec-Fetch-Site": "same-origin"},
+        {"Content-Type": "text/plain"},
+        {"Content-Type": "multipart/form-data; boundary=x"},
+    ],
+)
+def test_ollama_s_routes_take_no_forms_of_browsers(tmp_path: Path, headers: dict[str, str]) -> None:
+    with Gate(tmp_path, allowed_origins=("*",)) as gate:
+        response = gate.client.post("/api/chat", content=json.dumps(OLLAMA_CHAT), headers=headers)
+        assert (response.status_code, list(response.json())) == (415, ["error"])
+        assert gate.rig.nothing("ingest", 0)
+
+
 def test_a_cache_reset_requires_no_body_and_no_media_type(gate: Gate) -> None:
     response = gate.do(gate.client.post, "/reset_prefix_cache")
     question = gate.rig.receive("schedule", m.ResetPrefixCache)

@@ -79,6 +79,12 @@ def test_options_are_the_fields_of_a_chat() -> None:
     assert (ours.options, ours.seed) == (theirs.options, 7)
 
 
+@pytest.mark.parametrize("body", [CHAT, GENERATE, GENERATE | {"raw": True}])
+def test_a_larger_num_predict_than_the_context_is_lowered(body: dict[str, Any]) -> None:
+    parsed = parse(body | {"options": {"num_predict": 10**6}})
+    assert (parsed.options.max_tokens, parsed.prompt_options.lowers_max_tokens) == (10**6, True)
+
+
 @pytest.mark.parametrize("num_predict", [0, -1, -2])
 def test_no_limit_of_the_output(num_predict: int) -> None:
     assert parse(CHAT | {"options": {"num_predict": num_predict}}).options.max_tokens is None
@@ -126,7 +132,10 @@ def test_bad_options_are_rejected_by_name(options: dict[str, Any], param: str) -
 
 def test_the_model_s_name_may_have_a_tag() -> None:
     assert parse(CHAT | {"model": "tiny:latest"}).ollama == OllamaForm(route="chat", model="tiny:latest")
-    for name in ("tiny:8b", "Tiny", "tiny:latest:latest"):
+    for name in ("Tiny", "TINY:Latest"):  # Ollama ignores the case
+        assert parse(CHAT | {"model": name}).ollama == OllamaForm(route="chat", model=name)
+        assert parse_embed(json.dumps({"model": name, "input": "x"}).encode(), LIMITS).model == "tiny"
+    for name in ("tiny:8b", "tiny:latest:latest"):
         error = refused(CHAT | {"model": name})
         assert error.status == 404 and error.message == f"model '{name}' not found; this server has 'tiny'"
 

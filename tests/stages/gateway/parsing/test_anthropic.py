@@ -305,7 +305,7 @@ BLOCK = "messages[0].content[0]"
 def test_a_refusal_names_the_field(fields: dict[str, Any], param: str) -> None:
     error = refused(**fields)
     assert (error.status, error.param) == (400, param)
-    assert param in json.loads(error_json(error, None))["error"]["message"], "Anthropic's errors have only a message"
+    assert param in json.loads(error_json(error, "req_1"))["error"]["message"], "Anthropic's errors have only a message"
 
 
 def test_missing_fields_are_named() -> None:
@@ -343,8 +343,8 @@ def test_required_calls_exclude_an_output_format() -> None:
 
 def test_a_refused_thread_has_the_details_that_clients_look_for() -> None:
     details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-    assert json.loads(error_json(refused(thread={"type": "create"}), None))["error"]["details"] == details
-    assert "details" not in json.loads(error_json(refused(container="c"), None))["error"]
+    assert json.loads(error_json(refused(thread={"type": "create"}), "req_1"))["error"]["details"] == details
+    assert "details" not in json.loads(error_json(refused(container="c"), "req_1"))["error"]
 
 
 # -------------------------------------------------------------------------------------------------------- count_tokens

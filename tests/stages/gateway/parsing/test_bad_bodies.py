@@ -226,3 +226,9 @@ class TestUnsupportedFields:
         for value in values:
             assert chat(**{name: value}) == chat()
             assert completion(**{name: value}) == completion()
+
+
+@pytest.mark.parametrize("prompt", [None, "", []])
+def test_a_missing_prompt_has_one_error_in_the_words_of_vllm(prompt: Any) -> None:
+    error = refused(COMPLETION | {"prompt": prompt}, parse_completion)
+    assert error.message.startswith("Either prompt or prompt_embeds must be provided and non-empty.")

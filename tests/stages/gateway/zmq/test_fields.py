@@ -10,6 +10,7 @@ import pytest
 from pipeline.client import protocol as p
 from pipeline.client.client import AsyncClient
 from pipeline.client.errors import RequestError
+from pipeline.client.inputs.pooling_params import PoolingParams
 from pipeline.client.inputs.sampling_params import SamplingParams
 from pipeline.client.inputs.structured_params import StructuredOutputsParams
 from pipeline.runtime import messages as m
@@ -63,6 +64,7 @@ async def test_every_parameter_reaches_the_stages_as_over_http(gate: Gate, clien
         "bad_words": ["né", "never"],
         "min_tokens": 3,
         "truncate_prompt_tokens": 40,
+        "truncation_side": "right",
         "logprobs": 3,
         "prompt_logprobs": 2,
     }
@@ -76,7 +78,15 @@ async def test_every_parameter_reaches_the_stages_as_over_http(gate: Gate, clien
         assert getattr(over_zmq, name) == getattr(over_http, name), name
     assert over_zmq.options.bias_ids == [17, 504]
     assert over_zmq.options.bad_words == ["né", "never"]
-    assert over_zmq.prompt_options == m.PromptOptions(truncate=40, with_pieces=True)
+    assert over_zmq.prompt_options == m.PromptOptions(truncate=40, with_pieces=True, truncates_right=True)
+
+
+async def test_the_side_on_which_an_embedding_s_prompt_is_cut_reaches_the_stages(
+    gate: Gate, client: AsyncClient
+) -> None:
+    client.embed("Hi", PoolingParams(truncate_prompt_tokens=5, truncation_side="right"))
+    submit = await do(gate.submit)
+    assert submit.prompt_options == m.PromptOptions(truncate=5, truncates_right=True)
 
 
 @pytest.mark.parametrize(
@@ -166,6 +176,7 @@ async def test_sequences_arrive_in_any_order_and_finish_once_each(gate: Gate, cl
         ({"min_tokens": 5, "max_tokens": 4}, "Hi", "min_tokens"),
         ({"truncate_prompt_tokens": 0}, "Hi", "truncate_prompt_tokens"),
         ({"truncate_prompt_tokens": 513}, "Hi", "truncate_prompt_tokens"),
+        ({"truncation_side": "middle"}, "Hi", "truncation_side"),
         ({"logprobs": -1}, "Hi", "logprobs"),
         ({"logprobs": 21}, "Hi", "logprobs"),
         ({"prompt_logprobs": 21}, "Hi", "prompt_logprobs"),

@@ -1,6 +1,6 @@
 /**
- * Files for the next message. The server checks each as soon as it is chosen (it renders a prompt with it, without
- * running the model), so a model that takes no images says so before a message is written.
+ * Files for the next message: a button for each kind that the model takes, or else one disabled button that says what it
+ * lacks. The server checks each file as soon as it is chosen: it renders a prompt with it, without running the model.
  * @module
  */
 
@@ -12,9 +12,17 @@ import { contentOf } from "./conversation.js";
 /** @typedef {import("./conversation.js").Attachment} Attachment */
 
 const KINDS = /** @type {const} */ ([
-  { kind: "image", label: "Image", accept: "image/*" },
-  { kind: "audio", label: "Audio", accept: "audio/*" },
+  { kind: "image", capability: "vision", label: "Image", accept: "image/*" },
+  { kind: "audio", capability: "audio", label: "Audio", accept: "audio/*" },
 ]);
+
+/**
+ * The kinds of files that a model takes.
+ * @param {readonly string[]} capabilities those in the reply of /api/show
+ */
+export function kindsOf(capabilities) {
+  return KINDS.filter(({ capability }) => capabilities.includes(capability));
+}
 
 export class Attachments {
   /** @type {Attachment[]} */
@@ -25,7 +33,23 @@ export class Attachments {
   constructor(model) {
     this.model = model;
     this.list = this.#list;
-    this.buttons = KINDS.map(({ kind, label, accept }) => {
+    this.buttons = el("span", { class: "attach" });
+  }
+
+  /**
+   * Offers what the model takes.
+   * @param {readonly string[]} capabilities
+   */
+  setCapabilities(capabilities) {
+    const kinds = kindsOf(capabilities);
+    const lack = `${this.model()} does not take images or audio`;
+    const none = el("button", { class: "quiet", type: "button", disabled: true, title: lack, "aria-label": lack }, "📎");
+    replace(this.buttons, ...(kinds.length ? this.#inputs(kinds) : [none]));
+  }
+
+  /** @param {ReturnType<typeof kindsOf>} kinds */
+  #inputs(kinds) {
+    return kinds.map(({ kind, label, accept }) => {
       const input = el("input", { type: "file", accept, hidden: true, "aria-label": `${label} file` });
       input.addEventListener("change", () => {
         const [file] = input.files ?? [];

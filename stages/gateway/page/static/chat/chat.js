@@ -52,9 +52,13 @@ export class Chat {
     this.#draw();
   }
 
-  /** @param {string} model the served model's name; empty while it is not known */
-  setModel(model) {
+  /**
+   * @param {string} model the served model's name
+   * @param {readonly string[]} capabilities
+   */
+  setModel(model, capabilities) {
     this.#model = model;
+    this.attachments.setCapabilities(capabilities);
     if (!this.#messages.length) this.#draw();
   }
 
@@ -95,7 +99,7 @@ export class Chat {
       { class: "composer", novalidate: true },
       this.attachments.list,
       this.field,
-      el("div", { class: "tools" }, ...this.attachments.buttons, tokens, settings, this.newButton, this.sendButton),
+      el("div", { class: "tools" }, this.attachments.buttons, tokens, settings, this.newButton, this.sendButton),
     );
     form.addEventListener("submit", (event) => {
       event.preventDefault();

@@ -3,6 +3,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
+import { Attachments, kindsOf } from "../page/chat/attachments.js";
 import {
   apply,
   before,
@@ -156,4 +157,31 @@ test("errors keep what the server says", () => {
   assert.equal(errorOf(503, body, "7").retryAfterS, 7);
   assert.equal(errorOf(502, "").message, "The server answered 502.");
   assert.equal(errorOf(502, "<html>").message, "<html>");
+});
+
+test("only the kinds of files that the model takes have a button", () => {
+  const kinds = (...capabilities) => kindsOf(capabilities).map(({ kind }) => kind);
+  assert.deepEqual(kinds("completion", "tools"), []);
+  assert.deepEqual(kinds("completion", "vision"), ["image"]);
+  assert.deepEqual(kinds("audio", "vision"), ["image", "audio"]);
+});
+
+test("a model that takes no files has one disabled button that says so", () => {
+  const element = () => {
+    const made = { attributes: {}, children: [], addEventListener() {} };
+    made.setAttribute = (name, value) => (made.attributes[name] = value);
+    made.append = made.replaceChildren = (...children) => (made.children = children);
+    return made;
+  };
+  globalThis.document = { createElement: element };
+  const attachments = new Attachments(() => "tiny");
+  attachments.setCapabilities(["completion"]);
+  const [button, ...others] = attachments.buttons.children;
+  assert.deepEqual(others, []);
+  assert.equal(button.attributes.disabled, "");
+  assert.equal(button.attributes["aria-label"], "tiny does not take images or audio");
+  attachments.setCapabilities(["vision"]);
+  assert.equal(attachments.buttons.children.length, 1);
+  assert.equal(attachments.buttons.children[0].children[0].attributes.disabled, undefined);
+  delete globalThis.document;
 });

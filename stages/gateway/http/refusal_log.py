@@ -1,0 +1,75 @@
+"""Logs requests that are refused before they are opened: bad JSON, an invalid field, a wrong path, a missing key.
+
+An opened request that a stage refuses has a line `rejected` already, and requests with 503 share one. A line says which
+field is wrong and never what the client wrote into it. A client may send bad requests as fast as it can, so the number
+of lines in a second is bounded; the rest are counted.
+"""
+
+import logging
+import re
+import time
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+
+from aiohttp import web
+
+from pipeline.stages.gateway.errors import ApiError, shown
+from pipeline.stages.gateway.http.error_responses import ANTHROPIC_ID_HEADER, ERROR, REQUEST_ID
+from pipeline.stages.gateway.parsing import request_ids
+
+MAX_LINES = 20
+"""Lines in one interval, besides the one with the number of the others."""
+INTERVAL_S = 1.0
+
+Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+_FIELD = re.compile(r"\w{1,64}", re.ASCII)
+"""The first part of an error's `param`. The others may be keys that the client chose."""
+
+
+class RefusalLog:
+    """Logs refused requests, at most MAX_LINES in INTERVAL_S."""
+
+    def __init__(self, log: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
+        self._log = log
+        self._clock = clock
+        self._end_s = 0.0
+        self._num_lines = 0
+        self._num_left_out = 0
+
+    def wrap(self, handle: Handle) -> Handle:
+        """Wrap `handle`, which is outside of all routes and checks: log the errors that it answers with."""
+
+        async def logged(request: web.BaseRequest) -> web.StreamResponse:
+            response = await handle(request)
+            error = response.get(ERROR)
+            if error is not None and error.status != HTTPStatus.SERVICE_UNAVAILABLE and REQUEST_ID not in request:
+                self._add(request, response, error)
+            return response
+
+        return logged
+
+    def flush(self) -> None:
+        """Log the number of requests without a line, if their interval is over. Call it once per heartbeat."""
+        if (now_s := self._clock()) < self._end_s:
+            return
+        if self._num_left_out:
+            self._log.info("rejected more requests", extra={"fields": {"num": self._num_left_out}})
+        self._end_s, self._num_lines, self._num_left_out = now_s + INTERVAL_S, 0, 0
+
+    def _add(self, request: web.BaseRequest, response: web.StreamResponse, error: ApiError) -> None:
+        self.flush()
+        if self._num_lines >= MAX_LINES:
+            self._num_left_out += 1
+            return
+        self._num_lines += 1
+        fields: dict[str, object] = {"status": error.status}
+        if error.code is not None:
+            fields["code"] = error.code
+        if error.param and (match := _FIELD.match(error.param)):
+            fields["param"] = match[0]
+        fields |= {"method": shown(request.method), "path": shown(request.rel_url.raw_path)}
+        request_id = response.headers.get(ANTHROPIC_ID_HEADER) or request_ids.to_repeat(request.headers)
+        if request_id is not None:
+            fields["response_id"] = request_id
+        self._log.info("rejected", extra={"fields": fields})
