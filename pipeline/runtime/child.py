@@ -1,6 +1,7 @@
 """Start and end of a child process: title, log, parent death, `StageFailed`, exit code."""
 
 import ctypes
+import faulthandler
 import gc
 import importlib
 import os
@@ -37,6 +38,7 @@ def main(launch_fd: int) -> None:
     launch = msgspec.msgpack.decode(file.read(length), type=Launch)
     _die_with_parent(launch.death_fd)
     setproctitle.setproctitle(f"pipeline: {launch.name}")
+    faulthandler.enable()  # a crash writes the stacks of all threads to the log
     log = open_log(launch.name, launch.settings.log_level, launch.settings.log_format)
     try:
         if launch.foreground:

@@ -31,9 +31,14 @@ class RunMode(msgspec.Struct, frozen=True):
     inline: bool = False
     """Run all stages as threads of one process."""
 
+    @property
+    def is_debugged(self) -> bool:
+        """Whether a debugger may stop a stage."""
+        return bool(self.foreground) or self.inline
+
     def patience_s(self, timeout_s: float) -> float:
         """The timeout, or infinity if a debugger may stop a stage."""
-        return float("inf") if self.foreground or self.inline else timeout_s
+        return float("inf") if self.is_debugged else timeout_s
 
     def start(self, launch: m.Launch, num_threads: int, *, waits: bool) -> Child:
         """Start a stage. If it `waits`, it runs after `Child.begin`."""

@@ -2,9 +2,12 @@
 
     pinged ──answer──► known to run ──HEARTBEAT_S──► pinged
        └──no answer within the timeout──► late ──answer──► back
+                                            └──no answer for the hang timeout──► killed, and restarted
 
 A late stage is not pinged again: it answers the ping that waits in its inbox. The log has a line when a stage goes late
 and when it is back, and the gateways get `LateStages`, so that they refuse requests that would wait for it.
+
+A step may take long on a slow machine, so an executor that uses the CPU gets `BUSY_FACTOR` times the hang timeout.
 """
 
 import logging
@@ -15,9 +18,14 @@ import msgspec
 
 from pipeline.runtime.messages import LateStages
 from pipeline.supervisor.process import Child
+from pipeline.supervisor.process_usage import usage_of
 
 HEARTBEAT_S = 1.0
 """From a stage's answer to the next ping."""
+BUSY_FACTOR = 10
+"""How many times longer an executor may be silent while it computes."""
+IDLE_SHARE = 0.05
+"""A process that uses less than this share of a core computes nothing."""
 NONCE = 0
 """Of the pings; health rounds begin at 1."""
 
@@ -28,6 +36,9 @@ class _Beat(msgspec.Struct, eq=False):
     pinged_s: float | None = None
     """When the ping was sent that it has not answered."""
     is_late: bool = False
+    late_cpu_s: float = 0.0
+    """CPU time that the process had used when it went late."""
+    is_killed: bool = False
 
 
 class Heartbeats:
@@ -40,14 +51,18 @@ class Heartbeats:
         changed: Callable[[LateStages], None],
         log: logging.Logger,
         clock: Callable[[], float] = time.monotonic,
+        hang_timeout_s: float = 0.0,
+        cpu_s: Callable[[int], float] = lambda pid: usage_of(pid).cpu_s,
     ) -> None:
-        """`ping` sends `Ping` to a stage by its name. `changed` gets the stages that are late, whenever these
-        change."""
+        """`ping` sends `Ping` to a stage by its name. `changed` gets the stages that are late, whenever these change.
+        A stage that is silent for `hang_timeout_s` is killed; 0 kills none. `cpu_s` is the CPU time of a process."""
         self._ping = ping
         self._timeout_s = timeout_s
         self._changed = changed
         self._log = log
         self._clock = clock
+        self._hang_timeout_s = hang_timeout_s
+        self._cpu_s = cpu_s
         self._beats: dict[str, _Beat] = {}
         self._lost_s: dict[str, float] = {}
         """Stages that are being restarted: when they died."""
@@ -59,18 +74,20 @@ class Heartbeats:
             beat.alive_s + HEARTBEAT_S if beat.pinged_s is None else beat.pinged_s + self._timeout_s
             for beat in self._beats.values()
             if not beat.is_late
-        ]
+        ]  # hangs are found at the supervisor's regular turns
 
     def turn(self, children: Iterable[Child]) -> None:
         """Ping the stages that are due, and report those that have not answered in time. `children` are all stages."""
         now_s = self._clock()
-        ready = {child.name for child in children if child.state == "ready"}
+        by_name = {child.name: child for child in children if child.state == "ready"}
+        ready = by_name.keys()
         self._beats = {name: self._beats.get(name) or _Beat(now_s) for name in sorted(ready)}
         has_changed = bool(back := self._lost_s.keys() & ready)
         for name in back:
             del self._lost_s[name]
         for name, beat in self._beats.items():
             if beat.is_late:
+                self._kill_if_hung(by_name[name], beat, now_s)
                 continue
             if beat.pinged_s is None:
                 if now_s >= beat.alive_s + HEARTBEAT_S:
@@ -78,9 +95,22 @@ class Heartbeats:
                     self._ping(name, NONCE)
             elif now_s >= beat.pinged_s + self._timeout_s:
                 beat.is_late = has_changed = True
+                beat.late_cpu_s = self._cpu_s(by_name[name].pid)
                 self._log.warning(f"{name} is late", extra={"fields": {"silent_s": f"{now_s - beat.alive_s:.1f}"}})
         if has_changed:
             self._report()
+
+    def _kill_if_hung(self, child: Child, beat: _Beat, now_s: float) -> None:
+        silent_s = now_s - beat.alive_s
+        if not self._hang_timeout_s or silent_s < self._hang_timeout_s or beat.is_killed:
+            return
+        if child.stage == "execute" and silent_s < BUSY_FACTOR * self._hang_timeout_s:
+            used_s = self._cpu_s(child.pid) - beat.late_cpu_s
+            if used_s > IDLE_SHARE * (silent_s - self._timeout_s):
+                return
+        beat.is_killed = True
+        self._log.error(f"{child.name} hangs; killing it", extra={"fields": {"silent_s": f"{silent_s:.1f}"}})
+        child.abort()
 
     def lost(self, name: str) -> None:
         """A stage has died, and is being restarted: it is late until it is ready."""

@@ -25,6 +25,9 @@ SINGLE_THREADED = {
 """Library threads of the CPU stages would compete with the step for cores. The variables must be set before any
 import."""
 
+ABORT_S = 0.5
+"""Maximum time for a process that hangs to write its stacks."""
+
 THREADED = ("execute", "prepare")
 """Stages whose libraries may use every core."""
 
@@ -119,7 +122,7 @@ class Child:
             return "is running"
         if code < 0:
             name = signal.Signals(-code).name
-            if self._was_killed and -code == signal.SIGKILL:
+            if self._was_killed:
                 return f"was killed by the supervisor ({name})"
             hint = ", perhaps because the system ran out of memory" if -code == signal.SIGKILL else ""
             return f"was killed by {name}{hint}"
@@ -139,6 +142,14 @@ class Child:
             self._was_killed = True
             self._process.kill()
         self._process.wait()
+
+    def abort(self) -> None:
+        """End a process that hangs. It writes the stacks of its threads to the log first, if it still can."""
+        self._was_killed = True
+        self._process.send_signal(signal.SIGCONT)
+        self._process.send_signal(signal.SIGABRT)
+        if not self.wait(ABORT_S):
+            self.kill()
 
     def close(self) -> None:
         """Kill the process if it is alive, and close its descriptors."""

@@ -105,7 +105,8 @@ class Supervisor:
         self._first_health: m.Health | None = None
         self._health_checks = HealthChecks(self._table.ping_all, self._answer_health)
         answer_s = self._run_mode.patience_s(settings.supervisor.health_timeout_s)
-        self._heartbeats = Heartbeats(self._table.ping, answer_s, self._table.tell_gateways, log)
+        hang_s = 0.0 if self._run_mode.is_debugged else settings.supervisor.hang_timeout_s
+        self._heartbeats = Heartbeats(self._table.ping, answer_s, self._table.tell_gateways, log, hang_timeout_s=hang_s)
         self._questions = Questions(
             lambda name, request: self._table.outboxes[name].send(with_execute_facts(request, self._facts))
         )

@@ -10,12 +10,18 @@ from pipeline.runtime import messages as m
 from pipeline.supervisor.heartbeats import HEARTBEAT_S, Heartbeats
 
 TIMEOUT_S = 2.0
+HANG_S = 30.0
 NAMES = ("ingest.0", "execute.0")
 
 
 class FakeChild:
     def __init__(self, name: str) -> None:
         self.name, self.state, self.pid = name, "ready", os.getpid()
+        self.stage = name.partition(".")[0]
+        self.num_aborts = 0
+
+    def abort(self) -> None:
+        self.num_aborts += 1
 
 
 class World:
@@ -27,7 +33,17 @@ class World:
         self.reports: list[dict[str, float]] = []
         self.children: list[Any] = [FakeChild(name) for name in NAMES]
         log = logging.getLogger("tests.heartbeats")
-        self.beats = Heartbeats(lambda name, _: self.pinged.append(name), TIMEOUT_S, self._report, log, self._clock)
+        self.cpu_s = 0.0
+        """CPU time of each stage."""
+        self.beats = Heartbeats(
+            lambda name, _: self.pinged.append(name),
+            TIMEOUT_S,
+            self._report,
+            log,
+            self._clock,
+            hang_timeout_s=HANG_S,
+            cpu_s=lambda _: self.cpu_s,
+        )
 
     def _clock(self) -> float:
         return self.now_s
@@ -94,3 +110,48 @@ def test_answers_to_health_rounds_count_and_stages_that_stop_are_forgotten(world
     assert world.reports == []
     world.beats.answered("execute.0")
     world.beats.answered("prepare.0")
+
+
+def aborts(world: World) -> dict[str, int]:
+    return {child.name: child.num_aborts for child in world.children}
+
+
+def go_late(world: World) -> None:
+    world.turn()
+    world.turn(HEARTBEAT_S)
+    world.turn(TIMEOUT_S)
+
+
+def test_a_stage_that_hangs_is_killed_once(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    go_late(world)
+    world.turn(HANG_S - HEARTBEAT_S - TIMEOUT_S - 0.1)
+    assert aborts(world) == {"ingest.0": 0, "execute.0": 0}
+    for _ in range(3):
+        world.turn(0.1)
+    assert aborts(world) == {"ingest.0": 1, "execute.0": 1}
+    assert "ingest.0 hangs; killing it" in caplog.text
+
+
+def test_an_executor_that_computes_gets_longer(world: World) -> None:
+    go_late(world)
+    for _ in range(20):
+        world.cpu_s += 10
+        world.turn(10)
+    assert aborts(world) == {"ingest.0": 1, "execute.0": 0}
+    for _ in range(10):
+        world.cpu_s += 10
+        world.turn(10)
+    assert aborts(world)["execute.0"] == 1, "but not for ever"
+
+
+def test_a_stage_that_has_died_is_late_until_its_successor_is_ready(world: World) -> None:
+    world.turn()
+    died_s = world.now_s
+    execute = world.children[1]
+    execute.state = "recovering"
+    world.beats.lost("execute.0")
+    assert world.turn(HEARTBEAT_S) == ["ingest.0"]
+    world.beats.answered("ingest.0")
+    execute.state = "ready"
+    world.turn(HEARTBEAT_S)
+    assert world.reports == [{"execute.0": died_s}, {}]
