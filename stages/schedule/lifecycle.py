@@ -6,11 +6,15 @@
    │ n > 1           │ └──────────────────┘  │ │ preempt, KV kept
    └────► parked ────┘                start  │ ▼
                                          swapped
+
+When the executor has died, running sequences wait again. Those that must not run beside suspects (quarantine.py) are
+held back meanwhile.
 """
 
 import numpy as np
 
 from pipeline.runtime.messages import Finish
+from pipeline.stages.schedule.arrays import Ids
 from pipeline.stages.schedule.kv_cache.manager import ComputedPrefix, KVCacheManager
 from pipeline.stages.schedule.kv_cache.swap import Swapped
 from pipeline.stages.schedule.metrics import ScheduleMetrics
@@ -19,6 +23,7 @@ from pipeline.stages.schedule.parallel_samples import ParallelSamples
 from pipeline.stages.schedule.policies.policy import Policy
 from pipeline.stages.schedule.policies.preemption import PreemptionCosts
 from pipeline.stages.schedule.policies.priority_preemptor import PriorityPreemptor
+from pipeline.stages.schedule.quarantine import Quarantine
 from pipeline.stages.schedule.queues import SequenceQueue, WaitingQueue
 from pipeline.stages.schedule.request import RequestState, Sequence
 from pipeline.stages.schedule.rows import RowTracker
@@ -42,12 +47,16 @@ class SequenceLifecycle:
     ) -> None:
         self.waiting = WaitingQueue(policy, config.long_prompt_tokens)
         self.swapped = SequenceQueue()
+        self.held = SequenceQueue()
+        """Sequences that wait until the quarantine lets their request run."""
+        self.quarantine = Quarantine()
         self.parallel_samples = ParallelSamples()
         self.preemptor = PriorityPreemptor(rows, kv_cache_manager, costs)
         self.now_s = 0.0
         """By time.monotonic(), set once per wake."""
         self.num_prompt_tokens = self.num_cached_tokens = self.num_preemptions = 0
         """Since start."""
+        self._policy = policy
         self._long_prompt_tokens = config.long_prompt_tokens
         self._rows = rows
         self._kv_cache_manager = kv_cache_manager
@@ -58,17 +67,26 @@ class SequenceLifecycle:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait to be computed, parked ones included."""
-        return len(self.waiting) + len(self.parallel_samples)
+        """Sequences that wait to be computed, parked and held ones included."""
+        return len(self.waiting) + len(self.parallel_samples) + len(self.held)
 
     @property
     def is_idle(self) -> bool:
         """Whether there is no sequence at all."""
         return not (len(self._rows) or self.num_waiting or self.swapped)
 
+    def first_swapped(self) -> Sequence | None:
+        """The first swapped sequence that may run."""
+        excludes = self.quarantine.excludes
+        return next((one for one in self.swapped if not excludes(one.request.request_id)), None)
+
     def first_rank(self, default: float = UNLIMITED) -> float:
         """The lowest rank of the waiting and the swapped sequences."""
         return min((queue.first_rank for queue in (self.waiting, self.swapped) if queue), default=default)
+
+    def ids_of(self, row: int) -> Ids:
+        """The settled ids of a running sequence."""
+        return self._rows.ids[row, : self._rows.known[row]]
 
     def add(self, sequence: Sequence) -> None:
         """Let a new sequence wait: for its turn, or for a parallel sample that computes the prompt."""
@@ -76,13 +94,24 @@ class SequenceLifecycle:
         if request.open_sequences:
             self.parallel_samples.park(sequence)
         else:
-            self.waiting.add(sequence)
+            self._wait(sequence)
         request.open_sequences[sequence.index] = sequence
 
     def add_ready_samples(self) -> None:
         """Move parked sequences whose prompt is computed to the waiting queue."""
         for sequence in self.parallel_samples.take_ready(self._rows):
-            self.waiting.add(sequence)
+            self._wait(sequence)
+
+    def _wait(self, sequence: Sequence) -> None:
+        is_held = self.quarantine.excludes(sequence.request.request_id)
+        (self.held if is_held else self.waiting).add(sequence)
+
+    def release_held(self) -> None:
+        """If the suspects that ran are cleared, let the next ones run, or all."""
+        if self.quarantine.next_group():
+            held, self.held = self.held, SequenceQueue()
+            for sequence in held:
+                self._wait(sequence)
 
     def start(self, sequence: Sequence, num_reserved: int) -> tuple[int, ComputedPrefix, list[int]] | None:
         """Give a sequence a row and the blocks of all its ids, and leave `num_reserved` blocks for others. Returns the
@@ -111,15 +140,43 @@ class SequenceLifecycle:
         Samples of steps in flight are dropped, and sampled again with the same noise."""
         swapped: Swapped | None = None
         if self._costs.swaps(row):
-            swapped = self._kv_cache_manager.swap_out(row, int(self._costs.num_kept(np.array([row]))[0]))
+            swapped = self._kv_cache_manager.swap_out(
+                row, int(self._costs.num_kept(np.array([row]))[0]), self._in_flight.last_step_id + 1
+            )
         sequence = self._leave(row, Finish.NONE)
         sequence.num_preemptions += 1
         sequence.swapped = swapped
         self.num_preemptions += 1
         (self.waiting if swapped is None else self.swapped).add(sequence)
 
+    def executor_lost(self) -> list[RequestState]:
+        """The executor has died, and with it all KV blocks: running sequences wait to be computed again, in their old
+        order. Those whose KV is in swap space stay swapped. Returns requests that have killed the executor again and
+        again."""
+        sequences = [sequence for row in self._rows.order.tolist() if (sequence := self._rows.sequences[row])]
+        requests = {sequence.request.request_id: sequence.request for sequence in sequences}
+        guilty = self.quarantine.died(requests if self._in_flight.steps else ())
+        for sequence in sequences:
+            self._leave(sequence.row, Finish.NONE)
+            sequence.num_preemptions += 1
+        last_settled = self._in_flight.lost()
+        lost = [one for one in self.swapped if one.swapped is not None and one.swapped.step_id > last_settled]
+        for sequence in lost:
+            assert sequence.swapped is not None
+            self.swapped.remove(sequence)
+            self._kv_cache_manager.swap.release(sequence.swapped.blocks)
+            sequence.swapped = None
+        self._kv_cache_manager.executor_lost()
+        self.preemptor.reset()
+        sequences += [*self.waiting.sequences, *self.held, *lost]
+        self.waiting, self.held = WaitingQueue(self._policy, self._long_prompt_tokens), SequenceQueue()
+        for sequence in sequences:
+            self._wait(sequence)
+        return [requests[request_id] for request_id in guilty]
+
     def finish(self, sequence: Sequence, finish: Finish) -> None:
         """End a sequence in any state."""
+        sequence.finish = finish
         if sequence.row >= 0:
             self._leave(sequence.row, finish)
         else:
@@ -129,12 +186,16 @@ class SequenceLifecycle:
         request = sequence.request
         del request.open_sequences[sequence.index]
         for sample in self.parallel_samples.take_next(request, has_computed=len(sequence.ids) > sequence.num_given):
-            self.waiting.add(sample)
+            self._wait(sample)
+        if self.quarantine.is_active and not request.open_sequences:
+            self.quarantine.settled(request.request_id)
         self._metrics.observe_finished(sequence, finish, self.now_s)
 
     def _remove_queued(self, sequence: Sequence) -> None:
         if self.parallel_samples.is_parked(sequence):
             self.parallel_samples.remove(sequence)
+        elif self.held and sequence in self.held:
+            self.held.remove(sequence)
         elif sequence.swapped is None:
             self.waiting.remove(sequence)
         else:
@@ -161,6 +222,7 @@ class SequenceLifecycle:
                     sequence in self.swapped,
                     sequence in self.waiting,
                     sequence in self.parallel_samples,
+                    sequence in self.held,
                 )
                 assert sum(places) == 1, "a sequence is in two places, or in none"
                 assert (sequence.swapped is not None) == places[1], "swapped blocks have no sequence in swap space"

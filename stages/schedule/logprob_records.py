@@ -56,8 +56,6 @@ def take_prompt_records(
         num_known = request.num_prompt_records - part.start
         assert num_known >= 0, f"prompt records of request {request.request_id:x} are missing"
         if num_known < part.num:
-            output_buffer.add_prompt_records(
-                part.sequence.seq, request.num_prompt_records, data[num_known * part.width :]
-            )
+            output_buffer.add_prompt_records(part.sequence, request.num_prompt_records, data[num_known * part.width :])
             request.num_prompt_records = part.start + part.num
     assert begin == len(records), f"{len(records)} bytes of prompt records came, {begin} were expected"

@@ -1,6 +1,9 @@
 """Output on its way to detokenize: settled ids of running sequences, and the last ids of those that left their row.
 
 Output stays pending until it was sent. If a full socket refuses a message, the next one has its content too.
+
+Sequences keep their ids and records until their request is closed. When a process of detokenize has died, its successor
+is told all of them again, in the same way.
 """
 
 from collections.abc import Iterator
@@ -56,13 +59,35 @@ class OutputBuffer:
         if len(fresh) or finish != Finish.NONE:
             start = num_sent - len(sequence.request.prompt)
             first = sequence.first_times if num_sent == sequence.num_given and len(fresh) else None
-            records, sequence.records = bytes(sequence.records), bytearray()
+            records = sequence.unsent_records
+            sequence.num_record_bytes_sent = len(sequence.records)
             closing = ClosingOutput(sequence.seq, start, fresh, finish, first, records, sequence.error)
             self._closings[shard(sequence.seq, self._num_replicas)].append(closing)
 
-    def add_prompt_records(self, seq: int, start: int, records: bytes) -> None:
+    def add_prompt_records(self, sequence: Sequence, start: int, records: bytes) -> None:
         """Add records of a sequence's prompt, `start` of which were added before."""
-        self._prompts[shard(seq, self._num_replicas)].append((seq, start, records))
+        sequence.prompt_records += records
+        self._prompts[shard(sequence.seq, self._num_replicas)].append((sequence.seq, start, records))
+
+    def forget(self, replica: int) -> None:
+        """A process of detokenize has died: drop what waits for it. `tell_again` follows for each of its sequences."""
+        self._closings[replica] = []
+        self._prompts[replica] = []
+
+    def tell_again(self, sequence: Sequence) -> None:
+        """Make all output of a sequence pending again, from the first id after those that it was given."""
+        replica = shard(sequence.seq, self._num_replicas)
+        sequence.num_record_bytes_sent = 0
+        if sequence.prompt_records:
+            self._prompts[replica].append((sequence.seq, 0, bytes(sequence.prompt_records)))
+        if sequence.row >= 0:
+            self._rows.sent[sequence.row] = sequence.num_given
+        elif sequence.ended_by_text:
+            # Detokenize finds the stop string again. A finish would say that the last id is a stop id.
+            self.add_closing(sequence, sequence.num_given, Finish.NONE)
+            self.add_closing(sequence, len(sequence.ids), Finish.ABORT)
+        else:
+            self.add_closing(sequence, sequence.num_given, sequence.finish)
 
     def pending(self, replica: int = 0, now_s: float = 0.0) -> Settled | None:
         """The next message to a replica, or None. `mark_sent` removes its content. `now_s` is by time.monotonic()."""
@@ -101,7 +126,7 @@ class OutputBuffer:
 
     def _records(self, closings: list[ClosingOutput], fresh: Int64s, put: Put) -> Array:
         """The records of a message's ids, empty if no request asks for them."""
-        running = [bytes(one.records) for one in self._recorded(fresh)] if self._rows.num_recorded else []
+        running = [one.unsent_records for one in self._recorded(fresh)] if self._rows.num_recorded else []
         records = b"".join([closing.records for closing in closings] + running)
         return put(np.frombuffer(records, np.uint8)) if records else b""
 
@@ -127,7 +152,7 @@ class OutputBuffer:
         self._prompts[replica] = []
         if self._rows.num_recorded:
             for sequence in self._recorded(rows):
-                sequence.records.clear()
+                sequence.num_record_bytes_sent = len(sequence.records)
 
 
 def _joined(first: list[int], then: "np.ndarray[Any, Any]", dtype: Any) -> "np.ndarray[Any, Any]":

@@ -51,6 +51,8 @@ class Planner:
     def plan(self) -> m.Step | None:
         """Return the next step, or None if there is nothing to compute now."""
         rows, lifecycle = self._rows, self._lifecycle
+        if lifecycle.quarantine.is_active:
+            lifecycle.release_held()
         if lifecycle.waiting or lifecycle.swapped or lifecycle.parallel_samples.any_running:
             np.copyto(rows.ahead, rows.planned)
             lifecycle.add_ready_samples()
@@ -193,8 +195,7 @@ class Planner:
             if first.order[0] <= lifecycle.first_rank():
                 lifecycle.waiting.clear_skipped()
                 return first
-        if lifecycle.swapped:
-            swapped = lifecycle.swapped.first
+        if lifecycle.swapped and (swapped := lifecycle.first_swapped()) is not None:
             is_older = waiting is not None and waiting.num_preemptions > 0 and waiting.order < swapped.order
             if waiting is None or (swapped.order[0] <= waiting.order[0] and not is_older):
                 lifecycle.waiting.clear_skipped()

@@ -63,6 +63,10 @@ class WaitingQueue:
         return sequence in self._short or sequence in self._long
 
     @property
+    def sequences(self) -> list[Sequence]:
+        return [*self._short, *self._long]
+
+    @property
     def first_rank(self) -> int:
         """The lowest rank in a queue that isn't empty."""
         return min(queue.first_rank for queue in (self._short, self._long) if queue)

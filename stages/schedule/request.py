@@ -3,7 +3,7 @@
 import msgspec
 from msgspec import Raw
 
-from pipeline.runtime.messages import FirstTimes, GenerationOptions
+from pipeline.runtime.messages import Finish, FirstTimes, GenerationOptions
 from pipeline.stages.schedule.arrays import Ids
 from pipeline.stages.schedule.kv_cache import prefix
 from pipeline.stages.schedule.kv_cache.swap import Swapped
@@ -26,7 +26,9 @@ class RequestState(msgspec.Struct, eq=False):
     raw_options: Raw
     """The same, encoded, for other stages."""
     open_sequences: dict[int, "Sequence"] = {}
-    """By index: sequences that have not finished. The request is kept until `Closed`, even without any."""
+    """By index: sequences that have not finished."""
+    sequences: list["Sequence"] = []
+    """All of them, until the request is closed: a successor of detokenize is told their output again."""
     queued_s: float = 0.0
     """When it was admitted, by time.monotonic()."""
     root: bytes = prefix.ROOT
@@ -79,10 +81,19 @@ class Sequence(msgspec.Struct, eq=False):
     """When its first step was planned; 0 before that."""
     first_s: float = 0.0
     """When its first sampled id was settled; 0 before that."""
+    finish: Finish = Finish.NONE
+    ended_by_text: bool = False
+    """It finished because detokenize found a stop string."""
     num_given: int = 0
     """Ids at admission: the prompt, and output that the client already has."""
+    given_finish: Finish = Finish.NONE
+    """How the ids at admission end it, if they do."""
     records: bytearray = msgspec.field(default_factory=bytearray)
-    """Logprob records of settled ids that were not sent to detokenize yet."""
+    """Logprob records of settled ids, without those at admission."""
+    num_record_bytes_sent: int = 0
+    """How much of these was sent to detokenize."""
+    prompt_records: bytearray = msgspec.field(default_factory=bytearray)
+    """Logprob records of the prompt that were passed on."""
     error: str = ""
     """The reason, if it finished with `error`."""
     num_cached: int = 0
@@ -91,6 +102,10 @@ class Sequence(msgspec.Struct, eq=False):
     @property
     def prompt_record_bytes(self) -> int:
         return self.request.prompt_record_bytes if self.index == 0 else 0
+
+    @property
+    def unsent_records(self) -> bytes:
+        return bytes(self.records[self.num_record_bytes_sent :])
 
     @property
     def is_recorded(self) -> bool:

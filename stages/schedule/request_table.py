@@ -24,6 +24,9 @@ MAX_TOMBSTONES = 65536
 PROMPT_TAIL = 8
 """How many of the prompt's last ids detokenize gets: more than any character or word boundary spans."""
 
+EXECUTOR_DIED = "The executor died again and again while it computed this request"
+"""Error of a sequence."""
+
 NO_IDS: Ids = np.zeros(0, np.int32)
 
 
@@ -52,18 +55,29 @@ class RequestStates:
         self._decoder = msgspec.msgpack.Decoder(m.GenerationOptions)
         self._tombstones: OrderedDict[tuple[int, int], None] = OrderedDict()
         self._next_seq = 1
+        self._refusals: dict[int, m.Refuse] = {}
+        """By request id, until the request is closed: a successor of detokenize is told them again."""
 
     def admit(self, message: m.Admit) -> list[m.Open | m.Refuse]:
-        """Add a request. Returns the messages for detokenize: an `Open` for each sequence, or a `Refuse`."""
+        """Add a request. Returns the messages for detokenize: an `Open` for each sequence, or a `Refuse`.
+
+        After a restart of a stage, a request may come again: one that is here already is ignored, and one with a higher
+        attempt takes its place."""
+        known = self._attempt_of(message.request_id)
         prompt = self._take(message.prompt_ids, np.int32).astype(np.int32, copy=False)
         outputs = [self._take(ids, np.int32) for ids in message.outputs]
+        if known >= message.attempt:
+            return []
+        if known:
+            self._drop(message.request_id)
         options = self._decoder.decode(message.options)
         assert options.max_tokens is not None, "ingest sets max_tokens"
         limit = min(len(prompt) + options.max_tokens, self._config.max_model_len)
         failure = self._failure_of(message, len(prompt), limit)
         if failure is not None:
-            return [m.Refuse(message.request_id, message.attempt, message.gateway, failure)]
-        assert message.request_id not in self.by_id, f"request {message.request_id:x} was admitted twice"
+            refusal = m.Refuse(message.request_id, message.attempt, message.gateway, failure)
+            self._refusals[message.request_id] = refusal
+            return [refusal]
         request = RequestState(
             message.request_id,
             message.attempt,
@@ -84,6 +98,11 @@ class RequestStates:
             else self._open(request, index, limit, NO_IDS, Finish.NONE)
             for index in range(options.n)
         ]
+
+    def _attempt_of(self, request_id: int) -> int:
+        """The attempt of a request that was admitted or refused and is not closed; 0 if there is none."""
+        known = self.by_id.get(request_id) or self._refusals.get(request_id)
+        return 0 if known is None else known.attempt
 
     def _failure_of(self, message: m.Admit, num_prompt: int, limit: int) -> m.Failure | None:
         """Why a request is refused. `limit` is the most ids that a sequence of it may have."""
@@ -107,24 +126,31 @@ class RequestStates:
         ids = np.concatenate((request.prompt, outputs)) if len(outputs) else request.prompt
         assert len(ids) <= limit, f"request {request.request_id:x} has {len(ids)} ids, at most {limit} are allowed"
         order = (self._policy.rank(request), request.arrival_s, self._next_seq)
-        sequence = Sequence(self._next_seq, request, index, ids, limit, order, num_given=len(ids))
-        self._next_seq += 1
         if finish == Finish.NONE and len(ids) == limit:
             finish = Finish.LENGTH
+        sequence = Sequence(
+            self._next_seq, request, index, ids, limit, order, finish=finish, num_given=len(ids), given_finish=finish
+        )
+        self._next_seq += 1
+        request.sequences.append(sequence)
         if finish == Finish.NONE:
             self._lifecycle.add(sequence)
         else:
             self._output_buffer.add_closing(sequence, len(ids), finish)
+        return self._opening_of(sequence, outputs)
+
+    def _opening_of(self, sequence: Sequence, outputs: Ids) -> m.Open:
+        request = sequence.request
         return m.Open(
             sequence.seq,
             request.request_id,
             request.attempt,
-            index,
+            sequence.index,
             request.gateway,
             request.prompt[-PROMPT_TAIL:].tobytes(),
             request.raw_options,
             self._puts[shard(sequence.seq, len(self._puts))](outputs),
-            int(finish),
+            int(sequence.given_finish),
             request.record_bytes,
         )
 
@@ -141,16 +167,57 @@ class RequestStates:
             return
         for sequence in list(request.open_sequences.values()):
             if message.index in (-1, sequence.index):
+                sequence.ended_by_text = message.finish == Finish.STOP
                 self._lifecycle.finish(sequence, Finish(message.finish))
 
     def close(self, message: m.Closed) -> None:
         """Drop a request that the gateway has closed, and end its open sequences."""
         self._tombstones.pop((message.request_id, message.attempt), None)
-        request = self.by_id.get(message.request_id)
-        if request is not None and request.attempt <= message.attempt:
+        if 0 < self._attempt_of(message.request_id) <= message.attempt:
+            self._drop(message.request_id)
+
+    def _drop(self, request_id: int) -> None:
+        """End the open sequences of a request, and forget it."""
+        self._refusals.pop(request_id, None)
+        request = self.by_id.pop(request_id, None)
+        if request is not None:
             for sequence in list(request.open_sequences.values()):
                 self._lifecycle.finish(sequence, Finish.ABORT)
-            del self.by_id[message.request_id]
+
+    # ------------------------------------------------------------------------------------------ restarts of stages
+
+    def gateway_lost(self, gateway: int) -> None:
+        """A gateway has died: nobody closes its requests any more."""
+        lost = [one.request_id for one in self.by_id.values() if one.gateway == gateway]
+        lost += [one.request_id for one in self._refusals.values() if one.gateway == gateway]
+        for request_id in lost:
+            self._drop(request_id)
+
+    def executor_lost(self) -> None:
+        """The executor has died. Requests that have killed it again and again fail."""
+        for request in self._lifecycle.executor_lost():
+            for sequence in list(request.open_sequences.values()):
+                sequence.error = EXECUTOR_DIED
+                self._lifecycle.finish(sequence, Finish.ERROR)
+
+    def tell_again(self, replica: int) -> list[m.Open | m.Refuse]:
+        """A process of detokenize has died. Returns the messages with which its successor begins, as they were sent the
+        first time. All output of its sequences is pending again."""
+        num_replicas = len(self._puts)
+        self._output_buffer.forget(replica)
+        openings: list[m.Open | m.Refuse] = []
+        for request in self.by_id.values():
+            for sequence in request.sequences:
+                if shard(sequence.seq, num_replicas) == replica:
+                    openings.append(self._opening_of(sequence, self._given_outputs(sequence)))
+                    self._output_buffer.tell_again(sequence)
+        refusals = self._refusals.values()
+        return openings + [one for one in refusals if shard(one.request_id, num_replicas) == replica]
+
+    def _given_outputs(self, sequence: Sequence) -> Ids:
+        num_prompt = len(sequence.request.prompt)
+        ids = sequence.ids if sequence.row < 0 else self._lifecycle.ids_of(sequence.row)
+        return ids[num_prompt : sequence.num_given]
 
     def reset_prefix_cache(self) -> int:
         """Empty the prefix cache. What open sequences compute from now on can be found only by parallel samples of the

@@ -94,6 +94,19 @@ class Scheduler:
         """Drop a request that the gateway has closed, and end its open sequences."""
         self._request_table.close(message)
 
+    def executor_lost(self) -> None:
+        """The executor has died: plan again what it had computed. What was settled stays."""
+        self._request_table.executor_lost()
+
+    def gateway_lost(self, gateway: int) -> None:
+        """A gateway has died: drop its requests."""
+        self._request_table.gateway_lost(gateway)
+
+    def tell_again(self, replica: int) -> list[m.Open | m.Refuse]:
+        """A process of detokenize has died. Returns the first messages for its successor; all output of its sequences
+        is pending again."""
+        return self._request_table.tell_again(replica)
+
     def reset_prefix_cache(self) -> int:
         """Empty the prefix cache. Returns how many blocks it held."""
         return self._request_table.reset_prefix_cache()

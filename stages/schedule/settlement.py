@@ -65,6 +65,9 @@ class Settlement:
         if np.count_nonzero(current) < len(current):
             sampled, ids, finishes = sampled[current], ids[current], finishes[current]
         assert np.count_nonzero(ids < 0) == 0, f"step {step.step_id} has no id for a running row"
+        if self._lifecycle.quarantine.is_active:
+            for row in sampled.tolist():
+                self._lifecycle.quarantine.settled(self._sequence(row).request.request_id)
         self._store(sampled, ids, finishes)
         self._kv_cache_manager.settle(step.step_id)
         self._learn(step, result)
@@ -103,9 +106,13 @@ class Settlement:
             sequence.error = reasons[row]
             self._lifecycle.finish(sequence, Finish.ERROR)
 
-    def _traced_sequence(self, row: int) -> Sequence:
+    def _sequence(self, row: int) -> Sequence:
         sequence = self._rows.sequences[row]
         assert sequence is not None
+        return sequence
+
+    def _traced_sequence(self, row: int) -> Sequence:
+        sequence = self._sequence(row)
         self.traced_request_ids.append(sequence.request.request_id)
         return sequence
 

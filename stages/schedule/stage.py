@@ -157,6 +157,8 @@ class ScheduleStage:
                 self._openings[0].append(m.PrefixCacheReset(gateway, nonce, num_blocks))
             case m.Release():
                 self._stage.arrays.released(message)
+            case m.PeerRestarted():
+                self._peer_restarted(message)
             case m.Ping(nonce):
                 self._stage.supervisor.send(m.Pong(nonce, self._load()))
             case m.Stop():
@@ -165,6 +167,20 @@ class ScheduleStage:
                 raise AssertionError("started twice")
             case _:
                 assert_never(message)
+
+    def _peer_restarted(self, message: m.PeerRestarted) -> None:
+        """Tell the successor of a stage again what this one owns, or forget what the dead process owned."""
+        stage, _, replica = message.peer.name.partition(".")
+        match stage:
+            case "execute":
+                self._scheduler.executor_lost()
+                self._were_due.clear()
+            case "detokenize":
+                # An answer to a reset of the prefix cache is lost: the gateway asks again.
+                self._openings[int(replica)] = deque(self._scheduler.tell_again(int(replica)))
+            case "gateway":
+                self._scheduler.gateway_lost(int(replica))
+        self._stage.reconnected(message)
 
     def _feed(self) -> None:
         """Plan until `depth` steps are in flight. The edge to the executor never holds more."""
@@ -193,6 +209,8 @@ class ScheduleStage:
         openings = self._scheduler.admit(message)
         for opening in openings:
             self._openings[self._replica_of(opening)].append(opening)
+        if not openings:
+            return  # it is here already
         what = "refused" if isinstance(openings[0], m.Refuse) else "queued"
         self._stage.log.debug(what, extra={"fields": {"request": f"{message.request_id:x}", "n": len(openings)}})
         if (trace := self._stage.trace).on:

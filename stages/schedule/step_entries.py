@@ -88,6 +88,13 @@ class InFlightSteps:
         dropped, self._dropped_rows = self._dropped_rows, []
         return dropped
 
+    def lost(self) -> int:
+        """The executor has died: forget the steps in flight. Returns the last step that was settled."""
+        last_settled = self.steps[0].step_id - 1 if self.steps else self.last_step_id
+        self.steps.clear()
+        self._dropped_rows.clear()
+        return last_settled
+
     def next_step_id(self) -> int:
         self.last_step_id += 1
         return self.last_step_id

@@ -111,6 +111,11 @@ class BlockPool:
             self.num_retired -= len(blocks)
             self.release(blocks)
 
+    def settle_all(self) -> None:
+        """Release all that was retired."""
+        if self._retired:
+            self.settle(self._retired[-1][0])
+
     def forget_all(self) -> int:
         """Remove every key, and free the blocks without a holder. Returns how many blocks had a key."""
         num_forgotten = len(self._by_key)

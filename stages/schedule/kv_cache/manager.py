@@ -125,11 +125,11 @@ class KVCacheManager:
 
     # ----------------------------------------------------------------------------------------------------- swap
 
-    def swap_out(self, row: int, num_kept: int) -> Swapped:
-        """List the copies of a row's first `num_kept` positions to swap space. The caller has checked that there is
-        room."""
+    def swap_out(self, row: int, num_kept: int, step_id: int) -> Swapped:
+        """List the copies of a row's first `num_kept` positions to swap space, which `step_id` makes. The caller has
+        checked that there is room."""
         num_blocks = self.num_blocks_for(num_kept)
-        swapped = Swapped(self.swap.take(num_blocks), num_kept)
+        swapped = Swapped(self.swap.take(num_blocks), num_kept, step_id)
         self.copies.add(self._rows.table[row, :num_blocks].tolist(), swapped.blocks)
         self.num_blocks_swapped_out += num_blocks
         return swapped
@@ -163,6 +163,13 @@ class KVCacheManager:
         """Release what was retired until this step."""
         self.pool.settle(step_id)
         self.swap.settle(step_id)
+
+    def executor_lost(self) -> None:
+        """The executor has died with all KV blocks. No row holds any, and what is in swap space stays."""
+        self.copies.take()
+        self.pool.settle_all()
+        self.swap.settle_all()
+        self.pool.forget_all()
 
     # --------------------------------------------------------------------------------------------- prefix cache
 

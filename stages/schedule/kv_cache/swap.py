@@ -24,6 +24,8 @@ class Swapped(msgspec.Struct, frozen=True):
     """Swap blocks in the order of positions."""
     num_computed: int
     """Positions whose KV they hold."""
+    step_id: int = 0
+    """The step that copies it there."""
 
 
 class SwapSpace:
@@ -60,6 +62,11 @@ class SwapSpace:
         """Release what was retired until `step_id`."""
         while self._retired and self._retired[0][0] <= step_id:
             self.release(self._retired.popleft()[1])
+
+    def settle_all(self) -> None:
+        """Release all that was retired."""
+        if self._retired:
+            self.settle(self._retired[-1][0])
 
     def check(self, held: list[int]) -> None:
         """Assert that each block is free, retired or among `held`, and only there; for tests."""

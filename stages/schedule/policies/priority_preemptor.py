@@ -33,6 +33,11 @@ class PriorityPreemptor:
         self._last_failure = (0, 0, 0)
         """The last search without victims: for which `seq`, at which `RowTracker.num_changes`, and about which step."""
 
+    def reset(self) -> None:
+        """No row runs any more."""
+        self.preempted_for = []
+        self._last_failure = (0, 0, 0)
+
     def is_next(self, sequence: Sequence) -> bool:
         """Whether a sequence is the first of those that rows were preempted for."""
         return bool(self.preempted_for) and self.preempted_for[0] is sequence
