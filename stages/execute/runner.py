@@ -52,6 +52,9 @@ class Runner(Protocol):
     def name(self) -> str:
         """The back end, for logs."""
 
+    def drop_all(self) -> None:
+        """Drop all rows."""
+
     def close(self) -> None:
         """Free threads and memory, and stop the process that computes masks."""
 
@@ -85,13 +88,7 @@ class RowChanges:
         """Drop rows, add rows and append blocks, in this order."""
         table, mirror = self._table, self._mirror
         if len(drops := take(step.drops, np.int32)):
-            table.drop(drops)
-            if mirror is not None:
-                mirror.drop(drops)
-            self._masks.drop(drops)
-            for row in drops.tolist():
-                self.failed.pop(row, None)
-                self._pool.drop(row)
+            self._drop(drops)
         for add in step.adds:
             options = self._options.decode(add.options)
             table.take_in(add, options, self._eos_ids, take)
@@ -101,6 +98,19 @@ class RowChanges:
                 self._masks.add(add.row, options, add.num_prompt)
         blocks = take(step.block_rows, np.int32), take(step.block_ids, np.int32)
         (table if mirror is None else mirror).append_blocks(*blocks)
+
+    def drop_all(self) -> None:
+        """Drop all rows: the scheduler has died, and its successor begins with none."""
+        self._drop(np.flatnonzero(self._table.taken).astype(np.int32))
+
+    def _drop(self, rows: IntArray) -> None:
+        self._table.drop(rows)
+        if self._mirror is not None:
+            self._mirror.drop(rows)
+        self._masks.drop(rows)
+        for row in rows.tolist():
+            self.failed.pop(row, None)
+            self._pool.drop(row)
 
 
 def copies_of(step: Step, take: Take, facts: ExecuteFacts) -> tuple[IntArray, IntArray]:

@@ -54,13 +54,27 @@ def run(launch: m.Launch) -> None:
         if runner.facts.num_swap_blocks:
             fields["swap_blocks"] = runner.facts.num_swap_blocks
         stage.log.info("loaded", extra={"fields": fields})
-        stage.ready(msgspec.structs.replace(runner.facts, weight_formats=weights))
+        stage.ready(_facts_of(runner, weights, launch.facts))
         try:
             serve(stage)
         finally:
             runner.close()
     finally:
         stage.close()
+
+
+def _facts_of(runner: "Runner", weights: str, before: m.ExecuteFacts | None) -> m.ExecuteFacts:
+    """What the other stages must know. An executor that replaces another one has the same number of blocks. Raises
+    UserError if it can't."""
+    facts = msgspec.structs.replace(runner.facts, weight_formats=weights)
+    if before is None:
+        return facts
+    if facts.num_blocks < before.num_blocks:
+        raise UserError(
+            f"there is memory for {facts.num_blocks} KV blocks only, {before.num_blocks} are needed to go on: set "
+            "execute.kv_cache_bytes"
+        )
+    return before
 
 
 def preload(launch: m.Launch) -> None:
@@ -141,6 +155,9 @@ def _serve(stage: Stage[m.ExecuteInbox], runner: "CpuRunner") -> None:
                     idle_since = ended
                 case m.Release():
                     stage.arrays.released(message)
+                case m.PeerRestarted():  # schedule: its successor begins without rows
+                    runner.drop_all()
+                    stage.reconnected(message)
                 case m.Ping():
                     stage.supervisor.send(m.Pong(message.nonce, m.PlainLoad(runner.rows.num_live)))
                 case m.Start():

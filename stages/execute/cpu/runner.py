@@ -95,6 +95,10 @@ class CpuRunner:
         """Logits of the last step's samples; see `Program.logits`."""
         return self.program.logits()
 
+    def drop_all(self) -> None:
+        """Drop all rows."""
+        self._changes.drop_all()
+
     def close(self) -> None:
         """Free threads and memory, and end the process that computes masks."""
         self.program.close()

@@ -73,6 +73,10 @@ class Loop:
                         self._collect()
                     case m.Release():
                         stage.arrays.released(message)
+                    case m.PeerRestarted():  # schedule: its successor begins without rows
+                        self._collect(waits=True)
+                        runner.drop_all()
+                        stage.reconnected(message)
                     case m.Ping():
                         if not self._is_stuck():
                             stage.supervisor.send(m.Pong(message.nonce, m.PlainLoad(runner.rows.num_live)))

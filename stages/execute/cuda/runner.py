@@ -164,6 +164,10 @@ class CudaRunner:
         array: LogitArray = self.model.logits.cpu().numpy()
         return array
 
+    def drop_all(self) -> None:
+        """Drop all rows. No step may be in flight."""
+        self._changes.drop_all()
+
     def close(self) -> None:
         """Release host memory, and end the process that computes masks. Raises the GPU's error, if there was one."""
         try:

@@ -21,7 +21,15 @@ from pipeline.grammars.worker import Gone, Worker, receive, send
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.runtime.messages import GRAMMAR_FAILED, GenerationOptions
 from pipeline.shm.fence import Fence
-from pipeline.stages.execute.grammar_masks.memory import Begin, Fill, MaskMemory, MaskReport, Order, State
+from pipeline.stages.execute.grammar_masks.memory import (
+    NUM_PREPARING,
+    Begin,
+    Fill,
+    MaskMemory,
+    MaskReport,
+    Order,
+    State,
+)
 from pipeline.supervisor.process_usage import usage_of
 
 START_S = 30.0
@@ -61,6 +69,8 @@ class Masks:
         self._fence = Fence()
         self._requested: list[tuple[int, int]] = []
         """(row, place) pairs of the order in flight."""
+        self._num_preparing = 1
+        """Grammars of the order in flight that the process may be preparing at once."""
         self._ids: IntArray = np.zeros((0, 0), np.int32)
         self._num_ids: IntArray = np.zeros(0, np.int32)
         self._failed: dict[int, str] = {}
@@ -119,20 +129,34 @@ class Masks:
         return is_done
 
     def wait(self) -> None:
-        """Called after the program timed out: return when the masks are complete. Rows that caused the delay fail."""
+        """Called after the program timed out: return when the masks are complete. Rows that caused the delay fail.
+
+        The limit is for one grammar, and an order may have many new ones, as after a restart of the executor. So the
+        time counts from the last mask that was completed.
+        """
         began_s, began_cpu_s, is_first = time.monotonic(), self._cpu_s(), True
+        progress = self._progress()
         while not self.is_done():
             now_s = time.monotonic()
             alive = self._worker is not None and self._worker.is_alive
+            if (after := self._progress()) != progress:
+                progress, began_s, began_cpu_s = after, now_s, self._cpu_s()
             used_s = self._cpu_s() - began_cpu_s
-            if not alive or used_s > self._limit_s or now_s - began_s > PATIENCE * self._limit_s:
+            limit_s = self._limit_s * self._num_preparing
+            if not alive or used_s > limit_s or now_s - began_s > PATIENCE * limit_s:
                 how = "crashed the library" if not alive else f"took longer than {self._limit_s:g} s"
                 was_killed = self._worker is not None and self._worker.was_killed
                 why = "the process that computes masks was killed" if was_killed else f"{GRAMMAR_FAILED}: it {how}"
                 self._replace_worker(why, is_first=is_first)
                 began_s, began_cpu_s, is_first = time.monotonic(), self._cpu_s(), False
+                progress = self._progress()
             else:
                 time.sleep(POLL_S)
+
+    def _progress(self) -> int:
+        """Masks of the order that are complete."""
+        states = self._memory.states[[place for _, place in self._requested]]
+        return int(np.count_nonzero(states >= State.DONE))
 
     def take_failed(self) -> dict[int, str]:
         """Errors of the places without a mask, by place, after the step was computed."""
@@ -169,6 +193,8 @@ class Masks:
             row.num_sent = num_ids
             self._memory.states[place] = State.WAITING
         drops, self._drops = self._drops, []
+        new_grammars = {fill.begin.grammar for fill in fills if fill.begin is not None}
+        self._num_preparing = max(1, min(len(new_grammars), NUM_PREPARING))
         self._send(Order(drops, [], self._ticket, fills))
 
     def _replace_worker(self, why: str, *, is_first: bool) -> None:

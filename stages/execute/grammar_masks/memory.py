@@ -20,6 +20,8 @@ import numpy as np
 
 HEADER_BYTES = 64
 ALIGNMENT = 64
+NUM_PREPARING = 2
+"""Grammars that the process prepares at once."""
 
 WordArray = np.ndarray[Any, np.dtype[np.uint32]]
 

@@ -25,7 +25,16 @@ from pipeline.runtime.messages import GRAMMAR_FAILED, NOTHING_LEFT
 from pipeline.runtime.rust_panics import RustPanic, panics_as_errors
 from pipeline.shm import fence
 from pipeline.shm.fence import Fence
-from pipeline.stages.execute.grammar_masks.memory import Begin, Fill, MaskMemory, MaskReport, Order, State, WordArray
+from pipeline.stages.execute.grammar_masks.memory import (
+    NUM_PREPARING,
+    Begin,
+    Fill,
+    MaskMemory,
+    MaskReport,
+    Order,
+    State,
+    WordArray,
+)
 
 MAX_GRAMMARS = 64
 """Prepared grammars in the cache; each takes a few hundred kilobytes, seldom more."""
@@ -59,7 +68,7 @@ class Grammars:
         self._engine = engine
         self._ready: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         threading.stack_size(STACK_BYTES)
-        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="prepare")
+        self._threads = ThreadPoolExecutor(max_workers=NUM_PREPARING, thread_name_prefix="prepare")
 
     def prepare(self, grammar: str) -> "Future[LLMatcher]":
         if grammar in self._ready:

@@ -46,6 +46,8 @@ def run(launch: m.Launch) -> None:
                         assert sent, "the scheduler takes no results"
                     case m.Release():
                         stage.arrays.released(message)
+                    case m.PeerRestarted():
+                        stage.reconnected(message)
                     case m.Ping(nonce):
                         stage.supervisor.send(m.Pong(nonce, m.PlainLoad(0)))
                     case m.Start():
