@@ -98,13 +98,17 @@ class PromptRequest(msgspec.Struct, eq=False):
     """One prompt of a request. The stages know it by `submit.request_id`."""
 
     submit: m.Submit
-    """As it was sent: to run the request again, use its prompt, seed and arrival."""
+    """As it is sent again if a stage dies: with the same prompt, seed and arrival."""
     request: "Request"
     sequences: list[SequenceOutput]
     num_counted: int
     """Prompt tokens that admission counts: an estimate until ingest has sent the ids."""
     prompt_ids: "np.ndarray[Any, np.dtype[np.int32]] | None" = None
     """The tokenized prompt, from `Accepted`."""
+    is_confirmed: bool = False
+    """Output of the current attempt has arrived, so schedule has it."""
+    num_strikes: int = 0
+    """How often a stage has died while it worked on this request."""
     is_closed: bool = False
     """No more messages about it will arrive."""
     is_released: bool = False
@@ -134,6 +138,11 @@ class PromptRequest(msgspec.Struct, eq=False):
     def generates(self) -> bool:
         """Whether schedule runs it. Otherwise only ingest does."""
         return self.submit.options.max_tokens != 0
+
+    @property
+    def is_with_schedule(self) -> bool:
+        """Whether ingest's part is certainly done."""
+        return self.is_confirmed and self.prompt_ids is not None
 
     @property
     def is_finished(self) -> bool:

@@ -36,7 +36,8 @@ def sequence_error(prompt_request: PromptRequest, error: str) -> ApiError:
         param = "allowed_token_ids" if options.allowed_ids else "bad_words" if options.bad_words else None
         return ApiError(HTTPStatus.BAD_REQUEST, error, sampling_param(prompt_request.request, param), "nothing_left")
     if error.startswith(m.GRAMMAR_FAILED):
-        param = None if options.grammar is None else _client_param(prompt_request, options.grammar.param)
+        grammar = prompt_request.request.parsed.options.grammar
+        param = None if grammar is None else _client_param(prompt_request, grammar.param)
         return ApiError(HTTPStatus.BAD_REQUEST, error, param, "invalid_grammar")
     message = "the server could not finish this request" + (f": {error}" if error else "")
     return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message)

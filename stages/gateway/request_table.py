@@ -54,7 +54,7 @@ class RequestTable:
         self._shares_cache = stage.settings.gateway.share_prefix_cache
         self.num_requests = 0
         """Requests for output whose responses are not over."""
-        self._unsent: deque[tuple[Any, m.Abort | m.Closed]] = deque()
+        self._unsent: deque[tuple[Any, m.Abort | m.Closed | m.Submit]] = deque()
         """Messages that full sockets refused. `flush` sends them; nothing is opened before it has."""
         self.admission = Admission(
             topology.max_open_of_one(stage.settings), topology.max_open_tokens_of_one(stage.settings)
@@ -93,6 +93,30 @@ class RequestTable:
     def newest(self) -> Iterator[PromptRequest]:
         """Open prompt requests, the newest first. Don't await while iterating."""
         return reversed(self._table.values())
+
+    def open_prompts(self) -> list[PromptRequest]:
+        """Those whose closing messages have not all arrived, the oldest first."""
+        return [one for one in self._table.values() if not one.is_closed]
+
+    def submit_again(self, prompt_request: PromptRequest) -> None:
+        """Send a request, which a stage has lost, again. It has its credits already."""
+        submit = prompt_request.submit
+        self._stage.log.debug("submitted again", extra=log_fields(prompt_request, attempt=submit.attempt))
+        self._send(self._ingest_of(submit.request_id), submit)
+        if prompt_request.is_aborted or prompt_request.is_released:
+            self._send_abort(prompt_request)
+
+    def give_up(self, prompt_request: PromptRequest) -> None:
+        """Close a request that kills a stage: it is not submitted again."""
+        if prompt_request.generates:
+            self.send_aborts(prompt_request.id, prompt_request.submit.attempt)
+            self.send_closed(prompt_request.id, prompt_request.submit.attempt)
+        self._close(prompt_request)
+
+    def drop_unsent(self, name: str) -> None:
+        """A stage's process has died: drop what waits for it."""
+        lost = self._stage.outboxes[name]
+        self._unsent = deque((outbox, message) for outbox, message in self._unsent if outbox is not lost)
 
     async def idle(self) -> None:
         """Wait until nothing is open. The caller sets the deadline."""
@@ -313,6 +337,10 @@ class RequestTable:
         self._send(self._ingest_of(request_id), abort)
         self._send(self._schedule, abort)
 
+    def send_closed(self, request_id: int, attempt: int) -> None:
+        """Have schedule forget a request that is not in the table."""
+        self._send(self._schedule, m.Closed(request_id, attempt))
+
     def fail_all(self, error: ApiError) -> None:
         """Fail all open requests."""
         self._stage.replay_context.event("fail all")
@@ -370,7 +398,7 @@ class RequestTable:
     def _ingest_of(self, request_id: int) -> Any:
         return self._ingests[topology.shard(request_id, len(self._ingests))]
 
-    def _send(self, outbox: Any, message: m.Abort | m.Closed) -> None:
+    def _send(self, outbox: Any, message: m.Abort | m.Closed | m.Submit) -> None:
         if self._unsent or not outbox.send(message):  # in order: a Closed must not overtake its Abort
             self._unsent.append((outbox, message))
 

@@ -6,6 +6,7 @@ table any more are dropped; if the sender still works on such a request, an `Abo
 
 import time
 
+import msgspec
 import numpy as np
 
 from pipeline.runtime import messages as m
@@ -37,6 +38,15 @@ class ResultHandler:
         for request in requests.values():
             request.publish()
 
+    def handle(self, message: m.Deltas | m.Accepted | m.Rejected) -> None:
+        match message:
+            case m.Deltas():
+                self.deltas(message)
+            case m.Accepted():
+                self.accepted(message)
+            case m.Rejected():
+                self.rejected(message)
+
     def accepted(self, message: m.Accepted) -> None:
         """Ingest has tokenized a prompt.
 
@@ -44,8 +54,14 @@ class ResultHandler:
         `Abort` would stay in schedule for ever. A request that never was in the table is aborted at its first delta.
         """
         ids = self._stage.arrays.take(message.prompt_ids, np.int32)
-        prompt_request = self._find(message.request_id, message.attempt, is_open=False)
-        if prompt_request is None or prompt_request.prompt_ids is not None:
+        prompt_request = self._table.get(message.request_id)
+        if prompt_request is None or prompt_request.submit.attempt != message.attempt:
+            return
+        if (compiled := message.compiled_grammar) is not None:  # not checked again, if it is submitted again
+            submit = prompt_request.submit
+            options = msgspec.structs.replace(submit.options, grammar=None, compiled_grammar=compiled)
+            prompt_request.submit = msgspec.structs.replace(submit, options=options)
+        if prompt_request.prompt_ids is not None:
             return
         request = prompt_request.request
         prompt_request.prompt_ids = ids
@@ -121,6 +137,7 @@ class ResultHandler:
             if sequence.finish != m.Finish.NONE:
                 continue
             request = prompt_request.request
+            prompt_request.is_confirmed = True
             if not request.is_released:
                 offset = message.id_offsets[i]
                 if not request.parsed.hides_output:
@@ -162,11 +179,12 @@ class ResultHandler:
 
     def _find(self, request_id: int, attempt: int, *, is_open: bool = True) -> PromptRequest | None:
         """The prompt request that a message is about. Returns None for a message of an earlier attempt, and if there is
-        no such request; then it is aborted if `is_open`, that is, if the sender goes on with it."""
+        no such request; then schedule forgets it, and it is aborted if `is_open`: if the sender goes on with it."""
         prompt_request = self._table.get(request_id)
         if prompt_request is None:
             if is_open:
                 self._table.send_aborts(request_id, attempt)
+            self._table.send_closed(request_id, attempt)
             return None
         return prompt_request if prompt_request.submit.attempt == attempt else None
 

@@ -40,6 +40,7 @@ from pipeline.stages.gateway.http.refusal_log import RefusalLog
 from pipeline.stages.gateway.page import files
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from pipeline.stages.gateway.readiness import Readiness
+from pipeline.stages.gateway.recovery import Recovery
 from pipeline.stages.gateway.replayed import SHUTTING_DOWN, ReplayedClients
 from pipeline.stages.gateway.request_table import RequestTable
 from pipeline.stages.gateway.results import ResultHandler
@@ -77,6 +78,7 @@ class GatewayStage:
         self._aborter = RequestAborter(stage, self._requests)
         self._stats = StatsQuery(stage)
         self._resetter = PrefixCacheResetter(stage)
+        self._recovery = Recovery(stage, self._requests, self._aborter, self._resetter)
         model = ServedModel(stage.model_dir, settings, self._requests.formats)
         defaults = generation_config.load(settings, stage.model_dir)
         if stage.replica == 0 and defaults != generation_config.GenerationDefaults():
@@ -211,12 +213,8 @@ class GatewayStage:
 
     def _handle(self, message: m.GatewayInbox) -> None:
         match message:
-            case m.Deltas():
-                self._results.deltas(message)
-            case m.Accepted():
-                self._results.accepted(message)
-            case m.Rejected():
-                self._results.rejected(message)
+            case m.Deltas() | m.Accepted() | m.Rejected():
+                self._results.handle(message)
             case m.Health():
                 self._health.handle_reply(message)
             case m.StatsAnswer():
@@ -227,6 +225,8 @@ class GatewayStage:
                 self._aborter.handle_reply(message)
             case m.PrefixCacheReset():
                 self._resetter.handle_reply(message)
+            case m.PeerRestarted():
+                self._recovery.peer_restarted(message)
             case m.LateStages():
                 self._requests.late_stages.update(message)
             case m.Ping(nonce):

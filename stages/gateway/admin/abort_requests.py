@@ -102,5 +102,9 @@ class RequestAborter:
             m.RequestsAborted(self._stage.replica, message.nonce, found)
         )
 
+    def lost(self, replica: int) -> None:
+        """Another gateway has died, and its requests with it."""
+        self._pending.lost([], replica)
+
     def handle_reply(self, message: m.RequestsAborted) -> None:
         self._pending.handle(message.nonce, message.places, message.gateway)

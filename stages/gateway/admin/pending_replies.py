@@ -46,6 +46,16 @@ class PendingReplies(Generic[Reply]):
         self._questions[nonce] = _Question(peers)
         return nonce
 
+    @property
+    def nonces(self) -> list[int]:
+        """Of the questions that are not answered."""
+        return list(self._questions)
+
+    def lost(self, reply: Reply, peer: int) -> None:
+        """A peer has died: this stands for its replies."""
+        for nonce in self.nonces:
+            self.handle(nonce, reply, peer)
+
     def handle(self, nonce: int, reply: Reply, peer: int = ONLY_PEER) -> None:
         """A reply has arrived. Late and repeated replies are ignored."""
         question = self._questions.get(nonce)

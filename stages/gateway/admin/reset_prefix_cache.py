@@ -52,5 +52,10 @@ class PrefixCacheResetter:
             raise overloaded("the queue to its stages is full")
         return nonce
 
+    def repeat(self) -> None:
+        """Send the resets without a reply again: a stage that had one of them, or its reply, has died."""
+        for nonce in self._pending.nonces:
+            self._stage.outbox("schedule").send(m.ResetPrefixCache(self._stage.replica, nonce))
+
     def handle_reply(self, message: m.PrefixCacheReset) -> None:
         self._pending.handle(message.nonce, message.num_blocks)

@@ -1,0 +1,86 @@
+"""What the gateway does when a stage's process has been replaced: it submits the stage's requests again.
+
+    ingest died       requests that schedule may not have: the same `Submit` again. Schedule ignores one that it has
+    schedule died     all requests: `Submit` with the next attempt, and with the output that has arrived
+    detokenize died   nothing: schedule tells the successor everything again, and results.py skips what has arrived
+
+Aborts are repeated too. A request that was in work at two deaths of one kind of stage probably causes them: it fails.
+"""
+
+from http import HTTPStatus
+
+import msgspec
+
+from pipeline.runtime import messages as m
+from pipeline.runtime import topology
+from pipeline.runtime.stage import Stage
+from pipeline.stages.gateway.admin.abort_requests import RequestAborter
+from pipeline.stages.gateway.admin.reset_prefix_cache import PrefixCacheResetter
+from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.request import PromptRequest
+from pipeline.stages.gateway.request_table import RequestTable, log_fields
+
+MAX_STRIKES = 2
+"""Deaths of a stage while it worked on a request, before the request fails."""
+
+
+class Recovery:
+    """Handles `PeerRestarted`."""
+
+    def __init__(
+        self,
+        stage: "Stage[m.GatewayInbox]",
+        requests: RequestTable,
+        aborter: RequestAborter,
+        resetter: PrefixCacheResetter,
+    ) -> None:
+        self._stage = stage
+        self._requests = requests
+        self._aborter = aborter
+        self._resetter = resetter
+        self._num_ingests = topology.num_replicas(stage.settings, "ingest")
+
+    def peer_restarted(self, message: m.PeerRestarted) -> None:
+        stage, _, replica = message.peer.name.partition(".")
+        if message.suspect is not None:
+            self._strike(message.suspect, stage)
+        match stage:
+            case "ingest":
+                self._requests.drop_unsent(message.peer.name)
+                for one in self._requests.open_prompts():
+                    if topology.shard(one.id, self._num_ingests) == int(replica) and not one.is_with_schedule:
+                        self._requests.submit_again(one)
+            case "schedule":
+                self._requests.drop_unsent(message.peer.name)
+                for one in self._requests.open_prompts():
+                    if one.generates:
+                        one.submit = next_attempt(one)
+                        one.is_confirmed = False
+                        self._requests.submit_again(one)
+                self._resetter.repeat()
+            case "detokenize":
+                self._resetter.repeat()
+            case "gateway":
+                self._aborter.lost(int(replica))
+        self._stage.reconnected(message)
+
+    def _strike(self, request_id: int, stage: str) -> None:
+        """A process of this stage has died while it worked on a request."""
+        prompt_request = self._requests.get(request_id)
+        if prompt_request is None or prompt_request.is_closed:
+            return
+        prompt_request.num_strikes += 1
+        if prompt_request.num_strikes >= MAX_STRIKES:
+            message = f"{stage} died {prompt_request.num_strikes} times while it worked on this request"
+            self._stage.log.error("failed", extra=log_fields(prompt_request, why=message))
+            prompt_request.request.fail(ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message, code="stage_died"))
+            self._requests.give_up(prompt_request)
+
+
+def next_attempt(prompt_request: PromptRequest) -> m.Submit:
+    """The request as it is submitted after schedule has died: with the output that its client has, or will get."""
+    submit = prompt_request.submit
+    outputs: list[m.Array] = [bytes(sequence.ids) for sequence in prompt_request.sequences]
+    return msgspec.structs.replace(
+        submit, attempt=submit.attempt + 1, outputs=outputs if any(outputs) else list(submit.outputs)
+    )
