@@ -72,6 +72,8 @@ class Rig:
         }
         self._queues: dict[str, list[Any]] = {name: [] for name in self._inboxes}
         self._address = addresses[f"{stage}.0"]
+        self._incarnations: dict[str, int] = {}
+        """Of neighbours that were restarted."""
         self._outboxes: dict[str, Outbox[Any]] = {}
         self._fds: list[int] = []
         self._memories = Memories()
@@ -139,8 +141,9 @@ class Rig:
             raise self._error
         assert not alive, "the stage did not stop"
 
-    def send(self, message: Any, sender: str = "supervisor.0", incarnation: int = 1) -> None:
-        """Send to the stage as `sender`."""
+    def send(self, message: Any, sender: str = "supervisor.0", incarnation: int = 0) -> None:
+        """Send to the stage as `sender`, whose newest process it is unless `incarnation` names another one."""
+        incarnation = incarnation or self._incarnations.get(sender, 1)
         key = f"{sender}#{incarnation}"
         if key not in self._outboxes:
             self._outboxes[key] = Outbox(self._context, self._address, m.Envelope(sender, incarnation), 100_000)
@@ -172,12 +175,28 @@ class Rig:
         self.send(m.Start(facts))
         return ready
 
+    def restart(self, name: str, suspect: int | None = None) -> None:
+        """Replace a neighbour's process, such as `schedule.0`: tell the stage, and wait until it has answered. What was
+        sent to the dead process is lost."""
+        epoch = next(_numbers)
+        self._incarnations[name] = incarnation = self._incarnations.get(name, 1) + 1
+        address = ""
+        if (key := name.removesuffix(".0")) in self._inboxes:
+            address = address_of(self._server, name, incarnation)
+            self._inboxes[key].close()
+            self._inboxes[key] = Inbox[Any](self._context, address, INBOXES[name.partition(".")[0]])
+            self._queues[key].clear()
+        bound = topology.bound_of(self.settings)
+        self.send(m.PeerRestarted(epoch, m.PeerInbox(name, address, bound), incarnation, [], suspect=suspect))
+        reconnected = self.receive("supervisor", m.Reconnected)
+        assert reconnected == m.Reconnected(epoch)
+
     def load(self) -> Any:
         """The stage's stats, once it has handled all earlier messages: messages of two neighbours have no order, so
         each of them pings."""
         newest: dict[str, int] = {"supervisor.0": 1}
         for sender, _, incarnation in (key.partition("#") for key in self._outboxes):
-            newest[sender] = max(newest.get(sender, 0), int(incarnation))
+            newest[sender] = max(newest.get(sender, self._incarnations.get(sender, 0)), int(incarnation))
         awaited = set()
         for name, last in newest.items():
             awaited.add(nonce := next(_numbers))

@@ -223,6 +223,11 @@ class OutputProcessor:
         self._unsent[sequence.gateway][opening.seq] = sequence
         return [] if opening.finish else [_abort_of(sequence)]
 
+    def clear(self) -> None:
+        """Forget all sequences and their pending output."""
+        self._live.clear()
+        self._unsent.clear()
+
     @property
     def num_unsent(self) -> int:
         """Sequences with output that their gateway has not got."""
@@ -355,7 +360,7 @@ class OutputProcessor:
         return piece.encode() if isinstance(piece, str) else piece
 
     def mark_sent(self, gateway: int) -> None:
-        """The gateway's socket accepted `deltas`."""
+        """The gateway's socket accepted `deltas`, or the gateway has died."""
         for sequence in self._unsent[gateway].values():
             sequence.mark_sent()
         self._unsent[gateway].clear()

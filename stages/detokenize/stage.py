@@ -77,6 +77,8 @@ class DetokenizeStage:
                 self._pending.append((self._stage.outbox("gateway", message.gateway), rejected))
             case m.PrefixCacheReset():
                 self._pending.append((self._stage.outbox("gateway", message.gateway), message))
+            case m.PeerRestarted():
+                self._peer_restarted(message)
             case m.Ping():
                 self._stage.supervisor.send(m.Pong(message.nonce, m.PlainLoad(len(self._output_processor))))
             case m.Start():
@@ -86,6 +88,18 @@ class DetokenizeStage:
                 self.stopped = True
             case _:
                 assert_never(message)
+
+    def _peer_restarted(self, message: m.PeerRestarted) -> None:
+        """Forget what the dead process owned, and what is left to send to it. The gateways submit the requests of a dead
+        schedule again."""
+        stage, _, replica = message.peer.name.partition(".")
+        if stage == "schedule":
+            self._output_processor.clear()
+        else:
+            self._output_processor.mark_sent(int(replica))
+        lost = self._stage.outbox(stage, int(replica))
+        self._pending = [(outbox, pending) for outbox, pending in self._pending if outbox is not lost]
+        self._stage.reconnected(message)
 
     def _settle(self, message: m.Settled) -> None:
         begin_s = time.monotonic()
