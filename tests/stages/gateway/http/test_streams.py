@@ -246,12 +246,14 @@ class TestDisconnectedClients:
         gate.rig.until(lambda load: load.num_open_requests == 0)
 
 
-def test_a_delta_of_an_unknown_request_is_answered_with_abort(gate: Gate) -> None:
+def test_an_unknown_request_is_aborted_and_forgotten(gate: Gate) -> None:
     unknown = m.Submit(77, 3, 0, 0.0, m.TextPrompt(""), m.GenerationOptions(max_tokens=1))
     gate.delta(unknown, "x")
     for stage in ("ingest", "schedule"):
         assert gate.rig.receive(stage, m.Abort) == m.Abort(77, 3)
+    assert gate.rig.receive("schedule", m.Closed) == m.Closed(77, 3)
     gate.finish(unknown)
+    assert gate.rig.receive("schedule", m.Closed) == m.Closed(77, 3)
     gate.rig.load()
     assert gate.rig.nothing("schedule", 0)
 
