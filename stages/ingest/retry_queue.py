@@ -46,6 +46,10 @@ class RetryQueue:
         if self._refused:
             self._start_timer()
 
+    def drop(self, outbox: Outbox[Any]) -> None:
+        """Drop what was refused on the way to a process that has died."""
+        self._refused.pop(outbox, None)
+
     def _start_timer(self) -> None:
         if self._timer is None and not self._replay_context().is_replaying:
             self._timer = asyncio.get_running_loop().call_later(RETRY_S, self._on_timer)

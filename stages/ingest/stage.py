@@ -146,12 +146,27 @@ class IngestStage:
                 )
                 gc.collect()
                 gc.freeze()  # what is loaded by now is never freed
+            case m.PeerRestarted():
+                self._peer_restarted(message)
             case m.Ping(nonce):
                 self._stage.supervisor.send(m.Pong(nonce, m.PlainLoad(self._num_open())))
             case m.Stop():
                 self._stopping = True
             case never:
                 assert_never(never)
+
+    def _peer_restarted(self, message: m.PeerRestarted) -> None:
+        """Drop the requests of a dead gateway, and what was not sent to the dead process: slabs that it alone had still
+        to release are free. The gateways submit the requests of a dead schedule again."""
+        stage, _, replica = message.peer.name.partition(".")
+        if stage == "gateway":
+            lost = int(replica)
+            for key in [key for key, submit in self._waiting.items() if submit.gateway == lost]:
+                del self._waiting[key]
+            for key in [key for key, (submit, _) in self._encoding.items() if submit.gateway == lost]:
+                self._encoding.pop(key)[1].cancel()
+        self._retry_queue.drop(self._stage.outbox(stage, int(replica)))
+        self._stage.reconnected(message)
 
     def _work(self) -> None:
         """Prepare prompts for a slice of time, the oldest first, at least one."""
@@ -261,7 +276,8 @@ class IngestStage:
         self._record_accepted(submit, ids, began_s, done_s)
         # The gateway first: it should have the prompt before any output comes.
         echo = prepared.text, prepared.token_strs, began_s, done_s, prepared.pieces, prepared.tail
-        accepted = m.Accepted(submit.request_id, submit.attempt, array, *echo)
+        grammar = submit.options.compiled_grammar or None
+        accepted = m.Accepted(submit.request_id, submit.attempt, array, *echo, compiled_grammar=grammar)
         self._retry_queue.send(self._stage.outbox("gateway", submit.gateway), accepted)
         if max_tokens == 0:
             return

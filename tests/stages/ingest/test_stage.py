@@ -42,9 +42,9 @@ def ids_in(rig: Rig, array: m.Array) -> list[int]:
     return np.frombuffer(rig.bytes_of(array), np.int32).tolist()
 
 
-def release(array: m.Array) -> m.Release:
+def release(rig: Rig, array: m.Array, reader: str) -> None:
     assert isinstance(array, ShmRef)
-    return m.Release([array.offset], [array.generation])
+    rig.send(m.Release([array.offset], [array.generation], reader), reader)
 
 
 def test_a_request_that_overtakes_start_waits_for_it(tmp_path: Path) -> None:
@@ -102,9 +102,9 @@ def test_a_large_prompt_is_shared_once_and_freed_after_both_readers_release_it(t
         assert isinstance(admit.prompt_ids, ShmRef)
         assert accepted.prompt_ids == admit.prompt_ids
         assert len(ids_in(rig, admit.prompt_ids)) == 5000
-        rig.send(release(admit.prompt_ids), "schedule.0")
+        release(rig, admit.prompt_ids, "schedule.0")
         assert rig.until(lambda load: load.num_open == 1)
-        rig.send(release(accepted.prompt_ids), "gateway.0")
+        release(rig, accepted.prompt_ids, "gateway.0")
         rig.until(lambda load: load.num_open == 0)
 
 
@@ -128,8 +128,8 @@ def test_aborting_a_waiting_request_sends_a_reply_and_stops_it(long_rig: Rig) ->
     assert (rejected.request_id, rejected.failure.status, rejected.failure.code) == (2, 499, "aborted")
     admit = long_rig.receive("schedule")
     assert admit.request_id == 1
-    long_rig.send(release(admit.prompt_ids), "schedule.0")
-    long_rig.send(release(long_rig.receive("gateway", m.Accepted).prompt_ids), "gateway.0")
+    release(long_rig, admit.prompt_ids, "schedule.0")
+    release(long_rig, long_rig.receive("gateway", m.Accepted).prompt_ids, "gateway.0")
     long_rig.until(lambda load: load.num_open == 0)
     assert long_rig.nothing("schedule")
 
@@ -252,7 +252,7 @@ def test_resumed_ids_are_forwarded_in_shared_memory_with_their_finish(tmp_path: 
         assert admit.finishes == bytes([m.Finish.NONE, m.Finish.STOP])
         assert isinstance(admit.outputs[0], ShmRef)
         assert rig.until(lambda load: load.num_open == 1)
-        rig.send(release(admit.outputs[0]), "schedule.0")
+        release(rig, admit.outputs[0], "schedule.0")
         rig.until(lambda load: load.num_open == 0)
         rig.send(msgspec.structs.replace(tiny.submit("hi"), outputs=[b"\xff\xff\xff\x7f", b""]), "gateway.0")
         failure = rig.receive("gateway", m.Rejected).failure

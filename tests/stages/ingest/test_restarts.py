@@ -1,0 +1,120 @@
+"""What the stage drops when a neighbour's process is replaced, and requests that are submitted again."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pipeline.config.settings import GatewaySettings, Settings
+from pipeline.runtime import messages as m
+from pipeline.runtime.channels import Outbox
+from tests.rig import Rig
+from tests.stages.ingest import models as tiny
+from tests.stages.ingest import test_reply_grammar as grammars
+from tests.stages.ingest.test_stage import LONG_TEXT, release
+
+chat_rig = grammars.rig
+
+
+def rig_of(folder: Path) -> Rig:
+    return Rig("ingest", Settings(gateway=GatewaySettings(replicas=2)), folder)
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    with rig_of(tiny.folder(tmp_path)) as rig:
+        rig.start(tiny.facts(max_model_len=10_000))
+        yield rig
+
+
+def submit_of(gateway: int, request_id: int, text: str = "hi") -> m.Submit:
+    return msgspec.structs.replace(tiny.submit(text, request_id=request_id), gateway=gateway)
+
+
+def test_requests_of_a_dead_gateway_that_wait_or_are_encoded_are_dropped(smollm2_dir: Path) -> None:
+    with rig_of(smollm2_dir) as rig:
+        rig.start(tiny.facts(max_model_len=1_000_000, vocab_size=49152))
+        rig.send(submit_of(0, 1, LONG_TEXT), "gateway.0")  # occupies the encoding thread
+        rig.until(lambda load: load.num_open == 1)
+        rig.send(submit_of(1, 2, LONG_TEXT), "gateway.1")
+        rig.until(lambda load: load.num_open == 2)
+        rig.restart("gateway.1")
+        admit = rig.receive("schedule", m.Admit)
+        assert admit.request_id == 1
+        accepted = rig.receive("gateway", m.Accepted)
+        release(rig, admit.prompt_ids, "schedule.0")
+        release(rig, accepted.prompt_ids, "gateway.0")
+        rig.until(lambda load: load.num_open == 0)
+        assert rig.nothing("schedule")
+        assert rig.nothing("gateway.1")
+
+
+def test_requests_that_wait_for_start_are_dropped_with_their_gateway(tmp_path: Path) -> None:
+    with rig_of(tiny.folder(tmp_path)) as rig:
+        for gateway in (0, 1):
+            rig.send(submit_of(gateway, gateway), f"gateway.{gateway}")
+        rig.until(lambda load: load.num_open == 2)
+        rig.restart("gateway.0")
+        assert rig.load().num_open == 1
+        rig.start(tiny.facts())
+        assert rig.receive("schedule", m.Admit).request_id == 1
+
+
+@pytest.mark.parametrize(("dead", "kind"), [("schedule.0", m.Admit), ("gateway.1", m.Accepted)])
+def test_what_was_not_sent_to_a_dead_process_is_dropped(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, dead: str, kind: type
+) -> None:
+    really = Outbox.send
+    with monkeypatch.context() as patch:
+        patch.setattr(Outbox, "send", lambda outbox, message: not isinstance(message, kind) and really(outbox, message))
+        rig.send(submit_of(1, 1), "gateway.1")
+        rig.until(lambda load: load.num_open == 1)
+        rig.restart(dead)
+        assert rig.load().num_open == 0
+    rig.send(submit_of(1, 2), "gateway.1")
+    inbox = dead.removesuffix(".0")
+    assert rig.receive(inbox).request_id == 2
+    assert rig.nothing(inbox)
+
+
+def test_slabs_that_only_a_dead_process_had_to_release_are_free(rig: Rig) -> None:
+    rig.send(submit_of(0, 1, "x" * 5000), "gateway.0")
+    accepted = rig.receive("gateway", m.Accepted)
+    release(rig, accepted.prompt_ids, "gateway.0")
+    assert rig.load().num_open == 1
+    rig.restart("schedule.0")
+    assert rig.load().num_open == 0
+
+
+@pytest.mark.parametrize("thinks", ["yes", "no", "perhaps"])
+def test_a_request_that_comes_again_with_its_compiled_grammar_has_the_same_options(chat_rig: Rig, thinks: str) -> None:
+    requested = m.Grammar("json_schema", '{"enum": ["a"]}', "response_format")
+    submit = grammars.submit(thinks, requested, tools=json.dumps(grammars.TOOLS))
+    chat_rig.send(submit, "gateway.0")
+    first, accepted = chat_rig.receive("schedule", m.Admit), chat_rig.receive("gateway", m.Accepted)
+    assert accepted.compiled_grammar
+    options = msgspec.structs.replace(submit.options, grammar=None, compiled_grammar=accepted.compiled_grammar)
+    chat_rig.send(msgspec.structs.replace(submit, options=options), "gateway.0")
+    again = chat_rig.receive("schedule", m.Admit)
+    assert bytes(again.options) == bytes(first.options)
+    assert chat_rig.receive("gateway", m.Accepted).compiled_grammar == accepted.compiled_grammar
+
+
+def test_requests_without_a_grammar_are_accepted_without_one(rig: Rig) -> None:
+    rig.send(submit_of(0, 1), "gateway.0")
+    assert rig.receive("gateway", m.Accepted).compiled_grammar is None
+
+
+def test_a_grammar_that_is_checked_for_a_dead_gateway_is_forgotten(rig: Rig) -> None:
+    grammar = m.Grammar("regex", "a+", "guided_regex")
+    again = submit_of(1, 1)
+    again = msgspec.structs.replace(again, options=msgspec.structs.replace(again.options, grammar=grammar))
+    rig.send(again, "gateway.1")  # the check takes as long as its process takes to start
+    rig.until(lambda load: load.num_open == 1)
+    rig.restart("gateway.1")
+    assert rig.load().num_open == 0
+    rig.send(again, "gateway.1")
+    assert rig.receive("schedule", m.Admit).request_id == 1
+    assert rig.nothing("schedule")
