@@ -19,7 +19,7 @@ MOMENTS = {"while prompts are read": 1, "in the middle": 150, "near the end": 33
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with Server("supervisor.max_restarts=1000", "log_level=debug") as server:
+    with Server("supervisor.max_restarts=1000", "schedule.policy=priority", "log_level=debug") as server:
         yield server
 
 
