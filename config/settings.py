@@ -63,7 +63,7 @@ class SupervisorSettings(Frozen, frozen=True):
             ge=0,
             le=1_000_000,
             description="Kill and restart a stage that has not answered pings for this long. The executor may take "
-            "longer while it computes. 0 never kills."
+            "longer while it computes. 0 never kills.",
         ),
     ] = 30.0
 

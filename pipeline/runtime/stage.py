@@ -89,7 +89,7 @@ class Stage(Generic[T]):
         self.supervisor.send(m.Ready(facts))
 
     def reconnected(self, message: m.PeerRestarted) -> None:
-        """Answer it: this stage has told the successor what it owns."""
+        """Answer it: this stage has sent the successor what it owns."""
         self.supervisor.send(m.Reconnected(message.epoch))
 
     def release(self) -> None:

@@ -1,10 +1,10 @@
-"""Decides what happens when a stage's process dies: when its successor starts, and who is told of it when.
+"""Decides what happens when a stage's process dies: when its successor starts, and who learns of it when.
 
-    died ──► restart after a delay ──► the other stages are told ──all have answered──► the gateways are told ──► over
+    died ──► restart after a delay ──► the other stages learn of it ──all have answered──► the gateways learn of it
       └────► give up: it has died too often
 
-Gateways are told last: they submit requests again, through stages that must use the successor's inbox by then. They are
-told of restarts in order. A process that is started later begins with the newest channels, and is not told of older
+Gateways are the last: they submit requests again, through stages that must use the successor's inbox by then. They
+learn of restarts in order. A process that is started later begins with the newest channels, and does not learn of older
 restarts. All of this is pure: times and names go in, decisions come out.
 """
 
@@ -70,13 +70,13 @@ class Recovery:
         return not self._rounds
 
     def died(self, name: str, stages: Iterable[str], gateways: Iterable[str]) -> int:
-        """A process has died: these are to be told of its successor, the stages at once. Returns the round's epoch."""
+        """A process has died: these learn of its successor, the stages at once. Returns the epoch of the round."""
         self._epoch += 1
         for one in self._rounds:
             one.stages.discard(name)
             one.gateways.discard(name)
             if one.name == name and not one.are_gateways_told:
-                one.gateways.clear()  # they are told of the newest successor only
+                one.gateways.clear()  # they are informed of the newest successor only
         self._rounds.append(Round(self._epoch, name, set(stages) - {name}, set(gateways) - {name}))
         return self._epoch
 
@@ -88,7 +88,7 @@ class Recovery:
                 one.gateways.discard(name)
 
     def rounds_for_gateways(self) -> list[Round]:
-        """The rounds of which the gateways are to be told now, in order. Each is returned once."""
+        """The rounds of which the gateways are to be informed now, in order. Each is returned once."""
         due: list[Round] = []
         for one in self._rounds:
             if one.stages and not one.are_gateways_told:

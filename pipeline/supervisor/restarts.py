@@ -1,8 +1,8 @@
-"""Restarts stages that have died: a new process with new channels, which the other stages are told of.
+"""Restarts stages that have died: a new process with new channels, which the other stages are informed of.
 
-    died ──► channels renewed, others told ──delay──► spawned ──► Ready ──► Start ──► serves again
+    died ──► channels renewed, others informed ──delay──► spawned ──► Ready ──► Start ──► serves again
 
-What the stages do with `PeerRestarted` is theirs: whoever owns a fact tells it to the successor again.
+What the stages do with `PeerRestarted` is theirs: the owner of a fact sends it to the successor again.
 """
 
 import logging

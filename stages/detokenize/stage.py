@@ -90,8 +90,8 @@ class DetokenizeStage:
                 assert_never(message)
 
     def _peer_restarted(self, message: m.PeerRestarted) -> None:
-        """Forget what the dead process owned, and what is left to send to it. The gateways submit the requests of a dead
-        schedule again."""
+        """Forget what the dead process owned, and what is left to send to it. The gateways submit the requests of a
+        dead schedule again."""
         stage, _, replica = message.peer.name.partition(".")
         if stage == "schedule":
             self._output_processor.clear()

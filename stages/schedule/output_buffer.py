@@ -3,7 +3,7 @@
 Output stays pending until it was sent. If a full socket refuses a message, the next one has its content too.
 
 Sequences keep their ids and records until their request is closed. When a process of detokenize has died, its successor
-is told all of them again, in the same way.
+receives all of them again, in the same way.
 """
 
 from collections.abc import Iterator

@@ -28,7 +28,7 @@ class RequestState(msgspec.Struct, eq=False):
     open_sequences: dict[int, "Sequence"] = {}
     """By index: sequences that have not finished."""
     sequences: list["Sequence"] = []
-    """All of them, until the request is closed: a successor of detokenize is told their output again."""
+    """All of them, until the request is closed: a successor of detokenize receives their output again."""
     queued_s: float = 0.0
     """When it was admitted, by time.monotonic()."""
     root: bytes = prefix.ROOT

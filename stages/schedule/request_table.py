@@ -56,7 +56,7 @@ class RequestStates:
         self._tombstones: OrderedDict[tuple[int, int], None] = OrderedDict()
         self._next_seq = 1
         self._refusals: dict[int, m.Refuse] = {}
-        """By request id, until the request is closed: a successor of detokenize is told them again."""
+        """By request id, until the request is closed: a successor of detokenize receives them again."""
 
     def admit(self, message: m.Admit) -> list[m.Open | m.Refuse]:
         """Add a request. Returns the messages for detokenize: an `Open` for each sequence, or a `Refuse`.
@@ -187,7 +187,7 @@ class RequestStates:
     # ------------------------------------------------------------------------------------------ restarts of stages
 
     def gateway_lost(self, gateway: int) -> None:
-        """A gateway has died: nobody closes its requests any more."""
+        """A gateway has died: no one closes its requests any more."""
         lost = [one.request_id for one in self.by_id.values() if one.gateway == gateway]
         lost += [one.request_id for one in self._refusals.values() if one.gateway == gateway]
         for request_id in lost:

@@ -20,6 +20,7 @@ from pipeline.replay.compare import compare
 from pipeline.replay.recorder import FileWriter, RecordingContext
 from pipeline.runtime import messages as m
 from pipeline.runtime.channels import Inbox, Outbox, address_of
+from pipeline.runtime.memories import Memories
 from pipeline.shm.arrays import ShmRef
 
 LOG = logging.getLogger("test")
@@ -125,7 +126,8 @@ def test_damage_is_reported_and_ends_the_entries(tmp_path: Path) -> None:
 
 def test_arrays_are_found_anywhere_in_a_message() -> None:
     one, two, three = (ShmRef("x", 64 * i, 3, 1) for i in range(3))
-    memories = {"x": memoryview(b"".join(bytes([65 + i]) * 64 for i in range(3)))}
+    memories = Memories()
+    memories.add("x", memoryview(b"".join(bytes([65 + i]) * 64 for i in range(3))))
     add = m.RowAdd(0, 0, 0, two, 3, three, msgspec.Raw(b"\xc0"))
     step = m.Step(1, 1, one, [add, add], b"", b"", b"", b"", b"", b"")
     assert list(refs(step)) == [one, two, three, two, three]
@@ -135,7 +137,7 @@ def test_arrays_are_found_anywhere_in_a_message() -> None:
 
 
 def context_for(path: Path, **order: Any) -> RecordingContext:
-    return RecordingContext(m.Record(0, str(path), **order), header(), {}, LOG)
+    return RecordingContext(m.Record(0, str(path), **order), header(), Memories(), LOG)
 
 
 def feed(replay_context: RecordingContext, num: int) -> None:

@@ -59,7 +59,7 @@ class ArenaHistory(RuleBasedStateMachine):
     @rule(key=slabs, reader=st.sampled_from(READERS))
     def release(self, key, reader):
         expected = key in self.live and reader in self.readers[key]
-        assert self.arena.release(*key, reader) == expected if key is not None else True
+        assert self.arena.release(key[0], key[1], reader) == expected if key is not None else True
         if expected:
             self.done(key, reader)
 

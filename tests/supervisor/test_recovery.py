@@ -1,4 +1,4 @@
-"""Which restarts are made, and who is told of them when."""
+"""Which restarts are made, and who is informed of them when."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -43,13 +43,13 @@ def test_one_ready_process_between_failed_starts_resets_their_count():
 
 
 class Histories(RuleBasedStateMachine):
-    """Random deaths and answers. Each process answers what it was told, in any order relative to others."""
+    """Random deaths and answers. Each process answers what it was sent, in any order relative to others."""
 
     def __init__(self) -> None:
         super().__init__()
         self.recovery = Recovery()
         self.told: dict[str, list[tuple[int, str]]] = {name: [] for name in NAMES}
-        """What each living process was told: epoch and name."""
+        """What each living process was sent: epoch and name."""
         self.unanswered: dict[str, list[int]] = {name: [] for name in NAMES}
         self.last_death: dict[str, int] = dict.fromkeys(NAMES, 0)
 

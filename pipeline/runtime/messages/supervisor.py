@@ -62,7 +62,7 @@ class Prepared(Message, frozen=True, tag="prepared"):
 
 
 class Reconnected(Message, frozen=True, tag="reconnected"):
-    """The answer to `PeerRestarted`: the stage uses the channels to the successor, and has told it what it owns."""
+    """The answer to `PeerRestarted`: the stage uses the channels to the successor, and has sent it what it owns."""
 
     epoch: int
 

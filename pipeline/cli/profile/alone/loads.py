@@ -11,6 +11,7 @@ followed by another request. `turn` sends the stage all input that is due, and r
 
 import time
 from collections import deque
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -261,7 +262,7 @@ class DetokenizeDriver(_NothingToClose):
         self._steps.came(self.num_tokens)
 
     def _settle(self) -> None:
-        put = self._harness.arena("schedule.0").put
+        put = partial(self._harness.arena("schedule.0").put, readers=("detokenize.0",))
         ids = (FIRST_ID + (self._seqs.astype(np.int64) * 131 + self._starts * 17) % NUM_IDS).astype(np.int32)
         self._places += 1
         is_last = self._places >= NUM_OUTPUT
