@@ -6,7 +6,6 @@ client ◄──SSE─── response_writer ◄──wake── ResultHandler �
 
 import asyncio
 import contextlib
-import gc
 import logging
 import socket
 import time
@@ -19,7 +18,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from pipeline.client.connection.zmq_address import address_of
-from pipeline.runtime import generation_config, topology
+from pipeline.runtime import generation_config, heap, topology
 from pipeline.runtime import messages as m
 from pipeline.runtime.api_keys import Keys
 from pipeline.runtime.async_inbox import AsyncInbox
@@ -240,8 +239,7 @@ class GatewayStage:
                 self._requests.admission.max_prompt_tokens = facts.max_model_len
                 self._limits.max_prompt_tokens = facts.max_model_len
                 self._limits.vocab_size, self._limits.hidden_size = facts.vocab_size, facts.hidden_size
-                gc.collect()
-                gc.freeze()
+                heap.freeze()
             case m.Drain(deadline_s):
                 self._readiness.is_draining = True
                 self._cancel_background(SHUTTING_DOWN)
