@@ -230,11 +230,13 @@ class GatewayStage:
             case m.LateStages():
                 self._requests.late_stages.update(message)
             case m.Ping(nonce):
+                self._readiness.pinged_s = time.monotonic()
                 self._requests.log_refused()
                 self._refusal_log.flush()
                 self._stage.supervisor.send(m.Pong(nonce, m.GatewayLoad(self._requests.num_open)))
             case m.Start(facts):
                 self._readiness.facts = facts
+                self._readiness.pinged_s = time.monotonic()
                 self._requests.admission.max_prompt_tokens = facts.max_model_len
                 self._limits.max_prompt_tokens = facts.max_model_len
                 self._limits.vocab_size, self._limits.hidden_size = facts.vocab_size, facts.hidden_size
