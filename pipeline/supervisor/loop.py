@@ -101,7 +101,7 @@ class SupervisorLoop:
         server = resources.server
         self._stats_collector = StatsCollector(server, SUPERVISOR, self._questions)
         self._admin_server = AdminServer(
-            self._context, server, self._questions, self._gather_stats, self.table.names_of_ready
+            self._context, server, self._questions, self._gather_stats, self.table.names_of_ready, self._restart
         )
         self._signals = TerminationSignals()
         self.poller.register(self._inbox.fileno(), zmq.POLLIN)
@@ -124,6 +124,7 @@ class SupervisorLoop:
 
     def close(self) -> None:
         """Kill the children that are left and free everything. The resources belong to the caller."""
+        self._restarts.planned.close()
         self.table.close()
         self._signals.close()
         self._inbox.close()
@@ -151,8 +152,10 @@ class SupervisorLoop:
                     raise StageKilled(child.name, reason)
                 self._log.error(f"cannot start: {child.stage}: {reason}")
                 raise Stopping(EXIT_NOT_STARTED)
+            is_asked_for = self._restarts.planned.has_killed(child.name)
             why_not = self._restarts.died(child)
-            self._log.error(f"{child.name} died: {reason}{f'; not restarted: {why_not}' if why_not else ''}")
+            if not is_asked_for:
+                self._log.error(f"{child.name} died: {reason}{f'; not restarted: {why_not}' if why_not else ''}")
             if why_not:
                 self.reasons = {child.name: reason}
                 self.table.mark_dead(child)
@@ -234,6 +237,8 @@ class SupervisorLoop:
             case m.Prepared():
                 self.prepared = message
                 self._resources.hold_model(message.model_dir)
+            case m.Drained() if not self.is_ending:
+                self._restarts.planned.drained(sender)
             case m.Drained():
                 self.drained.add(sender)
                 # New connections are refused instead of waiting in the backlog.
@@ -259,6 +264,13 @@ class SupervisorLoop:
         state = "draining" if self.is_ending else "serving" if self.is_serving else "starting"
         facts = ServerFacts(name, self._url, state, self.facts)
         self._stats_collector.gather(facts, self.table.in_flow_order(), timeout_s, then)
+
+    def _restart(self, name: str, done: Callable[[float, str], None]) -> None:
+        """Restart a stage that is ready."""
+        if not self.is_serving or self.is_ending:
+            done(0.0, "the server is starting or shutting down")
+        else:
+            self._restarts.planned.ask(name, done)
 
     def _answer_health(self, asker: str, health: m.Health) -> None:
         if asker == SUPERVISOR:
