@@ -109,6 +109,11 @@ class Restarts:
             if now_s >= due_s:
                 del self._due_s[name]
                 self._start(name, model_dir, facts)
+        for name in self._died_s.keys() - self._due_s.keys():
+            child = self._table.children[name]
+            if now_s - child.started_s >= self._settings.supervisor.start_timeout_s and child.is_alive:
+                self._log.error(f"{name} is not ready in time (supervisor.start_timeout_s); killing it")
+                child.abort()
 
     def ready(self, child: Child, facts: m.ExecuteFacts) -> None:
         """A successor is ready: it begins with `Start`, as all stages did."""

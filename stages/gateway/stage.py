@@ -113,6 +113,8 @@ class GatewayStage:
 
     async def serve(self) -> None:
         """Listen, report that the stage is ready, and handle messages until `Stop`."""
+        if self._stage.launch.facts is not None:  # it replaces a gateway, and connections wait
+            self._take_requests(self._stage.launch.facts)
         options: dict[str, Any] = {"access_log": None, "logger": _http_log(), "keepalive_timeout": IDLE_CONNECTION_S}
         max_header_bytes = self._stage.settings.limits.max_header_bytes
         options |= {"max_line_size": max_header_bytes, "max_field_size": max_header_bytes, "max_headers": MAX_HEADERS}
@@ -234,11 +236,7 @@ class GatewayStage:
                 self._refusal_log.flush()
                 self._stage.supervisor.send(m.Pong(nonce, m.GatewayLoad(self._requests.num_open)))
             case m.Start(facts):
-                self._readiness.facts = facts
-                self._readiness.pinged_s = time.monotonic()
-                self._requests.admission.max_prompt_tokens = facts.max_model_len
-                self._limits.max_prompt_tokens = facts.max_model_len
-                self._limits.vocab_size, self._limits.hidden_size = facts.vocab_size, facts.hidden_size
+                self._take_requests(facts)
                 heap.freeze()
             case m.Drain(deadline_s):
                 self._readiness.is_draining = True
@@ -254,6 +252,14 @@ class GatewayStage:
                 self._is_stopped = True
             case _:
                 assert_never(message)
+
+    def _take_requests(self, facts: m.ExecuteFacts) -> None:
+        """All stages run: requests are not refused any more."""
+        self._readiness.facts = facts
+        self._readiness.pinged_s = time.monotonic()
+        self._requests.admission.max_prompt_tokens = facts.max_model_len
+        self._limits.max_prompt_tokens = facts.max_model_len
+        self._limits.vocab_size, self._limits.hidden_size = facts.vocab_size, facts.hidden_size
 
     def _cancel_background(self, error: ApiError) -> None:
         """End background responses: no client could fetch them after this process has ended."""

@@ -141,7 +141,7 @@ def test_no_client_notices_restarts_on_purpose(server: Server, undisturbed: dict
     for stage, command in zip(RESTARTED, commands, strict=True):
         stdout, stderr = command.communicate(timeout=60)
         assert command.returncode == 0, stderr
-        assert f"{stage}.0 was replaced; it paused for " in stdout
+        assert f"{stage}.0 was replaced; it was away for " in stdout
     assert_same(received, undisturbed)
     server.until(lambda health: health["status"] == "ok")
     assert_restarted(before, pids(server), *RESTARTED)

@@ -19,7 +19,7 @@ def run(args: argparse.Namespace) -> int:
             for name in names:
                 print(f"{name}: starting its successor", file=sys.stderr)
                 pause_s = server.restart(name, args.timeout)
-                print(f"{name} was replaced; it paused for {pause_s * 1000:.0f} ms")
+                print(f"{name} was replaced; it was away for {pause_s * 1000:.0f} ms")
     except UserError as error:
         print(f"pipeline restart: error: {error}", file=sys.stderr)
         return 1
