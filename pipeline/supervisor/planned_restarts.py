@@ -4,8 +4,8 @@
     asked ──► Drain ──► Drained ──► killed ──► restarted as if it had died    a gateway
     asked ──► killed ──► restarted as if it had died                          an executor on a GPU: memory is for one
 
-A successor that does not become ready changes nothing. If any stage dies meanwhile, the successors take over at once,
-because a process that is started then must know which channels the others use.
+A successor that does not become ready changes nothing. Only one is on its way at a time. If any stage dies meanwhile,
+it takes over at once, because a process that is started then must know which channels the others use.
 """
 
 import logging
@@ -95,10 +95,15 @@ class PlannedRestarts:
         for name, plan in list(self._plans.items()):
             if plan.successor is not None:
                 self._check(name, plan, plan.successor, now_s)
-            elif not plan.is_ending and self._table.children[name].state == "ready":
+            elif not plan.is_ending and self._may_begin(name):
                 self._begin(name, plan, model_dir, facts)
             elif now_s >= plan.deadline_s:
                 self._fail(name, "its successor was not ready in time")
+
+    def _may_begin(self, name: str) -> bool:
+        """Successors start one after the other: each is launched with the channels that the others use now."""
+        is_alone = not any(plan.successor is not None for plan in self._plans.values())
+        return is_alone and self._table.children[name].state == "ready"
 
     def drained(self, name: str) -> None:
         """A gateway has closed its last stream: it is restarted as if it had died."""
@@ -110,7 +115,7 @@ class PlannedRestarts:
         self._table.children[name].kill()
 
     def hurry(self) -> None:
-        """Let all successors take over now, ready or not."""
+        """Let a successor take over now, ready or not."""
         for name, plan in list(self._plans.items()):
             if plan.successor is not None:
                 self._take_over(name, plan, plan.successor)

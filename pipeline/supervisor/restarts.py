@@ -107,6 +107,7 @@ class Restarts:
         now_s = time.monotonic()
         for name, due_s in list(self._due_s.items()):
             if now_s >= due_s:
+                self.planned.hurry()
                 del self._due_s[name]
                 self._start(name, model_dir, facts)
         for name in self._died_s.keys() - self._due_s.keys():
