@@ -34,6 +34,7 @@ from pipeline.runtime.topology import SUPERVISOR
 from pipeline.supervisor import gpu
 from pipeline.supervisor.admin_server import AdminServer, Questions
 from pipeline.supervisor.children import ChildTable
+from pipeline.supervisor.crash_reports import CrashReports
 from pipeline.supervisor.health import HealthChecks
 from pipeline.supervisor.heartbeats import Heartbeats
 from pipeline.supervisor.inline import InlineChild
@@ -95,6 +96,8 @@ class Supervisor:
         self._poller = zmq.Poller()
         self._table = ChildTable(settings, self._run_mode, self._context, self._poller)
         self._restarts = Restarts(settings, self._run_mode, self._resources, self._table, self._inbox, log)
+        is_inline = self._run_mode.inline
+        self._crash_reports = CrashReports(settings, self._resources.black_boxes, log, is_on=not is_inline)
         self._facts: m.ExecuteFacts | None = None
         self._prepared: m.Prepared | None = None
         self._reasons: dict[str, str] = {}
@@ -268,7 +271,8 @@ class Supervisor:
             if child.exit_code and child.name != self._run_mode.foreground:  # it may be stopped in a debugger
                 self._drain_inbox()
                 reason = self._reasons.get(child.name, child.describe_end())
-                self._log.error(f"{child.name} failed while it stopped: {reason}")
+                fields = self._crash_reports.died(child, reason)
+                self._log.error(f"{child.name} failed while it stopped: {reason}", extra={"fields": fields})
                 all_ok = False
         return all_ok
 
@@ -282,6 +286,7 @@ class Supervisor:
         """Kill the children that are left and free everything."""
         self._table.close()
         self._end_reservation()
+        self._crash_reports.close()
         self._resources.close()
         self._signals.close()
         self._inbox.close()
@@ -308,12 +313,14 @@ class Supervisor:
                 continue
             reason = self._reasons.pop(child.name, child.describe_end())
             self._questions.lost(child.name)
+            fields = self._crash_reports.died(child, reason)
             if not self._is_serving:
-                self._log.error(f"cannot start: {child.stage}: {reason}")
+                self._log.error(f"cannot start: {child.stage}: {reason}", extra={"fields": fields})
                 self._table.mark_dead(child)
                 raise Stopping(EXIT_NOT_STARTED)
             why_not = self._restarts.died(child)
-            self._log.error(f"{child.name} died: {reason}{f'; not restarted: {why_not}' if why_not else ''}")
+            text = f"{child.name} died: {reason}{f'; not restarted: {why_not}' if why_not else ''}"
+            self._log.error(text, extra={"fields": fields})
             if why_not:
                 self._reasons = {child.name: reason}
                 self._table.mark_dead(child)
@@ -355,6 +362,7 @@ class Supervisor:
                 assert self._prepared is not None and self._facts is not None
                 self._restarts.turn(self._prepared.model_dir, self._facts)
             self._admin_server.turn()
+            self._crash_reports.turn(self._table.children.values())
             self._questions.end_late()
             now = time.monotonic()
             if now >= end:

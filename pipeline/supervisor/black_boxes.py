@@ -1,0 +1,59 @@
+"""Black boxes: for each process of a stage, memory in which it leaves what explains its death.
+
+    created for the launch ──► the process writes ──► it dies ──► read ──► freed at the launch of its successor
+
+They are anonymous files of this process, so they outlive a stage that is killed, and take memory only for what is
+written.
+"""
+
+import os
+
+from pipeline.config.settings import Settings
+from pipeline.runtime import black_box
+from pipeline.runtime import messages as m
+
+
+class BlackBoxes:
+    """Owns the black boxes of all stages' newest processes."""
+
+    def __init__(self, settings: Settings) -> None:
+        supervisor = settings.supervisor
+        self._recording_bytes = supervisor.crash_recording_bytes if supervisor.crash_reports else 0
+        self._boxes: dict[str, m.BlackBox] = {}
+
+    def create(self, name: str, incarnation: int) -> m.BlackBox:
+        """For a process that is about to start; frees that of the process before. Successors are recorded: what killed
+        one process may kill the next."""
+        self._free(name)
+        fds: list[int] = []
+        try:
+            is_recorded = incarnation > 1 and self._recording_bytes > 0
+            for part in ("stacks", "black-box", "recording")[: 2 + is_recorded]:
+                fds.append(os.memfd_create(f"pipeline-{name}-{part}", os.MFD_CLOEXEC))  # noqa: PERF401 - closed below
+            os.ftruncate(fds[1], black_box.NUM_BYTES)
+        except OSError:
+            for fd in fds:
+                os.close(fd)
+            raise
+        recording_fd = fds[2] if is_recorded else -1
+        self._boxes[name] = m.BlackBox(fds[0], fds[1], recording_fd, self._recording_bytes)
+        return self._boxes[name]
+
+    def get(self, name: str) -> m.BlackBox | None:
+        """Of the newest process of this name."""
+        return self._boxes.get(name)
+
+    def suspect_of(self, name: str) -> int | None:
+        """The id of the request that the newest process of this name is working on, or was when it died."""
+        box = self._boxes.get(name)
+        suspect = None if box is None else black_box.suspect_of(box)
+        return None if suspect is None else suspect.request_id
+
+    def _free(self, name: str) -> None:
+        if (before := self._boxes.pop(name, None)) is not None:
+            for fd in before.fds:
+                os.close(fd)
+
+    def close(self) -> None:
+        for name in list(self._boxes):
+            self._free(name)
