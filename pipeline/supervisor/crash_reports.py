@@ -13,7 +13,6 @@ folder gets its name when it is complete.
 import logging
 import os
 import shutil
-import signal
 import threading
 import time
 from collections.abc import Iterable
@@ -28,7 +27,7 @@ from pipeline.runtime import black_box
 from pipeline.runtime import messages as m
 from pipeline.runtime.cache_path import CRASHES, cache_path
 from pipeline.supervisor.black_boxes import BlackBoxes
-from pipeline.supervisor.process import Child
+from pipeline.supervisor.process import Child, signal_name
 from pipeline.supervisor.process_usage import rss_bytes
 from pipeline.version import VERSION
 
@@ -109,12 +108,15 @@ class CrashReports:
             return {}
         now = datetime.now(UTC)
         report = _report(child, reason, now, box, self._settings, rss)
+        name = f"{now:%Y%m%dT%H%M%S.%fZ}-{os.getpid()}-{child.name}-{child.incarnation}"
         try:
             folder = cache_path(self._settings).expanduser().absolute() / CRASHES
-        except RuntimeError as error:
-            self._failed(str(error))
+            # Recordings and log lines may have text of requests, so only this user may read them.
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (folder / f"{PARTIAL}{name}").mkdir(mode=0o700)
+        except (OSError, RuntimeError) as error:  # the latter for an unknown ~user
+            self._failed(error)
             return {}
-        name = f"{now:%Y%m%dT%H%M%S.%fZ}-{os.getpid()}-{child.name}-{child.incarnation}"
         files = {
             "report.json": msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n",
             "stacks.txt": stacks,
@@ -129,13 +131,10 @@ class CrashReports:
         return {"report": str(folder / name)}
 
     def _write(self, folder: Path, name: str, files: dict[str, bytes], recording_fd: int) -> None:
-        """Write a report, then remove the oldest. Runs in a thread; owns the descriptor."""
+        """Fill the partial report, then remove the oldest. Runs in a thread; owns the descriptor."""
         partial = folder / f"{PARTIAL}{name}"
         try:
             with self._lock:
-                # Recordings and log lines may have text of requests, so only this user may read them.
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                partial.mkdir(mode=0o700)
                 for file_name, data in files.items():
                     if data:
                         (partial / file_name).write_bytes(data)
@@ -145,15 +144,15 @@ class CrashReports:
                 _remove_oldest(folder)
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
-            self._failed(f"{folder}: {error.strerror or error}")
+            self._failed(error)
         finally:
             if recording_fd >= 0:
                 os.close(recording_fd)
 
-    def _failed(self, why: str) -> None:
+    def _failed(self, error: OSError | RuntimeError) -> None:
         if not self._has_failed:
             self._has_failed = True
-            self._log.warning("crash reports can't be written", extra={"fields": {"why": why}})
+            self._log.warning("crash reports can't be written", extra={"fields": {"why": str(error)}})
 
     def close(self) -> None:
         """Wait until the reports are written."""
@@ -199,7 +198,7 @@ def _report(
         uptime_s=round(time.monotonic() - child.started_s, 3),
         reason=reason,
         exit_code=code if code is not None and code >= 0 else None,
-        signal=signal.Signals(-code).name if code is not None and code < 0 else None,
+        signal=signal_name(-code) if code is not None and code < 0 else None,
         rss_bytes=rss,
         request_id=None if suspect is None else f"{suspect.request_id:x}",
         attempt=None if suspect is None else suspect.attempt,

@@ -32,6 +32,13 @@ THREADED = ("execute", "prepare")
 """Stages whose libraries may use every core."""
 
 
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # of most real-time signals
+        return f"signal {number}"
+
+
 class Child:
     """A stage's process. `state` is starting, recovering, ready, stopping or dead; only the supervisor changes it. A
     process that replaces a dead one is recovering until it is ready."""
@@ -122,7 +129,7 @@ class Child:
         if code is None:
             return "is running"
         if code < 0:
-            name = signal.Signals(-code).name
+            name = signal_name(-code)
             if self._was_killed:
                 return f"was killed by the supervisor ({name})"
             hint = ", perhaps because the system ran out of memory" if -code == signal.SIGKILL else ""

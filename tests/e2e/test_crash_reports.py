@@ -111,7 +111,7 @@ def suspect_in(pid: int) -> black_box.Suspect | None:
     """The request that a process is working on, by its black box."""
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         try:
-            if "black-box" in os.readlink(entry):
+            if "black-box" in str(entry.readlink()):
                 fd = os.open(entry, os.O_RDONLY)
                 break
         except FileNotFoundError:

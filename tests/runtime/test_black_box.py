@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -126,11 +127,16 @@ def test_only_a_successor_has_a_file_for_a_recording_and_all_files_are_freed() -
     second = boxes.create("ingest.0", 2)
     assert second.recording_fd >= 0 and second.recording_bytes == Settings().supervisor.crash_recording_bytes
     assert boxes.get("ingest.0") == second
-    names = {os.readlink(f"/proc/self/fd/{fd}") for fd in (*second.fds, *other.fds)}
-    assert len(names) == 5
+    files = {os.fstat(fd).st_ino for fd in (*second.fds, *other.fds)}
+    assert files <= set(open_memfds()) and len(files) == 5
     boxes.close()
-    left = {os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.lexists(entry.path)}
-    assert not names & left
+    assert not files & set(open_memfds())
+
+
+def open_memfds() -> list[int]:
+    """The inodes of this process's anonymous files."""
+    entries = [entry for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    return [entry.stat().st_ino for entry in entries if str(entry.readlink()).startswith("/memfd:")]
 
 
 def test_crash_recording_bytes_of_0_makes_no_recording() -> None:

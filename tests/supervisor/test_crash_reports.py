@@ -93,6 +93,11 @@ def test_what_the_process_did_not_leave_has_no_file(tmp_path: Path, boxes: Black
     assert (report["exit_code"], report["signal"], report["request_id"]) == (1, None, None)
 
 
+def test_a_signal_without_a_name_has_a_number(tmp_path: Path, boxes: BlackBoxes) -> None:
+    folder = Path(died(settings_of(tmp_path), boxes, DeadChild(exit_code=-37))["report"])
+    assert json.loads((folder / "report.json").read_bytes())["signal"] == "signal 37"
+
+
 def test_the_newest_20_are_kept(tmp_path: Path, boxes: BlackBoxes) -> None:
     folder = tmp_path / "crashes"
     for number in range(30):
@@ -109,7 +114,7 @@ def test_a_folder_that_cannot_be_written_is_reported_once(
     tmp_path: Path, boxes: BlackBoxes, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "crashes").write_text("a file")
-    died(settings_of(tmp_path), boxes, times=3)
+    assert died(settings_of(tmp_path), boxes, times=3) == {}
     assert [record.getMessage() for record in caplog.records] == ["crash reports can't be written"]
     assert "crashes" in caplog.records[0].fields["why"]  # type: ignore[attr-defined]
 
