@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from pipeline.config.sections.base import MAX_TOKENS, Frozen, Seconds
+from pipeline.config.sections.base import MAX_BYTES, MAX_TOKENS, Frozen, Seconds
 from pipeline.config.sections.gateway import GatewaySettings
 from pipeline.config.sections.requests import ChatSettings, LimitSettings
 from pipeline.config.sections.stages import (
@@ -66,6 +66,22 @@ class SupervisorSettings(Frozen, frozen=True):
             "longer while it computes. 0 never kills.",
         ),
     ] = 30.0
+    crash_reports: Annotated[
+        bool,
+        Meta(
+            description="Write a report about each stage that dies into cache_dir/crashes, which keeps the last 20. A "
+            "report may contain text of requests.",
+        ),
+    ] = True
+    crash_recording_bytes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=MAX_BYTES,
+            description="Maximum size of the recording in a crash report. A stage that has died once is recorded in "
+            "memory from its restart on, so that `pipeline replay` can show what leads to its next death. 0: none.",
+        ),
+    ] = 64 * 1024**2
 
 
 class Settings(Frozen, frozen=True):

@@ -61,6 +61,8 @@ class Header(msgspec.Struct, array_like=True, frozen=True):
     """Whether the stage was the instant executor, which computes nothing."""
     generation: GenerationDefaults | None = None
     """What the folder in `settings.generation_config` recommended, so that a replay does not need it."""
+    launch_facts: ExecuteFacts | None = None
+    """The facts that an executor was started with, because it replaced another one."""
 
     @property
     def name(self) -> str:

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -96,6 +96,25 @@ class FileWriter:
         self._num_written += len(data)
 
 
+class Writer(Protocol):
+    """Where a recording is written; see `FileWriter`."""
+
+    num_bytes: int
+    failure: str
+
+    @property
+    def is_closed(self) -> bool: ...
+
+    @property
+    def num_pending_bytes(self) -> int: ...
+
+    def put(self, data: bytes) -> None: ...
+
+    def put_end(self) -> None: ...
+
+    def wait(self) -> bool: ...
+
+
 class RecordingContext(ReplayContext):
     """Records what the stage receives and reads, until a limit is reached or the stage ends. All methods are called
     from one thread.
@@ -106,10 +125,18 @@ class RecordingContext(ReplayContext):
 
     is_recording = True
 
-    def __init__(self, order: m.Record, header: f.Header, memories: Memories, log: logging.Logger) -> None:
-        """Raises OSError if the file can't be opened."""
+    def __init__(
+        self,
+        order: m.Record,
+        header: f.Header,
+        memories: Memories,
+        log: logging.Logger,
+        writer: Writer | None = None,
+    ) -> None:
+        """Without a `writer`, a thread writes the file that the order names. Raises OSError if it can't be opened."""
         self.path = order.path
-        self._writer = FileWriter(order.path)
+        """Empty for the recording of a crash."""
+        self._writer = writer or FileWriter(order.path)
         self._memories = memories
         self._log = log
         self._max_bytes = order.max_bytes
@@ -125,7 +152,8 @@ class RecordingContext(ReplayContext):
         self._kept_s = time.monotonic()
         self._wake: tuple[list[str], list[int], list[bytes], list[list[bytes]]] = ([], [], [], [])
         self._writer.put(f.MAGIC + f.frame(header))
-        log.info("recording", extra={"fields": {"file": order.path}})
+        if self.path:
+            log.info("recording", extra={"fields": {"file": self.path}})
 
     def monotonic(self) -> float:
         return self._noted("monotonic", time.monotonic())
@@ -223,9 +251,9 @@ class RecordingContext(ReplayContext):
         self._ended = reason
         self._writer.put(f.frame(f.End(reason)))
         self._writer.put_end()
-        self._log.info(
-            "recorded", extra={"fields": {"file": self.path, "why": reason, "bytes": self._writer.num_bytes}}
-        )
+        if self.path:
+            fields = {"file": self.path, "why": reason, "bytes": self._writer.num_bytes}
+            self._log.info("recorded", extra={"fields": fields})
 
     def close(self, reason: str = "the stage ended") -> int:
         """Write what is left. Returns the size of the file in bytes."""
@@ -254,6 +282,7 @@ def header_of(launch: m.Launch, order: m.Record, *, from_start: bool) -> f.Heade
         facts=order.facts,
         instant=launch.entry == topology.INSTANT,
         generation=_generation(launch),
+        launch_facts=launch.facts,
     )
 
 

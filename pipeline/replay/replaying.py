@@ -91,6 +91,7 @@ def _run(header: f.Header, settings: Settings, path: Path, out: Path, paced: boo
             segments=[],
             death_fd=death_read,
             replay=m.Replay(str(path.absolute()), str(out.absolute()), paced),
+            facts=header.launch_facts,
         )
         begun = time.monotonic()
         if inline:

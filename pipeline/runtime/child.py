@@ -14,6 +14,7 @@ import setproctitle
 import zmq
 
 from pipeline.errors import UserError
+from pipeline.runtime import black_box
 from pipeline.runtime.channels import Outbox
 from pipeline.runtime.logs import open_log
 from pipeline.runtime.messages import Envelope, Launch, StageFailed, SupervisorInbox
@@ -38,8 +39,11 @@ def main(launch_fd: int) -> None:
     launch = msgspec.msgpack.decode(file.read(length), type=Launch)
     _die_with_parent(launch.death_fd)
     setproctitle.setproctitle(f"pipeline: {launch.name}")
-    faulthandler.enable()  # a crash writes the stacks of all threads to the log
+    # A crash writes the stacks of all threads into the black box, from where the supervisor logs them.
+    faulthandler.enable(sys.stderr if launch.black_box is None else launch.black_box.stacks_fd)
     log = open_log(launch.name, launch.settings.log_level, launch.settings.log_format)
+    if launch.black_box is not None:
+        black_box.keep_lines(log, black_box.attach(launch.black_box))
     try:
         if launch.foreground:
             importlib.import_module("pipeline.runtime.debugging").install(launch.break_at)

@@ -9,9 +9,10 @@ import zmq
 
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
+from pipeline.replay.crash_recording import recording_of
 from pipeline.replay.recorder import RecordingContext, RecordState, header_of
+from pipeline.runtime import black_box, topology
 from pipeline.runtime import messages as m
-from pipeline.runtime import topology
 from pipeline.runtime.arrays import Arrays
 from pipeline.runtime.channels import Inbox, Outbox
 from pipeline.runtime.control_requests import ControlRequests
@@ -40,6 +41,11 @@ class Stage(Generic[T]):
         self.log = logging.getLogger("pipeline")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self.trace = Tracer()
+        memory = black_box.attach(launch.black_box)
+        self.breadcrumb = black_box.Breadcrumb(memory)
+        """Of the loop."""
+        self.thread_breadcrumb = black_box.Breadcrumb(memory, black_box.THREAD)
+        """Of the thread beside the loop, in stages that have one which works on requests."""
         self.control_requests = ControlRequests(self)
         """Answers control requests. A stage with counts of its own sets `control_requests.own_counts`."""
         self.replay_context = ReplayContext()
@@ -66,6 +72,8 @@ class Stage(Generic[T]):
         self.supervisor: Outbox[m.SupervisorInbox] = self._outboxes[SUPERVISOR]
         if launch.record is not None:
             self.record(launch.record, from_start=True)
+        elif (recording := recording_of(launch, self._memories, self.log)) is not None:
+            self._use(recording)
 
     def memory(self, name: str) -> memoryview | None:
         """The segment of this name; None if this stage does not have it."""
@@ -135,6 +143,8 @@ class Stage(Generic[T]):
 
     def _use(self, replay_context: ReplayContext) -> None:
         """Set the context, and if it records, connect it to all channels except the supervisor's."""
+        if isinstance(self.replay_context, RecordingContext):
+            self.replay_context.finish("another recording began")
         self.replay_context = replay_context
         recording = replay_context if isinstance(replay_context, RecordingContext) else None
         self.inbox.replay_context = recording

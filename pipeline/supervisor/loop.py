@@ -26,6 +26,7 @@ from pipeline.runtime.run_mode import RunMode
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.supervisor.admin_server import AdminServer, Questions
 from pipeline.supervisor.children import ChildTable
+from pipeline.supervisor.crash_reports import CrashReports
 from pipeline.supervisor.health import HealthChecks
 from pipeline.supervisor.heartbeats import Heartbeats
 from pipeline.supervisor.process import Child
@@ -82,6 +83,7 @@ class SupervisorLoop:
         self.table = ChildTable(settings, run_mode, self._context, self.poller)
         self._resources = resources
         self._restarts = Restarts(settings, run_mode, resources, self.table, self._inbox, log)
+        self.crash_reports = CrashReports(settings, resources.black_boxes, log, is_on=not run_mode.inline)
         self.facts: m.ExecuteFacts | None = None
         self.prepared: m.Prepared | None = None
         self.reasons: dict[str, str] = {}
@@ -126,6 +128,7 @@ class SupervisorLoop:
         """Kill the children that are left and free everything. The resources belong to the caller."""
         self._restarts.planned.close()
         self.table.close()
+        self.crash_reports.close()
         self._signals.close()
         self._inbox.close()
         self._admin_server.close()
@@ -146,16 +149,18 @@ class SupervisorLoop:
                 continue
             reason = self.reasons.pop(child.name, child.describe_end())
             self._questions.lost(child.name)
+            is_asked_for = self._restarts.planned.has_killed(child.name)
+            fields = {} if is_asked_for else self.crash_reports.died(child, reason)
             if not self.is_serving:
                 self.table.mark_dead(child)
                 if (child.exit_code or 0) < 0 and child.stage != "prepare":
                     raise StageKilled(child.name, reason)
-                self._log.error(f"cannot start: {child.stage}: {reason}")
+                self._log.error(f"cannot start: {child.stage}: {reason}", extra={"fields": fields})
                 raise Stopping(EXIT_NOT_STARTED)
-            is_asked_for = self._restarts.planned.has_killed(child.name)
             why_not = self._restarts.died(child)
             if not is_asked_for:
-                self._log.error(f"{child.name} died: {reason}{f'; not restarted: {why_not}' if why_not else ''}")
+                text = f"{child.name} died: {reason}{f'; not restarted: {why_not}' if why_not else ''}"
+                self._log.error(text, extra={"fields": fields})
             if why_not:
                 self.reasons = {child.name: reason}
                 self.table.mark_dead(child)
@@ -196,6 +201,7 @@ class SupervisorLoop:
                 assert self.prepared is not None and self.facts is not None
                 self._restarts.turn(self.prepared.model_dir, self.facts)
             self._admin_server.turn()
+            self.crash_reports.turn(self.table.children.values())
             self._questions.end_late()
             now = time.monotonic()
             if now >= end:

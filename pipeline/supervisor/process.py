@@ -32,6 +32,13 @@ THREADED = ("execute", "prepare")
 """Stages whose libraries may use every core."""
 
 
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # of most real-time signals
+        return f"signal {number}"
+
+
 class Child:
     """A stage's process. `state` is starting, recovering, ready, stopping or dead; only the supervisor changes it. A
     process that replaces a dead one is recovering until it is ready."""
@@ -59,6 +66,7 @@ class Child:
             fds = [read_fd, launch.death_fd, control.fileno(), *(segment.fd for segment in launch.segments)]
             fds += [fd for ring in launch.rings for fd in (ring.data_fd, ring.position_fd, ring.event_fd)]
             fds += [fd for fd in (launch.listen_fd, launch.keys_fd, launch.admin_fd) if fd >= 0]
+            fds += launch.black_box.fds if launch.black_box is not None else []
             threads = {key: str(num_threads) for key in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")}
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(Path(entry.__file__)), str(read_fd)],
@@ -121,7 +129,7 @@ class Child:
         if code is None:
             return "is running"
         if code < 0:
-            name = signal.Signals(-code).name
+            name = signal_name(-code)
             if self._was_killed:
                 return f"was killed by the supervisor ({name})"
             hint = ", perhaps because the system ran out of memory" if -code == signal.SIGKILL else ""

@@ -1,5 +1,8 @@
 """Memory, CPU time and threads of a process, from the kernel: it also works for a process that hangs."""
 
+import mmap
+from pathlib import Path
+
 import msgspec
 import psutil
 
@@ -22,3 +25,11 @@ def usage_of(pid: int) -> ProcessUsage:
             return ProcessUsage(process.memory_info().rss, cpu.user + cpu.system, process.num_threads())
     except psutil.NoSuchProcess:
         return NOTHING
+
+
+def rss_bytes(pid: int) -> int:
+    """Resident memory of a process, cheaper than `usage_of`; 0 if it has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_bytes().split()[1]) * mmap.PAGESIZE
+    except OSError:
+        return 0

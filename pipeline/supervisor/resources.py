@@ -17,6 +17,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.channels import address_of
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.shm import segment
+from pipeline.supervisor.black_boxes import BlackBoxes
 
 INCARNATION = 1
 """Of the supervisor, and of every stage's first process."""
@@ -62,6 +63,9 @@ class SharedResources:
         self._model: BinaryIO | None = None
         """Marks the model's folder as used."""
         self._keys_fd = -1 if keys is None else keys.share()
+        self.black_boxes = BlackBoxes(settings)
+        self._suspects: dict[str, int | None] = {}
+        """The requests that the last process of each stage was working on when it died."""
         self._death_read, self._death_write = os.pipe()
 
     @property
@@ -102,12 +106,15 @@ class SharedResources:
     def renew(self, name: str) -> None:
         """Make channels for the successor of this process. Nothing of the dead process is used again: the others may
         still read what it wrote. Raises MemoryError."""
+        suspect = self.black_boxes.suspect_of(name, self.incarnations[name])
         self.discard(self.replace(name))
+        self._suspects[name] = suspect
 
     def replace(self, name: str) -> Channels:
         """Make channels for the successor of this process. Returns those until now, which the caller gives to `discard`
         or `restore`. Raises MemoryError."""
         before = self._channels_of(name)
+        self._suspects[name] = None
         self.incarnations[name] = self._last_incarnations.get(name, before.incarnation) + 1
         self._last_incarnations[name] = self.incarnations[name]
         self.addresses[name] = address_of(self.server, name, self.incarnations[name])
@@ -168,7 +175,8 @@ class SharedResources:
             arena = msgspec.structs.replace(self.segments[name], fd=len(fds))
             fds.append(self.segments[name].fd)
         peer = m.PeerInbox(name, self.addresses[name] if sends else "", topology.bound_of(self._settings))
-        return m.PeerRestarted(epoch, peer, self.incarnations[name], rings, arena), fds
+        suspect = self._suspects.get(name)
+        return m.PeerRestarted(epoch, peer, self.incarnations[name], rings, arena, suspect), fds
 
     def _rings_between(self, name: str, peer: str) -> list[m.Ring]:
         """The rings between two processes, as the first one uses them."""
@@ -182,11 +190,12 @@ class SharedResources:
     def launch(self, stage: str, entry: str, peers: list[m.PeerInbox], replica: int = 0) -> m.Launch:
         """The parameters of a stage's process. The folder of the model is not known yet."""
         name = f"{stage}.{replica}"
+        incarnation = self.incarnations.get(name, INCARNATION)
         return m.Launch(
             stage=stage,
             replica=replica,
             rank=0,
-            incarnation=self.incarnations.get(name, INCARNATION),
+            incarnation=incarnation,
             entry=entry,
             settings=self._settings,
             model_dir="",
@@ -199,6 +208,7 @@ class SharedResources:
             admin_fd=self._admin_listeners[replica].fileno() if stage == "gateway" and self._admin_listeners else -1,
             rings=[ring for peer in self.incarnations for ring in self._rings_between(name, peer)],
             incarnations={peer: number for peer, number in self.incarnations.items() if peer != name},
+            black_box=self.black_boxes.create(name, incarnation),
         )
 
     def _segments_of(self, stage: str, name: str) -> list[m.Segment]:
@@ -236,5 +246,6 @@ class SharedResources:
             os.close(self._keys_fd)
         if self._model is not None:
             self._model.close()
+        self.black_boxes.close()
         os.close(self._death_read)
         os.close(self._death_write)

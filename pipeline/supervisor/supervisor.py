@@ -229,7 +229,8 @@ class Supervisor:
             if child.exit_code and child.name != self._run_mode.foreground:  # it may be stopped in a debugger
                 self._loop.drain_inbox()
                 reason = self._loop.reasons.get(child.name, child.describe_end())
-                self._log.error(f"{child.name} failed while it stopped: {reason}")
+                fields = self._loop.crash_reports.died(child, reason)
+                self._log.error(f"{child.name} failed while it stopped: {reason}", extra={"fields": fields})
                 all_ok = False
         return all_ok
 

@@ -171,7 +171,9 @@ class IngestStage:
         end = self._stage.replay_context.monotonic() + SLICE_S
         while self._has_work and not self._stopping:
             key = next(iter(self._waiting))
-            self._begin(key, self._waiting.pop(key))
+            submit = self._waiting.pop(key)
+            with self._stage.breadcrumb.at(*key):
+                self._begin(key, submit)
             if self._stage.replay_context.monotonic() > end:
                 return
 
@@ -214,24 +216,30 @@ class IngestStage:
             self._reject(submit, outcome.failure)
             return
         options = msgspec.structs.replace(submit.options, grammar=None, compiled_grammar=outcome)
-        self._begin(key, msgspec.structs.replace(submit, options=options))
+        with self._stage.breadcrumb.at(*key):
+            self._begin(key, msgspec.structs.replace(submit, options=options))
 
     async def _admit_from_thread(self, key: Key, submit: Submit, began_s: float, ids: Ids | None = None) -> None:
         loop = asyncio.get_running_loop()
         try:
-            try:
-                outcome: PreparedPrompt | RequestRefused
-                outcome = await loop.run_in_executor(self._encoder, self._prepare, submit, ids)
-            except RequestRefused as refusal:
-                outcome = refusal
+            outcome = await loop.run_in_executor(self._encoder, self._prepare_in_thread, submit, ids)
             await self._stage.replay_context.await_external("encoded", submit.request_id)
-            if isinstance(outcome, RequestRefused):
-                raise outcome
-            self._admit(submit, began_s, outcome)
-        except RequestRefused as refusal:
-            self._reject(submit, refusal.failure)
+            with self._stage.breadcrumb.at(*key):
+                try:
+                    if isinstance(outcome, RequestRefused):
+                        raise outcome
+                    self._admit(submit, began_s, outcome)
+                except RequestRefused as refusal:
+                    self._reject(submit, refusal.failure)
         finally:
             self._encoding.pop(key, None)
+
+    def _prepare_in_thread(self, submit: Submit, ids: Ids | None) -> PreparedPrompt | RequestRefused:
+        with self._stage.thread_breadcrumb.at(submit.request_id, submit.attempt):
+            try:
+                return self._prepare(submit, ids)
+            except RequestRefused as refusal:
+                return refusal
 
     def _prepare(self, submit: Submit, ids: Ids | None = None, *, is_short: bool = False) -> PreparedPrompt:
         """Prepare a prompt, whose ids the client may have given. Runs in either thread. Raises RequestRefused, or

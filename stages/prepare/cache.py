@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from pipeline.config.settings import Settings
+from pipeline.runtime.cache_path import cache_path
 from pipeline.runtime.model_folder import STAMP, is_held
 from pipeline.stages.prepare.sources.source import ModelError, expanded
 
@@ -42,10 +43,7 @@ class Cache:
 
     @classmethod
     def of(cls, settings: Settings) -> "Cache":
-        if settings.cache_dir:
-            return cls(expanded(settings.cache_dir, "cache_dir").absolute())
-        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        return cls(expanded(base, "cache_dir").absolute() / "pipeline")
+        return cls(expanded(str(cache_path(settings)), "cache_dir").absolute())
 
     def lookup(self, key: str) -> Path | None:
         """The folder of a complete entry, whose modification time becomes now, or None."""

@@ -143,12 +143,15 @@ class ScheduleStage:
             case m.StepResult():
                 if message.incarnation == self._stage.launch.incarnation:
                     self._settle(message)
-            case m.Admit():
-                self._admit(message)
-            case m.Abort():
-                scheduler.abort(message)
-            case m.Closed():
-                scheduler.close(message)
+            case m.Admit(request_id, attempt):
+                with self._stage.breadcrumb.at(request_id, attempt):
+                    self._admit(message)
+            case m.Abort(request_id, attempt):
+                with self._stage.breadcrumb.at(request_id, attempt):
+                    scheduler.abort(message)
+            case m.Closed(request_id, attempt):
+                with self._stage.breadcrumb.at(request_id, attempt):
+                    scheduler.close(message)
             case m.ResetPrefixCache(gateway, nonce):
                 num_blocks = scheduler.reset_prefix_cache()
                 self._stage.log.info("prefix cache reset", extra={"fields": {"blocks": num_blocks}})

@@ -147,6 +147,21 @@ def test_without_a_server_everything_can_be_removed(root: Path, capsys: pytest.C
     assert out.splitlines()[-1] == f"removed 9 MiB from {root}"
 
 
+def test_crash_reports_are_one_row_and_are_removed_by_age(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, age_s in (("20260101T000000.000000Z-1-execute.0-1", OLD_S), ("20260131T000000.000000Z-1-ingest.0-2", 0)):
+        report = root / "crashes" / name
+        report.mkdir(parents=True)
+        (report / "report.json").write_bytes(bytes(2048))
+        os.utime(report, (time.time() - age_s,) * 2)
+    _, out, _ = run(root, capsys, "cache", "ls")
+    assert ["crashes", "2", "crash", "reports", "4", "KiB", "just", "now", "no"] in [
+        line.split() for line in out.splitlines()
+    ]
+    code, out, _ = run(root, capsys, "cache", "prune", "--older-than", "30d")
+    assert code == 0 and "removed 1 crash report (2 KiB)\n" in out
+    assert [path.name for path in (root / "crashes").iterdir()] == ["20260131T000000.000000Z-1-ingest.0-2"]
+
+
 def test_what_a_starting_server_may_be_about_to_load_is_kept(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -129,6 +129,13 @@ EFFECTS = {
     ),
     "supervisor.hang_timeout_s": f"{LIFE}::test_a_stage_that_hangs_is_killed_and_streams_go_on",
     "supervisor.health_timeout_s": f"{SERVER}::test_health_timeout_s_limits_a_stage_s_answer",
+    "supervisor.crash_reports": (
+        "tests/supervisor/test_crash_reports.py::"
+        "test_crash_reports_can_be_off_and_a_stage_that_says_why_it_cannot_start_has_none"
+    ),
+    "supervisor.crash_recording_bytes": (
+        "tests/runtime/test_black_box.py::test_crash_recording_bytes_of_0_makes_no_recording"
+    ),
     "limits.max_n": CAPPED,
     "limits.max_best_of": CAPPED,
     "limits.max_logprobs": CAPPED,

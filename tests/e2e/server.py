@@ -36,6 +36,7 @@ class Server:
         environ: dict[str, str] | None = None,
     ) -> None:
         command = [sys.executable, "-m", "pipeline", "serve", "--set", "gateway.port=0"]
+        command += ["--set", "supervisor.crash_reports=false"]  # they would replace those of the user's servers
         command += options
         for one in sets:
             command += ["--set", one]

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 from rich.table import Table
 
-from pipeline.cli.cache.entries import Entry, entries_of, remove, root_of
+from pipeline.cli.cache.entries import Entry, Kind, entries_of, remove, root_of
 from pipeline.cli.watch import draw
 from pipeline.config.load import ConfigError
 from pipeline.config.settings import Settings
@@ -17,6 +17,11 @@ from pipeline.errors import UserError
 
 NAME, MIN_NAME, GAP = 1, 16, 2
 """The place of the column of names, its least width, and the columns between two others."""
+COUNTED: dict[Kind, tuple[str, str]] = {
+    "kernels": ("compiled library", "compiled libraries"),
+    "crashes": ("crash report", "crash reports"),
+}
+"""Kinds that have one row for all their entries, with the noun for one and for several."""
 
 
 def run_ls(args: argparse.Namespace, settings: Settings) -> int:
@@ -63,14 +68,15 @@ def run_prune(args: argparse.Namespace, settings: Settings) -> int:
 
 
 def rows_of(entries: Sequence[Entry]) -> list[Entry]:
-    """The entries, with all compiled libraries as one at the end."""
-    rows = [entry for entry in entries if entry.kind != "kernels"]
-    kernels = [entry for entry in entries if entry.kind == "kernels"]
-    if kernels:
-        name = f"{len(kernels)} compiled {'library' if len(kernels) == 1 else 'libraries'}"
-        num_bytes, used_s = sum(one.num_bytes for one in kernels), max(one.last_used_s for one in kernels)
-        folder = str(Path(kernels[0].path).parent)
-        rows.append(Entry(name, "kernels", folder, num_bytes, used_s, "", any(one.in_use for one in kernels)))
+    """The entries, with all compiled libraries as one at the end, and then all crash reports."""
+    rows = [entry for entry in entries if entry.kind not in COUNTED]
+    for kind, (one_of_them, several) in COUNTED.items():
+        found = [entry for entry in entries if entry.kind == kind]
+        if found:
+            name = f"{len(found)} {one_of_them if len(found) == 1 else several}"
+            num_bytes, used_s = sum(one.num_bytes for one in found), max(one.last_used_s for one in found)
+            folder = str(Path(found[0].path).parent)
+            rows.append(Entry(name, kind, folder, num_bytes, used_s, "", any(one.in_use for one in found)))
     return rows
 
 

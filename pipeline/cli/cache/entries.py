@@ -3,6 +3,7 @@
 import fcntl
 import importlib
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,19 +13,20 @@ import msgspec
 
 from pipeline.cli.server_choice import look
 from pipeline.config.settings import Settings
+from pipeline.runtime.cache_path import CRASHES
 from pipeline.runtime.model_folder import STAMP, is_held
 from pipeline.supervisor.admin_client import find_servers
 
 CACHE = "pipeline.stages.prepare.cache"
 """The module with `Cache`, imported by name as by the other commands."""
 
-Kind = Literal["model", "wheel", "kernels", "unfinished", "other"]
+Kind = Literal["model", "wheel", "kernels", "crashes", "unfinished", "other"]
 KERNELS = "kernels"
 PARTIAL = ".partial-"
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """A folder in the cache, or a compiled library with its log."""
+    """A folder in the cache, a compiled library with its log, or a crash report."""
 
     name: str
     kind: Kind
@@ -78,6 +80,9 @@ def remove(root: Path, entry: Entry) -> bool:
         library.unlink(missing_ok=True)
         library.with_suffix(".log").unlink(missing_ok=True)
         return True
+    if entry.kind == "crashes":
+        shutil.rmtree(entry.path)
+        return True
     cache: Any = importlib.import_module(CACHE).Cache(root)
     removed: bool = cache.remove(entry.name.removeprefix(PARTIAL))
     return removed
@@ -87,6 +92,8 @@ def _read(path: Path, starting_s: float) -> Iterator[Entry]:
     try:
         if path.name == KERNELS:
             yield from _kernels(path)
+        elif path.name == CRASHES and path.is_dir():
+            yield from _crashes(path)
         elif path.is_dir():
             yield _folder(path, starting_s)
     except FileNotFoundError:
@@ -124,6 +131,12 @@ def _kernels(folder: Path) -> Iterator[Entry]:
         files = [one.stat() for one in (path, path.with_suffix(".log")) if one.exists()]
         num_bytes, used_s = sum(one.st_size for one in files), max((one.st_mtime for one in files), default=0.0)
         yield Entry(path.stem, "kernels", str(path), num_bytes, used_s, "", os.path.realpath(path) in mapped)
+
+
+def _crashes(folder: Path) -> Iterator[Entry]:
+    """The crash reports, which nothing uses."""
+    for path in sorted(one for one in folder.iterdir() if one.is_dir()):
+        yield Entry(path.name, "crashes", str(path), _size(path), path.stat().st_mtime, "", False)
 
 
 def _source(folder: Path) -> str:

@@ -10,7 +10,8 @@ def add_cache(commands: Commands) -> None:
     parser = commands.add_parser(
         "cache",
         help="list or remove prepared models and compiled kernels",
-        description="List or remove what servers keep on disk: prepared models, unpacked wheels and compiled kernels.",
+        description="List or remove what servers keep on disk: prepared models, unpacked wheels, compiled kernels and "
+        "crash reports.",
         allow_abbrev=False,
     )
     actions = parser.add_subparsers(required=True, metavar="ACTION", title="actions")

@@ -70,6 +70,7 @@ from pipeline.runtime.messages.ingest import (
     Submit,
 )
 from pipeline.runtime.messages.lifecycle import (
+    BlackBox,
     Launch,
     PeerInbox,
     Replay,
@@ -126,6 +127,7 @@ __all__ = [
     "Array",
     "AskHealth",
     "AskServerStats",
+    "BlackBox",
     "ChatMessage",
     "ChatPrompt",
     "Closed",

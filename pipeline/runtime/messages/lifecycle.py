@@ -60,6 +60,23 @@ class Replay(msgspec.Struct, array_like=True, frozen=True):
     """At the recorded times, rather than as fast as the stage can."""
 
 
+class BlackBox(msgspec.Struct, array_like=True, frozen=True):
+    """Memory of the supervisor in which a process leaves what explains its death; see pipeline/runtime/black_box.py."""
+
+    stacks_fd: int
+    """A file for the stacks that faulthandler writes."""
+    memory_fd: int
+    """Breadcrumbs and the last log lines."""
+    recording_fd: int = -1
+    """A file for a recording from the process's start; -1: it is not recorded."""
+    recording_bytes: int = 0
+    """Maximum size of the recording."""
+
+    @property
+    def fds(self) -> list[int]:
+        return [fd for fd in (self.stacks_fd, self.memory_fd, self.recording_fd) if fd >= 0]
+
+
 class Launch(msgspec.Struct, array_like=True, frozen=True):
     """The parameters of a child process; read from an inherited descriptor."""
 
@@ -99,6 +116,8 @@ class Launch(msgspec.Struct, array_like=True, frozen=True):
     """Of the other stages' processes; 1 for those that it does not name."""
     facts: ExecuteFacts | None = None
     """For a process that replaces another one: what the first executor serves with, as the other stages know it."""
+    black_box: BlackBox | None = None
+    """None in a replay."""
 
     @property
     def name(self) -> str:

@@ -3,13 +3,18 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from pipeline.config.settings import GatewaySettings, Settings
+from pipeline.runtime import black_box
 from pipeline.runtime import messages as m
 from pipeline.runtime.channels import Outbox
+from pipeline.stages.ingest import stage as ingest_stage
+from pipeline.stages.ingest.prompt_processor import PromptProcessor
+from pipeline.supervisor.black_boxes import BlackBoxes
 from tests.rig import Rig
 from tests.stages.ingest import models as tiny
 from tests.stages.ingest import test_reply_grammar as grammars
@@ -118,3 +123,45 @@ def test_a_grammar_that_is_checked_for_a_dead_gateway_is_forgotten(rig: Rig) -> 
     rig.send(again, "gateway.1")
     assert rig.receive("schedule", m.Admit).request_id == 1
     assert rig.nothing("schedule")
+
+
+# --------------------------------------------------------------------------------------- the request that is in work
+
+
+def boxed_rig(folder: Path, box: m.BlackBox) -> Rig:
+    rig = Rig("ingest", model_dir=folder)
+    rig.launch = msgspec.structs.replace(rig.launch, black_box=box)
+    return rig
+
+
+@pytest.fixture
+def box() -> Iterator[m.BlackBox]:
+    boxes = BlackBoxes(Settings())
+    yield boxes.create("ingest.0", 1)
+    boxes.close()
+
+
+@pytest.mark.parametrize("size", [1, ingest_stage.LONG_CHARS])
+def test_the_request_that_ends_the_process_is_named_and_its_neighbours_are_not(
+    tmp_path: Path, box: m.BlackBox, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    cut = PromptProcessor.cut
+
+    def fails(processor: PromptProcessor, ids: Any, submit: m.Submit) -> Any:
+        if submit.request_id == 7:
+            raise MemoryError("fatal")
+        return cut(processor, ids, submit)
+
+    monkeypatch.setattr(PromptProcessor, "cut", fails)
+    with pytest.raises(MemoryError, match="fatal"), boxed_rig(tiny.folder(tmp_path), box) as rig:
+        rig.start(tiny.facts(max_model_len=100_000))
+        for request_id in (5, 6):
+            rig.send(tiny.submit("b" * size, request_id=request_id), "gateway.0")
+            assert rig.receive("gateway", m.Accepted).request_id == request_id
+        rig.send(tiny.submit(tiny.chat("a"), request_id=8, max_tokens=10**9), "gateway.0")
+        rig.receive("gateway", m.Rejected)
+        rig.load()
+        assert black_box.suspect_of(box) is None
+        rig.send(tiny.submit("b" * size, request_id=7, attempt=3), "gateway.0")
+        rig.receive("gateway")  # raises what the stage raised
+    assert black_box.suspect_of(box) == (7, 3)

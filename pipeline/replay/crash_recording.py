@@ -1,0 +1,64 @@
+"""Records a process from its start for the case that it dies: into memory of the supervisor, and at once, so that the
+message that kills the process is in the recording."""
+
+import logging
+import os
+
+from pipeline.replay.recorder import RecordingContext, header_of
+from pipeline.runtime import messages as m
+from pipeline.runtime.memories import Memories
+
+
+class DescriptorWriter:
+    """Writes frames to a descriptor at once. The supervisor owns the descriptor."""
+
+    is_closed = False
+    num_pending_bytes = 0
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self.num_bytes = 0
+        self.failure = ""
+
+    def put(self, data: bytes) -> None:
+        self.num_bytes += len(data)
+        try:
+            while data and not self.failure:
+                data = data[os.write(self._fd, data) :]
+        except OSError as error:  # out of memory
+            self.failure = error.strerror or str(error)
+
+    def put_end(self) -> None:
+        self.is_closed = True
+
+    def wait(self) -> bool:
+        return True
+
+
+class CrashRecording(RecordingContext):
+    """Is kept only until the process ends: a recording that ends earlier, because it is full or another one begins,
+    does not lead to the death, so its memory is freed."""
+
+    def __init__(self, launch: m.Launch, box: m.BlackBox, memories: Memories, log: logging.Logger) -> None:
+        # What the stage sends is left out, to save room: a replay does not need it.
+        order = m.Record(0, "", max_bytes=box.recording_bytes, with_sent=False)
+        self._fd = box.recording_fd
+        header = header_of(launch, order, from_start=True)
+        super().__init__(order, header, memories, log, DescriptorWriter(self._fd))
+
+    def finish(self, reason: str) -> None:
+        if not self.is_over:
+            super().finish(reason)
+            os.ftruncate(self._fd, 0)
+
+    def close(self, reason: str = "the stage ended") -> int:
+        super().finish(reason)
+        return super().close(reason)
+
+
+def recording_of(launch: m.Launch, memories: Memories, log: logging.Logger) -> RecordingContext | None:
+    """The recording that a launch asks for, or None."""
+    box = launch.black_box
+    if box is None or box.recording_fd < 0:
+        return None
+    return CrashRecording(launch, box, memories, log)

@@ -1,0 +1,131 @@
+"""What a process leaves behind when it dies: memory of the supervisor that the process writes, and that outlives it.
+
+    breadcrumbs (one for each thread that works on requests) │ position │ the last log lines, as a ring
+
+A breadcrumb names the request that a thread is working on. It is set before the work and cleared after it, but not if
+the work raises: then it stays, as after a kill.
+"""
+
+import logging
+import mmap
+import os
+import sys
+import time
+from struct import Struct
+from typing import NamedTuple
+
+from pipeline.runtime.messages.lifecycle import BlackBox
+from pipeline.shm import segment
+
+CRUMB_BYTES = 64
+NUM_CRUMBS = 2
+LOG_BYTES = 64 * 1024
+"""Of the ring of log lines."""
+LOOP, THREAD = range(NUM_CRUMBS)
+"""The breadcrumbs: of the stage's loop, and of the thread beside it."""
+
+_CRUMB = Struct("<QQQ")
+"""When the work began, in ns by time.monotonic, or 0 for none; the request's id; its attempt."""
+_NONE = bytes(8)
+_POSITION = Struct("<Q")
+"""Number of bytes that were ever written to the ring."""
+_POSITION_AT = CRUMB_BYTES * NUM_CRUMBS
+_LOG_AT = _POSITION_AT + CRUMB_BYTES
+NUM_BYTES = -(-(_LOG_AT + LOG_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+class Suspect(NamedTuple):
+    """The request that a process was working on when it died."""
+
+    request_id: int
+    attempt: int
+
+
+def attach(box: BlackBox | None) -> memoryview:
+    """The memory of a black box, zeros at first. Without one, private memory that has the same layout."""
+    return memoryview(bytearray(NUM_BYTES)) if box is None else segment.attach(box.memory_fd, NUM_BYTES, writable=True)
+
+
+class Breadcrumb:
+    """Names the request that a thread is working on:
+
+    with breadcrumb.at(request_id, attempt):
+        …
+
+    An error that leaves the block leaves the breadcrumb, because it ends the process.
+    """
+
+    def __init__(self, memory: memoryview, thread: int = LOOP) -> None:
+        self._memory = memory[thread * CRUMB_BYTES :][:CRUMB_BYTES]
+
+    def at(self, request_id: int, attempt: int) -> "Breadcrumb":
+        """The thread begins to work on a request."""
+        _CRUMB.pack_into(self._memory, 0, time.monotonic_ns(), request_id, attempt)
+        return self
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:
+            self._memory[: len(_NONE)] = _NONE
+
+
+class LogRing:
+    """A stream for log lines that keeps the last `LOG_BYTES` and passes all on to standard error."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        (self._position,) = _POSITION.unpack_from(memory, _POSITION_AT)
+
+    def write(self, text: str) -> None:
+        self._keep(text.encode("utf-8", "replace"))
+        sys.stderr.write(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+    def _keep(self, data: bytes) -> None:
+        self._position += max(0, len(data) - LOG_BYTES)
+        data = data[-LOG_BYTES:]
+        place = self._position % LOG_BYTES
+        first, rest = data[: LOG_BYTES - place], data[LOG_BYTES - place :]
+        self._memory[_LOG_AT + place : _LOG_AT + place + len(first)] = first
+        self._memory[_LOG_AT : _LOG_AT + len(rest)] = rest
+        self._position += len(data)
+        _POSITION.pack_into(self._memory, _POSITION_AT, self._position)
+
+
+def keep_lines(log: logging.Logger, memory: memoryview) -> None:
+    """Keep the last lines of a process's log, which `open_log` has set up."""
+    for handler in log.handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setStream(LogRing(memory))
+
+
+# ------------------------------------------------------------------------------------------- read by the supervisor
+
+
+def suspect_of(box: BlackBox) -> Suspect | None:
+    """The request that the process was working on. If two threads were working, it is the request that was begun last:
+    most deaths come soon."""
+    data = os.pread(box.memory_fd, _POSITION_AT, 0)
+    crumbs = [_CRUMB.unpack_from(data, place * CRUMB_BYTES) for place in range(len(data) // CRUMB_BYTES)]
+    begun_ns, request_id, attempt = max(crumbs, default=(0, 0, 0))
+    return Suspect(request_id, attempt) if begun_ns else None
+
+
+def last_lines(box: BlackBox) -> bytes:
+    """The last log lines of the process, in full."""
+    data = os.pread(box.memory_fd, NUM_BYTES, 0)
+    (position,) = _POSITION.unpack_from(data, _POSITION_AT)
+    ring = data[_LOG_AT : _LOG_AT + LOG_BYTES]
+    if position <= LOG_BYTES:
+        return ring[:position]
+    place = position % LOG_BYTES
+    return (ring[place:] + ring[:place]).partition(b"\n")[2]
+
+
+def stacks(box: BlackBox, max_bytes: int) -> bytes:
+    """What faulthandler wrote, its first `max_bytes`."""
+    return os.pread(box.stacks_fd, max_bytes, 0)

@@ -1,0 +1,60 @@
+"""Black boxes: for each process of a stage, memory in which it leaves what explains its death.
+
+    created for the launch ──► the process writes ──► it dies ──► read ──► freed at the second launch after it
+
+They are anonymous files of this process, so they outlive a stage that is killed, and take memory only for what is
+written.
+"""
+
+import os
+
+from pipeline.config.settings import Settings
+from pipeline.runtime import black_box
+from pipeline.runtime import messages as m
+
+
+class BlackBoxes:
+    """Owns the black boxes of the newest two processes of each stage: one may still serve while the other starts."""
+
+    def __init__(self, settings: Settings) -> None:
+        supervisor = settings.supervisor
+        self._recording_bytes = supervisor.crash_recording_bytes if supervisor.crash_reports else 0
+        self._boxes: dict[tuple[str, int], m.BlackBox] = {}
+        """By name and incarnation."""
+
+    def create(self, name: str, incarnation: int) -> m.BlackBox:
+        """For a process that is about to start; frees those of all processes but the one before. Successors are
+        recorded: what killed one process may kill the next."""
+        known = sorted(number for one, number in self._boxes if one == name)
+        for number in known[:-1]:
+            self._free(name, number)
+        fds: list[int] = []
+        try:
+            is_recorded = incarnation > 1 and self._recording_bytes > 0
+            for part in ("stacks", "black-box", "recording")[: 2 + is_recorded]:
+                fds.append(os.memfd_create(f"pipeline-{name}-{part}", os.MFD_CLOEXEC))  # noqa: PERF401 - closed below
+            os.ftruncate(fds[1], black_box.NUM_BYTES)
+        except OSError:
+            for fd in fds:
+                os.close(fd)
+            raise
+        recording_fd = fds[2] if is_recorded else -1
+        self._boxes[name, incarnation] = m.BlackBox(fds[0], fds[1], recording_fd, self._recording_bytes)
+        return self._boxes[name, incarnation]
+
+    def get(self, name: str, incarnation: int) -> m.BlackBox | None:
+        return self._boxes.get((name, incarnation))
+
+    def suspect_of(self, name: str, incarnation: int) -> int | None:
+        """The id of the request that a process is working on, or was when it died."""
+        box = self._boxes.get((name, incarnation))
+        suspect = None if box is None else black_box.suspect_of(box)
+        return None if suspect is None else suspect.request_id
+
+    def _free(self, name: str, incarnation: int) -> None:
+        for fd in self._boxes.pop((name, incarnation)).fds:
+            os.close(fd)
+
+    def close(self) -> None:
+        for name, incarnation in list(self._boxes):
+            self._free(name, incarnation)

@@ -1,0 +1,219 @@
+"""Crash reports: what is known about the death of a stage's process, in a folder.
+
+    <cache_dir>/crashes/<UTC time>-<pid of the server>-<stage>.<replica>-<incarnation>/
+        report.json   how it ended; see `CrashReport`
+        stacks.txt    the stacks of its threads, if it had the time to write them
+        log.txt       its last log lines
+        recording     what it received since its start, for `pipeline replay`; only of processes that replaced another
+
+The contents are read from the black box at once; a thread writes them, so that a slow disk delays no restart. The
+folder gets its name when it is complete.
+"""
+
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipeline.config.settings import Settings
+from pipeline.runtime import black_box
+from pipeline.runtime import messages as m
+from pipeline.runtime.cache_path import CRASHES, cache_path
+from pipeline.supervisor.black_boxes import BlackBoxes
+from pipeline.supervisor.process import Child, signal_name
+from pipeline.supervisor.process_usage import rss_bytes
+from pipeline.version import VERSION
+
+MAX_REPORTS = 20
+"""Reports that are kept; the oldest are removed."""
+MAX_STACKS_BYTES = 256 * 1024
+PARTIAL = ".partial-"
+"""Prefix of a report that is being written, or whose writer was killed."""
+SAMPLE_S = 1.0
+"""The memory of each process is noted this often."""
+CLOSE_S = 5.0
+"""Maximum time to wait at the end for reports to be written."""
+
+
+class CrashReport(msgspec.Struct, frozen=True):
+    """The contents of report.json."""
+
+    stage: str
+    """Such as `execute.0`."""
+    pid: int
+    incarnation: int
+    """1 is the stage's first process; each restart adds 1."""
+    version: str
+    died_at: str
+    """UTC, in ISO 8601."""
+    uptime_s: float
+    reason: str
+    """How it ended, or the error that ended it."""
+    exit_code: int | None
+    signal: str | None
+    """The signal that killed it, such as `SIGSEGV`."""
+    rss_bytes: int | None
+    """Its memory at most a second or so before."""
+    request_id: str | None
+    """The request that it was working on, as in log lines; only of ingest and schedule."""
+    attempt: int | None
+    settings: dict[str, Any]
+    """Those that differ from the default, by dotted key."""
+
+
+class CrashReports:
+    """Writes the reports. `server_pid` is in their names."""
+
+    def __init__(self, settings: Settings, boxes: BlackBoxes, log: logging.Logger, *, is_on: bool = True) -> None:
+        self._settings = settings
+        self._boxes = boxes
+        self._log = log
+        self._is_on = is_on and settings.supervisor.crash_reports
+        self._rss_bytes: dict[int, int] = {}
+        """By pid."""
+        self._sampled_s = 0.0
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        """Held while a report is written and old ones are removed."""
+        self._has_failed = False
+        """A report could not be written, which was logged."""
+
+    def turn(self, children: Iterable[Child]) -> None:
+        """Note the memory of all processes, if that is due."""
+        now_s = time.monotonic()
+        if self._is_on and now_s >= self._sampled_s + SAMPLE_S:
+            self._sampled_s = now_s
+            sampled = {child.pid: rss_bytes(child.pid) for child in children if child.is_alive}
+            self._rss_bytes |= {pid: num_bytes for pid, num_bytes in sampled.items() if num_bytes}
+
+    def died(self, child: Child, reason: str) -> dict[str, str]:
+        """A process has died: log the stacks of its threads, and begin to write its report. Returns the fields of its
+        line in the log."""
+        box = self._boxes.get(child.name, child.incarnation)
+        if box is None:
+            return {}
+        stacks = black_box.stacks(box, MAX_STACKS_BYTES)
+        if stacks:
+            self._log.error(f"stacks of {child.name}:\n{stacks.decode(errors='replace').rstrip()}")
+        rss = self._rss_bytes.pop(child.pid, None)
+        # A stage that can't start says why. It has not crashed, unless a signal ended it.
+        if not self._is_on or (child.state == "starting" and (child.exit_code or 0) >= 0):
+            return {}
+        now = datetime.now(UTC)
+        report = _report(child, reason, now, box, self._settings, rss)
+        name = f"{now:%Y%m%dT%H%M%S.%fZ}-{os.getpid()}-{child.name}-{child.incarnation}"
+        try:
+            folder = cache_path(self._settings).expanduser().absolute() / CRASHES
+            # Recordings and log lines may have text of requests, so only this user may read them.
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (folder / f"{PARTIAL}{name}").mkdir(mode=0o700)
+        except (OSError, RuntimeError) as error:  # the latter for an unknown ~user
+            self._failed(error)
+            return {}
+        files = {
+            "report.json": msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n",
+            "stacks.txt": stacks,
+            "log.txt": black_box.last_lines(box),
+        }
+        recording_fd = os.dup(box.recording_fd) if box.recording_fd >= 0 else -1
+        thread = threading.Thread(
+            target=self._write, args=(folder, name, files, recording_fd), name="crash-report", daemon=True
+        )
+        self._threads = [one for one in self._threads if one.is_alive()] + [thread]
+        thread.start()
+        return {"report": str(folder / name)}
+
+    def _write(self, folder: Path, name: str, files: dict[str, bytes], recording_fd: int) -> None:
+        """Fill the partial report, then remove the oldest. Runs in a thread; owns the descriptor."""
+        partial = folder / f"{PARTIAL}{name}"
+        try:
+            with self._lock:
+                for file_name, data in files.items():
+                    if data:
+                        (partial / file_name).write_bytes(data)
+                if recording_fd >= 0:
+                    _copy(recording_fd, partial / "recording")
+                partial.rename(folder / name)
+                _remove_oldest(folder)
+        except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            self._failed(error)
+        finally:
+            if recording_fd >= 0:
+                os.close(recording_fd)
+
+    def _failed(self, error: OSError | RuntimeError) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            self._log.warning("crash reports can't be written", extra={"fields": {"why": str(error)}})
+
+    def close(self) -> None:
+        """Wait until the reports are written."""
+        end_s = time.monotonic() + CLOSE_S
+        for thread in self._threads:
+            thread.join(max(0.0, end_s - time.monotonic()))
+
+
+def reports_in(folder: Path) -> list[Path]:
+    """The reports in a folder `crashes`, the newest first, with those that are incomplete."""
+    if not folder.is_dir():
+        return []
+    return sorted(folder.iterdir(), key=lambda path: path.name.removeprefix(PARTIAL), reverse=True)
+
+
+def _remove_oldest(folder: Path) -> None:
+    for path in reports_in(folder)[MAX_REPORTS:]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _copy(fd: int, path: Path) -> None:
+    """Copy a file, whose position other processes share, from its beginning. An empty one is left out."""
+    num_bytes = os.fstat(fd).st_size
+    if not num_bytes:
+        return
+    with path.open("wb") as file:
+        place = 0
+        while place < num_bytes and (copied := os.sendfile(file.fileno(), fd, place, num_bytes - place)):
+            place += copied
+
+
+def _report(
+    child: Child, reason: str, now: datetime, box: m.BlackBox, settings: Settings, rss: int | None
+) -> CrashReport:
+    code = child.exit_code
+    suspect = black_box.suspect_of(box)
+    return CrashReport(
+        stage=child.name,
+        pid=child.pid,
+        incarnation=child.incarnation,
+        version=VERSION,
+        died_at=now.isoformat(timespec="milliseconds"),
+        uptime_s=round(time.monotonic() - child.started_s, 3),
+        reason=reason,
+        exit_code=code if code is not None and code >= 0 else None,
+        signal=signal_name(-code) if code is not None and code < 0 else None,
+        rss_bytes=rss,
+        request_id=None if suspect is None else f"{suspect.request_id:x}",
+        attempt=None if suspect is None else suspect.attempt,
+        settings=changed_settings(settings),
+    )
+
+
+def changed_settings(settings: Settings) -> dict[str, Any]:
+    """The settings that differ from the default, by dotted key."""
+    return dict(_changed(msgspec.to_builtins(settings), msgspec.to_builtins(Settings()), ""))
+
+
+def _changed(tree: dict[str, Any], default: dict[str, Any], prefix: str) -> Iterable[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and isinstance(default.get(key), dict):
+            yield from _changed(value, default[key], f"{prefix}{key}.")
+        elif value != default.get(key):
+            yield f"{prefix}{key}", value

@@ -1,0 +1,94 @@
+"""The recording of a process that replaced a dead one: it has the message that kills the process, and is bounded."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from pipeline.config.settings import Settings
+from pipeline.replay import format as f
+from pipeline.replay.replaying import replay
+from pipeline.runtime import messages as m
+from pipeline.supervisor.black_boxes import BlackBoxes
+from tests.rig import Rig
+from tests.stages.detokenize.vocabularies import byte_level
+from tests.stages.replays import order
+from tests.stages.test_replay import TEXT_FACTS, end_record, talk
+
+FATAL = m.Settled(
+    seqs=np.array([12345], "<u8").tobytes(),
+    starts=np.array([0], "<i4").tobytes(),
+    counts=np.array([1], "<i4").tobytes(),
+    ids=np.array([1], "<i4").tobytes(),
+    finishes=bytes(1),
+    settled_s=0.0,
+)
+"""Names a sequence that was never opened."""
+
+
+@pytest.fixture
+def box() -> Iterator[m.BlackBox]:
+    boxes = BlackBoxes(Settings())
+    yield boxes.create("detokenize.0", 2)
+    boxes.close()
+
+
+def rig_of(folder: Path, box: m.BlackBox) -> Rig:
+    byte_level().save(str(folder / "tokenizer.json"))
+    rig = Rig("detokenize", model_dir=folder)
+    rig.launch = msgspec.structs.replace(rig.launch, black_box=box)
+    return rig
+
+
+def size(box: m.BlackBox) -> int:
+    return os.fstat(box.recording_fd).st_size
+
+
+def test_a_replay_meets_the_message_that_killed_the_process(tmp_path: Path, box: m.BlackBox) -> None:
+    with pytest.raises(AssertionError, match="sequence 12345 is not open"), rig_of(tmp_path, box) as rig:
+        rig.start(TEXT_FACTS)
+        talk(rig, 1)
+        rig.send(FATAL, "schedule.0")
+        rig.receive("gateway", m.Rejected)  # never comes: raises what the stage raised
+    path = tmp_path / "recording"
+    path.write_bytes(os.pread(box.recording_fd, size(box), 0))
+    with f.RecordingReader(path) as reader:
+        wakes = [entry for entry in reader if isinstance(entry, f.Wake)]
+    assert wakes[-1].bodies[-1] == msgspec.msgpack.encode(FATAL)
+    with pytest.raises(AssertionError, match="sequence 12345 is not open"):
+        replay("detokenize", path, tmp_path / "sent", paced=False, inline=True)
+
+
+def test_a_full_recording_is_dropped_and_the_stage_goes_on(tmp_path: Path, box: m.BlackBox) -> None:
+    with rig_of(tmp_path, msgspec.structs.replace(box, recording_bytes=5000)) as rig:
+        rig.start(TEXT_FACTS)
+        rig.load()
+        assert 0 < size(box) <= 5000
+        talk(rig, 1)
+        assert size(box) == 0
+        talk(rig, 10)
+    assert size(box) == 0
+
+
+def test_a_recording_that_a_user_begins_takes_its_place(tmp_path: Path, box: m.BlackBox) -> None:
+    path = tmp_path / "detokenize.rec"
+    with rig_of(tmp_path, box) as rig:
+        rig.start(TEXT_FACTS)
+        talk(rig, 1)
+        assert size(box) > 0
+        rig.send(m.EndRecord(1))
+        assert "is not being recorded" in rig.receive("supervisor", m.Answer).error
+        rig.send(order(path))
+        assert rig.receive("supervisor", m.Answer).error == ""
+        assert size(box) == 0
+        for _ in range(3):  # it begins with the next complete wake
+            rig.load()
+        talk(rig, 10)
+        end_record(rig, path)
+        talk(rig, 20)
+    assert size(box) == 0
+    with f.RecordingReader(path) as reader:
+        assert any(isinstance(entry, f.Sent) for entry in reader)

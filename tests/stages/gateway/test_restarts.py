@@ -1,0 +1,50 @@
+"""A request that a stage was working on when it died: it is submitted again once, and fails at the second death."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.runtime import messages as m
+from tests.stages.gateway.gate import COMPLETION, Gate
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    with Gate(tmp_path) as gate:
+        yield gate
+
+
+@pytest.mark.parametrize("stage", ["ingest", "schedule"])
+def test_a_request_that_kills_a_stage_twice_fails_and_its_neighbour_is_served(gate: Gate, stage: str) -> None:
+    poison = gate.complete(COMPLETION | {"prompt": "poison"})
+    suspect = gate.submit()
+    neighbour = gate.complete(COMPLETION)
+    gate.submit()
+    gate.rig.restart(f"{stage}.0", suspect=suspect.request_id)
+    again = [gate.submit(), gate.submit()]
+    assert suspect.request_id in {one.request_id for one in again}, "one death may be a coincidence"
+    gate.rig.restart(f"{stage}.0", suspect=suspect.request_id)
+    response = poison.result()
+    assert response.status_code == 500
+    error = response.json()["error"]
+    assert (error["code"], error["type"]) == ("stage_died", "server_error")
+    assert error["message"] == f"{stage} died 2 times while it worked on this request"
+    last = gate.submit()
+    assert last.request_id != suspect.request_id
+    gate.accept(last)
+    gate.delta(last, "fine", finish=m.Finish.LENGTH)
+    assert neighbour.result().json()["choices"][0]["text"] == "fine"
+    with pytest.raises(TimeoutError):
+        gate.rig.receive("ingest", m.Submit, timeout_s=0.1)
+
+
+def test_requests_that_were_not_in_work_get_no_strikes(gate: Gate) -> None:
+    response = gate.complete(COMPLETION)
+    submit = gate.submit()
+    for _ in range(4):
+        gate.rig.restart("ingest.0", suspect=submit.request_id ^ 1)
+        assert gate.submit() == submit
+    gate.accept(submit)
+    gate.delta(submit, "fine", finish=m.Finish.LENGTH)
+    assert response.result().status_code == 200

@@ -1,0 +1,161 @@
+"""The report about a process that died: its contents, how many are kept, and folders that can't be written."""
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from pipeline.config.settings import Settings
+from pipeline.runtime import black_box
+from pipeline.runtime import messages as m
+from pipeline.supervisor import crash_reports
+from pipeline.supervisor.black_boxes import BlackBoxes
+from pipeline.supervisor.crash_reports import CrashReports
+from pipeline.supervisor.resources import SharedResources
+from pipeline.version import VERSION
+
+
+class DeadChild:
+    def __init__(self, *, state: str = "ready", exit_code: int = -9) -> None:
+        self.name, self.pid, self.incarnation, self.started_s = "ingest.0", os.getpid(), 2, 0.0
+        self.state, self.exit_code, self.is_alive = state, exit_code, True
+
+
+def settings_of(folder: Path, **supervisor: Any) -> Settings:
+    section = msgspec.structs.replace(Settings().supervisor, **supervisor)
+    return Settings(cache_dir=str(folder), supervisor=section, log_level="debug")
+
+
+@pytest.fixture
+def boxes() -> Iterator[BlackBoxes]:
+    boxes = BlackBoxes(Settings())
+    boxes.create("ingest.0", 2)
+    yield boxes
+    boxes.close()
+
+
+def died(settings: Settings, boxes: BlackBoxes, child: DeadChild | None = None, times: int = 1) -> dict[str, str]:
+    """The fields of the log's last line, once all reports are written."""
+    reports = CrashReports(settings, boxes, logging.getLogger("test"))
+    one: Any = child or DeadChild()
+    reports.turn([one])
+    fields = [reports.died(one, "was killed by SIGKILL") for _ in range(times)]
+    reports.close()
+    return fields[-1]
+
+
+def test_a_report_has_what_the_process_left(
+    tmp_path: Path, boxes: BlackBoxes, caplog: pytest.LogCaptureFixture
+) -> None:
+    box = boxes.get("ingest.0", 2)
+    assert box is not None
+    memory = black_box.attach(box)
+    black_box.Breadcrumb(memory).at(0x1F3A, 2)
+    black_box.LogRing(memory).write("the last line\n")
+    os.write(box.stacks_fd, b"Fatal Python error: Aborted\n")
+    os.write(box.recording_fd, b"a recording")
+    folder = Path(died(settings_of(tmp_path), boxes)["report"])
+    assert folder.parent == tmp_path / "crashes"
+    assert folder.name.endswith(f"Z-{os.getpid()}-ingest.0-2")
+    assert {path.name: path.read_text() for path in folder.iterdir() if path.name != "report.json"} == {
+        "stacks.txt": "Fatal Python error: Aborted\n",
+        "log.txt": "the last line\n",
+        "recording": "a recording",
+    }
+    report = json.loads((folder / "report.json").read_bytes())
+    assert report.pop("uptime_s") > 0 and report.pop("died_at").endswith("+00:00")
+    assert report.pop("rss_bytes") > 1024**2
+    assert report == {
+        "stage": "ingest.0",
+        "pid": os.getpid(),
+        "incarnation": 2,
+        "version": VERSION,
+        "reason": "was killed by SIGKILL",
+        "exit_code": None,
+        "signal": "SIGKILL",
+        "request_id": "1f3a",
+        "attempt": 2,
+        "settings": {"cache_dir": str(tmp_path), "log_level": "debug"},
+    }
+    assert "stacks of ingest.0:\nFatal Python error: Aborted" in caplog.text
+    assert folder.stat().st_mode & 0o077 == 0, "only this user may read it"
+
+
+def test_what_the_process_did_not_leave_has_no_file(tmp_path: Path, boxes: BlackBoxes) -> None:
+    folder = Path(died(settings_of(tmp_path), boxes, DeadChild(exit_code=1))["report"])
+    assert [path.name for path in folder.iterdir()] == ["report.json"]
+    report = json.loads((folder / "report.json").read_bytes())
+    assert (report["exit_code"], report["signal"], report["request_id"]) == (1, None, None)
+
+
+def test_a_signal_without_a_name_has_a_number(tmp_path: Path, boxes: BlackBoxes) -> None:
+    folder = Path(died(settings_of(tmp_path), boxes, DeadChild(exit_code=-37))["report"])
+    assert json.loads((folder / "report.json").read_bytes())["signal"] == "signal 37"
+
+
+def test_the_newest_20_are_kept(tmp_path: Path, boxes: BlackBoxes) -> None:
+    folder = tmp_path / "crashes"
+    for number in range(30):
+        name = f"202601{number + 1:02}T000000.000000Z-1-execute.0-1"
+        (folder / (f".partial-{name}" if number % 2 else name)).mkdir(parents=True)
+    newest = died(settings_of(tmp_path), boxes, times=2)["report"]
+    left = crash_reports.reports_in(folder)
+    assert len(left) == crash_reports.MAX_REPORTS
+    assert left[0] == Path(newest)
+    assert left[-1].name.startswith("20260113T")
+
+
+def test_a_folder_that_cannot_be_written_is_reported_once(
+    tmp_path: Path, boxes: BlackBoxes, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "crashes").write_text("a file")
+    assert died(settings_of(tmp_path), boxes, times=3) == {}
+    assert [record.getMessage() for record in caplog.records] == ["crash reports can't be written"]
+    assert "crashes" in caplog.records[0].fields["why"]  # type: ignore[attr-defined]
+
+
+def test_an_unknown_user_in_cache_dir_is_reported_too(boxes: BlackBoxes, caplog: pytest.LogCaptureFixture) -> None:
+    assert died(settings_of(Path("~no-such-user-here/cache")), boxes) == {}
+    assert "crash reports can't be written" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("supervisor", "child", "expected"),
+    [
+        ({"crash_reports": False}, DeadChild(), False),
+        ({}, DeadChild(state="starting", exit_code=1), False),
+        ({}, DeadChild(state="starting", exit_code=-11), True),
+        ({}, DeadChild(state="recovering", exit_code=1), True),
+    ],
+)
+def test_crash_reports_can_be_off_and_a_stage_that_says_why_it_cannot_start_has_none(
+    tmp_path: Path, boxes: BlackBoxes, supervisor: dict[str, Any], child: DeadChild, expected: bool
+) -> None:
+    fields = died(settings_of(tmp_path, **supervisor), boxes, child)
+    assert bool(fields) == (tmp_path / "crashes").exists() == expected
+
+
+def test_the_gateways_learn_of_the_suspect_with_the_restart() -> None:
+    resources = SharedResources(Settings(), [], [], None)
+    try:
+        resources.create_arenas()
+        resources.create_rings()
+        resources.launch("ingest", "", [])
+        for died_at_work, suspect in ((True, 0x1F3A), (False, None)):
+            box = resources.black_boxes.get("ingest.0", resources.incarnations["ingest.0"])
+            assert box is not None
+            if died_at_work:
+                black_box.Breadcrumb(black_box.attach(box)).at(0x1F3A, 1)
+            resources.renew("ingest.0")
+            found = resources.restart_of("ingest.0", "gateway.0", 1)
+            assert found is not None and isinstance(found[0], m.PeerRestarted)
+            assert found[0].suspect == suspect
+            launch = resources.launch("ingest", "", [])
+            assert launch.black_box is not None and launch.black_box.recording_fd >= 0
+    finally:
+        resources.close()
