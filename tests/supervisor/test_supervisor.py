@@ -132,6 +132,7 @@ class EndedChild:
 
     def __init__(self, stage: str, exit_code: int) -> None:
         self.name, self.stage, self.exit_code = f"{stage}.0", stage, exit_code
+        self.incarnation = 1
         self.pidfd = os.open(os.devnull, os.O_RDONLY)
 
     def describe_end(self) -> str:
