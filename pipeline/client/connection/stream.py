@@ -149,7 +149,7 @@ class Stream:
         return True
 
     def _take_prompt(self, delta: p.Delta) -> None:
-        """Append the log probabilities of further prompt ids."""
+        """Append the log probabilities of further prompt ids. A repeated request gets all of them again."""
         if self.prompt_logprobs is None or self._prompt_num_top is None or not delta.prompt_records:
             return
         begin, num_top, named = 1 + delta.prompt_record_offset, self._prompt_num_top, delta.prompt_record_pieces
@@ -157,7 +157,8 @@ class Stream:
         for place, own in enumerate(self._prompt_pieces[begin:]):
             pieces += [own, *named[place * num_top : (place + 1) * num_top]]
         ids = (self.prompt_token_ids or [])[begin:]
-        self.prompt_logprobs += logprobs_of(ids, delta.prompt_records, pieces, num_top)
+        num_known = max(len(self.prompt_logprobs) - begin, 0)
+        self.prompt_logprobs += logprobs_of(ids, delta.prompt_records, pieces, num_top)[num_known:]
 
     async def _change(self) -> None:
         """Wait for the next message. The client's heartbeat ends the wait if the server is gone."""
