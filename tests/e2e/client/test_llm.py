@@ -296,7 +296,7 @@ def test_an_unreferenced_llm_ends_its_server(tiny_model: Path) -> None:
 
 @pytest.mark.parametrize("victim", ["supervisor", "execute", "gateway"])
 def test_a_server_that_dies_ends_generate_with_an_error(tiny_model: Path, victim: str) -> None:
-    with LLM(**tiny(tiny_model)) as one:
+    with LLM(**tiny(tiny_model), supervisor={"max_restarts": 0}) as one:
         assert one.server is not None
         family = family_of(one.server.pid, 6)
         stages = [family[0], *family[0].children()]  # not the process that computes masks: it begins as execute.0

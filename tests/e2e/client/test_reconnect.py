@@ -10,14 +10,17 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from msgspec.structs import replace
 
-from pipeline import AsyncClient, AsyncLLM, SamplingParams, StructuredOutputsParams
+from pipeline import LLM, AsyncClient, AsyncLLM, SamplingParams, StructuredOutputsParams
 from pipeline.client import protocol as p
 from pipeline.client.connection.stream import Stream
+from tests.e2e.conftest import tiny
 from tests.e2e.recovery_streams import QUESTION, SCHEMA, STORY, TOOL
 from tests.e2e.server import Server
 
@@ -144,6 +147,25 @@ async def test_streams_outlive_their_server(place: "Place") -> None:
         await restarted[0]
     for kind, value in expected.items():
         assert received[kind] == value, kind
+
+
+def test_a_batch_outlives_the_gateway_of_its_own_server(tiny_model: Path) -> None:
+    with LLM(**tiny(tiny_model)) as llm:
+        assert llm.server is not None
+        params = SamplingParams(temperature=1, seed=3, max_tokens=100, ignore_eos=True)
+        (gateway,) = [
+            one for one in psutil.Process(llm.server.pid).children() if one.cmdline()[0] == "pipeline: gateway.0"
+        ]
+        (expected,) = llm.generate("Once", params)
+
+        def prompts() -> Iterator[str]:
+            yield from ["Once"] * 8
+            gateway.kill()
+            yield from ["Once"] * 8
+
+        outputs = llm.generate(prompts(), params)
+        assert [output.outputs for output in outputs] == [expected.outputs] * 16
+        gateway.wait(0)
 
 
 class Once:
