@@ -215,7 +215,8 @@ class Stream:
         this happens too often."""
         self._num_losses += 1
         if not self.settle() and self._num_losses >= MAX_LOSSES:
-            self.fail(ConnectionLost(f"{error}; this was the {self._num_losses}th time without output of this request"))
+            times = f"{self._num_losses} connections were lost without output of this request"
+            self.fail(ConnectionLost(f"{error}; {times}, which may be the cause"))
 
     def settle(self) -> bool:
         """End the stream if it was aborted, or if nothing is missing; for the client. Returns whether it has ended."""
