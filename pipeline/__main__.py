@@ -74,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     looking.add_trace(commands)
     looking.add_ps(commands)
     looking.add_top(commands)
+    looking.add_restart(commands)
     check_model.add(commands)
     return parser
 

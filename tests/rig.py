@@ -1,6 +1,5 @@
 """Runs one stage between fake neighbours: real sockets and segments, the stage in a thread."""
 
-import gc
 import itertools
 import os
 import threading
@@ -14,8 +13,8 @@ import msgspec
 import zmq
 
 from pipeline.config.settings import Settings
+from pipeline.runtime import heap, topology
 from pipeline.runtime import messages as m
-from pipeline.runtime import topology
 from pipeline.runtime.channels import Inbox, Outbox, address_of
 from pipeline.runtime.memories import Memories
 from pipeline.shm import segment
@@ -36,6 +35,10 @@ INBOXES: dict[str, Any] = {
 }
 
 _numbers = itertools.count()
+
+# A stage freezes the heap once, when its process has loaded everything. Here one process has many stages, one after the
+# other, and what they leave must be freed.
+heap.freeze = lambda: None
 
 
 class Rig:
@@ -136,7 +139,6 @@ class Rig:
         for fd in self._fds:
             os.close(fd)
         self._memories.clear()
-        gc.unfreeze()  # a stage freezes all objects, for its process's life; here its segments would stay mapped
         if self._error is not None:
             raise self._error
         assert not alive, "the stage did not stop"

@@ -271,6 +271,14 @@ class Inbox(Generic[T]):
         self._edges = tuple(self._rings.values())
         self._watch(before, edge)
 
+    def early_of(self, sender: str) -> list[T]:
+        """The messages of a process that has not replaced `sender` yet. They stay until `replaced` or `drop_early`."""
+        return [self._messages.decode(body) for envelope, body in self._early if envelope.sender == sender]
+
+    def drop_early(self, sender: str) -> None:
+        """Forget the messages of a successor that will not replace `sender`."""
+        self._early = deque(arrival for arrival in self._early if arrival[0].sender != sender)
+
     def _watch(self, before: RingEdge | None, edge: RingEdge | None) -> None:
         """Watch the descriptor of a ring instead of another one's."""
         old, new = -1 if before is None else before.reader.fileno(), -1 if edge is None else edge.reader.fileno()

@@ -80,6 +80,13 @@ class Admin:
         )
         return {answer.stage: answer for answer in told.answers}
 
+    def restart(self, stage: str, timeout_s: float) -> float:
+        """Restart the process of a stage, such as `schedule.0`. Returns the pause in seconds. Raises UserError with the
+        reason if it was not restarted."""
+        self._nonce += 1
+        question = admin_server.RestartStage(self._nonce, stage)
+        return self._ask(question, admin_server.StageRestarted, timeout_s + ANSWER_S).pause_s
+
     def _ask(self, question: admin_server.AdminInbox, kind: type[R], timeout_s: float) -> R:
         end = time.monotonic() + timeout_s
         if not self._connect(end) or not self._send(self._encoder.encode(question)):

@@ -1,7 +1,8 @@
-"""The admin server of the supervisor, for `pipeline ps`, `top`, `trace` and `record`.
+"""The admin server of the supervisor, for `pipeline ps`, `top`, `trace`, `record` and `restart`.
 
     command ──AskStats, StageCommand──► AdminServer (supervisor) ──ControlRequest──► stages
             ◄──Stats, StageReplies───── AdminServer ◄────────────Answer──── stages
+            ──RestartStage─► …  ◄─StageRestarted──
 
 A ROUTER at `ipc://@pipeline/<server>/admin`, open to processes of the same user only. It runs in the supervisor's loop
 and never blocks it: messages are small and few, the number of open questions is bounded, each has a deadline, and an
@@ -57,6 +58,20 @@ class StageCommand(m.Message, frozen=True, tag="tell"):
     timeout_s: float = 10.0
 
 
+class RestartStage(m.Message, frozen=True, tag="restart_stage"):
+    """Restart the process of a stage. Answered with `StageRestarted` when its successor serves, or with `Problem`."""
+
+    nonce: int
+    stage: str
+    """A name such as `schedule.0`."""
+
+
+class StageRestarted(m.Message, frozen=True, tag="stage_restarted"):
+    nonce: int
+    pause_s: float
+    """From the end of the process before to the start of its successor's service."""
+
+
 class Stats(m.Message, frozen=True, tag="stats"):
     nonce: int
     stats: ServerStats
@@ -83,8 +98,8 @@ class Problem(m.Message, frozen=True, tag="problem"):
     message: str
 
 
-AdminInbox = AskStats | StageCommand
-AdminReply = Stats | StageReplies | Problem
+AdminInbox = AskStats | StageCommand | RestartStage
+AdminReply = Stats | StageReplies | StageRestarted | Problem
 
 Answers = dict[str, m.Answer]
 """By stage. Stages that did not answer in time, or could not be reached, are missing."""
@@ -164,7 +179,8 @@ class Questions:
 class AdminServer:
     """The socket. The supervisor calls `turn` in its loop, and may sleep on `fileno` if `has_message` is False.
     `stats(timeout_s, then)` collects the server's stats and calls `then` with them. `names()` returns the stages that
-    are ready."""
+    are ready. `restart(name, done)` restarts one, and calls `done` with the pause or with the reason why it was not
+    restarted."""
 
     def __init__(
         self,
@@ -173,10 +189,12 @@ class AdminServer:
         questions: Questions,
         stats: Callable[[float, Callable[[ServerStats], None]], None],
         names: Callable[[], list[str]],
+        restart: Callable[[str, Callable[[float, str], None]], None],
     ) -> None:
         self._questions = questions
         self._stats = stats
         self._names = names
+        self._restart = restart
         self._decoder: MessageDecoder[AdminInbox] = MessageDecoder(AdminInbox)
         self._encoder = msgspec.msgpack.Encoder()
         self._socket = context.socket(zmq.ROUTER)
@@ -226,6 +244,8 @@ class AdminServer:
                 self._stats(timeout_s, lambda stats: self._reply(peer, Stats(nonce, stats)))
             case StageCommand():
                 self._send_command(peer, message)
+            case RestartStage():
+                self._restart_stage(peer, message)
             case _:
                 assert_never(message)
 
@@ -248,6 +268,18 @@ class AdminServer:
             self._reply(peer, StageReplies(message.nonce, said))
 
         self._questions.ask(wanted, message.request, message.timeout_s, then)
+
+    def _restart_stage(self, peer: bytes, message: RestartStage) -> None:
+        if message.stage not in (known := self._names()):
+            problem = f"no stage {message.stage[:100]!r} is ready; ready: {', '.join(known) or 'none'}"
+            self._reply(peer, Problem(message.nonce, problem))
+            return
+
+        def done(pause_s: float, problem: str) -> None:
+            reply = Problem(message.nonce, problem) if problem else StageRestarted(message.nonce, pause_s)
+            self._reply(peer, reply)
+
+        self._restart(message.stage, done)
 
     def _refuse_timeout(self, peer: bytes, nonce: int) -> None:
         self._reply(peer, Problem(nonce, f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S:g}"))

@@ -68,13 +68,27 @@ class ChildTable:
 
     def replace(self, launch: m.Launch) -> Child:
         """Start the successor of a child that was `lost`."""
-        before = self.children[launch.name]
+        child = self.start_successor(launch)
+        self.adopt(child)
+        return child
+
+    def start_successor(self, launch: m.Launch) -> Child:
+        """Start a process that is going to take the place of another one. It belongs to the caller until `adopt`."""
         child = self._run_mode.start(self._run_mode.launch(launch), self._num_threads(launch), waits=False)
         child.state = "recovering"
-        self.children[launch.name] = child
         self._watch(child)
-        before.close()
         return child
+
+    def adopt(self, child: Child) -> None:
+        """A successor takes the place of a child that was `lost`."""
+        before = self.children[child.name]
+        self.children[child.name] = child
+        before.close()
+
+    def drop(self, child: Child) -> None:
+        """Kill a successor that takes no place."""
+        self._unwatch(child)
+        child.close()
 
     def _num_threads(self, launch: m.Launch) -> int:
         num_threads = self._settings.execute.num_threads if launch.stage == "execute" else 0

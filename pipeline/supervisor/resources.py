@@ -22,6 +22,16 @@ INCARNATION = 1
 """Of the supervisor, and of every stage's first process."""
 
 
+class Channels(msgspec.Struct, frozen=True):
+    """What belongs to one process of a stage: its inbox, its arena and its rings."""
+
+    name: str
+    incarnation: int
+    address: str
+    segment: m.Segment | None
+    rings: dict[tuple[str, str], tuple[int, int, int]]
+
+
 class SharedResources:
     """Owns what the stages share, except the listening sockets, and describes it to each of them in its `Launch`."""
 
@@ -40,6 +50,8 @@ class SharedResources:
         """Unique name of this server; part of every address."""
         self.incarnations: dict[str, int] = {}
         """Of the stages' processes, by name."""
+        self._last_incarnations: dict[str, int] = {}
+        """The highest ones that were given; those of processes that were never used count too."""
         self.addresses = {SUPERVISOR: address_of(self.server, SUPERVISOR, INCARNATION)}
         """Inboxes, by the name of the process."""
         self.segments: dict[str, m.Segment] = {}
@@ -88,18 +100,53 @@ class SharedResources:
         self._rings[sender, receiver] = data_fd, position_fd, os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def renew(self, name: str) -> None:
-        """Make an inbox address, an arena and rings for the successor of this process. Nothing of the dead process is
-        used again: the others may still read what it wrote. Raises MemoryError."""
-        self.incarnations[name] += 1
+        """Make channels for the successor of this process. Nothing of the dead process is used again: the others may
+        still read what it wrote. Raises MemoryError."""
+        self.discard(self.replace(name))
+
+    def replace(self, name: str) -> Channels:
+        """Make channels for the successor of this process. Returns those until now, which the caller gives to `discard`
+        or `restore`. Raises MemoryError."""
+        before = self._channels_of(name)
+        self.incarnations[name] = self._last_incarnations.get(name, before.incarnation) + 1
+        self._last_incarnations[name] = self.incarnations[name]
         self.addresses[name] = address_of(self.server, name, self.incarnations[name])
-        if (before := self.segments.get(name)) is not None:
-            self._create_arena(name)
-            os.close(before.fd)
-        for edge, fds in list(self._rings.items()):
-            if name in edge:
+        try:
+            if before.segment is not None:
+                self._create_arena(name)
+            for edge in before.rings:
                 self._create_ring(*edge)
-                for fd in fds:
-                    os.close(fd)
+        except MemoryError:
+            self.restore(before)
+            raise
+        return before
+
+    def restore(self, channels: Channels) -> None:
+        """Use these channels again, and close those of the successor."""
+        name = channels.name
+        unused = self._channels_of(name)
+        self.incarnations[name], self.addresses[name] = channels.incarnation, channels.address
+        kept = {fd for fds in channels.rings.values() for fd in fds}
+        if channels.segment is not None:
+            kept.add(channels.segment.fd)
+            self.segments[name] = channels.segment
+        self._rings.update(channels.rings)
+        self._close(unused, kept)
+
+    def discard(self, channels: Channels) -> None:
+        """Close channels that are not used any more."""
+        self._close(channels, set())
+
+    def _channels_of(self, name: str) -> Channels:
+        rings = {edge: fds for edge, fds in self._rings.items() if name in edge}
+        return Channels(name, self.incarnations[name], self.addresses[name], self.segments.get(name), rings)
+
+    def _close(self, channels: Channels, kept: set[int]) -> None:
+        fds = {fd for ring in channels.rings.values() for fd in ring}
+        if channels.segment is not None:
+            fds.add(channels.segment.fd)
+        for fd in fds - kept:
+            os.close(fd)
 
     def restart_of(self, name: str, receiver: str, epoch: int) -> tuple[m.PeerRestarted, list[int]] | None:
         """What another process must know of the successor of `name`, and the descriptors that it gets. None if the two

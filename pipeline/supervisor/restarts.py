@@ -1,6 +1,7 @@
 """Restarts stages that have died: a new process with new channels, which the other stages are informed of.
 
     died ──► channels renewed, others informed ──delay──► spawned ──► Ready ──► Start ──► serves again
+    asked ──► spawned ──► Ready ──► the one before is killed, others informed ──► Start ──► serves
 
 What the stages do with `PeerRestarted` is theirs: the owner of a fact sends it to the successor again.
 """
@@ -8,14 +9,12 @@ What the stages do with `PeerRestarted` is theirs: the owner of a fact sends it 
 import logging
 import time
 
-import msgspec
-
 from pipeline.config.settings import Settings
 from pipeline.runtime import messages as m
-from pipeline.runtime import topology
 from pipeline.runtime.channels import Inbox
 from pipeline.runtime.run_mode import RunMode
 from pipeline.supervisor.children import ChildTable
+from pipeline.supervisor.planned_restarts import PlannedRestarts, launch_of
 from pipeline.supervisor.process import Child
 from pipeline.supervisor.recovery import Recovery, RestartBudget
 from pipeline.supervisor.resources import SharedResources
@@ -47,34 +46,55 @@ class Restarts:
         """When successors start, by name. All times are by time.monotonic()."""
         self._died_s: dict[str, float] = {}
         """When the process died whose successor is not ready yet."""
+        self.planned = PlannedRestarts(settings, run_mode, resources, table, inbox, log, self._hand_over)
 
     @property
     def deadlines(self) -> list[float]:
         """When `turn` must be called next."""
-        return list(self._due_s.values())
+        return [*self._due_s.values(), *self.planned.deadlines]
 
     def died(self, child: Child) -> str:
         """A stage's process has died: restart it. Returns an empty string, or why it can't be restarted."""
         name, now_s = child.name, time.monotonic()
         if self._run_mode.inline or name == self._run_mode.foreground:
             return "it is being debugged"
-        decision = self._budget.died(name, now_s, was_ready=child.state == "ready")
-        if isinstance(decision, str):
-            return decision
+        # Processes that start from here on are informed of the newest channels, so the others must use them too.
+        self.planned.hurry()
+        if self._table.children[name] is not child:
+            return ""  # its successor has started already
+        delay_s: float | str = 0.0
+        if self.planned.has_killed(name):
+            self.planned.noticed(name)
+        else:
+            delay_s = self._budget.died(name, now_s, was_ready=child.state == "ready")
+        if isinstance(delay_s, str):
+            return delay_s
         try:
             self._resources.renew(name)
         except MemoryError as error:
             return str(error)
+        self._due_s[name] = now_s + delay_s
+        self._lose(child)
+        return ""
+
+    def _hand_over(self, successor: Child) -> None:
+        """A successor that has started, perhaps with the channels in the resources, takes the place of its child."""
+        child = self._table.children[successor.name]
+        child.kill()
+        self._lose(child)
+        self._table.adopt(successor)
+
+    def _lose(self, child: Child) -> None:
+        """The process of a child has died, and its successor has channels: inform the others."""
+        name = child.name
         self._table.lost(child, self._resources.addresses[name])
         self._inbox.replaced(name, self._resources.incarnations[name])
-        self._died_s.setdefault(name, now_s)
-        self._due_s[name] = now_s + decision
+        self._died_s.setdefault(name, time.monotonic())
         stages, gateways = self._neighbours(name)
         epoch = self._recovery.died(name, stages, gateways)
         for other in stages:
             self._tell(other, name, epoch)
         self._tell_gateways()
-        return ""
 
     def answered(self, name: str, epoch: int) -> None:
         """A stage uses the channels to a successor."""
@@ -83,16 +103,23 @@ class Restarts:
 
     def turn(self, model_dir: str, facts: m.ExecuteFacts) -> None:
         """Start the processes that are due. `facts` are those of the first executor."""
+        self.planned.turn(model_dir, facts)
         now_s = time.monotonic()
         for name, due_s in list(self._due_s.items()):
             if now_s >= due_s:
                 del self._due_s[name]
                 self._start(name, model_dir, facts)
+        for name in self._died_s.keys() - self._due_s.keys():
+            child = self._table.children[name]
+            if now_s - child.started_s >= self._settings.supervisor.start_timeout_s and child.is_alive:
+                self._log.error(f"{name} is not ready in time (supervisor.start_timeout_s); killing it")
+                child.abort()
 
     def ready(self, child: Child, facts: m.ExecuteFacts) -> None:
         """A successor is ready: it begins with `Start`, as all stages did."""
         self._table.outboxes[child.name].send(m.Start(facts))
         took_s = time.monotonic() - self._died_s.pop(child.name)
+        self.planned.ready(child.name, took_s)
         fields = {"pid": child.pid, "restarts": child.incarnation - 1, "took_s": f"{took_s:.2f}"}
         self._log.info(f"{child.name} is back", extra={"fields": fields})
 
@@ -102,11 +129,7 @@ class Restarts:
         return self._died_s
 
     def _start(self, name: str, model_dir: str, facts: m.ExecuteFacts) -> None:
-        stage, _, replica = name.partition(".")
-        row = topology.row(stage)
-        peers = topology.peers_of(row, self._resources.addresses, self._settings, int(replica))
-        launch = self._resources.launch(stage, row.entry, peers, int(replica))
-        child = self._table.replace(msgspec.structs.replace(launch, model_dir=model_dir, facts=facts))
+        child = self._table.replace(launch_of(name, self._settings, self._resources, model_dir, facts))
         self._log.debug("restarted", extra={"fields": {"stage": name, "pid": child.pid}})
 
     def _neighbours(self, name: str) -> tuple[list[str], list[str]]:

@@ -7,12 +7,12 @@
 It never blocks in a send: messages that a full socket refused are merged and sent in a later wake.
 """
 
-import gc
 import logging
 import time
 from typing import Any, assert_never
 
 from pipeline.metrics.stats import DetokenizeCounts
+from pipeline.runtime import heap
 from pipeline.runtime import messages as m
 from pipeline.runtime.channels import Outbox
 from pipeline.runtime.messages import Launch
@@ -82,8 +82,7 @@ class DetokenizeStage:
             case m.Ping():
                 self._stage.supervisor.send(m.Pong(message.nonce, m.PlainLoad(len(self._output_processor))))
             case m.Start():
-                gc.collect()
-                gc.freeze()
+                heap.freeze()
             case m.Stop():
                 self.stopped = True
             case _:

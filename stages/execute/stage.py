@@ -4,7 +4,6 @@ It handles messages in order, and sends a step's result as soon as it is complet
 steps once per wake, with the results: the scheduler is awake then, and no core is taken from a running step.
 """
 
-import gc
 import os
 from collections.abc import Callable
 from functools import partial
@@ -16,8 +15,8 @@ import msgspec
 
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
+from pipeline.runtime import heap, topology
 from pipeline.runtime import messages as m
-from pipeline.runtime import topology
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.runtime.stage import Stage
 from pipeline.stages.execute.metrics import ExecuteMetrics
@@ -130,8 +129,7 @@ def _load(launch: m.Launch, swap: memoryview | None) -> "tuple[Runner, Serve]":
 
         runner = cpu_runner = CpuRunner(settings, Path(launch.model_dir), swap)
         serve = partial(_serve, runner=cpu_runner)
-    gc.collect()
-    gc.freeze()
+    heap.freeze()
     return runner, serve
 
 

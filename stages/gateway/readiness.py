@@ -1,15 +1,21 @@
-"""Whether the gateway takes requests."""
+"""Whether the gateway takes requests, and whether the supervisor lives."""
 
+import time
 from http import HTTPStatus
 
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import ApiError
+
+LIVE_S = 10.0
+"""The supervisor sends a ping to each stage every second. If none has come for this long, it does not run."""
 
 
 class Readiness:
     """Starting, ok, draining or failed; new requests are refused unless it is ok."""
 
     def __init__(self) -> None:
+        self.pinged_s = time.monotonic()
+        """When the last ping of the supervisor came, by time.monotonic(); at first the time of creation."""
         self.facts: m.ExecuteFacts | None = None
         """From `Start`; None before it."""
         self.is_draining = False
@@ -23,6 +29,12 @@ class Readiness:
         if self.is_draining:
             return "draining"
         return "starting" if self.facts is None else "ok"
+
+    def require_live(self) -> None:
+        """Raises ApiError, 503, if the supervisor does not run: restarts and shutdowns don't happen then."""
+        if self.facts is not None and (silent_s := time.monotonic() - self.pinged_s) > LIVE_S:
+            message = f"the supervisor has sent nothing for {silent_s:.0f} s"
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="late")
 
     def require_ready(self) -> m.ExecuteFacts:
         """Return what is known about the model. Raises ApiError, 503, if new requests are refused."""

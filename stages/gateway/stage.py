@@ -6,7 +6,6 @@ client ◄──SSE─── response_writer ◄──wake── ResultHandler �
 
 import asyncio
 import contextlib
-import gc
 import logging
 import socket
 import time
@@ -19,7 +18,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from pipeline.client.connection.zmq_address import address_of
-from pipeline.runtime import generation_config, topology
+from pipeline.runtime import generation_config, heap, topology
 from pipeline.runtime import messages as m
 from pipeline.runtime.api_keys import Keys
 from pipeline.runtime.async_inbox import AsyncInbox
@@ -114,6 +113,8 @@ class GatewayStage:
 
     async def serve(self) -> None:
         """Listen, report that the stage is ready, and handle messages until `Stop`."""
+        if self._stage.launch.facts is not None:  # it replaces a gateway, and connections wait
+            self._take_requests(self._stage.launch.facts)
         options: dict[str, Any] = {"access_log": None, "logger": _http_log(), "keepalive_timeout": IDLE_CONNECTION_S}
         max_header_bytes = self._stage.settings.limits.max_header_bytes
         options |= {"max_line_size": max_header_bytes, "max_field_size": max_header_bytes, "max_headers": MAX_HEADERS}
@@ -230,16 +231,13 @@ class GatewayStage:
             case m.LateStages():
                 self._requests.late_stages.update(message)
             case m.Ping(nonce):
+                self._readiness.pinged_s = time.monotonic()
                 self._requests.log_refused()
                 self._refusal_log.flush()
                 self._stage.supervisor.send(m.Pong(nonce, m.GatewayLoad(self._requests.num_open)))
             case m.Start(facts):
-                self._readiness.facts = facts
-                self._requests.admission.max_prompt_tokens = facts.max_model_len
-                self._limits.max_prompt_tokens = facts.max_model_len
-                self._limits.vocab_size, self._limits.hidden_size = facts.vocab_size, facts.hidden_size
-                gc.collect()
-                gc.freeze()
+                self._take_requests(facts)
+                heap.freeze()
             case m.Drain(deadline_s):
                 self._readiness.is_draining = True
                 self._cancel_background(SHUTTING_DOWN)
@@ -254,6 +252,14 @@ class GatewayStage:
                 self._is_stopped = True
             case _:
                 assert_never(message)
+
+    def _take_requests(self, facts: m.ExecuteFacts) -> None:
+        """All stages run: requests are not refused any more."""
+        self._readiness.facts = facts
+        self._readiness.pinged_s = time.monotonic()
+        self._requests.admission.max_prompt_tokens = facts.max_model_len
+        self._limits.max_prompt_tokens = facts.max_model_len
+        self._limits.vocab_size, self._limits.hidden_size = facts.vocab_size, facts.hidden_size
 
     def _cancel_background(self, error: ApiError) -> None:
         """End background responses: no client could fetch them after this process has ended."""

@@ -10,7 +10,6 @@ executor keeps its cores. A separate process checks grammars (grammar_checker.py
 """
 
 import asyncio
-import gc
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, assert_never
@@ -20,7 +19,7 @@ import numpy as np
 import uvloop
 from tokenizers import Tokenizer
 
-from pipeline.runtime import generation_config
+from pipeline.runtime import generation_config, heap
 from pipeline.runtime import messages as m
 from pipeline.runtime.async_inbox import AsyncInbox
 from pipeline.runtime.messages import Failure, GenerationOptions, IdsPrompt, Launch, Submit
@@ -144,8 +143,7 @@ class IngestStage:
                     self._max_new_tokens,
                     shows_tools=self._formats.shows_tools,
                 )
-                gc.collect()
-                gc.freeze()  # what is loaded by now is never freed
+                heap.freeze()
             case m.PeerRestarted():
                 self._peer_restarted(message)
             case m.Ping(nonce):

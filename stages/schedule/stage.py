@@ -6,7 +6,6 @@ Steps go to the executor before output goes to detokenize, because the executor 
 """
 
 import contextlib
-import gc
 import os
 import time
 from collections import deque
@@ -17,8 +16,8 @@ import msgspec
 
 from pipeline.config.by_device import max_steps_in_flight
 from pipeline.metrics.stats import ScheduleCounts
+from pipeline.runtime import heap, topology
 from pipeline.runtime import messages as m
-from pipeline.runtime import topology
 from pipeline.runtime.event_log import EventLog
 from pipeline.runtime.stage import Stage
 from pipeline.runtime.tracing import Args
@@ -41,8 +40,7 @@ def run(launch: m.Launch) -> None:
         early: list[m.ScheduleInbox] = []
         facts = _wait_for_start(stage, early)
         if facts is not None:
-            gc.collect()
-            gc.freeze()
+            heap.freeze()
             _let_the_executor_run()
             ScheduleStage(stage, facts).loop(early)
 

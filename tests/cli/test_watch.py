@@ -112,6 +112,7 @@ def test_everything_fits_the_terminal(width: int) -> None:
 
 
 def test_a_pipe_truncates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setattr("sys.stdout", io.StringIO())
     line = draw.server_line(7, "m" * 300, "http://[2001:db8:85a3::8a2e:370:7334]:65535", "serving", 10.0)
     draw.console().print(line)

@@ -124,6 +124,10 @@ EFFECTS = {
     ),
     "supervisor.drain_timeout_s": f"{LIFE}::test_streams_that_outlast_the_drain_end_with_a_clear_error",
     "supervisor.stop_timeout_s": f"{SERVER}::test_stop_timeout_s_limits_the_stop_of_a_stage_that_hangs",
+    "supervisor.max_restarts": (
+        f"{LIFE}::test_without_restarts_a_killed_stage_is_named_in_the_log_and_to_clients_and_the_server_ends"
+    ),
+    "supervisor.hang_timeout_s": f"{LIFE}::test_a_stage_that_hangs_is_killed_and_streams_go_on",
     "supervisor.health_timeout_s": f"{SERVER}::test_health_timeout_s_limits_a_stage_s_answer",
     "limits.max_n": CAPPED,
     "limits.max_best_of": CAPPED,

@@ -38,4 +38,5 @@ def test_a_command_to_a_stage_that_dies_returns_an_error_without_a_wait(tmp_path
         sender.join(60)
         assert not sender.is_alive()
         assert answers["detokenize.0"].error
-        assert server.process.wait(30) == 3
+        server.until(lambda health: health["status"] == "ok")
+        server.look()

@@ -1,5 +1,6 @@
-"""Several gateways, ingests and detokenizes: the same texts, distributed work, and the same shutdown."""
+"""Several gateways, ingests and detokenizes: the same texts, distributed work, their deaths, and the same shutdown."""
 
+import asyncio
 import json
 import signal
 import urllib.request
@@ -13,6 +14,7 @@ import pytest
 from pipeline import LLM, SamplingParams
 from pipeline.metrics.stats import GatewayCounts
 from pipeline.supervisor.admin_client import Admin, find_servers
+from tests.e2e.recovery_streams import Ledger, requests, run
 from tests.e2e.server import Server
 from tests.e2e.test_life_and_death import MODEL, Stream
 from tests.e2e.test_observability import Metrics
@@ -25,7 +27,7 @@ NUM_REQUESTS = 24
 
 @pytest.fixture(scope="module")
 def replicated() -> Iterator[Server]:
-    with Server(*REPLICATED) as server:
+    with Server(*REPLICATED, "schedule.policy=priority") as server:
         yield server
 
 
@@ -53,7 +55,8 @@ def connections(server: Server, name: str) -> int:
 
 
 def process_of(server: Server, name: str) -> psutil.Process:
-    (process,) = [child for child in server.seen.values() if child.cmdline()[:1] == [f"pipeline: {name}"]]
+    living = [child for child in server.seen.values() if child.is_running()]
+    (process,) = [child for child in living if child.cmdline()[:1] == [f"pipeline: {name}"]]
     return process
 
 
@@ -119,23 +122,42 @@ def test_an_llm_spreads_its_requests_over_all_gateways(replicated: Server) -> No
         assert sorted(second._llm._gateways.addresses) == [replicated.zmq, f"{replicated.zmq}.1"]
 
 
-@pytest.mark.parametrize("name", ["gateway.1", "ingest.1", "detokenize.2"])
-def test_the_death_of_a_replica_is_reported_to_every_open_stream(name: str) -> None:
-    with Server(*REPLICATED) as server:
-        streams = [Stream(server) for _ in range(8)]
-        for stream in streams:
-            assert stream.has_text.wait(60)
-        process_of(server, name).kill()
-        server.wait_for_line(f"{name} died", 10)
-        for stream in streams:
-            stream.join(20)
-            assert not stream.is_alive()
-            if stream.error is not None:
-                assert name in stream.error["message"]
-            else:
-                assert name == "gateway.1", "a stream ended without an error"
-        assert server.process.wait(15) == 3
-        assert not server.leftovers()
+def kill(server: Server, name: str) -> None:
+    """Kill a replica, and wait until it is back."""
+    process_of(server, name).kill()
+    server.wait_for_line(f"{name} is back", 30)
+    server.until(lambda health: health["status"] == "ok")
+    server.look()
+
+
+@pytest.mark.parametrize("name", ["ingest.1", "detokenize.2"])
+def test_no_client_notices_the_death_of_a_replica(replicated: Server, name: str) -> None:
+    kinds = {f"{kind} {i}": request for kind, request in requests(24).items() for i in range(2)}
+    undisturbed = asyncio.run(run(replicated.url, kinds, Ledger()))
+    ledger = Ledger()
+    victim = process_of(replicated, name)
+    ledger.on_event(lambda num_events: victim.kill() if num_events == 100 else None)
+    received = asyncio.run(run(replicated.url, kinds, ledger))
+    for kind, value in undisturbed.items():
+        assert received[kind] == value, kind
+    replicated.wait_for_line(f"{name} is back", 30)
+    replicated.until_idle()
+    replicated.look()
+
+
+def test_only_the_connections_of_a_dead_gateway_break(replicated: Server) -> None:
+    streams = [Stream(replicated, max_tokens=100) for _ in range(12)]
+    for stream in streams:
+        assert stream.has_text.wait(60)
+    num_broken = connections(replicated, "gateway.1")
+    kill(replicated, "gateway.1")
+    for stream in streams:
+        stream.join(60)
+        assert not stream.is_alive() and stream.error is None
+    ended = [stream for stream in streams if stream.events[-1] == "[DONE]"]
+    assert len(ended) == len(streams) - num_broken and 0 < num_broken < len(streams)
+    replicated.until_idle()
+    assert sum(connections(replicated, f"gateway.{i}") for i in range(2)) <= 1, "health's own"
 
 
 def test_a_signal_drains_all_gateways(replicated: Server) -> None:

@@ -189,7 +189,7 @@ SAMPLES: dict[str, msgspec.Struct] = {
         msgspec.structs.replace(OPTIONS, priority=-3, cache_salt="mine"),
     ),
     "abort": m.Abort(REQUEST_ID, 1, 2, m.Finish.STOP),
-    "release": m.Release([0, 64], [1, 2]),
+    "release": m.Release([0, 64], [1, 2], "gateway.0"),
     "admit": m.Admit(REQUEST_ID, 1, 0, 1.5, REF, packed(OPTIONS)),
     "admit behind ids": m.Admit(REQUEST_ID, 1, 0, 1.5, REF, packed(OPTIONS), [IDS, REF], b"\x00\x01"),
     "admit with a priority": m.Admit(

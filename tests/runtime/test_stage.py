@@ -121,7 +121,7 @@ def test_a_stage_without_an_arena_sends_everything_inline(pair):
     array = np.arange(5000, dtype=np.int32)
     assert reader.put(array, readers=READERS) == array.tobytes()
     with pytest.raises(AssertionError, match="without an arena"):
-        reader.released(m.Release([0], [1]))
+        reader.released(m.Release([0], [1], "writer.0"))
 
 
 def test_a_reference_beyond_the_segment_is_an_error(pair):

@@ -267,8 +267,9 @@ def test_a_replay_of_ingest_sends_the_same_prompts_with_any_thread_times(tmp_pat
             message = rig.receive("gateway")
             ended.add(message.request_id)
             if isinstance(message, m.Accepted) and isinstance(message.prompt_ids, ShmRef):
-                release = m.Release([message.prompt_ids.offset] * 2, [message.prompt_ids.generation] * 2)
-                rig.send(release, "schedule.0")
+                slab = message.prompt_ids
+                for reader in ("gateway.0", "schedule.0"):
+                    rig.send(m.Release([slab.offset], [slab.generation], reader), reader)
         rig.load()
     assert any(isinstance(one, f.ObservedEvent) and one.name == "encoded" for one in entries(recording))
     comparison = replays_alike("ingest", recording)

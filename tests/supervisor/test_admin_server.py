@@ -36,7 +36,15 @@ class Bench:
         """The timeouts of stats requests."""
         self.context: zmq.Context[Any] = zmq.Context()
         self.questions = Questions(self._send)
-        self.server = AdminServer(self.context, self.name, self.questions, self._stats, lambda: self.names)
+        self.restarts: list[tuple[str, Callable[[float, str], None]]] = []
+        self.server = AdminServer(
+            self.context,
+            self.name,
+            self.questions,
+            self._stats,
+            lambda: self.names,
+            lambda name, done: self.restarts.append((name, done)),
+        )
         self.peer = self.context.socket(zmq.DEALER)
         self.peer.connect(admin_server.address_of(self.name))
 
@@ -247,3 +255,23 @@ def test_a_server_that_does_not_answer_is_an_error(bench: Bench, monkeypatch: py
     monkeypatch.setattr(admin_client, "ANSWER_S", 0.0)
     with Admin(bench.name) as client, pytest.raises(UserError, match=r"did not answer within 0\.05 s"):
         client.stats(0.05)
+
+
+def test_a_restart_is_answered_when_the_successor_serves_or_with_the_reason_why_there_is_none(bench: Bench) -> None:
+    bench.send(admin_server.RestartStage(5, "schedule.0"))
+    bench.turn_until(lambda: bench.restarts)
+    (name, done) = bench.restarts.pop()
+    assert name == "schedule.0"
+    done(0.25, "")
+    assert bench.receive() == admin_server.StageRestarted(5, 0.25)
+    bench.send(admin_server.RestartStage(6, "schedule.0"))
+    bench.turn_until(lambda: bench.restarts)
+    bench.restarts.pop()[1](0.0, "too little memory")
+    assert bench.receive() == admin_server.Problem(6, "too little memory")
+
+
+def test_a_stage_that_is_not_ready_can_t_be_restarted(bench: Bench) -> None:
+    bench.send(admin_server.RestartStage(5, "schedule"))
+    problem = bench.receive()
+    assert problem.message == "no stage 'schedule' is ready; ready: gateway.0, gateway.1, schedule.0"
+    assert not bench.restarts

@@ -24,15 +24,16 @@ def test_connections_are_refused_once_every_gateway_has_drained() -> None:
     listeners = listen("127.0.0.1", 0, 2)
     address = listeners[0].getsockname()
     supervisor = Supervisor(Settings(gateway=GatewaySettings(port=0, replicas=2)), listeners, logging.getLogger("test"))
+    supervisor._loop.is_ending = True
     outboxes: list[Outbox[m.SupervisorInbox]] = [
-        Outbox(supervisor._context, supervisor._resources.addresses["supervisor.0"], m.Envelope(name, 1), 1)
+        Outbox(supervisor._loop._context, supervisor._resources.addresses["supervisor.0"], m.Envelope(name, 1), 1)
         for name in ("gateway.0", "gateway.1")
     ]
     try:
         for number, outbox in enumerate(outboxes):
             assert not is_refused(address)
             outbox.send(m.Drained())
-            until(lambda: (supervisor._drain_inbox(), listeners[number].fileno() < 0)[1], "it closes the socket")  # noqa: B023
+            until(lambda: (supervisor._loop.drain_inbox(), listeners[number].fileno() < 0)[1], "it closes the socket")  # noqa: B023
         assert is_refused(address)
     finally:
         for outbox in outboxes:

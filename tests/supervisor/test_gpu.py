@@ -9,7 +9,6 @@ import pytest
 from pipeline.config.settings import ExecuteSettings, Settings
 from pipeline.runtime.run_mode import RunMode
 from pipeline.supervisor import gpu
-from pipeline.supervisor.process import Child
 from pipeline.supervisor.supervisor import Supervisor
 
 CUDA = Settings(execute=ExecuteSettings(device="cuda"))
@@ -43,11 +42,11 @@ def test_the_server_ends_before_anything_is_reserved_or_prepared(
     monkeypatch.setattr(gpu, "why_none", lambda settings: "no GPU")
     prepared: list[bool] = []
 
-    def prepare(self: Supervisor) -> Child:
+    def prepare(self: Supervisor, begun: float) -> None:
         prepared.append(True)
         raise MemoryError("far enough")
 
-    monkeypatch.setattr(Supervisor, "_spawn_all", prepare)
+    monkeypatch.setattr(Supervisor, "_start_all", prepare)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         supervisor = Supervisor(CUDA, [listener], logging.getLogger("test"), RunMode(instant=instant))
         assert supervisor.run(0.0) == 1

@@ -18,7 +18,8 @@ from pipeline.runtime.run_mode import RunMode
 from pipeline.shm import segment
 from pipeline.supervisor.health import HealthRound
 from pipeline.supervisor.listeners import listen
-from pipeline.supervisor.supervisor import Stopping, Supervisor
+from pipeline.supervisor.loop import Stopping
+from pipeline.supervisor.supervisor import Supervisor
 
 
 class FakeChild:
@@ -155,27 +156,27 @@ def test_the_last_messages_of_an_ended_stage_are_read(
     supervisor = Supervisor(Settings(), [listener], logging.getLogger("test"))
     child = EndedChild(stage, exit_code)
     try:
-        supervisor._table.children[child.name] = child  # type: ignore[assignment]
-        supervisor._table._watch(child)  # type: ignore[arg-type]
-        supervisor._table.outboxes[child.name] = Outbox(
-            supervisor._context, "inproc://unused", m.Envelope("test.0", 1), 1
+        supervisor._loop.table.children[child.name] = child  # type: ignore[assignment]
+        supervisor._loop.table._watch(child)  # type: ignore[arg-type]
+        supervisor._loop.table.outboxes[child.name] = Outbox(
+            supervisor._loop._context, "inproc://unused", m.Envelope("test.0", 1), 1
         )
-        supervisor._prepared = None if stage == "prepare" else m.Prepared("/folder", "name")
+        supervisor._loop.prepared = None if stage == "prepare" else m.Prepared("/folder", "name")
         outbox: Outbox[m.SupervisorInbox] = Outbox(
-            supervisor._context, supervisor._resources.addresses["supervisor.0"], m.Envelope(child.name, 1), 1
+            supervisor._loop._context, supervisor._resources.addresses["supervisor.0"], m.Envelope(child.name, 1), 1
         )
         late = threading.Timer(0.1, lambda: (outbox.send(words), outbox.flush(1.0)))
         late.start()
         if logged:
             with pytest.raises(Stopping):
-                supervisor._check_children()
+                supervisor._loop._check_children()
         else:
-            supervisor._check_children()
-            assert supervisor._prepared == words
+            supervisor._loop._check_children()
+            assert supervisor._loop.prepared == words
         assert caplog.text.count(logged)
         late.join()
     finally:
-        supervisor._table.children.clear()
+        supervisor._loop.table.children.clear()
         child.close()
         supervisor.close()
         listener.close()
@@ -214,7 +215,7 @@ def test_swap_space_belongs_to_the_executor_and_is_freed(listener: socket.socket
         assert [(one.num_bytes, one.writable) for one in given] == (
             [(SWAP_BYTES, True)] if row.name == "execute" else []
         )
-    supervisor._run_until(supervisor._is_swap_reserved, 30, "swap space")
+    supervisor._loop.run_until(supervisor._is_swap_reserved, 30, "swap space")
     fd = supervisor._resources.segments[topology.SWAP].fd
     assert os.fstat(fd).st_blocks * 512 >= SWAP_BYTES
     assert supervisor._is_swap_reserved(), "it stays reserved"
@@ -239,11 +240,11 @@ def test_a_server_that_waits_too_long_for_swap_space_reports_it(
     supervisor = supervisor_with(SWAP_BYTES, listener)
     supervisor._reserve_swap()
     with pytest.raises(Stopping) as stopping:
-        supervisor._run_until(supervisor._is_swap_reserved, 0.1, "swap space")
+        supervisor._loop.run_until(supervisor._is_swap_reserved, 0.1, "swap space")
     assert stopping.value.code == 1
     assert "timed out after 0.1 s waiting for swap space" in caplog.text
     go_on.set()
-    supervisor._run_until(supervisor._is_swap_reserved, 30, "swap space")
+    supervisor._loop.run_until(supervisor._is_swap_reserved, 30, "swap space")
     supervisor.close()
 
 
@@ -257,7 +258,7 @@ def test_swap_space_must_fit_beside_kv_memory(
     supervisor = supervisor_with(SWAP_BYTES, listener, RunMode(instant=instant))
     if instant:
         supervisor._reserve_swap()
-        supervisor._run_until(supervisor._is_swap_reserved, 30, "swap space")
+        supervisor._loop.run_until(supervisor._is_swap_reserved, 30, "swap space")
     else:
         assert supervisor.run(0.0) == 1
         assert "lower execute.swap_bytes" in caplog.text
@@ -270,9 +271,9 @@ def test_memory_that_runs_out_later_ends_the_start(
     free = iter([1 << 40, 1 << 40, 4096])
     monkeypatch.setattr(segment, "available_bytes", lambda: next(free))
     supervisor = supervisor_with(SWAP_BYTES, listener)
-    monkeypatch.setattr(supervisor, "_spawn_all", lambda: None)
-    monkeypatch.setattr(supervisor, "_prepare", lambda _: None)
-    monkeypatch.setattr(supervisor, "_start", lambda _: supervisor._run_until(supervisor._is_swap_reserved, 30, "it"))
+    monkeypatch.setattr(
+        supervisor, "_start_all", lambda _: supervisor._loop.run_until(supervisor._is_swap_reserved, 30, "it")
+    )
     assert supervisor.run(0.0) == 1
     assert "shared memory for swap: only 64 MiB are available; lower execute.swap_bytes" in caplog.text
     supervisor.close()

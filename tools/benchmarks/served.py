@@ -1,6 +1,7 @@
 """A real server for one measurement. It is started with exec and stopped on every path."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -8,10 +9,12 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pipeline.cli.bench.client import ServerError
 from pipeline.config.load import ConfigError
@@ -25,6 +28,7 @@ START_S = 180.0
 """The first start on a machine downloads and converts the model."""
 STOP_S = 60.0
 """Time to drain and stop; then the server is killed."""
+HEALTH_S = 30.0
 POLL_S = 0.05
 NUM_LAST_LINES = 30
 
@@ -72,6 +76,16 @@ class Served:
         """The server's stats. Blocks; call it from the thread that created this object. Raises UserError."""
         assert self._admin is not None
         return self._admin.stats()
+
+    def health(self) -> dict[str, Any]:
+        """The body of /health, which comes with other statuses than 200 too. Blocks, in any thread. Raises OSError."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=HEALTH_S) as response:
+                body = response.read()
+        except urllib.error.HTTPError as error:
+            body = error.read()
+        found: dict[str, Any] = json.loads(body)
+        return found
 
     def command(self, request: ControlRequest) -> dict[str, bytes]:
         """Send a control request to all stages. Returns the bodies of their answers by name. Blocks and raises as

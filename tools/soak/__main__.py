@@ -2,6 +2,7 @@
 
     python -m tools.soak                  20 minutes
     python -m tools.soak --minutes 0.2           a quick look; too short to check memory
+    python -m tools.soak --kill 10               the same, and a stage is killed about every 10 seconds
     python -m tools.soak --set schedule.max_steps_in_flight=1 --seed 7 --json soak.json
 
 Requests come over HTTP (streaming or not) and over ZeroMQ. They have short and long prompts, shared prefixes, n from 1
@@ -14,8 +15,8 @@ open requests, and 408 or 504 for requests with a deadline; fixed greedy probes 
 
 Checked afterwards, without clients: nothing is open, running, waiting, swapped or held; descriptors and shared-memory
 arenas are as before; each process's resident memory is flat, which means that its median in the last quarter is at
-most 3 % + 8 MB above that of the second quarter (from 3 minutes on); the server's log has no error, its exit code is 0,
-and no process is left.
+most 3 % + 8 MB above that of the second quarter (from 3 minutes on; not of stages that were killed); the server's log
+has no error, its exit code is 0, and no process is left.
 
 The exit code is 1 if any check fails. The seed determines the requests, but not their timing.
 """
@@ -28,6 +29,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import aiohttp
@@ -47,6 +49,7 @@ from tools.benchmarks.watch import Watch, memory_of
 from tools.soak import probes
 from tools.soak.after import Idle, settle
 from tools.soak.clients import OVERLOADED, PATIENCE_S, Outcome, known_extras, over_http, over_zmq
+from tools.soak.kills import EXPECTED, Killer
 from tools.soak.requests import RandomRequest, draw
 
 SETTINGS = (
@@ -71,11 +74,12 @@ REPORT_EVERY_S = 30.0
 class Soak:
     """The state of one run."""
 
-    def __init__(self, server: Served, seconds: float, most: int, seed: int) -> None:
+    def __init__(self, server: Served, seconds: float, most: int, seed: int, killer: Killer | None = None) -> None:
         self._server = server
         self._rng = random.Random(seed)
         self._seconds = seconds
         self._most = most
+        self._killer = killer
         self._known: frozenset[str] = frozenset()
         self.outcomes: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
@@ -93,6 +97,8 @@ class Soak:
                 for place, answer in enumerate(expected):
                     group.create_task(self._probe(client, place, answer, end))
                 group.create_task(self._load(session, client, end))
+                if self._killer is not None:
+                    group.create_task(self._killer.run(end))
             for place, answer in enumerate(expected):  # once more, without other load
                 self._compare(place, answer, await probes.answer(client, place))
 
@@ -167,6 +173,9 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="N",
         help="maximum of concurrent requests; by default %(default)s",
     )
+    parser.add_argument(
+        "--kill", type=types.positive, metavar="EVERY_S", help="kill a random stage about every so many seconds"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the server")
     parser.add_argument("--seed", type=types.natural, default=None, help="seed of the requests; by default random")
     parser.add_argument("--json", metavar="FILE", help="write the findings and all memory samples to this file")
@@ -189,9 +198,11 @@ def soak(args: argparse.Namespace) -> dict[str, Any]:
     """Run the test, print the findings and return them for JSON. `faults` is empty if there are none."""
     seconds = 60 * args.minutes
     print(f"{args.minutes:g} minutes of load, seed {args.seed}", flush=True)
-    with Served(*SETTINGS, *args.set) as server:
+    restarts = ("supervisor.max_restarts=1000",) if args.kill else ()
+    with Served(*SETTINGS, *restarts, *args.set) as server:
         before = Idle(server)
-        load = Soak(server, seconds, args.most, args.seed)
+        killer = Killer(server, args.kill, args.seed) if args.kill else None
+        load = Soak(server, seconds, args.most, args.seed, killer)
         with Watch(server.pids) as watch:
             asyncio.run(load.run())
         faults = load.faults
@@ -200,6 +211,8 @@ def soak(args: argparse.Namespace) -> dict[str, Any]:
         memory = memory_of(watch.samples) if len(watch.samples) >= 4 else []
         is_judged = seconds >= MIN_JUDGED_S
         for one in memory:
+            if killer is not None and killer.pauses_s.get(one.name):
+                continue
             words = f"{one.name}: {one.second / 1e6:.1f} MB in the second quarter, {one.last / 1e6:.1f} in the last"
             print(f"memory of {words}, at most {one.most / 1e6:.1f}")
             if is_judged and not one.is_flat:
@@ -209,7 +222,13 @@ def soak(args: argparse.Namespace) -> dict[str, Any]:
         counts = server.schedule()
         if (code := server.stop()) != 0:
             faults[f"the server ended with exit code {code}"] += 1
-        faults.update(complaints_of(server.log()))
+        complaints = complaints_of(server.log())
+        faults.update(line for line in complaints if killer is None or not EXPECTED.search(line))
+        if killer is not None:
+            faults.update(killer.faults)
+            for name, pauses_s in killer.pauses_s.items():
+                if pauses_s:
+                    print(f"{name}: {len(pauses_s)} kills, ready again after {median(pauses_s):.2f} s (median)")
     faults.update(f"{name} is still there" for name, pid in server.pids.items() if psutil.pid_exists(pid))
     seen = {
         "probes": load.num_probes,

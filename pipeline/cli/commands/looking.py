@@ -1,4 +1,4 @@
-"""`pipeline trace`, `ps` and `top`."""
+"""`pipeline trace`, `ps`, `top` and `restart`."""
 
 import argparse
 
@@ -62,5 +62,28 @@ def add_top(commands: Commands) -> None:
 
 def _top(args: argparse.Namespace) -> int:
     from pipeline.cli.watch.top import run
+
+    return run(args)
+
+
+def add_restart(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "restart",
+        help="replace the processes of a stage of a running server",
+        description="Replace the processes of a stage of a running server, one after the other. Open requests go on. "
+        "The successor starts first and takes over when it is ready. A gateway ends its open streams first, at most "
+        "for supervisor.drain_timeout_s.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("stage", metavar="STAGE", help="as ingest, which is all its replicas, or ingest.0")
+    add_server_options(parser)
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, metavar="SECONDS", help="for each process; by default %(default)g"
+    )
+    parser.set_defaults(run=_restart)
+
+
+def _restart(args: argparse.Namespace) -> int:
+    from pipeline.cli.restart.command import run
 
     return run(args)

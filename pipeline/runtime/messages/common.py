@@ -82,7 +82,7 @@ class Release(Message, frozen=True, tag="release"):
 
     offsets: list[int]
     generations: list[int]
-    reader: str = ""
+    reader: str
     """The sender. A slab is free when all its readers have released it, or have died."""
 
 

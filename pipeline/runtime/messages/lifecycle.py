@@ -98,7 +98,7 @@ class Launch(msgspec.Struct, array_like=True, frozen=True):
     incarnations: dict[str, int] = {}
     """Of the other stages' processes; 1 for those that it does not name."""
     facts: ExecuteFacts | None = None
-    """For an executor that replaces another one: what it must serve with, as the other stages know it."""
+    """For a process that replaces another one: what the first executor serves with, as the other stages know it."""
 
     @property
     def name(self) -> str:

@@ -5,7 +5,6 @@ grammars, so that other rows need not wait. Its state follows from (grammar, ids
 replaced by a new process.
 """
 
-import gc
 import os
 import platform
 import socket
@@ -21,6 +20,7 @@ from llguidance import LLMatcher
 
 from pipeline.grammars.engine import Engine, GrammarsUnsupported, limit_memory, short_message
 from pipeline.grammars.worker import receive, send
+from pipeline.runtime import heap
 from pipeline.runtime.messages import GRAMMAR_FAILED, NOTHING_LEFT
 from pipeline.runtime.rust_panics import RustPanic, panics_as_errors
 from pipeline.shm import fence
@@ -248,7 +248,6 @@ def main(of: socket.socket, model_dir: str, fd: str, num_places: str, vocab_size
     num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)) // CPUS_PER_THREAD)
     worker = MaskWorker(of, engine, memory, num_threads)
     limit_memory(MAX_BYTES)
-    gc.collect()
-    gc.freeze()
+    heap.freeze()
     send(of, msgspec.msgpack.encode(MaskReport(0)))
     worker.loop()

@@ -5,13 +5,13 @@ Ids depend only on row and step, are words in most vocabularies, and never stop 
 maximum length. Logprobs are zeros of the right size. Neither torch nor weights are loaded.
 """
 
-import gc
 from functools import partial
 from typing import assert_never
 
 import msgspec
 import numpy as np
 
+from pipeline.runtime import heap
 from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import prompt_record_bytes, record_bytes
 from pipeline.runtime.model_folder import ModelConfig
@@ -51,8 +51,7 @@ def run(launch: m.Launch) -> None:
                     case m.Ping(nonce):
                         stage.supervisor.send(m.Pong(nonce, m.PlainLoad(0)))
                     case m.Start():
-                        gc.collect()
-                        gc.freeze()
+                        heap.freeze()
                     case m.Stop():
                         return
                     case _:

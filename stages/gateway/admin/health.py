@@ -16,7 +16,7 @@ class HealthBody(msgspec.Struct):
     """GET /health"""
 
     status: str
-    """ok, starting, draining, late, dead or failed"""
+    """ok, starting, draining, late, recovering, dead or failed"""
     reason: str | None = None
     stages: list[dict[str, str | int | float]] = []
     running: int | None = None

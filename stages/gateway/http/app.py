@@ -292,6 +292,10 @@ class Api:
         body = health.body_of(answer, status, reason, self._requests.num_open)
         return _json(body, HTTPStatus.OK if body.status == "ok" else HTTPStatus.SERVICE_UNAVAILABLE)
 
+    async def live(self, http_request: web.Request) -> web.StreamResponse:
+        self._readiness.require_live()
+        return web.Response()
+
     async def ping(self, http_request: web.Request) -> web.StreamResponse:
         self._readiness.require_ready()
         self._requests.late_stages.check(generates=True)

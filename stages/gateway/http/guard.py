@@ -20,7 +20,7 @@ from pipeline.stages.gateway.parsing import request_ids
 
 Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
-OPEN_PATHS = ("/health", "/metrics", "/ping")
+OPEN_PATHS = ("/health", "/live", "/metrics", "/ping")
 """Paths without a key, if there is no admin listener, besides those of the web page. They are compared exactly, not as
 a router would."""
 OPEN_METHODS = ("GET", "HEAD")

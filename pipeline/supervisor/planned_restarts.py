@@ -1,0 +1,201 @@
+"""Restarts that someone asked for: `pipeline restart`.
+
+    asked ──► successor spawned ──► Ready ──► hand over ──► served again      a stage that can run twice for a while
+    asked ──► Drain ──► Drained ──► killed ──► restarted as if it had died    a gateway
+    asked ──► killed ──► restarted as if it had died                          an executor on a GPU: memory is for one
+
+A successor that does not become ready changes nothing. If any stage dies meanwhile, the successors take over at once,
+because a process that is started then must know which channels the others use.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from pipeline.config.settings import Settings
+from pipeline.runtime import messages as m
+from pipeline.runtime import topology
+from pipeline.runtime.channels import Inbox
+from pipeline.runtime.run_mode import RunMode
+from pipeline.supervisor.children import ChildTable
+from pipeline.supervisor.process import Child
+from pipeline.supervisor.resources import Channels, SharedResources
+
+LAST_WORDS_S = 0.5
+"""From the end of a successor's process until its `StageFailed` must have arrived."""
+
+Done = Callable[[float, str], None]
+"""Called once, with the pause in seconds and an empty string, or with the reason why nothing was restarted."""
+
+
+class _Plan(msgspec.Struct, eq=False):
+    done: Done
+    deadline_s: float
+    """By time.monotonic(), as all times."""
+    successor: Child | None = None
+    """Until it takes over."""
+    before: Channels | None = None
+    """Of the process that serves until then."""
+    ended_s: float | None = None
+    """When the successor's process ended."""
+    is_ending: bool = False
+    """The process before drains, or has been killed."""
+    is_killed: bool = False
+    """By this module, and its end has not been noticed yet."""
+
+
+class PlannedRestarts:
+    """Owns the successors that have not taken over."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        run_mode: RunMode,
+        resources: SharedResources,
+        table: ChildTable,
+        inbox: Inbox[m.SupervisorInbox],
+        log: logging.Logger,
+        hand_over: Callable[[Child], None],
+    ) -> None:
+        """`hand_over` kills the process that a successor replaces, and puts the successor into the table."""
+        self._settings = settings
+        self._run_mode = run_mode
+        self._resources = resources
+        self._table = table
+        self._inbox = inbox
+        self._log = log
+        self._hand_over = hand_over
+        self._plans: dict[str, _Plan] = {}
+
+    @property
+    def deadlines(self) -> list[float]:
+        return [plan.deadline_s for plan in self._plans.values()]
+
+    def ask(self, name: str, done: Done) -> None:
+        """Restart the process of a stage that is ready. `turn` begins it."""
+        if problem := self._problem(name):
+            done(0.0, problem)
+            return
+        timeout_s = self._settings.supervisor.start_timeout_s
+        if name.startswith("gateway."):
+            timeout_s += self._settings.supervisor.drain_timeout_s
+        self._plans[name] = _Plan(done, time.monotonic() + timeout_s)
+
+    def _problem(self, name: str) -> str:
+        if self._run_mode.is_debugged:
+            return "stages that are debugged are not restarted"
+        return f"{name} is being restarted already" if name in self._plans else ""
+
+    def turn(self, model_dir: str, facts: m.ExecuteFacts) -> None:
+        """Begin what was asked for, and let successors take over that are ready. `facts` are those of the first
+        executor."""
+        now_s = time.monotonic()
+        for name, plan in list(self._plans.items()):
+            if plan.successor is not None:
+                self._check(name, plan, plan.successor, now_s)
+            elif not plan.is_ending and self._table.children[name].state == "ready":
+                self._begin(name, plan, model_dir, facts)
+            elif now_s >= plan.deadline_s:
+                self._fail(name, "its successor was not ready in time")
+
+    def drained(self, name: str) -> None:
+        """A gateway has closed its last stream: it is restarted as if it had died."""
+        if (plan := self._plans.get(name)) is not None and plan.is_ending:
+            self._kill(name, plan)
+
+    def _kill(self, name: str, plan: _Plan) -> None:
+        plan.is_killed = True
+        self._table.children[name].kill()
+
+    def hurry(self) -> None:
+        """Let all successors take over now, ready or not."""
+        for name, plan in list(self._plans.items()):
+            if plan.successor is not None:
+                self._take_over(name, plan, plan.successor)
+
+    def has_killed(self, name: str) -> bool:
+        """Whether the process of a stage has ended because it was asked for."""
+        return name in self._plans and self._plans[name].is_killed
+
+    def noticed(self, name: str) -> None:
+        """The end of a process has been noticed. If its successor ends too, that was not asked for."""
+        if name in self._plans:
+            self._plans[name].is_killed = False
+
+    def ready(self, name: str, pause_s: float) -> None:
+        """A process has taken another one's place and is ready."""
+        if (plan := self._plans.pop(name, None)) is not None:
+            plan.done(pause_s, "")
+
+    def close(self) -> None:
+        for plan in self._plans.values():
+            if plan.successor is not None:
+                self._table.drop(plan.successor)
+            if plan.before is not None:
+                self._resources.discard(plan.before)
+        self._plans.clear()
+
+    def _begin(self, name: str, plan: _Plan, model_dir: str, facts: m.ExecuteFacts) -> None:
+        child = self._table.children[name]
+        if child.stage == "gateway":
+            plan.is_ending = True
+            self._table.outboxes[name].send(m.Drain(self._settings.supervisor.drain_timeout_s))
+        elif child.stage == "execute" and self._settings.execute.device == "cuda":
+            plan.is_ending = True
+            self._kill(name, plan)
+        else:
+            try:
+                plan.before = self._resources.replace(name)
+            except MemoryError as error:
+                self._fail(name, str(error))
+                return
+            plan.successor = self._table.start_successor(
+                launch_of(name, self._settings, self._resources, model_dir, facts)
+            )
+            fields = {"pid": plan.successor.pid}
+            self._log.info(f"{name} is being replaced", extra={"fields": fields})
+
+    def _check(self, name: str, plan: _Plan, successor: Child, now_s: float) -> None:
+        said = self._inbox.early_of(name)
+        failures = [one.reason for one in said if isinstance(one, m.StageFailed)]
+        if failures:
+            self._fail(name, failures[0])
+        elif not successor.is_alive:
+            plan.ended_s = plan.ended_s or now_s
+            if now_s >= plan.ended_s + LAST_WORDS_S:
+                self._fail(name, successor.describe_end())
+        elif any(isinstance(one, m.Ready) for one in said):
+            self._take_over(name, plan, successor)
+        elif now_s >= plan.deadline_s:
+            self._fail(name, "its successor was not ready in time (supervisor.start_timeout_s)")
+
+    def _take_over(self, name: str, plan: _Plan, successor: Child) -> None:
+        before, plan.successor, plan.before = plan.before, None, None
+        plan.is_ending = True
+        self._hand_over(successor)
+        if before is not None:
+            self._resources.discard(before)
+
+    def _fail(self, name: str, reason: str) -> None:
+        """The process serves on."""
+        plan = self._plans.pop(name)
+        if plan.successor is not None:
+            self._table.drop(plan.successor)
+            self._inbox.drop_early(name)
+        if plan.before is not None:
+            self._resources.restore(plan.before)
+        self._log.error(f"{name} was not restarted: {reason}")
+        plan.done(0.0, reason)
+
+
+def launch_of(
+    name: str, settings: Settings, resources: SharedResources, model_dir: str, facts: m.ExecuteFacts
+) -> m.Launch:
+    """Of the successor of a process, with the newest channels."""
+    stage, _, replica = name.partition(".")
+    row = topology.row(stage)
+    peers = topology.peers_of(row, resources.addresses, settings, int(replica))
+    launch = resources.launch(stage, row.entry, peers, int(replica))
+    return msgspec.structs.replace(launch, model_dir=model_dir, facts=facts)
