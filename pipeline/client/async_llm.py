@@ -17,11 +17,12 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from pipeline.client.client import ServerInfo
+from pipeline.client.client import RECONNECT_S, ServerInfo
 from pipeline.client.connection.gateways import Gateways
 from pipeline.client.connection.open_embedding import OpenEmbedding
 from pipeline.client.connection.open_request import OpenRequest, RequestParts
 from pipeline.client.embedded.server import EmbeddedServer, embedded_address, settings_of
+from pipeline.client.inputs.checks import checked_reconnect_timeout
 from pipeline.client.inputs.pooling_params import PoolingParams, checked_pooling_params
 from pipeline.client.inputs.prompts import (
     CheckedPrompt,
@@ -52,6 +53,10 @@ class AsyncLLM:
     endpoint. The server must answer within `timeout_s`. At `tcp://` it may require an API key; the default is
     PIPELINE_API_KEY in the environment.
 
+    If a connection is lost, for example because a gateway died or the server was started again, requests wait for the
+    next one and continue after their output so far. After `reconnect_timeout_s` without a server they fail; with 0,
+    they fail at once.
+
     Without `address`, it starts an embedded server at once, which ends with this object or this process. `model`, the
     file or preset `config`, and further settings (such as `max_model_len=2048, schedule={"max_num_seqs": 8}`) configure
     it. Its log goes to `log_path`, or to a temporary file.
@@ -66,12 +71,17 @@ class AsyncLLM:
         address: str | None = None,
         timeout_s: float = ATTACH_S,
         api_key: str | None = None,
+        reconnect_timeout_s: float = RECONNECT_S,
         config: str | os.PathLike[str] | None = None,
         log_path: str | os.PathLike[str] | None = None,
         caller: str = "AsyncLLM",
         **settings: Any,
     ) -> None:
         """`caller` is the class name in error messages."""
+        try:
+            reconnect_timeout_s = checked_reconnect_timeout(reconnect_timeout_s)
+        except (TypeError, ValueError) as error:
+            raise UserError(str(error)) from error
         self._caller = caller
         self._server: EmbeddedServer | None = None
         self._open: dict[str, OpenRequest] = {}
@@ -84,12 +94,19 @@ class AsyncLLM:
             given = settings if model is None else {"model": os.fspath(model), **settings}
             self._address, embedded = embedded_address(given)
             self._server = EmbeddedServer(settings_of(f"{caller}()", config, embedded), log_path)
-        self._gateways = Gateways(self._address, self._server, timeout_s, api_key, caller)
+        self._gateways = Gateways(self._address, self._server, timeout_s, api_key, reconnect_timeout_s, caller)
 
     @classmethod
-    def attach(cls, address: str, *, timeout_s: float = ATTACH_S, api_key: str | None = None) -> "AsyncLLM":
+    def attach(
+        cls,
+        address: str,
+        *,
+        timeout_s: float = ATTACH_S,
+        api_key: str | None = None,
+        reconnect_timeout_s: float = RECONNECT_S,
+    ) -> "AsyncLLM":
         """Attach to the running server with this ZeroMQ address. It must answer within `timeout_s`."""
-        return cls(address=address, timeout_s=timeout_s, api_key=api_key)
+        return cls(address=address, timeout_s=timeout_s, api_key=api_key, reconnect_timeout_s=reconnect_timeout_s)
 
     @property
     def address(self) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from pipeline.client.client import AsyncClient
+from pipeline.client.client import RECONNECT_S, AsyncClient, ServerInfo
 from pipeline.client.connection.loop_thread import LoopThread
 from pipeline.client.connection.stream import Stream
 from pipeline.client.connection.wire import OutputDelta
@@ -43,21 +43,42 @@ def _parameters_of(
 class Client:
     """`AsyncClient` for blocking programs: a thread holds the connection, and streams are plain iterators."""
 
-    def __init__(self, address: str, *, timeout_s: float = 5.0, api_key: str | None = None) -> None:
-        """Connect. Raises as `AsyncClient.connect`."""
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout_s: float = 5.0,
+        api_key: str | None = None,
+        reconnect_timeout_s: float = RECONNECT_S,
+    ) -> None:
+        """Connect. The arguments and errors are those of `AsyncClient.connect`."""
         self._thread = LoopThread("pipeline-client")
+        connect = AsyncClient.connect(
+            address, timeout_s=timeout_s, api_key=api_key, reconnect_timeout_s=reconnect_timeout_s
+        )
         try:
-            self._client = self._thread.run(AsyncClient.connect(address, timeout_s=timeout_s, api_key=api_key))
+            self._client = self._thread.run(connect)
         except BaseException:
             self._thread.close()
             raise
         self._close = weakref.finalize(self, _close, os.getpid(), self._thread, self._client)
-        self.info = self._client.info
+
+    @property
+    def info(self) -> ServerInfo:
+        """Facts from the server, of the last connection."""
+        return self._client.info
 
     @classmethod
-    def connect(cls, address: str, *, timeout_s: float = 5.0, api_key: str | None = None) -> "Client":
+    def connect(
+        cls,
+        address: str,
+        *,
+        timeout_s: float = 5.0,
+        api_key: str | None = None,
+        reconnect_timeout_s: float = RECONNECT_S,
+    ) -> "Client":
         """The same as the constructor."""
-        return cls(address, timeout_s=timeout_s, api_key=api_key)
+        return cls(address, timeout_s=timeout_s, api_key=api_key, reconnect_timeout_s=reconnect_timeout_s)
 
     @_parameters_of(AsyncClient.generate)
     def generate(self, *args: Any, **options: Any) -> "BlockingStream":

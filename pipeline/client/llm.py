@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from pipeline.client.async_llm import ATTACH_S, AsyncLLM
-from pipeline.client.client import ServerInfo
+from pipeline.client.client import RECONNECT_S, ServerInfo
 from pipeline.client.connection.loop_thread import LoopThread
 from pipeline.client.embedded.server import EmbeddedServer
 from pipeline.client.inputs import batch
@@ -68,6 +68,7 @@ class LLM(PoolingMethods):
         address: str | None = None,
         timeout_s: float = ATTACH_S,
         api_key: str | None = None,
+        reconnect_timeout_s: float = RECONNECT_S,
         config: str | os.PathLike[str] | None = None,
         log_path: str | os.PathLike[str] | None = None,
         progress: bool = True,
@@ -78,6 +79,7 @@ class LLM(PoolingMethods):
             address=address,
             timeout_s=timeout_s,
             api_key=api_key,
+            reconnect_timeout_s=reconnect_timeout_s,
             config=config,
             log_path=log_path,
             caller="LLM",
@@ -92,9 +94,16 @@ class LLM(PoolingMethods):
             raise
 
     @classmethod
-    def attach(cls, address: str, *, timeout_s: float = ATTACH_S, api_key: str | None = None) -> "LLM":
+    def attach(
+        cls,
+        address: str,
+        *,
+        timeout_s: float = ATTACH_S,
+        api_key: str | None = None,
+        reconnect_timeout_s: float = RECONNECT_S,
+    ) -> "LLM":
         """Attach to the running server with this ZeroMQ address. It must answer within `timeout_s`."""
-        return cls(address=address, timeout_s=timeout_s, api_key=api_key)
+        return cls(address=address, timeout_s=timeout_s, api_key=api_key, reconnect_timeout_s=reconnect_timeout_s)
 
     @property
     def address(self) -> str:

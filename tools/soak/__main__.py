@@ -86,7 +86,9 @@ class Soak:
         self.num_probes = 0
 
     async def run(self) -> None:
-        async with open_session(None, PATIENCE_S) as session, await AsyncClient.connect(self._server.zmq) as client:
+        # A connection that breaks is a fault.
+        connecting = AsyncClient.connect(self._server.zmq, reconnect_timeout_s=0)
+        async with open_session(None, PATIENCE_S) as session, await connecting as client:
             self._known = await known_extras(session, self._server.url, client.info.model)
             print(f"the server takes {', '.join(sorted(self._known)) or 'no extra fields'}", flush=True)
             expected = [await probes.answer(client, place) for place in range(len(probes.PROMPTS))]

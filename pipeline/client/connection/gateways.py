@@ -33,19 +33,29 @@ class Gateways:
     """Connects when a request needs it, and again if a connection was lost. For one event loop."""
 
     def __init__(
-        self, address: str, server: EmbeddedServer | None, timeout_s: float, api_key: str | None, caller: str
+        self,
+        address: str,
+        server: EmbeddedServer | None,
+        timeout_s: float,
+        api_key: str | None,
+        reconnect_timeout_s: float,
+        caller: str,
     ) -> None:
         """`address` is one gateway's. `server` is the embedded server, if it is one. A running one must answer within
-        `timeout_s`. `caller` is the class name in error messages."""
+        `timeout_s`, and a gateway that is gone within `reconnect_timeout_s`. `caller` is the class name in error
+        messages."""
         self._address = address
         self._server = server
         self._timeout_s = timeout_s
         self._api_key = api_key
+        self._reconnect_timeout_s = reconnect_timeout_s
         self._caller = caller
         self._closed = False
         self._found: dict[str, Gateway] = {}
         """By address, the given one first."""
         self._connecting: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        """Waits for the end of the embedded server."""
         self._others: dict[str, asyncio.Task[None]] = {}
         """Connections that are being made, by address."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -65,7 +75,7 @@ class Gateways:
 
     @property
     def addresses(self) -> list[str]:
-        """The gateways that are connected."""
+        """The gateways that are connected, or connecting again."""
         return [address for address, one in self._found.items() if not one.client.is_lost]
 
     @property
@@ -75,10 +85,11 @@ class Gateways:
         return sum(one.client.info.max_open_requests for one in self._found.values())
 
     async def pick(self) -> Gateway:
-        """The gateway with the least load of this process. Connects if there is none."""
+        """The gateway with the least load of this process, first those that are connected now. Connects if there is
+        none."""
         await self.connected()
         alive = [one for one in self._found.values() if not one.client.is_lost]
-        return min(alive, key=lambda one: one.slots.load)
+        return min(alive, key=lambda one: (not one.client.is_connected, one.slots.load))
 
     async def connected(self) -> None:
         """Wait until there is a connection. Raises StartError if the embedded server can't start, ServerFailed if it
@@ -97,7 +108,7 @@ class Gateways:
     async def close(self) -> None:
         """Close all connections."""
         self._closed = True
-        for task in (self._connecting, *self._others.values()):
+        for task in (self._connecting, self._watching, *self._others.values()):
             if task is not None:
                 task.cancel()
                 with suppress(asyncio.CancelledError, UserError):
@@ -133,9 +144,17 @@ class Gateways:
             await one.client.close()
         client = await (self._attach() if self._server is None else self._connect_to(self._server))
         self._add(self._address, client)
+        if self._server is not None and self._watching is None:
+            self._watching = asyncio.get_running_loop().create_task(self._watch(self._server))
         self._connect_others(self._address)
         if self._others:
             await asyncio.wait(set(self._others.values()), timeout=OTHERS_S)
+
+    async def _watch(self, server: EmbeddedServer) -> None:
+        """Fail all requests when the embedded server has ended: nothing returns at its address."""
+        await server.ended()
+        for one in self._found.values():
+            one.client.give_up(ConnectionLost("the server has ended"))
 
     def _connect_others(self, address: str) -> None:
         """Begin to connect to the gateways besides the one at `address` that have no connection."""
@@ -160,7 +179,7 @@ class Gateways:
     async def _connect_other(self, address: str, gateway: int, info: ServerInfo) -> None:
         """Connect to another gateway of the server. Without it the others do its work."""
         try:
-            client = await _connected_once_started(address, self._timeout_s, self._api_key)
+            client = await self._connected_once_started(address, self._timeout_s)
         except (ConnectionLost, RequestError, ValueError):
             return
         if (client.info.addresses, client.info.gateway) != (info.addresses, gateway):  # another server's
@@ -170,7 +189,7 @@ class Gateways:
 
     async def _attach(self) -> AsyncClient:
         try:
-            return await AsyncClient.connect(self._address, timeout_s=self._timeout_s, api_key=self._api_key)
+            return await self._client(self._address, self._timeout_s)
         except (ConnectionLost, RequestError) as error:
             raise ServerFailed(f"can't attach: {error}") from error
         except ValueError as error:
@@ -182,7 +201,7 @@ class Gateways:
         limits = server.settings.supervisor
         timeout_s = limits.prepare_timeout_s + 2 * limits.start_timeout_s
         loop = asyncio.get_running_loop()
-        connecting = loop.create_task(_connected_once_started(self._address, timeout_s, self._api_key))
+        connecting = loop.create_task(self._connected_once_started(self._address, timeout_s))
         ended = loop.create_task(server.ended())
         try:
             await asyncio.wait((connecting, ended), return_when=asyncio.FIRST_COMPLETED)
@@ -204,6 +223,24 @@ class Gateways:
         reason = connecting.exception() if server.is_alive else server.reason()
         raise StartError(f"the server can't start: {reason}")
 
+    async def _connected_once_started(self, address: str, timeout_s: float) -> AsyncClient:
+        """Connect to a server that may be starting. Raises ConnectionLost or RequestError."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + timeout_s
+        while True:
+            try:
+                return await self._client(address, max(0.0, end - loop.time()))
+            except RequestError as error:
+                if error.code != "starting" or loop.time() >= end:
+                    raise
+            await asyncio.sleep(STARTING_S)
+
+    async def _client(self, address: str, timeout_s: float) -> AsyncClient:
+        """Connect to one gateway. Raises as `AsyncClient.connect`."""
+        return await AsyncClient.connect(
+            address, timeout_s=timeout_s, api_key=self._api_key, reconnect_timeout_s=self._reconnect_timeout_s
+        )
+
 
 def others_of(address: str, info: ServerInfo) -> Sequence[tuple[int, str]]:
     """Index and address of the server's other gateways, as they are reached from here: at `tcp://`, by the host that
@@ -215,16 +252,3 @@ def others_of(address: str, info: ServerInfo) -> Sequence[tuple[int, str]]:
     if port != info.addresses[info.gateway].rpartition(":")[2]:
         return []
     return [(index, f"{host}:{other.rpartition(':')[2]}") for index, other in others]
-
-
-async def _connected_once_started(address: str, timeout_s: float, api_key: str | None) -> AsyncClient:
-    """Connect to a server that may be starting. Raises ConnectionLost or RequestError."""
-    loop = asyncio.get_running_loop()
-    end = loop.time() + timeout_s
-    while True:
-        try:
-            return await AsyncClient.connect(address, timeout_s=max(0.0, end - loop.time()), api_key=api_key)
-        except RequestError as error:
-            if error.code != "starting" or loop.time() >= end:
-                raise
-        await asyncio.sleep(STARTING_S)

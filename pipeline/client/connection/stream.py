@@ -2,9 +2,12 @@
 
 A stream grants the server `WINDOW` deltas, and more as they are read: the server keeps unread output, and it does not
 pile up in this process. A stream that is garbage-collected aborts its request.
+
+If the connection is lost, the stream stays open. `again` is the request that continues it on the next connection.
 """
 
 import asyncio
+import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -14,12 +17,18 @@ import msgspec
 import numpy as np
 
 from pipeline.client import protocol as p
-from pipeline.client.connection.wire import OutputDelta, error_of, output_of, unpacked
+from pipeline.client.connection.received import ReceivedOutput
+from pipeline.client.connection.wire import OutputDelta, error_of, output_of, packed, unpacked
+from pipeline.client.errors import ConnectionLost, RequestError
 from pipeline.client.logprobs import Logprob, logprobs_of, num_logprobs
 from pipeline.client.pooling_outputs import FloatVector
 
 WINDOW = 32
 """Maximum number of unread deltas of a stream; more are granted when half of them have been read."""
+MAX_LOSSES = 5
+"""Connections lost in a row without output from the request, which may be the cause."""
+CALLS = ("required", "named")
+"""Values of tool_choice whose grammar the server derives from the tools, so that a repeated request must have them."""
 
 
 class Stream:
@@ -27,10 +36,11 @@ class Stream:
     ConnectionLost if the server is gone. Created by `AsyncClient.generate`."""
 
     def __init__(
-        self, send: Callable[[p.Abort | p.Credit], None], request_id: int, params: p.Params, drop: Callable[[], None]
+        self, send: Callable[[p.Abort | p.Credit], bool], request: p.Generate, drop: Callable[[], None]
     ) -> None:
-        """`send` is the client's. `drop` is called when the stream is garbage and its request is still open."""
-        self.request_id = request_id
+        """`send` is the client's; it returns False if no server works on the request now. `drop` is called when the
+        stream is garbage and its request is still open."""
+        self.request_id = request.request_id
         self.prompt_token_ids: list[int] | None = None
         """None until the request is accepted; set before the first output."""
         self.seed: int | None = None
@@ -49,6 +59,7 @@ class Stream:
         requested; complete at the end."""
         self.embedding: bytes = b""
         """Of a request of `AsyncClient.embed`: float32, little-endian; set at the end."""
+        params = request.params
         self._num_top, self._prompt_num_top = num_logprobs(params), params.prompt_logprobs
         self._is_ranked = not params.logprob_token_ids
         self._prompt_pieces: list[bytes] = []
@@ -60,6 +71,14 @@ class Stream:
         self._changed = asyncio.Event()
         self._error: Exception | None = None
         self._is_closed = False
+        self._request = request
+        self._sent_s = time.monotonic()
+        self._received = ReceivedOutput(request, self._num_top)
+        self._is_aborted = False
+        self.is_repeated = False
+        """Whether it has been sent again; for the client."""
+        self._num_losses = 0
+        """Lost connections since the last output."""
         self._finalizer = weakref.finalize(self, drop)
         self._finalizer.atexit = False
 
@@ -71,7 +90,9 @@ class Stream:
     def abort(self) -> None:
         """Abort the request. Its last outputs then have `finish_reason="abort"`. Does nothing if it has ended."""
         if not self._is_closed:
-            self._send(p.Abort(self.request_id))
+            self._is_aborted = True
+            if not self._send(p.Abort(self.request_id)):
+                self._end_here()
 
     async def accepted(self) -> None:
         """Wait until the server has accepted the request: `prompt_token_ids`, `seed` and `id` are set. They stay None
@@ -128,7 +149,7 @@ class Stream:
         return True
 
     def _take_prompt(self, delta: p.Delta) -> None:
-        """Append the log probabilities of further prompt ids."""
+        """Append the log probabilities of further prompt ids. A repeated request gets all of them again."""
         if self.prompt_logprobs is None or self._prompt_num_top is None or not delta.prompt_records:
             return
         begin, num_top, named = 1 + delta.prompt_record_offset, self._prompt_num_top, delta.prompt_record_pieces
@@ -136,7 +157,8 @@ class Stream:
         for place, own in enumerate(self._prompt_pieces[begin:]):
             pieces += [own, *named[place * num_top : (place + 1) * num_top]]
         ids = (self.prompt_token_ids or [])[begin:]
-        self.prompt_logprobs += logprobs_of(ids, delta.prompt_records, pieces, num_top)
+        num_known = max(len(self.prompt_logprobs) - begin, 0)
+        self.prompt_logprobs += logprobs_of(ids, delta.prompt_records, pieces, num_top)[num_known:]
 
     async def _change(self) -> None:
         """Wait for the next message. The client's heartbeat ends the wait if the server is gone."""
@@ -146,16 +168,14 @@ class Stream:
         await self._changed.wait()
 
     def handle(self, message: p.Accepted | p.Delta | p.Finished | p.Failed) -> None:
-        """Take a message of the server; for the client."""
+        """Take a message of the server; for the client. Raises ConnectionLost if the request can't be continued after a
+        lost connection; the caller then aborts it."""
         match message:
             case p.Accepted():
-                self.prompt_token_ids = unpacked(message.prompt_token_ids)
-                self.seed = message.seed
-                self.id = message.id or None
-                self._prompt_pieces = message.prompt_pieces
-                self.prompt_logprobs = None if self._prompt_num_top is None else [None]
+                self._accept(message)
             case p.Delta():
-                self._deltas.append(message)
+                self._num_losses = 0
+                self._deltas.append(self._received.new(message))
             case p.Finished():
                 self.num_prompt_tokens = message.num_prompt_tokens
                 self.num_output_tokens = message.num_output_tokens
@@ -166,6 +186,90 @@ class Stream:
                 self._close()
             case p.Failed(_, failure):
                 self.fail(error_of(failure))
+        self._changed.set()
+
+    def _accept(self, message: p.Accepted) -> None:
+        """Raises ConnectionLost if a chat's prompt has changed."""
+        ids = unpacked(message.prompt_token_ids)
+        if self.prompt_token_ids is not None and ids != self.prompt_token_ids:
+            raise ConnectionLost(
+                f"the request can't be continued: its prompt had {len(self.prompt_token_ids)} ids, and the server now "
+                f"makes {len(ids)} other ids of it, for example because the chat template writes the date"
+            )
+        self.seed = message.seed
+        self.id = message.id or None
+        if self.prompt_token_ids is None:
+            self.prompt_token_ids = ids
+            self._prompt_pieces = message.prompt_pieces
+            self.prompt_logprobs = None if self._prompt_num_top is None else [None]
+
+    # ----------------------------------------------------------------------------------------- after a lost connection
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When `timeout_s` is over, counted from the first submission; time.monotonic(). None without."""
+        return None if self._request.timeout_s is None else self._sent_s + self._request.timeout_s
+
+    def lost(self, error: ConnectionLost) -> None:
+        """The connection is lost, and another will be made; for the client. The request may be the cause: it fails if
+        this happens too often."""
+        self._num_losses += 1
+        if not self.settle() and self._num_losses >= MAX_LOSSES:
+            times = f"{self._num_losses} connections were lost without output of this request"
+            self.fail(ConnectionLost(f"{error}; {times}, which may be the cause"))
+
+    def settle(self) -> bool:
+        """End the stream if it was aborted, or if nothing is missing; for the client. Returns whether it has ended."""
+        if not self._is_closed and (self._is_aborted or self._received.is_whole(self._num_prompt_ids)):
+            self._end_here()
+        return self._is_closed
+
+    def expire(self) -> None:
+        """Its time is up while no server works on it; for the client. Ends as the server would end it."""
+        if self._request.pooling is None and not self._received.num_ids:
+            timeout_s = self._request.timeout_s
+            self.fail(RequestError(504, f"the request timed out after {timeout_s:g} s", None, "timeout"))
+        else:
+            self._end_here()
+
+    def again(self) -> p.Generate:
+        """The request that continues this one after everything that was received; for the client."""
+        self.is_repeated = True
+        request = self._request
+        deadline_s = self.deadline_s
+        timeout_s = None if deadline_s is None else max(deadline_s - time.monotonic(), 1e-3)
+        if request.pooling is not None:
+            return msgspec.structs.replace(request, timeout_s=timeout_s)
+        prompt, params = request.prompt, request.params
+        if self.prompt_token_ids is not None:
+            params = msgspec.structs.replace(params, seed=self.seed)
+            if not (isinstance(prompt, p.ChatPrompt) and prompt.tool_choice in CALLS):
+                prompt = p.TokensPrompt(packed(self.prompt_token_ids))
+        self._num_read = 0
+        return msgspec.structs.replace(
+            request,
+            prompt=prompt,
+            params=params,
+            credits=WINDOW - len(self._deltas),
+            received=self._received.on_the_wire(self._num_prompt_ids),
+            timeout_s=timeout_s,
+        )
+
+    @property
+    def _num_prompt_ids(self) -> int:
+        return len(self.prompt_token_ids or ())
+
+    def _end_here(self) -> None:
+        """End without the server: sequences that are open end with `abort`."""
+        if self._request.pooling is not None:
+            self.fail(RequestError(503, "the request was aborted before its embedding was computed", None, "ended"))
+            return
+        if not self._received.has_all_ends:
+            self._deltas.append(self._received.new(self._received.aborted(self.request_id)))
+        params = self._request.params
+        self.num_prompt_tokens = self._num_prompt_ids
+        self.num_output_tokens = None if params.best_of not in (None, params.n) else self._received.num_ids
+        self._close()
         self._changed.set()
 
     def fail(self, error: Exception) -> None:

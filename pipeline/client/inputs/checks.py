@@ -5,6 +5,7 @@ from typing import Any
 
 MAX_INT32 = 2**31 - 1
 MAX_SHOWN_CHARS = 100
+MAX_RECONNECT_S = 1e6
 
 
 def check_integer(name: str, value: Any, least: int, most: int) -> None:
@@ -21,6 +22,12 @@ def check_number(name: str, value: Any, least: float, most: float) -> None:
         raise TypeError(f"{name} must be a number, not {shown(value)}")
     if not (math.isfinite(value) and least <= value <= most):
         raise ValueError(f"{name} must be from {least:g} to {most:g}, not {value:g}")
+
+
+def checked_reconnect_timeout(value: Any) -> float:
+    """Seconds from 0 to MAX_RECONNECT_S. Raises TypeError or ValueError."""
+    check_number("reconnect_timeout_s", value, 0, MAX_RECONNECT_S)
+    return float(value)
 
 
 def check_side(value: Any) -> None:

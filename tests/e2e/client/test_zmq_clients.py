@@ -133,7 +133,7 @@ def test_the_blocking_client_streams_and_aborts(server: Server) -> None:
 
 async def test_a_stage_that_dies_closes_every_stream_and_another_server_continues(server: Server) -> None:
     with Server("supervisor.max_restarts=0") as doomed:
-        async with await AsyncClient.connect(doomed.zmq) as client:
+        async with await AsyncClient.connect(doomed.zmq, reconnect_timeout_s=0) as client:
             params = SamplingParams(temperature=1, max_tokens=1500, ignore_eos=True)
             streams = [client.generate("Hi", params) for _ in range(3)]
             text, ids = "", []

@@ -1,6 +1,7 @@
-"""Drain, death of a stage and stop close every stream."""
+"""Drain, death of a stage and stop close every stream. The clients don't reconnect: test_reconnect.py."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,12 @@ from tests.stages.gateway.peers import (
     all_of,
     do,
 )
+
+
+@pytest.fixture
+async def client(gate: Gate) -> AsyncIterator[AsyncClient]:
+    async with await AsyncClient.connect(address_of(gate), timeout_s=PATIENCE_S, reconnect_timeout_s=0) as client:
+        yield client
 
 
 class TestServerShutdown:
@@ -81,7 +88,7 @@ class TestServerShutdown:
 
     async def test_stop_closes_open_streams_and_then_the_connection(self, tmp_path: Path) -> None:
         with Gate(tmp_path) as gate:
-            client = await AsyncClient.connect(address_of(gate))
+            client = await AsyncClient.connect(address_of(gate), reconnect_timeout_s=0)
             stream = client.generate("Hi")
             await do(gate.begin)
             await do(gate.rig.send, m.Stop())
@@ -101,7 +108,7 @@ class TestServerShutdown:
         monkeypatch.setattr(server_module, "SILENCE_S", 0.3)
         monkeypatch.setattr(server_module, "SWEEP_S", 1000.0)
         with Gate(tmp_path) as gate:
-            async with await AsyncClient.connect(address_of(gate)) as client:
+            async with await AsyncClient.connect(address_of(gate), reconnect_timeout_s=0) as client:
                 stream = client.generate("Hi")
                 await do(gate.begin)
                 monkeypatch.setattr(server_module.ZmqServer, "_handle", lambda *_: None)
