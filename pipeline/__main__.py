@@ -75,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     looking.add_ps(commands)
     looking.add_top(commands)
     looking.add_restart(commands)
+    looking.add_reload(commands)
     check_model.add(commands)
     return parser
 

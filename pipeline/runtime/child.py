@@ -20,6 +20,7 @@ from pipeline.runtime.logs import open_log
 from pipeline.runtime.messages import Envelope, Launch, StageFailed, SupervisorInbox
 from pipeline.runtime.messages.lifecycle import LENGTH
 from pipeline.runtime.topology import SUPERVISOR
+from pipeline.version import VERSION
 
 EXIT_FAILED = 1
 EXIT_ORPHANED = 4
@@ -45,6 +46,8 @@ def main(launch_fd: int) -> None:
     if launch.black_box is not None:
         black_box.keep_lines(log, black_box.attach(launch.black_box))
     try:
+        if launch.wire_version:
+            _check_version(launch.wire_version)
         if launch.foreground:
             importlib.import_module("pipeline.runtime.debugging").install(launch.break_at)
         module = importlib.import_module(launch.entry)
@@ -71,6 +74,17 @@ def _exit(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _check_version(expected: str) -> None:
+    """Raise UserError if the code that is installed now sends other messages than the server's."""
+    from pipeline.runtime.wire_version import wire_version
+
+    if wire_version() != expected:
+        raise UserError(
+            f"the installed code is Pipeline {VERSION}, whose stages don't understand those of the running server; "
+            "restart the whole server"
+        )
 
 
 def _die_with_parent(death_fd: int) -> None:

@@ -11,6 +11,7 @@ import msgspec
 from pipeline.cli.out_file import require_writable
 from pipeline.config.load import ConfigError
 from pipeline.config.settings import Settings
+from pipeline.config.source import SettingsSource
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.supervisor.inline import InlineChild
@@ -30,6 +31,8 @@ class RunMode(msgspec.Struct, frozen=True):
     """A function of that stage; each call stops in the debugger."""
     inline: bool = False
     """Run all stages as threads of one process."""
+    source: SettingsSource | None = None
+    """Where the settings came from, to read it again; None if a program gave them."""
 
     @property
     def is_debugged(self) -> bool:

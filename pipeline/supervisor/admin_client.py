@@ -9,6 +9,8 @@ from typing import TypeVar
 import msgspec
 import zmq
 
+from pipeline.config.settings import Settings
+from pipeline.config.source import SettingsSource
 from pipeline.errors import UserError
 from pipeline.metrics.stats import ServerStats
 from pipeline.runtime import messages as m
@@ -86,6 +88,17 @@ class Admin:
         self._nonce += 1
         question = admin_server.RestartStage(self._nonce, stage)
         return self._ask(question, admin_server.StageRestarted, timeout_s + ANSWER_S).pause_s
+
+    def settings_source(self) -> SettingsSource | None:
+        """Where the server's settings came from; None if a program gave them."""
+        self._nonce += 1
+        return self._ask(admin_server.AskSource(self._nonce), admin_server.Source, ANSWER_S).source
+
+    def reload(self, settings: Settings, timeout_s: float, *, is_dry_run: bool = False) -> admin_server.Reloaded:
+        """Change the settings."""
+        self._nonce += 1
+        question = admin_server.Reload(self._nonce, settings, is_dry_run)
+        return self._ask(question, admin_server.Reloaded, timeout_s + ANSWER_S)
 
     def _ask(self, question: admin_server.AdminInbox, kind: type[R], timeout_s: float) -> R:
         end = time.monotonic() + timeout_s

@@ -1,8 +1,9 @@
-"""The admin server of the supervisor, for `pipeline ps`, `top`, `trace`, `record` and `restart`.
+"""The admin server of the supervisor, for `pipeline ps`, `top`, `trace`, `record`, `restart` and
+`reload`.
 
     command ──AskStats, StageCommand──► AdminServer (supervisor) ──ControlRequest──► stages
             ◄──Stats, StageReplies───── AdminServer ◄────────────Answer──── stages
-            ──RestartStage─► …  ◄─StageRestarted──
+            ──RestartStage, Reload──► … ──StageRestarted, Reloaded──► command
 
 A ROUTER at `ipc://@pipeline/<server>/admin`, open to processes of the same user only. It runs in the supervisor's loop
 and never blocks it: messages are small and few, the number of open questions is bounded, each has a deadline, and an
@@ -17,9 +18,12 @@ from typing import assert_never
 import msgspec
 import zmq
 
+from pipeline.config.settings import Settings
+from pipeline.config.source import SettingsSource
 from pipeline.metrics.stats import ServerStats
 from pipeline.runtime import messages as m
 from pipeline.runtime.channels import MessageDecoder
+from pipeline.supervisor.reload import Change
 
 MAX_QUESTION_BYTES = 64 * 1024
 MAX_OPEN_QUESTIONS = 64
@@ -72,6 +76,34 @@ class StageRestarted(m.Message, frozen=True, tag="stage_restarted"):
     """From the end of the process before to the start of its successor's service."""
 
 
+class AskSource(m.Message, frozen=True, tag="ask_source"):
+    """Answered with `Source`."""
+
+    nonce: int
+
+
+class Source(m.Message, frozen=True, tag="source"):
+    nonce: int
+    source: SettingsSource | None
+    """Where the server's settings came from; None if a program gave them."""
+
+
+class Reload(m.Message, frozen=True, tag="reload"):
+    """Change the settings. Answered with `Reloaded` when all stages that use them have been restarted."""
+
+    nonce: int
+    settings: Settings
+    is_dry_run: bool
+
+
+class Reloaded(m.Message, frozen=True, tag="reloaded"):
+    nonce: int
+    changes: list[Change]
+    """If one of them is refused, nothing was changed."""
+    problem: str = ""
+    """Why the settings stay as they were, unless a change is refused."""
+
+
 class Stats(m.Message, frozen=True, tag="stats"):
     nonce: int
     stats: ServerStats
@@ -98,8 +130,8 @@ class Problem(m.Message, frozen=True, tag="problem"):
     message: str
 
 
-AdminInbox = AskStats | StageCommand | RestartStage
-AdminReply = Stats | StageReplies | StageRestarted | Problem
+AdminInbox = AskStats | StageCommand | RestartStage | AskSource | Reload
+AdminReply = Stats | StageReplies | StageRestarted | Source | Reloaded | Problem
 
 Answers = dict[str, m.Answer]
 """By stage. Stages that did not answer in time, or could not be reached, are missing."""
@@ -180,7 +212,7 @@ class AdminServer:
     """The socket. The supervisor calls `turn` in its loop, and may sleep on `fileno` if `has_message` is False.
     `stats(timeout_s, then)` collects the server's stats and calls `then` with them. `names()` returns the stages that
     are ready. `restart(name, done)` restarts one, and calls `done` with the pause or with the reason why it was not
-    restarted."""
+    restarted. `reload(settings, is_dry_run, done)` changes the settings, and `source()` says where they came from."""
 
     def __init__(
         self,
@@ -190,11 +222,15 @@ class AdminServer:
         stats: Callable[[float, Callable[[ServerStats], None]], None],
         names: Callable[[], list[str]],
         restart: Callable[[str, Callable[[float, str], None]], None],
+        reload: Callable[[Settings, bool, Callable[[list[Change], str], None]], None],
+        source: Callable[[], SettingsSource | None],
     ) -> None:
         self._questions = questions
         self._stats = stats
         self._names = names
         self._restart = restart
+        self._reload = reload
+        self._source = source
         self._decoder: MessageDecoder[AdminInbox] = MessageDecoder(AdminInbox)
         self._encoder = msgspec.msgpack.Encoder()
         self._socket = context.socket(zmq.ROUTER)
@@ -246,6 +282,14 @@ class AdminServer:
                 self._send_command(peer, message)
             case RestartStage():
                 self._restart_stage(peer, message)
+            case AskSource(nonce):
+                self._reply(peer, Source(nonce, self._source()))
+            case Reload(nonce, settings, is_dry_run):
+                self._reload(
+                    settings,
+                    is_dry_run,
+                    lambda changes, problem: self._reply(peer, Reloaded(nonce, changes, problem)),
+                )
             case _:
                 assert_never(message)
 

@@ -21,7 +21,7 @@ class ChildTable:
     def __init__(
         self, settings: Settings, run_mode: RunMode, context: zmq.Context[zmq.Socket[bytes]], poller: zmq.Poller
     ) -> None:
-        self._settings = settings
+        self.settings = settings
         self._run_mode = run_mode
         self._context = context
         self._poller = poller
@@ -57,7 +57,7 @@ class ChildTable:
             self._context,
             self._addresses.pop(name),
             m.Envelope(SUPERVISOR, INCARNATION),
-            topology.bound_of(self._settings),
+            topology.bound_of(self.settings),
         )
 
     def lost(self, child: Child, address: str) -> None:
@@ -91,7 +91,7 @@ class ChildTable:
         child.close()
 
     def _num_threads(self, launch: m.Launch) -> int:
-        num_threads = self._settings.execute.num_threads if launch.stage == "execute" else 0
+        num_threads = self.settings.execute.num_threads if launch.stage == "execute" else 0
         return num_threads or len(os.sched_getaffinity(0))
 
     def mark_dead(self, child: Child) -> None:
@@ -141,7 +141,7 @@ class ChildTable:
             self.outboxes[asker].send(message)
 
     def tell_gateways(self, late: m.LateStages) -> None:
-        for name in topology.replicas_of(self._settings, "gateway"):
+        for name in topology.replicas_of(self.settings, "gateway"):
             self.reply(name, late)
 
     def close(self) -> None:

@@ -72,7 +72,7 @@ class CrashReports:
     """Writes the reports. `server_pid` is in their names."""
 
     def __init__(self, settings: Settings, boxes: BlackBoxes, log: logging.Logger, *, is_on: bool = True) -> None:
-        self._settings = settings
+        self.settings = settings
         self._boxes = boxes
         self._log = log
         self._is_on = is_on and settings.supervisor.crash_reports
@@ -107,10 +107,10 @@ class CrashReports:
         if not self._is_on or (child.state == "starting" and (child.exit_code or 0) >= 0):
             return {}
         now = datetime.now(UTC)
-        report = _report(child, reason, now, box, self._settings, rss)
+        report = _report(child, reason, now, box, self.settings, rss)
         name = f"{now:%Y%m%dT%H%M%S.%fZ}-{os.getpid()}-{child.name}-{child.incarnation}"
         try:
-            folder = cache_path(self._settings).expanduser().absolute() / CRASHES
+            folder = cache_path(self.settings).expanduser().absolute() / CRASHES
             # Recordings and log lines may have text of requests, so only this user may read them.
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             (folder / f"{PARTIAL}{name}").mkdir(mode=0o700)

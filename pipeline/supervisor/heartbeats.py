@@ -57,11 +57,11 @@ class Heartbeats:
         """`ping` sends `Ping` to a stage by its name. `changed` gets the stages that are late, whenever these change.
         A stage that is silent for `hang_timeout_s` is killed; 0 kills none. `cpu_s` is the CPU time of a process."""
         self._ping = ping
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._changed = changed
         self._log = log
         self._clock = clock
-        self._hang_timeout_s = hang_timeout_s
+        self.hang_timeout_s = hang_timeout_s
         self._cpu_s = cpu_s
         self._beats: dict[str, _Beat] = {}
         self._lost_s: dict[str, float] = {}
@@ -71,7 +71,7 @@ class Heartbeats:
     def deadlines(self) -> list[float]:
         """When `turn` must be called next."""
         return [
-            beat.alive_s + HEARTBEAT_S if beat.pinged_s is None else beat.pinged_s + self._timeout_s
+            beat.alive_s + HEARTBEAT_S if beat.pinged_s is None else beat.pinged_s + self.timeout_s
             for beat in self._beats.values()
             if not beat.is_late
         ]  # hangs are found at the supervisor's regular turns
@@ -93,7 +93,7 @@ class Heartbeats:
                 if now_s >= beat.alive_s + HEARTBEAT_S:
                     beat.pinged_s = now_s
                     self._ping(name, NONCE)
-            elif now_s >= beat.pinged_s + self._timeout_s:
+            elif now_s >= beat.pinged_s + self.timeout_s:
                 beat.is_late = has_changed = True
                 beat.late_cpu_s = self._cpu_s(by_name[name].pid)
                 self._log.warning(f"{name} is late", extra={"fields": {"silent_s": f"{now_s - beat.alive_s:.1f}"}})
@@ -102,11 +102,11 @@ class Heartbeats:
 
     def _kill_if_hung(self, child: Child, beat: _Beat, now_s: float) -> None:
         silent_s = now_s - beat.alive_s
-        if not self._hang_timeout_s or silent_s < self._hang_timeout_s or beat.is_killed:
+        if not self.hang_timeout_s or silent_s < self.hang_timeout_s or beat.is_killed:
             return
-        if child.stage == "execute" and silent_s < BUSY_FACTOR * self._hang_timeout_s:
+        if child.stage == "execute" and silent_s < BUSY_FACTOR * self.hang_timeout_s:
             used_s = self._cpu_s(child.pid) - beat.late_cpu_s
-            if used_s > IDLE_SHARE * (silent_s - self._timeout_s):
+            if used_s > IDLE_SHARE * (silent_s - self.timeout_s):
                 return
         beat.is_killed = True
         self._log.error(f"{child.name} hangs; killing it", extra={"fields": {"silent_s": f"{silent_s:.1f}"}})

@@ -30,6 +30,7 @@ from pipeline.supervisor.crash_reports import CrashReports
 from pipeline.supervisor.health import HealthChecks
 from pipeline.supervisor.heartbeats import Heartbeats
 from pipeline.supervisor.process import Child
+from pipeline.supervisor.reload import Change, changes, to_restart
 from pipeline.supervisor.resources import SharedResources
 from pipeline.supervisor.restarts import LIVING, Restarts
 from pipeline.supervisor.signals import TerminationSignals
@@ -72,17 +73,17 @@ class SupervisorLoop:
         log: logging.Logger,
     ) -> None:
         """`listeners` has one socket for each gateway, in order; each is closed when its gateway has drained."""
-        self._settings = settings
         self._listeners = listeners
         self._gateways = topology.replicas_of(settings, "gateway")
         self._url = url
+        self._run_mode = run_mode
         self._log = log
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._inbox: Inbox[m.SupervisorInbox] = Inbox(self._context, resources.addresses[SUPERVISOR], m.SupervisorInbox)
         self.poller = zmq.Poller()
         self.table = ChildTable(settings, run_mode, self._context, self.poller)
         self._resources = resources
-        self._restarts = Restarts(settings, run_mode, resources, self.table, self._inbox, log)
+        self._restarts = Restarts(run_mode, resources, self.table, self._inbox, log)
         self.crash_reports = CrashReports(settings, resources.black_boxes, log, is_on=not run_mode.inline)
         self.facts: m.ExecuteFacts | None = None
         self.prepared: m.Prepared | None = None
@@ -94,16 +95,23 @@ class SupervisorLoop:
         self.is_ending = False
         self.first_health: m.Health | None = None
         self._health_checks = HealthChecks(self.table.ping_all, self._answer_health)
-        answer_s = run_mode.patience_s(settings.supervisor.health_timeout_s)
-        hang_s = 0.0 if run_mode.is_debugged else settings.supervisor.hang_timeout_s
-        self._heartbeats = Heartbeats(self.table.ping, answer_s, self.table.tell_gateways, log, hang_timeout_s=hang_s)
+        self._heartbeats = Heartbeats(self.table.ping, 0.0, self.table.tell_gateways, log)
+        self._use(settings)
+        self._is_reloading = False
         self._questions = Questions(
             lambda name, request: self.table.outboxes[name].send(with_execute_facts(request, self.facts))
         )
         server = resources.server
         self._stats_collector = StatsCollector(server, SUPERVISOR, self._questions)
         self._admin_server = AdminServer(
-            self._context, server, self._questions, self._gather_stats, self.table.names_of_ready, self._restart
+            self._context,
+            server,
+            self._questions,
+            self._gather_stats,
+            self.table.names_of_ready,
+            self._restart,
+            self._reload,
+            lambda: run_mode.source,
         )
         self._signals = TerminationSignals()
         self.poller.register(self._inbox.fileno(), zmq.POLLIN)
@@ -235,7 +243,7 @@ class SupervisorLoop:
                     assert self.facts is not None
                     self._restarts.ready(child, self.facts)
                     if self.is_ending and child.stage == "gateway":
-                        self.table.outboxes[sender].send(m.Drain(self._settings.supervisor.drain_timeout_s))
+                        self.table.outboxes[sender].send(m.Drain(self._resources.settings.supervisor.drain_timeout_s))
             case m.Reconnected(epoch):
                 self._restarts.answered(sender, epoch)
             case m.StageFailed(reason):
@@ -250,7 +258,7 @@ class SupervisorLoop:
                 # New connections are refused instead of waiting in the backlog.
                 self._listeners[self._gateways.index(sender)].close()
             case m.AskHealth(nonce):
-                self._health_checks.start(sender, nonce, self._settings.supervisor.health_timeout_s)
+                self._health_checks.start(sender, nonce, self._resources.settings.supervisor.health_timeout_s)
             case m.Pong(nonce):
                 self._heartbeats.answered(sender)
                 self._health_checks.answered(nonce, sender, message, self.table.children.values())
@@ -265,8 +273,8 @@ class SupervisorLoop:
 
     def _gather_stats(self, timeout_s: float, then: Callable[[ServerStats], None]) -> None:
         """Collect stats; waits for stages at most `timeout_s`, and at most supervisor.health_timeout_s."""
-        timeout_s = min(timeout_s, self._settings.supervisor.health_timeout_s)
-        name = self._settings.served_model_name or (self.prepared.model_name if self.prepared else "")
+        timeout_s = min(timeout_s, self._resources.settings.supervisor.health_timeout_s)
+        name = self._resources.settings.served_model_name or (self.prepared.model_name if self.prepared else "")
         state = "draining" if self.is_ending else "serving" if self.is_serving else "starting"
         facts = ServerFacts(name, self._url, state, self.facts)
         self._stats_collector.gather(facts, self.table.in_flow_order(), timeout_s, then)
@@ -277,6 +285,48 @@ class SupervisorLoop:
             done(0.0, "the server is starting or shutting down")
         else:
             self._restarts.planned.ask(name, done)
+
+    def _use(self, settings: Settings) -> None:
+        """Use these settings from now on, and for processes that start."""
+        self._resources.settings = self.table.settings = self.crash_reports.settings = settings
+        supervisor = settings.supervisor
+        self._restarts.budget.max_restarts = supervisor.max_restarts
+        self._heartbeats.timeout_s = self._run_mode.patience_s(supervisor.health_timeout_s)
+        self._heartbeats.hang_timeout_s = 0.0 if self._run_mode.is_debugged else supervisor.hang_timeout_s
+
+    def _reload(self, settings: Settings, is_dry_run: bool, done: Callable[[list[Change], str], None]) -> None:
+        """Change the settings, and restart the stages that use them, one process after the other. If one of them can't
+        be restarted, the settings stay as they were."""
+        before = self._resources.settings
+        changed = changes(before, settings)
+        if is_dry_run or not changed or any(one.refusal for one in changed):
+            done(changed, "")
+            return
+        if not self.is_serving or self.is_ending or self._is_reloading:
+            done(changed, "the server is starting, reloading or shutting down")
+            return
+        self._is_reloading = True
+        self._use(settings)
+        self._log.info("reloading", extra={"fields": {"changed": ",".join(one.key for one in changed)}})
+        names = [name for stage in to_restart(changed) for name in topology.replicas_of(settings, stage)]
+
+        def go_on() -> None:
+            if not names:
+                self._is_reloading = False
+                done(changed, "")
+                return
+            name = names.pop(0)
+            self._restarts.planned.ask(name, lambda _, problem: restarted(name, problem))
+
+        def restarted(name: str, problem: str) -> None:
+            if problem:
+                self._is_reloading = False
+                self._use(before)
+                done(changed, f"{name} was not restarted: {problem}")
+            else:
+                go_on()
+
+        go_on()
 
     def _answer_health(self, asker: str, health: m.Health) -> None:
         if asker == SUPERVISOR:

@@ -14,11 +14,11 @@ from collections.abc import Callable
 
 import msgspec
 
-from pipeline.config.settings import Settings
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.channels import Inbox
 from pipeline.runtime.run_mode import RunMode
+from pipeline.runtime.wire_version import wire_version
 from pipeline.supervisor.children import ChildTable
 from pipeline.supervisor.process import Child
 from pipeline.supervisor.resources import Channels, SharedResources
@@ -51,7 +51,6 @@ class PlannedRestarts:
 
     def __init__(
         self,
-        settings: Settings,
         run_mode: RunMode,
         resources: SharedResources,
         table: ChildTable,
@@ -60,7 +59,6 @@ class PlannedRestarts:
         hand_over: Callable[[Child], None],
     ) -> None:
         """`hand_over` kills the process that a successor replaces, and puts the successor into the table."""
-        self._settings = settings
         self._run_mode = run_mode
         self._resources = resources
         self._table = table
@@ -78,9 +76,9 @@ class PlannedRestarts:
         if problem := self._problem(name):
             done(0.0, problem)
             return
-        timeout_s = self._settings.supervisor.start_timeout_s
+        timeout_s = self._resources.settings.supervisor.start_timeout_s
         if name.startswith("gateway."):
-            timeout_s += self._settings.supervisor.drain_timeout_s
+            timeout_s += self._resources.settings.supervisor.drain_timeout_s
         self._plans[name] = _Plan(done, time.monotonic() + timeout_s)
 
     def _problem(self, name: str) -> str:
@@ -146,8 +144,8 @@ class PlannedRestarts:
         child = self._table.children[name]
         if child.stage == "gateway":
             plan.is_ending = True
-            self._table.outboxes[name].send(m.Drain(self._settings.supervisor.drain_timeout_s))
-        elif child.stage == "execute" and self._settings.execute.device == "cuda":
+            self._table.outboxes[name].send(m.Drain(self._resources.settings.supervisor.drain_timeout_s))
+        elif child.stage == "execute" and self._resources.settings.execute.device == "cuda":
             plan.is_ending = True
             self._kill(name, plan)
         else:
@@ -156,9 +154,7 @@ class PlannedRestarts:
             except MemoryError as error:
                 self._fail(name, str(error))
                 return
-            plan.successor = self._table.start_successor(
-                launch_of(name, self._settings, self._resources, model_dir, facts)
-            )
+            plan.successor = self._table.start_successor(launch_of(name, self._resources, model_dir, facts))
             fields = {"pid": plan.successor.pid}
             self._log.info(f"{name} is being replaced", extra={"fields": fields})
 
@@ -195,12 +191,10 @@ class PlannedRestarts:
         plan.done(0.0, reason)
 
 
-def launch_of(
-    name: str, settings: Settings, resources: SharedResources, model_dir: str, facts: m.ExecuteFacts
-) -> m.Launch:
-    """Of the successor of a process, with the newest channels."""
+def launch_of(name: str, resources: SharedResources, model_dir: str, facts: m.ExecuteFacts) -> m.Launch:
+    """Of the successor of a process, with the newest channels and settings."""
     stage, _, replica = name.partition(".")
     row = topology.row(stage)
-    peers = topology.peers_of(row, resources.addresses, settings, int(replica))
+    peers = topology.peers_of(row, resources.addresses, resources.settings, int(replica))
     launch = resources.launch(stage, row.entry, peers, int(replica))
-    return msgspec.structs.replace(launch, model_dir=model_dir, facts=facts)
+    return msgspec.structs.replace(launch, model_dir=model_dir, facts=facts, wire_version=wire_version())

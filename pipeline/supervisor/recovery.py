@@ -24,7 +24,7 @@ class RestartBudget:
 
     def __init__(self, max_restarts: int) -> None:
         """`max_restarts` of one stage within a minute; 0: a stage that dies ends the server."""
-        self._max_restarts = max_restarts
+        self.max_restarts = max_restarts
         self._deaths_s: dict[str, list[float]] = {}
         self._num_failed_starts: dict[str, int] = {}
         self.num_restarts: dict[str, int] = {}
@@ -35,9 +35,9 @@ class RestartBudget:
         deaths = [death_s for death_s in self._deaths_s.get(name, []) if now_s - death_s < WINDOW_S]
         self._deaths_s[name] = [*deaths, now_s]
         self._num_failed_starts[name] = 0 if was_ready else self._num_failed_starts.get(name, 0) + 1
-        if not self._max_restarts:
+        if not self.max_restarts:
             return "supervisor.max_restarts is 0"
-        if len(deaths) >= self._max_restarts:
+        if len(deaths) >= self.max_restarts:
             return f"it has died {len(deaths) + 1} times within {WINDOW_S:.0f} s (supervisor.max_restarts)"
         if self._num_failed_starts[name] >= MAX_FAILED_STARTS:
             return f"{MAX_FAILED_STARTS} processes in a row ended before they were ready"

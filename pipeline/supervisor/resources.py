@@ -44,7 +44,8 @@ class SharedResources:
         keys: api_keys.Keys | None,
     ) -> None:
         """`listeners` has one socket for each gateway, in order; so has `admin_listeners`, unless it is empty."""
-        self._settings = settings
+        self.settings = settings
+        """The newest ones (`pipeline reload`)."""
         self._listeners = listeners
         self._admin_listeners = admin_listeners
         self.server = f"{os.getpid()}-{secrets.token_hex(4)}"
@@ -74,28 +75,28 @@ class SharedResources:
 
     def reserve_swap(self, *, with_model: bool) -> None:
         """Begin to reserve swap space, if there is any. A thread does it while the stages start. Raises MemoryError."""
-        num_bytes = self._settings.execute.swap_bytes
+        num_bytes = self.settings.execute.swap_bytes
         if num_bytes:
-            kv_bytes = kv_bytes_in_ram(self._settings) if with_model else 0
+            kv_bytes = kv_bytes_in_ram(self.settings) if with_model else 0
             self.reservation = segment.Reservation(topology.SWAP, num_bytes, topology.SWAP_KEY, kv_bytes)
             self.segments[topology.SWAP] = m.Segment(topology.SWAP, self.reservation.fd, num_bytes, True)
 
     def create_arenas(self) -> None:
         """Name every stage's inbox, and create the arenas."""
         for row in topology.TOPOLOGY:
-            for name in topology.replicas_of(self._settings, row.name):
+            for name in topology.replicas_of(self.settings, row.name):
                 self.incarnations[name] = INCARNATION
                 self.addresses[name] = address_of(self.server, name, INCARNATION)
                 if row.has_arena:
                     self._create_arena(name)
 
     def _create_arena(self, name: str) -> None:
-        size = topology.arena_bytes(self._settings, name.partition(".")[0])
+        size = topology.arena_bytes(self.settings, name.partition(".")[0])
         self.segments[name] = m.Segment(name, segment.create(name, size), size, False, self.incarnations[name])
 
     def create_rings(self) -> None:
         """Create the shared-memory rings between stages."""
-        for sender, receiver in topology.rings(self._settings):
+        for sender, receiver in topology.rings(self.settings):
             self._create_ring(sender, receiver)
 
     def _create_ring(self, sender: str, receiver: str) -> None:
@@ -174,7 +175,7 @@ class SharedResources:
         if is_reader:
             arena = msgspec.structs.replace(self.segments[name], fd=len(fds))
             fds.append(self.segments[name].fd)
-        peer = m.PeerInbox(name, self.addresses[name] if sends else "", topology.bound_of(self._settings))
+        peer = m.PeerInbox(name, self.addresses[name] if sends else "", topology.bound_of(self.settings))
         suspect = self._suspects.get(name)
         return m.PeerRestarted(epoch, peer, self.incarnations[name], rings, arena, suspect), fds
 
@@ -197,7 +198,7 @@ class SharedResources:
             rank=0,
             incarnation=incarnation,
             entry=entry,
-            settings=self._settings,
+            settings=self.settings,
             model_dir="",
             address=self.addresses.get(name) or address_of(self.server, name, INCARNATION),  # prepare has none
             peers=peers,
@@ -217,8 +218,8 @@ class SharedResources:
         if row is None:
             return []
         own = [name] if row.has_arena else []
-        private = list(topology.private_segments(self._settings, stage))
-        others = [owner for read in row.reads for owner in topology.replicas_of(self._settings, read)]
+        private = list(topology.private_segments(self.settings, stage))
+        others = [owner for read in row.reads for owner in topology.replicas_of(self.settings, read)]
         shared = []
         for owner in (*own, *private, *others):
             one = self.segments[owner]

@@ -9,7 +9,6 @@ What the stages do with `PeerRestarted` is theirs: the owner of a fact sends it 
 import logging
 import time
 
-from pipeline.config.settings import Settings
 from pipeline.runtime import messages as m
 from pipeline.runtime.channels import Inbox
 from pipeline.runtime.run_mode import RunMode
@@ -27,26 +26,24 @@ class Restarts:
 
     def __init__(
         self,
-        settings: Settings,
         run_mode: RunMode,
         resources: SharedResources,
         table: ChildTable,
         inbox: Inbox[m.SupervisorInbox],
         log: logging.Logger,
     ) -> None:
-        self._settings = settings
         self._run_mode = run_mode
         self._resources = resources
         self._table = table
         self._inbox = inbox
         self._log = log
-        self._budget = RestartBudget(settings.supervisor.max_restarts)
+        self.budget = RestartBudget(resources.settings.supervisor.max_restarts)
         self._recovery = Recovery()
         self._due_s: dict[str, float] = {}
         """When successors start, by name. All times are by time.monotonic()."""
         self._died_s: dict[str, float] = {}
         """When the process died whose successor is not ready yet."""
-        self.planned = PlannedRestarts(settings, run_mode, resources, table, inbox, log, self._hand_over)
+        self.planned = PlannedRestarts(run_mode, resources, table, inbox, log, self._hand_over)
 
     @property
     def deadlines(self) -> list[float]:
@@ -66,7 +63,7 @@ class Restarts:
         if self.planned.has_killed(name):
             self.planned.noticed(name)
         else:
-            delay_s = self._budget.died(name, now_s, was_ready=child.state == "ready")
+            delay_s = self.budget.died(name, now_s, was_ready=child.state == "ready")
         if isinstance(delay_s, str):
             return delay_s
         try:
@@ -112,7 +109,7 @@ class Restarts:
                 self._start(name, model_dir, facts)
         for name in self._died_s.keys() - self._due_s.keys():
             child = self._table.children[name]
-            if now_s - child.started_s >= self._settings.supervisor.start_timeout_s and child.is_alive:
+            if now_s - child.started_s >= self._resources.settings.supervisor.start_timeout_s and child.is_alive:
                 self._log.error(f"{name} is not ready in time (supervisor.start_timeout_s); killing it")
                 child.abort()
 
@@ -130,7 +127,7 @@ class Restarts:
         return self._died_s
 
     def _start(self, name: str, model_dir: str, facts: m.ExecuteFacts) -> None:
-        child = self._table.replace(launch_of(name, self._settings, self._resources, model_dir, facts))
+        child = self._table.replace(launch_of(name, self._resources, model_dir, facts))
         self._log.debug("restarted", extra={"fields": {"stage": name, "pid": child.pid}})
 
     def _neighbours(self, name: str) -> tuple[list[str], list[str]]:

@@ -52,7 +52,6 @@ class Supervisor:
         keys: api_keys.Keys | None = None,
         admins: Sequence[socket.socket] = (),
     ) -> None:
-        self._settings = settings
         self._run_mode = run_mode or RunMode()
         self._listeners = listeners
         """One for each gateway, in the same order."""
@@ -68,7 +67,7 @@ class Supervisor:
 
     def run(self, begun: float) -> int:
         """Start, serve and stop. Returns the exit code. `begun` is when the start began, by time.monotonic()."""
-        if not self._run_mode.instant and (problem := gpu.why_none(self._settings)) is not None:
+        if not self._run_mode.instant and (problem := gpu.why_none(self._resources.settings)) is not None:
             self._log.error(problem)
             return EXIT_NOT_STARTED
         try:
@@ -101,12 +100,12 @@ class Supervisor:
     def _start_all(self, begun: float) -> None:
         """Start prepare and all stages. If a signal kills a stage before the server is ready, all stages start again:
         they own nothing yet. Raises Stopping."""
-        self._log_event("starting", version=VERSION, model=self._settings.model)
+        self._log_event("starting", version=VERSION, model=self._resources.settings.model)
         peers = [m.PeerInbox(SUPERVISOR, self._resources.addresses[SUPERVISOR], 16)]
         prepare = self._spawn(self._resources.launch("prepare", topology.PREPARE, peers))
         self._resources.create_arenas()
         self._resources.create_rings()
-        may_repeat = self._settings.supervisor.max_restarts and not self._run_mode.is_debugged
+        may_repeat = self._resources.settings.supervisor.max_restarts and not self._run_mode.is_debugged
         for num_left in reversed(range(MAX_FAILED_STARTS if may_repeat else 1)):
             try:
                 self._spawn_stages()
@@ -125,21 +124,21 @@ class Supervisor:
     def _spawn_stages(self) -> None:
         """Start the processes of all stages, which wait for the model."""
         for row in topology.TOPOLOGY:
-            for replica in range(topology.num_replicas(self._settings, row.name)):
-                peers = topology.peers_of(row, self._resources.addresses, self._settings, replica)
+            for replica in range(topology.num_replicas(self._resources.settings, row.name)):
+                peers = topology.peers_of(row, self._resources.addresses, self._resources.settings, replica)
                 self._spawn(self._resources.launch(row.name, row.entry, peers, replica), waits=True)
 
     def _prepare(self, child: Child) -> None:
         """Wait for prepare, which resolves the model and exits."""
-        timeout_s = self._settings.supervisor.prepare_timeout_s
+        timeout_s = self._resources.settings.supervisor.prepare_timeout_s
         self._loop.run_until(lambda: self._loop.prepared is not None, timeout_s, "the model to be prepared")
         if child.name in self._loop.table.children:
-            child.wait(self._settings.supervisor.stop_timeout_s)
+            child.wait(self._resources.settings.supervisor.stop_timeout_s)
             self._loop.table.remove(child)
 
     def _start(self, begun: float) -> None:
         """Let every stage begin, wait until each is ready, and send `Start` to all."""
-        settings = self._settings
+        settings = self._resources.settings
         assert self._loop.prepared is not None
         self._loop.table.begin_all(self._loop.prepared.model_dir)
         self._loop.run_until(
@@ -179,7 +178,7 @@ class Supervisor:
         code = self._run_until_stopped(lambda: False, float("inf"))
         self._loop.is_ending = True
         if code == EXIT_OK:
-            timeout_s = self._settings.supervisor.drain_timeout_s
+            timeout_s = self._resources.settings.supervisor.drain_timeout_s
             self._log_event("draining", timeout_s=timeout_s)
             for name in self._gateways:
                 self._loop.table.outboxes[name].send(m.Drain(timeout_s))
@@ -207,14 +206,14 @@ class Supervisor:
 
     def _flow(self) -> list[str]:
         """The names of the processes, in flow order."""
-        return [name for stage in topology.FLOW for name in topology.replicas_of(self._settings, stage)]
+        return [name for stage in topology.FLOW for name in topology.replicas_of(self._resources.settings, stage)]
 
     def _are_drained(self, gateways: list[str]) -> bool:
         return self._loop.drained.issuperset(gateways)
 
     def _stop(self) -> bool:
         """Stop the stages in flow order, so that none sends to one that has ended. Returns whether all stopped well."""
-        timeout_s = self._settings.supervisor.stop_timeout_s
+        timeout_s = self._resources.settings.supervisor.stop_timeout_s
         end = time.monotonic() + timeout_s
         all_ok = True
         for name in self._flow():

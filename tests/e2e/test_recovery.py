@@ -166,3 +166,40 @@ def test_a_restarted_gateway_ends_its_streams_first(server: Server) -> None:
     server.until(lambda health: health["status"] == "ok")
     assert_restarted(before, pids(server), "gateway")
     server.look()
+
+
+def reload(server: Server, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pipeline", "reload", "--pid", str(server.process.pid), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_a_reload_restarts_the_stages_that_use_what_has_changed(server: Server, undisturbed: dict[str, Any]) -> None:
+    before = pids(server)
+    done = []
+
+    def change() -> None:
+        done.append(
+            threading.Thread(target=lambda: results.append(reload(server, "--set", "chat.tool_call_parser=hermes")))
+        )
+        done[0].start()
+
+    results: list[subprocess.CompletedProcess[str]] = []
+    run_and(server, 20, change)
+    done[0].join(120)
+    assert results[0].returncode == 0, results[0].stderr
+    assert results[0].stdout.splitlines() == [
+        "chat.tool_call_parser: auto → hermes: restarts detokenize, ingest, gateway",
+        "changed; restarted detokenize, ingest, gateway",
+    ]
+    server.until(lambda health: health["status"] == "ok")
+    assert_restarted(before, pids(server), "detokenize", "ingest", "gateway")
+    server.look()
+
+
+def test_a_reload_that_needs_a_new_server_changes_nothing(server: Server) -> None:
+    before = pids(server)
+    result = reload(server, "--set", "execute.kv_cache_bytes=1GiB", "--set", "supervisor.drain_timeout_s=5")
+    assert result.returncode == 1
+    assert "nothing was changed: start a new server for execute.kv_cache_bytes" in result.stderr
+    assert "needs a new server: the number of KV blocks is fixed" in result.stdout
+    assert pids(server) == before

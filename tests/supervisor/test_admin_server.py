@@ -12,12 +12,15 @@ import msgspec
 import pytest
 import zmq
 
+from pipeline.config.settings import Settings
+from pipeline.config.source import SettingsSource
 from pipeline.errors import UserError
 from pipeline.metrics.stats import ServerStats, StageCounts
 from pipeline.runtime import messages as m
 from pipeline.supervisor import admin_client, admin_server
 from pipeline.supervisor.admin_client import Admin, find_servers
 from pipeline.supervisor.admin_server import AdminServer, Questions
+from pipeline.supervisor.reload import changes
 from tests.rig import PATIENCE_S, Rig
 
 _numbers = itertools.count()
@@ -37,6 +40,7 @@ class Bench:
         self.context: zmq.Context[Any] = zmq.Context()
         self.questions = Questions(self._send)
         self.restarts: list[tuple[str, Callable[[float, str], None]]] = []
+        self.reloads: list[Any] = []
         self.server = AdminServer(
             self.context,
             self.name,
@@ -44,6 +48,8 @@ class Bench:
             self._stats,
             lambda: self.names,
             lambda name, done: self.restarts.append((name, done)),
+            lambda *reload: self.reloads.append(reload),
+            lambda: SettingsSource(sets=["log_level=debug"]),
         )
         self.peer = self.context.socket(zmq.DEALER)
         self.peer.connect(admin_server.address_of(self.name))
@@ -275,3 +281,16 @@ def test_a_stage_that_is_not_ready_can_t_be_restarted(bench: Bench) -> None:
     problem = bench.receive()
     assert problem.message == "no stage 'schedule' is ready; ready: gateway.0, gateway.1, schedule.0"
     assert not bench.restarts
+
+
+def test_a_reload_is_answered_with_what_has_changed(bench: Bench) -> None:
+    bench.send(admin_server.AskSource(4))
+    assert bench.receive() == admin_server.Source(4, SettingsSource(sets=["log_level=debug"]))
+    settings = Settings(log_level="debug")
+    bench.send(admin_server.Reload(5, settings, True))
+    bench.turn_until(lambda: bench.reloads)
+    (given, is_dry_run, done) = bench.reloads.pop()
+    assert given == settings and is_dry_run
+    changed = changes(Settings(), settings)
+    done(changed, "execute.0 was not restarted: no")
+    assert bench.receive() == admin_server.Reloaded(5, changed, "execute.0 was not restarted: no")

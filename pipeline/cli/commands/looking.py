@@ -1,8 +1,8 @@
-"""`pipeline trace`, `ps`, `top` and `restart`."""
+"""`pipeline trace`, `ps`, `top`, `restart` and `reload`."""
 
 import argparse
 
-from pipeline.cli.commands.settings import Commands
+from pipeline.cli.commands.settings import Commands, add_settings
 from pipeline.cli.server_options import add_server_options
 
 
@@ -85,5 +85,29 @@ def add_restart(commands: Commands) -> None:
 
 def _restart(args: argparse.Namespace) -> int:
     from pipeline.cli.restart.command import run
+
+    return run(args)
+
+
+def add_reload(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "reload",
+        help="change the settings of a running server",
+        description="Read the settings of a running server again, from the file and options that it was started with, "
+        "and restart the stages that use those that have changed. Open requests go on. If a setting can't change while "
+        "the server runs, nothing is changed.",
+        allow_abbrev=False,
+    )
+    add_settings(parser)
+    add_server_options(parser)
+    parser.add_argument("--dry-run", action="store_true", help="only show what would happen")
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, metavar="SECONDS", help="for all restarts; by default %(default)g"
+    )
+    parser.set_defaults(run=_reload)
+
+
+def _reload(args: argparse.Namespace) -> int:
+    from pipeline.cli.reload.command import run
 
     return run(args)

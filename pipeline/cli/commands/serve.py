@@ -11,6 +11,7 @@ from pipeline.cli.commands.settings import (
     add_settings,
     print_warning,
     settings_of,
+    source_of,
 )
 from pipeline.config.load import ConfigError
 
@@ -78,6 +79,7 @@ def _serve(args: argparse.Namespace) -> int:
         foreground=stage_name(args.foreground, settings, "--foreground") if args.foreground else "",
         break_at=args.break_at,
         inline=args.inline,
+        source=source_of(args),
     )
     try:
         with terminal():

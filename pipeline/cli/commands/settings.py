@@ -9,6 +9,7 @@ from typing import TypeAlias
 from pipeline.cli.commands import vllm_flags
 from pipeline.config.load import load, presets
 from pipeline.config.settings import Settings
+from pipeline.config.source import SettingsSource
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # argparse has no public name for this type
 
@@ -52,9 +53,20 @@ def add_flags(parser: argparse.ArgumentParser, flags: Mapping[str, str]) -> None
 
 def settings_of(args: argparse.Namespace) -> Settings:
     """The settings that the options describe. Warnings go to standard error."""
+    return load_with_warnings(args.config, args.set, _flags_of(args), vllm_flags.given(args))
+
+
+def source_of(args: argparse.Namespace) -> SettingsSource:
+    """The options that give settings, to load them again from any folder."""
+    config = "" if args.config is None else str(args.config)
+    if config and config not in presets():
+        config = str(args.config.absolute())
+    return SettingsSource(config, list(args.set), _flags_of(args), list(vllm_flags.given(args)))
+
+
+def _flags_of(args: argparse.Namespace) -> dict[str, str]:
     known = (*SERVE_FLAGS, *PROFILE_FLAGS)
-    flags = {dotted: value for dotted in known if (value := getattr(args, dotted, None)) is not None}
-    return load_with_warnings(args.config, args.set, flags, vllm_flags.given(args))
+    return {dotted: value for dotted in known if (value := getattr(args, dotted, None)) is not None}
 
 
 def load_with_warnings(

@@ -116,6 +116,8 @@ class Launch(msgspec.Struct, array_like=True, frozen=True):
     """Of the other stages' processes; 1 for those that it does not name."""
     facts: ExecuteFacts | None = None
     """For a process that replaces another one: what the first executor serves with, as the other stages know it."""
+    wire_version: str = ""
+    """For a process that replaces another one: what its code must have, as in wire_version.py."""
     black_box: BlackBox | None = None
     """None in a replay."""
 

@@ -1,0 +1,57 @@
+"""`pipeline reload`: changes the settings of a running server."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from pipeline.cli.commands.settings import load_with_warnings
+from pipeline.cli.server_choice import choose_server
+from pipeline.errors import UserError
+from pipeline.supervisor.admin_client import Admin
+from pipeline.supervisor.reload import Change, to_restart
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 1 if nothing was changed because a setting can't change, or a stage was not restarted. Raises
+    ConfigError."""
+    try:
+        with Admin(choose_server(args)) as server:
+            source = server.settings_source()
+            if args.config is not None or source is None:
+                if args.config is None:
+                    raise UserError("a program gave this server its settings: name the new ones with --config")
+                settings = load_with_warnings(args.config, args.set)
+            else:
+                path = Path(source.config) if source.config else None
+                settings = load_with_warnings(path, [*source.sets, *args.set], source.flags, source.options)
+            found = server.reload(settings, args.timeout, is_dry_run=args.dry_run)
+    except UserError as error:
+        print(f"pipeline reload: error: {error}", file=sys.stderr)
+        return 1
+    for change in found.changes:
+        print(line_of(change))
+    if refused := [change.key for change in found.changes if change.refusal]:
+        print(
+            f"pipeline reload: error: nothing was changed: start a new server for {', '.join(refused)}", file=sys.stderr
+        )
+        return 1
+    if found.problem:
+        print(f"pipeline reload: error: {found.problem}; the settings stay as they were", file=sys.stderr)
+        return 1
+    print(summary(found.changes, args.dry_run))
+    return 0
+
+
+def line_of(change: Change) -> str:
+    """What happens with one setting, for a terminal."""
+    effect = f"needs a new server: {change.refusal}" if change.refusal else "used at once"
+    if change.stages:
+        effect = f"restarts {', '.join(change.stages)}"
+    return f"{change.key}: {change.before} → {change.after}: {effect}"
+
+
+def summary(changes: list[Change], is_dry_run: bool) -> str:
+    if not changes:
+        return "no setting has changed"
+    restarted = ", ".join(to_restart(changes)) or "no stage"
+    return f"this would restart {restarted}" if is_dry_run else f"changed; restarted {restarted}"

@@ -1,0 +1,119 @@
+"""What a running server does with changed settings: `pipeline reload`.
+
+    the supervisor's own settings ──► used at once
+    a stage's settings            ──► this stage is restarted on purpose (planned_restarts.py)
+    the others                    ──► refused: they need a new server
+
+Restarts of stages are so short that no setting of theirs needs another way.
+"""
+
+from typing import Any
+
+import msgspec
+
+from pipeline.config.keys import sections
+from pipeline.config.settings import Settings
+
+CPU_STAGES = ("detokenize", "ingest", "schedule")
+ALL = (*CPU_STAGES, "execute", "gateway")
+"""In the order in which they are restarted: the gateways last, because they end their streams first."""
+LIVE: tuple[str, ...] = ()
+
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "gateway": ("gateway",),
+    "ingest": ("ingest",),
+    "schedule": ("schedule",),
+    "execute": ("execute",),
+    "detokenize": ("detokenize",),
+    "supervisor": LIVE,
+    "limits": ALL,
+    "chat": ("detokenize", "ingest", "gateway"),
+}
+"""The stages that use a section."""
+KEYS: dict[str, tuple[str, ...]] = {
+    "served_model_name": ("gateway",),
+    "generation_config": ("ingest", "gateway"),
+    "log_level": ALL,
+    "log_format": ALL,
+    "schedule.policy": ("schedule", "gateway"),
+}
+"""Exceptions from `SECTIONS`, and keys that belong to none."""
+NEW_SERVER = {
+    "model": "another model",
+    "max_model_len": "all stages and the KV cache are made for it",
+    "quantization": "another model",
+    "cache_dir": "the prepared model is in it",
+    "gateway.replicas": "the number of processes is fixed",
+    "gateway.host": "the listening sockets are fixed",
+    "gateway.port": "the listening sockets are fixed",
+    "gateway.zmq": "the listening sockets are fixed",
+    "gateway.admin_host": "the listening sockets are fixed",
+    "gateway.admin_port": "the listening sockets are fixed",
+    "gateway.api_keys_file": "keys are read at the start",
+    "gateway.allow_unauthenticated": "it is checked at the start",
+    "ingest.replicas": "the number of processes is fixed",
+    "detokenize.replicas": "the number of processes is fixed",
+    "schedule.max_num_seqs": "the memory of schedule and execute is made for it",
+    "schedule.max_num_batched_tokens": "the memory of schedule and execute is made for it",
+    "schedule.max_num_prefill_tokens": "the memory of schedule and execute is made for it",
+    "schedule.block_size": "the KV cache is made of such blocks",
+    "execute.device": "another executor",
+    "execute.dtype": "another model",
+    "execute.kv_cache_bytes": "the number of KV blocks is fixed",
+    "execute.gpu_memory_utilization": "the number of KV blocks is fixed",
+    "execute.swap_bytes": "swap space is reserved at the start",
+    "supervisor.prepare_timeout_s": "it is used at the start only",
+    "supervisor.crash_reports": "it is used at the start only",
+    "supervisor.crash_recording_bytes": "it is used at the start only",
+}
+"""Keys that can't change while a server runs, and why."""
+RAISED = ("gateway.max_open_sequences", "gateway.max_open_tokens")
+"""Limits that can be lowered only: the queues between the stages are made for them."""
+
+
+class Change(msgspec.Struct, frozen=True):
+    """One setting that differs."""
+
+    key: str
+    before: Any
+    after: Any
+    stages: tuple[str, ...] = ()
+    """Those that are restarted."""
+    refusal: str = ""
+    """Why it can't change; else empty."""
+
+
+def changes(before: Settings, after: Settings) -> list[Change]:
+    """The settings that differ, in the order of the tree."""
+    found = []
+    for section in sections():
+        for key in section.keys:
+            old, new = _value(before, key.dotted), _value(after, key.dotted)
+            if old != new:
+                refusal = _refusal(key.dotted, old, new)
+                found.append(Change(key.dotted, old, new, () if refusal else stages_of(key.dotted), refusal))
+    return found
+
+
+def stages_of(key: str) -> tuple[str, ...]:
+    """The stages that use a setting that can change. Raises KeyError for an unknown one."""
+    return KEYS[key] if key in KEYS else SECTIONS[key.partition(".")[0]]
+
+
+def to_restart(changed: list[Change]) -> list[str]:
+    """The stages that are restarted for these changes, in order."""
+    wanted = {stage for one in changed for stage in one.stages}
+    return [stage for stage in ALL if stage in wanted]
+
+
+def _refusal(key: str, old: Any, new: Any) -> str:
+    if key in RAISED and new > old:
+        return "it can only be lowered: the queues between the stages are made for it"
+    return NEW_SERVER.get(key, "")
+
+
+def _value(settings: Settings, dotted: str) -> Any:
+    value: Any = settings
+    for name in dotted.split("."):
+        value = getattr(value, name)
+    return value

@@ -1,0 +1,196 @@
+"""How long clients wait when a stage dies: 32 streams run, a stage is killed, and the streams go on.
+
+    python -m tools.kill_pauses                        10 servers; on each, every stage is killed once
+    python -m tools.kill_pauses --rounds 2 --streams 8
+
+Every server gets each kill once, because the second restart of a stage within a minute is delayed. Streams have prompts
+of different texts, and each has about --tokens tokens behind it when a stage dies. Per kill:
+
+- "first": from the kill to the first new token of any stream
+- "median": the median over the streams of their longest gap between two events around the kill
+- "quiet": the same in the seconds before the kill
+- for ingest also "TTFT": the time to the first token of requests sent right after the kill, and "TTFT quiet" of such
+  requests sent before it
+
+The printed values are medians over the rounds, with the largest in parentheses. Run it on a quiet machine.
+"""
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import aiohttp
+import msgspec
+import orjson
+
+from pipeline.cli import option_types as types
+from pipeline.cli.bench import words
+from pipeline.errors import UserError
+from tools.benchmarks.served import Served, exit_code
+
+STAGES = ("detokenize", "ingest", "schedule", "execute")
+PROMPT_WORDS = 60
+QUIET_S = 2.0
+AFTER_S = 1.5
+"""Streams are watched for so long after all of them have gone on."""
+BACK_S = 60.0
+NUM_NEW = 4
+"""Requests sent right after a kill, and before it."""
+POLL_S = 0.01
+
+
+class Stream:
+    """A client that notes when each event came."""
+
+    def __init__(self) -> None:
+        self.at_s: list[float] = []
+        self.text = ""
+
+    async def run(self, session: aiohttp.ClientSession, prompt: str, max_tokens: int) -> None:
+        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+        async with session.post("/v1/completions", json=body) as response:
+            if response.status != 200:
+                raise UserError(f"{response.status}: {(await response.text())[:200]}")
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    event = orjson.loads(line[len(b"data: ") :])
+                    if "error" in event:
+                        raise UserError(f"error in a stream: {event['error']}")
+                    self.at_s.append(time.perf_counter())
+
+    def longest_gap_s(self, begin_s: float, end_s: float) -> float:
+        """The longest gap between two events that overlaps a window."""
+        return max(
+            (later - earlier for earlier, later in pairwise(self.at_s) if later >= begin_s and earlier <= end_s),
+            default=0.0,
+        )
+
+
+async def _round(server: Served, args: argparse.Namespace, number: int) -> dict[str, dict[str, float]]:
+    """Kill each stage once. Returns seconds by stage and name."""
+    found: dict[str, dict[str, float]] = {}
+    timeout = aiohttp.ClientTimeout(total=None, sock_read=BACK_S)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(server.url, timeout=timeout, connector=connector) as session:
+        for stage in STAGES:
+            seed = f"{number}/{stage}"
+            streams = [Stream() for _ in range(args.streams)]
+            running = [
+                asyncio.create_task(one.run(session, words.text(f"{seed}/{place}", PROMPT_WORDS), 100_000))
+                for place, one in enumerate(streams)
+            ]
+            try:
+                await _until(lambda streams=streams: min(len(one.at_s) for one in streams) >= args.tokens, running)
+                found[stage] = await _kill(server, session, stage, streams, running, seed)
+            finally:
+                for task in running:
+                    task.cancel()
+                await asyncio.gather(*running, return_exceptions=True)
+            await asyncio.sleep(1.0)
+    return found
+
+
+async def _kill(
+    server: Served,
+    session: aiohttp.ClientSession,
+    stage: str,
+    streams: list[Stream],
+    running: list["asyncio.Task[None]"],
+    seed: str,
+) -> dict[str, float]:
+    found: dict[str, float] = {}
+    if stage == "ingest":
+        found["TTFT quiet"] = await _first_tokens(session, f"{seed}/before")
+    else:
+        await asyncio.sleep(QUIET_S)
+    pid = server.pids[f"{stage}.0"]
+    killed_s = time.perf_counter()
+    os.kill(pid, signal.SIGKILL)
+    if stage == "ingest":
+        found["TTFT"] = await _first_tokens(session, f"{seed}/after")
+    counts = [len(one.at_s) for one in streams]
+    await _until(lambda: all(len(one.at_s) > num for one, num in zip(streams, counts, strict=True)), running)
+    await asyncio.sleep(AFTER_S)
+    end_s = time.perf_counter()
+    # Events that were on their way when the stage died are not the first of the new process.
+    gaps = sorted(
+        (later - earlier, later)
+        for one in streams
+        for earlier, later in pairwise(one.at_s)
+        if later > killed_s and earlier < end_s
+    )
+    begun_again_s = min(
+        (later for gap_s, later in gaps if gap_s > gaps[-1][0] / 2 and later > killed_s), default=killed_s
+    )
+    found["first"] = begun_again_s - killed_s
+    found["median"] = median(one.longest_gap_s(killed_s, end_s) for one in streams)
+    found["quiet"] = median(one.longest_gap_s(killed_s - QUIET_S, killed_s) for one in streams)
+    return found
+
+
+async def _first_tokens(session: aiohttp.ClientSession, seed: str) -> float:
+    """The median time to the first token of some new requests, in seconds."""
+    new = [Stream() for _ in range(NUM_NEW)]
+    begun_s = time.perf_counter()
+    await asyncio.gather(
+        *(one.run(session, words.text(f"{seed}/{place}", PROMPT_WORDS), 2) for place, one in enumerate(new))
+    )
+    return median(one.at_s[0] - begun_s for one in new)
+
+
+async def _until(condition: Any, running: list["asyncio.Task[None]"]) -> None:
+    """Wait for a condition on the streams. Raises UserError if it takes too long, or the error of a stream."""
+    end_s = time.perf_counter() + BACK_S
+    while not condition():
+        for task in running:
+            if task.done():
+                task.result()
+                raise UserError("a stream ended early: lower --tokens, or raise max_model_len")
+        if time.perf_counter() > end_s:
+            raise UserError(f"the streams did not go on within {BACK_S:g} s")
+        await asyncio.sleep(POLL_S)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.kill_pauses", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=types.positive, default=10, metavar="N", help="by default %(default)s")
+    parser.add_argument("--streams", type=types.positive, default=32, metavar="N", help="by default %(default)s")
+    parser.add_argument("--tokens", type=types.positive, default=128, metavar="N", help="by default %(default)s")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the server")
+    parser.add_argument("--json", metavar="FILE", help="write all values to this file")
+    args = parser.parse_args(arguments)
+    return exit_code("kill_pauses", lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> int:
+    values: dict[str, dict[str, list[float]]] = {stage: defaultdict(list) for stage in STAGES}
+    for number in range(args.rounds):
+        with Served("supervisor.crash_reports=false", *args.set) as server:
+            for stage, found in asyncio.run(_round(server, args, number)).items():
+                for name, value in found.items():
+                    values[stage][name].append(value)
+                shown = ", ".join(f"{name} {value:.2f} s" for name, value in found.items())
+                print(f"round {number + 1} of {args.rounds}, {stage}: {shown}", flush=True)
+    for stage in STAGES:
+        shown = ", ".join(f"{name} {median(all_s):.2f} s ({max(all_s):.2f})" for name, all_s in values[stage].items())
+        print(f"{stage:10} {shown}")
+    if args.json:
+        Path(args.json).write_bytes(msgspec.json.encode(values))
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
