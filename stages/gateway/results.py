@@ -5,6 +5,7 @@ table any more are dropped; if the sender still works on such a request, an `Abo
 """
 
 import time
+from http import HTTPStatus
 
 import msgspec
 import numpy as np
@@ -91,6 +92,13 @@ class ResultHandler:
             error = too_many(parsed.details, request.num_prompt_logprobs, caps)
             request.fail(ApiError(error.status, error.message, sampling_param(request, error.param), error.code))
 
+    def _contradicted(self, prompt_request: PromptRequest, error: AssertionError) -> None:
+        """A delta does not follow what has arrived. The client gets an error, and nothing that may be wrong; the other
+        requests go on."""
+        self._stage.log.error("output is missing", exc_info=error, extra=log_fields(prompt_request))
+        message = "the server lost a part of this request's output"
+        prompt_request.request.fail(ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message, code="output_lost"))
+
     def rejected(self, message: m.Rejected) -> None:
         """A stage can't run a request. All its sequences end."""
         prompt_request = self._find(message.request_id, message.attempt, is_open=False)
@@ -141,7 +149,11 @@ class ResultHandler:
             if not request.is_released:
                 offset = message.id_offsets[i]
                 if not request.parsed.hides_output:
-                    sequence.extend(message.texts[i], message.text_offsets[i], ids, offset, records, pieces)
+                    try:
+                        sequence.extend(message.texts[i], message.text_offsets[i], ids, offset, records, pieces)
+                    except AssertionError as error:
+                        self._contradicted(prompt_request, error)
+                        continue
                 request.has_begun = True
                 if num_ids := message.num_ids[i]:
                     last_s, num_gaps = sequence.last_s, num_ids

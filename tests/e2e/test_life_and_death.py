@@ -232,6 +232,16 @@ def test_without_restarts_a_killed_stage_is_named_in_the_log_and_to_clients_and_
         assert not server.leftovers()
 
 
+def test_a_stage_that_dies_too_often_ends_the_server() -> None:
+    with Server("supervisor.max_restarts=1", options=("--instant",)) as server:
+        server.stage("detokenize").kill()
+        server.wait_for_line(r"detokenize\.0 is back", 30)
+        server.look()
+        server.stage("detokenize").kill()
+        server.wait_for_line(r"not restarted: it has died 2 times within 60 s \(supervisor\.max_restarts\)", 30)
+        assert server.process.wait(30) == 3
+
+
 def test_when_the_supervisor_is_killed_all_children_are_gone_within_two_seconds() -> None:
     with Server() as server:
         stream = Stream(server)

@@ -208,9 +208,14 @@ class TestDeadStage:
         assert health.json()["reason"] == "stage ingest.0 died: exit code 1"
 
 
-def test_a_broken_invariant_ends_the_stage(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="a delta is missing"), Gate(tmp_path) as gate:
-        response = gate.post(CHAT)
-        submit = gate.submit()
-        gate.rig.send(m.Deltas([submit.request_id], [1], [0], ["x"], [7], b"", [0], [0], [0], [None]), "detokenize.0")
-        assert response.result().status_code == 503
+def test_a_delta_that_is_missing_fails_its_request_and_no_other(gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+    response = gate.post(CHAT)
+    submit = gate.submit()
+    gate.rig.send(m.Deltas([submit.request_id], [1], [0], ["x"], [7], b"", [0], [0], [0], [None]), "detokenize.0")
+    result = response.result()
+    assert (result.status_code, result.json()["error"]["code"]) == (500, "output_lost")
+    assert "a delta is missing" in caplog.text
+    assert gate.rig.receive("schedule", m.Abort).request_id == submit.request_id
+    response = gate.post(CHAT)
+    gate.serve()
+    assert response.result().status_code == 200
