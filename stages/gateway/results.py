@@ -151,8 +151,8 @@ class ResultHandler:
                 if not request.parsed.hides_output:
                     try:
                         sequence.extend(message.texts[i], message.text_offsets[i], ids, offset, records, pieces)
-                    except AssertionError as error:
-                        self._contradicted(prompt_request, error)
+                    except AssertionError as missing:
+                        self._contradicted(prompt_request, missing)
                         continue
                 request.has_begun = True
                 if num_ids := message.num_ids[i]:
