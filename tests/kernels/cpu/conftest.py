@@ -21,6 +21,12 @@ def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
     return native.load(build(EMULATED.get(isa, isa), print, emulate=isa in EMULATED))
 
 
+@pytest.fixture
+def is_emulated(request: pytest.FixtureRequest) -> bool:
+    """Whether `library` computes without the instructions of its set, which takes many times as long."""
+    return request.node.callspec.params["library"] in EMULATED
+
+
 @pytest.fixture(scope="session")
 def sampler_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache for the libraries of samplers.py. One process compiles each of them once, without a warning."""

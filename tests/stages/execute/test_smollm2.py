@@ -28,8 +28,8 @@ LEAST_AGREEMENT: dict[Quantization, float] = {"none": 0.985, "q8_0": 0.965, "aut
 """Agreement of the CPU kernels with float32, by format: bfloat16, 8 bits, and the file's own, 4 bits. q8_0 loses
 most, because it rounds weights that were rounded to 4 bits before."""
 NUM_COMPARED = 16
-ALONE = range(0, len(PROMPTS), 3)
-"""Seven prompts that are also computed alone."""
+ALONE = range(0, len(PROMPTS), 5)
+"""Four prompts that are also computed alone."""
 
 
 def make_driver(folder: Path, dtype: str, kernels: str = "auto") -> Driver:

@@ -47,5 +47,5 @@ def test_the_request_that_ends_the_process_is_named(
             neighbours.admit(7, [1, 2, 3])
         else:
             rig.send(message, "gateway.0")
-        rig.receive("gateway", m.Ready)  # raises what the stage raised
+        rig.receive("supervisor", m.Drained)  # raises what the stage raised
     assert black_box.suspect_of(box) == (7, 1)

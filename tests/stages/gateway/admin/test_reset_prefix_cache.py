@@ -26,13 +26,14 @@ def test_the_reply_is_sent_when_the_cache_is_reset(gate: Gate) -> None:
     assert [response.result().json() for response in responses] == [{"num_blocks": 10 + place} for place in range(3)]
 
 
-def test_a_missing_reply_is_503(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_reply_is_503(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reset_prefix_cache, "TIMEOUT_S", 0.05)
-    response, question = reset(gate)
-    result = response.result()  # type: ignore[attr-defined]
-    assert (result.status_code, result.json()["error"]["code"]) == (503, "late")
-    gate.rig.send(m.PrefixCacheReset(0, question.nonce, 1), "detokenize.0")  # too late
-    gate.rig.load()
+    with Gate(tmp_path) as gate:
+        response, question = reset(gate)
+        result = response.result()  # type: ignore[attr-defined]
+        assert (result.status_code, result.json()["error"]["code"]) == (503, "late")
+        gate.rig.send(m.PrefixCacheReset(0, question.nonce, 1), "detokenize.0")  # too late
+        gate.rig.load()
 
 
 def test_pending_resets_of_disconnected_clients_are_bounded(gate: Gate) -> None:
