@@ -82,6 +82,7 @@ class ChildTable:
     def adopt(self, child: Child) -> None:
         """A successor takes the place of a child that was `lost`."""
         before = self.children[child.name]
+        child.num_restarts = before.num_restarts + 1
         self.children[child.name] = child
         before.close()
 

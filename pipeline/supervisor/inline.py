@@ -32,6 +32,7 @@ class InlineChild(Child):
         self.stage = launch.stage
         self.incarnation = launch.incarnation
         self.state = "starting"
+        self.num_restarts = 0
         self.started_s = time.monotonic()
         self.pid = os.getpid()
         self.error: BaseException | None = None

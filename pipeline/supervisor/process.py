@@ -50,6 +50,8 @@ class Child:
         self.stage = launch.stage
         self.incarnation = launch.incarnation
         self.state = "starting"
+        self.num_restarts = 0
+        """How often this stage's process was replaced."""
         self.started_s = time.monotonic()
         self._was_killed = False
         """By `kill`."""

@@ -27,8 +27,6 @@ class RestartBudget:
         self.max_restarts = max_restarts
         self._deaths_s: dict[str, list[float]] = {}
         self._num_failed_starts: dict[str, int] = {}
-        self.num_restarts: dict[str, int] = {}
-        """Since the server's start, by name."""
 
     def died(self, name: str, now_s: float, *, was_ready: bool) -> float | str:
         """A process has died. Returns the delay before its successor starts, or the reason to give up."""
@@ -41,7 +39,6 @@ class RestartBudget:
             return f"it has died {len(deaths) + 1} times within {WINDOW_S:.0f} s (supervisor.max_restarts)"
         if self._num_failed_starts[name] >= MAX_FAILED_STARTS:
             return f"{MAX_FAILED_STARTS} processes in a row ended before they were ready"
-        self.num_restarts[name] = self.num_restarts.get(name, 0) + 1
         return DELAYS_S[min(len(deaths), len(DELAYS_S) - 1)]
 
 

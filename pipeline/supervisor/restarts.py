@@ -118,7 +118,7 @@ class Restarts:
         self._table.outboxes[child.name].send(m.Start(facts))
         took_s = time.monotonic() - self._died_s.pop(child.name)
         self.planned.ready(child.name, took_s)
-        fields = {"pid": child.pid, "restarts": child.incarnation - 1, "took_s": f"{took_s:.2f}"}
+        fields = {"pid": child.pid, "restarts": child.num_restarts, "took_s": f"{took_s:.2f}"}
         self._log.info(f"{child.name} is back", extra={"fields": fields})
 
     @property

@@ -59,7 +59,7 @@ class StatsCollector:
                     name=child.name,
                     pid=child.pid,
                     state=state,
-                    num_restarts=child.incarnation - 1,
+                    num_restarts=child.num_restarts,
                     uptime_s=now - child.started_s if child.is_alive else 0.0,
                     rss_bytes=usage.rss_bytes,
                     cpu_s=usage.cpu_s,

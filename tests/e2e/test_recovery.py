@@ -142,6 +142,8 @@ def test_no_client_notices_restarts_on_purpose(server: Server, undisturbed: dict
         stdout, stderr = command.communicate(timeout=60)
         assert command.returncode == 0, stderr
         assert f"{stage}.0 was replaced; it was away for " in stdout
+    ps = subprocess.run([sys.executable, "-m", "pipeline", "ps", "--pid", str(server.process.pid)], capture_output=True)
+    assert ps.stdout.decode().count("restarted ") == len(RESTARTED), "and `ps` counts them"
     assert_same(received, undisturbed)
     server.until(lambda health: health["status"] == "ok")
     assert_restarted(before, pids(server), *RESTARTED)

@@ -163,7 +163,12 @@ def _stage_view(stage: StageStats, before: StageStats | None, elapsed_s: float) 
 
 
 def note_of(stage: StageStats) -> str:
-    """A stage's work, in a word or two."""
+    """A stage's work, in a word or two, and how often its process was replaced."""
+    restarts = f"restarted {stage.num_restarts}×" if stage.num_restarts else ""
+    return ", ".join(part for part in (_work_of(stage), restarts) if part)
+
+
+def _work_of(stage: StageStats) -> str:
     if stage.counts is None:
         return ""
     match stage.counts.own:
