@@ -203,7 +203,7 @@ def test_a_stage_that_hangs_is_killed_and_streams_go_on() -> None:
 
 def test_a_stage_that_dies_during_the_drain_is_restarted_and_streams_end_well() -> None:
     with Server("supervisor.drain_timeout_s=600") as server:
-        stream = Stream(server, max_tokens=400)
+        stream = Stream(server, max_tokens=150)
         assert stream.has_text.wait(30)
         server.process.send_signal(signal.SIGTERM)
         server.wait_for_line(r"gateway\.0 draining", 30)

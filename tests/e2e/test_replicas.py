@@ -35,7 +35,7 @@ def complete(server: Server, number: int) -> list[str]:
     """The texts of one request, over a connection of its own. Some prompts go through shared memory."""
     body = {
         "model": MODEL,
-        "prompt": f"Item {number} of the list is" + " a very long story about it," * (250 if number % 6 == 0 else 1),
+        "prompt": f"Item {number} of the list is" + " a very long story about it," * (120 if number % 6 == 0 else 1),
         "max_tokens": 12,
         "n": 1 + number % 3,
         "seed": number,

@@ -32,7 +32,7 @@ RESPONSES = ("create_response", "get_response")
 """Handlers whose streams have the events of responses."""
 TEXTS = {"/metrics": "text/plain", "/docs": "text/html"}
 """Media types of routes whose replies are not JSON."""
-NO_CONTENT = ("ping", "post_ping")
+NO_CONTENT = ("live", "ping", "post_ping")
 """Handlers whose replies have no body."""
 SECURITY = "apiKey"
 

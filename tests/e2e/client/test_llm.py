@@ -84,7 +84,7 @@ def test_an_empty_list_returns_an_empty_list(llm: LLM) -> None:
     assert llm.chat([]) == []
 
 
-def test_ten_thousand_prompts_keep_their_order_and_memory_is_bounded(llm: LLM) -> None:
+def test_thousands_of_prompts_keep_their_order_and_memory_is_bounded(llm: LLM) -> None:
     assert llm.server is not None
     server = psutil.Process(llm.server.pid)
     processes = [psutil.Process(), server, *server.children(recursive=True)]
@@ -94,7 +94,7 @@ def test_ten_thousand_prompts_keep_their_order_and_memory_is_bounded(llm: LLM) -
 
     def prompts() -> Iterator[str]:
         nonlocal num_read, furthest
-        for i in range(10_000):
+        for i in range(4_000):
             num_read += 1
             furthest = max(furthest, num_read - num_ended)
             yield f"Prompt {i}"
@@ -107,7 +107,7 @@ def test_ten_thousand_prompts_keep_their_order_and_memory_is_bounded(llm: LLM) -
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pipeline.client.llm.BatchBar", Counted)
         outputs = llm.generate(prompts(), params)
-    assert [output.prompt for output in outputs] == [f"Prompt {i}" for i in range(10_000)]
+    assert [output.prompt for output in outputs] == [f"Prompt {i}" for i in range(4_000)]
     assert all(len(output.outputs[0].token_ids) == 1 for output in outputs)
     assert furthest <= window, "prompts are read only as the window allows"
     # torch keeps buffers for each number of tokens that a step has had, and which numbers come depends on the load. So
@@ -115,7 +115,7 @@ def test_ten_thousand_prompts_keep_their_order_and_memory_is_bounded(llm: LLM) -
     passes = []
     while not passes or (max(passes[-1].values()) >= 24 * 1024**2 and len(passes) < 4):
         before = [process.memory_info().rss for process in processes]
-        llm.generate([f"Prompt {i}" for i in range(10_000)], params)
+        llm.generate([f"Prompt {i}" for i in range(4_000)], params)
         grown = [process.memory_info().rss - was for process, was in zip(processes, before, strict=True)]
         passes.append({process.name(): num_bytes for process, num_bytes in zip(processes, grown, strict=True)})
     assert max(passes[-1].values()) < 24 * 1024**2, f"10,000 outputs are a few MiB, and nothing else stays: {passes}"

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from pipeline.client.connection.wire import OutputDelta
 from pipeline.client.errors import ConnectionLost, RequestError
 from pipeline.client.inputs.sampling_params import SamplingParams
 from tests.e2e.server import Server
+from tests.stages.gateway.http.test_guard import free_port
 
 MODEL = "SmolLM2-135M-Instruct"
 PATIENCE_S = 120.0
@@ -164,8 +164,7 @@ async def test_a_stage_that_dies_closes_every_stream_and_another_server_continue
 
 
 async def test_each_replica_has_an_address_and_drains_its_own_streams(smollm2_dir: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        port = one.getsockname()[1]
+    port = free_port(2)
     with Server("gateway.replicas=2", f"gateway.zmq=tcp://127.0.0.1:{port}") as own:
         assert own.zmq == f"tcp://127.0.0.1:{port}"
         clients = [await AsyncClient.connect(f"tcp://127.0.0.1:{port + i}") for i in range(2)]
