@@ -6,11 +6,13 @@
 Every server gets each kill once, because the second restart of a stage within a minute is delayed. Streams have prompts
 of different texts, and each has about --tokens tokens behind it when a stage dies. Per kill:
 
-- "first": from the kill to the first new token of any stream
-- "median": the median over the streams of their longest gap between two events around the kill
-- "quiet": the same in the seconds before the kill
-- for ingest also "TTFT": the time to the first token of requests sent right after the kill, and "TTFT quiet" of such
-  requests sent before it
+- "pause": the median over the streams of the longest time that each of them waited for its next event
+- "first": the shortest of these times
+- "quiet": the median of the longest gaps in the seconds before the kill
+- after schedule and execute "prefill": what new prompts take that are as long as all of these streams were, from the
+  first to the last one's first token. The streams' tokens are computed again, so the pause can't be shorter than that
+- for ingest "TTFT": the time to the first token of requests sent right after the kill, and "TTFT quiet" of requests
+  sent before it
 
 The printed values are medians over the rounds, with the largest in parentheses. Run it on a quiet machine.
 """
@@ -38,8 +40,12 @@ from tools.benchmarks.served import Served, exit_code
 
 STAGES = ("detokenize", "ingest", "schedule", "execute")
 PROMPT_WORDS = 60
+MAX_TOKENS = 4000
+"""More than a stream gets before it is cut off."""
 QUIET_S = 2.0
-AFTER_S = 1.5
+IN_FLIGHT_S = 0.3
+"""Events that come sooner after a kill were on their way."""
+AFTER_S = 1.0
 """Streams are watched for so long after all of them have gone on."""
 BACK_S = 60.0
 NUM_NEW = 4
@@ -67,11 +73,8 @@ class Stream:
                     self.at_s.append(time.perf_counter())
 
     def longest_gap_s(self, begin_s: float, end_s: float) -> float:
-        """The longest gap between two events that overlaps a window."""
-        return max(
-            (later - earlier for earlier, later in pairwise(self.at_s) if later >= begin_s and earlier <= end_s),
-            default=0.0,
-        )
+        """The longest gap between two events of which the later one is in a window."""
+        return max((later - earlier for earlier, later in pairwise(self.at_s) if begin_s < later <= end_s), default=0.0)
 
 
 async def _round(server: Served, args: argparse.Namespace, number: int) -> dict[str, dict[str, float]]:
@@ -84,7 +87,7 @@ async def _round(server: Served, args: argparse.Namespace, number: int) -> dict[
             seed = f"{number}/{stage}"
             streams = [Stream() for _ in range(args.streams)]
             running = [
-                asyncio.create_task(one.run(session, words.text(f"{seed}/{place}", PROMPT_WORDS), 100_000))
+                asyncio.create_task(one.run(session, words.text(f"{seed}/{place}", PROMPT_WORDS), MAX_TOKENS))
                 for place, one in enumerate(streams)
             ]
             try:
@@ -95,6 +98,8 @@ async def _round(server: Served, args: argparse.Namespace, number: int) -> dict[
                     task.cancel()
                 await asyncio.gather(*running, return_exceptions=True)
             await asyncio.sleep(1.0)
+            if stage in ("schedule", "execute"):
+                found[stage]["prefill"] = await _prefill(session, streams, seed)
     return found
 
 
@@ -116,24 +121,25 @@ async def _kill(
     os.kill(pid, signal.SIGKILL)
     if stage == "ingest":
         found["TTFT"] = await _first_tokens(session, f"{seed}/after")
-    counts = [len(one.at_s) for one in streams]
-    await _until(lambda: all(len(one.at_s) > num for one, num in zip(streams, counts, strict=True)), running)
+    await _until(lambda: all(one.at_s[-1] > killed_s + IN_FLIGHT_S for one in streams), running)
     await asyncio.sleep(AFTER_S)
-    end_s = time.perf_counter()
-    # Events that were on their way when the stage died are not the first of the new process.
-    gaps = sorted(
-        (later - earlier, later)
-        for one in streams
-        for earlier, later in pairwise(one.at_s)
-        if later > killed_s and earlier < end_s
-    )
-    begun_again_s = min(
-        (later for gap_s, later in gaps if gap_s > gaps[-1][0] / 2 and later > killed_s), default=killed_s
-    )
-    found["first"] = begun_again_s - killed_s
-    found["median"] = median(one.longest_gap_s(killed_s, end_s) for one in streams)
+    pauses_s = [one.longest_gap_s(killed_s, time.perf_counter()) for one in streams]
+    found["pause"], found["first"] = median(pauses_s), min(pauses_s)
     found["quiet"] = median(one.longest_gap_s(killed_s - QUIET_S, killed_s) for one in streams)
     return found
+
+
+async def _prefill(session: aiohttp.ClientSession, streams: list[Stream], seed: str) -> float:
+    """How long prompts take that are about as long as these streams, in seconds."""
+    new = [Stream() for _ in streams]
+    begun_s = time.perf_counter()
+    await asyncio.gather(
+        *(
+            one.run(session, words.text(f"{seed}/prefill/{place}", PROMPT_WORDS + len(streams[place].at_s)), 1)
+            for place, one in enumerate(new)
+        )
+    )
+    return max(one.at_s[-1] for one in new) - begun_s
 
 
 async def _first_tokens(session: aiohttp.ClientSession, seed: str) -> float:
