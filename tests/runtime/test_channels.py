@@ -171,6 +171,19 @@ def test_messages_of_a_successor_wait_until_its_predecessor_is_known_to_be_dead(
     assert receive(inbox, 1) == [m.Ping(30)]
 
 
+def test_messages_of_a_process_that_replaces_none_yet_can_be_read_and_dropped(channels):
+    inbox = channels.inbox()
+    old, new = channels.outbox(incarnation=1), channels.outbox(incarnation=2)
+    assert old.send(m.Ping(1)) and receive(inbox, 1) == [m.Ping(1)]
+    assert new.send(m.Ping(20))
+    until(lambda: not inbox.wait_all(0.01) and inbox.early_of("peer.0") == [m.Ping(20)])
+    assert old.send(m.Ping(2)) and receive(inbox, 1) == [m.Ping(2)], "the process before is still heard"
+    inbox.drop_early("peer.0")
+    assert inbox.early_of("peer.0") == []
+    inbox.replaced("peer.0", 3)
+    assert not inbox.wait_all(0.01)
+
+
 def test_an_outbox_that_reconnects_sends_to_the_new_address_only(channels):
     address = channels.address + "-2"
     first, second = channels.inbox(), channels.inbox(address)
