@@ -83,6 +83,36 @@ def test_steps_planned_ahead_continue_from_ids_the_scheduler_has_not_seen(rig: R
     assert finishes == [m.Finish.NONE, m.Finish.NONE, m.Finish.STOP, m.Finish.NONE, m.Finish.NONE]
 
 
+def continues_for_a_restarted_schedule(rig: Rig, expected: list[int], options: m.GenerationOptions) -> None:
+    """Rows of a dead schedule are dropped, and its successor's continue with the same ids. `expected` are four ids of
+    `PROMPT`."""
+    begin(rig)
+    adds = [row_add(row, PROMPT, [3 + row], options) for row in range(2)]
+    rig.send(make_step([(0, 0, 5, True), (1, 0, 5, True)], adds=adds, step_id=1), SCHEDULE)
+    rig.send(make_step([(0, 5, 1, True), (1, 5, 1, True)], step_id=2), SCHEDULE)
+    results = [rig.receive("schedule", m.StepResult) for _ in range(2)]
+    assert [ids_of(rig, result) for result in results] == [[one, one] for one in expected[:2]]
+    rig.send(make_step([(0, 6, 1, True), (1, 6, 1, True)], step_id=3), SCHEDULE)
+    rig.restart(SCHEDULE)
+    assert rig.load() == m.PlainLoad(0)
+    again = row_add(0, PROMPT + expected[:2], [7], options, num_prompt=5)
+    steps = [make_step([(0, 0, 7, True)], adds=[again], step_id=1), make_step([(0, 7, 1, True)], step_id=2)]
+    for step in steps:
+        rig.send(msgspec.structs.replace(step, incarnation=2), SCHEDULE)
+    results = []
+    while len(results) < 2:  # schedule ignores results of steps that its predecessor had planned
+        result = rig.receive("schedule", m.StepResult)
+        results += [result] if result.incarnation == 2 else []
+    assert [result.step_id for result in results] == [1, 2]
+    assert [ids_of(rig, result) for result in results] == [[one] for one in expected[2:]]
+
+
+def test_a_restarted_schedule_begins_without_rows(rig: Rig, tiny_dir: Path) -> None:
+    options = m.GenerationOptions(temperature=2.0, seed=4, ignore_eos=True)
+    expected = Driver(tiny_dir, settings()).generate([PROMPT], 4, options=options)[0]
+    continues_for_a_restarted_schedule(rig, expected, options)
+
+
 def test_a_ping_is_answered_with_the_number_of_live_rows(rig: Rig) -> None:
     begin(rig)
     assert rig.load() == m.PlainLoad(0)

@@ -16,7 +16,7 @@ from pipeline.stages.execute.cuda.loop import seconds_of
 from tests.rig import Rig
 from tests.stages.execute.cuda.conftest import on_cpu, on_device
 from tests.stages.execute.driver import Driver, make_step, row_add
-from tests.stages.execute.test_stage import begin, ids_of
+from tests.stages.execute.test_stage import begin, continues_for_a_restarted_schedule, ids_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # numpy, in the interpreter
 
@@ -58,6 +58,15 @@ def test_steps_planned_ahead_continue_from_ids_the_scheduler_has_not_seen(slight
     gc.unfreeze()
     found = compare(out, recording)
     assert (found.difference, found.num_same) == ("", 5)
+
+
+def test_a_restarted_schedule_begins_without_rows(slight_dir: Path) -> None:
+    options = m.GenerationOptions(temperature=2.0, seed=4, ignore_eos=True)
+    config = on_device()
+    expected = Driver(slight_dir, on_cpu(config)).generate([PROMPT], 4, options=options)[0]
+    with Rig("execute", config, slight_dir) as rig:
+        continues_for_a_restarted_schedule(rig, expected, options)
+    gc.unfreeze()
 
 
 def test_blocks_are_copied_to_the_segment_and_back(slight_dir: Path) -> None:
