@@ -1,6 +1,6 @@
 """Black boxes: for each process of a stage, memory in which it leaves what explains its death.
 
-    created for the launch ──► the process writes ──► it dies ──► read ──► freed at the second launch after it
+    created for the launch ──► the process writes ──► it dies ──► read ──► freed when its successor is ready
 
 They are anonymous files of this process, so they outlive a stage that is killed, and take memory only for what is
 written.
@@ -25,9 +25,8 @@ class BlackBoxes:
     def create(self, name: str, incarnation: int) -> m.BlackBox:
         """For a process that is about to start; frees those of all processes but the one before. Successors are
         recorded: what killed one process may kill the next."""
-        known = sorted(number for one, number in self._boxes if one == name)
-        for number in known[:-1]:
-            self._free(name, number)
+        if known := [number for one, number in self._boxes if one == name]:
+            self.keep_only(name, max(known))
         fds: list[int] = []
         try:
             is_recorded = incarnation > 1 and self._recording_bytes > 0
@@ -50,6 +49,12 @@ class BlackBoxes:
         box = self._boxes.get((name, incarnation))
         suspect = None if box is None else black_box.suspect_of(box)
         return None if suspect is None else suspect.request_id
+
+    def keep_only(self, name: str, incarnation: int) -> None:
+        """Free the black boxes of all other processes of this name."""
+        for one, number in list(self._boxes):
+            if one == name and number != incarnation:
+                self._free(name, number)
 
     def _free(self, name: str, incarnation: int) -> None:
         for fd in self._boxes.pop((name, incarnation)).fds:

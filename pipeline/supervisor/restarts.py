@@ -116,6 +116,7 @@ class Restarts:
     def ready(self, child: Child, facts: m.ExecuteFacts) -> None:
         """A successor is ready: it begins with `Start`, as all stages did."""
         self._table.outboxes[child.name].send(m.Start(facts))
+        self._resources.black_boxes.keep_only(child.name, child.incarnation)
         took_s = time.monotonic() - self._died_s.pop(child.name)
         self.planned.ready(child.name, took_s)
         fields = {"pid": child.pid, "restarts": child.num_restarts, "took_s": f"{took_s:.2f}"}

@@ -127,8 +127,10 @@ def test_only_a_successor_has_a_file_for_a_recording_and_all_files_are_freed() -
     second = boxes.create("ingest.0", 2)
     assert second.recording_fd >= 0 and second.recording_bytes == Settings().supervisor.crash_recording_bytes
     assert boxes.get("ingest.0", 1) == first, "the process before may still serve"
-    boxes.create("ingest.0", 3)
+    third = boxes.create("ingest.0", 3)
     assert boxes.get("ingest.0", 1) is None and boxes.get("ingest.0", 2) == second
+    boxes.keep_only("ingest.0", 2)
+    assert boxes.get("ingest.0", 3) is None and third != second
     files = {os.fstat(fd).st_ino for fd in (*second.fds, *other.fds)}
     assert files <= set(open_memfds()) and len(files) == 5
     boxes.close()

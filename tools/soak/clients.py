@@ -22,7 +22,7 @@ TIMED_OUT = (408, 504)
 """Statuses allowed for a request with a deadline."""
 OVERLOADED = 503
 
-Kind = Literal["ended", "left", "refused", "timed out", "wrong"]
+Kind = Literal["ended", "left", "refused", "timed out", "suspected", "wrong"]
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -129,10 +129,16 @@ async def _patiently(answered: Callable[[], Awaitable[Outcome]], ask: RandomRequ
         return Outcome("wrong", f"an answer that can't be read: {error!r}")
 
 
+SUSPECTED = "The executor died again and again"
+"""In the error of a request that was computed each time that the executor died."""
+
+
 def of_status(status: int, message: str, ask: RandomRequest) -> Outcome:
     """The outcome of an error reply."""
     if status == OVERLOADED:
         return Outcome("refused")
+    if SUSPECTED in message:
+        return Outcome("suspected")
     if status in TIMED_OUT and "timeout_s" in ask.extras:
         return Outcome("timed out")
     return Outcome("wrong", f"{status}: {message}")
@@ -140,6 +146,8 @@ def of_status(status: int, message: str, ask: RandomRequest) -> Outcome:
 
 def _judged(error: str | None, endings: Endings, ask: RandomRequest) -> Outcome:
     has_deadline = "timeout_s" in ask.extras
+    if error is not None and SUSPECTED in error:
+        return Outcome("suspected")
     if error is not None:
         return Outcome("timed out") if has_deadline else Outcome("wrong", f"error in the stream: {error}")
     if complaints := endings.end():
