@@ -68,8 +68,8 @@ def _wait_for_start(stage: "Stage[m.ScheduleInbox]", early: list[m.ScheduleInbox
                 stage.supervisor.send(m.Pong(nonce, m.PlainLoad()))
             case None:
                 continue
-            case m.StepResult():
-                pass  # of the incarnation before: this one has planned no step yet
+            case m.StepResult() as result:
+                stage.arrays.done_all(result)  # of the incarnation before: this one has planned no step yet
             case message:
                 early.append(message)
 
@@ -143,6 +143,8 @@ class ScheduleStage:
             case m.StepResult():
                 if message.incarnation == self._stage.launch.incarnation:
                     self._settle(message)
+                else:
+                    self._stage.arrays.done_all(message)
             case m.Admit(request_id, attempt):
                 with self._stage.breadcrumb.at(request_id, attempt):
                     self._admit(message)
