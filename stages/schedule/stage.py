@@ -179,6 +179,9 @@ class ScheduleStage:
                 self._scheduler.executor_lost()
                 self._were_due.clear()
             case "detokenize":
+                # Arrays of openings that were not sent: what came in this wake before this message made them after the
+                # channels were renewed.
+                self._stage.arrays.lost(message.peer.name)
                 # An answer to a reset of the prefix cache is lost: the gateway asks again.
                 self._openings[int(replica)] = deque(self._scheduler.tell_again(int(replica)))
             case "gateway":
