@@ -31,7 +31,7 @@ ARENA_BYTES = 16 * 1024
 CLOCK_STEP_S = 0.0001
 
 
-class WakeOver(Exception):  # noqa: N818 - not an error
+class WakeOver(Exception):
     """All messages of a wake are handled. Ends the loop of a stage that would wait for more."""
 
 
@@ -68,8 +68,7 @@ class Network:
             self.segments[name] = memoryview(bytearray(ARENA_BYTES))
 
     def send(self, edge: Edge, message: Any) -> bool:
-        sender, _, receiver, incarnation = edge
-        # Other edges have room for all messages of open requests.
+        _, _, receiver, incarnation = edge
         if _may_be_full(edge, message) and self.rng.random() < self.refusal_rate:
             return False
         if self.incarnations[receiver] == incarnation:  # else its reader is dead
@@ -103,7 +102,8 @@ class Network:
 
 
 def _may_be_full(edge: Edge, message: object) -> bool:
-    """Whether an edge may refuse a message: output for a slow peer, and what a gateway sends to busy stages."""
+    """Whether an edge may refuse a message: output for a slow peer, and what a gateway sends to busy stages. Other
+    edges have room for all messages of open requests."""
     sender, _, receiver, _ = edge
     if SUPERVISOR in (sender, receiver) or isinstance(message, m.ResetPrefixCache):
         return False
@@ -222,7 +222,7 @@ class ModelStage(Stage[Any]):
         self.control_requests = ControlRequests(self)
         self.replay_context = context
         self._network = network
-        self.inbox: ModelInbox = ModelInbox(union, network.incarnations)
+        self.inbox = self._model_inbox = ModelInbox(union, network.incarnations)
         self.inbox.on_peer_restarted = self._renew
         peers = [SUPERVISOR, *(peer for each in row.sends_to for peer in topology.replicas_of(settings, each))]
         self._outboxes = {
@@ -247,7 +247,7 @@ class ModelStage(Stage[Any]):
 
     def fill(self, arrivals: list[Arrival]) -> None:
         """Begin a wake with these messages."""
-        self.inbox.fill(arrivals)
+        self._model_inbox.fill(arrivals)
         for outbox in self._outboxes.values():
             assert isinstance(outbox, ModelOutbox)
             outbox.was_refused = False

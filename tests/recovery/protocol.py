@@ -10,8 +10,10 @@ A process that wakes takes some of the messages that wait for it, from any of it
 
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import msgspec
+import numpy as np
 
 from pipeline.config.settings import (
     DetokenizeSettings,
@@ -26,6 +28,7 @@ from pipeline.runtime.topology import SUPERVISOR
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.supervisor.recovery import Recovery
 from pipeline.text.vocabulary import Vocabulary
+from tests.fakes import VOCAB
 from tests.recovery.ledger import Ledger, random_case
 from tests.recovery.network import ModelContext, ModelStage, Network
 from tests.recovery.stages import (
@@ -39,6 +42,7 @@ from tests.recovery.stages import (
 )
 
 MAX_EVENTS = 50_000
+KILL_WEIGHTS = {"schedule": 2.0, "execute": 2.0, "detokenize": 1.0, "ingest": 0.7, "gateway": 0.5}
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 96
 
@@ -55,37 +59,38 @@ class Server:
             ingest=IngestSettings(replicas=rng.choice([1, 1, 2])),
             detokenize=DetokenizeSettings(replicas=rng.choice([1, 1, 2])),
             schedule=ScheduleSettings(
-                max_num_seqs=rng.randint(1, 6),
+                max_num_seqs=rng.choice([1, 2, 4, 6, 8]),
                 max_num_batched_tokens=rng.choice([16, 24, 64]),
                 max_steps_in_flight=rng.choice([1, 2, 3]),
                 policy=rng.choice(["fcfs", "priority", "longest-prefix-match"]),
                 preemption=rng.choice(["auto", "swap", "recompute"]),
             ),
         )
-        self._facts = m.ExecuteFacts(rng.randint(5, 14), BLOCK_SIZE, MAX_MODEL_LEN, 997, rng.choice([0, 3, 30]))
+        self._facts = m.ExecuteFacts(
+            rng.choice([5, 6, 7, 9, 14]), BLOCK_SIZE, MAX_MODEL_LEN, VOCAB, rng.choice([0, 3, 30])
+        )
         self._network = network = Network(rng)
         self._context = ModelContext(rng)
         self._recovery = Recovery()
         self.processes: dict[str, Process] = {}
         """The living processes."""
         self._stages: dict[str, ModelStage] = {}
-        self._names = [
-            name for row in topology.TOPOLOGY for name in topology.replicas_of(self._settings, row.name)
-        ]
+        self._names = [name for row in topology.TOPOLOGY for name in topology.replicas_of(self._settings, row.name)]
         self._unnoticed: list[str] = []
         """Processes whose death the supervisor has not noticed."""
         self._due: list[str] = []
         """Those whose successor has not started."""
         self._starting: list[str] = []
         """Those that have not got `Start`."""
-        self._swap = None
+        self._swap: np.ndarray[Any, Any] | None = None
+        """The blocks in swap space when the executor died."""
         self.ledgers: list[Ledger] = []
         self.num_deaths: dict[str, int] = {}
         """By stage."""
-        self._num_opens, self._num_kills = rng.randint(1, 8), rng.choice([0, 1, 2, 2, 3, 4, 6])
+        self._num_opens, self._num_kills = rng.randint(2, 10), rng.choice([0, 2, 3, 4, 6, 9])
         self._num_aborts, self._num_resets = rng.randint(0, 2), rng.randint(0, 2)
-        self._pace = rng.choice([0.01, 0.03, 0.1, 0.3])
-        """How likely a kill is compared with a wake."""
+        self._open_rate, self._kill_rate = rng.choice([0.05, 0.3, 1.0]), rng.choice([0.03, 0.1, 0.3])
+        """How likely these are compared with a wake."""
         self._num_opened = 0
         self.num_events = 0
         for name in self._names:
@@ -98,9 +103,7 @@ class Server:
 
     def _start(self, name: str) -> None:
         stage_name = name.partition(".")[0]
-        stage = ModelStage(
-            self._network, name, UNIONS[stage_name], self._settings, self._model_dir, self._context
-        )
+        stage = ModelStage(self._network, name, UNIONS[stage_name], self._settings, self._model_dir, self._context)
         process: Process
         match stage_name:
             case "gateway":
@@ -221,20 +224,22 @@ class Server:
         """Let one random thing happen. Returns False if nothing is left to happen."""
         network, rng = self._network, self.rng
         runnable = [name for name in self._names if self._is_runnable(name)]
+        due = [name for name in self._due if self._recovery.may_start(name)]
         has_gateway = bool(self._gateways)
         weights = {
             "wake": len(runnable),
             "answered": len(network.edges_to(SUPERVISOR)),
             "notice": 0.3 * len(self._unnoticed),
-            "start": 0.3 * len(self._due),
+            "start": 0.3 * len(due),
             "ready": 0.5 * len(self._starting),
-            "open": 0.3 * (has_gateway and self._num_opens > 0),
+            "open": self._open_rate * (has_gateway and self._num_opens > 0),
             "abort": 0.03 * (has_gateway and self._num_aborts > 0),
             "reset": 0.03 * (has_gateway and self._num_resets > 0),
         }
         if not any(weights.values()):
             return False
-        weights["kill"] = self._pace * (self._num_kills > 0 and bool(self.processes))
+        is_open = any(ledger.open_cases for ledger in self.ledgers)
+        weights["kill"] = self._kill_rate * (self._num_kills > 0 and bool(self.processes)) * (1 if is_open else 0.05)
         match rng.choices(list(weights), list(weights.values()))[0]:
             case "wake":
                 self._wake(rng.choice(runnable))
@@ -243,7 +248,9 @@ class Server:
             case "notice":
                 self._notice(rng.choice(self._unnoticed))
             case "start":
-                self._start(self._due.pop(rng.randrange(len(self._due))))
+                name = rng.choice(due)
+                self._due.remove(name)
+                self._start(name)
             case "ready":
                 self._ready(rng.choice(self._starting))
             case "open":
@@ -259,7 +266,8 @@ class Server:
                 for _ in range(rng.choice([1, 1, 2])):
                     if self.processes:
                         self._num_kills -= 1
-                        self.kill(rng.choice(list(self.processes)))
+                        names = list(self.processes)
+                        self.kill(rng.choices(names, [KILL_WEIGHTS[name.partition(".")[0]] for name in names])[0])
         return True
 
     def _is_runnable(self, name: str) -> bool:
@@ -286,7 +294,10 @@ class Server:
         for ledger in self.ledgers:
             ledger.check_outcomes(self.num_deaths.get("execute", 0))
         for name, process in self.processes.items():
-            process.check_empty()
+            if isinstance(process, ScheduleProcess):
+                process.check_empty(self.num_deaths.get("gateway", 0))
+            else:
+                process.check_empty()
             arena = self._stages[name].arrays.arena
             assert arena is None or arena.num_live == 0, f"{arena.num_live} slabs of {name} were not released"
 

@@ -4,7 +4,6 @@ execute are fakes without tokenizer and model. Each has `wake`, one turn of its 
 from functools import partial
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from pipeline.runtime import messages as m
@@ -54,7 +53,7 @@ class ScheduleProcess:
         if self.loop is not None:
             self.loop._scheduler.check()
 
-    def check_empty(self) -> None:
+    def check_empty(self, num_gateway_deaths: int) -> None:
         assert self.loop is not None
         scheduler = self.loop._scheduler
         scheduler.check()
@@ -64,7 +63,8 @@ class ScheduleProcess:
         assert load.num_swap_blocks_free == load.num_swap_blocks_total
         table = scheduler._request_table
         assert not table._refusals, "a refusal was not forgotten"
-        assert not table._tombstones, "an abort was not forgotten"
+        # A gateway that has died sends no `Closed` after its `Abort`.
+        assert not table._tombstones or num_gateway_deaths, "an abort was not forgotten"
         assert not scheduler.lifecycle.quarantine.is_active
         for replica, openings in enumerate(self.loop._openings):
             assert not openings and scheduler.output_buffer.pending(replica) is None
