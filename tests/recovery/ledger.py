@@ -223,10 +223,10 @@ def random_case(
     rng: Random, number: int, vocabulary: Vocabulary, max_model_len: int, num_blocks: int, block_size: int
 ) -> Case:
     """A request with its outcomes. Some stop early by an id or a text, some fail, some are too long."""
-    prompt = list(range(rng.randint(1, 70)))  # all of these share a prefix
+    prompt = list(range(rng.randint(1, 60)))  # all of these share a prefix
     if rng.random() < 0.5:
         prompt = [rng.randint(0, 3) for _ in range(rng.randint(1, 50))]
-    max_tokens = rng.randint(1, 24)
+    max_tokens = rng.randint(1, 36)
     options = m.GenerationOptions(
         n=rng.choice([1, 1, 2, 3]),
         max_tokens=max_tokens,

@@ -59,15 +59,15 @@ class Server:
             ingest=IngestSettings(replicas=rng.choice([1, 1, 2])),
             detokenize=DetokenizeSettings(replicas=rng.choice([1, 1, 2])),
             schedule=ScheduleSettings(
-                max_num_seqs=rng.choice([1, 2, 4, 6, 8]),
+                max_num_seqs=rng.choice([1, 3, 4, 6, 8]),
                 max_num_batched_tokens=rng.choice([16, 24, 64]),
                 max_steps_in_flight=rng.choice([1, 2, 3]),
                 policy=rng.choice(["fcfs", "priority", "longest-prefix-match"]),
-                preemption=rng.choice(["auto", "swap", "recompute"]),
+                preemption=rng.choice(["auto", "swap", "swap", "recompute"]),
             ),
         )
         self._facts = m.ExecuteFacts(
-            rng.choice([5, 6, 7, 9, 14]), BLOCK_SIZE, MAX_MODEL_LEN, VOCAB, rng.choice([0, 3, 30])
+            rng.choice([5, 6, 6, 7, 9]), BLOCK_SIZE, MAX_MODEL_LEN, VOCAB, rng.choice([0, 3, 30, 30])
         )
         self._network = network = Network(rng)
         self._context = ModelContext(rng)
