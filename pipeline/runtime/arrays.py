@@ -57,6 +57,11 @@ class Arrays:
             offsets.append(array.offset)
             generations.append(array.generation)
 
+    def done_all(self, message: Message) -> None:
+        """Mark every array of a message that is not needed."""
+        for field in message.__struct_fields__:
+            self.done(getattr(message, field))
+
     def releases(self) -> list[tuple[str, Release]]:
         """The releases to send, once per wake: (owner's segment name, message) pairs."""
         read, self._read = self._read, {}

@@ -5,7 +5,8 @@
 
 Gateways are the last: they submit requests again, through stages that must use the successor's inbox by then. They
 learn of restarts in order. A process that is started later begins with the newest channels, and does not learn of older
-restarts. All of this is pure: times and names go in, decisions come out.
+restarts. So a gateway does not start before all stages use the newest channels. All of this is pure: times and names go
+in, decisions come out.
 """
 
 from collections.abc import Iterable
@@ -83,6 +84,11 @@ class Recovery:
             if one.epoch == epoch:
                 one.stages.discard(name)
                 one.gateways.discard(name)
+
+    def may_start(self, name: str) -> bool:
+        """Whether a successor may start now. What a new gateway submits would be lost in a stage that still uses an
+        older channel, or dropped by one that has yet to drop the requests of the gateway before."""
+        return not (name.startswith("gateway.") and any(one.stages for one in self._rounds))
 
     def rounds_for_gateways(self) -> list[Round]:
         """The rounds of which the gateways are to be informed now, in order. Each is returned once."""

@@ -48,7 +48,8 @@ class Restarts:
     @property
     def deadlines(self) -> list[float]:
         """When `turn` must be called next."""
-        return [*self._due_s.values(), *self.planned.deadlines]
+        due_s = [due_s for name, due_s in self._due_s.items() if self._recovery.may_start(name)]
+        return [*due_s, *self.planned.deadlines]
 
     def died(self, child: Child) -> str:
         """A stage's process has died: restart it. Returns an empty string, or why it can't be restarted."""
@@ -103,7 +104,7 @@ class Restarts:
         self.planned.turn(model_dir, facts)
         now_s = time.monotonic()
         for name, due_s in list(self._due_s.items()):
-            if now_s >= due_s:
+            if now_s >= due_s and self._recovery.may_start(name):
                 self.planned.hurry()
                 del self._due_s[name]
                 self._start(name, model_dir, facts)

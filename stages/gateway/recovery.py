@@ -57,6 +57,7 @@ class Recovery:
                         one.submit = next_attempt(one)
                         one.is_confirmed = False
                         self._requests.submit_again(one)
+                self._requests.repeat_closed()
                 self._resetter.repeat()
             case "detokenize":
                 self._resetter.repeat()

@@ -36,6 +36,8 @@ from pipeline.stages.gateway.timings import RecentRequests
 from pipeline.text.formats.chat_formats import ChatFormats
 
 FIRST_ATTEMPT = 1
+MAX_REPEATED = 1024
+"""How many `Closed` are sent again after a restart of schedule: more than are sent until a gateway learns of it."""
 
 
 class RequestTable:
@@ -56,6 +58,8 @@ class RequestTable:
         """Requests for output whose responses are not over."""
         self._unsent: deque[tuple[Any, m.Abort | m.Closed | m.Submit]] = deque()
         """Messages that full sockets refused. `flush` sends them; nothing is opened before it has."""
+        self._closed: deque[m.Closed] = deque(maxlen=MAX_REPEATED)
+        """The last ones that were sent to schedule."""
         self.admission = Admission(
             topology.max_open_of_one(stage.settings), topology.max_open_tokens_of_one(stage.settings)
         )
@@ -338,8 +342,15 @@ class RequestTable:
         self._send(self._schedule, abort)
 
     def send_closed(self, request_id: int, attempt: int) -> None:
-        """Have schedule forget a request that is not in the table."""
-        self._send(self._schedule, m.Closed(request_id, attempt))
+        """Have schedule forget a request."""
+        self._closed.append(closed := m.Closed(request_id, attempt))
+        self._send(self._schedule, closed)
+
+    def repeat_closed(self) -> None:
+        """Schedule has died. Its successor may have got requests, and even finished them, before this gateway learned
+        of it: then their `Closed` was lost. It ignores those of requests that it does not have."""
+        for closed in self._closed:
+            self._send(self._schedule, closed)
 
     def fail_all(self, error: ApiError) -> None:
         """Fail all open requests."""
@@ -368,7 +379,7 @@ class RequestTable:
         )
         if prompt_request.is_finished and not is_incomplete and not prompt_request.is_closed:
             if prompt_request.generates:
-                self._send(self._schedule, m.Closed(prompt_request.id, prompt_request.submit.attempt))
+                self.send_closed(prompt_request.id, prompt_request.submit.attempt)
             self._close(prompt_request)
 
     def _close(self, prompt_request: PromptRequest) -> None:

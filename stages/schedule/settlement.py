@@ -49,11 +49,12 @@ class Settlement:
         sampled = take(result.rows, np.int32).astype(np.int64)
         ids = take(result.ids, np.int32)
         finishes = take(result.finishes, np.uint8)
+        generations = take(result.generations, np.uint32)  # also if it is not needed: what is not taken is not freed
         assert len(sampled) == step.num_samples, (
             f"step {step.step_id} has {len(sampled)} samples, {step.num_samples} were expected"
         )
         is_changed = rows.num_changes != step.num_changes
-        current = self._current(sampled, result) if is_changed else np.ones(len(sampled), np.bool_)
+        current = self._current(sampled, generations) if is_changed else np.ones(len(sampled), np.bool_)
         if (expected := step.expected_logprobs) is not None:
             take_records(rows, expected, sampled, ids, current, take(result.records, np.uint8).tobytes())
             take_prompt_records(rows, expected, take(result.prompt_records, np.uint8).tobytes(), self._output_buffer)
@@ -72,9 +73,9 @@ class Settlement:
         self._kv_cache_manager.settle(step.step_id)
         self._learn(step, result)
 
-    def _current(self, sampled: Int64s, result: m.StepResult) -> Bools:
+    def _current(self, sampled: Int64s, generations: "np.ndarray[Any, np.dtype[np.uint32]]") -> Bools:
         """Which rows still have the sequence that the step computed."""
-        is_same = self._rows.generation[sampled] == self._take(result.generations, np.uint32)
+        is_same = self._rows.generation[sampled] == generations
         current: Bools = self._rows.active[sampled] & is_same
         return current
 

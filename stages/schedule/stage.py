@@ -68,8 +68,8 @@ def _wait_for_start(stage: "Stage[m.ScheduleInbox]", early: list[m.ScheduleInbox
                 stage.supervisor.send(m.Pong(nonce, m.PlainLoad()))
             case None:
                 continue
-            case m.StepResult():
-                pass  # of the incarnation before: this one has planned no step yet
+            case m.StepResult() as result:
+                stage.arrays.done_all(result)  # of the incarnation before: this one has planned no step yet
             case message:
                 early.append(message)
 
@@ -143,6 +143,8 @@ class ScheduleStage:
             case m.StepResult():
                 if message.incarnation == self._stage.launch.incarnation:
                     self._settle(message)
+                else:
+                    self._stage.arrays.done_all(message)
             case m.Admit(request_id, attempt):
                 with self._stage.breadcrumb.at(request_id, attempt):
                     self._admit(message)
@@ -177,6 +179,9 @@ class ScheduleStage:
                 self._scheduler.executor_lost()
                 self._were_due.clear()
             case "detokenize":
+                # Arrays of openings that were not sent: what came in this wake before this message made them after the
+                # channels were renewed.
+                self._stage.arrays.lost(message.peer.name)
                 # An answer to a reset of the prefix cache is lost: the gateway asks again.
                 self._openings[int(replica)] = deque(self._scheduler.tell_again(int(replica)))
             case "gateway":

@@ -41,6 +41,17 @@ def test_one_ready_process_between_failed_starts_resets_their_count():
         assert isinstance(budget.died("execute.0", float(i), was_ready=i % MAX_FAILED_STARTS == 0), float)
 
 
+def test_a_gateway_starts_when_all_stages_use_the_newest_channels():
+    recovery = Recovery()
+    first = recovery.died("gateway.0", ["ingest.0", "schedule.0"], ["gateway.1"])
+    second = recovery.died("ingest.0", ["schedule.0"], ["gateway.1"])
+    for epoch, name in ((first, "schedule.0"), (second, "schedule.0")):
+        assert not recovery.may_start("gateway.0")
+        assert recovery.may_start("ingest.0")
+        recovery.answered(name, epoch)
+    assert recovery.may_start("gateway.0"), "it need not wait for gateways, nor for what has died"
+
+
 class Histories(RuleBasedStateMachine):
     """Random deaths and answers. Each process answers what it was sent, in any order relative to others."""
 

@@ -48,3 +48,16 @@ def test_requests_that_were_not_in_work_get_no_strikes(gate: Gate) -> None:
     gate.accept(submit)
     gate.delta(submit, "fine", finish=m.Finish.LENGTH)
     assert response.result().status_code == 200
+
+
+def test_schedule_learns_again_which_requests_are_closed(gate: Gate) -> None:
+    """Its successor may have run them before the gateway learned of it."""
+    response = gate.complete(COMPLETION)
+    submit = gate.submit()
+    gate.accept(submit)
+    gate.delta(submit, "fine", finish=m.Finish.LENGTH)
+    assert response.result().status_code == 200
+    closed = gate.rig.receive("schedule", m.Closed)
+    assert closed == m.Closed(submit.request_id, submit.attempt)
+    gate.rig.restart("schedule.0")
+    assert gate.rig.receive("schedule", m.Closed) == closed

@@ -1,11 +1,16 @@
 """Steps, limits and preemption: every sequence generates exactly its ids."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import Finish
-from tests.fakes import expected, inline, next_id
+from pipeline.shm.arrays import Array
+from pipeline.stages.schedule.scheduler import Scheduler, from_inline
+from tests.fakes import FakeExecutor, expected, inline, next_id
+from tests.rig import raw
 from tests.stages.schedule.bench import Bench, config
 
 
@@ -209,3 +214,22 @@ def test_the_last_id_needs_no_block_because_it_is_never_computed() -> None:
     bench.run()
     bench.check_outputs()
     assert bench.finished == {1: Finish.LENGTH}
+
+
+def test_every_array_of_a_result_is_taken() -> None:
+    """One that is not would stay in the executor's arena for ever."""
+    taken: list[Array] = []
+
+    def take(array: Array, dtype: Any) -> "np.ndarray[Any, Any]":
+        taken.append(array)
+        return from_inline(array, dtype)
+
+    scheduler, executor = Scheduler(config(), take=take), FakeExecutor(config().num_blocks)
+    options = raw(m.GenerationOptions(max_tokens=5, num_logprobs=1, num_prompt_logprobs=1))
+    scheduler.admit(m.Admit(1, 1, 0, 0.0, np.arange(9, dtype=np.int32).tobytes(), options))
+    while (step := scheduler.plan()) is not None:
+        result = executor.run(step)
+        taken.clear()
+        scheduler.settle(result)
+        arrays = [result.rows, result.generations, result.ids, result.finishes, result.records, result.prompt_records]
+        assert all(any(one is array for one in taken) for array in arrays)

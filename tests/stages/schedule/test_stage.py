@@ -297,13 +297,28 @@ def test_a_request_aborted_before_it_arrives_is_rejected() -> None:
         assert (refusal.request_id, refusal.failure.code) == (1, "aborted")
 
 
+def send_stale_result(rig: Rig) -> None:
+    """A result of another scheduler's step, with an array in shared memory."""
+    records = rig.arena("execute.0").put(bytes(5000), readers=("schedule.0",))
+    rig.send(m.StepResult(99, 1, b"", b"", b"", b"", 0.0, 0.0, records=records), "execute.0")
+
+
+def is_released(rig: Rig) -> bool:
+    """Whether the executor's arena is empty after the next release."""
+    release = rig.receive("execute", m.Release)
+    arena = rig.arena("execute.0")
+    for offset, generation in zip(release.offsets, release.generations, strict=True):
+        arena.release(offset, generation, release.reader)
+    return arena.num_live == 0
+
+
 def test_a_result_of_another_incarnation_is_dropped() -> None:
     with Rig("schedule") as rig:
         rig.start(FACTS)
         around = Neighbours(rig)
+        send_stale_result(rig)
+        assert is_released(rig)
         around.admit(1, [1, 2, 3], max_tokens=2)
-        stale = m.StepResult(99, 1, b"", b"", b"", b"", 0.0, 0.0)
-        rig.send(stale, "execute.0")
         around.until_finished(1)
         assert around.received[1] == expected([1, 2, 3], m.GenerationOptions(), 0, 2)[0]
 
@@ -311,12 +326,12 @@ def test_a_result_of_another_incarnation_is_dropped() -> None:
 def test_a_result_that_arrives_before_start_is_dropped() -> None:
     """A restarted stage may find results for its predecessor's steps in the socket before the supervisor's Start."""
     with Rig("schedule") as rig:
-        stale = m.StepResult(99, 1, b"", b"", b"", b"", 0.0, 0.0)
-        rig.send(stale, "execute.0")
+        send_stale_result(rig)
         assert rig.load() == m.PlainLoad()
         rig.start(FACTS)
         around = Neighbours(rig)
         around.admit(1, [1, 2, 3], max_tokens=2)
+        assert is_released(rig)
         around.until_finished(1)
         assert around.received[1] == expected([1, 2, 3], m.GenerationOptions(), 0, 2)[0]
 

@@ -1,0 +1,307 @@
+"""A model of the whole server: all stages, their channels and the supervisor's recovery, in one thread.
+
+    a client acts ──┐
+    a stage wakes ──┼── the random number generator chooses what happens next, until everything is over
+    a process dies ─┤
+    it is noticed, its successor starts, it is ready
+
+A process that wakes takes some of the messages that wait for it, from any of its senders, in each sender's order.
+"""
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from pipeline.config.settings import (
+    DetokenizeSettings,
+    GatewaySettings,
+    IngestSettings,
+    ScheduleSettings,
+    Settings,
+)
+from pipeline.runtime import messages as m
+from pipeline.runtime import topology
+from pipeline.runtime.topology import SUPERVISOR
+from pipeline.stages.gateway.errors import ApiError
+from pipeline.supervisor.recovery import Recovery
+from pipeline.text.vocabulary import Vocabulary
+from tests.fakes import VOCAB
+from tests.recovery.ledger import Ledger, random_case
+from tests.recovery.network import ModelContext, ModelStage, Network
+from tests.recovery.stages import (
+    UNIONS,
+    DetokenizeProcess,
+    ExecuteProcess,
+    GatewayProcess,
+    IngestProcess,
+    Process,
+    ScheduleProcess,
+)
+
+MAX_EVENTS = 50_000
+KILL_WEIGHTS = {"schedule": 2.0, "execute": 2.0, "detokenize": 1.0, "ingest": 0.7, "gateway": 0.5}
+BLOCK_SIZE = 16
+MAX_MODEL_LEN = 96
+
+
+class Server:
+    """A server with random settings. `run` lets random things happen to it, and checks what came of them."""
+
+    def __init__(self, seed: int, vocabulary: Vocabulary, model_dir: Path) -> None:
+        self.rng = rng = Random(seed)
+        self._vocabulary = vocabulary
+        self._model_dir = model_dir
+        self._settings = Settings(
+            gateway=GatewaySettings(replicas=rng.choice([1, 1, 2])),
+            ingest=IngestSettings(replicas=rng.choice([1, 1, 2])),
+            detokenize=DetokenizeSettings(replicas=rng.choice([1, 1, 2])),
+            schedule=ScheduleSettings(
+                max_num_seqs=rng.choice([1, 3, 4, 6, 8]),
+                max_num_batched_tokens=rng.choice([16, 24, 64]),
+                max_steps_in_flight=rng.choice([1, 2, 3]),
+                policy=rng.choice(["fcfs", "priority", "longest-prefix-match"]),
+                preemption=rng.choice(["auto", "swap", "swap", "recompute"]),
+            ),
+        )
+        self._facts = m.ExecuteFacts(
+            rng.choice([5, 6, 6, 7, 9]), BLOCK_SIZE, MAX_MODEL_LEN, VOCAB, rng.choice([0, 3, 30, 30])
+        )
+        self._network = network = Network(rng)
+        self._context = ModelContext(rng)
+        self._recovery = Recovery()
+        self.processes: dict[str, Process] = {}
+        """The living processes."""
+        self._stages: dict[str, ModelStage] = {}
+        self._names = [name for row in topology.TOPOLOGY for name in topology.replicas_of(self._settings, row.name)]
+        self._unnoticed: list[str] = []
+        """Processes whose death the supervisor has not noticed."""
+        self._due: list[str] = []
+        """Those whose successor has not started."""
+        self._starting: list[str] = []
+        """Those that have not got `Start`."""
+        self._swap: np.ndarray[Any, Any] | None = None
+        """The blocks in swap space when the executor died."""
+        self.ledgers: list[Ledger] = []
+        self.num_deaths: dict[str, int] = {}
+        """By stage."""
+        self._num_opens, self._num_kills = rng.randint(2, 10), rng.choice([0, 2, 3, 4, 6, 9])
+        self._num_aborts, self._num_resets = rng.randint(0, 2), rng.randint(0, 2)
+        self._open_rate, self._kill_rate = rng.choice([0.05, 0.3, 1.0]), rng.choice([0.03, 0.1, 0.3])
+        """How likely these are compared with a wake."""
+        self._num_opened = 0
+        self.num_events = 0
+        for name in self._names:
+            network.open(name)
+        for name in self._names:
+            self._start(name)
+        network.refusal_rate = rng.choice([0.0, 0.1, 0.4])
+
+    # ---------------------------------------------------------------------------------------------- the supervisor
+
+    def _start(self, name: str) -> None:
+        stage_name = name.partition(".")[0]
+        stage = ModelStage(self._network, name, UNIONS[stage_name], self._settings, self._model_dir, self._context)
+        process: Process
+        match stage_name:
+            case "gateway":
+                self.ledgers.append(Ledger())
+                process = GatewayProcess(stage, self.ledgers[-1])
+            case "ingest":
+                process = IngestProcess(stage)
+            case "schedule":
+                process = ScheduleProcess(stage)
+            case "execute":
+                process = ExecuteProcess(stage, self._facts, self._swap)
+            case _:
+                process = DetokenizeProcess(stage, self._vocabulary)
+        self.processes[name], self._stages[name] = process, stage
+        self._starting.append(name)
+
+    def _ready(self, name: str) -> None:
+        self._starting.remove(name)
+        self._send(name, m.Start(self._facts))
+
+    def _send(self, name: str, message: m.Start | m.PeerRestarted) -> None:
+        self._network.send((SUPERVISOR, 1, name, self._network.incarnations[name]), message)
+
+    def kill(self, name: str) -> None:
+        """Let a process die at this moment."""
+        process = self.processes.pop(name)
+        del self._stages[name]
+        if isinstance(process, ExecuteProcess):
+            self._swap = process.swap
+        if isinstance(process, GatewayProcess):
+            self.ledgers.remove(process.ledger)  # its clients are disconnected
+        if name in self._starting:
+            self._starting.remove(name)
+        self._network.killed(name)
+        self._unnoticed.append(name)
+        stage = name.partition(".")[0]
+        self.num_deaths[stage] = self.num_deaths.get(stage, 0) + 1
+
+    def _notice(self, name: str) -> None:
+        self._unnoticed.remove(name)
+        self._network.renew(name)
+        self._due.append(name)
+        known = [other for other in self.processes if _share_edge(name, other)]
+        gateways = [other for other in known if other.startswith("gateway.")]
+        stages = [other for other in known if other not in gateways]
+        epoch = self._recovery.died(name, stages, gateways)
+        self.rng.shuffle(stages)
+        for other in stages:
+            self._tell(other, name, epoch)
+        self._tell_gateways()
+
+    def _tell(self, other: str, name: str, epoch: int) -> None:
+        peer = m.PeerInbox(name, "", 0)
+        self._send(other, m.PeerRestarted(epoch, peer, self._network.incarnations[name], []))
+
+    def _tell_gateways(self) -> None:
+        for one in self._recovery.rounds_for_gateways():
+            for gateway in sorted(one.gateways):
+                self._tell(gateway, one.name, one.epoch)
+
+    def _answered(self) -> None:
+        """The supervisor reads one message."""
+        arrival = self._network.take(self.rng.choice(self._network.edges_to(SUPERVISOR)))
+        message = msgspec.msgpack.decode(arrival.body, type=m.SupervisorInbox)
+        assert isinstance(message, m.Reconnected)
+        self._recovery.answered(arrival.sender, message.epoch)
+        self._tell_gateways()
+
+    # -------------------------------------------------------------------------------------------------- the clients
+
+    @property
+    def _gateways(self) -> list[GatewayProcess]:
+        """Those that take requests."""
+        return [one for one in self.processes.values() if isinstance(one, GatewayProcess) and one.has_started]
+
+    def _open(self) -> None:
+        gateway = self.rng.choice(self._gateways)
+        self._num_opened += 1
+        case = random_case(
+            self.rng, self._num_opened, self._vocabulary, MAX_MODEL_LEN, self._facts.num_blocks, BLOCK_SIZE
+        )
+        try:
+            case.request = gateway.table.open(case.parsed())
+        except ApiError:
+            return  # an edge is full
+        gateway.ledger.add(case)
+
+    def _abort(self) -> None:
+        gateway = self.rng.choice(self._gateways)
+        if not gateway.ledger.open_cases:
+            return
+        case = self.rng.choice(gateway.ledger.open_cases)
+        assert case.request is not None
+        if self.rng.random() < 0.5:
+            case.is_aborted = True
+            gateway.table.abort([case.request.id], "")
+        else:
+            case.has_left = case.is_over = True
+            gateway.table.release(case.request)
+
+    def _reset(self) -> None:
+        gateway = self.rng.choice(self._gateways)
+        try:
+            gateway.unanswered_resets.add(gateway.resetter.begin())
+        except ApiError:
+            return  # the edge is full
+
+    # ------------------------------------------------------------------------------------------------------- events
+
+    def run(self) -> None:
+        """Let things happen until nothing is left to happen. Raises AssertionError if anything is not as it must be."""
+        while self._happens():
+            self.num_events += 1
+            assert self.num_events < MAX_EVENTS, "it never ends"
+        self._check_over()
+
+    def _happens(self) -> bool:
+        """Let one random thing happen. Returns False if nothing is left to happen."""
+        network, rng = self._network, self.rng
+        runnable = [name for name in self._names if self._is_runnable(name)]
+        due = [name for name in self._due if self._recovery.may_start(name)]
+        has_gateway = bool(self._gateways)
+        weights = {
+            "wake": len(runnable),
+            "answered": len(network.edges_to(SUPERVISOR)),
+            "notice": 0.3 * len(self._unnoticed),
+            "start": 0.3 * len(due),
+            "ready": 0.5 * len(self._starting),
+            "open": self._open_rate * (has_gateway and self._num_opens > 0),
+            "abort": 0.03 * (has_gateway and self._num_aborts > 0),
+            "reset": 0.03 * (has_gateway and self._num_resets > 0),
+        }
+        if not any(weights.values()):
+            return False
+        is_open = any(ledger.open_cases for ledger in self.ledgers)
+        weights["kill"] = self._kill_rate * (self._num_kills > 0 and bool(self.processes)) * (1 if is_open else 0.05)
+        match rng.choices(list(weights), list(weights.values()))[0]:
+            case "wake":
+                self._wake(rng.choice(runnable))
+            case "answered":
+                self._answered()
+            case "notice":
+                self._notice(rng.choice(self._unnoticed))
+            case "start":
+                name = rng.choice(due)
+                self._due.remove(name)
+                self._start(name)
+            case "ready":
+                self._ready(rng.choice(self._starting))
+            case "open":
+                self._num_opens -= 1
+                self._open()
+            case "abort":
+                self._num_aborts -= 1
+                self._abort()
+            case "reset":
+                self._num_resets -= 1
+                self._reset()
+            case "kill":
+                for _ in range(rng.choice([1, 1, 2])):
+                    if self.processes:
+                        self._num_kills -= 1
+                        names = list(self.processes)
+                        self.kill(rng.choices(names, [KILL_WEIGHTS[name.partition(".")[0]] for name in names])[0])
+        return True
+
+    def _is_runnable(self, name: str) -> bool:
+        process = self.processes.get(name)
+        return process is not None and (bool(self._network.edges_to(name)) or process.has_work)
+
+    def _wake(self, name: str) -> None:
+        """Let a process take some of its messages, and handle them."""
+        arrivals = []
+        num_left = self.rng.choice([1, 2, 5, 1000])
+        while num_left and (edges := self._network.edges_to(name)):
+            arrivals.append(self._network.take(self.rng.choice(edges)))
+            num_left -= 1
+        self._stages[name].fill(arrivals)
+        process = self.processes[name]
+        process.wake()
+        if isinstance(process, ScheduleProcess) and self.rng.random() < 0.02:
+            process.check()
+
+    def _check_over(self) -> None:
+        """Assert that every request has ended as it must, and that no process holds anything of it."""
+        assert sorted(self.processes) == sorted(self._names)
+        assert self._recovery.is_over and self._network.num_queued == 0
+        for ledger in self.ledgers:
+            ledger.check_outcomes(self.num_deaths.get("execute", 0))
+        for name, process in self.processes.items():
+            if isinstance(process, ScheduleProcess):
+                process.check_empty(self.num_deaths.get("gateway", 0))
+            else:
+                process.check_empty()
+            arena = self._stages[name].arrays.arena
+            assert arena is None or arena.num_live == 0, f"{arena.num_live} slabs of {name} were not released"
+
+
+def _share_edge(name: str, other: str) -> bool:
+    rows = topology.row(name.partition(".")[0]), topology.row(other.partition(".")[0])
+    return any(b.name in (*a.sends_to, *a.reads) for a, b in (rows, rows[::-1]))

@@ -1,0 +1,257 @@
+"""The stages of the model: the code of schedule, detokenize and the gateways' requests is the real one; ingest and
+execute are fakes without tokenizer and model. Each has `wake`, one turn of its loop."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from pipeline.runtime import messages as m
+from pipeline.stages.detokenize.stage import DetokenizeStage
+from pipeline.stages.gateway.admin.abort_requests import RequestAborter
+from pipeline.stages.gateway.admin.reset_prefix_cache import PrefixCacheResetter
+from pipeline.stages.gateway.recovery import Recovery
+from pipeline.stages.gateway.request_table import RequestTable
+from pipeline.stages.gateway.results import ResultHandler
+from pipeline.stages.schedule.stage import ScheduleStage, _wait_for_start
+from pipeline.text.vocabulary import Vocabulary
+from tests.fakes import FakeExecutor
+from tests.recovery.ledger import Ledger
+from tests.recovery.network import ModelStage, WakeOver
+from tests.rig import raw
+
+SCHEDULE = "schedule.0"
+
+
+class ScheduleProcess:
+    """The real loop of schedule."""
+
+    def __init__(self, stage: ModelStage) -> None:
+        self._stage = stage
+        self._early: list[m.ScheduleInbox] = []
+        self.loop: ScheduleStage | None = None
+        """None until `Start`."""
+
+    def wake(self) -> None:
+        try:
+            if self.loop is None:
+                facts = _wait_for_start(self._stage, self._early)
+                assert facts is not None
+                self.loop = ScheduleStage(self._stage, facts)
+                self.loop.loop(self._early)
+            else:
+                self.loop.loop([])
+        except WakeOver:
+            pass
+
+    @property
+    def has_work(self) -> bool:
+        return self._stage.was_refused
+
+    def check(self) -> None:
+        """Assert every invariant of the scheduler."""
+        if self.loop is not None:
+            self.loop._scheduler.check()
+
+    def check_empty(self, num_gateway_deaths: int) -> None:
+        assert self.loop is not None
+        scheduler = self.loop._scheduler
+        scheduler.check()
+        assert not scheduler.requests and not scheduler.in_flight
+        load = scheduler.load()
+        assert (load.num_running, load.num_waiting, load.num_swapped, load.num_blocks_held) == (0, 0, 0, 0)
+        assert load.num_swap_blocks_free == load.num_swap_blocks_total
+        table = scheduler._request_table
+        assert not table._refusals, "a refusal was not forgotten"
+        # A gateway that has died sends no `Closed` after its `Abort`.
+        assert not table._tombstones or num_gateway_deaths, "an abort was not forgotten"
+        assert not scheduler.lifecycle.quarantine.is_active
+        for replica, openings in enumerate(self.loop._openings):
+            assert not openings and scheduler.output_buffer.pending(replica) is None
+
+
+class DetokenizeProcess:
+    """The real loop of detokenize."""
+
+    def __init__(self, stage: ModelStage, vocabulary: Vocabulary) -> None:
+        self._stage = stage
+        self._detokenize = DetokenizeStage(stage, vocabulary)
+
+    def wake(self) -> None:
+        self._detokenize.turn()
+
+    @property
+    def has_work(self) -> bool:
+        return self._stage.was_refused
+
+    def check_empty(self) -> None:
+        processor = self._detokenize._output_processor
+        assert (len(processor), processor.num_unsent) == (0, 0)
+        assert not self._detokenize._pending
+
+
+class ExecuteProcess:
+    """The loop of execute around the executor that stores ids. Blocks in swap space outlive the process."""
+
+    def __init__(self, stage: ModelStage, facts: m.ExecuteFacts, swap: "np.ndarray[Any, Any] | None") -> None:
+        self._stage = stage
+        self.executor = FakeExecutor(
+            facts.num_blocks,
+            facts.block_size,
+            stage.arrays.take,
+            partial(stage.arrays.put, readers=(SCHEDULE,)),
+            facts.num_swap_blocks,
+        )
+        if swap is not None:
+            self.executor.kv[facts.num_blocks :] = swap
+
+    @property
+    def swap(self) -> "np.ndarray[Any, Any]":
+        """The blocks in swap space."""
+        return self.executor.kv[self.executor.num_blocks :]
+
+    def wake(self) -> None:
+        for message in self._stage.inbox.wait_all(0):
+            match message:
+                case m.Step():
+                    assert self._stage.outbox("schedule").send(self.executor.run(message))
+                case m.Release():
+                    self._stage.arrays.released(message)
+                case m.PeerRestarted():
+                    self.executor.rows.clear()
+                    self._stage.reconnected(message)
+        self._stage.release()
+
+    @property
+    def has_work(self) -> bool:
+        return False
+
+    def check_empty(self) -> None:
+        """Rows stay until the next step drops them."""
+
+
+class IngestProcess:
+    """What stages/ingest/stage.py does with messages, for prompts of ids."""
+
+    def __init__(self, stage: ModelStage) -> None:
+        self._stage = stage
+        self._waiting: dict[tuple[int, int], m.Submit] = {}
+        self._has_started = False
+
+    def wake(self) -> None:
+        for message in self._stage.inbox.wait_all(0):
+            match message:
+                case m.Submit():
+                    self._waiting[message.request_id, message.attempt] = message
+                case m.Abort(request_id, attempt):
+                    if (submit := self._waiting.pop((request_id, attempt), None)) is not None:
+                        self._reject(submit)
+                case m.Release():
+                    self._stage.arrays.released(message)
+                case m.PeerRestarted():
+                    stage, _, replica = message.peer.name.partition(".")
+                    if stage == "gateway":
+                        kept = {key: one for key, one in self._waiting.items() if one.gateway != int(replica)}
+                        self._waiting = kept
+                    self._stage.reconnected(message)
+                case m.Start():
+                    self._has_started = True
+        if self._waiting and self._has_started and self._stage.replay_context.randbits(1):
+            self._admit(self._waiting.pop(next(iter(self._waiting))))
+        self._stage.release()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting) and self._has_started
+
+    def _reject(self, submit: m.Submit) -> None:
+        failure = m.Failure(499, "the request was aborted", code="aborted")
+        rejected = m.Rejected(submit.request_id, submit.attempt, failure)
+        assert self._stage.outbox("gateway", submit.gateway).send(rejected)
+
+    def _admit(self, submit: m.Submit) -> None:
+        put, options = self._stage.arrays.put, submit.options
+        assert isinstance(submit.prompt, m.IdsPrompt) and isinstance(submit.prompt.ids, bytes)
+        ids = np.frombuffer(submit.prompt.ids, np.int32)
+        array = put(ids, readers=(f"gateway.{submit.gateway}", SCHEDULE))
+        accepted = m.Accepted(submit.request_id, submit.attempt, array, None, None, 0.0, 0.0)
+        assert self._stage.outbox("gateway", submit.gateway).send(accepted)
+        finishes = bytearray()
+        outputs: list[Any] = []
+        for packed in submit.outputs:
+            assert isinstance(packed, bytes)
+            output = np.frombuffer(packed, np.int32)
+            has_stopped = len(output) > 0 and int(output[-1]) in options.stop_token_ids
+            finishes.append(m.Finish.STOP if has_stopped else m.Finish.NONE)
+            outputs.append(put(output, readers=(SCHEDULE,)))
+        admit = m.Admit(
+            request_id=submit.request_id,
+            attempt=submit.attempt,
+            gateway=submit.gateway,
+            arrival_s=submit.arrival_s,
+            prompt_ids=array,
+            options=raw(options),
+            outputs=outputs,
+            finishes=bytes(finishes),
+        )
+        assert self._stage.outbox("schedule").send(admit)
+
+    def check_empty(self) -> None:
+        assert not self._waiting
+
+
+class GatewayProcess:
+    """The real request table, results and recovery of a gateway, around them a ledger in place of clients."""
+
+    def __init__(self, stage: ModelStage, ledger: Ledger) -> None:
+        self._stage = stage
+        self.ledger = ledger
+        self.table = RequestTable(stage)
+        self._results = ResultHandler(stage, self.table)
+        self.resetter = PrefixCacheResetter(stage)
+        self._recovery = Recovery(stage, self.table, RequestAborter(stage, self.table), self.resetter)
+        self.has_started = False
+        self.unanswered_resets: set[int] = set()
+
+    def wake(self) -> None:
+        inbox = self._stage.inbox
+        while (message := inbox.receive()) is not None:
+            match message:
+                case m.Deltas():
+                    self.ledger.check(message, inbox.last_sender)
+                    self._results.handle(message)
+                case m.Accepted() | m.Rejected():
+                    self._results.handle(message)
+                case m.PrefixCacheReset():
+                    self.resetter.handle_reply(message)
+                    self.unanswered_resets.discard(message.nonce)
+                case m.PeerRestarted():
+                    self._recovery.peer_restarted(message)
+                case m.Start():
+                    self.has_started = True
+        self.table.flush()
+        self._stage.release()
+        self._results.publish()
+        self.ledger.read(self.table)
+
+    @property
+    def has_work(self) -> bool:
+        return self._stage.was_refused
+
+    def check_empty(self) -> None:
+        table = self.table
+        assert not self.unanswered_resets, "a reset of the prefix cache has no answer"
+        assert table.num_open == 0 and not table._unsent
+        assert (table.admission.num_sequences, table.admission.num_tokens) == (0, 0)
+
+
+Process = ScheduleProcess | DetokenizeProcess | ExecuteProcess | IngestProcess | GatewayProcess
+"""The state of one process, which its death loses."""
+
+UNIONS: dict[str, Any] = {
+    "gateway": m.GatewayInbox,
+    "ingest": m.IngestInbox,
+    "schedule": m.ScheduleInbox,
+    "execute": m.ExecuteInbox,
+    "detokenize": m.DetokenizeInbox,
+}
