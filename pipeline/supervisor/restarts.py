@@ -104,8 +104,10 @@ class Restarts:
         self.planned.turn(model_dir, facts)
         now_s = time.monotonic()
         for name, due_s in list(self._due_s.items()):
-            if now_s >= due_s and self._recovery.may_start(name):
-                self.planned.hurry()
+            if now_s < due_s:
+                continue
+            self.planned.hurry()
+            if self._recovery.may_start(name):
                 del self._due_s[name]
                 self._start(name, model_dir, facts)
         for name in self._died_s.keys() - self._due_s.keys():
