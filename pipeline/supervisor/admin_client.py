@@ -94,10 +94,12 @@ class Admin:
         self._nonce += 1
         return self._ask(admin_server.AskSource(self._nonce), admin_server.Source, ANSWER_S).source
 
-    def reload(self, settings: Settings, timeout_s: float, *, is_dry_run: bool = False) -> admin_server.Reloaded:
-        """Change the settings."""
+    def reload(
+        self, settings: Settings, source: SettingsSource, timeout_s: float, *, is_dry_run: bool = False
+    ) -> admin_server.Reloaded:
+        """Change the settings. `source` is where they come from."""
         self._nonce += 1
-        question = admin_server.Reload(self._nonce, settings, is_dry_run)
+        question = admin_server.Reload(self._nonce, settings, source, is_dry_run)
         return self._ask(question, admin_server.Reloaded, timeout_s + ANSWER_S)
 
     def _ask(self, question: admin_server.AdminInbox, kind: type[R], timeout_s: float) -> R:

@@ -93,6 +93,7 @@ class Reload(m.Message, frozen=True, tag="reload"):
 
     nonce: int
     settings: Settings
+    source: SettingsSource
     is_dry_run: bool
 
 
@@ -212,7 +213,8 @@ class AdminServer:
     """The socket. The supervisor calls `turn` in its loop, and may sleep on `fileno` if `has_message` is False.
     `stats(timeout_s, then)` collects the server's stats and calls `then` with them. `names()` returns the stages that
     are ready. `restart(name, done)` restarts one, and calls `done` with the pause or with the reason why it was not
-    restarted. `reload(settings, is_dry_run, done)` changes the settings, and `source()` says where they came from."""
+    restarted. `reload(settings, source, is_dry_run, done)` changes the settings, and `source()` says where they came
+    from."""
 
     def __init__(
         self,
@@ -222,7 +224,7 @@ class AdminServer:
         stats: Callable[[float, Callable[[ServerStats], None]], None],
         names: Callable[[], list[str]],
         restart: Callable[[str, Callable[[float, str], None]], None],
-        reload: Callable[[Settings, bool, Callable[[list[Change], str], None]], None],
+        reload: Callable[[Settings, SettingsSource, bool, Callable[[list[Change], str], None]], None],
         source: Callable[[], SettingsSource | None],
     ) -> None:
         self._questions = questions
@@ -284,9 +286,10 @@ class AdminServer:
                 self._restart_stage(peer, message)
             case AskSource(nonce):
                 self._reply(peer, Source(nonce, self._source()))
-            case Reload(nonce, settings, is_dry_run):
+            case Reload(nonce, settings, source, is_dry_run):
                 self._reload(
                     settings,
+                    source,
                     is_dry_run,
                     lambda changes, problem: self._reply(peer, Reloaded(nonce, changes, problem)),
                 )

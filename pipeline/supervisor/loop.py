@@ -17,6 +17,7 @@ from typing import assert_never
 import zmq
 
 from pipeline.config.settings import Settings
+from pipeline.config.source import SettingsSource
 from pipeline.metrics.stats import ServerStats
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
@@ -98,6 +99,8 @@ class SupervisorLoop:
         self._heartbeats = Heartbeats(self.table.ping, 0.0, self.table.tell_gateways, log)
         self._use(settings)
         self._is_reloading = False
+        self._source = run_mode.source
+        """Where the settings come from."""
         self._questions = Questions(
             lambda name, request: self.table.outboxes[name].send(with_execute_facts(request, self.facts))
         )
@@ -111,7 +114,7 @@ class SupervisorLoop:
             self.table.names_of_ready,
             self._restart,
             self._reload,
-            lambda: run_mode.source,
+            lambda: self._source,
         )
         self._signals = TerminationSignals()
         self.poller.register(self._inbox.fileno(), zmq.POLLIN)
@@ -294,7 +297,13 @@ class SupervisorLoop:
         self._heartbeats.timeout_s = self._run_mode.patience_s(supervisor.health_timeout_s)
         self._heartbeats.hang_timeout_s = 0.0 if self._run_mode.is_debugged else supervisor.hang_timeout_s
 
-    def _reload(self, settings: Settings, is_dry_run: bool, done: Callable[[list[Change], str], None]) -> None:
+    def _reload(
+        self,
+        settings: Settings,
+        source: SettingsSource,
+        is_dry_run: bool,
+        done: Callable[[list[Change], str], None],
+    ) -> None:
         """Change the settings, and restart the stages that use them, one process after the other. If one of them can't
         be restarted, the settings stay as they were."""
         before = self._resources.settings
@@ -313,6 +322,7 @@ class SupervisorLoop:
         def go_on() -> None:
             if not names:
                 self._is_reloading = False
+                self._source = source
                 done(changed, "")
                 return
             name = names.pop(0)

@@ -39,7 +39,7 @@ def piped(text: str, server: FakeChat | str, *args: str) -> tuple[int, str, str]
 def test_a_conversation_in_a_terminal(tmp_path: Path) -> None:
     saved, markdown = tmp_path / "talk.json", tmp_path / "talk.md"
     with FakeChat() as server, Terminal(chat(server, "--system", "Be kind."), ROOT, columns=200) as terminal:
-        terminal.wait_for(f"fake-model at {server.url} · /help lists commands, Ctrl-D ends")
+        terminal.wait_for(f"fake-model at {server.url} · /help, Ctrl-D ends")
         terminal.enter("Hello there", "2: Hello there")
         terminal.wait_for("7 tokens · first after")
         terminal.enter("And again", "4: And again")

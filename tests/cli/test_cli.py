@@ -39,7 +39,12 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     settings_served: list[Settings] = []
 
     def serve(settings: Settings, run_mode: RunMode) -> int:
-        assert run_mode == RunMode()
+        source = run_mode.source
+        assert source is not None
+        assert run_mode == RunMode(source=source)
+        path = Path(source.config) if source.config else None
+        again = load(path, source.sets, source.flags, options=source.options, warn=lambda text: None)
+        assert again == settings, "a reload reads the same"
         settings_served.append(settings)
         return 3
 

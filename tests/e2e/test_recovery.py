@@ -143,7 +143,7 @@ def test_no_client_notices_restarts_on_purpose(server: Server, undisturbed: dict
         assert command.returncode == 0, stderr
         assert f"{stage}.0 was replaced; it was away for " in stdout
     ps = subprocess.run([sys.executable, "-m", "pipeline", "ps", "--pid", str(server.process.pid)], capture_output=True)
-    assert ps.stdout.decode().count("restarted ") == len(RESTARTED), "and `ps` counts them"
+    assert ps.stdout.decode().count("↻") == len(RESTARTED), "and `ps` counts them"
     assert_same(received, undisturbed)
     server.until(lambda health: health["status"] == "ok")
     assert_restarted(before, pids(server), *RESTARTED)
@@ -205,3 +205,14 @@ def test_a_reload_that_needs_a_new_server_changes_nothing(server: Server) -> Non
     assert "nothing was changed: start a new server for execute.kv_cache_bytes" in result.stderr
     assert "needs a new server: the number of KV blocks is fixed" in result.stdout
     assert pids(server) == before
+
+
+def test_a_reload_keeps_what_earlier_reloads_have_changed(server: Server) -> None:
+    for setting in ("supervisor.stop_timeout_s=4", "supervisor.health_timeout_s=3"):
+        result = reload(server, "--set", setting)
+        assert result.returncode == 0, result.stderr
+    changed = result.stdout.splitlines()
+    assert changed == ["supervisor.health_timeout_s: 2.0 → 3.0: used at once", "changed; restarted no stage"]
+    assert reload(server).stdout == "no setting has changed\n"
+    result = reload(server, "--set", "schedule.policy=fcfs", "--dry-run")
+    assert "schedule.policy: priority → fcfs: restarts schedule, gateway" in result.stdout, "it wins over the start's"

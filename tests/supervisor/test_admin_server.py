@@ -287,10 +287,11 @@ def test_a_reload_is_answered_with_what_has_changed(bench: Bench) -> None:
     bench.send(admin_server.AskSource(4))
     assert bench.receive() == admin_server.Source(4, SettingsSource(sets=["log_level=debug"]))
     settings = Settings(log_level="debug")
-    bench.send(admin_server.Reload(5, settings, True))
+    source = SettingsSource(config="/etc/pipeline.toml")
+    bench.send(admin_server.Reload(5, settings, source, True))
     bench.turn_until(lambda: bench.reloads)
-    (given, is_dry_run, done) = bench.reloads.pop()
-    assert given == settings and is_dry_run
+    (given, given_source, is_dry_run, done) = bench.reloads.pop()
+    assert (given, given_source) == (settings, source) and is_dry_run
     changed = changes(Settings(), settings)
     done(changed, "execute.0 was not restarted: no")
     assert bench.receive() == admin_server.Reloaded(5, changed, "execute.0 was not restarted: no")

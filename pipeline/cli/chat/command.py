@@ -43,7 +43,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
                 own = EmbeddedServer(_own_settings(settings), environ={SERVER_VARIABLE: key})
                 url = _started(own)
                 connection = runner.run(_connect(args, url, None, key))
-            screen.remark(f"{connection.model} at {url} · /help lists commands, Ctrl-D ends")
+            screen.remark(f"{connection.model} at {url} · /help, Ctrl-D ends")
             dialogue = Dialogue(
                 runner, connection, ChatHistory(args.system), _options(args), screen, lambda: _why_gone(own)
             )

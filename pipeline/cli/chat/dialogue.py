@@ -21,7 +21,8 @@ HELP = '''\
 /save FILE     save the conversation, as JSON if the name ends in .json
 /quit          end the chat, like Ctrl-D
 
-A line that ends in \\ continues on the next line. Lines between two """ are one question.
+A line that ends in \\ continues on the next line.
+Lines between two """ are one question.
 Ctrl-C stops an answer.'''
 
 

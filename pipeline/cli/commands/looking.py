@@ -95,7 +95,8 @@ def add_reload(commands: Commands) -> None:
         help="change the settings of a running server",
         description="Read the settings of a running server again, from the file and options that it was started with, "
         "and restart the stages that use those that have changed. Open requests go on. If a setting can't change while "
-        "the server runs, nothing is changed.",
+        "the server runs, nothing is changed. --set changes one setting, also at later reloads; --config names another "
+        "file, in place of all options.",
         allow_abbrev=False,
     )
     add_settings(parser)

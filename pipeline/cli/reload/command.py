@@ -4,7 +4,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from pipeline.cli.commands.settings import load_with_warnings
+import msgspec
+
+from pipeline.cli.commands.settings import load_with_warnings, source_of
 from pipeline.cli.server_choice import choose_server
 from pipeline.errors import UserError
 from pipeline.supervisor.admin_client import Admin
@@ -16,15 +18,15 @@ def run(args: argparse.Namespace) -> int:
     ConfigError."""
     try:
         with Admin(choose_server(args)) as server:
-            source = server.settings_source()
-            if args.config is not None or source is None:
-                if args.config is None:
-                    raise UserError("a program gave this server its settings: name the new ones with --config")
-                settings = load_with_warnings(args.config, args.set)
-            else:
-                path = Path(source.config) if source.config else None
-                settings = load_with_warnings(path, [*source.sets, *args.set], source.flags, source.options)
-            found = server.reload(settings, args.timeout, is_dry_run=args.dry_run)
+            source = source_of(args) if args.config is not None else server.settings_source()
+            if source is None:
+                raise UserError("a program gave this server its settings: name the new ones with --config")
+            # Options win over sets, and later ones over earlier ones.
+            sets = [] if args.config is not None else [(f"--set {text}", text) for text in args.set]
+            source = msgspec.structs.replace(source, options=[*source.options, *sets])
+            path = Path(source.config) if source.config else None
+            settings = load_with_warnings(path, source.sets, source.flags, source.options)
+            found = server.reload(settings, source, args.timeout, is_dry_run=args.dry_run)
     except UserError as error:
         print(f"pipeline reload: error: {error}", file=sys.stderr)
         return 1

@@ -22,7 +22,8 @@ def run(args: argparse.Namespace) -> int:
     if is_selected(args):
         everything, found, silent = found, [stats for stats in found if matches(stats, args)], []
         if not found:
-            print(f"pipeline ps: error: no such server{listed(everything)}", file=sys.stderr)
+            running = f"; running are:{listed(everything)}" if everything else f"; {START_ONE}"
+            print(f"pipeline ps: error: no such server{running}", file=sys.stderr)
             return 1
     if args.json:
         print(msgspec.json.encode([plain(stats) for stats in found]).decode())

@@ -164,8 +164,8 @@ def _stage_view(stage: StageStats, before: StageStats | None, elapsed_s: float) 
 
 def note_of(stage: StageStats) -> str:
     """A stage's work, in a word or two, and how often its process was replaced."""
-    restarts = f"restarted {stage.num_restarts}×" if stage.num_restarts else ""
-    return ", ".join(part for part in (_work_of(stage), restarts) if part)
+    restarts = f"↻{stage.num_restarts}" if stage.num_restarts else ""
+    return " ".join(part for part in (_work_of(stage), restarts) if part)
 
 
 def _work_of(stage: StageStats) -> str:
@@ -179,7 +179,7 @@ def _work_of(stage: StageStats) -> str:
         case ScheduleCounts() as own:
             return f"{own.num_running} running"
         case ExecuteCounts() as own:
-            return f"{own.num_rows} rows"
+            return "1 row" if own.num_rows == 1 else f"{own.num_rows} rows"
         case DetokenizeCounts() as own:
             return f"{own.num_sequences} live"
         case None:

@@ -75,7 +75,9 @@ class Connection:
         try:
             self._socket.connect(self._address)
         except zmq.ZMQError as error:
-            raise ValueError(f"{self._address!r} is not a valid address: {error.strerror}") from error
+            raise ValueError(
+                f"{self._address!r} is not a ZeroMQ address: {error.strerror}; the server's log has it, as zmq=…"
+            ) from error
         self._loop.add_reader(int(self._socket.get(zmq.FD)), self._wake)
         self._loop.add_reader(self._monitor.fileno(), self._watch)
         self._watch()  # the descriptor is edge-triggered: earlier events do not make it readable

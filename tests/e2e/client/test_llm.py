@@ -220,7 +220,7 @@ def test_it_works_inside_a_running_event_loop_as_in_a_notebook(llm: LLM) -> None
         ({"config": "no-such-preset"}, "no-such-preset: no such file, and no preset of that name"),
         ({"gateway": {"zmq": "off"}}, "gateway.zmq: can't be off"),
         ({"address": "ipc://@x", "max_model_len": 8}, "`address` cannot be combined with"),
-        ({"address": "nonsense"}, "address: 'nonsense' is not a valid address"),
+        ({"address": "nonsense"}, "address: 'nonsense' is not a ZeroMQ address"),
     ],
 )
 def test_a_start_that_cannot_succeed_raises_a_clear_error(settings: dict[str, Any], words: str) -> None:
