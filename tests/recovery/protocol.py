@@ -295,7 +295,7 @@ class Server:
             ledger.check_outcomes()
         for name, process in self.processes.items():
             if isinstance(process, ScheduleProcess):
-                process.check_empty(self.num_deaths.get("gateway", 0))
+                process.check_empty(self.num_deaths)
             else:
                 process.check_empty()
             arena = self._stages[name].arrays.arena
