@@ -107,7 +107,7 @@ class Server:
         process: Process
         match stage_name:
             case "gateway":
-                self.ledgers.append(Ledger())
+                self.ledgers.append(Ledger(self.num_deaths))
                 process = GatewayProcess(stage, self.ledgers[-1])
             case "ingest":
                 process = IngestProcess(stage)
@@ -292,10 +292,10 @@ class Server:
         assert sorted(self.processes) == sorted(self._names)
         assert self._recovery.is_over and self._network.num_queued == 0
         for ledger in self.ledgers:
-            ledger.check_outcomes(self.num_deaths.get("execute", 0))
+            ledger.check_outcomes()
         for name, process in self.processes.items():
             if isinstance(process, ScheduleProcess):
-                process.check_empty(self.num_deaths.get("gateway", 0))
+                process.check_empty(self.num_deaths)
             else:
                 process.check_empty()
             arena = self._stages[name].arrays.arena
