@@ -76,13 +76,18 @@ def _table(levels: Sequence[Summary]) -> Table:
     table.add_row("prefill tok/s", *(f"{level.prefill_tokens_per_s:,.0f}" for level in levels))
     for name in ("ttft", "itl", "tpot"):
         spreads: list[Spread] = [getattr(level, f"{name}_ms") for level in levels]
-        table.add_row(f"{name.upper()} p50", *(_number(spread.p50) for spread in spreads))
-        table.add_row(f"{name.upper()} p99", *(_number(spread.p99) for spread in spreads))
+        table.add_row(f"{name.upper()} p50", *(_time(spread.p50) for spread in spreads))
+        table.add_row(f"{name.upper()} p99", *(_time(spread.p99) for spread in spreads))
     return table
 
 
 def _number(value: float) -> str:
     return f"{value:,.1f}" if value < 10_000 else f"{value:,.0f}"
+
+
+def _time(value_ms: float) -> str:
+    """A dash if nothing was measured."""
+    return _number(value_ms) if value_ms else "–"
 
 
 def _title(report: BenchReport) -> str:
