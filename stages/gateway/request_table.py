@@ -36,8 +36,9 @@ from pipeline.stages.gateway.timings import RecentRequests
 from pipeline.text.formats.chat_formats import ChatFormats
 
 FIRST_ATTEMPT = 1
-MAX_REPEATED = 1024
-"""How many `Closed` are sent again after a restart of schedule: more than are sent until a gateway learns of it."""
+MAX_REPEATED = 128
+"""How many `Closed` are sent again after a restart of schedule: more than are sent until a gateway learns of it, and so
+few that they don't fill the queue to schedule, which would refuse new requests for a moment."""
 
 
 class RequestTable:

@@ -105,7 +105,7 @@ class Soak:
                 if self._killer is not None:
                     group.create_task(self._killer.run(end))
             for place, answer in enumerate(expected):  # once more, without other load
-                self._compare(place, answer, await probes.answer(client, place))
+                self._compare(place, answer, await self._accepted_answer(client, place))
 
     async def _load(self, session: aiohttp.ClientSession, client: AsyncClient, end: float) -> None:
         """Keep a changing number of requests in flight. At the end all replies are read."""
@@ -159,6 +159,17 @@ class Soak:
             except (TimeoutError, ConnectionLost) as error:
                 self.faults[f"probe {place}: {str(error) or 'no end in time'}"] += 1
             await asyncio.sleep(pause_s)
+
+    async def _accepted_answer(self, client: AsyncClient, place: int) -> probes.Answer:
+        """The output for a probe, which is sent again while the server refuses it: the last kill may be too recent."""
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                try:
+                    return await probes.answer(client, place)
+                except RequestError as error:
+                    if error.status != OVERLOADED:
+                        raise
+                await asyncio.sleep(AFTER_REFUSAL_S)
 
     def _compare(self, place: int, expected: probes.Answer, found: probes.Answer) -> None:
         self.num_probes += 1
