@@ -71,8 +71,11 @@ def remarks(settings: Settings) -> list[str]:
         )
     if schedule.policy == "longest-prefix-match" and not schedule.prefix_caching:
         found.append("schedule.policy: 'longest-prefix-match' finds nothing without schedule.prefix_caching")
-    if execute.swap_bytes and schedule.preemption == "recompute":
-        found.append("execute.swap_bytes: schedule.preemption is 'recompute', so nothing is swapped")
+    if execute.swap_bytes and schedule.preemption == "recompute" and not schedule.kv_offload:
+        found.append(
+            "execute.swap_bytes: schedule.preemption is 'recompute' and schedule.kv_offload is false, so nothing is "
+            "copied there"
+        )
     if schedule.max_step_ms and schedule.max_step_ms < 1:
         found.append("schedule.max_step_ms: the unit is milliseconds, and few steps take less than one")
     if execute.gpu_memory_utilization != ExecuteSettings().gpu_memory_utilization:

@@ -45,6 +45,14 @@ def create(name: str, num_bytes: int, key: str = "") -> int:
     return fd
 
 
+def create_sparse(name: str, num_bytes: int) -> int:
+    """Create a segment whose pages take memory when they are first written. Returns its descriptor, which is closed on
+    exec. For a segment of which little is used: if memory runs out, the writer is killed."""
+    fd = os.memfd_create(f"pipeline-{name}", os.MFD_CLOEXEC)
+    os.ftruncate(fd, num_bytes)
+    return fd
+
+
 def _too_large(name: str, num_bytes: int, available: int, key: str) -> MemoryError:
     return MemoryError(
         f"cannot reserve {num_bytes / 1024**2:.0f} MiB of shared memory for {name}: only "

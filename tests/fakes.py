@@ -88,7 +88,7 @@ class FakeExecutor:
         copy_s: float = 0.0001,
     ) -> None:
         """`token_s` and `copy_s` are the reported times to compute a token and to copy a block."""
-        self._token_s, self._copy_s = token_s, copy_s
+        self._token_s, self.copy_s = token_s, copy_s
         self.kv = np.full((num_blocks + num_swap_blocks, block_size), EMPTY, np.int64)
         """The blocks of the KV cache, followed by those of swap space."""
         self.num_blocks = num_blocks
@@ -180,9 +180,9 @@ class FakeExecutor:
             generations=put(np.array([self.rows[row].generation for row in sampled], np.uint32)),
             ids=put(np.array(sampled_ids, np.int32)),
             finishes=put(np.array(finishes, np.uint8)),
-            compute_s=0.001 + self._token_s * len(written) + self._copy_s * num_copies,
+            compute_s=0.001 + self._token_s * len(written) + self.copy_s * num_copies,
             wait_s=0.0,
-            copy_s=self._copy_s * num_copies,
+            copy_s=self.copy_s * num_copies,
             records=put(np.frombuffer(b"".join(records), np.uint8)),
             prompt_records=put(np.frombuffer(b"".join(prompt_records), np.uint8)),
             errors=errors,

@@ -65,6 +65,14 @@ class ScheduleSettings(Frozen, frozen=True):
             "what has taken less time so far."
         ),
     ] = "auto"
+    kv_offload: Annotated[
+        bool,
+        Meta(
+            description="Copy full KV blocks to execute.swap_bytes as soon as they are computed. They are found there "
+            "when the KV cache has evicted them, or when the executor has died, and copied back instead of "
+            "computed again."
+        ),
+    ] = True
     max_step_ms: Annotated[
         float,
         Meta(

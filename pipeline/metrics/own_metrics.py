@@ -176,6 +176,18 @@ def kind_metrics(stats: ServerStats) -> Iterator[Metric]:
         schedule,
         lambda c: c.num_blocks_swapped_in,
     )
+    yield counter_by_stage(
+        "pipeline_schedule_blocks_offloaded",
+        "Full KV blocks copied to swap space when they were computed.",
+        schedule,
+        lambda c: c.num_blocks_offloaded,
+    )
+    yield counter_by_stage(
+        "pipeline_schedule_blocks_restored",
+        "Offloaded KV blocks copied back instead of being computed again.",
+        schedule,
+        lambda c: c.num_blocks_restored,
+    )
     swap = GaugeMetricFamily("pipeline_swap_blocks", "Blocks of swap space by state.", labels=["stage", "state"])
     for name, counts in schedule:
         swap.add_metric([name, "free"], counts.num_swap_blocks_free)

@@ -112,6 +112,10 @@ class ScheduleLoad(Part, frozen=True, tag="schedule"):
     num_swap_blocks_total: int = 0
     num_blocks_swapped_out: int = 0
     num_blocks_swapped_in: int = 0
+    num_blocks_offloaded: int = 0
+    """Full blocks that were copied to swap space when they were computed."""
+    num_blocks_restored: int = 0
+    """Those that were copied back instead of computed again."""
     num_forks: int = 0
     """Sequences that started with the keys and values of a sibling's prompt."""
     depth: int = 1

@@ -66,6 +66,11 @@ INSTANT = "pipeline.stages.execute.measuring.instant"
 SWAP = "swap"
 """The segment for KV blocks of preempted sequences. The supervisor creates it; only the executor uses it."""
 SWAP_KEY = "execute.swap_bytes"
+SWAP_INDEX = "swap-index"
+"""The segment for the keys of the blocks in swap space. The supervisor creates it; only schedule uses it."""
+SWAP_BYTES_PER_INDEX_BYTE = 32
+"""A KV block of a real model has far more bytes of swap space than the index has for it; memory that is not used is not
+allocated."""
 
 MESSAGES_PER_REQUEST = 4
 """Maximum number of messages of one open request on one edge: submit, abort, closed, release."""
@@ -145,7 +150,12 @@ def arena_bytes(settings: Settings, name: str) -> int:
 
 def private_segments(settings: Settings, name: str) -> dict[str, int]:
     """Sizes, by name, of the segments that only this stage uses."""
-    return {SWAP: settings.execute.swap_bytes} if name == "execute" and settings.execute.swap_bytes else {}
+    swap_bytes = settings.execute.swap_bytes
+    if name == "execute" and swap_bytes:
+        return {SWAP: swap_bytes}
+    if name == "schedule" and swap_bytes:
+        return {SWAP_INDEX: -(-swap_bytes // SWAP_BYTES_PER_INDEX_BYTE)}
+    return {}
 
 
 def peers_of(stage: StageRow, addresses: dict[str, str], settings: Settings, replica: int = 0) -> list[PeerInbox]:

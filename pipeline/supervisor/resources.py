@@ -67,6 +67,10 @@ class SharedResources:
         self.black_boxes = BlackBoxes(settings)
         self._suspects: dict[str, int | None] = {}
         """The requests that the last process of each stage was working on when it died."""
+        self._settings_of: dict[tuple[str, int], Settings] = {}
+        """What each process was launched with, by name and incarnation."""
+        self._settings_before: dict[str, Settings] = {}
+        """What the process before the newest one of a stage was launched with."""
         self._death_read, self._death_write = os.pipe()
 
     @property
@@ -80,6 +84,8 @@ class SharedResources:
             kv_bytes = kv_bytes_in_ram(self.settings) if with_model else 0
             self.reservation = segment.Reservation(topology.SWAP, num_bytes, topology.SWAP_KEY, kv_bytes)
             self.segments[topology.SWAP] = m.Segment(topology.SWAP, self.reservation.fd, num_bytes, True)
+            for name, size in topology.private_segments(self.settings, "schedule").items():
+                self.segments[name] = m.Segment(name, segment.create_sparse(name, size), size, True)
 
     def create_arenas(self) -> None:
         """Name every stage's inbox, and create the arenas."""
@@ -116,6 +122,7 @@ class SharedResources:
         or `restore`. Raises MemoryError."""
         before = self._channels_of(name)
         self._suspects[name] = None
+        self._settings_before[name] = self._settings_of.get((name, before.incarnation), self.settings)
         self.incarnations[name] = self._last_incarnations.get(name, before.incarnation) + 1
         self._last_incarnations[name] = self.incarnations[name]
         self.addresses[name] = address_of(self.server, name, self.incarnations[name])
@@ -177,7 +184,14 @@ class SharedResources:
             fds.append(self.segments[name].fd)
         peer = m.PeerInbox(name, self.addresses[name] if sends else "", topology.bound_of(self.settings))
         suspect = self._suspects.get(name)
-        return m.PeerRestarted(epoch, peer, self.incarnations[name], rings, arena, suspect), fds
+        restarted = m.PeerRestarted(epoch, peer, self.incarnations[name], rings, arena, suspect)
+        return msgspec.structs.replace(restarted, has_other_settings=self._has_other_settings(name)), fds
+
+    def _has_other_settings(self, name: str) -> bool:
+        """Whether a stage's settings have changed since the process before the newest one was launched."""
+        stage = name.partition(".")[0]
+        before = self._settings_before.get(name, self.settings)
+        return bool(getattr(before, stage) != getattr(self.settings, stage))
 
     def _rings_between(self, name: str, peer: str) -> list[m.Ring]:
         """The rings between two processes, as the first one uses them."""
@@ -192,6 +206,7 @@ class SharedResources:
         """The parameters of a stage's process. The folder of the model is not known yet."""
         name = f"{stage}.{replica}"
         incarnation = self.incarnations.get(name, INCARNATION)
+        self._settings_of[name, incarnation] = self.settings
         return m.Launch(
             stage=stage,
             replica=replica,

@@ -149,10 +149,10 @@ class SequenceLifecycle:
         self.num_preemptions += 1
         (self.waiting if swapped is None else self.swapped).add(sequence)
 
-    def executor_lost(self) -> list[RequestState]:
+    def executor_lost(self, *, keeps_swap: bool) -> list[RequestState]:
         """The executor has died, and with it all KV blocks: running sequences wait to be computed again, in their old
-        order. Those whose KV is in swap space stay swapped. Returns requests that have killed the executor again and
-        again."""
+        order. Those whose KV is in swap space stay swapped if its successor keeps that. Returns requests that have
+        killed the executor again and again."""
         sequences = [sequence for row in self._rows.order.tolist() if (sequence := self._rows.sequences[row])]
         requests = {sequence.request.request_id: sequence.request for sequence in sequences}
         guilty = self.quarantine.died(requests if self._in_flight.steps else ())
@@ -160,13 +160,13 @@ class SequenceLifecycle:
             self._leave(sequence.row, Finish.NONE)
             sequence.num_preemptions += 1
         last_settled = self._in_flight.lost()
-        lost = [one for one in self.swapped if one.swapped is not None and one.swapped.step_id > last_settled]
+        lost = [one for one in self.swapped if not keeps_swap or one.swapped_by > last_settled]
         for sequence in lost:
             assert sequence.swapped is not None
             self.swapped.remove(sequence)
-            self._kv_cache_manager.swap.release(sequence.swapped.blocks)
+            self._kv_cache_manager.release_swapped(sequence.swapped, None)
             sequence.swapped = None
-        self._kv_cache_manager.executor_lost()
+        self._kv_cache_manager.executor_lost(keeps_swap=keeps_swap)
         self.preemptor.reset()
         sequences += [*self.waiting.sequences, *self.held, *lost]
         self.waiting, self.held = WaitingQueue(self._policy, self._long_prompt_tokens), SequenceQueue()
@@ -211,6 +211,7 @@ class SequenceLifecycle:
         self._output_buffer.add_closing(sequence, num_sent, finish)
         self._in_flight.drop_row(row)
         self._kv_cache_manager.release(blocks, self._in_flight.last_in_flight)
+        self._kv_cache_manager.offload.release(sequence)
         return sequence
 
     def check(self, requests: list[RequestState]) -> None:
@@ -228,5 +229,4 @@ class SequenceLifecycle:
                 assert (sequence.swapped is not None) == places[1], "swapped blocks have no sequence in swap space"
                 assert self.parallel_samples.is_parked(sequence) == places[3]
         kept = [sequence.swapped for sequence in self.swapped]
-        blocks = [block for swapped in kept if swapped is not None for block in swapped.blocks]
-        self._kv_cache_manager.swap.check(blocks)
+        self._kv_cache_manager.check([swapped for swapped in kept if swapped is not None])

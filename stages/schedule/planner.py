@@ -51,6 +51,7 @@ class Planner:
     def plan(self) -> m.Step | None:
         """Return the next step, or None if there is nothing to compute now."""
         rows, lifecycle = self._rows, self._lifecycle
+        self._kv_cache_manager.offload.copy_new_blocks(self._in_flight.last_step_id + 1)
         if lifecycle.quarantine.is_active:
             lifecycle.release_held()
         if lifecycle.waiting or lifecycle.swapped or lifecycle.parallel_samples.any_running:

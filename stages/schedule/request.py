@@ -72,6 +72,8 @@ class Sequence(msgspec.Struct, eq=False):
     """Prefix keys of its full blocks, computed on demand."""
     swapped: Swapped | None = None
     """Its KV in swap space, if it was swapped out."""
+    offloaded: list[int] = []
+    """Swap blocks with copies of its first blocks, while it runs."""
     num_preemptions: int = 0
     is_long: bool = False
     """Whether it waits in the queue of long prompts."""
@@ -98,6 +100,11 @@ class Sequence(msgspec.Struct, eq=False):
     """The reason, if it finished with `error`."""
     num_cached: int = 0
     """Prompt ids found in the prefix cache when it first started."""
+
+    @property
+    def swapped_by(self) -> int:
+        """The step that copies it to swap space, if it is swapped out."""
+        return 0 if self.swapped is None else self.swapped.step_id
 
     @property
     def prompt_record_bytes(self) -> int:

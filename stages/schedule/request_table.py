@@ -193,9 +193,9 @@ class RequestStates:
         for request_id in lost:
             self._drop(request_id)
 
-    def executor_lost(self) -> None:
+    def executor_lost(self, *, keeps_swap: bool) -> None:
         """The executor has died. Requests that have killed it again and again fail."""
-        for request in self._lifecycle.executor_lost():
+        for request in self._lifecycle.executor_lost(keeps_swap=keeps_swap):
             for sequence in list(request.open_sequences.values()):
                 sequence.error = EXECUTOR_DIED
                 self._lifecycle.finish(sequence, Finish.ERROR)

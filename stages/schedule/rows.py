@@ -13,6 +13,9 @@ import numpy as np
 from pipeline.stages.schedule.arrays import Int32s, Int64s
 from pipeline.stages.schedule.request import NO_ROW, Order, Sequence
 
+NEVER_REGISTERED = np.iinfo(np.int64).max
+"""`num_registered` of rows whose blocks must never be found in the prefix cache."""
+
 
 class RowTracker:
     """A table of `max_num_seqs` rows; row r is row r of the executor."""
@@ -33,6 +36,8 @@ class RowTracker:
         self.num_blocks: Int64s = np.zeros(max_num_seqs, np.int64)
         self.num_registered: Int64s = np.zeros(max_num_seqs, np.int64)
         """Blocks, counted from the first, that were added to the prefix cache."""
+        self.num_offloaded: Int64s = np.zeros(max_num_seqs, np.int64)
+        """Blocks, counted from the first, that swap space holds too (kv_cache/offload.py)."""
         self.rank: Int64s = np.zeros(max_num_seqs, np.int64)
         """The rank in the sequence's order."""
         self.is_long = np.zeros(max_num_seqs, np.bool_)
@@ -91,6 +96,7 @@ class RowTracker:
         self.num_given[row] = sequence.num_given
         self.num_blocks[row] = len(blocks)
         self.num_registered[row] = num_registered
+        self.num_offloaded[row] = 0
         self.seq[row] = sequence.seq
         self.generation[row] += 1
         self.active[row] = True

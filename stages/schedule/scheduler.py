@@ -10,6 +10,7 @@ It neither sends nor receives; stage.py does. It holds no tensor and imports no 
 """
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -49,7 +50,8 @@ def from_inline(array: Array, dtype: Any) -> "np.ndarray[Any, Any]":
 
 
 class Scheduler:
-    """Connects the parts. `put_for` and `take` move arrays into and out of messages."""
+    """Connects the parts. `put_for` and `take` move arrays into and out of messages; for the others see
+    `KVCacheManager`."""
 
     def __init__(
         self,
@@ -58,6 +60,8 @@ class Scheduler:
         put_for: PutFor = inline,
         take: Take = from_inline,
         num_detokenize: int = 1,
+        index_memory: memoryview | None = None,
+        observe: Callable[[bytes], bytes] = bytes,
     ) -> None:
         put_step = put_for(EXECUTE)
         put_output = [put_for(name) for name in topology.names_of("detokenize", num_detokenize)]
@@ -67,7 +71,7 @@ class Scheduler:
         self.metrics = ScheduleMetrics()
         self.cost_model = StepCostModel()
         self.rows = rows = RowTracker(config.max_num_seqs, config.max_model_len, config.block_size)
-        self.kv_cache_manager = manager = KVCacheManager(config, rows)
+        self.kv_cache_manager = manager = KVCacheManager(config, rows, index_memory, observe)
         self.output_buffer = output_buffer = OutputBuffer(rows, put_output)
         costs = PreemptionCosts(config.preemption, rows, self.cost_model, manager, config.block_size)
         self.lifecycle = lifecycle = SequenceLifecycle(
@@ -94,9 +98,10 @@ class Scheduler:
         """Drop a request that the gateway has closed, and end its open sequences."""
         self._request_table.close(message)
 
-    def executor_lost(self) -> None:
-        """The executor has died: plan again what it had computed. What was settled stays."""
-        self._request_table.executor_lost()
+    def executor_lost(self, *, keeps_swap: bool = True) -> None:
+        """The executor has died: plan again what it had computed. What was settled stays, and so does what is in swap
+        space if `keeps_swap`."""
+        self._request_table.executor_lost(keeps_swap=keeps_swap)
 
     def gateway_lost(self, gateway: int) -> None:
         """A gateway has died: drop its requests."""
@@ -172,10 +177,12 @@ class Scheduler:
             num_preemptions=lifecycle.num_preemptions,
             num_steps=self._in_flight.last_step_id,
             num_swapped=len(lifecycle.swapped),
-            num_swap_blocks_free=manager.swap.num_free,
+            num_swap_blocks_free=manager.swap.num_available,
             num_swap_blocks_total=manager.swap.num_total,
             num_blocks_swapped_out=manager.num_blocks_swapped_out,
             num_blocks_swapped_in=manager.num_blocks_swapped_in,
+            num_blocks_offloaded=manager.offload.num_blocks_offloaded,
+            num_blocks_restored=manager.num_blocks_restored,
             num_forks=manager.num_forks,
         )
 
@@ -198,7 +205,6 @@ class Scheduler:
     def check(self) -> None:
         """Assert every invariant; for tests."""
         rows = self.rows
-        self.kv_cache_manager.check()
         for row in rows.order.tolist():
             assert rows.planned[row] <= rows.known[row] + rows.promised[row] <= rows.limit[row]
         self.lifecycle.check(list(self.requests.values()))

@@ -25,6 +25,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     block_size: int = 16
     prefix_caching: bool = True
     num_swap_blocks: int = 0
+    kv_offload: bool = True
+    """Whether full blocks are copied to swap space at once."""
     policy: PolicyName = "fcfs"
     preemption: PreemptionMode = "auto"
     max_step_s: float = UNLIMITED
@@ -48,6 +50,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
             block_size=facts.block_size,
             prefix_caching=settings.prefix_caching,
             num_swap_blocks=facts.num_swap_blocks,
+            kv_offload=settings.kv_offload,
             policy=settings.policy,
             preemption=settings.preemption,
             max_step_s=settings.max_step_ms / 1000 or UNLIMITED,

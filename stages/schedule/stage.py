@@ -111,6 +111,8 @@ class ScheduleStage:
             put_for=lambda reader: partial(stage.arrays.put, readers=(reader,)),
             take=stage.arrays.take,
             num_detokenize=len(self._detokenize),
+            index_memory=stage.memory(topology.SWAP_INDEX),
+            observe=partial(stage.replay_context.observe, "offloaded", 0),
         )
         stage.control_requests.own_counts = self._counts
         self._openings: list[deque[m.Open | m.Refuse | m.PrefixCacheReset]] = [deque() for _ in self._detokenize]
@@ -176,7 +178,7 @@ class ScheduleStage:
         stage, _, replica = message.peer.name.partition(".")
         match stage:
             case "execute":
-                self._scheduler.executor_lost()
+                self._scheduler.executor_lost(keeps_swap=not message.has_other_settings)
                 self._were_due.clear()
             case "detokenize":
                 # Arrays of openings that were not sent: what came in this wake before this message made them after the

@@ -96,6 +96,7 @@ EFFECTS = {
         "tests/stages/schedule/test_stage.py::test_at_greater_depths_later_steps_are_sent_before_the_first_result"
     ),
     "schedule.policy": f"{SCHEDULE}::test_policy_sets_the_order",
+    "schedule.kv_offload": f"{SCHEDULE}::test_kv_offload_copies_full_blocks_to_swap_space",
     "schedule.preemption": f"{SCHEDULE}::test_preemption_copies_blocks_or_recomputes_them",
     "schedule.max_step_ms": f"{SCHEDULE}::test_max_step_ms_limits_chunks_next_to_a_decoding_sequence",
     "schedule.long_prompt_tokens": f"{SCHEDULE}::test_long_prompt_tokens_sets_which_prompts_are_long",

@@ -26,6 +26,7 @@ from pipeline.runtime.stage import Stage
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.runtime.tracing import Tracer
 
+SWAP_INDEX_BYTES = 4096
 ARENA_BYTES = 16 * 1024
 """So small that some arrays find no room and are sent inline."""
 CLOCK_STEP_S = 0.0001
@@ -59,6 +60,8 @@ class Network:
         """How often an edge that may be full refuses a message."""
         self.segments: dict[str, memoryview] = {}
         """The newest one of each process that has an arena."""
+        self.swap_index = memoryview(bytearray(SWAP_INDEX_BYTES))
+        """The supervisor's; it outlives each scheduler."""
         self._encoder = msgspec.msgpack.Encoder()
 
     def open(self, name: str) -> None:
@@ -233,6 +236,8 @@ class ModelStage(Stage[Any]):
         self._reads = [owner for each in row.reads for owner in topology.replicas_of(settings, each)]
         for owner in self._reads + [name] * row.has_arena:
             self._memories.add(owner, network.segments[owner], network.incarnations[owner])
+        if stage == "schedule":
+            self._memories.add(topology.SWAP_INDEX, network.swap_index)
         self.arrays = Arrays(self._memories, name, incarnation)
 
     def _renew(self, message: m.PeerRestarted) -> None:

@@ -64,6 +64,7 @@ class Server:
                 max_steps_in_flight=rng.choice([1, 2, 3]),
                 policy=rng.choice(["fcfs", "priority", "longest-prefix-match"]),
                 preemption=rng.choice(["auto", "swap", "swap", "recompute"]),
+                kv_offload=rng.choice([True, True, False]),
             ),
         )
         self._facts = m.ExecuteFacts(

@@ -5,11 +5,13 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
 from pipeline.config.settings import ExecuteSettings, GatewaySettings, Settings
 from pipeline.runtime import messages as m
+from pipeline.runtime import topology
 from pipeline.runtime.run_mode import RunMode
 from pipeline.supervisor import planned_restarts
 from pipeline.supervisor.planned_restarts import LAST_WORDS_S, PlannedRestarts
@@ -203,3 +205,55 @@ def test_channels_are_restored_as_they_were(bench: Bench) -> None:
         fds_of = [fd for ring in channels.rings.values() for fd in ring]
         for fd in fds_of + ([channels.segment.fd] if channels.segment is not None else []):
             os.fstat(fd)  # it is open
+
+
+def test_schedule_learns_whether_the_settings_of_the_executor_have_changed() -> None:
+    """If so, what the one before wrote to swap space is of no use."""
+    resources = SharedResources(Settings(), [], [], None)
+
+    def is_told() -> bool:
+        found = resources.restart_of("execute.0", "schedule.0", 1)
+        assert found is not None
+        return found[0].has_other_settings
+
+    def change(**changes: Any) -> None:
+        execute = msgspec.structs.replace(resources.settings.execute, **changes)
+        resources.settings = msgspec.structs.replace(resources.settings, execute=execute)
+
+    try:
+        resources.create_arenas()
+        resources.create_rings()
+        resources.launch("execute", "", [])
+        resources.renew("execute.0")
+        assert not is_told(), "it has died"
+        resources.launch("execute", "", [])
+        change(activations="int8")
+        before = resources.replace("execute.0")
+        resources.launch("execute", "", [])
+        assert is_told(), "its successor takes over"
+        resources.restore(before)
+        resources.renew("execute.0")
+        assert is_told(), "that successor did not start, and then the one before died"
+        resources.launch("execute", "", [])
+        resources.renew("execute.0")
+        assert not is_told()
+    finally:
+        resources.close()
+
+
+def test_the_index_of_swap_space_outlives_a_scheduler() -> None:
+    settings = Settings(execute=ExecuteSettings(swap_bytes=2**26))
+    resources = SharedResources(settings, [], [], None)
+    try:
+        resources.create_arenas()
+        resources.reserve_swap(with_model=False)
+        segments = []
+        for _ in range(2):
+            launch = resources.launch("schedule", "", [])
+            segments += [one for one in launch.segments if one.name == topology.SWAP_INDEX]
+            resources.renew("schedule.0")
+        assert segments == [m.Segment(topology.SWAP_INDEX, segments[0].fd, 2**21, True)] * 2
+        assert os.fstat(segments[0].fd).st_size == 2**21 and os.fstat(segments[0].fd).st_blocks == 0
+        assert topology.SWAP_INDEX not in [one.name for one in resources.launch("execute", "", []).segments]
+    finally:
+        resources.close()

@@ -229,7 +229,7 @@ def test_without_swap_bytes_there_is_no_segment(listener: socket.socket) -> None
     supervisor = supervisor_with(0, listener)
     supervisor._reserve_swap()
     assert supervisor._is_swap_reserved() and topology.SWAP not in supervisor._resources.segments
-    assert topology.private_segments(Settings(), "execute") == {}
+    assert topology.private_segments(Settings(), "execute") == topology.private_segments(Settings(), "schedule") == {}
     supervisor.close()
 
 

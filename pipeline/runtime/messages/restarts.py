@@ -25,3 +25,5 @@ class PeerRestarted(Message, frozen=True, tag="peer_restarted"):
     """The successor's arena, if the receiver reads it."""
     suspect: int | None = None
     """The id of the request that the dead process was working on, if that is known."""
+    has_other_settings: bool = False
+    """Whether settings of its stage have changed since the dead process started."""

@@ -1,4 +1,4 @@
-"""The pool of KV blocks.
+"""A pool of KV blocks: those of the KV cache, or those of swap space.
 
                 take                       release, last reference
       free ───────────► held (1..n refs) ─────────────────────────► free      if it has no key
@@ -56,6 +56,16 @@ class BlockPool:
         self._refs[block] = 1
         return block
 
+    def adopt(self, keys: dict[int, bytes]) -> None:
+        """Let free blocks be found by these keys. If two have the same, either is."""
+        known = {key: block for block, key in keys.items() if key not in self._by_key}
+        blocks = set(known.values()).intersection(self._free)
+        self._free = [block for block in self._free if block not in blocks]
+        for block in blocks:
+            self._keys[block] = keys[block]
+            self._by_key[keys[block]] = block
+            self._cached[block] = None
+
     def find(self, key: bytes) -> int | None:
         """The block with this key."""
         return self._by_key.get(key)
@@ -81,6 +91,15 @@ class BlockPool:
             self._keys[block] = key
             self._by_key[key] = block
 
+    def forget(self, block: int) -> None:
+        """Remove the block's key, if it has one: its content can't be found any more."""
+        if self._keys[block] is None:
+            return
+        self._forget(block)
+        if block in self._cached:
+            del self._cached[block]
+            self._free.append(block)
+
     def release(self, blocks: Iterable[int]) -> None:
         """Drop one reference of each block. Pass a block table from tail to head: blocks released first are evicted
         first, and a prefix is worth more than its continuation."""
@@ -99,6 +118,13 @@ class BlockPool:
         assert not self._retired or self._retired[-1][0] <= step_id
         self._retired.append((step_id, blocks))
         self.num_retired += len(blocks)
+
+    def release_after(self, blocks: list[int], step_id: int | None) -> None:
+        """Release the blocks once `step_id` is settled; with None, at once."""
+        if step_id is None:
+            self.release(blocks)
+        else:
+            self.retire(blocks, step_id)
 
     def retired(self) -> Iterator[list[int]]:
         """The references that steps in flight will release."""

@@ -4,12 +4,14 @@ which copies bring the rest.
     prefix cache      shared blocks that already hold the sequence's first ids
     fork              the prompt's blocks of a running sequence of the same request. All are shared except the block in
                       which the prompt ends: both sequences write to it, so the new one gets a copy (copy on write)
-    swap space        what the sequence had computed before it was preempted, copied back
+    swap space        what the sequence had computed before it was preempted, copied back; or blocks that were in the
+                      prefix cache (offload.py)
 
 A shared block is always full: nothing writes to it again.
 """
 
 from bisect import bisect_left
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -17,14 +19,13 @@ import numpy as np
 from pipeline.stages.schedule.arrays import Int64s
 from pipeline.stages.schedule.kv_cache import prefix
 from pipeline.stages.schedule.kv_cache.block_pool import BlockPool
-from pipeline.stages.schedule.kv_cache.swap import BlockCopies, Swapped, SwapSpace
+from pipeline.stages.schedule.kv_cache.offload import KVOffload
+from pipeline.stages.schedule.kv_cache.offload_index import OffloadIndex
+from pipeline.stages.schedule.kv_cache.swap import BlockCopies, Swapped
 from pipeline.stages.schedule.policies.policy import may_start
 from pipeline.stages.schedule.request import Sequence
-from pipeline.stages.schedule.rows import RowTracker
+from pipeline.stages.schedule.rows import NEVER_REGISTERED, RowTracker
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
-
-NEVER_REGISTERED = np.iinfo(np.int64).max
-"""`num_registered` of rows whose blocks must never be found in the prefix cache."""
 
 
 class ComputedPrefix(msgspec.Struct):
@@ -36,6 +37,8 @@ class ComputedPrefix(msgspec.Struct):
     """Positions whose KV is there, or will be after the step's copies."""
     num_new_blocks: int
     """Blocks to allocate after the shared ones."""
+    offloaded: list[int] = []
+    """Swap blocks that hold what follows the shared blocks."""
     fork_of: int = -1
     """The row that the sequence forks from."""
 
@@ -43,14 +46,27 @@ class ComputedPrefix(msgspec.Struct):
 class KVCacheManager:
     """Owns the block pool, swap space and the copies of the next step."""
 
-    def __init__(self, config: SchedulerConfig, rows: RowTracker) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        rows: RowTracker,
+        index_memory: memoryview | None = None,
+        observe: Callable[[bytes], bytes] = bytes,
+    ) -> None:
+        """`index_memory` holds the index of swap space, perhaps with entries of the process before; `observe` records
+        these for a replay."""
         self.pool = BlockPool(config.num_blocks)
-        self.swap = SwapSpace(config.num_swap_blocks, config.num_blocks)
-        self.copies = BlockCopies()
+        self.swap = BlockPool(config.num_swap_blocks)
+        self.copies = BlockCopies(config.num_blocks)
+        is_on = config.kv_offload and config.prefix_caching
+        index = OffloadIndex(index_memory, config.num_swap_blocks)
+        self.offload = KVOffload(rows, self.swap, self.copies, index, config.block_size, is_on=is_on)
+        if config.num_swap_blocks:
+            self.offload.adopt(observe(index.entries()))
         self._rows = rows
         self._block_size = config.block_size
         self._prefix_caching = config.prefix_caching
-        self.num_blocks_swapped_out = self.num_blocks_swapped_in = self.num_forks = 0
+        self.num_blocks_swapped_out = self.num_blocks_swapped_in = self.num_blocks_restored = self.num_forks = 0
         """Since start."""
 
     def num_blocks_for(self, num_ids: int) -> int:
@@ -74,6 +90,8 @@ class KVCacheManager:
         elif sequence.swapped is not None:
             self._swap_in(sequence.swapped, len(found.blocks), blocks, step_id)
             sequence.swapped = None
+        elif found.offloaded:
+            self._restore(found, blocks, step_id)
         return found, blocks
 
     def demand_of(self, sequence: Sequence) -> "BlockDemand":
@@ -96,10 +114,13 @@ class KVCacheManager:
 
     def _find_cached(self, sequence: Sequence, hits: list[int]) -> ComputedPrefix:
         """In the prefix cache, then in swap space."""
-        num_computed = len(hits) * self._block_size
+        num_new_blocks = self.num_blocks_for(len(sequence.ids)) - len(hits)
         if sequence.swapped is not None:
-            num_computed = max(num_computed, sequence.swapped.num_computed)
-        return ComputedPrefix(hits, num_computed, self.num_blocks_for(len(sequence.ids)) - len(hits))
+            num_computed = max(len(hits) * self._block_size, sequence.swapped.num_computed)
+            return ComputedPrefix(hits, num_computed, num_new_blocks)
+        offloaded = self._offloaded_blocks(sequence, len(hits))
+        num_computed = (len(hits) + len(offloaded)) * self._block_size
+        return ComputedPrefix(hits, num_computed, num_new_blocks, offloaded)
 
     def _find_fork(self, sequence: Sequence, hits: list[int]) -> ComputedPrefix | None:
         """In a running sequence of the same request, if that has more than the prefix cache."""
@@ -114,59 +135,73 @@ class KVCacheManager:
             return None
         num_full = num_computed // self._block_size
         blocks: list[int] = rows.table[ready[0], :num_full].tolist()
-        return ComputedPrefix(blocks, num_computed, self.num_blocks_for(len(sequence.ids)) - num_full, ready[0])
+        num_new_blocks = self.num_blocks_for(len(sequence.ids)) - num_full
+        return ComputedPrefix(blocks, num_computed, num_new_blocks, fork_of=ready[0])
 
     def _copy_fork(self, found: ComputedPrefix, blocks: list[int]) -> None:
         self.num_forks += 1
         num_shared = len(found.blocks)
         if found.num_computed > num_shared * self._block_size:
             source = int(self._rows.table[found.fork_of, num_shared])
-            self.copies.add([source], [blocks[num_shared]], is_fork=True)
+            self.copies.fork(source, blocks[num_shared])
 
     # ----------------------------------------------------------------------------------------------------- swap
 
     def swap_out(self, row: int, num_kept: int, step_id: int) -> Swapped:
-        """List the copies of a row's first `num_kept` positions to swap space, which `step_id` makes. The caller has
-        checked that there is room."""
+        """List the copies of a row's first `num_kept` positions to swap space, which `step_id` makes. Blocks that are
+        there already are kept. The caller has checked that there is room."""
+        sequence = self._rows.sequences[row]
+        assert sequence is not None
         num_blocks = self.num_blocks_for(num_kept)
-        swapped = Swapped(self.swap.take(num_blocks), num_kept, step_id)
-        self.copies.add(self._rows.table[row, :num_blocks].tolist(), swapped.blocks)
-        self.num_blocks_swapped_out += num_blocks
-        return swapped
+        blocks = sequence.offloaded[:num_blocks]
+        for block in blocks:
+            self.swap.hold(block)
+        taken = [self.offload.take_block() for _ in range(num_blocks - len(blocks))]
+        self.copies.out(self._rows.table[row, len(blocks) : num_blocks].tolist(), taken)
+        self.num_blocks_swapped_out += len(taken)
+        return Swapped(blocks + taken, num_kept, step_id)
 
     def _swap_in(self, swapped: Swapped, num_shared: int, blocks: list[int], step_id: int) -> None:
         """List the copies of what is no longer in the prefix cache. The swap blocks are free once the step has run."""
         sources = swapped.blocks[num_shared:]
-        self.copies.add(sources, blocks[num_shared : num_shared + len(sources)])
+        self.copies.back(sources, blocks[num_shared : num_shared + len(sources)])
         self.num_blocks_swapped_in += len(sources)
-        self.swap.retire(swapped.blocks, step_id)
+        self.swap.retire(swapped.blocks[::-1], step_id)
+
+    def _restore(self, found: ComputedPrefix, blocks: list[int], step_id: int) -> None:
+        """List the copies of what was found in swap space, and hold it there until they are made."""
+        num_shared, num_restored = len(found.blocks), len(found.offloaded)
+        for block in found.offloaded:
+            self.swap.hold(block)
+        self.copies.back(found.offloaded, blocks[num_shared : num_shared + num_restored])
+        self.num_blocks_restored += num_restored
+        self.swap.retire(found.offloaded[::-1], step_id)
 
     # -------------------------------------------------------------------------------------------------- release
 
     def release(self, blocks: list[int], step_id: int | None) -> None:
         """Release a row's blocks, the tail first, once `step_id`, the last step that names them, is settled. With None,
         release them at once."""
-        if step_id is None:
-            self.pool.release(blocks)
-        else:
-            self.pool.retire(blocks, step_id)
+        self.pool.release_after(blocks, step_id)
 
     def release_swapped(self, swapped: Swapped, step_id: int | None) -> None:
         """Release the swap blocks of a sequence that ended in swap space. Copies into them may still be in flight, but
         run before any later ones."""
-        if step_id is None:
-            self.swap.release(swapped.blocks)
-        else:
-            self.swap.retire(swapped.blocks, step_id)
+        self.swap.release_after(swapped.blocks[::-1], step_id)
 
     def settle(self, step_id: int) -> None:
         """Release what was retired until this step."""
         self.pool.settle(step_id)
         self.swap.settle(step_id)
+        self.offload.settle(step_id)
 
-    def executor_lost(self) -> None:
-        """The executor has died with all KV blocks. No row holds any, and what is in swap space stays."""
+    def executor_lost(self, *, keeps_swap: bool) -> None:
+        """The executor has died with all KV blocks. No row holds any, and what is in swap space stays, unless its
+        successor can't use that."""
         self.copies.take()
+        self.offload.executor_lost()
+        if not keeps_swap:
+            self.offload.reset()
         self.pool.settle_all()
         self.swap.settle_all()
         self.pool.forget_all()
@@ -196,6 +231,7 @@ class KVCacheManager:
     def reset_prefix_cache(self) -> int:
         """Empty the prefix cache, and keep what running rows compute out of it. Returns how many blocks it held."""
         self._rows.num_registered[self._rows.order] = NEVER_REGISTERED
+        self.offload.reset()
         return self.pool.forget_all()
 
     def _register_row(self, row: int, num_full: int) -> None:
@@ -231,10 +267,17 @@ class KVCacheManager:
             hits.append(block)
         return hits
 
-    def check(self) -> None:
-        """Assert every invariant; for tests."""
+    def _offloaded_blocks(self, sequence: Sequence, num_hits: int) -> list[int]:
+        """The swap blocks that hold what follows a sequence's first `num_hits` blocks."""
+        if not self._prefix_caching or sequence.request.needs_full_prefill:
+            return []
+        return self.offload.find(self._keys_of(sequence)[num_hits:])
+
+    def check(self, swapped: list[Swapped]) -> None:
+        """Assert every invariant; for tests. `swapped` are all sequences in swap space."""
         rows, pool = self._rows, self.pool
         pool.check()
+        self._check_swap(swapped)
         num_held = 0
         for row in rows.order.tolist():
             assert rows.num_blocks[row] * self._block_size >= rows.planned[row], f"row {row} lacks a block"
@@ -243,6 +286,17 @@ class KVCacheManager:
             num_held += len(table)
         assert num_held + pool.num_retired == sum(map(pool.num_refs, range(pool.num_total))), (
             "a reference has no holder"
+        )
+
+    def _check_swap(self, swapped: list[Swapped]) -> None:
+        self.swap.check()
+        num_held = sum(len(one.blocks) for one in swapped)
+        for row in self._rows.order.tolist():
+            sequence = self._rows.sequences[row]
+            assert sequence is not None and len(sequence.offloaded) == self._rows.num_offloaded[row]
+            num_held += len(sequence.offloaded)
+        assert num_held + self.swap.num_retired == sum(map(self.swap.num_refs, range(self.swap.num_total))), (
+            "a reference to a swap block has no holder"
         )
 
 

@@ -14,14 +14,16 @@ from types import MappingProxyType
 
 from pipeline.stages.schedule.arrays import Ids
 
+KEY_BYTES = 16
+
 NO_EXTRAS: Mapping[int, bytes] = MappingProxyType({})
 
 
 def root(salt: str = "", adapter: str = "") -> bytes:
-    """The key in front of the first block's: 16 bytes."""
+    """The key in front of the first block's: `KEY_BYTES` bytes."""
     parts = [part.encode("utf-8", "surrogatepass") for part in (salt, adapter)]
     framed = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
-    return blake2b(framed, digest_size=16, person=b"prefix root").digest()
+    return blake2b(framed, digest_size=KEY_BYTES, person=b"prefix root").digest()
 
 
 ROOT = root()
@@ -29,7 +31,7 @@ ROOT = root()
 
 def unique_root(root: bytes, request_id: int) -> bytes:
     """A root that only this request has."""
-    return blake2b(root + request_id.to_bytes(8, "little"), digest_size=16, person=b"prefix apart").digest()
+    return blake2b(root + request_id.to_bytes(8, "little"), digest_size=KEY_BYTES, person=b"prefix apart").digest()
 
 
 def extend(
@@ -51,5 +53,5 @@ def extend(
         part = data[place * width : (place + 1) * width]
         if extras:
             part += extras.get(place, b"")
-        key = blake2b(key + part, digest_size=16).digest()
+        key = blake2b(key + part, digest_size=KEY_BYTES).digest()
         keys.append(key)

@@ -1,15 +1,9 @@
-"""Swap space, which holds KV blocks of preempted sequences, and the copies between it and the KV cache.
+"""Copies between the KV cache and swap space, and within the KV cache.
 
-               take                       retire                    its step is settled
-      free ───────────► held by a ────────────────────► retired ────────────────────────► free
-                        swapped sequence
-
-Swap block i has the id `num_blocks` + i, so a copy is a pair of ids whichever memory they are in. A step makes its
-copies in list order, after all computation of earlier steps and before its own. Swap-outs are listed first, so the plan
-that empties a block can allocate it again.
+Swap block i has the id `num_blocks` + i in a copy, so a copy is a pair of ids whichever memory they are in. A step
+makes its copies in list order, after all computation of earlier steps and before its own. Copies out of the KV cache
+are listed first, so the plan that empties a block can allocate it again.
 """
-
-from collections import deque
 
 import msgspec
 
@@ -21,65 +15,19 @@ class Swapped(msgspec.Struct, frozen=True):
     """The KV of a sequence that was swapped out."""
 
     blocks: list[int]
-    """Swap blocks in the order of positions."""
+    """Blocks of swap space, in the order of positions."""
     num_computed: int
     """Positions whose KV they hold."""
     step_id: int = 0
     """The step that copies it there."""
 
 
-class SwapSpace:
-    """Owns the state of each swap block."""
-
-    def __init__(self, num_blocks: int, first_id: int) -> None:
-        self.num_total = num_blocks
-        self._free = list(range(first_id + num_blocks - 1, first_id - 1, -1))
-        self._retired: deque[tuple[int, list[int]]] = deque()
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    @property
-    def free(self) -> frozenset[int]:
-        """The free blocks; for tests."""
-        return frozenset(self._free)
-
-    def take(self, num_blocks: int) -> list[int]:
-        """Take free swap blocks. The caller has checked that there are enough."""
-        return [self._free.pop() for _ in range(num_blocks)]
-
-    def release(self, blocks: list[int]) -> None:
-        self._free += blocks
-        assert len(self._free) <= self.num_total, "a swap block is released twice"
-
-    def retire(self, blocks: list[int], step_id: int) -> None:
-        """Release the blocks once `step_id`, which copies from them, is settled. Step ids must not decrease."""
-        assert not self._retired or self._retired[-1][0] <= step_id
-        self._retired.append((step_id, blocks))
-
-    def settle(self, step_id: int) -> None:
-        """Release what was retired until `step_id`."""
-        while self._retired and self._retired[0][0] <= step_id:
-            self.release(self._retired.popleft()[1])
-
-    def settle_all(self) -> None:
-        """Release all that was retired."""
-        if self._retired:
-            self.settle(self._retired[-1][0])
-
-    def check(self, held: list[int]) -> None:
-        """Assert that each block is free, retired or among `held`, and only there; for tests."""
-        retired = [block for _, blocks in self._retired for block in blocks]
-        everywhere = sorted(self._free + retired + held)
-        assert len(everywhere) == self.num_total, "a swap block is lost, or there twice"
-        assert len(set(everywhere)) == self.num_total, "a swap block is in two states"
-
-
 class BlockCopies:
     """The copies of the next step, and the measured time of one copy."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_swap_id: int) -> None:
+        """`first_swap_id` is the id of swap block 0."""
+        self._first_swap_id = first_swap_id
         self._sources: list[int] = []
         self._targets: list[int] = []
         self.has_forks = False
@@ -93,11 +41,23 @@ class BlockCopies:
         its time."""
         return 0 if self.has_forks else len(self._sources)
 
-    def add(self, sources: list[int], targets: list[int], is_fork: bool = False) -> None:
-        self.has_forks |= is_fork
-        assert len(sources) == len(targets)
-        self._sources += sources
-        self._targets += targets
+    def out(self, blocks: list[int], swap_blocks: list[int]) -> None:
+        """Copy blocks of the KV cache to swap space."""
+        assert len(blocks) == len(swap_blocks)
+        self._sources += blocks
+        self._targets += [self._first_swap_id + block for block in swap_blocks]
+
+    def back(self, swap_blocks: list[int], blocks: list[int]) -> None:
+        """Copy blocks of swap space to the KV cache."""
+        assert len(blocks) == len(swap_blocks)
+        self._sources += [self._first_swap_id + block for block in swap_blocks]
+        self._targets += blocks
+
+    def fork(self, source: int, target: int) -> None:
+        """Copy a block within the KV cache."""
+        self.has_forks = True
+        self._sources.append(source)
+        self._targets.append(target)
 
     def take(self) -> tuple[list[int], list[int]]:
         """Take what was added since the last call: sources and targets."""

@@ -10,6 +10,7 @@ import numpy as np
 from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import prompt_record_bytes, record_bytes
 from pipeline.runtime.messages import Finish
+from pipeline.stages.schedule.kv_cache.prefix import KEY_BYTES
 from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from tests.fakes import FakeExecutor, expected, inline, record
@@ -23,7 +24,9 @@ class Bench:
 
     def __init__(self, config: SchedulerConfig, depth: int, num_detokenize: int = 1, copy_s: float = 0.0001) -> None:
         self.num_detokenize = num_detokenize
-        self.scheduler = Scheduler(config, num_detokenize=num_detokenize)
+        self.index = bytearray(KEY_BYTES * config.num_swap_blocks)
+        """The index of swap space; it outlives the scheduler."""
+        self.scheduler = Scheduler(config, num_detokenize=num_detokenize, index_memory=memoryview(self.index))
         self.executor = FakeExecutor(config.num_blocks, num_swap_blocks=config.num_swap_blocks, copy_s=copy_s)
         self.depth = depth
         self.steps: deque[m.Step] = deque()
@@ -127,11 +130,36 @@ class Bench:
         pool = self.scheduler.kv_cache_manager.pool
         for blocks in self.tables:
             assert all(pool.num_refs(block) > 0 for block in blocks), "a step in flight uses a block that was released"
-        swap = self.scheduler.kv_cache_manager.swap
+        swap, first_swap_id = self.scheduler.kv_cache_manager.swap, pool.num_total
         for step in self.steps:
-            assert swap.free.isdisjoint(np.frombuffer(inline(step.copy_sources), np.int32).tolist()), (
-                "a step in flight copies from a swap block that is free"
-            )
+            for source in np.frombuffer(inline(step.copy_sources), np.int32).tolist():
+                assert source < first_swap_id or swap.num_refs(source - first_swap_id) > 0, (
+                    "a step in flight copies from a swap block that is free"
+                )
+
+    def lose_executor(self, num_run: int, *, keeps_swap: bool = True) -> None:
+        """The executor dies when it has run `num_run` of the steps in flight, which nobody hears of."""
+        for step in list(self.steps)[:num_run]:
+            self.executor.run(step)
+        self.steps.clear()
+        self.tables.clear()
+        self.in_rows.clear()
+        swap = self.executor.kv[self.executor.num_blocks :].copy()
+        self.executor = FakeExecutor(self.executor.num_blocks, num_swap_blocks=len(swap), copy_s=self.executor.copy_s)
+        self.executor.kv[self.executor.num_blocks :] = swap
+        self.scheduler.executor_lost(keeps_swap=keeps_swap)
+
+    def successor(self) -> "Bench":
+        """A scheduler that takes the place of this one, which has died, with the same executor."""
+        bench = Bench(self.scheduler.config, self.depth, self.num_detokenize, self.executor.copy_s)
+        while self.steps:
+            self.executor.run(self.steps.popleft())
+        bench.executor.kv[:] = self.executor.kv
+        bench.index[:] = self.index
+        bench.scheduler = Scheduler(
+            self.scheduler.config, num_detokenize=self.num_detokenize, index_memory=memoryview(bench.index)
+        )
+        return bench
 
     def report(self, sent: bool = True) -> None:
         """Send to every replica of detokenize, or find each of their edges full."""

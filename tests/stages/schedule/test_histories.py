@@ -29,6 +29,7 @@ class Histories(RuleBasedStateMachine):
         prefix_caching=st.booleans(),
         num_detokenize=st.integers(1, 3),
         num_swap_blocks=st.sampled_from([0, 3, 30]),
+        kv_offload=st.booleans(),
         preemption=st.sampled_from(["auto", "swap", "recompute"]),
         policy=st.sampled_from(list(POLICIES)),
         copy_s=st.sampled_from([0.0001, 0.02]),
@@ -44,6 +45,7 @@ class Histories(RuleBasedStateMachine):
         prefix_caching: bool,
         num_detokenize: int,
         num_swap_blocks: int,
+        kv_offload: bool,
         preemption: PreemptionMode,
         policy: PolicyName,
         copy_s: float,
@@ -58,6 +60,7 @@ class Histories(RuleBasedStateMachine):
                 max_num_batched_tokens=budget,
                 prefix_caching=prefix_caching,
                 num_swap_blocks=num_swap_blocks,
+                kv_offload=kv_offload,
                 preemption=preemption,
                 policy=policy,
                 max_step_s=bounds_s[0],
@@ -69,6 +72,7 @@ class Histories(RuleBasedStateMachine):
             copy_s,
         )
         self.known: list[int] = []
+        self.num_deaths = 0
 
     @rule(
         prompt=PROMPTS,
@@ -142,6 +146,12 @@ class Histories(RuleBasedStateMachine):
     @rule()
     def answer(self) -> None:
         self.bench.answer()
+
+    @precondition(lambda self: self.num_deaths < 2)  # a third one may end requests (quarantine.py)
+    @rule(num_run=st.integers(0, 4), keeps_swap=st.sampled_from([True, True, False]))
+    def lose_executor(self, num_run: int, keeps_swap: bool) -> None:
+        self.num_deaths += 1
+        self.bench.lose_executor(num_run, keeps_swap=keeps_swap)
 
     @rule(sent=st.booleans(), replica=st.integers(0, 2))
     def report(self, sent: bool, replica: int) -> None:

@@ -93,6 +93,7 @@ def test_every_limit_comes_from_the_settings() -> None:
         prefix_caching=False,
         policy="priority",
         preemption="swap",
+        kv_offload=False,
         max_step_ms=125.0,
         long_prompt_tokens=300,
         long_prompt_max_slowdown=3.5,
@@ -110,6 +111,7 @@ def test_every_limit_comes_from_the_settings() -> None:
         "block_size": 32,
         "prefix_caching": False,
         "num_swap_blocks": 5,
+        "kv_offload": False,
         "policy": "priority",
         "preemption": "swap",
         "max_step_s": 0.125,
@@ -207,6 +209,16 @@ def test_preemption_auto_selects_the_faster_mode() -> None:
         stage.rig.until(lambda load: load.num_running + load.num_waiting == 2)
         stage.until_idle()
         assert stage.num_copies > 0
+
+
+@pytest.mark.parametrize("kv_offload", [True, False])
+def test_kv_offload_copies_full_blocks_to_swap_space(kv_offload: bool) -> None:
+    facts = msgspec.structs.replace(FACTS, num_blocks=10, max_model_len=128, num_swap_blocks=16)
+    with around(facts, 2**20, kv_offload=kv_offload) as stage:
+        stage.admit(1, range(60), max_tokens=20)
+        stage.rig.until(lambda load: load.num_running + load.num_waiting == 1)
+        stage.until_idle()
+        assert stage.num_copies == (4 if kv_offload else 0)
 
 
 @pytest.mark.parametrize(("max_step_ms", "num_tokens"), [(0.0, 255), (40.0, 38), (80.0, 78)])

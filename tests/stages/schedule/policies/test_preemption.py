@@ -37,7 +37,7 @@ def test_swapped_sequences_resume_with_the_same_ids_and_nothing_is_recomputed(de
     bench.check_outputs()
     load = bench.scheduler.load()
     assert load.num_preemptions > 0
-    assert 0 < load.num_blocks_swapped_in <= load.num_blocks_swapped_out
+    assert 0 < load.num_blocks_swapped_in <= load.num_blocks_swapped_out + load.num_blocks_offloaded
     assert caching or load.num_blocks_swapped_in == load.num_blocks_swapped_out
     assert len(bench.finished) == 4
     # Each computes its prompt and all outputs except the last. A resumed one also computes its last id again, and at

@@ -1,0 +1,152 @@
+"""Copies full KV blocks to swap space as soon as they are computed (write-through), so that swap space is a second
+level of the prefix cache.
+
+A block there has the same key as in the KV cache (prefix.py). It survives when memory is short and the KV cache evicts
+it, and when the executor or this process dies: swap space and the index of it (offload_index.py) belong to the
+supervisor. What starts later and has the same ids copies it back instead of computing it.
+
+    KV cache    registered in plan N, computed until step N
+                    │
+                    └──► copied by step N + 1, before it computes ──► found by its key, from plan N + 1 on
+
+Running sequences hold their blocks in swap space too, so only those of other sequences are evicted. If there is no
+room, the rest of a sequence is not copied. SGLang's hierarchical cache has the same write-through policy, for eviction.
+"""
+
+from collections import deque
+
+import numpy as np
+
+from pipeline.stages.schedule.kv_cache import prefix
+from pipeline.stages.schedule.kv_cache.block_pool import BlockPool
+from pipeline.stages.schedule.kv_cache.offload_index import OffloadIndex, unpacked
+from pipeline.stages.schedule.kv_cache.swap import BlockCopies
+from pipeline.stages.schedule.request import Sequence
+from pipeline.stages.schedule.rows import NEVER_REGISTERED, RowTracker
+
+MAX_COPIES = 32
+"""Blocks that one step copies at most: a long prompt must not delay the step after it. Later steps copy the rest."""
+
+
+class KVOffload:
+    """Decides what is copied to swap space, and finds it there. Swap space is shared with swapped sequences."""
+
+    def __init__(
+        self,
+        rows: RowTracker,
+        swap: BlockPool,
+        copies: BlockCopies,
+        index: OffloadIndex,
+        block_size: int,
+        *,
+        is_on: bool,
+    ) -> None:
+        """If it is not on, nothing is copied."""
+        self._rows = rows
+        self._swap = swap
+        self._copies = copies
+        self._index = index
+        self._block_size = block_size
+        self._is_on = is_on and swap.num_total > 0
+        self._in_flight: deque[tuple[int, int, bytes]] = deque()
+        """Copies that may not be made yet: the step that makes them, the swap block and its key."""
+        self.num_blocks_offloaded = 0
+        """Since start."""
+        if not self._is_on:
+            index.clear_all()
+
+    def adopt(self, entries: bytes) -> None:
+        """Let the blocks be found that are in the index of the process before. Call it before anything is planned."""
+        if self._is_on:
+            self._swap.adopt(dict(unpacked(entries)))
+
+    def take_block(self) -> int:
+        """A block of swap space, held once. The caller has checked that one is available."""
+        block = self._swap.take()
+        self._index.clear(block)
+        return block
+
+    def copy_new_blocks(self, step_id: int) -> None:
+        """List the copies that `step_id` makes: of the registered blocks of all rows, as far as they are not in swap
+        space. The plan of `step_id` must not have changed any row yet: then all registered blocks are computed before
+        it."""
+        if not self._is_on:
+            return
+        rows = self._rows
+        order = rows.order
+        registered = rows.num_registered[order]
+        lacking = (registered > rows.num_offloaded[order]) & (registered < NEVER_REGISTERED)
+        if not np.count_nonzero(lacking):
+            return
+        num_left = MAX_COPIES
+        for row in order[lacking].tolist():
+            num_left -= self._offload(row, num_left, step_id)
+            if not num_left:
+                break
+
+    def _offload(self, row: int, max_copies: int, step_id: int) -> int:
+        """Hold the swap blocks of a row's registered blocks, and copy those that are not there. Returns the number of
+        copies."""
+        rows, swap = self._rows, self._swap
+        sequence = rows.sequences[row]
+        assert sequence is not None
+        sources: list[int] = []
+        targets: list[int] = []
+        num_registered = int(rows.num_registered[row])
+        # The keys of blocks that a fork shares may not be computed yet.
+        prefix.extend(sequence.keys, rows.ids[row], num_registered, self._block_size, sequence.request.root)
+        for place in range(len(sequence.offloaded), num_registered):
+            key = sequence.keys[place]
+            block = swap.find(key)
+            if block is not None:
+                swap.hold(block)
+            elif len(sources) < max_copies and swap.num_available:
+                block = self.take_block()
+                swap.register(block, key)
+                self._in_flight.append((step_id, block, key))
+                sources.append(int(rows.table[row, place]))
+                targets.append(block)
+            else:
+                break
+            sequence.offloaded.append(block)
+        rows.num_offloaded[row] = len(sequence.offloaded)
+        self._copies.out(sources, targets)
+        self.num_blocks_offloaded += len(sources)
+        return len(sources)
+
+    def release(self, sequence: Sequence) -> None:
+        """Release the swap blocks of a sequence that leaves its row. They can be found until they are evicted."""
+        if sequence.offloaded:
+            self._swap.release(reversed(sequence.offloaded))
+            sequence.offloaded = []
+
+    def find(self, keys: list[bytes]) -> list[int]:
+        """The swap blocks with these keys, up to the first that is not there."""
+        found: list[int] = []
+        if self._is_on:
+            for key in keys:
+                block = self._swap.find(key)
+                if block is None:
+                    break
+                found.append(block)
+        return found
+
+    def settle(self, step_id: int) -> None:
+        """The copies until this step are made."""
+        while self._in_flight and self._in_flight[0][0] <= step_id:
+            _, block, key = self._in_flight.popleft()
+            if self._swap.find(key) == block:  # it may have been evicted already
+                self._index.set(block, key)
+
+    def executor_lost(self) -> None:
+        """Forget the blocks whose copies may not have been made."""
+        for _, block, key in self._in_flight:
+            if self._swap.find(key) == block:
+                self._swap.forget(block)
+        self._in_flight.clear()
+
+    def reset(self) -> None:
+        """Let nothing be found that is there now."""
+        self._swap.forget_all()
+        self._index.clear_all()
+        self._in_flight.clear()
