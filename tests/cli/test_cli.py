@@ -246,6 +246,7 @@ VLLM_OPTIONS = {
     "--ssl-ca-certs=ca.pem --ssl-certfile=a.pem": ("gateway.ssl_ca_certs", "ca.pem"),
     "--ssl-certfile=a.pem": ("gateway.ssl_certfile", "a.pem"),
     "--ssl-keyfile=a.key --ssl-certfile=a.pem": ("gateway.ssl_keyfile", "a.key"),
+    "--kv-offloading-size=0.25": ("execute.swap_bytes", 2**28),
     "--swap-space=0.5": ("execute.swap_bytes", 2**29),
     "--tool-call-parser=llama3_json": ("chat.tool_call_parser", "llama3"),
     "--uvicorn-log-level=warning": ("log_level", "warning"),

@@ -161,6 +161,7 @@ def test_each_number_of_rows_has_its_bucket() -> None:
 def test_swapping_and_forks_are_counted() -> None:
     swapping = {"num_swapped": 2, "num_swap_blocks_free": 6, "num_swap_blocks_total": 8}
     since_start = {"num_blocks_swapped_out": 12, "num_blocks_swapped_in": 10, "num_forks": 5}
+    since_start |= {"num_blocks_offloaded": 30, "num_blocks_restored": 20}
     samples = read(server(stage("schedule.0", schedule(**swapping, **since_start))))
     assert value(samples, "vllm:num_requests_swapped") == 2
     assert value(samples, "vllm:cpu_cache_usage_perc") == 0.25
@@ -169,6 +170,8 @@ def test_swapping_and_forks_are_counted() -> None:
     assert value(samples, "pipeline_schedule_blocks_swapped_out_total", stage="schedule.0") == 12
     assert value(samples, "pipeline_schedule_blocks_swapped_in_total", stage="schedule.0") == 10
     assert value(samples, "pipeline_schedule_forks_total", stage="schedule.0") == 5
+    assert value(samples, "pipeline_schedule_blocks_offloaded_total", stage="schedule.0") == 30
+    assert value(samples, "pipeline_schedule_blocks_restored_total", stage="schedule.0") == 20
 
 
 def test_open_tokens_are_shown_with_their_limit() -> None:

@@ -108,7 +108,7 @@ STATS = ServerStats(
     16,
     2048,
 )
-LOAD = m.ScheduleLoad(1, 2, 3, 4, 5, 12, 6, 7, 8, 9, 10, 1, 2, 3, 4, 5, 6, 2)
+LOAD = m.ScheduleLoad(1, 2, 3, 4, 5, 12, 6, 7, 8, 9, 10, 1, 2, 3, 4, 5, 7, 8, 6, 2)
 FAILURE = m.Failure(400, "too long", "messages", "context_length_exceeded")
 REQUEST_ID = 0xFEDCBA9876543210
 

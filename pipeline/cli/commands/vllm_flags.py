@@ -23,6 +23,7 @@ AS_SETTINGS = {
     "--generation-config": "generation_config=FOLDER",
     "--gpu-memory-utilization": "execute.gpu_memory_utilization=SHARE",
     "--kv-cache-memory-bytes": "execute.kv_cache_bytes=BYTES",
+    "--kv-offloading-size": "execute.swap_bytes=BYTES",
     "--long-prefill-token-threshold": "schedule.long_prompt_tokens=N",
     "--max-logprobs": "limits.max_logprobs=N",
     "--max-model-len": "max_model_len=N",
@@ -174,7 +175,7 @@ def _converter(flag: str, form: str) -> Callable[[str], str]:
             raise argparse.ArgumentTypeError(f"{text} is not supported: use bfloat16 or float32")
         if flag == "--max-logprobs" and text == "-1":
             raise argparse.ArgumentTypeError(f"-1, vLLM's 'no limit', is not supported: use 0 to {MAX_LOGPROBS}")
-        if flag == "--swap-space":  # in GiB
+        if flag in ("--swap-space", "--kv-offloading-size"):  # in GiB
             return str(_count(f"{text}G"))
         return str(_count(text)) if form in ("N", "BYTES") else text
 

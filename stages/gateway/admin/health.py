@@ -89,6 +89,8 @@ def body_of(health: m.Health | None, status: str, reason: str | None, num_open: 
             "preemptions": load.num_preemptions,
             "blocks_swapped_out": load.num_blocks_swapped_out,
             "blocks_swapped_in": load.num_blocks_swapped_in,
+            "blocks_offloaded": load.num_blocks_offloaded,
+            "blocks_restored": load.num_blocks_restored,
             "forks": load.num_forks,
             "steps": load.num_steps,
         }

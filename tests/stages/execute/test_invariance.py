@@ -157,6 +157,7 @@ def test_preempted_and_swapped_in(
         "prefix_caching": prefix_caching,
         "max_num_batched_tokens": max_num_batched_tokens,
         "preemption": "swap",
+        "kv_offload": False,
     }
     load = run(machine, Pair(machine.runner(FEW, num_swap_blocks), depth, **limits), make_requests())
     assert load.num_preemptions > 0 and load.num_blocks_swapped_out > 0
@@ -165,6 +166,24 @@ def test_preempted_and_swapped_in(
     else:
         assert load.num_blocks_swapped_in == load.num_blocks_swapped_out
     assert load.num_swap_blocks_free == load.num_swap_blocks_total == num_swap_blocks
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+@pytest.mark.parametrize("num_swap_blocks", [200, 20])
+def test_offloaded_and_restored(machine: Machine, depth: int, preemption: str, num_swap_blocks: int) -> None:
+    """Each prompt comes again when the KV cache has evicted its blocks, with swap space for all blocks, and for few."""
+    requests = [
+        Request(request.prompt, request.max_tokens, request.seed, at_step=at_step)
+        for at_step in (0, 150)
+        for request in make_requests()
+    ]
+    limits: dict[str, Any] = {"max_num_batched_tokens": 96, "preemption": preemption}
+    load = run(machine, Pair(machine.runner(FEW, num_swap_blocks), depth, **limits), requests)
+    assert load.num_preemptions > 0
+    assert load.num_blocks_offloaded > 0
+    assert num_swap_blocks == 20 or load.num_blocks_restored > 0
+    assert load.num_swap_blocks_free == load.num_swap_blocks_total
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -181,6 +200,7 @@ def test_samples_that_fork_from_one_prompt(
     sampled_texts = {tuple(text) for request in requests if request.seed != GREEDY for text in alone(machine, request)}
     assert len(sampled_texts) == sum(request.n for request in requests if request.seed != GREEDY)
     limits: dict[str, Any] = {"prefix_caching": prefix_caching, "max_num_batched_tokens": 96, "preemption": "swap"}
+    limits["kv_offload"] = False
     if not memory[1]:
         limits["preemption"] = "recompute"
     load = run(machine, Pair(machine.runner(*memory), depth, **limits), requests)
@@ -193,11 +213,11 @@ def test_samples_that_fork_from_one_prompt(
 @pytest.mark.parametrize(
     "rules",
     [
-        {"policy": "priority", "preemption": "swap"},
+        {"policy": "priority", "preemption": "swap", "kv_offload": False},
         {"policy": "priority", "preemption": "recompute"},
         {"policy": "longest-prefix-match", "preemption": "auto"},
         {"preemption": "auto", "long_prompt_tokens": 50, "long_prompt_max_slowdown": 1.5},
-        {"preemption": "swap", "max_step_s": 1e-6},
+        {"preemption": "swap", "kv_offload": False, "max_step_s": 1e-6},
     ],
     ids=lambda rules: ", ".join(map(str, rules.values())),
 )
@@ -264,6 +284,7 @@ def test_sampling_features_work_the_same_in_any_batch(machine: Machine, depth: i
     either mode."""
     requests = make_requests_with_features()
     limits: dict[str, Any] = {"max_num_batched_tokens": 96, "preemption": "swap" if memory[1] else "recompute"}
+    limits["kv_offload"] = False
     pair = Pair(machine.runner(*memory), depth, **limits)
     load = run(machine, pair, requests)
     assert (load.num_preemptions > 0) == (memory[0] == FEW)

@@ -10,7 +10,7 @@ from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import CHAT, END, FACTS, Gate, ends_with_an_error, events_of, read_until
 
 STREAM = CHAT | {"stream": True}
-LOAD = m.ScheduleLoad(1, 2, 3, 4, 5, 12, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17)
+LOAD = m.ScheduleLoad(1, 2, 3, 4, 5, 12, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19)
 
 
 class TestBeforeStart:
@@ -52,7 +52,7 @@ class TestHealth:
             "swapped": 11,
             "kv_blocks": {"free": 3, "cached": 4, "held": 5, "total": 12},
             "swap_blocks": {"free": 12, "total": 13},
-            "depth": 17,
+            "depth": 19,
             "counters": {
                 "prompt_tokens": 6,
                 "cached_tokens": 7,
@@ -60,7 +60,9 @@ class TestHealth:
                 "preemptions": 9,
                 "blocks_swapped_out": 14,
                 "blocks_swapped_in": 15,
-                "forks": 16,
+                "blocks_offloaded": 16,
+                "blocks_restored": 17,
+                "forks": 18,
                 "steps": 10,
             },
             "open_requests": 0,
