@@ -66,7 +66,7 @@ INSTANT = "pipeline.stages.execute.measuring.instant"
 SWAP = "swap"
 """The segment for KV blocks of preempted sequences. The supervisor creates it; only the executor uses it."""
 SWAP_KEY = "execute.swap_bytes"
-SWAP_INDEX = "swap-index"
+OFFLOAD_INDEX = "offload-index"
 """The segment for the keys of the blocks in swap space. The supervisor creates it; only schedule uses it."""
 SWAP_BYTES_PER_INDEX_BYTE = 32
 """A KV block of a real model has far more bytes of swap space than the index has for it; memory that is not used is not
@@ -154,7 +154,7 @@ def private_segments(settings: Settings, name: str) -> dict[str, int]:
     if name == "execute" and swap_bytes:
         return {SWAP: swap_bytes}
     if name == "schedule" and swap_bytes:
-        return {SWAP_INDEX: -(-swap_bytes // SWAP_BYTES_PER_INDEX_BYTE)}
+        return {OFFLOAD_INDEX: -(-swap_bytes // SWAP_BYTES_PER_INDEX_BYTE)}
     return {}
 
 

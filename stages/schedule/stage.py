@@ -111,7 +111,7 @@ class ScheduleStage:
             put_for=lambda reader: partial(stage.arrays.put, readers=(reader,)),
             take=stage.arrays.take,
             num_detokenize=len(self._detokenize),
-            index_memory=stage.memory(topology.SWAP_INDEX),
+            index_memory=stage.memory(topology.OFFLOAD_INDEX),
             observe=partial(stage.replay_context.observe, "offloaded", 0),
         )
         stage.control_requests.own_counts = self._counts

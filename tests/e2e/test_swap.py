@@ -1,7 +1,9 @@
 """A real server with swap space: ownership, log and metrics, and too little memory."""
 
 import json
+import os
 import re
+import signal
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -44,6 +46,17 @@ def counted(server: Server, name: str) -> int:
         found = re.findall(rf"^{name}(?:{{.*}})? (\S+)$", response.read().decode(), re.MULTILINE)
     assert len(found) == 1, f"{name}: {found}"
     return int(float(found[0]))
+
+
+def counters(health: dict[str, Any]) -> dict[str, int]:
+    found: dict[str, int] = health["counters"]
+    return found
+
+
+def reset_prefix_cache(server: Server) -> None:
+    request = urllib.request.Request(f"{server.url}/reset_prefix_cache", method="POST")
+    with urllib.request.urlopen(request, timeout=30) as response:
+        assert response.status == 200
 
 
 def test_a_server_that_swaps_returns_the_texts_of_each_request_alone(tiny_model: Path) -> None:
@@ -103,3 +116,21 @@ def test_swap_space_below_one_block_is_a_clear_error(tiny_model: Path) -> None:
         assert "execute.swap_bytes is 100, but one block of 16 tokens of this model takes" in line
         assert server.process.wait(20) == 1
         assert "Traceback" not in server.log()
+
+
+def test_after_a_death_of_schedule_or_execute_the_blocks_of_running_sequences_are_copied_back(tiny_model: Path) -> None:
+    prompts = [[3 + (7 * i + 11 * place) % 500 for place in range(60)] for i in range(8)]
+    with Server(*sets(tiny_model, "8MiB", "auto"), "schedule.kv_offload=true", "execute.kv_cache_bytes=8MiB") as server:
+        alone = [complete(server, prompt, 190)["choices"] for prompt in prompts]
+        for stage in ("execute", "schedule", "execute"):
+            reset_prefix_cache(server)
+            num_offloaded = counters(server.health())["blocks_offloaded"] + 5 * len(prompts)
+            with ThreadPoolExecutor(len(prompts)) as clients:
+                together = [clients.submit(complete, server, prompt, 190) for prompt in prompts]
+                server.until(lambda health: counters(health)["blocks_offloaded"] > num_offloaded)  # noqa: B023
+                num_restored = counters(server.health())["blocks_restored"] if stage == "execute" else 0
+                pids = {one["name"]: one["pid"] for one in server.health()["stages"]}
+                os.kill(pids[f"{stage}.0"], signal.SIGKILL)
+                assert [one.result()["choices"] for one in together] == alone
+            assert counters(server.until_idle())["blocks_restored"] > num_restored + 3 * len(prompts)
+        assert server.stop() == 0

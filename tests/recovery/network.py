@@ -26,7 +26,7 @@ from pipeline.runtime.stage import Stage
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.runtime.tracing import Tracer
 
-SWAP_INDEX_BYTES = 4096
+OFFLOAD_INDEX_BYTES = 4096
 ARENA_BYTES = 16 * 1024
 """So small that some arrays find no room and are sent inline."""
 CLOCK_STEP_S = 0.0001
@@ -60,7 +60,7 @@ class Network:
         """How often an edge that may be full refuses a message."""
         self.segments: dict[str, memoryview] = {}
         """The newest one of each process that has an arena."""
-        self.swap_index = memoryview(bytearray(SWAP_INDEX_BYTES))
+        self.offload_index = memoryview(bytearray(OFFLOAD_INDEX_BYTES))
         """The supervisor's; it outlives each scheduler."""
         self._encoder = msgspec.msgpack.Encoder()
 
@@ -237,7 +237,7 @@ class ModelStage(Stage[Any]):
         for owner in self._reads + [name] * row.has_arena:
             self._memories.add(owner, network.segments[owner], network.incarnations[owner])
         if stage == "schedule":
-            self._memories.add(topology.SWAP_INDEX, network.swap_index)
+            self._memories.add(topology.OFFLOAD_INDEX, network.offload_index)
         self.arrays = Arrays(self._memories, name, incarnation)
 
     def _renew(self, message: m.PeerRestarted) -> None:

@@ -250,10 +250,10 @@ def test_the_index_of_swap_space_outlives_a_scheduler() -> None:
         segments = []
         for _ in range(2):
             launch = resources.launch("schedule", "", [])
-            segments += [one for one in launch.segments if one.name == topology.SWAP_INDEX]
+            segments += [one for one in launch.segments if one.name == topology.OFFLOAD_INDEX]
             resources.renew("schedule.0")
-        assert segments == [m.Segment(topology.SWAP_INDEX, segments[0].fd, 2**21, True)] * 2
+        assert segments == [m.Segment(topology.OFFLOAD_INDEX, segments[0].fd, 2**21, True)] * 2
         assert os.fstat(segments[0].fd).st_size == 2**21 and os.fstat(segments[0].fd).st_blocks == 0
-        assert topology.SWAP_INDEX not in [one.name for one in resources.launch("execute", "", []).segments]
+        assert topology.OFFLOAD_INDEX not in [one.name for one in resources.launch("execute", "", []).segments]
     finally:
         resources.close()

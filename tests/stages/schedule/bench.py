@@ -138,7 +138,7 @@ class Bench:
                 )
 
     def lose_executor(self, num_run: int, *, keeps_swap: bool = True) -> None:
-        """The executor dies when it has run `num_run` of the steps in flight, which nobody hears of."""
+        """The executor dies when it has run `num_run` of the steps in flight; their results are lost."""
         for step in list(self.steps)[:num_run]:
             self.executor.run(step)
         self.steps.clear()
