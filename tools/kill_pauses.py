@@ -2,6 +2,7 @@
 
     python -m tools.kill_pauses                        10 servers; on each, every stage is killed once
     python -m tools.kill_pauses --rounds 2 --streams 8
+    python -m tools.kill_pauses --restart              `pipeline restart` instead of a kill
 
 Every server gets each kill once, because the second restart of a stage within a minute is delayed. Streams have prompts
 of different texts, and each has about --tokens tokens behind it when a stage dies. Per kill:
@@ -25,6 +26,7 @@ import signal
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Awaitable, Callable
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -93,7 +95,8 @@ async def _round(server: Served, args: argparse.Namespace, number: int) -> dict[
             ]
             try:
                 await _until(lambda streams=streams: min(len(one.at_s) for one in streams) >= args.tokens, running)
-                found[stage] = await _kill(server, session, stage, streams, running, seed)
+                end = _restart if args.restart else _kill
+                found[stage] = await _measure(server, session, stage, streams, running, seed, end)
             finally:
                 for task in running:
                     task.cancel()
@@ -104,22 +107,34 @@ async def _round(server: Served, args: argparse.Namespace, number: int) -> dict[
     return found
 
 
-async def _kill(
+async def _kill(server: Served, stage: str) -> None:
+    os.kill(server.pids[f"{stage}.0"], signal.SIGKILL)
+
+
+async def _restart(server: Served, stage: str) -> None:
+    command = (sys.executable, "-m", "pipeline", "restart", stage, "--url", server.url)
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL)
+    if await process.wait():
+        raise UserError(f"'pipeline restart {stage}' has failed")
+
+
+async def _measure(
     server: Served,
     session: aiohttp.ClientSession,
     stage: str,
     streams: list[Stream],
     running: list["asyncio.Task[None]"],
     seed: str,
+    end: Callable[[Served, str], Awaitable[None]],
 ) -> dict[str, float]:
+    """End a stage, and see how long the streams wait."""
     found: dict[str, float] = {}
     if stage == "ingest":
         found["TTFT quiet"] = await _first_tokens(session, f"{seed}/before")
     else:
         await asyncio.sleep(QUIET_S)
-    pid = server.pids[f"{stage}.0"]
     killed_s = time.perf_counter()
-    os.kill(pid, signal.SIGKILL)
+    await end(server, stage)
     if stage == "ingest":
         found["TTFT"] = await _first_tokens(session, f"{seed}/after")
     await _until(lambda: all(one.at_s[-1] > killed_s + IN_FLIGHT_S for one in streams), running)
@@ -174,6 +189,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--streams", type=types.positive, default=32, metavar="N", help="by default %(default)s")
     parser.add_argument("--tokens", type=types.positive, default=128, metavar="N", help="by default %(default)s")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the server")
+    parser.add_argument("--restart", action="store_true", help="restart the stages on purpose")
     parser.add_argument("--json", metavar="FILE", help="write all values to this file")
     args = parser.parse_args(arguments)
     return exit_code("kill_pauses", lambda: run(args))
