@@ -4,12 +4,11 @@ Sources override the defaults in order: the file, `--set section.key=value`, the
 (`--port`). Each source is checked by itself, so that an error can name it; all problems are reported at once.
 """
 
-import difflib
 import math
 import re
 import tomllib
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import msgspec
 from msgspec import inspect
 
 from pipeline.config import rules
+from pipeline.config.closest import closest
 from pipeline.config.keys import Key, needs, sections
 from pipeline.config.renamed import RENAMED, new_value, warning_of, warning_of_value
 from pipeline.config.settings import Settings
@@ -100,10 +100,8 @@ def find(path: Path) -> Path:
         raise ConfigError([f"{path}: can't be read: {error.strerror}"]) from error
     if str(path) in known:
         return known[str(path)]
-    hint = _closest(str(path), known)
-    raise ConfigError(
-        [f"{path}: no such file, and no preset of that name{hint}; presets are {', '.join(known)}"],
-    )
+    hint = closest(str(path), known) or "."
+    raise ConfigError([f"{path}: no such file, and no preset of that name{hint} Presets are {', '.join(known)}."])
 
 
 def _parse(file: Path) -> dict[str, Any]:
@@ -185,18 +183,13 @@ class _Tree:
         if is_table:
             section, name = dotted, ""
         if section not in self._sections:
-            return f"there is no section [{section}]{_closest(section, self._sections) or self._same(name)}"
-        return f"{dotted}: there is no such key{self._same(name) or _closest(dotted, self._keys)}"
+            return f"there is no section [{section}]{closest(section, self._sections) or self._same(name)}"
+        return f"{dotted}: there is no such key{self._same(name) or closest(dotted, self._keys)}"
 
     def _same(self, name: str) -> str:
         """Keys of this name in other sections."""
         places = [dotted for dotted in self._keys if dotted.rpartition(".")[2] == name]
         return f"; did you mean {' or '.join(places)}?" if places else ""
-
-
-def _closest(word: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, [name for name in known if name], n=1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _with_origin(problem: str, given: Given) -> str:

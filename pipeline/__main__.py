@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from pipeline.cli.commands import bench, cache, chat, check_model, config, looking, profile, recording, serve
 from pipeline.cli.commands.vllm_flags import dashed, hint
+from pipeline.config.closest import closest
 from pipeline.config.load import ConfigError
 from pipeline.version import VERSION
 
@@ -46,8 +47,21 @@ class _Parser(argparse.ArgumentParser):
             args = dashed(args)
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint(unknown) if self.takes_settings else ''}")
+            advice = (hint(unknown) if self.takes_settings else "") or self._closest_options(unknown)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{advice}")
         return found, unknown
+
+    def _closest_options(self, unknown: Sequence[str]) -> str:
+        known = [name for action in self._actions for name in action.option_strings if action.help != argparse.SUPPRESS]
+        return "".join(closest(word.partition("=")[0], known) for word in unknown if word.startswith("--"))
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """As argparse, but name the closest choice."""
+        if action.choices is not None and value not in action.choices:
+            choices = [str(choice) for choice in action.choices]
+            raise argparse.ArgumentError(
+                action, f"invalid choice: {value!r}{closest(str(value), choices)} (choose from {', '.join(choices)})"
+            )
 
     @property
     def takes_settings(self) -> bool:

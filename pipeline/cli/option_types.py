@@ -34,6 +34,11 @@ def port(text: str) -> int:
     return value
 
 
+def local_url(text: str) -> str:
+    """The address of a server at a port of this machine."""
+    return f"http://127.0.0.1:{port(text)}"
+
+
 def api_key(text: str) -> str:
     if not text.isprintable():
         # The key is not shown, because it is a secret.

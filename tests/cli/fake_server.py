@@ -19,6 +19,8 @@ class FakeServer:
     "refuse" (503), "drop" (the connection ends without an answer), "cut" (ends after a word) or "error" (an error
     event).
 
+    With an `api_key`, other requests than those to /health need it.
+
     `num_unhealthy` requests to /health get 503 before the first 200.
     """
 
@@ -27,6 +29,7 @@ class FakeServer:
         fails: Callable[[dict[str, Any], int], str | None] = lambda body, number: None,
         port: int = 0,
         num_unhealthy: int = 0,
+        api_key: str = "",
     ) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.max_open = 0
@@ -37,6 +40,7 @@ class FakeServer:
         """The usage that whole answers report instead of the real counts."""
         self.num_unhealthy = num_unhealthy
         self._fails = fails
+        self._api_key = api_key
         self._port = port
         self._open = 0
         self._started = threading.Event()
@@ -85,6 +89,8 @@ class FakeServer:
         return web.Response(status=503 if self.num_unhealthy >= 0 else 200)
 
     async def _models(self, request: web.Request) -> web.Response:
+        if self._api_key and request.headers.get("authorization") != f"Bearer {self._api_key}":
+            return web.json_response({"error": {"message": "Invalid API key"}}, status=401)
         return web.json_response(self.models)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:

@@ -52,6 +52,21 @@ def test_a_number_of_requests_is_sent_and_measured(capsys: pytest.CaptureFixture
     assert len({body["messages"][0]["content"] for body in streamed}) == len(streamed)
 
 
+def test_a_missing_api_key_is_an_error_that_says_how_to_give_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PIPELINE_API_KEY", raising=False)
+    with FakeServer(api_key="sk-1") as server:
+        short = ("--num-requests=1", "--concurrency=1", "--temperature=0", "--output-tokens=1", "--prompt-words=3")
+        port = server.url.rpartition(":")[2]
+        assert main(["bench", "--port", port, *short]) == 1
+        assert capsys.readouterr().err == (
+            f"pipeline bench: error: {server.url}/v1/models answered 401: Invalid API key; give the server's API key "
+            "with --api-key, or set PIPELINE_API_KEY\n"
+        )
+        assert main(["bench", "--port", port, "--api-key=sk-1", *short]) == 0
+
+
 def test_all_streams_fill_the_time_window(capsys: pytest.CaptureFixture[str]) -> None:
     with FakeServer() as server:
         code, report, _ = bench(

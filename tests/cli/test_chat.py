@@ -226,6 +226,8 @@ def test_a_missing_server_is_a_clear_error() -> None:
             ("--url", "http://x", "--set", "gateway.port=1"),
             "--url: --config and --set are for a server that this command starts",
         ),
+        (("--port", "0"), "--port: needs a whole number of at least 1, got '0'"),
+        (("--port", "8000", "--url", "http://x"), "not allowed with argument --port"),
         (("--url", "localhost"), "--url: needs http:// or https:// in front, got 'localhost'"),
         (("--temperature", "3"), "--temperature: needs a number from 0 to 2, got '3'"),
         (("--top-p", "0"), "--top-p: needs a number above 0 and at most 1, got '0'"),

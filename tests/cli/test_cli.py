@@ -178,8 +178,13 @@ def test_config_check_reports_every_error(tmp_path: Path, capsys: pytest.Capture
     ("argv", "words"),
     [
         ([], "the following arguments are required: COMMAND"),
-        (["sreve"], "invalid choice: 'sreve'"),
-        (["serve", "--prot", "1"], "unrecognized arguments: --prot (see pipeline serve --help)"),
+        (["sreve"], "invalid choice: 'sreve'; did you mean serve? (choose from serve, chat,"),
+        (["xyzzy"], "invalid choice: 'xyzzy' (choose from serve, chat,"),
+        (["serve", "--prot", "1"], "unrecognized arguments: --prot; did you mean --port? (see pipeline serve"),
+        (
+            ["serve", "--modle=x"],
+            "unrecognized arguments: --modle=x; did you mean --model? (see pipeline serve --help)",
+        ),
         (["serve", "a", "b"], "unrecognized arguments: b (see pipeline serve --help)"),
         (["config", "show", "--x"], "unrecognized arguments: --x (see pipeline config show --help)"),
         (["--x", "serve"], "unrecognized arguments: --x (see pipeline --help)"),

@@ -240,7 +240,7 @@ def test_a_folder_is_rejected(tmp_path: Path) -> None:
 def test_an_unknown_preset_is_an_error_that_lists_the_presets() -> None:
     (problem,) = problems_of(Path("thruput"))
     assert problem.startswith(
-        "thruput: no such file, and no preset of that name; did you mean throughput?; presets are "
+        "thruput: no such file, and no preset of that name; did you mean throughput? Presets are "
     )
     assert all(name in problem for name in presets())
 

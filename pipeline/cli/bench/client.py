@@ -11,6 +11,8 @@ import orjson
 from pipeline.cli.bench.tally import Tally, error_text
 from pipeline.cli.no_server import no_server
 
+UNAUTHORIZED = 401
+KEY_ADVICE = "give the server's API key with --api-key, or set PIPELINE_API_KEY"
 MAX_SHOWN_BYTES = 300
 
 
@@ -72,7 +74,7 @@ class BenchClient:
                         tally.feed(blob, perf_counter())
                     tally.end(perf_counter())
                 else:
-                    tally.error = f"{response.status}: {message_of(await response.read())}"
+                    tally.error = f"{response.status}: {refusal_of(response.status, await response.read())}"
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             tally.error = reason_of(error)
         return RequestResult(
@@ -107,7 +109,7 @@ class BenchClient:
             async with self._session.request(method, url, data=data) as response:
                 body = await response.read()
                 if response.status != 200:
-                    raise ServerError(f"{url} answered {response.status}: {message_of(body)}")
+                    raise ServerError(f"{url} answered {response.status}: {refusal_of(response.status, body)}")
                 return orjson.loads(body)
         except aiohttp.ClientConnectorError as error:
             raise ServerError(no_connection(self._base, error)) from error
@@ -133,6 +135,11 @@ def base_of(url: str) -> str:
     """The base URL of the API; `url` may or may not end in `/v1`."""
     url = url.rstrip("/")
     return url if url.endswith("/v1") else f"{url}/v1"
+
+
+def refusal_of(status: int, body: bytes) -> str:
+    """The message of an error reply, or the start of its body, with advice if an API key is wrong or missing."""
+    return message_of(body) + (f"; {KEY_ADVICE}" if status == UNAUTHORIZED else "")
 
 
 def message_of(body: bytes) -> str:

@@ -55,11 +55,15 @@ SHARED = Preset((16,), Length(650, "words"), Length(600, "words"), 64)
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `pipeline bench`."""
     server = parser.add_argument_group("server")
-    server.add_argument(
+    where = server.add_mutually_exclusive_group()
+    where.add_argument(
         "--url",
         type=types.http_url,
         default="http://127.0.0.1:8000",
         help="base URL of the server; by default %(default)s",
+    )
+    where.add_argument(
+        "--port", dest="url", type=types.local_url, metavar="PORT", help="the server at this port of this machine"
     )
     server.add_argument("--model", default="auto", help="model name; by default the first in the server's list")
     server.add_argument(

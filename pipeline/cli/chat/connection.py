@@ -7,7 +7,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from pipeline.cli.bench.client import MAX_SHOWN_BYTES, base_of, message_of, no_connection, reason_of
+from pipeline.cli.bench.client import MAX_SHOWN_BYTES, base_of, no_connection, reason_of, refusal_of
 from pipeline.cli.bench.tally import error_text
 from pipeline.cli.chat.conversation import Turn
 
@@ -71,7 +71,7 @@ class ChatConnection:
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise AnswerError(f"{url} can't be reached: {reason_of(error)}", is_gone=True) from error
         if response.status != 200:
-            raise AnswerError(f"{url} answered {response.status}: {message_of(body)}")
+            raise AnswerError(f"{url} answered {response.status}: {refusal_of(response.status, body)}")
         match _json(body):
             case {"data": [{"id": str() as model}, *_]}:
                 self.model = model
@@ -153,7 +153,7 @@ def _refusal(status: int, body: bytes) -> AnswerError:
     if isinstance(parsed, dict) and isinstance(parsed.get("error"), dict):
         code = parsed["error"].get("code")
     return AnswerError(
-        f"the server answered {status}: {message_of(body)}", code=code if isinstance(code, str) else None
+        f"the server answered {status}: {refusal_of(status, body)}", code=code if isinstance(code, str) else None
     )
 
 
