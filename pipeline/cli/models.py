@@ -142,7 +142,12 @@ def _print(models: Models) -> None:
     if models.served:
         served = _table("model", "address", "max length", "state")
         for server in models.served:
-            served.add_row(server.model or "…", server.address, f"{server.max_model_len:,}", server.state)
+            served.add_row(
+                server.model or "…",
+                server.address,
+                f"{server.max_model_len:,}" if server.max_model_len else "…",
+                server.state,
+            )
         console.print(served)
     else:
         console.print(f"no server is running; {START_ONE}")

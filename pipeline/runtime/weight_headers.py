@@ -34,6 +34,11 @@ class WeightFacts(msgspec.Struct, frozen=True):
     format: str
     """The format of most weights: such as Q8_0, BF16."""
 
+    @property
+    def has_gguf_blocks(self) -> bool:
+        """Whether `format` is a block format of GGUF."""
+        return self.format.lower() in BLOCK_BYTES
+
 
 def weight_facts(paths: Iterable[Path]) -> WeightFacts:
     """Read the headers. Raises OSError and msgspec.DecodeError, or ValueError if a header is too long."""

@@ -159,7 +159,8 @@ def of_validation(error: msgspec.ValidationError, kind: Any = None, body: bytes 
     if match := _INVALID_TAG.fullmatch(problem):
         return invalid(param or None, f"{subject}: {shown(match[1])} is not supported by this server", "unsupported")
     if match := _BOUND.fullmatch(problem):
-        return invalid(param or None, f"{subject} must be {_words(match[1])} {match[2]}", "invalid_value")
+        bounds = match[2] if kind is None else _ranges(kind).get(param, match[2])
+        return invalid(param or None, f"{subject} must be {_words(match[1])} {bounds}", "invalid_value")
     return invalid(param or None, f"{subject}: {problem[:1].lower()}{problem[1:]}", "invalid_value")
 
 
@@ -174,6 +175,34 @@ def _literals(kind: Any) -> dict[str, list[str]]:
             inner = one.type if isinstance(one, types.Metadata) else one
             if isinstance(inner, types.LiteralType):
                 found[field.encode_name] = [str(value) for value in inner.values]
+    return found
+
+
+_MAX_SHOWN = 2**31
+"""A bound this large only protects the server: it is named only to who exceeds it."""
+
+
+@functools.cache
+def _ranges(kind: Any) -> dict[str, str]:
+    """Both bounds of numeric fields that have two, of a struct and of the structs in it, by the field's path: msgspec
+    names only the one that is missed."""
+    info = types.type_info(kind)
+    assert isinstance(info, types.StructType)
+    return _ranges_in(info, "", nested=True)
+
+
+def _ranges_in(info: types.StructType, prefix: str, *, nested: bool) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for field in info.fields:
+        for one in field.type.types if isinstance(field.type, types.UnionType) else (field.type,):
+            inner = one.type if isinstance(one, types.Metadata) else one
+            if isinstance(inner, (types.IntType, types.FloatType)):
+                limits = ((">=", inner.ge), (">", inner.gt), ("<=", inner.le), ("<", inner.lt))
+                bounds = [f"{sign} {limit:g}" for sign, limit in limits if limit is not None and limit < _MAX_SHOWN]
+                if len(bounds) > 1:
+                    found[prefix + field.encode_name] = " and ".join(bounds)
+            elif isinstance(inner, types.StructType) and nested:
+                found |= _ranges_in(inner, f"{prefix}{field.encode_name}.", nested=False)
     return found
 
 

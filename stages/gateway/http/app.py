@@ -37,7 +37,7 @@ from pipeline.stages.gateway.http.guard import current_scope
 from pipeline.stages.gateway.http.routes import ROUTES, Route
 from pipeline.stages.gateway.http.server_header import set_server
 from pipeline.stages.gateway.infill.parsing import parse_infill
-from pipeline.stages.gateway.ollama.errors import is_ollama
+from pipeline.stages.gateway.ollama.errors import is_ollama, not_found_advice
 from pipeline.stages.gateway.ollama.handlers import OllamaApi
 from pipeline.stages.gateway.page import files
 from pipeline.stages.gateway.parsing import parse, request_ids
@@ -385,7 +385,8 @@ async def _format_errors(request: web.Request, handler: Handler) -> web.StreamRe
         message = f"{request.method} is not allowed for {shown(request.path)}"
         return error_response(request, ApiError(refusal.status, message), {"Allow": refusal.headers["Allow"]})
     except web.HTTPNotFound as refusal:
-        return error_response(request, ApiError(refusal.status, f"Not found: {request.method} {shown(request.path)}"))
+        message = f"Not found: {request.method} {shown(request.path)}{not_found_advice(request.path)}"
+        return error_response(request, ApiError(refusal.status, message))
     except web.HTTPException as refusal:
         return error_response(request, ApiError(refusal.status, refusal.text or refusal.reason))
 

@@ -6,11 +6,20 @@ from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.ollama.types import OllamaErrorBody
 
 PREFIX = "/api/"
+MANAGEMENT = ("/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete", "/api/blobs")
+"""Routes of Ollama's API that download or change models."""
 
 
 def is_ollama(path: str) -> bool:
     """Whether a path belongs to Ollama's API."""
     return path.startswith(PREFIX)
+
+
+def not_found_advice(path: str) -> str:
+    """What to do instead of a request to a route that is not there; empty for most."""
+    if not path.startswith(MANAGEMENT):
+        return ""
+    return ". This server can't download or change models: choose the model when you start it, `pipeline serve MODEL`"
 
 
 def error_json(error: ApiError) -> bytes:

@@ -64,6 +64,7 @@ def shown_model(model: ServedModel, facts: WeightFacts, started_s: float) -> Oll
 def _details(model: ServedModel, facts: WeightFacts) -> OllamaModelDetails:
     family = model.config.architecture
     return OllamaModelDetails(
+        format="gguf" if facts.has_gguf_blocks else "safetensors",
         family=family,
         families=[family],
         parameter_size=_short(facts.num_parameters),

@@ -103,7 +103,7 @@ class OllamaEmbeddingsReply(msgspec.Struct):
 
 class OllamaModelDetails(msgspec.Struct, kw_only=True):
     parent_model: str = ""
-    format: str = "safetensors"
+    format: Annotated[str, Meta(description='"gguf" if most weights have a block format of GGUF, else "safetensors".')]
     family: Annotated[str, Meta(description="The architecture.")]
     families: list[str]
     parameter_size: Annotated[str, Meta(description='Such as "134.5M".')]

@@ -61,6 +61,9 @@ FAILURES: tuple[type[Exception], ...] = (
 )
 
 
+OFFLINE_ADVICE = "; models on this machine need no connection: use a folder or a .gguf file as model"
+
+
 class Snapshot(msgspec.Struct, frozen=True):
     """A commit's files in the cache."""
 
@@ -81,7 +84,7 @@ def fetch(source: HubSource, progress: Progress) -> Snapshot:
         if may_be_cached and (cached := _cached(source)) is not None and _is_complete(cached.folder):
             progress.say(f"{words}: using commit {cached.commit[:12]} from the cache")
             return cached
-        raise ModelError(words) from error
+        raise ModelError(words + (OFFLINE_ADVICE if isinstance(error, TRANSPORT) else "")) from error
     except OSError as error:
         if error.errno in UNWRITABLE:
             raise ModelError(

@@ -136,6 +136,6 @@ def test_errors_are_the_client_s_exceptions(client: ollama.Client, server: Serve
             assert error.value.status_code == status
     with pytest.raises(ollama.ResponseError, match="fill-in-the-middle"):
         client.generate(MODEL, "def f(", suffix="return 1")
-    with pytest.raises(ollama.ResponseError, match="Not found: POST /api/pull"):
+    with pytest.raises(ollama.ResponseError, match=r"Not found: POST /api/pull\. This server can.t download"):
         client.pull(MODEL)
     server.until_idle()

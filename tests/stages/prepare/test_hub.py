@@ -216,6 +216,7 @@ def test_the_error_for_a_missing_model_names_it(machine: Machine, hub: FakeHub) 
     port = closed_port()
     line = machine.fail("org/tiny", HF_ENDPOINT=port)
     assert f"cannot download org/tiny: {port} is not reachable" in line
+    assert "use a folder or a .gguf file as model" in line
     line = machine.fail("org/tiny", HF_HUB_OFFLINE="1")
     assert f"HF_HUB_OFFLINE is set, and org/tiny is not in {machine.home / 'hf' / 'hub'}" in line
     hub.status = 500

@@ -273,7 +273,7 @@ class TestErrors:
         assert result.headers["Content-Type"].startswith("application/json")
         assert result.json() == {
             "error": {
-                "message": "'temperature' must be a number <= 2.0",
+                "message": "'temperature' must be a number >= 0 and <= 2",
                 "type": "invalid_request_error",
                 "param": "temperature",
                 "code": "invalid_value",

@@ -64,7 +64,7 @@ def test_an_invocation_for_embeddings(gate: Gate) -> None:
         ({}, "'messages' (a chat), 'prompt' (completions) and 'input' (embeddings)"),
         ({"model": MODEL, "text": "x"}, "must have one of"),
         ({"messages": []}, "messages"),
-        ({"prompt": "x", "temperature": 9}, "'temperature' must be a number <= 2.0"),
+        ({"prompt": "x", "temperature": 9}, "'temperature' must be a number >= 0 and <= 2"),
         ({"input": "x", "model": "other"}, "'other' does not exist"),
         (b"[1]", "the body must be an object"),
         (b"{", "not valid JSON"),
