@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from pipeline.cli.watch import draw
-from pipeline.cli.watch.view import View, view_of
+from pipeline.cli.watch.view import View, note_of, view_of
 from pipeline.metrics.stats import ExecuteCounts, GapCounts, HistogramCounts, ScheduleCounts, ServerStats, StageCounts
 from tests.metrics.test_exposition import gateway, schedule, server, stage
 
@@ -114,12 +114,32 @@ def test_everything_fits_the_terminal(width: int) -> None:
 def test_a_pipe_truncates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setattr("sys.stdout", io.StringIO())
-    line = draw.server_line(7, "m" * 300, "http://[2001:db8:85a3::8a2e:370:7334]:65535", "serving", 10.0)
+    line = draw.server_line(
+        7, "m" * 300, "http://[2001:db8:85a3::8a2e:370:7334]:65535", "serving", 10.0, draw.PIPE_COLUMNS
+    )
     draw.console().print(line)
     text: Any = sys.stdout
     assert (
         text.getvalue() == f"pipeline 7  {'m' * 300}  serving  up 10 s  http://[2001:db8:85a3::8a2e:370:7334]:65535\n"
     )
+
+
+def test_in_a_narrow_terminal_a_long_model_name_is_cut_and_the_address_stays() -> None:
+    line = draw.server_line(12345, "an-organization/a-long-model-name", "http://127.0.0.1:8000", "ready", 4000.0, 80)
+    assert line.plain == "pipeline 12345  an-organiz…odel-name  ready  up 1 h 6 min  http://127.0.0.1:8000"
+    assert len(line.plain) == 80
+
+
+def test_an_idle_executor_has_no_rows() -> None:
+    """It keeps the rows of sequences that have ended until the next step."""
+    own = ExecuteCounts(num_rows=7, num_steps=1, num_tokens=1, step_s=0.0, wait_s=0.0)
+    executor = msgspec.structs.replace(stage("execute.0", None), counts=StageCounts(0, 0, [], own, 0, 0.0, 0, 0, 0))
+    assert [note_of(executor, num_running) for num_running in (0, 1, 9, None)] == [
+        "0 rows",
+        "1 row",
+        "7 rows",
+        "7 rows",
+    ]
 
 
 def test_a_stage_without_a_process_of_its_own_shows_none() -> None:

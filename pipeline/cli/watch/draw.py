@@ -12,6 +12,7 @@ from pipeline.cli.watch.view import View
 NONE = "–"
 STATE_STYLES = {"ready": "green", "serving": "green", "late": "red", "dead": "red", "starting": "yellow"}
 PIPE_COLUMNS = 4096
+MIN_MODEL_CHARS = 8
 MEDIUM, WIDE = 100, 120
 """Widths from which message columns and bars are shown."""
 
@@ -31,14 +32,17 @@ def shortened(text: str, room: int) -> str:
     return f"{text[: room - 1 - num_last]}…{text[len(text) - num_last :]}"
 
 
-def server_line(pid: int, model: str, address: str, state: str, uptime_s: float) -> Text:
+def server_line(pid: int, model: str, address: str, state: str, uptime_s: float, width: int) -> Text:
+    """A server in one line. If that is too long, the model's name is cut in its middle, so that the address stays."""
+    begin, end = f"{pid}  ", f"  up {duration(uptime_s)}  {address}"
+    room = width - len(f"pipeline {begin}  {state}{end}")
     line = Text.assemble(
         ("pipeline ", "bold"),
-        f"{pid}  ",
-        (model or "…", "bold cyan"),
+        begin,
+        (shortened(model or "…", max(room, MIN_MODEL_CHARS)), "bold cyan"),
         "  ",
         (state, STATE_STYLES.get(state, "yellow")),
-        f"  up {duration(uptime_s)}  {address}",
+        end,
     )
     line.no_wrap = True
     line.overflow = "ellipsis"
@@ -48,7 +52,7 @@ def server_line(pid: int, model: str, address: str, state: str, uptime_s: float)
 def top(view: View, width: int, message: str = "") -> RenderableType:
     """The whole screen of `pipeline top`."""
     parts: list[RenderableType] = [
-        server_line(view.pid, view.model, view.address, view.state, view.uptime_s),
+        server_line(view.pid, view.model, view.address, view.state, view.uptime_s, width),
         Text(),
         _counts(view),
         _kv(view, width),

@@ -11,7 +11,7 @@ from rich.text import Text
 from pipeline.cli.no_server import START_ONE
 from pipeline.cli.server_choice import is_selected, listed, look, matches
 from pipeline.cli.watch import draw
-from pipeline.cli.watch.view import note_of
+from pipeline.cli.watch.view import note_of, running_of
 from pipeline.metrics.stats import ServerStats, StageStats
 from pipeline.supervisor.admin_client import find_servers
 
@@ -32,7 +32,8 @@ def run(args: argparse.Namespace) -> int:
         for place, stats in enumerate(found):
             if place:
                 console.print()
-            console.print(draw.server_line(stats.pid, stats.model, stats.address, stats.state, stats.uptime_s))
+            line = draw.server_line(stats.pid, stats.model, stats.address, stats.state, stats.uptime_s, console.width)
+            console.print(line)
             console.print(_table(stats))
         if not found and not silent:
             console.print(f"no server is running; {START_ONE}")
@@ -55,7 +56,7 @@ def _table(stats: ServerStats) -> Table:
             draw.size(stage.rss_bytes) if stage.has_process else draw.NONE,
             str(stage.num_threads) if stage.has_process else draw.NONE,
             draw.NONE if stage.counts is None else str(stage.counts.num_queued),
-            note_of(stage),
+            note_of(stage, running_of(stats)),
         ]
         table.add_row(*row)
     return table

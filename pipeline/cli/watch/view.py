@@ -134,11 +134,16 @@ def view_of(history: Sequence[ServerStats]) -> View:
         forks=sum(c.num_forks for c in schedule),
         open_tokens=sum(c.num_open_tokens for c in gateways),
         max_open_tokens=sum(c.max_open_tokens for c in gateways),
-        stages=[_stage_view(stage, _same(before, stage), elapsed_s) for stage in now.stages],
+        stages=[_stage_view(stage, _same(before, stage), elapsed_s, running_of(now)) for stage in now.stages],
     )
 
 
-def _stage_view(stage: StageStats, before: StageStats | None, elapsed_s: float) -> StageView:
+def running_of(stats: ServerStats) -> int | None:
+    """Running sequences; None if schedule does not tell."""
+    return next((counts.num_running for counts in _counts(stats, ScheduleCounts)), None)
+
+
+def _stage_view(stage: StageStats, before: StageStats | None, elapsed_s: float, num_running: int | None) -> StageView:
     counts = stage.counts
     view = StageView(
         name=stage.name,
@@ -149,7 +154,7 @@ def _stage_view(stage: StageStats, before: StageStats | None, elapsed_s: float) 
         num_queued=None if counts is None else counts.num_queued,
         messages_per_s=None,
         busy_percent=None,
-        note=note_of(stage),
+        note=note_of(stage, num_running),
     )
     if before is not None and elapsed_s > 0:
         if stage.has_process:
@@ -162,13 +167,14 @@ def _stage_view(stage: StageStats, before: StageStats | None, elapsed_s: float) 
     return view
 
 
-def note_of(stage: StageStats) -> str:
-    """A stage's work, in a word or two, and how often its process was replaced."""
+def note_of(stage: StageStats, num_running: int | None) -> str:
+    """A stage's work, in a word or two, and how often its process was replaced. `num_running` are the server's running
+    sequences: the executor keeps rows that have ended until the next step."""
     restarts = f"↻{stage.num_restarts}" if stage.num_restarts else ""
-    return " ".join(part for part in (_work_of(stage), restarts) if part)
+    return " ".join(part for part in (_work_of(stage, num_running), restarts) if part)
 
 
-def _work_of(stage: StageStats) -> str:
+def _work_of(stage: StageStats, num_running: int | None) -> str:
     if stage.counts is None:
         return ""
     match stage.counts.own:
@@ -179,7 +185,8 @@ def _work_of(stage: StageStats) -> str:
         case ScheduleCounts() as own:
             return f"{own.num_running} running"
         case ExecuteCounts() as own:
-            return "1 row" if own.num_rows == 1 else f"{own.num_rows} rows"
+            num_rows = own.num_rows if num_running is None else min(own.num_rows, num_running)
+            return "1 row" if num_rows == 1 else f"{num_rows} rows"
         case DetokenizeCounts() as own:
             return f"{own.num_sequences} live"
         case None:
