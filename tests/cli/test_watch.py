@@ -124,10 +124,15 @@ def test_a_pipe_truncates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_in_a_narrow_terminal_a_long_model_name_is_cut_and_the_address_stays() -> None:
+def test_in_a_narrow_terminal_the_address_has_a_line_of_its_own() -> None:
     line = draw.server_line(12345, "an-organization/a-long-model-name", "http://127.0.0.1:8000", "ready", 4000.0, 80)
-    assert line.plain == "pipeline 12345  an-organiz…odel-name  ready  up 1 h 6 min  http://127.0.0.1:8000"
-    assert len(line.plain) == 80
+    assert line.plain.splitlines() == [
+        "pipeline 12345  an-organization/a-long-model-name  ready  up 1 h 6 min",
+        "         http://127.0.0.1:8000",
+    ]
+    line = draw.server_line(12345, "m" * 100, "http://127.0.0.1:8000", "ready", 4000.0, 80)
+    assert [len(part) for part in line.plain.splitlines()] == [80, 30]
+    assert "mm…mm" in line.plain
 
 
 def test_an_idle_executor_has_no_rows() -> None:
