@@ -35,6 +35,9 @@ STORY = "Once upon a time, in a village by the sea, there lived a fisherman who"
 QUESTION = [{"role": "user", "content": "Tell me about the tides, and why there are two of them a day."}]
 
 
+THOUGHT = "<think>\nThe user asks about the tides. Those come from"
+
+
 def requests(max_tokens: int) -> dict[str, tuple[str, dict[str, Any]]]:
     """By kind: path and body."""
     text = {"prompt": STORY, "max_tokens": max_tokens, "ignore_eos": True, "stream": True, "return_token_ids": True}
@@ -63,6 +66,16 @@ def requests(max_tokens: int) -> dict[str, tuple[str, dict[str, Any]]]:
         "embedding": ("/v1/embeddings", {"input": [STORY, "The tides."]}),
         "priority": ("/v1/completions", text | sampled | {"priority": 3, "seed": 11}),
         "echo": ("/v1/completions", text | sampled | {"echo": True, "seed": 12}),
+        "reasoning": (
+            "/v1/chat/completions",
+            chat
+            | sampled
+            | {
+                "messages": [*QUESTION, {"role": "assistant", "content": THOUGHT}],
+                "add_generation_prompt": False,
+                "continue_final_message": True,
+            },
+        ),
     }
 
 
@@ -103,7 +116,9 @@ async def _one(session: aiohttp.ClientSession, path: str, body: dict[str, Any], 
             ledger.event()
             return _stable(reply)
         assert response.status == 200, await response.text()
-        choices: dict[int, dict[str, Any]] = defaultdict(lambda: {"text": "", "ids": [], "logprobs": [], "calls": ""})
+        choices: dict[int, dict[str, Any]] = defaultdict(
+            lambda: {"text": "", "reasoning": "", "ids": [], "logprobs": [], "calls": ""}
+        )
         is_done = False
         async for line in response.content:
             if not line.startswith(b"data: "):
@@ -126,6 +141,7 @@ def _add(whole: dict[str, Any], choice: dict[str, Any]) -> None:
     delta = choice.get("delta") or {}
     assert "finish" not in whole or not (delta.get("content") or choice.get("text")), "text came after the finish"
     whole["text"] += choice.get("text") or delta.get("content") or ""
+    whole["reasoning"] += delta.get("reasoning_content") or ""
     whole["ids"] += choice.get("token_ids") or []
     logprobs = choice.get("logprobs") or {}
     whole["logprobs"] += logprobs.get("content") or logprobs.get("token_logprobs") or []

@@ -33,13 +33,16 @@ if os.environ.get("PIPELINE_ALL_KILLS"):
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with Server("supervisor.max_restarts=1000", "schedule.policy=priority", "log_level=debug") as server:
+    rules = ("supervisor.max_restarts=1000", "schedule.policy=priority", "chat.reasoning_parser=qwen3")
+    with Server(*rules, "log_level=debug") as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def undisturbed(server: Server) -> dict[str, Any]:
-    return asyncio.run(run(server.url, requests(MAX_TOKENS), Ledger()))
+    found = asyncio.run(run(server.url, requests(MAX_TOKENS), Ledger()))
+    assert found["reasoning"][0]["reasoning"] and not found["greedy"][0]["reasoning"]
+    return found
 
 
 def pids(server: Server) -> dict[str, int]:
