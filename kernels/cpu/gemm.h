@@ -45,10 +45,11 @@ INLINE void multiply_bf16(const act* const (&rows)[R], const uint32_t* const (&p
             for (int p = 0; p < P; p++) __builtin_prefetch(panels[p] + (k + 8) * PANEL);
         for (int half = 0; half < 2; half++) {
             // Keeping the words for their upper halves would take registers from accumulators, so load them again.
+            // Without `volatile`, the compiler may take the two statements for one, and the loads too.
             const uint32_t* from[P];
             for (int p = 0; p < P; p++) {
                 from[p] = panels[p];
-                if constexpr (R * P * VECTORS > 8) asm("" : "+r"(from[p]));
+                if constexpr (R * P * VECTORS > 8) asm volatile("" : "+r"(from[p]));
             }
             vf weights[P][VECTORS];
             for (int p = 0; p < P; p++)
