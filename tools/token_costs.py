@@ -100,18 +100,20 @@ def gaps_us(steps: list[TraceEvent]) -> list[float]:
 
 
 def parts_us(traces: dict[str, StageTrace]) -> dict[str, float]:
-    """The median parts of a gap: the result's way to schedule's loop, settling, planning, and the step's way back.
-    Empty if several steps are in flight, because then a step is not planned in the gap before it."""
+    """The median parts of a gap: the result's way to schedule's loop, settling if that comes before the next plan,
+    planning, and the step's way back. Empty if several steps are in flight, because then a step is not planned in the
+    gap before it."""
     steps = {event.args["step"]: event for event in spans(traces[EXECUTE], "step")}
     settled = {event.args["step"]: event for event in spans(traces["schedule.0"], "settle")}
     planned = {event.args["step"]: event for event in spans(traces["schedule.0"], "plan")}
     parts: dict[str, list[float]] = {}
     for step_id, step in steps.items():
         before, settle, plan = steps.get(_before(step_id)), settled.get(_before(step_id)), planned.get(step_id)
-        if before is None or settle is None or plan is None or plan.begin_s < settle.end_s:
+        if before is None or settle is None or plan is None or plan.begin_s < before.end_s:
             continue
-        times = (before.end_s, settle.begin_s, settle.end_s, plan.begin_s, plan.end_s, step.begin_s)
-        names = ("result to schedule", "settle", "between", "plan", "step to execute")
+        begins_s = min(settle.begin_s, plan.begin_s)
+        times = (before.end_s, begins_s, plan.begin_s, plan.end_s, step.begin_s)
+        names = ("result to schedule", "settle", "plan", "step to execute")
         for name, (begin_s, end_s) in zip(names, pairwise(times), strict=True):
             parts.setdefault(name, []).append(1e6 * (end_s - begin_s))
     return {name: median(values) for name, values in parts.items()}

@@ -136,6 +136,20 @@ class Scheduler:
         """Return the next step, or None if there is nothing to compute now."""
         return self._planner.plan()
 
+    def can_plan_before_settling(self, result: m.StepResult) -> bool:
+        """Whether the next step would compute the same after `settle`: a plan needs the number of a row's ids, not the
+        ids. So no sequence may end early with this result, and none may wait for what another one releases."""
+        lifecycle, rows = self.lifecycle, self.rows
+        return (
+            not (lifecycle.waiting or lifecycle.swapped or lifecycle.quarantine.is_active)
+            and not lifecycle.parallel_samples.any_running
+            and self.kv_cache_manager.pool.num_available >= len(rows)
+            and rows.num_changes == self.in_flight[0].num_changes
+            and not result.errors
+            and isinstance(result.finishes, bytes)
+            and not any(result.finishes)
+        )
+
     def settle(self, result: m.StepResult) -> None:
         """Store what the oldest step in flight sampled, and finish sequences."""
         self._settlement.settle(result)

@@ -2,7 +2,8 @@
 
     wait ──► handle all messages ──► plan until `depth` steps are in flight ──► report to detokenize ──► wait
 
-Steps go to the executor before output goes to detokenize, because the executor is the bottleneck.
+A result that ends no sequence is settled after the next step was sent (`ScheduleStage._settle`). Steps go to the
+executor before output goes to detokenize, because the executor is the bottleneck.
 """
 
 import contextlib
@@ -98,6 +99,8 @@ class ScheduleStage:
         self._depth: int = depths[0] if depth == "auto" else depth
         self._has_settled = False
         """Whether a result came in this wake."""
+        self._is_single = False
+        """Whether this wake has one message."""
         self._settled: list[SettledStep] = []
         """Results of this wake."""
         self._were_due: deque[bool] = deque()
@@ -128,6 +131,7 @@ class ScheduleStage:
             begin_s = time.monotonic()
             self._scheduler.now_s = self._stage.replay_context.monotonic()
             self._has_settled = False
+            self._is_single = len(messages) == 1
             for message in messages:
                 self._handle(message)
             self._feed()
@@ -192,23 +196,28 @@ class ScheduleStage:
 
     def _feed(self) -> None:
         """Plan until `depth` steps are in flight. The edge to the executor never holds more."""
+        while len(self._scheduler.in_flight) < self._depth and self._send_step():
+            pass
+
+    def _send_step(self) -> bool:
+        """Plan a step and send it. Returns False if there is nothing to compute now."""
         in_flight = self._scheduler.in_flight
-        while len(in_flight) < self._depth:
-            begin_s = time.monotonic()
-            step = self._scheduler.plan()
-            end_s = time.monotonic()
-            self._scheduler.metrics.plan_s += end_s - begin_s
-            if step is None:
-                return
-            self._were_due.append(self._has_settled or len(in_flight) > 1)
-            sent = self._execute.send(step)
-            assert sent, "the edge to the executor is full, though few steps are in flight"
-            # The kernel often wakes the executor on this core: on busy cores it does not look for an idle one. Without
-            # this, the executor would wait there until the report is done.
-            os.sched_yield()
-            if (trace := self._stage.trace).on:
-                args: Args = {"step": step.step_id, "tokens": in_flight[-1].num_tokens, "starts": len(step.adds)}
-                trace.span("plan", begin_s, end_s, args, [add.request_id for add in step.adds])
+        begin_s = time.monotonic()
+        step = self._scheduler.plan()
+        end_s = time.monotonic()
+        self._scheduler.metrics.plan_s += end_s - begin_s
+        if step is None:
+            return False
+        self._were_due.append(self._has_settled or len(in_flight) > 1)
+        sent = self._execute.send(step)
+        assert sent, "the edge to the executor is full, though few steps are in flight"
+        # The kernel often wakes the executor on this core: on busy cores it does not look for an idle one. Without
+        # this, the executor would wait there until the report is done.
+        os.sched_yield()
+        if (trace := self._stage.trace).on:
+            args: Args = {"step": step.step_id, "tokens": in_flight[-1].num_tokens, "starts": len(step.adds)}
+            trace.span("plan", begin_s, end_s, args, [add.request_id for add in step.adds])
+        return True
 
     # ------------------------------------------------------------------- the scheduler's methods, timed and traced
 
@@ -225,7 +234,12 @@ class ScheduleStage:
             trace.span("admit", begin_s, time.monotonic(), {"n": len(openings)}, (message.request_id,))
 
     def _settle(self, result: m.StepResult) -> None:
-        scheduler, begin_s = self._scheduler, time.monotonic()
+        """Settle a result, after the next step was sent if that needs nothing of it: the executor waits. Other messages
+        of this wake are handled before the next step, as they may change it."""
+        scheduler = self._scheduler
+        if self._is_single and len(scheduler.in_flight) == self._depth and scheduler.can_plan_before_settling(result):
+            self._send_step()
+        begin_s = time.monotonic()
         step, was_due = scheduler.in_flight[0], self._were_due.popleft()
         scheduler.settle(result)
         self._has_settled = True

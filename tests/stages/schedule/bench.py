@@ -29,6 +29,9 @@ class Bench:
         self.scheduler = Scheduler(config, num_detokenize=num_detokenize, index_memory=memoryview(self.index))
         self.executor = FakeExecutor(config.num_blocks, num_swap_blocks=config.num_swap_blocks, copy_s=copy_s)
         self.depth = depth
+        self.plans_early = False
+        """Whether a step may be planned before the result of the one before is settled, as the stage does."""
+        self.num_early_plans = 0
         self.steps: deque[m.Step] = deque()
         self.tables: deque[set[int]] = deque()
         self.opened: dict[int, m.Open] = {}
@@ -98,22 +101,32 @@ class Bench:
         return message.request_id
 
     def fill(self) -> None:
-        while len(self.steps) < self.depth:
-            num_preemptions = self.scheduler.load().num_preemptions
-            step = self.scheduler.plan()
-            if step is None:
-                return
-            dropped = {self.in_rows.pop(row) for row in np.frombuffer(inline(step.drops), np.int32).tolist()}
-            added = {add.row: self.scheduler.rows.sequences[add.row] for add in step.adds}
-            self.in_rows |= {row: sequence.seq for row, sequence in added.items() if sequence is not None}
-            if self.scheduler.load().num_preemptions > num_preemptions:
-                assert dropped.isdisjoint(self.in_rows[row] for row in added), "preempted and started by one plan"
-            self.steps.append(step)
-            self.tables.append(self._tables(step))
+        while len(self.steps) < self.depth and self.plan():
+            pass
+
+    def plan(self) -> bool:
+        """Plan a step. Returns False if there is nothing to compute now."""
+        num_preemptions = self.scheduler.load().num_preemptions
+        step = self.scheduler.plan()
+        if step is None:
+            return False
+        dropped = {self.in_rows.pop(row) for row in np.frombuffer(inline(step.drops), np.int32).tolist()}
+        added = {add.row: self.scheduler.rows.sequences[add.row] for add in step.adds}
+        self.in_rows |= {row: sequence.seq for row, sequence in added.items() if sequence is not None}
+        if self.scheduler.load().num_preemptions > num_preemptions:
+            assert dropped.isdisjoint(self.in_rows[row] for row in added), "preempted and started by one plan"
+        self.steps.append(step)
+        self.tables.append(self._tables(step))
+        return True
 
     def answer(self) -> None:
+        """Compute a step and settle its result; as the stage does, plan before that if it is possible."""
         self.tables.popleft()
-        self.scheduler.settle(self.executor.run(self.steps.popleft()))
+        is_full = len(self.steps) == self.depth
+        result = self.executor.run(self.steps.popleft())
+        if is_full and self.plans_early and self.scheduler.can_plan_before_settling(result):
+            self.num_early_plans += self.plan()
+        self.scheduler.settle(result)
 
     def _tables(self, step: m.Step) -> set[int]:
         """The blocks that a step uses: the tables of its rows."""

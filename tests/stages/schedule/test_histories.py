@@ -34,6 +34,7 @@ class Histories(RuleBasedStateMachine):
         policy=st.sampled_from(list(POLICIES)),
         copy_s=st.sampled_from([0.0001, 0.02]),
         long_prompt_tokens=st.sampled_from([20, 1000]),
+        plans_early=st.booleans(),
         bounds_s=st.sampled_from([(float("inf"), float("inf")), (0.02, 2.0), (float("inf"), 1.2), (0.003, 1.2)]),
     )
     def start(
@@ -50,6 +51,7 @@ class Histories(RuleBasedStateMachine):
         policy: PolicyName,
         copy_s: float,
         long_prompt_tokens: int,
+        plans_early: bool,
         bounds_s: tuple[float, float],
     ) -> None:
         self.bench = Bench(
@@ -71,6 +73,7 @@ class Histories(RuleBasedStateMachine):
             num_detokenize,
             copy_s,
         )
+        self.bench.plans_early = plans_early
         self.known: list[int] = []
         self.num_deaths = 0
 
@@ -205,3 +208,40 @@ def test_depth_changes_no_token(data: st.DataObject) -> None:
         bench.run()
         outputs.append(bench.received)
     assert all(other == outputs[0] for other in outputs)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    depth=st.integers(1, 3),
+    num_blocks=st.integers(12, 64),
+    load=st.lists(st.tuples(PROMPTS, st.integers(1, 40)), min_size=1, max_size=8),
+)
+def test_a_step_that_is_planned_before_settling_is_the_step_that_would_come_after(
+    depth: int, num_blocks: int, load: list[tuple[list[int], int]]
+) -> None:
+    early, late = benches = [Bench(config(num_blocks=num_blocks, max_model_len=128), depth) for _ in range(2)]
+    early.plans_early = True
+    for bench in benches:
+        for prompt, max_tokens in load:
+            bench.admit(prompt, max_tokens)
+        bench.fill()
+    while early.steps:
+        for bench in benches:
+            bench.answer()
+            bench.fill()
+            bench.report()
+        # A sequence that has all its ids may release its row and blocks a step later, so block ids may differ.
+        computed = [[(s.rows, s.starts, s.counts, s.samples) for s in bench.steps] for bench in benches]
+        assert computed[0] == computed[1]
+    assert early.received == late.received
+    assert late.num_early_plans == 0
+
+
+def test_most_steps_of_decoding_rows_are_planned_before_settling() -> None:
+    bench = Bench(config(), depth=1)
+    bench.plans_early = True
+    for place in range(4):
+        bench.admit(range(place, place + 20), max_tokens=30)
+    assert bench.run() < 40
+    assert bench.num_early_plans > 25
+    bench.check_outputs()
