@@ -47,10 +47,13 @@ class Planner:
         self._builder = builder
         self._in_flight = in_flight
         self._put = put
+        self._registers = True
 
-    def plan(self) -> m.Step | None:
-        """Return the next step, or None if there is nothing to compute now."""
+    def plan(self, *, registers: bool = True) -> m.Step | None:
+        """Return the next step, or None if there is nothing to compute now. Without `registers`, full blocks are not
+        added to the prefix cache yet: the caller does that later, and no sequence waits."""
         rows, lifecycle = self._rows, self._lifecycle
+        self._registers = registers
         self._kv_cache_manager.offload.copy_new_blocks(self._in_flight.last_step_id + 1)
         if lifecycle.quarantine.is_active:
             lifecycle.release_held()
@@ -89,7 +92,8 @@ class Planner:
         samples: Bools = ends == total
         rows.planned[running] = ends
         rows.promised[running] += samples
-        self._kv_cache_manager.register(running)
+        if self._registers:
+            self._kv_cache_manager.register(running)
         return StepEntries(running, planned, counts, samples)
 
     def _grant_deferred(self, budget: StepBudget, prompts: Int64s) -> StepEntries:

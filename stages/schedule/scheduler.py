@@ -136,6 +136,13 @@ class Scheduler:
         """Return the next step, or None if there is nothing to compute now."""
         return self._planner.plan()
 
+    def plan_before_settling(self) -> m.Step | None:
+        """Like `plan`, before the oldest result is settled, if `can_plan_before_settling`. Full blocks are added to the
+        prefix cache by `settle`, when the step has been sent."""
+        step = self._planner.plan(registers=False)
+        self._settlement.is_behind = True
+        return step
+
     def can_plan_before_settling(self, result: m.StepResult) -> bool:
         """Whether the next step would compute the same after `settle`: a plan needs the number of a row's ids, not the
         ids. So no sequence may end early with this result, and none may wait for what another one releases."""

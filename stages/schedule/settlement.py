@@ -33,6 +33,8 @@ class Settlement:
         self.traced_request_ids: list[int] = []
         """Requests with a sequence that began or finished in the last result; for traces."""
         self.num_output_tokens = 0
+        self.is_behind = False
+        """Whether the step after the next result is planned already, and full blocks are to be registered."""
         self._rows = rows
         self._kv_cache_manager = kv_cache_manager
         self._lifecycle = lifecycle
@@ -70,6 +72,9 @@ class Settlement:
             for row in sampled.tolist():
                 self._lifecycle.quarantine.settled(self._sequence(row).request.request_id)
         self._store(sampled, ids, finishes)
+        if self.is_behind:
+            self._kv_cache_manager.register(rows.order)
+            self.is_behind = False
         self._kv_cache_manager.settle(step.step_id)
         self._learn(step, result)
 

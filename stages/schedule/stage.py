@@ -10,6 +10,7 @@ import contextlib
 import os
 import time
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, assert_never
 
@@ -196,14 +197,14 @@ class ScheduleStage:
 
     def _feed(self) -> None:
         """Plan until `depth` steps are in flight. The edge to the executor never holds more."""
-        while len(self._scheduler.in_flight) < self._depth and self._send_step():
+        while len(self._scheduler.in_flight) < self._depth and self._send_step(self._scheduler.plan):
             pass
 
-    def _send_step(self) -> bool:
+    def _send_step(self, plan: Callable[[], m.Step | None]) -> bool:
         """Plan a step and send it. Returns False if there is nothing to compute now."""
         in_flight = self._scheduler.in_flight
         begin_s = time.monotonic()
-        step = self._scheduler.plan()
+        step = plan()
         end_s = time.monotonic()
         self._scheduler.metrics.plan_s += end_s - begin_s
         if step is None:
@@ -238,7 +239,7 @@ class ScheduleStage:
         of this wake are handled before the next step, as they may change it."""
         scheduler = self._scheduler
         if self._is_single and len(scheduler.in_flight) == self._depth and scheduler.can_plan_before_settling(result):
-            self._send_step()
+            self._send_step(scheduler.plan_before_settling)
         begin_s = time.monotonic()
         step, was_due = scheduler.in_flight[0], self._were_due.popleft()
         scheduler.settle(result)

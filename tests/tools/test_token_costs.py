@@ -32,13 +32,20 @@ def test_a_gap_is_between_the_end_of_a_step_and_the_start_of_the_next() -> None:
     assert gaps_us(steps) == pytest.approx([500, 250])
 
 
-def test_the_parts_of_a_gap_add_up_to_it() -> None:
+@pytest.mark.parametrize(
+    ("settle", "plan", "expected"),
+    [
+        ((4.1, 4.2), (4.25, 4.4), [100, 150, 150, 100]),
+        ((4.6, 4.7), (4.1, 4.3), [100, 0, 200, 200]),  # planned before settling
+    ],
+)
+def test_the_parts_of_a_gap_add_up_to_it(
+    settle: tuple[float, float], plan: tuple[float, float], expected: list[float]
+) -> None:
     steps = [event("step", 0, 4, 1), event("step", 4.5, 8, 2)]
-    scheduled = [event("settle", 4.1, 4.2, 1), event("plan", 4.25, 4.4, 2)]
-    parts = parts_us(traces(steps, scheduled))
-    assert parts == pytest.approx(
-        {"result to schedule": 100, "settle": 100, "between": 50, "plan": 150, "step to execute": 100}
-    )
+    parts = parts_us(traces(steps, [event("settle", *settle, 1), event("plan", *plan, 2)]))
+    assert list(parts) == ["result to schedule", "settle", "plan", "step to execute"]
+    assert list(parts.values()) == pytest.approx(expected)
     assert sum(parts.values()) == pytest.approx(gaps_us(steps)[0])
 
 

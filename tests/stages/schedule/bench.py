@@ -1,7 +1,7 @@
 """A scheduler with a fake executor, for tests."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import count
 from typing import Any
 
@@ -101,13 +101,13 @@ class Bench:
         return message.request_id
 
     def fill(self) -> None:
-        while len(self.steps) < self.depth and self.plan():
+        while len(self.steps) < self.depth and self._plan(self.scheduler.plan):
             pass
 
-    def plan(self) -> bool:
+    def _plan(self, plan: Callable[[], m.Step | None]) -> bool:
         """Plan a step. Returns False if there is nothing to compute now."""
         num_preemptions = self.scheduler.load().num_preemptions
-        step = self.scheduler.plan()
+        step = plan()
         if step is None:
             return False
         dropped = {self.in_rows.pop(row) for row in np.frombuffer(inline(step.drops), np.int32).tolist()}
@@ -125,7 +125,7 @@ class Bench:
         is_full = len(self.steps) == self.depth
         result = self.executor.run(self.steps.popleft())
         if is_full and self.plans_early and self.scheduler.can_plan_before_settling(result):
-            self.num_early_plans += self.plan()
+            self.num_early_plans += self._plan(self.scheduler.plan_before_settling)
         self.scheduler.settle(result)
 
     def _tables(self, step: m.Step) -> set[int]:
