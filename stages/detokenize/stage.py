@@ -90,13 +90,13 @@ class DetokenizeStage:
 
     def _peer_restarted(self, message: m.PeerRestarted) -> None:
         """Forget what the dead process owned, and what is left to send to it. The gateways submit the requests of a
-        dead schedule again."""
+        dead schedule again. A new gateway owns nothing."""
         stage, _, replica = message.peer.name.partition(".")
         if stage == "schedule":
             self._output_processor.clear()
         else:
             self._output_processor.mark_sent(int(replica))
-        lost = self._stage.outbox(stage, int(replica))
+        lost = self._stage.outboxes.get(message.peer.name)
         self._pending = [(outbox, pending) for outbox, pending in self._pending if outbox is not lost]
         self._stage.reconnected(message)
 
