@@ -363,11 +363,9 @@ class SupervisorLoop:
             done(changed, "the server is starting, reloading or shutting down")
             return
         to_change = to_scale(changed)
-        for stage, _ in to_change:
-            problem = self._processes.why_not(stage)
-            if problem or self._run_mode.is_debugged:
-                done(changed, problem or "the number of processes is fixed while stages are debugged")
-                return
+        if to_change and self._run_mode.is_debugged:
+            done(changed, "the number of processes is fixed while stages are debugged")
+            return
         self._is_reloading = True
         self._use(_with_replicas_of(before, settings))
         self._log.info("reloading", extra={"fields": {"changed": ",".join(one.key for one in changed)}})

@@ -39,8 +39,11 @@ class Processes(Protocol):
     def join(self, name: str) -> None:
         """It gets work from now on, and is restarted like others."""
 
+    def may_leave(self, name: str) -> bool:
+        """Whether it is ready, and not being restarted."""
+
     def leave(self, name: str) -> None:
-        """It is going to be removed."""
+        """It is going to be removed, and is not restarted any more."""
 
     def drain(self, name: str) -> bool:
         """Let it finish its work. Returns whether there is nothing to wait for; else `Scaling.drained` is called when
@@ -110,14 +113,16 @@ class Scaling:
     ) -> None:
         """Change the number of processes of a stage. `turn` begins it."""
         assert self._steps is None, "one change at a time"
-        self._names = [f"{stage}.{replica}" for replica in range(min(before, after), max(before, after))]
+        names = [f"{stage}.{replica}" for replica in range(min(before, after), max(before, after))]
         self._is_growing = after > before
         self._problem, self._done = "", done
         self._ready, self._drained, self._ended = set(), set(), set()
         if self._is_growing:
+            self._names = names
             self._steps = self._grow(stage, before, after, start_timeout_s, drain_timeout_s)
         else:
-            self._steps = self._shrink(stage, after, drain_timeout_s)
+            self._names = []  # until they leave
+            self._steps = self._shrink(names[::-1], stage, after, start_timeout_s, drain_timeout_s)
         self._wait, self._deadline_s = Wait(lambda: True), float("inf")
 
     def turn(self) -> None:
@@ -220,8 +225,16 @@ class Scaling:
             processes.join(name)
         return ""
 
-    def _shrink(self, stage: str, after: int, drain_timeout_s: float) -> Steps:
-        processes, names = self._processes, self._names[::-1]
+    def _shrink(
+        self, names: list[str], stage: str, after: int, start_timeout_s: float, drain_timeout_s: float
+    ) -> Steps:
+        processes = self._processes
+        try:
+            late = f"{names[0]} is being restarted"
+            yield Wait(lambda: all(map(processes.may_leave, names)), start_timeout_s, late)
+        except ScalingFailed as error:
+            return str(error)
+        self._names = names
         for name in names:
             processes.leave(name)
         if stage != GATEWAY:

@@ -69,13 +69,6 @@ class StageProcesses:
         """When `turn` must be called next."""
         return [asked_s + PING_S for asked_s in self._asked_s.values()]
 
-    def why_not(self, stage: str) -> str:
-        """Why the number of processes of a stage can't be changed now; else empty."""
-        for name in topology.among(self._table.children, stage):
-            if self._table.children[name].state != "ready" or self._restarts.planned.is_planned(name):
-                return f"{name} is being restarted: try again"
-        return ""
-
     # ------------------------------------------------------------------------------------------------------- more
 
     def add(self, name: str) -> None:
@@ -130,6 +123,9 @@ class StageProcesses:
         self._log.info(f"{name} has joined", extra={"fields": {"pid": child.pid}})
 
     # ------------------------------------------------------------------------------------------------------ fewer
+
+    def may_leave(self, name: str) -> bool:
+        return self._table.children[name].state == "ready" and not self._restarts.planned.is_planned(name)
 
     def leave(self, name: str) -> None:
         self._table.children[name].state = "leaving"
