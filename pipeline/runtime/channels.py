@@ -415,3 +415,10 @@ class Outbox(Generic[T]):
 
     def close(self) -> None:
         self._socket.close()
+
+
+class GoneOutbox(Outbox[T]):
+    """To a process that is gone for good, and was before its user started: drops messages."""
+
+    def __init__(self) -> None:
+        self.is_detached = True

@@ -15,7 +15,7 @@ from pipeline.replay.recorder import RecordingContext, RecordState, header_of
 from pipeline.runtime import black_box, topology
 from pipeline.runtime import messages as m
 from pipeline.runtime.arrays import Arrays
-from pipeline.runtime.channels import Inbox, Outbox
+from pipeline.runtime.channels import GoneOutbox, Inbox, Outbox
 from pipeline.runtime.control_requests import ControlRequests
 from pipeline.runtime.messages import ExecuteFacts, Launch
 from pipeline.runtime.peer_channels import PeerChannels
@@ -84,8 +84,13 @@ class Stage(Generic[T]):
         return self._memories.get(name)
 
     def outbox(self, stage: str, replica: int = 0) -> Outbox[Any]:
-        """The outbox to a peer. Raises KeyError if the topology has no such edge."""
-        return self._outboxes[f"{stage}.{replica}"]
+        """The outbox to a peer. Raises KeyError if the topology has no such edge. Messages to a process that is gone
+        for good are dropped: others may not know yet that it is."""
+        if (found := self._outboxes.get(f"{stage}.{replica}")) is None:
+            if stage not in topology.row(self.launch.stage).sends_to:
+                raise KeyError(f"{self.name} does not send to {stage}")
+            return GoneOutbox()
+        return found
 
     def outboxes_of(self, stage: str) -> list[Outbox[Any]]:
         """The outboxes to all replicas of a stage, in order. Raises KeyError if the topology has no such edge."""

@@ -261,9 +261,14 @@ class SharedResources:
             keys_fd=self._keys_fd if stage == "gateway" else -1,
             admin_fd=self._admin_listeners[replica].fileno() if stage == "gateway" and self._admin_listeners else -1,
             rings=[ring for peer in self.incarnations for ring in self._rings_between(name, peer)],
-            incarnations={peer: number for peer, number in self.incarnations.items() if peer != name},
+            incarnations=self._incarnations_for(name),
             black_box=self.black_boxes.create(name, incarnation),
         )
+
+    def _incarnations_for(self, name: str) -> dict[str, int]:
+        """Those of the other processes. Late messages of processes that are gone count as old (Inbox.removed)."""
+        gone = {peer: number + 1 for peer, number in self._removed.items()}
+        return gone | {peer: number for peer, number in self.incarnations.items() if peer != name}
 
     def _segments_of(self, stage: str, name: str) -> list[m.Segment]:
         """The segments that a stage writes, and those that it reads."""

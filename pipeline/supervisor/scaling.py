@@ -100,6 +100,11 @@ class Scaling:
         """Processes that have not answered `Rescaled`."""
 
     @property
+    def is_busy(self) -> bool:
+        """Whether a change is under way."""
+        return self._steps is not None
+
+    @property
     def deadlines(self) -> list[float]:
         """When `turn` must be called next."""
         return [self._deadline_s] if self._steps is not None else []

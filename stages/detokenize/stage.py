@@ -96,7 +96,7 @@ class DetokenizeStage:
             self._output_processor.clear()
         else:
             self._output_processor.mark_sent(int(replica))
-        lost = self._stage.outboxes.get(message.peer.name)
+        lost = self._stage.outbox(stage, int(replica))
         self._pending = [(outbox, pending) for outbox, pending in self._pending if outbox is not lost]
         self._stage.reconnected(message)
 

@@ -163,8 +163,7 @@ class IngestStage:
                 del self._waiting[key]
             for key in [key for key, (submit, _) in self._encoding.items() if submit.gateway == lost]:
                 self._encoding.pop(key)[1].cancel()
-        if (lost_outbox := self._stage.outboxes.get(message.peer.name)) is not None:
-            self._retry_queue.drop(lost_outbox)
+        self._retry_queue.drop(self._stage.outbox(stage, int(replica)))
         self._stage.reconnected(message)
 
     def _work(self) -> None:

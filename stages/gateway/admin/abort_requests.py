@@ -98,8 +98,9 @@ class RequestAborter:
     def handle_request(self, message: m.AbortRequests) -> None:
         """Abort for another gateway. If the acknowledgement can't be sent, that gateway counts the ids as unknown."""
         found = self._requests.abort(message.names, message.scope)
-        if (outbox := self._stage.outboxes.get(f"gateway.{message.gateway}")) is not None:  # else it is new
-            outbox.send(m.RequestsAborted(self._stage.replica, message.nonce, found))
+        self._stage.outbox("gateway", message.gateway).send(
+            m.RequestsAborted(self._stage.replica, message.nonce, found)
+        )
 
     def lost(self, replica: int, *, is_removed: bool = False) -> None:
         """Another gateway has died, and its requests with it, or it is new."""
