@@ -1,9 +1,9 @@
 """Recovery as a whole: processes die at random moments, the numbers of gateways, ingests and detokenizers change, and
 every client gets exactly what it must.
 
-The supervisor's `Recovery` and `Scaling`, schedule, detokenize and the gateways' requests are the real ones. The executor
-stores ids instead of keys and values, so a wrong block or row shows in the ids. Each run is determined by its seed.
-More of them:
+The supervisor's `Recovery` and `Scaling`, schedule, detokenize and the gateways' requests are the real ones. The
+executor stores ids instead of keys and values, so a wrong block or row shows in the ids. Each run is determined by its
+seed. More of them:
 
     PIPELINE_PROTOCOL_RUNS=5000 pytest tests/recovery/test_protocol.py
     PIPELINE_PROTOCOL_SEED=1234 PIPELINE_PROTOCOL_RUNS=1 pytest tests/recovery/test_protocol.py     # one of them again
