@@ -45,7 +45,7 @@ def restored(server: Server) -> Iterator[None]:
     """Each test leaves one process of each stage, all idle."""
     yield
     server.look()
-    scale(server, "gateway.replicas=1", "ingest.replicas=1", "detokenize.replicas=1")
+    scale(server, "gateway.replicas=1", "ingest.replicas=1", "detokenize.replicas=1", "supervisor.drain_timeout_s=30")
     assert sorted(names(server.until_idle())) == ALONE
 
 
@@ -214,10 +214,19 @@ def test_connections_that_wait_for_a_gateway_that_leaves_are_served(server: Serv
     assert not problems
 
 
-def test_metrics_name_the_processes_that_run(server: Server) -> None:
-    assert scale(server, "ingest.replicas=2", "gateway.replicas=2").returncode == 0
-    assert Metrics(server).get("pipeline_stage_state", stage="ingest.1", state="ready") == 1
+def test_a_zmq_stream_that_does_not_end_in_time_goes_on_at_another_gateway(server: Server) -> None:
+    """Metrics name the processes that run meanwhile."""
+    sampled = [SamplingParams(temperature=1.0, seed=number, max_tokens=250, ignore_eos=True) for number in range(4)]
+    with LLM.attach(server.zmq) as llm:
+        undisturbed = [list(one.outputs[0].token_ids) for one in llm.generate(PROMPTS[:4], sampled)]
+    assert scale(server, "gateway.replicas=2").returncode == 0
     server.look()
-    assert scale(server, "ingest.replicas=1", "gateway.replicas=1").returncode == 0
+    assert Metrics(server).get("pipeline_stage_state", stage="gateway.1", state="ready") == 1
+    with LLM.attach(f"{server.zmq}.1") as llm, ThreadPoolExecutor(1) as pool:
+        outputs = pool.submit(llm.generate, PROMPTS[:4], sampled)
+        server.until(lambda health: health["running"] == 4)
+        assert scale(server, "gateway.replicas=1", "supervisor.drain_timeout_s=0.1").returncode == 0
+        assert not outputs.done(), "it would prove nothing"
+        assert [list(one.outputs[0].token_ids) for one in outputs.result(120)] == undisturbed
     with pytest.raises(ValueError, match="not enough values"):
-        Metrics(server).get("pipeline_stage_state", stage="ingest.1", state="ready")
+        Metrics(server).get("pipeline_stage_state", stage="gateway.1", state="ready")
