@@ -114,7 +114,7 @@ class SharedResources:
         self._rings[sender, receiver] = data_fd, position_fd, os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def add(self, name: str) -> None:
-        """Make channels for a new process. Raises MemoryError."""
+        """Make channels for a new process. Raises MemoryError or OSError."""
         self._removed.pop(name, None)
         self.incarnations[name] = self._last_incarnations[name] = self._last_incarnations.get(name, 0) + 1
         self.addresses[name] = address_of(self.server, name, self.incarnations[name])
@@ -125,7 +125,7 @@ class SharedResources:
             for edge in topology.rings_among(self.incarnations):
                 if name in edge:
                     self._create_ring(*edge)
-        except MemoryError:
+        except (MemoryError, OSError):
             self.remove(name)
             raise
 

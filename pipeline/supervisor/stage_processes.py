@@ -77,7 +77,7 @@ class StageProcesses:
             self._listen(topology.replica_of(name))
         try:
             self._resources.add(name)
-        except MemoryError:
+        except (MemoryError, OSError):
             self._close_listeners(name)
             raise
         self._inbox.replaced(name, self._resources.incarnations[name])

@@ -59,6 +59,12 @@ class OutputBuffer:
         self._prompts.append([])
         self._pending_rows.append((NO_ROWS, NO_ROWS))
 
+    def remove_replica(self) -> None:
+        """Detokenize has one process less: the last one, for which nothing waits."""
+        self._closings.pop()
+        self._prompts.pop()
+        self._pending_rows.pop()
+
     def add_closing(self, sequence: Sequence, num_sent: int, finish: Finish) -> None:
         """Add the ids of a sequence without a row from `num_sent` on, and its finish."""
         fresh = sequence.ids[num_sent:]

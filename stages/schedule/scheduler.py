@@ -127,6 +127,11 @@ class Scheduler:
         self._append_put()
         self.output_buffer.add_replica()
 
+    def remove_detokenize(self) -> None:
+        """The last process of detokenize is gone, and its sequences have been told to others."""
+        self._put_output.pop()
+        self.output_buffer.remove_replica()
+
     def use_detokenize(self, num_replicas: int) -> None:
         """New sequences go to this many replicas of detokenize."""
         self._request_table.num_detokenize = num_replicas

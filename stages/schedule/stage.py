@@ -204,6 +204,10 @@ class ScheduleStage:
         self._openings[replica].clear()
         for to, opening in self._scheduler.tell_again(replica, is_removed=message.is_removed):
             self._openings[to].append(opening)
+        while self._detokenize[-1].is_detached:  # each costs a look in each wake
+            self._detokenize.pop()
+            self._openings.pop()
+            self._scheduler.remove_detokenize()
 
     def _rescaled(self, message: m.Rescaled) -> None:
         self._stage.rescaled(message)

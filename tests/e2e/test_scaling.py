@@ -1,7 +1,7 @@
 """The number of gateways, ingests and detokenizers changes while clients of every kind are served: each receives
 exactly what it would have received. Processes die meanwhile, too.
 
-All tests share one server, which has one process of each stage between them.
+All tests share one server, which has one process of each stage between them. PIPELINE_ALL_KILLS=1 kills more.
 """
 
 import asyncio
@@ -24,12 +24,14 @@ from tests.e2e.test_life_and_death import Stream
 from tests.e2e.test_observability import Metrics
 
 ALL = bool(os.environ.get("PIPELINE_ALL_KILLS"))
-MAX_TOKENS = 32
-NUM_BEFORE, NUM_AFTER = 20, 150
+MAX_TOKENS = 24
+NUM_BEFORE, NUM_AFTER = 20, 120
 """Events of all streams before the number of processes grows, and before it shrinks again."""
-VICTIMS = ("schedule.0", "ingest.0", "detokenize.0", "execute.0") if ALL else ("schedule.0", "ingest.0")
-PROMPTS = [f"Item {number} of the list is" for number in range(8)]
-SAMPLED = [SamplingParams(temperature=1.0, seed=number, max_tokens=60, ignore_eos=True) for number in range(8)]
+VICTIMS = ("schedule.0", "ingest.0", "detokenize.0", "execute.0") if ALL else ("schedule.0",)
+STAGES = ("ingest", "detokenize", "gateway")
+DYING = STAGES if ALL else ("ingest", "gateway")
+PROMPTS = [f"Item {number} of the list is" for number in range(6)]
+SAMPLED = [SamplingParams(temperature=1.0, seed=number, max_tokens=40, ignore_eos=True) for number in range(6)]
 ALONE = ["detokenize.0", "execute.0", "gateway.0", "ingest.0", "schedule.0"]
 
 
@@ -45,7 +47,8 @@ def restored(server: Server) -> Iterator[None]:
     """Each test leaves one process of each stage, all idle."""
     yield
     server.look()
-    scale(server, "gateway.replicas=1", "ingest.replicas=1", "detokenize.replicas=1", "supervisor.drain_timeout_s=30")
+    if sorted(names(server.health())) != ALONE:
+        scale(server, *(f"{stage}.replicas=1" for stage in STAGES))
     assert sorted(names(server.until_idle())) == ALONE
 
 
@@ -96,9 +99,9 @@ class Scaler:
         return [one.result(120) for one in self.results]
 
 
-@pytest.mark.parametrize("stage", ["ingest", "detokenize", "gateway"])
+@pytest.mark.parametrize("stages", [("ingest", "detokenize"), ("gateway",)])
 def test_clients_receive_what_they_would_have_received(
-    server: Server, undisturbed: dict[str, Any], undisturbed_ids: list[list[int]], stage: str
+    server: Server, undisturbed: dict[str, Any], undisturbed_ids: list[list[int]], stages: tuple[str, ...]
 ) -> None:
     """The number grows and shrinks while streams run. The second half of them begins between the two."""
     ledger = Ledger()
@@ -106,7 +109,7 @@ def test_clients_receive_what_they_would_have_received(
     seen: list[list[str]] = []
 
     def grow() -> subprocess.CompletedProcess[str]:
-        done = scale(server, f"{stage}.replicas=2")
+        done = scale(server, *(f"{stage}.replicas=2" for stage in stages))
         server.look()
         seen.append(names(server.health()))
         is_grown.set()
@@ -116,7 +119,7 @@ def test_clients_receive_what_they_would_have_received(
         server,
         ledger,
         (NUM_BEFORE, grow),
-        (NUM_AFTER, lambda: scale(server, f"{stage}.replicas=1")),
+        (NUM_AFTER, lambda: scale(server, *(f"{stage}.replicas=1" for stage in stages))),
     )
 
     async def both() -> dict[str, Any]:
@@ -130,7 +133,7 @@ def test_clients_receive_what_they_would_have_received(
     received = asyncio.run(both())
     for outcome in scaler.outcomes():
         assert outcome.returncode == 0, outcome.stderr
-    assert f"{stage}.1" in seen[0] and f"{stage}.1" not in names(server.health())
+    assert {f"{stage}.1" for stage in stages} <= set(seen[0]) and sorted(names(server.health())) == ALONE
     assert received.pop("zmq") == undisturbed_ids
     for kind, value in undisturbed.items():
         assert received[kind] == value, kind
@@ -149,7 +152,7 @@ def process_named(server: Server, title: str) -> psutil.Process:
     raise AssertionError(f"no process is titled {title}")
 
 
-@pytest.mark.parametrize("stage", ["ingest", "detokenize", "gateway"])
+@pytest.mark.parametrize("stage", DYING)
 def test_if_a_new_process_dies_the_reload_fails_and_the_server_serves_as_before(server: Server, stage: str) -> None:
     with ThreadPoolExecutor(1) as pool:
         reload = pool.submit(scale, server, f"{stage}.replicas=3")
@@ -166,7 +169,7 @@ def test_if_a_new_process_dies_the_reload_fails_and_the_server_serves_as_before(
 def test_another_stage_may_die_meanwhile(server: Server, undisturbed: dict[str, Any], victim: str) -> None:
     """It dies while new processes of all three stages start, and again while they leave."""
     ledger = Ledger()
-    grow = [f"{stage}.replicas=2" for stage in ("gateway", "ingest", "detokenize")]
+    grow = [f"{stage}.replicas=2" for stage in STAGES]
 
     def scale_and_kill(sets: list[str], is_begun: Callable[[], object]) -> subprocess.CompletedProcess[str]:
         with ThreadPoolExecutor(1) as pool:
@@ -205,7 +208,7 @@ def test_connections_that_wait_for_a_gateway_that_leaves_are_served(server: Serv
     for client in clients:
         client.start()
     try:
-        for num in (3, 1, 2, 1):
+        for num in (3, 1):
             assert scale(server, f"gateway.replicas={num}").returncode == 0
     finally:
         is_over.set()
@@ -216,16 +219,17 @@ def test_connections_that_wait_for_a_gateway_that_leaves_are_served(server: Serv
 
 def test_a_zmq_stream_that_does_not_end_in_time_goes_on_at_another_gateway(server: Server) -> None:
     """Metrics name the processes that run meanwhile."""
-    sampled = [SamplingParams(temperature=1.0, seed=number, max_tokens=250, ignore_eos=True) for number in range(4)]
+    sampled = [SamplingParams(temperature=1.0, seed=number, max_tokens=400, ignore_eos=True) for number in range(2)]
     with LLM.attach(server.zmq) as llm:
-        undisturbed = [list(one.outputs[0].token_ids) for one in llm.generate(PROMPTS[:4], sampled)]
+        undisturbed = [list(one.outputs[0].token_ids) for one in llm.generate(PROMPTS[:2], sampled)]
     assert scale(server, "gateway.replicas=2").returncode == 0
     server.look()
     assert Metrics(server).get("pipeline_stage_state", stage="gateway.1", state="ready") == 1
     with LLM.attach(f"{server.zmq}.1") as llm, ThreadPoolExecutor(1) as pool:
-        outputs = pool.submit(llm.generate, PROMPTS[:4], sampled)
-        server.until(lambda health: health["running"] == 4)
+        outputs = pool.submit(llm.generate, PROMPTS[:2], sampled)
+        server.until(lambda health: health["running"] == 2)
         assert scale(server, "gateway.replicas=1", "supervisor.drain_timeout_s=0.1").returncode == 0
+        scale(server, "supervisor.drain_timeout_s=30")
         assert not outputs.done(), "it would prove nothing"
         assert [list(one.outputs[0].token_ids) for one in outputs.result(120)] == undisturbed
     with pytest.raises(ValueError, match="not enough values"):
