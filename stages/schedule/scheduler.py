@@ -128,7 +128,7 @@ class Scheduler:
         self.output_buffer.add_replica()
 
     def remove_detokenize(self) -> None:
-        """The last process of detokenize is gone, and its sequences have been told to others."""
+        """The last process of detokenize is gone, and others have its sequences."""
         self._put_output.pop()
         self.output_buffer.remove_replica()
 
