@@ -105,7 +105,11 @@ class ControlRequests:
         return StageCounts(
             num_received=inbox.num_received,
             num_stale=inbox.num_stale,
-            edges=[EdgeCounts(to, outbox.num_sent, outbox.num_refused) for to, outbox in self._stage.outboxes.items()],
+            edges=[
+                EdgeCounts(to, outbox.num_sent, outbox.num_refused)
+                for to, outbox in self._stage.outboxes.items()
+                if not outbox.is_detached
+            ],
             own=own,
             num_queued=num_queued(own),
             wait_s=inbox.wait_s,

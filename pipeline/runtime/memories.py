@@ -18,6 +18,10 @@ class Memories:
         """Add the segment of this incarnation of its writer, newer than those before."""
         self._newest_first[name] = [(incarnation, memory), *self._newest_first.get(name, [])[:1]]
 
+    def remove(self, name: str) -> None:
+        """The process that writes a segment is gone, and everything that it sent was handled."""
+        self._newest_first.pop(name, None)
+
     def get(self, name: str) -> memoryview | None:
         """The newest segment of this name, or None."""
         found = self._newest_first.get(name)

@@ -56,6 +56,12 @@ class BlackBoxes:
             if one == name and number != incarnation:
                 self._free(name, number)
 
+    def free(self, name: str) -> None:
+        """Free those of a process that is gone for good."""
+        for one, number in list(self._boxes):
+            if one == name:
+                self._free(name, number)
+
     def _free(self, name: str, incarnation: int) -> None:
         for fd in self._boxes.pop((name, incarnation)).fds:
             os.close(fd)

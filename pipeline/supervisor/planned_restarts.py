@@ -103,6 +103,10 @@ class PlannedRestarts:
         is_alone = not any(plan.successor is not None for plan in self._plans.values())
         return is_alone and self._table.children[name].state == "ready"
 
+    def is_planned(self, name: str) -> bool:
+        """Whether a process is going to be replaced."""
+        return name in self._plans
+
     def drained(self, name: str) -> None:
         """A gateway has closed its last stream: it is restarted as if it had died."""
         if (plan := self._plans.get(name)) is not None and plan.is_ending:

@@ -18,7 +18,7 @@ from pipeline.supervisor.process import Child
 from pipeline.supervisor.recovery import Recovery, RestartBudget
 from pipeline.supervisor.resources import SharedResources
 
-LIVING = ("starting", "recovering", "ready")
+LIVING = ("starting", "recovering", "joining", "ready", "leaving")
 
 
 class Restarts:
@@ -38,7 +38,7 @@ class Restarts:
         self._inbox = inbox
         self._log = log
         self.budget = RestartBudget(resources.settings.supervisor.max_restarts)
-        self._recovery = Recovery()
+        self.recovery = Recovery()
         self._due_s: dict[str, float] = {}
         """When successors start, by name. All times are by time.monotonic()."""
         self._died_s: dict[str, float] = {}
@@ -48,7 +48,7 @@ class Restarts:
     @property
     def deadlines(self) -> list[float]:
         """When `turn` must be called next."""
-        due_s = [due_s for name, due_s in self._due_s.items() if self._recovery.may_start(name)]
+        due_s = [due_s for name, due_s in self._due_s.items() if self.recovery.may_start(name)]
         return [*due_s, *self.planned.deadlines]
 
     def died(self, child: Child) -> str:
@@ -88,15 +88,19 @@ class Restarts:
         self._table.lost(child, self._resources.addresses[name])
         self._inbox.replaced(name, self._resources.incarnations[name])
         self._died_s.setdefault(name, time.monotonic())
+        self.inform(name)
+
+    def inform(self, name: str) -> None:
+        """Inform the others of the newest channels of a process, or that it is gone."""
         stages, gateways = self._neighbours(name)
-        epoch = self._recovery.died(name, stages, gateways)
+        epoch = self.recovery.died(name, stages, gateways)
         for other in stages:
             self._tell(other, name, epoch)
         self._tell_gateways()
 
     def answered(self, name: str, epoch: int) -> None:
         """A stage uses the channels to a successor."""
-        self._recovery.answered(name, epoch)
+        self.recovery.answered(name, epoch)
         self._tell_gateways()
 
     def turn(self, model_dir: str, facts: m.ExecuteFacts) -> None:
@@ -107,7 +111,7 @@ class Restarts:
             if now_s < due_s:
                 continue
             self.planned.hurry()
-            if self._recovery.may_start(name):
+            if self.recovery.may_start(name):
                 del self._due_s[name]
                 self._start(name, model_dir, facts)
         for name in self._died_s.keys() - self._due_s.keys():
@@ -142,7 +146,7 @@ class Restarts:
         return [other for other in known if other not in gateways], gateways
 
     def _tell_gateways(self) -> None:
-        for one in self._recovery.rounds_for_gateways():
+        for one in self.recovery.rounds_for_gateways():
             for gateway in sorted(one.gateways):
                 self._tell(gateway, one.name, one.epoch)
 

@@ -90,7 +90,7 @@ class DetokenizeStage:
 
     def _peer_restarted(self, message: m.PeerRestarted) -> None:
         """Forget what the dead process owned, and what is left to send to it. The gateways submit the requests of a
-        dead schedule again."""
+        dead schedule again. A new gateway owns nothing."""
         stage, _, replica = message.peer.name.partition(".")
         if stage == "schedule":
             self._output_processor.clear()

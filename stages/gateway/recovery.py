@@ -1,4 +1,4 @@
-"""What the gateway does when a stage's process has been replaced: it submits the stage's requests again.
+"""What the gateway does when a stage's process has been replaced, or is gone: it submits the stage's requests again.
 
     ingest died       requests that schedule may not have: the same `Submit` again. Schedule ignores one that it has
     schedule died     all requests: `Submit` with the next attempt, and with the output that has arrived
@@ -12,7 +12,6 @@ from http import HTTPStatus
 import msgspec
 
 from pipeline.runtime import messages as m
-from pipeline.runtime import topology
 from pipeline.runtime.stage import Stage
 from pipeline.stages.gateway.admin.abort_requests import RequestAborter
 from pipeline.stages.gateway.admin.reset_prefix_cache import PrefixCacheResetter
@@ -38,7 +37,6 @@ class Recovery:
         self._requests = requests
         self._aborter = aborter
         self._resetter = resetter
-        self._num_ingests = topology.num_replicas(stage.settings, "ingest")
 
     def peer_restarted(self, message: m.PeerRestarted) -> None:
         stage, _, replica = message.peer.name.partition(".")
@@ -48,7 +46,7 @@ class Recovery:
             case "ingest":
                 self._requests.drop_unsent(message.peer.name)
                 for one in self._requests.open_prompts():
-                    if topology.shard(one.id, self._num_ingests) == int(replica) and not one.is_with_schedule:
+                    if one.ingest == int(replica) and not one.is_with_schedule:
                         self._requests.submit_again(one)
             case "schedule":
                 self._requests.drop_unsent(message.peer.name)
@@ -62,7 +60,7 @@ class Recovery:
             case "detokenize":
                 self._resetter.repeat()
             case "gateway":
-                self._aborter.lost(int(replica))
+                self._aborter.lost(int(replica), is_removed=message.is_removed)
         self._stage.reconnected(message)
 
     def _strike(self, request_id: int, stage: str) -> None:

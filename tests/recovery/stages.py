@@ -233,6 +233,10 @@ class GatewayProcess:
                     self.unanswered_resets.discard(message.nonce)
                 case m.PeerRestarted():
                     self._recovery.peer_restarted(message)
+                case m.Rescaled():
+                    self._stage.rescaled(message)
+                    self.table.rescaled()
+                    self._stage.reconnected(message)
                 case m.Start():
                     self.has_started = True
         self.table.flush()

@@ -158,6 +158,7 @@ SAMPLES: dict[str, msgspec.Struct] = {
     "deltas with a stop id": m.Deltas([1], [0], [0], [""], [0], IDS, [0], [2], [1], [2]),
     "health": m.Health(6, "ok", [m.StageHealth("execute.0", 99, "ready", 1.5)], LOAD),
     "drain": m.Drain(30.0),
+    "drain to leave": m.Drain(30.0, is_leaving=True),
     "late_stages": m.LateStages(["execute.0"], [1.5]),
     "stage_died": m.StageDied("execute.0", "killed by signal 9"),
     "submit of a chat": m.Submit(
@@ -275,6 +276,8 @@ SAMPLES: dict[str, msgspec.Struct] = {
         m.Segment("ingest.0", 3, 65536, False),
         REQUEST_ID,
     ),
+    "peer removed": m.PeerRestarted(3, m.PeerInbox("ingest.1", "", 64), 2, [], is_removed=True),
+    "rescaled": m.Rescaled(4, "ingest", 2),
     "reconnected": m.Reconnected(3),
     "accepted with pieces": m.Accepted(REQUEST_ID, 1, IDS, pieces=[b"a", b"\xc3"]),
     "step_result with copies": m.StepResult(1, 7, IDS, IDS, REF, b"\x00\x01", 0.25, 0.5, 0.125),

@@ -3,7 +3,7 @@
 from msgspec import Raw
 
 from pipeline.runtime.messages.common import Abort, Message, Ping, Release, Start, Stop
-from pipeline.runtime.messages.restarts import PeerRestarted
+from pipeline.runtime.messages.restarts import PeerRestarted, Rescaled
 from pipeline.shm.arrays import Array
 
 
@@ -72,4 +72,6 @@ class ResetPrefixCache(Message, frozen=True, tag="reset_prefix_cache"):
     nonce: int
 
 
-ScheduleInbox = Admit | Abort | StepResult | Closed | ResetPrefixCache | Release | PeerRestarted | Start | Ping | Stop
+ScheduleInbox = (
+    Admit | Abort | StepResult | Closed | ResetPrefixCache | Release | PeerRestarted | Rescaled | Start | Ping | Stop
+)
