@@ -398,8 +398,14 @@ class SupervisorLoop:
                 go_on()
                 return
             self._is_reloading = False
-            self._use(_with_replicas_of(self._resources.settings, before))
-            done(changed, problem)
+            now = self._resources.settings
+            self._use(_with_replicas_of(now, before))
+            scaled = [
+                f"{stage}.replicas is {topology.num_replicas(now, stage)} now"
+                for stage in topology.SCALABLE
+                if topology.num_replicas(now, stage) != topology.num_replicas(before, stage)
+            ]
+            done(changed, "; ".join((problem, *scaled)))
 
         go_on()
 

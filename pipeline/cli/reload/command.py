@@ -38,7 +38,8 @@ def run(args: argparse.Namespace) -> int:
         )
         return 1
     if found.problem:
-        print(f"pipeline reload: error: {found.problem}; the settings stay as they were", file=sys.stderr)
+        kept = "the other settings" if to_scale(found.changes) else "the settings"
+        print(f"pipeline reload: error: {found.problem}; {kept} stay as they were", file=sys.stderr)
         return 1
     print(summary(found.changes, args.dry_run))
     return 0
