@@ -114,6 +114,8 @@ class ScheduleStage:
             index_memory=stage.memory(topology.OFFLOAD_INDEX),
             observe=partial(stage.replay_context.observe, "offloaded", 0),
         )
+        self._incarnations = dict(stage.launch.incarnations)
+        """Of the gateways' processes, by name; 1 if a name is missing."""
         stage.control_requests.own_counts = self._counts
         self._openings: list[deque[m.Open | m.Refuse | m.PrefixCacheReset]] = [deque() for _ in self._detokenize]
         """Openings to send, for each replica of detokenize."""
@@ -147,6 +149,8 @@ class ScheduleStage:
                     self._settle(message)
                 else:
                     self._stage.arrays.done_all(message)
+            case m.Admit() if self._is_of_dead_gateway(message):
+                self._stage.arrays.done_all(message)
             case m.Admit(request_id, attempt):
                 with self._stage.breadcrumb.at(request_id, attempt):
                     self._admit(message)
@@ -187,8 +191,13 @@ class ScheduleStage:
                 # An answer to a reset of the prefix cache is lost: the gateway asks again.
                 self._openings[int(replica)] = deque(self._scheduler.tell_again(int(replica)))
             case "gateway":
+                self._incarnations[message.peer.name] = message.incarnation
                 self._scheduler.gateway_lost(int(replica))
         self._stage.reconnected(message)
+
+    def _is_of_dead_gateway(self, message: m.Admit) -> bool:
+        """Whether the gateway of a request had died before this process started: nobody closes it."""
+        return message.gateway_incarnation < self._incarnations.get(f"gateway.{message.gateway}", 1)
 
     def _feed(self) -> None:
         """Plan until `depth` steps are in flight. The edge to the executor never holds more."""

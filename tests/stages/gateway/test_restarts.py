@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pipeline.runtime import messages as m
@@ -44,7 +45,8 @@ def test_requests_that_were_not_in_work_get_no_strikes(gate: Gate) -> None:
     submit = gate.submit()
     for _ in range(4):
         gate.rig.restart("ingest.0", suspect=submit.request_id ^ 1)
-        assert gate.submit() == submit
+        before, submit = submit, gate.submit()
+        assert submit == msgspec.structs.replace(before, attempt=before.attempt + 1), "each is submitted only once"
     gate.accept(submit)
     gate.delta(submit, "fine", finish=m.Finish.LENGTH)
     assert response.result().status_code == 200
