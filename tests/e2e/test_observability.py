@@ -260,7 +260,7 @@ def test_two_concurrent_requests_have_two_traces_through_all_stages(server: Serv
     command += ["--pid", str(server.process.pid)]
     tracing = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     with ThreadPoolExecutor(2) as clients:
-        _until_traced(server)
+        until_traced(server)
         replies = list(clients.map(lambda word: post(server, prompt=word, max_tokens=12, timings=True), ("A", "B")))
     tracing.send_signal(signal.SIGINT)
     _, stderr = tracing.communicate(timeout=60)
@@ -297,10 +297,10 @@ def test_two_concurrent_requests_have_two_traces_through_all_stages(server: Serv
     assert sum(step["sampled"] for step in steps) == 24
     running = [e["args"]["running"] for e in events if e["ph"] == "C" and e["name"] == "sequences"]
     assert max(running) >= 1
-    assert json.loads(out.read_bytes())["otherData"]["lost"] == {f"{name}.0": 0 for name in STAGES}
+    assert json.loads(out.read_bytes())["otherData"]["lost"] == dict.fromkeys(("supervisor.0", *names.values()), 0)
 
 
-def _until_traced(server: Server) -> None:
+def until_traced(server: Server) -> None:
     """Wait until every stage records. That is not visible from outside, but each stage has then received one message
     more than the counting took."""
     name = next(name for name in find_servers() if name.startswith(f"{server.process.pid}-"))
