@@ -15,8 +15,8 @@ from pipeline.errors import UserError
 from pipeline.metrics.stats import ServerStats
 from pipeline.runtime import messages as m
 from pipeline.runtime.channels import MessageDecoder
-from pipeline.runtime.tracing import StageTrace
 from pipeline.runtime.peer_credentials import NEVER_MS, Monitor, connect_again, problem_of
+from pipeline.runtime.tracing import StageTrace
 from pipeline.supervisor import admin_server
 from pipeline.version import VERSION
 

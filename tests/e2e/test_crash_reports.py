@@ -142,7 +142,8 @@ def test_a_request_that_kills_ingest_twice_gets_500_and_its_neighbours_their_rep
         status, reply = poison.result()
         assert (status, reply["error"]["code"]) == (500, "stage_died")
         assert reply["error"]["message"] == "ingest died 2 times while it worked on this request"
-        assert suspects[0] == suspects[1]
+        assert [one.request_id for one in suspects] == [suspects[0].request_id] * 2
+        assert [one.attempt for one in suspects] == [1, 2]
         for neighbour, (_, whole) in zip(neighbours, expected, strict=True):
             status, received = neighbour.result()
             assert (status, received["choices"]) == (200, whole["choices"])

@@ -196,7 +196,7 @@ def traced(server: Server, out: Path) -> Iterator[list[dict[str, Any]]]:
     command = [sys.executable, "-m", "pipeline", "trace", "--seconds", "100", "--out", str(out)]
     events: list[dict[str, Any]] = []
     tracing = subprocess.Popen([*command, "--pid", str(server.process.pid)], stderr=subprocess.PIPE, text=True)
-    until_traced(server)
+    until_traced(tracing)
     yield events
     tracing.send_signal(signal.SIGINT)
     _, stderr = tracing.communicate(timeout=60)

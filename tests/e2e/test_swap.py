@@ -14,7 +14,6 @@ import psutil
 from pipeline.kernels.cpu.build import default_cache_root
 from tests.e2e.server import STAGES, Server
 
-
 KILLED = ("execute", "schedule", "detokenize", "ingest")[: None if os.environ.get("PIPELINE_ALL_KILLS") else 2]
 
 

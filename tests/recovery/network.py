@@ -218,7 +218,18 @@ class ModelStage(Stage[Any]):
         incarnation = network.incarnations[name]
         incarnations = dict(network.incarnations)
         self.launch = m.Launch(
-            stage, int(replica), 0, incarnation, row.entry, settings, str(model_dir), "", [], [], -1, incarnations=incarnations
+            stage,
+            int(replica),
+            0,
+            incarnation,
+            row.entry,
+            settings,
+            str(model_dir),
+            "",
+            [],
+            [],
+            -1,
+            incarnations=incarnations,
         )
         self.name, self.replica, self.settings, self.model_dir = name, int(replica), settings, model_dir
         self.log = logging.getLogger("pipeline.model")

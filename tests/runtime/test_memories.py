@@ -8,7 +8,9 @@ from pipeline.shm.arrays import INLINE_BYTES, ShmRef
 def segment_of(memories: Memories, incarnation: int) -> ShmRef:
     """Map the segment of this incarnation of `execute.0`. Returns the array that it holds: its incarnation."""
     memory = memoryview(bytearray(1 << 16))
-    reference = Arena(memory, "execute.0", incarnation).put(bytes([incarnation]) * (INLINE_BYTES + 1), readers=("schedule.0",))
+    reference = Arena("execute.0", memory, incarnation).put(
+        bytes([incarnation]) * (INLINE_BYTES + 1), readers=("schedule.0",)
+    )
     assert isinstance(reference, ShmRef)
     memories.add("execute.0", memory, incarnation)
     return reference

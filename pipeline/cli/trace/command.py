@@ -53,10 +53,12 @@ def _window(server: Admin, seconds: float) -> bytes:
         raise UserError("no stage is ready to be recorded")
     parts = _Parts({name for name, answer in started.items() if answer.error})
     with _interrupted() as is_interrupted:
+        print(f"pipeline trace: recording for {seconds:g} s; Ctrl-C ends it early", file=sys.stderr, flush=True)
         while (left_s := begin_s + seconds - time.monotonic()) > 0 and not is_interrupted.wait(min(POLL_S, left_s)):
             parts.take(server, goes_on=True)
     parts.take(server, goes_on=False)
-    return chrome_trace.of_window([*parts.stages(), server.restarts(begin_s)])
+    restarts = server.restarts(begin_s)
+    return chrome_trace.of_window([*parts.stages(), *([restarts] if restarts.records else [])])
 
 
 @contextmanager

@@ -2,9 +2,11 @@
 receives exactly what it would have received."""
 
 import asyncio
+import json
 import os
 import signal
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,8 @@ import pytest
 from pipeline import LLM, SamplingParams
 from tests.e2e.conftest import tiny
 from tests.e2e.server import Server
-from tests.e2e.zmq_streams import Clients, Once, connected
+from tests.e2e.zmq_streams import PATIENCE_S, Clients, Once, connected
+from tests.guardian import guard
 from tests.stages.gateway.http.test_guard import free_port
 
 KEY = "key-of-this-server"
@@ -68,6 +71,29 @@ async def test_streams_outlive_their_server(place: "Place") -> None:
     assert_same(received, expected)
 
 
+def test_streams_of_the_javascript_client_outlive_their_gateway_and_their_server(
+    place: "Place", node_client: Path
+) -> None:
+    def run(at_moment: Callable[[], object]) -> dict[str, Any]:
+        command = ["node", "resume.mjs", place.address(), KEY]
+        with subprocess.Popen(command, cwd=node_client, stdout=subprocess.PIPE, text=True) as process:
+            guard(process)
+            assert process.stdout is not None
+            assert process.stdout.readline() == "moment\n"
+            at_moment()
+            stdout, _ = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 0
+        return json.loads(stdout)  # type: ignore[no-any-return]
+
+    expected = run(lambda: None)
+    assert expected["numRepeats"] == 0 and expected["received"]["unseeded"] == {"same": True}
+    assert expected["received"]["n = 3"]["sequences"].keys() == {"0", "1", "2"}
+    for act in (lambda: os.kill(pid_of(place.server, "gateway.0"), signal.SIGKILL), place.restart):
+        received = run(act)
+        assert received["numRepeats"] > 0
+        assert_same(received["received"], expected["received"])
+
+
 def test_a_batch_outlives_the_gateway_of_its_own_server(tiny_model: Path) -> None:
     with LLM(**tiny(tiny_model)) as llm:
         assert llm.server is not None
@@ -109,8 +135,11 @@ class Place:
             environ={"PIPELINE_API_KEYS": KEY},
         )
 
+    def address(self, gateway: int = 0) -> str:
+        return f"tcp://127.0.0.1:{self._port + gateway}"
+
     def clients(self, gateway: int = 0) -> AbstractAsyncContextManager[Clients]:
-        return connected(f"tcp://127.0.0.1:{self._port + gateway}", KEY)
+        return connected(self.address(gateway), KEY)
 
     async def expected(self, clients: Clients) -> dict[str, Any]:
         """The undisturbed run."""
