@@ -113,6 +113,7 @@ class ScheduleStage:
             num_detokenize=len(self._detokenize),
             index_memory=stage.memory(topology.OFFLOAD_INDEX),
             observe=partial(stage.replay_context.observe, "offloaded", 0),
+            breadcrumb=stage.breadcrumb,
         )
         self._incarnations = dict(stage.launch.incarnations)
         """Of the gateways' processes, by name; 1 if a name is missing."""
@@ -196,7 +197,7 @@ class ScheduleStage:
         self._stage.reconnected(message)
 
     def _is_of_dead_gateway(self, message: m.Admit) -> bool:
-        """Whether the gateway of a request had died before this process started: nobody closes it."""
+        """Whether the gateway of a request had died before this process started: it will never be closed."""
         return message.gateway_incarnation < self._incarnations.get(f"gateway.{message.gateway}", 1)
 
     def _feed(self) -> None:

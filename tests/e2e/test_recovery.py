@@ -166,7 +166,7 @@ async def test_no_zeromq_client_notices_the_death_of_a_stage(
 
 
 def test_streams_without_a_seed_go_on_as_one_sequence(server: Server) -> None:
-    """Nobody knows what they would have been. But each id must have the log probability that it has behind all ids
+    """What they would have been is unknown. But each id must have the log probability that it has behind all ids
     before it, and the text must be theirs: none may be missing, repeated or exchanged."""
     before = pids(server)
     body = {"prompt": STORY, "max_tokens": MAX_TOKENS, "ignore_eos": True, "skip_special_tokens": False, "logprobs": 0}

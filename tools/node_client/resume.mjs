@@ -1,6 +1,6 @@
 // Requests of several kinds at once, over connections that may end: node resume.mjs ADDRESS [API_KEY].
 //
-// Prints the line "moment" when 60 outputs have come, for whoever wants to kill the server or a gateway then, and at the end
+// Prints the line "moment" when 60 outputs have come, which is the moment to kill the server or a gateway, and at the end
 // as JSON what was received and how often streams were sent again.
 
 import { Client } from "./pipeline-client.mjs";

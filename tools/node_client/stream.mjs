@@ -87,7 +87,7 @@ export class Stream {
         }
       }
     } finally {
-      this.abort(); // whoever leaves the loop wants no more
+      this.abort(); // the loop was left early, or is over
     }
   }
 

@@ -83,7 +83,8 @@ def test_streams_of_the_javascript_client_outlive_their_gateway_and_their_server
             at_moment()
             stdout, _ = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0
-        return json.loads(stdout)  # type: ignore[no-any-return]
+        result: dict[str, Any] = json.loads(stdout)
+        return result
 
     expected = run(lambda: None)
     assert expected["numRepeats"] == 0 and expected["received"]["unseeded"] == {"same": True}

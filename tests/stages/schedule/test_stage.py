@@ -300,7 +300,7 @@ def test_a_request_aborted_before_it_arrives_is_rejected() -> None:
 
 
 def test_a_request_of_a_gateway_that_has_died_is_dropped() -> None:
-    """Ingest had sent it before it learned of the death; nobody would close it."""
+    """Ingest had sent it before it learned of the death. It would never be closed."""
     with Rig("schedule") as rig:
         rig.start(FACTS)
         around = Neighbours(rig)
