@@ -71,11 +71,11 @@ def _interrupted() -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         event.set()
 
-    signal.signal(signal.SIGINT, end)
+    before = signal.signal(signal.SIGINT, end)
     try:
         yield event
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, before)
 
 
 class _Parts:
