@@ -150,7 +150,9 @@ export class Stream {
     if (request.timeout_s !== null) request.timeout_s = Math.max(this._leftMs, 1) / 1000;
     if (this.promptTokenIds !== null) {
       request.params = { ...request.params, seed: this.seed };
-      if (!CALLS.includes(request.prompt.tool_choice)) {
+      // A grammar depends on the chat: on its tools, and on whether the model reasons.
+      const hasGrammar = CALLS.includes(request.prompt.tool_choice) || request.params.structured_outputs;
+      if (request.prompt.kind !== "chat" || !hasGrammar) {
         request.prompt = { kind: "tokens", token_ids: this.promptTokenIds };
       }
     }
