@@ -92,8 +92,8 @@ class ControlRequests:
                 if (left_s := self._stage.trace.left_s) > 0:
                     raise UserError(f"another trace is running, for at most {left_s:.0f} s more")
                 return self._stage.trace.start(request.window_s)
-            case m.TakeTrace():
-                return StageTrace(self._stage.name, os.getpid(), *self._stage.trace.take())
+            case m.TakeTrace(_, goes_on):
+                return StageTrace(self._stage.name, os.getpid(), *self._stage.trace.take(goes_on=goes_on))
             case m.FindRequest():
                 return self.find_request(request.response_id)
             case _:

@@ -152,6 +152,7 @@ class Stage(Generic[T]):
     def release(self) -> None:
         """Send releases of the slabs that were read. Call it once per wake; the next call repeats what a full socket
         refused."""
+        self._memories.trim()
         for owner, release in self.arrays.releases():
             if not self._outboxes[owner].send(release):
                 self.arrays.not_released(owner, release)

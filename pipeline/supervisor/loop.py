@@ -122,6 +122,7 @@ class SupervisorLoop:
             self._restart,
             self._reload,
             lambda: self._source,
+            self._restarts.spans.trace,
         )
         self._signals = TerminationSignals()
         self.poller.register(self._inbox.fileno(), zmq.POLLIN)
@@ -182,7 +183,7 @@ class SupervisorLoop:
                     raise StageKilled(child.name, reason)
                 self._log.error(f"cannot start: {child.stage}: {reason}", extra={"fields": fields})
                 raise Stopping(EXIT_NOT_STARTED)
-            why_not = self._restarts.died(child)
+            why_not = self._restarts.died(child, reason)
             if not is_asked_for:
                 text = f"{child.name} died: {reason}{f'; not restarted: {why_not}' if why_not else ''}"
                 self._log.error(text, extra={"fields": fields})
@@ -278,6 +279,7 @@ class SupervisorLoop:
                 if is_successor:
                     assert self.facts is not None
                     self._restarts.ready(child, self.facts)
+                    self._admin_server.trace_successor(sender)
                     if self.is_ending and child.stage == "gateway":
                         self.table.outboxes[sender].send(m.Drain(self._resources.settings.supervisor.drain_timeout_s))
             case m.Reconnected(epoch):
@@ -324,7 +326,7 @@ class SupervisorLoop:
         if not self.is_serving or self.is_ending:
             done(0.0, "the server is starting or shutting down")
         else:
-            self._restarts.planned.ask(name, done)
+            self._restarts.planned.ask(name, "pipeline restart", done)
 
     def _forget(self, name: str) -> None:
         """A process is going to be removed."""
@@ -368,7 +370,9 @@ class SupervisorLoop:
             return
         self._is_reloading = True
         self._use(_with_replicas_of(before, settings))
-        self._log.info("reloading", extra={"fields": {"changed": ",".join(one.key for one in changed)}})
+        keys = ",".join(one.key for one in changed)
+        self._log.info("reloading", extra={"fields": {"changed": keys}})
+        self._restarts.spans.begin("server", "reloads", changed=keys)
         names = [name for stage in to_restart(changed) for name in topology.replicas_of(settings, stage)]
 
         def go_on() -> None:
@@ -386,10 +390,13 @@ class SupervisorLoop:
             elif names:
                 name = names.pop(0)
                 self._restarts.planned.ask(
-                    name, lambda _, problem: ended(f"{name} was not restarted: {problem}" if problem else "")
+                    name,
+                    f"pipeline reload: {keys}",
+                    lambda _, problem: ended(f"{name} was not restarted: {problem}" if problem else ""),
                 )
             else:
                 self._is_reloading = False
+                self._restarts.spans.end("server")
                 self._source = source
                 done(changed, "")
 
@@ -398,6 +405,7 @@ class SupervisorLoop:
                 go_on()
                 return
             self._is_reloading = False
+            self._restarts.spans.end("server", problem=problem)
             now = self._resources.settings
             self._use(_with_replicas_of(now, before))
             scaled = [

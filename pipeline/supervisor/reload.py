@@ -67,6 +67,7 @@ NEW_SERVER = {
     "supervisor.prepare_timeout_s": "it is used at the start only",
     "supervisor.crash_reports": "it is used at the start only",
     "supervisor.crash_recording_bytes": "it is used at the start only",
+    "supervisor.record_first_processes": "it is used at the start only",
 }
 """Keys that can't change while a server runs, and why."""
 RAISED = ("gateway.max_open_sequences", "gateway.max_open_tokens")

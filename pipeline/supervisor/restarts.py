@@ -17,6 +17,7 @@ from pipeline.supervisor.planned_restarts import PlannedRestarts, launch_of
 from pipeline.supervisor.process import Child
 from pipeline.supervisor.recovery import Recovery, RestartBudget
 from pipeline.supervisor.resources import SharedResources
+from pipeline.supervisor.restart_log import RestartLog
 
 LIVING = ("starting", "recovering", "joining", "ready", "leaving")
 
@@ -43,6 +44,7 @@ class Restarts:
         """When successors start, by name. All times are by time.monotonic()."""
         self._died_s: dict[str, float] = {}
         """When the process died whose successor is not ready yet."""
+        self.spans = RestartLog()
         self.planned = PlannedRestarts(run_mode, resources, table, inbox, log, self._hand_over)
 
     @property
@@ -51,8 +53,9 @@ class Restarts:
         due_s = [due_s for name, due_s in self._due_s.items() if self.recovery.may_start(name)]
         return [*due_s, *self.planned.deadlines]
 
-    def died(self, child: Child) -> str:
-        """A stage's process has died: restart it. Returns an empty string, or why it can't be restarted."""
+    def died(self, child: Child, reason: str) -> str:
+        """A stage's process has died for this reason: restart it. Returns an empty string, or why it can't be
+        restarted."""
         name, now_s = child.name, time.monotonic()
         if self._run_mode.inline or name == self._run_mode.foreground:
             return "it is being debugged"
@@ -62,8 +65,10 @@ class Restarts:
             return ""  # its successor has started already
         delay_s: float | str = 0.0
         if self.planned.has_killed(name):
+            self._begin_span(child, "restarts", self.planned.reason_of(name))
             self.planned.noticed(name)
         else:
+            self._begin_span(child, "died", reason)
             delay_s = self.budget.died(name, now_s, was_ready=child.state == "ready")
         if isinstance(delay_s, str):
             return delay_s
@@ -78,9 +83,13 @@ class Restarts:
     def _hand_over(self, successor: Child) -> None:
         """A successor that has started, perhaps with the channels in the resources, takes the place of its child."""
         child = self._table.children[successor.name]
+        self._begin_span(child, "restarts", self.planned.reason_of(child.name))
         child.kill()
         self._lose(child)
         self._table.adopt(successor)
+
+    def _begin_span(self, child: Child, what: str, reason: str) -> None:
+        self.spans.begin(child.name, what, reason=reason, pid=child.pid, incarnation=child.incarnation)
 
     def _lose(self, child: Child) -> None:
         """The process of a child has died, and its successor has channels: inform the others."""
@@ -126,6 +135,7 @@ class Restarts:
         self._resources.black_boxes.keep_only(child.name, child.incarnation)
         took_s = time.monotonic() - self._died_s.pop(child.name)
         self.planned.ready(child.name, took_s)
+        self.spans.end(child.name, restarts=child.num_restarts, next_pid=child.pid)
         fields = {"pid": child.pid, "restarts": child.num_restarts, "took_s": f"{took_s:.2f}"}
         self._log.info(f"{child.name} is back", extra={"fields": fields})
 

@@ -241,6 +241,7 @@ class RequestTable:
             options=msgspec.structs.replace(parsed.options, seed=seed, cache_salt=cache_salt),
             outputs=list(parsed.outputs),
             prompt_options=parsed.prompt_options,
+            gateway_incarnation=self._stage.launch.incarnation,
         )
 
     def _set_deadline(self, request: Request) -> None:

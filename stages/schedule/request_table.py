@@ -59,7 +59,8 @@ class RequestStates:
         """Replicas that get new sequences."""
         self._take = take
         self._decoder = msgspec.msgpack.Decoder(m.GenerationOptions)
-        self._tombstones: OrderedDict[tuple[int, int], None] = OrderedDict()
+        self._tombstones: OrderedDict[int, int] = OrderedDict()
+        """The last attempt that was aborted before it came, by request id."""
         self._next_seq = 1
         self._refusals: dict[int, tuple[int, m.Refuse]] = {}
         """By request id, until the request is closed: the replica of detokenize that got the refusal, or whose
@@ -114,7 +115,10 @@ class RequestStates:
 
     def _failure_of(self, message: m.Admit, num_prompt: int, limit: int) -> m.Failure | None:
         """Why a request is refused. `limit` is the most ids that a sequence of it may have."""
-        if self._tombstones.pop((message.request_id, message.attempt), self) is None:
+        aborted = self._tombstones.get(message.request_id, 0)
+        if aborted <= message.attempt:
+            self._tombstones.pop(message.request_id, None)
+        if aborted >= message.attempt:
             return m.Failure(499, "the request was aborted", code="aborted")
         num_blocks = self._kv_cache_manager.num_blocks_for(limit - 1)
         if num_blocks > self._config.num_blocks:
@@ -180,7 +184,8 @@ class RequestStates:
         request = self.by_id.get(message.request_id)
         if request is None or request.attempt < message.attempt:
             if message.index < 0:
-                self._tombstones[message.request_id, message.attempt] = None
+                known = self._tombstones.get(message.request_id, 0)
+                self._tombstones[message.request_id] = max(known, message.attempt)
                 if len(self._tombstones) > MAX_TOMBSTONES:
                     self._tombstones.popitem(last=False)
             return
@@ -193,7 +198,8 @@ class RequestStates:
 
     def close(self, message: m.Closed) -> None:
         """Drop a request that the gateway has closed, and end its open sequences."""
-        self._tombstones.pop((message.request_id, message.attempt), None)
+        if self._tombstones.get(message.request_id, 0) <= message.attempt:
+            self._tombstones.pop(message.request_id, None)
         if 0 < self._attempt_of(message.request_id) <= message.attempt:
             self._drop(message.request_id)
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from pipeline.metrics.stats import ScheduleCounts
 from pipeline.runtime import messages as m
+from pipeline.runtime.black_box import CRUMB_BYTES, Breadcrumb
 from pipeline.runtime.topology import EXECUTE
 from pipeline.shm.arrays import Array
 from pipeline.stages.schedule.arrays import Put, PutFor, Take
@@ -62,6 +63,7 @@ class Scheduler:
         max_detokenize: int = 1,
         index_memory: memoryview | None = None,
         observe: Callable[[bytes], bytes] = bytes,
+        breadcrumb: Breadcrumb | None = None,
     ) -> None:
         put_step = put_for(EXECUTE)
         self._put_for = put_for
@@ -87,7 +89,10 @@ class Scheduler:
         self._request_table = RequestStates(
             config, policy, lifecycle, manager, output_buffer, put_output, take, num_detokenize
         )
-        self._planner = Planner(config, policy, rows, manager, lifecycle, costs, grants, builder, in_flight, put_step)
+        breadcrumb = breadcrumb or Breadcrumb(memoryview(bytearray(CRUMB_BYTES)))
+        self._planner = Planner(
+            config, policy, rows, manager, lifecycle, costs, grants, builder, in_flight, put_step, breadcrumb
+        )
         self._settlement = Settlement(rows, manager, lifecycle, in_flight, self.cost_model, output_buffer, take)
 
     # ------------------------------------------------------------------------------------------------- requests

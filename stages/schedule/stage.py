@@ -119,7 +119,10 @@ class ScheduleStage:
             max_detokenize=len(self._detokenize),
             index_memory=stage.memory(topology.OFFLOAD_INDEX),
             observe=partial(stage.replay_context.observe, "offloaded", 0),
+            breadcrumb=stage.breadcrumb,
         )
+        self._incarnations = dict(stage.launch.incarnations)
+        """Of the gateways' processes, by name; 1 if a name is missing."""
         stage.control_requests.own_counts = self._counts
         self._openings: list[deque[m.Open | m.Refuse | m.PrefixCacheReset]] = [deque() for _ in self._detokenize]
         """Openings to send, for each replica of detokenize."""
@@ -154,6 +157,8 @@ class ScheduleStage:
                     self._settle(message)
                 else:
                     self._stage.arrays.done_all(message)
+            case m.Admit() if self._is_of_dead_gateway(message):
+                self._stage.arrays.done_all(message)
             case m.Admit(request_id, attempt):
                 with self._stage.breadcrumb.at(request_id, attempt):
                     self._admit(message)
@@ -192,6 +197,7 @@ class ScheduleStage:
             case "detokenize":
                 self._detokenize_restarted(int(replica), message)
             case "gateway":
+                self._incarnations[message.peer.name] = message.incarnation
                 self._scheduler.gateway_lost(int(replica))
         self._stage.reconnected(message)
 
@@ -219,6 +225,10 @@ class ScheduleStage:
         if message.stage == "detokenize":
             self._scheduler.use_detokenize(message.num_replicas)
         self._stage.reconnected(message)
+
+    def _is_of_dead_gateway(self, message: m.Admit) -> bool:
+        """Whether the gateway of a request had died before this process started: it will never be closed."""
+        return message.gateway_incarnation < self._incarnations.get(f"gateway.{message.gateway}", 1)
 
     def _feed(self) -> None:
         """Plan until `depth` steps are in flight. The edge to the executor never holds more."""

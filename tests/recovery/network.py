@@ -241,7 +241,21 @@ class ModelStage(Stage[Any]):
         stage, _, replica = name.partition(".")
         row = topology.row(stage)
         incarnation = network.incarnations[name]
-        self.launch = m.Launch(stage, int(replica), 0, incarnation, row.entry, settings, str(model_dir), "", [], [], -1)
+        incarnations = dict(network.incarnations)
+        self.launch = m.Launch(
+            stage,
+            int(replica),
+            0,
+            incarnation,
+            row.entry,
+            settings,
+            str(model_dir),
+            "",
+            [],
+            [],
+            -1,
+            incarnations=incarnations,
+        )
         self.name, self.replica, self.settings, self.model_dir = name, int(replica), settings, model_dir
         self._channels = None
         self.log = logging.getLogger("pipeline.model")

@@ -91,6 +91,8 @@ class Server:
         """Those that have not got `Start`."""
         self._swap: np.ndarray[Any, Any] | None = None
         """The blocks in swap space when the executor died."""
+        self._owners: dict[tuple[int, int], int] = {}
+        """The scheduler's incarnation, by request id and attempt."""
         self.ledgers: list[Ledger] = []
         self.num_deaths: dict[str, int] = {}
         """By stage."""
@@ -124,7 +126,7 @@ class Server:
             case "ingest":
                 process = IngestProcess(stage)
             case "schedule":
-                process = ScheduleProcess(stage)
+                process = ScheduleProcess(stage, self._owners)
             case "execute":
                 process = ExecuteProcess(stage, self._facts, self._swap)
             case _:

@@ -129,7 +129,7 @@ SAMPLES: dict[str, msgspec.Struct] = {
     "end_record": m.EndRecord(5, "/tmp/x"),
     "keep_record": m.KeepRecord(5, "/tmp/x"),
     "trace": m.Trace(5, 2.5),
-    "take_trace": m.TakeTrace(5),
+    "take_trace": m.TakeTrace(5, True),
     "find_call": m.FindRequest(5, "cmpl-1"),
     "flame": m.Flame(5),
     "end_flame": m.EndFlame(5),

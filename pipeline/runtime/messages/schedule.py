@@ -23,6 +23,8 @@ class Admit(Message, frozen=True, tag="admit"):
     """int32; output ids that are known already, one array for each sequence; empty for a new request"""
     finishes: bytes = b""
     """uint8, parallel: `Finish`; STOP if the last of these ids ends the sequence, else NONE"""
+    gateway_incarnation: int = 1
+    """Of the process that has opened the request. If that has died, no one closes it."""
 
 
 class StepResult(Message, frozen=True, tag="step_result"):
