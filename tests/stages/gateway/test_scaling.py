@@ -38,9 +38,10 @@ def test_a_new_ingest_gets_requests_only_when_it_is_used_and_another_one_those_t
     gate.rig.load()
     gate.rig.rescale("ingest", 1)
     gate.rig.remove("ingest.1")
-    assert {gate.submit().request_id for _ in second[1:]} == {one.request_id for one in second[1:]}
+    again = [gate.submit() for _ in second[1:]]
+    assert {(one.request_id, one.attempt) for one in again} == {(one.request_id, 2) for one in second[1:]}
     assert gate.rig.nothing("ingest"), "the others are not submitted again"
-    for submit in (*before, *first, *second[1:]):
+    for submit in (*before, *first, *again):
         gate.accept(submit)
         gate.delta(submit, "fine", finish=m.Finish.LENGTH)
     assert [one.result().json()["choices"][0]["text"] for one in responses] == ["fine"] * 2 * SOME
