@@ -38,7 +38,7 @@ class _Beat(msgspec.Struct, eq=False):
     """When the ping was sent that it has not answered."""
     is_late: bool = False
     checked_s: float = 0.0
-    """When the CPU time was read last: at the ping, at each timeout while the executor computes, and when it went late."""
+    """When the CPU time was read last: at the ping, at each timeout since, and when it went late."""
     checked_cpu_s: float = 0.0
     """CPU time that the process had used then."""
     is_killed: bool = False
