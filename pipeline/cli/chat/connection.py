@@ -49,6 +49,8 @@ class ChatConnection:
         """`timeout_s` is the longest time without data from the server."""
         self._base = base_of(url)
         self.model = model
+        self.recommended: dict[str, Any] | None = None
+        """The sampling options that the model recommends; None if the server doesn't list them."""
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session = aiohttp.ClientSession(
             headers=headers,
@@ -73,8 +75,10 @@ class ChatConnection:
         if response.status != 200:
             raise AnswerError(f"{url} answered {response.status}: {refusal_of(response.status, body)}")
         match _json(body):
-            case {"data": [{"id": str() as model}, *_]}:
+            case {"data": [{"id": str() as model} as card, *_]}:
                 self.model = model
+                recommended = card.get("default_sampling_params")
+                self.recommended = recommended if isinstance(recommended, dict) else None
                 return model
         raise AnswerError(f"{url} lists no model; name one with --model")
 

@@ -280,7 +280,8 @@ class Api:
         return _json(card)
 
     def _card(self) -> ModelCard:
-        return ModelCard.of(self._limits.model, self._created, self._readiness.require_ready())
+        facts = self._readiness.require_ready()
+        return ModelCard.of(self._limits.model, self._created, facts, self._limits.defaults)
 
     async def health(self, http_request: web.Request) -> web.StreamResponse:
         status = self._readiness.status
