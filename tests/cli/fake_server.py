@@ -16,8 +16,8 @@ class FakeServer:
     """Answers every prompt with `max_tokens` words. Use as a context manager.
 
     `fails` maps each request's body and number (counted from 0) to its failure: None,
-    "refuse" (503), "bad" (400), "drop" (the connection ends without an answer), "cut" (ends after a word) or "error" (an error
-    event).
+    "refuse" (503), "bad" (400), "drop" (the connection ends without an answer), "cut" (ends after a word) or "error"
+    (an error event).
 
     With an `api_key`, other requests than those to /health need it.
 

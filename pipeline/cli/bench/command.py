@@ -160,7 +160,7 @@ async def _level(
     try:
         return await ClosedLoop(plan, generate, bar.update, generate_warmup).run()
     except* ServerError as errors:
-        raise errors.exceptions[0]  # each stream has the same
+        raise errors.exceptions[0] from None  # each stream has the same
 
 
 class _Bar:
