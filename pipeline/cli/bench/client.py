@@ -125,7 +125,7 @@ class BenchClient:
         except aiohttp.ClientConnectorError as error:
             raise ServerError(no_connection(self._base, error)) from error
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise ServerError(f"{url} can't be reached: {reason_of(error)}") from error
+            raise ServerError(f"{url} {unanswered(self._base, error)}") from error
         except orjson.JSONDecodeError as error:
             raise ServerError(f"{url} did not answer with JSON") from error
 
@@ -171,6 +171,15 @@ def no_connection(base: str, error: aiohttp.ClientConnectorError) -> str:
     if isinstance(error, aiohttp.ClientSSLError):
         return f"{url} does not answer with TLS: is it an http:// address?"
     return no_server(url, os.strerror(error.errno) if error.errno else error.strerror or str(error))
+
+
+def unanswered(url: str, error: BaseException) -> str:
+    """The message if a server takes connections and does not answer."""
+    is_closed = isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError)
+    advice = ""
+    if is_closed and url.startswith("http://"):
+        advice = f"; if this port speaks HTTPS, use --url {url.removesuffix('/v1').replace('http://', 'https://', 1)}"
+    return f"can't be reached: {reason_of(error)}{advice}"
 
 
 def reason_of(error: BaseException) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from pipeline.cli.bench.client import MAX_SHOWN_BYTES, base_of, no_connection, reason_of, refusal_of
+from pipeline.cli.bench.client import MAX_SHOWN_BYTES, base_of, no_connection, reason_of, refusal_of, unanswered
 from pipeline.cli.bench.tally import error_text
 from pipeline.cli.chat.conversation import Turn
 
@@ -71,7 +71,7 @@ class ChatConnection:
         except aiohttp.ClientConnectorError as error:
             raise AnswerError(no_connection(self._base, error), is_gone=True) from error
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise AnswerError(f"{url} can't be reached: {reason_of(error)}", is_gone=True) from error
+            raise AnswerError(f"{url} {unanswered(self._base, error)}", is_gone=True) from error
         if response.status != 200:
             raise AnswerError(f"{url} answered {response.status}: {refusal_of(response.status, body)}")
         match _json(body):
