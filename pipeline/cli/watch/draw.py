@@ -53,8 +53,22 @@ def server_line(pid: int, model: str, address: str, state: str, uptime_s: float,
     return line
 
 
-def top(view: View, width: int, message: str = "") -> RenderableType:
-    """The whole screen of `pipeline top`."""
+KEYS = "q quits, h explains the figures"
+HELP = """\
+open         requests that clients wait for; open tokens are those of their prompts
+depth        steps that may be in flight at the same time
+device busy  share of the time in which the executor computes a step
+plan wait    share of the time in which the executor waits for the next step
+prefix hits  share of prompt tokens that the prefix cache has
+preempted    sequences that had to give up their KV blocks for others
+forks        sequences that share the KV blocks of their request's prompt
+TTFT, ITL    time to first token and between tokens: medians of the last 30 s
+busy %       share of the time in which a stage does not wait for messages
+↻5           the stage has been restarted five times"""
+
+
+def top(view: View, width: int, message: str = "", footer: str = "") -> RenderableType:
+    """The whole screen of `pipeline top`. `footer`: what keys do, or their help."""
     parts: list[RenderableType] = [
         server_line(view.pid, view.model, view.address, view.state, view.uptime_s, width),
         Text(),
@@ -66,6 +80,8 @@ def top(view: View, width: int, message: str = "") -> RenderableType:
     ]
     if message:
         parts.append(Text(message, "red"))
+    if footer:
+        parts += [Text(), Text(footer, "dim")]
     return Group(*parts)
 
 
