@@ -6,7 +6,7 @@ from typing import Any
 
 from tools.check_page.devtools import Tab
 
-SLOW_S = 30.0
+SLOW_S = 90.0
 IS_IDLE = "!document.querySelector('.streaming')"
 NUM_REPLIES = "document.querySelectorAll('.message.assistant').length"
 LAST = "[...document.querySelectorAll('.message.assistant')].at(-1)"
