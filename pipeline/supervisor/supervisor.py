@@ -179,7 +179,7 @@ class Supervisor:
         self._loop.is_ending = True
         if code == EXIT_OK:
             timeout_s = self._resources.settings.supervisor.drain_timeout_s
-            self._log_event("draining", timeout_s=timeout_s)
+            self._log_event("draining", timeout_s=timeout_s, stop_now="Ctrl-C or SIGTERM again")
             for name in self._gateways:
                 self._loop.table.outboxes[name].send(m.Drain(timeout_s))
             code = self._run_until_stopped(lambda: self._are_drained(self._gateways), timeout_s + NOTIFY_CLIENTS_S)
