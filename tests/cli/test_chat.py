@@ -111,6 +111,9 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat() -> None:
     with FakeChat() as server, Terminal(chat(server), ROOT) as terminal:
         terminal.wait_for("> ")
         terminal.enter("for ever", "on on on")
+        terminal.type("typed ahead")
+        terminal.wait_for("on", times=terminal.text.count("on") + 20)
+        assert "ahead" not in terminal.text, "it is not mixed with the answer"
         terminal.type(CTRL_C)
         terminal.wait_for("stopped")
         assert server.left.wait(10), "the client disconnects"

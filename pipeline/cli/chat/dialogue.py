@@ -96,7 +96,8 @@ class Dialogue:
         pieces: list[str] = []
         turns = self._conversation.with_question(question)
         try:
-            self._runner.run(self._show(turns, answer, pieces))
+            with self._screen.answering():
+                self._runner.run(self._show(turns, answer, pieces))
         except AnswerError as error:
             self._failed(error)
             return
