@@ -22,7 +22,11 @@ FAILED, USAGE, INTERRUPTED = 1, 2, 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit code: 2 for a usage error, 130 for an interrupt."""
     try:
-        args = _parser().parse_args(argv)
+        parser = _parser()
+        if not (sys.argv[1:] if argv is None else argv):
+            parser.print_help(sys.stderr)
+            return USAGE
+        args = parser.parse_args(argv)
         code: int = args.run(args)
         sys.stdout.flush()
         return code
@@ -47,7 +51,7 @@ class _Parser(argparse.ArgumentParser):
             args = dashed(args)
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            advice = (hint(unknown) if self.takes_settings else "") or self._closest_options(unknown)
+            advice = (hint(unknown, args or ()) if self.takes_settings else "") or self._closest_options(unknown)
             self.error(f"unrecognized arguments: {' '.join(unknown)}{advice}")
         return found, unknown
 

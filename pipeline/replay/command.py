@@ -165,7 +165,9 @@ def _print(path: Path, replayed: Replayed, comparison: ReplayComparison, expecte
     screen.print(f"took {replayed.took_s:.2f} s, including the stage's start and end")
     if expected is None:
         screen.print(
-            "not compared: the recording does not have everything that the stage sent since its start", soft_wrap=True
+            "not compared: the recording does not have everything that the stage sent since its start; "
+            "one of `pipeline serve --record` has",
+            soft_wrap=True,
         )
     elif comparison.are_same:
         total = sum(comparison.sent.values())

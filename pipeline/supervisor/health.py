@@ -28,13 +28,15 @@ class HealthRound:
             child.name in self._answers or child.state != "ready" for child in children
         )
 
-    def result(self, children: Iterable[Child]) -> Health:
+    def result(self, children: Iterable[Child], is_computing: Callable[[Child], bool]) -> Health:
+        """The states of the stages. One that has not answered is late, unless `is_computing`."""
         stages = []
         schedule: ScheduleLoad | None = None
         num_open_elsewhere = 0
         for child in children:
             took_s, pong = self._answers.get(child.name, (-0.001, None))
-            state = child.state if pong is not None or child.state != "ready" else "late"
+            is_late = pong is None and child.state == "ready" and not is_computing(child)
+            state = "late" if is_late else child.state
             stages.append(StageHealth(child.name, child.pid, state, round(took_s * 1000, 3)))
             if pong is not None and isinstance(pong.load, ScheduleLoad):
                 schedule = pong.load
@@ -47,10 +49,17 @@ class HealthRound:
 class HealthChecks:
     """The open health rounds."""
 
-    def __init__(self, ping_all: Callable[[int], None], reply: Callable[[str, Health], None]) -> None:
-        """`ping_all` sends `Ping` with a nonce to every stage; `reply` sends a result to the process that asked."""
+    def __init__(
+        self,
+        ping_all: Callable[[int], None],
+        reply: Callable[[str, Health], None],
+        is_computing: Callable[[Child], bool],
+    ) -> None:
+        """`ping_all` sends `Ping` with a nonce to every stage; `reply` sends a result to the process that asked.
+        `is_computing`: whether a silent stage is not late (`Heartbeats.is_computing`)."""
         self._ping_all = ping_all
         self._reply = reply
+        self._is_computing = is_computing
         self._rounds: dict[int, HealthRound] = {}
         self._next_nonce = 1
 
@@ -79,4 +88,4 @@ class HealthChecks:
         for nonce, one in list(self._rounds.items()):
             if one.is_over(children):
                 del self._rounds[nonce]
-                self._reply(one.asker, one.result(children))
+                self._reply(one.asker, one.result(children, self._is_computing))

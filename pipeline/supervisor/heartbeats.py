@@ -7,7 +7,8 @@
 A late stage is not pinged again: it answers the ping that waits in its inbox. The log has a line when a stage goes late
 and when it is back, and the gateways get `LateStages`, so that they refuse requests that would wait for it.
 
-A step may take long on a slow machine, so an executor that uses the CPU gets `BUSY_FACTOR` times the hang timeout.
+A step may take long on a slow or busy machine, so an executor that uses the CPU gets `BUSY_FACTOR` times both timeouts:
+it is neither late nor hangs while it computes.
 """
 
 import logging
@@ -36,8 +37,10 @@ class _Beat(msgspec.Struct, eq=False):
     pinged_s: float | None = None
     """When the ping was sent that it has not answered."""
     is_late: bool = False
-    late_cpu_s: float = 0.0
-    """CPU time that the process had used when it went late."""
+    checked_s: float = 0.0
+    """When the CPU time was read last: at the ping, at each timeout since, and when it went late."""
+    checked_cpu_s: float = 0.0
+    """CPU time that the process had used then."""
     is_killed: bool = False
 
 
@@ -71,7 +74,7 @@ class Heartbeats:
     def deadlines(self) -> list[float]:
         """When `turn` must be called next."""
         return [
-            beat.alive_s + HEARTBEAT_S if beat.pinged_s is None else beat.pinged_s + self.timeout_s
+            beat.alive_s + HEARTBEAT_S if beat.pinged_s is None else beat.checked_s + self.timeout_s
             for beat in self._beats.values()
             if not beat.is_late
         ]  # hangs are found at the supervisor's regular turns
@@ -92,10 +95,15 @@ class Heartbeats:
             if beat.pinged_s is None:
                 if now_s >= beat.alive_s + HEARTBEAT_S:
                     beat.pinged_s = now_s
+                    self._check_cpu(by_name[name], beat, now_s)
                     self._ping(name, NONCE)
-            elif now_s >= beat.pinged_s + self.timeout_s:
+            elif now_s >= beat.checked_s + self.timeout_s:
+                may_compute = now_s < beat.pinged_s + BUSY_FACTOR * self.timeout_s
+                is_computing = may_compute and self._computes(by_name[name], beat, now_s)
+                self._check_cpu(by_name[name], beat, now_s)
+                if is_computing:
+                    continue
                 beat.is_late = has_changed = True
-                beat.late_cpu_s = self._cpu_s(by_name[name].pid)
                 self._log.warning(f"{name} is late", extra={"fields": {"silent_s": f"{now_s - beat.alive_s:.1f}"}})
         if has_changed:
             self._report()
@@ -104,13 +112,28 @@ class Heartbeats:
         silent_s = now_s - beat.alive_s
         if not self.hang_timeout_s or silent_s < self.hang_timeout_s or beat.is_killed:
             return
-        if child.stage == "execute" and silent_s < BUSY_FACTOR * self.hang_timeout_s:
-            used_s = self._cpu_s(child.pid) - beat.late_cpu_s
-            if used_s > IDLE_SHARE * (silent_s - self.timeout_s):
-                return
+        if silent_s < BUSY_FACTOR * self.hang_timeout_s and self._computes(child, beat, now_s):
+            return
         beat.is_killed = True
         self._log.error(f"{child.name} hangs; killing it", extra={"fields": {"silent_s": f"{silent_s:.1f}"}})
         child.abort()
+
+    def is_computing(self, child: Child) -> bool:
+        """Whether a stage that has not answered is an executor that computes, so that it is not late."""
+        beat = self._beats.get(child.name)
+        if beat is None or beat.is_late or child.stage != "execute":
+            return False
+        return beat.pinged_s is None or self._computes(child, beat, self._clock())
+
+    def _check_cpu(self, child: Child, beat: _Beat, now_s: float) -> None:
+        beat.checked_s = now_s
+        beat.checked_cpu_s = self._cpu_s(child.pid) if child.stage == "execute" else 0.0
+
+    def _computes(self, child: Child, beat: _Beat, now_s: float) -> bool:
+        """Whether this is an executor that has used the CPU since the last check."""
+        if child.stage != "execute":
+            return False
+        return self._cpu_s(child.pid) - beat.checked_cpu_s > IDLE_SHARE * (now_s - beat.checked_s)
 
     def lost(self, name: str) -> None:
         """A stage has died, and is being restarted: it is late until it is ready."""

@@ -98,8 +98,8 @@ class SupervisorLoop:
         self.is_serving = False
         self.is_ending = False
         self.first_health: m.Health | None = None
-        self._health_checks = HealthChecks(self.table.ping_all, self._answer_health)
         self._heartbeats = Heartbeats(self.table.ping, 0.0, self.table.tell_gateways, log)
+        self._health_checks = HealthChecks(self.table.ping_all, self._answer_health, self._heartbeats.is_computing)
         self._use(settings)
         self._processes = StageProcesses(
             resources, self.table, self._inbox, self._restarts, listeners, admins, log, self._use, self._forget
@@ -112,7 +112,7 @@ class SupervisorLoop:
             lambda name, request: self.table.outboxes[name].send(with_execute_facts(request, self.facts))
         )
         server = resources.server
-        self._stats_collector = StatsCollector(server, SUPERVISOR, self._questions)
+        self._stats_collector = StatsCollector(server, SUPERVISOR, self._questions, self._heartbeats.is_computing)
         self._admin_server = AdminServer(
             self._context,
             server,

@@ -28,7 +28,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "execute": ("execute",),
     "detokenize": ("detokenize",),
     "supervisor": LIVE,
-    "limits": ALL,
+    "limits": ("gateway",),
     "chat": ("detokenize", "ingest", "gateway"),
 }
 """The stages that use a section."""
@@ -41,6 +41,12 @@ KEYS: dict[str, tuple[str, ...]] = {
     "detokenize.replicas": LIVE,
     "ingest.replicas": LIVE,
     "gateway.replicas": LIVE,
+    "limits.max_logprobs": ("execute", "gateway"),
+    "limits.max_stop_token_ids": ("execute", "gateway"),
+    "limits.max_prompt_bytes": ("ingest", "gateway"),
+    "limits.max_grammar_bytes": ("ingest", "gateway"),
+    "limits.template_timeout_s": ("ingest",),
+    "limits.grammar_timeout_s": ("ingest", "execute"),
 }
 """Exceptions from `SECTIONS`, and keys that belong to none."""
 NEW_SERVER = {

@@ -18,10 +18,14 @@ from pipeline.version import VERSION
 class StatsCollector:
     """Builds `ServerStats`. Keeps the last counts of each stage, for when it does not answer in time."""
 
-    def __init__(self, server: str, supervisor: str, questions: Questions) -> None:
+    def __init__(
+        self, server: str, supervisor: str, questions: Questions, is_computing: Callable[[Child], bool]
+    ) -> None:
+        """`is_computing`: whether a silent stage is not late (`Heartbeats.is_computing`)."""
         self._server = server
         self._supervisor = supervisor
         self._questions = questions
+        self._is_computing = is_computing
         self._started_s = time.monotonic()
         self._decoder: MessageDecoder[StageCounts] = MessageDecoder(StageCounts)
         self._counts: dict[str, tuple[float, StageCounts]] = {}
@@ -57,7 +61,8 @@ class StatsCollector:
             is_thread = child.pid == os.getpid()
             usage = usage_of(child.pid) if child.is_alive and not is_thread else NOTHING
             came, counts = self._counts.get(child.name, (now, None))
-            state = "late" if child.state == "ready" and child.name not in answers else child.state
+            is_late = child.state == "ready" and child.name not in answers and not self._is_computing(child)
+            state = "late" if is_late else child.state
             stages.append(
                 StageStats(
                     name=child.name,

@@ -181,7 +181,7 @@ class Supervisor:
         gateways = topology.among(self._loop.table.children, "gateway")
         if code == EXIT_OK:
             timeout_s = self._resources.settings.supervisor.drain_timeout_s
-            self._log_event("draining", timeout_s=timeout_s)
+            self._log_event("draining", timeout_s=timeout_s, stop_now="Ctrl-C or SIGTERM again")
             for name in gateways:
                 self._loop.table.outboxes[name].send(m.Drain(timeout_s))
             code = self._run_until_stopped(lambda: self._are_drained(gateways), timeout_s + NOTIFY_CLIENTS_S)

@@ -46,7 +46,7 @@ def run(launch: m.Launch) -> None:
         weights = quantization if quantization in ("int8", "int4") else runner.weight_formats  # made while loading
         fields: dict[str, object] = {
             "model": launch.model_dir,
-            "weights": weights,
+            "weights": "+".join(sorted(weights.split("+"))),  # as in /v1/models
             "blocks": runner.facts.num_blocks,
             "kernels": runner.name,
         }

@@ -198,12 +198,19 @@ def _ranges_in(info: types.StructType, prefix: str, *, nested: bool) -> dict[str
             inner = one.type if isinstance(one, types.Metadata) else one
             if isinstance(inner, (types.IntType, types.FloatType)):
                 limits = ((">=", inner.ge), (">", inner.gt), ("<=", inner.le), ("<", inner.lt))
-                bounds = [f"{sign} {limit:g}" for sign, limit in limits if limit is not None and limit < _MAX_SHOWN]
+                bounds = [
+                    f"{sign} {_plain(limit)}" for sign, limit in limits if limit is not None and limit < _MAX_SHOWN
+                ]
                 if len(bounds) > 1:
                     found[prefix + field.encode_name] = " and ".join(bounds)
             elif isinstance(inner, types.StructType) and nested:
                 found |= _ranges_in(inner, f"{prefix}{field.encode_name}.", nested=False)
     return found
+
+
+def _plain(limit: float) -> str:
+    """A bound without an exponent: 1000000, 0.01."""
+    return str(int(limit)) if limit == int(limit) else f"{limit:g}"
 
 
 def _with_key(path: str, got: str, body: bytes) -> str:

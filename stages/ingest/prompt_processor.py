@@ -22,6 +22,7 @@ from pipeline.runtime.messages import (
     Finish,
     GenerationOptions,
     IdsPrompt,
+    Pooling,
     Prompt,
     PromptOptions,
     Submit,
@@ -188,7 +189,7 @@ class PromptProcessor:
             raise _refusal("the prompt is empty", submit.prompt)
         max_tokens, room = submit.options.max_tokens, self._max_model_len - len(ids)
         if room < 1 and (max_tokens != 0 or room < 0):
-            raise self._too_long(str(len(ids)), param)
+            raise self._too_long(str(len(ids)), param, embeds=submit.options.pooling != Pooling.NONE)
         if max_tokens is None:
             # A default never makes a request invalid.
             return (
@@ -287,10 +288,14 @@ class PromptProcessor:
             message = f"the chat template took longer than {self._limits.template_timeout_s:g} s with these messages"
             raise RequestRefused(Failure(400, message, "messages", "template_timeout")) from None
 
-    def _too_long(self, num_tokens: str, param: str) -> RequestRefused:
+    def _too_long(self, num_tokens: str, param: str, *, embeds: bool = False) -> RequestRefused:
         message = (
             f"this model's maximum context length is {self._max_model_len} tokens, and the prompt has {num_tokens}: "
-            "there must be room for at least one output token"
+            + (
+                "an embedding's input may have one less"
+                if embeds
+                else "there must be room for at least one output token"
+            )
         )
         return RequestRefused(Failure(400, message, param, "context_length_exceeded"))
 

@@ -38,7 +38,7 @@ def checkpoint_folder(settings: Settings) -> Path:
             return fetch(source, Silence()).folder
     raise ModelError(
         f"model {settings.model!r}: check-model compares with transformers, so the model must be a folder in Hugging "
-        "Face layout, a hub id, or a config.json"
+        "Face layout, a hub id, or a config.json; --fidelity also measures .gguf files and wheels"
     )
 
 

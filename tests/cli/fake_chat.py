@@ -20,6 +20,8 @@ class FakeChat:
         self.left = threading.Event()
         """Set when a client disconnects before the end of its answer."""
         self.has_usage = True
+        self.recommended: dict[str, float] | None = None
+        """The model's recommendations in /v1/models, if it lists them."""
         self.url = ""
         self._port = port
         self._started = threading.Event()
@@ -57,7 +59,10 @@ class FakeChat:
         await runner.cleanup()
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "fake-model"}]})
+        card: dict[str, Any] = {"id": "fake-model"}
+        if self.recommended is not None:
+            card["default_sampling_params"] = self.recommended
+        return web.json_response({"data": [card]})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

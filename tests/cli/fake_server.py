@@ -16,8 +16,8 @@ class FakeServer:
     """Answers every prompt with `max_tokens` words. Use as a context manager.
 
     `fails` maps each request's body and number (counted from 0) to its failure: None,
-    "refuse" (503), "drop" (the connection ends without an answer), "cut" (ends after a word) or "error" (an error
-    event).
+    "refuse" (503), "bad" (400), "drop" (the connection ends without an answer), "cut" (ends after a word) or "error"
+    (an error event).
 
     With an `api_key`, other requests than those to /health need it.
 
@@ -113,6 +113,8 @@ class FakeServer:
             request.transport.close()
         if fault == "refuse":
             return web.json_response({"error": {"message": "busy", "type": "overloaded"}}, status=503)
+        if fault == "bad":
+            return web.json_response({"error": {"message": "the prompt is too long"}}, status=400)
         num_prompt = TEMPLATE_TOKENS + len(prompt.split())
         usage = {"prompt_tokens": num_prompt, "completion_tokens": body["max_tokens"]}
         if not body.get("stream"):

@@ -67,6 +67,16 @@ def test_a_missing_api_key_is_an_error_that_says_how_to_give_one(
         assert main(["bench", "--port", port, "--api-key=sk-1", *short]) == 0
 
 
+def test_a_server_that_refuses_the_first_requests_ends_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeServer(lambda body, number: "bad") as server:
+        short = ("--num-requests=9", "--concurrency=1,4", "--output-tokens=1", "--prompt-words=3")
+        assert main(["bench", "--url", server.url, *short]) == 1
+        assert len(server.bodies) == 1, "no level but the first, and no request after the warm-up"
+        out, err = capsys.readouterr()
+        expected = f"{server.url}/v1/chat/completions answered 400: the prompt is too long"
+        assert (out, err) == ("", f"pipeline bench: error: {expected}\n")
+
+
 def test_all_streams_fill_the_time_window(capsys: pytest.CaptureFixture[str]) -> None:
     with FakeServer() as server:
         code, report, _ = bench(

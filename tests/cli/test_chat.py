@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from pipeline.__main__ import main
+from pipeline.cli.chat.command import also_running
 from pipeline.cli.chat.connection import ChatAnswer
 from pipeline.cli.chat.conversation import ChatHistory
 from pipeline.cli.chat.screen import described
 from pipeline.config.settings import Settings
 from pipeline.errors import StartError
+from pipeline.metrics.stats import ServerStats
 from tests.cli.fake_chat import FakeChat
 from tests.cli.fake_server import FakeServer
 from tests.terminal import CTRL_C, CTRL_D, Terminal
@@ -51,7 +53,7 @@ def test_a_conversation_in_a_terminal(tmp_path: Path) -> None:
         terminal.enter(f"/save {ROOT / 'README.md'}", "README.md exists; use another name")
         terminal.enter("/save /no/such/folder/x", "can't be written: No such file or directory")
         terminal.enter("/save", "/save: needs a file name")
-        terminal.enter("/reset", "conversation cleared")
+        terminal.enter("/clear", "conversation cleared")
         terminal.enter("/system off", "no system prompt")
         terminal.enter("first again", "1: first again")
         terminal.enter("/retry", "1: first again", times=2)
@@ -109,6 +111,9 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat() -> None:
     with FakeChat() as server, Terminal(chat(server), ROOT) as terminal:
         terminal.wait_for("> ")
         terminal.enter("for ever", "on on on")
+        terminal.type("typed ahead")
+        terminal.wait_for("on", times=terminal.text.count("on") + 20)
+        assert "ahead" not in terminal.text, "it is not mixed with the answer"
         terminal.type(CTRL_C)
         terminal.wait_for("stopped")
         assert server.left.wait(10), "the client disconnects"
@@ -132,7 +137,7 @@ def test_errors_are_readable_and_the_question_can_be_retried() -> None:
         terminal.enter("html", "error: the server answered 502: <h1>Bad gateway</h1>")
         terminal.enter("plain", "error: the server answered with application/json instead of a stream")
         terminal.enter("garbage", "error: the server sent an invalid event: {not json")
-        terminal.enter("cut", "the answer was cut at --max-tokens 5")
+        terminal.enter("cut", "the answer was cut at 5 tokens (/max-tokens)")
         terminal.enter("fine", "3: fine")
         assert "Traceback" not in terminal.text
         terminal.wait_for_prompt()
@@ -193,6 +198,18 @@ def test_options_are_sent_with_every_question() -> None:
         assert (body["temperature"], body["top_p"], body["max_tokens"], body["seed"]) == (0.5, 0.9, 12, 3)
         assert body["model"] == "another"
     assert server.headers[0]["Authorization"] == "Bearer secret"
+
+
+def test_a_chat_is_tamer_than_the_api_unless_the_model_or_the_user_says_otherwise() -> None:
+    with FakeChat() as server:
+        server.recommended = {}
+        assert piped("one", server)[0] == 0
+        server.recommended = {"temperature": 0.2, "top_k": 40}
+        assert piped("one\n/temperature 1.5\n/max-tokens 7\ntwo\n/max-tokens off\nthree", server)[0] == 0
+        _, _, err = piped("/temperature 3\n", server)
+    sent = [(body.get("temperature"), body.get("top_p"), body.get("max_tokens")) for body in server.bodies]
+    assert sent == [(0.7, 0.95, None), (None, 0.95, None), (1.5, 0.95, 7), (1.5, 0.95, None)]
+    assert err == "pipeline chat: error: /temperature: needs a number from 0 to 2, got '3'\n"
 
 
 def test_control_characters_are_unchanged_in_a_pipe() -> None:
@@ -321,6 +338,14 @@ def test_another_service_at_the_default_address_is_an_error(
 
 
 # --------------------------------------------------------------------------------------------------------- its parts
+
+
+def test_servers_at_other_ports_are_named_before_another_starts() -> None:
+    other = ServerStats("1-x", 1, "0.1", "m", "http://127.0.0.1:8123", "serving", 1.0, 1.0, [], 0, 0, 0)
+    assert also_running([other]).startswith(
+        "no server at http://127.0.0.1:8000; running are http://127.0.0.1:8123 (--port 8123); starting one"
+    )
+    assert also_running([]) == "no server at http://127.0.0.1:8000; starting one for this chat"
 
 
 def test_a_failed_question_is_not_part_of_the_conversation() -> None:

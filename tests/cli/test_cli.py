@@ -177,7 +177,6 @@ def test_config_check_reports_every_error(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ([], "the following arguments are required: COMMAND"),
         (["sreve"], "invalid choice: 'sreve'; did you mean serve? (choose from serve, chat,"),
         (["xyzzy"], "invalid choice: 'xyzzy' (choose from serve, chat,"),
         (["serve", "--prot", "1"], "unrecognized arguments: --prot; did you mean --port? (see pipeline serve"),
@@ -186,6 +185,8 @@ def test_config_check_reports_every_error(tmp_path: Path, capsys: pytest.Capture
             "unrecognized arguments: --modle=x; did you mean --model? (see pipeline serve --help)",
         ),
         (["serve", "a", "b"], "unrecognized arguments: b (see pipeline serve --help)"),
+        (["serve", "m", "--served-model-name", "a", "b"], "arguments: b; --served-model-name takes one name (see"),
+        (["serve", "m", "--served-model-name=a", "b"], "arguments: b; --served-model-name takes one name (see"),
         (["config", "show", "--x"], "unrecognized arguments: --x (see pipeline config show --help)"),
         (["--x", "serve"], "unrecognized arguments: --x (see pipeline --help)"),
         (["profile", "execute", "--max-model-len", "9"], "did you mean --set max_model_len=N?"),
@@ -284,6 +285,30 @@ def test_every_vllm_option_is_tried_and_arguments_that_change_nothing_are_accept
     assert len(neutral) > 5
     assert run("serve", *neutral, capsys=capsys) == (3, "", "")
     assert served == [Settings()]
+
+
+def test_a_second_served_name_is_not_taken_for_the_model(
+    served: list[Settings], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run("serve", "--model", "m", "--served-model-name", "a", "b", capsys=capsys)
+    assert (code, served) == (2, [])
+    assert "the model is given twice: b, and --model m; --served-model-name takes one name" in err
+
+
+def test_a_share_of_gpu_memory_is_a_warning_on_a_cpu(
+    served: list[Settings], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for share in ("0.5", "0.9"):  # also the default
+        _, _, err = run("serve", "--gpu-memory-utilization", share, capsys=capsys)
+        assert err.startswith("pipeline: warning: ") and "gpu" in err and "no effect" in err and err.count("\n") == 1
+    assert "no effect" not in run("serve", "--gpu-memory-utilization", "0.9", "--device", "cuda", capsys=capsys)[2]
+    assert "no effect" not in run("serve", capsys=capsys)[2]
+
+
+def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys=capsys)
+    assert (code, out) == (2, "")
+    assert err.startswith("usage: pipeline") and "serve a model over HTTP" in err
 
 
 def test_a_wrong_value_names_the_option(served: list[Settings], capsys: pytest.CaptureFixture[str]) -> None:

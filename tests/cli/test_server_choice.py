@@ -134,8 +134,12 @@ def test_ps_lists_the_selected_server_only(running: Run, capsys: pytest.CaptureF
     assert main(["ps", "--port=8001"]) == 0
     out = capsys.readouterr().out
     assert "large" in out and "small" not in out
+    assert all(line == line.rstrip() for line in out.splitlines())
     assert main(["ps", "--port=9"]) == 1
-    assert "no such server; running are:\n  pid 11 " in capsys.readouterr().err
+    start = "start one with `pipeline serve MODEL --port 9`"
+    assert f"no server at http://127.0.0.1:9; {start}; running are:\n  pid 11 " in capsys.readouterr().err
+    assert main(["ps", "--pid=9"]) == 1
+    assert "no server has pid 9; running are:\n  pid 11 " in capsys.readouterr().err
     running([])
     assert main(["ps"]) == 0
     assert capsys.readouterr().out == "no server is running; start one with `pipeline serve MODEL`\n"

@@ -42,3 +42,12 @@ def test_https_to_a_server_without_tls_is_named(capsys: pytest.CaptureFixture[st
     with web_server(None) as port:
         assert main(["bench", "--duration", "1s", "--url", f"https://127.0.0.1:{port}"]) == 1
     assert f"https://127.0.0.1:{port} does not answer with TLS: is it an http:// address?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [("bench", "--duration", "1s"), ("chat",)])
+def test_http_to_a_server_with_tls_is_named(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(CERT, KEY)
+    with web_server(context) as port:
+        assert main([*command, "--port", str(port)]) == 1
+    assert f"if this port speaks HTTPS, use --url https://127.0.0.1:{port}\n" in capsys.readouterr().err

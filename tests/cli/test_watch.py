@@ -77,6 +77,10 @@ def test_falling_counters_give_no_negative_rate() -> None:
     assert view_of([at(0.0, output=500), at(1.0, output=0)]).output_tokens_per_s == 0.0
 
 
+def test_the_explanations_fit_into_80_columns() -> None:
+    assert max(map(len, draw.HELP.splitlines())) <= 80
+
+
 def rendered(view: View, width: int, message: str = "") -> list[str]:
     console = Console(file=io.StringIO(), width=width, highlight=False)
     console.print(draw.top(view, width, message))

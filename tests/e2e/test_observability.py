@@ -361,6 +361,11 @@ def test_top_ends_with_q_and_restores_the_terminal(server: Server) -> None:
     while b"detokenize.0" not in shown:
         assert select.select([leader], [], [], max(0.0, end - time.monotonic()))[0], f"top shows only {shown!r}"
         shown += os.read(leader, 65536)
+    os.write(leader, b"h")
+    while b"plan wait    share" not in shown:
+        assert select.select([leader], [], [], max(0.0, end - time.monotonic()))[0], f"top shows only {shown!r}"
+        shown += os.read(leader, 65536)
+    assert b"q quits, h explains" in shown
     os.write(leader, b"xq")
     drain = threading.Thread(target=_drain, args=(leader,), daemon=True)
     drain.start()

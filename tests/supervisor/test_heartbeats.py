@@ -155,3 +155,33 @@ def test_a_stage_that_has_died_is_late_until_its_successor_is_ready(world: World
     execute.state = "ready"
     world.turn(HEARTBEAT_S)
     assert world.reports == [{"execute.0": died_s}, {}]
+
+
+def test_an_executor_that_computes_is_late_only_after_ten_times_as_long(world: World) -> None:
+    world.turn()
+    silent_since_s = world.now_s
+    world.turn(HEARTBEAT_S)
+    execute = world.children[1]
+    for _ in range(9):
+        world.cpu_s += TIMEOUT_S / 2
+        assert world.beats.is_computing(execute) and not world.beats.is_computing(world.children[0])
+        world.turn(TIMEOUT_S)
+        assert world.now_s + TIMEOUT_S in world.beats.deadlines, "looks again after the same time"
+    assert world.reports == [{"ingest.0": silent_since_s}], "other stages have no excuse"
+    world.cpu_s += TIMEOUT_S / 2
+    world.turn(TIMEOUT_S)
+    assert set(world.reports[-1]) == set(NAMES)
+    assert not world.beats.is_computing(execute)
+
+
+def test_an_executor_that_stops_computing_without_an_answer_is_late(world: World) -> None:
+    world.turn()
+    world.turn(HEARTBEAT_S)
+    world.beats.answered("ingest.0")
+    assert world.beats.is_computing(world.children[1]) is False, "it has used no CPU yet"
+    world.cpu_s += TIMEOUT_S
+    world.turn(TIMEOUT_S)
+    world.beats.answered("ingest.0")
+    assert world.reports == []
+    world.turn(TIMEOUT_S)
+    assert [set(report) for report in world.reports] == [{"execute.0"}]

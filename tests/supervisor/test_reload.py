@@ -1,5 +1,7 @@
 """What a running server does with each setting that changes."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,6 +12,7 @@ from pipeline.config.keys import sections
 from pipeline.config.settings import Settings
 from pipeline.supervisor.reload import ALL, KEYS, NEW_SERVER, RAISED, changes, stages_of, to_restart, to_scale
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 KNOWN = [key.dotted for section in sections() for key in section.keys]
 
 
@@ -29,6 +32,19 @@ def test_every_key_is_refused_with_a_reason_or_used_by_known_stages(key: str) ->
         assert set(stages_of(key)) <= set(ALL)
 
 
+@pytest.mark.parametrize("key", [key for key in KNOWN if key.startswith("limits.")])
+def test_a_limit_restarts_the_stages_whose_code_reads_it(key: str) -> None:
+    read = re.compile(rf"\b{key.removeprefix('limits.')}\b")
+    readers = {
+        stage
+        for stage in ALL
+        for path in (ROOT / "stages" / stage).rglob("*.py")
+        if stage != "execute" or path.parent.name != "measuring"  # tools that set the limits themselves
+        if any(read.search(line) for line in path.read_text().splitlines())
+    }
+    assert set(stages_of(key)) == readers
+
+
 def test_the_tables_have_no_unknown_keys() -> None:
     assert {*KEYS, *NEW_SERVER, *RAISED} <= set(KNOWN)
 
@@ -45,7 +61,8 @@ def test_a_setting_restarts_the_stages_that_use_it() -> None:
         ("schedule.policy", "fcfs", "priority", ""),
         ("limits.max_n", 128, 2, ""),
     ]
-    assert to_restart(found) == ["detokenize", "ingest", "schedule", "execute", "gateway"], "the gateway is the last"
+    assert to_restart(found) == ["schedule", "gateway"], "the gateway is the last"
+    assert line_of(found[1]) == "limits.max_n: 128 → 2: restarts gateway"
     assert line_of(found[0]) == "schedule.policy: fcfs → priority: restarts schedule, gateway"
     assert to_restart(found[:1]) == ["schedule", "gateway"]
     assert summary(found[:1], is_dry_run=True) == "this would restart schedule, gateway"

@@ -27,6 +27,11 @@ class FakeChild:
         self.name, self.state, self.pid = name, state, os.getpid()
 
 
+def nobody(child: Any) -> bool:
+    """No executor computes."""
+    return False
+
+
 LOAD = m.ScheduleLoad(1, 2, 3, 4, 5, 12)
 
 
@@ -37,7 +42,7 @@ def test_stages_that_answer_are_ready_and_the_server_is_ok() -> None:
     assert not round_.is_over(children)
     round_.answered("gateway.0", m.Pong(1, m.GatewayLoad(3)))
     assert round_.is_over(children)
-    health = round_.result(children)
+    health = round_.result(children, nobody)
     assert (health.nonce, health.status, health.schedule) == (7, "ok", LOAD)
     assert all(stage.answer_ms >= 0 for stage in health.stages)
 
@@ -47,15 +52,22 @@ def test_a_stage_that_does_not_answer_in_time_is_late() -> None:
     round_ = HealthRound("gateway.0", nonce=1, timeout_s=0.0)
     round_.answered("schedule.0", m.Pong(1, LOAD))
     assert round_.is_over(children)
-    health = round_.result(children)
+    health = round_.result(children, nobody)
     assert (health.status, [stage.state for stage in health.stages]) == ("late", ["ready", "late"])
     assert health.stages[1].answer_ms < 0
+
+
+def test_an_executor_that_computes_is_not_late() -> None:
+    children: list[Any] = [FakeChild("schedule.0"), FakeChild("execute.0")]
+    round_ = HealthRound("gateway.0", nonce=1, timeout_s=0.0)
+    health = round_.result(children, lambda child: bool(child.name == "execute.0"))
+    assert (health.status, [stage.state for stage in health.stages]) == ("late", ["late", "ready"])
 
 
 def test_a_starting_stage_is_reported_as_starting() -> None:
     children: list[Any] = [FakeChild("execute.0", "starting")]
     round_ = HealthRound("gateway.0", nonce=1, timeout_s=5)
-    assert round_.result(children).status == "starting"
+    assert round_.result(children, nobody).status == "starting"
 
 
 def test_a_port_in_use_is_an_error_that_names_the_key() -> None:
@@ -97,7 +109,7 @@ def test_health_counts_open_requests_of_the_other_gateways() -> None:
     round_ = HealthRound("gateway.1", nonce=7, timeout_s=5)
     round_.answered("gateway.0", m.Pong(1, m.GatewayLoad(3)))
     round_.answered("gateway.1", m.Pong(1, m.GatewayLoad(4)))
-    assert round_.result(children).num_open_elsewhere == 3
+    assert round_.result(children, nobody).num_open_elsewhere == 3
 
 
 def test_every_edge_has_an_inbox_that_accepts_it() -> None:
@@ -122,7 +134,7 @@ def test_the_server_s_status_is_that_of_its_worst_stage() -> None:
     round_.answered("execute.0", m.Pong(1, m.PlainLoad()))
     round_.answered("ingest.0", m.Pong(1, m.PlainLoad()))
     assert round_.is_over(children), "dead stages are not waited for"
-    assert round_.result(children).status == "dead"
+    assert round_.result(children, nobody).status == "dead"
 
 
 class EndedChild:

@@ -33,7 +33,11 @@ def main() -> int:
     args = parser.parse_args()
     if args.browser is None:
         parser.error("no Chromium is found: install it (on Debian: apt install chromium), or name it by --browser")
-    return asyncio.run(run(args.browser, args.only, args.screenshots))
+    try:
+        return asyncio.run(run(args.browser, args.only, args.screenshots))
+    except EXPECTED as error:
+        print(f"check_page: error: {error}", file=sys.stderr)
+        return 1
 
 
 async def run(program: str, only: str, folder: Path | None) -> int:

@@ -12,8 +12,8 @@ from typing import Any
 import aiohttp
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-START_S = 30.0
-ANSWER_S = 30.0
+START_S = 90.0
+ANSWER_S = 90.0
 POLL_S = 0.05
 
 Json = dict[str, Any]

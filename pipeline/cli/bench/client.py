@@ -13,6 +13,7 @@ from pipeline.cli.no_server import no_server
 
 UNAUTHORIZED = 401
 KEY_ADVICE = "give the server's API key with --api-key, or set PIPELINE_API_KEY"
+REFUSALS = (400, 401, 403, 404, 405, 413, 422)
 MAX_SHOWN_BYTES = 300
 
 
@@ -28,6 +29,13 @@ class RequestResult(msgspec.Struct):
     has_usage: bool
     """Whether the server reported token counts; if not, `completion_tokens` counts chunks."""
     error: str | None = None
+    status: int = 200
+    """Of the HTTP response; 200 if there was none."""
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the server answered that the request itself is wrong: the next one like it would be, too."""
+        return self.status in REFUSALS
 
 
 class ServerError(Exception):
@@ -42,7 +50,7 @@ class BenchClient:
         self._base = base_of(url)
         self.model = model
         self._endpoint = endpoint
-        self._url = self._base + ("/chat/completions" if endpoint == "chat" else "/completions")
+        self.url = self._base + ("/chat/completions" if endpoint == "chat" else "/completions")
 
     async def find_model(self) -> None:
         """Use the first model that the server lists. Raises ServerError."""
@@ -55,26 +63,28 @@ class BenchClient:
 
     async def count_tokens(self, prompt: str, options: dict[str, Any]) -> int:
         """Number of tokens of a prompt, from the usage of a request for one token. Raises ServerError."""
-        body = await self._json("POST", self._url, self._body(prompt, options | {"max_tokens": 1}))
+        body = await self._json("POST", self.url, self._body(prompt, options | {"max_tokens": 1}))
         match body:
             case {"usage": {"prompt_tokens": int() as num_tokens}} if num_tokens > 0:
                 return num_tokens
-        raise ServerError(f"{self._url} reports no usage, so prompts can't be sized in tokens; use --prompt-words")
+        raise ServerError(f"{self.url} reports no usage, so prompts can't be sized in tokens; use --prompt-words")
 
     async def generate(self, prompt: str, options: dict[str, Any], tally: Tally | None = None) -> RequestResult:
         """Stream one reply to its end. Errors of the server and the connection are in the result. `tally`, if given,
         must be new; it shows what has arrived so far."""
         data = self._body(prompt, options | {"stream": True, "stream_options": {"include_usage": True}})
         tally = tally or Tally(self._endpoint)
+        status = 200
         sent_s = perf_counter()
         try:
             async with await self._post(data) as response:
-                if response.status == 200:
+                status = response.status
+                if status == 200:
                     async for blob in response.content.iter_any():
                         tally.feed(blob, perf_counter())
                     tally.end(perf_counter())
                 else:
-                    tally.error = f"{response.status}: {refusal_of(response.status, await response.read())}"
+                    tally.error = f"{status}: {refusal_of(status, await response.read())}"
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             tally.error = reason_of(error)
         return RequestResult(
@@ -85,17 +95,18 @@ class BenchClient:
             tally.completion_tokens,
             tally.has_usage,
             tally.error,
+            status,
         )
 
     async def _post(self, data: bytes) -> aiohttp.ClientResponse:
         """Send a request, a second time if the connection ends before an answer begins: some servers close a connection
         after a stream without announcing it, as llama.cpp's does, and its next request fails."""
         try:
-            return await self._session.post(self._url, data=data)
+            return await self._session.post(self.url, data=data)
         except aiohttp.ClientConnectorError:
             raise  # nothing listens there
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
-            return await self._session.post(self._url, data=data)
+            return await self._session.post(self.url, data=data)
 
     def _body(self, prompt: str, options: dict[str, Any]) -> bytes:
         if self._endpoint == "chat":
@@ -114,7 +125,7 @@ class BenchClient:
         except aiohttp.ClientConnectorError as error:
             raise ServerError(no_connection(self._base, error)) from error
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise ServerError(f"{url} can't be reached: {reason_of(error)}") from error
+            raise ServerError(f"{url} {unanswered(self._base, error)}") from error
         except orjson.JSONDecodeError as error:
             raise ServerError(f"{url} did not answer with JSON") from error
 
@@ -160,6 +171,15 @@ def no_connection(base: str, error: aiohttp.ClientConnectorError) -> str:
     if isinstance(error, aiohttp.ClientSSLError):
         return f"{url} does not answer with TLS: is it an http:// address?"
     return no_server(url, os.strerror(error.errno) if error.errno else error.strerror or str(error))
+
+
+def unanswered(url: str, error: BaseException) -> str:
+    """The message if a server takes connections and does not answer."""
+    is_closed = isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError)
+    advice = ""
+    if is_closed and url.startswith("http://"):
+        advice = f"; if this port speaks HTTPS, use --url {url.removesuffix('/v1').replace('http://', 'https://', 1)}"
+    return f"can't be reached: {reason_of(error)}{advice}"
 
 
 def reason_of(error: BaseException) -> str:

@@ -149,9 +149,18 @@ async def _level(
         prompt = words.prompt(workload.seed, f"{concurrency}/{temperature:g}/{name}", *lengths)
         return await client.generate(prompt, options | {"max_tokens": max(1, round(part * workload.output_tokens))})
 
+    async def generate_warmup(name: str, part: float) -> RequestResult:
+        result = await generate(name, part)
+        if result.is_refused:
+            raise ServerError(f"{client.url} answered {result.error}")
+        return result
+
     plan = LoadPlan(concurrency, workload.duration_s, workload.num_requests, workload.num_warmups)
     bar.next(f"{concurrency} streams, temperature {temperature:g}")
-    return await ClosedLoop(plan, generate, bar.update).run()
+    try:
+        return await ClosedLoop(plan, generate, bar.update, generate_warmup).run()
+    except* ServerError as errors:
+        raise errors.exceptions[0] from None  # each stream has the same
 
 
 class _Bar:

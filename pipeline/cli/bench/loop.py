@@ -34,9 +34,17 @@ class Level(msgspec.Struct):
 class ClosedLoop:
     """Runs one level. `run` may be awaited once."""
 
-    def __init__(self, plan: LoadPlan, generate: Generate, progress: Callable[["ClosedLoop"], None]) -> None:
+    def __init__(
+        self,
+        plan: LoadPlan,
+        generate: Generate,
+        progress: Callable[["ClosedLoop"], None],
+        generate_warmup: Generate | None = None,
+    ) -> None:
+        """`generate_warmup` sends the warm-up requests; by default `generate` does."""
         self._plan = plan
         self._generate = generate
+        self._generate_warmup = generate_warmup or generate
         self._progress = progress
         self._records: list[RequestResult] = []
         self._num_warming = plan.concurrency
@@ -66,14 +74,14 @@ class ClosedLoop:
 
     async def _stream(self, stream: int) -> None:
         for count in range(self._plan.num_warmups):
-            await self._request(f"warmup/{stream}/{count}", self._part(stream, count))
+            await self._request(self._generate_warmup, f"warmup/{stream}/{count}", self._part(stream, count))
         self._warmed_up()
         if self._plan.num_requests is not None:
             await self._warm.wait()  # the warm-up requests of the other streams have deadlines
         while self._may_start():
             number = self._num_started
             self._num_started += 1
-            await self._request(str(number), 1.0)
+            await self._request(self._generate, str(number), 1.0)
 
     def _part(self, stream: int, count: int) -> float:
         """The fraction of the output length that a warm-up requests: the last ones end evenly spread over one request's
@@ -94,8 +102,8 @@ class ClosedLoop:
             return self._num_started < self._plan.num_requests
         return perf_counter() < self._opened_s + self._plan.duration_s
 
-    async def _request(self, name: str, part: float) -> None:
-        record = await self._generate(name, part)
+    async def _request(self, generate: Generate, name: str, part: float) -> None:
+        record = await generate(name, part)
         self._records.append(record)
         self.num_errors += record.error is not None
         self._progress(self)

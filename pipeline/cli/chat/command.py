@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import secrets
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -14,14 +15,19 @@ from pipeline.cli.chat.dialogue import FAILED, Dialogue
 from pipeline.cli.chat.options import DEFAULT_URL
 from pipeline.cli.chat.reader import LineReader
 from pipeline.cli.chat.screen import Screen
+from pipeline.cli.no_server import host_and_port
+from pipeline.cli.server_choice import look
 from pipeline.client.embedded.server import EmbeddedServer
 from pipeline.client.embedded.server_log import http_address
 from pipeline.client.progress import StartStatus
 from pipeline.config.load import ConfigError
 from pipeline.config.settings import Settings
 from pipeline.errors import StartError, UserError
+from pipeline.metrics.stats import ServerStats
 from pipeline.runtime.api_keys import SERVER_VARIABLE, keep_out_of_core_dumps, of_client
+from pipeline.supervisor.admin_client import find_servers
 
+CHAT_OPTIONS = {"temperature": 0.7, "top_p": 0.95}
 LOOK_S = 0.1
 """Interval at which the log of a starting server is read."""
 LAST_WORDS_S = 2.0
@@ -39,13 +45,15 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         try:
             connection, url = _running(args, runner)
             if connection is None:
+                if not (args.config or args.set or getattr(args, "model", None)) and (names := find_servers()):
+                    screen.remark(also_running(look(names)[0]))
                 key = secrets.token_urlsafe()  # other users of this machine may find its port
                 own = EmbeddedServer(_own_settings(settings), environ={SERVER_VARIABLE: key})
                 url = _started(own)
                 connection = runner.run(_connect(args, url, None, key))
             screen.remark(f"{connection.model} at {url} · /help, Ctrl-D ends")
             dialogue = Dialogue(
-                runner, connection, ChatHistory(args.system), _options(args), screen, lambda: _why_gone(own)
+                runner, connection, ChatHistory(args.system), _options(args, connection), screen, lambda: _why_gone(own)
             )
             return dialogue.run(LineReader(screen.is_live))
         except (AnswerError, UserError) as error:
@@ -64,7 +72,7 @@ def _running(args: argparse.Namespace, runner: asyncio.Runner) -> tuple[ChatConn
     if args.url:
         return runner.run(_connect(args, args.url, model)), args.url
     if model or args.config or args.set:
-        return None, ""
+        return None, ""  # the user wants a server of these
     try:
         return runner.run(_connect(args, DEFAULT_URL, None)), DEFAULT_URL
     except AnswerError as error:
@@ -84,6 +92,13 @@ async def _connect(args: argparse.Namespace, url: str, model: str | None, key: s
         await connection.close()
         raise
     return connection
+
+
+def also_running(servers: Sequence[ServerStats]) -> str:
+    """The remark before a server of its own starts while others run."""
+    addresses = [f"{one.address} (--port {host_and_port(one.address)[1]})" for one in servers if one.address]
+    running = f"; running are {', '.join(addresses)}" if addresses else ""
+    return f"no server at {DEFAULT_URL}{running}; starting one for this chat"
 
 
 def _own_settings(settings: Settings) -> Settings:
@@ -109,7 +124,10 @@ def _why_gone(own: EmbeddedServer | None) -> str | None:
     return f"the server has ended: {own.reason()}"
 
 
-def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """The sampling options of each request."""
+def _options(args: argparse.Namespace, connection: ChatConnection) -> dict[str, Any]:
+    """The sampling options of each request. What neither the user nor the model says is as in a chat, not as in the
+    API, whose temperature of 1 lets small models ramble. Other servers have defaults of their own."""
+    known = connection.recommended
+    chats = {} if known is None else {name: value for name, value in CHAT_OPTIONS.items() if name not in known}
     options = {"temperature": args.temperature, "top_p": args.top_p, "max_tokens": args.max_tokens, "seed": args.seed}
-    return {name: value for name, value in options.items() if value is not None}
+    return chats | {name: value for name, value in options.items() if value is not None}

@@ -7,7 +7,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from pipeline.cli.bench.client import MAX_SHOWN_BYTES, base_of, no_connection, reason_of, refusal_of
+from pipeline.cli.bench.client import MAX_SHOWN_BYTES, base_of, no_connection, reason_of, refusal_of, unanswered
 from pipeline.cli.bench.tally import error_text
 from pipeline.cli.chat.conversation import Turn
 
@@ -49,6 +49,8 @@ class ChatConnection:
         """`timeout_s` is the longest time without data from the server."""
         self._base = base_of(url)
         self.model = model
+        self.recommended: dict[str, Any] | None = None
+        """The sampling options that the model recommends; None if the server doesn't list them."""
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session = aiohttp.ClientSession(
             headers=headers,
@@ -69,12 +71,14 @@ class ChatConnection:
         except aiohttp.ClientConnectorError as error:
             raise AnswerError(no_connection(self._base, error), is_gone=True) from error
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise AnswerError(f"{url} can't be reached: {reason_of(error)}", is_gone=True) from error
+            raise AnswerError(f"{url} {unanswered(self._base, error)}", is_gone=True) from error
         if response.status != 200:
             raise AnswerError(f"{url} answered {response.status}: {refusal_of(response.status, body)}")
         match _json(body):
-            case {"data": [{"id": str() as model}, *_]}:
+            case {"data": [{"id": str() as model} as card, *_]}:
                 self.model = model
+                recommended = card.get("default_sampling_params")
+                self.recommended = recommended if isinstance(recommended, dict) else None
                 return model
         raise AnswerError(f"{url} lists no model; name one with --model")
 

@@ -1,11 +1,13 @@
 """The dialogue: reads questions and commands, and shows answers."""
 
+import argparse
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from pipeline.cli import option_types as types
 from pipeline.cli.chat.connection import AnswerError, ChatAnswer, ChatConnection
 from pipeline.cli.chat.conversation import ChatHistory, Turn
 from pipeline.cli.chat.reader import LineReader
@@ -15,9 +17,11 @@ OK, FAILED = 0, 1
 
 HELP = '''\
 /help          show this list
-/reset         clear the conversation
+/reset         clear the conversation; also /clear
 /retry         ask the last question again
 /system TEXT   set the system prompt; /system shows it, /system off removes it
+/temperature N set the temperature, 0 to 2; off leaves it to the server
+/max-tokens N  set the maximum length of an answer; off removes it
 /save FILE     save the conversation, as JSON if the name ends in .json
 /quit          end the chat, like Ctrl-D
 
@@ -50,8 +54,11 @@ class Dialogue:
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": self._help,
             "/reset": self._reset,
+            "/clear": self._reset,
             "/retry": self._retry,
             "/system": self._system,
+            "/temperature": lambda rest: self._set("temperature", types.temperature, rest),
+            "/max-tokens": lambda rest: self._set("max_tokens", types.positive, rest),
             "/save": self._save,
             "/quit": self._quit,
             "/exit": self._quit,
@@ -89,7 +96,8 @@ class Dialogue:
         pieces: list[str] = []
         turns = self._conversation.with_question(question)
         try:
-            self._runner.run(self._show(turns, answer, pieces))
+            with self._screen.answering():
+                self._runner.run(self._show(turns, answer, pieces))
         except AnswerError as error:
             self._failed(error)
             return
@@ -120,7 +128,7 @@ class Dialogue:
         elif error.is_gone:
             self._screen.remark("/retry asks again once the server is back")
         elif error.code == "context_length_exceeded" or "context" in str(error):
-            less = ", or start a new chat with a smaller --max-tokens" if "max_tokens" in self._options else ""
+            less = ", or set a smaller /max-tokens" if "max_tokens" in self._options else ""
             self._screen.remark(f"the conversation is too long for the model: /reset, then /retry asks again{less}")
         else:
             self._screen.remark("/retry asks again")
@@ -130,7 +138,7 @@ class Dialogue:
         if answer.finish_reason == "length":
             is_limit = limit is not None and (answer.num_tokens is None or answer.num_tokens >= limit)
             self._screen.remark(
-                f"the answer was cut at --max-tokens {limit}"
+                f"the answer was cut at {limit} tokens (/max-tokens)"
                 if is_limit
                 else "the answer was cut: the model's context is full; /reset starts a new conversation"
             )
@@ -160,6 +168,20 @@ class Dialogue:
             self._conversation.system = None if rest == "off" else rest
         system = self._conversation.system
         self._screen.remark(f"system prompt: {system}" if system else "no system prompt")
+
+    def _set(self, name: str, read: Callable[[str], float], rest: str) -> None:
+        """Change an option of the next requests, or show it."""
+        command = name.replace("_", "-")
+        if rest == "off":
+            self._options.pop(name, None)
+        elif rest:
+            try:
+                self._options[name] = read(rest)
+            except argparse.ArgumentTypeError as error:
+                self._screen.error(f"/{command}: {error}")
+                return
+        value = self._options.get(name)
+        self._screen.remark(f"{command.replace('-', ' ')}: {'not set' if value is None else f'{value:g}'}")
 
     def _save(self, rest: str) -> None:
         if not rest:

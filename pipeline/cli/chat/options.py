@@ -29,7 +29,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="maximum time without an answer; by default 10m",
     )
     parser.add_argument("--system", metavar="TEXT", help="the system prompt")
-    parser.add_argument("--temperature", type=types.temperature, help="of sampling; 0 is greedy")
-    parser.add_argument("--top-p", type=types.share, help="of sampling")
+    parser.add_argument(
+        "--temperature", type=types.temperature, help="of sampling; 0 is greedy; by default the model's, or else 0.7"
+    )
+    parser.add_argument("--top-p", type=types.share, help="of sampling; by default the model's, or else 0.95")
     parser.add_argument("--max-tokens", type=types.positive, metavar="N", help="maximum length of an answer, in tokens")
     parser.add_argument("--seed", type=types.natural, help="of sampling")

@@ -1,7 +1,10 @@
 """The output of a chat: answers, and on a terminal also remarks and colours."""
 
+import contextlib
 import re
 import sys
+import termios
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from pipeline.cli.chat.connection import ChatAnswer
@@ -13,6 +16,8 @@ if TYPE_CHECKING:
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Control characters that could change the terminal's state. Tabs and line ends are allowed."""
+_LOCAL_MODES = 3
+"""The place of the flag ECHO in a terminal's attributes."""
 
 
 class Screen:
@@ -42,6 +47,21 @@ class Screen:
             self._is_line_begun = False
         if self._word_wrap is not None:
             self._word_wrap.reset()
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        """While an answer is shown, a terminal does not mix it with what is typed ahead."""
+        if not self.is_live:
+            yield
+            return
+        fd = sys.stdin.fileno()
+        before, silent = termios.tcgetattr(fd), termios.tcgetattr(fd)
+        silent[_LOCAL_MODES] &= ~termios.ECHO
+        termios.tcsetattr(fd, termios.TCSANOW, silent)
+        try:
+            yield
+        finally:
+            termios.tcsetattr(fd, termios.TCSANOW, before)
 
     def remark(self, words: str) -> None:
         """Show a remark, in a terminal only."""

@@ -14,6 +14,7 @@ from pipeline.cli.commands.settings import (
     source_of,
 )
 from pipeline.config.load import ConfigError
+from pipeline.config.settings import ExecuteSettings
 
 
 def add(commands: Commands) -> None:
@@ -61,9 +62,13 @@ def add(commands: Commands) -> None:
 def _serve(args: argparse.Namespace) -> int:
     if args.given_model is not None:
         if args.model is not None:
-            raise ConfigError([f"the model is given twice: {args.given_model}, and --model {args.model}"])
+            advice = f"; {vllm_flags.ONE_NAME}" if vllm_flags.gives_name(args) else ""
+            raise ConfigError([f"the model is given twice: {args.given_model}, and --model {args.model}{advice}"])
         args.model = args.given_model
     settings = settings_of(args)
+    share = vllm_flags.gpu_memory_share(args)
+    if settings.execute.device == "cpu" and share == ExecuteSettings().gpu_memory_utilization:
+        print_warning("--gpu-memory-utilization has no effect on a CPU: execute.kv_cache_bytes sizes the KV cache")
     if args.api_key:
         _take_keys(args.api_key)
     from pipeline.runtime.run_mode import RunMode, recordings, stage_name, terminal

@@ -102,6 +102,7 @@ _OWN_NAMES = {
 }
 """Values that have another name here."""
 _DEST = "vllm "
+ONE_NAME = "--served-model-name takes one name"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -143,11 +144,33 @@ def dashed(words: Sequence[str]) -> list[str]:
     return [_dashed(word) if word.startswith("--") else word for word in words]
 
 
-def hint(words: Iterable[str]) -> str:
-    """A hint for unknown options that vLLM has; empty for others."""
+def hint(words: Iterable[str], line: Sequence[str] = ()) -> str:
+    """A hint for unknown words of a command `line` that vLLM takes; empty for others."""
+    words = list(words)
+    if is_second_name(words, line):
+        return f"; {ONE_NAME}"
     names = [_dashed(word).partition("=")[0] for word in words if word.startswith("--")]
     settings = dict.fromkeys(AS_SETTINGS[name] for name in names if name in AS_SETTINGS)
     return f"; did you mean {' '.join(f'--set {setting}' for setting in settings)}?" if settings else ""
+
+
+def is_second_name(words: Sequence[str], line: Sequence[str]) -> bool:
+    """Whether one of these words is a second name after --served-model-name, of which vLLM takes several."""
+    flag = "--served-model-name"
+    places = [place + (word == flag) for place, word in enumerate(line) if word == flag or word.startswith(f"{flag}=")]
+    return any(word in words for place in places for word in line[place + 1 : place + 2])
+
+
+def gpu_memory_share(args: argparse.Namespace) -> float | None:
+    """The value of --gpu-memory-utilization; None if it is not given. A warning about settings without effect passes
+    over values that are the default."""
+    given = getattr(args, f"{_DEST}--gpu-memory-utilization", None)
+    return None if given is None else float(given)
+
+
+def gives_name(args: argparse.Namespace) -> bool:
+    """Whether --served-model-name is given."""
+    return getattr(args, f"{_DEST}--served-model-name", None) is not None
 
 
 def _dashed(word: str) -> str:

@@ -1,6 +1,8 @@
 """Draws views as rich tables for 80 columns and more. Pure."""
 
+import io
 import os
+import re
 import sys
 
 from rich.console import Console, Group, RenderableType
@@ -10,6 +12,7 @@ from rich.text import Text
 from pipeline.cli.watch.view import View
 
 NONE = "–"
+_LINE_END = re.compile(r" +$", re.MULTILINE)
 STATE_STYLES = {"ready": "green", "serving": "green", "late": "red", "dead": "red"} | dict.fromkeys(
     ("starting", "joining", "leaving"), "yellow"
 )
@@ -23,7 +26,20 @@ def console() -> Console:
     """For standard output: a terminal cuts lines at its edge, and a pipe has none, unless COLUMNS sets one."""
     columns = os.environ.get("COLUMNS", "")
     is_set = columns.isdecimal() and int(columns) > 0
-    return Console(highlight=False, width=None if is_set or sys.stdout.isatty() else PIPE_COLUMNS)
+    if sys.stdout.isatty():
+        return Console(highlight=False)
+    return Console(highlight=False, width=None if is_set else PIPE_COLUMNS, file=_Trimmed())
+
+
+class _Trimmed(io.StringIO):
+    """Standard output without the spaces that tables have at the ends of their lines."""
+
+    def write(self, text: str) -> int:
+        sys.stdout.write(_LINE_END.sub("", text))
+        return len(text)
+
+    def flush(self) -> None:
+        sys.stdout.flush()
 
 
 def shortened(text: str, room: int) -> str:
@@ -55,8 +71,22 @@ def server_line(pid: int, model: str, address: str, state: str, uptime_s: float,
     return line
 
 
-def top(view: View, width: int, message: str = "") -> RenderableType:
-    """The whole screen of `pipeline top`."""
+KEYS = "q quits, h explains the figures"
+HELP = """\
+open         requests that clients wait for; open tokens: those of their prompts
+depth        most steps that may be in flight at the same time
+device busy  share of the time in which the device computes, while it has work
+plan wait    share of the time in which the executor waits for a plan
+prefix hits  share of prompt tokens that the prefix cache has
+preempted    sequences that had to give up their KV blocks for others
+forks        sequences that share the KV blocks of their request's prompt
+TTFT, ITL    time to first token and between tokens: medians of the last 30 s
+busy %       share of the time in which a stage does not wait for messages
+↻5           the stage has been restarted five times"""
+
+
+def top(view: View, width: int, message: str = "", footer: str = "") -> RenderableType:
+    """The whole screen of `pipeline top`. `footer`: what keys do, or their help."""
     parts: list[RenderableType] = [
         server_line(view.pid, view.model, view.address, view.state, view.uptime_s, width),
         Text(),
@@ -68,6 +98,8 @@ def top(view: View, width: int, message: str = "") -> RenderableType:
     ]
     if message:
         parts.append(Text(message, "red"))
+    if footer:
+        parts += [Text(), Text(footer, "dim")]
     return Group(*parts)
 
 

@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.cli.no_server import START_ONE
+from pipeline.cli.no_server import START_ONE, no_server
 from pipeline.cli.server_choice import is_selected, listed, look, matches
 from pipeline.cli.watch import draw
 from pipeline.cli.watch.view import note_of, running_of
@@ -22,8 +22,8 @@ def run(args: argparse.Namespace) -> int:
     if is_selected(args):
         everything, found, silent = found, [stats for stats in found if matches(stats, args)], []
         if not found:
-            running = f"; running are:{listed(everything)}" if everything else f"; {START_ONE}"
-            print(f"pipeline ps: error: no such server{running}", file=sys.stderr)
+            running = f"; running are:{listed(everything)}" if everything else ""
+            print(f"pipeline ps: error: {_missing(args)}{running}", file=sys.stderr)
             return 1
     if args.json:
         print(msgspec.json.encode([plain(stats) for stats in found]).decode())
@@ -40,6 +40,12 @@ def run(args: argparse.Namespace) -> int:
     for problem in silent:
         print(f"pipeline ps: {problem}", file=sys.stderr)
     return 1 if silent else 0
+
+
+def _missing(args: argparse.Namespace) -> str:
+    if args.pid is not None:
+        return f"no server has pid {args.pid}"
+    return no_server(args.url or f"http://127.0.0.1:{args.port}")
 
 
 def _table(stats: ServerStats) -> Table:

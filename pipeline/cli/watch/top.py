@@ -59,6 +59,7 @@ def _live(server: Admin, interval_s: float) -> int:
     history: deque[ServerStats] = deque(maxlen=max(2, round(WINDOW_S / interval_s)))
     console = Console(highlight=False)
     view: View | None = None
+    explains = False
     with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             begun = time.monotonic()
@@ -71,33 +72,38 @@ def _live(server: Admin, interval_s: float) -> int:
                     break
                 message = str(error)
             if view is not None:
-                live.update(draw.top(view, console.width, message), refresh=True)
-            if pressed(max(0.0, begun + interval_s - time.monotonic())):
+                footer = draw.HELP if explains else draw.KEYS
+                live.update(draw.top(view, console.width, message, footer), refresh=True)
+            key = pressed(max(0.0, begun + interval_s - time.monotonic()))
+            if key == "q":
                 return 0
+            explains ^= key == "h"
     print(f"server {server.server} has ended")
     return 0
 
 
 @contextlib.contextmanager
-def _keys() -> Iterator[Callable[[float], bool]]:
-    """Yields a function that waits up to a timeout and returns whether q was pressed. Keys are not echoed. The terminal
-    is restored on every path."""
+def _keys() -> Iterator[Callable[[float], str]]:
+    """Yields a function that waits up to a timeout and returns the key that was pressed, q or h, or nothing. Keys are
+    not echoed. The terminal is restored on every path."""
     if not sys.stdin.isatty():
-        yield lambda timeout_s: bool(select.select([], [], [], timeout_s)[0])
+        yield lambda timeout_s: "q" if select.select([], [], [], timeout_s)[0] else ""
         return
     fd = sys.stdin.fileno()
     before = termios.tcgetattr(fd)
     tty.setcbreak(fd)
 
-    def pressed(timeout_s: float) -> bool:
+    def pressed(timeout_s: float) -> str:
         end = time.monotonic() + timeout_s
         while True:
             ready, _, _ = select.select([fd], [], [], max(0.0, end - time.monotonic()))
             if not ready:
-                return False
+                return ""
             key = os.read(fd, 1)
             if key in (b"q", b"Q", b""):
-                return True
+                return "q"
+            if key in (b"h", b"H", b"?"):
+                return "h"
 
     try:
         yield pressed

@@ -165,7 +165,7 @@ class EmbeddedServer:
     def reason(self) -> str:
         """Why the server ended: the errors in its log, or its exit code and the last log lines."""
         if errors := self.errors():
-            return errors
+            return errors.removeprefix("cannot start: ")  # the caller says so
         last = "\n".join(self.log().splitlines()[-NUM_LAST_LINES:])
         code = self.exit_code
         how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with exit code {code}"

@@ -7,6 +7,7 @@ from msgspec import Meta
 
 from pipeline.config.settings import Settings
 from pipeline.config.show import as_toml
+from pipeline.runtime.generation_config import GenerationDefaults
 from pipeline.runtime.messages import ExecuteFacts
 from pipeline.stages.gateway.admin.served_model import ServedModel
 from pipeline.stages.gateway.errors import invalid
@@ -30,10 +31,22 @@ class ModelCard(msgspec.Struct, kw_only=True):
     owned_by: str = "pipeline"
     max_model_len: Annotated[int, Meta(description="Longest prompt and output together, in tokens.")]
     quantization: Quantization
+    default_sampling_params: Annotated[
+        dict[str, int | float],
+        Meta(
+            description="Defaults of a request's fields, where they differ from the API's: what the model recommends."
+        ),
+    ]
 
     @classmethod
-    def of(cls, name: str, created: int, facts: ExecuteFacts) -> "ModelCard":
-        return cls(id=name, created=created, max_model_len=facts.max_model_len, quantization=facts.quantization)
+    def of(cls, name: str, created: int, facts: ExecuteFacts, defaults: GenerationDefaults) -> "ModelCard":
+        return cls(
+            id=name,
+            created=created,
+            max_model_len=facts.max_model_len,
+            quantization=facts.quantization,
+            default_sampling_params=recommended(defaults),
+        )
 
 
 class ModelList(msgspec.Struct, kw_only=True):
@@ -82,6 +95,13 @@ class TokenizerInfo(msgspec.Struct, kw_only=True):
     eos_token: str | None
     added_tokens_decoder: Annotated[dict[str, AddedTokenInfo], Meta(description="Added tokens by their id.")]
     chat_template: Annotated[str, Meta(description="null if the model has none.")] | None
+
+
+def recommended(defaults: GenerationDefaults) -> dict[str, int | float]:
+    """The values that are not neutral, by the name of the request's field."""
+    neutral = msgspec.structs.asdict(GenerationDefaults())
+    given = {name: value for name, value in msgspec.structs.asdict(defaults).items() if value != neutral[name]}
+    return {"max_tokens" if name == "max_new_tokens" else name: value for name, value in given.items()}
 
 
 def server_info(settings: Settings, config_format: str, facts: ExecuteFacts) -> ServerInfo:

@@ -34,7 +34,7 @@ from pipeline.stages.gateway.http.body_reader import BodyReader, BodyTimeout
 from pipeline.stages.gateway.http.cors import Cors
 from pipeline.stages.gateway.http.error_responses import REQUEST_ID, error_response
 from pipeline.stages.gateway.http.guard import current_scope
-from pipeline.stages.gateway.http.routes import ROUTES, Route
+from pipeline.stages.gateway.http.routes import ROUTES, Route, meant_route
 from pipeline.stages.gateway.http.server_header import set_server
 from pipeline.stages.gateway.infill.parsing import parse_infill
 from pipeline.stages.gateway.ollama.errors import is_ollama, not_found_advice
@@ -286,7 +286,8 @@ class Api:
         return _json(card)
 
     def _card(self) -> ModelCard:
-        return ModelCard.of(self._limits.model, self._created, self._readiness.require_ready())
+        facts = self._readiness.require_ready()
+        return ModelCard.of(self._limits.model, self._created, facts, self._limits.defaults)
 
     async def health(self, http_request: web.Request) -> web.StreamResponse:
         status = self._readiness.status
@@ -391,7 +392,8 @@ async def _format_errors(request: web.Request, handler: Handler) -> web.StreamRe
         message = f"{request.method} is not allowed for {shown(request.path)}"
         return error_response(request, ApiError(refusal.status, message), {"Allow": refusal.headers["Allow"]})
     except web.HTTPNotFound as refusal:
-        message = f"Not found: {request.method} {shown(request.path)}{not_found_advice(request.path)}"
+        advice = not_found_advice(request.path) or meant_route(request.method, request.path)
+        message = f"Not found: {request.method} {shown(request.path)}{advice}"
         return error_response(request, ApiError(refusal.status, message))
     except web.HTTPException as refusal:
         return error_response(request, ApiError(refusal.status, refusal.text or refusal.reason))

@@ -42,7 +42,11 @@ def require_key(handle: Handle, keys: Keys, open_paths: Collection[str]) -> Hand
         is_open = request.method in OPEN_METHODS and request.rel_url.raw_path in open_paths
         scope = keys.scope_of(key)
         if scope is None and not is_open:
-            return _refusal(request, unauthorized(bool(headers)), {"WWW-Authenticate": "Bearer"})
+            return _refusal(
+                request,
+                unauthorized(bool(headers), "'Authorization: Bearer KEY' or 'x-api-key: KEY'"),
+                {"WWW-Authenticate": "Bearer"},
+            )
         _scope.set(scope or NO_SCOPE)
         try:
             check_content_type(request)
@@ -72,14 +76,9 @@ def current_scope() -> str:
     return _scope.get()
 
 
-def unauthorized(has_key: bool) -> ApiError:
-    """401. The message does not repeat the key."""
-    message = (
-        "Invalid API key"
-        if has_key
-        else "API key required: send 'Authorization: Bearer KEY' or 'x-api-key: KEY' over HTTP, or `api_key` in hello "
-        "over ZeroMQ"
-    )
+def unauthorized(has_key: bool, how: str) -> ApiError:
+    """401. The message does not repeat the key; `how` says how to send one."""
+    message = "Invalid API key" if has_key else f"API key required: send {how}"
     return ApiError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key")
 
 

@@ -307,3 +307,12 @@ ROUTES = (
     Route("GET", "/openapi.json", "openapi", "This API, as OpenAPI 3.1."),
     Route("GET", "/docs", "docs", "This API, as a web page."),
 )
+
+
+def meant_route(method: str, path: str) -> str:
+    """The route that a path without /v1, with it twice, or with a slash at its end probably means, as the rest of a
+    sentence; empty if there is none."""
+    bare = path.rstrip("/").removeprefix("/v1")
+    known = {route.path for route in ROUTES if route.method == method}
+    meant = next((one for one in (f"/v1{bare}", bare) if one in known and one != path), "")
+    return f"; did you mean {meant}?" if meant else ""

@@ -24,8 +24,9 @@ FORMAT = {"anyOf": [{"enum": ["json", "", None]}, {"type": "object"}]}
 
 ModelName = Annotated[str, Meta(min_length=1, description="The model's name in /api/tags; `:latest` may be left out.")]
 Images = Annotated[list[str], Meta(description="Not supported: must be null or empty.")]
+Duration = Annotated[str, Meta(pattern=r"^-?(\d+|((\d+\.?\d*|\.\d+)(ns|us|µs|ms|s|m|h))+)$")]
 KeepAlive = Annotated[
-    float | str, Meta(description="No effect: the model stays loaded. 0 in a request without a prompt is refused.")
+    float | Duration, Meta(description="No effect: the model stays loaded. Seconds, or a duration such as 5m.")
 ]
 Format = Annotated[
     Raw, Meta(description="json: the reply is a JSON object. An object: a JSON Schema.", extra_json_schema=FORMAT)

@@ -15,3 +15,5 @@ class OllamaForm(msgspec.Struct, frozen=True, kw_only=True):
     """Its path is /api/ and this."""
     model: str
     """The model's name as the client wrote it, with or without a tag."""
+    unloads: bool = False
+    """A request without a prompt that asks to unload the model, which stays."""

@@ -115,9 +115,8 @@ def check_name(name: str, limits: RequestLimits) -> None:
 
 
 def _no_prompt(form: OllamaForm, keep_alive: float | str | None, limits: RequestLimits) -> ParsedRequest:
-    """A request to load the model, which has happened, or to unload it."""
-    if keep_alive in (0, "0", "0s"):
-        raise unsupported("keep_alive", "the model stays loaded while the server runs")
+    """A request to load the model, which has happened, or to unload it, which changes nothing."""
+    form = msgspec.structs.replace(form, unloads=keep_alive in (0, "0", "0s"))
     return msgspec.structs.replace(lookup(m.TextPrompt(""), m.PromptOptions(), "", limits), prompts=[], ollama=form)
 
 
@@ -230,7 +229,7 @@ def _sampling(options: b.OllamaOptions) -> dict[str, Any]:
 def _thinking(body: b.OllamaBody, limits: RequestLimits) -> dict[str, Any]:
     """The template's arguments. Raises ApiError if the model can't reason and should."""
     if body.think and limits.formats.reasoning is None:
-        raise unsupported("think", f'"{shown(body.model)}" does not support thinking')
+        raise invalid("think", f'"{shown(body.model)}" does not support thinking', "unsupported")
     match body.think:
         case None:
             return {}

@@ -115,9 +115,9 @@ def loaded(form: OllamaForm) -> bytes:
         return _encoder.encode(OllamaEmbeddingsReply([]))
     fields: dict[str, Any] = {
         "model": form.model,
-        "created_at": rfc3339(time.time()),
+        "created_at": rfc3339(int(time.time())),
         "done": True,
-        "done_reason": "load",
+        "done_reason": "unload" if form.unloads else "load",
     }
     if form.route == "chat":
         return _encoder.encode(OllamaChatReply(message=OllamaReplyMessage(), **fields))

@@ -8,13 +8,13 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 from pipeline.stages.gateway.replies.logprobs import TokenLogprob
 from pipeline.stages.gateway.replies.types import Assistant
 
-DONE_REASONS = ("stop", "length", "abort", "load")
+DONE_REASONS = ("stop", "length", "abort", "load", "unload")
 
 Model = Annotated[str, Meta(description="The model's name, as in the request.")]
 DoneReason = Annotated[
     str,
     Meta(
-        description="abort: the request was aborted, or reached its deadline. load: it had no prompt.",
+        description="abort: the request was aborted, or reached its deadline. load, unload: it had no prompt.",
         extra_json_schema={"enum": list(DONE_REASONS)},
     ),
 ]

@@ -201,9 +201,9 @@ def _is_id(key: str) -> bool:
 def _bad_keys(keys: list[str], problem: str) -> ApiError:
     """400 that names all of these keys of logit_bias."""
     names = ", ".join(f"'logit_bias.{_shortened(key)}'" for key in keys)
-    return invalid(
-        f"logit_bias.{_shortened(keys[0])}" if len(keys) == 1 else "logit_bias", f"{names}: {problem}", "invalid_value"
-    )
+    param = f"logit_bias.{_shortened(keys[0])}" if len(keys) == 1 else "logit_bias"
+    colon = "" if problem.startswith("must") else ":"
+    return invalid(param, f"{names}{colon} {problem}", "invalid_value")
 
 
 def _shortened(key: str) -> str:

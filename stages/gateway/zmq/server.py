@@ -210,7 +210,7 @@ class ZmqServer:
         if self._keys is not None:
             scope = self._keys.scope_of(hello.api_key)
             if scope is None and self._needs_key:
-                raise unauthorized(bool(hello.api_key))
+                raise unauthorized(bool(hello.api_key), "`api_key` in hello")
             peer.scope = scope or NO_SCOPE
         facts = self._readiness.require_ready()
         peer.is_welcome = True

@@ -65,6 +65,7 @@ class ChatTemplates:
             prompt = with_tools_as_text(prompt, takes_system=self._knows_system())
         template = self._template(prompt)
         variables = conversation.variables(prompt, template.traits)
+        conversation.check_roles(prompt, template.source)
         marked = conversation.with_marks(prompt)
         if is_short:
             budget = Budget(SHORT_STEPS)

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from pipeline.config.closest import closest
 from pipeline.runtime.messages import ChatMessage, ChatPrompt, ToolCall
 from pipeline.stages.ingest.templates.template_inspection import TemplateTraits
 
@@ -91,6 +92,19 @@ def check_marks(text: str, prompt: ChatPrompt) -> None:
         if message.role not in API_ROLES and ROLE_MARK.format(place) not in text:
             raise BadChat(
                 f"'messages[{place}].role': the model's chat template ignores messages of the role {message.role!r}",
+                f"messages[{place}].role",
+            )
+
+
+def check_roles(prompt: ChatPrompt, template: str) -> None:
+    """Raises BadChat if a message's role is a misspelled one of the API's: most templates write any role. `template` is
+    the template's source, which may mention the role."""
+    for place, message in enumerate(prompt.messages):
+        role = message.role
+        if role not in API_ROLES and role not in template and (advice := closest(role, API_ROLES)):
+            raise BadChat(
+                f"'messages[{place}].role' must be {', '.join(API_ROLES[:-1])} or {API_ROLES[-1]}, or a role that the "
+                f"chat template mentions, not {role!r}{advice}",
                 f"messages[{place}].role",
             )
 

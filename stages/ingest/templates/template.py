@@ -40,6 +40,7 @@ class ChatTemplate:
             raise TemplateFailure(f"the model's chat template is longer than {MAX_SOURCE_CHARS} characters")
         try:
             environment = TemplateEnvironment()
+            self.source = source
             self.traits = inspect_template(environment, source)
             self._template = environment.from_string(source)
         except Exception as error:

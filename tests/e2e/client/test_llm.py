@@ -207,7 +207,7 @@ def test_it_works_inside_a_running_event_loop_as_in_a_notebook(llm: LLM) -> None
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"model": "/no/such/model"}, "the server can't start: cannot start: prepare: model '/no/such/model': no such"),
+        ({"model": "/no/such/model"}, "the server can't start: prepare: model '/no/such/model': no such"),
         ({"shedule": {"max_num_seqs": 8}}, "LLM(): there is no section [shedule]; did you mean schedule?"),
         (
             {"schedule": {"max_num_seqs": 0}},

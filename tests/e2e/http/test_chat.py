@@ -53,7 +53,7 @@ def test_a_failed_start_prints_the_server_s_error() -> None:
     done = subprocess.run([*CHAT, "--model", "/no/such"], cwd=ROOT, input="Hi\n", capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(
-        "pipeline chat: error: the server can't start: cannot start: prepare: model '/no/such': no such folder or file"
+        "pipeline chat: error: the server can't start: prepare: model '/no/such': no such folder or file"
     )
     assert done.stderr.count("\n") == 1
 

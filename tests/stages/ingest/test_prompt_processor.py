@@ -71,6 +71,9 @@ def test_a_prompt_that_leaves_no_room_is_rejected_with_both_numbers(prompts: Pro
     assert "64 tokens" in failure.message
     assert "prompt has 64" in failure.message
     assert rejected(prompts, tiny.submit(tiny.chat("x" * 64))).param == "messages"
+    assert "at least one output token" in failure.message
+    embeds = rejected(prompts, tiny.submit("x" * 64, max_tokens=1, pooling=m.Pooling.LAST))
+    assert embeds.message.endswith("prompt has 64: an embedding's input may have one less")
 
 
 def test_the_models_max_new_tokens_is_only_a_default(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ async function findModel() {
     const { capabilities } = await getJson("api/show", { body: { model: model.id } });
     line.textContent = model.id;
     document.title = `${model.id} – Pipeline`;
-    chat.setModel(model.id, capabilities);
+    chat.setModel(model.id, capabilities, model.default_sampling_params);
   } catch (error) {
     line.textContent = error instanceof ApiError && error.status === 401 ? "needs an API key" : "not ready";
     if (!(error instanceof ApiError && error.status === 401)) setTimeout(findModel, RETRY_MS);
@@ -54,8 +54,7 @@ function setTheme(theme) {
   else root.dataset.theme = theme;
   const button = byId("theme");
   const words = { system: "Auto", light: "Light", dark: "Dark" };
-  button.textContent = words[theme];
-  button.setAttribute("aria-label", `Theme: ${words[theme]}`);
+  button.textContent = `Theme: ${words[theme]}`;
 }
 
 /** @type {(typeof THEMES)[number]} */

@@ -377,6 +377,7 @@ class TestModels:
         assert (body["object"], model["id"], model["object"]) == ("list", MODEL, "model")
         assert model["max_model_len"] == FACTS.max_model_len
         assert model["quantization"] == "none"
+        assert model["default_sampling_params"] == {}
         assert gate.client.get(f"/v1/models/{MODEL}").json() == model
 
     def test_unknown_models_are_404(self, gate: Gate) -> None:

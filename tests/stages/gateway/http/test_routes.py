@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.config.settings import Settings
 from pipeline.stages.gateway.http.app import Api
-from pipeline.stages.gateway.http.routes import ROUTES, Route
+from pipeline.stages.gateway.http.routes import ROUTES, Route, meant_route
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from pipeline.stages.gateway.readiness import Readiness
 
@@ -37,3 +37,19 @@ def test_each_route_is_documented_and_its_types_are_known(route: Route) -> None:
     assert (route.body is None) <= (not route.neutral)
     for name in route.neutral:
         assert name not in route.body.__struct_fields__, f"{name} is both accepted and refused"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "meant"),
+    [
+        ("POST", "/chat/completions", "/v1/chat/completions"),
+        ("POST", "/v1/v1/chat/completions", "/v1/chat/completions"),
+        ("POST", "/v1/chat/completions/", "/v1/chat/completions"),
+        ("GET", "/models", "/v1/models"),
+        ("GET", "/v1/health", "/health"),
+        ("GET", "/chat/completions", ""),
+        ("GET", "/nothing", ""),
+    ],
+)
+def test_a_path_that_is_nearly_a_route_is_named(method: str, path: str, meant: str) -> None:
+    assert meant_route(method, path) == (f"; did you mean {meant}?" if meant else "")

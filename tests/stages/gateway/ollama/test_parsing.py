@@ -18,6 +18,7 @@ from pipeline.stages.gateway.ollama.parsing import (
     parse_generate,
     read_show,
 )
+from pipeline.stages.gateway.ollama.reply import loaded
 from pipeline.stages.gateway.parsing.parsed_request import EmbeddingOptions, ParsedRequest, RequestLimits
 from pipeline.text.formats.chat_formats import ChatFormats
 from pipeline.text.formats.tool_format import AddedToken
@@ -144,7 +145,12 @@ def test_the_model_s_name_may_have_a_tag() -> None:
 def test_a_request_to_load_the_model_has_no_prompt(body: dict[str, Any]) -> None:
     assert parse({"model": "tiny", "keep_alive": "5m"} | body).prompts == []
     for zero in (0, 0.0, "0", "0s"):
-        error = refused({"model": "tiny", "keep_alive": zero} | body)
+        parsed = parse({"model": "tiny", "keep_alive": zero} | body)
+        assert parsed.prompts == [] and parsed.ollama is not None
+        reply = json.loads(loaded(parsed.ollama))
+        assert (reply["done"], reply["done_reason"]) == (True, "unload"), "as Ollama's; nothing is unloaded"
+    for wrong in ("soon", "", [], {}, True, "5 m"):
+        error = refused({"model": "tiny", "keep_alive": wrong} | body)
         assert (error.status, error.param) == (400, "keep_alive")
 
 

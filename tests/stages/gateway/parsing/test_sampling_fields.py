@@ -141,7 +141,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "'logit_bias.1000', 'logit_bias.1001': out of vocab",
     ),
     ({"logit_bias": {"a": 1, "5": 1, "-1": 1}}, "logit_bias", "'logit_bias.a', 'logit_bias.-1': keys of"),
-    ({"logit_bias": {"5": 101, "6": 1, "7": -101}}, "logit_bias", "'logit_bias.5', 'logit_bias.7': must be a number"),
+    ({"logit_bias": {"5": 101, "6": 1, "7": -101}}, "logit_bias", "'logit_bias.5', 'logit_bias.7' must be a number"),
     ({"logit_bias": {str(i) * 5000: 1 for i in range(9)}}, "logit_bias", "'logit_bias.8888888"),
     ({"truncate_prompt_tokens": 5, "truncation_side": "middle"}, "truncation_side", "must be one of left, right"),
     ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "limits.max_logit_bias"),

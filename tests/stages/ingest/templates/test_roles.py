@@ -53,3 +53,10 @@ def test_a_message_of_another_role_can_be_continued_and_may_be_empty() -> None:
 
 def test_the_api_s_own_roles_are_left_to_the_template() -> None:
     assert render(KNOWN_ROLES, ChatMessage("tool", "4", tool_call_id="c1"), HI) == "<user>Hi"
+
+
+@pytest.mark.parametrize(("role", "meant"), [("usr", "user"), ("asistant", "assistant"), ("System", "system")])
+def test_a_misspelled_role_is_refused_unless_the_template_mentions_it(role: str, meant: str) -> None:
+    with pytest.raises(BadChat, match=rf"'messages\[1\]\.role' must be system, .*{role}'; did you mean {meant}\?"):
+        render(EVERY_ROLE, HI, ChatMessage(role, "Hi"))
+    assert render(f"{{# {role} #}}{EVERY_ROLE}", ChatMessage(role, "Hi")) == f"<{role}>Hi"

@@ -41,10 +41,7 @@ export class Attachments {
    * @param {readonly string[]} capabilities
    */
   setCapabilities(capabilities) {
-    const kinds = kindsOf(capabilities);
-    const lack = `${this.model()} does not take images or audio`;
-    const none = el("button", { class: "quiet", type: "button", disabled: true, title: lack, "aria-label": lack }, "📎");
-    replace(this.buttons, ...(kinds.length ? this.#inputs(kinds) : [none]));
+    replace(this.buttons, ...this.#inputs(kindsOf(capabilities)));
   }
 
   /** @param {ReturnType<typeof kindsOf>} kinds */

@@ -55,9 +55,11 @@ export class Chat {
   /**
    * @param {string} model the served model's name
    * @param {readonly string[]} capabilities
+   * @param {Record<string, number>} recommended the sampling parameters that it recommends
    */
-  setModel(model, capabilities) {
+  setModel(model, capabilities, recommended) {
     this.#model = model;
+    this.settings.setRecommended(recommended);
     this.attachments.setCapabilities(capabilities);
     if (!this.#messages.length) this.#draw();
   }

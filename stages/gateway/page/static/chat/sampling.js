@@ -78,8 +78,17 @@ export const CONTROLS = [
   },
 ];
 
-/** Values of a new page. */
-export const START_VALUES = { max_tokens: "1024" };
+/** @type {Record<string, string>} */
+const START_VALUES = { temperature: "0.7", top_p: "0.95", max_tokens: "1024" };
+
+/**
+ * Values of a new page. What the model recommends stays with the server.
+ * @param {Record<string, number>} recommended by name of control
+ * @returns {Record<string, string>}
+ */
+export function startValues(recommended) {
+  return Object.fromEntries(Object.entries(START_VALUES).filter(([name]) => !(name in recommended)));
+}
 
 /**
  * @param {Control} control

@@ -5,19 +5,23 @@
 
 import { el } from "../common/dom.js";
 import { load, save } from "../common/store.js";
-import { CONTROLS, read, readAll, START_VALUES } from "./sampling.js";
+import { CONTROLS, read, readAll, startValues } from "./sampling.js";
 
 export class SettingsPanel {
   /** @type {Record<string, string>} */
   #texts;
+  /** @type {Record<string, string>} */
+  #start = startValues({});
   /** @type {Map<string, HTMLInputElement>} */
   #fields = new Map();
+  /** Each shows the start value of a control. @type {(() => void)[]} */
+  #shows = [];
   close = el("button", { class: "quiet strong close", type: "button" }, "Close");
   #system = el("textarea", { id: "system", rows: 3, placeholder: "None" });
 
   constructor() {
-    const stored = load("settings", { texts: START_VALUES, system: "" });
-    this.#texts = { ...(stored?.texts ?? START_VALUES) };
+    const stored = load("settings", { texts: this.#start, system: "" });
+    this.#texts = { ...(stored?.texts ?? this.#start) };
     this.#system.value = String(stored?.system ?? "");
     this.#system.addEventListener("input", () => this.#save());
     this.element = el(
@@ -33,6 +37,12 @@ export class SettingsPanel {
       ...CONTROLS.map((control) => this.#control(control)),
       el("button", { class: "quiet", type: "button", onclick: () => this.#reset() }, "Back to the standard values"),
     );
+  }
+
+  /** @param {Record<string, number>} recommended what the model recommends, by name of control */
+  setRecommended(recommended) {
+    this.#start = startValues(recommended);
+    if (load("settings", null) === null) this.#shows.forEach((show) => show());
   }
 
   get system() {
@@ -75,6 +85,10 @@ export class SettingsPanel {
       show();
       this.#save();
     };
+    this.#shows.push(() => {
+      field.value = this.#texts[name] = this.#start[name] ?? "";
+      show();
+    });
     field.addEventListener("input", changed);
     slider?.addEventListener("input", () => {
       field.value = slider.value;
@@ -89,7 +103,7 @@ export class SettingsPanel {
   #reset() {
     this.#system.value = "";
     for (const [name, field] of this.#fields) {
-      field.value = /** @type {Record<string, string>} */ (START_VALUES)[name] ?? "";
+      field.value = this.#start[name] ?? "";
       field.dispatchEvent(new Event("input"));
     }
     this.#save();

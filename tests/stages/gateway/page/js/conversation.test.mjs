@@ -13,7 +13,7 @@ import {
   stored,
   tokensPerSecond,
 } from "../page/chat/conversation.js";
-import { CONTROLS, read, readAll } from "../page/chat/sampling.js";
+import { CONTROLS, read, readAll, startValues } from "../page/chat/sampling.js";
 import { surprise, visible } from "../page/chat/token_view.js";
 import { ApiError, errorOf } from "../page/common/api.js";
 import { EventParser } from "../page/common/sse.js";
@@ -166,7 +166,16 @@ test("only the kinds of files that the model takes have a button", () => {
   assert.deepEqual(kinds("audio", "vision"), ["image", "audio"]);
 });
 
-test("a model that takes no files has one disabled button that says so", () => {
+test("a new page samples as chats do, unless the model recommends something else", () => {
+  assert.deepEqual(startValues({}), { temperature: "0.7", top_p: "0.95", max_tokens: "1024" });
+  assert.deepEqual(startValues({ temperature: 0.2, top_k: 40 }), { top_p: "0.95", max_tokens: "1024" });
+  for (const [name, text] of Object.entries(startValues({}))) {
+    const control = CONTROLS.find((one) => one.name === name);
+    assert.equal(read(control, text).problem, undefined, name);
+  }
+});
+
+test("a model that takes no files has no button for them", () => {
   const element = () => {
     const made = { attributes: {}, children: [], addEventListener() {} };
     made.setAttribute = (name, value) => (made.attributes[name] = value);
@@ -176,10 +185,7 @@ test("a model that takes no files has one disabled button that says so", () => {
   globalThis.document = { createElement: element };
   const attachments = new Attachments(() => "tiny");
   attachments.setCapabilities(["completion"]);
-  const [button, ...others] = attachments.buttons.children;
-  assert.deepEqual(others, []);
-  assert.equal(button.attributes.disabled, "");
-  assert.equal(button.attributes["aria-label"], "tiny does not take images or audio");
+  assert.deepEqual(attachments.buttons.children, []);
   attachments.setCapabilities(["vision"]);
   assert.equal(attachments.buttons.children.length, 1);
   assert.equal(attachments.buttons.children[0].children[0].attributes.disabled, undefined);
