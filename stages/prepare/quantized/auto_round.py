@@ -7,11 +7,13 @@ call the key `backend`, and name kernels instead ("auto_round:exllamav2"), with 
 Source: `dynamic_import_quant_linear_for_packing` in auto_round/export/export_to_autoround/export.py.
 """
 
+from typing import Any
+
 import msgspec
 
 from pipeline.stages.prepare.quantized.awq import AwqConfig, AwqScheme
 from pipeline.stages.prepare.quantized.gptq import GptqConfig, GptqScheme
-from pipeline.stages.prepare.quantized.scheme import Scheme, SchemeFault
+from pipeline.stages.prepare.quantized.scheme import Scheme, SchemeFault, Size
 
 GPTQ = ("auto_round:auto_gptq", "auto_round:gptq")
 ZEROS_AS_THEY_ARE = (
@@ -24,14 +26,14 @@ AWQ = ("auto_round:auto_awq", "auto_round:awq")
 class AutoRoundConfig(msgspec.Struct, frozen=True):
     """The keys of `quantization_config` that matter."""
 
-    bits: int
-    group_size: int = -1
+    bits: Size
+    group_size: Size = -1
     sym: bool = True
     packing_format: str | None = None
     backend: str | None = None
     data_type: str = "int"
-    act_bits: int | None = None
-    rotation_config: msgspec.Raw | None = None
+    act_bits: Size | None = None
+    rotation_config: dict[str, Any] | None = None
 
 
 def auto_round(config: AutoRoundConfig) -> Scheme:
@@ -40,7 +42,7 @@ def auto_round(config: AutoRoundConfig) -> Scheme:
         raise SchemeFault(f"data_type is {config.data_type!r}; with auto-round, 'int' is served")
     if config.act_bits is not None and config.act_bits < 16:
         raise SchemeFault(f"act_bits is {config.act_bits}; with auto-round, 16-bit activations are served")
-    if config.rotation_config is not None and bytes(config.rotation_config) not in (b"null", b"{}"):
+    if config.rotation_config:
         raise SchemeFault("rotation_config is set, but rotated weights are not served")
     layout = config.packing_format or config.backend or GPTQ[0]
     if layout in AWQ:

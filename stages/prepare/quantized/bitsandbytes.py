@@ -19,6 +19,7 @@ Sources: `QuantState.as_dict` in bitsandbytes/functional.py, `Linear8bitLt` in b
 """
 
 import math
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -33,6 +34,7 @@ TYPES = ("nf4", "fp4")
 LARGEST = 127
 ROW_MAJOR = 0
 MAX_STATE_BYTES = 4096
+BlockSize = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 
 
 class BitsAndBytesConfig(msgspec.Struct, frozen=True):
@@ -47,8 +49,8 @@ class QuantState(msgspec.Struct, frozen=True):
     """The JSON beside a weight of 4 bits."""
 
     shape: tuple[int, ...]
-    blocksize: int
-    nested_blocksize: int | None = None
+    blocksize: BlockSize
+    nested_blocksize: BlockSize | None = None
     nested_offset: float | None = None
 
 
@@ -116,8 +118,6 @@ class Nf4Matrix(FloatMatrix):
             state = msgspec.json.decode(tensors.bytes(name).tobytes(), type=QuantState)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise tensors.fault(name, f"is not bitsandbytes' JSON: {error}") from error
-        if state.blocksize < 1 or (state.nested_blocksize or 1) < 1:
-            raise tensors.fault(name, "has a block size below 1")
         return state
 
     @staticmethod

@@ -23,7 +23,7 @@ from pipeline.stages.prepare.quantized.gptq import read_groups
 from pipeline.stages.prepare.quantized.matrix import IntegerMatrix, QuantizedMatrix
 from pipeline.stages.prepare.quantized.mxfp4 import Mxfp4Matrix
 from pipeline.stages.prepare.quantized.packing import Array, Rows, unpack
-from pipeline.stages.prepare.quantized.scheme import SchemeFault
+from pipeline.stages.prepare.quantized.scheme import SchemeFault, Size
 from pipeline.stages.prepare.quantized.tensors import CheckpointTensors
 from pipeline.stages.prepare.tensors import Shape
 
@@ -38,11 +38,11 @@ INT8_ZERO = 128
 class WeightArgs(msgspec.Struct, frozen=True):
     """How the weights of a group are quantized."""
 
-    num_bits: int = 8
+    num_bits: Size = 8
     type: str = "int"
-    group_size: int | None = None
+    group_size: Size | None = None
     strategy: str | None = None
-    block_structure: tuple[int, int] | None = None
+    block_structure: tuple[Size, Size] | None = None
 
 
 class Group(msgspec.Struct, frozen=True):

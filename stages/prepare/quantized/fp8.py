@@ -16,7 +16,7 @@ import numpy as np
 
 from pipeline.stages.prepare.quantized.matrix import FloatMatrix
 from pipeline.stages.prepare.quantized.packing import Array, Rows, indices
-from pipeline.stages.prepare.quantized.scheme import SchemeFault
+from pipeline.stages.prepare.quantized.scheme import SchemeFault, Size
 from pipeline.stages.prepare.quantized.tensors import CheckpointTensors
 from pipeline.stages.prepare.tensors import Shape
 
@@ -47,7 +47,7 @@ class Fp8Config(msgspec.Struct, frozen=True):
 
     quant_method: str = "fp8"
     fmt: str = "e4m3"
-    weight_block_size: tuple[int, int] | None = None
+    weight_block_size: tuple[Size, Size] | None = None
     activation_scheme: str | None = None
 
 
@@ -94,16 +94,20 @@ class Fp8Matrix(FloatMatrix):
             )
         found = tensors.shape(scale)
         grid = (1, 1) if found in ((), (1,)) else (*found, 1) if len(found) == 1 else found
-        per_block = block and (-(-num_rows // block[0]), -(-num_columns // block[1]))
-        if grid == per_block and block is not None:
-            self._rows, self._columns = block
-        elif len(grid) == 2 and grid[0] in (1, num_rows) and grid[1] >= 1 and num_columns % grid[1] == 0:
-            self._rows, self._columns = num_rows // grid[0], num_columns // grid[1]
-        else:
-            blocks = "" if per_block is None else f", or {list(per_block)} with blocks of {list(block or ())}"
+        allowed = [(1, 1), (num_rows, 1)]
+        if block is not None:
+            block = min(block[0], num_rows), min(block[1], num_columns)
+            allowed.append((-(-num_rows // block[0]), -(-num_columns // block[1])))
+        elif len(grid) == 2 and grid[1] >= 1 and num_columns % grid[1] == 0:
+            allowed.append((num_rows, grid[1]))
+        if grid not in allowed:
             raise tensors.fault(
-                scale, f"has shape {list(found)}; for a weight of {list(shape)} it must be [1], [{num_rows}, 1]{blocks}"
+                scale,
+                f"has shape {list(found)}; for a weight of {list(shape)} it must be one of "
+                f"{', '.join(str(list(each)) for each in allowed)}",
             )
+        is_block = block is not None and grid == allowed[-1]
+        self._rows, self._columns = block if block and is_block else (num_rows // grid[0], num_columns // grid[1])
         self._scales = tensors.floats(scale, found, exponents=True).reshape(grid)
 
     def values(self, rows: Rows) -> Array:

@@ -15,7 +15,7 @@ import numpy as np
 
 from pipeline.stages.prepare.quantized.matrix import IntegerMatrix
 from pipeline.stages.prepare.quantized.packing import UNPACKED_BITS, Array, Rows, unpack
-from pipeline.stages.prepare.quantized.scheme import SchemeFault
+from pipeline.stages.prepare.quantized.scheme import SchemeFault, Size
 from pipeline.stages.prepare.quantized.tensors import CheckpointTensors
 from pipeline.stages.prepare.tensors import Shape
 
@@ -29,8 +29,8 @@ ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
 class GptqConfig(msgspec.Struct, frozen=True):
     """The keys of `quantization_config` that matter. Bits and groups of each matrix follow from its tensors."""
 
-    bits: int
-    group_size: int = -1
+    bits: Size
+    group_size: Size = -1
     sym: bool = True
     desc_act: bool = False
     checkpoint_format: str | None = None
@@ -153,7 +153,7 @@ def group_size_of(name: str, num_columns: int, num_groups: int, size: int, tenso
 
     Raises ModelError if their number doesn't divide the columns.
     """
-    size = num_columns if size < 1 else size
+    size = num_columns if size < 1 else min(size, num_columns)
     if -(-num_columns // size) == num_groups:
         return size
     if num_columns % num_groups:

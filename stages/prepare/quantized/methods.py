@@ -42,13 +42,13 @@ def method_of(config: Mapping[str, Any], path: Path) -> str | None:
     found = settings.get("quant_method") if isinstance(settings, dict) else settings
     if found is None and isinstance(settings, dict) and (settings.get("load_in_4bit") or settings.get("load_in_8bit")):
         found = "bitsandbytes"  # transformers knows these files by the same keys
-    method = ALIASES.get(found, found) if isinstance(found, str) else found
+    method = ALIASES.get(found, found) if isinstance(found, str) else None
     if not isinstance(settings, dict) or method not in METHODS:
         raise ModelError(
             f"{path}: {KEY} has quant_method {shown(found)}, which is not served; served are {', '.join(METHODS)}. Or "
             "use the unquantized checkpoint, or a .gguf file"
         )
-    return str(method)
+    return method
 
 
 def scheme_of(config: Mapping[str, Any], path: Path) -> Scheme | None:
