@@ -16,7 +16,7 @@ import numpy as np
 
 from pipeline.stages.prepare.quantized.matrix import IntegerMatrix
 from pipeline.stages.prepare.quantized.packing import Array, Rows, unpack_bytes
-from pipeline.stages.prepare.quantized.tensors import NAN_EXPONENT, CheckpointTensors, powers_of_two
+from pipeline.stages.prepare.quantized.tensors import EXPONENTS, NAN_EXPONENT, CheckpointTensors, powers_of_two
 from pipeline.stages.prepare.tensors import Shape
 
 GROUP = 32
@@ -24,7 +24,6 @@ ZERO = 128
 _HALVES = np.array([0, 1, 2, 3, 4, 6, 8, 12])
 CODES = np.concatenate([ZERO + _HALVES, ZERO - _HALVES]).astype(np.uint8)
 """Twice the value of each 4-bit float, plus `ZERO`."""
-BYTES = ("U8", "F8_E8M0")
 
 
 class Mxfp4Config(msgspec.Struct, frozen=True):
@@ -59,7 +58,7 @@ class Mxfp4Matrix(IntegerMatrix):
             )
         super().__init__(shape, 8, GROUP)
         self._codes = tensors.raw(codes, ("U8",), stored)
-        self._exponents = tensors.raw(scales, BYTES, (shape[0], shape[1] // GROUP))
+        self._exponents = tensors.raw(scales, EXPONENTS, (shape[0], shape[1] // GROUP))
         if (self._exponents == NAN_EXPONENT).any():
             raise tensors.fault(scales, f"has the exponent {NAN_EXPONENT}, which is not a number")
 

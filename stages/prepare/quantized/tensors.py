@@ -13,7 +13,7 @@ from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.tensors import STORED, Shape, TensorEntry
 
 FLOATS = tuple(STORED)
-EXPONENTS = "F8_E8M0"
+EXPONENTS = ("F8_E8M0", "U8")
 """Powers of two: 2 ** (byte - 127)."""
 EXPONENT_BIAS = 127
 NAN_EXPONENT = 255
@@ -23,7 +23,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "I8": np.dtype("i1"),
     "I32": np.dtype("<i4"),
     "I64": np.dtype("<i8"),
-    **dict.fromkeys(("U8", "F8_E4M3", "F8_E5M2", EXPONENTS), np.dtype("u1")),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", *EXPONENTS), np.dtype("u1")),
 }
 """numpy's dtypes for what a checkpoint may store; the bits of floats that numpy lacks."""
 
@@ -90,8 +90,8 @@ class CheckpointTensors:
 
         Raises ModelError as `raw`, and if a number isn't finite.
         """
-        stored = self.raw(name, (*FLOATS, EXPONENTS) if exponents else FLOATS, *shapes)
-        values = powers_of_two(stored) if self.dtype(name) == EXPONENTS else self._widen(name, stored)
+        stored = self.raw(name, (*FLOATS, *EXPONENTS) if exponents else FLOATS, *shapes)
+        values = powers_of_two(stored) if self.dtype(name) in EXPONENTS else self._widen(name, stored)
         if not np.isfinite(values).all():
             raise self.fault(name, "has values that are not finite")
         return values
