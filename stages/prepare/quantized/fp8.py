@@ -4,7 +4,8 @@
     weight_scale_inv  [N / rows, K / columns], rounded up: DeepSeek's name; it is multiplied nevertheless
     weight_scale      [], [1], [N], [N, 1], [N, G] or blocks
 
-w = weight * scale. Scales are floats, or exponents (MXFP8 and "ue8m0"). Activation scales beside them are ignored, because activations are not quantized.
+w = weight * scale. Scales are floats, or exponents (MXFP8 and "ue8m0"). Activation scales beside them are ignored,
+because activations are not quantized.
 
 Sources: transformers' `FineGrainedFP8Config` and `FbgemmFp8Config`; OCP 8-bit floating point specification (OFP8).
 """
