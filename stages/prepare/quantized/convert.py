@@ -38,6 +38,7 @@ BEFORE_DOWN = ("mlp.gate_proj", "mlp.up_proj")
 
 ACTIVATIONS = (
     *("input_scale", "output_scale", "input_zero_point", "output_zero_point", "input_global_scale"),
+    *("input_scale_ub", "activation_scale"),
     *("q_scale", "k_scale", "v_scale", "prob_scale", "k_zero_point", "v_zero_point"),
 )
 """Last parts of the names of tensors for quantized activations and KV caches."""

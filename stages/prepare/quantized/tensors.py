@@ -34,6 +34,8 @@ class CheckpointTensors:
     def __init__(self, found: dict[str, tuple[Path, TensorEntry]]) -> None:
         self._found = found
         self._taken: set[str] = set()
+        # One map for each file: Python keeps a file open for each map.
+        self._maps = {path: np.memmap(path, np.uint8, "r") for path in {path for path, _ in found.values()}}
 
     def __contains__(self, name: str) -> bool:
         return name in self._found
@@ -63,27 +65,24 @@ class CheckpointTensors:
         """
         if name not in self._found:
             raise ModelError(f"the weights have no tensor {shown(name)}, which config.json requires")
-        path, entry = self._found[name]
+        _, entry = self._found[name]
         if entry.shape not in shapes:
             expected = " or ".join(shown(list(shape)) for shape in shapes)
             raise self.fault(name, f"has shape {shown(list(entry.shape))}; it must be {expected}")
         if entry.dtype not in dtypes:
             raise self.fault(name, f"is {entry.dtype}; it must be {' or '.join(dtypes)}")
-        self._taken.add(name)
-        return np.memmap(path, DTYPES[entry.dtype], "r", entry.data_offsets[0], entry.shape)
+        return self.bytes(name).view(DTYPES[entry.dtype]).reshape(entry.shape)
 
     def num_bytes(self, name: str) -> int:
         begin, end = self._found[name][1].data_offsets
         return end - begin
 
     def bytes(self, name: str) -> Array:
-        """The bytes of a tensor of any dtype, flat and mapped. Raises ModelError if it has none."""
+        """The bytes of a tensor of any dtype, flat and mapped."""
         path, entry = self._found[name]
         begin, end = entry.data_offsets
-        if begin == end:
-            raise self.fault(name, "is empty")
         self._taken.add(name)
-        return np.memmap(path, np.uint8, "r", begin, (end - begin,))
+        return self._maps[path][begin:end]
 
     def floats(self, name: str, *shapes: Shape, exponents: bool = False) -> Array:
         """A whole tensor of floats, float32; with `exponents` also powers of two.

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from pipeline.config.settings import Settings
+from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.prepare.progress import for_stream
 from pipeline.stages.prepare.quantized import convert
+from pipeline.stages.prepare.quantized.methods import scheme_of
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.execute.checkpoints import reference_logits
 from tests.stages.execute.driver import Driver, row_add, settings
@@ -223,6 +225,20 @@ def test_pieces_of_any_size_give_the_same_file(tmp_path: Path, monkeypatch: pyte
         assert whole.keys() == in_pieces.keys()
         for tensor, value in whole.items():
             assert torch.equal(value, in_pieces[tensor]), (name, tensor)
+
+
+def test_files_are_opened_once(tmp_path: Path) -> None:
+    """A large model has more matrices than a process may have open files."""
+    case = CASES["awq"]
+    packers.save(tmp_path / "tiny", tiny(), case.config, case.pack)
+    scheme = scheme_of({"quantization_config": case.config}, tmp_path / "config.json")
+    assert scheme is not None
+    model = ModelConfig.load(prepared(tmp_path / "tiny"))
+    open_files = Path("/proc/self/fd")
+    before = len(list(open_files.iterdir()))
+    checkpoint = convert.Checkpoint(model, scheme, [tmp_path / "tiny" / "model.safetensors"])
+    assert len(list(open_files.iterdir())) <= before + 1
+    assert checkpoint.targets("auto")[DOWN].format == "q4_1"
 
 
 def test_scales_too_small_for_float16_make_bfloat16(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
