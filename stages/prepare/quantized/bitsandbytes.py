@@ -93,7 +93,7 @@ class Nf4Matrix(FloatMatrix):
             tensors.require(f"{name}.{_STATE}{TYPES[0]}", beside)
         for part in ("quant_map", "absmax"):
             tensors.require(f"{name}.{part}", name)
-        state = self._state(f"{name}.{_STATE}{kind}", tensors)
+        state = self._read_state(f"{name}.{_STATE}{kind}", tensors)
         self.kind = f"{kind} in blocks of {state.blocksize}"
         if state.shape != shape:
             raise tensors.fault(
@@ -107,11 +107,12 @@ class Nf4Matrix(FloatMatrix):
             )
         self._codes = tensors.bytes(name).reshape(shape[0], shape[1] // 2)
         self._map = tensors.floats(f"{name}.quant_map", (16,))
-        self._block = state.blocksize
-        self._absmax = self._scales(name, -(-math.prod(shape) // state.blocksize), state, tensors)
+        self._state, self._num_blocks = state, -(-math.prod(shape) // state.blocksize)
+        self._tensors, self._name = tensors, name
+        self._scales(0, self._num_blocks)  # checks the tensors; a model's scales together are too large to keep
 
     @staticmethod
-    def _state(name: str, tensors: CheckpointTensors) -> QuantState:
+    def _read_state(name: str, tensors: CheckpointTensors) -> QuantState:
         if tensors.num_bytes(name) > MAX_STATE_BYTES:
             raise tensors.fault(name, f"has {tensors.num_bytes(name)} bytes; at most {MAX_STATE_BYTES} are allowed")
         try:
@@ -120,19 +121,19 @@ class Nf4Matrix(FloatMatrix):
             raise tensors.fault(name, f"is not bitsandbytes' JSON: {error}") from error
         return state
 
-    @staticmethod
-    def _scales(name: str, num_blocks: int, state: QuantState, tensors: CheckpointTensors) -> Array:
-        absmax = f"{name}.absmax"
+    def _scales(self, first: int, end: int) -> Array:
+        """The scales of blocks first .. end, float32."""
+        tensors, state, absmax = self._tensors, self._state, f"{self._name}.absmax"
         if tensors.dtype(absmax) != "U8":
-            return tensors.floats(absmax, (num_blocks,))
+            return tensors.floats(absmax, (self._num_blocks,))[first:end]
         for part in ("nested_absmax", "nested_quant_map"):
-            tensors.require(f"{name}.{part}", absmax)
+            tensors.require(f"{self._name}.{part}", absmax)
         if state.nested_blocksize is None or state.nested_offset is None:
             raise tensors.fault(absmax, "is quantized, but the JSON beside it lacks nested_blocksize or nested_offset")
-        codes = tensors.raw(absmax, ("U8",), (num_blocks,))
-        nested = tensors.floats(f"{name}.nested_absmax", (-(-num_blocks // state.nested_blocksize),))
-        values = tensors.floats(f"{name}.nested_quant_map", (256,))[codes]
-        scales: Array = values * nested[np.arange(num_blocks) // state.nested_blocksize]
+        codes = tensors.raw(absmax, ("U8",), (self._num_blocks,))[first:end]
+        nested = tensors.floats(f"{self._name}.nested_absmax", (-(-self._num_blocks // state.nested_blocksize),))
+        values = tensors.floats(f"{self._name}.nested_quant_map", (256,))[codes]
+        scales: Array = values * nested[np.arange(first, end) // state.nested_blocksize]
         return scales + np.float32(state.nested_offset)
 
     def values(self, rows: Rows) -> Array:
@@ -141,8 +142,11 @@ class Nf4Matrix(FloatMatrix):
         values = np.empty((len(pairs), num_columns), np.float32)
         values[:, 0::2] = self._map[pairs >> 4]
         values[:, 1::2] = self._map[pairs & 15]
-        places = indices(rows, self.shape[0])[:, None] * num_columns + np.arange(num_columns)
-        values *= self._absmax[places // self._block]
+        if not len(pairs):
+            return values
+        blocks = (indices(rows, self.shape[0])[:, None] * num_columns + np.arange(num_columns)) // self._state.blocksize
+        first = int(blocks.min())
+        values *= self._scales(first, int(blocks.max()) + 1)[blocks - first]
         return values
 
 
