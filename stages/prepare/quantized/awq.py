@@ -14,7 +14,7 @@ import numpy as np
 
 from pipeline.stages.prepare.quantized.gptq import group_size_of, num_groups_of
 from pipeline.stages.prepare.quantized.matrix import IntegerMatrix
-from pipeline.stages.prepare.quantized.packing import Array, Rows, indices
+from pipeline.stages.prepare.quantized.packing import Array, Rows, indices, unpack
 from pipeline.stages.prepare.quantized.scheme import SchemeFault
 from pipeline.stages.prepare.quantized.tensors import CheckpointTensors
 from pipeline.stages.prepare.tensors import Shape
@@ -88,6 +88,10 @@ class AwqMatrix(IntegerMatrix):
     def _unpack(self, words: Array, rows: Rows) -> Array:
         """Codes [n, K] uint8 of words [K, N / 8]."""
         each = indices(rows, self.shape[0])
-        shifts = (PLACES[each % PER_WORD] * BITS).astype(np.uint32)
-        codes = (words[:, each // PER_WORD].view(np.uint32) >> shifts) & np.uint32(15)
-        return np.ascontiguousarray(codes.astype(np.uint8).T)
+        if not len(each):
+            return np.empty((0, len(words)), np.uint8)
+        first, end = int(each.min()) // PER_WORD, int(each.max()) // PER_WORD + 1
+        codes: Array = unpack(words[:, first:end], BITS).T[
+            each // PER_WORD * PER_WORD + PLACES[each % PER_WORD] - first * PER_WORD
+        ]
+        return codes
