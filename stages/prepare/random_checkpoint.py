@@ -39,6 +39,7 @@ def make(config_path: Path, folder: Path, seed: int) -> None:
         config = msgspec.json.decode(data, type=dict[str, Any])
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{config_path} is not a JSON object: {error}") from error
+    config.pop("quantization_config", None)  # the random weights are floats
     kind = config.pop("model_type", None)
     if not isinstance(kind, str):
         raise ModelError(f"{config_path}: model_type is {kind!r}; it must name an architecture")

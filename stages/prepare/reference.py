@@ -13,6 +13,7 @@ from pipeline.config.settings import Settings
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.runtime.rust_panics import panics_as_errors
 from pipeline.stages.prepare.progress import Silence
+from pipeline.stages.prepare.sources.folder import has_quantized_weights
 from pipeline.stages.prepare.sources.source import FolderSource, HubSource, ModelError, parse
 
 TEXT = (
@@ -28,18 +29,29 @@ SHORT = (1, 5, 17)
 
 
 def checkpoint_folder(settings: Settings) -> Path:
-    """The folder of `settings.model` for transformers. Raises ModelError if it is not in Hugging Face layout."""
+    """The folder of `settings.model` for transformers. Raises ModelError if it is not in Hugging Face layout, or has
+    quantized weights."""
     match parse(settings.model):
         case FolderSource(path):
-            return path
+            return _with_floats(path, settings.model)
         case HubSource() as source:
             from pipeline.stages.prepare.sources.hub import fetch
 
-            return fetch(source, Silence()).folder
+            return _with_floats(fetch(source, Silence()).folder, settings.model)
     raise ModelError(
         f"model {settings.model!r}: check-model compares with transformers, so the model must be a folder in Hugging "
         "Face layout, a hub id, or a config.json; --fidelity also measures .gguf files and wheels"
     )
+
+
+def _with_floats(folder: Path, model: str) -> Path:
+    """Raises ModelError if the weights are quantized: they are not converted to the floats that transformers has."""
+    if has_quantized_weights(folder):
+        raise ModelError(
+            f"model {model!r} has quantized weights: check-model compares float weights with transformers. Check the "
+            "architecture with the unquantized checkpoint or the config.json alone, and the kernels with --fidelity"
+        )
+    return folder
 
 
 def plan_of(folder: Path, num_tokens: int) -> CheckPlan:

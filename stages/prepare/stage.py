@@ -5,7 +5,8 @@
     folder ─────────────────────────────────────────►  cache/<model>  (the same; weights in place)
     hub id ──huggingface_hub──► the hub's cache ────►  cache/<model>  (the same, by commit; weights in place)
 
-Weights are written in the format of `settings.quantization`. Those of a folder are written only if it quantizes them.
+Weights are written in the format of `settings.quantization`. Those of a folder are written only if it quantizes them,
+or if they are quantized already: `quantized/` converts them to our formats.
 
 With a warm cache this takes a few `stat` calls: the converters are imported on demand.
 """
@@ -124,10 +125,9 @@ def _converted_folder(
     """`identity` identifies the folder's content; by default it is derived from the files' sizes and times."""
     from pipeline.stages.prepare.sources import folder as folder_module
 
-    # A folder's weights are floats, so "auto", which keeps their format, is "none".
     quantization = _stored_as(settings)
-    if quantization == "auto":
-        quantization = "none"
+    if quantization == "auto" and not folder_module.has_quantized_weights(path):
+        quantization = "none"  # which keeps floats, too
 
     def fill(folder: Path) -> None:
         folder_module.convert(path, folder, name, quantization, progress)

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -186,28 +186,46 @@ def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
-def check_tensors(config: ModelConfig, paths: Iterable[Path]) -> dict[str, tuple[Path, TensorEntry]]:
-    """The file and header entry of each tensor of a model.
-
-    Raises ModelError, naming tensor and file, unless the files hold exactly the tensors of `config`. A tied head and
-    the rotary buffers of old checkpoints are allowed and ignored.
-    """
+def find_tensors(paths: Iterable[Path]) -> dict[str, tuple[Path, TensorEntry]]:
+    """The file and header entry of each tensor. Raises ModelError if a file is invalid, or two have the same tensor."""
     found: dict[str, tuple[Path, TensorEntry]] = {}
     for path in paths:
         for name, entry in read_header(path).items():
             if name in found:
                 raise ModelError(f"{path}: tensor {shown(name)} is also in {found[name][0].name}")
             found[name] = (path, entry)
+    return found
+
+
+def is_known_extra(name: str) -> bool:
+    """Whether a tensor that no model uses is allowed: a tied head, or a rotary buffer of old checkpoints."""
+    return name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
+
+
+def check_tensors(config: ModelConfig, paths: Iterable[Path]) -> dict[str, tuple[Path, TensorEntry]]:
+    """The file and header entry of each tensor of a model.
+
+    Raises ModelError, naming tensor and file, unless the files hold exactly the tensors of `config`. A tied head and
+    the rotary buffers of old checkpoints are allowed and ignored.
+    """
+    found = find_tensors(paths)
     expected = expected_shapes(config)
     for name, shape in expected.items():
         if name not in found:
-            raise ModelError(f"the weights have no tensor {name!r}, which config.json requires")
+            hint = ": they are quantized, but config.json has no quantization_config" if _is_packed(name, found) else ""
+            raise ModelError(f"the weights have no tensor {name!r}, which config.json requires{hint}")
         path, entry = found[name]
         if entry.shape != shape:
             raise ModelError(f"{path}: tensor {name!r} has shape {shown(entry.shape)}, config.json says {shape}")
         if entry.dtype not in STORED:
             raise ModelError(f"{path}: tensor {name!r} is {entry.dtype}; weights must be one of {', '.join(STORED)}")
     for name, (path, _) in found.items():
-        if name not in expected and name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
+        if name not in expected and not is_known_extra(name):
             raise ModelError(f"{path}: tensor {shown(name)} is not part of the model that config.json describes")
     return {name: found[name] for name in expected}
+
+
+def _is_packed(name: str, found: Container[str]) -> bool:
+    """Whether the files have a weight in the form of a quantized checkpoint."""
+    module = name.removesuffix(".weight")
+    return any(f"{module}.{part}" in found for part in ("qweight", "weight_packed", "weight_blocks"))

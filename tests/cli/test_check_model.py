@@ -250,6 +250,15 @@ def test_an_invalid_checkpoint_is_an_error(
     assert code == 1 and words in err
 
 
+def test_a_quantized_checkpoint_is_an_error_that_says_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {**CONFIGS["SmolLM2"], "quantization_config": {"quant_method": "gptq", "bits": 4}}
+    config_file(tmp_path, config)
+    code, _, err = check(str(tmp_path), capsys=capsys)
+    assert code == 1 and "has quantized weights: check-model compares float weights with transformers" in err
+
+
 def test_prompts_of_impossible_lengths_are_rejected(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for tokens in ("3", "-1", "99999999"):
         assert main(["check-model", str(checkpoint), "--tokens", tokens]) == 2

@@ -1,6 +1,7 @@
 """Small valid models to mutate: folders in Hugging Face layout and .gguf files, made without torch."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +51,26 @@ QWEN = {
     "tie_word_embeddings": True,
     "rope_scaling": None,
 }
+PLAIN = {**CONFIG, "attention_bias": False, "num_hidden_layers": 1}
+GPTQ = {**PLAIN, "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": False}}
+NF4 = {
+    **PLAIN,
+    "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+}
 TOKENIZER_CONFIG = {
     "bos_token": "<s>",
     "eos_token": {"content": "</s>"},
     "chat_template": [{"name": "default", "template": "{{ messages }}"}, {"name": "tool_use", "template": "{{ x }}"}],
 }
 
+Packer = Callable[[tuple[int, ...], np.random.Generator], dict[str, "np.ndarray[Any, Any]"]]
+"""The tensors of a module with a weight of some shape, by the last parts of their names."""
+
 
 def build(folder: Path) -> list[Path]:
     """The models: each is a folder or a .gguf file below `folder`."""
     made = [_folder(folder / "llama", CONFIG, shards=1), _folder(folder / "qwen3", QWEN, shards=2)]
+    made += [_quantized(folder / "gptq", GPTQ, _gptq), _quantized(folder / "nf4", NF4, _nf4)]
     made.append(_gguf(folder / "plain.gguf", gguf.GGMLQuantizationType.F32, "gpt2"))
     made.append(_gguf(folder / "blocks.gguf", gguf.GGMLQuantizationType.Q8_0, "llama"))
     return made
@@ -103,6 +114,43 @@ def _folder(folder: Path, config: dict[str, Any], shards: int) -> Path:
         save_file({name: weights[name].astype(np.float16) for name in weights if places[name] == shard}, folder / shard)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
     return folder
+
+
+def _quantized(folder: Path, config: dict[str, Any], pack: Packer) -> Path:
+    """A folder whose layers are packed."""
+    _folder(folder, config, shards=1)
+    rng = np.random.default_rng(0)
+    tensors: dict[str, np.ndarray[Any, Any]] = {}
+    for name, shape in expected_shapes(_read(config)).items():
+        module = name.removesuffix(".weight")
+        packed = pack(shape, rng) if module.endswith("_proj") else {"weight": rng.random(shape, np.float32)}
+        tensors |= {f"{module}.{part}": array for part, array in packed.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def _gptq(shape: tuple[int, ...], rng: np.random.Generator) -> dict[str, "np.ndarray[Any, Any]"]:
+    """Random codes in two groups of mixed columns."""
+    num_rows, num_columns = shape
+    return {
+        "qweight": rng.integers(-(2**31), 2**31, (num_columns // 8, num_rows), np.int32),
+        "qzeros": rng.integers(-(2**31), 2**31, (2, num_rows // 8), np.int32),
+        "scales": rng.random((2, num_rows), np.float32).astype(np.float16),
+        "g_idx": rng.permutation(num_columns).astype(np.int32) // (num_columns // 2),
+    }
+
+
+def _nf4(shape: tuple[int, ...], rng: np.random.Generator) -> dict[str, "np.ndarray[Any, Any]"]:
+    num = shape[0] * shape[1]
+    state = {"quant_type": "nf4", "blocksize": 64, "shape": shape, "nested_blocksize": 256, "nested_offset": 0.5}
+    return {
+        "weight": rng.integers(0, 256, (num // 2, 1), np.uint8),
+        "weight.absmax": rng.integers(0, 256, num // 64, np.uint8),
+        "weight.quant_map": rng.random(16, np.float32),
+        "weight.nested_absmax": rng.random(-(-num // 64 // 256) or 1, np.float32),
+        "weight.nested_quant_map": rng.random(256, np.float32),
+        "weight.quant_state.bitsandbytes__nf4": np.frombuffer(json.dumps(state).encode(), np.uint8),
+    }
 
 
 def _gguf(path: Path, kind: gguf.GGMLQuantizationType, tokenizer: str) -> Path:

@@ -34,7 +34,6 @@ class ConfigReader:
         name_of_kind = self._architecture()
         kind = HF_ARCHITECTURES[name_of_kind]
         self._defaults = kind.defaults
-        self._refuse_quantized()
         activation = self._get("hidden_act", str, "silu")
         if activation not in ("silu", "swish"):
             raise ModelError(f"{self.path}: hidden_act is {shown(activation)}; 'silu' is supported")
@@ -100,16 +99,6 @@ class ConfigReader:
         default = None if "num_key_value_heads" in self._config else self._defaults.get("num_key_value_heads")
         number = self._get("num_key_value_heads", int, None) if default is None else default
         return num_heads if number is None else int(number)
-
-    def _refuse_quantized(self) -> None:
-        quantization = self._config.get("quantization_config")
-        if not quantization:
-            return
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise ModelError(
-            f"{self.path}: quantization_config has {shown(method)}, but quantized checkpoints are not supported: "
-            "use the unquantized checkpoint, or a .gguf file"
-        )
 
     def _rope(self) -> tuple[float, Llama3Rope | None]:
         """Base and scaling: `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling`, which take

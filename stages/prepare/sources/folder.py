@@ -32,10 +32,20 @@ def state(folder: Path) -> list[tuple[str, int, int]]:
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
 
+def has_quantized_weights(folder: Path) -> bool:
+    """Whether the weights of a folder are quantized already. Raises ModelError if its config.json is invalid."""
+    return is_quantized(_json(folder, "config.json", {}))
+
+
+def is_quantized(config: dict[str, Any]) -> bool:
+    """Whether a config.json describes quantized weights."""
+    return bool(config.get("quantization_config"))
+
+
 def convert(source: Path, target: Path, name: str, quantization: PreparedFormat, progress: Progress) -> None:
     """Write the prepared model of folder `source` to `target`; `name` is its name for clients.
 
-    With `quantization` "none" the weights are read in place.
+    Weights that are floats are read in place with `quantization` "auto" or "none".
 
     Raises ModelError, naming file and key, if the model is incomplete or not supported.
     """
@@ -47,7 +57,13 @@ def convert(source: Path, target: Path, name: str, quantization: PreparedFormat,
     tokenizer, first = write_tokenizer(source, target)
     model = ConfigReader(config_path, config).model(name, files, generation)
     model = with_special_ids(model, tokenizer, first, tokenizer_config, source)
-    places = check_tensors(model, files)
+    scheme = None
+    if is_quantized(config):
+        # Imported here: most models are not quantized.
+        from pipeline.stages.prepare.quantized.methods import scheme_of
+
+        scheme = scheme_of(config, config_path)
+    places = check_tensors(model, files) if scheme is None else {}
     templates = {
         "chat_template.jinja": _chat_template(source, tokenizer_config),
         "chat_template.tool_use.jinja": _tool_template(source, tokenizer_config),
@@ -60,7 +76,13 @@ def convert(source: Path, target: Path, name: str, quantization: PreparedFormat,
                     f"{source}: the chat template has {len(data)} bytes; at most {MAX_TEMPLATE_BYTES} are allowed"
                 )
             (target / file_name).write_bytes(data)
-    if quantization != "none":
+    if scheme is not None:
+        from pipeline.stages.prepare.quantized.convert import convert as convert_quantized
+        from pipeline.stages.prepare.weight_file import WEIGHTS
+
+        convert_quantized(model, scheme, files, target, quantization, progress)
+        model = msgspec.structs.replace(model, weight_files=[WEIGHTS])
+    elif quantization not in ("auto", "none"):
         # Imported here: most models need neither numpy's nor gguf's quantizers.
         from pipeline.stages.prepare.weight_file import WEIGHTS, quantize
 

@@ -1,0 +1,171 @@
+"""Converts a quantized checkpoint to the formats of kernels/stored_matrix.py, a few rows of a tensor at a time.
+
+    integers, 2 to 4 bits   symmetric: q4_0; with zero points: q4_1
+    integers, 8 bits        symmetric: q8_0; with zero points: bf16
+    MXFP4                   q8_0
+    NF4, FP4, FP8           bf16
+
+Integers keep their codes, and scales are repeated for each 32 columns. What has no such form, for example groups of 16
+columns, is dequantized to bf16. With another `quantization`, codes are kept if the format can hold them; else their
+values are quantized again.
+
+GPTQ's act-order groups columns that are not contiguous. The inputs of down_proj are outputs of gate_proj and up_proj,
+so all three are reordered there, which changes no result. Inputs of other layers are the hidden states, or the values
+of attention heads, whose order is fixed: those matrices become bf16.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from pipeline.config.settings import PreparedFormat
+from pipeline.runtime.model_folder import ModelConfig
+from pipeline.stages.prepare.progress import Progress
+from pipeline.stages.prepare.quantized.matrix import QuantizedMatrix
+from pipeline.stages.prepare.quantized.packing import Array
+from pipeline.stages.prepare.quantized.scheme import Scheme
+from pipeline.stages.prepare.quantized.tensors import CheckpointTensors
+from pipeline.stages.prepare.sources.source import ModelError
+from pipeline.stages.prepare.tensors import Shape, expected_shapes, find_tensors, is_known_extra
+from pipeline.stages.prepare.weight_file import BLOCKS, Stored, stored, write_weights
+
+CHUNK_VALUES = 2 * 1024**2
+"""Values converted at once: 8 MiB as float32, and a few times that in temporaries."""
+
+WEIGHT, BIAS = ".weight", ".bias"
+DOWN = "mlp.down_proj"
+BEFORE_DOWN = ("mlp.gate_proj", "mlp.up_proj")
+
+ACTIVATIONS = (
+    *("input_scale", "output_scale", "input_zero_point", "output_zero_point", "input_global_scale"),
+    *("input_scale_ub", "activation_scale"),
+    *("q_scale", "k_scale", "v_scale", "prob_scale", "k_zero_point", "v_zero_point"),
+)
+"""Last parts of the names of tensors for quantized activations and KV caches."""
+
+
+def convert(
+    config: ModelConfig,
+    scheme: Scheme,
+    files: list[Path],
+    target: Path,
+    quantization: PreparedFormat,
+    progress: Progress,
+) -> None:
+    """Write the weights of a quantized checkpoint to `target`, and say what became of them.
+
+    Raises ModelError, naming tensor and file, if the files don't hold the tensors of `config` as the scheme has them.
+    """
+    checkpoint = Checkpoint(config, scheme, files)
+    targets = checkpoint.targets(quantization)
+
+    def pieces(name: str) -> Iterator[Array]:
+        return checkpoint.pieces(name, targets[name])
+
+    progress.say(f"{config.name}: {scheme.title}: {checkpoint.summary(targets)}")
+    with progress.measure(f"converting {config.name}") as report:
+        write_weights(target, targets, pieces, files[0].parent, report)
+
+
+class Checkpoint:
+    """The tensors of a model in a quantized checkpoint, by their names in the unquantized one."""
+
+    def __init__(self, config: ModelConfig, scheme: Scheme, files: list[Path]) -> None:
+        self._shapes = expected_shapes(config)
+        self._tensors = CheckpointTensors(find_tensors(files))
+        self._scheme = scheme
+        self._matrices: dict[str, QuantizedMatrix] = {}
+        for name, shape in self._shapes.items():
+            self._read(name, shape)
+        if not self._matrices:
+            raise ModelError(
+                f"{files[0].parent}: config.json has a quantization_config ({scheme.title}), but no weight of the "
+                "model is quantized that way: remove quantization_config to serve the weights as they are"
+            )
+        self._refuse_others()
+        self._orders = self._sorted(config)
+
+    def _read(self, name: str, shape: Shape) -> None:
+        """Find the weight or vector `name`. Raises ModelError unless the files have it in one form."""
+        if len(shape) == 2:
+            matrix = self._scheme.matrix(name.removesuffix(WEIGHT), shape, self._tensors)
+            if matrix is not None:
+                self._matrices[name] = matrix
+                return
+        self._tensors.float_rows(name, shape, slice(0, 0))  # checks the tensor
+
+    def _refuse_others(self) -> None:
+        """Raises ModelError if there are tensors that the model can't use."""
+        for name in self._tensors.rest():
+            if is_known_extra(name) or name.rpartition(".")[2] in ACTIVATIONS or self._is_zero_bias(name):
+                continue
+            if name.startswith("lm_head.") and "lm_head.weight" not in self._shapes:
+                continue  # tied
+            raise self._tensors.fault(name, "is not part of the model that config.json describes")
+
+    def _is_zero_bias(self, name: str) -> bool:
+        """Whether this is a bias that the architecture lacks and that does nothing. AutoGPTQ gave every layer one."""
+        shape = self._shapes.get(name.removesuffix(BIAS) + WEIGHT)
+        if not name.endswith(BIAS) or shape is None:
+            return False
+        if self._tensors.floats(name, shape[:1]).any():
+            raise self._tensors.fault(name, "is a bias that config.json doesn't describe, and not zero")
+        return True
+
+    def _sorted(self, config: ModelConfig) -> dict[str, Array]:
+        """Sort the inputs of down_proj by group where act-order mixed them. Returns the order of rows of gate_proj and
+        up_proj that compensates it, and of their biases."""
+        orders: dict[str, Array] = {}
+        for layer in range(config.num_layers):
+            before = f"model.layers.{layer}."
+            down = self._matrices.get(f"{before}{DOWN}{WEIGHT}")
+            if down is None or (order := down.sort_columns()) is None:
+                continue
+            orders |= {f"{before}{part}{kind}": order for part in BEFORE_DOWN for kind in (WEIGHT, BIAS)}
+        return orders
+
+    def targets(self, quantization: PreparedFormat) -> dict[str, Stored]:
+        """How to store each tensor."""
+        targets = {}
+        for name, shape in self._shapes.items():
+            matrix = self._matrices.get(name)
+            targets[name] = stored(name, shape, None if matrix is None else matrix.kept().format, quantization)
+        return targets
+
+    def pieces(self, name: str, target: Stored) -> Iterator[Array]:
+        """A tensor a few rows at a time, as `write_weights` takes it."""
+        matrix, order, shape = self._matrices.get(name), self._orders.get(name), self._shapes[name]
+        at_once = max(1, CHUNK_VALUES // shape[-1]) if len(shape) > 1 else shape[0]
+        for start in range(0, shape[0], at_once):
+            rows = slice(start, min(start + at_once, shape[0]))
+            chosen = rows if order is None else order[rows]
+            if matrix is None:
+                yield self._tensors.float_rows(name, shape, chosen)
+            elif target.format in BLOCKS and matrix.note(target.format) is not None:
+                yield matrix.blocks(chosen, target.format)
+            else:
+                yield matrix.values(chosen)
+
+    def summary(self, targets: Mapping[str, Stored]) -> str:
+        """What becomes of the matrices, in one line."""
+        counts: Counter[tuple[str, str]] = Counter()
+        for name, matrix in self._matrices.items():
+            counts[targets[name].format, _note(matrix, targets[name])] += 1
+        parts = [f"{number} to {format} ({note})" for (format, note), number in counts.items()]
+        floats = sum(len(shape) > 1 for shape in self._shapes.values()) - len(self._matrices)
+        if floats:
+            parts.append(f"{floats} were floats")
+        reordered = len(self._orders) // (len(BEFORE_DOWN) * 2)
+        if reordered:
+            parts.append(f"inputs of {reordered} down_proj are reordered")
+        return f"matrices: {', '.join(parts)}" + "".join(f"; {what}" for what in self._scheme.ignored)
+
+
+def _note(matrix: QuantizedMatrix, target: Stored) -> str:
+    """What is lost by storing a matrix so."""
+    kept = matrix.kept()
+    if target.format == kept.format:
+        return kept.note
+    if target.format in BLOCKS:
+        return matrix.note(target.format) or "quantized again"
+    return "dequantized, rounded once"
