@@ -14,6 +14,8 @@ import hashlib
 from pathlib import Path
 from typing import assert_never
 
+import msgspec
+
 from pipeline.config.settings import PreparedFormat, Settings
 from pipeline.runtime import generation_config
 from pipeline.runtime import messages as m
@@ -23,12 +25,13 @@ from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.prepare import progress as progress_module
 from pipeline.stages.prepare.cache import Cache
 from pipeline.stages.prepare.progress import Progress, Silence
+from pipeline.stages.prepare.sharing import CONTENT, content_of, link_twin
 from pipeline.stages.prepare.sources import gguf_files
 from pipeline.stages.prepare.sources.source import FolderSource, GgufSource, HubSource, ModelError, WheelSource, parse
 
 SILENT = Silence()
 
-FORMAT = 7
+FORMAT = 9
 """Version of the prepared folders. Raise it when a conversion changes, so that older cache entries are not used."""
 
 
@@ -114,9 +117,17 @@ def _converted_gguf(paths: list[Path], identity: str, settings: Settings, cache:
     quantization = _stored_as(settings)
 
     def fill(folder: Path) -> None:
-        from pipeline.stages.prepare.gguf.model import convert
+        from pipeline.stages.prepare.gguf.model import convert, name_of
 
+        name = name_of(paths[0])
+        with progress.measure(f"reading {name}") as report:
+            content = content_of(paths, f"{FORMAT}|gguf|{quantization}", report)
+        if (twin := link_twin(cache, content, folder)) is not None:
+            progress.say(f"{name} has the content of {twin.name}: both share one copy of the weights")
+            msgspec.structs.replace(ModelConfig.load(folder), name=name).save(folder)
+            return
         convert(paths, folder, quantization, progress)
+        (folder / CONTENT).write_text(content, encoding="utf-8")
 
     key = _key(gguf_files.model_name(paths[0]), f"{identity}|{quantization}")
     return cache.ensure(key, str(paths[0]), fill, progress.say, settings.supervisor.prepare_timeout_s)

@@ -150,8 +150,8 @@ class GgufFile:
         if version not in VERSIONS:
             if version & 0xFFFF == 0:
                 raise ModelError(
-                    f"{self.path} is a big-endian GGUF file; only little-endian ones are supported: get such a file, or "
-                    "convert this one with gguf_convert_endian.py of llama.cpp"
+                    f"{self.path} is a big-endian GGUF file; only little-endian ones are supported: get such a file, "
+                    "or convert this one with gguf_convert_endian.py of llama.cpp"
                 )
             raise _Fault(f"its version is {version}; supported are {' and '.join(map(str, VERSIONS))}")
         num_tensors, num_keys = self._number("Q", "the count of tensors"), self._number("Q", "the count of keys")

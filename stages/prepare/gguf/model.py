@@ -124,6 +124,11 @@ def convert(paths: list[Path], folder: Path, quantization: PreparedFormat, progr
     config.save(folder)
 
 
+def name_of(path: Path) -> str:
+    """The name of a file's model for clients."""
+    return _QUANTIZATION.sub("", model_name(path))
+
+
 def _write_templates(metadata: Metadata, folder: Path) -> None:
     """Write the chat templates. Without a default template, one that is named so is used; others are ignored."""
     for name, keys in TEMPLATES.items():
@@ -158,7 +163,7 @@ def _config(metadata: Metadata, tensors: dict[str, GgufTensor]) -> ModelConfig:
     sliding_window = metadata.get(keys["sliding_window"], int) or None
     vocab_size = tensors["token_embd.weight"].shape[0]
     config = ModelConfig(
-        name=_QUANTIZATION.sub("", model_name(path)),
+        name=name_of(path),
         # llama.cpp uses one name for both; only a Mistral has a window.
         architecture="mistral" if name == "llama" and sliding_window else name,
         num_layers=metadata.need(keys["num_layers"], int),

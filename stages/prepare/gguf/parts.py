@@ -45,6 +45,6 @@ def _check_place(metadata: Metadata, number: int, count: int) -> None:
             f"NAME-{found[1] + 1:05}-of-{found[0]:05}.gguf, beside the other parts"
         )
     raise ModelError(
-        f"{metadata.path} says that it is part {found[1] + 1} of {found[0]} ({NUMBER_KEY}, {COUNT_KEY}); by its name it "
-        f"is part {number + 1} of {count}: restore the names of the parts"
+        f"{metadata.path} says that it is part {found[1] + 1} of {found[0]} ({NUMBER_KEY}, {COUNT_KEY}); by its name "
+        f"it is part {number + 1} of {count}: restore the names of the parts"
     )
