@@ -11,6 +11,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import math
+import mmap
 import struct
 from dataclasses import dataclass
 from itertools import pairwise
@@ -70,6 +71,16 @@ class GgufTensor:
     """Rows first; the file has the reverse order."""
     data: "np.ndarray[Any, np.dtype[np.uint8]]"
     """The bytes, mapped."""
+    mapping: mmap.mmap
+    """Of the file."""
+    at: int
+    """Offset of the bytes in the file."""
+
+    def release(self) -> None:
+        """Take the bytes out of this process's memory; they are read again if they are used again."""
+        begin, end = -(-self.at // mmap.PAGESIZE) * mmap.PAGESIZE, self.at + len(self.data)
+        if end > begin:
+            self.mapping.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
 
 class GgufFile:
@@ -79,18 +90,19 @@ class GgufFile:
         self.path = path
         with open_regular(path) as file:
             try:
-                data = np.memmap(file, np.uint8, "r")
+                mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             except ValueError as error:  # an empty file can't be mapped
                 raise self._unreadable(_Fault("it is empty")) from error
-        self._data: memoryview = data.data
+        self._mapping = mapping
+        self._data = memoryview(mapping)
         self._at = 0
-        self._end = min(len(data), MAX_HEADER_BYTES)
+        self._end = min(len(mapping), MAX_HEADER_BYTES)
         self._values: dict[str, _Value] = {}
         try:
             num_tensors, num_keys = self._counts()
             for _ in range(num_keys):
                 self._read_key()
-            self.tensors = {tensor.name: tensor for tensor in self._read_tensors(num_tensors, data)}
+            self.tensors = {tensor.name: tensor for tensor in self._read_tensors(num_tensors)}
         except _Fault as fault:
             raise self._unreadable(fault) from fault
 
@@ -217,7 +229,8 @@ class GgufFile:
             raise _Fault(f"general.alignment is {shown(alignment)}; it must be a power of two as uint32")
         return int(alignment)
 
-    def _read_tensors(self, count: int, data: "np.ndarray[Any, np.dtype[np.uint8]]") -> list[GgufTensor]:
+    def _read_tensors(self, count: int) -> list[GgufTensor]:
+        data = np.frombuffer(self._mapping, np.uint8)
         infos = [self._read_info() for _ in range(count)]
         if len({name for name, _, _, _ in infos}) < count:
             names = sorted(name for name, _, _, _ in infos)
@@ -239,7 +252,10 @@ class GgufFile:
             places.append((name, kind, shape, begin + offset, begin + end))
         if places and begin + end > len(data):  # without tensors there may be no padding
             raise _Fault(f"it has {len(data)} of {begin + end} bytes; the tensor {shown(before)} ends there")
-        return [GgufTensor(name, kind, shape, data[first:last]) for name, kind, shape, first, last in places]
+        return [
+            GgufTensor(name, kind, shape, data[first:last], self._mapping, first)
+            for name, kind, shape, first, last in places
+        ]
 
     def _read_info(self) -> tuple[str, gguf.GGMLQuantizationType, tuple[int, ...], int]:
         """Name, type, shape, and offset from the beginning of the tensor data."""

@@ -306,3 +306,4 @@ def _pieces(
         except NotImplementedError as error:
             raise ModelError(f"{path}: tensor {tensor.name} is {tensor.kind.name}: {error}") from error
         yield numbers
+    tensor.release()

@@ -1,5 +1,8 @@
 """Models in several .gguf files, files with another alignment, and files that are cut short."""
 
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import gguf
@@ -10,6 +13,8 @@ from transformers import LlamaForCausalLM
 from pipeline.config.settings import Settings
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.prepare.gguf.file import GgufFile
+from pipeline.stages.prepare.gguf.model import convert
+from pipeline.stages.prepare.progress import Report, Silence
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.prepare import checkpoints
@@ -98,6 +103,40 @@ def test_a_folder_with_one_file_is_that_model_and_with_several_an_error(tmp_path
 @pytest.mark.parametrize("alignment", [8, 64, 4096])
 def test_tensors_may_have_another_alignment(tmp_path: Path, alignment: int) -> None:
     assert_is_the_model(prepared(checkpoints.save_gguf(tmp_path / "tiny.gguf", MODEL, alignment=alignment)))
+
+
+class Memory(Silence):
+    """Measures this process's memory at each report."""
+
+    def __init__(self) -> None:
+        self.before_bytes = self.most_bytes = resident_bytes()
+        self.num_reports = 0
+
+    @contextmanager
+    def measure(self, what: str) -> Iterator[Report]:
+        def report(done: int, total: int) -> None:
+            self.num_reports += 1
+            self.most_bytes = max(self.most_bytes, resident_bytes())
+
+        yield report
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def test_a_conversion_holds_few_tensors_in_memory(tmp_path: Path) -> None:
+    large = checkpoints.tiny_llama(num_hidden_layers=8, hidden_size=256, intermediate_size=1536)
+    path = checkpoints.save_gguf(tmp_path / "large.gguf", large)
+    tensor_bytes = 256 * 1536 * 4
+    assert path.stat().st_size > 25 * tensor_bytes
+    folder = tmp_path / "prepared"
+    folder.mkdir()
+    convert([path], tmp_path, "q8_0", Memory())  # imports, and the allocator's first memory
+    memory = Memory()
+    convert([path], folder, "none", memory)
+    assert memory.num_reports > 50
+    assert memory.most_bytes - memory.before_bytes < 6 * tensor_bytes
 
 
 def test_named_chat_templates_are_kept(tmp_path: Path) -> None:
