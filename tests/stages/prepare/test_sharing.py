@@ -1,5 +1,7 @@
 """Models with the same content share one copy of the weights."""
 
+import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -8,9 +10,8 @@ import pytest
 from pipeline.__main__ import main
 from pipeline.cli.cache import entries as entries_module
 from pipeline.cli.cache.entries import disk_bytes, entries_of
-from pipeline.config.settings import Settings
+from pipeline.config.settings import PreparedFormat, Settings
 from pipeline.runtime.model_folder import ModelConfig, hold
-from pipeline.stages.prepare import sharing
 from pipeline.stages.prepare.progress import Silence
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.prepare import checkpoints
@@ -34,7 +35,7 @@ def copies(tmp_path: Path) -> tuple[Path, Path]:
     return first, shutil.copyfile(first, tmp_path / "other" / "Small.gguf")
 
 
-def prepared(path: Path, said: Silence | None = None, quantization: str = "auto") -> Path:
+def prepared(path: Path, said: Silence | None = None, quantization: PreparedFormat = "auto") -> Path:
     cache = next(parent for parent in path.parents if (parent / "Tiny.gguf").exists()) / "cache"
     return prepare(Settings(model=str(path), cache_dir=str(cache), quantization=quantization), said or Silence())
 
@@ -61,10 +62,10 @@ def test_other_content_or_another_format_is_not_shared(copies: tuple[Path, Path]
 
 def test_without_hard_links_the_model_is_converted(copies: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(source: Path, target: Path) -> None:
-        raise PermissionError(sharing.errno.EPERM, "no links here", str(source))
+        raise PermissionError(errno.EPERM, "no links here", str(source))
 
     first = prepared(copies[0])
-    monkeypatch.setattr(sharing.os, "link", refuse)
+    monkeypatch.setattr(os, "link", refuse)
     second = prepared(copies[1])
     assert not (first / WEIGHTS).samefile(second / WEIGHTS)
     assert checkpoints.weights_of(first).keys() == checkpoints.weights_of(second).keys()
