@@ -193,6 +193,29 @@ class Rig:
         reconnected = self.receive("supervisor", m.Reconnected)
         assert reconnected == m.Reconnected(epoch)
 
+    def add(self, name: str) -> None:
+        """Give a stage one process more, such as `ingest.1`: tell the stage, and wait until it has answered."""
+        self._incarnations[name] = incarnation = self._incarnations.get(name, 0) + 2
+        address = address_of(self._server, name, incarnation)
+        self._inboxes[name] = Inbox[Any](self._context, address, INBOXES[name.partition(".")[0]])
+        self._queues[name] = []
+        peer = m.PeerInbox(name, address, topology.bound_of(self.settings))
+        self._tell(m.PeerRestarted(next(_numbers), peer, incarnation, []))
+
+    def remove(self, name: str) -> None:
+        """A process is gone for good: tell the stage, and wait until it has answered."""
+        self._inboxes.pop(name).close()
+        peer = m.PeerInbox(name, "", topology.bound_of(self.settings))
+        self._tell(m.PeerRestarted(next(_numbers), peer, self._incarnations.get(name, 1), [], is_removed=True))
+
+    def rescale(self, stage: str, num_replicas: int) -> None:
+        """New work goes to this many processes of a stage: tell the stage, and wait until it has answered."""
+        self._tell(m.Rescaled(next(_numbers), stage, num_replicas))
+
+    def _tell(self, message: m.PeerRestarted | m.Rescaled) -> None:
+        self.send(message)
+        assert self.receive("supervisor", m.Reconnected) == m.Reconnected(message.epoch)
+
     def load(self) -> Any:
         """The stage's stats, once it has handled all earlier messages: messages of two neighbours have no order, so
         each of them pings."""

@@ -131,9 +131,10 @@ INLINE int part_rows(const Matrix& matrix, int num_rows) {
         return (num_rows + parts - 1) / parts;
     }
 #endif
-    const int most = most_rows(matrix), rest = num_rows % most;
+    const int most = most_rows(matrix);
 #if defined(ISA_AVX2)
     // Sums of three or four rows wait for each other, so six rows and then one or two cost less than even parts.
+    const int rest = num_rows % most;
     if (matrix.format == Format::BF16 && num_rows > most && (rest == 1 || rest == 2)) return most;
 #endif
     // Even parts: six and five rows cost less than ten and one.

@@ -27,7 +27,7 @@ from pipeline.metrics.stats import (
     StageStats,
 )
 
-STATES = ("starting", "ready", "late", "recovering", "stopping", "dead")
+STATES = ("starting", "ready", "late", "recovering", "joining", "leaving", "stopping", "dead")
 
 
 def server_metrics(stats: ServerStats) -> Iterator[Metric]:

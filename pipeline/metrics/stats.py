@@ -194,7 +194,7 @@ class StageStats(Part, frozen=True):
     name: str
     pid: int
     state: str
-    """starting, ready, late (did not answer in time), stopping or dead"""
+    """starting, ready, late (did not answer in time), recovering, joining, leaving, stopping or dead"""
     num_restarts: int
     uptime_s: float
     rss_bytes: int

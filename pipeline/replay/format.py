@@ -63,6 +63,8 @@ class Header(msgspec.Struct, array_like=True, frozen=True):
     """What the folder in `settings.generation_config` recommended, so that a replay does not need it."""
     launch_facts: ExecuteFacts | None = None
     """The facts that an executor was started with, because it replaced another one."""
+    incarnations: dict[str, int] = {}
+    """Of the peers' processes when it started."""
 
     @property
     def name(self) -> str:

@@ -73,6 +73,10 @@ class PlaybackContext(ReplayContext):
             self._first.append(f.Wake(0, [SUPERVISOR], [1], [start], [[]]))
         self._advance()
 
+    def add_segment(self, name: str, num_bytes: int) -> None:
+        """A process has joined the recorded server, and the stage reads its segment."""
+        self.memories.add(name, memoryview(mmap.mmap(-1, num_bytes)))
+
     # --------------------------------------------------------------------------------------- the stage's replay context
 
     def monotonic(self) -> float:
@@ -288,6 +292,7 @@ class ReplayInbox(Inbox[T]):
     def __init__(self, replay_context: PlaybackContext) -> None:
         self._replay = replay_context
         self._left: list[tuple[str, Any]] = []
+        self.on_peer_restarted = None
         self.num_received = 0
         self.num_stale = 0
         self.last_sender = ""
@@ -323,6 +328,8 @@ class ReplayInbox(Inbox[T]):
     def _took(self, sender: str, message: T) -> T:
         self.num_received += 1
         self.last_sender = sender
+        if isinstance(message, m.PeerRestarted) and self.on_peer_restarted is not None:
+            self.on_peer_restarted(message)
         return message
 
     def close(self) -> None:
@@ -338,8 +345,14 @@ class ReplayOutbox(Outbox[T], Generic[T]):
         self._encoder = msgspec.msgpack.Encoder()
         self.num_sent = 0
         self.num_refused = 0
+        self.is_detached = False
+
+    def detach(self) -> None:
+        self.is_detached = True
 
     def send(self, message: T) -> bool:
+        if self.is_detached:
+            return True
         if self._replay.is_refused(self.peer):
             self.num_refused += 1
             return False

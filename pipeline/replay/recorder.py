@@ -283,6 +283,7 @@ def header_of(launch: m.Launch, order: m.Record, *, from_start: bool) -> f.Heade
         instant=launch.entry == topology.INSTANT,
         generation=_generation(launch),
         launch_facts=launch.facts,
+        incarnations=launch.incarnations,
     )
 
 

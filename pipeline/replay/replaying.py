@@ -92,6 +92,7 @@ def _run(header: f.Header, settings: Settings, path: Path, out: Path, paced: boo
             death_fd=death_read,
             replay=m.Replay(str(path.absolute()), str(out.absolute()), paced),
             facts=header.launch_facts,
+            incarnations=header.incarnations,
         )
         begun = time.monotonic()
         if inline:

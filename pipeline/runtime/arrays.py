@@ -60,7 +60,9 @@ class Arrays:
     def done_all(self, message: Message) -> None:
         """Mark every array of a message that is not needed."""
         for field in message.__struct_fields__:
-            self.done(getattr(message, field))
+            value = getattr(message, field)
+            for array in value if isinstance(value, list) else (value,):
+                self.done(array)
 
     def releases(self) -> list[tuple[str, Release]]:
         """The releases to send, once per wake: (owner's segment name, message) pairs."""

@@ -271,6 +271,11 @@ class Inbox(Generic[T]):
         self._edges = tuple(self._rings.values())
         self._watch(before, edge)
 
+    def removed(self, sender: str, incarnation: int) -> None:
+        """A peer's process is gone: what it has sent is dropped. A later process of this name gets a number above the
+        next one, which no process has."""
+        self.replaced(sender, incarnation + 1)
+
     def early_of(self, sender: str) -> list[T]:
         """The messages of a process that has not replaced `sender` yet. They stay until `replaced` or `drop_early`."""
         return [self._messages.decode(body) for envelope, body in self._early if envelope.sender == sender]
@@ -335,6 +340,8 @@ class Outbox(Generic[T]):
         self._head = self._encoder.encode(envelope)
         self.num_sent = 0
         self.num_refused = 0
+        self.is_detached = False
+        """The peer is gone, and messages to it are dropped."""
 
     def _connected(self, address: str) -> zmq.Socket[bytes]:
         sock = self._context.socket(zmq.PUSH)
@@ -351,9 +358,18 @@ class Outbox(Generic[T]):
         self._socket.close()
         self._socket = self._connected(address)
         self._ring = ring
+        self.is_detached = False
+
+    def detach(self) -> None:
+        """The peer is gone for good: drop messages from now on."""
+        self._socket.close()
+        self._ring = None
+        self.is_detached = True
 
     def send(self, message: T) -> bool:
         """Send a message. Returns False if the outbox is full. Never blocks."""
+        if self.is_detached:
+            return True
         body = self._encoder.encode(message)
         if not self._deliver(body):
             self.num_refused += 1
@@ -399,3 +415,10 @@ class Outbox(Generic[T]):
 
     def close(self) -> None:
         self._socket.close()
+
+
+class GoneOutbox(Outbox[T]):
+    """To a process that is gone for good, and was before its user started: drops messages."""
+
+    def __init__(self) -> None:
+        self.is_detached = True

@@ -92,8 +92,8 @@ class ControlRequests:
                 if (left_s := self._stage.trace.left_s) > 0:
                     raise UserError(f"another trace is running, for at most {left_s:.0f} s more")
                 return self._stage.trace.start(request.window_s)
-            case m.TakeTrace():
-                return StageTrace(self._stage.name, os.getpid(), *self._stage.trace.take())
+            case m.TakeTrace(_, goes_on):
+                return StageTrace(self._stage.name, os.getpid(), *self._stage.trace.take(goes_on=goes_on))
             case m.FindRequest():
                 return self.find_request(request.response_id)
             case _:
@@ -105,7 +105,11 @@ class ControlRequests:
         return StageCounts(
             num_received=inbox.num_received,
             num_stale=inbox.num_stale,
-            edges=[EdgeCounts(to, outbox.num_sent, outbox.num_refused) for to, outbox in self._stage.outboxes.items()],
+            edges=[
+                EdgeCounts(to, outbox.num_sent, outbox.num_refused)
+                for to, outbox in self._stage.outboxes.items()
+                if not outbox.is_detached
+            ],
             own=own,
             num_queued=num_queued(own),
             wait_s=inbox.wait_s,

@@ -3,10 +3,14 @@
 from pipeline.shm.arena import incarnation_of
 from pipeline.shm.arrays import ShmRef
 
+NUM_KEPT = 2
+"""Segments of one writer that stay mapped between wakes."""
+
 
 class Memories:
     """Segments by name. When the process that writes one has been restarted, the successor has a segment of its own.
-    The one before stays mapped until the next restart, for messages that were received and are not read yet."""
+    Those before stay mapped for messages that were received and are not read yet: all of them until `trim`, and the
+    last one until the next restart."""
 
     def __init__(self) -> None:
         self._newest_first: dict[str, list[tuple[int, memoryview]]] = {}
@@ -16,7 +20,16 @@ class Memories:
 
     def add(self, name: str, memory: memoryview, incarnation: int = 1) -> None:
         """Add the segment of this incarnation of its writer, newer than those before."""
-        self._newest_first[name] = [(incarnation, memory), *self._newest_first.get(name, [])[:1]]
+        self._newest_first[name] = [(incarnation, memory), *self._newest_first.get(name, [])]
+
+    def trim(self) -> None:
+        """Forget the segments before the last one of each writer. Call it when all messages of a wake are handled."""
+        for known in self._newest_first.values():
+            del known[NUM_KEPT:]
+
+    def remove(self, name: str) -> None:
+        """The process that writes a segment is gone, and everything that it sent was handled."""
+        self._newest_first.pop(name, None)
 
     def get(self, name: str) -> memoryview | None:
         """The newest segment of this name, or None."""
@@ -27,8 +40,8 @@ class Memories:
         """The bytes of an array."""
         known = self._newest_first[array.segment]
         memory = known[0][1]
-        if len(known) > 1 and incarnation_of(array) == known[1][0]:
-            memory = known[1][1]
+        if len(known) > 1:
+            memory = dict(known).get(incarnation_of(array), memory)
         data = memory[array.offset : array.offset + array.length]
         assert len(data) == array.length, f"{array} reaches beyond its segment"
         return data

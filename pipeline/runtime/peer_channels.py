@@ -1,4 +1,4 @@
-"""The channels of a stage to its peers: made at its start, and renewed when a peer's process has been replaced."""
+"""The channels of a stage to its peers: made at its start, and changed when a process is replaced, added or removed."""
 
 import os
 import socket
@@ -67,9 +67,12 @@ class PeerChannels:
             context, launch.address, union, control_requests, readers, incarnations=launch.incarnations
         )
         self.inbox.on_peer_restarted = self._renew
-        envelope = Envelope(launch.name, launch.incarnation)
+        self._context = context
+        self._envelope = Envelope(launch.name, launch.incarnation)
+        self.on_added: Callable[[str], None] = lambda _: None
+        """Called with the name of a new peer when it has an outbox."""
         self.outboxes: dict[str, Outbox[Any]] = {
-            peer.name: Outbox(context, peer.address, envelope, peer.bound, self._writer_to(peer.name))
+            peer.name: Outbox(context, peer.address, self._envelope, peer.bound, self._writer_to(peer.name))
             for peer in launch.peers
         }
         self.memories = Memories()
@@ -80,6 +83,12 @@ class PeerChannels:
         self._control = socket.socket(fileno=launch.control_fd) if launch.control_fd >= 0 else None
         if self._control is not None:
             self._control.settimeout(DESCRIPTORS_S)
+            # Mapped by now. Open descriptors would keep the memory of peers that are gone.
+            for fd in (fd for ring in launch.rings for fd in (ring.data_fd, ring.position_fd)):
+                os.close(fd)
+            for one in launch.segments:
+                if not one.writable:
+                    os.close(one.fd)
 
     def _writer_to(self, peer: str) -> RingWriter | None:
         ends = self._rings.get(peer)
@@ -88,6 +97,9 @@ class PeerChannels:
     def _renew(self, message: m.PeerRestarted) -> None:
         """Called when the message is taken from the inbox: all that was received before is of the process before."""
         name, incarnation = message.peer.name, message.incarnation
+        if message.is_removed:
+            self._remove(name, incarnation)
+            return
         fds = self._descriptors(message.epoch) if message.rings or message.segment is not None else []
         before = self._rings.pop(name, RingEnds())
         self._rings[name] = ends = ring_ends([_with_fds(ring, fds) for ring in message.rings], name, incarnation)
@@ -97,9 +109,28 @@ class PeerChannels:
         self.arrays.lost(name)
         if (outbox := self.outboxes.get(name)) is not None:
             outbox.reconnect(message.peer.address, ends.writer)
+        elif message.peer.address:
+            peer = message.peer
+            self.outboxes[name] = Outbox(self._context, peer.address, self._envelope, peer.bound, ends.writer)
+            self.on_added(name)
         self.inbox.replaced(name, incarnation, ends.reader)
         for fd in {*before.event_fds, *fds} - {*ends.event_fds}:
             os.close(fd)
+
+    def _remove(self, name: str, incarnation: int) -> None:
+        """A process is gone. Its segment stays until `forget`: messages that were taken before may still be read."""
+        before = self._rings.pop(name, RingEnds())
+        self.arrays.lost(name)
+        if (outbox := self.outboxes.get(name)) is not None:
+            outbox.detach()
+        self.inbox.removed(name, incarnation)
+        for fd in before.event_fds:
+            os.close(fd)
+
+    def forget(self, name: str) -> None:
+        """Everything that a process has sent, which is gone, was handled: free its segment."""
+        self.arrays.lost(name)
+        self.memories.remove(name)
 
     def _descriptors(self, epoch: int) -> list[int]:
         """Receive the descriptors of a restart. Raises UserError if they don't arrive."""

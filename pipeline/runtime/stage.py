@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import msgspec
 import zmq
 
 from pipeline.config.settings import Settings
@@ -14,7 +15,7 @@ from pipeline.replay.recorder import RecordingContext, RecordState, header_of
 from pipeline.runtime import black_box, topology
 from pipeline.runtime import messages as m
 from pipeline.runtime.arrays import Arrays
-from pipeline.runtime.channels import Inbox, Outbox
+from pipeline.runtime.channels import GoneOutbox, Inbox, Outbox
 from pipeline.runtime.control_requests import ControlRequests
 from pipeline.runtime.messages import ExecuteFacts, Launch
 from pipeline.runtime.peer_channels import PeerChannels
@@ -34,6 +35,7 @@ class Stage(Generic[T]):
 
     def __init__(self, launch: Launch, union: Any) -> None:
         self.launch = launch
+        """As this process was started; settings, peers and segments are the current ones."""
         self.name = launch.name
         self.replica = launch.replica
         self.settings: Settings = launch.settings
@@ -65,10 +67,12 @@ class Stage(Generic[T]):
             self._outboxes = {peer.name: ReplayOutbox(replay, peer.name) for peer in launch.peers}
             self._memories = replay.memories
             self.arrays = Arrays(self._memories, launch.name, launch.incarnation)
+            self.inbox.on_peer_restarted = self._replay_peer
         else:
             self._channels = PeerChannels(launch, union, self.control_requests, self._context)
             self.inbox, self._outboxes = self._channels.inbox, self._channels.outboxes
             self._memories, self.arrays = self._channels.memories, self._channels.arrays
+            self._channels.on_added = self._added
         self.supervisor: Outbox[m.SupervisorInbox] = self._outboxes[SUPERVISOR]
         if launch.record is not None:
             self.record(launch.record, from_start=True)
@@ -80,8 +84,13 @@ class Stage(Generic[T]):
         return self._memories.get(name)
 
     def outbox(self, stage: str, replica: int = 0) -> Outbox[Any]:
-        """The outbox to a peer. Raises KeyError if the topology has no such edge."""
-        return self._outboxes[f"{stage}.{replica}"]
+        """The outbox to a peer. Raises KeyError if the topology has no such edge. Messages to a process that is gone
+        for good are dropped: others may not know yet that it is."""
+        if (found := self._outboxes.get(f"{stage}.{replica}")) is None:
+            if stage not in topology.row(self.launch.stage).sends_to:
+                raise KeyError(f"{self.name} does not send to {stage}")
+            return GoneOutbox()
+        return found
 
     def outboxes_of(self, stage: str) -> list[Outbox[Any]]:
         """The outboxes to all replicas of a stage, in order. Raises KeyError if the topology has no such edge."""
@@ -96,13 +105,54 @@ class Stage(Generic[T]):
         """Report that everything is loaded. Call it once, before the first receive."""
         self.supervisor.send(m.Ready(facts))
 
-    def reconnected(self, message: m.PeerRestarted) -> None:
-        """Answer it: this stage has sent the successor what it owns."""
+    def reconnected(self, message: m.PeerRestarted | m.Rescaled) -> None:
+        """Answer it: this stage has done what it must do then."""
+        if isinstance(message, m.PeerRestarted):
+            self._keep_launch(message)
+            if message.is_removed and self._channels is not None:
+                self._channels.forget(message.peer.name)
         self.supervisor.send(m.Reconnected(message.epoch))
+
+    def rescaled(self, message: m.Rescaled) -> None:
+        """Use this number of processes of a stage from now on: `settings` has it."""
+        self.settings = topology.with_replicas(self.settings, message.stage, message.num_replicas)
+        self.launch = msgspec.structs.replace(self.launch, settings=self.settings)
+
+    def _keep_launch(self, message: m.PeerRestarted) -> None:
+        """Keep peers and segments of the launch current, for recordings that begin later."""
+        name, shared = message.peer.name, message.segment
+        peers = [one for one in self.launch.peers if one.name != name]
+        segments = [one for one in self.launch.segments if one.name != name]
+        if message.peer.address:
+            peers.append(message.peer)
+        if shared is not None:
+            segments.append(shared)
+        self.launch = msgspec.structs.replace(self.launch, peers=peers, segments=segments)
+
+    def _added(self, name: str) -> None:
+        """There is a new peer."""
+        outbox = self._outboxes[name]
+        outbox.peer = name
+        if isinstance(self.replay_context, RecordingContext):
+            outbox.replay_context = self.replay_context
+
+    def _replay_peer(self, message: m.PeerRestarted) -> None:
+        """A recorded stage has got a new peer."""
+        from pipeline.replay.player import PlaybackContext, ReplayOutbox
+
+        assert isinstance(self.replay_context, PlaybackContext)
+        name, shared = message.peer.name, message.segment
+        if message.is_removed and name in self._outboxes:
+            self._outboxes[name].detach()
+        if message.peer.address and (name not in self._outboxes or self._outboxes[name].is_detached):
+            self._outboxes[name] = ReplayOutbox(self.replay_context, name)
+        if shared is not None and name not in self._memories:
+            self.replay_context.add_segment(name, shared.num_bytes)
 
     def release(self) -> None:
         """Send releases of the slabs that were read. Call it once per wake; the next call repeats what a full socket
         refused."""
+        self._memories.trim()
         for owner, release in self.arrays.releases():
             if not self._outboxes[owner].send(release):
                 self.arrays.not_released(owner, release)

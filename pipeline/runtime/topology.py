@@ -4,10 +4,12 @@ client ⇄ gateway → ingest → schedule ⇄ execute
              ↑                  ↓
              └── detokenize ←───┘          supervisor ⇄ all
 
-gateway, ingest and detokenize may have replicas. The kernel assigns a connection to a gateway. The request id
-determines the ingest replica, and the sequence number the detokenize replica (`shard`), so senders of `Abort` need no
-lookup table.
+gateway, ingest and detokenize may have replicas. The kernel assigns a connection to a gateway. The gateway assigns a
+request to an ingest, by its id, and schedule assigns a sequence to a detokenize, by its number (`shard`). They remember
+the choice, because the number of replicas may change (`Rescaled`).
 """
+
+from collections.abc import Collection
 
 import msgspec
 
@@ -54,6 +56,9 @@ MAX_RINGS = 16
 
 FLOW = ("gateway", "ingest", "schedule", "execute", "detokenize")
 
+SCALABLE = ("detokenize", "ingest", "gateway")
+"""Stages whose number of processes may change while the server runs."""
+
 SUPERVISOR = "supervisor.0"
 SCHEDULE = "schedule.0"
 EXECUTE = "execute.0"
@@ -95,30 +100,51 @@ def num_replicas(settings: Settings, name: str) -> int:
             return 1
 
 
+def with_replicas(settings: Settings, name: str, num: int) -> Settings:
+    """These settings with another number of processes of a stage."""
+    section = msgspec.structs.replace(getattr(settings, name), replicas=num)
+    return msgspec.structs.replace(settings, **{name: section})
+
+
 def replicas_of(settings: Settings, name: str) -> list[str]:
     """The names of a stage's processes, such as `ingest.0`."""
     return [f"{name}.{replica}" for replica in range(num_replicas(settings, name))]
 
 
+def stage_of(name: str) -> str:
+    """The stage of a process, such as `ingest.0`."""
+    return name.partition(".")[0]
+
+
+def replica_of(name: str) -> int:
+    """The number of a process, such as `ingest.0`, among those of its stage."""
+    return int(name.partition(".")[2])
+
+
+def among(names: Collection[str], stage: str) -> list[str]:
+    """The processes of a stage among these, in order."""
+    return sorted((name for name in names if stage_of(name) == stage), key=replica_of)
+
+
 def rings(settings: Settings) -> list[tuple[str, str]]:
-    """The pairs of processes, sender and receiver, that are connected by a ring. On a machine where a `Fence` is not
-    known to order memory, there are none: all edges use ZeroMQ."""
+    """The pairs of processes, sender and receiver, that are connected by a ring when the server starts."""
+    return rings_among([name for stage in FLOW for name in replicas_of(settings, stage)])
+
+
+def rings_among(names: Collection[str]) -> list[tuple[str, str]]:
+    """The pairs of these processes, sender and receiver, that get a ring. On a machine where a `Fence` is not known to
+    order memory, there are none: all edges use ZeroMQ."""
     if not fence.is_known():
         return []
     pairs = []
     for sender, receiver in RINGS:
-        both = [(a, b) for a in replicas_of(settings, sender) for b in replicas_of(settings, receiver)]
+        both = [(a, b) for a in among(names, sender) for b in among(names, receiver)]
         pairs += both if len(both) <= MAX_RINGS else []
     return pairs
 
 
-def names_of(stage: str, num_replicas: int) -> list[str]:
-    """The names of a stage's processes."""
-    return [f"{stage}.{replica}" for replica in range(num_replicas)]
-
-
 def shard(number: int, num_shards: int) -> int:
-    """The replica for a request, by its id, or for a sequence, by its number."""
+    """The replica for a new request, by its id, or for a new sequence, by its number."""
     return number % num_shards
 
 
@@ -160,7 +186,7 @@ def private_segments(settings: Settings, name: str) -> dict[str, int]:
 
 def peers_of(stage: StageRow, addresses: dict[str, str], settings: Settings, replica: int = 0) -> list[PeerInbox]:
     """The inboxes that a replica of a stage sends to, including the supervisor's. For a stage that sends to itself,
-    these are the other replicas."""
-    names = [SUPERVISOR, *(peer for name in stage.sends_to for peer in replicas_of(settings, name))]
+    these are the other replicas. `addresses` are those of all processes."""
+    names = [SUPERVISOR, *(peer for name in stage.sends_to for peer in among(addresses, name))]
     names = [name for name in names if name != f"{stage.name}.{replica}"]
     return [PeerInbox(name, addresses[name], bound_of(settings)) for name in names]

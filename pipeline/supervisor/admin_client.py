@@ -16,6 +16,7 @@ from pipeline.metrics.stats import ServerStats
 from pipeline.runtime import messages as m
 from pipeline.runtime.channels import MessageDecoder
 from pipeline.runtime.peer_credentials import NEVER_MS, Monitor, connect_again, problem_of
+from pipeline.runtime.tracing import StageTrace
 from pipeline.supervisor import admin_server
 from pipeline.version import VERSION
 
@@ -88,6 +89,11 @@ class Admin:
         self._nonce += 1
         question = admin_server.RestartStage(self._nonce, stage)
         return self._ask(question, admin_server.StageRestarted, timeout_s + ANSWER_S).pause_s
+
+    def restarts(self, since_s: float) -> StageTrace:
+        """The restarts and reloads that had not ended before `since_s` (by time.monotonic()), as spans."""
+        self._nonce += 1
+        return self._ask(admin_server.AskRestarts(self._nonce, since_s), admin_server.RestartSpans, ANSWER_S).trace
 
     def settings_source(self) -> SettingsSource | None:
         """Where the server's settings came from; None if a program gave them."""

@@ -23,6 +23,7 @@ from pipeline.config.source import SettingsSource
 from pipeline.metrics.stats import ServerStats
 from pipeline.runtime import messages as m
 from pipeline.runtime.channels import MessageDecoder
+from pipeline.runtime.tracing import StageTrace
 from pipeline.supervisor.reload import Change
 
 MAX_QUESTION_BYTES = 64 * 1024
@@ -74,6 +75,21 @@ class StageRestarted(m.Message, frozen=True, tag="stage_restarted"):
     nonce: int
     pause_s: float
     """From the end of the process before to the start of its successor's service."""
+
+
+class AskRestarts(m.Message, frozen=True, tag="ask_restarts"):
+    """Answered with `RestartSpans`."""
+
+    nonce: int
+    since_s: float
+    """By time.monotonic()."""
+
+
+class RestartSpans(m.Message, frozen=True, tag="restart_spans"):
+    """The restarts and reloads that had not ended before `since_s`, as a trace of the supervisor."""
+
+    nonce: int
+    trace: StageTrace
 
 
 class AskSource(m.Message, frozen=True, tag="ask_source"):
@@ -131,8 +147,8 @@ class Problem(m.Message, frozen=True, tag="problem"):
     message: str
 
 
-AdminInbox = AskStats | StageCommand | RestartStage | AskSource | Reload
-AdminReply = Stats | StageReplies | StageRestarted | Source | Reloaded | Problem
+AdminInbox = AskStats | StageCommand | RestartStage | AskRestarts | AskSource | Reload
+AdminReply = Stats | StageReplies | StageRestarted | RestartSpans | Source | Reloaded | Problem
 
 Answers = dict[str, m.Answer]
 """By stage. Stages that did not answer in time, or could not be reached, are missing."""
@@ -214,7 +230,7 @@ class AdminServer:
     `stats(timeout_s, then)` collects the server's stats and calls `then` with them. `names()` returns the stages that
     are ready. `restart(name, done)` restarts one, and calls `done` with the pause or with the reason why it was not
     restarted. `reload(settings, source, is_dry_run, done)` changes the settings, and `source()` says where they came
-    from."""
+    from. `restarts(since_s)` returns the spans of restarts."""
 
     def __init__(
         self,
@@ -226,6 +242,7 @@ class AdminServer:
         restart: Callable[[str, Callable[[float, str], None]], None],
         reload: Callable[[Settings, SettingsSource, bool, Callable[[list[Change], str], None]], None],
         source: Callable[[], SettingsSource | None],
+        restarts: Callable[[float], StageTrace],
     ) -> None:
         self._questions = questions
         self._stats = stats
@@ -233,6 +250,9 @@ class AdminServer:
         self._restart = restart
         self._reload = reload
         self._source = source
+        self._restarts = restarts
+        self._traced_until_s = 0.0
+        """End of the window of a trace that was asked for, by time.monotonic()."""
         self._decoder: MessageDecoder[AdminInbox] = MessageDecoder(AdminInbox)
         self._encoder = msgspec.msgpack.Encoder()
         self._socket = context.socket(zmq.ROUTER)
@@ -284,6 +304,8 @@ class AdminServer:
                 self._send_command(peer, message)
             case RestartStage():
                 self._restart_stage(peer, message)
+            case AskRestarts(nonce, since_s):
+                self._reply(peer, RestartSpans(nonce, self._restarts(since_s)))
             case AskSource(nonce):
                 self._reply(peer, Source(nonce, self._source()))
             case Reload(nonce, settings, source, is_dry_run):
@@ -308,6 +330,12 @@ class AdminServer:
             self._refuse_timeout(peer, message.nonce)
             return
 
+        match message.request:
+            case m.Trace(_, window_s):
+                self._traced_until_s = time.monotonic() + window_s
+            case m.TakeTrace(_, goes_on):
+                self._traced_until_s = self._traced_until_s if goes_on else 0.0
+
         def then(answers: Answers) -> None:
             late = m.Answer(0, error=f"did not answer within {message.timeout_s:g} s")
             given = {name: answers.get(name, late) for name in wanted}
@@ -315,6 +343,11 @@ class AdminServer:
             self._reply(peer, StageReplies(message.nonce, said))
 
         self._questions.ask(wanted, message.request, message.timeout_s, then)
+
+    def trace_successor(self, name: str) -> None:
+        """A process that replaces another one is ready: it records too, if the others do."""
+        if (left_s := self._traced_until_s - time.monotonic()) > 0:
+            self._questions.ask([name], m.Trace(0, left_s), left_s, lambda _: None)
 
     def _restart_stage(self, peer: bytes, message: RestartStage) -> None:
         if message.stage not in (known := self._names()):

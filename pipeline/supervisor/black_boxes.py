@@ -19,6 +19,8 @@ class BlackBoxes:
     def __init__(self, settings: Settings) -> None:
         supervisor = settings.supervisor
         self._recording_bytes = supervisor.crash_recording_bytes if supervisor.crash_reports else 0
+        self._first_recorded = 1 if supervisor.record_first_processes else 2
+        """Incarnation."""
         self._boxes: dict[tuple[str, int], m.BlackBox] = {}
         """By name and incarnation."""
 
@@ -29,7 +31,7 @@ class BlackBoxes:
             self.keep_only(name, max(known))
         fds: list[int] = []
         try:
-            is_recorded = incarnation > 1 and self._recording_bytes > 0
+            is_recorded = incarnation >= self._first_recorded and self._recording_bytes > 0
             for part in ("stacks", "black-box", "recording")[: 2 + is_recorded]:
                 fds.append(os.memfd_create(f"pipeline-{name}-{part}", os.MFD_CLOEXEC))  # noqa: PERF401 - closed below
             os.ftruncate(fds[1], black_box.NUM_BYTES)
@@ -54,6 +56,12 @@ class BlackBoxes:
         """Free the black boxes of all other processes of this name."""
         for one, number in list(self._boxes):
             if one == name and number != incarnation:
+                self._free(name, number)
+
+    def free(self, name: str) -> None:
+        """Free those of a process that is gone for good."""
+        for one, number in list(self._boxes):
+            if one == name:
                 self._free(name, number)
 
     def _free(self, name: str, incarnation: int) -> None:

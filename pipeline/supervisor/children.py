@@ -43,6 +43,15 @@ class ChildTable:
             self._connect(child.name)
         return child
 
+    def add(self, launch: m.Launch) -> Child:
+        """Start a process that is new: it is `joining`."""
+        child = self.start_successor(launch)
+        child.state = "joining"
+        self.children[child.name] = child
+        self._addresses[child.name] = launch.address
+        self._connect(child.name)
+        return child
+
     def begin_all(self, model_dir: str) -> None:
         """Let all children run that wait, with the folder of the prepared model."""
         for child in self.children.values():
@@ -88,7 +97,7 @@ class ChildTable:
 
     def drop(self, child: Child) -> None:
         """Kill a successor that takes no place."""
-        self._unwatch(child)
+        self.unwatch(child)
         child.close()
 
     def _num_threads(self, launch: m.Launch) -> int:
@@ -98,7 +107,7 @@ class ChildTable:
     def mark_dead(self, child: Child) -> None:
         """Stop watching a child that has ended: its pidfd would stay readable."""
         child.state = "dead"
-        self._unwatch(child)
+        self.unwatch(child)
 
     def is_watched(self, child: Child) -> bool:
         """Whether the end of this child has not been handled."""
@@ -108,14 +117,15 @@ class ChildTable:
         self._poller.register(child.pidfd, zmq.POLLIN)
         self._watched.add(child.pidfd)
 
-    def _unwatch(self, child: Child) -> None:
+    def unwatch(self, child: Child) -> None:
+        """The end of a child was handled."""
         self._poller.unregister(child.pidfd)
         self._watched.discard(child.pidfd)
 
     def remove(self, child: Child) -> None:
         """Kill the child if it is alive, and forget it."""
         if child.pidfd in self._watched:
-            self._unwatch(child)
+            self.unwatch(child)
         child.close()
         del self.children[child.name]
         if (outbox := self.outboxes.pop(child.name, None)) is not None:
@@ -142,7 +152,7 @@ class ChildTable:
             self.outboxes[asker].send(message)
 
     def tell_gateways(self, late: m.LateStages) -> None:
-        for name in topology.replicas_of(self.settings, "gateway"):
+        for name in topology.among(self.children, "gateway"):
             self.reply(name, late)
 
     def close(self) -> None:

@@ -4,7 +4,8 @@
         report.json   how it ended; see `CrashReport`
         stacks.txt    the stacks of its threads, if it had the time to write them
         log.txt       its last log lines
-        recording     what it received since its start, for `pipeline replay`; only of processes that replaced another
+        recording     what it received since its start, for `pipeline replay`; only of processes that replaced another,
+                      unless supervisor.record_first_processes is set
 
 The contents are read from the black box at once; a thread writes them, so that a slow disk delays no restart. The
 folder gets its name when it is complete.

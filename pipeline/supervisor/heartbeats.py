@@ -118,6 +118,12 @@ class Heartbeats:
         self._lost_s[name] = self._clock()
         self._report()
 
+    def forget(self, name: str) -> None:
+        """A process is going to be removed."""
+        beat = self._beats.pop(name, None)
+        if self._lost_s.pop(name, None) is not None or (beat is not None and beat.is_late):
+            self._report()
+
     def answered(self, name: str) -> None:
         """A stage has answered a ping, of a heartbeat or of a health round."""
         beat = self._beats.get(name)

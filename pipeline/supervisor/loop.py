@@ -31,10 +31,12 @@ from pipeline.supervisor.crash_reports import CrashReports
 from pipeline.supervisor.health import HealthChecks
 from pipeline.supervisor.heartbeats import Heartbeats
 from pipeline.supervisor.process import Child
-from pipeline.supervisor.reload import Change, changes, to_restart
+from pipeline.supervisor.reload import Change, changes, to_restart, to_scale
 from pipeline.supervisor.resources import SharedResources
 from pipeline.supervisor.restarts import LIVING, Restarts
+from pipeline.supervisor.scaling import Scaling
 from pipeline.supervisor.signals import TerminationSignals
+from pipeline.supervisor.stage_processes import StageProcesses
 from pipeline.supervisor.stats_collector import ServerFacts, StatsCollector
 
 EXIT_OK = 0
@@ -69,13 +71,14 @@ class SupervisorLoop:
         settings: Settings,
         run_mode: RunMode,
         resources: SharedResources,
-        listeners: Sequence[socket.socket],
+        listeners: list[socket.socket],
+        admins: list[socket.socket],
         url: str,
         log: logging.Logger,
     ) -> None:
-        """`listeners` has one socket for each gateway, in order; each is closed when its gateway has drained."""
+        """`listeners` has one socket for each gateway, in order; each is closed when its gateway has drained. So has
+        `admins`, unless it is empty."""
         self._listeners = listeners
-        self._gateways = topology.replicas_of(settings, "gateway")
         self._url = url
         self._run_mode = run_mode
         self._log = log
@@ -98,6 +101,10 @@ class SupervisorLoop:
         self._health_checks = HealthChecks(self.table.ping_all, self._answer_health)
         self._heartbeats = Heartbeats(self.table.ping, 0.0, self.table.tell_gateways, log)
         self._use(settings)
+        self._processes = StageProcesses(
+            resources, self.table, self._inbox, self._restarts, listeners, admins, log, self._use, self._forget
+        )
+        self._scaling = Scaling(self._processes)
         self._is_reloading = False
         self._source = run_mode.source
         """Where the settings come from."""
@@ -115,6 +122,7 @@ class SupervisorLoop:
             self._restart,
             self._reload,
             lambda: self._source,
+            self._restarts.spans.trace,
         )
         self._signals = TerminationSignals()
         self.poller.register(self._inbox.fileno(), zmq.POLLIN)
@@ -158,8 +166,15 @@ class SupervisorLoop:
             if child.name in self.drained:
                 self.table.mark_dead(child)
                 continue
+            if child.state == "leaving" and not self._scaling.owns(child.name):
+                self.drained.add(child.name)  # the server ends
+                self.table.mark_dead(child)
+                continue
             reason = self.reasons.pop(child.name, child.describe_end())
             self._questions.lost(child.name)
+            if self._scaling.died(child.name, reason):
+                self._left(child, reason)
+                continue
             is_asked_for = self._restarts.planned.has_killed(child.name)
             fields = {} if is_asked_for else self.crash_reports.died(child, reason)
             if not self.is_serving:
@@ -168,7 +183,7 @@ class SupervisorLoop:
                     raise StageKilled(child.name, reason)
                 self._log.error(f"cannot start: {child.stage}: {reason}", extra={"fields": fields})
                 raise Stopping(EXIT_NOT_STARTED)
-            why_not = self._restarts.died(child)
+            why_not = self._restarts.died(child, reason)
             if not is_asked_for:
                 text = f"{child.name} died: {reason}{f'; not restarted: {why_not}' if why_not else ''}"
                 self._log.error(text, extra={"fields": fields})
@@ -178,8 +193,18 @@ class SupervisorLoop:
                 raise Stopping(EXIT_STAGE_DIED)
             self._heartbeats.lost(child.name)
 
+    def _left(self, child: Child, reason: str) -> None:
+        """A process that was being added or removed has ended: it is not restarted."""
+        self.table.unwatch(child)
+        if child.exit_code:
+            fields = self.crash_reports.died(child, reason)
+            self._log.error(f"{child.name} died while it was {child.state}: {reason}", extra={"fields": fields})
+
     def _receive_last_messages(self, child: Child) -> None:
         """Wait for the messages that a child sent before it ended: they may still be on the way."""
+        if child.state == "leaving":
+            self.drain_inbox()
+            return
         end = time.monotonic() + LAST_MESSAGES_S
         self.drain_inbox()
 
@@ -211,6 +236,8 @@ class SupervisorLoop:
                 self._heartbeats.turn(self.table.children.values())
                 assert self.prepared is not None and self.facts is not None
                 self._restarts.turn(self.prepared.model_dir, self.facts)
+                self._processes.turn(self.prepared.model_dir, self.facts)
+                self._scaling.turn()
             self._admin_server.turn()
             self.crash_reports.turn(self.table.children.values())
             self._questions.end_late()
@@ -227,6 +254,8 @@ class SupervisorLoop:
                 self._heartbeats.deadlines,
                 self._questions.deadlines,
                 self._restarts.deadlines,
+                self._processes.deadlines,
+                self._scaling.deadlines,
             )
             soonest = min([end, now + POLL_S, *itertools.chain(*deadlines)])
             self.poller.poll(max(0, round((soonest - now) * 1000)))
@@ -239,16 +268,23 @@ class SupervisorLoop:
         match message:
             case m.Ready(facts):
                 child = self.table.children[sender]
+                self._log.debug("ready", extra={"fields": {"stage": sender}})
+                if child.state == "joining":
+                    assert self.facts is not None
+                    self.table.outboxes[sender].send(m.Start(self.facts))
+                    self._scaling.ready(sender)
+                    return
                 is_successor, child.state = child.state == "recovering", "ready"
                 self.facts = facts or self.facts
-                self._log.debug("ready", extra={"fields": {"stage": sender}})
                 if is_successor:
                     assert self.facts is not None
                     self._restarts.ready(child, self.facts)
+                    self._admin_server.trace_successor(sender)
                     if self.is_ending and child.stage == "gateway":
                         self.table.outboxes[sender].send(m.Drain(self._resources.settings.supervisor.drain_timeout_s))
             case m.Reconnected(epoch):
                 self._restarts.answered(sender, epoch)
+                self._scaling.answered(sender, epoch)
             case m.StageFailed(reason):
                 self.reasons[sender] = reason
             case m.Prepared():
@@ -256,14 +292,17 @@ class SupervisorLoop:
                 self._resources.hold_model(message.model_dir)
             case m.Drained() if not self.is_ending:
                 self._restarts.planned.drained(sender)
+                self._scaling.drained(sender)
             case m.Drained():
                 self.drained.add(sender)
                 # New connections are refused instead of waiting in the backlog.
-                self._listeners[self._gateways.index(sender)].close()
+                self._listeners[topology.replica_of(sender)].close()
             case m.AskHealth(nonce):
                 self._health_checks.start(sender, nonce, self._resources.settings.supervisor.health_timeout_s)
-            case m.Pong(nonce):
+            case m.Pong(nonce, load):
                 self._heartbeats.answered(sender)
+                if self._processes.is_idle(sender, load):
+                    self._scaling.drained(sender)
                 self._health_checks.answered(nonce, sender, message, self.table.children.values())
             case m.AskServerStats(nonce):
                 self._gather_stats(float("inf"), lambda stats: self.table.reply(sender, m.StatsAnswer(nonce, stats)))
@@ -287,7 +326,17 @@ class SupervisorLoop:
         if not self.is_serving or self.is_ending:
             done(0.0, "the server is starting or shutting down")
         else:
-            self._restarts.planned.ask(name, done)
+            self._restarts.planned.ask(name, "pipeline restart", done)
+
+    def _forget(self, name: str) -> None:
+        """A process is going to be removed."""
+        self._heartbeats.forget(name)
+        self._questions.lost(name)
+        self._stats_collector.forget(name)
+
+    def end_scaling(self) -> None:
+        """The server ends: nothing is added or removed any more."""
+        self._scaling.cancel()
 
     def _use(self, settings: Settings) -> None:
         """Use these settings from now on, and for processes that start."""
@@ -304,8 +353,9 @@ class SupervisorLoop:
         is_dry_run: bool,
         done: Callable[[list[Change], str], None],
     ) -> None:
-        """Change the settings, and restart the stages that use them, one process after the other. If one of them can't
-        be restarted, the settings stay as they were."""
+        """Change the settings, add and remove processes, and restart the stages that use them, one process after the
+        other. If one of them can't be started, the settings stay as they were, except the numbers of processes that
+        have changed before."""
         before = self._resources.settings
         changed = changes(before, settings)
         if is_dry_run or not changed or any(one.refusal for one in changed):
@@ -314,27 +364,56 @@ class SupervisorLoop:
         if not self.is_serving or self.is_ending or self._is_reloading:
             done(changed, "the server is starting, reloading or shutting down")
             return
+        to_change = to_scale(changed)
+        if to_change and self._run_mode.is_debugged:
+            done(changed, "the number of processes is fixed while stages are debugged")
+            return
         self._is_reloading = True
-        self._use(settings)
-        self._log.info("reloading", extra={"fields": {"changed": ",".join(one.key for one in changed)}})
+        self._use(_with_replicas_of(before, settings))
+        keys = ",".join(one.key for one in changed)
+        self._log.info("reloading", extra={"fields": {"changed": keys}})
+        self._restarts.spans.begin("server", "reloads", changed=keys)
         names = [name for stage in to_restart(changed) for name in topology.replicas_of(settings, stage)]
 
         def go_on() -> None:
-            if not names:
+            if to_change:
+                stage, num = to_change.pop(0)
+                now, limits = topology.num_replicas(self._resources.settings, stage), settings.supervisor
+                self._scaling.ask(
+                    stage,
+                    now,
+                    num,
+                    limits.start_timeout_s,
+                    limits.drain_timeout_s,
+                    lambda problem: ended(f"{stage}.replicas stays {now}: {problem}" if problem else ""),
+                )
+            elif names:
+                name = names.pop(0)
+                self._restarts.planned.ask(
+                    name,
+                    f"pipeline reload: {keys}",
+                    lambda _, problem: ended(f"{name} was not restarted: {problem}" if problem else ""),
+                )
+            else:
                 self._is_reloading = False
+                self._restarts.spans.end("server")
                 self._source = source
                 done(changed, "")
-                return
-            name = names.pop(0)
-            self._restarts.planned.ask(name, lambda _, problem: restarted(name, problem))
 
-        def restarted(name: str, problem: str) -> None:
-            if problem:
-                self._is_reloading = False
-                self._use(before)
-                done(changed, f"{name} was not restarted: {problem}")
-            else:
+        def ended(problem: str) -> None:
+            if not problem:
                 go_on()
+                return
+            self._is_reloading = False
+            self._restarts.spans.end("server", problem=problem)
+            now = self._resources.settings
+            self._use(_with_replicas_of(now, before))
+            scaled = [
+                f"{stage}.replicas is {topology.num_replicas(now, stage)} now"
+                for stage in topology.SCALABLE
+                if topology.num_replicas(now, stage) != topology.num_replicas(before, stage)
+            ]
+            done(changed, "; ".join((problem, *scaled)))
 
         go_on()
 
@@ -343,3 +422,10 @@ class SupervisorLoop:
             self.first_health = health
         else:
             self.table.reply(asker, health)
+
+
+def _with_replicas_of(source: Settings, settings: Settings) -> Settings:
+    """Settings with the numbers of processes of others."""
+    for stage in topology.SCALABLE:
+        settings = topology.with_replicas(settings, stage, topology.num_replicas(source, stage))
+    return settings

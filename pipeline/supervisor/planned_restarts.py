@@ -31,6 +31,7 @@ Done = Callable[[float, str], None]
 
 
 class _Plan(msgspec.Struct, eq=False):
+    reason: str
     done: Done
     deadline_s: float
     """By time.monotonic(), as all times."""
@@ -71,15 +72,15 @@ class PlannedRestarts:
     def deadlines(self) -> list[float]:
         return [plan.deadline_s for plan in self._plans.values()]
 
-    def ask(self, name: str, done: Done) -> None:
-        """Restart the process of a stage that is ready. `turn` begins it."""
+    def ask(self, name: str, reason: str, done: Done) -> None:
+        """Restart the process of a stage that is ready. `turn` begins it. `reason` is shown in traces."""
         if problem := self._problem(name):
             done(0.0, problem)
             return
         timeout_s = self._resources.settings.supervisor.start_timeout_s
         if name.startswith("gateway."):
             timeout_s += self._resources.settings.supervisor.drain_timeout_s
-        self._plans[name] = _Plan(done, time.monotonic() + timeout_s)
+        self._plans[name] = _Plan(reason, done, time.monotonic() + timeout_s)
 
     def _problem(self, name: str) -> str:
         if self._run_mode.is_debugged:
@@ -103,6 +104,10 @@ class PlannedRestarts:
         is_alone = not any(plan.successor is not None for plan in self._plans.values())
         return is_alone and self._table.children[name].state == "ready"
 
+    def is_planned(self, name: str) -> bool:
+        """Whether a process is going to be replaced."""
+        return name in self._plans
+
     def drained(self, name: str) -> None:
         """A gateway has closed its last stream: it is restarted as if it had died."""
         if (plan := self._plans.get(name)) is not None and plan.is_ending:
@@ -121,6 +126,10 @@ class PlannedRestarts:
     def has_killed(self, name: str) -> bool:
         """Whether the process of a stage has ended because it was asked for."""
         return name in self._plans and self._plans[name].is_killed
+
+    def reason_of(self, name: str) -> str:
+        """Why a stage is being restarted on purpose."""
+        return self._plans[name].reason if name in self._plans else ""
 
     def noticed(self, name: str) -> None:
         """The end of a process has been noticed. If its successor ends too, that was not asked for."""

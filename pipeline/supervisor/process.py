@@ -40,8 +40,9 @@ def signal_name(number: int) -> str:
 
 
 class Child:
-    """A stage's process. `state` is starting, recovering, ready, stopping or dead; only the supervisor changes it. A
-    process that replaces a dead one is recovering until it is ready."""
+    """A stage's process. `state` is starting, recovering, joining, ready, leaving, stopping or dead; only the
+    supervisor changes it. A process that replaces a dead one is recovering until it is ready. One that is added while
+    the server serves is joining until it gets work, and one that is going to be removed is leaving."""
 
     def __init__(self, launch: Launch, num_threads: int, *, waits: bool = False) -> None:
         """Start the process. It inherits the descriptors it needs by number; all others are closed. If it `waits`, it

@@ -67,6 +67,10 @@ class Recovery:
     def is_over(self) -> bool:
         return not self._rounds
 
+    def next_epoch(self) -> int:
+        self._epoch += 1
+        return self._epoch
+
     def died(self, name: str, stages: Iterable[str], gateways: Iterable[str]) -> int:
         """A process has died: these learn of its successor, the stages at once. Returns the epoch of the round."""
         self._epoch += 1
@@ -77,6 +81,10 @@ class Recovery:
                 one.gateways.clear()  # they are informed of the newest successor only
         self._rounds.append(Round(self._epoch, name, set(stages) - {name}, set(gateways) - {name}))
         return self._epoch
+
+    def is_known(self, name: str) -> bool:
+        """Whether all have answered that had to learn of the newest process of this name, or of its end."""
+        return not any(one.name == name for one in self._rounds)
 
     def answered(self, name: str, epoch: int) -> None:
         """A process has answered."""

@@ -2,6 +2,7 @@
 
     the supervisor's own settings ──► used at once
     a stage's settings            ──► this stage is restarted on purpose (planned_restarts.py)
+    the number of its processes   ──► some are added or removed (scaling.py)
     the others                    ──► refused: they need a new server
 
 Restarts of stages are so short that no setting of theirs needs another way.
@@ -13,6 +14,7 @@ import msgspec
 
 from pipeline.config.keys import sections
 from pipeline.config.settings import Settings
+from pipeline.runtime.topology import SCALABLE
 
 CPU_STAGES = ("detokenize", "ingest", "schedule")
 ALL = (*CPU_STAGES, "execute", "gateway")
@@ -36,6 +38,9 @@ KEYS: dict[str, tuple[str, ...]] = {
     "log_level": ALL,
     "log_format": ALL,
     "schedule.policy": ("schedule", "gateway"),
+    "detokenize.replicas": LIVE,
+    "ingest.replicas": LIVE,
+    "gateway.replicas": LIVE,
 }
 """Exceptions from `SECTIONS`, and keys that belong to none."""
 NEW_SERVER = {
@@ -43,7 +48,6 @@ NEW_SERVER = {
     "max_model_len": "all stages and the KV cache are made for it",
     "quantization": "another model",
     "cache_dir": "the prepared model is in it",
-    "gateway.replicas": "the number of processes is fixed",
     "gateway.host": "the listening sockets are fixed",
     "gateway.port": "the listening sockets are fixed",
     "gateway.zmq": "the listening sockets are fixed",
@@ -51,8 +55,6 @@ NEW_SERVER = {
     "gateway.admin_port": "the listening sockets are fixed",
     "gateway.api_keys_file": "keys are read at the start",
     "gateway.allow_unauthenticated": "it is checked at the start",
-    "ingest.replicas": "the number of processes is fixed",
-    "detokenize.replicas": "the number of processes is fixed",
     "schedule.max_num_seqs": "the memory of schedule and execute is made for it",
     "schedule.max_num_batched_tokens": "the memory of schedule and execute is made for it",
     "schedule.max_num_prefill_tokens": "the memory of schedule and execute is made for it",
@@ -65,6 +67,7 @@ NEW_SERVER = {
     "supervisor.prepare_timeout_s": "it is used at the start only",
     "supervisor.crash_reports": "it is used at the start only",
     "supervisor.crash_recording_bytes": "it is used at the start only",
+    "supervisor.record_first_processes": "it is used at the start only",
 }
 """Keys that can't change while a server runs, and why."""
 RAISED = ("gateway.max_open_sequences", "gateway.max_open_tokens")
@@ -81,6 +84,12 @@ class Change(msgspec.Struct, frozen=True):
     """Those that are restarted."""
     refusal: str = ""
     """Why it can't change; else empty."""
+
+    @property
+    def scales(self) -> str:
+        """The stage whose number of processes this is; else empty."""
+        section, _, name = self.key.partition(".")
+        return section if name == "replicas" and section in SCALABLE else ""
 
 
 def changes(before: Settings, after: Settings) -> list[Change]:
@@ -104,6 +113,12 @@ def to_restart(changed: list[Change]) -> list[str]:
     """The stages that are restarted for these changes, in order."""
     wanted = {stage for one in changed for stage in one.stages}
     return [stage for stage in ALL if stage in wanted]
+
+
+def to_scale(changed: list[Change]) -> list[tuple[str, int]]:
+    """The stages whose number of processes changes, with the new number, in order."""
+    nums = {one.scales: one.after for one in changed if one.scales}
+    return [(stage, nums[stage]) for stage in SCALABLE if stage in nums]
 
 
 def _refusal(key: str, old: Any, new: Any) -> str:

@@ -43,7 +43,8 @@ class SharedResources:
         admin_listeners: Sequence[socket.socket],
         keys: api_keys.Keys | None,
     ) -> None:
-        """`listeners` has one socket for each gateway, in order; so has `admin_listeners`, unless it is empty."""
+        """`listeners` has one socket for each gateway, in order; so has `admin_listeners`, unless it is empty. Their
+        owner changes them with the number of gateways."""
         self.settings = settings
         """The newest ones (`pipeline reload`)."""
         self._listeners = listeners
@@ -54,6 +55,8 @@ class SharedResources:
         """Of the stages' processes, by name."""
         self._last_incarnations: dict[str, int] = {}
         """The highest ones that were given; those of processes that were never used count too."""
+        self._removed: dict[str, int] = {}
+        """Processes that are gone for good: their incarnations."""
         self.addresses = {SUPERVISOR: address_of(self.server, SUPERVISOR, INCARNATION)}
         """Inboxes, by the name of the process."""
         self.segments: dict[str, m.Segment] = {}
@@ -110,6 +113,38 @@ class SharedResources:
         data_fd, position_fd = (segment.create(f"{sender}-{receiver}-{part}", size) for part, size in sizes)
         self._rings[sender, receiver] = data_fd, position_fd, os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
+    def add(self, name: str) -> None:
+        """Make channels for a new process. Raises MemoryError or OSError."""
+        self._removed.pop(name, None)
+        self.incarnations[name] = self._last_incarnations[name] = self._last_incarnations.get(name, 0) + 1
+        self.addresses[name] = address_of(self.server, name, self.incarnations[name])
+        self._suspects[name] = None
+        try:
+            if topology.row(topology.stage_of(name)).has_arena:
+                self._create_arena(name)
+            for edge in topology.rings_among(self.incarnations):
+                if name in edge:
+                    self._create_ring(*edge)
+        except (MemoryError, OSError):
+            self.remove(name)
+            raise
+
+    def remove(self, name: str) -> None:
+        """A process is gone for good: free its channels."""
+        channels = self._channels_of(name)
+        self.discard(channels)
+        for edge in channels.rings:
+            del self._rings[edge]
+        self.segments.pop(name, None)
+        self._removed[name] = self.incarnations.pop(name)
+        # Receivers drop what comes from the next number too (Inbox.removed).
+        self._last_incarnations[name] = max(self._last_incarnations.get(name, 0), self._removed[name]) + 1
+        del self.addresses[name]
+        self.black_boxes.free(name)
+        self._settings_before.pop(name, None)
+        for key in [key for key in self._settings_of if key[0] == name]:
+            del self._settings_of[key]
+
     def renew(self, name: str) -> None:
         """Make channels for the successor of this process. Nothing of the dead process is used again: the others may
         still read what it wrote. Raises MemoryError."""
@@ -164,14 +199,17 @@ class SharedResources:
             os.close(fd)
 
     def restart_of(self, name: str, receiver: str, epoch: int) -> tuple[m.PeerRestarted, list[int]] | None:
-        """What another process must know of the successor of `name`, and the descriptors that it gets. None if the two
-        have no edge."""
+        """What another process must know of the successor of `name`, of a new process, or of one that is gone, and the
+        descriptors that it gets. None if the two have no edge."""
         row = topology.row(receiver.partition(".")[0])
         stage = name.partition(".")[0]
         sends, is_reader = stage in row.sends_to, stage in row.reads
         receives = receiver.partition(".")[0] in topology.row(stage).sends_to
         if not (sends or receives):
             return None
+        if name in self._removed:
+            peer = m.PeerInbox(name, "", topology.bound_of(self.settings))
+            return m.PeerRestarted(epoch, peer, self._removed[name], [], is_removed=True), []
         fds: list[int] = []
         rings = []
         for ring in self._rings_between(receiver, name):
@@ -223,9 +261,14 @@ class SharedResources:
             keys_fd=self._keys_fd if stage == "gateway" else -1,
             admin_fd=self._admin_listeners[replica].fileno() if stage == "gateway" and self._admin_listeners else -1,
             rings=[ring for peer in self.incarnations for ring in self._rings_between(name, peer)],
-            incarnations={peer: number for peer, number in self.incarnations.items() if peer != name},
+            incarnations=self._incarnations_for(name),
             black_box=self.black_boxes.create(name, incarnation),
         )
+
+    def _incarnations_for(self, name: str) -> dict[str, int]:
+        """Those of the other processes. Late messages of processes that are gone count as old (Inbox.removed)."""
+        gone = {peer: number + 1 for peer, number in self._removed.items()}
+        return gone | {peer: number for peer, number in self.incarnations.items() if peer != name}
 
     def _segments_of(self, stage: str, name: str) -> list[m.Segment]:
         """The segments that a stage writes, and those that it reads."""
@@ -234,7 +277,7 @@ class SharedResources:
             return []
         own = [name] if row.has_arena else []
         private = list(topology.private_segments(self.settings, stage))
-        others = [owner for read in row.reads for owner in topology.replicas_of(self.settings, read)]
+        others = [owner for read in row.reads for owner in topology.among(self.incarnations, read)]
         shared = []
         for owner in (*own, *private, *others):
             one = self.segments[owner]

@@ -17,8 +17,9 @@ from pipeline.supervisor.planned_restarts import PlannedRestarts, launch_of
 from pipeline.supervisor.process import Child
 from pipeline.supervisor.recovery import Recovery, RestartBudget
 from pipeline.supervisor.resources import SharedResources
+from pipeline.supervisor.restart_log import RestartLog
 
-LIVING = ("starting", "recovering", "ready")
+LIVING = ("starting", "recovering", "joining", "ready", "leaving")
 
 
 class Restarts:
@@ -38,21 +39,23 @@ class Restarts:
         self._inbox = inbox
         self._log = log
         self.budget = RestartBudget(resources.settings.supervisor.max_restarts)
-        self._recovery = Recovery()
+        self.recovery = Recovery()
         self._due_s: dict[str, float] = {}
         """When successors start, by name. All times are by time.monotonic()."""
         self._died_s: dict[str, float] = {}
         """When the process died whose successor is not ready yet."""
+        self.spans = RestartLog()
         self.planned = PlannedRestarts(run_mode, resources, table, inbox, log, self._hand_over)
 
     @property
     def deadlines(self) -> list[float]:
         """When `turn` must be called next."""
-        due_s = [due_s for name, due_s in self._due_s.items() if self._recovery.may_start(name)]
+        due_s = [due_s for name, due_s in self._due_s.items() if self.recovery.may_start(name)]
         return [*due_s, *self.planned.deadlines]
 
-    def died(self, child: Child) -> str:
-        """A stage's process has died: restart it. Returns an empty string, or why it can't be restarted."""
+    def died(self, child: Child, reason: str) -> str:
+        """A stage's process has died for this reason: restart it. Returns an empty string, or why it can't be
+        restarted."""
         name, now_s = child.name, time.monotonic()
         if self._run_mode.inline or name == self._run_mode.foreground:
             return "it is being debugged"
@@ -62,8 +65,10 @@ class Restarts:
             return ""  # its successor has started already
         delay_s: float | str = 0.0
         if self.planned.has_killed(name):
+            self._begin_span(child, "restarts", self.planned.reason_of(name))
             self.planned.noticed(name)
         else:
+            self._begin_span(child, "died", reason)
             delay_s = self.budget.died(name, now_s, was_ready=child.state == "ready")
         if isinstance(delay_s, str):
             return delay_s
@@ -78,9 +83,13 @@ class Restarts:
     def _hand_over(self, successor: Child) -> None:
         """A successor that has started, perhaps with the channels in the resources, takes the place of its child."""
         child = self._table.children[successor.name]
+        self._begin_span(child, "restarts", self.planned.reason_of(child.name))
         child.kill()
         self._lose(child)
         self._table.adopt(successor)
+
+    def _begin_span(self, child: Child, what: str, reason: str) -> None:
+        self.spans.begin(child.name, what, reason=reason, pid=child.pid, incarnation=child.incarnation)
 
     def _lose(self, child: Child) -> None:
         """The process of a child has died, and its successor has channels: inform the others."""
@@ -88,15 +97,19 @@ class Restarts:
         self._table.lost(child, self._resources.addresses[name])
         self._inbox.replaced(name, self._resources.incarnations[name])
         self._died_s.setdefault(name, time.monotonic())
+        self.inform(name)
+
+    def inform(self, name: str) -> None:
+        """Inform the others of the newest channels of a process, or that it is gone."""
         stages, gateways = self._neighbours(name)
-        epoch = self._recovery.died(name, stages, gateways)
+        epoch = self.recovery.died(name, stages, gateways)
         for other in stages:
             self._tell(other, name, epoch)
         self._tell_gateways()
 
     def answered(self, name: str, epoch: int) -> None:
         """A stage uses the channels to a successor."""
-        self._recovery.answered(name, epoch)
+        self.recovery.answered(name, epoch)
         self._tell_gateways()
 
     def turn(self, model_dir: str, facts: m.ExecuteFacts) -> None:
@@ -107,7 +120,7 @@ class Restarts:
             if now_s < due_s:
                 continue
             self.planned.hurry()
-            if self._recovery.may_start(name):
+            if self.recovery.may_start(name):
                 del self._due_s[name]
                 self._start(name, model_dir, facts)
         for name in self._died_s.keys() - self._due_s.keys():
@@ -122,6 +135,7 @@ class Restarts:
         self._resources.black_boxes.keep_only(child.name, child.incarnation)
         took_s = time.monotonic() - self._died_s.pop(child.name)
         self.planned.ready(child.name, took_s)
+        self.spans.end(child.name, restarts=child.num_restarts, next_pid=child.pid)
         fields = {"pid": child.pid, "restarts": child.num_restarts, "took_s": f"{took_s:.2f}"}
         self._log.info(f"{child.name} is back", extra={"fields": fields})
 
@@ -142,7 +156,7 @@ class Restarts:
         return [other for other in known if other not in gateways], gateways
 
     def _tell_gateways(self) -> None:
-        for one in self._recovery.rounds_for_gateways():
+        for one in self.recovery.rounds_for_gateways():
             for gateway in sorted(one.gateways):
                 self._tell(gateway, one.name, one.epoch)
 

@@ -35,8 +35,12 @@ class StatsCollector:
         def made(answers: Answers) -> None:
             then(self._stats(facts, children, answers))
 
-        ready = [child.name for child in children if child.state == "ready"]
+        ready = [child.name for child in children if child.state in ("ready", "leaving")]
         self._questions.ask(ready, m.Count(0), timeout_s, made)
+
+    def forget(self, name: str) -> None:
+        """A process is gone for good."""
+        self._counts.pop(name, None)
 
     def _stats(self, facts: "ServerFacts", children: Sequence[Child], answers: Answers) -> ServerStats:
         now = time.monotonic()

@@ -15,7 +15,7 @@ Nothing outlives it: its children die with it (see process.py), sockets are abst
 import logging
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import zmq
 
@@ -50,18 +50,18 @@ class Supervisor:
         log: logging.Logger,
         run_mode: RunMode | None = None,
         keys: api_keys.Keys | None = None,
-        admins: Sequence[socket.socket] = (),
+        admins: list[socket.socket] | None = None,
     ) -> None:
         self._run_mode = run_mode or RunMode()
+        admins = admins if admins is not None else []
         self._listeners = listeners
-        """One for each gateway, in the same order."""
-        self._gateways = topology.replicas_of(settings, "gateway")
+        """One for each gateway, in the same order. The list changes with their number."""
         self._admins = admins
         """One for each gateway, or empty."""
         self._url = url_of(listeners[0], "https" if settings.gateway.ssl_certfile else "http")
         self._log = log
         self._resources = SharedResources(settings, listeners, admins, keys)
-        self._loop = SupervisorLoop(settings, self._run_mode, self._resources, listeners, self._url, log)
+        self._loop = SupervisorLoop(settings, self._run_mode, self._resources, listeners, admins, self._url, log)
 
     # ----------------------------------------------------------------------------------------------------- life
 
@@ -177,16 +177,18 @@ class Supervisor:
         """Serve until a signal comes or a stage ends, then stop in order."""
         code = self._run_until_stopped(lambda: False, float("inf"))
         self._loop.is_ending = True
+        self._loop.end_scaling()
+        gateways = topology.among(self._loop.table.children, "gateway")
         if code == EXIT_OK:
             timeout_s = self._resources.settings.supervisor.drain_timeout_s
             self._log_event("draining", timeout_s=timeout_s)
-            for name in self._gateways:
+            for name in gateways:
                 self._loop.table.outboxes[name].send(m.Drain(timeout_s))
-            code = self._run_until_stopped(lambda: self._are_drained(self._gateways), timeout_s + NOTIFY_CLIENTS_S)
+            code = self._run_until_stopped(lambda: self._are_drained(gateways), timeout_s + NOTIFY_CLIENTS_S)
         if code == EXIT_STAGE_DIED:
             stage, reason = next(iter(self._loop.reasons.items()))
             self._loop.drained.clear()
-            alive = [name for name in self._gateways if self._loop.table.children[name].is_alive]
+            alive = [name for name in gateways if self._loop.table.children[name].is_alive]
             for name in alive:
                 self._loop.table.outboxes[name].send(m.StageDied(stage, reason))
             self._run_until_stopped(lambda: self._are_drained(alive), NOTIFY_CLIENTS_S)
@@ -205,7 +207,7 @@ class Supervisor:
         return EXIT_OK
 
     def _flow(self) -> list[str]:
-        """The names of the processes, in flow order."""
+        """The names of the processes with which the server starts, in flow order."""
         return [name for stage in topology.FLOW for name in topology.replicas_of(self._resources.settings, stage)]
 
     def _are_drained(self, gateways: list[str]) -> bool:
@@ -216,9 +218,8 @@ class Supervisor:
         timeout_s = self._resources.settings.supervisor.stop_timeout_s
         end = time.monotonic() + timeout_s
         all_ok = True
-        for name in self._flow():
-            child = self._loop.table.children.get(name)
-            if child is None or not child.is_alive:
+        for child in self._loop.table.in_flow_order():
+            if not child.is_alive:
                 continue
             child.state = "stopping"
             self._loop.table.outboxes[child.name].send(m.Stop())

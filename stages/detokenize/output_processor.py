@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from pipeline.runtime import messages as m
+from pipeline.runtime.black_box import CRUMB_BYTES, Breadcrumb
 from pipeline.runtime.logprob_records import logprob_bytes, logprob_dtype
 from pipeline.stages.detokenize.stop_matcher import StopMatcher, StopStrings
 from pipeline.text.incremental_decoder import IncrementalDecoder
@@ -193,8 +194,11 @@ class OutputSequence:
 class OutputProcessor:
     """Owns the live sequences of this process."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, breadcrumb: Breadcrumb | None = None) -> None:
+        """An error names the request in the `breadcrumb`. Setting it for each sequence would cost as much as decoding
+        an id, so it is set when the error comes."""
         self._vocabulary = vocabulary
+        self._breadcrumb = breadcrumb or Breadcrumb(memoryview(bytearray(CRUMB_BYTES)))
         self._options = msgspec.msgpack.Decoder(m.GenerationOptions)
         self._stops: WeakValueDictionary[tuple[str, ...], StopStrings] = WeakValueDictionary()
         """Of live sequences, which share them: an automaton of long strings takes a while to build."""
@@ -256,25 +260,31 @@ class OutputProcessor:
         first_of = {first.place: first for first in firsts}
         end = recorded = 0
         reasons = iter(errors)
-        for place, (seq, start, count, finish) in enumerate(zip(seqs, starts, counts, finishes, strict=True)):
-            begin, end = end, end + count
-            assert seq in self._live, f"sequence {seq} is not open"
-            sequence = self._live.pop(seq) if finish else self._live[seq]
-            sequence.first = first_of.get(place, sequence.first)
-            if finish == ERROR:
-                sequence.error = next(reasons, "")
-            if width := sequence.record_bytes:
-                records_begin, recorded = recorded, recorded + width * count
-                num_before = sequence.id_offset + len(sequence.ids) - start
-            if sequence.finish:
-                continue  # stopped; its gateway knows
-            sequence.settle(start, ids[begin:end], finish)
-            if width:
-                sequence.add_records(num_before, records[records_begin:recorded])
-            if sequence.finish and not finish:
-                aborts.append(_abort_of(sequence))
-            if sequence.ids or sequence.finish:
-                self._unsent[sequence.gateway][seq] = sequence
+        sequence: OutputSequence | None = None
+        try:
+            for place, (seq, start, count, finish) in enumerate(zip(seqs, starts, counts, finishes, strict=True)):
+                begin, end = end, end + count
+                sequence = self._live.pop(seq, None) if finish else self._live.get(seq)
+                assert sequence is not None, f"sequence {seq} is not open"
+                sequence.first = first_of.get(place, sequence.first)
+                if finish == ERROR:
+                    sequence.error = next(reasons, "")
+                if width := sequence.record_bytes:
+                    records_begin, recorded = recorded, recorded + width * count
+                    num_before = sequence.id_offset + len(sequence.ids) - start
+                if sequence.finish:
+                    continue  # stopped; its gateway knows
+                sequence.settle(start, ids[begin:end], finish)
+                if width:
+                    sequence.add_records(num_before, records[records_begin:recorded])
+                if sequence.finish and not finish:
+                    aborts.append(_abort_of(sequence))
+                if sequence.ids or sequence.finish:
+                    self._unsent[sequence.gateway][seq] = sequence
+        except BaseException:
+            if sequence is not None:
+                self._breadcrumb.at(sequence.request_id, sequence.attempt)
+            raise
         assert end == len(ids), f"{len(ids)} ids came, {end} were expected"
         assert recorded == len(records), f"{len(records)} bytes of records came, {recorded} were expected"
         return aborts
@@ -284,7 +294,8 @@ class OutputProcessor:
         for seq, start, records in zip(message.prompt_seqs, message.prompt_starts, message.prompt_records, strict=True):
             sequence = self._live[seq]
             if not sequence.finish:
-                sequence.add_prompt_records(start, records)
+                with self._breadcrumb.at(sequence.request_id, sequence.attempt):
+                    sequence.add_prompt_records(start, records)
                 self._unsent[sequence.gateway][seq] = sequence
 
     def unsent(self) -> list[int]:

@@ -42,7 +42,7 @@ class DetokenizeStage:
 
     def __init__(self, stage: Stage[m.DetokenizeInbox], vocabulary: Vocabulary) -> None:
         self._stage = stage
-        self._output_processor = OutputProcessor(vocabulary)
+        self._output_processor = OutputProcessor(vocabulary, stage.breadcrumb)
         self._pending: list[tuple[Outbox[Any], m.Rejected | m.Abort | m.PrefixCacheReset]] = []
         self.stopped = False
         self._num_tokens = 0
@@ -70,8 +70,9 @@ class DetokenizeStage:
             case m.Settled():
                 self._settle(message)
             case m.Open():
-                outputs = self._stage.arrays.take_list(message.outputs, "i")
-                self._abort(self._output_processor.open(message, outputs))
+                with self._stage.breadcrumb.at(message.request_id, message.attempt):
+                    outputs = self._stage.arrays.take_list(message.outputs, "i")
+                    self._abort(self._output_processor.open(message, outputs))
             case m.Refuse():
                 rejected = m.Rejected(message.request_id, message.attempt, message.failure)
                 self._pending.append((self._stage.outbox("gateway", message.gateway), rejected))
@@ -90,7 +91,7 @@ class DetokenizeStage:
 
     def _peer_restarted(self, message: m.PeerRestarted) -> None:
         """Forget what the dead process owned, and what is left to send to it. The gateways submit the requests of a
-        dead schedule again."""
+        dead schedule again. A new gateway owns nothing."""
         stage, _, replica = message.peer.name.partition(".")
         if stage == "schedule":
             self._output_processor.clear()

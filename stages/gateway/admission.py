@@ -56,7 +56,7 @@ class Admission:
 
     def admit(self, num_sequences: int, num_tokens: int, now_s: float) -> None:
         """Raises ApiError, 503, if a request of this size can't be admitted now."""
-        num_left = self.max_sequences - self.num_sequences
+        num_left = max(0, self.max_sequences - self.num_sequences)
         if num_sequences > num_left:
             raise overloaded(
                 f"{num_left} of {self.max_sequences} sequences are free, and this request needs {num_sequences}: n, or "

@@ -19,6 +19,8 @@ class Readiness:
         self.facts: m.ExecuteFacts | None = None
         """From `Start`; None before it."""
         self.is_draining = False
+        self.is_leaving = False
+        """Other gateways go on serving: connections are closed after their next response."""
         self.failure: str | None = None
         """Which stage died, and why."""
 

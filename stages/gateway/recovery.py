@@ -1,8 +1,11 @@
-"""What the gateway does when a stage's process has been replaced: it submits the stage's requests again.
+"""What the gateway does when a stage's process has been replaced, or is gone: it submits the stage's requests again.
 
-    ingest died       requests that schedule may not have: the same `Submit` again. Schedule ignores one that it has
-    schedule died     all requests: `Submit` with the next attempt, and with the output that has arrived
+    ingest died       requests that schedule may not have: `Submit` with the next attempt
+    schedule died     all requests: the same, with the output that has arrived
     detokenize died   nothing: schedule tells the successor everything again, and results.py skips what has arrived
+
+Each attempt is submitted only once, so one scheduler at most runs it. Ids of two schedulers could contradict each other
+on a GPU.
 
 Aborts are repeated too. A request that was in work at two deaths of one kind of stage probably causes them: it fails.
 """
@@ -12,7 +15,6 @@ from http import HTTPStatus
 import msgspec
 
 from pipeline.runtime import messages as m
-from pipeline.runtime import topology
 from pipeline.runtime.stage import Stage
 from pipeline.stages.gateway.admin.abort_requests import RequestAborter
 from pipeline.stages.gateway.admin.reset_prefix_cache import PrefixCacheResetter
@@ -38,7 +40,6 @@ class Recovery:
         self._requests = requests
         self._aborter = aborter
         self._resetter = resetter
-        self._num_ingests = topology.num_replicas(stage.settings, "ingest")
 
     def peer_restarted(self, message: m.PeerRestarted) -> None:
         stage, _, replica = message.peer.name.partition(".")
@@ -48,22 +49,26 @@ class Recovery:
             case "ingest":
                 self._requests.drop_unsent(message.peer.name)
                 for one in self._requests.open_prompts():
-                    if topology.shard(one.id, self._num_ingests) == int(replica) and not one.is_with_schedule:
-                        self._requests.submit_again(one)
+                    if one.ingest == int(replica) and not one.is_with_schedule:
+                        self._submit_next(one)
             case "schedule":
                 self._requests.drop_unsent(message.peer.name)
                 for one in self._requests.open_prompts():
                     if one.generates:
-                        one.submit = next_attempt(one)
-                        one.is_confirmed = False
-                        self._requests.submit_again(one)
+                        self._submit_next(one)
                 self._requests.repeat_closed()
                 self._resetter.repeat()
             case "detokenize":
                 self._resetter.repeat()
             case "gateway":
-                self._aborter.lost(int(replica))
+                self._aborter.lost(int(replica), is_removed=message.is_removed)
         self._stage.reconnected(message)
+
+    def _submit_next(self, prompt_request: PromptRequest) -> None:
+        if prompt_request.generates:
+            prompt_request.submit = next_attempt(prompt_request)
+            prompt_request.is_confirmed = False
+        self._requests.submit_again(prompt_request)
 
     def _strike(self, request_id: int, stage: str) -> None:
         """A process of this stage has died while it worked on a request."""
@@ -79,7 +84,7 @@ class Recovery:
 
 
 def next_attempt(prompt_request: PromptRequest) -> m.Submit:
-    """The request as it is submitted after schedule has died: with the output that its client has, or will get."""
+    """The request as it is submitted again: with the output that its client has, or will get."""
     submit = prompt_request.submit
     outputs: list[m.Array] = [bytes(sequence.ids) for sequence in prompt_request.sequences]
     return msgspec.structs.replace(

@@ -21,6 +21,11 @@ from pipeline.stages.gateway.request import Request
 from pipeline.stages.gateway.request_table import RequestTable
 
 SHUTTING_DOWN = ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is shutting down", code="shutting_down")
+LEAVING = ApiError(
+    HTTPStatus.SERVICE_UNAVAILABLE,
+    "this gateway is shutting down (gateway.replicas was lowered): connect again",
+    code="shutting_down",
+)
 
 
 class ReplayedClients:
@@ -44,7 +49,7 @@ class ReplayedClients:
         replay_context.perform("timeout", self._expire)
         replay_context.perform("late", self._fail_late)
         replay_context.perform("reset", lambda *_: self._reset(resetter))
-        replay_context.perform("fail all", lambda *_: requests.fail_all(SHUTTING_DOWN))
+        replay_context.perform("fail all", lambda _, data: requests.fail_all(LEAVING if data else SHUTTING_DOWN))
         for what in ("first", "due", "last", "whole"):
             replay_context.perform(what, partial(self._give, what))
 

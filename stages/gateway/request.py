@@ -103,6 +103,8 @@ class PromptRequest(msgspec.Struct, eq=False):
     sequences: list[SequenceOutput]
     num_counted: int
     """Prompt tokens that admission counts: an estimate until ingest has sent the ids."""
+    ingest: int = 0
+    """The replica of ingest that it was sent to."""
     prompt_ids: "np.ndarray[Any, np.dtype[np.int32]] | None" = None
     """The tokenized prompt, from `Accepted`."""
     is_confirmed: bool = False

@@ -47,6 +47,7 @@ class RequestTable:
     def __init__(self, stage: "Stage[m.GatewayInbox]") -> None:
         self._stage = stage
         self._ingests = stage.outboxes_of("ingest")
+        """Those that get new requests."""
         self._schedule = stage.outbox("schedule")
         self.formats = ChatFormats.load(stage.model_dir, stage.settings.chat)
         self.num_opened = 0
@@ -107,21 +108,28 @@ class RequestTable:
         """Send a request, which a stage has lost, again. It has its credits already."""
         submit = prompt_request.submit
         self._stage.log.debug("submitted again", extra=log_fields(prompt_request, attempt=submit.attempt))
-        self._send(self._ingest_of(submit.request_id), submit)
+        prompt_request.ingest = self._ingest_of(submit.request_id)
+        self._send(self._ingests[prompt_request.ingest], submit)
         if prompt_request.is_aborted or prompt_request.is_released:
             self._send_abort(prompt_request)
 
     def give_up(self, prompt_request: PromptRequest) -> None:
         """Close a request that kills a stage: it is not submitted again."""
         if prompt_request.generates:
-            self.send_aborts(prompt_request.id, prompt_request.submit.attempt)
+            self._send_abort(prompt_request)
             self.send_closed(prompt_request.id, prompt_request.submit.attempt)
         self._close(prompt_request)
 
     def drop_unsent(self, name: str) -> None:
         """A stage's process has died: drop what waits for it."""
-        lost = self._stage.outboxes[name]
+        lost = self._stage.outboxes.get(name)
         self._unsent = deque((outbox, message) for outbox, message in self._unsent if outbox is not lost)
+
+    def rescaled(self) -> None:
+        """The number of ingests or gateways in the stage's settings has changed."""
+        self._ingests = self._stage.outboxes_of("ingest")
+        self.admission.max_sequences = topology.max_open_of_one(self._stage.settings)
+        self.admission.max_tokens = topology.max_open_tokens_of_one(self._stage.settings)
 
     async def idle(self) -> None:
         """Wait until nothing is open. The caller sets the deadline."""
@@ -199,10 +207,11 @@ class RequestTable:
         self._register(request)
         for prompt, estimate in zip(parsed.prompts, estimates, strict=True):
             submit = self._submit(parsed, prompt)
-            if not self._ingest_of(submit.request_id).send(submit):
+            ingest = self._ingest_of(submit.request_id)
+            if not self._ingests[ingest].send(submit):
                 self.release(request)
                 raise overloaded("the queue to its stages is full")
-            prompt_request = PromptRequest(submit, request, _sequences(parsed), estimate)
+            prompt_request = PromptRequest(submit, request, _sequences(parsed), estimate, ingest)
             request.prompt_requests.append(prompt_request)
             request.sequences += prompt_request.sequences
             request.num_open += 1
@@ -232,6 +241,7 @@ class RequestTable:
             options=msgspec.structs.replace(parsed.options, seed=seed, cache_salt=cache_salt),
             outputs=list(parsed.outputs),
             prompt_options=parsed.prompt_options,
+            gateway_incarnation=self._stage.launch.incarnation,
         )
 
     def _set_deadline(self, request: Request) -> None:
@@ -330,16 +340,16 @@ class RequestTable:
 
     def _send_abort(self, prompt_request: PromptRequest) -> None:
         """Abort it in the stages that may hold it. Its sequences still get their closing messages."""
-        request_id, attempt = prompt_request.id, prompt_request.submit.attempt
+        abort = m.Abort(prompt_request.id, prompt_request.submit.attempt)
+        self._send(self._stage.outbox("ingest", prompt_request.ingest), abort)
         if prompt_request.generates:
-            self.send_aborts(request_id, attempt)
-        else:
-            self._send(self._ingest_of(request_id), m.Abort(request_id, attempt))
+            self._send(self._schedule, abort)
 
     def send_aborts(self, request_id: int, attempt: int) -> None:
-        """Abort a request in all stages."""
+        """Abort a request that may be anywhere."""
         abort = m.Abort(request_id, attempt)
-        self._send(self._ingest_of(request_id), abort)
+        for ingest in self._ingests:
+            self._send(ingest, abort)
         self._send(self._schedule, abort)
 
     def send_closed(self, request_id: int, attempt: int) -> None:
@@ -353,9 +363,9 @@ class RequestTable:
         for closed in self._closed:
             self._send(self._schedule, closed)
 
-    def fail_all(self, error: ApiError) -> None:
+    def fail_all(self, error: ApiError, *, is_leaving: bool = False) -> None:
         """Fail all open requests."""
-        self._stage.replay_context.event("fail all")
+        self._stage.replay_context.event("fail all", data=b"leaving" if is_leaving else b"")
         for request in {id(one.request): one.request for one in self._table.values()}.values():
             request.fail(error)
 
@@ -407,8 +417,9 @@ class RequestTable:
                 return
             self._unsent.popleft()
 
-    def _ingest_of(self, request_id: int) -> Any:
-        return self._ingests[topology.shard(request_id, len(self._ingests))]
+    def _ingest_of(self, request_id: int) -> int:
+        """The replica of ingest for a new request."""
+        return topology.shard(request_id, len(self._ingests))
 
     def _send(self, outbox: Any, message: m.Abort | m.Closed | m.Submit) -> None:
         if self._unsent or not outbox.send(message):  # in order: a Closed must not overtake its Abort

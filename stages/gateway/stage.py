@@ -40,13 +40,16 @@ from pipeline.stages.gateway.page import files
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from pipeline.stages.gateway.readiness import Readiness
 from pipeline.stages.gateway.recovery import Recovery
-from pipeline.stages.gateway.replayed import SHUTTING_DOWN, ReplayedClients
+from pipeline.stages.gateway.replayed import LEAVING, SHUTTING_DOWN, ReplayedClients
 from pipeline.stages.gateway.request_table import RequestTable
 from pipeline.stages.gateway.results import ResultHandler
 from pipeline.stages.gateway.zmq.server import ZmqServer
 
 FAIL_S = 1.5
 """After the deadline of a drain: time for streams to send their error, and for the stages to close them."""
+LINGER_S = 1.0
+"""A gateway that leaves accepts connections for this long: the kernel gives new ones to others, and these are those
+whose handshake had begun."""
 CLOSE_S = 1.0
 """Time for responses to end after `Stop`."""
 IDLE_CONNECTION_S = 300.0
@@ -109,6 +112,9 @@ class GatewayStage:
         fd = stage.launch.keys_fd
         self._keys = Keys.inherited(fd) if fd >= 0 else None
         self._zmq_server: ZmqServer | None = None
+        self._http_port = 0
+        self._rescaling: m.Rescaled | None = None
+        """A change of this gateway's share that is not answered, because more is open."""
         self._drain_task: asyncio.Task[None] | None = None
 
     async def serve(self) -> None:
@@ -141,7 +147,7 @@ class GatewayStage:
             ReplayedClients(self._stage.replay_context, self._requests, self._aborter, self._resetter)
         else:
             listener = socket.socket(fileno=self._stage.launch.listen_fd)
-            http_port = listener.getsockname()[1]
+            self._http_port = listener.getsockname()[1]
             self._site = HttpListener(runner, listener, options, tls)
             await self._site.start()
             if has_admin:
@@ -150,7 +156,7 @@ class GatewayStage:
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 if not self._stage.replay_context.is_replaying:
-                    await self._start_zmq_server(http_port)
+                    await self._start_zmq_server()
                 self._stage.ready()
                 await self._loop(inbox)
                 self._fail_zmq_requests(SHUTTING_DOWN)
@@ -173,12 +179,17 @@ class GatewayStage:
         await runner.setup()
         return runner
 
-    async def _start_zmq_server(self, http_port: int) -> None:
+    def _zmq_addresses(self) -> list[str]:
+        """Of all gateways; empty if gateway.zmq is off."""
+        settings = self._stage.settings.gateway
+        # The port of another gateway of this server is the same: they share it.
+        addresses = [address_of(settings.zmq, self._http_port, each) for each in range(settings.replicas)]
+        return [one for one in addresses if one is not None]
+
+    async def _start_zmq_server(self) -> None:
         """Listen for ZeroMQ clients. Raises UserError if it can't listen on the address."""
         settings, replica = self._stage.settings.gateway, self._stage.replica
-        # The port of another gateway of this server is the same: they share it.
-        addresses = [address_of(settings.zmq, http_port, each) for each in range(settings.replicas)]
-        if (address := addresses[replica]) is not None:
+        if (address := address_of(settings.zmq, self._http_port, replica)) is not None:
             self._zmq_server = ZmqServer(
                 address,
                 self._readiness,
@@ -188,7 +199,7 @@ class GatewayStage:
                 self._tasks,
                 self._keys,
                 needs_key=address.startswith("tcp://"),  # only processes of this user can connect to ipc
-                addresses=[one for one in addresses if one is not None],
+                addresses=self._zmq_addresses(),
                 gateway=replica,
             )
             await self._zmq_server.start()
@@ -204,6 +215,7 @@ class GatewayStage:
             begin_s = time.monotonic()
             for message in messages:
                 self._handle(message)
+            self._answer_rescaling()
             self._requests.flush()
             self._stage.release()
             self._results.publish()
@@ -228,6 +240,8 @@ class GatewayStage:
                 self._resetter.handle_reply(message)
             case m.PeerRestarted():
                 self._recovery.peer_restarted(message)
+            case m.Rescaled():
+                self._rescaled(message)
             case m.LateStages():
                 self._requests.late_stages.update(message)
             case m.Ping(nonce):
@@ -238,9 +252,8 @@ class GatewayStage:
             case m.Start(facts):
                 self._take_requests(facts)
                 heap.freeze()
-            case m.Drain(deadline_s):
-                self._readiness.is_draining = True
-                self._cancel_background(SHUTTING_DOWN)
+            case m.Drain(deadline_s, is_leaving):
+                self._end_service(is_leaving=is_leaving)
                 self._start_drain(deadline_s, again=False)
             case m.StageDied(stage, reason):
                 self._readiness.failure = f"stage {stage} died: {reason}"
@@ -261,6 +274,36 @@ class GatewayStage:
         self._limits.max_prompt_tokens = facts.max_model_len
         self._limits.vocab_size, self._limits.hidden_size = facts.vocab_size, facts.hidden_size
 
+    def _rescaled(self, message: m.Rescaled) -> None:
+        """The number of processes of ingest or of the gateway has changed."""
+        self._stage.rescaled(message)
+        self._requests.rescaled()
+        if message.stage != "gateway":
+            self._stage.reconnected(message)
+            return
+        self._limits.max_sequences = self._requests.admission.max_sequences
+        descriptors.raise_limit(self._limits.max_sequences, self._stage.log)
+        self._api.responses.rescaled(message.num_replicas)
+        if self._zmq_server is not None:
+            self._zmq_server.addresses = self._zmq_addresses()
+        self._rescaling = message
+
+    def _answer_rescaling(self) -> None:
+        """Answer as soon as no more is open than this gateway's share: then another gateway may have the rest. Called
+        in each wake; the supervisor's pings come once a second."""
+        admission = self._requests.admission
+        if self._rescaling is not None and admission.num_sequences <= admission.max_sequences:
+            self._stage.reconnected(self._rescaling)
+            self._rescaling = None
+
+    def _end_service(self, *, is_leaving: bool) -> None:
+        """Refuse requests. A gateway that leaves accepts them until nothing is open, but ends its connections."""
+        if is_leaving:
+            self._readiness.is_leaving = True
+        else:
+            self._readiness.is_draining = True
+            self._cancel_background(SHUTTING_DOWN)
+
     def _cancel_background(self, error: ApiError) -> None:
         """End background responses: no client could fetch them after this process has ended."""
         if num_cancelled := self._api.responses.cancel_background(error):
@@ -279,9 +322,17 @@ class GatewayStage:
     async def _drain(self, deadline_s: float) -> None:
         """Wait until the deadline for open streams to finish, fail the rest, then report that nothing is open."""
         self._stage.log.info("draining", extra={"fields": {"open": self._requests.num_open, "deadline_s": deadline_s}})
+        error = SHUTTING_DOWN
+        if self._readiness.is_leaving:
+            error = LEAVING
+            linger_s = min(LINGER_S, deadline_s)
+            await asyncio.sleep(linger_s)
+            await self._idle_within(deadline_s - linger_s)
+            deadline_s, self._readiness.is_draining = 0.0, True
+            self._cancel_background(error)
         if not await self._idle_within(deadline_s):
-            self._requests.fail_all(SHUTTING_DOWN)
-            self._fail_zmq_requests(SHUTTING_DOWN)
+            self._requests.fail_all(error, is_leaving=self._readiness.is_leaving)
+            self._fail_zmq_requests(error)
             await self._idle_within(FAIL_S)
         if self._readiness.failure is None:  # else keep answering with the reason
             await self._site.stop()

@@ -296,6 +296,7 @@ class IngestStage:
             options=msgspec.Raw(self._packer.encode(prepared.options)),
             outputs=[self._stage.arrays.put(output, readers=(SCHEDULE,)) for output in outputs],
             finishes=finishes,
+            gateway_incarnation=submit.gateway_incarnation,
         )
         self._retry_queue.send(self._stage.outbox("schedule"), admit)
 

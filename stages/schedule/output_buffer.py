@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 
 from pipeline.runtime.messages import Finish, FirstTimes, Settled
-from pipeline.runtime.topology import shard
 from pipeline.shm.arrays import Array
 from pipeline.stages.schedule.arrays import Ids, Int64s, Put
 from pipeline.stages.schedule.request import Sequence
@@ -39,19 +38,32 @@ class ClosingOutput(msgspec.Struct, frozen=True):
 
 
 class OutputBuffer:
-    """Owns how many ids of each row were sent (`RowTracker.sent`), and the closing outputs that were not sent yet. The
-    `seq` of a sequence determines its replica of detokenize."""
+    """Owns how many ids of each row were sent (`RowTracker.sent`), and the closing outputs that were not sent yet, for
+    each replica of detokenize."""
 
     def __init__(self, rows: RowTracker, puts: list[Put]) -> None:
         self._rows = rows
         self._puts = puts
-        num_replicas = len(puts)
-        self._num_replicas = num_replicas
-        self._closings: list[list[ClosingOutput]] = [[] for _ in range(num_replicas)]
-        self._prompts: list[list[tuple[int, int, bytes]]] = [[] for _ in range(num_replicas)]
+        """By replica. The list grows."""
+        self._closings: list[list[ClosingOutput]] = []
+        self._prompts: list[list[tuple[int, int, bytes]]] = []
         """`seq`, number of records before these, and records of a prompt."""
-        self._pending_rows: list[tuple[Int64s, Int64s]] = [(NO_ROWS, NO_ROWS)] * num_replicas
+        self._pending_rows: list[tuple[Int64s, Int64s]] = []
         """Rows in the last pending message, and how many of their ids are settled."""
+        for _ in puts:
+            self.add_replica()
+
+    def add_replica(self) -> None:
+        """Detokenize has one more process."""
+        self._closings.append([])
+        self._prompts.append([])
+        self._pending_rows.append((NO_ROWS, NO_ROWS))
+
+    def remove_replica(self) -> None:
+        """Detokenize has one process less: the last one, for which nothing waits."""
+        self._closings.pop()
+        self._prompts.pop()
+        self._pending_rows.pop()
 
     def add_closing(self, sequence: Sequence, num_sent: int, finish: Finish) -> None:
         """Add the ids of a sequence without a row from `num_sent` on, and its finish."""
@@ -62,12 +74,12 @@ class OutputBuffer:
             records = sequence.unsent_records
             sequence.num_record_bytes_sent = len(sequence.records)
             closing = ClosingOutput(sequence.seq, start, fresh, finish, first, records, sequence.error)
-            self._closings[shard(sequence.seq, self._num_replicas)].append(closing)
+            self._closings[sequence.detokenize].append(closing)
 
     def add_prompt_records(self, sequence: Sequence, start: int, records: bytes) -> None:
         """Add records of a sequence's prompt, `start` of which were added before."""
         sequence.prompt_records += records
-        self._prompts[shard(sequence.seq, self._num_replicas)].append((sequence.seq, start, records))
+        self._prompts[sequence.detokenize].append((sequence.seq, start, records))
 
     def forget(self, replica: int) -> None:
         """A process of detokenize has died: drop what waits for it. `tell_again` follows for each of its sequences."""
@@ -76,12 +88,13 @@ class OutputBuffer:
 
     def tell_again(self, sequence: Sequence) -> None:
         """Make all output of a sequence pending again, from the first id after those that it was given."""
-        replica = shard(sequence.seq, self._num_replicas)
+        replica = sequence.detokenize
         sequence.num_record_bytes_sent = 0
         if sequence.prompt_records:
             self._prompts[replica].append((sequence.seq, 0, bytes(sequence.prompt_records)))
         if sequence.row >= 0:
             self._rows.sent[sequence.row] = sequence.num_given
+            self._rows.detokenize[sequence.row] = replica
         elif sequence.ended_by_text:
             # Detokenize finds the stop string again. A finish would say that the last id is a stop id.
             self.add_closing(sequence, sequence.num_given, Finish.NONE)
@@ -95,8 +108,8 @@ class OutputBuffer:
         fresh = rows.order
         known, starts = rows.known[fresh], rows.sent[fresh]
         is_fresh = known > starts
-        if self._num_replicas > 1:
-            is_fresh &= rows.seq[fresh] % np.uint64(self._num_replicas) == replica
+        if len(self._puts) > 1:
+            is_fresh &= rows.detokenize[fresh] == replica
         if np.count_nonzero(is_fresh) < len(is_fresh):
             fresh, known, starts = fresh[is_fresh], known[is_fresh], starts[is_fresh]
         self._pending_rows[replica] = fresh, known

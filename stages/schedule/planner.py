@@ -7,6 +7,7 @@ hits, forks and resumption after preemption are that one rule with different num
 import numpy as np
 
 from pipeline.runtime import messages as m
+from pipeline.runtime.black_box import Breadcrumb
 from pipeline.stages.schedule.arrays import Bools, Int64s, Put
 from pipeline.stages.schedule.kv_cache.manager import KVCacheManager
 from pipeline.stages.schedule.lifecycle import SequenceLifecycle
@@ -36,7 +37,9 @@ class Planner:
         builder: StepBuilder,
         in_flight: InFlightSteps,
         put: Put,
+        breadcrumb: Breadcrumb,
     ) -> None:
+        """`breadcrumb` names the request of a sequence while it starts."""
         self._block_size = config.block_size
         self._preempts = policy.preempts
         self._rows = rows
@@ -47,6 +50,7 @@ class Planner:
         self._builder = builder
         self._in_flight = in_flight
         self._put = put
+        self._breadcrumb = breadcrumb
         self._registers = True
 
     def plan(self, *, registers: bool = True) -> m.Step | None:
@@ -179,7 +183,8 @@ class Planner:
             if only_preempted_for and not is_preempted_for:
                 break
             is_sure = is_preempted_for or sequence.num_skipped >= MAX_SKIPPED
-            add = self._start(sequence, is_preempted_for)
+            with self._breadcrumb.at(sequence.request.request_id, sequence.request.attempt):
+                add = self._start(sequence, is_preempted_for)
             if add is None:
                 break
             adds.append(add)

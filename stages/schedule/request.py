@@ -67,6 +67,8 @@ class Sequence(msgspec.Struct, eq=False):
     """Number of ids at which it finishes with `length`."""
     order: Order
     """Lower goes first and is preempted last."""
+    detokenize: int = 0
+    """The replica of detokenize that gets its output."""
     row: int = NO_ROW
     keys: list[bytes] = []
     """Prefix keys of its full blocks, computed on demand."""

@@ -29,6 +29,9 @@ EXECUTOR_DIED = "The executor died again and again while it computed this reques
 
 NO_IDS: Ids = np.zeros(0, np.int32)
 
+Opening = tuple[int, m.Open | m.Refuse]
+"""A replica of detokenize, and a message with which it begins."""
+
 
 class RequestStates:
     """Owns the requests, and the aborts that came before their request."""
@@ -42,6 +45,7 @@ class RequestStates:
         output_buffer: OutputBuffer,
         puts: list[Put],
         take: Take,
+        num_detokenize: int,
     ) -> None:
         self.by_id: dict[int, RequestState] = {}
         self._config = config
@@ -50,13 +54,17 @@ class RequestStates:
         self._kv_cache_manager = kv_cache_manager
         self._output_buffer = output_buffer
         self._puts = puts
-        """By replica of detokenize."""
+        """By replica of detokenize. The list grows."""
+        self.num_detokenize = num_detokenize
+        """Replicas that get new sequences."""
         self._take = take
         self._decoder = msgspec.msgpack.Decoder(m.GenerationOptions)
-        self._tombstones: OrderedDict[tuple[int, int], None] = OrderedDict()
+        self._tombstones: OrderedDict[int, int] = OrderedDict()
+        """The last attempt that was aborted before it came, by request id."""
         self._next_seq = 1
-        self._refusals: dict[int, m.Refuse] = {}
-        """By request id, until the request is closed: a successor of detokenize receives them again."""
+        self._refusals: dict[int, tuple[int, m.Refuse]] = {}
+        """By request id, until the request is closed: the replica of detokenize that got the refusal, or whose
+        successor receives it again."""
 
     def admit(self, message: m.Admit) -> list[m.Open | m.Refuse]:
         """Add a request. Returns the messages for detokenize: an `Open` for each sequence, or a `Refuse`.
@@ -76,7 +84,7 @@ class RequestStates:
         failure = self._failure_of(message, len(prompt), limit)
         if failure is not None:
             refusal = m.Refuse(message.request_id, message.attempt, message.gateway, failure)
-            self._refusals[message.request_id] = refusal
+            self._refusals[message.request_id] = self.replica_of(refusal), refusal
             return [refusal]
         request = RequestState(
             message.request_id,
@@ -101,12 +109,16 @@ class RequestStates:
 
     def _attempt_of(self, request_id: int) -> int:
         """The attempt of a request that was admitted or refused and is not closed; 0 if there is none."""
-        known = self.by_id.get(request_id) or self._refusals.get(request_id)
-        return 0 if known is None else known.attempt
+        if (known := self.by_id.get(request_id)) is not None:
+            return known.attempt
+        return self._refusals[request_id][1].attempt if request_id in self._refusals else 0
 
     def _failure_of(self, message: m.Admit, num_prompt: int, limit: int) -> m.Failure | None:
         """Why a request is refused. `limit` is the most ids that a sequence of it may have."""
-        if self._tombstones.pop((message.request_id, message.attempt), self) is None:
+        aborted = self._tombstones.get(message.request_id, 0)
+        if aborted <= message.attempt:
+            self._tombstones.pop(message.request_id, None)
+        if aborted >= message.attempt:
             return m.Failure(499, "the request was aborted", code="aborted")
         num_blocks = self._kv_cache_manager.num_blocks_for(limit - 1)
         if num_blocks > self._config.num_blocks:
@@ -121,6 +133,10 @@ class RequestStates:
             return m.Failure(400, f"the prompt has {num_prompt} tokens, which leaves no room for output")
         return None
 
+    def replica_of(self, opening: m.Open | m.Refuse) -> int:
+        """The replica of detokenize that gets a new sequence, or a new refusal."""
+        return shard(opening.seq if isinstance(opening, m.Open) else opening.request_id, self.num_detokenize)
+
     def _open(self, request: RequestState, index: int, limit: int, outputs: Ids, finish: Finish) -> m.Open:
         """Create a sequence that continues output that the client has, or finish it at once if that is complete."""
         ids = np.concatenate((request.prompt, outputs)) if len(outputs) else request.prompt
@@ -129,7 +145,16 @@ class RequestStates:
         if finish == Finish.NONE and len(ids) == limit:
             finish = Finish.LENGTH
         sequence = Sequence(
-            self._next_seq, request, index, ids, limit, order, finish=finish, num_given=len(ids), given_finish=finish
+            self._next_seq,
+            request,
+            index,
+            ids,
+            limit,
+            order,
+            shard(self._next_seq, self.num_detokenize),
+            finish=finish,
+            num_given=len(ids),
+            given_finish=finish,
         )
         self._next_seq += 1
         request.sequences.append(sequence)
@@ -149,7 +174,7 @@ class RequestStates:
             request.gateway,
             request.prompt[-PROMPT_TAIL:].tobytes(),
             request.raw_options,
-            self._puts[shard(sequence.seq, len(self._puts))](outputs),
+            self._puts[sequence.detokenize](outputs),
             int(sequence.given_finish),
             request.record_bytes,
         )
@@ -159,7 +184,8 @@ class RequestStates:
         request = self.by_id.get(message.request_id)
         if request is None or request.attempt < message.attempt:
             if message.index < 0:
-                self._tombstones[message.request_id, message.attempt] = None
+                known = self._tombstones.get(message.request_id, 0)
+                self._tombstones[message.request_id] = max(known, message.attempt)
                 if len(self._tombstones) > MAX_TOMBSTONES:
                     self._tombstones.popitem(last=False)
             return
@@ -172,7 +198,8 @@ class RequestStates:
 
     def close(self, message: m.Closed) -> None:
         """Drop a request that the gateway has closed, and end its open sequences."""
-        self._tombstones.pop((message.request_id, message.attempt), None)
+        if self._tombstones.get(message.request_id, 0) <= message.attempt:
+            self._tombstones.pop(message.request_id, None)
         if 0 < self._attempt_of(message.request_id) <= message.attempt:
             self._drop(message.request_id)
 
@@ -189,7 +216,7 @@ class RequestStates:
     def gateway_lost(self, gateway: int) -> None:
         """A gateway has died: no one closes its requests any more."""
         lost = [one.request_id for one in self.by_id.values() if one.gateway == gateway]
-        lost += [one.request_id for one in self._refusals.values() if one.gateway == gateway]
+        lost += [one.request_id for _, one in self._refusals.values() if one.gateway == gateway]
         for request_id in lost:
             self._drop(request_id)
 
@@ -200,19 +227,25 @@ class RequestStates:
                 sequence.error = EXECUTOR_DIED
                 self._lifecycle.finish(sequence, Finish.ERROR)
 
-    def tell_again(self, replica: int) -> list[m.Open | m.Refuse]:
+    def tell_again(self, replica: int, *, is_removed: bool) -> list[Opening]:
         """A process of detokenize has died. Returns the messages with which its successor begins, as they were sent the
-        first time. All output of its sequences is pending again."""
-        num_replicas = len(self._puts)
+        first time; if it `is_removed`, the other replicas get its sequences. All their output is pending again."""
         self._output_buffer.forget(replica)
-        openings: list[m.Open | m.Refuse] = []
+        openings: list[Opening] = []
         for request in self.by_id.values():
             for sequence in request.sequences:
-                if shard(sequence.seq, num_replicas) == replica:
-                    openings.append(self._opening_of(sequence, self._given_outputs(sequence)))
+                if sequence.detokenize == replica:
+                    if is_removed:
+                        sequence.detokenize = shard(sequence.seq, self.num_detokenize)
+                    opening = self._opening_of(sequence, self._given_outputs(sequence))
+                    openings.append((sequence.detokenize, opening))
                     self._output_buffer.tell_again(sequence)
-        refusals = self._refusals.values()
-        return openings + [one for one in refusals if shard(one.request_id, num_replicas) == replica]
+        for request_id, (place, refusal) in list(self._refusals.items()):
+            if place == replica:
+                to = self.replica_of(refusal) if is_removed else replica
+                self._refusals[request_id] = to, refusal
+                openings.append((to, refusal))
+        return openings
 
     def _given_outputs(self, sequence: Sequence) -> Ids:
         num_prompt = len(sequence.request.prompt)

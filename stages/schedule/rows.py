@@ -43,6 +43,8 @@ class RowTracker:
         self.is_long = np.zeros(max_num_seqs, np.bool_)
         """Whether the sequence started with a long prompt to compute."""
         self.seq = np.zeros(max_num_seqs, np.uint64)
+        self.detokenize: Int64s = np.zeros(max_num_seqs, np.int64)
+        """The replica of detokenize that gets the output."""
         self.generation = np.zeros(max_num_seqs, np.uint32)
         self.active = np.zeros(max_num_seqs, np.bool_)
         self.ids: Int32s = np.zeros((max_num_seqs, max_model_len), np.int32)
@@ -98,6 +100,7 @@ class RowTracker:
         self.num_registered[row] = num_registered
         self.num_offloaded[row] = 0
         self.seq[row] = sequence.seq
+        self.detokenize[row] = sequence.detokenize
         self.generation[row] += 1
         self.active[row] = True
         self.ids[row, :known] = sequence.ids

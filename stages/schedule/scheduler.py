@@ -18,7 +18,7 @@ import numpy as np
 
 from pipeline.metrics.stats import ScheduleCounts
 from pipeline.runtime import messages as m
-from pipeline.runtime import topology
+from pipeline.runtime.black_box import CRUMB_BYTES, Breadcrumb
 from pipeline.runtime.topology import EXECUTE
 from pipeline.shm.arrays import Array
 from pipeline.stages.schedule.arrays import Put, PutFor, Take
@@ -31,7 +31,7 @@ from pipeline.stages.schedule.policies.policy import POLICIES
 from pipeline.stages.schedule.policies.preemption import PreemptionCosts
 from pipeline.stages.schedule.policies.step_cost_model import StepCostModel
 from pipeline.stages.schedule.request import RequestState
-from pipeline.stages.schedule.request_table import RequestStates
+from pipeline.stages.schedule.request_table import Opening, RequestStates
 from pipeline.stages.schedule.rows import RowTracker
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from pipeline.stages.schedule.settlement import Settlement
@@ -60,11 +60,17 @@ class Scheduler:
         put_for: PutFor = inline,
         take: Take = from_inline,
         num_detokenize: int = 1,
+        max_detokenize: int = 1,
         index_memory: memoryview | None = None,
         observe: Callable[[bytes], bytes] = bytes,
+        breadcrumb: Breadcrumb | None = None,
     ) -> None:
         put_step = put_for(EXECUTE)
-        put_output = [put_for(name) for name in topology.names_of("detokenize", num_detokenize)]
+        self._put_for = put_for
+        self._put_output: list[Put] = []
+        for _ in range(max(num_detokenize, max_detokenize)):
+            self._append_put()
+        put_output = self._put_output
         policy = POLICIES[config.policy]()
         in_flight = InFlightSteps()
         self.config = config
@@ -80,8 +86,13 @@ class Scheduler:
         grants = TokenGrants(config, policy, rows, lifecycle, self.cost_model)
         builder = StepBuilder(rows, manager.copies, in_flight, self.metrics, put_step, incarnation)
         self._in_flight = in_flight
-        self._request_table = RequestStates(config, policy, lifecycle, manager, output_buffer, put_output, take)
-        self._planner = Planner(config, policy, rows, manager, lifecycle, costs, grants, builder, in_flight, put_step)
+        self._request_table = RequestStates(
+            config, policy, lifecycle, manager, output_buffer, put_output, take, num_detokenize
+        )
+        breadcrumb = breadcrumb or Breadcrumb(memoryview(bytearray(CRUMB_BYTES)))
+        self._planner = Planner(
+            config, policy, rows, manager, lifecycle, costs, grants, builder, in_flight, put_step, breadcrumb
+        )
         self._settlement = Settlement(rows, manager, lifecycle, in_flight, self.cost_model, output_buffer, take)
 
     # ------------------------------------------------------------------------------------------------- requests
@@ -107,10 +118,31 @@ class Scheduler:
         """A gateway has died: drop its requests."""
         self._request_table.gateway_lost(gateway)
 
-    def tell_again(self, replica: int) -> list[m.Open | m.Refuse]:
-        """A process of detokenize has died. Returns the first messages for its successor; all output of its sequences
-        is pending again."""
-        return self._request_table.tell_again(replica)
+    def tell_again(self, replica: int, *, is_removed: bool = False) -> list[Opening]:
+        """A process of detokenize has died. Returns the first messages for its successor, or for other replicas if it
+        `is_removed`; all output of its sequences is pending again."""
+        return self._request_table.tell_again(replica, is_removed=is_removed)
+
+    def replica_of(self, opening: m.Open | m.Refuse) -> int:
+        """The replica of detokenize for a message of `admit`."""
+        return self._request_table.replica_of(opening)
+
+    def add_detokenize(self) -> None:
+        """Detokenize has one process more. It gets no sequences before `use_detokenize`."""
+        self._append_put()
+        self.output_buffer.add_replica()
+
+    def remove_detokenize(self) -> None:
+        """The last process of detokenize is gone, and others have its sequences."""
+        self._put_output.pop()
+        self.output_buffer.remove_replica()
+
+    def use_detokenize(self, num_replicas: int) -> None:
+        """New sequences go to this many replicas of detokenize."""
+        self._request_table.num_detokenize = num_replicas
+
+    def _append_put(self) -> None:
+        self._put_output.append(self._put_for(f"detokenize.{len(self._put_output)}"))
 
     def reset_prefix_cache(self) -> int:
         """Empty the prefix cache. Returns how many blocks it held."""

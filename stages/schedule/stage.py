@@ -108,16 +108,21 @@ class ScheduleStage:
         """For each step in flight: whether it was planned as soon as the executor could take it, rather than when a
         request came to an idle server."""
         self._execute = stage.outbox("execute")
-        self._detokenize = stage.outboxes_of("detokenize")
+        self._detokenize = [stage.outboxes[name] for name in topology.among(stage.outboxes, "detokenize")]
+        """To all processes. Those that are joining or leaving get no new sequences."""
         self._scheduler = Scheduler(
             SchedulerConfig.of(settings, facts),
             incarnation=stage.launch.incarnation,
             put_for=lambda reader: partial(stage.arrays.put, readers=(reader,)),
             take=stage.arrays.take,
-            num_detokenize=len(self._detokenize),
+            num_detokenize=topology.num_replicas(stage.settings, "detokenize"),
+            max_detokenize=len(self._detokenize),
             index_memory=stage.memory(topology.OFFLOAD_INDEX),
             observe=partial(stage.replay_context.observe, "offloaded", 0),
+            breadcrumb=stage.breadcrumb,
         )
+        self._incarnations = dict(stage.launch.incarnations)
+        """Of the gateways' processes, by name; 1 if a name is missing."""
         stage.control_requests.own_counts = self._counts
         self._openings: list[deque[m.Open | m.Refuse | m.PrefixCacheReset]] = [deque() for _ in self._detokenize]
         """Openings to send, for each replica of detokenize."""
@@ -152,6 +157,8 @@ class ScheduleStage:
                     self._settle(message)
                 else:
                     self._stage.arrays.done_all(message)
+            case m.Admit() if self._is_of_dead_gateway(message):
+                self._stage.arrays.done_all(message)
             case m.Admit(request_id, attempt):
                 with self._stage.breadcrumb.at(request_id, attempt):
                     self._admit(message)
@@ -169,6 +176,8 @@ class ScheduleStage:
                 self._stage.arrays.released(message)
             case m.PeerRestarted():
                 self._peer_restarted(message)
+            case m.Rescaled():
+                self._rescaled(message)
             case m.Ping(nonce):
                 self._stage.supervisor.send(m.Pong(nonce, self._load()))
             case m.Stop():
@@ -186,14 +195,40 @@ class ScheduleStage:
                 self._scheduler.executor_lost(keeps_swap=not message.has_other_settings)
                 self._were_due.clear()
             case "detokenize":
-                # Arrays of openings that were not sent: what came in this wake before this message made them after the
-                # channels were renewed.
-                self._stage.arrays.lost(message.peer.name)
-                # An answer to a reset of the prefix cache is lost: the gateway asks again.
-                self._openings[int(replica)] = deque(self._scheduler.tell_again(int(replica)))
+                self._detokenize_restarted(int(replica), message)
             case "gateway":
+                self._incarnations[message.peer.name] = message.incarnation
                 self._scheduler.gateway_lost(int(replica))
         self._stage.reconnected(message)
+
+    def _detokenize_restarted(self, replica: int, message: m.PeerRestarted) -> None:
+        while len(self._detokenize) <= replica and not message.is_removed:
+            self._detokenize.append(self._stage.outbox("detokenize", len(self._detokenize)))
+            self._openings.append(deque())
+            self._scheduler.add_detokenize()
+        if replica >= len(self._detokenize):
+            return  # it was never known here
+        # Arrays of openings that were not sent: what came in this wake before this message made them after the
+        # channels were renewed.
+        self._stage.arrays.lost(message.peer.name)
+        # An answer to a reset of the prefix cache is lost: the gateway asks again.
+        self._openings[replica].clear()
+        for to, opening in self._scheduler.tell_again(replica, is_removed=message.is_removed):
+            self._openings[to].append(opening)
+        while self._detokenize[-1].is_detached:  # each costs a look in each wake
+            self._detokenize.pop()
+            self._openings.pop()
+            self._scheduler.remove_detokenize()
+
+    def _rescaled(self, message: m.Rescaled) -> None:
+        self._stage.rescaled(message)
+        if message.stage == "detokenize":
+            self._scheduler.use_detokenize(message.num_replicas)
+        self._stage.reconnected(message)
+
+    def _is_of_dead_gateway(self, message: m.Admit) -> bool:
+        """Whether the gateway of a request had died before this process started: it will never be closed."""
+        return message.gateway_incarnation < self._incarnations.get(f"gateway.{message.gateway}", 1)
 
     def _feed(self) -> None:
         """Plan until `depth` steps are in flight. The edge to the executor never holds more."""
@@ -226,7 +261,7 @@ class ScheduleStage:
         begin_s = time.monotonic()
         openings = self._scheduler.admit(message)
         for opening in openings:
-            self._openings[self._replica_of(opening)].append(opening)
+            self._openings[self._scheduler.replica_of(opening)].append(opening)
         if not openings:
             return  # it is here already
         what = "refused" if isinstance(openings[0], m.Refuse) else "queued"
@@ -303,10 +338,6 @@ class ScheduleStage:
         return msgspec.structs.replace(self._scheduler.counts(), depth=self._depth)
 
     # --------------------------------------------------------------------------------------------------- report
-
-    def _replica_of(self, opening: m.Open | m.Refuse) -> int:
-        number = opening.seq if isinstance(opening, m.Open) else opening.request_id
-        return topology.shard(number, len(self._detokenize))
 
     def _report(self) -> bool:
         """Send new output to detokenize. Returns False if an edge is full: the rest goes with the next report."""

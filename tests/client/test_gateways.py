@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from pipeline.client.client import ServerInfo
-from pipeline.client.connection.gateways import others_of
 from pipeline.client.connection.slots import Slots
+from pipeline.client.connection.zmq_address import others_of
 from pipeline.client.inputs.pooling_params import PoolingParams
 
 INFO = ServerInfo("m", 1, 1, 1, 1, 1, "pipeline/0", 1)
@@ -36,7 +36,7 @@ TCP = ["tcp://0.0.0.0:8001", "tcp://0.0.0.0:8002", "tcp://0.0.0.0:8003"]
 def test_other_gateways_are_reached_as_the_first_one(
     address: str, facts: ServerInfo, others: list[tuple[int, str]]
 ) -> None:
-    assert others_of(address, facts) == others
+    assert others_of(address, facts.addresses, facts.gateway) == others
 
 
 async def test_the_load_counts_slots_that_are_taken_or_waited_for() -> None:

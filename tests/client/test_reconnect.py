@@ -18,6 +18,7 @@ from pipeline.client.connection.wire import OutputDelta, unpacked
 from pipeline.client.errors import ConnectionLost, RequestError
 from pipeline.client.inputs.pooling_params import PoolingParams
 from pipeline.client.inputs.sampling_params import SamplingParams
+from pipeline.client.inputs.structured_params import StructuredOutputsParams
 from tests.client.fake_gateway import PATIENCE_S, WELCOME, FakeGateway, ids
 
 PROMPT = ids(7, 8, 9)
@@ -143,10 +144,15 @@ async def test_requests_without_an_answer_are_sent_again_as_they_were(
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, ids(7, 8)])
-async def test_a_chat_with_required_calls_is_sent_again_with_its_tools(
-    gateway: FakeGateway, client: AsyncClient, prompt: bytes
+@pytest.mark.parametrize(
+    ("chat", "params"),
+    [(CALL, None), (WORDS, SamplingParams(structured_outputs=StructuredOutputsParams(json={"type": "object"})))],
+)
+async def test_a_chat_with_required_calls_or_a_schema_is_sent_again_as_the_same_chat(
+    gateway: FakeGateway, client: AsyncClient, prompt: bytes, chat: Any, params: SamplingParams | None
 ) -> None:
-    stream = client.generate(CALL)
+    """Its grammar is made from the tools, and allows reasoning if the model reasons."""
+    stream = client.generate(chat, params)
     first = await begun(gateway, stream, p.Output(0, "a", ids(1), 0, 0))
     again = await gateway.receive(p.Generate)
     assert (again.prompt, again.received) == (first.prompt, [ids(1)])

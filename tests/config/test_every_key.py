@@ -137,6 +137,9 @@ EFFECTS = {
     "supervisor.crash_recording_bytes": (
         "tests/runtime/test_black_box.py::test_crash_recording_bytes_of_0_makes_no_recording"
     ),
+    "supervisor.record_first_processes": (
+        "tests/e2e/test_crash_reports.py::test_a_stage_that_is_killed_leaves_its_last_lines_and_a_recording"
+    ),
     "limits.max_n": CAPPED,
     "limits.max_best_of": CAPPED,
     "limits.max_logprobs": CAPPED,

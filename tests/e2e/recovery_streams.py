@@ -33,8 +33,8 @@ TOOL = {
 }
 STORY = "Once upon a time, in a village by the sea, there lived a fisherman who"
 QUESTION = [{"role": "user", "content": "Tell me about the tides, and why there are two of them a day."}]
-
-
+LONG = "The tides rise and fall twice a day, because the moon and the sun pull at the sea. " * 8
+"""So long that the blocks of its prefix are worth more than those of all other prompts together."""
 THOUGHT = "<think>\nThe user asks about the tides. Those come from"
 
 
@@ -66,6 +66,7 @@ def requests(max_tokens: int) -> dict[str, tuple[str, dict[str, Any]]]:
         "embedding": ("/v1/embeddings", {"input": [STORY, "The tides."]}),
         "priority": ("/v1/completions", text | sampled | {"priority": 3, "seed": 11}),
         "echo": ("/v1/completions", text | sampled | {"echo": True, "seed": 12}),
+        "prefix hit": ("/v1/completions", text | sampled | {"prompt": f"{LONG}A fisherman"}),
         "reasoning": (
             "/v1/chat/completions",
             chat

@@ -118,11 +118,16 @@ class Server:
         return result
 
     def until(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = 30.0) -> dict[str, Any]:
-        """Poll health until it meets a condition."""
+        """Poll health until it meets a condition. A gateway that is replaced meanwhile breaks its connections."""
         end = time.monotonic() + timeout_s
-        while not condition(health := self.health()):
-            assert time.monotonic() < end, f"still {health}"
-        return health
+        while True:
+            try:
+                if condition(health := self.health()):
+                    return health
+                problem = f"still {health}"
+            except (ConnectionError, urllib.error.URLError) as error:
+                problem = str(error)
+            assert time.monotonic() < end, problem
 
     def until_idle(self, timeout_s: float = 60.0) -> dict[str, Any]:
         """Wait until nothing runs, waits or holds memory, and no request is open."""

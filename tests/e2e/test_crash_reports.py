@@ -39,7 +39,7 @@ def cache(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(cache: Path) -> Iterator[Server]:
     sets = ("supervisor.crash_reports=true", f"cache_dir={cache}", "log_level=debug", "supervisor.max_restarts=1000")
-    with Server(*sets) as server:
+    with Server(*sets, "supervisor.record_first_processes=true") as server:
         yield server
 
 
@@ -80,20 +80,18 @@ def kill(server: Server, stage: str, number: int = signal.SIGKILL) -> Path:
     return report
 
 
-def test_a_stage_that_is_killed_leaves_its_last_lines_and_its_successor_a_recording(
+def test_a_stage_that_is_killed_leaves_its_last_lines_and_a_recording(
     server: Server, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert complete(server, "one")[0] == 200
-    first = kill(server, "detokenize")
-    assert first.parent == cache / CRASHES
-    assert "detokenize.0 ended" in (first / "log.txt").read_text()
-    assert not (first / "recording").exists()
-    assert complete(server, "two")[0] == 200
-    second = kill(server, "detokenize")
-    recording = second / "recording"
-    assert main(["replay", "detokenize", str(recording), "--out", str(tmp_path / "sent")]) == 0
-    assert "recorded from its start" in capsys.readouterr().out
-    assert b"two" not in recording.read_bytes(), "detokenize receives ids"
+    for word in ("one", "two"):
+        assert complete(server, word)[0] == 200
+        report = kill(server, "detokenize")
+        assert report.parent == cache / CRASHES
+        assert "detokenize.0 ended" in (report / "log.txt").read_text()
+        recording = report / "recording"
+        assert main(["replay", "detokenize", str(recording), "--out", str(tmp_path / word)]) == 0
+        assert "recorded from its start" in capsys.readouterr().out
+        assert word.encode() not in recording.read_bytes(), "detokenize receives ids"
     assert complete(server, "three")[0] == 200
 
 
@@ -142,7 +140,8 @@ def test_a_request_that_kills_ingest_twice_gets_500_and_its_neighbours_their_rep
         status, reply = poison.result()
         assert (status, reply["error"]["code"]) == (500, "stage_died")
         assert reply["error"]["message"] == "ingest died 2 times while it worked on this request"
-        assert suspects[0] == suspects[1]
+        assert [one.request_id for one in suspects] == [suspects[0].request_id] * 2
+        assert [one.attempt for one in suspects] == [1, 2]
         for neighbour, (_, whole) in zip(neighbours, expected, strict=True):
             status, received = neighbour.result()
             assert (status, received["choices"]) == (200, whole["choices"])

@@ -1,24 +1,38 @@
-"""A stage dies while clients of every kind are served: each receives exactly what it would have received.
+"""A stage dies while clients of every kind are served, over HTTP and ZeroMQ: each receives exactly what it would have
+received.
 
 By default each stage is killed at one moment. PIPELINE_ALL_KILLS=1 kills each at every moment.
 """
 
 import asyncio
+import json
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
+import urllib.request
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.e2e.recovery_streams import Ledger, requests, run
+from pipeline.supervisor.admin_client import Admin, find_servers
+from tests.e2e.recovery_streams import LONG, STORY, Ledger, requests, run
 from tests.e2e.server import Server
+from tests.e2e.test_observability import until_traced
+from tests.e2e.zmq_streams import Once, connected
+from tests.runtime.test_tracing import check
 
 RESTARTED = ("ingest", "schedule", "execute", "detokenize")
 MAX_TOKENS = 40
+BLOCK_SIZE = 16
+"""Of the prefix cache, in tokens."""
 MOMENTS = {"while prompts are read": 1, "in the middle": 130, "near the end": 280}
 """Events of all streams before the kill."""
 KILLS = [
@@ -27,8 +41,10 @@ KILLS = [
     ("execute", "in the middle"),
     ("detokenize", "near the end"),
 ]
+ZMQ_KILLS = [("schedule", "in the middle")]
 if os.environ.get("PIPELINE_ALL_KILLS"):
     KILLS = [(stage, moment) for stage in RESTARTED for moment in MOMENTS]
+    ZMQ_KILLS = [(stage, moment) for stage in (*RESTARTED, "gateway") for moment in MOMENTS]
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +61,15 @@ def undisturbed(server: Server) -> dict[str, Any]:
     return found
 
 
+@pytest.fixture(scope="module")
+def undisturbed_zmq(server: Server) -> dict[str, Any]:
+    async def run() -> dict[str, Any]:
+        async with connected(server.zmq) as clients:
+            return await clients.run()
+
+    return asyncio.run(run())
+
+
 def pids(server: Server) -> dict[str, int]:
     return {one["name"]: one["pid"] for one in server.health()["stages"]}
 
@@ -53,14 +78,34 @@ def kill(pid: int) -> None:
     psutil.Process(pid).kill()
 
 
+def post(server: Server, path: str, **body: Any) -> Any:
+    request = urllib.request.Request(
+        f"{server.url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.load(response)
+
+
+def num_cached(server: Server) -> int:
+    """Prompt tokens found in the prefix cache."""
+    return int(server.health()["counters"]["cached_tokens"])
+
+
 def run_and(server: Server, num_events: int, act: Callable[[], None]) -> dict[str, Any]:
-    """Run all requests, and call `act` once after so many events of all streams. Waits until the server is idle."""
+    """Run all requests, and call `act` once after so many events of all streams. Waits until the server is idle.
+
+    The prompt of "prefix hit" is in the prefix cache when it comes: it has been found there before `act`, unless that
+    comes while prompts are still read."""
+    num_prefix = post(server, "/v1/completions", prompt=LONG, max_tokens=1)["usage"]["prompt_tokens"]
+    num_before = num_cached(server)
     ledger = Ledger()
     acted: list[bool] = []
 
     def on_event(number: int) -> None:
         if number >= num_events and not acted:
             acted.append(True)
+            if number >= MOMENTS["in the middle"]:
+                assert num_cached(server) - num_before >= num_prefix // BLOCK_SIZE * BLOCK_SIZE, "no prefix hit"
             act()
 
     ledger.on_event(on_event)
@@ -102,15 +147,94 @@ def test_no_client_notices_the_death_of_a_stage(
     assert_restarted(before, pids(server), stage)
 
 
-def test_no_client_notices_the_deaths_of_two_stages_at_once(server: Server, undisturbed: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("stage", "moment"), ZMQ_KILLS)
+async def test_no_zeromq_client_notices_the_death_of_a_stage(
+    server: Server, undisturbed_zmq: dict[str, Any], stage: str, moment: str
+) -> None:
+    """Streams without a seed equal a second one with the seed that the server chose."""
+    before = await asyncio.to_thread(pids, server)
+    async with connected(server.zmq) as clients:
+        clients.on_output = once = Once(MOMENTS[moment], lambda: kill(before[f"{stage}.0"]))
+        received = await clients.run()
+        assert once.is_done, f"only {clients.num_outputs} outputs came"
+        assert (clients.num_repeated > 0) == (stage == "gateway"), "the other stages leave connections alone"
+    assert_same(received, undisturbed_zmq)
+    await asyncio.to_thread(server.until, lambda health: health["status"] == "ok")
+    await asyncio.to_thread(server.until_idle)
+    assert_restarted(before, await asyncio.to_thread(pids, server), stage)
+    server.look()
+
+
+def test_streams_without_a_seed_go_on_as_one_sequence(server: Server) -> None:
+    """What they would have been is unknown. But each id must have the log probability that it has behind all ids
+    before it, and the text must be theirs: none may be missing, repeated or exchanged."""
+    before = pids(server)
+    body = {"prompt": STORY, "max_tokens": MAX_TOKENS, "ignore_eos": True, "skip_special_tokens": False, "logprobs": 0}
+    body |= {"stream": True, "return_token_ids": True}
+    streams = {f"unseeded {i}": ("/v1/completions", body) for i in range(4)}
+    ledger = Ledger()
+    ledger.on_event(lambda number: kill(before["schedule.0"]) if number == 2 * MAX_TOKENS else None)
+    received = [one[0] for one in asyncio.run(run(server.url, streams, ledger)).values()]
+    assert len({one["text"] for one in received}) == len(streams), "they differ"
+    prompt = post(server, "/tokenize", prompt=STORY)["tokens"]
+    for one in received:
+        assert len(one["ids"]) == MAX_TOKENS
+        reply = post(server, "/v1/completions", prompt=prompt + one["ids"], max_tokens=1, prompt_logprobs=0)
+        found = reply["choices"][0]["prompt_logprobs"][len(prompt) :]
+        found = [logprobs[str(token_id)]["logprob"] for logprobs, token_id in zip(found, one["ids"], strict=True)]
+        assert one["logprobs"] == pytest.approx(found, abs=1e-3)
+        assert one["text"] == post(server, "/detokenize", tokens=one["ids"])["prompt"]
+    server.until(lambda health: health["status"] == "ok")
+    server.until_idle()
+    assert_restarted(before, pids(server), "schedule")
+    server.look()
+
+
+@contextmanager
+def traced(server: Server, out: Path) -> Iterator[list[dict[str, Any]]]:
+    """`pipeline trace` during the body; its events afterwards."""
+    command = [sys.executable, "-m", "pipeline", "trace", "--seconds", "100", "--out", str(out)]
+    events: list[dict[str, Any]] = []
+    tracing = subprocess.Popen([*command, "--pid", str(server.process.pid)], stderr=subprocess.PIPE, text=True)
+    until_traced(tracing)
+    yield events
+    tracing.send_signal(signal.SIGINT)
+    _, stderr = tracing.communicate(timeout=60)
+    assert tracing.returncode == 0, stderr
+    events += check(out.read_bytes())
+
+
+def spans_of_restarts(server: Server, since_s: float) -> dict[str, dict[str, Any]]:
+    """By name, what the supervisor adds to a trace."""
+    (name,) = [name for name in find_servers() if name.startswith(f"{server.process.pid}-")]
+    with Admin(name) as admin:
+        return {span.name: span.args for span in admin.restarts(since_s).records}
+
+
+def test_no_client_notices_the_deaths_of_two_stages_at_once(
+    server: Server, undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    """A trace shows them, and the way of requests through the processes before and after."""
     before = pids(server)
 
     def kill_both() -> None:
         kill(before["schedule.0"])
         kill(before["execute.0"])
 
-    assert_same(run_and(server, MOMENTS["in the middle"], kill_both), undisturbed)
-    assert_restarted(before, pids(server), "schedule", "execute")
+    with traced(server, tmp_path / "trace.json") as events:
+        assert_same(run_and(server, MOMENTS["in the middle"], kill_both), undisturbed)
+    after = pids(server)
+    assert_restarted(before, after, "schedule", "execute")
+    for stage in ("schedule.0", "execute.0"):
+        (death,) = [event for event in events if event["name"] == f"{stage} died"]
+        assert death["ph"] == "X" and death["pid"] == server.process.pid and death["dur"] > 0
+        assert "SIGKILL" in death["args"]["reason"]
+        assert (death["args"]["pid"], death["args"]["next_pid"]) == (before[stage], after[stage])
+        paths = defaultdict(set)
+        for event in events:
+            if event["ph"] in "stf":
+                paths[event["id"]].add(event["pid"])
+        assert any({before[stage], after[stage]} <= path for path in paths.values())
 
 
 def test_no_client_notices_that_a_successor_dies_too(server: Server, undisturbed: dict[str, Any]) -> None:
@@ -132,7 +256,7 @@ def test_no_client_notices_that_a_successor_dies_too(server: Server, undisturbed
 
 def test_no_client_notices_restarts_on_purpose(server: Server, undisturbed: dict[str, Any]) -> None:
     """And the command names each process that it has replaced."""
-    before = pids(server)
+    before, begin_s = pids(server), time.monotonic()
     commands = []
 
     def restart() -> None:
@@ -147,6 +271,10 @@ def test_no_client_notices_restarts_on_purpose(server: Server, undisturbed: dict
         assert f"{stage}.0 was replaced; it was away for " in stdout
     ps = subprocess.run([sys.executable, "-m", "pipeline", "ps", "--pid", str(server.process.pid)], capture_output=True)
     assert ps.stdout.decode().count("↻") == len(RESTARTED), "and `ps` counts them"
+    spans = spans_of_restarts(server, begin_s)
+    assert {name: args["reason"] for name, args in spans.items()} == {
+        f"{stage}.0 restarts": "pipeline restart" for stage in RESTARTED
+    }
     assert_same(received, undisturbed)
     server.until(lambda health: health["status"] == "ok")
     assert_restarted(before, pids(server), *RESTARTED)
@@ -179,7 +307,7 @@ def reload(server: Server, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_reload_restarts_the_stages_that_use_what_has_changed(server: Server, undisturbed: dict[str, Any]) -> None:
-    before = pids(server)
+    before, begin_s = pids(server), time.monotonic()
     done = []
 
     def change() -> None:
@@ -196,6 +324,10 @@ def test_a_reload_restarts_the_stages_that_use_what_has_changed(server: Server, 
         "chat.tool_call_parser: auto → hermes: restarts detokenize, ingest, gateway",
         "changed; restarted detokenize, ingest, gateway",
     ]
+    spans = spans_of_restarts(server, begin_s)
+    assert spans["server reloads"]["changed"] == "chat.tool_call_parser"
+    for stage in ("detokenize", "ingest", "gateway"):
+        assert spans[f"{stage}.0 restarts"]["reason"] == "pipeline reload: chat.tool_call_parser"
     server.until(lambda health: health["status"] == "ok")
     assert_restarted(before, pids(server), "detokenize", "ingest", "gateway")
     server.look()

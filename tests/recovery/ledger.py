@@ -170,9 +170,7 @@ class Ledger:
                 assert is_old or case.is_aborted or case.is_over, f"{where}: it was not aborted"
             if finish:
                 key = sender, request_id, message.attempts[place], index
-                # If ingest and schedule have both died, two schedulers may have run the same attempt.
-                may_repeat = "ingest" in self._num_deaths and "schedule" in self._num_deaths
-                assert key not in self._closings or may_repeat, f"{where}: it has two closings"
+                assert key not in self._closings, f"{where}: it has two closings"
                 self._closings.add(key)
 
     def read(self, table: RequestTable) -> None:

@@ -56,6 +56,8 @@ class Network:
         self.fifos: dict[Edge, deque[bytes]] = {}
         self.incarnations: dict[str, int] = {SUPERVISOR: 1}
         """Of the newest inbox of each process. The process itself may not have started yet."""
+        self.last_of_removed: dict[str, int] = {}
+        """The last incarnations of processes that are gone for good."""
         self.refusal_rate = 0.0
         """How often an edge that may be full refuses a message."""
         self.segments: dict[str, memoryview] = {}
@@ -66,7 +68,9 @@ class Network:
 
     def open(self, name: str) -> None:
         """Give the next process of this name an inbox and a segment."""
-        self.incarnations[name] = self.incarnations.get(name, 0) + 1
+        # Above the number after the last one, as in SharedResources.remove.
+        last = self.last_of_removed[name] + 1 if name in self.last_of_removed else 0
+        self.incarnations[name] = self.incarnations.get(name, last) + 1
         if topology.row(name.partition(".")[0]).has_arena:
             self.segments[name] = memoryview(bytearray(ARENA_BYTES))
 
@@ -74,7 +78,7 @@ class Network:
         _, _, receiver, incarnation = edge
         if _may_be_full(edge, message) and self.rng.random() < self.refusal_rate:
             return False
-        if self.incarnations[receiver] == incarnation:  # else its reader is dead
+        if self.incarnations.get(receiver) == incarnation:  # else its reader is dead
             self.fifos.setdefault(edge, deque()).append(self._encoder.encode(message))
         return True
 
@@ -88,6 +92,13 @@ class Network:
     def renew(self, name: str) -> None:
         """The supervisor has noticed a death: nothing is read from the dead process's inbox any more."""
         self.open(name)
+        self.fifos = {edge: fifo for edge, fifo in self.fifos.items() if edge[2] != name}
+        self.fifos = {edge: fifo for edge, fifo in self.fifos.items() if edge[0] != name or edge[2] != SUPERVISOR}
+
+    def forget(self, name: str) -> None:
+        """A process is gone for good: nothing is read from its inbox any more."""
+        self.last_of_removed[name] = self.incarnations.pop(name)
+        self.segments.pop(name, None)
         self.fifos = {edge: fifo for edge, fifo in self.fifos.items() if edge[2] != name}
         self.fifos = {edge: fifo for edge, fifo in self.fifos.items() if edge[0] != name or edge[2] != SUPERVISOR}
 
@@ -143,8 +154,8 @@ class ModelInbox(Inbox[Any]):
         while self._arrived:
             arrival = self._arrived.popleft()
             sender, incarnation, body = arrival
-            if incarnation != self._incarnations[sender]:
-                if incarnation > self._incarnations[sender]:
+            if incarnation != (known := self._incarnations.setdefault(sender, incarnation)):
+                if incarnation > known:
                     self._late.append(arrival)
                 continue
             self.last_sender = f"{sender}#{incarnation}"
@@ -183,9 +194,15 @@ class ModelOutbox(Outbox[Any]):
         self.peer = peer
         self.was_refused = False
         """Since the last wake began."""
-        self.incarnation = network.incarnations[peer]
+        self.incarnation = network.incarnations.get(peer, 0)
+        self.is_detached = False
+
+    def detach(self) -> None:
+        self.is_detached = True
 
     def send(self, message: Any) -> bool:
+        if self.is_detached:
+            return True
         is_sent = self._network.send((*self._from, self.peer, self.incarnation), message)
         self.was_refused |= not is_sent
         return is_sent
@@ -211,13 +228,36 @@ class ModelStage(Stage[Any]):
     """What the code of a stage sees, with the newest channels at its start."""
 
     def __init__(
-        self, network: Network, name: str, union: Any, settings: Settings, model_dir: Path, context: ModelContext
+        self,
+        network: Network,
+        name: str,
+        union: Any,
+        settings: Settings,
+        model_dir: Path,
+        context: ModelContext,
+        names: list[str],
     ) -> None:
+        """`names` are those of all processes."""
         stage, _, replica = name.partition(".")
         row = topology.row(stage)
         incarnation = network.incarnations[name]
-        self.launch = m.Launch(stage, int(replica), 0, incarnation, row.entry, settings, str(model_dir), "", [], [], -1)
+        incarnations = dict(network.incarnations)
+        self.launch = m.Launch(
+            stage,
+            int(replica),
+            0,
+            incarnation,
+            row.entry,
+            settings,
+            str(model_dir),
+            "",
+            [],
+            [],
+            -1,
+            incarnations=incarnations,
+        )
         self.name, self.replica, self.settings, self.model_dir = name, int(replica), settings, model_dir
+        self._channels = None
         self.log = logging.getLogger("pipeline.model")
         self.log.setLevel(logging.CRITICAL)
         self.trace = Tracer()
@@ -225,30 +265,46 @@ class ModelStage(Stage[Any]):
         self.control_requests = ControlRequests(self)
         self.replay_context = context
         self._network = network
-        self.inbox = self._model_inbox = ModelInbox(union, network.incarnations)
+        gone = {peer: number + 1 for peer, number in network.last_of_removed.items()}
+        self.inbox = self._model_inbox = ModelInbox(union, gone | network.incarnations)
         self.inbox.on_peer_restarted = self._renew
-        peers = [SUPERVISOR, *(peer for each in row.sends_to for peer in topology.replicas_of(settings, each))]
+        self._row = row
+        peers = [SUPERVISOR, *(peer for each in row.sends_to for peer in topology.among(names, each))]
         self._outboxes = {
             peer: ModelOutbox(network, name, incarnation, peer) for peer in dict.fromkeys(peers) if peer != name
         }
         self.supervisor = self._outboxes[SUPERVISOR]
         self._memories = Memories()
-        self._reads = [owner for each in row.reads for owner in topology.replicas_of(settings, each)]
-        for owner in self._reads + [name] * row.has_arena:
+        for owner in [owner for each in row.reads for owner in topology.among(names, each)] + [name] * row.has_arena:
             self._memories.add(owner, network.segments[owner], network.incarnations[owner])
         if stage == "schedule":
             self._memories.add(topology.OFFLOAD_INDEX, network.offload_index)
         self.arrays = Arrays(self._memories, name, incarnation)
 
     def _renew(self, message: m.PeerRestarted) -> None:
-        name = message.peer.name
-        if name in self._reads:
-            self._memories.add(name, self._network.segments[name], message.incarnation)
+        name, stage = message.peer.name, topology.stage_of(message.peer.name)
+        outbox = self._outboxes.get(name)
+        assert outbox is None or isinstance(outbox, ModelOutbox)
         self.arrays.lost(name)
-        if (outbox := self._outboxes.get(name)) is not None:
-            assert isinstance(outbox, ModelOutbox)
-            outbox.incarnation = message.incarnation
+        if message.is_removed:
+            if outbox is not None:
+                outbox.detach()
+            self.inbox.removed(name, message.incarnation)
+            return
+        if stage in self._row.reads and name in self._network.segments:  # else it is gone already
+            self._memories.add(name, self._network.segments[name], message.incarnation)
+        if outbox is not None:
+            outbox.incarnation, outbox.is_detached = message.incarnation, False
+        elif stage in self._row.sends_to:
+            self._outboxes[name] = new = ModelOutbox(self._network, self.name, self.launch.incarnation, name)
+            new.incarnation = message.incarnation
         self.inbox.replaced(name, message.incarnation)
+
+    def reconnected(self, message: m.PeerRestarted | m.Rescaled) -> None:
+        if isinstance(message, m.PeerRestarted) and message.is_removed:
+            self.arrays.lost(message.peer.name)
+            self._memories.remove(message.peer.name)
+        super().reconnected(message)
 
     def fill(self, arrivals: list[Arrival]) -> None:
         """Begin a wake with these messages."""

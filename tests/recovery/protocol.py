@@ -3,11 +3,13 @@
     a client acts ──┐
     a stage wakes ──┼── the random number generator chooses what happens next, until everything is over
     a process dies ─┤
+    more or fewer ──┤
     it is noticed, its successor starts, it is ready
 
 A process that wakes takes some of the messages that wait for it, from any of its senders, in each sender's order.
 """
 
+from collections import Counter
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -27,10 +29,12 @@ from pipeline.runtime import topology
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.supervisor.recovery import Recovery
+from pipeline.supervisor.scaling import Scaling
 from pipeline.text.vocabulary import Vocabulary
 from tests.fakes import VOCAB
 from tests.recovery.ledger import Ledger, random_case
 from tests.recovery.network import ModelContext, ModelStage, Network
+from tests.recovery.replicas import ModelProcesses
 from tests.recovery.stages import (
     UNIONS,
     DetokenizeProcess,
@@ -54,7 +58,7 @@ class Server:
         self.rng = rng = Random(seed)
         self._vocabulary = vocabulary
         self._model_dir = model_dir
-        self._settings = Settings(
+        self.settings = Settings(
             gateway=GatewaySettings(replicas=rng.choice([1, 1, 2])),
             ingest=IngestSettings(replicas=rng.choice([1, 1, 2])),
             detokenize=DetokenizeSettings(replicas=rng.choice([1, 1, 2])),
@@ -70,13 +74,15 @@ class Server:
         self._facts = m.ExecuteFacts(
             rng.choice([5, 6, 6, 7, 9]), BLOCK_SIZE, MAX_MODEL_LEN, VOCAB, rng.choice([0, 3, 30, 30])
         )
-        self._network = network = Network(rng)
+        self.network = network = Network(rng)
         self._context = ModelContext(rng)
-        self._recovery = Recovery()
+        self.recovery = Recovery()
+        self._replicas = ModelProcesses(self)
+        self._scaling = Scaling(self._replicas, lambda: 0.0)
         self.processes: dict[str, Process] = {}
         """The living processes."""
         self._stages: dict[str, ModelStage] = {}
-        self._names = [name for row in topology.TOPOLOGY for name in topology.replicas_of(self._settings, row.name)]
+        self.names = [name for row in topology.TOPOLOGY for name in topology.replicas_of(self.settings, row.name)]
         self._unnoticed: list[str] = []
         """Processes whose death the supervisor has not noticed."""
         self._due: list[str] = []
@@ -85,26 +91,33 @@ class Server:
         """Those that have not got `Start`."""
         self._swap: np.ndarray[Any, Any] | None = None
         """The blocks in swap space when the executor died."""
+        self._owners: dict[tuple[int, int], int] = {}
+        """The scheduler's incarnation, by request id and attempt."""
         self.ledgers: list[Ledger] = []
         self.num_deaths: dict[str, int] = {}
         """By stage."""
         self._num_opens, self._num_kills = rng.randint(2, 10), rng.choice([0, 2, 3, 4, 6, 9])
         self._num_aborts, self._num_resets = rng.randint(0, 2), rng.randint(0, 2)
+        self._num_scalings = rng.choice([0, 0, 1, 2, 4])
+        self.num_scaled: Counter[str] = Counter()
+        """How often the number of a stage's processes has changed, or failed to."""
         self._open_rate, self._kill_rate = rng.choice([0.05, 0.3, 1.0]), rng.choice([0.03, 0.1, 0.3])
         """How likely these are compared with a wake."""
         self._num_opened = 0
         self.num_events = 0
-        for name in self._names:
+        for name in self.names:
             network.open(name)
-        for name in self._names:
-            self._start(name)
+        for name in self.names:
+            self.start(name)
         network.refusal_rate = rng.choice([0.0, 0.1, 0.4])
 
     # ---------------------------------------------------------------------------------------------- the supervisor
 
-    def _start(self, name: str) -> None:
+    def start(self, name: str) -> None:
         stage_name = name.partition(".")[0]
-        stage = ModelStage(self._network, name, UNIONS[stage_name], self._settings, self._model_dir, self._context)
+        stage = ModelStage(
+            self.network, name, UNIONS[stage_name], self.settings, self._model_dir, self._context, self.names
+        )
         process: Process
         match stage_name:
             case "gateway":
@@ -113,7 +126,7 @@ class Server:
             case "ingest":
                 process = IngestProcess(stage)
             case "schedule":
-                process = ScheduleProcess(stage)
+                process = ScheduleProcess(stage, self._owners)
             case "execute":
                 process = ExecuteProcess(stage, self._facts, self._swap)
             case _:
@@ -123,10 +136,12 @@ class Server:
 
     def _ready(self, name: str) -> None:
         self._starting.remove(name)
-        self._send(name, m.Start(self._facts))
+        self.send(name, m.Start(self._facts))
+        if name in self._replicas.joining:
+            self._scaling.ready(name)
 
-    def _send(self, name: str, message: m.Start | m.PeerRestarted) -> None:
-        self._network.send((SUPERVISOR, 1, name, self._network.incarnations[name]), message)
+    def send(self, name: str, message: m.Start | m.PeerRestarted | m.Rescaled) -> None:
+        self.network.send((SUPERVISOR, 1, name, self.network.incarnations[name]), message)
 
     def kill(self, name: str) -> None:
         """Let a process die at this moment."""
@@ -138,39 +153,63 @@ class Server:
             self.ledgers.remove(process.ledger)  # its clients are disconnected
         if name in self._starting:
             self._starting.remove(name)
-        self._network.killed(name)
+        self.network.killed(name)
         self._unnoticed.append(name)
         stage = name.partition(".")[0]
         self.num_deaths[stage] = self.num_deaths.get(stage, 0) + 1
 
     def _notice(self, name: str) -> None:
         self._unnoticed.remove(name)
-        self._network.renew(name)
+        if self._scaling.died(name, "was killed"):
+            return
+        self.network.renew(name)
         self._due.append(name)
+        self.inform(name)
+
+    def is_ready(self, name: str) -> bool:
+        """Whether the supervisor takes a process for one that runs."""
+        return name in self.alive_or_unnoticed() and name not in self._starting
+
+    def alive_or_unnoticed(self) -> list[str]:
+        return [*self.processes, *self._unnoticed]
+
+    def forget(self, name: str) -> None:
+        """A process is gone for good."""
+        self.names.remove(name)
+        if name in self._unnoticed:
+            self._unnoticed.remove(name)
+        self.network.forget(name)
+
+    def inform(self, name: str) -> None:
+        """Inform the others of the newest channels of a process, or that it is gone."""
         known = [other for other in self.processes if _share_edge(name, other)]
         gateways = [other for other in known if other.startswith("gateway.")]
         stages = [other for other in known if other not in gateways]
-        epoch = self._recovery.died(name, stages, gateways)
+        epoch = self.recovery.died(name, stages, gateways)
         self.rng.shuffle(stages)
         for other in stages:
             self._tell(other, name, epoch)
         self._tell_gateways()
 
     def _tell(self, other: str, name: str, epoch: int) -> None:
-        peer = m.PeerInbox(name, "", 0)
-        self._send(other, m.PeerRestarted(epoch, peer, self._network.incarnations[name], []))
+        peer, network = m.PeerInbox(name, "", 0), self.network
+        if name in network.incarnations:
+            self.send(other, m.PeerRestarted(epoch, peer, network.incarnations[name], []))
+        else:
+            self.send(other, m.PeerRestarted(epoch, peer, network.last_of_removed[name], [], is_removed=True))
 
     def _tell_gateways(self) -> None:
-        for one in self._recovery.rounds_for_gateways():
+        for one in self.recovery.rounds_for_gateways():
             for gateway in sorted(one.gateways):
                 self._tell(gateway, one.name, one.epoch)
 
     def _answered(self) -> None:
         """The supervisor reads one message."""
-        arrival = self._network.take(self.rng.choice(self._network.edges_to(SUPERVISOR)))
+        arrival = self.network.take(self.rng.choice(self.network.edges_to(SUPERVISOR)))
         message = msgspec.msgpack.decode(arrival.body, type=m.SupervisorInbox)
         assert isinstance(message, m.Reconnected)
-        self._recovery.answered(arrival.sender, message.epoch)
+        self.recovery.answered(arrival.sender, message.epoch)
+        self._scaling.answered(arrival.sender, message.epoch)
         self._tell_gateways()
 
     # -------------------------------------------------------------------------------------------------- the clients
@@ -178,7 +217,18 @@ class Server:
     @property
     def _gateways(self) -> list[GatewayProcess]:
         """Those that take requests."""
-        return [one for one in self.processes.values() if isinstance(one, GatewayProcess) and one.has_started]
+        leaving = self._replicas.leaving
+        gateways = {name: one for name, one in self.processes.items() if isinstance(one, GatewayProcess)}
+        return [one for name, one in gateways.items() if one.has_started and name not in leaving]
+
+    def _scale(self) -> None:
+        stage = self.rng.choice(topology.SCALABLE)
+        before = topology.num_replicas(self.settings, stage)
+        after = self.rng.choice([num for num in (1, 2, 3) if num != before])
+        self._scaling.ask(stage, before, after, float("inf"), float("inf"), self._scaled)
+
+    def _scaled(self, problem: str) -> None:
+        self.num_scaled["failed" if problem else "done"] += 1
 
     def _open(self) -> None:
         gateway = self.rng.choice(self._gateways)
@@ -219,14 +269,16 @@ class Server:
         while self._happens():
             self.num_events += 1
             assert self.num_events < MAX_EVENTS, "it never ends"
+            self._scaling.turn()
         self._check_over()
 
     def _happens(self) -> bool:
         """Let one random thing happen. Returns False if nothing is left to happen."""
-        network, rng = self._network, self.rng
-        runnable = [name for name in self._names if self._is_runnable(name)]
-        due = [name for name in self._due if self._recovery.may_start(name)]
+        network, rng = self.network, self.rng
+        runnable = [name for name in self.names if self._is_runnable(name)]
+        due = [name for name in self._due if self.recovery.may_start(name)]
         has_gateway = bool(self._gateways)
+        drained = [name for name in self._replicas.draining if self._replicas.is_drained(name)]
         weights = {
             "wake": len(runnable),
             "answered": len(network.edges_to(SUPERVISOR)),
@@ -236,6 +288,8 @@ class Server:
             "open": self._open_rate * (has_gateway and self._num_opens > 0),
             "abort": 0.03 * (has_gateway and self._num_aborts > 0),
             "reset": 0.03 * (has_gateway and self._num_resets > 0),
+            "scale": 0.03 * (self._num_scalings > 0 and not self._scaling.is_busy),
+            "drained": 0.3 * len(drained),
         }
         if not any(weights.values()):
             return False
@@ -251,7 +305,7 @@ class Server:
             case "start":
                 name = rng.choice(due)
                 self._due.remove(name)
-                self._start(name)
+                self.start(name)
             case "ready":
                 self._ready(rng.choice(self._starting))
             case "open":
@@ -263,6 +317,12 @@ class Server:
             case "reset":
                 self._num_resets -= 1
                 self._reset()
+            case "scale":
+                self._num_scalings -= 1
+                self._scale()
+            case "drained":
+                self._replicas.draining.remove(name := rng.choice(sorted(drained)))
+                self._scaling.drained(name)
             case "kill":
                 for _ in range(rng.choice([1, 1, 2])):
                     if self.processes:
@@ -273,14 +333,14 @@ class Server:
 
     def _is_runnable(self, name: str) -> bool:
         process = self.processes.get(name)
-        return process is not None and (bool(self._network.edges_to(name)) or process.has_work)
+        return process is not None and (bool(self.network.edges_to(name)) or process.has_work)
 
     def _wake(self, name: str) -> None:
         """Let a process take some of its messages, and handle them."""
         arrivals = []
         num_left = self.rng.choice([1, 2, 5, 1000])
-        while num_left and (edges := self._network.edges_to(name)):
-            arrivals.append(self._network.take(self.rng.choice(edges)))
+        while num_left and (edges := self.network.edges_to(name)):
+            arrivals.append(self.network.take(self.rng.choice(edges)))
             num_left -= 1
         self._stages[name].fill(arrivals)
         process = self.processes[name]
@@ -290,8 +350,9 @@ class Server:
 
     def _check_over(self) -> None:
         """Assert that every request has ended as it must, and that no process holds anything of it."""
-        assert sorted(self.processes) == sorted(self._names)
-        assert self._recovery.is_over and self._network.num_queued == 0
+        assert not self._scaling.is_busy, "a change of the number of processes never ends"
+        assert sorted(self.processes) == sorted(self.names)
+        assert self.recovery.is_over and self.network.num_queued == 0
         for ledger in self.ledgers:
             ledger.check_outcomes()
         for name, process in self.processes.items():

@@ -1,7 +1,9 @@
-"""Recovery as a whole: processes die at random moments, and every client gets exactly what it must.
+"""Recovery as a whole: processes die at random moments, the numbers of gateways, ingests and detokenizers change, and
+every client gets exactly what it must.
 
-The supervisor's `Recovery`, schedule, detokenize and the gateways' requests are the real ones. The executor stores ids
-instead of keys and values, so a wrong block or row shows in the ids. Each run is determined by its seed. More of them:
+The supervisor's `Recovery` and `Scaling`, schedule, detokenize and the gateways' requests are the real ones. The
+executor stores ids instead of keys and values, so a wrong block or row shows in the ids. Each run is determined by its
+seed. More of them:
 
     PIPELINE_PROTOCOL_RUNS=5000 pytest tests/recovery/test_protocol.py
     PIPELINE_PROTOCOL_SEED=1234 PIPELINE_PROTOCOL_RUNS=1 pytest tests/recovery/test_protocol.py     # one of them again
@@ -32,6 +34,7 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_client_gets_exactly_what_it_must(tmp_path: Path) -> None:
     vocabulary = Vocabulary(byte_level())
     num_deaths: Counter[str] = Counter()
+    num_scaled: Counter[str] = Counter()
     for seed in range(FIRST_SEED, FIRST_SEED + NUM_RUNS):
         server = Server(seed, vocabulary, tmp_path)
         try:
@@ -40,5 +43,7 @@ def test_every_client_gets_exactly_what_it_must(tmp_path: Path) -> None:
             error.add_note(f"again: PIPELINE_PROTOCOL_SEED={seed} PIPELINE_PROTOCOL_RUNS=1 pytest {__file__}")
             raise
         num_deaths.update(server.num_deaths)
+        num_scaled += server.num_scaled
     if NUM_RUNS >= 60:
+        assert num_scaled["done"] > 0 and num_scaled["failed"] > 0
         assert min(num_deaths[stage] for stage in ("schedule", "execute", "detokenize", "ingest", "gateway")) > 0

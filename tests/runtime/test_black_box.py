@@ -143,6 +143,13 @@ def open_memfds() -> list[int]:
     return [entry.stat().st_ino for entry in entries if str(entry.readlink()).startswith("/memfd:")]
 
 
+def test_first_processes_are_recorded_if_that_is_set() -> None:
+    supervisor = msgspec.structs.replace(Settings().supervisor, record_first_processes=True)
+    boxes = BlackBoxes(msgspec.structs.replace(Settings(), supervisor=supervisor))
+    assert boxes.create("ingest.0", 1).recording_fd >= 0
+    boxes.close()
+
+
 def test_crash_recording_bytes_of_0_makes_no_recording() -> None:
     settings = Settings()
     supervisor = msgspec.structs.replace(settings.supervisor, crash_recording_bytes=0)

@@ -176,6 +176,13 @@ def test_a_stage_records_between_trace_and_take_trace() -> None:
         trace = msgspec.msgpack.decode(rig.receive("supervisor", m.Answer).body, type=StageTrace)
         assert (trace.stage, trace.num_lost) == ("schedule.0", 0)
         assert {record.name for record in trace.records} == {"wake"}
+        rig.send(m.Trace(1, 30.0))
+        assert rig.receive("supervisor", m.Answer).error == ""
+        for goes_on in (True, False):
+            rig.load()
+            rig.send(m.TakeTrace(2, goes_on))
+            trace = msgspec.msgpack.decode(rig.receive("supervisor", m.Answer).body, type=StageTrace)
+            assert trace.records
         rig.send(m.TakeTrace(3))
         again = msgspec.msgpack.decode(rig.receive("supervisor", m.Answer).body, type=StageTrace)
         assert again.records == []

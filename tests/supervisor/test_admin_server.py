@@ -21,6 +21,7 @@ from pipeline.supervisor import admin_client, admin_server
 from pipeline.supervisor.admin_client import Admin, find_servers
 from pipeline.supervisor.admin_server import AdminServer, Questions
 from pipeline.supervisor.reload import changes
+from pipeline.supervisor.restart_log import RestartLog
 from tests.rig import PATIENCE_S, Rig
 
 _numbers = itertools.count()
@@ -41,6 +42,7 @@ class Bench:
         self.questions = Questions(self._send)
         self.restarts: list[tuple[str, Callable[[float, str], None]]] = []
         self.reloads: list[Any] = []
+        self.restart_log = RestartLog()
         self.server = AdminServer(
             self.context,
             self.name,
@@ -50,6 +52,7 @@ class Bench:
             lambda name, done: self.restarts.append((name, done)),
             lambda *reload: self.reloads.append(reload),
             lambda: SettingsSource(sets=["log_level=debug"]),
+            self.restart_log.trace,
         )
         self.peer = self.context.socket(zmq.DEALER)
         self.peer.connect(admin_server.address_of(self.name))

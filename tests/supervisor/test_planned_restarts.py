@@ -76,7 +76,7 @@ class Bench:
         self.taken_over.append(successor.name)
 
     def ask(self, name: str) -> None:
-        self.restarts.ask(name, lambda pause_s, problem: self.answers.__setitem__(name, (pause_s, problem)))
+        self.restarts.ask(name, "a test", lambda pause_s, problem: self.answers.__setitem__(name, (pause_s, problem)))
         self.turn()
 
     def turn(self) -> None:

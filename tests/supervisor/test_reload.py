@@ -8,7 +8,7 @@ import pytest
 from pipeline.cli.reload.command import line_of, summary
 from pipeline.config.keys import sections
 from pipeline.config.settings import Settings
-from pipeline.supervisor.reload import ALL, KEYS, NEW_SERVER, RAISED, changes, stages_of, to_restart
+from pipeline.supervisor.reload import ALL, KEYS, NEW_SERVER, RAISED, changes, stages_of, to_restart, to_scale
 
 KNOWN = [key.dotted for section in sections() for key in section.keys]
 
@@ -56,6 +56,21 @@ def test_the_supervisor_s_own_settings_are_used_at_once() -> None:
     assert to_restart(found) == [] and not found[0].refusal
     assert line_of(found[0]) == "supervisor.drain_timeout_s: 30.0 → 5.0: used at once"
     assert summary(found, is_dry_run=False) == "changed; restarted no stage"
+
+
+def test_a_number_of_processes_adds_or_drains_some_and_restarts_none() -> None:
+    before = changed("ingest.replicas", 4)
+    after = changed("ingest.replicas", 1, changed("gateway.replicas", 2, before))
+    found = changes(before, after)
+    assert to_restart(found) == [] and not any(one.refusal for one in found)
+    assert to_scale(found) == [("ingest", 1), ("gateway", 2)]
+    assert [line_of(one) for one in found] == [
+        "gateway.replicas: 1 → 2: adds 1 process",
+        "ingest.replicas: 4 → 1: drains 3 processes",
+    ]
+    assert summary(found, is_dry_run=True) == "this would scale ingest, gateway"
+    found += changes(Settings(), changed("schedule.policy", "priority"))
+    assert summary(found, is_dry_run=False) == "changed; scaled ingest, gateway and restarted schedule, gateway"
 
 
 def test_what_the_server_is_made_for_is_refused_with_the_reason() -> None:

@@ -8,196 +8,59 @@
 //     }
 //     await client.close();
 //
+// If the connection is lost, because a gateway died or the server is started again at its address, the client connects
+// again and repeats the open requests behind what they have received: streams go on without an error.
+//
 // It can't see which user serves at an ipc:// address: any user may have bound an abstract name (docs/security.md).
 
-import { Dealer } from "zeromq";
+import { Connection } from "./connection.mjs";
+import { ConnectionLost, RequestError } from "./errors.mjs";
+import { Stream } from "./stream.mjs";
+import { encode } from "./wire.mjs";
 
-import { decode, encode, recordsOf, VERSION } from "./wire.mjs";
+export { ConnectionLost, RequestError, Stream };
 
-/** Deltas that a stream holds at most; more are granted when half of them have been read. */
-const WINDOW = 32;
-const LINGER_MS = 200;
+/** The first and the longest time for an answer to `hello` of a new connection. */
+const [ATTEMPT_FIRST_MS, ATTEMPT_MAX_MS] = [2000, 30_000];
+/** The first and the longest pause after an attempt, and before a request is repeated at a full server. */
+const [PAUSE_FIRST_MS, PAUSE_MAX_MS] = [50, 1000];
+/** Codes of `failed` from a server that ends. */
+const ENDING_CODES = ["draining", "shutting_down", "failed", "stage_died"];
+/** After `stage_died`, the connection ends within this time if the server does. Else only the request has failed. */
+const ENDING_MS = 5000;
+/** Codes of `failed` after which a repeated request is sent once more. */
+const FULL_CODES = ["overloaded", "starting"];
 
-/** The server refuses a request, or could not finish it. */
-export class RequestError extends Error {
-  constructor({ status, message, param, code, retry_after_s }) {
-    super(message);
-    this.name = "RequestError";
-    this.status = status;
-    this.param = param;
-    this.code = code;
-    /** At status 503: in how many seconds there may be room, as the server expects; else null. */
-    this.retryAfterS = retry_after_s;
-  }
-}
-
-/** The server is gone, or says nothing any more. What was open can be resumed, with the ids received. */
-export class ConnectionLost extends Error {
-  constructor(message) {
-    super(message);
-    this.name = "ConnectionLost";
-  }
-}
-
-/**
- * One request: an async iterable of outputs `{index, text, token_ids, text_offset, token_offset, finish_reason, stop_reason,
- * logprobs}`, the last of which is an array with an entry for each id, and null where `logprobs` were not asked for. An entry is
- * {tokenId, logprob, piece, top: [{tokenId, logprob, piece}, …]}, where `piece` has the bytes of the id's text. `top` has the
- * most likely ids, or those of `logprob_token_ids`.
- */
-export class Stream {
-  #client;
-  #numTop;
-  #promptNumTop;
-  #promptPieces = [];
-  #deltas = [];
-  #numRead = 0;
-  #error = null;
-  #isClosed = false;
-  #wake = () => {};
-
-  constructor(client, requestId, { logprobs = null, prompt_logprobs = null, logprob_token_ids = [] } = {}) {
-    this.#client = client;
-    this.#numTop = logprob_token_ids.length || logprobs;
-    this.#promptNumTop = prompt_logprobs;
-    this.requestId = requestId;
-    /** Of the prompt's ids what `logprobs` of an output has, null for the first; complete when all outputs have come. Null
-     * where `prompt_logprobs` were not asked for. */
-    this.promptLogprobs = null;
-    /** Int32Array; null until the server has accepted the request. */
-    this.promptTokenIds = null;
-    /** BigInt; null until accepted. A resumed request needs it. */
-    this.seed = null;
-    /** {num_prompt_tokens, num_output_tokens, num_cached_tokens}; null until the end. The last are those of the prompt
-     * that were found in the prefix cache, and null where no sequence got an id. */
-    this.usage = null;
-    /** The server's name for it, as "cmpl-…"; null until accepted. */
-    this.id = null;
-    /** Where its time went, as docs/http.md has it; null until the end, and where it was not asked for. */
-    this.timings = null;
-  }
-
-  /** Have it ended. The last outputs then say "abort". Harmless where it has ended already. */
-  abort() {
-    if (!this.#isClosed) this.#client._send({ kind: "abort", request_id: this.requestId });
-  }
-
-  async *[Symbol.asyncIterator]() {
-    try {
-      for (;;) {
-        while (this.#deltas.length === 0) {
-          if (this.#error) throw this.#error;
-          if (this.#isClosed) return;
-          await new Promise((resolve) => (this.#wake = resolve));
-        }
-        const delta = this.#deltas.shift();
-        this.#numRead += 1;
-        if (this.#numRead >= WINDOW / 2 && !this.#isClosed) {
-          this.#client._send({ kind: "credit", request_id: this.requestId, num_deltas: this.#numRead });
-          this.#numRead = 0;
-        }
-        for (const { records, pieces, ...output } of delta.outputs) {
-          const k = this.#numTop;
-          yield { ...output, logprobs: k === null ? null : logprobsOf(output.token_ids, records, pieces, k) };
-        }
-      }
-    } finally {
-      this.abort(); // whoever leaves the loop wants no more
-    }
-  }
-
-  #takePrompt({ prompt_records, prompt_record_offset, prompt_record_pieces }) {
-    if (this.promptLogprobs === null || !prompt_records.length) return;
-    const ids = this.promptTokenIds.subarray(prompt_record_offset + 1);
-    const k = this.#promptNumTop;
-    const own = this.#promptPieces.slice(prompt_record_offset + 1);
-    const pieces = own.flatMap((piece, i) => [piece, ...prompt_record_pieces.slice(i * k, (i + 1) * k)]);
-    this.promptLogprobs.push(...logprobsOf(ids, prompt_records, pieces, k));
-  }
-
-  _handle(message) {
-    switch (message.kind) {
-      case "accepted":
-        this.promptTokenIds = message.prompt_token_ids;
-        this.seed = message.seed;
-        this.id = message.id || null;
-        this.#promptPieces = message.prompt_pieces;
-        if (this.#promptNumTop !== null) this.promptLogprobs = [null];
-        break;
-      case "delta":
-        this.#takePrompt(message);
-        this.#deltas.push(message);
-        break;
-      case "finished":
-        this.usage = {
-          num_prompt_tokens: message.num_prompt_tokens,
-          num_output_tokens: message.num_output_tokens,
-          num_cached_tokens: message.num_cached_tokens.length ? Math.min(...message.num_cached_tokens) : null,
-        };
-        if (message.timings !== null) this.timings = JSON.parse(message.timings);
-        this.#isClosed = true;
-        break;
-      case "failed":
-        this._fail(new RequestError(message.failure));
-    }
-    this.#wake();
-  }
-
-  _fail(error) {
-    this.#error ??= error;
-    this.#isClosed = true;
-    this.#wake();
-  }
-}
-
-/** A connection to a running server. */
+/** A connection to a running server, and its open requests, which outlive it. */
 export class Client {
-  #socket = new Dealer({ linger: LINGER_MS, sendHighWaterMark: 0, reconnectInterval: 100 });
+  #address;
+  #apiKey;
+  #reconnectTimeoutMs;
+  #connection = null;
   #streams = new Map();
+  /** Timers of open requests that no server works on. */
+  #waiting = new Map();
   #nextId = 1n;
   #lost = null;
-  #outgoing = [];
-  #isSending = false;
-  #heardMs = Date.now();
-  #saidMs = Date.now();
-  #heartbeat = null;
-  #welcome;
-  #address;
+  #reconnectEndMs = 0;
+
+  constructor(address, apiKey, reconnectTimeoutMs) {
+    this.#address = address;
+    this.#apiKey = apiKey;
+    this.#reconnectTimeoutMs = reconnectTimeoutMs;
+    /** What the server says about itself: `welcome` of the last connection. */
+    this.info = null;
+  }
 
   /**
    * Connect to the server whose door is at `address`. Rejects with ConnectionLost where none answers in time, and with
-   * RequestError where the server can't take this client.
+   * RequestError where the server can't take this client. After a lost connection, open requests wait
+   * `reconnectTimeoutMs` for the next one; with 0 they fail at once.
    */
-  static async connect(address, { timeoutMs = 5000 } = {}) {
-    const client = new Client();
-    try {
-      await client.#open(address, timeoutMs);
-    } catch (error) {
-      await client.close();
-      throw error;
-    }
+  static async connect(address, { timeoutMs = 5000, apiKey = null, reconnectTimeoutMs = 60_000 } = {}) {
+    const client = new Client(address, apiKey, reconnectTimeoutMs);
+    await client.#connect(timeoutMs);
     return client;
-  }
-
-  async #open(address, timeoutMs) {
-    const welcome = new Promise((resolve, reject) => (this.#welcome = { resolve, reject }));
-    this.#socket.events.on("disconnect", () => {
-      if (this.info) this.#lose(`the server at ${address} closed the connection`);
-    });
-    this.#address = address;
-    this.#socket.connect(address);
-    this.#receive();
-    this._send({ kind: "hello", min_version: VERSION, max_version: VERSION, client: "pipeline-node/1.0.0" });
-    const late = new ConnectionLost(`no server answered at ${address} within ${timeoutMs} ms`);
-    const timer = setTimeout(() => this.#welcome.reject(late), timeoutMs);
-    try {
-      /** What the server says about itself: `welcome`. */
-      this.info = await welcome;
-    } finally {
-      clearTimeout(timer);
-    }
-    this.#heartbeat = setInterval(() => this.#beat(), this.info.heartbeat_s * 500);
-    this.#heartbeat.unref();
   }
 
   /**
@@ -216,111 +79,200 @@ export class Client {
     const { priority = 0, cacheSalt = null, timeoutS = null } = options;
     if (this.#lost) throw this.#lost;
     if (name !== null && typeof name !== "string") throw new TypeError("name must be a string");
-    const stream = new Stream(this, this.#nextId++, params);
-    const message = { kind: "generate", request_id: stream.requestId, model, prompt: promptOf(prompt), params };
+    const message = { kind: "generate", request_id: this.#nextId++, model, prompt: promptOf(prompt), params };
     const more = { received, name, timings: Boolean(timings), priority, cache_salt: cacheSalt, timeout_s: timeoutS };
-    const data = encode({ ...message, credits: WINDOW, ...more });
-    if (data.length > this.info.max_message_bytes) {
-      const most = `the server reads at most ${this.info.max_message_bytes}`;
-      throw new RangeError(`the request takes ${data.length} bytes, and ${most}`);
-    }
-    this.#sendBytes(data);
+    const stream = new Stream((part) => this.#send(part), { ...message, ...more });
+    const data = this.#encoded(stream._message());
     this.#streams.set(stream.requestId, stream);
+    if (this.#connection) this.#connection.sendBytes(data);
+    else this.#wait(stream, null);
     return stream;
   }
 
   /** Close the connection; the server aborts what is open. */
   async close() {
-    clearInterval(this.#heartbeat);
-    if (this.info) this._send({ kind: "bye" });
+    const connection = this.#connection;
+    this.#connection = null;
     this.#end(new ConnectionLost("the client was closed"));
-    while (this.#isSending) await new Promise((resolve) => setImmediate(resolve));
-    if (!this.#socket.closed) this.#socket.close();
+    connection?.send({ kind: "bye" });
+    await connection?.close();
   }
 
-  /** Queue a message: libzmq's binding takes one at a time. Throws TypeError where it is none. */
-  _send(message) {
-    if (!this.#lost) this.#sendBytes(encode(message));
-  }
+  // ------------------------------------------------------------------------------------------------------ connections
 
-  #sendBytes(data) {
-    this.#outgoing.push(data);
-    this.#saidMs = Date.now();
-    if (!this.#isSending) this.#drain();
-  }
-
-  async #drain() {
-    this.#isSending = true;
+  async #connect(timeoutMs) {
+    const connection = new Connection(
+      this.#address,
+      (message) => this.#handle(message),
+      (...lost) => this.#lose(...lost),
+    );
     try {
-      while (this.#outgoing.length && !this.#socket.closed) await this.#socket.send(this.#outgoing.shift());
+      this.#connected(connection, await connection.open(timeoutMs, this.#apiKey));
     } catch (error) {
-      this.#lose(`nothing can be sent: ${error.message}`);
-    } finally {
-      this.#isSending = false;
+      await connection.close();
+      throw error;
     }
   }
 
-  async #receive() {
-    try {
-      for await (const [data] of this.#socket) {
-        this.#heardMs = Date.now();
-        this.#handle(decode(data));
+  #connected(connection, welcome) {
+    if (this.#lost) throw this.#lost;
+    const before = this.info;
+    this.info = welcome;
+    this.#connection = connection;
+    this.#reconnectEndMs = Date.now() + this.#reconnectTimeoutMs;
+    const isOther = before && (before.model !== welcome.model || before.vocab_size !== welcome.vocab_size);
+    for (const stream of [...this.#streams.values()]) {
+      this.#stopWaiting(stream);
+      if (isOther) this.#fail(stream, new ConnectionLost(`the server now serves another model: ${welcome.model}`));
+      else this.#repeat(stream);
+    }
+  }
+
+  #lose(connection, error, mayReturn) {
+    if (connection !== this.#connection) return;
+    this.#connection = null;
+    connection.close();
+    if (!mayReturn || this.#reconnectTimeoutMs === 0) {
+      this.#end(error);
+      return;
+    }
+    this.#reconnectEndMs = Date.now() + this.#reconnectTimeoutMs;
+    for (const stream of [...this.#streams.values()]) {
+      this.#stopWaiting(stream);
+      stream._lost(error);
+      if (stream.isClosed) this.#streams.delete(stream.requestId);
+      else this.#wait(stream, null);
+    }
+    this.#reconnect(error);
+  }
+
+  async #reconnect(loss) {
+    let [attemptMs, pauseMs] = [ATTEMPT_FIRST_MS, PAUSE_FIRST_MS];
+    while (!this.#lost) {
+      const leftMs = this.#reconnectEndMs - Date.now();
+      if (leftMs <= 0) {
+        const timeout = `none answered within ${this.#reconnectTimeoutMs / 1000} s`;
+        this.#end(new ConnectionLost(`${loss.message}, and ${timeout}`));
+        return;
       }
+      try {
+        await this.#connect(Math.min(attemptMs, leftMs));
+        return;
+      } catch (error) {
+        // A server that starts or ends may accept this client later.
+        if (error instanceof RequestError && error.status < 500) {
+          this.#end(new ConnectionLost(`${loss.message}; now it refuses this client: ${error.message}`));
+        }
+      }
+      attemptMs = Math.min(2 * attemptMs, ATTEMPT_MAX_MS);
+      // Random pauses spread the clients of one server.
+      await new Promise((resolve) => setTimeout(resolve, pauseMs * (0.5 + Math.random() / 2)));
+      pauseMs = Math.min(2 * pauseMs, PAUSE_MAX_MS);
+    }
+  }
+
+  /** Fail all requests, and make no more connections. */
+  #end(error) {
+    this.#lost ??= error;
+    for (const stream of [...this.#streams.values()]) this.#fail(stream, this.#lost);
+  }
+
+  // --------------------------------------------------------------------------------------------------------- requests
+
+  #encoded(message) {
+    const data = encode(message);
+    if (data.length > this.info.max_message_bytes) {
+      const most = `the server reads at most ${this.info.max_message_bytes}`;
+      throw new RangeError(`the request takes ${data.length} bytes, and ${most}`);
+    }
+    return data;
+  }
+
+  /** Send a message of a stream. Returns false if no server works on its request now. */
+  #send(message) {
+    if (!this.#connection || this.#waiting.has(message.request_id)) return false;
+    this.#connection.send(message);
+    return true;
+  }
+
+  /** Send a request again, behind what was received. */
+  #repeat(stream) {
+    if (stream._settle()) {
+      this.#streams.delete(stream.requestId);
+      return;
+    }
+    if (stream._leftMs <= 0) {
+      this.#expire(stream);
+      return;
+    }
+    stream.numRepeats += 1;
+    try {
+      this.#connection.sendBytes(this.#encoded(stream._message()));
     } catch (error) {
-      this.#welcome.reject(error);
-      this.#lose(`the server does not speak this protocol: ${error.message}`);
+      if (!(error instanceof RangeError)) throw error;
+      this.#fail(stream, new ConnectionLost(`the request can't be continued: ${error.message}`));
     }
   }
 
   #handle(message) {
-    switch (message.kind) {
-      case "welcome":
-        this.#welcome.resolve(message);
-        break;
-      case "error": {
-        this.#welcome.reject(new RequestError(message.failure));
-        this.#lose(`the server ended the connection: ${message.failure.message}`);
-        break;
-      }
-      case "accepted":
-      case "delta":
-      case "finished":
-      case "failed": {
-        const stream = this.#streams.get(message.request_id);
-        if (message.kind === "finished" || message.kind === "failed") this.#streams.delete(message.request_id);
-        stream?._handle(message);
-      }
+    const stream = this.#streams.get(message.request_id);
+    if (!stream || (message.kind === "failed" && this.#isKept(stream, message.failure))) return;
+    if (message.kind === "finished" || message.kind === "failed") this.#streams.delete(message.request_id);
+    try {
+      stream._handle(message);
+    } catch (error) {
+      if (!(error instanceof ConnectionLost)) throw error;
+      this.#send({ kind: "abort", request_id: message.request_id });
+      this.#fail(stream, error);
     }
   }
 
-  #beat() {
-    const now = Date.now();
-    if (now - Math.min(this.#saidMs, this.#heardMs) >= this.info.heartbeat_s * 500) this._send({ kind: "ping" });
-    if (now - this.#heardMs > this.info.silence_s * 1000) {
-      this.#lose(`the server has said nothing for ${this.info.silence_s} s`);
+  /** Whether a request that failed is repeated: on the next connection if this server ends, or on this one if it was
+   * accepted before, and there is no room for it now. */
+  #isKept(stream, failure) {
+    const [isEnding, isFull] = [ENDING_CODES.includes(failure.code), FULL_CODES.includes(failure.code)];
+    if (this.#reconnectTimeoutMs && isEnding) {
+      const waitMs = failure.code === "stage_died" ? ENDING_MS : this.#reconnectTimeoutMs;
+      if (stream._settle()) this.#streams.delete(stream.requestId);
+      else this.#wait(stream, new RequestError(failure), Math.min(waitMs, this.#reconnectTimeoutMs));
+      return true;
     }
+    if (stream.numRepeats && isFull && Date.now() < this.#reconnectEndMs) {
+      const pauseMs = Math.min((failure.retry_after_s ?? PAUSE_FIRST_MS / 1000) * 1000, PAUSE_MAX_MS);
+      const repeat = () => {
+        this.#stopWaiting(stream);
+        if (this.#connection) this.#repeat(stream);
+      };
+      this.#waiting.set(stream.requestId, setTimeout(repeat, pauseMs * (0.5 + Math.random() / 2)));
+      return true;
+    }
+    return false;
   }
 
-  // libzmq need not look for a server that is gone.
-  #lose(reason) {
-    if (!this.#lost && !this.#socket.closed) this.#socket.disconnect(this.#address);
-    this.#end(new ConnectionLost(reason));
+  /** Keep a request until the next connection, at most until its time is up; with an error, at most for `waitMs`. */
+  #wait(stream, error, waitMs = Infinity) {
+    const leftMs = stream._leftMs;
+    const end = leftMs < waitMs || !error ? () => this.#expire(stream) : () => this.#fail(stream, error);
+    const endMs = Math.max(Math.min(leftMs, waitMs), 0);
+    this.#waiting.set(stream.requestId, endMs === Infinity ? null : setTimeout(end, endMs));
   }
 
-  #end(error) {
-    if (this.#lost) return;
-    this.#lost = error;
-    for (const stream of this.#streams.values()) stream._fail(error);
-    this.#streams.clear();
+  #stopWaiting(stream) {
+    clearTimeout(this.#waiting.get(stream.requestId) ?? undefined);
+    this.#waiting.delete(stream.requestId);
   }
-}
 
-function logprobsOf(ids, records, pieces, k) {
-  return recordsOf(records, k).map(({ logprob, topIds, topLogprobs }, place) => {
-    const at = place * (1 + k);
-    const named = (tokenId, i) => ({ tokenId, logprob: topLogprobs[i], piece: pieces[at + 1 + i] });
-    return { tokenId: ids[place], logprob, piece: pieces[at], top: Array.from(topIds, named) };
-  });
+  #expire(stream) {
+    this.#stopWaiting(stream);
+    this.#streams.delete(stream.requestId);
+    stream._expire();
+  }
+
+  #fail(stream, error) {
+    this.#stopWaiting(stream);
+    this.#streams.delete(stream.requestId);
+    stream._fail(error);
+  }
 }
 
 function promptOf(prompt) {

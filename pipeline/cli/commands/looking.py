@@ -94,7 +94,8 @@ def add_reload(commands: Commands) -> None:
         "reload",
         help="change the settings of a running server",
         description="Read the settings of a running server again, from the file and options that it was started with, "
-        "and restart the stages that use those that have changed. Open requests go on. If a setting can't change while "
+        "and restart the stages that use those that have changed. gateway.replicas, ingest.replicas and "
+        "detokenize.replicas add or remove processes instead. Open requests go on. If a setting can't change while "
         "the server runs, nothing is changed. --set changes one setting, also at later reloads; --config names another "
         "file, in place of all options.",
         allow_abbrev=False,

@@ -10,7 +10,7 @@ from pipeline.cli.commands.settings import load_with_warnings, source_of
 from pipeline.cli.server_choice import choose_server
 from pipeline.errors import UserError
 from pipeline.supervisor.admin_client import Admin
-from pipeline.supervisor.reload import Change, to_restart
+from pipeline.supervisor.reload import Change, to_restart, to_scale
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,7 +38,8 @@ def run(args: argparse.Namespace) -> int:
         )
         return 1
     if found.problem:
-        print(f"pipeline reload: error: {found.problem}; the settings stay as they were", file=sys.stderr)
+        kept = "the other settings" if to_scale(found.changes) else "the settings"
+        print(f"pipeline reload: error: {found.problem}; {kept} stay as they were", file=sys.stderr)
         return 1
     print(summary(found.changes, args.dry_run))
     return 0
@@ -49,11 +50,17 @@ def line_of(change: Change) -> str:
     effect = f"needs a new server: {change.refusal}" if change.refusal else "used at once"
     if change.stages:
         effect = f"restarts {', '.join(change.stages)}"
+    if change.scales:
+        num = abs(change.after - change.before)
+        effect = f"{'adds' if change.after > change.before else 'drains'} {num} process{'' if num == 1 else 'es'}"
     return f"{change.key}: {change.before} → {change.after}: {effect}"
 
 
 def summary(changes: list[Change], is_dry_run: bool) -> str:
     if not changes:
         return "no setting has changed"
-    restarted = ", ".join(to_restart(changes)) or "no stage"
-    return f"this would restart {restarted}" if is_dry_run else f"changed; restarted {restarted}"
+    restarted, scaled = ", ".join(to_restart(changes)), ", ".join(stage for stage, _ in to_scale(changes))
+    done = [f"scale{'' if is_dry_run else 'd'} {scaled}"] if scaled else []
+    if restarted or not scaled:
+        done.append(f"restart{'' if is_dry_run else 'ed'} {restarted or 'no stage'}")
+    return f"this would {' and '.join(done)}" if is_dry_run else f"changed; {' and '.join(done)}"

@@ -10,7 +10,9 @@ from rich.text import Text
 from pipeline.cli.watch.view import View
 
 NONE = "–"
-STATE_STYLES = {"ready": "green", "serving": "green", "late": "red", "dead": "red", "starting": "yellow"}
+STATE_STYLES = {"ready": "green", "serving": "green", "late": "red", "dead": "red"} | dict.fromkeys(
+    ("starting", "joining", "leaving"), "yellow"
+)
 PIPE_COLUMNS = 4096
 MIN_MODEL_CHARS = 8
 MEDIUM, WIDE = 100, 120

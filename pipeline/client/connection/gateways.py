@@ -2,13 +2,13 @@
 
 import asyncio
 import os
-from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
 from pipeline.client.client import AsyncClient, ServerInfo
 from pipeline.client.connection.slots import Slots
+from pipeline.client.connection.zmq_address import others_of
 from pipeline.client.embedded.server import EmbeddedServer
 from pipeline.client.errors import ConnectionLost, RequestError
 from pipeline.errors import ServerFailed, StartError, UserError
@@ -159,7 +159,7 @@ class Gateways:
     def _connect_others(self, address: str) -> None:
         """Begin to connect to the gateways besides the one at `address` that have no connection."""
         info = self._found[address].client.info
-        for gateway, other in others_of(address, info):
+        for gateway, other in others_of(address, info.addresses, info.gateway):
             if other in self._others or other in self.addresses:
                 continue
             task = asyncio.get_running_loop().create_task(self._connect_other(other, gateway, info))
@@ -240,15 +240,3 @@ class Gateways:
         return await AsyncClient.connect(
             address, timeout_s=timeout_s, api_key=self._api_key, reconnect_timeout_s=self._reconnect_timeout_s
         )
-
-
-def others_of(address: str, info: ServerInfo) -> Sequence[tuple[int, str]]:
-    """Index and address of the server's other gateways, as they are reached from here: at `tcp://`, by the host that
-    this process uses. Empty if a proxy or a forwarded port is between: its other ports are unknown."""
-    others = [(index, other) for index, other in enumerate(info.addresses) if index != info.gateway]
-    if not others or not address.startswith("tcp://"):
-        return others
-    host, _, port = address.rpartition(":")
-    if port != info.addresses[info.gateway].rpartition(":")[2]:
-        return []
-    return [(index, f"{host}:{other.rpartition(':')[2]}") for index, other in others]

@@ -1,7 +1,7 @@
 """The connection of an `AsyncClient`, and its open requests, which outlive it: on the next connection, each request is
 sent again behind what was received.
 
-    connected ──lost──► reconnecting ──welcome──► connected, requests repeated
+    connected ──lost──► reconnecting ──welcome──► connected, requests repeated      to this gateway, or to another one
         │                   └── deadline, refusal ──► ended: all requests fail
         └── `failed` by a server that ends: the request waits for the next connection
 """
@@ -22,6 +22,7 @@ from pipeline.client import protocol as p
 from pipeline.client.connection.connection import FINAL_STATUS, Connection
 from pipeline.client.connection.stream import Stream
 from pipeline.client.connection.wire import error_of
+from pipeline.client.connection.zmq_address import others_of
 from pipeline.client.errors import ConnectionLost, ForeignServer, RequestError, RequestTooLarge
 
 ATTEMPT_FIRST_S, ATTEMPT_MAX_S = 2.0, 30.0
@@ -61,6 +62,8 @@ class Session:
         self._streams: weakref.WeakValueDictionary[int, Stream] = weakref.WeakValueDictionary()
         self._dropped: deque[int] = deque()
         """Requests whose stream is garbage; any thread may append them."""
+        self._others: list[str] = []
+        """Addresses of the server's other gateways, in case that this one is gone for good."""
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.TimerHandle] = {}
         """Open requests that no server works on, and what is done next if no connection is made before."""
@@ -128,18 +131,21 @@ class Session:
 
     # -------------------------------------------------------------------------------------------------- connections
 
-    async def _connect(self, timeout_s: float) -> None:
-        """Make a connection and use it. Raises as `Connection.open`."""
+    async def _connect(self, timeout_s: float, address: str = "") -> None:
+        """Make a connection and use it, to another gateway if an address is given. Raises as `Connection.open`."""
         connection = Connection(
             self._context,
-            self.address,
+            address or self.address,
             self._api_key,
             on_message=self._handle,
             on_turn=self._abort_dropped,
             on_lost=self._lose,
         )
         try:
-            self._connected(connection, await connection.open(timeout_s))
+            welcome = await connection.open(timeout_s)
+            if address in ("", self.address):
+                self._others = [other for _, other in others_of(self.address, welcome.addresses, welcome.gateway)]
+            self._connected(connection, welcome)
         except BaseException:
             connection.close()
             raise
@@ -181,18 +187,20 @@ class Session:
     async def _reconnect(self, loss: ConnectionLost) -> None:
         """Connect again, or end."""
         attempt_s, pause_s = ATTEMPT_FIRST_S, PAUSE_FIRST_S
+        addresses = itertools.cycle([self.address, *self._others])
         while self._lost is None:
             left_s = self._reconnect_end_s - time.monotonic()
             if left_s <= 0:
                 self.end(ConnectionLost(f"{loss}, and none answered within {self._reconnect_timeout_s:g} s"))
                 return
             try:
-                await self._connect(min(attempt_s, left_s))
+                await self._connect(min(attempt_s, left_s), address := next(addresses))
                 return
             except ForeignServer as error:
-                self.end(error)
+                if address == self.address:
+                    self.end(error)
             except RequestError as error:  # a server that starts or ends may accept this client later
-                if error.status < FINAL_STATUS:
+                if error.status < FINAL_STATUS and address == self.address:
                     self.end(ConnectionLost(f"{loss}; now it refuses this client: {error.message}"))
             except (ConnectionLost, zmq.ZMQError):  # such as too many open files
                 pass

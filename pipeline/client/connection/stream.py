@@ -243,7 +243,10 @@ class Stream:
         prompt, params = request.prompt, request.params
         if self.prompt_token_ids is not None:
             params = msgspec.structs.replace(params, seed=self.seed)
-            if not (isinstance(prompt, p.ChatPrompt) and prompt.tool_choice in CALLS):
+            has_grammar = isinstance(prompt, p.ChatPrompt) and (
+                prompt.tool_choice in CALLS or params.structured_outputs is not None
+            )
+            if not has_grammar:  # a grammar depends on the chat: on its tools, and on whether the model reasons
                 prompt = p.TokensPrompt(packed(self.prompt_token_ids))
         self._num_read = 0
         return msgspec.structs.replace(

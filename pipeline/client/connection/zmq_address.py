@@ -10,6 +10,7 @@ import errno
 import os
 import socket
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.config.zmq_setting import AUTO, OFF, problem_of
@@ -33,6 +34,19 @@ def address_of(setting: str, http_port: int, replica: int = 0) -> str | None:
         return f"{address}.{replica}"
     host, _, port = address.rpartition(":")
     return f"{host}:{int(port) + replica}"
+
+
+def others_of(address: str, addresses: Sequence[str], gateway: int) -> list[tuple[int, str]]:
+    """Index and address of a server's other gateways, as they are reached from here: at `tcp://`, by the host that this
+    process uses. `address` is that of a gateway, which has named the `addresses` of all, as they are bound, and its
+    index in them. Empty if a proxy or a forwarded port is between: its other ports are unknown."""
+    others = [(index, other) for index, other in enumerate(addresses) if index != gateway]
+    if not others or not address.startswith("tcp://"):
+        return others
+    host, _, port = address.rpartition(":")
+    if port != addresses[gateway].rpartition(":")[2]:
+        return []
+    return [(index, f"{host}:{other.rpartition(':')[2]}") for index, other in others]
 
 
 def check_free(address: str) -> None:

@@ -90,7 +90,7 @@ from pipeline.runtime.messages.requests import (
     TextPrompt,
     ToolCall,
 )
-from pipeline.runtime.messages.restarts import PeerRestarted
+from pipeline.runtime.messages.restarts import PeerRestarted, Rescaled
 from pipeline.runtime.messages.schedule import (
     Admit,
     Closed,
@@ -179,6 +179,7 @@ __all__ = [
     "Release",
     "Replay",
     "RequestsAborted",
+    "Rescaled",
     "ResetPrefixCache",
     "Ring",
     "RowAdd",

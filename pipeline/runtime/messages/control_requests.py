@@ -55,9 +55,11 @@ class Trace(Message, frozen=True, tag="trace"):
 
 
 class TakeTrace(Message, frozen=True, tag="take_trace"):
-    """End the window and return its spans; answered with `StageTrace` (see pipeline.runtime.tracing)."""
+    """Return the spans since the last one; answered with `StageTrace` (see pipeline.runtime.tracing)."""
 
     nonce: int
+    goes_on: bool = False
+    """Otherwise the window ends."""
 
 
 class FindRequest(Message, frozen=True, tag="find_call"):

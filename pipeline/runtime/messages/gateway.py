@@ -4,7 +4,7 @@ import msgspec
 
 from pipeline.metrics.stats import ScheduleLoad, ServerStats
 from pipeline.runtime.messages.common import Failure, FirstTimes, Message, Ping, Start, Stop
-from pipeline.runtime.messages.restarts import PeerRestarted
+from pipeline.runtime.messages.restarts import PeerRestarted, Rescaled
 from pipeline.shm.arrays import Array
 
 
@@ -89,7 +89,7 @@ class StageHealth(msgspec.Struct, array_like=True, frozen=True):
     name: str
     pid: int
     state: str
-    """starting, ready, late (did not answer in time), stopping or dead"""
+    """starting, ready, late (did not answer in time), recovering, joining, leaving, stopping or dead"""
     answer_ms: float
     """Time to answer; -1 without an answer."""
 
@@ -110,6 +110,8 @@ class Drain(Message, frozen=True, tag="drain"):
 
     deadline_s: float
     """Seconds from now."""
+    is_leaving: bool = False
+    """Other gateways go on serving: requests that still come here are accepted until no stream is open."""
 
 
 class StageDied(Message, frozen=True, tag="stage_died"):
@@ -181,6 +183,7 @@ GatewayInbox = (
     | PrefixCacheReset
     | LateStages
     | PeerRestarted
+    | Rescaled
     | Start
     | Ping
     | Stop

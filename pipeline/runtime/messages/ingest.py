@@ -20,6 +20,7 @@ class Submit(Message, frozen=True, tag="submit"):
     outputs: list[Array] = []
     """int32; output ids that the client has already, one array for each sequence; empty for a new request"""
     prompt_options: PromptOptions = PromptOptions()
+    gateway_incarnation: int = 1
 
 
 IngestInbox = Submit | Abort | Release | PeerRestarted | Start | Ping | Stop

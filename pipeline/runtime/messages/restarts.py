@@ -1,4 +1,4 @@
-"""Messages of a recovery: a stage's process has died and another one takes its place."""
+"""Messages about changes of the processes: one has died and another takes its place, one is new, or one is gone."""
 
 from pipeline.runtime.messages.common import Message
 from pipeline.runtime.messages.lifecycle import PeerInbox, Ring, Segment
@@ -6,6 +6,9 @@ from pipeline.runtime.messages.lifecycle import PeerInbox, Ring, Segment
 
 class PeerRestarted(Message, frozen=True, tag="peer_restarted"):
     """From the supervisor: the process of a stage has died, and its successor starts. Answered with `Reconnected`.
+
+    If the receiver does not know the process, its stage gets one process more. If it `is_removed`, there is no
+    successor: its work goes to the stage's other processes.
 
     `Stage` renews the channels when it takes this message from the inbox; the stage then tells the successor again what
     it owns. Messages of the dead process that come later are dropped; those of the successor come after this one.
@@ -27,3 +30,18 @@ class PeerRestarted(Message, frozen=True, tag="peer_restarted"):
     """The id of the request that the dead process was working on, if that is known."""
     has_other_settings: bool = False
     """Whether settings of its stage have changed since the dead process started."""
+    is_removed: bool = False
+    """The process is gone for good. `incarnation` is its own then, and nothing can be sent to it."""
+
+
+class Rescaled(Message, frozen=True, tag="rescaled"):
+    """From the supervisor: from now on, new work of a stage goes to its first `num_replicas` processes. The receiver
+    knows all of them. Gateways and schedule get it, which distribute the work; it is answered with `Reconnected`.
+
+    For the stage `gateway`, it means that so many gateways share the limits of what may be open. A gateway answers when
+    it has no more open sequences than its new share.
+    """
+
+    epoch: int
+    stage: str
+    num_replicas: int

@@ -3,7 +3,7 @@
 from msgspec import Raw
 
 from pipeline.runtime.messages.common import Abort, Message, Ping, Release, Start, Stop
-from pipeline.runtime.messages.restarts import PeerRestarted
+from pipeline.runtime.messages.restarts import PeerRestarted, Rescaled
 from pipeline.shm.arrays import Array
 
 
@@ -23,6 +23,8 @@ class Admit(Message, frozen=True, tag="admit"):
     """int32; output ids that are known already, one array for each sequence; empty for a new request"""
     finishes: bytes = b""
     """uint8, parallel: `Finish`; STOP if the last of these ids ends the sequence, else NONE"""
+    gateway_incarnation: int = 1
+    """Of the process that has opened the request. If that has died, no one closes it."""
 
 
 class StepResult(Message, frozen=True, tag="step_result"):
@@ -72,4 +74,6 @@ class ResetPrefixCache(Message, frozen=True, tag="reset_prefix_cache"):
     nonce: int
 
 
-ScheduleInbox = Admit | Abort | StepResult | Closed | ResetPrefixCache | Release | PeerRestarted | Start | Ping | Stop
+ScheduleInbox = (
+    Admit | Abort | StepResult | Closed | ResetPrefixCache | Release | PeerRestarted | Rescaled | Start | Ping | Stop
+)

@@ -62,7 +62,8 @@ class Prepared(Message, frozen=True, tag="prepared"):
 
 
 class Reconnected(Message, frozen=True, tag="reconnected"):
-    """The answer to `PeerRestarted`: the stage uses the channels to the successor, and has sent it what it owns."""
+    """The answer to `PeerRestarted`: the stage uses the channels to the successor, and has sent it what it owns. Also
+    the answer to `Rescaled`."""
 
     epoch: int
 

@@ -102,9 +102,10 @@ class RequestAborter:
             m.RequestsAborted(self._stage.replica, message.nonce, found)
         )
 
-    def lost(self, replica: int) -> None:
-        """Another gateway has died, and its requests with it."""
+    def lost(self, replica: int, *, is_removed: bool = False) -> None:
+        """Another gateway has died, and its requests with it, or it is new."""
         self._pending.lost([], replica)
+        self._others = [one for one in self._others if one != replica] + ([] if is_removed else [replica])
 
     def handle_reply(self, message: m.RequestsAborted) -> None:
         self._pending.handle(message.nonce, message.places, message.gateway)

@@ -37,7 +37,7 @@ C = TypeVar("C", bound=OwnCounts)
 
 class StageState(msgspec.Struct):
     name: str
-    state: Annotated[str, Meta(description="starting, ready, late, stopping or dead")]
+    state: Annotated[str, Meta(description="starting, ready, late, recovering, joining, leaving, stopping or dead")]
     num_queued: Annotated[int, Meta(description="Items that wait in the stage.")]
     num_active: Annotated[
         int,

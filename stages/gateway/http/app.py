@@ -143,7 +143,13 @@ class Api:
     def _empty(self) -> web.Application:
         app = web.Application(client_max_size=self._max_body, middlewares=[_format_errors])
         app.on_response_prepare.append(_add_headers)
+        app.on_response_prepare.append(self._close_if_leaving)
         return app
+
+    async def _close_if_leaving(self, http_request: web.Request, response: web.StreamResponse) -> None:
+        if self._readiness.is_leaving:  # so that clients connect to another gateway
+            response.force_close()
+            response.headers["Connection"] = "close"
 
     async def chat_completions(self, http_request: web.Request) -> web.StreamResponse:
         return await self._generate(http_request, parse.parse_chat)

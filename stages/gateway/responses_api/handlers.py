@@ -51,12 +51,18 @@ class ResponsesApi:
         self._slow_client_timeout_s = settings.slow_client_timeout_s
         self._sse_keep_alive_s = settings.sse_keep_alive_s
         self._store = ResponseStore(settings.max_stored_responses, settings.max_stored_response_bytes)
+        self._max_stored = settings.max_stored_responses
         self._why_off = ""
-        if settings.replicas > 1:
-            self._why_off = "each gateway has its own memory, and there are several (gateway.replicas)"
-        elif not settings.max_stored_responses:
-            self._why_off = "responses are not stored (gateway.max_stored_responses = 0)"
+        self.rescaled(settings.replicas)
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def rescaled(self, num_gateways: int) -> None:
+        """The server has this many gateways now. What was stored stays, and can be read again if there is only one."""
+        self._why_off = ""
+        if num_gateways > 1:
+            self._why_off = "each gateway has its own memory, and there are several (gateway.replicas)"
+        elif not self._max_stored:
+            self._why_off = "responses are not stored (gateway.max_stored_responses = 0)"
 
     # -------------------------------------------------------------------------------------------------------- routes
 

@@ -119,7 +119,8 @@ class ZmqServer:
         self._tasks = tasks
         self._keys = keys
         self._needs_key = needs_key
-        self._addresses = list(addresses) or [address]
+        self.addresses = list(addresses) or [address]
+        """Of all gateways. A client learns them when it connects."""
         self._gateway = gateway
         self._loop = asyncio.get_running_loop()
         self._log = logging.getLogger("pipeline")
@@ -230,7 +231,7 @@ class ZmqServer:
                 heartbeat_s=HEARTBEAT_S,
                 silence_s=SILENCE_S,
                 defaults=_defaults(self._limits.defaults),
-                addresses=self._addresses,
+                addresses=self.addresses,
                 gateway=self._gateway,
                 poolings=list(POOLING),
             ),

@@ -10,11 +10,11 @@ from pipeline.client.blocking_client import Client
 from pipeline.client.connection.wire import OutputDelta
 from pipeline.client.inputs.sampling_params import SamplingParams
 from pipeline.client.logprobs import Logprob
-from tests.e2e.client.packages import node_with, run
+from tests.e2e.client.conftest import NODE_CLIENT
+from tests.e2e.client.packages import run
 from tests.e2e.server import Server
 
 ROOT = Path(__file__).parents[3]
-SOURCE = ROOT / "tools" / "node_client"
 RUN_S = 120.0
 
 
@@ -22,14 +22,8 @@ def zip_logprobs(output: OutputDelta) -> list[tuple[int, dict[int, Logprob]]]:
     return list(zip(output.token_ids, output.logprobs or [], strict=True))
 
 
-@pytest.fixture(scope="module")
-def node_client(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The client's folder with its packages installed."""
-    return node_with(SOURCE, tmp_path_factory.mktemp("node") / "node_client")
-
-
 def test_the_lock_file_names_no_registry() -> None:
-    lock = (SOURCE / "package-lock.json").read_text()
+    lock = (NODE_CLIENT / "package-lock.json").read_text()
     assert "resolved" not in lock and "://" not in lock
     assert lock.count('"integrity"') == 4
 

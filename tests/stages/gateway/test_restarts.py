@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pipeline.runtime import messages as m
@@ -39,12 +40,27 @@ def test_a_request_that_kills_a_stage_twice_fails_and_its_neighbour_is_served(ga
         gate.rig.receive("ingest", m.Submit, timeout_s=0.1)
 
 
+def test_a_request_that_kills_detokenize_twice_fails_and_schedule_forgets_it(gate: Gate) -> None:
+    """Until then, schedule tells each successor of it again."""
+    poison = gate.complete(COMPLETION)
+    suspect = gate.submit()
+    gate.accept(suspect)
+    for _ in range(2):
+        gate.rig.restart("detokenize.0", suspect=suspect.request_id)
+    response = poison.result()
+    assert response.status_code == 500
+    assert response.json()["error"]["message"] == "detokenize died 2 times while it worked on this request"
+    assert gate.rig.receive("schedule", m.Abort) == m.Abort(suspect.request_id, suspect.attempt)
+    assert gate.rig.receive("schedule", m.Closed) == m.Closed(suspect.request_id, suspect.attempt)
+
+
 def test_requests_that_were_not_in_work_get_no_strikes(gate: Gate) -> None:
     response = gate.complete(COMPLETION)
     submit = gate.submit()
     for _ in range(4):
         gate.rig.restart("ingest.0", suspect=submit.request_id ^ 1)
-        assert gate.submit() == submit
+        before, submit = submit, gate.submit()
+        assert submit == msgspec.structs.replace(before, attempt=before.attempt + 1), "each is submitted only once"
     gate.accept(submit)
     gate.delta(submit, "fine", finish=m.Finish.LENGTH)
     assert response.result().status_code == 200

@@ -74,6 +74,20 @@ def test_an_abort_of_an_older_attempt_does_not_affect_the_newer() -> None:
     assert bench.finished == {1: Finish.LENGTH}
 
 
+def test_an_abort_that_overtakes_its_request_applies_to_its_attempt_and_earlier_ones() -> None:
+    bench = Bench(config(), depth=1)
+    for attempt in (1, 2, 1):
+        bench.scheduler.abort(m.Abort(77, attempt))
+    bench.admit(range(10), request_id=77)
+    assert bench.refused[0].failure.code == "aborted"
+    bench.scheduler.close(m.Closed(77, 1))
+    bench.admit(range(10), request_id=77)
+    assert len(bench.refused) == 2, "the abort of attempt 2 still waits"
+    bench.scheduler.close(m.Closed(77, 2))
+    bench.admit(range(10), max_tokens=4, request_id=77)
+    assert len(bench.refused) == 2
+
+
 def test_the_log_of_a_finished_request_stays_until_closed() -> None:
     bench = Bench(config(), depth=1)
     request = bench.admit(range(10))

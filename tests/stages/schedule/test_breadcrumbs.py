@@ -9,6 +9,8 @@ import pytest
 from pipeline.config.settings import Settings
 from pipeline.runtime import black_box
 from pipeline.runtime import messages as m
+from pipeline.stages.schedule.lifecycle import SequenceLifecycle
+from pipeline.stages.schedule.request import Sequence
 from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.supervisor.black_boxes import BlackBoxes
 from tests.rig import Rig
@@ -48,4 +50,27 @@ def test_the_request_that_ends_the_process_is_named(
         else:
             rig.send(message, "gateway.0")
         rig.receive("supervisor", m.Drained)  # raises what the stage raised
+    assert black_box.suspect_of(box) == (7, 1)
+
+
+def test_the_request_whose_sequence_starts_when_a_plan_fails_is_named(
+    box: m.BlackBox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really = SequenceLifecycle.start
+
+    def start(lifecycle: SequenceLifecycle, sequence: Sequence, spare: int) -> Any:
+        if sequence.request.request_id == 7:
+            raise MemoryError("fatal")
+        return really(lifecycle, sequence, spare)
+
+    monkeypatch.setattr(SequenceLifecycle, "start", start)
+    rig = Rig("schedule")
+    rig.launch = msgspec.structs.replace(rig.launch, black_box=box)
+    with pytest.raises(MemoryError, match="fatal"), rig:
+        rig.start(FACTS)
+        neighbours = Neighbours(rig)
+        neighbours.admit(5, [1, 2, 3], max_tokens=100)
+        neighbours.step()
+        neighbours.admit(7, [1, 2, 3])
+        neighbours.until_finished(2)
     assert black_box.suspect_of(box) == (7, 1)

@@ -44,10 +44,12 @@ class Neighbours:
             self.releases.append((array.offset, array.generation))
         return self.rig.bytes_of(array)
 
-    def admit(self, request_id: int, prompt: list[int], max_tokens: int = 6, n: int = 1) -> None:
+    def admit(self, request_id: int, prompt: list[int], max_tokens: int = 6, n: int = 1, gateway: int = 1) -> None:
+        """`gateway` is the incarnation of the gateway."""
         ids = self.rig.arena("ingest.0").put(np.array(prompt, np.int32).tobytes(), readers=("schedule.0",))
         options = raw(m.GenerationOptions(n=n, max_tokens=max_tokens))
-        self.rig.send(m.Admit(request_id, 1, 0, float(request_id), ids, options), "ingest.0")
+        admit = m.Admit(request_id, 1, 0, float(request_id), ids, options, gateway_incarnation=gateway)
+        self.rig.send(admit, "ingest.0")
 
     def step(self) -> m.Step:
         step: m.Step = self.rig.receive("execute", m.Step)
@@ -295,6 +297,18 @@ def test_a_request_aborted_before_it_arrives_is_rejected() -> None:
         Neighbours(rig).admit(1, [1, 2])
         refusal = rig.receive("detokenize", m.Refuse)
         assert (refusal.request_id, refusal.failure.code) == (1, "aborted")
+
+
+def test_a_request_of_a_gateway_that_has_died_is_dropped() -> None:
+    """Ingest had sent it before it learned of the death. It would never be closed."""
+    with Rig("schedule") as rig:
+        rig.start(FACTS)
+        around = Neighbours(rig)
+        rig.restart("gateway.0")
+        around.admit(1, list(range(2000)), gateway=1)
+        around.admit(2, [1, 2], gateway=2)
+        assert rig.receive("detokenize", m.Open).request_id == 2
+        assert rig.receive("ingest", m.Release).offsets, "its ids are released"
 
 
 def send_stale_result(rig: Rig) -> None:

@@ -1,0 +1,43 @@
+"""What the stage does when the number of detokenizers changes."""
+
+from pipeline.runtime import messages as m
+from tests.fakes import expected
+from tests.rig import Rig
+from tests.stages.schedule.test_stage import FACTS, Neighbours
+
+NUM_TOKENS = 20
+
+
+def test_sequences_move_to_the_others_when_their_detokenize_goes() -> None:
+    prompts = {number: list(range(number, number + 9)) for number in range(1, 5)}
+    with Rig("schedule") as rig:
+        rig.start(FACTS)
+        around = Neighbours(rig)
+        rig.add("detokenize.1")
+        for number in (1, 2):
+            around.admit(number, prompts[number], max_tokens=NUM_TOKENS)
+        openings = [rig.receive("detokenize", m.Open) for _ in range(2)]
+        rig.rescale("detokenize", 2)
+        for number in (3, 4):
+            around.admit(number, prompts[number], max_tokens=NUM_TOKENS)
+        openings.append(rig.receive("detokenize", m.Open))
+        moved = rig.receive("detokenize.1", m.Open)
+        while True:
+            around.step()
+            if not rig.nothing("detokenize.1", 0.001):
+                break  # it has a token that is lost with it
+        rig.rescale("detokenize", 1)
+        rig.remove("detokenize.1")
+        again = rig.receive("detokenize", m.Open)
+        assert again == moved, "as it was sent the first time"
+        for opening in (*openings, again):
+            around.opened[opening.seq] = opening
+        around.until_finished(4)
+        for seq, opening in around.opened.items():
+            ids, finish = expected(prompts[opening.request_id], m.GenerationOptions(), 0, NUM_TOKENS)
+            assert (around.received[seq], around.finished[seq]) == (ids, finish)
+        rig.add("detokenize.1")
+        rig.rescale("detokenize", 2)
+        around.admit(5, [1, 2, 3])
+        around.admit(6, [1, 2, 4])
+        rig.receive("detokenize.1", m.Open)
