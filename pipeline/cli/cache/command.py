@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 from rich.table import Table
 
-from pipeline.cli.cache.entries import Entry, Kind, entries_of, remove, root_of
+from pipeline.cli.cache.entries import Entry, Kind, disk_bytes, entries_of, remove, root_of
 from pipeline.cli.watch import draw
 from pipeline.config.load import ConfigError
 from pipeline.config.settings import Settings
@@ -39,8 +39,10 @@ def run_ls(args: argparse.Namespace, settings: Settings) -> int:
         console.print(f"{root} is empty", soft_wrap=True)
         return 0
     console.print(_table(entries, console.width))
-    total = draw.size(sum(entry.num_bytes for entry in entries))
-    console.print(f"{total} in {root}", markup=False, soft_wrap=True)
+    on_disk = disk_bytes(entries)
+    shared = sum(entry.num_bytes for entry in entries) - on_disk
+    sharing = f"; models of the same content share {draw.size(shared)} of them" if shared else ""
+    console.print(f"{draw.size(on_disk)} in {root}{sharing}", markup=False, soft_wrap=True)
     return 0
 
 
@@ -53,6 +55,7 @@ def run_prune(args: argparse.Namespace, settings: Settings) -> int:
         entries = entries_of(root)
         oldest_s = float("inf") if args.all else time.time() - args.older_than
         chosen = [entry for entry in entries if entry.last_used_s <= oldest_s]
+        before = disk_bytes(entries)
         removed = [entry for entry in chosen if entry.can_be_removed and (args.dry_run or remove(root, entry))]
     except (UserError, OSError) as error:
         return _failed("prune", error)
@@ -62,7 +65,8 @@ def run_prune(args: argparse.Namespace, settings: Settings) -> int:
         print(f"{verb} {entry.name} ({draw.size(entry.num_bytes)})")
     for entry in rows_of(kept):
         print(f"kept {entry.name}: {'not made by a server' if entry.kind == 'other' else 'in use'}")
-    total = draw.size(sum(entry.num_bytes for entry in removed))
+    # What a removed entry shares with one that stays is not freed.
+    total = draw.size(before - disk_bytes(entry for entry in entries if entry not in removed))
     print(f"{verb} {total} from {root}" if removed else f"nothing to remove from {root}")
     return 0
 

@@ -5,7 +5,8 @@ import importlib
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -156,6 +157,24 @@ def _size(folder: Path) -> int:
             except FileNotFoundError:
                 continue
     return total
+
+
+def disk_bytes(entries: Iterable[Entry]) -> int:
+    """Bytes that entries take on disk; files that several of them share (hard links) count once."""
+    return sum({key: size for entry in entries for key, size in _files(entry).items()}.values())
+
+
+def _files(entry: Entry) -> dict[tuple[int, int] | str, int]:
+    """Sizes of an entry's files, by device and inode."""
+    if entry.kind == "kernels":  # two files, without links
+        return {entry.path: entry.num_bytes}
+    found: dict[tuple[int, int] | str, int] = {}
+    for parent, _, names in os.walk(entry.path):
+        for name in names:
+            with suppress(FileNotFoundError):
+                stat = (Path(parent) / name).lstat()
+                found[stat.st_dev, stat.st_ino] = stat.st_size
+    return found
 
 
 def _mapped_files() -> set[str]:

@@ -11,6 +11,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import math
+import mmap
 import struct
 from dataclasses import dataclass
 from itertools import pairwise
@@ -70,6 +71,16 @@ class GgufTensor:
     """Rows first; the file has the reverse order."""
     data: "np.ndarray[Any, np.dtype[np.uint8]]"
     """The bytes, mapped."""
+    mapping: mmap.mmap
+    """Of the file."""
+    at: int
+    """Offset of the bytes in the file."""
+
+    def release(self) -> None:
+        """Take the bytes out of this process's memory; they are read again if they are used again."""
+        begin, end = -(-self.at // mmap.PAGESIZE) * mmap.PAGESIZE, self.at + len(self.data)
+        if end > begin:
+            self.mapping.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
 
 class GgufFile:
@@ -79,18 +90,19 @@ class GgufFile:
         self.path = path
         with open_regular(path) as file:
             try:
-                data = np.memmap(file, np.uint8, "r")
+                mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             except ValueError as error:  # an empty file can't be mapped
                 raise self._unreadable(_Fault("it is empty")) from error
-        self._data: memoryview = data.data
+        self._mapping = mapping
+        self._data = memoryview(mapping)
         self._at = 0
-        self._end = min(len(data), MAX_HEADER_BYTES)
+        self._end = min(len(mapping), MAX_HEADER_BYTES)
         self._values: dict[str, _Value] = {}
         try:
             num_tensors, num_keys = self._counts()
             for _ in range(num_keys):
                 self._read_key()
-            self.tensors = {tensor.name: tensor for tensor in self._read_tensors(num_tensors, data)}
+            self.tensors = {tensor.name: tensor for tensor in self._read_tensors(num_tensors)}
         except _Fault as fault:
             raise self._unreadable(fault) from fault
 
@@ -118,13 +130,15 @@ class GgufFile:
         """Advance by `num_bytes` and return the offset before. Raises _Fault if fewer bytes are left."""
         left = self._end - self._at
         if num_bytes > left:
-            raise _Fault(f"{what} takes {num_bytes} bytes, but only {left} are left{self._header_limit()}")
+            raise _Fault(f"{what} takes {num_bytes} bytes, but only {left} are left{self._limit()}")
         at = self._at
         self._at += num_bytes
         return at
 
-    def _header_limit(self) -> str:
-        return "" if len(self._data) <= MAX_HEADER_BYTES else f" of the {MAX_HEADER_BYTES} allowed for a header"
+    def _limit(self) -> str:
+        if len(self._data) <= MAX_HEADER_BYTES:
+            return f" of the file's {len(self._data)}"
+        return f" of the {MAX_HEADER_BYTES} allowed for a header"
 
     def _number(self, code: str, what: str) -> int:
         number: int = struct.unpack_from(f"<{code}", self._data, self._take(struct.calcsize(code), what))[0]
@@ -147,7 +161,10 @@ class GgufFile:
         version = self._number("I", "the version")
         if version not in VERSIONS:
             if version & 0xFFFF == 0:
-                raise _Fault("it is big-endian, which is not supported")
+                raise ModelError(
+                    f"{self.path} is a big-endian GGUF file; only little-endian ones are supported: get such a file, "
+                    "or convert this one with gguf_convert_endian.py of llama.cpp"
+                )
             raise _Fault(f"its version is {version}; supported are {' and '.join(map(str, VERSIONS))}")
         num_tensors, num_keys = self._number("Q", "the count of tensors"), self._number("Q", "the count of keys")
         left = self._end - self._at
@@ -212,7 +229,8 @@ class GgufFile:
             raise _Fault(f"general.alignment is {shown(alignment)}; it must be a power of two as uint32")
         return int(alignment)
 
-    def _read_tensors(self, count: int, data: "np.ndarray[Any, np.dtype[np.uint8]]") -> list[GgufTensor]:
+    def _read_tensors(self, count: int) -> list[GgufTensor]:
+        data = np.frombuffer(self._mapping, np.uint8)
         infos = [self._read_info() for _ in range(count)]
         if len({name for name, _, _, _ in infos}) < count:
             names = sorted(name for name, _, _, _ in infos)
@@ -220,8 +238,8 @@ class GgufFile:
             raise _Fault(f"the tensor {shown(twice)} appears twice")
         alignment = self._alignment()
         begin = -(-self._at // alignment) * alignment
-        tensors: list[GgufTensor] = []
         end, before = 0, ""
+        places = []
         for name, kind, shape, offset in sorted(infos, key=lambda info: info[3]):
             block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
             num_bytes = math.prod(shape) // block * block_bytes
@@ -231,10 +249,13 @@ class GgufFile:
             if offset < end:
                 raise _Fault(f"{what} begins at {offset}, inside {shown(before)}")
             end, before = offset + num_bytes, name
-            if begin + end > len(data):
-                raise _Fault(f"{what} ends at byte {begin + end}, but the file has {len(data)}")
-            tensors.append(GgufTensor(name, kind, shape, data[begin + offset : begin + end]))
-        return tensors
+            places.append((name, kind, shape, begin + offset, begin + end))
+        if places and begin + end > len(data):  # without tensors there may be no padding
+            raise _Fault(f"it has {len(data)} of {begin + end} bytes; the tensor {shown(before)} ends there")
+        return [
+            GgufTensor(name, kind, shape, data[first:last], self._mapping, first)
+            for name, kind, shape, first, last in places
+        ]
 
     def _read_info(self) -> tuple[str, gguf.GGMLQuantizationType, tuple[int, ...], int]:
         """Name, type, shape, and offset from the beginning of the tensor data."""

@@ -23,17 +23,13 @@ from pipeline.runtime.model_folder import Architecture, Llama3Rope, ModelConfig
 from pipeline.stages.prepare.architectures import GGUF_ARCHITECTURES, GgufArchitecture
 from pipeline.stages.prepare.files import MAX_TEMPLATE_BYTES, shown
 from pipeline.stages.prepare.gguf import tokenizer
-from pipeline.stages.prepare.gguf.file import GgufFile, GgufTensor
-from pipeline.stages.prepare.gguf.tokenizer import (
-    ADDS_BOS,
-    MAX_MERGES,
-    MAX_TOKEN_BYTES,
-    MAX_TOKENS,
-    MAX_VOCABULARY_BYTES,
-    GgufVocabulary,
-)
+from pipeline.stages.prepare.gguf.file import GgufTensor
+from pipeline.stages.prepare.gguf.metadata import Metadata
+from pipeline.stages.prepare.gguf.parts import read_parts
+from pipeline.stages.prepare.gguf.vocabulary import BOS_KEY, EOS_KEYS, adds_bos, read_vocabulary
 from pipeline.stages.prepare.progress import Progress
-from pipeline.stages.prepare.shape import check_ids, check_shape, derived_head_dim
+from pipeline.stages.prepare.shape import check_shape, derived_head_dim
+from pipeline.stages.prepare.sources.gguf_files import model_name
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.tensors import Shape, expected_shapes
 from pipeline.stages.prepare.weight_file import BLOCKS, WEIGHTS, rows_at_once, stored, write_weights
@@ -76,14 +72,11 @@ def keys_of(architecture: str) -> dict[str, str]:
     return {field: f"{architecture}.{key}" for field, key in keys.items()} | {"vocab_size": "token_embd.weight"}
 
 
-EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-"""The id that ends a sequence, then those that end a turn or a message."""
-BOS_KEY = "tokenizer.ggml.bos_token_id"
-
 TEMPLATES = {
-    "tokenizer.chat_template": "chat_template.jinja",
-    "tokenizer.chat_template.tool_use": "chat_template.tool_use.jinja",
+    "chat_template.jinja": ("tokenizer.chat_template", "tokenizer.chat_template.default"),
+    "chat_template.tool_use.jinja": ("tokenizer.chat_template.tool_use",),
 }
+"""The keys of each template, the preferred one first."""
 
 SAMPLING_KEYS: dict[str, tuple[str, type]] = {
     "general.sampling.temp": ("temperature", float),
@@ -100,51 +93,13 @@ FORMATS = {kind: format for format, kind in BLOCKS.items()}
 _QUANTIZATION = re.compile(r"[.-](?:i?q\d\w*|bf16|f16|f32|tq\d\w*|mxfp4)$", re.IGNORECASE)
 
 
-class Metadata:
-    """A GGUF file's keys, read with errors that name file and key."""
+def convert(paths: list[Path], folder: Path, quantization: PreparedFormat, progress: Progress) -> None:
+    """Write the model of a .gguf file, or of all its parts in order, to `folder`.
 
-    def __init__(self, file: GgufFile) -> None:
-        self.path = file.path
-        self._file = file
-
-    def get(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
-        """The value of a key, `default` if the file lacks it. Raises ModelError if it has another type."""
-        value = self._file.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind not in (bool, object)):
-            raise ModelError(f"{self.path}: {key} is {shown(value)}, not of type {kind}")
-        return value
-
-    def need(self, key: str, kind: type | tuple[type, ...]) -> Any:
-        value = self.get(key, kind)
-        if value is None:
-            raise ModelError(f"{self.path}: the key {key} is missing")
-        return value
-
-    def list_of(self, key: str, kind: type, length: int | None = None) -> "list[Any] | None":
-        """The list under a key, None if absent. Raises ModelError unless it is `length` values of `kind`."""
-        values: list[Any] | None = self.get(key, list)
-        if values is None:
-            return None
-        if not all(isinstance(value, kind) for value in values):
-            raise ModelError(f"{self.path}: {key} has values that are not of type {kind}")
-        if length is not None and len(values) != length:
-            raise ModelError(f"{self.path}: {key} has {len(values)} values; tokenizer.ggml.tokens has {length}")
-        return values
-
-    def refuse_unless(self, key: str, expected: Any, what: str) -> None:
-        """Raises ModelError if the key is present with a value other than `expected`."""
-        value = self.get(key, object, expected)
-        if value != expected:
-            raise ModelError(f"{self.path}: {key} is {shown(value)}: {what} is not supported")
-
-
-def convert(path: Path, folder: Path, quantization: PreparedFormat, progress: Progress) -> None:
-    """Write the model of a .gguf file to `folder`. Raises ModelError if it can't be served."""
-    file = GgufFile(path)
-    metadata = Metadata(file)
-    tensors = dict(file.tensors)
+    Raises ModelError if it can't be served, or if the parts don't belong together.
+    """
+    path = paths[0]
+    metadata, tensors = read_parts(paths)
     rope_frequencies = tensors.pop(ROPE_FREQUENCIES, None)
     config = _config(metadata, tensors)
     interleaved_rope = _architecture(metadata)[1].interleaved_rope
@@ -160,17 +115,30 @@ def convert(path: Path, folder: Path, quantization: PreparedFormat, progress: Pr
         order = _row_order(name, tensor, config) if interleaved_rope else None
         return _pieces(tensor, order, is_stored_as_is, path)
 
-    vocabulary = _vocabulary(metadata, config.vocab_size)
-    tokenizer.build(vocabulary, str(path)).save(str(folder / "tokenizer.json"))
-    for key, name in TEMPLATES.items():
-        if template := metadata.get(key, str):
-            if len(template.encode()) > MAX_TEMPLATE_BYTES:
-                raise ModelError(f"{path}: {key} has more than the {MAX_TEMPLATE_BYTES} bytes allowed for a template")
-            (folder / name).write_text(template, encoding="utf-8")
+    vocabulary = read_vocabulary(metadata, config.vocab_size)
+    tokenizer.build(vocabulary, str(path), progress.say).save(str(folder / "tokenizer.json"))
+    _write_templates(metadata, folder)
     with progress.measure(f"converting {path.name}") as report:
         write_weights(folder, targets, pieces, path, report)
     generation_config.save(_sampling(metadata), folder)
     config.save(folder)
+
+
+def name_of(path: Path) -> str:
+    """The name of a file's model for clients."""
+    return _QUANTIZATION.sub("", model_name(path))
+
+
+def _write_templates(metadata: Metadata, folder: Path) -> None:
+    """Write the chat templates. Without a default template, one that is named so is used; others are ignored."""
+    for name, keys in TEMPLATES.items():
+        found = ((key, template) for key in keys if (template := metadata.get(key, str)))
+        for key, template in list(found)[:1]:
+            if len(template.encode()) > MAX_TEMPLATE_BYTES:
+                raise ModelError(
+                    f"{metadata.path}: {key} has more than the {MAX_TEMPLATE_BYTES} bytes allowed for a template"
+                )
+            (folder / name).write_text(template, encoding="utf-8")
 
 
 def _config(metadata: Metadata, tensors: dict[str, GgufTensor]) -> ModelConfig:
@@ -195,7 +163,7 @@ def _config(metadata: Metadata, tensors: dict[str, GgufTensor]) -> ModelConfig:
     sliding_window = metadata.get(keys["sliding_window"], int) or None
     vocab_size = tensors["token_embd.weight"].shape[0]
     config = ModelConfig(
-        name=_QUANTIZATION.sub("", path.stem),
+        name=name_of(path),
         # llama.cpp uses one name for both; only a Mistral has a window.
         architecture="mistral" if name == "llama" and sliding_window else name,
         num_layers=metadata.need(keys["num_layers"], int),
@@ -215,9 +183,9 @@ def _config(metadata: Metadata, tensors: dict[str, GgufTensor]) -> ModelConfig:
         out_bias="blk.0.attn_output.bias" in tensors,
         mlp_bias="blk.0.ffn_gate.bias" in tensors,
         qk_norm=architecture.qk_norm,
-        eos_ids=list(dict.fromkeys(i for key in EOS_KEYS if (i := _token_id(metadata, key, vocab_size)) is not None)),
-        bos_id=_token_id(metadata, BOS_KEY, vocab_size),
-        add_bos=_adds_bos(metadata),
+        eos_ids=list(dict.fromkeys(i for key in EOS_KEYS if (i := metadata.token_id(key, vocab_size)) is not None)),
+        bos_id=metadata.token_id(BOS_KEY, vocab_size),
+        add_bos=adds_bos(metadata),
         weight_files=[WEIGHTS],
     )
     check_shape(config, path, keys)
@@ -242,21 +210,6 @@ def _sampling(metadata: Metadata) -> dict[str, Any]:
     """The file's sampling parameters, by the keys of generation_config.json."""
     given = {name: metadata.get(key, kind) for key, (name, kind) in SAMPLING_KEYS.items()}
     return {name: _shortest(value) if isinstance(value, float) else value for name, value in given.items()}
-
-
-def _token_id(metadata: Metadata, key: str, num_tokens: int) -> int | None:
-    """The id under a key, None if absent. Raises ModelError unless it is below `num_tokens`."""
-    token_id: int | None = metadata.get(key, int)
-    if token_id is not None:
-        check_ids([token_id], num_tokens, metadata.path, key)
-    return token_id
-
-
-def _adds_bos(metadata: Metadata) -> bool:
-    """Whether texts begin with BOS. Without the flag, as in llama.cpp: SentencePiece vocabularies and `ADDS_BOS`."""
-    by_model = metadata.get("tokenizer.ggml.model", str) == "llama"
-    default = by_model or metadata.get("tokenizer.ggml.pre", str) in ADDS_BOS
-    return bool(metadata.get("tokenizer.ggml.add_bos_token", bool, default))
 
 
 def _with_rope_scaling(config: ModelConfig, tensor: GgufTensor, path: Path) -> ModelConfig:
@@ -290,47 +243,6 @@ def llama3_divisors(config: ModelConfig, rope: Llama3Rope) -> "np.ndarray[Any, A
     smooth = np.clip(smooth, 0.0, 1.0)
     divisors: np.ndarray[Any, Any] = 1.0 / (smooth + (1.0 - smooth) / rope.factor)
     return divisors
-
-
-def _vocabulary(metadata: Metadata, vocab_size: int) -> GgufVocabulary:
-    """Raises ModelError if the lists have different lengths, or more entries than the embedding has rows."""
-    tokens = metadata.list_of("tokenizer.ggml.tokens", str)
-    if tokens is None:
-        raise ModelError(f"{metadata.path}: the key tokenizer.ggml.tokens is missing")
-    count = len(tokens)
-    if count > MAX_TOKENS:
-        raise ModelError(
-            f"{metadata.path}: tokenizer.ggml.tokens has {count} tokens; at most {MAX_TOKENS} are supported"
-        )
-    sizes = [len(token.encode()) for token in tokens]
-    if max(sizes, default=0) > MAX_TOKEN_BYTES or sum(sizes) > MAX_VOCABULARY_BYTES:
-        raise ModelError(
-            f"{metadata.path}: tokenizer.ggml.tokens has {sum(sizes)} bytes, and up to {max(sizes)} in one token; at "
-            f"most {MAX_VOCABULARY_BYTES} and {MAX_TOKEN_BYTES} are supported"
-        )
-    if count > vocab_size:
-        raise ModelError(
-            f"{metadata.path}: tokenizer.ggml.tokens has {count} tokens, but token_embd.weight has {vocab_size} rows"
-        )
-    merges = metadata.list_of("tokenizer.ggml.merges", str) or []
-    if len(merges) > MAX_MERGES:
-        raise ModelError(
-            f"{metadata.path}: tokenizer.ggml.merges has {len(merges)} merges; at most {MAX_MERGES} are supported"
-        )
-    return GgufVocabulary(
-        model=metadata.need("tokenizer.ggml.model", str),
-        pre=metadata.get("tokenizer.ggml.pre", str, "default"),
-        tokens=tokens,
-        types=metadata.list_of("tokenizer.ggml.token_type", int, count) or [1] * count,
-        scores=metadata.list_of("tokenizer.ggml.scores", float, count) or [0.0] * count,
-        merges=merges,
-        bos_id=_token_id(metadata, BOS_KEY, count),
-        eos_id=_token_id(metadata, EOS_KEYS[0], count),
-        unknown_id=_token_id(metadata, "tokenizer.ggml.unknown_token_id", count),
-        add_bos=_adds_bos(metadata),
-        add_eos=metadata.get("tokenizer.ggml.add_eos_token", bool, False),
-        add_space_prefix=metadata.get("tokenizer.ggml.add_space_prefix", bool, True),
-    )
 
 
 def gguf_name(name: str) -> str:
@@ -394,3 +306,4 @@ def _pieces(
         except NotImplementedError as error:
             raise ModelError(f"{path}: tensor {tensor.name} is {tensor.kind.name}: {error}") from error
         yield numbers
+    tensor.release()

@@ -4,83 +4,39 @@
 pattern, ids decode to the same text but differ from those that the model was trained on. So unknown names are refused.
 """
 
+from collections.abc import Callable
 from typing import Any
 
-import msgspec
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from pipeline.runtime.rust_panics import panics_as_errors
 from pipeline.stages.prepare.files import shown
+from pipeline.stages.prepare.gguf.pre_tokenizers import PRE_TOKENIZERS, UNNAMED, PreTokenizer
+from pipeline.stages.prepare.gguf.vocabulary import MAX_MERGES, MODEL_KEY, PRE_KEY, GgufVocabulary
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.tokenizer_check import check_encodes
-
-LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
-TEKKEN_SPLIT = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-DIGITS_FIRST = ("smollm", "starcoder", "refact", "command-r", "codeshell")
-"""Single digits, and GPT-2's pattern on the text between them."""
-GPT2_LIKE = ("gpt-2", "olmo", "mpt", "phi-2", "jina-es", "jina-de")
-SPLITS = {
-    "llama-bpe": LLAMA3_SPLIT,
-    "llama3": LLAMA3_SPLIT,
-    "llama-v3": LLAMA3_SPLIT,
-    "smaug-bpe": LLAMA3_SPLIT,
-    "qwen2": QWEN2_SPLIT,
-    "deepseek-r1-qwen": QWEN2_SPLIT,
-    "tekken": TEKKEN_SPLIT,
-}
-WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")
-"""Pre-tokenizers whose words are looked up in the vocabulary before merging."""
-COMPOSED = ("qwen2",)
-"""Pre-tokenizers of models that normalize text to NFC first; llama.cpp leaves that to its caller."""
-ADDS_BOS = WHOLE_WORDS
-"""Pre-tokenizers whose texts begin with BOS, unless the file says otherwise."""
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 SPACE = "▁"
 
-MAX_TOKENS = 2**20
-MAX_TOKEN_BYTES = 1024
-MAX_VOCABULARY_BYTES = 16 * 1024**2
-"""Of all tokens together. Finding SentencePiece's merges tries every split of every token."""
-MAX_MERGES = 2**21
 
+def build(vocabulary: GgufVocabulary, where: str, warn: Callable[[str], None] | None = None) -> Tokenizer:
+    """Build the tokenizer. Raises ModelError for unknown kinds; `where` names the file.
 
-class GgufVocabulary(msgspec.Struct, frozen=True, kw_only=True):
-    """The `tokenizer.ggml.*` keys of a GGUF file."""
-
-    model: str
-    pre: str
-    tokens: list[str]
-    types: list[int]
-    scores: list[float]
-    merges: list[str]
-    bos_id: int | None
-    eos_id: int | None
-    unknown_id: int | None
-    add_bos: bool
-    add_eos: bool
-    add_space_prefix: bool
-
-
-def build(vocabulary: GgufVocabulary, where: str) -> Tokenizer:
-    """Build the tokenizer. Raises ModelError for unknown kinds; `where` names the file."""
+    `warn` takes a line about a file that names no pre-tokenizer.
+    """
     match vocabulary.model:
-        case "gpt2":
-            tokenizer = _byte_level(vocabulary, where)
+        case "gpt2" | "gemma4":
+            tokenizer = _merging(vocabulary, where, warn)
         case "llama":
             tokenizer = _sentencepiece(vocabulary, where)
+        case "bert":
+            tokenizer = _wordpiece(vocabulary)
+        case "t5":
+            tokenizer = _unigram(vocabulary, where)
         case other:
             raise ModelError(
-                f"{where}: tokenizer.ggml.model is {shown(other)}; supported are 'gpt2' and 'llama'. "
+                f"{where}: {MODEL_KEY} is {shown(other)}; supported are 'gpt2', 'llama', 'gemma4', 'bert' and 't5'. "
                 "Use a Hugging Face folder with tokenizer.json instead"
             )
     _add_marked(tokenizer, vocabulary)
@@ -89,43 +45,86 @@ def build(vocabulary: GgufVocabulary, where: str) -> Tokenizer:
     return tokenizer
 
 
-def _byte_level(vocabulary: GgufVocabulary, where: str) -> Tokenizer:
-    pairs = (merge.partition(" ") for merge in vocabulary.merges)
+def _merging(vocabulary: GgufVocabulary, where: str, warn: Callable[[str], None] | None) -> Tokenizer:
+    """BPE by the file's merges, in the words of its pre-tokenizer."""
+    name = "gemma4" if vocabulary.model == "gemma4" else vocabulary.pre
+    pre = _pre_tokenizer(name, where, warn)
+    # A merge is two tokens with a space between; the first may begin with one.
+    pairs = ((merge[:1] + left, right) for merge in vocabulary.merges for left, _, right in [merge[1:].partition(" ")])
     try:
         with panics_as_errors():
             model = models.BPE(
                 vocab={token: i for i, token in enumerate(vocabulary.tokens)},
-                merges=[(left, right) for left, _, right in pairs],
-                ignore_merges=vocabulary.pre in WHOLE_WORDS,
+                merges=list(pairs),
+                ignore_merges=pre.whole_words,
+                byte_fallback=not pre.is_byte_level,
             )
     except Exception as error:  # the library raises nothing more precise
         raise ModelError(f"{where}: tokenizer.ggml.merges does not fit tokenizer.ggml.tokens: {error}") from error
     tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = _split(vocabulary.pre, where)
-    if vocabulary.pre in COMPOSED:
+    splits: list[Any] = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in pre.splits]
+    if pre.is_byte_level:
+        splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+        tokenizer.decoder = decoders.ByteLevel()
+    else:
+        tokenizer.normalizer = normalizers.Replace(" ", SPACE)
+        tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    if pre.composes:
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
-def _split(pre: str, where: str) -> Any:
-    gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    if pre in GPT2_LIKE:
-        return gpt2
-    if pre in DIGITS_FIRST:
-        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
-    if pre in SPLITS:
-        return pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(SPLITS[pre]), behavior="isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
+def _pre_tokenizer(name: str, where: str, warn: Callable[[str], None] | None) -> PreTokenizer:
+    if name == "default":
+        if warn is not None:
+            warn(
+                f"{where} has no {PRE_KEY}, as old files: texts are split by llama.cpp's default, which may differ "
+                "from what the model was trained on. Convert the model again, or get a newer file"
+            )
+        return UNNAMED
+    if (found := PRE_TOKENIZERS.get(name)) is None:
+        raise ModelError(
+            f"{where}: {PRE_KEY} is {shown(name)}; supported are {', '.join(sorted(PRE_TOKENIZERS))}. "
+            "Use a Hugging Face folder with tokenizer.json instead"
         )
-    known = ", ".join(sorted((*GPT2_LIKE, *DIGITS_FIRST, *SPLITS)))
-    raise ModelError(
-        f"{where}: tokenizer.ggml.pre is {shown(pre)}; supported are {known}. "
-        "Use a Hugging Face folder with tokenizer.json instead"
+    return found
+
+
+def _wordpiece(vocabulary: GgufVocabulary) -> Tokenizer:
+    """llama.cpp's converter writes the beginnings of words with ▁ and the rest of words without ##."""
+    tokens = {}
+    for i, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True)):
+        is_whole = kind in (CONTROL, UNKNOWN, USER_DEFINED)
+        tokens[token if is_whole else token[1:] if token.startswith(SPACE) else f"##{token}"] = i
+    unknown = vocabulary.tokens[vocabulary.unknown_id] if vocabulary.unknown_id is not None else "[UNK]"
+    tokenizer = Tokenizer(models.WordPiece(vocab=tokens, unk_token=unknown))
+    tokenizer.normalizer = normalizers.BertNormalizer(
+        lowercase=vocabulary.lowercase, strip_accents=vocabulary.strip_accents
     )
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
+
+
+def _unigram(vocabulary: GgufVocabulary, where: str) -> Tokenizer:
+    """SentencePiece's unigram model: the split into tokens with the best sum of scores."""
+    pieces = list(zip(vocabulary.tokens, vocabulary.scores, strict=True))
+    try:
+        with panics_as_errors():
+            tokenizer = Tokenizer(models.Unigram(pieces, unk_id=vocabulary.unknown_id, byte_fallback=False))
+            rules: list[Any] = [normalizers.Precompiled(vocabulary.charsmap)] if vocabulary.charsmap else []
+    except Exception as error:  # the library raises nothing more precise
+        raise ModelError(f"{where}: its tokens, scores or precompiled_charsmap are invalid: {error}") from error
+    if vocabulary.remove_extra_whitespaces:
+        rules += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    if vocabulary.add_space_prefix:  # not by the pre-tokenizer, which adds none before a space
+        rules.append(normalizers.Prepend(SPACE))
+    tokenizer.normalizer = normalizers.Sequence(rules)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme="never")
+    scheme = "always" if vocabulary.add_space_prefix else "never"
+    tokenizer.decoder = decoders.Metaspace(replacement=SPACE, prepend_scheme=scheme)
+    return tokenizer
 
 
 def _sentencepiece(vocabulary: GgufVocabulary, where: str) -> Tokenizer:

@@ -181,13 +181,18 @@ def save_gguf(
     extra_tensors: Mapping[str, "np.ndarray[Any, Any]"] | None = None,
     without: str = "",
     chat_template: str = "{{ messages }}",
+    alignment: int = 32,
+    tensors_per_file: int = 0,
 ) -> Path:
     """A .gguf file as llama.cpp's converter writes it; matrices are stored as `kind`.
 
+    With `tensors_per_file` it writes parts (NAME-00001-of-00003.gguf, …) instead of `path`.
     `blocks` replaces the content and the kind of some tensors, with the rows of q and k in the order of the file.
     """
     config = model.config
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_per_file)
+    if alignment != 32:
+        writer.add_custom_alignment(alignment)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_embedding_length(config.hidden_size)

@@ -154,7 +154,7 @@ HOSTILE_GGUF = {
     "a key twice": (header(keys=(key("a", UINT32, U32(0)),) * 2), r"'a' appears twice"),
     "a name that is no text": (header(keys=(U64(1) + b"\xff" + U32(UINT32) + U32(0),)), r"name of a key is not UTF-8"),
     "a bool of 2": (header(keys=(key("a", 7, b"\x02"),)), r"'a' has a bool that is neither 0 nor 1"),
-    "big-endian": (b"GGUF" + bytes((0, 0, 0, 3)) + bytes(16), r"it is big-endian"),
+    "big-endian": (b"GGUF" + bytes((0, 0, 0, 3)) + bytes(16), r"is a big-endian GGUF file; only little-endian"),
     "version 1": (b"GGUF" + U32(1) + bytes(16), r"its version is 1; supported are 2 and 3"),
     "no alignment": (header(keys=(key("general.alignment", UINT32, U32(0)),)), r"general\.alignment is 0; it must be"),
     "an odd alignment": (header(keys=(key("general.alignment", UINT32, U32(24)),)), r"general\.alignment is 24"),
@@ -166,14 +166,14 @@ HOSTILE_GGUF = {
     ),
     "dimensions that overflow": (
         header(infos=(info("a", (2**32, 2**32, 2**32), 0, 0),)),
-        r"'a' ends at byte \d{29,}, but the file has",
+        r"it has \d+ of \d{29,} bytes; the tensor 'a' ends there",
     ),
     "a dimension of 0": (header(infos=(info("a", (0,), 0, 0),)), r"'a' has the shape \[0\]"),
     "half a block": (header(infos=(info("a", (33,), 8, 0),)) + bytes(200), r"'a' has the shape \[33\]; rows must be"),
     "an unknown format": (header(infos=(info("a", (8,), 999, 0),)), r"'a' has the unknown type 999"),
     "an offset beyond the file": (
         header(infos=(info("a", (8,), 0, 2**63),)),
-        r"'a' ends at byte \d+, but the file has",
+        r"it has \d+ of \d+ bytes; the tensor 'a' ends there",
     ),
     "an offset between": (header(infos=(info("a", (8,), 0, 7),)) + bytes(99), r"'a' begins at 7, not at a multiple"),
     "tensors that overlap": (
@@ -190,7 +190,7 @@ def test_a_hostile_gguf_header_is_rejected(tmp_path: Path, what: str) -> None:
     path = tmp_path / "a.gguf"
     path.write_bytes(data)
     message = refusal(path)
-    assert message.startswith(f"{path} is not a complete GGUF file")
+    assert message.startswith(f"{path} is " + ("a big-endian" if what == "big-endian" else "not a complete GGUF file"))
     assert_matches(message, words)
 
 

@@ -1,0 +1,55 @@
+"""The keys of a .gguf file, read with errors that name file and key."""
+
+from typing import Any
+
+from pipeline.stages.prepare.files import shown
+from pipeline.stages.prepare.gguf.file import GgufFile
+from pipeline.stages.prepare.shape import check_ids
+from pipeline.stages.prepare.sources.source import ModelError
+
+
+class Metadata:
+    """A GGUF file's keys, read with errors that name file and key."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self.path = file.path
+        self._file = file
+
+    def get(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
+        """The value of a key, `default` if the file lacks it. Raises ModelError if it has another type."""
+        value = self._file.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind not in (bool, object)):
+            raise ModelError(f"{self.path}: {key} is {shown(value)}, not of type {kind}")
+        return value
+
+    def need(self, key: str, kind: type | tuple[type, ...]) -> Any:
+        value = self.get(key, kind)
+        if value is None:
+            raise ModelError(f"{self.path}: the key {key} is missing")
+        return value
+
+    def list_of(self, key: str, kind: type, length: int | None = None) -> "list[Any] | None":
+        """The list under a key, None if absent. Raises ModelError unless it is `length` values of `kind`."""
+        values: list[Any] | None = self.get(key, list)
+        if values is None:
+            return None
+        if not all(isinstance(value, kind) for value in values):
+            raise ModelError(f"{self.path}: {key} has values that are not of type {kind}")
+        if length is not None and len(values) != length:
+            raise ModelError(f"{self.path}: {key} has {len(values)} values; tokenizer.ggml.tokens has {length}")
+        return values
+
+    def refuse_unless(self, key: str, expected: Any, what: str) -> None:
+        """Raises ModelError if the key is present with a value other than `expected`."""
+        value = self.get(key, object, expected)
+        if value != expected:
+            raise ModelError(f"{self.path}: {key} is {shown(value)}: {what} is not supported")
+
+    def token_id(self, key: str, num_tokens: int) -> int | None:
+        """The id under a key, None if absent. Raises ModelError unless it is below `num_tokens`."""
+        token_id: int | None = self.get(key, int)
+        if token_id is not None:
+            check_ids([token_id], num_tokens, self.path, key)
+        return token_id

@@ -1,0 +1,127 @@
+"""Reads the `tokenizer.ggml.*` keys of a .gguf file, with llama.cpp's defaults for those that it lacks."""
+
+import msgspec
+
+from pipeline.stages.prepare.gguf.metadata import Metadata
+from pipeline.stages.prepare.gguf.pre_tokenizers import PRE_TOKENIZERS
+from pipeline.stages.prepare.sources.source import ModelError
+
+MODEL_KEY, PRE_KEY = "tokenizer.ggml.model", "tokenizer.ggml.pre"
+EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+"""The id that ends a sequence, then those that end a turn or a message."""
+BOS_KEY = "tokenizer.ggml.bos_token_id"
+CLS_KEY, SEP_KEY = "tokenizer.ggml.cls_token_id", "tokenizer.ggml.seperator_token_id"
+"""With llama.cpp's spelling."""
+
+MAX_TOKENS = 2**20
+MAX_TOKEN_BYTES = 1024
+MAX_VOCABULARY_BYTES = 16 * 1024**2
+"""Of all tokens together. Finding SentencePiece's merges tries every split of every token."""
+MAX_MERGES = 2**21
+
+
+class GgufVocabulary(msgspec.Struct, frozen=True, kw_only=True):
+    """The `tokenizer.ggml.*` keys of a GGUF file."""
+
+    model: str
+    pre: str
+    """"default" if the file names no pre-tokenizer."""
+    tokens: list[str]
+    types: list[int]
+    scores: list[float]
+    merges: list[str]
+    bos_id: int | None
+    """For WordPiece vocabularies, the id of [CLS]."""
+    eos_id: int | None
+    """For WordPiece vocabularies, and others whose texts end with it, the id of the separator."""
+    unknown_id: int | None
+    add_bos: bool
+    add_eos: bool
+    add_space_prefix: bool
+    remove_extra_whitespaces: bool = False
+    charsmap: bytes = b""
+    """SentencePiece's normalization rules, compiled."""
+    lowercase: bool = True
+    """Of WordPiece vocabularies."""
+    strip_accents: bool = True
+    """Of WordPiece vocabularies."""
+
+
+def read_vocabulary(metadata: Metadata, vocab_size: int) -> GgufVocabulary:
+    """The vocabulary of a file. Raises ModelError if its lists have different lengths, or more entries than
+    `vocab_size`, the number of rows of the embedding."""
+    tokens = metadata.list_of("tokenizer.ggml.tokens", str)
+    if tokens is None:
+        raise ModelError(f"{metadata.path}: the key tokenizer.ggml.tokens is missing")
+    count = len(tokens)
+    _check_sizes(metadata, tokens, vocab_size)
+    merges = metadata.list_of("tokenizer.ggml.merges", str) or []
+    if len(merges) > MAX_MERGES:
+        raise ModelError(
+            f"{metadata.path}: tokenizer.ggml.merges has {len(merges)} merges; at most {MAX_MERGES} are supported"
+        )
+    model = metadata.need(MODEL_KEY, str)
+    bos_key, eos_key = (CLS_KEY, SEP_KEY) if model == "bert" else (BOS_KEY, EOS_KEYS[0])
+    if _adds_sep(metadata):
+        eos_key = SEP_KEY
+    lowercase = metadata.get("tokenizer.ggml.normalizer.lowercase", bool, True)
+    return GgufVocabulary(
+        model=model,
+        pre=metadata.get(PRE_KEY, str) or "default",
+        tokens=tokens,
+        types=metadata.list_of("tokenizer.ggml.token_type", int, count) or [1] * count,
+        scores=metadata.list_of("tokenizer.ggml.scores", float, count) or [0.0] * count,
+        merges=merges,
+        bos_id=metadata.token_id(bos_key, count),
+        eos_id=metadata.token_id(eos_key, count),
+        unknown_id=metadata.token_id("tokenizer.ggml.unknown_token_id", count),
+        add_bos=adds_bos(metadata),
+        add_eos=metadata.get("tokenizer.ggml.add_eos_token", bool, model == "t5") or _adds_sep(metadata),
+        add_space_prefix=metadata.get("tokenizer.ggml.add_space_prefix", bool, True),
+        remove_extra_whitespaces=metadata.get("tokenizer.ggml.remove_extra_whitespaces", bool, False),
+        charsmap=_bytes(metadata, "tokenizer.ggml.precompiled_charsmap"),
+        lowercase=lowercase,
+        strip_accents=metadata.get("tokenizer.ggml.normalizer.strip_accents", bool, lowercase),
+    )
+
+
+def adds_bos(metadata: Metadata) -> bool:
+    """Whether texts begin with BOS. Without the flag, as in llama.cpp: SentencePiece and WordPiece vocabularies, and
+    the pre-tokenizers with `adds_bos`."""
+    model, pre = metadata.get(MODEL_KEY, str), metadata.get(PRE_KEY, str)
+    default = model in ("llama", "bert", "gemma4") or (
+        model == "gpt2" and pre in PRE_TOKENIZERS and PRE_TOKENIZERS[pre].adds_bos
+    )
+    return bool(metadata.get("tokenizer.ggml.add_bos_token", bool, default))
+
+
+def _adds_sep(metadata: Metadata) -> bool:
+    model, pre = metadata.get(MODEL_KEY, str), metadata.get(PRE_KEY, str)
+    default = model == "bert" or (model == "gpt2" and pre in PRE_TOKENIZERS and PRE_TOKENIZERS[pre].adds_sep)
+    return bool(metadata.get("tokenizer.ggml.add_sep_token", bool, default))
+
+
+def _check_sizes(metadata: Metadata, tokens: list[str], vocab_size: int) -> None:
+    count = len(tokens)
+    if count > MAX_TOKENS:
+        raise ModelError(
+            f"{metadata.path}: tokenizer.ggml.tokens has {count} tokens; at most {MAX_TOKENS} are supported"
+        )
+    sizes = [len(token.encode()) for token in tokens]
+    if max(sizes, default=0) > MAX_TOKEN_BYTES or sum(sizes) > MAX_VOCABULARY_BYTES:
+        raise ModelError(
+            f"{metadata.path}: tokenizer.ggml.tokens has {sum(sizes)} bytes, and up to {max(sizes)} in one token; at "
+            f"most {MAX_VOCABULARY_BYTES} and {MAX_TOKEN_BYTES} are supported"
+        )
+    if count > vocab_size:
+        raise ModelError(
+            f"{metadata.path}: tokenizer.ggml.tokens has {count} tokens, but token_embd.weight has {vocab_size} rows"
+        )
+
+
+def _bytes(metadata: Metadata, key: str) -> bytes:
+    """An array of bytes, signed or not; empty if the file lacks the key. Raises ModelError for other values."""
+    values = metadata.list_of(key, int) or []
+    if not all(-128 <= value <= 255 for value in values):
+        raise ModelError(f"{metadata.path}: {key} has values that are not bytes")
+    return bytes(value & 0xFF for value in values)

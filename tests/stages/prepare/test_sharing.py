@@ -1,0 +1,93 @@
+"""Models with the same content share one copy of the weights."""
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pipeline.__main__ import main
+from pipeline.cli.cache import entries as entries_module
+from pipeline.cli.cache.entries import disk_bytes, entries_of
+from pipeline.config.settings import PreparedFormat, Settings
+from pipeline.runtime.model_folder import ModelConfig, hold
+from pipeline.stages.prepare.progress import Silence
+from pipeline.stages.prepare.stage import prepare
+from tests.stages.prepare import checkpoints
+
+WEIGHTS = "model.safetensors"
+
+
+class Said(Silence):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+
+@pytest.fixture
+def copies(tmp_path: Path) -> tuple[Path, Path]:
+    """A file, and a copy of it under another name in another folder."""
+    first = checkpoints.save_gguf(tmp_path / "Tiny.gguf", checkpoints.tiny_llama())
+    (tmp_path / "other").mkdir()
+    return first, shutil.copyfile(first, tmp_path / "other" / "Small.gguf")
+
+
+def prepared(path: Path, said: Silence | None = None, quantization: PreparedFormat = "auto") -> Path:
+    cache = next(parent for parent in path.parents if (parent / "Tiny.gguf").exists()) / "cache"
+    return prepare(Settings(model=str(path), cache_dir=str(cache), quantization=quantization), said or Silence())
+
+
+def test_a_copy_under_another_name_shares_the_weights_and_keeps_its_name(copies: tuple[Path, Path]) -> None:
+    said = Said()
+    first, second = prepared(copies[0]), prepared(copies[1], said)
+    assert first != second
+    assert (first / WEIGHTS).samefile(second / WEIGHTS)
+    assert not (first / "model.json").samefile(second / "model.json")
+    assert (ModelConfig.load(first).name, ModelConfig.load(second).name) == ("Tiny", "Small")
+    assert said.lines == [f"Small has the content of {first.name}: both share one copy of the weights"]
+    assert {path.name for path in first.iterdir()} == {path.name for path in second.iterdir()}
+
+
+def test_other_content_or_another_format_is_not_shared(copies: tuple[Path, Path]) -> None:
+    first = prepared(copies[0])
+    assert not (first / WEIGHTS).samefile(prepared(copies[1], quantization="q8_0") / WEIGHTS)
+    data = bytearray(copies[1].read_bytes())
+    data[-1] ^= 1
+    copies[1].write_bytes(data)
+    assert not (first / WEIGHTS).samefile(prepared(copies[1]) / WEIGHTS)
+
+
+def test_without_hard_links_the_model_is_converted(copies: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: Path, target: Path) -> None:
+        raise PermissionError(errno.EPERM, "no links here", str(source))
+
+    first = prepared(copies[0])
+    monkeypatch.setattr(os, "link", refuse)
+    second = prepared(copies[1])
+    assert not (first / WEIGHTS).samefile(second / WEIGHTS)
+    assert checkpoints.weights_of(first).keys() == checkpoints.weights_of(second).keys()
+
+
+def test_pruning_one_leaves_the_weights_of_the_other(
+    copies: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(entries_module, "find_servers", list)
+    first, second = prepared(copies[0]), prepared(copies[1])
+    own = ["--set", f"cache_dir={first.parent}"]
+    weights = (first / WEIGHTS).read_bytes()
+    entries = entries_of(first.parent)
+    assert sum(entry.num_bytes for entry in entries) - disk_bytes(entries) == len(weights)
+    assert main(["cache", "ls", *own]) == 0
+    assert "models of the same content share" in capsys.readouterr().out
+    held = hold(second)  # as a server does
+    assert held is not None
+    with held:
+        assert main(["cache", "prune", "--all", *own]) == 0
+    assert not first.exists()
+    assert (second / WEIGHTS).read_bytes() == weights
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("removed ")
+    assert "MiB" not in last  # only the small files were freed
