@@ -68,9 +68,27 @@ INLINE void multiply_bf16(const act* const (&rows)[R], const uint32_t* const (&p
 
 // --- groups of 32 -----------------------------------------------------------------------------------------------------
 
-constexpr int GROUP_8_BYTES = group_bytes(Format::Q8_0);
+constexpr int GROUP_8_BYTES = block_bytes(Format::Q8_0);
 
-// Adds the dot products of one group, for R rows and P panels, to int32: exact on every ISA. Times 16 if TIMES_16.
+// Four numbers of depth, `step` of the eight of a group, for LANES outputs: a byte each.
+template <Format F>
+INLINE vu load_codes(const uint8_t* codes, int step) {
+    constexpr int PLANE = 4 * PANEL;
+    const vu word = load<vu>(codes + step / 2 * PLANE);
+    vu four = (step % 2 ? word >> 4 : word) & 0x0F0F0F0Fu;
+    if constexpr (code_bits(F) == 5) {
+        const vu above = load<vu>(codes + 4 * PLANE);
+        four |= (step < 4 ? above << (4 - step) : above >> (step - 4)) & 0x10101010u;
+    }
+    if constexpr (code_bits(F) == 6) {
+        const vu above = load<vu>(codes + (4 + step / 4) * PLANE);
+        four |= (step % 4 < 2 ? above << (4 - step % 4 * 2) : above >> (step % 4 * 2 - 4)) & 0x30303030u;
+    }
+    return four;
+}
+
+// Adds the dot products of one group, for R rows and P panels, to int32: exact on every ISA. Times 16 if TIMES_16. For
+// codes of 4 bits.
 template <int R, int P, bool TIMES_16 = false>
 INLINE void dot_group4(const int8_t* const (&codes)[R], int offset, const uint8_t* panel, size_t panel_bytes,
                        vi (&dots)[R][P][VECTORS]) {
@@ -101,37 +119,133 @@ INLINE void dot_group4(const int8_t* const (&codes)[R], int offset, const uint8_
             }
 }
 
+// Factors of the sums of a group's two halves, twice as 16 bits in a lane: 1, in q6_k their scales.
+template <Format F>
+INLINE void load_factors(const uint8_t* scales, vi (&factors)[2]) {
+    if constexpr (F == Format::Q6_K) {
+        const vu pairs = bits<vu>(sign_extend_bytes(reinterpret_cast<const int8_t*>(scales)));
+        factors[0] = bits<vi>(pairs << 16 | (pairs & 0xFFFFu));
+        factors[1] = bits<vi>(pairs >> 16 | (pairs & 0xFFFF0000u));
+    } else {
+        factors[0] = factors[1] = 0x00010001 - vi{};
+    }
+}
+
+// Adds the dot products of one group to int32, with codes of 5 or 6 bits and each half times its factor; 16 times as much
+// if TIMES_16. `ROUNDS` of a half must be added up before 16 bits overflow.
+template <Format F, int R, int P, bool TIMES_16>
+INLINE void dot_half(const int8_t* const (&codes)[R], int offset, const uint8_t* panel, size_t panel_bytes, int half,
+                     const vi (&factors)[P][VECTORS][2], vi (&dots)[R][P][VECTORS]) {
+    typedef int16_t words __attribute__((vector_size(4 * LANES)));
+    // The lower halves of activations are less than 16.
+    constexpr int AT_ONCE = SUMS_ARE_PAIRS && code_bits(F) == 6 && TIMES_16 ? 2 : 4;
+#pragma GCC unroll 2
+    for (int begin = 4 * half; begin < 4 * half + 4; begin += AT_ONCE) {
+        vi acc[R][P][VECTORS] = {};
+#pragma GCC unroll 4
+        for (int step = begin; step < begin + AT_ONCE; step++) {
+            vu weights[P][VECTORS];
+            for (int p = 0; p < P; p++)
+                for (int v = 0; v < VECTORS; v++)
+                    weights[p][v] = load_codes<F>(panel + p * panel_bytes + v * 4 * LANES, step);
+            for (int r = 0; r < R; r++) {
+                const vu four = load<uint32_t>(codes[r] + offset + 4 * step) - vu{};
+                for (int p = 0; p < P; p++)
+                    for (int v = 0; v < VECTORS; v++) acc[r][p][v] = dot_nibbles(acc[r][p][v], weights[p][v], four);
+            }
+        }
+        for (int p = 0; p < P; p++)
+            for (int v = 0; v < VECTORS; v++) {
+                const vi one = factors[p][v][half], factor = TIMES_16 ? bits<vi>(bits<words>(one) << 4) : one;
+                for (int r = 0; r < R; r++) dots[r][p][v] = add_nibbles(dots[r][p][v], acc[r][p][v], factor);
+            }
+    }
+}
+
+// What the integers of a group are multiplied with, and what is added to the products: for LANES outputs.
+template <Format F>
+INLINE vf load_scale(const uint16_t* halves, const uint8_t* small) {
+    const vf scale = load_f16(halves);
+    if constexpr (F == Format::Q4_K || F == Format::Q5_K) return scale * __builtin_convertvector(load_bytes(small), vf);
+    return scale;
+}
+
+template <Format F>
+INLINE vf load_minimum(const uint16_t* halves, const uint8_t* small) {
+    if constexpr (!has_minimums(F)) return vf{};
+    const vf minimum = load_f16(halves + PANEL);
+    if constexpr (block_groups(F) > 1) return -(minimum * __builtin_convertvector(load_bytes(small + 8 * PANEL), vf));
+    return minimum;
+}
+
+// Codes of 4 to 6 bits.
 template <Format F, Form A, int R, int P>
-INLINE void multiply_4(const Rows& rows, int first_row, const uint8_t* panel, size_t panel_bytes, int depth,
-                       vf (&acc)[R][P][VECTORS], const uint8_t* ahead) {
-    constexpr int CODES = A == Form::SPLIT ? SPLIT_GROUP_BYTES : GROUP;  // bytes of a group
+INLINE void multiply_bits(const Rows& rows, int first_row, const uint8_t* panel, size_t panel_bytes, int depth,
+                          vf (&acc)[R][P][VECTORS], const uint8_t* ahead) {
+    constexpr int CODES = A == Form::SPLIT ? SPLIT_GROUP_BYTES : GROUP;  // bytes of a group of activations
+    constexpr int GROUPS = block_groups(F), WEIGHTS = code_bytes(F), SMALL = GROUPS * WEIGHTS;
+    constexpr int HALVES = SMALL + small_scale_bytes(F), BLOCK_BYTES = block_bytes(F);
+    constexpr int SMALL_BYTES = F == Format::Q6_K ? 2 : 1;  // of an output
     const int8_t* codes[R];
     for (int r = 0; r < R; r++) codes[r] = rows.codes(first_row + r);
     const float* scales = rows.scales(first_row, depth / GROUP * CODES);
     const size_t stride = rows.stride / 4;
     const int groups = depth / GROUP;
-    for (int g = 0; g < groups; g++, panel += group_bytes(F)) {
-        if (ahead)
-            for (int p = 0; p < P; p++) prefetch<L2>(ahead + p * panel_bytes + g * group_bytes(F), group_bytes(F));
+    for (int g = 0; g < groups; g++) {
+        const int in_block = GROUPS == 1 ? 0 : g % GROUPS;
+        const uint8_t* group = panel + in_block * WEIGHTS;
+        if (ahead) {
+            const int bytes = GROUPS > 1 ? WEIGHTS : BLOCK_BYTES;
+            for (int p = 0; p < P; p++) prefetch<L2>(ahead + p * panel_bytes + in_block * WEIGHTS, bytes);
+            if (GROUPS > 1 && in_block == GROUPS - 1)
+                for (int p = 0; p < P; p++) prefetch<L2>(ahead + p * panel_bytes + SMALL, BLOCK_BYTES - SMALL);
+        }
         vi dots[R][P][VECTORS] = {};
-        dot_group4<R, P, A == Form::SPLIT>(codes, 0, panel, panel_bytes, dots);
-        if constexpr (A == Form::SPLIT) dot_group4<R, P>(codes, GROUP, panel, panel_bytes, dots);
+        vi pairs[P][VECTORS];  // of q6_k: the scales of both halves
+        if constexpr (code_bits(F) == 4) {
+            dot_group4<R, P, A == Form::SPLIT>(codes, 0, group, panel_bytes, dots);
+            if constexpr (A == Form::SPLIT) dot_group4<R, P>(codes, GROUP, group, panel_bytes, dots);
+        } else {
+            vi factors[P][VECTORS][2];
+            for (int p = 0; p < P; p++)
+                for (int v = 0; v < VECTORS; v++) {
+                    const uint8_t* small = panel + p * panel_bytes + SMALL + (in_block * PANEL + v * LANES) * SMALL_BYTES;
+                    load_factors<F>(small, factors[p][v]);
+                    if constexpr (F == Format::Q6_K)
+                        pairs[p][v] = sign_extend_bytes(reinterpret_cast<const int8_t*>(small));
+                }
+            for (int half = 0; half < 2; half++) {
+                dot_half<F, R, P, A == Form::SPLIT>(codes, 0, group, panel_bytes, half, factors, dots);
+                if constexpr (A == Form::SPLIT)
+                    dot_half<F, R, P, false>(codes, GROUP, group, panel_bytes, half, factors, dots);
+            }
+        }
         for (int p = 0; p < P; p++)
             for (int v = 0; v < VECTORS; v++) {
-                const uint16_t* factors = reinterpret_cast<const uint16_t*>(panel + p * panel_bytes + 256) + v * LANES;
-                const vf scale = load_f16(factors);
-                vf minimum{};
-                if constexpr (F == Format::Q4_1) minimum = load_f16(factors + PANEL);
+                const uint8_t* block = panel + p * panel_bytes;
+                const uint16_t* halves = reinterpret_cast<const uint16_t*>(block + HALVES) + v * LANES;
+                const uint8_t* small = block + SMALL + in_block * PANEL + v * LANES;
+                const vf scale = load_scale<F>(halves, small), minimum = load_minimum<F>(halves, small);
                 for (int r = 0; r < R; r++) {
+                    const float* row = scales + r * stride + g;
                     vi dot = dots[r][p][v];
-                    if constexpr (F == Format::Q4_0) dot -= 8 * load<int32_t>(scales + r * stride + groups + g);
+                    if constexpr (F == Format::Q6_K) {
+                        const vi sums = load<int32_t>(row + 3 * groups) - vi{};
+                        dot -= finish_words(dot_words(word_sums{}, pairs[p][v], sums)) << 5;
+                    } else if constexpr (zero_code(F) != 0) {
+                        dot -= zero_code(F) * load<int32_t>(row + groups);
+                    }
                     const vf value = __builtin_convertvector(dot, vf) * scale;
-                    acc[r][p][v] = fma(value, splat(scales[r * stride + g]), acc[r][p][v]);
-                    if constexpr (F == Format::Q4_1)
-                        acc[r][p][v] = fma(minimum, splat(scales[r * stride + 2 * groups + g]), acc[r][p][v]);
+                    acc[r][p][v] = fma(value, splat(*row), acc[r][p][v]);
+                    if constexpr (has_minimums(F))
+                        acc[r][p][v] = fma(minimum, splat(row[2 * groups]), acc[r][p][v]);
                 }
             }
         for (int r = 0; r < R; r++) codes[r] += CODES;
+        if (in_block == GROUPS - 1) {
+            panel += BLOCK_BYTES;
+            if (ahead) ahead += BLOCK_BYTES;
+        }
     }
 }
 
@@ -201,15 +315,21 @@ __attribute__((noinline)) static void multiply_panels(const Rows& rows, int firs
         if constexpr (R <= MOST_ROWS_8)
             multiply_8<R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
     } else if constexpr (R <= MOST_ROWS_4) {
-        const bool minimums = matrix.format == Format::Q4_1;
-        if (matrix.form == Form::BYTES && minimums)
-            multiply_4<Format::Q4_1, Form::BYTES, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
-        else if (matrix.form == Form::BYTES)
-            multiply_4<Format::Q4_0, Form::BYTES, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
-        else if (minimums)
-            multiply_4<Format::Q4_1, Form::SPLIT, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
-        else
-            multiply_4<Format::Q4_0, Form::SPLIT, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
+        const auto multiply_as = [&]<Format F>() {
+            if (matrix.form == Form::BYTES)
+                multiply_bits<F, Form::BYTES, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
+            else
+                multiply_bits<F, Form::SPLIT, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
+        };
+        switch (matrix.format) {
+            case Format::Q4_0: multiply_as.template operator()<Format::Q4_0>(); break;
+            case Format::Q4_1: multiply_as.template operator()<Format::Q4_1>(); break;
+            case Format::Q5_0: multiply_as.template operator()<Format::Q5_0>(); break;
+            case Format::Q5_1: multiply_as.template operator()<Format::Q5_1>(); break;
+            case Format::Q4_K: multiply_as.template operator()<Format::Q4_K>(); break;
+            case Format::Q5_K: multiply_as.template operator()<Format::Q5_K>(); break;
+            default: multiply_as.template operator()<Format::Q6_K>();
+        }
     }
     for (int r = 0; r < R; r++)
         for (int p = 0; p < P; p++)

@@ -16,6 +16,8 @@ from typing import BinaryIO, Literal
 
 import msgspec
 
+CONVERTED = "converted.txt"
+"""A file of a prepared folder whose matrices don't all have the formats of the source: a line that says what they became."""
 STAMP = "complete.json"
 """The file that prepare writes last."""
 
