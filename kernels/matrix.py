@@ -167,8 +167,8 @@ def quantize(values: Tensor, format: Format) -> Matrix:
     """A float matrix [N, K] in a format.
 
     Raises ValueError if blocks can't hold it: columns that aren't whole groups, values that aren't finite, a scale or
-    minimum beyond float16. If a group's scale underflows in float16, the group becomes zero, or its minimum. Also raises
-    it for a format that is only dequantized.
+    minimum beyond float16. If a group's scale underflows in float16, the group becomes zero, or its minimum. Also
+    raises ValueError for a format that is only dequantized.
     """
     num_rows, num_columns = values.shape
     if format in FLOATS:
@@ -204,7 +204,7 @@ def _nibbles(pairs: Tensor, run: int) -> Tensor:
 
 
 def _six_bits(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and minimums of a K-quant's 8 groups of 32, as in `get_scale_min_k4` of ggml-quants.c: [N, blocks, 8] each.
+    """Scales and minimums of a K-quant's 8 groups, as in `get_scale_min_k4` of ggml-quants.c: [N, blocks, 8] each.
 
     Bytes 4 to 15 of a block: the first four scales, the first four minimums, and the lower halves of the others. The
     upper bits of the latter are those of the first eight bytes.

@@ -2,20 +2,20 @@
 
 A block of each quantized format, as in a .gguf file (w is the dequantized weight):
 
-    q8_0  32 columns    34 bytes   d: f16 │ q: 32 × int8                                   w = d * q
-    q4_0  32            18         d: f16 │ q: 32 × 4 bits                                 w = d * (q - 8)
-    q4_1  32            20         d: f16 │ m: f16 │ q: 32 × 4 bits                        w = d * q + m
-    q5_0  32            22         d: f16 │ h: 32 × 1 bit │ q: 32 × 4 bits                 w = d * (q + 16 h - 16)
-    q5_1  32            24         d: f16 │ m: f16 │ h: 32 × 1 bit │ q: 32 × 4 bits        w = d * (q + 16 h) + m
-    q4_k  256          144         d, n: f16 │ s, m: 8 × 6 bits each │ q: 256 × 4 bits     w = d * s * q - n * m
-    q5_k  256          176         the same, with h: 256 × 1 bit before q                  w = d * s * (q + 16 h) - n * m
+    q8_0   32 columns   34 bytes   d: f16 │ q: 32 × int8                                w = d * q
+    q4_0   32           18         d: f16 │ q: 32 × 4 bits                              w = d * (q - 8)
+    q4_1   32           20         d: f16 │ m: f16 │ q: 32 × 4 bits                     w = d * q + m
+    q5_0   32           22         d: f16 │ h: 32 × 1 bit │ q: 32 × 4 bits              w = d * (q + 16h - 16)
+    q5_1   32           24         d, m: f16 │ h: 32 × 1 bit │ q: 32 × 4 bits           w = d * (q + 16h) + m
+    q4_k  256          144         d, n: f16 │ s, m: 8 × 6 bits each │ q: 256 × 4 bits  w = d * s * q - n * m
+    q5_k  256          176         the same, with h: 256 × 1 bit before q               w = d * s * (q + 16h) - n * m
     q6_k  256          210         q: 256 × 4 bits │ h: 256 × 2 bits │ s: 16 × int8 │ d: f16
-                                                                                           w = d * s * (q + 16 h - 32)
+                                                                                        w = d * s * (q + 16h - 32)
 
-A block of 256 columns has a scale s, and in q4_k and q5_k a minimum m, for each 32 columns; q6_k has a scale for each 16.
-Byte i of the 4-bit codes of 32 columns holds column i in its low half and column i + 16 in its high half; in the blocks
-of 256, 32 bytes hold 64 columns (q6_k: 64 bytes 128 columns) in the same way. This module imports no torch: the CPU
-library reads stored matrices as they are. kernels/matrix.py converts and quantizes them.
+A block of 256 columns has a scale s, and in q4_k and q5_k a minimum m, for each 32 columns; q6_k has a scale for each
+16. Byte i of the 4-bit codes of 32 columns holds column i in its low half and column i + 16 in its high half; in the
+blocks of 256, 32 bytes hold 64 columns (q6_k: 64 bytes 128 columns) in the same way. This module imports no torch: the
+CPU library reads stored matrices as they are. kernels/matrix.py converts and quantizes them.
 
 Shapes: N rows, K columns.
 """

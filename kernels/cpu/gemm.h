@@ -89,6 +89,11 @@ INLINE vu load_codes(const uint8_t* codes, int step) {
 
 // Adds the dot products of one group, for R rows and P panels, to int32: exact on every ISA. Times 16 if TIMES_16. For
 // codes of 4 bits.
+//
+// Whether several rows are done like this, too. At AVX-512 two panels of six rows fit into registers, while elsewhere
+// unpacking takes too long.
+constexpr bool IN_TWO_PASSES = LANES == 16;
+
 template <int R, int P, bool TIMES_16 = false>
 INLINE void dot_group4(const int8_t* const (&codes)[R], int offset, const uint8_t* panel, size_t panel_bytes,
                        vi (&dots)[R][P][VECTORS]) {
@@ -119,47 +124,56 @@ INLINE void dot_group4(const int8_t* const (&codes)[R], int offset, const uint8_
             }
 }
 
-// Factors of the sums of a group's two halves, twice as 16 bits in a lane: 1, in q6_k their scales.
-template <Format F>
-INLINE void load_factors(const uint8_t* scales, vi (&factors)[2]) {
-    if constexpr (F == Format::Q6_K) {
-        const vu pairs = bits<vu>(sign_extend_bytes(reinterpret_cast<const int8_t*>(scales)));
-        factors[0] = bits<vi>(pairs << 16 | (pairs & 0xFFFFu));
-        factors[1] = bits<vi>(pairs >> 16 | (pairs & 0xFFFF0000u));
-    } else {
-        factors[0] = factors[1] = 0x00010001 - vi{};
+// The dot products of one group, for R rows and N vectors of outputs, to int32: exact on every ISA. `weights(n, step)` are
+// codes of BITS bits. 6-bit codes have factors for both halves of the group, twice as 16 bits in a lane.
+template <int BITS, Form A, int R, int N, class Weights>
+INLINE void dot_codes(const int8_t* const (&codes)[R], const Weights& weights, const vi (&factors)[N][2],
+                      vi (&dots)[R][N]) {
+    typedef int16_t words __attribute__((vector_size(4 * LANES)));
+    constexpr bool SPLIT = A == Form::SPLIT;
+    constexpr int SHIFT = SPLIT ? 4 : 0;
+    // Steps after which sums are added to `dots`: those of large codes before 16 bits overflow.
+    constexpr int LOW_STEPS = BITS == 6 ? 4 : 8;
+    constexpr int STEPS = !SUMS_ARE_PAIRS ? LOW_STEPS : BITS == 4 ? 8 : BITS == 5 ? 4 : 2;
+    vi high[R][N] = {}, low[R][N] = {};
+    for (int r = 0; r < R; r++)
+        for (int n = 0; n < N; n++) dots[r][n] = vi{};
+#pragma GCC unroll 8
+    for (int step = 0; step < 8; step++) {
+        vu fours[N];
+        for (int n = 0; n < N; n++) fours[n] = weights(n, step);
+        for (int r = 0; r < R; r++) {
+            const vu four = load<uint32_t>(codes[r] + 4 * step) - vu{};
+            for (int n = 0; n < N; n++) high[r][n] = dot_nibbles(high[r][n], fours[n], four);
+            if constexpr (SPLIT) {
+                const vu rest = load<uint32_t>(codes[r] + GROUP + 4 * step) - vu{};
+                for (int n = 0; n < N; n++) low[r][n] = dot_nibbles(low[r][n], fours[n], rest);
+            }
+        }
+        if (step % STEPS == STEPS - 1)
+            for (int n = 0; n < N; n++) {
+                const vi factor = bits<vi>(bits<words>(factors[n][step / 4]) << SHIFT);
+                for (int r = 0; r < R; r++) {
+                    dots[r][n] = BITS == 6 ? add_nibbles(dots[r][n], high[r][n], factor)
+                                           : add_shifted_nibbles<SHIFT>(dots[r][n], high[r][n]);
+                    high[r][n] = vi{};
+                }
+            }
+        if (SPLIT && step % LOW_STEPS == LOW_STEPS - 1)
+            for (int n = 0; n < N; n++)
+                for (int r = 0; r < R; r++) {
+                    dots[r][n] = BITS == 6 ? add_nibbles(dots[r][n], low[r][n], factors[n][step / 4])
+                                           : add_shifted_nibbles<0>(dots[r][n], low[r][n]);
+                    low[r][n] = vi{};
+                }
     }
 }
 
-// Adds the dot products of one group to int32, with codes of 5 or 6 bits and each half times its factor; 16 times as much
-// if TIMES_16. `ROUNDS` of a half must be added up before 16 bits overflow.
-template <Format F, int R, int P, bool TIMES_16>
-INLINE void dot_half(const int8_t* const (&codes)[R], int offset, const uint8_t* panel, size_t panel_bytes, int half,
-                     const vi (&factors)[P][VECTORS][2], vi (&dots)[R][P][VECTORS]) {
-    typedef int16_t words __attribute__((vector_size(4 * LANES)));
-    // The lower halves of activations are less than 16.
-    constexpr int AT_ONCE = SUMS_ARE_PAIRS && code_bits(F) == 6 && TIMES_16 ? 2 : 4;
-#pragma GCC unroll 2
-    for (int begin = 4 * half; begin < 4 * half + 4; begin += AT_ONCE) {
-        vi acc[R][P][VECTORS] = {};
-#pragma GCC unroll 4
-        for (int step = begin; step < begin + AT_ONCE; step++) {
-            vu weights[P][VECTORS];
-            for (int p = 0; p < P; p++)
-                for (int v = 0; v < VECTORS; v++)
-                    weights[p][v] = load_codes<F>(panel + p * panel_bytes + v * 4 * LANES, step);
-            for (int r = 0; r < R; r++) {
-                const vu four = load<uint32_t>(codes[r] + offset + 4 * step) - vu{};
-                for (int p = 0; p < P; p++)
-                    for (int v = 0; v < VECTORS; v++) acc[r][p][v] = dot_nibbles(acc[r][p][v], weights[p][v], four);
-            }
-        }
-        for (int p = 0; p < P; p++)
-            for (int v = 0; v < VECTORS; v++) {
-                const vi one = factors[p][v][half], factor = TIMES_16 ? bits<vi>(bits<words>(one) << 4) : one;
-                for (int r = 0; r < R; r++) dots[r][p][v] = add_nibbles(dots[r][p][v], acc[r][p][v], factor);
-            }
-    }
+// Pairs of factors of a group's halves, for LANES outputs, to factors of each half twice.
+INLINE void spread_factors(vi pairs, vi (&factors)[2]) {
+    const vu words = bits<vu>(pairs);
+    factors[0] = bits<vi>(words << 16 | (words & 0xFFFFu));
+    factors[1] = bits<vi>(words >> 16 | (words & 0xFFFF0000u));
 }
 
 // What the integers of a group are multiplied with, and what is added to the products: for LANES outputs.
@@ -178,73 +192,92 @@ INLINE vf load_minimum(const uint16_t* halves, const uint8_t* small) {
     return minimum;
 }
 
-// Codes of 4 to 6 bits.
+// acc + the dot products of a group, scaled. `row` points to the scale of the group's activations; `pairs` are the factors
+// of 6-bit codes.
+template <int ZERO, bool MINIMUMS>
+INLINE vf add_group(vf acc, vi dot, vf scale, vf minimum, vi pairs, const float* row, int groups) {
+    if constexpr (ZERO == zero_code(Format::Q6_K)) {
+        const vi sums = load<int32_t>(row + 3 * groups) - vi{};
+        dot -= finish_words(dot_words(word_sums{}, pairs, sums)) << 5;
+    } else if constexpr (ZERO != 0) {
+        dot -= ZERO * load<int32_t>(row + groups);
+    }
+    acc = fma(__builtin_convertvector(dot, vf) * scale, splat(*row), acc);
+    return MINIMUMS ? fma(minimum, splat(row[2 * groups]), acc) : acc;
+}
+
+// Places in a panel.
+template <Format F>
+struct BlockLayout {
+    static constexpr int GROUPS = block_groups(F), CODES = code_bytes(F), SMALL = GROUPS * CODES;
+    static constexpr int HALVES = SMALL + small_scale_bytes(F), BYTES = block_bytes(F);
+    static constexpr int SMALL_BYTES = F == Format::Q6_K ? 2 : 1;  // of an output
+
+    // Vector `v` of the outputs of group `g` of a block.
+    static const uint8_t* small(const uint8_t* block, int g, int v) {
+        return block + SMALL + (g * PANEL + v * LANES) * SMALL_BYTES;
+    }
+    static const uint16_t* halves(const uint8_t* block, int v) {
+        return reinterpret_cast<const uint16_t*>(block + HALVES) + v * LANES;
+    }
+    static vi pairs(const uint8_t* block, int g, int v) {
+        if constexpr (F != Format::Q6_K) return vi{};
+        return sign_extend_bytes(reinterpret_cast<const int8_t*>(small(block, g, v)));
+    }
+};
+
+// Codes of 4 to 6 bits, unpacked in registers.
 template <Format F, Form A, int R, int P>
 INLINE void multiply_bits(const Rows& rows, int first_row, const uint8_t* panel, size_t panel_bytes, int depth,
                           vf (&acc)[R][P][VECTORS], const uint8_t* ahead) {
+    typedef BlockLayout<F> Layout;
     constexpr int CODES = A == Form::SPLIT ? SPLIT_GROUP_BYTES : GROUP;  // bytes of a group of activations
-    constexpr int GROUPS = block_groups(F), WEIGHTS = code_bytes(F), SMALL = GROUPS * WEIGHTS;
-    constexpr int HALVES = SMALL + small_scale_bytes(F), BLOCK_BYTES = block_bytes(F);
-    constexpr int SMALL_BYTES = F == Format::Q6_K ? 2 : 1;  // of an output
     const int8_t* codes[R];
     for (int r = 0; r < R; r++) codes[r] = rows.codes(first_row + r);
     const float* scales = rows.scales(first_row, depth / GROUP * CODES);
     const size_t stride = rows.stride / 4;
     const int groups = depth / GROUP;
     for (int g = 0; g < groups; g++) {
-        const int in_block = GROUPS == 1 ? 0 : g % GROUPS;
-        const uint8_t* group = panel + in_block * WEIGHTS;
-        if (ahead) {
-            const int bytes = GROUPS > 1 ? WEIGHTS : BLOCK_BYTES;
-            for (int p = 0; p < P; p++) prefetch<L2>(ahead + p * panel_bytes + in_block * WEIGHTS, bytes);
-            if (GROUPS > 1 && in_block == GROUPS - 1)
-                for (int p = 0; p < P; p++) prefetch<L2>(ahead + p * panel_bytes + SMALL, BLOCK_BYTES - SMALL);
-        }
-        vi dots[R][P][VECTORS] = {};
-        vi pairs[P][VECTORS];  // of q6_k: the scales of both halves
+        const int in_block = Layout::GROUPS == 1 ? 0 : g % Layout::GROUPS;
+        const bool is_last = in_block == Layout::GROUPS - 1;
+        const uint8_t* group = panel + in_block * Layout::CODES;
+        if (ahead)
+            for (int p = 0; p < P; p++) {
+                prefetch<L2>(ahead + p * panel_bytes + in_block * Layout::CODES, Layout::CODES);
+                if (is_last) prefetch<L2>(ahead + p * panel_bytes + Layout::SMALL, Layout::BYTES - Layout::SMALL);
+            }
+        vi pairs[P][VECTORS], dots[R][P][VECTORS] = {};
+        for (int p = 0; p < P; p++)
+            for (int v = 0; v < VECTORS; v++) pairs[p][v] = Layout::pairs(panel + p * panel_bytes, in_block, v);
         if constexpr (code_bits(F) == 4) {
             dot_group4<R, P, A == Form::SPLIT>(codes, 0, group, panel_bytes, dots);
             if constexpr (A == Form::SPLIT) dot_group4<R, P>(codes, GROUP, group, panel_bytes, dots);
         } else {
-            vi factors[P][VECTORS][2];
-            for (int p = 0; p < P; p++)
-                for (int v = 0; v < VECTORS; v++) {
-                    const uint8_t* small = panel + p * panel_bytes + SMALL + (in_block * PANEL + v * LANES) * SMALL_BYTES;
-                    load_factors<F>(small, factors[p][v]);
-                    if constexpr (F == Format::Q6_K)
-                        pairs[p][v] = sign_extend_bytes(reinterpret_cast<const int8_t*>(small));
-                }
-            for (int half = 0; half < 2; half++) {
-                dot_half<F, R, P, A == Form::SPLIT>(codes, 0, group, panel_bytes, half, factors, dots);
-                if constexpr (A == Form::SPLIT)
-                    dot_half<F, R, P, false>(codes, GROUP, group, panel_bytes, half, factors, dots);
+            for (int p = 0; p < P; p++) {
+                vi factors[VECTORS][2], found[R][VECTORS];
+                for (int v = 0; v < VECTORS; v++) spread_factors(pairs[p][v], factors[v]);
+                const auto weights = [&](int v, int step) {
+                    return load_codes<F>(group + p * panel_bytes + v * 4 * LANES, step);
+                };
+                dot_codes<code_bits(F), A, R, VECTORS>(codes, weights, factors, found);
+                for (int r = 0; r < R; r++)
+                    for (int v = 0; v < VECTORS; v++) dots[r][p][v] = found[r][v];
             }
         }
         for (int p = 0; p < P; p++)
             for (int v = 0; v < VECTORS; v++) {
                 const uint8_t* block = panel + p * panel_bytes;
-                const uint16_t* halves = reinterpret_cast<const uint16_t*>(block + HALVES) + v * LANES;
-                const uint8_t* small = block + SMALL + in_block * PANEL + v * LANES;
+                const uint16_t* halves = Layout::halves(block, v);
+                const uint8_t* small = Layout::small(block, in_block, v);
                 const vf scale = load_scale<F>(halves, small), minimum = load_minimum<F>(halves, small);
-                for (int r = 0; r < R; r++) {
-                    const float* row = scales + r * stride + g;
-                    vi dot = dots[r][p][v];
-                    if constexpr (F == Format::Q6_K) {
-                        const vi sums = load<int32_t>(row + 3 * groups) - vi{};
-                        dot -= finish_words(dot_words(word_sums{}, pairs[p][v], sums)) << 5;
-                    } else if constexpr (zero_code(F) != 0) {
-                        dot -= zero_code(F) * load<int32_t>(row + groups);
-                    }
-                    const vf value = __builtin_convertvector(dot, vf) * scale;
-                    acc[r][p][v] = fma(value, splat(*row), acc[r][p][v]);
-                    if constexpr (has_minimums(F))
-                        acc[r][p][v] = fma(minimum, splat(row[2 * groups]), acc[r][p][v]);
-                }
+                for (int r = 0; r < R; r++)
+                    acc[r][p][v] = add_group<zero_code(F), has_minimums(F)>(
+                        acc[r][p][v], dots[r][p][v], scale, minimum, pairs[p][v], scales + r * stride + g, groups);
             }
         for (int r = 0; r < R; r++) codes[r] += CODES;
-        if (in_block == GROUPS - 1) {
-            panel += BLOCK_BYTES;
-            if (ahead) ahead += BLOCK_BYTES;
+        if (is_last) {
+            panel += Layout::BYTES;
+            if (ahead) ahead += Layout::BYTES;
         }
     }
 }
@@ -314,9 +347,10 @@ __attribute__((noinline)) static void multiply_panels(const Rows& rows, int firs
     } else if (matrix.format == Format::Q8_0) {
         if constexpr (R <= MOST_ROWS_8)
             multiply_8<R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
-    } else if constexpr (R <= MOST_ROWS_4) {
+    } else if constexpr (R == 1 || (IN_TWO_PASSES && R <= MOST_ROWS_4)) {
         const auto multiply_as = [&]<Format F>() {
-            if (matrix.form == Form::BYTES)
+            if constexpr (R > 1 && code_bits(F) > 4) return;  // gemm_wide.h does these
+            else if (matrix.form == Form::BYTES)
                 multiply_bits<F, Form::BYTES, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
             else
                 multiply_bits<F, Form::SPLIT, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);

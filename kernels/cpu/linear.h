@@ -38,7 +38,11 @@ class Gemm : public Op {
         return tiles;
     }
 
-    size_t scratch_bytes() const override { return size_t(MOST_PART_ROWS) * panels_ * PANEL * 4; }
+    size_t scratch_bytes() const override {
+        size_t bytes = 0;
+        for (const Product& product : products_) bytes = std::max(bytes, wide_bytes(product.matrix));
+        return value_bytes() + bytes;
+    }
 
     void tile(const Step& step, int index, const Scratch& scratch) override {
         const Tile now = tile_at(index), next = tile_at(scratch.next);
@@ -58,7 +62,7 @@ class Gemm : public Op {
                 const Piece& piece = now.pieces[i];
                 const bool goes_on = row == 0 && i < next.num_pieces && next.pieces[i].product == piece.product &&
                                      next.pieces[i].panels == piece.panels;
-                multiply_piece(piece, part, to, goes_on ? panel(next.pieces[i]) : nullptr);
+                multiply_piece(piece, part, to, goes_on ? panel(next.pieces[i]) : nullptr, scratch.memory + value_bytes());
                 to += piece.panels * PANEL;
             }
             finish(step, part, scratch);
@@ -141,13 +145,15 @@ class Gemm : public Op {
         return matrix.panels + piece.first * matrix.panel_bytes();
     }
 
-    void multiply_piece(const Piece& piece, const Part& part, float* to, const uint8_t* ahead) const {
+    size_t value_bytes() const { return size_t(MOST_PART_ROWS) * panels_ * PANEL * 4; }
+
+    void multiply_piece(const Piece& piece, const Part& part, float* to, const uint8_t* ahead, uint8_t* wide) const {
         const Product& product = products_[piece.product];
         const int most = part_rows(product.matrix, part.count), width = piece.panels * PANEL;
         for (int r = 0; r < part.count; r += most) {
             const int count = std::min(most, part.count - r);
             matmul(product.in, part.row + r, count, product.matrix, piece.first, piece.panels, to + r * part.width,
-                   part.width, r ? nullptr : ahead);
+                   part.width, r ? nullptr : ahead, wide);
         }
         if (const float* bias = product.matrix.bias)
             for (int r = 0; r < part.count; r++)

@@ -50,7 +50,7 @@ class Form(IntEnum):
     WORDS = 2
     """16 bits and a scale for each group of 32."""
     SPLIT = 3
-    """12 bits, the upper eight and the lower four in bytes of their own, for weights with 4 to 6 bits: a scale and a sum
+    """12 bits, the upper eight and the lower four in bytes of their own, for weights with 4 to 6 bits: a scale and sums
     for each group of 32."""
 
 

@@ -377,10 +377,18 @@ INLINE vi finish_nibbles(vi acc) {
 // total + factor x the sums that `finish_nibbles` gives. A lane of `factors` has the factor twice, as 16 bits.
 INLINE vi add_nibbles(vi total, vi acc, vi factors) {
 #if defined(ISA_AVX2)
-    __m256i added = _mm256_add_epi32(bits<__m256i>(total), _mm256_madd_epi16(bits<__m256i>(acc), bits<__m256i>(factors)));
-    asm("" : "+x"(added));
-    return bits<vi>(added);
+    return total + bits<vi>(_mm256_madd_epi16(bits<__m256i>(acc), bits<__m256i>(factors)));
 #else
     return total + finish_nibbles(acc) * (factors >> 16);
+#endif
+}
+
+// The same with the factor 2^SHIFT.
+template <int SHIFT>
+INLINE vi add_shifted_nibbles(vi total, vi acc) {
+#if defined(ISA_AVX2)
+    return total + bits<vi>(_mm256_madd_epi16(bits<__m256i>(acc), _mm256_set1_epi16(1 << SHIFT)));
+#else
+    return total + (finish_nibbles(acc) << SHIFT);
 #endif
 }

@@ -87,7 +87,7 @@ def format_of(kind: Kind) -> Format | None:
 
 
 def summary(stored: Iterable[tuple[Kind, Format]]) -> str:
-    """What matrices become, such as `matrices: 25 Q2_K become bf16, 144 stay Q4_K`. Empty if blocks stay as they are."""
+    """What matrices become: `matrices: 25 Q2_K become bf16, 144 stay Q4_K`. Empty if blocks stay as they are."""
     counts = Counter((kind, format) for kind, format in stored if kind not in FLOATS)
     changed = [
         f"{num} {kind.name} become {format}" for (kind, format), num in counts.items() if NATIVE.get(kind) != format
