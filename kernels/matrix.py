@@ -199,7 +199,7 @@ def _nibbles(pairs: Tensor, run: int) -> Tensor:
 
     pairs [N, blocks, n] uint8 → [N, blocks, 2 n]
     """
-    runs = pairs.unflatten(-1, (-1, run))
+    runs = pairs.reshape(*pairs.shape[:2], -1, run)
     return torch.cat([runs & 0x0F, runs >> 4], dim=-1).flatten(2)
 
 
