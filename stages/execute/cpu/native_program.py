@@ -122,7 +122,9 @@ class NativeProgram(Program):
 
     def mlp(self, weights: MlpWeights) -> None:
         inner = self._config.intermediate_size
-        order = _swiglu_order(inner) if _have_one_format(weights.gate_up.matrices) else np.arange(2 * inner, dtype=np.int32)
+        order = (
+            _swiglu_order(inner) if _have_one_format(weights.gate_up.matrices) else np.arange(2 * inner, dtype=np.int32)
+        )
         products = self._products(weights.norm, weights.gate_up, order)
         rows, floats = self._written(self._gated, inner, weights.down.matrices[0])
         self._library.program_swiglu(self._handle, rows, floats, products, len(products))

@@ -1,7 +1,7 @@
 """A real model in Q4_K_M keeps its formats, is close to its values in float32, and writes sensible text.
 
-These tests are collected only if the model's file is there: `.venv/bin/python -m tools.fetch_test_models qwen-1.5b`. They
-take about a minute, and 8 GB of memory.
+These tests are collected only if the model's file is there: `.venv/bin/python -m tools.fetch_test_models qwen-1.5b`.
+They take about a minute, and 8 GB of memory.
 """
 
 from pathlib import Path
