@@ -138,7 +138,9 @@ INLINE void dot_codes(const int8_t* const (&codes)[R], const Weights& weights, c
     vi high[R][N] = {}, low[R][N] = {};
     for (int r = 0; r < R; r++)
         for (int n = 0; n < N; n++) dots[r][n] = vi{};
+#if !defined(EMULATE)  // which would take minutes to compile
 #pragma GCC unroll 8
+#endif
     for (int step = 0; step < 8; step++) {
         vu fours[N];
         for (int n = 0; n < N; n++) fours[n] = weights(n, step);

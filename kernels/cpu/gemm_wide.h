@@ -13,8 +13,10 @@ constexpr int WIDE_PART_ROWS = 64;  // rows that share an unpacked panel
 // Vectors of outputs and rows per call: as many as fit with two sums for each in registers. A vector of outputs takes as
 // many loads as a row, so two of them halve the loads of activations.
 constexpr int WIDE_VECTORS = VECTORS < 2 ? VECTORS : 2;
-constexpr int most_wide_rows(Format format, Form form) {
-#if defined(ISA_AVX512)
+constexpr int most_wide_rows([[maybe_unused]] Format format, Form form) {
+#if defined(EMULATE)  // more take minutes to compile
+    return form == Form::BYTES ? 3 : 2;
+#elif defined(ISA_AVX512)
     return form == Form::BYTES || code_bits(format) == 4 ? 8 : 6;
 #else
     // Sums of 16 bits are added up several times in a group of larger codes, which takes a third accumulator.
