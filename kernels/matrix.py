@@ -1,12 +1,11 @@
-"""Converts stored matrices (kernels/stored_matrix.py, which describes the formats) in torch: dequantizes, joins,
-quantizes.
+"""Converts stored matrices (kernels/stored_matrix.py, which describes the formats) in torch: dequantizes, quantizes.
 
-Formulas and rounding are those of ggml's reference quantizers (`quantize_row_*_ref` in ggml-quants.c).
+Formulas and rounding are those of ggml's reference quantizers (`quantize_row_*_ref` in ggml-quants.c). The formats with
+5 and 6 bits and the K-quants are only dequantized: files have them.
 
-Shapes: N rows, K columns, G = K / 32 groups.
+Shapes: N rows, K columns, G scales in a row: one for each 32 columns, in q6_k for each 16.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +13,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.kernels.stored_matrix import BLOCK_BYTES, GROUP, FloatFormat, Format, StoredMatrix, row_bytes
+from pipeline.kernels.stored_matrix import (
+    BLOCK_BYTES,
+    BLOCK_COLUMNS,
+    GROUP,
+    Format,
+    StoredMatrix,
+    row_bytes,
+)
 
 FLOATS: dict[Format, torch.dtype] = {"bf16": torch.bfloat16, "f32": torch.float32}
 
 CHUNK_VALUES = 1 << 21
 """Values converted at once: 8 MiB as float32, and a few times that in temporaries."""
+
+
+ZEROS: dict[Format, int] = {"q4_0": 8, "q5_0": 16, "q6_k": 32}
+"""The code of zero, where a format has no minimums."""
+HAS_MINIMUMS: tuple[Format, ...] = ("q4_1", "q5_1", "q4_k", "q5_k")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +70,9 @@ class Matrix:
         for part in _chunks(self.num_rows, self.num_columns):
             rows = self._rows(part)
             scale = rows.scales().float().unsqueeze(-1)
-            code = rows.codes().view(*rows._groups(), GROUP).float()
-            match self.format:
-                case "q8_0":
-                    values = code.mul_(scale)
-                case "q4_0":
-                    values = code.sub_(8.0).mul_(scale)
-                case "q4_1":
-                    values = code.mul_(scale).add_(rows.minimums().float().unsqueeze(-1))
+            values = rows.codes().view(*scale.shape[:2], -1).float().sub_(ZEROS.get(self.format, 0)).mul_(scale)
+            if self.format in HAS_MINIMUMS:
+                values += rows.minimums().float().unsqueeze(-1)
             out[part] = values.view(-1, self.num_columns)
         return out
 
@@ -75,38 +81,71 @@ class Matrix:
         return Matrix(self.format, self.data.index_select(0, order), len(order), self.num_columns)
 
     def scales(self) -> Tensor:
-        """`d` of each group, [N, G] float16. Raises ValueError if the format has none."""
-        return self._blocks()[:, :, :2].contiguous().view(torch.float16).squeeze(-1)
-
-    def minimums(self) -> Tensor:
-        """`m` of each group, [N, G] float16. Raises ValueError unless the format is q4_1."""
-        if self.format != "q4_1":
-            raise ValueError(f"a {self.format} matrix has no minimums")
-        return self._blocks()[:, :, 2:4].contiguous().view(torch.float16).squeeze(-1)
-
-    def codes(self) -> Tensor:
-        """`q` of each value, [N, K] in the order of the columns: int8 for q8_0, uint8 from 0 to 15 otherwise.
+        """The scale of each group, [N, G]: float16, in the K-quants the exact product of two scales as float32.
 
         Raises ValueError if the format has none.
         """
         blocks = self._blocks()
-        if self.format == "q8_0":
-            return blocks[:, :, 2:].contiguous().view(torch.int8).view(self.num_rows, self.num_columns)
-        pairs = blocks[:, :, -GROUP // 2 :]
-        return torch.cat([pairs & 0x0F, pairs >> 4], dim=-1).view(self.num_rows, self.num_columns)
+        match self.format:
+            case "q4_k" | "q5_k":
+                scales = _halves_at(blocks, 0).float() * _six_bits(blocks)[0]
+            case "q6_k":
+                scales = _halves_at(blocks, 208).float() * blocks[:, :, 192:208].view(torch.int8)
+            case _:
+                scales = _halves_at(blocks, 0)
+        return scales.reshape(self.num_rows, -1)
+
+    def minimums(self) -> Tensor:
+        """What is added to each group, [N, G]: `m` as float16, in the K-quants `-n * m`, which is exact, as float32.
+
+        Raises ValueError unless the format has minimums.
+        """
+        match self.format:
+            case "q4_1" | "q5_1":
+                minimums = _halves_at(self._blocks(), 2)
+            case "q4_k" | "q5_k":
+                blocks = self._blocks()
+                minimums = -_halves_at(blocks, 2).float() * _six_bits(blocks)[1]
+            case _:
+                raise ValueError(f"a {self.format} matrix has no minimums")
+        return minimums.reshape(self.num_rows, -1)
+
+    def codes(self) -> Tensor:
+        """The code of each value, [N, K] in the order of the columns: int8 for q8_0, otherwise uint8 of 4, 5 or 6 bits.
+
+        Raises ValueError if the format has none.
+        """
+        blocks = self._blocks()
+        match self.format:
+            case "q8_0":
+                codes = blocks[:, :, 2:].contiguous().view(torch.int8)
+            case "q4_0" | "q4_1":
+                codes = _nibbles(blocks[:, :, -16:], 16)
+            case "q5_0" | "q5_1":
+                bits = blocks[:, :, -20:-16].repeat_interleave(8, dim=-1) >> torch.arange(8, dtype=torch.uint8).repeat(
+                    4
+                )
+                codes = _nibbles(blocks[:, :, -16:], 16) | ((bits & 1) << 4)
+            case "q4_k":
+                codes = _nibbles(blocks[:, :, 16:], 32)
+            case "q5_k":
+                bits = blocks[:, :, None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None]
+                codes = _nibbles(blocks[:, :, 48:], 32) | ((bits & 1) << 4).flatten(2)
+            case "q6_k":
+                pairs = blocks[:, :, 128:192].view(*blocks.shape[:2], 2, 1, 32)
+                bits = pairs >> torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
+                codes = _nibbles(blocks[:, :, :128], 64) | ((bits & 3) << 4).flatten(2)
+        return codes.reshape(self.num_rows, self.num_columns)
 
     def _rows(self, part: slice) -> "Matrix":
         data = self.data[part]
         return Matrix(self.format, data, len(data), self.num_columns)
 
-    def _groups(self) -> tuple[int, int]:
-        return self.num_rows, self.num_columns // GROUP
-
     def _blocks(self) -> Tensor:
-        """[N, G, block bytes]"""
+        """[N, blocks, block bytes]"""
         if self.format in FLOATS:
             raise ValueError(f"a {self.format} matrix has no blocks")
-        return self.data.view(*self._groups(), BLOCK_BYTES[self.format])
+        return self.data.view(self.num_rows, self.num_columns // BLOCK_COLUMNS[self.format], BLOCK_BYTES[self.format])
 
 
 def as_matrix(matrix: Matrix | StoredMatrix) -> Matrix:
@@ -124,28 +163,12 @@ def as_tensor(values: "Tensor | np.ndarray[Any, np.dtype[np.float32]]") -> Tenso
     return values if isinstance(values, Tensor) else torch.from_numpy(values)
 
 
-def join(matrices: Sequence[Matrix], mixed: FloatFormat = "bf16") -> Matrix:
-    """Stack matrices with the same number of columns. If their formats differ, the result is in format `mixed`.
-
-    Raises ValueError if their columns differ. A single matrix is returned unchanged.
-    """
-    if len({matrix.num_columns for matrix in matrices}) != 1:
-        raise ValueError(f"matrices to join have {[matrix.num_columns for matrix in matrices]} columns")
-    if len(matrices) == 1:
-        return matrices[0]
-    num_rows = sum(matrix.num_rows for matrix in matrices)
-    if len({matrix.format for matrix in matrices}) == 1:
-        format, data = matrices[0].format, torch.cat([matrix.data for matrix in matrices])
-    else:
-        format, data = mixed, torch.cat([matrix.dequantize(FLOATS[mixed]) for matrix in matrices])
-    return Matrix(format, data, num_rows, matrices[0].num_columns)
-
-
 def quantize(values: Tensor, format: Format) -> Matrix:
     """A float matrix [N, K] in a format.
 
     Raises ValueError if blocks can't hold it: columns that aren't whole groups, values that aren't finite, a scale or
-    minimum beyond float16. If a group's scale underflows in float16, the group becomes zero, or its minimum.
+    minimum beyond float16. If a group's scale underflows in float16, the group becomes zero, or its minimum. Also
+    raises ValueError for a format that is only dequantized.
     """
     num_rows, num_columns = values.shape
     if format in FLOATS:
@@ -160,8 +183,35 @@ def quantize(values: Tensor, format: Format) -> Matrix:
                 blocks = _to_q4_0(groups)
             case "q4_1":
                 blocks = _to_q4_1(groups)
+            case _:
+                raise ValueError(f"{format} is only dequantized")
         data[part] = blocks.view(-1, data.shape[1])
     return Matrix(format, data, num_rows, num_columns)
+
+
+def _halves_at(blocks: Tensor, at: int) -> Tensor:
+    """The float16 at a byte of each block: [N, blocks, 1]"""
+    return blocks[:, :, at : at + 2].contiguous().view(torch.float16)
+
+
+def _nibbles(pairs: Tensor, run: int) -> Tensor:
+    """Codes of 4 bits: `run` bytes hold the next columns in their low halves, then as many in their high halves.
+
+    pairs [N, blocks, n] uint8 → [N, blocks, 2 n]
+    """
+    runs = pairs.reshape(*pairs.shape[:2], -1, run)
+    return torch.cat([runs & 0x0F, runs >> 4], dim=-1).flatten(2)
+
+
+def _six_bits(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and minimums of a K-quant's 8 groups, as in `get_scale_min_k4` of ggml-quants.c: [N, blocks, 8] each.
+
+    Bytes 4 to 15 of a block: the first four scales, the first four minimums, and the lower halves of the others. The
+    upper bits of the latter are those of the first eight bytes.
+    """
+    first, second, rest = blocks[:, :, 4:8], blocks[:, :, 8:12], blocks[:, :, 12:16]
+    scales = torch.cat([first & 63, (rest & 0x0F) | (first >> 6 << 4)], dim=-1)
+    return scales, torch.cat([second & 63, (rest >> 4) | (second >> 6 << 4)], dim=-1)
 
 
 def _to_q8_0(groups: Tensor) -> Tensor:

@@ -1,13 +1,21 @@
-"""The weight of a linear layer in its stored format: floats, or blocks of 32 columns with a scale.
+"""The weight of a linear layer in its stored format: floats, or blocks of columns with scales.
 
 A block of each quantized format, as in a .gguf file (w is the dequantized weight):
 
-    q8_0  34 bytes   d: f16 │ q: 32 × int8                                   w = d * q
-    q4_0  18 bytes   d: f16 │ q: 32 × 4 bits                                 w = d * (q - 8)
-    q4_1  20 bytes   d: f16 │ m: f16 │ q: 32 × 4 bits                        w = d * q + m
+    q8_0   32 columns   34 bytes   d: f16 │ q: 32 × int8                                w = d * q
+    q4_0   32           18         d: f16 │ q: 32 × 4 bits                              w = d * (q - 8)
+    q4_1   32           20         d: f16 │ m: f16 │ q: 32 × 4 bits                     w = d * q + m
+    q5_0   32           22         d: f16 │ h: 32 × 1 bit │ q: 32 × 4 bits              w = d * (q + 16h - 16)
+    q5_1   32           24         d, m: f16 │ h: 32 × 1 bit │ q: 32 × 4 bits           w = d * (q + 16h) + m
+    q4_k  256          144         d, n: f16 │ s, m: 8 × 6 bits each │ q: 256 × 4 bits  w = d * s * q - n * m
+    q5_k  256          176         the same, with h: 256 × 1 bit before q               w = d * s * (q + 16h) - n * m
+    q6_k  256          210         q: 256 × 4 bits │ h: 256 × 2 bits │ s: 16 × int8 │ d: f16
+                                                                                        w = d * s * (q + 16h - 32)
 
-Byte i of 4-bit codes holds column i in its low half and column i + 16 in its high half. This module imports no torch:
-the CPU library reads stored matrices as they are. kernels/matrix.py converts and quantizes them.
+A block of 256 columns has a scale s, and in q4_k and q5_k a minimum m, for each 32 columns; q6_k has a scale for each
+16. Byte i of the 4-bit codes of 32 columns holds column i in its low half and column i + 16 in its high half; in the
+blocks of 256, 32 bytes hold 64 columns (q6_k: 64 bytes 128 columns) in the same way. This module imports no torch: the
+CPU library reads stored matrices as they are. kernels/matrix.py converts and quantizes them.
 
 Shapes: N rows, K columns.
 """
@@ -18,20 +26,36 @@ from typing import Any, Literal
 import numpy as np
 
 FloatFormat = Literal["bf16", "f32"]
-Format = Literal["bf16", "f32", "q8_0", "q4_1", "q4_0"]
+Format = Literal["bf16", "f32", "q8_0", "q4_1", "q4_0", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k"]
 
 GROUP = 32
-"""Columns per scale."""
-BLOCK_BYTES: dict[Format, int] = {"q8_0": 34, "q4_1": 20, "q4_0": 18}
+"""Columns whose products with activations are summed as integers."""
+SUPER_BLOCK = 256
+"""Columns of a block of the K-quants."""
+BLOCK_BYTES: dict[Format, int] = {
+    "q8_0": 34,
+    "q4_1": 20,
+    "q4_0": 18,
+    "q5_0": 22,
+    "q5_1": 24,
+    "q4_k": 144,
+    "q5_k": 176,
+    "q6_k": 210,
+}
+BLOCK_COLUMNS: dict[Format, int] = {
+    format: SUPER_BLOCK if format in ("q4_k", "q5_k", "q6_k") else GROUP for format in BLOCK_BYTES
+}
+GPU_FORMATS: frozenset[Format] = frozenset({"q8_0", "q4_1", "q4_0"})
+"""Formats that the GPU kernels read. There, the others become floats."""
 DTYPES: dict[Format, np.dtype[Any]] = {"bf16": np.dtype(np.uint16), "f32": np.dtype(np.float32)}
 """The numpy dtypes of the float formats. numpy has no bfloat16, so it holds the bits."""
 
 
 def row_bytes(format: Format, num_columns: int) -> int:
-    """Bytes of a row in blocks. Raises ValueError unless the columns are whole groups."""
-    if num_columns % GROUP:
-        raise ValueError(f"{format} takes columns in groups of {GROUP}, not {num_columns}")
-    return num_columns // GROUP * BLOCK_BYTES[format]
+    """Bytes of a row in blocks. Raises ValueError unless the columns are whole blocks."""
+    if num_columns % BLOCK_COLUMNS[format]:
+        raise ValueError(f"{format} takes columns in groups of {BLOCK_COLUMNS[format]}, not {num_columns}")
+    return num_columns // BLOCK_COLUMNS[format] * BLOCK_BYTES[format]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

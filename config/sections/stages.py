@@ -133,9 +133,9 @@ class ExecuteSettings(Frozen, frozen=True):
     activations: Annotated[
         Literal["int12", "int8"],
         Meta(
-            description='Precision of activations for 4-bit weights on a CPU. "int12" gives the results of the '
-            'weights; "int8" is faster with several requests, except on a CPU with AMX, and changes about 3 % of the '
-            "most likely tokens."
+            description='Precision of activations for weights of 4 to 6 bits on a CPU. "int12" gives the results of '
+            'the weights; "int8" is faster with several requests, except on a CPU with AMX, and changes about 3 % of '
+            "the most likely tokens."
         ),
     ] = "int12"
     kv_cache_bytes: Annotated[

@@ -59,7 +59,7 @@ EMULATED_FLAGS: dict[Isa, tuple[str, ...]] = {
 TUNED_MACHINES = ("x86_64", "aarch64")
 """Where both compilers know -mtune=native."""
 
-COMPILE_TIMEOUT_S = 120.0
+COMPILE_TIMEOUT_S = 300.0
 LOCK_TIMEOUT_S = COMPILE_TIMEOUT_S + 60.0
 """How long to wait for a process that compiles: its compiler's deadline, and what it does before and after."""
 VERSION_TIMEOUT_S = 20.0
@@ -110,7 +110,7 @@ def build(
     cache_root: Path | None = None,
     emulate: bool = False,
     what: str = "the CPU kernels",
-    about_s: int = 10,
+    about_s: int = 20,
     timeout_s: float = COMPILE_TIMEOUT_S,
 ) -> Path:
     """A shared library of `source` for an ISA, compiled if it is not in the cache. It can be loaded with ctypes.CDLL.

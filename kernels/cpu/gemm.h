@@ -69,9 +69,32 @@ INLINE void multiply_bf16(const act* const (&rows)[R], const uint32_t* const (&p
 
 // --- groups of 32 -----------------------------------------------------------------------------------------------------
 
-constexpr int GROUP_8_BYTES = group_bytes(Format::Q8_0);
+constexpr int GROUP_8_BYTES = block_bytes(Format::Q8_0);
 
-// Adds the dot products of one group, for R rows and P panels, to int32: exact on every ISA. Times 16 if TIMES_16.
+// Four numbers of depth, `step` of the eight of a group, for LANES outputs: a byte each.
+template <Format F>
+INLINE vu load_codes(const uint8_t* codes, int step) {
+    constexpr int PLANE = 4 * PANEL;
+    const vu word = load<vu>(codes + step / 2 * PLANE);
+    vu four = (step % 2 ? word >> 4 : word) & 0x0F0F0F0Fu;
+    if constexpr (code_bits(F) == 5) {
+        const vu above = load<vu>(codes + 4 * PLANE);
+        four |= (step < 4 ? above << (4 - step) : above >> (step - 4)) & 0x10101010u;
+    }
+    if constexpr (code_bits(F) == 6) {
+        const vu above = load<vu>(codes + (4 + step / 4) * PLANE);
+        four |= (step % 4 < 2 ? above << (4 - step % 4 * 2) : above >> (step % 4 * 2 - 4)) & 0x30303030u;
+    }
+    return four;
+}
+
+// Adds the dot products of one group, for R rows and P panels, to int32: exact on every ISA. Times 16 if TIMES_16. For
+// codes of 4 bits.
+//
+// Whether several rows are done like this, too. At AVX-512 two panels of six rows fit into registers, while elsewhere
+// unpacking takes too long.
+constexpr bool IN_TWO_PASSES = LANES == 16;
+
 template <int R, int P, bool TIMES_16 = false>
 INLINE void dot_group4(const int8_t* const (&codes)[R], int offset, const uint8_t* panel, size_t panel_bytes,
                        vi (&dots)[R][P][VECTORS]) {
@@ -102,37 +125,163 @@ INLINE void dot_group4(const int8_t* const (&codes)[R], int offset, const uint8_
             }
 }
 
+// The dot products of one group, for R rows and N vectors of outputs, to int32: exact on every ISA. `weights(n, step)` are
+// codes of BITS bits. 6-bit codes have factors for both halves of the group, twice as 16 bits in a lane.
+template <int BITS, Form A, int R, int N, class Weights>
+INLINE void dot_codes(const int8_t* const (&codes)[R], const Weights& weights, const vi (&factors)[N][2],
+                      vi (&dots)[R][N]) {
+    typedef int16_t words __attribute__((vector_size(4 * LANES)));
+    constexpr bool SPLIT = A == Form::SPLIT;
+    constexpr int SHIFT = SPLIT ? 4 : 0;
+    // Steps after which sums are added to `dots`: those of large codes before 16 bits overflow.
+    constexpr int LOW_STEPS = BITS == 6 ? 4 : 8;
+    constexpr int STEPS = !SUMS_ARE_PAIRS ? LOW_STEPS : BITS == 4 ? 8 : BITS == 5 ? 4 : 2;
+    vi high[R][N] = {}, low[R][N] = {};
+    for (int r = 0; r < R; r++)
+        for (int n = 0; n < N; n++) dots[r][n] = vi{};
+#if !defined(EMULATE)  // which would take minutes to compile
+#pragma GCC unroll 8
+#endif
+    for (int step = 0; step < 8; step++) {
+        vu fours[N];
+        for (int n = 0; n < N; n++) fours[n] = weights(n, step);
+        for (int r = 0; r < R; r++) {
+            const vu four = load<uint32_t>(codes[r] + 4 * step) - vu{};
+            for (int n = 0; n < N; n++) high[r][n] = dot_nibbles(high[r][n], fours[n], four);
+            if constexpr (SPLIT) {
+                const vu rest = load<uint32_t>(codes[r] + GROUP + 4 * step) - vu{};
+                for (int n = 0; n < N; n++) low[r][n] = dot_nibbles(low[r][n], fours[n], rest);
+            }
+        }
+        if (step % STEPS == STEPS - 1)
+            for (int n = 0; n < N; n++) {
+                const vi factor = bits<vi>(bits<words>(factors[n][step / 4]) << SHIFT);
+                for (int r = 0; r < R; r++) {
+                    dots[r][n] = BITS == 6 ? add_nibbles(dots[r][n], high[r][n], factor)
+                                           : add_shifted_nibbles<SHIFT>(dots[r][n], high[r][n]);
+                    high[r][n] = vi{};
+                }
+            }
+        if (SPLIT && step % LOW_STEPS == LOW_STEPS - 1)
+            for (int n = 0; n < N; n++)
+                for (int r = 0; r < R; r++) {
+                    dots[r][n] = BITS == 6 ? add_nibbles(dots[r][n], low[r][n], factors[n][step / 4])
+                                           : add_shifted_nibbles<0>(dots[r][n], low[r][n]);
+                    low[r][n] = vi{};
+                }
+    }
+}
+
+// Pairs of factors of a group's halves, for LANES outputs, to factors of each half twice.
+INLINE void spread_factors(vi pairs, vi (&factors)[2]) {
+    const vu words = bits<vu>(pairs);
+    factors[0] = bits<vi>(words << 16 | (words & 0xFFFFu));
+    factors[1] = bits<vi>(words >> 16 | (words & 0xFFFF0000u));
+}
+
+// What the integers of a group are multiplied with, and what is added to the products: for LANES outputs.
+template <Format F>
+INLINE vf load_scale(const uint16_t* halves, const uint8_t* small) {
+    const vf scale = load_f16(halves);
+    if constexpr (F == Format::Q4_K || F == Format::Q5_K) return scale * __builtin_convertvector(load_bytes(small), vf);
+    return scale;
+}
+
+template <Format F>
+INLINE vf load_minimum(const uint16_t* halves, const uint8_t* small) {
+    if constexpr (!has_minimums(F)) return vf{};
+    const vf minimum = load_f16(halves + PANEL);
+    if constexpr (block_groups(F) > 1) return -(minimum * __builtin_convertvector(load_bytes(small + 8 * PANEL), vf));
+    return minimum;
+}
+
+// acc + the dot products of a group, scaled. `row` points to the scale of the group's activations; `pairs` are the factors
+// of 6-bit codes.
+template <int ZERO, bool MINIMUMS>
+INLINE vf add_group(vf acc, vi dot, vf scale, vf minimum, vi pairs, const float* row, int groups) {
+    if constexpr (ZERO == zero_code(Format::Q6_K)) {
+        const vi sums = load<int32_t>(row + 3 * groups) - vi{};
+        dot -= finish_words(dot_words(word_sums{}, pairs, sums)) << 5;
+    } else if constexpr (ZERO != 0) {
+        dot -= ZERO * load<int32_t>(row + groups);
+    }
+    acc = fma(__builtin_convertvector(dot, vf) * scale, splat(*row), acc);
+    return MINIMUMS ? fma(minimum, splat(row[2 * groups]), acc) : acc;
+}
+
+// Places in a panel.
+template <Format F>
+struct BlockLayout {
+    static constexpr int GROUPS = block_groups(F), CODES = code_bytes(F), SMALL = GROUPS * CODES;
+    static constexpr int HALVES = SMALL + small_scale_bytes(F), BYTES = block_bytes(F);
+    static constexpr int SMALL_BYTES = F == Format::Q6_K ? 2 : 1;  // of an output
+
+    // Vector `v` of the outputs of group `g` of a block.
+    static const uint8_t* small(const uint8_t* block, int g, int v) {
+        return block + SMALL + (g * PANEL + v * LANES) * SMALL_BYTES;
+    }
+    static const uint16_t* halves(const uint8_t* block, int v) {
+        return reinterpret_cast<const uint16_t*>(block + HALVES) + v * LANES;
+    }
+    static vi pairs(const uint8_t* block, int g, int v) {
+        if constexpr (F != Format::Q6_K) return vi{};
+        return sign_extend_bytes(reinterpret_cast<const int8_t*>(small(block, g, v)));
+    }
+};
+
+// Codes of 4 to 6 bits, unpacked in registers.
 template <Format F, Form A, int R, int P>
-INLINE void multiply_4(const Rows& rows, int first_row, const uint8_t* panel, size_t panel_bytes, int depth,
-                       vf (&acc)[R][P][VECTORS], const uint8_t* ahead) {
-    constexpr int CODES = A == Form::SPLIT ? SPLIT_GROUP_BYTES : GROUP;  // bytes of a group
+INLINE void multiply_bits(const Rows& rows, int first_row, const uint8_t* panel, size_t panel_bytes, int depth,
+                          vf (&acc)[R][P][VECTORS], const uint8_t* ahead) {
+    typedef BlockLayout<F> Layout;
+    constexpr int CODES = A == Form::SPLIT ? SPLIT_GROUP_BYTES : GROUP;  // bytes of a group of activations
     const int8_t* codes[R];
     for (int r = 0; r < R; r++) codes[r] = rows.codes(first_row + r);
     const float* scales = rows.scales(first_row, depth / GROUP * CODES);
     const size_t stride = rows.stride / 4;
     const int groups = depth / GROUP;
-    for (int g = 0; g < groups; g++, panel += group_bytes(F)) {
+    for (int g = 0; g < groups; g++) {
+        const int in_block = Layout::GROUPS == 1 ? 0 : g % Layout::GROUPS;
+        const bool is_last = in_block == Layout::GROUPS - 1;
+        const uint8_t* group = panel + in_block * Layout::CODES;
         if (ahead)
-            for (int p = 0; p < P; p++) prefetch<L2>(ahead + p * panel_bytes + g * group_bytes(F), group_bytes(F));
-        vi dots[R][P][VECTORS] = {};
-        dot_group4<R, P, A == Form::SPLIT>(codes, 0, panel, panel_bytes, dots);
-        if constexpr (A == Form::SPLIT) dot_group4<R, P>(codes, GROUP, panel, panel_bytes, dots);
+            for (int p = 0; p < P; p++) {
+                prefetch<L2>(ahead + p * panel_bytes + in_block * Layout::CODES, Layout::CODES);
+                if (is_last) prefetch<L2>(ahead + p * panel_bytes + Layout::SMALL, Layout::BYTES - Layout::SMALL);
+            }
+        vi pairs[P][VECTORS], dots[R][P][VECTORS] = {};
+        for (int p = 0; p < P; p++)
+            for (int v = 0; v < VECTORS; v++) pairs[p][v] = Layout::pairs(panel + p * panel_bytes, in_block, v);
+        if constexpr (code_bits(F) == 4) {
+            dot_group4<R, P, A == Form::SPLIT>(codes, 0, group, panel_bytes, dots);
+            if constexpr (A == Form::SPLIT) dot_group4<R, P>(codes, GROUP, group, panel_bytes, dots);
+        } else {
+            for (int p = 0; p < P; p++) {
+                vi factors[VECTORS][2], found[R][VECTORS];
+                for (int v = 0; v < VECTORS; v++) spread_factors(pairs[p][v], factors[v]);
+                const auto weights = [&](int v, int step) {
+                    return load_codes<F>(group + p * panel_bytes + v * 4 * LANES, step);
+                };
+                dot_codes<code_bits(F), A, R, VECTORS>(codes, weights, factors, found);
+                for (int r = 0; r < R; r++)
+                    for (int v = 0; v < VECTORS; v++) dots[r][p][v] = found[r][v];
+            }
+        }
         for (int p = 0; p < P; p++)
             for (int v = 0; v < VECTORS; v++) {
-                const uint16_t* factors = reinterpret_cast<const uint16_t*>(panel + p * panel_bytes + 256) + v * LANES;
-                const vf scale = load_f16(factors);
-                vf minimum{};
-                if constexpr (F == Format::Q4_1) minimum = load_f16(factors + PANEL);
-                for (int r = 0; r < R; r++) {
-                    vi dot = dots[r][p][v];
-                    if constexpr (F == Format::Q4_0) dot -= 8 * load<int32_t>(scales + r * stride + groups + g);
-                    const vf value = __builtin_convertvector(dot, vf) * scale;
-                    acc[r][p][v] = fma(value, splat(scales[r * stride + g]), acc[r][p][v]);
-                    if constexpr (F == Format::Q4_1)
-                        acc[r][p][v] = fma(minimum, splat(scales[r * stride + 2 * groups + g]), acc[r][p][v]);
-                }
+                const uint8_t* block = panel + p * panel_bytes;
+                const uint16_t* halves = Layout::halves(block, v);
+                const uint8_t* small = Layout::small(block, in_block, v);
+                const vf scale = load_scale<F>(halves, small), minimum = load_minimum<F>(halves, small);
+                for (int r = 0; r < R; r++)
+                    acc[r][p][v] = add_group<zero_code(F), has_minimums(F)>(
+                        acc[r][p][v], dots[r][p][v], scale, minimum, pairs[p][v], scales + r * stride + g, groups);
             }
         for (int r = 0; r < R; r++) codes[r] += CODES;
+        if (is_last) {
+            panel += Layout::BYTES;
+            if (ahead) ahead += Layout::BYTES;
+        }
     }
 }
 
@@ -201,16 +350,23 @@ __attribute__((noinline)) static void multiply_panels(const Rows& rows, int firs
     } else if (matrix.format == Format::Q8_0) {
         if constexpr (R <= MOST_ROWS_8)
             multiply_8<R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
-    } else if constexpr (R <= MOST_ROWS_4) {
-        const bool minimums = matrix.format == Format::Q4_1;
-        if (matrix.form == Form::BYTES && minimums)
-            multiply_4<Format::Q4_1, Form::BYTES, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
-        else if (matrix.form == Form::BYTES)
-            multiply_4<Format::Q4_0, Form::BYTES, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
-        else if (minimums)
-            multiply_4<Format::Q4_1, Form::SPLIT, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
-        else
-            multiply_4<Format::Q4_0, Form::SPLIT, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
+    } else if constexpr (R == 1 || (IN_TWO_PASSES && R <= MOST_ROWS_4)) {
+        const auto multiply_as = [&]<Format F>() {
+            if constexpr (R > 1 && code_bits(F) > 4) return;  // gemm_wide.h does these
+            else if (matrix.form == Form::BYTES)
+                multiply_bits<F, Form::BYTES, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
+            else
+                multiply_bits<F, Form::SPLIT, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
+        };
+        switch (matrix.format) {
+            case Format::Q4_0: multiply_as.template operator()<Format::Q4_0>(); break;
+            case Format::Q4_1: multiply_as.template operator()<Format::Q4_1>(); break;
+            case Format::Q5_0: multiply_as.template operator()<Format::Q5_0>(); break;
+            case Format::Q5_1: multiply_as.template operator()<Format::Q5_1>(); break;
+            case Format::Q4_K: multiply_as.template operator()<Format::Q4_K>(); break;
+            case Format::Q5_K: multiply_as.template operator()<Format::Q5_K>(); break;
+            default: multiply_as.template operator()<Format::Q6_K>();
+        }
     }
     for (int r = 0; r < R; r++)
         for (int p = 0; p < P; p++)

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "gemm_amx_int4.h"
+#include "gemm_wide.h"
 
 #if defined(AMX)
 
@@ -116,10 +117,9 @@ static void multiply_bf16_amx(const Rows& rows, int first_row, int count, const 
 
 // --- any format -------------------------------------------------------------------------------------------------------
 
+constexpr int MOST_PART_ROWS = WIDE_PART_ROWS;
 #if defined(AMX)
-constexpr int MOST_PART_ROWS = AMX_ROWS;
-#else
-constexpr int MOST_PART_ROWS = MOST_ROWS;
+static_assert(AMX_ROWS <= MOST_PART_ROWS);
 #endif
 
 // Rows that a matmul of `num_rows` rows takes together.
@@ -131,7 +131,7 @@ INLINE int part_rows(const Matrix& matrix, int num_rows) {
         return (num_rows + parts - 1) / parts;
     }
 #endif
-    const int most = most_rows(matrix);
+    const int most = takes_wide(matrix, num_rows) ? WIDE_PART_ROWS : most_rows(matrix);
 #if defined(ISA_AVX2)
     // Sums of three or four rows wait for each other, so six rows and then one or two cost less than even parts.
     const int rest = num_rows % most;
@@ -142,9 +142,9 @@ INLINE int part_rows(const Matrix& matrix, int num_rows) {
     return (num_rows + parts - 1) / parts;
 }
 
-// `multiply` of gemm.h for count <= part_rows. `rows` and `out` have padded_rows(count) rows.
+// `multiply` of gemm.h for count <= part_rows. `rows` and `out` have padded_rows(count) rows, `wide` has `wide_bytes`.
 static void matmul(const Rows& rows, int first_row, int count, const Matrix& matrix, int first_panel, int panels,
-                   float* out, int out_stride, const uint8_t* ahead) {
+                   float* out, int out_stride, const uint8_t* ahead, uint8_t* wide) {
 #if defined(AMX)
     if (matrix.format == Format::BF16) {
         use_tile_shapes(full_tiles);
@@ -155,5 +155,7 @@ static void matmul(const Rows& rows, int first_row, int count, const Matrix& mat
         return multiply_int4_amx(rows, first_row, count, matrix, first_panel, panels, out, out_stride, ahead);
     }
 #endif
+    if (takes_wide(matrix, count))
+        return multiply_wide(rows, first_row, count, matrix, first_panel, panels, out, out_stride, ahead, wide);
     multiply(rows, first_row, count, matrix, first_panel, panels, out, out_stride, ahead);
 }

@@ -29,6 +29,8 @@ template <Format F, int TILES>
 __attribute__((noinline)) static void multiply_int4_tiles(const Rows& rows, int first_row, int count, const uint8_t* panel,
                                                           int depth, float* out, int out_stride, const uint8_t* ahead) {
     static_assert(TILES <= 4 && LANES == PANEL);
+    constexpr int GROUPS = block_groups(F), SMALL = GROUPS * code_bytes(F), HALVES = SMALL + small_scale_bytes(F);
+    constexpr int GROUP_BYTES = block_bytes(F) / GROUPS;  // with its part of the scales
     alignas(LINE) uint8_t weights[TILE_ROWS][TILE_BYTES];
     alignas(LINE) int32_t sums[2][TILES * TILE_ROWS][PANEL];
     const int groups = depth / GROUP;
@@ -36,7 +38,7 @@ __attribute__((noinline)) static void multiply_int4_tiles(const Rows& rows, int 
     const float* scales = rows.scales(first_row, groups * SPLIT_GROUP_BYTES);
     const int8_t* codes = rows.codes(first_row);
     const auto product = [&](int g) {
-        unpack_group4(panel + g * group_bytes(F), weights);
+        unpack_group4(panel + g / GROUPS * block_bytes(F) + g % GROUPS * code_bytes(F), weights);
         tile_load<7>(weights, TILE_BYTES);
         const auto one = [&]<int T>() {
             tile_zero<T>();
@@ -56,21 +58,21 @@ __attribute__((noinline)) static void multiply_int4_tiles(const Rows& rows, int 
         if constexpr (TILES > 3) tile_store<3>(to + 3 * TILE_ROWS, PANEL * 4);
     };
     const auto scale_sums = [&](int g) {
-        const uint16_t* factors = reinterpret_cast<const uint16_t*>(panel + g * group_bytes(F) + 256);
-        const vf scale = load_f16(factors);
-        vf minimum{};
-        if constexpr (F == Format::Q4_1) minimum = load_f16(factors + PANEL);
+        const uint8_t* block = panel + g / GROUPS * block_bytes(F);
+        const uint8_t* small = block + SMALL + g % GROUPS * PANEL;
+        const uint16_t* halves = reinterpret_cast<const uint16_t*>(block + HALVES);
+        const vf scale = load_scale<F>(halves, small), minimum = load_minimum<F>(halves, small);
         for (int r = 0; r < count; r++) {
             vi dot = load<vi>(sums[g % 2][r]);
             if constexpr (F == Format::Q4_0) dot -= 8 * load<int32_t>(scales + r * stride + groups + g);
             const vf value = __builtin_convertvector(dot, vf) * scale;
             vf sum = fma(value, splat(scales[r * stride + g]), g ? load<vf>(out + r * out_stride) : vf{});
-            if constexpr (F == Format::Q4_1) sum = fma(minimum, splat(scales[r * stride + 2 * groups + g]), sum);
+            if constexpr (has_minimums(F)) sum = fma(minimum, splat(scales[r * stride + 2 * groups + g]), sum);
             store(out + r * out_stride, sum);
         }
     };
     for (int g = 0; g < groups; g++) {
-        if (ahead) prefetch<L2>(ahead + g * group_bytes(F), group_bytes(F));
+        if (ahead) prefetch<L2>(ahead + g * GROUP_BYTES, GROUP_BYTES);
         product(g);
         if (g) scale_sums(g - 1);
         keep(g);
@@ -99,13 +101,14 @@ static void multiply_int4_amx(const Rows& rows, int first_row, int count, const 
 
 // Whether a matmul of so many rows takes tiles.
 INLINE bool takes_int4_tiles(const Matrix& matrix, int num_rows) {
-    return matrix.form == Form::SPLIT && num_rows >= LEAST_INT4_ROWS;
+    return matrix.form == Form::SPLIT && num_rows >= LEAST_INT4_ROWS && code_bits(matrix.format) == 4;
 }
 
 static void multiply_int4_amx(const Rows& rows, int first_row, int count, const Matrix& matrix, int first_panel,
                               int panels, float* out, int out_stride, const uint8_t* ahead) {
-    const bool minimums = matrix.format == Format::Q4_1;
-    const auto multiply = minimums ? multiply_int4_amx<Format::Q4_1> : multiply_int4_amx<Format::Q4_0>;
+    const auto multiply = matrix.format == Format::Q4_K   ? multiply_int4_amx<Format::Q4_K>
+                          : matrix.format == Format::Q4_1 ? multiply_int4_amx<Format::Q4_1>
+                                                          : multiply_int4_amx<Format::Q4_0>;
     multiply(rows, first_row, count, matrix, first_panel, panels, out, out_stride, ahead);
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <vector>
 
 #include "gemm_amx.h"
 #include "step.h"
@@ -13,53 +14,113 @@ INLINE void prefetch_to_write(const void* at, int bytes) {
     for (int i = 0; i < bytes; i += LINE) __builtin_prefetch(static_cast<const uint8_t*>(at) + i, 1, L1);
 }
 
-// A tile is `panels_` panels of outputs, for all rows. Derived ops process the rows of a tile.
+// A matrix, and the activations that it is multiplied with.
+struct Product {
+    Matrix matrix;
+    Rows in;
+};
+
+// A tile is `panels_` panels of outputs, for all rows. Derived ops process the rows of a tile. The outputs may come from
+// several matrices, one below the other, because those of one layer may have different formats.
 class Gemm : public Op {
    public:
     Gemm(const char* name, Rows in, const Matrix& matrix, int panels)
-        : Op(name), in_(in), matrix_(matrix), panels_(panels) {}
+        : Op(name), products_{Product{matrix, in}}, panels_(panels) {}
+
+    // Each matrix but the last has whole tiles.
+    Gemm(const char* name, const Product* products, int num_products, int panels)
+        : Op(name), products_(products, products + num_products), panels_(panels) {}
 
     int tiles(const Step& step) const override {
-        return rows(step) ? ceil_div(matrix_.columns / PANEL, panels_) : 0;
+        if (!rows(step)) return 0;
+        int tiles = 0;
+        for (const Product& product : products_) tiles += ceil_div(product.matrix.columns / PANEL, panels_);
+        return tiles;
     }
 
-    size_t scratch_bytes() const override { return size_t(MOST_PART_ROWS) * panels_ * PANEL * 4; }
+    size_t scratch_bytes() const override {
+        size_t bytes = 0;
+        for (const Product& product : products_) bytes = std::max(bytes, wide_bytes(product.matrix));
+        return value_bytes() + bytes;
+    }
 
     void tile(const Step& step, int index, const Scratch& scratch) override {
-        const int first = index * panels_, last = matrix_.columns / PANEL;
-        const int panels = first + panels_ < last ? panels_ : last - first;
-        const int width = panels * PANEL, num_rows = rows(step);
+        const Tile now = tile_at(index), next = tile_at(scratch.next);
+        const int num_rows = rows(step);
+        int width = 0, most = 0;
+        for (int i = 0; i < now.num_pieces; i++) {
+            width += now.pieces[i].panels * PANEL;
+            most = std::max(most, part_rows(products_[now.pieces[i].product].matrix, num_rows));
+        }
         float* values = reinterpret_cast<float*>(scratch.memory);
-        const int most = part_rows(matrix_, num_rows);
         for (int row = 0; row < num_rows; row += most) {
-            const int count = std::min(most, num_rows - row);
-            // The first rows prefetch the next tile.
-            const int next = scratch.next * panels_;
-            const uint8_t* ahead = row == 0 && next + panels <= last ? panel(next) : nullptr;
-            const Part part{row, count, first * PANEL, width, values};
+            const Part part{row, std::min(most, num_rows - row), now.column, width, values};
             if (num_rows >= LEAST_ROWS_TO_PREFETCH) prefetch_out(step, part);
-            matmul(in_, row, count, matrix_, first, panels, values, width, ahead);
-            if (matrix_.bias)
-                for (int r = 0; r < count; r++)
-                    for (int c = 0; c < width; c++) values[r * width + c] += matrix_.bias[first * PANEL + c];
+            float* to = values;
+            for (int i = 0; i < now.num_pieces; i++) {
+                // The first rows prefetch the next tile.
+                const Piece& piece = now.pieces[i];
+                const bool goes_on = row == 0 && i < next.num_pieces && next.pieces[i].product == piece.product &&
+                                     next.pieces[i].panels == piece.panels;
+                multiply_piece(piece, part, to, goes_on ? panel(next.pieces[i]) : nullptr, scratch.memory + value_bytes());
+                to += piece.panels * PANEL;
+            }
             finish(step, part, scratch);
         }
     }
 
     Cost cost(const Step& step) const override {
-        const double num_rows = rows(step), outputs = matrix_.columns;
-        return {matrix_.panel_bytes() * (outputs / PANEL) + num_rows * (matrix_.depth + outputs) * 4,
-                2.0 * num_rows * outputs * matrix_.depth, matrix_.integer()};
+        const double num_rows = rows(step);
+        Cost cost{0, 0, true};
+        for (const Product& product : products_) {
+            const Matrix& matrix = product.matrix;
+            const double outputs = matrix.columns;
+            cost.bytes += matrix.panel_bytes() * (outputs / PANEL) + num_rows * outputs * 4;
+            cost.flops += 2.0 * num_rows * outputs * matrix.depth;
+            cost.integer = cost.integer && matrix.integer();
+        }
+        cost.bytes += num_rows * products_[0].matrix.depth * 4;
+        return cost;
     }
 
     bool prefetch_tile(const Step& step, int index) const override {
         if (index >= tiles(step)) return false;
-        prefetch<L2>(panel(index * panels_), int(panels_ * matrix_.panel_bytes()));
+        const Tile tile = tile_at(index);
+        for (int i = 0; i < tile.num_pieces; i++) {
+            const Piece& piece = tile.pieces[i];
+            prefetch<L2>(panel(piece), int(piece.panels * products_[piece.product].matrix.panel_bytes()));
+        }
         return true;
     }
 
    protected:
-    const uint8_t* panel(int index) const { return matrix_.panels + index * matrix_.panel_bytes(); }
+    // Some panels of a matrix.
+    struct Piece {
+        int product, first, panels;
+    };
+
+    // The panels of a tile, and its first output. No pieces: there is no such tile.
+    struct Tile {
+        int num_pieces = 0, column = 0;
+        Piece pieces[2];
+    };
+
+    virtual Tile tile_at(int index) const {
+        Tile tile;
+        for (size_t i = 0; i < products_.size(); i++) {
+            const int panels = products_[i].matrix.columns / PANEL, tiles = ceil_div(panels, panels_);
+            if (index < tiles) {
+                const int first = index * panels_;
+                tile.column += first * PANEL;
+                tile.num_pieces = 1;
+                tile.pieces[0] = {int(i), first, std::min(panels_, panels - first)};
+                break;
+            }
+            index -= tiles;
+            tile.column += panels * PANEL;
+        }
+        return tile;
+    }
 
     virtual int rows(const Step& step) const { return step.tokens; }
 
@@ -75,9 +136,29 @@ class Gemm : public Op {
     // written last, so each write would wait for the other core.
     virtual void prefetch_out(const Step&, const Part&) const {}
 
-    const Rows in_;
-    const Matrix matrix_;
+    const std::vector<Product> products_;
     const int panels_;
+
+   private:
+    const uint8_t* panel(const Piece& piece) const {
+        const Matrix& matrix = products_[piece.product].matrix;
+        return matrix.panels + piece.first * matrix.panel_bytes();
+    }
+
+    size_t value_bytes() const { return size_t(MOST_PART_ROWS) * panels_ * PANEL * 4; }
+
+    void multiply_piece(const Piece& piece, const Part& part, float* to, const uint8_t* ahead, uint8_t* wide) const {
+        const Product& product = products_[piece.product];
+        const int most = part_rows(product.matrix, part.count), width = piece.panels * PANEL;
+        for (int r = 0; r < part.count; r += most) {
+            const int count = std::min(most, part.count - r);
+            matmul(product.in, part.row + r, count, product.matrix, piece.first, piece.panels, to + r * part.width,
+                   part.width, r ? nullptr : ahead, wide);
+        }
+        if (const float* bias = product.matrix.bias)
+            for (int r = 0; r < part.count; r++)
+                for (int c = 0; c < width; c++) to[r * part.width + c] += bias[piece.first * PANEL + c];
+    }
 };
 
 // residual += in x matrix
@@ -117,11 +198,30 @@ INLINE Vector silu_mul(Vector gate, Vector up) {
 // out = silu(in x gate) * (in x up). A panel holds eight outputs of gate and the eight of up beside them.
 class Swiglu final : public Gemm {
    public:
-    // `out` is plain activations; with `floats`, float32 on every ISA.
-    Swiglu(Rows out, bool floats, Rows in, const Matrix& matrix)
-        : Gemm("swiglu", in, matrix, 4), out_(out), floats_(floats) {}
+    // `out` is plain activations; with `floats`, float32 on every ISA. One matrix has eight of gate and the eight of up
+    // that belong to them in each panel; two are gate and up, in the order of the checkpoint.
+    Swiglu(Rows out, bool floats, const Product* products, int num_products)
+        : Gemm("swiglu", products, num_products, 4), out_(out), floats_(floats) {}
+
+    int tiles(const Step& step) const override {
+        return products_.size() == 1 ? Gemm::tiles(step) : Gemm::tiles(step) ? num_pairs() : 0;
+    }
 
    private:
+    // With two matrices a tile is half as many panels of each.
+    int num_pairs() const { return ceil_div(products_[0].matrix.columns / PANEL, panels_ / 2); }
+
+    Tile tile_at(int index) const override {
+        if (products_.size() == 1) return Gemm::tile_at(index);
+        Tile tile;
+        if (index >= num_pairs()) return tile;
+        const int first = index * (panels_ / 2);
+        const int panels = std::min(panels_ / 2, products_[0].matrix.columns / PANEL - first);
+        tile.num_pieces = 2, tile.column = 2 * first * PANEL;
+        for (int i = 0; i < 2; i++) tile.pieces[i] = {i, first, panels};
+        return tile;
+    }
+
     void prefetch_out(const Step&, const Part& part) const override {
         const int size = floats_ ? sizeof(float) : sizeof(act);
         for (int r = 0; r < part.count; r++)
@@ -130,21 +230,25 @@ class Swiglu final : public Gemm {
 
     void finish(const Step&, const Part& part, const Scratch&) override {
         const int width = part.width, column = part.column / 2;
+        const bool apart = products_.size() > 1;
         for (int r = 0; r < part.count; r++) {
             const float* values = part.values + r * width;
             float gated[4 * PANEL / 2];
             int c = 0;
 #if defined(ISA_AVX512)
-            for (; c + 2 * PANEL <= width; c += 2 * PANEL) {  // two panels fill a vector
+            for (; !apart && c + 2 * PANEL <= width; c += 2 * PANEL) {  // two panels fill a vector
                 const vf first = load<vf>(values + c), second = load<vf>(values + c + PANEL);
                 store(gated + c / 2, silu_mul(low_halves(first, second), high_halves(first, second)));
             }
 #endif
-            for (; c < width; c += PANEL)
+            for (; c < width; c += PANEL) {
+                const float* gates = values + (apart ? c / 2 : c);
+                const float* ups = gates + (apart ? width / 2 : 8);
                 for (int i = 0; i < PANEL / 2; i += HALF_PANEL) {
-                    const half_panel gate = load<half_panel>(values + c + i), up = load<half_panel>(values + c + 8 + i);
+                    const half_panel gate = load<half_panel>(gates + i), up = load<half_panel>(ups + i);
                     store(gated + c / 2 + i, silu_mul(gate, up));
                 }
+            }
             if (floats_) {
                 memcpy(reinterpret_cast<float*>(out_.data + (part.row + r) * out_.stride) + column, gated, width / 2 * 4);
             } else {

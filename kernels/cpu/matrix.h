@@ -5,11 +5,19 @@
 //
 //     bf16   [depth / 2][16][2]            a pair of neighbours in depth, for each output
 //     q8_0   [depth / 32]{ [16][16][2] codes | [16] scales }
-//     q4_0   [depth / 32]{ [4][16][4] codes, two in a byte | [16] scales }
-//     q4_1   [depth / 32]{ [4][16][4] codes, two in a byte | [16] scales | [16] minimums }
+//     q4_0   [depth / 32]{ codes | [16] scales }                     also q5_0
+//     q4_1   [depth / 32]{ codes | [16] scales | [16] minimums }     also q5_1
+//     q4_k   [depth / 256]{ [8] codes | [8][16] scales | [8][16] minimums | [16] scales of the scales | [16] of the
+//            minimums }                                              also q5_k
+//     q6_k   [depth / 256]{ [8] codes | [8][16][2] scales | [16] scales of the scales }
 //
-// In the 4-bit formats byte b of chunk j holds depth 8j + b in its lower half and 8j + 4 + b in its upper one. Scales
-// and minimums are float16, as in the file.
+// Codes of 32 numbers of depth are cut into planes: the lower four bits [4][16][4], where byte b of chunk j holds depth
+// 8j + b in its lower half and 8j + 4 + b in its upper one; of 5-bit codes the highest bits [16][4], where bit i of byte b
+// belongs to depth 4i + b; of 6-bit codes the highest two bits [2][16][4], where bits 2i and 2i + 1 of byte b of chunk j
+// belong to depth 16j + 4i + b. So all bytes of a word can be multiplied at once with four neighbours in depth.
+//
+// Scales and minimums are float16, as in the file; those of K-quants within a block are bytes. The products of two scales
+// are exact in float32, so a packed matrix has the values of the file.
 #pragma once
 
 #include <cstddef>
@@ -20,11 +28,35 @@ constexpr int PANEL = 16;
 constexpr int GROUP = 32;
 constexpr int VECTORS = PANEL / LANES;  // of a panel's outputs
 
-enum class Format : int { BF16 = 0, Q8_0 = 1, Q4_0 = 2, Q4_1 = 3 };
+enum class Format : int { BF16 = 0, Q8_0 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 4, Q5_1 = 5, Q4_K = 6, Q5_K = 7, Q6_K = 8 };
 
-// Bytes of a group of a panel.
-constexpr int group_bytes(Format format) {
-    return format == Format::Q8_0 ? 512 + 32 : format == Format::Q4_0 ? 256 + 32 : 256 + 64;
+// Groups of a block: what one scale in float16 covers.
+constexpr int block_groups(Format format) { return format >= Format::Q4_K ? 8 : 1; }
+
+constexpr int code_bits(Format format) {
+    switch (format) {
+        case Format::Q8_0: return 8;
+        case Format::Q5_0: case Format::Q5_1: case Format::Q5_K: return 5;
+        case Format::Q6_K: return 6;
+        default: return 4;
+    }
+}
+
+constexpr bool has_minimums(Format format) {
+    return format == Format::Q4_1 || format == Format::Q5_1 || format == Format::Q4_K || format == Format::Q5_K;
+}
+
+// The code of zero, where a format has no minimums.
+constexpr int zero_code(Format format) {
+    return format == Format::Q4_0 ? 8 : format == Format::Q5_0 ? 16 : format == Format::Q6_K ? 32 : 0;
+}
+
+// Bytes of a panel: the codes of a group, the float16 behind the codes of a block, and a block.
+constexpr int code_bytes(Format format) { return code_bits(format) * GROUP * PANEL / 8; }
+constexpr int half_bytes(Format format) { return (has_minimums(format) ? 2 : 1) * PANEL * 2; }
+constexpr int small_scale_bytes(Format format) { return block_groups(format) > 1 ? 2 * 8 * PANEL : 0; }
+constexpr int block_bytes(Format format) {
+    return block_groups(format) * code_bytes(format) + small_scale_bytes(format) + half_bytes(format);
 }
 
 enum class Form : int;
@@ -38,7 +70,8 @@ struct Matrix {
     const float* bias;  // [columns] or null
 
     size_t panel_bytes() const {
-        return format == Format::BF16 ? size_t(depth) * PANEL * 2 : size_t(depth / GROUP) * group_bytes(format);
+        return format == Format::BF16 ? size_t(depth) * PANEL * 2
+                                      : size_t(depth / GROUP / block_groups(format)) * block_bytes(format);
     }
     bool integer() const { return format != Format::BF16; }
 };
@@ -59,10 +92,10 @@ INLINE void store_acts(act* to, vf values) { store(to, values); }
 //
 //     PLAIN  [depth] act                                                    for bf16
 //     BYTES  [depth] int8 codes | [groups] float scale | [groups] int32 sum of codes | [groups] float scale x sum
-//                                                                           for 4-bit weights, in groups of 32
+//            | [groups][2] int16 sum of each half's codes                   for 4 to 6 bits, in groups of 32
 //     WORDS  [depth] int16 codes | [groups] float scale                     for q8_0, in groups of 32
 //     SPLIT  like BYTES, with codes of 12 bits: [groups]{ [32] int8 codes / 16 | [32] int8 codes % 16 }, rounded down, so
-//            that instructions for bytes multiply both halves               for 4-bit weights, in groups of 32
+//            that instructions for bytes multiply both halves               for 4 to 6 bits, in groups of 32
 //
 // Activations should lose less precision than the weights, so int8 is only for throughput: with 4-bit weights it changes
 // 3 % of the most likely ids, 12 bits as many as 16.
@@ -95,34 +128,54 @@ INLINE int padded_rows(int rows) {
 INLINE size_t row_bytes(Form form, int width) {
     const size_t groups = width / GROUP;
     const size_t bytes = form == Form::PLAIN   ? width * sizeof(act)
-                         : form == Form::BYTES ? width + groups * 12
+                         : form == Form::BYTES ? width + groups * 16
                          : form == Form::WORDS ? 2 * width + groups * 4
-                                               : 2 * width + groups * 12;
+                                               : 2 * width + groups * 16;
     return (bytes + 63) / 64 * 64;
 }
 
-// Column n of a packed matrix, which was row n of the checkpoint's, as float: [depth].
+// The code of depth k of a group, of 4 to 6 bits.
+INLINE int code_at(Format format, const uint8_t* codes, int lane, int k) {
+    int code = (codes[(k / 8 * PANEL + lane) * 4 + k % 4] >> (k % 8 / 4 * 4)) & 15;
+    const uint8_t* above = codes + 4 * PANEL * 4;
+    if (code_bits(format) == 5) code |= (above[lane * 4 + k % 4] >> (k / 4) & 1) << 4;
+    if (code_bits(format) == 6) code |= (above[(k / 16 * PANEL + lane) * 4 + k % 4] >> (k % 16 / 4 * 2) & 3) << 4;
+    return code;
+}
+
+// Column n of a packed matrix, which was row n of the checkpoint's, as float: [depth]. The same operations as ggml's, so
+// also the same bits.
 static void unpack(const Matrix& matrix, int n, float* out) {
     const uint8_t* panel = matrix.panels + (n / PANEL) * matrix.panel_bytes();
     const int lane = n % PANEL;
     if (matrix.format == Format::BF16) {
-        const uint16_t* halves = reinterpret_cast<const uint16_t*>(panel);
-        for (int k = 0; k < matrix.depth; k++) out[k] = from_bf16(halves[(k / 2 * PANEL + lane) * 2 + k % 2]);
+        const uint16_t* pairs = reinterpret_cast<const uint16_t*>(panel);
+        for (int k = 0; k < matrix.depth; k++) out[k] = from_bf16(pairs[(k / 2 * PANEL + lane) * 2 + k % 2]);
         return;
     }
-    const bool bytes = matrix.format == Format::Q8_0, minimums = matrix.format == Format::Q4_1;
-    for (int g = 0; g < matrix.depth / GROUP; g++) {
-        const uint16_t* factors = reinterpret_cast<const uint16_t*>(panel + (bytes ? 512 : 256));
-        const float scale = one_f16(factors[lane]), minimum = minimums ? one_f16(factors[PANEL + lane]) : 0.0f;
-        for (int k = 0; k < GROUP; k++) {
-            int code;
-            if (bytes)
-                code = int8_t(panel[(k / 2 * PANEL + lane) * 2 + k % 2]);
-            else
-                code = (panel[(k / 8 * PANEL + lane) * 4 + k % 4] >> (k % 8 / 4 * 4) & 15) - (minimums ? 0 : 8);
-            out[g * GROUP + k] = float(code) * scale + minimum;
+    const Format format = matrix.format;
+    const int groups = block_groups(format), small_bytes = small_scale_bytes(format);
+    const bool minimums = has_minimums(format);
+    for (int block = 0; block < matrix.depth / GROUP / groups; block++, panel += block_bytes(format)) {
+        const uint8_t* small = panel + groups * code_bytes(format);
+        const uint16_t* factors = reinterpret_cast<const uint16_t*>(small + small_bytes);
+        for (int g = 0; g < groups; g++) {
+            const uint8_t* codes = panel + g * code_bytes(format);
+            float scales[2], minimum = minimums ? one_f16(factors[PANEL + lane]) : 0.0f;
+            scales[0] = scales[1] = one_f16(factors[lane]);
+            if (format == Format::Q6_K) {
+                for (int half = 0; half < 2; half++)
+                    scales[half] *= float(int8_t(small[(g * PANEL + lane) * 2 + half]));
+            } else if (small_bytes) {
+                scales[0] = scales[1] = scales[0] * float(small[g * PANEL + lane]);
+                minimum = -(minimum * float(small[(8 + g) * PANEL + lane]));
+            }
+            for (int k = 0; k < GROUP; k++) {
+                const int code = format == Format::Q8_0 ? int8_t(codes[(k / 2 * PANEL + lane) * 2 + k % 2])
+                                                        : code_at(format, codes, lane, k) - zero_code(format);
+                *out++ = float(code) * scales[k / 16] + minimum;
+            }
         }
-        panel += group_bytes(matrix.format);
     }
 }
 
@@ -141,10 +194,11 @@ static void quantize(const float* from, const Rows& to, int row, int depth, Form
         }
         const float top = largest(tops), inverse = top > 1e-30f ? most / top : 0.0f;
         constexpr float round = 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
-        vi numbers[GROUP / LANES], total{};
+        vi numbers[GROUP / LANES], total{}, half{};
         for (int i = 0; i < GROUP / LANES; i++) {
             numbers[i] = bits<vi>(values[i] * inverse + round) - bits<int32_t>(round);
             total += numbers[i];
+            if (i == GROUP / LANES / 2 - 1) half = total;
         }
         const float scale = top / most;
         scales[g] = scale;
@@ -161,9 +215,11 @@ static void quantize(const float* from, const Rows& to, int row, int depth, Form
             for (int i = 0; i < GROUP / LANES; i++) store(codes + i * LANES, __builtin_convertvector(numbers[i], words));
             continue;
         }
-        // The sum is exact in floats: at most 2^20.
-        const float count = sum(__builtin_convertvector(total, vf));
+        // Sums are exact in floats: at most 2^20. That of a half is at most 16 x 2,047, so int16 holds it.
+        const float count = sum(__builtin_convertvector(total, vf)), first = sum(__builtin_convertvector(half, vf));
         scales[groups + g] = bits<float>(int32_t(count));
         scales[2 * groups + g] = scale * count;
+        const int32_t halves = (int32_t(first) & 0xFFFF) | int32_t(count - first) << 16;
+        scales[3 * groups + g] = bits<float>(halves);
     }
 }

@@ -17,7 +17,7 @@ from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.stored_matrix import Format
 
-ABI_VERSION = 12
+ABI_VERSION = 13
 """Version of `program.cpp`; raise it with every change of its interface."""
 
 PANEL = 16
@@ -32,7 +32,7 @@ SPINS = 2000
 HUGE_PAGE = 2 * 1024**2
 
 Activations = Literal["int12", "int8"]
-"""Of 4-bit weights."""
+"""Of weights with 4 to 6 bits."""
 
 ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -50,15 +50,16 @@ class Form(IntEnum):
     WORDS = 2
     """16 bits and a scale for each group of 32."""
     SPLIT = 3
-    """12 bits, the upper eight and the lower four in bytes of their own, for 4-bit weights: a scale and a sum for each
-    group of 32."""
+    """12 bits, the upper eight and the lower four in bytes of their own, for weights with 4 to 6 bits: a scale and sums
+    for each group of 32."""
 
 
-FORMATS = {"bf16": 0, "q8_0": 1, "q4_0": 2, "q4_1": 3}
+FORMATS = {"bf16": 0, "q8_0": 1, "q4_0": 2, "q4_1": 3, "q5_0": 4, "q5_1": 5, "q4_k": 6, "q5_k": 7, "q6_k": 8}
 
 
 def form_for(format: Format, activations: Activations) -> Form:
-    """The form of activations for weights of a format. `activations` is the precision for 4-bit weights."""
+    """The form of activations for weights of a format. `activations` is the precision for weights with 4 to 6
+    bits."""
     match format:
         case "bf16":
             return Form.PLAIN
@@ -104,6 +105,12 @@ class NativeRows(Structure):
     """`Rows` in matrix.h."""
 
     _fields_ = (("data", c_void_p), ("stride", c_size_t))
+
+
+class NativeProduct(Structure):
+    """`Product` in linear.h."""
+
+    _fields_ = (("matrix", PackedMatrix), ("rows", NativeRows))
 
 
 class NativeLayerMemory(Structure):
@@ -195,23 +202,14 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "program_qkv": (
         None,
         [
-            *(
-                c_void_p,
-                NativeRows,
-                NativeRows,
-                POINTER(PackedMatrix),
-                c_int,
-                POINTER(NativeLayerMemory),
-                c_void_p,
-                c_void_p,
-            ),
-            POINTER(NativeHeadNorms),
+            *(c_void_p, NativeRows, POINTER(NativeProduct), c_int, c_int, POINTER(NativeLayerMemory)),
+            *(c_void_p, c_void_p, POINTER(NativeHeadNorms)),
         ],
     ),
     "program_attention_plan": (c_void_p, [c_void_p, c_int, c_int, c_int]),
     "program_attention": (None, [c_void_p, NativeRows, c_int, NativeRows, POINTER(NativeLayerMemory), c_void_p]),
     "program_linear_add": (None, [c_void_p, c_void_p, NativeRows, POINTER(PackedMatrix), c_int]),
-    "program_swiglu": (None, [c_void_p, NativeRows, c_int, NativeRows, POINTER(PackedMatrix)]),
+    "program_swiglu": (None, [c_void_p, NativeRows, c_int, POINTER(NativeProduct), c_int]),
     "program_sample": (
         None,
         [

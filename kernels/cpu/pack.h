@@ -3,8 +3,89 @@
 
 #include "matrix.h"
 
-// Output n is the row at rows[n]: bfloat16, or blocks as ggml lays them out (q8_0: scale, 32 codes; q4_0: scale, 16
-// bytes; q4_1: scale, minimum, 16 bytes; byte i has column i below and column 16 + i above). Null stands for zeros.
+// Blocks of rows as ggml lays them out (kernels/stored_matrix.py describes them), as far as packing needs that.
+struct FileBlock {
+    int bytes, codes, above;  // size; offsets of the lower bits of codes, and of the upper ones
+};
+
+constexpr FileBlock file_block(Format format) {
+    switch (format) {
+        case Format::Q8_0: return {34, 2, 0};
+        case Format::Q4_0: return {18, 2, 0};
+        case Format::Q4_1: return {20, 4, 0};
+        case Format::Q5_0: return {22, 6, 2};
+        case Format::Q5_1: return {24, 8, 4};
+        case Format::Q4_K: return {144, 16, 0};
+        case Format::Q5_K: return {176, 48, 16};
+        case Format::Q6_K: return {210, 0, 128};
+        default: return {0, 0, 0};
+    }
+}
+
+// Four codes of a block, from depth k on, a multiple of 4: a byte each.
+INLINE uint32_t four_codes(Format format, const uint8_t* block, int k) {
+    const FileBlock layout = file_block(format);
+    const uint8_t *codes = block + layout.codes, *above = block + layout.above;
+    if (format == Format::Q6_K) {  // 64 bytes have 128 codes
+        const int half = k / 128, i = k % 128;
+        const uint32_t low = load<uint32_t>(codes + 64 * half + i % 64) >> (i / 64 * 4) & 0x0F0F0F0Fu;
+        return low | (load<uint32_t>(above + 32 * half + i % 32) >> (i / 32 * 2) & 0x03030303u) << 4;
+    }
+    if (block_groups(format) > 1) {  // 32 bytes have 64 codes
+        const uint32_t low = load<uint32_t>(codes + k / 64 * 32 + k % 32) >> (k / 32 % 2 * 4) & 0x0F0F0F0Fu;
+        return format == Format::Q4_K ? low
+                                      : low | (load<uint32_t>(above + k % 32) >> (k / 32) & 0x01010101u) << 4;
+    }
+    const uint32_t low = load<uint32_t>(codes + k % 16) >> (k / 16 * 4) & 0x0F0F0F0Fu;
+    if (code_bits(format) == 4) return low;
+    const uint32_t four = load<uint32_t>(above) >> k & 15;
+    return low | (four * 0x00204081u & 0x01010101u) << 4;  // bit i goes to byte i
+}
+
+// The scales and minimums of q4_k and q5_k, each of 6 bits (`get_scale_min_k4` in ggml-quants.c).
+INLINE void six_bits(const uint8_t* packed, int group, uint8_t& scale, uint8_t& minimum) {
+    if (group < 4) {
+        scale = packed[group] & 63, minimum = packed[group + 4] & 63;
+    } else {
+        scale = (packed[group + 4] & 15) | (packed[group - 4] >> 6) << 4;
+        minimum = packed[group + 4] >> 4 | (packed[group] >> 6) << 4;
+    }
+}
+
+static void pack_block(Format format, const uint8_t* from, uint8_t* to, int lane) {
+    const int groups = block_groups(format);
+    uint8_t* small = to + groups * code_bytes(format);
+    for (int g = 0; g < groups; g++, to += code_bytes(format)) {
+        if (format == Format::Q8_0) {
+            for (int k = 0; k < GROUP; k += 2) memcpy(to + (k / 2 * PANEL + lane) * 2, from + 2 + k, 2);
+            continue;
+        }
+        uint32_t above[2] = {};
+        for (int k = 0; k < GROUP; k += 8) {
+            const uint32_t first = four_codes(format, from, g * GROUP + k);
+            const uint32_t second = four_codes(format, from, g * GROUP + k + 4);
+            store(to + (k / 8 * PANEL + lane) * 4, (first & 0x0F0F0F0Fu) | (second & 0x0F0F0F0Fu) << 4);
+            if (code_bits(format) == 5)
+                above[0] |= (first >> 4 & 0x01010101u) << (k / 4) | (second >> 4 & 0x01010101u) << (k / 4 + 1);
+            else
+                above[k / 16] |= (first >> 4 & 0x03030303u) << (k % 16 / 2) | (second >> 4 & 0x03030303u) << (k % 16 / 2 + 2);
+        }
+        for (int i = 0; i < code_bits(format) - 4; i++) store(to + ((4 + i) * PANEL + lane) * 4, above[i]);
+    }
+    uint8_t* factors = small + small_scale_bytes(format);
+    if (format == Format::Q6_K) {
+        memcpy(factors + 2 * lane, from + 208, 2);
+        for (int g = 0; g < groups; g++) memcpy(small + (g * PANEL + lane) * 2, from + 192 + 2 * g, 2);
+        return;
+    }
+    memcpy(factors + 2 * lane, from, 2);
+    if (has_minimums(format)) memcpy(factors + 2 * (PANEL + lane), from + 2, 2);
+    if (groups > 1)
+        for (int g = 0; g < groups; g++)
+            six_bits(from + 4, g, small[g * PANEL + lane], small[(8 + g) * PANEL + lane]);
+}
+
+// Output n is the row at rows[n]: bfloat16, or blocks as ggml lays them out. Null stands for zeros.
 static void pack_panel(const Matrix& matrix, uint8_t* panels, const uint8_t* const* rows, int panel) {
     uint8_t* to = panels + panel * matrix.panel_bytes();
     memset(to, 0, matrix.panel_bytes());
@@ -15,23 +96,8 @@ static void pack_panel(const Matrix& matrix, uint8_t* panels, const uint8_t* con
             for (int k = 0; k < matrix.depth / 2; k++) memcpy(to + (k * PANEL + lane) * 4, from + 4 * k, 4);
             continue;
         }
-        const bool bytes = matrix.format == Format::Q8_0, minimums = matrix.format == Format::Q4_1;
-        const int code_bytes = bytes ? 512 : 256, factors = minimums ? 4 : 2;
-        uint8_t* group = to;
-        for (int g = 0; g < matrix.depth / GROUP; g++) {
-            memcpy(group + code_bytes + 2 * lane, from, 2);
-            if (minimums) memcpy(group + code_bytes + 2 * PANEL + 2 * lane, from + 2, 2);
-            from += factors;
-            for (int k = 0; k < GROUP; k++) {
-                if (bytes) {
-                    group[(k / 2 * PANEL + lane) * 2 + k % 2] = from[k];
-                } else {
-                    const int code = k < 16 ? from[k] & 15 : from[k - 16] >> 4;
-                    group[(k / 8 * PANEL + lane) * 4 + k % 4] |= code << (k % 8 / 4 * 4);
-                }
-            }
-            from += bytes ? 32 : 16;
-            group += code_bytes + PANEL * factors;
-        }
+        const int blocks = matrix.depth / GROUP / block_groups(matrix.format);
+        for (int block = 0; block < blocks; block++, from += file_block(matrix.format).bytes)
+            pack_block(matrix.format, from, to + block * block_bytes(matrix.format), lane);
     }
 }

@@ -200,7 +200,7 @@ class Program final : public Job {
 
 extern "C" {
 
-int abi_version() { return 12; }
+int abi_version() { return 13; }
 
 // Asks the system for what these instructions need. Whether they can be used.
 int prepare() {
@@ -265,9 +265,9 @@ void program_quantize(Program* program, Rows out, int form, const float* from, i
 }
 
 // `norms` may be null.
-void program_qkv(Program* program, Rows queries, Rows in, const Matrix* matrix, int num_heads, const KV* kv,
+void program_qkv(Program* program, Rows queries, const Product* products, int num_products, int num_heads, const KV* kv,
                  const float* cos, const float* sin, const HeadNorms* norms) {
-    program->add<Qkv>(queries, in, *matrix, num_heads, *kv, cos, sin, norms ? *norms : HeadNorms{});
+    program->add<Qkv>(queries, products, num_products, num_heads, *kv, cos, sin, norms ? *norms : HeadNorms{});
 }
 
 AttentionPlan* program_attention_plan(Program* program, int num_heads, int num_kv_heads, int window) {
@@ -283,8 +283,8 @@ void program_linear_add(Program* program, float* residual, Rows in, const Matrix
     program->add<LinearAdd>(residual, in, *matrix, width);
 }
 
-void program_swiglu(Program* program, Rows out, int floats, Rows in, const Matrix* matrix) {
-    program->add<Swiglu>(out, floats != 0, in, *matrix);
+void program_swiglu(Program* program, Rows out, int floats, const Product* products, int num_products) {
+    program->add<Swiglu>(out, floats != 0, products, num_products);
 }
 
 // The head, the wait for masks, and sampling.

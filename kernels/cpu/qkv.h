@@ -31,10 +31,10 @@ struct HeadNorms {
 // they were: in a panel, eight of the first half and the eight of the second half that they turn with.
 class Qkv final : public Gemm {
    public:
-    // `queries` are plain activations.
-    Qkv(Rows queries, Rows in, const Matrix& matrix, int num_heads, const KV& kv, const float* cos, const float* sin,
-        const HeadNorms& norms)
-        : Gemm("qkv", in, matrix, kv.head_dim / PANEL), queries_(queries), num_heads_(num_heads), kv_(kv),
+    // `queries` are plain activations. The products are one of all heads, or one of each kind.
+    Qkv(Rows queries, const Product* products, int num_products, int num_heads, const KV& kv, const float* cos,
+        const float* sin, const HeadNorms& norms)
+        : Gemm("qkv", products, num_products, kv.head_dim / PANEL), queries_(queries), num_heads_(num_heads), kv_(kv),
           cos_(cos), sin_(sin), norms_(norms), scale_(1.0f / std::sqrt(float(kv.head_dim))) {}
 
    private:

@@ -227,6 +227,18 @@ INLINE vf load_f16(const uint16_t* from) {
 #endif
 }
 
+// LANES unsigned bytes.
+INLINE vi load_bytes(const uint8_t* from) {
+#if defined(ISA_AVX512) && !defined(EMULATE)
+    return bits<vi>(_mm512_cvtepu8_epi32(load<__m128i>(from)));
+#elif defined(ISA_AVX2)
+    return bits<vi>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#else
+    typedef uint8_t bytes __attribute__((vector_size(LANES)));
+    return __builtin_convertvector(load<bytes>(from), vi);
+#endif
+}
+
 // 32 numbers that fit into bytes.
 INLINE void store_bytes(int8_t* to, const vi (&numbers)[32 / LANES]) {
 #if defined(ISA_AVX2)
@@ -323,8 +335,16 @@ constexpr bool ADDS_BYTES = true;
 constexpr bool ADDS_BYTES = false;
 #endif
 
+// Whether `dot_nibbles` keeps sums as pairs of 16 bits.
+#if defined(ISA_AVX512) || (defined(ISA_PORTABLE) && defined(__ARM_FEATURE_DOTPROD))
+constexpr bool SUMS_ARE_PAIRS = false;
+#else
+constexpr bool SUMS_ARE_PAIRS = true;
+#endif
+
 // The same for bytes of `a` that are 15 at most, eight times before `finish_nibbles` gives the sums: on CPUs without an
-// instruction for this they are kept as pairs of 16 bits meanwhile, which holds 8 x 2 x 15 x 127.
+// instruction for this they are kept as pairs of 16 bits meanwhile, which holds 8 x 2 x 15 x 128. For bytes of 31 these are
+// four times, for bytes of 63 two.
 INLINE vi dot_nibbles(vi acc, vu a, vu b) {
 #if defined(ISA_AVX512)
     return dot_bytes(acc, a, b);
@@ -351,5 +371,24 @@ INLINE vi finish_nibbles(vi acc) {
     return bits<vi>(_mm256_madd_epi16(bits<__m256i>(acc), _mm256_set1_epi16(1)));
 #else
     return ((acc << 16) >> 16) + (acc >> 16);
+#endif
+}
+
+// total + factor x the sums that `finish_nibbles` gives. A lane of `factors` has the factor twice, as 16 bits.
+INLINE vi add_nibbles(vi total, vi acc, vi factors) {
+#if defined(ISA_AVX2)
+    return total + bits<vi>(_mm256_madd_epi16(bits<__m256i>(acc), bits<__m256i>(factors)));
+#else
+    return total + finish_nibbles(acc) * (factors >> 16);
+#endif
+}
+
+// The same with the factor 2^SHIFT.
+template <int SHIFT>
+INLINE vi add_shifted_nibbles(vi total, vi acc) {
+#if defined(ISA_AVX2)
+    return total + bits<vi>(_mm256_madd_epi16(bits<__m256i>(acc), _mm256_set1_epi16(1 << SHIFT)));
+#else
+    return total + (finish_nibbles(acc) << SHIFT);
 #endif
 }

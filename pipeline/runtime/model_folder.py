@@ -7,7 +7,7 @@ chat_template.tool_use.jinja   for chats with tools, if the model has a separate
 weights               safetensors files, named by `ModelConfig.weight_files` (absolute, or relative to the folder)
 
 A quantized matrix [rows, columns] is stored as U8 [rows, bytes per row], in the block format of .gguf files. The
-format ("q8_0", "q4_1", "q4_0") is in the file's metadata under `format_key(name of the tensor)`.
+format, such as "q8_0" or "q4_k", is in the file's metadata under `format_key(name of the tensor)`.
 """
 
 import fcntl
@@ -16,6 +16,8 @@ from typing import BinaryIO, Literal
 
 import msgspec
 
+CONVERTED = "converted.txt"
+"""A line that says what the source's matrices became. Only in prepared folders in which some have another format."""
 STAMP = "complete.json"
 """The file that prepare writes last."""
 

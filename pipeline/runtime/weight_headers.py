@@ -15,9 +15,17 @@ from pipeline.runtime.model_folder import format_key
 
 MAX_HEADER_BYTES = 100_000_000
 """As in the safetensors package."""
-BLOCK = 32
-BLOCK_BYTES = {"q8_0": 34, "q4_1": 20, "q4_0": 18}
-"""Bytes of a block of 32 weights. Quantized matrices are stored as bytes."""
+BLOCKS = {
+    "q8_0": (32, 34),
+    "q4_1": (32, 20),
+    "q4_0": (32, 18),
+    "q5_0": (32, 22),
+    "q5_1": (32, 24),
+    "q4_k": (256, 144),
+    "q5_k": (256, 176),
+    "q6_k": (256, 210),
+}
+"""Weights and bytes of a block. Quantized matrices are stored as bytes."""
 _METADATA = "__metadata__"
 
 
@@ -37,7 +45,7 @@ class WeightFacts(msgspec.Struct, frozen=True):
     @property
     def has_gguf_blocks(self) -> bool:
         """Whether `format` is a block format of GGUF."""
-        return self.format.lower() in BLOCK_BYTES
+        return self.format.lower() in BLOCKS
 
 
 def weight_facts(paths: Iterable[Path]) -> WeightFacts:
@@ -51,8 +59,9 @@ def weight_facts(paths: Iterable[Path]) -> WeightFacts:
         for name, raw in header.items():
             tensor = msgspec.json.decode(raw, type=_Tensor)
             size = math.prod(tensor.shape)
-            if (block := metadata.get(format_key(name))) in BLOCK_BYTES:
-                num_of[block] += size // BLOCK_BYTES[block] * BLOCK
+            if (format := metadata.get(format_key(name))) in BLOCKS:
+                num_weights, num_bytes_of_block = BLOCKS[format]
+                num_of[format] += size // num_bytes_of_block * num_weights
             else:
                 num_of[tensor.dtype] += size
     return WeightFacts(num_bytes, num_of.total(), num_of.most_common(1)[0][0].upper() if num_of else "")

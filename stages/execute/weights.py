@@ -20,7 +20,7 @@ import numpy as np
 
 from pipeline.errors import UserError
 from pipeline.kernels.logprob_inputs import FloatArray
-from pipeline.kernels.stored_matrix import BLOCK_BYTES, GROUP, FloatFormat, Format, StoredMatrix
+from pipeline.kernels.stored_matrix import BLOCK_BYTES, BLOCK_COLUMNS, FloatFormat, Format, StoredMatrix
 from pipeline.runtime.model_folder import ModelConfig, format_key
 
 if TYPE_CHECKING:
@@ -111,8 +111,8 @@ class Weights:
                 f"tensor {name!r} of the model in {self._folder} is {entry.dtype} in the format {found!r}; supported "
                 f"are {', '.join(BLOCKS)}: prepare the model again"
             )
-        num_bytes = columns // GROUP * BLOCK_BYTES[format]
-        if columns % GROUP or entry.shape != (rows, num_bytes):
+        num_bytes = columns // BLOCK_COLUMNS[format] * BLOCK_BYTES[format]
+        if columns % BLOCK_COLUMNS[format] or entry.shape != (rows, num_bytes):
             raise UserError(
                 f"tensor {name!r} of the model in {self._folder} is {format} in bytes {list(entry.shape)}, "
                 f"but model.json makes it {[rows, columns]}"

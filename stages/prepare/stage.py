@@ -22,7 +22,7 @@ from pipeline.runtime import generation_config
 from pipeline.runtime import messages as m
 from pipeline.runtime.child import report
 from pipeline.runtime.messages import Launch
-from pipeline.runtime.model_folder import ModelConfig
+from pipeline.runtime.model_folder import CONVERTED, ModelConfig
 from pipeline.stages.prepare import progress as progress_module
 from pipeline.stages.prepare.cache import Cache
 from pipeline.stages.prepare.progress import Progress, Silence
@@ -32,14 +32,17 @@ from pipeline.stages.prepare.sources.source import FolderSource, GgufSource, Hub
 
 SILENT = Silence()
 
-FORMAT = 9
+FORMAT = 10
 """Version of the prepared folders. Raise it when a conversion changes, so that older cache entries are not used."""
 
 
 def run(launch: Launch) -> None:
     """Prepare the model and send its folder to the supervisor. Raises UserError with a message for the user."""
-    folder = prepare(launch.settings, progress_module.for_stream())
+    progress = progress_module.for_stream()
+    folder = prepare(launch.settings, progress)
     config = ModelConfig.load(folder)
+    if (converted := folder / CONVERTED).is_file():
+        progress.say(f"{config.name}: {converted.read_text('utf-8').strip()}")
     if launch.settings.max_model_len > config.max_position:
         raise ModelError(
             f"max_model_len is {launch.settings.max_model_len}, but {config.name} supports at most "

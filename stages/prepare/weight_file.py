@@ -22,13 +22,18 @@ from pipeline.stages.prepare.progress import Report
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.tensors import Shape, TensorEntry, float_rows
 
-Format = Literal["f32", "bf16", "q8_0", "q4_1", "q4_0"]
+Format = Literal["f32", "bf16", "q8_0", "q4_1", "q4_0", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k"]
 Array = np.ndarray[Any, Any]
 
 BLOCKS: dict[Format, gguf.GGMLQuantizationType] = {
     "q8_0": gguf.GGMLQuantizationType.Q8_0,
     "q4_1": gguf.GGMLQuantizationType.Q4_1,
     "q4_0": gguf.GGMLQuantizationType.Q4_0,
+    "q5_0": gguf.GGMLQuantizationType.Q5_0,
+    "q5_1": gguf.GGMLQuantizationType.Q5_1,
+    "q4_k": gguf.GGMLQuantizationType.Q4_K,
+    "q5_k": gguf.GGMLQuantizationType.Q5_K,
+    "q6_k": gguf.GGMLQuantizationType.Q6_K,
 }
 """The formats with a scale per group of columns, and gguf's names for them."""
 GROUP = 32

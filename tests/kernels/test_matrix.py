@@ -12,13 +12,17 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as np_st
 
 from pipeline.kernels import matrix as matrix_module
-from pipeline.kernels.matrix import Matrix, join, quantize
-from pipeline.kernels.stored_matrix import BLOCK_BYTES, GROUP, Format, row_bytes
+from pipeline.kernels.matrix import HAS_MINIMUMS, ZEROS, Matrix, quantize
+from pipeline.kernels.stored_matrix import BLOCK_BYTES, BLOCK_COLUMNS, GROUP, Format, row_bytes
 
-KINDS: dict[Format, Kind] = {"q8_0": Kind.Q8_0, "q4_1": Kind.Q4_1, "q4_0": Kind.Q4_0}
+KINDS: dict[Format, Kind] = {format: Kind[format.upper()] for format in BLOCK_BYTES}
 FLOATS: list[Format] = ["bf16", "f32"]
-BLOCKS = list(KINDS)
-ALL: list[Format] = [*FLOATS, *BLOCKS]
+BLOCKS: list[Format] = ["q8_0", "q4_1", "q4_0"]
+"""Formats that are quantized to."""
+HALVES: dict[Format, slice] = {"q6_k": slice(208, 210)} | {
+    format: slice(0, 4 if format in HAS_MINIMUMS else 2) for format in BLOCK_BYTES if format != "q6_k"
+}
+"""Bytes of a block that are float16."""
 
 Array = np.ndarray[Any, Any]
 sizes = st.tuples(st.integers(1, 7), st.integers(1, 5))
@@ -37,13 +41,15 @@ def float_matrices(draw: st.DrawFn) -> Array:
 @st.composite
 def block_matrices(draw: st.DrawFn) -> Matrix:
     """Arbitrary codes with finite scales."""
-    format = draw(st.sampled_from(BLOCKS))
-    rows, groups = draw(sizes)
-    blocks = draw(np_st.arrays(np.uint8, (rows, groups, BLOCK_BYTES[format])))
-    num_halves = 2 if format == "q4_1" else 1
-    halves = draw(np_st.arrays(np.float16, (rows, groups, num_halves), elements=st.floats(-6e4, 6e4, width=16)))
-    blocks[:, :, : 2 * num_halves] = halves.view(np.uint8)
-    return Matrix(format, torch.from_numpy(blocks.reshape(rows, -1)), rows, groups * GROUP)
+    format = draw(st.sampled_from(list(KINDS)))
+    rows, blocks_of_row = draw(sizes)
+    seed = draw(st.integers(0, 2**32))  # as many bytes as a K-quant has are too many to draw one by one
+    shape = rows, blocks_of_row, BLOCK_BYTES[format]
+    blocks = np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
+    num_halves = (HALVES[format].stop - HALVES[format].start) // 2
+    halves = draw(np_st.arrays(np.float16, (rows, blocks_of_row, num_halves), elements=st.floats(-6e4, 6e4, width=16)))
+    blocks[:, :, HALVES[format]] = halves.view(np.uint8)
+    return Matrix(format, torch.from_numpy(blocks.reshape(rows, -1)), rows, blocks_of_row * BLOCK_COLUMNS[format])
 
 
 @pytest.mark.parametrize("format", BLOCKS)
@@ -71,22 +77,28 @@ def test_numbers_are_those_of_ggml(matrix: Matrix) -> None:
 @given(block_matrices())
 def test_values_follow_from_the_codes_and_scales_that_kernels_read(matrix: Matrix) -> None:
     scales, codes = matrix.scales(), matrix.codes()
-    shape = (matrix.num_rows, matrix.num_columns // GROUP)
-    assert (scales.shape, scales.dtype) == (shape, torch.float16)
+    in_super_blocks = BLOCK_COLUMNS[matrix.format] > GROUP
+    group = 16 if matrix.format == "q6_k" else GROUP
+    shape = (matrix.num_rows, matrix.num_columns // group)
+    dtype = torch.float32 if in_super_blocks else torch.float16
+    assert (scales.shape, scales.dtype) == (shape, dtype)
     assert codes.shape == (matrix.num_rows, matrix.num_columns)
-    values = codes.double()
     if matrix.format == "q8_0":
         assert codes.dtype == torch.int8
     else:
         assert codes.dtype == torch.uint8
-        assert int(codes.max()) <= 15
-    if matrix.format == "q4_0":
-        values -= 8
-    values *= scales.double().repeat_interleave(GROUP, dim=1)
-    if matrix.format == "q4_1":
-        assert (matrix.minimums().shape, matrix.minimums().dtype) == (shape, torch.float16)
-        values += matrix.minimums().double().repeat_interleave(GROUP, dim=1)
+        assert int(codes.max()) < 2 ** int(matrix.format[1])
+    values = (codes.double() - ZEROS.get(matrix.format, 0)) * scales.double().repeat_interleave(group, dim=1)
+    if matrix.format in HAS_MINIMUMS:
+        assert (matrix.minimums().shape, matrix.minimums().dtype) == (shape, dtype)
+        values += matrix.minimums().double().repeat_interleave(group, dim=1)
     assert torch.equal(values.float(), matrix.dequantize(torch.float32))
+
+
+@pytest.mark.parametrize("format", [format for format in KINDS if format not in BLOCKS])
+def test_formats_that_only_files_have_are_not_quantized_to(format: Format) -> None:
+    with pytest.raises(ValueError, match=f"{format} is only dequantized"):
+        quantize(torch.zeros(1, 256), format)
 
 
 @settings(max_examples=40)
@@ -108,23 +120,6 @@ def test_rows_are_taken_in_any_order_and_repeatedly(matrix: Matrix, data: st.Dat
     taken = matrix.take_rows(order)
     assert (taken.format, taken.num_rows) == (matrix.format, len(order))
     assert torch.equal(taken.dequantize(torch.float32), matrix.dequantize(torch.float32)[order])
-
-
-@given(st.lists(st.tuples(st.sampled_from(ALL), st.integers(1, 5)), min_size=1, max_size=4), st.sampled_from(FLOATS))
-def test_joined_rows_keep_a_common_format(parts: list[tuple[Format, int]], mixed: Any) -> None:
-    torch.manual_seed(0)
-    matrices = [quantize(torch.randn(rows, 2 * GROUP), format) for format, rows in parts]
-    joined = join(matrices, mixed)
-    formats = {format for format, _ in parts}
-    assert joined.format == (formats.pop() if len(formats) == 1 else mixed)
-    assert joined.num_rows == sum(rows for _, rows in parts)
-    dtype = torch.bfloat16 if joined.format == "bf16" else torch.float32
-    assert torch.equal(joined.dequantize(dtype), torch.cat([matrix.dequantize(dtype) for matrix in matrices]))
-
-
-def test_joining_a_single_matrix_does_not_copy_it() -> None:
-    matrix = quantize(torch.ones(2, GROUP), "q8_0")
-    assert join([matrix]) is matrix
 
 
 @pytest.mark.parametrize("format", BLOCKS)
@@ -171,8 +166,6 @@ def test_wrong_shapes_and_dtypes_are_rejected() -> None:
         Matrix("q4_1", torch.zeros(2, 36, dtype=torch.uint8), 2, 64)
     with pytest.raises(ValueError, match=r"bfloat16 \[2, 64\], not torch\.float32"):
         Matrix("bf16", torch.zeros(2, 64), 2, 64)
-    with pytest.raises(ValueError, match=r"have \[64, 32\] columns"):
-        join([quantize(torch.zeros(1, 64), "bf16"), quantize(torch.zeros(1, 32), "bf16")])
 
 
 @pytest.mark.parametrize("format", FLOATS)

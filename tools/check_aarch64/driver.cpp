@@ -340,6 +340,9 @@ constexpr Config CONFIGS[] = {
     {"q4_1, 12-bit activations", Format::Q4_1, Format::Q8_0, false, 128, 192, 4, 2, 32, 70, false},
     {"q4_0, 8-bit activations", Format::Q4_0, Format::Q8_0, true, 96, 160, 3, 1, 64, 0, true},
     {"q4_1, 8-bit activations", Format::Q4_1, Format::Q8_0, true, 128, 192, 4, 2, 32, 70, false},
+    {"q5_0 and q4_k, 12-bit activations", Format::Q5_0, Format::Q4_K, false, 256, 160, 4, 2, 32, 0, false},
+    {"q5_k and q6_k, 12-bit activations", Format::Q5_K, Format::Q6_K, false, 256, 256, 4, 2, 64, 40, true},
+    {"q6_k and q5_k, 8-bit activations", Format::Q6_K, Format::Q5_K, true, 256, 256, 4, 2, 64, 40, true},
 };
 
 }  // namespace

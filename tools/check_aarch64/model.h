@@ -12,6 +12,7 @@
 
 #include "attention_plan.h"
 #include "copy.h"
+#include "pack.h"
 #include "qkv.h"
 #include "sampler.h"
 
@@ -55,11 +56,11 @@ struct Library {
     void (*embed)(Program*, float*, const Matrix*);
     void (*norm)(Program*, Rows, int, const float*, const float*, int, float, int);
     void (*quantize)(Program*, Rows, int, const float*, int);
-    void (*qkv)(Program*, Rows, Rows, const Matrix*, int, const KV*, const float*, const float*, const HeadNorms*);
+    void (*qkv)(Program*, Rows, const Product*, int, int, const KV*, const float*, const float*, const HeadNorms*);
     AttentionPlan* (*attention_plan)(Program*, int, int, int);
     void (*attention)(Program*, Rows, int, Rows, const KV*, const AttentionPlan*);
     void (*linear_add)(Program*, float*, Rows, const Matrix*, int);
-    void (*swiglu)(Program*, Rows, int, Rows, const Matrix*);
+    void (*swiglu)(Program*, Rows, int, const Product*, int);
     void (*sample)(Program*, Rows, const Matrix*, int, float*, int, const MaskTicket*, const SamplingInputs*);
     void (*score)(Program*, Rows, const Matrix*, int, float*, int, const Scores*);
     int (*run)(Program*, int, int, int);
@@ -165,8 +166,8 @@ class Model {
             kv[layer] = {memory<uint16_t>(NUM_BLOCKS * layer_bytes() / 2), c.num_kv_heads, c.head_dim};
             library.norm(program, normed, int(form), residual, numbers(c.hidden, 1, 0.3f), c.hidden, EPS, 0);
             const HeadNorms norms{numbers(c.head_dim, 1, 0.3f), numbers(c.head_dim, 1, 0.3f), EPS};
-            library.qkv(program, queries, normed, matrix(c.weights, heads * c.head_dim, c.hidden, c.has_extras),
-                        c.num_heads, &kv[layer], cos, sin, c.has_extras ? &norms : nullptr);
+            const Product qkv{*matrix(c.weights, heads * c.head_dim, c.hidden, c.has_extras), normed};
+            library.qkv(program, queries, &qkv, 1, c.num_heads, &kv[layer], cos, sin, c.has_extras ? &norms : nullptr);
             const AttentionPlan* plan =
                 library.attention_plan(program, c.num_heads, c.num_kv_heads, layer ? c.window : 0);
             const Rows out = floats ? Rows{reinterpret_cast<uint8_t*>(wide), size_t(width) * 4} : attended;
@@ -175,7 +176,8 @@ class Model {
             library.linear_add(program, residual, attended, matrix(c.weights, c.hidden, width, c.has_extras), c.hidden);
             library.norm(program, normed, int(form), residual, numbers(c.hidden, 1, 0.3f), c.hidden, EPS, 0);
             const Rows gates = floats ? Rows{reinterpret_cast<uint8_t*>(wide), size_t(c.inner) * 4} : gated;
-            library.swiglu(program, gates, floats, normed, matrix(c.weights, 2 * c.inner, c.hidden, false));
+            const Product gate_up{*matrix(c.weights, 2 * c.inner, c.hidden, false), normed};
+            library.swiglu(program, gates, floats, &gate_up, 1);
             if (floats) library.quantize(program, gated, int(form), wide, c.inner);
             library.linear_add(program, residual, gated, matrix(c.weights, c.hidden, c.inner, false), c.hidden);
         }
@@ -215,8 +217,8 @@ class Model {
         // About 1 / sqrt(depth), so that the numbers of a deep model neither grow nor vanish.
         float scale = 2.0f;
         for (int d = depth; d > 1; d /= 4) scale *= 0.5f;
-        const int group = format == Format::Q8_0 ? 34 : format == Format::Q4_0 ? 18 : 20;
-        const size_t bytes = format == Format::BF16 ? size_t(depth) * 2 : size_t(depth) / GROUP * group;
+        const int block = file_block(format).bytes, groups = block_groups(format);
+        const size_t bytes = format == Format::BF16 ? size_t(depth) * 2 : size_t(depth) / GROUP / groups * block;
         std::vector<const uint8_t*> rows(padded, nullptr);
         for (int column = 0; column < columns; column++) {
             uint8_t* row = memory<uint8_t>(bytes);
@@ -226,12 +228,15 @@ class Model {
                 continue;
             }
             for (size_t i = 0; i < bytes; i++) row[i] = uint8_t(random_.next());
-            // Codes reach 127, or 7 or 15; the middle of q4_1 is at 7.5 scales.
-            const float step = 2 * scale / (format == Format::Q8_0 ? 127.0f : 7.5f);
-            for (size_t at = 0; at < bytes; at += group) {
-                const float of_group = step * (0.75f + random_.number(0.25f));
-                put(row + at, to_f16(of_group));
-                if (format == Format::Q4_1) put(row + at + 2, to_f16(-7.5f * of_group + random_.number(0.1f * scale)));
+            // The middle of codes, where there are minimums; scales within a block reach 63, those of q6_k 127.
+            const float middle = (1 << code_bits(format)) / 2 - 0.5f;
+            const float step = 2 * scale / middle / (format == Format::Q6_K ? 127 : groups > 1 ? 63 : 1);
+            for (size_t at = 0; at < bytes; at += block) {
+                const float of_block = step * (0.75f + random_.number(0.25f));
+                put(row + at + (format == Format::Q6_K ? 208 : 0), to_f16(of_block));
+                if (!has_minimums(format)) continue;
+                const float minimum = groups > 1 ? middle * of_block : -middle * of_block;
+                put(row + at + 2, to_f16(minimum + random_.number(0.05f) * minimum));
             }
         }
         uint8_t* panels = memory<uint8_t>(library.panel_bytes(made) * size_t(padded) / PANEL);

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.matrix import FLOATS, Matrix
-from pipeline.kernels.stored_matrix import BLOCK_BYTES, GROUP
+from pipeline.kernels.stored_matrix import BLOCK_BYTES, GPU_FORMATS, GROUP
 
 Quantization = Literal["int8", "int4"]
 Form = Literal["float", "int8", "int4"]
@@ -84,14 +84,15 @@ class DeviceMatrix:
     ) -> "DeviceMatrix":
         """Stack matrices with the same number of columns.
 
-        Blocks keep their format if all matrices have the same one. Everything else becomes `dtype` or `quantization`.
+        Blocks of `GPU_FORMATS` keep them if all matrices have the same one. Everything else becomes `dtype` or
+        `quantization`.
         Raises ValueError if columns differ, or if values to quantize aren't finite or are too large.
         """
         num_columns = matrices[0].num_columns
         if any(matrix.num_columns != num_columns for matrix in matrices):
             raise ValueError(f"matrices to join have {[matrix.num_columns for matrix in matrices]} columns")
         formats = {matrix.format for matrix in matrices}
-        if len(formats) == 1 and formats <= BLOCK_BYTES.keys():
+        if len(formats) == 1 and formats <= GPU_FORMATS:
             return _join([_planes(matrix, dtype, device) for matrix in matrices])
         return _join([_floats(matrix, dtype, torch.device(device), quantization) for matrix in matrices])
 

@@ -75,7 +75,7 @@ class NativeProgram(Program):
         self._scoring: int | None = None
         self._thread_pool = native.ThreadPool(library, num_threads)
         self._kept: list[Any] = []
-        self._table: tuple[AnyMatrix, Any] | None = None
+        self._table: tuple[AnyMatrix, native.PackedMatrix] | None = None
         self._num_layers = 0
         self._ticket = native.MaskTicket(None, 0, 0)
         self._handle = library.program_new(self._thread_pool.handle, ctypes.byref(self._step_arrays()))
@@ -83,7 +83,7 @@ class NativeProgram(Program):
         width = config.num_heads * config.head_dim
         self._residual = self._floats(max_num_tokens, config.hidden_size)
         self._queries = self._rows(max_num_tokens, width)
-        self._normed = self._rows(max_num_tokens, config.hidden_size)
+        self._normed: dict[Form, native.NativeRows] = {}
         self._attended = self._rows(max_num_tokens, width)
         self._gated = self._rows(max_num_tokens, config.intermediate_size)
         self._wide = self._floats(max_num_tokens, -(-max(width, config.intermediate_size) // PAIR) * PAIR)
@@ -110,21 +110,24 @@ class NativeProgram(Program):
         self._num_layers += 1
         heads = config.num_heads + 2 * config.num_kv_heads
         order = _turning_order(config.num_heads + config.num_kv_heads, heads, config.head_dim)
-        normed = self._norm(weights.norm, weights.qkv.matrices)
-        qkv = self._pack(weights.qkv.matrices, order, weights.qkv.bias)
+        products = self._products(weights.norm, weights.qkv, order)
         norms = self._head_norms(weights.head_norms)
-        library.program_qkv(self._handle, self._queries, normed, qkv, config.num_heads, kv, self._cos, self._sin, norms)
+        library.program_qkv(
+            self._handle, self._queries, products, len(products), config.num_heads, kv, self._cos, self._sin, norms
+        )
         width = config.num_heads * config.head_dim
-        rows, floats = self._written(self._attended, width, weights.out.matrices)
+        rows, floats = self._written(self._attended, width, weights.out.matrices[0])
         library.program_attention(self._handle, rows, floats, self._queries, kv, self._plan(weights.window or 0))
         self._add(self._attended, width, weights.out)
 
     def mlp(self, weights: MlpWeights) -> None:
         inner = self._config.intermediate_size
-        normed = self._norm(weights.norm, weights.gate_up.matrices)
-        rows, floats = self._written(self._gated, inner, weights.down.matrices)
-        gate_up = self._pack(weights.gate_up.matrices, _swiglu_order(inner), weights.gate_up.bias)
-        self._library.program_swiglu(self._handle, rows, floats, normed, gate_up)
+        order = (
+            _swiglu_order(inner) if _have_one_format(weights.gate_up.matrices) else np.arange(2 * inner, dtype=np.int32)
+        )
+        products = self._products(weights.norm, weights.gate_up, order)
+        rows, floats = self._written(self._gated, inner, weights.down.matrices[0])
+        self._library.program_swiglu(self._handle, rows, floats, products, len(products))
         self._add(self._gated, inner, weights.down)
 
     def sample(self, norm: AnyVector, head: AnyMatrix) -> None:
@@ -133,11 +136,11 @@ class NativeProgram(Program):
         tied = self._table is not None and self._table[0] is head
         packed = self._table[1] if self._table is not None and tied else self._pack((head,))
         places = packed, self._config.vocab_size, self._logits, self._inputs.max_num_rows
-        form, weight = self._form((head,)), self._vector(norm)
+        form, weight = self._form(head), self._vector(norm)
         self._add_norm(self._handle, form, weight, sampled=True)
         self._library.program_sample(
             self._handle,
-            self._normed,
+            self._normed_rows(form),
             *places,
             ctypes.byref(self._ticket),
             ctypes.byref(native.NativeSamplingArrays.of(self._sampling_inputs)),
@@ -148,7 +151,7 @@ class NativeProgram(Program):
         self._scoring = self._library.program_new(self._thread_pool.handle, ctypes.byref(arrays))
         self._add_norm(self._scoring, form, weight, sampled=True)
         scores = native.NativeScoreArrays.of(self._scores)
-        self._library.program_score(self._scoring, self._normed, *places, ctypes.byref(scores))
+        self._library.program_score(self._scoring, self._normed_rows(form), *places, ctypes.byref(scores))
 
     def run(self) -> IntArray:
         inputs = self._inputs
@@ -219,19 +222,47 @@ class NativeProgram(Program):
 
     # The methods below lay out memory. Addresses are plain numbers; `_kept` keeps the memory alive.
 
-    def _norm(self, weight: AnyVector, matrices: tuple[AnyMatrix, ...]) -> native.NativeRows:
-        """Record the norm before a matmul with `matrices`. Returns its output rows."""
-        self._add_norm(self._handle, self._form(matrices), self._vector(weight))
-        return self._normed
+    def _products(self, norm: AnyVector, linear: Linear, order: IntArray) -> Any:
+        """Record the norm before a matmul with stacked matrices, and pack these: into one if they have one format, else
+        each by itself. Output i is row order[i]; the order keeps the rows of each matrix together.
 
-    def _form(self, matrices: tuple[AnyMatrix, ...]) -> Form:
-        """The form of activations for a matmul with these matrices. Mixed formats use bfloat16."""
-        formats = {matrix.format for matrix in matrices}
-        return native.form_for(formats.pop(), self._activations) if len(formats) == 1 else Form.PLAIN
+        Returns an array of products.
+        """
+        matrices = linear.matrices
+        parts = (matrices,) if _have_one_format(matrices) else tuple((matrix,) for matrix in matrices)
+        products = (native.NativeProduct * len(parts))()
+        weight = self._vector(norm)
+        written: set[Form] = set()
+        begin, first_row = 0, 0
+        for product, part in zip(products, parts, strict=True):
+            form, num_rows = self._form(part[0]), sum(matrix.num_rows for matrix in part)
+            if form not in written:
+                self._add_norm(self._handle, form, weight)
+                written.add(form)
+            end = len(order) if part is parts[-1] else begin + num_rows
+            rows = order[begin:end]
+            bias = (
+                None if linear.bias is None else np.asarray(linear.bias, np.float32)[first_row : first_row + num_rows]
+            )
+            packed = self._pack(part, np.where(rows < 0, rows, rows - first_row).astype(np.int32), bias)
+            product.matrix, product.rows = packed, self._normed_rows(form)
+            begin, first_row = end, first_row + num_rows
+        return products
+
+    def _form(self, matrix: AnyMatrix) -> Form:
+        """The form of activations for a matmul with a matrix."""
+        return native.form_for(matrix.format, self._activations)
+
+    def _normed_rows(self, form: Form) -> native.NativeRows:
+        """The output of norms in a form. Norms write several if the matrices after them need several."""
+        if form not in self._normed:
+            self._normed[form] = self._rows(self._inputs.max_num_tokens, self._config.hidden_size, form)
+        return self._normed[form]
 
     def _add_norm(self, handle: int, form: Form, weight: int, sampled: bool = False) -> None:
         size, eps = self._config.hidden_size, self._config.rms_norm_eps
-        self._library.program_norm(handle, self._normed, form, self._residual, weight, size, eps, sampled)
+        rows = self._normed_rows(form)
+        self._library.program_norm(handle, rows, form, self._residual, weight, size, eps, sampled)
 
     def _head_norms(self, norms: HeadNorms | None) -> Any:
         """The weights in the panels' order of a head's dimensions, or null."""
@@ -250,16 +281,15 @@ class NativeProgram(Program):
             )
         return self._plans[window]
 
-    def _written(
-        self, rows: native.NativeRows, width: int, matrices: tuple[AnyMatrix, ...]
-    ) -> tuple[native.NativeRows, bool]:
+    def _written(self, rows: native.NativeRows, width: int, matrix: AnyMatrix) -> tuple[native.NativeRows, bool]:
         """The output rows of an op before a matmul, and whether they are floats that are quantized afterwards."""
-        if self._form(matrices) is Form.PLAIN:
+        if self._form(matrix) is Form.PLAIN:
             return rows, False
         return native.NativeRows(self._wide, width * 4), True
 
     def _add(self, rows: native.NativeRows, width: int, linear: Linear) -> None:
-        form = self._form(linear.matrices)
+        (matrix,) = linear.matrices
+        form = self._form(matrix)
         if form is not Form.PLAIN:
             self._library.program_quantize(self._handle, rows, form, self._wide, width)
         self._library.program_linear_add(
@@ -294,9 +324,11 @@ class NativeProgram(Program):
     def _floats(self, rows: int, width: int) -> int:
         return self._memory(rows * width * 4)
 
-    def _rows(self, rows: int, width: int) -> native.NativeRows:
-        """Rows of activations of either form."""
-        stride = max(self._library.activation_bytes(form, width) for form in Form)
+    def _rows(self, rows: int, width: int, form: Form | None = None) -> native.NativeRows:
+        """Rows of activations, by default of any form."""
+        stride = max(
+            self._library.activation_bytes(any_form, width) for any_form in (Form if form is None else (form,))
+        )
         return native.NativeRows(self._memory(self._library.activation_rows(rows) * stride), stride)
 
     def _vector(self, values: AnyVector) -> int:
@@ -313,12 +345,8 @@ class NativeProgram(Program):
 
     def _pack(
         self, matrices: tuple[AnyMatrix, ...], order: IntArray | None = None, bias: "AnyVector | None" = None
-    ) -> Any:
-        """Stacked matrices in panels: output i is row order[i], or zeros if that is negative."""
-        if len({matrix.format for matrix in matrices}) > 1:
-            from pipeline.kernels.matrix import as_matrix, join  # imports torch, which few models need
-
-            matrices = (join([as_matrix(matrix) for matrix in matrices]),)
+    ) -> native.PackedMatrix:
+        """Stacked matrices of one format in panels: output i is row order[i], or zeros if that is negative."""
         rows = np.concatenate([matrix.row_addresses() for matrix in matrices])
         if order is None:
             order = np.arange(len(rows), dtype=np.int32)
@@ -326,7 +354,7 @@ class NativeProgram(Program):
         order = np.concatenate([order, np.full(columns - len(order), -1, np.int32)])
         # Index -1 selects the null address after the last row.
         addresses = np.append(rows, np.uint64(0))[order]
-        format, form = native.FORMATS[matrices[0].format], self._form(matrices)
+        format, form = native.FORMATS[matrices[0].format], self._form(matrices[0])
         packed = native.PackedMatrix(format, form, columns, matrices[0].num_columns, None, None)
         reference = ctypes.byref(packed)
         panels = self._memory(self._library.panel_bytes(reference) * columns // native.PANEL)
@@ -334,7 +362,11 @@ class NativeProgram(Program):
         self._library.pack(self._thread_pool.handle, reference, panels, addresses.ctypes.data)
         if bias is not None:
             packed.bias = self._vector(np.append(np.asarray(bias, np.float32), np.float32(0))[order])
-        return reference
+        return packed
+
+
+def _have_one_format(matrices: tuple[AnyMatrix, ...]) -> bool:
+    return len({matrix.format for matrix in matrices}) == 1
 
 
 def layer_bytes(config: ModelConfig, num_blocks: int) -> int:

@@ -24,8 +24,8 @@ from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.execute.kv import DTYPE_BYTES
 from pipeline.stages.execute.measuring.planned import num_blocks, row_add, step, take
 
-FOUR_BITS = ("q4_0", "q4_1")
-"""The formats for which execute.activations has an effect."""
+FEW_BITS = ("q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k")
+"""The formats of 4 to 6 bits, for which execute.activations has an effect."""
 WITH_BF16 = ("amx", "avx512_bf16")
 """Instruction sets whose matmuls with bf16 weights round activations to bf16. The others keep float32."""
 
@@ -66,7 +66,7 @@ def measure(settings: Settings, folder: Path, chunks: Sequence[Sequence[int]], r
         reference = stack.enter_context(closing(load(settings, folder, "float32", "torch")))
         measured = [stack.enter_context(closing(load(settings, folder, "bfloat16", kernels)))]
         forms = [_form(measured[0], "int12")]
-        if isinstance(measured[0].program, NativeProgram) and set(FOUR_BITS) & set(_formats(measured[0])):
+        if isinstance(measured[0].program, NativeProgram) and set(FEW_BITS) & set(_formats(measured[0])):
             measured.append(stack.enter_context(closing(load(settings, folder, "bfloat16", kernels, "int8"))))
             forms.append(_form(measured[1], "int8"))
         for i, chunk in enumerate(chunks):
@@ -134,14 +134,14 @@ def _formats(runner: CpuRunner) -> list[str]:
 
 
 def _form(runner: CpuRunner, activations: str) -> MeasuredForm:
-    """`activations` is what the runner takes for 4-bit weights."""
+    """`activations` is what the runner takes for weights of 4 to 6 bits."""
     used = [_activations(runner, format, activations) for format in _formats(runner)]
     return MeasuredForm(runner.weight_formats, used[0] if len(set(used)) == 1 else "+".join(used))
 
 
-def _activations(runner: CpuRunner, format: str, for_four_bits: str) -> str:
+def _activations(runner: CpuRunner, format: str, for_few_bits: str) -> str:
     if not isinstance(runner.program, NativeProgram):
         return "bf16"
     if format == "bf16":
         return "bf16" if runner.program.isa in WITH_BF16 else "f32"
-    return for_four_bits if format in FOUR_BITS else "int16"
+    return for_few_bits if format in FEW_BITS else "int16"

@@ -19,10 +19,11 @@ import numpy as np
 
 from pipeline.config.settings import PreparedFormat
 from pipeline.runtime import generation_config
-from pipeline.runtime.model_folder import Architecture, Llama3Rope, ModelConfig
+from pipeline.runtime.model_folder import CONVERTED, Architecture, Llama3Rope, ModelConfig
 from pipeline.stages.prepare.architectures import GGUF_ARCHITECTURES, GgufArchitecture
 from pipeline.stages.prepare.files import MAX_TEMPLATE_BYTES, shown
 from pipeline.stages.prepare.gguf import tokenizer
+from pipeline.stages.prepare.gguf.conversions import CONVERSIONS, format_of, summary
 from pipeline.stages.prepare.gguf.file import GgufTensor
 from pipeline.stages.prepare.gguf.metadata import Metadata
 from pipeline.stages.prepare.gguf.parts import read_parts
@@ -32,7 +33,7 @@ from pipeline.stages.prepare.shape import check_shape, derived_head_dim
 from pipeline.stages.prepare.sources.gguf_files import model_name
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.tensors import Shape, expected_shapes
-from pipeline.stages.prepare.weight_file import BLOCKS, WEIGHTS, rows_at_once, stored, write_weights
+from pipeline.stages.prepare.weight_file import WEIGHTS, rows_at_once, stored, write_weights
 
 NAMES = {
     "token_embd": "model.embed_tokens",
@@ -87,9 +88,6 @@ SAMPLING_KEYS: dict[str, tuple[str, type]] = {
 }
 """Keys that llama.cpp's converter writes for those of generation_config.json, and their types."""
 
-FORMATS = {kind: format for format, kind in BLOCKS.items()}
-"""The formats that need no conversion."""
-
 _QUANTIZATION = re.compile(r"[.-](?:i?q\d\w*|bf16|f16|f32|tq\d\w*|mxfp4)$", re.IGNORECASE)
 
 
@@ -106,20 +104,23 @@ def convert(paths: list[Path], folder: Path, quantization: PreparedFormat, progr
     if rope_frequencies is not None:
         config = _with_rope_scaling(config, rope_frequencies, path)
     shapes = _checked_shapes(path, tensors, config)
-    formats = {name: FORMATS.get(tensors[gguf_name(name)].kind) for name in shapes}
+    formats = {name: format_of(tensors[gguf_name(name)].kind) for name in shapes}
     targets = {name: stored(name, shape, formats[name], quantization) for name, shape in shapes.items()}
 
     def pieces(name: str) -> Iterator["np.ndarray[Any, Any]"]:
         tensor = tensors[gguf_name(name)]
-        is_stored_as_is = targets[name].format == formats[name]
+        keeps_blocks = targets[name].format == formats[name]
         order = _row_order(name, tensor, config) if interleaved_rope else None
-        return _pieces(tensor, order, is_stored_as_is, path)
+        return _pieces(tensor, order, keeps_blocks, path)
 
     vocabulary = read_vocabulary(metadata, config.vocab_size)
     tokenizer.build(vocabulary, str(path), progress.say).save(str(folder / "tokenizer.json"))
     _write_templates(metadata, folder)
     with progress.measure(f"converting {path.name}") as report:
         write_weights(folder, targets, pieces, path, report)
+    matrices = {name: target for name, target in targets.items() if len(target.shape) > 1}
+    if converted := summary((tensors[gguf_name(name)].kind, target.format) for name, target in matrices.items()):
+        (folder / CONVERTED).write_text(f"{converted}\n", encoding="utf-8")
     generation_config.save(_sampling(metadata), folder)
     config.save(folder)
 
@@ -285,9 +286,10 @@ def _row_order(name: str, tensor: GgufTensor, config: ModelConfig) -> "np.ndarra
 
 
 def _pieces(
-    tensor: GgufTensor, order: "np.ndarray[Any, Any] | None", is_stored_as_is: bool, path: Path
+    tensor: GgufTensor, order: "np.ndarray[Any, Any] | None", keeps_blocks: bool, path: Path
 ) -> Iterator["np.ndarray[Any, Any]"]:
-    """A tensor a few rows at a time: its blocks if `is_stored_as_is`, else float32 values.
+    """A tensor a few rows at a time: blocks if `keeps_blocks`, else float32 values. Blocks that the kernels don't read
+    become those of another format.
 
     A row is whole blocks in every format, so rows can be reordered without decoding them.
     """
@@ -302,8 +304,13 @@ def _pieces(
         piece = np.ascontiguousarray(data[start:stop] if order is None else data[order[start:stop]])
         try:
             with np.errstate(all="ignore"):  # scales may be infinite or NaN
-                numbers = piece if is_stored_as_is else gguf.dequantize(piece, tensor.kind)
-        except NotImplementedError as error:
+                if not keeps_blocks:
+                    numbers = gguf.dequantize(piece, tensor.kind)
+                elif tensor.kind in CONVERSIONS:
+                    numbers = CONVERSIONS[tensor.kind][1](piece)
+                else:
+                    numbers = piece
+        except (NotImplementedError, ValueError) as error:
             raise ModelError(f"{path}: tensor {tensor.name} is {tensor.kind.name}: {error}") from error
         yield numbers
     tensor.release()

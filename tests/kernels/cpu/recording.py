@@ -16,12 +16,13 @@ import torch
 from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.native import Form
 from pipeline.kernels.logprob_inputs import ScoreInputs
-from pipeline.kernels.matrix import Matrix, quantize
+from pipeline.kernels.matrix import HAS_MINIMUMS, Matrix
 from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, StepInputs
-from pipeline.kernels.stored_matrix import Format
+from pipeline.kernels.stored_matrix import BLOCK_COLUMNS, Format
+from tests.k_quants import quantize
 
-FORMATS: list[Format] = ["bf16", "q8_0", "q4_0", "q4_1"]
+FORMATS: list[Format] = ["bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k"]
 GROUP = 32
 PANEL = 16
 EPS = 2.0**-24
@@ -46,6 +47,12 @@ def random_matrix(seed: int, rows: int, columns: int, format: Format, scale: flo
     values = random(seed, rows, columns, scale=scale)
     values += random(seed + 1, rows, columns // 16 + 1, scale=scale).repeat(16, axis=1)[:, :columns]
     return quantize(torch.from_numpy(values), format)
+
+
+def whole(columns: int, format: Format) -> int:
+    """At least so many columns, in whole blocks."""
+    block = BLOCK_COLUMNS.get(format, 1)
+    return -(-columns // block) * block
 
 
 def exact(matrix: Matrix) -> np.ndarray:
@@ -152,7 +159,8 @@ class Recording:
         parts = [split(codes) if form is Form.SPLIT else codes, scales]
         if form in SUMMED:
             sums = codes.reshape(num, -1, GROUP).sum(-1, dtype=np.int32)
-            parts += [sums, scales * sums.astype(np.float32)]
+            halves = codes.reshape(num, -1, GROUP // 2).sum(-1, dtype=np.int16)
+            parts += [sums, scales * sums.astype(np.float32), halves]
         packed = np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in parts], axis=1)
         memory[:num, : packed.shape[1]] = packed
         return self.read_groups(rows, num, width, form)
@@ -168,17 +176,18 @@ class Recording:
         groups = width // GROUP
         codes_type = np.dtype(np.int16 if form is Form.WORDS else np.int8)
         begin = width if form is Form.BYTES else 2 * width
-        memory = np.ascontiguousarray(rows.memory[:num, : begin + 12 * groups])
+        memory = np.ascontiguousarray(rows.memory[:num, : begin + 16 * groups])
         codes = np.ascontiguousarray(memory[:, :begin]).view(codes_type)
         if form is Form.SPLIT:
             codes = joined(codes)
-        scales, sums, scaled = (
+        scales, sums, scaled, halves = (
             np.ascontiguousarray(memory[:, begin + 4 * groups * i :][:, : 4 * groups]).view(dtype)
-            for i, dtype in enumerate((np.float32, np.int32, np.float32))
+            for i, dtype in enumerate((np.float32, np.int32, np.float32, np.int16))
         )
         if form in SUMMED:
             np.testing.assert_array_equal(sums, codes.reshape(num, groups, GROUP).sum(-1, dtype=np.int32))
             np.testing.assert_array_equal(scaled, scales * sums.astype(np.float32))
+            np.testing.assert_array_equal(halves, codes.reshape(num, -1, GROUP // 2).sum(-1, dtype=np.int32))
         return Kept(codes.astype(np.float64) * scales.astype(np.float64).repeat(GROUP, 1), codes, scales, MOST[form][0])
 
     # --- weights
@@ -202,6 +211,13 @@ class Recording:
             packed.bias = self.floats(padded).ctypes.data
         self._kept.append(packed)
         return reference
+
+    def products(self, *parts: tuple[Any, native.NativeRows]) -> Any:
+        """An array of packed matrices and the activations that they are multiplied with."""
+        array = (native.NativeProduct * len(parts))(
+            *(native.NativeProduct(packed._obj, rows) for packed, rows in parts)
+        )
+        return self.kept(array)
 
     # --- steps
 
@@ -282,7 +298,7 @@ def product(kept: Kept, matrix: Matrix) -> tuple[np.ndarray, np.ndarray]:
     One accumulator adds n terms in order, and each term has at most two roundings: the error is at most (n + 2) EPS
     times the sum of their magnitudes (Higham, "Accuracy and Stability", 2002, section 3.1). With bf16 weights a term is
     one product. Otherwise it is the sum of a group, which is exact before it is scaled as a float, or of the group's
-    minimum.
+    minimum. The sums of q6_k have scales of their own: they are rounded once more, and there are half as many terms.
     """
     weights = exact(matrix)
     out = kept.values @ weights.T
@@ -290,7 +306,7 @@ def product(kept: Kept, matrix: Matrix) -> tuple[np.ndarray, np.ndarray]:
         return out, (matrix.num_columns + 2) * EPS * (np.abs(kept.values) @ np.abs(weights).T) + TINY
     num, groups = len(kept.values), matrix.num_columns // GROUP
     minimums = np.zeros((matrix.num_rows, groups))
-    if matrix.format == "q4_1":
+    if matrix.format in HAS_MINIMUMS:
         minimums = matrix.minimums().double().numpy()
     above = weights.reshape(-1, groups, GROUP) - minimums[..., None]
     values = kept.values.reshape(num, groups, GROUP)

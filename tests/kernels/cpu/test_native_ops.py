@@ -13,6 +13,7 @@ from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.kernels.stored_matrix import Format
 from tests.kernels.cpu.recording import (
     EPS,
+    FORMATS,
     MOST,
     PANEL,
     TINY,
@@ -30,6 +31,7 @@ from tests.kernels.cpu.recording import (
     random_matrix,
     read_floats,
     recording,
+    whole,
 )
 
 ROWS = [*range(1, 14), 32, 50]
@@ -48,10 +50,11 @@ def rms_norm(residual: np.ndarray, weight: np.ndarray, eps: float) -> tuple[np.n
 
 
 def test_an_embedding_is_exactly_its_row(library: ctypes.CDLL, format: Format) -> None:
-    table = random_matrix(0, 37, 96, format)
+    width = whole(96, format)
+    table = random_matrix(0, 37, width, format)
     ids = np.array([0, 36, 15, 16, 17, 36, 3, 31, 32], np.int32)
     with recording(library, threads=2) as r:
-        residual = r.floats(np.full((9, 96), np.nan))
+        residual = r.floats(np.full((9, width), np.nan))
         library.program_embed(r.program, residual.ctypes.data, r.pack(table))
         r.fill([(0, 4), (7, 5)], ids=ids)
         assert r.run() == 0
@@ -128,20 +131,21 @@ def test_quantized_activations_match_the_definition_exactly(library: ctypes.CDLL
     assert kept.codes[6, :4].tolist() == [-16, -14, -14, -12]
 
 
-@pytest.mark.parametrize("format", ["q8_0", "q4_0", "q4_1"])
+@pytest.mark.parametrize("format", [format for format in FORMATS if format != "bf16"])
 def test_activations_too_small_to_quantize_are_nearly_zero(library: ctypes.CDLL, format: Format) -> None:
     """1 / scale overflows float32."""
-    values = random(8, 4, 64)
+    depth = whole(64, format)
+    values = random(8, 4, depth)
     values[:, :32] *= np.float32(1e-38) * np.array([[1], [1e-2], [1e-4], [1e-6]], np.float32)
-    matrix = random_matrix(9, 16, 64, format)
+    matrix = random_matrix(9, 16, depth, format)
     with recording(library) as r:
-        rows, residual = r.rows(4, 64), r.floats(np.zeros((4, 16)))
-        library.program_quantize(r.program, rows, form_of(format), r.floats(values).ctypes.data, 64)
+        rows, residual = r.rows(4, depth), r.floats(np.zeros((4, 16)))
+        library.program_quantize(r.program, rows, form_of(format), r.floats(values).ctypes.data, depth)
         library.program_linear_add(r.program, residual.ctypes.data, rows, r.pack(matrix), 16)
         r.tokens(4)
         assert r.run() == 0
         values[:, :32] = 0
-        kept = r.put(r.rows(4, 64), values, form_of(format))
+        kept = r.put(r.rows(4, depth), values, form_of(format))
     assert_near(residual, *product(kept, matrix))
 
 
@@ -165,7 +169,7 @@ def test_a_product_with_the_identity_returns_its_input(library: ctypes.CDLL) -> 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("width", [40, 64, 2])
 def test_a_product_is_added_to_the_residual(library: ctypes.CDLL, format: Format, width: int, bias: bool) -> None:
-    depth = 102 if format == "bf16" else 96
+    depth = 102 if format == "bf16" else 2 * whole(48, format)
     matrix = random_matrix(12, width, depth, format)
     shift = random(13, width) if bias else np.zeros(width)
     activations, before = random(14, 50, depth, scale=2), random(15, 50, width)
@@ -184,11 +188,12 @@ def test_a_product_is_added_to_the_residual(library: ctypes.CDLL, format: Format
 
 def test_a_row_of_a_product_has_the_same_bits_in_every_batch(library: ctypes.CDLL, format: Format) -> None:
     """On one to three threads, at any position, among any number of rows."""
-    matrix, activations = random_matrix(16, 136, 96, format), random(17, 50, 96)
+    depth = whole(96, format)
+    matrix, activations = random_matrix(16, 136, depth, format), random(17, 50, depth)
     results = []
     for threads in (1, 2, 3):
         with recording(library, threads=threads) as r:
-            rows, residual = r.rows(50, 96), r.floats(np.zeros((50, 136)))
+            rows, residual = r.rows(50, depth), r.floats(np.zeros((50, 136)))
             library.program_linear_add(r.program, residual.ctypes.data, rows, r.pack(matrix), 136)
             for num in ROWS:
                 for first in {0, 50 - num}:
@@ -208,15 +213,16 @@ def test_a_row_of_a_product_has_the_same_bits_in_every_batch(library: ctypes.CDL
 @pytest.mark.parametrize("floats", [False, True], ids=["plain", "floats"])
 @pytest.mark.parametrize("inner", [20, 40, 96, 2])
 def test_swiglu(library: ctypes.CDLL, format: Format, inner: int, floats: bool) -> None:
-    matrix, bias = random_matrix(18, 2 * inner, 64, format), random(19, 2 * inner)
-    activations = random(20, 19, 64)
+    depth = whole(64, format)
+    matrix, bias = random_matrix(18, 2 * inner, depth, format), random(19, 2 * inner)
+    activations = random(20, 19, depth)
     padded = inner + -inner % PAIR
     with recording(library, threads=2) as r:
-        rows = r.rows(19, 64)
+        rows = r.rows(19, depth)
         out = r.wide_rows(19, padded * 4) if floats else r.rows(19, inner)
         kept = r.put(rows, activations, form_of(format))
         weights = r.pack(matrix, gated_order(inner), bias)
-        library.program_swiglu(r.program, out, floats, rows, weights)
+        library.program_swiglu(r.program, out, floats, r.products((weights, rows)), 1)
         r.tokens(19)
         assert r.run() == 0
         expected, error = gated(kept, matrix, bias)
@@ -233,7 +239,8 @@ def test_swiglu_with_gates_of_any_size(library: ctypes.CDLL, gate: float) -> Non
     with recording(library) as r:
         rows, out = r.rows(1, 32), r.wide_rows(1, 64)
         r.put(rows, random(21, 1, 32), Form.PLAIN)
-        library.program_swiglu(r.program, out, True, rows, r.pack(matrix, gated_order(16), bias))
+        weights = r.pack(matrix, gated_order(16), bias)
+        library.program_swiglu(r.program, out, True, r.products((weights, rows)), 1)
         r.tokens(1)
         assert r.run() == 0
     with np.errstate(over="ignore"):
@@ -304,7 +311,7 @@ def test_rotary_embedding_and_kv_writes(
     bias: bool,
     normed: bool,
 ) -> None:
-    depth, num_blocks, all_heads = 64, 9, num_heads + 2 * num_kv_heads
+    depth, num_blocks, all_heads = whole(64, format), 9, num_heads + 2 * num_kv_heads
     width = num_heads * head_dim
     matrix = random_matrix(22, all_heads * head_dim, depth, format)
     shift = random(23, all_heads * head_dim) if bias else np.zeros(all_heads * head_dim)
@@ -326,8 +333,8 @@ def test_rotary_embedding_and_kv_writes(
         library.program_qkv(
             r.program,
             queries,
-            rows,
-            r.pack(matrix, order.tolist(), shift if bias else None),
+            r.products((r.pack(matrix, order.tolist(), shift if bias else None), rows)),
+            1,
             num_heads,
             ctypes.byref(layer),
             r.floats(cos).ctypes.data,

@@ -13,11 +13,12 @@ from pipeline.kernels.cpu.native import Form
 from pipeline.kernels.cpu.sample_reference import sample_reference
 from pipeline.kernels.logits_processor_inputs import LOGITS_PROCESSORS, LogitsProcessors, bits_of, pack_runs
 from pipeline.kernels.logits_processors import apply_logits_processors, mask
-from pipeline.kernels.matrix import Matrix, quantize
+from pipeline.kernels.matrix import Matrix
 from pipeline.kernels.noise_keys import noise_keys, sequence_key
 from pipeline.kernels.penalties import penalize
 from pipeline.kernels.sample import probabilities_reference
 from pipeline.kernels.stored_matrix import Format
+from tests.k_quants import quantize
 from tests.kernels.cpu.recording import (
     Recording,
     assert_near,
@@ -26,6 +27,7 @@ from tests.kernels.cpu.recording import (
     random,
     random_matrix,
     recording,
+    whole,
 )
 from tests.kernels.test_sample import assert_follows
 
@@ -39,7 +41,7 @@ class Head:
     def __init__(self, r: Recording, matrix: Matrix) -> None:
         self.r, self.matrix = r, matrix
         most = r.inputs.max_num_rows
-        self.rows = r.rows(most, DEPTH)
+        self.rows = r.rows(most, matrix.num_columns)
         self.logits = r.floats(np.zeros((most, matrix.num_rows)))
         self.ticket = r.kept(native.MaskTicket(None, 0, 0))
         r.library.program_sample(
@@ -75,9 +77,10 @@ class Head:
 
 @pytest.mark.parametrize("vocab_size", [1, 15, 37, 300, 1000])
 def test_greedy_rows_need_no_stored_logits(library: ctypes.CDLL, format: Format, vocab_size: int) -> None:
-    activations = random(1, 29, DEPTH)
+    depth = whole(DEPTH, format)
+    activations = random(1, 29, depth)
     with recording(library, threads=2) as r:
-        head = Head(r, random_matrix(2, vocab_size, DEPTH, format))
+        head = Head(r, random_matrix(2, vocab_size, depth, format))
         logits = head.all_logits(activations)
         assert_near(logits, *product(head.kept, head.matrix))
         head.logits[:] = np.nan
@@ -108,10 +111,11 @@ def test_of_equal_logits_the_lowest_id_wins(library: ctypes.CDLL, is_emulated: b
 @pytest.mark.parametrize("vocab_size", [1, 37, 130])
 def test_padding_never_wins(library: ctypes.CDLL, format: Format, vocab_size: int, greedy: bool) -> None:
     """All logits are below zero, and the padding columns are zero."""
-    weights = -np.abs(random(6, vocab_size, DEPTH)) - 1
+    depth = whole(DEPTH, format)
+    weights = -np.abs(random(6, vocab_size, depth)) - 1
     with recording(library, threads=2) as r:
         head = Head(r, quantize(torch.from_numpy(weights), format))
-        activations = np.abs(random(7, 9, DEPTH))
+        activations = np.abs(random(7, 9, depth))
         logits = head.all_logits(activations)
         assert (logits < -1).all()
         r.sampling_inputs.greedy[:] = greedy
@@ -119,10 +123,11 @@ def test_padding_never_wins(library: ctypes.CDLL, format: Format, vocab_size: in
 
 
 def test_logits_have_the_same_bits_in_every_batch(library: ctypes.CDLL, format: Format) -> None:
-    activations, results = random(8, 50, DEPTH), []
+    depth = whole(DEPTH, format)
+    activations, results = random(8, 50, depth), []
     for threads in (1, 2, 3):
         with recording(library, threads=threads) as r:
-            head = Head(r, random_matrix(9, 333, DEPTH, format))
+            head = Head(r, random_matrix(9, 333, depth, format))
             results.append(head.all_logits(activations))
             results += [
                 np.concatenate([head.all_logits(activations[i : i + num]) for i in range(0, 50, num)])

@@ -8,6 +8,7 @@ from pipeline.kernels.stored_matrix import Format
 from pipeline.kernels.triton.gemm import device_matrix as device_matrix_module
 from pipeline.kernels.triton.gemm.dequantize import dequantize_rows
 from pipeline.kernels.triton.gemm.device_matrix import DeviceMatrix, to_int4, to_int8
+from tests.k_quants import quantize as quantize_any
 from tests.kernels.triton.gemms import random
 
 
@@ -79,3 +80,12 @@ def test_numbers_beyond_the_range_of_a_scale_are_rejected(
     numbers[1, 3] = bad
     with pytest.raises(ValueError, match="not finite, or too large"):
         DeviceMatrix.of([Matrix("f32", numbers, 2, 64)], torch.float32, "cpu", quantization)
+
+
+@pytest.mark.parametrize("format", ["q4_k", "q5_k", "q6_k", "q5_0", "q5_1"])
+def test_blocks_that_the_kernels_do_not_read_become_floats(format: Format) -> None:
+    values = torch.randn(4, 256, generator=torch.Generator().manual_seed(0))
+    matrix = quantize_any(values, format)
+    found = DeviceMatrix.of([matrix], torch.bfloat16, "cpu")
+    assert (found.form, found.num_rows, found.num_columns) == ("float", 4, 256)
+    assert torch.equal(found.values, matrix.dequantize(torch.bfloat16))

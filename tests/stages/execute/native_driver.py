@@ -13,12 +13,12 @@ from torch import Tensor
 
 from pipeline.kernels.cpu import build
 from pipeline.kernels.cpu.isa import available
-from pipeline.kernels.matrix import quantize
 from pipeline.kernels.stored_matrix import Format
 from pipeline.runtime.model_folder import ModelConfig, format_key
 from pipeline.stages.execute.cpu import backend
 from pipeline.stages.execute.cpu.native_program import NativeProgram
 from pipeline.stages.execute.cpu.runner import CpuRunner
+from tests.k_quants import quantize
 from tests.kernels.cpu.samplers import EMULATED
 from tests.stages.execute import checkpoints
 from tests.stages.execute.driver import Driver, settings

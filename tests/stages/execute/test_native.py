@@ -33,8 +33,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 FORMATS: dict[str, list[Format]] = {
     **{format: [format] for format in ("bf16", "q8_0", "q4_0", "q4_1")},
     "mixed": ["q4_0", "bf16", "q8_0", "q4_1", "q4_0"],
+    "k-quants": ["q4_k", "q6_k", "q5_k", "q5_0", "q8_0", "q5_1", "q6_k", "q4_k"],
 }
+"""Of a model's matrices, in turn. In the mixed ones, queries, keys and values differ, and so do gate and up."""
 GROUPED_SHAPE = {"hidden_size": 96, "intermediate_size": 64}
+SUPER_BLOCK_SHAPE = {"hidden_size": 256, "intermediate_size": 256, "num_heads": 8, "head_dim": 32}
 DRAWN = m.GenerationOptions(temperature=1.5, seed=2**64 - 3, ignore_eos=True)
 FILTERED = m.GenerationOptions(temperature=1.2, top_k=30, top_p=0.9, seed=5, ignore_eos=True)
 
@@ -200,7 +203,8 @@ def test_reused_blocks_of_another_sequence(model: Checked) -> None:
 @pytest.fixture(scope="module", params=FORMATS.values(), ids=[*FORMATS])
 def grouped_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("grouped")
-    write(folder, checkpoints.config_of(**GROUPED_SHAPE), request.param)
+    shape = SUPER_BLOCK_SHAPE if "q4_k" in request.param else GROUPED_SHAPE
+    write(folder, checkpoints.config_of(**shape), request.param)
     return folder
 
 

@@ -10,13 +10,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pipeline.errors import UserError
-from pipeline.kernels.matrix import as_matrix, as_tensor, quantize
-from pipeline.kernels.stored_matrix import Format
+from pipeline.kernels.matrix import as_matrix, as_tensor
+from pipeline.kernels.stored_matrix import BLOCK_BYTES, Format
 from pipeline.runtime.model_folder import format_key
 from pipeline.stages.execute.weights import Weights
+from tests.k_quants import quantize
 from tests.stages.execute.checkpoints import config_of
 
-BLOCKS: list[Format] = ["q8_0", "q4_1", "q4_0"]
+BLOCKS: list[Format] = list(BLOCK_BYTES)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
@@ -51,9 +52,9 @@ def is_mapped(tensor: Tensor, path: Path) -> bool:
 def test_quantized_matrices_keep_their_blocks_in_the_mapped_file(
     tmp_path: Path, format: Format, dtype: torch.dtype
 ) -> None:
-    data, _ = stored = blocks_of(numbers(5), format)
-    matrix = as_matrix(weights_of(tmp_path, dtype, w=stored).matrix("w", 5, 64))
-    assert (matrix.format, matrix.num_rows, matrix.num_columns) == (format, 5, 64)
+    data, _ = stored = blocks_of(numbers(5, 256), format)
+    matrix = as_matrix(weights_of(tmp_path, dtype, w=stored).matrix("w", 5, 256))
+    assert (matrix.format, matrix.num_rows, matrix.num_columns) == (format, 5, 256)
     assert torch.equal(matrix.data, data)
     assert is_mapped(matrix.data, tmp_path / "model.safetensors")
 

@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as np_st
 from transformers import LlamaForCausalLM
 
 from pipeline.config.settings import Settings
-from pipeline.runtime.model_folder import ModelConfig
+from pipeline.runtime.model_folder import CONVERTED, ModelConfig
 from pipeline.stages.prepare import weight_file
 from pipeline.stages.prepare.progress import for_stream
 from pipeline.stages.prepare.sources.source import ModelError
@@ -24,7 +24,7 @@ from pipeline.stages.prepare.weight_file import to_bf16
 from tests.stages.prepare import checkpoints
 from tests.stages.prepare.checkpoints import formats_of, weights_of
 
-KINDS = {"q8_0": Kind.Q8_0, "q4_1": Kind.Q4_1, "q4_0": Kind.Q4_0}
+KINDS = {name: Kind[name.upper()] for name in ("q8_0", "q4_1", "q4_0", "q5_0", "q5_1")}
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 DOWN = "model.layers.0.mlp.down_proj.weight"
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -61,8 +61,8 @@ def test_blocks_are_stored_unchanged(tmp_path: Path, model: LlamaForCausalLM, fo
         assert torch.equal(found[name], tensor if vector else blocks_of(tensor, format)), name
 
 
-@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16, Kind.Q5_0, Kind.Q5_1])
-def test_other_formats_become_bfloat16(tmp_path: Path, model: LlamaForCausalLM, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16])
+def test_floats_become_bfloat16(tmp_path: Path, model: LlamaForCausalLM, kind: Kind) -> None:
     folder = prepared(checkpoints.save_gguf(tmp_path / "tiny.gguf", model, kind=kind))
     found = weights_of(folder)
     for name, tensor in model.state_dict().items():
@@ -70,30 +70,83 @@ def test_other_formats_become_bfloat16(tmp_path: Path, model: LlamaForCausalLM, 
         assert torch.equal(found[name], expected), name
 
 
-@pytest.mark.parametrize(
-    ("kind", "scales"),
-    [(Kind.Q2_K, (80, 84)), (Kind.Q3_K, (108, 110)), (Kind.Q4_K, (0, 4)), (Kind.Q5_K, (0, 4)), (Kind.Q6_K, (208, 210))],
-    ids=lambda value: getattr(value, "name", ""),
-)
-def test_k_quants_become_bfloat16(tmp_path: Path, kind: Kind, scales: tuple[int, int]) -> None:
-    """The gguf package cannot write them, so the blocks are random bytes with small scales."""
-    model = checkpoints.tiny_llama(hidden_size=256, num_hidden_layers=1)
+def random_blocks(kind: Kind, rows: int = 256, columns: int = 256) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+    """Random bytes with small scales: the gguf package cannot write K-quants."""
     random = np.random.default_rng(0)
-    _, num_bytes = gguf.GGML_QUANT_SIZES[kind]
-    blocks = random.integers(0, 256, (256, num_bytes), dtype=np.uint8)
-    begin, end = scales
-    blocks[:, begin:end] = random.uniform(0.001, 0.02, (256, (end - begin) // 2)).astype(np.float16).view(np.uint8)
-    name = "model.layers.0.self_attn.o_proj.weight"
-    folder = prepared(checkpoints.save_gguf(tmp_path / "k.gguf", model, blocks={name: (blocks, kind)}))
-    expected = torch.from_numpy(gguf.dequantize(blocks, kind))
-    assert expected.shape == (256, 256)
-    assert torch.equal(weights_of(folder)[name], expected.to(torch.bfloat16))
+    block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    blocks = random.integers(0, 256, (rows * columns // block, num_bytes), dtype=np.uint8)
+    begin, end = HALVES[kind]
+    halves = random.uniform(0.001, 0.02, (len(blocks), (end - begin) // 2)).astype(np.float16)
+    blocks[:, begin:end] = halves.view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+HALVES = {
+    **dict.fromkeys((Kind.Q4_K, Kind.Q5_K), (0, 4)),
+    **dict.fromkeys((Kind.IQ4_NL, Kind.IQ4_XS), (0, 2)),
+    Kind.Q2_K: (80, 84),
+    Kind.Q3_K: (108, 110),
+    Kind.Q6_K: (208, 210),
+}
+"""Bytes of a block that are float16."""
+O_PROJ = "model.layers.0.self_attn.o_proj.weight"
+
+
+def prepared_with(path: Path, kind: Kind, blocks: "np.ndarray[Any, np.dtype[np.uint8]]", **how: Any) -> Path:
+    """The folder of a model with one matrix in such blocks."""
+    model = checkpoints.tiny_llama(hidden_size=256, num_hidden_layers=1)
+    return prepared(checkpoints.save_gguf(path / "k.gguf", model, blocks={O_PROJ: (blocks, kind)}), **how)
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.Q5_K, Kind.Q6_K], ids=lambda kind: kind.name)
+def test_k_quants_are_stored_unchanged(tmp_path: Path, kind: Kind) -> None:
+    blocks = random_blocks(kind)
+    folder = prepared_with(tmp_path, kind, blocks)
+    assert formats_of(folder)[O_PROJ] == kind.name.lower()
+    assert np.array_equal(weights_of(folder)[O_PROJ], blocks)
+    assert not (folder / CONVERTED).exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "format"),
+    [(Kind.Q3_K, "q6_k"), (Kind.IQ4_NL, "q8_0"), (Kind.IQ4_XS, "q8_0"), (Kind.Q2_K, "bf16")],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_other_blocks_become_the_nearest_format(tmp_path: Path, kind: Kind, format: str) -> None:
+    blocks = random_blocks(kind)
+    exact = torch.from_numpy(gguf.dequantize(blocks, kind))
+    folder = prepared_with(tmp_path, kind, blocks)
+    found = weights_of(folder)[O_PROJ]
+    assert formats_of(folder)[O_PROJ] == format
+    assert (folder / CONVERTED).read_text() == f"matrices: 1 {kind.name} become {format}\n"
+    if format == "bf16":
+        assert torch.equal(found, exact.to(torch.bfloat16))
+        return
+    values = torch.from_numpy(gguf.dequantize(found.numpy(), Kind[format.upper()]))
+    # Only the scales of IQ4_XS are rounded, by at most half of the last of 11 bits.
+    error = 2.0**-11 if kind == Kind.IQ4_XS else 0.0
+    assert bool(((values - exact).abs() <= error * exact.abs()).all())
+
+
+@pytest.mark.parametrize("kind", [Kind.Q3_K, Kind.IQ4_NL, Kind.IQ4_XS, Kind.Q6_K], ids=lambda kind: kind.name)
+def test_blocks_are_dequantized_if_floats_are_wanted(tmp_path: Path, kind: Kind) -> None:
+    blocks = random_blocks(kind)
+    folder = prepared_with(tmp_path, kind, blocks, quantization="none")
+    assert torch.equal(weights_of(folder)[O_PROJ], torch.from_numpy(gguf.dequantize(blocks, kind)).to(torch.bfloat16))
+    assert (folder / CONVERTED).read_text() == f"matrices: 1 {kind.name} become bf16\n"
+
+
+def test_scales_that_do_not_fit_are_an_error_that_names_the_tensor(tmp_path: Path) -> None:
+    blocks = random_blocks(Kind.IQ4_XS)
+    blocks.reshape(-1, 136)[:, :2] = np.full((256, 1), 30000, np.float16).view(np.uint8)
+    with pytest.raises(ModelError, match=r"tensor blk\.0\.attn_output\.weight is IQ4_XS: scales .* too large"):
+        prepared_with(tmp_path, Kind.IQ4_XS, blocks)
 
 
 def test_a_file_may_mix_formats(tmp_path: Path, model: LlamaForCausalLM) -> None:
     weight = model.state_dict()[DOWN].numpy()
     other = {DOWN: (gguf.quantize(weight, Kind.Q8_0), Kind.Q8_0)}
-    folder = prepared(checkpoints.save_gguf(tmp_path / "tiny.gguf", model, kind=Kind.Q5_1, blocks=other))
+    folder = prepared(checkpoints.save_gguf(tmp_path / "tiny.gguf", model, kind=Kind.F16, blocks=other))
     assert {name for name, format in formats_of(folder).items() if format not in ("bf16", "f32")} == {DOWN}
     assert np.array_equal(weights_of(folder)[DOWN], other[DOWN][0])
 
