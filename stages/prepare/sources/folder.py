@@ -98,11 +98,7 @@ def _json(source: Path, name: str, default: dict[str, Any] | None = None) -> dic
     if path is None:
         if default is not None:
             return default
-        ggufs = sorted(path for path in source.iterdir() if path.suffix == ".gguf")
-        advice = f"; to serve a GGUF file, name the file: {', '.join(map(str, ggufs[:8]))}" if ggufs else ""
-        raise ModelError(
-            f"{source / name} is missing: a model folder needs config.json, a tokenizer and *.safetensors{advice}"
-        )
+        raise ModelError(f"{source / name} is missing: a model folder needs config.json, a tokenizer and *.safetensors")
     return decode_json(path, MAX_JSON_BYTES, dict[str, Any])
 
 

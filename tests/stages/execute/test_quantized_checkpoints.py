@@ -47,8 +47,6 @@ def test_the_native_kernels_are_close_to_float32(name: str, folder: Path) -> Non
 
 @pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # numpy, in the interpreter
 def test_the_gpu_kernels_give_the_outputs_of_torch(name: str, folder: Path) -> None:
-    if NAMES[name] == "bf16":
-        pytest.skip("floats, which all other tests of the GPU have")
     config = on_device(max_num_seqs=2)
     expected, ours = Driver(folder, on_cpu(config)), CudaDriver(folder, config)
     assert ours.generate(PROMPTS, 2) == expected.generate(PROMPTS, 2)

@@ -402,13 +402,6 @@ def test_an_index_without_files_is_rejected(source: Path, weight_map: Any) -> No
         prepared(source)
 
 
-def test_the_gguf_files_of_a_folder_without_a_config_are_named(tmp_path: Path) -> None:
-    for name in ("b.gguf", "a.gguf"):
-        (tmp_path / name).touch()
-    with pytest.raises(ModelError, match=rf"name the file: {tmp_path}/a\.gguf, {tmp_path}/b\.gguf$"):
-        prepared(tmp_path)
-
-
 def test_a_shard_with_an_impossible_name_is_missing(source: Path) -> None:
     (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x" * 5000}}))
     with pytest.raises(ModelError, match=r"names x+, which is missing"):
