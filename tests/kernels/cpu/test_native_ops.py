@@ -298,6 +298,13 @@ def norm_heads(heads: np.ndarray, error: np.ndarray, weight: np.ndarray) -> tupl
     return out, 1.1 * moved + (heads.shape[-1] / 2 + 5) * EPS * np.abs(out) + TINY
 
 
+# The epilogue is the same for all formats; these differ in how the matmul before it is cut into parts.
+@pytest.mark.parametrize(
+    "format",
+    [("bf16", "int12"), ("q8_0", "int12"), ("q4_1", "int12"), ("q4_k", "int8"), ("q6_k", "int12")],
+    ids="-".join,
+    indirect=True,
+)
 @pytest.mark.parametrize(("bias", "normed"), [(False, False), (True, False), (True, True)], ids=["", "bias", "normed"])
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim"), [(3, 1, 32), (4, 4, 16), (6, 2, 64), (2, 1, 80), (1, 1, 96), (2, 1, 256)]
