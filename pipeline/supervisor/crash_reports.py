@@ -16,6 +16,7 @@ import os
 import shutil
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,8 +33,9 @@ from pipeline.supervisor.process import Child, signal_name
 from pipeline.supervisor.process_usage import rss_bytes
 from pipeline.version import VERSION
 
-MAX_REPORTS = 20
-"""Reports that are kept; the oldest are removed."""
+MAX_REPORTS, MAX_OF_SERVER, MAX_REPORTS_WITH_THOSE = 20, 3, 60
+"""Reports that are kept: the newest, and the newest of each server that shares the folder, so that one whose stages die
+again and again does not remove those of others; and the bound of both together."""
 MAX_STACKS_BYTES = 256 * 1024
 PARTIAL = ".partial-"
 """Prefix of a report that is being written, or whose writer was killed."""
@@ -170,8 +172,16 @@ def reports_in(folder: Path) -> list[Path]:
 
 
 def _remove_oldest(folder: Path) -> None:
-    for path in reports_in(folder)[MAX_REPORTS:]:
-        shutil.rmtree(path, ignore_errors=True)
+    of_server: Counter[str] = Counter()
+    num_kept = 0
+    for place, path in enumerate(reports_in(folder)):
+        _, _, rest = path.name.removeprefix(PARTIAL).partition("-")
+        server = rest.partition("-")[0]
+        of_server[server] += 1
+        if place < MAX_REPORTS or (of_server[server] <= MAX_OF_SERVER and num_kept < MAX_REPORTS_WITH_THOSE):
+            num_kept += 1
+        else:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _copy(fd: int, path: Path) -> None:

@@ -110,6 +110,18 @@ def test_the_newest_20_are_kept(tmp_path: Path, boxes: BlackBoxes) -> None:
     assert left[-1].name.startswith("20260113T")
 
 
+def test_the_newest_of_each_server_are_kept_too(tmp_path: Path, boxes: BlackBoxes) -> None:
+    folder = tmp_path / "crashes"
+    for number in range(8):
+        (folder / f"20251201T00000{number}.000000Z-{7 + number // 4}-execute.0-1").mkdir(parents=True)
+    for number in range(30):
+        (folder / f"202601{number + 1:02}T000000.000000Z-1-execute.0-1").mkdir()
+    died(settings_of(tmp_path), boxes)
+    names = [path.name for path in crash_reports.reports_in(folder)]
+    assert len(names) == crash_reports.MAX_REPORTS + 2 * crash_reports.MAX_OF_SERVER
+    assert [name[14] for name in names[-6:]] == list("765321")
+
+
 def test_a_folder_that_cannot_be_written_is_reported_once(
     tmp_path: Path, boxes: BlackBoxes, caplog: pytest.LogCaptureFixture
 ) -> None:
