@@ -1,9 +1,9 @@
 """Converts stored matrices (kernels/stored_matrix.py, which describes the formats) in torch: dequantizes, quantizes.
 
 Formulas and rounding are those of ggml's reference quantizers (`quantize_row_*_ref` in ggml-quants.c). The formats with
-5 and 6 bits and the K-quants are only dequantized: files have them.
+5 and 6 bits, the K-quants and fp8 are only dequantized: files have them.
 
-Shapes: N rows, K columns, G scales in a row: one for each 32 columns, in q6_k for each 16.
+Shapes: N rows, K columns, G scales in a row: one for each 32 columns, in q6_k for each 16, in fp8 for each 128.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from pipeline.kernels.stored_matrix import (
     row_bytes,
 )
 
-FLOATS: dict[Format, torch.dtype] = {"bf16": torch.bfloat16, "f32": torch.float32}
+FLOATS: dict[Format, torch.dtype] = {"bf16": torch.bfloat16, "f32": torch.float32, "f16": torch.float16}
 
 CHUNK_VALUES = 1 << 21
 """Values converted at once: 8 MiB as float32, and a few times that in temporaries."""
@@ -39,7 +39,7 @@ class Matrix:
 
     format: Format
     data: Tensor
-    """[N, K] bfloat16 or float32; for blocks [N, row_bytes] uint8, contiguous, a row after the other."""
+    """[N, K] bfloat16, float32 or float16; for blocks [N, row_bytes] uint8, contiguous, a row after the other."""
     num_rows: int
     num_columns: int
 
@@ -70,7 +70,8 @@ class Matrix:
         for part in _chunks(self.num_rows, self.num_columns):
             rows = self._rows(part)
             scale = rows.scales().float().unsqueeze(-1)
-            values = rows.codes().view(*scale.shape[:2], -1).float().sub_(ZEROS.get(self.format, 0)).mul_(scale)
+            codes = rows.codes() if self.format != "fp8" else rows.codes().view(torch.float8_e4m3fn)
+            values = codes.view(*scale.shape[:2], -1).float().sub_(ZEROS.get(self.format, 0)).mul_(scale)
             if self.format in HAS_MINIMUMS:
                 values += rows.minimums().float().unsqueeze(-1)
             out[part] = values.view(-1, self.num_columns)
@@ -81,7 +82,8 @@ class Matrix:
         return Matrix(self.format, self.data.index_select(0, order), len(order), self.num_columns)
 
     def scales(self) -> Tensor:
-        """The scale of each group, [N, G]: float16, in the K-quants the exact product of two scales as float32.
+        """The scale of each group, [N, G]: float16, in fp8 float32, in the K-quants the exact product of two scales as
+        float32.
 
         Raises ValueError if the format has none.
         """
@@ -91,6 +93,8 @@ class Matrix:
                 scales = _halves_at(blocks, 0).float() * _six_bits(blocks)[0]
             case "q6_k":
                 scales = _halves_at(blocks, 208).float() * blocks[:, :, 192:208].view(torch.int8)
+            case "fp8":
+                scales = blocks[:, :, :4].contiguous().view(torch.float32)
             case _:
                 scales = _halves_at(blocks, 0)
         return scales.reshape(self.num_rows, -1)
@@ -111,7 +115,8 @@ class Matrix:
         return minimums.reshape(self.num_rows, -1)
 
     def codes(self) -> Tensor:
-        """The code of each value, [N, K] in the order of the columns: int8 for q8_0, otherwise uint8 of 4, 5 or 6 bits.
+        """The code of each value, [N, K] in the order of the columns: int8 for q8_0, the bits of 8-bit floats as uint8 for
+        fp8, otherwise uint8 of 4, 5 or 6 bits.
 
         Raises ValueError if the format has none.
         """
@@ -119,6 +124,8 @@ class Matrix:
         match self.format:
             case "q8_0":
                 codes = blocks[:, :, 2:].contiguous().view(torch.int8)
+            case "fp8":
+                codes = blocks[:, :, 4:].contiguous()
             case "q4_0" | "q4_1":
                 codes = _nibbles(blocks[:, :, -16:], 16)
             case "q5_0" | "q5_1":

@@ -11,8 +11,9 @@ A block of each quantized format, as in a .gguf file (w is the dequantized weigh
     q5_k  256          176         the same, with h: 256 × 1 bit before q               w = d * s * (q + 16h) - n * m
     q6_k  256          210         q: 256 × 4 bits │ h: 256 × 2 bits │ s: 16 × int8 │ d: f16
                                                                                         w = d * s * (q + 16h - 32)
+    fp8   128          132         d: f32 │ q: 128 × e4m3 (8-bit floats)               w = d * q
 
-A block of 256 columns has a scale s, and in q4_k and q5_k a minimum m, for each 32 columns; q6_k has a scale for each
+fp8 is our own: .gguf files have no such blocks. A block of 256 columns has a scale s, and in q4_k and q5_k a minimum m, for each 32 columns; q6_k has a scale for each
 16. Byte i of the 4-bit codes of 32 columns holds column i in its low half and column i + 16 in its high half; in the
 blocks of 256, 32 bytes hold 64 columns (q6_k: 64 bytes 128 columns) in the same way. This module imports no torch: the
 CPU library reads stored matrices as they are. kernels/matrix.py converts and quantizes them.
@@ -26,12 +27,15 @@ from typing import Any, Literal
 import numpy as np
 
 FloatFormat = Literal["bf16", "f32"]
-Format = Literal["bf16", "f32", "q8_0", "q4_1", "q4_0", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k"]
+Format = Literal["bf16", "f32", "f16", "q8_0", "q4_1", "q4_0", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "fp8"]
+"""f16 is only in checkpoints: kernels compute with bf16 or f32 instead."""
 
 GROUP = 32
 """Columns whose products with activations are summed as integers."""
 SUPER_BLOCK = 256
 """Columns of a block of the K-quants."""
+FP8_GROUP = 128
+"""Columns of a block of fp8."""
 BLOCK_BYTES: dict[Format, int] = {
     "q8_0": 34,
     "q4_1": 20,
@@ -41,13 +45,19 @@ BLOCK_BYTES: dict[Format, int] = {
     "q4_k": 144,
     "q5_k": 176,
     "q6_k": 210,
+    "fp8": 132,
 }
 BLOCK_COLUMNS: dict[Format, int] = {
-    format: SUPER_BLOCK if format in ("q4_k", "q5_k", "q6_k") else GROUP for format in BLOCK_BYTES
+    format: FP8_GROUP if format == "fp8" else SUPER_BLOCK if format in ("q4_k", "q5_k", "q6_k") else GROUP
+    for format in BLOCK_BYTES
 }
 GPU_FORMATS: frozenset[Format] = frozenset({"q8_0", "q4_1", "q4_0"})
 """Formats that the GPU kernels read. There, the others become floats."""
-DTYPES: dict[Format, np.dtype[Any]] = {"bf16": np.dtype(np.uint16), "f32": np.dtype(np.float32)}
+DTYPES: dict[Format, np.dtype[Any]] = {
+    "bf16": np.dtype(np.uint16),
+    "f32": np.dtype(np.float32),
+    "f16": np.dtype(np.float16),
+}
 """The numpy dtypes of the float formats. numpy has no bfloat16, so it holds the bits."""
 
 
@@ -64,9 +74,11 @@ class StoredMatrix:
 
     format: Format
     data: "np.ndarray[Any, np.dtype[Any]]"
-    """[N, K] uint16 (the bits of bfloat16) or float32; for blocks [N, row_bytes] uint8. C-contiguous."""
+    """[N, K] uint16 (the bits of bfloat16), float32 or float16; for blocks [N, row_bytes] uint8. C-contiguous."""
     num_rows: int
     num_columns: int
+    name: str = ""
+    """Of the tensor, if it is one of the model's files."""
 
     def __post_init__(self) -> None:
         if self.format in BLOCK_BYTES:

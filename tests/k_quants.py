@@ -11,22 +11,31 @@ from torch import Tensor
 
 from pipeline.kernels import matrix as matrix_module
 from pipeline.kernels.matrix import Matrix
-from pipeline.kernels.stored_matrix import SUPER_BLOCK, Format
+from pipeline.kernels.stored_matrix import FP8_GROUP, SUPER_BLOCK, Format
 
 KINDS = {"q5_0": gguf.GGMLQuantizationType.Q5_0, "q5_1": gguf.GGMLQuantizationType.Q5_1}
 
 
 def quantize(values: Tensor, format: Format) -> Matrix:
-    """A float matrix [N, K] in any format. K is a multiple of 32, for K-quants of 256."""
+    """A float matrix [N, K] in any format. K is a multiple of 32, for fp8 of 128, for K-quants of 256."""
     if format in KINDS:
         blocks = gguf.quantize(values.float().numpy(), KINDS[format])
     elif format == "q4_k" or format == "q5_k":
         blocks = _with_minimums(_super_blocks(values), bits=4 if format == "q4_k" else 5)
     elif format == "q6_k":
         blocks = _q6_k(_super_blocks(values))
+    elif format == "fp8":
+        blocks = _fp8(values.float().reshape(-1, FP8_GROUP))
     else:
         return matrix_module.quantize(values, format)
     return Matrix(format, torch.from_numpy(blocks.reshape(len(values), -1)), *values.shape)
+
+
+def _fp8(blocks: Tensor) -> np.ndarray:
+    """[n, 128] float32 → [n, 132] uint8"""
+    scale = blocks.abs().amax(1, keepdim=True) / 448
+    codes = (blocks / scale.clamp(min=1e-30)).to(torch.float8_e4m3fn)
+    return torch.cat([scale.view(torch.uint8), codes.view(torch.uint8)], dim=1).numpy()
 
 
 def _super_blocks(values: Tensor) -> np.ndarray:

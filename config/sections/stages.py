@@ -138,6 +138,14 @@ class ExecuteSettings(Frozen, frozen=True):
             "the most likely tokens."
         ),
     ] = "int12"
+    keep_packed_weights: Annotated[
+        bool,
+        Meta(
+            description="On a CPU, keep the weights on disk in the order in which the kernels read them, beside the "
+            "prepared model. The first start writes them in the background; later starts map them, and servers of one "
+            "model share their memory. Takes as much disk space as the weights."
+        ),
+    ] = True
     kv_cache_bytes: Annotated[
         int,
         Meta(

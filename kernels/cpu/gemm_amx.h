@@ -6,6 +6,7 @@
 #pragma once
 
 #include "gemm_amx_int4.h"
+#include "gemm_fp8.h"
 #include "gemm_wide.h"
 
 #if defined(AMX)
@@ -113,6 +114,45 @@ static void multiply_bf16_amx(const Rows& rows, int first_row, int count, const 
     }
 }
 
+// `multiply_fp8` with widened blocks as tiles. `sums` are of 32 rows and as many outputs as panels have at once.
+static void multiply_fp8_amx(const Rows& rows, int first_row, int count, const Matrix& matrix, int first_panel, int panels,
+                             float* out, int out_stride, const uint8_t* ahead, uint8_t* wide) {
+    constexpr int WIDTH = FP8_PANELS * PANEL;
+    alignas(LINE) float sums[2 * TILE_ROWS * WIDTH];
+    for_fp8_blocks(matrix, first_panel, panels, ahead, wide, [&](int panel, int num, int block, const uint16_t* widened,
+                                                                const uint8_t* const* codes) {
+        for (int row = 0; row < count; row += 2 * TILE_ROWS) {
+            const uint8_t* from = rows.data + (first_row + row) * rows.stride + block * FP8_DEPTH * sizeof(act);
+            const int left = std::min(count - row, 2 * TILE_ROWS);
+            for (int p = 0; p < num;) {
+                const auto multiply_some = [&]<int A, int P>() {
+                    multiply_bf16_tiles<A, P>(from, rows.stride, reinterpret_cast<const uint8_t*>(widened) + p * FP8_WIDE_BYTES,
+                                              FP8_WIDE_BYTES, FP8_DEPTH, sums + p * PANEL, WIDTH, nullptr);
+                    p += P;
+                };
+                const bool two = left > TILE_ROWS;
+                if (two && num - p >= 2)
+                    multiply_some.template operator()<2, 2>();
+                else if (two)
+                    multiply_some.template operator()<2, 1>();
+                else if (num - p >= 4)
+                    multiply_some.template operator()<1, 4>();
+                else if (num - p >= 2)
+                    multiply_some.template operator()<1, 2>();
+                else
+                    multiply_some.template operator()<1, 1>();
+            }
+            for (int p = 0; p < num; p++) {
+                const vf scale = load<vf>(codes[p] + FP8_CODE_BYTES);
+                for (int r = 0; r < left; r++) {
+                    float* to = out + (row + r) * out_stride + (panel + p) * PANEL;
+                    store(to, fma(load<vf>(sums + r * WIDTH + p * PANEL), scale, block ? load<vf>(to) : vf{}));
+                }
+            }
+        }
+    });
+}
+
 #endif
 
 // --- any format -------------------------------------------------------------------------------------------------------
@@ -131,7 +171,8 @@ INLINE int part_rows(const Matrix& matrix, int num_rows) {
         return (num_rows + parts - 1) / parts;
     }
 #endif
-    const int most = takes_wide(matrix, num_rows) ? WIDE_PART_ROWS : most_rows(matrix);
+    const bool is_unpacked = matrix.format == Format::FP8 || takes_wide(matrix, num_rows);
+    const int most = is_unpacked ? WIDE_PART_ROWS : most_rows(matrix);
 #if defined(ISA_AVX2)
     // Sums of three or four rows wait for each other, so six rows and then one or two cost less than even parts.
     const int rest = num_rows % most;
@@ -142,7 +183,12 @@ INLINE int part_rows(const Matrix& matrix, int num_rows) {
     return (num_rows + parts - 1) / parts;
 }
 
-// `multiply` of gemm.h for count <= part_rows. `rows` and `out` have padded_rows(count) rows, `wide` has `wide_bytes`.
+// Bytes that a matmul unpacks to at once.
+INLINE size_t unpacked_bytes(const Matrix& matrix) {
+    return matrix.format == Format::FP8 ? FP8_PANELS * FP8_WIDE_BYTES : wide_bytes(matrix);
+}
+
+// `multiply` of gemm.h for count <= part_rows. `rows` and `out` have padded_rows(count) rows, `wide` has `unpacked_bytes`.
 static void matmul(const Rows& rows, int first_row, int count, const Matrix& matrix, int first_panel, int panels,
                    float* out, int out_stride, const uint8_t* ahead, uint8_t* wide) {
 #if defined(AMX)
@@ -150,11 +196,17 @@ static void matmul(const Rows& rows, int first_row, int count, const Matrix& mat
         use_tile_shapes(full_tiles);
         return multiply_bf16_amx(rows, first_row, count, matrix, first_panel, panels, out, out_stride, ahead);
     }
+    if (matrix.format == Format::FP8) {
+        use_tile_shapes(full_tiles);
+        return multiply_fp8_amx(rows, first_row, count, matrix, first_panel, panels, out, out_stride, ahead, wide);
+    }
     if (takes_int4_tiles(matrix, count)) {
         use_tile_shapes(full_tiles);
         return multiply_int4_amx(rows, first_row, count, matrix, first_panel, panels, out, out_stride, ahead);
     }
 #endif
+    if (matrix.format == Format::FP8)
+        return multiply_fp8(rows, first_row, count, matrix, first_panel, panels, out, out_stride, ahead, wide);
     if (takes_wide(matrix, count))
         return multiply_wide(rows, first_row, count, matrix, first_panel, panels, out, out_stride, ahead, wide);
     multiply(rows, first_row, count, matrix, first_panel, panels, out, out_stride, ahead);

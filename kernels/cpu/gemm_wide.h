@@ -27,7 +27,7 @@ constexpr int most_wide_rows([[maybe_unused]] Format format, Form form) {
 
 // Whether a matmul of so many rows unpacks its panels first.
 INLINE bool takes_wide(const Matrix& matrix, int num_rows) {
-    if (matrix.format == Format::BF16 || matrix.format == Format::Q8_0) return false;
+    if (!matrix.integer() || matrix.format == Format::Q8_0) return false;
     return num_rows > 1 && (!IN_TWO_PASSES || code_bits(matrix.format) > 4);
 }
 

@@ -40,7 +40,7 @@ class Gemm : public Op {
 
     size_t scratch_bytes() const override {
         size_t bytes = 0;
-        for (const Product& product : products_) bytes = std::max(bytes, wide_bytes(product.matrix));
+        for (const Product& product : products_) bytes = std::max(bytes, unpacked_bytes(product.matrix));
         return value_bytes() + bytes;
     }
 

@@ -10,13 +10,14 @@
 //     q4_k   [depth / 256]{ [8] codes | [8][16] scales | [8][16] minimums | [16] scales of the scales | [16] of the
 //            minimums }                                              also q5_k
 //     q6_k   [depth / 256]{ [8] codes | [8][16][2] scales | [16] scales of the scales }
+//     fp8    [depth / 128]{ [64][16][2] codes, in pairs as in bf16 | [16] float scales }
 //
 // Codes of 32 numbers of depth are cut into planes: the lower four bits [4][16][4], where byte b of chunk j holds depth
 // 8j + b in its lower half and 8j + 4 + b in its upper one; of 5-bit codes the highest bits [16][4], where bit i of byte b
 // belongs to depth 4i + b; of 6-bit codes the highest two bits [2][16][4], where bits 2i and 2i + 1 of byte b of chunk j
 // belong to depth 16j + 4i + b. So all bytes of a word can be multiplied at once with four neighbours in depth.
 //
-// Scales and minimums are float16, as in the file; those of K-quants within a block are bytes. The products of two scales
+// Scales and minimums are float16 unless said otherwise, as in the file; those of K-quants within a block are bytes. The products of two scales
 // are exact in float32, so a packed matrix has the values of the file.
 #pragma once
 
@@ -28,10 +29,10 @@ constexpr int PANEL = 16;
 constexpr int GROUP = 32;
 constexpr int VECTORS = PANEL / LANES;  // of a panel's outputs
 
-enum class Format : int { BF16 = 0, Q8_0 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 4, Q5_1 = 5, Q4_K = 6, Q5_K = 7, Q6_K = 8 };
+enum class Format : int { BF16 = 0, Q8_0 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 4, Q5_1 = 5, Q4_K = 6, Q5_K = 7, Q6_K = 8, FP8 = 9 };
 
 // Groups of a block: what one scale in float16 covers.
-constexpr int block_groups(Format format) { return format >= Format::Q4_K ? 8 : 1; }
+constexpr int block_groups(Format format) { return format >= Format::Q4_K && format <= Format::Q6_K ? 8 : 1; }
 
 constexpr int code_bits(Format format) {
     switch (format) {
@@ -59,6 +60,9 @@ constexpr int block_bytes(Format format) {
     return block_groups(format) * code_bytes(format) + small_scale_bytes(format) + half_bytes(format);
 }
 
+// Panels of 8-bit floats: numbers of depth that share a scale, bytes of their codes, and of a block.
+constexpr int FP8_DEPTH = 128, FP8_CODE_BYTES = FP8_DEPTH * PANEL, FP8_BLOCK_BYTES = FP8_CODE_BYTES + 4 * PANEL;
+
 enum class Form : int;
 
 struct Matrix {
@@ -70,10 +74,11 @@ struct Matrix {
     const float* bias;  // [columns] or null
 
     size_t panel_bytes() const {
-        return format == Format::BF16 ? size_t(depth) * PANEL * 2
-                                      : size_t(depth / GROUP / block_groups(format)) * block_bytes(format);
+        return format == Format::BF16  ? size_t(depth) * PANEL * 2
+               : format == Format::FP8 ? size_t(depth / FP8_DEPTH) * FP8_BLOCK_BYTES
+                                       : size_t(depth / GROUP / block_groups(format)) * block_bytes(format);
     }
-    bool integer() const { return format != Format::BF16; }
+    bool integer() const { return format != Format::BF16 && format != Format::FP8; }
 };
 
 // What a bf16 product reads: the instruction of AVX512-BF16 takes pairs of bfloat16; elsewhere the weights are
@@ -90,7 +95,7 @@ INLINE void store_acts(act* to, vf values) { store(to, values); }
 
 // Forms of activations, by the weights that they are multiplied with:
 //
-//     PLAIN  [depth] act                                                    for bf16
+//     PLAIN  [depth] act                                                    for bf16 and fp8
 //     BYTES  [depth] int8 codes | [groups] float scale | [groups] int32 sum of codes | [groups] float scale x sum
 //            | [groups][2] int16 sum of each half's codes                   for 4 to 6 bits, in groups of 32
 //     WORDS  [depth] int16 codes | [groups] float scale                     for q8_0, in groups of 32
@@ -143,6 +148,12 @@ INLINE int code_at(Format format, const uint8_t* codes, int lane, int k) {
     return code;
 }
 
+// An 8-bit float (e4m3fn: 4 bits of exponent with bias 7, no infinities). NaN does not occur: prepare refuses it.
+INLINE float from_fp8(uint8_t code) {
+    const float magnitude = bits<float>(uint32_t(code & 0x7F) << 20) * bits<float>(0x7B800000u);  // x 2^120
+    return bits<float>(bits<uint32_t>(magnitude) | uint32_t(code & 0x80) << 24);
+}
+
 // Column n of a packed matrix, which was row n of the checkpoint's, as float: [depth]. The same operations as ggml's, so
 // also the same bits.
 static void unpack(const Matrix& matrix, int n, float* out) {
@@ -151,6 +162,13 @@ static void unpack(const Matrix& matrix, int n, float* out) {
     if (matrix.format == Format::BF16) {
         const uint16_t* pairs = reinterpret_cast<const uint16_t*>(panel);
         for (int k = 0; k < matrix.depth; k++) out[k] = from_bf16(pairs[(k / 2 * PANEL + lane) * 2 + k % 2]);
+        return;
+    }
+    if (matrix.format == Format::FP8) {
+        for (int block = 0; block < matrix.depth / FP8_DEPTH; block++, panel += FP8_BLOCK_BYTES) {
+            const float scale = load<float>(panel + FP8_CODE_BYTES + 4 * lane);
+            for (int k = 0; k < FP8_DEPTH; k++) *out++ = from_fp8(panel[(k / 2 * PANEL + lane) * 2 + k % 2]) * scale;
+        }
         return;
     }
     const Format format = matrix.format;

@@ -17,7 +17,7 @@ from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.stored_matrix import Format
 
-ABI_VERSION = 13
+ABI_VERSION = 14
 """Version of `program.cpp`; raise it with every change of its interface."""
 
 PANEL = 16
@@ -54,14 +54,34 @@ class Form(IntEnum):
     for each group of 32."""
 
 
-FORMATS = {"bf16": 0, "q8_0": 1, "q4_0": 2, "q4_1": 3, "q5_0": 4, "q5_1": 5, "q4_k": 6, "q5_k": 7, "q6_k": 8}
+FORMATS = {
+    "bf16": 0,
+    "q8_0": 1,
+    "q4_0": 2,
+    "q4_1": 3,
+    "q5_0": 4,
+    "q5_1": 5,
+    "q4_k": 6,
+    "q5_k": 7,
+    "q6_k": 8,
+    "fp8": 9,
+}
+PANEL_LAYOUT = 1
+"""Version of the panels' layout in `matrix.h`, for all formats; raise it with every change. Files keep panels."""
+FLOAT_SOURCES = {"f32": 1, "f16": 2}
+"""`Source` in pack.h: formats that become bf16 when they are packed."""
+
+
+def panel_format(format: Format) -> Format:
+    """The format of a matrix's panels."""
+    return "bf16" if format in FLOAT_SOURCES else format
 
 
 def form_for(format: Format, activations: Activations) -> Form:
     """The form of activations for weights of a format. `activations` is the precision for weights with 4 to 6
     bits."""
     match format:
-        case "bf16":
+        case "bf16" | "f32" | "f16" | "fp8":
             return Form.PLAIN
         case "q8_0":
             return Form.WORDS
@@ -189,6 +209,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "thread_pool_delete": (None, [c_void_p]),
     "panel_bytes": (c_size_t, [POINTER(PackedMatrix)]),
     "pack": (None, [c_void_p, POINTER(PackedMatrix), c_void_p, c_void_p]),
+    "pack_floats": (None, [c_void_p, POINTER(PackedMatrix), c_void_p, c_void_p, c_int]),
+    "map_file": (c_void_p, [c_void_p, c_int, c_size_t]),
+    "unmap_file": (None, [c_void_p, c_size_t]),
     "touch": (None, [c_void_p, c_void_p, c_size_t]),
     "copy_blocks": (None, [c_void_p, POINTER(NativeBlocks), c_void_p, c_void_p, c_int]),
     "act_bytes": (c_int, []),

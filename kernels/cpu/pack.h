@@ -1,6 +1,8 @@
 // From the rows of a checkpoint to panels (matrix.h).
 #pragma once
 
+#include <vector>
+
 #include "matrix.h"
 
 // Blocks of rows as ggml lays them out (kernels/stored_matrix.py describes them), as far as packing needs that.
@@ -85,7 +87,7 @@ static void pack_block(Format format, const uint8_t* from, uint8_t* to, int lane
             six_bits(from + 4, g, small[g * PANEL + lane], small[(8 + g) * PANEL + lane]);
 }
 
-// Output n is the row at rows[n]: bfloat16, or blocks as ggml lays them out. Null stands for zeros.
+// Output n is the row at rows[n]: bfloat16, or blocks (kernels/stored_matrix.py describes them). Null stands for zeros.
 static void pack_panel(const Matrix& matrix, uint8_t* panels, const uint8_t* const* rows, int panel) {
     uint8_t* to = panels + panel * matrix.panel_bytes();
     memset(to, 0, matrix.panel_bytes());
@@ -96,8 +98,48 @@ static void pack_panel(const Matrix& matrix, uint8_t* panels, const uint8_t* con
             for (int k = 0; k < matrix.depth / 2; k++) memcpy(to + (k * PANEL + lane) * 4, from + 4 * k, 4);
             continue;
         }
+        if (matrix.format == Format::FP8) {
+            uint8_t* block = to;
+            for (int k = 0; k < matrix.depth; k += FP8_DEPTH, from += 4 + FP8_DEPTH, block += FP8_BLOCK_BYTES) {
+                memcpy(block + FP8_CODE_BYTES + 4 * lane, from, 4);
+                for (int i = 0; i < FP8_DEPTH; i += 2) memcpy(block + (i / 2 * PANEL + lane) * 2, from + 4 + i, 2);
+            }
+            continue;
+        }
         const int blocks = matrix.depth / GROUP / block_groups(matrix.format);
         for (int block = 0; block < blocks; block++, from += file_block(matrix.format).bytes)
             pack_block(matrix.format, from, to + block * block_bytes(matrix.format), lane);
     }
+}
+
+// Floats that checkpoints may have instead of bfloat16.
+enum class Source : int { F32 = 1, F16 = 2 };
+
+// `count` floats as bfloat16, rounded to nearest even. The same bits on every ISA, also of the smallest numbers.
+static void round_floats(Source source, const uint8_t* from, uint16_t* to, int count) {
+    int i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        const vf values = source == Source::F32 ? load<vf>(from + 4 * i)
+                                                : load_f16(reinterpret_cast<const uint16_t*>(from) + i);
+        const vu words = bits<vu>(values);
+        const vu rounded = (words + 0x7FFF + ((words >> 16) & 1)) >> 16;
+        // Rounding would carry the fraction of a NaN into its sign.
+        const vu is_nan = bits<vu>((words & 0x7FFFFFFFu) > 0x7F800000u);
+        store(to + i, __builtin_convertvector((rounded & ~is_nan) | (0x7FC0u & is_nan), halves));
+    }
+    for (; i < count; i++)
+        to[i] = to_bf16(source == Source::F32 ? load<float>(from + 4 * i) : one_f16(load<uint16_t>(from + 2 * i)));
+}
+
+// A bf16 panel of rows of other floats.
+static void pack_float_panel(const Matrix& matrix, uint8_t* panels, const uint8_t* const* rows, Source source, int panel) {
+    std::vector<uint16_t> rounded(size_t(PANEL) * matrix.depth);
+    const uint8_t* as_bf16[PANEL];
+    for (int lane = 0; lane < PANEL; lane++) {
+        const uint8_t* from = rows[panel * PANEL + lane];
+        uint16_t* to = rounded.data() + size_t(lane) * matrix.depth;
+        if (from) round_floats(source, from, to, matrix.depth);
+        as_bf16[lane] = from ? reinterpret_cast<const uint8_t*>(to) : nullptr;
+    }
+    pack_panel(matrix, panels + panel * matrix.panel_bytes(), as_bf16, 0);
 }

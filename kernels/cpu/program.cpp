@@ -10,6 +10,7 @@
 #include "copy.h"
 #include "embed.h"
 #include "linear.h"
+#include "mapped_file.h"
 #include "norm.h"
 #include "pack.h"
 #include "sampler.h"
@@ -200,7 +201,7 @@ class Program final : public Job {
 
 extern "C" {
 
-int abi_version() { return 13; }
+int abi_version() { return 14; }
 
 // Asks the system for what these instructions need. Whether they can be used.
 int prepare() {
@@ -224,6 +225,16 @@ size_t panel_bytes(const Matrix* matrix) { return matrix->panel_bytes(); }
 void pack(ThreadPool* thread_pool, const Matrix* matrix, uint8_t* panels, const uint8_t* const* rows) {
     thread_pool->each(matrix->columns / PANEL, [=](int panel) { pack_panel(*matrix, panels, rows, panel); });
 }
+
+// The same for a bf16 matrix from rows of other floats; `source` is a Source.
+void pack_floats(ThreadPool* thread_pool, const Matrix* matrix, uint8_t* panels, const uint8_t* const* rows, int source) {
+    thread_pool->each(matrix->columns / PANEL,
+                      [=](int panel) { pack_float_panel(*matrix, panels, rows, Source(source), panel); });
+}
+
+// A file in memory, read only, at a multiple of 2 MiB so that its pages can be huge ones. Null if the system refuses.
+void* map_file(ThreadPool* thread_pool, int fd, size_t bytes) { return mapped_file(*thread_pool, fd, bytes); }
+void unmap_file(void* memory, size_t bytes) { munmap(memory, bytes); }
 
 // Touches each page of `bytes` of new memory, which the system fills with zeros then.
 void touch(ThreadPool* thread_pool, uint8_t* memory, size_t bytes) {

@@ -5,6 +5,7 @@ tokenizer.json        for the `tokenizers` package
 chat_template.jinja   missing if the model has none
 chat_template.tool_use.jinja   for chats with tools, if the model has a separate template
 weights               safetensors files, named by `ModelConfig.weight_files` (absolute, or relative to the folder)
+weights.panels        the matrices as the CPU library reads them; execute writes it after the first start
 
 A quantized matrix [rows, columns] is stored as U8 [rows, bytes per row], in the block format of .gguf files. The
 format, such as "q8_0" or "q4_k", is in the file's metadata under `format_key(name of the tensor)`.
@@ -18,6 +19,8 @@ import msgspec
 
 CONVERTED = "converted.txt"
 """A line that says what the source's matrices became. Only in prepared folders in which some have another format."""
+PANELS = "weights.panels"
+"""Belongs to execute, see stages/execute/cpu/panel_file.py. A folder is complete without it."""
 STAMP = "complete.json"
 """The file that prepare writes last."""
 

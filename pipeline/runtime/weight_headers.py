@@ -24,6 +24,7 @@ BLOCKS = {
     "q4_k": (256, 144),
     "q5_k": (256, 176),
     "q6_k": (256, 210),
+    "fp8": (128, 132),
 }
 """Weights and bytes of a block. Quantized matrices are stored as bytes."""
 _METADATA = "__metadata__"
@@ -45,7 +46,7 @@ class WeightFacts(msgspec.Struct, frozen=True):
     @property
     def has_gguf_blocks(self) -> bool:
         """Whether `format` is a block format of GGUF."""
-        return self.format.lower() in BLOCKS
+        return self.format.lower() in BLOCKS and self.format != "FP8"
 
 
 def weight_facts(paths: Iterable[Path]) -> WeightFacts:

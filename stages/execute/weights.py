@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 FLOATS: dict[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
 """safetensors' dtypes of floats, and the numpy dtypes to read them with: the bits of bfloat16."""
-FORMATS: dict[str, FloatFormat] = {"BF16": "bf16", "F32": "f32"}
+FORMATS: dict[str, Format] = {"BF16": "bf16", "F32": "f32", "F16": "f16"}
 FLOAT_FORMATS: dict[str, FloatFormat] = {"bfloat16": "bf16", "float32": "f32"}
 """The format of float matrices for each `execute.dtype`."""
 BLOCKS: dict[str, Format] = {format: format for format in BLOCK_BYTES}
@@ -73,11 +73,14 @@ class TensorFile:
 class Weights:
     """The tensors of a model folder, by their Hugging Face names. Raises UserError if a file can't be read.
 
-    Float matrices become `float_format`. Quantized matrices keep their blocks.
+    Float matrices become `float_format`, with `keeps_floats` when they are packed. Quantized matrices keep their blocks.
     """
 
-    def __init__(self, folder: Path, config: ModelConfig, float_format: FloatFormat) -> None:
+    def __init__(
+        self, folder: Path, config: ModelConfig, float_format: FloatFormat, *, keeps_floats: bool = False
+    ) -> None:
         self._float_format = float_format
+        self._keeps_floats = keeps_floats
         self._folder = folder
         self._files: dict[str, TensorFile] = {}
         self.taken: dict[str, None] = {}
@@ -101,9 +104,11 @@ class Weights:
             self._check_shape(name, entry, rows, columns)
             self.taken[self._float_format] = None
             data = file.array(name, FLOATS[entry.dtype])
-            if FORMATS.get(entry.dtype) != self._float_format:
+            if self._keeps_floats:
+                return StoredMatrix(FORMATS[entry.dtype], data, rows, columns, name)
+            if FORMATS[entry.dtype] != self._float_format:
                 data = _converted(data, entry.dtype, self._float_format)
-            return StoredMatrix(self._float_format, data, rows, columns)
+            return StoredMatrix(self._float_format, data, rows, columns, name)
         found = file.metadata.get(format_key(name), "")
         format = BLOCKS.get(found)
         if format is None or entry.dtype != BLOCK_DTYPE:
@@ -118,7 +123,7 @@ class Weights:
                 f"but model.json makes it {[rows, columns]}"
             )
         self.taken[format] = None
-        return StoredMatrix(format, file.array(name, np.dtype(np.uint8)), rows, columns)
+        return StoredMatrix(format, file.array(name, np.dtype(np.uint8)), rows, columns, name)
 
     def matrices(self, names: Sequence[str], rows: Sequence[int], columns: int) -> "tuple[StoredMatrix | Matrix, ...]":
         """Matrices of shapes [rows[i], columns]."""

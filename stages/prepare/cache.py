@@ -20,7 +20,7 @@ import msgspec
 
 from pipeline.config.settings import Settings
 from pipeline.runtime.cache_path import cache_path
-from pipeline.runtime.model_folder import STAMP, is_held
+from pipeline.runtime.model_folder import PANELS, STAMP, is_held
 from pipeline.stages.prepare.sources.source import ModelError, expanded
 
 POLL_S = 0.05
@@ -162,9 +162,9 @@ def _takes_lock(fd: int, path: Path) -> bool:
 
 
 def _stamp(folder: Path, source: str) -> None:
-    """Sync every file to disk, then write the stamp that lists them."""
+    """Sync every file to disk, then write the stamp that lists them. execute may replace `PANELS` at any time."""
     files = {}
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+    for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name != PANELS):
         with path.open("rb") as file:
             os.fsync(file.fileno())
         files[str(path.relative_to(folder))] = path.stat().st_size

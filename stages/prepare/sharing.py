@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from pipeline.runtime.model_folder import STAMP
+from pipeline.runtime.model_folder import PANELS, STAMP
 from pipeline.stages.prepare.cache import Cache
 from pipeline.stages.prepare.files import open_regular
 from pipeline.stages.prepare.progress import Report
@@ -48,12 +48,12 @@ def _chunk_digest(place: tuple[Path, int]) -> bytes:
 
 
 def link_twin(cache: Cache, content: str, folder: Path) -> Path | None:
-    """Fill the empty `folder` from a complete entry with the same content: links to its weights, copies of the other
-    files. Returns that entry, None if there is none or the file system has no hard links. Raises OSError."""
+    """Fill the empty `folder` from a complete entry with the same content: links to its weights, packed or not, copies of
+    the other files. Returns that entry, None if there is none or the file system has no hard links. Raises OSError."""
     for twin in _twins(cache, content):
         try:
             for path in twin.iterdir():
-                if path.suffix == ".safetensors":
+                if path.suffix == ".safetensors" or path.name == PANELS:
                     os.link(path, folder / path.name)
                 elif path.name != STAMP:
                     shutil.copyfile(path, folder / path.name)

@@ -5,11 +5,14 @@ it. The library can't write a tensor piece by piece, and numpy has no bfloat16.
 """
 
 import math
+import os
 import struct
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from threading import Event, Lock
+from typing import IO, Any, Literal
 
 import gguf
 import msgspec
@@ -22,7 +25,7 @@ from pipeline.stages.prepare.progress import Report
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.tensors import Shape, TensorEntry, float_rows
 
-Format = Literal["f32", "bf16", "q8_0", "q4_1", "q4_0", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k"]
+Format = Literal["f32", "bf16", "q8_0", "q4_1", "q4_0", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "fp8"]
 Array = np.ndarray[Any, Any]
 
 BLOCKS: dict[Format, gguf.GGMLQuantizationType] = {
@@ -35,7 +38,9 @@ BLOCKS: dict[Format, gguf.GGMLQuantizationType] = {
     "q5_k": gguf.GGMLQuantizationType.Q5_K,
     "q6_k": gguf.GGMLQuantizationType.Q6_K,
 }
-"""The formats with a scale per group of columns, and gguf's names for them."""
+"""The formats of .gguf files with a scale per group of columns, and gguf's names for them."""
+FP8_COLUMNS, FP8_BYTES = 128, 132
+"""Columns of a block of fp8, which .gguf files don't have, and its bytes: a float32 scale, then the codes."""
 GROUP = 32
 """Columns that share a scale."""
 DTYPES: dict[Format, tuple[str, int]] = {"f32": ("F32", 4), "bf16": ("BF16", 2)}
@@ -45,11 +50,13 @@ TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 
 WEIGHTS = "model.safetensors"
 
-CHUNK_VALUES = 8 * 1024**2
-"""Values converted at once: 32 MiB as float32."""
+CHUNK_VALUES = 2 * 1024**2
+"""Values that a thread converts at once: 8 MiB as float32, and a few times that in temporaries."""
+MAX_THREADS = 16
+"""Limits memory: more threads than this wait for the disk."""
 
 Pieces = Callable[[str], Iterator[Array]]
-"""Yields a tensor, by name, some rows at a time: float32 values to encode, or uint8 blocks that are encoded already."""
+"""Yields a tensor, by name, some rows at a time, on any thread: float32 values to encode, or uint8 blocks that are encoded already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +76,8 @@ class Stored:
         """The shape in the safetensors header."""
         if self.format in ("f32", "bf16"):
             return self.shape
+        if self.format == "fp8":
+            return (*self.shape[:-1], self.shape[-1] // FP8_COLUMNS * FP8_BYTES)
         return tuple(gguf.quant_shape_to_byte_shape(self.shape, BLOCKS[self.format]))
 
     @property
@@ -115,7 +124,7 @@ def quantize(
 
 
 def write_weights(folder: Path, targets: Mapping[str, Stored], pieces: Pieces, source: Path, report: Report) -> None:
-    """Write `WEIGHTS` in `folder`, a piece at a time.
+    """Write `WEIGHTS` in `folder`, several tensors at a time on all cores, each a piece at a time.
 
     Raises ModelError, naming the tensor and `source`, if values don't fit their format or the disk is full.
     """
@@ -124,19 +133,51 @@ def write_weights(folder: Path, targets: Mapping[str, Stored], pieces: Pieces, s
     header = _header(ordered)
     total = sum(target.num_bytes for target in ordered.values())
     require_room(folder, len(header) + total)
+    places, end = {}, len(header)
+    for name, target in ordered.items():
+        places[name], end = end, end + target.num_bytes
+    lock = Lock()
     done = 0
-    with (folder / WEIGHTS).open("xb") as file:
-        file.write(header)
-        for name, target in ordered.items():
-            begun = done
-            for piece in pieces(name):
-                try:
-                    data = piece if piece.dtype == np.uint8 else encode(piece, target.format)
-                except ValueError as error:
-                    raise ModelError(f"{source}: tensor {name} can't be stored as {target.format}: {error}") from error
-                done += file.write(data.data)
+
+    def write_tensor(name: str) -> None:
+        nonlocal done
+        target, place = ordered[name], places[name]
+        for piece in pieces(name):
+            if failed.is_set():
+                return
+            try:
+                data = piece if piece.dtype == np.uint8 else encode(piece, target.format)
+            except ValueError as error:
+                raise ModelError(f"{source}: tensor {name} can't be stored as {target.format}: {error}") from error
+            place += _write_at(file, data, place)
+            with lock:
+                done += data.nbytes
                 report(done, total)
-            assert done - begun == target.num_bytes, f"wrote {done - begun} bytes of {name}, not {target.num_bytes}"
+        written = place - places[name]
+        assert written == target.num_bytes, f"wrote {written} bytes of {name}, not {target.num_bytes}"
+
+    failed = Event()
+    with (folder / WEIGHTS).open("xb", buffering=0) as file:
+        _write_at(file, np.frombuffer(header, np.uint8), 0)
+        with ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0)))) as pool:
+            # The largest tensors first, so that no thread is left alone with one.
+            tasks = [pool.submit(write_tensor, name) for name in sorted(ordered, key=lambda n: -ordered[n].num_bytes)]
+            try:
+                for task in as_completed(tasks):
+                    task.result()
+            except BaseException:
+                failed.set()
+                pool.shutdown(cancel_futures=True)
+                raise
+
+
+def _write_at(file: IO[bytes], data: Array, place: int) -> int:
+    """Write contiguous data at a place of a file. Returns its bytes. Raises OSError."""
+    left = memoryview(data.reshape(-1)).cast("B")
+    while left:
+        written = os.pwrite(file.fileno(), left, place)
+        left, place = left[written:], place + written
+    return data.nbytes
 
 
 def _header(targets: Mapping[str, Stored]) -> bytes:

@@ -15,12 +15,13 @@ from pipeline.kernels import matrix as matrix_module
 from pipeline.kernels.matrix import HAS_MINIMUMS, ZEROS, Matrix, quantize
 from pipeline.kernels.stored_matrix import BLOCK_BYTES, BLOCK_COLUMNS, GROUP, Format, row_bytes
 
-KINDS: dict[Format, Kind] = {format: Kind[format.upper()] for format in BLOCK_BYTES}
+KINDS: dict[Format, Kind] = {format: Kind[format.upper()] for format in BLOCK_BYTES if format != "fp8"}
+"""ggml's formats. It has no fp8."""
 FLOATS: list[Format] = ["bf16", "f32"]
 BLOCKS: list[Format] = ["q8_0", "q4_1", "q4_0"]
 """Formats that are quantized to."""
 HALVES: dict[Format, slice] = {"q6_k": slice(208, 210)} | {
-    format: slice(0, 4 if format in HAS_MINIMUMS else 2) for format in BLOCK_BYTES if format != "q6_k"
+    format: slice(0, 4 if format in HAS_MINIMUMS else 2) for format in KINDS if format != "q6_k"
 }
 """Bytes of a block that are float16."""
 
@@ -155,6 +156,23 @@ def test_numbers_too_small_for_a_scale_become_zero(format: Format, tiny: float) 
     values = torch.zeros(1, GROUP)
     values[0, 3] = tiny
     assert torch.equal(quantize(values, format).dequantize(torch.float32), torch.zeros(1, GROUP))
+
+
+def test_8_bit_floats_are_their_codes_times_the_scales_of_blocks() -> None:
+    random = np.random.default_rng(5)
+    codes = random.integers(0, 255, (3, 2, 128), np.uint8)
+    codes[codes & 127 == 127] = 0  # NaN
+    scales = random.normal(0, 1, (3, 2)).astype(np.float32)
+    data = np.concatenate([scales[..., None].view(np.uint8), codes], axis=2).reshape(3, -1)
+    matrix = Matrix("fp8", torch.from_numpy(data), 3, 256)
+    signs, exponents, fractions = np.where(codes >> 7, -1.0, 1.0), codes >> 3 & 15, codes & 7
+    numbers = np.where(exponents > 0, (8.0 + fractions) * 2.0 ** (exponents - 10.0), fractions * 2.0**-9)
+    expected = (signs * numbers * scales[..., None]).astype(np.float32).reshape(3, 256)
+    assert np.array_equal(matrix.dequantize(torch.float32), expected)
+    assert torch.equal(matrix.dequantize(torch.bfloat16), torch.from_numpy(expected).bfloat16())
+    assert torch.equal(matrix.scales(), torch.from_numpy(scales))
+    assert np.array_equal(matrix.codes(), codes.reshape(3, 256))
+    assert torch.equal(matrix.take_rows(torch.tensor([2, 0])).data, matrix.data[[2, 0]])
 
 
 def test_wrong_shapes_and_dtypes_are_rejected() -> None:

@@ -14,6 +14,7 @@ from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.step_inputs import StepInputs
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.native_program import NativeProgram, unsupported
+from pipeline.stages.execute.cpu.panel_file import PanelPlace
 from pipeline.stages.execute.cpu.program import Program, SwapArray
 from pipeline.stages.execute.kv import KVPlan
 
@@ -42,8 +43,10 @@ def make_program(
     kv: KVPlan,
     num_threads: int,
     swap: SwapArray | None = None,
+    panels: PanelPlace | None = None,
 ) -> Program:
-    """An empty program of the native library, or of torch if that is None."""
+    """An empty program of the native library, or of torch if that is None. The library keeps packed matrices in
+    `panels`."""
     if library is None:
         # Imported here: the CPU library needs no torch, whose import takes most of a start.
         import torch
@@ -65,6 +68,7 @@ def make_program(
         kv.max_model_len,
         swap,
         settings.execute.activations,
+        panels,
     )
 
 

@@ -14,6 +14,7 @@ from pipeline.kernels.cpu.native import Activations, Form
 from pipeline.kernels.logprob_inputs import FloatArray, ScoreInputs
 from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, StepInputs
+from pipeline.kernels.stored_matrix import StoredMatrix
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.program import (
     AnyMatrix,
@@ -27,6 +28,7 @@ from pipeline.stages.execute.cpu.program import (
     Program,
     SwapArray,
 )
+from pipeline.stages.execute.cpu.panel_file import PanelPlace, PanelStore, key_of
 from pipeline.stages.execute.rope import rope_frequencies, rope_table
 
 PAIR = 8
@@ -62,8 +64,10 @@ class NativeProgram(Program):
         max_model_len: int,
         swap: SwapArray | None = None,
         activations: Activations = "int12",
+        panels: PanelPlace | None = None,
     ) -> None:
-        """`activations` is the precision of activations for 4-bit weights."""
+        """`activations` is the precision of activations for 4-bit weights. With `panels`, packed matrices of files are
+        kept there."""
         assert unsupported(config) is None
         self.isa = isa
         self.name = f"cpu, {isa}"
@@ -74,6 +78,7 @@ class NativeProgram(Program):
         self._scores = scores
         self._scoring: int | None = None
         self._thread_pool = native.ThreadPool(library, num_threads)
+        self._panels = None if panels is None else PanelStore(library, self._thread_pool, panels)
         self._kept: list[Any] = []
         self._table: tuple[AnyMatrix, native.PackedMatrix] | None = None
         self._num_layers = 0
@@ -153,6 +158,10 @@ class NativeProgram(Program):
         scores = native.NativeScoreArrays.of(self._scores)
         self._library.program_score(self._scoring, self._normed_rows(form), *places, ctypes.byref(scores))
 
+    def finish_loading(self) -> None:
+        if self._panels is not None:
+            self._panels.save(self._kept)
+
     def run(self) -> IntArray:
         inputs = self._inputs
         status = self._library.program_run(self._handle, inputs.num_tokens, inputs.num_rows, inputs.num_samples)
@@ -216,6 +225,8 @@ class NativeProgram(Program):
             if self._scoring:
                 self._library.program_delete(self._scoring)
             self._handle = self._scoring = None
+            if self._panels is not None:
+                self._panels.close()
             self._thread_pool.close()
             self._kept.clear()
             self._swap = None
@@ -354,12 +365,25 @@ class NativeProgram(Program):
         order = np.concatenate([order, np.full(columns - len(order), -1, np.int32)])
         # Index -1 selects the null address after the last row.
         addresses = np.append(rows, np.uint64(0))[order]
-        format, form = native.FORMATS[matrices[0].format], self._form(matrices[0])
+        stored, form = matrices[0].format, self._form(matrices[0])
+        format = native.FORMATS[native.panel_format(stored)]
         packed = native.PackedMatrix(format, form, columns, matrices[0].num_columns, None, None)
         reference = ctypes.byref(packed)
-        panels = self._memory(self._library.panel_bytes(reference) * columns // native.PANEL)
-        packed.panels = panels
-        self._library.pack(self._thread_pool.handle, reference, panels, addresses.ctypes.data)
+        num_bytes = self._library.panel_bytes(reference) * columns // native.PANEL
+        key = None
+        if self._panels is not None:
+            key = key_of(packed, [matrix.name if isinstance(matrix, StoredMatrix) else "" for matrix in matrices], order)
+            packed.panels = None if key is None else self._panels.find(key, num_bytes)
+        if packed.panels is None:
+            packed.panels = panels = self._memory(num_bytes)
+            if source := native.FLOAT_SOURCES.get(stored):
+                self._library.pack_floats(
+                    self._thread_pool.handle, reference, panels, addresses.ctypes.data, source
+                )
+            else:
+                self._library.pack(self._thread_pool.handle, reference, panels, addresses.ctypes.data)
+            if self._panels is not None and key is not None:
+                self._panels.add(key, panels, num_bytes)
         if bias is not None:
             packed.bias = self._vector(np.append(np.asarray(bias, np.float32), np.float32(0))[order])
         return packed

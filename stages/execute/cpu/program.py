@@ -105,6 +105,9 @@ class Program(ProgramBuilder):
     name: str
     """The back end, for logs."""
 
+    def finish_loading(self) -> None:  # noqa: B027 - most programs have nothing to do
+        """Called once after the model is recorded."""
+
     @abstractmethod
     def run(self) -> IntArray:
         """Compute the step in the inputs. Returns the sampled ids, int32 [samples]; `NO_ID` if none can be sampled."""

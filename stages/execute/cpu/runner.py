@@ -16,6 +16,7 @@ from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, LongArray, StepIn
 from pipeline.runtime.messages import ExecuteFacts, Finish, Step
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.backend import choose_library, make_program, max_num_prefill_tokens
+from pipeline.stages.execute.cpu.panel_file import PanelPlace
 from pipeline.stages.execute.cpu.program import LogitArray, MasksLate
 from pipeline.stages.execute.grammar_masks.masks import LATE_MS, Masks
 from pipeline.stages.execute.kv import divide_swap, plan_kv
@@ -58,8 +59,11 @@ class CpuRunner:
         max_num_seqs = settings.schedule.max_num_seqs
         swapped = None if swap is None else divide_swap(settings, config, swap)
         num_swap_blocks = 0 if swapped is None else len(swapped)
-        weights = Weights(model_dir, config, FLOAT_FORMATS[settings.execute.dtype])
         library = choose_library(settings, config)
+        weights = Weights(
+            model_dir, config, FLOAT_FORMATS[settings.execute.dtype], keeps_floats=library is not None
+        )
+        panels = PanelPlace.of(model_dir, config) if library and settings.execute.keep_packed_weights else None
         max_num_tokens = max_num_prefill_tokens(settings.schedule, library, weights.are_quantized)
         self.facts = ExecuteFacts(
             kv.num_blocks,
@@ -77,9 +81,10 @@ class CpuRunner:
         self.scores = ScoreInputs(max_num_seqs)
         num_threads = settings.execute.num_threads or len(os.sched_getaffinity(0))
         self.program = make_program(
-            library, settings, config, self.inputs, self.sampling_inputs, self.scores, kv, num_threads, swapped
+            library, settings, config, self.inputs, self.sampling_inputs, self.scores, kv, num_threads, swapped, panels
         )
         build_program(config, weights, self.program)
+        self.program.finish_loading()
         self.weight_formats = "+".join(weights.taken)
         """For example `q8_0+q4_1`."""
         self._pool = Pool(self.program.last_norm, config.rms_norm_eps)

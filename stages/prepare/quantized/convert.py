@@ -3,7 +3,8 @@
     integers, 2 to 4 bits   symmetric: q4_0; with zero points: q4_1
     integers, 8 bits        symmetric: q8_0; with zero points: bf16
     MXFP4                   q8_0
-    NF4, FP4, FP8           bf16
+    FP8 (e4m3)              fp8
+    NF4, FP4, FP8 (e5m2)    bf16
 
 Integers keep their codes, and scales are repeated for each 32 columns. What has no such form, for example groups of 16
 columns, is dequantized to bf16. With another `quantization`, codes are kept if the format can hold them; else their
@@ -27,7 +28,7 @@ from pipeline.stages.prepare.quantized.scheme import Scheme
 from pipeline.stages.prepare.quantized.tensors import CheckpointTensors
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.tensors import Shape, expected_shapes, find_tensors, is_known_extra
-from pipeline.stages.prepare.weight_file import BLOCKS, Stored, stored, write_weights
+from pipeline.stages.prepare.weight_file import DTYPES, Stored, stored, write_weights
 
 CHUNK_VALUES = 2 * 1024**2
 """Values converted at once: 8 MiB as float32, and a few times that in temporaries."""
@@ -141,7 +142,7 @@ class Checkpoint:
             chosen = rows if order is None else order[rows]
             if matrix is None:
                 yield self._tensors.float_rows(name, shape, chosen)
-            elif target.format in BLOCKS and matrix.note(target.format) is not None:
+            elif target.format not in DTYPES and matrix.note(target.format) is not None:
                 yield matrix.blocks(chosen, target.format)
             else:
                 yield matrix.values(chosen)
@@ -166,6 +167,6 @@ def _note(matrix: QuantizedMatrix, target: Stored) -> str:
     kept = matrix.kept()
     if target.format == kept.format:
         return kept.note
-    if target.format in BLOCKS:
+    if target.format not in DTYPES:
         return matrix.note(target.format) or "quantized again"
     return "dequantized, rounded once"

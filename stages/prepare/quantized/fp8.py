@@ -7,6 +7,8 @@
 w = weight * scale. Scales are floats, or exponents (MXFP8 and "ue8m0"). Activation scales beside them are ignored,
 because activations are not quantized.
 
+e4m3 keeps its codes as `fp8` if columns come in blocks of 128 with one scale each; the rest becomes bf16.
+
 Sources: transformers' `FineGrainedFP8Config` and `FbgemmFp8Config`; OCP 8-bit floating point specification (OFP8).
 """
 
@@ -15,11 +17,12 @@ import math
 import msgspec
 import numpy as np
 
-from pipeline.stages.prepare.quantized.matrix import FloatMatrix
+from pipeline.stages.prepare.quantized.matrix import EXACT, Kept, QuantizedMatrix
 from pipeline.stages.prepare.quantized.packing import Array, Rows, indices
 from pipeline.stages.prepare.quantized.scheme import SchemeFault, Size
 from pipeline.stages.prepare.quantized.tensors import CheckpointTensors
 from pipeline.stages.prepare.tensors import Shape
+from pipeline.stages.prepare.weight_file import FP8_BYTES, FP8_COLUMNS, Format
 
 FP8 = ("F8_E4M3", "F8_E5M2")
 SCALES = ("weight_scale_inv", "weight_scale")
@@ -76,17 +79,17 @@ def checked_block(key: str, block: tuple[int, int] | None) -> tuple[int, int] | 
     return block
 
 
-class Fp8Matrix(FloatMatrix):
+class Fp8Matrix(QuantizedMatrix):
     """A matrix of the file. Raises ModelError, naming the tensor, if its tensors don't fit each other."""
-
-    kind = "8-bit floats"
 
     def __init__(self, module: str, shape: Shape, tensors: CheckpointTensors, block: tuple[int, int] | None) -> None:
         self.shape = shape
         num_rows, num_columns = shape
         name = f"{module}.weight"
         self._codes = tensors.raw(name, FP8, shape)
-        self._values = VALUES[tensors.dtype(name)]
+        self._dtype = tensors.dtype(name)
+        self._values = VALUES[self._dtype]
+        self._tensors, self._name = tensors, name
         scale = next((f"{module}.{part}" for part in SCALES if f"{module}.{part}" in tensors), None)
         if scale is None:
             raise tensors.fault(
@@ -111,8 +114,41 @@ class Fp8Matrix(FloatMatrix):
         self._rows, self._columns = block if block and is_block else (num_rows // grid[0], num_columns // grid[1])
         self._scales = tensors.floats(scale, found, exponents=True).reshape(grid)
 
+    def kept(self) -> Kept:
+        if (obstacle := self._obstacle()) is not None:
+            return Kept("bf16", f"{obstacle}, rounded once")
+        return Kept("fp8", EXACT)
+
+    def _obstacle(self) -> str | None:
+        """Why `fp8` can't hold the codes."""
+        if self._dtype != "F8_E4M3":
+            return "8-bit floats with 5 bits of exponent"
+        if self.shape[1] % FP8_COLUMNS:
+            return f"8-bit floats in {self.shape[1]} columns, not a multiple of {FP8_COLUMNS}"
+        if self._columns % FP8_COLUMNS and self._columns < self.shape[1]:
+            return f"8-bit floats with scales of {self._columns} columns, not a multiple of {FP8_COLUMNS}"
+        return None
+
+    def note(self, format: Format) -> str | None:
+        return EXACT if format == "fp8" and self._obstacle() is None else None
+
+    def blocks(self, rows: Rows, format: Format) -> Array:
+        codes = self._codes[rows]
+        if (codes & 127 == 127).any():
+            raise self._tensors.fault(self._name, "has values that are not numbers")
+        first_columns = np.arange(0, self.shape[1], FP8_COLUMNS)
+        scales = self._scales_of(rows)[:, first_columns // self._columns]
+        blocks = np.empty((len(codes), len(first_columns), FP8_BYTES), np.uint8)
+        blocks[:, :, :4] = scales.astype("<f4")[:, :, None].view(np.uint8)
+        blocks[:, :, 4:] = codes.reshape(len(codes), -1, FP8_COLUMNS)
+        return blocks.reshape(len(codes), -1)
+
+    def _scales_of(self, rows: Rows) -> Array:
+        """The scales of some rows, [n, groups of columns]."""
+        scales: Array = self._scales[indices(rows, self.shape[0]) // self._rows]
+        return scales
+
     def values(self, rows: Rows) -> Array:
-        scales = self._scales[indices(rows, self.shape[0]) // self._rows]
         values: Array = self._values[self._codes[rows]]
-        values *= np.repeat(scales, self._columns, axis=1)[:, : self.shape[1]]
+        values *= np.repeat(self._scales_of(rows), self._columns, axis=1)[:, : self.shape[1]]
         return values

@@ -47,6 +47,7 @@ def sampler_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("q4_k", "int12"),
         ("q5_k", "int12"),
         ("q6_k", "int12"),
+        ("fp8", "int12"),
         ("q4_0", "int8"),
         ("q4_1", "int8"),
         ("q5_0", "int8"),

@@ -19,7 +19,7 @@ from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.matrix import HAS_MINIMUMS, Matrix
 from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, StepInputs
-from pipeline.kernels.stored_matrix import BLOCK_COLUMNS, Format
+from pipeline.kernels.stored_matrix import BLOCK_COLUMNS, FP8_GROUP, Format
 from tests.k_quants import quantize
 
 FORMATS: list[Format] = ["bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k"]
@@ -299,11 +299,13 @@ def product(kept: Kept, matrix: Matrix) -> tuple[np.ndarray, np.ndarray]:
     times the sum of their magnitudes (Higham, "Accuracy and Stability", 2002, section 3.1). With bf16 weights a term is
     one product. Otherwise it is the sum of a group, which is exact before it is scaled as a float, or of the group's
     minimum. The sums of q6_k have scales of their own: they are rounded once more, and there are half as many terms.
+    With fp8, the sums of 128 products are scaled and added up.
     """
     weights = exact(matrix)
     out = kept.values @ weights.T
-    if matrix.format == "bf16":
-        return out, (matrix.num_columns + 2) * EPS * (np.abs(kept.values) @ np.abs(weights).T) + TINY
+    if matrix.format in ("bf16", "fp8"):
+        scaled = matrix.num_columns // FP8_GROUP + 1 if matrix.format == "fp8" else 0
+        return out, (matrix.num_columns + 2 + scaled) * EPS * (np.abs(kept.values) @ np.abs(weights).T) + TINY
     num, groups = len(kept.values), matrix.num_columns // GROUP
     minimums = np.zeros((matrix.num_rows, groups))
     if matrix.format in HAS_MINIMUMS:

@@ -186,6 +186,47 @@ def test_a_product_is_added_to_the_residual(library: ctypes.CDLL, format: Format
     assert_near(residual, expected + shift + before, error + 2 * EPS * sums)
 
 
+def test_every_8_bit_float_is_widened_exactly(library: ctypes.CDLL) -> None:
+    """The sum of a row with one weight is that weight, for one row of activations and for several."""
+    codes = np.array([code for code in range(256) if code & 127 != 127], np.uint8)
+    blocks = np.zeros((254, 132), np.uint8)
+    blocks[:, :4] = np.ones(1, np.float32).view(np.uint8)
+    blocks[:, 4 + 77] = codes
+    matrix = Matrix("fp8", torch.from_numpy(blocks), 254, 128)
+    expected = torch.from_numpy(codes).view(torch.float8_e4m3fn).double().numpy()
+    assert np.unique(np.abs(expected)).size == 127
+    for num in (1, 2, 20):
+        with recording(library) as r:
+            rows, out = r.rows(num, 128), r.floats(np.zeros((num, 254)))
+            r.put(rows, np.ones((num, 128), np.float32), Form.PLAIN)
+            library.program_linear_add(r.program, out.ctypes.data, rows, r.pack(matrix), 254)
+            r.tokens(num)
+            assert r.run() == 0
+        np.testing.assert_array_equal(out, np.broadcast_to(expected, (num, 254)))
+    np.testing.assert_array_equal(exact(matrix)[:, 77], expected)  # which embeddings are compared with
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("depth", [2, 64, 106])
+def test_other_floats_are_rounded_when_they_are_packed(library: ctypes.CDLL, dtype: torch.dtype, depth: int) -> None:
+    values = torch.from_numpy(random(50, 37, depth, scale=3))
+    values[3, :2] = torch.tensor([1.00390625, 1.01171875])  # halves between two bfloat16
+    values[4, 0], values[5, 1] = 1e-40, -6e-8  # below the normal numbers of float32, of float16
+    values = values.to(dtype)
+    stored = quantize(values.bfloat16(), "bf16")
+    columns = 48
+    with recording(library, threads=2) as r:
+        packed = r.pack(stored)
+        num_bytes = library.panel_bytes(packed) * columns // PANEL
+        panels = r.memory(num_bytes)
+        step = values.stride(0) * values.element_size()
+        rows = np.array([values.data_ptr() + i * step for i in range(37)] + [0] * 11, np.uint64)
+        source = {torch.float32: 1, torch.float16: 2}[dtype]
+        library.pack_floats(r.thread_pool.handle, packed, panels.ctypes.data, rows.ctypes.data, source)
+        expected = np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(packed._obj.panels))
+        np.testing.assert_array_equal(panels, expected)
+
+
 def test_a_row_of_a_product_has_the_same_bits_in_every_batch(library: ctypes.CDLL, format: Format) -> None:
     """On one to three threads, at any position, among any number of rows."""
     depth = whole(96, format)

@@ -33,6 +33,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 FORMATS: dict[str, list[Format]] = {
     **{format: [format] for format in ("bf16", "q8_0", "q4_0", "q4_1")},
     "mixed": ["q4_0", "bf16", "q8_0", "q4_1", "q4_0"],
+    "fp8": ["fp8", "fp8", "q4_0", "fp8", "bf16"],
     "k-quants": ["q4_k", "q6_k", "q5_k", "q5_0", "q8_0", "q5_1", "q6_k", "q4_k"],
 }
 """Of a model's matrices, in turn. In the mixed ones, queries, keys and values differ, and so do gate and up."""
@@ -203,7 +204,7 @@ def test_reused_blocks_of_another_sequence(model: Checked) -> None:
 @pytest.fixture(scope="module", params=FORMATS.values(), ids=[*FORMATS])
 def grouped_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("grouped")
-    shape = SUPER_BLOCK_SHAPE if "q4_k" in request.param else GROUPED_SHAPE
+    shape = SUPER_BLOCK_SHAPE if "q4_k" in request.param or "fp8" in request.param else GROUPED_SHAPE
     write(folder, checkpoints.config_of(**shape), request.param)
     return folder
 

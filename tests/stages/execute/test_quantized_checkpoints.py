@@ -16,7 +16,13 @@ from tests.stages.prepare import checkpoints
 from tests.stages.prepare.quantized import packers
 from tests.stages.prepare.quantized.schemes import CASES
 
-NAMES = {"gptq": "q4_0+bf16", "awq": "q4_1+bf16", "int8": "q8_0+bf16", "fp8, blocks": "bf16"}
+NAMES = {
+    "gptq": "q4_0+bf16",
+    "awq": "q4_1+bf16",
+    "int8": "q8_0+bf16",
+    "fp8, blocks": "bf16",
+    "fp8, kept blocks": "fp8+bf16",
+}
 """A case for each format, and the formats that execute tells."""
 PROMPTS = [[5, 9, 200, 31, 7], [8, 100, 3]]
 
@@ -29,7 +35,7 @@ def name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def folder(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("checkpoint")
-    model: Any = checkpoints.tiny("llama", num_hidden_layers=1)
+    model: Any = checkpoints.tiny("llama", num_hidden_layers=1, **CASES[name].shape)
     packers.save(root / "tiny", model, CASES[name].config, CASES[name].pack)
     return prepare(Settings(model=str(root / "tiny"), cache_dir=str(root / "cache")))
 

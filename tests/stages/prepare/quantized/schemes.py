@@ -1,6 +1,6 @@
 """The schemes that tests convert: a config, a packer, and what must come out."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ class Case:
     """Of all packed matrices."""
     error: float = 0.0
     """Largest error of a value, in units of the largest value of its row."""
+    shape: dict[str, int] = field(default_factory=dict)
+    """Changes of the tiny model's config."""
 
 
 def gptq(bits: int, group: int, sym: bool = True, **keys: Any) -> dict[str, Any]:
@@ -59,6 +61,8 @@ BF16 = 2.0**-8
 """The same of bfloat16."""
 
 V2: dict[str, Any] = {"checkpoint_format": "gptq_v2"}
+WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
+"""Columns for blocks of fp8."""
 AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 FP8: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
 
@@ -127,6 +131,20 @@ CASES: dict[str, Case] = {
         {**FP8, "weight_block_size": [32, 32], "scale_fmt": "ue8m0"},
         packers.fp8(32, 32, scale_dtype=torch.float8_e8m0fnu),
         "bf16",
+    ),
+    "fp8, kept": Case(FP8, packers.fp8(None, None, name="weight_scale"), "fp8", shape=WIDE),
+    "fp8, kept blocks": Case({**FP8, "weight_block_size": [48, 128]}, packers.fp8(48, 128), "fp8", shape=WIDE),
+    "fbgemm, kept": Case(
+        {"quant_method": "fbgemm_fp8"}, packers.fp8(1, None, name="weight_scale"), "fp8", shape=WIDE
+    ),
+    "compressed fp8, kept": Case(
+        compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
+        packers.fp8(1, None, name="weight_scale", scale_dtype=torch.bfloat16),
+        "fp8",
+        shape=WIDE,
+    ),
+    "fp8, wide columns with small blocks": Case(
+        {**FP8, "weight_block_size": [32, 64]}, packers.fp8(32, 64), "bf16", BF16, shape=WIDE
     ),
     "fp8 e5m2": Case(FP8, packers.fp8(None, None, name="weight_scale", kind=torch.float8_e5m2), "bf16", BF16),
     "fbgemm": Case({"quant_method": "fbgemm_fp8"}, packers.fp8(1, None, name="weight_scale"), "bf16", BF16),

@@ -14,6 +14,7 @@ from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.prepare.progress import for_stream
 from pipeline.stages.prepare.quantized import convert
 from pipeline.stages.prepare.quantized.methods import scheme_of
+from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.execute.checkpoints import reference_logits
 from tests.stages.execute.driver import Driver, row_add, settings
@@ -43,14 +44,19 @@ def prepared(source: Path, quantization: Any = "auto") -> Path:
 
 
 def values_of(folder: Path) -> dict[str, Tensor]:
-    """The values of the matrices of a prepared folder, by gguf's own dequantizer."""
+    """The values of the matrices of a prepared folder, by gguf's own dequantizer and torch's 8-bit floats."""
     formats = formats_of(folder)
-    return {
-        name: torch.from_numpy(gguf.dequantize(stored.numpy(), KINDS[formats[name]]))
-        if formats[name] in KINDS
-        else stored.float()
-        for name, stored in weights_of(folder).items()
-    }
+    return {name: values_in(stored, formats[name]) for name, stored in weights_of(folder).items()}
+
+
+def values_in(stored: Tensor, format: str) -> Tensor:
+    if format in KINDS:
+        return torch.from_numpy(gguf.dequantize(stored.numpy(), KINDS[format]))
+    if format == "fp8":
+        blocks = stored.view(len(stored), -1, 132)
+        scales = blocks[:, :, :4].contiguous().view(torch.float32)
+        return (blocks[:, :, 4:].view(torch.float8_e4m3fn).float() * scales).flatten(1)
+    return stored.float()
 
 
 def compare_logits(folder: Path, model: Any) -> None:
@@ -65,7 +71,7 @@ def compare_logits(folder: Path, model: Any) -> None:
 
 class Converted:
     def __init__(self, case: Case, root: Path) -> None:
-        self.case, self.model = case, tiny()
+        self.case, self.model = case, tiny(**case.shape)
         self.packed: dict[str, Packed] = packers.save(root / "tiny", self.model, case.config, case.pack)
         self.folder = prepared(root / "tiny")
 
@@ -239,6 +245,18 @@ def test_files_are_opened_once(tmp_path: Path) -> None:
     checkpoint = convert.Checkpoint(model, scheme, [tmp_path / "tiny" / "model.safetensors"])
     assert len(list(open_files.iterdir())) <= before + 1
     assert checkpoint.targets("auto")[DOWN].format == "q4_1"
+
+
+def test_8_bit_floats_that_are_not_numbers_are_refused(tmp_path: Path) -> None:
+    def pack(module: str, weight: Tensor) -> Packed:
+        found = case.pack(module, weight)
+        found.tensors["weight"].view(torch.uint8)[5, 9] = 0xFF
+        return found
+
+    case = CASES["fp8, kept"]
+    packers.save(tmp_path / "tiny", tiny(**case.shape), case.config, pack)
+    with pytest.raises(ModelError, match=r"tensor 'model\.layers\..*\.weight' has values that are not numbers"):
+        prepared(tmp_path / "tiny")
 
 
 def test_scales_too_small_for_float16_make_bfloat16(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,164 @@
+// The matmul of gemm.h with 8-bit floats (e4m3). A block of panels, 128 deep, is widened to bfloat16, which is exact, into
+// memory that stays in the L1 cache. The matmul for bf16 multiplies it, and the block's scales the sums.
+//
+// Sums of a block are one accumulator in the order of depth, and so are the scaled sums of blocks, for any number of rows.
+#pragma once
+
+#include "gemm.h"
+
+constexpr int FP8_PANELS = 4;  // widened at once; as many as one row multiplies at once
+constexpr int FP8_WIDE_BYTES = 2 * FP8_CODE_BYTES;
+
+// --- widening ---------------------------------------------------------------------------------------------------------
+//
+//     e4m3   s eeee mmm              bf16   s eeeeeeee mmm 0000
+//
+// Exponents are moved and get the other bias. Codes without exponent, m x 2^-9, are normal numbers in bfloat16 and come
+// from a table.
+
+constexpr uint16_t FP8_SMALL[8] = {0, 0x3B00, 0x3B80, 0x3BC0, 0x3C00, 0x3C20, 0x3C40, 0x3C60};
+constexpr int FP8_BIAS = (127 - 7) << 7, FP8_MAGNITUDE = 0x7F << 4;
+
+#if defined(ISA_AVX512) && !defined(EMULATE)
+
+static void widen_fp8(const uint8_t* from, uint16_t* to) {
+    const __m512i small = _mm512_zextsi128_si512(load<__m128i>(FP8_SMALL));
+    const __m512i magnitude = _mm512_set1_epi16(FP8_MAGNITUDE), bias = _mm512_set1_epi16(FP8_BIAS);
+    const __m512i exponent = _mm512_set1_epi16(0x78), sign = _mm512_set1_epi16(short(0x8000));
+    for (int i = 0; i < FP8_CODE_BYTES; i += 32) {
+        const __m512i codes = _mm512_cvtepu8_epi16(load<__m256i>(from + i));
+        __m512i values = _mm512_add_epi16(_mm512_and_si512(_mm512_slli_epi16(codes, 4), magnitude), bias);
+        // The lowest five bits of such a code are its index.
+        values = _mm512_mask_permutexvar_epi16(values, _mm512_testn_epi16_mask(codes, exponent), codes, small);
+        const __m512i signs = _mm512_slli_epi16(codes, 8);
+        store(to + i, _mm512_ternarylogic_epi32(values, signs, sign, 0xF8));  // values | (signs & sign)
+    }
+}
+
+#elif defined(ISA_AVX2)
+
+static void widen_fp8(const uint8_t* from, uint16_t* to) {
+    alignas(16) uint8_t bytes[16];  // the lower bytes of the table, and the upper ones
+    for (int i = 0; i < 8; i++) bytes[i] = uint8_t(FP8_SMALL[i]), bytes[8 + i] = uint8_t(FP8_SMALL[i] >> 8);
+    const __m256i small = _mm256_broadcastsi128_si256(load<__m128i>(bytes));
+    const __m256i magnitude = _mm256_set1_epi16(FP8_MAGNITUDE), bias = _mm256_set1_epi16(FP8_BIAS);
+    const __m256i exponent = _mm256_set1_epi16(0x78), sign = _mm256_set1_epi16(short(0x8000));
+    for (int i = 0; i < FP8_CODE_BYTES; i += 16) {
+        const __m256i codes = _mm256_cvtepu8_epi16(load<__m128i>(from + i));
+        __m256i values = _mm256_add_epi16(_mm256_and_si256(_mm256_slli_epi16(codes, 4), magnitude), bias);
+        const __m256i is_small = _mm256_cmpeq_epi16(_mm256_and_si256(codes, exponent), _mm256_setzero_si256());
+        if (!_mm256_testz_si256(is_small, is_small)) {  // rare
+            const __m256i index = _mm256_and_si256(codes, _mm256_set1_epi16(7));
+            const __m256i both = _mm256_or_si256(_mm256_or_si256(index, _mm256_slli_epi16(index, 8)),
+                                                 _mm256_set1_epi16(0x0800));
+            values = _mm256_blendv_epi8(values, _mm256_shuffle_epi8(small, both), is_small);
+        }
+        store(to + i, _mm256_or_si256(values, _mm256_and_si256(_mm256_slli_epi16(codes, 8), sign)));
+    }
+}
+
+#else
+
+static void widen_fp8(const uint8_t* from, uint16_t* to) {
+    typedef uint8_t bytes __attribute__((vector_size(2 * LANES)));
+    typedef uint16_t words __attribute__((vector_size(4 * LANES)));
+    for (int i = 0; i < FP8_CODE_BYTES; i += 2 * LANES) {
+        const words codes = __builtin_convertvector(load<bytes>(from + i), words), index = codes & 7;
+        const words values = ((codes << 4) & FP8_MAGNITUDE) + FP8_BIAS;
+        // The table as arithmetic: m is below 2, 2 or 3, or above.
+        const words above = index >= 4 ? 0x3C00 + ((index - 4) << 5) : 0x3B80 + ((index - 2) << 6);
+        const words small = index >= 2 ? above : index * 0x3B00;
+        store(to + i, ((codes & 0x78) == 0 ? small : values) | ((codes << 8) & 0x8000));
+    }
+}
+
+#endif
+
+// --- matmul -----------------------------------------------------------------------------------------------------------
+
+// Widens blocks of `panels` panels and calls multiply(panel, num, block, widened, codes) for each block of up to
+// FP8_PANELS of them: `widened` has FP8_WIDE_BYTES for each, and `codes` where they come from.
+template <class Multiply>
+INLINE void for_fp8_blocks(const Matrix& matrix, int first_panel, int panels, const uint8_t* ahead, uint8_t* wide,
+                           const Multiply& multiply) {
+    const size_t bytes = matrix.panel_bytes();
+    uint16_t* widened = reinterpret_cast<uint16_t*>(wide);
+    for (int panel = 0; panel < panels; panel += FP8_PANELS) {
+        const int num = panels - panel < FP8_PANELS ? panels - panel : FP8_PANELS;
+        for (int block = 0; block < matrix.depth / FP8_DEPTH; block++) {
+            const uint8_t* codes[FP8_PANELS];
+            for (int p = 0; p < num; p++) {
+                const size_t place = (panel + p) * bytes + size_t(block) * FP8_BLOCK_BYTES;
+                codes[p] = matrix.panels + first_panel * bytes + place;
+                if (ahead) prefetch<L2>(ahead + place, FP8_BLOCK_BYTES);
+                widen_fp8(codes[p], widened + p * FP8_CODE_BYTES);
+            }
+            multiply(panel, num, block, widened, codes);
+        }
+    }
+}
+
+#if defined(EMULATE)
+constexpr int FP8_ROWS = 2;  // more take long to compile
+#else
+constexpr int FP8_ROWS = MOST_ROWS < 6 ? MOST_ROWS : 6;
+#endif
+
+// out [R, P * 16] += R rows, from `depth` on, times P widened blocks with their scales; without the sum if `is_first`.
+template <int R, int P>
+__attribute__((noinline)) static void add_fp8_block(const Rows& rows, int first_row, int depth, const uint16_t* widened,
+                                                    const uint8_t* const* codes, float* out, int out_stride,
+                                                    bool is_first) {
+    const act* plain[R];
+    const uint32_t* panels[P];
+    for (int r = 0; r < R; r++) plain[r] = rows.plain(first_row + r) + depth;
+    for (int p = 0; p < P; p++) panels[p] = reinterpret_cast<const uint32_t*>(widened + p * FP8_CODE_BYTES);
+    vf acc[R][P][VECTORS] = {};
+    multiply_bf16<R, P, L2>(plain, panels, FP8_DEPTH / 2, acc, nullptr);
+    for (int p = 0; p < P; p++)
+        for (int v = 0; v < VECTORS; v++) {
+            const vf scale = load<vf>(codes[p] + FP8_CODE_BYTES + v * 4 * LANES);
+            for (int r = 0; r < R; r++) {
+                float* to = out + r * out_stride + p * PANEL + v * LANES;
+                store(to, fma(acc[r][p][v], scale, is_first ? vf{} : load<vf>(to)));
+            }
+        }
+}
+
+// out [R, num * 16] += R rows times `num` widened blocks, as `multiply_rows` divides them.
+template <int R>
+static void add_fp8_rows(const Rows& rows, int first_row, int depth, const uint16_t* widened, const uint8_t* const* codes,
+                         int num, float* out, int out_stride) {
+    constexpr int AT_ONCE = R == 1 ? FP8_PANELS : R == 2 || LANES == 16 ? 2 : 1;
+    int p = 0;
+    const auto add_some = [&]<int P>() {
+        for (; p + P <= num; p += P)
+            add_fp8_block<R, P>(rows, first_row, depth, widened + p * FP8_CODE_BYTES, codes + p, out + p * PANEL,
+                                out_stride, depth == 0);
+    };
+    add_some.template operator()<AT_ONCE>();
+    if constexpr (AT_ONCE > 2) add_some.template operator()<2>();
+    if constexpr (AT_ONCE > 1) add_some.template operator()<1>();
+}
+
+// out [count, panels * 16], as `multiply`. `wide` has room for FP8_PANELS widened blocks.
+[[maybe_unused]] static void multiply_fp8(const Rows& rows, int first_row, int count, const Matrix& matrix,
+                                          int first_panel, int panels, float* out, int out_stride, const uint8_t* ahead,
+                                          uint8_t* wide) {
+    const int parts = (count + FP8_ROWS - 1) / FP8_ROWS, most = (count + parts - 1) / parts;
+    for_fp8_blocks(matrix, first_panel, panels, ahead, wide, [&](int panel, int num, int block, const uint16_t* widened,
+                                                                const uint8_t* const* codes) {
+        for (int row = 0; row < count; row += most) {
+            float* to = out + row * out_stride + panel * PANEL;
+            switch (row + most < count ? most : count - row) {
+#define CASE(R)                                                                                                       \
+    case R:                                                                                                           \
+        if constexpr (R <= FP8_ROWS)                                                                                  \
+            add_fp8_rows<R>(rows, first_row + row, block * FP8_DEPTH, widened, codes, num, to, out_stride);           \
+        break;
+                CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#undef CASE
+            }
+        }
+    });
+}

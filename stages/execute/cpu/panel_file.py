@@ -1,0 +1,236 @@
+"""Keeps a model's packed matrices in a file beside its prepared weights: later starts map them instead of packing again.
+
+    absent ──pack, then write in the background──► complete ──other weights, layout or orders of rows──► replaced
+
+The file has no name (O_TMPFILE) until all of its bytes are on disk, so a process that is killed leaves nothing behind.
+Servers of the same model share its pages in memory.
+
+    panels of a matrix │ zeros up to a page │ … │ `Contents` as JSON │ its length: u64 │ MAGIC
+
+Pieces of 4 MiB are written at once: file systems that support it (ext4 since Linux 6.16, XFS) then keep them as huge
+pages, which mapping doesn't change.
+"""
+
+import ctypes
+import errno
+import hashlib
+import logging
+import os
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from pipeline.kernels.cpu import native
+from pipeline.kernels.step_inputs import IntArray
+from pipeline.runtime.model_folder import PANELS, ModelConfig
+
+MIN_BYTES = 64 * 1024**2
+"""Smaller weights are packed in less time than a start varies by."""
+PIECE_BYTES = 4 * 1024**2
+PAGE = 4096
+MAX_CONTENTS_BYTES = 64 * 1024**2
+MAGIC = b"panels\r\n"
+TAIL = struct.Struct("<Q8s")
+NICE = 19
+"""Priority of the thread that writes: it takes the time that steps leave."""
+CLOSE_S = 2.0
+"""How long to wait at the end for the thread that writes."""
+
+
+class Panel(msgspec.Struct, frozen=True):
+    """A packed matrix in the file."""
+
+    key: str
+    offset: int
+    num_bytes: int
+
+
+class Contents(msgspec.Struct, frozen=True):
+    """What a file holds."""
+
+    layout: int
+    """`native.PANEL_LAYOUT`"""
+    weights: str
+    """`state_of` the files that were packed."""
+    panels: list[Panel]
+
+
+@dataclass(frozen=True, slots=True)
+class PanelPlace:
+    """Where the packed matrices of some weight files are kept."""
+
+    path: Path
+    weights: str
+
+    @classmethod
+    def of(cls, folder: Path, config: ModelConfig) -> "PanelPlace | None":
+        """The place for the model in a prepared folder; None if packing takes no time worth a file."""
+        try:
+            stats = [path.stat() for path in config.weight_paths(folder)]
+        except OSError:  # reported when the weights are loaded
+            return None
+        if sum(stat.st_size for stat in stats) < MIN_BYTES:
+            return None
+        return cls(folder / PANELS, "|".join(f"{stat.st_size}:{stat.st_mtime_ns}" for stat in stats))
+
+
+def key_of(packed: native.PackedMatrix, names: Sequence[str], order: IntArray) -> str | None:
+    """Identifies a packed matrix: rows `order` of these tensors. None if one of them is not from a file."""
+    if not all(names):
+        return None
+    digest = hashlib.blake2b("|".join(names).encode() + order.tobytes(), digest_size=16)
+    return f"{packed.format} {packed.columns} {packed.depth} {digest.hexdigest()}"
+
+
+class PanelStore:
+    """The packed matrices of one model: those of the file, and new ones, for which `save` writes another file."""
+
+    def __init__(self, library: ctypes.CDLL, thread_pool: native.ThreadPool, place: PanelPlace) -> None:
+        self._library, self._place = library, place
+        self._address, self._mapped_bytes = 0, 0
+        self._found: dict[str, Panel] = {}
+        self._used: list[tuple[str, int, int]] = []
+        """Key, address and bytes of each matrix, in the order of the program."""
+        self._is_new = False
+        self._stopped = threading.Event()
+        self._writer: threading.Thread | None = None
+        with suppress(OSError, ValueError):  # absent, or damaged: it is written again
+            self._open(thread_pool)
+
+    def _open(self, thread_pool: native.ThreadPool) -> None:
+        """Map the file. Raises OSError or ValueError if it can't be used."""
+        fd = os.open(self._place.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            end = os.fstat(fd).st_size - TAIL.size
+            if end < 0:
+                raise ValueError("it is too short")
+            length, magic = TAIL.unpack(os.pread(fd, TAIL.size, end))
+            if magic != MAGIC or length > min(end, MAX_CONTENTS_BYTES):
+                raise ValueError("it has no contents")
+            begin = end - length
+            contents = msgspec.json.decode(os.pread(fd, length, begin), type=Contents)
+            if contents.layout != native.PANEL_LAYOUT or contents.weights != self._place.weights:
+                raise ValueError("it has other weights")
+            if any(p.offset < 0 or p.num_bytes < 0 or p.offset + p.num_bytes > begin for p in contents.panels):
+                raise ValueError("its panels are not in it")
+            address = self._library.map_file(thread_pool.handle, fd, begin) if begin else None
+        finally:
+            os.close(fd)
+        if address is not None:
+            self._address, self._mapped_bytes = address, begin
+            self._found = {panel.key: panel for panel in contents.panels}
+
+    def find(self, key: str, num_bytes: int) -> int | None:
+        """The address of a matrix in the mapped file, or None."""
+        panel = self._found.get(key)
+        if panel is None or panel.num_bytes != num_bytes:
+            return None
+        address = self._address + panel.offset
+        self._used.append((key, address, num_bytes))
+        return address
+
+    def add(self, key: str, address: int, num_bytes: int) -> None:
+        """A matrix that was packed because the file lacks it."""
+        self._used.append((key, address, num_bytes))
+        self._is_new = True
+
+    def save(self, memory: Sequence[Any]) -> None:
+        """Write a file in the background unless it is there. `memory` keeps the added matrices alive."""
+        if self._is_new:
+            self._writer = threading.Thread(target=self._write, args=(list(memory),), name="panels", daemon=True)
+            self._writer.start()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the file is written, or can't be. Returns False at the timeout."""
+        if self._writer is not None:
+            self._writer.join(timeout_s)
+        return self._writer is None or not self._writer.is_alive()
+
+    def close(self) -> None:
+        """Stop writing, and unmap the file: no program may use it."""
+        self._stopped.set()
+        if self.wait(CLOSE_S) and self._address:
+            self._library.unmap_file(self._address, self._mapped_bytes)
+        self._address = 0
+
+    def _write(self, memory: list[Any]) -> None:
+        """`memory` is only kept alive."""
+        log = logging.getLogger("pipeline")
+        path = self._place.path
+        try:
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+            total = sum(_padded(num_bytes) for _, _, num_bytes in self._used)
+            stat = os.statvfs(path.parent)
+            if stat.f_bavail * stat.f_frsize < 2 * total:
+                raise OSError(errno.ENOSPC, f"it takes {total / 1e6:.0f} MB, and would take more than half of the disk")
+            fd = os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o644)
+            try:
+                offset = 0
+                for pieces in self._pieces():
+                    if self._stopped.is_set():
+                        return
+                    offset += _write_all(fd, pieces, offset)
+                os.fsync(fd)
+                path.unlink(missing_ok=True)
+                # A descriptor of a folder makes this linkat, which follows the link to the file.
+                folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                try:
+                    os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=folder, follow_symlinks=True)
+                finally:
+                    os.close(folder)
+            finally:
+                os.close(fd)
+            log.info("packed weights kept", extra={"fields": {"file": str(path), "mb": round(total / 1e6)}})
+        except FileExistsError:
+            pass  # another server of this model was faster
+        except OSError as error:
+            log.info("packed weights not kept", extra={"fields": {"file": str(path), "reason": error.strerror}})
+
+    def _pieces(self) -> Iterator[list[Any]]:
+        """The file's bytes in order, as buffers of PIECE_BYTES together."""
+        zeros = bytes(PAGE)
+        panels: list[Panel] = []
+        buffers: list[Any] = []
+        end, room = 0, PIECE_BYTES
+        for key, address, num_bytes in self._used:
+            panels.append(Panel(key, end, num_bytes))
+            end += _padded(num_bytes)
+            padding = _padded(num_bytes) - num_bytes
+            for begin, size in ((address, num_bytes), (None, padding)):
+                done = 0
+                while done < size:
+                    part = min(size - done, room)
+                    if begin is None:
+                        buffers.append(zeros[:part])
+                    else:
+                        buffers.append((ctypes.c_ubyte * part).from_address(begin + done))
+                    done, room = done + part, room - part
+                    if not room:
+                        yield buffers
+                        buffers, room = [], PIECE_BYTES
+        text = msgspec.json.encode(Contents(native.PANEL_LAYOUT, self._place.weights, panels))
+        yield [*buffers, text, TAIL.pack(len(text), MAGIC)]
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE) * PAGE
+
+
+def _write_all(fd: int, buffers: list[Any], offset: int) -> int:
+    """Write buffers one behind the other. Returns their bytes. Raises OSError."""
+    total = sum(memoryview(buffer).nbytes for buffer in buffers)
+    done = os.pwritev(fd, buffers, offset)
+    if done < total:  # a signal, or the disk is nearly full: write the rest by itself
+        rest = np.concatenate([np.frombuffer(buffer, np.uint8) for buffer in buffers])[done:]
+        while len(rest):
+            written = os.pwrite(fd, rest, offset + done)
+            done, rest = done + written, rest[written:]
+    return total
