@@ -101,7 +101,7 @@ INLINE void for_fp8_blocks(const Matrix& matrix, int first_panel, int panels, co
 #if defined(EMULATE)
 constexpr int FP8_ROWS = 2;  // more take long to compile
 #else
-constexpr int FP8_ROWS = MOST_ROWS < 6 ? MOST_ROWS : 6;
+constexpr int FP8_ROWS = MOST_ROWS < 8 ? MOST_ROWS : 8;
 #endif
 
 // out [R, P * 16] += R rows, from `depth` on, times P widened blocks with their scales; without the sum if `is_first`.
@@ -156,7 +156,7 @@ static void add_fp8_rows(const Rows& rows, int first_row, int depth, const uint1
         if constexpr (R <= FP8_ROWS)                                                                                  \
             add_fp8_rows<R>(rows, first_row + row, block * FP8_DEPTH, widened, codes, num, to, out_stride);           \
         break;
-                CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+                CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
 #undef CASE
             }
         }

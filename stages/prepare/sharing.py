@@ -48,8 +48,9 @@ def _chunk_digest(place: tuple[Path, int]) -> bytes:
 
 
 def link_twin(cache: Cache, content: str, folder: Path) -> Path | None:
-    """Fill the empty `folder` from a complete entry with the same content: links to its weights, packed or not, copies of
-    the other files. Returns that entry, None if there is none or the file system has no hard links. Raises OSError."""
+    """Fill the empty `folder` from a complete entry with the same content: links to its weights, also packed ones, and
+    copies of the other files. Returns that entry, None if there is none or the file system has no hard links. Raises
+    OSError."""
     for twin in _twins(cache, content):
         try:
             for path in twin.iterdir():

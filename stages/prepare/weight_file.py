@@ -56,7 +56,8 @@ MAX_THREADS = 16
 """Limits memory: more threads than this wait for the disk."""
 
 Pieces = Callable[[str], Iterator[Array]]
-"""Yields a tensor, by name, some rows at a time, on any thread: float32 values to encode, or uint8 blocks that are encoded already."""
+"""Yields a tensor, by name, some rows at a time: float32 values to encode, or uint8 blocks that are encoded already.
+Threads call it for different tensors at the same time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,6 +107,9 @@ EFFECTS = {
     "execute.device": "tests/stages/schedule/test_stage.py::test_on_a_gpu_the_default_depth_is_2",
     "execute.activations": "tests/stages/execute/test_activations.py::test_int12_is_nearer_to_the_weights_than_int8",
     "execute.dtype": f"{BACKEND}::test_float32_uses_torch_without_a_warning",
+    "execute.keep_packed_weights": (
+        "tests/stages/execute/test_panel_file.py::test_without_the_setting_no_file_is_written_or_read"
+    ),
     "execute.kernels": f"{BACKEND}::test_an_instruction_set_that_this_cpu_lacks_is_rejected",
     "execute.kv_cache_bytes": f"{RUNNER}::test_kv_memory_limits_the_longest_sequence_and_the_error_names_the_key",
     "execute.programmatic_dependent_launch": (

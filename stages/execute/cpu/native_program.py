@@ -16,6 +16,7 @@ from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, StepInputs
 from pipeline.kernels.stored_matrix import StoredMatrix
 from pipeline.runtime.model_folder import ModelConfig
+from pipeline.stages.execute.cpu.panel_file import PanelPlace, PanelStore, key_of
 from pipeline.stages.execute.cpu.program import (
     AnyMatrix,
     AnyVector,
@@ -28,7 +29,6 @@ from pipeline.stages.execute.cpu.program import (
     Program,
     SwapArray,
 )
-from pipeline.stages.execute.cpu.panel_file import PanelPlace, PanelStore, key_of
 from pipeline.stages.execute.rope import rope_frequencies, rope_table
 
 PAIR = 8
@@ -372,14 +372,14 @@ class NativeProgram(Program):
         num_bytes = self._library.panel_bytes(reference) * columns // native.PANEL
         key = None
         if self._panels is not None:
-            key = key_of(packed, [matrix.name if isinstance(matrix, StoredMatrix) else "" for matrix in matrices], order)
+            key = key_of(
+                packed, [matrix.name if isinstance(matrix, StoredMatrix) else "" for matrix in matrices], order
+            )
             packed.panels = None if key is None else self._panels.find(key, num_bytes)
         if packed.panels is None:
             packed.panels = panels = self._memory(num_bytes)
             if source := native.FLOAT_SOURCES.get(stored):
-                self._library.pack_floats(
-                    self._thread_pool.handle, reference, panels, addresses.ctypes.data, source
-                )
+                self._library.pack_floats(self._thread_pool.handle, reference, panels, addresses.ctypes.data, source)
             else:
                 self._library.pack(self._thread_pool.handle, reference, panels, addresses.ctypes.data)
             if self._panels is not None and key is not None:

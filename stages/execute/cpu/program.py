@@ -105,7 +105,7 @@ class Program(ProgramBuilder):
     name: str
     """The back end, for logs."""
 
-    def finish_loading(self) -> None:  # noqa: B027 - most programs have nothing to do
+    def finish_loading(self) -> None:
         """Called once after the model is recorded."""
 
     @abstractmethod

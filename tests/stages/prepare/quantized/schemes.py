@@ -134,9 +134,7 @@ CASES: dict[str, Case] = {
     ),
     "fp8, kept": Case(FP8, packers.fp8(None, None, name="weight_scale"), "fp8", shape=WIDE),
     "fp8, kept blocks": Case({**FP8, "weight_block_size": [48, 128]}, packers.fp8(48, 128), "fp8", shape=WIDE),
-    "fbgemm, kept": Case(
-        {"quant_method": "fbgemm_fp8"}, packers.fp8(1, None, name="weight_scale"), "fp8", shape=WIDE
-    ),
+    "fbgemm, kept": Case({"quant_method": "fbgemm_fp8"}, packers.fp8(1, None, name="weight_scale"), "fp8", shape=WIDE),
     "compressed fp8, kept": Case(
         compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
         packers.fp8(1, None, name="weight_scale", scale_dtype=torch.bfloat16),

@@ -1,0 +1,196 @@
+"""Packed weights are kept in a file, and later starts compute the same with it as without."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pipeline.kernels.cpu import native
+from pipeline.runtime.model_folder import PANELS, ModelConfig
+from pipeline.stages.execute.cpu import panel_file
+from pipeline.stages.execute.cpu.panel_file import PanelStore
+from tests.stages.execute import checkpoints
+from tests.stages.execute.driver import row_add, settings
+from tests.stages.execute.native_driver import Native, write
+
+IDS = [7, 30, 211, 4, 9]
+SHAPE = {"hidden_size": 256, "intermediate_size": 256, "num_heads": 8, "head_dim": 32}
+WAIT_S = 30.0
+
+
+@pytest.fixture(autouse=True)
+def keeps_small_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panel_file, "MIN_BYTES", 0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model with matrices of several formats, also in one product."""
+    write(tmp_path, checkpoints.config_of(**SHAPE), ["q4_k", "bf16", "fp8", "q8_0"])
+    return tmp_path
+
+
+class Start:
+    """One start of an executor: its logits, and whether it packed anything."""
+
+    def __init__(self, folder: Path, **how: bool) -> None:
+        driver = Native(folder, "auto", **how)
+        try:
+            store = driver.program._panels
+            self.store: PanelStore | None = store
+            self.packed = store is None or store._is_new
+            self.was_mapped = store is not None and store._address != 0
+            driver.step([(0, 0, len(IDS), True)], adds=[row_add(0, IDS, [0])])
+            self.logits = driver.logits().copy()
+            assert store is None or store.wait(WAIT_S), "writing did not end"
+        finally:
+            driver.runner.close()
+
+
+def test_the_second_start_maps_what_the_first_has_packed(folder: Path) -> None:
+    first, second = Start(folder), Start(folder)
+    assert first.packed and not first.was_mapped
+    assert second.was_mapped and not second.packed
+    np.testing.assert_array_equal(first.logits, second.logits)
+    assert sorted(path.name for path in folder.iterdir()) == ["model.json", "model.safetensors", PANELS]
+
+
+def test_each_matrix_begins_at_a_page_and_huge_pages_are_possible(folder: Path) -> None:
+    Start(folder)
+    driver = Native(folder, "auto")
+    store = driver.program._panels
+    assert store is not None and store._address % (2 * 1024**2) == 0
+    assert all(address % panel_file.PAGE == 0 for _, address, _ in store._used)
+    driver.runner.close()
+
+
+@pytest.mark.parametrize("piece_bytes", [4096, 3 * 4096 + 100])
+def test_pieces_of_any_size_make_the_same_file(folder: Path, piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    Start(folder)
+    whole = (folder / PANELS).read_bytes()
+    (folder / PANELS).unlink()
+    monkeypatch.setattr(panel_file, "PIECE_BYTES", piece_bytes)
+    Start(folder)
+    assert (folder / PANELS).read_bytes() == whole
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def cut_to_nothing(path: Path) -> None:
+    os.truncate(path, 3)
+
+
+def of_another_kind(path: Path) -> None:
+    path.write_bytes(b"something else, longer than a tail")
+
+
+def length_beyond_the_file(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(-16, os.SEEK_END)
+        file.write((1 << 40).to_bytes(8, "little"))
+
+
+@pytest.mark.parametrize("damage", [cut, cut_to_nothing, of_another_kind, length_beyond_the_file])
+def test_a_damaged_file_is_written_again(folder: Path, damage: Callable[[Path], None]) -> None:
+    first = Start(folder)
+    damage(folder / PANELS)
+    second, third = Start(folder), Start(folder)
+    assert second.packed and not second.was_mapped
+    assert third.was_mapped and not third.packed
+    np.testing.assert_array_equal(first.logits, second.logits)
+    np.testing.assert_array_equal(first.logits, third.logits)
+
+
+def test_other_weights_are_packed_again(folder: Path) -> None:
+    first = Start(folder)
+    write(folder, checkpoints.config_of(**SHAPE), ["q8_0"])
+    second = Start(folder)
+    assert second.packed and not second.was_mapped
+    assert not np.array_equal(first.logits, second.logits)
+    np.testing.assert_array_equal(Start(folder).logits, second.logits)
+
+
+def test_another_layout_of_panels_is_packed_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Start(folder)
+    monkeypatch.setattr(native, "PANEL_LAYOUT", native.PANEL_LAYOUT + 1)
+    assert Start(folder).packed
+    assert not Start(folder).packed
+
+
+def test_a_matrix_that_the_file_lacks_is_packed_and_added(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Start(folder)
+    order = panel_file.key_of
+    monkeypatch.setattr(
+        panel_file, "key_of", lambda packed, names, rows: f"{order(packed, names, rows)} {'down' in names[0]}"
+    )
+    monkeypatch.setattr("pipeline.stages.execute.cpu.native_program.key_of", panel_file.key_of)
+    second, third = Start(folder), Start(folder)
+    assert second.was_mapped and second.packed
+    assert not third.packed
+    np.testing.assert_array_equal(first.logits, third.logits)
+
+
+def test_without_the_setting_no_file_is_written_or_read(folder: Path) -> None:
+    first = Start(folder, keep_packed_weights=False)
+    assert first.store is None and not (folder / PANELS).exists()
+    Start(folder)
+    again = Start(folder, keep_packed_weights=False)
+    assert again.store is None
+    np.testing.assert_array_equal(first.logits, again.logits)
+
+
+def test_small_weights_are_not_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panel_file, "MIN_BYTES", 1 << 30)
+    assert Start(folder).store is None
+    assert not (folder / PANELS).exists()
+
+
+def test_a_full_disk_only_costs_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(panel_file, "_write_all", full)
+    assert Start(folder).packed
+    assert not (folder / PANELS).exists()
+
+
+def test_another_server_may_be_faster(folder: Path) -> None:
+    """Both write the same file; the one that ends last finds it there."""
+    drivers = [Native(folder, "auto") for _ in range(2)]
+    for driver in drivers:
+        store = driver.program._panels
+        assert store is not None and store.wait(WAIT_S)
+    for driver in drivers:
+        driver.runner.close()
+    assert not Start(folder).packed
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_floats_are_rounded_once_and_kept_as_bfloat16(tmp_path: Path, dtype: str) -> None:
+    """A checkpoint in another dtype computes as one that was rounded before."""
+    write(tmp_path, checkpoints.config_of())
+    path = tmp_path / "model.safetensors"
+    given = load_file(path)
+    wide = {name: t.to(getattr(torch, dtype)) + 1e-3 if t.dim() > 1 else t for name, t in given.items()}
+    save_file({name: t.bfloat16() if t.dim() > 1 else t for name, t in wide.items()}, path)
+    rounded = Start(tmp_path)
+    save_file(wide, path)
+    os.utime(path, ns=(1, 1))
+    first, second = Start(tmp_path), Start(tmp_path)
+    assert first.packed and second.was_mapped and not second.packed
+    for start in (first, second):
+        np.testing.assert_array_equal(start.logits, rounded.logits)
+
+
+def test_the_place_is_none_if_the_weights_are_gone(tmp_path: Path) -> None:
+    config = checkpoints.config_of()
+    assert panel_file.PanelPlace.of(tmp_path, config) is None
+    write(tmp_path, config)
+    assert panel_file.PanelPlace.of(tmp_path, ModelConfig.load(tmp_path)) is not None
+    assert settings().execute.keep_packed_weights
