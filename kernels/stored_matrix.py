@@ -13,10 +13,11 @@ A block of each quantized format, as in a .gguf file (w is the dequantized weigh
                                                                                         w = d * s * (q + 16h - 32)
     fp8   128          132         d: f32 │ q: 128 × e4m3 (8-bit floats)               w = d * q
 
-fp8 is our own: .gguf files have no such blocks. A block of 256 columns has a scale s, and in q4_k and q5_k a minimum m, for each 32 columns; q6_k has a scale for each
-16. Byte i of the 4-bit codes of 32 columns holds column i in its low half and column i + 16 in its high half; in the
-blocks of 256, 32 bytes hold 64 columns (q6_k: 64 bytes 128 columns) in the same way. This module imports no torch: the
-CPU library reads stored matrices as they are. kernels/matrix.py converts and quantizes them.
+fp8 is our own: .gguf files have no such blocks. A block of 256 columns has a scale s, and in q4_k and q5_k a minimum m,
+for each 32 columns; q6_k has a scale for each 16. Byte i of the 4-bit codes of 32 columns holds column i in its low
+half and column i + 16 in its high half; in the blocks of 256, 32 bytes hold 64 columns (q6_k: 64 bytes 128 columns) in
+the same way. This module imports no torch: the CPU library reads stored matrices as they are. kernels/matrix.py
+converts and quantizes them.
 
 Shapes: N rows, K columns.
 """

@@ -1,9 +1,11 @@
-// A file of weights in memory, without a copy.
+// A file of weights in memory.
 #pragma once
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 
 #include "thread_pool.h"
 
@@ -34,4 +36,21 @@ static void* mapped_file(ThreadPool& thread_pool, int fd, size_t bytes) {
         for (size_t place = first; place < last; place += PAGE) *static_cast<volatile uint8_t*>(memory + place);
     });
     return memory;
+}
+
+// Copies the file's first `bytes` to memory, by all threads. Returns whether all of them could be read.
+static bool read_file(ThreadPool& thread_pool, int fd, uint8_t* memory, size_t bytes) {
+    constexpr size_t PART = 4 << 20;
+    std::atomic<bool> is_whole{true};
+    thread_pool.each(int((bytes + PART - 1) / PART), [&](int i) {
+        const size_t end = std::min((i + 1) * PART, bytes);
+        for (size_t place = i * PART; place < end;) {
+            const ssize_t count = pread(fd, memory + place, end - place, off_t(place));
+            if (count > 0)
+                place += size_t(count);
+            else if (count == 0 || errno != EINTR)
+                return is_whole.store(false);
+        }
+    });
+    return is_whole.load();
 }

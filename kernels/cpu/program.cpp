@@ -236,6 +236,11 @@ void pack_floats(ThreadPool* thread_pool, const Matrix* matrix, uint8_t* panels,
 void* map_file(ThreadPool* thread_pool, int fd, size_t bytes) { return mapped_file(*thread_pool, fd, bytes); }
 void unmap_file(void* memory, size_t bytes) { munmap(memory, bytes); }
 
+// Copies the file's first `bytes` to memory. Whether all of them could be read.
+int copy_file(ThreadPool* thread_pool, int fd, uint8_t* memory, size_t bytes) {
+    return read_file(*thread_pool, fd, memory, bytes);
+}
+
 // Touches each page of `bytes` of new memory, which the system fills with zeros then.
 void touch(ThreadPool* thread_pool, uint8_t* memory, size_t bytes) {
     constexpr size_t part = 2 << 20, page = 4096;

@@ -1,4 +1,4 @@
-"""Keeps a model's packed matrices in a file beside its prepared weights: later starts map them instead of packing again.
+"""Keeps a model's packed matrices in a file beside its prepared weights: later starts map them, and pack nothing.
 
     absent ──pack, then write in the background──► complete ──other weights, layout or orders of rows──► replaced
 
@@ -8,7 +8,8 @@ Servers of the same model share its pages in memory.
     panels of a matrix │ zeros up to a page │ … │ `Contents` as JSON │ its length: u64 │ MAGIC
 
 Pieces of 4 MiB are written at once: file systems that support it (ext4 since Linux 6.16, XFS) then keep them as huge
-pages, which mapping doesn't change.
+pages, which mapping doesn't change. Where the file has small pages, reading weights would take a fifth longer: then the
+file is copied into huge pages instead.
 """
 
 import ctypes
@@ -95,6 +96,7 @@ class PanelStore:
     def __init__(self, library: ctypes.CDLL, thread_pool: native.ThreadPool, place: PanelPlace) -> None:
         self._library, self._place = library, place
         self._address, self._mapped_bytes = 0, 0
+        self._copy: native.ByteArray | None = None
         self._found: dict[str, Panel] = {}
         self._used: list[tuple[str, int, int]] = []
         """Key, address and bytes of each matrix, in the order of the program."""
@@ -120,12 +122,24 @@ class PanelStore:
                 raise ValueError("it has other weights")
             if any(p.offset < 0 or p.num_bytes < 0 or p.offset + p.num_bytes > begin for p in contents.panels):
                 raise ValueError("its panels are not in it")
-            address = self._library.map_file(thread_pool.handle, fd, begin) if begin else None
+            self._load(thread_pool, fd, begin)
         finally:
             os.close(fd)
-        if address is not None:
-            self._address, self._mapped_bytes = address, begin
-            self._found = {panel.key: panel for panel in contents.panels}
+        self._found = {panel.key: panel for panel in contents.panels}
+
+    def _load(self, thread_pool: native.ThreadPool, fd: int, num_bytes: int) -> None:
+        """Map or copy the file's panels. Raises OSError."""
+        address = self._library.map_file(thread_pool.handle, fd, num_bytes) if num_bytes else None
+        if address is None:
+            raise OSError("it can't be mapped")
+        if num_bytes < native.HUGE_PAGE or not _can_be_huge() or 2 * _huge_bytes(address) > num_bytes:
+            self._address, self._mapped_bytes = address, num_bytes
+            return
+        self._library.unmap_file(address, num_bytes)
+        copy = thread_pool.allocate(num_bytes)
+        if not self._library.copy_file(thread_pool.handle, fd, copy.ctypes.data, num_bytes):
+            raise OSError("it can't be read")
+        self._copy, self._address = copy, copy.ctypes.data
 
     def find(self, key: str, num_bytes: int) -> int | None:
         """The address of a matrix in the mapped file, or None."""
@@ -156,9 +170,9 @@ class PanelStore:
     def close(self) -> None:
         """Stop writing, and unmap the file: no program may use it."""
         self._stopped.set()
-        if self.wait(CLOSE_S) and self._address:
+        if self.wait(CLOSE_S) and self._mapped_bytes:
             self._library.unmap_file(self._address, self._mapped_bytes)
-        self._address = 0
+        self._address, self._mapped_bytes, self._copy = 0, 0, None
 
     def _write(self, memory: list[Any]) -> None:
         """`memory` is only kept alive."""
@@ -218,6 +232,31 @@ class PanelStore:
                         buffers, room = [], PIECE_BYTES
         text = msgspec.json.encode(Contents(native.PANEL_LAYOUT, self._place.weights, panels))
         yield [*buffers, text, TAIL.pack(len(text), MAGIC)]
+
+
+def _can_be_huge() -> bool:
+    """Whether anonymous memory may have huge pages."""
+    try:
+        return "[never]" not in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except OSError:
+        return False
+
+
+def _huge_bytes(address: int) -> int:
+    """Bytes that the file mapped at an address has in huge pages; 0 if the system doesn't tell."""
+    try:
+        with Path("/proc/self/smaps").open() as lines:
+            for line in lines:
+                if line.startswith(f"{address:x}-"):
+                    break
+            for line in lines:
+                if line.startswith("FilePmdMapped:"):
+                    return int(line.split()[1]) * 1024
+                if line.startswith("VmFlags:"):
+                    break
+    except (OSError, ValueError):
+        pass
+    return 0
 
 
 def _padded(num_bytes: int) -> int:

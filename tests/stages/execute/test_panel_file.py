@@ -44,6 +44,7 @@ class Start:
             self.store: PanelStore | None = store
             self.packed = store is None or store._is_new
             self.was_mapped = store is not None and store._address != 0
+            self.was_copied = store is not None and store._copy is not None
             driver.step([(0, 0, len(IDS), True)], adds=[row_add(0, IDS, [0])])
             self.logits = driver.logits().copy()
             assert store is None or store.wait(WAIT_S), "writing did not end"
@@ -66,6 +67,20 @@ def test_each_matrix_begins_at_a_page_and_huge_pages_are_possible(folder: Path) 
     assert store is not None and store._address % (2 * 1024**2) == 0
     assert all(address % panel_file.PAGE == 0 for _, address, _ in store._used)
     driver.runner.close()
+
+
+def test_a_file_with_small_pages_is_copied_into_huge_ones(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Start(folder)
+    monkeypatch.setattr(native, "HUGE_PAGE", 1)
+    monkeypatch.setattr(panel_file, "_can_be_huge", lambda: True)
+    monkeypatch.setattr(panel_file, "_huge_bytes", lambda address: 0)
+    copied = Start(folder)
+    assert copied.was_copied and not copied.packed
+    monkeypatch.setattr(panel_file, "_huge_bytes", lambda address: 1 << 40)
+    mapped = Start(folder)
+    assert not mapped.was_copied and not mapped.packed
+    for start in (copied, mapped):
+        np.testing.assert_array_equal(start.logits, first.logits)
 
 
 @pytest.mark.parametrize("piece_bytes", [4096, 3 * 4096 + 100])
