@@ -115,8 +115,8 @@ class Matrix:
         return minimums.reshape(self.num_rows, -1)
 
     def codes(self) -> Tensor:
-        """The code of each value, [N, K] in the order of the columns: int8 for q8_0, otherwise uint8: the bits of the floats
-        for fp8, else 4, 5 or 6 bits.
+        """The code of each value, [N, K] in the order of the columns: int8 for q8_0, otherwise uint8: the bits of 8-bit
+        floats, or codes of 4, 5 or 6 bits.
 
         Raises ValueError if the format has none.
         """

@@ -1,11 +1,15 @@
 // A file of weights in memory.
 #pragma once
 
+#include <limits.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <vector>
 
 #include "thread_pool.h"
 
@@ -53,4 +57,53 @@ static bool read_file(ThreadPool& thread_pool, int fd, uint8_t* memory, size_t b
         }
     });
     return is_whole.load();
+}
+
+// A part of a file to write: bytes of memory, or zeros where that is null.
+struct Extent {
+    const uint8_t* memory;
+    size_t bytes;
+};
+
+// Writes extents one behind the other, `piece` bytes at once, and waits until they are on disk, unless `stopped` becomes 1.
+// Returns 0, or errno. A thread of the lowest priority does it: it takes the time that steps leave. It holds no lock that a
+// step waits for, as Python code would at that priority.
+static int write_extents(int fd, const Extent* extents, int count, size_t piece, const std::atomic<int>* stopped) {
+    constexpr size_t ZEROS = 4096;
+    static const uint8_t zeros[ZEROS] = {};
+    int error = 0;
+    std::thread([&] {
+        setpriority(PRIO_PROCESS, 0, 19);  // of this thread only, on Linux; if it is refused, the priority stays
+        std::vector<iovec> parts;
+        off_t place = 0;
+        size_t held = 0;
+        const auto flush = [&] {
+            for (size_t first = 0; first < parts.size() && !error;) {
+                if (stopped->load()) error = ECANCELED;
+                if (error) break;
+                const ssize_t written = pwritev(fd, parts.data() + first, int(parts.size() - first), place);
+                if (written < 0 && errno != EINTR) error = errno;
+                place += std::max<ssize_t>(written, 0);
+                for (size_t left = std::max<ssize_t>(written, 0); left;) {  // a part of them, if the disk is nearly full
+                    const size_t taken = std::min(left, parts[first].iov_len);
+                    parts[first].iov_base = static_cast<uint8_t*>(parts[first].iov_base) + taken;
+                    parts[first].iov_len -= taken, left -= taken;
+                    if (!parts[first].iov_len) first++;
+                }
+            }
+            parts.clear(), held = 0;
+        };
+        for (int i = 0; i < count && !error; i++)
+            for (size_t done = 0; done < extents[i].bytes && !error;) {
+                const uint8_t* memory = extents[i].memory;
+                size_t bytes = std::min(extents[i].bytes - done, piece - held);
+                if (!memory) bytes = std::min(bytes, ZEROS);
+                parts.push_back({const_cast<uint8_t*>(memory ? memory + done : zeros), bytes});
+                done += bytes, held += bytes;
+                if (held == piece || parts.size() == IOV_MAX) flush();
+            }
+        flush();
+        if (!error && fdatasync(fd)) error = errno;
+    }).join();
+    return error;
 }

@@ -212,6 +212,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "pack_floats": (None, [c_void_p, POINTER(PackedMatrix), c_void_p, c_void_p, c_int]),
     "map_file": (c_void_p, [c_void_p, c_int, c_size_t]),
     "unmap_file": (None, [c_void_p, c_size_t]),
+    "write_file": (c_int, [c_int, c_void_p, c_int, c_size_t, POINTER(c_int)]),
     "copy_file": (c_int, [c_void_p, c_int, c_void_p, c_size_t]),
     "touch": (None, [c_void_p, c_void_p, c_size_t]),
     "copy_blocks": (None, [c_void_p, POINTER(NativeBlocks), c_void_p, c_void_p, c_int]),

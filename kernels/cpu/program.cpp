@@ -241,6 +241,12 @@ int copy_file(ThreadPool* thread_pool, int fd, uint8_t* memory, size_t bytes) {
     return read_file(*thread_pool, fd, memory, bytes);
 }
 
+// `stopped` is an int that may become 1 meanwhile. Returns 0, or errno.
+int write_file(int fd, const Extent* extents, int count, size_t piece, const int* stopped) {
+    static_assert(sizeof(std::atomic<int>) == sizeof(int));
+    return write_extents(fd, extents, count, piece, reinterpret_cast<const std::atomic<int>*>(stopped));
+}
+
 // Touches each page of `bytes` of new memory, which the system fills with zeros then.
 void touch(ThreadPool* thread_pool, uint8_t* memory, size_t bytes) {
     constexpr size_t part = 2 << 20, page = 4096;

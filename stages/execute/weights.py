@@ -73,7 +73,7 @@ class TensorFile:
 class Weights:
     """The tensors of a model folder, by their Hugging Face names. Raises UserError if a file can't be read.
 
-    Float matrices become `float_format`, with `keeps_floats` when they are packed. Quantized matrices keep their blocks.
+    Float matrices become `float_format`; with `keeps_floats`, packing does that. Quantized matrices keep their blocks.
     """
 
     def __init__(

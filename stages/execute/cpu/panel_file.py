@@ -19,7 +19,7 @@ import logging
 import os
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,8 +39,6 @@ PAGE = 4096
 MAX_CONTENTS_BYTES = 64 * 1024**2
 MAGIC = b"panels\r\n"
 TAIL = struct.Struct("<Q8s")
-NICE = 19
-"""Priority of the thread that writes: it takes the time that steps leave."""
 CLOSE_S = 2.0
 """How long to wait at the end for the thread that writes."""
 
@@ -101,7 +99,7 @@ class PanelStore:
         self._used: list[tuple[str, int, int]] = []
         """Key, address and bytes of each matrix, in the order of the program."""
         self._is_new = False
-        self._stopped = threading.Event()
+        self._stopped = ctypes.c_int(0)
         self._writer: threading.Thread | None = None
         with suppress(OSError, ValueError):  # absent, or damaged: it is written again
             self._open(thread_pool)
@@ -169,7 +167,7 @@ class PanelStore:
 
     def close(self) -> None:
         """Stop writing, and unmap the file: no program may use it."""
-        self._stopped.set()
+        self._stopped.value = 1
         if self.wait(CLOSE_S) and self._mapped_bytes:
             self._library.unmap_file(self._address, self._mapped_bytes)
         self._address, self._mapped_bytes, self._copy = 0, 0, None
@@ -179,22 +177,17 @@ class PanelStore:
         log = logging.getLogger("pipeline")
         path = self._place.path
         try:
-            with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
-            total = sum(_padded(num_bytes) for _, _, num_bytes in self._used)
+            extents, _text = self._extents()  # `_text` is kept alive
+            total = int(extents[:, 1].sum())
             stat = os.statvfs(path.parent)
             if stat.f_bavail * stat.f_frsize < 2 * total:
-                raise OSError(errno.ENOSPC, f"it takes {total / 1e6:.0f} MB, and would take more than half of the disk")
+                raise OSError(errno.ENOSPC, f"it takes {total / 1e6:.0f} MB, more than half of the disk's free space")
             fd = os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o644)
             try:
-                offset = 0
-                for pieces in self._pieces():
-                    if self._stopped.is_set():
-                        return
-                    offset += _write_all(fd, pieces, offset)
-                os.fsync(fd)
+                if error := _write_file(self._library, fd, extents, self._stopped):
+                    raise OSError(error, os.strerror(error))
                 path.unlink(missing_ok=True)
-                # A descriptor of a folder makes this linkat, which follows the link to the file.
+                # With the descriptor of a folder this is linkat, which follows the link to the file.
                 folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 try:
                     os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=folder, follow_symlinks=True)
@@ -206,32 +199,31 @@ class PanelStore:
         except FileExistsError:
             pass  # another server of this model was faster
         except OSError as error:
-            log.info("packed weights not kept", extra={"fields": {"file": str(path), "reason": error.strerror}})
+            if error.errno != errno.ECANCELED:
+                log.info("packed weights not kept", extra={"fields": {"file": str(path), "reason": error.strerror}})
 
-    def _pieces(self) -> Iterator[list[Any]]:
-        """The file's bytes in order, as buffers of PIECE_BYTES together."""
-        zeros = bytes(PAGE)
+    def _extents(self) -> "tuple[np.ndarray[Any, np.dtype[np.uint64]], bytes]":
+        """The file's bytes in order: address (0 for zeros) and bytes of each part, and the last part, which must live
+        until they are written."""
+        parts: list[tuple[int, int]] = []
         panels: list[Panel] = []
-        buffers: list[Any] = []
-        end, room = 0, PIECE_BYTES
+        end = 0
         for key, address, num_bytes in self._used:
             panels.append(Panel(key, end, num_bytes))
-            end += _padded(num_bytes)
-            padding = _padded(num_bytes) - num_bytes
-            for begin, size in ((address, num_bytes), (None, padding)):
-                done = 0
-                while done < size:
-                    part = min(size - done, room)
-                    if begin is None:
-                        buffers.append(zeros[:part])
-                    else:
-                        buffers.append((ctypes.c_ubyte * part).from_address(begin + done))
-                    done, room = done + part, room - part
-                    if not room:
-                        yield buffers
-                        buffers, room = [], PIECE_BYTES
+            padded = -(-num_bytes // PAGE) * PAGE
+            parts += [(address, num_bytes), (0, padded - num_bytes)]
+            end += padded
         text = msgspec.json.encode(Contents(native.PANEL_LAYOUT, self._place.weights, panels))
-        yield [*buffers, text, TAIL.pack(len(text), MAGIC)]
+        text += TAIL.pack(len(text), MAGIC)
+        parts.append((ctypes.cast(text, ctypes.c_void_p).value or 0, len(text)))
+        return np.array(parts, np.uint64), text
+
+
+def _write_file(
+    library: ctypes.CDLL, fd: int, extents: "np.ndarray[Any, np.dtype[np.uint64]]", stopped: ctypes.c_int
+) -> int:
+    """Write the parts of a file, and wait until they are on disk. Returns 0, or errno; ECANCELED if it was stopped."""
+    return int(library.write_file(fd, extents.ctypes.data, len(extents), PIECE_BYTES, ctypes.byref(stopped)))
 
 
 def _can_be_huge() -> bool:
@@ -257,19 +249,3 @@ def _huge_bytes(address: int) -> int:
     except (OSError, ValueError):
         pass
     return 0
-
-
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // PAGE) * PAGE
-
-
-def _write_all(fd: int, buffers: list[Any], offset: int) -> int:
-    """Write buffers one behind the other. Returns their bytes. Raises OSError."""
-    total = sum(memoryview(buffer).nbytes for buffer in buffers)
-    done = os.pwritev(fd, buffers, offset)
-    if done < total:  # a signal, or the disk is nearly full: write the rest by itself
-        rest = np.concatenate([np.frombuffer(buffer, np.uint8) for buffer in buffers])[done:]
-        while len(rest):
-            written = os.pwrite(fd, rest, offset + done)
-            done, rest = done + written, rest[written:]
-    return total

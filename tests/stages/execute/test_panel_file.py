@@ -1,5 +1,6 @@
 """Packed weights are kept in a file, and later starts compute the same with it as without."""
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -166,12 +167,28 @@ def test_small_weights_are_not_kept(folder: Path, monkeypatch: pytest.MonkeyPatc
     assert not (folder / PANELS).exists()
 
 
-def test_a_full_disk_only_costs_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(panel_file, "_write_all", full)
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.ECANCELED, errno.EIO])
+def test_an_error_only_costs_the_file(folder: Path, error: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panel_file, "_write_file", lambda *_: error)
     assert Start(folder).packed
+    assert [path.name for path in folder.iterdir() if path.name == PANELS] == []
+
+
+def test_a_folder_that_cannot_be_written_only_costs_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panel_file.os, "O_TMPFILE", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECTORY)
+    assert Start(folder).packed
+    assert not (folder / PANELS).exists()
+
+
+def test_closing_ends_the_writing(folder: Path) -> None:
+    driver = Native(folder, "auto")
+    store = driver.program._panels
+    assert store is not None
+    assert store.wait(WAIT_S)
+    (folder / PANELS).unlink()
+    store._stopped.value = 1
+    store._write([])
+    driver.runner.close()
     assert not (folder / PANELS).exists()
 
 
