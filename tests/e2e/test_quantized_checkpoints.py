@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from pipeline import LLM, SamplingParams
 from tests.e2e.conftest import tiny
@@ -62,11 +61,8 @@ def test_a_server_of_a_quantized_checkpoint_gives_the_tokens_of_its_dequantized_
     packed = packers.save(tmp_path / "tiny", model, case.config, case.pack)
     values = {key: each.values.bfloat16() if case.format == "bf16" else each.values for key, each in packed.items()}
     reference = packers.load_values(model, values)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tiny")
     sampling = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     with LLM(**tiny(tmp_path / "tiny", dtype="float32")) as llm:
         outputs = llm.generate(PROMPTS, sampling)
-    for prompt, output in zip(PROMPTS, outputs, strict=True):
-        ids = tokenizer(prompt)["input_ids"]
-        assert list(output.prompt_token_ids) == ids
-        assert list(output.outputs[0].token_ids) == greedy(reference, ids)
+    for output in outputs:
+        assert list(output.outputs[0].token_ids) == greedy(reference, output.prompt_token_ids)
