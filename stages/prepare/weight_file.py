@@ -174,9 +174,9 @@ def write_weights(folder: Path, targets: Mapping[str, Stored], pieces: Pieces, s
 
 def _write_at(file: IO[bytes], data: Array, place: int) -> int:
     """Write contiguous data at a place of a file. Returns its bytes. Raises OSError."""
-    left = memoryview(data.reshape(-1)).cast("B")
-    while left:
-        written = os.pwrite(file.fileno(), left, place)
+    left = data.reshape(-1).view(np.uint8)
+    while len(left):
+        written = os.pwrite(file.fileno(), left.data, place)
         left, place = left[written:], place + written
     return data.nbytes
 

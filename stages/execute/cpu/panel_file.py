@@ -177,7 +177,7 @@ class PanelStore:
         log = logging.getLogger("pipeline")
         path = self._place.path
         try:
-            extents, _text = self._extents()  # `_text` is kept alive
+            extents, _tail = self._extents()  # `_tail` is kept alive
             total = int(extents[:, 1].sum())
             stat = os.statvfs(path.parent)
             if stat.f_bavail * stat.f_frsize < 2 * total:
@@ -202,7 +202,7 @@ class PanelStore:
             if error.errno != errno.ECANCELED:
                 log.info("packed weights not kept", extra={"fields": {"file": str(path), "reason": error.strerror}})
 
-    def _extents(self) -> "tuple[np.ndarray[Any, np.dtype[np.uint64]], bytes]":
+    def _extents(self) -> "tuple[np.ndarray[Any, np.dtype[np.uint64]], native.ByteArray]":
         """The file's bytes in order: address (0 for zeros) and bytes of each part, and the last part, which must live
         until they are written."""
         parts: list[tuple[int, int]] = []
@@ -214,9 +214,9 @@ class PanelStore:
             parts += [(address, num_bytes), (0, padded - num_bytes)]
             end += padded
         text = msgspec.json.encode(Contents(native.PANEL_LAYOUT, self._place.weights, panels))
-        text += TAIL.pack(len(text), MAGIC)
-        parts.append((ctypes.cast(text, ctypes.c_void_p).value or 0, len(text)))
-        return np.array(parts, np.uint64), text
+        tail = np.frombuffer(text + TAIL.pack(len(text), MAGIC), np.uint8)
+        parts.append((tail.ctypes.data, len(tail)))
+        return np.array(parts, np.uint64), tail
 
 
 def _write_file(

@@ -175,7 +175,7 @@ def test_an_error_only_costs_the_file(folder: Path, error: int, monkeypatch: pyt
 
 
 def test_a_folder_that_cannot_be_written_only_costs_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(panel_file.os, "O_TMPFILE", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECTORY)
+    monkeypatch.setattr(os, "O_TMPFILE", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECTORY)
     assert Start(folder).packed
     assert not (folder / PANELS).exists()
 
