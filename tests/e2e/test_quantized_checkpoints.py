@@ -35,19 +35,20 @@ OTHERS = {
 }
 if os.environ.get("PIPELINE_ALL_CHECKPOINTS"):
     KINDS |= OTHERS
-PROMPTS = ["the quick brown fox", "pack my box with five dozen"]
+PROMPTS = ["the quick brown fox", "pack my box with five dozen", "jumps over"]
 NUM_TOKENS = 12
 CLEAR = 1e-3
 """Logits nearer to each other than this may change places by rounding."""
 
 
 def greedy(model: Any, ids: list[int]) -> list[int]:
-    """The most likely tokens, by transformers in float32. No choice among them is close."""
+    """The most likely tokens, by transformers in float32, up to the first choice that is close."""
     known = list(ids)
     for _ in range(NUM_TOKENS):
         with torch.no_grad():
             top = model(torch.tensor([known])).logits[0, -1].topk(2)
-        assert top.values[0] - top.values[1] > CLEAR, "this prompt decides nothing"
+        if top.values[0] - top.values[1] < CLEAR:
+            break
         known.append(int(top.indices[0]))
     return known[len(ids) :]
 
@@ -64,5 +65,10 @@ def test_a_server_of_a_quantized_checkpoint_gives_the_tokens_of_its_dequantized_
     sampling = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     with LLM(**tiny(tmp_path / "tiny", dtype="float32")) as llm:
         outputs = llm.generate(PROMPTS, sampling)
+    num_clear = 0
     for output in outputs:
-        assert list(output.outputs[0].token_ids) == greedy(reference, output.prompt_token_ids)
+        expected = greedy(reference, output.prompt_token_ids)
+        assert len(output.outputs[0].token_ids) == NUM_TOKENS
+        assert list(output.outputs[0].token_ids[: len(expected)]) == expected
+        num_clear += len(expected)
+    assert num_clear > len(PROMPTS) * NUM_TOKENS / 2, "these prompts decide too little"
