@@ -1,5 +1,6 @@
-// The matmul of gemm.h with 8-bit floats (e4m3). A block of panels, 128 deep, is widened to bfloat16, which is exact, into
-// memory that stays in the L1 cache. The matmul for bf16 multiplies it, and the block's scales the sums.
+// The matmul of gemm.h with 8-bit floats (e4m3). They are widened to bfloat16, which is exact: for few rows in registers;
+// for more, a block of panels, 128 deep, is widened into memory that stays in the L1 cache, and the matmul for bf16
+// multiplies it. The block's scales multiply the sums.
 //
 // Sums of a block are one accumulator in the order of depth, and so are the scaled sums of blocks, for any number of rows.
 #pragma once
@@ -19,62 +20,137 @@ constexpr int FP8_WIDE_BYTES = 2 * FP8_CODE_BYTES;
 constexpr uint16_t FP8_SMALL[8] = {0, 0x3B00, 0x3B80, 0x3BC0, 0x3C00, 0x3C20, 0x3C40, 0x3C60};
 constexpr int FP8_BIAS = (127 - 7) << 7, FP8_MAGNITUDE = 0x7F << 4;
 
+// `from` has a pair of neighbours in depth for each of LANES outputs; the pairs become bfloat16.
 #if defined(ISA_AVX512) && !defined(EMULATE)
 
-static void widen_fp8(const uint8_t* from, uint16_t* to) {
+INLINE vu widen_pairs(const uint8_t* from) {
     const __m512i small = _mm512_zextsi128_si512(load<__m128i>(FP8_SMALL));
-    const __m512i magnitude = _mm512_set1_epi16(FP8_MAGNITUDE), bias = _mm512_set1_epi16(FP8_BIAS);
-    const __m512i exponent = _mm512_set1_epi16(0x78), sign = _mm512_set1_epi16(short(0x8000));
-    for (int i = 0; i < FP8_CODE_BYTES; i += 32) {
-        const __m512i codes = _mm512_cvtepu8_epi16(load<__m256i>(from + i));
-        __m512i values = _mm512_add_epi16(_mm512_and_si512(_mm512_slli_epi16(codes, 4), magnitude), bias);
-        // The lowest five bits of such a code are its index.
-        values = _mm512_mask_permutexvar_epi16(values, _mm512_testn_epi16_mask(codes, exponent), codes, small);
-        const __m512i signs = _mm512_slli_epi16(codes, 8);
-        store(to + i, _mm512_ternarylogic_epi32(values, signs, sign, 0xF8));  // values | (signs & sign)
-    }
+    const __m512i codes = _mm512_cvtepu8_epi16(load<__m256i>(from));
+    __m512i values = _mm512_and_si512(_mm512_slli_epi16(codes, 4), _mm512_set1_epi16(FP8_MAGNITUDE));
+    values = _mm512_add_epi16(values, _mm512_set1_epi16(FP8_BIAS));
+    // The lowest five bits of a code without exponent are its index.
+    const __mmask32 is_small = _mm512_testn_epi16_mask(codes, _mm512_set1_epi16(0x78));
+    values = _mm512_mask_permutexvar_epi16(values, is_small, codes, small);
+    const __m512i signs = _mm512_slli_epi16(codes, 8);
+    return bits<vu>(_mm512_ternarylogic_epi32(values, signs, _mm512_set1_epi16(short(0x8000)), 0xF8));  // a | (b & c)
 }
 
 #elif defined(ISA_AVX2)
 
-static void widen_fp8(const uint8_t* from, uint16_t* to) {
-    alignas(16) uint8_t bytes[16];  // the lower bytes of the table, and the upper ones
-    for (int i = 0; i < 8; i++) bytes[i] = uint8_t(FP8_SMALL[i]), bytes[8 + i] = uint8_t(FP8_SMALL[i] >> 8);
-    const __m256i small = _mm256_broadcastsi128_si256(load<__m128i>(bytes));
-    const __m256i magnitude = _mm256_set1_epi16(FP8_MAGNITUDE), bias = _mm256_set1_epi16(FP8_BIAS);
-    const __m256i exponent = _mm256_set1_epi16(0x78), sign = _mm256_set1_epi16(short(0x8000));
-    for (int i = 0; i < FP8_CODE_BYTES; i += 16) {
-        const __m256i codes = _mm256_cvtepu8_epi16(load<__m128i>(from + i));
-        __m256i values = _mm256_add_epi16(_mm256_and_si256(_mm256_slli_epi16(codes, 4), magnitude), bias);
-        const __m256i is_small = _mm256_cmpeq_epi16(_mm256_and_si256(codes, exponent), _mm256_setzero_si256());
-        if (!_mm256_testz_si256(is_small, is_small)) {  // rare
-            const __m256i index = _mm256_and_si256(codes, _mm256_set1_epi16(7));
-            const __m256i both = _mm256_or_si256(_mm256_or_si256(index, _mm256_slli_epi16(index, 8)),
-                                                 _mm256_set1_epi16(0x0800));
-            values = _mm256_blendv_epi8(values, _mm256_shuffle_epi8(small, both), is_small);
-        }
-        store(to + i, _mm256_or_si256(values, _mm256_and_si256(_mm256_slli_epi16(codes, 8), sign)));
+// The lower bytes of the table, and the upper ones.
+alignas(16) constexpr uint8_t FP8_SMALL_BYTES[16] = {0, 0, 0x80, 0xC0, 0, 0x20, 0x40, 0x60,
+                                                     0, 0x3B, 0x3B, 0x3B, 0x3C, 0x3C, 0x3C, 0x3C};
+
+INLINE vu widen_pairs(const uint8_t* from) {
+    const __m256i codes = _mm256_cvtepu8_epi16(load<__m128i>(from));
+    __m256i values = _mm256_and_si256(_mm256_slli_epi16(codes, 4), _mm256_set1_epi16(FP8_MAGNITUDE));
+    values = _mm256_add_epi16(values, _mm256_set1_epi16(FP8_BIAS));
+    const __m256i exponents = _mm256_and_si256(codes, _mm256_set1_epi16(0x78));
+    const __m256i is_small = _mm256_cmpeq_epi16(exponents, _mm256_setzero_si256());
+    if (!_mm256_testz_si256(is_small, is_small)) {  // rare
+        const __m256i index = _mm256_and_si256(codes, _mm256_set1_epi16(7));
+        const __m256i both = _mm256_or_si256(_mm256_or_si256(index, _mm256_slli_epi16(index, 8)),
+                                             _mm256_set1_epi16(0x0800));
+        const __m256i small = _mm256_broadcastsi128_si256(load<__m128i>(FP8_SMALL_BYTES));
+        values = _mm256_blendv_epi8(values, _mm256_shuffle_epi8(small, both), is_small);
     }
+    const __m256i signs = _mm256_and_si256(_mm256_slli_epi16(codes, 8), _mm256_set1_epi16(short(0x8000)));
+    return bits<vu>(_mm256_or_si256(values, signs));
 }
 
 #else
 
-static void widen_fp8(const uint8_t* from, uint16_t* to) {
+INLINE vu widen_pairs(const uint8_t* from) {
     typedef uint8_t bytes __attribute__((vector_size(2 * LANES)));
     typedef uint16_t words __attribute__((vector_size(4 * LANES)));
-    for (int i = 0; i < FP8_CODE_BYTES; i += 2 * LANES) {
-        const words codes = __builtin_convertvector(load<bytes>(from + i), words), index = codes & 7;
-        const words values = ((codes << 4) & FP8_MAGNITUDE) + FP8_BIAS;
-        // The table as arithmetic: m is below 2, 2 or 3, or above.
-        const words above = index >= 4 ? 0x3C00 + ((index - 4) << 5) : 0x3B80 + ((index - 2) << 6);
-        const words small = index >= 2 ? above : index * 0x3B00;
-        store(to + i, ((codes & 0x78) == 0 ? small : values) | ((codes << 8) & 0x8000));
-    }
+    const words codes = __builtin_convertvector(load<bytes>(from), words), index = codes & 7;
+    const words values = ((codes << 4) & FP8_MAGNITUDE) + FP8_BIAS;
+    // The table as arithmetic: m is below 2, 2 or 3, or above.
+    const words above = index >= 4 ? 0x3C00 + ((index - 4) << 5) : 0x3B80 + ((index - 2) << 6);
+    const words small = index >= 2 ? above : index * 0x3B00;
+    return bits<vu>(((codes & 0x78) == 0 ? small : values) | ((codes << 8) & 0x8000));
 }
 
 #endif
 
-// --- matmul -----------------------------------------------------------------------------------------------------------
+static void widen_fp8(const uint8_t* from, uint16_t* to) {
+    for (int i = 0; i < FP8_CODE_BYTES; i += 2 * LANES) store(to + i, widen_pairs(from + i));
+}
+
+// --- few rows ---------------------------------------------------------------------------------------------------------
+
+#if defined(EMULATE)
+constexpr int FP8_DIRECT_ROWS = 1;
+#else
+constexpr int FP8_DIRECT_ROWS = LANES == 16 ? 4 : 2;  // that fit into registers beside the weights of FP8_PANELS panels
+#endif
+
+// out [R, P * 16] = R rows times P panels, widened in registers. The products and sums are those of `add_fp8_block`.
+template <int R, int P>
+__attribute__((noinline)) static void multiply_fp8_rows(const Rows& rows, int first_row, const uint8_t* panel, size_t bytes,
+                                                        int depth, float* out, int out_stride, const uint8_t* ahead) {
+    const act* plain[R];
+    for (int r = 0; r < R; r++) plain[r] = rows.plain(first_row + r);
+    vf total[R][P][VECTORS] = {};
+    for (int k = 0; k < depth; k += FP8_DEPTH, panel += FP8_BLOCK_BYTES) {
+        vf acc[R][P][VECTORS] = {};
+        for (int pair = 0; pair < FP8_DEPTH / 2; pair++) {
+            if (ahead && pair % 2 == 0)
+                for (int p = 0; p < P; p++) prefetch<L2>(ahead + p * bytes + pair * 2 * PANEL, LINE);
+            vu weights[P][VECTORS];
+            for (int p = 0; p < P; p++)
+                for (int v = 0; v < VECTORS; v++)
+                    weights[p][v] = widen_pairs(panel + p * bytes + pair * 2 * PANEL + v * 2 * LANES);
+#if defined(DOT_BF16)
+            for (int r = 0; r < R; r++) {
+                const vu numbers = load<uint32_t>(plain[r] + k + 2 * pair) - vu{};
+                for (int p = 0; p < P; p++)
+                    for (int v = 0; v < VECTORS; v++) acc[r][p][v] = dot_bf16(acc[r][p][v], weights[p][v], numbers);
+            }
+#else
+            for (int half = 0; half < 2; half++)
+                for (int r = 0; r < R; r++) {
+                    const vf value = splat(plain[r][k + 2 * pair + half]);
+                    for (int p = 0; p < P; p++)
+                        for (int v = 0; v < VECTORS; v++) {
+                            const vu word = half ? weights[p][v] & 0xFFFF0000u : weights[p][v] << 16;
+                            acc[r][p][v] = fma(value, bits<vf>(word), acc[r][p][v]);
+                        }
+                }
+#endif
+        }
+        for (int p = 0; p < P; p++)
+            for (int v = 0; v < VECTORS; v++) {
+                const vf scale = load<vf>(panel + p * bytes + FP8_CODE_BYTES + v * 4 * LANES);
+                for (int r = 0; r < R; r++) total[r][p][v] = fma(acc[r][p][v], scale, total[r][p][v]);
+            }
+        if (ahead) {
+            for (int p = 0; p < P; p++) prefetch<L2>(ahead + p * bytes + FP8_CODE_BYTES, LINE);
+            ahead += FP8_BLOCK_BYTES;
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int p = 0; p < P; p++)
+            for (int v = 0; v < VECTORS; v++) store(out + r * out_stride + p * PANEL + v * LANES, total[r][p][v]);
+}
+
+template <int R>
+static void multiply_fp8_panels(const Rows& rows, int first_row, const Matrix& matrix, int first_panel, int panels,
+                                float* out, int out_stride, const uint8_t* ahead) {
+    constexpr int AT_ONCE = R * VECTORS <= 2 ? 4 : R * VECTORS <= 4 ? 2 : 1;
+    const size_t bytes = matrix.panel_bytes();
+    int p = 0;
+    const auto multiply_some = [&]<int P>() {
+        for (; p + P <= panels; p += P)
+            multiply_fp8_rows<R, P>(rows, first_row, matrix.panels + (first_panel + p) * bytes, bytes, matrix.depth,
+                                    out + p * PANEL, out_stride, ahead ? ahead + p * bytes : nullptr);
+    };
+    multiply_some.template operator()<AT_ONCE>();
+    if constexpr (AT_ONCE > 2) multiply_some.template operator()<2>();
+    if constexpr (AT_ONCE > 1) multiply_some.template operator()<1>();
+}
+
+// --- several rows -----------------------------------------------------------------------------------------------------
 
 // Widens blocks of `panels` panels and calls multiply(panel, num, block, widened, codes) for each block of up to
 // FP8_PANELS of them: `widened` has FP8_WIDE_BYTES for each, and `codes` where they come from.
@@ -145,6 +221,16 @@ static void add_fp8_rows(const Rows& rows, int first_row, int depth, const uint1
 [[maybe_unused]] static void multiply_fp8(const Rows& rows, int first_row, int count, const Matrix& matrix,
                                           int first_panel, int panels, float* out, int out_stride, const uint8_t* ahead,
                                           uint8_t* wide) {
+    const auto direct = [&]<int R>() {
+        multiply_fp8_panels<R>(rows, first_row, matrix, first_panel, panels, out, out_stride, ahead);
+    };
+    if (count == 1) return direct.template operator()<1>();
+    if constexpr (FP8_DIRECT_ROWS >= 2)
+        if (count == 2) return direct.template operator()<2>();
+    if constexpr (FP8_DIRECT_ROWS >= 4) {
+        if (count == 3) return direct.template operator()<3>();
+        if (count == 4) return direct.template operator()<4>();
+    }
     const int parts = (count + FP8_ROWS - 1) / FP8_ROWS, most = (count + parts - 1) / parts;
     for_fp8_blocks(matrix, first_panel, panels, ahead, wide, [&](int panel, int num, int block, const uint16_t* widened,
                                                                 const uint8_t* const* codes) {

@@ -250,6 +250,7 @@ def test_files_are_opened_once(tmp_path: Path) -> None:
 def test_8_bit_floats_that_are_not_numbers_are_refused(tmp_path: Path) -> None:
     def pack(module: str, weight: Tensor) -> Packed:
         found = case.pack(module, weight)
+        assert found is not None
         found.tensors["weight"].view(torch.uint8)[5, 9] = 0xFF
         return found
 
