@@ -22,17 +22,29 @@ constexpr int FP8_BIAS = (127 - 7) << 7, FP8_MAGNITUDE = 0x7F << 4;
 
 // `from` has a pair of neighbours in depth for each of LANES outputs; the pairs become bfloat16.
 #if defined(ISA_AVX512) && !defined(EMULATE)
+#define WIDENS_SEVERAL
 
-INLINE vu widen_pairs(const uint8_t* from) {
-    const __m512i small = _mm512_zextsi128_si512(load<__m128i>(FP8_SMALL));
-    const __m512i codes = _mm512_cvtepu8_epi16(load<__m256i>(from));
-    __m512i values = _mm512_and_si512(_mm512_slli_epi16(codes, 4), _mm512_set1_epi16(FP8_MAGNITUDE));
-    values = _mm512_add_epi16(values, _mm512_set1_epi16(FP8_BIAS));
-    // The lowest five bits of a code without exponent are its index.
-    const __mmask32 is_small = _mm512_testn_epi16_mask(codes, _mm512_set1_epi16(0x78));
-    values = _mm512_mask_permutexvar_epi16(values, is_small, codes, small);
-    const __m512i signs = _mm512_slli_epi16(codes, 8);
-    return bits<vu>(_mm512_ternarylogic_epi32(values, signs, _mm512_set1_epi16(short(0x8000)), 0xF8));  // a | (b & c)
+// Shifts and shuffles have few ports, so the sign is extended, and a product moves the rest.
+template <int N>
+INLINE void widen_pairs(const uint8_t* const (&from)[N], vu (&to)[N]) {
+    __m512i codes[N], values[N];
+    __mmask32 is_small[N], any = 0;
+    for (int n = 0; n < N; n++) {
+        codes[n] = _mm512_cvtepi8_epi16(load<__m256i>(from[n]));
+        values[n] = _mm512_mullo_epi16(codes[n], _mm512_set1_epi16(16));
+        values[n] = _mm512_and_si512(values[n], _mm512_set1_epi16(FP8_MAGNITUDE));
+        values[n] = _mm512_add_epi16(values[n], _mm512_set1_epi16(FP8_BIAS));
+        is_small[n] = _mm512_testn_epi16_mask(codes[n], _mm512_set1_epi16(0x78));
+        any = _kor_mask32(any, is_small[n]);
+    }
+    if (__builtin_expect(!_kortestz_mask32_u8(any, any), 0)) {
+        // The lowest five bits of a code without exponent are its index.
+        const __m512i small = _mm512_zextsi128_si512(load<__m128i>(FP8_SMALL));
+        for (int n = 0; n < N; n++)
+            values[n] = _mm512_mask_permutexvar_epi16(values[n], is_small[n], codes[n], small);
+    }
+    for (int n = 0; n < N; n++)  // a | (b & c)
+        to[n] = bits<vu>(_mm512_ternarylogic_epi32(values[n], codes[n], _mm512_set1_epi16(short(0x8000)), 0xF8));
 }
 
 #elif defined(ISA_AVX2)
@@ -42,7 +54,7 @@ alignas(16) constexpr uint8_t FP8_SMALL_BYTES[16] = {0, 0, 0x80, 0xC0, 0, 0x20, 
                                                      0, 0x3B, 0x3B, 0x3B, 0x3C, 0x3C, 0x3C, 0x3C};
 
 INLINE vu widen_pairs(const uint8_t* from) {
-    const __m256i codes = _mm256_cvtepu8_epi16(load<__m128i>(from));
+    const __m256i codes = _mm256_cvtepi8_epi16(load<__m128i>(from));
     __m256i values = _mm256_and_si256(_mm256_slli_epi16(codes, 4), _mm256_set1_epi16(FP8_MAGNITUDE));
     values = _mm256_add_epi16(values, _mm256_set1_epi16(FP8_BIAS));
     const __m256i exponents = _mm256_and_si256(codes, _mm256_set1_epi16(0x78));
@@ -54,7 +66,7 @@ INLINE vu widen_pairs(const uint8_t* from) {
         const __m256i small = _mm256_broadcastsi128_si256(load<__m128i>(FP8_SMALL_BYTES));
         values = _mm256_blendv_epi8(values, _mm256_shuffle_epi8(small, both), is_small);
     }
-    const __m256i signs = _mm256_and_si256(_mm256_slli_epi16(codes, 8), _mm256_set1_epi16(short(0x8000)));
+    const __m256i signs = _mm256_and_si256(codes, _mm256_set1_epi16(short(0x8000)));
     return bits<vu>(_mm256_or_si256(values, signs));
 }
 
@@ -73,8 +85,21 @@ INLINE vu widen_pairs(const uint8_t* from) {
 
 #endif
 
+// The same for several vectors.
+#if !defined(WIDENS_SEVERAL)
+template <int N>
+INLINE void widen_pairs(const uint8_t* const (&from)[N], vu (&to)[N]) {
+    for (int n = 0; n < N; n++) to[n] = widen_pairs(from[n]);
+}
+#endif
+
 static void widen_fp8(const uint8_t* from, uint16_t* to) {
-    for (int i = 0; i < FP8_CODE_BYTES; i += 2 * LANES) store(to + i, widen_pairs(from + i));
+    for (int i = 0; i < FP8_CODE_BYTES; i += 4 * LANES) {
+        const uint8_t* const places[2] = {from + i, from + i + 2 * LANES};
+        vu values[2];
+        widen_pairs(places, values);
+        for (int n = 0; n < 2; n++) store(to + i + n * 2 * LANES, values[n]);
+    }
 }
 
 // --- few rows ---------------------------------------------------------------------------------------------------------
@@ -95,17 +120,18 @@ __attribute__((noinline)) static void multiply_fp8_rows(const Rows& rows, int fi
     for (int k = 0; k < depth; k += FP8_DEPTH, panel += FP8_BLOCK_BYTES) {
         vf acc[R][P][VECTORS] = {};
         for (int pair = 0; pair < FP8_DEPTH / 2; pair++) {
-            if (ahead && pair % 2 == 0)
-                for (int p = 0; p < P; p++) prefetch<L2>(ahead + p * bytes + pair * 2 * PANEL, LINE);
-            vu weights[P][VECTORS];
-            for (int p = 0; p < P; p++)
-                for (int v = 0; v < VECTORS; v++)
-                    weights[p][v] = widen_pairs(panel + p * bytes + pair * 2 * PANEL + v * 2 * LANES);
+            if (ahead && pair % 8 == 0)
+                for (int p = 0; p < P; p++) prefetch<L2>(ahead + p * bytes + pair * 2 * PANEL, 4 * LINE);
+            const uint8_t* places[P * VECTORS];
+            vu weights[P * VECTORS];
+            for (int i = 0; i < P * VECTORS; i++)
+                places[i] = panel + i / VECTORS * bytes + pair * 2 * PANEL + i % VECTORS * 2 * LANES;
+            widen_pairs(places, weights);
 #if defined(DOT_BF16)
             for (int r = 0; r < R; r++) {
                 const vu numbers = load<uint32_t>(plain[r] + k + 2 * pair) - vu{};
                 for (int p = 0; p < P; p++)
-                    for (int v = 0; v < VECTORS; v++) acc[r][p][v] = dot_bf16(acc[r][p][v], weights[p][v], numbers);
+                    for (int v = 0; v < VECTORS; v++) acc[r][p][v] = dot_bf16(acc[r][p][v], weights[p * VECTORS + v], numbers);
             }
 #else
             for (int half = 0; half < 2; half++)
@@ -113,7 +139,7 @@ __attribute__((noinline)) static void multiply_fp8_rows(const Rows& rows, int fi
                     const vf value = splat(plain[r][k + 2 * pair + half]);
                     for (int p = 0; p < P; p++)
                         for (int v = 0; v < VECTORS; v++) {
-                            const vu word = half ? weights[p][v] & 0xFFFF0000u : weights[p][v] << 16;
+                            const vu both = weights[p * VECTORS + v], word = half ? both & 0xFFFF0000u : both << 16;
                             acc[r][p][v] = fma(value, bits<vf>(word), acc[r][p][v]);
                         }
                 }
@@ -137,7 +163,7 @@ __attribute__((noinline)) static void multiply_fp8_rows(const Rows& rows, int fi
 template <int R>
 static void multiply_fp8_panels(const Rows& rows, int first_row, const Matrix& matrix, int first_panel, int panels,
                                 float* out, int out_stride, const uint8_t* ahead) {
-    constexpr int AT_ONCE = R * VECTORS <= 2 ? 4 : R * VECTORS <= 4 ? 2 : 1;
+    constexpr int AT_ONCE = LANES == 16 ? (R == 1 ? 4 : 2) : R == 1 && LANES == 8 ? 2 : 1;
     const size_t bytes = matrix.panel_bytes();
     int p = 0;
     const auto multiply_some = [&]<int P>() {
