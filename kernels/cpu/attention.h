@@ -222,7 +222,16 @@ class Attention final : public Op {
         const size_t first = size_t(head) * item.rows + row;
         const Part part{state.queries + first * SLICE, state.out + first * kv_.head_dim, state.scores, state.weights};
         multiply_keys(part, count, stretch, ahead);
-        softmax(part, count, state.first + row, state.end + row, key, state.top + first, state.total + first, ahead);
+        switch (stretch.num_blocks) {
+#define CASE(B)                                                                                                     \
+    case B:                                                                                                         \
+        softmax<B * BLOCK>(part, count, state.first + row, state.end + row, key, state.top + first, state.total + first, \
+                           ahead);                                                                                  \
+        break;
+            CASE(1) CASE(2) CASE(3) CASE(4)
+#undef CASE
+        }
+        static_assert(STRETCH_BLOCKS == 4);
         multiply_values(part, count, stretch, ahead);
         ahead.prefetch_rest();
     }
@@ -234,8 +243,9 @@ class Attention final : public Op {
         act* weights;
     };
 
-    // Turns scores into softmax weights. Row r attends to the keys first[r] .. end[r]; none of these 64 may be among
-    // them. Each loop goes over all rows, because the operations of a single row depend on each other.
+    // Turns the scores of KEYS keys into softmax weights. Row r attends to the keys first[r] .. end[r]; none of these may
+    // be among them. Each loop goes over all rows, because the operations of a single row depend on each other.
+    template <int KEYS>
     void softmax(const Part& part, int count, const int32_t* first, const int32_t* end, int key, float* top,
                  float* total, StretchAhead& ahead) const {
         static_assert(ATTENTION_ROWS <= LANES);
@@ -243,11 +253,11 @@ class Attention final : public Op {
         ahead.prefetch_part(8);
         for (int r = 0; r < count; r++) {
             float* scores = part.scores + r * STRETCH;
-            for (int i = 0; i < first[r] - key && i < STRETCH; i++) scores[i] = -INFINITY;
-            for (int i = std::max(0, end[r] - key); i < STRETCH; i++) scores[i] = -INFINITY;
+            for (int i = 0; i < first[r] - key && i < KEYS; i++) scores[i] = -INFINITY;
+            for (int i = std::max(0, end[r] - key); i < KEYS; i++) scores[i] = -INFINITY;
             ahead.prefetch_part(32);
             vf highest = load<vf>(scores);
-            for (int i = LANES; i < STRETCH; i += LANES) highest = max(highest, load<vf>(scores + i));
+            for (int i = LANES; i < KEYS; i += LANES) highest = max(highest, load<vf>(scores + i));
             tops[r] = largest(highest);
             shrinks[r] = top[r] - tops[r];
         }
@@ -264,12 +274,12 @@ class Attention final : public Op {
             const float* scores = part.scores + r * STRETCH;
             act* weights = part.weights + r * STRETCH;
             if (tops[r] == -INFINITY) {
-                for (int i = 0; i < STRETCH; i += LANES) store_acts(weights + i, vf{});
+                for (int i = 0; i < KEYS; i += LANES) store_acts(weights + i, vf{});
                 continue;
             }
             ahead.prefetch_part(32);
             vf sums{};
-            for (int i = 0; i < STRETCH; i += LANES) {
+            for (int i = 0; i < KEYS; i += LANES) {
                 const vf weight = exp_of(load<vf>(scores + i) - top[r]);
                 sums += weight;
                 store_acts(weights + i, weight);
