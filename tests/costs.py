@@ -5,17 +5,17 @@ test has started and waited for. The first test that uses a shared fixture pays 
 """
 
 import os
-from collections import Counter
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Generator
 
 import pytest
 
 NUM_SHOWN = 40
 
 _last_s = 0.0
-_cpu_s: Counter[str] = Counter()
-_wall_s: Counter[str] = Counter()
-_num_tests: Counter[str] = Counter()
+_cpu_s: dict[str, float] = defaultdict(float)
+_wall_s: dict[str, float] = defaultdict(float)
+_num_tests: dict[str, int] = defaultdict(int)
 
 
 def _used_s() -> float:
@@ -25,14 +25,14 @@ def _used_s() -> float:
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol() -> Iterator[None]:
+def pytest_runtest_protocol() -> Generator[None, object, object]:
     global _last_s
     _last_s = _used_s()
     return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Iterator[None]:
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Add what a phase of a test has used to its report, which xdist sends to the process that prints."""
     global _last_s
     report = yield
@@ -52,7 +52,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.section("CPU time by file")
     terminalreporter.write_line(f"{'CPU s':>8} {'s':>8} {'tests':>6}")
-    for file, used_s in _cpu_s.most_common(NUM_SHOWN):
-        terminalreporter.write_line(f"{used_s:8.1f} {_wall_s[file]:8.1f} {_num_tests[file]:6}  {file}")
-    total = f"{_cpu_s.total():8.1f} {_wall_s.total():8.1f} {_num_tests.total():6}"
+    for file in sorted(_cpu_s, key=lambda file: -_cpu_s[file])[:NUM_SHOWN]:
+        terminalreporter.write_line(f"{_cpu_s[file]:8.1f} {_wall_s[file]:8.1f} {_num_tests[file]:6}  {file}")
+    total = f"{sum(_cpu_s.values()):8.1f} {sum(_wall_s.values()):8.1f} {sum(_num_tests.values()):6}"
     terminalreporter.write_line(f"{total}  all {len(_cpu_s)} files")

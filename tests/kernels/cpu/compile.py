@@ -7,12 +7,15 @@ compiled.
 """
 
 from pipeline.kernels.cpu.build import build
-from tests.kernels.cpu.samplers import EMULATED, ISAS
+from pipeline.kernels.cpu.isa import available
+from tests.kernels.cpu.samplers import EMULATED
 
 
 def main() -> None:
-    for isa in ISAS:
-        build(EMULATED.get(isa, isa), print, emulate=isa in EMULATED)
+    for isa in available():
+        build(isa, print)
+    for isa in EMULATED.values():
+        build(isa, print, emulate=True)
 
 
 if __name__ == "__main__":
