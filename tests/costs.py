@@ -44,7 +44,9 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     file = report.nodeid.partition("::")[0]
-    _cpu_s[file] += dict(report.user_properties)["cpu_s"]
+    used_s = dict(report.user_properties)["cpu_s"]
+    assert isinstance(used_s, float)
+    _cpu_s[file] += used_s
     _wall_s[file] += report.duration
     _num_tests[file] += report.when == "call"
 
