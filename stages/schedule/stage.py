@@ -273,6 +273,8 @@ class ScheduleStage:
         """Settle a result, after the next step was sent if that needs nothing of it: the executor waits. Other messages
         of this wake are handled before the next step, as they may change it."""
         scheduler = self._scheduler
+        if len(scheduler.in_flight) == 1 and scheduler.num_running:
+            self._execute.wake()  # it sleeps, and a step follows in most cases
         if self._is_single and len(scheduler.in_flight) == self._depth and scheduler.can_plan_before_settling(result):
             self._send_step(scheduler.plan_before_settling)
         begin_s = time.monotonic()
