@@ -6,7 +6,8 @@
 
 struct Stretch {
     int num_blocks = 0;
-    const uint16_t *keys[STRETCH_BLOCKS], *values[STRETCH_BLOCKS];
+    const uint8_t *keys[STRETCH_BLOCKS], *values[STRETCH_BLOCKS];
+    const uint16_t* scales[STRETCH_BLOCKS];  // [2][16 tokens], of keys and values in 8 bits
 };
 
 // The stretch that a thread reads next. It prefetches it while it computes another one.
@@ -16,8 +17,8 @@ struct Stretch {
 // prefetched in the order of memory, some at a time, throughout.
 class StretchAhead {
    public:
-    StretchAhead(const Stretch& next, int head_dim)
-        : next(next), lines_(head_dim * BLOCK * 2 / LINE), total_(2 * next.num_blocks * lines_) {}
+    StretchAhead(const Stretch& next, size_t panel_bytes)
+        : next(next), lines_(int(panel_bytes) / LINE), total_(2 * next.num_blocks * lines_) {}
 
     const Stretch& next;
 
@@ -36,9 +37,9 @@ class StretchAhead {
     void prefetch_lines(int count) {
         while (count > 0 && piece_ < 2 * next.num_blocks) {
             const int n = next.num_blocks;
-            const uint16_t* piece = piece_ < n ? next.keys[piece_] : next.values[piece_ - n];
+            const uint8_t* piece = piece_ < n ? next.keys[piece_] : next.values[piece_ - n];
             const int some = std::min(count, lines_ - line_);
-            prefetch<L2>(reinterpret_cast<const uint8_t*>(piece) + line_ * LINE, some * LINE);
+            prefetch<L2>(piece + line_ * LINE, some * LINE);
             count -= some, line_ += some;
             if (line_ == lines_) line_ = 0, piece_++;
         }
