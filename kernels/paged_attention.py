@@ -121,9 +121,7 @@ def paged_attention(out: Tensor, qkv: Tensor, kv: LayerKV, plan: AttentionPlan) 
         heads_out.index_copy_(0, group.tokens, attended.reshape(num, num_heads, head_dim).to(out.dtype))
     for chunk in plan.chunks:
         query = queries[chunk.begin : chunk.end].transpose(0, 1)[None]
-        keys, values = (
-            each.view(-1, num_kv_heads, head_dim)[: chunk.num_keys] for each in _gathered(kv, chunk.blocks)
-        )
+        keys, values = (each.view(-1, num_kv_heads, head_dim)[: chunk.num_keys] for each in _gathered(kv, chunk.blocks))
         attended = scaled_dot_product_attention(
             query.to(keys.dtype),
             keys.transpose(0, 1)[None],

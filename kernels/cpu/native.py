@@ -31,6 +31,7 @@ SPINS = 2000
 
 HUGE_PAGE = 2 * 1024**2
 
+
 class KVType(IntEnum):
     """The numbers of the KV cache: `KVType` in kv.h."""
 

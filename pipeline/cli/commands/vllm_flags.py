@@ -199,8 +199,8 @@ def _converter(flag: str, form: str) -> Callable[[str], str]:
             raise argparse.ArgumentTypeError(f"{text} is not supported: use bfloat16 or float32")
         if flag == "--kv-cache-dtype" and text not in ("auto", "int8"):
             raise argparse.ArgumentTypeError(
-                f"{text} is not supported: use int8, which takes as little memory as fp8 and has a scale for each token "
-                "and head, or auto, the type of --dtype"
+                f"{text} is not supported: use int8, which takes as little memory as fp8 and has a scale for each "
+                "token and head, or auto, the type of --dtype"
             )
         if flag == "--max-logprobs" and text == "-1":
             raise argparse.ArgumentTypeError(f"-1, vLLM's 'no limit', is not supported: use 0 to {MAX_LOGPROBS}")

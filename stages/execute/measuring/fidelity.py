@@ -75,7 +75,9 @@ def measure(settings: Settings, folder: Path, chunks: Sequence[Sequence[int]], r
             forms.append(_form(measured[1], "int8"))
         against_bf16: MeasuredForm | None = None
         if (kv_dtype := settings.execute.kv_dtype) != "auto":
-            measured.append(stack.enter_context(closing(load(settings, folder, "bfloat16", kernels, kv_dtype=kv_dtype))))
+            measured.append(
+                stack.enter_context(closing(load(settings, folder, "bfloat16", kernels, kv_dtype=kv_dtype)))
+            )
             forms.append(_form(measured[-1], "int12", f"{kv_dtype} KV cache"))
             against_bf16 = _form(measured[-1], "int12", f"{kv_dtype} against bf16 KV cache")
         for i, chunk in enumerate(chunks):

@@ -14,7 +14,6 @@ from typing import cast
 
 import msgspec
 import numpy as np
-import torch
 
 from pipeline.cli.profile.results import Case, Floor, MachineRates, OpTime, Profile, ProfilePlan, StepTime
 from pipeline.config.settings import Settings

@@ -385,7 +385,9 @@ def test_rotary_embedding_and_kv_writes(
     after = kv.read(*others)
     after_scales = kv.scales[others[0], :, :, others[1]]
     kv.bytes[:] = untouched
-    for was, now in zip((*kv.read(*others), kv.scales[others[0], :, :, others[1]]), (*after, after_scales), strict=True):
+    for was, now in zip(
+        (*kv.read(*others), kv.scales[others[0], :, :, others[1]]), (*after, after_scales), strict=True
+    ):
         np.testing.assert_array_equal(now, was)
 
 

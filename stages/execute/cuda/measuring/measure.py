@@ -77,7 +77,7 @@ def measure(
             before=before,
             after=after,
             steps=[
-                summarize(case, samples[i], costs_of(case, config, runner.model, dtype), rates, dtype)
+                summarize(case, samples[i], costs_of(case, config, runner.model, runner.kv.dtype), rates, dtype)
                 for i, case in enumerate(cases)
             ],
             gpu=device.name,
