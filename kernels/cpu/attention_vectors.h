@@ -28,7 +28,7 @@ struct Bf16Panels {
             const uint8_t* next[P];
             if (ahead)
                 for (int p = 0; p < P; p++) next[p] = ahead[p] + d * PANEL * 2;
-            multiply_bf16<R, P, L1>(rows, from, PANEL / 2, acc, ahead ? next : nullptr);
+            multiply_bf16<R, P, L2>(rows, from, PANEL / 2, acc, ahead ? next : nullptr);
         }
         float* out = part.scores + block * BLOCK;
         for (int r = 0; r < R; r++)
@@ -56,7 +56,7 @@ struct Bf16Panels {
             const bool has_next = b < ahead.num_blocks;
             const uint8_t* next[P];
             for (int p = 0; has_next && p < P; p++) next[p] = ahead.values[b] + (panel + p) * SIZE;
-            multiply_bf16<R, P, L1>(rows, from, BLOCK / 2, acc, has_next ? next : nullptr);
+            multiply_bf16<R, P, L2>(rows, from, BLOCK / 2, acc, has_next ? next : nullptr);
         }
         for (int r = 0; r < R; r++)
             for (int p = 0; p < P; p++)
@@ -75,7 +75,7 @@ struct Int8Panels {
                                        word_sums (&acc)[R][P][VECTORS], const uint8_t* const* ahead) {
         for (int k = 0; k < pairs; k++) {
             if (ahead && k % 2 == 0)
-                for (int p = 0; p < P; p++) prefetch<L1>(ahead[p] + k * 2 * PANEL, LINE);
+                for (int p = 0; p < P; p++) prefetch<L2>(ahead[p] + k * 2 * PANEL, LINE);
             vi codes[P][VECTORS];
             for (int p = 0; p < P; p++)
                 for (int v = 0; v < VECTORS; v++)
