@@ -112,12 +112,13 @@ def rounded(numbers, dtype: tl.constexpr, SCALE_BYTES: tl.constexpr):
     values in float32."""
     if SCALE_BYTES > 0:
         row = numbers[None, :]
-        codes, scales = quantize(row, tl.max(tl.abs(row), 1), tl.sum(row * 0.0, 1))
-        scale = tl.sum(scales, 0)
-        row_codes = tl.sum(codes, 0)
-        return row_codes.to(tl.int8), scale.to(tl.bfloat16), row_codes * scale
-    kept = numbers.to(dtype)
-    return kept, 0.0, kept.to(tl.float32)
+        row_codes, row_scale = quantize(row, tl.max(tl.abs(row), 1), tl.sum(row * 0.0, 1))
+        codes, scale = tl.sum(row_codes, 0), tl.sum(row_scale, 0)
+        kept, kept_scale, values = codes.to(tl.int8), scale.to(tl.bfloat16), codes * scale
+    else:
+        kept, kept_scale = numbers.to(dtype), 0.0
+        values = kept.to(tl.float32)
+    return kept, kept_scale, values
 
 
 @triton.jit(do_not_specialize=["part_stride"])
@@ -173,7 +174,7 @@ def _decode_kernel(
     row, position, _, token = load_entry(cuts + tl.program_id(0) * CUT_FIELDS + 8)
 
     half: tl.constexpr = HEAD_DIM // 2
-    dtype: tl.constexpr = keys.dtype.element_ty
+    dtype: tl.constexpr = out.dtype.element_ty
     rows = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, DIMS)
     inside = dims < HEAD_DIM

@@ -58,6 +58,30 @@ def load_blocks(table, tile, first_key, end_key, BLOCK_SIZE: tl.constexpr, BLOCK
 
 
 @triton.jit
+def _load_heads(places, readable, dims, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr):
+    """A tile of keys or values, [BLOCK_N, DIMS]."""
+    if MASKED and DIMS > HEAD_DIM:
+        numbers = tl.load(places, mask=readable[:, None] & (dims < HEAD_DIM)[None, :], other=0)
+    elif MASKED:
+        numbers = tl.load(places, mask=readable[:, None], other=0)
+    elif DIMS > HEAD_DIM:
+        numbers = tl.load(places, mask=(dims < HEAD_DIM)[None, :], other=0)
+    else:
+        numbers = tl.load(places)
+    return numbers
+
+
+@triton.jit
+def _load_scales(places, readable, MASKED: tl.constexpr):
+    """The scales of a tile of keys or values, [BLOCK_N] float32."""
+    if MASKED:
+        scales = tl.load(places, mask=readable, other=0.0)
+    else:
+        scales = tl.load(places)
+    return scales.to(tl.float32)
+
+
+@triton.jit
 def attend_tiles(
     sums,
     largest,
@@ -102,29 +126,17 @@ def attend_tiles(
         block_at = blocks.to(tl.int64) * (NUM_KV_HEADS * BLOCK_SIZE * (HEAD_DIM + SCALE_BYTES))
         at = block_at + (places % BLOCK_SIZE) * HEAD_DIM
         at = at[:, None] + dims[None, :]
-        if MASKED and DIMS > HEAD_DIM:
-            mask = readable[:, None] & (dims < HEAD_DIM)[None, :]
-            key = tl.load(keys + at, mask=mask, other=0)
-            value = tl.load(values + at, mask=mask, other=0)
-        elif MASKED:
-            key = tl.load(keys + at, mask=readable[:, None], other=0)
-            value = tl.load(values + at, mask=readable[:, None], other=0)
-        elif DIMS > HEAD_DIM:
-            key = tl.load(keys + at, mask=(dims < HEAD_DIM)[None, :], other=0)
-            value = tl.load(values + at, mask=(dims < HEAD_DIM)[None, :], other=0)
-        else:
-            key = tl.load(keys + at)
-            value = tl.load(values + at)
+        key = _load_heads(keys + at, readable, dims, MASKED, HEAD_DIM, DIMS)
+        value = _load_heads(values + at, readable, dims, MASKED, HEAD_DIM, DIMS)
         if SCALE_BYTES > 0:
             scale_at = block_at // 2 + BLOCK_SIZE * HEAD_DIM // 2 + places % BLOCK_SIZE
-            if MASKED:
-                key_scale = tl.load(key_scales + scale_at, mask=readable, other=0.0).to(tl.float32)
-                value_scale = tl.load(value_scales + scale_at, mask=readable, other=0.0).to(tl.float32)
+            key_scale = _load_scales(key_scales + scale_at, readable, MASKED)
+            value_scale = _load_scales(value_scales + scale_at, readable, MASKED)
+            # Codes are exact in every type of queries. The interpreter can't convert integers to bfloat16.
+            if UPCAST:
+                key, value = key.to(tl.float32), value.to(tl.float32)
             else:
-                key_scale = tl.load(key_scales + scale_at).to(tl.float32)
-                value_scale = tl.load(value_scales + scale_at).to(tl.float32)
-            # Codes are exact in every type of queries.
-            key, value = key.to(query.dtype), value.to(query.dtype)
+                key, value = key.to(query.dtype), value.to(query.dtype)
         # The next tile's block ids are loaded here, so that its keys can be loaded ahead.
         blocks = load_blocks(table, tile + 1, first_key, end_key, BLOCK_SIZE, BLOCK_N)
 
