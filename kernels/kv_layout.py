@@ -54,7 +54,7 @@ def layers_of(memory: Tensor, num_kv_heads: int, head_dim: int) -> list[LayerKV]
 def quantize_heads(values: Tensor) -> tuple[Tensor, Tensor]:
     """Codes [..., D] int8 and scales [...] bfloat16 of `values` [..., D], computed in float32.
 
-    Codes are values divided by the scale, rounded to the nearest, ties to even. A scale is the largest magnitude / MOST,
+    Codes are values divided by the scale, to the nearest, ties to even. A scale is the largest magnitude / MOST,
     rounded up to bfloat16, so that no code is beyond MOST. Numbers that are nearly zero become zero. A scale is NaN if
     any number is not finite.
     """

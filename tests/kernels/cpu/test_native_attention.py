@@ -238,9 +238,9 @@ def test_rows_of_all_kinds_attend_to_their_visible_keys(library: ctypes.CDLL, ca
         for entry, out in zip(EVERYTHING, made, strict=True):
             expected, bound = reference(case, *entry, r)
             # The bound must be tight: rounded queries would be a hundred times as far off.
-            # The codes of weights may all be rounded the same way.
+            # Of 64 weights, of which one may be as large as all others, each has half a code.
             integers = case.kv_type is KVType.INT8
-            assert bound.max() < (0.005 if not r.wide else 0.001 if integers else 3e-4)
+            assert bound.max() < (0.005 if not r.wide else 0.002 if integers else 3e-4)
             if floats:
                 assert_near(out, expected, bound)
             else:
