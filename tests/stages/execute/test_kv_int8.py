@@ -9,6 +9,7 @@ import pytest
 from pipeline.cli.check.chunks import chunks_of
 from pipeline.cli.check.fidelity import BUILT_IN
 from pipeline.config.settings import Settings
+from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.execute.kv import plan_kv
 from pipeline.stages.execute.measuring import fidelity
@@ -93,7 +94,7 @@ def test_every_instruction_set_computes_nearly_what_torch_does(folder: Path, isa
 
 
 def test_kv_dtype_int8_takes_little_more_than_half_the_memory(smollm2_dir: Path) -> None:
-    config = test_invariance.checkpoints.ModelConfig.load(smollm2_dir)
+    config = ModelConfig.load(smollm2_dir)
     plain, quantized = (
         plan_kv(settings(dtype="bfloat16", kv_mib=64, kv_dtype=kv_dtype), config).num_blocks
         for kv_dtype in ("auto", "int8")
