@@ -123,13 +123,13 @@ def attend_tiles(
     for tile in range(first_tile, end_tile):
         places = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         readable = (places >= first_key) & (places < end_key)
-        block_at = blocks.to(tl.int64) * (NUM_KV_HEADS * BLOCK_SIZE * (HEAD_DIM + SCALE_BYTES))
-        at = block_at + (places % BLOCK_SIZE) * HEAD_DIM
+        block_size: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * (HEAD_DIM + SCALE_BYTES)
+        at = blocks.to(tl.int64) * block_size + (places % BLOCK_SIZE) * HEAD_DIM
         at = at[:, None] + dims[None, :]
         key = _load_heads(keys + at, readable, dims, MASKED, HEAD_DIM, DIMS)
         value = _load_heads(values + at, readable, dims, MASKED, HEAD_DIM, DIMS)
         if SCALE_BYTES > 0:
-            scale_at = block_at // 2 + BLOCK_SIZE * HEAD_DIM // 2 + places % BLOCK_SIZE
+            scale_at = blocks.to(tl.int64) * (block_size // 2) + BLOCK_SIZE * HEAD_DIM // 2 + places % BLOCK_SIZE
             key_scale = _load_scales(key_scales + scale_at, readable, MASKED)
             value_scale = _load_scales(value_scales + scale_at, readable, MASKED)
             # Codes are exact in every type of queries. The interpreter can't convert integers to bfloat16.
