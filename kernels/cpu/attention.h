@@ -269,14 +269,23 @@ class Attention final : public Op {
             for (int b = 0; b < ahead.next.num_blocks; b++)
                 prefetch<L1>(reinterpret_cast<const uint8_t*>(ahead.next.scales[b]), LINE);
         Products::multiply_keys(part, count, stretch, ahead, kv_.head_dim);
-        softmax(part, count, state.first + row, state.end + row, key, state.top + first, state.total + first, stretch,
-                ahead);
+        switch (stretch.num_blocks) {
+#define CASE(B)                                                                                                     \
+    case B:                                                                                                         \
+        softmax<B * BLOCK>(part, count, state.first + row, state.end + row, key, state.top + first, state.total + first, \
+                           stretch, ahead);                                                                         \
+        break;
+            CASE(1) CASE(2) CASE(3) CASE(4)
+#undef CASE
+        }
+        static_assert(STRETCH_BLOCKS == 4);
         Products::multiply_values(part, count, stretch, ahead, kv_.head_dim);
         ahead.prefetch_rest();
     }
 
-    // Turns scores into softmax weights. Row r attends to the keys first[r] .. end[r]; none of these 64 may be among
-    // them. Each loop goes over all rows, because the operations of a single row depend on each other.
+    // Turns the scores of KEYS keys into softmax weights. Row r attends to the keys first[r] .. end[r]; none of these may
+    // be among them. Each loop goes over all rows, because the operations of a single row depend on each other.
+    template <int KEYS>
     void softmax(const Part& part, int count, const int32_t* first, const int32_t* end, int key, float* top,
                  float* total, const Stretch& stretch, StretchAhead& ahead) const {
         static_assert(ATTENTION_ROWS <= LANES);
@@ -284,11 +293,11 @@ class Attention final : public Op {
         ahead.prefetch_part(8);
         for (int r = 0; r < count; r++) {
             float* scores = part.scores + r * STRETCH;
-            for (int i = 0; i < first[r] - key && i < STRETCH; i++) scores[i] = -INFINITY;
-            for (int i = std::max(0, end[r] - key); i < STRETCH; i++) scores[i] = -INFINITY;
+            for (int i = 0; i < first[r] - key && i < KEYS; i++) scores[i] = -INFINITY;
+            for (int i = std::max(0, end[r] - key); i < KEYS; i++) scores[i] = -INFINITY;
             ahead.prefetch_part(32);
             vf highest = load<vf>(scores);
-            for (int i = LANES; i < STRETCH; i += LANES) highest = max(highest, load<vf>(scores + i));
+            for (int i = LANES; i < KEYS; i += LANES) highest = max(highest, load<vf>(scores + i));
             tops[r] = largest(highest);
             shrinks[r] = top[r] - tops[r];
         }
@@ -301,20 +310,20 @@ class Attention final : public Op {
             total[r] *= shrinks[r];
             top[r] = tops[r];
         }
-        float scales[STRETCH] = {};
-        for (int b = 0; TYPE == KVType::INT8 && b < stretch.num_blocks; b++)
+        float scales[KEYS];
+        for (int b = 0; TYPE == KVType::INT8 && b < KEYS / BLOCK; b++)
             for (int i = 0; i < BLOCK; i += LANES) store(scales + b * BLOCK + i, load_scales(stretch.scales[b] + BLOCK + i));
         for (int r = 0; r < count; r++) {
             float* scores = part.scores + r * STRETCH;
             Number* weights = part.weights + r * STRETCH;
             if (tops[r] == -INFINITY) {
-                memset(weights, 0, STRETCH * sizeof(Number));
+                memset(weights, 0, KEYS * sizeof(Number));
                 if constexpr (INTEGERS<TYPE>) part.weight_scales[r] = 0;
                 continue;
             }
             ahead.prefetch_part(32);
             vf sums{}, largest_weight{};
-            for (int i = 0; i < STRETCH; i += LANES) {
+            for (int i = 0; i < KEYS; i += LANES) {
                 const vf weight = exp_of(load<vf>(scores + i) - top[r]);
                 sums += weight;
                 if constexpr (TYPE == KVType::BF16) {
@@ -334,7 +343,7 @@ class Attention final : public Op {
             if constexpr (INTEGERS<TYPE>) {
                 const float most = largest(largest_weight), inverse = most > 1e-30f ? LARGEST_CODE / most : 0.0f;
                 part.weight_scales[r] = most / LARGEST_CODE;
-                for (int i = 0; i < STRETCH; i += LANES) store_codes(weights + i, load<vf>(scores + i) * inverse);
+                for (int i = 0; i < KEYS; i += LANES) store_codes(weights + i, load<vf>(scores + i) * inverse);
             }
             total[r] += sum(sums);
         }
