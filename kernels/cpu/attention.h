@@ -240,7 +240,7 @@ class Attention final : public Op {
                 if (part == 0)
                     ahead = head + 1 < item.heads ? stretch_of(step, pass, item.head + head + 1)
                                                   : stretch_of(step, next, next_head);
-                some_rows(item, head, row, count, now, StretchAhead(ahead, kv_.panel_bytes()), pass.key, state);
+                some_rows(item, head, row, count, now, Ahead<TYPE>(ahead, kv_.panel_bytes()), pass.key, state);
                 row += count;
             }
         }
@@ -260,7 +260,7 @@ class Attention final : public Op {
     }
 
     // Rows row .. row + count of a head, at most ATTENTION_ROWS.
-    void some_rows(const Item& item, int head, int row, int count, const Stretch& stretch, StretchAhead ahead, int key,
+    void some_rows(const Item& item, int head, int row, int count, const Stretch& stretch, Ahead<TYPE> ahead, int key,
                    State& state) const {
         const size_t first = size_t(head) * item.rows + row;
         const Part part{state.queries + first * SLICE,       state.query_scales + first, state.out + first * kv_.head_dim,
@@ -287,7 +287,7 @@ class Attention final : public Op {
     // be among them. Each loop goes over all rows, because the operations of a single row depend on each other.
     template <int KEYS>
     void softmax(const Part& part, int count, const int32_t* first, const int32_t* end, int key, float* top,
-                 float* total, const Stretch& stretch, StretchAhead& ahead) const {
+                 float* total, const Stretch& stretch, Ahead<TYPE>& ahead) const {
         static_assert(ATTENTION_ROWS <= LANES);
         float tops[LANES] = {}, shrinks[LANES];
         ahead.prefetch_part(8);

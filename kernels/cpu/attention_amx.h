@@ -21,7 +21,7 @@ static const TileShapes attention_tiles = [] {
 // queries are at query(d), their rows `stride` bytes apart.
 template <int BLOCKS, class Query>
 static void score_keys(Query query, size_t stride, int dim, const uint8_t* const* keys, float* scores,
-                       StretchAhead& ahead) {
+                       StretchAhead<true>& ahead) {
     const auto add = [&](const void* queries, size_t apart, const void* first, const void* second) {
         tile_load<4>(queries, apart);
         ahead.prefetch_beside(BLOCKS * SLICE_PAIRS);
@@ -53,7 +53,7 @@ static void score_keys(Query query, size_t stride, int dim, const uint8_t* const
 // sums [16][PANELS * 16] = weights [16][STRETCH] x values, from the dimension `panel` * 16 on.
 template <int PANELS>
 static void sum_values(const uint16_t* weights, const uint8_t* const* values, int num_blocks, int panel, float* sums,
-                       StretchAhead& ahead) {
+                       StretchAhead<true>& ahead) {
     tile_zero<0>();
     if constexpr (PANELS > 1) tile_zero<1>();
     if constexpr (PANELS > 2) tile_zero<2>(), tile_zero<3>();
@@ -103,7 +103,7 @@ class AttentionProducts {
     }
 
     // scores [16][64] = queries [16][head_dim] x keys; a block of keys is one panel
-    static void multiply_keys(const Part& part, int count, const Stretch& stretch, StretchAhead& ahead, int dim) {
+    static void multiply_keys(const Part& part, int count, const Stretch& stretch, StretchAhead<true>& ahead, int dim) {
         use_tile_shapes(attention_tiles);
         const auto query = [&](int d) { return part.queries + d / SLICE * ITEM_STATES * SLICE + d % SLICE; };
         for (int b = 0; b < stretch.num_blocks; b += 2) {
@@ -120,7 +120,7 @@ class AttentionProducts {
     }
 
     // out [count][head_dim] += weights [16][64] x values; a block of values is head_dim / 16 panels
-    static void multiply_values(const Part& part, int count, const Stretch& stretch, StretchAhead& ahead, int dim) {
+    static void multiply_values(const Part& part, int count, const Stretch& stretch, StretchAhead<true>& ahead, int dim) {
         constexpr int MOST_PANELS = 4;
         alignas(LINE) float sums[TILE_ROWS * MOST_PANELS * PANEL];
         const int num_panels = dim / PANEL;

@@ -20,9 +20,13 @@ constexpr int SLICE = 64;  // dimensions of a query that are adjacent, so that r
 #if defined(AMX)
 template <KVType TYPE>
 constexpr bool INTEGERS = false;
+template <KVType TYPE>
+using Ahead = StretchAhead<true>;
 #else
 template <KVType TYPE>
 constexpr bool INTEGERS = TYPE == KVType::INT8;
+template <KVType TYPE>
+using Ahead = StretchAhead<TYPE == KVType::INT8>;
 #endif
 
 // The first rows of one matmul.

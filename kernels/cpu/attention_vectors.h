@@ -9,11 +9,17 @@
 struct Bf16Panels {
     typedef act Number;
 
-    // scores [R][P * 16], STRETCH apart, = queries x P blocks of keys, each of which is one panel. `ahead` is null, or
-    // blocks to prefetch. Not inlined: with constant arguments GCC runs out of registers.
+    // Panels per call. One row has registers for more, and needs them to hide the latency of its sums.
+    template <int R>
+    static constexpr int AT_ONCE = R == 1 ? 4 : R == 2 || LANES == 16 ? 2 : 1;
+
+    // scores [R][P * 16], STRETCH apart, = queries x P blocks of keys, each of which is one panel. Not inlined: with
+    // constant arguments GCC runs out of registers.
     template <int R, int P>
     __attribute__((noinline)) static void multiply_keys(const AttentionPart<act>& part, const Stretch& stretch, int block,
-                                                        const uint8_t* const* ahead, int dim) {
+                                                        StretchAhead<false>& at_next, int dim) {
+        const Stretch& after = at_next.next;
+        const uint8_t* const* ahead = block + P <= after.num_blocks ? after.keys + block : nullptr;
         vf acc[R][P][VECTORS];
         for (int r = 0; r < R; r++)
             for (int p = 0; p < P; p++)
@@ -39,7 +45,8 @@ struct Bf16Panels {
     // out [R][P * 16], from the dimension `panel` * 16 on, += weights [R][64] x values.
     template <int R, int P>
     __attribute__((noinline)) static void multiply_values(const AttentionPart<act>& part, const Stretch& stretch,
-                                                          const Stretch& ahead, int panel, int dim) {
+                                                          StretchAhead<false>& at_next, int panel, int dim) {
+        const Stretch& ahead = at_next.next;
         vf acc[R][P][VECTORS];
         float* out = part.out + panel * PANEL;
         const act* weights = part.weights;
@@ -69,13 +76,20 @@ struct Bf16Panels {
 struct Int8Panels {
     typedef int16_t Number;
 
-    // acc[r][p] += row r times panel p, over `pairs` pairs of depth.
+    template <int R>
+    static constexpr int AT_ONCE = LANES == 16 ? (R <= 6 ? 4 : 2) : Bf16Panels::AT_ONCE<R>;
+
+    // Lines to prefetch for four that are read.
+    static constexpr int LINES_AHEAD = 3;
+
+    // acc[r][p] += row r times panel p, over 16 numbers of depth.
     template <int R, int P>
-    static inline __attribute__((always_inline)) void multiply(const int16_t* const (&rows)[R], const uint8_t* const (&panels)[P], int pairs,
-                                       word_sums (&acc)[R][P][VECTORS], const uint8_t* const* ahead) {
-        for (int k = 0; k < pairs; k++) {
-            if (ahead && k % 2 == 0)
-                for (int p = 0; p < P; p++) prefetch<L2>(ahead[p] + k * 2 * PANEL, LINE);
+    static inline __attribute__((always_inline)) void multiply(const int16_t* const (&rows)[R],
+                                                               const uint8_t* const (&panels)[P],
+                                                               word_sums (&acc)[R][P][VECTORS],
+                                                               StretchAhead<true>& ahead) {
+        ahead.prefetch_lines(P * LINES_AHEAD);
+        for (int k = 0; k < 8; k++) {
             vi codes[P][VECTORS];
             for (int p = 0; p < P; p++)
                 for (int v = 0; v < VECTORS; v++)
@@ -91,16 +105,15 @@ struct Int8Panels {
 
     template <int R, int P>
     __attribute__((noinline)) static void multiply_keys(const AttentionPart<int16_t>& part, const Stretch& stretch,
-                                                        int block, const uint8_t* const* ahead, int dim) {
+                                                        int block, StretchAhead<true>& ahead, int dim) {
         word_sums acc[R][P][VECTORS] = {};
         for (int d = 0; d < dim; d += PANEL) {
             const int16_t* rows[R];
-            const uint8_t *from[P], *next[P];
+            const uint8_t* from[P];
             const int16_t* at = part.queries + d / SLICE * ITEM_STATES * SLICE + d % SLICE;
             for (int r = 0; r < R; r++) rows[r] = at + r * SLICE;
             for (int p = 0; p < P; p++) from[p] = stretch.keys[block + p] + d * PANEL;
-            for (int p = 0; ahead && p < P; p++) next[p] = ahead[p] + d * PANEL;
-            multiply<R, P>(rows, from, PANEL / 2, acc, ahead ? next : nullptr);
+            multiply<R, P>(rows, from, acc, ahead);
         }
         for (int p = 0; p < P; p++)
             for (int v = 0; v < VECTORS; v++) {
@@ -114,18 +127,16 @@ struct Int8Panels {
 
     template <int R, int P>
     __attribute__((noinline)) static void multiply_values(const AttentionPart<int16_t>& part, const Stretch& stretch,
-                                                          const Stretch& ahead, int panel, int dim) {
+                                                          StretchAhead<true>& ahead, int panel, int dim) {
         word_sums acc[R][P][VECTORS] = {};
         const int16_t* weights = part.weights;
         for (int b = 0; b < stretch.num_blocks; b++, weights += BLOCK) {
             constexpr int SIZE = PANEL * BLOCK;
             const int16_t* rows[R];
-            const uint8_t *from[P], *next[P];
+            const uint8_t* from[P];
             for (int r = 0; r < R; r++) rows[r] = weights + r * STRETCH;
             for (int p = 0; p < P; p++) from[p] = stretch.values[b] + (panel + p) * SIZE;
-            const bool has_next = b < ahead.num_blocks;
-            for (int p = 0; has_next && p < P; p++) next[p] = ahead.values[b] + (panel + p) * SIZE;
-            multiply<R, P>(rows, from, BLOCK / 2, acc, has_next ? next : nullptr);
+            multiply<R, P>(rows, from, acc, ahead);
         }
         float* out = part.out + panel * PANEL;
         for (int r = 0; r < R; r++)
@@ -143,13 +154,14 @@ template <class Panels>
 class VectorProducts {
    public:
     typedef AttentionPart<typename Panels::Number> Part;
+    typedef StretchAhead<std::is_same_v<Panels, Int8Panels>> Next;
 
     // scores [count][64] = queries [count][head_dim] x keys
-    static void multiply_keys(const Part& part, int count, const Stretch& stretch, StretchAhead& ahead, int dim) {
+    static void multiply_keys(const Part& part, int count, const Stretch& stretch, Next& ahead, int dim) {
         switch (count) {
 #define CASE(R)                                                                           \
     case R:                                                                               \
-        if constexpr (R <= ATTENTION_ROWS) all_keys<R>(part, stretch, ahead.next, dim);   \
+        if constexpr (R <= ATTENTION_ROWS) all_keys<R>(part, stretch, ahead, dim);   \
         break;
             CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #undef CASE
@@ -157,11 +169,11 @@ class VectorProducts {
     }
 
     // out [count][head_dim] += weights [count][64] x values
-    static void multiply_values(const Part& part, int count, const Stretch& stretch, StretchAhead& ahead, int dim) {
+    static void multiply_values(const Part& part, int count, const Stretch& stretch, Next& ahead, int dim) {
         switch (count) {
 #define CASE(R)                                                                           \
     case R:                                                                               \
-        if constexpr (R <= ATTENTION_ROWS) all_values<R>(part, stretch, ahead.next, dim); \
+        if constexpr (R <= ATTENTION_ROWS) all_values<R>(part, stretch, ahead, dim); \
         break;
             CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #undef CASE
@@ -169,22 +181,20 @@ class VectorProducts {
     }
 
    private:
-    // Panels per call. One row has registers for more, and needs them to hide the latency of its sums.
     template <int R>
-    static constexpr int AT_ONCE = R == 1 ? 4 : R == 2 || LANES == 16 ? 2 : 1;
+    static constexpr int AT_ONCE = Panels::template AT_ONCE<R>;
 
     template <int R>
-    static void all_keys(const Part& part, const Stretch& stretch, const Stretch& ahead, int dim) {
-        const auto next = [&](int b, int count) { return b + count <= ahead.num_blocks ? ahead.keys + b : nullptr; };
+    static void all_keys(const Part& part, const Stretch& stretch, Next& ahead, int dim) {
         int b = 0;
         for (; b + AT_ONCE<R> <= stretch.num_blocks; b += AT_ONCE<R>)
-            Panels::template multiply_keys<R, AT_ONCE<R>>(part, stretch, b, next(b, AT_ONCE<R>), dim);
+            Panels::template multiply_keys<R, AT_ONCE<R>>(part, stretch, b, ahead, dim);
         if constexpr (AT_ONCE<R> > 1)
-            for (; b < stretch.num_blocks; b++) Panels::template multiply_keys<R, 1>(part, stretch, b, next(b, 1), dim);
+            for (; b < stretch.num_blocks; b++) Panels::template multiply_keys<R, 1>(part, stretch, b, ahead, dim);
     }
 
     template <int R>
-    static void all_values(const Part& part, const Stretch& stretch, const Stretch& ahead, int dim) {
+    static void all_values(const Part& part, const Stretch& stretch, Next& ahead, int dim) {
         const int num_panels = dim / PANEL;
         int p = 0;
         for (; p + AT_ONCE<R> <= num_panels; p += AT_ONCE<R>)

@@ -12,9 +12,10 @@ struct Stretch {
 
 // The stretch that a thread reads next. It prefetches it while it computes another one.
 //
-// A matmul of vectors prefetches a line for each line that it reads, from several blocks at once (`next`). At level amx
-// these bursts would be too long, and too far apart: the matmuls are half of the time only. So there the lines are
-// prefetched in the order of memory, some at a time, throughout.
+// A matmul of vectors prefetches a line for each line that it reads, from several blocks at once (`next`). At level amx,
+// and with 8 bits, these bursts would be too long, and too far apart: the matmuls are half of the time only. So then
+// (SPREAD) the lines are prefetched in the order of memory, some at a time, throughout.
+template <bool SPREAD>
 class StretchAhead {
    public:
     StretchAhead(const Stretch& next, size_t panel_bytes)
@@ -22,19 +23,14 @@ class StretchAhead {
 
     const Stretch& next;
 
-#if defined(AMX)
     // Between two instructions on tiles, in a part of the matmul that reads this many lines.
     void prefetch_beside(int lines) { prefetch_lines(lines * 5 / 16); }
     // The fraction 1 / `part` of the lines.
     void prefetch_part(int part) { prefetch_lines(total_ / part); }
     void prefetch_rest() { prefetch_lines(total_); }
-#else
-    void prefetch_part(int) {}
-    void prefetch_rest() {}
-#endif
 
-   private:
     void prefetch_lines(int count) {
+        if constexpr (!SPREAD) return;
         while (count > 0 && piece_ < 2 * next.num_blocks) {
             const int n = next.num_blocks;
             const uint8_t* piece = piece_ < n ? next.keys[piece_] : next.values[piece_ - n];
@@ -45,6 +41,7 @@ class StretchAhead {
         }
     }
 
+   private:
     const int lines_, total_;  // of a block's keys or values; of all
     int piece_ = 0, line_ = 0;
 };
