@@ -200,6 +200,8 @@ INLINE uint16_t to_bf16(float value) {  // Rounded to nearest even; NaN does not
 
 typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 
+INLINE vf from_bf16(halves values) { return bits<vf>(__builtin_convertvector(values, vu) << 16); }
+
 // The same for LANES numbers; AVX512-BF16 makes zeros of numbers below 2^-126.
 INLINE halves to_bf16(vf values) {
 #if defined(DOT_BF16) && !defined(EMULATE)

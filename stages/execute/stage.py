@@ -48,6 +48,7 @@ def run(launch: m.Launch) -> None:
             "model": launch.model_dir,
             "weights": "+".join(sorted(weights.split("+"))),  # as in /v1/models
             "blocks": runner.facts.num_blocks,
+            "kv_dtype": runner.facts.kv_dtype,
             "kernels": runner.name,
         }
         if runner.facts.num_swap_blocks:

@@ -107,6 +107,8 @@ EFFECTS = {
     "execute.device": "tests/stages/schedule/test_stage.py::test_on_a_gpu_the_default_depth_is_2",
     "execute.activations": "tests/stages/execute/test_activations.py::test_int12_is_nearer_to_the_weights_than_int8",
     "execute.dtype": f"{BACKEND}::test_float32_uses_torch_without_a_warning",
+    "execute.kv_dtype": "tests/stages/execute/test_kv_int8.py::"
+    "test_kv_dtype_int8_takes_little_more_than_half_the_memory",
     "execute.kernels": f"{BACKEND}::test_an_instruction_set_that_this_cpu_lacks_is_rejected",
     "execute.kv_cache_bytes": f"{RUNNER}::test_kv_memory_limits_the_longest_sequence_and_the_error_names_the_key",
     "execute.programmatic_dependent_launch": (

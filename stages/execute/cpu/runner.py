@@ -18,7 +18,7 @@ from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.backend import choose_library, make_program, max_num_prefill_tokens
 from pipeline.stages.execute.cpu.program import LogitArray, MasksLate
 from pipeline.stages.execute.grammar_masks.masks import LATE_MS, Masks
-from pipeline.stages.execute.kv import divide_swap, plan_kv
+from pipeline.stages.execute.kv import divide_swap, kv_dtype, plan_kv
 from pipeline.stages.execute.models.registry import build_program
 from pipeline.stages.execute.pooling import Pool
 from pipeline.stages.execute.prompt_logprobs import NO_BYTES, score_prompts
@@ -69,6 +69,7 @@ class CpuRunner:
             num_swap_blocks,
             config.hidden_size,
             max_num_tokens,
+            kv_dtype=kv_dtype(settings.execute),
         )
         self.rows = RowTable(max_num_seqs, kv.max_model_len, kv.num_blocks, config.vocab_size)
         self.inputs = StepInputs(max_num_tokens, max_num_seqs, -(-kv.max_model_len // BLOCK_SIZE))

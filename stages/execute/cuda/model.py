@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.matrix import as_matrix, as_tensor
-from pipeline.kernels.step_inputs import BLOCK_SIZE
-from pipeline.kernels.triton import norm, swiglu
+from pipeline.kernels.triton import kv_cache, norm, swiglu
 from pipeline.kernels.triton.attention.decode import attend_decode
 from pipeline.kernels.triton.attention.prefill import attend
 from pipeline.kernels.triton.attention.tasks import AttentionTasks, Scratch
@@ -119,8 +118,8 @@ class _Memory:
 
 
 class DeviceModel(ProgramBuilder):
-    """Owns the weights on the device and the activations' memory. KV memory belongs to the caller: [num_layers, 2,
-    num_blocks, num_kv_heads, BLOCK_SIZE, head_dim]."""
+    """Owns the weights on the device and the activations' memory. KV memory belongs to the caller: [num_layers, 2, the
+    shape in kv_cache.py]."""
 
     def __init__(
         self,
@@ -366,5 +365,5 @@ class DeviceModel(ProgramBuilder):
 
 def allocate_kv(config: ModelConfig, num_blocks: int, dtype: torch.dtype, where: torch.device) -> Tensor:
     """KV memory of all layers. It is zeroed, because kernels read unwritten slots under a mask, and NaN passes it."""
-    shape = (config.num_layers, 2, num_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
-    return torch.zeros(shape, dtype=dtype, device=where)
+    layer = kv_cache.shape_of(num_blocks, config.num_kv_heads, config.head_dim, dtype)
+    return torch.zeros((config.num_layers, 2, *layer), dtype=dtype, device=where)

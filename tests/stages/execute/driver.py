@@ -26,10 +26,13 @@ def settings(
     tokens: int = 128,
     max_model_len: int = 0,
     threads: int = 1,
+    kv_dtype: Any = "auto",
 ) -> Settings:
     return Settings(
         max_model_len=max_model_len,
-        execute=ExecuteSettings(dtype=dtype, kernels=kernels, kv_cache_bytes=kv_mib * 1024**2, num_threads=threads),
+        execute=ExecuteSettings(
+            dtype=dtype, kernels=kernels, kv_dtype=kv_dtype, kv_cache_bytes=kv_mib * 1024**2, num_threads=threads
+        ),
         schedule=ScheduleSettings(max_num_seqs=max_num_seqs, max_num_batched_tokens=tokens),
     )
 
