@@ -19,6 +19,7 @@ from torch import Tensor
 from pipeline.runtime.model_folder import ModelConfig
 from tools.gpu_check import gpu
 from tools.gpu_check.child import Context, Item
+from tools.gpu_check.kernels.blocks import random_blocks
 from tools.gpu_check.kernels.dense import matrices_of
 from tools.gpu_check.machine import rates
 from tools.gpu_check.readings import Reading
@@ -37,11 +38,15 @@ REFUSALS = ("OutOfResources", "CompilationError", "PTXASError")
 CASES: tuple[tuple[str, ModelConfig, str | None, int], ...] = (
     ("8B", LLAMA_8B, None, 1),
     ("8B int4", LLAMA_8B, "int4", 1),
+    ("8B q4_k", LLAMA_8B, "q4_k", 1),
+    ("8B q6_k", LLAMA_8B, "q6_k", 1),
     ("1B", LLAMA_1B, None, 1),
     ("135M", SMOLLM2_135M, None, 1),
     ("8B", LLAMA_8B, None, 8),
     ("135M", SMOLLM2_135M, None, 8),
     ("8B int4", LLAMA_8B, "int4", 8),
+    ("8B q4_k", LLAMA_8B, "q4_k", 8),
+    ("8B q6_k", LLAMA_8B, "q6_k", 8),
     ("1B", LLAMA_1B, None, 8),
     ("8B", LLAMA_8B, None, 16),
     ("135M", SMOLLM2_135M, None, 16),
@@ -68,6 +73,10 @@ class Product:
 
         made: list[Any] = []
         while not made or sum(matrix.num_bytes for matrix in made) < num_bytes:
+            if self.format == "q4_k" or self.format == "q6_k":
+                blocks = random_blocks(self.num_rows, self.num_columns, self.format, len(made))
+                made.append(DeviceMatrix.of([blocks], torch.bfloat16, gpu.device()))
+                continue
             scale = self.num_columns**-0.5
             numbers = gpu.random(len(made), self.num_rows, self.num_columns, dtype=torch.bfloat16, scale=scale)
             matrix = Matrix("bf16", numbers, self.num_rows, self.num_columns)
