@@ -27,6 +27,9 @@ K-quants have a pair of scales of 8 bits per 32 columns (`scales`, int16): scale
 16 columns each. `factors` has what multiplies them, per 256 columns: d and n, two float16 in an int32; in q6_k d.
 Memory is that of the file; q4_k has 2.8 % more and q5_k 2.3 %, because scales of 6 bits take 8.
 
+fp8 checkpoints have a scale for the weight, a row or a block of 128 rows and columns; here it is repeated for each row
+and 128 columns. Codes of NaN are not allowed.
+
 int8 and int4 are quantized here from floats when a model is loaded. Their groups have 128 columns, or 64 or 32 if 128
 does not divide the columns. If 32 does not either, the last group is padded with zeros.
 """
@@ -152,37 +155,6 @@ class DeviceMatrix:
             return _join([_floats(matrix, dtype, torch.device(device), quantization) for matrix in matrices])
         return _join([_from_blocks(matrix, dtype, device) for matrix in matrices])
 
-    @staticmethod
-    def of_fp8(codes: Tensor, scales: Tensor, dtype: torch.dtype, device: torch.device | str) -> "DeviceMatrix":
-        """A float8_e4m3fn weight [N, K] with scales that its values are multiplied with.
-
-        scales float32: [], [1] or [1, 1] for all values, [N] or [N, 1] for rows, [N / 128, K / 128], rounded up, for
-        blocks. Raises ValueError for other shapes, and for codes that are NaN.
-        """
-        num_rows, num_columns = codes.shape
-        bits = codes.view(torch.uint8)
-        if bool(((bits & 0x7F) == 0x7F).any()):
-            raise ValueError("an fp8 weight has NaN")
-        num_groups = -(-num_columns // FP8_GROUP)
-        blocks = -(-num_rows // FP8_GROUP), num_groups
-        grid = scales.view(-1, 1) if scales.dim() < 2 else scales
-        if tuple(grid.shape) == blocks:
-            grid = grid.repeat_interleave(FP8_GROUP, dim=0)[:num_rows]
-        elif tuple(grid.shape) not in ((1, 1), (num_rows, 1)):
-            raise ValueError(f"an fp8 weight of {[num_rows, num_columns]} has scales {list(scales.shape)}")
-        padded = torch.nn.functional.pad(bits, (0, -num_columns % FP8_GROUP))
-        return DeviceMatrix(
-            form="fp8",
-            values=padded.to(device).contiguous(),
-            scales=grid.float().expand(num_rows, num_groups).to(device).contiguous(),
-            minimums=None,
-            zero=0,
-            group=FP8_GROUP,
-            dtype=dtype,
-            num_rows=num_rows,
-            num_columns=num_columns,
-        )
-
     def dequantize(self) -> Tensor:
         """The values, [N, K] float32, in a new tensor; for tests and comparisons."""
         if self.scales is None:
@@ -254,6 +226,8 @@ def _planes(matrix: Matrix, dtype: torch.dtype) -> DeviceMatrix:
     format, shape = matrix.format, (matrix.num_rows, matrix.num_columns)
     if format == "q8_0":
         return DeviceMatrix("int8", matrix.codes(), matrix.scales(), None, 0, GROUP, dtype, *shape)
+    if str(format) == "fp8":  # blocks of a float32 scale and 128 codes, which no checkpoint is stored in yet
+        return DeviceMatrix("fp8", matrix.codes(), matrix.scales(), None, 0, FP8_GROUP, dtype, *shape)
     codes = matrix.codes()
     halves = codes.view(matrix.num_rows, -1, 2, GROUP // 2)
     low = halves & 15
@@ -284,7 +258,8 @@ def _high_codes(high: Tensor) -> Tensor:
     """The inverse of `_high_plane`: [N, G, bits] int32 → [N, G, 32] uint8"""
     bits = high.shape[2]
     words = high.view(torch.uint8).view(*high.shape, 1, 4)
-    return ((words >> _shifts(bits, high.device)) & (2**bits - 1)).view(*high.shape[:2], GROUP)
+    codes: Tensor = (words >> _shifts(bits, high.device)) & (2**bits - 1)
+    return codes.view(*high.shape[:2], GROUP)
 
 
 def _shifts(bits: int, device: torch.device) -> Tensor:

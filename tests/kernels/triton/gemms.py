@@ -4,8 +4,8 @@ import torch
 
 from pipeline.kernels.matrix import Matrix
 from pipeline.kernels.rms_norm import rms_norm_reference
-from pipeline.kernels.stored_matrix import Format
-from pipeline.kernels.triton.gemm.device_matrix import DeviceMatrix
+from pipeline.kernels.stored_matrix import SUPER_BLOCK, Format
+from pipeline.kernels.triton.gemm.device_matrix import FP8_GROUP, DeviceMatrix
 from tests.k_quants import quantize
 
 BLOCKS: tuple[Format, ...] = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k")
@@ -29,9 +29,23 @@ def device_matrix(num_rows: int, num_columns: int, format: str, dtype: torch.dty
         case "int8" | "int4":
             return DeviceMatrix.of([Matrix("f32", weight, num_rows, num_columns)], dtype, "cpu", format)
         case "fp8":
-            scales = weight.abs().amax(dim=1) / 448
-            return DeviceMatrix.of_fp8((weight / scales[:, None]).to(torch.float8_e4m3fn), scales, dtype, "cpu")
+            return fp8_matrix(weight, dtype)
     return DeviceMatrix.of([block_matrix(num_rows, num_columns, format, seed=seed)], dtype, "cpu")
+
+
+def columns_of(format: str, least: int) -> int:
+    """The smallest number of columns, at least this many, that a format has."""
+    step = {"fp8": FP8_GROUP, **dict.fromkeys(K_QUANTS, SUPER_BLOCK)}.get(format, 1)
+    return -(-least // step) * step
+
+
+def fp8_matrix(weight: torch.Tensor, dtype: torch.dtype) -> DeviceMatrix:
+    """Quantize with a scale per row and 128 columns; K is a multiple of 128."""
+    num_rows, num_columns = weight.shape
+    groups = weight.view(num_rows, -1, FP8_GROUP)
+    scales = groups.abs().amax(dim=2) / 448
+    codes = (groups / scales[:, :, None]).to(torch.float8_e4m3fn).view(torch.uint8).view(weight.shape)
+    return DeviceMatrix("fp8", codes, scales, None, 0, FP8_GROUP, dtype, num_rows, num_columns)
 
 
 def block_matrix(num_rows: int, num_columns: int, format: str, *, seed: int = 0) -> Matrix:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.kernels.stored_matrix import Format
 from pipeline.runtime.model_folder import ModelConfig
 from tools.gpu_check import gpu
 from tools.gpu_check.child import Context, Item
@@ -53,6 +54,8 @@ CASES: tuple[tuple[str, ModelConfig, str | None, int], ...] = (
     ("8B int4", LLAMA_8B, "int4", 64),
 )
 """Model, its shape, weight format, and tokens of a step."""
+BLOCKS: dict[str, Format] = {"q4_k": "q4_k", "q6_k": "q6_k"}
+"""The formats of files among them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +76,8 @@ class Product:
 
         made: list[Any] = []
         while not made or sum(matrix.num_bytes for matrix in made) < num_bytes:
-            if self.format == "q4_k" or self.format == "q6_k":
-                blocks = random_blocks(self.num_rows, self.num_columns, self.format, len(made))
+            if (of_file := BLOCKS.get(self.format or "")) is not None:
+                blocks = random_blocks(self.num_rows, self.num_columns, of_file, len(made))
                 made.append(DeviceMatrix.of([blocks], torch.bfloat16, gpu.device()))
                 continue
             scale = self.num_columns**-0.5

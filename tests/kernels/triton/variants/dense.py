@@ -109,10 +109,12 @@ def _matrix(format: str | Format, num_rows: int, num_columns: int) -> DeviceMatr
     form, _, group_text = format.partition("g")
     group = int(group_text)
     scales = torch.empty(num_rows, num_columns // group, dtype=torch.float16)
-    if form == "int8" or form == "fp8":
-        values = torch.empty(num_rows, num_columns, dtype=torch.int8 if form == "int8" else torch.uint8)
-        scales = scales if form == "int8" else scales.float()
-        return DeviceMatrix(form, values, scales, None, 0, group, BF16, num_rows, num_columns)
+    if form == "int8":
+        values = torch.empty(num_rows, num_columns, dtype=torch.int8)
+        return DeviceMatrix("int8", values, scales, None, 0, group, BF16, num_rows, num_columns)
+    if form == "fp8":
+        values = torch.empty(num_rows, num_columns, dtype=torch.uint8)
+        return DeviceMatrix("fp8", values, scales.float(), None, 0, group, BF16, num_rows, num_columns)
     values = torch.empty(num_rows, num_columns // 2, dtype=torch.uint8)
     minimums = torch.empty_like(scales)
     return DeviceMatrix("int4", values, scales, minimums, 0, group, BF16, num_rows, num_columns)
