@@ -35,7 +35,7 @@ def device_matrix(num_rows: int, num_columns: int, format: str, dtype: torch.dty
 
 def columns_of(format: str, least: int) -> int:
     """The smallest number of columns, at least this many, that a format has."""
-    step = {"fp8": FP8_GROUP, **dict.fromkeys(K_QUANTS, SUPER_BLOCK)}.get(format, 1)
+    step = FP8_GROUP if format == "fp8" else SUPER_BLOCK if format in K_QUANTS else 1
     return -(-least // step) * step
 
 
