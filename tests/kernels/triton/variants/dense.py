@@ -104,8 +104,9 @@ def _matrix(format: str | Format, num_rows: int, num_columns: int) -> DeviceMatr
         values = torch.empty(num_rows, num_columns, dtype=dtype)
         return DeviceMatrix("float", values, None, None, 0, 0, dtype, num_rows, num_columns)
     if format in GPU_BLOCK_BYTES:
-        data = torch.empty(num_rows, row_bytes(format, num_columns), dtype=torch.uint8)
-        return DeviceMatrix.of([Matrix(format, data, num_rows, num_columns)], BF16, "cpu")
+        # Without memory, because splitting it into planes would take longer than the compilation.
+        data = torch.empty(num_rows, row_bytes(format, num_columns), dtype=torch.uint8, device="meta")
+        return DeviceMatrix.of([Matrix(format, data, num_rows, num_columns)], BF16, "meta")
     form, _, group_text = format.partition("g")
     group = int(group_text)
     scales = torch.empty(num_rows, num_columns // group, dtype=torch.float16)
