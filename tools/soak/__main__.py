@@ -72,6 +72,7 @@ PHASE_S = (2.0, 12.0)
 PROBE_EVERY_S = 1.0
 AFTER_REFUSAL_S = 0.3
 MIN_JUDGED_S = 180.0
+SUSPENDED = re.compile(r"^.* supervisor\.0 was suspended .*$", re.MULTILINE)
 MAX_SHOWN = 20
 REPORT_EVERY_S = 30.0
 
@@ -238,7 +239,10 @@ def soak(args: argparse.Namespace) -> dict[str, Any]:
         counts = server.schedule()
         if (code := server.stop()) != 0:
             faults[f"the server ended with exit code {code}"] += 1
-        complaints = complaints_of(server.log())
+        log = server.log()
+        for line in SUSPENDED.findall(log):
+            print(f"all processes were suspended: {line}")
+        complaints = complaints_of(log)
         faults.update(line for line in complaints if killer is None or not EXPECTED.search(line))
         if killer is not None:
             faults.update(killer.faults)
