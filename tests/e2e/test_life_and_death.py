@@ -201,6 +201,30 @@ def test_a_stage_that_hangs_is_killed_and_streams_go_on() -> None:
         server.look()
 
 
+def test_a_server_that_was_suspended_for_longer_than_the_hang_timeout_goes_on() -> None:
+    """As by a pause of its container. The stages stop first, so pings are on their way, and run again last."""
+    with Server("supervisor.hang_timeout_s=5", "supervisor.health_timeout_s=0.5") as server:
+        stream = Stream(server, max_tokens=300)
+        assert stream.has_text.wait(30)
+        pids = {name: server.stage(name).pid for name in STAGES}
+        supervisor, stages = psutil.Process(server.process.pid), children_of(server.process.pid)
+        for one in stages:
+            one.suspend()
+        server.wait_for_line(r"detokenize\.0 is late", 30)
+        supervisor.suspend()
+        time.sleep(6)
+        supervisor.resume()
+        server.wait_for_line(r"was suspended", 30)
+        for one in stages:
+            one.resume()
+        stream.join(60)
+        assert stream.error is None and stream.events[-1] == "[DONE]"
+        server.until(lambda health: health["status"] == "ok")
+        server.look()
+        assert {name: server.stage(name).pid for name in STAGES} == pids
+        assert "killing" not in server.log()
+
+
 def test_a_stage_that_dies_during_the_drain_is_restarted_and_streams_end_well() -> None:
     with Server("supervisor.drain_timeout_s=600") as server:
         stream = Stream(server, max_tokens=150)
