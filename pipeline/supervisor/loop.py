@@ -24,6 +24,7 @@ from pipeline.runtime import topology
 from pipeline.runtime.channels import Inbox
 from pipeline.runtime.control_requests import with_execute_facts
 from pipeline.runtime.run_mode import RunMode
+from pipeline.runtime.suspension import Suspension
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.supervisor.admin_server import AdminServer, Questions
 from pipeline.supervisor.children import ChildTable
@@ -38,7 +39,6 @@ from pipeline.supervisor.scaling import Scaling
 from pipeline.supervisor.signals import TerminationSignals
 from pipeline.supervisor.stage_processes import StageProcesses
 from pipeline.supervisor.stats_collector import ServerFacts, StatsCollector
-from pipeline.supervisor.suspension import Suspension
 
 EXIT_OK = 0
 EXIT_NOT_STARTED = 1

@@ -14,14 +14,13 @@ from collections.abc import Callable
 from http import HTTPStatus
 
 from pipeline.runtime import messages as m
+from pipeline.runtime import suspension
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.request import Request
 
 RETRY_AFTER_S = 5
 _TIMER_SLACK_S = 0.01
 """The event loop's timers count in milliseconds, and may be early by one."""
-SUSPENDED_S = 2.0
-"""A timer that is so late shows that this process did not run."""
 _LOOKUP_STAGES = ("ingest",)
 """The stages behind the gateway that a request without output needs."""
 _STAGES = (*_LOOKUP_STAGES, "schedule", "execute", "detokenize")
@@ -91,12 +90,11 @@ class LateStages:
 
     def _notice_suspension(self) -> bool:
         """Whether this process did not run when the timer was due. Then the stages get their timeout again."""
-        now_s = time.monotonic()
-        if now_s < self._due_s + SUSPENDED_S:
+        if not suspension.missed(self._due_s):
             return False
         if self._timer is not None:
             self._timer.cancel()
-        self._since_s |= dict.fromkeys(self._waiting, now_s)
+        self._since_s |= dict.fromkeys(self._waiting, time.monotonic())
         self._set_timer()
         return True
 

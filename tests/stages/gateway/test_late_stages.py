@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline.runtime import messages as m
+from pipeline.runtime import suspension
 from pipeline.stages.gateway import late_stages
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.late_stages import LateStages
@@ -97,7 +98,8 @@ def test_waiting_requests_fail_when_the_timeout_passes_but_not_those_from_before
 
 def test_the_timeout_begins_again_after_all_processes_were_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now_s=1000.0)
-    monkeypatch.setattr(late_stages, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    for module in (late_stages, suspension):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
     num_overdue = 0
 
     def overdue() -> None:

@@ -1,6 +1,6 @@
-"""The supervisor notices that it did not run."""
+"""A process notices that it did not run."""
 
-from pipeline.supervisor.suspension import MIN_S, Suspension
+from pipeline.runtime.suspension import MIN_S, Suspension
 
 
 def test_only_a_turn_that_took_much_too_long_is_a_suspension() -> None:

@@ -1,13 +1,19 @@
-"""Notices that this process itself did not run: it was stopped and continued, or its container or machine was paused.
+"""Notices that this process did not run: it was stopped and continued, or its container or machine was paused.
 
-Its clock went on meanwhile. No stage could answer it, so that time must not count against them.
+Its clock went on meanwhile, but nobody could do what a deadline was for: the other processes, and perhaps the client,
+did not run either. So that time must not count against them.
 """
 
 import time
 from collections.abc import Callable
 
 MIN_S = 3.0
-"""Longer than a turn of the supervisor's loop takes, with its longest wait."""
+"""Longer than a process that runs is busy with other things."""
+
+
+def missed(due_s: float) -> bool:
+    """Whether this process did not run when a timer was due, by time.monotonic() or an event loop's time."""
+    return time.monotonic() >= due_s + MIN_S
 
 
 class Suspension:
