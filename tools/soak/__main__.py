@@ -194,11 +194,14 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the server")
     parser.add_argument("--seed", type=types.natural, default=None, help="seed of the requests; by default random")
+    parser.add_argument("--log", metavar="FILE", help="write the server's log to this file")
     parser.add_argument("--json", metavar="FILE", help="write the findings and all memory samples to this file")
     args = with_seed(parser.parse_args(arguments))
     try:
         if args.json:
             require_writable(Path(args.json), "--json")
+        if args.log:
+            require_writable(Path(args.log), "--log")
         with ending_in_order():
             found = soak(args)
         if args.json:
@@ -240,6 +243,9 @@ def soak(args: argparse.Namespace) -> dict[str, Any]:
         if (code := server.stop()) != 0:
             faults[f"the server ended with exit code {code}"] += 1
         log = server.log()
+        if args.log:
+            with writing(Path(args.log), "--log"):
+                Path(args.log).write_text(log)
         for line in SUSPENDED.findall(log):
             print(f"all processes were suspended: {line}")
         complaints = complaints_of(log)
