@@ -5,6 +5,7 @@ import random
 import re
 import signal
 import time
+from typing import Any
 
 import psutil
 
@@ -52,6 +53,13 @@ class Killer:
             for name in names:
                 self.pauses_s[name].append(time.monotonic() - begun_s)
 
+    def _stages(self) -> dict[str, dict[str, Any]]:
+        """The stages as in /health, by name; none if there is no complete answer in time, as during a suspension."""
+        try:
+            return {one["name"]: one for one in self._server.health()["stages"]}
+        except OSError:
+            return {}
+
     def _kill(self, name: str) -> None:
         psutil.Process(self._server.pids[name]).send_signal(signal.SIGKILL)
 
@@ -60,8 +68,7 @@ class Killer:
         left_s = BACK_S
         while left_s > 0:
             asked_s = time.monotonic()
-            found = {one["name"]: one for one in (await asyncio.to_thread(self._server.health))["stages"]}
-            # Without stages, the supervisor has not answered in time.
+            found = await asyncio.to_thread(self._stages)
             new = [name for name in names if name in found and found[name]["pid"] != before[name]]
             self._server.pids.update({name: found[name]["pid"] for name in new})
             if len(new) == len(names) and (not is_ready or all(found[name]["state"] == "ready" for name in names)):
