@@ -23,8 +23,8 @@ LINGER_MS = 200
 RETRY_S = 0.05
 """Pause before another try, if no server listens on a Unix socket yet."""
 SUSPENDED_S = 3.0
-"""A heartbeat that is so late shows that this process was suspended, and perhaps the server too: its silence counts from
-now."""
+"""A heartbeat that is so late shows that this process was suspended, and perhaps the server too. Its silence counts
+from then."""
 MAX_WAKE_MESSAGES = 256
 """Messages handled in one turn of the event loop, so that other tasks get theirs."""
 FINAL_STATUS = 500

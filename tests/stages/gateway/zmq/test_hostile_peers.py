@@ -188,16 +188,20 @@ class TestHostilePeers:
         peer.is_welcome = True
         server: Any = SimpleNamespace(
             _loop=SimpleNamespace(time=lambda: now_s),
-            _sweeper=SimpleNamespace(when=lambda: now_s - paused_s),
             _peers={1: peer},
             _sweep_soon=lambda: None,
             _drop=lambda peer, error: dropped.append(error),
         )
         server._check_peer = lambda peer, now_s: server_module.ZmqServer._check_peer(server, peer, now_s)
-        server_module.ZmqServer._sweep(server)
-        for after_s, num_dropped in ((0.1, 0), (server_module.SILENCE_S - 11.0, 0), (2.0, 1)):
+        for late_s, after_s, num_dropped in (
+            (paused_s, 0.0, 0),
+            (0.0, 0.1, 0),
+            (0.0, server_module.SILENCE_S - 11.0, 0),
+            (0.0, 2.0, 1),
+        ):
             now_s += after_s
-            server._sweeper = SimpleNamespace(when=lambda: now_s)
+            due_s = now_s - late_s
+            server._sweeper = SimpleNamespace(when=lambda due_s=due_s: due_s)
             server_module.ZmqServer._sweep(server)
             assert len(dropped) == num_dropped
 
