@@ -1,7 +1,7 @@
 """Notices that this process did not run: it was stopped and continued, or its container or machine was paused.
 
-Its clock went on meanwhile, but nobody could do what a deadline was for: the other processes, and perhaps the client,
-did not run either. So that time must not count against them.
+Its clock went on meanwhile, but what a deadline waits for could not happen: the other processes, and perhaps the
+client, did not run either. So that time must not count against them.
 """
 
 import time

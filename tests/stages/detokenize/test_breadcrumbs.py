@@ -62,7 +62,7 @@ def test_the_request_that_ends_the_process_is_named(
 def test_a_process_that_replaces_another_one_names_each_request_while_it_decodes(
     box: m.BlackBox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, incarnation: int
 ) -> None:
-    """A signal leaves no time to name the request. Whoever killed the first process comes again."""
+    """A signal leaves no time to name the request. What killed the first process comes again."""
     byte_level().save(str(tmp_path / "tokenizer.json"))
     really, suspects = OutputSequence.settle, {}
 

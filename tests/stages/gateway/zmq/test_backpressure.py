@@ -11,6 +11,7 @@ import zmq
 
 from pipeline.client import protocol as p
 from pipeline.runtime import messages as m
+from pipeline.runtime import suspension
 from pipeline.stages.gateway.zmq import listener
 from pipeline.stages.gateway.zmq import server as server_module
 from pipeline.stages.gateway.zmq import stream as zmq_stream
@@ -68,7 +69,7 @@ class TestSlowClients:
             return len(due_s) <= 2
 
         monkeypatch.setattr(zmq_stream, "STALL_S", 0.1)
-        monkeypatch.setattr(zmq_stream.suspension, "missed", missed)
+        monkeypatch.setattr(suspension, "missed", missed)
         with RawPeer(gate) as peer:
             peer.generate(1, num_credits=0)
             submit = gate.begin()
