@@ -7,6 +7,8 @@ depends only on lengths and block tables, and every layer uses it:
             longest, and one call computes the group
     chunk   each entry separately, over its own blocks
 
+Keys and values in 8 bits are dequantized to float32 after they are gathered, and queries are computed with in float32.
+
 With a window of W, position i attends to the positions j with i - W < j <= i; earlier blocks are not read.
 
 Shapes: T tokens, B entries, Q query heads, K key-value heads, D head_dim, L keys.
@@ -19,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from pipeline.kernels.kv_layout import LayerKV
+from pipeline.kernels.kv_layout import LayerKV, dequantize_heads
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, StepInputs
 
 
@@ -112,16 +114,16 @@ def paged_attention(out: Tensor, qkv: Tensor, kv: LayerKV, plan: AttentionPlan) 
         num = len(group.tokens)
         # The queries of a key-value head are rows of one matmul, so that the group reads its keys once.
         query = queries.index_select(0, group.tokens).view(num, num_kv_heads, -1, head_dim)
-        keys = kv.keys.index_select(0, group.blocks).view(num, -1, num_kv_heads, head_dim).transpose(1, 2)
-        values = kv.values.index_select(0, group.blocks).view(num, -1, num_kv_heads, head_dim).transpose(1, 2)
-        attended = scaled_dot_product_attention(query, keys, values, attn_mask=group.mask)
-        heads_out.index_copy_(0, group.tokens, attended.reshape(num, num_heads, head_dim))
+        keys, values = (each.view(num, -1, num_kv_heads, head_dim) for each in _gathered(kv, group.blocks))
+        attended = scaled_dot_product_attention(
+            query.to(keys.dtype), keys.transpose(1, 2), values.transpose(1, 2), attn_mask=group.mask.to(keys.dtype)
+        )
+        heads_out.index_copy_(0, group.tokens, attended.reshape(num, num_heads, head_dim).to(out.dtype))
     for chunk in plan.chunks:
         query = queries[chunk.begin : chunk.end].transpose(0, 1)[None]
-        keys = kv.keys.index_select(0, chunk.blocks).view(-1, num_kv_heads, head_dim)[: chunk.num_keys]
-        values = kv.values.index_select(0, chunk.blocks).view(-1, num_kv_heads, head_dim)[: chunk.num_keys]
+        keys, values = (each.view(-1, num_kv_heads, head_dim)[: chunk.num_keys] for each in _gathered(kv, chunk.blocks))
         attended = scaled_dot_product_attention(
-            query,
+            query.to(keys.dtype),
             keys.transpose(0, 1)[None],
             values.transpose(0, 1)[None],
             attn_mask=chunk.mask,
@@ -131,10 +133,21 @@ def paged_attention(out: Tensor, qkv: Tensor, kv: LayerKV, plan: AttentionPlan) 
         heads_out[chunk.begin : chunk.end] = attended[0].transpose(0, 1)
 
 
+def _gathered(kv: LayerKV, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """The keys and values of some blocks, [blocks, BLOCK_SIZE, K, D]."""
+    keys, values = kv.keys.index_select(0, blocks), kv.values.index_select(0, blocks)
+    if kv.key_scales is None or kv.value_scales is None:
+        return keys, values
+    scales = kv.key_scales.index_select(0, blocks), kv.value_scales.index_select(0, blocks)
+    return dequantize_heads(keys, scales[0]), dequantize_heads(values, scales[1])
+
+
 def paged_attention_reference(queries: Tensor, kv: LayerKV, inputs: StepInputs, window: int | None) -> Tensor:
     """The formula in float64, a token and a head at a time. queries [T, Q, D]; returns [T, Q, D]."""
     num_heads, head_dim = queries.shape[1:]
     group = num_heads // kv.keys.shape[2]
+    if kv.key_scales is not None and kv.value_scales is not None:
+        kv = LayerKV(dequantize_heads(kv.keys, kv.key_scales), dequantize_heads(kv.values, kv.value_scales))
     out = torch.zeros(queries.shape, dtype=torch.float64)
     for entry in range(inputs.num_rows):
         for step in range(int(inputs.counts[entry])):

@@ -8,7 +8,7 @@ Shapes: T tokens, Q query heads, K key-value heads, D head_dim.
 import torch
 from torch import Tensor
 
-from pipeline.kernels.kv_layout import LayerKV
+from pipeline.kernels.kv_layout import LayerKV, quantize_heads
 from pipeline.kernels.rms_norm import rms_norm
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 
@@ -44,6 +44,11 @@ def rotary_write(qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: Layer
     turned += turning.roll(head_dim // 2, -1) * sin[:, None]
     num_blocks = len(kv.keys)
     heads[:, : -2 * num_kv_heads] = turned[:, :-num_kv_heads]
+    if kv.key_scales is not None and kv.value_scales is not None:
+        places = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+        kv.keys[places], kv.key_scales[places] = quantize_heads(turned[:, -num_kv_heads:])
+        kv.values[places], kv.value_scales[places] = quantize_heads(heads[:, -num_kv_heads:])
+        return
     keys = turned[:, -num_kv_heads:].to(kv.keys.dtype)
     kv.keys.view(num_blocks * BLOCK_SIZE, num_kv_heads, head_dim).index_copy_(0, slots, keys)
     kv.values.view(num_blocks * BLOCK_SIZE, num_kv_heads, head_dim).index_copy_(0, slots, heads[:, -num_kv_heads:])

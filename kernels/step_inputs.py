@@ -17,9 +17,15 @@ BLOCK_SIZE = 16
 """Tokens in one KV block."""
 
 
+KV_SCALE_BYTES = 2
+"""Of keys and values in 8 bits, each token and head has a bfloat16 scale for its keys and one for its values."""
+
+
 def block_bytes(num_layers: int, num_kv_heads: int, head_dim: int, item_bytes: int) -> int:
-    """Bytes that the keys and values of one block take, over all layers, with numbers of `item_bytes`."""
-    return 2 * num_layers * BLOCK_SIZE * num_kv_heads * head_dim * item_bytes
+    """Bytes that the keys and values of one block take, over all layers, with numbers of `item_bytes`. Numbers of one
+    byte have scales."""
+    scale_bytes = KV_SCALE_BYTES if item_bytes == 1 else 0
+    return 2 * num_layers * BLOCK_SIZE * num_kv_heads * (head_dim * item_bytes + scale_bytes)
 
 
 class StepInputs:

@@ -7,15 +7,9 @@
 #include <unordered_map>
 
 #include "attention_amx.h"
-#include "qkv.h"
-#include "step.h"
+#include "attention_vectors.h"
 
-#if defined(AMX)
-constexpr int ATTENTION_ROWS = TILE_ROWS;
-#else
-constexpr int ATTENTION_ROWS = MOST_ROWS;
-#endif
-
+template <KVType TYPE>
 class Attention final : public Op {
    public:
     // `queries` and `out` are plain activations; with `floats`, `out` is float32 on every ISA.
@@ -27,8 +21,9 @@ class Attention final : public Op {
     bool in_ranges() const override { return false; }
 
     size_t scratch_bytes() const override {
-        return align(size_t(num_slices()) * ITEM_STATES * SLICE * sizeof(act)) + align(ITEM_STATES * kv_.head_dim * 4) +
-               align(ATTENTION_ROWS * STRETCH * 4) + align(ATTENTION_ROWS * STRETCH * sizeof(act)) + 4 * align(ITEM_STATES * 4);
+        return align(size_t(num_slices()) * ITEM_STATES * SLICE * sizeof(Number)) + align(ITEM_STATES * kv_.head_dim * 4) +
+               align(ATTENTION_ROWS * STRETCH * 4) + align(ATTENTION_ROWS * STRETCH * sizeof(Number)) +
+               5 * align(ITEM_STATES * 4) + align(ATTENTION_ROWS * 4) + align(unpacked_bytes());
     }
 
     void tile(const Step& step, int index, const Scratch& scratch) override {
@@ -68,7 +63,8 @@ class Attention final : public Op {
             for (int position = start; position < end; position++) pairs += position - plan_.first_key(position) + 1;
             cost.flops += 4 * pairs * kv_.heads * plan_.group * kv_.head_dim;
         }
-        for (const auto& [block, keys] : read) cost.bytes += double(keys) * kv_.heads * kv_.head_dim * 4;
+        for (const auto& [block, keys] : read) cost.bytes += double(keys) / BLOCK * double(kv_.block_bytes());
+        cost.integer = INTEGERS<TYPE>;
         return cost;
     }
 
@@ -76,21 +72,35 @@ class Attention final : public Op {
     using Item = AttentionPlan::Item;
     using Member = AttentionPlan::Member;
     using Run = AttentionPlan::Run;
+    using Products = AttentionProducts<TYPE>;
+    using Part = typename Products::Part;
+    using Number = std::conditional_t<INTEGERS<TYPE>, int16_t, act>;
+
+    static constexpr float LARGEST_CODE = 32767.0f;
 
     // A thread's state for its item. Row r of a head is state head x rows + r.
     struct State {
-        act* queries;   // [slices of 64 numbers][ITEM_STATES][64]
-        float* out;     // [states][head_dim]
-        float* scores;  // [ATTENTION_ROWS][64]
-        act* weights;   // [ATTENTION_ROWS][64]; the same memory as scores if both are floats
+        Number* queries;       // [slices of 64 numbers][ITEM_STATES][64]
+        float* query_scales;   // [states], of integers
+        float* out;            // [states][head_dim]
+        float* scores;         // [ATTENTION_ROWS][64]
+        Number* weights;       // [ATTENTION_ROWS][64]; the same memory as scores if both are floats
+        float* weight_scales;  // [ATTENTION_ROWS], of integers
         float *top, *total;    // [states]
         int32_t *first, *end;  // [rows]: the keys that a row attends to
+        uint16_t* unpacked;    // keys and values of a stretch, if tiles multiply 8 bits
     };
-
-    static constexpr int SLICE = 64;  // dimensions of a query that are adjacent, so that rows are a constant apart
 
     static size_t align(size_t bytes) { return (bytes + 63) / 64 * 64; }
     int num_slices() const { return ceil_div(kv_.head_dim, SLICE); }
+
+    size_t unpacked_bytes() const {
+#if defined(AMX)
+        return Products::unpacked_bytes(kv_.head_dim);
+#else
+        return 0;
+#endif
+    }
 
     State lay_out(uint8_t* memory) const {
         const auto take = [&](size_t bytes) {
@@ -99,17 +109,20 @@ class Attention final : public Op {
             return at;
         };
         State state;
-        state.queries = reinterpret_cast<act*>(take(size_t(num_slices()) * ITEM_STATES * SLICE * sizeof(act)));
+        state.queries = reinterpret_cast<Number*>(take(size_t(num_slices()) * ITEM_STATES * SLICE * sizeof(Number)));
+        state.query_scales = reinterpret_cast<float*>(take(ITEM_STATES * 4));
         state.out = reinterpret_cast<float*>(take(size_t(ITEM_STATES) * kv_.head_dim * 4));
         state.scores = reinterpret_cast<float*>(take(ATTENTION_ROWS * STRETCH * 4));
-        if constexpr (sizeof(act) == sizeof(float))
-            state.weights = reinterpret_cast<act*>(state.scores);
+        if constexpr (sizeof(Number) == sizeof(float))
+            state.weights = reinterpret_cast<Number*>(state.scores);
         else
-            state.weights = reinterpret_cast<act*>(take(ATTENTION_ROWS * STRETCH * sizeof(act)));
+            state.weights = reinterpret_cast<Number*>(take(ATTENTION_ROWS * STRETCH * sizeof(Number)));
+        state.weight_scales = reinterpret_cast<float*>(take(ATTENTION_ROWS * 4));
         state.top = reinterpret_cast<float*>(take(ITEM_STATES * 4));
         state.total = reinterpret_cast<float*>(take(ITEM_STATES * 4));
         state.first = reinterpret_cast<int32_t*>(take(ITEM_STATES * 4));
         state.end = reinterpret_cast<int32_t*>(take(ITEM_STATES * 4));
+        state.unpacked = reinterpret_cast<uint16_t*>(take(unpacked_bytes()));
         return state;
     }
 
@@ -131,9 +144,13 @@ class Attention final : public Op {
                 const act* row = queries_.plain(int(token(step, *member, r)));
                 for (int head = 0; head < item.heads; head++) {
                     const act* from = row + column(item, *member, head, r);
-                    act* to = state.queries + size_t(head * item.rows + member->at + r) * SLICE;
-                    for (int d = 0; d < dim; d += SLICE)
-                        memcpy(to + d * ITEM_STATES, from + d, std::min(SLICE, dim - d) * sizeof(act));
+                    const size_t i = head * item.rows + member->at + r;
+                    Number* to = state.queries + i * SLICE;
+                    if constexpr (INTEGERS<TYPE>)
+                        state.query_scales[i] = quantize_query(from, to);
+                    else
+                        for (int d = 0; d < dim; d += SLICE)
+                            memcpy(to + d * ITEM_STATES, from + d, std::min(SLICE, dim - d) * sizeof(act));
                 }
                 const int at = position(step, *member, r);
                 state.first[member->at + r] = plan_.first_key(at);
@@ -142,6 +159,27 @@ class Attention final : public Op {
         std::fill_n(state.top, states, -INFINITY);
         std::fill_n(state.total, states, 0.0f);
         memset(state.out, 0, size_t(states) * dim * 4);
+    }
+
+    // Writes a query as integers. Returns their scale.
+    float quantize_query(const act* from, int16_t* to) const {
+        float values[MAX_HEAD_DIM];
+        vf tops{};
+        for (int d = 0; d < kv_.head_dim; d += LANES) {
+            const vf numbers = load_acts(from + d);
+            tops = max(tops, max(numbers, -numbers));
+            store(values + d, numbers);
+        }
+        const float top = largest(tops), inverse = top > 1e-30f ? LARGEST_CODE / top : 0.0f;
+        for (int d = 0; d < kv_.head_dim; d += LANES)
+            store_codes(to + d / SLICE * ITEM_STATES * SLICE + d % SLICE, load<vf>(values + d) * inverse);
+        return top / LARGEST_CODE;
+    }
+
+    static void store_codes(int16_t* to, vf values) {
+        typedef int16_t words __attribute__((vector_size(2 * LANES)));
+        constexpr float round = 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
+        store(to, __builtin_convertvector(bits<vi>(values + round), words));
     }
 
     void write(const Step& step, const Item& item, const Member& member, const State& state) const {
@@ -191,17 +229,21 @@ class Attention final : public Op {
                  State& state) const {
         // One matmul's rows after the other, so that their data stays in the L1 cache.
         const int parts = ceil_div(pass.rows, ATTENTION_ROWS);
-        for (int head = 0; head < item.heads; head++)
+        for (int head = 0; head < item.heads; head++) {
+            Stretch now = stretch_of(step, pass, item.head + head);
+#if defined(AMX)
+            if constexpr (TYPE == KVType::INT8) now = Products::unpack(now, state.unpacked, kv_.head_dim);
+#endif
             for (int part = 0, row = pass.member->at; part < parts; part++) {
                 const int count = pass.rows / parts + (part < pass.rows % parts);
                 Stretch ahead;
                 if (part == 0)
                     ahead = head + 1 < item.heads ? stretch_of(step, pass, item.head + head + 1)
                                                   : stretch_of(step, next, next_head);
-                some_rows(item, head, row, count, stretch_of(step, pass, item.head + head),
-                          StretchAhead(ahead, kv_.head_dim), pass.key, state);
+                some_rows(item, head, row, count, now, Ahead<TYPE>(ahead, kv_.panel_bytes()), pass.key, state);
                 row += count;
             }
+        }
     }
 
     Stretch stretch_of(const Step& step, const Pass& pass, int head) const {
@@ -212,42 +254,50 @@ class Attention final : public Op {
         for (int b = 0; b < pass.num_blocks; b++) {
             stretch.keys[b] = kv_.keys(blocks[b], head);
             stretch.values[b] = kv_.values(blocks[b], head);
+            if constexpr (TYPE == KVType::INT8) stretch.scales[b] = kv_.key_scales(blocks[b], head);
         }
         return stretch;
     }
 
     // Rows row .. row + count of a head, at most ATTENTION_ROWS.
-    void some_rows(const Item& item, int head, int row, int count, const Stretch& stretch, StretchAhead ahead, int key,
+    void some_rows(const Item& item, int head, int row, int count, const Stretch& stretch, Ahead<TYPE> ahead, int key,
                    State& state) const {
         const size_t first = size_t(head) * item.rows + row;
-        const Part part{state.queries + first * SLICE, state.out + first * kv_.head_dim, state.scores, state.weights};
-        multiply_keys(part, count, stretch, ahead);
-        softmax(part, count, state.first + row, state.end + row, key, state.top + first, state.total + first, ahead);
-        multiply_values(part, count, stretch, ahead);
+        const Part part{state.queries + first * SLICE,       state.query_scales + first, state.out + first * kv_.head_dim,
+                        state.scores, state.weights, state.weight_scales};
+        if constexpr (TYPE == KVType::INT8)
+            for (int b = 0; b < ahead.next.num_blocks; b++)
+                prefetch<L1>(reinterpret_cast<const uint8_t*>(ahead.next.scales[b]), LINE);
+        Products::multiply_keys(part, count, stretch, ahead, kv_.head_dim);
+        switch (stretch.num_blocks) {
+#define CASE(B)                                                                                                     \
+    case B:                                                                                                         \
+        softmax<B * BLOCK>(part, count, state.first + row, state.end + row, key, state.top + first, state.total + first, \
+                           stretch, ahead);                                                                         \
+        break;
+            CASE(1) CASE(2) CASE(3) CASE(4)
+#undef CASE
+        }
+        static_assert(STRETCH_BLOCKS == 4);
+        Products::multiply_values(part, count, stretch, ahead, kv_.head_dim);
         ahead.prefetch_rest();
     }
 
-    // The first rows of one matmul.
-    struct Part {
-        const act* queries;
-        float *out, *scores;
-        act* weights;
-    };
-
-    // Turns scores into softmax weights. Row r attends to the keys first[r] .. end[r]; none of these 64 may be among
-    // them. Each loop goes over all rows, because the operations of a single row depend on each other.
+    // Turns the scores of KEYS keys into softmax weights. Row r attends to the keys first[r] .. end[r]; none of these may
+    // be among them. Each loop goes over all rows, because the operations of a single row depend on each other.
+    template <int KEYS>
     void softmax(const Part& part, int count, const int32_t* first, const int32_t* end, int key, float* top,
-                 float* total, StretchAhead& ahead) const {
+                 float* total, const Stretch& stretch, Ahead<TYPE>& ahead) const {
         static_assert(ATTENTION_ROWS <= LANES);
         float tops[LANES] = {}, shrinks[LANES];
         ahead.prefetch_part(8);
         for (int r = 0; r < count; r++) {
             float* scores = part.scores + r * STRETCH;
-            for (int i = 0; i < first[r] - key && i < STRETCH; i++) scores[i] = -INFINITY;
-            for (int i = std::max(0, end[r] - key); i < STRETCH; i++) scores[i] = -INFINITY;
+            for (int i = 0; i < first[r] - key && i < KEYS; i++) scores[i] = -INFINITY;
+            for (int i = std::max(0, end[r] - key); i < KEYS; i++) scores[i] = -INFINITY;
             ahead.prefetch_part(32);
             vf highest = load<vf>(scores);
-            for (int i = LANES; i < STRETCH; i += LANES) highest = max(highest, load<vf>(scores + i));
+            for (int i = LANES; i < KEYS; i += LANES) highest = max(highest, load<vf>(scores + i));
             tops[r] = largest(highest);
             shrinks[r] = top[r] - tops[r];
         }
@@ -260,162 +310,44 @@ class Attention final : public Op {
             total[r] *= shrinks[r];
             top[r] = tops[r];
         }
+        float scales[KEYS];
+        for (int b = 0; TYPE == KVType::INT8 && b < KEYS / BLOCK; b++)
+            for (int i = 0; i < BLOCK; i += LANES) store(scales + b * BLOCK + i, load_scales(stretch.scales[b] + BLOCK + i));
         for (int r = 0; r < count; r++) {
-            const float* scores = part.scores + r * STRETCH;
-            act* weights = part.weights + r * STRETCH;
+            float* scores = part.scores + r * STRETCH;
+            Number* weights = part.weights + r * STRETCH;
             if (tops[r] == -INFINITY) {
-                for (int i = 0; i < STRETCH; i += LANES) store_acts(weights + i, vf{});
+                memset(weights, 0, KEYS * sizeof(Number));
+                if constexpr (INTEGERS<TYPE>) part.weight_scales[r] = 0;
                 continue;
             }
             ahead.prefetch_part(32);
-            vf sums{};
-            for (int i = 0; i < STRETCH; i += LANES) {
+            vf sums{}, largest_weight{};
+            for (int i = 0; i < KEYS; i += LANES) {
                 const vf weight = exp_of(load<vf>(scores + i) - top[r]);
                 sums += weight;
-                store_acts(weights + i, weight);
+                if constexpr (TYPE == KVType::BF16) {
+                    store_acts(weights + i, weight);
+                } else {
+                    // What is not attended to has any scale. A NaN of the others must not be lost in integers.
+                    const vf scaled = weight == 0.0f ? vf{} : weight * load<vf>(scales + i);
+                    sums = fma(scaled, vf{}, sums);
+                    if constexpr (INTEGERS<TYPE>) {
+                        store(scores + i, scaled);
+                        largest_weight = max(largest_weight, scaled);
+                    } else {
+                        store_acts(weights + i, scaled);
+                    }
+                }
+            }
+            if constexpr (INTEGERS<TYPE>) {
+                const float most = largest(largest_weight), inverse = most > 1e-30f ? LARGEST_CODE / most : 0.0f;
+                part.weight_scales[r] = most / LARGEST_CODE;
+                for (int i = 0; i < KEYS; i += LANES) store_codes(weights + i, load<vf>(scores + i) * inverse);
             }
             total[r] += sum(sums);
         }
     }
-
-#if defined(AMX)
-    // scores [16][64] = queries [16][head_dim] x keys; a block of keys is one panel
-    void multiply_keys(const Part& part, int, const Stretch& stretch, StretchAhead& ahead) const {
-        use_tile_shapes(attention_tiles);
-        const auto query = [&](int d) { return part.queries + d / SLICE * ITEM_STATES * SLICE + d % SLICE; };
-        for (int b = 0; b < stretch.num_blocks; b += 2) {
-            const bool two = b + 1 < stretch.num_blocks;
-            const auto score = two ? score_keys<2, decltype(query)> : score_keys<1, decltype(query)>;
-            score(query, SLICE * 2, kv_.head_dim, stretch.keys + b, part.scores + b * BLOCK, ahead);
-        }
-    }
-
-    // out [count][head_dim] += weights [16][64] x values; a block of values is head_dim / 16 panels
-    void multiply_values(const Part& part, int count, const Stretch& stretch, StretchAhead& ahead) const {
-        constexpr int MOST_PANELS = 4;
-        alignas(LINE) float sums[TILE_ROWS * MOST_PANELS * PANEL];
-        const int num_panels = kv_.head_dim / PANEL;
-        for (int panel = 0; panel < num_panels;) {
-            const auto add = [&]<int PANELS>() {
-                sum_values<PANELS>(part.weights, stretch.values, stretch.num_blocks, panel, sums, ahead);
-                for (int r = 0; r < count; r++) {
-                    float* out = part.out + r * kv_.head_dim + panel * PANEL;
-                    for (int i = 0; i < PANELS * PANEL; i += LANES)
-                        store(out + i, load<vf>(out + i) + load<vf>(sums + r * PANELS * PANEL + i));
-                }
-                panel += PANELS;
-            };
-            const int left = num_panels - panel;
-            if (left >= 4)
-                add.template operator()<4>();
-            else if (left >= 2)
-                add.template operator()<2>();
-            else
-                add.template operator()<1>();
-        }
-    }
-#else
-    void multiply_keys(const Part& part, int count, const Stretch& stretch, StretchAhead& ahead) const {
-        switch (count) {
-#define CASE(R)                                                          \
-    case R:                                                              \
-        if constexpr (R <= MOST_ROWS) scores<R>(part, stretch, ahead.next); \
-        break;
-            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-#undef CASE
-        }
-    }
-
-    void multiply_values(const Part& part, int count, const Stretch& stretch, StretchAhead& ahead) const {
-        switch (count) {
-#define CASE(R)                                                              \
-    case R:                                                                  \
-        if constexpr (R <= MOST_ROWS) add_values<R>(part, stretch, ahead.next);   \
-        break;
-            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-#undef CASE
-        }
-    }
-
-    // Panels per call. One row has registers for more, and needs them to hide the latency of its sums.
-    template <int R>
-    static constexpr int AT_ONCE = R == 1 ? 4 : R == 2 || LANES == 16 ? 2 : 1;
-
-    // scores [R][64] = queries [R][head_dim] x keys; a block of keys is one panel
-    template <int R>
-    void scores(const Part& part, const Stretch& stretch, const Stretch& ahead) const {
-        const auto next = [&](int b, int count) { return b + count <= ahead.num_blocks ? ahead.keys + b : nullptr; };
-        int b = 0;
-        for (; b + AT_ONCE<R> <= stretch.num_blocks; b += AT_ONCE<R>)
-            multiply_key_panels<R, AT_ONCE<R>>(part.queries, stretch.keys + b, kv_.head_dim, part.scores + b * BLOCK,
-                                         next(b, AT_ONCE<R>));
-        if constexpr (AT_ONCE<R> > 1)
-            for (; b < stretch.num_blocks; b++)
-                multiply_key_panels<R, 1>(part.queries, stretch.keys + b, kv_.head_dim, part.scores + b * BLOCK, next(b, 1));
-    }
-
-    // out [R][head_dim] += weights [R][64] x values; a block of values is head_dim / 16 panels
-    template <int R>
-    void add_values(const Part& part, const Stretch& stretch, const Stretch& ahead) const {
-        const int num_panels = kv_.head_dim / PANEL;
-        int p = 0;
-        for (; p + AT_ONCE<R> <= num_panels; p += AT_ONCE<R>)
-            multiply_value_panels<R, AT_ONCE<R>>(part.weights, stretch, ahead, p, part.out, kv_.head_dim);
-        if constexpr (AT_ONCE<R> > 1)
-            for (; p < num_panels; p++)
-                multiply_value_panels<R, 1>(part.weights, stretch, ahead, p, part.out, kv_.head_dim);
-    }
-
-    // Not inlined: with constant arguments GCC runs out of registers.
-    template <int R, int P>
-    __attribute__((noinline)) static void multiply_key_panels(const act* queries, const uint16_t* const* keys, int dim,
-                                                       float* out, const uint16_t* const* ahead) {
-        vf acc[R][P][VECTORS];
-        for (int r = 0; r < R; r++)
-            for (int p = 0; p < P; p++)
-                for (int v = 0; v < VECTORS; v++) acc[r][p][v] = vf{};
-        for (int d = 0; d < dim; d += PANEL) {
-            const act* rows[R];
-            const uint32_t* from[P];
-            const act* at = queries + d / SLICE * ITEM_STATES * SLICE + d % SLICE;
-            for (int r = 0; r < R; r++) rows[r] = at + r * SLICE;
-            for (int p = 0; p < P; p++) from[p] = reinterpret_cast<const uint32_t*>(keys[p]) + d / 2 * PANEL;
-            const uint8_t* next[P];
-            if (ahead)
-                for (int p = 0; p < P; p++) next[p] = reinterpret_cast<const uint8_t*>(ahead[p] + d * PANEL);
-            multiply_bf16<R, P, L2>(rows, from, PANEL / 2, acc, ahead ? next : nullptr);
-        }
-        for (int r = 0; r < R; r++)
-            for (int p = 0; p < P; p++)
-                for (int v = 0; v < VECTORS; v++) store(out + r * STRETCH + p * PANEL + v * LANES, acc[r][p][v]);
-    }
-
-    template <int R, int P>
-    __attribute__((noinline)) static void multiply_value_panels(const act* weights, const Stretch& stretch,
-                                                         const Stretch& ahead, int panel, float* out, int dim) {
-        vf acc[R][P][VECTORS];
-        out += panel * PANEL;
-        for (int r = 0; r < R; r++)
-            for (int p = 0; p < P; p++)
-                for (int v = 0; v < VECTORS; v++) acc[r][p][v] = load<vf>(out + r * dim + p * PANEL + v * LANES);
-        for (int b = 0; b < stretch.num_blocks; b++, weights += BLOCK) {
-            const act* rows[R];
-            const uint32_t* from[P];
-            for (int r = 0; r < R; r++) rows[r] = weights + r * STRETCH;
-            for (int p = 0; p < P; p++)
-                from[p] = reinterpret_cast<const uint32_t*>(stretch.values[b] + (panel + p) * PANEL * BLOCK);
-            const bool has_next = b < ahead.num_blocks;
-            const uint8_t* next[P];
-            for (int p = 0; has_next && p < P; p++)
-                next[p] = reinterpret_cast<const uint8_t*>(ahead.values[b] + (panel + p) * PANEL * BLOCK);
-            multiply_bf16<R, P, L2>(rows, from, BLOCK / 2, acc, has_next ? next : nullptr);
-        }
-        for (int r = 0; r < R; r++)
-            for (int p = 0; p < P; p++)
-                for (int v = 0; v < VECTORS; v++) store(out + r * dim + p * PANEL + v * LANES, acc[r][p][v]);
-    }
-
-#endif
 
     const Rows out_;
     const bool floats_;

@@ -87,10 +87,12 @@ struct Matrix {
 typedef uint16_t act;
 INLINE act to_act(float value) { return to_bf16(value); }
 INLINE void store_acts(act* to, vf values) { store(to, to_bf16(values)); }
+INLINE vf load_acts(const act* from) { return from_bf16(load<halves>(from)); }
 #else
 typedef float act;
 INLINE act to_act(float value) { return value; }
 INLINE void store_acts(act* to, vf values) { store(to, values); }
+INLINE vf load_acts(const act* from) { return load<vf>(from); }
 #endif
 
 // Forms of activations, by the weights that they are multiplied with:

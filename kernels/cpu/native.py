@@ -17,7 +17,7 @@ from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.stored_matrix import Format
 
-ABI_VERSION = 14
+ABI_VERSION = 15
 """Version of `program.cpp`; raise it with every change of its interface."""
 
 PANEL = 16
@@ -30,6 +30,15 @@ SPINS = 2000
 """Spins of a waiting thread before it sleeps: some tens of microseconds."""
 
 HUGE_PAGE = 2 * 1024**2
+
+
+class KVType(IntEnum):
+    """The numbers of the KV cache: `KVType` in kv.h."""
+
+    BF16 = 0
+    INT8 = 1
+    """With a bfloat16 scale for each token's keys, and one for its values, in each head."""
+
 
 Activations = Literal["int12", "int8"]
 """Of weights with 4 to 6 bits."""
@@ -134,9 +143,9 @@ class NativeProduct(Structure):
 
 
 class NativeLayerMemory(Structure):
-    """`KV` in qkv.h."""
+    """`KV` in kv.h."""
 
-    _fields_ = (("data", c_void_p), ("heads", c_int), ("head_dim", c_int))
+    _fields_ = (("data", c_void_p), ("heads", c_int), ("head_dim", c_int), ("type", c_int))
 
 
 class NativeBlocks(Structure):

@@ -13,6 +13,7 @@
 #include "mapped_file.h"
 #include "norm.h"
 #include "pack.h"
+#include "qkv.h"
 #include "sampler.h"
 #include "step.h"
 #include "thread_pool.h"
@@ -201,7 +202,7 @@ class Program final : public Job {
 
 extern "C" {
 
-int abi_version() { return 14; }
+int abi_version() { return 15; }
 
 // Asks the system for what these instructions need. Whether they can be used.
 int prepare() {
@@ -298,7 +299,10 @@ AttentionPlan* program_attention_plan(Program* program, int num_heads, int num_k
 
 void program_attention(Program* program, Rows out, int floats, Rows queries, const KV* kv,
                        const AttentionPlan* plan) {
-    program->add<Attention>(out, floats != 0, queries, *kv, *plan);
+    if (kv->type == KVType::INT8)
+        program->add<Attention<KVType::INT8>>(out, floats != 0, queries, *kv, *plan);
+    else
+        program->add<Attention<KVType::BF16>>(out, floats != 0, queries, *kv, *plan);
 }
 
 void program_linear_add(Program* program, float* residual, Rows in, const Matrix* matrix, int width) {

@@ -1,20 +1,8 @@
 // The matmul that makes queries, keys and values, with rotary embedding and writing the KV cache.
 #pragma once
 
+#include "kv.h"
 #include "linear.h"
-
-// The layout of a layer's keys and values. A block of a head is one panel of keys, 16 tokens wide and head_dim deep,
-// and head_dim / 16 panels of values, 16 tokens deep:
-//
-//     [blocks]{ [heads][head_dim / 2][16 tokens][2] keys | [heads][head_dim / 16][8][16][2] values }
-struct KV {
-    uint16_t* data;
-    int heads, head_dim;
-
-    size_t head_size() const { return size_t(head_dim) * BLOCK; }
-    uint16_t* keys(int64_t block, int head) const { return data + (2 * block * heads + head) * head_size(); }
-    uint16_t* values(int64_t block, int head) const { return data + ((2 * block + 1) * heads + head) * head_size(); }
-};
 
 // Weights [head_dim] of an RMS norm of each head's queries and keys, or nulls. In the order of the head's numbers
 // below.
@@ -44,11 +32,6 @@ class Qkv final : public Gemm {
 
     act* query(int row, int head) const { return queries_.plain(row) + head * kv_.head_dim; }
 
-    uint16_t* key(int64_t slot, int head) const { return kv_.keys(slot / BLOCK, head) + slot % BLOCK * 2; }
-    uint16_t* value(int64_t slot, int head) const {
-        return kv_.values(slot / BLOCK, head) + slot % BLOCK / 2 * PANEL * 2 + slot % 2;
-    }
-
     void prefetch_out(const Step& step, const Part& part) const override {
         const int head = part.column / kv_.head_dim;
         if (kind(head) == QUERY) {
@@ -59,9 +42,11 @@ class Qkv final : public Gemm {
         for (int r = 0; r < part.count; r++) {
             const int64_t slot = step.slots[part.row + r];
             if (r && slot / BLOCK == step.slots[part.row + r - 1] / BLOCK) continue;
-            prefetch_to_write(kind(head) == KEY ? kv_.keys(slot / BLOCK, head - num_heads_)
-                                                : kv_.values(slot / BLOCK, head - num_heads_ - kv_.heads),
-                              int(kv_.head_size() * 2));
+            const int at = head - num_heads_;
+            prefetch_to_write(kind(head) == KEY ? kv_.keys(slot / BLOCK, at) : kv_.values(slot / BLOCK, at - kv_.heads),
+                              int(kv_.panel_bytes()));
+            if (kv_.type == KVType::INT8)
+                prefetch_to_write(kv_.key_scales(slot / BLOCK, kind(head) == KEY ? at : at - kv_.heads), LINE);
         }
     }
 
@@ -73,11 +58,7 @@ class Qkv final : public Gemm {
     void finish_row(const Step& step, int row, int head, float* values) const {
         const int dim = kv_.head_dim;
         if (kind(head) == VALUE) {
-            uint16_t* to = value(step.slots[row], head - num_heads_ - kv_.heads);
-            for (int d = 0; d < dim; d += LANES) {
-                const halves numbers = to_bf16(load<vf>(values + d));
-                for (int i = 0; i < LANES; i++) to[d / PANEL * PANEL * BLOCK + (d % PANEL + i) * 2] = numbers[i];
-            }
+            write_values(step.slots[row], head - num_heads_ - kv_.heads, values);
             return;
         }
         if (const float* weight = kind(head) == QUERY ? norms_.query : norms_.key) {
@@ -101,12 +82,39 @@ class Qkv final : public Gemm {
             act* to = query(row, head);
             for (int c = 0; c < dim; c += LANES) store_acts(to + c, load<vf>(values + c) * scale_);
         } else {
-            uint16_t* to = key(step.slots[row], head - num_heads_);
-            for (int c = 0; c < dim; c += LANES) {
-                uint32_t pairs[LANES / 2];
-                store(pairs, to_bf16(load<vf>(values + c)));
-                for (int i = 0; i < LANES / 2; i++) memcpy(to + (c + 2 * i) * BLOCK, pairs + i, 4);
-            }
+            write_keys(step.slots[row], head - num_heads_, values);
+        }
+    }
+
+    void write_keys(int64_t slot, int head, const float* values) const {
+        const int token = int(slot % BLOCK);
+        uint8_t* to = kv_.keys(slot / BLOCK, head);
+        if (kv_.type == KVType::INT8) {
+            int8_t codes[MAX_HEAD_DIM];
+            kv_.key_scales(slot / BLOCK, head)[token] = quantize_head(values, kv_.head_dim, codes);
+            for (int d = 0; d < kv_.head_dim; d += 2) memcpy(to + key_place(d, token), codes + d, 2);
+            return;
+        }
+        for (int d = 0; d < kv_.head_dim; d += LANES) {
+            uint32_t pairs[LANES / 2];
+            store(pairs, to_bf16(load<vf>(values + d)));
+            for (int i = 0; i < LANES / 2; i++) memcpy(to + 2 * key_place(d + 2 * i, token), pairs + i, 4);
+        }
+    }
+
+    void write_values(int64_t slot, int head, const float* values) const {
+        const int token = int(slot % BLOCK);
+        uint8_t* to = kv_.values(slot / BLOCK, head);
+        if (kv_.type == KVType::INT8) {
+            int8_t codes[MAX_HEAD_DIM];
+            kv_.value_scales(slot / BLOCK, head)[token] = quantize_head(values, kv_.head_dim, codes);
+            for (int d = 0; d < kv_.head_dim; d++) to[value_place(d, token)] = uint8_t(codes[d]);
+            return;
+        }
+        for (int d = 0; d < kv_.head_dim; d += LANES) {
+            const halves numbers = to_bf16(load<vf>(values + d));
+            uint16_t* at = reinterpret_cast<uint16_t*>(to) + value_place(d, token);
+            for (int i = 0; i < LANES; i++) at[2 * i] = numbers[i];
         }
     }
 

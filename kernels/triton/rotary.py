@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pipeline.kernels.step_inputs import BLOCK_SIZE
+from pipeline.kernels.triton.kv_cache import as_scales, head_dim_of, quantize, scale_bytes_of, shape_of
 from pipeline.kernels.triton.launch import next_power_of_2
 from pipeline.kernels.triton.rows import StepArrays
 
@@ -31,14 +32,16 @@ def rotary_write(
     head_norms: HeadNorms | None,
 ) -> None:
     """Sum `split_k_partials` [P, T, (Q + 2K) * D], norm and rotate queries and keys by the angles of `step.positions`,
-    and write queries to `queries` [T, Q * D], keys and values [num_blocks, K, BLOCK_SIZE, D] to `step.slots`.
+    and write queries to `queries` [T, Q * D], keys and values [num_blocks, K, BLOCK_SIZE, D], or in 8 bits
+    (kv_cache.py), to `step.slots`.
 
     cos and sin [L, D/2] float32. Tokens with slot -1 write nothing.
     """
     num_split_k_partials, num_tokens, width = split_k_partials.shape
-    _, num_kv_heads, block_size, head_dim = keys.shape
+    num_kv_heads, head_dim = keys.shape[1], head_dim_of(keys)
     num_heads = width // head_dim - 2 * num_kv_heads
-    assert keys.shape == values.shape and block_size == BLOCK_SIZE and num_tokens == step.num_tokens
+    assert keys.shape == values.shape == shape_of(len(keys), num_kv_heads, head_dim, keys.dtype)
+    assert num_tokens == step.num_tokens
     assert queries.shape == (num_tokens, num_heads * head_dim) and head_dim % 2 == 0
     assert cos.shape[1] == sin.shape[1] == head_dim // 2
     assert all(tensor.is_contiguous() for tensor in (queries, split_k_partials, cos, sin, keys, values))
@@ -57,6 +60,8 @@ def rotary_write(
         step.slots,
         keys,
         values,
+        as_scales(keys),
+        as_scales(values),
         query_norm,
         key_norm,
         NUM_PARTIALS=num_split_k_partials,
@@ -66,6 +71,7 @@ def rotary_write(
         HALF=half,
         HEADS=heads,
         BLOCK_SIZE=BLOCK_SIZE,
+        SCALE_BYTES=scale_bytes_of(keys),
         NORMED=head_norms is not None,
         EPS=eps,
         num_warps=4,
@@ -83,6 +89,8 @@ def _rotary_kernel(
     slots,
     keys,
     values,
+    key_scales,
+    value_scales,
     query_norm,
     key_norm,
     NUM_PARTIALS: tl.constexpr,
@@ -92,6 +100,7 @@ def _rotary_kernel(
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
     NORMED: tl.constexpr,
     EPS: tl.constexpr,
 ):
@@ -143,11 +152,21 @@ def _rotary_kernel(
         tl.store(to_query + half, turned_high.to(dtype), mask=mask & is_query[:, None])
 
         kv_head = tl.where(is_value, heads - NUM_KV_HEADS, heads) - NUM_HEADS
-        place = (slot // BLOCK_SIZE) * (NUM_KV_HEADS * BLOCK_SIZE) + slot % BLOCK_SIZE
-        to_cache = (place + kv_head * BLOCK_SIZE) * HEAD_DIM
-        to_cache = to_cache[:, None] + dims[None, :]
+        to_head = (slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head) * (BLOCK_SIZE * (HEAD_DIM + SCALE_BYTES))
+        to_cache = (to_head + slot % BLOCK_SIZE * HEAD_DIM)[:, None] + dims[None, :]
         cache_dtype: tl.constexpr = keys.dtype.element_ty
-        is_key = mask & (~is_query & ~is_value)[:, None]
+        is_key_head = ~is_query & ~is_value
+        is_key = mask & is_key_head[:, None]
+        if SCALE_BYTES > 0:
+            tops = tl.maximum(tl.max(tl.abs(turned_low), 1), tl.max(tl.abs(turned_high), 1))
+            sums = tl.sum(turned_low * 0.0, 1) + tl.sum(turned_high * 0.0, 1)
+            turned_low, scales = quantize(turned_low, tops, sums)
+            turned_high, scales = quantize(turned_high, tops, sums)
+            to_scale = to_head // 2 + BLOCK_SIZE * HEAD_DIM // 2 + slot % BLOCK_SIZE
+            is_head = heads < NUM_HEADS + 2 * NUM_KV_HEADS
+            scales = scales.to(tl.bfloat16)
+            tl.store(key_scales + to_scale, scales, mask=is_head & is_key_head)
+            tl.store(value_scales + to_scale, scales, mask=is_head & is_value)
         tl.store(keys + to_cache, turned_low.to(cache_dtype), mask=is_key)
         tl.store(keys + to_cache + half, turned_high.to(cache_dtype), mask=is_key)
         tl.store(values + to_cache, turned_low.to(cache_dtype), mask=mask & is_value[:, None])

@@ -239,6 +239,8 @@ class ServerStats(Part, frozen=True):
     max_model_len: int = 0
     quantization: str = ""
     """Formats of the quantized weights, such as `q4_1+q8_0`; "none" without any, empty before the executor is ready."""
+    kv_dtype: str = ""
+    """The type of the KV cache, such as `int8`; empty before the executor is ready."""
 
 
 def num_queued(own: OwnCounts | None) -> int:

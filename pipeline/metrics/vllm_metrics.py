@@ -115,6 +115,7 @@ def vllm_metrics(stats: ServerStats) -> Iterator[Metric]:
         yield histogram(name, words, labels, summed(map(part, gateways), bounds), bounds)
     info = {
         "block_size": str(stats.block_size),
+        "cache_dtype": stats.kv_dtype,
         "num_gpu_blocks": str(stats.num_blocks),
         "num_cpu_blocks": str(schedule.num_swap_blocks_total if schedule is not None else 0),
     }

@@ -67,6 +67,7 @@ NEW_SERVER = {
     "schedule.block_size": "the KV cache is made of such blocks",
     "execute.device": "another executor",
     "execute.dtype": "another model",
+    "execute.kv_dtype": "the number of KV blocks is fixed",
     "execute.kv_cache_bytes": "the number of KV blocks is fixed",
     "execute.gpu_memory_utilization": "the number of KV blocks is fixed",
     "execute.swap_bytes": "swap space is reserved at the start",

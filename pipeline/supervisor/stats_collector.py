@@ -91,6 +91,7 @@ class StatsCollector:
             block_size=facts.execute.block_size if facts.execute else 0,
             max_model_len=facts.execute.max_model_len if facts.execute else 0,
             quantization=facts.execute.quantization if facts.execute else "",
+            kv_dtype=facts.execute.kv_dtype if facts.execute else "",
         )
 
 

@@ -166,6 +166,7 @@ class Supervisor:
             model=settings.served_model_name or self._loop.prepared.model_name,
             max_model_len=self._loop.facts.max_model_len,
             kv_blocks=self._loop.facts.num_blocks,
+            kv_dtype=self._loop.facts.kv_dtype,
             **({"swap_blocks": self._loop.facts.num_swap_blocks} if self._loop.facts.num_swap_blocks else {}),
             zmq=zmq_address(settings, self._listeners) or "off",
             **({"admin": url_of(self._admins[0])} if self._admins else {}),

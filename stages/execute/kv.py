@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline.config.by_device import kv_bytes_in_ram
+from pipeline.config.sections.stages import ExecuteSettings
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.kernels.step_inputs import BLOCK_SIZE, block_bytes
@@ -13,8 +14,8 @@ from pipeline.runtime.model_folder import ModelConfig
 from pipeline.shm.available import available_bytes
 from pipeline.stages.execute.cpu.program import SwapArray
 
-DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
-"""The size of a number of each `execute.dtype`."""
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "int8": 1}
+"""The size of a number in the KV cache."""
 
 MAX_CHOSEN_BLOCKS = 2**20
 """Maximum number of blocks if execute.kv_cache_bytes is not set: 16 million tokens. The scheduler keeps a few words for
@@ -32,7 +33,7 @@ class KVPlan:
 
 def plan_kv(settings: Settings, config: ModelConfig) -> KVPlan:
     """Raises UserError if the memory is smaller than one block, or larger than the free memory."""
-    num_bytes = _block_bytes(settings, config)
+    num_bytes = kv_block_bytes(settings.execute, config)
     kv_bytes = kv_bytes_in_ram(settings)
     num_blocks = kv_bytes // num_bytes
     if num_blocks < 1:
@@ -65,7 +66,7 @@ class DeviceMemory:
 def plan_device_kv(settings: Settings, config: ModelConfig, memory: DeviceMemory) -> KVPlan:
     """The plan on a GPU: `execute.kv_cache_bytes`, or the rest of `execute.gpu_memory_utilization`. Pure except for a
     warning. Raises UserError if there is no memory for one block, or less than `execute.kv_cache_bytes`."""
-    num_bytes = _block_bytes(settings, config)
+    num_bytes = kv_block_bytes(settings.execute, config)
     left = memory.free_bytes - memory.reserved_bytes
     if asked := settings.execute.kv_cache_bytes:
         if asked > left:
@@ -119,7 +120,7 @@ def _plan(settings: Settings, config: ModelConfig, num_blocks: int, num_bytes: i
 
 def divide_swap(settings: Settings, config: ModelConfig, memory: memoryview) -> SwapArray:
     """Swap space as whole blocks. Raises UserError if the memory is smaller than one block."""
-    num_bytes = _block_bytes(settings, config)
+    num_bytes = kv_block_bytes(settings.execute, config)
     num_blocks = len(memory) // num_bytes
     if num_blocks < 1:
         raise UserError(
@@ -130,5 +131,11 @@ def divide_swap(settings: Settings, config: ModelConfig, memory: memoryview) -> 
     return swap
 
 
-def _block_bytes(settings: Settings, config: ModelConfig) -> int:
-    return block_bytes(config.num_layers, config.num_kv_heads, config.head_dim, DTYPE_BYTES[settings.execute.dtype])
+def kv_dtype(execute: ExecuteSettings) -> str:
+    """The type of the KV cache: `int8`, or that of the model."""
+    return execute.dtype if execute.kv_dtype == "auto" else execute.kv_dtype
+
+
+def kv_block_bytes(execute: ExecuteSettings, config: ModelConfig) -> int:
+    """Bytes of a KV block with all layers."""
+    return block_bytes(config.num_layers, config.num_kv_heads, config.head_dim, DTYPE_BYTES[kv_dtype(execute)])

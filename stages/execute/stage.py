@@ -48,6 +48,7 @@ def run(launch: m.Launch) -> None:
             "model": launch.model_dir,
             "weights": "+".join(sorted(weights.split("+"))),  # as in /v1/models
             "blocks": runner.facts.num_blocks,
+            "kv_dtype": runner.facts.kv_dtype,
             "kernels": runner.name,
         }
         if runner.facts.num_swap_blocks:
@@ -140,6 +141,7 @@ def _serve(stage: Stage[m.ExecuteInbox], runner: "CpuRunner") -> None:
     metrics = ExecuteMetrics()
     stage.control_requests.own_counts = lambda: metrics.counts(runner.rows.num_live)
     publisher = Publisher(stage, metrics)
+    runner.on_computed = stage.outbox("schedule").wake
     while True:
         for message in stage.inbox.wait_all(IDLE_S):
             match message:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.kernels.kv_layout import LayerKV, allocate, layers_of
+from pipeline.kernels.kv_layout import LayerKV, allocate, dequantize_heads, layers_of, quantize_heads
 from pipeline.kernels.paged_attention import AttentionPlan, paged_attention, paged_attention_reference
 from pipeline.kernels.rms_norm import rms_norm_reference
 from pipeline.kernels.rotary import head_norm, rotary_angles, rotary_reference, rotary_write
@@ -31,6 +31,21 @@ def make_kv(num_kv_heads: int, dtype: torch.dtype, seed: int = 0, num_blocks: in
     generator = torch.Generator().manual_seed(seed)
     shape = (num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM)
     return LayerKV(*(torch.randn(shape, generator=generator).to(dtype) for _ in range(2)))
+
+
+def in_8_bits(kv: LayerKV) -> LayerKV:
+    """The same in one memory of the allocated layout, quantized."""
+    num_blocks, _, num_kv_heads, _ = kv.keys.shape
+    (layer,) = layers_of(allocate(1, num_blocks, num_kv_heads, HEAD_DIM, torch.int8, "cpu"), num_kv_heads, HEAD_DIM)
+    assert layer.key_scales is not None and layer.value_scales is not None
+    for codes, scales, numbers in (
+        (layer.keys, layer.key_scales, kv.keys),
+        (layer.values, layer.value_scales, kv.values),
+    ):
+        quantized = quantize_heads(numbers)
+        codes.copy_(quantized[0])
+        scales.copy_(quantized[1])
+    return layer
 
 
 def test_inputs_contain_the_slot_of_each_token_and_the_sampled_tokens() -> None:
@@ -72,7 +87,7 @@ def test_rotary_rotates_queries_in_place_and_writes_keys_and_values_to_their_slo
     turned = rotary_reference(heads[:, : num_heads + num_kv_heads], positions, frequencies)
     queries = qkv.view(heads.shape)[:, :num_heads].double()
     torch.testing.assert_close(queries, turned[:, :num_heads], **tolerance)
-    keys, values = (half.flatten(0, 1) for half in kv)
+    keys, values = kv.keys.flatten(0, 1), kv.values.flatten(0, 1)
     torch.testing.assert_close(keys[slots].double(), turned[:, num_heads:], **tolerance)
     assert torch.equal(values[slots], heads[:, num_heads + num_kv_heads :])
     untouched = torch.ones(len(keys), dtype=torch.bool)
@@ -111,14 +126,65 @@ RAGGED = {
 }
 
 
+def test_quantized_heads_lose_at_most_half_a_code() -> None:
+    values = torch.randn(500, HEAD_DIM, generator=torch.Generator().manual_seed(0))
+    values *= 10.0 ** torch.linspace(-36, 36, 500)[:, None]
+    codes, scales = quantize_heads(values)
+    assert codes.dtype == torch.int8 and scales.dtype == torch.bfloat16
+    off = (dequantize_heads(codes, scales).double() - values.double()).abs() / scales.double()[:, None]
+    assert off.max() <= 0.5 + 1e-4
+    tops = values.abs().amax(-1).double() / 127
+    assert (scales.double() >= tops * (1 - 1e-6)).all() and (scales.double() <= tops * (1 + 2**-7)).all()
+    assert codes.abs().amax(-1).min() >= 126
+
+
+def test_heads_without_a_scale() -> None:
+    """Zeros, numbers that are too small for a scale, ties, and numbers that are not finite."""
+    values = torch.zeros(6, HEAD_DIM)
+    values[1] = 1e-39
+    values[2, :4] = torch.tensor([127.0, 0.5, 1.5, -2.5])
+    values[3, 5], values[4, 5], values[5, 5] = torch.nan, torch.inf, -torch.inf
+    codes, scales = quantize_heads(values)
+    assert not codes[:2].any() and not scales[:2].any()
+    assert codes[2, :4].tolist() == [127, 0, 2, -2] and scales[2] == 1
+    assert scales[3:].isnan().all()
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (3, 1)])
+def test_keys_and_values_are_quantized_after_rotation(num_heads: int, num_kv_heads: int) -> None:
+    inputs = make_inputs([(37, 1), (0, 19), (30, 5)])
+    exact = make_kv(num_kv_heads, torch.float32)
+    kv = in_8_bits(exact)
+    before = [part.clone() for part in kv if part is not None]
+    tokens = slice(0, inputs.num_tokens)
+    positions, slots = torch.from_numpy(inputs.positions[tokens]), torch.from_numpy(inputs.slots[tokens])
+    qkv = torch.randn(inputs.num_tokens, (num_heads + 2 * num_kv_heads) * HEAD_DIM)
+    cos, sin = torch.empty(2, inputs.num_tokens, HEAD_DIM)
+    rotary_angles(cos, sin, positions, 1.0 / (100.0 ** (torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)))
+    same = qkv.clone()
+    rotary_write(same, cos, sin, slots, exact)
+    rotary_write(qkv, cos, sin, slots, kv)
+    assert torch.equal(qkv, same)
+    places = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+    expected = (*quantize_heads(exact.keys[places]), *quantize_heads(exact.values[places]))
+    for part, numbers in zip((kv.keys, kv.key_scales, kv.values, kv.value_scales), expected, strict=True):
+        assert part is not None and torch.equal(part[places], numbers)
+    untouched = torch.ones(200, BLOCK_SIZE, dtype=torch.bool)
+    untouched[places] = False
+    for part, old in zip(kv, before, strict=True):
+        assert part is not None and torch.equal(part[untouched], old[untouched])
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["", "8 bits"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 1, 5, 16, 40])
 @pytest.mark.parametrize("entries", RAGGED.values(), ids=RAGGED.keys())
 def test_attention_agrees_with_its_formula(
-    entries: list[tuple[int, int]], window: int | None, dtype: torch.dtype
+    entries: list[tuple[int, int]], window: int | None, dtype: torch.dtype, quantized: bool
 ) -> None:
     num_heads, num_kv_heads = 6, 2
     inputs, kv = make_inputs(entries, seed=len(entries)), make_kv(num_kv_heads, dtype)
+    kv = in_8_bits(kv) if quantized else kv
     qkv = torch.randn(
         inputs.num_tokens, (num_heads + 2 * num_kv_heads) * HEAD_DIM, generator=torch.Generator().manual_seed(2)
     ).to(dtype)
@@ -146,9 +212,14 @@ def test_a_plan_is_reused_by_later_steps() -> None:
         torch.testing.assert_close(out.double(), expected[:, 0], rtol=1e-5, atol=1e-5)
 
 
-def test_blocks_have_the_declared_size_and_start_as_zeros() -> None:
-    layers = layers_of(allocate(3, 5, 2, HEAD_DIM, torch.bfloat16, "cpu"))
-    assert sum(half.nbytes for layer in layers for half in layer) == 5 * block_bytes(
-        3, 2, HEAD_DIM, torch.bfloat16.itemsize
-    )
-    assert all(not half.any() for layer in layers for half in layer)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.int8])
+def test_blocks_have_the_declared_size_and_start_as_zeros(dtype: torch.dtype) -> None:
+    layers = layers_of(allocate(3, 5, 2, HEAD_DIM, dtype, "cpu"), 2, HEAD_DIM)
+    parts = [part for layer in layers for part in layer if part is not None]
+    assert sum(part.nbytes for part in parts) == 5 * block_bytes(3, 2, HEAD_DIM, dtype.itemsize)
+    assert not any(part.any() for part in parts)
+
+
+def test_8_bits_hold_nearly_twice_the_tokens_of_bfloat16() -> None:
+    assert block_bytes(30, 3, 64, 2) / block_bytes(30, 3, 64, 1) > 1.93
+    assert block_bytes(32, 8, 128, 2) / block_bytes(32, 8, 128, 1) > 1.96

@@ -73,7 +73,9 @@ def gateway(num_stopped: int, first_s: float) -> Any:
 
 
 def server(*stages: StageStats) -> ServerStats:
-    return ServerStats("1-ab", 1, "0.1", MODEL, "http://x", "serving", 5.0, 6.0, list(stages), 10, 16, 2048, "q4_1")
+    return ServerStats(
+        "1-ab", 1, "0.1", MODEL, "http://x", "serving", 5.0, 6.0, list(stages), 10, 16, 2048, "q4_1", "int8"
+    )
 
 
 def read(stats: ServerStats) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -91,6 +93,11 @@ def read(stats: ServerStats) -> dict[tuple[str, frozenset[tuple[str, str]]], flo
 def value(samples: Any, name: str, **labels: str) -> float:
     found: float = samples[name, frozenset(labels.items())]
     return found
+
+
+def test_the_cache_s_configuration_has_its_type() -> None:
+    labels = {"block_size": "16", "cache_dtype": "int8", "num_gpu_blocks": "10", "num_cpu_blocks": "0"}
+    assert read(server(stage("schedule", schedule())))["vllm:cache_config_info", frozenset(labels.items())] == 1
 
 
 def test_the_server_s_info_has_its_quantization() -> None:

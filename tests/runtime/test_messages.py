@@ -120,7 +120,7 @@ def packed(struct: msgspec.Struct) -> msgspec.Raw:
 SAMPLES: dict[str, msgspec.Struct] = {
     "envelope": m.Envelope("ingest.0", 3),
     "start": m.Start(m.ExecuteFacts(100, 16, 2048, 49152)),
-    "start with formats": m.Start(m.ExecuteFacts(100, 16, 2048, 49152, weight_formats="q4_1+q8_0")),
+    "start with formats": m.Start(m.ExecuteFacts(100, 16, 2048, 49152, weight_formats="q4_1+q8_0", kv_dtype="int8")),
     "start with swap space": m.Start(m.ExecuteFacts(100, 16, 2048, 49152, 50)),
     "ping": m.Ping(5),
     "stop": m.Stop(),

@@ -82,7 +82,8 @@ class Driver {
         check_late_masks();
         swap();
         for (int layer = 0; layer < NUM_LAYERS; layer++)
-            write("keys and values of layer " + std::to_string(layer), 'h', model_.kv[layer].data,
+            write("keys and values of layer " + std::to_string(layer),
+                  model_.kv_type() == KVType::INT8 ? 'b' : 'h', model_.kv[layer].data,
                   NUM_BLOCKS * model_.layer_bytes());
     }
 
@@ -280,7 +281,7 @@ class Driver {
     // Blocks go to swap space, come back elsewhere, and are copied in a chain.
     void swap() {
         uint8_t* layers[NUM_LAYERS];
-        for (int i = 0; i < NUM_LAYERS; i++) layers[i] = reinterpret_cast<uint8_t*>(model_.kv[i].data);
+        for (int i = 0; i < NUM_LAYERS; i++) layers[i] = model_.kv[i].data;
         const size_t bytes = model_.layer_bytes();
         std::vector<uint8_t> space(NUM_SWAP_BLOCKS * NUM_LAYERS * bytes);
         const Blocks blocks{layers, space.data(), NUM_LAYERS, NUM_BLOCKS, bytes};

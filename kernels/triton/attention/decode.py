@@ -27,6 +27,7 @@ from pipeline.kernels.triton.attention.tiles import (
     next_unit,
     tiles_of_unit,
 )
+from pipeline.kernels.triton.kv_cache import as_scales, is_quantized, quantize
 from pipeline.kernels.triton.launch import next_power_of_2
 from pipeline.kernels.triton.rotary import HeadNorms
 from pipeline.kernels.triton.rows import StepArrays
@@ -48,13 +49,15 @@ def attend_decode(
     """`rotary_write` and `attend` in one launch. `tasks` must be planned for this step with `one_each`.
 
     out [T, Q * D]; split_k_partials [P, T, (Q + 2K) * D]; cos and sin [L, D/2] float32; keys and values [num_blocks, K,
-    BLOCK_SIZE, D] of the dtype of `out`. It works for any number of tokens, and saves most with few. With `pdl` the
-    launch begins while the previous one ends and then waits for it; that one must launch its dependents.
+    BLOCK_SIZE, D] of the dtype of `out`, or in 8 bits (kv_cache.py). It works for any number of tokens, and saves most
+    with few. With `pdl` the launch begins while the previous one ends and then waits for it; that one must launch its
+    dependents.
     """
     check_cache(keys, values, tasks)
     head_dim = tasks.head_dim
     assert tasks.lists == [tasks.narrow], "the tasks must be planned for one token per entry"
-    assert out.shape == (step.num_tokens, tasks.num_heads * head_dim) and out.dtype == keys.dtype
+    assert out.shape == (step.num_tokens, tasks.num_heads * head_dim)
+    assert out.dtype == keys.dtype or is_quantized(keys)
     assert split_k_partials.shape[1:] == (step.num_tokens, (tasks.num_heads + 2 * tasks.num_kv_heads) * head_dim)
     assert cos.shape[1] == sin.shape[1] == head_dim // 2 and head_dim % 2 == 0
     assert all(tensor.is_contiguous() for tensor in (out, split_k_partials, cos, sin))
@@ -73,6 +76,8 @@ def attend_decode(
         key_norm,
         keys,
         values,
+        as_scales(keys),
+        as_scales(values),
         step.blocks,
         step.blocks.stride(0),
         tasks.narrow.cuts,
@@ -101,6 +106,21 @@ def _sum_partials(split_k_partials, at, mask, step, NUM_PARTIALS: tl.constexpr):
     return total
 
 
+@triton.jit
+def rounded(numbers, dtype: tl.constexpr, SCALE_BYTES: tl.constexpr):
+    """A head of keys or values [D] float32 as the cache holds it: numbers of `dtype` or codes, their scale, and their
+    values in float32."""
+    if SCALE_BYTES > 0:
+        row = numbers[None, :]
+        row_codes, row_scale = quantize(row, tl.max(tl.abs(row), 1), tl.sum(row * 0.0, 1))
+        codes, scale = tl.sum(row_codes, 0), tl.sum(row_scale, 0)
+        kept, kept_scale, values = codes.to(tl.int8), scale.to(tl.bfloat16), codes * scale
+    else:
+        kept, kept_scale = numbers.to(dtype), 0.0
+        values = kept.to(tl.float32)
+    return kept, kept_scale, values
+
+
 @triton.jit(do_not_specialize=["part_stride"])
 def _decode_kernel(
     out,
@@ -113,6 +133,8 @@ def _decode_kernel(
     key_norm,
     keys,
     values,
+    key_scales,
+    value_scales,
     block_tables,
     blocks_stride,
     cuts,
@@ -132,6 +154,7 @@ def _decode_kernel(
     HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -151,7 +174,7 @@ def _decode_kernel(
     row, position, _, token = load_entry(cuts + tl.program_id(0) * CUT_FIELDS + 8)
 
     half: tl.constexpr = HEAD_DIM // 2
-    dtype: tl.constexpr = keys.dtype.element_ty
+    dtype: tl.constexpr = out.dtype.element_ty
     rows = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, DIMS)
     inside = dims < HEAD_DIM
@@ -186,7 +209,7 @@ def _decode_kernel(
         key_part = token_partials + (NUM_HEADS + head) * HEAD_DIM
         key = _sum_partials(key_part, dims, inside, step, NUM_PARTIALS)
         other_key = _sum_partials(key_part, others, inside, step, NUM_PARTIALS)
-        value = _sum_partials(key_part + NUM_KV_HEADS * HEAD_DIM, dims, inside, step, NUM_PARTIALS).to(dtype)
+        value = _sum_partials(key_part + NUM_KV_HEADS * HEAD_DIM, dims, inside, step, NUM_PARTIALS)
 
         sine = tl.where(dims < half, -sine, sine)
         if NORMED:
@@ -199,32 +222,39 @@ def _decode_kernel(
         query = (query * cosine[None, :] + other * sine[None, :]).to(dtype)
         # The tile has spare rows; they repeat the group.
         query = tl.broadcast_to(query[None, :, :], [BLOCK_M // HEADS, HEADS, DIMS]).reshape([BLOCK_M, DIMS])
-        key = (key * cosine + other_key * sine).to(dtype)
+        key = key * cosine + other_key * sine
+        key_codes, key_scale, key = rounded(key, dtype, SCALE_BYTES)
+        value_codes, value_scale, value = rounded(value, dtype, SCALE_BYTES)
 
         sums = tl.zeros([BLOCK_M, DIMS], tl.float32)
         largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
         all_weights = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        head_keys = keys + head * (BLOCK_SIZE * HEAD_DIM)
-        head_values = values + head * (BLOCK_SIZE * HEAD_DIM)
+        head_at = head * (BLOCK_SIZE * (HEAD_DIM + SCALE_BYTES))
+        head_keys, head_values = keys + head_at, values + head_at
+        head_key_scales, head_value_scales = key_scales + head_at // 2, value_scales + head_at // 2
         positions = tl.zeros([BLOCK_M], tl.int32) + position
         sums, largest, all_weights = attend_tiles(
-            sums, largest, all_weights, query, head_keys, head_values, table, blocks, first_tile, end_tile, first_key,
-            position, positions, SCALE, True, True, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, WINDOW, BLOCK_N,
-            PRECISION, UPCAST,
+            sums, largest, all_weights, query, head_keys, head_values, head_key_scales, head_value_scales, table,
+            blocks, first_tile, end_tile, first_key, position, positions, SCALE, True, True, NUM_KV_HEADS, HEAD_DIM,
+            DIMS, BLOCK_SIZE, SCALE_BYTES, WINDOW, BLOCK_N, PRECISION, UPCAST,
         )  # fmt: skip
 
         weights = tl.sum(all_weights, 1)
         if not is_cut:
-            to_cache = (slot // BLOCK_SIZE) * (NUM_KV_HEADS * BLOCK_SIZE) + slot % BLOCK_SIZE
-            to_cache = to_cache * HEAD_DIM + dims
-            tl.store(head_keys + to_cache, key, mask=inside & (slot >= 0))
-            tl.store(head_values + to_cache, value, mask=inside & (slot >= 0))
+            to_block = (slot // BLOCK_SIZE) * (NUM_KV_HEADS * BLOCK_SIZE * (HEAD_DIM + SCALE_BYTES))
+            to_cache = to_block + slot % BLOCK_SIZE * HEAD_DIM + dims
+            tl.store(head_keys + to_cache, key_codes, mask=inside & (slot >= 0))
+            tl.store(head_values + to_cache, value_codes, mask=inside & (slot >= 0))
+            if SCALE_BYTES > 0:
+                to_scale = to_block // 2 + BLOCK_SIZE * HEAD_DIM // 2 + slot % BLOCK_SIZE
+                tl.store(head_key_scales + to_scale, key_scale, mask=slot >= 0)
+                tl.store(head_value_scales + to_scale, value_scale, mask=slot >= 0)
 
-            score = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], 1) * SCALE
+            score = tl.sum(query.to(tl.float32) * key[None, :], 1) * SCALE
             now = tl.maximum(largest, score)
             shrink = tl.exp2(largest - now)
             weight = tl.exp2(score - now)
-            sums = sums * shrink[:, None] + weight[:, None] * value.to(tl.float32)[None, :]
+            sums = sums * shrink[:, None] + weight[:, None] * value[None, :]
             weights = weights * shrink + weight
             largest = now
         to = out + token_at * (NUM_HEADS * HEAD_DIM) + head * (GROUP * HEAD_DIM)

@@ -39,6 +39,7 @@ from pipeline.kernels.triton.attention.tiles import (
     next_unit,
     tiles_of_unit,
 )
+from pipeline.kernels.triton.kv_cache import as_scales, is_quantized, scale_bytes_of
 from pipeline.kernels.triton.launch import UPCAST_DOT, next_power_of_2
 from pipeline.kernels.triton.rows import StepArrays
 
@@ -48,19 +49,22 @@ LOG2_E = 1.4426950408889634
 def attend(out: Tensor, queries: Tensor, keys: Tensor, values: Tensor, step: StepArrays, tasks: AttentionTasks) -> None:
     """Attend from the step's queries to their rows' keys and values, which must all be in the cache.
 
-    out and queries [T, Q * D]; keys and values [num_blocks, K, BLOCK_SIZE, D]; all of one dtype. `tasks` must be
-    planned for this step. Scores are scaled by 1 / sqrt(D). `out` is not written for padding and ended rows.
+    out and queries [T, Q * D]; keys and values [num_blocks, K, BLOCK_SIZE, D]; all of one dtype, or keys and values in
+    8 bits (kv_cache.py). `tasks` must be planned for this step. Scores are scaled by 1 / sqrt(D). `out` is not written
+    for padding and ended rows.
     """
     check_cache(keys, values, tasks)
     assert out.shape == queries.shape == (step.num_tokens, tasks.num_heads * tasks.head_dim)
     assert out.is_contiguous() and queries.is_contiguous()
-    assert out.dtype == queries.dtype == keys.dtype
+    assert out.dtype == queries.dtype and (out.dtype == keys.dtype or is_quantized(keys))
     for task_list in tasks.lists:
         _attend_kernel[(task_list.num_programs,)](
             out,
             queries,
             keys,
             values,
+            as_scales(keys),
+            as_scales(values),
             step.blocks,
             step.blocks.stride(0),
             task_list.cuts,
@@ -91,6 +95,7 @@ def constants(
         "HEAD_DIM": tasks.head_dim,
         "DIMS": dims,
         "BLOCK_SIZE": BLOCK_SIZE,
+        "SCALE_BYTES": scale_bytes_of(keys),
         "WINDOW": tasks.window or 0,
         "BLOCK_M": tile.rows,
         "BLOCK_Q": tasks.tokens_of(tile),
@@ -110,6 +115,8 @@ def _attend_kernel(
     queries,
     keys,
     values,
+    key_scales,
+    value_scales,
     block_tables,
     blocks_stride,
     cuts,
@@ -125,6 +132,7 @@ def _attend_kernel(
     HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -173,8 +181,9 @@ def _attend_kernel(
         else:
             weights = tl.zeros([BLOCK_M], tl.float32)
         positions = start + tokens
-        head_keys = keys + head * (BLOCK_SIZE * HEAD_DIM)
-        head_values = values + head * (BLOCK_SIZE * HEAD_DIM)
+        head_at = head * (BLOCK_SIZE * (HEAD_DIM + SCALE_BYTES))
+        head_keys, head_values = keys + head_at, values + head_at
+        head_key_scales, head_value_scales = key_scales + head_at // 2, value_scales + head_at // 2
         masked_tile = first_tile
         if not SINGLE_LOOP:
             # Tiles that all rows attend to completely need no mask: those up to the first token's position and, with a
@@ -186,22 +195,22 @@ def _attend_kernel(
                 full_tile = tl.minimum(tl.maximum(full_tile, first_tile), end_tile)
                 full_end = tl.maximum(full_end, full_tile)
                 sums, largest, weights = attend_tiles(
-                    sums, largest, weights, query, head_keys, head_values, table, blocks, first_tile, full_tile,
-                    first_key, end_key, positions, SCALE, True, SINGLE_LOOP, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE,
-                    WINDOW, BLOCK_N, PRECISION, UPCAST,
+                    sums, largest, weights, query, head_keys, head_values, head_key_scales, head_value_scales, table,
+                    blocks, first_tile, full_tile, first_key, end_key, positions, SCALE, True, SINGLE_LOOP,
+                    NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, SCALE_BYTES, WINDOW, BLOCK_N, PRECISION, UPCAST,
                 )  # fmt: skip
                 blocks = load_blocks(table, full_tile, first_key, end_key, BLOCK_SIZE, BLOCK_N)
             sums, largest, weights = attend_tiles(
-                sums, largest, weights, query, head_keys, head_values, table, blocks, full_tile, full_end, first_key,
-                end_key, positions, SCALE, False, SINGLE_LOOP, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, WINDOW,
-                BLOCK_N, PRECISION, UPCAST,
+                sums, largest, weights, query, head_keys, head_values, head_key_scales, head_value_scales, table,
+                blocks, full_tile, full_end, first_key, end_key, positions, SCALE, False, SINGLE_LOOP, NUM_KV_HEADS,
+                HEAD_DIM, DIMS, BLOCK_SIZE, SCALE_BYTES, WINDOW, BLOCK_N, PRECISION, UPCAST,
             )  # fmt: skip
             masked_tile = full_end
             blocks = load_blocks(table, masked_tile, first_key, end_key, BLOCK_SIZE, BLOCK_N)
         sums, largest, weights = attend_tiles(
-            sums, largest, weights, query, head_keys, head_values, table, blocks, masked_tile, end_tile, first_key,
-            end_key, positions, SCALE, True, SINGLE_LOOP, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, WINDOW, BLOCK_N,
-            PRECISION, UPCAST,
+            sums, largest, weights, query, head_keys, head_values, head_key_scales, head_value_scales, table, blocks,
+            masked_tile, end_tile, first_key, end_key, positions, SCALE, True, SINGLE_LOOP, NUM_KV_HEADS, HEAD_DIM,
+            DIMS, BLOCK_SIZE, SCALE_BYTES, WINDOW, BLOCK_N, PRECISION, UPCAST,
         )  # fmt: skip
         if SINGLE_LOOP:
             weights = tl.sum(weights, 1)

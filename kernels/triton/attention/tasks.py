@@ -32,8 +32,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.kernels.triton.attention.plan import plan_kernel
+from pipeline.kernels.triton.kv_cache import shape_of
 from pipeline.kernels.triton.launch import next_power_of_2, num_multiprocessors
 from pipeline.kernels.triton.rows import StepArrays
 
@@ -152,7 +152,7 @@ class AttentionTasks:
         scratch: Scratch | None = None,
         tiles: Tiles | None = None,
     ) -> None:
-        """`dtype` is that of queries and cache. Windows that share `scratch` must have the same `tiles`."""
+        """`dtype` is that of queries. Windows that share `scratch` must have the same `tiles`."""
         assert num_heads % num_kv_heads == 0
         assert max_tokens * num_kv_heads < 2**31, "units are numbered by an int32"
         assert window is None or window >= 1
@@ -227,7 +227,7 @@ class AttentionTasks:
 
 
 def check_cache(keys: Tensor, values: Tensor, tasks: AttentionTasks) -> None:
-    """Assert the layout of one layer's keys and values: [num_blocks, K, BLOCK_SIZE, D] each, contiguous."""
+    """Assert the layout of one layer's keys and values, which are contiguous; see kv_cache.py."""
     assert keys.shape == values.shape and keys.dtype == values.dtype
-    assert keys.shape[1:] == (tasks.num_kv_heads, BLOCK_SIZE, tasks.head_dim), keys.shape
+    assert keys.shape == shape_of(len(keys), tasks.num_kv_heads, tasks.head_dim, keys.dtype), keys.shape
     assert keys.is_contiguous() and values.is_contiguous()

@@ -58,6 +58,30 @@ def load_blocks(table, tile, first_key, end_key, BLOCK_SIZE: tl.constexpr, BLOCK
 
 
 @triton.jit
+def _load_heads(places, readable, dims, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr):
+    """A tile of keys or values, [BLOCK_N, DIMS]."""
+    if MASKED and DIMS > HEAD_DIM:
+        numbers = tl.load(places, mask=readable[:, None] & (dims < HEAD_DIM)[None, :], other=0)
+    elif MASKED:
+        numbers = tl.load(places, mask=readable[:, None], other=0)
+    elif DIMS > HEAD_DIM:
+        numbers = tl.load(places, mask=(dims < HEAD_DIM)[None, :], other=0)
+    else:
+        numbers = tl.load(places)
+    return numbers
+
+
+@triton.jit
+def _load_scales(places, readable, MASKED: tl.constexpr):
+    """The scales of a tile of keys or values, [BLOCK_N] float32."""
+    if MASKED:
+        scales = tl.load(places, mask=readable, other=0.0)
+    else:
+        scales = tl.load(places)
+    return scales.to(tl.float32)
+
+
+@triton.jit
 def attend_tiles(
     sums,
     largest,
@@ -65,6 +89,8 @@ def attend_tiles(
     query,
     keys,
     values,
+    key_scales,
+    value_scales,
     table,
     blocks,
     first_tile,
@@ -79,6 +105,7 @@ def attend_tiles(
     HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -86,8 +113,9 @@ def attend_tiles(
 ):
     """Compute tiles first_tile .. end_tile of one head.
 
-    `keys` and `values` point to that head in block 0, `table` to the row's block ids; `blocks` [BLOCK_N] are those of
-    the first tile; `query` [BLOCK_M, DIMS], `positions` [BLOCK_M]. Keys outside first_key .. end_key are not read.
+    `keys` and `values` point to that head in block 0, and their scales too (see kv_cache.py); `table` points to the
+    row's block ids; `blocks` [BLOCK_N] are those of the first tile; `query` [BLOCK_M, DIMS], `positions` [BLOCK_M].
+    Keys outside first_key .. end_key are not read.
     Without MASKED, all positions attend to all keys. `weights` are [BLOCK_M], or with SUM_LATER [BLOCK_M, BLOCK_N], so
     that warps that share a row need not exchange sums in each tile.
     """
@@ -95,21 +123,20 @@ def attend_tiles(
     for tile in range(first_tile, end_tile):
         places = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         readable = (places >= first_key) & (places < end_key)
-        at = blocks.to(tl.int64) * (NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM) + (places % BLOCK_SIZE) * HEAD_DIM
+        block_size: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * (HEAD_DIM + SCALE_BYTES)
+        at = blocks.to(tl.int64) * block_size + (places % BLOCK_SIZE) * HEAD_DIM
         at = at[:, None] + dims[None, :]
-        if MASKED and DIMS > HEAD_DIM:
-            mask = readable[:, None] & (dims < HEAD_DIM)[None, :]
-            key = tl.load(keys + at, mask=mask, other=0.0)
-            value = tl.load(values + at, mask=mask, other=0.0)
-        elif MASKED:
-            key = tl.load(keys + at, mask=readable[:, None], other=0.0)
-            value = tl.load(values + at, mask=readable[:, None], other=0.0)
-        elif DIMS > HEAD_DIM:
-            key = tl.load(keys + at, mask=(dims < HEAD_DIM)[None, :], other=0.0)
-            value = tl.load(values + at, mask=(dims < HEAD_DIM)[None, :], other=0.0)
-        else:
-            key = tl.load(keys + at)
-            value = tl.load(values + at)
+        key = _load_heads(keys + at, readable, dims, MASKED, HEAD_DIM, DIMS)
+        value = _load_heads(values + at, readable, dims, MASKED, HEAD_DIM, DIMS)
+        if SCALE_BYTES > 0:
+            scale_at = blocks.to(tl.int64) * (block_size // 2) + BLOCK_SIZE * HEAD_DIM // 2 + places % BLOCK_SIZE
+            key_scale = _load_scales(key_scales + scale_at, readable, MASKED)
+            value_scale = _load_scales(value_scales + scale_at, readable, MASKED)
+            # Codes are exact in every type of queries. The interpreter can't convert integers to bfloat16.
+            if UPCAST:
+                key, value = key.to(tl.float32), value.to(tl.float32)
+            else:
+                key, value = key.to(query.dtype), value.to(query.dtype)
         # The next tile's block ids are loaded here, so that its keys can be loaded ahead.
         blocks = load_blocks(table, tile + 1, first_key, end_key, BLOCK_SIZE, BLOCK_N)
 
@@ -117,6 +144,8 @@ def attend_tiles(
             scores = tl.dot(query.to(tl.float32), tl.trans(key.to(tl.float32)), input_precision="ieee")
         else:
             scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+        if SCALE_BYTES > 0:
+            scores = scores * key_scale[None, :]
         if MASKED:
             seen = readable[None, :] & (places[None, :] <= positions[:, None])
             if WINDOW > 0:
@@ -134,6 +163,8 @@ def attend_tiles(
         else:
             weights = weights * shrink + tl.sum(weight, 1)
         sums = sums * shrink[:, None]
+        if SCALE_BYTES > 0:
+            weight = weight * value_scale[None, :]
         if UPCAST:
             sums = tl.dot(weight, value.to(tl.float32), sums, input_precision="ieee")
         else:

@@ -87,7 +87,7 @@ def table_of(forms: Sequence[Any]) -> Table:
     for form in forms:
         found = form.divergence.summary()
         table.add_row(
-            f"{form.weights} × {form.activations}",
+            f"{form.weights} × {form.activations}" + (f", {form.kv_cache}" if form.kv_cache else ""),
             str(found.num_positions),
             f"{found.top1:.4f}",
             f"{found.top1_error:.4f}",

@@ -22,6 +22,7 @@ AS_SETTINGS = {
     "--enable-prefix-caching": "schedule.prefix_caching=true",
     "--generation-config": "generation_config=FOLDER",
     "--gpu-memory-utilization": "execute.gpu_memory_utilization=SHARE",
+    "--kv-cache-dtype": "execute.kv_dtype=NAME",
     "--kv-cache-memory-bytes": "execute.kv_cache_bytes=BYTES",
     "--kv-offloading-size": "execute.swap_bytes=BYTES",
     "--long-prefill-token-threshold": "schedule.long_prompt_tokens=N",
@@ -73,7 +74,6 @@ REFUSED = {
     "--enable-lora": Refused(_NO_LORA),
     "--enable-ssl-refresh": Refused("leave it out, and restart the server to read new certificates"),
     "--enforce-eager": Refused("leave it out: a CPU uses no CUDA graphs, and a GPU always does"),
-    "--kv-cache-dtype": Refused("the KV cache has the type of --dtype; leave it out", ("auto",)),
     "--limit-mm-per-prompt": Refused("leave it out: images and audio are not supported"),
     "--load-format": Refused("leave it out: the format is read from the model's files", ("auto",)),
     "--lora-modules": Refused(_NO_LORA),
@@ -97,6 +97,7 @@ _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "
 _OWN_NAMES = {
     "--dtype": {"auto": "bfloat16", "float": "float32"},
     "--generation-config": {"vllm": "none"},
+    "--kv-cache-dtype": {"int8_per_token_head": "int8"},
     "--max-model-len": {"-1": "0", "auto": "0"},
     "--tool-call-parser": {"llama3_json": "llama3", "llama4_json": "llama3"},
 }
@@ -196,6 +197,11 @@ def _converter(flag: str, form: str) -> Callable[[str], str]:
         text = _OWN_NAMES.get(flag, {}).get(text, text)
         if flag == "--dtype" and text in ("half", "float16"):
             raise argparse.ArgumentTypeError(f"{text} is not supported: use bfloat16 or float32")
+        if flag == "--kv-cache-dtype" and text not in ("auto", "int8"):
+            raise argparse.ArgumentTypeError(
+                f"{text} is not supported: use int8, which takes as little memory as fp8 and has a scale for each "
+                "token and head, or auto, the type of --dtype"
+            )
         if flag == "--max-logprobs" and text == "-1":
             raise argparse.ArgumentTypeError(f"-1, vLLM's 'no limit', is not supported: use 0 to {MAX_LOGPROBS}")
         if flag in ("--swap-space", "--kv-offloading-size"):  # in GiB

@@ -108,6 +108,8 @@ class ExecuteFacts(msgspec.Struct, array_like=True, frozen=True):
     """The most tokens of a step in which no row decodes; 0 leaves it to the setting."""
     weight_formats: str = ""
     """Formats of the weight matrices, such as `q4_1+q8_0` or `bf16`."""
+    kv_dtype: str = ""
+    """The type of the KV cache: `bfloat16`, `float32` or `int8`."""
 
     @property
     def quantization(self) -> str:

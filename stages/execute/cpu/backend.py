@@ -9,6 +9,7 @@ from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.kernels.cpu import build, native
 from pipeline.kernels.cpu.isa import Isa, available
+from pipeline.kernels.cpu.native import KVType
 from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.step_inputs import StepInputs
@@ -68,6 +69,7 @@ def make_program(
         kv.max_model_len,
         swap,
         settings.execute.activations,
+        KVType.INT8 if settings.execute.kv_dtype == "int8" else KVType.BF16,
         panels,
     )
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from pipeline.kernels.cpu import native
-from pipeline.kernels.cpu.native import Activations, Form
+from pipeline.kernels.cpu.native import Activations, Form, KVType
 from pipeline.kernels.logprob_inputs import FloatArray, ScoreInputs
 from pipeline.kernels.sampling_inputs import SamplingInputs
-from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, StepInputs
+from pipeline.kernels.step_inputs import IntArray, StepInputs, block_bytes
 from pipeline.kernels.stored_matrix import StoredMatrix
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.panel_file import PanelPlace, PanelStore, key_of
@@ -64,6 +64,7 @@ class NativeProgram(Program):
         max_model_len: int,
         swap: SwapArray | None = None,
         activations: Activations = "int12",
+        kv_type: KVType = KVType.BF16,
         panels: PanelPlace | None = None,
     ) -> None:
         """`activations` is the precision of activations for 4-bit weights. With `panels`, packed matrices of files are
@@ -96,13 +97,13 @@ class NativeProgram(Program):
         self._cos, self._sin = self._angles(max_model_len)
         self._kv = [
             native.NativeLayerMemory(
-                self._memory(layer_bytes(config, num_blocks)), config.num_kv_heads, config.head_dim
+                self._memory(num_blocks * layer_bytes(config, kv_type)), config.num_kv_heads, config.head_dim, kv_type
             )
             for _ in range(config.num_layers)
         ]
         self._swap = swap
         """Keeps the memory alive: the library has only its address."""
-        self._blocks = self._block_places(num_blocks)
+        self._blocks = self._block_places(num_blocks, layer_bytes(config, kv_type))
         self._plans: dict[int, int] = {}
 
     def embed(self, table: AnyMatrix) -> None:
@@ -315,7 +316,7 @@ class NativeProgram(Program):
             max_blocks=inputs.block_tables.shape[1],
         )
 
-    def _block_places(self, num_blocks: int) -> native.NativeBlocks:
+    def _block_places(self, num_blocks: int, num_bytes: int) -> native.NativeBlocks:
         """The addresses of the blocks of all layers and of swap space."""
         layers = np.array([layer.data for layer in self._kv], np.uint64)
         self._kept.append(layers)
@@ -324,7 +325,7 @@ class NativeProgram(Program):
             swap=None if self._swap is None else self._swap.ctypes.data,
             num_layers=len(layers),
             num_blocks=num_blocks,
-            layer_bytes=layer_bytes(self._config, 1),
+            layer_bytes=num_bytes,
         )
 
     def _memory(self, num_bytes: int) -> int:
@@ -393,9 +394,9 @@ def _have_one_format(matrices: tuple[AnyMatrix, ...]) -> bool:
     return len({matrix.format for matrix in matrices}) == 1
 
 
-def layer_bytes(config: ModelConfig, num_blocks: int) -> int:
-    """Bytes of one layer's keys and values, in bfloat16."""
-    return 2 * num_blocks * BLOCK_SIZE * config.num_kv_heads * config.head_dim * 2
+def layer_bytes(config: ModelConfig, kv_type: KVType = KVType.BF16) -> int:
+    """Bytes of a KV block in one layer."""
+    return block_bytes(1, config.num_kv_heads, config.head_dim, 2 if kv_type is KVType.BF16 else 1)
 
 
 def _turning_order(num_turning: int, num_heads: int, head_dim: int) -> IntArray:

@@ -19,7 +19,7 @@ from pipeline.stages.execute.cpu.backend import choose_library, make_program, ma
 from pipeline.stages.execute.cpu.panel_file import PanelPlace
 from pipeline.stages.execute.cpu.program import LogitArray, MasksLate
 from pipeline.stages.execute.grammar_masks.masks import LATE_MS, Masks
-from pipeline.stages.execute.kv import divide_swap, plan_kv
+from pipeline.stages.execute.kv import divide_swap, kv_dtype, plan_kv
 from pipeline.stages.execute.models.registry import build_program
 from pipeline.stages.execute.pooling import Pool
 from pipeline.stages.execute.prompt_logprobs import NO_BYTES, score_prompts
@@ -71,6 +71,7 @@ class CpuRunner:
             num_swap_blocks,
             config.hidden_size,
             max_num_tokens,
+            kv_dtype=kv_dtype(settings.execute),
         )
         self.rows = RowTable(max_num_seqs, kv.max_model_len, kv.num_blocks, config.vocab_size)
         self.inputs = StepInputs(max_num_tokens, max_num_seqs, -(-kv.max_model_len // BLOCK_SIZE))
@@ -88,6 +89,8 @@ class CpuRunner:
         self._pool = Pool(self.program.last_norm, config.rms_norm_eps)
         self._changes = RowChanges(self.rows, self.masks, self._pool, config.eos_ids)
         self.failed = self._changes.failed
+        self.on_computed: Callable[[], None] = lambda: None
+        """Called when a step's ids are computed, before its result is made of them."""
 
     @property
     def name(self) -> str:
@@ -158,9 +161,9 @@ class CpuRunner:
         is_sampled = samples if pooled is None else samples & ~pooled
         self.inputs.fill(ids, starts, counts, self.rows.blocks[rows, :num_blocks], is_sampled)
         self.rows.fill_sampling_inputs(self.sampling_inputs, rows[is_sampled])
-        computed = Computed(
-            self._run(rows[is_sampled]), self.sampling_inputs.logprobs.memory, self.sampling_inputs.logprobs.widths
-        )
+        ids = self._run(rows[is_sampled])
+        self.on_computed()
+        computed = Computed(ids, self.sampling_inputs.logprobs.memory, self.sampling_inputs.logprobs.widths)
         if requested_features & SamplingFeature.PROMPT_LOGPROBS:
             prompt_logprobs = score_prompts(self.rows, rows, self.program, self.inputs, self.scores)
             computed = replace(computed, prompt_logprobs=prompt_logprobs)

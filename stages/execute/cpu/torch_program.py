@@ -33,6 +33,7 @@ from pipeline.stages.execute.cpu.program import (
 )
 from pipeline.stages.execute.cpu.sampler import Sampler
 from pipeline.stages.execute.cpu.torch_calls import Extent, TorchCalls
+from pipeline.stages.execute.kv import kv_dtype
 from pipeline.stages.execute.rope import rope_frequencies
 
 POLL_S = 50e-6
@@ -59,9 +60,14 @@ class TorchProgram(Program):
         self._num_layers = 0
         self._table: tuple[AnyMatrix, Tensor] | None = None
         self._memory = ops.kv_allocate(
-            config.num_layers, num_blocks, config.num_kv_heads, config.head_dim, ops.dtype, ops.device
+            config.num_layers,
+            num_blocks,
+            config.num_kv_heads,
+            config.head_dim,
+            getattr(torch, kv_dtype(settings.execute)),
+            ops.device,
         )
-        self.kv: list[LayerKV] = layers_of(self._memory)
+        self.kv: list[LayerKV] = layers_of(self._memory, config.num_kv_heads, config.head_dim)
         self._swapped = None if swap is None else ops.kv_swap(torch.from_numpy(swap), self._memory)
         self._sampler = Sampler(ops, sampling_inputs)
         self._scores = scores

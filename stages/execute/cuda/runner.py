@@ -33,7 +33,7 @@ from pipeline.stages.execute.cuda.sampling_extras import DeviceMasks, SamplingEx
 from pipeline.stages.execute.cuda.staging import EMPTY, Batch, Run, Staging, num_words, split_runs
 from pipeline.stages.execute.cuda.step_shapes import PaddedStepShape, StepShapes
 from pipeline.stages.execute.grammar_masks.masks import Masks
-from pipeline.stages.execute.kv import divide_swap, plan_device_kv
+from pipeline.stages.execute.kv import divide_swap, kv_dtype, plan_device_kv
 from pipeline.stages.execute.models.registry import build_program
 from pipeline.stages.execute.pooling import Pool
 from pipeline.stages.execute.rows import NOT_YET, RowTable, Take
@@ -83,13 +83,19 @@ class CudaRunner:
         build_program(config, weights, self.model)
         self.weight_formats = "+".join(weights.taken)
         kv = plan_device_kv(settings, config, device.memory(reserved_bytes(settings, config)))
-        self.kv = allocate_kv(config, kv.num_blocks, dtype, device.where)
+        self.kv = allocate_kv(config, kv.num_blocks, getattr(torch, kv_dtype(settings.execute)), device.where)
         self.model.use(self.kv, kv.max_model_len)
         swapped = None if swap is None else divide_swap(settings, config, swap)
         self._block_copier = BlockCopier(device, self.kv, swapped)
         num_swap_blocks = 0 if swapped is None else len(swapped)
         self.facts = ExecuteFacts(
-            kv.num_blocks, BLOCK_SIZE, kv.max_model_len, config.vocab_size, num_swap_blocks, config.hidden_size
+            kv.num_blocks,
+            BLOCK_SIZE,
+            kv.max_model_len,
+            config.vocab_size,
+            num_swap_blocks,
+            config.hidden_size,
+            kv_dtype=kv_dtype(settings.execute),
         )
         max_num_stops = settings.limits.max_stop_token_ids + len(config.eos_ids)
         require_row_memory(max_num_seqs, kv.max_model_len, max_num_stops)

@@ -13,6 +13,7 @@ from pipeline.cli.check.cases import NUM_GREEDY, PREFIX, CheckPlan, ComputedCase
 from pipeline.config.settings import Settings
 from pipeline.runtime import messages as m
 from pipeline.runtime.model_folder import ModelConfig
+from pipeline.stages.execute.kv import kv_block_bytes
 from pipeline.stages.execute.measuring.planned import Entry, row_add, step, take
 from pipeline.stages.execute.stage import SPIN_COUNT
 
@@ -49,22 +50,19 @@ def compute(settings: Settings, folder: Path, plan: CheckPlan) -> Iterator[Ours]
 
 def _settings(settings: Settings, folder: Path, plan: CheckPlan, dtype: str, kernels: str, device: str) -> Settings:
     """Settings with just enough memory for the plan: every prompt and its text, twice for rows without a prefix."""
-    import torch
-
-    from pipeline.kernels.step_inputs import BLOCK_SIZE, block_bytes
+    from pipeline.kernels.step_inputs import BLOCK_SIZE
 
     config = ModelConfig.load(folder)
-    element: torch.dtype = getattr(torch, dtype)
-    num_bytes = block_bytes(config.num_layers, config.num_kv_heads, config.head_dim, element.itemsize)
     lengths = [len(prompt) + NUM_GREEDY for prompt in plan.prompts]
     num_blocks = sum(math.ceil(length / BLOCK_SIZE) for length in lengths) + 2 * len(lengths)
     replace = msgspec.structs.replace
+    # float32 is compared exactly, so its KV cache has float32 too.
+    kv_dtype = "auto" if dtype == "float32" else settings.execute.kv_dtype
+    execute = replace(settings.execute, device=device, dtype=dtype, kernels=kernels, kv_dtype=kv_dtype)
     return replace(
         settings,
         max_model_len=max(lengths),
-        execute=replace(
-            settings.execute, device=device, dtype=dtype, kernels=kernels, kv_cache_bytes=num_blocks * num_bytes
-        ),
+        execute=replace(execute, kv_cache_bytes=num_blocks * kv_block_bytes(execute, config)),
         schedule=replace(
             settings.schedule,
             max_num_seqs=len(lengths),

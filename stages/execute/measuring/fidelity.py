@@ -15,13 +15,14 @@ import numpy as np
 from pipeline.cli.check.cases import Logits
 from pipeline.cli.check.chunks import CHUNK_SIZE, COUNTED
 from pipeline.cli.check.divergence import Divergence
+from pipeline.config.sections.stages import ExecuteSettings
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
-from pipeline.kernels.step_inputs import BLOCK_SIZE, block_bytes
+from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.native_program import NativeProgram
 from pipeline.stages.execute.cpu.runner import CpuRunner
-from pipeline.stages.execute.kv import DTYPE_BYTES
+from pipeline.stages.execute.kv import kv_block_bytes
 from pipeline.stages.execute.measuring.planned import num_blocks, row_add, step, take
 
 FEW_BITS = ("q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k")
@@ -42,6 +43,8 @@ class MeasuredForm:
     activations: str
     """Precision of the activations for each of these formats, such as `int16+int12`; once if all are the same."""
     divergence: Divergence = field(default_factory=Divergence)
+    kv_cache: str = ""
+    """The type of the KV cache, and what it is compared with if that is not float32. Empty for bfloat16."""
 
 
 @dataclass(slots=True)
@@ -52,7 +55,8 @@ class MeasuredFidelity:
 
 
 def measure(settings: Settings, folder: Path, chunks: Sequence[Sequence[int]], report: Report) -> MeasuredFidelity:
-    """Compare the kernels of `execute.kernels` with float32 over chunks of `CHUNK_SIZE` ids.
+    """Compare the kernels of `execute.kernels` with float32 over chunks of `CHUNK_SIZE` ids. With `execute.kv_dtype`
+    int8, they are measured with a KV cache in bfloat16 and in 8 bits, and the second is compared with the first too.
 
     Raises UserError if the model can't run with these settings, or if its logits in float32 aren't finite.
     """
@@ -69,19 +73,34 @@ def measure(settings: Settings, folder: Path, chunks: Sequence[Sequence[int]], r
         if isinstance(measured[0].program, NativeProgram) and set(FEW_BITS) & set(_formats(measured[0])):
             measured.append(stack.enter_context(closing(load(settings, folder, "bfloat16", kernels, "int8"))))
             forms.append(_form(measured[1], "int8"))
+        against_bf16: MeasuredForm | None = None
+        if (kv_dtype := settings.execute.kv_dtype) != "auto":
+            measured.append(
+                stack.enter_context(closing(load(settings, folder, "bfloat16", kernels, kv_dtype=kv_dtype)))
+            )
+            forms.append(_form(measured[-1], "int12", f"{kv_dtype} KV cache"))
+            against_bf16 = _form(measured[-1], "int12", f"{kv_dtype} against bf16 KV cache")
         for i, chunk in enumerate(chunks):
             expected = logits_of(reference, chunk)
             if not np.isfinite(expected).all():
                 raise UserError(f"the model's logits in float32 are not all finite in chunk {i + 1} of the text")
-            for runner, form in zip(measured, forms, strict=True):
-                form.divergence.add(expected, logits_of(runner, chunk))
+            found = [logits_of(runner, chunk) for runner in measured]
+            for logits, form in zip(found, forms, strict=True):
+                form.divergence.add(expected, logits)
+            if against_bf16 is not None:
+                against_bf16.divergence.add(found[0], found[-1])
             report(i + 1)
-        return MeasuredFidelity(measured[0].name, forms)
+        return MeasuredFidelity(measured[0].name, forms if against_bf16 is None else [*forms, against_bf16])
 
 
-def load(settings: Settings, folder: Path, dtype: str, kernels: str, activations: str = "int12") -> CpuRunner:
+def load(
+    settings: Settings, folder: Path, dtype: str, kernels: str, activations: str = "int12", kv_dtype: str = "auto"
+) -> CpuRunner:
     """A runner with memory for one chunk, which keeps its logits. Raises UserError if it can't run here."""
-    runner = CpuRunner(_settings(settings, ModelConfig.load(folder), dtype, kernels, activations), folder)
+    execute = msgspec.structs.replace(
+        settings.execute, dtype=dtype, kernels=kernels, activations=activations, kv_dtype=kv_dtype
+    )
+    runner = CpuRunner(_settings(settings, execute, ModelConfig.load(folder)), folder)
     runner.program.keep_logits()
     return runner
 
@@ -106,20 +125,13 @@ def logits_of(runner: CpuRunner, chunk: Sequence[int]) -> Logits:
     return logits
 
 
-def _settings(settings: Settings, config: ModelConfig, dtype: str, kernels: str, activations: str) -> Settings:
+def _settings(settings: Settings, execute: ExecuteSettings, config: ModelConfig) -> Settings:
     """Settings with just enough memory for one chunk."""
     replace = msgspec.structs.replace
-    num_bytes = block_bytes(config.num_layers, config.num_kv_heads, config.head_dim, DTYPE_BYTES[dtype])
     return replace(
         settings,
         max_model_len=CHUNK_SIZE,
-        execute=replace(
-            settings.execute,
-            dtype=dtype,
-            kernels=kernels,
-            activations=activations,
-            kv_cache_bytes=CHUNK_SIZE // BLOCK_SIZE * num_bytes,
-        ),
+        execute=replace(execute, kv_cache_bytes=CHUNK_SIZE // BLOCK_SIZE * kv_block_bytes(execute, config)),
         schedule=replace(
             settings.schedule,
             max_num_seqs=1 + len(COUNTED),
@@ -133,10 +145,11 @@ def _formats(runner: CpuRunner) -> list[str]:
     return runner.weight_formats.split("+")
 
 
-def _form(runner: CpuRunner, activations: str) -> MeasuredForm:
+def _form(runner: CpuRunner, activations: str, kv_cache: str = "") -> MeasuredForm:
     """`activations` is what the runner takes for weights of 4 to 6 bits."""
     used = [_activations(runner, format, activations) for format in _formats(runner)]
-    return MeasuredForm(runner.weight_formats, used[0] if len(set(used)) == 1 else "+".join(used))
+    form = used[0] if len(set(used)) == 1 else "+".join(used)
+    return MeasuredForm(runner.weight_formats, form, kv_cache=kv_cache)
 
 
 def _activations(runner: CpuRunner, format: str, for_few_bits: str) -> str:

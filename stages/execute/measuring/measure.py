@@ -14,7 +14,6 @@ from typing import cast
 
 import msgspec
 import numpy as np
-import torch
 
 from pipeline.cli.profile.results import Case, Floor, MachineRates, OpTime, Profile, ProfilePlan, StepTime
 from pipeline.config.settings import Settings
@@ -24,13 +23,13 @@ from pipeline.kernels.cpu.build import BuildError
 from pipeline.kernels.cpu.isa import Isa, available, cpuinfo
 from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.sampling_inputs import SamplingInputs
-from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, StepInputs, block_bytes
+from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, StepInputs
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.shm.available import available_bytes
 from pipeline.stages.execute.cpu.backend import choose_library, make_program
 from pipeline.stages.execute.cpu.native_program import NativeProgram
 from pipeline.stages.execute.cpu.program import AnyMatrix, AnyVector, Program
-from pipeline.stages.execute.kv import KVPlan
+from pipeline.stages.execute.kv import KVPlan, kv_block_bytes, kv_dtype
 from pipeline.stages.execute.models.registry import build_program
 from pipeline.stages.execute.weights import Weights
 from pipeline.version import VERSION
@@ -100,7 +99,7 @@ def measure(settings: Settings, config: ModelConfig, weights: Weights, plan: Pro
             version=VERSION,
             model=config.name,
             weight_bytes=dict(counted.num_bytes),
-            kv_dtype=settings.execute.dtype,
+            kv_dtype=kv_dtype(settings.execute),
             kernels=programs[0].name,
             cpu=cpu_name(),
             num_threads=num_threads,
@@ -313,11 +312,8 @@ def check_positions(cases: Sequence[Case], config: ModelConfig, most: int) -> No
 
 def _plan_kv(settings: Settings, config: ModelConfig, cases: Sequence[Case], num_programs: int) -> KVPlan:
     """A plan with as much KV memory as the largest case needs. Raises UserError if too little is free."""
-    dtype: torch.dtype = getattr(torch, settings.execute.dtype)
     num_blocks = max(num_blocks_of(case) for case in cases)
-    wanted = (
-        num_blocks * block_bytes(config.num_layers, config.num_kv_heads, config.head_dim, dtype.itemsize) * num_programs
-    )
+    wanted = num_blocks * kv_block_bytes(settings.execute, config) * num_programs
     free = available_bytes()
     if wanted > free:
         raise UserError(

@@ -38,6 +38,17 @@ def to_bf16(values: np.ndarray) -> np.ndarray:
     return torch.from_numpy(np.ascontiguousarray(values, np.float32)).bfloat16().float().numpy()
 
 
+def bf16_bits(values: np.ndarray) -> np.ndarray:
+    """Rounded to bfloat16, as uint16."""
+    words: np.ndarray = (to_bf16(values).view(np.uint32) >> 16).astype(np.uint16)
+    return words
+
+
+def upcast(words: np.ndarray) -> np.ndarray:
+    """bfloat16 as uint16, as float32."""
+    return (words.astype(np.uint32) << 16).view(np.float32)
+
+
 def random(seed: int, *shape: int, scale: float = 1.0) -> np.ndarray:
     return (np.random.default_rng(seed).standard_normal(shape) * scale).astype(np.float32)
 
@@ -88,6 +99,8 @@ class Recording:
     ) -> None:
         self.library = library
         self.wide = library.act_bytes() == 4
+        self.has_tiles = library.activation_rows(1) > 1
+        """Of AMX"""
         self.inputs = StepInputs(tokens, rows, blocks)
         self.sampling_inputs = SamplingInputs(rows, 4096)
         self.scores = ScoreInputs(rows)

@@ -1,4 +1,5 @@
-"""Attention of the CPU library: decode and prefill in one call, over scattered blocks among stale ones."""
+"""Attention of the CPU library: decode and prefill in one call, over scattered blocks among stale ones, in bfloat16 and
+in 8 bits."""
 
 import ctypes
 from dataclasses import dataclass
@@ -6,16 +7,16 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from pipeline.kernels.cpu import native
-from pipeline.kernels.cpu.native import Form
+from pipeline.kernels.cpu.native import Form, KVType
 from pipeline.kernels.step_inputs import BLOCK_SIZE
+from tests.kernels.cpu.kv_memory import KVMemory, dequantized, quantize_heads
 from tests.kernels.cpu.recording import (
     EPS,
-    PANEL,
     TINY,
     Recording,
     assert_kept,
     assert_near,
+    bf16_bits,
     random,
     read_floats,
     recording,
@@ -30,9 +31,12 @@ EXP_ERROR = 2.5e-7
 SCORE_ROUNDING = 6
 """Of a sum of n random terms, in EPS sqrt(n) times the root of their squares: the walk that its n roundings make has a
 third of that for its deviation (Higham and Mary, 2019, "A new approach to probabilistic rounding error analysis")."""
+LARGEST_CODE = 32767
+"""Of queries and weights, where keys and values have 8 bits."""
 NUM_BLOCKS = 128
 STALE = (3.3e38, -3.3e38, 1.0, -1e-38)
 """Stale block content: finite, but its products may overflow."""
+STALE_SCALES = bf16_bits(np.array([3.3e38, np.inf, np.nan, 1.0, 0.0], np.float32))
 
 ENTRIES = [
     (0, 1),
@@ -69,36 +73,43 @@ SHAPES = [  # key-value heads, queries a head, head_dim, window
     (9, 16, 16, 64),
 ]
 """The last two have more queries than one pass over a stretch takes, and than one decoding row stores."""
+SHAPES_8 = [SHAPES[i] for i in (1, 3, 4, 5, 8, 9, 11)]
+"""Of keys and values in 8 bits."""
 
 
 @dataclass
 class Case:
-    """Rows with their whole history; a step computes their last tokens. Arrays are float32, keys and values bf16."""
+    """Rows with their whole history; a step computes their last tokens. Arrays are float32."""
 
+    kv_type: KVType
     kv_heads: int
     group: int
     head_dim: int
     window: int
     keys: list[np.ndarray]
-    """[context, kv_heads, head_dim] of each entry"""
+    """[context, kv_heads, head_dim] of each entry, before they are rounded"""
     values: list[np.ndarray]
     queries: list[np.ndarray]
     """[context, heads, head_dim], scaled"""
+
+    def kept(self, values: np.ndarray) -> np.ndarray:
+        """What is left of keys or values in the KV memory: float64."""
+        return (dequantized if self.kv_type is KVType.INT8 else to_bf16)(values).astype(np.float64)
 
     @property
     def width(self) -> int:
         return self.kv_heads * self.group * self.head_dim
 
 
-def case_of(kv_heads: int, group: int, head_dim: int, window: int) -> Case:
+def case_of(kv_heads: int, group: int, head_dim: int, window: int, kv_type: KVType = KVType.BF16) -> Case:
     keys, values, queries = [], [], []
     for i, (start, count) in enumerate(ENTRIES):
         context = start + count
         # Scores spread widely, so that maxima move between stretches and some weights vanish.
-        keys.append(to_bf16(random(3 * i, context, kv_heads, head_dim)))
-        values.append(to_bf16(random(3 * i + 1, context, kv_heads, head_dim)))
+        keys.append(random(3 * i, context, kv_heads, head_dim))
+        values.append(random(3 * i + 1, context, kv_heads, head_dim))
         queries.append(random(3 * i + 2, context, kv_heads * group, head_dim, scale=2.5 / head_dim**0.5))
-    return Case(kv_heads, group, head_dim, window, keys, values, queries)
+    return Case(kv_type, kv_heads, group, head_dim, window, keys, values, queries)
 
 
 class Attention:
@@ -109,24 +120,20 @@ class Attention:
         most = r.inputs.max_num_tokens
         rng = np.random.default_rng(99)
         self.tables = sampled_tables(1, [len(keys) for keys in case.keys], NUM_BLOCKS)
-        size = case.head_dim * BLOCK_SIZE
-        self.memory = r.memory(NUM_BLOCKS * 2 * case.kv_heads * size * 2).view(np.uint16)
-        self.memory[:] = bits(rng.choice(np.array(STALE, np.float32), len(self.memory)))
-        blocks = self.memory.reshape(NUM_BLOCKS, 2, case.kv_heads, size)
-        keys = blocks[:, 0].reshape(NUM_BLOCKS, case.kv_heads, case.head_dim // 2, BLOCK_SIZE, 2)
-        values = blocks[:, 1].reshape(NUM_BLOCKS, case.kv_heads, case.head_dim // PANEL, BLOCK_SIZE // 2, PANEL, 2)
+        self.kv = kv = KVMemory(r, NUM_BLOCKS, case.kv_heads, case.head_dim, case.kv_type)
+        self.memory = kv.bytes
+        if case.kv_type is KVType.BF16:
+            self.memory.view(np.uint16)[:] = bf16_bits(rng.choice(np.array(STALE, np.float32), len(self.memory) // 2))
+        else:
+            self.memory[:] = rng.integers(0, 256, len(self.memory))
+            kv.scales[:] = rng.choice(STALE_SCALES, kv.scales.shape)
         for i in range(len(ENTRIES)):
             at = np.arange(len(case.keys[i]))
-            block, place = self.tables[i, at // BLOCK_SIZE], at % BLOCK_SIZE
-            keys[block, :, :, place] = bits(case.keys[i]).reshape(len(at), case.kv_heads, -1, 2)
-            values[block, :, :, place // 2, :, place % 2] = bits(case.values[i]).reshape(
-                len(at), case.kv_heads, -1, PANEL
-            )
+            kv.write(self.tables[i, at // BLOCK_SIZE], at % BLOCK_SIZE, case.keys[i], case.values[i])
         self.queries = r.rows(most, case.width)
         self.out = r.wide_rows(most, case.width * 4) if floats else r.rows(most, case.width)
-        layer = r.kept(native.NativeLayerMemory(self.memory.ctypes.data, case.kv_heads, case.head_dim))
         plan = r.library.program_attention_plan(r.program, case.kv_heads * case.group, case.kv_heads, case.window)
-        r.library.program_attention(r.program, self.out, floats, self.queries, ctypes.byref(layer), plan)
+        r.library.program_attention(r.program, self.out, floats, self.queries, kv.layer, plan)
 
     def run(self, entries: list[tuple[int, int, int]]) -> list[np.ndarray]:
         """(entry, start, count) of each row of a step. Returns [count, width] of each."""
@@ -141,20 +148,28 @@ class Attention:
         return np.split(out.copy(), np.cumsum([count for _, count in steps])[:-1])
 
 
-def bits(values: np.ndarray) -> np.ndarray:
-    return (to_bf16(values).view(np.uint32) >> 16).astype(np.uint16)
-
-
-def reference(case: Case, entry: int, start: int, count: int, wide: bool) -> tuple[np.ndarray, np.ndarray]:
+def reference(case: Case, entry: int, start: int, count: int, r: Recording) -> tuple[np.ndarray, np.ndarray]:
     """[count, heads x head_dim] float64 and its bound, computed stretch by stretch as attention.h describes.
 
     If activations are bfloat16, so are queries and weights. A weight is rounded relative to the maximum so far. If
     float32 may have rounded it to its neighbour, the bound includes the distance to that neighbour.
+
+    Over 8 bits, a weight is multiplied with its value's scale first. Without tile registers, queries and these products
+    are 16-bit integers then.
     """
-    keys = case.keys[entry].astype(np.float64).repeat(case.group, 1)
-    values = case.values[entry].astype(np.float64).repeat(case.group, 1)
+    wide, in_8_bits = r.wide, case.kv_type is KVType.INT8
+    integers = in_8_bits and not r.has_tiles
+    scales = np.ones((1, 1, 1))
+    if in_8_bits:  # [1, heads, context]
+        scales = quantize_heads(case.values[entry])[1].astype(np.float64).repeat(case.group, 1).T[None].swapaxes(0, 1)
+    keys = case.kept(case.keys[entry]).repeat(case.group, 1)
+    values = case.kept(case.values[entry]).repeat(case.group, 1)
     queries = case.queries[entry][start : start + count]
-    queries = (queries if wide else to_bf16(queries)).astype(np.float64)
+    queries = queries if wide else to_bf16(queries)
+    if integers:
+        tops = np.abs(queries).max(-1, keepdims=True)
+        queries = np.rint(queries * (np.float32(LARGEST_CODE) / tops)) * (tops.astype(np.float64) / LARGEST_CODE)
+    queries = queries.astype(np.float64)
     positions = np.arange(start, start + count)[:, None]
     heads, dim = queries.shape[1:]
     out, spread = np.zeros((2, heads, count, dim))
@@ -177,8 +192,15 @@ def reference(case: Case, entry: int, start: int, count: int, wide: bool) -> tup
         # The running maximum is a score too, so a weight has the errors of two scores.
         relative = error + top_error + EXP_ERROR + EPS * np.abs(np.where(seen, scores - np.where(met, new_top, 0), 0))
         low, high = weights * (1 - relative), weights * (1 + relative)
-        if not wide:
+        part_scales = scales[..., part] if in_8_bits else scales
+        low, high = low * part_scales, high * part_scales
+        if integers:
+            # Half a code, and the rounding of the code of the largest.
+            step = high.max(-1, keepdims=True) / LARGEST_CODE * (0.5 + 4 * LARGEST_CODE * EPS)
+            low, high = np.where(low > 0, low - step, 0), np.where(high > 0, high + step, 0)
+        elif not wide:
             low, high = to_bf16(low).astype(np.float64), to_bf16(high).astype(np.float64)
+        low, high = (np.divide(w, part_scales, out=np.zeros_like(w), where=part_scales > 0) for w in (low, high))
         out = out * shrink + np.einsum("hqk,khd->hqd", (low + high) / 2, values[part])
         spread = spread * shrink + np.einsum("hqk,khd->hqd", (high - low) / 2, np.abs(values[part]))
         magnitude = magnitude * shrink + np.einsum("hqk,khd->hqd", high, np.abs(values[part]))
@@ -197,7 +219,11 @@ EVERYTHING = [(i, start, count) for i, (start, count) in enumerate(ENTRIES)]
 NUM_TOKENS = sum(count for _, count in ENTRIES)
 
 
-@pytest.fixture(scope="module", params=SHAPES, ids=str)
+@pytest.fixture(
+    scope="module",
+    params=[*(shape for shape in SHAPES), *((*shape, KVType.INT8) for shape in SHAPES_8)],
+    ids=lambda shape: "-".join(map(str, shape)),
+)
 def case(request: pytest.FixtureRequest) -> Case:
     return case_of(*request.param)
 
@@ -210,9 +236,11 @@ def test_rows_of_all_kinds_attend_to_their_visible_keys(library: ctypes.CDLL, ca
         made = attention.run(EVERYTHING)
         np.testing.assert_array_equal(attention.memory, before)
         for entry, out in zip(EVERYTHING, made, strict=True):
-            expected, bound = reference(case, *entry, r.wide)
+            expected, bound = reference(case, *entry, r)
             # The bound must be tight: rounded queries would be a hundred times as far off.
-            assert bound.max() < (3e-4 if r.wide else 0.005)
+            # Of 64 weights, of which one may be as large as all others, each has half a code.
+            integers = case.kv_type is KVType.INT8
+            assert bound.max() < (0.005 if not r.wide else 0.002 if integers else 3e-4)
             if floats:
                 assert_near(out, expected, bound)
             else:
@@ -250,26 +278,40 @@ def test_a_prompt_has_the_same_bits_for_every_chunk_size(library: ctypes.CDLL, c
         np.testing.assert_array_equal(np.concatenate(cut), out)
 
 
+@pytest.mark.parametrize("kv_type", KVType)
 @pytest.mark.parametrize("offset", [-1e4, 80.0, 1e4])
-def test_softmax_of_scores_of_any_size(library: ctypes.CDLL, offset: float) -> None:
+def test_softmax_of_scores_of_any_size(library: ctypes.CDLL, offset: float, kv_type: KVType) -> None:
     """One key is far above or below all others, in each stretch: weights are one, or vanish, but never NaN."""
-    case = case_of(1, 3, 32, 0)
+    case = case_of(1, 3, 32, 0, kv_type)
     for keys, queries in zip(case.keys, case.queries, strict=True):
         queries[..., 0] = 1
-        keys[::40, :, 0] = to_bf16(np.float32(offset) * np.arange(1, len(keys[::40]) + 1)[:, None])
+        keys[::40, :, 0] = np.float32(offset) * np.arange(1, len(keys[::40]) + 1)[:, None]
     with recording(library, tokens=NUM_TOKENS) as r:
         for entry, out in zip(EVERYTHING, Attention(r, case, True).run(EVERYTHING), strict=True):
-            expected, _ = reference(case, *entry, r.wide)
+            expected, _ = reference(case, *entry, r)
             # Scores of 1e4 have an error of 1e-3 in float32, and so do weights.
             assert_near(out, expected, 1e-4 if r.wide and abs(offset) < 100 else 0.02)
 
 
-def test_cost_counts_only_the_keys_inside_the_window(library: ctypes.CDLL) -> None:
-    case = case_of(2, 3, 32, 21)
+@pytest.mark.parametrize("kv_type", KVType)
+def test_cost_counts_only_the_keys_inside_the_window(library: ctypes.CDLL, kv_type: KVType) -> None:
+    case = case_of(2, 3, 32, 21, kv_type)
     with recording(library, tokens=NUM_TOKENS) as r:
         attention = Attention(r, case)
         attention.run([(5, 200, 1), (6, 0, 70)])
         cost = (ctypes.c_double * 3)()
         library.program_cost(r.program, 1, 71, 2, 2, cost)
     pairs = 21 + sum(min(i + 1, 21) for i in range(70))
-    assert list(cost) == [(21 + 70) * 2 * 32 * 4, 4 * pairs * 2 * 3 * 32, 0]
+    is_integer = kv_type is KVType.INT8 and not r.has_tiles
+    key_bytes = 2 * 32 * 4 if kv_type is KVType.BF16 else 2 * (32 + 2) * 2
+    assert list(cost) == [(21 + 70) * key_bytes, 4 * pairs * 2 * 3 * 32, is_integer]
+
+
+def test_a_value_that_is_not_finite_is_not_lost_in_8_bits(library: ctypes.CDLL) -> None:
+    case = case_of(1, 3, 32, 0, KVType.INT8)
+    with recording(library, tokens=NUM_TOKENS) as r:
+        attention = Attention(r, case, True)
+        block, place = attention.tables[5, 70 // BLOCK_SIZE], 70 % BLOCK_SIZE
+        attention.kv.scales[block, :, 1, place] = bf16_bits(np.float32(np.nan))
+        (out,) = attention.run([(5, 60, 20)])
+    assert np.isfinite(out[:10]).all() and np.isnan(out[10:]).all()

@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from pipeline.kernels.cpu import native
-from pipeline.kernels.cpu.native import Form
+from pipeline.kernels.cpu.native import Form, KVType
 from pipeline.kernels.matrix import Matrix, quantize
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.kernels.stored_matrix import Format
+from tests.kernels.cpu.kv_memory import KVMemory, quantize_heads
 from tests.kernels.cpu.recording import (
     EPS,
     FORMATS,
     MOST,
-    PANEL,
     TINY,
     Kept,
     Recording,
@@ -31,6 +31,7 @@ from tests.kernels.cpu.recording import (
     random_matrix,
     read_floats,
     recording,
+    upcast,
     whole,
 )
 
@@ -347,6 +348,7 @@ def norm_heads(heads: np.ndarray, error: np.ndarray, weight: np.ndarray) -> tupl
     indirect=True,
 )
 @pytest.mark.parametrize(("bias", "normed"), [(False, False), (True, False), (True, True)], ids=["", "bias", "normed"])
+@pytest.mark.parametrize("kv_type", KVType)
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim"), [(3, 1, 32), (4, 4, 16), (6, 2, 64), (2, 1, 80), (1, 1, 96), (2, 1, 256)]
 )
@@ -358,6 +360,7 @@ def test_rotary_embedding_and_kv_writes(
     format: Format,
     bias: bool,
     normed: bool,
+    kv_type: KVType,
 ) -> None:
     depth, num_blocks, all_heads = whole(64, format), 9, num_heads + 2 * num_kv_heads
     width = num_heads * head_dim
@@ -375,16 +378,15 @@ def test_rotary_embedding_and_kv_writes(
     with recording(library, threads=2) as r:
         rows, queries = r.rows(num, depth), r.rows(num, width)
         kept = r.put(rows, random(25, num, depth), form_of(format))
-        memory = r.memory(num_blocks * 2 * num_kv_heads * head_dim * BLOCK_SIZE * 2).view(np.uint16)
-        layer = r.kept(native.NativeLayerMemory(memory.ctypes.data, num_kv_heads, head_dim))
-        untouched = int(memory[0])
+        kv = KVMemory(r, num_blocks, num_kv_heads, head_dim, kv_type)
+        untouched = kv.bytes.copy()
         library.program_qkv(
             r.program,
             queries,
             r.products((r.pack(matrix, order.tolist(), shift if bias else None), rows)),
             1,
             num_heads,
-            ctypes.byref(layer),
+            kv.layer,
             r.floats(cos).ctypes.data,
             r.floats(sin).ctypes.data,
             ctypes.byref(native.NativeHeadNorms(*(r.floats(w[in_head]).ctypes.data for w in norms), 1e-5))
@@ -410,21 +412,75 @@ def test_rotary_embedding_and_kv_writes(
     assert_kept(r, r.read_plain(queries, num, width), expected.reshape(num, width), bound.reshape(num, width))
 
     blocks, places = slots // BLOCK_SIZE, slots % BLOCK_SIZE
-    kv = memory.reshape(num_blocks, 2, num_kv_heads, head_dim * BLOCK_SIZE)
-    keys = kv[:, 0].reshape(num_blocks, num_kv_heads, head_dim // 2, BLOCK_SIZE, 2)
-    keys = keys.transpose(0, 3, 1, 2, 4).reshape(num_blocks, BLOCK_SIZE, num_kv_heads, head_dim)
-    values = kv[:, 1].reshape(num_blocks, num_kv_heads, head_dim // PANEL, BLOCK_SIZE // 2, PANEL, 2)
-    values = values.transpose(0, 3, 5, 1, 2, 4).reshape(num_blocks, BLOCK_SIZE, num_kv_heads, head_dim)
-    made_keys, made_values = (upcast(words[blocks, places]) for words in (keys, values))
-    assert_rounded_to_bf16(made_keys, turned[:, num_heads:, in_head], turned_error[:, num_heads:, in_head])
-    assert_rounded_to_bf16(made_values, heads[:, turning:], values_error)
-    written = np.zeros((num_blocks, BLOCK_SIZE), np.bool_)
-    written[blocks, places] = True
-    assert (keys[~written] == untouched).all() and (values[~written] == untouched).all()
+    made, scales = kv.read(blocks, places), kv.read_scales(blocks, places) if kv_type is KVType.INT8 else None
+    expected_keys, keys_error = turned[:, num_heads:, in_head], turned_error[:, num_heads:, in_head]
+    if scales is None:
+        assert_rounded_to_bf16(upcast(made[0]), expected_keys, keys_error)
+        assert_rounded_to_bf16(upcast(made[1]), heads[:, turning:], values_error)
+    else:
+        assert_quantized(made[0], scales[0], expected_keys, keys_error)
+        assert_quantized(made[1], scales[1], heads[:, turning:], values_error)
+    every = np.arange(num_blocks * BLOCK_SIZE)
+    others = np.setdiff1d(every, slots)
+    others = others // BLOCK_SIZE, others % BLOCK_SIZE
+    after = kv.read(*others)
+    after_scales = kv.scales[others[0], :, :, others[1]]
+    kv.bytes[:] = untouched
+    for was, now in zip(
+        (*kv.read(*others), kv.scales[others[0], :, :, others[1]]), (*after, after_scales), strict=True
+    ):
+        np.testing.assert_array_equal(now, was)
 
 
-def upcast(words: np.ndarray) -> np.ndarray:
-    return (words.astype(np.uint32) << 16).view(np.float32)
+def assert_quantized(codes: np.ndarray, scales: np.ndarray, expected: np.ndarray, error: np.ndarray) -> None:
+    """Codes [tokens, heads, D] int8 and scales [tokens, heads] of numbers within the bound."""
+    tops, most = np.abs(expected).max(-1), error.max(-1)
+    low, high = ((tops + sign * (most + 2 * EPS * tops)) / 127 for sign in (-1, 1))
+    # Rounded up to bfloat16, which has 8 bits.
+    assert (low <= scales).all() and (scales <= high * (1 + 2**-7)).all()
+    bound = scales[..., None] * (0.5 + 4 * 127 * EPS) + error
+    assert_near(codes * scales[..., None].astype(np.float64), expected, bound)
+
+
+def test_keys_and_values_in_8_bits_are_those_of_the_reference(library: ctypes.CDLL) -> None:
+    """Numbers of any size, ties, zeros, and numbers that are too small for a scale: written bit by bit as defined."""
+    head_dim = 32
+    rows = random(40, 64, 2 * head_dim)
+    rows *= np.float32(10.0) ** np.linspace(-37, 36, 64, dtype=np.float32)[:, None]
+    rows[0], rows[1] = 0, 1e-38
+    rows[2] = np.float32(0.5) * np.arange(-32, 32)  # a scale of a power of two, so that halves are ties
+    rows[2, [0, head_dim]] = 127
+    with recording(library) as r:
+        inputs, queries = r.rows(64, 64), r.rows(64, head_dim)
+        kv = KVMemory(r, 4, 1, head_dim, KVType.INT8)
+        # Values are the product with ones, so they are the inputs.
+        identity = np.zeros((3 * head_dim, 2 * head_dim), np.float32)
+        identity[head_dim:] = np.eye(2 * head_dim)
+        matrix = Matrix("bf16", torch.from_numpy(identity).bfloat16(), *identity.shape)
+        kept = r.put(inputs, rows, Form.PLAIN)
+        order = turned_order(2, 3, head_dim)
+        angles = np.zeros((64, head_dim // 2), np.float32)
+        library.program_qkv(
+            r.program,
+            queries,
+            r.products((r.pack(matrix, order.tolist()), inputs)),
+            1,
+            1,
+            kv.layer,
+            r.floats(angles + 1).ctypes.data,
+            r.floats(angles).ctypes.data,
+            None,
+        )
+        r.fill([(0, 64)], tables=np.arange(4, dtype=np.int32)[None])
+        assert r.run() == 0
+        places = np.arange(64) // BLOCK_SIZE, np.arange(64) % BLOCK_SIZE
+        made, scales = kv.read(*places), kv.read_scales(*places)
+    in_head = turned_order(1, 1, head_dim)
+    given = kept.values.astype(np.float32).reshape(64, 2, 1, head_dim)
+    for i, expected in enumerate((given[:, 0][..., in_head], given[:, 1])):
+        codes, expected_scales = quantize_heads(expected)
+        np.testing.assert_array_equal(scales[i], expected_scales)
+        np.testing.assert_array_equal(made[i], codes)
 
 
 # --- a program

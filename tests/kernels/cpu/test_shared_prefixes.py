@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from pipeline.kernels.cpu import native
-from pipeline.kernels.cpu.native import Form
+from pipeline.kernels.cpu.native import Form, KVType
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray
-from tests.kernels.cpu.recording import Recording, random, read_floats, recording
+from tests.kernels.cpu.recording import Recording, bf16_bits, random, read_floats, recording
 
 STRETCH_BLOCKS = 4
 MOST_BLOCKS = 24
@@ -58,7 +58,7 @@ class Tree:
 
 
 class Attention:
-    """One attention op over random keys and values."""
+    """One attention op over the keys and values of `memory_of`."""
 
     def __init__(self, r: Recording, shape: tuple[int, int, int, int], memory: np.ndarray, queries: np.ndarray) -> None:
         kv_heads, group, head_dim, window = shape
@@ -68,7 +68,8 @@ class Attention:
         self.queries = r.rows(NUM_TOKENS, self.width)
         self.given = queries
         self.out = r.wide_rows(NUM_TOKENS, self.width * 4)
-        layer = r.kept(native.NativeLayerMemory(kept.ctypes.data, kv_heads, head_dim))
+        kv_type = KVType.BF16 if memory.dtype == np.uint16 else KVType.INT8
+        layer = r.kept(native.NativeLayerMemory(kept.ctypes.data, kv_heads, head_dim, kv_type))
         plan = r.library.program_attention_plan(r.program, kv_heads * group, kv_heads, window)
         r.library.program_attention(r.program, self.out, True, self.queries, ctypes.byref(layer), plan)
 
@@ -129,9 +130,15 @@ def fan(lengths: Sequence[int], count: int = 1) -> Tree:
     return Tree([256 + length for length in lengths], [count] * len(lengths), tables)
 
 
-def memory_of(shape: tuple[int, int, int, int], seed: int) -> np.ndarray:
-    """Keys and values of NUM_BLOCKS blocks as bfloat16, [blocks, numbers of a block]: random values."""
+def memory_of(shape: tuple[int, int, int, int], seed: int, kv_type: KVType = KVType.BF16) -> np.ndarray:
+    """Random keys and values of NUM_BLOCKS blocks: bfloat16 [blocks, numbers of a block], or 8 bits [blocks, bytes]."""
     kv_heads, _, head_dim, _ = shape
+    if kv_type is KVType.INT8:
+        rng = np.random.default_rng(seed)
+        codes = rng.integers(0, 256, (NUM_BLOCKS, 2 * kv_heads * head_dim * BLOCK_SIZE), np.uint8)
+        scales = bf16_bits(rng.uniform(0.01, 0.03, (NUM_BLOCKS, kv_heads * 2 * BLOCK_SIZE)))
+        blocks: np.ndarray = np.concatenate([codes, scales.view(np.uint8)], axis=1)
+        return blocks
     values = random(seed, NUM_BLOCKS, 2 * kv_heads * head_dim * BLOCK_SIZE)
     made: np.ndarray = (values.view(np.uint32) >> 16).astype(np.uint16)
     return made
@@ -149,11 +156,12 @@ def assert_same(made: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> N
         np.testing.assert_array_equal(row, other)
 
 
+@pytest.mark.parametrize("kv_type", KVType, ids=lambda kv_type: kv_type.name)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shared_blocks_and_copies_of_them_yield_the_same_bits(
-    library: ctypes.CDLL, is_emulated: bool, shape: tuple[int, int, int, int]
+    library: ctypes.CDLL, is_emulated: bool, shape: tuple[int, int, int, int], kv_type: KVType
 ) -> None:
-    memory, queries = memory_of(shape, 1), queries_of(shape, 2)
+    memory, queries = memory_of(shape, 1, kv_type), queries_of(shape, 2)
     for seed in range(1 if is_emulated else 3):
         tree = grow(seed + 100 * SHAPES.index(shape))
         rows = range(len(tree.starts))

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pipeline.kernels.kv_layout import dequantize_heads, quantize_heads
 from pipeline.kernels.step_inputs import BLOCK_SIZE
+from pipeline.kernels.triton.kv_cache import codes_and_scales, is_quantized, shape_of
 from pipeline.kernels.triton.rows import StepArrays
 
 PADDING_ROW = -1
@@ -16,7 +18,7 @@ PADDING_ROW = -1
 class MadeStep:
     step: StepArrays
     keys: Tensor
-    """[num_blocks, K, BLOCK_SIZE, D]: NaN wherever no entry of the step has a key"""
+    """[num_blocks, K, BLOCK_SIZE, D]: NaN wherever no entry of the step has a key. Or in 8 bits, with NaN scales."""
     values: Tensor
     live: Tensor
     """[T] bool; tokens that are neither padding nor of a row that has ended"""
@@ -85,10 +87,25 @@ def make_step(
     return MadeStep(step, keys, values, live)
 
 
+def in_8_bits(numbers: Tensor) -> Tensor:
+    """Keys or values [num_blocks, K, BLOCK_SIZE, D] in 8 bits. NaN has a NaN scale."""
+    num_blocks, num_kv_heads, _, head_dim = numbers.shape
+    cache = torch.full(shape_of(num_blocks, num_kv_heads, head_dim, torch.int8), 99, dtype=torch.int8)
+    for part, quantized in zip(codes_and_scales(cache), quantize_heads(numbers), strict=True):
+        part.copy_(quantized)
+    return cache
+
+
+def dequantized(cache: Tensor) -> Tensor:
+    """The numbers of keys or values, [num_blocks, K, BLOCK_SIZE, D] float32 if they have 8 bits."""
+    return dequantize_heads(*codes_and_scales(cache)) if is_quantized(cache) else cache
+
+
 def attention_reference(
     queries: Tensor, keys: Tensor, values: Tensor, step: StepArrays, num_heads: int, window: int | None
 ) -> Tensor:
     """The formula in float64, one token at a time. queries [T, Q * D]; returns [T, Q, D], NaN for padding."""
+    keys, values = dequantized(keys), dequantized(values)
     _, num_kv_heads, _, head_dim = keys.shape
     wide = queries.double().view(len(queries), num_kv_heads, num_heads // num_kv_heads, head_dim)
     out = torch.full(wide.shape, torch.nan, dtype=torch.float64)

@@ -8,7 +8,7 @@ import torch
 
 from pipeline.kernels.triton.attention.prefill import attend
 from pipeline.kernels.triton.attention.tasks import NO_CHUNKS, AttentionTasks, Scratch, Tile, Tiles
-from tests.kernels.triton.steps import MadeStep, attention_reference, make_step
+from tests.kernels.triton.steps import MadeStep, attention_reference, in_8_bits, make_step
 
 CPU = torch.device("cpu")
 SMALL = Tiles(Tile(16, 16, 4, 2, 1, 2, 1, 512), Tile(32, 32, 4, 2, 1, 2, 1, 512), Tile(64, 32, 4, 2, 1, 2, 1, 512))
@@ -27,11 +27,17 @@ def num_inner_cuts(tasks: AttentionTasks) -> list[int]:
 
 
 def check(
-    made: MadeStep, tasks: AttentionTasks, *, tolerance: float = 2e-6, num_launches: int = 2, plan: bool = True
+    made: MadeStep,
+    tasks: AttentionTasks,
+    *,
+    tolerance: float = 2e-6,
+    num_launches: int = 2,
+    plan: bool = True,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Twice, as for two layers: the second launch finds the scratch memory of the first."""
     step = made.step
-    queries = torch.randn(step.num_tokens, tasks.num_heads * tasks.head_dim).to(made.keys.dtype)
+    queries = torch.randn(step.num_tokens, tasks.num_heads * tasks.head_dim).to(dtype or made.keys.dtype)
     queries[~made.live] = torch.nan
     if plan:
         tasks.plan(step, one_each=int(step.counts.max()) <= 1)
@@ -162,6 +168,16 @@ def test_half_precision_with_tiles_of_a_gpu(dtype: torch.dtype, head_dim: int) -
     check(made, tasks_for((3, 1, head_dim), None, None, dtype), tolerance=0.02, num_launches=1)
 
 
+@pytest.mark.parametrize("window", [None, 33])
+def test_keys_and_values_in_8_bits(window: int | None) -> None:
+    for heads, tiles, dtype in (((6, 2, 24), SMALL, torch.float32), ((3, 1, 64), None, torch.bfloat16)):
+        entries = [(300, 1), (16, 1), (100, 5), (15, 50), (31, 0)]
+        made = make_step(entries, heads[1], heads[2], dtype, num_entries=6, num_tokens=70, window=window)
+        made.keys, made.values = in_8_bits(made.keys), in_8_bits(made.values)
+        tolerance = 2e-6 if dtype == torch.float32 else 0.02
+        check(made, tasks_for(heads, window, tiles, dtype), tolerance=tolerance, num_launches=1, dtype=dtype)
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_random_steps(seed: int) -> None:
     check_random(random.Random(seed))
@@ -198,4 +214,6 @@ def check_random(chance: random.Random) -> None:
         window=window,
         seed=chance.randint(0, 2**30),
     )
-    check(made, tasks_for(heads, window, tiles), num_launches=1)
+    if chance.random() < 0.3:
+        made.keys, made.values = in_8_bits(made.keys), in_8_bits(made.values)
+    check(made, tasks_for(heads, window, tiles), num_launches=1, dtype=torch.float32)

@@ -7,8 +7,10 @@ from torch import Tensor
 from pipeline.kernels.rms_norm import rms_norm_reference
 from pipeline.kernels.rotary import rotary_reference
 from pipeline.kernels.step_inputs import BLOCK_SIZE
+from pipeline.kernels.triton.kv_cache import codes_and_scales
 from pipeline.kernels.triton.rotary import HeadNorms, rotary_write
-from tests.kernels.triton.steps import make_step
+from pipeline.kernels.triton.rows import StepArrays
+from tests.kernels.triton.steps import in_8_bits, make_step
 
 EPS = 1e-5
 
@@ -33,6 +35,7 @@ def heads_reference(
     return rotary_reference(queries, positions, frequencies), rotary_reference(keys, positions, frequencies), values
 
 
+@pytest.mark.parametrize("quantized", [False, True], ids=["", "8 bits"])
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "num_split_k_partials", "normed", "dtype"),
     [
@@ -44,7 +47,13 @@ def heads_reference(
     ],
 )
 def test_rotary_write(
-    num_heads: int, num_kv_heads: int, head_dim: int, num_split_k_partials: int, normed: bool, dtype: torch.dtype
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_split_k_partials: int,
+    normed: bool,
+    dtype: torch.dtype,
+    quantized: bool,
 ) -> None:
     entries = [(30, 1), (0, 3), (15, 0), (100, 2)]
     made = make_step(entries, num_kv_heads, head_dim, dtype, num_entries=6, num_tokens=9)
@@ -57,6 +66,12 @@ def test_rotary_write(
     split_k_partials[:, ~made.live] = torch.nan
     norms = (1 + 0.1 * torch.randn(head_dim), 1 + 0.1 * torch.randn(head_dim), EPS) if normed else None
     queries = torch.full((step.num_tokens, num_heads * head_dim), -7.0, dtype=dtype)
+    if quantized:
+        written = in_8_bits(made.keys), in_8_bits(made.values)
+        before = [cache.clone() for cache in written]
+        rotary_write(queries, split_k_partials, cos, sin, step, *written, norms)
+        check_codes(written, before, split_k_partials, step, made.live, frequencies, norms)
+        return
     keys, values = torch.full_like(made.keys, -7.0), torch.full_like(made.values, -7.0)
 
     rotary_write(queries, split_k_partials, cos, sin, step, keys, values, norms)
@@ -73,3 +88,29 @@ def test_rotary_write(
     for cache in (keys, values):
         cache[blocks, :, places] = -7
         assert (cache == -7).all(), "a slot without a token was written"
+
+
+def check_codes(
+    written: tuple[Tensor, Tensor],
+    before: list[Tensor],
+    split_k_partials: Tensor,
+    step: StepArrays,
+    live: Tensor,
+    frequencies: Tensor,
+    norms: HeadNorms | None,
+) -> None:
+    """Codes and scales of the live tokens are those of the formula in float64, and nothing else was written."""
+    num_kv_heads = written[0].shape[1]
+    _, *expected = heads_reference(split_k_partials[:, live], step.positions[live], frequencies, num_kv_heads, norms)
+    blocks, places = step.slots[live] // BLOCK_SIZE, step.slots[live] % BLOCK_SIZE
+    for cache, old, numbers in zip(written, before, expected, strict=True):
+        (codes, scales), (old_codes, old_scales) = codes_and_scales(cache), codes_and_scales(old)
+        made = codes[blocks, :, places].double(), scales[blocks, :, places].double()
+        tops = numbers.abs().amax(-1) / 127
+        assert (made[1] >= tops * (1 - 1e-6)).all() and (made[1] <= tops * (1 + 2**-7 + 1e-6)).all()
+        assert (made[0] * made[1][..., None] - numbers).abs().le(made[1][..., None] * 0.501).all()
+        codes[blocks, :, places], scales[blocks, :, places] = (
+            old_codes[blocks, :, places],
+            old_scales[blocks, :, places],
+        )
+        assert torch.equal(cache, old), "a slot without a token was written"

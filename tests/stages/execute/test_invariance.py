@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from pipeline.kernels.step_inputs import block_bytes
 from pipeline.runtime import messages as m
 from pipeline.stages.execute.cpu.native_program import NativeProgram
 from pipeline.stages.execute.cpu.runner import CpuRunner
@@ -17,8 +18,6 @@ from tests.stages.execute import checkpoints
 from tests.stages.execute.native_driver import random_ids, write
 from tests.stages.execute.pair import GREEDY, Pair, Request, make_runner
 
-BLOCK_BYTES = 3 * 2 * 16 * 2 * 16 * 2
-"""Layers x halves x tokens x heads x dimensions x bytes of a number."""
 MANY, FEW, ALONE = 160, 22, 16
 """KV blocks: for all requests at once, for a few of them, and for one."""
 
@@ -43,14 +42,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Machine:
     """Runners with more and with less memory, each loaded once; their blocks contain what earlier tests wrote."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, kv_dtype: str = "auto") -> None:
+        self._folder, self._kv_dtype = folder, kv_dtype
+        self._block_bytes = block_bytes(3, 2, 16, 1 if kv_dtype == "int8" else 2)
         self._runners: list[CpuRunner] = []
         self.alone = cache(self._alone)
 
     @cache  # noqa: B019 - as long as the tests
     def runner(self, num_blocks: int, num_swap_blocks: int = 0) -> CpuRunner:
-        runner = make_runner(self._folder, BLOCK_BYTES, num_blocks, num_swap_blocks=num_swap_blocks)
+        runner = make_runner(
+            self._folder, self._block_bytes, num_blocks, num_swap_blocks=num_swap_blocks, kv_dtype=self._kv_dtype
+        )
         assert isinstance(runner.program, NativeProgram)
         self._runners.append(runner)
         return runner

@@ -8,6 +8,7 @@ from statistics import median
 import torch
 
 from pipeline.cli.profile.results import Case, KernelTime, MachineRates, OpTime, StepTime
+from pipeline.kernels.step_inputs import BLOCK_SIZE, block_bytes
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cuda.launches import Launches
 from pipeline.stages.execute.cuda.model import DeviceModel
@@ -53,9 +54,9 @@ def weight_bytes(model: DeviceModel) -> dict[str, int]:
     return dict(counted)
 
 
-def costs_of(case: Case, config: ModelConfig, model: DeviceModel, dtype: torch.dtype) -> dict[str, Cost]:
-    """The least work of a step by op: read each matrix, key and value once, write the new keys and values, multiply and
-    add. Moving activations is negligible and left out."""
+def costs_of(case: Case, config: ModelConfig, model: DeviceModel, kv_dtype: torch.dtype) -> dict[str, Cost]:
+    """The least work of a step by op: read each matrix, key and value once, write the new keys and values (of
+    `kv_dtype`), multiply and add. Moving activations is negligible and left out."""
     layers = sum(matrix.num_rows * matrix.num_columns for matrix in model.matrices)
     head = model.head.num_rows * model.head.num_columns
     num_bytes = sum(matrix.num_bytes for matrix in (*model.matrices, model.head))
@@ -66,9 +67,9 @@ def costs_of(case: Case, config: ModelConfig, model: DeviceModel, dtype: torch.d
         window = config.window_of(layer) or case.context
         moved += max(case.num_new, min(case.context, window))
         seen += sum(min(position + 1, window) for position in positions)
-    width = config.num_kv_heads * config.head_dim
+    block = block_bytes(1, config.num_kv_heads, config.head_dim, kv_dtype.itemsize)
     attention = Cost(
-        case.num_seqs * moved * 2 * width * dtype.itemsize,
+        case.num_seqs * moved * block / BLOCK_SIZE,
         case.num_seqs * seen * 4 * config.num_heads * config.head_dim,
     )
     return {PRODUCTS: products, ATTENTION: attention, REST: Cost()}

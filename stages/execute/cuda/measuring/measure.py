@@ -25,6 +25,7 @@ from pipeline.stages.execute.cuda.launches import Launches, traced
 from pipeline.stages.execute.cuda.measuring.costs import GpuSamples, costs_of, summarize, weight_bytes
 from pipeline.stages.execute.cuda.measuring.rates import Probe
 from pipeline.stages.execute.cuda.runner import CudaRunner
+from pipeline.stages.execute.kv import kv_dtype
 from pipeline.stages.execute.measuring.measure import check_positions, cpu_name, num_blocks_of
 from pipeline.stages.execute.measuring.planned import row_add, step, take
 from pipeline.stages.execute.weights import Weights
@@ -68,7 +69,7 @@ def measure(
             version=VERSION,
             model=config.name,
             weight_bytes=weight_bytes(runner.model),
-            kv_dtype=settings.execute.dtype,
+            kv_dtype=kv_dtype(settings.execute),
             kernels="triton",
             cpu=cpu_name(),
             num_threads=num_threads,
@@ -76,7 +77,7 @@ def measure(
             before=before,
             after=after,
             steps=[
-                summarize(case, samples[i], costs_of(case, config, runner.model, dtype), rates, dtype)
+                summarize(case, samples[i], costs_of(case, config, runner.model, runner.kv.dtype), rates, dtype)
                 for i, case in enumerate(cases)
             ],
             gpu=device.name,

@@ -2,10 +2,10 @@
 
 import torch
 
-from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.kernels.triton.attention.decode import attend_decode
 from pipeline.kernels.triton.attention.prefill import attend
 from pipeline.kernels.triton.attention.tasks import AttentionTasks
+from pipeline.kernels.triton.kv_cache import shape_of
 from pipeline.kernels.triton.rotary import rotary_write
 from pipeline.kernels.triton.rows import StepArrays
 
@@ -30,6 +30,7 @@ def _launch(
     normed: bool = False,
     fused: bool = True,
     pdl: bool = False,
+    quantized: bool = False,
 ) -> None:
     num_heads, num_kv_heads, head_dim = shape
     device = torch.device("cpu")
@@ -41,7 +42,8 @@ def _launch(
         torch.zeros((4, 64), dtype=torch.int32),
     )  # fmt: skip
     queries = torch.zeros((num_tokens, num_heads * head_dim), dtype=dtype)
-    keys = torch.zeros((4, num_kv_heads, BLOCK_SIZE, head_dim), dtype=dtype)
+    cache_dtype = torch.int8 if quantized else dtype
+    keys = torch.zeros(shape_of(4, num_kv_heads, head_dim, cache_dtype), dtype=cache_dtype)
     values = keys.clone()
     angles = torch.zeros((64, head_dim // 2))
     num_split_k_partials = 4 if num_tokens <= 16 else 1
@@ -61,6 +63,8 @@ def launches() -> None:
     _launch(LLAMA_8B, 4, 4)
     _launch(LLAMA_8B, 4, 1024)
     _launch(SMOLLM2_135M, 4, 4)
+    _launch(LLAMA_8B, 4, 4, quantized=True)
+    _launch(LLAMA_8B, 4, 1024, quantized=True)
 
 
 def all_launches() -> None:
@@ -72,3 +76,5 @@ def all_launches() -> None:
             for window in (None, 1024):
                 _launch(shape, 4, 1024, dtype=dtype, window=window, normed=window is not None)
                 _launch(shape, 4, 4, dtype=dtype, window=window, normed=window is not None)
+            _launch(shape, 4, 1024, dtype=dtype, quantized=True)
+            _launch(shape, 4, 4, dtype=dtype, quantized=True)

@@ -1,0 +1,74 @@
+"""The KV memory of one layer, as kv.h lays it out."""
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from pipeline.kernels.cpu import native
+from pipeline.kernels.cpu.native import KVType
+from pipeline.kernels.step_inputs import BLOCK_SIZE
+from tests.kernels.cpu.recording import PANEL, Recording, bf16_bits, upcast
+
+
+class KVMemory:
+    """Memory of a recording, with views of its parts. Indices are blocks."""
+
+    def __init__(self, r: Recording, num_blocks: int, num_heads: int, head_dim: int, type: KVType) -> None:
+        self.type = type
+        dtype = np.uint16 if type is KVType.BF16 else np.int8
+        panel = head_dim * BLOCK_SIZE * np.dtype(dtype).itemsize
+        scales = 0 if type is KVType.BF16 else 2 * BLOCK_SIZE * 2
+        self.bytes = r.memory(num_blocks * num_heads * (2 * panel + scales))
+        blocks = self.bytes.reshape(num_blocks, -1)
+        panels = blocks[:, : 2 * num_heads * panel].view(dtype).reshape(num_blocks, 2, num_heads, -1)
+        keys = panels[:, 0].reshape(num_blocks, num_heads, head_dim // 2, BLOCK_SIZE, 2)
+        values = panels[:, 1].reshape(num_blocks, num_heads, head_dim // PANEL, BLOCK_SIZE // 2, PANEL, 2)
+        self.keys, self.values = keys, values
+        self.scales = blocks[:, 2 * num_heads * panel :].view(np.uint16).reshape(num_blocks, num_heads, -1, BLOCK_SIZE)
+        """[num_blocks, heads, 2 (none in bfloat16), BLOCK_SIZE]"""
+        self.head_dim, self.num_heads = head_dim, num_heads
+        self._layer = r.kept(native.NativeLayerMemory(self.bytes.ctypes.data, num_heads, head_dim, type))
+
+    @property
+    def layer(self) -> Any:
+        """A reference for the library."""
+        return ctypes.byref(self._layer)
+
+    def write(self, blocks: np.ndarray, places: np.ndarray, keys: np.ndarray, values: np.ndarray) -> None:
+        """Write keys and values [tokens, heads, head_dim] float32, rounded, to these places in blocks."""
+        if self.type is KVType.INT8:
+            codes, scales = zip(quantize_heads(keys), quantize_heads(values), strict=True)
+            for i in range(2):
+                self.scales[blocks, :, i, places] = bf16_bits(scales[i])
+        else:
+            codes = bf16_bits(keys), bf16_bits(values)
+        num = len(keys)
+        self.keys[blocks, :, :, places] = codes[0].reshape(num, self.num_heads, -1, 2)
+        self.values[blocks, :, :, places // 2, :, places % 2] = codes[1].reshape(num, self.num_heads, -1, PANEL)
+
+    def read(self, blocks: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The numbers at these places: keys and values [tokens, heads, head_dim], bfloat16 words or int8 codes."""
+        shape = len(blocks), self.num_heads, self.head_dim
+        keys = self.keys[blocks, :, :, places].reshape(shape)
+        return keys, self.values[blocks, :, :, places // 2, :, places % 2].reshape(shape)
+
+    def read_scales(self, blocks: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Scales of keys and values at these places, [tokens, heads] float32."""
+        return upcast(self.scales[blocks, :, 0, places]), upcast(self.scales[blocks, :, 1, places])
+
+
+def quantize_heads(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Codes [..., D] int8 and scales [...] float32, a bfloat16 each, of float32 values, as `quantize_head` in kv.h
+    defines them."""
+    words = (np.abs(values).max(-1) / np.float32(127)).astype(np.float32).view(np.uint32)
+    scales = ((words + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)).view(np.float32)
+    scales = np.where(scales < np.finfo(np.float32).tiny, np.float32(0), scales)
+    inverse = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales > 0)
+    return np.rint(values * inverse[..., None]).astype(np.int8), scales
+
+
+def dequantized(values: np.ndarray) -> np.ndarray:
+    """What is left of float32 values in 8 bits; exact in float32."""
+    codes, scales = quantize_heads(values)
+    return codes * scales[..., None]
