@@ -218,7 +218,7 @@ def test_other_floats_are_rounded_when_they_are_packed(library: ctypes.CDLL, dty
     columns = 48
     with recording(library, threads=2) as r:
         packed = r.pack(stored)
-        num_bytes = library.panel_bytes(packed) * columns // PANEL
+        num_bytes = library.panel_bytes(packed) * columns // native.PANEL
         panels = r.memory(num_bytes)
         step = values.stride(0) * values.element_size()
         rows = np.array([values.data_ptr() + i * step for i in range(37)] + [0] * 11, np.uint64)
