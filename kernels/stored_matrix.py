@@ -52,10 +52,8 @@ BLOCK_COLUMNS: dict[Format, int] = {
     format: FP8_GROUP if format == "fp8" else SUPER_BLOCK if format in ("q4_k", "q5_k", "q6_k") else GROUP
     for format in BLOCK_BYTES
 }
-GPU_BLOCK_BYTES: dict[Format, int] = {format: size for format, size in BLOCK_BYTES.items() if format != "fp8"} | {
-    "q4_k": 148,
-    "q5_k": 180,
-}
+GPU_BLOCK_BYTES: dict[Format, int] = BLOCK_BYTES | {"q4_k": 148, "q5_k": 180}
+del GPU_BLOCK_BYTES["fp8"]
 """Bytes of a block of the formats that the GPU kernels read, in GPU memory. There, other formats become floats."""
 DTYPES: dict[Format, np.dtype[Any]] = {
     "bf16": np.dtype(np.uint16),
