@@ -82,8 +82,8 @@ class Tiles:
 def choose_tiles(
     num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, *, quantized: bool = False
 ) -> Tiles:
-    """Sizes for an H100, for queries of `dtype` and keys and values of the same or, `quantized`, in 8 bits. Reasoned, not
-    measured.
+    """Sizes for an H100, for queries of `dtype` and keys and values of the same or, `quantized`, in 8 bits. Reasoned,
+    not measured.
 
     A narrow tile is bound by bytes: 32 KiB of keys and values, two in flight, two programs per multiprocessor. That is
     five times what hides the memory's latency at full speed (24 KiB per multiprocessor at 3.3 TB/s and 1 us). A middle
@@ -157,7 +157,8 @@ class AttentionTasks:
         tiles: Tiles | None = None,
         quantized: bool = False,
     ) -> None:
-        """`dtype` is that of queries; keys and values are of the same or, `quantized`, in 8 bits. Windows that share `scratch` must have the same `tiles`."""
+        """`dtype` is that of queries; keys and values are of the same or, `quantized`, in 8 bits. Windows that share
+        `scratch` must have the same `tiles`."""
         assert num_heads % num_kv_heads == 0
         assert max_tokens * num_kv_heads < 2**31, "units are numbered by an int32"
         assert window is None or window >= 1
