@@ -110,30 +110,57 @@ class Matrix:
                 raise ValueError(f"a {self.format} matrix has no minimums")
         return minimums.reshape(self.num_rows, -1)
 
+    def small_scales(self) -> Tensor:
+        """The two numbers of 8 bits that a K-quant has per 32 columns, [N, K / 32] int16 (the first in the lower byte).
+
+        q4_k and q5_k: scale and minimum of 6 bits; q6_k: the signed scales of 16 columns each. Raises ValueError for
+        other formats.
+        """
+        blocks = self._blocks()
+        match self.format:
+            case "q4_k" | "q5_k":
+                pairs = torch.stack(_six_bits(blocks), dim=-1)
+            case "q6_k":
+                pairs = blocks[:, :, 192:208].contiguous()
+            case _:
+                raise ValueError(f"a {self.format} matrix has no scales of 8 bits")
+        return pairs.view(self.num_rows, -1).view(torch.int16)
+
+    def factors(self) -> Tensor:
+        """What a K-quant multiplies the numbers of `small_scales` with, [N, K / 256]: q6_k d float16, else d and n, two
+        float16 as an int32 (d in the lower half). Raises ValueError for other formats."""
+        blocks = self._blocks()
+        match self.format:
+            case "q4_k" | "q5_k":
+                return blocks[:, :, :4].contiguous().view(torch.int32).view(self.num_rows, -1)
+            case "q6_k":
+                return _halves_at(blocks, 208).view(self.num_rows, -1)
+            case _:
+                raise ValueError(f"a {self.format} matrix has no factors")
+
     def codes(self) -> Tensor:
         """The code of each value, [N, K] in the order of the columns: int8 for q8_0, otherwise uint8 of 4, 5 or 6 bits.
 
         Raises ValueError if the format has none.
         """
         blocks = self._blocks()
+        steps = torch.arange(8, dtype=torch.uint8, device=self.data.device)
         match self.format:
             case "q8_0":
                 codes = blocks[:, :, 2:].contiguous().view(torch.int8)
             case "q4_0" | "q4_1":
                 codes = _nibbles(blocks[:, :, -16:], 16)
             case "q5_0" | "q5_1":
-                bits = blocks[:, :, -20:-16].repeat_interleave(8, dim=-1) >> torch.arange(8, dtype=torch.uint8).repeat(
-                    4
-                )
+                bits = blocks[:, :, -20:-16].repeat_interleave(8, dim=-1) >> steps.repeat(4)
                 codes = _nibbles(blocks[:, :, -16:], 16) | ((bits & 1) << 4)
             case "q4_k":
                 codes = _nibbles(blocks[:, :, 16:], 32)
             case "q5_k":
-                bits = blocks[:, :, None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None]
+                bits = blocks[:, :, None, 16:48] >> steps[:, None]
                 codes = _nibbles(blocks[:, :, 48:], 32) | ((bits & 1) << 4).flatten(2)
             case "q6_k":
                 pairs = blocks[:, :, 128:192].view(*blocks.shape[:2], 2, 1, 32)
-                bits = pairs >> torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
+                bits = pairs >> steps[::2, None]
                 codes = _nibbles(blocks[:, :, :128], 64) | ((bits & 3) << 4).flatten(2)
         return codes.reshape(self.num_rows, self.num_columns)
 

@@ -45,8 +45,8 @@ BLOCK_BYTES: dict[Format, int] = {
 BLOCK_COLUMNS: dict[Format, int] = {
     format: SUPER_BLOCK if format in ("q4_k", "q5_k", "q6_k") else GROUP for format in BLOCK_BYTES
 }
-GPU_FORMATS: frozenset[Format] = frozenset({"q8_0", "q4_1", "q4_0"})
-"""Formats that the GPU kernels read. There, the others become floats."""
+GPU_BLOCK_BYTES: dict[Format, int] = BLOCK_BYTES | {"q4_k": 148, "q5_k": 180}
+"""Bytes of a block of the formats that the GPU kernels read, in GPU memory. There, other formats become floats."""
 DTYPES: dict[Format, np.dtype[Any]] = {"bf16": np.dtype(np.uint16), "f32": np.dtype(np.float32)}
 """The numpy dtypes of the float formats. numpy has no bfloat16, so it holds the bits."""
 

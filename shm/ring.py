@@ -13,6 +13,9 @@ sender's writes behind its load. Where fences are not known to do that, edges us
     data   [… free … | length, kind, bytes, padding | length, kind, bytes, padding | … free …]
                      ↑ position of the receiver                                     ↑ position of the sender
 
+A process needs tens of microseconds to wake, more on a virtual machine. So a sender that is about to put
+a message can wake the receiver before (`wake`), which then waits for the message awake.
+
 Both positions count bytes since the start and never wrap; their difference is what waits.
 """
 
@@ -35,6 +38,9 @@ ELSEWHERE = 1
 """Kind of a message that was too large for the ring: it has no bytes here, and travels another way."""
 RESERVED_BYTES = 64 * _HEAD.size
 """Room that only messages of kind `ELSEWHERE` use, so that one can be announced while the ring is full of others."""
+
+_WAKE = 1 << 32
+"""What a wake without a message adds to the eventfd. A ring has no room for so many messages."""
 
 
 class RingMessage(NamedTuple):
@@ -67,6 +73,10 @@ class RingWriter:
         """Put the announcement of a message that travels another way. Call it only if `can_announce`."""
         assert self._put(b"", 0, ELSEWHERE, self._num_bytes)
 
+    def wake(self) -> None:
+        """Wake the receiver, because a message follows in a moment: see `RingReader.was_woken`."""
+        os.eventfd_write(self._event_fd, _WAKE)
+
     def _put(self, body: bytes, size: int, kind: int, most: int) -> bool:
         needed = _padded(_HEAD.size + size)
         if self._position + needed - self._taken[0] > most:
@@ -94,16 +104,20 @@ class RingReader:
         self._position = 0
         self.num_waiting = 0
         """Messages that were counted and not taken."""
+        self.was_woken = False
+        """The sender called `wake`, and no message was counted since."""
         self._fence = Fence()
 
     def fileno(self) -> int:
-        """The descriptor that is readable when there are messages that no `take` has counted yet."""
+        """The descriptor that is readable when there are messages, or wakes, that were not counted yet."""
         return self._event_fd
 
     def count(self) -> int:
-        """The number of messages that `take` can return now. Makes the descriptor unreadable until the next one."""
+        """The number of messages that `take` can return now. Makes the descriptor unreadable until the next event."""
         with suppress(BlockingIOError):
-            self.num_waiting += os.eventfd_read(self._event_fd)
+            wakes, messages = divmod(os.eventfd_read(self._event_fd), _WAKE)
+            self.num_waiting += messages
+            self.was_woken = not messages and (self.was_woken or wakes > 0)
         return self.num_waiting
 
     def take(self) -> RingMessage | None:

@@ -70,19 +70,7 @@ def embed(residual: Tensor, table: DeviceMatrix, ids: Tensor) -> None:
     num_tokens, width = residual.shape
     block = min(next_power_of_2(width), 1024)
     _embed[(num_tokens, triton.cdiv(width, block))](
-        residual,
-        table.values,
-        table.values if table.scales is None else table.scales,
-        table.values if table.minimums is None else table.minimums,
-        ids,
-        WIDTH=width,
-        STRIDE=table.values.shape[1],
-        GROUP=table.group,
-        ZERO=table.zero,
-        PACKED=table.form == "int4",
-        HAS_MINIMUMS=table.minimums is not None,
-        BLOCK=block,
-        num_warps=4,
+        residual, table.planes(), ids, WIDTH=width, BLOCK=block, num_warps=4
     )
 
 
@@ -125,21 +113,14 @@ def _norm(
 @triton.jit
 def _embed(
     residual,
-    values,
-    scales,
-    minimums,
+    weight,
     ids,
     WIDTH: tl.constexpr,
-    STRIDE: tl.constexpr,
-    GROUP: tl.constexpr,
-    ZERO: tl.constexpr,
-    PACKED: tl.constexpr,
-    HAS_MINIMUMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
     row = tl.load(ids + token).to(tl.int64)
-    numbers = code_number(values, scales, minimums, row, columns, inside, STRIDE, GROUP, ZERO, PACKED, HAS_MINIMUMS)
+    numbers = code_number(weight, row, columns, inside)
     tl.store(residual + token.to(tl.int64) * WIDTH + columns, numbers, mask=inside)

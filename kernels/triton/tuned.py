@@ -32,6 +32,8 @@ VECTOR_TILE_BYTES = 128 * 128
 """128 bytes per thread of four warps."""
 SHORT_ROW = 1024
 """Columns of a row that fits in one tile."""
+FLOAT_BITS = {"bf16": 16, "f16": 16, "f32": 32}
+K_QUANT_GROUP = 32
 BUCKETS = (1, 8, 16, 32, 64, 128)
 """Numbers of tokens with entries in a table."""
 
@@ -127,10 +129,13 @@ def forget() -> None:
 
 
 def bytes_of_columns(format: str, num_columns: int) -> int:
-    """Bytes of `num_columns` columns of a row."""
-    if format.startswith("int4"):
-        return num_columns // 2
-    return num_columns * {"bf16": 2, "f16": 2, "f32": 4}.get(format, 1)
+    """Bytes of the values of `num_columns` columns of a row, without scales."""
+    return num_columns * (FLOAT_BITS.get(format) or int(format.strip("intfpq")[0])) // 8
+
+
+def has_codes(format: str) -> bool:
+    """Whether values are codes with scales."""
+    return format not in FLOAT_BITS
 
 
 def rule(shape: GemmShape, num_programs: int) -> GemmConfig:
@@ -150,8 +155,8 @@ def _vector_rule(shape: GemmShape, num_programs: int) -> GemmConfig:
     # 128 registers per thread leave room for four programs per multiprocessor. Short rows are loaded at once, with
     # fewer.
     enough = num_programs * 5 // 2 if shape.num_columns > SHORT_ROW else num_programs * 3 // 2
-    tallest = (16 if shape.format.startswith("int") else 8) // (2 if shape.op == "swiglu" else 1)
-    least = 4 if shape.format.startswith("int") and shape.op != "swiglu" else 2
+    tallest = (16 if has_codes(shape.format) else 8) // (2 if shape.op == "swiglu" else 1)
+    least = 4 if has_codes(shape.format) and shape.op != "swiglu" else 2
     block_n = next((n for n in (16, 8, 4) if n <= tallest and _ceil(shape.num_rows, n) >= enough), least)
     tile_bytes = VECTOR_TILE_BYTES // (2 if shape.op == "swiglu" else 1)
     block_k = max(64, group_of(shape.format))
@@ -220,7 +225,7 @@ def _fits(shape: GemmShape, config: GemmConfig) -> bool:
     halves = 2 if shape.op == "swiglu" else 1
     tile_bytes = bytes_of_columns(shape.format, config.block_k) * config.block_n * halves
     if shape.num_tokens <= VECTOR_TOKENS:
-        if shape.format.startswith("int") and config.block_n * halves < 4:  # see vector.py
+        if has_codes(shape.format) and config.block_n * halves < 4:  # see vector.py
             return False
         return 32 <= tile_bytes // (32 * config.num_warps) <= 256
     tokens_bytes = config.block_m * config.block_k * 2
@@ -228,8 +233,8 @@ def _fits(shape: GemmShape, config: GemmConfig) -> bool:
 
 
 def group_of(format: str) -> int:
-    """Columns per scale; 0 for floats."""
-    return int(format.partition("g")[2] or 0)
+    """Columns of a group of `DeviceMatrix`; 0 for floats."""
+    return K_QUANT_GROUP if format.endswith("_k") else int(format.partition("g")[2] or 0)
 
 
 def _even_split(num_blocks: int, wanted: int) -> int:

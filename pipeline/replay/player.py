@@ -360,6 +360,9 @@ class ReplayOutbox(Outbox[T], Generic[T]):
         self.num_sent += 1
         return True
 
+    def wake(self) -> None:
+        pass
+
     def flush(self, timeout_s: float) -> None:
         pass
 

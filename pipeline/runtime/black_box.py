@@ -68,7 +68,11 @@ class Breadcrumb:
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if error is None:
-            self._memory[: len(_NONE)] = _NONE
+            self.clear()
+
+    def clear(self) -> None:
+        """The thread works on no request."""
+        self._memory[: len(_NONE)] = _NONE
 
 
 class LogRing:

@@ -33,6 +33,9 @@ INBOX_BOUND = 1024
 """Maximum number of queued messages per sender at a receiver. Without it, the I/O thread of a stage that hangs would
 keep reading, and no sender would reach its bound."""
 
+AWAKE_S = 0.0003
+"""How long a receiver waits awake after `Outbox.wake`. The sender's message takes about a third of it."""
+
 CONTROL_REQUESTS = frozenset(get_args(ControlRequest))
 
 
@@ -94,6 +97,8 @@ class Inbox(Generic[T]):
             self._socket.close()
             raise
         self._readers = {edge.reader.fileno(): edge.reader for edge in rings}
+        self._was_woken = False
+        """By a sender whose message has not arrived yet."""
         self._may_have_message = False
         """The socket had a message when its descriptor was readable, and was not found empty since."""
         self._poll = select.poll()
@@ -146,6 +151,7 @@ class Inbox(Generic[T]):
         the next event."""
         if (reader := self._readers.get(fd)) is not None:
             reader.count()
+            self._was_woken |= reader.was_woken
         elif fd != self._wake_fd:
             self._may_have_message = bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
@@ -176,13 +182,24 @@ class Inbox(Generic[T]):
             for fd, _ in self._poll.poll(max(0, (end - now) * 1000)):
                 self.notice(fd)
                 is_woken |= fd == self._wake_fd
-            is_ready = self.is_ready()
+            is_ready = self.is_ready() or self._wait_awake()
             now = time.monotonic()
             if now >= end:
                 break
         self.wait_s += now - begun
         self.num_wakes += 1
         return is_ready or is_woken
+
+    def _wait_awake(self) -> bool:
+        """If a sender has announced a message by a wake, look for it without sleeping. Returns whether any came."""
+        if not self._was_woken:
+            return False
+        self._was_woken = False
+        end = time.monotonic() + AWAKE_S
+        while not (is_ready := self.is_ready()) and time.monotonic() < end:
+            self._look()
+        self._was_woken = False
+        return is_ready
 
     async def replayed(self) -> list[T]:
         """In a replay: wait for the turn of the next received messages, and return them."""
@@ -380,6 +397,11 @@ class Outbox(Generic[T]):
         if self.replay_context is not None:
             self.replay_context.sent(self.peer, body, message)
         return True
+
+    def wake(self) -> None:
+        """Wake the peer, because a message to it follows in a moment: then it is awake when the message comes."""
+        if not self.is_detached and self._ring is not None:
+            self._ring.wake()
 
     def _deliver(self, body: bytes) -> bool:
         if self._ring is not None:

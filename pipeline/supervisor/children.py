@@ -139,10 +139,6 @@ class ChildTable:
         """Names of the stages that are ready, in flow order."""
         return [child.name for child in self.in_flow_order() if child.state == "ready"]
 
-    def ping_all(self, nonce: int) -> None:
-        for outbox in self.outboxes.values():
-            outbox.send(m.Ping(nonce))
-
     def ping(self, name: str, nonce: int) -> None:
         self.outboxes[name].send(m.Ping(nonce))
 

@@ -7,6 +7,8 @@
 A late stage is not pinged again: it answers the ping that waits in its inbox. The log has a line when a stage goes late
 and when it is back, and the gateways get `LateStages`, so that they refuse requests that would wait for it.
 
+If the supervisor itself was suspended (`pipeline/runtime/suspension.py`), that time does not count.
+
 A step may take long on a slow or busy machine, so an executor that uses the CPU gets `BUSY_FACTOR` times both timeouts:
 it is neither late nor hangs while it computes.
 """
@@ -107,6 +109,22 @@ class Heartbeats:
                 self._log.warning(f"{name} is late", extra={"fields": {"silent_s": f"{now_s - beat.alive_s:.1f}"}})
         if has_changed:
             self._report()
+
+    def suspended(self, seconds: float) -> None:
+        """This process did not run for so long, so no stage could answer it."""
+        for beat in self._beats.values():
+            beat.alive_s += seconds
+            beat.checked_s += seconds
+            if beat.pinged_s is not None:
+                beat.pinged_s += seconds
+        self._lost_s = {name: lost_s + seconds for name, lost_s in self._lost_s.items()}
+        if self._lost_s or any(beat.is_late for beat in self._beats.values()):
+            self._report()
+
+    def is_late(self, child: Child) -> bool:
+        """Whether a stage that is ready has not answered in time."""
+        beat = self._beats.get(child.name)
+        return beat is not None and beat.is_late
 
     def _kill_if_hung(self, child: Child, beat: _Beat, now_s: float) -> None:
         silent_s = now_s - beat.alive_s

@@ -24,6 +24,7 @@ from pipeline.runtime import topology
 from pipeline.runtime.channels import Inbox
 from pipeline.runtime.control_requests import with_execute_facts
 from pipeline.runtime.run_mode import RunMode
+from pipeline.runtime.suspension import Suspension
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.supervisor.admin_server import AdminServer, Questions
 from pipeline.supervisor.children import ChildTable
@@ -99,12 +100,15 @@ class SupervisorLoop:
         self.is_ending = False
         self.first_health: m.Health | None = None
         self._heartbeats = Heartbeats(self.table.ping, 0.0, self.table.tell_gateways, log)
-        self._health_checks = HealthChecks(self.table.ping_all, self._answer_health, self._heartbeats.is_computing)
+        self._health_checks = HealthChecks(
+            self.table.ping, self._answer_health, self._heartbeats.is_computing, self._heartbeats.is_late
+        )
         self._use(settings)
         self._processes = StageProcesses(
             resources, self.table, self._inbox, self._restarts, listeners, admins, log, self._use, self._forget
         )
         self._scaling = Scaling(self._processes)
+        self._suspension = Suspension()
         self._is_reloading = False
         self._source = run_mode.source
         """Where the settings come from."""
@@ -131,7 +135,7 @@ class SupervisorLoop:
 
     def check_health(self, timeout_s: float) -> None:
         """Ask every stage for an answer; `first_health` is set when all have answered, or after the timeout."""
-        self._health_checks.start(SUPERVISOR, 0, timeout_s)
+        self._health_checks.start(SUPERVISOR, 0, timeout_s, self.table.children.values())
 
     def forget(self, names: Sequence[str]) -> None:
         """Processes of a start that failed: remove them, and drop what they have sent."""
@@ -221,7 +225,11 @@ class SupervisorLoop:
         """Run the loop until a condition holds. Raises Stopping if a signal, a stage's end or the deadline is first;
         StageKilled if a signal ends a stage before the server is ready."""
         end = time.monotonic() + timeout_s
+        self._suspension.begin()
         while True:
+            if seconds := self._suspension.turn():
+                end += seconds
+                self._suspended(seconds)
             self.drain_inbox()
             if condition():
                 return
@@ -259,6 +267,12 @@ class SupervisorLoop:
             )
             soonest = min([end, now + POLL_S, *itertools.chain(*deadlines)])
             self.poller.poll(max(0, round((soonest - now) * 1000)))
+
+    def _suspended(self, seconds: float) -> None:
+        """This process did not run for so long: no deadline of others passes because of that."""
+        self._log.info("was suspended", extra={"fields": {"seconds": f"{seconds:.1f}"}})
+        for part in (self._heartbeats, self._health_checks, self._restarts, self._scaling):
+            part.suspended(seconds)
 
     def drain_inbox(self) -> None:
         while (message := self._inbox.receive()) is not None:
@@ -298,7 +312,8 @@ class SupervisorLoop:
                 # New connections are refused instead of waiting in the backlog.
                 self._listeners[topology.replica_of(sender)].close()
             case m.AskHealth(nonce):
-                self._health_checks.start(sender, nonce, self._resources.settings.supervisor.health_timeout_s)
+                timeout_s = self._resources.settings.supervisor.health_timeout_s
+                self._health_checks.start(sender, nonce, timeout_s, self.table.children.values())
             case m.Pong(nonce, load):
                 self._heartbeats.answered(sender)
                 if self._processes.is_idle(sender, load):

@@ -104,6 +104,11 @@ class PlannedRestarts:
         is_alone = not any(plan.successor is not None for plan in self._plans.values())
         return is_alone and self._table.children[name].state == "ready"
 
+    def suspended(self, seconds: float) -> None:
+        """This process did not run for so long."""
+        for plan in self._plans.values():
+            plan.deadline_s += seconds
+
     def is_planned(self, name: str) -> bool:
         """Whether a process is going to be replaced."""
         return name in self._plans

@@ -54,6 +54,8 @@ class Child:
         self.num_restarts = 0
         """How often this stage's process was replaced."""
         self.started_s = time.monotonic()
+        self.suspended_s = 0.0
+        """How long the supervisor was suspended while the process started."""
         self._was_killed = False
         """By `kill`."""
         self._begin_fd = -1
@@ -106,10 +108,12 @@ class Child:
         self._end_launch()
 
     def send_descriptors(self, epoch: int, fds: list[int]) -> bool:
-        """Send descriptors of a restart, before its `PeerRestarted`. Returns False if the process takes none: it has
-        ended, or hangs."""
+        """Send descriptors of a restart, before its `PeerRestarted`. Returns False if the socket is full. Raises
+        ConnectionError if the process has closed it: it is ending, also if its pidfd does not tell yet."""
         try:
             return socket.send_fds(self._control, [EPOCH.pack(epoch)], fds) == EPOCH.size
+        except ConnectionError:
+            raise
         except OSError:
             return False
 

@@ -125,9 +125,16 @@ class Restarts:
                 self._start(name, model_dir, facts)
         for name in self._died_s.keys() - self._due_s.keys():
             child = self._table.children[name]
-            if now_s - child.started_s >= self._resources.settings.supervisor.start_timeout_s and child.is_alive:
+            took_s = now_s - child.started_s - child.suspended_s
+            if took_s >= self._resources.settings.supervisor.start_timeout_s and child.is_alive:
                 self._log.error(f"{name} is not ready in time (supervisor.start_timeout_s); killing it")
                 child.abort()
+
+    def suspended(self, seconds: float) -> None:
+        """This process did not run for so long."""
+        self.planned.suspended(seconds)
+        for name in self._died_s.keys() - self._due_s.keys():
+            self._table.children[name].suspended_s += seconds
 
     def ready(self, child: Child, facts: m.ExecuteFacts) -> None:
         """A successor is ready: it begins with `Start`, as all stages did."""
@@ -165,7 +172,11 @@ class Restarts:
         assert found is not None, f"{other} and {name} share no edge"
         message, fds = found
         child = self._table.children[other]
-        if (fds and not child.send_descriptors(epoch, fds)) or not self._table.outboxes[other].send(message):
-            # It reads nothing any more. Its successor begins with the newest channels.
-            self._log.error(f"{other} takes no messages; killing it")
-            child.kill()
+        try:
+            if (not fds or child.send_descriptors(epoch, fds)) and self._table.outboxes[other].send(message):
+                return
+        except ConnectionError:
+            return  # it has closed its socket and is ending; its successor begins with the newest channels
+        # It has read nothing for hundreds of messages. Its successor begins with the newest channels too.
+        self._log.error(f"{other} takes no messages; killing it")
+        child.abort()

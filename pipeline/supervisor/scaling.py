@@ -109,6 +109,10 @@ class Scaling:
         """When `turn` must be called next."""
         return [self._deadline_s] if self._steps is not None else []
 
+    def suspended(self, seconds: float) -> None:
+        """This process did not run for so long."""
+        self._deadline_s += seconds
+
     def owns(self, name: str) -> bool:
         """Whether a process is being added or removed."""
         return self._steps is not None and name in self._names

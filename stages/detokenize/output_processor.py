@@ -8,6 +8,7 @@
 Output waits in its sequence until `mark_sent`: if a full socket refuses it, the next message has it too.
 """
 
+import time
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable
@@ -194,9 +195,13 @@ class OutputSequence:
 class OutputProcessor:
     """Owns the live sequences of this process."""
 
-    def __init__(self, vocabulary: Vocabulary, breadcrumb: Breadcrumb | None = None) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, breadcrumb: Breadcrumb | None = None, *, names_until_s: float = 0.0
+    ) -> None:
         """An error names the request in the `breadcrumb`. Setting it for each sequence would cost as much as decoding
-        an id, so it is set when the error comes."""
+        an id, so it is set when the error comes. A signal leaves no time for that, so until `names_until_s`, by
+        time.monotonic(), it is set for each sequence."""
+        self._names_until_s = names_until_s
         self._vocabulary = vocabulary
         self._breadcrumb = breadcrumb or Breadcrumb(memoryview(bytearray(CRUMB_BYTES)))
         self._options = msgspec.msgpack.Decoder(m.GenerationOptions)
@@ -258,6 +263,7 @@ class OutputProcessor:
         aborts: list[m.Abort] = []
         self._settled_s = settled_s
         first_of = {first.place: first for first in firsts}
+        names = bool(self._names_until_s) and time.monotonic() < self._names_until_s
         end = recorded = 0
         reasons = iter(errors)
         sequence: OutputSequence | None = None
@@ -274,6 +280,8 @@ class OutputProcessor:
                     num_before = sequence.id_offset + len(sequence.ids) - start
                 if sequence.finish:
                     continue  # stopped; its gateway knows
+                if names:
+                    self._breadcrumb.at(sequence.request_id, sequence.attempt)
                 sequence.settle(start, ids[begin:end], finish)
                 if width:
                     sequence.add_records(num_before, records[records_begin:recorded])
@@ -285,6 +293,8 @@ class OutputProcessor:
             if sequence is not None:
                 self._breadcrumb.at(sequence.request_id, sequence.attempt)
             raise
+        if names:
+            self._breadcrumb.clear()
         assert end == len(ids), f"{len(ids)} ids came, {end} were expected"
         assert recorded == len(records), f"{len(records)} bytes of records came, {recorded} were expected"
         return aborts

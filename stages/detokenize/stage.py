@@ -26,6 +26,9 @@ IDLE_S = 60.0
 RETRY_S = 0.01
 """Longest wait while a message waits to be sent."""
 
+NAMES_S = 60.0
+"""How long a process that replaces another one names each request while it decodes its output."""
+
 
 def run(launch: Launch) -> None:
     """Run the stage until `Stop`."""
@@ -42,7 +45,9 @@ class DetokenizeStage:
 
     def __init__(self, stage: Stage[m.DetokenizeInbox], vocabulary: Vocabulary) -> None:
         self._stage = stage
-        self._output_processor = OutputProcessor(vocabulary, stage.breadcrumb)
+        # What ended the process before may end this one, at once: it gets all output again.
+        names_until_s = time.monotonic() + NAMES_S if stage.launch.incarnation > 1 else 0.0
+        self._output_processor = OutputProcessor(vocabulary, stage.breadcrumb, names_until_s=names_until_s)
         self._pending: list[tuple[Outbox[Any], m.Rejected | m.Abort | m.PrefixCacheReset]] = []
         self.stopped = False
         self._num_tokens = 0

@@ -141,6 +141,7 @@ def _serve(stage: Stage[m.ExecuteInbox], runner: "CpuRunner") -> None:
     metrics = ExecuteMetrics()
     stage.control_requests.own_counts = lambda: metrics.counts(runner.rows.num_live)
     publisher = Publisher(stage, metrics)
+    runner.on_computed = stage.outbox("schedule").wake
     while True:
         for message in stage.inbox.wait_all(IDLE_S):
             match message:

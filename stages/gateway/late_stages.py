@@ -4,6 +4,8 @@
 
 At that moment, open requests that arrived since the stage fell silent and have no output yet fail too. Requests that
 arrived earlier wait: the stage may be busy with them.
+
+If this process did not run when the timeout passed, because all were suspended, the timeout begins again.
 """
 
 import asyncio
@@ -12,6 +14,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 
 from pipeline.runtime import messages as m
+from pipeline.runtime import suspension
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.request import Request
 
@@ -34,6 +37,10 @@ class LateStages:
         self._since_s: dict[str, float] = {}
         """By process: when it was last known to run."""
         self._timer: asyncio.TimerHandle | None = None
+        self._due_s = float("inf")
+        """When the timer is due."""
+        self._waiting: set[str] = set()
+        """Those whose timeout had not passed when the timer was set."""
 
     def update(self, message: m.LateStages) -> None:
         """Replace the stages that are late. Call it in the event loop."""
@@ -50,6 +57,7 @@ class LateStages:
         """Raises ApiError, 503, if a new request must wait for a late stage. `generates`: it needs the model."""
         if not self._since_s:
             return
+        self._notice_suspension()
         needed = _STAGES if generates else _LOOKUP_STAGES
         now_s = time.monotonic()
         for name, since_s in self._since_s.items():
@@ -72,15 +80,28 @@ class LateStages:
             self._timer.cancel()
 
     def _set_timer(self) -> None:
-        self._timer = None
-        now_s = time.monotonic()
-        waits_s = [since_s + self._timeout_s + _TIMER_SLACK_S - now_s for since_s in self._since_s.values()]
-        if waits_s := [wait_s for wait_s in waits_s if wait_s > 0]:
-            self._timer = asyncio.get_running_loop().call_later(min(waits_s), self._pass)
+        self._timer, self._due_s = None, float("inf")
+        now_s, wait_s = time.monotonic(), self._timeout_s + _TIMER_SLACK_S
+        due_s = {name: since_s + wait_s for name, since_s in self._since_s.items() if since_s + wait_s > now_s}
+        self._waiting = set(due_s)
+        if due_s:
+            self._due_s = min(due_s.values())
+            self._timer = asyncio.get_running_loop().call_later(self._due_s - now_s, self._pass)
+
+    def _notice_suspension(self) -> bool:
+        """Whether this process did not run when the timer was due. Then the stages get their timeout again."""
+        if not suspension.missed(self._due_s):
+            return False
+        if self._timer is not None:
+            self._timer.cancel()
+        self._since_s |= dict.fromkeys(self._waiting, time.monotonic())
+        self._set_timer()
+        return True
 
     def _pass(self) -> None:
-        self._set_timer()
-        self._overdue()
+        if not self._notice_suspension():
+            self._set_timer()
+            self._overdue()
 
 
 def _stage_of(name: str) -> str:

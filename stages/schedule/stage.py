@@ -110,6 +110,8 @@ class ScheduleStage:
         self._execute = stage.outbox("execute")
         self._detokenize = [stage.outboxes[name] for name in topology.among(stage.outboxes, "detokenize")]
         """To all processes. Those that are joining or leaving get no new sequences."""
+        self._gone: set[int] = set()
+        """Replicas of detokenize that were removed, and whose sequences others have."""
         self._scheduler = Scheduler(
             SchedulerConfig.of(settings, facts),
             incarnation=stage.launch.incarnation,
@@ -202,11 +204,16 @@ class ScheduleStage:
         self._stage.reconnected(message)
 
     def _detokenize_restarted(self, replica: int, message: m.PeerRestarted) -> None:
+        if message.is_removed:
+            self._gone.add(replica)
+        else:
+            self._gone.discard(replica)
         while len(self._detokenize) <= replica and not message.is_removed:
             self._detokenize.append(self._stage.outbox("detokenize", len(self._detokenize)))
             self._openings.append(deque())
             self._scheduler.add_detokenize()
         if replica >= len(self._detokenize):
+            self._gone.discard(replica)
             return  # it was never known here
         # Arrays of openings that were not sent: what came in this wake before this message made them after the
         # channels were renewed.
@@ -215,7 +222,10 @@ class ScheduleStage:
         self._openings[replica].clear()
         for to, opening in self._scheduler.tell_again(replica, is_removed=message.is_removed):
             self._openings[to].append(opening)
-        while self._detokenize[-1].is_detached:  # each costs a look in each wake
+        # Each costs a look in each wake. One that is detached may still have sequences: if several are removed in one
+        # wake, all are detached before the first of these messages is handled.
+        while len(self._detokenize) - 1 in self._gone:
+            self._gone.remove(len(self._detokenize) - 1)
             self._detokenize.pop()
             self._openings.pop()
             self._scheduler.remove_detokenize()
@@ -273,6 +283,8 @@ class ScheduleStage:
         """Settle a result, after the next step was sent if that needs nothing of it: the executor waits. Other messages
         of this wake are handled before the next step, as they may change it."""
         scheduler = self._scheduler
+        if len(scheduler.in_flight) == 1 and scheduler.num_running:
+            self._execute.wake()  # it sleeps, and a step follows in most cases
         if self._is_single and len(scheduler.in_flight) == self._depth and scheduler.can_plan_before_settling(result):
             self._send_step(scheduler.plan_before_settling)
         begin_s = time.monotonic()

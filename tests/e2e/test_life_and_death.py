@@ -201,6 +201,60 @@ def test_a_stage_that_hangs_is_killed_and_streams_go_on() -> None:
         server.look()
 
 
+SPINS = """
+import signal
+
+def spin(*_):
+    while True:
+        pass
+
+signal.signal(signal.SIGUSR1, spin)
+"""
+"""A `sitecustomize`: a process that gets the signal loops for ever."""
+
+
+@pytest.mark.parametrize("name", ["schedule", "execute"])
+def test_a_stage_in_an_endless_loop_is_killed_and_streams_go_on(name: str, tmp_path: Path) -> None:
+    """The executor later than others, because it may be computing: it uses the CPU in both cases."""
+    (tmp_path / "sitecustomize.py").write_text(SPINS)
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    limits = ("supervisor.hang_timeout_s=0.5", "supervisor.health_timeout_s=0.5", "supervisor.max_restarts=100")
+    with Server(*limits, environ={"PYTHONPATH": os.pathsep.join(paths)}) as server:
+        stream = Stream(server, max_tokens=200)
+        assert stream.has_text.wait(30)
+        server.stage(name).send_signal(signal.SIGUSR1)
+        server.wait_for_line(rf"{name}\.0 hangs; killing it", 60)
+        stream.join(60)
+        assert stream.error is None and stream.events[-1] == "[DONE]"
+        assert "in spin" in server.log(), "the stacks show where it was"
+        server.until(lambda health: health["status"] == "ok")
+        server.look()
+
+
+def test_a_server_that_was_suspended_for_longer_than_the_hang_timeout_goes_on() -> None:
+    """As by a pause of its container. The stages stop first, so pings are on their way, and run again last."""
+    with Server("supervisor.hang_timeout_s=5", "supervisor.health_timeout_s=0.5") as server:
+        stream = Stream(server, max_tokens=300)
+        assert stream.has_text.wait(30)
+        pids = {name: server.stage(name).pid for name in STAGES}
+        supervisor, stages = psutil.Process(server.process.pid), children_of(server.process.pid)
+        for one in stages:
+            one.suspend()
+        server.wait_for_line(r"detokenize\.0 is late", 30)
+        supervisor.suspend()
+        time.sleep(6)
+        supervisor.resume()
+        server.wait_for_line(r"was suspended", 30)
+        for one in stages:
+            one.resume()
+        stream.join(60)
+        assert stream.error is None and stream.events[-1] == "[DONE]"
+        server.until(lambda health: health["status"] == "ok")
+        server.look()
+        assert {name: server.stage(name).pid for name in STAGES} == pids
+        assert "killing" not in server.log()
+
+
 def test_a_stage_that_dies_during_the_drain_is_restarted_and_streams_end_well() -> None:
     with Server("supervisor.drain_timeout_s=600") as server:
         stream = Stream(server, max_tokens=150)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import zmq
 
+from pipeline.runtime import channels
 from pipeline.runtime import messages as m
 from pipeline.runtime.channels import Inbox, Outbox, address_of
 from pipeline.runtime.ring_edge import RingEdge
@@ -75,6 +76,37 @@ def test_messages_of_any_size_arrive_in_order(edge: Edge) -> None:
     received += edge.receive(len(sizes) - len(received))
     assert [(one.request_id, len(one.failure.message)) for one in received] == list(enumerate(sizes))
     assert edge.inbox.last_sender == "schedule.0" and edge.inbox.num_received == len(sizes)
+
+
+def test_after_a_wake_the_receiver_looks_for_the_message_without_sleeping(
+    edge: Edge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channels, "AWAKE_S", PATIENCE_S)
+    num_looks, look = 0, edge.inbox._look
+
+    def look_three_times() -> None:
+        nonlocal num_looks
+        num_looks += 1
+        if num_looks == 3:
+            assert edge.outbox.send(refuse(1))
+        look()
+
+    monkeypatch.setattr(edge.inbox, "_look", look_three_times)
+    edge.outbox.wake()
+    assert [one.request_id for one in edge.inbox.wait_all(PATIENCE_S)] == [1]
+    assert num_looks == 3
+
+
+def test_a_wake_without_a_message_does_not_end_the_wait(edge: Edge) -> None:
+    edge.outbox.wake()
+    assert not edge.inbox.wait(0.02) and edge.inbox.wait_s >= 0.02
+    assert edge.outbox.send(refuse(1))
+    assert [one.request_id for one in edge.receive(1)] == [1]
+
+
+def test_an_outbox_without_a_ring_wakes_nobody(edge: Edge) -> None:
+    edge.other.wake()
+    assert not edge.inbox.wait(0)
 
 
 def test_a_large_message_does_not_overtake_those_in_the_ring(edge: Edge) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import random
+import select
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -35,6 +36,19 @@ def test_messages_come_whole_and_in_order(event_fd: int) -> None:
     assert not reader.count() and reader.take() is None
     assert writer.put(b"one") and writer.put(b"") and writer.put(b"x" * 100)
     assert [reader.take() for _ in range(4)] == [(b"one", False), (b"", False), (b"x" * 100, False), None]
+
+
+def test_a_wake_makes_the_descriptor_readable_and_is_no_message(event_fd: int) -> None:
+    writer, reader = ends(event_fd)
+    for _ in range(3):
+        writer.wake()
+    assert select.select([reader], [], [], 0) == ([reader], [], [])
+    assert reader.count() == 0 and reader.was_woken and reader.take() is None
+    assert select.select([reader], [], [], 0) == ([], [], [])
+    writer.wake()
+    assert writer.put(b"one")
+    assert reader.count() == 1 and not reader.was_woken
+    assert reader.take() == (b"one", False)
 
 
 def test_a_full_ring_takes_no_more_until_something_is_read(event_fd: int) -> None:

@@ -144,6 +144,29 @@ def test_an_executor_that_computes_gets_longer(world: World) -> None:
     assert aborts(world)["execute.0"] == 1, "but not for ever"
 
 
+def test_the_time_in_which_the_supervisor_was_suspended_does_not_count(world: World) -> None:
+    go_late(world)
+    silent_since_s = world.now_s - HEARTBEAT_S - TIMEOUT_S
+    world.now_s += 10 * HANG_S
+    world.beats.suspended(10 * HANG_S)
+    assert world.reports[-1] == dict.fromkeys(NAMES, silent_since_s + 10 * HANG_S), "the gateways learn of it"
+    world.turn(HANG_S - HEARTBEAT_S - TIMEOUT_S - 0.1)
+    assert aborts(world) == {"ingest.0": 0, "execute.0": 0}
+    world.turn(0.1)
+    assert aborts(world) == {"ingest.0": 1, "execute.0": 1}, "a stage that hangs is killed nevertheless"
+
+
+def test_a_ping_that_was_on_its_way_when_the_supervisor_was_suspended_may_still_be_answered(world: World) -> None:
+    world.turn()
+    world.turn(HEARTBEAT_S)
+    world.now_s += 100.0
+    world.beats.suspended(100.0)
+    world.turn()
+    assert world.reports == [] and not world.beats.is_late(world.children[0])
+    world.turn(TIMEOUT_S)
+    assert [set(report) for report in world.reports] == [set(NAMES)]
+
+
 def test_a_stage_that_has_died_is_late_until_its_successor_is_ready(world: World) -> None:
     world.turn()
     died_s = world.now_s

@@ -29,10 +29,10 @@ def run(launch):
 class Stage:
     """A stage that writes to a pipe what it does."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, code: str = STAGE) -> None:
         self._read, self.write = os.pipe()
         self._death_read, self._death_write = os.pipe()
-        (folder / "written_stage.py").write_text(STAGE.format(fd=self.write))
+        (folder / "written_stage.py").write_text(code.format(fd=self.write))
         self.launch = m.Launch(
             stage="schedule",
             replica=0,
@@ -63,11 +63,11 @@ class Stage:
 
 
 @pytest.fixture
-def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Stage]:
     inherited = os.environ.get("PYTHONPATH")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *([inherited] if inherited else [])]))
     monkeypatch.syspath_prepend(str(tmp_path))
-    one = Stage(tmp_path)
+    one = Stage(tmp_path, getattr(request, "param", STAGE))
     yield one
     one.close()
 
@@ -123,6 +123,50 @@ def test_only_a_kill_by_others_may_be_the_out_of_memory_killer(stage: Stage) -> 
         assert child.wait(PATIENCE_S)
         child.kill()  # of a process that has ended
         assert child.describe_end() == "was killed by SIGKILL, perhaps because the system ran out of memory"
+    finally:
+        child.close()
+    assert stage.read_all() == ""
+
+
+CLOSING = """
+import os, time
+
+def run(launch):
+    os.close(launch.control_fd)
+    os.write({fd}, b"closed")
+    time.sleep(60)
+"""
+SILENT = """
+import os, time
+
+def run(launch):
+    os.write({fd}, b"runs")
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("stage", [CLOSING], indirect=True)
+def test_a_process_that_has_closed_its_control_socket_is_ending(stage: Stage) -> None:
+    child = Child(stage.launch, 1)
+    try:
+        assert stage.read() == "closed"
+        with pytest.raises(ConnectionError):
+            child.send_descriptors(1, [stage.write])
+        assert child.is_alive, "its pidfd does not tell yet"
+    finally:
+        child.close()
+    assert stage.read_all() == ""
+
+
+@pytest.mark.parametrize("stage", [SILENT], indirect=True)
+def test_descriptors_wait_for_a_process_that_reads_nothing_until_its_socket_is_full(stage: Stage) -> None:
+    child = Child(stage.launch, 1)
+    try:
+        assert stage.read() == "runs"
+        num_sent = 0
+        while num_sent < 10_000 and child.send_descriptors(num_sent, [stage.write] * 4):
+            num_sent += 1
+        assert 100 <= num_sent < 10_000, "more restarts than a stage that is busy or starting can miss"
     finally:
         child.close()
     assert stage.read_all() == ""

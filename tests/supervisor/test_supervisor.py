@@ -16,7 +16,7 @@ from pipeline.runtime import topology
 from pipeline.runtime.channels import Outbox
 from pipeline.runtime.run_mode import RunMode
 from pipeline.shm import segment
-from pipeline.supervisor.health import HealthRound
+from pipeline.supervisor.health import HealthChecks, HealthRound
 from pipeline.supervisor.listeners import listen
 from pipeline.supervisor.loop import Stopping
 from pipeline.supervisor.supervisor import Supervisor
@@ -68,6 +68,36 @@ def test_a_starting_stage_is_reported_as_starting() -> None:
     children: list[Any] = [FakeChild("execute.0", "starting")]
     round_ = HealthRound("gateway.0", nonce=1, timeout_s=5)
     assert round_.result(children, nobody).status == "starting"
+
+
+def test_however_often_someone_asks_a_stage_that_answers_nothing_gets_no_more_pings() -> None:
+    children: list[Any] = [FakeChild("schedule.0"), FakeChild("execute.0"), FakeChild("ingest.0", "recovering")]
+    pinged: list[str] = []
+    found: list[m.Health] = []
+    checks = HealthChecks(
+        lambda name, _: pinged.append(name),
+        lambda _, health: found.append(health),
+        nobody,
+        lambda child: bool(child.name == "execute.0"),
+    )
+    for nonce in range(3):
+        checks.start("gateway.0", nonce, 60.0, children)
+        checks.answered(nonce + 1, "schedule.0", m.Pong(nonce + 1, LOAD), children)
+    assert pinged == ["schedule.0"] * 3
+    states = [[stage.state for stage in health.stages] for health in found]
+    assert states == [["ready", "late", "recovering"]] * 3, "and the answer does not wait for it"
+
+
+def test_a_health_round_goes_on_after_the_supervisor_was_suspended() -> None:
+    children: list[Any] = [FakeChild("schedule.0")]
+    found: list[m.Health] = []
+    checks = HealthChecks(lambda *_: None, lambda _, health: found.append(health), nobody, nobody)
+    checks.start("gateway.0", 7, -100.0, children)
+    checks.suspended(160.0)
+    checks.end_rounds(children)
+    assert not found
+    checks.answered(1, "schedule.0", m.Pong(1, LOAD), children)
+    assert [health.status for health in found] == ["ok"]
 
 
 def test_a_port_in_use_is_an_error_that_names_the_key() -> None:

@@ -1,12 +1,15 @@
 """The pure parts of tools/soak, its clients with faulty servers, and a short run of it."""
 
 import asyncio
+import itertools
 import json
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -19,6 +22,7 @@ from pipeline.client.client import AsyncClient
 from pipeline.client.inputs.sampling_params import SamplingParams
 from pipeline.metrics.stats import ScheduleCounts, ServerStats, StageCounts, StageStats
 from tools.soak import clients, probes
+from tools.soak import patience as patience_module
 from tools.soak.__main__ import complaints_of
 from tools.soak.after import leftovers
 from tools.soak.clients import Outcome, known_extras, of_status, over_http
@@ -203,6 +207,17 @@ async def test_clients_that_leave_and_answers_that_take_too_long_are_distinguish
     monkeypatch.setattr(clients, "PATIENCE_S", 0.05)
     outcome = await outcome_of(forever, random_request())
     assert outcome.kind == "wrong" and "no end within" in outcome.words
+
+
+async def test_a_suspension_counts_as_a_short_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun_s, ticks = time.monotonic(), itertools.count()
+    clock = SimpleNamespace(monotonic=lambda: begun_s + 100.0 * next(ticks))
+    monkeypatch.setattr(patience_module, "time", clock)
+    monkeypatch.setattr(patience_module, "TICK_S", 0.01)
+    with pytest.raises(TimeoutError):
+        async with patience_module.patience(10.0):
+            await asyncio.Event().wait()
+    assert next(ticks) == 2 * 4, "each tick of 100 s counts as 3 s"
 
 
 async def test_supported_fields_are_detected_by_trying_them() -> None:

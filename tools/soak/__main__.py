@@ -53,6 +53,7 @@ from tools.soak import probes
 from tools.soak.after import Idle, settle
 from tools.soak.clients import OVERLOADED, PATIENCE_S, Outcome, known_extras, over_http, over_zmq
 from tools.soak.kills import EXPECTED, Killer
+from tools.soak.patience import patience
 from tools.soak.requests import RandomRequest, draw
 
 SETTINGS = (
@@ -72,6 +73,9 @@ PHASE_S = (2.0, 12.0)
 PROBE_EVERY_S = 1.0
 AFTER_REFUSAL_S = 0.3
 MIN_JUDGED_S = 180.0
+SESSION_S = 86_400.0
+"""Longer than any run: each request has a limit of its own."""
+SUSPENDED = re.compile(r"^.* supervisor\.0 was suspended .*$", re.MULTILINE)
 MAX_SHOWN = 20
 REPORT_EVERY_S = 30.0
 
@@ -93,7 +97,7 @@ class Soak:
     async def run(self) -> None:
         # A connection that breaks is a fault.
         connecting = AsyncClient.connect(self._server.zmq, reconnect_timeout_s=0)
-        async with open_session(None, PATIENCE_S) as session, await connecting as client:
+        async with open_session(None, SESSION_S) as session, await connecting as client:
             self._known = await known_extras(session, self._server.url, client.info.model)
             print(f"the server takes {', '.join(sorted(self._known)) or 'no extra fields'}", flush=True)
             expected = [await probes.answer(client, place) for place in range(len(probes.PROMPTS))]
@@ -150,7 +154,7 @@ class Soak:
             priority = rng.randint(-3, 3) if "priority" in self._known else 0
             pause_s = PROBE_EVERY_S
             try:
-                async with asyncio.timeout(PATIENCE_S):
+                async with patience(PATIENCE_S):
                     self._compare(place, expected, await probes.answer(client, place, priority))
             except RequestError as error:
                 pause_s = AFTER_REFUSAL_S
@@ -162,7 +166,7 @@ class Soak:
 
     async def _accepted_answer(self, client: AsyncClient, place: int) -> probes.Answer:
         """The output for a probe, which is sent again while the server refuses it: the last kill may be too recent."""
-        async with asyncio.timeout(PATIENCE_S):
+        async with patience(PATIENCE_S):
             while True:
                 try:
                     return await probes.answer(client, place)
@@ -193,11 +197,14 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the server")
     parser.add_argument("--seed", type=types.natural, default=None, help="seed of the requests; by default random")
+    parser.add_argument("--log", metavar="FILE", help="write the server's log to this file")
     parser.add_argument("--json", metavar="FILE", help="write the findings and all memory samples to this file")
     args = with_seed(parser.parse_args(arguments))
     try:
         if args.json:
             require_writable(Path(args.json), "--json")
+        if args.log:
+            require_writable(Path(args.log), "--log")
         with ending_in_order():
             found = soak(args)
         if args.json:
@@ -238,7 +245,13 @@ def soak(args: argparse.Namespace) -> dict[str, Any]:
         counts = server.schedule()
         if (code := server.stop()) != 0:
             faults[f"the server ended with exit code {code}"] += 1
-        complaints = complaints_of(server.log())
+        log = server.log()
+        if args.log:
+            with writing(Path(args.log), "--log"):
+                Path(args.log).write_text(log)
+        for line in SUSPENDED.findall(log):
+            print(f"all processes were suspended: {line}")
+        complaints = complaints_of(log)
         faults.update(line for line in complaints if killer is None or not EXPECTED.search(line))
         if killer is not None:
             faults.update(killer.faults)

@@ -14,6 +14,7 @@ from pipeline.client.client import AsyncClient
 from pipeline.client.errors import ConnectionLost, RequestError
 from pipeline.client.inputs.sampling_params import SamplingParams
 from tools.soak.endings import Endings
+from tools.soak.patience import patience
 from tools.soak.requests import EXTRAS, RandomRequest
 
 PATIENCE_S = 300.0
@@ -117,10 +118,10 @@ async def _patiently(answered: Callable[[], Awaitable[Outcome]], ask: RandomRequ
     is_leaving = leaves and ask.leave_after_s is not None
     limit_s = ask.leave_after_s if is_leaving else PATIENCE_S
     try:
-        async with asyncio.timeout(limit_s) as patience:
+        async with patience(limit_s or 0.0) as timeout:
             return await answered()
     except TimeoutError as error:
-        if patience.expired():
+        if timeout.expired():
             return Outcome("left") if is_leaving else Outcome("wrong", f"no end within {PATIENCE_S:g} s")
         return Outcome("wrong", reason_of(error))
     except (aiohttp.ClientError, OSError, ConnectionLost) as error:

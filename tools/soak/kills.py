@@ -5,6 +5,7 @@ import random
 import re
 import signal
 import time
+from typing import Any
 
 import psutil
 
@@ -18,6 +19,8 @@ AGAIN = 0.2
 """How often a successor is killed before it is ready."""
 BACK_S = 60.0
 POLL_S = 0.02
+LONGEST_ASK_S = 5.0
+"""What takes longer is a suspension of all processes, which does not count."""
 EXPECTED = re.compile(rf"(?:{'|'.join(map(re.escape, KILLED))}) died: was killed by SIGKILL")
 """What the log says about a kill."""
 
@@ -50,17 +53,26 @@ class Killer:
             for name in names:
                 self.pauses_s[name].append(time.monotonic() - begun_s)
 
+    def _stages(self) -> dict[str, dict[str, Any]]:
+        """The stages as in /health, by name; none if there is no complete answer in time, as during a suspension."""
+        try:
+            return {one["name"]: one for one in self._server.health()["stages"]}
+        except OSError:
+            return {}
+
     def _kill(self, name: str) -> None:
         psutil.Process(self._server.pids[name]).send_signal(signal.SIGKILL)
 
     async def _until_seen(self, names: list[str], before: dict[str, int], *, is_ready: bool) -> None:
         """Wait until each of these has another process than `before`, and perhaps until it is ready."""
-        end_s = time.monotonic() + BACK_S
-        while time.monotonic() < end_s:
-            found = {one["name"]: one for one in (await asyncio.to_thread(self._server.health))["stages"]}
-            new = [name for name in names if found[name]["pid"] != before[name]]
+        left_s = BACK_S
+        while left_s > 0:
+            asked_s = time.monotonic()
+            found = await asyncio.to_thread(self._stages)
+            new = [name for name in names if name in found and found[name]["pid"] != before[name]]
             self._server.pids.update({name: found[name]["pid"] for name in new})
             if len(new) == len(names) and (not is_ready or all(found[name]["state"] == "ready" for name in names)):
                 return
             await asyncio.sleep(POLL_S)
+            left_s -= min(time.monotonic() - asked_s, LONGEST_ASK_S)
         self.faults.append(f"{', '.join(names)} did not come back within {BACK_S:g} s")

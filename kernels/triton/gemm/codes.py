@@ -3,39 +3,41 @@
 import triton
 import triton.language as tl
 
+from pipeline.kernels.triton.gemm.planes import group_scales
+from pipeline.kernels.triton.gemm.unpack import fp8_to_float
+
 
 @triton.jit
-def code_number(
-    values,
-    scales,
-    minimums,
-    row,
-    columns,
-    inside,
-    STRIDE: tl.constexpr,
-    GROUP: tl.constexpr,
-    ZERO: tl.constexpr,
-    PACKED: tl.constexpr,
-    HAS_MINIMUMS: tl.constexpr,
-):
-    """Weights of a row at `columns`, float32; 0 where not `inside`. One load per weight: for single rows, not matmuls.
+def code_number(weight, row, columns, inside):
+    """Weights of a row at `columns`, float32; 0 where not `inside`. A few loads per weight: for single rows, not
+    matmuls. Numbers equal those of `Matrix.dequantize`.
 
-    `row` int64 is a scalar or has the shape of `columns`; STRIDE is the length of a row of `values`.
+    `weight` are `Planes`. `row` int64 is a scalar or has the shape of `columns`.
     """
-    if GROUP == 0:
-        number = tl.load(values + row * STRIDE + columns, mask=inside, other=0.0).to(tl.float32)
+    STRIDE: tl.constexpr = weight.STRIDE
+    GROUP: tl.constexpr = weight.GROUP
+    NUM_GROUPS: tl.constexpr = weight.NUM_GROUPS
+    HIGH_BITS: tl.constexpr = weight.HIGH_BITS
+    if weight.FORM == "float":
+        number = tl.load(weight.data + row * STRIDE + columns, mask=inside, other=0.0).to(tl.float32)
     else:
         group = columns // GROUP
-        if PACKED:
-            place = columns % GROUP
-            half = place // (GROUP // 2)
-            byte = tl.load(values + row * STRIDE + group * (GROUP // 2) + place % (GROUP // 2), mask=inside, other=0)
-            code = ((byte.to(tl.int32) >> (4 * half)) & 15) - ZERO
-            at = row * (STRIDE * 2 // GROUP) + group
+        first, second, least = group_scales(weight, row, group, inside)
+        if weight.FORM == "int4":
+            place = columns % (GROUP // 2)
+            half = columns % GROUP // (GROUP // 2)
+            byte = tl.load(weight.data + row * STRIDE + group * (GROUP // 2) + place, mask=inside, other=0)
+            code = (byte.to(tl.int32) >> (4 * half)) & 15
+            if HIGH_BITS > 0:
+                at = (row * NUM_GROUPS + group) * HIGH_BITS + (half if HIGH_BITS == 2 else 0)
+                word = tl.load(weight.high + at, mask=inside, other=0)
+                bit = 8 * (place % 4) + HIGH_BITS * (place // 4) + (4 * half if HIGH_BITS == 1 else 0)
+                code |= ((word >> bit) & (2**HIGH_BITS - 1)) << 4
+            scale = tl.where(half == 0, first, second) if weight.SCALES == "two" else first
+            number = (code - weight.ZERO).to(tl.float32) * scale
         else:
-            code = tl.load(values + row * STRIDE + columns, mask=inside, other=0).to(tl.int32)
-            at = row * (STRIDE // GROUP) + group
-        number = code.to(tl.float32) * tl.load(scales + at, mask=inside, other=0.0).to(tl.float32)
-        if HAS_MINIMUMS:
-            number += tl.load(minimums + at, mask=inside, other=0.0).to(tl.float32)
+            byte = tl.load(weight.data + row * STRIDE + columns, mask=inside, other=0).to(tl.int32)
+            number = (fp8_to_float(byte) if weight.FORM == "fp8" else byte.to(tl.float32)) * first
+        if weight.HAS_MINIMUMS:
+            number += least
     return number

@@ -15,6 +15,7 @@ partial, of the dtype of x.
 Shapes: M tokens, N rows and K columns of a weight, P split-K partials, S samples, V vocabulary size, H hidden size.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -66,16 +67,20 @@ def linear(
     bias: Tensor | None,
     wide: Tensor | None = None,
     *,
+    split: int | None = None,
     pdl: bool = False,
 ) -> None:
     """split_k_partials [P, M, N] of `split_k_partials_dtype`, x [M, K] of the matrix's dtype, bias [N] float32 or None.
 
-    `wide` is `dequantize_scratch`; without it, our own kernels multiply codes for any number of tokens. With `pdl`, our
-    own kernels may start while the previous launch ends (programmatic dependent launch).
+    Rows of the result may be parts of longer ones. `split` replaces the P of `num_split_k_partials`. `wide` is
+    `dequantize_scratch`; without it, our own kernels multiply codes for any number of tokens. With `pdl`, our own
+    kernels may start while the previous launch ends (programmatic dependent launch).
     """
     num_tokens = len(x)
     if num_tokens <= SKINNY_TOKENS or (matrix.form != "float" and (num_tokens <= CODE_TOKENS or wide is None)):
-        launch_gemm("linear", split_k_partials, x, matrix, bias, pdl=pdl)
+        launch_gemm(
+            "linear", split_k_partials, x, matrix, bias, config_of("linear", matrix, num_tokens, split), pdl=pdl
+        )
         return
     out = split_k_partials[0]
     if matrix.form == "float":
@@ -104,9 +109,9 @@ def logits(out: Tensor, x: Tensor, matrix: DeviceMatrix) -> None:
         torch.mm(x.float(), matrix.values.float().t(), out=out)
 
 
-def config_of(op: Op, matrix: DeviceMatrix, num_tokens: int) -> GemmConfig:
-    """The launch configuration of our own matmul."""
-    return tuned.choose(
+def config_of(op: Op, matrix: DeviceMatrix, num_tokens: int, split: int | None = None) -> GemmConfig:
+    """The launch configuration of our own matmul, with another number of split-K partials if `split` is given."""
+    config = tuned.choose(
         op,
         num_tokens=num_tokens,
         num_rows=matrix.num_rows // 2 if op == "swiglu" else matrix.num_rows,
@@ -114,6 +119,7 @@ def config_of(op: Op, matrix: DeviceMatrix, num_tokens: int) -> GemmConfig:
         format=matrix.format,
         device=matrix.device,
     )
+    return config if split is None else replace(config, split=split)
 
 
 def launch_gemm(
@@ -154,11 +160,7 @@ def launch(
     shared: dict[str, Any] = {
         "N": num_rows,
         "K": matrix.num_columns,
-        "STRIDE": matrix.values.shape[1],
-        "GROUP": matrix.group,
-        "ZERO": matrix.zero,
-        "PACKED": matrix.form == "int4",
-        "HAS_MINIMUMS": matrix.minimums is not None,
+        "OUT": out.stride(-2),
         "HAS_BIAS": bias is not None,
         "NORM": norm,
         "NUM_PARTIALS": num_partials_in,
@@ -172,13 +174,8 @@ def launch(
     if pdl:
         shared["launch_pdl"] = True
     is_vector = num_tokens <= VECTOR_TOKENS
-    planes = (
-        matrix.values if matrix.form == "float" or not is_vector else matrix.values.view(torch.int32),
-        matrix.values if matrix.scales is None else matrix.scales,
-        matrix.values if matrix.minimums is None else matrix.minimums,
-        matrix.values if bias is None else bias,
-    )
-    inputs = (out, x, residual_out, partials_in, norm_weight, eps, *planes)
+    weight = matrix.planes(words=is_vector)
+    inputs = (out, x, residual_out, partials_in, norm_weight, eps, weight, matrix.values if bias is None else bias)
     if is_vector:
         gemv[(tiles, config.split)](*inputs, ASM=not INTERPRETED, **shared)
         return

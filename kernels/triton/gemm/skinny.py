@@ -14,7 +14,8 @@ Shapes: M tokens, N rows, K columns, T = BLOCK_M tokens of a program.
 import triton
 import triton.language as tl
 
-from pipeline.kernels.triton.gemm.unpack import EXCESS, code_to_float
+from pipeline.kernels.triton.gemm.planes import group_scales
+from pipeline.kernels.triton.gemm.unpack import EXCESS, code_to_float, fp8_to_float
 from pipeline.kernels.triton.inputs import input_at, weight_rows_of
 from pipeline.kernels.triton.swiglu import silu
 
@@ -27,18 +28,12 @@ def skinny_gemm(
     partials,
     norm_weight,
     eps,
-    values,
-    scales,
-    minimums,
+    weight,
     bias,
     num_tokens,
     N: tl.constexpr,
     K: tl.constexpr,
-    STRIDE: tl.constexpr,
-    GROUP: tl.constexpr,
-    ZERO: tl.constexpr,
-    PACKED: tl.constexpr,
-    HAS_MINIMUMS: tl.constexpr,
+    OUT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     NORM: tl.constexpr,
     NUM_PARTIALS: tl.constexpr,
@@ -52,14 +47,16 @@ def skinny_gemm(
     PDL: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """out [SPLIT, M, N] = x [M, K] · values [N, K]ᵀ, or silu(first half) * second half of it.
+    """out [SPLIT, M, N] = x [M, K] · weight [N, K]ᵀ, or silu(first half) * second half of it.
 
-    Grid (cdiv(N, BLOCK_N), SPLIT, cdiv(M, BLOCK_M)). For NORM see `input_at`; BLOCK_M is then at least M. DTYPE is that
-    of the operands.
+    Grid (cdiv(N, BLOCK_N), SPLIT, cdiv(M, BLOCK_M)). `weight` are `Planes`. OUT is the length of a row of `out`. For
+    NORM see `input_at`; BLOCK_M is then at least M. DTYPE is that of the operands.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    PACKED: tl.constexpr = weight.FORM == "int4"
+    GROUP: tl.constexpr = weight.GROUP
     split = tl.program_id(1)
     ROWS: tl.constexpr = 2 * BLOCK_N if SWIGLU else BLOCK_N
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -79,9 +76,8 @@ def skinny_gemm(
     # The column of a byte's low half; that of its high half is half a group later.
     low_columns = places // HALF * GROUP + places % HALF if PACKED else places
     long_rows = weight_rows.to(tl.int64)[:, None]
-    ROW: tl.constexpr = K if GROUP == 0 else STRIDE
-    pointers = values + long_rows * ROW + places[None, :]
-    scale_at = long_rows * (STRIDE * (2 if PACKED else 1) // GROUP) if GROUP else long_rows
+    ROW: tl.constexpr = weight.STRIDE
+    pointers = weight.data + long_rows * ROW + places[None, :]
 
     sums = tl.zeros([ROWS, BLOCK_M], tl.float32)
     squares = tl.zeros([WIDTH, BLOCK_M], tl.float32)
@@ -109,10 +105,7 @@ def skinny_gemm(
                 squares += hidden * hidden
         else:
             high_factors = factors
-        sums = _multiply(
-            sums, tile, factors, high_factors, scales, minimums, scale_at, k, STRIDE, GROUP, ZERO, PACKED, HAS_MINIMUMS,
-            DTYPE, UPCAST,
-        )  # fmt: skip
+        sums = _multiply(sums, tile, factors, high_factors, weight, long_rows, k, DTYPE, UPCAST)
     if NORM:
         if SPLIT > 1:  # this program has only a part of the squares
             all_places = tl.arange(0, BLOCK_K)
@@ -133,58 +126,65 @@ def skinny_gemm(
     if SWIGLU:
         gate, up = tl.split(tl.permute(tl.reshape(sums, [BLOCK_N, 2, BLOCK_M]), (0, 2, 1)))
         sums = silu(gate) * up
-    place = (split * num_tokens + tokens).to(tl.int64)[None, :] * N + rows[:, None]
+    place = (split * num_tokens + tokens).to(tl.int64)[None, :] * OUT + rows[:, None]
     mask = (tokens < num_tokens)[None, :] & (rows < N)[:, None]
     tl.store(out + place, sums.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _multiply(
-    sums,
-    tile,
-    factors,
-    high_factors,
-    scales,
-    minimums,
-    scale_at,
-    k,
-    STRIDE: tl.constexpr,
-    GROUP: tl.constexpr,
-    ZERO: tl.constexpr,
-    PACKED: tl.constexpr,
-    HAS_MINIMUMS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """sums [n, T] + tile [n, W] · factors [W, T]; for half bytes also · high_factors."""
+def _multiply(sums, tile, factors, high_factors, weight, rows, k, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
+    """sums [n, T] + tile [n, W] · factors [W, T]; for half bytes also · high_factors.
+
+    Weights are dequantized exactly in float32, and rounded once to DTYPE.
+    """
     DOT: tl.constexpr = tl.float32 if UPCAST else DTYPE
     low = factors.to(DTYPE).to(DOT)
-    if GROUP == 0:
+    if weight.FORM == "float":
         sums = tl.dot(tile.to(DOT), low, sums, input_precision="ieee")
     else:
-        BYTES: tl.constexpr = GROUP // 2 if PACKED else GROUP
+        PACKED: tl.constexpr = weight.FORM == "int4"
+        BYTES: tl.constexpr = weight.GROUP // 2 if PACKED else weight.GROUP
         GROUPS: tl.constexpr = tile.shape[1] // BYTES
-        groups = (k // GROUP + tl.arange(0, GROUPS))[None, :]
-        there = groups < STRIDE // BYTES
-        scale = tl.load(scales + scale_at + groups, mask=there, other=0.0).to(tl.float32)
-        if HAS_MINIMUMS:
-            least = tl.load(minimums + scale_at + groups, mask=there, other=0.0).to(tl.float32)
-        else:
-            least = scale
+        groups = (k // weight.GROUP + tl.arange(0, GROUPS))[None, :]
+        there = groups < weight.NUM_GROUPS
+        scale, second_scale, least = group_scales(weight, rows, groups, there)
+        wide = tile.to(tl.int32)
         if PACKED:
-            wide = tile.to(tl.int32)
-            least = (least if HAS_MINIMUMS else 0.0) - (EXCESS + ZERO) * scale
-            numbers = _scaled(code_to_float(wide & 15), scale, least, GROUPS, True).to(DTYPE).to(DOT)
-            sums = tl.dot(numbers, low, sums, input_precision="ieee")
-            numbers = _scaled(code_to_float(wide >> 4), scale, least, GROUPS, True).to(DTYPE).to(DOT)
-            sums = tl.dot(numbers, high_factors.to(DTYPE).to(DOT), sums, input_precision="ieee")
+            first, second = _half_codes(wide, weight, rows, groups, there)
+            ZERO: tl.constexpr = EXCESS + weight.ZERO
+            numbers = _scaled(code_to_float(first) - ZERO, scale, least, GROUPS, weight.HAS_MINIMUMS)
+            sums = tl.dot(numbers.to(DTYPE).to(DOT), low, sums, input_precision="ieee")
+            numbers = _scaled(code_to_float(second) - ZERO, second_scale, least, GROUPS, weight.HAS_MINIMUMS)
+            sums = tl.dot(numbers.to(DTYPE).to(DOT), high_factors.to(DTYPE).to(DOT), sums, input_precision="ieee")
         else:
-            # As above, but the constant is so large that it is subtracted before multiplying.
-            wide = (tile.to(tl.int32) + 128) << 8
-            codes = (wide | 0x47000000).to(tl.float32, bitcast=True) - 32896.0
-            numbers = _scaled(codes, scale, least, GROUPS, HAS_MINIMUMS).to(DTYPE).to(DOT)
+            if weight.FORM == "fp8":
+                codes = fp8_to_float(wide)
+            else:
+                codes = (((wide + 128) << 8) | 0x47000000).to(tl.float32, bitcast=True) - 32896.0
+            numbers = _scaled(codes, scale, least, GROUPS, weight.HAS_MINIMUMS).to(DTYPE).to(DOT)
             sums = tl.dot(numbers, low, sums, input_precision="ieee")
     return sums
+
+
+@triton.jit
+def _half_codes(wide, weight, rows, groups, there):
+    """wide [n, W] int32, a byte each → codes in the first and the second halves of groups, [n, W] int32 each."""
+    HIGH_BITS: tl.constexpr = weight.HIGH_BITS
+    first = wide & 15
+    second = wide >> 4
+    if HIGH_BITS > 0:
+        n: tl.constexpr = wide.shape[0]
+        W: tl.constexpr = wide.shape[1]
+        GROUPS: tl.constexpr = groups.shape[1]
+        MASK: tl.constexpr = 2**HIGH_BITS - 1
+        at = (rows * weight.NUM_GROUPS + groups) * HIGH_BITS
+        words = tl.load(weight.high + at, mask=there, other=0)
+        second_words = tl.load(weight.high + at + 1, mask=there, other=0) if HIGH_BITS == 2 else words >> 4
+        places = tl.arange(0, W // GROUPS)
+        bits = (8 * (places % 4) + HIGH_BITS * (places // 4))[None, None, :]
+        first |= tl.reshape(((words[:, :, None] >> bits) & MASK) << 4, [n, W])
+        second |= tl.reshape(((second_words[:, :, None] >> bits) & MASK) << 4, [n, W])
+    return first, second
 
 
 @triton.jit

@@ -22,6 +22,9 @@ LINGER_MS = 200
 """Maximum time for the last messages to leave."""
 RETRY_S = 0.05
 """Pause before another try, if no server listens on a Unix socket yet."""
+SUSPENDED_S = 3.0
+"""A heartbeat that is so late shows that this process was suspended, and perhaps the server too. Its silence counts
+from then."""
 MAX_WAKE_MESSAGES = 256
 """Messages handled in one turn of the event loop, so that other tasks get theirs."""
 FINAL_STATUS = 500
@@ -192,11 +195,15 @@ class Connection:
 
     async def _beat(self, heartbeat_s: float, silence_s: float) -> None:
         """Send pings, and check that the server is alive."""
+        now = time.monotonic()
         while not self._is_lost:
+            due_s = now + heartbeat_s / 2
             await asyncio.sleep(heartbeat_s / 2)
             asked_s = self._said_s
             self._wake()
             now = time.monotonic()
+            if now - due_s > SUSPENDED_S:
+                self._heard_s = now
             if now - min(self._said_s, self._heard_s) >= heartbeat_s / 2:
                 self.send(p.Ping())
             if now - self._heard_s > silence_s and asked_s - self._heard_s > heartbeat_s:

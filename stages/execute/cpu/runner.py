@@ -86,6 +86,8 @@ class CpuRunner:
         self._pool = Pool(self.program.last_norm, config.rms_norm_eps)
         self._changes = RowChanges(self.rows, self.masks, self._pool, config.eos_ids)
         self.failed = self._changes.failed
+        self.on_computed: Callable[[], None] = lambda: None
+        """Called when a step's ids are computed, before its result is made of them."""
 
     @property
     def name(self) -> str:
@@ -156,9 +158,9 @@ class CpuRunner:
         is_sampled = samples if pooled is None else samples & ~pooled
         self.inputs.fill(ids, starts, counts, self.rows.blocks[rows, :num_blocks], is_sampled)
         self.rows.fill_sampling_inputs(self.sampling_inputs, rows[is_sampled])
-        computed = Computed(
-            self._run(rows[is_sampled]), self.sampling_inputs.logprobs.memory, self.sampling_inputs.logprobs.widths
-        )
+        ids = self._run(rows[is_sampled])
+        self.on_computed()
+        computed = Computed(ids, self.sampling_inputs.logprobs.memory, self.sampling_inputs.logprobs.widths)
         if requested_features & SamplingFeature.PROMPT_LOGPROBS:
             prompt_logprobs = score_prompts(self.rows, rows, self.program, self.inputs, self.scores)
             computed = replace(computed, prompt_logprobs=prompt_logprobs)

@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from pipeline.config.settings import Quantization, Settings
 from pipeline.errors import UserError
-from pipeline.kernels.stored_matrix import BLOCK_BYTES, BLOCK_COLUMNS, GPU_FORMATS
+from pipeline.kernels.stored_matrix import BLOCK_BYTES, BLOCK_COLUMNS, GPU_BLOCK_BYTES
 from pipeline.runtime.model_folder import ModelConfig, format_key
 from pipeline.stages.execute.kv import gib
 from pipeline.supervisor import gpu
@@ -127,8 +127,9 @@ def weight_bytes(settings: Settings, config: ModelConfig, folder: Path) -> int:
                 continue  # not loaded
             shape = file.get_slice(name).get_shape()
             num = prod(shape)
-            if (format := formats.get(format_key(name))) in GPU_FORMATS:
-                total += num  # one byte per element
+            format = formats.get(format_key(name))
+            if format in GPU_BLOCK_BYTES:
+                total += num // BLOCK_BYTES[format] * GPU_BLOCK_BYTES[format]
             elif format is not None:  # becomes floats
                 total += num // BLOCK_BYTES[format] * BLOCK_COLUMNS[format] * dtype.itemsize
             elif len(shape) == 1:

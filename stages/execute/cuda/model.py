@@ -24,9 +24,10 @@ from pipeline.kernels.triton import kv_cache, norm, swiglu
 from pipeline.kernels.triton.attention.decode import attend_decode
 from pipeline.kernels.triton.attention.prefill import attend
 from pipeline.kernels.triton.attention.tasks import AttentionTasks, Scratch
-from pipeline.kernels.triton.gemm import fused, linear
+from pipeline.kernels.triton.gemm import fused, linear, segments
 from pipeline.kernels.triton.gemm.device_matrix import DeviceMatrix, Quantization
-from pipeline.kernels.triton.gemm.fused import norm_linear, norm_swiglu
+from pipeline.kernels.triton.gemm.fused import norm_swiglu
+from pipeline.kernels.triton.gemm.segments import SegmentedMatrix, segmented_linear, segmented_norm_linear
 from pipeline.kernels.triton.launch import INTERPRETED
 from pipeline.kernels.triton.rotary import rotary_write
 from pipeline.kernels.triton.rows import StepArrays
@@ -48,7 +49,7 @@ from pipeline.stages.execute.rope import rope_frequencies, rope_table
 class _Gemm:
     """A linear layer on the device."""
 
-    matrix: DeviceMatrix
+    matrix: SegmentedMatrix
     bias: Tensor | None
 
     def split_k_partials(self, memory: "_Memory", num: int) -> Tensor:
@@ -61,8 +62,8 @@ class _Gemm:
         return prod(shape) * dtype.itemsize
 
     def _layout(self, num: int) -> tuple[tuple[int, int, int], torch.dtype]:
-        shape = linear.num_split_k_partials(self.matrix, num), num, self.matrix.num_rows
-        return shape, linear.split_k_partials_dtype(self.matrix, num)
+        shape = segments.num_split_k_partials(self.matrix, num), num, self.matrix.num_rows
+        return shape, segments.split_k_partials_dtype(self.matrix, num)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +215,7 @@ class DeviceModel(ProgramBuilder):
     def matrices(self) -> list[DeviceMatrix]:
         """The matrices that every token of a step is multiplied with."""
         pairs = [(layer.qkv, layer.out, mlp.gate_up, mlp.down) for layer, mlp in self._layers]
-        return [gemm.matrix for gemms in pairs for gemm in gemms]
+        return [segment for gemms in pairs for gemm in gemms for segment in gemm.matrix.segments]
 
     @property
     def head(self) -> DeviceMatrix:
@@ -246,8 +247,8 @@ class DeviceModel(ProgramBuilder):
 
     def _gemm(self, weights: Linear, memory: _Memory) -> _Gemm:
         matrices = [as_matrix(matrix) for matrix in weights.matrices]
-        matrix = DeviceMatrix.of(matrices, self._dtype, self._device.where, self._quantization)
-        if matrix.form != "float" and self._dequantized is None:
+        matrix = SegmentedMatrix.of(matrices, self._dtype, self._device.where, self._quantization)
+        if matrix.has_codes and self._dequantized is None:
             self._dequantized = linear.dequantize_scratch(self._dtype, self._device.where)
         gemm = _Gemm(matrix, None if weights.bias is None else self._vector(weights.bias))
         memory.reserve(gemm)
@@ -305,26 +306,30 @@ class DeviceModel(ProgramBuilder):
         for layer, mlp in self._layers:
             qkv = layer.qkv.split_k_partials(self._wide, num)
             if self._fuses("linear", layer.qkv, num, split_k_partials):
-                norm_linear(
+                segmented_norm_linear(
                     *(qkv, other, residual, split_k_partials, layer.norm, eps, layer.qkv.matrix, layer.qkv.bias),
                     pdl=self._early,
                 )
                 residual, other = (residual, other) if split_k_partials is None else (other, residual)
             else:
                 norm.add_norm(normed, residual, split_k_partials, layer.norm, eps)
-                linear.linear(qkv, normed, layer.qkv.matrix, layer.qkv.bias, pdl=self._early)
+                segmented_linear(qkv, normed, layer.qkv.matrix, layer.qkv.bias, pdl=self._early)
             self._attend_decode(attended, qkv, step, layer)
             split_k_partials = self._linear(self._narrow, attended, layer.out)
             gate_up = mlp.gate_up
-            if self._fuses("swiglu", gate_up, num, split_k_partials):
+            whole = gate_up.matrix.segments[0] if len(gate_up.matrix.segments) == 1 else None
+            if whole is not None and self._fuses("swiglu", gate_up, num, split_k_partials):
                 norm_swiglu(
-                    *(gated, other, residual, split_k_partials, mlp.norm, eps, gate_up.matrix, gate_up.bias),
+                    *(gated, other, residual, split_k_partials, mlp.norm, eps, whole, gate_up.bias),
                     pdl=self._early,
                 )
                 residual, other = other, residual
             else:
                 norm.add_norm(normed, residual, split_k_partials, mlp.norm, eps)
-                fused.swiglu(gated, normed, gate_up.matrix, gate_up.bias, pdl=self._early)
+                if whole is not None:
+                    fused.swiglu(gated, normed, whole, gate_up.bias, pdl=self._early)
+                else:  # a program of the fused kernel has rows of gate and up, which have different formats here
+                    swiglu.silu_mul(gated, self._linear(self._wide, normed, gate_up))
             split_k_partials = self._linear(self._narrow, gated, mlp.down)
         self._last_residuals[num] = residual
 
@@ -337,12 +342,8 @@ class DeviceModel(ProgramBuilder):
     def _fuses(op: Op, gemm: _Gemm, num: int, split_k_partials: Tensor | None) -> bool:
         """Whether the matmul includes the norm before it, given the split-K partials that it reads."""
         matrix = gemm.matrix
-        config = linear.config_of(op, matrix, num)
-        num_rows = matrix.num_rows // 2 if op == "swiglu" else matrix.num_rows
-        num_programs = -(-num_rows // config.block_n) * config.split
-        return fused.fuses(
-            num, 0 if split_k_partials is None else len(split_k_partials), matrix.num_columns, num_programs
-        )
+        num_partials_in = 0 if split_k_partials is None else len(split_k_partials)
+        return fused.fuses(num, num_partials_in, matrix.num_columns, matrix.num_programs(op, num))
 
     def score(self, hidden_states: HiddenStates, places: Tensor) -> Tensor:
         """Logits of tokens `places` [S] int32 of the last step: [S, V] float32."""
@@ -361,7 +362,7 @@ class DeviceModel(ProgramBuilder):
     def _linear(self, memory: _Memory, x: Tensor, gemm: _Gemm) -> Tensor:
         split_k_partials = gemm.split_k_partials(memory, len(x))
         early = self._early and len(x) <= SKINNY_TOKENS
-        linear.linear(split_k_partials, x, gemm.matrix, gemm.bias, self._dequantized, pdl=early)
+        segmented_linear(split_k_partials, x, gemm.matrix, gemm.bias, self._dequantized, pdl=early)
         return split_k_partials
 
 

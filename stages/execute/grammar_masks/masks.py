@@ -19,6 +19,7 @@ import numpy as np
 
 from pipeline.grammars.worker import Gone, Worker, receive, send
 from pipeline.kernels.step_inputs import IntArray
+from pipeline.runtime import suspension
 from pipeline.runtime.messages import GRAMMAR_FAILED, GenerationOptions
 from pipeline.shm.fence import Fence
 from pipeline.stages.execute.grammar_masks.memory import (
@@ -152,6 +153,8 @@ class Masks:
                 progress = self._progress()
             else:
                 time.sleep(POLL_S)
+                if suspension.missed(now_s):
+                    began_s += time.monotonic() - now_s
 
     def _progress(self) -> int:
         """Masks of the order that are complete."""

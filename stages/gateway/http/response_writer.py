@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from aiohttp import web
 
+from pipeline.runtime import suspension
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.http.error_responses import ANTHROPIC_ID_HEADER
 from pipeline.stages.gateway.http.keep_alive import COMMENT, KeepAlive, keep_alive_of
@@ -180,7 +181,7 @@ class _SlowClientTimeout:
     def _check(self) -> None:
         num_buffered = self._transport.get_write_buffer_size()
         num_sent = self._writer.output_size - num_buffered
-        if num_buffered and num_sent == self._num_sent:
+        if num_buffered and num_sent == self._num_sent and not suspension.missed(self._timer.when()):
             self._transport.abort()
             return
         self._num_sent = num_sent

@@ -19,6 +19,7 @@ from typing import assert_never
 import msgspec
 
 from pipeline.client import protocol as p
+from pipeline.runtime import suspension
 from pipeline.runtime.api_keys import NO_SCOPE, Keys
 from pipeline.runtime.channels import MessageDecoder
 from pipeline.runtime.generation_config import GenerationDefaults
@@ -73,6 +74,16 @@ class ClientPeer:
     def sent(self) -> None:
         """The connection has taken a message."""
         self.retry_s = RETRY_S
+
+    def suspended(self, seconds: float) -> None:
+        """This process did not run for so long, and perhaps the client neither: nothing is late for that."""
+        connection = self.connection
+        self.heard_s += seconds
+        connection.opened_s += seconds
+        if self.full_s is not None:
+            self.full_s += seconds
+        if connection.begun_s is not None:
+            connection.begun_s += seconds
 
 
 class PeerChannel:
@@ -341,10 +352,12 @@ class ZmqServer:
         """End connections that have been silent, or full, for too long."""
         now_s = self._loop.time()
         assert self._sweeper is not None
-        is_late = now_s - self._sweeper.when() > max(SWEEP_S, 1.0)
+        late_s, was_suspended = now_s - self._sweeper.when(), suspension.missed(self._sweeper.when())
         self._sweeper = None
-        if not is_late:  # else the loop was blocked and has not read yet
-            for peer in list(self._peers.values()):
+        for peer in list(self._peers.values()):
+            if was_suspended:
+                peer.suspended(late_s)
+            elif late_s <= max(SWEEP_S, 1.0):  # else the loop was blocked and has not read yet
                 self._check_peer(peer, now_s)
         self._sweep_soon()
 

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from pipeline.client import protocol as p
 from pipeline.runtime import messages as m
+from pipeline.runtime import suspension
 from pipeline.runtime.logprob_records import logprob_bytes
 from pipeline.stages.gateway.admission import ID_BYTES
 from pipeline.stages.gateway.errors import ApiError
@@ -149,10 +150,14 @@ class ZmqStream:
             self._stalled_s = None
         elif self._stalled_s is None:
             self._stalled_s = now_s
+        due_s = None if self._stalled_s is None else self._stalled_s + STALL_S
         try:
-            async with asyncio.timeout_at(None if self._stalled_s is None else self._stalled_s + STALL_S):
+            async with asyncio.timeout_at(due_s):
                 await self._request.change()
         except TimeoutError:
+            if due_s is not None and suspension.missed(due_s):
+                self._stalled_s = None  # it counts from now
+                return
             message = f"the client granted no credit, or read nothing, for {STALL_S:g} s"
             raise ApiError(HTTPStatus.REQUEST_TIMEOUT, message, code="stalled") from None
 

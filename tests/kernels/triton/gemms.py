@@ -2,11 +2,16 @@
 
 import torch
 
-from pipeline.kernels.matrix import Matrix, quantize
+from pipeline.kernels.matrix import Matrix
 from pipeline.kernels.rms_norm import rms_norm_reference
-from pipeline.kernels.triton.gemm.device_matrix import DeviceMatrix
+from pipeline.kernels.stored_matrix import SUPER_BLOCK, Format
+from pipeline.kernels.triton.gemm.device_matrix import FP8_GROUP, DeviceMatrix
+from tests.k_quants import quantize
 
-FORMATS = ("float", "int8", "int4", "q8_0", "q4_0", "q4_1")
+BLOCKS: tuple[Format, ...] = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k")
+"""Formats of files."""
+K_QUANTS: tuple[Format, ...] = ("q4_k", "q5_k", "q6_k")
+FORMATS = ("float", "int8", "int4", "fp8", *BLOCKS)
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """Relative errors. The interpreter truncates to bfloat16 instead of rounding, so all errors have the same sign."""
@@ -23,9 +28,30 @@ def device_matrix(num_rows: int, num_columns: int, format: str, dtype: torch.dty
             return DeviceMatrix.of([Matrix("f32", weight, num_rows, num_columns)], dtype, "cpu")
         case "int8" | "int4":
             return DeviceMatrix.of([Matrix("f32", weight, num_rows, num_columns)], dtype, "cpu", format)
-        case "q8_0" | "q4_0" | "q4_1":
-            return DeviceMatrix.of([quantize(weight, format)], dtype, "cpu")
-    raise ValueError(format)
+        case "fp8":
+            return fp8_matrix(weight, dtype)
+    return DeviceMatrix.of([block_matrix(num_rows, num_columns, format, seed=seed)], dtype, "cpu")
+
+
+def columns_of(format: str, least: int) -> int:
+    """The smallest number of columns, at least this many, that a format has."""
+    step = FP8_GROUP if format == "fp8" else SUPER_BLOCK if format in K_QUANTS else 1
+    return -(-least // step) * step
+
+
+def fp8_matrix(weight: torch.Tensor, dtype: torch.dtype) -> DeviceMatrix:
+    """Quantize with a scale per row and 128 columns; K is a multiple of 128."""
+    num_rows, num_columns = weight.shape
+    groups = weight.view(num_rows, -1, FP8_GROUP)
+    scales = groups.abs().amax(dim=2) / 448
+    codes = (groups / scales[:, :, None]).to(torch.float8_e4m3fn).view(torch.uint8).view(weight.shape)
+    return DeviceMatrix("fp8", codes, scales, None, 0, FP8_GROUP, dtype, num_rows, num_columns)
+
+
+def block_matrix(num_rows: int, num_columns: int, format: str, *, seed: int = 0) -> Matrix:
+    """Random weights in one of `BLOCKS`."""
+    (wanted,) = (each for each in BLOCKS if each == format)
+    return quantize(random(num_rows, num_columns, seed=seed) / num_columns**0.5, wanted)
 
 
 def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:

@@ -1,35 +1,76 @@
 """Weights in device layout have the same values as before."""
 
+import gguf
 import pytest
 import torch
 
 from pipeline.kernels.matrix import Matrix, quantize
-from pipeline.kernels.stored_matrix import Format
+from pipeline.kernels.stored_matrix import BLOCK_BYTES, GPU_BLOCK_BYTES, Format, row_bytes
 from pipeline.kernels.triton.gemm import device_matrix as device_matrix_module
 from pipeline.kernels.triton.gemm.dequantize import dequantize_rows
-from pipeline.kernels.triton.gemm.device_matrix import DeviceMatrix, to_int4, to_int8
-from tests.k_quants import quantize as quantize_any
-from tests.kernels.triton.gemms import random
+from pipeline.kernels.triton.gemm.device_matrix import FP8_GROUP, DeviceMatrix
+from pipeline.kernels.triton.gemm.quantize import to_int4, to_int8
+from tests.kernels.triton.gemms import BLOCKS, K_QUANTS, block_matrix, random
 
 
-@pytest.mark.parametrize("format", ["q8_0", "q4_0", "q4_1"])
-def test_blocks_become_planes_of_the_same_numbers(format: Format) -> None:
-    first, second = (quantize(random(num, 96, seed=num), format) for num in (5, 8))
+@pytest.mark.parametrize("format", BLOCKS)
+def test_blocks_become_planes_of_the_numbers_of_gguf(format: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_matrix_module, "CHUNK_VALUES", 3 * 512)
+    first, second = (block_matrix(num, 512, format, seed=num) for num in (5, 8))
     joined = DeviceMatrix.of([first, second], torch.float32, "cpu")
-    expected = torch.cat([first.dequantize(torch.float32), second.dequantize(torch.float32)])
-    torch.testing.assert_close(joined.dequantize(), expected, rtol=1e-6, atol=1e-7)
-    assert (joined.num_rows, joined.num_columns, joined.group) == (13, 96, 32)
-    out = torch.full((6, 96), torch.nan)
+    kind = gguf.GGMLQuantizationType[format.upper()]
+    expected = torch.cat([torch.from_numpy(gguf.dequantize(each.data.numpy(), kind)) for each in (first, second)])
+    assert torch.equal(joined.dequantize(), expected)
+    assert (joined.num_rows, joined.num_columns, joined.group) == (13, 512, 32)
+    out = torch.full((6, 512), torch.nan)
     dequantize_rows(out, joined, 4)
-    torch.testing.assert_close(out, expected[4:10], rtol=1e-6, atol=1e-7)
+    assert torch.equal(out, expected[4:10])
 
 
-def test_matrices_of_several_formats_become_floats() -> None:
+@pytest.mark.parametrize("format", K_QUANTS)
+def test_all_scales_and_codes_of_k_quants_are_exact(format: Format) -> None:
+    """Random bytes have them all; the factors are finite float16 of both signs."""
+    generator = torch.Generator().manual_seed(1)
+    data = torch.randint(0, 256, (40, row_bytes(format, 512)), generator=generator, dtype=torch.uint8)
+    blocks = data.view(40, 2, -1)
+    halves = (torch.randn(40, 2, 2, generator=generator) / 100).half().view(torch.uint8)
+    if format == "q6_k":
+        blocks[:, :, 208:] = halves[:, :, :2]
+    else:
+        blocks[:, :, :4] = halves
+    expected = torch.from_numpy(gguf.dequantize(data.numpy(), gguf.GGMLQuantizationType[format.upper()]))
+    matrix = DeviceMatrix.of([Matrix(format, data, 40, 512)], torch.float32, "cpu")
+    assert torch.equal(matrix.dequantize(), expected)
+    out = torch.full((40, 512), torch.nan)
+    dequantize_rows(out, matrix, 0)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("format", BLOCKS)
+def test_memory_is_hardly_more_than_the_files(format: Format) -> None:
+    matrix = block_matrix(3, 768, format)
+    planes = DeviceMatrix.of([matrix], torch.bfloat16, "cpu")
+    assert planes.num_bytes == matrix.data.numel() // BLOCK_BYTES[format] * GPU_BLOCK_BYTES[format]
+    assert planes.num_bytes <= 1.03 * matrix.data.numel()
+
+
+def test_matrices_of_several_formats_are_not_joined() -> None:
     numbers = random(4, 64, seed=1)
-    joined = DeviceMatrix.of([quantize(numbers, "q8_0"), Matrix("f32", numbers, 4, 64)], torch.bfloat16, "cpu")
-    assert joined.form == "float"
-    assert joined.values.dtype == torch.bfloat16
-    assert torch.equal(joined.values[4:], numbers.bfloat16())
+    matrices = [quantize(numbers, "q8_0"), Matrix("f32", numbers, 4, 64)]
+    with pytest.raises(ValueError, match=r"\['q8_0', 'f32'\]"):
+        DeviceMatrix.of(matrices, torch.bfloat16, "cpu")
+
+
+def test_fp8_weights_are_exact() -> None:
+    """All codes but NaN."""
+    codes = (torch.arange(30 * 256) % 127 | (torch.arange(30 * 256) % 2 << 7)).to(torch.uint8).view(30, 256)
+    scales = random(30, 2, seed=1).abs() / 7
+    matrix = DeviceMatrix("fp8", codes, scales, None, 0, FP8_GROUP, torch.float32, 30, 256)
+    expected = codes.view(torch.float8_e4m3fn).float() * scales.repeat_interleave(128, 1)
+    assert torch.equal(matrix.dequantize(), expected)
+    out = torch.full((30, 256), torch.nan)
+    dequantize_rows(out, matrix, 0)
+    assert torch.equal(out, expected)
 
 
 def test_matrices_of_other_widths_are_rejected() -> None:
@@ -82,10 +123,9 @@ def test_numbers_beyond_the_range_of_a_scale_are_rejected(
         DeviceMatrix.of([Matrix("f32", numbers, 2, 64)], torch.float32, "cpu", quantization)
 
 
-@pytest.mark.parametrize("format", ["q4_k", "q5_k", "q6_k", "q5_0", "q5_1"])
-def test_blocks_that_the_kernels_do_not_read_become_floats(format: Format) -> None:
-    values = torch.randn(4, 256, generator=torch.Generator().manual_seed(0))
-    matrix = quantize_any(values, format)
+def test_blocks_that_the_kernels_do_not_read_become_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(GPU_BLOCK_BYTES, "q5_k")
+    matrix = block_matrix(4, 256, "q5_k")
     found = DeviceMatrix.of([matrix], torch.bfloat16, "cpu")
     assert (found.form, found.num_rows, found.num_columns) == ("float", 4, 256)
     assert torch.equal(found.values, matrix.dequantize(torch.bfloat16))

@@ -12,7 +12,17 @@ from pipeline.kernels.triton.gemm.linear import (
     split_k_partials_dtype,
 )
 from pipeline.kernels.triton.tuned import GemmConfig
-from tests.kernels.triton.gemms import FORMATS, TOLERANCE, assert_near, device_matrix, poisoned, product, random
+from tests.kernels.triton.gemms import (
+    BLOCKS,
+    K_QUANTS,
+    TOLERANCE,
+    assert_near,
+    columns_of,
+    device_matrix,
+    poisoned,
+    product,
+    random,
+)
 
 
 def check(num_tokens: int, num_rows: int, num_columns: int, format: str, dtype: torch.dtype, *, biased: bool) -> None:
@@ -26,16 +36,34 @@ def check(num_tokens: int, num_rows: int, num_columns: int, format: str, dtype: 
     assert_near(split_k_partials.double().sum(0), product(x, matrix, bias), TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", ["float", "int8", "int4", "q4_1"])
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 5, 16, 17, 40])
 def test_a_product_agrees_with_float64(format: str, num_tokens: int) -> None:
     check(num_tokens, 21, 160, format, torch.float32, biased=num_tokens % 2 == 1)
 
 
-@pytest.mark.parametrize("format", ["float", "int8", "int4"])
+@pytest.mark.parametrize("format", ["fp8", "q8_0", "q4_0", "q5_0", "q5_1", *K_QUANTS])
+@pytest.mark.parametrize("num_tokens", [1, 5, 17])
+def test_a_product_of_any_format_agrees_with_float64(format: str, num_tokens: int) -> None:
+    check(num_tokens, 13, columns_of(format, 288), format, torch.float32, biased=num_tokens % 2 == 1)
+
+
+@pytest.mark.parametrize("format", [*BLOCKS, "fp8"])
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_weights_are_multiplied_with_their_exact_values(format: str, num_tokens: int) -> None:
+    """The result for tokens that are zero but for one number are columns of the weight."""
+    matrix = device_matrix(6, columns_of(format, 64), format, torch.float32)
+    wanted = torch.tensor([17, 42, 9])[:num_tokens]
+    x = torch.nn.functional.one_hot(wanted, matrix.num_columns).float()
+    out = poisoned(num_split_k_partials(matrix, num_tokens), num_tokens, 6, dtype=torch.float32)
+    linear(out, x, matrix, None)
+    assert torch.equal(out.sum(0), matrix.dequantize()[:, wanted].T)
+
+
+@pytest.mark.parametrize("format", ["float", "int8", "int4", "fp8", "q5_0", "q4_k", "q6_k"])
 @pytest.mark.parametrize("num_tokens", [1, 5, 17])
 def test_bfloat16_inputs_are_summed_in_float32(format: str, num_tokens: int) -> None:
-    check(num_tokens, 19, 576, format, torch.bfloat16, biased=True)
+    check(num_tokens, 19, columns_of(format, 576), format, torch.bfloat16, biased=True)
 
 
 @pytest.mark.parametrize("format", ["float", "int8", "int4"])
@@ -44,10 +72,10 @@ def test_odd_numbers_of_columns(format: str, num_tokens: int) -> None:
     check(num_tokens, 9, 75, format, torch.float32, biased=False)
 
 
-@pytest.mark.parametrize("format", ["float", "q4_1"])
+@pytest.mark.parametrize("format", ["float", "q4_1", "q5_k"])
 @pytest.mark.parametrize("num_tokens", [1, 6])
 def test_split_k_partials_add_the_bias_once(format: str, num_tokens: int) -> None:
-    matrix = device_matrix(21, 300 if format == "float" else 320, format, torch.float32)
+    matrix = device_matrix(21, 300 if format == "float" else columns_of(format, 320), format, torch.float32)
     bias = random(21, seed=2)
     x = random(num_tokens, matrix.num_columns, seed=1)
     config = GemmConfig(1 if num_tokens == 1 else 8, 16, 64, 3, 4, 2)
@@ -57,14 +85,14 @@ def test_split_k_partials_add_the_bias_once(format: str, num_tokens: int) -> Non
     assert all(bool(part.any()) for part in split_k_partials)
 
 
-@pytest.mark.parametrize("format", ["int8", "int4", "q4_0", "q4_1"])
+@pytest.mark.parametrize("format", ["int8", "int4", "q4_0", "q4_1", "q6_k"])
 def test_codes_of_many_tokens_are_dequantized_a_few_rows_at_a_time(
     format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear_module, "CODE_TOKENS", 16)
-    matrix, x, bias = device_matrix(37, 96, format, torch.float32), random(18, 96, seed=1), random(37, seed=2)
+    matrix, x, bias = device_matrix(37, 256, format, torch.float32), random(18, 256, seed=1), random(37, seed=2)
     split_k_partials = poisoned(1, 18, 37, dtype=torch.float32)
-    linear(split_k_partials, x, matrix, bias, wide=poisoned(96 * 10 + 5, dtype=torch.float32))
+    linear(split_k_partials, x, matrix, bias, wide=poisoned(256 * 10 + 5, dtype=torch.float32))
     assert_near(split_k_partials[0], product(x, matrix, bias), 2e-5)
 
 

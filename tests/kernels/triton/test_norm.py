@@ -12,6 +12,7 @@ from tests.kernels.triton.gemms import (
     FORMATS,
     TOLERANCE,
     assert_near,
+    columns_of,
     device_matrix,
     gated,
     normed,
@@ -68,8 +69,9 @@ def test_sampled_rows_are_normed_and_the_residual_is_unchanged(num_split_k_parti
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_rows_of_the_embedding_come_in_any_order(format: str) -> None:
-    table, ids = device_matrix(20, 160, format, torch.float32), torch.tensor([3, 19, 3, 0], dtype=torch.int32)
-    residual = poisoned(4, 160, dtype=torch.float32)
+    width, ids = columns_of(format, 160), torch.tensor([3, 19, 3, 0], dtype=torch.int32)
+    table = device_matrix(20, width, format, torch.float32)
+    residual = poisoned(4, width, dtype=torch.float32)
     embed(residual, table, ids)
     torch.testing.assert_close(residual, table.dequantize()[ids.long()], rtol=1e-6, atol=1e-7)
 

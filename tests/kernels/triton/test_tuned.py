@@ -12,7 +12,7 @@ from pipeline.kernels.triton.gemm import fused
 from pipeline.kernels.triton.tuned import BUCKETS, SKINNY_TOKENS, GemmConfig, GemmShape, Op
 
 CPU = torch.device("cpu")
-FORMATS = ("bf16", "f32", "int8g128", "int4g128", "int4g32")
+FORMATS = ("bf16", "f32", "int8g128", "int4g128", "int4g32", "int5g32", "q4_k", "q5_k", "q6_k", "fp8g128")
 SIZES = ((960, 576), (576, 1536), (49152, 576), (3072, 2048), (4096, 14336), (128256, 4096), (70, 96), (3, 5))
 H100 = 132
 
@@ -69,8 +69,15 @@ def test_most_of_a_gpu_is_busy(num_rows: int, num_columns: int, num_tokens: int)
     assert -(-num_rows // config.block_n) * config.split >= H100
 
 
+def test_a_format_has_bits_and_a_group() -> None:
+    for format, bits, group in (("bf16", 16, 0), ("int8g128", 8, 128), ("int5g32", 5, 32), ("q6_k", 6, 32)):
+        assert (tuned.bytes_of_columns(format, 256), tuned.group_of(format)) == (32 * bits, group)
+        assert tuned.has_codes(format) == (group > 0)
+    assert tuned.bytes_of_columns("fp8g128", 256) == 256
+
+
 @pytest.mark.parametrize("num_tokens", [1, 8, 128])
-@pytest.mark.parametrize("format", ["bf16", "int4g128"])
+@pytest.mark.parametrize("format", ["bf16", "int4g128", "q4_k", "q6_k"])
 def test_candidates_are_many_and_distinct(num_tokens: int, format: str) -> None:
     sizes: dict[str, Any] = {
         "num_tokens": num_tokens,

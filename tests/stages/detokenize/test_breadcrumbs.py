@@ -56,3 +56,30 @@ def test_the_request_that_ends_the_process_is_named(
         send(rig, settled([(3, 0, [5], m.Finish.NONE), (POISON, 0, [5], m.Finish.NONE)]))
         receive_until_closed(rig, POISON)
     assert black_box.suspect_of(box) == (poison.request_id, poison.attempt)
+
+
+@pytest.mark.parametrize("incarnation", [1, 2])
+def test_a_process_that_replaces_another_one_names_each_request_while_it_decodes(
+    box: m.BlackBox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, incarnation: int
+) -> None:
+    """A signal leaves no time to name the request. What killed the first process comes again."""
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    really, suspects = OutputSequence.settle, {}
+
+    def settle(sequence: OutputSequence, *args: Any) -> None:
+        suspects[sequence.request_id] = black_box.suspect_of(box)
+        really(sequence, *args)
+
+    monkeypatch.setattr(OutputSequence, "settle", settle)
+    rig = Rig("detokenize", model_dir=tmp_path)
+    rig.launch = msgspec.structs.replace(rig.launch, black_box=box, incarnation=incarnation)
+    with rig:
+        rig.start(FACTS)
+        for seq in (GOOD, POISON):
+            send(rig, opening(seq))
+        send(rig, settled([(GOOD, 0, [5], m.Finish.LENGTH), (POISON, 0, [5], m.Finish.LENGTH)]))
+        receive_until_closed(rig, GOOD)
+        assert black_box.suspect_of(box) is None, "the work is done"
+    ids = [opening(seq).request_id for seq in (GOOD, POISON)]
+    named = {one: (one, opening(GOOD).attempt) for one in ids}
+    assert suspects == (named if incarnation > 1 else dict.fromkeys(ids))

@@ -4,7 +4,8 @@ import json
 import os
 import re
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
 
+from pipeline.runtime import suspension
 from pipeline.runtime.messages import GRAMMAR_FAILED, NOTHING_LEFT, Finish
 from pipeline.stages.execute.grammar_masks import masks as masks_module
 from tests.stages.execute.structured import EOS, Seq, Structured, ids_of, largest_id, lark, options, write
@@ -232,6 +234,43 @@ def test_a_grammar_that_never_terminates_ends_only_its_row(folder: Path, monkeyp
         structured.run(bad, good)
     assert bad.finish is Finish.ERROR and bad.error == f"{GRAMMAR_FAILED}: it took longer than 0.3 s"
     assert good.finish is Finish.STOP and re.fullmatch("[ab]{9}", good.text)
+
+
+class PausedClock:
+    """A clock that jumps at each of the first sleeps, as if all processes were suspended then. Afterwards it calls
+    `go_on`."""
+
+    def __init__(self, num_pauses: int, go_on: Callable[[], None]) -> None:
+        self._num_left, self._go_on, self._paused_s = num_pauses, go_on, 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self._paused_s
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+        if self._num_left:
+            self._paused_s += 1000.0
+            self._num_left -= 1
+            if not self._num_left:
+                self._go_on()
+
+
+def test_time_in_which_all_processes_were_suspended_does_not_count(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Structured(folder, dtype="bfloat16") as structured:
+        seq = Seq(options(lark("[ab]{9}")))
+        structured.add(seq)
+        structured.step()
+        worker = structured.runner.masks._worker
+        assert worker is not None
+        clock = PausedClock(3, lambda: os.kill(worker.pid, signal.SIGCONT))
+        for module in (masks_module, suspension):
+            monkeypatch.setattr(module, "time", clock)
+        os.kill(worker.pid, signal.SIGSTOP)
+        structured.finish()
+        assert not clock._num_left, "the step waited for its mask"
+    assert seq.finish is Finish.STOP and re.fullmatch("[ab]{9}", seq.text)
 
 
 def test_a_grammar_that_crashes_the_library_ends_only_its_row(folder: Path) -> None:

@@ -13,6 +13,7 @@ from pipeline.replay.compare import compare
 from pipeline.replay.replaying import replay
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
+from pipeline.runtime.channels import Outbox
 from pipeline.runtime.logprob_records import embedding_bytes, logprob_bytes
 from pipeline.shm.arrays import ShmRef
 from tests.rig import Rig
@@ -72,6 +73,17 @@ def test_each_step_is_answered_with_its_result(rig: Rig, tiny_dir: Path) -> None
         made += ids_of(rig, result)
         rig.send(make_step([(0, 4 + step, 1, True)], step_id=step + 1), SCHEDULE)
     assert made == expected
+
+
+def test_the_scheduler_is_woken_before_the_result_is_made(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    wakes: list[int] = []
+    monkeypatch.setattr(Outbox, "wake", lambda outbox: wakes.append(outbox.num_sent))
+    begin(rig)
+    rig.send(make_step([(0, 0, 5, True)], adds=[row_add(0, PROMPT, [3])], step_id=1), SCHEDULE)
+    rig.receive("schedule", m.StepResult)
+    rig.send(make_step([(0, 5, 1, True)], step_id=2), SCHEDULE)
+    rig.receive("schedule", m.StepResult)
+    assert wakes == [0, 1]
 
 
 def test_steps_planned_ahead_continue_from_ids_the_scheduler_has_not_seen(rig: Rig, tiny_dir: Path) -> None:

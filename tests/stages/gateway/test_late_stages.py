@@ -1,12 +1,18 @@
 """While a stage is late for longer than its timeout, requests that need it get 503 instead of silence."""
 
+import asyncio
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pipeline.runtime import messages as m
+from pipeline.runtime import suspension
+from pipeline.stages.gateway import late_stages
+from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.late_stages import LateStages
 from tests.stages.gateway.gate import CHAT, COMPLETION, END, Gate, ends_with_an_error, read_until
 
 TIMEOUT_S = 30.0
@@ -88,6 +94,39 @@ def test_waiting_requests_fail_when_the_timeout_passes_but_not_those_from_before
         begun.close()
         gate.finish(first, "Hello")
         assert earlier.result().status_code == 200
+
+
+def test_the_timeout_begins_again_after_all_processes_were_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now_s=1000.0)
+    for module in (late_stages, suspension):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    num_overdue = 0
+
+    def overdue() -> None:
+        nonlocal num_overdue
+        num_overdue += 1
+
+    async def suspended() -> None:
+        late = LateStages(TIMEOUT_S, overdue)
+        late.update(m.LateStages(["detokenize.0", "execute.0"], [900.0, 999.0]))
+        clock.now_s += 100.0
+        with pytest.raises(ApiError, match=r"stage detokenize\.0"):  # was overdue before
+            late.check(generates=True)
+        late.update(m.LateStages(["execute.0"], [clock.now_s - 1.0]))
+        clock.now_s += 100.0
+        late._pass()
+        late.check(generates=True)
+        clock.now_s += TIMEOUT_S - 1.0
+        late.check(generates=True)
+        assert not num_overdue
+        clock.now_s += 1.1
+        late._pass()
+        assert num_overdue == 1
+        with pytest.raises(ApiError, match=r"stage execute\.0"):
+            late.check(generates=True)
+        late.close()
+
+    asyncio.run(suspended())
 
 
 def test_a_stream_whose_headers_were_sent_ends_with_an_error_event(

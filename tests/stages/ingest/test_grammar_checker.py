@@ -14,7 +14,9 @@ import psutil
 import pytest
 
 from pipeline.config.settings import LimitSettings, Settings
+from pipeline.grammars.checks import Checked
 from pipeline.runtime import messages as m
+from pipeline.runtime import suspension
 from pipeline.stages.ingest import grammar_checker
 from pipeline.stages.ingest.grammar_checker import GrammarChecker
 from pipeline.stages.ingest.prompt_processor import RequestRefused
@@ -64,6 +66,26 @@ async def test_valid_grammars_are_accepted(grammars: GrammarChecker) -> None:
 async def test_several_checks_may_arrive_before_the_process_starts(grammars: GrammarChecker) -> None:
     checked = await asyncio.gather(*(grammars.check(m.Grammar("regex", f"a{{{i}}}")) for i in range(1, 9)))
     assert len(set(checked)) == 8
+
+
+async def test_a_check_during_which_all_processes_were_suspended_is_repeated(
+    grammars: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really, num_queries = GrammarChecker._query, 0
+
+    async def query(checker: GrammarChecker, grammar: m.Grammar) -> Checked:
+        nonlocal num_queries
+        num_queries += 1
+        if num_queries == 1:
+            monkeypatch.setattr(grammar_checker, "CHECK_TIMEOUT_S", 60.0)
+            await asyncio.Event().wait()
+        return await really(checker, grammar)
+
+    monkeypatch.setattr(grammar_checker, "CHECK_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(suspension, "missed", lambda due_s: True)
+    monkeypatch.setattr(GrammarChecker, "_query", query)
+    await grammars.check(m.Grammar("regex", "[ab]+"))
+    assert num_queries == 2
 
 
 async def test_a_cancelled_check_stops_no_other_check(grammars: GrammarChecker) -> None:

@@ -83,6 +83,28 @@ class Neighbours:
                         self.finished[seq] = finish
 
 
+def test_a_sleeping_executor_is_woken_while_its_next_step_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each result, before the step, if no other step is in flight."""
+    events: list[str] = []
+    send = Outbox.send
+
+    def sent(self: "Outbox[object]", message: object) -> bool:
+        events.append(type(message).__name__)
+        return send(self, message)
+
+    monkeypatch.setattr(Outbox, "wake", lambda self: events.append("wake"))
+    with Rig("schedule") as rig:
+        rig.start(FACTS)
+        around = Neighbours(rig)
+        monkeypatch.setattr(Outbox, "send", sent)
+        around.admit(1, list(range(20)), max_tokens=6)
+        around.until_finished(1)
+    assert [event for event in events if event in ("wake", "Step", "StepResult")][:6] == [
+        *("Step", "StepResult", "wake"),
+        *("Step", "StepResult", "wake"),
+    ]
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_requests_are_answered_with_exactly_their_ids(depth: Literal[1, 2, 3, 4]) -> None:
     """For any `gateway.max_open_sequences`, the edges have room for steps and their output."""

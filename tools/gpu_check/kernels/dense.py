@@ -15,6 +15,7 @@ from pipeline.kernels.stored_matrix import Format
 from pipeline.runtime.model_folder import ModelConfig
 from tools.gpu_check import gpu
 from tools.gpu_check.child import Context, Item
+from tools.gpu_check.kernels.blocks import random_blocks
 from tools.gpu_check.kernels.checking import EXACT, ROUNDED, check_output
 from tools.gpu_check.readings import Reading
 from tools.gpu_check.shapes import LLAMA_1B, LLAMA_8B, SMOLLM2_135M, TINY
@@ -32,7 +33,7 @@ def items(context: Context) -> list[Item]:
     made += [
         Item(f"products of {format}, {name}", partial(_codes, name=name, format=format), limit_s=110)
         for format, name in CODES
-        if not context.interpreted or format in ("int4", "q8_0")
+        if not context.interpreted or format in ("int4", "q8_0", "q5_0")
     ]
     made += [Item(f"products with norms, {name}", partial(_fused, name=name)) for name in _names(context)]
     return [*made, Item("norms", _norms), Item("embedding", _embedding), Item("swiglu", _gate), Item("logits", _logits)]
@@ -45,6 +46,11 @@ CODES: tuple[tuple[str, str], ...] = (
     ("q8_0", "135M"),
     ("q4_1", "135M"),
     ("q4_0", "135M"),
+    ("q4_k", "8B"),
+    ("q6_k", "8B"),
+    ("q5_k", "1B"),
+    ("q5_0", "135M"),
+    ("q5_1", "135M"),
 )
 
 
@@ -204,6 +210,8 @@ def _on_device(numbers: Tensor, dtype: torch.dtype, format: str | None) -> Any:
             return DeviceMatrix.of([Matrix("f32", numbers, rows, columns)], dtype, device, format)
         case "q8_0" | "q4_1" | "q4_0":
             return DeviceMatrix.of([quantize(numbers.cpu(), format)], dtype, device)
+        case "q5_0" | "q5_1" | "q4_k" | "q5_k" | "q6_k":  # there is no quantizer for them here
+            return DeviceMatrix.of([random_blocks(rows, columns, format, rows)], dtype, device)
     raise ValueError(format)
 
 

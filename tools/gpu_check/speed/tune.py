@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.kernels.stored_matrix import Format
 from pipeline.runtime.model_folder import ModelConfig
 from tools.gpu_check import gpu
 from tools.gpu_check.child import Context, Item
+from tools.gpu_check.kernels.blocks import random_blocks
 from tools.gpu_check.kernels.dense import matrices_of
 from tools.gpu_check.machine import rates
 from tools.gpu_check.readings import Reading
@@ -37,17 +39,23 @@ REFUSALS = ("OutOfResources", "CompilationError", "PTXASError")
 CASES: tuple[tuple[str, ModelConfig, str | None, int], ...] = (
     ("8B", LLAMA_8B, None, 1),
     ("8B int4", LLAMA_8B, "int4", 1),
+    ("8B q4_k", LLAMA_8B, "q4_k", 1),
+    ("8B q6_k", LLAMA_8B, "q6_k", 1),
     ("1B", LLAMA_1B, None, 1),
     ("135M", SMOLLM2_135M, None, 1),
     ("8B", LLAMA_8B, None, 8),
     ("135M", SMOLLM2_135M, None, 8),
     ("8B int4", LLAMA_8B, "int4", 8),
+    ("8B q4_k", LLAMA_8B, "q4_k", 8),
+    ("8B q6_k", LLAMA_8B, "q6_k", 8),
     ("1B", LLAMA_1B, None, 8),
     ("8B", LLAMA_8B, None, 16),
     ("135M", SMOLLM2_135M, None, 16),
     ("8B int4", LLAMA_8B, "int4", 64),
 )
 """Model, its shape, weight format, and tokens of a step."""
+BLOCKS: dict[str, Format] = {"q4_k": "q4_k", "q6_k": "q6_k"}
+"""The formats of files among them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +76,10 @@ class Product:
 
         made: list[Any] = []
         while not made or sum(matrix.num_bytes for matrix in made) < num_bytes:
+            if (of_file := BLOCKS.get(self.format or "")) is not None:
+                blocks = random_blocks(self.num_rows, self.num_columns, of_file, len(made))
+                made.append(DeviceMatrix.of([blocks], torch.bfloat16, gpu.device()))
+                continue
             scale = self.num_columns**-0.5
             numbers = gpu.random(len(made), self.num_rows, self.num_columns, dtype=torch.bfloat16, scale=scale)
             matrix = Matrix("bf16", numbers, self.num_rows, self.num_columns)

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from pipeline.kernels.matrix import Matrix
+from pipeline.kernels.stored_matrix import GPU_BLOCK_BYTES, Format, row_bytes
 from pipeline.kernels.triton import norm, swiglu
 from pipeline.kernels.triton.gemm import fused
 from pipeline.kernels.triton.gemm.dequantize import dequantize_rows
@@ -24,6 +26,8 @@ class Sizes:
 
 SMOLLM2_135M = Sizes(576, 960, 1536, 49152)
 LLAMA_1B = Sizes(2048, 3072, 8192, 128256)
+QWEN2_0B5 = Sizes(896, 1152, 4864, 151936)
+QWEN2_1B5 = Sizes(1536, 2048, 8960, 151936)
 LLAMA_8B = Sizes(4096, 6144, 14336, 128256)
 
 
@@ -37,10 +41,17 @@ def launches() -> None:
     _norm_swiglu("bf16", SMOLLM2_135M.inner, SMOLLM2_135M.hidden, 1, num_parts_in=1, pdl=True)
     _norm_swiglu("int8g64", SMOLLM2_135M.inner, SMOLLM2_135M.hidden, 8, num_parts_in=2)
     _embed("int4g32", SMOLLM2_135M)
+    # Of a Q4_K_M file, where V and down are q6_k.
+    _linear("q4_k", QWEN2_1B5.qkv, QWEN2_1B5.hidden, 1)
+    _linear("q6_k", QWEN2_1B5.hidden, QWEN2_1B5.inner, 1)
+    _linear("q6_k", QWEN2_1B5.hidden, QWEN2_1B5.inner, 16)
+    _norm_swiglu("q4_k", QWEN2_1B5.inner, QWEN2_1B5.hidden, 8, num_parts_in=2)
+    _linear("q5_0", 896, 896, 8)
+    _embed("q6_k", QWEN2_1B5)
 
 
 def all_launches() -> None:
-    """About 250, which take several minutes."""
+    """About 450, which take many minutes."""
     for sizes in (SMOLLM2_135M, LLAMA_1B, LLAMA_8B):
         hidden, group = sizes.hidden, 128 if sizes.hidden % 128 == 0 else 64
         for num_parts_in in (1, 3, 8):
@@ -63,20 +74,48 @@ def all_launches() -> None:
         _linear("f32", hidden, hidden, 1)
         _linear("f32", hidden, hidden, 16)
         _dequantize(f"int4g{group}", sizes.hidden, sizes.hidden)
+    for format in ("q4_k", "q5_k", "q6_k", "fp8g128"):
+        for sizes in (QWEN2_1B5, LLAMA_8B):
+            _of_a_file(format, sizes)
+    for format in ("q5_0", "q5_1"):
+        _of_a_file(format, QWEN2_0B5)
 
 
-def _matrix(format: str, num_rows: int, num_columns: int) -> DeviceMatrix:
+def _of_a_file(format: str, sizes: Sizes) -> None:
+    """Everything that a format of GGUF or FP8 is used for."""
+    hidden = sizes.hidden
+    _embed(format, sizes)
+    _dequantize(format, 64, hidden)
+    for num_tokens in (1, 8, 16, 32, 128):
+        _linear(format, sizes.qkv, hidden, num_tokens)
+        _linear(format, hidden, sizes.inner, num_tokens)
+        _logits(format, sizes.vocabulary, hidden, num_tokens)
+    for num_tokens in (1, 8, 16):
+        _norm_linear(format, sizes.qkv, hidden, num_tokens, num_parts_in=1 if num_tokens == 1 else 4)
+        _norm_swiglu(format, sizes.inner, hidden, num_tokens, num_parts_in=1 if num_tokens == 1 else 8)
+        _gate_up(format, sizes.inner, hidden, num_tokens)
+    _norm_linear(format, sizes.qkv, hidden, 1, num_parts_in=1, pdl=True)
+
+
+def _matrix(format: str | Format, num_rows: int, num_columns: int) -> DeviceMatrix:
     """Its content is never read."""
     if format in ("bf16", "f32"):
         dtype = BF16 if format == "bf16" else torch.float32
         values = torch.empty(num_rows, num_columns, dtype=dtype)
         return DeviceMatrix("float", values, None, None, 0, 0, dtype, num_rows, num_columns)
+    if format in GPU_BLOCK_BYTES:
+        # Without memory, because splitting it into planes would take longer than the compilation.
+        data = torch.empty(num_rows, row_bytes(format, num_columns), dtype=torch.uint8, device="meta")
+        return DeviceMatrix.of([Matrix(format, data, num_rows, num_columns)], BF16, "meta")
     form, _, group_text = format.partition("g")
     group = int(group_text)
     scales = torch.empty(num_rows, num_columns // group, dtype=torch.float16)
     if form == "int8":
         values = torch.empty(num_rows, num_columns, dtype=torch.int8)
         return DeviceMatrix("int8", values, scales, None, 0, group, BF16, num_rows, num_columns)
+    if form == "fp8":
+        values = torch.empty(num_rows, num_columns, dtype=torch.uint8)
+        return DeviceMatrix("fp8", values, scales.float(), None, 0, group, BF16, num_rows, num_columns)
     values = torch.empty(num_rows, num_columns // 2, dtype=torch.uint8)
     minimums = torch.empty_like(scales)
     return DeviceMatrix("int4", values, scales, minimums, 0, group, BF16, num_rows, num_columns)

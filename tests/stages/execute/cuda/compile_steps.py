@@ -15,7 +15,8 @@ import torch
 
 from pipeline.cli.profile.shapes import SHAPES as SMALL
 from pipeline.kernels.matrix import Matrix
-from pipeline.kernels.triton.gemm import device_matrix
+from pipeline.kernels.stored_matrix import Format, row_bytes
+from pipeline.kernels.triton.gemm import quantize
 from pipeline.kernels.triton.rows import NUM_FIELDS, RowState
 from pipeline.stages.execute.cuda.device import Calls, Interpreted
 from pipeline.stages.execute.cuda.graphs import CapturedStepKind, StepGraphs
@@ -31,10 +32,18 @@ MAX_ROWS, MAX_TOKENS, MAX_LEN, NUM_BLOCKS = 256, 2048, 4096, 64
 
 
 class NoWeights:
-    """The tensors of any model, without values."""
+    """The tensors of any model, without values: in bfloat16, or in the formats of a Q4_K_M file."""
+
+    def __init__(self, *, q4_k_m: bool) -> None:
+        self._q4_k_m = q4_k_m
 
     def matrix(self, name: str, rows: int, columns: int) -> Matrix:
-        return Matrix("bf16", torch.empty(rows, columns, dtype=torch.bfloat16, device="meta"), rows, columns)
+        if not self._q4_k_m:
+            return Matrix("bf16", torch.empty(rows, columns, dtype=torch.bfloat16, device="meta"), rows, columns)
+        is_finer = any(part in name for part in ("v_proj", "down_proj", "embed_tokens", "lm_head"))
+        format: Format = "q6_k" if is_finer else "q4_k"
+        data = torch.empty(rows, row_bytes(format, columns), dtype=torch.uint8, device="meta")
+        return Matrix(format, data, rows, columns)
 
     def matrices(self, names: list[str], rows: list[int], columns: int) -> tuple[Matrix, ...]:
         return tuple(self.matrix(name, num, columns) for name, num in zip(names, rows, strict=True))
@@ -61,6 +70,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compile whole steps for a Hopper GPU.")
     parser.add_argument("shapes", nargs="*", default=["smollm2-135m"], help=", ".join(SHAPES))
     parser.add_argument("--quantization", choices=["int8", "int4"])
+    parser.add_argument("--q4-k-m", action="store_true", help="the formats of a Q4_K_M file")
     parser.add_argument("--early", action="store_true", help="as with execute.programmatic_dependent_launch")
     args = parser.parse_args()
     driver = pretend()
@@ -71,11 +81,11 @@ def main() -> None:
     )
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     # There are no values to check.
-    device_matrix._half = lambda numbers: numbers.half()
+    quantize._half = lambda numbers: numbers.half()
     for name in args.shapes:
         config, device = SHAPES[name], Nowhere()
         model = DeviceModel(device, config, torch.bfloat16, MAX_TOKENS, MAX_ROWS, args.quantization, early=args.early)
-        weights: Any = NoWeights()
+        weights: Any = NoWeights(q4_k_m=args.q4_k_m)
         build_program(config, weights, model)
         model.use(allocate_kv(config, NUM_BLOCKS, torch.bfloat16, device.where), MAX_LEN)
 

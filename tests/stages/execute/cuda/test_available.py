@@ -92,6 +92,12 @@ def test_quantized_weights_count_their_file_size_and_a_tied_head_nothing(tmp_pat
     assert of_files(tmp_path, codes, formats, config={"tie_embeddings": False}) == 64 * 272 + 64 * 64 * 2
 
 
+def test_k_quants_count_their_size_on_the_gpu(tmp_path: Path) -> None:
+    tensors = {"a": torch.zeros(64, 2 * 144, dtype=torch.uint8), "b": torch.zeros(64, 210, dtype=torch.uint8)}
+    formats = {format_key("a"): "q4_k", format_key("b"): "q6_k"}
+    assert of_files(tmp_path, tensors, formats) == 64 * (2 * 148 + 210)
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there-is-none"):
         weight_bytes(Settings(), checkpoints.config_of(weight_files=["there-is-none.safetensors"]), tmp_path)

@@ -11,6 +11,7 @@ import zmq
 
 from pipeline.client import protocol as p
 from pipeline.runtime import messages as m
+from pipeline.runtime import suspension
 from pipeline.stages.gateway.zmq import listener
 from pipeline.stages.gateway.zmq import server as server_module
 from pipeline.stages.gateway.zmq import stream as zmq_stream
@@ -57,6 +58,28 @@ class TestSlowClients:
             gate.closed()
             assert gate.rig.load().num_open_requests == 0
             assert peer.is_still_served()
+
+    def test_the_time_in_which_the_gateway_was_suspended_is_no_stall(
+        self, gate: Gate, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        due_s: list[float] = []
+
+        def missed(one_s: float) -> bool:
+            due_s.append(one_s)
+            return len(due_s) <= 2
+
+        monkeypatch.setattr(zmq_stream, "STALL_S", 0.1)
+        monkeypatch.setattr(suspension, "missed", missed)
+        with RawPeer(gate) as peer:
+            peer.generate(1, num_credits=0)
+            submit = gate.begin()
+            peer.receive(p.Accepted)
+            gate.delta(submit, "a")
+            assert peer.receive(p.Failed).failure.code == "stalled"
+            assert len(due_s) == 3 and due_s[2] >= due_s[1] + 0.1 >= due_s[0] + 0.2, "each time counts from then"
+            gate.rig.receive("schedule", m.Abort)
+            gate.finish(submit, finish=m.Finish.ABORT)
+            gate.closed()
 
     def test_pending_output_of_a_full_connection_is_merged(self, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
         with RawPeer(gate, receive_bound=1) as slow:

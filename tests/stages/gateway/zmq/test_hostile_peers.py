@@ -4,7 +4,9 @@ import contextlib
 import random
 import resource
 import socket
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -178,6 +180,30 @@ class TestHostilePeers:
             assert silent.is_disconnected()
             assert gate.rig.receive("schedule", m.Abort).request_id == submit.request_id
             assert lively.is_still_served()
+
+    def test_a_client_may_be_silent_while_all_processes_are_suspended(self) -> None:
+        now_s, paused_s = time.monotonic(), 100.0
+        connection: Any = SimpleNamespace(opened_s=now_s - 200.0, begun_s=None, is_waiting=False)
+        peer, dropped = server_module.ClientPeer(connection, now_s - paused_s - 10.0), list[Any]()
+        peer.is_welcome = True
+        server: Any = SimpleNamespace(
+            _loop=SimpleNamespace(time=lambda: now_s),
+            _peers={1: peer},
+            _sweep_soon=lambda: None,
+            _drop=lambda peer, error: dropped.append(error),
+        )
+        server._check_peer = lambda peer, now_s: server_module.ZmqServer._check_peer(server, peer, now_s)
+        for late_s, after_s, num_dropped in (
+            (paused_s, 0.0, 0),
+            (0.0, 0.1, 0),
+            (0.0, server_module.SILENCE_S - 11.0, 0),
+            (0.0, 2.0, 1),
+        ):
+            now_s += after_s
+            due_s = now_s - late_s
+            server._sweeper = SimpleNamespace(when=lambda due_s=due_s: due_s)
+            server_module.ZmqServer._sweep(server)
+            assert len(dropped) == num_dropped
 
     def test_a_flood_of_pings_does_not_starve_others(self, gate: Gate) -> None:
         with RawPeer(gate) as flood, RawPeer(gate) as other:

@@ -1,0 +1,122 @@
+"""Who is informed of a restart, and what happens to a process that can't be."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from pipeline.config.settings import Settings
+from pipeline.runtime import messages as m
+from pipeline.runtime.run_mode import RunMode
+from pipeline.supervisor.resources import SharedResources
+from pipeline.supervisor.restarts import Restarts
+
+
+class FakeChild:
+    """A process that takes messages, unless its control socket is `closed` or `full`."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.stage, self.state, self.pid, self.incarnation = name, name.partition(".")[0], "ready", 1, 1
+        self.is_alive, self.num_aborts, self.num_restarts = True, 0, 0
+        self.started_s = self.suspended_s = 0.0
+        self.control = "open"
+
+    def send_descriptors(self, epoch: int, fds: list[int]) -> bool:
+        if self.control == "closed":
+            raise BrokenPipeError
+        return self.control == "open"
+
+    def abort(self) -> None:
+        self.num_aborts += 1
+
+
+class FakeOutbox:
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.is_full = False
+
+    def send(self, message: Any) -> bool:
+        if not self.is_full:
+            self.sent.append(message)
+        return not self.is_full
+
+
+class Bench:
+    """Restarts of fake processes."""
+
+    def __init__(self) -> None:
+        self.resources = SharedResources(Settings(), [], [], None)
+        self.resources.create_arenas()
+        self.resources.create_rings()
+        self.children = {name: FakeChild(name) for name in self.resources.incarnations}
+        self.outboxes = {name: FakeOutbox() for name in self.children}
+        bench: Any = self
+        self.restarts = Restarts(RunMode(), self.resources, bench, bench, logging.getLogger("test"))
+
+    # As a ChildTable and an Inbox.
+    def lost(self, child: FakeChild, address: str) -> None:
+        child.state, child.is_alive = "recovering", False
+
+    def replaced(self, name: str, incarnation: int) -> None:
+        pass
+
+    def die(self, name: str) -> None:
+        child: Any = self.children[name]
+        assert self.restarts.died(child, "was killed by SIGKILL") == ""
+
+    def told(self, name: str) -> list[str]:
+        return [message.peer.name for message in self.outboxes[name].sent if isinstance(message, m.PeerRestarted)]
+
+    def num_aborts(self) -> dict[str, int]:
+        return {name: child.num_aborts for name, child in self.children.items() if child.num_aborts}
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    one = Bench()
+    yield one
+    one.resources.close()
+
+
+def test_a_neighbour_that_is_ending_is_left_to_its_end(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    """The kernel closes the sockets of a process that was killed before its end can be seen, and a stage that fails
+    closes them before it has sent its reason."""
+    bench.children["execute.0"].control = "closed"
+    bench.die("schedule.0")
+    assert bench.told("ingest.0") == bench.told("detokenize.0") == ["schedule.0"]
+    assert bench.told("execute.0") == [] and not bench.num_aborts() and "killing" not in caplog.text
+    assert not bench.restarts.recovery.is_known("schedule.0")
+    bench.die("execute.0")
+    for name in ("ingest.0", "detokenize.0"):
+        for message in bench.outboxes[name].sent:
+            bench.restarts.answered(name, message.epoch)
+    assert bench.told("gateway.0") == ["schedule.0"], "it waits for no answer of a process that has ended"
+
+
+@pytest.mark.parametrize("what", ["descriptors", "messages"])
+def test_a_neighbour_that_reads_nothing_any_more_is_killed(
+    bench: Bench, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    if what == "descriptors":
+        bench.children["execute.0"].control = "full"
+    else:
+        bench.outboxes["execute.0"].is_full = True
+    bench.die("schedule.0")
+    assert bench.num_aborts() == {"execute.0": 1}
+    assert "execute.0 takes no messages; killing it" in caplog.text
+
+
+def test_a_start_does_not_count_the_time_in_which_the_supervisor_was_suspended(bench: Bench) -> None:
+    timeout_s = bench.resources.settings.supervisor.start_timeout_s
+    bench.die("schedule.0")
+    bench.restarts._due_s.clear()
+    successor = bench.children["schedule.0"]
+    successor.is_alive = True
+    bench.restarts.suspended(1e9)
+    facts = m.ExecuteFacts(num_blocks=64, block_size=16, max_model_len=512, vocab_size=1000, hidden_size=8)
+    bench.restarts.turn("/model", facts)
+    assert successor.num_aborts == 0
+    successor.suspended_s = -timeout_s
+    bench.restarts.turn("/model", facts)
+    assert successor.num_aborts == 1
