@@ -58,7 +58,7 @@ class Reference:
     def __init__(self, folder: Path) -> None:
         def write_rounded(qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: LayerKV) -> None:
             rotary.rotary_write(qkv, cos, sin, slots, kv)
-            for part in kv:
+            for part in (kv.keys, kv.values):
                 part.copy_(part.bfloat16())
 
         with pytest.MonkeyPatch.context() as patch:
