@@ -46,8 +46,8 @@ def layers_of(memory: Tensor, num_kv_heads: int, head_dim: int) -> list[LayerKV]
     if memory.dtype != torch.int8:
         return [LayerKV(layer[0], layer[1]) for layer in memory]
     num_codes = BLOCK_SIZE * num_kv_heads * head_dim
-    codes = memory[..., :num_codes].unflatten(-1, (BLOCK_SIZE, num_kv_heads, head_dim))
-    scales = memory[..., num_codes:].view(torch.bfloat16).unflatten(-1, (BLOCK_SIZE, num_kv_heads))
+    codes = memory[..., :num_codes].view(*memory.shape[:-1], BLOCK_SIZE, num_kv_heads, head_dim)
+    scales = memory[..., num_codes:].view(torch.bfloat16).view(*memory.shape[:-1], BLOCK_SIZE, num_kv_heads)
     return [LayerKV(code[0], code[1], scale[0], scale[1]) for code, scale in zip(codes, scales, strict=True)]
 
 

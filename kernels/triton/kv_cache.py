@@ -54,7 +54,7 @@ def codes_and_scales(cache: Tensor) -> tuple[Tensor, Tensor]:
     """Views of keys or values in 8 bits: codes [num_blocks, K, BLOCK_SIZE, D] int8, scales [num_blocks, K, BLOCK_SIZE]
     bfloat16."""
     num_codes = BLOCK_SIZE * head_dim_of(cache)
-    codes = cache[..., :num_codes].unflatten(-1, (BLOCK_SIZE, -1))
+    codes = cache[..., :num_codes].view(*cache.shape[:-1], BLOCK_SIZE, -1)
     return codes, cache[..., num_codes:].view(torch.bfloat16)
 
 

@@ -79,28 +79,32 @@ class Tiles:
     """For longer chunks, in steps of more than `NO_CHUNKS` tokens."""
 
 
-def choose_tiles(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Tiles:
-    """Sizes for an H100. Reasoned, not measured.
+def choose_tiles(
+    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, *, quantized: bool = False
+) -> Tiles:
+    """Sizes for an H100, for queries of `dtype` and keys and values of the same or, `quantized`, in 8 bits. Reasoned,
+    not measured.
 
     A narrow tile is bound by bytes: 32 KiB of keys and values, two in flight, two programs per multiprocessor. That is
     five times what hides the memory's latency at full speed (24 KiB per multiprocessor at 3.3 TB/s and 1 us). A middle
     tile is the smallest for Hopper's tensor cores (64 rows, one group of four warps). A wide one reads keys half as
-    often.
+    often. Codes take registers while they are converted, so narrow and middle tiles have half as many of them.
     """
     group, padded = num_heads // num_kv_heads, next_power_of_2(head_dim)
     key_bytes = 2 * padded * dtype.itemsize
     least_rows = max(16, next_power_of_2(group))
+    share = 2 if quantized else 1
     keys = min(128, max(16, 32768 // key_bytes))
-    narrow = Tile(least_rows, keys, 4, 3, 2, 4, 2, 1024)
+    narrow = Tile(least_rows, max(16, keys // share), 4, 3, 2, 4, 2, 1024)
     if dtype.itemsize > 2:
         # A float32 matmul is three in tf32, which takes registers. float32 is not meant to be fast.
         narrow = Tile(least_rows, min(64, max(16, 16384 // key_bytes)), 4, 2, 2, 4, 1, 512)
         middle = Tile(max(32, least_rows), narrow.keys, 8, 2, 1, 4, 1, 2048)
         return Tiles(narrow, middle, middle)
     if padded > 128:
-        middle = Tile(max(64, least_rows), max(16, 32768 // key_bytes), 8, 2, 1, 4, 2, 8192)
+        middle = Tile(max(64, least_rows), max(16, 32768 // key_bytes // share), 8, 2, 1, 4, 2, 8192)
         return Tiles(narrow, middle, middle)
-    middle = Tile(max(64, least_rows), 64, 4, 3, 2, 4, 2, 4096)
+    middle = Tile(max(64, least_rows), 64 // share, 4, 3, 2, 4, 2, 4096)
     wide = Tile(max(128, least_rows), 64, 8, 3, 1, 8, 4, 8192)
     return Tiles(narrow, middle, wide)
 
@@ -151,12 +155,14 @@ class AttentionTasks:
         *,
         scratch: Scratch | None = None,
         tiles: Tiles | None = None,
+        quantized: bool = False,
     ) -> None:
-        """`dtype` is that of queries. Windows that share `scratch` must have the same `tiles`."""
+        """`dtype` is that of queries; keys and values are of the same or, `quantized`, in 8 bits. Windows that share
+        `scratch` must have the same `tiles`."""
         assert num_heads % num_kv_heads == 0
         assert max_tokens * num_kv_heads < 2**31, "units are numbered by an int32"
         assert window is None or window >= 1
-        self.tiles = tiles or choose_tiles(num_heads, num_kv_heads, head_dim, dtype)
+        self.tiles = tiles or choose_tiles(num_heads, num_kv_heads, head_dim, dtype, quantized=quantized)
         for tile in (self.tiles.narrow, self.tiles.middle, self.tiles.wide):
             assert tile.rows >= num_heads // num_kv_heads, "a tile must hold at least one token"
             assert tile.min_tiles >= 2, "two cuts would be on the same tile"

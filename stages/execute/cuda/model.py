@@ -165,7 +165,7 @@ class DeviceModel(ProgramBuilder):
         self._wide = _Memory(max_num_tokens, where)
         self._narrow = _Memory(max_num_tokens, where)
         self._dequantized: Tensor | None = None
-        self._cos = self._sin = self.logits
+        self._cos = self._sin = self._kv = self.logits
 
     # ---------------------------------------------------------------------------------------------------- recording
 
@@ -191,6 +191,7 @@ class DeviceModel(ProgramBuilder):
     def use(self, kv: Tensor, max_model_len: int) -> None:
         """Set the KV memory and the longest sequence, once all weights are loaded."""
         config = self._config
+        self._kv = kv
         frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
         tables = rope_table(frequencies, max_model_len)
         self._cos, self._sin = (torch.from_numpy(table).to(self._device.where) for table in tables)
@@ -239,6 +240,7 @@ class DeviceModel(ProgramBuilder):
                 self._device.where,
                 window,
                 scratch=self._scratch,
+                quantized=kv_cache.is_quantized(self._kv),
             )
             self._scratch = self._tasks[window].scratch
         return self._tasks[window]

@@ -421,8 +421,8 @@ def test_rotary_embedding_and_kv_writes(
         assert_quantized(made[0], scales[0], expected_keys, keys_error)
         assert_quantized(made[1], scales[1], heads[:, turning:], values_error)
     every = np.arange(num_blocks * BLOCK_SIZE)
-    others = np.setdiff1d(every, slots)
-    others = others // BLOCK_SIZE, others % BLOCK_SIZE
+    other_slots = np.setdiff1d(every, slots)
+    others = other_slots // BLOCK_SIZE, other_slots % BLOCK_SIZE
     after = kv.read(*others)
     after_scales = kv.scales[others[0], :, :, others[1]]
     kv.bytes[:] = untouched

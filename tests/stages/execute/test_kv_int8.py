@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pipeline.cli.check.chunks import COUNTED, chunks_of
+from pipeline.cli.check.divergence import Divergence
 from pipeline.cli.check.fidelity import BUILT_IN
 from pipeline.config.settings import Settings
 from pipeline.runtime.model_folder import ModelConfig
@@ -122,7 +123,7 @@ def test_the_default_models_most_likely_tokens_are_those_of_a_cache_in_bfloat16(
     base = Settings()
     with_bf16 = fidelity.load(base, smollm2_dir, "bfloat16", "auto")
     with_int8 = fidelity.load(base, smollm2_dir, "bfloat16", "auto", kv_dtype="int8")
-    found = fidelity.Divergence()
+    found = Divergence()
     for chunk in chunks[:: len(chunks) // NUM_CHUNKS][:NUM_CHUNKS]:
         found.add(fidelity.logits_of(with_bf16, chunk), fidelity.logits_of(with_int8, chunk))
     summary = found.summary()

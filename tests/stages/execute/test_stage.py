@@ -47,7 +47,14 @@ def test_ready_contains_the_executors_facts(rig: Rig) -> None:
     facts = begin(rig)
     num_blocks, num_tokens = 16 * 1024**2 // 12288, settings().schedule.max_num_batched_tokens
     assert facts == m.ExecuteFacts(
-        num_blocks, 16, 256, VOCAB_SIZE, hidden_size=48, max_num_prefill_tokens=num_tokens, weight_formats="f32"
+        num_blocks,
+        16,
+        256,
+        VOCAB_SIZE,
+        hidden_size=48,
+        max_num_prefill_tokens=num_tokens,
+        weight_formats="f32",
+        kv_dtype="float32",
     )
 
 

@@ -34,7 +34,7 @@ def _launch(
 ) -> None:
     num_heads, num_kv_heads, head_dim = shape
     device = torch.device("cpu")
-    tasks = AttentionTasks(32, 2048, num_heads, num_kv_heads, head_dim, dtype, device, window)
+    tasks = AttentionTasks(32, 2048, num_heads, num_kv_heads, head_dim, dtype, device, window, quantized=quantized)
     ints = torch.zeros(num_tokens, dtype=torch.int32)
     of_entries = torch.zeros(num_entries, dtype=torch.int32)
     step = StepArrays(
