@@ -16,11 +16,18 @@ constexpr int ATTENTION_ROWS = TILE_ROWS;
 constexpr int ATTENTION_ROWS = MOST_ROWS;
 #endif
 
+// How scores differ from queries x keys: a cap c in c * tanh(score / c), 0 for none, and for each query head what is
+// subtracted for each position that a key is before the query (ALiBi: Press et al., 2021, arXiv:2108.12409), or null.
+struct ScoreForm {
+    float softcap = 0;
+    const float* slopes = nullptr;
+};
+
 class Attention final : public Op {
    public:
     // `queries` and `out` are plain activations; with `floats`, `out` is float32 on every ISA.
-    Attention(Rows out, bool floats, Rows queries, const KV& kv, const AttentionPlan& plan)
-        : Op("attention"), out_(out), floats_(floats), queries_(queries), kv_(kv), plan_(plan) {}
+    Attention(Rows out, bool floats, Rows queries, const KV& kv, const AttentionPlan& plan, const ScoreForm& form = {})
+        : Op("attention"), out_(out), floats_(floats), queries_(queries), kv_(kv), plan_(plan), form_(form) {}
 
     int tiles(const Step&) const override { return int(plan_.items.size()); }
 
@@ -28,7 +35,7 @@ class Attention final : public Op {
 
     size_t scratch_bytes() const override {
         return align(size_t(num_slices()) * ITEM_STATES * SLICE * sizeof(act)) + align(ITEM_STATES * kv_.head_dim * 4) +
-               align(ATTENTION_ROWS * STRETCH * 4) + align(ATTENTION_ROWS * STRETCH * sizeof(act)) + 4 * align(ITEM_STATES * 4);
+               align(ATTENTION_ROWS * STRETCH * 4) + align(ATTENTION_ROWS * STRETCH * sizeof(act)) + 5 * align(ITEM_STATES * 4);
     }
 
     void tile(const Step& step, int index, const Scratch& scratch) override {
@@ -83,6 +90,7 @@ class Attention final : public Op {
         act* weights;   // [ATTENTION_ROWS][64]; the same memory as scores if both are floats
         float *top, *total;    // [states]
         int32_t *first, *end;  // [rows]: the keys that a row attends to
+        int32_t* place;        // [rows]: a row's place in its group of query heads
     };
 
     static constexpr int SLICE = 64;  // dimensions of a query that are adjacent, so that rows are a constant apart
@@ -108,6 +116,7 @@ class Attention final : public Op {
         state.total = reinterpret_cast<float*>(take(ITEM_STATES * 4));
         state.first = reinterpret_cast<int32_t*>(take(ITEM_STATES * 4));
         state.end = reinterpret_cast<int32_t*>(take(ITEM_STATES * 4));
+        state.place = reinterpret_cast<int32_t*>(take(ITEM_STATES * 4));
         return state;
     }
 
@@ -136,6 +145,7 @@ class Attention final : public Op {
                 const int at = position(step, *member, r);
                 state.first[member->at + r] = plan_.first_key(at);
                 state.end[member->at + r] = at + 1;
+                state.place[member->at + r] = (member->row + r) % plan_.group;
             }
         std::fill_n(state.top, states, -INFINITY);
         std::fill_n(state.total, states, 0.0f);
@@ -204,9 +214,22 @@ class Attention final : public Op {
         const size_t first = size_t(head) * item.rows + row;
         const Part part{state.queries + first * SLICE, state.out + first * kv_.head_dim, state.scores, state.weights};
         multiply_keys(part, count, stretch, ahead);
+        if (form_.softcap > 0 || form_.slopes)
+            for (int r = 0; r < count; r++)
+                reshape(part.scores + r * STRETCH, stretch.num_blocks * BLOCK, key - (state.end[row + r] - 1),
+                        (item.head + head) * plan_.group + state.place[row + r]);
         softmax(part, count, state.first + row, state.end + row, key, state.top + first, state.total + first, ahead);
         multiply_values(part, count, stretch, ahead);
         ahead.prefetch_rest();
+    }
+
+    // Caps and biases the scores of a query with `num` keys, the first of which is `distance` positions after it.
+    void reshape(float* scores, int num, int distance, int query) const {
+        if (form_.softcap > 0)
+            for (int i = 0; i < num; i += LANES)
+                store(scores + i, form_.softcap * tanh_of(load<vf>(scores + i) * (1.0f / form_.softcap)));
+        if (form_.slopes)
+            for (int i = 0; i < num; i++) scores[i] += form_.slopes[query] * float(distance + i);
     }
 
     // The first rows of one matmul.
@@ -404,4 +427,5 @@ class Attention final : public Op {
     const Rows queries_;
     const KV kv_;
     const AttentionPlan& plan_;
+    const ScoreForm form_;
 };

@@ -70,7 +70,7 @@ class Attention:
         self.out = r.wide_rows(NUM_TOKENS, self.width * 4)
         layer = r.kept(native.NativeLayerMemory(kept.ctypes.data, kv_heads, head_dim))
         plan = r.library.program_attention_plan(r.program, kv_heads * group, kv_heads, window)
-        r.library.program_attention(r.program, self.out, True, self.queries, ctypes.byref(layer), plan)
+        r.library.program_attention(r.program, self.out, True, self.queries, ctypes.byref(layer), plan, None)
 
     def run(self, tree: Tree, tables: IntArray, rows: Sequence[int]) -> list[np.ndarray]:
         """Run these rows of a tree as one step, with these tables. Returns the output of each, [tokens, width]."""

@@ -83,6 +83,7 @@ def reference_model(config: ModelConfig, seed: int = 0) -> Any:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling is not None:
         scaling = config.rope_scaling
+        assert isinstance(scaling, Llama3Rope)
         rope |= {
             "rope_type": "llama3",
             "factor": scaling.factor,
