@@ -18,6 +18,7 @@ import numpy as np
 from safetensors import safe_open
 
 from pipeline.runtime.model_folder import Layout, ModelConfig
+from pipeline.stages.prepare.families.architecture import OTHER_PARTS, TEXT_PREFIX
 from pipeline.stages.prepare.files import open_regular, shown
 from pipeline.stages.prepare.sources.source import ModelError
 
@@ -239,8 +240,9 @@ PREFIX = "transformer."
 
 
 def is_known_extra(name: str) -> bool:
-    """Whether a tensor that no model uses is allowed: a tied head, or a buffer of old checkpoints."""
-    return name in HEADS or name.endswith(EXTRAS)
+    """Whether a tensor that no model uses is allowed: a tied head, a buffer of old checkpoints, or one for
+    images."""
+    return name.removeprefix(TEXT_PREFIX) in HEADS or name.endswith(EXTRAS) or name.startswith(OTHER_PARTS)
 
 
 def with_prefix_of(config: ModelConfig, paths: Iterable[Path]) -> ModelConfig:

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from pipeline.runtime.model_folder import Layout, ModelConfig, Piece
 from pipeline.stages.prepare.families.keys import ConfigFault, Keys
 from pipeline.stages.prepare.files import shown
@@ -113,6 +115,32 @@ def gate_up_slices(model: ModelConfig, tensor: str = "mlp.gate_up_proj") -> dict
 def renamed(**names: str) -> dict[str, Piece]:
     """Pieces that are whole tensors; the keys' double underscores are dots."""
     return {key.replace("__", "."): Piece(name) for key, name in names.items()}
+
+
+TEXT_PREFIX = "language_model."
+"""Of the tensors of a text model that is a part of one for texts and images."""
+TEXT_PARTS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+"""`model_type` of models for texts and images whose text model is served, and that of its config without one."""
+OTHER_PARTS = ("vision_tower.", "multi_modal_projector.")
+"""Prefixes of their other tensors."""
+
+
+def text_part(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The config.json of the text model in one for texts and images; None if it is of another kind."""
+    kind, text = config.get("model_type"), config.get("text_config")
+    if kind not in TEXT_PARTS or not isinstance(text, dict):
+        return None
+    shared = {key: config[key] for key in ("eos_token_id", "bos_token_id", "tie_word_embeddings") if key in config}
+    return {"model_type": TEXT_PARTS[kind], **shared, **text}
+
+
+def as_part(layout: Layout) -> Layout:
+    """The layout of the same tensors as a part of a model for texts and images."""
+    outside = {name: layout.pieces.get(name) or Piece(name) for name in ("model.embed_tokens", "model.norm", "lm_head")}
+    pieces = {
+        name: msgspec.structs.replace(piece, tensor=f"{TEXT_PREFIX}{piece.tensor}") for name, piece in outside.items()
+    }
+    return Layout(f"{TEXT_PREFIX}{layout.layers}", layout.pieces | pieces)
 
 
 def alibi_slopes(num_heads: int, scale: float = 1.0) -> list[float]:

@@ -73,7 +73,9 @@ ARCHITECTURES: dict[Architecture, HfArchitecture] = {
         keys=ACTIVATION,
         defaults={
             **DEFAULTS,
+            "num_attention_heads": 8,
             "num_key_value_heads": 4,
+            "vocab_size": 262208,
             "max_position_embeddings": 131072,
             "rope_theta": 1000000.0,
             "rope_local_base_freq": 10000.0,

@@ -7,6 +7,7 @@ import msgspec
 
 from pipeline.runtime.model_folder import Architecture, ModelConfig
 from pipeline.stages.prepare.architectures import HF_ARCHITECTURES, flags_of
+from pipeline.stages.prepare.families.architecture import as_part, text_part
 from pipeline.stages.prepare.families.keys import ACTIVATIONS, ConfigFault, Keys
 from pipeline.stages.prepare.families.ropes import read_ropes
 from pipeline.stages.prepare.files import shown
@@ -28,7 +29,9 @@ class ConfigReader:
 
     def __init__(self, path: Path, config: dict[str, Any]) -> None:
         self.path = path
-        self._config = config
+        text = text_part(config)
+        self._is_part = text is not None
+        self._config = config if text is None else {**text, "architectures": None}
         self._keys = Keys(config, {}, {})
 
     def model(self, name: str, weight_files: list[Path], generation: dict[str, Any]) -> ModelConfig:
@@ -90,7 +93,8 @@ class ConfigReader:
         )
         check_shape(config, self.path, names)
         config = msgspec.structs.replace(config, **kind.fields(keys, config))
-        config = msgspec.structs.replace(config, layout=kind.layout(config))
+        layout = kind.layout(config)
+        config = msgspec.structs.replace(config, layout=as_part(layout) if self._is_part else layout)
         check_shape(config, self.path, names)
         return config
 

@@ -119,6 +119,7 @@ def _own_keys(config: ModelConfig) -> dict[str, Any]:
             assert config.qk_norm and config.qkv_bias == config.out_bias
             own = {"use_sliding_window": True, "sliding_window": config.sliding_window, "layer_types": windows}
             return {**own, "attention_bias": config.qkv_bias}
+    raise AssertionError(f"tiny_architectures.py makes models of {config.architecture}")
 
 
 def write(folder: Path, config: ModelConfig, seed: int = 0) -> Any:

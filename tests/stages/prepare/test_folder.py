@@ -117,7 +117,7 @@ def test_old_rope_keys_win_over_new_ones_as_in_transformers(source: Path) -> Non
     checkpoints.edit_config(source, **both, rope_theta=7000.0)
     theirs = AutoConfig.from_pretrained(source).rope_parameters
     config = config_of(source)
-    assert config.rope_scaling is not None
+    assert isinstance(config.rope_scaling, Llama3Rope)
     assert (config.rope_scaling.factor, config.rope_theta) == (theirs["factor"], theirs["rope_theta"]) == (8.0, 7000.0)
 
 
