@@ -62,10 +62,17 @@ SERVERS = (
     "tests/e2e/",
     "tests/test_pythons.py::test_a_wheel_serves_from_a_folder_of_shadowing_modules",
 )
-"""The same for tests that need so much that at most two of them run at once, and nothing beside them. Tests in ALONE
+"""The same for tests that need so much that at most three of them run at once, and nothing beside them. Tests in ALONE
 are excluded. All other tests run beside each other."""
 
-LONGEST = ("tests/stages/execute/test_smollm2.py", "tests/e2e/http/test_fuzz.py")
+LONGEST = (
+    "tests/stages/execute/test_smollm2.py",
+    "tests/tools/test_compare_peers.py",
+    "tests/e2e/http/test_fuzz.py",
+    "tests/e2e/test_life_and_death.py",
+    "tests/e2e/test_recovery.py",
+    "tests/e2e/test_scaling.py",
+)
 """These run first: at the end, one process would run each of them while the others are idle."""
 
 

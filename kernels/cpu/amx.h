@@ -2,7 +2,7 @@
 // rows of 64 bytes. One instruction adds the product of two of them to a third.
 //
 // A thread chooses the shapes of its registers before it uses them; that takes hundreds of cycles, so there are few
-// shapes. With EMULATE, the registers are ordinary memory, so that the data paths can be tested on any CPU.
+// shapes. With EMULATE_TILES, the registers are ordinary memory, so that the data paths can be tested on any CPU.
 #pragma once
 
 #include "vec.h"
@@ -23,7 +23,7 @@ struct alignas(64) TileShapes {
 
 // Asks Linux to save the tile registers of this process. Whether it does.
 INLINE bool request_tiles() {
-#if defined(EMULATE)
+#if defined(EMULATE_TILES)
     return true;
 #else
     constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
@@ -31,17 +31,14 @@ INLINE bool request_tiles() {
 #endif
 }
 
-#if defined(EMULATE)
+#if defined(EMULATE_TILES)
+
+static_assert(LANES == TILE_BYTES / 4);
 
 struct EmulatedTiles {
     TileShapes shapes;
-    uint8_t data[8][TILE_ROWS][TILE_BYTES];
-
-    // The number of type T that row `r` of a register has at `i`.
-    template <class T>
-    T& at(int tile, int r, int i) {
-        return reinterpret_cast<T*>(data[tile][r])[i];
-    }
+    // What is beyond a register's shape is zero, as in the CPU.
+    alignas(TILE_BYTES) uint8_t data[8][TILE_ROWS][TILE_BYTES];
 };
 static thread_local EmulatedTiles emulated;
 
@@ -67,28 +64,29 @@ static void tile_store(void* to, size_t stride) {
         memcpy(static_cast<uint8_t*>(to) + r * stride, emulated.data[T][r], emulated.shapes.bytes[T]);
 }
 
-// C += A x B, where each row of A and of B has pairs of depth.
+// C += A x B, where each row of A and of B has pairs of depth. A product of two bfloat16 numbers is exact in float32.
 template <int C, int A, int B>
 static void tile_dot_bf16() {
-    const auto widen = [](uint16_t half) { return bits<float>(uint32_t(half) << 16); };
-    for (int r = 0; r < emulated.shapes.rows[C]; r++)
-        for (int n = 0; n < emulated.shapes.bytes[C] / 4; n++) {
-            float sums[2] = {};
-            for (int k = 0; k < emulated.shapes.bytes[A] / 2; k++)
-                sums[k % 2] = std::fma(widen(emulated.at<uint16_t>(A, r, k)),
-                                       widen(emulated.at<uint16_t>(B, k / 2, 2 * n + k % 2)), sums[k % 2]);
-            emulated.at<float>(C, r, n) += sums[0] + sums[1];
+    for (int r = 0; r < emulated.shapes.rows[C]; r++) {
+        vf sums[2] = {};
+        for (int k = 0; k < emulated.shapes.bytes[A] / 4; k++) {
+            const vu pair = load<uint32_t>(&emulated.data[A][r][4 * k]) - vu{}, pairs = load<vu>(emulated.data[B][k]);
+            sums[0] = sums[0] + bits<vf>(pair << 16) * bits<vf>(pairs << 16);
+            sums[1] = sums[1] + bits<vf>(pair & 0xFFFF0000u) * bits<vf>(pairs & 0xFFFF0000u);
         }
+        store(emulated.data[C][r], load<vf>(emulated.data[C][r]) + (sums[0] + sums[1]));
+    }
 }
 
 // C += A x B, where each row of A has fours of signed bytes of depth, and of B fours of unsigned ones.
 template <int C, int A, int B>
 static void tile_dot_int8() {
-    for (int r = 0; r < emulated.shapes.rows[C]; r++)
-        for (int n = 0; n < emulated.shapes.bytes[C] / 4; n++)
-            for (int k = 0; k < emulated.shapes.bytes[A]; k++)
-                emulated.at<int32_t>(C, r, n) +=
-                    int32_t(emulated.at<int8_t>(A, r, k)) * int32_t(emulated.at<uint8_t>(B, k / 4, 4 * n + k % 4));
+    for (int r = 0; r < emulated.shapes.rows[C]; r++) {
+        vi sums = load<vi>(emulated.data[C][r]);
+        for (int k = 0; k < emulated.shapes.bytes[A] / 4; k++)
+            sums = dot_bytes(sums, load<vu>(emulated.data[B][k]), load<uint32_t>(&emulated.data[A][r][4 * k]) - vu{});
+        store(emulated.data[C][r], sums);
+    }
 }
 
 #else

@@ -41,19 +41,21 @@ class Attention final : public Op {
     void tile(const Step& step, int index, const Scratch& scratch) override {
         const Item& item = plan_.items[index];
         const Member* members = plan_.members.data() + item.members;
-        const Run* runs = plan_.runs.data() + item.runs;
         State state = lay_out(scratch.memory);
         begin(step, item, members, state);
-        for (int i = 0; i < item.num_runs; i++) {
-            const Member &first = members[runs[i].begin], &last = members[runs[i].end - 1];
-            stretch(step, item, first, last.at + last.rows - first.at, runs[i].key, STRETCH_BLOCKS, state);
-        }
-        for (int i = 0; i < item.num_members; i++) {
-            const Member& member = members[i];
-            const int last = position(step, member, member.rows - 1);
-            for (int key = member.own; key <= last; key += STRETCH)
-                stretch(step, item, member, member.rows, key, num_blocks(last, key), state, num_blocks(last, key + STRETCH));
-        }
+        Pass pass = first_pass(step, item);
+        const auto then = [&](const Pass& next) {
+            compute(step, item, pass, next, item.head, state);
+            pass = next;
+        };
+        const Run* runs = plan_.runs.data() + item.runs;
+        for (int i = 1; i < item.num_runs; i++) then(pass_of(members, runs[i]));
+        for (int i = 0; i < item.num_members; i++)
+            for (int key = members[i].own; key <= last_key(step, members[i]); key += STRETCH)
+                if (i || key > members[i].own || item.num_runs) then(pass_of(step, members[i], key));
+        const bool has_next = scratch.next < int(plan_.items.size());
+        const Item& next = plan_.items[has_next ? scratch.next : index];
+        compute(step, item, pass, has_next ? first_pass(step, next) : Pass{}, next.head, state);
         for (int i = 0; i < item.num_members; i++) write(step, item, members[i], state);
     }
 
@@ -171,37 +173,53 @@ class Attention final : public Op {
             }
     }
 
-    // Blocks of the stretch at `key`, up to the one of key `last`.
-    static int num_blocks(int last, int key) {
-        return last < key ? 0 : std::min(STRETCH_BLOCKS, (last - key) / BLOCK + 1);
+    // Rows that go through a stretch of keys: `rows` of each head, from the first of `member` on. No blocks: there is no
+    // such pass.
+    struct Pass {
+        const Member* member = nullptr;
+        int rows = 0, key = 0, num_blocks = 0;
+    };
+
+    int last_key(const Step& step, const Member& member) const { return position(step, member, member.rows - 1); }
+
+    static Pass pass_of(const Member* members, const Run& run) {
+        const Member &first = members[run.begin], &last = members[run.end - 1];
+        return {&first, last.at + last.rows - first.at, run.key, STRETCH_BLOCKS};
     }
 
-    // `rows` rows of each head, from the first of `member` on, go through the stretch at `key` in that member's blocks.
-    // Each head prefetches the next one's keys and values; the last one, those of the first in the `next_blocks` blocks
-    // that follow.
-    void stretch(const Step& step, const Item& item, const Member& member, int rows, int key, int num_blocks,
-                 State& state, int next_blocks = 0) const {
-        const int32_t* blocks = step.blocks(member.entry) + key / BLOCK;
+    Pass pass_of(const Step& step, const Member& member, int key) const {
+        return {&member, member.rows, key, std::min(STRETCH_BLOCKS, (last_key(step, member) - key) / BLOCK + 1)};
+    }
+
+    Pass first_pass(const Step& step, const Item& item) const {
+        const Member* members = plan_.members.data() + item.members;
+        return item.num_runs ? pass_of(members, plan_.runs[item.runs]) : pass_of(step, *members, members->own);
+    }
+
+    // Each head prefetches the next one's keys and values; the last one, those of `next_head` in the next pass.
+    void compute(const Step& step, const Item& item, const Pass& pass, const Pass& next, int next_head,
+                 State& state) const {
         // One matmul's rows after the other, so that their data stays in the L1 cache.
-        const int parts = ceil_div(rows, ATTENTION_ROWS);
+        const int parts = ceil_div(pass.rows, ATTENTION_ROWS);
         for (int head = 0; head < item.heads; head++)
-            for (int part = 0, row = member.at; part < parts; part++) {
-                const int count = rows / parts + (part < rows % parts);
-                Stretch next;
-                if (part == 0 && head + 1 < item.heads)
-                    next = stretch_of(blocks, num_blocks, item.head + head + 1);
-                else if (part == 0)
-                    next = stretch_of(blocks + STRETCH_BLOCKS, next_blocks, item.head);
-                some_rows(item, head, row, count, stretch_of(blocks, num_blocks, item.head + head),
-                          StretchAhead(next, kv_.head_dim), key, state);
+            for (int part = 0, row = pass.member->at; part < parts; part++) {
+                const int count = pass.rows / parts + (part < pass.rows % parts);
+                Stretch ahead;
+                if (part == 0)
+                    ahead = head + 1 < item.heads ? stretch_of(step, pass, item.head + head + 1)
+                                                  : stretch_of(step, next, next_head);
+                some_rows(item, head, row, count, stretch_of(step, pass, item.head + head),
+                          StretchAhead(ahead, kv_.head_dim), pass.key, state);
                 row += count;
             }
     }
 
-    Stretch stretch_of(const int32_t* blocks, int num_blocks, int head) const {
+    Stretch stretch_of(const Step& step, const Pass& pass, int head) const {
         Stretch stretch;
-        stretch.num_blocks = num_blocks;
-        for (int b = 0; b < num_blocks; b++) {
+        stretch.num_blocks = pass.num_blocks;
+        if (!pass.num_blocks) return stretch;
+        const int32_t* blocks = step.blocks(pass.member->entry) + pass.key / BLOCK;
+        for (int b = 0; b < pass.num_blocks; b++) {
             stretch.keys[b] = kv_.keys(blocks[b], head);
             stretch.values[b] = kv_.values(blocks[b], head);
         }
@@ -218,7 +236,16 @@ class Attention final : public Op {
             for (int r = 0; r < count; r++)
                 reshape(part.scores + r * STRETCH, stretch.num_blocks * BLOCK, key - (state.end[row + r] - 1),
                         (item.head + head) * plan_.group + state.place[row + r]);
-        softmax(part, count, state.first + row, state.end + row, key, state.top + first, state.total + first, ahead);
+        switch (stretch.num_blocks) {
+#define CASE(B)                                                                                                     \
+    case B:                                                                                                         \
+        softmax<B * BLOCK>(part, count, state.first + row, state.end + row, key, state.top + first, state.total + first, \
+                           ahead);                                                                                  \
+        break;
+            CASE(1) CASE(2) CASE(3) CASE(4)
+#undef CASE
+        }
+        static_assert(STRETCH_BLOCKS == 4);
         multiply_values(part, count, stretch, ahead);
         ahead.prefetch_rest();
     }
@@ -239,8 +266,9 @@ class Attention final : public Op {
         act* weights;
     };
 
-    // Turns scores into softmax weights. Row r attends to the keys first[r] .. end[r]; none of these 64 may be among
-    // them. Each loop goes over all rows, because the operations of a single row depend on each other.
+    // Turns the scores of KEYS keys into softmax weights. Row r attends to the keys first[r] .. end[r]; none of these may
+    // be among them. Each loop goes over all rows, because the operations of a single row depend on each other.
+    template <int KEYS>
     void softmax(const Part& part, int count, const int32_t* first, const int32_t* end, int key, float* top,
                  float* total, StretchAhead& ahead) const {
         static_assert(ATTENTION_ROWS <= LANES);
@@ -248,11 +276,11 @@ class Attention final : public Op {
         ahead.prefetch_part(8);
         for (int r = 0; r < count; r++) {
             float* scores = part.scores + r * STRETCH;
-            for (int i = 0; i < first[r] - key && i < STRETCH; i++) scores[i] = -INFINITY;
-            for (int i = std::max(0, end[r] - key); i < STRETCH; i++) scores[i] = -INFINITY;
+            for (int i = 0; i < first[r] - key && i < KEYS; i++) scores[i] = -INFINITY;
+            for (int i = std::max(0, end[r] - key); i < KEYS; i++) scores[i] = -INFINITY;
             ahead.prefetch_part(32);
             vf highest = load<vf>(scores);
-            for (int i = LANES; i < STRETCH; i += LANES) highest = max(highest, load<vf>(scores + i));
+            for (int i = LANES; i < KEYS; i += LANES) highest = max(highest, load<vf>(scores + i));
             tops[r] = largest(highest);
             shrinks[r] = top[r] - tops[r];
         }
@@ -269,12 +297,12 @@ class Attention final : public Op {
             const float* scores = part.scores + r * STRETCH;
             act* weights = part.weights + r * STRETCH;
             if (tops[r] == -INFINITY) {
-                for (int i = 0; i < STRETCH; i += LANES) store_acts(weights + i, vf{});
+                for (int i = 0; i < KEYS; i += LANES) store_acts(weights + i, vf{});
                 continue;
             }
             ahead.prefetch_part(32);
             vf sums{};
-            for (int i = 0; i < STRETCH; i += LANES) {
+            for (int i = 0; i < KEYS; i += LANES) {
                 const vf weight = exp_of(load<vf>(scores + i) - top[r]);
                 sums += weight;
                 store_acts(weights + i, weight);
@@ -388,7 +416,7 @@ class Attention final : public Op {
             const uint8_t* next[P];
             if (ahead)
                 for (int p = 0; p < P; p++) next[p] = reinterpret_cast<const uint8_t*>(ahead[p] + d * PANEL);
-            multiply_bf16<R, P, L1>(rows, from, PANEL / 2, acc, ahead ? next : nullptr);
+            multiply_bf16<R, P, L2>(rows, from, PANEL / 2, acc, ahead ? next : nullptr);
         }
         for (int r = 0; r < R; r++)
             for (int p = 0; p < P; p++)
@@ -413,7 +441,7 @@ class Attention final : public Op {
             const uint8_t* next[P];
             for (int p = 0; has_next && p < P; p++)
                 next[p] = reinterpret_cast<const uint8_t*>(ahead.values[b] + (panel + p) * PANEL * BLOCK);
-            multiply_bf16<R, P, L1>(rows, from, BLOCK / 2, acc, has_next ? next : nullptr);
+            multiply_bf16<R, P, L2>(rows, from, BLOCK / 2, acc, has_next ? next : nullptr);
         }
         for (int r = 0; r < R; r++)
             for (int p = 0; p < P; p++)

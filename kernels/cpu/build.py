@@ -41,21 +41,20 @@ FLAGS = (
     # A newer compiler's warnings must not cost a user the kernels; only what can't be meant is an error.
     *("-Wall", "-Wextra", "-Wno-psabi", "-Werror=return-type"),
 )
-_AVX512_FLAGS = ("-march=x86-64-v4", "-mavx512vnni", "-mprfchw", "-mprefer-vector-width=512", "-DISA_AVX512")
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = ("-march=x86-64-v4", "-mavx512vnni", "-mprfchw", "-mprefer-vector-width=512")
+_AVX512_FLAGS = (*_AVX512, "-DISA_AVX512")
 _AVX512_BF16_FLAGS = (*_AVX512_FLAGS, "-mavx512bf16", "-DDOT_BF16")
 ISA_FLAGS: dict[Isa, tuple[str, ...]] = {
     "amx": (*_AVX512_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-DAMX"),
     "avx512_bf16": _AVX512_BF16_FLAGS,
     "avx512": _AVX512_FLAGS,
-    "avx2": ("-mavx2", "-mfma", "-mf16c", "-DISA_AVX2"),
+    "avx2": (*_AVX2, "-DISA_AVX2"),
     "neon": ("-march=armv8.2-a+dotprod", "-DISA_PORTABLE"),
     "portable": ("-DISA_PORTABLE",),
 }
-_EMULATED_BF16_FLAGS = ("-DISA_AVX512", "-DDOT_BF16", "-DEMULATE")
-EMULATED_FLAGS: dict[Isa, tuple[str, ...]] = {
-    "amx": (*_EMULATED_BF16_FLAGS, "-DAMX"),
-    "avx512_bf16": _EMULATED_BF16_FLAGS,
-}
+EMULATED: dict[Isa, tuple[str, ...]] = {"amx": ("-DAMX", "-DEMULATE_TILES"), "avx512_bf16": ()}
+"""The ISAs that can do without their instructions, and what each of them defines besides DOT_BF16."""
 TUNED_MACHINES = ("x86_64", "aarch64")
 """Where both compilers know -mtune=native."""
 
@@ -89,7 +88,7 @@ class Compiler:
 
     def options(self, isa: Isa, emulate: bool) -> tuple[str, ...]:
         """Compiler options for an ISA."""
-        chosen = EMULATED_FLAGS[isa] if emulate else ISA_FLAGS[isa]
+        chosen = _emulated_flags(isa) if emulate else ISA_FLAGS[isa]
         tuned = ("-mtune=native",) if platform.machine() in TUNED_MACHINES else ()
         # GCC makes statics of templates the same object in every library of a process, so that libraries of two
         # levels would share them; and GCC 12 takes its own AVX-512 headers for unsafe. Clang does neither, and does not
@@ -116,14 +115,15 @@ def build(
     """A shared library of `source` for an ISA, compiled if it is not in the cache. It can be loaded with ctypes.CDLL.
 
     `source` may include the .h files beside it. `cache_root` is the folder that holds all that the user's cache has, by
-    default $XDG_CACHE_HOME/pipeline or ~/.cache/pipeline. With `emulate`, amx and avx512_bf16 do without their
-    instructions and run on any CPU. `what` and `about_s` tell the user what is compiled and how long it may take, and
-    the compiler is ended after `timeout_s`. Of several processes one compiles and the others wait for it.
+    default $XDG_CACHE_HOME/pipeline or ~/.cache/pipeline. With `emulate`, amx and avx512_bf16 do without those
+    of their instructions that this CPU lacks, and run here. `what` and `about_s` tell the user what is compiled and
+    how long it may take, and the compiler is ended after `timeout_s`. Of several processes one compiles and the others
+    wait for it.
 
     Raises NoCompiler or CompileError, or another BuildError where the cache can't be written or its lock is not to be
     had, and ValueError for `emulate` with an ISA that has nothing to emulate.
     """
-    if emulate and isa not in EMULATED_FLAGS:
+    if emulate and isa not in EMULATED:
         raise ValueError(f"ISA {isa} has nothing to emulate")
     compiler = find_compiler()
     options = compiler.options(isa, emulate)
@@ -184,6 +184,16 @@ def find_compiler() -> Compiler:
     if code != 0:
         raise NoCompiler(f"{path} does not work: {_first_error(said) or _describe_end(code)}; name another in CXX")
     return Compiler(command, said)
+
+
+def _emulated_flags(isa: Isa) -> tuple[str, ...]:
+    """Compiler options for an ISA without its own instructions. The compiler may use this CPU's for the rest: longer
+    vectors take less code, and so less time to compile and to run."""
+    here = cpu_isa.available()
+    if isa == "amx" and "avx512_bf16" in here:
+        return (*_AVX512_BF16_FLAGS, *EMULATED[isa])
+    widest = _AVX512 if "avx512" in here else _AVX2 if "avx2" in here else ()
+    return (*widest, "-DISA_AVX512", "-DDOT_BF16", "-DEMULATE", *EMULATED[isa])
 
 
 def _key(source: Path, isa: Isa, compiler: Compiler, options: tuple[str, ...]) -> str:

@@ -13,7 +13,7 @@
 // `ahead` is null. The prefetches are spread over the products; all at once they would wait for each other.
 
 constexpr int LINE = 64;
-enum Level : int { L2 = 2, L1 = 3 };  // the nearest cache that gets the line: weights L2, keys and values L1
+enum Level : int { L2 = 2, L1 = 3 };  // the nearest cache that gets the line
 
 template <Level LEVEL>
 INLINE void prefetch(const uint8_t* at, int bytes) {

@@ -3,7 +3,8 @@
 // The ISA is chosen when this library is compiled: ISA_AVX512 (with VNNI, and with DOT_BF16 also BF16), ISA_AVX2 (with
 // FMA and F16C) or ISA_PORTABLE, which is any CPU that GCC or Clang compile for. Arithmetic is written with the
 // compilers' vector extensions; what an ISA adds stands in this file, and tile registers (AMX, with DOT_BF16) in amx.h.
-// With EMULATE, the AVX-512 ISA does without its instructions, so that its data paths can be tested on any CPU.
+// With EMULATE, the AVX-512 ISA does without its instructions, so that its data paths can be tested on any CPU; with
+// EMULATE_TILES only AMX does.
 //
 // No sum is left to the compiler's discretion (-ffp-contract=off, explicit fma), so a number does not depend on how
 // many rows are computed beside it.

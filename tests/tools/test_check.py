@@ -60,6 +60,7 @@ class Run:
     def __init__(self, check: ModuleType, monkeypatch: pytest.MonkeyPatch, *words: str, **codes: int) -> None:
         self.commands: list[str] = []
         self.isas: list[str | None] = []
+        self.num_compiling = 0
         monkeypatch.delenv(MAX_ISA, raising=False)
 
         def run(command: list[str], env: dict[str, str], **_: object) -> SimpleNamespace:
@@ -69,7 +70,13 @@ class Run:
             self.commands.append(" ".join([step, *(more if more != check.PLACES.get(step) else [])]))
             return SimpleNamespace(returncode=codes.get(step, 0))
 
+        def start_compiling() -> SimpleNamespace:
+            assert self.commands == []
+            self.num_compiling += 1
+            return SimpleNamespace(send_signal=lambda number: None, wait=lambda: 0)
+
         monkeypatch.setattr(sys, "argv", ["tools/check", *words])
+        monkeypatch.setattr(check, "start_compiling", start_compiling)
         monkeypatch.setattr(subprocess, "run", run)
         self.code = check.main()
 
@@ -80,6 +87,15 @@ def test_all_steps_run_in_order(check: ModuleType, monkeypatch: pytest.MonkeyPat
         0,
         ["format", "lint", "types", "imports", "words", "shared", "servers", "alone"],
     )
+
+
+def test_libraries_are_compiled_beside_the_steps_before_the_tests(
+    check: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Run(check, monkeypatch).num_compiling == 1
+    for words in (["shared"], ["format", "lint", "types"], ["--isa", "avx2"]):
+        assert Run(check, monkeypatch, *words).num_compiling == 0
+    assert (ROOT / check.COMPILE[1].replace(".", "/")).with_suffix(".py").exists()
 
 
 def test_it_continues_after_a_failure_or_stops_with_fail_fast(

@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.server import Server
 
 SEED = 20
-NUM_EXAMPLES = 60
+NUM_EXAMPLES = 45
 """Examples per round for each route with parameters; the number of resulting cases varies."""
 MIN_CASES = 1000
 MAX_ROUNDS = 5

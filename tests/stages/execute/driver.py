@@ -170,16 +170,17 @@ class Driver:
         prompts: list[list[int]],
         num: int,
         *,
-        chunk: int | None = None,
+        chunk: int | list[int | None] | None = None,
         shared: list[list[int]] | None = None,
         cached: list[int] | None = None,
         options: m.GenerationOptions = GREEDY,
     ) -> list[list[int]]:
-        """`num` ids for each prompt, all rows in one batch. `chunk` limits the tokens of a prompt per step; `shared[i]`
-        are blocks that already hold the first `cached[i]` ids of prompt i."""
+        """`num` ids for each prompt, all rows in one batch. `chunk` limits the tokens of a prompt per step, for all of
+        them or for each; `shared[i]` are blocks that already hold the first `cached[i]` ids of prompt i."""
         rows = [self.take_row() for _ in prompts]
         known = [list(prompt) for prompt in prompts]
         computed = list(cached or [0] * len(prompts))
+        chunks = chunk if isinstance(chunk, list) else [chunk] * len(prompts)
         adds = []
         for i, prompt in enumerate(prompts):
             blocks = list(shared[i]) if shared else []
@@ -188,7 +189,7 @@ class Driver:
         while not all(len(ids) == len(prompt) + num for ids, prompt in zip(known, prompts, strict=True)):
             entries, left = [], self._budget
             for i, row in enumerate(rows):
-                count = min(len(known[i]) - computed[i], chunk or left, left)
+                count = min(len(known[i]) - computed[i], chunks[i] or left, left)
                 if count and len(known[i]) < len(prompts[i]) + num:
                     entries.append((row, computed[i], count, computed[i] + count == len(known[i])))
                     computed[i] += count

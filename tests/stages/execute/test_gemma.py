@@ -38,8 +38,8 @@ def test_its_layers_are_those_of_gemma_3(folder: Path) -> None:
 def test_it_continues_a_text_sensibly(folder: Path) -> None:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     driver = Native(folder, ISAS[0], False, kv_mib=64, max_num_seqs=4)
-    (ids,) = driver.generate([tokenizer.encode("The capital of France is").ids], 4)
-    assert tokenizer.decode(ids).strip().startswith("Paris")
+    (ids,) = driver.generate([tokenizer.encode("Once upon a time, there was a little").ids], 1)
+    assert tokenizer.decode(ids) == " girl"
     driver.runner.close()
 
 
