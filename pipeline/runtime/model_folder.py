@@ -142,7 +142,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
             piece = self.pieces.get(part) or Piece(part)
             return f"{self.layers.format(layer)}{piece.tensor}.{kind}", piece
         piece = self.pieces.get(module) or Piece(module)
-        return f"{piece.tensor}.{kind}", piece
+        return f"{piece.tensor}.{kind}" if module else name, piece
 
 
 NormKind = Literal["rms", "layer"]

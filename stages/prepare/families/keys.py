@@ -34,6 +34,10 @@ class Keys:
         """The key in the file."""
         return self._names.get(key, key)
 
+    def has_default(self, key: str) -> bool:
+        """Whether the architecture has a default for a key."""
+        return key in self._defaults
+
     def get(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
         value = self._config.get(self.name(key))
         if value is None:

@@ -39,7 +39,7 @@ def read_ropes(config: Mapping[str, Any], keys: Keys) -> Ropes:
     if not isinstance(rope, dict):
         raise ConfigFault(f"{key} is {shown(rope)}, not an object")
     local = keys.get("rope_local_base_freq", (int, float))
-    if any(isinstance(rope.get(kind), dict) for kind in BY_LAYER):
+    if keys.has_default("rope_by_layer") and any(isinstance(rope.get(kind), dict) for kind in BY_LAYER):
         main, sliding = (rope.get(kind) or {} for kind in BY_LAYER)
         unknown = [name for name in rope if name not in BY_LAYER]
         if unknown or not isinstance(main, dict) or not isinstance(sliding, dict):
@@ -49,7 +49,7 @@ def read_ropes(config: Mapping[str, Any], keys: Keys) -> Ropes:
             raise ConfigFault(f"{key} has separate parameters for {shown(by_layer)}: not supported")
         main = rope
         # In old files of models with two kinds of layers, the scaling is that of full attention.
-        sliding = {} if keys.get("rope_by_layer", bool) else rope
+        sliding = {} if keys.has_default("rope_by_layer") else rope
     theta = _theta(main, config, keys)
     if local is not None:
         local_theta = sliding.get("rope_theta", local)
@@ -62,6 +62,8 @@ def read_ropes(config: Mapping[str, Any], keys: Keys) -> Ropes:
         raise ConfigFault(
             f"{keys.name('partial_rotary_factor')} is {shown(part)}; it must be a number above 0, up to 1"
         )
+    if part != 1 and not keys.has_default("partial_rotary_factor"):
+        raise ConfigFault(f"partial_rotary_factor is {shown(part)}: partial rotary embedding is not supported")
     return Ropes(main_rope, sliding_rope, float(part))
 
 
