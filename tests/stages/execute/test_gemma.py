@@ -19,7 +19,7 @@ from pipeline.stages.prepare.text_tokens import encode
 from tests.stages.execute.native_driver import ISAS, Native
 from tools.fetch_test_models import FOLDER, MODELS
 
-NUM_CHUNKS = 4
+NUM_CHUNKS = 2
 
 
 @pytest.fixture(scope="module")
@@ -47,5 +47,4 @@ def test_its_most_likely_tokens_are_those_of_float32(folder: Path) -> None:
     ids, bos_id = encode(folder, BUILT_IN.read_text("utf-8"))
     chunks = chunks_of(ids, bos_id, "the built-in text")[:NUM_CHUNKS]
     measured = fidelity.measure(Settings(), folder, chunks, lambda _: None)
-    found = {form.activations: form.divergence.summary() for form in measured.forms}
-    assert found["int12"].top1 >= 0.97
+    assert measured.forms[0].divergence.summary().top1 >= 0.97
