@@ -33,6 +33,8 @@ class _Decode:
     """[B * L / BLOCK_SIZE] int64"""
     mask: Tensor
     """[B, 1, 1, L]; 0 for keys to attend to, else -inf"""
+    distances: Tensor
+    """[B, 1, L] float32; positions from a key to the query"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +46,30 @@ class _Chunk:
     num_keys: int
     mask: Tensor | None
     """[end - begin, num_keys] bool, or None if the mask is only causal"""
+    distances: Tensor | None
+    """[end - begin, num_keys] float32; positions from a key to a query; None if the scores don't need them"""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreForm:
+    """How scores differ from queries x keys / sqrt(D)."""
+
+    scale: float | None = None
+    """Instead of 1 / sqrt(D)."""
+    softcap: float | None = None
+    """c in c * tanh(score / c)."""
+    slopes: Tensor | None = None
+    """[Q]; what is subtracted for each position that a key is before the query (ALiBi: Press et al., 2021,
+    arXiv:2108.12409)."""
 
 
 class AttentionPlan:
     """The plan of one step's attention. `prepare` updates it in place for each step."""
 
-    def __init__(self, window: int | None, dtype: torch.dtype) -> None:
+    def __init__(self, window: int | None, dtype: torch.dtype, form: ScoreForm | None = None) -> None:
         self.window = window
         self.dtype = dtype
+        self.form = form or ScoreForm()
         self.decodes: list[_Decode] = []
         self.chunks: list[_Chunk] = []
 
@@ -83,6 +101,7 @@ class AttentionPlan:
             torch.from_numpy(inputs.offsets[entries].astype(np.int64)),
             torch.from_numpy(blocks.reshape(-1).astype(np.int64)),
             mask[:, None, None],
+            torch.from_numpy((last[:, None] - keys).astype(np.float32))[:, None],
         )
 
     def _chunk(self, inputs: StepInputs, entry: int, first: int) -> _Chunk:
@@ -98,14 +117,20 @@ class AttentionPlan:
             mask = keys <= queries
             if self.window is not None:
                 mask &= keys > queries - self.window
-        return _Chunk(begin, begin + count, torch.from_numpy(blocks.astype(np.int64)), end - base, mask)
+        distances: Tensor | None = None
+        if self.form.softcap is not None or self.form.slopes is not None:
+            distances = (queries - keys).float()
+            mask = keys <= queries if mask is None else mask
+        return _Chunk(begin, begin + count, torch.from_numpy(blocks.astype(np.int64)), end - base, mask, distances)
 
 
 def paged_attention(out: Tensor, qkv: Tensor, kv: LayerKV, plan: AttentionPlan) -> None:
     """Attend from the step's queries to their rows' keys and values, which must all be in the cache.
 
-    out [T, Q * D]; qkv [T, (Q + 2K) * D], where only queries are read; scores are scaled by 1 / sqrt(D).
+    out [T, Q * D]; qkv [T, (Q + 2K) * D], where only queries are read.
     """
+    form = plan.form
+    is_plain = form.softcap is None and form.slopes is None
     _, _, num_kv_heads, head_dim = kv.keys.shape
     heads_out = out.view(len(out), -1, head_dim)
     num_heads = heads_out.shape[1]
@@ -114,23 +139,55 @@ def paged_attention(out: Tensor, qkv: Tensor, kv: LayerKV, plan: AttentionPlan) 
         num = len(group.tokens)
         # The queries of a key-value head are rows of one matmul, so that the group reads its keys once.
         query = queries.index_select(0, group.tokens).view(num, num_kv_heads, -1, head_dim)
-        keys, values = (each.view(num, -1, num_kv_heads, head_dim) for each in _gathered(kv, group.blocks))
-        attended = scaled_dot_product_attention(
-            query.to(keys.dtype), keys.transpose(1, 2), values.transpose(1, 2), attn_mask=group.mask.to(keys.dtype)
-        )
+        gathered = _gathered(kv, group.blocks)
+        keys, values = (each.view(num, -1, num_kv_heads, head_dim).transpose(1, 2) for each in gathered)
+        query = query.to(keys.dtype)
+        if is_plain:
+            mask = group.mask.to(keys.dtype)
+            attended = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=form.scale)
+        else:
+            attended = _attend(query, keys, values, group.mask, group.distances, form)
         heads_out.index_copy_(0, group.tokens, attended.reshape(num, num_heads, head_dim).to(out.dtype))
     for chunk in plan.chunks:
-        query = queries[chunk.begin : chunk.end].transpose(0, 1)[None]
         keys, values = (each.view(-1, num_kv_heads, head_dim)[: chunk.num_keys] for each in _gathered(kv, chunk.blocks))
-        attended = scaled_dot_product_attention(
-            query.to(keys.dtype),
-            keys.transpose(0, 1)[None],
-            values.transpose(0, 1)[None],
-            attn_mask=chunk.mask,
-            is_causal=chunk.mask is None,
-            enable_gqa=True,
-        )
-        heads_out[chunk.begin : chunk.end] = attended[0].transpose(0, 1)
+        query = queries[chunk.begin : chunk.end].transpose(0, 1)[None].to(keys.dtype)
+        if is_plain:
+            attended = scaled_dot_product_attention(
+                query,
+                keys.transpose(0, 1)[None],
+                values.transpose(0, 1)[None],
+                attn_mask=chunk.mask,
+                is_causal=chunk.mask is None,
+                enable_gqa=True,
+                scale=form.scale,
+            )[0]
+        else:
+            assert chunk.mask is not None and chunk.distances is not None
+            mask = torch.zeros(chunk.mask.shape).masked_fill_(~chunk.mask, -torch.inf)
+            group_size = num_heads // num_kv_heads
+            grouped = query.view(num_kv_heads, group_size, *query.shape[2:])
+            attended = _attend(
+                grouped, keys.transpose(0, 1)[:, None], values.transpose(0, 1)[:, None], mask, chunk.distances, form
+            ).view(num_heads, *query.shape[2:])
+        heads_out[chunk.begin : chunk.end] = attended.transpose(0, 1)
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, distances: Tensor, form: ScoreForm) -> Tensor:
+    """Attention with capped or biased scores, in float32. `query` is [B, K, group, D] for one token each, or
+    [K, group, tokens, D] for the tokens of a chunk; `distances` [B, 1, L] or [tokens, L]."""
+    scale = query.shape[-1] ** -0.5 if form.scale is None else form.scale
+    scores = query.float() @ keys.float().transpose(-1, -2) * scale
+    if form.softcap is not None:
+        scores = form.softcap * torch.tanh(scores / form.softcap)
+    if form.slopes is not None:
+        if distances.dim() == 3:  # one token each: heads are [K, group]
+            slopes = form.slopes.view(scores.shape[1], scores.shape[2], 1)
+            scores = scores - slopes * distances[:, None]
+        else:
+            slopes = form.slopes.view(scores.shape[0], scores.shape[1], 1, 1)
+            scores = scores - slopes * distances
+    weights = torch.softmax(scores + mask, dim=-1)
+    return (weights @ values.float()).to(query.dtype)
 
 
 def _gathered(kv: LayerKV, blocks: Tensor) -> tuple[Tensor, Tensor]:

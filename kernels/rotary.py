@@ -9,19 +9,26 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.kv_layout import LayerKV, quantize_heads
-from pipeline.kernels.rms_norm import rms_norm
+from pipeline.kernels.rms_norm import layer_norm, rms_norm
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 
 
-def rotary_angles(cos: Tensor, sin: Tensor, positions: Tensor, frequencies: Tensor) -> None:
-    """Cosines and sines for a step, the same for all layers. cos and sin [T, D] float32; positions [T] int64;
-    frequencies [D/2] float32, radians a position. The first half of `sin` carries the minus sign of the rotation."""
+def rotary_angles(
+    cos: Tensor, sin: Tensor, positions: Tensor, frequencies: Tensor, magnitudes: Tensor | None = None
+) -> None:
+    """Cosines and sines for a step, the same for many layers. cos and sin [T, D] float32; positions [T] int64;
+    frequencies [D/2] float32, radians a position; magnitudes [D/2], factors of both. The first half of `sin` carries
+    the minus sign of the rotation."""
     half = len(frequencies)
     angles = torch.outer(positions.float(), frequencies)
     cos[:, :half] = cos[:, half:] = torch.cos(angles)
     torch.sin(angles, out=angles)
     sin[:, half:] = angles
     torch.neg(angles, out=sin[:, :half])
+    if magnitudes is not None:
+        for table in (cos, sin):
+            table[:, :half] *= magnitudes
+            table[:, half:] *= magnitudes
 
 
 def head_norm(qkv: Tensor, query_weight: Tensor, key_weight: Tensor, kv: LayerKV, eps: float) -> None:
@@ -32,6 +39,26 @@ def head_norm(qkv: Tensor, query_weight: Tensor, key_weight: Tensor, kv: LayerKV
     queries, keys = heads[:, : -2 * num_kv_heads], heads[:, -2 * num_kv_heads : -num_kv_heads]
     rms_norm(queries, queries, query_weight, eps)
     rms_norm(keys, keys, key_weight, eps)
+
+
+def qk_norm(
+    qkv: Tensor, query_weight: Tensor, key_weight: Tensor, kv: LayerKV, eps: float, norm: str, kind: str
+) -> None:
+    """Norms of queries and keys, in place. qkv [T, (Q + 2K) * D]. `norm` is "rms" or "layer", `kind` is
+    `ModelConfig.qk_norm_kind`: "head": each head by itself, with weights [D]; "each_head": the same with weights
+    [Q * D] and [K * D]; "all": all heads together, with these weights."""
+    _, _, num_kv_heads, head_dim = kv.keys.shape
+    heads = qkv.view(len(qkv), -1, head_dim)
+    parts = (heads[:, : -2 * num_kv_heads], query_weight), (heads[:, -2 * num_kv_heads : -num_kv_heads], key_weight)
+    for part, weight in parts:
+        x = part.flatten(1) if kind == "all" else part
+        out = torch.empty_like(x)
+        shaped = weight.view(-1, head_dim) if kind == "each_head" else weight
+        if norm == "layer":
+            layer_norm(out, x, shaped, None, eps)
+        else:
+            rms_norm(out, x, shaped, eps)
+        part.copy_(out.view(part.shape))
 
 
 def rotary_write(qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: LayerKV) -> None:
@@ -52,6 +79,14 @@ def rotary_write(qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: Layer
     keys = turned[:, -num_kv_heads:].to(kv.keys.dtype)
     kv.keys.view(num_blocks * BLOCK_SIZE, num_kv_heads, head_dim).index_copy_(0, slots, keys)
     kv.values.view(num_blocks * BLOCK_SIZE, num_kv_heads, head_dim).index_copy_(0, slots, heads[:, -num_kv_heads:])
+
+
+def scale_queries(qkv: Tensor, positions: Tensor, kv: LayerKV, beta: float, period: int) -> None:
+    """Multiply queries at position p with 1 + beta * log(1 + floor(p / period)), in place (Llama 4's attention
+    temperature). qkv [T, (Q + 2K) * D], positions [T] int64."""
+    _, _, num_kv_heads, head_dim = kv.keys.shape
+    factors = 1 + beta * torch.log1p(torch.div(positions, period, rounding_mode="floor").float())
+    qkv[:, : -2 * num_kv_heads * head_dim] *= factors[:, None].to(qkv.dtype)
 
 
 def rotary_reference(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:

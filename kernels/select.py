@@ -6,9 +6,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipeline.kernels import kv_layout, linear, logits, paged_attention, rms_norm, rotary, sample, silu_mul, take_rows
+from pipeline.kernels import (
+    activations,
+    kv_layout,
+    linear,
+    logits,
+    paged_attention,
+    rms_norm,
+    rotary,
+    sample,
+    silu_mul,
+    take_rows,
+)
 from pipeline.kernels.kv_layout import LayerKV
-from pipeline.kernels.paged_attention import AttentionPlan
+from pipeline.kernels.paged_attention import AttentionPlan, ScoreForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,15 +32,24 @@ class Ops:
     dtype: torch.dtype
     take_rows: Callable[[Tensor, Tensor, Tensor], None]
     rms_norm: Callable[[Tensor, Tensor, Tensor, float], None]
-    add: Callable[[Tensor, Tensor], None]
+    layer_norm: Callable[[Tensor, Tensor, Tensor, Tensor | None, float], None]
+    copy: Callable[[Tensor, Tensor], None]
+    add: Callable[[Tensor, Tensor, float], None]
+    add_vector: Callable[[Tensor, Tensor], None]
+    scale: Callable[[Tensor, float], None]
+    softcap: Callable[[Tensor, float], None]
     head_norm: Callable[[Tensor, Tensor, Tensor, LayerKV, float], None]
+    qk_norm: Callable[[Tensor, Tensor, Tensor, LayerKV, float, str, str], None]
+    scale_queries: Callable[[Tensor, Tensor, LayerKV, float, int], None]
     linear: Callable[[Tensor, Tensor, Tensor, Tensor | None], None]
     logits: Callable[[Tensor, Tensor, Tensor], None]
-    rotary_angles: Callable[[Tensor, Tensor, Tensor, Tensor], None]
+    rotary_angles: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], None]
     rotary_write: Callable[[Tensor, Tensor, Tensor, Tensor, LayerKV], None]
-    attention_plan: Callable[[int | None, torch.dtype], AttentionPlan]
+    attention_plan: Callable[[int | None, torch.dtype, ScoreForm], AttentionPlan]
     attention: Callable[[Tensor, Tensor, LayerKV, AttentionPlan], None]
     silu_mul: Callable[[Tensor, Tensor], None]
+    activate: Callable[[Tensor, Tensor, str], None]
+    activate_mul: Callable[[Tensor, Tensor, str], None]
     argmax: Callable[[Tensor], Tensor]
     sample: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     kv_allocate: Callable[[int, int, int, int, torch.dtype, str], Tensor]
@@ -48,8 +68,15 @@ def select(device: str, dtype: torch.dtype) -> Ops:
         dtype=dtype,
         take_rows=take_rows.take_rows,
         rms_norm=rms_norm.rms_norm,
+        layer_norm=rms_norm.layer_norm,
+        copy=rms_norm.copy,
         add=rms_norm.add,
+        add_vector=rms_norm.add_vector,
+        scale=rms_norm.scale,
+        softcap=rms_norm.softcap,
         head_norm=rotary.head_norm,
+        qk_norm=rotary.qk_norm,
+        scale_queries=rotary.scale_queries,
         linear=linear.linear_upcast if upcast else linear.linear,
         logits=logits.logits_upcast if upcast else logits.logits,
         rotary_angles=rotary.rotary_angles,
@@ -57,6 +84,8 @@ def select(device: str, dtype: torch.dtype) -> Ops:
         attention_plan=AttentionPlan,
         attention=paged_attention.paged_attention,
         silu_mul=silu_mul.silu_mul,
+        activate=activations.activate,
+        activate_mul=activations.activate_mul,
         argmax=sample.argmax,
         sample=sample.sample,
         kv_allocate=kv_layout.allocate,

@@ -44,3 +44,14 @@ def test_the_settings_in_readme_are_valid() -> None:
     sets = re.findall(r"--set (\S+=\S+)", (ROOT / "README.md").read_text())
     assert sets
     load(None, sets)
+
+
+def test_the_table_of_models_is_that_of_the_command_line() -> None:
+    from pipeline.cli.models import supported_models
+
+    rows = re.findall(
+        r"^\| (\w+) +\| (.+?) +\| (.+?) +\| (.+?) +\|$", (ROOT / "docs/models.md").read_text(), re.MULTILINE
+    )
+    found = [(one.architecture, one.models, ", ".join(one.backends), one.gguf or "–") for one in supported_models()]
+    assert rows[1:] == found
+    assert f"of {len(found)} architectures" in (ROOT / "README.md").read_text()

@@ -6,15 +6,23 @@
 #include <cstring>
 #include <unordered_map>
 
+#include "activation.h"
 #include "attention_amx.h"
 #include "attention_vectors.h"
+
+// How scores differ from queries x keys: a cap c in c * tanh(score / c), 0 for none, and for each query head what is
+// subtracted for each position that a key is before the query (ALiBi: Press et al., 2021, arXiv:2108.12409), or null.
+struct ScoreForm {
+    float softcap = 0;
+    const float* slopes = nullptr;
+};
 
 template <KVType TYPE>
 class Attention final : public Op {
    public:
     // `queries` and `out` are plain activations; with `floats`, `out` is float32 on every ISA.
-    Attention(Rows out, bool floats, Rows queries, const KV& kv, const AttentionPlan& plan)
-        : Op("attention"), out_(out), floats_(floats), queries_(queries), kv_(kv), plan_(plan) {}
+    Attention(Rows out, bool floats, Rows queries, const KV& kv, const AttentionPlan& plan, const ScoreForm& form = {})
+        : Op("attention"), out_(out), floats_(floats), queries_(queries), kv_(kv), plan_(plan), form_(form) {}
 
     int tiles(const Step&) const override { return int(plan_.items.size()); }
 
@@ -23,7 +31,7 @@ class Attention final : public Op {
     size_t scratch_bytes() const override {
         return align(size_t(num_slices()) * ITEM_STATES * SLICE * sizeof(Number)) + align(ITEM_STATES * kv_.head_dim * 4) +
                align(ATTENTION_ROWS * STRETCH * 4) + align(ATTENTION_ROWS * STRETCH * sizeof(Number)) +
-               5 * align(ITEM_STATES * 4) + align(ATTENTION_ROWS * 4) + align(unpacked_bytes());
+               6 * align(ITEM_STATES * 4) + align(ATTENTION_ROWS * 4) + align(unpacked_bytes());
     }
 
     void tile(const Step& step, int index, const Scratch& scratch) override {
@@ -88,6 +96,7 @@ class Attention final : public Op {
         float* weight_scales;  // [ATTENTION_ROWS], of integers
         float *top, *total;    // [states]
         int32_t *first, *end;  // [rows]: the keys that a row attends to
+        int32_t* place;        // [rows]: a row's place in its group of query heads
         uint16_t* unpacked;    // keys and values of a stretch, if tiles multiply 8 bits
     };
 
@@ -122,6 +131,7 @@ class Attention final : public Op {
         state.total = reinterpret_cast<float*>(take(ITEM_STATES * 4));
         state.first = reinterpret_cast<int32_t*>(take(ITEM_STATES * 4));
         state.end = reinterpret_cast<int32_t*>(take(ITEM_STATES * 4));
+        state.place = reinterpret_cast<int32_t*>(take(ITEM_STATES * 4));
         state.unpacked = reinterpret_cast<uint16_t*>(take(unpacked_bytes()));
         return state;
     }
@@ -155,6 +165,7 @@ class Attention final : public Op {
                 const int at = position(step, *member, r);
                 state.first[member->at + r] = plan_.first_key(at);
                 state.end[member->at + r] = at + 1;
+                state.place[member->at + r] = (member->row + r) % plan_.group;
             }
         std::fill_n(state.top, states, -INFINITY);
         std::fill_n(state.total, states, 0.0f);
@@ -269,6 +280,10 @@ class Attention final : public Op {
             for (int b = 0; b < ahead.next.num_blocks; b++)
                 prefetch<L1>(reinterpret_cast<const uint8_t*>(ahead.next.scales[b]), LINE);
         Products::multiply_keys(part, count, stretch, ahead, kv_.head_dim);
+        if (form_.softcap > 0 || form_.slopes)
+            for (int r = 0; r < count; r++)
+                reshape(part.scores + r * STRETCH, stretch.num_blocks * BLOCK, key - (state.end[row + r] - 1),
+                        (item.head + head) * plan_.group + state.place[row + r]);
         switch (stretch.num_blocks) {
 #define CASE(B)                                                                                                     \
     case B:                                                                                                         \
@@ -281,6 +296,15 @@ class Attention final : public Op {
         static_assert(STRETCH_BLOCKS == 4);
         Products::multiply_values(part, count, stretch, ahead, kv_.head_dim);
         ahead.prefetch_rest();
+    }
+
+    // Caps and biases the scores of a query with `num` keys, the first of which is `distance` positions after it.
+    void reshape(float* scores, int num, int distance, int query) const {
+        if (form_.softcap > 0)
+            for (int i = 0; i < num; i += LANES)
+                store(scores + i, form_.softcap * tanh_of(load<vf>(scores + i) * (1.0f / form_.softcap)));
+        if (form_.slopes)
+            for (int i = 0; i < num; i++) scores[i] += form_.slopes[query] * float(distance + i);
     }
 
     // Turns the scores of KEYS keys into softmax weights. Row r attends to the keys first[r] .. end[r]; none of these may
@@ -354,4 +378,5 @@ class Attention final : public Op {
     const Rows queries_;
     const KV kv_;
     const AttentionPlan& plan_;
+    const ScoreForm form_;
 };

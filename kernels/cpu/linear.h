@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "activation.h"
 #include "gemm_amx.h"
 #include "step.h"
 
@@ -161,11 +162,11 @@ class Gemm : public Op {
     }
 };
 
-// residual += in x matrix
+// residual += in x matrix * factor
 class LinearAdd final : public Gemm {
    public:
-    LinearAdd(float* residual, Rows in, const Matrix& matrix, int width)
-        : Gemm("linear_add", in, matrix, 2), residual_(residual), width_(width) {}
+    LinearAdd(float* residual, Rows in, const Matrix& matrix, int width, float factor = 1.0f)
+        : Gemm("linear_add", in, matrix, 2), residual_(residual), width_(width), factor_(factor) {}
 
    private:
     float* at(const Part& part, int r) const { return residual_ + size_t(part.row + r) * width_ + part.column; }
@@ -178,7 +179,9 @@ class LinearAdd final : public Gemm {
         const int width = std::min(part.width, width_ - part.column);
         for (int r = 0; r < part.count; r++) {
             float* to = at(part, r);
-            const float* values = part.values + r * part.width;
+            float* values = part.values + r * part.width;
+            if (factor_ != 1.0f)
+                for (int c = 0; c < width; c++) values[c] *= factor_;
             int c = 0;
             for (; c + LANES <= width; c += LANES) store(to + c, load<vf>(to + c) + load<vf>(values + c));
             for (; c < width; c++) to[c] += values[c];
@@ -187,21 +190,93 @@ class LinearAdd final : public Gemm {
 
     float* const residual_;
     const int width_;
+    const float factor_;
 };
 
-// silu(gate) * up; zero below the range of exp_of, where silu is zero in float32.
-template <class Vector>
-INLINE Vector silu_mul(Vector gate, Vector up) {
-    return gate < -88.0f ? Vector{} : gate / (1.0f + exp_of(-gate)) * up;
-}
+// out = in x matrix, float32 [rows][width]
+class Linear final : public Gemm {
+   public:
+    Linear(float* out, const Product* products, int num_products, int width)
+        : Gemm("linear", products, num_products, 2), out_(out), width_(width) {}
 
-// out = silu(in x gate) * (in x up). A panel holds eight outputs of gate and the eight of up beside them.
+   private:
+    void finish(const Step&, const Part& part, const Scratch&) override {
+        const int width = std::min(part.width, width_ - part.column);
+        for (int r = 0; r < part.count; r++)
+            memcpy(out_ + size_t(part.row + r) * width_ + part.column, part.values + r * part.width, width * 4);
+    }
+
+    float* const out_;
+    const int width_;
+};
+
+// Outputs of a feed-forward layer: plain activations, or float32 on every ISA.
+struct InnerRows {
+    Rows rows;
+    bool floats;
+
+    void prefetch(int row, int column, int width) const {
+        const int size = floats ? sizeof(float) : sizeof(act);
+        prefetch_to_write(rows.data + row * rows.stride + column * size, width * size);
+    }
+
+    void write(int row, int column, const float* values, int width) const {
+        if (floats) {
+            memcpy(reinterpret_cast<float*>(rows.data + row * rows.stride) + column, values, width * 4);
+        } else {
+            act* to = rows.plain(row) + column;
+            int c = 0;
+            for (; c + LANES <= width; c += LANES) store_acts(to + c, load<vf>(values + c));
+            for (; c < width; c++) to[c] = to_act(values[c]);
+        }
+    }
+};
+
+// out = activation(in x up), of `inner` outputs
+class Activate final : public Gemm {
+   public:
+    Activate(Rows out, bool floats, const Product* products, int num_products, Activation kind, int inner)
+        : Gemm("activate", products, num_products, 4), out_{out, floats}, kind_(kind), inner_(inner) {}
+
+   private:
+    void prefetch_out(const Step&, const Part& part) const override {
+        const int width = std::min(part.width, inner_ - part.column);
+        for (int r = 0; r < part.count; r++) out_.prefetch(part.row + r, part.column, width);
+    }
+
+    void finish(const Step&, const Part& part, const Scratch&) override {
+        switch (kind_) {
+            case Activation::SILU: return finish_as<Activation::SILU>(part);
+            case Activation::GELU: return finish_as<Activation::GELU>(part);
+            case Activation::GELU_TANH: return finish_as<Activation::GELU_TANH>(part);
+            case Activation::RELU: return finish_as<Activation::RELU>(part);
+            case Activation::RELU2: return finish_as<Activation::RELU2>(part);
+        }
+    }
+
+    template <Activation KIND>
+    void finish_as(const Part& part) const {
+        const int width = std::min(part.width, inner_ - part.column);
+        for (int r = 0; r < part.count; r++) {
+            float* values = part.values + r * part.width;
+            for (int c = 0; c < part.width; c += LANES) store(values + c, activate<KIND>(load<vf>(values + c)));
+            out_.write(part.row + r, part.column, values, width);
+        }
+    }
+
+    const InnerRows out_;
+    const Activation kind_;
+    const int inner_;
+};
+
+// out = activation(in x gate) * (in x up), by default SiLU. A panel holds eight outputs of gate and the eight of up beside
+// them.
 class Swiglu final : public Gemm {
    public:
     // `out` is plain activations; with `floats`, float32 on every ISA. One matrix has eight of gate and the eight of up
     // that belong to them in each panel; two are gate and up, in the order of the checkpoint.
-    Swiglu(Rows out, bool floats, const Product* products, int num_products)
-        : Gemm("swiglu", products, num_products, 4), out_(out), floats_(floats) {}
+    Swiglu(Rows out, bool floats, const Product* products, int num_products, Activation kind = Activation::SILU)
+        : Gemm(kind == Activation::SILU ? "swiglu" : "glu", products, num_products, 4), out_{out, floats}, kind_(kind) {}
 
     int tiles(const Step& step) const override {
         return products_.size() == 1 ? Gemm::tiles(step) : Gemm::tiles(step) ? num_pairs() : 0;
@@ -223,12 +298,27 @@ class Swiglu final : public Gemm {
     }
 
     void prefetch_out(const Step&, const Part& part) const override {
-        const int size = floats_ ? sizeof(float) : sizeof(act);
-        for (int r = 0; r < part.count; r++)
-            prefetch_to_write(out_.data + (part.row + r) * out_.stride + part.column / 2 * size, part.width / 2 * size);
+        for (int r = 0; r < part.count; r++) out_.prefetch(part.row + r, part.column / 2, part.width / 2);
     }
 
     void finish(const Step&, const Part& part, const Scratch&) override {
+        switch (kind_) {
+            case Activation::SILU: return finish_as<Activation::SILU>(part);
+            case Activation::GELU: return finish_as<Activation::GELU>(part);
+            case Activation::GELU_TANH: return finish_as<Activation::GELU_TANH>(part);
+            case Activation::RELU: return finish_as<Activation::RELU>(part);
+            case Activation::RELU2: return finish_as<Activation::RELU2>(part);
+        }
+    }
+
+    template <Activation KIND, class Vector>
+    INLINE Vector multiplied(Vector gate, Vector up) {
+        if constexpr (KIND == Activation::SILU) return silu_mul(gate, up);
+        return activate<KIND>(gate) * up;
+    }
+
+    template <Activation KIND>
+    void finish_as(const Part& part) const {
         const int width = part.width, column = part.column / 2;
         const bool apart = products_.size() > 1;
         for (int r = 0; r < part.count; r++) {
@@ -238,7 +328,7 @@ class Swiglu final : public Gemm {
 #if defined(ISA_AVX512)
             for (; !apart && c + 2 * PANEL <= width; c += 2 * PANEL) {  // two panels fill a vector
                 const vf first = load<vf>(values + c), second = load<vf>(values + c + PANEL);
-                store(gated + c / 2, silu_mul(low_halves(first, second), high_halves(first, second)));
+                store(gated + c / 2, multiplied<KIND>(low_halves(first, second), high_halves(first, second)));
             }
 #endif
             for (; c < width; c += PANEL) {
@@ -246,22 +336,15 @@ class Swiglu final : public Gemm {
                 const float* ups = gates + (apart ? width / 2 : 8);
                 for (int i = 0; i < PANEL / 2; i += HALF_PANEL) {
                     const half_panel gate = load<half_panel>(gates + i), up = load<half_panel>(ups + i);
-                    store(gated + c / 2 + i, silu_mul(gate, up));
+                    store(gated + c / 2 + i, multiplied<KIND>(gate, up));
                 }
             }
-            if (floats_) {
-                memcpy(reinterpret_cast<float*>(out_.data + (part.row + r) * out_.stride) + column, gated, width / 2 * 4);
-            } else {
-                act* to = out_.plain(part.row + r) + column;
-                int c = 0;
-                for (; c + LANES <= width / 2; c += LANES) store_acts(to + c, load<vf>(gated + c));
-                for (; c < width / 2; c++) to[c] = to_act(gated[c]);
-            }
+            out_.write(part.row + r, column, gated, width / 2);
         }
     }
 
-    const Rows out_;
-    const bool floats_;
+    const InnerRows out_;
+    const Activation kind_;
 };
 
 // The largest logit of a row that a thread has computed.
@@ -271,19 +354,30 @@ struct Best {
 };
 constexpr Best NO_BEST = {-INFINITY, -1};
 
+// A factor of logits, and the cap c of c * tanh(logit / c); 0 for none.
+struct LogitForm {
+    float scale = 1.0f, softcap = 0.0f;
+};
+
 // Logits of the sampled tokens. Of a row that is greedy and nothing else only the largest is kept; others are written.
 // `greedy` may be null, where none is.
 class Head final : public Gemm {
    public:
     Head(float* logits, Best* best, int max_samples, Rows in, const Matrix& matrix, int vocab_size,
-         const uint8_t* greedy)
+         const uint8_t* greedy, const LogitForm& form = {})
         : Gemm("head", in, matrix, 4), logits_(logits), best_(best), max_samples_(max_samples),
-          vocab_size_(vocab_size), greedy_(greedy) {}
+          vocab_size_(vocab_size), greedy_(greedy), form_(form) {}
 
    private:
     int rows(const Step& step) const override { return step.samples; }
 
     void finish(const Step&, const Part& part, const Scratch& scratch) override {
+        if (form_.scale != 1.0f || form_.softcap > 0.0f)
+            for (int i = 0; i < part.count * part.width; i += LANES) {
+                vf values = load<vf>(part.values + i) * form_.scale;
+                if (form_.softcap > 0.0f) values = form_.softcap * tanh_of(values * (1.0f / form_.softcap));
+                store(part.values + i, values);
+            }
         for (int r = 0; r < part.count; r++)
             finish_row(part.row + r, part.column, part.width, part.values + r * part.width, scratch);
     }
@@ -309,4 +403,5 @@ class Head final : public Gemm {
     Best* const best_;
     const int max_samples_, vocab_size_;
     const uint8_t* const greedy_;
+    const LogitForm form_;
 };

@@ -17,7 +17,7 @@ from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.stored_matrix import Format
 
-ABI_VERSION = 15
+ABI_VERSION = 16
 """Version of `program.cpp`; raise it with every change of its interface."""
 
 PANEL = 16
@@ -163,7 +163,38 @@ class NativeBlocks(Structure):
 class NativeHeadNorms(Structure):
     """`HeadNorms` in qkv.h."""
 
-    _fields_ = (("query", c_void_p), ("key", c_void_p), ("eps", c_float))
+    _fields_ = (
+        ("query", c_void_p),
+        ("key", c_void_p),
+        ("eps", c_float),
+        ("layer", c_int),
+        ("each", c_int),
+        ("all", c_int),
+    )
+
+
+class NativeQueryForm(Structure):
+    """`QueryForm` in qkv.h."""
+
+    _fields_ = (("scale", c_float), ("growth", c_void_p))
+
+
+class NativeScoreForm(Structure):
+    """`ScoreForm` in attention.h."""
+
+    _fields_ = (("softcap", c_float), ("slopes", c_void_p))
+
+
+class NativeNorm(Structure):
+    """`NormWeights` in norm.h."""
+
+    _fields_ = (("kind", c_int), ("weight", c_void_p), ("bias", c_void_p), ("eps", c_float))
+
+
+NORM_KINDS = {"rms": 0, "layer": 1, "none": 2}
+"""`NormKind` in norm.h."""
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
+"""`Activation` in activation.h."""
 
 
 class MaskTicket(Structure):
@@ -230,20 +261,32 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "activation_rows": (c_int, [c_int]),
     "program_new": (c_void_p, [c_void_p, POINTER(NativeStepArrays)]),
     "program_delete": (None, [c_void_p]),
-    "program_embed": (None, [c_void_p, c_void_p, POINTER(PackedMatrix)]),
+    "program_embed": (None, [c_void_p, c_void_p, POINTER(PackedMatrix), c_float]),
+    "program_positions": (None, [c_void_p, c_void_p, POINTER(PackedMatrix), c_int]),
+    "program_any_norm": (None, [c_void_p, NativeRows, c_int, c_void_p, POINTER(NativeNorm), c_int, c_int]),
+    "program_add_norm": (None, [c_void_p, c_void_p, c_void_p, POINTER(NativeNorm), c_int, c_float]),
     "program_norm": (None, [c_void_p, NativeRows, c_int, c_void_p, c_void_p, c_int, c_float, c_int]),
     "program_quantize": (None, [c_void_p, NativeRows, c_int, c_void_p, c_int]),
     "program_qkv": (
         None,
         [
             *(c_void_p, NativeRows, POINTER(NativeProduct), c_int, c_int, POINTER(NativeLayerMemory)),
-            *(c_void_p, c_void_p, POINTER(NativeHeadNorms)),
+            *(c_void_p, c_void_p, POINTER(NativeHeadNorms), POINTER(NativeQueryForm), c_void_p),
         ],
     ),
     "program_attention_plan": (c_void_p, [c_void_p, c_int, c_int, c_int]),
-    "program_attention": (None, [c_void_p, NativeRows, c_int, NativeRows, POINTER(NativeLayerMemory), c_void_p]),
-    "program_linear_add": (None, [c_void_p, c_void_p, NativeRows, POINTER(PackedMatrix), c_int]),
-    "program_swiglu": (None, [c_void_p, NativeRows, c_int, POINTER(NativeProduct), c_int]),
+    "program_attention": (
+        None,
+        [
+            *(c_void_p, NativeRows, c_int, NativeRows, POINTER(NativeLayerMemory), c_void_p),
+            POINTER(NativeScoreForm),
+        ],
+    ),
+    "program_linear_add": (None, [c_void_p, c_void_p, NativeRows, POINTER(PackedMatrix), c_int, c_float]),
+    "program_linear": (None, [c_void_p, c_void_p, NativeRows, POINTER(PackedMatrix), c_int]),
+    "program_swiglu": (None, [c_void_p, NativeRows, c_int, POINTER(NativeProduct), c_int, c_int]),
+    "program_activate": (None, [c_void_p, NativeRows, c_int, POINTER(NativeProduct), c_int, c_int, c_int]),
+    "program_logit_form": (None, [c_void_p, c_float, c_float]),
     "program_sample": (
         None,
         [

@@ -1,5 +1,8 @@
-// RMS norm (Zhang and Sennrich, 2019, arXiv:1910.07467) of residual rows, left in the form that the next product reads.
+// Norms of residual rows, left in the form that the next product reads. `Norm` is the RMS norm of most models (Zhang and
+// Sennrich, 2019, arXiv:1910.07467).
 #pragma once
+
+#include <cstring>
 
 #include "step.h"
 
@@ -48,6 +51,105 @@ class Norm final : public Op {
     const int width_;
     const float eps_;
     const bool sampled_;
+};
+
+// What a norm does to a row: RMS norm, layer norm (Ba et al., 2016, arXiv:1607.06450), or nothing.
+enum class NormKind : int { RMS = 0, LAYER = 1, NONE = 2 };
+
+struct NormWeights {
+    NormKind kind;
+    const float *weight, *bias;  // bias may be null
+    float eps;
+
+    // to = norm(from), float32; both may be the same.
+    void apply(const float* from, float* to, int width) const {
+        if (kind == NormKind::NONE) {
+            if (to != from) memcpy(to, from, width * 4);
+            return;
+        }
+        const float mean = kind == NormKind::LAYER ? total_of(from, width, 0.0f, false) / float(width) : 0.0f;
+        const float factor = 1.0f / std::sqrt(total_of(from, width, mean, true) / float(width) + eps);
+        for (int i = 0; i < width; i++) to[i] = (from[i] - mean) * factor * weight[i] + (bias ? bias[i] : 0.0f);
+    }
+
+   private:
+    // The sum of a row's numbers minus `mean`, or of their squares.
+    static float total_of(const float* from, int width, float mean, bool squared) {
+        vf sums[4] = {};
+        int i = 0;
+        for (; i + 4 * LANES <= width; i += 4 * LANES)
+            for (int j = 0; j < 4; j++) {
+                const vf value = load<vf>(from + i + j * LANES) - mean;
+                sums[j] = squared ? fma(value, value, sums[j]) : sums[j] + value;
+            }
+        float total = sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+        for (; i < width; i++) total += squared ? (from[i] - mean) * (from[i] - mean) : from[i] - mean;
+        return total;
+    }
+};
+
+// A norm of any kind of residual rows, in the form that the next product reads.
+class AnyNorm final : public Op {
+   public:
+    // With `sampled`, row i of `out` is the norm of the i-th sampled token.
+    AnyNorm(Rows out, Form form, const float* residual, const NormWeights& norm, int width, bool sampled)
+        : Op("norm"), out_(out), form_(form), residual_(residual), norm_(norm), width_(width), sampled_(sampled) {}
+
+    int tiles(const Step& step) const override { return sampled_ ? step.samples : step.tokens; }
+    size_t scratch_bytes() const override { return width_ * 4; }
+
+    void tile(const Step& step, int row, const Scratch& scratch) override {
+        float* normed = reinterpret_cast<float*>(scratch.memory);
+        norm_.apply(residual_ + size_t(sampled_ ? step.sampled[row] : row) * width_, normed, width_);
+        if (form_ == Form::PLAIN) {
+            act* to = out_.plain(row);
+            int j = 0;
+            for (; j + LANES <= width_; j += LANES) store_acts(to + j, load<vf>(normed + j));
+            for (; j < width_; j++) to[j] = to_act(normed[j]);
+        } else {
+            quantize(normed, out_, row, width_, form_);
+        }
+    }
+
+    Cost cost(const Step& step) const override { return {double(tiles(step)) * width_ * 8, 0}; }
+
+   private:
+    const Rows out_;
+    const Form form_;
+    const float* const residual_;
+    const NormWeights norm_;
+    const int width_;
+    const bool sampled_;
+};
+
+// residual += norm(from) * factor, or residual = norm(residual) without `from`.
+class AddNorm final : public Op {
+   public:
+    AddNorm(float* residual, const float* from, const NormWeights& norm, int width, float factor)
+        : Op("add_norm"), residual_(residual), from_(from), norm_(norm), width_(width), factor_(factor) {}
+
+    int tiles(const Step& step) const override { return step.tokens; }
+    size_t scratch_bytes() const override { return width_ * 4; }
+
+    void tile(const Step&, int row, const Scratch& scratch) override {
+        float* to = residual_ + size_t(row) * width_;
+        if (!from_) {
+            norm_.apply(to, to, width_);
+            return;
+        }
+        float* normed = reinterpret_cast<float*>(scratch.memory);
+        norm_.apply(from_ + size_t(row) * width_, normed, width_);
+        for (int i = 0; i < width_; i++) to[i] += normed[i] * factor_;
+    }
+
+    Cost cost(const Step& step) const override { return {double(step.tokens) * width_ * 12, 0}; }
+
+   private:
+    float* const residual_;
+    const float* const from_;
+    const NormWeights norm_;
+    const int width_;
+    const float factor_;
 };
 
 // Rows of float32 as codes in groups of 32.

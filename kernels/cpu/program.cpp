@@ -160,6 +160,8 @@ class Program final : public Job {
         return reinterpret_cast<float*>(kept_.back()->data);
     }
 
+    LogitForm logit_form;
+
    private:
     int first_tile(const Op& op, int thread) const {
         return Share(op, op.tiles(step_), thread, thread_pool_.size()).tile(0);
@@ -202,7 +204,7 @@ class Program final : public Job {
 
 extern "C" {
 
-int abi_version() { return 15; }
+int abi_version() { return 16; }
 
 // Asks the system for what these instructions need. Whether they can be used.
 int prepare() {
@@ -274,8 +276,12 @@ int activation_rows(int rows) { return padded_rows(rows); }
 Program* program_new(ThreadPool* thread_pool, const Step* step) { return new Program(*thread_pool, *step); }
 void program_delete(Program* program) { delete program; }
 
-void program_embed(Program* program, float* residual, const Matrix* table) {
-    program->add<Embed>(residual, *table);
+void program_embed(Program* program, float* residual, const Matrix* table, float scale) {
+    program->add<Embed>(residual, *table, scale);
+}
+
+void program_positions(Program* program, float* residual, const Matrix* table, int offset) {
+    program->add<AddPositions>(residual, *table, offset);
 }
 
 void program_norm(Program* program, Rows out, int form, const float* residual, const float* weight, int width,
@@ -283,14 +289,31 @@ void program_norm(Program* program, Rows out, int form, const float* residual, c
     program->add<Norm>(out, Form(form), residual, weight, width, eps, sampled != 0);
 }
 
+void program_any_norm(Program* program, Rows out, int form, const float* residual, const NormWeights* norm, int width,
+                      int sampled) {
+    program->add<AnyNorm>(out, Form(form), residual, *norm, width, sampled != 0);
+}
+
+// `from` may be null: then the residual itself is normalized.
+void program_add_norm(Program* program, float* residual, const float* from, const NormWeights* norm, int width,
+                      float factor) {
+    program->add<AddNorm>(residual, from, *norm, width, factor);
+}
+
 void program_quantize(Program* program, Rows out, int form, const float* from, int width) {
     program->add<Quantize>(out, Form(form), from, width);
 }
 
-// `norms` may be null.
+// `norms` and `form` may be null. `values`, for norms of all heads, has room for the matmul's results; else it is null.
 void program_qkv(Program* program, Rows queries, const Product* products, int num_products, int num_heads, const KV* kv,
-                 const float* cos, const float* sin, const HeadNorms* norms) {
-    program->add<Qkv>(queries, products, num_products, num_heads, *kv, cos, sin, norms ? *norms : HeadNorms{});
+                 const float* cos, const float* sin, const HeadNorms* norms, const QueryForm* form, float* values) {
+    const QkvWriter writer(queries, num_heads, *kv, cos, sin, norms ? *norms : HeadNorms{}, form);
+    if (!values) {
+        program->add<Qkv>(writer, products, num_products);
+        return;
+    }
+    program->add<Linear>(values, products, num_products, (num_heads + 2 * kv->heads) * kv->head_dim);
+    program->add<QkvRows>(writer, values);
 }
 
 AttentionPlan* program_attention_plan(Program* program, int num_heads, int num_kv_heads, int window) {
@@ -298,20 +321,34 @@ AttentionPlan* program_attention_plan(Program* program, int num_heads, int num_k
 }
 
 void program_attention(Program* program, Rows out, int floats, Rows queries, const KV* kv,
-                       const AttentionPlan* plan) {
+                       const AttentionPlan* plan, const ScoreForm* form) {
+    const ScoreForm scores = form ? *form : ScoreForm{};
     if (kv->type == KVType::INT8)
-        program->add<Attention<KVType::INT8>>(out, floats != 0, queries, *kv, *plan);
+        program->add<Attention<KVType::INT8>>(out, floats != 0, queries, *kv, *plan, scores);
     else
-        program->add<Attention<KVType::BF16>>(out, floats != 0, queries, *kv, *plan);
+        program->add<Attention<KVType::BF16>>(out, floats != 0, queries, *kv, *plan, scores);
 }
 
-void program_linear_add(Program* program, float* residual, Rows in, const Matrix* matrix, int width) {
-    program->add<LinearAdd>(residual, in, *matrix, width);
+void program_linear_add(Program* program, float* residual, Rows in, const Matrix* matrix, int width, float factor) {
+    program->add<LinearAdd>(residual, in, *matrix, width, factor);
 }
 
-void program_swiglu(Program* program, Rows out, int floats, const Product* products, int num_products) {
-    program->add<Swiglu>(out, floats != 0, products, num_products);
+void program_linear(Program* program, float* out, Rows in, const Matrix* matrix, int width) {
+    const Product product{*matrix, in};
+    program->add<Linear>(out, &product, 1, width);
 }
+
+void program_swiglu(Program* program, Rows out, int floats, const Product* products, int num_products, int activation) {
+    program->add<Swiglu>(out, floats != 0, products, num_products, Activation(activation));
+}
+
+void program_activate(Program* program, Rows out, int floats, const Product* products, int num_products, int activation,
+                      int inner) {
+    program->add<Activate>(out, floats != 0, products, num_products, Activation(activation), inner);
+}
+
+// How the logits of the next `program_sample` or `program_score` differ from the matmul's results.
+void program_logit_form(Program* program, float scale, float softcap) { program->logit_form = {scale, softcap}; }
 
 // The head, the wait for masks, and sampling.
 void program_sample(Program* program, Rows in, const Matrix* matrix, int vocab_size, float* logits, int max_samples,
@@ -320,7 +357,7 @@ void program_sample(Program* program, Rows in, const Matrix* matrix, int vocab_s
     const size_t num_best = size_t(threads) * max_samples;
     Best* best = reinterpret_cast<Best*>(program->best(sizeof(Best) * num_best));
     std::fill_n(best, num_best, NO_BEST);
-    program->add<Head>(logits, best, max_samples, in, *matrix, vocab_size, inputs->greedy);
+    program->add<Head>(logits, best, max_samples, in, *matrix, vocab_size, inputs->greedy, program->logit_form);
     program->add<WaitForMasks>(ticket, best, num_best);
     program->add<Sample>(*inputs, logits, best, max_samples, threads, vocab_size);
 }
@@ -328,7 +365,7 @@ void program_sample(Program* program, Rows in, const Matrix* matrix, int vocab_s
 // The head, and the logprobs of given ids.
 void program_score(Program* program, Rows in, const Matrix* matrix, int vocab_size, float* logits, int max_samples,
                    const Scores* scores) {
-    program->add<Head>(logits, nullptr, max_samples, in, *matrix, vocab_size, nullptr);
+    program->add<Head>(logits, nullptr, max_samples, in, *matrix, vocab_size, nullptr, program->logit_form);
     program->add<Score>(*scores, logits, vocab_size);
 }
 

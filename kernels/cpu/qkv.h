@@ -4,72 +4,77 @@
 #include "kv.h"
 #include "linear.h"
 
-// Weights [head_dim] of an RMS norm of each head's queries and keys, or nulls. In the order of the head's numbers
-// below.
+// Norms of queries and keys before rotary embedding, or nulls. Weights are in the order of the head's numbers below.
 struct HeadNorms {
     const float *query = nullptr, *key = nullptr;
     float eps = 0;
+    int layer = 0;  // layer norms, not RMS norms
+    int each = 0;   // weights [heads][head_dim], not [head_dim]
+    int all = 0;    // one norm of all heads of queries, and one of all of keys
 };
 
-// Queries, keys and values: queries and keys through their norms where a model has such, then turned by their positions
-// (Su et al., 2021, arXiv:2104.09864), the queries scaled and left for attention, keys and values written to the cache.
-// A tile is one head.
+// How queries are scaled: by `scale`, and by growth[position] where that is given.
+struct QueryForm {
+    float scale;
+    const float* growth;
+};
+
+// What happens to the outputs of a layer's matmul: queries and keys go through their norms where a model has such, and
+// are turned by their positions (Su et al., 2021, arXiv:2104.09864). Queries are scaled and left for attention, keys and
+// values written to the cache.
 //
 // The numbers of a head of queries or keys come in another order, the same for both, so that their products stay what
 // they were: in a panel, eight of the first half and the eight of the second half that they turn with.
-class Qkv final : public Gemm {
-   public:
-    // `queries` are plain activations. The products are one of all heads, or one of each kind.
-    Qkv(Rows queries, const Product* products, int num_products, int num_heads, const KV& kv, const float* cos,
-        const float* sin, const HeadNorms& norms)
-        : Gemm("qkv", products, num_products, kv.head_dim / PANEL), queries_(queries), num_heads_(num_heads), kv_(kv),
-          cos_(cos), sin_(sin), norms_(norms), scale_(1.0f / std::sqrt(float(kv.head_dim))) {}
-
-   private:
+struct QkvWriter {
     static constexpr int QUERY = 0, KEY = 1, VALUE = 2;
+
+    const Rows queries_;
+    const int num_heads_;
+    const KV kv_;
+    const float *const cos_, *const sin_;
+    const HeadNorms norms_;
+    const QueryForm form_;
+
+    QkvWriter(Rows queries, int num_heads, const KV& kv, const float* cos, const float* sin, const HeadNorms& norms,
+              const QueryForm* form)
+        : queries_(queries), num_heads_(num_heads), kv_(kv), cos_(cos), sin_(sin), norms_(norms),
+          form_(form ? *form : QueryForm{1.0f / std::sqrt(float(kv.head_dim)), nullptr}) {}
 
     int kind(int head) const { return head < num_heads_ ? QUERY : head < num_heads_ + kv_.heads ? KEY : VALUE; }
 
     act* query(int row, int head) const { return queries_.plain(row) + head * kv_.head_dim; }
 
-    void prefetch_out(const Step& step, const Part& part) const override {
-        const int head = part.column / kv_.head_dim;
-        if (kind(head) == QUERY) {
-            for (int r = 0; r < part.count; r++)
-                prefetch_to_write(query(part.row + r, head), kv_.head_dim * sizeof(act));
-            return;
+    void normalize(int head, float* values, float known) const {
+        const int dim = kv_.head_dim, number = kind(head) == QUERY ? head : head - num_heads_;
+        const float* weight = kind(head) == QUERY ? norms_.query : norms_.key;
+        if (!weight) return;
+        if (norms_.each || norms_.all) weight += number * dim;
+        if (norms_.layer) {
+            vf sums{};
+            for (int c = 0; c < dim; c += LANES) sums += load<vf>(values + c);
+            const float mean = sum(sums) / float(dim);
+            for (int c = 0; c < dim; c++) values[c] -= mean;
         }
-        for (int r = 0; r < part.count; r++) {
-            const int64_t slot = step.slots[part.row + r];
-            if (r && slot / BLOCK == step.slots[part.row + r - 1] / BLOCK) continue;
-            const int at = head - num_heads_;
-            prefetch_to_write(kind(head) == KEY ? kv_.keys(slot / BLOCK, at) : kv_.values(slot / BLOCK, at - kv_.heads),
-                              int(kv_.panel_bytes()));
-            if (kv_.type == KVType::INT8)
-                prefetch_to_write(kv_.key_scales(slot / BLOCK, kind(head) == KEY ? at : at - kv_.heads), LINE);
-        }
-    }
-
-    void finish(const Step& step, const Part& part, const Scratch&) override {
-        const int head = part.column / kv_.head_dim;
-        for (int r = 0; r < part.count; r++) finish_row(step, part.row + r, head, part.values + r * part.width);
-    }
-
-    void finish_row(const Step& step, int row, int head, float* values) const {
-        const int dim = kv_.head_dim;
-        if (kind(head) == VALUE) {
-            write_values(step.slots[row], head - num_heads_ - kv_.heads, values);
-            return;
-        }
-        if (const float* weight = kind(head) == QUERY ? norms_.query : norms_.key) {
+        float factor = known;
+        if (!norms_.all) {
             vf squares{};
             for (int c = 0; c < dim; c += LANES) {
                 const vf value = load<vf>(values + c);
                 squares = fma(value, value, squares);
             }
-            const float factor = 1.0f / std::sqrt(sum(squares) / float(dim) + norms_.eps);
-            for (int c = 0; c < dim; c++) values[c] = values[c] * factor * weight[c];
+            factor = 1.0f / std::sqrt(sum(squares) / float(dim) + norms_.eps);
         }
+        for (int c = 0; c < dim; c++) values[c] = values[c] * factor * weight[c];
+    }
+
+    // `factor` is that of a norm of all heads.
+    void write(const Step& step, int row, int head, float* values, float factor = 1.0f) const {
+        const int dim = kv_.head_dim;
+        if (kind(head) == VALUE) {
+            write_values(step.slots[row], head - num_heads_ - kv_.heads, values);
+            return;
+        }
+        normalize(head, values, factor);
         const float* cos = cos_ + step.positions[row] * (dim / 2);
         const float* sin = sin_ + step.positions[row] * (dim / 2);
         for (int c = 0; c < dim; c += PANEL) {
@@ -80,7 +85,8 @@ class Qkv final : public Gemm {
         }
         if (kind(head) == QUERY) {
             act* to = query(row, head);
-            for (int c = 0; c < dim; c += LANES) store_acts(to + c, load<vf>(values + c) * scale_);
+            const float scale = form_.growth ? form_.scale * form_.growth[step.positions[row]] : form_.scale;
+            for (int c = 0; c < dim; c += LANES) store_acts(to + c, load<vf>(values + c) * scale);
         } else {
             write_keys(step.slots[row], head - num_heads_, values);
         }
@@ -117,11 +123,70 @@ class Qkv final : public Gemm {
             for (int i = 0; i < LANES; i++) at[2 * i] = numbers[i];
         }
     }
+};
 
-    const Rows queries_;
-    const int num_heads_;
-    const KV kv_;
-    const float *const cos_, *const sin_;
-    const HeadNorms norms_;
-    const float scale_;
+// Queries, keys and values. A tile is one head.
+class Qkv final : public Gemm {
+   public:
+    // `queries` are plain activations. The products are one of all heads, or one of each kind.
+    Qkv(const QkvWriter& writer, const Product* products, int num_products)
+        : Gemm("qkv", products, num_products, writer.kv_.head_dim / PANEL), writer_(writer) {}
+
+   private:
+    void prefetch_out(const Step& step, const Part& part) const override {
+        const KV& kv = writer_.kv_;
+        const int head = part.column / kv.head_dim, kind = writer_.kind(head), num_heads = writer_.num_heads_;
+        if (kind == QkvWriter::QUERY) {
+            for (int r = 0; r < part.count; r++)
+                prefetch_to_write(writer_.query(part.row + r, head), kv.head_dim * sizeof(act));
+            return;
+        }
+        for (int r = 0; r < part.count; r++) {
+            const int64_t slot = step.slots[part.row + r];
+            if (r && slot / BLOCK == step.slots[part.row + r - 1] / BLOCK) continue;
+            const int at = head - num_heads, of_values = at - kv.heads;
+            const bool is_key = kind == QkvWriter::KEY;
+            prefetch_to_write(is_key ? kv.keys(slot / BLOCK, at) : kv.values(slot / BLOCK, of_values),
+                              int(kv.panel_bytes()));
+            if (kv.type == KVType::INT8) prefetch_to_write(kv.key_scales(slot / BLOCK, is_key ? at : of_values), LINE);
+        }
+    }
+
+    void finish(const Step& step, const Part& part, const Scratch&) override {
+        const int head = part.column / writer_.kv_.head_dim;
+        for (int r = 0; r < part.count; r++) writer_.write(step, part.row + r, head, part.values + r * part.width);
+    }
+
+    const QkvWriter writer_;
+};
+
+// The same from the results of a matmul, float32 [tokens][all heads x head_dim], for norms of all heads together. A tile
+// is one token.
+class QkvRows final : public Op {
+   public:
+    QkvRows(const QkvWriter& writer, float* values) : Op("qkv_rows"), writer_(writer), values_(values) {}
+
+    int tiles(const Step& step) const override { return step.tokens; }
+
+    void tile(const Step& step, int row, const Scratch&) override {
+        const int dim = writer_.kv_.head_dim, queries = writer_.num_heads_, keys = writer_.kv_.heads;
+        float* values = values_ + size_t(row) * (queries + 2 * keys) * dim;
+        const float factors[3] = {factor(values, queries * dim), factor(values + queries * dim, keys * dim), 1.0f};
+        for (int head = 0; head < queries + 2 * keys; head++)
+            writer_.write(step, row, head, values + head * dim, factors[writer_.kind(head)]);
+    }
+
+    Cost cost(const Step& step) const override {
+        return {double(step.tokens) * (writer_.num_heads_ + 2 * writer_.kv_.heads) * writer_.kv_.head_dim * 6, 0};
+    }
+
+   private:
+    float factor(const float* values, int width) const {
+        vf squares{};
+        for (int c = 0; c < width; c += LANES) squares = fma(load<vf>(values + c), load<vf>(values + c), squares);
+        return 1.0f / std::sqrt(sum(squares) / float(width) + writer_.norms_.eps);
+    }
+
+    const QkvWriter writer_;
+    float* const values_;
 };

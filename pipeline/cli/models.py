@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+from rich.console import Console
 from rich.table import Table
 
 from pipeline.cli.cache.command import ago
@@ -20,9 +21,10 @@ from pipeline.errors import UserError
 from pipeline.runtime.model_folder import ModelConfig, format_key
 from pipeline.supervisor.admin_client import find_servers
 
-ARCHITECTURES = "pipeline.stages.prepare.architectures"
-"""The module with `HF_ARCHITECTURES` and `GGUF_ARCHITECTURES`."""
-
+SUPPORTED = "pipeline.stages.prepare.supported"
+"""The module with a typical model of each architecture."""
+FEATURES = "pipeline.stages.execute.models.features"
+"""The module that knows what back ends can compute."""
 
 FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 """The names of safetensors' dtypes in the settings."""
@@ -65,7 +67,11 @@ class SupportedModels(msgspec.Struct, frozen=True):
     huggingface: str
     """The class in config.json's `architectures`."""
     gguf: str
-    """Model families whose .gguf files are supported; empty if none are."""
+    """Names in .gguf files; empty if they are not supported."""
+    models: str = ""
+    """Model families."""
+    backends: list[str] = []
+    """The back ends that compute it: "native" and "torch" on a CPU, "triton" on a GPU."""
 
 
 class Models(msgspec.Struct, frozen=True):
@@ -76,6 +82,12 @@ class Models(msgspec.Struct, frozen=True):
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
     """Returns 1 if the cache can't be read or a server does not answer."""
+    if args.supported:
+        if args.json:
+            print(msgspec.json.encode(supported_models()).decode())
+        else:
+            _print_supported(supported_models(), draw.console())
+        return 0
     servers, silent = look(find_servers())
     try:
         cached = cached_models(entries_of(root_of(settings)))
@@ -127,12 +139,17 @@ def weights_of(config: ModelConfig, folder: str) -> str:
 
 
 def supported_models() -> list[SupportedModels]:
-    known = importlib.import_module(ARCHITECTURES)
+    """Every architecture. A model's config.json may need more than the typical one that this looks at."""
+    supported, features = importlib.import_module(SUPPORTED), importlib.import_module(FEATURES)
     return [
         SupportedModels(
-            name, one.class_name, known.GGUF_ARCHITECTURES[name].models if name in known.GGUF_ARCHITECTURES else ""
+            name,
+            one.class_name,
+            supported.gguf_of(name),
+            supported.models_of(name),
+            features.backends_of(supported.typical_config(name)),
         )
-        for name, one in known.HF_ARCHITECTURES.items()
+        for name, one in supported.HF_ARCHITECTURES.items()
     ]
 
 
@@ -166,10 +183,14 @@ def _print(models: Models) -> None:
     else:
         console.print("no prepared models")
     console.print("\nSupported", style="bold")
-    supported = _table("architecture", "Hugging Face", "GGUF")
-    for kind in models.supported:
-        supported.add_row(kind.architecture, kind.huggingface, kind.gguf or draw.NONE)
-    console.print(supported)
+    _print_supported(models.supported, console)
+
+
+def _print_supported(supported: Sequence[SupportedModels], console: Console) -> None:
+    table = _table("architecture", "models", "back ends", "GGUF")
+    for kind in supported:
+        table.add_row(kind.architecture, kind.models, ", ".join(kind.backends), kind.gguf or draw.NONE)
+    console.print(table)
 
 
 def _table(*headings: str) -> Table:

@@ -24,10 +24,46 @@ PANELS = "weights.panels"
 STAMP = "complete.json"
 """The file that prepare writes last."""
 
-Architecture = Literal["llama", "mistral", "qwen2", "qwen3"]
+Architecture = Literal[
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+    "granite",
+    "seed_oss",
+    "ministral",
+    "ministral3",
+    "helium",
+    "ernie4_5",
+    "arcee",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "phi",
+    "phi3",
+    "glm",
+    "glm4",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "exaone4",
+    "cohere",
+    "cohere2",
+    "starcoder2",
+    "stablelm",
+    "nemotron",
+    "gpt2",
+    "gpt_neox",
+    "opt",
+    "falcon",
+    "bloom",
+    "mpt",
+]
+"""`model_type` of config.json."""
 
 
-class Llama3Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Llama3Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="llama3"):
     """The RoPE scaling of Llama 3.1."""
 
     factor: float
@@ -36,11 +72,91 @@ class Llama3Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     original_max_position: int
 
 
-class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A decoder's configuration. Tensors in the weight files have the names and layout of Hugging Face (rotary halves,
-    not interleaved pairs)."""
+class LinearRope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="linear"):
+    """Positions are divided by `factor`."""
 
-    format: Literal[2] = 2
+    factor: float
+
+
+class YarnRope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="yarn", kw_only=True):
+    """YaRN (Peng et al., 2023, arXiv:2309.00071)."""
+
+    factor: float
+    original_max_position: int
+    magnitude: float
+    """Factor of rotated queries and keys."""
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    """Whether the interpolated dimensions are rounded to whole ones."""
+
+
+class LongRope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="longrope", kw_only=True):
+    """LongRoPE (Ding et al., 2024, arXiv:2402.13753). The server uses one set of factors for all positions."""
+
+    original_max_position: int
+    magnitude: float
+    """Factor of rotated queries and keys."""
+    short_factors: tuple[float, ...]
+    """Divisors of the frequencies, one for each pair of dimensions, if sequences are limited to
+    `original_max_position`."""
+    long_factors: tuple[float, ...]
+    """The same if sequences may be longer."""
+
+
+RopeScaling = Llama3Rope | LinearRope | YarnRope | LongRope
+
+
+class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A rotary embedding."""
+
+    theta: float
+    scaling: RopeScaling | None = None
+
+
+class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Where the rows of a matrix or vector are in the weight files: the tensor is `groups` equal groups of rows, and
+    the rows from `begin` to `end` of each group are those of this piece, in this order."""
+
+    tensor: str
+    """The tensor's name without `.weight` or `.bias`; inside a layer, without `Layout.layers`."""
+    groups: int = 1
+    begin: int = 0
+    end: int | None = None
+    """None: to the end of the group."""
+    transposed: bool = False
+    """Whether the tensor is [inputs, outputs]."""
+
+
+class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How the names and rows of the weight files differ from those of Llama in Hugging Face Transformers."""
+
+    layers: str = "model.layers.{}."
+    """Prefix of a layer's tensors; {} is its number."""
+    pieces: dict[str, Piece] = {}
+    """By Llama's name without `.weight` and `.bias`, for example `self_attn.q_proj` or `lm_head`. Other tensors have
+    Llama's names."""
+
+    def find(self, name: str) -> tuple[str, Piece]:
+        """The tensor in the files that holds the tensor that Llama calls `name`, and its part."""
+        module, _, kind = name.rpartition(".")
+        if module.startswith("model.layers."):
+            _, _, layer, part = module.split(".", 3)
+            piece = self.pieces.get(part) or Piece(part)
+            return f"{self.layers.format(layer)}{piece.tensor}.{kind}", piece
+        piece = self.pieces.get(module) or Piece(module)
+        return f"{piece.tensor}.{kind}" if module else name, piece
+
+
+NormKind = Literal["rms", "layer"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+QkNorm = Literal["head", "each_head", "all"]
+
+
+class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A decoder's configuration. The defaults are Llama's."""
+
+    format: Literal[3] = 3
     name: str
     """The model's name for clients, unless `served_model_name` is set."""
     architecture: Architecture
@@ -54,9 +170,56 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     vocab_size: int
     """Number of rows of the embedding."""
     max_position: int
+    norm: NormKind = "rms"
+    """The kind of all norms of hidden states, and of norms of queries and keys."""
     rms_norm_eps: float
+    """Of all norms."""
+    norm_weights: bool = True
+    """False: norms have neither weights nor biases."""
+    norm_bias: bool = False
+    norm_offset: float = 0.0
+    """What is added to the stored weights of norms: Gemma stores them minus one."""
+    pre_norms: bool = True
+    """Whether hidden states are normalized before attention and before the feed-forward layer."""
+    post_norms: bool = False
+    """Whether the results of attention and of the feed-forward layer are normalized."""
+    parallel: bool = False
+    """Whether the feed-forward layer has the same input as attention, not its result."""
+    shared_norm: bool = False
+    """Whether parallel attention and feed-forward layers share one norm."""
+    activation: Activation = "silu"
+    gated: bool = True
+    """Whether the feed-forward layer multiplies the activation with a second projection."""
+    embedding_norm: bool = False
+    embedding_scale: float = 1.0
+    position_embeddings: int = 0
+    """Rows of the table of learned positions; 0 if the model has none."""
+    position_offset: int = 0
+    """The row of position 0."""
+    residual_multiplier: float = 1.0
+    """Factor of the results of attention and of the feed-forward layer."""
+    query_scale: float | None = None
+    """Factor of attention scores; None: head_dim ** -0.5."""
+    query_growth: float = 0.0
+    """b in 1 + b * log(1 + floor(position / query_growth_period)), a factor of queries; 0 for none."""
+    query_growth_period: int = 1
+    attention_softcap: float | None = None
+    """c in c * tanh(score / c)."""
+    alibi_slopes: list[float] | None = None
+    """For each head, what is subtracted from a score for each position that a key is before the query."""
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    head_bias: bool = False
+    """Whether the LM head has a bias."""
     rope_theta: float
-    rope_scaling: Llama3Rope | None = None
+    rope_scaling: RopeScaling | None = None
+    rotary_dim: int | None = None
+    """The first dimensions of a head that are rotated; None: all."""
+    interleaved_rope: bool = False
+    """Whether adjacent dimensions rotate together, in the stored order. If not, halves do."""
+    sliding_rope: Rope | None = None
+    """The rotary embedding of layers with a sliding window, if they have another one."""
+    layers_without_rope: list[int] = []
     sliding_window: int | None = None
     """Number of positions that attention sees, including its own; None: all up to its own."""
     sliding_layers: list[int] | None = None
@@ -68,12 +231,24 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Whether attention's output projection has a bias."""
     mlp_bias: bool = False
     qk_norm: bool = False
-    """Whether each head's queries and keys get an RMS norm before RoPE."""
+    """Whether queries and keys are normalized before RoPE."""
+    qk_norm_kind: QkNorm = "head"
+    """"head": each head by itself, with weights [head_dim]; "each_head": with weights for each head [num_heads *
+    head_dim]; "all": all heads together, with such weights."""
     eos_ids: list[int]
     bos_id: int | None = None
     add_bos: bool = False
     """Whether the tokenizer's post-processor adds the BOS token; the chat template needs to know."""
     weight_files: list[str]
+    layout: Layout = Layout()
+
+    def rope_of(self, layer: int) -> Rope | None:
+        """The rotary embedding of a layer; None if it has none."""
+        if self.rotary_dim == 0 or layer in self.layers_without_rope:
+            return None
+        if self.sliding_rope is not None and self.window_of(layer) is not None:
+            return self.sliding_rope
+        return Rope(self.rope_theta, self.rope_scaling)
 
     def window_of(self, layer: int) -> int | None:
         """The attention window of a layer; None if it has none."""

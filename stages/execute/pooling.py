@@ -9,6 +9,7 @@ import numpy as np
 
 from pipeline.kernels.logprob_inputs import FloatArray
 from pipeline.runtime.messages import Pooling
+from pipeline.runtime.model_folder import NormKind
 
 DoubleArray = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -19,10 +20,11 @@ SLICE = 64
 class Pool:
     """Partial sums of each row's prompt, in float64 and token by token, so that results do not depend on chunks."""
 
-    def __init__(self, weight: FloatArray, eps: float) -> None:
-        """`weight` [H] and `eps` are the last norm's."""
+    def __init__(self, weight: FloatArray, eps: float, bias: FloatArray | None = None, kind: NormKind = "rms") -> None:
+        """`weight` [H], `bias` [H], `eps` and `kind` are the last norm's."""
         self._weight: DoubleArray = weight.astype(np.float64)
-        self._eps = eps
+        self._bias: DoubleArray | None = None if bias is None else bias.astype(np.float64)
+        self._eps, self._centers = eps, kind == "layer"
         self._sums: dict[int, DoubleArray] = {}
 
     def add(self, row: int, start: int, residual: FloatArray) -> None:
@@ -48,5 +50,9 @@ class Pool:
 
     def _states(self, residual: FloatArray) -> DoubleArray:
         wide = residual.astype(np.float64)
+        if self._centers:
+            wide = wide - wide.mean(-1, keepdims=True)
         states: DoubleArray = wide / np.sqrt(np.square(wide).mean(-1, keepdims=True) + self._eps) * self._weight
+        if self._bias is not None:
+            states += self._bias
         return states

@@ -21,7 +21,7 @@ import numpy as np
 from pipeline.errors import UserError
 from pipeline.kernels.logprob_inputs import FloatArray
 from pipeline.kernels.stored_matrix import BLOCK_BYTES, BLOCK_COLUMNS, FloatFormat, Format, StoredMatrix
-from pipeline.runtime.model_folder import ModelConfig, format_key
+from pipeline.runtime.model_folder import ModelConfig, Piece, format_key
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,6 +82,7 @@ class Weights:
         self._float_format = float_format
         self._keeps_floats = keeps_floats
         self._folder = folder
+        self._layout = config.layout
         self._files: dict[str, TensorFile] = {}
         self.taken: dict[str, None] = {}
         """Formats of the loaded matrices, in the order of their first use."""
@@ -98,47 +99,51 @@ class Weights:
         return any(file.entries[name].dtype == BLOCK_DTYPE for name, file in self._files.items())
 
     def matrix(self, name: str, rows: int, columns: int) -> "StoredMatrix | Matrix":
-        """A matrix of the model. Raises UserError if it is missing, or has another shape or an unknown format."""
-        file, entry = self._find(name)
+        """A matrix of the model, by Llama's name. Raises UserError if it is missing, or has another shape or an unknown
+        format."""
+        stored, piece = self._layout.find(name)
+        file, entry = self._find(stored)
         if entry.dtype in FLOATS:
-            self._check_shape(name, entry, rows, columns)
+            data = self._rows(stored, entry, file.array(stored, FLOATS[entry.dtype]), piece, (rows, columns))
             self.taken[self._float_format] = None
-            data = file.array(name, FLOATS[entry.dtype])
             if self._keeps_floats:
                 return StoredMatrix(FORMATS[entry.dtype], data, rows, columns, name)
-            if FORMATS[entry.dtype] != self._float_format:
+            if FORMATS.get(entry.dtype) != self._float_format:
                 data = _converted(data, entry.dtype, self._float_format)
             return StoredMatrix(self._float_format, data, rows, columns, name)
-        found = file.metadata.get(format_key(name), "")
+        found = file.metadata.get(format_key(stored), "")
         format = BLOCKS.get(found)
         if format is None or entry.dtype != BLOCK_DTYPE:
             raise UserError(
-                f"tensor {name!r} of the model in {self._folder} is {entry.dtype} in the format {found!r}; supported "
+                f"tensor {stored!r} of the model in {self._folder} is {entry.dtype} in the format {found!r}; supported "
                 f"are {', '.join(BLOCKS)}: prepare the model again"
             )
         num_bytes = columns // BLOCK_COLUMNS[format] * BLOCK_BYTES[format]
-        if columns % BLOCK_COLUMNS[format] or entry.shape != (rows, num_bytes):
+        data = _rows_of(file.array(stored, np.dtype(np.uint8)), piece)
+        if piece.transposed or columns % BLOCK_COLUMNS[format] or data.shape != (rows, num_bytes):
             raise UserError(
-                f"tensor {name!r} of the model in {self._folder} is {format} in bytes {list(entry.shape)}, "
+                f"tensor {stored!r} of the model in {self._folder} is {format} in bytes {list(entry.shape)}, "
                 f"but model.json makes it {[rows, columns]}"
             )
         self.taken[format] = None
-        return StoredMatrix(format, file.array(name, np.dtype(np.uint8)), rows, columns, name)
+        return StoredMatrix(format, data, rows, columns, name)
 
     def matrices(self, names: Sequence[str], rows: Sequence[int], columns: int) -> "tuple[StoredMatrix | Matrix, ...]":
         """Matrices of shapes [rows[i], columns]."""
         return tuple(self.matrix(name, num, columns) for name, num in zip(names, rows, strict=True))
 
     def vector(self, name: str, size: int) -> "FloatArray | Tensor":
-        """A norm's weight or a bias, [size] float32. Raises UserError if it is missing or has another shape."""
-        file, entry = self._find(name)
-        self._check_shape(name, entry, size)
+        """A norm's weight or a bias, by Llama's name, [size] float32. Raises UserError if it is missing or has another
+        shape."""
+        stored, piece = self._layout.find(name)
+        file, entry = self._find(stored)
         if entry.dtype not in FLOATS:
             raise UserError(
-                f"tensor {name!r} of the model in {self._folder} is {entry.dtype}; supported are {', '.join(FLOATS)}: "
-                "prepare the model again"
+                f"tensor {stored!r} of the model in {self._folder} is {entry.dtype}; supported are "
+                f"{', '.join(FLOATS)}: prepare the model again"
             )
-        data = file.array(name, FLOATS[entry.dtype])
+        flat = file.array(stored, FLOATS[entry.dtype]).reshape(-1)
+        data = self._rows(stored, entry, flat, msgspec.structs.replace(piece, transposed=False), (size,))
         if entry.dtype == "BF16":  # the upper half of a float32
             widened: FloatArray = (data.astype(np.uint32) << 16).view(np.float32)
             return widened
@@ -153,12 +158,27 @@ class Weights:
             raise UserError(f"the weights of the model in {self._folder} lack the tensor {name!r}")
         return file, file.entries[name]
 
-    def _check_shape(self, name: str, entry: TensorEntry, *shape: int) -> None:
-        if entry.shape != shape:
+    def _rows(
+        self, name: str, entry: TensorEntry, data: "np.ndarray[Any, Any]", piece: Piece, shape: tuple[int, ...]
+    ) -> "np.ndarray[Any, Any]":
+        """A piece of a tensor. Raises UserError if it has another shape than `shape`."""
+        rows = _rows_of(data, piece)
+        if rows.shape != shape:
             raise UserError(
                 f"tensor {name!r} of the model in {self._folder} has shape {list(entry.shape)}, "
                 f"but model.json makes it {list(shape)}"
             )
+        return rows
+
+
+def _rows_of(data: "np.ndarray[Any, Any]", piece: Piece) -> "np.ndarray[Any, Any]":
+    """The rows of a piece, contiguous; a copy unless they are adjacent in the tensor."""
+    if piece.transposed:
+        data = data.T
+    if len(data) % piece.groups == 0:
+        groups = data.reshape(piece.groups, len(data) // piece.groups, *data.shape[1:])
+        data = groups[:, piece.begin : piece.end].reshape(-1, *data.shape[1:])
+    return np.ascontiguousarray(data)
 
 
 def _converted(data: "np.ndarray[Any, Any]", dtype: str, to: FloatFormat) -> "np.ndarray[Any, Any]":

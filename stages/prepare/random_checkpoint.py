@@ -22,6 +22,7 @@ MAX_WINDOW = 24
 """Size of a sliding window; shorter than the prompts of a check."""
 ORIGINAL_POSITION = 64
 """`original_max_position_embeddings` of rope scaling."""
+NUMBERS_OF_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 BOS_ID, EOS_ID, VOCAB_SIZE = 256, 257, 320
 
 
@@ -70,7 +71,7 @@ def shrink(config: Any) -> dict[str, Any]:
     """The keys of a transformers config to change. Ratios and kinds stay: query heads per KV head, whether
     heads * head_dim is the hidden size, which layers have a window."""
     layers, heads = int(config.num_hidden_layers), int(config.num_attention_heads)
-    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    kv_heads = next((int(getattr(config, name)) for name in NUMBERS_OF_KV_HEADS if getattr(config, name, None)), heads)
     head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
     fills = head_dim * heads == config.hidden_size
     num_layers = min(layers, MAX_LAYERS)
@@ -81,9 +82,7 @@ def shrink(config: Any) -> dict[str, Any]:
     changes: dict[str, Any] = {
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
-        "num_key_value_heads": num_kv_heads,
         "hidden_size": hidden_size,
-        "intermediate_size": min(int(config.intermediate_size), 2 * hidden_size + 32),
         "vocab_size": VOCAB_SIZE,
         "max_position_embeddings": min(int(config.max_position_embeddings), MAX_POSITION),
         # Keeps a matrix's outputs as large as its inputs. With less, as with transformers' default, all logits are
@@ -94,8 +93,20 @@ def shrink(config: Any) -> dict[str, Any]:
         "pad_token_id": None,
         "dtype": "float32",
     }
+    if (inner := getattr(config, "intermediate_size", None) or getattr(config, "ffn_dim", None)) is not None:
+        name = "ffn_dim" if hasattr(config, "ffn_dim") else "intermediate_size"
+        changes[name] = min(int(inner), 2 * hidden_size + 32)
+    for name in NUMBERS_OF_KV_HEADS:
+        if getattr(config, name, None) is not None:
+            changes[name] = num_kv_heads
     if getattr(config, "head_dim", None) is not None or not fills:
         changes["head_dim"] = new_head_dim
+    if getattr(config, "query_pre_attn_scalar", None) is not None:
+        changes["query_pre_attn_scalar"] = new_head_dim
+    if getattr(config, "word_embed_proj_dim", None) is not None:
+        changes["word_embed_proj_dim"] = hidden_size
+    if getattr(config, "no_rope_layers", None) is not None:
+        changes["no_rope_layers"] = [int((i + 1) % num_layers != 0) for i in range(num_layers)]
     if getattr(config, "sliding_window", None):
         changes["sliding_window"] = min(int(config.sliding_window), MAX_WINDOW)
     if getattr(config, "max_window_layers", None) is not None:
@@ -104,10 +115,28 @@ def shrink(config: Any) -> dict[str, Any]:
     if (kinds := getattr(config, "layer_types", None)) is not None:
         changes["layer_types"] = _fewer(list(kinds), num_layers)
     rope = dict(getattr(config, "rope_parameters", None) or {})
-    if "original_max_position_embeddings" in rope:
-        changes["rope_parameters"] = {**rope, "original_max_position_embeddings": ORIGINAL_POSITION}
+    if rope:
+        by_layer = {name: value for name, value in rope.items() if isinstance(value, dict)}
+        shrunk = {name: _shrink_rope(value, new_head_dim) for name, value in by_layer.items()}
+        changes["rope_parameters"] = shrunk or _shrink_rope(rope, new_head_dim)
         changes["rope_scaling"] = None
+    if getattr(config, "original_max_position_embeddings", None) is not None:
+        changes["original_max_position_embeddings"] = MAX_POSITION if "long_factor" in rope else ORIGINAL_POSITION
     return changes
+
+
+def _shrink_rope(rope: dict[str, Any], head_dim: int) -> dict[str, Any]:
+    """The parameters of a rotary embedding for heads of size `head_dim`."""
+    changes: dict[str, Any] = {}
+    if "original_max_position_embeddings" in rope:
+        # With LongRoPE, transformers computes prompts up to this length with other factors than longer ones.
+        changes["original_max_position_embeddings"] = MAX_POSITION if "long_factor" in rope else ORIGINAL_POSITION
+    num = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
+    for name in ("short_factor", "long_factor"):
+        if isinstance(rope.get(name), list):
+            factors = rope[name]
+            changes[name] = [factors[i * len(factors) // num] for i in range(num)]
+    return {**rope, **changes}
 
 
 def _first_line(error: Exception) -> str:

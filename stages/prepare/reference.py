@@ -12,6 +12,7 @@ from pipeline.cli.check.cases import NUM_GREEDY, PREFIX, CheckPlan, Ids, Logits,
 from pipeline.config.settings import Settings
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.runtime.rust_panics import panics_as_errors
+from pipeline.stages.prepare.files import MAX_JSON_BYTES, decode_json
 from pipeline.stages.prepare.progress import Silence
 from pipeline.stages.prepare.sources.folder import has_quantized_weights
 from pipeline.stages.prepare.sources.source import FolderSource, HubSource, ModelError, parse
@@ -124,10 +125,11 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    how: dict[str, Any] = {"dtype": dtype, "local_files_only": True, "trust_remote_code": False}
+    if decode_json(folder / "config.json", MAX_JSON_BYTES, dict[str, Any]).get("attn_logit_softcapping"):
+        how["attn_implementation"] = "eager"  # the default ignores softcaps
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, trust_remote_code=False
-        )
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, **how)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ModelError(f"transformers can't load {folder}: {error}") from error
     return model.eval()

@@ -1,11 +1,19 @@
 """Checks a ModelConfig for consistency, independent of the file format that it came from."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.runtime.model_folder import ModelConfig
+from pipeline.runtime.model_folder import (
+    LinearRope,
+    Llama3Rope,
+    LongRope,
+    ModelConfig,
+    Rope,
+    RopeScaling,
+    YarnRope,
+)
 from pipeline.stages.prepare.files import shown
 from pipeline.stages.prepare.sources.source import ModelError
 
@@ -43,19 +51,55 @@ def check_shape(config: ModelConfig, path: Path, keys: Mapping[str, str]) -> Non
         f"a divisor of {keys.get('num_heads', 'num_heads')} = {heads}",
     )
     require(config.head_dim % 2 == 0, "head_dim", config.head_dim, "even: rotary embeddings rotate pairs")
-    for field in ("rms_norm_eps", "rope_theta"):
+    require(
+        math.isfinite(config.rms_norm_eps) and config.rms_norm_eps > 0,
+        "rms_norm_eps",
+        config.rms_norm_eps,
+        "a positive number",
+    )
+    dim = config.head_dim if config.rotary_dim is None else config.rotary_dim
+    require(
+        0 <= dim <= config.head_dim and dim % 2 == 0,
+        "rotary_dim",
+        dim,
+        f"even, and at most head_dim = {config.head_dim}",
+    )
+    for field in ("embedding_scale", "residual_multiplier", "logit_scale", "query_growth", "query_scale"):
         number = getattr(config, field)
+        require(number is None or math.isfinite(number), field, number, "a finite number")
+    for field in ("attention_softcap", "logit_softcap"):
+        number = getattr(config, field)
+        require(number is None or (math.isfinite(number) and number > 0), field, number, "a positive number")
+    for rope in (Rope(config.rope_theta, config.rope_scaling), config.sliding_rope):
+        if rope is not None:
+            require(math.isfinite(rope.theta) and rope.theta > 0, "rope_theta", rope.theta, "a positive number")
+            if rope.scaling is not None:
+                _check_scaling(rope.scaling, rope.theta, dim, require)
+
+
+Require = Callable[[bool, str, Any, str], None]
+
+
+def _check_scaling(rope: RopeScaling, theta: float, dim: int, require: Require) -> None:
+    for field in ("factor", "low_freq_factor", "high_freq_factor", "magnitude", "beta_fast", "beta_slow"):
+        number = getattr(rope, field, 1.0)
         require(math.isfinite(number) and number > 0, field, number, "a positive number")
-    if config.rope_scaling is not None:
-        rope = config.rope_scaling
-        for field in ("factor", "low_freq_factor", "high_freq_factor"):
-            number = getattr(rope, field)
-            require(math.isfinite(number) and number > 0, field, number, "a positive number")
-        original = rope.original_max_position
-        require(0 < original <= MAX_COUNT, "original_max_position", original, f"a positive number up to {MAX_COUNT}")
-        low = rope.low_freq_factor
-        high = rope.high_freq_factor
-        require(high > low, "high_freq_factor", high, f"above low_freq_factor = {low}")
+    if isinstance(rope, LinearRope):
+        return
+    original = rope.original_max_position
+    require(0 < original <= MAX_COUNT, "original_max_position", original, f"a positive number up to {MAX_COUNT}")
+    match rope:
+        case Llama3Rope():
+            low, high = rope.low_freq_factor, rope.high_freq_factor
+            require(high > low, "high_freq_factor", high, f"above low_freq_factor = {low}")
+        case YarnRope():
+            require(theta > 1, "rope_theta", theta, "above 1")
+        case LongRope():
+            for name, factors in (("short_factor", rope.short_factors), ("long_factor", rope.long_factors)):
+                require(len(factors) == dim // 2, name, list(factors), f"a list of {dim // 2} numbers")
+                require(
+                    all(math.isfinite(factor) and factor > 0 for factor in factors), name, list(factors), "positive"
+                )
 
 
 def as_float(number: float) -> float:

@@ -17,7 +17,8 @@ import msgspec
 import numpy as np
 from safetensors import safe_open
 
-from pipeline.runtime.model_folder import ModelConfig
+from pipeline.runtime.model_folder import Layout, ModelConfig
+from pipeline.stages.prepare.families.architecture import OTHER_PARTS, TEXT_PREFIX
 from pipeline.stages.prepare.files import open_regular, shown
 from pipeline.stages.prepare.sources.source import ModelError
 
@@ -155,34 +156,69 @@ def float_rows(path: Path, entry: TensorEntry, rows_at_once: int) -> Iterator["n
             yield piece.astype(np.float32)
 
 
-def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Name and shape of every tensor of a model, in Hugging Face's names and layout."""
+def model_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """Name and shape of every matrix and vector that a model computes with, by Llama's names. Those of other models
+    have names of the same kind."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+
+    def add_norm(name: str, size: int = hidden) -> None:
+        if config.norm_weights:
+            shapes[f"{name}.weight"] = (size,)
+        if config.norm_weights and config.norm_bias:
+            shapes[f"{name}.bias"] = (size,)
+
+    if config.position_embeddings:
+        shapes["model.embed_positions.weight"] = (config.position_embeddings, hidden)
+    if config.embedding_norm:
+        add_norm("model.embed_norm")
     for layer in range(config.num_layers):
         linears = {
             "self_attn.q_proj": (q_size, hidden, config.qkv_bias),
             "self_attn.k_proj": (kv_size, hidden, config.qkv_bias),
             "self_attn.v_proj": (kv_size, hidden, config.qkv_bias),
             "self_attn.o_proj": (hidden, q_size, config.out_bias),
-            "mlp.gate_proj": (inner, hidden, config.mlp_bias),
+            **({"mlp.gate_proj": (inner, hidden, config.mlp_bias)} if config.gated else {}),
             "mlp.up_proj": (inner, hidden, config.mlp_bias),
             "mlp.down_proj": (hidden, inner, config.mlp_bias),
         }
         before = f"model.layers.{layer}."
-        shapes[f"{before}input_layernorm.weight"] = (hidden,)
-        shapes[f"{before}post_attention_layernorm.weight"] = (hidden,)
+        if config.pre_norms:
+            add_norm(f"{before}input_layernorm")
+            if not config.shared_norm:
+                add_norm(f"{before}post_attention_layernorm")
+        if config.post_norms:
+            add_norm(f"{before}self_attn_post_norm")
+            add_norm(f"{before}mlp_post_norm")
         if config.qk_norm:
-            shapes[f"{before}self_attn.q_norm.weight"] = (config.head_dim,)
-            shapes[f"{before}self_attn.k_norm.weight"] = (config.head_dim,)
+            whole = config.qk_norm_kind != "head"
+            shapes[f"{before}self_attn.q_norm.weight"] = (q_size if whole else config.head_dim,)
+            shapes[f"{before}self_attn.k_norm.weight"] = (kv_size if whole else config.head_dim,)
         for name, (rows, columns, has_bias) in linears.items():
             shapes[f"{before}{name}.weight"] = (rows, columns)
             if has_bias:
                 shapes[f"{before}{name}.bias"] = (rows,)
-    shapes["model.norm.weight"] = (hidden,)
+    add_norm("model.norm")
     if not config.tie_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    if config.head_bias:
+        shapes["lm_head.bias"] = (config.vocab_size,)
+    return shapes
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """Name and shape of every tensor of a model, in the names and layout of its weight files."""
+    shapes: dict[str, Shape] = {}
+    for name, shape in model_shapes(config).items():
+        stored, piece = config.layout.find(name)
+        if stored in shapes:  # several pieces are rows of one tensor
+            before = shapes[stored]
+            before = before[::-1] if piece.transposed and len(shape) == 2 else before
+            shape = (before[0] + shape[0], *shape[1:])
+        if config.qk_norm_kind == "each_head" and ("q_norm" in name or "k_norm" in name):
+            shape = (shape[0] // config.head_dim, config.head_dim)
+        shapes[stored] = shape[::-1] if piece.transposed and len(shape) == 2 else shape
     return shapes
 
 
@@ -197,9 +233,29 @@ def find_tensors(paths: Iterable[Path]) -> dict[str, tuple[Path, TensorEntry]]:
     return found
 
 
+EXTRAS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
+"""The last parts of the names of buffers in old checkpoints: rotary frequencies and causal masks."""
+HEADS = ("lm_head.weight", "embed_out.weight")
+PREFIX = "transformer."
+
+
 def is_known_extra(name: str) -> bool:
-    """Whether a tensor that no model uses is allowed: a tied head, or a rotary buffer of old checkpoints."""
-    return name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
+    """Whether a tensor that no model uses is allowed: a tied head, a buffer of old checkpoints, or one for
+    images."""
+    return name.removeprefix(TEXT_PREFIX) in HEADS or name.endswith(EXTRAS) or name.startswith(OTHER_PARTS)
+
+
+def with_prefix_of(config: ModelConfig, paths: Iterable[Path]) -> ModelConfig:
+    """The config with the names of the files: those of GPT-2 and BLOOM on the hub lack the prefix `transformer.`."""
+    layout = config.layout
+    if not layout.layers.startswith(PREFIX) or any(name.startswith(PREFIX) for name in find_tensors(paths)):
+        return config
+    pieces = {
+        name: msgspec.structs.replace(piece, tensor=piece.tensor.removeprefix(PREFIX))
+        for name, piece in layout.pieces.items()
+    }
+    stripped = Layout(layout.layers.removeprefix(PREFIX), pieces)
+    return msgspec.structs.replace(config, layout=stripped)
 
 
 def check_tensors(config: ModelConfig, paths: Iterable[Path]) -> dict[str, tuple[Path, TensorEntry]]:

@@ -48,6 +48,8 @@ DTYPES: dict[Format, tuple[str, int]] = {"f32": ("F32", 4), "bf16": ("BF16", 2)}
 
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 
+NORMS_OF_HEADS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
+
 WEIGHTS = "model.safetensors"
 
 CHUNK_VALUES = 2 * 1024**2
@@ -93,7 +95,8 @@ class Stored:
 def stored(name: str, shape: Shape, found: Format | None, quantization: PreparedFormat) -> Stored:
     """How to store a tensor that the model's file has in format `found`, None if that is none of `Format`."""
     wanted: Format
-    if len(shape) == 1:  # norms and biases are small, and their rounding would affect every token
+    # Norms and biases are small, and their rounding would affect every token. Some norms have weights for each head.
+    if len(shape) == 1 or name.endswith(NORMS_OF_HEADS):
         return Stored("f32", shape)
     match quantization:
         case "none":

@@ -230,8 +230,23 @@ def test_models_lists_what_is_served_cached_and_supported(
     ], "the last used first; the model of a wheel is served by the wheel's name"
     assert {one["architecture"] for one in found["supported"]} == set(HF_ARCHITECTURES)
     _, out, _ = run(root, capsys, "models")
-    for words in ("served-model", "wheel:llm-tiny==1.0", "Qwen3ForCausalLM", "Llama, Mistral, SmolLM2"):
+    for words in ("served-model", "wheel:llm-tiny==1.0", "Llama, Falcon 3, SmolLM2"):
         assert words in out
+
+
+def test_supported_models_are_listed_with_their_backends(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(root, capsys, "models", "--supported")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= 80
+    rows = {line.split()[0]: line for line in lines}
+    assert rows.keys() == {"architecture", *HF_ARCHITECTURES}
+    assert "native, torch, triton" in rows["qwen3"]
+    assert "native, torch " in rows["gemma2"] and "triton" not in rows["gemma2"]
+    _, out, _ = run(root, capsys, "models", "--supported", "--json")
+    found = {one["architecture"]: one for one in json.loads(out)}
+    assert found["phi3"]["backends"] == ["native", "torch", "triton"]
+    assert (found["gemma3_text"]["gguf"], found["opt"]["gguf"]) == ("gemma3", "")
 
 
 def test_the_formats_of_a_model_s_weights_are_known(smollm2_dir: Path, tmp_path: Path) -> None:

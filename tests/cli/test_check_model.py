@@ -23,6 +23,41 @@ pytestmark = pytest.mark.usefixtures("check_model_state")
 ROOT = Path(__file__).parents[2]
 
 CONFIGS: dict[str, dict[str, Any]] = {
+    "Gemma 3": {
+        "model_type": "gemma3_text",
+        "architectures": ["Gemma3ForCausalLM"],
+        "hidden_size": 1152,
+        "head_dim": 256,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "intermediate_size": 6912,
+        "vocab_size": 262144,
+        "max_position_embeddings": 32768,
+        "rope_theta": 1000000,
+        "rope_local_base_freq": 10000,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "query_pre_attn_scalar": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
+    "Phi-4-mini": {
+        "model_type": "phi3",
+        "architectures": ["Phi3ForCausalLM"],
+        "hidden_size": 3072,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "intermediate_size": 8192,
+        "vocab_size": 200064,
+        "max_position_embeddings": 131072,
+        "original_max_position_embeddings": 4096,
+        "partial_rotary_factor": 0.75,
+        "rope_scaling": {"type": "longrope", "long_factor": [1.0 + i for i in range(48)], "short_factor": 48 * [1.0]},
+        "sliding_window": 262144,
+        "tie_word_embeddings": True,
+        "pad_token_id": None,
+    },
     "SmolLM2": {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -212,11 +247,8 @@ def test_a_window_longer_than_every_prompt_is_reported_as_unchecked(
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (
-            {"model_type": "gpt2", "n_embd": 48, "n_head": 4, "n_layer": 2},
-            "cannot make a tiny model of model_type 'gpt2'",
-        ),
-        ({"model_type": "gemma2"}, "model_type is 'gemma2'; supported are 'llama'"),
+        ({"model_type": "mamba"}, "cannot make a tiny model of model_type 'mamba'"),
+        ({"model_type": "persimmon"}, "model_type is 'persimmon'; supported are 'llama'"),
         ({"model_type": "klingon"}, "transformers does not take this config"),
         ({"model_type": "llama", "hidden_size": "wide"}, "transformers does not take this config"),
         ({"model_type": 7}, "model_type is 7; it must name an architecture"),

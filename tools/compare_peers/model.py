@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
-from pipeline.runtime.model_folder import ModelConfig
+from pipeline.runtime.model_folder import Llama3Rope, ModelConfig
 from pipeline.stages.prepare.stage import gguf_file, prepare
 
 NAME = "model"
@@ -56,7 +56,12 @@ def make_folder(model: str, paths: ModelPaths) -> None:
 
 
 def _config_json(config: ModelConfig) -> dict[str, Any]:
-    if config.architecture != "llama" or config.sliding_window is not None:
+    scaling = config.rope_scaling
+    if (
+        config.architecture != "llama"
+        or config.sliding_window is not None
+        or not isinstance(scaling, Llama3Rope | None)
+    ):
         raise UserError(
             f"vLLM can't be compared: this tool writes no config.json for {config.architecture}, or for sliding "
             "windows; leave vllm out of --servers"
@@ -82,7 +87,7 @@ def _config_json(config: ModelConfig) -> dict[str, Any]:
         "eos_token_id": config.eos_ids[0] if len(config.eos_ids) == 1 else config.eos_ids,
         "bos_token_id": config.bos_id,
     }
-    if (scaling := config.rope_scaling) is not None:
+    if scaling is not None:
         found["rope_scaling"] = {
             "rope_type": "llama3",
             "factor": scaling.factor,

@@ -66,6 +66,7 @@ def add_models(commands: Commands) -> None:
     )
     add_settings(parser)
     parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--supported", action="store_true", help="list only the supported architectures")
     parser.set_defaults(run=_models)
 
 

@@ -55,7 +55,7 @@ def make_program(
         from pipeline.stages.execute.cpu.torch_program import TorchProgram
 
         torch.set_num_threads(num_threads)
-        return TorchProgram(settings, config, inputs, sampling_inputs, scores, kv.num_blocks, swap)
+        return TorchProgram(settings, config, inputs, sampling_inputs, scores, kv.num_blocks, kv.max_model_len, swap)
     isa, loaded = library
     return NativeProgram(
         loaded,

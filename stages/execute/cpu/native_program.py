@@ -5,6 +5,7 @@ read them (kernels/cpu/gemm.h and linear.h). The library has its own threads.
 """
 
 import ctypes
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,25 +15,31 @@ from pipeline.kernels.cpu.native import Activations, Form, KVType
 from pipeline.kernels.logprob_inputs import FloatArray, ScoreInputs
 from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.step_inputs import IntArray, StepInputs, block_bytes
-from pipeline.kernels.stored_matrix import StoredMatrix
-from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.cpu.panel_file import PanelPlace, PanelStore, key_of
+from pipeline.runtime.model_folder import ModelConfig, Rope
+from pipeline.stages.execute.cpu.native_memory import (
+    PAIR,
+    NativeMemory,
+    have_one_format,
+    swiglu_order,
+    turning_order,
+)
+from pipeline.stages.execute.cpu.panel_file import PanelPlace, PanelStore
 from pipeline.stages.execute.cpu.program import (
     AnyMatrix,
-    AnyVector,
     AttentionWeights,
+    Embedding,
+    Head,
     HeadNorms,
     Linear,
     LogitArray,
     MasksLate,
     MlpWeights,
+    Norm,
     Program,
     SwapArray,
 )
-from pipeline.stages.execute.rope import rope_frequencies, rope_table
-
-PAIR = 8
-"""Half of a panel: the distance between outputs that rotate together, and between those of gate and up."""
+from pipeline.stages.execute.models.features import NATIVE, missing
+from pipeline.stages.execute.rope import rope_table, rotations
 
 MASKS_LATE = 1
 
@@ -45,6 +52,8 @@ def unsupported(config: ModelConfig) -> str | None:
         return f"head_dim is {config.head_dim}, not a multiple of {native.PANEL}"
     if config.hidden_size % 2 or config.intermediate_size % 2:
         return "hidden_size and intermediate_size must be even"
+    if lacking := missing(config, NATIVE):
+        return f"the CPU library lacks {lacking}"
     return None
 
 
@@ -72,7 +81,6 @@ class NativeProgram(Program):
         assert unsupported(config) is None
         self.isa = isa
         self.name = f"cpu, {isa}"
-        self._activations = activations
         self._library = library
         self._config = config
         self._inputs, self._sampling_inputs = inputs, sampling_inputs
@@ -80,24 +88,37 @@ class NativeProgram(Program):
         self._scoring: int | None = None
         self._thread_pool = native.ThreadPool(library, num_threads)
         self._panels = None if panels is None else PanelStore(library, self._thread_pool, panels)
-        self._kept: list[Any] = []
+        self._memory = NativeMemory(library, self._thread_pool, activations, self._panels)
         self._table: tuple[AnyMatrix, native.PackedMatrix] | None = None
         self._num_layers = 0
         self._ticket = native.MaskTicket(None, 0, 0)
         self._handle = library.program_new(self._thread_pool.handle, ctypes.byref(self._step_arrays()))
         max_num_tokens = inputs.max_num_tokens
         width = config.num_heads * config.head_dim
-        self._residual = self._floats(max_num_tokens, config.hidden_size)
-        self._queries = self._rows(max_num_tokens, width)
-        self._normed: dict[Form, native.NativeRows] = {}
-        self._attended = self._rows(max_num_tokens, width)
-        self._gated = self._rows(max_num_tokens, config.intermediate_size)
-        self._wide = self._floats(max_num_tokens, -(-max(width, config.intermediate_size) // PAIR) * PAIR)
-        self._logits = self._floats(inputs.max_num_rows, config.vocab_size)
-        self._cos, self._sin = self._angles(max_model_len)
+        self._residual = self._memory.floats(max_num_tokens, config.hidden_size)
+        self._queries = self._memory.rows(max_num_tokens, width)
+        self._normed: dict[tuple[Form, int], native.NativeRows] = {}
+        """By form and place: parallel layers read the results of two norms."""
+        self._attended = self._memory.rows(max_num_tokens, width)
+        self._gated = self._memory.rows(max_num_tokens, config.intermediate_size)
+        self._wide = self._memory.floats(max_num_tokens, -(-max(width, config.intermediate_size) // PAIR) * PAIR)
+        self._logits = self._memory.floats(inputs.max_num_rows, config.vocab_size)
+        self._branch = self._memory.floats(max_num_tokens, config.hidden_size) if config.post_norms else 0
+        all_heads = config.num_heads + 2 * config.num_kv_heads
+        has_norm_of_all = config.qk_norm and config.qk_norm_kind == "all"
+        self._qkv = self._memory.floats(max_num_tokens, all_heads * config.head_dim) if has_norm_of_all else None
+        self._query_form, self._score_form = self._forms(max_model_len)
+        self._angles: dict[Rope | None, tuple[int, int]] = {}
+        """Addresses of cosines and sines of every position, [max_model_len, head_dim / 2] each."""
+        for rope, rotation in rotations(config, max_model_len).items():
+            cos, sin = rope_table(rotation.frequencies, max_model_len, rotation.magnitudes)
+            self._angles[rope] = self._memory.vector(cos), self._memory.vector(sin)
         self._kv = [
             native.NativeLayerMemory(
-                self._memory(num_blocks * layer_bytes(config, kv_type)), config.num_kv_heads, config.head_dim, kv_type
+                self._memory.allocate(num_blocks * layer_bytes(config, kv_type)),
+                config.num_kv_heads,
+                config.head_dim,
+                kv_type,
             )
             for _ in range(config.num_layers)
         ]
@@ -106,44 +127,47 @@ class NativeProgram(Program):
         self._blocks = self._block_places(num_blocks, layer_bytes(config, kv_type))
         self._plans: dict[int, int] = {}
 
-    def embed(self, table: AnyMatrix) -> None:
-        self._table = table, self._pack((table,))
-        self._library.program_embed(self._handle, self._residual, self._table[1])
+    def embed(self, embedding: Embedding) -> None:
+        config, library, table = self._config, self._library, embedding.table
+        self._table = table, self._memory.pack((table,))
+        library.program_embed(self._handle, self._residual, self._table[1], config.embedding_scale)
+        if embedding.positions is not None:
+            positions = self._memory.pack((embedding.positions,))
+            library.program_positions(self._handle, self._residual, positions, config.position_offset)
+        if embedding.norm is not None:
+            norm = self._native_norm(embedding.norm)
+            library.program_add_norm(self._handle, self._residual, None, norm, config.hidden_size, 1.0)
 
     def attention(self, weights: AttentionWeights) -> None:
-        config, library = self._config, self._library
-        kv = ctypes.byref(self._kv[self._num_layers])
-        self._num_layers += 1
-        heads = config.num_heads + 2 * config.num_kv_heads
-        order = _turning_order(config.num_heads + config.num_kv_heads, heads, config.head_dim)
-        products = self._products(weights.norm, weights.qkv, order)
-        norms = self._head_norms(weights.head_norms)
-        library.program_qkv(
-            self._handle, self._queries, products, len(products), config.num_heads, kv, self._cos, self._sin, norms
-        )
-        width = config.num_heads * config.head_dim
-        rows, floats = self._written(self._attended, width, weights.out.matrices[0])
-        library.program_attention(self._handle, rows, floats, self._queries, kv, self._plan(weights.window or 0))
-        self._add(self._attended, width, weights.out)
+        self._add_norms(weights.norm, weights.qkv)
+        self._attend(weights)
 
     def mlp(self, weights: MlpWeights) -> None:
-        inner = self._config.intermediate_size
-        order = (
-            _swiglu_order(inner) if _have_one_format(weights.gate_up.matrices) else np.arange(2 * inner, dtype=np.int32)
-        )
-        products = self._products(weights.norm, weights.gate_up, order)
-        rows, floats = self._written(self._gated, inner, weights.down.matrices[0])
-        self._library.program_swiglu(self._handle, rows, floats, products, len(products))
-        self._add(self._gated, inner, weights.down)
+        self._add_norms(weights.norm, weights.gate_up)
+        self._feed_forward(weights)
 
-    def sample(self, norm: AnyVector, head: AnyMatrix) -> None:
-        self.last_norm = np.asarray(norm, np.float32)
+    def parallel(self, attention: AttentionWeights, mlp: MlpWeights) -> None:
+        # Both norms come before attention changes the residual.
+        place = 0 if mlp.norm is None else 1
+        written = self._add_norms(attention.norm, attention.qkv)
+        self._add_norms(mlp.norm or attention.norm, mlp.gate_up, place, set() if place else written)
+        self._attend(attention)
+        self._feed_forward(mlp, place)
+
+    def sample(self, head: Head) -> None:
+        config, norm = self._config, head.norm
+        bias = None if norm.bias is None else np.asarray(norm.bias, np.float32)
+        self.last_norm = Norm(np.asarray(norm.weight, np.float32), bias)
         # A tied head shares the embedding's memory.
-        tied = self._table is not None and self._table[0] is head
-        packed = self._table[1] if self._table is not None and tied else self._pack((head,))
-        places = packed, self._config.vocab_size, self._logits, self._inputs.max_num_rows
-        form, weight = self._form(head), self._vector(norm)
-        self._add_norm(self._handle, form, weight, sampled=True)
+        tied = self._table is not None and self._table[0] is head.matrix and head.bias is None
+        packed = (
+            self._table[1] if self._table is not None and tied else self._memory.pack((head.matrix,), bias=head.bias)
+        )
+        places = packed, config.vocab_size, self._logits, self._inputs.max_num_rows
+        form = self._memory.form(head.matrix)
+        form_of_logits = config.logit_scale, config.logit_softcap or 0.0
+        self._add_norm(self._handle, form, norm, sampled=True)
+        self._library.program_logit_form(self._handle, *form_of_logits)
         self._library.program_sample(
             self._handle,
             self._normed_rows(form),
@@ -155,13 +179,14 @@ class NativeProgram(Program):
         arrays = self._step_arrays()
         arrays.sampled = self._scores.places.ctypes.data
         self._scoring = self._library.program_new(self._thread_pool.handle, ctypes.byref(arrays))
-        self._add_norm(self._scoring, form, weight, sampled=True)
+        self._add_norm(self._scoring, form, norm, sampled=True)
+        self._library.program_logit_form(self._scoring, *form_of_logits)
         scores = native.NativeScoreArrays.of(self._scores)
         self._library.program_score(self._scoring, self._normed_rows(form), *places, ctypes.byref(scores))
 
     def finish_loading(self) -> None:
         if self._panels is not None:
-            self._panels.save(self._kept)
+            self._panels.save(self._memory.kept)
 
     def run(self) -> IntArray:
         inputs = self._inputs
@@ -229,60 +254,115 @@ class NativeProgram(Program):
             if self._panels is not None:
                 self._panels.close()
             self._thread_pool.close()
-            self._kept.clear()
+            self._memory.free()
             self._swap = None
 
     # The methods below lay out memory. Addresses are plain numbers; `_kept` keeps the memory alive.
 
-    def _products(self, norm: AnyVector, linear: Linear, order: IntArray) -> Any:
-        """Record the norm before a matmul with stacked matrices, and pack these: into one if they have one format, else
-        each by itself. Output i is row order[i]; the order keeps the rows of each matrix together.
+    # The methods below record parts of layers. Addresses are plain numbers; `_memory` keeps the memory alive.
 
-        Returns an array of products.
-        """
-        matrices = linear.matrices
-        parts = (matrices,) if _have_one_format(matrices) else tuple((matrix,) for matrix in matrices)
-        products = (native.NativeProduct * len(parts))()
-        weight = self._vector(norm)
-        written: set[Form] = set()
-        begin, first_row = 0, 0
-        for product, part in zip(products, parts, strict=True):
-            form, num_rows = self._form(part[0]), sum(matrix.num_rows for matrix in part)
-            if form not in written:
-                self._add_norm(self._handle, form, weight)
-                written.add(form)
-            end = len(order) if part is parts[-1] else begin + num_rows
-            rows = order[begin:end]
-            bias = (
-                None if linear.bias is None else np.asarray(linear.bias, np.float32)[first_row : first_row + num_rows]
+    def _attend(self, weights: AttentionWeights, place: int = 0) -> None:
+        """Record attention after its norm, whose results are at `place`."""
+        config, library = self._config, self._library
+        kv = ctypes.byref(self._kv[self._num_layers])
+        self._num_layers += 1
+        heads = config.num_heads + 2 * config.num_kv_heads
+        order = turning_order(config.num_heads + config.num_kv_heads, heads, config.head_dim)
+        products = self._memory.products(weights.qkv, order, partial(self._normed_rows, place=place))
+        norms = self._head_norms(weights.head_norms)
+        angles = self._angles[weights.rope]
+        library.program_qkv(
+            *(self._handle, self._queries, products, len(products), config.num_heads, kv, *angles),
+            *(norms, self._query_form, self._qkv),
+        )
+        width = config.num_heads * config.head_dim
+        rows, floats = self._written(self._attended, width, weights.out.matrices[0])
+        plan = self._plan(weights.window or 0)
+        library.program_attention(self._handle, rows, floats, self._queries, kv, plan, self._score_form)
+        self._add(self._attended, width, weights.out, weights.post_norm)
+
+    def _feed_forward(self, weights: MlpWeights, place: int = 0) -> None:
+        """Record the feed-forward layer after its norm, whose results are at `place`."""
+        config = self._config
+        inner, activation = config.intermediate_size, native.ACTIVATIONS[config.activation]
+        rows, floats = self._written(self._gated, inner, weights.down.matrices[0])
+        if config.gated:
+            one_format = have_one_format(weights.gate_up.matrices)
+            order = swiglu_order(inner) if one_format else np.arange(2 * inner, dtype=np.int32)
+            products = self._memory.products(weights.gate_up, order, partial(self._normed_rows, place=place))
+            self._library.program_swiglu(self._handle, rows, floats, products, len(products), activation)
+        else:
+            products = self._memory.products(
+                weights.gate_up, np.arange(inner, dtype=np.int32), partial(self._normed_rows, place=place)
             )
-            packed = self._pack(part, np.where(rows < 0, rows, rows - first_row).astype(np.int32), bias)
-            product.matrix, product.rows = packed, self._normed_rows(form)
-            begin, first_row = end, first_row + num_rows
-        return products
+            self._library.program_activate(self._handle, rows, floats, products, len(products), activation, inner)
+        self._add(self._gated, inner, weights.down, weights.post_norm)
 
-    def _form(self, matrix: AnyMatrix) -> Form:
-        """The form of activations for a matmul with a matrix."""
-        return native.form_for(matrix.format, self._activations)
+    def _forms(self, max_model_len: int) -> tuple[Any, Any]:
+        """What differs from plain attention in the scale of queries and in scores, or nulls."""
+        config, query, score = self._config, None, None
+        if config.query_scale is not None or config.query_growth:
+            scale = config.head_dim**-0.5 if config.query_scale is None else config.query_scale
+            growth = None
+            if config.query_growth:
+                periods = np.arange(max_model_len) // config.query_growth_period
+                growth = self._memory.vector((1 + config.query_growth * np.log1p(periods)).astype(np.float32))
+            query = native.NativeQueryForm(scale, growth)
+        if config.attention_softcap is not None or config.alibi_slopes is not None:
+            slopes = (
+                None if config.alibi_slopes is None else self._memory.vector(np.array(config.alibi_slopes, np.float32))
+            )
+            score = native.NativeScoreForm(config.attention_softcap or 0.0, slopes)
+        return query and ctypes.byref(query), score and ctypes.byref(score)
 
-    def _normed_rows(self, form: Form) -> native.NativeRows:
+    def _add_norms(
+        self, norm: Norm | None, linear: Linear, place: int = 0, written: "set[Form] | None" = None
+    ) -> set[Form]:
+        """Record the norm before a matmul, in every form that its matrices need and that is not in `written`. Returns
+        these forms."""
+        forms = dict.fromkeys(self._memory.form(matrix) for matrix in linear.matrices)
+        for form in forms:
+            if written is None or form not in written:
+                self._add_norm(self._handle, form, norm, place=place)
+        return set(forms)
+
+    def _normed_rows(self, form: Form, place: int = 0) -> native.NativeRows:
         """The output of norms in a form. Norms write several if the matrices after them need several."""
-        if form not in self._normed:
-            self._normed[form] = self._rows(self._inputs.max_num_tokens, self._config.hidden_size, form)
-        return self._normed[form]
+        if (form, place) not in self._normed:
+            self._normed[form, place] = self._memory.rows(self._inputs.max_num_tokens, self._config.hidden_size, form)
+        return self._normed[form, place]
 
-    def _add_norm(self, handle: int, form: Form, weight: int, sampled: bool = False) -> None:
+    def _add_norm(self, handle: int, form: Form, norm: Norm | None, *, place: int = 0, sampled: bool = False) -> None:
         size, eps = self._config.hidden_size, self._config.rms_norm_eps
-        rows = self._normed_rows(form)
-        self._library.program_norm(handle, rows, form, self._residual, weight, size, eps, sampled)
+        rows = self._normed_rows(form, place)
+        if norm is not None and self._config.norm == "rms":
+            weight = self._memory.vector(norm.weight)
+            self._library.program_norm(handle, rows, form, self._residual, weight, size, eps, sampled)
+        else:
+            self._library.program_any_norm(handle, rows, form, self._residual, self._native_norm(norm), size, sampled)
+
+    def _native_norm(self, norm: Norm | None) -> Any:
+        """A norm of any kind; None stands for one that does nothing."""
+        if norm is None:
+            return ctypes.byref(native.NativeNorm(native.NORM_KINDS["none"], None, None, 0.0))
+        bias = None if norm.bias is None else self._memory.vector(norm.bias)
+        kind = native.NORM_KINDS[self._config.norm]
+        return ctypes.byref(native.NativeNorm(kind, self._memory.vector(norm.weight), bias, self._config.rms_norm_eps))
 
     def _head_norms(self, norms: HeadNorms | None) -> Any:
         """The weights in the panels' order of a head's dimensions, or null."""
         if norms is None:
             return None
-        order = _turning_order(1, 1, self._config.head_dim)
-        query, key = (self._vector(np.asarray(weight)[order]) for weight in (norms.query, norms.key))
-        return ctypes.byref(native.NativeHeadNorms(query, key, self._config.rms_norm_eps))
+        config = self._config
+        order = turning_order(1, 1, config.head_dim)
+        query, key = (
+            self._memory.vector(np.asarray(weight).reshape(-1, config.head_dim)[:, order])
+            for weight in (norms.query, norms.key)
+        )
+        each, every = config.qk_norm_kind == "each_head", config.qk_norm_kind == "all"
+        return ctypes.byref(
+            native.NativeHeadNorms(query, key, config.rms_norm_eps, config.norm == "layer", each, every)
+        )
 
     def _plan(self, window: int) -> int:
         """The attention plan of all layers with this window (0 for none). It becomes an op before the first of them."""
@@ -295,18 +375,24 @@ class NativeProgram(Program):
 
     def _written(self, rows: native.NativeRows, width: int, matrix: AnyMatrix) -> tuple[native.NativeRows, bool]:
         """The output rows of an op before a matmul, and whether they are floats that are quantized afterwards."""
-        if self._form(matrix) is Form.PLAIN:
+        if self._memory.form(matrix) is Form.PLAIN:
             return rows, False
         return native.NativeRows(self._wide, width * 4), True
 
-    def _add(self, rows: native.NativeRows, width: int, linear: Linear) -> None:
+    def _add(self, rows: native.NativeRows, width: int, linear: Linear, post_norm: Norm | None) -> None:
+        """residual += post_norm(rows x matrix) * residual_multiplier"""
         (matrix,) = linear.matrices
-        form = self._form(matrix)
+        library, hidden, factor = self._library, self._config.hidden_size, self._config.residual_multiplier
+        form = self._memory.form(matrix)
         if form is not Form.PLAIN:
-            self._library.program_quantize(self._handle, rows, form, self._wide, width)
-        self._library.program_linear_add(
-            self._handle, self._residual, rows, self._pack(linear.matrices, bias=linear.bias), self._config.hidden_size
-        )
+            library.program_quantize(self._handle, rows, form, self._wide, width)
+        packed = self._memory.pack(linear.matrices, bias=linear.bias)
+        if post_norm is None:
+            library.program_linear_add(self._handle, self._residual, rows, packed, hidden, factor)
+            return
+        library.program_linear(self._handle, self._branch, rows, packed, hidden)
+        norm = self._native_norm(post_norm)
+        library.program_add_norm(self._handle, self._residual, self._branch, norm, hidden, factor)
 
     def _step_arrays(self) -> native.NativeStepArrays:
         inputs = self._inputs
@@ -319,7 +405,7 @@ class NativeProgram(Program):
     def _block_places(self, num_blocks: int, num_bytes: int) -> native.NativeBlocks:
         """The addresses of the blocks of all layers and of swap space."""
         layers = np.array([layer.data for layer in self._kv], np.uint64)
-        self._kept.append(layers)
+        self._memory.keep(layers)
         return native.NativeBlocks(
             layers=layers.ctypes.data,
             swap=None if self._swap is None else self._swap.ctypes.data,
@@ -328,90 +414,7 @@ class NativeProgram(Program):
             layer_bytes=num_bytes,
         )
 
-    def _memory(self, num_bytes: int) -> int:
-        array = self._thread_pool.allocate(num_bytes)
-        self._kept.append(array)
-        return int(array.ctypes.data)
-
-    def _floats(self, rows: int, width: int) -> int:
-        return self._memory(rows * width * 4)
-
-    def _rows(self, rows: int, width: int, form: Form | None = None) -> native.NativeRows:
-        """Rows of activations, by default of any form."""
-        stride = max(
-            self._library.activation_bytes(any_form, width) for any_form in (Form if form is None else (form,))
-        )
-        return native.NativeRows(self._memory(self._library.activation_rows(rows) * stride), stride)
-
-    def _vector(self, values: AnyVector) -> int:
-        kept = np.ascontiguousarray(values, np.float32)
-        self._kept.append(kept)
-        return int(kept.ctypes.data)
-
-    def _angles(self, max_model_len: int) -> tuple[int, int]:
-        """Cosines and sines of every position: [max_model_len, head_dim / 2] each."""
-        config = self._config
-        frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-        cos, sin = rope_table(frequencies, max_model_len)
-        return self._vector(cos), self._vector(sin)
-
-    def _pack(
-        self, matrices: tuple[AnyMatrix, ...], order: IntArray | None = None, bias: "AnyVector | None" = None
-    ) -> native.PackedMatrix:
-        """Stacked matrices of one format in panels: output i is row order[i], or zeros if that is negative."""
-        rows = np.concatenate([matrix.row_addresses() for matrix in matrices])
-        if order is None:
-            order = np.arange(len(rows), dtype=np.int32)
-        columns = -(-len(order) // native.PANEL) * native.PANEL
-        order = np.concatenate([order, np.full(columns - len(order), -1, np.int32)])
-        # Index -1 selects the null address after the last row.
-        addresses = np.append(rows, np.uint64(0))[order]
-        stored, form = matrices[0].format, self._form(matrices[0])
-        format = native.FORMATS[native.panel_format(stored)]
-        packed = native.PackedMatrix(format, form, columns, matrices[0].num_columns, None, None)
-        reference = ctypes.byref(packed)
-        num_bytes = self._library.panel_bytes(reference) * columns // native.PANEL
-        key = None
-        if self._panels is not None:
-            key = key_of(
-                packed, [matrix.name if isinstance(matrix, StoredMatrix) else "" for matrix in matrices], order
-            )
-            packed.panels = None if key is None else self._panels.find(key, num_bytes)
-        if packed.panels is None:
-            packed.panels = panels = self._memory(num_bytes)
-            if source := native.FLOAT_SOURCES.get(stored):
-                self._library.pack_floats(self._thread_pool.handle, reference, panels, addresses.ctypes.data, source)
-            else:
-                self._library.pack(self._thread_pool.handle, reference, panels, addresses.ctypes.data)
-            if self._panels is not None and key is not None:
-                self._panels.add(key, panels, num_bytes)
-        if bias is not None:
-            packed.bias = self._vector(np.append(np.asarray(bias, np.float32), np.float32(0))[order])
-        return packed
-
-
-def _have_one_format(matrices: tuple[AnyMatrix, ...]) -> bool:
-    return len({matrix.format for matrix in matrices}) == 1
-
 
 def layer_bytes(config: ModelConfig, kv_type: KVType = KVType.BF16) -> int:
     """Bytes of a KV block in one layer."""
     return block_bytes(1, config.num_kv_heads, config.head_dim, 2 if kv_type is KVType.BF16 else 1)
-
-
-def _turning_order(num_turning: int, num_heads: int, head_dim: int) -> IntArray:
-    """Rows of queries, keys and values in the panels' order. In heads with rotary embedding, eight of the first half
-    are followed by the eight of the second half that rotate with them."""
-    half = np.arange(head_dim // 2).reshape(-1, 1, PAIR)
-    turned = np.concatenate([half, half + head_dim // 2], axis=1).reshape(-1)
-    plain = np.arange(head_dim)
-    heads = [head * head_dim + (turned if head < num_turning else plain) for head in range(num_heads)]
-    return np.concatenate(heads).astype(np.int32)
-
-
-def _swiglu_order(inner: int) -> IntArray:
-    """Rows of gate and up in the panels' order: eight of gate, then the corresponding eight of up."""
-    padded = np.arange(-(-inner // PAIR) * PAIR)
-    gate = np.where(padded < inner, padded, -1).reshape(-1, 1, PAIR)
-    up = np.where(gate >= 0, gate + inner, -1)
-    return np.concatenate([gate, up], axis=1).reshape(-1).astype(np.int32)

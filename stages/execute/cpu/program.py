@@ -13,6 +13,7 @@ import numpy as np
 
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.kernels.stored_matrix import StoredMatrix
+from pipeline.runtime.model_folder import Rope
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,8 +42,28 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True)
+class Norm:
+    """A norm of hidden states, of the kind in `ModelConfig.norm`. Weight and bias are [hidden_size]."""
+
+    weight: AnyVector
+    bias: "AnyVector | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """What the first hidden states are made of."""
+
+    table: AnyMatrix
+    """[vocab_size, hidden_size]"""
+    positions: "AnyMatrix | None" = None
+    """Learned positions, [position_embeddings, hidden_size]."""
+    norm: Norm | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """Weights [head_dim] of the norms of each head's queries and keys, before rotary embedding."""
+    """Weights of the norms of queries and keys, before rotary embedding: [head_dim], or [num_heads * head_dim] and
+    [num_kv_heads * head_dim] unless `ModelConfig.qk_norm_kind` is "head"."""
 
     query: AnyVector
     key: AnyVector
@@ -50,25 +71,37 @@ class HeadNorms:
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
-    """Self-attention and the norm before it."""
+    """Self-attention and the norms before and after it."""
 
-    norm: AnyVector
+    norm: Norm | None
     qkv: Linear
     """Queries, keys and values, stacked."""
     out: Linear
     head_norms: HeadNorms | None = None
     window: int | None = None
     """Number of positions that a token attends to, including its own; None for no limit."""
+    rope: Rope | None = None
+    post_norm: Norm | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class MlpWeights:
-    """The gated feed-forward layer and the norm before it."""
+    """The feed-forward layer and the norms before and after it."""
 
-    norm: AnyVector
+    norm: Norm | None
     gate_up: Linear
-    """Gate and up, stacked."""
+    """Gate and up, stacked; only up if the layer is not gated."""
     down: Linear
+    post_norm: Norm | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The last norm and the LM head [vocab_size, hidden_size]."""
+
+    norm: Norm
+    matrix: AnyMatrix
+    bias: "AnyVector | None" = None
 
 
 class MasksLate(RuntimeError):
@@ -76,27 +109,32 @@ class MasksLate(RuntimeError):
 
 
 class ProgramBuilder(ABC):
-    """Records a model's forward pass when it is loaded."""
+    """Records a model's forward pass when it is loaded. Fields of `ModelConfig` say how each op computes."""
 
-    last_norm: LogitArray
-    """Weights of the norm in `sample`: float32 [hidden_size]."""
+    last_norm: Norm
+    """The norm in `sample`; its arrays are float32 in host memory."""
 
     @abstractmethod
-    def embed(self, table: AnyMatrix) -> None:
-        """residual = table[ids]"""
+    def embed(self, embedding: Embedding) -> None:
+        """residual = norm(table[ids] * embedding_scale + positions[position])"""
 
     @abstractmethod
     def attention(self, weights: AttentionWeights) -> None:
-        """residual += out(attention(rotate(head_norms(qkv(norm(residual)))))). Writes the step's keys and values to the
-        next layer's cache first."""
+        """residual += post_norm(out(attention(rotate(head_norms(qkv(norm(residual))))))) * residual_multiplier. Writes
+        the step's keys and values to the next layer's cache first."""
 
     @abstractmethod
     def mlp(self, weights: MlpWeights) -> None:
-        """residual += down(silu(gate(x)) * up(x)), x = norm(residual)"""
+        """residual += post_norm(down(activation(gate(x)) * up(x))) * residual_multiplier, x = norm(residual). Without
+        gate: down(activation(up(x)))"""
 
     @abstractmethod
-    def sample(self, norm: AnyVector, head: AnyMatrix) -> None:
-        """ids = sample(head(norm(residual))), for the tokens to sample. Ends the program."""
+    def parallel(self, attention: AttentionWeights, mlp: MlpWeights) -> None:
+        """Both of the above, from the residual before either. If the feed-forward layer has no norm, attention's."""
+
+    @abstractmethod
+    def sample(self, head: Head) -> None:
+        """ids = sample(head(norm(residual)) * logit_scale), for the tokens to sample. Ends the program."""
 
 
 class Program(ProgramBuilder):

@@ -86,7 +86,9 @@ class CpuRunner:
         self.program.finish_loading()
         self.weight_formats = "+".join(weights.taken)
         """For example `q8_0+q4_1`."""
-        self._pool = Pool(self.program.last_norm, config.rms_norm_eps)
+        last = self.program.last_norm
+        bias = None if last.bias is None else np.asarray(last.bias)
+        self._pool = Pool(np.asarray(last.weight), config.rms_norm_eps, bias, config.norm)
         self._changes = RowChanges(self.rows, self.masks, self._pool, config.eos_ids)
         self.failed = self._changes.failed
         self.on_computed: Callable[[], None] = lambda: None

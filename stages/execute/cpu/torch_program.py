@@ -5,6 +5,8 @@ Every op works in bfloat16 or in float32 throughout. Quantized weights are dequa
 
 import ctypes
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,27 +16,29 @@ from pipeline.kernels.kv_layout import LayerKV, layers_of
 from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.logprobs import write_logprobs
 from pipeline.kernels.matrix import as_matrix, as_tensor
-from pipeline.kernels.paged_attention import AttentionPlan
+from pipeline.kernels.paged_attention import AttentionPlan, ScoreForm
 from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.select import select
 from pipeline.kernels.step_inputs import IntArray, StepInputs
-from pipeline.runtime.model_folder import ModelConfig
+from pipeline.runtime.model_folder import ModelConfig, Rope
 from pipeline.shm.fence import Fence
 from pipeline.stages.execute.cpu.program import (
     AnyMatrix,
-    AnyVector,
     AttentionWeights,
+    Embedding,
+    Head,
     Linear,
     LogitArray,
     MasksLate,
     MlpWeights,
+    Norm,
     Program,
     SwapArray,
 )
 from pipeline.stages.execute.cpu.sampler import Sampler
-from pipeline.stages.execute.cpu.torch_calls import Extent, TorchCalls
+from pipeline.stages.execute.cpu.torch_calls import Buffer, Extent, TorchCalls
 from pipeline.stages.execute.kv import kv_dtype
-from pipeline.stages.execute.rope import rope_frequencies
+from pipeline.stages.execute.rope import rotations
 
 POLL_S = 50e-6
 """Poll interval for grammar masks."""
@@ -51,6 +55,7 @@ class TorchProgram(Program):
         sampling_inputs: SamplingInputs,
         scores: ScoreInputs,
         num_blocks: int,
+        max_model_len: int,
         swap: SwapArray | None = None,
     ) -> None:
         self._ops = ops = select(settings.execute.device, getattr(torch, settings.execute.dtype))
@@ -72,61 +77,135 @@ class TorchProgram(Program):
         self._sampler = Sampler(ops, sampling_inputs)
         self._scores = scores
         self._head: Tensor | None = None
+        self._finish: list[tuple[Callable[[Tensor, Any], None], Any]] = []
+        """What happens to logits after the last matmul."""
         self._word, self._expected, self._timeout_ms = 0, 0, 0
         self._fence = Fence()
         self._calls = calls = TorchCalls(inputs, ops.dtype)
         self._residual = calls.buffer(config.hidden_size, dtype=torch.float32)
         self._x = calls.buffer(config.hidden_size)
+        self._parallel_x = calls.buffer(config.hidden_size) if config.parallel else self._x
+        self._branch = calls.buffer(config.hidden_size) if config.parallel else self._x
         self._qkv = calls.buffer((config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
         self._attended = calls.buffer(config.num_heads * config.head_dim)
-        self._gate_up = calls.buffer(2 * config.intermediate_size)
+        self._gate_up = calls.buffer((2 if config.gated else 1) * config.intermediate_size)
         self._gated = calls.buffer(config.intermediate_size)
         self._last = calls.buffer(config.hidden_size, Extent.SAMPLES)
         self._logits = calls.buffer(config.vocab_size, Extent.SAMPLES, torch.float32)
-        self._cos = calls.buffer(config.head_dim, dtype=torch.float32)
-        self._sin = calls.buffer(config.head_dim, dtype=torch.float32)
+        self._rotations = rotations(config, max_model_len)
+        self._angles: dict[Rope | None, tuple[Buffer, Buffer]] = {}
         self._plans: dict[int | None, AttentionPlan] = {}
+        slopes = None if config.alibi_slopes is None else torch.tensor(config.alibi_slopes)
+        self._score_form = ScoreForm(config.query_scale, config.attention_softcap, slopes)
 
-    def embed(self, table: AnyMatrix) -> None:
+    def embed(self, embedding: Embedding) -> None:
         config, calls, ops = self._config, self._calls, self._ops
-        frequencies = torch.from_numpy(rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling))
-        calls.add(ops.rotary_angles, self._cos, self._sin, calls.positions, frequencies)
+        for rope, rotation in self._rotations.items():
+            cos, sin = (calls.buffer(config.head_dim, dtype=torch.float32) for _ in range(2))
+            frequencies = torch.from_numpy(rotation.frequencies)
+            magnitudes = None if rotation.magnitudes is None else torch.from_numpy(rotation.magnitudes)
+            calls.add(ops.rotary_angles, cos, sin, calls.positions, frequencies, magnitudes)
+            self._angles[rope] = cos, sin
+        table = embedding.table
         self._table = table, as_matrix(table).dequantize(ops.dtype)
         calls.add(ops.take_rows, self._residual, self._table[1], calls.ids)
+        if config.embedding_scale != 1:
+            calls.add(ops.scale, self._residual, config.embedding_scale)
+        if embedding.positions is not None:
+            learned = as_matrix(embedding.positions).dequantize(ops.dtype)[config.position_offset :]
+            calls.add(ops.take_rows, self._x, learned, calls.positions)
+            calls.add(ops.add, self._residual, self._x, 1.0)
+        if embedding.norm is not None:
+            self._norm(self._residual, self._residual, embedding.norm)
 
     def attention(self, weights: AttentionWeights) -> None:
-        calls, ops, kv = self._calls, self._ops, self.kv[self._num_layers]
-        self._num_layers += 1
-        calls.add(ops.rms_norm, self._x, self._residual, as_tensor(weights.norm), self._config.rms_norm_eps)
-        calls.add(ops.linear, self._qkv, self._x, *self._linear(weights.qkv))
-        if (norms := weights.head_norms) is not None:
-            calls.add(
-                ops.head_norm, self._qkv, as_tensor(norms.query), as_tensor(norms.key), kv, self._config.rms_norm_eps
-            )
-        calls.add(ops.rotary_write, self._qkv, self._cos, self._sin, calls.slots, kv)
-        calls.add(ops.attention, self._attended, self._qkv, kv, self._plan(weights.window))
-        calls.add(ops.linear, self._x, self._attended, *self._linear(weights.out))
-        calls.add(ops.add, self._residual, self._x)
+        self._norm(self._x, self._residual, weights.norm)
+        self._attend(self._x, self._x, weights)
+        self._add(self._x, weights.post_norm)
 
     def mlp(self, weights: MlpWeights) -> None:
-        calls, ops = self._calls, self._ops
-        calls.add(ops.rms_norm, self._x, self._residual, as_tensor(weights.norm), self._config.rms_norm_eps)
-        calls.add(ops.linear, self._gate_up, self._x, *self._linear(weights.gate_up))
-        calls.add(ops.silu_mul, self._gated, self._gate_up)
-        calls.add(ops.linear, self._x, self._gated, *self._linear(weights.down))
-        calls.add(ops.add, self._residual, self._x)
+        self._norm(self._x, self._residual, weights.norm)
+        self._feed_forward(self._x, self._x, weights)
+        self._add(self._x, weights.post_norm)
 
-    def sample(self, norm: AnyVector, head: AnyMatrix) -> None:
-        weight_of_norm = as_tensor(norm)
-        self.last_norm = weight_of_norm.numpy()
-        calls, ops = self._calls, self._ops
-        calls.add(ops.rms_norm, self._x, self._residual, weight_of_norm, self._config.rms_norm_eps)
+    def parallel(self, attention: AttentionWeights, mlp: MlpWeights) -> None:
+        self._norm(self._x, self._residual, attention.norm)
+        source = self._x
+        if mlp.norm is not None:
+            source = self._parallel_x
+            self._norm(source, self._residual, mlp.norm)
+        self._attend(self._branch, self._x, attention)
+        self._feed_forward(self._x, source, mlp)
+        self._add(self._branch, attention.post_norm)
+        self._add(self._x, mlp.post_norm)
+
+    def sample(self, head: Head) -> None:
+        config, calls, ops = self._config, self._calls, self._ops
+        bias = None if head.norm.bias is None else as_tensor(head.norm.bias).numpy()
+        self.last_norm = Norm(as_tensor(head.norm.weight).numpy(), bias)
+        self._norm(self._x, self._residual, head.norm)
         calls.add(ops.take_rows, self._last, self._x, calls.sampled)
         # A tied head shares the embedding's memory.
-        tied = self._table is not None and self._table[0] is head
-        weight = self._table[1] if self._table is not None and tied else as_matrix(head).dequantize(ops.dtype)
+        tied = self._table is not None and self._table[0] is head.matrix
+        weight = self._table[1] if self._table is not None and tied else as_matrix(head.matrix).dequantize(ops.dtype)
         calls.add(ops.logits, self._logits, self._last, weight)
         self._head = weight
+        if head.bias is not None:
+            self._finish.append((ops.add_vector, as_tensor(head.bias)))
+        if config.logit_scale != 1:
+            self._finish.append((ops.scale, config.logit_scale))
+        if config.logit_softcap is not None:
+            self._finish.append((ops.softcap, config.logit_softcap))
+        for op, argument in self._finish:
+            calls.add(op, self._logits, argument)
+
+    # The methods below record the parts of a layer.
+
+    def _norm(self, out: Buffer, x: Buffer, norm: Norm | None) -> None:
+        """out = norm(x)"""
+        calls, ops, eps = self._calls, self._ops, self._config.rms_norm_eps
+        if norm is None:
+            calls.add(ops.copy, out, x)
+        elif self._config.norm == "layer":
+            bias = None if norm.bias is None else as_tensor(norm.bias)
+            calls.add(ops.layer_norm, out, x, as_tensor(norm.weight), bias, eps)
+        else:
+            calls.add(ops.rms_norm, out, x, as_tensor(norm.weight), eps)
+
+    def _attend(self, out: Buffer, x: Buffer, weights: AttentionWeights) -> None:
+        config, calls, ops, kv = self._config, self._calls, self._ops, self.kv[self._num_layers]
+        self._num_layers += 1
+        calls.add(ops.linear, self._qkv, x, *self._linear(weights.qkv))
+        if (norms := weights.head_norms) is not None:
+            vectors = as_tensor(norms.query), as_tensor(norms.key)
+            if config.qk_norm_kind == "head" and config.norm == "rms":
+                calls.add(ops.head_norm, self._qkv, *vectors, kv, config.rms_norm_eps)
+            else:
+                how = config.norm, config.qk_norm_kind
+                calls.add(ops.qk_norm, self._qkv, *vectors, kv, config.rms_norm_eps, *how)
+        calls.add(ops.rotary_write, self._qkv, *self._angles[weights.rope], calls.slots, kv)
+        if config.query_growth:
+            growth = config.query_growth, config.query_growth_period
+            calls.add(ops.scale_queries, self._qkv, calls.positions, kv, *growth)
+        calls.add(ops.attention, self._attended, self._qkv, kv, self._plan(weights.window))
+        calls.add(ops.linear, out, self._attended, *self._linear(weights.out))
+
+    def _feed_forward(self, out: Buffer, x: Buffer, weights: MlpWeights) -> None:
+        config, calls, ops = self._config, self._calls, self._ops
+        calls.add(ops.linear, self._gate_up, x, *self._linear(weights.gate_up))
+        if not config.gated:
+            calls.add(ops.activate, self._gated, self._gate_up, config.activation)
+        elif config.activation == "silu":
+            calls.add(ops.silu_mul, self._gated, self._gate_up)
+        else:
+            calls.add(ops.activate_mul, self._gated, self._gate_up, config.activation)
+        calls.add(ops.linear, out, self._gated, *self._linear(weights.down))
+
+    def _add(self, x: Buffer, post_norm: Norm | None) -> None:
+        """residual += post_norm(x) * residual_multiplier"""
+        if post_norm is not None:
+            self._norm(x, x, post_norm)
+        self._calls.add(self._ops.add, self._residual, x, self._config.residual_multiplier)
 
     def run(self) -> IntArray:
         with torch.inference_mode():
@@ -141,6 +220,8 @@ class TorchProgram(Program):
             last, logits = self._last.storage[: scores.num], self._logits.storage[: scores.num]
             ops.take_rows(last, self._calls.view(self._x), torch.from_numpy(scores.places[: scores.num]))
             ops.logits(logits, last, self._head)
+            for op, argument in self._finish:
+                op(logits, argument)
             write_logprobs(logits, scores.ids[: scores.num], scores.logprobs)
 
     def residual(self) -> LogitArray:
@@ -177,7 +258,7 @@ class TorchProgram(Program):
     def _plan(self, window: int | None) -> AttentionPlan:
         """The attention plan of all layers with this window. It is prepared before the first of them."""
         if window not in self._plans:
-            self._plans[window] = self._ops.attention_plan(window, self._ops.dtype)
+            self._plans[window] = self._ops.attention_plan(window, self._ops.dtype, self._score_form)
             self._calls.add(self._plans[window].prepare, self._inputs)
         return self._plans[window]
 

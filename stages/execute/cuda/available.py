@@ -14,6 +14,7 @@ from pipeline.errors import UserError
 from pipeline.kernels.stored_matrix import BLOCK_BYTES, BLOCK_COLUMNS, GPU_BLOCK_BYTES
 from pipeline.runtime.model_folder import ModelConfig, format_key
 from pipeline.stages.execute.kv import gib
+from pipeline.stages.execute.models.features import TRITON, missing
 from pipeline.supervisor import gpu
 
 OLDEST = (8, 0)
@@ -47,6 +48,8 @@ class Facts:
 def require(settings: Settings, config: ModelConfig, folder: Path) -> None:
     """Raises UserError if there is no GPU, or if it can't run the model of a prepared folder."""
     if gpu.is_interpreted():
+        if lacking := missing(config, TRITON):
+            raise UserError(_lacks(config, lacking))
         return
     problem = why_not(settings, config, look(), weight_bytes(settings, config, folder))
     if problem is not None:
@@ -84,7 +87,16 @@ def why_not(settings: Settings, config: ModelConfig, facts: Facts, num_bytes: in
             f"{asked} {config.name} has head_dim {config.head_dim}: supported are multiples of {HEAD_DIM_STEP} up to "
             f"{MAX_HEAD_DIM}"
         )
+    if lacking := missing(config, TRITON):
+        return _lacks(config, lacking)
     return _why_no_room(settings, config, facts, num_bytes)
+
+
+def _lacks(config: ModelConfig, lacking: str) -> str:
+    return (
+        f"execute.device is 'cuda', but the GPU back end lacks what {config.name} ({config.architecture}) needs: "
+        f"{lacking}. Set execute.device to 'cpu'"
+    )
 
 
 def _why_no_room(settings: Settings, config: ModelConfig, facts: Facts, num_bytes: int) -> str | None:

@@ -32,17 +32,20 @@ from pipeline.kernels.triton.launch import INTERPRETED
 from pipeline.kernels.triton.rotary import rotary_write
 from pipeline.kernels.triton.rows import StepArrays
 from pipeline.kernels.triton.tuned import SKINNY_TOKENS, Op
-from pipeline.runtime.model_folder import ModelConfig
+from pipeline.runtime.model_folder import ModelConfig, Rope
 from pipeline.stages.execute.cpu.program import (
-    AnyMatrix,
     AnyVector,
     AttentionWeights,
+    Embedding,
+    Head,
     Linear,
     MlpWeights,
+    Norm,
     ProgramBuilder,
 )
 from pipeline.stages.execute.cuda.device import Device
-from pipeline.stages.execute.rope import rope_frequencies, rope_table
+from pipeline.stages.execute.models.features import Feature
+from pipeline.stages.execute.rope import rope_table, rotations
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,9 @@ class _Attention:
     keys: Tensor
     values: Tensor
     tasks: AttentionTasks
+    cos: Tensor
+    """[max_model_len, head_dim / 2], of the layer's rotary embedding"""
+    sin: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,13 +171,13 @@ class DeviceModel(ProgramBuilder):
         self._wide = _Memory(max_num_tokens, where)
         self._narrow = _Memory(max_num_tokens, where)
         self._dequantized: Tensor | None = None
-        self._cos = self._sin = self._kv = self.logits
+        self._kv = self.logits
 
     # ---------------------------------------------------------------------------------------------------- recording
 
-    def embed(self, table: AnyMatrix) -> None:
-        self._embedding = table
-        self._table = DeviceMatrix.of((as_matrix(table),), self._dtype, self._device.where)
+    def embed(self, embedding: Embedding) -> None:
+        self._embedding = embedding.table
+        self._table = DeviceMatrix.of((as_matrix(embedding.table),), self._dtype, self._device.where)
 
     def attention(self, weights: AttentionWeights) -> None:
         qkv, out = self._gemm(weights.qkv, self._wide), self._gemm(weights.out, self._narrow)
@@ -179,34 +185,41 @@ class DeviceModel(ProgramBuilder):
 
     def mlp(self, weights: MlpWeights) -> None:
         gate_up, down = self._gemm(weights.gate_up, self._wide), self._gemm(weights.down, self._narrow)
-        self._mlps.append(_Mlp(self._vector(weights.norm), gate_up, down))
+        self._mlps.append(_Mlp(self._norm_vector(weights.norm), gate_up, down))
 
-    def sample(self, norm: AnyVector, head: AnyMatrix) -> None:
-        self.last_norm = as_tensor(norm).float().cpu().numpy()
-        self._norm = self._vector(norm)
+    def parallel(self, attention: AttentionWeights, mlp: MlpWeights) -> None:
+        raise NotImplementedError(Feature.PARALLEL.value)  # `available.why_not` refuses it
+
+    def sample(self, head: Head) -> None:
+        self.last_norm = Norm(as_tensor(head.norm.weight).float().cpu().numpy())
+        self._norm = self._norm_vector(head.norm)
         # A tied head shares the embedding's memory.
-        tied = head is self._embedding
-        self._head = self._table if tied else DeviceMatrix.of((as_matrix(head),), self._dtype, self._device.where)
+        tied = head.matrix is self._embedding
+        where = self._device.where
+        self._head = self._table if tied else DeviceMatrix.of((as_matrix(head.matrix),), self._dtype, where)
 
     def use(self, kv: Tensor, max_model_len: int) -> None:
         """Set the KV memory and the longest sequence, once all weights are loaded."""
         config = self._config
         self._kv = kv
-        frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-        tables = rope_table(frequencies, max_model_len)
-        self._cos, self._sin = (torch.from_numpy(table).to(self._device.where) for table in tables)
+        angles: dict[Rope | None, list[Tensor]] = {}
+        for rope, rotation in rotations(config, max_model_len).items():
+            tables = rope_table(rotation.frequencies, max_model_len, rotation.magnitudes)
+            angles[rope] = [torch.from_numpy(table).to(self._device.where) for table in tables]
         for i, ((weights, qkv, out), mlp) in enumerate(zip(self._attentions, self._mlps, strict=True)):
             head_norms = None
             if (norms := weights.head_norms) is not None:
                 head_norms = self._vector(norms.query), self._vector(norms.key), float(config.rms_norm_eps)
             attention = _Attention(
-                norm=self._vector(weights.norm),
+                norm=self._norm_vector(weights.norm),
                 qkv=qkv,
                 out=out,
                 head_norms=head_norms,
                 keys=kv[i, 0],
                 values=kv[i, 1],
                 tasks=self._tasks_of(weights.window),
+                cos=angles[weights.rope][0],
+                sin=angles[weights.rope][1],
             )
             self._layers.append((attention, mlp))
         self._attentions, self._mlps = [], []
@@ -254,6 +267,10 @@ class DeviceModel(ProgramBuilder):
         memory.reserve(gemm)
         return gemm
 
+    def _norm_vector(self, norm: Norm | None) -> Tensor:
+        assert norm is not None and norm.bias is None
+        return self._vector(norm.weight)
+
     def _vector(self, values: AnyVector) -> Tensor:
         return as_tensor(values).to(self._device.where, torch.float32).contiguous()
 
@@ -290,7 +307,7 @@ class DeviceModel(ProgramBuilder):
             if decodes:
                 self._attend_decode(attended, qkv, step, layer)
             else:
-                rotary_write(queries, qkv, self._cos, self._sin, step, layer.keys, layer.values, layer.head_norms)
+                rotary_write(queries, qkv, layer.cos, layer.sin, step, layer.keys, layer.values, layer.head_norms)
                 attend(attended, queries, layer.keys, layer.values, step, layer.tasks)
             split_k_partials = self._linear(self._narrow, attended, layer.out)
             norm.add_norm(normed, residual, split_k_partials, mlp.norm, eps)
@@ -336,7 +353,7 @@ class DeviceModel(ProgramBuilder):
     def _attend_decode(self, attended: Tensor, qkv: Tensor, step: StepArrays, layer: _Attention) -> None:
         cache = layer.keys, layer.values, layer.tasks, layer.head_norms
         early = self._early and step.num_tokens <= SKINNY_TOKENS
-        attend_decode(attended, qkv, self._cos, self._sin, step, *cache, pdl=early)
+        attend_decode(attended, qkv, layer.cos, layer.sin, step, *cache, pdl=early)
 
     @staticmethod
     def _fuses(op: Op, gemm: _Gemm, num: int, split_k_partials: Tensor | None) -> bool:

@@ -107,7 +107,9 @@ class CudaRunner:
             device, self.model, self._device_rows.on_device, self._staging.words, max_num_seqs, max_num_tokens
         )
         self.masks = Masks(model_dir, max_num_seqs, config.vocab_size, settings.limits.grammar_timeout_s)
-        self._pool = Pool(self.model.last_norm, config.rms_norm_eps)
+        last = self.model.last_norm
+        bias = None if last.bias is None else np.asarray(last.bias)
+        self._pool = Pool(np.asarray(last.weight), config.rms_norm_eps, bias, config.norm)
         self._changes = RowChanges(self.rows, self.masks, self._pool, config.eos_ids, self._device_rows)
         self.failed = self._changes.failed
         self._results = ResultReader(self.rows, self._pool, self.failed, config.hidden_size)

@@ -1,12 +1,23 @@
-"""Grouped-query self-attention with rotary embedding and, in some models, biases, query and key norms, and windows."""
+"""Grouped-query self-attention and, in some models, rotary embedding, biases, norms of queries and keys, windows.
 
+The rows of queries and keys are loaded in the order that the kernels rotate (stages/execute/rope.py).
+"""
+
+import zlib
+
+import numpy as np
+
+from pipeline.kernels.step_inputs import LongArray
+from pipeline.kernels.stored_matrix import StoredMatrix
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.cpu.program import AttentionWeights, HeadNorms, Linear
+from pipeline.stages.execute.cpu.program import AnyMatrix, AttentionWeights, HeadNorms, Linear
+from pipeline.stages.execute.layers.norm import norm_weights
+from pipeline.stages.execute.rope import head_order
 from pipeline.stages.execute.weights import Weights
 
 
 def attention_weights(config: ModelConfig, weights: Weights, index: int) -> AttentionWeights:
-    """The weights of one layer, by Hugging Face's names. Queries, keys and values are stacked."""
+    """The weights of one layer, by Llama's names. Queries, keys and values are stacked."""
     layer = f"model.layers.{index}"
     hidden, queries = config.hidden_size, config.num_heads * config.head_dim
     keys = config.num_kv_heads * config.head_dim
@@ -16,9 +27,54 @@ def attention_weights(config: ModelConfig, weights: Weights, index: int) -> Atte
     out = weights.matrix(f"{layer}.self_attn.o_proj.weight", hidden, queries)
     qkv_bias = weights.join_vectors([f"{name}.bias" for name in names], rows) if config.qkv_bias else None
     out_bias = weights.vector(f"{layer}.self_attn.o_proj.bias", hidden) if config.out_bias else None
-    head_norms = None
-    if config.qk_norm:
-        query, key = (weights.vector(f"{layer}.self_attn.{name}_norm.weight", config.head_dim) for name in "qk")
-        head_norms = HeadNorms(query, key)
-    norm = weights.vector(f"{layer}.input_layernorm.weight", hidden)
-    return AttentionWeights(norm, Linear(qkv, qkv_bias), Linear((out,), out_bias), head_norms, config.window_of(index))
+    head_norms = _head_norms(config, weights, layer)
+    if (order := head_order(config)) is not None:
+        places = _places(order, queries), _places(order, keys)
+        qkv = tuple(_take_rows(matrix, place) for matrix, place in zip(qkv, places, strict=False)) + qkv[2:]
+        if qkv_bias is not None:
+            every = np.concatenate([places[0], queries + places[1], np.arange(queries + keys, queries + 2 * keys)])
+            qkv_bias = qkv_bias[every]
+        if head_norms is not None:
+            taken = [weight[_places(order, len(weight))] for weight in (head_norms.query, head_norms.key)]
+            head_norms = HeadNorms(*taken)
+    return AttentionWeights(
+        norm=norm_weights(config, weights, f"{layer}.input_layernorm") if config.pre_norms else None,
+        qkv=Linear(qkv, qkv_bias),
+        out=Linear((out,), out_bias),
+        head_norms=head_norms,
+        window=config.window_of(index),
+        rope=config.rope_of(index),
+        post_norm=norm_weights(config, weights, f"{layer}.self_attn_post_norm") if config.post_norms else None,
+    )
+
+
+def _head_norms(config: ModelConfig, weights: Weights, layer: str) -> HeadNorms | None:
+    if not config.qk_norm:
+        return None
+    sizes = config.head_dim, config.head_dim
+    if config.qk_norm_kind != "head":
+        sizes = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    query, key = (
+        weights.vector(f"{layer}.self_attn.{name}_norm.weight", size) for name, size in zip("qk", sizes, strict=True)
+    )
+    if config.norm_offset:
+        query, key = query + config.norm_offset, key + config.norm_offset
+    return HeadNorms(query, key)
+
+
+def _places(order: LongArray, size: int) -> LongArray:
+    """The order of the dimensions of every head, for `size` rows."""
+    head_dim = len(order)
+    places: LongArray = (np.arange(size // head_dim)[:, None] * head_dim + order).reshape(-1)
+    return places
+
+
+def _take_rows(matrix: AnyMatrix, order: LongArray) -> AnyMatrix:
+    """Row i of the result is row order[i]."""
+    if isinstance(matrix, StoredMatrix):
+        # The order is part of the name, under which packed weights are kept.
+        name = f"{matrix.name}, rows {zlib.crc32(order.tobytes()):08x}" if matrix.name else ""
+        return StoredMatrix(matrix.format, matrix.data[order], matrix.num_rows, matrix.num_columns, name)
+    import torch
+
+    return matrix.take_rows(torch.from_numpy(order))

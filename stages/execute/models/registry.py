@@ -1,18 +1,16 @@
-"""Maps architectures to the code that records them. A Llama-shaped architecture needs only a line here."""
+"""Maps architectures to the code that records them."""
 
 from collections.abc import Callable
+from typing import get_args
 
 from pipeline.runtime.model_folder import Architecture, ModelConfig
 from pipeline.stages.execute.cpu.program import ProgramBuilder
-from pipeline.stages.execute.models import llama
+from pipeline.stages.execute.models import decoder
 from pipeline.stages.execute.weights import Weights
 
-MODELS: dict[Architecture, Callable[[ModelConfig, Weights, ProgramBuilder], None]] = {
-    "llama": llama.build,
-    "mistral": llama.build,
-    "qwen2": llama.build,
-    "qwen3": llama.build,
-}
+MODELS: dict[Architecture, Callable[[ModelConfig, Weights, ProgramBuilder], None]] = dict.fromkeys(
+    get_args(Architecture), decoder.build
+)
 
 
 def build_program(config: ModelConfig, weights: Weights, program: ProgramBuilder) -> None:

@@ -1,15 +1,15 @@
 """Converts a .gguf file to a model folder: config from metadata, weights, vocabulary as tokenizer.json.
 
-For the architecture "llama", llama.cpp rotates adjacent pairs of a head, while Hugging Face rotates its two halves. So
+For some architectures, llama.cpp rotates adjacent pairs of a head, while Hugging Face rotates its two halves. So
 llama.cpp's converter permutes the rows of q and k (`LlamaModel.permute` in convert_hf_to_gguf.py), and this module
-reverses that. Other architectures are not permuted.
+reverses that. `architectures.py` says for which. Others are not permuted.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,11 @@ import numpy as np
 
 from pipeline.config.settings import PreparedFormat
 from pipeline.runtime import generation_config
-from pipeline.runtime.model_folder import CONVERTED, Architecture, Llama3Rope, ModelConfig
-from pipeline.stages.prepare.architectures import GGUF_ARCHITECTURES, GgufArchitecture
+from pipeline.runtime.model_folder import CONVERTED, Layout, Llama3Rope, LongRope, ModelConfig
+from pipeline.stages.prepare.families.architecture import gate_up_slices, qkv_slices
 from pipeline.stages.prepare.files import MAX_TEMPLATE_BYTES, shown
 from pipeline.stages.prepare.gguf import tokenizer
+from pipeline.stages.prepare.gguf.architectures import GGUF_ARCHITECTURES, GgufArchitecture, GgufKeys, shortest
 from pipeline.stages.prepare.gguf.conversions import CONVERSIONS, format_of, summary
 from pipeline.stages.prepare.gguf.file import GgufTensor
 from pipeline.stages.prepare.gguf.metadata import Metadata
@@ -39,9 +40,12 @@ NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
+    "position_embd": "model.embed_positions",
+    "token_embd_norm": "model.embed_norm",
 }
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
+    "attn_qkv": "self_attn.qkv_proj",
     "attn_q": "self_attn.q_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
@@ -52,11 +56,16 @@ LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "post_attention_norm": "self_attn_post_norm",
+    "post_ffw_norm": "mlp_post_norm",
 }
+STACKED = "mlp.gate_up_proj"
+"""Gate and up, where `ffn_up` holds both."""
 ROPE_FREQUENCIES = "rope_freqs.weight"
+LONG_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 
 
-def keys_of(architecture: str) -> dict[str, str]:
+def keys_of(architecture: str, eps: str) -> dict[str, str]:
     """The keys of an architecture for fields of ModelConfig."""
     keys = {
         "num_layers": "block_count",
@@ -66,7 +75,7 @@ def keys_of(architecture: str) -> dict[str, str]:
         "num_kv_heads": "attention.head_count_kv",
         "head_dim": "attention.key_length",
         "max_position": "context_length",
-        "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+        "rms_norm_eps": eps,
         "rope_theta": "rope.freq_base",
         "sliding_window": "attention.sliding_window",
     }
@@ -99,16 +108,22 @@ def convert(paths: list[Path], folder: Path, quantization: PreparedFormat, progr
     path = paths[0]
     metadata, tensors = read_parts(paths)
     rope_frequencies = tensors.pop(ROPE_FREQUENCIES, None)
+    long_factors = [tensors.pop(name, None) for name in LONG_FACTORS]
     config = _config(metadata, tensors)
-    interleaved_rope = _architecture(metadata)[1].interleaved_rope
+    architecture = _architecture(metadata)[1]
+    interleaved_rope = architecture.interleaved_rope
     if rope_frequencies is not None:
         config = _with_rope_scaling(config, rope_frequencies, path)
-    shapes = _checked_shapes(path, tensors, config)
-    formats = {name: format_of(tensors[gguf_name(name)].kind) for name in shapes}
+    if any(factors is not None for factors in long_factors):
+        config = _with_longrope(config, metadata, *long_factors)
+
+    names = {name: gguf_name(name, _names(architecture, config)) for name in expected_shapes(config)}
+    shapes = _checked_shapes(path, tensors, config, names)
+    formats = {name: format_of(tensors[names[name]].kind) for name in shapes}
     targets = {name: stored(name, shape, formats[name], quantization) for name, shape in shapes.items()}
 
     def pieces(name: str) -> Iterator["np.ndarray[Any, Any]"]:
-        tensor = tensors[gguf_name(name)]
+        tensor = tensors[names[name]]
         keeps_blocks = targets[name].format == formats[name]
         order = _row_order(name, tensor, config) if interleaved_rope else None
         return _pieces(tensor, order, keeps_blocks, path)
@@ -119,7 +134,7 @@ def convert(paths: list[Path], folder: Path, quantization: PreparedFormat, progr
     with progress.measure(f"converting {path.name}") as report:
         write_weights(folder, targets, pieces, path, report)
     matrices = {name: target for name, target in targets.items() if len(target.shape) > 1}
-    if converted := summary((tensors[gguf_name(name)].kind, target.format) for name, target in matrices.items()):
+    if converted := summary((tensors[names[name]].kind, target.format) for name, target in matrices.items()):
         (folder / CONVERTED).write_text(f"{converted}\n", encoding="utf-8")
     generation_config.save(_sampling(metadata), folder)
     config.save(folder)
@@ -145,10 +160,12 @@ def _write_templates(metadata: Metadata, folder: Path) -> None:
 def _config(metadata: Metadata, tensors: dict[str, GgufTensor]) -> ModelConfig:
     path = metadata.path
     name, architecture = _architecture(metadata)
-    keys = keys_of(name)
+    keys = keys_of(name, architecture.eps)
     metadata.refuse_unless(f"{name}.expert_count", 0, "a mixture of experts")
     scaling = metadata.get(f"{name}.rope.scaling.type", str, "none")
-    if scaling not in ("none", "linear") or metadata.get(f"{name}.rope.scaling.factor", float, 1.0) != 1.0:
+    factor = metadata.get(f"{name}.rope.scaling.factor", float, 1.0)
+    is_read = name == "gemma3" and scaling == "linear"
+    if scaling not in ("none", "linear", "longrope") or (factor != 1.0 and not is_read):
         raise ModelError(f"{path}: {name}.rope.scaling.type is {shown(scaling)}: this rope scaling is not supported")
     metadata.refuse_unless(f"{name}.rope.scale_linear", 1.0, "linear rope scaling")
     heads, hidden = metadata.need(keys["num_heads"], int), metadata.need(keys["hidden_size"], int)
@@ -156,17 +173,29 @@ def _config(metadata: Metadata, tensors: dict[str, GgufTensor]) -> ModelConfig:
     if head_dim is None:
         head_dim = derived_head_dim(hidden, heads, path, keys)
     metadata.refuse_unless(f"{name}.attention.value_length", head_dim, "a value size other than the key size")
-    metadata.refuse_unless(f"{name}.rope.dimension_count", head_dim, "partial rotary embedding")
+    rotary_dim = metadata.get(f"{name}.rope.dimension_count", int, head_dim)
     if "token_embd.weight" not in tensors:
         raise ModelError(f"{path}: the tensor token_embd.weight is missing")
-    if not architecture.has_windows:
+    if not architecture.has_windows and not architecture.reads_windows:
         metadata.refuse_unless(keys["sliding_window"], 0, "a sliding window in layers that the file doesn't name")
     sliding_window = metadata.get(keys["sliding_window"], int) or None
     vocab_size = tensors["token_embd.weight"].shape[0]
+    stacked = "blk.0.attn_qkv.weight" in tensors
+    fields: dict[str, Any] = {
+        # Stored as float32.
+        "rope_theta": shortest(metadata.get(keys["rope_theta"], float, 10000.0)),
+        "rotary_dim": None if rotary_dim == head_dim else rotary_dim,
+        "sliding_window": sliding_window if architecture.has_windows else None,
+        "qkv_bias": f"blk.0.attn_{'qkv' if stacked else 'q'}.bias" in tensors,
+        "out_bias": "blk.0.attn_output.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+        "head_bias": "output.bias" in tensors,
+        **architecture.always,
+    }
     config = ModelConfig(
         name=name_of(path),
         # llama.cpp uses one name for both; only a Mistral has a window.
-        architecture="mistral" if name == "llama" and sliding_window else name,
+        architecture="mistral" if name == "llama" and sliding_window else (architecture.model_type or name),  # type: ignore[arg-type]
         num_layers=metadata.need(keys["num_layers"], int),
         hidden_size=hidden,
         intermediate_size=metadata.need(keys["intermediate_size"], int),
@@ -175,42 +204,36 @@ def _config(metadata: Metadata, tensors: dict[str, GgufTensor]) -> ModelConfig:
         head_dim=head_dim,
         vocab_size=vocab_size,
         max_position=metadata.need(keys["max_position"], int),
-        # Stored as float32. The shortest decimal that rounds to it is the original value.
-        rms_norm_eps=_shortest(metadata.need(keys["rms_norm_eps"], float)),
-        rope_theta=_shortest(metadata.get(keys["rope_theta"], float, 10000.0)),
-        sliding_window=sliding_window,
+        rms_norm_eps=shortest(metadata.need(keys["rms_norm_eps"], float)),
         tie_embeddings="output.weight" not in tensors,
-        qkv_bias="blk.0.attn_q.bias" in tensors,
-        out_bias="blk.0.attn_output.bias" in tensors,
-        mlp_bias="blk.0.ffn_gate.bias" in tensors,
-        qk_norm=architecture.qk_norm,
         eos_ids=list(dict.fromkeys(i for key in EOS_KEYS if (i := metadata.token_id(key, vocab_size)) is not None)),
         bos_id=metadata.token_id(BOS_KEY, vocab_size),
         add_bos=adds_bos(metadata),
         weight_files=[WEIGHTS],
+        **fields,
     )
     check_shape(config, path, keys)
-    return config
+    read = architecture.read(GgufKeys(metadata, name, tensors), config)
+    config = msgspec.structs.replace(config, **read)
+    check_shape(config, path, keys)
+    pieces = qkv_slices(config, "self_attn.qkv_proj") if stacked else {}
+    if config.gated and "blk.0.ffn_gate.weight" not in tensors:
+        pieces |= gate_up_slices(config, STACKED)
+    return msgspec.structs.replace(config, layout=Layout(pieces=pieces))
 
 
-def _architecture(metadata: Metadata) -> tuple[Architecture, GgufArchitecture]:
+def _architecture(metadata: Metadata) -> tuple[str, GgufArchitecture]:
     found = metadata.need("general.architecture", str)
-    for name, architecture in GGUF_ARCHITECTURES.items():
-        if found == name:
-            return name, architecture
+    if found in GGUF_ARCHITECTURES:
+        return found, GGUF_ARCHITECTURES[found]
     known = ", ".join(f"{name!r} ({architecture.models})" for name, architecture in GGUF_ARCHITECTURES.items())
     raise ModelError(f"{metadata.path}: general.architecture is {shown(found)}; supported are {known}")
-
-
-def _shortest(value: float) -> float:
-    with np.errstate(over="ignore"):  # overflow becomes infinity, which is refused later
-        return float(str(np.float32(value)))
 
 
 def _sampling(metadata: Metadata) -> dict[str, Any]:
     """The file's sampling parameters, by the keys of generation_config.json."""
     given = {name: metadata.get(key, kind) for key, (name, kind) in SAMPLING_KEYS.items()}
-    return {name: _shortest(value) if isinstance(value, float) else value for name, value in given.items()}
+    return {name: shortest(value) if isinstance(value, float) else value for name, value in given.items()}
 
 
 def _with_rope_scaling(config: ModelConfig, tensor: GgufTensor, path: Path) -> ModelConfig:
@@ -235,6 +258,28 @@ def _with_rope_scaling(config: ModelConfig, tensor: GgufTensor, path: Path) -> M
     return msgspec.structs.replace(config, rope_scaling=rope)
 
 
+def _with_longrope(
+    config: ModelConfig, metadata: Metadata, long: GgufTensor | None, short: GgufTensor | None
+) -> ModelConfig:
+    """The config with LongRoPE, whose factors are tensors. Raises ModelError unless the file has all that it needs."""
+    name = metadata.need("general.architecture", str)
+    dim = config.head_dim if config.rotary_dim is None else config.rotary_dim
+    factors = []
+    for tensor_name, tensor in zip(LONG_FACTORS, (long, short), strict=True):
+        if tensor is None or tensor.kind != gguf.GGMLQuantizationType.F32 or tensor.shape != (dim // 2,):
+            raise ModelError(f"{metadata.path}: tensor {tensor_name} must be F32 of {dim // 2} numbers")
+        factors.append(tuple(shortest(value) for value in tensor.data.view("<f4").tolist()))
+    rope = LongRope(
+        original_max_position=metadata.need(f"{name}.rope.scaling.original_context_length", int),
+        magnitude=shortest(metadata.get(f"{name}.rope.scaling.attn_factor", float, 1.0)),
+        long_factors=factors[0],
+        short_factors=factors[1],
+    )
+    config = msgspec.structs.replace(config, rope_scaling=rope)
+    check_shape(config, metadata.path, keys_of(name, ""))
+    return config
+
+
 def llama3_divisors(config: ModelConfig, rope: Llama3Rope) -> "np.ndarray[Any, Any]":
     """Divisors of the rotary frequencies, [head_dim / 2]: 1 for short wavelengths, `factor` for long ones, interpolated
     between (`_compute_llama3_parameters` in transformers, `rope_freqs` in llama.cpp's converter)."""
@@ -246,29 +291,40 @@ def llama3_divisors(config: ModelConfig, rope: Llama3Rope) -> "np.ndarray[Any, A
     return divisors
 
 
-def gguf_name(name: str) -> str:
-    """`model.layers.3.self_attn.q_proj.weight` → `blk.3.attn_q.weight`"""
+def gguf_name(name: str, names: Mapping[str, str] = {}) -> str:
+    """`model.layers.3.self_attn.q_proj.weight` → `blk.3.attn_q.weight`. `names` are those that differ from the usual
+    ones."""
     stem, _, kind = name.rpartition(".")
     if match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem):
         layer, part = match.groups()
-        return f"blk.{layer}.{_GGUF_LAYER_NAMES[part]}.{kind}"
+        return f"blk.{layer}.{names.get(part) or _GGUF_LAYER_NAMES[part]}.{kind}"
     return f"{_GGUF_NAMES[stem]}.{kind}"
 
 
 _GGUF_NAMES = {hf_name: name for name, hf_name in NAMES.items()}
-_GGUF_LAYER_NAMES = {hf_name: name for name, hf_name in LAYER_NAMES.items()}
+_GGUF_LAYER_NAMES = {hf_name: name for name, hf_name in LAYER_NAMES.items()} | {STACKED: "ffn_up"}
 
 
-def _checked_shapes(path: Path, tensors: dict[str, GgufTensor], config: ModelConfig) -> dict[str, Shape]:
+def _names(architecture: GgufArchitecture, config: ModelConfig) -> dict[str, str]:
+    """The names of a layer's tensors that differ from the usual ones."""
+    names = dict(architecture.names)
+    if config.architecture == "falcon" and not config.shared_norm:
+        names |= {"input_layernorm": "attn_norm_2", "post_attention_layernorm": "attn_norm"}
+    return names
+
+
+def _checked_shapes(
+    path: Path, tensors: dict[str, GgufTensor], config: ModelConfig, names: Mapping[str, str]
+) -> dict[str, Shape]:
     """The tensors to write. Raises ModelError if one is missing or has another shape, or if the file has others."""
     shapes = expected_shapes(config)
     for name, shape in shapes.items():
-        tensor = tensors.get(gguf_name(name))
+        tensor = tensors.get(names[name])
         if tensor is None:
-            raise ModelError(f"{path}: the tensor {gguf_name(name)} is missing")
+            raise ModelError(f"{path}: the tensor {names[name]} is missing")
         if tensor.shape != shape:
             raise ModelError(f"{path}: tensor {tensor.name} has shape {tensor.shape}, but the metadata says {shape}")
-    unknown = set(tensors) - {gguf_name(name) for name in shapes}
+    unknown = set(tensors) - set(names.values())
     if unknown:
         raise ModelError(f"{path}: tensor {min(unknown)[:200]} is not part of the model that the metadata describes")
     return shapes

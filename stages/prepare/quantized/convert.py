@@ -12,7 +12,8 @@ values are quantized again.
 
 GPTQ's act-order groups columns that are not contiguous. The inputs of down_proj are outputs of gate_proj and up_proj,
 so all three are reordered there, which changes no result. Inputs of other layers are the hidden states, or the values
-of attention heads, whose order is fixed: those matrices become bf16.
+of attention heads, whose order is fixed: those matrices become bf16. So do all act-order matrices of architectures that
+stack gate_proj and up_proj, or have other names for them.
 """
 
 from collections import Counter
@@ -117,6 +118,8 @@ class Checkpoint:
         """Sort the inputs of down_proj by group where act-order mixed them. Returns the order of rows of gate_proj and
         up_proj that compensates it, and of their biases."""
         orders: dict[str, Array] = {}
+        if config.layout.pieces.keys() & {DOWN, *BEFORE_DOWN}:
+            return orders  # gate and up are not tensors of their own
         for layer in range(config.num_layers):
             before = f"model.layers.{layer}."
             down = self._matrices.get(f"{before}{DOWN}{WEIGHT}")

@@ -1,13 +1,15 @@
 """Reads a Hugging Face config.json."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from pipeline.runtime.model_folder import Architecture, Llama3Rope, ModelConfig
-from pipeline.stages.prepare.architectures import HF_ARCHITECTURES, ConfigFault, flags_of
+from pipeline.runtime.model_folder import Architecture, ModelConfig
+from pipeline.stages.prepare.architectures import HF_ARCHITECTURES, flags_of
+from pipeline.stages.prepare.families.architecture import as_part, text_part
+from pipeline.stages.prepare.families.keys import ACTIVATIONS, ConfigFault, Keys
+from pipeline.stages.prepare.families.ropes import read_ropes
 from pipeline.stages.prepare.files import shown
 from pipeline.stages.prepare.shape import MAX_LAYERS, as_float, check_ids, check_shape, derived_head_dim
 from pipeline.stages.prepare.sources.source import ModelError
@@ -27,55 +29,73 @@ class ConfigReader:
 
     def __init__(self, path: Path, config: dict[str, Any]) -> None:
         self.path = path
-        self._config = config
-        self._defaults: Mapping[str, Any] = {}
+        text = text_part(config)
+        self._is_part = text is not None
+        self._config = config if text is None else {**text, "architectures": None}
+        self._keys = Keys(config, {}, {})
 
     def model(self, name: str, weight_files: list[Path], generation: dict[str, Any]) -> ModelConfig:
+        try:
+            return self._model(name, weight_files, generation)
+        except ConfigFault as fault:
+            raise ModelError(f"{self.path}: {fault}") from fault
+
+    def _model(self, name: str, weight_files: list[Path], generation: dict[str, Any]) -> ModelConfig:
         name_of_kind = self._architecture()
         kind = HF_ARCHITECTURES[name_of_kind]
-        self._defaults = kind.defaults
-        activation = self._get("hidden_act", str, "silu")
-        if activation not in ("silu", "swish"):
-            raise ModelError(f"{self.path}: hidden_act is {shown(activation)}; 'silu' is supported")
-        heads = self._need("num_attention_heads")
-        hidden = self._need("hidden_size")
-        vocab_size = self._need("vocab_size")
-        head_dim = self._get("head_dim", int, None)
-        theta, scaling = self._rope()
+        keys = self._keys = Keys(self._config, kind.keys, kind.defaults)
+        activation = keys.get("hidden_act", str, "silu")
+        if activation not in ACTIVATIONS:
+            known = ", ".join(map(repr, ACTIVATIONS))
+            raise ConfigFault(f"{keys.name('hidden_act')} is {shown(activation)}; supported are {known}")
+        heads, hidden, vocab_size = (self._need(key) for key in ("num_attention_heads", "hidden_size", "vocab_size"))
+        names = {field: keys.name(key) for field, key in KEYS.items()}
+        names |= {field: keys.name(field) for field in ("hidden_size", "intermediate_size", "rms_norm_eps")}
+        head_dim = keys.get("head_dim", int)
+        if head_dim is None:
+            head_dim = derived_head_dim(hidden, heads, self.path, names)
         eos_ids = _token_ids("eos_token_id", self._config, vocab_size, self.path)
         eos_ids += _token_ids("eos_token_id", generation, vocab_size, self.path.parent / "generation_config.json")
         num_layers = self._need("num_hidden_layers")
-        try:
-            window, windowed = kind.windows(self._config, min(num_layers, MAX_LAYERS))
-            flags = flags_of(kind, self._config)
-        except ConfigFault as fault:
-            raise ModelError(f"{self.path}: {fault}") from fault
+        window, windowed = kind.windows(self._config, min(num_layers, MAX_LAYERS))
+        inner = keys.get("intermediate_size", int)
+        if inner is None and kind.inner is not None:
+            inner = kind.inner(keys)
+        ropes = read_ropes(self._config, keys)
+        flags = flags_of(kind, keys)
+        fields: dict[str, Any] = {
+            "num_kv_heads": self._num_kv_heads(heads),
+            "rms_norm_eps": as_float(keys.get("rms_norm_eps", (int, float), 1e-6)),
+            "rope_theta": ropes.main.theta,
+            "rope_scaling": ropes.main.scaling,
+            "sliding_rope": None if window is None or ropes.sliding == ropes.main else ropes.sliding,
+            "rotary_dim": ropes.rotary_dim(head_dim),
+            "activation": ACTIVATIONS[activation],
+            **flags,
+        }
         config = ModelConfig(
             name=name,
             architecture=name_of_kind,
             num_layers=num_layers,
             hidden_size=hidden,
-            intermediate_size=self._need("intermediate_size"),
+            intermediate_size=self._need("intermediate_size") if inner is None else inner,
             num_heads=heads,
-            num_kv_heads=self._num_kv_heads(heads),
-            head_dim=derived_head_dim(hidden, heads, self.path, KEYS) if head_dim is None else head_dim,
+            head_dim=head_dim,
             vocab_size=vocab_size,
-            max_position=self._get("max_position_embeddings", int, 2048),
-            rms_norm_eps=as_float(self._get("rms_norm_eps", (int, float), 1e-6)),
-            rope_theta=theta,
-            rope_scaling=scaling,
+            max_position=keys.get("max_position_embeddings", int, 2048),
             sliding_window=window,
             sliding_layers=windowed,
-            tie_embeddings=self._get("tie_word_embeddings", bool, False),
-            qkv_bias=flags["qkv_bias"],
-            out_bias=flags["out_bias"],
-            mlp_bias=flags["mlp_bias"],
-            qk_norm=flags.get("qk_norm", False),
+            tie_embeddings=keys.get("tie_word_embeddings", bool, False),
             eos_ids=list(dict.fromkeys(eos_ids)),
             bos_id=next(iter(_token_ids("bos_token_id", self._config, vocab_size, self.path)), None),
             weight_files=[str(path) for path in weight_files],
+            **fields,
         )
-        check_shape(config, self.path, KEYS)
+        check_shape(config, self.path, names)
+        config = msgspec.structs.replace(config, **kind.fields(keys, config))
+        layout = kind.layout(config)
+        config = msgspec.structs.replace(config, layout=as_part(layout) if self._is_part else layout)
+        check_shape(config, self.path, names)
         return config
 
     def _architecture(self) -> Architecture:
@@ -96,61 +116,17 @@ class ConfigReader:
 
     def _num_kv_heads(self, num_heads: int) -> int:
         """num_key_value_heads; `num_heads` if it is null, the architecture's default if it is absent."""
-        default = None if "num_key_value_heads" in self._config else self._defaults.get("num_key_value_heads")
-        number = self._get("num_key_value_heads", int, None) if default is None else default
+        given = "num_key_value_heads" in self._config
+        if given and self._config["num_key_value_heads"] is None:
+            return num_heads
+        number = self._keys.get("num_key_value_heads", int)
         return num_heads if number is None else int(number)
 
-    def _rope(self) -> tuple[float, Llama3Rope | None]:
-        """Base and scaling: `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling`, which take
-        precedence as they do in transformers."""
-        key = "rope_scaling" if self._config.get("rope_scaling") else "rope_parameters"
-        rope = self._config.get(key) or {}
-        if not isinstance(rope, dict):
-            raise ModelError(f"{self.path}: {key} is {shown(rope)}, not an object")
-        if by_layer := next((name for name, value in rope.items() if isinstance(value, dict)), None):
-            raise ModelError(f"{self.path}: {key} has separate parameters for {shown(by_layer)}: not supported")
-        part = rope.get("partial_rotary_factor", self._config.get("partial_rotary_factor"))
-        if part not in (None, 1):
-            raise ModelError(
-                f"{self.path}: partial_rotary_factor is {shown(part)}: partial rotary embedding is not supported"
-            )
-        theta = rope.get("rope_theta", self._config.get("rope_theta", 10000.0))
-        if not isinstance(theta, int | float) or isinstance(theta, bool):
-            raise ModelError(f"{self.path}: rope_theta is {shown(theta)}, not a number")
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind == "default":
-            return as_float(theta), None
-        if kind != "llama3":
-            raise ModelError(f"{self.path}: {key} has rope_type {shown(kind)}; supported are 'default' and 'llama3'")
-        names = {
-            "factor": "factor",
-            "low_freq_factor": "low_freq_factor",
-            "high_freq_factor": "high_freq_factor",
-            "original_max_position": "original_max_position_embeddings",
-        }
-        if "original_max_position_embeddings" in self._config:  # takes precedence in transformers
-            rope = {**rope, "original_max_position_embeddings": self._config["original_max_position_embeddings"]}
-        missing = [theirs for theirs in names.values() if theirs not in rope]
-        if missing:
-            raise ModelError(f"{self.path}: {key} of type 'llama3' lacks {missing[0]!r}")
-        try:
-            return as_float(theta), msgspec.convert({ours: rope[theirs] for ours, theirs in names.items()}, Llama3Rope)
-        except msgspec.ValidationError as error:
-            raise ModelError(f"{self.path}: {key}: {error}") from error
-
     def _need(self, key: str) -> int:
-        value = self._get(key, int, None)
+        value = self._keys.get(key, int)
         if value is None or value < 1:
-            raise ModelError(f"{self.path}: {key} is {shown(value)}; it must be a positive integer")
+            raise ModelError(f"{self.path}: {self._keys.name(key)} is {shown(value)}; it must be a positive integer")
         return int(value)
-
-    def _get(self, key: str, kind: type | tuple[type, ...], default: Any) -> Any:
-        value = self._config.get(key)
-        if value is None:
-            return self._defaults.get(key, default)
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise ModelError(f"{self.path}: {key} is {shown(value)}, not of type {kind}")
-        return value
 
 
 def _token_ids(key: str, where: dict[str, Any], vocab_size: int, path: Path) -> list[int]:

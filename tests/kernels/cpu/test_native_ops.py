@@ -56,7 +56,7 @@ def test_an_embedding_is_exactly_its_row(library: ctypes.CDLL, format: Format) -
     ids = np.array([0, 36, 15, 16, 17, 36, 3, 31, 32], np.int32)
     with recording(library, threads=2) as r:
         residual = r.floats(np.full((9, width), np.nan))
-        library.program_embed(r.program, residual.ctypes.data, r.pack(table))
+        library.program_embed(r.program, residual.ctypes.data, r.pack(table), 1.0)
         r.fill([(0, 4), (7, 5)], ids=ids)
         assert r.run() == 0
     np.testing.assert_array_equal(residual, exact(table)[ids])
@@ -142,7 +142,7 @@ def test_activations_too_small_to_quantize_are_nearly_zero(library: ctypes.CDLL,
     with recording(library) as r:
         rows, residual = r.rows(4, depth), r.floats(np.zeros((4, 16)))
         library.program_quantize(r.program, rows, form_of(format), r.floats(values).ctypes.data, depth)
-        library.program_linear_add(r.program, residual.ctypes.data, rows, r.pack(matrix), 16)
+        library.program_linear_add(r.program, residual.ctypes.data, rows, r.pack(matrix), 16, 1.0)
         r.tokens(4)
         assert r.run() == 0
         values[:, :32] = 0
@@ -161,7 +161,7 @@ def test_a_product_with_the_identity_returns_its_input(library: ctypes.CDLL) -> 
         library.program_norm(
             r.program, rows, Form.PLAIN, r.floats(residual).ctypes.data, r.floats(weight).ctypes.data, 80, 1e-5, 0
         )
-        library.program_linear_add(r.program, out.ctypes.data, rows, r.pack(identity), 80)
+        library.program_linear_add(r.program, out.ctypes.data, rows, r.pack(identity), 80, 1.0)
         r.tokens(11)
         assert r.run() == 0
         np.testing.assert_array_equal(out, r.read_plain(rows, 11, 80))
@@ -178,7 +178,7 @@ def test_a_product_is_added_to_the_residual(library: ctypes.CDLL, format: Format
         rows, residual = r.rows(50, depth), r.floats(before)
         kept = r.put(rows, activations, form_of(format))
         library.program_linear_add(
-            r.program, residual.ctypes.data, rows, r.pack(matrix, bias=shift if bias else None), width
+            r.program, residual.ctypes.data, rows, r.pack(matrix, bias=shift if bias else None), width, 1.0
         )
         r.tokens(50)
         assert r.run() == 0
@@ -236,7 +236,7 @@ def test_a_row_of_a_product_has_the_same_bits_in_every_batch(library: ctypes.CDL
     for threads in (1, 2, 3):
         with recording(library, threads=threads) as r:
             rows, residual = r.rows(50, depth), r.floats(np.zeros((50, 136)))
-            library.program_linear_add(r.program, residual.ctypes.data, rows, r.pack(matrix), 136)
+            library.program_linear_add(r.program, residual.ctypes.data, rows, r.pack(matrix), 136, 1.0)
             for num in ROWS:
                 for first in {0, 50 - num}:
                     r.put(rows, activations[first : first + num], form_of(format))
@@ -264,7 +264,7 @@ def test_swiglu(library: ctypes.CDLL, format: Format, inner: int, floats: bool) 
         out = r.wide_rows(19, padded * 4) if floats else r.rows(19, inner)
         kept = r.put(rows, activations, form_of(format))
         weights = r.pack(matrix, gated_order(inner), bias)
-        library.program_swiglu(r.program, out, floats, r.products((weights, rows)), 1)
+        library.program_swiglu(r.program, out, floats, r.products((weights, rows)), 1, 0)
         r.tokens(19)
         assert r.run() == 0
         expected, error = gated(kept, matrix, bias)
@@ -282,7 +282,7 @@ def test_swiglu_with_gates_of_any_size(library: ctypes.CDLL, gate: float) -> Non
         rows, out = r.rows(1, 32), r.wide_rows(1, 64)
         r.put(rows, random(21, 1, 32), Form.PLAIN)
         weights = r.pack(matrix, gated_order(16), bias)
-        library.program_swiglu(r.program, out, True, r.products((weights, rows)), 1)
+        library.program_swiglu(r.program, out, True, r.products((weights, rows)), 1, 0)
         r.tokens(1)
         assert r.run() == 0
     with np.errstate(over="ignore"):
@@ -392,6 +392,8 @@ def test_rotary_embedding_and_kv_writes(
             ctypes.byref(native.NativeHeadNorms(*(r.floats(w[in_head]).ctypes.data for w in norms), 1e-5))
             if norms
             else None,
+            None,
+            None,
         )
         r.fill(entries, tables=tables)
         assert r.run() == 0
@@ -492,7 +494,7 @@ def test_a_profile_names_every_op_and_its_cost(library: ctypes.CDLL) -> None:
         rows, residual = r.rows(5, 64), r.floats(np.zeros((5, 48)))
         r.put(rows, random(27, 5, 64), Form.BYTES)
         library.program_quantize(r.program, rows, Form.BYTES, r.floats(random(28, 5, 64)).ctypes.data, 64)
-        library.program_linear_add(r.program, residual.ctypes.data, rows, r.pack(matrix), 48)
+        library.program_linear_add(r.program, residual.ctypes.data, rows, r.pack(matrix), 48, 1.0)
         r.tokens(5)
         seconds = np.full(2, np.nan)
         assert library.program_size(r.program) == 2
@@ -515,7 +517,7 @@ def test_a_program_repeats_its_results_in_every_step(library: ctypes.CDLL) -> No
 
 def repeat(r: Recording, rows: native.NativeRows, residual: np.ndarray, matrix: Matrix) -> None:
     r.put(rows, random(31, 7, 64), Form.PLAIN)
-    r.library.program_linear_add(r.program, residual.ctypes.data, rows, r.pack(matrix), 512)
+    r.library.program_linear_add(r.program, residual.ctypes.data, rows, r.pack(matrix), 512, 1.0)
     r.tokens(7)
     assert r.run() == 0
     first = residual.copy()

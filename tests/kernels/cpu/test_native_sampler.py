@@ -99,7 +99,7 @@ def test_of_equal_logits_the_lowest_id_wins(library: ctypes.CDLL, is_emulated: b
             rows, residual = r.rows(20, DEPTH), r.floats(np.zeros((20, 1024)))
             r.put(rows, activations, Form.PLAIN)
             before = r.pack(random_matrix(24, 1024, DEPTH, "bf16"))
-            library.program_linear_add(r.program, residual.ctypes.data, rows, before, 1024)
+            library.program_linear_add(r.program, residual.ctypes.data, rows, before, 1024, 1.0)
             head = Head(r, quantize(torch.from_numpy(weights), "bf16"))
             logits = head.all_logits(activations)
             assert ((logits == logits.max(1, keepdims=True)).sum(1) > 1).all()

@@ -71,7 +71,7 @@ class Attention:
         kv_type = KVType.BF16 if memory.dtype == np.uint16 else KVType.INT8
         layer = r.kept(native.NativeLayerMemory(kept.ctypes.data, kv_heads, head_dim, kv_type))
         plan = r.library.program_attention_plan(r.program, kv_heads * group, kv_heads, window)
-        r.library.program_attention(r.program, self.out, True, self.queries, ctypes.byref(layer), plan)
+        r.library.program_attention(r.program, self.out, True, self.queries, ctypes.byref(layer), plan, None)
 
     def run(self, tree: Tree, tables: IntArray, rows: Sequence[int]) -> list[np.ndarray]:
         """Run these rows of a tree as one step, with these tables. Returns the output of each, [tokens, width]."""

@@ -83,6 +83,7 @@ def reference_model(config: ModelConfig, seed: int = 0) -> Any:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling is not None:
         scaling = config.rope_scaling
+        assert isinstance(scaling, Llama3Rope)
         rope |= {
             "rope_type": "llama3",
             "factor": scaling.factor,
@@ -118,6 +119,7 @@ def _own_keys(config: ModelConfig) -> dict[str, Any]:
             assert config.qk_norm and config.qkv_bias == config.out_bias
             own = {"use_sliding_window": True, "sliding_window": config.sliding_window, "layer_types": windows}
             return {**own, "attention_bias": config.qkv_bias}
+    raise AssertionError(f"tiny_architectures.py makes models of {config.architecture}")
 
 
 def write(folder: Path, config: ModelConfig, seed: int = 0) -> Any:

@@ -7,8 +7,9 @@ import pytest
 from tests.stages.execute import checkpoints
 from tools.fetch_test_models import FOLDER, MODELS
 
-# A model of 1.1 GB, which `python -m tools.fetch_test_models` downloads.
-collect_ignore = [] if (FOLDER / MODELS["qwen-1.5b"].file).is_file() else ["test_k_quant_models.py"]
+# Models of 1.1 GB and 250 MB, which `python -m tools.fetch_test_models` downloads.
+NEEDED = {"test_k_quant_models.py": "qwen-1.5b", "test_gemma.py": "gemma-270m"}
+collect_ignore = [test for test, model in NEEDED.items() if not (FOLDER / MODELS[model].file).is_file()]
 
 
 @pytest.fixture(scope="session")

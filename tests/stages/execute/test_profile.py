@@ -319,6 +319,19 @@ def test_the_shapes_have_the_number_of_weights_in_their_names() -> None:
     sizes = {}
     for name, config in SHAPES.items():
         width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        layer = config.hidden_size * (2 * width + 2 * kv_width + 3 * config.intermediate_size)
-        sizes[name] = config.num_layers * layer + config.vocab_size * config.hidden_size
-    assert sizes == {"smollm2-135m": 134_479_872, "qwen2-0.5b": 493_961_216, "qwen3-0.6b": 595_984_384}
+        inner = (3 if config.gated else 2) * config.intermediate_size
+        layer = config.hidden_size * (2 * width + 2 * kv_width + inner)
+        tables = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
+        sizes[name] = round((config.num_layers * layer + tables) / 1e6)
+    assert sizes == {
+        "smollm2-135m": 134,
+        "qwen2-0.5b": 494,
+        "qwen3-0.6b": 596,
+        "gemma3-1b": 1000,
+        "phi4-mini": 3836,
+        "smollm3-3b": 3075,
+        "olmo2-1b": 1485,
+        "granite3-2b": 2533,
+        "pythia-1b": 1011,
+        "command-r7b": 8028,
+    }

@@ -127,7 +127,7 @@ def test_windows_apply_only_to_their_layers(tmp_path: Path) -> None:
         ({**WINDOWS, "layer_types": "full_attention"}, r"layer_types is 'full_attention'; it must be a list"),
         ({"use_sliding_window": False, "layer_types": ["sliding_attention"] * 3}, r"they must agree"),
         ({"head_dim": 32}, r"has shape \(64, 64\), config\.json says \(128, 64\)"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, r"rope_type 'yarn'; supported"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, r"rope_type 'dynamic'; supported"),
     ],
 )
 def test_the_error_for_an_unsupported_qwen_config_names_its_key(

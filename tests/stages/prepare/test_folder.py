@@ -117,7 +117,7 @@ def test_old_rope_keys_win_over_new_ones_as_in_transformers(source: Path) -> Non
     checkpoints.edit_config(source, **both, rope_theta=7000.0)
     theirs = AutoConfig.from_pretrained(source).rope_parameters
     config = config_of(source)
-    assert config.rope_scaling is not None
+    assert isinstance(config.rope_scaling, Llama3Rope)
     assert (config.rope_scaling.factor, config.rope_theta) == (theirs["factor"], theirs["rope_theta"]) == (8.0, 7000.0)
 
 
@@ -422,7 +422,7 @@ def test_tokens_beyond_the_vocabulary_are_rejected(source: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "gpt2"}, r"model_type is 'gpt2'; supported are 'llama', 'mistral', 'qwen2', 'qwen3'"),
+        ({"model_type": "mamba"}, r"model_type is 'mamba'; supported are 'llama', 'mistral', 'qwen2', 'qwen3'"),
         ({"architectures": ["LlamaForSequenceClassification"]}, r"architectures is .*LlamaForCausalLM"),
         ({"architectures": ["Qwen3ForCausalLM"]}, r"architectures is .*for model_type 'llama' only LlamaForCausalLM"),
         ({"attention_bias": "yes"}, r"config\.json: attention_bias is 'yes'; it must be true or false"),
@@ -436,8 +436,11 @@ def test_tokens_beyond_the_vocabulary_are_rejected(source: Path) -> None:
             {"quantization_config": {"quant_method": "exl2"}},
             r"quantization_config has quant_method 'exl2', which is not",
         ),
-        ({"hidden_act": "gelu"}, r"hidden_act is 'gelu'; 'silu'"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, r"rope_type 'yarn'; supported"),
+        ({"hidden_act": "tanh"}, r"hidden_act is 'tanh'; supported are 'silu', 'swish', 'gelu'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1.0}}, r"rope_type 'dynamic'; supported"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, r"rope_theta is 1\.0; it must be above 1"),
+        ({"rope_parameters": {"rope_type": "linear"}}, r"rope_parameters\.factor is None, not a number"),
+        ({"rope_parameters": {"rope_type": "longrope", "short_factor": 1.0}}, r"short_factor 1\.0; it must be a list"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, r"lacks 'low_freq_factor'"),
         ({"rope_parameters": {"rope_theta": "big"}}, r"rope_theta is 'big'"),
         ({"num_hidden_layers": None}, r"num_hidden_layers is None; it must be a positive integer"),

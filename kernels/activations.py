@@ -1,0 +1,55 @@
+"""The activation of a feed-forward layer, alone or as the gate of a GLU (Shazeer, 2020, arXiv:2002.05202)."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """The approximation of GELU by tanh (Hendrycks and Gimpel, 2016, arXiv:1606.08415)."""
+    return functional.gelu(x, approximate="tanh")
+
+
+def relu2(x: Tensor) -> Tensor:
+    """The square of ReLU (So et al., 2021, arXiv:2109.08668)."""
+    return functional.relu(x).square()
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": gelu_tanh,
+    "relu": functional.relu,
+    "relu2": relu2,
+}
+"""By `Activation` of `ModelConfig`."""
+
+
+def activate(out: Tensor, x: Tensor, kind: str) -> None:
+    """`out = kind(x)`, both [N, I]."""
+    out.copy_(ACTIVATIONS[kind](x))
+
+
+def activate_mul(out: Tensor, gate_up: Tensor, kind: str) -> None:
+    """`out = kind(gate) * up`. gate_up [N, 2I] holds the gate's half first; out [N, I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    torch.mul(ACTIVATIONS[kind](gate), up, out=out)
+
+
+def activation_reference(x: Tensor, kind: str) -> Tensor:
+    """The formula in float64."""
+    x = x.double()
+    match kind:
+        case "silu":
+            return x / (1 + torch.exp(-x))
+        case "gelu":
+            return x * 0.5 * torch.erfc(-x / math.sqrt(2))
+        case "gelu_tanh":
+            return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+        case "relu":
+            return torch.where(x > 0, x, 0.0)
+        case _:
+            return torch.where(x > 0, x * x, 0.0)

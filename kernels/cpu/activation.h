@@ -1,0 +1,49 @@
+// Activations of feed-forward layers, in float32: SiLU, GELU (exact to 2e-7 and by tanh), ReLU and its square.
+#pragma once
+
+#include "vec.h"
+
+enum class Activation : int { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, RELU2 = 4 };
+
+// x * sigmoid(t); zero below the range of exp_of, where it is zero in float32.
+template <class Vector>
+INLINE Vector times_sigmoid(Vector x, Vector t) {
+    return t < -88.0f ? Vector{} : x / (1.0f + exp_of(-t));
+}
+
+// silu(gate) * up; zero below the range of exp_of, where silu is zero in float32.
+template <class Vector>
+INLINE Vector silu_mul(Vector gate, Vector up) {
+    return gate < -88.0f ? Vector{} : gate / (1.0f + exp_of(-gate)) * up;
+}
+
+// tanh, with an absolute error of 2e-7.
+template <class Vector>
+INLINE Vector tanh_of(Vector x) {
+    const Vector doubled = x + x;
+    const Vector cut = doubled > 80.0f ? 80.0f - Vector{} : doubled;
+    return 1.0f - 2.0f / (1.0f + exp_of(cut));
+}
+
+// x * P(X <= x) of a normal distribution, by the error function of Abramowitz and Stegun (1964, 7.1.26).
+template <class Vector>
+INLINE Vector gelu(Vector x) {
+    const Vector z = (x < 0.0f ? -x : x) * 0.70710678f;
+    const Vector t = 1.0f / (1.0f + 0.3275911f * z);
+    Vector p = 1.061405429f * t - 1.453152027f;
+    p = p * t + 1.421413741f;
+    p = p * t - 0.284496736f;
+    p = p * t + 0.254829592f;
+    const Vector tail = 0.5f * p * t * exp_of(-z * z);  // P(X > |x|)
+    return x * (x < 0.0f ? tail : 1.0f - tail);
+}
+
+template <Activation KIND, class Vector>
+INLINE Vector activate(Vector x) {
+    if constexpr (KIND == Activation::SILU) return times_sigmoid(x, x);
+    if constexpr (KIND == Activation::GELU) return gelu(x);
+    // 0.5 (1 + tanh(u)) is sigmoid(2u).
+    if constexpr (KIND == Activation::GELU_TANH) return times_sigmoid(x, 1.59576912f * x * (1.0f + 0.044715f * x * x));
+    const Vector positive = x > 0.0f ? x : Vector{};
+    return KIND == Activation::RELU ? positive : positive * positive;
+}

@@ -1,0 +1,39 @@
+"""Decoder-only transformers: Llama and every architecture that is a variation of it.
+
+Their differences (kinds and places of norms, activations, parallel layers, biases, rotary embeddings, windows, factors)
+are fields of `ModelConfig`; the code never checks a model's name. Back ends read the fields that concern only how an op
+computes, such as `norm` and `activation`, themselves.
+
+embedding → layers × (norm → attention → + → norm → feed-forward → +) → norm → logits of the sampled tokens
+
+With `parallel`, the feed-forward layer reads the same hidden states as attention:
+
+embedding → layers × (norm → attention, norm → feed-forward → + both) → norm → logits of the sampled tokens
+"""
+
+from pipeline.runtime.model_folder import ModelConfig
+from pipeline.stages.execute.cpu.program import Embedding, Head, ProgramBuilder
+from pipeline.stages.execute.layers.attention import attention_weights
+from pipeline.stages.execute.layers.mlp import mlp_weights
+from pipeline.stages.execute.layers.norm import norm_weights
+from pipeline.stages.execute.weights import Weights
+
+
+def build(config: ModelConfig, weights: Weights, program: ProgramBuilder) -> None:
+    """Record the forward pass of a model. Raises UserError if a tensor is missing or has the wrong shape."""
+    hidden, vocab_size = config.hidden_size, config.vocab_size
+    table = weights.matrix("model.embed_tokens.weight", vocab_size, hidden)
+    rows = config.position_embeddings
+    positions = weights.matrix("model.embed_positions.weight", rows, hidden) if rows else None
+    norm = norm_weights(config, weights, "model.embed_norm") if config.embedding_norm else None
+    program.embed(Embedding(table, positions, norm))
+    for i in range(config.num_layers):
+        attention, mlp = attention_weights(config, weights, i), mlp_weights(config, weights, i)
+        if config.parallel:
+            program.parallel(attention, mlp)
+        else:
+            program.attention(attention)
+            program.mlp(mlp)
+    head = table if config.tie_embeddings else weights.matrix("lm_head.weight", vocab_size, hidden)
+    bias = weights.vector("lm_head.bias", vocab_size) if config.head_bias else None
+    program.sample(Head(norm_weights(config, weights, "model.norm"), head, bias))

@@ -1,0 +1,81 @@
+"""What a model needs from a back end beyond Llama's ops, and which back ends have it.
+
+torch has everything. Features that are only another order of rows or other angles (partial and interleaved rotary
+embedding, layers without it, YaRN, LongRoPE, stacked and transposed tensors) are none: they end when the weights are
+loaded.
+"""
+
+from enum import Enum
+
+from pipeline.runtime.model_folder import ModelConfig
+
+
+class Feature(Enum):
+    """Values are for messages."""
+
+    LAYER_NORM = "layer norms"
+    QK_LAYER_NORM = "layer norms of queries and keys"
+    QK_NORM_ALL = "a norm of all heads of queries or keys together"
+    NO_PRE_NORM = "layers without a norm before them"
+    POST_NORM = "norms after attention and the feed-forward layer"
+    PARALLEL = "parallel attention and feed-forward layers"
+    ACTIVATION = "an activation other than SiLU"
+    PLAIN_MLP = "a feed-forward layer without a gate"
+    EMBEDDING_NORM = "a norm of embeddings"
+    EMBEDDING_SCALE = "a factor of embeddings"
+    POSITIONS = "learned positions"
+    RESIDUAL_MULTIPLIER = "a factor of each layer's result"
+    QUERY_SCALE = "a factor of attention scores"
+    QUERY_GROWTH = "a factor of queries that depends on the position"
+    ATTENTION_SOFTCAP = "capped attention scores"
+    ALIBI = "ALiBi"
+    LOGIT_SCALE = "a factor of logits"
+    LOGIT_SOFTCAP = "capped logits"
+    HEAD_BIAS = "a bias of the LM head"
+    ROPES = "layers with different rotary embeddings"
+
+
+def features_of(config: ModelConfig) -> set[Feature]:
+    """The features that a model needs."""
+    ropes = {config.rope_of(layer) for layer in range(config.num_layers)}
+    needs = {
+        Feature.LAYER_NORM: config.norm == "layer",
+        Feature.QK_LAYER_NORM: config.qk_norm and config.norm == "layer",
+        Feature.QK_NORM_ALL: config.qk_norm and config.qk_norm_kind == "all",
+        Feature.NO_PRE_NORM: not config.pre_norms,
+        Feature.POST_NORM: config.post_norms,
+        Feature.PARALLEL: config.parallel,
+        Feature.ACTIVATION: config.activation != "silu",
+        Feature.PLAIN_MLP: not config.gated,
+        Feature.EMBEDDING_NORM: config.embedding_norm,
+        Feature.EMBEDDING_SCALE: config.embedding_scale != 1,
+        Feature.POSITIONS: config.position_embeddings > 0,
+        Feature.RESIDUAL_MULTIPLIER: config.residual_multiplier != 1,
+        Feature.QUERY_SCALE: config.query_scale not in (None, config.head_dim**-0.5),
+        Feature.QUERY_GROWTH: config.query_growth != 0,
+        Feature.ATTENTION_SOFTCAP: config.attention_softcap is not None,
+        Feature.ALIBI: config.alibi_slopes is not None,
+        Feature.LOGIT_SCALE: config.logit_scale != 1,
+        Feature.LOGIT_SOFTCAP: config.logit_softcap is not None,
+        Feature.HEAD_BIAS: config.head_bias,
+        Feature.ROPES: len(ropes) > 1,
+    }
+    return {feature for feature, is_needed in needs.items() if is_needed}
+
+
+NATIVE: frozenset[Feature] = frozenset(Feature)
+"""Features of the native CPU program."""
+TRITON: frozenset[Feature] = frozenset({Feature.ROPES})
+"""Features of the GPU program."""
+
+
+def missing(config: ModelConfig, available: frozenset[Feature]) -> str | None:
+    """The features of a model that are not `available`, as words for a message; None if there are none."""
+    lacking = features_of(config) - available
+    return ", ".join(feature.value for feature in Feature if feature in lacking) or None
+
+
+def backends_of(config: ModelConfig) -> list[str]:
+    """The back ends that can compute a model: "native" and "torch" on a CPU, "triton" on a GPU."""
+    available = {"native": NATIVE, "torch": frozenset(Feature), "triton": TRITON}
+    return [name for name, features in available.items() if missing(config, features) is None]

@@ -1,0 +1,151 @@
+"""What a family says about an architecture, and helpers for it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from pipeline.runtime.model_folder import Layout, ModelConfig, Piece
+from pipeline.stages.prepare.families.keys import ConfigFault, Keys
+from pipeline.stages.prepare.files import shown
+
+Window = tuple[int | None, list[int] | None]
+"""`sliding_window` and `sliding_layers` of ModelConfig."""
+
+NO_FIELDS: dict[str, Any] = {}
+
+
+def no_windows(config: Mapping[str, Any], num_layers: int) -> Window:
+    """Llama's rule: no layer has a window, even if the file names one."""
+    return None, None
+
+
+def no_fields(keys: Keys, model: ModelConfig) -> dict[str, Any]:
+    return NO_FIELDS
+
+
+def llama_layout(model: ModelConfig) -> Layout:
+    return Layout()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HfArchitecture:
+    """How to read the config.json of one `model_type`."""
+
+    class_name: str
+    """The causal model's class, as in `architectures`."""
+    models: str = ""
+    """Model families, for the table of supported models; by default the class's name says it."""
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """Names of keys, if they differ from Llama's."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """transformers' defaults for absent keys, by Llama's names, if they differ from Llama's."""
+    always: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of ModelConfig that the architecture fixes; config.json does not override them."""
+    windows: Callable[[Mapping[str, Any], int], Window] = no_windows
+    """Takes config.json and the number of layers. Raises ConfigFault."""
+    inner: Callable[[Keys], int] | None = None
+    """The intermediate size if the key is absent."""
+    fields: Callable[[Keys, ModelConfig], dict[str, Any]] = no_fields
+    """Further fields of ModelConfig. Takes the others. Raises ConfigFault for unsupported values."""
+    layout: Callable[[ModelConfig], Layout] = llama_layout
+    """The names and layout of its tensors in Hugging Face's checkpoints."""
+
+
+LAYER_NORM = {"norm": "layer", "norm_bias": True}
+FOUR_TIMES: Callable[[Keys], int] = lambda keys: 4 * keys.count("hidden_size")  # noqa: E731
+
+
+def windows_by_pattern(every: int, window: int | None = 4096) -> Callable[[Mapping[str, Any], int], Window]:
+    """The layers in `layer_types` have a window; if that is absent, all but each `every`-th layer (0: all)."""
+
+    def windows(config: Mapping[str, Any], num_layers: int) -> Window:
+        keys = Keys(config, {}, {})
+        size = None if "sliding_window" in config and config["sliding_window"] is None else window
+        if config.get("sliding_window") is not None:
+            size = keys.count("sliding_window")
+        kinds = keys.layer_kinds(num_layers)
+        period = config.get("sliding_window_pattern") or every
+        if not isinstance(period, int) or isinstance(period, bool) or period < 0:
+            raise ConfigFault(f"sliding_window_pattern is {shown(period)}; it must be a positive integer")
+        layers = [i for i in range(num_layers) if not period or (i + 1) % period]
+        if kinds is not None:
+            layers = [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]
+        if size is None or not layers:
+            return None, None
+        return size, None if len(layers) == num_layers else layers
+
+    return windows
+
+
+def window_everywhere(config: Mapping[str, Any], num_layers: int) -> Window:
+    """Every layer has the window; none if the key is absent or null."""
+    value = config.get("sliding_window")
+    return (None, None) if value is None else (Keys(config, {}, {}).count("sliding_window"), None)
+
+
+def qkv_slices(model: ModelConfig, tensor: str, transposed: bool = False) -> dict[str, Piece]:
+    """Queries, keys and values as one tensor, one below the other."""
+    queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    ends = [0, queries, queries + keys, queries + 2 * keys]
+    return {
+        f"self_attn.{name}_proj": Piece(tensor, begin=ends[i], end=ends[i + 1], transposed=transposed)
+        for i, name in enumerate("qkv")
+    }
+
+
+def qkv_by_head(model: ModelConfig, tensor: str) -> dict[str, Piece]:
+    """Queries, keys and values as one tensor: for each key-value head the queries of its group, then its keys, then its
+    values."""
+    dim, group = model.head_dim, model.num_heads // model.num_kv_heads
+    ends = [0, group * dim, (group + 1) * dim, (group + 2) * dim]
+    return {
+        f"self_attn.{name}_proj": Piece(tensor, model.num_kv_heads, ends[i], ends[i + 1])
+        for i, name in enumerate("qkv")
+    }
+
+
+def gate_up_slices(model: ModelConfig, tensor: str = "mlp.gate_up_proj") -> dict[str, Piece]:
+    """Gate and up as one tensor, one below the other."""
+    inner = model.intermediate_size
+    return {"mlp.gate_proj": Piece(tensor, end=inner), "mlp.up_proj": Piece(tensor, begin=inner, end=2 * inner)}
+
+
+def renamed(**names: str) -> dict[str, Piece]:
+    """Pieces that are whole tensors; the keys' double underscores are dots."""
+    return {key.replace("__", "."): Piece(name) for key, name in names.items()}
+
+
+TEXT_PREFIX = "language_model."
+"""Of the tensors of a text model that is a part of one for texts and images."""
+TEXT_PARTS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+"""`model_type` of models for texts and images whose text model is served, and that of its config without one."""
+OTHER_PARTS = ("vision_tower.", "multi_modal_projector.")
+"""Prefixes of their other tensors."""
+
+
+def text_part(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The config.json of the text model in one for texts and images; None if it is of another kind."""
+    kind, text = config.get("model_type"), config.get("text_config")
+    if kind not in TEXT_PARTS or not isinstance(text, dict):
+        return None
+    shared = {key: config[key] for key in ("eos_token_id", "bos_token_id", "tie_word_embeddings") if key in config}
+    return {"model_type": TEXT_PARTS[kind], **shared, **text}
+
+
+def as_part(layout: Layout) -> Layout:
+    """The layout of the same tensors as a part of a model for texts and images."""
+    outside = {name: layout.pieces.get(name) or Piece(name) for name in ("model.embed_tokens", "model.norm", "lm_head")}
+    pieces = {
+        name: msgspec.structs.replace(piece, tensor=f"{TEXT_PREFIX}{piece.tensor}") for name, piece in outside.items()
+    }
+    return Layout(f"{TEXT_PREFIX}{layout.layers}", layout.pieces | pieces)
+
+
+def alibi_slopes(num_heads: int, scale: float = 1.0) -> list[float]:
+    """The slopes of BLOOM's ALiBi, times `scale` (`build_alibi_tensor` in transformers)."""
+    closest = 1 << (num_heads.bit_length() - 1)
+    slopes = [2.0 ** (-8.0 * (i + 1) / closest) for i in range(closest)]
+    slopes += [2.0 ** (-4.0 * (2 * i + 1) / closest) for i in range(num_heads - closest)]
+    return [scale * slope for slope in slopes]

@@ -1,0 +1,89 @@
+"""Gemma 1, 2 and 3 (text)."""
+
+from typing import Any
+
+from pipeline.runtime.model_folder import Architecture, Layout, ModelConfig
+from pipeline.stages.prepare.families.architecture import HfArchitecture, renamed, windows_by_pattern
+from pipeline.stages.prepare.families.keys import ConfigFault, Keys
+
+ALWAYS = {"norm_offset": 1.0, "mlp_bias": False}
+DEFAULTS = {
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+ACTIVATION = {"hidden_act": "hidden_activation"}
+
+
+def _gemma(keys: Keys, model: ModelConfig) -> dict[str, Any]:
+    keys.refuse_unless("use_bidirectional_attention", False, what="bidirectional attention")
+    # transformers takes "gelu" of old config.json files for what the models were trained with.
+    activation = "gelu_tanh" if model.activation == "gelu" else model.activation
+    return {"embedding_scale": model.hidden_size**0.5, "activation": activation}
+
+
+def _gemma2(keys: Keys, model: ModelConfig) -> dict[str, Any]:
+    scalar = keys.number("query_pre_attn_scalar", 256)
+    if scalar <= 0:
+        raise ConfigFault(f"query_pre_attn_scalar is {scalar:g}; it must be a positive number")
+    return {
+        **_gemma(keys, model),
+        "query_scale": scalar**-0.5,
+        "attention_softcap": keys.optional_number("attn_logit_softcapping"),
+        "logit_softcap": keys.optional_number("final_logit_softcapping"),
+    }
+
+
+def _layout(model: ModelConfig) -> Layout:
+    return Layout(
+        pieces=renamed(
+            self_attn_post_norm="post_attention_layernorm",
+            post_attention_layernorm="pre_feedforward_layernorm",
+            mlp_post_norm="post_feedforward_layernorm",
+        )
+    )
+
+
+ARCHITECTURES: dict[Architecture, HfArchitecture] = {
+    "gemma": HfArchitecture(
+        class_name="GemmaForCausalLM",
+        defaults={**DEFAULTS, "num_key_value_heads": 16},
+        always=ALWAYS,
+        fields=_gemma,
+    ),
+    "gemma2": HfArchitecture(
+        class_name="Gemma2ForCausalLM",
+        models="Gemma 2",
+        keys=ACTIVATION,
+        defaults={
+            **DEFAULTS,
+            "num_key_value_heads": 4,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        always={**ALWAYS, "post_norms": True},
+        windows=windows_by_pattern(2),
+        fields=_gemma2,
+        layout=_layout,
+    ),
+    "gemma3_text": HfArchitecture(
+        class_name="Gemma3ForCausalLM",
+        models="Gemma 3",
+        keys=ACTIVATION,
+        defaults={
+            **DEFAULTS,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "vocab_size": 262208,
+            "max_position_embeddings": 131072,
+            "rope_theta": 1000000.0,
+            "rope_local_base_freq": 10000.0,
+            "rope_by_layer": True,
+        },
+        always={**ALWAYS, "post_norms": True, "qk_norm": True},
+        windows=windows_by_pattern(6),
+        fields=_gemma2,
+        layout=_layout,
+    ),
+}

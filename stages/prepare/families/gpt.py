@@ -1,0 +1,132 @@
+"""GPT-2, GPT-NeoX (Pythia) and OPT."""
+
+from typing import Any
+
+from pipeline.runtime.model_folder import Architecture, Layout, ModelConfig, Piece
+from pipeline.stages.prepare.families.architecture import (
+    FOUR_TIMES,
+    LAYER_NORM,
+    HfArchitecture,
+    qkv_by_head,
+    qkv_slices,
+    renamed,
+)
+from pipeline.stages.prepare.families.keys import Keys
+
+BIASES = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
+
+
+def _gpt2(keys: Keys, model: ModelConfig) -> dict[str, Any]:
+    keys.refuse_unless("scale_attn_weights", True, what="attention without a scale")
+    keys.refuse_unless("scale_attn_by_inverse_layer_idx", False, what="a scale of attention that depends on the layer")
+    keys.refuse_unless("add_cross_attention", False, what="cross-attention")
+    return {"position_embeddings": model.max_position}
+
+
+def _gpt2_layout(model: ModelConfig) -> Layout:
+    """Matrices are [inputs, outputs]."""
+    pieces = renamed(
+        model__embed_tokens="transformer.wte",
+        model__embed_positions="transformer.wpe",
+        model__norm="transformer.ln_f",
+        input_layernorm="ln_1",
+        post_attention_layernorm="ln_2",
+    )
+    linears = {"self_attn.o_proj": "attn.c_proj", "mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}
+    pieces |= {part: Piece(tensor, transposed=True) for part, tensor in linears.items()}
+    return Layout("transformer.h.{}.", pieces | qkv_slices(model, "attn.c_attn", transposed=True))
+
+
+def _gpt_neox(keys: Keys, model: ModelConfig) -> dict[str, Any]:
+    has_bias = keys.flag("attention_bias", True)
+    return {"parallel": keys.flag("use_parallel_residual", True), "qkv_bias": has_bias, "out_bias": has_bias}
+
+
+def _gpt_neox_layout(model: ModelConfig) -> Layout:
+    pieces = renamed(
+        model__embed_tokens="gpt_neox.embed_in",
+        model__norm="gpt_neox.final_layer_norm",
+        lm_head="embed_out",
+        self_attn__o_proj="attention.dense",
+        mlp__up_proj="mlp.dense_h_to_4h",
+        mlp__down_proj="mlp.dense_4h_to_h",
+    )
+    return Layout("gpt_neox.layers.{}.", pieces | qkv_by_head(model, "attention.query_key_value"))
+
+
+def _opt(keys: Keys, model: ModelConfig) -> dict[str, Any]:
+    keys.refuse_unless("do_layer_norm_before", True, what="a norm after each layer")
+    keys.refuse_unless("word_embed_proj_dim", model.hidden_size, what="a projection of embeddings")
+    keys.refuse_unless("layer_norm_elementwise_affine", True, what="a norm without weights")
+    keys.refuse_unless("_remove_final_layer_norm", False, what="a model without the last norm")
+    has_bias = keys.flag("enable_bias", True)
+    return {
+        "qkv_bias": has_bias,
+        "out_bias": has_bias,
+        "mlp_bias": has_bias,
+        "position_embeddings": model.max_position + 2,
+        "position_offset": 2,
+    }
+
+
+def _opt_layout(model: ModelConfig) -> Layout:
+    pieces = renamed(
+        model__embed_tokens="model.decoder.embed_tokens",
+        model__embed_positions="model.decoder.embed_positions",
+        model__norm="model.decoder.final_layer_norm",
+        input_layernorm="self_attn_layer_norm",
+        post_attention_layernorm="final_layer_norm",
+        self_attn__o_proj="self_attn.out_proj",
+        mlp__up_proj="fc1",
+        mlp__down_proj="fc2",
+    )
+    return Layout("model.decoder.layers.{}.", pieces)
+
+
+ARCHITECTURES: dict[Architecture, HfArchitecture] = {
+    "gpt2": HfArchitecture(
+        class_name="GPT2LMHeadModel",
+        models="GPT-2",
+        keys={
+            "hidden_size": "n_embd",
+            "num_hidden_layers": "n_layer",
+            "num_attention_heads": "n_head",
+            "intermediate_size": "n_inner",
+            "max_position_embeddings": "n_positions",
+            "rms_norm_eps": "layer_norm_epsilon",
+            "hidden_act": "activation_function",
+        },
+        defaults={
+            "hidden_act": "gelu_new",
+            "max_position_embeddings": 1024,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+        },
+        always={**LAYER_NORM, **BIASES, "gated": False, "rotary_dim": 0},
+        inner=FOUR_TIMES,
+        fields=_gpt2,
+        layout=_gpt2_layout,
+    ),
+    "gpt_neox": HfArchitecture(
+        class_name="GPTNeoXForCausalLM",
+        models="GPT-NeoX, Pythia",
+        keys={
+            "rms_norm_eps": "layer_norm_eps",
+            "rope_theta": "rotary_emb_base",
+            "partial_rotary_factor": "rotary_pct",
+        },
+        defaults={"hidden_act": "gelu", "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.25},
+        always={**LAYER_NORM, "mlp_bias": True, "gated": False},
+        fields=_gpt_neox,
+        layout=_gpt_neox_layout,
+    ),
+    "opt": HfArchitecture(
+        class_name="OPTForCausalLM",
+        models="OPT",
+        keys={"intermediate_size": "ffn_dim", "hidden_act": "activation_function"},
+        defaults={"hidden_act": "relu", "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
+        always={**LAYER_NORM, "gated": False, "rotary_dim": 0, "rms_norm_eps": 1e-5},
+        fields=_opt,
+        layout=_opt_layout,
+    ),
+}

@@ -1,0 +1,185 @@
+"""Reads the rotary embedding of a config.json: its base, its scaling for long contexts, and the part of a head that is
+rotated."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from pipeline.runtime.model_folder import LinearRope, Llama3Rope, LongRope, Rope, RopeScaling, YarnRope
+from pipeline.stages.prepare.families.keys import ConfigFault, Keys
+from pipeline.stages.prepare.files import shown
+
+BY_LAYER = ("full_attention", "sliding_attention")
+KINDS = ("default", "llama3", "linear", "yarn", "longrope")
+
+
+@dataclass(frozen=True, slots=True)
+class Ropes:
+    """The rotary embeddings of a model."""
+
+    main: Rope
+    sliding: Rope
+    """Of layers with a sliding window."""
+    part: float
+    """The part of a head's dimensions that is rotated."""
+
+    def rotary_dim(self, head_dim: int) -> int | None:
+        """The number of dimensions that are rotated; None if all are."""
+        return None if self.part == 1 else int(head_dim * self.part)
+
+
+def read_ropes(config: Mapping[str, Any], keys: Keys) -> Ropes:
+    """`rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling`, which take precedence as they do in
+    transformers. Raises ConfigFault for scalings that are not supported."""
+    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    rope = config.get(key) or keys.get("rope_parameters", dict) or {}
+    if not isinstance(rope, dict):
+        raise ConfigFault(f"{key} is {shown(rope)}, not an object")
+    local = keys.get("rope_local_base_freq", (int, float))
+    if keys.has_default("rope_by_layer") and any(isinstance(rope.get(kind), dict) for kind in BY_LAYER):
+        main, sliding = (rope.get(kind) or {} for kind in BY_LAYER)
+        unknown = [name for name in rope if name not in BY_LAYER]
+        if unknown or not isinstance(main, dict) or not isinstance(sliding, dict):
+            raise ConfigFault(f"{key} has parameters by layer; they must be objects for {' and '.join(BY_LAYER)}")
+    else:
+        if by_layer := next((name for name, value in rope.items() if isinstance(value, dict)), None):
+            raise ConfigFault(f"{key} has separate parameters for {shown(by_layer)}: not supported")
+        main = rope
+        # In old files of models with two kinds of layers, the scaling is that of full attention.
+        sliding = {} if keys.has_default("rope_by_layer") else rope
+    theta = _theta(main, config, keys)
+    if local is not None:
+        local_theta = sliding.get("rope_theta", local)
+    else:
+        local_theta = sliding.get("rope_theta", theta)
+    main_rope = Rope(theta, _scaling(main, key, config, keys, theta))
+    sliding_rope = Rope(_number(local_theta, "rope_theta"), _scaling(sliding, key, config, keys, theta))
+    part = main.get("partial_rotary_factor", keys.get("partial_rotary_factor", (int, float), 1.0))
+    if not isinstance(part, int | float) or isinstance(part, bool) or not 0 < part <= 1:
+        raise ConfigFault(
+            f"{keys.name('partial_rotary_factor')} is {shown(part)}; it must be a number above 0, up to 1"
+        )
+    if part != 1 and not keys.has_default("partial_rotary_factor"):
+        raise ConfigFault(f"partial_rotary_factor is {shown(part)}: partial rotary embedding is not supported")
+    return Ropes(main_rope, sliding_rope, float(part))
+
+
+def _theta(rope: Mapping[str, Any], config: Mapping[str, Any], keys: Keys) -> float:
+    default = keys.get("rope_theta", (int, float), 10000.0)
+    return _number(rope.get("rope_theta", default), keys.name("rope_theta"))
+
+
+def _number(value: Any, name: str) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ConfigFault(f"{name} is {shown(value)}, not a number")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _scaling(
+    rope: Mapping[str, Any], key: str, config: Mapping[str, Any], keys: Keys, theta: float
+) -> RopeScaling | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if "short_factor" in rope and kind in ("su", "yarn"):  # names that Phi-3 had for it
+        kind = "longrope"
+    match kind:
+        case "default":
+            return None
+        case "llama3":
+            return _llama3(rope, key, config)
+        case "linear":
+            return LinearRope(_positive(rope, key, "factor"))
+        case "yarn":
+            return _yarn(rope, key, config)
+        case "longrope":
+            return _longrope(rope, key, config)
+    raise ConfigFault(f"{key} has rope_type {shown(kind)}; supported are {', '.join(map(repr, KINDS))}")
+
+
+def _llama3(rope: Mapping[str, Any], key: str, config: Mapping[str, Any]) -> Llama3Rope:
+    names = {
+        "factor": "factor",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        "original_max_position": "original_max_position_embeddings",
+    }
+    if "original_max_position_embeddings" in config:  # takes precedence in transformers
+        rope = {**rope, "original_max_position_embeddings": config["original_max_position_embeddings"]}
+    missing = [theirs for theirs in names.values() if theirs not in rope]
+    if missing:
+        raise ConfigFault(f"{key} of type 'llama3' lacks {missing[0]!r}")
+    values = {ours: rope[theirs] for ours, theirs in names.items()}
+    try:
+        return msgspec.convert({"type": "llama3", **values}, Llama3Rope)
+    except msgspec.ValidationError as error:
+        raise ConfigFault(f"{key}: {error}") from error
+
+
+def _yarn(rope: Mapping[str, Any], key: str, config: Mapping[str, Any]) -> YarnRope:
+    original = _original(rope, key, config)
+    factor = _factor(rope, key, config, original)
+    magnitude = rope.get("attention_factor")
+    if magnitude is None:
+        scale, scale_all = (_number(rope.get(name) or 0, name) for name in ("mscale", "mscale_all_dim"))
+        magnitude = _mscale(factor, scale) / _mscale(factor, scale_all) if scale and scale_all else _mscale(factor, 1)
+    truncate = rope.get("truncate", True)
+    return YarnRope(
+        factor=factor,
+        original_max_position=original,
+        magnitude=_number(magnitude, "attention_factor"),
+        beta_fast=_number(rope.get("beta_fast") or 32.0, "beta_fast"),
+        beta_slow=_number(rope.get("beta_slow") or 1.0, "beta_slow"),
+        truncate=bool(truncate),
+    )
+
+
+def _mscale(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def _longrope(rope: Mapping[str, Any], key: str, config: Mapping[str, Any]) -> LongRope:
+    original = _original(rope, key, config)
+    factor = _factor(rope, key, config, original)
+    magnitude = rope.get("attention_factor")
+    if magnitude is None:
+        magnitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    lists = {}
+    for name in ("short_factor", "long_factor"):
+        numbers = rope.get(name)
+        if not isinstance(numbers, list) or not numbers:
+            raise ConfigFault(f"{key} of type 'longrope' has {name} {shown(numbers)}; it must be a list of numbers")
+        lists[name] = tuple(_number(number, name) for number in numbers)
+    return LongRope(
+        original_max_position=original,
+        magnitude=_number(magnitude, "attention_factor"),
+        short_factors=lists["short_factor"],
+        long_factors=lists["long_factor"],
+    )
+
+
+def _original(rope: Mapping[str, Any], key: str, config: Mapping[str, Any]) -> int:
+    """The context that a model was trained with before its rotary embedding was scaled."""
+    name = "original_max_position_embeddings"
+    value = config.get(name, rope.get(name, config.get("max_position_embeddings")))
+    if not isinstance(value, int) or isinstance(value, bool) or value < 2:
+        raise ConfigFault(f"{key} has {name} {shown(value)}; it must be an integer above 1")
+    return value
+
+
+def _factor(rope: Mapping[str, Any], key: str, config: Mapping[str, Any], original: int) -> float:
+    """`factor`; if absent, that of the context."""
+    if rope.get("factor") is not None:
+        return _positive(rope, key, "factor")
+    return _number(config.get("max_position_embeddings", original), "max_position_embeddings") / original
+
+
+def _positive(rope: Mapping[str, Any], key: str, name: str) -> float:
+    value = _number(rope.get(name), f"{key}.{name}")
+    if not value > 0 or not math.isfinite(value):
+        raise ConfigFault(f"{key} has {name} {shown(rope.get(name))}; it must be a positive number")
+    return value

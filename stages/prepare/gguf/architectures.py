@@ -1,0 +1,254 @@
+"""The architectures of .gguf files: what their keys and tensors mean, where they differ from those of Llama.
+
+Names of keys and tensors, and what llama.cpp's converter does to tensors, are those of `constants.py` in gguf-py and of
+`conversion/` (formerly convert_hf_to_gguf.py) in https://github.com/ggml-org/llama.cpp.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.runtime.model_folder import Architecture, LinearRope, ModelConfig, Rope
+from pipeline.stages.prepare.families.alibi import mpt_slopes
+from pipeline.stages.prepare.families.architecture import LAYER_NORM, alibi_slopes
+from pipeline.stages.prepare.gguf.metadata import Metadata
+
+Tensors = Mapping[str, Any]
+
+EPS, LAYER_EPS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
+
+
+@dataclass(frozen=True, slots=True)
+class GgufKeys:
+    """A file's keys that begin with its architecture's name, and the names of its tensors."""
+
+    metadata: Metadata
+    architecture: str
+    tensors: Tensors
+
+    def number(self, key: str, default: float | None = None) -> float | None:
+        value = self.metadata.get(f"{self.architecture}.{key}", (int, float))
+        return default if value is None else float(str(value)) if isinstance(value, int) else shortest(value)
+
+    def count(self, key: str) -> int | None:
+        """The integer under a key; None if it is 0 or absent."""
+        return self.metadata.get(f"{self.architecture}.{key}", int) or None
+
+    def flag(self, key: str, default: bool) -> bool:
+        return bool(self.metadata.get(f"{self.architecture}.{key}", bool, default))
+
+
+def shortest(value: float) -> float:
+    """The shortest decimal that rounds to a float32, which files have: the original value."""
+    import numpy as np
+
+    with np.errstate(over="ignore"):  # overflow becomes infinity, which is refused later
+        return float(str(np.float32(value)))
+
+
+def no_fields(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufArchitecture:
+    """What is specific to the files of one `general.architecture`."""
+
+    models: str
+    """Model families, for error messages."""
+    model_type: Architecture | None = None
+    """The architecture that such a file becomes, if its name is another one."""
+    interleaved_rope: bool = False
+    """The converter reordered rows of q and k for rotary embeddings of adjacent pairs (`LlamaModel.permute`). If False,
+    they are in Hugging Face's order."""
+    has_windows: bool = False
+    """The file's sliding window applies to every layer. Else it is refused, unless `read` knows the layers."""
+    eps: str = EPS
+    always: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of ModelConfig that the architecture fixes."""
+    read: Callable[[GgufKeys, ModelConfig], dict[str, Any]] = no_fields
+    """Further fields of ModelConfig, from keys and the presence of tensors."""
+    reads_windows: bool = False
+    """Whether `read` handles the sliding window."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Names of tensors in the file, if they differ from the usual ones, by their names in the model."""
+
+
+def windows(model: ModelConfig, keys: GgufKeys, every: int) -> dict[str, Any]:
+    """All layers but each `every`-th have the file's window."""
+    size = keys.count("attention.sliding_window")
+    layers = [i for i in range(model.num_layers) if (i + 1) % every]
+    if size is None or not layers:
+        return {}
+    return {"sliding_window": size, "sliding_layers": None if len(layers) == model.num_layers else layers}
+
+
+def _gemma(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
+    return {"embedding_scale": model.hidden_size**0.5}
+
+
+def _gemma2(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
+    return {
+        **_gemma(keys, model),
+        **windows(model, keys, 2),
+        # Files have no scale of queries. The largest model has another one, as in llama.cpp.
+        "query_scale": _gemma_scale(model, 46),
+        "attention_softcap": keys.number("attn_logit_softcapping", 50.0),
+        "logit_softcap": keys.number("final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma3(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
+    factor = keys.number("rope.scaling.factor", 1.0) or 1.0
+    return {
+        **_gemma(keys, model),
+        **windows(model, keys, 6),
+        "query_scale": _gemma_scale(model, 62),
+        "logit_softcap": keys.number("final_logit_softcapping"),
+        "rope_theta": keys.number("rope.freq_base", 1e6),
+        "rope_scaling": LinearRope(factor) if factor != 1 else None,
+        "sliding_rope": Rope(keys.number("rope.freq_base_swa", 1e4) or 1e4),
+    }
+
+
+def _gemma_scale(model: ModelConfig, largest: int) -> float:
+    by_hidden = model.num_layers == largest
+    return float((model.hidden_size // model.num_heads if by_hidden else model.head_dim) ** -0.5)
+
+
+def _granite(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
+    return {
+        "embedding_scale": keys.number("embedding_scale", 1.0),
+        "residual_multiplier": keys.number("residual_scale", 1.0),
+        "query_scale": keys.number("attention.scale"),
+        "logit_scale": 1 / (keys.number("logit_scale", 1.0) or 1.0),
+    }
+
+
+def _smollm3(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
+    """llama.cpp leaves rotary embedding out of each fourth layer."""
+    return {"layers_without_rope": [i for i in range(model.num_layers) if (i + 1) % 4 == 0]}
+
+
+def _cohere(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
+    has_norms = "blk.0.attn_q_norm.weight" in keys.tensors
+    return {"logit_scale": keys.number("logit_scale", 1.0), "qk_norm": has_norms}
+
+
+def _cohere2(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
+    found = windows(model, keys, 4)
+    with_window = found.get("sliding_layers") or list(range(model.num_layers))
+    full = [i for i in range(model.num_layers) if not found or i not in with_window]
+    return {**found, "logit_scale": keys.number("logit_scale", 1.0), "layers_without_rope": full}
+
+
+def _parallel(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
+    return {"parallel": keys.flag("use_parallel_residual", True)}
+
+
+def _stablelm(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
+    parallel = "blk.0.ffn_norm.weight" not in keys.tensors
+    return {"parallel": parallel, "shared_norm": parallel}
+
+
+def _falcon(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
+    return {"shared_norm": "blk.0.attn_norm_2.weight" not in keys.tensors}
+
+
+def _positions(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
+    return {"position_embeddings": model.max_position}
+
+
+def _bloom(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
+    return {"alibi_slopes": alibi_slopes(model.num_heads)}
+
+
+def _mpt(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
+    keys.metadata.refuse_unless("mpt.attention.clamp_kqv", 0.0, "clipping queries, keys and values")
+    return {"alibi_slopes": mpt_slopes(model.num_heads, int(keys.number("attention.max_alibi_bias", 8.0) or 8))}
+
+
+GEMMA = {"activation": "gelu_tanh"}
+POST = {"post_norms": True}
+PLAIN = {**LAYER_NORM, "gated": False}
+
+GGUF_ARCHITECTURES: dict[str, GgufArchitecture] = {
+    "llama": GgufArchitecture(models="Llama, Mistral, SmolLM2", interleaved_rope=True, has_windows=True),
+    "qwen2": GgufArchitecture(models="Qwen2, Qwen2.5"),
+    "qwen3": GgufArchitecture(models="Qwen3", always={"qk_norm": True}),
+    "gemma": GgufArchitecture(models="Gemma", always=GEMMA, read=_gemma),
+    "gemma2": GgufArchitecture(models="Gemma 2", always={**GEMMA, **POST}, read=_gemma2, reads_windows=True),
+    "gemma3": GgufArchitecture(
+        models="Gemma 3",
+        model_type="gemma3_text",
+        always={**GEMMA, **POST, "qk_norm": True},
+        read=_gemma3,
+        reads_windows=True,
+    ),
+    "phi2": GgufArchitecture(
+        models="Phi-2",
+        model_type="phi",
+        eps=LAYER_EPS,
+        always={**PLAIN, "activation": "gelu_tanh", "parallel": True, "shared_norm": True},
+    ),
+    "phi3": GgufArchitecture(models="Phi-3, Phi-4", has_windows=True),
+    "glm4": GgufArchitecture(models="GLM-4-0414", always={**POST, "interleaved_rope": True}),
+    "olmo2": GgufArchitecture(
+        models="OLMo 2", always={**POST, "pre_norms": False, "qk_norm": True, "qk_norm_kind": "all"}
+    ),
+    "exaone4": GgufArchitecture(models="EXAONE 4", always={**POST, "pre_norms": False, "qk_norm": True}),
+    "smollm3": GgufArchitecture(models="SmolLM3", interleaved_rope=True, read=_smollm3),
+    "granite": GgufArchitecture(models="Granite 3", interleaved_rope=True, read=_granite),
+    "seed_oss": GgufArchitecture(models="Seed-OSS", names={"post_attention_layernorm": "post_attention_norm"}),
+    "command-r": GgufArchitecture(
+        models="Command R",
+        model_type="cohere",
+        eps=LAYER_EPS,
+        always={
+            "norm": "layer",
+            "parallel": True,
+            "shared_norm": True,
+            "interleaved_rope": True,
+            "qk_norm_kind": "each_head",
+        },
+        read=_cohere,
+    ),
+    "cohere2": GgufArchitecture(
+        models="Command R7B, Command A",
+        eps=LAYER_EPS,
+        always={"norm": "layer", "parallel": True, "shared_norm": True, "interleaved_rope": True},
+        read=_cohere2,
+        reads_windows=True,
+    ),
+    "starcoder2": GgufArchitecture(models="StarCoder 2", eps=LAYER_EPS, always={**PLAIN, "activation": "gelu_tanh"}),
+    "stablelm": GgufArchitecture(models="StableLM", eps=LAYER_EPS, always=LAYER_NORM, read=_stablelm),
+    "nemotron": GgufArchitecture(models="Nemotron-4, Minitron", eps=LAYER_EPS, always={**PLAIN, "activation": "relu2"}),
+    "gptneox": GgufArchitecture(
+        models="GPT-NeoX, Pythia",
+        model_type="gpt_neox",
+        eps=LAYER_EPS,
+        always={**PLAIN, "activation": "gelu"},
+        read=_parallel,
+    ),
+    "gpt2": GgufArchitecture(
+        models="GPT-2", eps=LAYER_EPS, always={**PLAIN, "activation": "gelu_tanh", "rotary_dim": 0}, read=_positions
+    ),
+    "falcon": GgufArchitecture(
+        models="Falcon 1 and 2",
+        eps=LAYER_EPS,
+        always={**PLAIN, "activation": "gelu", "parallel": True},
+        read=_falcon,
+    ),
+    "bloom": GgufArchitecture(
+        models="BLOOM",
+        eps=LAYER_EPS,
+        always={**PLAIN, "activation": "gelu_tanh", "embedding_norm": True, "rotary_dim": 0},
+        read=_bloom,
+    ),
+    "mpt": GgufArchitecture(
+        models="MPT",
+        eps=LAYER_EPS,
+        always={"norm": "layer", "gated": False, "activation": "gelu", "rotary_dim": 0},
+        read=_mpt,
+    ),
+}

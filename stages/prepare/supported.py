@@ -1,0 +1,36 @@
+"""A typical model of each supported architecture, to find out what it needs from a back end."""
+
+from pathlib import Path
+
+from pipeline.runtime.model_folder import Architecture, ModelConfig
+from pipeline.stages.prepare.architectures import HF_ARCHITECTURES
+from pipeline.stages.prepare.gguf.architectures import GGUF_ARCHITECTURES
+from pipeline.stages.prepare.sources.config_json import ConfigReader
+
+SIZES = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
+
+
+def typical_config(name: Architecture) -> ModelConfig:
+    """A model with the defaults of transformers for everything but the sizes."""
+    architecture = HF_ARCHITECTURES[name]
+    config = {architecture.keys.get(key, key): value for key, value in SIZES.items()}
+    if "num_key_value_heads" in architecture.defaults:  # it may not divide the number of heads above
+        config["num_key_value_heads"] = 8
+    return ConfigReader(Path("config.json"), {"model_type": name, **config}).model(name, [], {})
+
+
+def models_of(name: Architecture) -> str:
+    """The model families of an architecture."""
+    architecture = HF_ARCHITECTURES[name]
+    return architecture.models or architecture.class_name.removesuffix("ForCausalLM")
+
+
+def gguf_of(name: Architecture) -> str:
+    """The names of an architecture in .gguf files; empty if such files are not supported."""
+    return ", ".join(gguf for gguf, one in GGUF_ARCHITECTURES.items() if (one.model_type or gguf) == name)

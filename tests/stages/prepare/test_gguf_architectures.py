@@ -1,0 +1,233 @@
+"""A .gguf file of every architecture has the logits of its original model.
+
+The files are made here as llama.cpp's converter makes them: gguf-py names the tensors, and the functions below repeat
+what the converter does to them.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from pipeline.config.settings import Settings
+from pipeline.runtime.model_folder import ModelConfig
+from pipeline.stages.prepare.gguf.architectures import GGUF_ARCHITECTURES
+from pipeline.stages.prepare.stage import prepare
+from tests.stages.execute import tiny_architectures
+from tests.stages.execute.driver import Driver, row_add, settings
+from tests.stages.execute.tiny_architectures import VARIANTS
+from tests.stages.prepare import checkpoints
+
+Array = np.ndarray[Any, Any]
+Conversion = Callable[[str, Array, Any], Array]
+
+IDS = np.random.default_rng(0).integers(3, 600, 70).tolist()
+
+
+def plain(name: str, data: Array, config: Any) -> Array:
+    return data
+
+
+def norms_plus_one(name: str, data: Array, config: Any) -> Array:
+    return data + 1 if name.endswith("norm.weight") else data
+
+
+def plus_one_in_layer_norms(name: str, data: Array, config: Any) -> Array:
+    return data + 1 if name.endswith("norm.weight") else data
+
+
+def permuted(name: str, data: Array, config: Any) -> Array:
+    if "q_proj" in name:
+        return checkpoints.permute(data, config.num_attention_heads)
+    return checkpoints.permute(data, config.num_key_value_heads) if "k_proj" in name else data
+
+
+def qkv_apart(name: str, data: Array, config: Any) -> Array:
+    """From groups of query heads, a key head and a value head to all queries, all keys, all values."""
+    if "query_key_value" not in name:
+        return data
+    heads = config.num_attention_heads
+    if config.model_type == "falcon":
+        kv_heads = config.num_kv_heads if config.new_decoder_architecture else 1
+    else:
+        kv_heads = heads
+    dim = config.hidden_size // heads
+    groups = data.reshape(kv_heads, heads // kv_heads + 2, dim, *data.shape[1:])
+    parts = groups[:, :-2], groups[:, -2:-1], groups[:, -1:]
+    return np.concatenate([part.reshape(-1, *data.shape[1:]) for part in parts])
+
+
+def untransposed(name: str, data: Array, config: Any) -> Array:
+    is_linear = name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))
+    return data.T.copy() if is_linear else data
+
+
+@dataclass(frozen=True)
+class Case:
+    variant: str
+    arch: gguf.MODEL_ARCH
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Keys without the architecture's name."""
+    convert: Conversion = plain
+    pre: str = "gpt-2"
+
+
+A = gguf.MODEL_ARCH
+CASES = {
+    "gemma": Case("gemma", A.GEMMA, convert=norms_plus_one),
+    "gemma2": Case(
+        "gemma2",
+        A.GEMMA2,
+        {"attention.sliding_window": 21, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0},
+        norms_plus_one,
+    ),
+    "gemma3": Case("gemma3", A.GEMMA3, {"attention.sliding_window": 21}, norms_plus_one),
+    "gemma3, linear rope": Case(
+        "gemma3, linear rope",
+        A.GEMMA3,
+        {"attention.sliding_window": 21, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
+        norms_plus_one,
+    ),
+    "phi2": Case("phi", A.PHI2),
+    "phi3": Case("phi3", A.PHI3, {"attention.sliding_window": 21}),
+    "phi3, longrope": Case(
+        "phi3, long longrope",
+        A.PHI3,
+        {"rope.scaling.original_context_length": 8, "rope.scaling.attn_factor": (1 + np.log(64) / np.log(8)) ** 0.5},
+    ),
+    "glm4": Case("glm4", A.GLM4),
+    "olmo2": Case("olmo2", A.OLMO2),
+    "smollm3": Case("smollm3", A.SMOLLM3, convert=permuted),
+    "granite": Case(
+        "granite",
+        A.GRANITE,
+        {"embedding_scale": 6.0, "logit_scale": 1.5, "residual_scale": 0.4, "attention.scale": 0.2},
+        permuted,
+    ),
+    "seed_oss": Case("seed_oss", A.SEED_OSS),
+    "exaone4": Case("exaone4, no windows", A.EXAONE4),
+    "command-r": Case("cohere, no qk norm", A.COMMAND_R, {"logit_scale": 0.5}),
+    "command-r with norms": Case("cohere", A.COMMAND_R, {"logit_scale": 0.0625}),
+    "cohere2": Case("cohere2, by pattern", A.COHERE2, {"logit_scale": 0.0625, "attention.sliding_window": 21}),
+    "starcoder2": Case("starcoder2, no window", A.STARCODER2),
+    "stablelm": Case("stablelm", A.STABLELM),
+    "stablelm, parallel": Case("stablelm, parallel", A.STABLELM),
+    "nemotron": Case("nemotron", A.NEMOTRON, convert=plus_one_in_layer_norms),
+    "gptneox": Case("gpt_neox", A.GPTNEOX, {"use_parallel_residual": True}, qkv_apart),
+    "gpt2": Case("gpt2", A.GPT2, convert=untransposed),
+    "falcon 7b": Case("falcon 7b", A.FALCON, {"attention.head_count_kv": 1}, qkv_apart),
+    "falcon 40b": Case("falcon 40b", A.FALCON, {"attention.head_count_kv": 2}, qkv_apart),
+    "bloom": Case("bloom", A.BLOOM, convert=qkv_apart),
+    "mpt": Case("mpt", A.MPT, {"attention.max_alibi_bias": 8.0, "attention.clamp_kqv": 0.0}),
+}
+GGUF_ONLY = {
+    "exaone4, no windows": tiny_architectures.Variant(
+        "exaone4", {"sliding_window": None, "layer_types": 3 * ["full_attention"]}
+    ),
+    "cohere2, by pattern": tiny_architectures.Variant(
+        "cohere2", {"sliding_window": 21}, {**tiny_architectures.SIZES, "num_hidden_layers": 4}
+    ),
+    "starcoder2, no window": tiny_architectures.Variant("starcoder2"),
+}
+
+
+def save(path: Path, model: Any, case: Case) -> Path:
+    config = model.config
+    name = gguf.MODEL_ARCH_NAMES[case.arch]
+
+    def size(*names: str) -> int:
+        return int(next(getattr(config, one) for one in names if getattr(config, one, None) is not None))
+
+    heads, layers = size("num_attention_heads", "n_head", "n_heads"), size("num_hidden_layers", "n_layer", "n_layers")
+    hidden = size("hidden_size", "n_embd", "d_model")
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    writer = gguf.GGUFWriter(path, name)
+    is_bloom = case.arch == A.BLOOM  # it has no limit
+    writer.add_context_length(2048 if is_bloom else size("max_position_embeddings", "n_positions", "max_seq_len"))
+    writer.add_block_count(layers)
+    writer.add_embedding_length(hidden)
+    own_size = None if case.arch == A.FALCON else getattr(config, "intermediate_size", None)
+    writer.add_feed_forward_length(own_size or 4 * hidden)
+    writer.add_head_count(heads)
+    eps = next(
+        getattr(config, key)
+        for key in ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon")
+        if getattr(config, key, None) is not None
+    )
+    is_rms = GGUF_ARCHITECTURES[name].eps.endswith("rms_epsilon")
+    (writer.add_layer_norm_rms_eps if is_rms else writer.add_layer_norm_eps)(eps)
+    values: dict[str, Any] = {"attention.head_count_kv": getattr(config, "num_key_value_heads", None) or heads}
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
+    if rope:
+        values["rope.freq_base"] = float(rope["rope_theta"])
+        values["rope.dimension_count"] = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    if head_dim * heads != hidden:
+        values |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
+    for key, value in {**values, **case.metadata}.items():
+        add: dict[type, Any] = {
+            str: writer.add_string,
+            bool: writer.add_bool,
+            int: writer.add_uint32,
+            float: writer.add_float32,
+        }
+        add[type(value) if not isinstance(value, np.floating) else float](f"{name}.{key}", value)
+    checkpoints._add_vocabulary(writer, checkpoints.byte_level(), case.pre, config.vocab_size)
+    names = gguf.get_tensor_name_map(case.arch, layers)
+    for tensor_name, tensor in model.state_dict().items():
+        if tensor_name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        short = tensor_name.removeprefix("transformer.")  # as BLOOM's tensors are named on the hub
+        found = names.get_name(tensor_name, try_suffixes=(".weight", ".bias"))
+        found = found or names.get_name(short, try_suffixes=(".weight", ".bias"))
+        assert found is not None, tensor_name
+        if case.variant == "falcon 40b":  # the converter swaps the names
+            swapped = {"ln_attn": "attn_norm_2", "ln_mlp": "attn_norm"}
+            for theirs, ours in swapped.items():
+                if f".{theirs}." in tensor_name:
+                    found = f"{found.rsplit('.', 2)[0]}.{ours}.{tensor_name.rsplit('.', 1)[1]}"
+        writer.add_tensor(found, case.convert(tensor_name, tensor.float().numpy(), config))
+    if "longrope" in case.variant:
+        for kind in ("long", "short"):
+            writer.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_gguf_file_has_the_logits_of_its_original_model(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    variant = GGUF_ONLY.get(case.variant) or VARIANTS[case.variant]
+    if name == "smollm3":  # files don't say which layers have no rotary embedding; llama.cpp takes each fourth
+        variant = tiny_architectures.Variant("smollm3", {}, {**tiny_architectures.SIZES, "num_hidden_layers": 4})
+    if name.startswith(("gemma2", "gemma3")):  # the same for windows and scales
+        layers = {"gemma2": 3, "gemma3": 6}[name[:6]]
+        changes = {key: value for key, value in variant.changes.items() if key != "layer_types"}
+        sizes = {**variant.sizes, "num_hidden_layers": layers, "query_pre_attn_scalar": variant.sizes["head_dim"]}
+        variant = tiny_architectures.Variant(variant.kind, changes, sizes)
+    model = tiny_architectures.make(variant)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.dim() > 1 and "norm" not in parameter_name:  # matrices are kept in bfloat16
+                parameter.copy_(parameter.bfloat16())
+    path = save(tmp_path / "tiny.gguf", model, case)
+    folder = prepare(Settings(model=str(path), cache_dir=str(tmp_path / "cache")))
+    assert ModelConfig.load(folder).architecture == variant.kind
+    driver = Driver(folder, settings(kernels="torch", tokens=256, kv_mib=2))
+    driver.step([(0, 0, len(IDS), True)], adds=[row_add(0, IDS, driver.take_blocks(len(IDS)))])
+    with torch.inference_mode():
+        theirs = model(torch.tensor([IDS])).logits[0, -1].numpy()
+    np.testing.assert_allclose(driver.logits()[0], theirs, rtol=0, atol=1e-4)
+
+
+def test_every_architecture_of_gguf_files_is_tested() -> None:
+    tested = {gguf.MODEL_ARCH_NAMES[case.arch] for case in CASES.values()}
+    assert tested | {"llama", "qwen2", "qwen3"} == set(GGUF_ARCHITECTURES)  # those are in test_architectures.py
