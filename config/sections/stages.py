@@ -122,13 +122,14 @@ class ExecuteSettings(Frozen, frozen=True):
     ] = "cpu"
     dtype: Annotated[
         Literal["bfloat16", "float32"],
-        Meta(description="Precision of float weights, and of the KV cache unless execute.kv_dtype sets another."),
+        Meta(description="Precision of unquantized weights, and of the KV cache unless execute.kv_dtype is set."),
     ] = "bfloat16"
     kv_dtype: Annotated[
         Literal["auto", "int8"],
         Meta(
-            description='Precision of the KV cache. "auto" is execute.dtype; "int8" has 8 bits and a scale for each '
-            "token and head, takes half the memory, and changes about 2 % of the most likely tokens of a small model."
+            description='Precision of the KV cache. "auto" is execute.dtype. "int8" stores 8 bits per number and a '
+            "scale for each token and head. It takes about half the memory, and changes about 2 % of the most likely "
+            "tokens of a small model."
         ),
     ] = "auto"
     kernels: Annotated[
@@ -149,9 +150,9 @@ class ExecuteSettings(Frozen, frozen=True):
     keep_packed_weights: Annotated[
         bool,
         Meta(
-            description="On a CPU, keep the weights on disk in the order in which the kernels read them, beside the "
-            "prepared model. The first start writes them in the background; later starts map them, and servers of one "
-            "model share their memory. Takes as much disk space as the weights."
+            description="On a CPU, cache the packed weights (in the order in which the kernels read them) on disk, "
+            "beside the prepared model. The first start writes the file in the background. Later starts map it, and "
+            "servers of one model share its memory. It takes as much disk space as the weights."
         ),
     ] = True
     kv_cache_bytes: Annotated[
