@@ -207,6 +207,9 @@ class ModelOutbox(Outbox[Any]):
         self.was_refused |= not is_sent
         return is_sent
 
+    def wake(self) -> None:
+        pass
+
 
 class ModelContext(ReplayContext):
     """A clock that moves on with each look at it, and random numbers that the seed determines."""

@@ -109,7 +109,7 @@ def make_runner(settings: Any, folder: Path, weights: Any = None) -> Steps:
 
     if weights is None:
         return Steps(runner.CpuRunner(settings, folder))
-    with mock.patch.object(runner, "Weights", lambda *_: weights):
+    with mock.patch.object(runner, "Weights", lambda *_, **__: weights):
         return Steps(runner.CpuRunner(settings, folder))
 
 

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "attention_plan.h"
+#include "attention.h"
 #include "copy.h"
 #include "pack.h"
 #include "qkv.h"
@@ -53,14 +53,15 @@ struct Library {
     int (*activation_rows)(int);
     Program* (*program_new)(ThreadPool*, const Step*);
     void (*program_delete)(Program*);
-    void (*embed)(Program*, float*, const Matrix*);
+    void (*embed)(Program*, float*, const Matrix*, float);
     void (*norm)(Program*, Rows, int, const float*, const float*, int, float, int);
     void (*quantize)(Program*, Rows, int, const float*, int);
-    void (*qkv)(Program*, Rows, const Product*, int, int, const KV*, const float*, const float*, const HeadNorms*);
+    void (*qkv)(Program*, Rows, const Product*, int, int, const KV*, const float*, const float*, const HeadNorms*,
+                const QueryForm*, float*);
     AttentionPlan* (*attention_plan)(Program*, int, int, int);
-    void (*attention)(Program*, Rows, int, Rows, const KV*, const AttentionPlan*);
-    void (*linear_add)(Program*, float*, Rows, const Matrix*, int);
-    void (*swiglu)(Program*, Rows, int, const Product*, int);
+    void (*attention)(Program*, Rows, int, Rows, const KV*, const AttentionPlan*, const ScoreForm*);
+    void (*linear_add)(Program*, float*, Rows, const Matrix*, int, float);
+    void (*swiglu)(Program*, Rows, int, const Product*, int, int);
     void (*sample)(Program*, Rows, const Matrix*, int, float*, int, const MaskTicket*, const SamplingInputs*);
     void (*score)(Program*, Rows, const Matrix*, int, float*, int, const Scores*);
     int (*run)(Program*, int, int, int);
@@ -161,7 +162,7 @@ class Model {
         const bool floats = form != Form::PLAIN;
         program = library.program_new(pool, &step);
         const Matrix* table = matrix(c.head, VOCAB, c.hidden, false);
-        library.embed(program, residual, table);
+        library.embed(program, residual, table, 1.0f);
         const float *cos = numbers(size_t(MAX_LENGTH) * c.head_dim / 2, 0, 1);
         const float *sin = numbers(size_t(MAX_LENGTH) * c.head_dim / 2, 0, 1);
         for (int layer = 0; layer < NUM_LAYERS; layer++) {
@@ -169,19 +170,20 @@ class Model {
             library.norm(program, normed, int(form), residual, numbers(c.hidden, 1, 0.3f), c.hidden, EPS, 0);
             const HeadNorms norms{numbers(c.head_dim, 1, 0.3f), numbers(c.head_dim, 1, 0.3f), EPS};
             const Product qkv{*matrix(c.weights, heads * c.head_dim, c.hidden, c.has_extras), normed};
-            library.qkv(program, queries, &qkv, 1, c.num_heads, &kv[layer], cos, sin, c.has_extras ? &norms : nullptr);
+            library.qkv(program, queries, &qkv, 1, c.num_heads, &kv[layer], cos, sin, c.has_extras ? &norms : nullptr, nullptr,
+                        nullptr);
             const AttentionPlan* plan =
                 library.attention_plan(program, c.num_heads, c.num_kv_heads, layer ? c.window : 0);
             const Rows out = floats ? Rows{reinterpret_cast<uint8_t*>(wide), size_t(width) * 4} : attended;
-            library.attention(program, out, floats, queries, &kv[layer], plan);
+            library.attention(program, out, floats, queries, &kv[layer], plan, nullptr);
             if (floats) library.quantize(program, attended, int(form), wide, width);
-            library.linear_add(program, residual, attended, matrix(c.weights, c.hidden, width, c.has_extras), c.hidden);
+            library.linear_add(program, residual, attended, matrix(c.weights, c.hidden, width, c.has_extras), c.hidden, 1.0f);
             library.norm(program, normed, int(form), residual, numbers(c.hidden, 1, 0.3f), c.hidden, EPS, 0);
             const Rows gates = floats ? Rows{reinterpret_cast<uint8_t*>(wide), size_t(c.inner) * 4} : gated;
             const Product gate_up{*matrix(c.weights, 2 * c.inner, c.hidden, false), normed};
-            library.swiglu(program, gates, floats, &gate_up, 1);
+            library.swiglu(program, gates, floats, &gate_up, 1, int(Activation::SILU));
             if (floats) library.quantize(program, gated, int(form), wide, c.inner);
-            library.linear_add(program, residual, gated, matrix(c.weights, c.hidden, c.inner, false), c.hidden);
+            library.linear_add(program, residual, gated, matrix(c.weights, c.hidden, c.inner, false), c.hidden, 1.0f);
         }
         const float* last_norm = numbers(c.hidden, 1, 0.3f);
         library.norm(program, normed, int(head_form), residual, last_norm, c.hidden, EPS, 1);

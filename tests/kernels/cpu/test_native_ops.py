@@ -200,7 +200,7 @@ def test_every_8_bit_float_is_widened_exactly(library: ctypes.CDLL) -> None:
         with recording(library) as r:
             rows, out = r.rows(num, 128), r.floats(np.zeros((num, 254)))
             r.put(rows, np.ones((num, 128), np.float32), Form.PLAIN)
-            library.program_linear_add(r.program, out.ctypes.data, rows, r.pack(matrix), 254)
+            library.program_linear_add(r.program, out.ctypes.data, rows, r.pack(matrix), 254, 1.0)
             r.tokens(num)
             assert r.run() == 0
         np.testing.assert_array_equal(out, np.broadcast_to(expected, (num, 254)))
@@ -471,6 +471,8 @@ def test_keys_and_values_in_8_bits_are_those_of_the_reference(library: ctypes.CD
             kv.layer,
             r.floats(angles + 1).ctypes.data,
             r.floats(angles).ctypes.data,
+            None,
+            None,
             None,
         )
         r.fill([(0, 64)], tables=np.arange(4, dtype=np.int32)[None])

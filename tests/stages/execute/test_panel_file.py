@@ -145,7 +145,7 @@ def test_a_matrix_that_the_file_lacks_is_packed_and_added(folder: Path, monkeypa
     monkeypatch.setattr(
         panel_file, "key_of", lambda packed, names, rows: f"{order(packed, names, rows)} {'down' in names[0]}"
     )
-    monkeypatch.setattr("pipeline.stages.execute.cpu.native_program.key_of", panel_file.key_of)
+    monkeypatch.setattr("pipeline.stages.execute.cpu.native_memory.key_of", panel_file.key_of)
     second, third = Start(folder), Start(folder)
     assert second.was_mapped and second.packed
     assert not third.packed

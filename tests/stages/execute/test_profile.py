@@ -276,7 +276,7 @@ def test_random_weights_have_finite_logits(tmp_path: Path, monkeypatch: pytest.M
     SMALL.save(tmp_path)
     for quantization in ("none", "q8_0", "q4_1"):
         weights = RandomWeights(SMALL, torch.bfloat16, quantization)
-        monkeypatch.setattr("pipeline.stages.execute.cpu.runner.Weights", lambda *_, made=weights: made)
+        monkeypatch.setattr("pipeline.stages.execute.cpu.runner.Weights", lambda *_, made=weights, **__: made)
         runner = CpuRunner(settings(dtype="bfloat16", kv_mib=1), tmp_path)
         runner.program.keep_logits()
         fill(runner.inputs, Case("prefill", 1, 30, 30), np.arange(30, dtype=np.int32), np.arange(2, dtype=np.int32))

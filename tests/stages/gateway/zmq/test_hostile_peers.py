@@ -145,8 +145,10 @@ class TestHostilePeers:
             for one in silent[::2]:
                 one.sendall(GREETING + READY)
             for one in silent:
-                while one.recv(4096):
-                    pass  # the server's greeting, then its end
+                # The server's greeting, then its end: a reset, if it has not read what was sent.
+                with contextlib.suppress(ConnectionResetError):
+                    while one.recv(4096):
+                        pass
             assert good.is_still_served()
 
     def test_connections_above_the_limit_are_closed_at_once(
