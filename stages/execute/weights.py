@@ -80,8 +80,11 @@ class TensorFile:
         """
         digest = hashlib.blake2b(self._map[: self._begin], digest_size=16)
         room = max(0, self.num_bytes - SAMPLE_BYTES - self._begin)
-        for i in range(NUM_SAMPLES):
-            begin = self._begin + room * i // (NUM_SAMPLES - 1)
+        begins = [self._begin + room * i // (NUM_SAMPLES - 1) for i in range(NUM_SAMPLES)]
+        for begin in begins:  # the disk reads all of them at once
+            page = begin // mmap.PAGESIZE * mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_WILLNEED, page, min(begin + SAMPLE_BYTES, self.num_bytes) - page)
+        for begin in begins:
             digest.update(self._map[begin : begin + SAMPLE_BYTES])
         return f"{self.num_bytes}:{self._modified_ns}:{digest.hexdigest()}"
 
