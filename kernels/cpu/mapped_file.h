@@ -1,6 +1,7 @@
 // A file of weights in memory.
 #pragma once
 
+#include <fcntl.h>
 #include <limits.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -14,7 +15,8 @@
 #include "thread_pool.h"
 
 // The file's first `bytes`, read only, at a multiple of 2 MiB: there the kernel can use huge pages for it, if the file was
-// written in pieces of that size. All pages are read here, so that no step waits for them. Null if the system refuses.
+// written in pieces of that size. All pages are read here, so that no step waits for them. Null if the system refuses, or
+// if a page can't be read.
 static void* mapped_file(ThreadPool& thread_pool, int fd, size_t bytes) {
     constexpr size_t HUGE_PAGE = 2 << 20, PART = 16 * HUGE_PAGE, PAGE = 4096;
     const size_t reserved = bytes + HUGE_PAGE;
@@ -32,14 +34,19 @@ static void* mapped_file(ThreadPool& thread_pool, int fd, size_t bytes) {
 #if defined(MADV_HUGEPAGE)
     madvise(memory, bytes, MADV_HUGEPAGE);  // only a hint
 #endif
-    thread_pool.each(int((bytes + PART - 1) / PART), [=](int i) {
+    std::atomic<bool> is_whole{true};
+    thread_pool.each(int((bytes + PART - 1) / PART), [&](int i) {
         const size_t first = i * PART, last = std::min(first + PART, bytes);
 #if defined(MADV_POPULATE_READ)
         if (madvise(memory + first, last - first, MADV_POPULATE_READ) == 0) return;
+        // Touching a page that can't be read would be a SIGBUS. EINVAL: Linux is older than 5.14, and can't say.
+        if (errno != EINVAL) return is_whole.store(false);
 #endif
         for (size_t place = first; place < last; place += PAGE) *static_cast<volatile uint8_t*>(memory + place);
     });
-    return memory;
+    if (is_whole.load()) return memory;
+    munmap(memory, bytes);
+    return nullptr;
 }
 
 // Copies the file's first `bytes` to memory, by all threads. Returns whether all of them could be read.
@@ -65,6 +72,49 @@ struct Extent {
     size_t bytes;
 };
 
+// Writes a file's bytes to disk while more are added, and waits for those that were added `DEPTH` steps before. So only
+// little is left for fdatasync, which can't be interrupted: a process that is killed ends when it returns.
+class Writeback {
+   public:
+    Writeback(int fd, size_t step) : _fd(fd), _lag(DEPTH * off_t(step)) {}
+
+    // The file now ends here. Returns 0, or errno.
+    int advance(off_t end) {
+        if (const int error = sync(_begun, end, false)) return error;
+        _begun = end;
+        return end - _lag > _done ? wait(end - _lag) : 0;
+    }
+
+    // Waits until the bytes before `end` are on disk. Returns 0, or errno.
+    int wait(off_t end) {
+        if (const int error = sync(_done, end, true)) return error;
+        _done = end;
+        return 0;
+    }
+
+    off_t done() const { return _done; }
+
+   private:
+    static constexpr off_t DEPTH = 8;
+
+    int sync(off_t begin, off_t end, bool waits) {
+#if defined(SYNC_FILE_RANGE_WRITE)
+        const unsigned wait = SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER;
+        if (!_is_supported || begin >= end) return 0;
+        if (sync_file_range(_fd, begin, end - begin, waits ? wait : unsigned(SYNC_FILE_RANGE_WRITE)) == 0) return 0;
+        // An error of the disk is reported once, so fdatasync may not report it again.
+        if (errno == EIO || errno == ENOSPC || errno == EDQUOT) return errno;
+        _is_supported = false;
+#endif
+        return 0;
+    }
+
+    const int _fd;
+    const off_t _lag;
+    off_t _begun = 0, _done = 0;
+    bool _is_supported = true;
+};
+
 // Writes extents one behind the other, `piece` bytes at once, and waits until they are on disk, unless `stopped` becomes 1.
 // Returns 0, or errno. A thread of the lowest priority does it: it takes the time that steps leave. It holds no lock that a
 // step waits for, as Python code would at that priority.
@@ -77,6 +127,7 @@ static int write_extents(int fd, const Extent* extents, int count, size_t piece,
         std::vector<iovec> parts;
         off_t place = 0;
         size_t held = 0;
+        Writeback writeback(fd, piece);
         const auto flush = [&] {
             for (size_t first = 0; first < parts.size() && !error;) {
                 if (stopped->load()) error = ECANCELED;
@@ -92,6 +143,7 @@ static int write_extents(int fd, const Extent* extents, int count, size_t piece,
                 }
             }
             parts.clear(), held = 0;
+            if (!error) error = writeback.advance(place);
         };
         for (int i = 0; i < count && !error; i++)
             for (size_t done = 0; done < extents[i].bytes && !error;) {
@@ -103,6 +155,8 @@ static int write_extents(int fd, const Extent* extents, int count, size_t piece,
                 if (held == piece || parts.size() == IOV_MAX) flush();
             }
         flush();
+        while (!error && writeback.done() < place)
+            error = stopped->load() ? ECANCELED : writeback.wait(std::min(place, writeback.done() + off_t(piece)));
         if (!error && fdatasync(fd)) error = errno;
     }).join();
     return error;

@@ -353,6 +353,8 @@ class Outbox(Generic[T]):
         self._bound = bound
         self._ring = ring
         self._socket = self._connected(address)
+        self._may_wake = len(os.sched_getaffinity(0)) > 1
+        """On a single core, a peer that waits awake would only delay the message."""
         self._encoder = msgspec.msgpack.Encoder()
         self._head = self._encoder.encode(envelope)
         self.num_sent = 0
@@ -399,8 +401,9 @@ class Outbox(Generic[T]):
         return True
 
     def wake(self) -> None:
-        """Wake the peer, because a message to it follows in a moment: then it is awake when the message comes."""
-        if not self.is_detached and self._ring is not None:
+        """Wake the peer, because a message to it follows in a moment: then it is awake when the message comes. Does
+        nothing if this process has a single core."""
+        if not self.is_detached and self._may_wake and self._ring is not None:
             self._ring.wake()
 
     def _deliver(self, body: bytes) -> bool:

@@ -36,6 +36,8 @@ NONCE = 0
 class _Beat(msgspec.Struct, eq=False):
     alive_s: float
     """When the stage was last known to run. All times are by time.monotonic()."""
+    silent_since_s: float
+    """The same, but not later if this process was suspended since."""
     pinged_s: float | None = None
     """When the ping was sent that it has not answered."""
     is_late: bool = False
@@ -69,8 +71,8 @@ class Heartbeats:
         self.hang_timeout_s = hang_timeout_s
         self._cpu_s = cpu_s
         self._beats: dict[str, _Beat] = {}
-        self._lost_s: dict[str, float] = {}
-        """Stages that are being restarted: when they died."""
+        self._lost: dict[str, _Beat] = {}
+        """Those of stages that are being restarted, from when they died."""
 
     @property
     def deadlines(self) -> list[float]:
@@ -86,10 +88,10 @@ class Heartbeats:
         now_s = self._clock()
         by_name = {child.name: child for child in children if child.state == "ready"}
         ready = by_name.keys()
-        self._beats = {name: self._beats.get(name) or _Beat(now_s) for name in sorted(ready)}
-        has_changed = bool(back := self._lost_s.keys() & ready)
+        self._beats = {name: self._beats.get(name) or _Beat(now_s, now_s) for name in sorted(ready)}
+        has_changed = bool(back := self._lost.keys() & ready)
         for name in back:
-            del self._lost_s[name]
+            del self._lost[name]
         for name, beat in self._beats.items():
             if beat.is_late:
                 self._kill_if_hung(by_name[name], beat, now_s)
@@ -112,13 +114,12 @@ class Heartbeats:
 
     def suspended(self, seconds: float) -> None:
         """This process did not run for so long, so no stage could answer it."""
-        for beat in self._beats.values():
+        for beat in (*self._beats.values(), *self._lost.values()):
             beat.alive_s += seconds
             beat.checked_s += seconds
             if beat.pinged_s is not None:
                 beat.pinged_s += seconds
-        self._lost_s = {name: lost_s + seconds for name, lost_s in self._lost_s.items()}
-        if self._lost_s or any(beat.is_late for beat in self._beats.values()):
+        if self._lost or any(beat.is_late for beat in self._beats.values()):
             self._report()
 
     def is_late(self, child: Child) -> bool:
@@ -156,13 +157,14 @@ class Heartbeats:
     def lost(self, name: str) -> None:
         """A stage has died, and is being restarted: it is late until it is ready."""
         self._beats.pop(name, None)
-        self._lost_s[name] = self._clock()
+        now_s = self._clock()
+        self._lost[name] = _Beat(now_s, now_s)
         self._report()
 
     def forget(self, name: str) -> None:
         """A process is going to be removed."""
         beat = self._beats.pop(name, None)
-        if self._lost_s.pop(name, None) is not None or (beat is not None and beat.is_late):
+        if self._lost.pop(name, None) is not None or (beat is not None and beat.is_late):
             self._report()
 
     def answered(self, name: str) -> None:
@@ -172,11 +174,13 @@ class Heartbeats:
             return
         now_s = self._clock()
         silent_s, was_late = now_s - beat.alive_s, beat.is_late
-        beat.alive_s, beat.pinged_s, beat.is_late = now_s, None, False
+        beat.alive_s = beat.silent_since_s = now_s
+        beat.pinged_s, beat.is_late = None, False
         if was_late:
             self._log.info(f"{name} is back", extra={"fields": {"silent_s": f"{silent_s:.1f}"}})
             self._report()
 
     def _report(self) -> None:
-        late = self._lost_s | {name: beat.alive_s for name, beat in self._beats.items() if beat.is_late}
-        self._changed(LateStages(list(late), list(late.values())))
+        late = self._lost | {name: beat for name, beat in self._beats.items() if beat.is_late}
+        since_s = [beat.alive_s for beat in late.values()]
+        self._changed(LateStages(list(late), since_s, [beat.silent_since_s for beat in late.values()]))

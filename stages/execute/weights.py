@@ -8,8 +8,10 @@ The format: the header's length as u64, the header as JSON (name → dtype, shap
 data (https://github.com/huggingface/safetensors#format). The library imports torch for bfloat16.
 """
 
+import hashlib
 import math
 import mmap
+import os
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,6 +38,9 @@ FLOAT_FORMATS: dict[str, FloatFormat] = {"bfloat16": "bf16", "float32": "f32"}
 BLOCKS: dict[str, Format] = {format: format for format in BLOCK_BYTES}
 BLOCK_DTYPE = "U8"
 
+NUM_SAMPLES = 64
+SAMPLE_BYTES = 4096
+
 
 class TensorEntry(msgspec.Struct, frozen=True):
     """A tensor's entry in a safetensors header."""
@@ -51,6 +56,7 @@ class TensorFile:
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
+            self._modified_ns = os.fstat(file.fileno()).st_mtime_ns
             # Private and writable: torch warns about arrays that it must not write.
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         (length,) = struct.unpack_from("<Q", self._map)
@@ -61,6 +67,26 @@ class TensorFile:
         end = max((entry.data_offsets[1] for entry in self.entries.values()), default=0)
         if len(self._map) < self._begin + end:
             raise ValueError(f"it has {len(self._map)} bytes, but its tensors end at {self._begin + end}")
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self._map)
+
+    def fingerprint(self) -> str:
+        """Size, time of modification, and a digest of the header and of `NUM_SAMPLES` evenly spaced samples.
+
+        Checkpoints of one shape have one size, and images and archives may give them one time, but they differ nearly
+        everywhere. The fingerprint is of the file that was opened, even if another one has its name now.
+        """
+        digest = hashlib.blake2b(self._map[: self._begin], digest_size=16)
+        room = max(0, self.num_bytes - SAMPLE_BYTES - self._begin)
+        begins = [self._begin + room * i // (NUM_SAMPLES - 1) for i in range(NUM_SAMPLES)]
+        for begin in begins:  # the disk reads all of them at once
+            page = begin // mmap.PAGESIZE * mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_WILLNEED, page, min(begin + SAMPLE_BYTES, self.num_bytes) - page)
+        for begin in begins:
+            digest.update(self._map[begin : begin + SAMPLE_BYTES])
+        return f"{self.num_bytes}:{self._modified_ns}:{digest.hexdigest()}"
 
     def array(self, name: str, dtype: "np.dtype[Any]") -> "np.ndarray[Any, Any]":
         """A tensor in the mapped memory, or a copy if it is not aligned there."""
@@ -83,6 +109,8 @@ class Weights:
         self._keeps_floats = keeps_floats
         self._folder = folder
         self._layout = config.layout
+        self.files: list[TensorFile] = []
+        """Those of the config, in its order."""
         self._files: dict[str, TensorFile] = {}
         self.taken: dict[str, None] = {}
         """Formats of the loaded matrices, in the order of their first use."""
@@ -91,6 +119,7 @@ class Weights:
                 file = TensorFile(path)
             except (OSError, ValueError, struct.error) as error:  # prepare has read the file before
                 raise UserError(f"{path} can't be read any more: {error}") from error
+            self.files.append(file)
             self._files.update(dict.fromkeys(file.entries, file))
 
     @property

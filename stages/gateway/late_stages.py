@@ -35,7 +35,9 @@ class LateStages:
         self._timeout_s = timeout_s
         self._overdue = overdue
         self._since_s: dict[str, float] = {}
-        """By process: when it was last known to run."""
+        """By process: when it was last known to run; later by the time in which all processes were suspended."""
+        self._silent_since_s = float("inf")
+        """When the first of them was last known to run."""
         self._timer: asyncio.TimerHandle | None = None
         self._due_s = float("inf")
         """When the timer is due."""
@@ -49,6 +51,11 @@ class LateStages:
             for name, since_s in zip(message.names, message.since_s, strict=True)
             if _stage_of(name) in _STAGES and self._timeout_s
         }
+        silent_since_s = message.silent_since_s or message.since_s
+        self._silent_since_s = min(
+            (silent_s for name, silent_s in zip(message.names, silent_since_s, strict=True) if name in self._since_s),
+            default=float("inf"),
+        )
         if self._timer is not None:
             self._timer.cancel()
         self._set_timer()
@@ -67,7 +74,7 @@ class LateStages:
 
     def error_of(self, request: Request) -> ApiError | None:
         """The error of an open request that has waited too long for a late stage; None if it may wait."""
-        if request.has_begun or not self._since_s or request.received_s < min(self._since_s.values()):
+        if request.has_begun or not self._since_s or request.received_s < self._silent_since_s:
             return None
         try:
             self.check(generates=not request.parsed.is_lookup)

@@ -53,7 +53,8 @@ class Edge:
 
 
 @pytest.fixture
-def edge() -> Iterator[Edge]:
+def edge(monkeypatch: pytest.MonkeyPatch) -> Iterator[Edge]:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     edge = Edge()
     yield edge
     edge.close()
@@ -95,6 +96,25 @@ def test_after_a_wake_the_receiver_looks_for_the_message_without_sleeping(
     edge.outbox.wake()
     assert [one.request_id for one in edge.inbox.wait_all(PATIENCE_S)] == [1]
     assert num_looks == 3
+
+
+@pytest.mark.parametrize("cores", [{3}, {3, 7}])
+def test_a_receiver_is_woken_early_only_if_it_does_not_share_the_sender_s_core(
+    cores: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channels, "AWAKE_S", 0.05)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores)
+    edge, num_looks = Edge(), 0
+
+    def look() -> None:
+        nonlocal num_looks
+        num_looks += 1
+
+    monkeypatch.setattr(edge.inbox, "_look", look)
+    edge.outbox.wake()
+    assert not edge.inbox.wait(0)
+    assert bool(num_looks) == (len(cores) > 1)
+    edge.close()
 
 
 def test_a_wake_without_a_message_does_not_end_the_wait(edge: Edge) -> None:

@@ -31,6 +31,7 @@ class World:
         self.now_s = 100.0
         self.pinged: list[str] = []
         self.reports: list[dict[str, float]] = []
+        self.silences: list[dict[str, float]] = []
         self.children: list[Any] = [FakeChild(name) for name in NAMES]
         log = logging.getLogger("tests.heartbeats")
         self.cpu_s = 0.0
@@ -50,6 +51,7 @@ class World:
 
     def _report(self, late: m.LateStages) -> None:
         self.reports.append(dict(zip(late.names, late.since_s, strict=True)))
+        self.silences.append(dict(zip(late.names, late.silent_since_s, strict=True)))
 
     def turn(self, after_s: float = 0.0) -> list[str]:
         """Advance the clock. Returns the stages that are pinged then."""
@@ -150,6 +152,7 @@ def test_the_time_in_which_the_supervisor_was_suspended_does_not_count(world: Wo
     world.now_s += 10 * HANG_S
     world.beats.suspended(10 * HANG_S)
     assert world.reports[-1] == dict.fromkeys(NAMES, silent_since_s + 10 * HANG_S), "the gateways learn of it"
+    assert world.silences[-1] == dict.fromkeys(NAMES, silent_since_s), "requests may have come since"
     world.turn(HANG_S - HEARTBEAT_S - TIMEOUT_S - 0.1)
     assert aborts(world) == {"ingest.0": 0, "execute.0": 0}
     world.turn(0.1)
@@ -178,6 +181,15 @@ def test_a_stage_that_has_died_is_late_until_its_successor_is_ready(world: World
     execute.state = "ready"
     world.turn(HEARTBEAT_S)
     assert world.reports == [{"execute.0": died_s}, {}]
+
+
+def test_the_time_of_a_death_is_known_after_a_suspension(world: World) -> None:
+    world.turn()
+    died_s = world.now_s
+    world.beats.lost("execute.0")
+    world.beats.suspended(100.0)
+    assert world.reports[-1] == {"execute.0": died_s + 100.0}
+    assert world.silences[-1] == {"execute.0": died_s}
 
 
 def test_an_executor_that_computes_is_late_only_after_ten_times_as_long(world: World) -> None:

@@ -134,7 +134,10 @@ class LateStages(Message, frozen=True, tag="late_stages"):
     names: list[str]
     """Processes, such as `execute.0`."""
     since_s: list[float]
-    """When each was last known to run, by time.monotonic()."""
+    """When each was last known to run, by time.monotonic(); later by the time in which all processes were suspended."""
+    silent_since_s: list[float] = []
+    """The same without that time, so requests that arrived later have come after the last sign of it. Empty: as
+    `since_s`."""
 
 
 class AbortRequests(Message, frozen=True, tag="abort_calls"):

@@ -30,7 +30,8 @@ import numpy as np
 
 from pipeline.kernels.cpu import native
 from pipeline.kernels.step_inputs import IntArray
-from pipeline.runtime.model_folder import PANELS, ModelConfig
+from pipeline.runtime.model_folder import PANELS
+from pipeline.stages.execute.weights import TensorFile
 
 MIN_BYTES = 64 * 1024**2
 """Smaller weights are packed in less time than a start varies by."""
@@ -57,7 +58,7 @@ class Contents(msgspec.Struct, frozen=True):
     layout: int
     """`native.PANEL_LAYOUT`"""
     weights: str
-    """`state_of` the files that were packed."""
+    """Fingerprints of the files that were packed, see `TensorFile.fingerprint`."""
     panels: list[Panel]
 
 
@@ -69,15 +70,11 @@ class PanelPlace:
     weights: str
 
     @classmethod
-    def of(cls, folder: Path, config: ModelConfig) -> "PanelPlace | None":
-        """The place for the model in a prepared folder; None if packing takes no time worth a file."""
-        try:
-            stats = [path.stat() for path in config.weight_paths(folder)]
-        except OSError:  # reported when the weights are loaded
+    def of(cls, folder: Path, files: Sequence[TensorFile]) -> "PanelPlace | None":
+        """The place for the weight files of a prepared folder; None if packing takes no time worth a file."""
+        if sum(file.num_bytes for file in files) < MIN_BYTES:
             return None
-        if sum(stat.st_size for stat in stats) < MIN_BYTES:
-            return None
-        return cls(folder / PANELS, "|".join(f"{stat.st_size}:{stat.st_mtime_ns}" for stat in stats))
+        return cls(folder / PANELS, "|".join(file.fingerprint() for file in files))
 
 
 def key_of(packed: native.PackedMatrix, names: Sequence[str], order: IntArray) -> str | None:

@@ -61,7 +61,7 @@ class CpuRunner:
         num_swap_blocks = 0 if swapped is None else len(swapped)
         library = choose_library(settings, config)
         weights = Weights(model_dir, config, FLOAT_FORMATS[settings.execute.dtype], keeps_floats=library is not None)
-        panels = PanelPlace.of(model_dir, config) if library and settings.execute.keep_packed_weights else None
+        panels = PanelPlace.of(model_dir, weights.files) if library and settings.execute.keep_packed_weights else None
         max_num_tokens = max_num_prefill_tokens(settings.schedule, library, weights.are_quantized)
         self.facts = ExecuteFacts(
             kv.num_blocks,

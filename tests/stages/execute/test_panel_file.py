@@ -2,18 +2,20 @@
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from pipeline.kernels.cpu import native
-from pipeline.runtime.model_folder import PANELS, ModelConfig
+from pipeline.runtime.model_folder import PANELS
 from pipeline.stages.execute.cpu import panel_file
-from pipeline.stages.execute.cpu.panel_file import PanelStore
+from pipeline.stages.execute.cpu.panel_file import PanelPlace, PanelStore
+from pipeline.stages.execute.weights import TensorFile
 from tests.stages.execute import checkpoints
 from tests.stages.execute.driver import row_add, settings
 from tests.stages.execute.native_driver import Native, write
@@ -132,6 +134,49 @@ def test_other_weights_are_packed_again(folder: Path) -> None:
     np.testing.assert_array_equal(Start(folder).logits, second.logits)
 
 
+def replace_weights(folder: Path) -> None:
+    """By another file with other bytes, of the same size and time."""
+    path, successor = folder / "model.safetensors", folder / "successor"
+    before = path.stat()
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    save_file({name: t.roll(1, 0) for name, t in load_file(path).items()}, successor, metadata)
+    os.utime(successor, ns=(before.st_atime_ns, before.st_mtime_ns))
+    successor.replace(path)
+    after = path.stat()
+    assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+
+def test_other_weights_of_the_same_size_and_time_are_packed_again(folder: Path) -> None:
+    first = Start(folder)
+    replace_weights(folder)
+    second, third = Start(folder), Start(folder)
+    assert second.packed and not second.was_mapped
+    assert third.was_mapped and not third.packed
+    expected = Start(folder, keep_packed_weights=False).logits
+    assert not np.array_equal(first.logits, expected)
+    for start in (second, third):
+        np.testing.assert_array_equal(start.logits, expected)
+
+
+def test_weights_that_are_replaced_during_a_start_are_packed_at_the_next(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = PanelPlace.of
+
+    def replaced(folder: Path, files: Sequence[TensorFile]) -> PanelPlace | None:
+        replace_weights(folder)
+        return of(folder, files)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PanelPlace, "of", replaced)
+        first = Start(folder)
+    second = Start(folder)
+    assert second.packed and not second.was_mapped
+    assert not np.array_equal(first.logits, second.logits)
+    np.testing.assert_array_equal(Start(folder, keep_packed_weights=False).logits, second.logits)
+
+
 def test_another_layout_of_panels_is_packed_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Start(folder)
     monkeypatch.setattr(native, "PANEL_LAYOUT", native.PANEL_LAYOUT + 1)
@@ -220,9 +265,17 @@ def test_floats_are_rounded_once_and_kept_as_bfloat16(tmp_path: Path, dtype: str
         np.testing.assert_array_equal(start.logits, rounded.logits)
 
 
-def test_the_place_is_none_if_the_weights_are_gone(tmp_path: Path) -> None:
-    config = checkpoints.config_of()
-    assert panel_file.PanelPlace.of(tmp_path, config) is None
-    write(tmp_path, config)
-    assert panel_file.PanelPlace.of(tmp_path, ModelConfig.load(tmp_path)) is not None
+def test_files_are_told_apart_by_any_of_their_samples_and_their_header(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+
+    def fingerprint(place: int, value: float, name: str = "a") -> str:
+        tensor = torch.zeros(1 << 18)
+        tensor[place] = value
+        save_file({name: tensor}, path)
+        os.utime(path, ns=(1, 1))
+        return TensorFile(path).fingerprint()
+
+    assert fingerprint(0, 0.0) == fingerprint(0, 0.0)
+    others = {fingerprint(0, 0.0), fingerprint(0, 1.0), fingerprint(-1, 1.0), fingerprint(0, 0.0, "b")}
+    assert len(others) == 4
     assert settings().execute.keep_packed_weights

@@ -129,6 +129,27 @@ def test_the_timeout_begins_again_after_all_processes_were_suspended(monkeypatch
     asyncio.run(suspended())
 
 
+def test_a_request_that_came_since_the_silence_began_fails_after_a_suspension_too() -> None:
+    """It comes between the stage's last sign of life and its time as the supervisor reports it after a suspension."""
+
+    def request(received_s: float) -> Any:
+        return SimpleNamespace(has_begun=False, received_s=received_s, parsed=SimpleNamespace(is_lookup=False))
+
+    async def suspended() -> None:
+        now_s = time.monotonic()
+        late = LateStages(TIMEOUT_S, lambda: None)
+        late.update(m.LateStages(["execute.0"], [now_s - TIMEOUT_S - 1.0], [now_s - 1000.0]))
+        assert late.error_of(request(now_s - 900.0)) is not None
+        assert late.error_of(request(now_s - 1100.0)) is None, "the stage may be busy with it"
+        late.update(m.LateStages(["execute.0"], [now_s - 1.0], [now_s - 1000.0]))
+        assert late.error_of(request(now_s - 900.0)) is None, "its timeout has not passed"
+        late.update(m.LateStages(["execute.0"], [now_s - TIMEOUT_S - 1.0]))
+        assert late.error_of(request(now_s - 900.0)) is None
+        late.close()
+
+    asyncio.run(suspended())
+
+
 def test_a_stream_whose_headers_were_sent_ends_with_an_error_event(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
