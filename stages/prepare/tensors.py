@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from safetensors import safe_open
 
-from pipeline.runtime.model_folder import Layout, ModelConfig
+from pipeline.runtime.model_folder import Layout, ModelConfig, Piece
 from pipeline.stages.prepare.families.architecture import OTHER_PARTS, TEXT_PREFIX
 from pipeline.stages.prepare.files import open_regular, shown
 from pipeline.stages.prepare.sources.source import ModelError
@@ -220,6 +220,16 @@ def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
             shape = (shape[0] // config.head_dim, config.head_dim)
         shapes[stored] = shape[::-1] if piece.transposed and len(shape) == 2 else shape
     return shapes
+
+
+def first_pieces(config: ModelConfig) -> dict[str, tuple[str, Piece]]:
+    """Llama's name of each tensor of the weight files, and the piece with that name. If several pieces are rows of one
+    tensor, those of the first."""
+    found: dict[str, tuple[str, Piece]] = {}
+    for name in model_shapes(config):
+        stored, piece = config.layout.find(name)
+        found.setdefault(stored, (name, piece))
+    return found
 
 
 def find_tensors(paths: Iterable[Path]) -> dict[str, tuple[Path, TensorEntry]]:

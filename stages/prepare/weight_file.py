@@ -19,11 +19,11 @@ import msgspec
 import numpy as np
 
 from pipeline.config.settings import PreparedFormat
-from pipeline.runtime.model_folder import format_key
+from pipeline.runtime.model_folder import ModelConfig, format_key
 from pipeline.stages.prepare.cache import require_room
 from pipeline.stages.prepare.progress import Report
 from pipeline.stages.prepare.sources.source import ModelError
-from pipeline.stages.prepare.tensors import Shape, TensorEntry, float_rows
+from pipeline.stages.prepare.tensors import Shape, TensorEntry, first_pieces, float_rows
 
 Format = Literal["f32", "bf16", "q8_0", "q4_1", "q4_0", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "fp8"]
 Array = np.ndarray[Any, Any]
@@ -46,7 +46,13 @@ GROUP = 32
 DTYPES: dict[Format, tuple[str, int]] = {"f32": ("F32", 4), "bf16": ("BF16", 2)}
 """The safetensors dtype and item size of unquantized formats. The others are stored as U8."""
 
-TABLES = ("model.embed_tokens.weight", "lm_head.weight")
+TABLES: dict[str, Format] = {
+    "model.embed_tokens.weight": "q8_0",
+    "lm_head.weight": "q8_0",
+    "model.embed_positions.weight": "bf16",
+}
+"""Formats of matrices that keep more bits than the others, by Llama's names. The head's rounding errors reach the
+logits directly, and the embedding may be tied to it. A table of positions is small."""
 
 NORMS_OF_HEADS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 
@@ -92,8 +98,29 @@ class Stored:
         return math.prod(self.stored_shape) * self.item_bytes
 
 
-def stored(name: str, shape: Shape, found: Format | None, quantization: PreparedFormat) -> Stored:
-    """How to store a tensor that the model's file has in format `found`, None if that is none of `Format`."""
+def stored_tensors(
+    model: ModelConfig,
+    shapes: Mapping[str, Shape],
+    found: Mapping[str, Format | None],
+    quantization: PreparedFormat,
+) -> dict[str, Stored]:
+    """How to store the tensors of a model. `shapes`, and `found`, the formats in the model's files, are by the names in
+    these files."""
+    pieces = first_pieces(model)
+    targets = {}
+    for tensor, shape in shapes.items():
+        name, piece = pieces[tensor]
+        if piece.transposed and len(shape) > 1:
+            # A block is a part of a row of the tensor, and so of a column of the matrix.
+            targets[tensor] = Stored("bf16", shape)
+        else:
+            targets[tensor] = _stored(name, shape, found.get(tensor), quantization)
+    return targets
+
+
+def _stored(name: str, shape: Shape, found: Format | None, quantization: PreparedFormat) -> Stored:
+    """How to store a tensor, by Llama's name, that the model's file has in format `found`; None if that is none of
+    `Format`."""
     wanted: Format
     # Norms and biases are small, and their rounding would affect every token. Some norms have weights for each head.
     if len(shape) == 1 or name.endswith(NORMS_OF_HEADS):
@@ -104,8 +131,7 @@ def stored(name: str, shape: Shape, found: Format | None, quantization: Prepared
         case "auto":
             wanted = found or "bf16"
         case "q8_0" | "q4_1":
-            # The head keeps 8 bits: its rounding errors reach the logits directly. The embedding may be tied to it.
-            wanted = "q8_0" if name in TABLES else quantization
+            wanted = TABLES.get(name, quantization)
     return Stored(wanted if shape[-1] % GROUP == 0 else "bf16", shape)
 
 
@@ -115,10 +141,14 @@ def rows_at_once(num_columns: int) -> int:
 
 
 def quantize(
-    folder: Path, places: Mapping[str, tuple[Path, TensorEntry]], quantization: PreparedFormat, report: Report
+    model: ModelConfig,
+    folder: Path,
+    places: Mapping[str, tuple[Path, TensorEntry]],
+    quantization: PreparedFormat,
+    report: Report,
 ) -> None:
     """Write `WEIGHTS` with the tensors of other files, quantized. Raises ModelError as `write_weights` does."""
-    targets = {name: stored(name, entry.shape, None, quantization) for name, (_, entry) in places.items()}
+    targets = stored_tensors(model, {name: entry.shape for name, (_, entry) in places.items()}, {}, quantization)
 
     def pieces(name: str) -> Iterator[Array]:
         path, entry = places[name]

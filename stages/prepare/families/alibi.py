@@ -130,6 +130,7 @@ ARCHITECTURES: dict[Architecture, HfArchitecture] = {
     "bloom": HfArchitecture(
         class_name="BloomForCausalLM",
         models="BLOOM",
+        aliases={"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
         keys={
             "num_hidden_layers": "n_layer",
             "num_attention_heads": "n_head",
@@ -144,6 +145,7 @@ ARCHITECTURES: dict[Architecture, HfArchitecture] = {
     ),
     "mpt": HfArchitecture(
         class_name="MptForCausalLM",
+        other_class_names=("MPTForCausalLM",),
         models="MPT",
         keys={
             "hidden_size": "d_model",

@@ -35,10 +35,14 @@ class HfArchitecture:
 
     class_name: str
     """The causal model's class, as in `architectures`."""
+    other_class_names: tuple[str, ...] = ()
+    """Of the same model in older files."""
     models: str = ""
     """Model families, for the table of supported models; by default the class's name says it."""
     keys: Mapping[str, str] = field(default_factory=dict)
     """Names of keys, if they differ from Llama's."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Further names of keys, and the names that they stand for. As in transformers, the value of an alias wins."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """transformers' defaults for absent keys, by Llama's names, if they differ from Llama's."""
     always: Mapping[str, Any] = field(default_factory=dict)
@@ -57,8 +61,11 @@ LAYER_NORM = {"norm": "layer", "norm_bias": True}
 FOUR_TIMES: Callable[[Keys], int] = lambda keys: 4 * keys.count("hidden_size")  # noqa: E731
 
 
-def windows_by_pattern(every: int, window: int | None = 4096) -> Callable[[Mapping[str, Any], int], Window]:
-    """The layers in `layer_types` have a window; if that is absent, all but each `every`-th layer (0: all)."""
+def windows_by_pattern(
+    every: int, window: int | None = 4096, *, has_key: bool = False
+) -> Callable[[Mapping[str, Any], int], Window]:
+    """The layers in `layer_types` have a window; if that is absent, all but each `every`-th layer (0: all). With
+    `has_key`, `sliding_window_pattern` replaces `every`; other architectures ignore this key."""
 
     def windows(config: Mapping[str, Any], num_layers: int) -> Window:
         keys = Keys(config, {}, {})
@@ -66,17 +73,33 @@ def windows_by_pattern(every: int, window: int | None = 4096) -> Callable[[Mappi
         if config.get("sliding_window") is not None:
             size = keys.count("sliding_window")
         kinds = keys.layer_kinds(num_layers)
-        period = config.get("sliding_window_pattern") or every
-        if not isinstance(period, int) or isinstance(period, bool) or period < 0:
-            raise ConfigFault(f"sliding_window_pattern is {shown(period)}; it must be a positive integer")
-        layers = [i for i in range(num_layers) if not period or (i + 1) % period]
+        if size is None:
+            return None, None
         if kinds is not None:
             layers = [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]
-        if size is None or not layers:
+        else:
+            pattern = config.get("sliding_window_pattern") if has_key else None
+            if pattern is None:
+                layers = [i for i in range(num_layers) if not every or (i + 1) % every]
+            else:
+                layers = _layers_by_pattern(pattern, num_layers)
+        if not layers:
             return None, None
         return size, None if len(layers) == num_layers else layers
 
     return windows
+
+
+def _layers_by_pattern(pattern: object, num_layers: int) -> list[int]:
+    """The layers with a window. EXAONE 4 has a string of L (local) and G (global), which repeats; with it, the last
+    layer is always global."""
+    if isinstance(pattern, str) and pattern and set(pattern) <= {"L", "G"}:
+        return [i for i in range(num_layers - 1) if pattern[i % len(pattern)] == "L"]
+    if not isinstance(pattern, int) or isinstance(pattern, bool) or pattern < 1:
+        raise ConfigFault(
+            f"sliding_window_pattern is {shown(pattern)}; it must be a positive integer, or a string of L and G"
+        )
+    return [i for i in range(num_layers) if (i + 1) % pattern]
 
 
 def window_everywhere(config: Mapping[str, Any], num_layers: int) -> Window:

@@ -48,7 +48,7 @@ ARCHITECTURES: dict[Architecture, HfArchitecture] = {
         keys=EPS,
         defaults=DEFAULTS,
         always=ALWAYS,
-        windows=windows_by_pattern(4),
+        windows=windows_by_pattern(4, has_key=True),
         fields=_cohere2,
     ),
 }

@@ -16,23 +16,36 @@ DEFAULTS = {
 ACTIVATION = {"hidden_act": "hidden_activation"}
 
 
-def _gemma(keys: Keys, model: ModelConfig) -> dict[str, Any]:
+def _common(keys: Keys, model: ModelConfig) -> dict[str, Any]:
     keys.refuse_unless("use_bidirectional_attention", False, what="bidirectional attention")
+    return {"embedding_scale": model.hidden_size**0.5}
+
+
+def _gemma(keys: Keys, model: ModelConfig) -> dict[str, Any]:
     # transformers takes "gelu" of old config.json files for what the models were trained with.
     activation = "gelu_tanh" if model.activation == "gelu" else model.activation
-    return {"embedding_scale": model.hidden_size**0.5, "activation": activation}
+    return {**_common(keys, model), "activation": activation}
 
 
-def _gemma2(keys: Keys, model: ModelConfig) -> dict[str, Any]:
+def _scaled(keys: Keys, model: ModelConfig) -> dict[str, Any]:
     scalar = keys.number("query_pre_attn_scalar", 256)
     if scalar <= 0:
         raise ConfigFault(f"query_pre_attn_scalar is {scalar:g}; it must be a positive number")
     return {
-        **_gemma(keys, model),
+        **_common(keys, model),
         "query_scale": scalar**-0.5,
-        "attention_softcap": keys.optional_number("attn_logit_softcapping"),
         "logit_softcap": keys.optional_number("final_logit_softcapping"),
     }
+
+
+def _gemma2(keys: Keys, model: ModelConfig) -> dict[str, Any]:
+    return {**_scaled(keys, model), "attention_softcap": keys.optional_number("attn_logit_softcapping")}
+
+
+def _gemma3(keys: Keys, model: ModelConfig) -> dict[str, Any]:
+    # transformers reads the key, and ignores it.
+    keys.refuse_unless("attn_logit_softcapping", what="a soft cap of Gemma 3's attention scores")
+    return _scaled(keys, model)
 
 
 def _layout(model: ModelConfig) -> Layout:
@@ -82,8 +95,8 @@ ARCHITECTURES: dict[Architecture, HfArchitecture] = {
             "rope_by_layer": True,
         },
         always={**ALWAYS, "post_norms": True, "qk_norm": True},
-        windows=windows_by_pattern(6),
-        fields=_gemma2,
+        windows=windows_by_pattern(6, has_key=True),
+        fields=_gemma3,
         layout=_layout,
     ),
 }

@@ -22,8 +22,8 @@ def _olmo(keys: Keys, model: ModelConfig) -> dict[str, Any]:
 
 
 def _exaone4(keys: Keys, model: ModelConfig) -> dict[str, Any]:
-    """If some layers have windows, the others have no rotary embedding."""
-    if model.sliding_window is None:
+    """Layers without a window have no rotary embedding, unless sliding_window is null."""
+    if keys.optional_number("sliding_window") is None:
         return {}
     return {"layers_without_rope": [i for i in range(model.num_layers) if model.window_of(i) is None]}
 
@@ -50,9 +50,9 @@ ARCHITECTURES: dict[Architecture, HfArchitecture] = {
     "exaone4": HfArchitecture(
         class_name="Exaone4ForCausalLM",
         models="EXAONE 4",
-        defaults={"num_key_value_heads": 32, "rms_norm_eps": 1e-5},
+        defaults={"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096},
         always={**POST_NORMS, "qkv_bias": False, "out_bias": False},
-        windows=windows_by_pattern(4),
+        windows=windows_by_pattern(4, has_key=True),
         fields=_exaone4,
         layout=_layout,
     ),

@@ -34,7 +34,7 @@ from pipeline.stages.prepare.shape import check_shape, derived_head_dim
 from pipeline.stages.prepare.sources.gguf_files import model_name
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.tensors import Shape, expected_shapes
-from pipeline.stages.prepare.weight_file import WEIGHTS, rows_at_once, stored, write_weights
+from pipeline.stages.prepare.weight_file import WEIGHTS, rows_at_once, stored_tensors, write_weights
 
 NAMES = {
     "token_embd": "model.embed_tokens",
@@ -120,7 +120,7 @@ def convert(paths: list[Path], folder: Path, quantization: PreparedFormat, progr
     names = {name: gguf_name(name, _names(architecture, config)) for name in expected_shapes(config)}
     shapes = _checked_shapes(path, tensors, config, names)
     formats = {name: format_of(tensors[names[name]].kind) for name in shapes}
-    targets = {name: stored(name, shape, formats[name], quantization) for name, shape in shapes.items()}
+    targets = stored_tensors(config, shapes, formats, quantization)
 
     def pieces(name: str) -> Iterator["np.ndarray[Any, Any]"]:
         tensor = tensors[names[name]]

@@ -29,7 +29,7 @@ from pipeline.stages.prepare.quantized.scheme import Scheme
 from pipeline.stages.prepare.quantized.tensors import CheckpointTensors
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.tensors import Shape, expected_shapes, find_tensors, is_known_extra
-from pipeline.stages.prepare.weight_file import DTYPES, Stored, stored, write_weights
+from pipeline.stages.prepare.weight_file import DTYPES, Format, Stored, stored_tensors, write_weights
 
 CHUNK_VALUES = 2 * 1024**2
 """Values converted at once: 8 MiB as float32, and a few times that in temporaries."""
@@ -73,6 +73,7 @@ class Checkpoint:
     """The tensors of a model in a quantized checkpoint, by their names in the unquantized one."""
 
     def __init__(self, config: ModelConfig, scheme: Scheme, files: list[Path]) -> None:
+        self._config = config
         self._shapes = expected_shapes(config)
         self._tensors = CheckpointTensors(find_tensors(files))
         self._scheme = scheme
@@ -130,11 +131,8 @@ class Checkpoint:
 
     def targets(self, quantization: PreparedFormat) -> dict[str, Stored]:
         """How to store each tensor."""
-        targets = {}
-        for name, shape in self._shapes.items():
-            matrix = self._matrices.get(name)
-            targets[name] = stored(name, shape, None if matrix is None else matrix.kept().format, quantization)
-        return targets
+        found: dict[str, Format | None] = {name: matrix.kept().format for name, matrix in self._matrices.items()}
+        return stored_tensors(self._config, self._shapes, found, quantization)
 
     def pieces(self, name: str, target: Stored) -> Iterator[Array]:
         """A tensor a few rows at a time, as `write_weights` takes it."""

@@ -43,6 +43,8 @@ class ConfigReader:
     def _model(self, name: str, weight_files: list[Path], generation: dict[str, Any]) -> ModelConfig:
         name_of_kind = self._architecture()
         kind = HF_ARCHITECTURES[name_of_kind]
+        given = {key: self._config[alias] for alias, key in kind.aliases.items() if self._config.get(alias) is not None}
+        self._config = {**self._config, **given}
         keys = self._keys = Keys(self._config, kind.keys, kind.defaults)
         activation = keys.get("hidden_act", str, "silu")
         if activation not in ACTIVATIONS:
@@ -105,7 +107,7 @@ class ConfigReader:
             raise ModelError(f"{self.path}: architectures is {shown(classes)}; it must be a list of names")
         for name, architecture in HF_ARCHITECTURES.items():
             if kind == name:
-                if classes and classes[0] != architecture.class_name:
+                if classes and classes[0] not in (architecture.class_name, *architecture.other_class_names):
                     raise ModelError(
                         f"{self.path}: architectures is {shown(classes)}; for model_type {kind!r} only "
                         f"{architecture.class_name} is supported"

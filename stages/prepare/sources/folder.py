@@ -88,7 +88,7 @@ def convert(source: Path, target: Path, name: str, quantization: PreparedFormat,
         from pipeline.stages.prepare.weight_file import WEIGHTS, quantize
 
         with progress.measure(f"quantizing {name} to {quantization}") as report:
-            quantize(target, places, quantization, report)
+            quantize(model, target, places, quantization, report)
         model = msgspec.structs.replace(model, weight_files=[WEIGHTS])
     generation_config.save(generation, target)
     model.save(target)

@@ -1,0 +1,131 @@
+"""A config.json of each family is read as transformers reads it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from pipeline.runtime.model_folder import ModelConfig
+from pipeline.stages.prepare.sources.config_json import ConfigReader
+from pipeline.stages.prepare.sources.source import ModelError
+
+SIZES = {
+    "vocab_size": 608,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 9,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+FULL, LOCAL = "full_attention", "sliding_attention"
+
+
+def read(config: dict[str, Any]) -> ModelConfig:
+    """Shapes are checked before the weights are read."""
+    return ConfigReader(Path("config.json"), config).model("tiny", [], {})
+
+
+def kinds_of(config: ModelConfig) -> list[str]:
+    return [FULL if config.window_of(layer) is None else LOCAL for layer in range(config.num_layers)]
+
+
+def theirs(folder: Path, config: dict[str, Any]) -> Any:
+    (folder / "config.json").write_text(json.dumps(config))
+    return AutoConfig.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_read"),
+    [
+        ("gemma3_text", True),
+        ("cohere2", True),
+        ("exaone4", True),
+        ("gemma2", False),
+        ("olmo3", False),
+        ("ministral", False),
+    ],
+)
+def test_a_pattern_of_windows_is_read_only_by_those_that_have_the_key(tmp_path: Path, kind: str, is_read: bool) -> None:
+    plain = {**SIZES, "model_type": kind, "sliding_window": 21}
+    config = {**plain, "sliding_window_pattern": 5}
+    found = kinds_of(read(config))
+    assert found == theirs(tmp_path, config).layer_types
+    assert (found != kinds_of(read(plain))) == is_read
+
+
+def test_ministral_3_has_windows_in_every_layer_whatever_the_pattern() -> None:
+    config = {**SIZES, "model_type": "ministral3", "sliding_window": 21, "sliding_window_pattern": 2}
+    assert kinds_of(read(config)) == [LOCAL] * 9
+
+
+EXAONE = {**SIZES, "model_type": "exaone4", "sliding_window": 21}
+
+
+def test_a_map_of_exaone_4_repeats_and_its_last_layer_is_full() -> None:
+    """As its documentation says; transformers requires `layer_types` beside a map."""
+    found = kinds_of(read({**EXAONE, "sliding_window_pattern": "LLG"}))
+    assert found == [LOCAL, LOCAL, FULL] * 3
+    found = kinds_of(read({**EXAONE, "sliding_window_pattern": "LLLG"}))
+    assert found == [*[LOCAL, LOCAL, LOCAL, FULL] * 2, FULL]
+
+
+def test_layer_types_win_over_a_map(tmp_path: Path) -> None:
+    """EXAONE 4.0 32B has both."""
+    kinds = [LOCAL, FULL, *[LOCAL] * 7]
+    config = {**EXAONE, "sliding_window_pattern": "LLLG", "layer_types": kinds}
+    assert kinds_of(read(config)) == theirs(tmp_path, config).layer_types == kinds
+
+
+@pytest.mark.parametrize("pattern", ["", "LXG", 0, -1, True, 2.5, ["L"]])
+def test_another_pattern_is_an_error_that_names_the_key(pattern: object) -> None:
+    with pytest.raises(ModelError, match=r"sliding_window_pattern is .*; it must be a positive integer, or a string"):
+        read({**EXAONE, "sliding_window_pattern": pattern})
+
+
+@pytest.mark.parametrize(
+    ("changes", "rotated"),
+    [
+        ({"sliding_window": 21}, [0, 1, 2, 4, 5, 6, 8]),
+        ({"sliding_window": 21, "layer_types": [FULL] * 9}, []),
+        ({"layer_types": [FULL] * 9}, []),
+        ({"sliding_window": None, "layer_types": [FULL] * 9}, [*range(9)]),
+    ],
+)
+def test_layers_of_exaone_4_rotate_by_the_window_of_the_config(changes: dict[str, Any], rotated: list[int]) -> None:
+    """`if self.sliding_window is None or self.is_sliding` in transformers; 4096 is the default."""
+    config = read({**SIZES, "model_type": "exaone4", **changes})
+    assert [layer for layer in range(9) if config.rope_of(layer) is not None] == rotated
+
+
+@pytest.mark.parametrize("kind", ["gemma", "gemma2", "gemma3_text"])
+def test_gelu_means_its_approximation_only_in_gemma_1(tmp_path: Path, kind: str) -> None:
+    key = "hidden_act" if kind == "gemma" else "hidden_activation"
+    config = {**SIZES, "model_type": kind, key: "gelu", "sliding_window": 21}
+    expected = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}[getattr(theirs(tmp_path, config), key)]
+    assert read(config).activation == expected == ("gelu_tanh" if kind == "gemma" else "gelu")
+
+
+def test_a_soft_cap_of_attention_scores_is_read_in_gemma_2_and_refused_in_gemma_3() -> None:
+    config = {**SIZES, "model_type": "gemma3_text", "attn_logit_softcapping": 30.0}
+    assert read({**config, "model_type": "gemma2"}).attention_softcap == 30.0
+    assert read({**config, "attn_logit_softcapping": None}).attention_softcap is None
+    with pytest.raises(ModelError, match=r"attn_logit_softcapping is 30\.0: a soft cap .* not supported"):
+        read(config)
+
+
+def test_bloom_has_aliases_of_keys(tmp_path: Path) -> None:
+    config = {"model_type": "bloom", "vocab_size": 608, "n_embed": 96, "num_attention_heads": 6, "n_layer": 3}
+    for more in ({}, {"hidden_size": 64, "n_head": 8}):
+        found, reference = read({**more, **config}), theirs(tmp_path, {**more, **config})
+        assert (found.hidden_size, found.num_heads, found.num_layers) == (96, 6, 3)
+        assert (reference.hidden_size, reference.n_head, reference.n_layer) == (96, 6, 3)
+
+
+@pytest.mark.parametrize("name", ["MptForCausalLM", "MPTForCausalLM"])
+def test_mpt_has_two_names_of_its_class(name: str) -> None:
+    config = {"model_type": "mpt", "vocab_size": 608, "d_model": 96, "n_heads": 6, "n_layers": 3}
+    assert read({**config, "architectures": [name]}).architecture == "mpt"
+    with pytest.raises(ModelError, match=r"only MptForCausalLM is supported"):
+        read({**config, "architectures": ["MptForSequenceClassification"]})
