@@ -46,6 +46,8 @@ class _Beat(msgspec.Struct, eq=False):
     checked_cpu_s: float = 0.0
     """CPU time that the process had used then."""
     is_killed: bool = False
+    pid: int = 0
+    """The process that was pinged. One that takes its place, ready already, has got no ping."""
 
 
 class Heartbeats:
@@ -88,8 +90,12 @@ class Heartbeats:
         now_s = self._clock()
         by_name = {child.name: child for child in children if child.state == "ready"}
         ready = by_name.keys()
-        self._beats = {name: self._beats.get(name) or _Beat(now_s, now_s) for name in sorted(ready)}
-        has_changed = bool(back := self._lost.keys() & ready)
+        replaced = {name for name, beat in self._beats.items() if name in ready and beat.pid != by_name[name].pid}
+        has_changed = any(self._beats.pop(name).is_late for name in replaced)
+        self._beats = {
+            name: self._beats.get(name) or _Beat(now_s, now_s, pid=by_name[name].pid) for name in sorted(ready)
+        }
+        has_changed |= bool(back := self._lost.keys() & ready)
         for name in back:
             del self._lost[name]
         for name, beat in self._beats.items():

@@ -1,5 +1,6 @@
 """How a server starts, stops, and fails."""
 
+import contextlib
 import json
 import os
 import signal
@@ -181,7 +182,11 @@ def test_a_stage_that_is_killed_during_the_start_is_started_again() -> None:
     with Server("log_level=debug", until_ready=False) as server:
         server.wait_for_line("started stage=detokenize", 60)
         server.look()
-        starting = [one for one in server.seen.values() if "entry.py" in " ".join(one.cmdline())]
+        starting = []
+        for one in server.seen.values():
+            with contextlib.suppress(psutil.NoSuchProcess):  # prepare has ended
+                if "entry.py" in " ".join(one.cmdline()):
+                    starting.append(one)
         starting[-1].kill()
         server.wait_for_line(r"\.0: was killed by SIGKILL.*; starting the stages again", 30)
         server.wait_for_line("ready on http", 60)

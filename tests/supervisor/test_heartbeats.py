@@ -220,3 +220,31 @@ def test_an_executor_that_stops_computing_without_an_answer_is_late(world: World
     assert world.reports == []
     world.turn(TIMEOUT_S)
     assert [set(report) for report in world.reports] == [{"execute.0"}]
+
+
+def test_a_successor_does_not_owe_the_answer_to_its_predecessors_ping() -> None:
+    """After a planned restart a stage is never not ready, but its new process has not got the ping."""
+    world = World()
+    world.turn()
+    assert "ingest.0" in world.turn(HEARTBEAT_S)
+    world.children[0] = FakeChild("ingest.0")
+    world.children[0].pid = os.getppid()
+    world.turn(0.1)
+    assert "ingest.0" in world.turn(HEARTBEAT_S)
+    world.beats.answered("ingest.0")
+    world.beats.answered("execute.0")
+    world.turn(TIMEOUT_S)
+    assert world.children[0].num_aborts == 0 and world.reports == []
+
+
+def test_a_successor_of_a_late_stage_is_not_late() -> None:
+    world = World()
+    world.turn()
+    world.turn(HEARTBEAT_S)
+    world.beats.answered("execute.0")
+    world.turn(TIMEOUT_S)
+    assert world.reports[-1].keys() == {"ingest.0"}
+    world.children[0] = FakeChild("ingest.0")
+    world.children[0].pid = os.getppid()
+    world.turn(0.1)
+    assert world.reports[-1] == {}

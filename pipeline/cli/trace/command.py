@@ -23,7 +23,7 @@ MARGIN_S = 5.0
 """How much longer than the window stages record, because the command that ends it may be late."""
 TAKE_S = 30.0
 """Longest time for stages to return their events."""
-POLL_S = 1.0
+POLL_S = 0.2
 """Events are taken this often, because those that a stage still has when it dies are lost."""
 
 
