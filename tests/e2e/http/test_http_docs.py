@@ -61,6 +61,14 @@ def shape(value: Any) -> Any:
     return "text"
 
 
+def without_last_text(event: Any) -> Any:
+    """An event of a stream without its delta, if it ends a choice: on a busy machine the last text may come with it."""
+    for choice in event.get("choices", []):
+        if choice.get("finish_reason") and "delta" in choice:
+            choice["delta"] = {}
+    return event
+
+
 FIXED = ("object", "model", "owned_by", "role", "param", "code", "type", "message", "tokens", "token_strs", "prompt")
 FIXED_TOO = ("num_aborted", "num_unknown", "server_load", "max_model_len", "status")
 
@@ -99,7 +107,11 @@ def test_the_server_answers_each_example_as_documented(server: Server, command: 
         names = [set(re.findall(r"^event: .*", text, re.MULTILINE)) for text in (expected, response.text)]
         assert names[0] == names[1]
         shapes = [
-            [shape(json.loads(line.removeprefix("data: "))) for line in text.split("\n") if line.startswith("data: {")]
+            [
+                shape(without_last_text(json.loads(line.removeprefix("data: "))))
+                for line in text.split("\n")
+                if line.startswith("data: {")
+            ]
             for text in (expected, response.text)
         ]
         assert [one for one in shapes[1] if one not in shapes[0]] == []
