@@ -27,7 +27,7 @@ class FakeChild:
         self.name, self.state, self.pid = name, state, os.getpid()
 
 
-def nobody(child: Any) -> bool:
+def none_computes(child: Any) -> bool:
     """No executor computes."""
     return False
 
@@ -42,7 +42,7 @@ def test_stages_that_answer_are_ready_and_the_server_is_ok() -> None:
     assert not round_.is_over(children)
     round_.answered("gateway.0", m.Pong(1, m.GatewayLoad(3)))
     assert round_.is_over(children)
-    health = round_.result(children, nobody)
+    health = round_.result(children, none_computes)
     assert (health.nonce, health.status, health.schedule) == (7, "ok", LOAD)
     assert all(stage.answer_ms >= 0 for stage in health.stages)
 
@@ -52,7 +52,7 @@ def test_a_stage_that_does_not_answer_in_time_is_late() -> None:
     round_ = HealthRound("gateway.0", nonce=1, timeout_s=0.0)
     round_.answered("schedule.0", m.Pong(1, LOAD))
     assert round_.is_over(children)
-    health = round_.result(children, nobody)
+    health = round_.result(children, none_computes)
     assert (health.status, [stage.state for stage in health.stages]) == ("late", ["ready", "late"])
     assert health.stages[1].answer_ms < 0
 
@@ -67,7 +67,7 @@ def test_an_executor_that_computes_is_not_late() -> None:
 def test_a_starting_stage_is_reported_as_starting() -> None:
     children: list[Any] = [FakeChild("execute.0", "starting")]
     round_ = HealthRound("gateway.0", nonce=1, timeout_s=5)
-    assert round_.result(children, nobody).status == "starting"
+    assert round_.result(children, none_computes).status == "starting"
 
 
 def test_however_often_someone_asks_a_stage_that_answers_nothing_gets_no_more_pings() -> None:
@@ -77,7 +77,7 @@ def test_however_often_someone_asks_a_stage_that_answers_nothing_gets_no_more_pi
     checks = HealthChecks(
         lambda name, _: pinged.append(name),
         lambda _, health: found.append(health),
-        nobody,
+        none_computes,
         lambda child: bool(child.name == "execute.0"),
     )
     for nonce in range(3):
@@ -91,7 +91,7 @@ def test_however_often_someone_asks_a_stage_that_answers_nothing_gets_no_more_pi
 def test_a_health_round_goes_on_after_the_supervisor_was_suspended() -> None:
     children: list[Any] = [FakeChild("schedule.0")]
     found: list[m.Health] = []
-    checks = HealthChecks(lambda *_: None, lambda _, health: found.append(health), nobody, nobody)
+    checks = HealthChecks(lambda *_: None, lambda _, health: found.append(health), none_computes, none_computes)
     checks.start("gateway.0", 7, -100.0, children)
     checks.suspended(160.0)
     checks.end_rounds(children)
@@ -139,7 +139,7 @@ def test_health_counts_open_requests_of_the_other_gateways() -> None:
     round_ = HealthRound("gateway.1", nonce=7, timeout_s=5)
     round_.answered("gateway.0", m.Pong(1, m.GatewayLoad(3)))
     round_.answered("gateway.1", m.Pong(1, m.GatewayLoad(4)))
-    assert round_.result(children, nobody).num_open_elsewhere == 3
+    assert round_.result(children, none_computes).num_open_elsewhere == 3
 
 
 def test_every_edge_has_an_inbox_that_accepts_it() -> None:
@@ -164,7 +164,7 @@ def test_the_server_s_status_is_that_of_its_worst_stage() -> None:
     round_.answered("execute.0", m.Pong(1, m.PlainLoad()))
     round_.answered("ingest.0", m.Pong(1, m.PlainLoad()))
     assert round_.is_over(children), "dead stages are not waited for"
-    assert round_.result(children, nobody).status == "dead"
+    assert round_.result(children, none_computes).status == "dead"
 
 
 class EndedChild:
