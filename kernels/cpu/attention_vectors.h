@@ -34,7 +34,7 @@ struct Bf16Panels {
             const uint8_t* next[P];
             if (ahead)
                 for (int p = 0; p < P; p++) next[p] = ahead[p] + d * PANEL * 2;
-            multiply_bf16<R, P, L2>(rows, from, PANEL / 2, acc, ahead ? next : nullptr);
+            multiply_bf16<R, P>(rows, from, PANEL / 2, acc, ahead ? next : nullptr);
         }
         float* out = part.scores + block * BLOCK;
         for (int r = 0; r < R; r++)
@@ -63,7 +63,7 @@ struct Bf16Panels {
             const bool has_next = b < ahead.num_blocks;
             const uint8_t* next[P];
             for (int p = 0; has_next && p < P; p++) next[p] = ahead.values[b] + (panel + p) * SIZE;
-            multiply_bf16<R, P, L2>(rows, from, BLOCK / 2, acc, has_next ? next : nullptr);
+            multiply_bf16<R, P>(rows, from, BLOCK / 2, acc, has_next ? next : nullptr);
         }
         for (int r = 0; r < R; r++)
             for (int p = 0; p < P; p++)

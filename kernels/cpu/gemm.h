@@ -23,12 +23,12 @@ INLINE void prefetch(const uint8_t* at, int bytes) {
 // --- bf16 -------------------------------------------------------------------------------------------------------------
 
 // acc[r][p] += row r times panel p, over `pairs` pairs of depth. `ahead` is null or has P panels.
-template <int R, int P, Level LEVEL>
+template <int R, int P>
 INLINE void multiply_bf16(const act* const (&rows)[R], const uint32_t* const (&panels)[P], int pairs,
                           vf (&acc)[R][P][VECTORS], const uint8_t* const* ahead) {
     for (int k = 0; k < pairs; k++) {
         if (ahead)
-            for (int p = 0; p < P; p++) prefetch<LEVEL>(ahead[p] + k * LINE, LINE);
+            for (int p = 0; p < P; p++) prefetch<L2>(ahead[p] + k * LINE, LINE);
 #if defined(DOT_BF16)
         vu weights[P][VECTORS];
         for (int p = 0; p < P; p++)
@@ -346,7 +346,7 @@ __attribute__((noinline)) static void multiply_panels(const Rows& rows, int firs
         for (int p = 0; p < P; p++) next[p] = ahead + p * bytes;
         for (int r = 0; r < R; r++) plain[r] = rows.plain(first_row + r);
         for (int p = 0; p < P; p++) panels[p] = reinterpret_cast<const uint32_t*>(panel + p * bytes);
-        multiply_bf16<R, P, L2>(plain, panels, matrix.depth / 2, acc, ahead ? next : nullptr);
+        multiply_bf16<R, P>(plain, panels, matrix.depth / 2, acc, ahead ? next : nullptr);
     } else if (matrix.format == Format::Q8_0) {
         if constexpr (R <= MOST_ROWS_8)
             multiply_8<R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);

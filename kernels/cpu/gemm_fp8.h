@@ -216,7 +216,7 @@ __attribute__((noinline)) static void add_fp8_block(const Rows& rows, int first_
     for (int r = 0; r < R; r++) plain[r] = rows.plain(first_row + r) + depth;
     for (int p = 0; p < P; p++) panels[p] = reinterpret_cast<const uint32_t*>(widened + p * FP8_CODE_BYTES);
     vf acc[R][P][VECTORS] = {};
-    multiply_bf16<R, P, L2>(plain, panels, FP8_DEPTH / 2, acc, nullptr);
+    multiply_bf16<R, P>(plain, panels, FP8_DEPTH / 2, acc, nullptr);
     for (int p = 0; p < P; p++)
         for (int v = 0; v < VECTORS; v++) {
             const vf scale = load<vf>(codes[p] + FP8_CODE_BYTES + v * 4 * LANES);
