@@ -120,7 +120,7 @@ class RequestStates:
             self._tombstones.pop(message.request_id, None)
         if aborted >= message.attempt:
             return m.Failure(499, "the request was aborted", code="aborted")
-        num_blocks = self._kv_cache_manager.num_blocks_for(limit - 1)
+        num_blocks = self._kv_cache_manager.most_blocks(limit - 1)
         if num_blocks > self._config.num_blocks:
             return m.Failure(
                 400,

@@ -76,7 +76,9 @@ class Scheduler:
         self.config = config
         self.metrics = ScheduleMetrics()
         self.cost_model = StepCostModel()
-        self.rows = rows = RowTracker(config.max_num_seqs, config.max_model_len, config.block_size)
+        self.rows = rows = RowTracker(
+            config.max_num_seqs, config.max_model_len, config.block_size, len(config.kv_groups)
+        )
         self.kv_cache_manager = manager = KVCacheManager(config, rows, index_memory, observe)
         self.output_buffer = output_buffer = OutputBuffer(rows, put_output)
         costs = PreemptionCosts(config.preemption, rows, self.cost_model, manager, config.block_size)
@@ -182,7 +184,7 @@ class Scheduler:
         return (
             not (lifecycle.waiting or lifecycle.swapped or lifecycle.quarantine.is_active)
             and not lifecycle.parallel_samples.any_running
-            and self.kv_cache_manager.pool.num_available >= len(rows)
+            and self.kv_cache_manager.windows.are_enough(len(rows))
             and rows.num_changes == self.in_flight[0].num_changes
             and not result.errors
             and isinstance(result.finishes, bytes)

@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 
 from pipeline.config.settings import PolicyName, ScheduleSettings
+from pipeline.runtime.kv_groups import FULL, KVGroup
 from pipeline.runtime.messages import ExecuteFacts
 
 PreemptionMode = Literal["auto", "swap", "recompute"]
@@ -37,6 +38,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     """Bound of a step with a part of a long prompt, relative to the step without it."""
     hidden_size: int = 0
     """Dimensions of an embedding."""
+    kv_groups: tuple[KVGroup, ...] = (FULL,)
+    """Groups of layers with block tables of their own; full attention first."""
+
+    @property
+    def max_chunk(self) -> int:
+        """Positions of a sequence that a step computes at most."""
+        return max(self.max_num_batched_tokens, self.max_num_prefill_tokens)
 
     @classmethod
     def of(cls, settings: ScheduleSettings, facts: ExecuteFacts) -> "SchedulerConfig":
@@ -57,4 +65,5 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
             long_prompt_tokens=settings.long_prompt_tokens or MAX_TOKENS,
             long_prompt_max_slowdown=settings.long_prompt_max_slowdown,
             hidden_size=facts.hidden_size,
+            kv_groups=tuple(facts.kv_groups) or (FULL,),
         )

@@ -6,6 +6,7 @@ from pipeline.runtime import messages as m
 from pipeline.shm.arrays import Array
 from pipeline.stages.schedule.arrays import Put
 from pipeline.stages.schedule.kv_cache.swap import BlockCopies
+from pipeline.stages.schedule.kv_cache.windows import AppendedBlocks
 from pipeline.stages.schedule.logprob_records import expect_logprobs
 from pipeline.stages.schedule.metrics import ScheduleMetrics
 from pipeline.stages.schedule.policies.budget import StepCostInputs
@@ -41,9 +42,9 @@ class StepBuilder:
         return has_chunks or self._num_decode_steps % LEARN_EVERY == 0
 
     def build(
-        self, entries: list[StepEntries], appended: list[tuple[int, int]], adds: list[m.RowAdd], shape: StepCostInputs
+        self, entries: list[StepEntries], appended: AppendedBlocks, adds: list[m.RowAdd], shape: StepCostInputs
     ) -> m.Step:
-        """Build the message, decoding rows first. `appended` are (row, block) pairs, `shape` is what was granted."""
+        """Build the message, decoding rows first. `shape` is what was granted."""
         computed = joined(entries)
         if shape.num_chunk_tokens:
             by_kind = np.argsort(computed.counts > 1, kind="stable")
@@ -56,14 +57,15 @@ class StepBuilder:
             step_id=step_id,
             drops=self._put_list(self._in_flight.take_dropped_rows()),
             adds=adds,
-            block_rows=self._put_list([row for row, _ in appended]),
-            block_ids=self._put_list([block for _, block in appended]),
+            block_rows=self._put_list(appended.rows),
+            block_ids=self._put_list(appended.blocks),
             rows=put(computed.rows.astype(np.int32)),
             starts=put(computed.starts.astype(np.int32)),
             counts=put(computed.counts.astype(np.int32)),
             samples=put(computed.samples.view(np.uint8)),
             copy_sources=self._put_list(sources),
             copy_targets=self._put_list(targets),
+            block_groups=put(np.array(appended.groups, np.uint8)) if any(appended.groups) else b"",
         )
 
     def _note(self, computed: StepEntries, shape: StepCostInputs) -> int:

@@ -24,10 +24,10 @@ class Bench:
 
     def __init__(self, config: SchedulerConfig, depth: int, num_detokenize: int = 1, copy_s: float = 0.0001) -> None:
         self.num_detokenize = num_detokenize
-        self.index = bytearray(KEY_BYTES * config.num_swap_blocks)
+        self.index = bytearray((KEY_BYTES + (len(config.kv_groups) > 1)) * config.num_swap_blocks)
         """The index of swap space; it outlives the scheduler."""
         self.scheduler = Scheduler(config, num_detokenize=num_detokenize, index_memory=memoryview(self.index))
-        self.executor = FakeExecutor(config.num_blocks, num_swap_blocks=config.num_swap_blocks, copy_s=copy_s)
+        self.executor = self._executor(copy_s)
         self.depth = depth
         self.plans_early = False
         """Whether a step may be planned before the result of the one before is settled, as the stage does."""
@@ -47,6 +47,12 @@ class Bench:
         self.begun: set[int] = set()
         """Sequences whose first sampled ids were reported with their times."""
         self._ids = count(1)
+
+    def _executor(self, copy_s: float) -> FakeExecutor:
+        config = self.scheduler.config
+        return FakeExecutor(
+            config.num_blocks, num_swap_blocks=config.num_swap_blocks, copy_s=copy_s, groups=config.kv_groups
+        )
 
     def given(self, seq: int) -> int:
         """The number of output ids that a sequence was resumed with."""
@@ -134,7 +140,7 @@ class Bench:
         return {
             block
             for row in np.frombuffer(inline(step.rows), np.int32).tolist()
-            for block in rows.table[row, : rows.num_blocks[row]].tolist()
+            for block in rows.blocks_of(row)
         }
 
     def check(self) -> None:
@@ -158,7 +164,7 @@ class Bench:
         self.tables.clear()
         self.in_rows.clear()
         swap = self.executor.kv[self.executor.num_blocks :].copy()
-        self.executor = FakeExecutor(self.executor.num_blocks, num_swap_blocks=len(swap), copy_s=self.executor.copy_s)
+        self.executor = self._executor(self.executor.copy_s)
         self.executor.kv[self.executor.num_blocks :] = swap
         self.scheduler.executor_lost(keeps_swap=keeps_swap)
 

@@ -10,6 +10,7 @@ import pytest
 
 from pipeline.config.settings import ExecuteSettings, ScheduleSettings, Settings
 from pipeline.runtime import messages as m
+from pipeline.runtime.kv_groups import KVGroup
 from pipeline.shm.arrays import ShmRef
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from tests.fakes import FakeExecutor
@@ -99,7 +100,13 @@ def test_every_limit_comes_from_the_settings() -> None:
         long_prompt_max_slowdown=3.5,
     )
     facts = m.ExecuteFacts(
-        num_blocks=11, block_size=32, max_model_len=333, vocab_size=997, num_swap_blocks=5, hidden_size=48
+        num_blocks=11,
+        block_size=32,
+        max_model_len=333,
+        vocab_size=997,
+        num_swap_blocks=5,
+        hidden_size=48,
+        kv_groups=[KVGroup(), KVGroup(9)],
     )
     found = msgspec.structs.asdict(SchedulerConfig.of(settings, facts))
     assert found == {
@@ -118,6 +125,7 @@ def test_every_limit_comes_from_the_settings() -> None:
         "long_prompt_tokens": 300,
         "long_prompt_max_slowdown": 3.5,
         "hidden_size": 48,
+        "kv_groups": (KVGroup(), KVGroup(9)),
     }
     defaults = msgspec.structs.asdict(SchedulerConfig.of(ScheduleSettings(), FACTS))
     assert [name for name, value in found.items() if value == defaults[name]] == [], "all of them differ"

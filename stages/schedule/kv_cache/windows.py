@@ -1,0 +1,102 @@
+"""The blocks of running rows in KV groups with a window: which ones a row no longer needs, and which ones it lacks.
+
+A row's tables of such groups don't have places for all its ids. They grow before each step, and blocks that the window
+has left are released when the next step is planned. What is released must not be needed again if the row is preempted:
+it then continues behind its settled ids (`PreemptionCosts.num_kept`), so the window is counted from there.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from pipeline.stages.schedule.kv_cache.block_pool import BlockPool
+from pipeline.stages.schedule.rows import RowTracker
+from pipeline.stages.schedule.scheduler_config import SchedulerConfig
+
+
+class AppendedBlocks:
+    """Blocks that a plan appends to rows; parallel lists."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.blocks: list[int] = []
+        self.groups: list[int] = []
+
+
+class WindowBlocks:
+    """Reads and changes the block tables of rows."""
+
+    def __init__(self, config: SchedulerConfig, rows: RowTracker, pool: BlockPool) -> None:
+        self._rows = rows
+        self._pool = pool
+        self._block_size = config.block_size
+        self._max_chunk = config.max_chunk
+        self._groups = config.kv_groups
+        self.by_window: dict[int, list[int]] = {}
+        """By window: the groups that have it. Their tables have the same places."""
+        for index, group in enumerate(config.kv_groups):
+            if group.window:
+                self.by_window.setdefault(group.window, []).append(index)
+
+    def take_passed(self) -> Iterator[tuple[int, int, list[int]]]:
+        """Remove the blocks that no later step reads from the tables. Yields rows, groups and blocks."""
+        if not self.by_window:
+            return
+        rows, order = self._rows, self._rows.order
+        positions = np.minimum(rows.planned[order], rows.known[order] - 1)
+        for window, groups in self.by_window.items():
+            firsts = (positions - window + 1) // self._block_size
+            passed = firsts > rows.block_firsts[groups[0], order]
+            for place in passed.nonzero()[0].tolist() if np.count_nonzero(passed) else ():
+                row, first = int(order[place]), int(firsts[place])
+                begin = int(rows.block_firsts[groups[0], row])
+                for group in groups:
+                    blocks: list[int] = rows.tables[group, row, begin:first].tolist()
+                    rows.block_firsts[group, row] = first
+                    yield row, group, blocks
+
+    def has_blocks_from(self, row: int, firsts: list[int]) -> bool:
+        """Whether a row still has its blocks from these places on, one for each group."""
+        return all(self._rows.block_firsts[group, row] <= first for group, first in enumerate(firsts))
+
+    def num_lacking(self, row: int, num_positions: int) -> int:
+        """Blocks, of all groups, that a row lacks to hold `num_positions` positions."""
+        end = -(-num_positions // self._block_size)
+        return sum(max(0, end - have) for have in self._rows.block_ends[:, row].tolist())
+
+    def fitting(self, row: int, num_positions: int) -> int:
+        """The most positions, up to `num_positions`, that a row can hold with the blocks that are available now."""
+        end, least = -(-num_positions // self._block_size), int(self._rows.num_blocks[row])
+        while end > least and self.num_lacking(row, end * self._block_size) > self._pool.num_available:
+            end -= 1
+        return min(num_positions, end * self._block_size)
+
+    def append(self, row: int, num_positions: int, appended: AppendedBlocks) -> None:
+        """Append blocks to a row until it can hold `num_positions` positions. They must be available."""
+        rows, pool = self._rows, self._pool
+        end = -(-num_positions // self._block_size)
+        for group, have in enumerate(rows.block_ends[:, row].tolist()):
+            for _ in range(end - have):
+                block = pool.take()
+                rows.append_block(group, row, block)
+                appended.rows.append(row)
+                appended.blocks.append(block)
+                appended.groups.append(group)
+        rows.num_blocks[row] = rows.block_ends[:, row].min()
+
+    def are_enough(self, num_rows: int) -> bool:
+        """Whether any step of `num_rows` running rows finds the blocks that it needs."""
+        num_groups = len(self._groups)
+        if not self.by_window:
+            return self._pool.num_available >= num_rows
+        num_chunk_blocks = self._max_chunk // self._block_size + 1
+        return self._pool.num_available >= num_groups * (num_rows + num_chunk_blocks)
+
+    def check(self, row: int) -> None:
+        """Assert that a row has the blocks that its next position reads, and not many more; for tests."""
+        rows = self._rows
+        position = int(min(rows.planned[row], rows.known[row] - 1))
+        for index, group in enumerate(self._groups):
+            first = int(rows.block_firsts[index, row])
+            assert first <= group.first_block(position, self._block_size), f"row {row} lacks a block of its window"
+            assert first <= rows.block_ends[index, row]
