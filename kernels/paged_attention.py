@@ -66,7 +66,11 @@ class ScoreForm:
 class AttentionPlan:
     """The plan of one step's attention. `prepare` updates it in place for each step."""
 
-    def __init__(self, window: int | None, dtype: torch.dtype, form: ScoreForm | None = None) -> None:
+    def __init__(
+        self, window: int | None, dtype: torch.dtype, form: ScoreForm | None = None, group: int = 0
+    ) -> None:
+        """`group` is the KV group whose block tables it reads."""
+        self.group = group
         self.window = window
         self.dtype = dtype
         self.form = form or ScoreForm()
@@ -93,7 +97,7 @@ class AttentionPlan:
         num_blocks = last // BLOCK_SIZE + 1 - first_block
         steps = np.arange(num_blocks.max())
         index = np.minimum(first_block[:, None] + steps, (last // BLOCK_SIZE)[:, None])
-        blocks = inputs.block_tables[entries[:, None], index]
+        blocks = inputs.group_tables[self.group][entries[:, None], index]
         keys = first_block[:, None] * BLOCK_SIZE + np.arange(len(steps) * BLOCK_SIZE)
         hidden = torch.from_numpy((keys > last[:, None]) | (keys < first[:, None]))
         mask = torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, -torch.inf)
@@ -109,7 +113,7 @@ class AttentionPlan:
         begin = int(inputs.offsets[entry])
         first_block = first // BLOCK_SIZE
         base, end = first_block * BLOCK_SIZE, start + count
-        blocks = inputs.block_tables[entry, first_block : -(-end // BLOCK_SIZE)]
+        blocks = inputs.group_tables[self.group][entry, first_block : -(-end // BLOCK_SIZE)]
         queries = torch.arange(start, end)[:, None]
         keys = torch.arange(base, end)[None]
         mask: Tensor | None = None

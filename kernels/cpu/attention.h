@@ -45,7 +45,7 @@ class Attention final : public Op {
             pass = next;
         };
         const Run* runs = plan_.runs.data() + item.runs;
-        for (int i = 1; i < item.num_runs; i++) then(pass_of(members, runs[i]));
+        for (int i = 1; i < item.num_runs; i++) then(pass_of(step, members, runs[i]));
         for (int i = 0; i < item.num_members; i++)
             for (int key = members[i].own; key <= last_key(step, members[i]); key += STRETCH)
                 if (i || key > members[i].own || item.num_runs) then(pass_of(step, members[i], key));
@@ -214,25 +214,31 @@ class Attention final : public Op {
 
     // Rows that go through a stretch of keys: `rows` of each head, from the first of `member` on. No blocks: there is no
     // such pass.
+    // `first` is the first key that any of them attends to.
     struct Pass {
         const Member* member = nullptr;
-        int rows = 0, key = 0, num_blocks = 0;
+        int rows = 0, key = 0, num_blocks = 0, first = 0;
     };
 
     int last_key(const Step& step, const Member& member) const { return position(step, member, member.rows - 1); }
 
-    static Pass pass_of(const Member* members, const Run& run) {
+    int first_key(const Step& step, const Member& member) const { return plan_.first_key(position(step, member, 0)); }
+
+    Pass pass_of(const Step& step, const Member* members, const Run& run) const {
         const Member &first = members[run.begin], &last = members[run.end - 1];
-        return {&first, last.at + last.rows - first.at, run.key, STRETCH_BLOCKS};
+        int key = first_key(step, first);
+        for (int i = run.begin + 1; i < run.end; i++) key = std::min(key, first_key(step, members[i]));
+        return {&first, last.at + last.rows - first.at, run.key, STRETCH_BLOCKS, key};
     }
 
     Pass pass_of(const Step& step, const Member& member, int key) const {
-        return {&member, member.rows, key, std::min(STRETCH_BLOCKS, (last_key(step, member) - key) / BLOCK + 1)};
+        const int num_blocks = std::min(STRETCH_BLOCKS, (last_key(step, member) - key) / BLOCK + 1);
+        return {&member, member.rows, key, num_blocks, first_key(step, member)};
     }
 
     Pass first_pass(const Step& step, const Item& item) const {
         const Member* members = plan_.members.data() + item.members;
-        return item.num_runs ? pass_of(members, plan_.runs[item.runs]) : pass_of(step, *members, members->own);
+        return item.num_runs ? pass_of(step, members, plan_.runs[item.runs]) : pass_of(step, *members, members->own);
     }
 
     // Each head prefetches the next one's keys and values; the last one, those of `next_head` in the next pass.
@@ -261,7 +267,11 @@ class Attention final : public Op {
         Stretch stretch;
         stretch.num_blocks = pass.num_blocks;
         if (!pass.num_blocks) return stretch;
-        const int32_t* blocks = step.blocks(pass.member->entry) + pass.key / BLOCK;
+        // Blocks before the window are others' by now: one of the window is read in their place, and masked.
+        const int32_t* own = step.blocks(pass.member->entry) + pass.key / BLOCK;
+        const int before = pass.first / BLOCK - pass.key / BLOCK;
+        int32_t blocks[STRETCH_BLOCKS];
+        for (int b = 0; b < pass.num_blocks; b++) blocks[b] = own[std::max(b, before)];
         for (int b = 0; b < pass.num_blocks; b++) {
             stretch.keys[b] = kv_.keys(blocks[b], head);
             stretch.values[b] = kv_.values(blocks[b], head);

@@ -17,7 +17,7 @@ from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.stored_matrix import Format
 
-ABI_VERSION = 16
+ABI_VERSION = 17
 """Version of `program.cpp`; raise it with every change of its interface."""
 
 PANEL = 16
@@ -274,6 +274,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
             *(c_void_p, c_void_p, POINTER(NativeHeadNorms), POINTER(NativeQueryForm), c_void_p),
         ],
     ),
+    "program_use_tables": (None, [c_void_p, c_void_p, c_void_p]),
     "program_attention_plan": (c_void_p, [c_void_p, c_int, c_int, c_int]),
     "program_attention": (
         None,

@@ -56,7 +56,7 @@ struct Aligned {
 
 class Program final : public Job {
    public:
-    Program(ThreadPool& thread_pool, const Step& step) : thread_pool_(thread_pool), step_(step) {}
+    Program(ThreadPool& thread_pool, const Step& step) : thread_pool_(thread_pool), steps_{step} {}
     ~Program() override { thread_pool_.settle(); }
 
     template <class O, class... Args>
@@ -65,7 +65,17 @@ class Program final : public Job {
         O& added = *op;
         scratch_bytes_ = std::max(scratch_bytes_, op->scratch_bytes());
         ops_.push_back(std::move(op));
+        step_of_.push_back(using_);
         return added;
+    }
+
+    // Lets the ops that are added from now on read these tables.
+    void use(const int64_t* slots, const int32_t* block_tables) {
+        for (using_ = 0; using_ < steps_.size(); using_++)
+            if (steps_[using_].slots == slots && steps_[using_].block_tables == block_tables) return;
+        Step step = steps_[0];
+        step.slots = slots, step.block_tables = block_tables;
+        steps_.push_back(step);
     }
 
     // Seconds of each op where `seconds` is given. Returns 0, or the first status that an op ends with.
@@ -83,7 +93,7 @@ class Program final : public Job {
         // Else a CPU that reorders stores (ARM) could show the sizes before the progress, and the exchange of a thread
         // that is late would not fail. The fence in `work` is the other half.
         std::atomic_thread_fence(std::memory_order_release);
-        step_.tokens = tokens, step_.rows = rows, step_.samples = samples;
+        for (Step& step : steps_) step.tokens = tokens, step.rows = rows, step.samples = samples;
         timed_ = seconds != nullptr;
         status_ = 0;
         const int64_t began = nanoseconds();
@@ -104,6 +114,7 @@ class Program final : public Job {
 #endif
         for (size_t i = 0; i < ops_.size(); i++) {
             Op& op = *ops_[i];
+            const Step& step = step_for(i);
             Progress& progress = progress_[i];
             uint64_t all = 0;
             for (int other = 0; other < scratch.threads; other++) {
@@ -112,7 +123,7 @@ class Program final : public Job {
                 int computed = 0;
                 for (uint64_t taken = num_taken.load();;) {
                     if (taken >> 32 != number) return;
-                    const int tiles = op.tiles(step_);
+                    const int tiles = op.tiles(step);
                     std::atomic_thread_fence(std::memory_order_acquire);
                     all = uint64_t(number) << 32 | uint32_t(tiles);
                     const Share share(op, tiles, owner, scratch.threads);
@@ -120,7 +131,7 @@ class Program final : public Job {
                     if (at >= share.size) break;
                     if (!num_taken.compare_exchange_weak(taken, taken + 1)) continue;
                     scratch.next = owner == thread && at + 1 < share.size ? share.tile(at + 1) : tiles;
-                    op.tile(step_, share.tile(at), scratch);
+                    op.tile(step, share.tile(at), scratch);
                     computed++;
                     taken = num_taken.load();
                 }
@@ -135,7 +146,7 @@ class Program final : public Job {
             }
             // The weights of the next matmul do not depend on this op: fetch some of them instead of idling.
             for (size_t j = i + 1; j < std::min(i + 1 + LOOKAHEAD, ops_.size()) && progress.done.load() < all; j++)
-                if (ops_[j]->prefetch_tile(step_, first_tile(*ops_[j], thread))) break;
+                if (ops_[j]->prefetch_tile(step_for(j), first_tile(j, thread))) break;
             thread_pool_.wait([&] { return progress.done.load() >= all; }, finished_);
             if (progress.done.load() != all) return;  // of a later step
             if (const int status = op.status()) {
@@ -147,7 +158,7 @@ class Program final : public Job {
 
     Cost cost(int op, int tokens, int rows, int samples) {
         // Of a copy: who is late in the last step still reads that one's sizes.
-        Step step = step_;
+        Step step = step_for(op);
         step.tokens = tokens, step.rows = rows, step.samples = samples;
         return ops_[op]->cost(step);
     }
@@ -163,8 +174,10 @@ class Program final : public Job {
     LogitForm logit_form;
 
    private:
-    int first_tile(const Op& op, int thread) const {
-        return Share(op, op.tiles(step_), thread, thread_pool_.size()).tile(0);
+    const Step& step_for(size_t op) const { return steps_[step_of_[op]]; }
+
+    int first_tile(size_t op, int thread) const {
+        return Share(*ops_[op], ops_[op]->tiles(step_for(op)), thread, thread_pool_.size()).tile(0);
     }
 
     static int64_t nanoseconds() {
@@ -188,8 +201,10 @@ class Program final : public Job {
     static constexpr size_t LOOKAHEAD = 2;  // ops; between two matmuls is at most one that reads no weights
 
     ThreadPool& thread_pool_;
-    Step step_;
+    std::vector<Step> steps_;  // the same step with the tables of each KV group
+    size_t using_ = 0;         // of ops that are added now
     std::vector<std::unique_ptr<Op>> ops_;
+    std::vector<size_t> step_of_;  // [ops]
     std::vector<Progress> progress_;
     std::vector<ShareProgress> shares_;  // [ops][threads]
     std::vector<std::unique_ptr<Aligned>> memory_, kept_;
@@ -204,7 +219,7 @@ class Program final : public Job {
 
 extern "C" {
 
-int abi_version() { return 16; }
+int abi_version() { return 17; }
 
 // Asks the system for what these instructions need. Whether they can be used.
 int prepare() {
@@ -314,6 +329,11 @@ void program_qkv(Program* program, Rows queries, const Product* products, int nu
     }
     program->add<Linear>(values, products, num_products, (num_heads + 2 * kv->heads) * kv->head_dim);
     program->add<QkvRows>(writer, values);
+}
+
+// The ops that are recorded from now on read these tables, of a KV group, in place of those in `program_new`.
+void program_use_tables(Program* program, const int64_t* slots, const int32_t* block_tables) {
+    program->use(slots, block_tables);
 }
 
 AttentionPlan* program_attention_plan(Program* program, int num_heads, int num_kv_heads, int window) {

@@ -109,6 +109,11 @@ def kv_layout(windows: Sequence[int | None], max_model_len: int, *, divides: boo
     return KVLayout(tuple(groups) or (FULL,), tuple(places), num_places)
 
 
+def undivided(num_layers: int) -> KVLayout:
+    """All layers in one group, which keeps all positions."""
+    return kv_layout([None] * num_layers, 0)
+
+
 def _num_places(counts: list[int]) -> int:
     """The number of layers in a block, given the number of layers of each kind: that which leaves the fewest places of
     blocks unused, of equals the one with fewest groups."""

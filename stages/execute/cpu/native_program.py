@@ -38,6 +38,7 @@ from pipeline.stages.execute.cpu.program import (
     Program,
     SwapArray,
 )
+from pipeline.stages.execute.kv import KVPlan
 from pipeline.stages.execute.models.features import NATIVE, missing
 from pipeline.stages.execute.rope import rope_table, rotations
 
@@ -69,8 +70,7 @@ class NativeProgram(Program):
         inputs: StepInputs,
         sampling_inputs: SamplingInputs,
         scores: ScoreInputs,
-        num_blocks: int,
-        max_model_len: int,
+        kv: KVPlan,
         swap: SwapArray | None = None,
         activations: Activations = "int12",
         kv_type: KVType = KVType.BF16,
@@ -84,6 +84,8 @@ class NativeProgram(Program):
         self._library = library
         self._config = config
         self._inputs, self._sampling_inputs = inputs, sampling_inputs
+        self._places = kv.layout.places
+        num_blocks, max_model_len = kv.num_blocks, kv.max_model_len
         self._scores = scores
         self._scoring: int | None = None
         self._thread_pool = native.ThreadPool(library, num_threads)
@@ -120,12 +122,13 @@ class NativeProgram(Program):
                 config.head_dim,
                 kv_type,
             )
-            for _ in range(config.num_layers)
+            for _ in range(kv.layout.num_places)
         ]
+        """By place in a block."""
         self._swap = swap
         """Keeps the memory alive: the library has only its address."""
         self._blocks = self._block_places(num_blocks, layer_bytes(config, kv_type))
-        self._plans: dict[int, int] = {}
+        self._plans: dict[tuple[int, int], int] = {}
 
     def embed(self, embedding: Embedding) -> None:
         config, library, table = self._config, self._library, embedding.table
@@ -264,8 +267,13 @@ class NativeProgram(Program):
     def _attend(self, weights: AttentionWeights, place: int = 0) -> None:
         """Record attention after its norm, whose results are at `place`."""
         config, library = self._config, self._library
-        kv = ctypes.byref(self._kv[self._num_layers])
+        group, kv_place = self._places[self._num_layers]
+        kv = ctypes.byref(self._kv[kv_place])
         self._num_layers += 1
+        inputs = self._inputs
+        library.program_use_tables(
+            self._handle, inputs.group_slots[group].ctypes.data, inputs.group_tables[group].ctypes.data
+        )
         heads = config.num_heads + 2 * config.num_kv_heads
         order = turning_order(config.num_heads + config.num_kv_heads, heads, config.head_dim)
         products = self._memory.products(weights.qkv, order, partial(self._normed_rows, place=place))
@@ -277,7 +285,7 @@ class NativeProgram(Program):
         )
         width = config.num_heads * config.head_dim
         rows, floats = self._written(self._attended, width, weights.out.matrices[0])
-        plan = self._plan(weights.window or 0)
+        plan = self._plan(weights.window or 0, group)
         library.program_attention(self._handle, rows, floats, self._queries, kv, plan, self._score_form)
         self._add(self._attended, width, weights.out, weights.post_norm)
 
@@ -364,14 +372,16 @@ class NativeProgram(Program):
             native.NativeHeadNorms(query, key, config.rms_norm_eps, config.norm == "layer", each, every)
         )
 
-    def _plan(self, window: int) -> int:
-        """The attention plan of all layers with this window (0 for none). It becomes an op before the first of them."""
-        if window not in self._plans:
+    def _plan(self, window: int, group: int) -> int:
+        """The attention plan of all layers with this window (0 for none) in a KV group. It becomes an op before the
+        first of them."""
+        key = window, group
+        if key not in self._plans:
             config = self._config
-            self._plans[window] = self._library.program_attention_plan(
+            self._plans[key] = self._library.program_attention_plan(
                 self._handle, config.num_heads, config.num_kv_heads, window
             )
-        return self._plans[window]
+        return self._plans[key]
 
     def _written(self, rows: native.NativeRows, width: int, matrix: AnyMatrix) -> tuple[native.NativeRows, bool]:
         """The output rows of an op before a matmul, and whether they are floats that are quantized afterwards."""

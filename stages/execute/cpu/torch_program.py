@@ -37,7 +37,7 @@ from pipeline.stages.execute.cpu.program import (
 )
 from pipeline.stages.execute.cpu.sampler import Sampler
 from pipeline.stages.execute.cpu.torch_calls import Buffer, Extent, TorchCalls
-from pipeline.stages.execute.kv import kv_dtype
+from pipeline.stages.execute.kv import KVPlan, kv_dtype
 from pipeline.stages.execute.rope import rotations
 
 POLL_S = 50e-6
@@ -54,8 +54,7 @@ class TorchProgram(Program):
         inputs: StepInputs,
         sampling_inputs: SamplingInputs,
         scores: ScoreInputs,
-        num_blocks: int,
-        max_model_len: int,
+        kv: KVPlan,
         swap: SwapArray | None = None,
     ) -> None:
         self._ops = ops = select(settings.execute.device, getattr(torch, settings.execute.dtype))
@@ -65,14 +64,16 @@ class TorchProgram(Program):
         self._num_layers = 0
         self._table: tuple[AnyMatrix, Tensor] | None = None
         self._memory = ops.kv_allocate(
-            config.num_layers,
-            num_blocks,
+            kv.layout.num_places,
+            kv.num_blocks,
             config.num_kv_heads,
             config.head_dim,
             getattr(torch, kv_dtype(settings.execute)),
             ops.device,
         )
         self.kv: list[LayerKV] = layers_of(self._memory, config.num_kv_heads, config.head_dim)
+        """By place in a block."""
+        self._places = kv.layout.places
         self._swapped = None if swap is None else ops.kv_swap(torch.from_numpy(swap), self._memory)
         self._sampler = Sampler(ops, sampling_inputs)
         self._scores = scores
@@ -92,9 +93,9 @@ class TorchProgram(Program):
         self._gated = calls.buffer(config.intermediate_size)
         self._last = calls.buffer(config.hidden_size, Extent.SAMPLES)
         self._logits = calls.buffer(config.vocab_size, Extent.SAMPLES, torch.float32)
-        self._rotations = rotations(config, max_model_len)
+        self._rotations = rotations(config, kv.max_model_len)
         self._angles: dict[Rope | None, tuple[Buffer, Buffer]] = {}
-        self._plans: dict[int | None, AttentionPlan] = {}
+        self._plans: dict[tuple[int | None, int], AttentionPlan] = {}
         slopes = None if config.alibi_slopes is None else torch.tensor(config.alibi_slopes)
         self._score_form = ScoreForm(config.query_scale, config.attention_softcap, slopes)
 
@@ -173,7 +174,9 @@ class TorchProgram(Program):
             calls.add(ops.rms_norm, out, x, as_tensor(norm.weight), eps)
 
     def _attend(self, out: Buffer, x: Buffer, weights: AttentionWeights) -> None:
-        config, calls, ops, kv = self._config, self._calls, self._ops, self.kv[self._num_layers]
+        config, calls, ops = self._config, self._calls, self._ops
+        group, place = self._places[self._num_layers]
+        kv = self.kv[place]
         self._num_layers += 1
         calls.add(ops.linear, self._qkv, x, *self._linear(weights.qkv))
         if (norms := weights.head_norms) is not None:
@@ -183,11 +186,11 @@ class TorchProgram(Program):
             else:
                 how = config.norm, config.qk_norm_kind
                 calls.add(ops.qk_norm, self._qkv, *vectors, kv, config.rms_norm_eps, *how)
-        calls.add(ops.rotary_write, self._qkv, *self._angles[weights.rope], calls.slots, kv)
+        calls.add(ops.rotary_write, self._qkv, *self._angles[weights.rope], calls.slots[group], kv)
         if config.query_growth:
             growth = config.query_growth, config.query_growth_period
             calls.add(ops.scale_queries, self._qkv, calls.positions, kv, *growth)
-        calls.add(ops.attention, self._attended, self._qkv, kv, self._plan(weights.window))
+        calls.add(ops.attention, self._attended, self._qkv, kv, self._plan(weights.window, group))
         calls.add(ops.linear, out, self._attended, *self._linear(weights.out))
 
     def _feed_forward(self, out: Buffer, x: Buffer, weights: MlpWeights) -> None:
@@ -255,12 +258,13 @@ class TorchProgram(Program):
     def close(self) -> None:
         pass
 
-    def _plan(self, window: int | None) -> AttentionPlan:
-        """The attention plan of all layers with this window. It is prepared before the first of them."""
-        if window not in self._plans:
-            self._plans[window] = self._ops.attention_plan(window, self._ops.dtype, self._score_form)
-            self._calls.add(self._plans[window].prepare, self._inputs)
-        return self._plans[window]
+    def _plan(self, window: int | None, group: int) -> AttentionPlan:
+        """The attention plan of all layers with this window in a KV group. It is prepared before the first of them."""
+        key = window, group
+        if key not in self._plans:
+            self._plans[key] = self._ops.attention_plan(window, self._ops.dtype, self._score_form, group)
+            self._calls.add(self._plans[key].prepare, self._inputs)
+        return self._plans[key]
 
     def _linear(self, linear: Linear) -> tuple[Tensor, Tensor | None]:
         bias = None if linear.bias is None else as_tensor(linear.bias).to(self._ops.dtype)

@@ -32,6 +32,7 @@ from pipeline.kernels.triton.launch import INTERPRETED
 from pipeline.kernels.triton.rotary import rotary_write
 from pipeline.kernels.triton.rows import StepArrays
 from pipeline.kernels.triton.tuned import SKINNY_TOKENS, Op
+from pipeline.runtime.kv_groups import KVLayout, undivided
 from pipeline.runtime.model_folder import ModelConfig, Rope
 from pipeline.stages.execute.cpu.program import (
     AnyVector,
@@ -78,6 +79,8 @@ class _Attention:
     keys: Tensor
     values: Tensor
     tasks: AttentionTasks
+    group: int
+    """The KV group."""
     cos: Tensor
     """[max_model_len, head_dim / 2], of the layer's rotary embedding"""
     sin: Tensor
@@ -198,8 +201,10 @@ class DeviceModel(ProgramBuilder):
         where = self._device.where
         self._head = self._table if tied else DeviceMatrix.of((as_matrix(head.matrix),), self._dtype, where)
 
-    def use(self, kv: Tensor, max_model_len: int) -> None:
-        """Set the KV memory and the longest sequence, once all weights are loaded."""
+    def use(self, kv: Tensor, max_model_len: int, layout: KVLayout | None = None) -> None:
+        """Set the KV memory and the longest sequence, once all weights are loaded. Without a layout, each layer has its
+        own memory."""
+        places = (layout or undivided(len(self._attentions))).places
         config = self._config
         self._kv = kv
         angles: dict[Rope | None, list[Tensor]] = {}
@@ -215,9 +220,10 @@ class DeviceModel(ProgramBuilder):
                 qkv=qkv,
                 out=out,
                 head_norms=head_norms,
-                keys=kv[i, 0],
-                values=kv[i, 1],
+                keys=kv[places[i][1], 0],
+                values=kv[places[i][1], 1],
                 tasks=self._tasks_of(weights.window),
+                group=places[i][0],
                 cos=angles[weights.rope][0],
                 sin=angles[weights.rope][1],
             )
@@ -307,8 +313,9 @@ class DeviceModel(ProgramBuilder):
             if decodes:
                 self._attend_decode(attended, qkv, step, layer)
             else:
-                rotary_write(queries, qkv, layer.cos, layer.sin, step, layer.keys, layer.values, layer.head_norms)
-                attend(attended, queries, layer.keys, layer.values, step, layer.tasks)
+                arrays = step.of_group(layer.group)
+                rotary_write(queries, qkv, layer.cos, layer.sin, arrays, layer.keys, layer.values, layer.head_norms)
+                attend(attended, queries, layer.keys, layer.values, arrays, layer.tasks)
             split_k_partials = self._linear(self._narrow, attended, layer.out)
             norm.add_norm(normed, residual, split_k_partials, mlp.norm, eps)
             swiglu.silu_mul(gated, self._linear(self._wide, normed, mlp.gate_up))
@@ -353,7 +360,7 @@ class DeviceModel(ProgramBuilder):
     def _attend_decode(self, attended: Tensor, qkv: Tensor, step: StepArrays, layer: _Attention) -> None:
         cache = layer.keys, layer.values, layer.tasks, layer.head_norms
         early = self._early and step.num_tokens <= SKINNY_TOKENS
-        attend_decode(attended, qkv, layer.cos, layer.sin, step, *cache, pdl=early)
+        attend_decode(attended, qkv, layer.cos, layer.sin, step.of_group(layer.group), *cache, pdl=early)
 
     @staticmethod
     def _fuses(op: Op, gemm: _Gemm, num: int, split_k_partials: Tensor | None) -> bool:
@@ -383,7 +390,10 @@ class DeviceModel(ProgramBuilder):
         return split_k_partials
 
 
-def allocate_kv(config: ModelConfig, num_blocks: int, dtype: torch.dtype, where: torch.device) -> Tensor:
-    """KV memory of all layers. It is zeroed, because kernels read unwritten slots under a mask, and NaN passes it."""
+def allocate_kv(
+    config: ModelConfig, num_blocks: int, dtype: torch.dtype, where: torch.device, num_places: int | None = None
+) -> Tensor:
+    """KV memory of blocks with `num_places` layers, by default all. It is zeroed, because kernels read unwritten slots
+    under a mask, and NaN passes it."""
     layer = kv_cache.shape_of(num_blocks, config.num_kv_heads, config.head_dim, dtype)
-    return torch.zeros((config.num_layers, 2, *layer), dtype=dtype, device=where)
+    return torch.zeros((num_places or config.num_layers, 2, *layer), dtype=dtype, device=where)

@@ -88,6 +88,7 @@ class Pair:
             "hidden_size": facts.hidden_size,
             "max_num_seqs": 16,
             "max_num_batched_tokens": 256,
+            "kv_groups": tuple(facts.kv_groups),
         }
         self.scheduler = Scheduler(SchedulerConfig(**known | limits))
         self._runner = runner
