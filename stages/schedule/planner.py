@@ -139,7 +139,11 @@ class Planner:
         runs: Bools = (counts > 0) & rows.active[order]
         if not np.count_nonzero(full):  # in most steps
             return order if np.count_nonzero(runs) == len(runs) else order[runs], AppendedBlocks(), False
-        appended, windows = AppendedBlocks(), self._kv_cache_manager.windows
+        windows = self._kv_cache_manager.windows
+        at_once = windows.append_all(order[full], wanted[full])
+        if at_once is not None:
+            return order if np.count_nonzero(runs) == len(runs) else order[runs], at_once, False
+        appended = AppendedBlocks()
         preempted = waits = False
         victims: Victims | None = None
         ending = NO_ROWS

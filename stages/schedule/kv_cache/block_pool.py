@@ -56,6 +56,16 @@ class BlockPool:
         self._refs[block] = 1
         return block
 
+    def take_some(self, num_blocks: int) -> list[int]:
+        """The blocks of as many calls of `take`."""
+        if len(self._free) < num_blocks:
+            return [self.take() for _ in range(num_blocks)]
+        blocks = self._free[: -num_blocks - 1 : -1]
+        del self._free[len(self._free) - num_blocks :]
+        for block in blocks:
+            self._refs[block] = 1
+        return blocks
+
     def adopt(self, keys: dict[int, bytes]) -> None:
         """Let free blocks be found by these keys. If two have the same, either is."""
         known = {key: block for block, key in keys.items() if key not in self._by_key}

@@ -340,12 +340,17 @@ class KVCacheManager:
         sequence = rows.sequences[row]
         assert sequence is not None
         prefix.extend(sequence.keys, rows.ids[row], num_full, self._block_size, sequence.request.root)
-        num_registered = int(rows.num_registered[row])
-        for group, table in enumerate(rows.tables):
-            begin = max(num_registered, int(rows.block_firsts[group, row]))
-            for place, block in enumerate(table[row, begin:num_full].tolist(), begin):
-                self.pool.register(block, prefix.group_key(sequence.keys[place], group))
+        keys, register, num_registered = sequence.keys, self.pool.register, int(rows.num_registered[row])
         rows.num_registered[row] = num_full
+        if self.windows.is_plain:
+            for place in range(num_registered, num_full):
+                register(int(rows.tables[0, row, place]), keys[place])
+            return
+        firsts = rows.block_firsts[:, row].tolist()
+        for place in range(num_registered, num_full):
+            for group, block in enumerate(rows.tables[:, row, place].tolist()):
+                if place >= firsts[group]:
+                    register(block, prefix.group_key(keys[place], group))
 
     def _keys_of(self, sequence: Sequence) -> list[bytes]:
         """Keys of the full blocks that a sequence without a row may find. Its last id is always computed: the next id

@@ -9,18 +9,26 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from pipeline.stages.schedule.arrays import Int64s
 from pipeline.stages.schedule.kv_cache.block_pool import BlockPool
 from pipeline.stages.schedule.rows import RowTracker
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 
 
+FEW_ROWS = 32
+"""For more rows, operations on arrays take less time than a loop."""
+
+
 class AppendedBlocks:
     """Blocks that a plan appends to rows; parallel lists."""
+
+    __slots__ = ("blocks", "groups", "rows")
 
     def __init__(self) -> None:
         self.rows: list[int] = []
         self.blocks: list[int] = []
         self.groups: list[int] = []
+        """KV groups; may be empty if there is only one."""
 
 
 class WindowBlocks:
@@ -37,6 +45,9 @@ class WindowBlocks:
         for index, group in enumerate(config.kv_groups):
             if group.window:
                 self.by_window.setdefault(group.window, []).append(index)
+
+        self.is_plain = len(config.kv_groups) == 1 and not self.by_window
+        """There is one group, without a window: a running row needs at most one block in a step, and keeps all."""
 
     def take_passed(self) -> Iterator[tuple[int, int, list[int]]]:
         """Remove the blocks that no later step reads from the tables. Yields rows, groups and blocks."""
@@ -63,6 +74,37 @@ class WindowBlocks:
         """Blocks, of all groups, that a row lacks to hold `num_positions` positions."""
         end = -(-num_positions // self._block_size)
         return sum(max(0, end - have) for have in self._rows.block_ends[:, row].tolist())
+
+    def append_all(self, order: Int64s, num_positions: Int64s) -> AppendedBlocks | None:
+        """Append blocks to these rows until each can hold its number of positions, or return None if there are too few
+        blocks for all."""
+        rows, appended = self._rows, AppendedBlocks()
+        if self.is_plain and len(order) <= FEW_ROWS:
+            if len(order) > self._pool.num_available:
+                return None
+            for row in order.tolist():
+                block = self._pool.take()
+                rows.append_block(0, row, block)
+                appended.rows.append(row)
+                appended.blocks.append(block)
+            return appended
+        lacking = (-(-num_positions // self._block_size) - rows.block_ends[:, order]).clip(0)
+        if lacking.sum() > self._pool.num_available:
+            return None
+        for group, nums in enumerate(lacking):
+            if not (num := int(nums.sum())):
+                continue
+            blocks = self._pool.take_some(num)
+            ends, targets = rows.block_ends[group], order.repeat(nums)
+            places = ends[targets] + np.arange(num) - (nums.cumsum() - nums).repeat(nums)
+            rows.tables[group, targets, places] = blocks
+            ends[order] += nums
+            appended.rows += targets.tolist()
+            appended.blocks += blocks
+            appended.groups += [group] * num
+        if len(lacking) > 1:
+            rows.num_blocks[order] = rows.block_ends[:, order].min(axis=0)
+        return appended
 
     def fitting(self, row: int, num_positions: int) -> int:
         """The most positions, up to `num_positions`, that a row can hold with the blocks that are available now."""
