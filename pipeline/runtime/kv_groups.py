@@ -109,6 +109,19 @@ def kv_layout(windows: Sequence[int | None], max_model_len: int, *, divides: boo
     return KVLayout(tuple(groups) or (FULL,), tuple(places), num_places)
 
 
+def has_windows(groups: Sequence[KVGroup]) -> bool:
+    """Whether any layers keep only a window of positions."""
+    return any(group.window for group in groups)
+
+
+def described(groups: Sequence[KVGroup]) -> str:
+    """For logs, as `1 full + 5 of window 512`."""
+    kinds: dict[int, int] = {}
+    for group in groups:
+        kinds[group.window] = kinds.get(group.window, 0) + 1
+    return " + ".join(f"{num} of window {window}" if window else f"{num} full" for window, num in kinds.items())
+
+
 def undivided(num_layers: int) -> KVLayout:
     """All layers in one group, which keeps all positions."""
     return kv_layout([None] * num_layers, 0)

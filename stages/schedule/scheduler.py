@@ -243,7 +243,7 @@ class Scheduler:
 
     def counts(self) -> ScheduleCounts:
         """`load` and the histograms."""
-        metrics = self.metrics
+        metrics, windows = self.metrics, self.kv_cache_manager.windows
         return ScheduleCounts(
             **msgspec.structs.asdict(self.load()),
             queue_s=metrics.queue_s.counts(),
@@ -255,6 +255,7 @@ class Scheduler:
             settle_s=metrics.settle_s,
             plan_wait_s=metrics.plan_wait_s(),
             gaps=metrics.gaps(),
+            kv_groups=[] if windows.is_plain else windows.counts(),
         )
 
     def check(self) -> None:

@@ -185,6 +185,8 @@ def test_attention_agrees_with_its_formula(
     num_heads, num_kv_heads = 6, 2
     inputs, kv = make_inputs(entries, seed=len(entries)), make_kv(num_kv_heads, dtype)
     kv = in_8_bits(kv) if quantized else kv
+    for entry, (start, _) in enumerate(entries):  # blocks that the window has left belong to others
+        inputs.block_tables[entry, : max(0, start - (window or start + 1) + 1) // BLOCK_SIZE] = 2**30
     qkv = torch.randn(
         inputs.num_tokens, (num_heads + 2 * num_kv_heads) * HEAD_DIM, generator=torch.Generator().manual_seed(2)
     ).to(dtype)

@@ -12,6 +12,7 @@ from pipeline.runtime.model_folder import Architecture, LinearRope, ModelConfig,
 from pipeline.stages.prepare.families.alibi import mpt_slopes
 from pipeline.stages.prepare.families.architecture import LAYER_NORM, alibi_slopes
 from pipeline.stages.prepare.gguf.metadata import Metadata
+from pipeline.stages.prepare.sources.source import ModelError
 
 Tensors = Mapping[str, Any]
 
@@ -33,6 +34,18 @@ class GgufKeys:
     def count(self, key: str) -> int | None:
         """The integer under a key; None if it is 0 or absent."""
         return self.metadata.get(f"{self.architecture}.{key}", int) or None
+
+    def layers(self, key: str, num_layers: int) -> list[int] | None:
+        """The layers for which a list of booleans is true; None if it is absent. Raises ModelError unless it has one
+        for each layer."""
+        name = f"{self.architecture}.{key}"
+        values = self.metadata.list_of(name, bool)
+        if values is None:
+            return None
+        if len(values) != num_layers:
+            path = self.metadata.path
+            raise ModelError(f"{path}: {name} has {len(values)} values; the model has {num_layers} layers")
+        return [layer for layer, value in enumerate(values) if value]
 
     def flag(self, key: str, default: bool) -> bool:
         return bool(self.metadata.get(f"{self.architecture}.{key}", bool, default))
@@ -142,6 +155,22 @@ def _cohere2(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
     return {**found, "logit_scale": keys.number("logit_scale", 1.0), "layers_without_rope": full}
 
 
+def _exaone4(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
+    """Files name the layers with a window. Those without the list have three in four in the largest model, as in
+    llama.cpp. If there are windows, the other layers have no rotary embedding."""
+    layers = keys.layers("attention.sliding_window_pattern", model.num_layers)
+    size, is_largest = keys.count("attention.sliding_window"), model.num_layers == 64
+    if layers is None and is_largest:
+        size, layers = size or 4096, [i for i in range(model.num_layers) if (i + 1) % 4]
+    if layers is None:
+        what = "a sliding window in layers that the file doesn't name"
+        keys.metadata.refuse_unless(f"{keys.architecture}.attention.sliding_window", 0, what)
+    if not size or not layers:
+        return {}
+    others = [i for i in range(model.num_layers) if i not in layers]
+    return {"sliding_window": size, "sliding_layers": layers, "layers_without_rope": others}
+
+
 def _parallel(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
     return {"parallel": keys.flag("use_parallel_residual", True)}
 
@@ -196,7 +225,12 @@ GGUF_ARCHITECTURES: dict[str, GgufArchitecture] = {
     "olmo2": GgufArchitecture(
         models="OLMo 2", always={**POST, "pre_norms": False, "qk_norm": True, "qk_norm_kind": "all"}
     ),
-    "exaone4": GgufArchitecture(models="EXAONE 4", always={**POST, "pre_norms": False, "qk_norm": True}),
+    "exaone4": GgufArchitecture(
+        models="EXAONE 4",
+        always={**POST, "pre_norms": False, "qk_norm": True},
+        read=_exaone4,
+        reads_windows=True,
+    ),
     "smollm3": GgufArchitecture(models="SmolLM3", interleaved_rope=True, read=_smollm3),
     "granite": GgufArchitecture(models="Granite 3", interleaved_rope=True, read=_granite),
     "seed_oss": GgufArchitecture(models="Seed-OSS", names={"post_attention_layernorm": "post_attention_norm"}),

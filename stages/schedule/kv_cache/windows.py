@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from pipeline.metrics.stats import KVGroupCounts
 from pipeline.stages.schedule.arrays import Int64s
 from pipeline.stages.schedule.kv_cache.block_pool import BlockPool
 from pipeline.stages.schedule.rows import RowTracker
@@ -133,6 +134,12 @@ class WindowBlocks:
             return self._pool.num_available >= num_rows
         num_chunk_blocks = self._max_chunk // self._block_size + 1
         return self._pool.num_available >= num_groups * (num_rows + num_chunk_blocks)
+
+    def counts(self) -> list[KVGroupCounts]:
+        """The blocks of running sequences in each group."""
+        rows, order = self._rows, self._rows.order
+        nums = (rows.block_ends[:, order] - rows.block_firsts[:, order]).sum(axis=1).tolist()
+        return [KVGroupCounts(group.window, num) for group, num in zip(self._groups, nums, strict=True)]
 
     def check(self, row: int) -> None:
         """Assert that a row has the blocks that its next position reads, and not many more; for tests."""

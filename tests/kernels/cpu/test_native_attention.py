@@ -261,6 +261,26 @@ def test_a_row_has_the_same_bits_in_every_batch(library: ctypes.CDLL, case: Case
             np.testing.assert_array_equal(out, expected)
 
 
+@pytest.mark.parametrize("kv_type", list(KVType))
+@pytest.mark.parametrize("shape", [SHAPES[i] for i in (2, 3, 5, 6, 7)], ids=lambda shape: "-".join(map(str, shape)))
+def test_blocks_that_the_window_has_left_are_not_read(
+    library: ctypes.CDLL, shape: tuple[int, int, int, int], kv_type: KVType
+) -> None:
+    """They belong to other sequences, whose numbers may be anything."""
+    case = case_of(*shape, kv_type)
+    with recording(library, threads=2, tokens=NUM_TOKENS) as r:
+        attention = Attention(r, case)
+        entries = [(i, start, count) for i, (start, count) in enumerate(ENTRIES)]
+        expected = attention.run(entries)
+        (foreign, *_) = set(range(NUM_BLOCKS)) - set(attention.tables.ravel().tolist())
+        nans = np.full((BLOCK_SIZE, case.kv_heads, case.head_dim), np.nan, np.float32)
+        attention.kv.write(np.full(BLOCK_SIZE, foreign), np.arange(BLOCK_SIZE), nans, nans)
+        for entry, start, _ in entries:
+            attention.tables[entry, : max(0, start - case.window + 1) // BLOCK_SIZE] = foreign
+        for found, values in zip(attention.run(entries), expected, strict=True):
+            assert found.tobytes() == values.tobytes()
+
+
 @pytest.mark.parametrize("chunk", [1, 16, 47])
 def test_a_prompt_has_the_same_bits_for_every_chunk_size(library: ctypes.CDLL, case: Case, chunk: int) -> None:
     whole = {5: (0, 201), 6: (0, 70), 7: (0, 73)}

@@ -102,7 +102,7 @@ def test_every_instruction_set_computes_nearly_what_torch_does(folder: Path, isa
 def test_kv_dtype_int8_takes_little_more_than_half_the_memory(smollm2_dir: Path) -> None:
     config = ModelConfig.load(smollm2_dir)
     plain, quantized = (
-        plan_kv(settings(dtype="bfloat16", kv_mib=64, kv_dtype=kv_dtype), config).num_blocks
+        plan_kv(settings(dtype="bfloat16", kv_mib=64, kv_dtype=kv_dtype), config, 96).num_blocks
         for kv_dtype in ("auto", "int8")
     )
     assert quantized / plain >= 1.9

@@ -7,17 +7,22 @@ what the converter does to them.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from pipeline.config.settings import Settings
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.prepare.gguf.architectures import GGUF_ARCHITECTURES
+from pipeline.stages.prepare.gguf.architectures import GGUF_ARCHITECTURES, GgufKeys
+from pipeline.stages.prepare.gguf.metadata import Metadata
+from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.stage import prepare
+from tests.stages.execute import checkpoints as execute_checkpoints
 from tests.stages.execute import tiny_architectures
 from tests.stages.execute.driver import Driver, row_add, settings
 from tests.stages.execute.tiny_architectures import VARIANTS
@@ -111,6 +116,11 @@ CASES = {
     ),
     "seed_oss": Case("seed_oss", A.SEED_OSS),
     "exaone4": Case("exaone4, no windows", A.EXAONE4),
+    "exaone4, windows": Case(
+        "exaone4",
+        A.EXAONE4,
+        {"attention.sliding_window": 21, "attention.sliding_window_pattern": [True, False, True]},
+    ),
     "command-r": Case("cohere, no qk norm", A.COMMAND_R, {"logit_scale": 0.5}),
     "command-r with norms": Case("cohere", A.COMMAND_R, {"logit_scale": 0.0625}),
     "cohere2": Case("cohere2, by pattern", A.COHERE2, {"logit_scale": 0.0625, "attention.sliding_window": 21}),
@@ -175,6 +185,7 @@ def save(path: Path, model: Any, case: Case) -> Path:
             bool: writer.add_bool,
             int: writer.add_uint32,
             float: writer.add_float32,
+            list: writer.add_array,
         }
         add[type(value) if not isinstance(value, np.floating) else float](f"{name}.{key}", value)
     checkpoints._add_vocabulary(writer, checkpoints.byte_level(), case.pre, config.vocab_size)
@@ -226,6 +237,31 @@ def test_a_gguf_file_has_the_logits_of_its_original_model(tmp_path: Path, name: 
     with torch.inference_mode():
         theirs = model(torch.tensor([IDS])).logits[0, -1].numpy()
     np.testing.assert_allclose(driver.logits()[0], theirs, rtol=0, atol=1e-4)
+
+
+def read_windows(num_layers: int, keys: Mapping[str, Any]) -> ModelConfig:
+    """What a file of EXAONE 4 with these keys says of windows."""
+    values = {f"exaone4.attention.{key}": value for key, value in keys.items()}
+    file: Any = SimpleNamespace(path=Path("x.gguf"), get=values.get)
+    found = GgufKeys(Metadata(file), "exaone4", {})
+    model = execute_checkpoints.config_of(num_layers=num_layers)
+    return msgspec.structs.replace(model, **GGUF_ARCHITECTURES["exaone4"].read(found, model))
+
+
+def test_windows_of_exaone_4_are_in_the_layers_that_the_file_names() -> None:
+    named = {"sliding_window": 128, "sliding_window_pattern": [True, True, False]}
+    config = read_windows(3, named)
+    assert [config.window_of(layer) for layer in range(3)] == [128, 128, None]
+    assert [config.rope_of(layer) is None for layer in range(3)] == [False, False, True]
+    assert read_windows(3, {}).window_of(0) is None
+    assert read_windows(3, {}).layers_without_rope == []
+    largest = read_windows(64, {})  # without keys, as in llama.cpp
+    assert [largest.window_of(layer) for layer in range(5)] == [4096, 4096, 4096, None, 4096]
+    assert largest.layers_without_rope == list(range(3, 64, 4))
+    with pytest.raises(ModelError, match=r"sliding_window is 128: a sliding window in layers that the file doesn't"):
+        read_windows(3, {"sliding_window": 128})
+    with pytest.raises(ModelError, match="sliding_window_pattern has 3 values; the model has 4 layers"):
+        read_windows(4, named)
 
 
 def test_every_architecture_of_gguf_files_is_tested() -> None:
