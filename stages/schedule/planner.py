@@ -114,7 +114,9 @@ class Planner:
         counts = self._grants.chunks(budget, prompts, known - planned, planned)
         if self._has_windows:
             windows = self._kv_cache_manager.windows
-            for place, (row, start, count) in enumerate(zip(*(each.tolist() for each in (prompts, planned, counts)), strict=True)):
+            for place, (row, start, count) in enumerate(
+                zip(*(each.tolist() for each in (prompts, planned, counts)), strict=True)
+            ):
                 end = windows.fitting(row, start + count)
                 windows.append(row, end, appended)
                 counts[place] = end - start

@@ -33,12 +33,17 @@ def stage(name: str, own: OwnCounts | None, state: str = "ready", age_s: float =
     return StageStats(name, 77, state, 0, 10.0, 4096, 2.5, 3, counts, age_s)
 
 
-def schedule(**more: int) -> ScheduleCounts:
+def schedule(**more: Any) -> ScheduleCounts:
     counting = ScheduleMetrics()
     counting.step_tokens.observe(20)
     counting.observe_step(3, 3, wait_s=0.0003, step_s=0.004)
     empty = counting.queue_s.counts()
-    totals = {"num_prompt_tokens": 100, "num_cached_tokens": 30, "num_output_tokens": 50, "num_preemptions": 2} | more
+    totals: dict[str, Any] = {
+        "num_prompt_tokens": 100,
+        "num_cached_tokens": 30,
+        "num_output_tokens": 50,
+        "num_preemptions": 2,
+    } | more
     return ScheduleCounts(
         num_running=3,
         num_waiting=4,

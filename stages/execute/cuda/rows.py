@@ -93,7 +93,8 @@ class DeviceRows:
     def _begin_of_table(self, group: int, row: int) -> int:
         """The offset of a row's block table in a KV group."""
         num_groups, _, width = self._table.group_blocks.shape
-        return self._blocks + (row * num_groups + group) * width
+        begin: int = self._blocks + (row * num_groups + group) * width
+        return begin
 
     def drop(self, rows: IntArray) -> None:
         """Free the lists of dropped rows. The device does not read a dropped row before it is reused."""

@@ -66,8 +66,8 @@ class PrefixLookup:
         for index, group in enumerate(self._groups):
             if group.window and num_blocks:
                 first = group.first_block(num_blocks * self._block_size, self._block_size)
-                blocks = [self._at(keys, index, place, with_swap=with_swap) for place in range(first, num_blocks)]
-                found[index] = FoundBlocks(first, [block for block in blocks if block is not None])
+                of_window = (self._at(keys, index, place, with_swap=with_swap) for place in range(first, num_blocks))
+                found[index] = FoundBlocks(first, [block for block in of_window if block is not None])
                 assert found[index].first + len(found[index].blocks) == num_blocks
             else:
                 del found[index].blocks[num_blocks:]

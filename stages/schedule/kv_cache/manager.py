@@ -192,11 +192,7 @@ class KVCacheManager:
             return None
         firsts = [group.first_block(num_computed, self._block_size) for group in self.groups]
         running = [other.row for other in request.open_sequences.values() if other.row >= 0]
-        ready = (
-            row
-            for row in running
-            if rows.ahead[row] >= num_prompt and self.windows.has_blocks_from(row, firsts)
-        )
+        ready = (row for row in running if rows.ahead[row] >= num_prompt and self.windows.has_blocks_from(row, firsts))
         row = next(ready, None)
         if row is None:
             return None

@@ -118,14 +118,15 @@ class KVOffload:
                 swap.release(there)
                 break
             for (group, key), known in zip(keys, found, strict=True):
-                block = known
-                if block is None:
-                    block = self.take_block()
-                    swap.register(block, key)
-                    self._in_flight.append((step_id, block, key))
-                    sources.append(int(rows.tables[group, row, place]))
-                    targets.append(block)
-                sequence.offloaded[group].append(block)
+                if known is not None:
+                    sequence.offloaded[group].append(known)
+                    continue
+                taken = self.take_block()
+                swap.register(taken, key)
+                self._in_flight.append((step_id, taken, key))
+                sources.append(int(rows.tables[group, row, place]))
+                targets.append(taken)
+                sequence.offloaded[group].append(taken)
             place += 1
         rows.num_offloaded[row] = place
         self._copies.out(sources, targets)

@@ -14,6 +14,7 @@ import numpy as np
 
 from pipeline.stages.schedule.kv_cache.prefix import KEY_BYTES
 
+
 class OffloadIndex:
     """Without memory, or for blocks beyond its end, it stores nothing."""
 

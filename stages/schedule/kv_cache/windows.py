@@ -15,7 +15,6 @@ from pipeline.stages.schedule.kv_cache.block_pool import BlockPool
 from pipeline.stages.schedule.rows import RowTracker
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 
-
 FEW_ROWS = 32
 """For more rows, operations on arrays take less time than a loop."""
 
@@ -72,7 +71,7 @@ class WindowBlocks:
         return all(self._rows.block_firsts[group, row] <= first for group, first in enumerate(firsts))
 
     def num_lacking(self, row: int, num_positions: int) -> int:
-        """Blocks, of all groups, that a row lacks to hold `num_positions` positions, which it has too few blocks for."""
+        """Blocks, of all groups, that a row lacks to hold `num_positions` positions; at least one."""
         if self.is_plain:
             return 1
         end = -(-num_positions // self._block_size)

@@ -58,16 +58,25 @@ class Request(msgspec.Struct, frozen=True):
 
 
 def make_runner(
-    folder: Path, block_bytes: int, num_blocks: int, *, num_swap_blocks: int = 0, threads: int = 2, **how: Any
+    folder: Path,
+    block_bytes: int,
+    num_blocks: int,
+    *,
+    num_swap_blocks: int = 0,
+    threads: int = 2,
+    tokens: int = 0,
+    **how: Any,
 ) -> CpuRunner:
-    """With memory for exactly this many blocks."""
+    """With memory for exactly this many blocks, and for steps of at most `tokens` tokens, if that is given."""
     settings = Settings(
         execute=ExecuteSettings(
             kv_cache_bytes=num_blocks * block_bytes,
             num_threads=threads,
             **{"dtype": "bfloat16", "kernels": "auto", **how},
         ),
-        schedule=ScheduleSettings(max_num_seqs=16, max_num_batched_tokens=256),
+        schedule=ScheduleSettings(
+            max_num_seqs=16, max_num_batched_tokens=tokens or 256, max_num_prefill_tokens=tokens or 0
+        ),
     )
     swap = memoryview(bytearray(num_swap_blocks * block_bytes)) if num_swap_blocks else None
     runner = CpuRunner(settings, folder, swap)
@@ -81,7 +90,7 @@ class Pair:
 
     def __init__(self, runner: CpuRunner, depth: int = 1, **limits: Any) -> None:
         facts = runner.facts
-        known = {
+        known: dict[str, Any] = {
             "num_blocks": facts.num_blocks,
             "num_swap_blocks": facts.num_swap_blocks,
             "max_model_len": facts.max_model_len,

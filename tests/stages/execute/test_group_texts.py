@@ -20,6 +20,8 @@ WINDOW = 21
 GROUPS = (KVGroup(0, 1), KVGroup(WINDOW, 1), KVGroup(WINDOW, 1))
 MANY, FEW = 400, 23
 """Blocks of one layer: for all requests at once, and for a few of them."""
+FEW_TOKENS = 24
+"""Of a step, with few blocks: a long chunk needs many."""
 PREFIX = random_ids(53, 99)
 
 
@@ -45,6 +47,7 @@ class Runners:
         if key not in self._made:
             layer_bytes = block_bytes(1 if has_groups else 3, 2, 32, 1 if kv_dtype == "int8" else 2)
             how: dict[str, Any] = {"kv_dtype": kv_dtype, "kv_groups": has_groups, "num_swap_blocks": num_swap_blocks}
+            how["tokens"] = FEW_TOKENS if num_blocks == FEW else 0
             self._made[key] = runner = make_runner(self._folder, layer_bytes, num_blocks, **how)
             assert isinstance(runner.program, NativeProgram)
             assert tuple(runner.facts.kv_groups) == (GROUPS if has_groups else (KVGroup(0, 3),))
@@ -99,7 +102,7 @@ def test_in_chunks_of_any_size_with_and_without_prefix_caching(
     ids=["recomputed", "recomputed, no caching", "swapped", "swapped, no caching", "offloaded", "few swap blocks"],
 )
 def test_preempted(runners: Runners, depth: int, num_swap_blocks: int, limits: dict[str, Any]) -> None:
-    pair = Pair(runners.get(FEW, num_swap_blocks), depth, max_num_batched_tokens=24, **limits)
+    pair = Pair(runners.get(FEW, num_swap_blocks), depth, max_num_batched_tokens=FEW_TOKENS, **limits)
     assert pair.run(make_requests()) == runners.expected(make_requests())
     load = pair.scheduler.load()
     assert load.num_preemptions > 0
@@ -108,7 +111,7 @@ def test_preempted(runners: Runners, depth: int, num_swap_blocks: int, limits: d
 
 @pytest.mark.parametrize("memory", [(MANY, 0), (FEW, 180)], ids=["enough", "swapped"])
 def test_forked(runners: Runners, memory: tuple[int, int]) -> None:
-    pair = Pair(runners.get(*memory), 2, max_num_batched_tokens=24, preemption="swap", kv_offload=False)
+    pair = Pair(runners.get(*memory), 2, max_num_batched_tokens=FEW_TOKENS, preemption="swap", kv_offload=False)
     assert pair.run(make_requests(3)) == runners.expected(make_requests(3))
     load = pair.scheduler.load()
     assert load.num_forks > 0
@@ -119,7 +122,7 @@ def test_forked(runners: Runners, memory: tuple[int, int]) -> None:
 def test_with_logprobs_of_prompts(runners: Runners, memory: int) -> None:
     requests = make_requests(more=(("num_logprobs", 2), ("num_prompt_logprobs", 1)))
     pair, lonely = (
-        Pair(runners.get(memory), 2, max_num_batched_tokens=33),
+        Pair(runners.get(memory), 2, max_num_batched_tokens=FEW_TOKENS),
         Pair(runners.get(60, has_groups=False), max_num_seqs=1),
     )
     assert pair.run(requests) == lonely.run(requests)

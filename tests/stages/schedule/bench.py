@@ -137,11 +137,7 @@ class Bench:
     def _tables(self, step: m.Step) -> set[int]:
         """The blocks that a step uses: the tables of its rows."""
         rows = self.scheduler.rows
-        return {
-            block
-            for row in np.frombuffer(inline(step.rows), np.int32).tolist()
-            for block in rows.blocks_of(row)
-        }
+        return {block for row in np.frombuffer(inline(step.rows), np.int32).tolist() for block in rows.blocks_of(row)}
 
     def check(self) -> None:
         """Check all invariants, and that no block of a step in flight is free."""

@@ -1,4 +1,4 @@
-"""KV groups on a GPU: rows have a block table for each group, and a step has slots for each. Kernels are interpreted."""
+"""KV groups on a GPU: rows have a block table for each group, and a step slots for each. Kernels are interpreted."""
 
 from pathlib import Path
 

@@ -72,9 +72,7 @@ def test_most_blocks_are_enough_for_a_sequence_alone(
     prefix_caching: bool, groups: tuple[KVGroup, ...], num_prompt: int, budget: int, depth: int
 ) -> None:
     num_blocks = most_blocks(groups, num_prompt + 60, budget, BLOCK_SIZE)
-    limits = groups_config(
-        groups, num_blocks=num_blocks, max_num_batched_tokens=budget, prefix_caching=prefix_caching
-    )
+    limits = groups_config(groups, num_blocks=num_blocks, max_num_batched_tokens=budget, prefix_caching=prefix_caching)
     bench = Bench(limits, depth)
     bench.admit(range(num_prompt), max_tokens=60)
     bench.run()
@@ -256,9 +254,9 @@ def test_the_longest_prefix_is_the_one_on_which_all_groups_agree(data: st.DataOb
     for blocks in (pool, swap):
         places = [set(data.draw(st.lists(st.integers(0, max(0, num_keys - 1))))) for _ in groups]
         where.append([{place for place in some if place < num_keys} for some in places])
-        for group, some in enumerate(where[-1]):
+        for index, some in enumerate(where[-1]):
             for place in some:
-                blocks.register(blocks.take(), group_key(keys[place], group))
+                blocks.register(blocks.take(), group_key(keys[place], index))
     # With full attention: a run in the cache, then one in swap space.
     first = next((place for place in range(num_keys) if place not in where[0][0]), num_keys)
     where[0][0] = set(range(first))
