@@ -79,7 +79,7 @@ def _facts_of(runner: "Runner", weights: str, before: m.ExecuteFacts | None) -> 
         )
     if facts.kv_groups != before.kv_groups:
         raise UserError(
-            f"the layers are in other KV groups than before, which were {described(before.kv_groups)}: start a new server"
+            f"the layers are in other KV groups than before ({described(before.kv_groups)}): start a new server"
         )
     return before
 
