@@ -142,6 +142,11 @@ def _cohere2(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
     return {**found, "logit_scale": keys.number("logit_scale", 1.0), "layers_without_rope": full}
 
 
+def _olmo(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
+    keys.metadata.refuse_unless("olmo.attention.clamp_kqv", 0.0, "clipping queries, keys and values")
+    return {}
+
+
 def _parallel(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
     return {"parallel": keys.flag("use_parallel_residual", True)}
 
@@ -192,11 +197,23 @@ GGUF_ARCHITECTURES: dict[str, GgufArchitecture] = {
         always={**PLAIN, "activation": "gelu_tanh", "parallel": True, "shared_norm": True},
     ),
     "phi3": GgufArchitecture(models="Phi-3, Phi-4", has_windows=True),
+    "chatglm": GgufArchitecture(models="GLM-4-9B", model_type="glm", always={"interleaved_rope": True}),
     "glm4": GgufArchitecture(models="GLM-4-0414", always={**POST, "interleaved_rope": True}),
+    "olmo": GgufArchitecture(
+        models="OLMo",
+        interleaved_rope=True,
+        eps=LAYER_EPS,
+        always={"norm": "layer", "norm_weights": False},
+        read=_olmo,
+    ),
     "olmo2": GgufArchitecture(
         models="OLMo 2", always={**POST, "pre_norms": False, "qk_norm": True, "qk_norm_kind": "all"}
     ),
     "exaone4": GgufArchitecture(models="EXAONE 4", always={**POST, "pre_norms": False, "qk_norm": True}),
+    "ernie4_5": GgufArchitecture(models="ERNIE 4.5", always={"interleaved_rope": True}),
+    "arcee": GgufArchitecture(
+        models="AFM (Arcee)", interleaved_rope=True, always={"gated": False, "activation": "relu2"}
+    ),
     "smollm3": GgufArchitecture(models="SmolLM3", interleaved_rope=True, read=_smollm3),
     "granite": GgufArchitecture(models="Granite 3", interleaved_rope=True, read=_granite),
     "seed_oss": GgufArchitecture(models="Seed-OSS", names={"post_attention_layernorm": "post_attention_norm"}),
