@@ -33,6 +33,7 @@ RESPONSE_END = "</tool_response>"
 
 class Generic(Hermes):
     name = "generic"
+    aliases = ()
     in_template = False
 
     def detects(self, template: str) -> bool:

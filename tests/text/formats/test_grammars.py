@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from pipeline.text.formats import tool_format
+from pipeline.text.formats import lark
 from pipeline.text.formats.chat_formats import TOOL_FORMATS, ChatFormats, either
 from tests.text.formats.replies import REASONING, TOOLS, Reply, read
 
@@ -56,7 +56,7 @@ def vocabulary() -> Tokenizer:
 
 TOKENIZER = vocabulary()
 ADDED = {
-    token.content: tool_format.AddedToken(token_id, token.content, token.special)
+    token.content: lark.AddedToken(token_id, token.content, token.special)
     for token_id, token in TOKENIZER.get_added_tokens_decoder().items()
 }
 END = ADDED["<|end|>"].id

@@ -14,7 +14,7 @@ from pipeline.stages.gateway.parsing.conversation import ReplyForm
 from pipeline.stages.gateway.parsing.parse import parse_chat, parse_tokenize
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.text.formats.chat_formats import ChatFormats
-from pipeline.text.formats.tool_format import AddedToken
+from pipeline.text.formats.lark import AddedToken
 
 HERMES = ChatFormats.of("", ChatSettings(tool_call_parser="hermes"))
 THINKING = ChatFormats.of("", ChatSettings(tool_call_parser="hermes", reasoning_parser="qwen3"))
