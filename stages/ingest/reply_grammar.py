@@ -25,6 +25,15 @@ def calls_beside(submit: Submit, formats: ChatFormats) -> Grammar | None:
     return Grammar("calls", msgspec.json.encode(written).decode(), "tools")
 
 
+def as_answer(submit: Submit, grammar: Grammar, compiled: str, formats: ChatFormats) -> str:
+    """A checked grammar of a reply, with what the model's format has before an answer. Calls have that already, and the
+    prompt of a continued message too."""
+    prompt = submit.prompt
+    if not isinstance(prompt, ChatPrompt) or grammar.kind == "calls" or prompt.continue_final_message:
+        return compiled
+    return formats.as_answer(compiled)
+
+
 def tail(submit: Submit, ids: "np.ndarray[tuple[int], np.dtype[np.int32]]", tokenizer: Tokenizer) -> str | None:
     """The end of a chat's text; None if it is not needed. Raises RequestRefused."""
     if not isinstance(submit.prompt, ChatPrompt):

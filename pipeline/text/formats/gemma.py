@@ -27,6 +27,8 @@ JSON_TYPES = frozenset({"integer", "number", "boolean", "null"})
 
 
 class GemmaFormat(ToolFormat):
+    is_typed = True
+
     def __init__(self, name: str, start: str, end: str, quote: str, stop: str) -> None:
         self.name = name
         self.start, self.end, self.quote = start, end, quote

@@ -20,6 +20,7 @@ from pipeline.text.formats.calls import CallParser, NoCalls
 from pipeline.text.formats.events import Arguments, CallBegun, CallEnded, Event, Reasoning
 from pipeline.text.formats.lark import CallRule, LarkBuilder
 from pipeline.text.formats.marks import Marks
+from pipeline.text.formats.text_scan import SPACE, starts_with
 from pipeline.text.formats.tool_format import ToolFormat
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
@@ -30,11 +31,10 @@ ANALYSIS, COMMENTARY, FINAL = "analysis", "commentary", "final"
 ROLE = "assistant"
 FUNCTIONS = "functions."
 MAX_HEADER_CHARS = 4 * MAX_NAME_CHARS
-SPACE = " \t\r\n"
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 _BODY_END = Marks(frozenset((START, CHANNEL, END, CALL, RETURN)))
-_HEADER_STARTS = (CHANNEL, MESSAGE, "to=")
+_HEADER_STARTS = (START, CHANNEL, MESSAGE, "to=")
 
 
 class Harmony(ToolFormat):
@@ -87,6 +87,8 @@ class HarmonyParser:
         self._is_first = part is Part.HEADER
         """Nothing has been read of a reply that should begin with a header."""
         self._rest = ""
+        self._space: list[str] = []
+        """White space before anything else"""
         self._num_calls = 0
         self._object = CallObject(0)
         self._name = ""
@@ -112,8 +114,8 @@ class HarmonyParser:
         out: list[Event] = []
         rest, self._rest = self._rest, ""
         match self._part:
-            case Part.HEADER if self._is_first and not rest.startswith(_HEADER_STARTS):
-                self._emit(Part.CONTENT, rest, out)
+            case Part.HEADER if self._is_first:
+                self._emit(Part.CONTENT, "".join(self._space), out)
             case Part.REASONING | Part.CONTENT:
                 self._emit(self._part, rest, out)
         return out + self._content.finish()
@@ -130,12 +132,16 @@ class HarmonyParser:
 
     def _header(self, text: str, at: int, out: list[Event]) -> int | None:
         if self._is_first:
-            words = text[at:].lstrip(SPACE)
-            if not words or any(one.startswith(words) for one in (*_HEADER_STARTS, START)):
+            if text[at] in SPACE:
+                self._space.append(text[at])
+                return at + 1
+            start = starts_with(text, at, _HEADER_STARTS)
+            if start == "":
                 return None
             self._is_first = False
-            if not words.startswith((*_HEADER_STARTS, START)):  # the model doesn't know the format
+            if start is None:  # the model doesn't know the format
                 self._part = Part.CONTENT
+                self._emit(Part.CONTENT, "".join(self._space), out)
                 return at
         end = text.find(MESSAGE, at, at + MAX_HEADER_CHARS)
         if end < 0 and len(text) - at < MAX_HEADER_CHARS:

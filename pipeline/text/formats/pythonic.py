@@ -33,6 +33,7 @@ _ARGUMENT_SO_FAR = re.compile(r"[A-Za-z_]\w*[ \t\r\n]*")
 
 class Pythonic(ToolFormat):
     name = "pythonic"
+    is_typed = True
     aliases = ("llama4_pythonic",)
     marks = (PYTHON_START, PYTHON_END)
 
@@ -50,6 +51,7 @@ class Pythonic(ToolFormat):
 
 class Olmo3(ToolFormat):
     name = "olmo3"
+    is_typed = True
     marks = (CALLS_START, CALLS_END)
 
     def detects(self, template: str) -> bool:

@@ -49,6 +49,8 @@ class ToolFormat(ABC):
     """If they are special tokens, detokenize must keep special tokens in the text."""
     stops: tuple[str, ...] = ()
     """Special tokens that end a reply, besides those that the model's files name."""
+    is_typed = False
+    """Whether parsers need the schemas of arguments, because the format doesn't tell numbers from texts."""
     in_template = True
     """Whether the chat template shows tools, calls and results. If not, they are written into messages."""
 
@@ -59,8 +61,8 @@ class ToolFormat(ABC):
     @abstractmethod
     def parser(self, names: Mapping[str, str], hidden: Collection[str]) -> CallParser:
         """A parser of one reply to a request with tools of these names. The values are the JSON schemas of their
-        arguments, for formats that don't tell numbers from texts; a schema may be empty. The `hidden` marks, which are
-        special tokens, are removed from content."""
+        arguments, or empty if the format is not typed. The `hidden` marks, which are special tokens, are removed from
+        content."""
 
     @abstractmethod
     def grammar(self, lark: LarkBuilder, calls: list[CallRule], *, parallel: bool) -> str:

@@ -53,6 +53,8 @@ SEED = msgspec.structs.replace(QWEN, start="<seed:tool_call>", end="</seed:tool_
 
 
 class XmlFormat(ToolFormat):
+    is_typed = True
+
     def __init__(self, name: str, tags: Tags, aliases: tuple[str, ...] = ()) -> None:
         self.name = name
         self.aliases = aliases

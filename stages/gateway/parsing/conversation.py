@@ -151,8 +151,8 @@ class ReplyForm(msgspec.Struct, frozen=True):
 
     tool_choice: str = "none"
     """As in `ChatPrompt`"""
-    names: list[str] = []
-    """Names of the tools"""
+    tools: dict[str, str] = {}
+    """The tools' names, with the JSON schemas of their arguments if the model's format needs them"""
     parallel: bool = True
     shows_specials: bool = False
     """Special tokens stay in the content."""
@@ -208,10 +208,12 @@ def reply_form(
             '"required" or a named function works without one'
         )
         raise unsupported("tools", what)
-    names = [] if choice == "none" else [tool.function.name for tool in _decoded_tools(prompt.tools)]
+    functions = [] if choice == "none" else [tool.function for tool in _decoded_tools(prompt.tools)]
+    is_typed = formats.tools is not None and formats.tools.is_typed
+    tools = {one.name: one.schema if is_typed else "" for one in functions}
     if choice == "none" and formats.reasoning is None:
         return None
-    return ReplyForm(choice, names, prompt.parallel_tool_calls, shows_specials, with_reasoning)
+    return ReplyForm(choice, tools, prompt.parallel_tool_calls, shows_specials, with_reasoning)
 
 
 def calls_grammar(prompt: m.ChatPrompt, formats: ChatFormats, output: m.Grammar | None) -> m.Grammar | None:
