@@ -277,9 +277,9 @@ def test_texts_are_streamed_and_numbers_arrive_whole() -> None:
     parser.push("<tool_call>find\n<arg_key>text</arg_key>\n<arg_value>The")
     assert [event.text for event in parser.push("a ")] == ["a "]  # type: ignore[union-attr]
     assert [event.text for event in parser.push('"b')] == ['\\"b']  # type: ignore[union-attr]
-    parser.push("</arg_value><arg_key>n</arg_key><arg_value>")
+    parser.push("</arg_value><arg_key>n</arg_key><arg_value>1")
     assert parser.push("1") == parser.push("2") == []
-    assert [event.text for event in parser.push("</arg_value>")] == ["12"]  # type: ignore[union-attr]
+    assert [event.text for event in parser.push("</arg_value>")] == ["112"]  # type: ignore[union-attr]
 
 
 def test_kimis_ids_are_those_that_the_model_wrote() -> None:
@@ -388,7 +388,7 @@ def texts(form: str) -> st.SearchStrategy[str]:
     return st.lists(st.sampled_from([*PIECES, *marks, *marks]), max_size=20).map("".join)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 @pytest.mark.parametrize("form", NATIVE)
 def test_parsing_does_not_depend_on_where_the_text_is_split(form: str, data: st.DataObject) -> None:
@@ -404,7 +404,7 @@ def test_parsing_does_not_depend_on_where_the_text_is_split(form: str, data: st.
     assert read(known.parser("auto", NAMES, ""), text) == whole
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 @pytest.mark.parametrize("form", NATIVE)
 def test_calls_are_json_and_other_text_is_kept(form: str, data: st.DataObject) -> None:
@@ -417,10 +417,18 @@ def test_calls_are_json_and_other_text_is_kept(form: str, data: st.DataObject) -
         assert reply.content == text
 
 
-@pytest.mark.parametrize("form", NATIVE)
+HEADS = {
+    "glm45": "<tool_call>find\n<arg_key>text</arg_key><arg_value>",
+    "qwen3_coder": "<tool_call><function=find><parameter=text>",
+    "gemma4": '<|tool_call>call:find{text:<|"|>',
+    "pythonic": "[find(text='",
+    "openai": "<|channel|>final<|message|>",
+}
+
+
+@pytest.mark.parametrize("form", [name for name in NATIVE if name not in ("hermes", "llama3", "mistral", "seed_oss")])
 def test_parsing_takes_linear_time(form: str) -> None:
     known = formats(form, "qwen3", TOOLS[form].marks)
-    start = TOOLS[form].marks[0]
 
     def took_s(head: str, unit: str, num_chars: int) -> float:
         text = head + unit * (num_chars // len(unit))
@@ -428,7 +436,6 @@ def test_parsing_takes_linear_time(form: str) -> None:
         read(known.parser("auto", NAMES), text)
         return time.process_time() - begin_s
 
-    heads = ("", "<tool_call>find\n<arg_key>text</arg_key><arg_value>", '<|tool_call>call:find{text:<|"|>', "[find(text='")
-    for head, unit in itertools.product(heads, (start, " ", "a", "<", "{", "[", "\\")):
-        small_s = took_s(head, unit, 4_000)
-        assert took_s(head, unit, 32_000) < 8 * small_s * 4 + 0.1, (head, unit)
+    for head, unit in itertools.product({"", HEADS.get(form, "")}, (TOOLS[form].marks[0], " ", "a", "{", "[", "\\")):
+        small_s = took_s(head, unit, 1_000)
+        assert took_s(head, unit, 8_000) < 8 * small_s * 4 + 0.1, (head, unit)
