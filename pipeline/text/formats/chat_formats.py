@@ -8,8 +8,8 @@ import msgspec
 
 from pipeline.config.settings import ChatSettings
 from pipeline.text.formats.calls import CallParser, NoCalls
-from pipeline.text.formats.events import Content, Event
 from pipeline.text.formats.deepseek import DeepSeekV3, DeepSeekV31
+from pipeline.text.formats.events import Content, Event
 from pipeline.text.formats.gemma import FUNCTION_GEMMA, GEMMA4
 from pipeline.text.formats.generic import Generic
 from pipeline.text.formats.glm4 import Glm4
@@ -20,8 +20,8 @@ from pipeline.text.formats.kimi_k2 import KimiK2
 from pipeline.text.formats.lark import AddedToken, CallRule, LarkBuilder, LarkGrammar
 from pipeline.text.formats.llama3 import Llama3
 from pipeline.text.formats.mistral import Mistral
-from pipeline.text.formats.reasoning import FORMATS as REASONING_FORMATS
 from pipeline.text.formats.pythonic import Olmo3, Pythonic
+from pipeline.text.formats.reasoning import FORMATS as REASONING_FORMATS
 from pipeline.text.formats.reasoning import HarmonyReasoning, ReasoningFormat, ReasoningParser, ReasoningStage
 from pipeline.text.formats.specials import SpecialTokenFilter
 from pipeline.text.formats.tool_format import ToolFormat, ToolSpec
@@ -35,7 +35,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     DeepSeekV31(),
     GEMMA4,
     FUNCTION_GEMMA,
-    XmlFormat("glm45", GLM, ("glm47",)),
+    XmlFormat("glm45", GLM, ("glm47",), ("<|observation|>", "<|user|>")),
     XmlFormat("seed_oss", SEED),
     XmlFormat("qwen3_coder", QWEN, ("qwen3_xml",)),
     Granite(),
@@ -140,6 +140,12 @@ class ChatFormats(msgspec.Struct, frozen=True):
         return cls(tools, reasoning, template, {token.content: token for token in added})
 
     @property
+    def stops(self) -> list[int]:
+        """Ids of tokens that end a reply in this format."""
+        stops = () if self.tools is None else self.tools.stops
+        return [self.added[mark].id for mark in stops if self._is_special(mark)]
+
+    @property
     def shows_tools(self) -> bool:
         """Whether the chat template shows tools, calls and results, or the text of messages has them."""
         return self.tools is None or self.tools.in_template
@@ -162,8 +168,9 @@ class ChatFormats(msgspec.Struct, frozen=True):
         *,
         shows_specials: bool = False,
     ) -> ReplyParser:
-        """A parser of one reply. `names` are the tools' names, perhaps with the schemas of their arguments. `tail` is at least the last TAIL_CHARS of the prompt's
-        text, or None if it is unknown. With `shows_specials`, special tokens stay in the content."""
+        """A parser of one reply. `names` are the tools' names, perhaps with the schemas of their arguments. `tail` is
+        at least the last TAIL_CHARS of the prompt's text, or None if it is unknown. With `shows_specials`, special
+        tokens stay in the content."""
         tools = self.tools_of(choice)
         marks = self._marks(tools)
         is_filtered = not shows_specials and self.needs_specials(choice)

@@ -5,7 +5,8 @@
     {"text": "a"}
     ```<｜tool▁call▁end｜><｜tool▁calls▁end｜>                                         V3, R1
 
-    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>find<｜tool▁sep｜>{"text": "a"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>   V3.1
+    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>find<｜tool▁sep｜>{"text": "a"}<｜tool▁call▁end｜>           V3.1
+    <｜tool▁calls▁end｜>
 
 Source: the chat templates of deepseek-ai/DeepSeek-V3 and DeepSeek-V3.1. A template that never mentions `tools` does not
 show them, so `auto` selects the generic format for it.

@@ -5,9 +5,9 @@
 
     <|channel|>analysis<|message|>Simple.<|end|><|start|>assistant<|channel|>final<|message|>4<|return|>
 
-`analysis` is the reasoning, `final` the answer, and `commentary` has calls, or text for the user before them. `<|call|>`
-and `<|return|>` end the reply. The recipient may also stand before the channel. Reasoning and calls alternate, so one
-parser reads both; the prompt ends after `<|start|>assistant`.
+`analysis` is the reasoning, `final` the answer, and `commentary` has calls, or text for the user before them.
+`<|call|>` and `<|return|>` end the reply. The recipient may also stand before the channel. Reasoning and calls
+alternate, so one parser reads both; the prompt ends after `<|start|>assistant`.
 Source: https://cookbook.openai.com/articles/openai-harmony
 """
 

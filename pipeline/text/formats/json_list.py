@@ -1,8 +1,8 @@
 """Tool calls as a list of JSON objects after a mark: the formats of Granite 3 and Phi-4-mini.
 
-    <|tool_call|>[{"name": "find", "arguments": {"text": "a"}}, {"name": "now", "arguments": {}}]       Granite 3.1 to 3.3
-    <tool_call>[{"name": "find", "arguments": {"text": "a"}}]                                           Granite 3.0
-    functools[{"name": "find", "arguments": {"text": "a"}}]                                             Phi-4-mini
+    <|tool_call|>[{"name": "find", "arguments": {"text": "a"}}, {"name": "now", "arguments": {}}]  Granite 3.1 to 3.3
+    <tool_call>[{"name": "find", "arguments": {"text": "a"}}]                                      Granite 3.0
+    functools[{"name": "find", "arguments": {"text": "a"}}]                                        Phi-4-mini
     <|tool_call|>{"name": "find", "arguments": {"text": "a"}}<|/tool_call|>                             Phi-4-mini
 
 Sources: ibm-granite/granite-3.3-2b-instruct (chat template), microsoft/Phi-4-mini-instruct (model card)

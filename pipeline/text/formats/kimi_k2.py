@@ -1,7 +1,8 @@
 """The tool-call format of Kimi K2.
 
-    <|tool_calls_section_begin|><|tool_call_begin|>functions.find:0<|tool_call_argument_begin|>{"text": "a"}<|tool_call_end|>
-    <|tool_calls_section_end|>
+    <|tool_calls_section_begin|>
+    <|tool_call_begin|>functions.find:0<|tool_call_argument_begin|>{"text": "a"}<|tool_call_end|>
+    <|tool_calls_section_end|>                                                        all on one line
 
 `functions.find:0` is the call's id, which the model expects back with the result, so clients get it as such.
 Source: docs/tool_call_guidance.md of moonshotai/Kimi-K2-Instruct

@@ -1,13 +1,15 @@
 """Streaming conversion of a value in a syntax that resembles JSON to JSON: Gemma's and Python's.
 
-    {text:<|"|>a<|"|>,at:{x:1},tags:[<|"|>b<|"|>]}          Gemma: names without quotes, and quotes of its own
-    {'text': 'a', "at": {"x": 1}, 'tags': [True, None]}     Python
-    {"text": "a", "at": {"x": 1}}                           JSON, in both
+{text:<|"|>a<|"|>,at:{x:1},tags:[<|"|>b<|"|>]}          Gemma: names without quotes, and quotes of its own
+{'text': 'a', "at": {"x": 1}, 'tags': [True, None]}     Python
+{"text": "a", "at": {"x": 1}}                           JSON, in both
 """
 
 import re
 from collections.abc import Mapping
 from enum import Enum, auto
+
+import msgspec
 
 from pipeline.text.formats.schema_types import STRING_ONLY, Types, as_json, escaped, quoted
 from pipeline.text.formats.text_scan import SPACE, starts_with
@@ -218,8 +220,11 @@ class LooseValue:
             self._string_ended(out)
             return end + len(self._quote)
         held = next(
-            (place for place in range(max(at, len(text) - len(self._quote) + 1), len(text))
-             if self._quote.startswith(text[place:])),
+            (
+                place
+                for place in range(max(at, len(text) - len(self._quote) + 1), len(text))
+                if self._quote.startswith(text[place:])
+            ),
             len(text),
         )
         self._take(text[at:held], out)
@@ -270,7 +275,7 @@ class LooseValue:
             if len(low) < 6 and "\\u".startswith(low[:2]):
                 return None
             if re.fullmatch(r"\\u[dD][c-fC-F][0-9a-fA-F]{2}", low):
-                code = 0x10000 + ((code - 0xD800) << 10) + (int(low[2:], 16) - 0xDC00)
+                code = ord(msgspec.json.decode(f'"{text[at:end]}{low}"'))
                 end += 6
         is_character = code <= 0x10FFFF and not 0xD800 <= code < 0xE000
         self._take(chr(code) if is_character else "\N{REPLACEMENT CHARACTER}", out)
@@ -291,3 +296,13 @@ class LooseValue:
             out.append('"' if self._held is None else as_json("".join(self._held), self._own_types()))
             self._value_ended()
         self._held = None
+
+
+def of_python(text: str) -> str | None:
+    """The JSON of a list or dict in Python's syntax; None if it is anything else."""
+    text = text.strip()
+    if not text.startswith(("[", "{")):
+        return None
+    value = LooseValue(is_python=True)
+    end, written = value.push(text, 0)
+    return written if value.is_whole and end == len(text) else None

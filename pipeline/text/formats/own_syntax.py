@@ -75,10 +75,13 @@ def _parameter(name: str, text: str, root: Any, definitions: str, is_required: b
     """A part of the schema `root`; None if it can't stand alone. `definitions` is as `_definitions` returns it."""
     schema = msgspec.json.decode(text)
     if isinstance(schema, dict) and isinstance(ref := schema.get("$ref"), str):
-        if (schema := resolved(ref, root)) is None:
-            return None
+        schema = resolved(ref, root)
     written = _with(text, definitions)
-    return None if written is None else Parameter(name, schema, written, is_required, types_of(schema, root))
+    return (
+        None
+        if written is None or schema is None
+        else Parameter(name, schema, written, is_required, types_of(schema, root))
+    )
 
 
 def text_body(schema: Any) -> str | None:

@@ -11,7 +11,7 @@ allenai/Olmo-3-7B-Instruct (chat template)
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 from pipeline.text.formats.call_object import MAX_NAME_CHARS
 from pipeline.text.formats.calls import CallParser
@@ -215,12 +215,18 @@ class PythonicParser(CallParser):
         if text[at] == "," and not self._is_spread:
             self._read = self._in_call
             return at + 1
-        if text[at] != ")":
-            return self._break(at, out)
-        if not self._is_spread:
-            self._write("}", out)
-        self._end_call(out)
-        return at + 1
+        if text[at] == ")":
+            if not self._is_spread:
+                self._write("}", out)
+            self._end_call(out)
+            return at + 1
+        match None if self._is_spread else self._argument_at(text, at):
+            case "":
+                return self._hold(text, at)
+            case "=":  # the comma is missing, as in vLLM's template for Gemma 3
+                self._read = self._in_call
+                return at
+        return self._break(at, out)
 
     def _break(self, at: int, out: list[Event]) -> int:
         """Text that can't be part of the call: its arguments end here."""

@@ -117,7 +117,9 @@ FORMATS: tuple[ReasoningFormat, ...] = (
         aliases=("gpt_oss", "openai"),
     ),
     _Gemma4("gemma4", f"{GEMMA_CHANNEL}thought\n", "<channel|>", OPTIONAL),
-    ReasoningFormat("deepseek_v3", *THINK, OPTIONAL, signs=("<｜Assistant｜>", "thinking is defined"), aliases=("deepseek_v31",)),
+    ReasoningFormat(
+        "deepseek_v3", *THINK, OPTIONAL, signs=("<｜Assistant｜>", "thinking is defined"), aliases=("deepseek_v31",)
+    ),
     ReasoningFormat("deepseek_r1", *THINK, OPEN, signs=("<｜Assistant｜>",)),
     ReasoningFormat("glm45", *THINK, OPTIONAL, signs=("<|observation|>",), aliases=("glm47",)),
     ReasoningFormat("kimi_k2", *THINK, OPTIONAL, signs=(KIMI_CALLS,), unclosed_before=(KIMI_CALLS,)),

@@ -15,7 +15,6 @@ from pipeline.text.formats.calls import CallParser
 from pipeline.text.formats.events import Event
 from pipeline.text.formats.text_scan import SPACE, starts_with
 
-
 DROPPED = SPACE + "`}"
 
 

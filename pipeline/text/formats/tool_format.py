@@ -78,6 +78,4 @@ _TOOLS = re.compile(r"\btools\b")
 
 def shows_tools(template: str) -> bool:
     """Whether a chat template uses the variable `tools`."""
-    return any(
-        _TOOLS.search(inside) for inside in re.findall(r"\{%.*?%\}|\{\{.*?\}\}", template, re.DOTALL)
-    )
+    return any(_TOOLS.search(inside) for inside in re.findall(r"\{%.*?%\}|\{\{.*?\}\}", template, re.DOTALL))

@@ -20,6 +20,7 @@ from pipeline.text.formats.call_object import MAX_NAME_CHARS, CallObject
 from pipeline.text.formats.calls import CallParser
 from pipeline.text.formats.events import Event
 from pipeline.text.formats.lark import CallRule, LarkBuilder
+from pipeline.text.formats.loose_json import of_python
 from pipeline.text.formats.own_syntax import Parameter, json_text, parameters, text_body
 from pipeline.text.formats.schema_types import STRING_ONLY, Types, as_json, escaped, property_types, quoted
 from pipeline.text.formats.text_scan import SPACE, starts_with
@@ -55,9 +56,10 @@ SEED = msgspec.structs.replace(QWEN, start="<seed:tool_call>", end="</seed:tool_
 class XmlFormat(ToolFormat):
     is_typed = True
 
-    def __init__(self, name: str, tags: Tags, aliases: tuple[str, ...] = ()) -> None:
+    def __init__(self, name: str, tags: Tags, aliases: tuple[str, ...] = (), stops: tuple[str, ...] = ()) -> None:
         self.name = name
         self.aliases = aliases
+        self.stops = stops
         self.tags = tags
         self.marks = (tags.start, tags.end)
 
@@ -69,7 +71,7 @@ class XmlFormat(ToolFormat):
         return XmlParser(self.tags, names, hidden)
 
     def grammar(self, lark: LarkBuilder, calls: list[CallRule], *, parallel: bool) -> str:
-        line = "" if f"<arg_key>{{arg-key-1}}</arg_key><arg_value>" in lark.template else "\n"
+        line = "" if "<arg_key>{arg-key-1}</arg_key><arg_value>" in lark.template else "\n"
         one = lark.one_of([self._call(lark, call, line) for call in calls])
         return f"{one} ({lark.text(line) if line else ''} {one})*" if parallel else one
 
@@ -261,10 +263,17 @@ class XmlParser(CallParser):
         value = text[at:end]
         self._take(value.removesuffix("\n") if self._tags.has_lines else value, out)
         if not self._is_repeated:
-            whole = "".join(self._value)
-            self._write('"' if self._is_text else as_json(whole, self._types.get(self._key)), out)
+            self._write('"' if self._is_text else self._converted("".join(self._value)), out)
         self._read = self._in_arguments
         return end + len(mark)
+
+    def _converted(self, value: str) -> str:
+        """The JSON of a value. Models write lists and objects as JSON or as Python."""
+        types = self._types.get(self._key)
+        written = as_json(value, types)
+        if written.startswith('"') and (types is None or types & {"array", "object"}):
+            written = of_python(value) or written
+        return written
 
     def _take(self, piece: str, out: list[Event]) -> None:
         if self._is_repeated or not piece:

@@ -19,8 +19,8 @@ ROUNDS = 8
 @dataclass(frozen=True)
 class TemplateTraits:
     """`parts`: it loops over the parts of a message's content. `text_too`: it tests whether content is text, and so
-    takes text as well. `none`: it tests whether content is None, and never takes its length. `developer`: it knows that role. `json_arguments`: it
-    appends the arguments of a call to text, and never tests whether they are text."""
+    takes text as well. `none`: it tests whether content is None, and never takes its length. `developer`: it knows that
+    role. `json_arguments`: it appends the arguments of a call to text, and never tests whether they are text."""
 
     parts: bool = False
     text_too: bool = False

@@ -6,8 +6,8 @@ import msgspec
 
 from pipeline.text.formats.chat_formats import GENERIC, TOOL_FORMATS, ChatFormats, ReplyParser
 from pipeline.text.formats.events import Arguments, CallBegun, CallEnded, Content, Event, Reasoning
-from pipeline.text.formats.reasoning import FORMATS
 from pipeline.text.formats.lark import AddedToken
+from pipeline.text.formats.reasoning import FORMATS
 
 TOOLS = {one.name: one for one in (*TOOL_FORMATS, GENERIC)}
 REASONING = {one.name: one for one in FORMATS}

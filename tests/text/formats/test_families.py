@@ -12,7 +12,13 @@ from pipeline.text.formats.events import CallBegun
 from pipeline.text.formats.harmony import MARKS as HARMONY
 from tests.text.formats.replies import NAMES, TOOLS, Reply, formats, parsed, read
 
-DS = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
+DS = (
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
+)
 KIMI = (
     *("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
     "<|tool_calls_section_end|>",
@@ -97,6 +103,7 @@ CALLS: dict[str, list[tuple[str, str, list[tuple[str, object]]]]] = {
         (glm("find", any="yes", other="[1]", text=""), "", [("find", {"any": "yes", "other": [1], "text": ""})]),
         (f"Well.\n{glm('now')}\n{glm('find', n='1')}", "Well.", [("now", {}), ("find", {"n": 1})]),
         ("<tool_call>now</tool_call>", "", [("now", {})]),
+        (glm("add_2", xs="['a', {'b': True}]"), "", [("add_2", {"xs": ["a", {"b": True}]})]),
         (
             "<tool_call>find<arg_key>n</arg_key><arg_value>1</arg_value><arg_key>n</arg_key><arg_value>2</arg_value>"
             "</tool_call>.",
@@ -144,10 +151,18 @@ CALLS: dict[str, list[tuple[str, str, list[tuple[str, object]]]]] = {
         ),
     ],
     "pythonic": [
-        ("[find(text='a \\'b\\'\\n\\x41\\u00e9', n=5), now()]", "", [("find", {"text": "a 'b'\nAé", "n": 5}), ("now", {})]),
+        (
+            "[find(text='a \\'b\\'\\n\\x41\\u00e9', n=5), now()]",
+            "",
+            [("find", {"text": "a 'b'\nAé", "n": 5}), ("now", {})],
+        ),
         ('[find(at={"x": [1, (2)]}, all=True)]', "", [("find", {"at": {"x": [1, "(2"]}})]),
-        ('[find(at={"x": [1, {}]}, all=True, any=None)]', "", [("find", {"at": {"x": [1, {}]}, "all": True, "any": None})]),
-        ('<|python_start|>[other(a=1)]<|python_end|> So', " So", [("other", {"a": 1})]),
+        (
+            '[find(at={"x": [1, {}]}, all=True, any=None)]',
+            "",
+            [("find", {"at": {"x": [1, {}]}, "all": True, "any": None})],
+        ),
+        ("<|python_start|>[other(a=1)]<|python_end|> So", " So", [("other", {"a": 1})]),
         ('[find(**{"n": 5})]', "", [("find", {"n": 5})]),
         ("[other()]", "[other()]", []),
         ("[now](https://example.org)", "[now](https://example.org)", []),
@@ -259,13 +274,11 @@ def test_text_that_only_resembles_a_call_is_unchanged_content(form: str, text: s
         ("qwen3_coder", "<tool_call><function=find> oops", [{}], "oops"),
         ("gemma4", '<|tool_call>call:find{text:<|"|>a<|"|> oops', [{"text": "a"}], "oops"),
         ("gemma4", "<|tool_call>call:find{at:{x:}}<tool_call|>", [{"at": {"x": None}}], ""),
-        ("pythonic", "[find(text='a' oops", [{"text": "a"}], "oops"),
+        ("pythonic", "[find(text='a' oops)", [{"text": "a"}], "oops)"),
         ("pythonic", "[find(text=)]", [{"text": None}], ")]"),
     ],
 )
-def test_a_malformed_call_ends_with_valid_arguments(
-    form: str, text: str, calls: list[object], content: str
-) -> None:
+def test_a_malformed_call_ends_with_valid_arguments(form: str, text: str, calls: list[object], content: str) -> None:
     reply = parsed(form, text)
     assert [json.loads(arguments) for _, arguments in reply.calls] == calls
     assert reply.num_ended == len(calls)
@@ -366,7 +379,23 @@ def test_special_tokens_of_gpt_oss_and_gemma_are_not_shown() -> None:
 
 PIECES = [
     *('{"name": "find", "arguments": ', '"text"', '"', "\\", "{", "}", "[", "]", "(", ")", ":", ",", "=", " ", "\n"),
-    *("find", "now", "call:", "functions.", "a", "é", "5", "null", "True", "text", "n", "<", "</", "```json", "function"),
+    *(
+        "find",
+        "now",
+        "call:",
+        "functions.",
+        "a",
+        "é",
+        "5",
+        "null",
+        "True",
+        "text",
+        "n",
+        "<",
+        "</",
+        "```json",
+        "function",
+    ),
     *("text='a'", "**", "'", "\\x4", "\\u00e9", "to=", "assistant", "commentary", "final", "analysis"),
 ]
 NATIVE = sorted(set(TOOLS) - {"generic"})
@@ -411,7 +440,14 @@ def test_calls_are_json_and_other_text_is_kept(form: str, data: st.DataObject) -
     text = data.draw(texts(form))
     reply = parsed(form, text)
     for place, (_, arguments) in enumerate(reply.calls):
-        if place < reply.num_ended and form in ("glm45", "qwen3_coder", "seed_oss", "gemma4", "functiongemma", "pythonic"):
+        if place < reply.num_ended and form in (
+            "glm45",
+            "qwen3_coder",
+            "seed_oss",
+            "gemma4",
+            "functiongemma",
+            "pythonic",
+        ):
             json.loads(arguments)
     if not reply.calls and form != "openai":
         assert reply.content == text

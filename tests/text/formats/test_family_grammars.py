@@ -108,7 +108,10 @@ def test_a_named_choice_forces_one_call_of_that_function(tools: str, template: s
     [
         ("glm45", "<tool_call>some\n<arg_key>b</arg_key>\n<arg_value>true</arg_value>\n</tool_call>"),
         ("qwen3_coder", "<tool_call>\n<function=some>\n<parameter=b>\ntrue\n</parameter>\n</function>\n</tool_call>"),
-        ("seed_oss", "<seed:tool_call>\n<function=some>\n<parameter=b>true</parameter>\n</function>\n</seed:tool_call>"),
+        (
+            "seed_oss",
+            "<seed:tool_call>\n<function=some>\n<parameter=b>true</parameter>\n</function>\n</seed:tool_call>",
+        ),
         ("gemma4", "<|tool_call>call:some{b:true,c:false}<tool_call|>"),
         ("functiongemma", "<start_function_call>call:some{b:true}<end_function_call>"),
         ("pythonic", "[some(a=true, b=false)]"),
@@ -121,7 +124,8 @@ def test_a_named_choice_forces_one_call_of_that_function(tools: str, template: s
         ),
         (
             "deepseek_v31",
-            '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>some<｜tool▁sep｜>{"b": true}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+            '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>some<｜tool▁sep｜>{"b": true}<｜tool▁call▁end｜>'
+            "<｜tool▁calls▁end｜>",
         ),
         ("granite", '<|tool_call|>[{"name": "some", "arguments": {"b": true}}]'),
     ],

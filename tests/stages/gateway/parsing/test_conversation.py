@@ -175,7 +175,9 @@ class TestReplies:
     def test_replies_are_parsed_only_for_tools_or_reasoning(self) -> None:
         assert parsed().reply is None
         assert parsed(tools=[FIND], tool_choice="none").reply is None
-        assert parsed(tools=[FIND, NOW], parallel_tool_calls=False).reply == ReplyForm("auto", {"find": "", "now": ""}, False)
+        assert parsed(tools=[FIND, NOW], parallel_tool_calls=False).reply == ReplyForm(
+            "auto", {"find": "", "now": ""}, False
+        )
         assert parsed(formats=THINKING).reply == ReplyForm("none")
         assert parsed(formats=THINKING, include_reasoning=False).reply == ReplyForm("none", with_reasoning=False)
         assert parsed(formats=THINKING).prompt_options.with_tail
