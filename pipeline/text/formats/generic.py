@@ -33,7 +33,7 @@ RESPONSE_END = "</tool_response>"
 
 class Generic(Hermes):
     name = "generic"
-    aliases = ()
+    aliases: tuple[str, ...] = ()
     in_template = False
 
     def detects(self, template: str) -> bool:

@@ -22,7 +22,7 @@ END = "</tool_call>"
 
 class Hermes(ToolFormat):
     name = "hermes"
-    aliases = ("qwen3_json", "granite4")
+    aliases: tuple[str, ...] = ("qwen3_json", "granite4")
     marks = (START, END)
 
     def detects(self, template: str) -> bool:

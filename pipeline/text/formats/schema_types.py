@@ -71,10 +71,9 @@ def as_json(text: str, types: Types) -> str:
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return quoted(text)
     kind = _type_of(value)
-    fits = types is None or kind in types or (kind == "integer" and "number" in types)
-    if not fits and kind == "number" and "integer" in types and float(value).is_integer():
-        fits = True
-    return bare if fits else quoted(text)
+    if types is None or kind in types or (kind == "integer" and "number" in types):
+        return bare
+    return bare if kind == "number" and "integer" in types and float(value).is_integer() else quoted(text)
 
 
 def quoted(text: str) -> str:

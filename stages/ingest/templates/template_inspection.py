@@ -85,8 +85,8 @@ class _Names:
                 return self._kinds.get(node.name)
             case nodes.Getattr() | nodes.Getitem():
                 return self._of_part(node)
-            case nodes.Call(node=nodes.Getattr(attr="get"), args=[nodes.Const(value="content"), *_]):
-                whole = self.kind(node.node.node)
+            case nodes.Call(node=nodes.Getattr(attr="get") as get, args=[nodes.Const(value="content"), *_]):
+                whole = self.kind(get.node)
                 return ValueKind.CONTENT if whole is ValueKind.MESSAGE else None
             case nodes.Filter():
                 inner = self.kind(node.node)
