@@ -15,10 +15,12 @@ from pipeline.stages.gateway.parsing.parse import parse_chat, parse_tokenize
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.text.formats.chat_formats import ChatFormats
 from pipeline.text.formats.lark import AddedToken
+from pipeline.text.formats.tool_format import NO_PARAMETERS
 
 HERMES = ChatFormats.of("", ChatSettings(tool_call_parser="hermes"))
 THINKING = ChatFormats.of("", ChatSettings(tool_call_parser="hermes", reasoning_parser="qwen3"))
 LLAMA = ChatFormats.of("", ChatSettings(tool_call_parser="llama3"), [AddedToken(5, "<|python_tag|>", True)])
+TYPED = ChatFormats.of("", ChatSettings(tool_call_parser="glm45"))
 NONE = ChatFormats()
 USER = {"role": "user", "content": "Hi"}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "find", "arguments": '{"text": "a"}'}}
@@ -178,6 +180,8 @@ class TestReplies:
         assert parsed(tools=[FIND, NOW], parallel_tool_calls=False).reply == ReplyForm(
             "auto", {"find": "", "now": ""}, False
         )
+        typed = parsed(formats=TYPED, tools=[FIND, NOW]).reply
+        assert typed is not None and typed.tools == {"find": '{"type": "object"}', "now": NO_PARAMETERS}
         assert parsed(formats=THINKING).reply == ReplyForm("none")
         assert parsed(formats=THINKING, include_reasoning=False).reply == ReplyForm("none", with_reasoning=False)
         assert parsed(formats=THINKING).prompt_options.with_tail
