@@ -13,7 +13,19 @@ from pipeline.text.formats.events import Content, Event
 from pipeline.text.formats.gemma import FUNCTION_GEMMA, GEMMA4
 from pipeline.text.formats.generic import Generic
 from pipeline.text.formats.glm4 import Glm4
-from pipeline.text.formats.harmony import CHANNEL, FINAL, MESSAGE, ROLE, START, Harmony, HarmonyParser, Part
+from pipeline.text.formats.harmony import (
+    ANALYSIS,
+    CHANNEL,
+    COMMENTARY,
+    END,
+    FINAL,
+    MESSAGE,
+    ROLE,
+    START,
+    Harmony,
+    HarmonyParser,
+    Part,
+)
 from pipeline.text.formats.hermes import Hermes
 from pipeline.text.formats.json_list import Granite, Phi4Mini
 from pipeline.text.formats.kimi_k2 import KimiK2
@@ -56,6 +68,8 @@ TAIL_CHARS = 64
 """The length of the prompt's end that shows whether the prompt opens the reasoning."""
 
 BLANK = r"/\n*/"
+ANY_ARGUMENTS = '{"type": "object"}'
+ANALYSIS_BEGIN = f"{CHANNEL}{ANALYSIS}{MESSAGE}"
 
 _tools = msgspec.json.Decoder(list[ToolSpec])
 
@@ -198,6 +212,28 @@ class ChatFormats(msgspec.Struct, frozen=True):
             raise ValueError("the model has no tool-call format")
         lark = LarkBuilder(self.template, self.added)
         return lark.grammar(self._calls(lark, form, name if choice == "named" else None, tools, parallel=parallel))
+
+    def strict_calls(self, tools: str, *, parallel: bool) -> LarkGrammar | None:
+        """The Lark grammar of a reply that may have calls, in which those of strict functions match their schemas. None
+        if there are none, or if the format has no token that shows where a call begins."""
+        form, lark = self.tools, LarkBuilder(self.template, self.added)
+        if form is None or not lark.stands_apart(form.opening):
+            return None
+        functions = [tool.function for tool in _tools.decode(tools)]
+        if not any(one.strict for one in functions):
+            return None
+        schemas = [(one.name, one.schema if one.strict else ANY_ARGUMENTS) for one in functions]
+        calls = form.grammar(
+            lark, [CallRule(name, lark.schema(text), text) for name, text in schemas], parallel=parallel
+        )
+        if not isinstance(form, Harmony):
+            return lark.grammar(f"{lark.text_without(form.opening)} ({calls})?")
+        text = lark.rule(r"/(.|\n)*/")
+        again = f"{text} {lark.mark(END)} {lark.sequence(START, ROLE)}"
+        preambles = (
+            f"({lark.sequence(CHANNEL, COMMENTARY, MESSAGE)} {again} | {lark.sequence(ANALYSIS_BEGIN)} {again})*"
+        )
+        return lark.grammar(f"{preambles} ({calls} | {lark.sequence(CHANNEL, FINAL, MESSAGE)} {text})")
 
     def after_reasoning(self, grammar: str, tail: str) -> str:
         """The grammar of a reply with free reasoning, then an answer that matches `grammar`. `tail` is at least the

@@ -28,6 +28,7 @@ _NAME = re.compile(r"[^\s`]+")
 
 class DeepSeekV31(ToolFormat):
     name = "deepseek_v31"
+    opening = MARKS.section
     marks = MARKS.all
 
     def detects(self, template: str) -> bool:

@@ -32,6 +32,7 @@ class GemmaFormat(ToolFormat):
     def __init__(self, name: str, start: str, end: str, quote: str, stop: str) -> None:
         self.name = name
         self.start, self.end, self.quote = start, end, quote
+        self.opening = start
         self.marks = (start, end, quote, stop)
         self.stops = (stop,)
 

@@ -34,6 +34,7 @@ RESPONSE_END = "</tool_response>"
 class Generic(Hermes):
     name = "generic"
     aliases: tuple[str, ...] = ()
+    opening = ""
     in_template = False
 
     def detects(self, template: str) -> bool:

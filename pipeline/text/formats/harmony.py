@@ -40,6 +40,7 @@ _HEADER_STARTS = (START, CHANNEL, MESSAGE, "to=")
 class Harmony(ToolFormat):
     name = "openai"
     aliases = ("harmony", "gpt_oss")
+    opening = CHANNEL
     marks = MARKS
     stops = STOPS
 

@@ -23,6 +23,7 @@ END = "</tool_call>"
 class Hermes(ToolFormat):
     name = "hermes"
     aliases: tuple[str, ...] = ("qwen3_json", "granite4")
+    opening = START
     marks = (START, END)
 
     def detects(self, template: str) -> bool:

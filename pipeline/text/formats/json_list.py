@@ -24,6 +24,7 @@ FUNCTOOLS = "functools"
 
 class Granite(ToolFormat):
     name = "granite"
+    opening = TOKEN
     marks = (TOKEN, TAG)
 
     def detects(self, template: str) -> bool:

@@ -27,6 +27,7 @@ _HEADER = re.compile(r"(?:functions\.)?([\w.\-]+?)(:\d+)?")
 
 class KimiK2(ToolFormat):
     name = "kimi_k2"
+    opening = MARKS.section
     marks = MARKS.all
 
     def detects(self, template: str) -> bool:

@@ -87,6 +87,10 @@ class LarkBuilder:
             return f"{self.terminal(f'({term}) & ~{anywhere}')} {self.mark(end)}"
         return self.terminal(f"({body}) /{regex(before + end)}/ & ~/(?s:.*){regex(end)}(?s:.+)/")
 
+    def text_without(self, mark: str) -> str:
+        """Add a terminal for any text that does not have this mark."""
+        return self.terminal(f"/(?s:.*)/ & ~/(?s:.*){regex(mark)}(?s:.*)/")
+
     def rule(self, body: str) -> str:
         """Add a rule. Returns its name."""
         self._rules.append(f"r{len(self._rules)}: {body}")

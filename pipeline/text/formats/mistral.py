@@ -26,6 +26,7 @@ _ID_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
 class Mistral(ToolFormat):
     name = "mistral"
+    opening = START
     marks = (START, ARGS, CALL_ID)
 
     def detects(self, template: str) -> bool:

@@ -52,6 +52,7 @@ class Pythonic(ToolFormat):
 class Olmo3(ToolFormat):
     name = "olmo3"
     is_typed = True
+    opening = CALLS_START
     marks = (CALLS_START, CALLS_END)
 
     def detects(self, template: str) -> bool:

@@ -18,6 +18,8 @@ class ToolFunction(msgspec.Struct, frozen=True):
     name: str
     parameters: Raw = Raw()
     """A JSON schema"""
+    strict: bool | None = None
+    """The arguments must match the schema even if no call is required."""
 
     @property
     def schema(self) -> str:
@@ -47,6 +49,8 @@ class ToolFormat(ABC):
     """Other names of it there, as in vLLM."""
     marks: tuple[str, ...]
     """If they are special tokens, detokenize must keep special tokens in the text."""
+    opening = ""
+    """The mark that begins every first call of a reply; empty if a call needs none, or there are several."""
     stops: tuple[str, ...] = ()
     """Special tokens that end a reply, besides those that the model's files name."""
     is_typed = False

@@ -61,6 +61,7 @@ class XmlFormat(ToolFormat):
         self.aliases = aliases
         self.stops = stops
         self.tags = tags
+        self.opening = tags.start
         self.marks = (tags.start, tags.end)
 
     def detects(self, template: str) -> bool:

@@ -119,6 +119,14 @@ def test_with_tools_a_reply_matches_the_grammar_or_is_tool_calls(rig: Rig, engin
     assert not takes(engine, grammar(rig), CALL)
 
 
+def test_the_grammar_of_strict_calls_is_the_whole_reply(rig: Rig, engine: Engine) -> None:
+    strict = json.dumps({"rules": 'start: "yes" | "f(" s0 ")"\n', "schemas": {"s0": {"enum": [1]}}})
+    rig.send(submit("no", m.Grammar("calls", strict, "tools"), tools=json.dumps(TOOLS)), "gateway.0")
+    made = grammar(rig)
+    assert takes(engine, made, "yes") and takes(engine, made, "f(1)")
+    assert not takes(engine, made, CALL)
+
+
 def test_tool_schemas_are_checked_like_other_grammars(rig: Rig, engine: Engine) -> None:
     rig.send(submit("no", m.Grammar("calls", CALLS, "tools")), "gateway.0")
     assert takes(engine, grammar(rig), "f(1)")
@@ -148,7 +156,7 @@ def test_an_answer_of_gpt_oss_matches_the_grammar_in_the_final_channel(gpt_oss: 
         assert takes(engine, either, before + answer)
         assert takes(engine, either, before + call)
     assert not takes(engine, alone, '"a"')
-    assert not takes(engine, either, thought + answer.replace("a\"", "b\""))
-    calls = json.dumps({"rules": "start: \"x\" s0\n", "schemas": {"s0": {"enum": [1]}}})
+    assert not takes(engine, either, thought + answer.replace('a"', 'b"'))
+    calls = json.dumps({"rules": 'start: "x" s0\n', "schemas": {"s0": {"enum": [1]}}})
     gpt_oss.send(submit("", m.Grammar("calls", calls, "tools")), "gateway.0")
     assert takes(engine, grammar(gpt_oss), f"{thought}x1")

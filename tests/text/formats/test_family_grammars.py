@@ -189,3 +189,51 @@ def test_calls_and_answers_are_enforced_after_the_reasoning(
     assert read(form.parser("auto", TYPED, tail), f"{thought}{head}ab").content.strip() == "ab"
     if REASONING[reasoning].default_stage.name == "OPTIONAL" and not tail.endswith("<|message|>"):
         assert FULL.takes(answer, f"{head}ab")
+
+
+# ---------------------------------------------------------------------------------------------------------- strict
+
+STRICT = json.dumps(
+    [
+        {"type": "function", "function": {"name": "some", "strict": True, "parameters": OPTIONAL}},
+        {"type": "function", "function": {"name": "free", "parameters": OPTIONAL}},
+    ]
+)
+
+
+@pytest.mark.parametrize(
+    ("tools", "call"),
+    [
+        ("hermes", '<tool_call>\n{"name": "some", "arguments": {"b": true}}\n</tool_call>'),
+        ("glm45", "<tool_call>some\n<arg_key>b</arg_key>\n<arg_value>true</arg_value>\n</tool_call>"),
+        ("gemma4", "<|tool_call>call:some{b:true}<tool_call|>"),
+        ("granite", '<|tool_call|>[{"name": "some", "arguments": {"b": true}}]'),
+        ("mistral", '[TOOL_CALLS] [{"name": "some", "arguments": {"b": true}}]'),
+    ],
+)
+def test_calls_of_strict_functions_match_their_schemas_if_the_model_makes_any(tools: str, call: str) -> None:
+    written = formats(tools).strict_calls(STRICT, parallel=True)
+    assert written is not None
+    grammar = written.lark()
+    for text in ("", "Plain {text}.\n", call, f"I look.\n{call}"):
+        assert FULL.takes(grammar, text)
+    wrong = call.replace("true", "1")
+    assert not FULL.takes(grammar, wrong)
+    assert not FULL.takes(grammar, f"I look. {wrong}")
+    if tools != "glm45" and tools != "gemma4":
+        assert FULL.takes(grammar, wrong.replace("some", "free"))
+    assert formats(tools).strict_calls(TOOLS_JSON, parallel=True) is None
+    assert formats(tools, added={}).strict_calls(STRICT, parallel=True) is None
+
+
+def test_strict_calls_of_gpt_oss_follow_any_number_of_messages() -> None:
+    written = formats("openai", "openai_gptoss").strict_calls(STRICT, parallel=True)
+    assert written is not None
+    grammar = formats("openai", "openai_gptoss").after_reasoning(written.lark(), "<|start|>assistant")
+    call = '<|channel|>commentary to=functions.some <|constrain|>json<|message|>{"b": true}'
+    said = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    for before in ("", thought, thought + said, said + thought):
+        assert FULL.takes(grammar, before + call)
+        assert FULL.takes(grammar, f"{before}<|channel|>final<|message|>Yes.")
+        assert not FULL.takes(grammar, before + call.replace("true", "1"))

@@ -183,6 +183,20 @@ class TestReplies:
         typed = parsed(formats=TYPED, tools=[FIND, NOW]).reply
         assert typed is not None and typed.tools == {"find": '{"type": "object"}', "now": NO_PARAMETERS}
         assert parsed(formats=THINKING).reply == ReplyForm("none")
+
+    def test_strict_functions_have_a_grammar_if_a_token_shows_where_a_call_begins(self) -> None:
+        strict = {"type": "function", "function": FIND["function"] | {"strict": True}}
+        formats = ChatFormats.of("", ChatSettings(tool_call_parser="hermes"), [AddedToken(7, "<tool_call>")])
+        made = parsed(formats=formats, tools=[strict, NOW]).options.grammar
+        assert made is not None and (made.kind, made.param) == ("calls", "tools")
+        assert list(json.loads(made.source)["schemas"].values()) == [{"type": "object"}] * 2
+        for tools, known in (([FIND, NOW], formats), ([strict], HERMES)):
+            assert parsed(formats=known, tools=tools).options.grammar is None
+        assert parsed(formats=formats, tools=[strict], tool_choice="none").options.grammar is None
+        answer = parsed(formats=formats, tools=[strict], response_format={"type": "json_object"}).options.grammar
+        assert answer is not None and answer.kind.endswith("json_object")
+
+    def test_reasoning_is_returned_unless_the_client_declines(self) -> None:
         assert parsed(formats=THINKING, include_reasoning=False).reply == ReplyForm("none", with_reasoning=False)
         assert parsed(formats=THINKING).prompt_options.with_tail
         assert not parsed(tools=[FIND]).prompt_options.with_tail

@@ -142,7 +142,7 @@ def test_required_calls_have_a_grammar_in_the_models_own_format(gate: Gate, name
 
 
 def test_without_tools_a_reply_has_its_answer_alone(gate: Gate, name: str) -> None:
-    _, tail, text = REPLIES[name]
+    tail = REPLIES[name][1]
     plain = {
         "openai": "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
         "gemma4": "<|channel>thought\nHm.\n<channel|>Yes.",
