@@ -185,7 +185,8 @@ class TestReplies:
         assert parsed(formats=THINKING).reply == ReplyForm("none")
 
     def test_strict_functions_have_a_grammar_if_a_token_shows_where_a_call_begins(self) -> None:
-        strict = {"type": "function", "function": FIND["function"] | {"strict": True}}
+        function = {"name": "find", "parameters": {"type": "object"}, "strict": True}
+        strict = {"type": "function", "function": function}
         formats = ChatFormats.of("", ChatSettings(tool_call_parser="hermes"), [AddedToken(7, "<tool_call>")])
         made = parsed(formats=formats, tools=[strict, NOW]).options.grammar
         assert made is not None and (made.kind, made.param) == ("calls", "tools")
