@@ -77,9 +77,14 @@ class ToolFormat(ABC):
         return f"call_{key:032x}"
 
 
-_TOOLS = re.compile(r"\btools\b")
+_CODE = re.compile(r"\{%.*?%\}|\{\{.*?\}\}", re.DOTALL)
+_QUOTED = re.compile(r"""'[^']*'|"[^"]*\"""")
+_TOOLS = re.compile(r"(set\s+)?(?<![\w.])tools\b")
 
 
 def shows_tools(template: str) -> bool:
-    """Whether a chat template uses the variable `tools`."""
-    return any(_TOOLS.search(inside) for inside in re.findall(r"\{%.*?%\}|\{\{.*?\}\}", template, re.DOTALL))
+    """Whether a chat template uses the variable `tools`. Some have the tools in a message instead, perhaps under this
+    name."""
+    code = _QUOTED.sub("", " ".join(_CODE.findall(template)))
+    found = _TOOLS.search(code)
+    return found is not None and found[1] is None

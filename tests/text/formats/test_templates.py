@@ -8,6 +8,7 @@ import pytest
 from pipeline.config.settings import ChatSettings
 from pipeline.text.formats.chat_formats import TAIL_CHARS, ChatFormats
 from pipeline.text.formats.reasoning import ReasoningStage
+from pipeline.text.formats.tool_format import shows_tools
 from tests.stages.ingest.templates.chats import TEMPLATES, by_transformers
 from tests.text.formats.replies import Reply, read
 
@@ -97,6 +98,22 @@ def test_each_format_is_detected_from_its_template() -> None:
     assert {
         name: (one.tools and one.tools.name, one.reasoning and one.reasoning.name) for name, one in found.items()
     } == FORMATS
+
+
+@pytest.mark.parametrize(
+    ("template", "found"),
+    [
+        ("{% if tools %}{{ tools | tojson }}{% endif %}", True),
+        ("{%- for tool in tools or [] %}{% endfor %}", True),
+        ("{% if 'tools' in message %}{{ message['tools'] }}{{ message.tools }}{% endif %} tools", False),
+        ("{% set tools = item['tools'] %}{% for tool in tools %}{% endfor %}", False),
+        ("{{ message.tool_calls }}", False),
+    ],
+)
+def test_a_template_shows_tools_if_it_uses_the_variable(template: str, found: bool) -> None:
+    assert shows_tools(template) == found
+    detected = ChatFormats.of(f"{template}<|observation|>", ChatSettings()).tools
+    assert detected is not None and detected.name == ("glm4" if found else "generic")
 
 
 @pytest.mark.parametrize("name", WITH_TOOLS)
