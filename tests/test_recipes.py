@@ -202,7 +202,7 @@ def test_adding_a_tool_call_parser(tree: Tree) -> None:
         "from pipeline.text.formats.arrow import Arrow\nfrom pipeline.text.formats.hermes",
     )
     tree.replace(formats, "    Glm4(),\n", "    Glm4(),\n    Arrow(),\n")
-    tree.replace(settings, 'Literal["hermes", ', 'Literal["arrow", "hermes", ')
+    tree.replace(settings, "_XmlToolFormats = Literal[", '_XmlToolFormats = Literal["arrow", ')
     tree.write_defaults()
     assert '"arrow"' in (tree.root / "config/default.toml").read_text()
     calls = tree.python(

@@ -69,6 +69,7 @@ _ToolFormats = Literal[
 ]
 _MoreToolFormats = Literal["glm4", "glm45", "granite", "kimi_k2", "olmo3", "openai", "phi4_mini_json", "pythonic"]
 _XmlToolFormats = Literal["qwen3_coder", "seed_oss"]
+"""The names of `ToolFormat`s, by the line; the others are their `aliases`."""
 _OtherNames = Literal["glm47", "gpt_oss", "granite4", "harmony", "llama3_json", "llama4_json", "llama4_pythonic"]
 _QwenNames = Literal["qwen3_json", "qwen3_xml"]
 ToolCallParser = Literal["auto", "none", _ToolFormats, _MoreToolFormats, _XmlToolFormats, _OtherNames, _QwenNames]
