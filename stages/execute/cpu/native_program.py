@@ -28,6 +28,7 @@ from pipeline.stages.execute.cpu.program import (
     AnyMatrix,
     AttentionWeights,
     Embedding,
+    ExpertsWeights,
     Head,
     HeadNorms,
     Linear,
@@ -145,6 +146,9 @@ class NativeProgram(Program):
     def mlp(self, weights: MlpWeights) -> None:
         self._add_norms(weights.norm, weights.gate_up)
         self._feed_forward(weights)
+
+    def experts(self, weights: ExpertsWeights) -> None:
+        raise NotImplementedError("mixtures of experts")
 
     def parallel(self, attention: AttentionWeights, mlp: MlpWeights) -> None:
         # Both norms come before attention changes the residual.

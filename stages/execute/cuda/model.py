@@ -37,6 +37,7 @@ from pipeline.stages.execute.cpu.program import (
     AnyVector,
     AttentionWeights,
     Embedding,
+    ExpertsWeights,
     Head,
     Linear,
     MlpWeights,
@@ -186,6 +187,9 @@ class DeviceModel(ProgramBuilder):
     def mlp(self, weights: MlpWeights) -> None:
         gate_up, down = self._gemm(weights.gate_up, self._wide), self._gemm(weights.down, self._narrow)
         self._mlps.append(_Mlp(self._norm_vector(weights.norm), gate_up, down))
+
+    def experts(self, weights: ExpertsWeights) -> None:
+        raise NotImplementedError(Feature.EXPERTS.value)  # `available.why_not` refuses it
 
     def parallel(self, attention: AttentionWeights, mlp: MlpWeights) -> None:
         raise NotImplementedError(Feature.PARALLEL.value)  # `available.why_not` refuses it
