@@ -23,6 +23,7 @@ from pipeline.kernels.activations import ACTIVATIONS, swiglu_oai
 class RouteForm:
     """How logits become weights; `Experts` in pipeline/runtime/model_folder.py describes the fields."""
 
+    num_experts: int
     scoring: str
     normalized: bool
     scale: float = 1.0
@@ -63,9 +64,9 @@ class ExpertActivation:
 
 
 def route(chosen: Tensor, weights: Tensor, logits: Tensor, selection_bias: Tensor | None, form: RouteForm) -> None:
-    """Choose the experts of each token. chosen [T, C] int64, weights [T, C] float32, logits [T, E], selection_bias [E]
-    float32 or None. The largest score comes first; among equal ones, the first expert."""
-    logits = logits.float()
+    """Choose the experts of each token. chosen [T, C] int64, weights [T, C] float32, selection_bias [E]
+    float32 or None, logits [T, E or more], of which the first are those of experts. The largest score comes first; among equal ones, the first expert."""
+    logits = logits[:, : form.num_experts].float()
     scores = torch.sigmoid(logits) if form.scoring == "sigmoid" else torch.softmax(logits, dim=-1)
     ranked = scores if selection_bias is None else scores + selection_bias
     order = torch.sort(ranked, dim=-1, descending=True, stable=True).indices[:, : chosen.shape[1]]
@@ -109,9 +110,9 @@ def experts(
     out.copy_(total)
 
 
-def add_gated(out: Tensor, x: Tensor, gate: Tensor | None) -> None:
-    """out += x * sigmoid(gate), or out += x without a gate. out and x [T, H], gate [T, 1]."""
-    out += x if gate is None else x * torch.sigmoid(gate.float()).to(x.dtype)
+def add_gated(out: Tensor, x: Tensor, logits: Tensor | None) -> None:
+    """out += x * the sigmoid of the last of a token's logits; out += x without logits. out and x [T, H]."""
+    out += x if logits is None else x * torch.sigmoid(logits[:, -1:].float()).to(x.dtype)
 
 
 def route_reference(

@@ -194,7 +194,8 @@ def _attend(
     form: ScoreForm,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention with capped or biased scores, or with sinks, in float32. `query` is [B, K, group, D] for one token each, or
+    """Attention with capped or biased scores, or with sinks, in float32. `query` is [B, K, group, D] for one token
+    each, or
     [K, group, tokens, D] for the tokens of a chunk; `distances` [B, 1, L] or [tokens, L]."""
     scale = query.shape[-1] ** -0.5 if form.scale is None else form.scale
     scores = query.float() @ keys.float().transpose(-1, -2) * scale

@@ -103,7 +103,7 @@ class ExpertsWeights:
 
     norm: Norm | None
     router: Linear
-    """[experts, hidden_size]"""
+    """[experts, hidden_size]; if the shared expert has a gate, that is the last row of [experts + 1, hidden_size]."""
     gate_up: Linear
     """Gate and up of the first expert, then those of the next one; only up if the layer is not gated."""
     down: Linear
@@ -112,8 +112,6 @@ class ExpertsWeights:
     """[experts]"""
     shared: tuple[Linear, Linear] | None = None
     """Gate and up, and down, of the expert that computes every token."""
-    shared_gate: "AnyMatrix | None" = None
-    """[1, hidden_size]"""
     post_norm: Norm | None = None
 
 

@@ -94,12 +94,12 @@ class TorchProgram(Program):
         self._gated = calls.buffer(config.intermediate_size)
         if (experts := config.experts) is not None:
             self._routed = calls.buffer(config.hidden_size)
-            self._router_logits = calls.buffer(experts.num)
+            self._router_logits = calls.buffer(experts.num + experts.shared_gate)
             self._chosen = calls.buffer(experts.num_per_token, dtype=torch.int64)
             self._expert_weights = calls.buffer(experts.num_per_token, dtype=torch.float32)
             shared = experts.shared_intermediate_size
             self._shared_gate_up = calls.buffer((2 if config.gated else 1) * shared)
-            self._shared_gated, self._shared_gate = calls.buffer(shared), calls.buffer(1)
+            self._shared_gated = calls.buffer(shared)
         self._last = calls.buffer(config.hidden_size, Extent.SAMPLES)
         self._logits = calls.buffer(config.vocab_size, Extent.SAMPLES, torch.float32)
         self._rotations = rotations(config, max_model_len)
@@ -145,7 +145,7 @@ class TorchProgram(Program):
         self._norm(x, self._residual, weights.norm)
         calls.add(ops.linear, self._router_logits, x, *self._linear(weights.router))
         bias = None if weights.selection_bias is None else as_tensor(weights.selection_bias)
-        form = RouteForm(sizes.scoring, sizes.normalized, sizes.scale)
+        form = RouteForm(sizes.num, sizes.scoring, sizes.normalized, sizes.scale)
         calls.add(ops.route, self._chosen, self._expert_weights, self._router_logits, bias, form)
         activation = ExpertActivation(config.activation, config.gated, config.swiglu_alpha, config.swiglu_limit)
         matrices = self._expert_matrices(weights, sizes.num)
@@ -155,12 +155,8 @@ class TorchProgram(Program):
             gate_up, down = weights.shared
             calls.add(ops.linear, self._shared_gate_up, x, *self._linear(gate_up))
             self._activate(self._shared_gated, self._shared_gate_up)
-            gate = None
-            if weights.shared_gate is not None:
-                gate = self._shared_gate
-                calls.add(ops.linear, gate, x, *self._linear(Linear((weights.shared_gate,))))
             calls.add(ops.linear, x, self._shared_gated, *self._linear(down))
-            calls.add(ops.add_gated, self._routed, x, gate)
+            calls.add(ops.add_gated, self._routed, x, self._router_logits if sizes.shared_gate else None)
         self._add(self._routed, weights.post_norm)
 
     def parallel(self, attention: AttentionWeights, mlp: MlpWeights) -> None:

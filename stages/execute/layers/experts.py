@@ -1,5 +1,9 @@
 """A mixture of experts: a router, the experts' matrices, and in some models an expert for every token."""
 
+from collections.abc import Sequence
+
+import numpy as np
+
 from pipeline.runtime.model_folder import EXPERTS, ModelConfig
 from pipeline.stages.execute.cpu.program import AnyMatrix, ExpertsWeights, Linear
 from pipeline.stages.execute.layers.norm import norm_weights
@@ -12,7 +16,7 @@ def experts_weights(config: ModelConfig, weights: Weights, index: int) -> Expert
     assert experts is not None
     layer, hidden, inner = f"model.layers.{index}", config.hidden_size, experts.intermediate_size
     router_name = f"{layer}.mlp.router"
-    router = weights.matrix(f"{router_name}.weight", experts.num, hidden)
+    router = [weights.matrix(f"{router_name}.weight", experts.num, hidden)]
     router_bias = weights.vector(f"{router_name}.bias", experts.num) if experts.router_bias else None
     before = [f"{layer}.{EXPERTS}{number}." for number in range(experts.num)]
     inputs = ("gate_proj", "up_proj") if config.gated else ("up_proj",)
@@ -23,15 +27,16 @@ def experts_weights(config: ModelConfig, weights: Weights, index: int) -> Expert
         names = [f"{layer}.mlp.shared_expert.{name}.weight" for name in inputs]
         down = weights.matrix(f"{layer}.mlp.shared_expert.down_proj.weight", hidden, size)
         shared = Linear(weights.matrices(names, [size] * len(names), hidden)), Linear((down,))
-    gate = weights.matrix(f"{layer}.mlp.shared_expert_gate.weight", 1, hidden) if experts.shared_gate else None
+    if experts.shared_gate:
+        router.append(weights.matrix(f"{layer}.mlp.shared_expert_gate.weight", 1, hidden))
+        router_bias = None if router_bias is None else np.append(np.asarray(router_bias), np.float32(0))
     return ExpertsWeights(
         norm=norm_weights(config, weights, f"{layer}.post_attention_layernorm") if config.pre_norms else None,
-        router=Linear((router,), router_bias),
+        router=Linear(_in_one_format(router), router_bias),
         selection_bias=weights.vector(f"{layer}.mlp.selection.bias", experts.num) if experts.selection_bias else None,
         gate_up=_stacked(weights, first, inner, hidden, len(inputs), experts.bias),
         down=_stacked(weights, last, hidden, inner, 1, experts.bias),
         shared=shared,
-        shared_gate=gate,
         post_norm=norm_weights(config, weights, f"{layer}.mlp_post_norm") if config.post_norms else None,
     )
 
@@ -41,13 +46,17 @@ def _stacked(weights: Weights, names: list[str], rows: int, columns: int, group:
     sizes = [rows] * len(names)
     matrices = weights.matrices([f"{name}.weight" for name in names], sizes, columns)
     bias = weights.join_vectors([f"{name}.bias" for name in names], sizes) if has_bias else None
-    if any(len({matrix.format for matrix in matrices[part::group]}) > 1 for part in range(group)):
-        matrices = tuple(_as_bf16(matrix) for matrix in matrices)
-    return Linear(matrices, bias)
+    parts = [_in_one_format(matrices[part::group]) for part in range(group)]
+    return Linear(tuple(matrix for one in zip(*parts, strict=True) for matrix in one), bias)
+
+
+def _in_one_format(matrices: Sequence[AnyMatrix]) -> tuple[AnyMatrix, ...]:
+    """The matrices, or all of them in bfloat16 if their formats differ: an op reads them as one matrix."""
+    has_one = len({matrix.format for matrix in matrices}) == 1
+    return tuple(matrices) if has_one else tuple(_as_bf16(matrix) for matrix in matrices)
 
 
 def _as_bf16(matrix: AnyMatrix) -> AnyMatrix:
-    """The matrix dequantized: an op reads the panels of all experts in one format."""
     import torch
 
     from pipeline.kernels.matrix import Matrix, as_matrix

@@ -71,12 +71,7 @@ def features_of(config: ModelConfig) -> set[Feature]:
     return {feature for feature, is_needed in needs.items() if is_needed}
 
 
-NATIVE: frozenset[Feature] = frozenset(Feature) - {
-    Feature.EXPERTS,
-    Feature.EXPERT_BIAS,
-    Feature.SIGMOID_ROUTER,
-    Feature.SINKS,
-}
+NATIVE: frozenset[Feature] = frozenset(Feature)
 """Features of the native CPU program."""
 TRITON: frozenset[Feature] = frozenset({Feature.ROPES})
 """Features of the GPU program."""

@@ -1,6 +1,6 @@
 """A tiny random model of each architecture, made by transformers from a config and prepared from its folder."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +151,12 @@ VARIANTS: dict[str, Variant] = {
         },
     ),
 }
+
+
+def without_choice(variant: Variant) -> Variant:
+    """The variant whose experts compute every token: rounding errors can't change which of them do."""
+    num = next((variant.changes[name] for name in ("num_experts", "num_local_experts") if name in variant.changes), 0)
+    return replace(variant, changes={**variant.changes, "num_experts_per_tok": num}) if num else variant
 
 
 def make(variant: Variant, seed: int = 0) -> Any:
