@@ -195,8 +195,7 @@ def _attend(
     sinks: Tensor | None,
 ) -> Tensor:
     """Attention with capped or biased scores, or with sinks, in float32. `query` is [B, K, group, D] for one token
-    each, or
-    [K, group, tokens, D] for the tokens of a chunk; `distances` [B, 1, L] or [tokens, L]."""
+    each, or [K, group, tokens, D] for the tokens of a chunk; `distances` [B, 1, L] or [tokens, L]."""
     scale = query.shape[-1] ** -0.5 if form.scale is None else form.scale
     scores = query.float() @ keys.float().transpose(-1, -2) * scale
     if form.softcap is not None:

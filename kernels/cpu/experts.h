@@ -71,7 +71,6 @@ class Route final : public Op {
         const float* logits = logits_ + size_t(token) * stride_;
         memcpy(scores, logits, experts * 4);
         std::fill(scores + experts, scores + width, -INFINITY);
-        float total = 0;
         if (form_.scoring == Scoring::SOFTMAX) {
             vf tops = load<vf>(scores);
             for (int i = LANES; i < width; i += LANES) tops = max(tops, load<vf>(scores + i));
@@ -82,7 +81,8 @@ class Route final : public Op {
                 sums += score;
                 store(scores + i, score);
             }
-            total = sum(sums);
+            const float total = sum(sums);
+            for (int i = 0; i < width; i += LANES) store(scores + i, load<vf>(scores + i) / total);
         } else {
             for (int i = 0; i < width; i += LANES) store(scores + i, sigmoid(load<vf>(scores + i)));
         }
@@ -99,12 +99,9 @@ class Route final : public Op {
             best[at] = ranks[i], chosen[at] = i;
         }
         float* weights = routing.weights.data() + size_t(token) * count;
-        if (form_.normalized) {
-            total = 0;
-            for (int i = 0; i < count; i++) total += scores[chosen[i]];
-        } else if (form_.scoring == Scoring::SIGMOID) {
-            total = 1;
-        }
+        float total = 0;
+        for (int i = 0; i < count; i++) total += scores[chosen[i]];
+        if (!form_.normalized) total = 1;
         for (int i = 0; i < count; i++) weights[i] = scores[chosen[i]] / total * form_.scale;
     }
 

@@ -62,6 +62,27 @@ def qkv_apart(name: str, data: Array, config: Any) -> Array:
     return np.concatenate([part.reshape(-1, *data.shape[1:]) for part in parts])
 
 
+def squeezed(name: str, data: Array, config: Any) -> Array:
+    return data.squeeze()
+
+
+def experts_apart(name: str, data: Array, config: Any) -> dict[str, Array]:
+    """A tensor by the name that gguf-py knows. Gate and up of all experts are one in transformers, in gpt-oss row by row,
+    and its matrices are transposed."""
+    stem, _, last = name.rpartition(".")
+    if not stem.endswith("mlp.experts"):
+        return {name: data}
+    part, kind = last.removesuffix("_bias"), "bias" if last.endswith("_bias") else "weight"
+    is_gpt_oss = config.model_type == "gpt_oss"
+    if is_gpt_oss and kind == "weight":
+        data = data.swapaxes(1, 2)
+    if part == "down_proj":
+        return {f"{stem}.down_proj.{kind}": data}
+    half = data.shape[1] // 2
+    gate, up = (data[:, ::2], data[:, 1::2]) if is_gpt_oss else (data[:, :half], data[:, half:])
+    return {f"{stem}.gate_proj.{kind}": gate, f"{stem}.up_proj.{kind}": up}
+
+
 def untransposed(name: str, data: Array, config: Any) -> Array:
     is_linear = name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))
     return data.T.copy() if is_linear else data
@@ -78,6 +99,7 @@ class Case:
 
 
 A = gguf.MODEL_ARCH
+EXPERTS = {"expert_count": 6, "expert_used_count": 3}
 CASES = {
     "gemma": Case("gemma", A.GEMMA, convert=norms_plus_one),
     "gemma2": Case(
@@ -123,6 +145,30 @@ CASES = {
     "falcon 7b": Case("falcon 7b", A.FALCON, {"attention.head_count_kv": 1}, qkv_apart),
     "falcon 40b": Case("falcon 40b", A.FALCON, {"attention.head_count_kv": 2}, qkv_apart),
     "bloom": Case("bloom", A.BLOOM, convert=qkv_apart),
+    "mixtral": Case("mixtral", A.LLAMA, {"expert_count": 5, "expert_used_count": 2}, permuted, "llama-bpe"),
+    "qwen2moe": Case(
+        "qwen2_moe",
+        A.QWEN2MOE,
+        {**EXPERTS, "expert_feed_forward_length": 32, "expert_shared_feed_forward_length": 48},
+        squeezed,
+        "qwen2",
+    ),
+    "qwen3moe": Case("qwen3_moe", A.QWEN3MOE, {**EXPERTS, "expert_feed_forward_length": 32}, pre="qwen2"),
+    "olmoe": Case("olmoe", A.OLMOE, EXPERTS, pre="olmo"),
+    "gpt-oss": Case(
+        "gpt_oss, each second layer",
+        A.GPT_OSS,
+        {
+            "expert_count": 5,
+            "expert_used_count": 2,
+            "expert_feed_forward_length": 96,
+            "attention.sliding_window": 21,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 64,
+        },
+        pre="gpt-4o",
+    ),
     "mpt": Case("mpt", A.MPT, {"attention.max_alibi_bias": 8.0, "attention.clamp_kqv": 0.0}),
 }
 GGUF_ONLY = {
@@ -131,6 +177,9 @@ GGUF_ONLY = {
     ),
     "cohere2, by pattern": tiny_architectures.Variant(
         "cohere2", {"sliding_window": 21}, {**tiny_architectures.SIZES, "num_hidden_layers": 4}
+    ),
+    "gpt_oss, each second layer": tiny_architectures.Variant(
+        "gpt_oss", {**VARIANTS["gpt_oss"].changes, "swiglu_limit": 7.0}
     ),
     "starcoder2, no window": tiny_architectures.Variant("starcoder2"),
 }
@@ -179,8 +228,16 @@ def save(path: Path, model: Any, case: Case) -> Path:
         add[type(value) if not isinstance(value, np.floating) else float](f"{name}.{key}", value)
     checkpoints._add_vocabulary(writer, checkpoints.byte_level(), case.pre, config.vocab_size)
     names = gguf.get_tensor_name_map(case.arch, layers)
-    for tensor_name, tensor in model.state_dict().items():
+    tensors = {
+        name: part
+        for original, tensor in model.state_dict().items()
+        for name, part in experts_apart(original, tensor.float().numpy(), config).items()
+    }
+    for tensor_name, data in tensors.items():
         if tensor_name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if tensor_name.endswith(".sinks"):
+            writer.add_tensor(f"blk.{tensor_name.split('.')[2]}.attn_sinks.weight", data)
             continue
         short = tensor_name.removeprefix("transformer.")  # as BLOOM's tensors are named on the hub
         found = names.get_name(tensor_name, try_suffixes=(".weight", ".bias"))
@@ -191,7 +248,7 @@ def save(path: Path, model: Any, case: Case) -> Path:
             for theirs, ours in swapped.items():
                 if f".{theirs}." in tensor_name:
                     found = f"{found.rsplit('.', 2)[0]}.{ours}.{tensor_name.rsplit('.', 1)[1]}"
-        writer.add_tensor(found, case.convert(tensor_name, tensor.float().numpy(), config))
+        writer.add_tensor(found, np.ascontiguousarray(case.convert(tensor_name, data, config)))
     if "longrope" in case.variant:
         for kind in ("long", "short"):
             writer.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32))
