@@ -65,7 +65,8 @@ class ExpertActivation:
 
 def route(chosen: Tensor, weights: Tensor, logits: Tensor, selection_bias: Tensor | None, form: RouteForm) -> None:
     """Choose the experts of each token. chosen [T, C] int64, weights [T, C] float32, selection_bias [E]
-    float32 or None, logits [T, E or more], of which the first are those of experts. The largest score comes first; among equal ones, the first expert."""
+    float32 or None, logits [T, E or more], of which the first are those of experts. The largest score comes
+    first; among equal ones, the first expert."""
     logits = logits[:, : form.num_experts].float()
     scores = torch.sigmoid(logits) if form.scoring == "sigmoid" else torch.softmax(logits, dim=-1)
     ranked = scores if selection_bias is None else scores + selection_bias

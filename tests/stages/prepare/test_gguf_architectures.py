@@ -67,8 +67,8 @@ def squeezed(name: str, data: Array, config: Any) -> Array:
 
 
 def experts_apart(name: str, data: Array, config: Any) -> dict[str, Array]:
-    """A tensor by the name that gguf-py knows. Gate and up of all experts are one in transformers, in gpt-oss row by row,
-    and its matrices are transposed."""
+    """A tensor by the name that gguf-py knows. Gate and up of all experts are one in transformers, in gpt-oss row by
+    row, and its matrices are transposed."""
     stem, _, last = name.rpartition(".")
     if not stem.endswith("mlp.experts"):
         return {name: data}
