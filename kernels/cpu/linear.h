@@ -230,7 +230,8 @@ class LinearAdd final : public Gemm {
 class Linear final : public Gemm {
    public:
     Linear(float* out, const Product* products, int num_products, int width, const Routing* routing = nullptr)
-        : Gemm(routing ? "experts_down" : "linear", products, num_products, 2, routing), out_(out), width_(width) {}
+        : Gemm(routing ? "experts_down" : "linear", products, num_products, routing ? 8 : 2, routing), out_(out),
+          width_(width) {}
 
    private:
     void finish(const Step&, const Part& part, const Scratch&) override {

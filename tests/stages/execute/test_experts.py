@@ -18,6 +18,8 @@ from tests.stages.execute.checkpoints import VOCAB_SIZE
 from tests.stages.execute.driver import Driver, row_add, settings
 from tests.stages.execute.native_driver import ISAS, Native
 
+MAX_ERROR = 0.05
+"""Relative to the standard deviation of the logits. A layer that computes something else has tens of percent."""
 SHAPE = {"hidden_size": 256, "intermediate_size": 256, "num_heads": 8, "head_dim": 32}
 FORMATS: dict[str, dict[str, Format]] = {
     "bf16": {},
@@ -116,7 +118,7 @@ def test_logits_are_near_those_of_torch(tmp_path: Path, name: str, isa: str) -> 
     entries = [(i, 0, len(prompt), True) for i, prompt in enumerate(PROMPTS)]
     expected, found = torch_rows.logits(*entries), native_rows.logits(*entries)
     for ours, theirs in zip(found, expected, strict=True):
-        assert np.sqrt(np.mean((ours - theirs) ** 2)) < 0.03 * theirs.std()
+        assert np.sqrt(np.mean((ours - theirs) ** 2)) < MAX_ERROR * theirs.std()
     native_rows.driver.runner.close()
 
 
@@ -135,7 +137,7 @@ def test_other_forms_of_routers_and_experts(tmp_path: Path, changes: dict[str, A
     expected = Rows(Driver(folder, settings(kernels="torch", kv_mib=2, tokens=256))).logits(*entries)
     rows = Rows(Native(folder, ISAS[0], kv_mib=2, tokens=256))
     for ours, theirs in zip(rows.logits(*entries), expected, strict=True):
-        assert np.sqrt(np.mean((ours - theirs) ** 2)) < 0.03 * theirs.std()
+        assert np.sqrt(np.mean((ours - theirs) ** 2)) < MAX_ERROR * theirs.std()
     rows.driver.runner.close()
 
 
@@ -148,6 +150,6 @@ def test_sinks_with_keys_and_values_in_8_bits(tmp_path: Path, kv_dtype: str) -> 
     rows = Rows(Native(folder, ISAS[0], kv_mib=2, tokens=256, kv_dtype=kv_dtype))
     found = rows.logits(*entries)
     for ours, theirs in zip(found, expected, strict=True):
-        assert np.sqrt(np.mean((ours - theirs) ** 2)) < 0.03 * theirs.std()
+        assert np.sqrt(np.mean((ours - theirs) ** 2)) < MAX_ERROR * theirs.std()
     np.testing.assert_array_equal(rows.logits((0, 59, 1, True))[0], found[0])
     rows.driver.runner.close()
