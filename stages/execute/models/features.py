@@ -33,6 +33,7 @@ class Feature(Enum):
     EXPERTS = "mixtures of experts"
     EXPERT_BIAS = "biases of experts"
     SIGMOID_ROUTER = "sigmoid scores of experts"
+    SELECTION_BIAS = "a bias that chooses experts"
     LOGIT_SCALE = "a factor of logits"
     LOGIT_SOFTCAP = "capped logits"
     HEAD_BIAS = "a bias of the LM head"
@@ -62,6 +63,7 @@ def features_of(config: ModelConfig) -> set[Feature]:
         Feature.SINKS: config.sinks,
         Feature.EXPERTS: config.experts is not None,
         Feature.EXPERT_BIAS: config.experts is not None and config.experts.bias,
+        Feature.SELECTION_BIAS: config.experts is not None and config.experts.selection_bias,
         Feature.SIGMOID_ROUTER: config.experts is not None and config.experts.scoring == "sigmoid",
         Feature.LOGIT_SCALE: config.logit_scale != 1,
         Feature.LOGIT_SOFTCAP: config.logit_softcap is not None,
@@ -73,7 +75,7 @@ def features_of(config: ModelConfig) -> set[Feature]:
 
 NATIVE: frozenset[Feature] = frozenset(Feature)
 """Features of the native CPU program."""
-TRITON: frozenset[Feature] = frozenset({Feature.ROPES})
+TRITON: frozenset[Feature] = frozenset({Feature.ROPES, Feature.EXPERTS})
 """Features of the GPU program."""
 
 

@@ -80,14 +80,13 @@ def test_the_clamped_swiglu_of_gpt_oss(library: ctypes.CDLL, limit: float) -> No
         depth = 2 * inner
         values = np.round(random(1, 4, depth, scale=4), 1)
         values[0, 0], values[1, inner] = -60, 60
-        identity = np.tile(np.eye(depth, dtype=np.float32), (3, 1))
+        identity = torch.eye(depth).tile(3, 1).bfloat16()
         from pipeline.kernels.matrix import Matrix
         from pipeline.runtime.model_folder import Experts
         from pipeline.stages.execute.cpu.native_experts import stacked_parts
         from pipeline.stages.execute.cpu.program import Linear
 
-        matrix = Matrix("bf16", torch.from_numpy(identity).bfloat16(), 3 * depth, depth)
-        halves = [Matrix("bf16", matrix.data[i * inner : (i + 1) * inner].contiguous(), inner, depth) for i in range(6)]
+        halves = [Matrix("bf16", half.contiguous(), inner, depth) for half in identity.split(inner)]
         experts = Experts(num=3, num_per_token=1, intermediate_size=inner)
         ((part, order),) = stacked_parts(Linear(tuple(halves)), experts, is_gated=True)
         rows, gathered_rows = r.rows(4, depth), r.rows(4 + 16, depth)
@@ -101,7 +100,8 @@ def test_the_clamped_swiglu_of_gpt_oss(library: ctypes.CDLL, limit: float) -> No
         routing = library.program_route(
             r.program, logits.ctypes.data, 3, ctypes.byref(route_form), 3, 1, 16, gathered, 1
         )
-        stacked = Matrix("bf16", torch.cat([half.data for half in part.matrices]), 3 * depth, depth)
+        assert len(part.matrices) == 6
+        stacked = Matrix("bf16", identity, 3 * depth, depth)
         products = r.products((r.pack(stacked, order.tolist()), gathered_rows))
         library.program_experts_gate_up(
             *(r.program, native.NativeRows(out.ctypes.data, inner * 4), 1, products, 1),

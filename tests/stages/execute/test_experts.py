@@ -56,7 +56,7 @@ def write(folder: Path, config: ModelConfig, formats_of: dict[str, Format]) -> P
             tensors[name] = values * 0.1 + ("norm" in name)
             continue
         values *= 1.5 * shape[1] ** -0.5
-        format = next((format for part, format in reversed(formats_of.items()) if part in name), "bf16")
+        format: Format = next((format for part, format in reversed(formats_of.items()) if part in name), "bf16")
         tensors[name] = quantize(values, format).data
         if format != "bf16":
             formats[format_key(name)] = format

@@ -18,8 +18,8 @@ from tests.stages.execute.tiny_architectures import VARIANTS, Variant
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # numpy, in the interpreter
 
-# Partial rotary embedding and stacked matrices; the same with adjacent pairs; a layer without rotary embedding.
-NAMES = ("phi3, long longrope", "glm", "smollm3")
+# Mixtures of experts: of all layers, of some beside a shared expert. Partial rotary embedding and stacked matrices; the same with adjacent pairs; a layer without rotary embedding.
+NAMES = ("phi3, long longrope", "glm", "smollm3", "mixtral", "qwen2_moe, some layers", "qwen3_moe")
 
 
 @pytest.mark.parametrize("name", NAMES)
