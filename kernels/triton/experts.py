@@ -7,8 +7,8 @@
     combine   the weighted sum of each token's choices, in their order, and the shared expert
 
 The results of a choice have its place (token * C + number of the choice), so no tokens move, and no program waits for
-another. A grid has programs for every expert and for as many tiles as an expert would have if all tokens chose it; those
-beyond its choices end at once. The sums of a token do not depend on the other tokens.
+another. A grid has programs for every expert and for as many tiles as an expert would have if all tokens chose it;
+those beyond its choices end at once. The sums of a token do not depend on the other tokens.
 
 Matrices of all experts are one `DeviceMatrix`, an expert's rows below those of the one before.
 
