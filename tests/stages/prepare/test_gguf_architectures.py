@@ -16,6 +16,7 @@ import torch
 
 from pipeline.config.settings import Settings
 from pipeline.runtime.model_folder import ModelConfig
+from pipeline.stages.execute.cpu.native_program import NativeProgram
 from pipeline.stages.prepare.gguf.architectures import GGUF_ARCHITECTURES
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.execute import tiny_architectures
@@ -24,6 +25,7 @@ from tests.stages.execute.tiny_architectures import VARIANTS
 from tests.stages.prepare import checkpoints
 
 Array = np.ndarray[Any, Any]
+Kind = gguf.GGMLQuantizationType
 Conversion = Callable[[str, Array, Any], Array]
 
 IDS = np.random.default_rng(0).integers(3, 600, 70).tolist()
@@ -185,7 +187,8 @@ GGUF_ONLY = {
 }
 
 
-def save(path: Path, model: Any, case: Case) -> Path:
+def save(path: Path, model: Any, case: Case, blocks: Mapping[str, tuple[Array, Any]] = {}) -> Path:
+    """Write a file. `blocks` are quantized tensors and their types, by their names in the file."""
     config = model.config
     name = gguf.MODEL_ARCH_NAMES[case.arch]
 
@@ -248,6 +251,10 @@ def save(path: Path, model: Any, case: Case) -> Path:
             for theirs, ours in swapped.items():
                 if f".{theirs}." in tensor_name:
                     found = f"{found.rsplit('.', 2)[0]}.{ours}.{tensor_name.rsplit('.', 1)[1]}"
+        if found in blocks:
+            stored, kind = blocks[found]
+            writer.add_tensor(found, stored, raw_dtype=kind)
+            continue
         writer.add_tensor(found, np.ascontiguousarray(case.convert(tensor_name, data, config)))
     if "longrope" in case.variant:
         for kind in ("long", "short"):
@@ -283,6 +290,43 @@ def test_a_gguf_file_has_the_logits_of_its_original_model(tmp_path: Path, name: 
     with torch.inference_mode():
         theirs = model(torch.tensor([IDS])).logits[0, -1].numpy()
     np.testing.assert_allclose(driver.logits()[0], theirs, rtol=0, atol=1e-4)
+
+
+def test_blocks_of_experts_stay_as_they_are(tmp_path: Path) -> None:
+    """Those of all experts are one tensor; MXFP4 becomes q8_0 with the same values."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 1}
+    variant = tiny_architectures.Variant("qwen3_moe", {**VARIANTS["qwen3_moe"].changes, **sizes})
+    random = np.random.default_rng(3)
+    blocks: dict[str, tuple[Array, Any]] = {}
+    for name, kind, (begin, end) in (
+        ("gate", Kind.Q4_K, (0, 4)),
+        ("up", Kind.MXFP4, (0, 1)),
+        ("down", Kind.Q6_K, (208, 210)),
+    ):
+        size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+        stored = random.integers(0, 256, (6 * 256 * 256 // size, num_bytes), dtype=np.uint8)
+        scale = np.full((end - begin) // 2, 1e-3, np.float16).view(np.uint8)
+        stored[:, begin:end] = random.integers(115, 121, (len(stored), 1)) if kind == Kind.MXFP4 else scale
+        blocks[f"blk.0.ffn_{name}_exps.weight"] = stored.reshape(6, 256, -1), kind
+    metadata = {**EXPERTS, "expert_feed_forward_length": 256}
+    path = save(tmp_path / "tiny.gguf", tiny_architectures.make(variant), Case("", A.QWEN3MOE, metadata), blocks)
+    folder = prepare(Settings(model=str(path), cache_dir=str(tmp_path / "cache")))
+    formats, found = checkpoints.formats_of(folder), checkpoints.weights_of(folder)
+    for name, format in (("gate", "q4_k"), ("up", "q8_0"), ("down", "q6_k")):
+        stored, kind = blocks[f"blk.0.ffn_{name}_exps.weight"]
+        tensor = found[f"model.layers.0.mlp.experts.{name}_proj.weight"].numpy()
+        assert formats[f"model.layers.0.mlp.experts.{name}_proj.weight"] == format
+        values = gguf.dequantize(tensor, Kind[format.upper()])
+        np.testing.assert_array_equal(values, gguf.dequantize(stored, kind))
+    drivers = [
+        Driver(folder, settings(kernels="torch", kv_mib=2)),
+        Driver(folder, settings(dtype="bfloat16", kv_mib=2)),
+    ]
+    for driver in drivers:
+        driver.step([(0, 0, len(IDS), True)], adds=[row_add(0, IDS, driver.take_blocks(len(IDS)))])
+    assert isinstance(drivers[1].runner.program, NativeProgram)
+    reference, ours = (driver.logits()[0] for driver in drivers)
+    assert np.isfinite(ours).all() and ours.argmax() == reference.argmax()
 
 
 def test_every_architecture_of_gguf_files_is_tested() -> None:
