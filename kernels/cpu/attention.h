@@ -15,6 +15,8 @@
 struct ScoreForm {
     float softcap = 0;
     const float* slopes = nullptr;
+    // Of each query head, a score that takes part in the softmax without a value (Xiao et al., 2023, arXiv:2309.17453).
+    const float* sinks = nullptr;
 };
 
 template <KVType TYPE>
@@ -170,6 +172,11 @@ class Attention final : public Op {
         std::fill_n(state.top, states, -INFINITY);
         std::fill_n(state.total, states, 0.0f);
         memset(state.out, 0, size_t(states) * dim * 4);
+        if (form_.sinks)
+            for (int i = 0; i < states; i++) {
+                state.top[i] = form_.sinks[(item.head + i / item.rows) * plan_.group + state.place[i % item.rows]];
+                state.total[i] = 1.0f;
+            }
     }
 
     // Writes a query as integers. Returns their scale.

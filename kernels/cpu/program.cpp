@@ -9,6 +9,7 @@
 #include "attention.h"
 #include "copy.h"
 #include "embed.h"
+#include "experts.h"
 #include "linear.h"
 #include "mapped_file.h"
 #include "norm.h"
@@ -365,6 +366,39 @@ void program_swiglu(Program* program, Rows out, int floats, const Product* produ
 void program_activate(Program* program, Rows out, int floats, const Product* products, int num_products, int activation,
                       int inner) {
     program->add<Activate>(out, floats != 0, products, num_products, Activation(activation), inner);
+}
+
+// The functions of a mixture of experts begin with this one. `gathered` are the activations that its matmuls read.
+const Routing* program_route(Program* program, const float* logits, int stride, const RouteForm* form, int experts,
+                             int per_token, int max_tokens, const GatheredRows* gathered, int num_gathered) {
+    const Routing& routing = program->add<Route>(logits, stride, *form, experts, per_token, max_tokens, gathered,
+                                                 num_gathered).routing;
+    for (int i = 0; i < num_gathered; i++) program->add<Gather>(routing, gathered[i]);
+    return &routing;
+}
+
+// `inner` is 0 if there is a gate.
+void program_experts_gate_up(Program* program, Rows out, int floats, const Product* products, int num_products,
+                             int activation, float alpha, float limit, int inner, const Routing* routing) {
+    if (inner)
+        program->add<Activate>(out, floats != 0, products, num_products, Activation(activation), inner, routing);
+    else
+        program->add<Swiglu>(out, floats != 0, products, num_products, Activation(activation), SwigluForm{alpha, limit},
+                             routing);
+}
+
+void program_experts_quantize(Program* program, Rows out, int form, const float* from, int width, const Routing* routing) {
+    program->add<Quantize>(out, Form(form), from, width, routing->per_token);
+}
+
+void program_experts_down(Program* program, float* out, Rows in, const Matrix* matrix, int width, const Routing* routing) {
+    const Product product{*matrix, in};
+    program->add<Linear>(out, &product, 1, width, routing);
+}
+
+void program_combine(Program* program, float* to, int adds, const float* parts, const Routing* routing, int width,
+                     const SharedExpert* shared, float factor) {
+    program->add<Combine>(to, adds != 0, parts, *routing, width, *shared, factor);
 }
 
 // How the logits of the next `program_sample` or `program_score` differ from the matmul's results.

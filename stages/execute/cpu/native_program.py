@@ -16,6 +16,7 @@ from pipeline.kernels.logprob_inputs import FloatArray, ScoreInputs
 from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.step_inputs import IntArray, StepInputs, block_bytes
 from pipeline.runtime.model_folder import ModelConfig, Rope
+from pipeline.stages.execute.cpu.native_experts import NativeExperts, inputs_of
 from pipeline.stages.execute.cpu.native_memory import (
     PAIR,
     NativeMemory,
@@ -28,6 +29,7 @@ from pipeline.stages.execute.cpu.program import (
     AnyMatrix,
     AttentionWeights,
     Embedding,
+    ExpertsWeights,
     Head,
     HeadNorms,
     Linear,
@@ -51,8 +53,11 @@ def unsupported(config: ModelConfig) -> str | None:
         return f"head_dim is {config.head_dim}, above {native.MAX_HEAD_DIM}"
     if config.head_dim % native.PANEL:
         return f"head_dim is {config.head_dim}, not a multiple of {native.PANEL}"
-    if config.hidden_size % 2 or config.intermediate_size % 2:
+    experts = [] if config.experts is None else [config.experts.intermediate_size]
+    if any(size % 2 for size in (config.hidden_size, *config.inner_sizes, *experts)):
         return "hidden_size and intermediate_size must be even"
+    if config.activation == "swiglu_oai" and config.inner_sizes:
+        return "the activation swiglu_oai is only for experts"
     if lacking := missing(config, NATIVE):
         return f"the CPU library lacks {lacking}"
     return None
@@ -102,13 +107,17 @@ class NativeProgram(Program):
         self._normed: dict[tuple[Form, int], native.NativeRows] = {}
         """By form and place: parallel layers read the results of two norms."""
         self._attended = self._memory.rows(max_num_tokens, width)
-        self._gated = self._memory.rows(max_num_tokens, config.intermediate_size)
-        self._wide = self._memory.floats(max_num_tokens, -(-max(width, config.intermediate_size) // PAIR) * PAIR)
+        inner = max(config.inner_sizes, default=0)
+        self._gated = self._memory.rows(max_num_tokens, inner)
+        self._wide = self._memory.floats(max_num_tokens, -(-max(width, inner) // PAIR) * PAIR)
         self._logits = self._memory.floats(inputs.max_num_rows, config.vocab_size)
         self._branch = self._memory.floats(max_num_tokens, config.hidden_size) if config.post_norms else 0
         all_heads = config.num_heads + 2 * config.num_kv_heads
         has_norm_of_all = config.qk_norm and config.qk_norm_kind == "all"
         self._qkv = self._memory.floats(max_num_tokens, all_heads * config.head_dim) if has_norm_of_all else None
+        self._experts = None
+        if config.experts is not None:
+            self._experts = NativeExperts(library, self._memory, config, max_num_tokens, self._normed_rows)
         self._query_form, self._score_form = self._forms(max_model_len)
         self._angles: dict[Rope | None, tuple[int, int]] = {}
         """Addresses of cosines and sines of every position, [max_model_len, head_dim / 2] each."""
@@ -148,6 +157,17 @@ class NativeProgram(Program):
     def mlp(self, weights: MlpWeights) -> None:
         self._add_norms(weights.norm, weights.gate_up)
         self._feed_forward(weights)
+
+    def experts(self, weights: ExpertsWeights) -> None:
+        assert self._experts is not None
+        self._add_norms(weights.norm, inputs_of(weights))
+        if weights.post_norm is None:
+            self._experts.record(self._handle, weights, self._residual, adds=True)
+            return
+        self._experts.record(self._handle, weights, self._branch, adds=False)
+        norm, factor = self._native_norm(weights.post_norm), self._config.residual_multiplier
+        hidden = self._config.hidden_size
+        self._library.program_add_norm(self._handle, self._residual, self._branch, norm, hidden, factor)
 
     def parallel(self, attention: AttentionWeights, mlp: MlpWeights) -> None:
         # Both norms come before attention changes the residual.
@@ -286,7 +306,10 @@ class NativeProgram(Program):
         width = config.num_heads * config.head_dim
         rows, floats = self._written(self._attended, width, weights.out.matrices[0])
         plan = self._plan(weights.window or 0, group)
-        library.program_attention(self._handle, rows, floats, self._queries, kv, plan, self._score_form)
+        form = self._score_form
+        if weights.sinks is not None:
+            form = native.NativeScoreForm(form.softcap, form.slopes, self._memory.vector(weights.sinks))
+        library.program_attention(self._handle, rows, floats, self._queries, kv, plan, ctypes.byref(form))
         self._add(self._attended, width, weights.out, weights.post_norm)
 
     def _feed_forward(self, weights: MlpWeights, place: int = 0) -> None:
@@ -306,9 +329,9 @@ class NativeProgram(Program):
             self._library.program_activate(self._handle, rows, floats, products, len(products), activation, inner)
         self._add(self._gated, inner, weights.down, weights.post_norm)
 
-    def _forms(self, max_model_len: int) -> tuple[Any, Any]:
-        """What differs from plain attention in the scale of queries and in scores, or nulls."""
-        config, query, score = self._config, None, None
+    def _forms(self, max_model_len: int) -> tuple[Any, native.NativeScoreForm]:
+        """What differs from plain attention in the scale of queries, or null, and in scores."""
+        config, query = self._config, None
         if config.query_scale is not None or config.query_growth:
             scale = config.head_dim**-0.5 if config.query_scale is None else config.query_scale
             growth = None
@@ -316,12 +339,9 @@ class NativeProgram(Program):
                 periods = np.arange(max_model_len) // config.query_growth_period
                 growth = self._memory.vector((1 + config.query_growth * np.log1p(periods)).astype(np.float32))
             query = native.NativeQueryForm(scale, growth)
-        if config.attention_softcap is not None or config.alibi_slopes is not None:
-            slopes = (
-                None if config.alibi_slopes is None else self._memory.vector(np.array(config.alibi_slopes, np.float32))
-            )
-            score = native.NativeScoreForm(config.attention_softcap or 0.0, slopes)
-        return query and ctypes.byref(query), score and ctypes.byref(score)
+        slopes = None if config.alibi_slopes is None else self._memory.vector(np.array(config.alibi_slopes, np.float32))
+        score = native.NativeScoreForm(config.attention_softcap or 0.0, slopes, None)
+        return query and ctypes.byref(query), score
 
     def _add_norms(
         self, norm: Norm | None, linear: Linear, place: int = 0, written: "set[Form] | None" = None

@@ -88,7 +88,11 @@ def _ours(settings: Settings, folder: Path, plan: CheckPlan) -> Ours:
     try:
         # A GPU's float32 matmuls are as exact as a CPU's, but sum in another order.
         exact = settings.execute.dtype == "float32"
-        ours = Ours(f"{runner.name}, {settings.execute.dtype}", exact)
+        ours = Ours(
+            f"{runner.name}, {settings.execute.dtype}",
+            exact,
+            chooses_experts=ModelConfig.load(folder).experts is not None,
+        )
         _Ways(runner, ours, plan).all()
         return ours
     finally:

@@ -4,11 +4,12 @@ Names of keys and tensors, and what llama.cpp's converter does to tensors, are t
 `conversion/` (formerly convert_hf_to_gguf.py) in https://github.com/ggml-org/llama.cpp.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.runtime.model_folder import Architecture, LinearRope, ModelConfig, Rope
+from pipeline.runtime.model_folder import Architecture, Experts, LinearRope, ModelConfig, Rope, YarnRope
 from pipeline.stages.prepare.families.alibi import mpt_slopes
 from pipeline.stages.prepare.families.architecture import LAYER_NORM, alibi_slopes
 from pipeline.stages.prepare.gguf.metadata import Metadata
@@ -83,6 +84,10 @@ class GgufArchitecture:
     """Further fields of ModelConfig, from keys and the presence of tensors."""
     reads_windows: bool = False
     """Whether `read` handles the sliding window."""
+    reads_experts: bool = False
+    """Whether `read` handles a mixture of experts."""
+    reads_yarn: bool = False
+    """Whether `read` handles YaRN."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Names of tensors in the file, if they differ from the usual ones, by their names in the model."""
 
@@ -94,6 +99,59 @@ def windows(model: ModelConfig, keys: GgufKeys, every: int) -> dict[str, Any]:
     if size is None or not layers:
         return {}
     return {"sliding_window": size, "sliding_layers": None if len(layers) == model.num_layers else layers}
+
+
+def experts_of(keys: GgufKeys, model: ModelConfig, *, normalized: bool) -> Experts | None:
+    """The experts of a file; None if it has none. Files say the sizes, and llama.cpp's code for each architecture
+    whether weights are normalized. Layers without a router are dense."""
+    num, num_per_token = keys.count("expert_count"), keys.count("expert_used_count")
+    if num is None:
+        return None
+    keys.metadata.refuse_unless(f"{keys.architecture}.expert_group_count", 1, "experts in groups")
+    routers = [i for i in range(model.num_layers) if f"blk.{i}.ffn_gate_inp.weight" in keys.tensors]
+    first = f"blk.{next(iter(routers), 0)}."
+    shared = f"{first}ffn_up_shexp.weight"
+    own_size = keys.count("expert_feed_forward_length") or model.intermediate_size
+    shared_size = keys.count("expert_shared_feed_forward_length")
+    if shared in keys.tensors and shared_size is None:
+        shared_size = keys.tensors[shared].shape[0]
+    return Experts(
+        num=num,
+        num_per_token=num_per_token or 0,
+        intermediate_size=own_size,
+        normalized=normalized,
+        router_bias=f"{first}ffn_gate_inp.bias" in keys.tensors,
+        bias=f"{first}ffn_up_exps.bias" in keys.tensors,
+        shared_intermediate_size=shared_size or 0 if shared in keys.tensors else 0,
+        shared_gate=f"{first}ffn_gate_inp_shexp.weight" in keys.tensors,
+        layers=None if len(routers) in (0, model.num_layers) else routers,
+    )
+
+
+def _experts(*, normalized: bool) -> Callable[[GgufKeys, ModelConfig], dict[str, Any]]:
+    return lambda keys, model: {"experts": experts_of(keys, model, normalized=normalized)}
+
+
+def _llama(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
+    """Mixtral's files have the same architecture."""
+    experts = experts_of(keys, model, normalized=True)
+    return {} if experts is None else {"experts": experts, "architecture": "mixtral"}
+
+
+def _gpt_oss(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
+    size = keys.count("attention.sliding_window")
+    factor = keys.number("rope.scaling.factor", 1.0) or 1.0
+    rope = None
+    if factor != 1.0:
+        original = keys.count("rope.scaling.original_context_length") or model.max_position
+        magnitude = 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
+        rope = YarnRope(factor=factor, original_max_position=original, magnitude=magnitude, truncate=False)
+    return {
+        "experts": experts_of(keys, model, normalized=True),
+        "sliding_window": size,
+        "sliding_layers": None if size is None else list(range(0, model.num_layers, 2)),
+        "rope_scaling": rope,
+    }
 
 
 def _gemma(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
@@ -207,7 +265,13 @@ POST = {"post_norms": True}
 PLAIN = {**LAYER_NORM, "gated": False}
 
 GGUF_ARCHITECTURES: dict[str, GgufArchitecture] = {
-    "llama": GgufArchitecture(models="Llama, Mistral, SmolLM2", interleaved_rope=True, has_windows=True),
+    "llama": GgufArchitecture(
+        models="Llama, Mistral, Mixtral, SmolLM2",
+        interleaved_rope=True,
+        has_windows=True,
+        read=_llama,
+        reads_experts=True,
+    ),
     "qwen2": GgufArchitecture(models="Qwen2, Qwen2.5"),
     "qwen3": GgufArchitecture(models="Qwen3", always={"qk_norm": True}),
     "gemma": GgufArchitecture(models="Gemma", always=GEMMA, read=_gemma),
@@ -295,6 +359,32 @@ GGUF_ARCHITECTURES: dict[str, GgufArchitecture] = {
         eps=LAYER_EPS,
         always={**PLAIN, "activation": "gelu_tanh", "embedding_norm": True, "rotary_dim": 0},
         read=_bloom,
+    ),
+    "qwen2moe": GgufArchitecture(
+        models="Qwen1.5-MoE, Qwen2-MoE", model_type="qwen2_moe", read=_experts(normalized=False), reads_experts=True
+    ),
+    "qwen3moe": GgufArchitecture(
+        models="Qwen3-MoE",
+        model_type="qwen3_moe",
+        always={"qk_norm": True},
+        read=_experts(normalized=True),
+        reads_experts=True,
+    ),
+    "olmoe": GgufArchitecture(
+        models="OLMoE",
+        always={"qk_norm": True, "qk_norm_kind": "all"},
+        read=_experts(normalized=False),
+        reads_experts=True,
+    ),
+    "gpt-oss": GgufArchitecture(
+        models="gpt-oss",
+        model_type="gpt_oss",
+        always={"activation": "swiglu_oai", "sinks": True},
+        read=_gpt_oss,
+        reads_windows=True,
+        reads_experts=True,
+        reads_yarn=True,
+        names={"post_attention_layernorm": "post_attention_norm"},
     ),
     "mpt": GgufArchitecture(
         models="MPT",

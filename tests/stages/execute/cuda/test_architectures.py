@@ -18,8 +18,9 @@ from tests.stages.execute.tiny_architectures import VARIANTS, Variant
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # numpy, in the interpreter
 
-# Partial rotary embedding and stacked matrices; the same with adjacent pairs; a layer without rotary embedding.
-NAMES = ("phi3, long longrope", "glm", "smollm3")
+# Partial rotary embedding and stacked matrices; the same with adjacent pairs; a layer without rotary embedding;
+# mixtures of experts in all layers, in some beside a shared expert, and with weights that are normalized.
+NAMES = ("phi3, long longrope", "glm", "smollm3", "mixtral", "qwen2_moe, some layers", "qwen3_moe")
 
 
 @pytest.mark.parametrize("name", NAMES)
