@@ -64,6 +64,7 @@ class Restarts:
         if self._table.children[name] is not child:
             return ""  # its successor has started already
         delay_s: float | str = 0.0
+        has_crashed = child.state == "ready" and not self.planned.has_killed(name)
         if self.planned.has_killed(name):
             self._begin_span(child, "restarts", self.planned.reason_of(name))
             self.planned.noticed(name)
@@ -73,7 +74,7 @@ class Restarts:
         if isinstance(delay_s, str):
             return delay_s
         try:
-            self._resources.renew(name)
+            self._resources.renew(name, has_crashed=has_crashed)
         except MemoryError as error:
             return str(error)
         self._due_s[name] = now_s + delay_s

@@ -150,13 +150,13 @@ class SequenceLifecycle:
         self.num_preemptions += 1
         (self.waiting if swapped is None else self.swapped).add(sequence)
 
-    def executor_lost(self, *, keeps_swap: bool) -> list[RequestState]:
+    def executor_lost(self, *, keeps_swap: bool, has_crashed: bool) -> list[RequestState]:
         """The executor has died, and with it all KV blocks: running sequences wait to be computed again, in their old
-        order. Those whose KV is in swap space stay swapped if its successor keeps that. Returns requests that have
-        killed the executor again and again."""
+        order. Those whose KV is in swap space stay swapped if its successor keeps that. If it `has_crashed`, those that
+        it was computing are suspected. Returns requests that have killed the executor again and again."""
         sequences = [sequence for row in self._rows.order.tolist() if (sequence := self._rows.sequences[row])]
         requests = {sequence.request.request_id: sequence.request for sequence in sequences}
-        guilty = self.quarantine.died(requests if self._in_flight.steps else ())
+        guilty = self.quarantine.died(requests if has_crashed and self._in_flight.steps else ())
         for sequence in sequences:
             self._leave(sequence.row, Finish.NONE)
             sequence.num_preemptions += 1

@@ -4,9 +4,10 @@
                         └── groups of at most 8 ──died again──► of 2 ──died again──► each alone ──died again──► failed
                               └── a step of the group settled: its requests are cleared
 
-A group has the executor for itself, so an innocent request dies with a guilty one a few times at most, and waits for a
-few steps of others. A process may die for other reasons: only a request that has died `MAX_STRIKES` times without a
-settled step in between fails, or one that died alone with one strike less.
+Only requests that are cleared run beside a group, so an innocent request dies with a guilty one a few times at most,
+and waits for a few steps of others. A process may die for other reasons: only a request that has died `MAX_STRIKES`
+times without a settled step in between fails, or one that died alone with one strike less. A restart on purpose and a
+death before the executor was ready do not count.
 """
 
 from collections import deque
@@ -37,15 +38,18 @@ class Quarantine:
         suspects = sorted(set(aboard))
         if not suspects:
             return []
+        if self._groups:  # beside the group, only cleared requests ran
+            suspects = [request_id for request_id in suspects if request_id in self._groups[0]] or suspects
         for request_id in suspects:
             self._strikes[request_id] = self._strikes.get(request_id, 0) + 1
         limit = MAX_STRIKES - 1 if len(suspects) == 1 else MAX_STRIKES
         failed = [request_id for request_id in suspects if self._strikes[request_id] >= limit]
         suspects = [request_id for request_id in suspects if request_id not in failed]
         size = next((size for size in GROUP_SIZES if size < len(suspects)), 1)
-        if self._groups:
-            self._groups.popleft()
         groups = [suspects[begin : begin + size] for begin in range(0, len(suspects), size)]
+        if self._groups:
+            waiting = [one for one in self._groups.popleft() if one not in suspects and one not in failed]
+            groups.append(waiting)
         self._groups.extendleft(reversed(groups))
         for request_id in failed:
             del self._strikes[request_id]

@@ -220,9 +220,9 @@ class RequestStates:
         for request_id in lost:
             self._drop(request_id)
 
-    def executor_lost(self, *, keeps_swap: bool) -> None:
+    def executor_lost(self, *, keeps_swap: bool, has_crashed: bool) -> None:
         """The executor has died. Requests that have killed it again and again fail."""
-        for request in self._lifecycle.executor_lost(keeps_swap=keeps_swap):
+        for request in self._lifecycle.executor_lost(keeps_swap=keeps_swap, has_crashed=has_crashed):
             for sequence in list(request.open_sequences.values()):
                 sequence.error = EXECUTOR_DIED
                 self._lifecycle.finish(sequence, Finish.ERROR)

@@ -111,10 +111,10 @@ class Scheduler:
         """Drop a request that the gateway has closed, and end its open sequences."""
         self._request_table.close(message)
 
-    def executor_lost(self, *, keeps_swap: bool = True) -> None:
+    def executor_lost(self, *, keeps_swap: bool = True, has_crashed: bool = True) -> None:
         """The executor has died: plan again what it had computed. What was settled stays, and so does what is in swap
-        space if `keeps_swap`."""
-        self._request_table.executor_lost(keeps_swap=keeps_swap)
+        space if `keeps_swap`. Only if it `has_crashed`, requests are suspected of it."""
+        self._request_table.executor_lost(keeps_swap=keeps_swap, has_crashed=has_crashed)
 
     def gateway_lost(self, gateway: int) -> None:
         """A gateway has died: drop its requests."""

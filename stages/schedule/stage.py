@@ -194,7 +194,8 @@ class ScheduleStage:
         stage, _, replica = message.peer.name.partition(".")
         match stage:
             case "execute":
-                self._scheduler.executor_lost(keeps_swap=not message.has_other_settings)
+                keeps_swap = not message.has_other_settings
+                self._scheduler.executor_lost(keeps_swap=keeps_swap, has_crashed=message.has_crashed)
                 self._were_due.clear()
             case "detokenize":
                 self._detokenize_restarted(int(replica), message)

@@ -18,9 +18,10 @@ from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.arrays import Arrays
 from pipeline.runtime.black_box import CRUMB_BYTES, Breadcrumb
-from pipeline.runtime.channels import Inbox, Outbox
+from pipeline.runtime.channels import Inbox
 from pipeline.runtime.control_requests import ControlRequests
 from pipeline.runtime.memories import Memories
+from pipeline.runtime.outbox import Outbox
 from pipeline.runtime.replay_context import ReplayContext
 from pipeline.runtime.stage import Stage
 from pipeline.runtime.topology import SUPERVISOR

@@ -68,6 +68,11 @@ class Bench:
     def told(self, name: str) -> list[str]:
         return [message.peer.name for message in self.outboxes[name].sent if isinstance(message, m.PeerRestarted)]
 
+    def last_told(self, name: str) -> m.PeerRestarted:
+        message = self.outboxes[name].sent[-1]
+        assert isinstance(message, m.PeerRestarted)
+        return message
+
     def num_aborts(self) -> dict[str, int]:
         return {name: child.num_aborts for name, child in self.children.items() if child.num_aborts}
 
@@ -120,3 +125,18 @@ def test_a_start_does_not_count_the_time_in_which_the_supervisor_was_suspended(b
     successor.suspended_s = -timeout_s
     bench.restarts.turn("/model", facts)
     assert successor.num_aborts == 1
+
+
+def test_only_a_process_that_was_at_work_has_crashed(bench: Bench) -> None:
+    """Otherwise schedule would suspect requests that the executor has never computed."""
+    executor: Any = bench.children["execute.0"]
+    bench.die("execute.0")
+    assert bench.last_told("schedule.0").has_crashed
+    bench.die("execute.0")  # its successor, while it starts
+    assert not bench.last_told("schedule.0").has_crashed
+    executor.state, executor.is_alive = "ready", True
+    bench.die("execute.0")
+    assert bench.last_told("schedule.0").has_crashed
+    bench.resources.discard(bench.resources.replace("execute.0"))  # by a restart on purpose
+    bench.restarts.inform("execute.0")
+    assert not bench.last_told("schedule.0").has_crashed

@@ -32,6 +32,9 @@ class PeerRestarted(Message, frozen=True, tag="peer_restarted"):
     """Whether settings of its stage have changed since the dead process started."""
     is_removed: bool = False
     """The process is gone for good. `incarnation` is its own then, and nothing can be sent to it."""
+    has_crashed: bool = True
+    """Whether the process was at work when it died. False if it was restarted on purpose, or died before it was ready:
+    then no request can be the reason."""
 
 
 class Rescaled(Message, frozen=True, tag="rescaled"):

@@ -171,6 +171,11 @@ def _exaone4(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
     return {"sliding_window": size, "sliding_layers": layers, "layers_without_rope": others}
 
 
+def _olmo(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
+    keys.metadata.refuse_unless("olmo.attention.clamp_kqv", 0.0, "clipping queries, keys and values")
+    return {}
+
+
 def _parallel(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
     return {"parallel": keys.flag("use_parallel_residual", True)}
 
@@ -221,7 +226,15 @@ GGUF_ARCHITECTURES: dict[str, GgufArchitecture] = {
         always={**PLAIN, "activation": "gelu_tanh", "parallel": True, "shared_norm": True},
     ),
     "phi3": GgufArchitecture(models="Phi-3, Phi-4", has_windows=True),
+    "chatglm": GgufArchitecture(models="GLM-4-9B", model_type="glm", always={"interleaved_rope": True}),
     "glm4": GgufArchitecture(models="GLM-4-0414", always={**POST, "interleaved_rope": True}),
+    "olmo": GgufArchitecture(
+        models="OLMo",
+        interleaved_rope=True,
+        eps=LAYER_EPS,
+        always={"norm": "layer", "norm_weights": False},
+        read=_olmo,
+    ),
     "olmo2": GgufArchitecture(
         models="OLMo 2", always={**POST, "pre_norms": False, "qk_norm": True, "qk_norm_kind": "all"}
     ),
@@ -230,6 +243,10 @@ GGUF_ARCHITECTURES: dict[str, GgufArchitecture] = {
         always={**POST, "pre_norms": False, "qk_norm": True},
         read=_exaone4,
         reads_windows=True,
+    ),
+    "ernie4_5": GgufArchitecture(models="ERNIE 4.5", always={"interleaved_rope": True}),
+    "arcee": GgufArchitecture(
+        models="AFM (Arcee)", interleaved_rope=True, always={"gated": False, "activation": "relu2"}
     ),
     "smollm3": GgufArchitecture(models="SmolLM3", interleaved_rope=True, read=_smollm3),
     "granite": GgufArchitecture(models="Granite 3", interleaved_rope=True, read=_granite),

@@ -105,8 +105,12 @@ CASES = {
         A.PHI3,
         {"rope.scaling.original_context_length": 8, "rope.scaling.attn_factor": (1 + np.log(64) / np.log(8)) ** 0.5},
     ),
+    "chatglm": Case("glm", A.CHATGLM),
     "glm4": Case("glm4", A.GLM4),
+    "olmo": Case("olmo", A.OLMO, convert=permuted),
     "olmo2": Case("olmo2", A.OLMO2),
+    "ernie4_5": Case("ernie4_5", A.ERNIE4_5),
+    "arcee": Case("arcee", A.ARCEE, convert=permuted),
     "smollm3": Case("smollm3", A.SMOLLM3, convert=permuted),
     "granite": Case(
         "granite",
@@ -164,11 +168,9 @@ def save(path: Path, model: Any, case: Case) -> Path:
     own_size = None if case.arch == A.FALCON else getattr(config, "intermediate_size", None)
     writer.add_feed_forward_length(own_size or 4 * hidden)
     writer.add_head_count(heads)
-    eps = next(
-        getattr(config, key)
-        for key in ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon")
-        if getattr(config, key, None) is not None
-    )
+    eps_keys = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon")
+    eps_values = [getattr(config, key) for key in eps_keys if getattr(config, key, None) is not None]
+    eps = eps_values[0] if eps_values else 1e-5  # OLMo's config has none
     is_rms = GGUF_ARCHITECTURES[name].eps.endswith("rms_epsilon")
     (writer.add_layer_norm_rms_eps if is_rms else writer.add_layer_norm_eps)(eps)
     values: dict[str, Any] = {"attention.head_count_kv": getattr(config, "num_key_value_heads", None) or heads}

@@ -156,7 +156,7 @@ class Bench:
                     "a step in flight copies from a swap block that is free"
                 )
 
-    def lose_executor(self, num_run: int, *, keeps_swap: bool = True) -> None:
+    def lose_executor(self, num_run: int, *, keeps_swap: bool = True, has_crashed: bool = True) -> None:
         """The executor dies when it has run `num_run` of the steps in flight; their results are lost."""
         for step in list(self.steps)[:num_run]:
             self.executor.run(step)
@@ -166,7 +166,7 @@ class Bench:
         swap = self.executor.kv[self.executor.num_blocks :].copy()
         self.executor = self._executor(self.executor.copy_s)
         self.executor.kv[self.executor.num_blocks :] = swap
-        self.scheduler.executor_lost(keeps_swap=keeps_swap)
+        self.scheduler.executor_lost(keeps_swap=keeps_swap, has_crashed=has_crashed)
 
     def successor(self) -> "Bench":
         """A scheduler that takes the place of this one, which has died, with the same executor."""
