@@ -66,9 +66,7 @@ class ScoreForm:
 class AttentionPlan:
     """The plan of one step's attention. `prepare` updates it in place for each step."""
 
-    def __init__(
-        self, window: int | None, dtype: torch.dtype, form: ScoreForm | None = None, group: int = 0
-    ) -> None:
+    def __init__(self, window: int | None, dtype: torch.dtype, form: ScoreForm | None = None, group: int = 0) -> None:
         """`group` is the KV group whose block tables it reads."""
         self.group = group
         self.window = window

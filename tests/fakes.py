@@ -148,9 +148,9 @@ class FakeExecutor:
         for row, block, group in zip(block_rows, block_ids, block_groups, strict=True):
             self.rows[row].tables[group].append(block)
         num_copies = self._copy(take(step.copy_sources, np.int32).tolist(), take(step.copy_targets, np.int32).tolist())
-        assert all(
-            block < self.num_blocks for row in self.rows.values() for table in row.tables for block in table
-        ), "a row in swap space"
+        assert all(block < self.num_blocks for row in self.rows.values() for table in row.tables for block in table), (
+            "a row in swap space"
+        )
         entries = list(
             zip(
                 take(step.rows, np.int32).tolist(),

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from pipeline.config.settings import Settings
 from pipeline.metrics.stats import EdgeCounts, ExecuteCounts, ServerStats, StageCounts, StageStats
 from pipeline.runtime import messages as m
-from pipeline.runtime.kv_groups import KVGroup
 from pipeline.runtime.channels import CONTROL_REQUESTS, MessageDecoder
+from pipeline.runtime.kv_groups import KVGroup
 from pipeline.shm.arrays import ShmRef
 
 SNAPSHOT = Path(__file__).parents[1] / "data" / "wire.json"
@@ -122,9 +122,7 @@ SAMPLES: dict[str, msgspec.Struct] = {
     "envelope": m.Envelope("ingest.0", 3),
     "start": m.Start(m.ExecuteFacts(100, 16, 2048, 49152)),
     "start with formats": m.Start(m.ExecuteFacts(100, 16, 2048, 49152, weight_formats="q4_1+q8_0", kv_dtype="int8")),
-    "start with groups": m.Start(
-        m.ExecuteFacts(100, 16, 2048, 49152, kv_groups=[KVGroup(0, 3), KVGroup(512, 3)])
-    ),
+    "start with groups": m.Start(m.ExecuteFacts(100, 16, 2048, 49152, kv_groups=[KVGroup(0, 3), KVGroup(512, 3)])),
     "start with swap space": m.Start(m.ExecuteFacts(100, 16, 2048, 49152, 50)),
     "ping": m.Ping(5),
     "stop": m.Stop(),

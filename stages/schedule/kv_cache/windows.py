@@ -15,7 +15,6 @@ from pipeline.stages.schedule.kv_cache.block_pool import BlockPool
 from pipeline.stages.schedule.rows import RowTracker
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 
-
 FEW_ROWS = 32
 """For more rows, operations on arrays take less time than a loop."""
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pipeline.config.settings import PolicyName
-from pipeline.runtime.kv_groups import FULL, KVGroup
 from pipeline.runtime import messages as m
+from pipeline.runtime.kv_groups import FULL, KVGroup
 from pipeline.stages.schedule.policies.policy import POLICIES
 from pipeline.stages.schedule.scheduler_config import PreemptionMode, SchedulerConfig
 from tests.stages.schedule.bench import Bench, config

@@ -72,9 +72,7 @@ def test_most_blocks_are_enough_for_a_sequence_alone(
     prefix_caching: bool, groups: tuple[KVGroup, ...], num_prompt: int, budget: int, depth: int
 ) -> None:
     num_blocks = most_blocks(groups, num_prompt + 60, budget, BLOCK_SIZE)
-    limits = groups_config(
-        groups, num_blocks=num_blocks, max_num_batched_tokens=budget, prefix_caching=prefix_caching
-    )
+    limits = groups_config(groups, num_blocks=num_blocks, max_num_batched_tokens=budget, prefix_caching=prefix_caching)
     bench = Bench(limits, depth)
     bench.admit(range(num_prompt), max_tokens=60)
     bench.run()
