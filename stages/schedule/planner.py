@@ -142,6 +142,7 @@ class Planner:
         if not np.count_nonzero(full):  # in most steps
             return order if np.count_nonzero(runs) == len(runs) else order[runs], AppendedBlocks(), False
         windows = self._kv_cache_manager.windows
+        full &= rows.active[order]
         at_once = windows.append_all(order[full], wanted[full])
         if at_once is not None:
             return order if np.count_nonzero(runs) == len(runs) else order[runs], at_once, False

@@ -71,7 +71,9 @@ class WindowBlocks:
         return all(self._rows.block_firsts[group, row] <= first for group, first in enumerate(firsts))
 
     def num_lacking(self, row: int, num_positions: int) -> int:
-        """Blocks, of all groups, that a row lacks to hold `num_positions` positions."""
+        """Blocks, of all groups, that a row lacks to hold `num_positions` positions, which it has too few blocks for."""
+        if self.is_plain:
+            return 1
         end = -(-num_positions // self._block_size)
         return sum(max(0, end - have) for have in self._rows.block_ends[:, row].tolist())
 
@@ -83,10 +85,7 @@ class WindowBlocks:
             if len(order) > self._pool.num_available:
                 return None
             for row in order.tolist():
-                block = self._pool.take()
-                rows.append_block(0, row, block)
-                appended.rows.append(row)
-                appended.blocks.append(block)
+                self._append_one(row, appended)
             return appended
         lacking = (-(-num_positions // self._block_size) - rows.block_ends[:, order]).clip(0)
         if lacking.sum() > self._pool.num_available:
@@ -106,6 +105,13 @@ class WindowBlocks:
             rows.num_blocks[order] = rows.block_ends[:, order].min(axis=0)
         return appended
 
+    def _append_one(self, row: int, appended: AppendedBlocks) -> None:
+        """Append a block to a row of the only group."""
+        block = self._pool.take()
+        self._rows.append_block(0, row, block)
+        appended.rows.append(row)
+        appended.blocks.append(block)
+
     def fitting(self, row: int, num_positions: int) -> int:
         """The most positions, up to `num_positions`, that a row can hold with the blocks that are available now."""
         end, least = -(-num_positions // self._block_size), int(self._rows.num_blocks[row])
@@ -116,6 +122,9 @@ class WindowBlocks:
     def append(self, row: int, num_positions: int, appended: AppendedBlocks) -> None:
         """Append blocks to a row until it can hold `num_positions` positions. They must be available."""
         rows, pool = self._rows, self._pool
+        if self.is_plain:
+            self._append_one(row, appended)
+            return
         end = -(-num_positions // self._block_size)
         for group, have in enumerate(rows.block_ends[:, row].tolist()):
             for _ in range(end - have):

@@ -18,7 +18,7 @@ from tests.stages.execute.pair import GREEDY, Pair, Request, make_runner
 
 WINDOW = 21
 GROUPS = (KVGroup(0, 1), KVGroup(WINDOW, 1), KVGroup(WINDOW, 1))
-MANY, FEW = 400, 34
+MANY, FEW = 400, 23
 """Blocks of one layer: for all requests at once, and for a few of them."""
 PREFIX = random_ids(53, 99)
 
@@ -99,7 +99,7 @@ def test_in_chunks_of_any_size_with_and_without_prefix_caching(
     ids=["recomputed", "recomputed, no caching", "swapped", "swapped, no caching", "offloaded", "few swap blocks"],
 )
 def test_preempted(runners: Runners, depth: int, num_swap_blocks: int, limits: dict[str, Any]) -> None:
-    pair = Pair(runners.get(FEW, num_swap_blocks), depth, max_num_batched_tokens=48, **limits)
+    pair = Pair(runners.get(FEW, num_swap_blocks), depth, max_num_batched_tokens=24, **limits)
     assert pair.run(make_requests()) == runners.expected(make_requests())
     load = pair.scheduler.load()
     assert load.num_preemptions > 0
@@ -108,7 +108,7 @@ def test_preempted(runners: Runners, depth: int, num_swap_blocks: int, limits: d
 
 @pytest.mark.parametrize("memory", [(MANY, 0), (FEW, 180)], ids=["enough", "swapped"])
 def test_forked(runners: Runners, memory: tuple[int, int]) -> None:
-    pair = Pair(runners.get(*memory), 2, max_num_batched_tokens=48, preemption="swap", kv_offload=False)
+    pair = Pair(runners.get(*memory), 2, max_num_batched_tokens=24, preemption="swap", kv_offload=False)
     assert pair.run(make_requests(3)) == runners.expected(make_requests(3))
     load = pair.scheduler.load()
     assert load.num_forks > 0
