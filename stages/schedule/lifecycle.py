@@ -15,7 +15,7 @@ import numpy as np
 
 from pipeline.runtime.messages import Finish
 from pipeline.stages.schedule.arrays import Ids
-from pipeline.stages.schedule.kv_cache.manager import ComputedPrefix, KVCacheManager
+from pipeline.stages.schedule.kv_cache.manager import ComputedPrefix, ExecutorLoss, KVCacheManager
 from pipeline.stages.schedule.kv_cache.swap import Swapped
 from pipeline.stages.schedule.kv_cache.tables import BlockTable
 from pipeline.stages.schedule.metrics import ScheduleMetrics
@@ -150,24 +150,24 @@ class SequenceLifecycle:
         self.num_preemptions += 1
         (self.waiting if swapped is None else self.swapped).add(sequence)
 
-    def executor_lost(self, *, keeps_swap: bool, has_crashed: bool) -> list[RequestState]:
+    def executor_lost(self, loss: ExecutorLoss) -> list[RequestState]:
         """The executor has died, and with it all KV blocks: running sequences wait to be computed again, in their old
-        order. Those whose KV is in swap space stay swapped if its successor keeps that. If it `has_crashed`, those that
-        it was computing are suspected. Returns requests that have killed the executor again and again."""
+        order. Those whose KV is in swap space stay swapped if its successor keeps that. Returns requests that have
+        killed the executor again and again."""
         sequences = [sequence for row in self._rows.order.tolist() if (sequence := self._rows.sequences[row])]
         requests = {sequence.request.request_id: sequence.request for sequence in sequences}
-        guilty = self.quarantine.died(requests if has_crashed and self._in_flight.steps else ())
+        guilty = self.quarantine.died(requests if loss.has_crashed and self._in_flight.steps else ())
         for sequence in sequences:
             self._leave(sequence.row, Finish.NONE)
             sequence.num_preemptions += 1
         last_settled = self._in_flight.lost()
-        lost = [one for one in self.swapped if not keeps_swap or one.swapped_by > last_settled]
+        lost = [one for one in self.swapped if not loss.keeps_swap or one.swapped_by > last_settled]
         for sequence in lost:
             assert sequence.swapped is not None
             self.swapped.remove(sequence)
             self._kv_cache_manager.release_swapped(sequence.swapped, None)
             sequence.swapped = None
-        self._kv_cache_manager.executor_lost(keeps_swap=keeps_swap)
+        self._kv_cache_manager.executor_lost(loss)
         self.preemptor.reset()
         sequences += [*self.waiting.sequences, *self.held, *lost]
         self.waiting, self.held = WaitingQueue(self._policy, self._long_prompt_tokens), SequenceQueue()

@@ -60,7 +60,7 @@ class Planner:
         added to the prefix cache yet: the caller does that later, and no sequence waits."""
         rows, lifecycle = self._rows, self._lifecycle
         self._registers = registers
-        self._kv_cache_manager.offload.copy_new_blocks(self._in_flight.last_step_id + 1)
+        self._kv_cache_manager.begin_plan(self._in_flight.last_step_id + 1)
         self._kv_cache_manager.release_passed(self._in_flight.last_in_flight)
         if lifecycle.quarantine.is_active:
             lifecycle.release_held()

@@ -17,7 +17,6 @@ its ids from the start. With a window, it has those that its next positions read
 """
 
 from bisect import bisect_left
-from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -25,10 +24,10 @@ import numpy as np
 from pipeline.runtime import kv_groups
 from pipeline.stages.schedule.arrays import Int64s
 from pipeline.stages.schedule.kv_cache import prefix
+from pipeline.stages.schedule.kv_cache.block_index import NO_MEMORY, BlockIndex, IndexMemory, unpacked
 from pipeline.stages.schedule.kv_cache.block_pool import BlockPool
 from pipeline.stages.schedule.kv_cache.lookup import FoundBlocks, PrefixLookup
 from pipeline.stages.schedule.kv_cache.offload import KVOffload
-from pipeline.stages.schedule.kv_cache.offload_index import OffloadIndex
 from pipeline.stages.schedule.kv_cache.swap import BlockCopies, Swapped
 from pipeline.stages.schedule.kv_cache.tables import BlockTable
 from pipeline.stages.schedule.kv_cache.windows import WindowBlocks
@@ -65,6 +64,17 @@ class ComputedPrefix(msgspec.Struct):
         return sum(end - found.first for found, end in zip(self.found, self.ends, strict=True)) - num_shared
 
 
+class ExecutorLoss(msgspec.Struct, frozen=True):
+    """The executor has died."""
+
+    successor: int
+    """The incarnation of its successor."""
+    keeps_swap: bool = True
+    """Whether the successor can use what is in swap space."""
+    has_crashed: bool = True
+    """Whether it was at work: only then, the requests that it was computing are suspected."""
+
+
 class KVCacheManager:
     """Owns the block pool, swap space and the copies of the next step."""
 
@@ -72,21 +82,29 @@ class KVCacheManager:
         self,
         config: SchedulerConfig,
         rows: RowTracker,
-        index_memory: memoryview | None = None,
-        observe: Callable[[bytes], bytes] = bytes,
+        kv_index: IndexMemory = NO_MEMORY,
+        swap_index: IndexMemory = NO_MEMORY,
+        executor: int = 1,
     ) -> None:
-        """`index_memory` holds the index of swap space, perhaps with entries of the process before; `observe` records
-        these for a replay."""
-        self.pool = BlockPool(config.num_blocks)
-        self.swap = BlockPool(config.num_swap_blocks)
-        self.copies = BlockCopies(config.num_blocks)
+        """The indices are those of the KV cache and of swap space. `executor` is the incarnation of the executor's
+        process, which owns the KV cache."""
         self.groups = groups = config.kv_groups
+        has_groups, is_offloading = len(groups) > 1, config.kv_offload and config.prefix_caching
+        index = BlockIndex(
+            kv_index.memory, config.num_blocks, has_groups=has_groups, owner=executor, keeps=config.prefix_caching
+        )
+        self.pool = BlockPool(config.num_blocks, index)
+        if config.prefix_caching:
+            self.pool.adopt(dict(unpacked(kv_index.observe(index.entries()), has_groups=has_groups)))
+        index = BlockIndex(swap_index.memory, config.num_swap_blocks, has_groups=has_groups, keeps=is_offloading)
+        self.swap = BlockPool(config.num_swap_blocks, index)
+        self.copies = BlockCopies(config.num_blocks)
         self.windows = WindowBlocks(config, rows, self.pool)
-        is_on = config.kv_offload and config.prefix_caching
-        index = OffloadIndex(index_memory, config.num_swap_blocks, has_groups=len(groups) > 1)
-        self.offload = KVOffload(rows, self.swap, self.copies, index, config.block_size, groups, is_on=is_on)
-        if config.num_swap_blocks:
-            self.offload.adopt(observe(index.entries()))
+        self.offload = KVOffload(rows, self.swap, self.copies, config.block_size, groups, is_on=is_offloading)
+        if self.offload.is_on:
+            self.swap.adopt(dict(unpacked(swap_index.observe(index.entries()), has_groups=has_groups)))
+        self._planned_step = 0
+        """The last step that was planned, or is being planned."""
         self._lookup = PrefixLookup(self.pool, self.swap, groups, config.block_size)
         self._rows = rows
         self._block_size = config.block_size
@@ -103,6 +121,11 @@ class KVCacheManager:
         """Whether a sequence that needs `num_needed` blocks may start beside `num_running` others: each of these may
         soon need a block in every group."""
         return may_start(num_available, num_needed, num_running * len(self.groups))
+
+    def begin_plan(self, step_id: int) -> None:
+        """The plan of this step begins: nothing of it has changed any row yet."""
+        self._planned_step = step_id
+        self.offload.copy_new_blocks(step_id)
 
     # ------------------------------------------------------------------------------------------------- allocate
 
@@ -229,7 +252,7 @@ class KVCacheManager:
                 blocks = sequence.offloaded[index][first - held_from : end - held_from]
             for block in blocks:
                 self.swap.hold(block)
-            taken = [self.offload.take_block() for _ in range(end - first - len(blocks))]
+            taken = [self.swap.take() for _ in range(end - first - len(blocks))]
             self.copies.out(rows.tables[index, row, first + len(blocks) : end].tolist(), taken)
             self.num_blocks_swapped_out += len(taken)
             tables.append(BlockTable(first, blocks + taken))
@@ -290,18 +313,16 @@ class KVCacheManager:
         """Release what was retired until this step."""
         self.pool.settle(step_id)
         self.swap.settle(step_id)
-        self.offload.settle(step_id)
 
-    def executor_lost(self, *, keeps_swap: bool) -> None:
-        """The executor has died with all KV blocks. No row holds any, and what is in swap space stays, unless its
-        successor can't use that."""
+    def executor_lost(self, loss: ExecutorLoss) -> None:
+        """The executor has died with all KV blocks. No row holds any."""
         self.copies.take()
-        self.offload.executor_lost()
-        if not keeps_swap:
-            self.offload.reset()
+        self.swap.forget_unwritten()
+        if not loss.keeps_swap:
+            self.swap.forget_all()
         self.pool.settle_all()
         self.swap.settle_all()
-        self.pool.forget_all()
+        self.pool.forget_all(loss.successor)
 
     # --------------------------------------------------------------------------------------------- prefix cache
 
@@ -328,7 +349,7 @@ class KVCacheManager:
     def reset_prefix_cache(self) -> int:
         """Empty the prefix cache, and keep what running rows compute out of it. Returns how many blocks it held."""
         self._rows.num_registered[self._rows.order] = NEVER_REGISTERED
-        self.offload.reset()
+        self.swap.forget_all()
         return self.pool.forget_all()
 
     def _register_row(self, row: int, num_full: int) -> None:
@@ -340,13 +361,13 @@ class KVCacheManager:
         rows.num_registered[row] = num_full
         if self.windows.is_plain:
             for place in range(num_registered, num_full):
-                register(int(rows.tables[0, row, place]), keys[place])
+                register(int(rows.tables[0, row, place]), keys[place], self._planned_step)
             return
         firsts = rows.block_firsts[:, row].tolist()
         for place in range(num_registered, num_full):
             for group, block in enumerate(rows.tables[:, row, place].tolist()):
                 if place >= firsts[group]:
-                    register(block, prefix.group_key(keys[place], group))
+                    register(block, prefix.group_key(keys[place], group), self._planned_step)
 
     def _keys_of(self, sequence: Sequence) -> list[bytes]:
         """Keys of the full blocks that a sequence without a row may find. Its last id is always computed: the next id

@@ -2,7 +2,7 @@
 level of the prefix cache.
 
 A block there has the same key as in the KV cache (prefix.py). It survives when memory is short and the KV cache evicts
-it, and when the executor or this process dies: swap space and the index of it (offload_index.py) belong to the
+it, and when the executor or this process dies: swap space and the index of it (block_index.py) belong to the
 supervisor. What starts later and has the same ids copies it back instead of computing it.
 
     KV cache    registered in plan N, computed until step N
@@ -13,14 +13,11 @@ Running sequences hold their blocks in swap space too, so only those of other se
 room, the rest of a sequence is not copied. SGLang's hierarchical cache has the same write-through policy, for eviction.
 """
 
-from collections import deque
-
 import numpy as np
 
 from pipeline.runtime.kv_groups import FULL, KVGroup
 from pipeline.stages.schedule.kv_cache import prefix
 from pipeline.stages.schedule.kv_cache.block_pool import BlockPool
-from pipeline.stages.schedule.kv_cache.offload_index import OffloadIndex, unpacked
 from pipeline.stages.schedule.kv_cache.swap import BlockCopies
 from pipeline.stages.schedule.request import Sequence
 from pipeline.stages.schedule.rows import NEVER_REGISTERED, RowTracker
@@ -38,7 +35,6 @@ class KVOffload:
         rows: RowTracker,
         swap: BlockPool,
         copies: BlockCopies,
-        index: OffloadIndex,
         block_size: int,
         groups: tuple[KVGroup, ...] = (FULL,),
         *,
@@ -48,27 +44,11 @@ class KVOffload:
         self._rows = rows
         self._swap = swap
         self._copies = copies
-        self._index = index
         self._block_size = block_size
         self._groups = range(len(groups))
         self._is_on = is_on and swap.num_total > 0
-        self._in_flight: deque[tuple[int, int, bytes]] = deque()
-        """Copies that may not be made yet: the step that makes them, the swap block and its key."""
         self.num_blocks_offloaded = 0
         """Since start."""
-        if not self._is_on:
-            index.clear_all()
-
-    def adopt(self, entries: bytes) -> None:
-        """Let the blocks be found that are in the index of the process before. Call it before anything is planned."""
-        if self._is_on:
-            self._swap.adopt(dict(unpacked(entries, has_groups=len(self._groups) > 1)))
-
-    def take_block(self) -> int:
-        """A block of swap space, held once. The caller has checked that one is available."""
-        block = self._swap.take()
-        self._index.clear(block)
-        return block
 
     def copy_new_blocks(self, step_id: int) -> None:
         """List the copies that `step_id` makes: of the registered blocks of all rows, as far as they are not in swap
@@ -121,9 +101,8 @@ class KVOffload:
                 if known is not None:
                     sequence.offloaded[group].append(known)
                     continue
-                taken = self.take_block()
-                swap.register(taken, key)
-                self._in_flight.append((step_id, taken, key))
+                taken = swap.take()
+                swap.register(taken, key, step_id)
                 sources.append(int(rows.tables[group, row, place]))
                 targets.append(taken)
                 sequence.offloaded[group].append(taken)
@@ -150,23 +129,3 @@ class KVOffload:
     def is_on(self) -> bool:
         """Whether blocks are copied to swap space and found there."""
         return self._is_on
-
-    def settle(self, step_id: int) -> None:
-        """The copies until this step are made."""
-        while self._in_flight and self._in_flight[0][0] <= step_id:
-            _, block, key = self._in_flight.popleft()
-            if self._swap.find(key) == block:  # it may have been evicted already
-                self._index.set(block, key)
-
-    def executor_lost(self) -> None:
-        """Forget the blocks whose copies may not have been made."""
-        for _, block, key in self._in_flight:
-            if self._swap.find(key) == block:
-                self._swap.forget(block)
-        self._in_flight.clear()
-
-    def reset(self) -> None:
-        """Let nothing be found that is there now."""
-        self._swap.forget_all()
-        self._index.clear_all()
-        self._in_flight.clear()

@@ -182,7 +182,7 @@ def test_a_successor_of_the_scheduler_finds_the_copies_of_all_groups() -> None:
     bench = Bench(groups_config(num_swap_blocks=400), depth=1)
     bench.admit(range(300), max_tokens=50)
     bench.run()
-    successor = bench.successor()
+    successor = bench.successor(has_executor=False)
     successor.admit([*range(300), *bench.received[1]], max_tokens=5)
     successor.executor.kv[: successor.executor.num_blocks] = -7
     successor.run()
