@@ -125,6 +125,19 @@ class ScheduleLoad(Part, frozen=True, tag="schedule"):
 NO_VALUES = HistogramCounts([], 0.0)
 
 
+class SpeculationCounts(Part, frozen=True):
+    """Speculative decoding since start."""
+
+    num_drafts: int = 0
+    """Proposals: one for each row and step for which any id was proposed."""
+    num_draft_tokens: int = 0
+    """Ids of these."""
+    num_accepted_tokens: int = 0
+    """Those that were right."""
+    num_accepted_per_pos: list[int] = []
+    """The same by their position in the proposal; empty without speculative decoding."""
+
+
 class ScheduleCounts(ScheduleLoad, frozen=True, tag="schedule"):
     """The scheduler's counts, with its histograms."""
 
@@ -143,6 +156,7 @@ class ScheduleCounts(ScheduleLoad, frozen=True, tag="schedule"):
     """One value for each step that was planned without waiting for requests: how long the executor waited for it."""
     gaps: list[GapCounts] = []
     """By batch size; only sizes with at least one gap."""
+    speculation: SpeculationCounts = SpeculationCounts()
 
 
 class ExecuteCounts(Part, frozen=True, tag="execute"):

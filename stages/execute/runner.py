@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
+from pipeline.kernels.logits_processor_inputs import NO_IDS
 from pipeline.kernels.logprob_inputs import ByteArray
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.runtime.messages import ExecuteFacts, GenerationOptions, Step
@@ -37,6 +38,12 @@ class Sampled:
     """`StepResult.prompt_records`"""
     errors: tuple[str, ...] = ()
     """The reason for each finish that is `ERROR`, in order."""
+    num_ids: IntArray = field(default_factory=lambda: NO_IDS)
+    """If ids were proposed, how many of `ids` each entry has; empty for one each."""
+    num_drafts: IntArray = field(default_factory=lambda: NO_IDS)
+    """How many ids were proposed for each entry; empty for none."""
+    draft_s: float = 0.0
+    """Time of the draft model."""
 
 
 class Runner(Protocol):

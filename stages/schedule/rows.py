@@ -29,6 +29,9 @@ class RowTracker:
         """`planned` before the current plan: the positions that the plan's copies may read."""
         self.promised: Int64s = np.zeros(max_num_seqs, np.int64)
         """Ids that steps in flight will sample."""
+        self.num_drafts: Int64s = np.zeros(max_num_seqs, np.int64)
+        """Ids that the executor may propose in the step in flight. While there are any, the row is in no other step:
+        only the result says how many positions are computed."""
         self.limit: Int64s = np.zeros(max_num_seqs, np.int64)
         self.sent: Int64s = np.zeros(max_num_seqs, np.int64)
         self.num_prompt: Int64s = np.zeros(max_num_seqs, np.int64)
@@ -92,6 +95,7 @@ class RowTracker:
         self.rank[row] = sequence.order[0]
         self.is_long[row] = known - num_computed > long_prompt_tokens
         self.promised[row] = 0
+        self.num_drafts[row] = 0
         self.limit[row] = sequence.limit
         self.sent[row] = known  # the output buffer has the ids of waiting sequences
         self.num_prompt[row] = len(sequence.request.prompt)

@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from pipeline.config.settings import PolicyName, ScheduleSettings
+from pipeline.config.settings import PolicyName, ScheduleSettings, SpeculativeSettings
 from pipeline.runtime.messages import ExecuteFacts
 
 PreemptionMode = Literal["auto", "swap", "recompute"]
@@ -37,9 +37,20 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     """Bound of a step with a part of a long prompt, relative to the step without it."""
     hidden_size: int = 0
     """Dimensions of an embedding."""
+    num_speculative_tokens: int = 0
+    """Ids that the executor can propose for a row and verify in one step; 0 without speculative decoding."""
+    max_num_drafts: int = 0
+    """The same for all rows of a step together."""
+    adaptive_speculation: bool = True
+    """Whether rows for which speculation does not pay get fewer proposals or none."""
 
     @classmethod
-    def of(cls, settings: ScheduleSettings, facts: ExecuteFacts) -> "SchedulerConfig":
+    def of(
+        cls,
+        settings: ScheduleSettings,
+        facts: ExecuteFacts,
+        speculative: SpeculativeSettings = SpeculativeSettings(),  # noqa: B008
+    ) -> "SchedulerConfig":
         """From the settings and the executor's facts."""
         return cls(
             num_blocks=facts.num_blocks,
@@ -57,4 +68,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
             long_prompt_tokens=settings.long_prompt_tokens or MAX_TOKENS,
             long_prompt_max_slowdown=settings.long_prompt_max_slowdown,
             hidden_size=facts.hidden_size,
+            num_speculative_tokens=facts.num_speculative_tokens,
+            max_num_drafts=facts.max_num_drafts,
+            adaptive_speculation=speculative.adaptive,
         )

@@ -296,6 +296,10 @@ SAMPLES: dict[str, msgspec.Struct] = {
         REF,
     ),
     "step_result": m.StepResult(1, 7, IDS, IDS, REF, b"\x00\x01", 0.25, 0.5),
+    "step_result with drafts": m.StepResult(
+        1, 7, IDS, IDS, REF, b"\x00\x01", 0.25, 0.5, num_ids=IDS, num_drafts=REF, draft_s=0.125
+    ),
+    "step with drafts": m.Step(1, 7, IDS, [], IDS, IDS, REF, IDS, IDS, b"\x01\x00", drafts=REF),
     "closed": m.Closed(REQUEST_ID, 1),
     "reset_prefix_cache": m.ResetPrefixCache(1, 7),
     "prefix_cache_reset": m.PrefixCacheReset(1, 7, 64),

@@ -110,6 +110,10 @@ class ExecuteFacts(msgspec.Struct, array_like=True, frozen=True):
     """Formats of the weight matrices, such as `q4_1+q8_0` or `bf16`."""
     kv_dtype: str = ""
     """The type of the KV cache: `bfloat16`, `float32` or `int8`."""
+    num_speculative_tokens: int = 0
+    """Ids that it can propose for a row and verify in one step; 0 without speculative decoding."""
+    max_num_drafts: int = 0
+    """The same for all rows of a step together."""
 
     @property
     def quantization(self) -> str:

@@ -63,6 +63,10 @@ class Step(Message, frozen=True, tag="step"):
     """int32; parallel with `copy_targets`"""
     copy_targets: Array = b""
     """int32"""
+    drafts: Array = b""
+    """int32, parallel with `rows`: how many ids the executor may propose for the row and verify in this step. Only
+    entries of one position that sample have any. The row's blocks hold the positions of the proposed ids, and no later
+    step computes the row before this one's result is settled. Empty: none."""
 
 
 ExecuteInbox = Step | Release | PeerRestarted | Start | Ping | Stop

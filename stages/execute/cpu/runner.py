@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.config.sections.speculative import max_num_drafts, num_speculative_tokens
 from pipeline.config.settings import Settings
 from pipeline.kernels.logprob_inputs import ByteArray, ScoreInputs
 from pipeline.kernels.sampling_inputs import NO_ID, SamplingInputs
@@ -26,6 +27,7 @@ from pipeline.stages.execute.prompt_logprobs import NO_BYTES, score_prompts
 from pipeline.stages.execute.rows import BoolArray, RowTable, Take
 from pipeline.stages.execute.runner import RowChanges, Sampled, copies_of
 from pipeline.stages.execute.sampling_features import SamplingFeature, no_token_error
+from pipeline.stages.execute.speculation import Speculator, Verified, merged
 from pipeline.stages.execute.weights import FLOAT_FORMATS, Weights
 
 Clock = Callable[[], float]
@@ -43,6 +45,8 @@ class Computed:
     token_output_sizes: LongArray = field(default_factory=lambda: NO_SIZES)
     """Bytes of each id's logprobs or embedding; empty if none has any"""
     prompt_logprobs: ByteArray = field(default_factory=lambda: NO_BYTES)
+    verified: Verified | None = None
+    """If ids were proposed; `ids` are then the last ones of each entry, and its outputs come one after the other."""
 
 
 NOTHING = Computed(np.empty(0, np.int32))
@@ -72,11 +76,15 @@ class CpuRunner:
             config.hidden_size,
             max_num_tokens,
             kv_dtype=kv_dtype(settings.execute),
+            num_speculative_tokens=num_speculative_tokens(settings.speculative),
+            max_num_drafts=max_num_drafts(settings.speculative, max_num_seqs),
         )
         self.rows = RowTable(max_num_seqs, kv.max_model_len, kv.num_blocks, config.vocab_size)
-        self.inputs = StepInputs(max_num_tokens, max_num_seqs, -(-kv.max_model_len // BLOCK_SIZE))
-        self.masks = Masks(model_dir, max_num_seqs, config.vocab_size, settings.limits.grammar_timeout_s)
-        self.sampling_inputs = SamplingInputs(max_num_seqs, config.vocab_size, self.masks.words)
+        max_num_samples = max_num_seqs + self.facts.max_num_drafts
+        self.inputs = StepInputs(max_num_tokens, max_num_seqs, -(-kv.max_model_len // BLOCK_SIZE), max_num_samples)
+        self.masks = Masks(model_dir, max_num_samples, config.vocab_size, settings.limits.grammar_timeout_s)
+        self.sampling_inputs = SamplingInputs(max_num_samples, config.vocab_size, self.masks.words)
+        self.speculator = Speculator(self.rows, settings.speculative) if self.facts.max_num_drafts else None
         self.scores = ScoreInputs(max_num_seqs)
         num_threads = settings.execute.num_threads or len(os.sched_getaffinity(0))
         self.program = make_program(
@@ -120,16 +128,20 @@ class CpuRunner:
         rows, starts, counts = (take(array, np.int32) for array in (step.rows, step.starts, step.counts))
         samples = take(step.samples, np.uint8).view(np.bool_)
         assert len(rows) == len(starts) == len(counts) == len(samples)
+        drafts = take(step.drafts, np.int32)
         ended = self.rows.ended[rows]
         if ended.any():
             running = ~ended
+            drafts = drafts[running] if len(drafts) else drafts
             rows_left, counts_left, samples_left = rows[running], counts[running], samples[running]
             computed = (
-                self._compute(rows_left, starts[running], counts_left, samples_left) if len(rows_left) else NOTHING
+                self._compute(rows_left, starts[running], counts_left, samples_left, drafts)
+                if len(rows_left)
+                else NOTHING
             )
             totals = len(rows_left), int(counts_left.sum()), num_copies, copy_s
             return self._result(rows[samples], running[samples], computed, *totals)
-        computed = self._compute(rows, starts, counts, samples) if len(rows) else NOTHING
+        computed = self._compute(rows, starts, counts, samples, drafts) if len(rows) else NOTHING
         totals = len(rows), int(counts.sum()), num_copies, copy_s
         return self._result(rows[samples], None, computed, *totals)
 
@@ -142,9 +154,17 @@ class CpuRunner:
         self.program.copy_blocks(sources, targets)
         return len(sources), clock() - began
 
-    def _compute(self, rows: IntArray, starts: IntArray, counts: IntArray, samples: BoolArray) -> Computed:
-        """Run the program over entries that have not ended."""
+    def _compute(
+        self, rows: IntArray, starts: IntArray, counts: IntArray, samples: BoolArray, most_drafts: IntArray
+    ) -> Computed:
+        """Run the program over entries that have not ended. If there are `most_drafts`, propose up to this many ids for
+        each, and verify them."""
         self.rows.begin(rows, starts, counts, samples)
+        num_drafts: LongArray | None = None
+        if len(most_drafts) and self.speculator is not None:
+            proposed = self.speculator.propose(rows, most_drafts)
+            if proposed.any():
+                num_drafts, counts = proposed, (counts + proposed).astype(np.int32)
         if len(rows) == int(counts.sum()):
             entry, positions = rows, starts
         else:
@@ -161,17 +181,37 @@ class CpuRunner:
         )
         # Pooled rows have no logits.
         is_sampled = samples if pooled is None else samples & ~pooled
-        self.inputs.fill(ids, starts, counts, self.rows.blocks[rows, :num_blocks], is_sampled)
-        self.rows.fill_sampling_inputs(self.sampling_inputs, rows[is_sampled])
-        ids = self._run(rows[is_sampled])
-        self.on_computed()
-        computed = Computed(ids, self.sampling_inputs.logprobs.memory, self.sampling_inputs.logprobs.widths)
+        tables, logprobs = self.rows.blocks[rows, :num_blocks], self.sampling_inputs.logprobs
+        if num_drafts is None:
+            self.inputs.fill(ids, starts, counts, tables, is_sampled)
+            self.rows.fill_sampling_inputs(self.sampling_inputs, rows[is_sampled])
+            ids = self._run(rows[is_sampled])
+            self.on_computed()
+            computed = Computed(ids, logprobs.memory, logprobs.widths)
+        else:
+            self.inputs.fill(ids, starts, counts, tables, is_sampled * (1 + num_drafts))
+            computed = self._run_and_verify(rows[is_sampled], num_drafts[is_sampled])
         if requested_features & SamplingFeature.PROMPT_LOGPROBS:
             prompt_logprobs = score_prompts(self.rows, rows, self.program, self.inputs, self.scores)
             computed = replace(computed, prompt_logprobs=prompt_logprobs)
         if pooled is not None:
             computed = self._embed(rows, samples, pooled, computed)
         return computed
+
+    def _run_and_verify(self, rows: IntArray, num_drafts: LongArray) -> Computed:
+        """Run the program, which samples an id after each of the ids that were proposed for these rows, and keep what
+        equals the proposals."""
+        assert self.speculator is not None
+        num_each = 1 + num_drafts
+        sampled = np.repeat(rows, num_each)
+        place = np.arange(len(sampled)) - np.repeat(num_each.cumsum() - num_each, num_each)
+        num_known = (self.rows.num_ids[sampled] + place).astype(np.int32)
+        self.rows.fill_sampling_inputs(self.sampling_inputs, sampled, num_known)
+        ids = self._run(sampled)
+        self.on_computed()
+        logprobs = self.sampling_inputs.logprobs
+        verified = self.speculator.verify(rows, num_drafts, ids, logprobs.memory, logprobs.widths)
+        return Computed(verified.last_ids, verified.records, verified.record_sizes, verified=verified)
 
     def _run(self, rows: IntArray) -> IntArray:
         """Run the program, which samples for these rows, with grammar masks. Returns the ids. Rows whose mask can't be
@@ -236,7 +276,7 @@ class CpuRunner:
         else:
             running = np.ones(len(rows), np.bool_) if running is None else running
             ids, finishes, token_outputs, errors = self._partial_result(rows, running, computed)
-        return Sampled(
+        sampled = Sampled(
             rows,
             self.rows.generations[rows],
             ids,
@@ -248,6 +288,22 @@ class CpuRunner:
             token_outputs,
             computed.prompt_logprobs,
             errors,
+        )
+        return sampled if computed.verified is None else self._with_accepted(sampled, running, computed.verified)
+
+    def _with_accepted(self, sampled: Sampled, running: BoolArray | None, verified: Verified) -> Sampled:
+        """A result with the accepted ids, which come before the last ones of their rows."""
+        num_ids, num_drafts = np.ones(len(sampled.rows), np.int64), np.zeros(len(sampled.rows), np.int64)
+        has_logits = self.rows.features[sampled.rows] & SamplingFeature.EMBEDDING == 0
+        if running is not None:
+            has_logits &= running
+        num_ids[has_logits], num_drafts[has_logits] = verified.num_ids, verified.num_drafts
+        return replace(
+            sampled,
+            ids=merged(sampled.ids, num_ids, verified.accepted),
+            num_tokens=sampled.num_tokens + int(num_drafts.sum()),
+            num_ids=num_ids.astype(np.int32),
+            num_drafts=num_drafts.astype(np.int32),
         )
 
     def _partial_result(

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pipeline.config.settings import ExecuteSettings, ScheduleSettings, Settings
+from pipeline.config.settings import ExecuteSettings, ScheduleSettings, Settings, SpeculativeSettings
 from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import prompt_record_bytes, record_bytes
 from pipeline.runtime.messages import Finish
@@ -58,7 +58,14 @@ class Request(msgspec.Struct, frozen=True):
 
 
 def make_runner(
-    folder: Path, block_bytes: int, num_blocks: int, *, num_swap_blocks: int = 0, threads: int = 2, **how: Any
+    folder: Path,
+    block_bytes: int,
+    num_blocks: int,
+    *,
+    num_swap_blocks: int = 0,
+    threads: int = 2,
+    num_speculative_tokens: int = 0,
+    **how: Any,
 ) -> CpuRunner:
     """With memory for exactly this many blocks."""
     settings = Settings(
@@ -68,6 +75,9 @@ def make_runner(
             **{"dtype": "bfloat16", "kernels": "auto", **how},
         ),
         schedule=ScheduleSettings(max_num_seqs=16, max_num_batched_tokens=256),
+        speculative=SpeculativeSettings(method="ngram", num_speculative_tokens=num_speculative_tokens)
+        if num_speculative_tokens
+        else SpeculativeSettings(),
     )
     swap = memoryview(bytearray(num_swap_blocks * block_bytes)) if num_swap_blocks else None
     runner = CpuRunner(settings, folder, swap)
@@ -86,6 +96,8 @@ class Pair:
             "num_swap_blocks": facts.num_swap_blocks,
             "max_model_len": facts.max_model_len,
             "hidden_size": facts.hidden_size,
+            "num_speculative_tokens": facts.num_speculative_tokens,
+            "max_num_drafts": facts.max_num_drafts,
             "max_num_seqs": 16,
             "max_num_batched_tokens": 256,
         }
@@ -170,6 +182,8 @@ class Pair:
             records=sampled.token_outputs.tobytes(),
             prompt_records=sampled.prompt_logprobs.tobytes(),
             errors=list(sampled.errors),
+            num_ids=sampled.num_ids.tobytes(),
+            num_drafts=sampled.num_drafts.tobytes(),
         )
         self.scheduler.settle(result)
 
