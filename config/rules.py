@@ -62,9 +62,15 @@ def contradictions(settings: Settings) -> list[str]:
 
 def _speculation_problems(settings: Settings) -> list[str]:
     speculative = settings.speculative
-    if speculative.method == "none":
-        return []
     problems = []
+    if speculative.draft and speculative.method != "draft_model":
+        problems.append(
+            f"speculative.draft: needs speculative.method = 'draft_model', and that is {speculative.method!r}"
+        )
+    if speculative.method == "none":
+        return problems
+    if speculative.method == "draft_model" and not speculative.draft:
+        problems.append("speculative.draft: 'draft_model' in speculative.method needs a model here")
     if settings.execute.device == "cuda":
         problems.append(f"speculative.method: {speculative.method!r} needs execute.device = 'cpu'; a GPU needs 'none'")
     if speculative.prompt_lookup_min > speculative.prompt_lookup_max:

@@ -22,8 +22,8 @@ NO_PLACES: LongArray = np.zeros(0, np.int64)
 
 
 class SamplingInputs:
-    """Sampling parameters of a step. Shapes are [max_num_samples]. `mask_words` is memory for masks that another process
-    writes."""
+    """Sampling parameters of a step. Shapes are [max_num_samples]. `mask_words` is memory for masks that another
+    process writes."""
 
     def __init__(self, max_num_samples: int, vocab_size: int, mask_words: WordArray | None = None) -> None:
         self.greedy: np.ndarray[Any, np.dtype[np.uint8]] = np.ones(max_num_samples, np.uint8)

@@ -65,6 +65,7 @@ class Bench:
                 step.incarnation, step.step_id, sampled.rows.tobytes(), sampled.generations.tobytes(),
                 sampled.ids.tobytes(), sampled.finishes.tobytes(), time.monotonic() - step_began_s, 0.0,
                 num_ids=sampled.num_ids.tobytes(), num_drafts=sampled.num_drafts.tobytes(), draft_s=sampled.draft_s,
+                draft_pass_s=sampled.draft_pass_s,
             )  # fmt: skip
             scheduler.settle(result)
             settled = scheduler.output_buffer.pending()

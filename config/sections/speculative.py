@@ -17,12 +17,20 @@ class SpeculativeSettings(Frozen, frozen=True):
     """Speculative decoding: several tokens a step, proposed cheaply and verified by the model. It changes no text."""
 
     method: Annotated[
-        Literal["none", "ngram"],
+        Literal["none", "ngram", "draft_model"],
         Meta(
-            description='How tokens are proposed: "ngram" looks for the last tokens in the prompt and the output so far, '
-            "and proposes what followed there (prompt lookup)."
+            description='How tokens are proposed: "ngram" looks for the last tokens in the prompt and the output so '
+            'far, and proposes what followed there (prompt lookup); "draft_model" computes the smaller model in '
+            "speculative.draft."
         ),
     ] = "none"
+    draft: Annotated[
+        str,
+        Meta(
+            description='Model of "draft_model", given as model is. It must have the same tokens as the model. Its KV '
+            "cache has as many blocks as the model's, and is not part of execute.kv_cache_bytes."
+        ),
+    ] = ""
     num_speculative_tokens: Annotated[
         int,
         Meta(
@@ -38,8 +46,8 @@ class SpeculativeSettings(Frozen, frozen=True):
     adaptive: Annotated[
         bool,
         Meta(
-            description="Choose the number of tokens for each sequence by its share of accepted tokens and by the cost of "
-            "a step, 0 where speculation does not pay. Without it, num_speculative_tokens are proposed in every step."
+            description="Choose the number of tokens for each sequence by its share of accepted tokens and by the cost "
+            "of a step, 0 where speculation does not pay. Without it, num_speculative_tokens are proposed in each step."
         ),
     ] = True
 

@@ -52,6 +52,7 @@ class Publisher:
             num_ids=put(sampled.num_ids) if len(sampled.num_ids) else b"",
             num_drafts=put(sampled.num_drafts) if len(sampled.num_drafts) else b"",
             draft_s=sampled.draft_s,
+            draft_pass_s=sampled.draft_pass_s,
         )
         sent = stage.outbox("schedule").send(result)
         assert sent, "the scheduler's inbox is full: more steps are in flight than it holds"

@@ -145,6 +145,7 @@ class RowTable:
             # A grammar allows EOS only where the output may end and, if EOS is ignored, only where it must.
             () if options.ignore_eos and not options.compiled_grammar else eos_ids
         )
+        self.predicted[row] = np.frombuffer(options.predicted_ids, np.int32)
         self.num_logprobs[row] = options.num_logprobs
         self.logprob_token_ids[row] = given = np.array(options.logprob_token_ids, np.int32)
         if len(given):

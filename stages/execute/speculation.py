@@ -11,6 +11,7 @@ anywhere (Leviathan, Kalman and Matias, "Fast inference from transformers via sp
 another way, which keeps the distribution and not the text).
 """
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy as np
 from pipeline.config.sections.speculative import SpeculativeSettings
 from pipeline.kernels.logprob_inputs import ByteArray
 from pipeline.kernels.sampling_inputs import NO_ID
-from pipeline.kernels.step_inputs import IntArray, LongArray
+from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, LongArray
 from pipeline.stages.execute.rows import BoolArray, RowTable
 from pipeline.stages.execute.sampling_features import SamplingFeature
 
@@ -28,11 +29,19 @@ ID_BYTES = 4
 class Proposer(Protocol):
     """Proposes ids that may follow a row's ids. The ids of rows are in the row table."""
 
-    def propose(self, rows: IntArray, most: IntArray) -> list[IntArray]:
+    draft_s: float
+    """Time of a draft model's last proposals."""
+    pass_s: float
+    """Mean time of its passes with one position for each row; 0 if there was none."""
+
+    def propose(self, rows: IntArray, most: IntArray, clock: Callable[[], float]) -> list[IntArray]:
         """Up to `most` ids for each of these rows, in order. Whatever is proposed, the text is the same."""
 
     def drop(self, rows: IntArray) -> None:
         """Forget what is kept for these rows: they are dropped."""
+
+    def close(self) -> None:
+        """Free threads and memory."""
 
 
 class NgramProposer:
@@ -46,8 +55,9 @@ class NgramProposer:
         """`fewest` and `most` are numbers of ids to look for."""
         self._table = table
         self._fewest, self._most = fewest, most
+        self.draft_s = self.pass_s = 0.0
 
-    def propose(self, rows: IntArray, most: IntArray) -> list[IntArray]:
+    def propose(self, rows: IntArray, most: IntArray, clock: Callable[[], float]) -> list[IntArray]:
         table = self._table
         return [
             self._of(table.predicted[row], table.ids[row, : table.num_ids[row]], num)
@@ -55,6 +65,9 @@ class NgramProposer:
         ]
 
     def drop(self, rows: IntArray) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
     def _of(self, predicted: IntArray, known: IntArray, num: int) -> IntArray:
@@ -111,11 +124,7 @@ class Speculator:
             table, settings.prompt_lookup_min, settings.prompt_lookup_max
         )
 
-    def drop(self, rows: IntArray) -> None:
-        """Forget rows."""
-        self.proposer.drop(rows)
-
-    def propose(self, rows: IntArray, most: IntArray) -> LongArray:
+    def propose(self, rows: IntArray, most: IntArray, clock: Callable[[], float]) -> LongArray:
         """Propose up to `most` ids for each of these rows, and write them behind the rows' ids. Returns how many."""
         table = self._table
         num_drafts = np.zeros(len(rows), np.int64)
@@ -125,13 +134,13 @@ class Speculator:
         places = np.flatnonzero(may)
         if not len(places):
             return num_drafts
-        proposals = self.proposer.propose(rows[places], most[places])
+        proposals = self.proposer.propose(rows[places], most[places], clock)
         for place, ids in zip(places.tolist(), proposals, strict=True):
             row = int(rows[place])
             known = int(table.num_ids[row])
             num_drafts[place] = num = len(ids)
             assert num <= most[place] and known + num < table.max_model_len
-            assert known + num <= table.num_blocks[row] * 16, f"row {row} has no blocks for {num} proposed ids"
+            assert known + num <= table.num_blocks[row] * BLOCK_SIZE, f"row {row} has no blocks for {num} proposed ids"
             table.ids[row, known : known + num] = ids
         return num_drafts
 

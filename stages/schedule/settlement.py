@@ -148,8 +148,8 @@ class Settlement:
         counts as one more row that decodes."""
         if step.num_copies:
             self._kv_cache_manager.copies.observe(step.num_copies, result.copy_s)
-        if len(num_drafts):
-            self._speculation.observe_pass(result.draft_s, int(num_drafts.max()))
+        if result.draft_pass_s:
+            self._speculation.observe_pass(result.draft_pass_s)
         if (shape := step.shape) is not None:
             seconds = result.compute_s - result.copy_s - result.draft_s
             num_decodes, context = shape.num_decodes, shape.context

@@ -63,6 +63,8 @@ class StepResult(Message, frozen=True, tag="step_result"):
     """int32, parallel with `rows`: how many ids were proposed; empty: none."""
     draft_s: float = 0.0
     """The part of `compute_s` that a draft model took."""
+    draft_pass_s: float = 0.0
+    """Mean time of a pass of the draft model with one position for each row; 0 if it made none."""
 
 
 class Closed(Message, frozen=True, tag="closed"):

@@ -20,14 +20,14 @@ from pipeline.stages.execute.cpu.backend import choose_library, make_program, ma
 from pipeline.stages.execute.cpu.panel_file import PanelPlace
 from pipeline.stages.execute.cpu.program import LogitArray, MasksLate
 from pipeline.stages.execute.grammar_masks.masks import LATE_MS, Masks
-from pipeline.stages.execute.kv import divide_swap, kv_dtype, plan_kv
+from pipeline.stages.execute.kv import KVPlan, divide_swap, kv_dtype, plan_kv
 from pipeline.stages.execute.models.registry import build_program
 from pipeline.stages.execute.pooling import Pool
 from pipeline.stages.execute.prompt_logprobs import NO_BYTES, score_prompts
 from pipeline.stages.execute.rows import BoolArray, RowTable, Take
 from pipeline.stages.execute.runner import RowChanges, Sampled, copies_of
 from pipeline.stages.execute.sampling_features import SamplingFeature, no_token_error
-from pipeline.stages.execute.speculation import Speculator, Verified, merged
+from pipeline.stages.execute.speculation import Proposer, Speculator, Verified, merged
 from pipeline.stages.execute.weights import FLOAT_FORMATS, Weights
 
 Clock = Callable[[], float]
@@ -84,9 +84,9 @@ class CpuRunner:
         self.inputs = StepInputs(max_num_tokens, max_num_seqs, -(-kv.max_model_len // BLOCK_SIZE), max_num_samples)
         self.masks = Masks(model_dir, max_num_samples, config.vocab_size, settings.limits.grammar_timeout_s)
         self.sampling_inputs = SamplingInputs(max_num_samples, config.vocab_size, self.masks.words)
-        self.speculator = Speculator(self.rows, settings.speculative) if self.facts.max_num_drafts else None
         self.scores = ScoreInputs(max_num_seqs)
         num_threads = settings.execute.num_threads or len(os.sched_getaffinity(0))
+        self.speculator = self._make_speculator(settings, kv, num_threads) if self.facts.max_num_drafts else None
         self.program = make_program(
             library, settings, config, self.inputs, self.sampling_inputs, self.scores, kv, num_threads, swapped, panels
         )
@@ -97,10 +97,26 @@ class CpuRunner:
         last = self.program.last_norm
         bias = None if last.bias is None else np.asarray(last.bias)
         self._pool = Pool(np.asarray(last.weight), config.rms_norm_eps, bias, config.norm)
-        self._changes = RowChanges(self.rows, self.masks, self._pool, config.eos_ids)
+        self._changes = RowChanges(self.rows, self.masks, self._pool, config.eos_ids, drop_drafts=self._drop_drafts)
         self.failed = self._changes.failed
+        self._clock: Clock = time.monotonic
         self.on_computed: Callable[[], None] = lambda: None
         """Called when a step's ids are computed, before its result is made of them."""
+
+    def _make_speculator(self, settings: Settings, kv: KVPlan, num_threads: int) -> Speculator:
+        if settings.speculative.method == "ngram":
+            return Speculator(self.rows, settings.speculative)
+        from pipeline.stages.execute.cpu.draft_model import load_draft_model
+
+        return Speculator(self.rows, settings.speculative, load_draft_model(settings, self.rows, kv, num_threads))
+
+    def _drop_drafts(self, rows: IntArray) -> None:
+        if self._proposer is not None:
+            self._proposer.drop(rows)
+
+    @property
+    def _proposer(self) -> Proposer | None:
+        return None if self.speculator is None else self.speculator.proposer
 
     @property
     def name(self) -> str:
@@ -119,11 +135,14 @@ class CpuRunner:
         """Free threads and memory, and end the process that computes masks."""
         self.program.close()
         self.masks.close()
+        if self.speculator is not None:
+            self.speculator.proposer.close()
 
     def step(self, step: Step, take: Take, clock: Clock = time.monotonic) -> Sampled:
         """Compute one step. Errors of the model or of an invalid plan propagate and end the stage. `clock` times the
         copies."""
         self._changes.apply(step, take)
+        self._clock = clock
         num_copies, copy_s = self._copy(step, take, clock)
         rows, starts, counts = (take(array, np.int32) for array in (step.rows, step.starts, step.counts))
         samples = take(step.samples, np.uint8).view(np.bool_)
@@ -162,7 +181,7 @@ class CpuRunner:
         self.rows.begin(rows, starts, counts, samples)
         num_drafts: LongArray | None = None
         if len(most_drafts) and self.speculator is not None:
-            proposed = self.speculator.propose(rows, most_drafts)
+            proposed = self.speculator.propose(rows, most_drafts, self._clock)
             if proposed.any():
                 num_drafts, counts = proposed, (counts + proposed).astype(np.int32)
         if len(rows) == int(counts.sum()):
@@ -304,6 +323,8 @@ class CpuRunner:
             num_tokens=sampled.num_tokens + int(num_drafts.sum()),
             num_ids=num_ids.astype(np.int32),
             num_drafts=num_drafts.astype(np.int32),
+            draft_s=0.0 if self._proposer is None else self._proposer.draft_s,
+            draft_pass_s=0.0 if self._proposer is None else self._proposer.pass_s,
         )
 
     def _partial_result(

@@ -117,10 +117,9 @@ class Speculation:
         self.num_accepted_tokens += total_accepted
         self.num_accepted_per_pos += (num_accepted[:, None] >= self._steps).sum(axis=0)
 
-    def observe_pass(self, seconds: float, num_passes: int) -> None:
-        """How long a draft model took in a step in which it made this many passes."""
-        if num_passes > 0:
-            self._pass_s += (seconds / num_passes - self._pass_s) * (DRAFT_WEIGHT if self._pass_s else 1.0)
+    def observe_pass(self, seconds: float) -> None:
+        """How long a pass of a draft model took in a step."""
+        self._pass_s += (seconds - self._pass_s) * (DRAFT_WEIGHT if self._pass_s else 1.0)
 
     def counts(self) -> SpeculationCounts:
         return SpeculationCounts(

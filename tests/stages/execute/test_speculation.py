@@ -2,7 +2,8 @@
 stop."""
 
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,9 @@ class Oracle:
         self._texts = [(*prompt, *text) for prompt, samples in texts.items() for text in samples]
         self._random = random.Random(0)
         self.num_proposed = 0
+        self.draft_s = self.pass_s = 0.0
 
-    def propose(self, rows: IntArray, most: IntArray) -> list[IntArray]:
+    def propose(self, rows: IntArray, most: IntArray, clock: Callable[[], float]) -> list[IntArray]:
         proposals = []
         for row, num in zip(rows.tolist(), most.tolist(), strict=True):
             known = tuple(self._table.ids[row, : self._table.num_ids[row]].tolist())
@@ -48,6 +50,9 @@ class Oracle:
         return proposals
 
     def drop(self, rows: IntArray) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
 
@@ -126,7 +131,7 @@ def test_ngrams_propose_what_followed_the_longest_match(ids: list[int], most: in
     table = RowTable(1, 128, 8, 10)
     table.ids[0, : len(ids)], table.num_ids[0] = ids, len(ids)
     fewest, longest = 2, 4
-    (found,) = NgramProposer(table, fewest, longest).propose(np.array([0]), np.array([most]))
+    (found,) = NgramProposer(table, fewest, longest).propose(np.array([0]), np.array([most]), time.monotonic)
     for length in range(min(longest, len(ids) - 1), fewest - 1, -1):
         places = [at for at in range(len(ids) - length) if ids[at : at + length] == ids[-length:]]
         if places:
@@ -142,10 +147,10 @@ def test_ngrams_are_found_in_the_predicted_text_too() -> None:
     table.ids[0, :5], table.num_ids[0] = [7, 8, 256, 1, 2], 5
     table.predicted[0] = np.array([9, 256, 1, 2, 40, 41, 42], np.int32)
     proposer = NgramProposer(table, 3, 5)
-    assert proposer.propose(np.array([0]), np.array([2]))[0].tolist() == [40, 41]
-    assert proposer.propose(np.array([0]), np.array([9]))[0].tolist() == [40, 41, 42]
+    assert proposer.propose(np.array([0]), np.array([2]), time.monotonic)[0].tolist() == [40, 41]
+    assert proposer.propose(np.array([0]), np.array([9]), time.monotonic)[0].tolist() == [40, 41, 42]
     table.predicted[0] = np.zeros(0, np.int32)
-    assert proposer.propose(np.array([0]), np.array([2]))[0].tolist() == []
+    assert proposer.propose(np.array([0]), np.array([2]), time.monotonic)[0].tolist() == []
 
 
 def test_settings_choose_the_proposer(runners: list[CpuRunner]) -> None:
@@ -157,10 +162,10 @@ def test_settings_choose_the_proposer(runners: list[CpuRunner]) -> None:
     table.ids[0, :9], table.num_ids[0] = [1, 2, 3, 50, 2, 3, 60, 2, 3], 9
     for limits, proposed in (((2, 5), [60]), ((3, 5), []), ((1, 2), [60])):
         settings = SpeculativeSettings(method="ngram", prompt_lookup_min=limits[0], prompt_lookup_max=limits[1])
-        found = Speculator(table, settings).proposer.propose(np.array([0]), np.array([1]))
+        found = Speculator(table, settings).proposer.propose(np.array([0]), np.array([1]), time.monotonic)
         assert found[0].tolist() == proposed
     table.ids[0, 6:9] = [9, 1, 2]
     for longest, proposed in ((2, [3, 50, 2]), (1, [3, 9, 1])):
         settings = SpeculativeSettings(method="ngram", prompt_lookup_min=1, prompt_lookup_max=longest)
-        found = Speculator(table, settings).proposer.propose(np.array([0]), np.array([3]))
+        found = Speculator(table, settings).proposer.propose(np.array([0]), np.array([3]), time.monotonic)
         assert found[0].tolist() == proposed
