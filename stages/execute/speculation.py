@@ -11,7 +11,7 @@ anywhere (Leviathan, Kalman and Matias, "Fast inference from transformers via sp
 another way, which keeps the distribution and not the text).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -20,6 +20,7 @@ from pipeline.config.sections.speculative import SpeculativeSettings
 from pipeline.kernels.logprob_inputs import ByteArray
 from pipeline.kernels.sampling_inputs import NO_ID
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, LongArray
+from pipeline.stages.execute.grammar_masks.masks import Masks
 from pipeline.stages.execute.rows import BoolArray, RowTable
 from pipeline.stages.execute.sampling_features import SamplingFeature
 
@@ -118,8 +119,15 @@ class Verified(NamedTuple):
 class Speculator:
     """Lets a proposer propose ids for a step, and verifies them. Owned by the runner."""
 
-    def __init__(self, table: RowTable, settings: SpeculativeSettings, proposer: Proposer | None = None) -> None:
-        self._table = table
+    def __init__(
+        self,
+        table: RowTable,
+        settings: SpeculativeSettings,
+        proposer: Proposer | None = None,
+        masks: Masks | None = None,
+    ) -> None:
+        """`masks` knows the ids that grammars force: they are proposed first."""
+        self._table, self._masks = table, masks
         self.proposer: Proposer = proposer or NgramProposer(
             table, settings.prompt_lookup_min, settings.prompt_lookup_max
         )
@@ -128,16 +136,25 @@ class Speculator:
         """Propose up to `most` ids for each of these rows, and write them behind the rows' ids. Returns how many."""
         table = self._table
         num_drafts = np.zeros(len(rows), np.int64)
-        may = most > 0
-        if table.requested_features & SamplingFeature.GRAMMAR_MASK:
-            may &= table.features[rows] & SamplingFeature.GRAMMAR_MASK == 0
-        places = np.flatnonzero(may)
-        if not len(places):
-            return num_drafts
-        proposals = self.proposer.propose(rows[places], most[places], clock)
-        for place, ids in zip(places.tolist(), proposals, strict=True):
+        proposed: dict[int, IntArray] = {}
+        if self._masks is not None and table.requested_features & SamplingFeature.GRAMMAR_MASK:
+            for place in np.flatnonzero(
+                (most > 0) & (table.features[rows] & SamplingFeature.GRAMMAR_MASK != 0)
+            ).tolist():
+                row = int(rows[place])
+                forced = self._masks.forced(row, table.ids[row, : table.num_ids[row]])
+                if len(forced):
+                    proposed[place] = forced[: most[place]]
+        places = np.array([place for place in np.flatnonzero(most).tolist() if place not in proposed], np.int64)
+        if len(places):
+            proposals = self.proposer.propose(rows[places], most[places], clock)
+            proposed |= zip(places.tolist(), proposals, strict=True)
+        for place, ids in proposed.items():
             row = int(rows[place])
             known = int(table.num_ids[row])
+            is_outside = (ids < 0) | (ids >= table.vocab_size)
+            if is_outside.any():  # a tokenizer may have more ids than the model
+                ids = ids[: int(is_outside.argmax())]
             num_drafts[place] = num = len(ids)
             assert num <= most[place] and known + num < table.max_model_len
             assert known + num <= table.num_blocks[row] * BLOCK_SIZE, f"row {row} has no blocks for {num} proposed ids"
@@ -145,17 +162,25 @@ class Speculator:
         return num_drafts
 
     def verify(
-        self, rows: IntArray, num_drafts: LongArray, ids: IntArray, records: ByteArray, record_sizes: LongArray
+        self,
+        rows: IntArray,
+        num_drafts: LongArray,
+        ids: IntArray,
+        records: ByteArray,
+        record_sizes: LongArray,
+        failed: Container[int] = (),
     ) -> Verified:
         """Keep what equals the proposals, and one id more. `rows` and `num_drafts` are of the entries that sample;
         `ids`, `records` and `record_sizes` have one value for each sample. Accepted ids are appended to their rows; the
-        last ones are not."""
+        last ones are not. Nothing is accepted for rows that have `failed`."""
         table = self._table
         begins = (1 + num_drafts).cumsum() - (1 + num_drafts)
         num_ids: LongArray = np.ones(len(rows), np.int64)
         for place in np.flatnonzero(num_drafts).tolist():
             row, begin, num = int(rows[place]), int(begins[place]), int(num_drafts[place])
             known = int(table.num_ids[row])
+            if row in failed:
+                continue
             sampled = ids[begin : begin + num + 1]
             wrong = np.flatnonzero(sampled[:num] != table.ids[row, known : known + num])
             num_kept = 1 + (int(wrong[0]) if len(wrong) else num)

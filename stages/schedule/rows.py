@@ -58,6 +58,8 @@ class RowTracker:
         """Bytes of the record of each prompt id; 0 in rows without them."""
         self.num_recorded = 0
         """Rows with records of either kind."""
+        self.has_prediction = np.zeros(max_num_seqs, np.bool_)
+        """Whether the client gave a predicted output, so that proposed ids are counted for it."""
         self.needs_full_prefill = np.zeros(max_num_seqs, np.bool_)
         """The prompt is computed whole, without prefix cache and swap space."""
         self.sequences: list[Sequence | None] = [None] * max_num_seqs
@@ -112,6 +114,7 @@ class RowTracker:
         self.record_bytes[row] = sequence.request.record_bytes
         self.prompt_record_bytes[row] = sequence.prompt_record_bytes
         self.num_recorded += sequence.is_recorded
+        self.has_prediction[row] = bool(sequence.request.options.predicted_ids)
         self.needs_full_prefill[row] = sequence.request.needs_full_prefill
         self.sequences[row] = sequence
         sequence.row = row

@@ -83,6 +83,10 @@ class Settlement:
                 self._lifecycle.quarantine.settled(self._sequence(row).request.request_id)
         if len(num_ids):
             self._speculation.observe(sampled, num_drafts, num_ids - 1, finishes == Finish.STOP)
+            for place in np.flatnonzero(rows.has_prediction[sampled]).tolist():
+                sequence, accepted = self._sequence(int(sampled[place])), int(num_ids[place]) - 1
+                sequence.num_accepted_drafts += accepted
+                sequence.num_rejected_drafts += int(num_drafts[place]) - accepted
         self._store(sampled, ids, finishes, num_ids)
         if self.is_behind:
             self._kv_cache_manager.register(rows.order)

@@ -73,10 +73,17 @@ GIVEN_OPTIONS = m.GenerationOptions(
     priority=-3,
     cache_salt="mine",
     logprob_token_ids=[5, 6],
+    prediction="as before",
 )
 """As the gateway sends them."""
 COMPLETED_OPTIONS = msgspec.structs.replace(
-    GIVEN_OPTIONS, bad_words=[], bad_words_ids=[[1, 2], [3]], grammar=None, compiled_grammar='{"grammars": []}'
+    GIVEN_OPTIONS,
+    bad_words=[],
+    bad_words_ids=[[1, 2], [3]],
+    grammar=None,
+    compiled_grammar='{"grammars": []}',
+    prediction="",
+    predicted_ids=b"\x07\x00\x00\x00",
 )
 """As ingest sends them."""
 FIRST = m.FirstTimes(1, 1.5, 2.5, 3.5, 16)

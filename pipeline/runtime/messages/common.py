@@ -63,6 +63,15 @@ class FirstTimes(msgspec.Struct, array_like=True, frozen=True):
     """Ids of its prompt that were found in the prefix cache."""
 
 
+class DraftCounts(msgspec.Struct, array_like=True, frozen=True):
+    """What came of the ids that were proposed for a sequence so far. Sent for requests with a predicted output."""
+
+    place: int
+    """Index of its entry in the lists of the message."""
+    num_accepted: int
+    num_rejected: int
+
+
 # ------------------------------------------------------------------------------------------ to several of the stages
 
 

@@ -104,11 +104,13 @@ class CpuRunner:
         """Called when a step's ids are computed, before its result is made of them."""
 
     def _make_speculator(self, settings: Settings, kv: KVPlan, num_threads: int) -> Speculator:
+        self.masks.forces = True
         if settings.speculative.method == "ngram":
-            return Speculator(self.rows, settings.speculative)
+            return Speculator(self.rows, settings.speculative, masks=self.masks)
         from pipeline.stages.execute.cpu.draft_model import load_draft_model
 
-        return Speculator(self.rows, settings.speculative, load_draft_model(settings, self.rows, kv, num_threads))
+        draft_model = load_draft_model(settings, self.rows, kv, num_threads)
+        return Speculator(self.rows, settings.speculative, draft_model, self.masks)
 
     def _drop_drafts(self, rows: IntArray) -> None:
         if self._proposer is not None:
@@ -226,19 +228,19 @@ class CpuRunner:
         place = np.arange(len(sampled)) - np.repeat(num_each.cumsum() - num_each, num_each)
         num_known = (self.rows.num_ids[sampled] + place).astype(np.int32)
         self.rows.fill_sampling_inputs(self.sampling_inputs, sampled, num_known)
-        ids = self._run(sampled)
+        ids = self._run(rows, num_drafts)
         self.on_computed()
         logprobs = self.sampling_inputs.logprobs
-        verified = self.speculator.verify(rows, num_drafts, ids, logprobs.memory, logprobs.widths)
+        verified = self.speculator.verify(rows, num_drafts, ids, logprobs.memory, logprobs.widths, self.failed)
         return Computed(verified.last_ids, verified.records, verified.record_sizes, verified=verified)
 
-    def _run(self, rows: IntArray) -> IntArray:
-        """Run the program, which samples for these rows, with grammar masks. Returns the ids. Rows whose mask can't be
-        computed are marked as failed."""
+    def _run(self, rows: IntArray, num_drafts: LongArray | None = None) -> IntArray:
+        """Run the program, which samples for these rows and behind the ids that were proposed for them, with grammar
+        masks. Returns the ids. Rows whose mask can't be computed are marked as failed."""
         if not len(self.sampling_inputs.masked):
             return self.program.run()
         masks = self.masks
-        masks.request(rows, self.rows.ids, self.rows.num_ids)
+        masks.request(rows, self.rows.ids, self.rows.num_ids, num_drafts)
         try:
             while True:
                 self.program.wait_for(masks.word_address if masks.ticket else 0, masks.ticket, LATE_MS)
@@ -249,8 +251,9 @@ class CpuRunner:
                     masks.wait()
         finally:
             self.program.wait_for(0, 0, 0)
+        first = rows if num_drafts is None else np.repeat(rows, 1 + num_drafts)
         for place, why in masks.take_failed().items():
-            self.failed[int(rows[place])] = why
+            self.failed[int(first[place])] = why
         return ids
 
     def _embed(self, rows: IntArray, samples: BoolArray, pooled: BoolArray, computed: Computed) -> Computed:
