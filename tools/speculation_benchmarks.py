@@ -42,6 +42,8 @@ class Bench:
         if not speculates:
             config = msgspec.structs.replace(config, num_speculative_tokens=0, max_num_drafts=0)
         self._runner, self._scheduler, self._next_id = runner, Scheduler(config), 1
+        self.step_s: dict[int, list[float]] = {}
+        """Times of steps by their number of tokens."""
 
     def run(self, prompts: list[list[int]], num_tokens: int, temperature: float) -> tuple[list[list[int]], float]:
         """The ids after each prompt, computed together, and the seconds from the first id to the last."""
@@ -61,6 +63,7 @@ class Bench:
         while (step := scheduler.plan()) is not None:
             step_began_s = time.monotonic()
             sampled = runner.step(step, take)
+            self.step_s.setdefault(sampled.num_tokens, []).append(time.monotonic() - step_began_s)
             result = m.StepResult(
                 step.incarnation, step.step_id, sampled.rows.tobytes(), sampled.generations.tobytes(),
                 sampled.ids.tobytes(), sampled.finishes.tobytes(), time.monotonic() - step_began_s, 0.0,
@@ -131,6 +134,9 @@ def main() -> None:
         )
     print(f"{args.task}, {args.streams} streams: median ratio {statistics.median(ratios):.3f}")
     print(speculating.note())
+    for name, bench in (("without", plain), ("with", speculating)):
+        times = {num: statistics.median(each) for num, each in sorted(bench.step_s.items()) if len(each) > 4}
+        print(f"median step {name}:", ", ".join(f"{num} tokens {1000 * each:.1f} ms" for num, each in times.items()))
     runner.close()
 
 

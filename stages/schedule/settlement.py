@@ -160,4 +160,6 @@ class Settlement:
             if len(num_drafts):
                 num_decodes += int(num_drafts.sum())
                 context = context * num_decodes // shape.num_decodes
+            if not shape.num_chunk_tokens:
+                self._speculation.observe_step(num_decodes, seconds)
             self._cost_model.observe(num_decodes, context, shape.num_chunk_tokens, shape.pairs, seconds)

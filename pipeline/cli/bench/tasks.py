@@ -109,6 +109,6 @@ TASKS: dict[TaskName, Callable[[random.Random], str]] = {
 }
 
 
-def prompt_of(task: TaskName, seed: int) -> str:
+def prompt_of(task: TaskName, seed: int | str) -> str:
     """A user's message; the same for the same seed."""
     return TASKS[task](random.Random(f"{task} {seed}"))

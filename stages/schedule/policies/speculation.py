@@ -2,8 +2,8 @@
 
 A step that verifies k proposed ids of a row computes 1 + k of its positions. It yields the ids up to the first that was
 proposed wrongly, and one more. With the row's acceptance rate α, the share of proposed ids that turn out right, that is
-α + α² + … + α^k ids more than without. The step cost model says what these positions take: each counts as one more
-decoding row. A row gets the k with the most ids per second of the step, 0 if none pays.
+α + α² + … + α^k ids more than without. What these positions take is learnt from steps with and without proposals
+(step_slope.py). A row gets the k with the most ids per second of the step, 0 if none pays.
 
     α    a moving average over the row's last proposals; a new row begins with the average of all rows
     k    at most `num_speculative_tokens`, what the limit of its ids leaves, and its share of `max_num_drafts` a step
@@ -17,6 +17,7 @@ from pipeline.metrics.stats import SpeculationCounts
 from pipeline.stages.schedule.arrays import Bools, Int64s
 from pipeline.stages.schedule.policies.budget import StepBudget
 from pipeline.stages.schedule.policies.step_cost_model import StepCostModel
+from pipeline.stages.schedule.policies.step_slope import StepSlope
 from pipeline.stages.schedule.rows import RowTracker
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 
@@ -53,6 +54,7 @@ class Speculation:
         self._probed = np.zeros(num_rows, np.int64)
         """Ids of each row when it last got a grant."""
         self._steps = np.arange(1, self._most + 1)
+        self._slope = StepSlope()
         self._pass_s = 0.0
         """One pass of a draft model."""
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
@@ -83,20 +85,22 @@ class Speculation:
             self._generations[fresh] = self._rows.generation[fresh]
             self.acceptance[fresh] = self.mean
             self._probed[fresh] = totals[is_new]
-        shape, model = budget.shape, self._cost_model
-        base_s = model.predict(shape.num_decodes, shape.context, shape.num_chunk_tokens, shape.pairs)
-        if base_s <= 0:
-            return np.full(len(rows), self._most)
-        _, row_s, context_s, _, _ = model.coefficients
-        token_s = MARGIN * (row_s + context_s * totals) + self._pass_s / len(rows)
+        shape = budget.shape
+        _, _, _, prompt_token_s, pair_s = self._cost_model.coefficients
+        slope_s = self._slope.slope_s or prompt_token_s
+        base_s = self._slope.predict(shape.num_decodes, slope_s)
+        if base_s <= 0 or slope_s <= 0:
+            return np.full(len(rows), NUM_PROBED)
+        base_s += prompt_token_s * shape.num_chunk_tokens + pair_s * shape.pairs
+        token_s = MARGIN * slope_s + self._pass_s / len(rows)
         gained = np.cumsum(self.acceptance[rows, None] ** self._steps, axis=1)
-        seconds = base_s + token_s[:, None] * self._steps
+        seconds = base_s + token_s * self._steps
         rates = (len(rows) + gained) / seconds
-        rates[seconds > self._max_step_s] = 0.0
+        rates[:, seconds > self._max_step_s] = 0.0
         best: Int64s = np.argmax(rates, axis=1) + 1
         best[rates.max(axis=1) <= len(rows) / base_s] = 0
         could_pay = token_s < base_s / len(rows)
-        due = (best == 0) & could_pay & (totals - self._probed[rows] >= PROBE_EVERY)
+        due = could_pay & (best == 0) & (totals - self._probed[rows] >= PROBE_EVERY)
         num_drafts: Int64s = np.where(due, NUM_PROBED, best)
         return num_drafts
 
@@ -116,6 +120,10 @@ class Speculation:
         self.num_draft_tokens += int(num_drafts.sum())
         self.num_accepted_tokens += total_accepted
         self.num_accepted_per_pos += (num_accepted[:, None] >= self._steps).sum(axis=0)
+
+    def observe_step(self, num_positions: int, seconds: float) -> None:
+        """How long a step without prompts took, without a draft model's part."""
+        self._slope.observe(num_positions, seconds)
 
     def observe_pass(self, seconds: float) -> None:
         """How long a pass of a draft model took in a step."""

@@ -83,7 +83,7 @@ def test_speculation_changes_no_structured_output(folder: Path) -> None:
         for i in range(7)
     ]  # fmt: skip
     found = []
-    for num_speculative_tokens, num_blocks, depth in ((0, 200, 1), (6, 200, 1), (6, 22, 2)):
+    for num_speculative_tokens, num_blocks, depth in ((0, 200, 1), (6, 200, 1), (6, 16, 2)):
         runner = make_runner(folder, BLOCK_BYTES, num_blocks, num_speculative_tokens=num_speculative_tokens)
         try:
             pair = Pair(runner, depth, adaptive_speculation=False)

@@ -19,8 +19,9 @@ class Around:
         self.tracker = RowTracker(self.config.max_num_seqs, 4096, 16)
         self.tracker.limit[:] = 4096
         self.model = StepCostModel()
-        self.model.coefficients = (0.01, row_ms / 1000, 0.0, 0.0, 0.0)
         self.speculation = Speculation(self.config, self.tracker, self.model)
+        for num in (num_rows, num_rows + 3) * 20:
+            self.speculation.observe_step(num, 0.01 + num * row_ms / 1000)
         self.rows: Int64s = np.arange(num_rows)
         self.tracker.generation[:] = 1
         self.grant()  # the rows are new
