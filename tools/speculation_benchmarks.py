@@ -25,7 +25,8 @@ from pipeline.cli.bench.tasks import TASKS, prompt_of
 from pipeline.config.load import load
 from pipeline.runtime import messages as m
 from pipeline.stages.execute.cpu.runner import CpuRunner
-from pipeline.stages.prepare.stage import prepare
+from pipeline.stages.prepare import draft
+from pipeline.stages.prepare.stage import SILENT, prepare
 from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 
@@ -106,8 +107,11 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting")
     args = parser.parse_args()
-    settings = load(sets=[f"model={args.model}", "speculative.method=ngram", *args.set])
+    method = [] if any(each.startswith("speculative.method=") for each in args.set) else ["speculative.method=ngram"]
+    settings = load(sets=[f"model={args.model}", *method, *args.set])
     folder = prepare(settings)
+    if settings.speculative.method == "draft_model":
+        draft.link(settings, folder, prepare(draft.settings_of_draft(settings)), SILENT)
     runner = CpuRunner(settings, folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     plain, speculating = (Bench(runner, settings, speculates=speculates) for speculates in (False, True))

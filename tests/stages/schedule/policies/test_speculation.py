@@ -7,7 +7,7 @@ from pipeline.stages.schedule.policies.budget import BudgetLimits, StepBudget
 from pipeline.stages.schedule.policies.speculation import PROBE_EVERY, Speculation
 from pipeline.stages.schedule.policies.step_cost_model import StepCostModel
 from pipeline.stages.schedule.rows import RowTracker
-from tests.stages.schedule.bench import config
+from tests.stages.schedule.bench import Bench, config
 
 
 class Around:
@@ -110,3 +110,16 @@ def test_counts() -> None:
     counts = around.speculation.counts()
     assert (counts.num_drafts, counts.num_draft_tokens, counts.num_accepted_tokens) == (4, 8, 4)
     assert counts.num_accepted_per_pos == [2, 2, 0, 0, 0, 0, 0]
+
+
+def test_a_request_with_a_prediction_gets_its_counts() -> None:
+    limits = config(num_speculative_tokens=4, max_num_drafts=16, adaptive_speculation=False)
+    bench = Bench(limits, depth=1)
+    plain, predicting = bench.admit(range(20), 30), bench.admit(range(30), 30, predicted_ids=b"\x01\x00\x00\x00")
+    bench.run()
+    counts = bench.scheduler.speculation.counts()
+    by_request = {bench.opened[seq].request_id: drafts for seq, drafts in bench.drafts.items()}
+    assert list(by_request) == [predicting] != [plain]
+    accepted, rejected = by_request[predicting]
+    assert 0 < accepted < counts.num_accepted_tokens
+    assert 0 < rejected < counts.num_draft_tokens - counts.num_accepted_tokens
