@@ -54,8 +54,30 @@ def contradictions(settings: Settings) -> list[str]:
             f"quantization: {settings.quantization!r} is made while the weights of a GPU are loaded, and "
             "execute.device is 'cpu': 'q8_0' and 'q4_1' are 8 and 4 bits there"
         )
+    problems += _speculation_problems(settings)
     if settings.schedule.preemption == "swap" and not execute.swap_bytes:
         problems.append("schedule.preemption: 'swap' needs execute.swap_bytes above 0")
+    return problems
+
+
+def _speculation_problems(settings: Settings) -> list[str]:
+    speculative = settings.speculative
+    problems = []
+    if speculative.draft and speculative.method != "draft_model":
+        problems.append(
+            f"speculative.draft: needs speculative.method = 'draft_model', and that is {speculative.method!r}"
+        )
+    if speculative.method == "none":
+        return problems
+    if speculative.method == "draft_model" and not speculative.draft:
+        problems.append("speculative.draft: 'draft_model' in speculative.method needs a model here")
+    if settings.execute.device == "cuda":
+        problems.append(f"speculative.method: {speculative.method!r} needs execute.device = 'cpu'; a GPU needs 'none'")
+    if speculative.prompt_lookup_min > speculative.prompt_lookup_max:
+        problems.append(
+            f"speculative.prompt_lookup_min: {speculative.prompt_lookup_min} is more than "
+            f"speculative.prompt_lookup_max = {speculative.prompt_lookup_max}"
+        )
     return problems
 
 

@@ -10,6 +10,7 @@ from msgspec import Meta
 from pipeline.config.sections.base import MAX_BYTES, MAX_TOKENS, Frozen, Seconds
 from pipeline.config.sections.gateway import GatewaySettings
 from pipeline.config.sections.requests import ChatSettings, LimitSettings
+from pipeline.config.sections.speculative import SpeculativeSettings
 from pipeline.config.sections.stages import (
     DetokenizeSettings,
     ExecuteSettings,
@@ -30,6 +31,7 @@ __all__ = [
     "Quantization",
     "ScheduleSettings",
     "Settings",
+    "SpeculativeSettings",
     "SupervisorSettings",
 ]
 
@@ -147,3 +149,4 @@ class Settings(Frozen, frozen=True):
     supervisor: SupervisorSettings = SupervisorSettings()
     limits: LimitSettings = LimitSettings()
     chat: ChatSettings = ChatSettings()
+    speculative: SpeculativeSettings = SpeculativeSettings()

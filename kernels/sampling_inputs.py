@@ -22,34 +22,34 @@ NO_PLACES: LongArray = np.zeros(0, np.int64)
 
 
 class SamplingInputs:
-    """Sampling parameters of a step. Shapes are [max_num_rows]. `mask_words` is memory for masks that another process
-    writes."""
+    """Sampling parameters of a step. Shapes are [max_num_samples]. `mask_words` is memory for masks that another
+    process writes."""
 
-    def __init__(self, max_num_rows: int, vocab_size: int, mask_words: WordArray | None = None) -> None:
-        self.greedy: np.ndarray[Any, np.dtype[np.uint8]] = np.ones(max_num_rows, np.uint8)
+    def __init__(self, max_num_samples: int, vocab_size: int, mask_words: WordArray | None = None) -> None:
+        self.greedy: np.ndarray[Any, np.dtype[np.uint8]] = np.ones(max_num_samples, np.uint8)
         """1 for the largest logit and nothing else; the arrays below are then not read."""
-        self.temperature: FloatArray = np.zeros(max_num_rows, np.float32)
-        self.top_p: FloatArray = np.ones(max_num_rows, np.float32)
-        self.min_p: FloatArray = np.zeros(max_num_rows, np.float32)
-        self.top_k: IntArray = np.zeros(max_num_rows, np.int32)
-        self.keys: AddressArray = np.zeros(max_num_rows, np.uint64)
+        self.temperature: FloatArray = np.zeros(max_num_samples, np.float32)
+        self.top_p: FloatArray = np.ones(max_num_samples, np.float32)
+        self.min_p: FloatArray = np.zeros(max_num_samples, np.float32)
+        self.top_k: IntArray = np.zeros(max_num_samples, np.int32)
+        self.keys: AddressArray = np.zeros(max_num_samples, np.uint64)
         """Noise key of this sample, see kernels/noise.py."""
-        self.logits_processors: AddressArray = np.zeros(max_num_rows, np.uint64)
+        self.logits_processors: AddressArray = np.zeros(max_num_samples, np.uint64)
         """Address of the row's `LOGITS_PROCESSORS` (kernels/logits_processors.py); 0 where its logits are taken as they
         are."""
-        self.num_known: IntArray = np.zeros(max_num_rows, np.int32)
+        self.num_known: IntArray = np.zeros(max_num_samples, np.int32)
         """Number of ids of the row; read if it has logits processors."""
-        self.masks: AddressArray = np.zeros(max_num_rows, np.uint64)
+        self.masks: AddressArray = np.zeros(max_num_samples, np.uint64)
         """Address of the bits that a grammar allows, which are in `mask_words`; 0 where there is no grammar."""
-        shape = max_num_rows, num_words(vocab_size)
+        shape = max_num_samples, num_words(vocab_size)
         self.mask_words: WordArray = np.zeros(shape, np.uint32) if mask_words is None else mask_words
-        """[max_num_rows, ceil(V / 32)]; bit v % 32 of word v / 32 says whether id v is allowed. The owner of
+        """[max_num_samples, ceil(V / 32)]; bit v % 32 of word v / 32 says whether id v is allowed. The owner of
         the grammars writes the rows in `masked` for each step, before the program's wait for them ends."""
         self.masked: LongArray = NO_PLACES
         """Places of the step's sampled tokens that a grammar masks."""
-        self.ids: IntArray = np.zeros(max_num_rows, np.int32)
+        self.ids: IntArray = np.zeros(max_num_samples, np.int32)
         """The ids that a step sampled; `NO_ID` if none can be sampled."""
-        self.logprobs = LogprobInputs(max_num_rows)
+        self.logprobs = LogprobInputs(max_num_samples)
         self.keeps_logits = False
         """No row is `greedy`, because all logits are requested."""
         self.rows: IntArray = np.zeros(0, np.int32)
@@ -57,7 +57,7 @@ class SamplingInputs:
         self.row_logits_processors: Sequence[LogitsProcessors | None] = ()
         assert self.mask_words.shape == shape and self.mask_words.flags.c_contiguous
         self._mask_addresses: AddressArray = (
-            self.mask_words.ctypes.data + np.arange(max_num_rows, dtype=np.uint64) * self.mask_words.strides[0]
+            self.mask_words.ctypes.data + np.arange(max_num_samples, dtype=np.uint64) * self.mask_words.strides[0]
         ).astype(np.uint64)
 
     def mask(self, masked: "np.ndarray[Any, np.dtype[np.bool_]]") -> None:

@@ -32,9 +32,18 @@ class StepInputs:
     """The inputs of one step at a time. Entry i computes tokens `offsets[i] .. offsets[i] + counts[i]` of the batch,
     which are positions `starts[i] .. starts[i] + counts[i]` of its row."""
 
-    def __init__(self, max_num_tokens: int, max_num_rows: int, max_num_blocks: int, num_groups: int = 1) -> None:
+    def __init__(
+        self,
+        max_num_tokens: int,
+        max_num_rows: int,
+        max_num_blocks: int,
+        num_groups: int = 1,
+        max_num_samples: int | None = None,
+    ) -> None:
+        """By default there is one sample for each row at most."""
         self.max_num_tokens = max_num_tokens
         self.max_num_rows = max_num_rows
+        self.max_num_samples = max_num_rows if max_num_samples is None else max_num_samples
         self.num_tokens = 0
         self.num_rows = 0
         self.num_samples = 0
@@ -53,8 +62,8 @@ class StepInputs:
         """[G, T]; where a token's keys and values go: block x BLOCK_SIZE + place in the block"""
         self.slots: LongArray = self.group_slots[0]
         """[T]; the first group's"""
-        self.sampled: LongArray = np.zeros(max_num_rows, np.int64)
-        """[R]; the tokens whose logits are wanted"""
+        self.sampled: LongArray = np.zeros(self.max_num_samples, np.int64)
+        """[max_num_samples]; the tokens whose logits are wanted"""
         self._places: IntArray = np.arange(max_num_rows, dtype=np.int32)
 
     def fill(
@@ -68,9 +77,9 @@ class StepInputs:
     ) -> None:
         """Set the next step.
 
-        `ids` are those of all entries, one after the other; `starts`, `counts` and `samples` (whether the entry's last
-        logits are wanted) have one value an entry, and `block_tables` [entries, blocks] holds at least the blocks that
-        each entry writes or reads, `other_tables` those of the KV groups after the first.
+        `ids` are those of all entries, one after the other; `starts`, `counts` and `samples` (of how many of the
+        entry's last tokens logits are wanted) have one value an entry, and `block_tables` [entries, blocks] holds at
+        least the blocks that each entry writes or reads, `other_tables` those of the KV groups after the first.
         """
         num_rows, num_tokens = len(starts), len(ids)
         assert num_rows <= self.max_num_rows, f"{num_rows} entries in a step, {self.max_num_rows} at most"
@@ -99,5 +108,10 @@ class StepInputs:
             self.group_tables[group, :num_rows, : table.shape[1]] = table
             self.group_slots[group, :num_tokens] = table[entry, places].astype(np.int64) * BLOCK_SIZE + offset
         sampled = last[samples.astype(bool, copy=False)]
+        if samples.dtype != np.bool_ and len(samples) and samples.max() > 1:
+            num_each = samples[samples > 0]
+            behind = np.arange(int(num_each.sum())) - np.repeat(num_each.cumsum() - 1, num_each)
+            sampled = np.repeat(sampled, num_each) + behind
         self.num_samples = len(sampled)
+        assert self.num_samples <= self.max_num_samples
         self.sampled[: self.num_samples] = sampled

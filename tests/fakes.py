@@ -4,6 +4,7 @@ stale row each change the sampled ids, so tests compare exact ids. With several 
 of its own, and reads those in its window: if they differ from the row's ids, the next ids are wrong.
 """
 
+import random
 from collections.abc import Callable
 from hashlib import blake2b
 from typing import Any
@@ -98,8 +99,10 @@ class FakeExecutor:
         copy_s: float = 0.0001,
         groups: tuple[KVGroup, ...] = (FULL,),
     ) -> None:
-        """`token_s` and `copy_s` are the reported times to compute a token and to copy a block."""
+        """`token_s` and `copy_s` are the reported times to compute a token and to copy a block. Of the ids that it
+        proposes, `skill` are right, on average."""
         self._token_s, self.copy_s = token_s, copy_s
+        self.skill = 0.7
         self.kv = np.full((num_blocks + num_swap_blocks, block_size), EMPTY, np.int64)
         """The blocks of the KV cache, followed by those of swap space."""
         self.num_blocks = num_blocks
@@ -157,54 +160,50 @@ class FakeExecutor:
                 take(step.starts, np.int32).tolist(),
                 take(step.counts, np.int32).tolist(),
                 take(step.samples, np.uint8).tolist(),
+                take(step.drafts, np.int32).tolist() or [0] * len(take(step.rows, np.int32)),
                 strict=True,
             )
         )
         assert len({row for row, *_ in entries}) == len(entries), "a row is in a step twice"
         written: set[tuple[int, int]] = set()
-        for row, start, count, _ in entries:
+        proposed: dict[int, list[int]] = {}
+        for row, start, count, samples, num_drafts in entries:
             state = self.rows[row]
+            assert num_drafts == 0 or (samples and count == 1)
+            proposed[row] = [] if state.dead else self._propose(state, start + count, num_drafts)
+            for place, token_id in enumerate(proposed[row]):
+                state.ids[start + count + place] = token_id
             for group, table in enumerate(state.tables):
-                for position in range(start, start + count) if not state.dead else ():
+                for position in range(start, start + count + len(proposed[row])) if not state.dead else ():
                     slot = table[position // self.block_size], position % self.block_size
                     assert slot[0] != NO_BLOCK, f"row {row} writes position {position}, which has no block"
                     assert slot not in written, f"two rows write slot {slot}"
                     written.add(slot)
                     self.kv[slot] = state.ids[position] * MAX_GROUPS + group
-        for row, start, count, _ in entries:
+        for row, start, count, *_ in entries:
             if not self.rows[row].dead:
-                self._read(row, start, count)
+                self._read(row, start, count + len(proposed[row]))
         sampled: list[int] = []
         sampled_ids: list[int] = []
+        num_ids: list[int] = []
         finishes: list[int] = []
         records: list[bytes] = []
         prompt_records: list[bytes] = []
         errors: list[str] = []
-        for row, start, count, samples in entries:
+        for row, start, count, samples, _ in entries:
             prompt_records += self.rows[row].prompt_records(start, count)
             if not samples:
                 continue
             sampled.append(row)
             state = self.rows[row]
-            if state.dead:
-                sampled_ids.append(-1)
-                finishes.append(int(Finish.NONE))
-                continue
-            length = start + count
-            context = [state.ids[position] + state.has_read_wrong for position in range(length)]
-            sampled_id = next_id(context, state.options.seed, state.index)
-            if sampled_id in state.options.bias_ids:
-                state.dead = True
-                sampled_ids.append(-1)
-                finishes.append(int(Finish.ERROR))
-                errors.append(f"{sampled_id} must not be sampled")
-                continue
-            state.ids[length] = sampled_id
-            sampled_ids.append(sampled_id)
+            kept, finish, error = self._sample(row, start + count, proposed[row])
+            sampled_ids += kept or [-1]
+            num_ids.append(len(kept) or 1)
+            finishes.append(int(finish))
+            errors += [error] if error else []
             if state.options.num_logprobs >= 0:
-                records.append(record(sampled_id, state.options.num_logprobs))
-            state.dead = sampled_id in state.options.stop_token_ids
-            finishes.append(int(Finish.STOP if state.dead else Finish.NONE))
+                records += [record(token_id, state.options.num_logprobs) for token_id in kept]
+        num_drafts_of = [len(proposed[row]) for row in sampled]
         put = self._put
         return m.StepResult(
             incarnation=step.incarnation,
@@ -219,4 +218,40 @@ class FakeExecutor:
             records=put(np.frombuffer(b"".join(records), np.uint8)),
             prompt_records=put(np.frombuffer(b"".join(prompt_records), np.uint8)),
             errors=errors,
+            num_ids=put(np.array(num_ids, np.int32)) if any(num_drafts_of) else b"",
+            num_drafts=put(np.array(num_drafts_of, np.int32)) if any(num_drafts_of) else b"",
         )
+
+    def _sample(self, row: int, length: int, proposed: list[int]) -> tuple[list[int], Finish, str]:
+        """Append the ids after the first `length` of a row that equal the proposed ones, and one more. Returns them,
+        and how they end the row."""
+        state = self.rows[row]
+        kept: list[int] = []
+        for token_id in [*proposed, None] if not state.dead else ():
+            context = [state.ids[position] + state.has_read_wrong for position in range(length + len(kept))]
+            sampled_id = next_id(context, state.options.seed, state.index)
+            if sampled_id in state.options.bias_ids:
+                if kept:
+                    break  # the next step finds it
+                state.dead = True
+                return [], Finish.ERROR, f"{sampled_id} must not be sampled"
+            state.ids[length + len(kept)] = sampled_id
+            kept.append(sampled_id)
+            if sampled_id in state.options.stop_token_ids:
+                state.dead = True
+                return kept, Finish.STOP, ""
+            if sampled_id != token_id:
+                break
+        return kept, Finish.NONE, ""
+
+    def _propose(self, state: _Row, length: int, most: int) -> list[int]:
+        """Ids that may follow the first `length` of a row. Some are wrong, so that slots get KV of wrong ids."""
+        known = [state.ids[place] for place in range(length)] if most else []
+        proposed: list[int] = []
+        for place in range(most):
+            right = next_id(known + proposed, state.options.seed, state.index)
+            luck = random.Random(f"{length}/{place}/{right}").random()
+            if luck > 0.97:
+                break
+            proposed.append(right if luck < self.skill else (right + 1) % VOCAB)
+        return proposed

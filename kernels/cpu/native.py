@@ -17,7 +17,7 @@ from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.stored_matrix import Format
 
-ABI_VERSION = 17
+ABI_VERSION = 18
 """Version of `program.cpp`; raise it with every change of its interface."""
 
 PANEL = 16

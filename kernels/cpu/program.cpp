@@ -220,7 +220,7 @@ class Program final : public Job {
 
 extern "C" {
 
-int abi_version() { return 17; }
+int abi_version() { return 18; }
 
 // Asks the system for what these instructions need. Whether they can be used.
 int prepare() {

@@ -133,6 +133,19 @@ class KVGroupCounts(msgspec.Struct, array_like=True, frozen=True):
     num_blocks: int
 
 
+class SpeculationCounts(Part, frozen=True):
+    """Speculative decoding since start."""
+
+    num_drafts: int = 0
+    """Proposals: one for each row and step for which any id was proposed."""
+    num_draft_tokens: int = 0
+    """Ids of these."""
+    num_accepted_tokens: int = 0
+    """Those that were right."""
+    num_accepted_per_pos: list[int] = []
+    """The same by their position in the proposal; empty without speculative decoding."""
+
+
 class ScheduleCounts(ScheduleLoad, frozen=True, tag="schedule"):
     """The scheduler's counts, with its histograms."""
 
@@ -153,6 +166,7 @@ class ScheduleCounts(ScheduleLoad, frozen=True, tag="schedule"):
     """By batch size; only sizes with at least one gap."""
     kv_groups: list[KVGroupCounts] = []
     """Empty if there is only one, without a window."""
+    speculation: SpeculationCounts = SpeculationCounts()
 
 
 class ExecuteCounts(Part, frozen=True, tag="execute"):

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from pipeline.metrics.families import counter, counts_of, gauge, histogram
 from pipeline.metrics.histogram import REQUEST_S, STEP_TOKENS, TIME_TO_FIRST_TOKEN_S, TOKEN_S, TOKENS, Bounds, N, summed
-from pipeline.metrics.stats import GatewayCounts, HistogramCounts, ScheduleCounts, ServerStats
+from pipeline.metrics.stats import GatewayCounts, HistogramCounts, ScheduleCounts, ServerStats, SpeculationCounts
 
 ENGINE = "0"
 """vLLM's label for one of several engines behind one API server. A Pipeline server has one."""
@@ -105,6 +105,8 @@ def vllm_metrics(stats: ServerStats) -> Iterator[Metric]:
             ("vllm:iteration_tokens_total", "Tokens computed per step.", schedule.step_tokens, STEP_TOKENS),
         ):
             yield histogram(name, words, labels, values, bounds)
+        if schedule.speculation.num_accepted_per_pos:
+            yield from _speculation(schedule.speculation, labels)
     finished = CounterMetricFamily(
         "vllm:request_success", "Count of ended requests by reason.", labels=[*labels, "finished_reason"]
     )
@@ -120,6 +122,23 @@ def vllm_metrics(stats: ServerStats) -> Iterator[Metric]:
         "num_cpu_blocks": str(schedule.num_swap_blocks_total if schedule is not None else 0),
     }
     yield gauge("vllm:cache_config_info", "Configuration of the KV cache.", labels | info, 1)
+
+
+def _speculation(counts: SpeculationCounts, labels: dict[str, str]) -> Iterator[Metric]:
+    for name, words, value in (
+        ("drafts", "Number of spec decoding drafts.", counts.num_drafts),
+        ("draft_tokens", "Number of draft tokens.", counts.num_draft_tokens),
+        ("accepted_tokens", "Number of accepted tokens.", counts.num_accepted_tokens),
+    ):
+        yield counter(f"vllm:spec_decode_num_{name}", words, labels, value)
+    by_position = CounterMetricFamily(
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "Accepted tokens per draft position.",
+        labels=[*labels, "position"],
+    )
+    for position, value in enumerate(counts.num_accepted_per_pos):
+        by_position.add_metric([*labels.values(), str(position)], value)
+    yield by_position
 
 
 _GATEWAY_HISTOGRAMS: tuple[tuple[str, str, Callable[[GatewayCounts], HistogramCounts], Bounds], ...] = (

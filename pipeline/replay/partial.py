@@ -16,7 +16,7 @@ Everything that is left out is counted.
 
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -83,10 +83,13 @@ _PER_ENTRY = (
 """The lists of `Deltas` that have a value for each entry."""
 
 
-def _firsts(firsts: list[m.FirstTimes], places: list[int]) -> list[m.FirstTimes]:
-    """`firsts` of the entries that remain, with their new indices."""
+Placed = TypeVar("Placed", m.FirstTimes, m.DraftCounts)
+
+
+def _moved(of_entries: list[Placed], places: list[int]) -> list[Placed]:
+    """What belongs to the entries that remain, with their new indices."""
     moved = {place: i for i, place in enumerate(places)}
-    return [msgspec.structs.replace(first, place=moved[first.place]) for first in firsts if first.place in moved]
+    return [msgspec.structs.replace(one, place=moved[one.place]) for one in of_entries if one.place in moved]
 
 
 class GatewayPartial(_Counting):
@@ -128,7 +131,8 @@ class GatewayPartial(_Counting):
         for name in _PER_ENTRY:
             values = getattr(message, name)
             changes[name] = [values[i] for i in places]
-        changes["firsts"] = _firsts(message.firsts, places)
+        changes["firsts"] = _moved(message.firsts, places)
+        changes["drafts"] = _moved(message.drafts, places)
         return msgspec.structs.replace(message, **changes)
 
 
@@ -261,6 +265,7 @@ class DetokenizePartial(_Counting):
             counts=counts[is_known].tobytes(),
             ids=ids[np.repeat(is_known, counts)].tobytes(),
             finishes=np.frombuffer(bytes_of(message.finishes), "u1")[is_known].tobytes(),
-            firsts=_firsts(message.firsts, np.flatnonzero(is_known).tolist()),
+            firsts=_moved(message.firsts, np.flatnonzero(is_known).tolist()),
+            drafts=_moved(message.drafts, np.flatnonzero(is_known).tolist()),
             settled_s=message.settled_s,
         )

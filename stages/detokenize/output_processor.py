@@ -42,6 +42,7 @@ class OutputSequence:
         "_stop_matcher",
         "_stop_token_ids",
         "attempt",
+        "drafts",
         "error",
         "finish",
         "first",
@@ -101,6 +102,8 @@ class OutputSequence:
         """The stop id, if it came with the opening."""
         self.first: m.FirstTimes | None = None
         """Sent with the first ids."""
+        self.drafts: m.DraftCounts | None = None
+        """The newest counts."""
         if outputs:
             self._resume(outputs, opening.finish)
 
@@ -189,7 +192,7 @@ class OutputSequence:
         if self.prompt_records:
             self.prompt_offset += len(self.prompt_records) // logprob_bytes(self.options.num_prompt_logprobs)
             self.prompt_records.clear()
-        self.first = None
+        self.first = self.drafts = None
 
 
 class OutputProcessor:
@@ -257,6 +260,7 @@ class OutputProcessor:
         settled_s: float = 0.0,
         records: bytes = b"",
         errors: Iterable[str] = (),
+        drafts: Iterable[m.DraftCounts] = (),
     ) -> list[m.Abort]:
         """Handle a `Settled`, except for prompt records. Returns an `Abort` for schedule for each sequence with a stop
         string."""
@@ -265,6 +269,7 @@ class OutputProcessor:
         first_of = {first.place: first for first in firsts}
         names = bool(self._names_until_s) and time.monotonic() < self._names_until_s
         end = recorded = 0
+        drafts_of = {counts.place: counts for counts in drafts}
         reasons = iter(errors)
         sequence: OutputSequence | None = None
         try:
@@ -273,6 +278,8 @@ class OutputProcessor:
                 sequence = self._live.pop(seq, None) if finish else self._live.get(seq)
                 assert sequence is not None, f"sequence {seq} is not open"
                 sequence.first = first_of.get(place, sequence.first)
+                if drafts_of:
+                    sequence.drafts = drafts_of.get(place, sequence.drafts)
                 if finish == ERROR:
                     sequence.error = next(reasons, "")
                 if width := sequence.record_bytes:
@@ -317,7 +324,7 @@ class OutputProcessor:
         sequences = self._unsent[gateway].values()
         request_ids, attempts, indexes, texts, text_offsets = [], [], [], [], []
         ids, id_offsets, num_ids, finishes, stop_reasons = array("i"), [], [], [], []
-        firsts, errors = [], []
+        firsts, errors, drafts = [], [], []
         has_records = False
         # One loop instead of a comprehension for each list: beside a running step, the caches are cold, and each piece
         # of code costs more to load than to run.
@@ -334,6 +341,8 @@ class OutputProcessor:
             stop_reasons.append(sequence.stop_reason)
             if sequence.first is not None:
                 firsts.append(msgspec.structs.replace(sequence.first, place=place))
+            if sequence.drafts is not None:
+                drafts.append(msgspec.structs.replace(sequence.drafts, place=place))
             if sequence.finish == ERROR:
                 errors.append(sequence.error)
             if sequence.records or sequence.prompt_records:  # seldom
@@ -360,6 +369,7 @@ class OutputProcessor:
             prompt_records=[bytes(sequence.prompt_records) for _, sequence in prompts] if prompts else [],
             prompt_pieces=[self._prompt_pieces(sequence) for _, sequence in prompts] if prompts else [],
             errors=errors,
+            drafts=drafts,
         )
 
     def _pieces(self, sequence: OutputSequence) -> list[bytes]:

@@ -130,6 +130,7 @@ class DetokenizeStage:
             message.settled_s,
             arrays.take(message.records, "u1").tobytes() if message.records else b"",
             message.errors,
+            message.drafts,
         )
         end_s = time.monotonic()
         self._num_tokens += len(ids)

@@ -49,6 +49,10 @@ class Publisher:
             records=put(sampled.token_outputs) if len(sampled.token_outputs) else b"",
             prompt_records=put(sampled.prompt_logprobs) if len(sampled.prompt_logprobs) else b"",
             errors=list(sampled.errors),
+            num_ids=put(sampled.num_ids) if len(sampled.num_ids) else b"",
+            num_drafts=put(sampled.num_drafts) if len(sampled.num_drafts) else b"",
+            draft_s=sampled.draft_s,
+            draft_pass_s=sampled.draft_pass_s,
         )
         sent = stage.outbox("schedule").send(result)
         assert sent, "the scheduler's inbox is full: more steps are in flight than it holds"
@@ -61,6 +65,9 @@ class Publisher:
                 "sampled": len(sampled.rows),
                 "wait_ms": round(times.wait_s * 1000, 3),
             }
+            if len(sampled.num_drafts):
+                accepted = len(sampled.ids) - len(sampled.rows)
+                args |= {"drafts": int(sampled.num_drafts.sum()), "accepted": accepted}
             if sampled.num_copies:
                 args |= {"copies": sampled.num_copies, "copy_ms": round(sampled.copy_s * 1000, 3)}
             stage.trace.span("step", times.began_s, times.ended_s, args, requests)

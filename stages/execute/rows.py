@@ -81,6 +81,8 @@ class RowTable:
         self._logprob_id_addresses: np.ndarray[Any, np.dtype[np.uint64]] = np.zeros(max_num_seqs, np.uint64)
         """Addresses of these ids; 0 for none."""
         self.pooling: list[Pooling] = [Pooling.NONE] * max_num_seqs
+        self.predicted: list[IntArray] = [NO_IDS] * max_num_seqs
+        """Ids that the client expects in a row's output; only proposals are made of them."""
         self.logits_processors: list[LogitsProcessors | None] = [None] * max_num_seqs
         self._native_logits_processors = np.zeros(max_num_seqs, LOGITS_PROCESSORS)
         places = (
@@ -162,6 +164,7 @@ class RowTable:
             # A grammar allows EOS only where the output may end and, if EOS is ignored, only where it must.
             () if options.ignore_eos and not options.compiled_grammar else eos_ids
         )
+        self.predicted[row] = np.frombuffer(options.predicted_ids, np.int32)
         self.num_logprobs[row] = options.num_logprobs
         self.logprob_token_ids[row] = given = np.array(options.logprob_token_ids, np.int32)
         if len(given):
@@ -246,8 +249,11 @@ class RowTable:
         assert (last == self.num_ids[rows[samples]]).all(), "sampled before the last known token is computed"
         assert (last < self.max_model_len).all(), "sampled beyond max_model_len"
 
-    def fill_sampling_inputs(self, sampling_inputs: SamplingInputs, rows: IntArray) -> None:
-        """Write the sampling parameters of `rows`.
+    def fill_sampling_inputs(
+        self, sampling_inputs: SamplingInputs, rows: IntArray, num_known: IntArray | None = None
+    ) -> None:
+        """Write the sampling parameters of `rows`, for the id after the first `num_known` ids of each; by default after
+        all that are known. A row may come several times.
 
         The noise depends only on the sequence's key and the id's position, not on the step or the batch.
         """
@@ -258,6 +264,7 @@ class RowTable:
             sampling_inputs.unmask(num)
             sampling_inputs.logprobs.clear(num)
             return
+        num_known = self.num_ids[rows] if num_known is None else num_known
         features = self.features[rows]
         sampling_inputs.greedy[:num] = 0 if sampling_inputs.keeps_logits else features & NOT_GREEDY == 0
         sampling_inputs.temperature[:num] = self.temperature[rows]
@@ -265,12 +272,12 @@ class RowTable:
             sampling_inputs.top_k[:num] = self.top_k[rows]
             sampling_inputs.top_p[:num] = self.top_p[rows]
             sampling_inputs.min_p[:num] = self.min_p[rows]
-            sampling_inputs.keys[:num] = noise_keys(self.keys[rows], self.num_ids[rows])
+            sampling_inputs.keys[:num] = noise_keys(self.keys[rows], num_known)
         if requested_features & SamplingFeature.LOGITS_PROCESSORS:
             sampling_inputs.logits_processors[:num] = np.where(
                 features & SamplingFeature.LOGITS_PROCESSORS, self._logits_processor_addresses[rows], np.uint64(0)
             )
-            sampling_inputs.num_known[:num] = self.num_ids[rows]
+            sampling_inputs.num_known[:num] = num_known
         else:
             sampling_inputs.logits_processors[:num] = 0
         if requested_features & SamplingFeature.GRAMMAR_MASK:

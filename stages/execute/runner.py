@@ -1,12 +1,13 @@
 """What both back ends of the executor share: the `Runner` protocol, a step's result, its row changes and its copies."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
+from pipeline.kernels.logits_processor_inputs import NO_IDS
 from pipeline.kernels.logprob_inputs import ByteArray
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.runtime.messages import ExecuteFacts, GenerationOptions, Step
@@ -37,6 +38,14 @@ class Sampled:
     """`StepResult.prompt_records`"""
     errors: tuple[str, ...] = ()
     """The reason for each finish that is `ERROR`, in order."""
+    num_ids: IntArray = field(default_factory=lambda: NO_IDS)
+    """If ids were proposed, how many of `ids` each entry has; empty for one each."""
+    num_drafts: IntArray = field(default_factory=lambda: NO_IDS)
+    """How many ids were proposed for each entry; empty for none."""
+    draft_s: float = 0.0
+    """Time of the draft model."""
+    draft_pass_s: float = 0.0
+    """Of one of its passes."""
 
 
 class Runner(Protocol):
@@ -76,10 +85,16 @@ class RowChanges:
     """Applies the row changes of steps to everything that keeps state by row."""
 
     def __init__(
-        self, table: RowTable, masks: Masks, pool: Pool, eos_ids: Collection[int], mirror: RowMirror | None = None
+        self,
+        table: RowTable,
+        masks: Masks,
+        pool: Pool,
+        eos_ids: Collection[int],
+        mirror: RowMirror | None = None,
+        drop_drafts: Callable[[IntArray], None] | None = None,
     ) -> None:
         self._table, self._masks, self._pool, self._eos_ids = table, masks, pool, eos_ids
-        self._mirror = mirror
+        self._mirror, self._drop_drafts = mirror, drop_drafts
         self._options = msgspec.msgpack.Decoder(GenerationOptions)
         self.failed: dict[int, str] = {}
         """Rows whose sequence can't continue, and why. The row's next sampled id is then `NO_ID`, with this error."""
@@ -108,6 +123,8 @@ class RowChanges:
         if self._mirror is not None:
             self._mirror.drop(rows)
         self._masks.drop(rows)
+        if self._drop_drafts is not None:
+            self._drop_drafts(rows)
         for row in rows.tolist():
             self.failed.pop(row, None)
             self._pool.drop(row)

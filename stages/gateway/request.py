@@ -44,6 +44,8 @@ class SequenceOutput(msgspec.Struct, eq=False):
     is_resumed: bool = False
     """The client has the first ids already. Their text is not sent again; the first delta says how long it is."""
     first: m.FirstTimes | None = None
+    drafts: m.DraftCounts | None = None
+    """Of the predicted output, if the request has one."""
     first_s: float = 0.0
     """When the first ids arrived. All times are by time.monotonic()."""
     last_s: float = 0.0

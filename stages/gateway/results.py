@@ -124,6 +124,7 @@ class ResultHandler:
         begin = 0
         now_s = self._stage.replay_context.monotonic()
         first_of = {first.place: first for first in message.firsts}
+        drafts_of = {counts.place: counts for counts in message.drafts}
         gaps: dict[tuple[float, int], int] = {}
         """Sequences by the time of their previous ids and by the number of new ones. Those of one message have one
         time, so there are few keys."""
@@ -146,6 +147,7 @@ class ResultHandler:
                 continue
             request = prompt_request.request
             prompt_request.is_confirmed = True
+            sequence.drafts = drafts_of.get(i, sequence.drafts)
             if not request.is_released:
                 offset = message.id_offsets[i]
                 if not request.parsed.hides_output:

@@ -90,6 +90,7 @@ class PromptProcessor:
         self._max_new_tokens = max_new_tokens
         self._max_model_len = facts.max_model_len
         self._vocab_size = facts.vocab_size
+        self._uses_predictions = facts.num_speculative_tokens > 0
         self._max_id_bytes = longest_id_bytes(tokenizer)
 
     def encode(
@@ -158,9 +159,29 @@ class PromptProcessor:
                 runs = bad_words.as_ids(self._tokenizer, options.bad_words, self._vocab_size)
             except BadWord as error:
                 raise RequestRefused(Failure(400, str(error), "bad_words")) from error
-        completed = msgspec.structs.replace(options, max_tokens=max_tokens, bad_words=[], bad_words_ids=runs)
+        completed = msgspec.structs.replace(
+            options,
+            max_tokens=max_tokens,
+            bad_words=[],
+            bad_words_ids=runs,
+            prediction="",
+            predicted_ids=self._predicted_ids(options.prediction),
+        )
         self._check_first_token(completed)
         return completed
+
+    def _predicted_ids(self, text: str) -> bytes:
+        """The first ids of a predicted text, as many as fit into the context; int32. Raises RequestRefused."""
+        if not (text and self._uses_predictions):
+            return b""
+        try:
+            with panics_as_errors():
+                ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # the library raises nothing more precise
+            message = f"'prediction' can't be tokenized: {error}"
+            raise RequestRefused(Failure(400, message, "prediction")) from error
+        known = np.array(ids[: self._max_model_len], np.int64)
+        return known[(known >= 0) & (known < self._vocab_size)].astype(np.int32).tobytes()
 
     def _check_first_token(self, options: GenerationOptions) -> None:
         """Refuse options that exclude every first id. Raises RequestRefused."""
@@ -332,7 +353,7 @@ def cost_chars(submit: Submit) -> int:
     """About the cost of encoding a request, in characters of a long text."""
     prompt = submit.prompt
     size = 0 if isinstance(prompt, IdsPrompt) else num_chars(prompt)
-    return size + sum(len(word) + WORD_CHARS for word in submit.options.bad_words)
+    return size + len(submit.options.prediction) + sum(len(word) + WORD_CHARS for word in submit.options.bad_words)
 
 
 def num_chars(prompt: ChatPrompt | TextPrompt) -> int:

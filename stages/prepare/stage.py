@@ -23,6 +23,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.child import report
 from pipeline.runtime.messages import Launch
 from pipeline.runtime.model_folder import CONVERTED, ModelConfig
+from pipeline.stages.prepare import draft
 from pipeline.stages.prepare import progress as progress_module
 from pipeline.stages.prepare.cache import Cache
 from pipeline.stages.prepare.progress import Progress, Silence
@@ -49,6 +50,8 @@ def run(launch: Launch) -> None:
             f"{config.max_position} tokens: lower max_model_len, or set it to 0 for the model's own limit"
         )
     generation_config.load(launch.settings, folder)  # an invalid one is reported here, before the stages load it
+    if launch.settings.speculative.method == "draft_model":
+        draft.link(launch.settings, folder, prepare(draft.settings_of_draft(launch.settings), progress), progress)
     name = launch.settings.served_model_name or config.name
     report(launch, m.Prepared(str(folder), name))
 

@@ -31,15 +31,25 @@ def expect_logprobs(rows: RowTracker, entries: StepEntries) -> ExpectedLogprobs 
 
 
 def take_records(
-    rows: RowTracker, expected: ExpectedLogprobs, sampled: Int64s, ids: Ids, current: Bools, records: bytes
+    rows: RowTracker,
+    expected: ExpectedLogprobs,
+    sampled: Int64s,
+    ids: Ids,
+    current: Bools,
+    records: bytes,
+    num_ids: Int64s | None = None,
 ) -> None:
-    """Give the records of a step's samples to the sequences that still run in their rows. An id of -1 has no record."""
-    ends = np.cumsum(np.where(ids >= 0, expected.widths, 0))
+    """Give the records of a step's samples to the sequences that still run in their rows. An id of -1 has no record.
+    `num_ids` is how many ids each sample has, None for one each."""
+    widths = expected.widths
+    if num_ids is not None:
+        widths, sampled, current = np.repeat(widths, num_ids), np.repeat(sampled, num_ids), np.repeat(current, num_ids)
+    ends = np.cumsum(np.where(ids >= 0, widths, 0))
     assert (int(ends[-1]) if len(ends) else 0) == len(records), f"unexpected {len(records)} bytes of records"
-    for place in np.flatnonzero((expected.widths > 0) & (ids >= 0) & current).tolist():
+    for place in np.flatnonzero((widths > 0) & (ids >= 0) & current).tolist():
         sequence = rows.sequences[int(sampled[place])]
         assert sequence is not None
-        sequence.records += records[int(ends[place] - expected.widths[place]) : int(ends[place])]
+        sequence.records += records[int(ends[place] - widths[place]) : int(ends[place])]
 
 
 def take_prompt_records(

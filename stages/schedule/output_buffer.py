@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pipeline.runtime.messages import Finish, FirstTimes, Settled
+from pipeline.runtime.messages import DraftCounts, Finish, FirstTimes, Settled
 from pipeline.shm.arrays import Array
 from pipeline.stages.schedule.arrays import Ids, Int64s, Put
 from pipeline.stages.schedule.request import Sequence
@@ -35,6 +35,7 @@ class ClosingOutput(msgspec.Struct, frozen=True):
     records: bytes
     """Logprob records of `ids`; empty if the request asks for none."""
     error: str = ""
+    drafts: DraftCounts | None = None
 
 
 class OutputBuffer:
@@ -73,7 +74,9 @@ class OutputBuffer:
             first = sequence.first_times if num_sent == sequence.num_given and len(fresh) else None
             records = sequence.unsent_records
             sequence.num_record_bytes_sent = len(sequence.records)
-            closing = ClosingOutput(sequence.seq, start, fresh, finish, first, records, sequence.error)
+            closing = ClosingOutput(
+                sequence.seq, start, fresh, finish, first, records, sequence.error, sequence.draft_counts
+            )
             self._closings[sequence.detokenize].append(closing)
 
     def add_prompt_records(self, sequence: Sequence, start: int, records: bytes) -> None:
@@ -135,7 +138,16 @@ class OutputBuffer:
             prompt_starts=[start for _, start, _ in prompts],
             prompt_records=[records for _, _, records in prompts],
             errors=[closing.error for closing in closings if closing.finish == Finish.ERROR],
+            drafts=self._drafts(closings, fresh),
         )
+
+    def _drafts(self, closings: list[ClosingOutput], fresh: Int64s) -> list[DraftCounts]:
+        found = [(place, closing.drafts) for place, closing in enumerate(closings) if closing.drafts is not None]
+        for place in np.flatnonzero(self._rows.has_prediction[fresh]).tolist():
+            sequence = self._rows.sequences[int(fresh[place])]
+            if sequence is not None and (counts := sequence.draft_counts) is not None:
+                found.append((len(closings) + place, counts))
+        return [msgspec.structs.replace(counts, place=place) for place, counts in found]
 
     def _records(self, closings: list[ClosingOutput], fresh: Int64s, put: Put) -> Array:
         """The records of a message's ids, empty if no request asks for them."""

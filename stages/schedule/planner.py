@@ -15,6 +15,7 @@ from pipeline.stages.schedule.lifecycle import SequenceLifecycle
 from pipeline.stages.schedule.policies.budget import MIN_CHUNK, StepBudget
 from pipeline.stages.schedule.policies.policy import MAX_SKIPPED, Policy
 from pipeline.stages.schedule.policies.preemption import PreemptionCosts, Victims
+from pipeline.stages.schedule.policies.speculation import Speculation
 from pipeline.stages.schedule.request import Sequence
 from pipeline.stages.schedule.rows import RowTracker
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
@@ -36,6 +37,7 @@ class Planner:
         costs: PreemptionCosts,
         grants: TokenGrants,
         builder: StepBuilder,
+        speculation: Speculation,
         in_flight: InFlightSteps,
         put: Put,
         breadcrumb: Breadcrumb,
@@ -49,6 +51,7 @@ class Planner:
         self._costs = costs
         self._grants = grants
         self._builder = builder
+        self._speculation = speculation
         self._in_flight = in_flight
         self._put = put
         self._breadcrumb = breadcrumb
@@ -71,7 +74,9 @@ class Planner:
         planned = rows.planned[order]
         total = rows.known[order] + rows.promised[order]
         need = (total - planned) * (total < rows.limit[order])
-        learns = self._builder.learns(has_chunks=False)
+        if self._speculation.is_on:
+            need *= rows.num_drafts[order] == 0
+        learns = self._builder.learns(has_chunks=False) or self._speculation.is_on
         budget, counts, deferred = self._grants.grant(order, planned, need, total, learns=learns)
         has_preempted = self._preempt_for_priority(budget, order, total)
         wanted = planned + counts
@@ -93,7 +98,29 @@ class Planner:
         if not any(len(part.rows) for part in entries) and not adds:
             assert self._in_flight.steps or lifecycle.is_idle, "there is work, but no step to do it"
             return None
-        return self._builder.build(entries, appended, adds, budget.shape)
+        drafts = self._grant_drafts(budget, entries[0], appended) if self._speculation.is_on else None
+        return self._builder.build(entries, appended, adds, budget.shape, drafts)
+
+    def _grant_drafts(self, budget: StepBudget, running: StepEntries, appended: AppendedBlocks) -> Int64s | None:
+        """Let the executor propose ids for running rows that decode, with what is left of the budget, and give the rows
+        the blocks for them: at most one in each KV group. Proposals never preempt: without blocks, they end where the
+        row's blocks do. Returns the number for each row, or None if there are none."""
+        rows, manager = self._rows, self._kv_cache_manager
+        decoding = (running.samples & (running.counts == 1)).nonzero()[0]
+        order, ends = running.rows[decoding], running.starts[decoding] + 1
+        granted = self._speculation.grant(order, ends, budget)
+        if not granted.any():
+            return None
+        for place in np.flatnonzero(ends + granted > rows.num_blocks[order] * self._block_size).tolist():
+            row, end = int(order[place]), int(ends[place] + granted[place])
+            # As for sequences that start, each row is left its next blocks.
+            if manager.may_start(manager.pool.num_available, manager.windows.num_lacking(row, end), len(rows)):
+                manager.windows.append(row, end, appended)
+        granted = np.minimum(granted, rows.num_blocks[order] * self._block_size - ends)
+        rows.num_drafts[order] = granted
+        drafts: Int64s = np.zeros(len(running.rows), np.int64)
+        drafts[decoding] = granted
+        return drafts if granted.any() else None
 
     def _advance(self, running: Int64s, planned: Int64s, counts: Int64s, total: Int64s) -> StepEntries:
         """Add `counts` positions of these rows to the step, after those planned, and the blocks that they fill to the

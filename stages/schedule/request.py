@@ -3,7 +3,7 @@
 import msgspec
 from msgspec import Raw
 
-from pipeline.runtime.messages import Finish, FirstTimes, GenerationOptions
+from pipeline.runtime.messages import DraftCounts, Finish, FirstTimes, GenerationOptions
 from pipeline.stages.schedule.arrays import Ids
 from pipeline.stages.schedule.kv_cache import prefix
 from pipeline.stages.schedule.kv_cache.swap import Swapped
@@ -102,6 +102,9 @@ class Sequence(msgspec.Struct, eq=False):
     """The reason, if it finished with `error`."""
     num_cached: int = 0
     """Prompt ids found in the prefix cache when it first started."""
+    num_accepted_drafts: int = 0
+    """Proposed ids that were right; counted for requests with a predicted output, like the next."""
+    num_rejected_drafts: int = 0
 
     @property
     def swapped_by(self) -> int:
@@ -120,6 +123,13 @@ class Sequence(msgspec.Struct, eq=False):
     def is_recorded(self) -> bool:
         """Whether the executor returns records of its output or of its prompt."""
         return self.request.record_bytes > 0 or self.prompt_record_bytes > 0
+
+    @property
+    def draft_counts(self) -> DraftCounts | None:
+        """`place` is set when they are sent. None if nothing was counted."""
+        if not (self.num_accepted_drafts or self.num_rejected_drafts):
+            return None
+        return DraftCounts(0, self.num_accepted_drafts, self.num_rejected_drafts)
 
     @property
     def first_times(self) -> FirstTimes:

@@ -31,6 +31,9 @@ class RowTracker:
         """`planned` before the current plan: the positions that the plan's copies may read."""
         self.promised: Int64s = np.zeros(max_num_seqs, np.int64)
         """Ids that steps in flight will sample."""
+        self.num_drafts: Int64s = np.zeros(max_num_seqs, np.int64)
+        """Ids that the executor may propose in the step in flight. While there are any, the row is in no other step:
+        only the result says how many positions are computed."""
         self.limit: Int64s = np.zeros(max_num_seqs, np.int64)
         self.sent: Int64s = np.zeros(max_num_seqs, np.int64)
         self.num_prompt: Int64s = np.zeros(max_num_seqs, np.int64)
@@ -63,6 +66,8 @@ class RowTracker:
         """Bytes of the record of each prompt id; 0 in rows without them."""
         self.num_recorded = 0
         """Rows with records of either kind."""
+        self.has_prediction = np.zeros(max_num_seqs, np.bool_)
+        """Whether the client gave a predicted output, so that proposed ids are counted for it."""
         self.needs_full_prefill = np.zeros(max_num_seqs, np.bool_)
         """The prompt is computed whole, without prefix cache and swap space."""
         self.sequences: list[Sequence | None] = [None] * max_num_seqs
@@ -105,6 +110,7 @@ class RowTracker:
         self.rank[row] = sequence.order[0]
         self.is_long[row] = known - num_computed > long_prompt_tokens
         self.promised[row] = 0
+        self.num_drafts[row] = 0
         self.limit[row] = sequence.limit
         self.sent[row] = known  # the output buffer has the ids of waiting sequences
         self.num_prompt[row] = len(sequence.request.prompt)
@@ -123,6 +129,7 @@ class RowTracker:
         self.record_bytes[row] = sequence.request.record_bytes
         self.prompt_record_bytes[row] = sequence.prompt_record_bytes
         self.num_recorded += sequence.is_recorded
+        self.has_prediction[row] = bool(sequence.request.options.predicted_ids)
         self.needs_full_prefill[row] = sequence.request.needs_full_prefill
         self.sequences[row] = sequence
         sequence.row = row

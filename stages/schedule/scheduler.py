@@ -29,6 +29,7 @@ from pipeline.stages.schedule.output_buffer import OutputBuffer
 from pipeline.stages.schedule.planner import Planner
 from pipeline.stages.schedule.policies.policy import POLICIES
 from pipeline.stages.schedule.policies.preemption import PreemptionCosts
+from pipeline.stages.schedule.policies.speculation import Speculation
 from pipeline.stages.schedule.policies.step_cost_model import StepCostModel
 from pipeline.stages.schedule.request import RequestState
 from pipeline.stages.schedule.request_table import Opening, RequestStates
@@ -92,11 +93,25 @@ class Scheduler:
         self._request_table = RequestStates(
             config, policy, lifecycle, manager, output_buffer, put_output, take, num_detokenize
         )
+        self.speculation = speculation = Speculation(config, rows, self.cost_model)
         breadcrumb = breadcrumb or Breadcrumb(memoryview(bytearray(CRUMB_BYTES)))
         self._planner = Planner(
-            config, policy, rows, manager, lifecycle, costs, grants, builder, in_flight, put_step, breadcrumb
+            config,
+            policy,
+            rows,
+            manager,
+            lifecycle,
+            costs,
+            grants,
+            builder,
+            speculation,
+            in_flight,
+            put_step,
+            breadcrumb,
         )
-        self._settlement = Settlement(rows, manager, lifecycle, in_flight, self.cost_model, output_buffer, take)
+        self._settlement = Settlement(
+            rows, manager, lifecycle, in_flight, self.cost_model, output_buffer, speculation, take
+        )
 
     # ------------------------------------------------------------------------------------------------- requests
 
@@ -186,6 +201,7 @@ class Scheduler:
             and not lifecycle.parallel_samples.any_running
             and self.kv_cache_manager.windows.are_enough(len(rows))
             and rows.num_changes == self.in_flight[0].num_changes
+            and self.in_flight[0].has_drafts is None
             and not result.errors
             and isinstance(result.finishes, bytes)
             and not any(result.finishes)
@@ -256,6 +272,7 @@ class Scheduler:
             plan_wait_s=metrics.plan_wait_s(),
             gaps=metrics.gaps(),
             kv_groups=[] if windows.is_plain else windows.counts(),
+            speculation=self.speculation.counts(),
         )
 
     def check(self) -> None:

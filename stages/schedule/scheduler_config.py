@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from pipeline.config.settings import PolicyName, ScheduleSettings
+from pipeline.config.settings import PolicyName, ScheduleSettings, SpeculativeSettings
 from pipeline.runtime.kv_groups import FULL, KVGroup
 from pipeline.runtime.messages import ExecuteFacts
 
@@ -40,14 +40,25 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     """Dimensions of an embedding."""
     kv_groups: tuple[KVGroup, ...] = (FULL,)
     """Groups of layers with block tables of their own; full attention first."""
+    num_speculative_tokens: int = 0
+    """Ids that the executor can propose for a row and verify in one step; 0 without speculative decoding."""
+    max_num_drafts: int = 0
+    """The same for all rows of a step together."""
+    adaptive_speculation: bool = True
+    """Whether rows for which speculation does not pay get fewer proposals or none."""
 
     @property
     def max_chunk(self) -> int:
-        """Positions of a sequence that a step computes at most."""
+        """Positions of a sequence that a step computes at most, proposed ids included: they are within its budget."""
         return max(self.max_num_batched_tokens, self.max_num_prefill_tokens)
 
     @classmethod
-    def of(cls, settings: ScheduleSettings, facts: ExecuteFacts) -> "SchedulerConfig":
+    def of(
+        cls,
+        settings: ScheduleSettings,
+        facts: ExecuteFacts,
+        speculative: SpeculativeSettings = SpeculativeSettings(),  # noqa: B008
+    ) -> "SchedulerConfig":
         """From the settings and the executor's facts."""
         return cls(
             num_blocks=facts.num_blocks,
@@ -66,4 +77,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
             long_prompt_max_slowdown=settings.long_prompt_max_slowdown,
             hidden_size=facts.hidden_size,
             kv_groups=tuple(facts.kv_groups) or (FULL,),
+            num_speculative_tokens=facts.num_speculative_tokens,
+            max_num_drafts=facts.max_num_drafts,
+            adaptive_speculation=speculative.adaptive,
         )

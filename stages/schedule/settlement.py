@@ -11,6 +11,7 @@ from pipeline.stages.schedule.kv_cache.manager import KVCacheManager
 from pipeline.stages.schedule.lifecycle import SequenceLifecycle
 from pipeline.stages.schedule.logprob_records import take_prompt_records, take_records
 from pipeline.stages.schedule.output_buffer import OutputBuffer
+from pipeline.stages.schedule.policies.speculation import Speculation
 from pipeline.stages.schedule.policies.step_cost_model import StepCostModel
 from pipeline.stages.schedule.request import Sequence
 from pipeline.stages.schedule.rows import RowTracker
@@ -28,6 +29,7 @@ class Settlement:
         in_flight: InFlightSteps,
         cost_model: StepCostModel,
         output_buffer: OutputBuffer,
+        speculation: Speculation,
         take: Take,
     ) -> None:
         self.traced_request_ids: list[int] = []
@@ -41,6 +43,7 @@ class Settlement:
         self._in_flight = in_flight
         self._cost_model = cost_model
         self._output_buffer = output_buffer
+        self._speculation = speculation
         self._take = take
 
     def settle(self, result: m.StepResult) -> None:
@@ -55,10 +58,15 @@ class Settlement:
         assert len(sampled) == step.num_samples, (
             f"step {step.step_id} has {len(sampled)} samples, {step.num_samples} were expected"
         )
+        # Nearly always empty: one id each.
+        num_ids, num_drafts = (take(each, np.int32).astype(np.int64) for each in (result.num_ids, result.num_drafts))
         is_changed = rows.num_changes != step.num_changes
         current = self._current(sampled, generations) if is_changed else np.ones(len(sampled), np.bool_)
+        if step.has_drafts is not None:
+            rows.num_drafts[sampled[step.has_drafts & current]] = 0
         if (expected := step.expected_logprobs) is not None:
-            take_records(rows, expected, sampled, ids, current, take(result.records, np.uint8).tobytes())
+            records = take(result.records, np.uint8).tobytes()
+            take_records(rows, expected, sampled, ids, current, records, num_ids if len(num_ids) else None)
             take_prompt_records(rows, expected, take(result.prompt_records, np.uint8).tobytes(), self._output_buffer)
         self.traced_request_ids = []
         if result.errors:
@@ -66,17 +74,25 @@ class Settlement:
             self._finish_failed(sampled[current & failed], sampled[failed], result.errors)
             current &= ~failed
         if np.count_nonzero(current) < len(current):
-            sampled, ids, finishes = sampled[current], ids[current], finishes[current]
+            ids = ids[np.repeat(current, num_ids)] if len(num_ids) else ids[current]
+            num_ids, num_drafts = num_ids[current[: len(num_ids)]], num_drafts[current[: len(num_drafts)]]
+            sampled, finishes = sampled[current], finishes[current]
         assert np.count_nonzero(ids < 0) == 0, f"step {step.step_id} has no id for a running row"
         if self._lifecycle.quarantine.is_active:
             for row in sampled.tolist():
                 self._lifecycle.quarantine.settled(self._sequence(row).request.request_id)
-        self._store(sampled, ids, finishes)
+        if len(num_ids):
+            self._speculation.observe(sampled, num_drafts, num_ids - 1, finishes == Finish.STOP)
+            for place in np.flatnonzero(rows.has_prediction[sampled]).tolist():
+                sequence, accepted = self._sequence(int(sampled[place])), int(num_ids[place]) - 1
+                sequence.num_accepted_drafts += accepted
+                sequence.num_rejected_drafts += int(num_drafts[place]) - accepted
+        self._store(sampled, ids, finishes, num_ids)
         if self.is_behind:
             self._kv_cache_manager.register(rows.order)
             self.is_behind = False
         self._kv_cache_manager.settle(step.step_id)
-        self._learn(step, result)
+        self._learn(step, result, num_drafts)
 
     def _current(self, sampled: Int64s, generations: "np.ndarray[Any, np.dtype[np.uint32]]") -> Bools:
         """Which rows still have the sequence that the step computed."""
@@ -84,15 +100,24 @@ class Settlement:
         current: Bools = self._rows.active[sampled] & is_same
         return current
 
-    def _store(self, sampled: Int64s, ids: Ids, finishes: "np.ndarray[Any, np.dtype[np.uint8]]") -> None:
-        """Append one id to each of these rows, and finish the sequences that end with it."""
+    def _store(
+        self, sampled: Int64s, ids: Ids, finishes: "np.ndarray[Any, np.dtype[np.uint8]]", num_ids: Int64s
+    ) -> None:
+        """Append ids to each of these rows, `num_ids` or one, and finish the sequences that end with them."""
         rows = self._rows
         known = rows.known[sampled]
-        rows.ids[sampled, known] = ids
-        following = known + 1
+        if len(num_ids):
+            # Accepted proposals were computed with the rest of the row.
+            following = known + num_ids
+            rows.planned[sampled] += num_ids - 1
+            place = np.arange(len(ids)) - np.repeat(num_ids.cumsum() - num_ids, num_ids)
+            rows.ids[np.repeat(sampled, num_ids), np.repeat(known, num_ids) + place] = ids
+        else:
+            following = known + 1
+            rows.ids[sampled, known] = ids
         rows.known[sampled] = following
         rows.promised[sampled] -= 1
-        self.num_output_tokens += len(sampled)
+        self.num_output_tokens += len(ids)
         begun = known == rows.num_given[sampled]
         if np.count_nonzero(begun):
             for row in sampled[begun].tolist():
@@ -122,10 +147,19 @@ class Settlement:
         self.traced_request_ids.append(sequence.request.request_id)
         return sequence
 
-    def _learn(self, step: InFlightStep, result: m.StepResult) -> None:
-        """Learn from a step's times: for the budgets of later steps, and for the costs of preemption."""
+    def _learn(self, step: InFlightStep, result: m.StepResult, num_drafts: Int64s) -> None:
+        """Learn from a step's times: for the budgets of later steps, and for the costs of preemption. A proposed id
+        counts as one more row that decodes."""
         if step.num_copies:
             self._kv_cache_manager.copies.observe(step.num_copies, result.copy_s)
+        if result.draft_pass_s:
+            self._speculation.observe_pass(result.draft_pass_s)
         if (shape := step.shape) is not None:
-            seconds = result.compute_s - result.copy_s
-            self._cost_model.observe(shape.num_decodes, shape.context, shape.num_chunk_tokens, shape.pairs, seconds)
+            seconds = result.compute_s - result.copy_s - result.draft_s
+            num_decodes, context = shape.num_decodes, shape.context
+            if len(num_drafts):
+                num_decodes += int(num_drafts.sum())
+                context = context * num_decodes // shape.num_decodes
+            if not shape.num_chunk_tokens:
+                self._speculation.observe_step(num_decodes, seconds)
+            self._cost_model.observe(num_decodes, context, shape.num_chunk_tokens, shape.pairs, seconds)

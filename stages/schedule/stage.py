@@ -115,7 +115,7 @@ class ScheduleStage:
         self._gone: set[int] = set()
         """Replicas of detokenize that were removed, and whose sequences others have."""
         self._scheduler = Scheduler(
-            SchedulerConfig.of(settings, facts),
+            SchedulerConfig.of(settings, facts, stage.settings.speculative),
             incarnation=stage.launch.incarnation,
             put_for=lambda reader: partial(stage.arrays.put, readers=(reader,)),
             take=stage.arrays.take,
@@ -311,7 +311,7 @@ class ScheduleStage:
             metrics.settle_s += settled.end_s - settled.begin_s
             if settled.was_due:
                 metrics.observe_step(step.num_samples, step.num_tokens, result.wait_s, result.compute_s)
-                if step.num_tokens == step.num_samples:  # all rows decode
+                if step.num_tokens == step.num_samples and step.has_drafts is None:  # all rows decode
                     # From the end of the previous step to the end of this one. A replay gets the same times and plans
                     # the same.
                     self._choose_depth(step.num_tokens, result.wait_s + result.compute_s - result.copy_s)

@@ -4,7 +4,7 @@ import numpy as np
 
 from pipeline.runtime import messages as m
 from pipeline.shm.arrays import Array
-from pipeline.stages.schedule.arrays import Put
+from pipeline.stages.schedule.arrays import Bools, Int64s, Put
 from pipeline.stages.schedule.kv_cache.swap import BlockCopies
 from pipeline.stages.schedule.kv_cache.windows import AppendedBlocks
 from pipeline.stages.schedule.logprob_records import expect_logprobs
@@ -42,14 +42,23 @@ class StepBuilder:
         return has_chunks or self._num_decode_steps % LEARN_EVERY == 0
 
     def build(
-        self, entries: list[StepEntries], appended: AppendedBlocks, adds: list[m.RowAdd], shape: StepCostInputs
+        self,
+        entries: list[StepEntries],
+        appended: AppendedBlocks,
+        adds: list[m.RowAdd],
+        shape: StepCostInputs,
+        drafts: Int64s | None = None,
     ) -> m.Step:
-        """Build the message, decoding rows first. `shape` is what was granted."""
+        """Build the message, decoding rows first. `shape` is what was granted, `drafts` the ids that may be proposed
+        for each of the first `entries`."""
         computed = joined(entries)
+        if drafts is not None:
+            drafts = np.concatenate((drafts, np.zeros(len(computed.rows) - len(drafts), np.int64)))
         if shape.num_chunk_tokens:
             by_kind = np.argsort(computed.counts > 1, kind="stable")
             computed = computed.taken(by_kind)
-        step_id = self._note(computed, shape)
+            drafts = None if drafts is None else drafts[by_kind]
+        step_id = self._note(computed, shape, None if drafts is None else drafts[computed.samples] > 0)
         sources, targets = self._copies.take()
         put = self._put
         return m.Step(
@@ -66,15 +75,16 @@ class StepBuilder:
             copy_sources=self._put_list(sources),
             copy_targets=self._put_list(targets),
             block_groups=put(np.array(appended.groups, np.uint8)) if any(appended.groups) else b"",
+            drafts=b"" if drafts is None else put(drafts.astype(np.int32)),
         )
 
-    def _note(self, computed: StepEntries, shape: StepCostInputs) -> int:
+    def _note(self, computed: StepEntries, shape: StepCostInputs, has_drafts: Bools | None) -> int:
         """Note a step as in flight. Returns its id."""
         num_tokens = int(np.add.reduce(computed.counts))
         self._metrics.step_tokens.observe(num_tokens)
         # If rows were preempted, the step computes less than was granted.
         is_as_granted = num_tokens == shape.num_decodes + shape.num_chunk_tokens
-        learns = self.learns(shape.num_chunk_tokens > 0) and is_as_granted
+        learns = (has_drafts is not None or self.learns(shape.num_chunk_tokens > 0)) and is_as_granted
         self._num_decode_steps += shape.num_chunk_tokens == 0
         num_samples = int(np.count_nonzero(computed.samples))
         expected = expect_logprobs(self._rows, computed)
@@ -82,7 +92,9 @@ class StepBuilder:
         step_id = self._in_flight.next_step_id()
         step_shape = shape if learns else None
         num_changes, num_swap_copies = self._rows.num_changes, self._copies.num_swap_copies
-        step = InFlightStep(step_id, num_samples, num_tokens, num_changes, num_swap_copies, step_shape, expected)
+        step = InFlightStep(
+            step_id, num_samples, num_tokens, num_changes, num_swap_copies, step_shape, expected, has_drafts
+        )
         self._in_flight.steps.append(step)
         return step_id
 

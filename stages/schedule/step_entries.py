@@ -64,6 +64,8 @@ class InFlightStep(msgspec.Struct, frozen=True):
     shape: StepCostInputs | None
     """None if the cost model does not learn from the step."""
     expected_logprobs: ExpectedLogprobs | None = None
+    has_drafts: Bools | None = None
+    """Parallel with the samples: whether ids may be proposed for the row. None if they may for no row."""
 
 
 class InFlightSteps:

@@ -13,6 +13,7 @@ from pipeline.__main__ import main
 from pipeline.cli.bench.measure import Spread, Summary
 from pipeline.cli.bench.options import add_options, workload_of
 from pipeline.cli.bench.report import TABLE_WIDTH, BenchReport, as_text, console
+from pipeline.cli.bench.tasks import TASKS
 from tests.cli.fake_server import TEMPLATE_TOKENS, FakeServer
 
 
@@ -167,6 +168,21 @@ def test_the_seed_determines_the_prompts(capsys: pytest.CaptureFixture[str]) -> 
     assert prompts("--seed=7") == prompts("--seed=7")
     assert not set(prompts("--seed=7")) & set(prompts("--seed=8"))
     assert not set(prompts()) & set(prompts())
+
+
+@pytest.mark.parametrize("task", list(TASKS))
+def test_tasks_have_prompts_of_their_own(task: str, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = []
+    for _ in range(2):
+        with FakeServer() as server:
+            load = "--concurrency=2", "--num-requests=3", "--output-tokens=2", "--seed=7"
+            code, report, _ = bench(server, capsys, f"--task={task}", *load)
+        assert (code, report["workload"]["task"]) == (0, task)
+        prompts.append([body["messages"][0]["content"] for body in server.bodies])
+    assert sorted(prompts[0]) == sorted(prompts[1])
+    assert len(set(prompts[0])) == len(prompts[0])
+    with pytest.raises(SystemExit):
+        main(["bench", f"--task={task}", "--shared"])
 
 
 def test_prefill_sends_long_prompts_for_one_token(capsys: pytest.CaptureFixture[str]) -> None:

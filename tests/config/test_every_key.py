@@ -24,6 +24,7 @@ STREAMS = "tests/stages/gateway/http/test_streams.py"
 CORS = "tests/stages/gateway/http/test_cors.py"
 RESPONSES = "tests/stages/gateway/responses_api/test_handlers.py"
 RUNNER = "tests/stages/execute/test_runner.py"
+SPECULATION = "tests/stages/execute/test_speculation.py"
 BACKEND = "tests/stages/execute/test_backend.py"
 
 EFFECTS = {
@@ -88,6 +89,12 @@ EFFECTS = {
     "gateway.admin_port": f"{AUTH}::test_the_admin_listener_answers_for_the_whole_server",
     "ingest.replicas": REPLICAS,
     "ingest.arena_bytes": "tests/stages/ingest/test_stage.py::test_a_full_arena_sends_ids_inline",
+    "speculative.method": f"{SPECULATION}::test_settings_choose_the_proposer",
+    "speculative.draft": "tests/stages/prepare/test_draft.py::test_a_draft_model_is_linked_for_the_executor",
+    "speculative.num_speculative_tokens": f"{SPECULATION}::test_settings_choose_the_proposer",
+    "speculative.prompt_lookup_min": f"{SPECULATION}::test_settings_choose_the_proposer",
+    "speculative.prompt_lookup_max": f"{SPECULATION}::test_settings_choose_the_proposer",
+    "speculative.adaptive": f"{SCHEDULE}::test_every_limit_comes_from_the_settings",
     "schedule.max_num_seqs": f"{SCHEDULE}::test_max_num_seqs_limits_running_sequences",
     "schedule.max_num_batched_tokens": f"{SCHEDULE}::test_max_num_batched_tokens_limits_a_step",
     "schedule.max_num_prefill_tokens": f"{SCHEDULE}::test_max_num_prefill_tokens_limits_a_step_in_which_none_decodes",

@@ -16,6 +16,7 @@ from pipeline.metrics.stats import (
     OwnCounts,
     ScheduleCounts,
     ServerStats,
+    SpeculationCounts,
     StageCounts,
     StageStats,
     num_queued,
@@ -134,6 +135,19 @@ def test_scheduler_metrics_have_vllm_s_names_and_meanings() -> None:
     assert value(samples, "vllm:iteration_tokens_total_bucket", le="16.0") == 0
     assert value(samples, "vllm:iteration_tokens_total_bucket", le="32.0") == 1
     assert value(samples, "vllm:iteration_tokens_total_bucket", le="+Inf") == 1
+
+
+def test_speculation_has_vllm_s_metrics_only_if_it_is_on() -> None:
+    counts = SpeculationCounts(3, 12, 7, [3, 2, 2, 0])
+    samples = read(server(stage("schedule.0", msgspec.structs.replace(schedule(), speculation=counts))))
+    name = "vllm:spec_decode_num"
+    assert value(samples, f"{name}_drafts_total") == 3
+    assert value(samples, f"{name}_draft_tokens_total") == 12
+    assert value(samples, f"{name}_accepted_tokens_total") == 7
+    by_position = [value(samples, f"{name}_accepted_tokens_per_pos_total", position=str(i)) for i in range(4)]
+    assert by_position == [3, 2, 2, 0]
+    off = read(server(stage("schedule.0", schedule())))
+    assert not any(name.startswith("vllm:spec_decode") for name, _ in off)
 
 
 def test_plan_waits_and_steps_in_flight_are_exported() -> None:

@@ -74,10 +74,17 @@ GIVEN_OPTIONS = m.GenerationOptions(
     priority=-3,
     cache_salt="mine",
     logprob_token_ids=[5, 6],
+    prediction="as before",
 )
 """As the gateway sends them."""
 COMPLETED_OPTIONS = msgspec.structs.replace(
-    GIVEN_OPTIONS, bad_words=[], bad_words_ids=[[1, 2], [3]], grammar=None, compiled_grammar='{"grammars": []}'
+    GIVEN_OPTIONS,
+    bad_words=[],
+    bad_words_ids=[[1, 2], [3]],
+    grammar=None,
+    compiled_grammar='{"grammars": []}',
+    prediction="",
+    predicted_ids=b"\x07\x00\x00\x00",
 )
 """As ingest sends them."""
 FIRST = m.FirstTimes(1, 1.5, 2.5, 3.5, 16)
@@ -311,6 +318,10 @@ SAMPLES: dict[str, msgspec.Struct] = {
         block_groups=b"\x00\x02",
     ),
     "step_result": m.StepResult(1, 7, IDS, IDS, REF, b"\x00\x01", 0.25, 0.5),
+    "step_result with drafts": m.StepResult(
+        1, 7, IDS, IDS, REF, b"\x00\x01", 0.25, 0.5, num_ids=IDS, num_drafts=REF, draft_s=0.125, draft_pass_s=0.5
+    ),
+    "step with drafts": m.Step(1, 7, IDS, [], IDS, IDS, REF, IDS, IDS, b"\x01\x00", drafts=REF),
     "closed": m.Closed(REQUEST_ID, 1),
     "reset_prefix_cache": m.ResetPrefixCache(1, 7),
     "prefix_cache_reset": m.PrefixCacheReset(1, 7, 64),

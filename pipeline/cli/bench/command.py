@@ -18,6 +18,7 @@ from pipeline.cli.bench.measure import Summary, summarize
 from pipeline.cli.bench.options import Length, Workload, given_options, workload_of
 from pipeline.cli.bench.plot.results import NamedResult, chart_of, read_results
 from pipeline.cli.bench.report import TABLE_WIDTH, BenchReport, as_json, as_text, console
+from pipeline.cli.bench.tasks import prompt_of
 from pipeline.cli.out_file import require_writable, writing
 from pipeline.config.load import ConfigError
 from pipeline.runtime.api_keys import keep_out_of_core_dumps, of_client
@@ -79,8 +80,10 @@ def _write_chart(path: str, results: Sequence[NamedResult]) -> None:
 
 
 def _check(workload: Workload) -> None:
-    """Raise ConfigError if the shared prefix is longer than the prompt."""
+    """Raise ConfigError if the shared prefix is longer than the prompt, or if prompts of a task have one."""
     prompt, shared = workload.prompt, workload.shared_prefix
+    if workload.task is not None and shared.count:
+        raise ConfigError([f"--task {workload.task}: its prompts share no prefix"])
     if shared.count and shared.unit == prompt.unit and shared.count >= prompt.count:
         raise ConfigError(
             [f"--shared-prefix-{shared.unit} {shared.count}: needs less than the prompt's {prompt.count}"]
@@ -116,7 +119,9 @@ async def _measure(args: argparse.Namespace, workload: Workload) -> BenchReport:
 
 async def _calibrate(client: BenchClient, workload: Workload) -> words.Calibration | None:
     """The server's tokens per word; None if all lengths are in words."""
-    if all(length.unit == "words" or length.count == 0 for length in (workload.prompt, workload.shared_prefix)):
+    if workload.task is not None or all(
+        length.unit == "words" or length.count == 0 for length in (workload.prompt, workload.shared_prefix)
+    ):
         return None
     tokens = [
         await client.count_tokens(words.text(f"{workload.seed}/calibration", count), {"temperature": 0})
@@ -128,7 +133,8 @@ async def _calibrate(client: BenchClient, workload: Workload) -> words.Calibrati
 def _num_words(length: Length, calibration: words.Calibration | None) -> int:
     if length.unit == "words" or length.count == 0:
         return length.count
-    assert calibration is not None
+    if calibration is None:  # a task's prompts have their own length
+        return length.count
     return calibration.words_for(length.count)
 
 
@@ -146,7 +152,11 @@ async def _level(
 
     async def generate(name: str, part: float) -> RequestResult:
         # Prompts differ between temperatures, so that no level finds another's in the prefix cache.
-        prompt = words.prompt(workload.seed, f"{concurrency}/{temperature:g}/{name}", *lengths)
+        seed = f"{concurrency}/{temperature:g}/{name}"
+        if workload.task is None:
+            prompt = words.prompt(workload.seed, seed, *lengths)
+        else:
+            prompt = prompt_of(workload.task, f"{workload.seed}/{seed}")
         return await client.generate(prompt, options | {"max_tokens": max(1, round(part * workload.output_tokens))})
 
     async def generate_warmup(name: str, part: float) -> RequestResult:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from pipeline.cli import option_types as types
+from pipeline.cli.bench.tasks import TASKS, TaskName
 
 
 class Length(msgspec.Struct, frozen=True):
@@ -33,6 +34,8 @@ class Workload(msgspec.Struct, frozen=True):
     seed: int
     endpoint: str
     ignore_eos: bool
+    task: TaskName | None = None
+    """Prompts are of this task instead of common words, and have its length."""
 
 
 class Preset(msgspec.Struct, frozen=True):
@@ -105,6 +108,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="length of the prefix that all prompts share, in tokens",
     )
     prefix.add_argument("--shared-prefix-words", type=_words, dest="prefix", metavar="N", help="the same, in words")
+    load.add_argument(
+        "--task",
+        choices=list(TASKS),
+        help="prompts of a real task instead of common words, for what depends on the text, such as speculative "
+        "decoding: copy lines of a list, edit a file, write a function, answer a question",
+    )
     load.add_argument("--output-tokens", type=types.positive, metavar="N", help="output tokens of a request")
     load.add_argument(
         "--ignore-eos",
@@ -185,6 +194,7 @@ def workload_of(args: argparse.Namespace) -> Workload:
         seed=secrets.randbelow(2**32) if args.seed is None else args.seed,
         endpoint=args.endpoint,
         ignore_eos=args.ignore_eos,
+        task=args.task,
     )
 
 

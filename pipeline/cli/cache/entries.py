@@ -15,6 +15,7 @@ import msgspec
 from pipeline.cli.server_choice import look
 from pipeline.config.settings import Settings
 from pipeline.runtime.cache_path import CRASHES
+from pipeline.runtime.draft_link import DRAFTS
 from pipeline.runtime.model_folder import STAMP, is_held
 from pipeline.supervisor.admin_client import find_servers
 
@@ -95,7 +96,7 @@ def _read(path: Path, starting_s: float) -> Iterator[Entry]:
             yield from _kernels(path)
         elif path.name == CRASHES and path.is_dir():
             yield from _crashes(path)
-        elif path.is_dir():
+        elif path.is_dir() and path.name != DRAFTS:
             yield _folder(path, starting_s)
     except FileNotFoundError:
         pass  # removed just now

@@ -79,6 +79,7 @@ device busy  share of the time in which the device computes, while it has work
 plan wait    share of the time in which the executor waits for a plan
 prefix hits  share of prompt tokens that the prefix cache has
 preempted    sequences that had to give up their KV blocks for others
+drafts right share of the proposed tokens that speculative decoding has accepted
 forks        sequences that share the KV blocks of their request's prompt
 TTFT, ITL    time to first token and between tokens: medians of the last 30 s
 busy %       share of the time in which a stage does not wait for messages
@@ -118,7 +119,8 @@ def _counts(view: View) -> Table:
                   "of", f"{view.max_open_tokens:,}", "forks", str(view.forks))  # fmt: skip
     depth = NONE if view.depth is None else str(view.depth)
     device = NONE if view.device_percent is None else f"{view.device_percent:.1f} %"
-    table.add_row("depth", depth, "", "",
+    accepted = ("", "") if view.accepted_percent is None else ("drafts right", percent(view.accepted_percent))
+    table.add_row("depth", depth, *accepted,
                   "device busy", device, "plan wait", percent(view.plan_wait_percent))  # fmt: skip
     return table
 

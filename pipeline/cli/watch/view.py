@@ -59,6 +59,8 @@ class View(msgspec.Struct):
     inter_token_ms: float | None
     cached_percent: float | None
     """Share of prompt tokens since the start."""
+    accepted_percent: float | None
+    """Share of the tokens that speculative decoding has proposed since the start; None if it has not."""
     depth: int | None
     """Maximum of steps in flight; None before the scheduler has reported it."""
     plan_wait_percent: float | None
@@ -97,6 +99,7 @@ def view_of(history: Sequence[ServerStats]) -> View:
         gained = sum(map(of, schedule)) - sum(map(of, _counts(before, ScheduleCounts)))
         return max(0.0, gained / elapsed_s)
 
+    drafts = sum(c.speculation.num_draft_tokens for c in schedule)
     steps_per_s = rate(lambda c: c.num_steps)
     computed_per_s = rate(lambda c: round(c.step_tokens.total))
     plan_wait = rate(lambda c: c.plan_wait_s.total)
@@ -121,6 +124,7 @@ def view_of(history: Sequence[ServerStats]) -> View:
         time_to_first_token_ms=_median_ms(first, now, lambda c: c.time_to_first_token_s, TIME_TO_FIRST_TOKEN_S),
         inter_token_ms=_median_ms(first, now, lambda c: c.inter_token_s, TOKEN_S),
         cached_percent=100 * sum(c.num_cached_tokens for c in schedule) / prompts if prompts else None,
+        accepted_percent=100 * sum(c.speculation.num_accepted_tokens for c in schedule) / drafts if drafts else None,
         depth=next((c.depth for c in schedule), None),
         plan_wait_percent=None if plan_wait is None else 100 * plan_wait,
         device_percent=100 * computing / (computing + plan_wait) if computing and plan_wait is not None else None,

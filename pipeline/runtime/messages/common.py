@@ -65,6 +65,15 @@ class FirstTimes(msgspec.Struct, array_like=True, frozen=True):
     """Ids of its prompt that were found in the prefix cache."""
 
 
+class DraftCounts(msgspec.Struct, array_like=True, frozen=True):
+    """What came of the ids that were proposed for a sequence so far. Sent for requests with a predicted output."""
+
+    place: int
+    """Index of its entry in the lists of the message."""
+    num_accepted: int
+    num_rejected: int
+
+
 # ------------------------------------------------------------------------------------------ to several of the stages
 
 
@@ -114,6 +123,10 @@ class ExecuteFacts(msgspec.Struct, array_like=True, frozen=True):
     """The type of the KV cache: `bfloat16`, `float32` or `int8`."""
     kv_groups: list[KVGroup] = []
     """Groups of layers with block tables of their own; empty for one that keeps all positions."""
+    num_speculative_tokens: int = 0
+    """Ids that it can propose for a row and verify in one step; 0 without speculative decoding."""
+    max_num_drafts: int = 0
+    """The same for all rows of a step together."""
 
     @property
     def quantization(self) -> str:

@@ -2,7 +2,7 @@
 
 from msgspec import Raw
 
-from pipeline.runtime.messages.common import Failure, Finish, FirstTimes, Message, Ping, Start, Stop
+from pipeline.runtime.messages.common import DraftCounts, Failure, Finish, FirstTimes, Message, Ping, Start, Stop
 from pipeline.runtime.messages.gateway import PrefixCacheReset
 from pipeline.runtime.messages.restarts import PeerRestarted
 from pipeline.shm.arrays import Array
@@ -56,6 +56,8 @@ class Settled(Message, frozen=True, tag="settled"):
     prompt_records: list[bytes] = []
     errors: list[str] = []
     """The reason of each entry whose finish is `ERROR`, in order; empty if none is known."""
+    drafts: list[DraftCounts] = []
+    """Of the entries whose request has a predicted output, if ids were proposed."""
 
 
 class Refuse(Message, frozen=True, tag="refuse"):

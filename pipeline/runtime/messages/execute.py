@@ -70,6 +70,10 @@ class Step(Message, frozen=True, tag="step"):
     """int32"""
     block_groups: Array = b""
     """uint8; parallel with `block_ids`: their KV groups; empty: the first for all"""
+    drafts: Array = b""
+    """int32, parallel with `rows`: how many ids the executor may propose for the row and verify in this step. Only
+    entries of one position that sample have any. The row's blocks hold the positions of the proposed ids, and no later
+    step computes the row before this one's result is settled. Empty: none."""
 
 
 ExecuteInbox = Step | Release | PeerRestarted | Start | Ping | Stop

@@ -3,7 +3,7 @@
 import msgspec
 
 from pipeline.metrics.stats import ScheduleLoad, ServerStats
-from pipeline.runtime.messages.common import Failure, FirstTimes, Message, Ping, Start, Stop
+from pipeline.runtime.messages.common import DraftCounts, Failure, FirstTimes, Message, Ping, Start, Stop
 from pipeline.runtime.messages.restarts import PeerRestarted, Rescaled
 from pipeline.shm.arrays import Array
 
@@ -83,6 +83,8 @@ class Deltas(Message, frozen=True, tag="deltas"):
     are in `Accepted`."""
     errors: list[str] = []
     """The reason of each entry whose finish is `ERROR`, in order; empty if none is known."""
+    drafts: list[DraftCounts] = []
+    """Of the entries whose request has a predicted output, if ids were proposed."""
 
 
 class StageHealth(msgspec.Struct, array_like=True, frozen=True):

@@ -95,6 +95,11 @@ class GenerationOptions(msgspec.Struct, array_like=True, frozen=True):
     """If there are any, the records of output ids have the logprobs of these `num_logprobs` ids, in this order, instead
     of the top logprobs."""
 
+    prediction: str = ""
+    """A text that the client expects in the output; ingest replaces it by `predicted_ids`."""
+    predicted_ids: bytes = b""
+    """int32; ids of that text. Speculative decoding proposes what follows in them; they change no output."""
+
     @property
     def needs_full_prefill(self) -> bool:
         """Whether each sequence must compute every position of the prompt in one go: nothing comes from the prefix

@@ -56,6 +56,15 @@ class StepResult(Message, frozen=True, tag="step_result"):
     errors: list[str] = []
     """The reason of each entry whose finish is `ERROR`, in order: no id could be sampled, `ids` has -1, and the
     sequence ends."""
+    num_ids: Array = b""
+    """int32, parallel with `rows`: how many of `ids` belong to each entry, if ids were proposed: the accepted ones, and
+    one more. Empty: one each."""
+    num_drafts: Array = b""
+    """int32, parallel with `rows`: how many ids were proposed; empty: none."""
+    draft_s: float = 0.0
+    """The part of `compute_s` that a draft model took."""
+    draft_pass_s: float = 0.0
+    """Mean time of a pass of the draft model with one position for each row; 0 if it made none."""
 
 
 class Closed(Message, frozen=True, tag="closed"):

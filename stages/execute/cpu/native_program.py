@@ -110,7 +110,7 @@ class NativeProgram(Program):
         inner = max(config.inner_sizes, default=0)
         self._gated = self._memory.rows(max_num_tokens, inner)
         self._wide = self._memory.floats(max_num_tokens, -(-max(width, inner) // PAIR) * PAIR)
-        self._logits = self._memory.floats(inputs.max_num_rows, config.vocab_size)
+        self._logits = self._memory.floats(inputs.max_num_samples, config.vocab_size)
         self._branch = self._memory.floats(max_num_tokens, config.hidden_size) if config.post_norms else 0
         all_heads = config.num_heads + 2 * config.num_kv_heads
         has_norm_of_all = config.qk_norm and config.qk_norm_kind == "all"
@@ -186,7 +186,7 @@ class NativeProgram(Program):
         packed = (
             self._table[1] if self._table is not None and tied else self._memory.pack((head.matrix,), bias=head.bias)
         )
-        places = packed, config.vocab_size, self._logits, self._inputs.max_num_rows
+        places = packed, config.vocab_size, self._logits, self._inputs.max_num_samples
         form = self._memory.form(head.matrix)
         form_of_logits = config.logit_scale, config.logit_softcap or 0.0
         self._add_norm(self._handle, form, norm, sampled=True)

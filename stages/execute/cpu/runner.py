@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.config.sections.speculative import max_num_drafts, num_speculative_tokens
 from pipeline.config.settings import Settings
 from pipeline.kernels.logprob_inputs import ByteArray, ScoreInputs
 from pipeline.kernels.sampling_inputs import NO_ID, SamplingInputs
@@ -19,13 +20,14 @@ from pipeline.stages.execute.cpu.backend import choose_library, make_program, ma
 from pipeline.stages.execute.cpu.panel_file import PanelPlace
 from pipeline.stages.execute.cpu.program import LogitArray, MasksLate
 from pipeline.stages.execute.grammar_masks.masks import LATE_MS, Masks
-from pipeline.stages.execute.kv import divide_swap, kv_dtype, plan_kv
+from pipeline.stages.execute.kv import KVPlan, divide_swap, kv_dtype, plan_kv
 from pipeline.stages.execute.models.registry import build_program
 from pipeline.stages.execute.pooling import Pool
 from pipeline.stages.execute.prompt_logprobs import NO_BYTES, score_prompts
 from pipeline.stages.execute.rows import BoolArray, RowTable, Take
 from pipeline.stages.execute.runner import RowChanges, Sampled, copies_of
 from pipeline.stages.execute.sampling_features import SamplingFeature, no_token_error
+from pipeline.stages.execute.speculation import Proposer, Speculator, Verified, merged
 from pipeline.stages.execute.weights import FLOAT_FORMATS, Weights
 
 Clock = Callable[[], float]
@@ -43,6 +45,8 @@ class Computed:
     token_output_sizes: LongArray = field(default_factory=lambda: NO_SIZES)
     """Bytes of each id's logprobs or embedding; empty if none has any"""
     prompt_logprobs: ByteArray = field(default_factory=lambda: NO_BYTES)
+    verified: Verified | None = None
+    """If ids were proposed; `ids` are then the last ones of each entry, and its outputs come one after the other."""
 
 
 NOTHING = Computed(np.empty(0, np.int32))
@@ -74,13 +78,18 @@ class CpuRunner:
             max_num_tokens,
             kv_dtype=kv_dtype(settings.execute),
             kv_groups=list(kv.layout.groups),
+            num_speculative_tokens=num_speculative_tokens(settings.speculative),
+            max_num_drafts=max_num_drafts(settings.speculative, max_num_seqs),
         )
         self.rows = RowTable(max_num_seqs, kv.max_model_len, kv.num_blocks, config.vocab_size, num_groups)
-        self.inputs = StepInputs(max_num_tokens, max_num_seqs, -(-kv.max_model_len // BLOCK_SIZE), num_groups)
-        self.masks = Masks(model_dir, max_num_seqs, config.vocab_size, settings.limits.grammar_timeout_s)
-        self.sampling_inputs = SamplingInputs(max_num_seqs, config.vocab_size, self.masks.words)
+        max_num_samples = max_num_seqs + self.facts.max_num_drafts
+        max_num_blocks = -(-kv.max_model_len // BLOCK_SIZE)
+        self.inputs = StepInputs(max_num_tokens, max_num_seqs, max_num_blocks, num_groups, max_num_samples)
+        self.masks = Masks(model_dir, max_num_samples, config.vocab_size, settings.limits.grammar_timeout_s)
+        self.sampling_inputs = SamplingInputs(max_num_samples, config.vocab_size, self.masks.words)
         self.scores = ScoreInputs(max_num_seqs)
         num_threads = settings.execute.num_threads or len(os.sched_getaffinity(0))
+        self.speculator = self._make_speculator(settings, kv, num_threads) if self.facts.max_num_drafts else None
         self.program = make_program(
             library, settings, config, self.inputs, self.sampling_inputs, self.scores, kv, num_threads, swapped, panels
         )
@@ -91,10 +100,28 @@ class CpuRunner:
         last = self.program.last_norm
         bias = None if last.bias is None else np.asarray(last.bias)
         self._pool = Pool(np.asarray(last.weight), config.rms_norm_eps, bias, config.norm)
-        self._changes = RowChanges(self.rows, self.masks, self._pool, config.eos_ids)
+        self._changes = RowChanges(self.rows, self.masks, self._pool, config.eos_ids, drop_drafts=self._drop_drafts)
         self.failed = self._changes.failed
+        self._clock: Clock = time.monotonic
         self.on_computed: Callable[[], None] = lambda: None
         """Called when a step's ids are computed, before its result is made of them."""
+
+    def _make_speculator(self, settings: Settings, kv: KVPlan, num_threads: int) -> Speculator:
+        self.masks.forces = True
+        if settings.speculative.method == "ngram":
+            return Speculator(self.rows, settings.speculative, masks=self.masks)
+        from pipeline.stages.execute.cpu.draft_model import load_draft_model
+
+        draft_model = load_draft_model(settings, self.rows, kv, num_threads)
+        return Speculator(self.rows, settings.speculative, draft_model, self.masks)
+
+    def _drop_drafts(self, rows: IntArray) -> None:
+        if self._proposer is not None:
+            self._proposer.drop(rows)
+
+    @property
+    def _proposer(self) -> Proposer | None:
+        return None if self.speculator is None else self.speculator.proposer
 
     @property
     def name(self) -> str:
@@ -113,25 +140,32 @@ class CpuRunner:
         """Free threads and memory, and end the process that computes masks."""
         self.program.close()
         self.masks.close()
+        if self.speculator is not None:
+            self.speculator.proposer.close()
 
     def step(self, step: Step, take: Take, clock: Clock = time.monotonic) -> Sampled:
         """Compute one step. Errors of the model or of an invalid plan propagate and end the stage. `clock` times the
         copies."""
         self._changes.apply(step, take)
+        self._clock = clock
         num_copies, copy_s = self._copy(step, take, clock)
         rows, starts, counts = (take(array, np.int32) for array in (step.rows, step.starts, step.counts))
         samples = take(step.samples, np.uint8).view(np.bool_)
         assert len(rows) == len(starts) == len(counts) == len(samples)
+        drafts = take(step.drafts, np.int32)
         ended = self.rows.ended[rows]
         if ended.any():
             running = ~ended
+            drafts = drafts[running] if len(drafts) else drafts
             rows_left, counts_left, samples_left = rows[running], counts[running], samples[running]
             computed = (
-                self._compute(rows_left, starts[running], counts_left, samples_left) if len(rows_left) else NOTHING
+                self._compute(rows_left, starts[running], counts_left, samples_left, drafts)
+                if len(rows_left)
+                else NOTHING
             )
             totals = len(rows_left), int(counts_left.sum()), num_copies, copy_s
             return self._result(rows[samples], running[samples], computed, *totals)
-        computed = self._compute(rows, starts, counts, samples) if len(rows) else NOTHING
+        computed = self._compute(rows, starts, counts, samples, drafts) if len(rows) else NOTHING
         totals = len(rows), int(counts.sum()), num_copies, copy_s
         return self._result(rows[samples], None, computed, *totals)
 
@@ -144,9 +178,17 @@ class CpuRunner:
         self.program.copy_blocks(sources, targets)
         return len(sources), clock() - began
 
-    def _compute(self, rows: IntArray, starts: IntArray, counts: IntArray, samples: BoolArray) -> Computed:
-        """Run the program over entries that have not ended."""
+    def _compute(
+        self, rows: IntArray, starts: IntArray, counts: IntArray, samples: BoolArray, most_drafts: IntArray
+    ) -> Computed:
+        """Run the program over entries that have not ended. If there are `most_drafts`, propose up to this many ids for
+        each, and verify them."""
         self.rows.begin(rows, starts, counts, samples)
+        num_drafts: LongArray | None = None
+        if len(most_drafts) and self.speculator is not None:
+            proposed = self.speculator.propose(rows, most_drafts, self._clock)
+            if proposed.any():
+                num_drafts, counts = proposed, (counts + proposed).astype(np.int32)
         if len(rows) == int(counts.sum()):
             entry, positions = rows, starts
         else:
@@ -164,11 +206,16 @@ class CpuRunner:
         # Pooled rows have no logits.
         is_sampled = samples if pooled is None else samples & ~pooled
         table, *others = (blocks[rows, :num_blocks] for blocks in self.rows.group_blocks)
-        self.inputs.fill(ids, starts, counts, table, is_sampled, others)
-        self.rows.fill_sampling_inputs(self.sampling_inputs, rows[is_sampled])
-        ids = self._run(rows[is_sampled])
-        self.on_computed()
-        computed = Computed(ids, self.sampling_inputs.logprobs.memory, self.sampling_inputs.logprobs.widths)
+        logprobs = self.sampling_inputs.logprobs
+        if num_drafts is None:
+            self.inputs.fill(ids, starts, counts, table, is_sampled, others)
+            self.rows.fill_sampling_inputs(self.sampling_inputs, rows[is_sampled])
+            ids = self._run(rows[is_sampled])
+            self.on_computed()
+            computed = Computed(ids, logprobs.memory, logprobs.widths)
+        else:
+            self.inputs.fill(ids, starts, counts, table, is_sampled * (1 + num_drafts), others)
+            computed = self._run_and_verify(rows[is_sampled], num_drafts[is_sampled])
         if requested_features & SamplingFeature.PROMPT_LOGPROBS:
             prompt_logprobs = score_prompts(self.rows, rows, self.program, self.inputs, self.scores)
             computed = replace(computed, prompt_logprobs=prompt_logprobs)
@@ -176,13 +223,28 @@ class CpuRunner:
             computed = self._embed(rows, samples, pooled, computed)
         return computed
 
-    def _run(self, rows: IntArray) -> IntArray:
-        """Run the program, which samples for these rows, with grammar masks. Returns the ids. Rows whose mask can't be
-        computed are marked as failed."""
+    def _run_and_verify(self, rows: IntArray, num_drafts: LongArray) -> Computed:
+        """Run the program, which samples an id after each of the ids that were proposed for these rows, and keep what
+        equals the proposals."""
+        assert self.speculator is not None
+        num_each = 1 + num_drafts
+        sampled = np.repeat(rows, num_each)
+        place = np.arange(len(sampled)) - np.repeat(num_each.cumsum() - num_each, num_each)
+        num_known = (self.rows.num_ids[sampled] + place).astype(np.int32)
+        self.rows.fill_sampling_inputs(self.sampling_inputs, sampled, num_known)
+        ids = self._run(rows, num_drafts)
+        self.on_computed()
+        logprobs = self.sampling_inputs.logprobs
+        verified = self.speculator.verify(rows, num_drafts, ids, logprobs.memory, logprobs.widths, self.failed)
+        return Computed(verified.last_ids, verified.records, verified.record_sizes, verified=verified)
+
+    def _run(self, rows: IntArray, num_drafts: LongArray | None = None) -> IntArray:
+        """Run the program, which samples for these rows and behind the ids that were proposed for them, with grammar
+        masks. Returns the ids. Rows whose mask can't be computed are marked as failed."""
         if not len(self.sampling_inputs.masked):
             return self.program.run()
         masks = self.masks
-        masks.request(rows, self.rows.ids, self.rows.num_ids)
+        masks.request(rows, self.rows.ids, self.rows.num_ids, num_drafts)
         try:
             while True:
                 self.program.wait_for(masks.word_address if masks.ticket else 0, masks.ticket, LATE_MS)
@@ -193,8 +255,9 @@ class CpuRunner:
                     masks.wait()
         finally:
             self.program.wait_for(0, 0, 0)
+        first = rows if num_drafts is None else np.repeat(rows, 1 + num_drafts)
         for place, why in masks.take_failed().items():
-            self.failed[int(rows[place])] = why
+            self.failed[int(first[place])] = why
         return ids
 
     def _embed(self, rows: IntArray, samples: BoolArray, pooled: BoolArray, computed: Computed) -> Computed:
@@ -239,7 +302,7 @@ class CpuRunner:
         else:
             running = np.ones(len(rows), np.bool_) if running is None else running
             ids, finishes, token_outputs, errors = self._partial_result(rows, running, computed)
-        return Sampled(
+        sampled = Sampled(
             rows,
             self.rows.generations[rows],
             ids,
@@ -251,6 +314,24 @@ class CpuRunner:
             token_outputs,
             computed.prompt_logprobs,
             errors,
+        )
+        return sampled if computed.verified is None else self._with_accepted(sampled, running, computed.verified)
+
+    def _with_accepted(self, sampled: Sampled, running: BoolArray | None, verified: Verified) -> Sampled:
+        """A result with the accepted ids, which come before the last ones of their rows."""
+        num_ids, num_drafts = np.ones(len(sampled.rows), np.int64), np.zeros(len(sampled.rows), np.int64)
+        has_logits = self.rows.features[sampled.rows] & SamplingFeature.EMBEDDING == 0
+        if running is not None:
+            has_logits &= running
+        num_ids[has_logits], num_drafts[has_logits] = verified.num_ids, verified.num_drafts
+        return replace(
+            sampled,
+            ids=merged(sampled.ids, num_ids, verified.accepted),
+            num_tokens=sampled.num_tokens + int(num_drafts.sum()),
+            num_ids=num_ids.astype(np.int32),
+            num_drafts=num_drafts.astype(np.int32),
+            draft_s=0.0 if self._proposer is None else self._proposer.draft_s,
+            draft_pass_s=0.0 if self._proposer is None else self._proposer.pass_s,
         )
 
     def _partial_result(

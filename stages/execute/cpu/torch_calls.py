@@ -60,7 +60,7 @@ class TorchCalls:
 
     def buffer(self, width: int, extent: Extent = Extent.TOKENS, dtype: torch.dtype | None = None) -> Buffer:
         """Allocate `width` numbers per token or sample."""
-        most = self.inputs.max_num_tokens if extent is Extent.TOKENS else self.inputs.max_num_rows
+        most = self.inputs.max_num_tokens if extent is Extent.TOKENS else self.inputs.max_num_samples
         return Buffer(torch.zeros(most, width, dtype=dtype or self._dtype), extent)
 
     def add(self, op: Callable[..., None], *args: Any) -> None:

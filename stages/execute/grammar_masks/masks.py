@@ -11,14 +11,14 @@ needs.
 
 import select
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from pipeline.grammars.worker import Gone, Worker, receive, send
-from pipeline.kernels.step_inputs import IntArray
+from pipeline.kernels.step_inputs import IntArray, LongArray
 from pipeline.runtime import suspension
 from pipeline.runtime.messages import GRAMMAR_FAILED, GenerationOptions
 from pipeline.shm.fence import Fence
@@ -51,6 +51,9 @@ class _Row:
     num_prompt: int
     num_sent: int
     """Ids that the process has; 0 if it does not have the row."""
+    forced_from: int = 0
+    """Position of the first of the ids that the grammar forces."""
+    forced: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
 
 
 class Masks:
@@ -72,6 +75,10 @@ class Masks:
         """(row, place) pairs of the order in flight."""
         self._num_preparing = 1
         """Grammars of the order in flight that the process may be preparing at once."""
+        self.forces = False
+        """Whether forced ids are wanted."""
+        self._num_drafts: dict[int, int] = {}
+        """Ids that were proposed for rows of the order in flight."""
         self._ids: IntArray = np.zeros((0, 0), np.int32)
         self._num_ids: IntArray = np.zeros(0, np.int32)
         self._failed: dict[int, str] = {}
@@ -101,15 +108,23 @@ class Masks:
         if self._rows:
             self._drops += [row for row in rows.tolist() if self._rows.pop(row, None) is not None]
 
-    def request(self, rows: IntArray, ids: IntArray, num_ids: IntArray) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+    def request(
+        self, rows: IntArray, ids: IntArray, num_ids: IntArray, num_drafts: LongArray | None = None
+    ) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
         """Request masks for a step that samples `rows`. `ids` [rows of the table, L] and `num_ids` are the known ids.
+        With `num_drafts`, so many ids follow the known ones of each row; it has that many more places.
 
-        Returns the places that will have a mask: those whose row has a grammar.
+        Returns the first places of rows that will have a mask: those whose row has a grammar.
         """
         self._failed = {}
         self._requested = []
+        self._num_drafts = {}
         if self._rows:
-            self._requested = [(row, place) for place, row in enumerate(rows.tolist()) if row in self._rows]
+            places = np.arange(len(rows)) if num_drafts is None else (1 + num_drafts).cumsum() - (1 + num_drafts)
+            pairs = zip(rows.tolist(), places.tolist(), strict=True)
+            self._requested = [(row, place) for row, place in pairs if row in self._rows]
+            if num_drafts is not None:
+                self._num_drafts = dict(zip(rows.tolist(), num_drafts.tolist(), strict=True))
         if self._requested:
             self._ids, self._num_ids = ids, num_ids
             self._order()
@@ -167,8 +182,25 @@ class Masks:
             report = self._receive()
             assert report.ticket == self._ticket
             self._failed.update(zip(report.places, report.errors, strict=True))
+        if self.forces:
+            self._take_forced()
         failed, self._failed = self._failed, {}
         return failed
+
+    def _take_forced(self) -> None:
+        for number, place in self._requested:
+            row, forced = self._rows[number], self._memory.forced[place]
+            row.forced_from = row.num_sent + int(forced[1])
+            row.forced = forced[2 : 2 + forced[0]].copy()
+
+    def forced(self, number: int, known: IntArray) -> IntArray:
+        """The ids that a row's grammar forces after the known ones, as far as they were computed with its last mask:
+        none if another id was sampled in between."""
+        row = self._rows[number]
+        begun = known[row.forced_from :]
+        if len(known) < row.forced_from or not np.array_equal(begun, row.forced[: len(begun)]):
+            return known[:0]
+        return row.forced[len(begun) :]
 
     def close(self) -> None:
         self._stop()
@@ -192,7 +224,9 @@ class Masks:
         for number, place in self._requested:
             row, num_ids = self._rows[number], int(self._num_ids[number])
             new = self._ids[number, row.num_sent or row.num_prompt : num_ids]
-            fills.append(Fill(number, place, new.tobytes(), None if row.num_sent else row.begin))
+            drafts = self._ids[number, num_ids : num_ids + self._num_drafts.get(number, 0)]
+            begin = None if row.num_sent else row.begin
+            fills.append(Fill(number, place, new.tobytes(), begin, drafts.tobytes(), self.forces))
             row.num_sent = num_ids
             self._memory.states[place] = State.WAITING
         drops, self._drops = self._drops, []
@@ -213,9 +247,10 @@ class Masks:
 
     def _fail(self, places: list[int], why: str) -> None:
         """Mark places as failed. Their sampled ids are ignored, so any mask will do."""
+        rows = {place: row for row, place in self._requested}
         for place in places:
             self._failed[place] = why
-            self.words[place] = 0xFFFF_FFFF
+            self.words[place : place + 1 + self._num_drafts.get(rows.get(place, -1), 0)] = 0xFFFF_FFFF
         self._requested = [(row, place) for row, place in self._requested if place not in places]
 
     def _until_ready(self) -> None:

@@ -3,10 +3,14 @@
     word, uint32    the ticket of the last completed order
     states, uint8   [places], the state of each mask
     words, uint32   [places, ceil(V / 32)], the masks: bit v % 32 of word v / 32 is set if id v is allowed
+    forced, int32   [places, 2 + MAX_FORCED], how many ids the grammar forces, behind how many of the proposed ids, and
+                    these ids
 
     waiting ──► working ──► done │ failed
 
-A place is one of a step's sampled tokens. The process writes masks, then states, then the word, which publishes them.
+A place is one of a step's sampled tokens. If ids were proposed for a row, it has a place for each of them after its
+first one, and the state of the first is that of all. Forced ids are only proposed: the mask may allow other ids for the
+same text. The process writes masks, then states, then the word, which publishes them.
 The executor only reads while an order is in progress. If it must kill the process, the places in state `working` fail.
 """
 
@@ -20,6 +24,8 @@ import numpy as np
 
 HEADER_BYTES = 64
 ALIGNMENT = 64
+MAX_FORCED = 24
+"""Ids in one array of forced ids."""
 NUM_PREPARING = 2
 """Grammars that the process prepares at once."""
 
@@ -53,6 +59,10 @@ class Fill(msgspec.Struct, array_like=True, frozen=True):
     """int32; ids of the output since the last order"""
     begin: Begin | None
     """For a new row."""
+    drafts: bytes = b""
+    """int32; ids that were proposed after these: the masks behind them go into the places that follow"""
+    forces: bool = False
+    """Write the ids that are forced behind these, or behind the first of them that the grammar allows."""
 
 
 class Order(msgspec.Struct, array_like=True, frozen=True):
@@ -81,7 +91,8 @@ class MaskMemory:
     def __init__(self, num_places: int, vocab_size: int, fd: int = -1) -> None:
         num_words = -(-vocab_size // 32)
         states_end = HEADER_BYTES + -(-num_places // ALIGNMENT) * ALIGNMENT
-        num_bytes = states_end + 4 * num_places * num_words
+        words_end = states_end + 4 * num_places * num_words
+        num_bytes = words_end + 4 * num_places * (2 + MAX_FORCED)
         self.fd = fd
         if fd < 0:
             # Untouched pages take no memory, so nothing is reserved.
@@ -92,6 +103,8 @@ class MaskMemory:
         self.states: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(self._map, np.uint8, num_places, HEADER_BYTES)
         words = np.frombuffer(self._map, np.uint32, num_places * num_words, states_end)
         self.words: WordArray = words.reshape(num_places, num_words)
+        forced = np.frombuffer(self._map, np.int32, num_places * (2 + MAX_FORCED), words_end)
+        self.forced: np.ndarray[Any, np.dtype[np.int32]] = forced.reshape(num_places, 2 + MAX_FORCED)
 
     def close(self) -> None:
         """Close the descriptor. The mapping lives as long as the last array that views it."""

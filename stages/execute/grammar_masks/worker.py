@@ -26,6 +26,7 @@ from pipeline.runtime.rust_panics import RustPanic, panics_as_errors
 from pipeline.shm import fence
 from pipeline.shm.fence import Fence
 from pipeline.stages.execute.grammar_masks.memory import (
+    MAX_FORCED,
     NUM_PREPARING,
     Begin,
     Fill,
@@ -151,13 +152,34 @@ class MaskWorker:
         return ""
 
     def _write(self, fill: Fill) -> None:
+        """Write the mask after a row's ids, and those after ids that were proposed."""
         if fill.begin is not None:
             self._rows[fill.row] = self._row(fill.begin)
         row = self._rows[fill.row]
         ids = np.frombuffer(fill.ids, np.int32).tolist()
         if ids and not row.matcher.consume_tokens(ids):
             raise MaskError(_why(row.matcher, "the output does not match the grammar"))
-        words = self._memory.words[fill.place]
+        self._write_mask(row, self._memory.words[fill.place])
+        num_consumed = 0
+        drafts = np.frombuffer(fill.drafts, np.int32).tolist()
+        for place, token in enumerate(drafts, fill.place):
+            # What is sampled behind an id that the mask excludes, or behind the end, is not kept.
+            before = self._memory.words[place]
+            if not has(before, token) or token in self._eos_ids or token in row.stop_ids:
+                self._memory.words[place + 1 : fill.place + len(drafts) + 1] = 0xFFFF_FFFF
+                break
+            if not row.matcher.consume_tokens([token]):
+                raise MaskError(_why(row.matcher, "the output does not match the grammar"))
+            num_consumed += 1
+            self._write_mask(row, self._memory.words[place + 1])
+        if fill.forces:
+            forced = row.matcher.compute_ff_tokens()[:MAX_FORCED]
+            self._memory.forced[fill.place, :2] = len(forced), num_consumed
+            self._memory.forced[fill.place, 2 : 2 + len(forced)] = forced
+        if num_consumed and not row.matcher.rollback(num_consumed):
+            raise MaskError(_why(row.matcher, "its state could not be restored"))
+
+    def _write_mask(self, row: MatcherRow, words: WordArray) -> None:
         if self._wide:
             wide = np.frombuffer(row.matcher.compute_bitmask(), np.uint32)
             words[:] = wide[: len(words)]

@@ -41,8 +41,32 @@ class StreamOptions(msgspec.Struct):
     )
 
 
+class PredictionPart(msgspec.Struct):
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(msgspec.Struct):
+    """OpenAI's predicted output."""
+
+    type: Literal["content"]
+    content: Annotated[str | list[PredictionPart], Meta(description="The text that most of the output may equal.")]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class Body(SamplingFields, kw_only=True):
     """Fields of both endpoints."""
+
+    prediction: (
+        Annotated[
+            Prediction,
+            Meta(description="Speculative decoding with speculative.method = ngram proposes tokens of it, too."),
+        ]
+        | None
+    ) = None
 
     model: Annotated[str, Meta(description="The model's name in /v1/models; default the served model.")] | None = None
     max_tokens: Annotated[MaxTokens, Meta(description="Maximum number of tokens to generate.")] | None = None
@@ -167,7 +191,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": ([], ["text"]),
-    "prediction": (),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "verbosity": ("medium",),

@@ -295,6 +295,7 @@ def parsed_request_of(
         n=num_sequences,
         priority=priority_of(body.priority, limits),
         cache_salt=body.cache_salt or "",
+        prediction="" if body.prediction is None else body.prediction.text,
     )
     if options.logprob_token_ids and details.num_top is None:
         raise invalid("logprob_token_ids", "'logprob_token_ids' is only allowed together with 'logprobs'")

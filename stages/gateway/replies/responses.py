@@ -1,7 +1,7 @@
 """Response bodies and stream events of chats and completions, in the shapes of types.py. Pure."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 from msgspec import UNSET
@@ -17,6 +17,7 @@ from pipeline.stages.gateway.replies.types import (
     ChatDelta,
     ChatDeltaChoice,
     ChatReply,
+    CompletionTokensDetails,
     PromptTokensDetails,
     ReplyMessage,
     TextChoice,
@@ -40,7 +41,13 @@ _encoder = msgspec.json.Encoder()
 
 def usage_of(request: Request) -> Usage:
     prompt, output = request.num_prompt_tokens, request.num_output_tokens
-    return Usage(prompt, output, prompt + output, PromptTokensDetails(request.num_cached_tokens))
+    cached, drafts = PromptTokensDetails(request.num_cached_tokens), _prediction_details(request.sequences)
+    return Usage(prompt, output, prompt + output, cached, drafts if request.parsed.options.prediction else UNSET)
+
+
+def _prediction_details(sequences: Sequence[SequenceOutput]) -> CompletionTokensDetails:
+    counts = [sequence.drafts for sequence in sequences if sequence.drafts is not None]
+    return CompletionTokensDetails(sum(one.num_accepted for one in counts), sum(one.num_rejected for one in counts))
 
 
 def usage_so_far(prompt_request: PromptRequest, sequence: SequenceOutput) -> Usage:

@@ -33,11 +33,21 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: Annotated[int, Meta(description="Found in the prefix cache.")]
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    accepted_prediction_tokens: Annotated[
+        int, Meta(description="Tokens that speculative decoding proposed and that are in the output.")
+    ]
+    rejected_prediction_tokens: Annotated[int, Meta(description="Tokens that it proposed in vain.")]
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: Annotated[CompletionTokensDetails, Meta(description="With prediction.")] | UnsetType = (
+        UNSET
+    )
 
 
 class ReplyFunction(msgspec.Struct):

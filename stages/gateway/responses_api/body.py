@@ -133,6 +133,7 @@ RESPONSES_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "conversation": (),
     "max_tool_calls": (),
     "moderation": (),
+    "prediction": (),
     "prompt": (),
     # Fields of chats, which have other names here
     "logprobs": (False,),

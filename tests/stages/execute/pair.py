@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pipeline.config.settings import ExecuteSettings, ScheduleSettings, Settings
+from pipeline.config.settings import ExecuteSettings, ScheduleSettings, Settings, SpeculativeSettings
 from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import prompt_record_bytes, record_bytes
 from pipeline.runtime.messages import Finish
@@ -65,6 +65,7 @@ def make_runner(
     num_swap_blocks: int = 0,
     threads: int = 2,
     tokens: int = 0,
+    num_speculative_tokens: int = 0,
     **how: Any,
 ) -> CpuRunner:
     """With memory for exactly this many blocks, and for steps of at most `tokens` tokens, if that is given."""
@@ -77,6 +78,9 @@ def make_runner(
         schedule=ScheduleSettings(
             max_num_seqs=16, max_num_batched_tokens=tokens or 256, max_num_prefill_tokens=tokens or 0
         ),
+        speculative=SpeculativeSettings(method="ngram", num_speculative_tokens=num_speculative_tokens)
+        if num_speculative_tokens
+        else SpeculativeSettings(),
     )
     swap = memoryview(bytearray(num_swap_blocks * block_bytes)) if num_swap_blocks else None
     runner = CpuRunner(settings, folder, swap)
@@ -95,6 +99,8 @@ class Pair:
             "num_swap_blocks": facts.num_swap_blocks,
             "max_model_len": facts.max_model_len,
             "hidden_size": facts.hidden_size,
+            "num_speculative_tokens": facts.num_speculative_tokens,
+            "max_num_drafts": facts.max_num_drafts,
             "max_num_seqs": 16,
             "max_num_batched_tokens": 256,
             "kv_groups": tuple(facts.kv_groups),
@@ -180,6 +186,8 @@ class Pair:
             records=sampled.token_outputs.tobytes(),
             prompt_records=sampled.prompt_logprobs.tobytes(),
             errors=list(sampled.errors),
+            num_ids=sampled.num_ids.tobytes(),
+            num_drafts=sampled.num_drafts.tobytes(),
         )
         self.scheduler.settle(result)
 

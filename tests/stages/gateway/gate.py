@@ -162,6 +162,7 @@ class Gate:
         pieces: list[bytes] | None = None,
         prompt: tuple[int, bytes, list[bytes]] | None = None,
         error: str = "",
+        drafts: tuple[int, int] | None = None,
     ) -> None:
         """Send text and ids of a sequence. `back` is the number of characters and ids that repeat the end of what was
         sent before. `num_cached`, for a sequence's first ids, is the number of cached prompt tokens. `logprobs`, or
@@ -189,6 +190,7 @@ class Gate:
                 prompt_records=[prompt[1]] if prompt else [],
                 prompt_pieces=[prompt[2]] if prompt else [],
                 errors=[error] if finish == m.Finish.ERROR else [],
+                drafts=[m.DraftCounts(0, *drafts)] if drafts else [],
             ),
             "detokenize.0",
         )

@@ -280,3 +280,12 @@ def test_resumed_ids_that_no_stream_can_contain_are_rejected(
     with pytest.raises(RequestRefused, match=words) as caught:
         checked(prompts, outputs)
     assert (caught.value.failure.status, caught.value.failure.param) == (400, "received")
+
+
+def test_a_prediction_becomes_ids_if_they_are_used(tmp_path: Path) -> None:
+    options = m.GenerationOptions(prediction="ab" * 100)
+    for num, expected in ((0, b""), (5, np.array(tiny.byte_tokenizer().encode("ab" * 32).ids, np.int32).tobytes())):
+        facts = msgspec.structs.replace(tiny.facts(), num_speculative_tokens=num)
+        made = prompt_processor.load(tiny.folder(tmp_path), facts, tiny.byte_tokenizer())
+        completed = made.complete(options, 9)
+        assert (completed.prediction, completed.predicted_ids) == ("", expected)

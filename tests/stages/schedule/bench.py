@@ -48,6 +48,8 @@ class Bench:
         self.refused: list[m.Refuse] = []
         self.in_rows: dict[int, int] = {}
         """Row → sequence, in the executor's state."""
+        self.drafts: dict[int, tuple[int, int]] = {}
+        """Accepted and rejected ids of each sequence that has them counted."""
         self.begun: set[int] = set()
         """Sequences whose first sampled ids were reported with their times."""
         self._ids = count(1)
@@ -87,6 +89,7 @@ class Bench:
         num_logprobs: int = -1,
         num_prompt_logprobs: int = -1,
         failing: Iterable[int] = (),
+        predicted_ids: bytes = b"",
     ) -> int:
         """-1 in `num_logprobs` or `num_prompt_logprobs` requests no records; the executor fails at the ids
         `failing`."""
@@ -101,6 +104,7 @@ class Bench:
             bias_ids=list(failing),
             priority=priority,
             cache_salt=salt,
+            predicted_ids=predicted_ids,
         )
         message = m.Admit(
             request_id=request_id or number,
@@ -207,6 +211,8 @@ class Bench:
         for first in message.firsts:
             assert seqs[first.place] not in self.begun, "a sequence has two first ids"
             self.begun.add(seqs[first.place])
+        for counts in message.drafts:
+            self.drafts[seqs[counts.place]] = counts.num_accepted, counts.num_rejected
         for seq, start, data in zip(message.prompt_seqs, message.prompt_starts, message.prompt_records, strict=True):
             assert seq not in self.finished, "prompt records came after the closing"
             width = prompt_record_bytes(self.admitted[seq][1])

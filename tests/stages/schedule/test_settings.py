@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from pipeline.config.settings import ExecuteSettings, ScheduleSettings, Settings
+from pipeline.config.settings import ExecuteSettings, ScheduleSettings, Settings, SpeculativeSettings
 from pipeline.runtime import messages as m
 from pipeline.runtime.kv_groups import KVGroup
 from pipeline.shm.arrays import ShmRef
@@ -107,8 +107,10 @@ def test_every_limit_comes_from_the_settings() -> None:
         num_swap_blocks=5,
         hidden_size=48,
         kv_groups=[KVGroup(), KVGroup(9)],
+        num_speculative_tokens=6,
+        max_num_drafts=20,
     )
-    found = msgspec.structs.asdict(SchedulerConfig.of(settings, facts))
+    found = msgspec.structs.asdict(SchedulerConfig.of(settings, facts, SpeculativeSettings(adaptive=False)))
     assert found == {
         "num_blocks": 11,
         "max_model_len": 333,
@@ -126,6 +128,9 @@ def test_every_limit_comes_from_the_settings() -> None:
         "long_prompt_max_slowdown": 3.5,
         "hidden_size": 48,
         "kv_groups": (KVGroup(), KVGroup(9)),
+        "num_speculative_tokens": 6,
+        "max_num_drafts": 20,
+        "adaptive_speculation": False,
     }
     defaults = msgspec.structs.asdict(SchedulerConfig.of(ScheduleSettings(), FACTS))
     assert [name for name, value in found.items() if value == defaults[name]] == [], "all of them differ"

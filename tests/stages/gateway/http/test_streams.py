@@ -336,3 +336,21 @@ def test_usage_has_the_cached_tokens(gate: Gate) -> None:
     gate.delta(submit, "x", num_cached=2)
     gate.finish(submit)
     assert whole.result().json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+
+
+def test_usage_has_the_tokens_of_a_prediction(gate: Gate) -> None:
+    """The newest counts of each sequence; a request without a prediction has none."""
+    prediction = {"prediction": {"type": "content", "content": "a b c"}}
+    whole = gate.complete(COMPLETION | prediction | {"n": 2})
+    submit = gate.begin()
+    assert submit.options.prediction == "a b c"
+    gate.delta(submit, "x", drafts=(3, 1))
+    gate.delta(submit, "y", drafts=(5, 2))
+    gate.finish(submit)
+    gate.delta(submit, "z", index=1, drafts=(1, 1))
+    gate.finish(submit, index=1)
+    details = whole.result().json()["usage"]["completion_tokens_details"]
+    assert details == {"accepted_prediction_tokens": 6, "rejected_prediction_tokens": 3}
+    plain = gate.complete(COMPLETION)
+    gate.serve()
+    assert "completion_tokens_details" not in plain.result().json()["usage"]

@@ -169,7 +169,6 @@ class TestBadInput:
 UNSUPPORTED: dict[str, Any] = {
     "audio": {"voice": "x"},
     "functions": [{"name": "f"}],
-    "prediction": {"type": "content"},
     "suffix": "x",
     "guided_whitespace_pattern": " ",
     "use_beam_search": True,

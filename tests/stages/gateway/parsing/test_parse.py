@@ -41,6 +41,13 @@ class TestFields:
         )
         assert chat(top_k=-1).options.top_k == 0
 
+    @pytest.mark.parametrize("content", ["ab", [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]])
+    def test_a_prediction_reaches_ingest(self, content: Any) -> None:
+        prediction = {"type": "content", "content": content}
+        assert chat(prediction=prediction).options.prediction == "ab"
+        assert completion(prediction=prediction).options.prediction == "ab"
+        assert refused(CHAT | {"prediction": {"type": "other", "content": "ab"}}).param == "prediction.type"
+
     def test_text_options_reach_detokenize(self) -> None:
         parsed = chat(stop="x", include_stop_str_in_output=True, skip_special_tokens=False, stop_token_ids=[3])
         assert parsed.options == m.GenerationOptions(

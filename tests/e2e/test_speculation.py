@@ -1,0 +1,74 @@
+"""Complete servers with speculative decoding answer with the same texts, also if the executor dies meanwhile."""
+
+import json
+import signal
+import threading
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.server import Server
+from tests.stages.gateway.peers import until
+
+PROMPT = "one two three one two three one two"
+
+
+def complete(server: Server, **fields: Any) -> dict[str, Any]:
+    body = {"prompt": PROMPT, "max_tokens": 60, "seed": 3, "ignore_eos": True, "logprobs": 1} | fields
+    request = urllib.request.Request(f"{server.url}/v1/completions", json.dumps(body).encode())
+    request.add_header("Content-Type", "application/json")
+    with urllib.request.urlopen(request, timeout=120) as reply:
+        answer: dict[str, Any] = json.load(reply)
+    return answer
+
+
+def texts(answer: dict[str, Any]) -> Any:
+    return [(choice["text"], choice["logprobs"]) for choice in answer["choices"]]
+
+
+def accepted(server: Server) -> float:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as reply:
+        lines = reply.read().decode().splitlines()
+    name = "vllm:spec_decode_num_accepted_tokens_total"
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+
+def test_texts_are_the_same_also_when_the_executor_dies(tiny_model: Path, tmp_path: Path) -> None:
+    sets = [f"model={tiny_model}", f"cache_dir={tmp_path}", "execute.kv_cache_bytes=16MiB", "execute.num_threads=1"]
+    loads: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0.8, "n": 3, "repetition_penalty": 1.1},
+        {"temperature": 0, "stop": ["e"], "logprobs": None},
+        # Greedy texts of a random model repeat, and a bias makes sure of it.
+        {"temperature": 0, "logit_bias": {"300": 100}, "max_tokens": 200},
+    ]
+    with Server(*sets) as server:
+        expected = [texts(complete(server, **load)) for load in loads]
+        assert accepted(server) == 0
+    speculative = "speculative.method=ngram", "speculative.prompt_lookup_min=1", "speculative.adaptive=false"
+    with Server(*sets, *speculative) as server:
+        for load, text in zip(loads, expected, strict=True):
+            assert texts(complete(server, **load)) == text
+        assert accepted(server) > 100
+        counted = complete(server, temperature=0, prediction={"type": "content", "content": PROMPT})
+        details = counted["usage"]["completion_tokens_details"]
+        assert set(details) == {"accepted_prediction_tokens", "rejected_prediction_tokens"}
+        answers: list[Any] = []
+        long = loads[3] | {"max_tokens": 400}
+        stream = threading.Thread(target=lambda: answers.append(texts(complete(server, **long))), daemon=True)
+        before = accepted(server)
+        stream.start()
+        until(lambda: accepted(server) > before or answers, "proposals are accepted")
+        server.stage("execute").send_signal(signal.SIGKILL)
+        stream.join(120)
+        assert answers and answers[0][0][0].startswith(expected[3][0][0])
+
+
+def test_a_draft_model_is_served(tiny_model: Path, tmp_path: Path) -> None:
+    sets = [f"model={tiny_model}", f"cache_dir={tmp_path}", "execute.kv_cache_bytes=16MiB", "execute.num_threads=1"]
+    with Server(*sets) as server:
+        expected = texts(complete(server, temperature=0.8))
+    draft = "speculative.method=draft_model", f"speculative.draft={tiny_model}", "speculative.adaptive=false"
+    with Server(*sets, *draft) as server:
+        assert texts(complete(server, temperature=0.8)) == expected
+        assert accepted(server) > 30

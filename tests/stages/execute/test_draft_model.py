@@ -1,0 +1,87 @@
+"""A draft model changes no text. If it is the model itself, all that it proposes is right."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.config.settings import ExecuteSettings, ScheduleSettings, Settings, SpeculativeSettings
+from pipeline.kernels.step_inputs import block_bytes
+from pipeline.runtime.draft_link import draft_link
+from pipeline.stages.execute.cpu.draft_model import DraftModel
+from pipeline.stages.execute.cpu.runner import CpuRunner
+from tests.stages.execute import checkpoints
+from tests.stages.execute.native_driver import random_ids, write
+from tests.stages.execute.pair import GREEDY, Pair, Request, make_runner
+
+BLOCK_BYTES = block_bytes(3, 2, 16, 2)
+FEW = 16
+"""KV blocks, so that rows are preempted."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write(folder, checkpoints.config_of())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> Iterator[CpuRunner]:
+    runner = make_runner(folder, BLOCK_BYTES, 160)
+    yield runner
+    runner.close()
+
+
+def speculating(folder: Path, draft: Path, root: Path, num_blocks: int = FEW) -> CpuRunner:
+    settings = Settings(
+        model=str(folder),
+        cache_dir=str(root),
+        execute=ExecuteSettings(kv_cache_bytes=num_blocks * BLOCK_BYTES, num_threads=2),
+        schedule=ScheduleSettings(max_num_seqs=16, max_num_batched_tokens=256),
+        speculative=SpeculativeSettings(method="draft_model", draft=str(draft), num_speculative_tokens=4),
+    )
+    link = draft_link(settings)
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(draft)
+    runner = CpuRunner(settings, folder, memoryview(bytearray(8 * BLOCK_BYTES)))
+    assert runner.speculator is not None and isinstance(runner.speculator.proposer, DraftModel)
+    return runner
+
+
+def requests() -> list[Request]:
+    """Some share a prefix, one has a prompt that takes several steps to catch up."""
+    made = []
+    for i in range(12):
+        prompt = (random_ids(40, 99) if i % 3 == 0 else []) + random_ids(5 + 4 * i, i)
+        fields = (("repetition_penalty", 1.2),) if i % 4 == 1 else (("num_logprobs", 1),) if i % 4 == 2 else ()
+        made.append(Request(tuple(prompt), 20 + i, GREEDY if i % 2 else i, 1 + i % 2, at_step=3 * i, fields=fields))
+    return [*made, Request(tuple(random_ids(180, 50)), 20, 3)]
+
+
+def test_the_model_as_its_own_draft_is_always_right(plain: CpuRunner, folder: Path, tmp_path: Path) -> None:
+    runner = speculating(folder, folder, tmp_path, num_blocks=160)
+    pair = Pair(runner, adaptive_speculation=False)
+    made = requests()
+    before = Pair(plain)
+    assert pair.run(made) == before.run(made)
+    assert pair.token_outputs == before.token_outputs
+    counts = pair.scheduler.speculation.counts()
+    assert counts.num_accepted_tokens == counts.num_draft_tokens > 300
+    assert pair.scheduler.load().num_steps < before.scheduler.load().num_steps
+    runner.close()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_another_model_changes_no_text(plain: CpuRunner, folder: Path, tmp_path: Path, depth: int) -> None:
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    write(draft, checkpoints.config_of(num_layers=1, vocab_size=280, max_position=100))
+    runner = speculating(folder, draft, tmp_path)
+    pair = Pair(runner, depth, adaptive_speculation=False)
+    made = requests()
+    assert pair.run(made) == Pair(plain).run(made)
+    counts = pair.scheduler.speculation.counts()
+    assert counts.num_draft_tokens > counts.num_accepted_tokens
+    assert pair.scheduler.load().num_preemptions > 0
+    runner.close()
