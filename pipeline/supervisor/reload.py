@@ -30,6 +30,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "supervisor": LIVE,
     "limits": ("gateway",),
     "chat": ("detokenize", "ingest", "gateway"),
+    "speculative": ("execute",),
 }
 """The stages that use a section."""
 KEYS: dict[str, tuple[str, ...]] = {
@@ -47,6 +48,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "limits.max_grammar_bytes": ("ingest", "gateway"),
     "limits.template_timeout_s": ("ingest",),
     "limits.grammar_timeout_s": ("ingest", "execute"),
+    "speculative.adaptive": ("schedule",),
 }
 """Exceptions from `SECTIONS`, and keys that belong to none."""
 NEW_SERVER = {
@@ -72,6 +74,9 @@ NEW_SERVER = {
     "execute.kv_cache_bytes": "the number of KV blocks is fixed",
     "execute.gpu_memory_utilization": "the number of KV blocks is fixed",
     "execute.swap_bytes": "swap space is reserved at the start",
+    "speculative.method": "the memory of execute is made for it",
+    "speculative.draft": "the model is prepared at the start",
+    "speculative.num_speculative_tokens": "the memory of execute is made for it",
     "supervisor.prepare_timeout_s": "it is used at the start only",
     "supervisor.crash_reports": "it is used at the start only",
     "supervisor.crash_recording_bytes": "it is used at the start only",

@@ -17,7 +17,7 @@ TaskName = Literal["extract", "edit", "code", "chat"]
 _NAMES = ("Ada", "Björn", "Chiara", "Dmitri", "Emeka", "Farida", "Greta", "Hiro", "Ines", "Jonas", "Kalina", "Luis")
 _SURNAMES = ("Okafor", "Lindqvist", "Moreau", "Tanaka", "Novak", "Haddad", "Weber", "Silva", "Kowalski", "Iyer")
 _CITIES = ("Lund", "Graz", "Porto", "Gdansk")
-_GOODS = ("espresso machine", "desk lamp", "bicycle pump", "wool blanket", "chess clock", "garden hose", "tea kettle")
+_GOODS = ("espresso machine", "floor lamp", "bicycle pump", "wool blanket", "chess clock", "garden hose", "tea kettle")
 
 _FILE = '''class {name}:
     """Keeps the {things} of one {owner}."""

@@ -37,7 +37,7 @@ class CompletionTokensDetails(msgspec.Struct):
     accepted_prediction_tokens: Annotated[
         int, Meta(description="Tokens that speculative decoding proposed and that are in the output.")
     ]
-    rejected_prediction_tokens: Annotated[int, Meta(description="Tokens that it proposed in vain.")]
+    rejected_prediction_tokens: Annotated[int, Meta(description="Proposed tokens that are not in the output.")]
 
 
 class Usage(msgspec.Struct):

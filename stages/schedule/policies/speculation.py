@@ -75,7 +75,8 @@ class Speculation:
         num_drafts = np.minimum(num_drafts, (most - before).clip(0))
         budget.tokens -= int(num_drafts.sum())
         self._probed[rows[num_drafts > 0]] = totals[num_drafts > 0]
-        return num_drafts
+        granted: Int64s = num_drafts
+        return granted
 
     def _paying(self, rows: Int64s, totals: Int64s, budget: StepBudget) -> Int64s:
         """The k of each row with the most ids per second, or what it probes with."""

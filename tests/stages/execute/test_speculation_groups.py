@@ -44,7 +44,7 @@ def requests() -> list[Request]:
 
 
 @pytest.mark.parametrize(
-    ("write_model", "num_groups", "num_blocks"), [(write_gemma, 3, 33), (write_experts, 1, 14)], ids=["gemma", "experts"]
+    ("write_model", "num_groups", "num_blocks"), [(write_gemma, 3, 33), (write_experts, 1, 11)], ids=["gemma", "experts"]
 )
 def test_texts_and_logprobs_are_the_same(
     tmp_path: Path, write_model: Callable[[Path], tuple[Path, ModelConfig]], num_groups: int, num_blocks: int
