@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pipeline.config.sections.speculative import MAX_SPECULATIVE_TOKENS
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.kernels.logprob_inputs import ScoreInputs
@@ -64,6 +65,11 @@ class DraftModel:
         self._program.finish_loading()
         self._num_computed: IntArray = np.zeros(max_num_seqs, np.int32)
         """Positions of each row whose KV the draft model has."""
+        self._begins: IntArray = np.zeros(max_num_seqs, np.int32)
+        """The position of the first id that was last proposed for each row. The KV before it is that of the row's
+        ids."""
+        self._proposed: IntArray = np.zeros((max_num_seqs, MAX_SPECULATIVE_TOKENS), np.int32)
+        """These ids, as far as their KV is computed."""
         self.draft_s = self.pass_s = 0.0
 
     def drop(self, rows: IntArray) -> None:
@@ -80,9 +86,8 @@ class DraftModel:
         table = self._table
         known = table.num_ids[rows]
         most = np.minimum(most, self._max_len - known).clip(0)
-        # The last id is never computed yet: after it, the first id is proposed. Ids that were proposed wrongly are not
-        # among the row's.
-        starts = np.minimum(self._num_computed[rows], known - 1)
+        starts = self._num_computed[rows] = self._num_right(rows, known)
+        self._begins[rows] = known
         counts = self._catch_up(known - starts)
         counts[most == 0] = 0
         is_ready = starts + counts == known
@@ -102,6 +107,7 @@ class DraftModel:
             if not len(some):
                 break
             proposed[some, place], num[some] = ids, place + 1
+            self._proposed[rows[some], place] = ids
             table.ids[rows[some], known[some] + place] = ids  # the next pass reads them
             place += 1
             starts, counts = known + place - 1, np.ones(len(rows), np.int32)
@@ -109,6 +115,16 @@ class DraftModel:
         self.pass_s = sum(times) / len(times) if times else 0.0
         self.draft_s = clock() - began_s
         return [proposed[i, : num[i]] for i in range(len(rows))]
+
+    def _num_right(self, rows: IntArray, known: IntArray) -> IntArray:
+        """Positions of each row whose KV is that of its ids. Other ids may have been proposed, many steps ago. The last
+        id is always computed: after it, the first id is proposed."""
+        computed = np.minimum(self._num_computed[rows], known - 1)
+        positions = self._begins[rows, None] + np.arange(MAX_SPECULATIVE_TOKENS, dtype=np.int32)
+        ids = self._table.ids[rows[:, None], np.minimum(positions, self._table.max_model_len - 1)]
+        wrong = (positions < computed[:, None]) & (ids != self._proposed[rows])
+        right: IntArray = np.where(wrong.any(axis=1), self._begins[rows] + wrong.argmax(axis=1), computed)
+        return right.astype(np.int32)
 
     def _catch_up(self, lacking: IntArray) -> IntArray:
         """How many positions each row computes now: the rows that lack least come first."""

@@ -44,7 +44,9 @@ def requests() -> list[Request]:
 
 
 @pytest.mark.parametrize(
-    ("write_model", "num_groups", "num_blocks"), [(write_gemma, 3, 33), (write_experts, 1, 11)], ids=["gemma", "experts"]
+    ("write_model", "num_groups", "num_blocks"),
+    [(write_gemma, 3, 33), (write_experts, 1, 11)],
+    ids=["gemma", "experts"],
 )
 def test_texts_and_logprobs_are_the_same(
     tmp_path: Path, write_model: Callable[[Path], tuple[Path, ModelConfig]], num_groups: int, num_blocks: int
@@ -78,7 +80,7 @@ def test_a_draft_model_reads_the_group_that_keeps_all_positions(tmp_path: Path) 
     plain = make_runner(folder, block_bytes(1, config.num_kv_heads, config.head_dim, 2), 400)
     runner = test_draft_model.speculating(folder, folder, tmp_path, num_blocks=160)
     assert len(runner.facts.kv_groups) == 3
-    made = requests()
+    made = test_draft_model.requests()
     pair = Pair(runner, adaptive_speculation=False)
     assert pair.run(made) == Pair(plain).run(made)
     counts = pair.scheduler.speculation.counts()
