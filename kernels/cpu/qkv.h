@@ -1,6 +1,7 @@
 // The matmul that makes queries, keys and values, with rotary embedding and writing the KV cache.
 #pragma once
 
+#include "hadamard.h"
 #include "kv.h"
 #include "linear.h"
 
@@ -24,7 +25,8 @@ struct QueryForm {
 // values written to the cache.
 //
 // The numbers of a head of queries or keys come in another order, the same for both, so that their products stay what
-// they were: in a panel, eight of the first half and the eight of the second half that they turn with.
+// they were: in a panel, eight of the first half and the eight of the second half that they turn with. For keys in 8 bits,
+// both also go through a Hadamard transform.
 struct QkvWriter {
     static constexpr int QUERY = 0, KEY = 1, VALUE = 2;
 
@@ -83,6 +85,7 @@ struct QkvWriter {
             store(values + c, a * cosine - b * sine);
             store(values + c + 8, b * cosine + a * sine);
         }
+        if (kv_.type == KVType::INT8) hadamard(values, dim);
         if (kind(head) == QUERY) {
             act* to = query(row, head);
             const float scale = form_.growth ? form_.scale * form_.growth[step.positions[row]] : form_.scale;

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pipeline.kernels.step_inputs import BLOCK_SIZE
+from pipeline.kernels.triton.hadamard import transform_heads
 from pipeline.kernels.triton.kv_cache import as_scales, head_dim_of, quantize, scale_bytes_of, shape_of
 from pipeline.kernels.triton.launch import next_power_of_2
 from pipeline.kernels.triton.rows import StepArrays
@@ -33,7 +34,7 @@ def rotary_write(
 ) -> None:
     """Sum `split_k_partials` [P, T, (Q + 2K) * D], norm and rotate queries and keys by the angles of `step.positions`,
     and write queries to `queries` [T, Q * D], keys and values [num_blocks, K, BLOCK_SIZE, D], or in 8 bits
-    (kv_cache.py), to `step.slots`.
+    (kv_cache.py), to `step.slots`. With keys in 8 bits, queries and keys also go through a Hadamard transform.
 
     cos and sin [L, D/2] float32. Tokens with slot -1 write nothing.
     """
@@ -144,6 +145,10 @@ def _rotary_kernel(
         sine = tl.load(sin + angle, mask=inside, other=0.0)[None, :]
         turned_low = tl.where(is_value[:, None], low, low * cosine - high * sine)
         turned_high = tl.where(is_value[:, None], high, high * cosine + low * sine)
+        if SCALE_BYTES > 0:
+            spread_low, spread_high = transform_heads(turned_low, turned_high, HEADS, HALF, HEAD_DIM & -HEAD_DIM)
+            turned_low = tl.where(is_value[:, None], turned_low, spread_low)
+            turned_high = tl.where(is_value[:, None], turned_high, spread_high)
 
         to_query = token.to(tl.int64) * (NUM_HEADS * HEAD_DIM) + heads * HEAD_DIM
         to_query = queries + to_query[:, None] + dims[None, :]

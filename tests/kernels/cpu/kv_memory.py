@@ -68,6 +68,17 @@ def quantize_heads(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.rint(values * inverse[..., None]).astype(np.int8), scales
 
 
+def hadamard(heads: np.ndarray) -> np.ndarray:
+    """Heads [..., D] float32 as `hadamard` in hadamard.h transforms them, with the same roundings."""
+    size = heads.shape[-1] & -heads.shape[-1]
+    out, step = heads, 1
+    while step < size:
+        pairs = out.reshape(-1, 2, step)
+        out = np.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], 1)
+        step *= 2
+    return out.reshape(heads.shape) * (np.float32(1) / np.sqrt(np.float32(size)))
+
+
 def dequantized(values: np.ndarray) -> np.ndarray:
     """What is left of float32 values in 8 bits; exact in float32."""
     codes, scales = quantize_heads(values)
