@@ -17,7 +17,7 @@ from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.stored_matrix import Format
 
-ABI_VERSION = 16
+ABI_VERSION = 17
 """Version of `program.cpp`; raise it with every change of its interface."""
 
 PANEL = 16
@@ -145,7 +145,13 @@ class NativeProduct(Structure):
 class NativeLayerMemory(Structure):
     """`KV` in kv.h."""
 
-    _fields_ = (("data", c_void_p), ("heads", c_int), ("head_dim", c_int), ("type", c_int))
+    _fields_ = (
+        ("data", c_void_p),
+        ("heads", c_int),
+        ("head_dim", c_int),
+        ("type", c_int),
+        ("center", c_void_p),
+    )
 
 
 class NativeBlocks(Structure):

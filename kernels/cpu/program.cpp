@@ -204,7 +204,7 @@ class Program final : public Job {
 
 extern "C" {
 
-int abi_version() { return 16; }
+int abi_version() { return 17; }
 
 // Asks the system for what these instructions need. Whether they can be used.
 int prepare() {

@@ -85,7 +85,13 @@ struct QkvWriter {
             store(values + c, a * cosine - b * sine);
             store(values + c + 8, b * cosine + a * sine);
         }
-        if (kv_.type == KVType::INT8) hadamard(values, dim);
+        if (kv_.type == KVType::INT8) {
+            if (kv_.center && kind(head) == KEY) {
+                const float* center = kv_.center + (head - num_heads_) * dim;
+                for (int c = 0; c < dim; c += LANES) store(values + c, load<vf>(values + c) - load<vf>(center + c));
+            }
+            hadamard(values, dim);
+        }
         if (kind(head) == QUERY) {
             act* to = query(row, head);
             const float scale = form_.growth ? form_.scale * form_.growth[step.positions[row]] : form_.scale;

@@ -1,16 +1,18 @@
-"""The Hadamard transform of heads in registers; kernels/hadamard.py has the formula."""
+"""The Hadamard transform of heads in registers, as kernels/hadamard.py defines it."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def transform_heads(low, high, N: tl.constexpr, HALF: tl.constexpr, SIZE: tl.constexpr):
-    """Both halves of N heads, [N, HALF] float32, after the transform in blocks of SIZE: SIZE / 2 of each half."""
-    low = _butterflies(low, N, HALF, SIZE // 2)
-    high = _butterflies(high, N, HALF, SIZE // 2)
+def transform_heads(heads, others, is_second, N: tl.constexpr, DIMS: tl.constexpr, SIZE: tl.constexpr):
+    """N heads, or halves of them, after the transform: [N, DIMS] float32. `others` has, for each dimension, the one
+    that it rotates with, and `is_second` says which dimensions are in the second half. Blocks have SIZE / 2 dimensions
+    of each half."""
+    heads = _butterflies(heads, N, DIMS, SIZE // 2)
+    others = _butterflies(others, N, DIMS, SIZE // 2)
     factor: tl.constexpr = SIZE**-0.5
-    return (low + high) * factor, (low - high) * factor
+    return tl.where(is_second, others - heads, heads + others) * factor
 
 
 @triton.jit

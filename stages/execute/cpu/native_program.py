@@ -16,6 +16,7 @@ from pipeline.kernels.logprob_inputs import FloatArray, ScoreInputs
 from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.step_inputs import IntArray, StepInputs, block_bytes
 from pipeline.runtime.model_folder import ModelConfig, Rope
+from pipeline.stages.execute.cpu.key_calibration import CenteredLayer, add_means
 from pipeline.stages.execute.cpu.native_memory import (
     PAIR,
     NativeMemory,
@@ -38,6 +39,7 @@ from pipeline.stages.execute.cpu.program import (
     Program,
     SwapArray,
 )
+from pipeline.stages.execute.key_center import allows_center, key_center
 from pipeline.stages.execute.models.features import NATIVE, missing
 from pipeline.stages.execute.rope import rope_table, rotations
 
@@ -90,7 +92,8 @@ class NativeProgram(Program):
         self._panels = None if panels is None else PanelStore(library, self._thread_pool, panels)
         self._memory = NativeMemory(library, self._thread_pool, activations, self._panels)
         self._table: tuple[AnyMatrix, native.PackedMatrix] | None = None
-        self._num_layers = 0
+        self._num_layers, self._max_model_len = 0, max_model_len
+        self._centered: list[CenteredLayer] = []
         self._ticket = native.MaskTicket(None, 0, 0)
         self._handle = library.program_new(self._thread_pool.handle, ctypes.byref(self._step_arrays()))
         max_num_tokens = inputs.max_num_tokens
@@ -185,6 +188,8 @@ class NativeProgram(Program):
         self._library.program_score(self._scoring, self._normed_rows(form), *places, ctypes.byref(scores))
 
     def finish_loading(self) -> None:
+        if self._centered:
+            add_means(self._centered, self._inputs, self.run, self._config.vocab_size, self._max_model_len)
         if self._panels is not None:
             self._panels.save(self._memory.kept)
 
@@ -264,8 +269,7 @@ class NativeProgram(Program):
     def _attend(self, weights: AttentionWeights, place: int = 0) -> None:
         """Record attention after its norm, whose results are at `place`."""
         config, library = self._config, self._library
-        kv = ctypes.byref(self._kv[self._num_layers])
-        self._num_layers += 1
+        kv = ctypes.byref(self._layer_kv(weights))
         heads = config.num_heads + 2 * config.num_kv_heads
         order = turning_order(config.num_heads + config.num_kv_heads, heads, config.head_dim)
         products = self._memory.products(weights.qkv, order, partial(self._normed_rows, place=place))
@@ -280,6 +284,18 @@ class NativeProgram(Program):
         plan = self._plan(weights.window or 0)
         library.program_attention(self._handle, rows, floats, self._queries, kv, plan, self._score_form)
         self._add(self._attended, width, weights.out, weights.post_norm)
+
+    def _layer_kv(self, weights: AttentionWeights) -> native.NativeLayerMemory:
+        """The keys and values of the next layer."""
+        config, kv = self._config, self._kv[self._num_layers]
+        self._num_layers += 1
+        if kv.type == KVType.INT8 and allows_center(config):
+            center = np.zeros((config.num_kv_heads, config.head_dim), np.float32)
+            if (of_biases := key_center(config, weights, self._max_model_len)) is not None:
+                center[:] = of_biases[:, turning_order(1, 1, config.head_dim)]
+            kv.center = center.ctypes.data
+            self._centered.append(CenteredLayer(kv, center))
+        return kv
 
     def _feed_forward(self, weights: MlpWeights, place: int = 0) -> None:
         """Record the feed-forward layer after its norm, whose results are at `place`."""

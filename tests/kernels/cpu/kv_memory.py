@@ -14,7 +14,15 @@ from tests.kernels.cpu.recording import PANEL, Recording, bf16_bits, upcast
 class KVMemory:
     """Memory of a recording, with views of its parts. Indices are blocks."""
 
-    def __init__(self, r: Recording, num_blocks: int, num_heads: int, head_dim: int, type: KVType) -> None:
+    def __init__(
+        self,
+        r: Recording,
+        num_blocks: int,
+        num_heads: int,
+        head_dim: int,
+        type: KVType,
+        center: np.ndarray | None = None,
+    ) -> None:
         self.type = type
         dtype = np.uint16 if type is KVType.BF16 else np.int8
         panel = head_dim * BLOCK_SIZE * np.dtype(dtype).itemsize
@@ -28,7 +36,8 @@ class KVMemory:
         self.scales = blocks[:, 2 * num_heads * panel :].view(np.uint16).reshape(num_blocks, num_heads, -1, BLOCK_SIZE)
         """[num_blocks, heads, 2 (none in bfloat16), BLOCK_SIZE]"""
         self.head_dim, self.num_heads = head_dim, num_heads
-        self._layer = r.kept(native.NativeLayerMemory(self.bytes.ctypes.data, num_heads, head_dim, type))
+        at = None if center is None else r.floats(center).ctypes.data
+        self._layer = r.kept(native.NativeLayerMemory(self.bytes.ctypes.data, num_heads, head_dim, type, at))
 
     @property
     def layer(self) -> Any:

@@ -376,10 +376,11 @@ def test_rotary_embedding_and_kv_writes(
     order = turned_order(num_heads + num_kv_heads, all_heads, head_dim)
     in_head = turned_order(1, 1, head_dim)
     norms = [random(26, head_dim) + 1, random(27, head_dim) + 1] if normed else []
+    center = 5 * random(28, num_kv_heads, head_dim) if bias and not normed else None
     with recording(library, threads=2) as r:
         rows, queries = r.rows(num, depth), r.rows(num, width)
         kept = r.put(rows, random(25, num, depth), form_of(format))
-        kv = KVMemory(r, num_blocks, num_kv_heads, head_dim, kv_type)
+        kv = KVMemory(r, num_blocks, num_kv_heads, head_dim, kv_type, None if center is None else center[:, in_head])
         untouched = kv.bytes.copy()
         library.program_qkv(
             r.program,
@@ -411,6 +412,9 @@ def test_rotary_embedding_and_kv_writes(
     turned, turned_error = turn(heads[:, :turning], error[:, :turning], cos[positions], sin[positions])
 
     if kv_type is KVType.INT8:
+        if center is not None:
+            turned[:, num_heads:] -= center
+            turned_error[:, num_heads:] += EPS * np.abs(turned[:, num_heads:])
         turned, turned_error = transform_heads(turned, turned_error)
     expected = turned[:, :num_heads, in_head] / head_dim**0.5
     bound = turned_error[:, :num_heads, in_head] / head_dim**0.5 + 3 * EPS * np.abs(expected)

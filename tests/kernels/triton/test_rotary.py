@@ -72,8 +72,9 @@ def test_rotary_write(
     if quantized:
         written = in_8_bits(made.keys), in_8_bits(made.values)
         before = [cache.clone() for cache in written]
-        rotary_write(queries, split_k_partials, cos, sin, step, *written, norms)
-        check_codes(written, before, split_k_partials, step, made.live, frequencies, norms)
+        center = None if normed else 20 * torch.randn(num_kv_heads, head_dim)
+        rotary_write(queries, split_k_partials, cos, sin, step, *written, norms, center)
+        check_codes(written, before, split_k_partials, step, made.live, frequencies, norms, center)
         turned, *_ = heads_reference(
             split_k_partials[:, made.live], step.positions[made.live], frequencies, num_kv_heads, norms
         )
@@ -108,11 +109,14 @@ def check_codes(
     live: Tensor,
     frequencies: Tensor,
     norms: HeadNorms | None,
+    center: Tensor | None,
 ) -> None:
     """Codes and scales of the live tokens are those of the formula in float64, and nothing else was written. Keys have
     gone through the Hadamard transform."""
     num_kv_heads = written[0].shape[1]
     _, *expected = heads_reference(split_k_partials[:, live], step.positions[live], frequencies, num_kv_heads, norms)
+    if center is not None:
+        expected[0] = expected[0] - center.double()
     expected[0] = expected[0] @ hadamard_reference(2 * len(frequencies))
     blocks, places = step.slots[live] // BLOCK_SIZE, step.slots[live] % BLOCK_SIZE
     for cache, old, numbers in zip(written, before, expected, strict=True):
