@@ -1,4 +1,4 @@
-// The Hadamard transform of a head's queries and keys before keys are rounded to 8 bits.
+// The Hadamard transform of the numbers of a head, for keys and values in 8 bits.
 #pragma once
 
 #include <utility>
@@ -12,10 +12,10 @@ INLINE vf butterfly(vf numbers, std::integer_sequence<int, I...>) {
 }
 
 // Multiplies a head's numbers with an orthonormal Hadamard matrix (Sylvester's; the fast transform of Fino and Algazi,
-// 1976), in place. The same is done to queries and keys, so their products stay what they were, while a large number is
-// spread over all of the others (Ashkboos et al., 2024, arXiv:2404.00456): then a scale for the largest of them loses
-// less of the rest. A head whose size is no power of two is cut into blocks of the largest one that divides it. The
-// additions have the same order at every ISA.
+// 1976), in place. A large number is spread over all of the others, so a scale for the largest of them loses less of the
+// rest (Ashkboos et al., 2024, arXiv:2404.00456). Queries are transformed like keys, so their products stay what they
+// were; what attention makes of transformed values is transformed again, which undoes it. A head whose size is no power
+// of two is cut into blocks of the largest one that divides it. The additions have the same order at every ISA.
 INLINE void hadamard(float* values, int dim) {
     const int size = dim & -dim;
     constexpr std::make_integer_sequence<int, LANES> lanes;

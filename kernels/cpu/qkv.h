@@ -25,8 +25,8 @@ struct QueryForm {
 // values written to the cache.
 //
 // The numbers of a head of queries or keys come in another order, the same for both, so that their products stay what
-// they were: in a panel, eight of the first half and the eight of the second half that they turn with. For keys in 8 bits,
-// both also go through a Hadamard transform.
+// they were: in a panel, eight of the first half and the eight of the second half that they turn with. In 8 bits,
+// all three also go through a Hadamard transform.
 struct QkvWriter {
     static constexpr int QUERY = 0, KEY = 1, VALUE = 2;
 
@@ -73,6 +73,7 @@ struct QkvWriter {
     void write(const Step& step, int row, int head, float* values, float factor = 1.0f) const {
         const int dim = kv_.head_dim;
         if (kind(head) == VALUE) {
+            if (kv_.type == KVType::INT8) hadamard(values, dim);
             write_values(step.slots[row], head - num_heads_ - kv_.heads, values);
             return;
         }

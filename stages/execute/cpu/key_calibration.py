@@ -1,9 +1,9 @@
 """Measures the mean keys of each head in the CPU library, which are subtracted from keys in 8 bits.
 
 Half of the square of a key, and more, is that of the mean of all keys. It costs the rest bits, and nothing of it
-matters (stages/execute/key_center.py). The mean of random tokens is near that of texts. It is measured once, when the
-model is loaded. Equal weights have equal means: the tokens are always the same, and results don't depend on how many
-are computed at a time.
+matters (stages/execute/key_center.py). The mean of random common tokens is near that of texts. It is measured once,
+when the model is loaded. Equal weights have equal means: the tokens are always the same, and results don't depend on
+how many are computed at a time.
 """
 
 import ctypes
@@ -16,7 +16,9 @@ from pipeline.kernels.cpu import native
 from pipeline.kernels.logprob_inputs import FloatArray
 from pipeline.kernels.step_inputs import BLOCK_SIZE, StepInputs
 
-NUM_TOKENS = 128
+NUM_TOKENS = 256
+COMMON = range(300, 5000)
+"""Most vocabularies are sorted by frequency, behind special tokens and single bytes."""
 NUM_LEFT_OUT = BLOCK_SIZE
 """Of the first tokens, whose keys are unlike others: many heads attend to them when they look for nothing."""
 
@@ -36,7 +38,8 @@ def add_means(
     if num_tokens <= NUM_LEFT_OUT:
         return
     num_blocks = num_tokens // BLOCK_SIZE
-    ids = np.random.default_rng(0).integers(0, vocab_size, num_tokens).astype(np.int32)
+    common = min(COMMON.start, vocab_size // 2), min(COMMON.stop, vocab_size)
+    ids = np.random.default_rng(0).integers(*common, num_tokens).astype(np.int32)
     table = np.arange(num_blocks, dtype=np.int32)[None]
     for start in range(0, num_tokens, inputs.max_num_tokens):
         part = ids[start : start + inputs.max_num_tokens]
@@ -46,7 +49,7 @@ def add_means(
         blocks = _blocks(layer.memory, num_blocks)
         mean = _keys(blocks, layer.memory.heads, layer.memory.head_dim)[NUM_LEFT_OUT:].mean(0)
         if np.isfinite(mean).all():
-            layer.center += hadamard(mean)
+            layer.center[:] += hadamard(mean)
         blocks[:] = 0
 
 
