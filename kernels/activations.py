@@ -18,6 +18,12 @@ def relu2(x: Tensor) -> Tensor:
     return functional.relu(x).square()
 
 
+def swiglu_oai(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
+    """The clamped SwiGLU of gpt-oss (`GptOssExperts` in transformers), gate and up [N, I]."""
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(gate * alpha) * (up + 1)
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,

@@ -61,12 +61,20 @@ class ScoreForm:
     slopes: Tensor | None = None
     """[Q]; what is subtracted for each position that a key is before the query (ALiBi: Press et al., 2021,
     arXiv:2108.12409)."""
+    has_sinks: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether torch's attention computes them."""
+        return self.softcap is None and self.slopes is None and not self.has_sinks
 
 
 class AttentionPlan:
     """The plan of one step's attention. `prepare` updates it in place for each step."""
 
-    def __init__(self, window: int | None, dtype: torch.dtype, form: ScoreForm | None = None) -> None:
+    def __init__(self, window: int | None, dtype: torch.dtype, form: ScoreForm | None = None, group: int = 0) -> None:
+        """`group` is the KV group whose block tables it reads."""
+        self.group = group
         self.window = window
         self.dtype = dtype
         self.form = form or ScoreForm()
@@ -93,7 +101,7 @@ class AttentionPlan:
         num_blocks = last // BLOCK_SIZE + 1 - first_block
         steps = np.arange(num_blocks.max())
         index = np.minimum(first_block[:, None] + steps, (last // BLOCK_SIZE)[:, None])
-        blocks = inputs.block_tables[entries[:, None], index]
+        blocks = inputs.group_tables[self.group][entries[:, None], index]
         keys = first_block[:, None] * BLOCK_SIZE + np.arange(len(steps) * BLOCK_SIZE)
         hidden = torch.from_numpy((keys > last[:, None]) | (keys < first[:, None]))
         mask = torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, -torch.inf)
@@ -109,7 +117,7 @@ class AttentionPlan:
         begin = int(inputs.offsets[entry])
         first_block = first // BLOCK_SIZE
         base, end = first_block * BLOCK_SIZE, start + count
-        blocks = inputs.block_tables[entry, first_block : -(-end // BLOCK_SIZE)]
+        blocks = inputs.group_tables[self.group][entry, first_block : -(-end // BLOCK_SIZE)]
         queries = torch.arange(start, end)[:, None]
         keys = torch.arange(base, end)[None]
         mask: Tensor | None = None
@@ -118,19 +126,20 @@ class AttentionPlan:
             if self.window is not None:
                 mask &= keys > queries - self.window
         distances: Tensor | None = None
-        if self.form.softcap is not None or self.form.slopes is not None:
+        if not self.form.is_plain:
             distances = (queries - keys).float()
             mask = keys <= queries if mask is None else mask
         return _Chunk(begin, begin + count, torch.from_numpy(blocks.astype(np.int64)), end - base, mask, distances)
 
 
-def paged_attention(out: Tensor, qkv: Tensor, kv: LayerKV, plan: AttentionPlan) -> None:
+def paged_attention(out: Tensor, qkv: Tensor, kv: LayerKV, plan: AttentionPlan, sinks: Tensor | None = None) -> None:
     """Attend from the step's queries to their rows' keys and values, which must all be in the cache.
 
-    out [T, Q * D]; qkv [T, (Q + 2K) * D], where only queries are read.
+    out [T, Q * D]; qkv [T, (Q + 2K) * D], where only queries are read; sinks [Q] float32: a score of each head that
+    takes part in the softmax, without a value. The plan's form must say that there are sinks.
     """
     form = plan.form
-    is_plain = form.softcap is None and form.slopes is None
+    is_plain = form.is_plain
     _, _, num_kv_heads, head_dim = kv.keys.shape
     heads_out = out.view(len(out), -1, head_dim)
     num_heads = heads_out.shape[1]
@@ -146,7 +155,7 @@ def paged_attention(out: Tensor, qkv: Tensor, kv: LayerKV, plan: AttentionPlan) 
             mask = group.mask.to(keys.dtype)
             attended = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=form.scale)
         else:
-            attended = _attend(query, keys, values, group.mask, group.distances, form)
+            attended = _attend(query, keys, values, group.mask, group.distances, form, sinks)
         heads_out.index_copy_(0, group.tokens, attended.reshape(num, num_heads, head_dim).to(out.dtype))
     for chunk in plan.chunks:
         keys, values = (each.view(-1, num_kv_heads, head_dim)[: chunk.num_keys] for each in _gathered(kv, chunk.blocks))
@@ -167,14 +176,28 @@ def paged_attention(out: Tensor, qkv: Tensor, kv: LayerKV, plan: AttentionPlan) 
             group_size = num_heads // num_kv_heads
             grouped = query.view(num_kv_heads, group_size, *query.shape[2:])
             attended = _attend(
-                grouped, keys.transpose(0, 1)[:, None], values.transpose(0, 1)[:, None], mask, chunk.distances, form
+                grouped,
+                keys.transpose(0, 1)[:, None],
+                values.transpose(0, 1)[:, None],
+                mask,
+                chunk.distances,
+                form,
+                sinks,
             ).view(num_heads, *query.shape[2:])
         heads_out[chunk.begin : chunk.end] = attended.transpose(0, 1)
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, distances: Tensor, form: ScoreForm) -> Tensor:
-    """Attention with capped or biased scores, in float32. `query` is [B, K, group, D] for one token each, or
-    [K, group, tokens, D] for the tokens of a chunk; `distances` [B, 1, L] or [tokens, L]."""
+def _attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    distances: Tensor,
+    form: ScoreForm,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention with capped or biased scores, or with sinks, in float32. `query` is [B, K, group, D] for one token
+    each, or [K, group, tokens, D] for the tokens of a chunk; `distances` [B, 1, L] or [tokens, L]."""
     scale = query.shape[-1] ** -0.5 if form.scale is None else form.scale
     scores = query.float() @ keys.float().transpose(-1, -2) * scale
     if form.softcap is not None:
@@ -186,7 +209,13 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, distances
         else:
             slopes = form.slopes.view(scores.shape[0], scores.shape[1], 1, 1)
             scores = scores - slopes * distances
-    weights = torch.softmax(scores + mask, dim=-1)
+    scores = scores + mask
+    if sinks is not None:
+        num_kv_heads = scores.shape[1] if distances.dim() == 3 else scores.shape[0]
+        heads = sinks.float().view(num_kv_heads, -1, 1)
+        extra = heads if distances.dim() == 3 else heads[..., None]
+        scores = torch.cat([scores, extra.expand(*scores.shape[:-1], 1)], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : keys.shape[-2]]
     return (weights @ values.float()).to(query.dtype)
 
 

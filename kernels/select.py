@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pipeline.kernels import (
     activations,
+    experts,
     kv_layout,
     linear,
     logits,
@@ -18,6 +19,7 @@ from pipeline.kernels import (
     silu_mul,
     take_rows,
 )
+from pipeline.kernels.experts import RouteForm
 from pipeline.kernels.kv_layout import LayerKV
 from pipeline.kernels.paged_attention import AttentionPlan, ScoreForm
 
@@ -45,11 +47,14 @@ class Ops:
     logits: Callable[[Tensor, Tensor, Tensor], None]
     rotary_angles: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], None]
     rotary_write: Callable[[Tensor, Tensor, Tensor, Tensor, LayerKV], None]
-    attention_plan: Callable[[int | None, torch.dtype, ScoreForm], AttentionPlan]
-    attention: Callable[[Tensor, Tensor, LayerKV, AttentionPlan], None]
+    attention_plan: Callable[[int | None, torch.dtype, ScoreForm, int], AttentionPlan]
+    attention: Callable[[Tensor, Tensor, LayerKV, AttentionPlan, Tensor | None], None]
     silu_mul: Callable[[Tensor, Tensor], None]
     activate: Callable[[Tensor, Tensor, str], None]
     activate_mul: Callable[[Tensor, Tensor, str], None]
+    route: Callable[[Tensor, Tensor, Tensor, Tensor | None, RouteForm], None]
+    experts: Callable[..., None]
+    add_gated: Callable[[Tensor, Tensor, Tensor | None], None]
     argmax: Callable[[Tensor], Tensor]
     sample: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     kv_allocate: Callable[[int, int, int, int, torch.dtype, str], Tensor]
@@ -86,6 +91,9 @@ def select(device: str, dtype: torch.dtype) -> Ops:
         silu_mul=silu_mul.silu_mul,
         activate=activations.activate,
         activate_mul=activations.activate_mul,
+        route=experts.route,
+        experts=experts.experts,
+        add_gated=experts.add_gated,
         argmax=sample.argmax,
         sample=sample.sample,
         kv_allocate=kv_layout.allocate,

@@ -3,7 +3,7 @@
 All arrays are allocated once and keep their addresses, which recorded programs contain. A step fills their beginnings
 and sets the three counts.
 
-Shapes: T max_num_tokens, R max_num_rows, B blocks of the longest row.
+Shapes: T max_num_tokens, R max_num_rows, B blocks of the longest row, G KV groups.
 """
 
 from typing import Any
@@ -33,7 +33,12 @@ class StepInputs:
     which are positions `starts[i] .. starts[i] + counts[i]` of its row."""
 
     def __init__(
-        self, max_num_tokens: int, max_num_rows: int, max_num_blocks: int, max_num_samples: int | None = None
+        self,
+        max_num_tokens: int,
+        max_num_rows: int,
+        max_num_blocks: int,
+        num_groups: int = 1,
+        max_num_samples: int | None = None,
     ) -> None:
         """By default there is one sample for each row at most."""
         self.max_num_tokens = max_num_tokens
@@ -45,26 +50,36 @@ class StepInputs:
         self.starts: IntArray = np.zeros(max_num_rows, np.int32)
         self.counts: IntArray = np.zeros(max_num_rows, np.int32)
         self.offsets: IntArray = np.zeros(max_num_rows, np.int32)
-        self.block_tables: IntArray = np.zeros((max_num_rows, max_num_blocks), np.int32)
-        """[R, B]; entries after a row's own blocks are stale."""
+        self.group_tables: IntArray = np.zeros((num_groups, max_num_rows, max_num_blocks), np.int32)
+        """[G, R, B]; entries after a row's own blocks are stale, and so are those before its window."""
+        self.block_tables: IntArray = self.group_tables[0]
+        """[R, B]; the first group's"""
         self.ids: LongArray = np.zeros(max_num_tokens, np.int64)
         """[T]"""
         self.positions: LongArray = np.zeros(max_num_tokens, np.int64)
         """[T]; each token's place in its row"""
-        self.slots: LongArray = np.zeros(max_num_tokens, np.int64)
-        """[T]; where a token's keys and values go: block x BLOCK_SIZE + place in the block"""
+        self.group_slots: LongArray = np.zeros((num_groups, max_num_tokens), np.int64)
+        """[G, T]; where a token's keys and values go: block x BLOCK_SIZE + place in the block"""
+        self.slots: LongArray = self.group_slots[0]
+        """[T]; the first group's"""
         self.sampled: LongArray = np.zeros(self.max_num_samples, np.int64)
         """[max_num_samples]; the tokens whose logits are wanted"""
         self._places: IntArray = np.arange(max_num_rows, dtype=np.int32)
 
     def fill(
-        self, ids: IntArray, starts: IntArray, counts: IntArray, block_tables: IntArray, samples: "np.ndarray[Any, Any]"
+        self,
+        ids: IntArray,
+        starts: IntArray,
+        counts: IntArray,
+        block_tables: IntArray,
+        samples: "np.ndarray[Any, Any]",
+        other_tables: "tuple[IntArray, ...] | list[IntArray]" = (),
     ) -> None:
         """Set the next step.
 
         `ids` are those of all entries, one after the other; `starts`, `counts` and `samples` (of how many of the
         entry's last tokens logits are wanted) have one value an entry, and `block_tables` [entries, blocks] holds at
-        least the blocks that each entry writes or reads.
+        least the blocks that each entry writes or reads, `other_tables` those of the KV groups after the first.
         """
         num_rows, num_tokens = len(starts), len(ids)
         assert num_rows <= self.max_num_rows, f"{num_rows} entries in a step, {self.max_num_rows} at most"
@@ -86,8 +101,12 @@ class StepInputs:
         self.block_tables[:num_rows, : block_tables.shape[1]] = block_tables
         self.ids[:num_tokens] = ids
         self.positions[:num_tokens] = positions
-        blocks = block_tables[entry, positions // BLOCK_SIZE]
-        self.slots[:num_tokens] = blocks.astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+        places, offset = positions // BLOCK_SIZE, positions % BLOCK_SIZE
+        blocks = block_tables[entry, places]
+        self.slots[:num_tokens] = blocks.astype(np.int64) * BLOCK_SIZE + offset
+        for group, table in enumerate(other_tables, 1):
+            self.group_tables[group, :num_rows, : table.shape[1]] = table
+            self.group_slots[group, :num_tokens] = table[entry, places].astype(np.int64) * BLOCK_SIZE + offset
         sampled = last[samples.astype(bool, copy=False)]
         if samples.dtype != np.bool_ and len(samples) and samples.max() > 1:
             num_each = samples[samples > 0]

@@ -1,6 +1,7 @@
 """A fake executor without a model. Its KV blocks store the token ids, and the next id is a hash of all ids that it
 reads back through the row's block table. A wrong block, a block freed too early, a prefix hit on other content and a
-stale row each change the sampled ids, so tests compare exact ids.
+stale row each change the sampled ids, so tests compare exact ids. With several KV groups, each stores the ids in blocks
+of its own, and reads those in its window: if they differ from the row's ids, the next ids are wrong.
 """
 
 import random
@@ -12,6 +13,7 @@ import msgspec
 import numpy as np
 
 from pipeline.runtime import messages as m
+from pipeline.runtime.kv_groups import FULL, KVGroup
 from pipeline.runtime.logprob_records import logprob_dtype
 from pipeline.runtime.messages import Finish
 from pipeline.shm.arrays import Array, ShmRef
@@ -19,6 +21,9 @@ from pipeline.shm.arrays import Array, ShmRef
 VOCAB = 997
 EMPTY = -7
 """The content of a KV slot that was never written."""
+NO_BLOCK = -1
+"""In a block table, at places that no step may read."""
+MAX_GROUPS = 16
 
 
 def next_id(ids: "np.ndarray[Any, Any] | list[int]", seed: int, index: int) -> int:
@@ -58,12 +63,17 @@ def expected(prompt: list[int], options: m.GenerationOptions, index: int, max_to
 
 
 class _Row:
-    def __init__(self, add: m.RowAdd, ids: list[int], blocks: "np.ndarray[Any, Any]") -> None:
+    def __init__(self, add: m.RowAdd, ids: list[int], tables: list["np.ndarray[Any, Any]"]) -> None:
         self.generation = add.generation
         self.index = add.index
         self.options = msgspec.msgpack.decode(add.options, type=m.GenerationOptions)
         self.ids = dict(enumerate(ids))
-        self.table: list[int] = blocks.tolist()
+        firsts = add.first_blocks or [0] * len(tables)
+        self.tables: list[list[int]] = [
+            [NO_BLOCK] * first + blocks.tolist() for first, blocks in zip(firsts, tables, strict=True)
+        ]
+        """By KV group."""
+        self.has_read_wrong = False
         self.num_prompt = add.num_prompt
         self.dead = False
 
@@ -87,6 +97,7 @@ class FakeExecutor:
         num_swap_blocks: int = 0,
         token_s: float = 0.001,
         copy_s: float = 0.0001,
+        groups: tuple[KVGroup, ...] = (FULL,),
     ) -> None:
         """`token_s` and `copy_s` are the reported times to compute a token and to copy a block. Of the ids that it
         proposes, `skill` are right, on average."""
@@ -95,6 +106,7 @@ class FakeExecutor:
         self.kv = np.full((num_blocks + num_swap_blocks, block_size), EMPTY, np.int64)
         """The blocks of the KV cache, followed by those of swap space."""
         self.num_blocks = num_blocks
+        self.groups = groups
         self.num_copies = 0
         self.rows: dict[int, _Row] = {}
         self.block_size = block_size
@@ -108,6 +120,19 @@ class FakeExecutor:
         self.num_copies += len(sources)
         return len(sources)
 
+    def _read(self, row: int, start: int, count: int) -> None:
+        """Read all that a row's positions attend to, in each group."""
+        state, size = self.rows[row], self.block_size
+        for group, table in enumerate(state.tables):
+            window = self.groups[group].window
+            first = max(0, start - window + 1) if window else 0
+            positions = range(first, start + count)
+            places = np.array(table)[first // size : -(-(start + count) // size)]
+            assert NO_BLOCK not in places, f"row {row} reads a place without a block"
+            read = self.kv[places].reshape(-1)[first % size : first % size + len(positions)]
+            assert EMPTY not in read, f"row {row} reads KV that was never written"
+            state.has_read_wrong |= read.tolist() != [state.ids[each] * MAX_GROUPS + group for each in positions]
+
     def run(self, step: m.Step) -> m.StepResult:
         take = self._take
         for row in take(step.drops, np.int32).tolist():
@@ -118,13 +143,17 @@ class FakeExecutor:
             if add.fork_of >= 0:
                 leader = self.rows[add.fork_of]
                 ids = [leader.ids[place] for place in range(add.num_prompt)] + ids
-            self.rows[add.row] = _Row(add, ids, take(add.blocks, np.int32))
-        for row, block in zip(
-            take(step.block_rows, np.int32).tolist(), take(step.block_ids, np.int32).tolist(), strict=True
-        ):
-            self.rows[row].table.append(block)
+            tables = [take(blocks, np.int32) for blocks in (add.blocks, *add.group_blocks)]
+            assert len(tables) == len(self.groups)
+            self.rows[add.row] = _Row(add, ids, tables)
+        block_rows, block_ids = take(step.block_rows, np.int32).tolist(), take(step.block_ids, np.int32).tolist()
+        block_groups = take(step.block_groups, np.uint8).tolist() or [0] * len(block_rows)
+        for row, block, group in zip(block_rows, block_ids, block_groups, strict=True):
+            self.rows[row].tables[group].append(block)
         num_copies = self._copy(take(step.copy_sources, np.int32).tolist(), take(step.copy_targets, np.int32).tolist())
-        assert all(block < self.num_blocks for row in self.rows.values() for block in row.table), "a row in swap space"
+        assert all(block < self.num_blocks for row in self.rows.values() for table in row.tables for block in table), (
+            "a row in swap space"
+        )
         entries = list(
             zip(
                 take(step.rows, np.int32).tolist(),
@@ -144,11 +173,16 @@ class FakeExecutor:
             proposed[row] = [] if state.dead else self._propose(state, start + count, num_drafts)
             for place, token_id in enumerate(proposed[row]):
                 state.ids[start + count + place] = token_id
-            for position in range(start, start + count + len(proposed[row])) if not state.dead else ():
-                slot = state.table[position // self.block_size], position % self.block_size
-                assert slot not in written, f"two rows write slot {slot}"
-                written.add(slot)
-                self.kv[slot] = state.ids[position]
+            for group, table in enumerate(state.tables):
+                for position in range(start, start + count + len(proposed[row])) if not state.dead else ():
+                    slot = table[position // self.block_size], position % self.block_size
+                    assert slot[0] != NO_BLOCK, f"row {row} writes position {position}, which has no block"
+                    assert slot not in written, f"two rows write slot {slot}"
+                    written.add(slot)
+                    self.kv[slot] = state.ids[position] * MAX_GROUPS + group
+        for row, start, count, *_ in entries:
+            if not self.rows[row].dead:
+                self._read(row, start, count + len(proposed[row]))
         sampled: list[int] = []
         sampled_ids: list[int] = []
         num_ids: list[int] = []
@@ -178,7 +212,7 @@ class FakeExecutor:
             generations=put(np.array([self.rows[row].generation for row in sampled], np.uint32)),
             ids=put(np.array(sampled_ids, np.int32)),
             finishes=put(np.array(finishes, np.uint8)),
-            compute_s=0.001 + self._token_s * len(written) + self.copy_s * num_copies,
+            compute_s=0.001 + self._token_s * (len(written) // len(self.groups)) + self.copy_s * num_copies,
             wait_s=0.0,
             copy_s=self.copy_s * num_copies,
             records=put(np.frombuffer(b"".join(records), np.uint8)),
@@ -194,8 +228,7 @@ class FakeExecutor:
         state = self.rows[row]
         kept: list[int] = []
         for token_id in [*proposed, None] if not state.dead else ():
-            context = self.kv[state.table].reshape(-1)[: length + len(kept)]
-            assert EMPTY not in context, f"row {row} reads KV that was never written"
+            context = [state.ids[place] + state.has_read_wrong for place in range(length + len(kept))]
             sampled_id = next_id(context, state.options.seed, state.index)
             if sampled_id in state.options.bias_ids:
                 if kept:

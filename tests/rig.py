@@ -15,8 +15,9 @@ import zmq
 from pipeline.config.settings import Settings
 from pipeline.runtime import heap, topology
 from pipeline.runtime import messages as m
-from pipeline.runtime.channels import Inbox, Outbox, address_of
+from pipeline.runtime.channels import Inbox, address_of
 from pipeline.runtime.memories import Memories
+from pipeline.runtime.outbox import Outbox
 from pipeline.shm import segment
 from pipeline.shm.arena import Arena
 from pipeline.shm.arrays import Array, ShmRef

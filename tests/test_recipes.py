@@ -201,8 +201,8 @@ def test_adding_a_tool_call_parser(tree: Tree) -> None:
         "from pipeline.text.formats.hermes",
         "from pipeline.text.formats.arrow import Arrow\nfrom pipeline.text.formats.hermes",
     )
-    tree.replace(formats, "Llama3())", "Llama3(), Arrow())")
-    tree.replace(settings, 'Literal["auto", "none", "hermes", ', 'Literal["arrow", "auto", "none", "hermes", ')
+    tree.replace(formats, "    Glm4(),\n", "    Glm4(),\n    Arrow(),\n")
+    tree.replace(settings, "_XmlToolFormats = Literal[", '_XmlToolFormats = Literal["arrow", ')
     tree.write_defaults()
     assert '"arrow"' in (tree.root / "config/default.toml").read_text()
     calls = tree.python(

@@ -135,9 +135,10 @@ async def _measure(
         await asyncio.sleep(QUIET_S)
     killed_s = time.perf_counter()
     await end(server, stage)
+    ended_s = time.perf_counter()  # a restart takes a while
     if stage == "ingest":
         found["TTFT"] = await _first_tokens(session, f"{seed}/after")
-    await _until(lambda: all(one.at_s[-1] > killed_s + IN_FLIGHT_S for one in streams), running)
+    await _until(lambda: all(one.at_s[-1] > ended_s + IN_FLIGHT_S for one in streams), running)
     await asyncio.sleep(AFTER_S)
     pauses_s = [one.longest_gap_s(killed_s, time.perf_counter()) for one in streams]
     found["pause"], found["first"] = median(pauses_s), min(pauses_s)

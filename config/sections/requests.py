@@ -64,15 +64,31 @@ class LimitSettings(Frozen, frozen=True):
     ] = 2**20
 
 
+_ToolFormats = Literal[
+    "hermes", "llama3", "mistral", "generic", "deepseek_v3", "deepseek_v31", "functiongemma", "gemma4"
+]
+_MoreToolFormats = Literal["glm4", "glm45", "granite", "kimi_k2", "olmo3", "openai", "phi4_mini_json", "pythonic"]
+_XmlToolFormats = Literal["qwen3_coder", "seed_oss"]
+"""The names of `ToolFormat`s, by the line; the others are their `aliases`."""
+_OtherNames = Literal["glm47", "gpt_oss", "granite4", "harmony", "llama3_json", "llama4_json", "llama4_pythonic"]
+_QwenNames = Literal["qwen3_json", "qwen3_xml"]
+ToolCallParser = Literal["auto", "none", _ToolFormats, _MoreToolFormats, _XmlToolFormats, _OtherNames, _QwenNames]
+
+_ReasoningFormats = Literal["deepseek_r1", "deepseek_v3", "gemma4", "glm45", "granite", "kimi_k2", "mistral", "qwen3"]
+_MoreReasoningFormats = Literal["openai_gptoss", "seed_oss"]
+_OtherReasoningNames = Literal["deepseek_v31", "glm47", "gpt_oss", "openai"]
+ReasoningParser = Literal["auto", "none", _ReasoningFormats, _MoreReasoningFormats, _OtherReasoningNames]
+
+
 class ChatSettings(Frozen, frozen=True):
     """How the model writes tool calls and reasoning."""
 
     tool_call_parser: Annotated[
-        Literal["auto", "none", "hermes", "llama3", "mistral", "generic"],
+        ToolCallParser,
         Meta(
-            description='How the model writes tool calls: "hermes" is Hermes, Qwen 2.5 and Qwen 3, "llama3" Llama '
-            '3.1 to 3.3 and 4, "mistral" Mistral. "generic" is for chat templates without tools: the system prompt '
-            'lists the tools. "auto" detects it from the chat template, "none" parses no calls.'
+            description='How the model writes tool calls. "auto" detects it from the chat template: docs/http.md has a '
+            'table of the families. Other names, such as "llama3_json", are vLLM\'s. "generic" is for chat templates '
+            'without tools: the system prompt lists the tools. "none" parses no calls.'
         ),
     ] = "auto"
     allow_special_tokens_in_content: Annotated[
@@ -83,11 +99,10 @@ class ChatSettings(Frozen, frozen=True):
         ),
     ] = False
     reasoning_parser: Annotated[
-        Literal["auto", "none", "deepseek_r1", "qwen3", "mistral"],
+        ReasoningParser,
         Meta(
-            description='How the model writes its reasoning: "deepseek_r1" and "qwen3" between <think> and </think>; '
-            'if the prompt has neither tag, a reply begins inside the reasoning ("deepseek_r1") or '
-            'before it ("qwen3"). "mistral" is between [THINK] and [/THINK]; "auto" detects it from the '
-            'chat template, "none" leaves reasoning in the content.'
+            description='How the model writes its reasoning. "auto" detects it from the chat template: docs/http.md '
+            'has a table of the families. "deepseek_r1" and "qwen3" differ only if the prompt has no tag: then a reply '
+            'begins inside the reasoning ("deepseek_r1") or before it. "none" leaves reasoning in the content.'
         ),
     ] = "auto"

@@ -164,6 +164,13 @@ class ExecuteSettings(Frozen, frozen=True):
             "execute.gpu_memory_utilization leaves.",
         ),
     ] = 0
+    kv_groups: Annotated[
+        bool,
+        Meta(
+            description="Free the KV blocks that a layer's sliding window has left, if the model has such layers: more "
+            "sequences fit into the same memory. false keeps all blocks of a running sequence."
+        ),
+    ] = True
     programmatic_dependent_launch: Annotated[
         bool,
         Meta(

@@ -3,7 +3,12 @@
 
 #include "vec.h"
 
-enum class Activation : int { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, RELU2 = 4 };
+enum class Activation : int { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, RELU2 = 4, SWIGLU_OAI = 5 };
+
+// Of SWIGLU_OAI, gate * sigmoid(alpha * gate) * (up + 1), where gate is at most `limit` and up from -limit to limit.
+struct SwigluForm {
+    float alpha = 1.702f, limit = 7.0f;
+};
 
 // x * sigmoid(t); zero below the range of exp_of, where it is zero in float32.
 template <class Vector>
@@ -11,10 +16,24 @@ INLINE Vector times_sigmoid(Vector x, Vector t) {
     return t < -88.0f ? Vector{} : x / (1.0f + exp_of(-t));
 }
 
+template <class Vector>
+INLINE Vector sigmoid(Vector x) {
+    return times_sigmoid(Vector{} + 1.0f, x);
+}
+
 // silu(gate) * up; zero below the range of exp_of, where silu is zero in float32.
 template <class Vector>
 INLINE Vector silu_mul(Vector gate, Vector up) {
     return gate < -88.0f ? Vector{} : gate / (1.0f + exp_of(-gate)) * up;
+}
+
+template <class Vector>
+INLINE Vector clamped_swiglu(Vector gate, Vector up, const SwigluForm& form) {
+    const Vector most = form.limit - Vector{};
+    gate = gate > most ? most : gate;
+    up = up > most ? most : up;
+    up = up < -most ? -most : up;
+    return times_sigmoid(gate, form.alpha * gate) * (up + 1.0f);
 }
 
 // tanh, with an absolute error of 2e-7.

@@ -9,12 +9,15 @@
 #include "activation.h"
 #include "attention_amx.h"
 #include "attention_vectors.h"
+#include "hadamard.h"
 
 // How scores differ from queries x keys: a cap c in c * tanh(score / c), 0 for none, and for each query head what is
 // subtracted for each position that a key is before the query (ALiBi: Press et al., 2021, arXiv:2108.12409), or null.
 struct ScoreForm {
     float softcap = 0;
     const float* slopes = nullptr;
+    // Of each query head, a score that takes part in the softmax without a value (Xiao et al., 2023, arXiv:2309.17453).
+    const float* sinks = nullptr;
 };
 
 template <KVType TYPE>
@@ -45,7 +48,7 @@ class Attention final : public Op {
             pass = next;
         };
         const Run* runs = plan_.runs.data() + item.runs;
-        for (int i = 1; i < item.num_runs; i++) then(pass_of(members, runs[i]));
+        for (int i = 1; i < item.num_runs; i++) then(pass_of(step, members, runs[i]));
         for (int i = 0; i < item.num_members; i++)
             for (int key = members[i].own; key <= last_key(step, members[i]); key += STRETCH)
                 if (i || key > members[i].own || item.num_runs) then(pass_of(step, members[i], key));
@@ -170,6 +173,11 @@ class Attention final : public Op {
         std::fill_n(state.top, states, -INFINITY);
         std::fill_n(state.total, states, 0.0f);
         memset(state.out, 0, size_t(states) * dim * 4);
+        if (form_.sinks)
+            for (int i = 0; i < states; i++) {
+                state.top[i] = form_.sinks[(item.head + i / item.rows) * plan_.group + state.place[i % item.rows]];
+                state.total[i] = 1.0f;
+            }
     }
 
     // Writes a query as integers. Returns their scale.
@@ -199,7 +207,8 @@ class Attention final : public Op {
             for (int r = 0; r < member.rows; r++) {
                 const int i = head * item.rows + member.at + r;
                 const float factor = 1.0f / state.total[i];
-                const float* from = state.out + size_t(i) * dim;
+                float* from = state.out + size_t(i) * dim;
+                if constexpr (TYPE == KVType::INT8) hadamard(from, dim);
                 uint8_t* row = out_.data + token(step, member, r) * out_.stride;
                 const int first = column(item, member, head, r);
                 for (int d = 0; d < dim; d += LANES) {
@@ -214,25 +223,31 @@ class Attention final : public Op {
 
     // Rows that go through a stretch of keys: `rows` of each head, from the first of `member` on. No blocks: there is no
     // such pass.
+    // `first` is the first key that any of them attends to.
     struct Pass {
         const Member* member = nullptr;
-        int rows = 0, key = 0, num_blocks = 0;
+        int rows = 0, key = 0, num_blocks = 0, first = 0;
     };
 
     int last_key(const Step& step, const Member& member) const { return position(step, member, member.rows - 1); }
 
-    static Pass pass_of(const Member* members, const Run& run) {
+    int first_key(const Step& step, const Member& member) const { return plan_.first_key(position(step, member, 0)); }
+
+    Pass pass_of(const Step& step, const Member* members, const Run& run) const {
         const Member &first = members[run.begin], &last = members[run.end - 1];
-        return {&first, last.at + last.rows - first.at, run.key, STRETCH_BLOCKS};
+        int key = first_key(step, first);
+        for (int i = run.begin + 1; i < run.end; i++) key = std::min(key, first_key(step, members[i]));
+        return {&first, last.at + last.rows - first.at, run.key, STRETCH_BLOCKS, key};
     }
 
     Pass pass_of(const Step& step, const Member& member, int key) const {
-        return {&member, member.rows, key, std::min(STRETCH_BLOCKS, (last_key(step, member) - key) / BLOCK + 1)};
+        const int num_blocks = std::min(STRETCH_BLOCKS, (last_key(step, member) - key) / BLOCK + 1);
+        return {&member, member.rows, key, num_blocks, first_key(step, member)};
     }
 
     Pass first_pass(const Step& step, const Item& item) const {
         const Member* members = plan_.members.data() + item.members;
-        return item.num_runs ? pass_of(members, plan_.runs[item.runs]) : pass_of(step, *members, members->own);
+        return item.num_runs ? pass_of(step, members, plan_.runs[item.runs]) : pass_of(step, *members, members->own);
     }
 
     // Each head prefetches the next one's keys and values; the last one, those of `next_head` in the next pass.
@@ -261,7 +276,11 @@ class Attention final : public Op {
         Stretch stretch;
         stretch.num_blocks = pass.num_blocks;
         if (!pass.num_blocks) return stretch;
-        const int32_t* blocks = step.blocks(pass.member->entry) + pass.key / BLOCK;
+        // Blocks before the window are others' by now: one of the window is read in their place, and masked.
+        const int32_t* own = step.blocks(pass.member->entry) + pass.key / BLOCK;
+        const int before = pass.first / BLOCK - pass.key / BLOCK;
+        int32_t blocks[STRETCH_BLOCKS];
+        for (int b = 0; b < pass.num_blocks; b++) blocks[b] = own[std::max(b, before)];
         for (int b = 0; b < pass.num_blocks; b++) {
             stretch.keys[b] = kv_.keys(blocks[b], head);
             stretch.values[b] = kv_.values(blocks[b], head);

@@ -7,6 +7,7 @@
 
 #include "activation.h"
 #include "gemm_amx.h"
+#include "routing.h"
 #include "step.h"
 
 constexpr int LEAST_ROWS_TO_PREFETCH = 33;  // fewer rows write too little to wait for
@@ -23,20 +24,21 @@ struct Product {
 
 // A tile is `panels_` panels of outputs, for all rows. Derived ops process the rows of a tile. The outputs may come from
 // several matrices, one below the other, because those of one layer may have different formats.
+//
+// With `routing`, each matrix is those of all experts, one below the other. A tile has the rows of one expert, of those
+// that have any, and rows are in expert order.
 class Gemm : public Op {
    public:
-    Gemm(const char* name, Rows in, const Matrix& matrix, int panels)
-        : Op(name), products_{Product{matrix, in}}, panels_(panels) {}
+    Gemm(const char* name, Rows in, const Matrix& matrix, int panels, const Routing* routing = nullptr)
+        : Op(name), products_{Product{matrix, in}}, panels_(panels), routing_(routing) {}
 
     // Each matrix but the last has whole tiles.
-    Gemm(const char* name, const Product* products, int num_products, int panels)
-        : Op(name), products_(products, products + num_products), panels_(panels) {}
+    Gemm(const char* name, const Product* products, int num_products, int panels, const Routing* routing = nullptr)
+        : Op(name), products_(products, products + num_products), panels_(panels), routing_(routing) {}
 
     int tiles(const Step& step) const override {
         if (!rows(step)) return 0;
-        int tiles = 0;
-        for (const Product& product : products_) tiles += ceil_div(product.matrix.columns / PANEL, panels_);
-        return tiles;
+        return routing_ ? routing_->num_active.load(std::memory_order_relaxed) * tiles_each() : tiles_each();
     }
 
     size_t scratch_bytes() const override {
@@ -46,8 +48,8 @@ class Gemm : public Op {
     }
 
     void tile(const Step& step, int index, const Scratch& scratch) override {
-        const Tile now = tile_at(index), next = tile_at(scratch.next);
-        const int num_rows = rows(step);
+        const Tile now = tile_of(step, index), next = tile_of(step, scratch.next);
+        const int num_rows = now.num_rows;
         int width = 0, most = 0;
         for (int i = 0; i < now.num_pieces; i++) {
             width += now.pieces[i].panels * PANEL;
@@ -55,7 +57,7 @@ class Gemm : public Op {
         }
         float* values = reinterpret_cast<float*>(scratch.memory);
         for (int row = 0; row < num_rows; row += most) {
-            const Part part{row, std::min(most, num_rows - row), now.column, width, values};
+            const Part part{now.row + row, std::min(most, num_rows - row), now.column, width, values};
             if (num_rows >= LEAST_ROWS_TO_PREFETCH) prefetch_out(step, part);
             float* to = values;
             for (int i = 0; i < now.num_pieces; i++) {
@@ -71,12 +73,13 @@ class Gemm : public Op {
     }
 
     Cost cost(const Step& step) const override {
-        const double num_rows = rows(step);
+        const double num_rows = routing_ ? rows(step) * routing_->per_token : rows(step);
+        const double active = routing_ ? routing_->num_active.load(std::memory_order_relaxed) : 1;
         Cost cost{0, 0, true};
         for (const Product& product : products_) {
             const Matrix& matrix = product.matrix;
-            const double outputs = matrix.columns;
-            cost.bytes += matrix.panel_bytes() * (outputs / PANEL) + num_rows * outputs * 4;
+            const double outputs = matrix.columns / num_experts();
+            cost.bytes += active * matrix.panel_bytes() * (outputs / PANEL) + num_rows * outputs * 4;
             cost.flops += 2.0 * num_rows * outputs * matrix.depth;
             cost.integer = cost.integer && matrix.integer();
         }
@@ -85,8 +88,9 @@ class Gemm : public Op {
     }
 
     bool prefetch_tile(const Step& step, int index) const override {
-        if (index >= tiles(step)) return false;
-        const Tile tile = tile_at(index);
+        // Which experts will have rows is not known yet.
+        if (routing_ || index >= tiles(step)) return false;
+        const Tile tile = tile_of(step, index);
         for (int i = 0; i < tile.num_pieces; i++) {
             const Piece& piece = tile.pieces[i];
             prefetch<L2>(panel(piece), int(piece.panels * products_[piece.product].matrix.panel_bytes()));
@@ -100,16 +104,44 @@ class Gemm : public Op {
         int product, first, panels;
     };
 
-    // The panels of a tile, and its first output. No pieces: there is no such tile.
+    // The panels of a tile, its first output, and its rows. No pieces: there is no such tile.
     struct Tile {
-        int num_pieces = 0, column = 0;
+        int num_pieces = 0, column = 0, row = 0, num_rows = 0;
         Piece pieces[2];
     };
 
+    int num_experts() const { return routing_ ? routing_->experts : 1; }
+
+    // Panels of a matrix; of one expert.
+    int num_panels(int product) const { return products_[product].matrix.columns / PANEL / num_experts(); }
+
+    // Tiles of one expert.
+    virtual int tiles_each() const {
+        int tiles = 0;
+        for (size_t i = 0; i < products_.size(); i++) tiles += ceil_div(num_panels(int(i)), panels_);
+        return tiles;
+    }
+
+    Tile tile_of(const Step& step, int index) const {
+        if (!routing_) {
+            Tile tile = tile_at(index);
+            tile.num_rows = rows(step);
+            return tile;
+        }
+        const int each = tiles_each(), place = index / each;
+        if (place >= routing_->num_active.load(std::memory_order_relaxed)) return {};
+        Tile tile = tile_at(index % each);
+        tile.row = routing_->begin[place], tile.num_rows = routing_->begin[place + 1] - tile.row;
+        for (int i = 0; i < tile.num_pieces; i++)
+            tile.pieces[i].first += routing_->active[place] * num_panels(tile.pieces[i].product);
+        return tile;
+    }
+
+    // The panels of a tile; of one expert, as if there were no others.
     virtual Tile tile_at(int index) const {
         Tile tile;
         for (size_t i = 0; i < products_.size(); i++) {
-            const int panels = products_[i].matrix.columns / PANEL, tiles = ceil_div(panels, panels_);
+            const int panels = num_panels(int(i)), tiles = ceil_div(panels, panels_);
             if (index < tiles) {
                 const int first = index * panels_;
                 tile.column += first * PANEL;
@@ -139,6 +171,7 @@ class Gemm : public Op {
 
     const std::vector<Product> products_;
     const int panels_;
+    const Routing* const routing_;
 
    private:
     const uint8_t* panel(const Piece& piece) const {
@@ -196,8 +229,9 @@ class LinearAdd final : public Gemm {
 // out = in x matrix, float32 [rows][width]
 class Linear final : public Gemm {
    public:
-    Linear(float* out, const Product* products, int num_products, int width)
-        : Gemm("linear", products, num_products, 2), out_(out), width_(width) {}
+    Linear(float* out, const Product* products, int num_products, int width, const Routing* routing = nullptr)
+        : Gemm(routing ? "experts_down" : "linear", products, num_products, routing ? 8 : 2, routing), out_(out),
+          width_(width) {}
 
    private:
     void finish(const Step&, const Part& part, const Scratch&) override {
@@ -235,8 +269,10 @@ struct InnerRows {
 // out = activation(in x up), of `inner` outputs
 class Activate final : public Gemm {
    public:
-    Activate(Rows out, bool floats, const Product* products, int num_products, Activation kind, int inner)
-        : Gemm("activate", products, num_products, 4), out_{out, floats}, kind_(kind), inner_(inner) {}
+    Activate(Rows out, bool floats, const Product* products, int num_products, Activation kind, int inner,
+             const Routing* routing = nullptr)
+        : Gemm(routing ? "experts_up" : "activate", products, num_products, 4, routing), out_{out, floats}, kind_(kind),
+          inner_(inner) {}
 
    private:
     void prefetch_out(const Step&, const Part& part) const override {
@@ -251,6 +287,7 @@ class Activate final : public Gemm {
             case Activation::GELU_TANH: return finish_as<Activation::GELU_TANH>(part);
             case Activation::RELU: return finish_as<Activation::RELU>(part);
             case Activation::RELU2: return finish_as<Activation::RELU2>(part);
+            case Activation::SWIGLU_OAI: return;  // has a gate
         }
     }
 
@@ -275,23 +312,23 @@ class Swiglu final : public Gemm {
    public:
     // `out` is plain activations; with `floats`, float32 on every ISA. One matrix has eight of gate and the eight of up
     // that belong to them in each panel; two are gate and up, in the order of the checkpoint.
-    Swiglu(Rows out, bool floats, const Product* products, int num_products, Activation kind = Activation::SILU)
-        : Gemm(kind == Activation::SILU ? "swiglu" : "glu", products, num_products, 4), out_{out, floats}, kind_(kind) {}
-
-    int tiles(const Step& step) const override {
-        return products_.size() == 1 ? Gemm::tiles(step) : Gemm::tiles(step) ? num_pairs() : 0;
-    }
+    Swiglu(Rows out, bool floats, const Product* products, int num_products, Activation kind = Activation::SILU,
+           const SwigluForm& form = {}, const Routing* routing = nullptr)
+        : Gemm(routing ? "experts_gate_up" : kind == Activation::SILU ? "swiglu" : "glu", products, num_products, 4, routing),
+          out_{out, floats}, kind_(kind), form_(form) {}
 
    private:
+    int tiles_each() const override { return products_.size() == 1 ? Gemm::tiles_each() : num_pairs(); }
+
     // With two matrices a tile is half as many panels of each.
-    int num_pairs() const { return ceil_div(products_[0].matrix.columns / PANEL, panels_ / 2); }
+    int num_pairs() const { return ceil_div(num_panels(0), panels_ / 2); }
 
     Tile tile_at(int index) const override {
         if (products_.size() == 1) return Gemm::tile_at(index);
         Tile tile;
         if (index >= num_pairs()) return tile;
         const int first = index * (panels_ / 2);
-        const int panels = std::min(panels_ / 2, products_[0].matrix.columns / PANEL - first);
+        const int panels = std::min(panels_ / 2, num_panels(0) - first);
         tile.num_pieces = 2, tile.column = 2 * first * PANEL;
         for (int i = 0; i < 2; i++) tile.pieces[i] = {i, first, panels};
         return tile;
@@ -308,12 +345,14 @@ class Swiglu final : public Gemm {
             case Activation::GELU_TANH: return finish_as<Activation::GELU_TANH>(part);
             case Activation::RELU: return finish_as<Activation::RELU>(part);
             case Activation::RELU2: return finish_as<Activation::RELU2>(part);
+            case Activation::SWIGLU_OAI: return finish_as<Activation::SWIGLU_OAI>(part);
         }
     }
 
     template <Activation KIND, class Vector>
-    INLINE Vector multiplied(Vector gate, Vector up) {
+    INLINE Vector multiplied(Vector gate, Vector up, const SwigluForm& form) {
         if constexpr (KIND == Activation::SILU) return silu_mul(gate, up);
+        if constexpr (KIND == Activation::SWIGLU_OAI) return clamped_swiglu(gate, up, form);
         return activate<KIND>(gate) * up;
     }
 
@@ -328,7 +367,7 @@ class Swiglu final : public Gemm {
 #if defined(ISA_AVX512)
             for (; !apart && c + 2 * PANEL <= width; c += 2 * PANEL) {  // two panels fill a vector
                 const vf first = load<vf>(values + c), second = load<vf>(values + c + PANEL);
-                store(gated + c / 2, multiplied<KIND>(low_halves(first, second), high_halves(first, second)));
+                store(gated + c / 2, multiplied<KIND>(low_halves(first, second), high_halves(first, second), form_));
             }
 #endif
             for (; c < width; c += PANEL) {
@@ -336,7 +375,7 @@ class Swiglu final : public Gemm {
                 const float* ups = gates + (apart ? width / 2 : 8);
                 for (int i = 0; i < PANEL / 2; i += HALF_PANEL) {
                     const half_panel gate = load<half_panel>(gates + i), up = load<half_panel>(ups + i);
-                    store(gated + c / 2 + i, multiplied<KIND>(gate, up));
+                    store(gated + c / 2 + i, multiplied<KIND>(gate, up, form_));
                 }
             }
             out_.write(part.row + r, column, gated, width / 2);
@@ -345,6 +384,7 @@ class Swiglu final : public Gemm {
 
     const InnerRows out_;
     const Activation kind_;
+    const SwigluForm form_;
 };
 
 // The largest logit of a row that a thread has computed.

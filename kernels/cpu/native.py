@@ -17,7 +17,7 @@ from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.stored_matrix import Format
 
-ABI_VERSION = 16
+ABI_VERSION = 17
 """Version of `program.cpp`; raise it with every change of its interface."""
 
 PANEL = 16
@@ -145,7 +145,13 @@ class NativeProduct(Structure):
 class NativeLayerMemory(Structure):
     """`KV` in kv.h."""
 
-    _fields_ = (("data", c_void_p), ("heads", c_int), ("head_dim", c_int), ("type", c_int))
+    _fields_ = (
+        ("data", c_void_p),
+        ("heads", c_int),
+        ("head_dim", c_int),
+        ("type", c_int),
+        ("center", c_void_p),
+    )
 
 
 class NativeBlocks(Structure):
@@ -182,7 +188,7 @@ class NativeQueryForm(Structure):
 class NativeScoreForm(Structure):
     """`ScoreForm` in attention.h."""
 
-    _fields_ = (("softcap", c_float), ("slopes", c_void_p))
+    _fields_ = (("softcap", c_float), ("slopes", c_void_p), ("sinks", c_void_p))
 
 
 class NativeNorm(Structure):
@@ -193,8 +199,30 @@ class NativeNorm(Structure):
 
 NORM_KINDS = {"rms": 0, "layer": 1, "none": 2}
 """`NormKind` in norm.h."""
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "swiglu_oai": 5}
 """`Activation` in activation.h."""
+
+
+class NativeRouteForm(Structure):
+    """`RouteForm` in experts.h."""
+
+    _fields_ = (("scoring", c_int), ("normalized", c_int), ("scale", c_float), ("selection_bias", c_void_p))
+
+
+class NativeGatheredRows(Structure):
+    """`GatheredRows` in experts.h."""
+
+    _fields_ = (("source", NativeRows), ("target", NativeRows), ("bytes", c_size_t))
+
+
+class NativeSharedExpert(Structure):
+    """`SharedExpert` in experts.h."""
+
+    _fields_ = (("out", c_void_p), ("logits", c_void_p), ("stride", c_int))
+
+
+SCORINGS = {"softmax": 0, "sigmoid": 1}
+"""`Scoring` in experts.h."""
 
 
 class MaskTicket(Structure):
@@ -274,6 +302,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
             *(c_void_p, c_void_p, POINTER(NativeHeadNorms), POINTER(NativeQueryForm), c_void_p),
         ],
     ),
+    "program_use_tables": (None, [c_void_p, c_void_p, c_void_p]),
     "program_attention_plan": (c_void_p, [c_void_p, c_int, c_int, c_int]),
     "program_attention": (
         None,
@@ -286,6 +315,29 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "program_linear": (None, [c_void_p, c_void_p, NativeRows, POINTER(PackedMatrix), c_int]),
     "program_swiglu": (None, [c_void_p, NativeRows, c_int, POINTER(NativeProduct), c_int, c_int]),
     "program_activate": (None, [c_void_p, NativeRows, c_int, POINTER(NativeProduct), c_int, c_int, c_int]),
+    "program_route": (
+        c_void_p,
+        [
+            *(c_void_p, c_void_p, c_int, POINTER(NativeRouteForm), c_int, c_int, c_int),
+            *(POINTER(NativeGatheredRows), c_int),
+        ],
+    ),
+    "program_experts_gate_up": (
+        None,
+        [
+            *(c_void_p, NativeRows, c_int, POINTER(NativeProduct), c_int, c_int, c_float, c_float),
+            *(c_int, c_void_p),
+        ],
+    ),
+    "program_experts_quantize": (None, [c_void_p, NativeRows, c_int, c_void_p, c_int, c_void_p]),
+    "program_experts_down": (None, [c_void_p, c_void_p, NativeRows, POINTER(PackedMatrix), c_int, c_void_p]),
+    "program_combine": (
+        None,
+        [
+            *(c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_int, POINTER(NativeSharedExpert)),
+            c_float,
+        ],
+    ),
     "program_logit_form": (None, [c_void_p, c_float, c_float]),
     "program_sample": (
         None,

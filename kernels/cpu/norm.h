@@ -155,20 +155,20 @@ class AddNorm final : public Op {
 // Rows of float32 as codes in groups of 32.
 class Quantize final : public Op {
    public:
-    Quantize(Rows out, Form form, const float* from, int width)
-        : Op("quantize"), out_(out), form_(form), from_(from), width_(width) {}
+    Quantize(Rows out, Form form, const float* from, int width, int rows_per_token = 1)
+        : Op("quantize"), out_(out), form_(form), from_(from), width_(width), rows_per_token_(rows_per_token) {}
 
-    int tiles(const Step& step) const override { return step.tokens; }
+    int tiles(const Step& step) const override { return step.tokens * rows_per_token_; }
 
     void tile(const Step&, int row, const Scratch&) override {
         quantize(from_ + size_t(row) * width_, out_, row, width_, form_);
     }
 
-    Cost cost(const Step& step) const override { return {double(step.tokens) * width_ * 5, 0}; }
+    Cost cost(const Step& step) const override { return {double(tiles(step)) * width_ * 5, 0}; }
 
    private:
     const Rows out_;
     const Form form_;
     const float* const from_;
-    const int width_;
+    const int width_, rows_per_token_;
 };

@@ -9,6 +9,7 @@
 #include "attention.h"
 #include "copy.h"
 #include "embed.h"
+#include "experts.h"
 #include "linear.h"
 #include "mapped_file.h"
 #include "norm.h"
@@ -56,7 +57,7 @@ struct Aligned {
 
 class Program final : public Job {
    public:
-    Program(ThreadPool& thread_pool, const Step& step) : thread_pool_(thread_pool), step_(step) {}
+    Program(ThreadPool& thread_pool, const Step& step) : thread_pool_(thread_pool), steps_{step} {}
     ~Program() override { thread_pool_.settle(); }
 
     template <class O, class... Args>
@@ -65,7 +66,17 @@ class Program final : public Job {
         O& added = *op;
         scratch_bytes_ = std::max(scratch_bytes_, op->scratch_bytes());
         ops_.push_back(std::move(op));
+        step_of_.push_back(using_);
         return added;
+    }
+
+    // Lets the ops that are added from now on read these tables.
+    void use(const int64_t* slots, const int32_t* block_tables) {
+        for (using_ = 0; using_ < steps_.size(); using_++)
+            if (steps_[using_].slots == slots && steps_[using_].block_tables == block_tables) return;
+        Step step = steps_[0];
+        step.slots = slots, step.block_tables = block_tables;
+        steps_.push_back(step);
     }
 
     // Seconds of each op where `seconds` is given. Returns 0, or the first status that an op ends with.
@@ -83,7 +94,7 @@ class Program final : public Job {
         // Else a CPU that reorders stores (ARM) could show the sizes before the progress, and the exchange of a thread
         // that is late would not fail. The fence in `work` is the other half.
         std::atomic_thread_fence(std::memory_order_release);
-        step_.tokens = tokens, step_.rows = rows, step_.samples = samples;
+        for (Step& step : steps_) step.tokens = tokens, step.rows = rows, step.samples = samples;
         timed_ = seconds != nullptr;
         status_ = 0;
         const int64_t began = nanoseconds();
@@ -104,6 +115,7 @@ class Program final : public Job {
 #endif
         for (size_t i = 0; i < ops_.size(); i++) {
             Op& op = *ops_[i];
+            const Step& step = step_for(i);
             Progress& progress = progress_[i];
             uint64_t all = 0;
             for (int other = 0; other < scratch.threads; other++) {
@@ -112,7 +124,7 @@ class Program final : public Job {
                 int computed = 0;
                 for (uint64_t taken = num_taken.load();;) {
                     if (taken >> 32 != number) return;
-                    const int tiles = op.tiles(step_);
+                    const int tiles = op.tiles(step);
                     std::atomic_thread_fence(std::memory_order_acquire);
                     all = uint64_t(number) << 32 | uint32_t(tiles);
                     const Share share(op, tiles, owner, scratch.threads);
@@ -120,7 +132,7 @@ class Program final : public Job {
                     if (at >= share.size) break;
                     if (!num_taken.compare_exchange_weak(taken, taken + 1)) continue;
                     scratch.next = owner == thread && at + 1 < share.size ? share.tile(at + 1) : tiles;
-                    op.tile(step_, share.tile(at), scratch);
+                    op.tile(step, share.tile(at), scratch);
                     computed++;
                     taken = num_taken.load();
                 }
@@ -135,7 +147,7 @@ class Program final : public Job {
             }
             // The weights of the next matmul do not depend on this op: fetch some of them instead of idling.
             for (size_t j = i + 1; j < std::min(i + 1 + LOOKAHEAD, ops_.size()) && progress.done.load() < all; j++)
-                if (ops_[j]->prefetch_tile(step_, first_tile(*ops_[j], thread))) break;
+                if (ops_[j]->prefetch_tile(step_for(j), first_tile(j, thread))) break;
             thread_pool_.wait([&] { return progress.done.load() >= all; }, finished_);
             if (progress.done.load() != all) return;  // of a later step
             if (const int status = op.status()) {
@@ -147,7 +159,7 @@ class Program final : public Job {
 
     Cost cost(int op, int tokens, int rows, int samples) {
         // Of a copy: who is late in the last step still reads that one's sizes.
-        Step step = step_;
+        Step step = step_for(op);
         step.tokens = tokens, step.rows = rows, step.samples = samples;
         return ops_[op]->cost(step);
     }
@@ -163,8 +175,10 @@ class Program final : public Job {
     LogitForm logit_form;
 
    private:
-    int first_tile(const Op& op, int thread) const {
-        return Share(op, op.tiles(step_), thread, thread_pool_.size()).tile(0);
+    const Step& step_for(size_t op) const { return steps_[step_of_[op]]; }
+
+    int first_tile(size_t op, int thread) const {
+        return Share(*ops_[op], ops_[op]->tiles(step_for(op)), thread, thread_pool_.size()).tile(0);
     }
 
     static int64_t nanoseconds() {
@@ -188,8 +202,10 @@ class Program final : public Job {
     static constexpr size_t LOOKAHEAD = 2;  // ops; between two matmuls is at most one that reads no weights
 
     ThreadPool& thread_pool_;
-    Step step_;
+    std::vector<Step> steps_;  // the same step with the tables of each KV group
+    size_t using_ = 0;         // of ops that are added now
     std::vector<std::unique_ptr<Op>> ops_;
+    std::vector<size_t> step_of_;  // [ops]
     std::vector<Progress> progress_;
     std::vector<ShareProgress> shares_;  // [ops][threads]
     std::vector<std::unique_ptr<Aligned>> memory_, kept_;
@@ -204,7 +220,7 @@ class Program final : public Job {
 
 extern "C" {
 
-int abi_version() { return 16; }
+int abi_version() { return 17; }
 
 // Asks the system for what these instructions need. Whether they can be used.
 int prepare() {
@@ -316,6 +332,11 @@ void program_qkv(Program* program, Rows queries, const Product* products, int nu
     program->add<QkvRows>(writer, values);
 }
 
+// The ops that are recorded from now on read these tables, of a KV group, in place of those in `program_new`.
+void program_use_tables(Program* program, const int64_t* slots, const int32_t* block_tables) {
+    program->use(slots, block_tables);
+}
+
 AttentionPlan* program_attention_plan(Program* program, int num_heads, int num_kv_heads, int window) {
     return &program->add<AttentionPlan>(num_heads, num_kv_heads, program->thread_pool().size(), window);
 }
@@ -345,6 +366,39 @@ void program_swiglu(Program* program, Rows out, int floats, const Product* produ
 void program_activate(Program* program, Rows out, int floats, const Product* products, int num_products, int activation,
                       int inner) {
     program->add<Activate>(out, floats != 0, products, num_products, Activation(activation), inner);
+}
+
+// The functions of a mixture of experts begin with this one. `gathered` are the activations that its matmuls read.
+const Routing* program_route(Program* program, const float* logits, int stride, const RouteForm* form, int experts,
+                             int per_token, int max_tokens, const GatheredRows* gathered, int num_gathered) {
+    const Routing& routing = program->add<Route>(logits, stride, *form, experts, per_token, max_tokens, gathered,
+                                                 num_gathered).routing;
+    for (int i = 0; i < num_gathered; i++) program->add<Gather>(routing, gathered[i]);
+    return &routing;
+}
+
+// `inner` is 0 if there is a gate.
+void program_experts_gate_up(Program* program, Rows out, int floats, const Product* products, int num_products,
+                             int activation, float alpha, float limit, int inner, const Routing* routing) {
+    if (inner)
+        program->add<Activate>(out, floats != 0, products, num_products, Activation(activation), inner, routing);
+    else
+        program->add<Swiglu>(out, floats != 0, products, num_products, Activation(activation), SwigluForm{alpha, limit},
+                             routing);
+}
+
+void program_experts_quantize(Program* program, Rows out, int form, const float* from, int width, const Routing* routing) {
+    program->add<Quantize>(out, Form(form), from, width, routing->per_token);
+}
+
+void program_experts_down(Program* program, float* out, Rows in, const Matrix* matrix, int width, const Routing* routing) {
+    const Product product{*matrix, in};
+    program->add<Linear>(out, &product, 1, width, routing);
+}
+
+void program_combine(Program* program, float* to, int adds, const float* parts, const Routing* routing, int width,
+                     const SharedExpert* shared, float factor) {
+    program->add<Combine>(to, adds != 0, parts, *routing, width, *shared, factor);
 }
 
 // How the logits of the next `program_sample` or `program_score` differ from the matmul's results.

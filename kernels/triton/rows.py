@@ -73,7 +73,8 @@ class RowState:
     ids: Tensor
     """[R, L]"""
     blocks: Tensor
-    """[R, B]; KV blocks of each row; those that hold its tokens are valid"""
+    """[R, KV groups x B]; KV blocks of each row: the table of each group, one after the other. Those that hold its
+    tokens are valid"""
     stops: Tensor
     """[R, max_num_stops]; the first NUM_STOPS of each row are valid"""
 
@@ -103,7 +104,13 @@ class StepArrays:
     sample_rows: Tensor
     """[S] int32; its row, the last for padding"""
     blocks: Tensor
-    """`RowState.blocks`"""
+    """[R, B], of `RowState.blocks`: the tables of the first KV group"""
+    others: "tuple[StepArrays, ...]" = ()
+    """The same step for the other KV groups: only `slots` and `blocks` differ. Their slots are equally far apart."""
+
+    def of_group(self, group: int) -> "StepArrays":
+        """The step with the slots and tables of a KV group."""
+        return self.others[group - 1] if group else self
 
     @property
     def num_entries(self) -> int:

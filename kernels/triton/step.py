@@ -78,6 +78,8 @@ def prepare(step: StepArrays, rows: RowState, words: Tensor, stamps: Tensor, max
     """Fill `step`, including padding, from the host's words. `stamps` [4] int32 gets the begin time. With `one_each`
     every entry has one token, as in a decode step."""
     num_tokens, num_entries, num_samples = step.num_tokens, step.num_entries, step.num_samples
+    num_groups = 1 + len(step.others)
+    apart = step.others[0].slots.storage_offset() - step.slots.storage_offset() if step.others else 0
     _prepare[(triton.cdiv(max(num_tokens, num_entries, num_samples), BLOCK),)](
         *(words, rows.params, rows.ids, rows.blocks, stamps),
         *(step.rows, step.starts, step.counts, step.offsets, step.ids, step.positions, step.slots),
@@ -87,6 +89,8 @@ def prepare(step: StepArrays, rows: RowState, words: Tensor, stamps: Tensor, max
         rows.params.shape[1],
         rows.ids.shape[1],
         rows.blocks.shape[1],
+        num_groups,
+        apart,
         one_each,
         not INTERPRETED,
         BLOCK,
@@ -159,6 +163,8 @@ def _prepare(
     PARAMS: tl.constexpr,
     IDS: tl.constexpr,
     BLOCKS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    APART: tl.constexpr,
     ONE_EACH: tl.constexpr,
     STAMPS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -191,12 +197,14 @@ def _prepare(
     position = tl.load(starts + entry, mask=lives, other=0)
     position += places - tl.load(offsets + entry, mask=lives, other=0)
     position = tl.where(lives, position, 0)
-    block = tl.load(row_blocks + row * BLOCKS + position // _BLOCK_SIZE, mask=lives, other=0).to(tl.int64)
-    slot = tl.where(lives, block * _BLOCK_SIZE + position % _BLOCK_SIZE, -1)
     inside = places < num_tokens
+    for group in tl.static_range(GROUPS):
+        place = row * BLOCKS + group * (BLOCKS // GROUPS) + position // _BLOCK_SIZE
+        block = tl.load(row_blocks + place, mask=lives, other=0).to(tl.int64)
+        slot = tl.where(lives, block * _BLOCK_SIZE + position % _BLOCK_SIZE, -1)
+        tl.store(slots_out + group * APART + places, slot, mask=inside)
     tl.store(ids_out + places, tl.load(row_ids + row * IDS + position, mask=lives, other=0), mask=inside)
     tl.store(positions_out + places, position, mask=inside)
-    tl.store(slots_out + places, slot, mask=inside)
 
     # Samples: the last token of an entry.
     there = places < tl.load(words + _NUM_SAMPLES)

@@ -26,7 +26,7 @@ from pipeline.grammars.source import InvalidGrammar, to_llguidance
 from pipeline.grammars.worker import Gone, receive, send
 from pipeline.runtime.rust_panics import RustPanic, panics_as_errors
 from pipeline.supervisor.process_usage import usage_of
-from pipeline.text.formats.tool_format import LarkGrammar
+from pipeline.text.formats.lark import LarkGrammar
 
 MAX_CHECKS = 8
 """Maximum number of concurrent checks; the others wait."""

@@ -14,7 +14,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from pipeline.grammars.closed import closed
 from pipeline.grammars.format_names import with_known_formats
 from pipeline.grammars.schema import COMPACT, OWN_OPTIONS, STRICT, UnsupportedSchema, check, strict
-from pipeline.text.formats.tool_format import LarkGrammar
+from pipeline.text.formats.lark import LarkGrammar
 
 MAX_CHOICES = 10_000
 Options = Mapping[str, Any]

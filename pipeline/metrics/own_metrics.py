@@ -199,6 +199,15 @@ def kind_metrics(stats: ServerStats) -> Iterator[Metric]:
         blocks.add_metric([name, "cached"], counts.num_blocks_cached)
         blocks.add_metric([name, "held"], counts.num_blocks_held)
     yield blocks
+    groups = GaugeMetricFamily(
+        "pipeline_kv_group_blocks",
+        "KV blocks of running sequences, by group of layers and its sliding window; shared ones count for each.",
+        labels=["stage", "group", "window"],
+    )
+    for name, counts in schedule:
+        for index, group in enumerate(counts.kv_groups):
+            groups.add_metric([name, str(index), str(group.window)], group.num_blocks)
+    yield groups
     execute = counts_by_stage(stats, ExecuteCounts)
     yield counter_by_stage("pipeline_execute_steps", "Steps computed.", execute, lambda c: c.num_steps)
     yield counter_by_stage("pipeline_execute_tokens", "Positions computed.", execute, lambda c: c.num_tokens)

@@ -125,6 +125,14 @@ class ScheduleLoad(Part, frozen=True, tag="schedule"):
 NO_VALUES = HistogramCounts([], 0.0)
 
 
+class KVGroupCounts(msgspec.Struct, array_like=True, frozen=True):
+    """Blocks of running sequences in a KV group; a shared block counts for each of them."""
+
+    window: int
+    """0: the group keeps all positions."""
+    num_blocks: int
+
+
 class SpeculationCounts(Part, frozen=True):
     """Speculative decoding since start."""
 
@@ -156,6 +164,8 @@ class ScheduleCounts(ScheduleLoad, frozen=True, tag="schedule"):
     """One value for each step that was planned without waiting for requests: how long the executor waited for it."""
     gaps: list[GapCounts] = []
     """By batch size; only sizes with at least one gap."""
+    kv_groups: list[KVGroupCounts] = []
+    """Empty if there is only one, without a window."""
     speculation: SpeculationCounts = SpeculationCounts()
 
 

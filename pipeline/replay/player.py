@@ -21,8 +21,9 @@ from pipeline.replay.arrays import copies, refs
 from pipeline.replay.partial import Partial, partial_of
 from pipeline.replay.recorder import FileWriter
 from pipeline.runtime import messages as m
-from pipeline.runtime.channels import Inbox, MessageDecoder, Outbox
+from pipeline.runtime.channels import Inbox, MessageDecoder
 from pipeline.runtime.memories import Memories
+from pipeline.runtime.outbox import Outbox
 from pipeline.runtime.replay_context import ReplayContext
 from pipeline.runtime.topology import SUPERVISOR
 

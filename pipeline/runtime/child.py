@@ -15,10 +15,10 @@ import zmq
 
 from pipeline.errors import UserError
 from pipeline.runtime import black_box
-from pipeline.runtime.channels import Outbox
 from pipeline.runtime.logs import open_log
 from pipeline.runtime.messages import Envelope, Launch, StageFailed, SupervisorInbox
 from pipeline.runtime.messages.lifecycle import LENGTH
+from pipeline.runtime.outbox import Outbox
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.version import VERSION
 

@@ -16,7 +16,8 @@ from pipeline.metrics.request_timings import RequestTimings
 from pipeline.metrics.stats import EdgeCounts, OwnCounts, StageCounts, num_queued
 from pipeline.replay.recorder import RecordState
 from pipeline.runtime import messages as m
-from pipeline.runtime.channels import Inbox, Outbox
+from pipeline.runtime.channels import Inbox
+from pipeline.runtime.outbox import Outbox
 from pipeline.runtime.stack_sampler import StackSampler
 from pipeline.runtime.tracing import MAX_WINDOW_S, StageTrace, Tracer
 

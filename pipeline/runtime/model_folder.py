@@ -59,6 +59,11 @@ Architecture = Literal[
     "falcon",
     "bloom",
     "mpt",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "olmoe",
+    "gpt_oss",
 ]
 """`model_type` of config.json."""
 
@@ -126,6 +131,21 @@ class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     """None: to the end of the group."""
     transposed: bool = False
     """Whether the tensor is [inputs, outputs]."""
+    bare: bool = False
+    """Whether the name of a weight ends without `.weight`, and that of a bias with `_bias`."""
+    index: int | None = None
+    """The number of the expert if the tensor has those of all experts, [experts, rows, columns]. `Layout.find` sets
+    it."""
+
+    def name(self, kind: str) -> str:
+        """The name of the tensor that holds the "weight" or "bias"."""
+        if not self.bare:
+            return f"{self.tensor}.{kind}"
+        return self.tensor if kind == "weight" else f"{self.tensor}_{kind}"
+
+
+EXPERTS = "mlp.experts."
+"""Prefix of the tensors of experts, in a layer."""
 
 
 class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -136,20 +156,62 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     pieces: dict[str, Piece] = {}
     """By Llama's name without `.weight` and `.bias`, for example `self_attn.q_proj` or `lm_head`. Other tensors have
     Llama's names."""
+    experts: dict[str, Piece] = {}
+    """Of the matrices of experts, by the last part of their names, for example `down_proj`. In a tensor's name, {} is
+    the number of the expert. A name without it is that of a tensor with all experts. Other matrices have names like
+    `mlp.experts.5.down_proj`."""
 
     def find(self, name: str) -> tuple[str, Piece]:
         """The tensor in the files that holds the tensor that Llama calls `name`, and its part."""
         module, _, kind = name.rpartition(".")
         if module.startswith("model.layers."):
             _, _, layer, part = module.split(".", 3)
-            piece = self.pieces.get(part) or Piece(part)
-            return f"{self.layers.format(layer)}{piece.tensor}.{kind}", piece
+            piece = self._expert_piece(part) or self.pieces.get(part) or Piece(part)
+            return f"{self.layers.format(layer)}{piece.name(kind)}", piece
         piece = self.pieces.get(module) or Piece(module)
         return f"{piece.tensor}.{kind}" if module else name, piece
 
+    def _expert_piece(self, part: str) -> Piece | None:
+        """The piece of a matrix of an expert, `mlp.experts.5.down_proj`; None if `part` is another one."""
+        if not self.experts or not part.startswith(EXPERTS):
+            return None
+        number, _, matrix = part.removeprefix(EXPERTS).partition(".")
+        piece = self.experts[matrix]
+        if "{}" in piece.tensor:
+            return msgspec.structs.replace(piece, tensor=piece.tensor.format(number))
+        return msgspec.structs.replace(piece, index=int(number))
+
+
+class Experts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The feed-forward layers that are mixtures of experts (Shazeer et al., 2017, arXiv:1701.06538)."""
+
+    num: int
+    num_per_token: int
+    """The experts that compute a token: those with the largest scores."""
+    intermediate_size: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """How the router's logits become scores, the weights of the experts' results."""
+    normalized: bool = False
+    """Whether the weights of a token are divided by their sum. With softmax, this is the softmax of the chosen logits
+    alone."""
+    scale: float = 1.0
+    """Factor of the weights."""
+    router_bias: bool = False
+    """Whether the router has a bias."""
+    selection_bias: bool = False
+    """Whether a bias is added to the scores to choose experts, but not to their weights (DeepSeek-V3)."""
+    bias: bool = False
+    """Whether the matrices of experts have biases."""
+    shared_intermediate_size: int = 0
+    """Of the expert that computes every token; 0 if there is none."""
+    shared_gate: bool = False
+    """Whether the shared expert's result is multiplied with the sigmoid of a projection of its input."""
+    layers: list[int] | None = None
+    """The layers with experts; None: all. The others have a dense feed-forward layer."""
+
 
 NormKind = Literal["rms", "layer"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai"]
 QkNorm = Literal["head", "each_head", "all"]
 
 
@@ -190,6 +252,11 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     activation: Activation = "silu"
     gated: bool = True
     """Whether the feed-forward layer multiplies the activation with a second projection."""
+    swiglu_alpha: float = 1.702
+    """a in gate * sigmoid(a * gate) * (up + 1), which is the activation "swiglu_oai"."""
+    swiglu_limit: float = 7.0
+    """With "swiglu_oai", the most that gate may be, and the largest magnitude of up; larger ones are clamped."""
+    experts: Experts | None = None
     embedding_norm: bool = False
     embedding_scale: float = 1.0
     position_embeddings: int = 0
@@ -207,6 +274,9 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """c in c * tanh(score / c)."""
     alibi_slopes: list[float] | None = None
     """For each head, what is subtracted from a score for each position that a key is before the query."""
+    sinks: bool = False
+    """Whether each query head has a learned score that takes part in the softmax, without a key (attention sinks: Xiao
+    et al., 2023, arXiv:2309.17453)."""
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     head_bias: bool = False
@@ -253,6 +323,17 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     def window_of(self, layer: int) -> int | None:
         """The attention window of a layer; None if it has none."""
         return self.sliding_window if self.sliding_layers is None or layer in self.sliding_layers else None
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the feed-forward layer of a layer is a mixture of experts."""
+        return self.experts is not None and (self.experts.layers is None or layer in self.experts.layers)
+
+    @property
+    def inner_sizes(self) -> list[int]:
+        """The intermediate sizes of the feed-forward layers, without those of experts."""
+        sizes = [] if all(self.has_experts(layer) for layer in range(self.num_layers)) else [self.intermediate_size]
+        shared = self.experts.shared_intermediate_size if self.experts is not None else 0
+        return [*sizes, shared] if shared else sizes
 
     @classmethod
     def load(cls, folder: str | Path) -> "ModelConfig":

@@ -11,10 +11,11 @@ import zmq
 from pipeline.errors import UserError
 from pipeline.runtime import messages as m
 from pipeline.runtime.arrays import Arrays
-from pipeline.runtime.channels import Inbox, Outbox
+from pipeline.runtime.channels import Inbox
 from pipeline.runtime.memories import Memories
 from pipeline.runtime.messages import Envelope
 from pipeline.runtime.messages.lifecycle import EPOCH
+from pipeline.runtime.outbox import Outbox
 from pipeline.runtime.ring_edge import RingEdge
 from pipeline.shm import segment
 from pipeline.shm.ring import POSITION_BYTES, RingReader, RingWriter

@@ -15,9 +15,10 @@ from pipeline.replay.recorder import RecordingContext, RecordState, header_of
 from pipeline.runtime import black_box, topology
 from pipeline.runtime import messages as m
 from pipeline.runtime.arrays import Arrays
-from pipeline.runtime.channels import GoneOutbox, Inbox, Outbox
+from pipeline.runtime.channels import Inbox
 from pipeline.runtime.control_requests import ControlRequests
 from pipeline.runtime.messages import ExecuteFacts, Launch
+from pipeline.runtime.outbox import GoneOutbox, Outbox
 from pipeline.runtime.peer_channels import PeerChannels
 from pipeline.runtime.replay_context import ReplayContext
 from pipeline.runtime.topology import SUPERVISOR

@@ -71,6 +71,10 @@ INSTANT = "pipeline.stages.execute.measuring.instant"
 SWAP = "swap"
 """The segment for KV blocks of preempted sequences. The supervisor creates it; only the executor uses it."""
 SWAP_KEY = "execute.swap_bytes"
+KV_INDEX = "kv-index"
+"""The segment for the keys of the blocks in the KV cache. The supervisor creates it; only schedule uses it."""
+KV_INDEX_BYTES = 16 * 1024**2
+"""For about a million blocks; memory that is not used is not allocated. Later blocks have no entry."""
 OFFLOAD_INDEX = "offload-index"
 """The segment for the keys of the blocks in swap space. The supervisor creates it; only schedule uses it."""
 SWAP_BYTES_PER_INDEX_BYTE = 32
@@ -179,8 +183,9 @@ def private_segments(settings: Settings, name: str) -> dict[str, int]:
     swap_bytes = settings.execute.swap_bytes
     if name == "execute" and swap_bytes:
         return {SWAP: swap_bytes}
-    if name == "schedule" and swap_bytes:
-        return {OFFLOAD_INDEX: -(-swap_bytes // SWAP_BYTES_PER_INDEX_BYTE)}
+    if name == "schedule":
+        index_bytes = -(-swap_bytes // SWAP_BYTES_PER_INDEX_BYTE)
+        return {KV_INDEX: KV_INDEX_BYTES} | ({OFFLOAD_INDEX: index_bytes} if index_bytes else {})
     return {}
 
 

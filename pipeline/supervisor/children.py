@@ -8,7 +8,7 @@ import zmq
 from pipeline.config.settings import Settings
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
-from pipeline.runtime.channels import Outbox
+from pipeline.runtime.outbox import Outbox
 from pipeline.runtime.run_mode import RunMode
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.supervisor.process import Child

@@ -70,6 +70,7 @@ NEW_SERVER = {
     "execute.device": "another executor",
     "execute.dtype": "another model",
     "execute.kv_dtype": "the number of KV blocks is fixed",
+    "execute.kv_groups": "the number of KV blocks is fixed",
     "execute.kv_cache_bytes": "the number of KV blocks is fixed",
     "execute.gpu_memory_utilization": "the number of KV blocks is fixed",
     "execute.swap_bytes": "swap space is reserved at the start",

@@ -89,11 +89,11 @@ class SharedResources:
             kv_bytes = kv_bytes_in_ram(self.settings) if with_model else 0
             self.reservation = segment.Reservation(topology.SWAP, num_bytes, topology.SWAP_KEY, kv_bytes)
             self.segments[topology.SWAP] = m.Segment(topology.SWAP, self.reservation.fd, num_bytes, True)
-            for name, size in topology.private_segments(self.settings, "schedule").items():
-                self.segments[name] = m.Segment(name, segment.create_sparse(name, size), size, True)
 
     def create_arenas(self) -> None:
-        """Name every stage's inbox, and create the arenas."""
+        """Name every stage's inbox, and create the arenas and schedule's indices."""
+        for name, size in topology.private_segments(self.settings, "schedule").items():
+            self.segments[name] = m.Segment(name, segment.create_sparse(name, size), size, True)
         for row in topology.TOPOLOGY:
             for name in topology.replicas_of(self.settings, row.name):
                 self.incarnations[name] = INCARNATION

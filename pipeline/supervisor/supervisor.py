@@ -23,6 +23,7 @@ from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.runtime import api_keys, topology
 from pipeline.runtime import messages as m
+from pipeline.runtime.kv_groups import described, has_windows
 from pipeline.runtime.run_mode import RunMode
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.supervisor import gpu
@@ -167,6 +168,7 @@ class Supervisor:
             max_model_len=self._loop.facts.max_model_len,
             kv_blocks=self._loop.facts.num_blocks,
             kv_dtype=self._loop.facts.kv_dtype,
+            **({"kv_groups": described(groups)} if has_windows(groups := self._loop.facts.kv_groups) else {}),
             **({"swap_blocks": self._loop.facts.num_swap_blocks} if self._loop.facts.num_swap_blocks else {}),
             zmq=zmq_address(settings, self._listeners) or "off",
             **({"admin": url_of(self._admins[0])} if self._admins else {}),

@@ -14,8 +14,8 @@ from typing import Any, assert_never
 from pipeline.metrics.stats import DetokenizeCounts
 from pipeline.runtime import heap
 from pipeline.runtime import messages as m
-from pipeline.runtime.channels import Outbox
 from pipeline.runtime.messages import Launch
+from pipeline.runtime.outbox import Outbox
 from pipeline.runtime.stage import Stage
 from pipeline.stages.detokenize.output_processor import OutputProcessor
 from pipeline.text.vocabulary import Vocabulary

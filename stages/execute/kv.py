@@ -10,6 +10,7 @@ from pipeline.config.sections.stages import ExecuteSettings
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.kernels.step_inputs import BLOCK_SIZE, block_bytes
+from pipeline.runtime.kv_groups import KVLayout, kv_layout, longest_sequence, most_blocks
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.shm.available import available_bytes
 from pipeline.stages.execute.cpu.program import SwapArray
@@ -29,17 +30,20 @@ class KVPlan:
     num_blocks: int
     max_model_len: int
     """The minimum of the model's limit, the configured limit and the capacity of all blocks."""
+    layout: KVLayout
 
 
-def plan_kv(settings: Settings, config: ModelConfig) -> KVPlan:
-    """Raises UserError if the memory is smaller than one block, or larger than the free memory."""
-    num_bytes = kv_block_bytes(settings.execute, config)
+def plan_kv(settings: Settings, config: ModelConfig, max_num_tokens: int) -> KVPlan:
+    """The plan on a CPU, for steps of at most `max_num_tokens` tokens. Raises UserError if the memory is smaller than
+    one block of each KV group, or larger than the free memory."""
+    layout = layout_of(settings, config)
+    num_bytes = kv_block_bytes(settings.execute, config, layout)
     kv_bytes = kv_bytes_in_ram(settings)
     num_blocks = kv_bytes // num_bytes
-    if num_blocks < 1:
+    if num_blocks < len(layout.groups):
         raise UserError(
             f"execute.kv_cache_bytes is {kv_bytes}, but one block of {BLOCK_SIZE} tokens of "
-            f"this model takes {num_bytes} bytes: raise execute.kv_cache_bytes"
+            f"this model takes {num_bytes * len(layout.groups)} bytes: raise execute.kv_cache_bytes"
         )
     available = available_bytes()
     if kv_bytes > available:
@@ -47,7 +51,7 @@ def plan_kv(settings: Settings, config: ModelConfig) -> KVPlan:
             f"execute.kv_cache_bytes is {kv_bytes}, but only {available} bytes of memory are "
             "free: lower execute.kv_cache_bytes"
         )
-    return _plan(settings, config, num_blocks, num_bytes, "execute.kv_cache_bytes")
+    return _plan(settings, config, layout, num_blocks, max_num_tokens, "execute.kv_cache_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,9 @@ class DeviceMemory:
 def plan_device_kv(settings: Settings, config: ModelConfig, memory: DeviceMemory) -> KVPlan:
     """The plan on a GPU: `execute.kv_cache_bytes`, or the rest of `execute.gpu_memory_utilization`. Pure except for a
     warning. Raises UserError if there is no memory for one block, or less than `execute.kv_cache_bytes`."""
-    num_bytes = kv_block_bytes(settings.execute, config)
+    layout, max_num_tokens = layout_of(settings, config), settings.schedule.max_step_tokens
+    num_bytes = kv_block_bytes(settings.execute, config, layout)
+    least_bytes = num_bytes * len(layout.groups)
     left = memory.free_bytes - memory.reserved_bytes
     if asked := settings.execute.kv_cache_bytes:
         if asked > left:
@@ -74,18 +80,18 @@ def plan_device_kv(settings: Settings, config: ModelConfig, memory: DeviceMemory
                 f"execute.kv_cache_bytes is {asked}, but only {max(0, left)} bytes of the GPU's memory are left beside "
                 f"weights, activations and graphs: lower execute.kv_cache_bytes, or set it to 0 to use what is left"
             )
-        if asked < num_bytes:
+        if asked < least_bytes:
             raise UserError(
                 f"execute.kv_cache_bytes is {asked}, but one block of {BLOCK_SIZE} tokens of this model takes "
-                f"{num_bytes} bytes: raise execute.kv_cache_bytes"
+                f"{least_bytes} bytes: raise execute.kv_cache_bytes"
             )
-        return _plan(settings, config, asked // num_bytes, num_bytes, "execute.kv_cache_bytes")
+        return _plan(settings, config, layout, asked // num_bytes, max_num_tokens, "execute.kv_cache_bytes")
     fraction = settings.execute.gpu_memory_utilization
     ours = int(fraction * memory.total_bytes) - memory.used_bytes - memory.reserved_bytes
     num_blocks = min(ours, left, MAX_CHOSEN_BLOCKS * num_bytes) // num_bytes
-    if num_blocks < 1:
+    if num_blocks < len(layout.groups):
         takes = f"weights take {gib(memory.used_bytes)}, activations and graphs {gib(memory.reserved_bytes)}"
-        if ours < num_bytes:
+        if ours < least_bytes:
             raise UserError(
                 f"execute.gpu_memory_utilization is {fraction:g}, which is {gib(fraction * memory.total_bytes)} of the "
                 f"GPU's {gib(memory.total_bytes)}, and leaves no room for KV blocks: {takes}. Raise it, use a smaller "
@@ -95,7 +101,7 @@ def plan_device_kv(settings: Settings, config: ModelConfig, memory: DeviceMemory
             f"other processes leave too little of the GPU's {gib(memory.total_bytes)} for KV blocks: {takes}, and "
             f"{gib(memory.free_bytes)} are free. Stop the processes that nvidia-smi lists"
         )
-    return _plan(settings, config, num_blocks, num_bytes, "execute.gpu_memory_utilization")
+    return _plan(settings, config, layout, num_blocks, max_num_tokens, "execute.gpu_memory_utilization")
 
 
 def gib(num_bytes: float) -> str:
@@ -103,24 +109,39 @@ def gib(num_bytes: float) -> str:
     return f"{num_bytes / 1024**3:.1f} GiB"
 
 
-def _plan(settings: Settings, config: ModelConfig, num_blocks: int, num_bytes: int, key: str) -> KVPlan:
+def layout_of(settings: Settings, config: ModelConfig) -> KVLayout:
+    """How the layers of a model are divided into KV groups."""
+    windows = [config.window_of(layer) for layer in range(config.num_layers)]
+    return kv_layout(windows, _wanted(settings, config), divides=settings.execute.kv_groups)
+
+
+def _wanted(settings: Settings, config: ModelConfig) -> int:
+    """The longest sequence that model and settings allow."""
+    return min(config.max_position, settings.max_model_len or config.max_position)
+
+
+def _plan(
+    settings: Settings, config: ModelConfig, layout: KVLayout, num_blocks: int, max_num_tokens: int, key: str
+) -> KVPlan:
     """The plan for `num_blocks` blocks. Warns with the `key` to raise if they don't hold max_model_len tokens."""
-    wanted = min(config.max_position, settings.max_model_len or config.max_position)
-    if num_blocks * BLOCK_SIZE < wanted:
-        by = f" to {-(-wanted // BLOCK_SIZE) * num_bytes}" if key.endswith("_bytes") else ""
+    wanted = _wanted(settings, config)
+    capacity = longest_sequence(layout.groups, num_blocks, max_num_tokens, BLOCK_SIZE, wanted)
+    if capacity < wanted:
+        lacking = most_blocks(layout.groups, wanted, max_num_tokens, BLOCK_SIZE)
+        num_bytes = lacking * kv_block_bytes(settings.execute, config, layout)
         logging.getLogger("pipeline").warning(
             "KV memory holds %d tokens, so max_model_len is reduced to that from %d: raise %s%s",
-            num_blocks * BLOCK_SIZE,
+            capacity,
             wanted,
             key,
-            by,
+            f" to {num_bytes}" if key.endswith("_bytes") else "",
         )
-    return KVPlan(num_blocks, min(wanted, num_blocks * BLOCK_SIZE))
+    return KVPlan(num_blocks, capacity, layout)
 
 
-def divide_swap(settings: Settings, config: ModelConfig, memory: memoryview) -> SwapArray:
+def divide_swap(settings: Settings, config: ModelConfig, memory: memoryview, layout: KVLayout) -> SwapArray:
     """Swap space as whole blocks. Raises UserError if the memory is smaller than one block."""
-    num_bytes = kv_block_bytes(settings.execute, config)
+    num_bytes = kv_block_bytes(settings.execute, config, layout)
     num_blocks = len(memory) // num_bytes
     if num_blocks < 1:
         raise UserError(
@@ -136,6 +157,7 @@ def kv_dtype(execute: ExecuteSettings) -> str:
     return execute.dtype if execute.kv_dtype == "auto" else execute.kv_dtype
 
 
-def kv_block_bytes(execute: ExecuteSettings, config: ModelConfig) -> int:
-    """Bytes of a KV block with all layers."""
-    return block_bytes(config.num_layers, config.num_kv_heads, config.head_dim, DTYPE_BYTES[kv_dtype(execute)])
+def kv_block_bytes(execute: ExecuteSettings, config: ModelConfig, layout: KVLayout | None = None) -> int:
+    """Bytes of a KV block: with the layers of a group, or without a layout with all layers."""
+    num_layers = config.num_layers if layout is None else layout.num_places
+    return block_bytes(num_layers, config.num_kv_heads, config.head_dim, DTYPE_BYTES[kv_dtype(execute)])

@@ -6,10 +6,10 @@
 Only the scheduler adds and drops rows. The executor ends a row when it samples a stop id. Steps that were planned
 before then compute nothing for the row.
 
-Shapes: R max_num_seqs, L max_model_len, B blocks of the longest row.
+Shapes: R max_num_seqs, L max_model_len, B blocks of the longest row, G KV groups.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ Take = Callable[[Array, Any], "np.ndarray[Any, Any]"]
 """Takes an array out of a message: (array, dtype) → one-dimensional, perhaps read-only."""
 
 BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
+GroupArray = np.ndarray[Any, np.dtype[np.uint8]]
 
 NOT_YET = -1
 """`num_computed` of a new row: it may start after a cached prefix of any length."""
@@ -38,7 +39,9 @@ DROPPED = -2
 class RowTable:
     """Owned by the runner. The methods assert that the scheduler's plan is valid."""
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, num_blocks: int, vocab_size: int) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, num_blocks: int, vocab_size: int, num_groups: int = 1
+    ) -> None:
         self.max_model_len = max_model_len
         self._pool_size = num_blocks
         self.vocab_size = vocab_size
@@ -48,9 +51,13 @@ class RowTable:
         self.num_ids: IntArray = np.zeros(max_num_seqs, np.int32)
         self.num_computed: IntArray = np.full(max_num_seqs, NOT_YET, np.int32)
         """Tokens whose KV is written, or was when the row was added."""
-        self.blocks: IntArray = np.zeros((max_num_seqs, max_num_blocks), np.int32)
-        """[R, B]; the first `num_blocks` of each row are valid"""
-        self.num_blocks: IntArray = np.zeros(max_num_seqs, np.int32)
+        self.group_blocks: IntArray = np.zeros((num_groups, max_num_seqs, max_num_blocks), np.int32)
+        """[G, R, B]; the first `block_ends` of each row are valid, as far as they are in the group's window"""
+        self.blocks: IntArray = self.group_blocks[0]
+        """[R, B]; the first group's"""
+        self.block_ends: IntArray = np.zeros((num_groups, max_num_seqs), np.int32)
+        self.num_blocks: IntArray = self.block_ends[0] if num_groups == 1 else np.zeros(max_num_seqs, np.int32)
+        """The least of the groups' `block_ends`."""
         self.generations: np.ndarray[Any, np.dtype[np.uint32]] = np.zeros(max_num_seqs, np.uint32)
         self.taken: np.ndarray[Any, np.dtype[np.bool_]] = np.zeros(max_num_seqs, np.bool_)
         self.ended: np.ndarray[Any, np.dtype[np.bool_]] = np.zeros(max_num_seqs, np.bool_)
@@ -112,9 +119,12 @@ class RowTable:
         eos_ids: Collection[int],
         fork_of: int = -1,
         num_prompt: int = 0,
+        other_blocks: Sequence[IntArray] = (),
+        first_blocks: Sequence[int] = (),
     ) -> None:
         """Add a sequence with these known ids. If it is a fork, the first `num_prompt` ids of row `fork_of` precede
-        them."""
+        them. `other_blocks` are the block tables of the KV groups after the first; `first_blocks` are the places of the
+        first block in each, by default 0."""
         assert not self.taken[row], f"row {row} is taken already"
         if fork_of >= 0:
             ids = np.concatenate((self._prompt_of(fork_of, num_prompt), ids))
@@ -125,15 +135,24 @@ class RowTable:
         self.ids[row, : len(ids)] = ids
         self.num_ids[row] = len(ids)
         self.num_computed[row] = NOT_YET
-        self.num_blocks[row] = 0
-        self.append_blocks(np.full(len(blocks), row, np.int32), blocks)
+        tables = [blocks, *other_blocks]
+        assert len(tables) == len(self.group_blocks), f"row {row} has {len(tables)} block tables"
+        for group, table in enumerate(tables):
+            first = first_blocks[group] if len(first_blocks) else 0
+            self.group_blocks[group, row, :first] = 0
+            self.block_ends[group, row] = first
+            self.append_blocks(np.full(len(table), row, np.int32), table, np.full(len(table), group, np.uint8))
+        self.num_blocks[row] = self.block_ends[:, row].min()
         self.num_prompt[row] = num_prompt
         self._set_sampling(row, index, options, eos_ids)
 
     def take_in(self, add: RowAdd, options: GenerationOptions, eos_ids: Collection[int], take: Take) -> None:
         """Add a row from a step's message. `options` are the message's, decoded."""
-        ids, blocks = take(add.ids, np.int32), take(add.blocks, np.int32)
-        self.add(add.row, add.generation, add.index, ids, blocks, options, eos_ids, add.fork_of, add.num_prompt)
+        ids, blocks, *others = (take(array, np.int32) for array in (add.ids, add.blocks, *add.group_blocks))
+        of_fork = add.fork_of, add.num_prompt
+        self.add(
+            *(add.row, add.generation, add.index, ids, blocks, options, eos_ids, *of_fork, others, add.first_blocks)
+        )
 
     def _set_sampling(self, row: int, index: int, options: GenerationOptions, eos_ids: Collection[int]) -> None:
         self.temperature[row] = single(options.temperature)
@@ -185,17 +204,21 @@ class RowTable:
         assert 0 < num_prompt <= known, f"fork of {num_prompt} ids of row {row}, which has {known}"
         return self.ids[row, :num_prompt]
 
-    def append_blocks(self, rows: IntArray, blocks: IntArray) -> list[int]:
-        """Append blocks to rows; parallel arrays, blocks of one row in order. Returns the index of each in its row."""
+    def append_blocks(self, rows: IntArray, blocks: IntArray, groups: GroupArray) -> list[int]:
+        """Append blocks to rows; parallel arrays, blocks of one row in order. `groups` are their KV groups; empty for
+        the first. Returns the index of each in its row's table."""
         if not len(rows):
             return []
         assert self.taken[rows].all(), "blocks for a row that is not taken"
         assert blocks.min() >= 0 and blocks.max() < self._pool_size, "blocks outside the KV memory"
         places = []
-        for row, block in zip(rows.tolist(), blocks.tolist(), strict=True):
-            places.append(place := int(self.num_blocks[row]))
-            self.blocks[row, place] = block
-            self.num_blocks[row] = place + 1
+        groups = groups if len(groups) else np.zeros(len(rows), np.uint8)
+        for row, block, group in zip(rows.tolist(), blocks.tolist(), groups.tolist(), strict=True):
+            places.append(place := int(self.block_ends[group, row]))
+            self.group_blocks[group, row, place] = block
+            self.block_ends[group, row] = place + 1
+        if len(self.block_ends) > 1:
+            self.num_blocks[rows] = self.block_ends[:, rows].min(axis=0)
         return places
 
     def begin(self, rows: IntArray, starts: IntArray, counts: IntArray, samples: BoolArray) -> None:

@@ -14,7 +14,7 @@ from pipeline.runtime.messages import ExecuteFacts, GenerationOptions, Step
 from pipeline.stages.execute.grammar_masks.masks import Masks
 from pipeline.stages.execute.pooling import Pool
 from pipeline.stages.execute.prompt_logprobs import NO_BYTES
-from pipeline.stages.execute.rows import RowTable, Take
+from pipeline.stages.execute.rows import GroupArray, RowTable, Take
 from pipeline.stages.execute.sampling_features import SamplingFeature
 
 
@@ -74,7 +74,7 @@ class RowMirror(Protocol):
     def add(self, row: int) -> str | None:
         """Copy a row that was added to the table. Returns an error if its sequence can't run."""
 
-    def append_blocks(self, rows: IntArray, blocks: IntArray) -> object:
+    def append_blocks(self, rows: IntArray, blocks: IntArray, groups: GroupArray) -> object:
         """Append blocks to the table and to the mirror."""
 
     def drop(self, rows: IntArray) -> None:
@@ -111,8 +111,8 @@ class RowChanges:
                 self.failed[add.row] = error
             if table.features[add.row] & SamplingFeature.GRAMMAR_MASK:
                 self._masks.add(add.row, options, add.num_prompt)
-        blocks = take(step.block_rows, np.int32), take(step.block_ids, np.int32)
-        (table if mirror is None else mirror).append_blocks(*blocks)
+        rows, blocks, groups = take(step.block_rows, np.int32), take(step.block_ids, np.int32), step.block_groups
+        (table if mirror is None else mirror).append_blocks(rows, blocks, take(groups, np.uint8))
 
     def drop_all(self) -> None:
         """Drop all rows: the scheduler has died, and its successor begins with none."""

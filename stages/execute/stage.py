@@ -17,6 +17,7 @@ from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.runtime import heap, topology
 from pipeline.runtime import messages as m
+from pipeline.runtime.kv_groups import described, has_windows
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.runtime.stage import Stage
 from pipeline.stages.execute.metrics import ExecuteMetrics
@@ -51,6 +52,8 @@ def run(launch: m.Launch) -> None:
             "kv_dtype": runner.facts.kv_dtype,
             "kernels": runner.name,
         }
+        if has_windows(runner.facts.kv_groups):
+            fields["kv_groups"] = described(runner.facts.kv_groups)
         if runner.facts.num_swap_blocks:
             fields["swap_blocks"] = runner.facts.num_swap_blocks
         stage.log.info("loaded", extra={"fields": fields})
@@ -73,6 +76,10 @@ def _facts_of(runner: "Runner", weights: str, before: m.ExecuteFacts | None) -> 
         raise UserError(
             f"there is memory for {facts.num_blocks} KV blocks only, {before.num_blocks} are needed to go on: set "
             "execute.kv_cache_bytes"
+        )
+    if facts.kv_groups != before.kv_groups:
+        raise UserError(
+            f"the layers are in other KV groups than before ({described(before.kv_groups)}): start a new server"
         )
     return before
 

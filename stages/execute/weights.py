@@ -148,7 +148,7 @@ class Weights:
                 f"are {', '.join(BLOCKS)}: prepare the model again"
             )
         num_bytes = columns // BLOCK_COLUMNS[format] * BLOCK_BYTES[format]
-        data = _rows_of(file.array(stored, np.dtype(np.uint8)), piece)
+        data = _rows_of(file.array(stored, np.dtype(np.uint8)), piece, 2)
         if piece.transposed or columns % BLOCK_COLUMNS[format] or data.shape != (rows, num_bytes):
             raise UserError(
                 f"tensor {stored!r} of the model in {self._folder} is {format} in bytes {list(entry.shape)}, "
@@ -171,7 +171,8 @@ class Weights:
                 f"tensor {stored!r} of the model in {self._folder} is {entry.dtype}; supported are "
                 f"{', '.join(FLOATS)}: prepare the model again"
             )
-        flat = file.array(stored, FLOATS[entry.dtype]).reshape(-1)
+        array = file.array(stored, FLOATS[entry.dtype])
+        flat = array.reshape(-1) if piece.index is None else array
         data = self._rows(stored, entry, flat, msgspec.structs.replace(piece, transposed=False), (size,))
         if entry.dtype == "BF16":  # the upper half of a float32
             widened: FloatArray = (data.astype(np.uint32) << 16).view(np.float32)
@@ -191,7 +192,7 @@ class Weights:
         self, name: str, entry: TensorEntry, data: "np.ndarray[Any, Any]", piece: Piece, shape: tuple[int, ...]
     ) -> "np.ndarray[Any, Any]":
         """A piece of a tensor. Raises UserError if it has another shape than `shape`."""
-        rows = _rows_of(data, piece)
+        rows = _rows_of(data, piece, len(shape))
         if rows.shape != shape:
             raise UserError(
                 f"tensor {name!r} of the model in {self._folder} has shape {list(entry.shape)}, "
@@ -200,8 +201,10 @@ class Weights:
         return rows
 
 
-def _rows_of(data: "np.ndarray[Any, Any]", piece: Piece) -> "np.ndarray[Any, Any]":
-    """The rows of a piece, contiguous; a copy unless they are adjacent in the tensor."""
+def _rows_of(data: "np.ndarray[Any, Any]", piece: Piece, num_dims: int) -> "np.ndarray[Any, Any]":
+    """The rows of a piece with `num_dims` dimensions, contiguous; a copy unless they are adjacent in the tensor."""
+    if piece.index is not None and data.ndim > num_dims and piece.index < len(data):
+        data = data[piece.index]
     if piece.transposed:
         data = data.T
     if len(data) % piece.groups == 0:

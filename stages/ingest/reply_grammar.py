@@ -18,11 +18,22 @@ few."""
 def calls_beside(submit: Submit, formats: ChatFormats) -> Grammar | None:
     """The tool calls that are an alternative to the request's grammar: with tools and a response format, a reply may be
     either. None if the request has no such tools."""
-    prompt = submit.prompt
+    prompt, grammar = submit.prompt, submit.options.grammar
     if not isinstance(prompt, ChatPrompt) or not prompt.tools or prompt.tool_choice != "auto" or formats.tools is None:
+        return None
+    if grammar is not None and grammar.kind == "calls":  # strict functions, without a response format
         return None
     written = formats.calls("auto", "", prompt.tools, parallel=prompt.parallel_tool_calls)
     return Grammar("calls", msgspec.json.encode(written).decode(), "tools")
+
+
+def as_answer(submit: Submit, grammar: Grammar, compiled: str, formats: ChatFormats) -> str:
+    """A checked grammar of a reply, with what the model's format has before an answer. Calls have that already, and the
+    prompt of a continued message too."""
+    prompt = submit.prompt
+    if not isinstance(prompt, ChatPrompt) or grammar.kind == "calls" or prompt.continue_final_message:
+        return compiled
+    return formats.as_answer(compiled)
 
 
 def tail(submit: Submit, ids: "np.ndarray[tuple[int], np.dtype[np.int32]]", tokenizer: Tokenizer) -> str | None:

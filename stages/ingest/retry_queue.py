@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from pipeline.runtime.channels import Outbox
+from pipeline.runtime.outbox import Outbox
 from pipeline.runtime.replay_context import ReplayContext
 
 RETRY_S = 0.02

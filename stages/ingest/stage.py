@@ -201,7 +201,8 @@ class IngestStage:
         """Check the grammar, then begin."""
         try:
             outcome: str | RequestRefused
-            outcome = await self._grammar_checker.check(grammar)
+            checked = await self._grammar_checker.check(grammar)
+            outcome = reply_grammar.as_answer(submit, grammar, checked, self._formats)
             if (calls := reply_grammar.calls_beside(submit, self._formats)) is not None:
                 outcome = either(outcome, await self._grammar_checker.check(calls))
         except RequestRefused as refusal:

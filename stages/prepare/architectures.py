@@ -7,13 +7,13 @@ one in `stages/prepare/gguf/architectures.py` for .gguf files.
 from typing import Any
 
 from pipeline.runtime.model_folder import Architecture
-from pipeline.stages.prepare.families import alibi, cohere, gemma, glm, gpt, layer_norm, llama, olmo, phi
+from pipeline.stages.prepare.families import alibi, cohere, experts, gemma, glm, gpt, layer_norm, llama, olmo, phi
 from pipeline.stages.prepare.families.architecture import HfArchitecture
 from pipeline.stages.prepare.families.keys import ConfigFault, Keys
 
 HF_ARCHITECTURES: dict[Architecture, HfArchitecture] = {
     name: architecture
-    for family in (llama, gemma, phi, glm, olmo, cohere, layer_norm, gpt, alibi)
+    for family in (llama, gemma, phi, glm, olmo, cohere, layer_norm, gpt, alibi, experts)
     for name, architecture in family.ARCHITECTURES.items()
 }
 

@@ -22,6 +22,9 @@ MAX_WINDOW = 24
 """Size of a sliding window; shorter than the prompts of a check."""
 ORIGINAL_POSITION = 64
 """`original_max_position_embeddings` of rope scaling."""
+MAX_EXPERTS = 8
+ROUTERS = ("mlp.gate.weight", "mlp.router.weight")
+NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts")
 NUMBERS_OF_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 BOS_ID, EOS_ID, VOCAB_SIZE = 256, 257, 320
 
@@ -62,6 +65,9 @@ def make(config_path: Path, folder: Path, seed: int) -> None:
             if parameter.dim() == 1:
                 # With norms of ones and biases of zeros, a check can't see whether they are read.
                 parameter.add_(torch.randn_like(parameter) * (0.1 if "norm" in name else 0.5))
+            if name.endswith(ROUTERS):
+                # Like a trained router, it is rarely undecided, and then between experts with small weights.
+                parameter.mul_(4)
     model.generation_config.eos_token_id, model.generation_config.bos_token_id = EOS_ID, BOS_ID
     model.save_pretrained(folder)
     _tokenizer().save(str(folder / "tokenizer.json"))
@@ -96,6 +102,7 @@ def shrink(config: Any) -> dict[str, Any]:
     if (inner := getattr(config, "intermediate_size", None) or getattr(config, "ffn_dim", None)) is not None:
         name = "ffn_dim" if hasattr(config, "ffn_dim") else "intermediate_size"
         changes[name] = min(int(inner), 2 * hidden_size + 32)
+    changes |= _fewer_experts(config, num_layers, hidden_size)
     for name in NUMBERS_OF_KV_HEADS:
         if getattr(config, name, None) is not None:
             changes[name] = num_kv_heads
@@ -122,6 +129,25 @@ def shrink(config: Any) -> dict[str, Any]:
         changes["rope_scaling"] = None
     if getattr(config, "original_max_position_embeddings", None) is not None:
         changes["original_max_position_embeddings"] = MAX_POSITION if "long_factor" in rope else ORIGINAL_POSITION
+    return changes
+
+
+def _fewer_experts(config: Any, num_layers: int, hidden_size: int) -> dict[str, Any]:
+    """The changes of a mixture of experts; none of other models. Some experts stay unused by a token."""
+    changes: dict[str, Any] = {}
+    for name in NUMBERS_OF_EXPERTS:
+        if (num := getattr(config, name, None)) is not None:
+            changes[name] = min(int(num), MAX_EXPERTS)
+            changes["num_experts_per_tok"] = min(int(config.num_experts_per_tok), max(1, changes[name] // 2))
+    if not changes:
+        return changes
+    for name in ("moe_intermediate_size", "shared_expert_intermediate_size"):
+        if (inner := getattr(config, name, None)) is not None:
+            changes[name] = min(int(inner), hidden_size + 32)
+    if (step := getattr(config, "decoder_sparse_step", None)) is not None:
+        changes["decoder_sparse_step"] = min(int(step), num_layers)
+    if (dense := getattr(config, "mlp_only_layers", None)) is not None:
+        changes["mlp_only_layers"] = [layer for layer in dense if layer < num_layers - 1]
     return changes
 
 

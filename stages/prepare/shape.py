@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.runtime.model_folder import (
+    Experts,
     LinearRope,
     Llama3Rope,
     LongRope,
@@ -21,6 +22,9 @@ MAX_COUNT = 2**31 - 1
 """Ids and positions are 32-bit numbers."""
 MAX_LAYERS = 10_000
 """Rejects absurd configs before every layer's tensors are looked up by name."""
+
+MAX_EXPERTS = 200_000
+"""Experts of all layers: each has three tensors with names of their own."""
 
 COUNTS = (
     *("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads"),
@@ -67,7 +71,9 @@ def check_shape(config: ModelConfig, path: Path, keys: Mapping[str, str]) -> Non
     for field in ("embedding_scale", "residual_multiplier", "logit_scale", "query_growth", "query_scale"):
         number = getattr(config, field)
         require(number is None or math.isfinite(number), field, number, "a finite number")
-    for field in ("attention_softcap", "logit_softcap"):
+    if config.experts is not None:
+        _check_experts(config, config.experts, require)
+    for field in ("attention_softcap", "logit_softcap", "swiglu_limit"):
         number = getattr(config, field)
         require(number is None or (math.isfinite(number) and number > 0), field, number, "a positive number")
     for rope in (Rope(config.rope_theta, config.rope_scaling), config.sliding_rope):
@@ -78,6 +84,23 @@ def check_shape(config: ModelConfig, path: Path, keys: Mapping[str, str]) -> Non
 
 
 Require = Callable[[bool, str, Any, str], None]
+
+
+def _check_experts(config: ModelConfig, experts: Experts, require: Require) -> None:
+    for field in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
+        count = {
+            "num_experts": experts.num,
+            "num_experts_per_tok": experts.num_per_token,
+            "moe_intermediate_size": experts.intermediate_size,
+        }[field]
+        most = {"num_experts": MAX_EXPERTS // config.num_layers, "num_experts_per_tok": experts.num}.get(
+            field, MAX_COUNT
+        )
+        require(1 <= count <= most, field, count, f"an integer from 1 to {most}")
+    inner = experts.shared_intermediate_size
+    require(0 <= inner <= MAX_COUNT, "shared_expert_intermediate_size", inner, f"an integer up to {MAX_COUNT}")
+    require(not config.parallel, "experts", experts.num, "absent in a model with parallel layers")
+    require(math.isfinite(experts.scale), "routed_scaling_factor", experts.scale, "a finite number")
 
 
 def _check_scaling(rope: RopeScaling, theta: float, dim: int, require: Require) -> None:

@@ -33,7 +33,7 @@ from pipeline.stages.prepare.sources.source import FolderSource, GgufSource, Hub
 
 SILENT = Silence()
 
-FORMAT = 12
+FORMAT = 13
 """Version of the prepared folders. Raise it when a conversion changes, so that older cache entries are not used."""
 
 
@@ -125,6 +125,7 @@ def _converted_gguf(paths: list[Path], identity: str, settings: Settings, cache:
 
     def fill(folder: Path) -> None:
         from pipeline.stages.prepare.gguf.model import convert, name_of
+        from pipeline.stages.prepare.reply_ends import add_reply_ends
 
         name = name_of(paths[0])
         with progress.measure(f"reading {name}") as report:
@@ -134,6 +135,7 @@ def _converted_gguf(paths: list[Path], identity: str, settings: Settings, cache:
             msgspec.structs.replace(ModelConfig.load(folder), name=name).save(folder)
             return
         convert(paths, folder, quantization, progress)
+        add_reply_ends(folder)
         (folder / CONTENT).write_text(content, encoding="utf-8")
 
     key = _key(gguf_files.model_name(paths[0]), f"{identity}|{quantization}")
@@ -144,6 +146,7 @@ def _converted_folder(
     path: Path, name: str, settings: Settings, cache: Cache, progress: Progress, identity: str = ""
 ) -> Path:
     """`identity` identifies the folder's content; by default it is derived from the files' sizes and times."""
+    from pipeline.stages.prepare.reply_ends import add_reply_ends
     from pipeline.stages.prepare.sources import folder as folder_module
 
     quantization = _stored_as(settings)
@@ -152,6 +155,7 @@ def _converted_folder(
 
     def fill(folder: Path) -> None:
         folder_module.convert(path, folder, name, quantization, progress)
+        add_reply_ends(folder)
 
     key = _key(name, f"{identity or f'{path}|{folder_module.state(path)}'}|{quantization}")
     return cache.ensure(key, str(path), fill, progress.say, settings.supervisor.prepare_timeout_s)

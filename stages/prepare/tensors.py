@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from safetensors import safe_open
 
-from pipeline.runtime.model_folder import Layout, ModelConfig, Piece
+from pipeline.runtime.model_folder import EXPERTS, Layout, ModelConfig, Piece
 from pipeline.stages.prepare.families.architecture import OTHER_PARTS, TEXT_PREFIX
 from pipeline.stages.prepare.files import open_regular, shown
 from pipeline.stages.prepare.sources.source import ModelError
@@ -145,10 +145,12 @@ def _entry(path: Path, name: str, raw: _RawEntry) -> TensorEntry:
 
 
 def float_rows(path: Path, entry: TensorEntry, rows_at_once: int) -> Iterator["np.ndarray[Any, Any]"]:
-    """A tensor as exact float32, at most `rows_at_once` rows at a time. The file is mapped, not read as a whole."""
+    """A tensor as exact float32, at most `rows_at_once` rows at a time. Those of a tensor with more than two dimensions
+    are of all its matrices. The file is mapped, not read as a whole."""
     begin, _ = entry.data_offsets
-    stored = np.memmap(path, STORED[entry.dtype], mode="r", offset=begin, shape=entry.shape)
-    for start in range(0, entry.shape[0], rows_at_once):
+    shape = entry.shape if len(entry.shape) < 3 else (math.prod(entry.shape[:-1]), entry.shape[-1])
+    stored = np.memmap(path, STORED[entry.dtype], mode="r", offset=begin, shape=shape)
+    for start in range(0, shape[0], rows_at_once):
         piece = stored[start : start + rows_at_once]
         if entry.dtype == "BF16":  # bfloat16 is the upper half of a float32
             yield (piece.astype(np.uint32) << 16).view(np.float32)
@@ -156,50 +158,22 @@ def float_rows(path: Path, entry: TensorEntry, rows_at_once: int) -> Iterator["n
             yield piece.astype(np.float32)
 
 
+Linears = dict[str, tuple[int, int, bool]]
+"""Rows, columns, and whether there is a bias."""
+
+
 def model_shapes(config: ModelConfig) -> dict[str, Shape]:
     """Name and shape of every matrix and vector that a model computes with, by Llama's names. Those of other models
     have names of the same kind."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    hidden = config.hidden_size
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-
-    def add_norm(name: str, size: int = hidden) -> None:
-        if config.norm_weights:
-            shapes[f"{name}.weight"] = (size,)
-        if config.norm_weights and config.norm_bias:
-            shapes[f"{name}.bias"] = (size,)
-
     if config.position_embeddings:
         shapes["model.embed_positions.weight"] = (config.position_embeddings, hidden)
     if config.embedding_norm:
-        add_norm("model.embed_norm")
+        shapes |= _norm_shapes(config, "model.embed_norm")
     for layer in range(config.num_layers):
-        linears = {
-            "self_attn.q_proj": (q_size, hidden, config.qkv_bias),
-            "self_attn.k_proj": (kv_size, hidden, config.qkv_bias),
-            "self_attn.v_proj": (kv_size, hidden, config.qkv_bias),
-            "self_attn.o_proj": (hidden, q_size, config.out_bias),
-            **({"mlp.gate_proj": (inner, hidden, config.mlp_bias)} if config.gated else {}),
-            "mlp.up_proj": (inner, hidden, config.mlp_bias),
-            "mlp.down_proj": (hidden, inner, config.mlp_bias),
-        }
-        before = f"model.layers.{layer}."
-        if config.pre_norms:
-            add_norm(f"{before}input_layernorm")
-            if not config.shared_norm:
-                add_norm(f"{before}post_attention_layernorm")
-        if config.post_norms:
-            add_norm(f"{before}self_attn_post_norm")
-            add_norm(f"{before}mlp_post_norm")
-        if config.qk_norm:
-            whole = config.qk_norm_kind != "head"
-            shapes[f"{before}self_attn.q_norm.weight"] = (q_size if whole else config.head_dim,)
-            shapes[f"{before}self_attn.k_norm.weight"] = (kv_size if whole else config.head_dim,)
-        for name, (rows, columns, has_bias) in linears.items():
-            shapes[f"{before}{name}.weight"] = (rows, columns)
-            if has_bias:
-                shapes[f"{before}{name}.bias"] = (rows,)
-    add_norm("model.norm")
+        shapes |= _layer_shapes(config, layer)
+    shapes |= _norm_shapes(config, "model.norm")
     if not config.tie_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
     if config.head_bias:
@@ -207,11 +181,79 @@ def model_shapes(config: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
+def _norm_shapes(config: ModelConfig, name: str) -> dict[str, Shape]:
+    kinds = ("weight", "bias") if config.norm_bias else ("weight",)
+    return {f"{name}.{kind}": (config.hidden_size,) for kind in kinds} if config.norm_weights else {}
+
+
+def _layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
+    """The tensors of one layer."""
+    hidden, before = config.hidden_size, f"model.layers.{layer}."
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    linears: Linears = {
+        "self_attn.q_proj": (q_size, hidden, config.qkv_bias),
+        "self_attn.k_proj": (kv_size, hidden, config.qkv_bias),
+        "self_attn.v_proj": (kv_size, hidden, config.qkv_bias),
+        "self_attn.o_proj": (hidden, q_size, config.out_bias),
+    }
+    linears |= _expert_linears(config) if config.has_experts(layer) else _mlp_linears(config)
+    norms: list[str] = []
+    if config.pre_norms:
+        norms += ["input_layernorm", *([] if config.shared_norm else ["post_attention_layernorm"])]
+    if config.post_norms:
+        norms += ["self_attn_post_norm", "mlp_post_norm"]
+    shapes: dict[str, Shape] = {}
+    for norm in norms:
+        shapes |= _norm_shapes(config, f"{before}{norm}")
+    if config.qk_norm:
+        whole = config.qk_norm_kind != "head"
+        shapes[f"{before}self_attn.q_norm.weight"] = (q_size if whole else config.head_dim,)
+        shapes[f"{before}self_attn.k_norm.weight"] = (kv_size if whole else config.head_dim,)
+    if config.sinks:
+        shapes[f"{before}self_attn.sinks"] = (config.num_heads,)
+    if config.experts is not None and config.experts.selection_bias and config.has_experts(layer):
+        shapes[f"{before}mlp.selection.bias"] = (config.experts.num,)
+    for name, (rows, columns, has_bias) in linears.items():
+        shapes[f"{before}{name}.weight"] = (rows, columns)
+        if has_bias:
+            shapes[f"{before}{name}.bias"] = (rows,)
+    return shapes
+
+
+def _mlp_linears(config: ModelConfig) -> Linears:
+    return _gated_linears(config, "mlp.", config.intermediate_size, config.mlp_bias)
+
+
+def _gated_linears(config: ModelConfig, prefix: str, inner: int, has_bias: bool) -> Linears:
+    inputs = ("gate_proj", "up_proj") if config.gated else ("up_proj",)
+    linears: Linears = {f"{prefix}{name}": (inner, config.hidden_size, has_bias) for name in inputs}
+    return {**linears, f"{prefix}down_proj": (config.hidden_size, inner, has_bias)}
+
+
+def _expert_linears(config: ModelConfig) -> Linears:
+    experts, hidden = config.experts, config.hidden_size
+    assert experts is not None
+    linears: Linears = {"mlp.router": (experts.num, hidden, experts.router_bias)}
+    for number in range(experts.num):
+        linears |= _gated_linears(config, f"{EXPERTS}{number}.", experts.intermediate_size, experts.bias)
+    if inner := experts.shared_intermediate_size:
+        linears |= _gated_linears(config, "mlp.shared_expert.", inner, False)
+    if experts.shared_gate:
+        linears["mlp.shared_expert_gate"] = (1, hidden, False)
+    return linears
+
+
 def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
     """Name and shape of every tensor of a model, in the names and layout of its weight files."""
     shapes: dict[str, Shape] = {}
+    stacked: dict[str, int] = {}
+    """The number of experts of tensors with all of them."""
     for name, shape in model_shapes(config).items():
         stored, piece = config.layout.find(name)
+        if piece.index is not None:
+            stacked[stored] = piece.index + 1
+            if piece.index:
+                continue
         if stored in shapes:  # several pieces are rows of one tensor
             before = shapes[stored]
             before = before[::-1] if piece.transposed and len(shape) == 2 else before
@@ -219,7 +261,7 @@ def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
         if config.qk_norm_kind == "each_head" and ("q_norm" in name or "k_norm" in name):
             shape = (shape[0] // config.head_dim, config.head_dim)
         shapes[stored] = shape[::-1] if piece.transposed and len(shape) == 2 else shape
-    return shapes
+    return {name: (stacked[name], *shape) if name in stacked else shape for name, shape in shapes.items()}
 
 
 def first_pieces(config: ModelConfig) -> dict[str, tuple[str, Piece]]:
@@ -266,6 +308,34 @@ def with_prefix_of(config: ModelConfig, paths: Iterable[Path]) -> ModelConfig:
     }
     stripped = Layout(layout.layers.removeprefix(PREFIX), pieces)
     return msgspec.structs.replace(config, layout=stripped)
+
+
+FUSED = "mlp.experts.gate_up_proj"
+"""Gate and up of all experts, where a tensor has those of all: transformers' own form since version 5."""
+
+
+def with_experts_of(config: ModelConfig, paths: Iterable[Path]) -> ModelConfig:
+    """The config with the layout of the files, whose tensors may have all experts although those of the family have
+    one each. Tensors in MXFP4 have rows of inputs, others of gpt-oss rows of outputs."""
+    layout, experts = config.layout, config.experts
+    if experts is None:
+        return config
+    layer = next(layer for layer in range(config.num_layers) if config.has_experts(layer))
+    prefix, found = layout.layers.format(layer), find_tensors(paths)
+    if f"{prefix}{FUSED}_blocks" in found:
+        as_rows = {name: msgspec.structs.replace(piece, transposed=False) for name, piece in layout.experts.items()}
+        return msgspec.structs.replace(config, layout=Layout(layout.layers, layout.pieces, as_rows))
+    has_each = all("{}" in piece.tensor for piece in layout.experts.values())
+    if not has_each or f"{prefix}{FUSED}" not in found:
+        return config
+    inner = experts.intermediate_size
+    fused = {
+        "gate_proj": Piece(FUSED, end=inner, bare=True),
+        "up_proj": Piece(FUSED, begin=inner, bare=True),
+        "down_proj": Piece(f"{EXPERTS}down_proj", bare=True),
+    }
+    pieces = layout.pieces | {"mlp.router": Piece("mlp.gate")}
+    return msgspec.structs.replace(config, layout=Layout(layout.layers, pieces, fused))
 
 
 def check_tensors(config: ModelConfig, paths: Iterable[Path]) -> dict[str, tuple[Path, TensorEntry]]:

@@ -56,6 +56,9 @@ logits directly, and the embedding may be tied to it. A table of positions is sm
 
 NORMS_OF_HEADS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 
+ROUTERS = ("mlp.router.weight", "mlp.shared_expert_gate.weight")
+"""Small matrices whose rounding errors may change which experts compute a token."""
+
 WEIGHTS = "model.safetensors"
 
 CHUNK_VALUES = 2 * 1024**2
@@ -123,7 +126,7 @@ def _stored(name: str, shape: Shape, found: Format | None, quantization: Prepare
     `Format`."""
     wanted: Format
     # Norms and biases are small, and their rounding would affect every token. Some norms have weights for each head.
-    if len(shape) == 1 or name.endswith(NORMS_OF_HEADS):
+    if len(shape) == 1 or name.endswith((*NORMS_OF_HEADS, *ROUTERS, ".bias")):
         return Stored("f32", shape)
     match quantization:
         case "none":

@@ -15,8 +15,9 @@ import numpy as np
 
 from pipeline.runtime.messages import Finish
 from pipeline.stages.schedule.arrays import Ids
-from pipeline.stages.schedule.kv_cache.manager import ComputedPrefix, KVCacheManager
+from pipeline.stages.schedule.kv_cache.manager import ComputedPrefix, ExecutorLoss, KVCacheManager
 from pipeline.stages.schedule.kv_cache.swap import Swapped
+from pipeline.stages.schedule.kv_cache.tables import BlockTable
 from pipeline.stages.schedule.metrics import ScheduleMetrics
 from pipeline.stages.schedule.output_buffer import OutputBuffer
 from pipeline.stages.schedule.parallel_samples import ParallelSamples
@@ -113,14 +114,14 @@ class SequenceLifecycle:
             for sequence in held:
                 self._wait(sequence)
 
-    def start(self, sequence: Sequence, num_reserved: int) -> tuple[int, ComputedPrefix, list[int]] | None:
-        """Give a sequence a row and the blocks of all its ids, and leave `num_reserved` blocks for others. Returns the
-        row, the computed prefix and the block table, or None if there are too few blocks."""
+    def start(self, sequence: Sequence, num_running: int) -> tuple[int, ComputedPrefix, list[BlockTable]] | None:
+        """Give a sequence a row and blocks, and leave `num_running` other rows their next ones. Returns the row, the
+        computed prefix and the block tables, or None if there are too few blocks."""
         queue = self.waiting if sequence.swapped is None else self.swapped
-        allocated = self._kv_cache_manager.allocate(sequence, num_reserved, self._in_flight.last_step_id + 1)
+        allocated = self._kv_cache_manager.allocate(sequence, num_running, self._in_flight.last_step_id + 1)
         if allocated is None:
             return None
-        found, blocks = allocated
+        found, tables = allocated
         if sequence.num_preemptions == 0:
             num_prompt = len(sequence.request.prompt)
             sequence.started_s = self.now_s
@@ -128,12 +129,12 @@ class SequenceLifecycle:
             self.num_prompt_tokens += num_prompt
             self.num_cached_tokens += sequence.num_cached
         # The shared blocks are in the prefix cache already.
-        row = self._rows.start(sequence, blocks, found.num_computed, len(found.blocks), self._long_prompt_tokens)
+        row = self._rows.start(sequence, tables, found.num_computed, found.num_shared, self._long_prompt_tokens)
         self.preemptor.forget(sequence)
         queue.remove(sequence)
         self.waiting.count_skipped()
         self.parallel_samples.on_start(sequence)
-        return row, found, blocks
+        return row, found, tables
 
     def preempt(self, row: int) -> None:
         """Take a running sequence's row and blocks. It is swapped out, or waits in its old place to be computed again.
@@ -149,24 +150,24 @@ class SequenceLifecycle:
         self.num_preemptions += 1
         (self.waiting if swapped is None else self.swapped).add(sequence)
 
-    def executor_lost(self, *, keeps_swap: bool, has_crashed: bool) -> list[RequestState]:
+    def executor_lost(self, loss: ExecutorLoss) -> list[RequestState]:
         """The executor has died, and with it all KV blocks: running sequences wait to be computed again, in their old
-        order. Those whose KV is in swap space stay swapped if its successor keeps that. If it `has_crashed`, those that
-        it was computing are suspected. Returns requests that have killed the executor again and again."""
+        order. Those whose KV is in swap space stay swapped if its successor keeps that. Returns requests that have
+        killed the executor again and again."""
         sequences = [sequence for row in self._rows.order.tolist() if (sequence := self._rows.sequences[row])]
         requests = {sequence.request.request_id: sequence.request for sequence in sequences}
-        guilty = self.quarantine.died(requests if has_crashed and self._in_flight.steps else ())
+        guilty = self.quarantine.died(requests if loss.has_crashed and self._in_flight.steps else ())
         for sequence in sequences:
             self._leave(sequence.row, Finish.NONE)
             sequence.num_preemptions += 1
         last_settled = self._in_flight.lost()
-        lost = [one for one in self.swapped if not keeps_swap or one.swapped_by > last_settled]
+        lost = [one for one in self.swapped if not loss.keeps_swap or one.swapped_by > last_settled]
         for sequence in lost:
             assert sequence.swapped is not None
             self.swapped.remove(sequence)
             self._kv_cache_manager.release_swapped(sequence.swapped, None)
             sequence.swapped = None
-        self._kv_cache_manager.executor_lost(keeps_swap=keeps_swap)
+        self._kv_cache_manager.executor_lost(loss)
         self.preemptor.reset()
         sequences += [*self.waiting.sequences, *self.held, *lost]
         self.waiting, self.held = WaitingQueue(self._policy, self._long_prompt_tokens), SequenceQueue()

@@ -10,8 +10,9 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.black_box import Breadcrumb
 from pipeline.stages.schedule.arrays import Bools, Int64s, Put
 from pipeline.stages.schedule.kv_cache.manager import KVCacheManager
+from pipeline.stages.schedule.kv_cache.windows import AppendedBlocks
 from pipeline.stages.schedule.lifecycle import SequenceLifecycle
-from pipeline.stages.schedule.policies.budget import StepBudget
+from pipeline.stages.schedule.policies.budget import MIN_CHUNK, StepBudget
 from pipeline.stages.schedule.policies.policy import MAX_SKIPPED, Policy
 from pipeline.stages.schedule.policies.preemption import PreemptionCosts, Victims
 from pipeline.stages.schedule.policies.speculation import Speculation
@@ -55,13 +56,15 @@ class Planner:
         self._put = put
         self._breadcrumb = breadcrumb
         self._registers = True
+        self._has_windows = bool(kv_cache_manager.windows.by_window)
 
     def plan(self, *, registers: bool = True) -> m.Step | None:
         """Return the next step, or None if there is nothing to compute now. Without `registers`, full blocks are not
         added to the prefix cache yet: the caller does that later, and no sequence waits."""
         rows, lifecycle = self._rows, self._lifecycle
         self._registers = registers
-        self._kv_cache_manager.offload.copy_new_blocks(self._in_flight.last_step_id + 1)
+        self._kv_cache_manager.begin_plan(self._in_flight.last_step_id + 1)
+        self._kv_cache_manager.release_passed(self._in_flight.last_in_flight)
         if lifecycle.quarantine.is_active:
             lifecycle.release_held()
         if lifecycle.waiting or lifecycle.swapped or lifecycle.parallel_samples.any_running:
@@ -76,7 +79,11 @@ class Planner:
         learns = self._builder.learns(has_chunks=False) or self._speculation.is_on
         budget, counts, deferred = self._grants.grant(order, planned, need, total, learns=learns)
         has_preempted = self._preempt_for_priority(budget, order, total)
-        running, appended, lacked_blocks = self._allocate_blocks(order, planned, counts, total)
+        wanted = planned + counts
+        if len(deferred) and self._has_windows:  # they are granted tokens below, and must find some blocks
+            is_deferred = np.isin(order, deferred)
+            wanted[is_deferred] += np.minimum(need[is_deferred], MIN_CHUNK)
+        running, appended, lacked_blocks = self._allocate_blocks(order, planned, counts, total, wanted)
         if running is not order:
             kept = np.flatnonzero(np.isin(order, running))
             planned, total, counts = planned[kept], total[kept], counts[kept]
@@ -87,30 +94,29 @@ class Planner:
         if not lacked_blocks and (lifecycle.waiting or lifecycle.swapped):
             entries += self._start_sequences(budget, adds, only_preempted_for=has_preempted)
         if len(deferred):
-            entries.append(self._grant_deferred(budget, deferred))
+            entries.append(self._grant_deferred(budget, deferred, appended))
         if not any(len(part.rows) for part in entries) and not adds:
             assert self._in_flight.steps or lifecycle.is_idle, "there is work, but no step to do it"
             return None
         drafts = self._grant_drafts(budget, entries[0], appended) if self._speculation.is_on else None
         return self._builder.build(entries, appended, adds, budget.shape, drafts)
 
-    def _grant_drafts(self, budget: StepBudget, running: StepEntries, appended: list[tuple[int, int]]) -> Int64s | None:
+    def _grant_drafts(self, budget: StepBudget, running: StepEntries, appended: AppendedBlocks) -> Int64s | None:
         """Let the executor propose ids for running rows that decode, with what is left of the budget, and give the rows
         the blocks for them. Each needs one at most. Proposals never preempt: without a block, they end where the row's
         blocks do. Returns the number for each row, or None if there are none."""
-        rows, pool = self._rows, self._kv_cache_manager.pool
+        rows, manager = self._rows, self._kv_cache_manager
         decoding = (running.samples & (running.counts == 1)).nonzero()[0]
         order, ends = running.rows[decoding], running.starts[decoding] + 1
         granted = self._speculation.grant(order, ends, budget)
         if not granted.any():
             return None
         for place in np.flatnonzero(ends + granted > rows.num_blocks[order] * self._block_size).tolist():
-            row = int(order[place])
-            # One block is left for each row, as for sequences that start.
-            if pool.num_available > len(rows):
-                block = pool.take()
-                rows.append_block(row, block)
-                appended.append((row, block))
+            row, end = int(order[place]), int(ends[place] + granted[place])
+            # One block of each group is left for each row, as for sequences that start.
+            num_left = manager.pool.num_available - manager.windows.num_lacking(row, end)
+            if num_left >= len(rows) * len(rows.tables):
+                manager.windows.append(row, end, appended)
         granted = np.minimum(granted, rows.num_blocks[order] * self._block_size - ends)
         rows.num_drafts[order] = granted
         drafts: Int64s = np.zeros(len(running.rows), np.int64)
@@ -129,55 +135,70 @@ class Planner:
             self._kv_cache_manager.register(running)
         return StepEntries(running, planned, counts, samples)
 
-    def _grant_deferred(self, budget: StepBudget, prompts: Int64s) -> StepEntries:
+    def _grant_deferred(self, budget: StepBudget, prompts: Int64s, appended: AppendedBlocks) -> StepEntries:
         """Divide what is left of a budget among the deferred prompts."""
         budget.release_held()
         planned, known = self._rows.planned[prompts], self._rows.known[prompts]
         counts = self._grants.chunks(budget, prompts, known - planned, planned)
+        if self._has_windows:
+            windows = self._kv_cache_manager.windows
+            for place, (row, start, count) in enumerate(
+                zip(*(each.tolist() for each in (prompts, planned, counts)), strict=True)
+            ):
+                end = windows.fitting(row, start + count)
+                windows.append(row, end, appended)
+                counts[place] = end - start
         some = counts > 0
         return self._advance(prompts[some], planned[some], counts[some], known[some])
 
     # ---------------------------------------------------------------------------------------------- running rows
 
     def _allocate_blocks(
-        self, order: Int64s, planned: Int64s, counts: Int64s, total: Int64s
-    ) -> tuple[Int64s, list[tuple[int, int]], bool]:
-        """Append the blocks that the granted positions need. If none is available, preempt the later row that costs
-        least to bring back, or the row itself if it is the last. So the first sequence always proceeds, and every
-        sequence becomes the first. Returns the rows that run (`order` itself if all do), the (row, block) pairs, and
-        whether any row was preempted.
+        self, order: Int64s, planned: Int64s, counts: Int64s, total: Int64s, wanted: Int64s
+    ) -> tuple[Int64s, AppendedBlocks, bool]:
+        """Append the blocks that the `wanted` positions need. If too few are available, preempt the later row that
+        costs least to bring back, or the row itself if it is the last. So the first sequence always proceeds, and every
+        sequence becomes the first. Returns the rows that run (`order` itself if all do), the blocks, and whether any
+        row was preempted. Lowers `counts` of chunks that fewer blocks are available for.
 
-        A row starts with blocks for all its ids and gains one id a step, so it needs at most one block. Rows are
-        handled by order, so no row that has just got a block is preempted for a later one."""
+        With full attention, a row starts with blocks for all its ids and gains one id a step, so it needs at most one
+        block. Rows are handled by order, so no row that has just got a block is preempted for a later one, and later
+        rows leave blocks to one that waits for more."""
         rows, pool = self._rows, self._kv_cache_manager.pool
-        full = planned + counts > rows.num_blocks[order] * self._block_size
+        full = wanted > rows.num_blocks[order] * self._block_size
         runs: Bools = (counts > 0) & rows.active[order]
         if not np.count_nonzero(full):  # in most steps
-            return order if np.count_nonzero(runs) == len(runs) else order[runs], [], False
-        appended: list[tuple[int, int]] = []
-        preempted = False
+            return order if np.count_nonzero(runs) == len(runs) else order[runs], AppendedBlocks(), False
+        windows = self._kv_cache_manager.windows
+        full &= rows.active[order]
+        at_once = windows.append_all(order[full], wanted[full])
+        if at_once is not None:
+            return order if np.count_nonzero(runs) == len(runs) else order[runs], at_once, False
+        appended = AppendedBlocks()
+        preempted = waits = False
         victims: Victims | None = None
         ending = NO_ROWS
         for place in full.nonzero()[0].tolist():
-            row = int(order[place])
-            if pool.num_available == 0 and victims is None:
+            row, end = int(order[place]), int(wanted[place])
+            if counts[place] > 1 and (fitting := windows.fitting(row, end)) > planned[place]:
+                end, counts[place] = fitting, fitting - planned[place]
+            num_lacking = windows.num_lacking(row, end)
+            if pool.num_available < num_lacking and victims is None:
                 # Rows with all their ids finish when the step in flight is settled, and release their blocks.
                 ending = (total >= rows.limit[order]).nonzero()[0]
                 victims = Victims(self._costs, rows, order)
                 victims.drop(np.concatenate((ending, (~rows.active[order]).nonzero()[0])))
-            while rows.active[row] and not (pool.num_available or pool.num_retired or len(ending)):
+            while rows.active[row] and not (pool.num_available + pool.num_retired >= num_lacking or len(ending)):
                 assert victims is not None
                 victim = victims.take(after=place)
                 self._lifecycle.preempt(row if victim is None else victim)
                 preempted = True
             if not rows.active[row]:
                 continue
-            if pool.num_available:
-                block = pool.take()
-                rows.append_block(row, block)
-                appended.append((row, block))
+            if pool.num_available >= num_lacking and not waits:
+                windows.append(row, end, appended)
             else:
-                runs[place] = False  # a block is released when the step in flight is settled
+                runs[place], waits = False, True  # blocks are released when the step in flight is settled
         if preempted:
             runs &= rows.active[order]
         return order if runs.all() else order[runs], appended, preempted
@@ -249,15 +270,18 @@ class Planner:
         started = self._lifecycle.start(sequence, 0 if is_preempted_for else len(self._rows))
         if started is None:
             return None
-        row, found, blocks = started
+        row, found, (table, *others) = started
+        has_firsts = table.first > 0 or any(other.first for other in others)
         return m.RowAdd(
             row=row,
             generation=int(self._rows.generation[row]),
             index=sequence.index,
             ids=self._put(ids[num_prompt:] if found.fork_of >= 0 else ids),
             num_prompt=num_prompt,
-            blocks=self._put(np.array(blocks, np.int32)),
+            blocks=self._put(np.array(table.blocks, np.int32)),
             options=request.raw_options,
             request_id=request.request_id,
             fork_of=found.fork_of,
+            group_blocks=[self._put(np.array(other.blocks, np.int32)) for other in others],
+            first_blocks=[table.first, *(other.first for other in others)] if has_firsts else [],
         )

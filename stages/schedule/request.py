@@ -74,8 +74,8 @@ class Sequence(msgspec.Struct, eq=False):
     """Prefix keys of its full blocks, computed on demand."""
     swapped: Swapped | None = None
     """Its KV in swap space, if it was swapped out."""
-    offloaded: list[int] = []
-    """Swap blocks with copies of its first blocks, while it runs."""
+    offloaded: list[list[int]] = []
+    """Swap blocks with copies of its first blocks that it still holds, for each KV group, while it runs."""
     num_preemptions: int = 0
     is_long: bool = False
     """Whether it waits in the queue of long prompts."""

@@ -11,7 +11,7 @@ from pipeline.runtime.messages import Finish
 from pipeline.runtime.topology import shard
 from pipeline.stages.schedule.arrays import Ids, Put, Take
 from pipeline.stages.schedule.kv_cache import prefix
-from pipeline.stages.schedule.kv_cache.manager import KVCacheManager
+from pipeline.stages.schedule.kv_cache.manager import ExecutorLoss, KVCacheManager
 from pipeline.stages.schedule.lifecycle import SequenceLifecycle
 from pipeline.stages.schedule.output_buffer import OutputBuffer
 from pipeline.stages.schedule.policies.policy import Policy
@@ -120,7 +120,7 @@ class RequestStates:
             self._tombstones.pop(message.request_id, None)
         if aborted >= message.attempt:
             return m.Failure(499, "the request was aborted", code="aborted")
-        num_blocks = self._kv_cache_manager.num_blocks_for(limit - 1)
+        num_blocks = self._kv_cache_manager.most_blocks(limit - 1)
         if num_blocks > self._config.num_blocks:
             return m.Failure(
                 400,
@@ -220,9 +220,9 @@ class RequestStates:
         for request_id in lost:
             self._drop(request_id)
 
-    def executor_lost(self, *, keeps_swap: bool, has_crashed: bool) -> None:
+    def executor_lost(self, loss: ExecutorLoss) -> None:
         """The executor has died. Requests that have killed it again and again fail."""
-        for request in self._lifecycle.executor_lost(keeps_swap=keeps_swap, has_crashed=has_crashed):
+        for request in self._lifecycle.executor_lost(loss):
             for sequence in list(request.open_sequences.values()):
                 sequence.error = EXECUTOR_DIED
                 self._lifecycle.finish(sequence, Finish.ERROR)

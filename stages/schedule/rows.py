@@ -11,6 +11,7 @@ from bisect import bisect_left, insort
 import numpy as np
 
 from pipeline.stages.schedule.arrays import Int32s, Int64s
+from pipeline.stages.schedule.kv_cache.tables import BlockTable
 from pipeline.stages.schedule.request import NO_ROW, Order, Sequence
 
 NEVER_REGISTERED = np.iinfo(np.int64).max
@@ -20,7 +21,8 @@ NEVER_REGISTERED = np.iinfo(np.int64).max
 class RowTracker:
     """A table of `max_num_seqs` rows; row r is row r of the executor."""
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int = 1) -> None:
+        """`num_groups` is the number of KV groups: each has a block table."""
         self.known: Int64s = np.zeros(max_num_seqs, np.int64)
         """Settled ids, prompt and output."""
         self.planned: Int64s = np.zeros(max_num_seqs, np.int64)
@@ -36,7 +38,12 @@ class RowTracker:
         self.sent: Int64s = np.zeros(max_num_seqs, np.int64)
         self.num_prompt: Int64s = np.zeros(max_num_seqs, np.int64)
         self.num_given: Int64s = np.zeros(max_num_seqs, np.int64)
-        self.num_blocks: Int64s = np.zeros(max_num_seqs, np.int64)
+        self.block_ends: Int64s = np.zeros((num_groups, max_num_seqs), np.int64)
+        """The end of each row's block table, for each KV group."""
+        self.block_firsts: Int64s = np.zeros((num_groups, max_num_seqs), np.int64)
+        """The first place in the table with a block; those before were released or never needed."""
+        self.num_blocks: Int64s = self.block_ends[0] if num_groups == 1 else np.zeros(max_num_seqs, np.int64)
+        """Places that the tables of all groups have: the least end."""
         self.num_registered: Int64s = np.zeros(max_num_seqs, np.int64)
         """Blocks, counted from the first, that were added to the prefix cache."""
         self.num_offloaded: Int64s = np.zeros(max_num_seqs, np.int64)
@@ -51,7 +58,8 @@ class RowTracker:
         self.generation = np.zeros(max_num_seqs, np.uint32)
         self.active = np.zeros(max_num_seqs, np.bool_)
         self.ids: Int32s = np.zeros((max_num_seqs, max_model_len), np.int32)
-        self.table: Int32s = np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32)
+        self.tables: Int32s = np.zeros((num_groups, max_num_seqs, -(-max_model_len // block_size)), np.int32)
+        """By KV group: the block tables, [rows, places] each."""
         self.record_bytes: Int64s = np.zeros(max_num_seqs, np.int64)
         """Bytes of the record of each sampled id; 0 in rows without records."""
         self.prompt_record_bytes: Int64s = np.zeros(max_num_seqs, np.int64)
@@ -84,11 +92,16 @@ class RowTracker:
         return self._order
 
     def start(
-        self, sequence: Sequence, blocks: list[int], num_computed: int, num_registered: int, long_prompt_tokens: int
+        self,
+        sequence: Sequence,
+        tables: list[BlockTable],
+        num_computed: int,
+        num_registered: int,
+        long_prompt_tokens: int,
     ) -> int:
-        """Move a sequence into a row and return the row. The KV of its first `num_computed` positions is in `blocks`;
-        the first `num_registered` blocks are in the prefix cache already. The sequence is long if it has more than
-        `long_prompt_tokens` to compute."""
+        """Move a sequence into a row and return the row. The KV of its first `num_computed` positions is in the blocks
+        of its `tables`, one for each KV group; the blocks at the first `num_registered` places are in the prefix cache
+        already. The sequence is long if it has more than `long_prompt_tokens` to compute."""
         row = self._free.pop()
         known = len(sequence.ids)
         self.known[row] = known
@@ -102,7 +115,10 @@ class RowTracker:
         self.sent[row] = known  # the output buffer has the ids of waiting sequences
         self.num_prompt[row] = len(sequence.request.prompt)
         self.num_given[row] = sequence.num_given
-        self.num_blocks[row] = len(blocks)
+        for group, table in enumerate(tables):
+            self.block_firsts[group, row], self.block_ends[group, row] = table.first, table.end
+            self.tables[group, row, table.first : table.end] = table.blocks
+        self.num_blocks[row] = min(table.end for table in tables)
         self.num_registered[row] = num_registered
         self.num_offloaded[row] = 0
         self.seq[row] = sequence.seq
@@ -110,7 +126,6 @@ class RowTracker:
         self.generation[row] += 1
         self.active[row] = True
         self.ids[row, :known] = sequence.ids
-        self.table[row, : len(blocks)] = blocks
         self.record_bytes[row] = sequence.request.record_bytes
         self.prompt_record_bytes[row] = sequence.prompt_record_bytes
         self.num_recorded += sequence.is_recorded
@@ -131,7 +146,8 @@ class RowTracker:
         sequence.ids = self.ids[row, : self.known[row]].copy()
         self.num_recorded -= sequence.is_recorded
         sequence.row = NO_ROW
-        blocks: list[int] = self.table[row, : self.num_blocks[row]][::-1].tolist()
+        blocks = self.blocks_of(row)
+        blocks.reverse()
         self.sequences[row] = None
         self.active[row] = False
         del self._by_age[bisect_left(self._by_age, (sequence.order, row))]
@@ -142,10 +158,14 @@ class RowTracker:
         return sequence, blocks
 
     def blocks_of(self, row: int) -> list[int]:
-        """A row's block table, the head first."""
-        blocks: list[int] = self.table[row, : self.num_blocks[row]].tolist()
+        """A row's blocks, of one KV group after the other, the head first."""
+        blocks: list[int] = []
+        for group, table in enumerate(self.tables):
+            blocks += table[row, self.block_firsts[group, row] : self.block_ends[group, row]].tolist()
         return blocks
 
-    def append_block(self, row: int, block: int) -> None:
-        self.table[row, self.num_blocks[row]] = block
-        self.num_blocks[row] += 1
+    def append_block(self, group: int, row: int, block: int) -> None:
+        """Append a block to the table of a KV group. The caller sets `num_blocks` if there are several groups."""
+        place = self.block_ends[group, row]
+        self.tables[group, row, place] = block
+        self.block_ends[group, row] = place + 1

@@ -10,7 +10,6 @@ It neither sends nor receives; stage.py does. It holds no tensor and imports no 
 """
 
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -22,7 +21,8 @@ from pipeline.runtime.black_box import CRUMB_BYTES, Breadcrumb
 from pipeline.runtime.topology import EXECUTE
 from pipeline.shm.arrays import Array
 from pipeline.stages.schedule.arrays import Put, PutFor, Take
-from pipeline.stages.schedule.kv_cache.manager import KVCacheManager
+from pipeline.stages.schedule.kv_cache.block_index import NO_MEMORY, IndexMemory
+from pipeline.stages.schedule.kv_cache.manager import ExecutorLoss, KVCacheManager
 from pipeline.stages.schedule.lifecycle import SequenceLifecycle
 from pipeline.stages.schedule.metrics import ScheduleMetrics
 from pipeline.stages.schedule.output_buffer import OutputBuffer
@@ -62,8 +62,9 @@ class Scheduler:
         take: Take = from_inline,
         num_detokenize: int = 1,
         max_detokenize: int = 1,
-        index_memory: memoryview | None = None,
-        observe: Callable[[bytes], bytes] = bytes,
+        kv_index: IndexMemory = NO_MEMORY,
+        swap_index: IndexMemory = NO_MEMORY,
+        executor: int = 1,
         breadcrumb: Breadcrumb | None = None,
     ) -> None:
         put_step = put_for(EXECUTE)
@@ -77,8 +78,10 @@ class Scheduler:
         self.config = config
         self.metrics = ScheduleMetrics()
         self.cost_model = StepCostModel()
-        self.rows = rows = RowTracker(config.max_num_seqs, config.max_model_len, config.block_size)
-        self.kv_cache_manager = manager = KVCacheManager(config, rows, index_memory, observe)
+        self.rows = rows = RowTracker(
+            config.max_num_seqs, config.max_model_len, config.block_size, len(config.kv_groups)
+        )
+        self.kv_cache_manager = manager = KVCacheManager(config, rows, kv_index, swap_index, executor)
         self.output_buffer = output_buffer = OutputBuffer(rows, put_output)
         costs = PreemptionCosts(config.preemption, rows, self.cost_model, manager, config.block_size)
         self.lifecycle = lifecycle = SequenceLifecycle(
@@ -124,10 +127,9 @@ class Scheduler:
         """Drop a request that the gateway has closed, and end its open sequences."""
         self._request_table.close(message)
 
-    def executor_lost(self, *, keeps_swap: bool = True, has_crashed: bool = True) -> None:
-        """The executor has died: plan again what it had computed. What was settled stays, and so does what is in swap
-        space if `keeps_swap`. Only if it `has_crashed`, requests are suspected of it."""
-        self._request_table.executor_lost(keeps_swap=keeps_swap, has_crashed=has_crashed)
+    def executor_lost(self, loss: ExecutorLoss) -> None:
+        """The executor has died: plan again what it had computed. What was settled stays."""
+        self._request_table.executor_lost(loss)
 
     def gateway_lost(self, gateway: int) -> None:
         """A gateway has died: drop its requests."""
@@ -197,7 +199,7 @@ class Scheduler:
         return (
             not (lifecycle.waiting or lifecycle.swapped or lifecycle.quarantine.is_active)
             and not lifecycle.parallel_samples.any_running
-            and self.kv_cache_manager.pool.num_available >= len(rows)
+            and self.kv_cache_manager.windows.are_enough(len(rows))
             and rows.num_changes == self.in_flight[0].num_changes
             and self.in_flight[0].has_drafts is None
             and not result.errors
@@ -257,7 +259,7 @@ class Scheduler:
 
     def counts(self) -> ScheduleCounts:
         """`load` and the histograms."""
-        metrics = self.metrics
+        metrics, windows = self.metrics, self.kv_cache_manager.windows
         return ScheduleCounts(
             **msgspec.structs.asdict(self.load()),
             queue_s=metrics.queue_s.counts(),
@@ -269,6 +271,7 @@ class Scheduler:
             settle_s=metrics.settle_s,
             plan_wait_s=metrics.plan_wait_s(),
             gaps=metrics.gaps(),
+            kv_groups=[] if windows.is_plain else windows.counts(),
             speculation=self.speculation.counts(),
         )
 

@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 
 from pipeline.config.settings import PolicyName, ScheduleSettings, SpeculativeSettings
+from pipeline.runtime.kv_groups import FULL, KVGroup
 from pipeline.runtime.messages import ExecuteFacts
 
 PreemptionMode = Literal["auto", "swap", "recompute"]
@@ -43,6 +44,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     """The same for all rows of a step together."""
     adaptive_speculation: bool = True
     """Whether rows for which speculation does not pay get fewer proposals or none."""
+    kv_groups: tuple[KVGroup, ...] = (FULL,)
+    """Groups of layers with block tables of their own; full attention first."""
+
+    @property
+    def max_chunk(self) -> int:
+        """Positions of a sequence that a step computes at most."""
+        return max(self.max_num_batched_tokens, self.max_num_prefill_tokens)
 
     @classmethod
     def of(
@@ -71,4 +79,5 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
             num_speculative_tokens=facts.num_speculative_tokens,
             max_num_drafts=facts.max_num_drafts,
             adaptive_speculation=speculative.adaptive,
+            kv_groups=tuple(facts.kv_groups) or (FULL,),
         )

@@ -23,6 +23,8 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.event_log import EventLog
 from pipeline.runtime.stage import Stage
 from pipeline.runtime.tracing import Args
+from pipeline.stages.schedule.kv_cache.block_index import IndexMemory
+from pipeline.stages.schedule.kv_cache.manager import ExecutorLoss
 from pipeline.stages.schedule.policies.depth_tuner import DEPTHS, GPU_DEPTHS, DepthTuner
 from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
@@ -119,8 +121,9 @@ class ScheduleStage:
             take=stage.arrays.take,
             num_detokenize=topology.num_replicas(stage.settings, "detokenize"),
             max_detokenize=len(self._detokenize),
-            index_memory=stage.memory(topology.OFFLOAD_INDEX),
-            observe=partial(stage.replay_context.observe, "offloaded", 0),
+            kv_index=self._index(topology.KV_INDEX, "cached"),
+            swap_index=self._index(topology.OFFLOAD_INDEX, "offloaded"),
+            executor=stage.launch.incarnations.get(topology.EXECUTE, 1),
             breadcrumb=stage.breadcrumb,
         )
         self._incarnations = dict(stage.launch.incarnations)
@@ -130,6 +133,10 @@ class ScheduleStage:
         """Openings to send, for each replica of detokenize."""
         self._stopped = False
         self._preemption_log = EventLog(stage.log, "preempted sequences")
+
+    def _index(self, segment: str, name: str) -> IndexMemory:
+        """`name` is that of its entries in a recording."""
+        return IndexMemory(self._stage.memory(segment), partial(self._stage.replay_context.observe, name, 0))
 
     def loop(self, early: list[m.ScheduleInbox]) -> None:
         """Handle the messages that came before `Start`, then new ones, until `Stop`."""
@@ -195,7 +202,8 @@ class ScheduleStage:
         match stage:
             case "execute":
                 keeps_swap = not message.has_other_settings
-                self._scheduler.executor_lost(keeps_swap=keeps_swap, has_crashed=message.has_crashed)
+                loss = ExecutorLoss(message.incarnation, keeps_swap=keeps_swap, has_crashed=message.has_crashed)
+                self._scheduler.executor_lost(loss)
                 self._were_due.clear()
             case "detokenize":
                 self._detokenize_restarted(int(replica), message)

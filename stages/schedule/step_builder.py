@@ -6,6 +6,7 @@ from pipeline.runtime import messages as m
 from pipeline.shm.arrays import Array
 from pipeline.stages.schedule.arrays import Bools, Int64s, Put
 from pipeline.stages.schedule.kv_cache.swap import BlockCopies
+from pipeline.stages.schedule.kv_cache.windows import AppendedBlocks
 from pipeline.stages.schedule.logprob_records import expect_logprobs
 from pipeline.stages.schedule.metrics import ScheduleMetrics
 from pipeline.stages.schedule.policies.budget import StepCostInputs
@@ -43,13 +44,13 @@ class StepBuilder:
     def build(
         self,
         entries: list[StepEntries],
-        appended: list[tuple[int, int]],
+        appended: AppendedBlocks,
         adds: list[m.RowAdd],
         shape: StepCostInputs,
         drafts: Int64s | None = None,
     ) -> m.Step:
-        """Build the message, decoding rows first. `appended` are (row, block) pairs, `shape` is what was granted,
-        `drafts` the ids that may be proposed for each of the first `entries`."""
+        """Build the message, decoding rows first. `shape` is what was granted, `drafts` the ids that may be proposed
+        for each of the first `entries`."""
         computed = joined(entries)
         if drafts is not None:
             drafts = np.concatenate((drafts, np.zeros(len(computed.rows) - len(drafts), np.int64)))
@@ -65,14 +66,15 @@ class StepBuilder:
             step_id=step_id,
             drops=self._put_list(self._in_flight.take_dropped_rows()),
             adds=adds,
-            block_rows=self._put_list([row for row, _ in appended]),
-            block_ids=self._put_list([block for _, block in appended]),
+            block_rows=self._put_list(appended.rows),
+            block_ids=self._put_list(appended.blocks),
             rows=put(computed.rows.astype(np.int32)),
             starts=put(computed.starts.astype(np.int32)),
             counts=put(computed.counts.astype(np.int32)),
             samples=put(computed.samples.view(np.uint8)),
             copy_sources=self._put_list(sources),
             copy_targets=self._put_list(targets),
+            block_groups=put(np.array(appended.groups, np.uint8)) if any(appended.groups) else b"",
             drafts=b"" if drafts is None else put(drafts.astype(np.int32)),
         )
 

@@ -395,6 +395,24 @@ def test_one_bad_row_among_many_fails() -> None:
     assert finding.difference < finding.allowed and finding.worst > finding.allowed_worst and not finding.passed
 
 
+def test_some_rows_may_have_other_experts_in_a_mixture() -> None:
+    """But most must not differ more than in transformers, and none as much as unrelated logits or NaNs."""
+    ours, theirs = sides(exact=False)
+    ours.chooses_experts = True
+    for first in range(10, 20):
+        ours.made.append(ComputedCase("whole", (first,), theirs.logits[1, 2, 3]))
+        theirs.logits[first,], theirs.bfloat16[first,] = theirs.logits[1, 2, 3], theirs.bfloat16[1, 2, 3]
+    changed = theirs.logits[1, 2, 3] + 0.1 * np.float32(np.arange(100) % 7)
+    ours.made[-1] = ComputedCase("whole", (19,), changed)
+    assert judge(PLAN, ours, theirs)[0].passed
+    for row in (theirs.logits[1, 2, 3][::-1] * 2, np.full(100, np.nan, np.float32)):
+        ours.made[-1] = ComputedCase("whole", (19,), row)
+        assert not judge(PLAN, ours, theirs)[0].passed
+    for i in range(6):
+        ours.made[-1 - i] = ComputedCase("whole", (19 - i,), changed)
+    assert not judge(PLAN, ours, theirs)[0].passed
+
+
 def test_a_text_may_differ_only_where_transformers_is_undecided() -> None:
     (finding,) = judge(PLAN, *sides(text=8))
     assert finding.passed and (finding.num_same, finding.num_undecided) == (0, 1)

@@ -233,6 +233,7 @@ VLLM_OPTIONS = {
     "--device=cuda": ("execute.device", "cuda"),
     "--download-dir=/a": ("cache_dir", "/a"),
     "--dtype=float": ("execute.dtype", "float32"),
+    "--disable-hybrid-kv-cache-manager": ("execute.kv_groups", False),
     "--enable-prefix-caching": ("schedule.prefix_caching", True),
     "--enable-per-request-metrics": ("gateway.per_request_metrics", True),
     "--generation-config=folder": ("generation_config", "folder"),

@@ -12,6 +12,7 @@ from pipeline.metrics import exposition
 from pipeline.metrics.batch_size_buckets import BATCH_SIZE_BUCKETS, bucket_of
 from pipeline.metrics.stats import (
     EdgeCounts,
+    KVGroupCounts,
     OwnCounts,
     ScheduleCounts,
     ServerStats,
@@ -33,7 +34,7 @@ def stage(name: str, own: OwnCounts | None, state: str = "ready", age_s: float =
     return StageStats(name, 77, state, 0, 10.0, 4096, 2.5, 3, counts, age_s)
 
 
-def schedule(**more: int) -> ScheduleCounts:
+def schedule(**more: Any) -> ScheduleCounts:
     counting = ScheduleMetrics()
     counting.step_tokens.observe(20)
     counting.observe_step(3, 3, wait_s=0.0003, step_s=0.004)
@@ -198,6 +199,14 @@ def test_swapping_and_forks_are_counted() -> None:
     assert value(samples, "pipeline_schedule_forks_total", stage="schedule.0") == 5
     assert value(samples, "pipeline_schedule_blocks_offloaded_total", stage="schedule.0") == 30
     assert value(samples, "pipeline_schedule_blocks_restored_total", stage="schedule.0") == 20
+
+
+def test_blocks_are_counted_by_kv_group() -> None:
+    groups = [KVGroupCounts(0, 40), KVGroupCounts(512, 33), KVGroupCounts(512, 32)]
+    samples = read(server(stage("schedule.0", msgspec.structs.replace(schedule(), kv_groups=groups))))
+    for index, group in enumerate(groups):
+        labels = {"stage": "schedule.0", "group": str(index), "window": str(group.window)}
+        assert value(samples, "pipeline_kv_group_blocks", **labels) == group.num_blocks
 
 
 def test_open_tokens_are_shown_with_their_limit() -> None:

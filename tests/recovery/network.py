@@ -18,15 +18,16 @@ from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.arrays import Arrays
 from pipeline.runtime.black_box import CRUMB_BYTES, Breadcrumb
-from pipeline.runtime.channels import Inbox, Outbox
+from pipeline.runtime.channels import Inbox
 from pipeline.runtime.control_requests import ControlRequests
 from pipeline.runtime.memories import Memories
+from pipeline.runtime.outbox import Outbox
 from pipeline.runtime.replay_context import ReplayContext
 from pipeline.runtime.stage import Stage
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.runtime.tracing import Tracer
 
-OFFLOAD_INDEX_BYTES = 4096
+INDEX_BYTES = 4096
 ARENA_BYTES = 16 * 1024
 """So small that some arrays find no room and are sent inline."""
 CLOCK_STEP_S = 0.0001
@@ -62,8 +63,10 @@ class Network:
         """How often an edge that may be full refuses a message."""
         self.segments: dict[str, memoryview] = {}
         """The newest one of each process that has an arena."""
-        self.offload_index = memoryview(bytearray(OFFLOAD_INDEX_BYTES))
-        """The supervisor's; it outlives each scheduler."""
+        self.indices = {
+            name: memoryview(bytearray(INDEX_BYTES)) for name in (topology.KV_INDEX, topology.OFFLOAD_INDEX)
+        }
+        """The supervisor's; they outlive each scheduler."""
         self._encoder = msgspec.msgpack.Encoder()
 
     def open(self, name: str) -> None:
@@ -281,7 +284,8 @@ class ModelStage(Stage[Any]):
         for owner in [owner for each in row.reads for owner in topology.among(names, each)] + [name] * row.has_arena:
             self._memories.add(owner, network.segments[owner], network.incarnations[owner])
         if stage == "schedule":
-            self._memories.add(topology.OFFLOAD_INDEX, network.offload_index)
+            for index, memory in network.indices.items():
+                self._memories.add(index, memory)
         self.arrays = Arrays(self._memories, name, incarnation)
 
     def _renew(self, message: m.PeerRestarted) -> None:

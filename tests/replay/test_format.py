@@ -19,8 +19,9 @@ from pipeline.replay.arrays import copies, refs
 from pipeline.replay.compare import compare
 from pipeline.replay.recorder import FileWriter, RecordingContext
 from pipeline.runtime import messages as m
-from pipeline.runtime.channels import Inbox, Outbox, address_of
+from pipeline.runtime.channels import Inbox, address_of
 from pipeline.runtime.memories import Memories
+from pipeline.runtime.outbox import Outbox
 from pipeline.shm.arrays import ShmRef
 
 LOG = logging.getLogger("test")

@@ -18,7 +18,8 @@ import zmq
 
 from pipeline.runtime import messages as m
 from pipeline.runtime.async_inbox import AsyncInbox
-from pipeline.runtime.channels import INBOX_BOUND, Inbox, MessageDecoder, Outbox, address_of
+from pipeline.runtime.channels import INBOX_BOUND, Inbox, MessageDecoder, address_of
+from pipeline.runtime.outbox import Outbox
 
 PATIENCE_S = 30.0
 _numbers = itertools.count()

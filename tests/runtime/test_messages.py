@@ -13,6 +13,7 @@ from pipeline.config.settings import Settings
 from pipeline.metrics.stats import EdgeCounts, ExecuteCounts, ServerStats, StageCounts, StageStats
 from pipeline.runtime import messages as m
 from pipeline.runtime.channels import CONTROL_REQUESTS, MessageDecoder
+from pipeline.runtime.kv_groups import KVGroup
 from pipeline.shm.arrays import ShmRef
 
 SNAPSHOT = Path(__file__).parents[1] / "data" / "wire.json"
@@ -128,6 +129,7 @@ SAMPLES: dict[str, msgspec.Struct] = {
     "envelope": m.Envelope("ingest.0", 3),
     "start": m.Start(m.ExecuteFacts(100, 16, 2048, 49152)),
     "start with formats": m.Start(m.ExecuteFacts(100, 16, 2048, 49152, weight_formats="q4_1+q8_0", kv_dtype="int8")),
+    "start with groups": m.Start(m.ExecuteFacts(100, 16, 2048, 49152, kv_groups=[KVGroup(0, 3), KVGroup(512, 3)])),
     "start with swap space": m.Start(m.ExecuteFacts(100, 16, 2048, 49152, 50)),
     "ping": m.Ping(5),
     "stop": m.Stop(),
@@ -301,6 +303,19 @@ SAMPLES: dict[str, msgspec.Struct] = {
         b"\x01\x00",
         IDS,
         REF,
+    ),
+    "step with groups": m.Step(
+        1,
+        7,
+        IDS,
+        [m.RowAdd(3, 4, 1, REF, 5, IDS, packed(OPTIONS), group_blocks=[REF, IDS], first_blocks=[0, 3, 3])],
+        IDS,
+        IDS,
+        REF,
+        IDS,
+        IDS,
+        b"\x01\x00",
+        block_groups=b"\x00\x02",
     ),
     "step_result": m.StepResult(1, 7, IDS, IDS, REF, b"\x00\x01", 0.25, 0.5),
     "step_result with drafts": m.StepResult(

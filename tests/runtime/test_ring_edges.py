@@ -13,7 +13,8 @@ import zmq
 
 from pipeline.runtime import channels
 from pipeline.runtime import messages as m
-from pipeline.runtime.channels import Inbox, Outbox, address_of
+from pipeline.runtime.channels import Inbox, address_of
+from pipeline.runtime.outbox import Outbox
 from pipeline.runtime.ring_edge import RingEdge
 from pipeline.shm.ring import POSITION_BYTES, RESERVED_BYTES, RingReader, RingWriter
 

@@ -241,7 +241,8 @@ def test_schedule_learns_whether_the_settings_of_the_executor_have_changed() -> 
         resources.close()
 
 
-def test_the_index_of_swap_space_outlives_a_scheduler() -> None:
+@pytest.mark.parametrize(("name", "size"), [(topology.OFFLOAD_INDEX, 2**21), (topology.KV_INDEX, 2**24)])
+def test_an_index_of_blocks_outlives_a_scheduler(name: str, size: int) -> None:
     settings = Settings(execute=ExecuteSettings(swap_bytes=2**26))
     resources = SharedResources(settings, [], [], None)
     try:
@@ -250,10 +251,10 @@ def test_the_index_of_swap_space_outlives_a_scheduler() -> None:
         segments = []
         for _ in range(2):
             launch = resources.launch("schedule", "", [])
-            segments += [one for one in launch.segments if one.name == topology.OFFLOAD_INDEX]
+            segments += [one for one in launch.segments if one.name == name]
             resources.renew("schedule.0")
-        assert segments == [m.Segment(topology.OFFLOAD_INDEX, segments[0].fd, 2**21, True)] * 2
-        assert os.fstat(segments[0].fd).st_size == 2**21 and os.fstat(segments[0].fd).st_blocks == 0
-        assert topology.OFFLOAD_INDEX not in [one.name for one in resources.launch("execute", "", []).segments]
+        assert segments == [m.Segment(name, segments[0].fd, size, True)] * 2
+        assert os.fstat(segments[0].fd).st_size == size and os.fstat(segments[0].fd).st_blocks == 0
+        assert name not in [one.name for one in resources.launch("execute", "", []).segments]
     finally:
         resources.close()

@@ -13,7 +13,7 @@ from pipeline.config.by_device import CPU_KV_BYTES
 from pipeline.config.settings import DetokenizeSettings, ExecuteSettings, GatewaySettings, Settings
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
-from pipeline.runtime.channels import Outbox
+from pipeline.runtime.outbox import Outbox
 from pipeline.runtime.run_mode import RunMode
 from pipeline.shm import segment
 from pipeline.supervisor.health import HealthChecks, HealthRound
@@ -247,10 +247,8 @@ def listener() -> Iterator[socket.socket]:
 def test_swap_space_belongs_to_the_executor_and_is_freed(listener: socket.socket) -> None:
     supervisor = supervisor_with(SWAP_BYTES, listener)
     supervisor._reserve_swap()
-    for row in topology.TOPOLOGY:
-        supervisor._resources.segments[f"{row.name}.0"] = m.Segment(
-            f"{row.name}.0", os.dup(listener.fileno()), 65536, False
-        )
+    for name in [*(f"{row.name}.0" for row in topology.TOPOLOGY), topology.KV_INDEX, topology.OFFLOAD_INDEX]:
+        supervisor._resources.segments[name] = m.Segment(name, os.dup(listener.fileno()), 65536, False)
     for row in topology.TOPOLOGY:
         given = [
             one for one in supervisor._resources.launch(row.name, row.entry, []).segments if one.name == topology.SWAP
@@ -271,7 +269,8 @@ def test_without_swap_bytes_there_is_no_segment(listener: socket.socket) -> None
     supervisor = supervisor_with(0, listener)
     supervisor._reserve_swap()
     assert supervisor._is_swap_reserved() and topology.SWAP not in supervisor._resources.segments
-    assert topology.private_segments(Settings(), "execute") == topology.private_segments(Settings(), "schedule") == {}
+    assert topology.private_segments(Settings(), "execute") == {}
+    assert topology.OFFLOAD_INDEX not in topology.private_segments(Settings(), "schedule")
     supervisor.close()
 
 

@@ -44,6 +44,8 @@ class Ours:
     made: list[ComputedCase] = field(default_factory=list)
     texts: dict[str, list[list[int]]] = field(default_factory=dict)
     """Greedy output of each prompt, by the way it was computed."""
+    chooses_experts: bool = False
+    """Whether the model has a mixture of experts, so that rounding errors may change who computes a token."""
 
 
 @dataclass(slots=True)

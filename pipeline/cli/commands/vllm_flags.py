@@ -16,6 +16,7 @@ AS_SETTINGS = {
     "--api-server-count": "gateway.replicas=N",
     "--async-scheduling": "schedule.max_steps_in_flight=2",
     "--device": "execute.device=NAME",
+    "--disable-hybrid-kv-cache-manager": "execute.kv_groups=false",
     "--download-dir": "cache_dir=FOLDER",
     "--dtype": "execute.dtype=NAME",
     "--enable-per-request-metrics": "gateway.per_request_metrics=true",

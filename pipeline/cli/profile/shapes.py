@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pipeline.runtime.model_folder import Architecture, ModelConfig, Rope
+from pipeline.runtime.model_folder import Architecture, Experts, ModelConfig, Rope
 
 
 def shape(
@@ -192,10 +192,25 @@ _COMMAND_R7B = shape(
     sliding_layers=[i for i in range(32) if (i + 1) % 4],
     layers_without_rope=list(range(3, 32, 4)),
 )
+# Qwen3-30B-A3B with half as many experts, narrower, and with fewer layers and tokens.
+_MOE_3B = shape(
+    "moe-3b-a0.6b",
+    "qwen3_moe",
+    layers=20,
+    hidden=1536,
+    intermediate=512,
+    heads=(16, 4, 128),
+    vocab=65536,
+    max_position=40960,
+    rope_theta=1e6,
+    rms_norm_eps=1e-6,
+    qk_norm=True,
+    experts=Experts(num=64, num_per_token=8, intermediate_size=512, normalized=True),
+)
 SHAPES = {
     config.name: config
     for config in (
         *(_SMOLLM2_135M, _QWEN2_05B, _QWEN3_06B, _GEMMA3_1B, _PHI4_MINI, _SMOLLM3_3B, _OLMO2_1B, _GRANITE_2B),
-        *(_PYTHIA_1B, _COMMAND_R7B),
+        *(_PYTHIA_1B, _COMMAND_R7B, _MOE_3B),
     )
 }

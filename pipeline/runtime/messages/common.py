@@ -4,6 +4,8 @@ from enum import IntEnum
 
 import msgspec
 
+from pipeline.runtime.kv_groups import KVGroup
+
 
 class Message(msgspec.Struct, array_like=True, frozen=True, tag_field="kind"):
     """Base of all messages. Subclasses give a tag."""
@@ -119,6 +121,8 @@ class ExecuteFacts(msgspec.Struct, array_like=True, frozen=True):
     """Formats of the weight matrices, such as `q4_1+q8_0` or `bf16`."""
     kv_dtype: str = ""
     """The type of the KV cache: `bfloat16`, `float32` or `int8`."""
+    kv_groups: list[KVGroup] = []
+    """Groups of layers with block tables of their own; empty for one that keeps all positions."""
     num_speculative_tokens: int = 0
     """Ids that it can propose for a row and verify in one step; 0 without speculative decoding."""
     max_num_drafts: int = 0

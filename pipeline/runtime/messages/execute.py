@@ -27,6 +27,11 @@ class RowAdd(msgspec.Struct, array_like=True, frozen=True):
     fork_of: int = -1
     """A running row of the same request with the same first `num_prompt` ids: `ids` then has only those that
     follow."""
+    group_blocks: list[Array] = []
+    """int32; the block tables of the KV groups after the first; `blocks` is that of the first"""
+    first_blocks: list[int] = []
+    """For each KV group, the place of the first block in its table: no step reads those before it. Empty: 0 for
+    all."""
 
 
 class Step(Message, frozen=True, tag="step"):
@@ -63,6 +68,8 @@ class Step(Message, frozen=True, tag="step"):
     """int32; parallel with `copy_targets`"""
     copy_targets: Array = b""
     """int32"""
+    block_groups: Array = b""
+    """uint8; parallel with `block_ids`: their KV groups; empty: the first for all"""
     drafts: Array = b""
     """int32, parallel with `rows`: how many ids the executor may propose for the row and verify in this step. Only
     entries of one position that sample have any. The row's blocks hold the positions of the proposed ids, and no later

@@ -38,6 +38,7 @@ class CallObject:
         self._bare_names = bare_names
         self._raw: list[str] = []
         self._name: str | None = None
+        self._id = ""
         self._key = ""
         self._span: JsonSpan | None = None
         self._value: list[str] = []
@@ -50,10 +51,10 @@ class CallObject:
         self._read: Callable[[str, int, list[Event]], int] = self._start
 
     @classmethod
-    def of_arguments(cls, index: int, name: str) -> "CallObject":
-        """A call whose name precedes the object: the object holds the arguments."""
+    def of_arguments(cls, index: int, name: str, call_id: str = "") -> "CallObject":
+        """A call whose name, and perhaps id, precede the object: the object holds the arguments."""
         call = cls(index)
-        call._name = name
+        call._name, call._id = name, call_id
         call._read = call._bare_arguments
         return call
 
@@ -196,7 +197,7 @@ class CallObject:
         assert self._name is not None
         self.has_begun = True
         self._raw.clear()
-        out.append(CallBegun(self._index, self._name))
+        out.append(CallBegun(self._index, self._name, self._id))
         if self._arguments is not None:
             out.append(Arguments(self._index, self._arguments))
 

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 
 from pipeline.text.formats.call_object import SPACE, CallObject, ObjectState
-from pipeline.text.formats.events import Content, Event
+from pipeline.text.formats.events import Arguments, CallBegun, CallEnded, Content, Event
 from pipeline.text.formats.marks import Marks
 
 Read = Callable[[str, int, list[Event]], int]
@@ -35,6 +35,8 @@ class CallParser(ABC):
         self._follows_call = False
         self._object = CallObject(0)
         self._num_calls = 0
+        self._is_converting = False
+        """In a call that the format itself converts to JSON, instead of a `CallObject`."""
 
     def push(self, text: str) -> list[Event]:
         """Add text. Returns the events that are now certain."""
@@ -52,6 +54,8 @@ class CallParser(ABC):
         if self._read == self._after_call:
             self._candidate.clear()
             rest = ""
+        if self._is_converting:
+            return out
         if not self._object.has_begun:
             rest = "".join(self._candidate) + self._object.raw + rest
         self._content(rest, out)
@@ -109,6 +113,27 @@ class CallParser(ABC):
             return at + 1
         self._no_call(out)
         return at
+
+    def _begin_call(self, name: str, out: list[Event]) -> None:
+        """Begin a call whose arguments the format converts to JSON. From here on, its text is no content."""
+        self._is_converting = True
+        self._space.clear()
+        self._candidate.clear()
+        out.append(CallBegun(self._num_calls, name))
+        self._num_calls += 1
+
+    def _write(self, arguments: str, out: list[Event]) -> None:
+        """Emit a piece of the converted arguments."""
+        if arguments:
+            out.append(Arguments(self._num_calls - 1, arguments))
+
+    def _end_call(self, out: list[Event]) -> None:
+        """End a call that `_begin_call` began."""
+        self._is_converting = False
+        self._follows_call = True
+        self._object = CallObject(self._num_calls)
+        out.append(CallEnded(self._num_calls - 1))
+        self._read = self._after_call
 
     def _open(self, call: CallObject) -> None:
         self._object = call

@@ -8,26 +8,68 @@ import msgspec
 
 from pipeline.config.settings import ChatSettings
 from pipeline.text.formats.calls import CallParser, NoCalls
+from pipeline.text.formats.deepseek import DeepSeekV3, DeepSeekV31
 from pipeline.text.formats.events import Content, Event
+from pipeline.text.formats.gemma import FUNCTION_GEMMA, GEMMA4
 from pipeline.text.formats.generic import Generic
+from pipeline.text.formats.glm4 import Glm4
+from pipeline.text.formats.harmony import (
+    ANALYSIS,
+    CHANNEL,
+    COMMENTARY,
+    END,
+    FINAL,
+    MESSAGE,
+    ROLE,
+    START,
+    Harmony,
+    HarmonyParser,
+    Part,
+)
 from pipeline.text.formats.hermes import Hermes
+from pipeline.text.formats.json_list import Granite, Phi4Mini
+from pipeline.text.formats.kimi_k2 import KimiK2
+from pipeline.text.formats.lark import AddedToken, CallRule, LarkBuilder, LarkGrammar
 from pipeline.text.formats.llama3 import Llama3
 from pipeline.text.formats.mistral import Mistral
+from pipeline.text.formats.pythonic import Olmo3, Pythonic
 from pipeline.text.formats.reasoning import FORMATS as REASONING_FORMATS
-from pipeline.text.formats.reasoning import ReasoningFormat, ReasoningParser, ReasoningStage
+from pipeline.text.formats.reasoning import HarmonyReasoning, ReasoningFormat, ReasoningParser, ReasoningStage
 from pipeline.text.formats.specials import SpecialTokenFilter
-from pipeline.text.formats.tool_format import AddedToken, CallRule, LarkBuilder, LarkGrammar, ToolFormat, ToolSpec
+from pipeline.text.formats.tool_format import ToolFormat, ToolSpec
+from pipeline.text.formats.xml_calls import GLM, QWEN, SEED, XmlFormat
 
-TOOL_FORMATS: tuple[ToolFormat, ...] = (Hermes(), Mistral(), Llama3())
+LLAMA3 = Llama3()
+TOOL_FORMATS: tuple[ToolFormat, ...] = (
+    Harmony(),
+    KimiK2(),
+    DeepSeekV3(),
+    DeepSeekV31(),
+    GEMMA4,
+    FUNCTION_GEMMA,
+    XmlFormat("glm45", GLM, ("glm47",), ("<|observation|>", "<|user|>")),
+    XmlFormat("seed_oss", SEED),
+    XmlFormat("qwen3_coder", QWEN, ("qwen3_xml",)),
+    Granite(),
+    Phi4Mini(),
+    Hermes(),
+    Mistral(),
+    LLAMA3,
+    Olmo3(),
+    Pythonic(),
+    Glm4(),
+)
 """The first format that detects a template is used."""
 GENERIC = Generic()
 """The format for chat templates without one."""
-FALLBACK = TOOL_FORMATS[2]
+FALLBACK = LLAMA3
 """The format for required calls if the settings turn formats off. It needs no mark, and a grammar enforces it."""
 TAIL_CHARS = 64
 """The length of the prompt's end that shows whether the prompt opens the reasoning."""
 
 BLANK = r"/\n*/"
+ANY_ARGUMENTS = '{"type": "object"}'
+ANALYSIS_BEGIN = f"{CHANNEL}{ANALYSIS}{MESSAGE}"
 
 _tools = msgspec.json.Decoder(list[ToolSpec])
 
@@ -45,7 +87,7 @@ class ReplyParser:
         self,
         specials: SpecialTokenFilter | None,
         reasoning: ReasoningParser | None,
-        calls: CallParser,
+        calls: CallParser | HarmonyParser,
         *,
         has_content: bool = True,
     ) -> None:
@@ -112,6 +154,12 @@ class ChatFormats(msgspec.Struct, frozen=True):
         return cls(tools, reasoning, template, {token.content: token for token in added})
 
     @property
+    def stops(self) -> list[int]:
+        """Ids of tokens that end a reply in this format."""
+        stops = () if self.tools is None else self.tools.stops
+        return [self.added[mark].id for mark in stops if self._is_special(mark)]
+
+    @property
     def shows_tools(self) -> bool:
         """Whether the chat template shows tools, calls and results, or the text of messages has them."""
         return self.tools is None or self.tools.in_template
@@ -134,8 +182,9 @@ class ChatFormats(msgspec.Struct, frozen=True):
         *,
         shows_specials: bool = False,
     ) -> ReplyParser:
-        """A parser of one reply. `names` are the tools' names. `tail` is at least the last TAIL_CHARS of the prompt's
-        text, or None if it is unknown. With `shows_specials`, special tokens stay in the content."""
+        """A parser of one reply. `names` are the tools' names, perhaps with the schemas of their arguments. `tail` is
+        at least the last TAIL_CHARS of the prompt's text, or None if it is unknown. With `shows_specials`, special
+        tokens stay in the content."""
         tools = self.tools_of(choice)
         marks = self._marks(tools)
         is_filtered = not shows_specials and self.needs_specials(choice)
@@ -145,8 +194,11 @@ class ChatFormats(msgspec.Struct, frozen=True):
             if is_filtered
             else None
         )
-        calls = NoCalls((), hidden) if tools is None else tools.parser(names, hidden)
+        schemas = names if isinstance(names, Mapping) else dict.fromkeys(names, "")
+        calls = NoCalls((), hidden) if tools is None else tools.parser(schemas, hidden)
         has_content = choice not in ("required", "named")
+        if self._is_harmony(tools):
+            return ReplyParser(specials, None, self._harmony(tools, calls, tail), has_content=has_content)
         if self.reasoning is None:
             return ReplyParser(specials, None, calls, has_content=has_content)
         stage = self.reasoning.default_stage if tail is None else self.reasoning.stage_of(tail)
@@ -161,22 +213,72 @@ class ChatFormats(msgspec.Struct, frozen=True):
         lark = LarkBuilder(self.template, self.added)
         return lark.grammar(self._calls(lark, form, name if choice == "named" else None, tools, parallel=parallel))
 
+    def strict_calls(self, tools: str, *, parallel: bool) -> LarkGrammar | None:
+        """The Lark grammar of a reply that may have calls, in which those of strict functions match their schemas. None
+        if there are none, or if the format has no token that shows where a call begins."""
+        form, lark = self.tools, LarkBuilder(self.template, self.added)
+        if form is None or not lark.stands_apart(form.opening):
+            return None
+        functions = [tool.function for tool in _tools.decode(tools)]
+        if not any(one.strict for one in functions):
+            return None
+        schemas = [(one.name, one.schema if one.strict else ANY_ARGUMENTS) for one in functions]
+        calls = form.grammar(
+            lark, [CallRule(name, lark.schema(text), text) for name, text in schemas], parallel=parallel
+        )
+        if not isinstance(form, Harmony):
+            return lark.grammar(f"{lark.text_without(form.opening)} ({calls})?")
+        text = lark.rule(r"/(.|\n)*/")
+        again = f"{text} {lark.mark(END)} {lark.sequence(START, ROLE)}"
+        preambles = (
+            f"({lark.sequence(CHANNEL, COMMENTARY, MESSAGE)} {again} | {lark.sequence(ANALYSIS_BEGIN)} {again})*"
+        )
+        return lark.grammar(f"{preambles} ({calls} | {lark.sequence(CHANNEL, FINAL, MESSAGE)} {text})")
+
     def after_reasoning(self, grammar: str, tail: str) -> str:
         """The grammar of a reply with free reasoning, then an answer that matches `grammar`. `tail` is at least the
         last TAIL_CHARS of the prompt's text."""
         if self.reasoning is None or (stage := self.reasoning.stage_of(tail)) is ReasoningStage.OVER:
             return grammar
         lark = LarkBuilder(self.template, self.added)
-        thought = f"{lark.until(self.reasoning.end)} {lark.rule(BLANK)}"
-        if stage is ReasoningStage.OPTIONAL:
-            thought = f"({lark.mark(self.reasoning.start)} {thought})?"
+        start, end = self.reasoning.pair_of(self.template)
+        thought = f"{lark.until(end)} {lark.rule(BLANK)}"
+        if isinstance(self.reasoning, HarmonyReasoning):
+            again = f"{lark.until(end)} {lark.sequence(START, ROLE)}"
+            thought = f"({lark.sequence(start)} {again})*"
+            if stage is ReasoningStage.OPEN:
+                thought = f"{again} {thought}"
+        elif stage is ReasoningStage.OPTIONAL:
+            thought = f"({lark.sequence(start)} {thought})?"
         return _joined(lark.grammar(f"{thought} @answer").lark(), answer=grammar)
+
+    def as_answer(self, grammar: str) -> str:
+        """The grammar of a reply whose answer matches `grammar`: with what precedes an answer in this format."""
+        if not self._is_harmony(self.tools):
+            return grammar
+        lark = LarkBuilder(self.template, self.added)
+        return _joined(lark.grammar(f"{lark.sequence(CHANNEL, FINAL, MESSAGE)} @text").lark(), text=grammar)
+
+    def _is_harmony(self, tools: ToolFormat | None) -> bool:
+        return isinstance(tools, Harmony) or isinstance(self.reasoning, HarmonyReasoning)
+
+    def _harmony(self, tools: ToolFormat | None, content: CallParser, tail: str | None) -> HarmonyParser:
+        part = Part.HEADER
+        if isinstance(self.reasoning, HarmonyReasoning) and tail is not None:
+            stages = {ReasoningStage.OPEN: Part.REASONING, ReasoningStage.OVER: Part.CONTENT}
+            part = stages.get(self.reasoning.stage_of(tail), part)
+        return HarmonyParser(
+            content,
+            with_calls=isinstance(tools, Harmony),
+            with_reasoning=self.reasoning is not None,
+            part=part,
+        )
 
     def _calls(self, lark: LarkBuilder, form: ToolFormat, name: str | None, tools: str, *, parallel: bool) -> str:
         functions = [tool.function for tool in _tools.decode(tools) if name in (None, tool.function.name)]
         if not functions:
             raise ValueError(f"there is no tool named {name!r}")
-        calls = [CallRule(one.name, lark.schema(one.schema)) for one in functions]
+        calls = [CallRule(one.name, lark.schema(one.schema), one.schema) for one in functions]
         return form.grammar(lark, calls, parallel=parallel and name is None)
 
     def _is_special(self, mark: str) -> bool:
@@ -184,13 +286,13 @@ class ChatFormats(msgspec.Struct, frozen=True):
 
     def _marks(self, tools: ToolFormat | None) -> tuple[str, ...]:
         marks = () if tools is None else tools.marks
-        return marks if self.reasoning is None else (*marks, self.reasoning.start, self.reasoning.end)
+        return marks if self.reasoning is None else (*marks, *self.reasoning.marks)
 
 
 def _chosen(formats: Collection[Any], setting: str, template: str) -> Any:
     """The format that a setting names; with `auto`, the first that detects the template."""
     for one in formats:
-        if one.name == setting or (setting == "auto" and one.detects(template)):
+        if setting in (one.name, *one.aliases) or (setting == "auto" and one.detects(template)):
             return one
     return None
 

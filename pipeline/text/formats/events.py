@@ -17,10 +17,12 @@ class CallBegun(msgspec.Struct, frozen=True):
     index: int
     """The call's number in the reply, from 0."""
     name: str
+    id: str = ""
+    """The call's id, if the model wrote one that it expects back."""
 
 
 class Arguments(msgspec.Struct, frozen=True):
-    """A chunk of the JSON text of a call's arguments, as the model wrote it."""
+    """A chunk of the JSON text of a call's arguments, as the model wrote it, or converted from another syntax."""
 
     index: int
     text: str

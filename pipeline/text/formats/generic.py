@@ -33,6 +33,8 @@ RESPONSE_END = "</tool_response>"
 
 class Generic(Hermes):
     name = "generic"
+    aliases: tuple[str, ...] = ()
+    opening = ""
     in_template = False
 
     def detects(self, template: str) -> bool:

@@ -13,7 +13,8 @@ from collections.abc import Collection
 from pipeline.text.formats.call_object import SPACE
 from pipeline.text.formats.calls import CallParser
 from pipeline.text.formats.events import Event
-from pipeline.text.formats.tool_format import CallRule, LarkBuilder, ToolFormat
+from pipeline.text.formats.lark import CallRule, LarkBuilder
+from pipeline.text.formats.tool_format import ToolFormat
 
 START = "<tool_call>"
 END = "</tool_call>"
@@ -21,6 +22,8 @@ END = "</tool_call>"
 
 class Hermes(ToolFormat):
     name = "hermes"
+    aliases: tuple[str, ...] = ("qwen3_json", "granite4")
+    opening = START
     marks = (START, END)
 
     def detects(self, template: str) -> bool:

@@ -13,7 +13,8 @@ from collections.abc import Collection
 from pipeline.text.formats.call_object import SPACE
 from pipeline.text.formats.calls import CallParser
 from pipeline.text.formats.events import Event
-from pipeline.text.formats.tool_format import CallRule, LarkBuilder, ToolFormat
+from pipeline.text.formats.lark import CallRule, LarkBuilder
+from pipeline.text.formats.tool_format import ToolFormat
 
 START = "<|python_tag|>"
 HEADS = ("<|start_header_id|>", "<|header_start|>")
@@ -22,6 +23,7 @@ HEADS = ("<|start_header_id|>", "<|header_start|>")
 
 class Llama3(ToolFormat):
     name = "llama3"
+    aliases = ("llama3_json", "llama4_json")
     marks = (START,)
 
     def detects(self, template: str) -> bool:

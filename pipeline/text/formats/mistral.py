@@ -13,7 +13,8 @@ from random import Random
 from pipeline.text.formats.call_object import MAX_NAME_CHARS, SPACE, CallObject
 from pipeline.text.formats.calls import CallParser
 from pipeline.text.formats.events import Event
-from pipeline.text.formats.tool_format import CallRule, LarkBuilder, ToolFormat
+from pipeline.text.formats.lark import CallRule, LarkBuilder
+from pipeline.text.formats.tool_format import ToolFormat
 
 START = "[TOOL_CALLS]"
 ARGS = "[ARGS]"
@@ -25,6 +26,7 @@ _ID_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
 class Mistral(ToolFormat):
     name = "mistral"
+    opening = START
     marks = (START, ARGS, CALL_ID)
 
     def detects(self, template: str) -> bool:

@@ -14,10 +14,15 @@ from enum import Enum
 
 import msgspec
 
+from pipeline.text.formats import harmony
 from pipeline.text.formats.events import Event, Reasoning
+from pipeline.text.formats.kimi_k2 import MARKS as KIMI_MARKS
 from pipeline.text.formats.marks import Marks
+from pipeline.text.formats.specials import SpecialTokenFilter
+from pipeline.text.formats.text_scan import starts_with
 
 LINE = "\n"
+KIMI_CALLS = KIMI_MARKS.section
 SPACE = " \t\r\n"
 
 
@@ -36,10 +41,34 @@ class ReasoningFormat(msgspec.Struct, frozen=True):
     end: str
     default_stage: ReasoningStage
     """How a reply starts if the prompt's end has neither mark."""
+    others: tuple[tuple[str, str], ...] = ()
+    """Other pairs of marks, which models of the family also write."""
+    unclosed_before: tuple[str, ...] = ()
+    """Marks that end the reasoning if the model forgets to, and are not part of it: those of calls."""
+    wrappers: tuple[str, ...] = ()
+    """Marks around the answer after reasoning; they are removed."""
+    signs: tuple[str, ...] = ()
+    """Texts in the chat templates of the family, besides the end mark. `auto` requires all of them."""
+    aliases: tuple[str, ...] = ()
+    """Other names of it in `chat.reasoning_parser`."""
 
     def detects(self, template: str) -> bool:
         """Whether a chat template uses this format."""
-        return self.end in template
+        return any(end in template for _, end in self.pairs) and all(sign in template for sign in self.signs)
+
+    @property
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """All pairs of marks."""
+        return ((self.start, self.end), *self.others)
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """If they are special tokens, detokenize must keep special tokens in the text."""
+        return tuple(mark for pair in self.pairs for mark in pair)
+
+    def pair_of(self, template: str) -> tuple[str, str]:
+        """The pair of marks that grammars have, for models with this chat template."""
+        return next((pair for pair in self.pairs if pair[1] in template), (self.start, self.end))
 
     def stage_of(self, prompt_tail: str) -> ReasoningStage:
         """How the reply to a prompt with this end starts."""
@@ -52,15 +81,60 @@ class ReasoningFormat(msgspec.Struct, frozen=True):
         return ReasoningParser(self, stage)
 
 
-class _DeepSeek(ReasoningFormat, frozen=True):
-    def detects(self, template: str) -> bool:
-        return self.end in template and "<｜Assistant｜>" in template
+class _Gemma4(ReasoningFormat, frozen=True):
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return (GEMMA_CHANNEL, self.end)
 
+
+class HarmonyReasoning(ReasoningFormat, frozen=True):
+    """For gpt-oss; see harmony.py, which reads the whole reply."""
+
+    def detects(self, template: str) -> bool:
+        return harmony.is_harmony(template)
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return harmony.MARKS
+
+    def stage_of(self, prompt_tail: str) -> ReasoningStage:
+        header, is_body, _ = prompt_tail[max(prompt_tail.rfind(harmony.START), 0) :].partition(harmony.MESSAGE)
+        if not is_body or harmony.END in prompt_tail[prompt_tail.rfind(harmony.MESSAGE) :]:
+            return ReasoningStage.OPTIONAL
+        return ReasoningStage.OPEN if harmony.ANALYSIS in header else ReasoningStage.OVER
+
+
+GEMMA_CHANNEL = "<|channel>"
+THINK = ("<think>", "</think>")
+OPEN, OVER, OPTIONAL = ReasoningStage.OPEN, ReasoningStage.OVER, ReasoningStage.OPTIONAL
 
 FORMATS: tuple[ReasoningFormat, ...] = (
-    _DeepSeek("deepseek_r1", "<think>", "</think>", ReasoningStage.OPEN),
-    ReasoningFormat("qwen3", "<think>", "</think>", ReasoningStage.OPTIONAL),
-    ReasoningFormat("mistral", "[THINK]", "[/THINK]", ReasoningStage.OPTIONAL),
+    HarmonyReasoning(
+        "openai_gptoss",
+        f"{harmony.CHANNEL}{harmony.ANALYSIS}{harmony.MESSAGE}",
+        harmony.END,
+        OPTIONAL,
+        aliases=("gpt_oss", "openai"),
+    ),
+    _Gemma4("gemma4", f"{GEMMA_CHANNEL}thought\n", "<channel|>", OPTIONAL),
+    ReasoningFormat(
+        "deepseek_v3", *THINK, OPTIONAL, signs=("<｜Assistant｜>", "thinking is defined"), aliases=("deepseek_v31",)
+    ),
+    ReasoningFormat("deepseek_r1", *THINK, OPEN, signs=("<｜Assistant｜>",)),
+    ReasoningFormat("glm45", *THINK, OPTIONAL, signs=("<|observation|>",), aliases=("glm47",)),
+    ReasoningFormat("kimi_k2", *THINK, OPTIONAL, signs=(KIMI_CALLS,), unclosed_before=(KIMI_CALLS,)),
+    ReasoningFormat(
+        "granite",
+        "Here is my thought process:",
+        "Here is my response:",
+        OPTIONAL,
+        others=(("Here's my thought process:", "Here's my response:"), THINK),
+        wrappers=("<response>", "</response>"),
+        signs=("<|start_of_role|>", "thought"),
+    ),
+    ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>", OPTIONAL),
+    ReasoningFormat("qwen3", *THINK, OPTIONAL),
+    ReasoningFormat("mistral", "[THINK]", "[/THINK]", OPTIONAL),
 )
 """The first format that detects a template is used."""
 
@@ -72,7 +146,9 @@ class ReasoningParser:
     def __init__(self, form: ReasoningFormat, stage: ReasoningStage) -> None:
         self._form = form
         self._stage = stage
-        self._end = Marks.of(frozenset((form.end,)))
+        self._starts = tuple(start for start, _ in form.pairs)
+        self._end = Marks.of(frozenset((*(end for _, end in form.pairs), *form.unclosed_before)))
+        self._wrappers: SpecialTokenFilter | None = None
         self._is_first = True
         """Only white space has been read so far."""
         self._has_begun = False
@@ -85,7 +161,7 @@ class ReasoningParser:
     def push(self, text: str, out: list[Event]) -> str:
         """Append the reasoning in a text to `out`. Returns the rest of the text."""
         if self._stage is ReasoningStage.OVER and not self._is_just_over:
-            return text
+            return text if self._wrappers is None else self._wrappers.push(text)
         text, self._rest = self._rest + text, ""
         if self._is_first and self._stage is not ReasoningStage.OVER:
             text = self._first(text)
@@ -93,9 +169,12 @@ class ReasoningParser:
                 return ""
         if self._stage is ReasoningStage.OPEN:
             text = self._reason(text, out)
-        if self._stage is ReasoningStage.OVER and self._is_just_over:
-            text = text.lstrip(LINE)
-            self._is_just_over = not text
+        if self._stage is ReasoningStage.OVER:
+            if self._wrappers is not None:
+                text = self._wrappers.push(text)
+            if self._is_just_over:
+                text = text.lstrip(LINE)
+                self._is_just_over = not text
         return text
 
     def finish(self, out: list[Event]) -> str:
@@ -103,7 +182,7 @@ class ReasoningParser:
         rest = "".join(self._space) + self._rest
         self._space, self._rest = [], ""
         if self._stage is not ReasoningStage.OPEN:
-            return rest
+            return rest if self._wrappers is None else self._wrappers.push(rest) + self._wrappers.finish()
         if rest:
             out.append(Reasoning(rest))
         return ""
@@ -115,10 +194,11 @@ class ReasoningParser:
         if not word:
             self._space.append(space)
             return ""
-        if word.startswith(self._form.start):
-            self._stage, word = ReasoningStage.OPEN, word.removeprefix(self._form.start)
+        start = starts_with(word, 0, self._starts)
+        if start:
+            self._stage, word = ReasoningStage.OPEN, word.removeprefix(start)
             self._space.clear()
-        elif self._form.start.startswith(word):
+        elif start == "":
             self._space.append(space)
             self._rest = word
             return ""
@@ -140,7 +220,9 @@ class ReasoningParser:
         self._space.clear()
         self._stage = ReasoningStage.OVER
         self._is_just_over = True
-        return text[found.end() :]
+        if self._form.wrappers:
+            self._wrappers = SpecialTokenFilter(frozenset(self._form.wrappers))
+        return text[found.start() if found[0] in self._form.unclosed_before else found.end() :]
 
     def _think(self, text: str, out: list[Event]) -> None:
         if not self._has_begun:

@@ -55,7 +55,7 @@ def make_program(
         from pipeline.stages.execute.cpu.torch_program import TorchProgram
 
         torch.set_num_threads(num_threads)
-        return TorchProgram(settings, config, inputs, sampling_inputs, scores, kv.num_blocks, kv.max_model_len, swap)
+        return TorchProgram(settings, config, inputs, sampling_inputs, scores, kv, swap)
     isa, loaded = library
     return NativeProgram(
         loaded,
@@ -65,8 +65,7 @@ def make_program(
         inputs,
         sampling_inputs,
         scores,
-        kv.num_blocks,
-        kv.max_model_len,
+        kv,
         swap,
         settings.execute.activations,
         KVType.INT8 if settings.execute.kv_dtype == "int8" else KVType.BF16,

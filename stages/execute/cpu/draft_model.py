@@ -24,6 +24,7 @@ from pipeline.kernels.sampling_inputs import NO_ID, SamplingInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, StepInputs
 from pipeline.runtime import model_folder
 from pipeline.runtime.draft_link import draft_link
+from pipeline.runtime.kv_groups import kv_layout
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.backend import choose_library, make_program
 from pipeline.stages.execute.cpu.panel_file import PanelPlace
@@ -53,7 +54,13 @@ class DraftModel:
         panels = PanelPlace.of(folder, weights.files) if library and settings.execute.keep_packed_weights else None
         self._inputs = StepInputs(MAX_CATCH_UP + max_num_seqs, max_num_seqs, -(-kv.max_model_len // BLOCK_SIZE))
         self._sampling_inputs = SamplingInputs(max_num_seqs, config.vocab_size)
-        own = replace(kv, max_model_len=self._max_len)
+        if kv.layout.groups[0].window:
+            raise UserError(
+                "speculative.draft: in each layer of this model, tokens attend to a window only, and the draft model "
+                "needs the blocks of all positions: set speculative.method to 'ngram', or execute.kv_groups to false"
+            )
+        layout = kv_layout([None] * config.num_layers, self._max_len, divides=False)
+        own = replace(kv, max_model_len=self._max_len, layout=layout)
         scores = ScoreInputs(max_num_seqs)
         self._program = make_program(
             library, settings, config, self._inputs, self._sampling_inputs, scores, own, num_threads, None, panels

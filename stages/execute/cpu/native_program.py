@@ -16,6 +16,8 @@ from pipeline.kernels.logprob_inputs import FloatArray, ScoreInputs
 from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.step_inputs import IntArray, StepInputs, block_bytes
 from pipeline.runtime.model_folder import ModelConfig, Rope
+from pipeline.stages.execute.cpu.key_calibration import CenteredLayer, add_means
+from pipeline.stages.execute.cpu.native_experts import NativeExperts, inputs_of
 from pipeline.stages.execute.cpu.native_memory import (
     PAIR,
     NativeMemory,
@@ -28,6 +30,7 @@ from pipeline.stages.execute.cpu.program import (
     AnyMatrix,
     AttentionWeights,
     Embedding,
+    ExpertsWeights,
     Head,
     HeadNorms,
     Linear,
@@ -38,6 +41,8 @@ from pipeline.stages.execute.cpu.program import (
     Program,
     SwapArray,
 )
+from pipeline.stages.execute.key_center import allows_center, key_center
+from pipeline.stages.execute.kv import KVPlan
 from pipeline.stages.execute.models.features import NATIVE, missing
 from pipeline.stages.execute.rope import rope_table, rotations
 
@@ -50,8 +55,11 @@ def unsupported(config: ModelConfig) -> str | None:
         return f"head_dim is {config.head_dim}, above {native.MAX_HEAD_DIM}"
     if config.head_dim % native.PANEL:
         return f"head_dim is {config.head_dim}, not a multiple of {native.PANEL}"
-    if config.hidden_size % 2 or config.intermediate_size % 2:
+    experts = [] if config.experts is None else [config.experts.intermediate_size]
+    if any(size % 2 for size in (config.hidden_size, *config.inner_sizes, *experts)):
         return "hidden_size and intermediate_size must be even"
+    if config.activation == "swiglu_oai" and config.inner_sizes:
+        return "the activation swiglu_oai is only for experts"
     if lacking := missing(config, NATIVE):
         return f"the CPU library lacks {lacking}"
     return None
@@ -69,8 +77,7 @@ class NativeProgram(Program):
         inputs: StepInputs,
         sampling_inputs: SamplingInputs,
         scores: ScoreInputs,
-        num_blocks: int,
-        max_model_len: int,
+        kv: KVPlan,
         swap: SwapArray | None = None,
         activations: Activations = "int12",
         kv_type: KVType = KVType.BF16,
@@ -84,13 +91,17 @@ class NativeProgram(Program):
         self._library = library
         self._config = config
         self._inputs, self._sampling_inputs = inputs, sampling_inputs
+        self._places = kv.layout.places
+        self._num_blocks = num_blocks = kv.num_blocks
+        max_model_len = kv.max_model_len
         self._scores = scores
         self._scoring: int | None = None
         self._thread_pool = native.ThreadPool(library, num_threads)
         self._panels = None if panels is None else PanelStore(library, self._thread_pool, panels)
         self._memory = NativeMemory(library, self._thread_pool, activations, self._panels)
         self._table: tuple[AnyMatrix, native.PackedMatrix] | None = None
-        self._num_layers = 0
+        self._num_layers, self._max_model_len = 0, max_model_len
+        self._centered: list[CenteredLayer] = []
         self._ticket = native.MaskTicket(None, 0, 0)
         self._handle = library.program_new(self._thread_pool.handle, ctypes.byref(self._step_arrays()))
         max_num_tokens = inputs.max_num_tokens
@@ -100,13 +111,17 @@ class NativeProgram(Program):
         self._normed: dict[tuple[Form, int], native.NativeRows] = {}
         """By form and place: parallel layers read the results of two norms."""
         self._attended = self._memory.rows(max_num_tokens, width)
-        self._gated = self._memory.rows(max_num_tokens, config.intermediate_size)
-        self._wide = self._memory.floats(max_num_tokens, -(-max(width, config.intermediate_size) // PAIR) * PAIR)
+        inner = max(config.inner_sizes, default=0)
+        self._gated = self._memory.rows(max_num_tokens, inner)
+        self._wide = self._memory.floats(max_num_tokens, -(-max(width, inner) // PAIR) * PAIR)
         self._logits = self._memory.floats(inputs.max_num_samples, config.vocab_size)
         self._branch = self._memory.floats(max_num_tokens, config.hidden_size) if config.post_norms else 0
         all_heads = config.num_heads + 2 * config.num_kv_heads
         has_norm_of_all = config.qk_norm and config.qk_norm_kind == "all"
         self._qkv = self._memory.floats(max_num_tokens, all_heads * config.head_dim) if has_norm_of_all else None
+        self._experts = None
+        if config.experts is not None:
+            self._experts = NativeExperts(library, self._memory, config, max_num_tokens, self._normed_rows)
         self._query_form, self._score_form = self._forms(max_model_len)
         self._angles: dict[Rope | None, tuple[int, int]] = {}
         """Addresses of cosines and sines of every position, [max_model_len, head_dim / 2] each."""
@@ -120,12 +135,13 @@ class NativeProgram(Program):
                 config.head_dim,
                 kv_type,
             )
-            for _ in range(config.num_layers)
+            for _ in range(kv.layout.num_places)
         ]
+        """By place in a block."""
         self._swap = swap
         """Keeps the memory alive: the library has only its address."""
         self._blocks = self._block_places(num_blocks, layer_bytes(config, kv_type))
-        self._plans: dict[int, int] = {}
+        self._plans: dict[tuple[int, int], int] = {}
 
     def embed(self, embedding: Embedding) -> None:
         config, library, table = self._config, self._library, embedding.table
@@ -145,6 +161,17 @@ class NativeProgram(Program):
     def mlp(self, weights: MlpWeights) -> None:
         self._add_norms(weights.norm, weights.gate_up)
         self._feed_forward(weights)
+
+    def experts(self, weights: ExpertsWeights) -> None:
+        assert self._experts is not None
+        self._add_norms(weights.norm, inputs_of(weights))
+        if weights.post_norm is None:
+            self._experts.record(self._handle, weights, self._residual, adds=True)
+            return
+        self._experts.record(self._handle, weights, self._branch, adds=False)
+        norm, factor = self._native_norm(weights.post_norm), self._config.residual_multiplier
+        hidden = self._config.hidden_size
+        self._library.program_add_norm(self._handle, self._residual, self._branch, norm, hidden, factor)
 
     def parallel(self, attention: AttentionWeights, mlp: MlpWeights) -> None:
         # Both norms come before attention changes the residual.
@@ -185,6 +212,9 @@ class NativeProgram(Program):
         self._library.program_score(self._scoring, self._normed_rows(form), *places, ctypes.byref(scores))
 
     def finish_loading(self) -> None:
+        if self._centered:
+            config = self._config
+            add_means(self._centered, self._inputs, self.run, config.vocab_size, self._max_model_len, self._num_blocks)
         if self._panels is not None:
             self._panels.save(self._memory.kept)
 
@@ -264,8 +294,13 @@ class NativeProgram(Program):
     def _attend(self, weights: AttentionWeights, place: int = 0) -> None:
         """Record attention after its norm, whose results are at `place`."""
         config, library = self._config, self._library
-        kv = ctypes.byref(self._kv[self._num_layers])
+        group, kv_place = self._places[self._num_layers]
+        kv = ctypes.byref(self._layer_kv(weights, group, kv_place))
         self._num_layers += 1
+        inputs = self._inputs
+        library.program_use_tables(
+            self._handle, inputs.group_slots[group].ctypes.data, inputs.group_tables[group].ctypes.data
+        )
         heads = config.num_heads + 2 * config.num_kv_heads
         order = turning_order(config.num_heads + config.num_kv_heads, heads, config.head_dim)
         products = self._memory.products(weights.qkv, order, partial(self._normed_rows, place=place))
@@ -277,9 +312,24 @@ class NativeProgram(Program):
         )
         width = config.num_heads * config.head_dim
         rows, floats = self._written(self._attended, width, weights.out.matrices[0])
-        plan = self._plan(weights.window or 0)
-        library.program_attention(self._handle, rows, floats, self._queries, kv, plan, self._score_form)
+        plan = self._plan(weights.window or 0, group)
+        form = self._score_form
+        if weights.sinks is not None:
+            form = native.NativeScoreForm(form.softcap, form.slopes, self._memory.vector(weights.sinks))
+        library.program_attention(self._handle, rows, floats, self._queries, kv, plan, ctypes.byref(form))
         self._add(self._attended, width, weights.out, weights.post_norm)
+
+    def _layer_kv(self, weights: AttentionWeights, group: int, place: int) -> native.NativeLayerMemory:
+        """The keys and values of a layer in this KV group, at this place in a block."""
+        config, kv = self._config, self._kv[place]
+        if kv.type == KVType.INT8 and allows_center(config):
+            center = np.zeros((config.num_kv_heads, config.head_dim), np.float32)
+            if (of_biases := key_center(config, weights, self._max_model_len)) is not None:
+                center[:] = of_biases[:, turning_order(1, 1, config.head_dim)]
+            kv = native.NativeLayerMemory.from_buffer_copy(kv)  # layers of other groups share the memory
+            kv.center = center.ctypes.data
+            self._centered.append(CenteredLayer(kv, group, center))
+        return kv
 
     def _feed_forward(self, weights: MlpWeights, place: int = 0) -> None:
         """Record the feed-forward layer after its norm, whose results are at `place`."""
@@ -298,9 +348,9 @@ class NativeProgram(Program):
             self._library.program_activate(self._handle, rows, floats, products, len(products), activation, inner)
         self._add(self._gated, inner, weights.down, weights.post_norm)
 
-    def _forms(self, max_model_len: int) -> tuple[Any, Any]:
-        """What differs from plain attention in the scale of queries and in scores, or nulls."""
-        config, query, score = self._config, None, None
+    def _forms(self, max_model_len: int) -> tuple[Any, native.NativeScoreForm]:
+        """What differs from plain attention in the scale of queries, or null, and in scores."""
+        config, query = self._config, None
         if config.query_scale is not None or config.query_growth:
             scale = config.head_dim**-0.5 if config.query_scale is None else config.query_scale
             growth = None
@@ -308,12 +358,9 @@ class NativeProgram(Program):
                 periods = np.arange(max_model_len) // config.query_growth_period
                 growth = self._memory.vector((1 + config.query_growth * np.log1p(periods)).astype(np.float32))
             query = native.NativeQueryForm(scale, growth)
-        if config.attention_softcap is not None or config.alibi_slopes is not None:
-            slopes = (
-                None if config.alibi_slopes is None else self._memory.vector(np.array(config.alibi_slopes, np.float32))
-            )
-            score = native.NativeScoreForm(config.attention_softcap or 0.0, slopes)
-        return query and ctypes.byref(query), score and ctypes.byref(score)
+        slopes = None if config.alibi_slopes is None else self._memory.vector(np.array(config.alibi_slopes, np.float32))
+        score = native.NativeScoreForm(config.attention_softcap or 0.0, slopes, None)
+        return query and ctypes.byref(query), score
 
     def _add_norms(
         self, norm: Norm | None, linear: Linear, place: int = 0, written: "set[Form] | None" = None
@@ -364,14 +411,16 @@ class NativeProgram(Program):
             native.NativeHeadNorms(query, key, config.rms_norm_eps, config.norm == "layer", each, every)
         )
 
-    def _plan(self, window: int) -> int:
-        """The attention plan of all layers with this window (0 for none). It becomes an op before the first of them."""
-        if window not in self._plans:
+    def _plan(self, window: int, group: int) -> int:
+        """The attention plan of all layers with this window (0 for none) in a KV group. It becomes an op before the
+        first of them."""
+        key = window, group
+        if key not in self._plans:
             config = self._config
-            self._plans[window] = self._library.program_attention_plan(
+            self._plans[key] = self._library.program_attention_plan(
                 self._handle, config.num_heads, config.num_kv_heads, window
             )
-        return self._plans[window]
+        return self._plans[key]
 
     def _written(self, rows: native.NativeRows, width: int, matrix: AnyMatrix) -> tuple[native.NativeRows, bool]:
         """The output rows of an op before a matmul, and whether they are floats that are quantized afterwards."""

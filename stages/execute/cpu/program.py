@@ -81,6 +81,8 @@ class AttentionWeights:
     window: int | None = None
     """Number of positions that a token attends to, including its own; None for no limit."""
     rope: Rope | None = None
+    sinks: "AnyVector | None" = None
+    """[num_heads], the scores of the heads' sinks."""
     post_norm: Norm | None = None
 
 
@@ -92,6 +94,24 @@ class MlpWeights:
     gate_up: Linear
     """Gate and up, stacked; only up if the layer is not gated."""
     down: Linear
+    post_norm: Norm | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsWeights:
+    """A mixture of experts and the norms before and after it."""
+
+    norm: Norm | None
+    router: Linear
+    """[experts, hidden_size]; if the shared expert has a gate, that is the last row of [experts + 1, hidden_size]."""
+    gate_up: Linear
+    """Gate and up of the first expert, then those of the next one; only up if the layer is not gated."""
+    down: Linear
+    """Of the first expert, then that of the next one."""
+    selection_bias: "AnyVector | None" = None
+    """[experts]"""
+    shared: tuple[Linear, Linear] | None = None
+    """Gate and up, and down, of the expert that computes every token."""
     post_norm: Norm | None = None
 
 
@@ -127,6 +147,11 @@ class ProgramBuilder(ABC):
     def mlp(self, weights: MlpWeights) -> None:
         """residual += post_norm(down(activation(gate(x)) * up(x))) * residual_multiplier, x = norm(residual). Without
         gate: down(activation(up(x)))"""
+
+    @abstractmethod
+    def experts(self, weights: ExpertsWeights) -> None:
+        """residual += post_norm(the weighted sum of the experts that the router chooses for each token, and the shared
+        expert times its gate), each as in `mlp`; all of them read norm(residual)."""
 
     @abstractmethod
     def parallel(self, attention: AttentionWeights, mlp: MlpWeights) -> None:

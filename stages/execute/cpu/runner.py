@@ -59,14 +59,15 @@ class CpuRunner:
 
     def __init__(self, settings: Settings, model_dir: Path, swap: memoryview | None = None) -> None:
         config = ModelConfig.load(model_dir)
-        kv = plan_kv(settings, config)
         max_num_seqs = settings.schedule.max_num_seqs
-        swapped = None if swap is None else divide_swap(settings, config, swap)
-        num_swap_blocks = 0 if swapped is None else len(swapped)
         library = choose_library(settings, config)
         weights = Weights(model_dir, config, FLOAT_FORMATS[settings.execute.dtype], keeps_floats=library is not None)
         panels = PanelPlace.of(model_dir, weights.files) if library and settings.execute.keep_packed_weights else None
         max_num_tokens = max_num_prefill_tokens(settings.schedule, library, weights.are_quantized)
+        kv = plan_kv(settings, config, max_num_tokens)
+        swapped = None if swap is None else divide_swap(settings, config, swap, kv.layout)
+        num_swap_blocks = 0 if swapped is None else len(swapped)
+        num_groups = len(kv.layout.groups)
         self.facts = ExecuteFacts(
             kv.num_blocks,
             BLOCK_SIZE,
@@ -76,12 +77,14 @@ class CpuRunner:
             config.hidden_size,
             max_num_tokens,
             kv_dtype=kv_dtype(settings.execute),
+            kv_groups=list(kv.layout.groups),
             num_speculative_tokens=num_speculative_tokens(settings.speculative),
             max_num_drafts=max_num_drafts(settings.speculative, max_num_seqs),
         )
-        self.rows = RowTable(max_num_seqs, kv.max_model_len, kv.num_blocks, config.vocab_size)
+        self.rows = RowTable(max_num_seqs, kv.max_model_len, kv.num_blocks, config.vocab_size, num_groups)
         max_num_samples = max_num_seqs + self.facts.max_num_drafts
-        self.inputs = StepInputs(max_num_tokens, max_num_seqs, -(-kv.max_model_len // BLOCK_SIZE), max_num_samples)
+        max_num_blocks = -(-kv.max_model_len // BLOCK_SIZE)
+        self.inputs = StepInputs(max_num_tokens, max_num_seqs, max_num_blocks, num_groups, max_num_samples)
         self.masks = Masks(model_dir, max_num_samples, config.vocab_size, settings.limits.grammar_timeout_s)
         self.sampling_inputs = SamplingInputs(max_num_samples, config.vocab_size, self.masks.words)
         self.scores = ScoreInputs(max_num_seqs)
@@ -202,15 +205,18 @@ class CpuRunner:
         )
         # Pooled rows have no logits.
         is_sampled = samples if pooled is None else samples & ~pooled
-        tables, logprobs = self.rows.blocks[rows, :num_blocks], self.sampling_inputs.logprobs
+        (table, *others), logprobs = (
+            [blocks[rows, :num_blocks] for blocks in self.rows.group_blocks],
+            self.sampling_inputs.logprobs,
+        )
         if num_drafts is None:
-            self.inputs.fill(ids, starts, counts, tables, is_sampled)
+            self.inputs.fill(ids, starts, counts, table, is_sampled, others)
             self.rows.fill_sampling_inputs(self.sampling_inputs, rows[is_sampled])
             ids = self._run(rows[is_sampled])
             self.on_computed()
             computed = Computed(ids, logprobs.memory, logprobs.widths)
         else:
-            self.inputs.fill(ids, starts, counts, tables, is_sampled * (1 + num_drafts))
+            self.inputs.fill(ids, starts, counts, table, is_sampled * (1 + num_drafts), others)
             computed = self._run_and_verify(rows[is_sampled], num_drafts[is_sampled])
         if requested_features & SamplingFeature.PROMPT_LOGPROBS:
             prompt_logprobs = score_prompts(self.rows, rows, self.program, self.inputs, self.scores)

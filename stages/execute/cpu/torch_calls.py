@@ -52,7 +52,8 @@ class TorchCalls:
         self.calls: list[TorchCall] = []
         self.ids = Buffer(torch.from_numpy(inputs.ids), Extent.TOKENS)
         self.positions = Buffer(torch.from_numpy(inputs.positions), Extent.TOKENS)
-        self.slots = Buffer(torch.from_numpy(inputs.slots), Extent.TOKENS)
+        self.slots = [Buffer(torch.from_numpy(slots), Extent.TOKENS) for slots in inputs.group_slots]
+        """By KV group."""
         self.sampled = Buffer(torch.from_numpy(inputs.sampled), Extent.SAMPLES)
         self._dtype = dtype
         self._bound: OrderedDict[tuple[int, int], list[tuple[Callable[..., None], tuple[Any, ...]]]] = OrderedDict()

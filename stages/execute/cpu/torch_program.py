@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pipeline.config.settings import Settings
+from pipeline.kernels.experts import ExpertActivation, ExpertMatrices, RouteForm
 from pipeline.kernels.kv_layout import LayerKV, layers_of
 from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.logprobs import write_logprobs
@@ -26,6 +27,7 @@ from pipeline.stages.execute.cpu.program import (
     AnyMatrix,
     AttentionWeights,
     Embedding,
+    ExpertsWeights,
     Head,
     Linear,
     LogitArray,
@@ -37,7 +39,8 @@ from pipeline.stages.execute.cpu.program import (
 )
 from pipeline.stages.execute.cpu.sampler import Sampler
 from pipeline.stages.execute.cpu.torch_calls import Buffer, Extent, TorchCalls
-from pipeline.stages.execute.kv import kv_dtype
+from pipeline.stages.execute.key_center import key_center
+from pipeline.stages.execute.kv import KVPlan, kv_dtype
 from pipeline.stages.execute.rope import rotations
 
 POLL_S = 50e-6
@@ -54,25 +57,26 @@ class TorchProgram(Program):
         inputs: StepInputs,
         sampling_inputs: SamplingInputs,
         scores: ScoreInputs,
-        num_blocks: int,
-        max_model_len: int,
+        kv: KVPlan,
         swap: SwapArray | None = None,
     ) -> None:
         self._ops = ops = select(settings.execute.device, getattr(torch, settings.execute.dtype))
         self.name = ops.name
         self._config = config
         self._inputs = inputs
-        self._num_layers = 0
+        self._num_layers, self._max_model_len = 0, kv.max_model_len
         self._table: tuple[AnyMatrix, Tensor] | None = None
         self._memory = ops.kv_allocate(
-            config.num_layers,
-            num_blocks,
+            kv.layout.num_places,
+            kv.num_blocks,
             config.num_kv_heads,
             config.head_dim,
             getattr(torch, kv_dtype(settings.execute)),
             ops.device,
         )
         self.kv: list[LayerKV] = layers_of(self._memory, config.num_kv_heads, config.head_dim)
+        """By place in a block."""
+        self._places = kv.layout.places
         self._swapped = None if swap is None else ops.kv_swap(torch.from_numpy(swap), self._memory)
         self._sampler = Sampler(ops, sampling_inputs)
         self._scores = scores
@@ -90,13 +94,21 @@ class TorchProgram(Program):
         self._attended = calls.buffer(config.num_heads * config.head_dim)
         self._gate_up = calls.buffer((2 if config.gated else 1) * config.intermediate_size)
         self._gated = calls.buffer(config.intermediate_size)
+        if (experts := config.experts) is not None:
+            self._routed = calls.buffer(config.hidden_size)
+            self._router_logits = calls.buffer(experts.num + experts.shared_gate)
+            self._chosen = calls.buffer(experts.num_per_token, dtype=torch.int64)
+            self._expert_weights = calls.buffer(experts.num_per_token, dtype=torch.float32)
+            shared = experts.shared_intermediate_size
+            self._shared_gate_up = calls.buffer((2 if config.gated else 1) * shared)
+            self._shared_gated = calls.buffer(shared)
         self._last = calls.buffer(config.hidden_size, Extent.SAMPLES)
         self._logits = calls.buffer(config.vocab_size, Extent.SAMPLES, torch.float32)
-        self._rotations = rotations(config, max_model_len)
+        self._rotations = rotations(config, kv.max_model_len)
         self._angles: dict[Rope | None, tuple[Buffer, Buffer]] = {}
-        self._plans: dict[int | None, AttentionPlan] = {}
+        self._plans: dict[tuple[int | None, int], AttentionPlan] = {}
         slopes = None if config.alibi_slopes is None else torch.tensor(config.alibi_slopes)
-        self._score_form = ScoreForm(config.query_scale, config.attention_softcap, slopes)
+        self._score_form = ScoreForm(config.query_scale, config.attention_softcap, slopes, config.sinks)
 
     def embed(self, embedding: Embedding) -> None:
         config, calls, ops = self._config, self._calls, self._ops
@@ -127,6 +139,27 @@ class TorchProgram(Program):
         self._norm(self._x, self._residual, weights.norm)
         self._feed_forward(self._x, self._x, weights)
         self._add(self._x, weights.post_norm)
+
+    def experts(self, weights: ExpertsWeights) -> None:
+        config, calls, ops, x = self._config, self._calls, self._ops, self._x
+        sizes = config.experts
+        assert sizes is not None
+        self._norm(x, self._residual, weights.norm)
+        calls.add(ops.linear, self._router_logits, x, *self._linear(weights.router))
+        bias = None if weights.selection_bias is None else as_tensor(weights.selection_bias)
+        form = RouteForm(sizes.num, sizes.scoring, sizes.normalized, sizes.scale)
+        calls.add(ops.route, self._chosen, self._expert_weights, self._router_logits, bias, form)
+        activation = ExpertActivation(config.activation, config.gated, config.swiglu_alpha, config.swiglu_limit)
+        matrices = self._expert_matrices(weights, sizes.num)
+        routed = self._routed, x, self._chosen, self._expert_weights, matrices, activation, ops.linear
+        calls.add(ops.experts, *routed)
+        if weights.shared is not None:
+            gate_up, down = weights.shared
+            calls.add(ops.linear, self._shared_gate_up, x, *self._linear(gate_up))
+            self._activate(self._shared_gated, self._shared_gate_up)
+            calls.add(ops.linear, x, self._shared_gated, *self._linear(down))
+            calls.add(ops.add_gated, self._routed, x, self._router_logits if sizes.shared_gate else None)
+        self._add(self._routed, weights.post_norm)
 
     def parallel(self, attention: AttentionWeights, mlp: MlpWeights) -> None:
         self._norm(self._x, self._residual, attention.norm)
@@ -173,8 +206,12 @@ class TorchProgram(Program):
             calls.add(ops.rms_norm, out, x, as_tensor(norm.weight), eps)
 
     def _attend(self, out: Buffer, x: Buffer, weights: AttentionWeights) -> None:
-        config, calls, ops, kv = self._config, self._calls, self._ops, self.kv[self._num_layers]
+        config, calls, ops = self._config, self._calls, self._ops
+        group, place = self._places[self._num_layers]
+        kv = self.kv[place]
         self._num_layers += 1
+        if kv.key_scales is not None and (center := key_center(config, weights, self._max_model_len)) is not None:
+            kv = kv._replace(center=torch.from_numpy(center))
         calls.add(ops.linear, self._qkv, x, *self._linear(weights.qkv))
         if (norms := weights.head_norms) is not None:
             vectors = as_tensor(norms.query), as_tensor(norms.key)
@@ -183,23 +220,38 @@ class TorchProgram(Program):
             else:
                 how = config.norm, config.qk_norm_kind
                 calls.add(ops.qk_norm, self._qkv, *vectors, kv, config.rms_norm_eps, *how)
-        calls.add(ops.rotary_write, self._qkv, *self._angles[weights.rope], calls.slots, kv)
+        calls.add(ops.rotary_write, self._qkv, *self._angles[weights.rope], calls.slots[group], kv)
         if config.query_growth:
             growth = config.query_growth, config.query_growth_period
             calls.add(ops.scale_queries, self._qkv, calls.positions, kv, *growth)
-        calls.add(ops.attention, self._attended, self._qkv, kv, self._plan(weights.window))
+        sinks = None if weights.sinks is None else as_tensor(weights.sinks)
+        calls.add(ops.attention, self._attended, self._qkv, kv, self._plan(weights.window, group), sinks)
         calls.add(ops.linear, out, self._attended, *self._linear(weights.out))
 
     def _feed_forward(self, out: Buffer, x: Buffer, weights: MlpWeights) -> None:
-        config, calls, ops = self._config, self._calls, self._ops
+        calls, ops = self._calls, self._ops
         calls.add(ops.linear, self._gate_up, x, *self._linear(weights.gate_up))
-        if not config.gated:
-            calls.add(ops.activate, self._gated, self._gate_up, config.activation)
-        elif config.activation == "silu":
-            calls.add(ops.silu_mul, self._gated, self._gate_up)
-        else:
-            calls.add(ops.activate_mul, self._gated, self._gate_up, config.activation)
+        self._activate(self._gated, self._gate_up)
         calls.add(ops.linear, out, self._gated, *self._linear(weights.down))
+
+    def _activate(self, out: Buffer, x: Buffer) -> None:
+        """What is between the two matmuls of a feed-forward layer."""
+        config, calls, ops = self._config, self._calls, self._ops
+        if not config.gated:
+            calls.add(ops.activate, out, x, config.activation)
+        elif config.activation == "silu":
+            calls.add(ops.silu_mul, out, x)
+        else:
+            calls.add(ops.activate_mul, out, x, config.activation)
+
+    def _expert_matrices(self, weights: ExpertsWeights, num: int) -> ExpertMatrices:
+        (gate_up, gate_up_bias), (down, down_bias) = self._linear(weights.gate_up), self._linear(weights.down)
+        return ExpertMatrices(
+            gate_up.view(num, -1, gate_up.shape[1]),
+            down.view(num, -1, down.shape[1]),
+            None if gate_up_bias is None else gate_up_bias.view(num, -1),
+            None if down_bias is None else down_bias.view(num, -1),
+        )
 
     def _add(self, x: Buffer, post_norm: Norm | None) -> None:
         """residual += post_norm(x) * residual_multiplier"""
@@ -255,12 +307,13 @@ class TorchProgram(Program):
     def close(self) -> None:
         pass
 
-    def _plan(self, window: int | None) -> AttentionPlan:
-        """The attention plan of all layers with this window. It is prepared before the first of them."""
-        if window not in self._plans:
-            self._plans[window] = self._ops.attention_plan(window, self._ops.dtype, self._score_form)
-            self._calls.add(self._plans[window].prepare, self._inputs)
-        return self._plans[window]
+    def _plan(self, window: int | None, group: int) -> AttentionPlan:
+        """The attention plan of all layers with this window in a KV group. It is prepared before the first of them."""
+        key = window, group
+        if key not in self._plans:
+            self._plans[key] = self._ops.attention_plan(window, self._ops.dtype, self._score_form, group)
+            self._calls.add(self._plans[key].prepare, self._inputs)
+        return self._plans[key]
 
     def _linear(self, linear: Linear) -> tuple[Tensor, Tensor | None]:
         bias = None if linear.bias is None else as_tensor(linear.bias).to(self._ops.dtype)

@@ -44,7 +44,14 @@ class StepGraphs:
     """Owned by the runner. Captures the steps of a shape on first use and keeps them."""
 
     def __init__(
-        self, device: Device, model: DeviceModel, rows: RowState, words: Tensor, max_num_rows: int, max_num_tokens: int
+        self,
+        device: Device,
+        model: DeviceModel,
+        rows: RowState,
+        words: Tensor,
+        max_num_rows: int,
+        max_num_tokens: int,
+        num_groups: int = 1,
     ) -> None:
         self._device, self._model, self._rows, self._words = device, model, rows, words
         self._max_num_rows = max_num_rows
@@ -54,7 +61,9 @@ class StepGraphs:
             return torch.zeros(num, dtype=dtype, device=where)
 
         self._entries = [ints(max_num_rows) for _ in range(4)]
-        self._tokens = [ints(max_num_tokens), ints(max_num_tokens), ints(max_num_tokens, torch.int64)]
+        self._tokens = [ints(max_num_tokens), ints(max_num_tokens)]
+        self._slots = ints(num_groups * max_num_tokens, torch.int64).view(num_groups, max_num_tokens)
+        self._tables = rows.blocks.view(len(rows.blocks), num_groups, -1)
         self._samples = [ints(max_num_rows), ints(max_num_rows)]
         self._stamps = ints(ends.STAMP_WORDS)
         self.sampled_ids = ints(max_num_rows)
@@ -124,8 +133,11 @@ class StepGraphs:
 
     def _step(self, shape: PaddedStepShape) -> StepArrays:
         rows, starts, counts, offsets = (each[: shape.num_entries] for each in self._entries)
-        ids, positions, slots = (each[: shape.num_tokens] for each in self._tokens)
+        ids, positions = (each[: shape.num_tokens] for each in self._tokens)
         sampled, sample_rows = (each[: shape.num_samples] for each in self._samples)
-        return StepArrays(
-            *(rows, starts, counts, offsets, ids, positions, slots, sampled, sample_rows), self._rows.blocks
-        )
+        groups: tuple[StepArrays, ...] = ()
+        for group in reversed(range(len(self._slots))):
+            slots, table = self._slots[group, : shape.num_tokens], self._tables[:, group]
+            arrays = rows, starts, counts, offsets, ids, positions, slots, sampled, sample_rows, table
+            groups = (StepArrays(*arrays, others=groups if group == 0 else ()), *groups)
+        return groups[0]

@@ -7,6 +7,7 @@ from pipeline.kernels.triton.rows import NUM_FIELDS
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cuda.host_transfer import NUM_STAGING_BUFFERS, PACKED_BYTES
 from pipeline.stages.execute.cuda.rows import LIST_MEMORY_WORDS
+from pipeline.stages.execute.kv import layout_of
 
 GRAPHS_BYTES = 512 * 1024**2
 """Graphs, and libraries' memory during capture. An estimate from CUDA's allocator rules; graphs are hardly a tenth."""
@@ -15,7 +16,9 @@ GRAPHS_BYTES = 512 * 1024**2
 def reserved_bytes(settings: Settings, config: ModelConfig) -> int:
     """Bytes of GPU memory to keep free beside the KV blocks: rows, lists, staging buffers for copies, graphs."""
     max_model_len = min(config.max_position, settings.max_model_len or config.max_position)
-    row_words = max_model_len + max_model_len // BLOCK_SIZE + NUM_FIELDS + settings.limits.max_stop_token_ids
+    num_groups = len(layout_of(settings, config).groups)
+    table_words = num_groups * (max_model_len // BLOCK_SIZE)
+    row_words = max_model_len + table_words + NUM_FIELDS + settings.limits.max_stop_token_ids
     rows_bytes = 4 * (settings.schedule.max_num_seqs + 1) * row_words
     # Copies of the logits for logprobs, and token counts for penalties.
     sampling_extras_bytes = 2 * 4 * settings.schedule.max_num_seqs * config.vocab_size
@@ -32,9 +35,9 @@ def reserved_bytes(settings: Settings, config: ModelConfig) -> int:
     )
 
 
-def require_row_memory(max_num_seqs: int, max_model_len: int, max_num_stops: int) -> None:
+def require_row_memory(max_num_seqs: int, max_model_len: int, max_num_stops: int, num_groups: int = 1) -> None:
     """Offsets in the memory of rows are int32. Raises UserError if it exceeds them."""
-    row_words = max_model_len - (-max_model_len // BLOCK_SIZE) + NUM_FIELDS + max_num_stops
+    row_words = max_model_len - num_groups * (-max_model_len // BLOCK_SIZE) + NUM_FIELDS + max_num_stops
     most = (2**31 - 1 - LIST_MEMORY_WORDS) // row_words - 1  # one is the padding row
     if max_num_seqs > most:
         raise UserError(

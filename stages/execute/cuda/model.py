@@ -32,11 +32,13 @@ from pipeline.kernels.triton.launch import INTERPRETED
 from pipeline.kernels.triton.rotary import rotary_write
 from pipeline.kernels.triton.rows import StepArrays
 from pipeline.kernels.triton.tuned import SKINNY_TOKENS, Op
+from pipeline.runtime.kv_groups import KVLayout, undivided
 from pipeline.runtime.model_folder import ModelConfig, Rope
 from pipeline.stages.execute.cpu.program import (
     AnyVector,
     AttentionWeights,
     Embedding,
+    ExpertsWeights,
     Head,
     Linear,
     MlpWeights,
@@ -44,6 +46,8 @@ from pipeline.stages.execute.cpu.program import (
     ProgramBuilder,
 )
 from pipeline.stages.execute.cuda.device import Device
+from pipeline.stages.execute.cuda.experts import ExpertMatrices, ExpertMemory
+from pipeline.stages.execute.key_center import key_center
 from pipeline.stages.execute.models.features import Feature
 from pipeline.stages.execute.rope import rope_table, rotations
 
@@ -78,9 +82,13 @@ class _Attention:
     keys: Tensor
     values: Tensor
     tasks: AttentionTasks
+    group: int
+    """The KV group."""
     cos: Tensor
     """[max_model_len, head_dim / 2], of the layer's rotary embedding"""
     sin: Tensor
+    center: Tensor | None
+    """[num_kv_heads, head_dim], of keys in 8 bits"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +96,20 @@ class _Mlp:
     norm: Tensor
     gate_up: _Gemm
     down: _Gemm
+
+
+@dataclass(frozen=True, slots=True)
+class _Experts:
+    """A mixture of experts; the shared expert is gate and up, and down."""
+
+    norm: Tensor
+    router: _Gemm
+    matrices: ExpertMatrices
+    shared: tuple[_Gemm, _Gemm] | None
+
+    @property
+    def gemms(self) -> tuple[_Gemm, ...]:
+        return self.router, *(self.shared or ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +171,9 @@ class DeviceModel(ProgramBuilder):
         self._scratch: Scratch | None = None
         self._device, self._config, self._dtype = device, config, dtype
         self._max_num_tokens, self._max_num_samples = max_num_tokens, max_num_samples
-        self._layers: list[tuple[_Attention, _Mlp]] = []
+        self._layers: list[tuple[_Attention, _Mlp | _Experts]] = []
         self._attentions: list[tuple[AttentionWeights, _Gemm, _Gemm]] = []
-        self._mlps: list[_Mlp] = []
+        self._mlps: list[_Mlp | _Experts] = []
         self._tasks: dict[int | None, AttentionTasks] = {}
         where, hidden = device.where, config.hidden_size
 
@@ -164,12 +186,14 @@ class DeviceModel(ProgramBuilder):
         self._normed = memory(hidden)
         self._queries = memory(config.num_heads * config.head_dim)
         self._attended = memory(config.num_heads * config.head_dim)
-        self._gated = memory(config.intermediate_size)
+        self._gated = memory(max(config.inner_sizes, default=1))
         self._last = memory(hidden, max_num_samples)
         self.logits = memory(config.vocab_size, max_num_samples, torch.float32)
         """[max_num_samples, V], of the last step."""
         self._wide = _Memory(max_num_tokens, where)
         self._narrow = _Memory(max_num_tokens, where)
+        self._router = _Memory(max_num_tokens, where)
+        self._experts = None if config.experts is None else ExpertMemory(config, max_num_tokens, dtype, where)
         self._dequantized: Tensor | None = None
         self._kv = self.logits
 
@@ -187,6 +211,15 @@ class DeviceModel(ProgramBuilder):
         gate_up, down = self._gemm(weights.gate_up, self._wide), self._gemm(weights.down, self._narrow)
         self._mlps.append(_Mlp(self._norm_vector(weights.norm), gate_up, down))
 
+    def experts(self, weights: ExpertsWeights) -> None:
+        shared = None
+        if weights.shared is not None:
+            gate_up, down = weights.shared
+            shared = self._gemm(gate_up, self._wide), self._gemm(down, self._narrow)
+        matrices = ExpertMatrices.of(weights.gate_up, weights.down, self._dtype, self._device.where, self._quantization)
+        router = self._gemm(weights.router, self._router, quantizes=False)
+        self._mlps.append(_Experts(self._norm_vector(weights.norm), router, matrices, shared))
+
     def parallel(self, attention: AttentionWeights, mlp: MlpWeights) -> None:
         raise NotImplementedError(Feature.PARALLEL.value)  # `available.why_not` refuses it
 
@@ -198,8 +231,10 @@ class DeviceModel(ProgramBuilder):
         where = self._device.where
         self._head = self._table if tied else DeviceMatrix.of((as_matrix(head.matrix),), self._dtype, where)
 
-    def use(self, kv: Tensor, max_model_len: int) -> None:
-        """Set the KV memory and the longest sequence, once all weights are loaded."""
+    def use(self, kv: Tensor, max_model_len: int, layout: KVLayout | None = None) -> None:
+        """Set the KV memory and the longest sequence, once all weights are loaded. Without a layout, each layer has its
+        own memory."""
+        places = (layout or undivided(len(self._attentions))).places
         config = self._config
         self._kv = kv
         angles: dict[Rope | None, list[Tensor]] = {}
@@ -215,20 +250,34 @@ class DeviceModel(ProgramBuilder):
                 qkv=qkv,
                 out=out,
                 head_norms=head_norms,
-                keys=kv[i, 0],
-                values=kv[i, 1],
+                keys=kv[places[i][1], 0],
+                values=kv[places[i][1], 1],
                 tasks=self._tasks_of(weights.window),
+                group=places[i][0],
                 cos=angles[weights.rope][0],
                 sin=angles[weights.rope][1],
+                center=self._center(weights, max_model_len),
             )
             self._layers.append((attention, mlp))
         self._attentions, self._mlps = [], []
 
+    def _center(self, weights: AttentionWeights, max_model_len: int) -> Tensor | None:
+        center = key_center(self._config, weights, max_model_len) if kv_cache.is_quantized(self._kv) else None
+        return None if center is None else torch.from_numpy(center).to(self._device.where)
+
     @property
     def matrices(self) -> list[DeviceMatrix]:
         """The matrices that every token of a step is multiplied with."""
-        pairs = [(layer.qkv, layer.out, mlp.gate_up, mlp.down) for layer, mlp in self._layers]
+        pairs = [
+            (layer.qkv, layer.out, *((mlp.gate_up, mlp.down) if isinstance(mlp, _Mlp) else mlp.gemms))
+            for layer, mlp in self._layers
+        ]
         return [segment for gemms in pairs for gemm in gemms for segment in gemm.matrix.segments]
+
+    @property
+    def expert_matrices(self) -> list[DeviceMatrix]:
+        """The matrices of experts, of which a token is multiplied with those of some experts."""
+        return [matrix for _, mlp in self._layers if isinstance(mlp, _Experts) for matrix in mlp.matrices.all]
 
     @property
     def head(self) -> DeviceMatrix:
@@ -258,9 +307,10 @@ class DeviceModel(ProgramBuilder):
             self._scratch = self._tasks[window].scratch
         return self._tasks[window]
 
-    def _gemm(self, weights: Linear, memory: _Memory) -> _Gemm:
+    def _gemm(self, weights: Linear, memory: _Memory, *, quantizes: bool = True) -> _Gemm:
         matrices = [as_matrix(matrix) for matrix in weights.matrices]
-        matrix = SegmentedMatrix.of(matrices, self._dtype, self._device.where, self._quantization)
+        quantization = self._quantization if quantizes else None
+        matrix = SegmentedMatrix.of(matrices, self._dtype, self._device.where, quantization)
         if matrix.has_codes and self._dequantized is None:
             self._dequantized = linear.dequantize_scratch(self._dtype, self._device.where)
         gemm = _Gemm(matrix, None if weights.bias is None else self._vector(weights.bias))
@@ -294,12 +344,16 @@ class DeviceModel(ProgramBuilder):
             residual = self._last_residuals[num_tokens]
         if not self._layers:
             return HiddenStates(residual, None)
-        return HiddenStates(residual, self._layers[-1][1].down.split_k_partials(self._narrow, num_tokens))
+        last = self._layers[-1][1]
+        if isinstance(last, _Experts):
+            assert self._experts is not None
+            return HiddenStates(residual, self._experts.result(num_tokens))
+        return HiddenStates(residual, last.down.split_k_partials(self._narrow, num_tokens))
 
     def _many(self, step: StepArrays, *, decodes: bool) -> None:
         num, eps = step.num_tokens, float(self._config.rms_norm_eps)
         residual, normed = self._residuals[0][:num], self._normed[:num]
-        queries, attended, gated = self._queries[:num], self._attended[:num], self._gated[:num]
+        queries, attended = self._queries[:num], self._attended[:num]
         split_k_partials: Tensor | None = None
         for layer, mlp in self._layers:
             norm.add_norm(normed, residual, split_k_partials, layer.norm, eps)
@@ -307,16 +361,37 @@ class DeviceModel(ProgramBuilder):
             if decodes:
                 self._attend_decode(attended, qkv, step, layer)
             else:
-                rotary_write(queries, qkv, layer.cos, layer.sin, step, layer.keys, layer.values, layer.head_norms)
-                attend(attended, queries, layer.keys, layer.values, step, layer.tasks)
+                arrays = step.of_group(layer.group)
+                cache = layer.keys, layer.values, layer.head_norms, layer.center
+                rotary_write(queries, qkv, layer.cos, layer.sin, arrays, *cache)
+                attend(attended, queries, layer.keys, layer.values, arrays, layer.tasks)
             split_k_partials = self._linear(self._narrow, attended, layer.out)
             norm.add_norm(normed, residual, split_k_partials, mlp.norm, eps)
-            swiglu.silu_mul(gated, self._linear(self._wide, normed, mlp.gate_up))
-            split_k_partials = self._linear(self._narrow, gated, mlp.down)
+            if isinstance(mlp, _Experts):
+                split_k_partials = self._compute_experts(normed, mlp)
+            else:
+                split_k_partials = self._feed_forward(normed, mlp.gate_up, mlp.down)
+
+    def _feed_forward(self, x: Tensor, gate_up: _Gemm, down: _Gemm) -> Tensor:
+        gated = self._gated_of(len(x), down)
+        swiglu.silu_mul(gated, self._linear(self._wide, x, gate_up))
+        return self._linear(self._narrow, gated, down)
+
+    def _gated_of(self, num: int, down: _Gemm) -> Tensor:
+        """The memory of what a layer's last matmul reads. Layers may have different sizes."""
+        width = down.matrix.num_columns
+        return self._gated.view(-1)[: num * width].view(num, width)
+
+    def _compute_experts(self, x: Tensor, layer: _Experts) -> Tensor:
+        """Its result, as one split-K partial."""
+        assert self._experts is not None
+        logits = self._linear(self._router, x, layer.router)
+        shared = None if layer.shared is None else self._feed_forward(x, *layer.shared)
+        return self._experts.compute(x, logits, layer.matrices, shared)
 
     def _few(self, step: StepArrays) -> None:
         num, eps = step.num_tokens, float(self._config.rms_norm_eps)
-        normed, attended, gated = self._normed[:num], self._attended[:num], self._gated[:num]
+        normed, attended = self._normed[:num], self._attended[:num]
         # A fused norm reads one residual buffer and writes the other, so its programs don't race.
         residual, other = (each[:num] for each in self._residuals)
         split_k_partials: Tensor | None = None
@@ -333,7 +408,11 @@ class DeviceModel(ProgramBuilder):
                 segmented_linear(qkv, normed, layer.qkv.matrix, layer.qkv.bias, pdl=self._early)
             self._attend_decode(attended, qkv, step, layer)
             split_k_partials = self._linear(self._narrow, attended, layer.out)
-            gate_up = mlp.gate_up
+            if isinstance(mlp, _Experts):
+                norm.add_norm(normed, residual, split_k_partials, mlp.norm, eps)
+                split_k_partials = self._compute_experts(normed, mlp)
+                continue
+            gate_up, gated = mlp.gate_up, self._gated_of(num, mlp.down)
             whole = gate_up.matrix.segments[0] if len(gate_up.matrix.segments) == 1 else None
             if whole is not None and self._fuses("swiglu", gate_up, num, split_k_partials):
                 norm_swiglu(
@@ -351,9 +430,9 @@ class DeviceModel(ProgramBuilder):
         self._last_residuals[num] = residual
 
     def _attend_decode(self, attended: Tensor, qkv: Tensor, step: StepArrays, layer: _Attention) -> None:
-        cache = layer.keys, layer.values, layer.tasks, layer.head_norms
+        cache = layer.keys, layer.values, layer.tasks, layer.head_norms, layer.center
         early = self._early and step.num_tokens <= SKINNY_TOKENS
-        attend_decode(attended, qkv, layer.cos, layer.sin, step, *cache, pdl=early)
+        attend_decode(attended, qkv, layer.cos, layer.sin, step.of_group(layer.group), *cache, pdl=early)
 
     @staticmethod
     def _fuses(op: Op, gemm: _Gemm, num: int, split_k_partials: Tensor | None) -> bool:
@@ -383,7 +462,10 @@ class DeviceModel(ProgramBuilder):
         return split_k_partials
 
 
-def allocate_kv(config: ModelConfig, num_blocks: int, dtype: torch.dtype, where: torch.device) -> Tensor:
-    """KV memory of all layers. It is zeroed, because kernels read unwritten slots under a mask, and NaN passes it."""
+def allocate_kv(
+    config: ModelConfig, num_blocks: int, dtype: torch.dtype, where: torch.device, num_places: int | None = None
+) -> Tensor:
+    """KV memory of blocks with `num_places` layers, by default all. It is zeroed, because kernels read unwritten slots
+    under a mask, and NaN passes it."""
     layer = kv_cache.shape_of(num_blocks, config.num_kv_heads, config.head_dim, dtype)
-    return torch.zeros((config.num_layers, 2, *layer), dtype=dtype, device=where)
+    return torch.zeros((num_places or config.num_layers, 2, *layer), dtype=dtype, device=where)

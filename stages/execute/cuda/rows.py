@@ -13,7 +13,7 @@ from pipeline.kernels.triton.rows import NUM_FIELDS, Field, RowState
 from pipeline.stages.execute.cuda.device import Device
 from pipeline.stages.execute.cuda.device_allocator import DeviceAllocator
 from pipeline.stages.execute.cuda.staging import Run
-from pipeline.stages.execute.rows import RowTable
+from pipeline.stages.execute.rows import GroupArray, RowTable
 from pipeline.stages.execute.sampling_features import SamplingFeature
 
 LIST_MEMORY_WORDS = 4 * 1024**2
@@ -31,7 +31,7 @@ class DeviceRows:
         shapes = {
             "params": (num_rows, NUM_FIELDS),
             "ids": (num_rows, max_model_len),
-            "blocks": (num_rows, table.blocks.shape[1]),
+            "blocks": (num_rows, table.group_blocks.shape[0] * table.group_blocks.shape[2]),
             "stops": (num_rows, max_num_stops),
             "list_memory": (LIST_MEMORY_WORDS,),
         }
@@ -58,7 +58,7 @@ class DeviceRows:
     def add(self, row: int) -> str | None:
         """Copy a row that was added to the table. Returns an error if its sequence can't run."""
         table = self._table
-        num_ids, num_blocks, stops = int(table.num_ids[row]), int(table.num_blocks[row]), sorted(table.stops[row])
+        num_ids, stops = int(table.num_ids[row]), sorted(table.stops[row])
         assert len(stops) <= self._max_num_stops, f"row {row} has {len(stops)} stop ids, {self._max_num_stops} at most"
         params = np.zeros(NUM_FIELDS, np.int32)
         floats, key = params.view(np.float32), table.keys[row : row + 1].view(np.int32)
@@ -77,17 +77,24 @@ class DeviceRows:
             self.filtered.add(row)
         self.runs.append((self._params + row * NUM_FIELDS, params))
         self.runs.append((self._ids + row * table.ids.shape[1], table.ids[row, :num_ids]))
-        self.runs.append((self._blocks + row * table.blocks.shape[1], table.blocks[row, :num_blocks].copy()))
+        for group, end in enumerate(table.block_ends[:, row].tolist()):
+            self.runs.append((self._begin_of_table(group, row), table.group_blocks[group, row, :end].copy()))
         if stops:
             self.runs.append((self._stops + row * self._max_num_stops, np.array(stops, np.int32)))
         return problem
 
-    def append_blocks(self, rows: IntArray, blocks: IntArray) -> None:
+    def append_blocks(self, rows: IntArray, blocks: IntArray, groups: GroupArray) -> None:
         """Append blocks to the table and to the device."""
-        places = self._table.append_blocks(rows, blocks)
-        width = self._table.blocks.shape[1]
-        for i, (row, place) in enumerate(zip(rows.tolist(), places, strict=True)):
-            self.runs.append((self._blocks + row * width + place, blocks[i : i + 1]))
+        places = self._table.append_blocks(rows, blocks, groups)
+        of = groups.tolist() if len(groups) else [0] * len(places)
+        for i, (row, group, place) in enumerate(zip(rows.tolist(), of, places, strict=True)):
+            self.runs.append((self._begin_of_table(group, row) + place, blocks[i : i + 1]))
+
+    def _begin_of_table(self, group: int, row: int) -> int:
+        """The offset of a row's block table in a KV group."""
+        num_groups, _, width = self._table.group_blocks.shape
+        begin: int = self._blocks + (row * num_groups + group) * width
+        return begin
 
     def drop(self, rows: IntArray) -> None:
         """Free the lists of dropped rows. The device does not read a dropped row before it is reused."""

@@ -83,9 +83,10 @@ class CudaRunner:
         build_program(config, weights, self.model)
         self.weight_formats = "+".join(weights.taken)
         kv = plan_device_kv(settings, config, device.memory(reserved_bytes(settings, config)))
-        self.kv = allocate_kv(config, kv.num_blocks, getattr(torch, kv_dtype(settings.execute)), device.where)
-        self.model.use(self.kv, kv.max_model_len)
-        swapped = None if swap is None else divide_swap(settings, config, swap)
+        layout, kv_type = kv.layout, getattr(torch, kv_dtype(settings.execute))
+        self.kv = allocate_kv(config, kv.num_blocks, kv_type, device.where, layout.num_places)
+        self.model.use(self.kv, kv.max_model_len, layout)
+        swapped = None if swap is None else divide_swap(settings, config, swap, layout)
         self._block_copier = BlockCopier(device, self.kv, swapped)
         num_swap_blocks = 0 if swapped is None else len(swapped)
         self.facts = ExecuteFacts(
@@ -96,15 +97,18 @@ class CudaRunner:
             num_swap_blocks,
             config.hidden_size,
             kv_dtype=kv_dtype(settings.execute),
+            kv_groups=list(layout.groups),
         )
         max_num_stops = settings.limits.max_stop_token_ids + len(config.eos_ids)
-        require_row_memory(max_num_seqs, kv.max_model_len, max_num_stops)
-        self.rows = RowTable(max_num_seqs, kv.max_model_len, kv.num_blocks, config.vocab_size)
+        num_groups = len(layout.groups)
+        require_row_memory(max_num_seqs, kv.max_model_len, max_num_stops, num_groups)
+        self.rows = RowTable(max_num_seqs, kv.max_model_len, kv.num_blocks, config.vocab_size, num_groups)
         self._device_rows = DeviceRows(device, self.rows, max_num_stops)
         self._staging = Staging(device, max_num_seqs, max_num_tokens)
         self.shapes = StepShapes(max_num_seqs, max_num_tokens)
         self.step_graphs = StepGraphs(
-            device, self.model, self._device_rows.on_device, self._staging.words, max_num_seqs, max_num_tokens
+            *(device, self.model, self._device_rows.on_device, self._staging.words),
+            *(max_num_seqs, max_num_tokens, num_groups),
         )
         self.masks = Masks(model_dir, max_num_seqs, config.vocab_size, settings.limits.grammar_timeout_s)
         last = self.model.last_norm

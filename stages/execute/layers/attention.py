@@ -44,6 +44,7 @@ def attention_weights(config: ModelConfig, weights: Weights, index: int) -> Atte
         head_norms=head_norms,
         window=config.window_of(index),
         rope=config.rope_of(index),
+        sinks=weights.vector(f"{layer}.self_attn.sinks", config.num_heads) if config.sinks else None,
         post_norm=norm_weights(config, weights, f"{layer}.self_attn_post_norm") if config.post_norms else None,
     )
 

@@ -58,7 +58,7 @@ def _settings(settings: Settings, folder: Path, plan: CheckPlan, dtype: str, ker
     replace = msgspec.structs.replace
     # float32 is compared exactly, so its KV cache has float32 too.
     kv_dtype = "auto" if dtype == "float32" else settings.execute.kv_dtype
-    execute = replace(settings.execute, device=device, dtype=dtype, kernels=kernels, kv_dtype=kv_dtype)
+    execute = replace(settings.execute, device=device, dtype=dtype, kernels=kernels, kv_dtype=kv_dtype, kv_groups=False)
     return replace(
         settings,
         max_model_len=max(lengths),
@@ -88,7 +88,11 @@ def _ours(settings: Settings, folder: Path, plan: CheckPlan) -> Ours:
     try:
         # A GPU's float32 matmuls are as exact as a CPU's, but sum in another order.
         exact = settings.execute.dtype == "float32"
-        ours = Ours(f"{runner.name}, {settings.execute.dtype}", exact)
+        ours = Ours(
+            f"{runner.name}, {settings.execute.dtype}",
+            exact,
+            chooses_experts=ModelConfig.load(folder).experts is not None,
+        )
         _Ways(runner, ours, plan).all()
         return ours
     finally:

@@ -128,6 +128,7 @@ def logits_of(runner: CpuRunner, chunk: Sequence[int]) -> Logits:
 def _settings(settings: Settings, execute: ExecuteSettings, config: ModelConfig) -> Settings:
     """Settings with just enough memory for one chunk."""
     replace = msgspec.structs.replace
+    execute = replace(execute, kv_groups=False)
     return replace(
         settings,
         max_model_len=CHUNK_SIZE,

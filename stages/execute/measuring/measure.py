@@ -24,6 +24,7 @@ from pipeline.kernels.cpu.isa import Isa, available, cpuinfo
 from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, StepInputs
+from pipeline.runtime.kv_groups import undivided
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.shm.available import available_bytes
 from pipeline.stages.execute.cpu.backend import choose_library, make_program
@@ -320,7 +321,7 @@ def _plan_kv(settings: Settings, config: ModelConfig, cases: Sequence[Case], num
             f"these steps need {wanted} bytes of KV memory, but only {free} bytes of memory are free: lower "
             "--batch, --context or --prefill"
         )
-    return KVPlan(num_blocks, max(case.context for case in cases))
+    return KVPlan(num_blocks, max(case.context for case in cases), undivided(config.num_layers))
 
 
 def num_blocks_of(case: Case) -> int:

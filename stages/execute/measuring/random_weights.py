@@ -13,6 +13,7 @@ from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.weights import Weights
 
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")
+ROUTERS = ("mlp.router.weight", "mlp.shared_expert_gate.weight")
 
 SPREADS: dict[Format, float] = {"bf16": 1.53, "q8_0": 73.9, "q4_1": 4.61}
 """Standard deviation of the weights with random bits and a scale of one."""
@@ -33,7 +34,7 @@ class RandomWeights(Weights):
         """A new random matrix, [rows, columns]."""
         scale = columns**-0.5
         match self._quantization:
-            case "q8_0" | "q4_1" if columns % GROUP == 0:
+            case "q8_0" | "q4_1" if columns % GROUP == 0 and not name.endswith(ROUTERS):
                 format: Format = "q8_0" if name in TABLES else self._quantization
                 return Matrix(format, self._blocks(format, rows, columns, scale), rows, columns)
         numbers = self._floats(rows, columns, scale)

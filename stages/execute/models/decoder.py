@@ -6,7 +6,7 @@ computes, such as `norm` and `activation`, themselves.
 
 embedding → layers × (norm → attention → + → norm → feed-forward → +) → norm → logits of the sampled tokens
 
-With `parallel`, the feed-forward layer reads the same hidden states as attention:
+A feed-forward layer may be a mixture of experts. With `parallel`, it reads the same hidden states as attention:
 
 embedding → layers × (norm → attention, norm → feed-forward → + both) → norm → logits of the sampled tokens
 """
@@ -14,6 +14,7 @@ embedding → layers × (norm → attention, norm → feed-forward → + both) �
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.program import Embedding, Head, ProgramBuilder
 from pipeline.stages.execute.layers.attention import attention_weights
+from pipeline.stages.execute.layers.experts import experts_weights
 from pipeline.stages.execute.layers.mlp import mlp_weights
 from pipeline.stages.execute.layers.norm import norm_weights
 from pipeline.stages.execute.weights import Weights
@@ -28,12 +29,15 @@ def build(config: ModelConfig, weights: Weights, program: ProgramBuilder) -> Non
     norm = norm_weights(config, weights, "model.embed_norm") if config.embedding_norm else None
     program.embed(Embedding(table, positions, norm))
     for i in range(config.num_layers):
-        attention, mlp = attention_weights(config, weights, i), mlp_weights(config, weights, i)
-        if config.parallel:
-            program.parallel(attention, mlp)
+        attention = attention_weights(config, weights, i)
+        if config.has_experts(i):
+            program.attention(attention)
+            program.experts(experts_weights(config, weights, i))
+        elif config.parallel:
+            program.parallel(attention, mlp_weights(config, weights, i))
         else:
             program.attention(attention)
-            program.mlp(mlp)
+            program.mlp(mlp_weights(config, weights, i))
     head = table if config.tie_embeddings else weights.matrix("lm_head.weight", vocab_size, hidden)
     bias = weights.vector("lm_head.bias", vocab_size) if config.head_bias else None
     program.sample(Head(norm_weights(config, weights, "model.norm"), head, bias))

@@ -29,6 +29,11 @@ class Feature(Enum):
     QUERY_GROWTH = "a factor of queries that depends on the position"
     ATTENTION_SOFTCAP = "capped attention scores"
     ALIBI = "ALiBi"
+    SINKS = "attention sinks"
+    EXPERTS = "mixtures of experts"
+    EXPERT_BIAS = "biases of experts"
+    SIGMOID_ROUTER = "sigmoid scores of experts"
+    SELECTION_BIAS = "a bias that chooses experts"
     LOGIT_SCALE = "a factor of logits"
     LOGIT_SOFTCAP = "capped logits"
     HEAD_BIAS = "a bias of the LM head"
@@ -55,6 +60,11 @@ def features_of(config: ModelConfig) -> set[Feature]:
         Feature.QUERY_GROWTH: config.query_growth != 0,
         Feature.ATTENTION_SOFTCAP: config.attention_softcap is not None,
         Feature.ALIBI: config.alibi_slopes is not None,
+        Feature.SINKS: config.sinks,
+        Feature.EXPERTS: config.experts is not None,
+        Feature.EXPERT_BIAS: config.experts is not None and config.experts.bias,
+        Feature.SELECTION_BIAS: config.experts is not None and config.experts.selection_bias,
+        Feature.SIGMOID_ROUTER: config.experts is not None and config.experts.scoring == "sigmoid",
         Feature.LOGIT_SCALE: config.logit_scale != 1,
         Feature.LOGIT_SOFTCAP: config.logit_softcap is not None,
         Feature.HEAD_BIAS: config.head_bias,
@@ -65,7 +75,7 @@ def features_of(config: ModelConfig) -> set[Feature]:
 
 NATIVE: frozenset[Feature] = frozenset(Feature)
 """Features of the native CPU program."""
-TRITON: frozenset[Feature] = frozenset({Feature.ROPES})
+TRITON: frozenset[Feature] = frozenset({Feature.ROPES, Feature.EXPERTS})
 """Features of the GPU program."""
 
 

@@ -94,6 +94,12 @@ def _info(model: ServedModel, facts: WeightFacts) -> dict[str, Any]:
         "rope.freq_base": config.rope_theta,
         "vocab_size": config.vocab_size,
     }
+    if (experts := config.experts) is not None:
+        family |= {
+            "expert_count": experts.num,
+            "expert_used_count": experts.num_per_token,
+            "expert_feed_forward_length": experts.intermediate_size,
+        }
     return {
         "general.architecture": config.architecture,
         "general.basename": config.name,

@@ -151,8 +151,8 @@ class ReplyForm(msgspec.Struct, frozen=True):
 
     tool_choice: str = "none"
     """As in `ChatPrompt`"""
-    names: list[str] = []
-    """Names of the tools"""
+    tools: dict[str, str] = {}
+    """The tools' names, with the JSON schemas of their arguments if the model's format needs them"""
     parallel: bool = True
     shows_specials: bool = False
     """Special tokens stay in the content."""
@@ -208,17 +208,19 @@ def reply_form(
             '"required" or a named function works without one'
         )
         raise unsupported("tools", what)
-    names = [] if choice == "none" else [tool.function.name for tool in _decoded_tools(prompt.tools)]
+    functions = [] if choice == "none" else [tool.function for tool in _decoded_tools(prompt.tools)]
+    is_typed = formats.tools is not None and formats.tools.is_typed
+    tools = {one.name: one.schema if is_typed else "" for one in functions}
     if choice == "none" and formats.reasoning is None:
         return None
-    return ReplyForm(choice, names, prompt.parallel_tool_calls, shows_specials, with_reasoning)
+    return ReplyForm(choice, tools, prompt.parallel_tool_calls, shows_specials, with_reasoning)
 
 
 def calls_grammar(prompt: m.ChatPrompt, formats: ChatFormats, output: m.Grammar | None) -> m.Grammar | None:
-    """The grammar of the reply: `output`, which the client set, or tool calls if they are required. Raises ApiError if
-    both are."""
+    """The grammar of the reply: `output`, which the client set, or tool calls if they are required or strict. Raises
+    ApiError if `output` is set and calls are required."""
     if prompt.tool_choice not in ("required", "named"):
-        return output
+        return output or _strict_calls(prompt, formats)
     if output is not None:
         message = f"'{output.param}' is not allowed with this tool_choice: the reply has tool calls and no content"
         raise invalid(output.param, message, "invalid_value")
@@ -228,6 +230,15 @@ def calls_grammar(prompt: m.ChatPrompt, formats: ChatFormats, output: m.Grammar 
         names = [tool.function.name for tool in _decoded_tools(prompt.tools)]
         param = f"tools[{names.index(prompt.tool_name)}].function.parameters"
     return m.Grammar("calls", msgspec.json.encode(written).decode(), param)
+
+
+def _strict_calls(prompt: m.ChatPrompt, formats: ChatFormats) -> m.Grammar | None:
+    """The grammar of a reply that may call strict functions; None if there are none. With a response format, ingest
+    makes one of both."""
+    if not prompt.tools or prompt.tool_choice != "auto":
+        return None
+    written = formats.strict_calls(prompt.tools, parallel=prompt.parallel_tool_calls)
+    return None if written is None else m.Grammar("calls", msgspec.json.encode(written).decode(), "tools")
 
 
 # --------------------------------------------------------------------------------------------------------- messages

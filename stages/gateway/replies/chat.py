@@ -36,6 +36,8 @@ class ReplyReader:
         self._place = place
         self._num_calls = 0
         self._num_ended = 0
+        self._ids: dict[int, str] = {}
+        """The ids of calls that the model wrote, by index."""
         self._reply_parser: ReplyParser | None = None
 
     @property
@@ -103,7 +105,7 @@ class ReplyReader:
         if self._reply_parser is None:
             form = self._form
             self._reply_parser = self._request.formats.parser(
-                form.tool_choice, form.names, self._prompt_request.tail, shows_specials=form.shows_specials
+                form.tool_choice, form.tools, self._prompt_request.tail, shows_specials=form.shows_specials
             )
         return self._reply_parser
 
@@ -120,6 +122,8 @@ class ReplyReader:
                 case CallBegun(index) | Arguments(index) | CallEnded(index):
                     if index and not self._form.parallel:
                         continue
+                    if isinstance(event, CallBegun) and event.id and event.id not in self._ids.values():
+                        self._ids[index] = event.id
                     self._num_calls += isinstance(event, CallBegun)
                     self._num_ended += isinstance(event, CallEnded)
                 case _:
@@ -144,8 +148,14 @@ class ReplyReader:
                 case _:
                     assert_never(event)
 
+    def written_id(self, index: int) -> str | None:
+        """The id that the model wrote for a call and expects back with the result; None if its format has none."""
+        return self._ids.get(index)
+
     def call_id(self, index: int) -> str:
-        """A unique id, which is the same in a replay."""
+        """The id that the model wrote, or a unique one, which is the same in a replay."""
+        if (written := self.written_id(index)) is not None:
+            return written
         form = self._request.formats.tools_of(self._form.tool_choice)
         assert form is not None, "a tool call was parsed without a tool call format"
         seed = f"{self._request.salt:x} {self._place} {index}".encode()

@@ -19,8 +19,8 @@ ROUNDS = 8
 @dataclass(frozen=True)
 class TemplateTraits:
     """`parts`: it loops over the parts of a message's content. `text_too`: it tests whether content is text, and so
-    takes text as well. `none`: it tests whether content is None. `developer`: it knows that role. `json_arguments`: it
-    appends the arguments of a call to text, and never tests whether they are text."""
+    takes text as well. `none`: it tests whether content is None, and never takes its length. `developer`: it knows that
+    role. `json_arguments`: it appends the arguments of a call to text, and never tests whether they are text."""
 
     parts: bool = False
     text_too: bool = False
@@ -41,10 +41,13 @@ def inspect_template(environment: jinja2.Environment, source: str) -> TemplateTr
     names = _Names(tree)
     consts = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
     tests = [node for node in tree.find_all(nodes.Test) if names.kind(node.node) is ValueKind.CONTENT]
+    is_measured = any(
+        node.name == "length" and names.kind(node.node) is ValueKind.CONTENT for node in tree.find_all(nodes.Filter)
+    )
     return TemplateTraits(
         parts=any(map(names.goes_through_parts, tree.find_all(nodes.For))),
         text_too=any(test.name == "string" for test in tests),
-        none=any(test.name == "none" for test in tests) or names.compared_with_none(),
+        none=not is_measured and (any(test.name == "none" for test in tests) or names.compared_with_none()),
         developer="developer" in consts,
         json_arguments=_adds_arguments(tree),
     )
@@ -82,6 +85,9 @@ class _Names:
                 return self._kinds.get(node.name)
             case nodes.Getattr() | nodes.Getitem():
                 return self._of_part(node)
+            case nodes.Call(node=nodes.Getattr(attr="get") as get, args=[nodes.Const(value="content"), *_]):
+                whole = self.kind(get.node)
+                return ValueKind.CONTENT if whole is ValueKind.MESSAGE else None
             case nodes.Filter():
                 inner = self.kind(node.node)
                 is_one = inner is ValueKind.MESSAGES and node.name in ("first", "last")

@@ -4,14 +4,16 @@ Names of keys and tensors, and what llama.cpp's converter does to tensors, are t
 `conversion/` (formerly convert_hf_to_gguf.py) in https://github.com/ggml-org/llama.cpp.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.runtime.model_folder import Architecture, LinearRope, ModelConfig, Rope
+from pipeline.runtime.model_folder import Architecture, Experts, LinearRope, ModelConfig, Rope, YarnRope
 from pipeline.stages.prepare.families.alibi import mpt_slopes
 from pipeline.stages.prepare.families.architecture import LAYER_NORM, alibi_slopes
 from pipeline.stages.prepare.gguf.metadata import Metadata
+from pipeline.stages.prepare.sources.source import ModelError
 
 Tensors = Mapping[str, Any]
 
@@ -33,6 +35,18 @@ class GgufKeys:
     def count(self, key: str) -> int | None:
         """The integer under a key; None if it is 0 or absent."""
         return self.metadata.get(f"{self.architecture}.{key}", int) or None
+
+    def layers(self, key: str, num_layers: int) -> list[int] | None:
+        """The layers for which a list of booleans is true; None if it is absent. Raises ModelError unless it has one
+        for each layer."""
+        name = f"{self.architecture}.{key}"
+        values = self.metadata.list_of(name, bool)
+        if values is None:
+            return None
+        if len(values) != num_layers:
+            path = self.metadata.path
+            raise ModelError(f"{path}: {name} has {len(values)} values; the model has {num_layers} layers")
+        return [layer for layer, value in enumerate(values) if value]
 
     def flag(self, key: str, default: bool) -> bool:
         return bool(self.metadata.get(f"{self.architecture}.{key}", bool, default))
@@ -70,6 +84,10 @@ class GgufArchitecture:
     """Further fields of ModelConfig, from keys and the presence of tensors."""
     reads_windows: bool = False
     """Whether `read` handles the sliding window."""
+    reads_experts: bool = False
+    """Whether `read` handles a mixture of experts."""
+    reads_yarn: bool = False
+    """Whether `read` handles YaRN."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Names of tensors in the file, if they differ from the usual ones, by their names in the model."""
 
@@ -81,6 +99,59 @@ def windows(model: ModelConfig, keys: GgufKeys, every: int) -> dict[str, Any]:
     if size is None or not layers:
         return {}
     return {"sliding_window": size, "sliding_layers": None if len(layers) == model.num_layers else layers}
+
+
+def experts_of(keys: GgufKeys, model: ModelConfig, *, normalized: bool) -> Experts | None:
+    """The experts of a file; None if it has none. Files say the sizes, and llama.cpp's code for each architecture
+    whether weights are normalized. Layers without a router are dense."""
+    num, num_per_token = keys.count("expert_count"), keys.count("expert_used_count")
+    if num is None:
+        return None
+    keys.metadata.refuse_unless(f"{keys.architecture}.expert_group_count", 1, "experts in groups")
+    routers = [i for i in range(model.num_layers) if f"blk.{i}.ffn_gate_inp.weight" in keys.tensors]
+    first = f"blk.{next(iter(routers), 0)}."
+    shared = f"{first}ffn_up_shexp.weight"
+    own_size = keys.count("expert_feed_forward_length") or model.intermediate_size
+    shared_size = keys.count("expert_shared_feed_forward_length")
+    if shared in keys.tensors and shared_size is None:
+        shared_size = keys.tensors[shared].shape[0]
+    return Experts(
+        num=num,
+        num_per_token=num_per_token or 0,
+        intermediate_size=own_size,
+        normalized=normalized,
+        router_bias=f"{first}ffn_gate_inp.bias" in keys.tensors,
+        bias=f"{first}ffn_up_exps.bias" in keys.tensors,
+        shared_intermediate_size=shared_size or 0 if shared in keys.tensors else 0,
+        shared_gate=f"{first}ffn_gate_inp_shexp.weight" in keys.tensors,
+        layers=None if len(routers) in (0, model.num_layers) else routers,
+    )
+
+
+def _experts(*, normalized: bool) -> Callable[[GgufKeys, ModelConfig], dict[str, Any]]:
+    return lambda keys, model: {"experts": experts_of(keys, model, normalized=normalized)}
+
+
+def _llama(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
+    """Mixtral's files have the same architecture."""
+    experts = experts_of(keys, model, normalized=True)
+    return {} if experts is None else {"experts": experts, "architecture": "mixtral"}
+
+
+def _gpt_oss(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
+    size = keys.count("attention.sliding_window")
+    factor = keys.number("rope.scaling.factor", 1.0) or 1.0
+    rope = None
+    if factor != 1.0:
+        original = keys.count("rope.scaling.original_context_length") or model.max_position
+        magnitude = 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
+        rope = YarnRope(factor=factor, original_max_position=original, magnitude=magnitude, truncate=False)
+    return {
+        "experts": experts_of(keys, model, normalized=True),
+        "sliding_window": size,
+        "sliding_layers": None if size is None else list(range(0, model.num_layers, 2)),
+        "rope_scaling": rope,
+    }
 
 
 def _gemma(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
@@ -142,6 +213,27 @@ def _cohere2(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
     return {**found, "logit_scale": keys.number("logit_scale", 1.0), "layers_without_rope": full}
 
 
+def _exaone4(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
+    """Files name the layers with a window. Those without the list have three in four in the largest model, as in
+    llama.cpp. If there are windows, the other layers have no rotary embedding."""
+    layers = keys.layers("attention.sliding_window_pattern", model.num_layers)
+    size, is_largest = keys.count("attention.sliding_window"), model.num_layers == 64
+    if layers is None and is_largest:
+        size, layers = size or 4096, [i for i in range(model.num_layers) if (i + 1) % 4]
+    if layers is None:
+        what = "a sliding window in layers that the file doesn't name"
+        keys.metadata.refuse_unless(f"{keys.architecture}.attention.sliding_window", 0, what)
+    if not size or not layers:
+        return {}
+    others = [i for i in range(model.num_layers) if i not in layers]
+    return {"sliding_window": size, "sliding_layers": layers, "layers_without_rope": others}
+
+
+def _olmo(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
+    keys.metadata.refuse_unless("olmo.attention.clamp_kqv", 0.0, "clipping queries, keys and values")
+    return {}
+
+
 def _parallel(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
     return {"parallel": keys.flag("use_parallel_residual", True)}
 
@@ -173,7 +265,13 @@ POST = {"post_norms": True}
 PLAIN = {**LAYER_NORM, "gated": False}
 
 GGUF_ARCHITECTURES: dict[str, GgufArchitecture] = {
-    "llama": GgufArchitecture(models="Llama, Mistral, SmolLM2", interleaved_rope=True, has_windows=True),
+    "llama": GgufArchitecture(
+        models="Llama, Mistral, Mixtral, SmolLM2",
+        interleaved_rope=True,
+        has_windows=True,
+        read=_llama,
+        reads_experts=True,
+    ),
     "qwen2": GgufArchitecture(models="Qwen2, Qwen2.5"),
     "qwen3": GgufArchitecture(models="Qwen3", always={"qk_norm": True}),
     "gemma": GgufArchitecture(models="Gemma", always=GEMMA, read=_gemma),
@@ -192,11 +290,28 @@ GGUF_ARCHITECTURES: dict[str, GgufArchitecture] = {
         always={**PLAIN, "activation": "gelu_tanh", "parallel": True, "shared_norm": True},
     ),
     "phi3": GgufArchitecture(models="Phi-3, Phi-4", has_windows=True),
+    "chatglm": GgufArchitecture(models="GLM-4-9B", model_type="glm", always={"interleaved_rope": True}),
     "glm4": GgufArchitecture(models="GLM-4-0414", always={**POST, "interleaved_rope": True}),
+    "olmo": GgufArchitecture(
+        models="OLMo",
+        interleaved_rope=True,
+        eps=LAYER_EPS,
+        always={"norm": "layer", "norm_weights": False},
+        read=_olmo,
+    ),
     "olmo2": GgufArchitecture(
         models="OLMo 2", always={**POST, "pre_norms": False, "qk_norm": True, "qk_norm_kind": "all"}
     ),
-    "exaone4": GgufArchitecture(models="EXAONE 4", always={**POST, "pre_norms": False, "qk_norm": True}),
+    "exaone4": GgufArchitecture(
+        models="EXAONE 4",
+        always={**POST, "pre_norms": False, "qk_norm": True},
+        read=_exaone4,
+        reads_windows=True,
+    ),
+    "ernie4_5": GgufArchitecture(models="ERNIE 4.5", always={"interleaved_rope": True}),
+    "arcee": GgufArchitecture(
+        models="AFM (Arcee)", interleaved_rope=True, always={"gated": False, "activation": "relu2"}
+    ),
     "smollm3": GgufArchitecture(models="SmolLM3", interleaved_rope=True, read=_smollm3),
     "granite": GgufArchitecture(models="Granite 3", interleaved_rope=True, read=_granite),
     "seed_oss": GgufArchitecture(models="Seed-OSS", names={"post_attention_layernorm": "post_attention_norm"}),
@@ -244,6 +359,32 @@ GGUF_ARCHITECTURES: dict[str, GgufArchitecture] = {
         eps=LAYER_EPS,
         always={**PLAIN, "activation": "gelu_tanh", "embedding_norm": True, "rotary_dim": 0},
         read=_bloom,
+    ),
+    "qwen2moe": GgufArchitecture(
+        models="Qwen1.5-MoE, Qwen2-MoE", model_type="qwen2_moe", read=_experts(normalized=False), reads_experts=True
+    ),
+    "qwen3moe": GgufArchitecture(
+        models="Qwen3-MoE",
+        model_type="qwen3_moe",
+        always={"qk_norm": True},
+        read=_experts(normalized=True),
+        reads_experts=True,
+    ),
+    "olmoe": GgufArchitecture(
+        models="OLMoE",
+        always={"qk_norm": True, "qk_norm_kind": "all"},
+        read=_experts(normalized=False),
+        reads_experts=True,
+    ),
+    "gpt-oss": GgufArchitecture(
+        models="gpt-oss",
+        model_type="gpt_oss",
+        always={"activation": "swiglu_oai", "sinks": True},
+        read=_gpt_oss,
+        reads_windows=True,
+        reads_experts=True,
+        reads_yarn=True,
+        names={"post_attention_layernorm": "post_attention_norm"},
     ),
     "mpt": GgufArchitecture(
         models="MPT",

@@ -2,6 +2,7 @@
 
     Q3_K    → q6_k   the same values: its scales and codes are some of those that q6_k has
     IQ4_NL  → q8_0   the same values: its codes are indices into 16 numbers of 8 bits
+    MXFP4   → q8_0   the same values: each is a half of an integer times a power of two
     IQ4_XS  → q8_0   the same codes, but the product of two scales is rounded to float16
     others  → bf16   rounded
 
@@ -25,6 +26,8 @@ Blocks = np.ndarray[Any, np.dtype[np.uint8]]
 NATIVE = {kind: format for format, kind in BLOCKS.items()}
 """The formats that need no conversion."""
 FLOATS = (Kind.F32, Kind.F16, Kind.BF16)
+MXFP4_CODES = np.array(gguf.quants.MXFP4.kvalues, np.int8)
+"""Twice the values of 4-bit floats."""
 IQ4_VALUES = np.array(gguf.quants.IQ4_NL.kvalues, np.int8)
 
 
@@ -66,6 +69,19 @@ def iq4_xs_to_q8_0(rows: Blocks) -> Blocks:
     return np.concatenate([scales.reshape(-1, 1).view(np.uint8), codes], axis=1).reshape(len(rows), -1)
 
 
+def mxfp4_to_q8_0(rows: Blocks) -> Blocks:
+    """Powers of two below the smallest float16 become zero: their values are below 1e-6. Raises ValueError if one is
+    beyond float16."""
+    blocks = rows.reshape(-1, 17)
+    codes = MXFP4_CODES[np.concatenate([blocks[:, 1:] & 15, blocks[:, 1:] >> 4], axis=1)]
+    with np.errstate(all="ignore"):  # checked below
+        scales = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128).astype(np.float16)
+    scales[~codes.any(axis=1)] = 0
+    if not np.isfinite(scales).all():
+        raise ValueError("scales are too large for float16")
+    return np.concatenate([scales.view(np.uint8), codes.view(np.uint8)], axis=1).reshape(len(rows), -1)
+
+
 def _iq4_codes(pairs: Blocks) -> Blocks:
     """[n, 16] → the bytes of 32 codes, [n, 32]"""
     codes: Blocks = IQ4_VALUES[np.concatenate([pairs & 15, pairs >> 4], axis=1)].view(np.uint8)
@@ -76,6 +92,7 @@ CONVERSIONS: dict[Kind, tuple[Format, Callable[[Blocks], Blocks]]] = {
     Kind.Q3_K: ("q6_k", q3_k_to_q6_k),
     Kind.IQ4_NL: ("q8_0", iq4_nl_to_q8_0),
     Kind.IQ4_XS: ("q8_0", iq4_xs_to_q8_0),
+    Kind.MXFP4: ("q8_0", mxfp4_to_q8_0),
 }
 
 

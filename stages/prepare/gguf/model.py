@@ -19,7 +19,7 @@ import numpy as np
 
 from pipeline.config.settings import PreparedFormat
 from pipeline.runtime import generation_config
-from pipeline.runtime.model_folder import CONVERTED, Layout, Llama3Rope, LongRope, ModelConfig
+from pipeline.runtime.model_folder import CONVERTED, Layout, Llama3Rope, LongRope, ModelConfig, Piece
 from pipeline.stages.prepare.families.architecture import gate_up_slices, qkv_slices
 from pipeline.stages.prepare.files import MAX_TEMPLATE_BYTES, shown
 from pipeline.stages.prepare.gguf import tokenizer
@@ -58,9 +58,20 @@ LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
     "post_attention_norm": "self_attn_post_norm",
     "post_ffw_norm": "mlp_post_norm",
+    "ffn_gate_inp": "mlp.router",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
+SINKS, GGUF_SINKS = "self_attn.sinks", "attn_sinks.weight"
 STACKED = "mlp.gate_up_proj"
 """Gate and up, where `ffn_up` holds both."""
+STACKED_EXPERTS = {name: Piece(f"mlp.experts.{name}") for name in ("gate_proj", "up_proj", "down_proj")}
+"""Files have the matrices of all experts in one tensor."""
 ROPE_FREQUENCIES = "rope_freqs.weight"
 LONG_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 
@@ -161,11 +172,14 @@ def _config(metadata: Metadata, tensors: dict[str, GgufTensor]) -> ModelConfig:
     path = metadata.path
     name, architecture = _architecture(metadata)
     keys = keys_of(name, architecture.eps)
-    metadata.refuse_unless(f"{name}.expert_count", 0, "a mixture of experts")
+    if not architecture.reads_experts:
+        metadata.refuse_unless(f"{name}.expert_count", 0, "a mixture of experts")
     scaling = metadata.get(f"{name}.rope.scaling.type", str, "none")
     factor = metadata.get(f"{name}.rope.scaling.factor", float, 1.0)
-    is_read = name == "gemma3" and scaling == "linear"
-    if scaling not in ("none", "linear", "longrope") or (factor != 1.0 and not is_read):
+    is_read = (name == "gemma3" and scaling == "linear") or (architecture.reads_yarn and scaling == "yarn")
+    if scaling not in ("none", "linear", "longrope", *(["yarn"] if architecture.reads_yarn else [])) or (
+        factor != 1.0 and not is_read
+    ):
         raise ModelError(f"{path}: {name}.rope.scaling.type is {shown(scaling)}: this rope scaling is not supported")
     metadata.refuse_unless(f"{name}.rope.scale_linear", 1.0, "linear rope scaling")
     heads, hidden = metadata.need(keys["num_heads"], int), metadata.need(keys["hidden_size"], int)
@@ -219,7 +233,8 @@ def _config(metadata: Metadata, tensors: dict[str, GgufTensor]) -> ModelConfig:
     pieces = qkv_slices(config, "self_attn.qkv_proj") if stacked else {}
     if config.gated and "blk.0.ffn_gate.weight" not in tensors:
         pieces |= gate_up_slices(config, STACKED)
-    return msgspec.structs.replace(config, layout=Layout(pieces=pieces))
+    experts = {} if config.experts is None else STACKED_EXPERTS
+    return msgspec.structs.replace(config, layout=Layout(pieces=pieces, experts=experts))
 
 
 def _architecture(metadata: Metadata) -> tuple[str, GgufArchitecture]:
@@ -294,6 +309,8 @@ def llama3_divisors(config: ModelConfig, rope: Llama3Rope) -> "np.ndarray[Any, A
 def gguf_name(name: str, names: Mapping[str, str] = {}) -> str:
     """`model.layers.3.self_attn.q_proj.weight` → `blk.3.attn_q.weight`. `names` are those that differ from the usual
     ones."""
+    if match := re.fullmatch(r"model\.layers\.(\d+)\." + re.escape(SINKS), name):
+        return f"blk.{match[1]}.{GGUF_SINKS}"
     stem, _, kind = name.rpartition(".")
     if match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem):
         layer, part = match.groups()
@@ -322,7 +339,7 @@ def _checked_shapes(
         tensor = tensors.get(names[name])
         if tensor is None:
             raise ModelError(f"{path}: the tensor {names[name]} is missing")
-        if tensor.shape != shape:
+        if tensor.shape not in (shape, shape[1:] if shape[:1] == (1,) else shape):  # a matrix of one row is a vector
             raise ModelError(f"{path}: tensor {tensor.name} has shape {tensor.shape}, but the metadata says {shape}")
     unknown = set(tensors) - set(names.values())
     if unknown:

@@ -16,6 +16,7 @@ of attention heads, whose order is fixed: those matrices become bf16. So do all 
 stack gate_proj and up_proj, or have other names for them.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -90,7 +91,7 @@ class Checkpoint:
 
     def _read(self, name: str, shape: Shape) -> None:
         """Find the weight or vector `name`. Raises ModelError unless the files have it in one form."""
-        if len(shape) == 2:
+        if len(shape) > 1:
             matrix = self._scheme.matrix(name.removesuffix(WEIGHT), shape, self._tensors)
             if matrix is not None:
                 self._matrices[name] = matrix
@@ -137,9 +138,13 @@ class Checkpoint:
     def pieces(self, name: str, target: Stored) -> Iterator[Array]:
         """A tensor a few rows at a time, as `write_weights` takes it."""
         matrix, order, shape = self._matrices.get(name), self._orders.get(name), self._shapes[name]
-        at_once = max(1, CHUNK_VALUES // shape[-1]) if len(shape) > 1 else shape[0]
-        for start in range(0, shape[0], at_once):
-            rows = slice(start, min(start + at_once, shape[0]))
+        # A tensor with more than two dimensions is matrices, one below the other.
+        num_rows, values_per_row = math.prod(shape[:-1]) if len(shape) > 1 else shape[0], shape[-1]
+        if matrix is None and len(shape) > 2:
+            num_rows, values_per_row = shape[0], math.prod(shape[1:])
+        at_once = max(1, CHUNK_VALUES // values_per_row) if len(shape) > 1 else num_rows
+        for start in range(0, num_rows, at_once):
+            rows = slice(start, min(start + at_once, num_rows))
             chosen = rows if order is None else order[rows]
             if matrix is None:
                 yield self._tensors.float_rows(name, shape, chosen)

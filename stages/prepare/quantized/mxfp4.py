@@ -2,6 +2,7 @@
 
     NAME_blocks    uint8 [N, K / 32, 16]   gpt-oss' form; two codes per byte, the first in the lower half
     NAME_scales    uint8 [N, K / 32]       exponents with a bias of 127
+                                           of all experts: [experts, N, …]
 
     weight_packed  uint8 [N, K / 2]        compressed-tensors' form of the same
     weight_scale   uint8 [N, K / 32]
@@ -10,6 +11,8 @@ The values 0, 0.5, 1, 1.5, 2, 3, 4 and 6 are halves of integers, so q8_0 with ha
 
 Sources: `convert_moe_packed_tensors` in transformers/integrations/mxfp4.py; OCP Microscaling Formats specification.
 """
+
+import math
 
 import msgspec
 import numpy as np
@@ -40,25 +43,28 @@ class Mxfp4Scheme:
         pass
 
     def matrix(self, module: str, shape: Shape, tensors: CheckpointTensors) -> "Mxfp4Matrix | None":
-        blocks, scales = f"{module}.weight_blocks", f"{module}.weight_scales"
+        name = f"{module}.weight" if len(shape) == 2 else module
+        blocks, scales = f"{name}_blocks", f"{name}_scales"
         if blocks not in tensors:
             return None
-        return Mxfp4Matrix(blocks, scales, (shape[0], shape[1] // GROUP, GROUP // 2), shape, tensors)
+        return Mxfp4Matrix(blocks, scales, (*shape[:-1], shape[-1] // GROUP, GROUP // 2), shape, tensors)
 
 
 class Mxfp4Matrix(IntegerMatrix):
     """A matrix of the file. Raises ModelError, naming the tensor, if its tensors don't fit each other."""
 
     def __init__(self, codes: str, scales: str, stored: Shape, shape: Shape, tensors: CheckpointTensors) -> None:
-        """`stored` is the shape of the tensor `codes`."""
+        """`stored` is the shape of the tensor `codes`. The matrices of all experts are one below the other."""
         tensors.require(scales, codes)
-        if shape[1] % GROUP:
+        num_rows, num_columns = math.prod(shape[:-1]), shape[-1]
+        if num_columns % GROUP:
             raise tensors.fault(
-                codes, f"has {shape[1]} columns; with mxfp4, their number must be a multiple of {GROUP}"
+                codes, f"has {num_columns} columns; with mxfp4, their number must be a multiple of {GROUP}"
             )
-        super().__init__(shape, 8, GROUP)
-        self._codes = tensors.raw(codes, ("U8",), stored)
-        self._exponents = tensors.raw(scales, EXPONENTS, (shape[0], shape[1] // GROUP))
+        super().__init__((num_rows, num_columns), 8, GROUP)
+        self._codes = tensors.raw(codes, ("U8",), stored).reshape(num_rows, -1)
+        exponents = tensors.raw(scales, EXPONENTS, (*shape[:-1], num_columns // GROUP))
+        self._exponents = exponents.reshape(num_rows, -1)
         if (self._exponents == NAN_EXPONENT).any():
             raise tensors.fault(scales, f"has the exponent {NAN_EXPONENT}, which is not a number")
 

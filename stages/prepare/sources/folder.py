@@ -13,7 +13,7 @@ from pipeline.stages.prepare.sources.config_json import ConfigReader
 from pipeline.stages.prepare.sources.layout import INDEX, READ_SUFFIXES, TOOL_TEMPLATE, shards_of, weight_files
 from pipeline.stages.prepare.sources.source import ModelError, is_file
 from pipeline.stages.prepare.sources.tokenizer_json import with_special_ids, write_tokenizer
-from pipeline.stages.prepare.tensors import check_tensors, with_prefix_of
+from pipeline.stages.prepare.tensors import check_tensors, with_experts_of, with_prefix_of
 
 
 def state(folder: Path) -> list[tuple[str, int, int]]:
@@ -57,7 +57,7 @@ def convert(source: Path, target: Path, name: str, quantization: PreparedFormat,
     tokenizer, first = write_tokenizer(source, target)
     model = ConfigReader(config_path, config).model(name, files, generation)
     model = with_special_ids(model, tokenizer, first, tokenizer_config, source)
-    model = with_prefix_of(model, files)
+    model = with_experts_of(with_prefix_of(model, files), files)
     scheme = None
     if is_quantized(config):
         # Imported here: most models are not quantized.

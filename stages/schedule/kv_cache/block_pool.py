@@ -8,18 +8,24 @@
        └── evict ◄───── cached (no refs; least recently used goes first)
 
 free + cached + held == total, always. A block with a key can be found by it whether it is held or cached. Blocks that a
-step in flight names are retired, not released: they stay held until that step is settled.
+step in flight names are retired, not released: they stay held until that step is settled. Likewise, a key is stored in
+the index, for the successor of this process, when the step that writes the block is settled.
 """
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 
+from pipeline.stages.schedule.kv_cache.block_index import BlockIndex
+
 
 class BlockPool:
     """Owns the state of each block. Every operation takes O(1) per block."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, index: BlockIndex | None = None) -> None:
         self.num_total = num_blocks
+        self._index = BlockIndex(None, 0) if index is None else index
+        self._written: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
+        """Blocks whose key is not in the index yet: the step that writes them, and the key."""
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._refs = [0] * num_blocks
@@ -56,6 +62,16 @@ class BlockPool:
         self._refs[block] = 1
         return block
 
+    def take_some(self, num_blocks: int) -> list[int]:
+        """The blocks of as many calls of `take`."""
+        if len(self._free) < num_blocks:
+            return [self.take() for _ in range(num_blocks)]
+        blocks = self._free[: -num_blocks - 1 : -1]
+        del self._free[len(self._free) - num_blocks :]
+        for block in blocks:
+            self._refs[block] = 1
+        return blocks
+
     def adopt(self, keys: dict[int, bytes]) -> None:
         """Let free blocks be found by these keys. If two have the same, either is."""
         known = {key: block for block, key in keys.items() if key not in self._by_key}
@@ -65,6 +81,8 @@ class BlockPool:
             self._keys[block] = keys[block]
             self._by_key[keys[block]] = block
             self._cached[block] = None
+        for block in keys.keys() - blocks:
+            self._index.clear(block)
 
     def find(self, key: bytes) -> int | None:
         """The block with this key."""
@@ -84,12 +102,14 @@ class BlockPool:
             del self._cached[block]
         self._refs[block] += 1
 
-    def register(self, block: int, key: bytes) -> None:
-        """Let a held block be found by its content. If another block has the key already, that one keeps it."""
+    def register(self, block: int, key: bytes, step_id: int = 0) -> None:
+        """Let a held block be found by its content, which is there when `step_id` is settled. If another block has the
+        key already, that one keeps it. Step ids must not decrease from call to call."""
         assert self._refs[block] > 0, f"block {block} is not held"
         if self._keys[block] is None and key not in self._by_key:
             self._keys[block] = key
             self._by_key[key] = block
+            self._written[block] = step_id, key
 
     def forget(self, block: int) -> None:
         """Remove the block's key, if it has one: its content can't be found any more."""
@@ -136,14 +156,27 @@ class BlockPool:
             _, blocks = self._retired.popleft()
             self.num_retired -= len(blocks)
             self.release(blocks)
+        written = self._written
+        while written and next(iter(written.values()))[0] <= step_id:
+            block, (_, key) = written.popitem(last=False)
+            self._index.set(block, key)
+
+    def forget_unwritten(self) -> None:
+        """Remove the keys of blocks whose step is not settled: it will never be."""
+        for block in list(self._written):
+            self.forget(block)
 
     def settle_all(self) -> None:
-        """Release all that was retired."""
+        """Release all that was retired. No key is stored in the index."""
+        self._written.clear()
         if self._retired:
             self.settle(self._retired[-1][0])
 
-    def forget_all(self) -> int:
-        """Remove every key, and free the blocks without a holder. Returns how many blocks had a key."""
+    def forget_all(self, owner: int | None = None) -> int:
+        """Remove every key, and free the blocks without a holder. Returns how many blocks had a key. With `owner`, the
+        blocks belong to that from now on."""
+        self._written.clear()
+        self._index.clear_all(owner)
         num_forgotten = len(self._by_key)
         for block in self._by_key.values():
             self._keys[block] = None
@@ -170,3 +203,5 @@ class BlockPool:
         assert key is not None
         del self._by_key[key]
         self._keys[block] = None
+        if self._written.pop(block, None) is None:
+            self._index.clear(block)

@@ -8,20 +8,29 @@ which copies bring the rest.
                       prefix cache (offload.py)
 
 A shared block is always full: nothing writes to it again.
+
+A sequence has a block table in each KV group (pipeline/runtime/kv_groups.py). With full attention it has blocks for all
+its ids from the start. With a window, it has those that its next positions read, and those that a step may write:
+
+                 released        first .......... planned ...... end
+                 or never held   window           largest chunk
 """
 
 from bisect import bisect_left
-from collections.abc import Callable
 
 import msgspec
 import numpy as np
 
+from pipeline.runtime import kv_groups
 from pipeline.stages.schedule.arrays import Int64s
 from pipeline.stages.schedule.kv_cache import prefix
+from pipeline.stages.schedule.kv_cache.block_index import NO_MEMORY, BlockIndex, IndexMemory, unpacked
 from pipeline.stages.schedule.kv_cache.block_pool import BlockPool
+from pipeline.stages.schedule.kv_cache.lookup import FoundBlocks, PrefixLookup
 from pipeline.stages.schedule.kv_cache.offload import KVOffload
-from pipeline.stages.schedule.kv_cache.offload_index import OffloadIndex
 from pipeline.stages.schedule.kv_cache.swap import BlockCopies, Swapped
+from pipeline.stages.schedule.kv_cache.tables import BlockTable
+from pipeline.stages.schedule.kv_cache.windows import WindowBlocks
 from pipeline.stages.schedule.policies.policy import may_start
 from pipeline.stages.schedule.request import Sequence
 from pipeline.stages.schedule.rows import NEVER_REGISTERED, RowTracker
@@ -31,16 +40,39 @@ from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 class ComputedPrefix(msgspec.Struct):
     """The part of a sequence that need not be computed when it starts."""
 
-    blocks: list[int]
-    """Shared blocks, the first of the sequence's block table."""
+    found: list[FoundBlocks]
+    """For each KV group, the first blocks of the sequence's block table."""
     num_computed: int
     """Positions whose KV is there, or will be after the step's copies."""
-    num_new_blocks: int
-    """Blocks to allocate after the shared ones."""
-    offloaded: list[int] = []
-    """Swap blocks that hold what follows the shared blocks."""
+    ends: list[int]
+    """For each KV group, the end of the block table: blocks to allocate are at the places up to it."""
     fork_of: int = -1
     """The row that the sequence forks from."""
+
+    @property
+    def shared(self) -> list[int]:
+        """Blocks that the sequence shares."""
+        return [block for found in self.found for block in found.blocks if block >= 0]
+
+    @property
+    def num_shared(self) -> int:
+        """Places, from the first, whose blocks are shared in all groups."""
+        return min(found.num_shared for found in self.found)
+
+    def num_new_blocks(self, num_shared: int) -> int:
+        """Blocks to allocate, besides `num_shared` shared ones."""
+        return sum(end - found.first for found, end in zip(self.found, self.ends, strict=True)) - num_shared
+
+
+class ExecutorLoss(msgspec.Struct, frozen=True):
+    """The executor has died."""
+
+    successor: int
+    """The incarnation of its successor."""
+    keeps_swap: bool = True
+    """Whether the successor can use what is in swap space."""
+    has_crashed: bool = True
+    """Whether it was at work: only then, the requests that it was computing are suspected."""
 
 
 class KVCacheManager:
@@ -50,132 +82,211 @@ class KVCacheManager:
         self,
         config: SchedulerConfig,
         rows: RowTracker,
-        index_memory: memoryview | None = None,
-        observe: Callable[[bytes], bytes] = bytes,
+        kv_index: IndexMemory = NO_MEMORY,
+        swap_index: IndexMemory = NO_MEMORY,
+        executor: int = 1,
     ) -> None:
-        """`index_memory` holds the index of swap space, perhaps with entries of the process before; `observe` records
-        these for a replay."""
-        self.pool = BlockPool(config.num_blocks)
-        self.swap = BlockPool(config.num_swap_blocks)
+        """The indices are those of the KV cache and of swap space. `executor` is the incarnation of the executor's
+        process, which owns the KV cache."""
+        self.groups = groups = config.kv_groups
+        has_groups, is_offloading = len(groups) > 1, config.kv_offload and config.prefix_caching
+        index = BlockIndex(
+            kv_index.memory, config.num_blocks, has_groups=has_groups, owner=executor, keeps=config.prefix_caching
+        )
+        self.pool = BlockPool(config.num_blocks, index)
+        if config.prefix_caching:
+            self.pool.adopt(dict(unpacked(kv_index.observe(index.entries()), has_groups=has_groups)))
+        index = BlockIndex(swap_index.memory, config.num_swap_blocks, has_groups=has_groups, keeps=is_offloading)
+        self.swap = BlockPool(config.num_swap_blocks, index)
         self.copies = BlockCopies(config.num_blocks)
-        is_on = config.kv_offload and config.prefix_caching
-        index = OffloadIndex(index_memory, config.num_swap_blocks)
-        self.offload = KVOffload(rows, self.swap, self.copies, index, config.block_size, is_on=is_on)
-        if config.num_swap_blocks:
-            self.offload.adopt(observe(index.entries()))
+        self.windows = WindowBlocks(config, rows, self.pool)
+        self.offload = KVOffload(rows, self.swap, self.copies, config.block_size, groups, is_on=is_offloading)
+        if self.offload.is_on:
+            self.swap.adopt(dict(unpacked(swap_index.observe(index.entries()), has_groups=has_groups)))
+        self._planned_step = 0
+        """The last step that was planned, or is being planned."""
+        self._lookup = PrefixLookup(self.pool, self.swap, groups, config.block_size)
         self._rows = rows
         self._block_size = config.block_size
+        self._max_chunk = config.max_chunk
         self._prefix_caching = config.prefix_caching
         self.num_blocks_swapped_out = self.num_blocks_swapped_in = self.num_blocks_restored = self.num_forks = 0
         """Since start."""
 
-    def num_blocks_for(self, num_ids: int) -> int:
-        return -(-num_ids // self._block_size)
+    def most_blocks(self, num_ids: int) -> int:
+        """Blocks of all groups that a sequence of `num_ids` ids holds at most."""
+        return kv_groups.most_blocks(self.groups, num_ids, self._max_chunk, self._block_size)
+
+    def may_start(self, num_available: int, num_needed: int, num_running: int) -> bool:
+        """Whether a sequence that needs `num_needed` blocks may start beside `num_running` others: each of these may
+        soon need a block in every group."""
+        return may_start(num_available, num_needed, num_running * len(self.groups))
+
+    def begin_plan(self, step_id: int) -> None:
+        """The plan of this step begins: nothing of it has changed any row yet."""
+        self._planned_step = step_id
+        self.offload.copy_new_blocks(step_id)
 
     # ------------------------------------------------------------------------------------------------- allocate
 
-    def allocate(self, sequence: Sequence, num_running: int, step_id: int) -> tuple[ComputedPrefix, list[int]] | None:
-        """Give a sequence the blocks of all its ids, and list the copies that fill them. Returns None if there are too
-        few blocks beside `num_running` rows. `step_id` is the step that is being planned."""
+    def allocate(
+        self, sequence: Sequence, num_running: int, step_id: int
+    ) -> tuple[ComputedPrefix, list[BlockTable]] | None:
+        """Give a sequence the blocks that it needs to start, and list the copies that fill them. Returns None if there
+        are too few blocks beside `num_running` rows. `step_id` is the step that is being planned."""
         pool = self.pool
         found = self._find_computed(sequence)
-        num_unheld = sum(map(pool.is_cached, found.blocks))
-        if not may_start(pool.num_available, found.num_new_blocks + num_unheld, num_running):
+        shared = found.shared
+        num_needed = found.num_new_blocks(len(shared)) + sum(map(pool.is_cached, shared))
+        if not self.may_start(pool.num_available, num_needed, num_running):
             return None
-        for block in found.blocks:
+        for block in shared:
             pool.hold(block)
-        blocks = found.blocks + [pool.take() for _ in range(found.num_new_blocks)]
+        sources: list[int] = []
+        targets: list[int] = []
+        tables: list[BlockTable] = []
+        for part, end in zip(found.found, found.ends, strict=True):
+            blocks = [block if block >= 0 else pool.take() for block in part.blocks]
+            blocks += [pool.take() for _ in range(end - part.first - len(blocks))]
+            tables.append(BlockTable(part.first, blocks))
+            for place, block in enumerate(part.blocks):
+                if block < 0:
+                    sources.append(~block)
+                    targets.append(blocks[place])
         if found.fork_of >= 0:
-            self._copy_fork(found, blocks)
+            self._copy_fork(found, tables)
         elif sequence.swapped is not None:
-            self._swap_in(sequence.swapped, len(found.blocks), blocks, step_id)
+            self._swap_in(sequence.swapped, sources, targets, step_id)
             sequence.swapped = None
-        elif found.offloaded:
-            self._restore(found, blocks, step_id)
-        return found, blocks
+        elif sources:
+            self._restore(sources, targets, step_id)
+        return found, tables
 
     def demand_of(self, sequence: Sequence) -> "BlockDemand":
         """The blocks that a sequence needs to start."""
         found = self._find_computed(sequence)
-        num_needed = found.num_new_blocks + sum(map(self.pool.is_cached, found.blocks))
-        return BlockDemand(self.pool, num_needed, set(found.blocks))
+        shared = found.shared
+        num_needed = found.num_new_blocks(len(shared)) + sum(map(self.pool.is_cached, shared))
+        return BlockDemand(self, num_needed, set(shared))
 
     def num_cached_blocks(self, sequence: Sequence) -> int:
         """About how many blocks of a sequence's ids are in the prefix cache. Tails are evicted first, so a binary
         search finds the end of the cached part, unless another request has kept a tail alive."""
         if not self._prefix_caching or sequence.request.needs_full_prefill:
             return 0
+        keys = self._keys_of(sequence)
+        if len(self.windows.by_window):
+            return self._lookup.longest(keys, with_swap=False)[0]
         find = self.pool.find
-        return bisect_left(self._keys_of(sequence), 1, key=lambda key: 0 if find(key) is not None else 1)
+        return bisect_left(keys, 1, key=lambda key: 0 if find(key) is not None else 1)
 
     def _find_computed(self, sequence: Sequence) -> ComputedPrefix:
-        hits = self._cached_blocks(sequence)
-        return self._find_fork(sequence, hits) or self._find_cached(sequence, hits)
+        keys: list[bytes] = []
+        if self._prefix_caching and not sequence.request.needs_full_prefill:
+            keys = self._keys_of(sequence)
+        num_hits, found = self._lookup.longest(keys, with_swap=False)
+        fork = self._find_fork(sequence, num_hits)
+        if fork is not None:
+            return fork
+        num_computed = num_hits * self._block_size
+        if (swapped := sequence.swapped) is not None:
+            if swapped.num_computed > num_computed:
+                num_computed, found = swapped.num_computed, self._lookup.swapped(keys, swapped)
+        elif self.offload.is_on:
+            num_hits, found = self._lookup.longest(keys, with_swap=True)
+            num_computed = num_hits * self._block_size
+        return ComputedPrefix(found, num_computed, self._ends(len(sequence.ids), num_computed))
 
-    def _find_cached(self, sequence: Sequence, hits: list[int]) -> ComputedPrefix:
-        """In the prefix cache, then in swap space."""
-        num_new_blocks = self.num_blocks_for(len(sequence.ids)) - len(hits)
-        if sequence.swapped is not None:
-            num_computed = max(len(hits) * self._block_size, sequence.swapped.num_computed)
-            return ComputedPrefix(hits, num_computed, num_new_blocks)
-        offloaded = self._offloaded_blocks(sequence, len(hits))
-        num_computed = (len(hits) + len(offloaded)) * self._block_size
-        return ComputedPrefix(hits, num_computed, num_new_blocks, offloaded)
+    def _ends(self, num_ids: int, num_computed: int) -> list[int]:
+        """The places of the block tables of a sequence that starts: with full attention for all ids, so that
+        half-computed prompts can't wait for each other's blocks; with a window for the largest chunk."""
+        end = -(-num_ids // self._block_size)
+        next_end = min(end, -(-(num_computed + self._max_chunk) // self._block_size))
+        return [next_end if group.window else end for group in self.groups]
 
-    def _find_fork(self, sequence: Sequence, hits: list[int]) -> ComputedPrefix | None:
+    def _find_fork(self, sequence: Sequence, num_hits: int) -> ComputedPrefix | None:
         """In a running sequence of the same request, if that has more than the prefix cache."""
         request, rows = sequence.request, self._rows
         if request.n == 1 or sequence.swapped is not None:
             return None
         num_prompt = len(request.prompt)
-        running = [other.row for other in request.open_sequences.values() if other.row >= 0]
-        ready = [row for row in running if rows.ahead[row] >= num_prompt]
         num_computed = min(num_prompt, len(sequence.ids) - 1)
-        if not ready or len(hits) * self._block_size >= num_computed:
+        if num_hits * self._block_size >= num_computed:
+            return None
+        firsts = [group.first_block(num_computed, self._block_size) for group in self.groups]
+        running = [other.row for other in request.open_sequences.values() if other.row >= 0]
+        ready = (row for row in running if rows.ahead[row] >= num_prompt and self.windows.has_blocks_from(row, firsts))
+        row = next(ready, None)
+        if row is None:
             return None
         num_full = num_computed // self._block_size
-        blocks: list[int] = rows.table[ready[0], :num_full].tolist()
-        num_new_blocks = self.num_blocks_for(len(sequence.ids)) - num_full
-        return ComputedPrefix(blocks, num_computed, num_new_blocks, fork_of=ready[0])
+        found = [
+            FoundBlocks(first, table[row, first:num_full].tolist())
+            for table, first in zip(rows.tables, firsts, strict=True)
+        ]
+        return ComputedPrefix(found, num_computed, self._ends(len(sequence.ids), num_computed), fork_of=row)
 
-    def _copy_fork(self, found: ComputedPrefix, blocks: list[int]) -> None:
+    def _copy_fork(self, found: ComputedPrefix, tables: list[BlockTable]) -> None:
         self.num_forks += 1
-        num_shared = len(found.blocks)
-        if found.num_computed > num_shared * self._block_size:
-            source = int(self._rows.table[found.fork_of, num_shared])
-            self.copies.fork(source, blocks[num_shared])
+        num_full = found.num_computed // self._block_size
+        if found.num_computed > num_full * self._block_size:
+            for group, table in enumerate(tables):
+                source = int(self._rows.tables[group, found.fork_of, num_full])
+                self.copies.fork(source, table.blocks[num_full - table.first])
 
     # ----------------------------------------------------------------------------------------------------- swap
 
     def swap_out(self, row: int, num_kept: int, step_id: int) -> Swapped:
-        """List the copies of a row's first `num_kept` positions to swap space, which `step_id` makes. Blocks that are
-        there already are kept. The caller has checked that there is room."""
-        sequence = self._rows.sequences[row]
+        """List the copies of a row's first `num_kept` positions to swap space, as far as later ones read them, which
+        `step_id` makes. Blocks that are there already are kept. The caller has checked that there is room."""
+        rows = self._rows
+        sequence = rows.sequences[row]
         assert sequence is not None
-        num_blocks = self.num_blocks_for(num_kept)
-        blocks = sequence.offloaded[:num_blocks]
-        for block in blocks:
-            self.swap.hold(block)
-        taken = [self.offload.take_block() for _ in range(num_blocks - len(blocks))]
-        self.copies.out(self._rows.table[row, len(blocks) : num_blocks].tolist(), taken)
-        self.num_blocks_swapped_out += len(taken)
-        return Swapped(blocks + taken, num_kept, step_id)
+        end, num_offloaded = -(-num_kept // self._block_size), int(rows.num_offloaded[row])
+        tables: list[BlockTable] = []
+        for index, group in enumerate(self.groups):
+            first, held_from = group.first_block(num_kept, self._block_size), int(rows.block_firsts[index, row])
+            assert held_from <= first, f"row {row} lacks blocks that its next position reads"
+            blocks: list[int] = []
+            if sequence.offloaded and num_offloaded > first:
+                blocks = sequence.offloaded[index][first - held_from : end - held_from]
+            for block in blocks:
+                self.swap.hold(block)
+            taken = [self.swap.take() for _ in range(end - first - len(blocks))]
+            self.copies.out(rows.tables[index, row, first + len(blocks) : end].tolist(), taken)
+            self.num_blocks_swapped_out += len(taken)
+            tables.append(BlockTable(first, blocks + taken))
+        return Swapped(tables, num_kept, step_id)
 
-    def _swap_in(self, swapped: Swapped, num_shared: int, blocks: list[int], step_id: int) -> None:
+    def num_swap_blocks(self, rows: Int64s, num_kept: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+        """For rows whose first `num_kept` positions would be swapped out: the number of blocks in swap space, how many
+        of them are there already, and the positions that these hold."""
+        ends = -(-num_kept // self._block_size)
+        held = np.minimum(ends, self._rows.num_offloaded[rows])
+        num_blocks, num_held = np.zeros_like(ends), np.zeros_like(ends)
+        for group in self.groups:
+            if group.window:
+                firsts = (num_kept - group.window + 1).clip(0) // self._block_size
+                num_blocks += ends - firsts
+                num_held += (held - firsts).clip(0)
+            else:
+                num_blocks += ends
+                num_held += held
+        return num_blocks, num_held, held * self._block_size
+
+    def _swap_in(self, swapped: Swapped, sources: list[int], targets: list[int], step_id: int) -> None:
         """List the copies of what is no longer in the prefix cache. The swap blocks are free once the step has run."""
-        sources = swapped.blocks[num_shared:]
-        self.copies.back(sources, blocks[num_shared : num_shared + len(sources)])
+        self.copies.back(sources, targets)
         self.num_blocks_swapped_in += len(sources)
         self.swap.retire(swapped.blocks[::-1], step_id)
 
-    def _restore(self, found: ComputedPrefix, blocks: list[int], step_id: int) -> None:
+    def _restore(self, sources: list[int], targets: list[int], step_id: int) -> None:
         """List the copies of what was found in swap space, and hold it there until they are made."""
-        num_shared, num_restored = len(found.blocks), len(found.offloaded)
-        for block in found.offloaded:
+        for block in sources:
             self.swap.hold(block)
-        self.copies.back(found.offloaded, blocks[num_shared : num_shared + num_restored])
-        self.num_blocks_restored += num_restored
-        self.swap.retire(found.offloaded[::-1], step_id)
+        self.copies.back(sources, targets)
+        self.num_blocks_restored += len(sources)
+        self.swap.retire(sources[::-1], step_id)
 
     # -------------------------------------------------------------------------------------------------- release
 
@@ -189,22 +300,29 @@ class KVCacheManager:
         run before any later ones."""
         self.swap.release_after(swapped.blocks[::-1], step_id)
 
+    def release_passed(self, step_id: int | None) -> None:
+        """Release blocks that no later step reads, because all rows' windows have left them, once `step_id` is
+        settled."""
+        for row, group, blocks in self.windows.take_passed():
+            self.pool.release_after(blocks, step_id)
+            sequence = self._rows.sequences[row]
+            assert sequence is not None
+            self.offload.release_passed(sequence, group, len(blocks))
+
     def settle(self, step_id: int) -> None:
         """Release what was retired until this step."""
         self.pool.settle(step_id)
         self.swap.settle(step_id)
-        self.offload.settle(step_id)
 
-    def executor_lost(self, *, keeps_swap: bool) -> None:
-        """The executor has died with all KV blocks. No row holds any, and what is in swap space stays, unless its
-        successor can't use that."""
+    def executor_lost(self, loss: ExecutorLoss) -> None:
+        """The executor has died with all KV blocks. No row holds any."""
         self.copies.take()
-        self.offload.executor_lost()
-        if not keeps_swap:
-            self.offload.reset()
+        self.swap.forget_unwritten()
+        if not loss.keeps_swap:
+            self.swap.forget_all()
         self.pool.settle_all()
         self.swap.settle_all()
-        self.pool.forget_all()
+        self.pool.forget_all(loss.successor)
 
     # --------------------------------------------------------------------------------------------- prefix cache
 
@@ -231,7 +349,7 @@ class KVCacheManager:
     def reset_prefix_cache(self) -> int:
         """Empty the prefix cache, and keep what running rows compute out of it. Returns how many blocks it held."""
         self._rows.num_registered[self._rows.order] = NEVER_REGISTERED
-        self.offload.reset()
+        self.swap.forget_all()
         return self.pool.forget_all()
 
     def _register_row(self, row: int, num_full: int) -> None:
@@ -239,9 +357,17 @@ class KVCacheManager:
         sequence = rows.sequences[row]
         assert sequence is not None
         prefix.extend(sequence.keys, rows.ids[row], num_full, self._block_size, sequence.request.root)
-        for place in range(int(rows.num_registered[row]), num_full):
-            self.pool.register(int(rows.table[row, place]), sequence.keys[place])
+        keys, register, num_registered = sequence.keys, self.pool.register, int(rows.num_registered[row])
         rows.num_registered[row] = num_full
+        if self.windows.is_plain:
+            for place in range(num_registered, num_full):
+                register(int(rows.tables[0, row, place]), keys[place], self._planned_step)
+            return
+        firsts = rows.block_firsts[:, row].tolist()
+        for place in range(num_registered, num_full):
+            for group, block in enumerate(rows.tables[:, row, place].tolist()):
+                if place >= firsts[group]:
+                    register(block, prefix.group_key(keys[place], group), self._planned_step)
 
     def _keys_of(self, sequence: Sequence) -> list[bytes]:
         """Keys of the full blocks that a sequence without a row may find. Its last id is always computed: the next id
@@ -255,24 +381,6 @@ class KVCacheManager:
         prefix.extend(sequence.keys, sequence.ids, num_blocks, self._block_size, sequence.request.root)
         return sequence.keys[:num_blocks]
 
-    def _cached_blocks(self, sequence: Sequence) -> list[int]:
-        """The longest run of cached blocks that hold a sequence's first ids."""
-        if not self._prefix_caching or sequence.request.needs_full_prefill:
-            return []
-        hits: list[int] = []
-        for key in self._keys_of(sequence):
-            block = self.pool.find(key)
-            if block is None:
-                break
-            hits.append(block)
-        return hits
-
-    def _offloaded_blocks(self, sequence: Sequence, num_hits: int) -> list[int]:
-        """The swap blocks that hold what follows a sequence's first `num_hits` blocks."""
-        if not self._prefix_caching or sequence.request.needs_full_prefill:
-            return []
-        return self.offload.find(self._keys_of(sequence)[num_hits:])
-
     def check(self, swapped: list[Swapped]) -> None:
         """Assert every invariant; for tests. `swapped` are all sequences in swap space."""
         rows, pool = self._rows, self.pool
@@ -281,9 +389,11 @@ class KVCacheManager:
         num_held = 0
         for row in rows.order.tolist():
             assert rows.num_blocks[row] * self._block_size >= rows.planned[row], f"row {row} lacks a block"
-            table = rows.table[row, : rows.num_blocks[row]].tolist()
-            assert len(set(table)) == len(table), f"row {row} has a block twice"
-            num_held += len(table)
+            assert rows.num_blocks[row] == min(rows.block_ends[:, row])
+            self.windows.check(row)
+            blocks = rows.blocks_of(row)
+            assert len(set(blocks)) == len(blocks), f"row {row} has a block twice"
+            num_held += len(blocks)
         assert num_held + pool.num_retired == sum(map(pool.num_refs, range(pool.num_total))), (
             "a reference has no holder"
         )
@@ -293,8 +403,11 @@ class KVCacheManager:
         num_held = sum(len(one.blocks) for one in swapped)
         for row in self._rows.order.tolist():
             sequence = self._rows.sequences[row]
-            assert sequence is not None and len(sequence.offloaded) == self._rows.num_offloaded[row]
-            num_held += len(sequence.offloaded)
+            assert sequence is not None
+            for group, blocks in enumerate(sequence.offloaded):
+                num = self._rows.num_offloaded[row] - self._rows.block_firsts[group, row]
+                assert len(blocks) == max(0, num), f"row {row} holds other swap blocks than it has copied"
+                num_held += len(blocks)
         assert num_held + self.swap.num_retired == sum(map(self.swap.num_refs, range(self.swap.num_total))), (
             "a reference to a swap block has no holder"
         )
@@ -304,9 +417,10 @@ class BlockDemand:
     """How many blocks some sequences need to start, and how many they would have if some rows were preempted, once the
     steps in flight are settled."""
 
-    def __init__(self, pool: BlockPool, num_needed: int, shared: set[int]) -> None:
+    def __init__(self, manager: KVCacheManager, num_needed: int, shared: set[int]) -> None:
         """`shared` are blocks that the sequence will hold itself: they never become available."""
-        self._pool = pool
+        self._manager = manager
+        self._pool = pool = manager.pool
         self._num_needed = num_needed
         self._shared = shared
         self._num_available = pool.num_available
@@ -327,4 +441,4 @@ class BlockDemand:
 
     def is_met(self, num_running: int) -> bool:
         """Whether the sequences could start beside `num_running` rows."""
-        return may_start(self._num_available, self._num_needed, num_running)
+        return self._manager.may_start(self._num_available, self._num_needed, num_running)

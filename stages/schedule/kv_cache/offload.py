@@ -2,7 +2,7 @@
 level of the prefix cache.
 
 A block there has the same key as in the KV cache (prefix.py). It survives when memory is short and the KV cache evicts
-it, and when the executor or this process dies: swap space and the index of it (offload_index.py) belong to the
+it, and when the executor or this process dies: swap space and the index of it (block_index.py) belong to the
 supervisor. What starts later and has the same ids copies it back instead of computing it.
 
     KV cache    registered in plan N, computed until step N
@@ -13,19 +13,18 @@ Running sequences hold their blocks in swap space too, so only those of other se
 room, the rest of a sequence is not copied. SGLang's hierarchical cache has the same write-through policy, for eviction.
 """
 
-from collections import deque
-
 import numpy as np
 
+from pipeline.runtime.kv_groups import FULL, KVGroup
 from pipeline.stages.schedule.kv_cache import prefix
 from pipeline.stages.schedule.kv_cache.block_pool import BlockPool
-from pipeline.stages.schedule.kv_cache.offload_index import OffloadIndex, unpacked
 from pipeline.stages.schedule.kv_cache.swap import BlockCopies
 from pipeline.stages.schedule.request import Sequence
 from pipeline.stages.schedule.rows import NEVER_REGISTERED, RowTracker
 
 MAX_COPIES = 32
-"""Blocks that one step copies at most: a long prompt must not delay the step after it. Later steps copy the rest."""
+"""Blocks of a KV group that one step copies at most: a long prompt must not delay the step after it. Later steps copy
+the rest."""
 
 
 class KVOffload:
@@ -36,8 +35,8 @@ class KVOffload:
         rows: RowTracker,
         swap: BlockPool,
         copies: BlockCopies,
-        index: OffloadIndex,
         block_size: int,
+        groups: tuple[KVGroup, ...] = (FULL,),
         *,
         is_on: bool,
     ) -> None:
@@ -45,26 +44,11 @@ class KVOffload:
         self._rows = rows
         self._swap = swap
         self._copies = copies
-        self._index = index
         self._block_size = block_size
+        self._groups = range(len(groups))
         self._is_on = is_on and swap.num_total > 0
-        self._in_flight: deque[tuple[int, int, bytes]] = deque()
-        """Copies that may not be made yet: the step that makes them, the swap block and its key."""
         self.num_blocks_offloaded = 0
         """Since start."""
-        if not self._is_on:
-            index.clear_all()
-
-    def adopt(self, entries: bytes) -> None:
-        """Let the blocks be found that are in the index of the process before. Call it before anything is planned."""
-        if self._is_on:
-            self._swap.adopt(dict(unpacked(entries)))
-
-    def take_block(self) -> int:
-        """A block of swap space, held once. The caller has checked that one is available."""
-        block = self._swap.take()
-        self._index.clear(block)
-        return block
 
     def copy_new_blocks(self, step_id: int) -> None:
         """List the copies that `step_id` makes: of the registered blocks of all rows, as far as they are not in swap
@@ -78,10 +62,10 @@ class KVOffload:
         lacking = (registered > rows.num_offloaded[order]) & (registered < NEVER_REGISTERED)
         if not np.count_nonzero(lacking):
             return
-        num_left = MAX_COPIES
+        num_left = MAX_COPIES * len(self._groups)
         for row in order[lacking].tolist():
             num_left -= self._offload(row, num_left, step_id)
-            if not num_left:
+            if num_left < len(self._groups):
                 break
 
     def _offload(self, row: int, max_copies: int, step_id: int) -> int:
@@ -95,58 +79,53 @@ class KVOffload:
         num_registered = int(rows.num_registered[row])
         # The keys of blocks that a fork shares may not be computed yet.
         prefix.extend(sequence.keys, rows.ids[row], num_registered, self._block_size, sequence.request.root)
-        for place in range(len(sequence.offloaded), num_registered):
-            key = sequence.keys[place]
-            block = swap.find(key)
-            if block is not None:
+        if not sequence.offloaded:
+            sequence.offloaded = [[] for _ in self._groups]
+        place = int(rows.num_offloaded[row])
+        firsts = rows.block_firsts[:, row].tolist()
+        while place < num_registered:
+            keys = [
+                (group, prefix.group_key(sequence.keys[place], group))
+                for group in self._groups
+                if place >= firsts[group]
+            ]
+            found = [swap.find(key) for _, key in keys]
+            there = [block for block in found if block is not None]
+            for block in there:
                 swap.hold(block)
-            elif len(sources) < max_copies and swap.num_available:
-                block = self.take_block()
-                swap.register(block, key)
-                self._in_flight.append((step_id, block, key))
-                sources.append(int(rows.table[row, place]))
-                targets.append(block)
-            else:
+            num_lacking = len(found) - len(there)
+            if num_lacking and (len(sources) + num_lacking > max_copies or num_lacking > swap.num_available):
+                swap.release(there)
                 break
-            sequence.offloaded.append(block)
-        rows.num_offloaded[row] = len(sequence.offloaded)
+            for (group, key), known in zip(keys, found, strict=True):
+                if known is not None:
+                    sequence.offloaded[group].append(known)
+                    continue
+                taken = swap.take()
+                swap.register(taken, key, step_id)
+                sources.append(int(rows.tables[group, row, place]))
+                targets.append(taken)
+                sequence.offloaded[group].append(taken)
+            place += 1
+        rows.num_offloaded[row] = place
         self._copies.out(sources, targets)
         self.num_blocks_offloaded += len(sources)
         return len(sources)
 
     def release(self, sequence: Sequence) -> None:
         """Release the swap blocks of a sequence that leaves its row. They can be found until they are evicted."""
+        for blocks in sequence.offloaded:
+            self._swap.release(reversed(blocks))
+        sequence.offloaded = []
+
+    def release_passed(self, sequence: Sequence, group: int, num_blocks: int) -> None:
+        """Release the swap blocks of a row's first `num_blocks` blocks, which it no longer needs in this KV group."""
         if sequence.offloaded:
-            self._swap.release(reversed(sequence.offloaded))
-            sequence.offloaded = []
+            blocks = sequence.offloaded[group]
+            self._swap.release(blocks[:num_blocks])
+            del blocks[:num_blocks]
 
-    def find(self, keys: list[bytes]) -> list[int]:
-        """The swap blocks with these keys, up to the first that is not there."""
-        found: list[int] = []
-        if self._is_on:
-            for key in keys:
-                block = self._swap.find(key)
-                if block is None:
-                    break
-                found.append(block)
-        return found
-
-    def settle(self, step_id: int) -> None:
-        """The copies until this step are made."""
-        while self._in_flight and self._in_flight[0][0] <= step_id:
-            _, block, key = self._in_flight.popleft()
-            if self._swap.find(key) == block:  # it may have been evicted already
-                self._index.set(block, key)
-
-    def executor_lost(self) -> None:
-        """Forget the blocks whose copies may not have been made."""
-        for _, block, key in self._in_flight:
-            if self._swap.find(key) == block:
-                self._swap.forget(block)
-        self._in_flight.clear()
-
-    def reset(self) -> None:
-        """Let nothing be found that is there now."""
-        self._swap.forget_all()
-        self._index.clear_all()
-        self._in_flight.clear()
+    @property
+    def is_on(self) -> bool:
+        """Whether blocks are copied to swap space and found there."""
+        return self._is_on

@@ -16,6 +16,8 @@ from pipeline.stages.schedule.arrays import Ids
 
 KEY_BYTES = 16
 
+GROUP_TAGS = [bytes([group]) for group in range(256)]
+
 NO_EXTRAS: Mapping[int, bytes] = MappingProxyType({})
 
 
@@ -32,6 +34,12 @@ ROOT = root()
 def unique_root(root: bytes, request_id: int) -> bytes:
     """A root that only this request has."""
     return blake2b(root + request_id.to_bytes(8, "little"), digest_size=KEY_BYTES, person=b"prefix apart").digest()
+
+
+def group_key(key: bytes, group: int) -> bytes:
+    """The key of a block in a KV group, given the chain's: the first group's is the same, others end with a byte
+    more."""
+    return key + GROUP_TAGS[group] if group else key
 
 
 def extend(

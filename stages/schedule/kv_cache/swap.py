@@ -7,6 +7,8 @@ are listed first, so the plan that empties a block can allocate it again.
 
 import msgspec
 
+from pipeline.stages.schedule.kv_cache.tables import BlockTable
+
 COPY_WEIGHT = 0.2
 """Weight of the newest measurement in the mean time of a copy."""
 
@@ -14,12 +16,17 @@ COPY_WEIGHT = 0.2
 class Swapped(msgspec.Struct, frozen=True):
     """The KV of a sequence that was swapped out."""
 
-    blocks: list[int]
-    """Blocks of swap space, in the order of positions."""
+    tables: list[BlockTable]
+    """Blocks of swap space, in the order of positions, for each KV group."""
     num_computed: int
     """Positions whose KV they hold."""
     step_id: int = 0
     """The step that copies it there."""
+
+    @property
+    def blocks(self) -> list[int]:
+        """Those of all groups."""
+        return [block for table in self.tables for block in table.blocks]
 
 
 class BlockCopies:

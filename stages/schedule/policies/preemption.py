@@ -40,13 +40,12 @@ class PreemptionCosts:
     def costs_s(self, rows: Int64s) -> tuple[Float64s, Bools]:
         """Seconds that it takes to resume each of these rows, and whether from swap space."""
         num_kept = self.num_kept(rows)
-        num_blocks = -(-num_kept // self._block_size)
         manager = self._kv_cache_manager
         # Blocks that are in swap space already are copied back either way.
-        num_offloaded = np.minimum(num_blocks, self._rows.num_offloaded[rows])
+        num_blocks, num_offloaded, num_held = manager.num_swap_blocks(rows, num_kept)
         # 0 until a copy was measured, so that one will be.
         block_s = manager.copies.block_s
-        num_lacking = (num_kept - num_offloaded * self._block_size).clip(0)
+        num_lacking = (num_kept - num_held).clip(0)
         compute_s = self._cost_model.prefill_times_s(num_lacking) + num_offloaded * block_s
         swap_s = (2 * num_blocks - num_offloaded) * block_s
         has_room = num_blocks - num_offloaded <= manager.swap.num_available

@@ -81,7 +81,7 @@ class PriorityPreemptor:
                 num_tokens -= len(starting[-1].ids)
                 if num_tokens <= 0:
                     break
-                demand.add(self._kv_cache_manager.num_blocks_for(len(sequence.ids)))
+                demand.add(self._kv_cache_manager.most_blocks(len(sequence.ids)))
             num_spare_rows = num_free + len(victims) - len(starting) - 1
             num_beside = num_running + len(starting) - len(victims)
             chosen = self._choose(candidates, demand, sequence.order[0], num_spare_rows, num_beside)

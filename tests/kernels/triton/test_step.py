@@ -1,5 +1,7 @@
 """Both ends of a step against plain loops: random rows, changes, ragged batches with padding and ended rows."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -41,7 +43,7 @@ class Machine:
         def ints(num: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.full((num,), POISON, dtype=dtype)
 
-        arrays = [ints(num_entries) for _ in range(4)]
+        arrays: list[Any] = [ints(num_entries) for _ in range(4)]
         arrays += ints(num_tokens), ints(num_tokens), ints(num_tokens, torch.int64)
         arrays += ints(num_samples), ints(num_samples), self.rows.blocks
         return StepArrays(*arrays)

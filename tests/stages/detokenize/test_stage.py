@@ -11,7 +11,8 @@ import zmq
 
 from pipeline.config.settings import Settings
 from pipeline.runtime import messages as m
-from pipeline.runtime.channels import Inbox, Outbox, address_of
+from pipeline.runtime.channels import Inbox, address_of
+from pipeline.runtime.outbox import Outbox
 from pipeline.runtime.stage import Stage
 from pipeline.shm.arrays import Array, ShmRef
 from pipeline.stages.detokenize.stage import RETRY_S, DetokenizeStage

@@ -64,17 +64,20 @@ def make_runner(
     *,
     num_swap_blocks: int = 0,
     threads: int = 2,
+    tokens: int = 0,
     num_speculative_tokens: int = 0,
     **how: Any,
 ) -> CpuRunner:
-    """With memory for exactly this many blocks."""
+    """With memory for exactly this many blocks, and for steps of at most `tokens` tokens, if that is given."""
     settings = Settings(
         execute=ExecuteSettings(
             kv_cache_bytes=num_blocks * block_bytes,
             num_threads=threads,
             **{"dtype": "bfloat16", "kernels": "auto", **how},
         ),
-        schedule=ScheduleSettings(max_num_seqs=16, max_num_batched_tokens=256),
+        schedule=ScheduleSettings(
+            max_num_seqs=16, max_num_batched_tokens=tokens or 256, max_num_prefill_tokens=tokens or 0
+        ),
         speculative=SpeculativeSettings(method="ngram", num_speculative_tokens=num_speculative_tokens)
         if num_speculative_tokens
         else SpeculativeSettings(),
@@ -91,7 +94,7 @@ class Pair:
 
     def __init__(self, runner: CpuRunner, depth: int = 1, **limits: Any) -> None:
         facts = runner.facts
-        known = {
+        known: dict[str, Any] = {
             "num_blocks": facts.num_blocks,
             "num_swap_blocks": facts.num_swap_blocks,
             "max_model_len": facts.max_model_len,
@@ -100,6 +103,7 @@ class Pair:
             "max_num_drafts": facts.max_num_drafts,
             "max_num_seqs": 16,
             "max_num_batched_tokens": 256,
+            "kv_groups": tuple(facts.kv_groups),
         }
         self.scheduler = Scheduler(SchedulerConfig(**known | limits))
         self._runner = runner

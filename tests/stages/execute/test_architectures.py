@@ -13,7 +13,7 @@ from pipeline.stages.execute.cpu.native_program import NativeProgram
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.execute import tiny_architectures
 from tests.stages.execute.driver import Driver, row_add, settings
-from tests.stages.execute.tiny_architectures import SIZES, VARIANTS, VOCAB_SIZE
+from tests.stages.execute.tiny_architectures import SIZES, VARIANTS, VOCAB_SIZE, Variant
 from tests.stages.prepare import checkpoints
 
 MAX_ERROR = 1e-4
@@ -72,15 +72,19 @@ def test_logits_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
         np.testing.assert_allclose(logits, theirs[row][end - 1], rtol=0, atol=MAX_ERROR)
 
 
+def native_driver(folder: Path, variant: Variant) -> Driver:
+    how = settings(dtype="bfloat16", max_model_len=variant.max_model_len, kv_mib=2, threads=2, tokens=256)
+    driver = Driver(folder, how)
+    assert isinstance(driver.runner.program, NativeProgram)
+    return driver
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_native_program_computes_them_in_bfloat16(tmp_path: Path, name: str) -> None:
     """Near those of transformers with the same rounded weights, and the same bits for any chunks and neighbours."""
     variant = VARIANTS[name]
-    folder, model = tiny_architectures.write(tmp_path, variant)
-    driver = Driver(
-        folder, settings(dtype="bfloat16", max_model_len=variant.max_model_len, kv_mib=2, threads=2, tokens=256)
-    )
-    assert isinstance(driver.runner.program, NativeProgram)
+    folder, model = tiny_architectures.write(tmp_path / "variant", variant)
+    driver = native_driver(folder, variant)
     prompts = [random_ids(60, 1), random_ids(47, 2)]
     blocks = [driver.take_blocks(80) for _ in range(6)]
 
@@ -106,12 +110,17 @@ def test_the_native_program_computes_them_in_bfloat16(tmp_path: Path, name: str)
     np.testing.assert_array_equal(chunked, whole)
     (decoded,) = last_logits((0, 59, 1, True))
     np.testing.assert_array_equal(decoded, whole)
+    if (exact := tiny_architectures.without_choice(variant)) is not variant:
+        folder, model = tiny_architectures.write(tmp_path / "exact", exact)
+        driver = native_driver(folder, exact)
+        blocks = [driver.take_blocks(80) for _ in range(2)]
+        together = last_logits((1, 0, 47, True), (0, 0, 60, True))
     with torch.inference_mode():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.copy_(parameter.bfloat16())
         theirs = [model(torch.tensor([ids])).logits[0, -1].numpy() for ids in prompts]
-    for ours, reference in zip((whole, together[0]), theirs, strict=True):
+    for ours, reference in zip((together[1], together[0]), theirs, strict=True):
         assert np.sqrt(np.mean((ours - reference) ** 2)) < MAX_NATIVE_ERROR * reference.std()
 
 

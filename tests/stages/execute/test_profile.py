@@ -320,6 +320,8 @@ def test_the_shapes_have_the_number_of_weights_in_their_names() -> None:
     for name, config in SHAPES.items():
         width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         inner = (3 if config.gated else 2) * config.intermediate_size
+        if (experts := config.experts) is not None:
+            inner = experts.num * 3 * experts.intermediate_size
         layer = config.hidden_size * (2 * width + 2 * kv_width + inner)
         tables = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
         sizes[name] = round((config.num_layers * layer + tables) / 1e6)
@@ -333,5 +335,6 @@ def test_the_shapes_have_the_number_of_weights_in_their_names() -> None:
         "olmo2-1b": 1485,
         "granite3-2b": 2533,
         "pythia-1b": 1011,
+        "moe-3b-a0.6b": 3278,
         "command-r7b": 8028,
     }

@@ -13,8 +13,8 @@ from pipeline.replay.compare import compare
 from pipeline.replay.replaying import replay
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
-from pipeline.runtime.channels import Outbox
 from pipeline.runtime.logprob_records import embedding_bytes, logprob_bytes
+from pipeline.runtime.outbox import Outbox
 from pipeline.shm.arrays import ShmRef
 from tests.rig import Rig
 from tests.stages.execute import checkpoints

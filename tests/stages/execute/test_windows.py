@@ -24,6 +24,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "every layer": {"architecture": "mistral", "sliding_window": 21},
     "some layers": checkpoints.VARIANTS["qwen3, windows between"],
 }
+NUM_BLOCKS = {
+    ("every layer", False): (40, 12),
+    ("every layer", True): (40, 5),
+    ("some layers", False): (40, 12),
+    ("some layers", True): (80, 20),
+}
+"""Blocks by variant, and whether there are KV groups: enough, and so few that rows are preempted."""
+CASES = [(VARIANTS[name], has_groups, *num) for (name, has_groups), num in NUM_BLOCKS.items()]
+IDS = [f"{name}, groups" if has_groups else name for name, has_groups in NUM_BLOCKS]
 NUM_TOKENS = 40
 PREFIX = random_ids(48, 0)
 PROMPTS = [
@@ -40,7 +49,13 @@ DEPTH = 2
 def serve(runner: CpuRunner, num_blocks: int) -> tuple[list[list[int]], int, int]:
     """Greedy texts of all prompts, one of which arrives after each step, with a scheduler and this many blocks. Returns
     them, the number of preemptions, and the number of tokens found in the prefix cache."""
-    limits = SchedulerConfig(num_blocks=num_blocks, max_model_len=250, max_num_seqs=8, max_num_batched_tokens=32)
+    limits = SchedulerConfig(
+        num_blocks=num_blocks,
+        max_model_len=250,
+        max_num_seqs=8,
+        max_num_batched_tokens=32,
+        kv_groups=tuple(runner.facts.kv_groups),
+    )
     scheduler = Scheduler(limits)
     texts: dict[int, list[int]] = {}
     waiting = deque(enumerate(PROMPTS, 1))
@@ -104,31 +119,33 @@ def greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:
     return ids[len(prompt) :]
 
 
-@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
+@pytest.mark.parametrize(("changes", "has_groups", "enough", "few"), CASES, ids=IDS)
 def test_texts_equal_those_of_transformers_despite_preemption_and_cached_prefixes(
-    tmp_path: Path, changes: dict[str, Any]
+    tmp_path: Path, changes: dict[str, Any], has_groups: bool, enough: int, few: int
 ) -> None:
     model = checkpoints.write(tmp_path, checkpoints.config_of(**changes))
     expected = [greedy(model, prompt) for prompt in PROMPTS]
-    runner = CpuRunner(settings(kernels="torch"), tmp_path)
-    texts, num_again, num_cached = serve(runner, 40)
+    runner = CpuRunner(settings(kernels="torch", kv_groups=has_groups), tmp_path)
+    texts, num_again, num_cached = serve(runner, enough)
     assert (texts, num_again) == (expected, 0)
     assert num_cached >= 48
-    runner = CpuRunner(settings(kernels="torch"), tmp_path)
-    texts, num_again, _ = serve(runner, 12)
+    runner = CpuRunner(settings(kernels="torch", kv_groups=has_groups), tmp_path)
+    texts, num_again, _ = serve(runner, few)
     assert texts == expected
     assert num_again > 0, "no row was preempted"
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
-def test_texts_of_the_library_do_not_depend_on_scheduling(tmp_path: Path, changes: dict[str, Any], isa: str) -> None:
+@pytest.mark.parametrize(("changes", "has_groups", "enough", "few"), CASES, ids=IDS)
+def test_texts_of_the_library_do_not_depend_on_scheduling(
+    tmp_path: Path, changes: dict[str, Any], has_groups: bool, enough: int, few: int, isa: str
+) -> None:
     write(tmp_path, checkpoints.config_of(**changes))
     with emulation(isa) as kernels:
-        config = settings(dtype="bfloat16", kernels=kernels, threads=2)
+        config = settings(dtype="bfloat16", kernels=kernels, threads=2, kv_groups=has_groups)
         runners = [CpuRunner(config, tmp_path) for _ in range(2)]
-    plenty, _, num_cached = serve(runners[0], 40)
-    scarce, num_again, _ = serve(runners[1], 12)
+    plenty, _, num_cached = serve(runners[0], enough)
+    scarce, num_again, _ = serve(runners[1], few)
     for runner in runners:
         runner.close()
     assert plenty == scarce

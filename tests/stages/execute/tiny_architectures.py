@@ -1,6 +1,6 @@
 """A tiny random model of each architecture, made by transformers from a config and prepared from its folder."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ LONG = {
     "long_factor": [1.0, 1.5, 2.5, 4.0, 6.0, 8.0],
     "partial_rotary_factor": 0.75,
 }
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 GEMMA = {**SIZES, "head_dim": 32, "query_pre_attn_scalar": 24}
 
 
@@ -129,7 +130,33 @@ VARIANTS: dict[str, Variant] = {
     "helium": Variant("helium", {"head_dim": 16}),
     "ernie4_5": Variant("ernie4_5", {"head_dim": 32, "use_bias": True}),
     "arcee": Variant("arcee", {"mlp_bias": True}),
+    "mixtral": Variant("mixtral", {"num_local_experts": 5}),
+    "qwen2_moe": Variant("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 48}),
+    "qwen2_moe, some layers": Variant(
+        "qwen2_moe",
+        {**EXPERTS, "shared_expert_intermediate_size": 32, "decoder_sparse_step": 2, "norm_topk_prob": True},
+    ),
+    "qwen3_moe": Variant("qwen3_moe", {**EXPERTS, "head_dim": 32, "norm_topk_prob": True}),
+    "qwen3_moe, some layers": Variant("qwen3_moe", {**EXPERTS, "head_dim": 32, "mlp_only_layers": [1]}),
+    "olmoe": Variant("olmoe", {"num_experts": 6, "num_experts_per_tok": 3}),
+    "gpt_oss": Variant(
+        "gpt_oss",
+        {
+            **KINDS,
+            "head_dim": 16,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "swiglu_limit": 1.5,
+            "rope_parameters": {**YARN, "truncate": False},
+        },
+    ),
 }
+
+
+def without_choice(variant: Variant) -> Variant:
+    """The variant whose experts compute every token: rounding errors can't change which of them do."""
+    num = next((variant.changes[name] for name in ("num_experts", "num_local_experts") if name in variant.changes), 0)
+    return replace(variant, changes={**variant.changes, "num_experts_per_tok": num}) if num else variant
 
 
 def make(variant: Variant, seed: int = 0) -> Any:

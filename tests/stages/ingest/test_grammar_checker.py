@@ -20,7 +20,7 @@ from pipeline.runtime import suspension
 from pipeline.stages.ingest import grammar_checker
 from pipeline.stages.ingest.grammar_checker import GrammarChecker
 from pipeline.stages.ingest.prompt_processor import RequestRefused
-from pipeline.text.formats.tool_format import LarkBuilder
+from pipeline.text.formats.lark import LarkBuilder
 from tests.rig import Rig
 from tests.stages.execute.test_masks import DEEP, ENDLESS
 from tests.stages.ingest import models as tiny

@@ -40,6 +40,15 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
         yield rig
 
 
+@pytest.fixture
+def gpt_oss(tmp_path: Path) -> Iterator[Rig]:
+    settings = Settings(chat=ChatSettings(tool_call_parser="openai", reasoning_parser="openai_gptoss"))
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}<|start|>assistant"
+    with Rig("ingest", settings, model_dir=tiny.folder(tmp_path, template)) as rig:
+        rig.start(tiny.facts(max_model_len=256))
+        yield rig
+
+
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return Engine(tiny.folder(tmp_path_factory.mktemp("engine")))
@@ -110,6 +119,14 @@ def test_with_tools_a_reply_matches_the_grammar_or_is_tool_calls(rig: Rig, engin
     assert not takes(engine, grammar(rig), CALL)
 
 
+def test_the_grammar_of_strict_calls_is_the_whole_reply(rig: Rig, engine: Engine) -> None:
+    strict = json.dumps({"rules": 'start: "yes" | "f(" s0 ")"\n', "schemas": {"s0": {"enum": [1]}}})
+    rig.send(submit("no", m.Grammar("calls", strict, "tools"), tools=json.dumps(TOOLS)), "gateway.0")
+    made = grammar(rig)
+    assert takes(engine, made, "yes") and takes(engine, made, "f(1)")
+    assert not takes(engine, made, CALL)
+
+
 def test_tool_schemas_are_checked_like_other_grammars(rig: Rig, engine: Engine) -> None:
     rig.send(submit("no", m.Grammar("calls", CALLS, "tools")), "gateway.0")
     assert takes(engine, grammar(rig), "f(1)")
@@ -121,3 +138,25 @@ def test_tool_schemas_are_checked_like_other_grammars(rig: Rig, engine: Engine) 
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]
     rig.send(submit("no", m.Grammar("json_object"), tools=json.dumps(tools)), "gateway.0")
     assert rig.receive("gateway", m.Rejected).failure.param == "tools[0].function.parameters"
+
+
+def test_an_answer_of_gpt_oss_matches_the_grammar_in_the_final_channel(gpt_oss: Rig, engine: Engine) -> None:
+    requested = m.Grammar("json_schema", '{"enum": ["a"]}', "response_format")
+    tools = [{"type": "function", "function": {"name": "find"}}]
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    answer = '<|channel|>final<|message|>"a"'
+    call = "<|channel|>commentary to=functions.find <|constrain|>json<|message|>{}"
+    gpt_oss.send(submit("", requested), "gateway.0")
+    alone = grammar(gpt_oss)
+    gpt_oss.send(submit("", requested, tools=json.dumps(tools)), "gateway.0")
+    either = grammar(gpt_oss)
+    for before in ("", thought, thought * 2):
+        assert takes(engine, alone, before + answer)
+        assert not takes(engine, alone, before + call)
+        assert takes(engine, either, before + answer)
+        assert takes(engine, either, before + call)
+    assert not takes(engine, alone, '"a"')
+    assert not takes(engine, either, thought + answer.replace('a"', 'b"'))
+    calls = json.dumps({"rules": 'start: "x" s0\n', "schemas": {"s0": {"enum": [1]}}})
+    gpt_oss.send(submit("", m.Grammar("calls", calls, "tools")), "gateway.0")
+    assert takes(engine, grammar(gpt_oss), f"{thought}x1")

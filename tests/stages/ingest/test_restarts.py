@@ -11,7 +11,7 @@ import pytest
 from pipeline.config.settings import GatewaySettings, Settings
 from pipeline.runtime import black_box
 from pipeline.runtime import messages as m
-from pipeline.runtime.channels import Outbox
+from pipeline.runtime.outbox import Outbox
 from pipeline.stages.ingest import stage as ingest_stage
 from pipeline.stages.ingest.prompt_processor import PromptProcessor
 from pipeline.supervisor.black_boxes import BlackBoxes

@@ -29,6 +29,9 @@ LLAMA3 = {
 }
 
 
+TEMPLATES = Path(__file__).parents[2] / "data" / "templates"
+
+
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.save_folder(tmp_path_factory.mktemp("llama"), checkpoints.tiny_llama())
@@ -131,6 +134,16 @@ def test_all_eos_ids_count_and_the_tokenizers_own_comes_first(source: Path) -> N
     checkpoints.edit_config(source, eos_token_id=[5, 2])
     (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 5]}))
     assert config_of(source).eos_ids == [2, 5, 9]
+
+
+def test_the_ends_of_replies_in_the_chat_format_end_a_sequence_too(source: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|call|>", "<|return|>"])
+    tokenizer.save(str(source / "tokenizer.json"))
+    call, end = tokenizer.token_to_id("<|call|>"), tokenizer.token_to_id("<|return|>")
+    assert config_of(source).eos_ids == [2]
+    (source / "chat_template.jinja").write_text((TEMPLATES / "gpt-oss.jinja").read_text())
+    assert config_of(source).eos_ids == [2, call, end]
 
 
 def test_recommended_sampling_parameters_are_kept(source: Path) -> None:

@@ -7,23 +7,30 @@ what the converter does to them.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from pipeline.config.settings import Settings
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.prepare.gguf.architectures import GGUF_ARCHITECTURES
+from pipeline.stages.execute.cpu.native_program import NativeProgram
+from pipeline.stages.prepare.gguf.architectures import GGUF_ARCHITECTURES, GgufKeys
+from pipeline.stages.prepare.gguf.metadata import Metadata
+from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.stage import prepare
+from tests.stages.execute import checkpoints as execute_checkpoints
 from tests.stages.execute import tiny_architectures
 from tests.stages.execute.driver import Driver, row_add, settings
 from tests.stages.execute.tiny_architectures import VARIANTS
 from tests.stages.prepare import checkpoints
 
 Array = np.ndarray[Any, Any]
+Kind = gguf.GGMLQuantizationType
 Conversion = Callable[[str, Array, Any], Array]
 
 IDS = np.random.default_rng(0).integers(3, 600, 70).tolist()
@@ -62,6 +69,27 @@ def qkv_apart(name: str, data: Array, config: Any) -> Array:
     return np.concatenate([part.reshape(-1, *data.shape[1:]) for part in parts])
 
 
+def squeezed(name: str, data: Array, config: Any) -> Array:
+    return data.squeeze()
+
+
+def experts_apart(name: str, data: Array, config: Any) -> dict[str, Array]:
+    """A tensor by the name that gguf-py knows. Gate and up of all experts are one in transformers, in gpt-oss row by
+    row, and its matrices are transposed."""
+    stem, _, last = name.rpartition(".")
+    if not stem.endswith("mlp.experts"):
+        return {name: data}
+    part, kind = last.removesuffix("_bias"), "bias" if last.endswith("_bias") else "weight"
+    is_gpt_oss = config.model_type == "gpt_oss"
+    if is_gpt_oss and kind == "weight":
+        data = data.swapaxes(1, 2)
+    if part == "down_proj":
+        return {f"{stem}.down_proj.{kind}": data}
+    half = data.shape[1] // 2
+    gate, up = (data[:, ::2], data[:, 1::2]) if is_gpt_oss else (data[:, :half], data[:, half:])
+    return {f"{stem}.gate_proj.{kind}": gate, f"{stem}.up_proj.{kind}": up}
+
+
 def untransposed(name: str, data: Array, config: Any) -> Array:
     is_linear = name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))
     return data.T.copy() if is_linear else data
@@ -78,6 +106,7 @@ class Case:
 
 
 A = gguf.MODEL_ARCH
+EXPERTS = {"expert_count": 6, "expert_used_count": 3}
 CASES = {
     "gemma": Case("gemma", A.GEMMA, convert=norms_plus_one),
     "gemma2": Case(
@@ -100,8 +129,12 @@ CASES = {
         A.PHI3,
         {"rope.scaling.original_context_length": 8, "rope.scaling.attn_factor": (1 + np.log(64) / np.log(8)) ** 0.5},
     ),
+    "chatglm": Case("glm", A.CHATGLM),
     "glm4": Case("glm4", A.GLM4),
+    "olmo": Case("olmo", A.OLMO, convert=permuted),
     "olmo2": Case("olmo2", A.OLMO2),
+    "ernie4_5": Case("ernie4_5", A.ERNIE4_5),
+    "arcee": Case("arcee", A.ARCEE, convert=permuted),
     "smollm3": Case("smollm3", A.SMOLLM3, convert=permuted),
     "granite": Case(
         "granite",
@@ -111,6 +144,11 @@ CASES = {
     ),
     "seed_oss": Case("seed_oss", A.SEED_OSS),
     "exaone4": Case("exaone4, no windows", A.EXAONE4),
+    "exaone4, windows": Case(
+        "exaone4",
+        A.EXAONE4,
+        {"attention.sliding_window": 21, "attention.sliding_window_pattern": [True, False, True]},
+    ),
     "command-r": Case("cohere, no qk norm", A.COMMAND_R, {"logit_scale": 0.5}),
     "command-r with norms": Case("cohere", A.COMMAND_R, {"logit_scale": 0.0625}),
     "cohere2": Case("cohere2, by pattern", A.COHERE2, {"logit_scale": 0.0625, "attention.sliding_window": 21}),
@@ -123,6 +161,30 @@ CASES = {
     "falcon 7b": Case("falcon 7b", A.FALCON, {"attention.head_count_kv": 1}, qkv_apart),
     "falcon 40b": Case("falcon 40b", A.FALCON, {"attention.head_count_kv": 2}, qkv_apart),
     "bloom": Case("bloom", A.BLOOM, convert=qkv_apart),
+    "mixtral": Case("mixtral", A.LLAMA, {"expert_count": 5, "expert_used_count": 2}, permuted, "llama-bpe"),
+    "qwen2moe": Case(
+        "qwen2_moe",
+        A.QWEN2MOE,
+        {**EXPERTS, "expert_feed_forward_length": 32, "expert_shared_feed_forward_length": 48},
+        squeezed,
+        "qwen2",
+    ),
+    "qwen3moe": Case("qwen3_moe", A.QWEN3MOE, {**EXPERTS, "expert_feed_forward_length": 32}, pre="qwen2"),
+    "olmoe": Case("olmoe", A.OLMOE, EXPERTS, pre="olmo"),
+    "gpt-oss": Case(
+        "gpt_oss, each second layer",
+        A.GPT_OSS,
+        {
+            "expert_count": 5,
+            "expert_used_count": 2,
+            "expert_feed_forward_length": 96,
+            "attention.sliding_window": 21,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 64,
+        },
+        pre="gpt-4o",
+    ),
     "mpt": Case("mpt", A.MPT, {"attention.max_alibi_bias": 8.0, "attention.clamp_kqv": 0.0}),
 }
 GGUF_ONLY = {
@@ -132,11 +194,15 @@ GGUF_ONLY = {
     "cohere2, by pattern": tiny_architectures.Variant(
         "cohere2", {"sliding_window": 21}, {**tiny_architectures.SIZES, "num_hidden_layers": 4}
     ),
+    "gpt_oss, each second layer": tiny_architectures.Variant(
+        "gpt_oss", {**VARIANTS["gpt_oss"].changes, "swiglu_limit": 7.0}
+    ),
     "starcoder2, no window": tiny_architectures.Variant("starcoder2"),
 }
 
 
-def save(path: Path, model: Any, case: Case) -> Path:
+def save(path: Path, model: Any, case: Case, blocks: Mapping[str, tuple[Array, Any]] = {}) -> Path:
+    """Write a file. `blocks` are quantized tensors and their types, by their names in the file."""
     config = model.config
     name = gguf.MODEL_ARCH_NAMES[case.arch]
 
@@ -154,11 +220,9 @@ def save(path: Path, model: Any, case: Case) -> Path:
     own_size = None if case.arch == A.FALCON else getattr(config, "intermediate_size", None)
     writer.add_feed_forward_length(own_size or 4 * hidden)
     writer.add_head_count(heads)
-    eps = next(
-        getattr(config, key)
-        for key in ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon")
-        if getattr(config, key, None) is not None
-    )
+    eps_keys = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon")
+    eps_values = [getattr(config, key) for key in eps_keys if getattr(config, key, None) is not None]
+    eps = eps_values[0] if eps_values else 1e-5  # OLMo's config has none
     is_rms = GGUF_ARCHITECTURES[name].eps.endswith("rms_epsilon")
     (writer.add_layer_norm_rms_eps if is_rms else writer.add_layer_norm_eps)(eps)
     values: dict[str, Any] = {"attention.head_count_kv": getattr(config, "num_key_value_heads", None) or heads}
@@ -175,12 +239,21 @@ def save(path: Path, model: Any, case: Case) -> Path:
             bool: writer.add_bool,
             int: writer.add_uint32,
             float: writer.add_float32,
+            list: writer.add_array,
         }
         add[type(value) if not isinstance(value, np.floating) else float](f"{name}.{key}", value)
     checkpoints._add_vocabulary(writer, checkpoints.byte_level(), case.pre, config.vocab_size)
     names = gguf.get_tensor_name_map(case.arch, layers)
-    for tensor_name, tensor in model.state_dict().items():
+    tensors = {
+        name: part
+        for original, tensor in model.state_dict().items()
+        for name, part in experts_apart(original, tensor.float().numpy(), config).items()
+    }
+    for tensor_name, data in tensors.items():
         if tensor_name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if tensor_name.endswith(".sinks"):
+            writer.add_tensor(f"blk.{tensor_name.split('.')[2]}.attn_sinks.weight", data)
             continue
         short = tensor_name.removeprefix("transformer.")  # as BLOOM's tensors are named on the hub
         found = names.get_name(tensor_name, try_suffixes=(".weight", ".bias"))
@@ -191,7 +264,11 @@ def save(path: Path, model: Any, case: Case) -> Path:
             for theirs, ours in swapped.items():
                 if f".{theirs}." in tensor_name:
                     found = f"{found.rsplit('.', 2)[0]}.{ours}.{tensor_name.rsplit('.', 1)[1]}"
-        writer.add_tensor(found, case.convert(tensor_name, tensor.float().numpy(), config))
+        if found in blocks:
+            stored, kind = blocks[found]
+            writer.add_tensor(found, stored, raw_dtype=kind)
+            continue
+        writer.add_tensor(found, np.ascontiguousarray(case.convert(tensor_name, data, config)))
     if "longrope" in case.variant:
         for kind in ("long", "short"):
             writer.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32))
@@ -226,6 +303,68 @@ def test_a_gguf_file_has_the_logits_of_its_original_model(tmp_path: Path, name: 
     with torch.inference_mode():
         theirs = model(torch.tensor([IDS])).logits[0, -1].numpy()
     np.testing.assert_allclose(driver.logits()[0], theirs, rtol=0, atol=1e-4)
+
+
+def read_windows(num_layers: int, keys: Mapping[str, Any]) -> ModelConfig:
+    """What a file of EXAONE 4 with these keys says of windows."""
+    values = {f"exaone4.attention.{key}": value for key, value in keys.items()}
+    file: Any = SimpleNamespace(path=Path("x.gguf"), get=values.get)
+    found = GgufKeys(Metadata(file), "exaone4", {})
+    model = execute_checkpoints.config_of(num_layers=num_layers)
+    return msgspec.structs.replace(model, **GGUF_ARCHITECTURES["exaone4"].read(found, model))
+
+
+def test_windows_of_exaone_4_are_in_the_layers_that_the_file_names() -> None:
+    named = {"sliding_window": 128, "sliding_window_pattern": [True, True, False]}
+    config = read_windows(3, named)
+    assert [config.window_of(layer) for layer in range(3)] == [128, 128, None]
+    assert [config.rope_of(layer) is None for layer in range(3)] == [False, False, True]
+    assert read_windows(3, {}).window_of(0) is None
+    assert read_windows(3, {}).layers_without_rope == []
+    largest = read_windows(64, {})  # without keys, as in llama.cpp
+    assert [largest.window_of(layer) for layer in range(5)] == [4096, 4096, 4096, None, 4096]
+    assert largest.layers_without_rope == list(range(3, 64, 4))
+    with pytest.raises(ModelError, match=r"sliding_window is 128: a sliding window in layers that the file doesn't"):
+        read_windows(3, {"sliding_window": 128})
+    with pytest.raises(ModelError, match="sliding_window_pattern has 3 values; the model has 4 layers"):
+        read_windows(4, named)
+
+
+def test_blocks_of_experts_stay_as_they_are(tmp_path: Path) -> None:
+    """Those of all experts are one tensor; MXFP4 becomes q8_0 with the same values."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 1}
+    variant = tiny_architectures.Variant("qwen3_moe", {**VARIANTS["qwen3_moe"].changes, **sizes})
+    random = np.random.default_rng(3)
+    blocks: dict[str, tuple[Array, Any]] = {}
+    for name, kind, (begin, end) in (
+        ("gate", Kind.Q4_K, (0, 4)),
+        ("up", Kind.MXFP4, (0, 1)),
+        ("down", Kind.Q6_K, (208, 210)),
+    ):
+        size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+        stored = random.integers(0, 256, (6 * 256 * 256 // size, num_bytes), dtype=np.uint8)
+        scale = np.full((end - begin) // 2, 1e-3, np.float16).view(np.uint8)
+        stored[:, begin:end] = random.integers(115, 121, (len(stored), 1)) if kind == Kind.MXFP4 else scale
+        blocks[f"blk.0.ffn_{name}_exps.weight"] = stored.reshape(6, 256, -1), kind
+    metadata = {**EXPERTS, "expert_feed_forward_length": 256}
+    path = save(tmp_path / "tiny.gguf", tiny_architectures.make(variant), Case("", A.QWEN3MOE, metadata), blocks)
+    folder = prepare(Settings(model=str(path), cache_dir=str(tmp_path / "cache")))
+    formats, found = checkpoints.formats_of(folder), checkpoints.weights_of(folder)
+    for name, format in (("gate", "q4_k"), ("up", "q8_0"), ("down", "q6_k")):
+        stored, kind = blocks[f"blk.0.ffn_{name}_exps.weight"]
+        tensor = found[f"model.layers.0.mlp.experts.{name}_proj.weight"].numpy()
+        assert formats[f"model.layers.0.mlp.experts.{name}_proj.weight"] == format
+        values = gguf.dequantize(tensor, Kind[format.upper()])
+        np.testing.assert_array_equal(values, gguf.dequantize(stored, kind))
+    drivers = [
+        Driver(folder, settings(kernels="torch", kv_mib=2)),
+        Driver(folder, settings(dtype="bfloat16", kv_mib=2)),
+    ]
+    for driver in drivers:
+        driver.step([(0, 0, len(IDS), True)], adds=[row_add(0, IDS, driver.take_blocks(len(IDS)))])
+    assert isinstance(drivers[1].runner.program, NativeProgram)
+    reference, ours = (driver.logits()[0] for driver in drivers)
+    assert np.isfinite(ours).all() and ours.argmax() == reference.argmax()
 
 
 def test_every_architecture_of_gguf_files_is_tested() -> None:

@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM
 from pipeline.config.settings import Settings
 from pipeline.runtime.model_folder import CONVERTED, ModelConfig
 from pipeline.stages.prepare import weight_file
+from pipeline.stages.prepare.gguf.conversions import mxfp4_to_q8_0
 from pipeline.stages.prepare.progress import for_stream
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.stage import prepare
@@ -134,6 +135,21 @@ def test_blocks_are_dequantized_if_floats_are_wanted(tmp_path: Path, kind: Kind)
     folder = prepared_with(tmp_path, kind, blocks, quantization="none")
     assert torch.equal(weights_of(folder)[O_PROJ], torch.from_numpy(gguf.dequantize(blocks, kind)).to(torch.bfloat16))
     assert (folder / CONVERTED).read_text() == f"matrices: 1 {kind.name} become bf16\n"
+
+
+def test_mxfp4_keeps_its_values_unless_they_are_tiny() -> None:
+    blocks = np.random.default_rng(0).integers(0, 256, (40, 17), dtype=np.uint8)
+    blocks[:, 0] = np.arange(104, 144)  # the powers of two of float16, which may be denormal
+    values = gguf.dequantize(blocks, Kind.MXFP4)
+    np.testing.assert_array_equal(gguf.dequantize(mxfp4_to_q8_0(blocks), Kind.Q8_0), values)
+    blocks[:, 0] = 90
+    assert np.abs(gguf.dequantize(blocks, Kind.MXFP4)).max() < 1e-6
+    assert not gguf.dequantize(mxfp4_to_q8_0(blocks), Kind.Q8_0).any()
+    blocks[:, 0] = 150
+    with pytest.raises(ValueError, match="too large for float16"):
+        mxfp4_to_q8_0(blocks)
+    blocks[:, 1:] = 0  # zeros have any scale
+    assert not gguf.dequantize(mxfp4_to_q8_0(blocks), Kind.Q8_0).any()
 
 
 def test_scales_that_do_not_fit_are_an_error_that_names_the_tensor(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ import numpy as np
 from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import prompt_record_bytes, record_bytes
 from pipeline.runtime.messages import Finish
+from pipeline.stages.schedule.kv_cache.block_index import HEADER_BYTES, IndexMemory
+from pipeline.stages.schedule.kv_cache.manager import ExecutorLoss
 from pipeline.stages.schedule.kv_cache.prefix import KEY_BYTES
 from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
@@ -24,10 +26,12 @@ class Bench:
 
     def __init__(self, config: SchedulerConfig, depth: int, num_detokenize: int = 1, copy_s: float = 0.0001) -> None:
         self.num_detokenize = num_detokenize
-        self.index = bytearray(KEY_BYTES * config.num_swap_blocks)
-        """The index of swap space; it outlives the scheduler."""
-        self.scheduler = Scheduler(config, num_detokenize=num_detokenize, index_memory=memoryview(self.index))
-        self.executor = FakeExecutor(config.num_blocks, num_swap_blocks=config.num_swap_blocks, copy_s=copy_s)
+        width = KEY_BYTES + (len(config.kv_groups) > 1)
+        self.indices = [bytearray(HEADER_BYTES + width * num) for num in (config.num_blocks, config.num_swap_blocks)]
+        """Of the KV cache and of swap space; they outlive the scheduler."""
+        self.num_executors = 1
+        self.scheduler = self._scheduler(config)
+        self.executor = self._executor(copy_s)
         self.depth = depth
         self.plans_early = False
         """Whether a step may be planned before the result of the one before is settled, as the stage does."""
@@ -49,6 +53,22 @@ class Bench:
         self.begun: set[int] = set()
         """Sequences whose first sampled ids were reported with their times."""
         self._ids = count(1)
+
+    def _executor(self, copy_s: float) -> FakeExecutor:
+        config = self.scheduler.config
+        return FakeExecutor(
+            config.num_blocks, num_swap_blocks=config.num_swap_blocks, copy_s=copy_s, groups=config.kv_groups
+        )
+
+    def _scheduler(self, config: SchedulerConfig) -> Scheduler:
+        kv_index, swap_index = (IndexMemory(memoryview(memory)) for memory in self.indices)
+        return Scheduler(
+            config,
+            num_detokenize=self.num_detokenize,
+            kv_index=kv_index,
+            swap_index=swap_index,
+            executor=self.num_executors,
+        )
 
     def given(self, seq: int) -> int:
         """The number of output ids that a sequence was resumed with."""
@@ -135,11 +155,7 @@ class Bench:
     def _tables(self, step: m.Step) -> set[int]:
         """The blocks that a step uses: the tables of its rows."""
         rows = self.scheduler.rows
-        return {
-            block
-            for row in np.frombuffer(inline(step.rows), np.int32).tolist()
-            for block in rows.table[row, : rows.num_blocks[row]].tolist()
-        }
+        return {block for row in np.frombuffer(inline(step.rows), np.int32).tolist() for block in rows.blocks_of(row)}
 
     def check(self) -> None:
         """Check all invariants, and that no block of a step in flight is free."""
@@ -162,20 +178,22 @@ class Bench:
         self.tables.clear()
         self.in_rows.clear()
         swap = self.executor.kv[self.executor.num_blocks :].copy()
-        self.executor = FakeExecutor(self.executor.num_blocks, num_swap_blocks=len(swap), copy_s=self.executor.copy_s)
+        self.executor = self._executor(self.executor.copy_s)
         self.executor.kv[self.executor.num_blocks :] = swap
-        self.scheduler.executor_lost(keeps_swap=keeps_swap, has_crashed=has_crashed)
+        self.num_executors += 1
+        self.scheduler.executor_lost(ExecutorLoss(self.num_executors, keeps_swap, has_crashed))
 
-    def successor(self) -> "Bench":
-        """A scheduler that takes the place of this one, which has died, with the same executor."""
+    def successor(self, *, has_executor: bool = True) -> "Bench":
+        """A scheduler that takes the place of this one, which has died, with the same executor, or with a new one."""
         bench = Bench(self.scheduler.config, self.depth, self.num_detokenize, self.executor.copy_s)
         while self.steps:
             self.executor.run(self.steps.popleft())
-        bench.executor.kv[:] = self.executor.kv
-        bench.index[:] = self.index
-        bench.scheduler = Scheduler(
-            self.scheduler.config, num_detokenize=self.num_detokenize, index_memory=memoryview(bench.index)
-        )
+        begin = 0 if has_executor else bench.executor.num_blocks
+        bench.executor.kv[begin:] = self.executor.kv[begin:]
+        for ours, theirs in zip(bench.indices, self.indices, strict=True):
+            ours[:] = theirs
+        bench.num_executors = self.num_executors + (not has_executor)
+        bench.scheduler = bench._scheduler(self.scheduler.config)
         return bench
 
     def report(self, sent: bool = True) -> None:

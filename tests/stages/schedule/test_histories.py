@@ -1,5 +1,6 @@
 """Exact tokens and no lost block, for any interleaving of events."""
 
+import os
 from collections.abc import Iterable
 
 from hypothesis import given, settings
@@ -8,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pipeline.config.settings import PolicyName
 from pipeline.runtime import messages as m
+from pipeline.runtime.kv_groups import FULL, KVGroup
 from pipeline.stages.schedule.policies.policy import POLICIES
 from pipeline.stages.schedule.scheduler_config import PreemptionMode, SchedulerConfig
 from tests.stages.schedule.bench import Bench, config
@@ -18,10 +20,20 @@ PROMPTS = st.one_of(
 )
 
 
+EXAMPLES = int(os.environ.get("PIPELINE_HISTORIES", "100"))
+"""Random histories of each kind. 100 take about 20 seconds."""
+
+
+WINDOWS = st.one_of(st.integers(1, 70), st.sampled_from([1, 2, 15, 16, 17, 18, 32, 33])).map(KVGroup)
+
+
 class Histories(RuleBasedStateMachine):
     """Any history of admissions, aborts, steps and refused reports, at any depth and with any limits."""
 
+    GROUPS: st.SearchStrategy[tuple[KVGroup, ...]] = st.just((FULL,))
+
     @initialize(
+        data=st.data(),
         depth=st.integers(1, 4),
         num_blocks=st.integers(6, 24),
         max_num_seqs=st.integers(1, 6),
@@ -42,6 +54,7 @@ class Histories(RuleBasedStateMachine):
     )
     def start(
         self,
+        data: st.DataObject,
         depth: int,
         num_blocks: int,
         max_num_seqs: int,
@@ -60,14 +73,15 @@ class Histories(RuleBasedStateMachine):
         max_num_drafts: int,
         adaptive_speculation: bool,
     ) -> None:
+        groups = data.draw(self.GROUPS)
         self.bench = Bench(
             SchedulerConfig(
-                num_blocks=num_blocks,
+                num_blocks=num_blocks * len(groups),
                 max_model_len=128,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=budget,
                 prefix_caching=prefix_caching,
-                num_swap_blocks=num_swap_blocks,
+                num_swap_blocks=num_swap_blocks * len(groups),
                 kv_offload=kv_offload,
                 preemption=preemption,
                 policy=policy,
@@ -77,6 +91,7 @@ class Histories(RuleBasedStateMachine):
                 num_speculative_tokens=num_speculative_tokens,
                 max_num_drafts=max_num_drafts,
                 adaptive_speculation=adaptive_speculation,
+                kv_groups=groups,
             ),
             depth,
             num_detokenize,
@@ -199,10 +214,24 @@ class Histories(RuleBasedStateMachine):
         assert not bench.scheduler.requests
 
 
+class GroupHistories(Histories):
+    """The same, with groups of layers that keep a window of positions."""
+
+    GROUPS = st.one_of(
+        st.tuples(WINDOWS),
+        st.tuples(st.just(FULL), WINDOWS),
+        WINDOWS.map(lambda group: (FULL, group, group)),
+        st.tuples(st.just(FULL), WINDOWS, WINDOWS),
+        st.tuples(WINDOWS, WINDOWS),
+        st.just((FULL, FULL)),
+    )
+
+
 TestHistories = Histories.TestCase
+TestGroupHistories = GroupHistories.TestCase
 
-
-TestHistories.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestHistories.settings = settings(max_examples=EXAMPLES, stateful_step_count=40, deadline=None)
+TestGroupHistories.settings = settings(max_examples=EXAMPLES, stateful_step_count=40, deadline=None)
 
 
 @settings(max_examples=20, deadline=None)

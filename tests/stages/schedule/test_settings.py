@@ -10,6 +10,7 @@ import pytest
 
 from pipeline.config.settings import ExecuteSettings, ScheduleSettings, Settings, SpeculativeSettings
 from pipeline.runtime import messages as m
+from pipeline.runtime.kv_groups import KVGroup
 from pipeline.shm.arrays import ShmRef
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from tests.fakes import FakeExecutor
@@ -107,6 +108,7 @@ def test_every_limit_comes_from_the_settings() -> None:
         hidden_size=48,
         num_speculative_tokens=6,
         max_num_drafts=20,
+        kv_groups=[KVGroup(), KVGroup(9)],
     )
     found = msgspec.structs.asdict(SchedulerConfig.of(settings, facts, SpeculativeSettings(adaptive=False)))
     assert found == {
@@ -128,6 +130,7 @@ def test_every_limit_comes_from_the_settings() -> None:
         "num_speculative_tokens": 6,
         "max_num_drafts": 20,
         "adaptive_speculation": False,
+        "kv_groups": (KVGroup(), KVGroup(9)),
     }
     defaults = msgspec.structs.asdict(SchedulerConfig.of(ScheduleSettings(), FACTS))
     assert [name for name, value in found.items() if value == defaults[name]] == [], "all of them differ"

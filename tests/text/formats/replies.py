@@ -6,12 +6,18 @@ import msgspec
 
 from pipeline.text.formats.chat_formats import GENERIC, TOOL_FORMATS, ChatFormats, ReplyParser
 from pipeline.text.formats.events import Arguments, CallBegun, CallEnded, Content, Event, Reasoning
+from pipeline.text.formats.lark import AddedToken
 from pipeline.text.formats.reasoning import FORMATS
-from pipeline.text.formats.tool_format import AddedToken
 
 TOOLS = {one.name: one for one in (*TOOL_FORMATS, GENERIC)}
 REASONING = {one.name: one for one in FORMATS}
-NAMES = ("find", "now", "add_2")
+NAMES = {
+    "find": '{"type": "object", "properties": {"text": {"type": "string"}, "n": {"type": "integer"}, '
+    '"at": {"type": "object"}, "all": {"type": "boolean"}, "any": {}}}',
+    "now": "",
+    "add_2": '{"type": "object", "properties": {"code": {"type": "string"}, "xs": {"type": "array"}}}',
+}
+"""Tools, with the schemas of their arguments"""
 
 
 class Reply(msgspec.Struct):
@@ -59,9 +65,9 @@ def formats(tools: str | None = None, reasoning: str | None = None, specials: Se
     )
 
 
-def parsed(tools: str, text: str, choice: str = "auto") -> Reply:
+def parsed(tools: str, text: str, choice: str = "auto", specials: Sequence[str] = ()) -> Reply:
     """Parse as one piece and one character at a time. Fails if the results differ."""
-    form = formats(tools)
+    form = formats(tools, specials=specials)
     whole = read(form.parser(choice, NAMES), [text])
     assert read(form.parser(choice, NAMES), text) == whole
     return whole

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jsonschema
@@ -11,12 +12,18 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from pipeline.text.formats import tool_format
+from pipeline.text.formats import lark
 from pipeline.text.formats.chat_formats import TOOL_FORMATS, ChatFormats, either
 from tests.text.formats.replies import REASONING, TOOLS, Reply, read
 
-SPECIALS = ("<|end|>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]")
-WORDS = ('{"name": "', '"arguments": ', '": ', "\n", "</tool_call>", "find", "</think>")
+SPECIALS = (
+    *("<|endoftext|>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]"),
+    *(mark for one in TOOL_FORMATS if one.name not in ("hermes", "glm45", "qwen3_coder") for mark in one.marks),
+)
+WORDS = (
+    *('{"name": "', '"arguments": ', '": ', "\n", "</tool_call>", "find", "</think>"),
+    *("<tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</parameter>"),
+)
 """Plain tokens of several characters, added to the vocabulary as Qwen adds its special tokens."""
 
 FIND = {
@@ -44,59 +51,75 @@ TOOLS_JSON = json.dumps(
 )
 
 
-def vocabulary() -> Tokenizer:
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: place for place, letter in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIALS])
-    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in WORDS])
-    return tokenizer
+class Vocabulary:
+    """The bytes, and these special and plain tokens."""
+
+    def __init__(self, specials: Sequence[str], words: Sequence[str]) -> None:
+        letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+        tokenizer = Tokenizer(models.BPE({letter: place for place, letter in enumerate(letters)}, []))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_special_tokens([AddedToken(text, special=True) for text in dict.fromkeys(specials)])
+        tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in words])
+        self.tokenizer = tokenizer
+        self.added = {
+            token.content: lark.AddedToken(token_id, token.content, token.special)
+            for token_id, token in tokenizer.get_added_tokens_decoder().items()
+        }
+        self.end = self.added[END].id
+        self.guide = llguidance.LLTokenizer(tokenizer.to_str(), eos_token=self.end)
+
+    def shown(self, token_id: int) -> str:
+        return str(self.tokenizer.decode([token_id], skip_special_tokens=False))
+
+    def takes(self, grammar: str, text: str) -> bool:
+        """Whether a grammar allows this reply."""
+        matcher = llguidance.LLMatcher(self.guide, grammar)
+        assert not matcher.get_error(), matcher.get_error()
+        ids = self.tokenizer.encode(text).ids
+        return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
 
 
-TOKENIZER = vocabulary()
-ADDED = {
-    token.content: tool_format.AddedToken(token_id, token.content, token.special)
-    for token_id, token in TOKENIZER.get_added_tokens_decoder().items()
-}
-END = ADDED["<|end|>"].id
-CLOSING = ('"', "}", "]", "</think>", "[/THINK]")
-GUIDE = llguidance.LLTokenizer(TOKENIZER.to_str(), eos_token=END)
+END = "<|endoftext|>"
+FULL = Vocabulary(SPECIALS, WORDS)
+PLAIN = Vocabulary([END], [])
+"""Without tokens for marks"""
+TOKENIZER, ADDED, GUIDE = FULL.tokenizer, FULL.added, FULL.guide
+CLOSING = ('"', "}", "]", "</think>", "[/THINK]", "</arg_value>", "</parameter>", '<|"|>', "<escape>", "<|end|>", "<")
 
 
-def formats(tools: str | None, reasoning: str | None = None, template: str = "") -> ChatFormats:
+def formats(
+    tools: str | None, reasoning: str | None = None, template: str = "", added: Mapping[str, lark.AddedToken] = ADDED
+) -> ChatFormats:
     return ChatFormats(
         None if tools is None else TOOLS[tools],
         None if reasoning is None else REASONING[reasoning],
         template,
-        ADDED,
+        added,
     )
 
 
-def shown(token_id: int) -> str:
-    return str(TOKENIZER.decode([token_id], skip_special_tokens=False))
-
-
-def walk(grammar: str, seed: int, max_tokens: int = 600) -> str:
+def walk(grammar: str, seed: int, max_tokens: int = 600, vocabulary: Vocabulary = FULL) -> str:
     """A reply of tokens sampled from those that the grammar allows, as the text that a parser gets: with special
     tokens except the last. White space is rarely sampled, and the end half of the time if it is allowed."""
-    matcher = llguidance.LLMatcher(GUIDE, grammar)
+    guide, end = vocabulary.guide, vocabulary.end
+    matcher = llguidance.LLMatcher(guide, grammar)
     assert not matcher.get_error(), matcher.get_error()
     rng = random.Random(seed)
-    mask = llguidance.numpy.allocate_token_bitmask(1, GUIDE.vocab_size)
+    mask = llguidance.numpy.allocate_token_bitmask(1, guide.vocab_size)
     ids: list[int] = []
     while not matcher.is_stopped() and len(ids) < max_tokens:
         llguidance.numpy.fill_next_token_bitmask(matcher, mask, 0)
-        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[: GUIDE.vocab_size]).tolist()
-        if END in allowed and (rng.random() < 0.5 or len(allowed) == 1):
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[: guide.vocab_size]).tolist()
+        if end in allowed and (rng.random() < 0.5 or len(allowed) == 1):
             break
-        allowed = [one for one in allowed if one != END]
-        plain = [one for one in allowed if shown(one).strip()] or allowed
-        closing = [one for one in plain if shown(one) in CLOSING]
+        allowed = [one for one in allowed if one != end]
+        plain = [one for one in allowed if vocabulary.shown(one).strip()] or allowed
+        closing = [one for one in plain if vocabulary.shown(one) in CLOSING]
         token = rng.choice(closing if closing and rng.random() < 0.4 else plain)
         assert matcher.consume_token(token), matcher.get_error()
         ids.append(token)
-    return str(TOKENIZER.decode(ids, skip_special_tokens=False))
+    return str(vocabulary.tokenizer.decode(ids, skip_special_tokens=False))
 
 
 def check(reply: Reply) -> None:
@@ -147,7 +170,7 @@ def test_calls_are_enforced_after_the_reasoning(reasoning: str, tail: str) -> No
     grammar = form.after_reasoning(form.calls("required", "", TOOLS_JSON, parallel=False).lark(), prompt)
     has_thought = False
     for seed in range(20):
-        text = walk(grammar, seed, 200)
+        text = walk(grammar, seed, 600)
         if end not in text and (tail == "open" or start in text):
             continue  # still reasoning
         reply = read(form.parser("required", SCHEMAS, prompt), [text])

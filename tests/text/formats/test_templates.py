@@ -8,6 +8,7 @@ import pytest
 from pipeline.config.settings import ChatSettings
 from pipeline.text.formats.chat_formats import TAIL_CHARS, ChatFormats
 from pipeline.text.formats.reasoning import ReasoningStage
+from pipeline.text.formats.tool_format import shows_tools
 from tests.stages.ingest.templates.chats import TEMPLATES, by_transformers
 from tests.text.formats.replies import Reply, read
 
@@ -15,24 +16,51 @@ SOURCES = {path.name.removesuffix(".jinja"): path.read_text() for path in sorted
 FORMATS = {
     "command-r7b": ("generic", None),
     "deepseek-r1-distill": ("generic", "deepseek_r1"),
-    "deepseek-v3.1": ("generic", "deepseek_r1"),
+    "deepseek-v3.1": ("deepseek_v31", "deepseek_v3"),
+    "deepseek-v3.1-official": ("generic", "deepseek_v3"),
     "gemma2": ("generic", None),
-    "gemma3": ("generic", None),
+    "gemma3": ("pythonic", None),
+    "gemma4": ("gemma4", "gemma4"),
+    "glm4.6": ("glm45", "glm45"),
+    "glm4.7-flash": ("glm45", "glm45"),
+    "gpt-oss": ("openai", "openai_gptoss"),
+    "granite3.3": ("granite", "granite"),
+    "granite4.0": ("hermes", None),
     "hermes2": ("hermes", None),
     "hermes3.tool_use": ("hermes", None),
+    "kimi-k2": ("kimi_k2", None),
+    "kimi-k2-thinking": ("kimi_k2", "kimi_k2"),
     "llama3.1": ("llama3", None),
     "llama3.2": ("llama3", None),
     "llama4": ("llama3", None),
+    "ministral3": ("mistral", "mistral"),
     "mistral-nemo": ("mistral", None),
     "mistral3": ("mistral", None),
+    "phi3.5": ("generic", None),
     "qwen2.5": ("hermes", None),
     "qwen3": ("hermes", "qwen3"),
+    "qwen3-coder": ("qwen3_coder", None),
+    "seed-oss": ("seed_oss", "seed_oss"),
+    "smollm3": ("generic", "qwen3"),
 }
-WITH_TOOLS = [name for name, (tools, _) in FORMATS.items() if tools != "generic"]
-ONE_CALL = ("llama3.1", "llama3.2")
+SHOW_NO_CALLS = ("deepseek-v3.1", "granite3.3", "kimi-k2-thinking")
+"""Templates that don't write the calls of a message after the prompt before it, or that transformers refuses then."""
+KWARGS = {"gemma4": {"enable_thinking": True}, "glm4.7-flash": {"enable_thinking": False}}
+"""With these, the prompt ends where the template writes an answer without reasoning."""
+FORCED = {"deepseek-v3.1-official": "deepseek_v31"}
+"""Templates that show calls but no tools"""
+WITH_TOOLS = [
+    *FORCED,
+    *(name for name, (tools, _) in FORMATS.items() if tools != "generic" and name not in SHOW_NO_CALLS),
+]
+ONE_CALL = ("gpt-oss", "llama3.1", "llama3.2")
 """Their templates accept only one call in a message."""
-ENDS = ("<|im_end|>\n", "<|im_end|>", "<|eot_id|>", "<|eot|>", "</s>")
+ENDS = (
+    *("<|im_end|>\n", "<|im_end|>", "<|eot_id|>", "<|eot|>", "</s>", "<end_of_turn>\n", "<|end_of_text|>\n"),
+    *("<seed:eos>", "<｜end▁of▁sentence｜>", "<|tool_response>", "<|call|>", "</tool_call>"),
+)
 ARGUMENTS = ['{"city": "Ürgüp </tool_call>", "days": [1, {"x": "}"}]}', "{}"]
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "array"}}}
 ASKED = [{"role": "user", "content": "How is the weather?"}]
 TOOLS = [
     {
@@ -44,7 +72,7 @@ TOOLS = [
 
 
 def formats(name: str) -> ChatFormats:
-    return ChatFormats.of(SOURCES[name], ChatSettings())
+    return ChatFormats.of(SOURCES[name], ChatSettings(tool_call_parser=FORCED.get(name, "auto")))  # type: ignore[arg-type]
 
 
 def call(place: int) -> dict[str, Any]:
@@ -54,21 +82,38 @@ def call(place: int) -> dict[str, Any]:
 
 def written(name: str, message: dict[str, Any]) -> tuple[str, str]:
     """The prompt before an assistant's message, and the message as the template renders it."""
-    before = by_transformers(SOURCES[name], ASKED, tools=TOOLS, add_generation_prompt=True)
-    whole = by_transformers(SOURCES[name], [*ASKED, message], tools=TOOLS)
+    kwargs = KWARGS.get(name, {})
+    before = by_transformers(SOURCES[name], ASKED, tools=TOOLS, add_generation_prompt=True, kwargs=dict(kwargs))
+    whole = by_transformers(SOURCES[name], [*ASKED, message], tools=TOOLS, kwargs=dict(kwargs))
     assert whole.startswith(before.rstrip())
     output = whole[len(before.rstrip()) :]
     for end in ENDS:
         if output.endswith(end):
-            return before, output.removesuffix(end)
+            return before, output if end == "</tool_call>" else output.removesuffix(end)
     raise AssertionError(f"{name} ends a message in {output[-20:]!r}")
 
 
 def test_each_format_is_detected_from_its_template() -> None:
-    found = {name: formats(name) for name in SOURCES}
+    found = {name: ChatFormats.of(source, ChatSettings()) for name, source in SOURCES.items()}
     assert {
         name: (one.tools and one.tools.name, one.reasoning and one.reasoning.name) for name, one in found.items()
     } == FORMATS
+
+
+@pytest.mark.parametrize(
+    ("template", "found"),
+    [
+        ("{% if tools %}{{ tools | tojson }}{% endif %}", True),
+        ("{%- for tool in tools or [] %}{% endfor %}", True),
+        ("{% if 'tools' in message %}{{ message['tools'] }}{{ message.tools }}{% endif %} tools", False),
+        ("{% set tools = item['tools'] %}{% for tool in tools %}{% endfor %}", False),
+        ("{{ message.tool_calls }}", False),
+    ],
+)
+def test_a_template_shows_tools_if_it_uses_the_variable(template: str, found: bool) -> None:
+    assert shows_tools(template) == found
+    detected = ChatFormats.of(f"{template}<|observation|>", ChatSettings()).tools
+    assert detected is not None and detected.name == ("glm4" if found else "generic")
 
 
 @pytest.mark.parametrize("name", WITH_TOOLS)
@@ -80,7 +125,8 @@ def test_rendered_calls_parse_back(name: str, num_calls: int) -> None:
     message = {"role": "assistant", "content": "", "tool_calls": calls}
     before, output = written(name, message)
     for pieces in ([output], output):
-        reply = read(formats(name).parser("auto", ["weather", "time"], before[-TAIL_CHARS:]), pieces)
+        schemas = {"weather": json.dumps(SCHEMA), "time": ""}
+        reply = read(formats(name).parser("auto", schemas, before[-TAIL_CHARS:]), pieces)
         assert reply.content.strip() == ""
         assert [(tool, json.loads(text)) for tool, text in reply.calls] == [
             (one["function"]["name"], json.loads(one["function"]["arguments"])) for one in calls

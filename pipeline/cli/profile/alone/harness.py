@@ -14,8 +14,9 @@ from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
-from pipeline.runtime.channels import Inbox, Outbox, address_of
+from pipeline.runtime.channels import Inbox, address_of
 from pipeline.runtime.memories import Memories
+from pipeline.runtime.outbox import Outbox
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.shm import segment
 from pipeline.shm.arena import Arena

@@ -17,7 +17,7 @@ from pipeline.stages.execute.measuring.measure import floor_of
 PRODUCTS, ATTENTION, REST = "products", "attention", "rest"
 """The ops that a step's kernels are grouped into."""
 OPS_OF_KERNELS = {
-    **dict.fromkeys(("gemv", "skinny_gemm", "_dequantize"), PRODUCTS),
+    **dict.fromkeys(("gemv", "skinny_gemm", "_dequantize", "_experts"), PRODUCTS),
     **dict.fromkeys(("_decode_kernel", "_attend_kernel"), ATTENTION),
 }
 LIBRARIES = ("gemm", "nvjet", "cutlass", "cublas")
@@ -49,7 +49,8 @@ class Cost:
 def weight_bytes(model: DeviceModel) -> dict[str, int]:
     """Bytes of the matrices on the GPU, by format. A tied head counts once."""
     counted: Counter[str] = Counter()
-    for matrix in (*model.matrices, model.head, *(() if model.table is model.head else (model.table,))):
+    layers = *model.matrices, *model.expert_matrices
+    for matrix in (*layers, model.head, *(() if model.table is model.head else (model.table,))):
         counted[matrix.format] += matrix.num_bytes
     return dict(counted)
 
@@ -59,8 +60,15 @@ def costs_of(case: Case, config: ModelConfig, model: DeviceModel, kv_dtype: torc
     `kv_dtype`), multiply and add. Moving activations is negligible and left out."""
     layers = sum(matrix.num_rows * matrix.num_columns for matrix in model.matrices)
     head = model.head.num_rows * model.head.num_columns
-    num_bytes = sum(matrix.num_bytes for matrix in (*model.matrices, model.head))
-    products = Cost(num_bytes, 2 * (case.num_tokens * layers + case.num_seqs * head))
+    num_bytes = float(sum(matrix.num_bytes for matrix in (*model.matrices, model.head)))
+    weights = float(layers)
+    if (experts := config.experts) is not None:
+        share = experts.num_per_token / experts.num
+        weights += share * sum(matrix.num_rows * matrix.num_columns for matrix in model.expert_matrices)
+        # What tokens choose at random. A token reads its own experts.
+        read = 1 - (1 - share) ** case.num_tokens
+        num_bytes += read * sum(matrix.num_bytes for matrix in model.expert_matrices)
+    products = Cost(num_bytes, 2 * (case.num_tokens * weights + case.num_seqs * head))
     moved = seen = 0
     positions = range(case.context - case.num_new, case.context)
     for layer in range(config.num_layers):

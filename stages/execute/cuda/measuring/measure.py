@@ -92,7 +92,8 @@ def _room(settings: Settings, cases: Sequence[Case]) -> Settings:
         max_num_seqs=max(schedule.max_num_seqs, *(case.num_seqs for case in cases)),
         max_num_batched_tokens=max(schedule.max_num_batched_tokens, *(case.num_tokens for case in cases)),
     )
-    return msgspec.structs.replace(settings, schedule=schedule)
+    execute = msgspec.structs.replace(settings.execute, kv_groups=False)
+    return msgspec.structs.replace(settings, schedule=schedule, execute=execute)
 
 
 # -------------------------------------------------------------------------------------------------------- measuring

@@ -51,6 +51,10 @@ class MessageReader:
         return [] if self._reader is None else self._reader.rest_events()
 
     def call_id(self, index: int) -> str:
+        """The id of a call in Anthropic's form, or the one that the model wrote and expects back."""
+        assert self._reader is not None
+        if (written := self._reader.written_id(index)) is not None:
+            return written
         return CALL_ID_PREFIX + self.plain_call_id(index).removeprefix("call_")
 
     def plain_call_id(self, index: int) -> str:

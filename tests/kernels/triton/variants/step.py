@@ -1,5 +1,7 @@
 """Both ends of a step, and copies of blocks."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,13 @@ def _ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
 
 def launches() -> None:
     rows = RowState(_ints(4096), _ints(257, NUM_FIELDS), _ints(257, 4096), _ints(257, 256), _ints(257, 130))
-    arrays = [*(_ints(256) for _ in range(6)), _ints(256, dtype=torch.int64), _ints(256), _ints(256), rows.blocks]
+    arrays: list[Any] = [
+        *(_ints(256) for _ in range(6)),
+        _ints(256, dtype=torch.int64),
+        _ints(256),
+        _ints(256),
+        rows.blocks,
+    ]
     step = StepArrays(*arrays)
     words, stamps = _ints(8192), _ints(4)
     ends.apply(rows, words)

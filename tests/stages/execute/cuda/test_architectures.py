@@ -18,8 +18,9 @@ from tests.stages.execute.tiny_architectures import VARIANTS, Variant
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # numpy, in the interpreter
 
-# Partial rotary embedding and stacked matrices; the same with adjacent pairs; a layer without rotary embedding.
-NAMES = ("phi3, long longrope", "glm", "smollm3")
+# Partial rotary embedding and stacked matrices; the same with adjacent pairs; a layer without rotary embedding;
+# mixtures of experts in all layers, in some beside a shared expert, and with weights that are normalized.
+NAMES = ("phi3, long longrope", "glm", "smollm3", "mixtral", "qwen2_moe, some layers", "qwen3_moe")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -41,6 +42,13 @@ def test_logits_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
     with torch.inference_mode():
         theirs = model(torch.tensor([ids])).logits[0].numpy()
     np.testing.assert_allclose(made, theirs[13:], rtol=0, atol=1e-4)
+
+
+def test_gpt_oss_is_refused_with_what_it_needs(tmp_path: Path) -> None:
+    folder, _ = tiny_architectures.write(tmp_path, VARIANTS["gpt_oss"])
+    words = r"source \(gpt_oss\) needs: an activation other than SiLU, attention sinks, biases of experts\."
+    with pytest.raises(UserError, match=words):
+        require(on_device(), ModelConfig.load(folder), folder)
 
 
 def test_a_model_that_needs_more_is_refused_with_what_it_needs(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pipeline.config.settings import ExecuteSettings, Settings
 from pipeline.errors import UserError
 from pipeline.kernels.step_inputs import block_bytes
+from pipeline.runtime.kv_groups import undivided
 from pipeline.stages.execute.kv import MAX_CHOSEN_BLOCKS, DeviceMemory, KVPlan, plan_device_kv
 from tests.stages.execute import checkpoints
 
@@ -92,7 +93,7 @@ def test_the_plan_never_exceeds_free_memory(
     try:
         found = plan(memory, max_model_len=16, gpu_memory_utilization=fraction)
     except UserError:
-        found = KVPlan(0, 0)
+        found = KVPlan(0, 0, undivided(32))
     kv_bytes = found.num_blocks * BLOCK
     if found.num_blocks:
         assert kv_bytes + reserved <= memory.free_bytes

@@ -187,7 +187,7 @@ def test_tool_choices(choice: Any, expected: tuple[str, str, bool]) -> None:
     assert isinstance(prompt, m.ChatPrompt)
     assert (prompt.tool_choice, prompt.tool_name, prompt.parallel_tool_calls) == expected
     names = [] if expected[0] == "none" else ["find", "now"]
-    assert parsed.reply == ReplyForm(expected[0], names, expected[2])
+    assert parsed.reply == ReplyForm(expected[0], dict.fromkeys(names, ""), expected[2])
     assert (parsed.options.grammar is not None) == (expected[0] in ("required", "named"))
 
 
@@ -201,7 +201,7 @@ def test_a_grammar_names_the_field_of_this_api() -> None:
 
 def test_long_tool_names_are_accepted() -> None:
     name = "mcp__server__" + "x" * 115
-    assert parse(tools=[NOW | {"name": name}]).reply == ReplyForm("auto", [name])
+    assert parse(tools=[NOW | {"name": name}]).reply == ReplyForm("auto", {name: ""})
 
 
 # ------------------------------------------------------------------------------------------------------------ thinking
@@ -328,7 +328,7 @@ def test_tools_need_a_known_format_unless_they_are_required() -> None:
     limits = msgspec.structs.replace(LIMITS, formats=ChatFormats())
     with pytest.raises(ApiError, match=r"'tools' is not supported.*chat\.tool_call_parser.*any"):
         parse(limits, tools=[NOW])
-    assert parse(limits, tools=[NOW], tool_choice={"type": "any"}).reply == ReplyForm("required", ["now"])
+    assert parse(limits, tools=[NOW], tool_choice={"type": "any"}).reply == ReplyForm("required", {"now": ""})
     assert parse(limits, tools=[NOW], tool_choice={"type": "none"}).reply is None
 
 

@@ -14,11 +14,13 @@ from pipeline.stages.gateway.parsing.conversation import ReplyForm
 from pipeline.stages.gateway.parsing.parse import parse_chat, parse_tokenize
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.text.formats.chat_formats import ChatFormats
-from pipeline.text.formats.tool_format import AddedToken
+from pipeline.text.formats.lark import AddedToken
+from pipeline.text.formats.tool_format import NO_PARAMETERS
 
 HERMES = ChatFormats.of("", ChatSettings(tool_call_parser="hermes"))
 THINKING = ChatFormats.of("", ChatSettings(tool_call_parser="hermes", reasoning_parser="qwen3"))
 LLAMA = ChatFormats.of("", ChatSettings(tool_call_parser="llama3"), [AddedToken(5, "<|python_tag|>", True)])
+TYPED = ChatFormats.of("", ChatSettings(tool_call_parser="glm45"))
 NONE = ChatFormats()
 USER = {"role": "user", "content": "Hi"}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "find", "arguments": '{"text": "a"}'}}
@@ -175,8 +177,27 @@ class TestReplies:
     def test_replies_are_parsed_only_for_tools_or_reasoning(self) -> None:
         assert parsed().reply is None
         assert parsed(tools=[FIND], tool_choice="none").reply is None
-        assert parsed(tools=[FIND, NOW], parallel_tool_calls=False).reply == ReplyForm("auto", ["find", "now"], False)
+        assert parsed(tools=[FIND, NOW], parallel_tool_calls=False).reply == ReplyForm(
+            "auto", {"find": "", "now": ""}, False
+        )
+        typed = parsed(formats=TYPED, tools=[FIND, NOW]).reply
+        assert typed is not None and typed.tools == {"find": '{"type": "object"}', "now": NO_PARAMETERS}
         assert parsed(formats=THINKING).reply == ReplyForm("none")
+
+    def test_strict_functions_have_a_grammar_if_a_token_shows_where_a_call_begins(self) -> None:
+        function = {"name": "find", "parameters": {"type": "object"}, "strict": True}
+        strict = {"type": "function", "function": function}
+        formats = ChatFormats.of("", ChatSettings(tool_call_parser="hermes"), [AddedToken(7, "<tool_call>")])
+        made = parsed(formats=formats, tools=[strict, NOW]).options.grammar
+        assert made is not None and (made.kind, made.param) == ("calls", "tools")
+        assert list(json.loads(made.source)["schemas"].values()) == [{"type": "object"}] * 2
+        for tools, known in (([FIND, NOW], formats), ([strict], HERMES)):
+            assert parsed(formats=known, tools=tools).options.grammar is None
+        assert parsed(formats=formats, tools=[strict], tool_choice="none").options.grammar is None
+        answer = parsed(formats=formats, tools=[strict], response_format={"type": "json_object"}).options.grammar
+        assert answer is not None and answer.kind.endswith("json_object")
+
+    def test_reasoning_is_returned_unless_the_client_declines(self) -> None:
         assert parsed(formats=THINKING, include_reasoning=False).reply == ReplyForm("none", with_reasoning=False)
         assert parsed(formats=THINKING).prompt_options.with_tail
         assert not parsed(tools=[FIND]).prompt_options.with_tail

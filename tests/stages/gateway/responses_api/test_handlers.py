@@ -12,7 +12,7 @@ from openai.types.responses import Response, ResponseCompletedEvent
 
 from pipeline.config.settings import ChatSettings
 from pipeline.runtime import messages as m
-from pipeline.text.formats.tool_format import AddedToken
+from pipeline.text.formats.lark import AddedToken
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import END, MODEL, Gate, read_until
 from tests.stages.gateway.http.test_guard import KEY, SECOND, locked

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 
 from pipeline.stages.schedule.kv_cache.offload import MAX_COPIES
-from pipeline.stages.schedule.kv_cache.offload_index import OffloadIndex, unpacked
-from pipeline.stages.schedule.kv_cache.prefix import KEY_BYTES
 from tests.stages.schedule.bench import Bench, config
 
 NUM_STREAMS = 4
@@ -141,7 +139,7 @@ def test_the_successor_of_a_scheduler_finds_what_was_copied(depth: int) -> None:
     bench = bench_with(depth)
     admit(bench)
     turn(bench, 40)
-    bench = bench.successor()
+    bench = bench.successor(has_executor=False)
     admit(bench)
     num_positions = finish(bench)
     assert bench.scheduler.load().num_blocks_restored == NUM_STREAMS * 3, "the prompts' full blocks"
@@ -155,7 +153,7 @@ def test_a_swap_block_that_gets_other_content_is_not_found_by_a_successor() -> N
         admit(bench)
         turn(bench, num_steps)
         bench.fill()
-        bench = bench.successor()
+        bench = bench.successor(has_executor=num_steps % 2 == 0)
         admit(bench)
         finish(bench)
 
@@ -175,7 +173,7 @@ def test_a_reset_of_the_prefix_cache_forgets_what_was_copied() -> None:
     admit(bench)
     turn(bench, 40)
     bench.scheduler.reset_prefix_cache()
-    assert not any(bench.index)
+    assert not any(bench.indices[1])
     bench.lose_executor(0)
     finish(bench)
     assert bench.scheduler.load().num_blocks_restored == 0
@@ -188,32 +186,3 @@ def test_a_preempted_sequence_copies_only_what_is_not_in_swap_space() -> None:
     load = bench.scheduler.load()
     assert load.num_preemptions > 0
     assert load.num_blocks_swapped_out <= load.num_preemptions * 2, "the last block, and one that has just become full"
-
-
-class TestIndex:
-    def test_entries_are_those_that_were_set(self) -> None:
-        memory = bytearray(KEY_BYTES * 5)
-        index = OffloadIndex(memoryview(memory), 5)
-        keys = [bytes([number + 1]) * KEY_BYTES for number in range(5)]
-        for block, key in enumerate(keys):
-            index.set(block, key)
-        index.clear(3)
-        assert list(unpacked(OffloadIndex(memoryview(memory), 5).entries())) == [
-            (block, key) for block, key in enumerate(keys) if block != 3
-        ]
-        index.clear_all()
-        assert index.entries() == b"" and not any(memory)
-
-    def test_blocks_beyond_its_end_are_not_stored(self) -> None:
-        index = OffloadIndex(memoryview(bytearray(KEY_BYTES * 2 + 3)), 9)
-        for block in range(9):
-            index.set(block, b"k" * KEY_BYTES)
-        index.clear(8)
-        assert [block for block, _ in unpacked(index.entries())] == [0, 1]
-
-    def test_without_memory_it_is_empty(self) -> None:
-        index = OffloadIndex(None, 9)
-        index.set(0, b"k" * KEY_BYTES)
-        index.clear(0)
-        index.clear_all()
-        assert index.entries() == b""

@@ -1,0 +1,260 @@
+"""Mixtures of experts: each token is computed by the experts that its router chooses.
+
+    route     the experts of each token, and their weights, from the router's logits
+    sort      the choices of each expert, in the order of tokens
+    gate_up   silu(gate) * up of each choice, a tile of an expert's choices and outputs per program
+    down      the same with the last matrix
+    combine   the weighted sum of each token's choices, in their order, and the shared expert
+
+The results of a choice have its place (token * C + number of the choice), so no tokens move, and no program waits for
+another. A grid has programs for every expert and for as many tiles as an expert would have if all tokens chose it;
+those beyond its choices end at once. The sums of a token do not depend on the other tokens.
+
+Matrices of all experts are one `DeviceMatrix`, an expert's rows below those of the one before.
+
+Shapes: M tokens, E experts, C choices of a token, H hidden size, I intermediate size, P split-K partials.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pipeline.kernels.triton.gemm.codes import code_number
+from pipeline.kernels.triton.gemm.device_matrix import DeviceMatrix
+from pipeline.kernels.triton.launch import UPCAST_DOT, next_power_of_2
+from pipeline.kernels.triton.swiglu import silu
+
+BLOCK_M, BLOCK_N, BLOCK_K = 16, 64, 64
+"""The tile of a program: choices, outputs, inputs."""
+COMBINED = 1024
+"""Numbers of a token that a program combines."""
+SORTED = 1024
+"""Choices that a program looks at together."""
+
+
+def route(
+    chosen: Tensor, weights: Tensor, split_k_partials: Tensor, num_experts: int, scale: float, *, normalized: bool
+) -> None:
+    """chosen [M, C] int32, weights [M, C] float32, split_k_partials [P, M, E or more], the first of which are the
+    logits. Softmax scores; the largest comes first, among equal ones the first expert."""
+    num_partials, num_tokens, width = split_k_partials.shape
+    _route[(num_tokens,)](
+        *(chosen, weights, split_k_partials, num_tokens, scale),
+        NUM_EXPERTS=num_experts,
+        WIDTH=width,
+        CHOICES=chosen.shape[1],
+        CHOICES_BLOCK=next_power_of_2(chosen.shape[1]),
+        NUM_PARTIALS=num_partials,
+        NORMALIZED=normalized,
+        BLOCK=next_power_of_2(num_experts),
+        num_warps=1,
+    )
+
+
+def sort(places: Tensor, counts: Tensor, chosen: Tensor) -> None:
+    """The places of each expert's choices. places [E, at least M] int32, counts [E] int32, chosen [M, C] int32."""
+    _sort[(len(counts),)](*(places, counts, chosen, chosen.numel()), STRIDE=places.shape[1], BLOCK=SORTED, num_warps=4)
+
+
+def gate_up(
+    out: Tensor, x: Tensor, places: Tensor, counts: Tensor, gate: DeviceMatrix, up: DeviceMatrix, num_choices: int
+) -> None:
+    """out [M * C, I], x [M, H], both of the matrices' dtype; gate and up [E * I, H]."""
+    num_experts, width = len(counts), out.shape[1]
+    grid = num_experts, triton.cdiv(width, BLOCK_N), triton.cdiv(len(x), BLOCK_M)
+    _experts[grid](
+        *(out, x, places, counts, gate.planes(), up.planes()),
+        STRIDE=places.shape[1],
+        CHOICES=num_choices,
+        NUM_ROWS=width,
+        NUM_COLUMNS=x.shape[1],
+        GATED=True,
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
+        BLOCK_K=BLOCK_K,
+        UPCAST=UPCAST_DOT,
+        num_warps=4,
+    )
+
+
+def down(out: Tensor, inner: Tensor, places: Tensor, counts: Tensor, matrix: DeviceMatrix, num_tokens: int) -> None:
+    """out [M * C, H] float32, inner [M * C, I], matrix [E * H, I]."""
+    num_experts, width = len(counts), out.shape[1]
+    grid = num_experts, triton.cdiv(width, BLOCK_N), triton.cdiv(num_tokens, BLOCK_M)
+    planes = matrix.planes()
+    _experts[grid](
+        *(out, inner, places, counts, planes, planes),
+        STRIDE=places.shape[1],
+        CHOICES=1,
+        NUM_ROWS=width,
+        NUM_COLUMNS=inner.shape[1],
+        GATED=False,
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
+        BLOCK_K=BLOCK_K,
+        UPCAST=UPCAST_DOT,
+        num_warps=4,
+    )
+
+
+def combine(out: Tensor, parts: Tensor, weights: Tensor, shared: Tensor | None, gates: Tensor | None) -> None:
+    """out [M, H] float32, parts [M * C, H] float32, weights [M, C], shared [P, M, H] or None: the result of the expert
+    that computes every token. gates [Q, M, G] or None: the sigmoid of the last of G is its weight."""
+    num_tokens, width = out.shape
+    _combine[(num_tokens, triton.cdiv(width, COMBINED))](
+        *(out, parts, weights, out if shared is None else shared, out if gates is None else gates, num_tokens),
+        WIDTH=width,
+        CHOICES=weights.shape[1],
+        NUM_SHARED=0 if shared is None else len(shared),
+        NUM_GATES=0 if gates is None else len(gates),
+        GATES_WIDTH=0 if gates is None else gates.shape[2],
+        BLOCK=COMBINED,
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _route(
+    chosen,
+    weights,
+    split_k_partials,
+    num_tokens,
+    scale,
+    NUM_EXPERTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHOICES: tl.constexpr,
+    CHOICES_BLOCK: tl.constexpr,
+    NUM_PARTIALS: tl.constexpr,
+    NORMALIZED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < NUM_EXPERTS
+    logits = tl.zeros([BLOCK], tl.float32)
+    for part in tl.static_range(NUM_PARTIALS):
+        begin = split_k_partials + (part * num_tokens.to(tl.int64) + token) * WIDTH
+        logits += tl.load(begin + columns, mask=inside, other=0.0).to(tl.float32)
+    logits = tl.where(inside, logits, -float("inf"))
+    top = tl.max(logits, axis=0)
+    total = tl.sum(tl.exp(logits - top), axis=0)
+    places = tl.arange(0, CHOICES_BLOCK)
+    picked = tl.zeros([CHOICES_BLOCK], tl.int32)
+    scores = tl.zeros([CHOICES_BLOCK], tl.float32)
+    for place in tl.static_range(CHOICES):
+        best = tl.argmax(logits, axis=0)
+        score = tl.exp(tl.max(logits, axis=0) - top)
+        picked = tl.where(places == place, best, picked)
+        scores = tl.where(places == place, score, scores)
+        logits = tl.where(columns == best, -float("inf"), logits)
+    if NORMALIZED:
+        total = tl.sum(scores, axis=0)
+    at = token * CHOICES + places
+    tl.store(chosen + at, picked, mask=places < CHOICES)
+    tl.store(weights + at, scores / total * scale, mask=places < CHOICES)
+
+
+@triton.jit(do_not_specialize=["num_choices"])
+def _sort(places, counts, chosen, num_choices, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
+    expert = tl.program_id(0)
+    count = 0
+    for begin in range(0, num_choices, BLOCK):
+        choices = begin + tl.arange(0, BLOCK)
+        found = (tl.load(chosen + choices, mask=choices < num_choices, other=-1) == expert).to(tl.int32)
+        at = count + tl.cumsum(found, axis=0) - 1
+        tl.store(places + expert.to(tl.int64) * STRIDE + at, choices, mask=found == 1)
+        count += tl.sum(found, axis=0)
+    tl.store(counts + expert, count)
+
+
+@triton.jit
+def _tile(weight, first_row, rows, inside_rows, columns, inside_columns):
+    """A tile of a matrix [K, N], float32, and zeros outside."""
+    inside = inside_columns[:, None] & inside_rows[None, :]
+    return code_number(weight, (first_row + rows)[None, :], columns[:, None], inside)
+
+
+@triton.jit
+def _experts(
+    out,
+    x,
+    places,
+    counts,
+    first,
+    second,
+    STRIDE: tl.constexpr,
+    CHOICES: tl.constexpr,
+    NUM_ROWS: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Row `place // CHOICES` of x times the matrix of an expert is row `place` of out; gated by a second matrix."""
+    expert = tl.program_id(0).to(tl.int64)
+    count = tl.load(counts + expert)
+    begin = tl.program_id(2) * BLOCK_M
+    if begin < count:
+        at = begin + tl.arange(0, BLOCK_M)
+        inside_m = at < count
+        place = tl.load(places + expert * STRIDE + at, mask=inside_m, other=0).to(tl.int64)
+        rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside_n = rows < NUM_ROWS
+        first_row = expert * NUM_ROWS
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        other = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        source = x + (place // CHOICES)[:, None] * NUM_COLUMNS
+        dtype = tl.float32 if UPCAST else x.dtype.element_ty
+        for depth in range(0, NUM_COLUMNS, BLOCK_K):
+            columns = depth + tl.arange(0, BLOCK_K)
+            inside_k = columns < NUM_COLUMNS
+            tile = tl.load(source + columns[None, :], mask=inside_m[:, None] & inside_k[None, :], other=0.0).to(dtype)
+            weights = _tile(first, first_row, rows, inside_n, columns, inside_k).to(dtype)
+            acc = tl.dot(tile, weights, acc, input_precision="ieee")
+            if GATED:
+                weights = _tile(second, first_row, rows, inside_n, columns, inside_k).to(dtype)
+                other = tl.dot(tile, weights, other, input_precision="ieee")
+        if GATED:
+            acc = silu(acc) * other
+        target = out + place[:, None] * NUM_ROWS + rows[None, :]
+        tl.store(target, acc.to(out.dtype.element_ty), mask=inside_m[:, None] & inside_n[None, :])
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _combine(
+    out,
+    parts,
+    weights,
+    shared,
+    gates,
+    num_tokens,
+    WIDTH: tl.constexpr,
+    CHOICES: tl.constexpr,
+    NUM_SHARED: tl.constexpr,
+    NUM_GATES: tl.constexpr,
+    GATES_WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    total = tl.zeros([BLOCK], tl.float32)
+    for choice in tl.static_range(CHOICES):
+        place = token * CHOICES + choice
+        part = tl.load(parts + place * WIDTH + columns, mask=inside, other=0.0)
+        total += part * tl.load(weights + place)
+    if NUM_SHARED > 0:
+        added = tl.zeros([BLOCK], tl.float32)
+        for part in tl.static_range(NUM_SHARED):
+            begin = shared + (part * num_tokens.to(tl.int64) + token) * WIDTH
+            added += tl.load(begin + columns, mask=inside, other=0.0).to(tl.float32)
+        if NUM_GATES > 0:
+            gate = 0.0
+            for part in tl.static_range(NUM_GATES):
+                at = (part * num_tokens.to(tl.int64) + token) * GATES_WIDTH + GATES_WIDTH - 1
+                gate += tl.load(gates + at).to(tl.float32)
+            added *= 1.0 / (1.0 + tl.exp(-gate))
+        total += added
+    tl.store(out + token * WIDTH + columns, total, mask=inside)

@@ -1,0 +1,55 @@
+"""The tool-call format of Kimi K2.
+
+    <|tool_calls_section_begin|>
+    <|tool_call_begin|>functions.find:0<|tool_call_argument_begin|>{"text": "a"}<|tool_call_end|>
+    <|tool_calls_section_end|>                                                        all on one line
+
+`functions.find:0` is the call's id, which the model expects back with the result, so clients get it as such.
+Source: docs/tool_call_guidance.md of moonshotai/Kimi-K2-Instruct
+"""
+
+import re
+from collections.abc import Collection
+
+from pipeline.text.formats.lark import CallRule, LarkBuilder
+from pipeline.text.formats.sections import Header, SectionMarks, SectionParser
+from pipeline.text.formats.tool_format import ToolFormat
+
+MARKS = SectionMarks(
+    "<|tool_calls_section_begin|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    "<|tool_calls_section_end|>",
+)
+_HEADER = re.compile(r"(?:functions\.)?([\w.\-]+?)(:\d+)?")
+
+
+class KimiK2(ToolFormat):
+    name = "kimi_k2"
+    opening = MARKS.section
+    marks = MARKS.all
+
+    def detects(self, template: str) -> bool:
+        return MARKS.section in template
+
+    def parser(self, names: Collection[str], hidden: Collection[str]) -> "KimiK2Parser":
+        return KimiK2Parser(MARKS, hidden)
+
+    def grammar(self, lark: LarkBuilder, calls: list[CallRule], *, parallel: bool) -> str:
+        rules = [
+            f"{lark.sequence(MARKS.call, f'functions.{call.name}:')} /[0-9]{{1,3}}/ {lark.mark(MARKS.arguments)} "
+            f"{call.arguments} {lark.mark(MARKS.call_end)}"
+            for call in calls
+        ]
+        one = lark.one_of(rules)
+        return f"{lark.mark(MARKS.section)} {one}{'+' if parallel else ''} {lark.mark(MARKS.section_end)}"
+
+
+class KimiK2Parser(SectionParser):
+    def _header(self, text: str) -> Header | None:
+        head, mark, behind = text.partition(MARKS.arguments)
+        found = _HEADER.fullmatch(head.strip())
+        if found is None or not mark or behind.strip():
+            return None
+        return Header(found[1], head.strip() if found[2] else "")

@@ -1,0 +1,308 @@
+"""Streaming conversion of a value in a syntax that resembles JSON to JSON: Gemma's and Python's.
+
+{text:<|"|>a<|"|>,at:{x:1},tags:[<|"|>b<|"|>]}          Gemma: names without quotes, and quotes of its own
+{'text': 'a', "at": {"x": 1}, 'tags': [True, None]}     Python
+{"text": "a", "at": {"x": 1}}                           JSON, in both
+"""
+
+import re
+from collections.abc import Mapping
+from enum import Enum, auto
+
+import msgspec
+
+from pipeline.text.formats.schema_types import STRING_ONLY, Types, as_json, escaped, quoted
+from pipeline.text.formats.text_scan import SPACE, starts_with
+
+_PLAIN = re.compile(r'[^"\'\\]+')
+_BARE_END = re.compile(r"[,}\])]")
+_KEY_END = re.compile(r"[:,{}\[\]]")
+_HEX = {"x": 2, "u": 4, "U": 8}
+_OCTAL = re.compile(r"[0-7]{1,3}")
+ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "\n": "", "\\": "\\"}
+MAX_BARE_CHARS = 4096
+NO_TYPES: Mapping[str, Types] = {}
+
+
+class Expected(Enum):
+    VALUE = auto()
+    KEY = auto()
+    COLON = auto()
+    NEXT = auto()
+    """A comma, or the end of the object or array"""
+    MARKED_TEXT = auto()
+    """The inside of a string in the format's own quotes"""
+    TEXT = auto()
+    """The inside of a string in JSON's or Python's quotes"""
+    NOTHING = auto()
+
+
+class LooseValue:
+    """Reads one value. `quote` is the format's own quotation mark, or empty. With `is_python`, strings have Python's
+    escapes and may have single quotes. `types` are those of the value's properties if it is an object, or with the key
+    "" those of the value itself."""
+
+    def __init__(self, quote: str = "", *, is_python: bool = False, types: Mapping[str, Types] = NO_TYPES) -> None:
+        self.is_broken = False
+        self._quote = quote
+        self._is_python = is_python
+        self._types = types
+        self._stack: list[str] = []
+        """The open `{` and `[`"""
+        self._is_first = True
+        """The innermost of them has no members yet."""
+        self._expected = Expected.VALUE
+        self._is_key = False
+        self._key = ""
+        self._delimiter = ""
+        self._held: list[str] | None = None
+        """A string whose text is kept, because it becomes a key or another type."""
+
+    @property
+    def is_whole(self) -> bool:
+        return self._expected is Expected.NOTHING
+
+    def push(self, text: str, at: int) -> tuple[int, str]:
+        """Continue at `text[at]`. Returns where to go on, and the JSON of what has been read. If that is not the
+        text's end, and the value is neither whole nor broken, more text is needed."""
+        out: list[str] = []
+        while at < len(text) and not self.is_whole and not self.is_broken:
+            end = self._step(text, at, out)
+            if end is None:
+                break
+            at = end
+        return at, "".join(out)
+
+    def closing(self) -> str:
+        """What makes the JSON so far valid, after a value that is broken."""
+        match self._expected:
+            case Expected.COLON:
+                tail = "null"
+            case Expected.VALUE if not self._in_array:
+                tail = "null"
+            case Expected.TEXT | Expected.MARKED_TEXT if not self._is_key:
+                tail = '"' if self._held is None else quoted("".join(self._held))
+            case _:
+                tail = ""
+        return tail + "".join("}" if one == "{" else "]" for one in reversed(self._stack))
+
+    def _step(self, text: str, at: int, out: list[str]) -> int | None:
+        """Read something. None if that needs more text."""
+        match self._expected:
+            case Expected.TEXT:
+                return self._in_text(text, at, out)
+            case Expected.MARKED_TEXT:
+                return self._in_marked_text(text, at, out)
+        char = text[at]
+        if char in SPACE:
+            return at + 1
+        match self._expected:
+            case Expected.COLON:
+                if char != ":":
+                    return self._break(at)
+                self._expected = Expected.VALUE
+                return at + 1
+            case Expected.NEXT:
+                return self._next(char, at, out)
+            case Expected.KEY:
+                return self._end(at, out) if char == "}" else self._begin_key(text, at, out)
+        return self._end(at, out) if char == "]" and self._in_array else self._begin_value(text, at, out)
+
+    @property
+    def _in_array(self) -> bool:
+        return bool(self._stack) and self._stack[-1] == "["
+
+    def _next(self, char: str, at: int, out: list[str]) -> int:
+        if char == ",":
+            self._expected = Expected.VALUE if self._in_array else Expected.KEY
+            return at + 1
+        if char == ("]" if self._in_array else "}"):
+            return self._end(at, out)
+        return self._break(at)
+
+    def _end(self, at: int, out: list[str]) -> int:
+        """End an object or array. A comma before its end is ignored."""
+        out.append("]" if self._stack.pop() == "[" else "}")
+        self._value_ended()
+        return at + 1
+
+    def _value_ended(self) -> None:
+        self._is_first = False
+        self._expected = Expected.NEXT if self._stack else Expected.NOTHING
+
+    def _break(self, at: int) -> int:
+        self.is_broken = True
+        return at
+
+    # ------------------------------------------------------------------------------------------------ keys and values
+
+    def _begin_key(self, text: str, at: int, out: list[str]) -> int | None:
+        self._is_key = True
+        begun = self._begin_string(text, at)
+        if begun is None or begun > at:
+            self._held = []
+            return begun
+        end = _KEY_END.search(text, at)
+        if end is None:
+            return None if len(text) - at <= MAX_BARE_CHARS else self._break(at)
+        if end[0] != ":":
+            return self._break(at)
+        self._write_key(text[at : end.start()].strip(), out)
+        return end.start()
+
+    def _write_key(self, key: str, out: list[str]) -> None:
+        out.append(f"{'' if self._is_first else ', '}{quoted(key)}: ")
+        self._is_first = False
+        self._key = key
+        self._expected = Expected.COLON
+
+    def _begin_value(self, text: str, at: int, out: list[str]) -> int | None:
+        self._is_key = False
+        char = text[at]
+        if char in "{[":
+            self._begin_member(out)
+            self._stack.append(char)
+            out.append(char)
+            self._is_first = True
+            self._expected = Expected.KEY if char == "{" else Expected.VALUE
+            return at + 1
+        if (begun := self._begin_string(text, at)) is None:
+            return None
+        if begun > at:
+            self._begin_member(out)
+            types = self._own_types()
+            self._held = [] if types is not None and "string" not in types else None
+            if self._held is None:
+                out.append('"')
+            return begun
+        end = _BARE_END.search(text, at)
+        if end is None:
+            return None if len(text) - at <= MAX_BARE_CHARS else self._break(at)
+        if end.start() == at:
+            return self._break(at)
+        self._begin_member(out)
+        types = self._own_types()
+        out.append(as_json(text[at : end.start()].strip(), types if types == STRING_ONLY else None))
+        self._value_ended()
+        return end.start()
+
+    def _begin_member(self, out: list[str]) -> None:
+        if self._in_array and not self._is_first:
+            out.append(", ")
+
+    def _own_types(self) -> Types:
+        """The types of the value that begins, if its schema is known."""
+        if not self._stack:
+            return self._types.get("")
+        return self._types.get(self._key) if self._stack == ["{"] else None
+
+    def _begin_string(self, text: str, at: int) -> int | None:
+        """Returns the offset after a string's quotation mark, or `at` if there is none; None if more text is needed."""
+        if self._quote:
+            match starts_with(text, at, (self._quote,)):
+                case "":
+                    return None
+                case str(mark):
+                    self._expected = Expected.MARKED_TEXT
+                    return at + len(mark)
+        if text[at] == '"' or (self._is_python and text[at] == "'"):
+            self._delimiter = text[at]
+            self._expected = Expected.TEXT
+            return at + 1
+        return at
+
+    # ------------------------------------------------------------------------------------------------------- strings
+
+    def _in_marked_text(self, text: str, at: int, out: list[str]) -> int | None:
+        end = text.find(self._quote, at)
+        if end >= 0:
+            self._take(text[at:end], out)
+            self._string_ended(out)
+            return end + len(self._quote)
+        held = next(
+            (
+                place
+                for place in range(max(at, len(text) - len(self._quote) + 1), len(text))
+                if self._quote.startswith(text[place:])
+            ),
+            len(text),
+        )
+        self._take(text[at:held], out)
+        return held if held > at else None
+
+    def _in_text(self, text: str, at: int, out: list[str]) -> int | None:
+        char = text[at]
+        if char == self._delimiter:
+            self._string_ended(out)
+            return at + 1
+        if char == "\\":
+            return self._in_escape(text, at, out)
+        plain = _PLAIN.match(text, at)
+        end = plain.end() if plain else at + 1  # the other quotation mark
+        self._take(text[at:end], out)
+        return end
+
+    def _in_escape(self, text: str, at: int, out: list[str]) -> int | None:
+        if at + 1 == len(text):
+            return None
+        kind = text[at + 1]
+        if (num_digits := _HEX.get(kind) if self._is_python or kind == "u" else None) is not None:
+            digits = text[at + 2 : at + 2 + num_digits]
+            if not re.fullmatch("[0-9a-fA-F]*", digits):
+                self._take("\\", out)
+                return at + 1
+            if len(digits) < num_digits:
+                return None
+            return self._take_code(int(digits, 16), text, at + 2 + num_digits, at, out)
+        if self._is_python and kind in "01234567":
+            octal = _OCTAL.match(text, at + 1)
+            assert octal is not None
+            if octal.end() == len(text) and len(octal[0]) < 3:
+                return None
+            self._take(chr(int(octal[0], 8)), out)
+            return octal.end()
+        if kind in "\"'/" or kind in ESCAPES:
+            keeps = kind == "/" and self._is_python
+            self._take("\\/" if keeps else ESCAPES.get(kind, kind), out)
+            return at + 2
+        self._take("\\", out)
+        return at + 1
+
+    def _take_code(self, code: int, text: str, end: int, at: int, out: list[str]) -> int | None:
+        """A character by its number; two escapes may spell one."""
+        if 0xD800 <= code < 0xDC00:
+            low = text[end : end + 6]
+            if len(low) < 6 and "\\u".startswith(low[:2]):
+                return None
+            if re.fullmatch(r"\\u[dD][c-fC-F][0-9a-fA-F]{2}", low):
+                code = ord(msgspec.json.decode(f'"{text[at:end]}{low}"'))
+                end += 6
+        is_character = code <= 0x10FFFF and not 0xD800 <= code < 0xE000
+        self._take(chr(code) if is_character else "\N{REPLACEMENT CHARACTER}", out)
+        return end
+
+    def _take(self, piece: str, out: list[str]) -> None:
+        if not piece:
+            return
+        if self._held is not None:
+            self._held.append(piece)
+        else:
+            out.append(escaped(piece))
+
+    def _string_ended(self, out: list[str]) -> None:
+        if self._is_key:
+            self._write_key("".join(self._held or ()), out)
+        else:
+            out.append('"' if self._held is None else as_json("".join(self._held), self._own_types()))
+            self._value_ended()
+        self._held = None
+
+
+def of_python(text: str) -> str | None:
+    """The JSON of a list or dict in Python's syntax; None if it is anything else."""
+    text = text.strip()
+    if not text.startswith(("[", "{")):
+        return None
+    value = LooseValue(is_python=True)
+    end, written = value.push(text, 0)
+    return written if value.is_whole and end == len(text) else None

@@ -1,0 +1,157 @@
+"""The parameters of a tool, for grammars of formats that write arguments in a syntax of their own instead of JSON.
+
+These grammars are made of the schema's parts. A schema that the format's syntax can't express is written as JSON,
+within the format's marks: its parser reads that too, so every schema is enforced.
+"""
+
+import re
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from pipeline.grammars.keywords import KEYWORDS
+from pipeline.text.formats.lark import LarkBuilder
+from pipeline.text.formats.schema_types import STRING_ONLY, Types, resolved, types_of
+
+OF_OBJECTS = frozenset({"type", "properties", "required", "additionalProperties"})
+OF_TEXTS = frozenset({"type", "enum", "const", "minLength", "maxLength", "pattern", "$ref"})
+DEFINITIONS = ("$defs", "definitions")
+CLASS = re.compile(r"\\\\|\\([dDwW])")
+CLASSES = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9a-zA-Z_]", "W": "[^0-9a-zA-Z_]"}
+"""Character classes as JSON Schema has them. In Lark's patterns they are those of Unicode."""
+
+ANCHOR = re.compile(r"(?<!\\)(?:\\\\)*[\^$]")
+
+
+class Parameter(msgspec.Struct, frozen=True):
+    name: str
+    schema: Any
+    """Decoded; a reference is resolved."""
+    text: str
+    """The schema as text, with the definitions that it refers to"""
+    is_required: bool
+    types: Types
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it is always a string, so that formats write it without quotes."""
+        return self.types == STRING_ONLY
+
+    @property
+    def items(self) -> "Parameter | None":
+        """The items of a list without bounds; None if it is anything else."""
+        if not isinstance(self.schema, dict) or (KEYWORDS & self.schema.keys()) - set(DEFINITIONS) != {"type", "items"}:
+            return None
+        raw = msgspec.json.decode(self.text, type=dict[str, Raw]).get("items")
+        if raw is None:  # behind a reference
+            return None
+        return _parameter(self.name, bytes(raw).decode(), msgspec.json.decode(self.text), _definitions(self.text), True)
+
+
+def parameters(schema: str) -> list[Parameter] | None:
+    """The parameters of a tool whose arguments have this schema, or the members of an object, in its order. None if it
+    is more than a list of properties."""
+    root, raws = msgspec.json.decode(schema), msgspec.json.decode(schema, type=dict[str, Raw])
+    keywords = (KEYWORDS & root.keys()) - set(DEFINITIONS)
+    if root.get("type") != "object" or keywords - OF_OBJECTS or root.get("additionalProperties", False) is not False:
+        return None
+    properties, required = root.get("properties", {}), root.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(required, list) or not properties.keys() >= set(required):
+        return None
+    if not properties and "additionalProperties" not in root:
+        return None  # any arguments
+    definitions = _definitions(schema)
+    found = []
+    for name, raw in msgspec.json.decode(raws.get("properties", Raw(b"{}")), type=dict[str, Raw]).items():
+        one = _parameter(name, bytes(raw).decode(), root, definitions, name in required)
+        if one is None:
+            return None
+        found.append(one)
+    return found
+
+
+def _parameter(name: str, text: str, root: Any, definitions: str, is_required: bool) -> Parameter | None:
+    """A part of the schema `root`; None if it can't stand alone. `definitions` is as `_definitions` returns it."""
+    schema = msgspec.json.decode(text)
+    if isinstance(schema, dict) and isinstance(ref := schema.get("$ref"), str):
+        schema = resolved(ref, root)
+    written = _with(text, definitions)
+    return (
+        None
+        if written is None or schema is None
+        else Parameter(name, schema, written, is_required, types_of(schema, root))
+    )
+
+
+def text_body(schema: Any) -> str | None:
+    """A regular expression of the texts that match a string's schema; None if there is none."""
+    keywords = KEYWORDS & schema.keys()
+    if keywords - OF_TEXTS or ({"enum", "const"} & keywords and keywords - {"enum", "const", "type"}):
+        return None
+    if "enum" in schema or "const" in schema:
+        values = schema.get("enum", [schema.get("const")])
+        return " | ".join(map(_literal, values)) if values and all(isinstance(one, str) for one in values) else None
+    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    if not isinstance(least, int) or not isinstance(most, int | None):
+        return None
+    sized = r"/(?s:.*)/" if not least and most is None else f"/(?s:.{{{least},{'' if most is None else most}}})/"
+    if "pattern" not in schema:
+        return sized
+    matched = _pattern(schema["pattern"])
+    return None if matched is None else f"{sized} & {matched}"
+
+
+def json_text(lark: LarkBuilder, parameter: Parameter) -> str:
+    """JSON that matches a parameter's schema."""
+    return lark.part(parameter.text)
+
+
+def listed(lark: LarkBuilder, members: list[tuple[str, bool]], comma: str) -> str:
+    """Members in order, with commas between them; each is an expression, and whether it is required. A rule for each
+    place in the list says what may follow there, with and without a member before."""
+    first, later = '""', '""'
+    for body, is_required in reversed(members):
+        one = lark.rule(body)
+        first, later = (
+            lark.rule(f"{one} {later}" if is_required else f"{one} {later} | {first}"),
+            lark.rule(f"{comma} {one} {later}" if is_required else f"{comma} {one} {later} | {later}"),
+        )
+    return first
+
+
+def _pattern(pattern: Any) -> str | None:
+    """A whole text with a match of an ECMA pattern."""
+    if not isinstance(pattern, str):
+        return None
+    begins, inner = pattern.startswith("^"), pattern.removeprefix("^")
+    ends = re.search(r"(?<!\\)(?:\\\\)*\$$", inner) is not None
+    inner = inner[:-1] if ends else inner
+    if ANCHOR.search(inner.replace("[^", "[")):
+        return None
+    ascii_only = CLASS.sub(lambda found: found[0] if found[1] is None else CLASSES[found[1]], inner)
+    slashed = re.sub(r"(?<!\\)/", r"\\/", ascii_only).replace("\n", r"\n")
+    before, behind = ("" if begins else "(?s:.*)"), ("" if ends else "(?s:.*)")
+    return f"/{before}(?:{slashed}){behind}/"
+
+
+def _literal(text: str) -> str:
+    return msgspec.json.encode(text).decode()
+
+
+def _definitions(schema: str) -> str:
+    """The definitions in a schema's text, as members of an object: `"$defs": {…}, `."""
+    members = msgspec.json.decode(schema, type=dict[str, Raw])
+    return "".join(f'"{key}": {bytes(members[key]).decode()}, ' for key in DEFINITIONS if key in members)
+
+
+def _with(text: str, definitions: str) -> str | None:
+    """A part of a schema with the definitions that it refers to; None if it refers to anything else."""
+    refs = re.findall(r'"\$(?:ref|dynamicRef|recursiveRef)"\s*:\s*"([^"]*)"', text)
+    if not refs:
+        return text
+    refs += re.findall(r'"\$(?:ref|dynamicRef|recursiveRef)"\s*:\s*"([^"]*)"', definitions)
+    is_local = all(ref.startswith(("#/$defs/", "#/definitions/")) for ref in refs)
+    if not is_local or any(f'"{key}"' in text for key in DEFINITIONS):
+        return None
+    return f"{{{definitions}{text[1:].lstrip()}"

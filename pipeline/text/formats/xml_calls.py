@@ -1,0 +1,304 @@
+"""Tool calls in tags: the formats of GLM 4.5 to 4.7, Qwen 3 Coder and Seed-OSS.
+
+    <tool_call>find                                               <tool_call>
+    <arg_key>text</arg_key>                                       <function=find>
+    <arg_value>a</arg_value>                                      <parameter=text>
+    <arg_key>n</arg_key>                                          a
+    <arg_value>5</arg_value>                                      </parameter>
+    </tool_call>                             GLM                  …     Qwen; Seed-OSS has <seed:tool_call>
+
+Values have no quotes: the tool's schema determines whether 5 is a number or a text. Texts are streamed.
+Sources: the chat templates of zai-org/GLM-4.6, GLM-4.7-Flash, Qwen/Qwen3-Coder and ByteDance-Seed/Seed-OSS
+"""
+
+import re
+from collections.abc import Collection, Mapping
+
+import msgspec
+
+from pipeline.text.formats.call_object import MAX_NAME_CHARS, CallObject
+from pipeline.text.formats.calls import CallParser
+from pipeline.text.formats.events import Event
+from pipeline.text.formats.lark import CallRule, LarkBuilder
+from pipeline.text.formats.loose_json import of_python
+from pipeline.text.formats.own_syntax import Parameter, json_text, parameters, text_body
+from pipeline.text.formats.schema_types import STRING_ONLY, Types, as_json, escaped, property_types, quoted
+from pipeline.text.formats.text_scan import SPACE, starts_with
+from pipeline.text.formats.tool_format import ToolFormat
+
+_NAME = re.compile(r"[\w.\-]+")
+MAX_KEY_CHARS = 1024
+
+
+class Tags(msgspec.Struct, frozen=True):
+    start: str
+    end: str
+    before_name: str = ""
+    after_name: str = ""
+    before_key: str = "<arg_key>"
+    after_key: str = "</arg_key>"
+    before_value: str = ""
+    """Between it and `after_key`, white space may stand."""
+    after_value: str = "</arg_value>"
+    call_end: str = ""
+    """Before `end`"""
+    has_lines: bool = False
+    """A line break follows the key and precedes `after_value`; neither is part of the value."""
+
+
+GLM = Tags("<tool_call>", "</tool_call>", before_value="<arg_value>")
+QWEN = Tags(
+    "<tool_call>", "</tool_call>", "<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>", True
+)
+SEED = msgspec.structs.replace(QWEN, start="<seed:tool_call>", end="</seed:tool_call>", has_lines=False)
+
+
+class XmlFormat(ToolFormat):
+    is_typed = True
+
+    def __init__(self, name: str, tags: Tags, aliases: tuple[str, ...] = (), stops: tuple[str, ...] = ()) -> None:
+        self.name = name
+        self.aliases = aliases
+        self.stops = stops
+        self.tags = tags
+        self.opening = tags.start
+        self.marks = (tags.start, tags.end)
+
+    def detects(self, template: str) -> bool:
+        tags = self.tags
+        return tags.start in template and (tags.before_name or tags.before_key) in template
+
+    def parser(self, names: Mapping[str, str], hidden: Collection[str]) -> "XmlParser":
+        return XmlParser(self.tags, names, hidden)
+
+    def grammar(self, lark: LarkBuilder, calls: list[CallRule], *, parallel: bool) -> str:
+        line = "" if "<arg_key>{arg-key-1}</arg_key><arg_value>" in lark.template else "\n"
+        one = lark.one_of([self._call(lark, call, line) for call in calls])
+        return f"{one} ({lark.text(line) if line else ''} {one})*" if parallel else one
+
+    def _call(self, lark: LarkBuilder, call: CallRule, line: str) -> str:
+        tags = self.tags
+        begin = [tags.start, line if tags.before_name else "", tags.before_name, call.name, tags.after_name, line]
+        end = [line if tags.call_end else "", tags.call_end, line if tags.call_end else "", tags.end]
+        listed = parameters(call.schema)
+        members = [None] if listed is None else [self._member(lark, one, line) for one in listed]
+        if None in members:
+            return f"{lark.sequence(*begin)} {call.arguments} {lark.sequence(line, *end[1:])}"
+        if tags.call_end:
+            begin.pop()  # each member begins with its line
+        return f"{lark.sequence(*begin)} {' '.join(map(str, members))} {lark.sequence(*end)}"
+
+    def _member(self, lark: LarkBuilder, parameter: Parameter, line: str) -> str | None:
+        """A parameter; None if the syntax can't express it."""
+        tags = self.tags
+        key = f"{tags.before_key}{parameter.name}{tags.after_key}"
+        if parameter.name != parameter.name.strip() or tags.after_key in parameter.name:
+            return None
+        around = "\n" if tags.has_lines else ""
+        if tags.call_end:
+            begin = lark.sequence(line, key, around)
+        else:
+            begin = lark.sequence(key, line, tags.before_value)
+        behind = "" if tags.call_end else lark.text(line) if line else ""
+        if parameter.is_text:
+            body = text_body(parameter.schema)
+            if body is None or tags.after_value in str(parameter.schema.get("enum", parameter.schema.get("const", ""))):
+                return None
+            value = lark.text_until(body, tags.after_value, around)
+        else:
+            value = f"{json_text(lark, parameter)} {lark.sequence(around, tags.after_value)}"
+        whole = f"{begin} {value} {behind}"
+        return whole if parameter.is_required else f"({whole})?"
+
+
+class XmlParser(CallParser):
+    def __init__(self, tags: Tags, names: Mapping[str, str], hidden: Collection[str]) -> None:
+        starts = (tags.start, tags.before_name) if tags.before_name else (tags.start,)
+        super().__init__(starts, hidden)
+        self._tags = tags
+        self._schemas = names
+        self._types: Mapping[str, Types] = {}
+        self._keys: set[str] = set()
+        self._key = ""
+        self._is_repeated = False
+        """The current key has had a value before; this one is dropped."""
+        self._is_text = False
+        """The current value is a string, which is emitted chunk by chunk."""
+        self._is_first_chunk = False
+        self._value: list[str] = []
+
+    # ---------------------------------------------------------------------------------------------- before the call
+
+    def _outside(self, text: str, at: int, out: list[Event]) -> int:
+        end = super()._outside(text, at, out)
+        if self._read == self._after_mark:
+            before = self._tags.before_name
+            if not before or text.startswith(before, end - len(before)):
+                self._read = self._in_name
+        return end
+
+    def _after_mark(self, text: str, at: int, out: list[Event]) -> int:
+        """Between the start tag and the tag with the name."""
+        if text[at] in SPACE:
+            self._candidate.append(text[at])
+            return at + 1
+        match starts_with(text, at, (self._tags.before_name,)):
+            case None:
+                self._no_call(out)
+                return at
+            case "":
+                return self._hold(text, at)
+            case mark:
+                self._candidate.append(mark)
+                self._read = self._in_name
+                return at + len(mark)
+
+    def _in_name(self, text: str, at: int, out: list[Event]) -> int:
+        """The name, and what shows that it is one."""
+        begin = at
+        while begin < len(text) and text[begin] in SPACE:
+            begin += 1
+        name = _NAME.match(text, begin)
+        end = name.end() if name else begin
+        behind = end
+        while behind < len(text) and text[behind] in SPACE:
+            behind += 1
+        if behind == len(text) and behind - at <= MAX_NAME_CHARS:
+            return self._hold(text, at)
+        tags = self._tags
+        options = (tags.after_name,) if tags.after_name else (tags.before_key, tags.end, "{")
+        match starts_with(text, behind, options) if name and end - begin <= MAX_NAME_CHARS else None:
+            case None:
+                self._no_call(out)
+                return at
+            case "":
+                return self._hold(text, at)
+        assert name is not None
+        behind += len(tags.after_name)
+        self._candidate.append(text[at:behind])
+        self._key = name[0]  # until it is certain that the arguments are no JSON
+        self._read = self._before_arguments
+        return behind
+
+    def _before_arguments(self, text: str, at: int, out: list[Event]) -> int:
+        if text[at] in SPACE:
+            self._candidate.append(text[at])
+            return at + 1
+        name = self._key
+        if text[at] == "{":
+            self._open(CallObject.of_arguments(self._num_calls, name))
+            return at
+        self._begin_call(name, out)
+        self._types = property_types(self._schemas.get(name, ""))
+        self._keys = set()
+        self._read = self._in_arguments
+        return at
+
+    # -------------------------------------------------------------------------------------------------- in the call
+
+    def _in_arguments(self, text: str, at: int, out: list[Event]) -> int:
+        if text[at] in SPACE:
+            return at + 1
+        tags = self._tags
+        match starts_with(text, at, (tags.before_key, *([tags.call_end] if tags.call_end else []), tags.end)):
+            case "":
+                return self._hold(text, at)
+            case tags.before_key:
+                self._read = self._in_key
+                return at + len(tags.before_key)
+        self._write("}" if self._keys else "{}", out)  # the call's end, or text that can't be part of it
+        self._end_call(out)
+        return at
+
+    def _in_key(self, text: str, at: int, out: list[Event]) -> int:
+        end = text.find(self._tags.after_key, at)
+        if end < 0 and len(text) - at <= MAX_KEY_CHARS:
+            return self._hold(text, at)
+        if end < 0:
+            self._write("}" if self._keys else "{}", out)
+            self._end_call(out)
+            return at
+        self._key = text[at:end].strip()
+        self._read = self._before_value if self._tags.before_value else self._begin_value
+        return end + len(self._tags.after_key)
+
+    def _before_value(self, text: str, at: int, out: list[Event]) -> int:
+        if text[at] in SPACE:
+            return at + 1
+        match starts_with(text, at, (self._tags.before_value,)):
+            case "":
+                return self._hold(text, at)
+            case None:
+                self._write("}" if self._keys else "{}", out)
+                self._end_call(out)
+                return at
+        self._read = self._begin_value
+        return at + len(self._tags.before_value)
+
+    def _begin_value(self, text: str, at: int, out: list[Event]) -> int:
+        if self._tags.has_lines and text[at] == "\n":
+            at += 1
+        self._is_repeated = self._key in self._keys
+        self._is_text = self._types.get(self._key) == STRING_ONLY
+        self._value = []
+        if not self._is_repeated:
+            before, quote = ", " if self._keys else "{", '"' if self._is_text else ""
+            self._write(f"{before}{quoted(self._key)}: {quote}", out)
+            self._keys.add(self._key)
+        self._read = self._in_value
+        return at
+
+    def _in_value(self, text: str, at: int, out: list[Event]) -> int:
+        mark = self._tags.after_value
+        end = text.find(mark, at)
+        if end < 0:
+            held = len(text)
+            for place in range(max(at, len(text) - len(mark)), len(text)):
+                if mark.startswith(text[place:]) or (
+                    self._tags.has_lines and text[place] == "\n" and mark.startswith(text[place + 1 :])
+                ):
+                    held = place
+                    break
+            self._take(text[at:held], out)
+            return self._hold(text, held)
+        value = text[at:end]
+        self._take(value.removesuffix("\n") if self._tags.has_lines else value, out)
+        if not self._is_repeated:
+            self._write('"' if self._is_text else self._converted("".join(self._value)), out)
+        self._read = self._in_arguments
+        return end + len(mark)
+
+    def _converted(self, value: str) -> str:
+        """The JSON of a value. Models write lists and objects as JSON or as Python."""
+        types = self._types.get(self._key)
+        written = as_json(value, types)
+        if written.startswith('"') and (types is None or types & {"array", "object"}):
+            written = of_python(value) or written
+        return written
+
+    def _take(self, piece: str, out: list[Event]) -> None:
+        if self._is_repeated or not piece:
+            return
+        if self._is_text:
+            self._write(escaped(piece), out)
+        else:
+            self._value.append(piece)
+
+    # ----------------------------------------------------------------------------------------------- after the call
+
+    def _after_call(self, text: str, at: int, out: list[Event]) -> int:
+        """Up to the end tag, which may be missing."""
+        if text[at] in SPACE:
+            return at + 1
+        tags = self._tags
+        match starts_with(text, at, (*([tags.call_end] if tags.call_end else []), tags.end)):
+            case "":
+                return self._hold(text, at)
+            case None:
+                self._read = self._outside
+                return at
+            case tags.end:
+                self._read = self._outside
+                return at + len(tags.end)
+            case mark:
+                return at + len(mark)

@@ -1,0 +1,65 @@
+"""A mixture of experts: a router, the experts' matrices, and in some models an expert for every token."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pipeline.runtime.model_folder import EXPERTS, ModelConfig
+from pipeline.stages.execute.cpu.program import AnyMatrix, ExpertsWeights, Linear
+from pipeline.stages.execute.layers.norm import norm_weights
+from pipeline.stages.execute.weights import Weights
+
+
+def experts_weights(config: ModelConfig, weights: Weights, index: int) -> ExpertsWeights:
+    """The weights of one layer. The matrices of all experts are stacked, gate and up of each together."""
+    experts = config.experts
+    assert experts is not None
+    layer, hidden, inner = f"model.layers.{index}", config.hidden_size, experts.intermediate_size
+    router_name = f"{layer}.mlp.router"
+    router = [weights.matrix(f"{router_name}.weight", experts.num, hidden)]
+    router_bias = weights.vector(f"{router_name}.bias", experts.num) if experts.router_bias else None
+    before = [f"{layer}.{EXPERTS}{number}." for number in range(experts.num)]
+    inputs = ("gate_proj", "up_proj") if config.gated else ("up_proj",)
+    first = [f"{prefix}{name}" for prefix in before for name in inputs]
+    last = [f"{prefix}down_proj" for prefix in before]
+    shared = None
+    if size := experts.shared_intermediate_size:
+        names = [f"{layer}.mlp.shared_expert.{name}.weight" for name in inputs]
+        down = weights.matrix(f"{layer}.mlp.shared_expert.down_proj.weight", hidden, size)
+        shared = Linear(weights.matrices(names, [size] * len(names), hidden)), Linear((down,))
+    if experts.shared_gate:
+        router.append(weights.matrix(f"{layer}.mlp.shared_expert_gate.weight", 1, hidden))
+        router_bias = None if router_bias is None else np.append(np.asarray(router_bias), np.float32(0))
+    return ExpertsWeights(
+        norm=norm_weights(config, weights, f"{layer}.post_attention_layernorm") if config.pre_norms else None,
+        router=Linear(_in_one_format(router), router_bias),
+        selection_bias=weights.vector(f"{layer}.mlp.selection.bias", experts.num) if experts.selection_bias else None,
+        gate_up=_stacked(weights, first, inner, hidden, len(inputs), experts.bias),
+        down=_stacked(weights, last, hidden, inner, 1, experts.bias),
+        shared=shared,
+        post_norm=norm_weights(config, weights, f"{layer}.mlp_post_norm") if config.post_norms else None,
+    )
+
+
+def _stacked(weights: Weights, names: list[str], rows: int, columns: int, group: int, has_bias: bool) -> Linear:
+    """The matrices of all experts, `group` of each, which have one format for all experts."""
+    sizes = [rows] * len(names)
+    matrices = weights.matrices([f"{name}.weight" for name in names], sizes, columns)
+    bias = weights.join_vectors([f"{name}.bias" for name in names], sizes) if has_bias else None
+    parts = [_in_one_format(matrices[part::group]) for part in range(group)]
+    return Linear(tuple(matrix for one in zip(*parts, strict=True) for matrix in one), bias)
+
+
+def _in_one_format(matrices: Sequence[AnyMatrix]) -> tuple[AnyMatrix, ...]:
+    """The matrices, or all of them in bfloat16 if their formats differ: an op reads them as one matrix."""
+    has_one = len({matrix.format for matrix in matrices}) == 1
+    return tuple(matrices) if has_one else tuple(_as_bf16(matrix) for matrix in matrices)
+
+
+def _as_bf16(matrix: AnyMatrix) -> AnyMatrix:
+    import torch
+
+    from pipeline.kernels.matrix import Matrix, as_matrix
+
+    values = as_matrix(matrix).dequantize(torch.bfloat16)
+    return Matrix("bf16", values, matrix.num_rows, matrix.num_columns)

@@ -1,0 +1,213 @@
+"""Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE and gpt-oss."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline.runtime.model_folder import Architecture, Experts, Layout, ModelConfig, Piece
+from pipeline.stages.prepare.families.architecture import (
+    HfArchitecture,
+    Window,
+    renamed,
+    window_everywhere,
+    windows_by_pattern,
+)
+from pipeline.stages.prepare.families.keys import Keys
+
+NUM_EXPERTS = {"num_local_experts": "num_experts", "num_experts_per_token": "num_experts_per_tok"}
+"""Files have either name; transformers writes the first since version 5."""
+
+
+def _experts(keys: Keys, inner_key: str, *, normalized: bool, **others: Any) -> dict[str, Any]:
+    """The fields of a model whose layers all have experts, or those in `layers`."""
+    experts = Experts(
+        num=keys.count("num_experts"),
+        num_per_token=keys.count("num_experts_per_tok"),
+        intermediate_size=keys.count(inner_key),
+        normalized=normalized,
+        **others,
+    )
+    return {"experts": experts}
+
+
+def _sparse_layers(keys: Keys, model: ModelConfig) -> list[int] | None:
+    """Qwen's rule: each `decoder_sparse_step`-th layer has experts, but not those in `mlp_only_layers`."""
+    dense, step = keys.get("mlp_only_layers", list) or [], keys.count("decoder_sparse_step", 1)
+    if not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in dense):
+        raise keys.fault("mlp_only_layers", "a list of numbers of layers")
+    layers = [i for i in range(model.num_layers) if i not in dense and (i + 1) % step == 0]
+    if not layers:
+        raise keys.fault("decoder_sparse_step", "at most num_hidden_layers: no layer would have experts")
+    return None if len(layers) == model.num_layers else layers
+
+
+def _mixtral(keys: Keys, model: ModelConfig) -> dict[str, Any]:
+    return _experts(keys, "intermediate_size", normalized=True)
+
+
+def _mixtral_layout(model: ModelConfig) -> Layout:
+    names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    experts = {name: Piece(f"block_sparse_moe.experts.{{}}.{stored}") for name, stored in names.items()}
+    return Layout(pieces=renamed(mlp__router="block_sparse_moe.gate"), experts=experts)
+
+
+def _qwen2(keys: Keys, model: ModelConfig) -> dict[str, Any]:
+    found = _experts(
+        keys,
+        "moe_intermediate_size",
+        normalized=keys.flag("norm_topk_prob"),
+        shared_intermediate_size=keys.count("shared_expert_intermediate_size"),
+        shared_gate=True,
+        layers=_sparse_layers(keys, model),
+    )
+    return {**found, "qkv_bias": keys.flag("qkv_bias", True)}
+
+
+def _qwen2_windows(config: Mapping[str, Any], num_layers: int) -> Window:
+    """With `use_sliding_window`, the layers in `layer_types` or, if absent, each second one before
+    `max_window_layers`."""
+    keys = Keys(config, {}, {})
+    if not keys.flag("use_sliding_window"):
+        return None, None
+    kinds = keys.layer_kinds(num_layers)
+    if kinds is None:
+        layers = list(range(0, min(keys.count("max_window_layers", 28, least=0), num_layers), 2))
+    else:
+        layers = [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]
+    return (keys.count("sliding_window", 4096), layers) if layers else (None, None)
+
+
+def _qwen3(keys: Keys, model: ModelConfig) -> dict[str, Any]:
+    normalized = keys.flag("norm_topk_prob")
+    return _experts(keys, "moe_intermediate_size", normalized=normalized, layers=_sparse_layers(keys, model))
+
+
+def _qwen3_windows(config: Mapping[str, Any], num_layers: int) -> Window:
+    """With `use_sliding_window`, all layers."""
+    keys = Keys(config, {}, {})
+    uses = keys.flag("use_sliding_window") and not ("sliding_window" in config and config["sliding_window"] is None)
+    return (keys.count("sliding_window", 4096), None) if uses else (None, None)
+
+
+def _gate_layout(model: ModelConfig) -> Layout:
+    return Layout(pieces=renamed(mlp__router="mlp.gate"))
+
+
+def _olmoe(keys: Keys, model: ModelConfig) -> dict[str, Any]:
+    keys.refuse_unless("clip_qkv", what="clipping queries, keys and values")
+    return _experts(keys, "intermediate_size", normalized=keys.flag("norm_topk_prob"))
+
+
+def _gpt_oss(keys: Keys, model: ModelConfig) -> dict[str, Any]:
+    limit, alpha = keys.number("swiglu_limit", 7.0), keys.number("swiglu_alpha", 1.702)
+    found = _experts(keys, "intermediate_size", normalized=True, router_bias=True, bias=True)
+    return {**found, "swiglu_alpha": alpha, "swiglu_limit": limit}
+
+
+def _gpt_oss_layout(model: ModelConfig) -> Layout:
+    """Tensors have all experts, [experts, inputs, outputs], and the outputs of gate and up alternate."""
+    assert model.experts is not None
+    inner, fused = model.experts.intermediate_size, "mlp.experts.gate_up_proj"
+    experts = {
+        "gate_proj": Piece(fused, inner, 0, 1, transposed=True, bare=True),
+        "up_proj": Piece(fused, inner, 1, 2, transposed=True, bare=True),
+        "down_proj": Piece("mlp.experts.down_proj", transposed=True, bare=True),
+    }
+    return Layout(experts=experts)
+
+
+GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+NO_BIASES = {"qkv_bias": False, "out_bias": False, "mlp_bias": False}
+
+ARCHITECTURES: dict[Architecture, HfArchitecture] = {
+    "mixtral": HfArchitecture(
+        class_name="MixtralForCausalLM",
+        aliases=NUM_EXPERTS,
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1000000.0,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        always=NO_BIASES,
+        windows=window_everywhere,
+        fields=_mixtral,
+        layout=_mixtral_layout,
+    ),
+    "qwen2_moe": HfArchitecture(
+        class_name="Qwen2MoeForCausalLM",
+        models="Qwen1.5-MoE, Qwen2-MoE",
+        aliases=NUM_EXPERTS,
+        defaults={
+            "num_key_value_heads": 16,
+            "max_position_embeddings": 32768,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+        },
+        always={"out_bias": False, "mlp_bias": False},
+        windows=_qwen2_windows,
+        fields=_qwen2,
+        layout=_gate_layout,
+    ),
+    "qwen3_moe": HfArchitecture(
+        class_name="Qwen3MoeForCausalLM",
+        models="Qwen3-MoE",
+        aliases=NUM_EXPERTS,
+        defaults={
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
+        always={"mlp_bias": False, "qk_norm": True},
+        windows=_qwen3_windows,
+        fields=_qwen3,
+        layout=_gate_layout,
+    ),
+    "olmoe": HfArchitecture(
+        class_name="OlmoeForCausalLM",
+        models="OLMoE",
+        aliases=NUM_EXPERTS,
+        defaults={
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+        },
+        always={"mlp_bias": False, "qk_norm": True, "qk_norm_kind": "all"},
+        fields=_olmoe,
+        layout=_gate_layout,
+    ),
+    "gpt_oss": HfArchitecture(
+        class_name="GptOssForCausalLM",
+        models="gpt-oss",
+        aliases={**NUM_EXPERTS, "experts_per_token": "num_experts_per_tok"},
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "rope_parameters": GPT_OSS_ROPE,
+            "attention_bias": True,
+            "num_experts": 128,
+            "num_experts_per_tok": 4,
+        },
+        always={"mlp_bias": False, "activation": "swiglu_oai", "sinks": True},
+        windows=windows_by_pattern(2, 128),
+        fields=_gpt_oss,
+        layout=_gpt_oss_layout,
+    ),
+}

@@ -1,0 +1,156 @@
+"""Replies in the formats of model families at each door: chats, Anthropic's messages, and responses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config.settings import ChatSettings
+from tests.stages.gateway.gate import CHAT, Gate
+from tests.stages.gateway.replies import test_chat, test_messages
+from tests.stages.gateway.responses_api import test_handlers
+
+PARAMETERS = {"type": "object", "properties": {"text": {"type": "string"}, "n": {"type": "integer"}}}
+TOOLS = [{"type": "function", "function": {"name": "find", "parameters": PARAMETERS}}]
+ARGUMENTS = {"text": "5", "n": 5}
+HARMONY = (
+    "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+    "<|start|>assistant<|channel|>commentary to=functions.find <|constrain|>json<|message|>"
+    '{"text": "5", "n": 5}'
+)
+REPLIES: dict[str, tuple[str, str, str]] = {
+    "openai": ("openai_gptoss", "<|start|>assistant", HARMONY),
+    "glm45": (
+        "glm45",
+        "<|assistant|>",
+        "\n<think>Hm.</think>\nI look.\n<tool_call>find\n<arg_key>text</arg_key>\n<arg_value>5</arg_value>\n"
+        "<arg_key>n</arg_key>\n<arg_value>5</arg_value>\n</tool_call>",
+    ),
+    "gemma4": (
+        "gemma4",
+        "<|turn>model\n",
+        '<|channel>thought\nHm.\n<channel|>I look.<|tool_call>call:find{text:<|"|>5<|"|>,n:5}<tool_call|>',
+    ),
+    "qwen3_coder": (
+        "qwen3",
+        "assistant\n",
+        "<think>\nHm.\n</think>\n\nI look.\n<tool_call>\n<function=find>\n<parameter=text>\n5\n</parameter>\n"
+        "<parameter=n>\n5\n</parameter>\n</function>\n</tool_call>",
+    ),
+    "kimi_k2": (
+        "kimi_k2",
+        "<|im_middle|>",
+        "<think>Hm.</think>I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.find:3"
+        '<|tool_call_argument_begin|>{"text": "5", "n": 5}<|tool_call_end|><|tool_calls_section_end|>',
+    ),
+}
+"""The reasoning parser, the end of the prompt and a reply, by tool-call parser"""
+
+
+@pytest.fixture(params=REPLIES)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def gate(name: str, tmp_path: Path) -> Any:
+    chat = ChatSettings(tool_call_parser=name, reasoning_parser=REPLIES[name][0])  # type: ignore[arg-type]
+    with Gate(tmp_path, chat=chat) as gate:
+        yield gate
+
+
+def pieces(text: str) -> list[str]:
+    return [text[at : at + 7] for at in range(0, len(text), 7)]
+
+
+def test_a_chat_has_reasoning_content_and_a_typed_call(gate: Gate, name: str) -> None:
+    _, tail, text = REPLIES[name]
+    future = gate.post(CHAT | {"tools": TOOLS})
+    submit = gate.submit()
+    gate.accept(submit, tail=tail)
+    gate.finish(submit, text)
+    (choice,) = future.result().json()["choices"]
+    message = choice["message"]
+    (call,) = message["tool_calls"]
+    assert (message["reasoning_content"], message["content"]) == ("Hm.", "I look.")
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("find", ARGUMENTS)
+    assert (call["id"] == "functions.find:3") == (name == "kimi_k2")
+    assert choice["finish_reason"] == "tool_calls"
+    streamed = test_chat.joined(test_chat.stream(gate, CHAT | {"tools": TOOLS}, *pieces(text), tail=tail))
+    assert streamed == {
+        "content": "I look.",
+        "reasoning": "Hm.",
+        "calls": [["find", call["function"]["arguments"]]],
+        "finish_reason": "tool_calls",
+    }
+
+
+def test_messages_have_blocks_in_the_order_of_the_reply(gate: Gate, name: str) -> None:
+    _, tail, text = REPLIES[name]
+    tools = {"tools": [{"name": "find", "input_schema": PARAMETERS}]}
+    future = gate.post(test_messages.BODY | tools, test_messages.PATH)
+    submit = gate.submit()
+    gate.accept(submit, tail=tail)
+    gate.finish(submit, text)
+    found = future.result().json()
+    assert [block["type"] for block in found["content"]] == ["thinking", "text", "tool_use"]
+    assert (found["content"][0]["thinking"], found["content"][1]["text"]) == ("Hm.", "I look.")
+    assert found["content"][2]["input"] == ARGUMENTS
+    future = gate.post(test_messages.BODY | tools | {"stream": True}, test_messages.PATH)
+    submit = gate.submit()
+    gate.accept(submit, tail=tail)
+    for piece in pieces(text):
+        gate.delta(submit, piece)
+    gate.finish(submit)
+    streamed = test_messages.joined(test_messages.events_in(future.result().text))
+    assert [block["type"] for block in streamed["content"]] == ["thinking", "text", "tool_use"]
+    assert streamed["content"][2]["input"] == ARGUMENTS
+
+
+def test_a_response_has_items_in_the_order_of_the_reply(gate: Gate, name: str) -> None:
+    _, tail, text = REPLIES[name]
+    body = test_handlers.BODY | {"tools": [{"type": "function", "name": "find", "parameters": PARAMETERS}]}
+    for streams in (False, True):
+        future = gate.post(body | {"stream": streams}, test_handlers.PATH)
+        submit = gate.submit()
+        gate.accept(submit, tail=tail)
+        for piece in pieces(text):
+            gate.delta(submit, piece)
+        gate.finish(submit)
+        if streams:
+            output = test_handlers.events_of(future.result().text)[-1]["response"]["output"]
+        else:
+            output = future.result().json()["output"]
+        assert [item["type"] for item in output] == ["reasoning", "message", "function_call"]
+        assert output[0]["content"][0]["text"] == "Hm."
+        assert json.loads(output[2]["arguments"]) == ARGUMENTS
+
+
+def test_required_calls_have_a_grammar_in_the_models_own_format(gate: Gate, name: str) -> None:
+    gate.post(CHAT | {"tools": TOOLS, "tool_choice": "required"})
+    grammar = gate.submit().options.grammar
+    assert grammar is not None and grammar.kind == "calls"
+    rules = json.loads(grammar.source)["rules"]
+    assert {
+        "openai": "to=functions.find",
+        "glm45": "<arg_key>",
+        "gemma4": "call:find",
+        "qwen3_coder": "<parameter=",
+        "kimi_k2": "functions.find:",
+    }[name] in rules
+
+
+def test_without_tools_a_reply_has_its_answer_alone(gate: Gate, name: str) -> None:
+    tail = REPLIES[name][1]
+    plain = {
+        "openai": "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
+        "gemma4": "<|channel>thought\nHm.\n<channel|>Yes.",
+    }.get(name, "<think>Hm.</think>Yes.")
+    for body in (CHAT, CHAT | {"tools": TOOLS, "tool_choice": "none"}):
+        future = gate.post(body)
+        submit = gate.submit()
+        gate.accept(submit, tail=tail)
+        gate.finish(submit, plain)
+        message = future.result().json()["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
