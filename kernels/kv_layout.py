@@ -27,6 +27,8 @@ class LayerKV(NamedTuple):
     key_scales: Tensor | None = None
     """[num_blocks, BLOCK_SIZE, num_kv_heads], if keys and values are codes"""
     value_scales: Tensor | None = None
+    center: Tensor | None = None
+    """[num_kv_heads, head_dim] float32; what is subtracted from keys before they become codes, if anything"""
 
 
 def allocate(

@@ -8,6 +8,7 @@ Shapes: T tokens, Q query heads, K key-value heads, D head_dim.
 import torch
 from torch import Tensor
 
+from pipeline.kernels.hadamard import transform_heads
 from pipeline.kernels.kv_layout import LayerKV, quantize_heads
 from pipeline.kernels.rms_norm import layer_norm, rms_norm
 from pipeline.kernels.step_inputs import BLOCK_SIZE
@@ -62,14 +63,19 @@ def qk_norm(
 
 
 def rotary_write(qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: LayerKV) -> None:
-    """Rotate queries and keys by their angles, in float32. Writes queries in place, keys and values to the cache. qkv
-    [T, (Q + 2K) * D], slots [T] int64."""
+    """Rotate queries and keys by their angles, in float32. Writes queries in place, keys and values to the cache. If
+    keys have 8 bits, their center is subtracted, and queries and keys go through a Hadamard transform. qkv [T, (Q + 2K)
+    * D], slots [T] int64."""
     _, _, num_kv_heads, head_dim = kv.keys.shape
     heads = qkv.view(len(qkv), -1, head_dim)
     turning = heads[:, :-num_kv_heads]
     turned = turning * cos[:, None]
     turned += turning.roll(head_dim // 2, -1) * sin[:, None]
     num_blocks = len(kv.keys)
+    if kv.key_scales is not None:
+        if kv.center is not None:
+            turned[:, -num_kv_heads:] -= kv.center
+        turned = transform_heads(turned)
     heads[:, : -2 * num_kv_heads] = turned[:, :-num_kv_heads]
     if kv.key_scales is not None and kv.value_scales is not None:
         places = slots // BLOCK_SIZE, slots % BLOCK_SIZE

@@ -9,6 +9,7 @@
 #include "activation.h"
 #include "attention_amx.h"
 #include "attention_vectors.h"
+#include "hadamard.h"
 
 // How scores differ from queries x keys: a cap c in c * tanh(score / c), 0 for none, and for each query head what is
 // subtracted for each position that a key is before the query (ALiBi: Press et al., 2021, arXiv:2108.12409), or null.
@@ -206,7 +207,8 @@ class Attention final : public Op {
             for (int r = 0; r < member.rows; r++) {
                 const int i = head * item.rows + member.at + r;
                 const float factor = 1.0f / state.total[i];
-                const float* from = state.out + size_t(i) * dim;
+                float* from = state.out + size_t(i) * dim;
+                if constexpr (TYPE == KVType::INT8) hadamard(from, dim);
                 uint8_t* row = out_.data + token(step, member, r) * out_.stride;
                 const int first = column(item, member, head, r);
                 for (int d = 0; d < dim; d += LANES) {

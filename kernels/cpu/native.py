@@ -145,7 +145,13 @@ class NativeProduct(Structure):
 class NativeLayerMemory(Structure):
     """`KV` in kv.h."""
 
-    _fields_ = (("data", c_void_p), ("heads", c_int), ("head_dim", c_int), ("type", c_int))
+    _fields_ = (
+        ("data", c_void_p),
+        ("heads", c_int),
+        ("head_dim", c_int),
+        ("type", c_int),
+        ("center", c_void_p),
+    )
 
 
 class NativeBlocks(Structure):

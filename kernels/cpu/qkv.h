@@ -1,6 +1,7 @@
 // The matmul that makes queries, keys and values, with rotary embedding and writing the KV cache.
 #pragma once
 
+#include "hadamard.h"
 #include "kv.h"
 #include "linear.h"
 
@@ -24,7 +25,8 @@ struct QueryForm {
 // values written to the cache.
 //
 // The numbers of a head of queries or keys come in another order, the same for both, so that their products stay what
-// they were: in a panel, eight of the first half and the eight of the second half that they turn with.
+// they were: in a panel, eight of the first half and the eight of the second half that they turn with. In 8 bits,
+// all three also go through a Hadamard transform.
 struct QkvWriter {
     static constexpr int QUERY = 0, KEY = 1, VALUE = 2;
 
@@ -71,6 +73,7 @@ struct QkvWriter {
     void write(const Step& step, int row, int head, float* values, float factor = 1.0f) const {
         const int dim = kv_.head_dim;
         if (kind(head) == VALUE) {
+            if (kv_.type == KVType::INT8) hadamard(values, dim);
             write_values(step.slots[row], head - num_heads_ - kv_.heads, values);
             return;
         }
@@ -82,6 +85,13 @@ struct QkvWriter {
             const f8 cosine = load<f8>(cos + c / 2), sine = load<f8>(sin + c / 2);
             store(values + c, a * cosine - b * sine);
             store(values + c + 8, b * cosine + a * sine);
+        }
+        if (kv_.type == KVType::INT8) {
+            if (kv_.center && kind(head) == KEY) {
+                const float* center = kv_.center + (head - num_heads_) * dim;
+                for (int c = 0; c < dim; c += LANES) store(values + c, load<vf>(values + c) - load<vf>(center + c));
+            }
+            hadamard(values, dim);
         }
         if (kind(head) == QUERY) {
             act* to = query(row, head);

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pipeline.kernels.step_inputs import BLOCK_SIZE
+from pipeline.kernels.triton.hadamard import transform_heads
 from pipeline.kernels.triton.kv_cache import as_scales, head_dim_of, quantize, scale_bytes_of, shape_of
 from pipeline.kernels.triton.launch import next_power_of_2
 from pipeline.kernels.triton.rows import StepArrays
@@ -30,10 +31,12 @@ def rotary_write(
     keys: Tensor,
     values: Tensor,
     head_norms: HeadNorms | None,
+    center: Tensor | None = None,
 ) -> None:
     """Sum `split_k_partials` [P, T, (Q + 2K) * D], norm and rotate queries and keys by the angles of `step.positions`,
     and write queries to `queries` [T, Q * D], keys and values [num_blocks, K, BLOCK_SIZE, D], or in 8 bits
-    (kv_cache.py), to `step.slots`.
+    (kv_cache.py), to `step.slots`. With keys in 8 bits, `center` [K, D] float32 is subtracted from
+    keys, and queries and keys go through a Hadamard transform.
 
     cos and sin [L, D/2] float32. Tokens with slot -1 write nothing.
     """
@@ -64,6 +67,7 @@ def rotary_write(
         as_scales(values),
         query_norm,
         key_norm,
+        cos if center is None else center,
         NUM_PARTIALS=num_split_k_partials,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
@@ -73,6 +77,7 @@ def rotary_write(
         BLOCK_SIZE=BLOCK_SIZE,
         SCALE_BYTES=scale_bytes_of(keys),
         NORMED=head_norms is not None,
+        CENTERED=center is not None,
         EPS=eps,
         num_warps=4,
     )
@@ -93,6 +98,7 @@ def _rotary_kernel(
     value_scales,
     query_norm,
     key_norm,
+    center,
     NUM_PARTIALS: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -102,6 +108,7 @@ def _rotary_kernel(
     BLOCK_SIZE: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
     NORMED: tl.constexpr,
+    CENTERED: tl.constexpr,
     EPS: tl.constexpr,
 ):
     token = tl.program_id(0)
@@ -144,6 +151,17 @@ def _rotary_kernel(
         sine = tl.load(sin + angle, mask=inside, other=0.0)[None, :]
         turned_low = tl.where(is_value[:, None], low, low * cosine - high * sine)
         turned_high = tl.where(is_value[:, None], high, high * cosine + low * sine)
+        if SCALE_BYTES > 0:
+            if CENTERED:
+                is_key = mask & (~is_query & ~is_value)[:, None]
+                to_center = center + (heads - NUM_HEADS)[:, None] * HEAD_DIM + dims[None, :]
+                turned_low -= tl.load(to_center, mask=is_key, other=0.0)
+                turned_high -= tl.load(to_center + half, mask=is_key, other=0.0)
+            size: tl.constexpr = HEAD_DIM & -HEAD_DIM
+            spread_low = transform_heads(turned_low, turned_high, False, HEADS, HALF, size)
+            spread_high = transform_heads(turned_high, turned_low, True, HEADS, HALF, size)
+            turned_low = tl.where(is_value[:, None], turned_low, spread_low)
+            turned_high = tl.where(is_value[:, None], turned_high, spread_high)
 
         to_query = token.to(tl.int64) * (NUM_HEADS * HEAD_DIM) + heads * HEAD_DIM
         to_query = queries + to_query[:, None] + dims[None, :]

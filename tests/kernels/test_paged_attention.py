@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.kernels.hadamard import transform_heads
 from pipeline.kernels.kv_layout import LayerKV, allocate, dequantize_heads, layers_of, quantize_heads
 from pipeline.kernels.paged_attention import AttentionPlan, paged_attention, paged_attention_reference
 from pipeline.kernels.rms_norm import rms_norm_reference
@@ -151,9 +152,10 @@ def test_heads_without_a_scale() -> None:
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (3, 1)])
-def test_keys_and_values_are_quantized_after_rotation(num_heads: int, num_kv_heads: int) -> None:
+def test_keys_are_quantized_after_rotation_and_the_hadamard_transform(num_heads: int, num_kv_heads: int) -> None:
     inputs = make_inputs([(37, 1), (0, 19), (30, 5)])
     exact = make_kv(num_kv_heads, torch.float32)
+    center = 10 * torch.randn(num_kv_heads, HEAD_DIM)
     kv = in_8_bits(exact)
     before = [part.clone() for part in kv if part is not None]
     tokens = slice(0, inputs.num_tokens)
@@ -163,15 +165,18 @@ def test_keys_and_values_are_quantized_after_rotation(num_heads: int, num_kv_hea
     rotary_angles(cos, sin, positions, 1.0 / (100.0 ** (torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)))
     same = qkv.clone()
     rotary_write(same, cos, sin, slots, exact)
-    rotary_write(qkv, cos, sin, slots, kv)
-    assert torch.equal(qkv, same)
+    rotary_write(qkv, cos, sin, slots, kv if num_heads == num_kv_heads else kv._replace(center=center))
     places = slots // BLOCK_SIZE, slots % BLOCK_SIZE
-    expected = (*quantize_heads(exact.keys[places]), *quantize_heads(exact.values[places]))
+    queries, others = qkv.view(len(qkv), -1, HEAD_DIM).split([num_heads, 2 * num_kv_heads], 1)
+    turned, same_others = same.view(len(qkv), -1, HEAD_DIM).split([num_heads, 2 * num_kv_heads], 1)
+    assert torch.equal(queries, transform_heads(turned)) and torch.equal(others, same_others)
+    keys = exact.keys[places] if num_heads == num_kv_heads else exact.keys[places] - center
+    expected = (*quantize_heads(transform_heads(keys)), *quantize_heads(exact.values[places]))
     for part, numbers in zip((kv.keys, kv.key_scales, kv.values, kv.value_scales), expected, strict=True):
         assert part is not None and torch.equal(part[places], numbers)
     untouched = torch.ones(200, BLOCK_SIZE, dtype=torch.bool)
     untouched[places] = False
-    for part, old in zip(kv, before, strict=True):
+    for part, old in zip((kv.keys, kv.values, kv.key_scales, kv.value_scales), before, strict=True):
         assert part is not None and torch.equal(part[untouched], old[untouched])
 
 

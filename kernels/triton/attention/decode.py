@@ -27,6 +27,7 @@ from pipeline.kernels.triton.attention.tiles import (
     next_unit,
     tiles_of_unit,
 )
+from pipeline.kernels.triton.hadamard import transform_heads
 from pipeline.kernels.triton.kv_cache import as_scales, is_quantized, quantize
 from pipeline.kernels.triton.launch import next_power_of_2
 from pipeline.kernels.triton.rotary import HeadNorms
@@ -43,6 +44,7 @@ def attend_decode(
     values: Tensor,
     tasks: AttentionTasks,
     head_norms: HeadNorms | None,
+    center: Tensor | None = None,
     *,
     pdl: bool = False,
 ) -> None:
@@ -74,6 +76,7 @@ def attend_decode(
         step.slots,
         query_norm,
         key_norm,
+        cos if center is None else center,
         keys,
         values,
         as_scales(keys),
@@ -88,6 +91,7 @@ def attend_decode(
         NUM_PARTIALS=len(split_k_partials),
         PDL=pdl,
         NORMED=head_norms is not None,
+        CENTERED=center is not None,
         EPS=eps,
         HEADS=heads,
         SCALE=LOG2_E / head_dim**0.5,
@@ -131,6 +135,7 @@ def _decode_kernel(
     slots,
     query_norm,
     key_norm,
+    center,
     keys,
     values,
     key_scales,
@@ -145,6 +150,7 @@ def _decode_kernel(
     NUM_PARTIALS: tl.constexpr,
     PDL: tl.constexpr,
     NORMED: tl.constexpr,
+    CENTERED: tl.constexpr,
     EPS: tl.constexpr,
     HEADS: tl.constexpr,
     SCALE: tl.constexpr,
@@ -219,11 +225,24 @@ def _decode_kernel(
             key_scale = tl.rsqrt(tl.sum(key * key, 0) / HEAD_DIM + EPS)
             key *= key_scale * tl.load(key_norm + dims, mask=inside, other=0.0).to(tl.float32)
             other_key *= key_scale * tl.load(key_norm + others, mask=inside, other=0.0).to(tl.float32)
-        query = (query * cosine[None, :] + other * sine[None, :]).to(dtype)
+        turned = query * cosine[None, :] + other * sine[None, :]
+        turned_key = key * cosine + other_key * sine
+        if SCALE_BYTES > 0:
+            other = other * cosine[None, :] - query * sine[None, :]
+            other_key = other_key * cosine - key * sine
+            if CENTERED:
+                head_center = center + head * HEAD_DIM
+                turned_key -= tl.load(head_center + dims, mask=inside, other=0.0)
+                other_key -= tl.load(head_center + others, mask=inside, other=0.0)
+            size: tl.constexpr = HEAD_DIM & -HEAD_DIM
+            is_second = (dims >= half)[None, :]
+            turned = transform_heads(turned, other, is_second, HEADS, DIMS, size)
+            spread = transform_heads(turned_key[None, :], other_key[None, :], is_second, 1, DIMS, size)
+            turned_key = tl.reshape(spread, [DIMS])
+        query = turned.to(dtype)
         # The tile has spare rows; they repeat the group.
         query = tl.broadcast_to(query[None, :, :], [BLOCK_M // HEADS, HEADS, DIMS]).reshape([BLOCK_M, DIMS])
-        key = key * cosine + other_key * sine
-        key_codes, key_scale, key = rounded(key, dtype, SCALE_BYTES)
+        key_codes, key_scale, key = rounded(turned_key, dtype, SCALE_BYTES)
         value_codes, value_scale, value = rounded(value, dtype, SCALE_BYTES)
 
         sums = tl.zeros([BLOCK_M, DIMS], tl.float32)

@@ -16,6 +16,7 @@ from pipeline.kernels.logprob_inputs import FloatArray, ScoreInputs
 from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.step_inputs import IntArray, StepInputs, block_bytes
 from pipeline.runtime.model_folder import ModelConfig, Rope
+from pipeline.stages.execute.cpu.key_calibration import CenteredLayer, add_means
 from pipeline.stages.execute.cpu.native_experts import NativeExperts, inputs_of
 from pipeline.stages.execute.cpu.native_memory import (
     PAIR,
@@ -40,6 +41,7 @@ from pipeline.stages.execute.cpu.program import (
     Program,
     SwapArray,
 )
+from pipeline.stages.execute.key_center import allows_center, key_center
 from pipeline.stages.execute.kv import KVPlan
 from pipeline.stages.execute.models.features import NATIVE, missing
 from pipeline.stages.execute.rope import rope_table, rotations
@@ -90,14 +92,16 @@ class NativeProgram(Program):
         self._config = config
         self._inputs, self._sampling_inputs = inputs, sampling_inputs
         self._places = kv.layout.places
-        num_blocks, max_model_len = kv.num_blocks, kv.max_model_len
+        self._num_blocks = num_blocks = kv.num_blocks
+        max_model_len = kv.max_model_len
         self._scores = scores
         self._scoring: int | None = None
         self._thread_pool = native.ThreadPool(library, num_threads)
         self._panels = None if panels is None else PanelStore(library, self._thread_pool, panels)
         self._memory = NativeMemory(library, self._thread_pool, activations, self._panels)
         self._table: tuple[AnyMatrix, native.PackedMatrix] | None = None
-        self._num_layers = 0
+        self._num_layers, self._max_model_len = 0, max_model_len
+        self._centered: list[CenteredLayer] = []
         self._ticket = native.MaskTicket(None, 0, 0)
         self._handle = library.program_new(self._thread_pool.handle, ctypes.byref(self._step_arrays()))
         max_num_tokens = inputs.max_num_tokens
@@ -208,6 +212,9 @@ class NativeProgram(Program):
         self._library.program_score(self._scoring, self._normed_rows(form), *places, ctypes.byref(scores))
 
     def finish_loading(self) -> None:
+        if self._centered:
+            config = self._config
+            add_means(self._centered, self._inputs, self.run, config.vocab_size, self._max_model_len, self._num_blocks)
         if self._panels is not None:
             self._panels.save(self._memory.kept)
 
@@ -288,7 +295,7 @@ class NativeProgram(Program):
         """Record attention after its norm, whose results are at `place`."""
         config, library = self._config, self._library
         group, kv_place = self._places[self._num_layers]
-        kv = ctypes.byref(self._kv[kv_place])
+        kv = ctypes.byref(self._layer_kv(weights, group, kv_place))
         self._num_layers += 1
         inputs = self._inputs
         library.program_use_tables(
@@ -311,6 +318,18 @@ class NativeProgram(Program):
             form = native.NativeScoreForm(form.softcap, form.slopes, self._memory.vector(weights.sinks))
         library.program_attention(self._handle, rows, floats, self._queries, kv, plan, ctypes.byref(form))
         self._add(self._attended, width, weights.out, weights.post_norm)
+
+    def _layer_kv(self, weights: AttentionWeights, group: int, place: int) -> native.NativeLayerMemory:
+        """The keys and values of a layer in this KV group, at this place in a block."""
+        config, kv = self._config, self._kv[place]
+        if kv.type == KVType.INT8 and allows_center(config):
+            center = np.zeros((config.num_kv_heads, config.head_dim), np.float32)
+            if (of_biases := key_center(config, weights, self._max_model_len)) is not None:
+                center[:] = of_biases[:, turning_order(1, 1, config.head_dim)]
+            kv = native.NativeLayerMemory.from_buffer_copy(kv)  # layers of other groups share the memory
+            kv.center = center.ctypes.data
+            self._centered.append(CenteredLayer(kv, group, center))
+        return kv
 
     def _feed_forward(self, weights: MlpWeights, place: int = 0) -> None:
         """Record the feed-forward layer after its norm, whose results are at `place`."""

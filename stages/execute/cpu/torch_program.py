@@ -39,6 +39,7 @@ from pipeline.stages.execute.cpu.program import (
 )
 from pipeline.stages.execute.cpu.sampler import Sampler
 from pipeline.stages.execute.cpu.torch_calls import Buffer, Extent, TorchCalls
+from pipeline.stages.execute.key_center import key_center
 from pipeline.stages.execute.kv import KVPlan, kv_dtype
 from pipeline.stages.execute.rope import rotations
 
@@ -63,7 +64,7 @@ class TorchProgram(Program):
         self.name = ops.name
         self._config = config
         self._inputs = inputs
-        self._num_layers = 0
+        self._num_layers, self._max_model_len = 0, kv.max_model_len
         self._table: tuple[AnyMatrix, Tensor] | None = None
         self._memory = ops.kv_allocate(
             kv.layout.num_places,
@@ -209,6 +210,8 @@ class TorchProgram(Program):
         group, place = self._places[self._num_layers]
         kv = self.kv[place]
         self._num_layers += 1
+        if kv.key_scales is not None and (center := key_center(config, weights, self._max_model_len)) is not None:
+            kv = kv._replace(center=torch.from_numpy(center))
         calls.add(ops.linear, self._qkv, x, *self._linear(weights.qkv))
         if (norms := weights.head_norms) is not None:
             vectors = as_tensor(norms.query), as_tensor(norms.key)

@@ -47,6 +47,7 @@ from pipeline.stages.execute.cpu.program import (
 )
 from pipeline.stages.execute.cuda.device import Device
 from pipeline.stages.execute.cuda.experts import ExpertMatrices, ExpertMemory
+from pipeline.stages.execute.key_center import key_center
 from pipeline.stages.execute.models.features import Feature
 from pipeline.stages.execute.rope import rope_table, rotations
 
@@ -86,6 +87,8 @@ class _Attention:
     cos: Tensor
     """[max_model_len, head_dim / 2], of the layer's rotary embedding"""
     sin: Tensor
+    center: Tensor | None
+    """[num_kv_heads, head_dim], of keys in 8 bits"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,9 +256,14 @@ class DeviceModel(ProgramBuilder):
                 group=places[i][0],
                 cos=angles[weights.rope][0],
                 sin=angles[weights.rope][1],
+                center=self._center(weights, max_model_len),
             )
             self._layers.append((attention, mlp))
         self._attentions, self._mlps = [], []
+
+    def _center(self, weights: AttentionWeights, max_model_len: int) -> Tensor | None:
+        center = key_center(self._config, weights, max_model_len) if kv_cache.is_quantized(self._kv) else None
+        return None if center is None else torch.from_numpy(center).to(self._device.where)
 
     @property
     def matrices(self) -> list[DeviceMatrix]:
@@ -354,7 +362,8 @@ class DeviceModel(ProgramBuilder):
                 self._attend_decode(attended, qkv, step, layer)
             else:
                 arrays = step.of_group(layer.group)
-                rotary_write(queries, qkv, layer.cos, layer.sin, arrays, layer.keys, layer.values, layer.head_norms)
+                cache = layer.keys, layer.values, layer.head_norms, layer.center
+                rotary_write(queries, qkv, layer.cos, layer.sin, arrays, *cache)
                 attend(attended, queries, layer.keys, layer.values, arrays, layer.tasks)
             split_k_partials = self._linear(self._narrow, attended, layer.out)
             norm.add_norm(normed, residual, split_k_partials, mlp.norm, eps)
@@ -421,7 +430,7 @@ class DeviceModel(ProgramBuilder):
         self._last_residuals[num] = residual
 
     def _attend_decode(self, attended: Tensor, qkv: Tensor, step: StepArrays, layer: _Attention) -> None:
-        cache = layer.keys, layer.values, layer.tasks, layer.head_norms
+        cache = layer.keys, layer.values, layer.tasks, layer.head_norms, layer.center
         early = self._early and step.num_tokens <= SKINNY_TOKENS
         attend_decode(attended, qkv, layer.cos, layer.sin, step.of_group(layer.group), *cache, pdl=early)
 

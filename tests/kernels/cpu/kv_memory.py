@@ -14,7 +14,15 @@ from tests.kernels.cpu.recording import PANEL, Recording, bf16_bits, upcast
 class KVMemory:
     """Memory of a recording, with views of its parts. Indices are blocks."""
 
-    def __init__(self, r: Recording, num_blocks: int, num_heads: int, head_dim: int, type: KVType) -> None:
+    def __init__(
+        self,
+        r: Recording,
+        num_blocks: int,
+        num_heads: int,
+        head_dim: int,
+        type: KVType,
+        center: np.ndarray | None = None,
+    ) -> None:
         self.type = type
         dtype = np.uint16 if type is KVType.BF16 else np.int8
         panel = head_dim * BLOCK_SIZE * np.dtype(dtype).itemsize
@@ -28,7 +36,8 @@ class KVMemory:
         self.scales = blocks[:, 2 * num_heads * panel :].view(np.uint16).reshape(num_blocks, num_heads, -1, BLOCK_SIZE)
         """[num_blocks, heads, 2 (none in bfloat16), BLOCK_SIZE]"""
         self.head_dim, self.num_heads = head_dim, num_heads
-        self._layer = r.kept(native.NativeLayerMemory(self.bytes.ctypes.data, num_heads, head_dim, type))
+        at = None if center is None else r.floats(center).ctypes.data
+        self._layer = r.kept(native.NativeLayerMemory(self.bytes.ctypes.data, num_heads, head_dim, type, at))
 
     @property
     def layer(self) -> Any:
@@ -66,6 +75,17 @@ def quantize_heads(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     scales = np.where(scales < np.finfo(np.float32).tiny, np.float32(0), scales)
     inverse = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales > 0)
     return np.rint(values * inverse[..., None]).astype(np.int8), scales
+
+
+def hadamard(heads: np.ndarray) -> np.ndarray:
+    """Heads [..., D] float32 as `hadamard` in hadamard.h transforms them, with the same roundings."""
+    size = heads.shape[-1] & -heads.shape[-1]
+    out, step = heads, 1
+    while step < size:
+        pairs = out.reshape(-1, 2, step)
+        out = np.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], 1)
+        step *= 2
+    return out.reshape(heads.shape) * (np.float32(1) / np.sqrt(np.float32(size)))
 
 
 def dequantized(values: np.ndarray) -> np.ndarray:

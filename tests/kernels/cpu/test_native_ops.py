@@ -8,10 +8,11 @@ import torch
 
 from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.native import Form, KVType
+from pipeline.kernels.hadamard import hadamard_reference
 from pipeline.kernels.matrix import Matrix, quantize
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.kernels.stored_matrix import Format
-from tests.kernels.cpu.kv_memory import KVMemory, quantize_heads
+from tests.kernels.cpu.kv_memory import KVMemory, hadamard, quantize_heads
 from tests.kernels.cpu.recording import (
     EPS,
     FORMATS,
@@ -375,10 +376,11 @@ def test_rotary_embedding_and_kv_writes(
     order = turned_order(num_heads + num_kv_heads, all_heads, head_dim)
     in_head = turned_order(1, 1, head_dim)
     norms = [random(26, head_dim) + 1, random(27, head_dim) + 1] if normed else []
+    center = 5 * random(28, num_kv_heads, head_dim) if bias and not normed else None
     with recording(library, threads=2) as r:
         rows, queries = r.rows(num, depth), r.rows(num, width)
         kept = r.put(rows, random(25, num, depth), form_of(format))
-        kv = KVMemory(r, num_blocks, num_kv_heads, head_dim, kv_type)
+        kv = KVMemory(r, num_blocks, num_kv_heads, head_dim, kv_type, None if center is None else center[:, in_head])
         untouched = kv.bytes.copy()
         library.program_qkv(
             r.program,
@@ -409,6 +411,11 @@ def test_rotary_embedding_and_kv_writes(
         heads[:, :turning], error[:, :turning] = norm_heads(heads[:, :turning], error[:, :turning], weight)
     turned, turned_error = turn(heads[:, :turning], error[:, :turning], cos[positions], sin[positions])
 
+    if kv_type is KVType.INT8:
+        if center is not None:
+            turned[:, num_heads:] -= center
+            turned_error[:, num_heads:] += EPS * np.abs(turned[:, num_heads:])
+        turned, turned_error = transform_heads(turned, turned_error)
     expected = turned[:, :num_heads, in_head] / head_dim**0.5
     bound = turned_error[:, :num_heads, in_head] / head_dim**0.5 + 3 * EPS * np.abs(expected)
     assert_kept(r, r.read_plain(queries, num, width), expected.reshape(num, width), bound.reshape(num, width))
@@ -421,7 +428,10 @@ def test_rotary_embedding_and_kv_writes(
         assert_rounded_to_bf16(upcast(made[1]), heads[:, turning:], values_error)
     else:
         assert_quantized(made[0], scales[0], expected_keys, keys_error)
-        assert_quantized(made[1], scales[1], heads[:, turning:], values_error)
+        matrix = np.abs(hadamard(np.eye(head_dim)))
+        values = heads[:, turning:]
+        values_error = values_error @ matrix + 9 * EPS * (np.abs(values) @ matrix)
+        assert_quantized(made[1], scales[1], hadamard(values), values_error)
     every = np.arange(num_blocks * BLOCK_SIZE)
     other_slots = np.setdiff1d(every, slots)
     others = other_slots // BLOCK_SIZE, other_slots % BLOCK_SIZE
@@ -432,6 +442,13 @@ def test_rotary_embedding_and_kv_writes(
         (*kv.read(*others), kv.scales[others[0], :, :, others[1]]), (*after, after_scales), strict=True
     ):
         np.testing.assert_array_equal(now, was)
+
+
+def transform_heads(heads: np.ndarray, error: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The Hadamard transform of heads [tokens, heads, D] that are known within `error`, with the new error."""
+    matrix = hadamard_reference(heads.shape[-1]).numpy()
+    # Eight additions and a multiplication round.
+    return heads @ matrix, error @ np.abs(matrix) + 9 * EPS * (np.abs(heads) @ np.abs(matrix))
 
 
 def assert_quantized(codes: np.ndarray, scales: np.ndarray, expected: np.ndarray, error: np.ndarray) -> None:
@@ -482,7 +499,7 @@ def test_keys_and_values_in_8_bits_are_those_of_the_reference(library: ctypes.CD
     in_head = turned_order(1, 1, head_dim)
     given = kept.values.astype(np.float32).reshape(64, 2, 1, head_dim)
     for i, expected in enumerate((given[:, 0][..., in_head], given[:, 1])):
-        codes, expected_scales = quantize_heads(expected)
+        codes, expected_scales = quantize_heads(hadamard(expected))
         np.testing.assert_array_equal(scales[i], expected_scales)
         np.testing.assert_array_equal(made[i], codes)
 

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from pipeline.kernels.hadamard import hadamard_reference
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.kernels.triton.attention.decode import attend_decode
 from tests.kernels.triton.steps import attention_reference, dequantized, in_8_bits, make_step
@@ -39,6 +40,13 @@ def check(
     queries, new_keys, new_values = heads_reference(split_k_partials, step.positions, frequencies, num_kv_heads, norms)
     blocks, places = step.slots[live] // BLOCK_SIZE, step.slots[live] % BLOCK_SIZE
 
+    center = None
+    if quantized:
+        center = None if normed else 5 * torch.randn(num_kv_heads, head_dim)
+        matrix = hadamard_reference(head_dim)
+        queries = queries @ matrix
+        new_keys = (new_keys - (0 if center is None else center.double())) @ matrix
+
     # The slots of the new tokens are NaN until the launch has written them.
     made.keys[blocks, :, places] = made.values[blocks, :, places] = torch.nan
     expected_keys, expected_values = made.keys.double(), made.values.double()
@@ -55,7 +63,7 @@ def check(
     tasks = tasks_for(heads, window, SMALL if small else None, dtype)
     tasks.plan(step, one_each=True)
     out = torch.full((num, num_heads * head_dim), POISON, dtype=dtype)
-    attend_decode(out, split_k_partials, cos, sin, step, made.keys, made.values, tasks, norms)
+    attend_decode(out, split_k_partials, cos, sin, step, made.keys, made.values, tasks, norms, center)
 
     assert (out[~live] == POISON).all()
     assert torch.allclose(out[live].double(), expected.flatten(1)[live], rtol=tolerance, atol=tolerance)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipeline.kernels.hadamard import hadamard_reference
 from pipeline.kernels.rms_norm import rms_norm_reference
 from pipeline.kernels.rotary import rotary_reference
 from pipeline.kernels.step_inputs import BLOCK_SIZE
@@ -13,6 +14,8 @@ from pipeline.kernels.triton.rows import StepArrays
 from tests.kernels.triton.steps import in_8_bits, make_step
 
 EPS = 1e-5
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+"""The interpreter truncates to bfloat16, a GPU rounds."""
 
 
 def angles(head_dim: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,8 +72,17 @@ def test_rotary_write(
     if quantized:
         written = in_8_bits(made.keys), in_8_bits(made.values)
         before = [cache.clone() for cache in written]
-        rotary_write(queries, split_k_partials, cos, sin, step, *written, norms)
-        check_codes(written, before, split_k_partials, step, made.live, frequencies, norms)
+        center = None if normed else 20 * torch.randn(num_kv_heads, head_dim)
+        rotary_write(queries, split_k_partials, cos, sin, step, *written, norms, center)
+        check_codes(written, before, split_k_partials, step, made.live, frequencies, norms, center)
+        turned, *_ = heads_reference(
+            split_k_partials[:, made.live], step.positions[made.live], frequencies, num_kv_heads, norms
+        )
+        expected = turned @ hadamard_reference(head_dim)
+        tolerance = TOLERANCES[dtype]
+        off = (queries[made.live].view(expected.shape).double() - expected).abs()
+        assert off.le(tolerance * (1e-2 + expected.abs()) + 1e-5).all()
+        assert (queries[~made.live] == -7).all()
         return
     keys, values = torch.full_like(made.keys, -7.0), torch.full_like(made.values, -7.0)
 
@@ -80,8 +92,7 @@ def test_rotary_write(
     expected = heads_reference(split_k_partials[:, live], step.positions[live], frequencies, num_kv_heads, norms)
     blocks, places = step.slots[live] // BLOCK_SIZE, step.slots[live] % BLOCK_SIZE
     got = queries[live].view(int(live.sum()), num_heads, head_dim), keys[blocks, :, places], values[blocks, :, places]
-    # The interpreter truncates to bfloat16, a GPU rounds.
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
+    tolerance = TOLERANCES[dtype]
     for ours, reference in zip(got, expected, strict=True):
         assert (ours.double() - reference).abs().le(tolerance * (1e-2 + reference.abs()) + 1e-5).all()
     assert (queries[~live] == -7).all()
@@ -98,10 +109,15 @@ def check_codes(
     live: Tensor,
     frequencies: Tensor,
     norms: HeadNorms | None,
+    center: Tensor | None,
 ) -> None:
-    """Codes and scales of the live tokens are those of the formula in float64, and nothing else was written."""
+    """Codes and scales of the live tokens are those of the formula in float64, and nothing else was written. Keys have
+    gone through the Hadamard transform."""
     num_kv_heads = written[0].shape[1]
     _, *expected = heads_reference(split_k_partials[:, live], step.positions[live], frequencies, num_kv_heads, norms)
+    if center is not None:
+        expected[0] = expected[0] - center.double()
+    expected[0] = expected[0] @ hadamard_reference(2 * len(frequencies))
     blocks, places = step.slots[live] // BLOCK_SIZE, step.slots[live] % BLOCK_SIZE
     for cache, old, numbers in zip(written, before, expected, strict=True):
         (codes, scales), (old_codes, old_scales) = codes_and_scales(cache), codes_and_scales(old)

@@ -23,11 +23,11 @@ from tests.stages.execute.test_invariance import FEW, MANY, Machine
 
 NUM_CHUNKS = 25 if os.environ.get("PIPELINE_ALL_KV") else 3
 """Of the built-in text; all of them take minutes."""
-LEAST_AGREEMENT = {25: 0.98, 3: 0.96}
-"""Of the most likely tokens with those of a cache in bfloat16. It was 0.982 on 2,159 positions. In this small model the
-top two logits are often nearly equal; a cache in bfloat16 changes 0.4 % of its most likely tokens."""
-MOST_DIVERGENCE = 0.002
-"""Mean KL divergence in nats; it was 0.0010."""
+LEAST_AGREEMENT = {25: 0.987, 3: 0.975}
+"""Of the most likely tokens with those of a cache in bfloat16. It was 0.9915 on 3,175 positions. In this small model
+the top two logits are often nearly equal; a cache in bfloat16 changes 0.6 % of its most likely tokens."""
+MOST_DIVERGENCE = 0.0004
+"""Mean KL divergence in nats; it was 0.00023."""
 
 
 @pytest.fixture(scope="module")

@@ -44,6 +44,13 @@ def test_logits_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
     np.testing.assert_allclose(made, theirs[13:], rtol=0, atol=1e-4)
 
 
+def test_gpt_oss_is_refused_with_what_it_needs(tmp_path: Path) -> None:
+    folder, _ = tiny_architectures.write(tmp_path, VARIANTS["gpt_oss"])
+    words = r"source \(gpt_oss\) needs: an activation other than SiLU, attention sinks, biases of experts\."
+    with pytest.raises(UserError, match=words):
+        require(on_device(), ModelConfig.load(folder), folder)
+
+
 def test_a_model_that_needs_more_is_refused_with_what_it_needs(tmp_path: Path) -> None:
     folder, _ = tiny_architectures.write(tmp_path, VARIANTS["gemma2"])
     words = (

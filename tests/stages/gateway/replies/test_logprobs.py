@@ -241,7 +241,7 @@ class TestStreams:
             scores = [one for part in parts for one in part["token_logprobs"]]
             assert [one for part in parts for one in part["text_offset"]] == [0, 1, 1, 1, 2, 3]
             assert choices[0]["prompt_token_ids"] == [0, 1, 2]
-            assert sum("prompt_token_ids" in choice for choice in choices) == 1
+            assert sum(choice["prompt_token_ids"] is not None for choice in choices) == 1
         assert scores == [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0]
         assert [one for choice in choices for one in choice.get("token_ids", [])] == [0, 1, 2, 3, 4, 5]
 

@@ -1,0 +1,96 @@
+"""Measures the mean keys of each head in the CPU library, which are subtracted from keys in 8 bits.
+
+Half of the square of a key, and more, is that of the mean of all keys. It costs the rest bits, and nothing of it
+matters (stages/execute/key_center.py). The mean of random common tokens is near that of texts. It is measured once,
+when the model is loaded. Equal weights have equal means: the tokens are always the same, and results don't depend on
+how many are computed at a time.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from pipeline.kernels.cpu import native
+from pipeline.kernels.logprob_inputs import FloatArray
+from pipeline.kernels.step_inputs import BLOCK_SIZE, StepInputs
+
+NUM_TOKENS = 256
+COMMON = range(300, 5000)
+"""Most vocabularies are sorted by frequency, behind special tokens and single bytes."""
+NUM_LEFT_OUT = BLOCK_SIZE
+"""Of the first tokens, whose keys are unlike others: many heads attend to them when they look for nothing."""
+
+
+class CenteredLayer(NamedTuple):
+    memory: native.NativeLayerMemory
+    group: int
+    """Its KV group"""
+    center: FloatArray
+    """[heads, head_dim] in the order of the panels; the library reads it in every step"""
+
+
+def add_means(
+    layers: Sequence[CenteredLayer],
+    inputs: StepInputs,
+    run: Callable[[], object],
+    vocab_size: int,
+    max_model_len: int,
+    num_kv_blocks: int,
+) -> None:
+    """Compute some tokens with `run`, in the first blocks, and add the mean of their keys to the centers of all
+    layers. The blocks are zero again afterwards. A layer whose keys are not all finite keeps its center."""
+    num_groups = len(inputs.group_tables)
+    num_blocks = min(NUM_TOKENS // BLOCK_SIZE, max_model_len // BLOCK_SIZE, num_kv_blocks // num_groups)
+    num_tokens = num_blocks * BLOCK_SIZE
+    if num_tokens <= NUM_LEFT_OUT:
+        return
+    common = min(COMMON.start, vocab_size // 2), min(COMMON.stop, vocab_size)
+    ids = np.random.default_rng(0).integers(*common, num_tokens).astype(np.int32)
+    tables = [np.arange(num_blocks, dtype=np.int32)[None] + group * num_blocks for group in range(num_groups)]
+    for start in range(0, num_tokens, inputs.max_num_tokens):
+        part = ids[start : start + inputs.max_num_tokens]
+        starts, counts, samples = np.array([start], np.int32), np.array([len(part)], np.int32), np.zeros(1, np.uint8)
+        inputs.fill(part, starts, counts, tables[0], samples, tables[1:])
+        run()
+    for layer in layers:
+        blocks = _blocks(layer.memory, layer.group * num_blocks, num_blocks)
+        mean = _keys(blocks, layer.memory.heads, layer.memory.head_dim)[NUM_LEFT_OUT:].mean(0)
+        if np.isfinite(mean).all():
+            layer.center[:] += hadamard(mean)
+        blocks[:] = 0
+
+
+def hadamard(heads: FloatArray) -> FloatArray:
+    """The transform of hadamard.h, which is its own inverse, of heads [..., head_dim] in the order of the panels."""
+    size = heads.shape[-1] & -heads.shape[-1]
+    out, step = heads, 1
+    while step < size:
+        pairs = out.reshape(-1, 2, step)
+        out = np.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], axis=1)
+        step *= 2
+    transformed: FloatArray = out.reshape(heads.shape) / np.float32(size**0.5)
+    return transformed
+
+
+def _blocks(
+    memory: native.NativeLayerMemory, first: int, num_blocks: int
+) -> "np.ndarray[tuple[int, int], np.dtype[np.int8]]":
+    """Some blocks of a layer, [num_blocks, bytes]."""
+    block = memory.heads * 2 * (memory.head_dim + 2) * BLOCK_SIZE
+    data = memory.data + first * block
+    array = np.ctypeslib.as_array(ctypes.cast(data, ctypes.POINTER(ctypes.c_int8)), (num_blocks * block,))
+    blocks: np.ndarray[tuple[int, int], np.dtype[np.int8]] = array.reshape(num_blocks, block)
+    return blocks
+
+
+def _keys(blocks: "np.ndarray[tuple[int, int], np.dtype[np.int8]]", heads: int, head_dim: int) -> FloatArray:
+    """The keys of blocks as kv.h lays them out, [tokens, heads, head_dim] float32."""
+    size, num_blocks = heads * head_dim * BLOCK_SIZE, len(blocks)
+    codes = blocks[:, :size].reshape(num_blocks, heads, head_dim // 2, BLOCK_SIZE, 2)
+    words = blocks[:, 2 * size :].copy().view(np.uint16).reshape(num_blocks, heads, 2, BLOCK_SIZE)[:, :, 0]
+    scales = (words.astype(np.uint32) << 16).view(np.float32)
+    numbers = codes.transpose(0, 3, 1, 2, 4).reshape(-1, heads, head_dim).astype(np.float32)
+    keys: FloatArray = numbers * scales.transpose(0, 2, 1).reshape(-1, heads, 1)
+    return keys

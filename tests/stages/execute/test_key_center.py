@@ -1,0 +1,64 @@
+"""What is subtracted from keys in 8 bits: a vector that all keys of a head have in common."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.kernels.hadamard import transform_heads
+from pipeline.runtime.model_folder import ModelConfig
+from pipeline.stages.execute.cpu.key_calibration import hadamard
+from pipeline.stages.execute.cpu.program import AttentionWeights, HeadNorms, Linear
+from pipeline.stages.execute.key_center import key_center
+from tests.stages.execute.checkpoints import config_of
+from tests.stages.execute.native_driver import ISAS, Native, write
+
+NOTHING = Linear((), None)
+
+
+def weights_of(config: ModelConfig, bias: np.ndarray | None, norms: HeadNorms | None = None) -> AttentionWeights:
+    return AttentionWeights(
+        norm=None, qkv=Linear((), bias), out=NOTHING, head_norms=norms, window=None, rope=config.rope_of(0)
+    )
+
+
+def test_the_center_of_biases_is_near_them_where_they_hardly_rotate() -> None:
+    config = config_of(head_dim=32, rope_theta=1e9, max_position=4096)
+    bias = np.random.default_rng(0).standard_normal((6 + 2 + 2, 32)).astype(np.float32)
+    center = key_center(config, weights_of(config, bias.reshape(-1)), 256)
+    assert center is not None and center.shape == (2, 32)
+    keys = bias[6:8]
+    slow = [i + part for part in (0, 16) for i in range(12, 16)]
+    np.testing.assert_allclose(center[:, slow], keys[:, slow], atol=0.01)
+    assert np.abs(center[:, [0, 16]]).max() < 0.1, "a pair that rotates at once has no mean"
+
+
+def test_without_a_bias_or_with_scores_of_which_sizes_matter_there_is_none() -> None:
+    config = config_of()
+    bias = np.ones(10 * 16, np.float32)
+    norms = HeadNorms(np.ones(16, np.float32), np.ones(16, np.float32))
+    assert key_center(config, weights_of(config, bias), 256) is not None
+    assert key_center(config, weights_of(config, None), 256) is None
+    assert key_center(config, weights_of(config, bias, norms), 256) is None
+    assert key_center(config_of(attention_softcap=30.0), weights_of(config, bias), 256) is None
+
+
+@pytest.mark.parametrize("head_dim", [16, 48, 64])
+def test_the_transform_is_its_own_inverse(head_dim: int) -> None:
+    heads = np.random.default_rng(0).standard_normal((3, head_dim)).astype(np.float32)
+    np.testing.assert_allclose(hadamard(hadamard(heads)), heads, atol=1e-5)
+    if head_dim & (head_dim - 1) == 0:
+        np.testing.assert_allclose(hadamard(heads), transform_heads(torch.from_numpy(heads)).numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_means_don_t_depend_on_how_they_are_measured(tmp_path: Path, isa: str) -> None:
+    write(tmp_path, config_of(architecture="qwen2", qkv_bias=True))
+    centers = []
+    for tokens in (256, 48):
+        driver = Native(tmp_path, isa, kv_dtype="int8", tokens=tokens)
+        centers.append(np.stack([layer.center for layer in driver.program._centered]))
+        driver.runner.close()
+    assert centers[0].shape == (3, 2, 16) and (centers[0] != 0).all()
+    np.testing.assert_array_equal(*centers)
