@@ -42,6 +42,7 @@ def test_without_a_bias_or_with_scores_of_which_sizes_matter_there_is_none() -> 
     assert key_center(config, weights_of(config, None), 256) is None
     assert key_center(config, weights_of(config, bias, norms), 256) is None
     assert key_center(config_of(attention_softcap=30.0), weights_of(config, bias), 256) is None
+    assert key_center(config_of(sinks=True), weights_of(config, bias), 256) is None
 
 
 @pytest.mark.parametrize("head_dim", [16, 48, 64])
