@@ -24,7 +24,8 @@ def transform_heads(heads: Tensor) -> Tensor:
         pairs = numbers.reshape(-1, size // (2 * step), 2, step)
         numbers = torch.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], 2)
         step *= 2
-    return (numbers.reshape(shape) * size**-0.5).transpose(-3, -2).reshape(heads.shape)
+    factor: float = size**-0.5
+    return (numbers.reshape(shape) * factor).transpose(-3, -2).reshape(heads.shape)
 
 
 def hadamard_reference(head_dim: int) -> Tensor:
@@ -35,5 +36,8 @@ def hadamard_reference(head_dim: int) -> Tensor:
     block = dims % half // (size // 2)
     place = dims // half * (size // 2) + dims % half % (size // 2)
     common = place[:, None] & place[None]
-    parity = sum((common >> bit) & 1 for bit in range(size.bit_length())) % 2
-    return torch.where(block[:, None] == block[None], (1.0 - 2.0 * parity.double()) * size**-0.5, 0.0)
+    parity = torch.zeros_like(common)
+    for bit in range(size.bit_length()):
+        parity ^= (common >> bit) & 1
+    factor: float = size**-0.5
+    return torch.where(block[:, None] == block[None], (1.0 - 2.0 * parity.double()) * factor, 0.0)

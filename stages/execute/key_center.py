@@ -22,8 +22,9 @@ NUM_POSITIONS = 1024
 
 
 def allows_center(config: ModelConfig) -> bool:
-    """Whether only differences between the scores of a query matter. A cap of scores depends on their size."""
-    return config.attention_softcap is None
+    """Whether only differences between the scores of a query matter. A cap of scores depends on their size, and so does
+    the weight of an attention sink."""
+    return config.attention_softcap is None and not config.sinks
 
 
 def key_center(config: ModelConfig, weights: AttentionWeights, max_model_len: int) -> FloatArray | None:

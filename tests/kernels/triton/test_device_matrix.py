@@ -10,6 +10,7 @@ from pipeline.kernels.triton.gemm import device_matrix as device_matrix_module
 from pipeline.kernels.triton.gemm.dequantize import dequantize_rows
 from pipeline.kernels.triton.gemm.device_matrix import FP8_GROUP, DeviceMatrix
 from pipeline.kernels.triton.gemm.quantize import to_int4, to_int8
+from tests import k_quants
 from tests.kernels.triton.gemms import BLOCKS, K_QUANTS, block_matrix, random
 
 
@@ -71,6 +72,13 @@ def test_fp8_weights_are_exact() -> None:
     out = torch.full((30, 256), torch.nan)
     dequantize_rows(out, matrix, 0)
     assert torch.equal(out, expected)
+
+
+def test_fp8_blocks_become_floats_of_the_same_numbers() -> None:
+    blocks = [k_quants.quantize(random(num, 256, seed=num), "fp8") for num in (5, 8)]
+    joined = DeviceMatrix.of(blocks, torch.float32, "cpu")
+    assert (joined.form, joined.num_rows, joined.num_columns) == ("float", 13, 256)
+    assert torch.equal(joined.dequantize(), torch.cat([each.dequantize(torch.float32) for each in blocks]))
 
 
 def test_matrices_of_other_widths_are_rejected() -> None:
