@@ -208,7 +208,7 @@ def test_an_interruption_ends_all_processes(bed: Bed, number: signal.Signals, co
         process.wait()
     assert process.returncode == code, err
     assert_ended(bed.llama)
-    assert not client.is_running()
+    assert not client.is_running() or client.status() == psutil.STATUS_ZOMBIE, "init has yet to collect it"
 
 
 # ------------------------------------------------------------------------------------------------------- processes

@@ -89,6 +89,10 @@ def keys_of(architecture: str, eps: str) -> dict[str, str]:
         "rms_norm_eps": eps,
         "rope_theta": "rope.freq_base",
         "sliding_window": "attention.sliding_window",
+        "num_experts": "expert_count",
+        "num_experts_per_tok": "expert_used_count",
+        "moe_intermediate_size": "expert_feed_forward_length",
+        "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
     }
     return {field: f"{architecture}.{key}" for field, key in keys.items()} | {"vocab_size": "token_embd.weight"}
 

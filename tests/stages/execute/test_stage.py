@@ -13,6 +13,7 @@ from pipeline.replay.compare import compare
 from pipeline.replay.replaying import replay
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
+from pipeline.runtime.kv_groups import KVGroup
 from pipeline.runtime.logprob_records import embedding_bytes, logprob_bytes
 from pipeline.runtime.outbox import Outbox
 from pipeline.shm.arrays import ShmRef
@@ -55,6 +56,7 @@ def test_ready_contains_the_executors_facts(rig: Rig) -> None:
         max_num_prefill_tokens=num_tokens,
         weight_formats="f32",
         kv_dtype="float32",
+        kv_groups=[KVGroup(num_layers=3)],
     )
 
 

@@ -117,7 +117,7 @@ def test_another_rope_scaling_is_rejected(tmp_path: Path, model: LlamaForCausalL
 @pytest.mark.parametrize(
     ("metadata", "words"),
     [
-        ({"llama.expert_count": 8}, r"llama\.expert_count is 8: a mixture of experts is not supported"),
+        ({"llama.expert_count": 8}, r"llama\.expert_used_count is 0; it must be an integer from 1 to 8"),
         ({"llama.rope.scaling.type": "yarn"}, r"llama\.rope\.scaling\.type is 'yarn'"),
         ({"llama.attention.value_length": 8}, r"value_length is 8"),
         ({"llama.attention.sliding_window": "x"}, r"sliding_window is 'x', not of type"),
