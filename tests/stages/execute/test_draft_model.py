@@ -1,13 +1,16 @@
 """A draft model changes no text. If it is the model itself, all that it proposes is right."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pipeline.config.settings import ExecuteSettings, ScheduleSettings, Settings, SpeculativeSettings
 from pipeline.kernels.step_inputs import block_bytes
 from pipeline.runtime.draft_link import draft_link
+from pipeline.runtime.messages import GenerationOptions
 from pipeline.stages.execute.cpu.draft_model import DraftModel
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from tests.stages.execute import checkpoints
@@ -84,4 +87,28 @@ def test_another_model_changes_no_text(plain: CpuRunner, folder: Path, tmp_path:
     counts = pair.scheduler.speculation.counts()
     assert counts.num_draft_tokens > counts.num_accepted_tokens
     assert pair.scheduler.load().num_preemptions > 0
+    runner.close()
+
+
+def test_what_is_proposed_depends_on_the_ids_of_a_row_alone(folder: Path, tmp_path: Path) -> None:
+    """The KV of wrong proposals is computed again, also if ids were sampled in steps without proposals since."""
+    runner = speculating(folder, folder, tmp_path)
+    assert runner.speculator is not None
+    table, proposer = runner.rows, runner.speculator.proposer
+    ids = np.array(random_ids(30, 5), np.int32)
+    table.add(0, 1, 0, ids, np.arange(4, dtype=np.int32), GenerationOptions(temperature=0.0), ())
+    row, most = np.array([0], np.int32), np.array([4], np.int32)
+
+    def propose() -> list[int]:
+        return proposer.propose(row, most, time.monotonic)[0].tolist()
+
+    first = propose()
+    assert len(first) == 4
+    for num_sampled in (4, 2, 0):
+        known = int(table.num_ids[0])
+        table.ids[0, known : known + num_sampled] = [(each + 1) % 256 for each in propose()[:num_sampled]]
+        table.num_ids[0] += num_sampled
+        found = propose(), propose()
+        proposer.drop(row)
+        assert (propose(), propose()) == found
     runner.close()

@@ -9,11 +9,10 @@ import pytest
 
 from pipeline.errors import UserError
 from pipeline.kernels.step_inputs import block_bytes
-from pipeline.runtime.kv_groups import KVGroup
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.native_program import NativeProgram
 from tests.stages.execute import checkpoints, test_draft_model, test_experts, tiny_architectures
-from tests.stages.execute.native_driver import random_ids, write
+from tests.stages.execute.native_driver import random_ids
 from tests.stages.execute.pair import GREEDY, Pair, Request, make_runner
 from tests.stages.execute.test_speculation import Oracle
 
@@ -90,11 +89,10 @@ def test_a_draft_model_reads_the_group_that_keeps_all_positions(tmp_path: Path) 
 
 
 def test_a_draft_model_needs_a_group_that_keeps_all_positions(tmp_path: Path) -> None:
-    folder = tmp_path / "windows"
-    folder.mkdir()
-    write(folder, checkpoints.config_of(sliding_window=24))
+    folder, _ = tiny_architectures.write(tmp_path / "phi3", tiny_architectures.VARIANTS["phi3"])
+    runner = make_runner(folder, test_draft_model.BLOCK_BYTES, 40)
+    (group,) = runner.facts.kv_groups
+    assert group.window == 21
+    runner.close()
     with pytest.raises(UserError, match=r"execute\.kv_groups"):
         test_draft_model.speculating(folder, folder, tmp_path)
-    plain = make_runner(folder, test_draft_model.BLOCK_BYTES, 40)
-    assert plain.facts.kv_groups == [KVGroup(24, 3)]
-    plain.close()
