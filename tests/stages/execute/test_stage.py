@@ -77,9 +77,15 @@ def test_each_step_is_answered_with_its_result(rig: Rig, tiny_dir: Path) -> None
     assert made == expected
 
 
-def test_the_scheduler_is_woken_before_the_result_is_made(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    wakes: list[int] = []
-    monkeypatch.setattr(Outbox, "wake", lambda outbox: wakes.append(outbox.num_sent))
+@pytest.fixture
+def wakes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many messages had been sent before each wake. It must come before `rig`, which starts the stage."""
+    numbers: list[int] = []
+    monkeypatch.setattr(Outbox, "wake", lambda outbox: numbers.append(outbox.num_sent))
+    return numbers
+
+
+def test_the_scheduler_is_woken_before_the_result_is_made(wakes: list[int], rig: Rig) -> None:
     begin(rig)
     rig.send(make_step([(0, 0, 5, True)], adds=[row_add(0, PROMPT, [3])], step_id=1), SCHEDULE)
     rig.receive("schedule", m.StepResult)
