@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pipeline.config.settings import ExecuteSettings, ScheduleSettings, Settings, SpeculativeSettings
+from pipeline.kernels.cpu.build import default_cache_root
 from pipeline.kernels.step_inputs import block_bytes
 from pipeline.runtime.draft_link import draft_link
 from pipeline.runtime.messages import GenerationOptions
@@ -44,6 +45,9 @@ def speculating(folder: Path, draft: Path, root: Path, num_blocks: int = FEW) ->
         schedule=ScheduleSettings(max_num_seqs=16, max_num_batched_tokens=256),
         speculative=SpeculativeSettings(method="draft_model", draft=str(draft), num_speculative_tokens=4),
     )
+    kernels = default_cache_root() / "kernels"
+    kernels.mkdir(parents=True, exist_ok=True)
+    (root / "kernels").symlink_to(kernels)  # to compile nothing again
     link = draft_link(settings)
     link.parent.mkdir(parents=True, exist_ok=True)
     link.symlink_to(draft)
