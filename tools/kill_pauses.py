@@ -11,8 +11,9 @@ of different texts, and each has about --tokens tokens behind it when a stage di
 - "first": the shortest of these times
 - "quiet": the median of the longest gaps in the seconds before the kill
 - after schedule and execute "prefill": what new prompts take that are as long as all of these streams were, from the
-  first to the last one's first token. Without swap space the streams' tokens are computed again, so the pause can't be
-  shorter than that; with --set execute.swap_bytes=1GiB their KV blocks are copied back
+  first to the last one's first token. After execute, without swap space, the streams' tokens are computed again, so
+  the pause can't be shorter than that; with --set execute.swap_bytes=1GiB their KV blocks are copied back. After
+  schedule, their KV blocks are still in the executor
 - for ingest "TTFT": the time to the first token of requests sent right after the kill, and "TTFT quiet" of requests
   sent before it
 
