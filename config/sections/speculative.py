@@ -47,7 +47,7 @@ class SpeculativeSettings(Frozen, frozen=True):
         bool,
         Meta(
             description="Choose the number of tokens for each sequence by its share of accepted tokens and by the cost "
-            "of a step, 0 where speculation does not pay. Without it, num_speculative_tokens are proposed in each step."
+            "of a step, 0 where speculation does not pay. If false, each step proposes num_speculative_tokens."
         ),
     ] = True
 
