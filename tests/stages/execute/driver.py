@@ -124,7 +124,7 @@ class GivenMasks:
     def drop(self, rows: Any) -> None:
         pass
 
-    def request(self, rows: Any, ids: Any, num_ids: Any) -> None:
+    def request(self, rows: Any, ids: Any, num_ids: Any, num_drafts: Any = None) -> None:
         pass
 
     def wait(self) -> None:
