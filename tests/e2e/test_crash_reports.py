@@ -83,7 +83,7 @@ def kill(server: Server, stage: str, number: int = signal.SIGKILL) -> Path:
 def test_a_stage_that_is_killed_leaves_its_last_lines_and_a_recording(
     server: Server, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for word in ("one", "two"):
+    for word in ("walrus", "lighthouse"):
         assert complete(server, word)[0] == 200
         report = kill(server, "detokenize")
         assert report.parent == cache / CRASHES
