@@ -1,5 +1,6 @@
 """Clients that read nothing: their output is merged, others do not wait, and they are disconnected in time."""
 
+import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,8 @@ class TestSlowClients:
             peer.receive(p.Accepted)
             gate.delta(submit, "a")
             assert peer.receive(p.Failed).failure.code == "stalled"
-            assert len(due_s) == 3 and due_s[2] >= due_s[1] + 0.1 >= due_s[0] + 0.2, "each time counts from then"
+            waits_s = [round(later - earlier, 6) for earlier, later in itertools.pairwise(due_s)]
+            assert len(waits_s) == 2 and min(waits_s) >= 0.1, "each time counts from then"
             gate.rig.receive("schedule", m.Abort)
             gate.finish(submit, finish=m.Finish.ABORT)
             gate.closed()
