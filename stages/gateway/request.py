@@ -113,6 +113,8 @@ class PromptRequest(msgspec.Struct, eq=False):
     """Output of the current attempt has arrived, so schedule has it."""
     num_strikes: int = 0
     """How often a stage has died while it worked on this request."""
+    num_schedule_deaths: int = 0
+    """How often schedule has crashed while it ran this request, among others, without a new output id in between."""
     is_closed: bool = False
     """No more messages about it will arrive."""
     is_released: bool = False
