@@ -7,26 +7,41 @@ import os
 from pipeline.replay.recorder import RecordingContext, header_of
 from pipeline.runtime import messages as m
 from pipeline.runtime.memories import Memories
+from pipeline.shm import segment
+
+GROW_BYTES = 64 * 1024
+"""The file grows by this. What is not written yet is zero, which ends a recording (format.py)."""
+END_BYTES = 4096
+"""Room for the last frame, beside the maximum."""
 
 
-class DescriptorWriter:
-    """Writes frames to a descriptor at once. The supervisor owns the descriptor."""
+class MappedWriter:
+    """Writes frames into memory of the supervisor, which maps a file. A system call for each frame would take longer
+    than everything else about it."""
 
     is_closed = False
     num_pending_bytes = 0
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, max_bytes: int) -> None:
         self._fd = fd
+        self._size = 0
         self.num_bytes = 0
         self.failure = ""
+        os.ftruncate(fd, max_bytes + END_BYTES)
+        self._memory = segment.attach(fd, max_bytes + END_BYTES, writable=True)
+        os.ftruncate(fd, 0)
 
     def put(self, data: bytes) -> None:
-        self.num_bytes += len(data)
-        try:
-            while data and not self.failure:
-                data = data[os.write(self._fd, data) :]
-        except OSError as error:  # out of memory
-            self.failure = error.strerror or str(error)
+        end = self.num_bytes + len(data)
+        if end > self._size:
+            self._size = min(len(self._memory), end + GROW_BYTES)
+            try:
+                os.ftruncate(self._fd, self._size)
+            except OSError as error:
+                self.failure = error.strerror or str(error)
+        if not self.failure:
+            self._memory[self.num_bytes : end] = data
+        self.num_bytes = end
 
     def put_end(self) -> None:
         self.is_closed = True
@@ -44,7 +59,7 @@ class CrashRecording(RecordingContext):
         order = m.Record(0, "", max_bytes=box.recording_bytes, with_sent=False)
         self._fd = box.recording_fd
         header = header_of(launch, order, from_start=True)
-        super().__init__(order, header, memories, log, DescriptorWriter(self._fd))
+        super().__init__(order, header, memories, log, MappedWriter(self._fd, box.recording_bytes))
 
     def finish(self, reason: str) -> None:
         if not self.is_over:

@@ -3,7 +3,8 @@
     8 bytes of magic │ frame │ frame │ …          frame: length (u32) │ CRC-32 of the data (u32) │ data
 
 Numbers are little-endian. The data of the first frame is a `Header`, of each further one an `Entry`, as MessagePack.
-The last is an `End`. A file without one is truncated: its complete frames are valid, and the rest is ignored.
+The last is an `End`. A file without one is truncated: its complete frames are valid, and the rest is ignored. Zeros in
+place of a frame end it too: memory that was not written.
 """
 
 import zlib
@@ -124,6 +125,7 @@ class End(msgspec.Struct, array_like=True, frozen=True, tag="end"):
 
 Entry = Wake | Value | ObservedEvent | Refused | Sent | End
 
+_ZEROS = bytes(_HEAD.size)
 _encoder = msgspec.msgpack.Encoder()
 _headers: MessageDecoder[Header] = MessageDecoder(Header)
 _entries: MessageDecoder[Entry] = MessageDecoder(Entry)
@@ -193,7 +195,7 @@ class RecordingReader:
         """The data of the next frame; None at the end of the file, or where the file is damaged."""
         place = self._file.tell()
         head = self._file.read(_HEAD.size)
-        if not head:
+        if not head or head == _ZEROS:
             return None
         if len(head) == _HEAD.size:
             length, checksum = _HEAD.unpack(head)
