@@ -126,7 +126,9 @@ class End(msgspec.Struct, array_like=True, frozen=True, tag="end"):
 Entry = Wake | Value | ObservedEvent | Refused | Sent | End
 
 _ZEROS = bytes(_HEAD.size)
+_DOUBLE = Struct(">d")
 _encoder = msgspec.msgpack.Encoder()
+_CLOCK_BEGIN = _encoder.encode(Value("monotonic", 0.0))[: -_DOUBLE.size]
 _headers: MessageDecoder[Header] = MessageDecoder(Header)
 _entries: MessageDecoder[Entry] = MessageDecoder(Entry)
 
@@ -134,6 +136,12 @@ _entries: MessageDecoder[Entry] = MessageDecoder(Entry)
 def frame(struct: Header | Entry) -> bytes:
     """Encode a frame."""
     data = _encoder.encode(struct)
+    return _HEAD.pack(len(data), zlib.crc32(data)) + data
+
+
+def clock_frame(now_s: float) -> bytes:
+    """`frame` of a `Value` of the monotonic clock, which is the most frequent entry."""
+    data = _CLOCK_BEGIN + _DOUBLE.pack(now_s)
     return _HEAD.pack(len(data), zlib.crc32(data)) + data
 
 
