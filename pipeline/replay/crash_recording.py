@@ -4,8 +4,10 @@ message that kills the process is in the recording."""
 import logging
 import os
 import time
+from typing import Any
 
 from pipeline.replay import format as f
+from pipeline.replay.arrays import copies
 from pipeline.replay.recorder import RecordingContext, header_of
 from pipeline.runtime import messages as m
 from pipeline.runtime.memories import Memories
@@ -41,6 +43,15 @@ class MappedWriter:
         if not self.failure:
             self._memory[begin:end] = data
 
+    def put_raw(self, kind: int, data: bytes) -> None:
+        begin = self.num_bytes
+        self.num_bytes = end = begin + f.HEAD_BYTES + len(data)
+        if end > self._size:
+            self._grow()
+        if not self.failure:
+            self._memory[begin + f.HEAD_BYTES : end] = data
+            f.put_raw_head(self._memory, begin, len(data), kind)
+
     def _grow(self) -> None:
         self._size = min(len(self._memory), self.num_bytes + GROW_BYTES)
         try:
@@ -67,33 +78,33 @@ class CrashRecording(RecordingContext):
         # What the stage sends is left out, to save room: a replay does not need it.
         order = m.Record(0, "", max_bytes=box.recording_bytes, with_sent=False)
         self._fd = box.recording_fd
+        self._mapped = MappedWriter(self._fd, box.recording_bytes)
         header = header_of(launch, order, from_start=True)
-        super().__init__(order, header, memories, log, MappedWriter(self._fd, box.recording_bytes))
+        super().__init__(order, header, memories, log, self._mapped)
+        self._senders: dict[str, bytes] = {}
 
     def monotonic(self) -> float:
         now_s = time.monotonic()
         if not self.is_over:
-            self._put_data(f.clock_frame(now_s))
+            self._put_raw(f.CLOCK, f.clock_data(now_s))
         return now_s
 
-    def took(self) -> None:
-        if self.is_over:
-            return
-        wake, self._wake = self._wake, ([], [], [], [])
-        self._put_data(f.frame(f.Wake(time.monotonic_ns() - self._begun_ns, *wake)))
-
-    def _put(self, entry: f.Entry) -> None:
+    def received(self, sender: str, incarnation: int, body: bytes, message: Any) -> None:
         if not self.is_over:
-            self._put_data(f.frame(entry))
+            name = self._senders.get(sender) or self._senders.setdefault(sender, sender.encode())
+            self._put_raw(f.MESSAGE, f.message_data(name, incarnation, body, copies(message, self._memories)))
 
-    def _put_data(self, data: bytes) -> None:
-        writer = self._writer
-        if writer.num_bytes + len(data) > self._max_bytes:
+    def took(self) -> None:
+        if not self.is_over:
+            self._put_raw(f.WAKE, f.wake_data(time.monotonic_ns() - self._begun_ns))
+
+    def _put_raw(self, kind: int, data: bytes) -> None:
+        if self._mapped.num_bytes + f.HEAD_BYTES + len(data) > self._max_bytes:
             self.finish("it reached its size limit")
             return
-        writer.put(data)
-        if writer.failure:
-            self.finish(f"it could not be written: {writer.failure}")
+        self._mapped.put_raw(kind, data)
+        if self._mapped.failure:
+            self.finish(f"it could not be written: {self._mapped.failure}")
 
     def finish(self, reason: str) -> None:
         if not self.is_over:

@@ -278,8 +278,3 @@ def test_a_difference_is_reported_with_its_place_and_both_messages(tmp_path: Pat
     assert compare(ours, cut).are_same, "the entries after the cut are ignored"
     assert compare(ours, cut).num_same == 2
     assert not compare(ours, arrays).are_same
-
-
-@pytest.mark.parametrize("now_s", [0.0, 1.5, 123456.789012345])
-def test_the_frame_of_a_clock_is_that_of_its_value(now_s: float) -> None:
-    assert f.clock_frame(now_s) == f.frame(f.Value("monotonic", now_s))
