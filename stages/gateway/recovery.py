@@ -11,7 +11,7 @@ Aborts are repeated too. A request that was in work at two deaths of one kind of
 
 Schedule works on many requests at once. When it has crashed, all of those are suspects. Its successor runs suspects in
 groups, which get smaller with each death (stages/schedule/quarantine.py), and leaves the names of the group if it dies
-too. A suspect with a new output id is cleared.
+too. A suspect with some new output ids is cleared.
 """
 
 from http import HTTPStatus
@@ -29,7 +29,7 @@ from pipeline.stages.gateway.request_table import RequestTable, log_fields
 MAX_STRIKES = 2
 """Deaths of a stage while it worked on a request, before the request fails."""
 MAX_SCHEDULE_DEATHS = 4
-"""Deaths of schedule while it ran a request among others, without a new id in between, before the request fails. One
+"""Deaths of schedule while it ran a request among others, without progress in between, before the request fails. One
 less if it was the only suspect of the last one."""
 
 
@@ -94,7 +94,7 @@ class Recovery:
             prompt_request = self._requests.get(request_id)
             if prompt_request is None or prompt_request.is_closed:
                 continue
-            prompt_request.num_schedule_deaths += 1
+            prompt_request.suspect()
             if prompt_request.num_schedule_deaths >= limit:
                 self._fail(prompt_request, "schedule", prompt_request.num_schedule_deaths)
 
@@ -113,5 +113,5 @@ def next_attempt(prompt_request: PromptRequest) -> m.Submit:
         submit,
         attempt=submit.attempt + 1,
         outputs=outputs if any(outputs) else list(submit.outputs),
-        num_schedule_deaths=prompt_request.num_schedule_deaths,
+        num_schedule_deaths=prompt_request.suspicions,
     )

@@ -158,7 +158,6 @@ class ResultHandler:
                         continue
                 request.has_begun = True
                 if num_ids := message.num_ids[i]:
-                    prompt_request.num_schedule_deaths = 0
                     last_s, num_gaps = sequence.last_s, num_ids
                     if not last_s:
                         sequence.first, sequence.first_s = first_of.get(i), now_s

@@ -123,7 +123,7 @@ class SequenceLifecycle:
         rows = self._rows
         new = rows.order[rows.known[rows.order] == rows.num_given[rows.order]].tolist()
         uncleared = dict.fromkeys(one.request.request_id for row in new if (one := rows.sequences[row]) is not None)
-        self.quarantine.add(request.request_id, num_deaths, uncleared)
+        self.quarantine.add(request.request_id, num_deaths, uncleared, request.n)
         if not was_active:
             self.preemptor.reset()  # those that rows were preempted for are held, too
             waiting, self.waiting = self.waiting, WaitingQueue(self._policy, self._long_prompt_tokens)
@@ -224,7 +224,7 @@ class SequenceLifecycle:
         for sample in self.parallel_samples.take_next(request, has_computed=len(sequence.ids) > sequence.num_given):
             self._wait(sample)
         if self.quarantine.is_active and not request.open_sequences:
-            self.quarantine.settled(request.request_id)
+            self.quarantine.ended(request.request_id)
         self._metrics.observe_finished(sequence, finish, self.now_s)
 
     def _remove_queued(self, sequence: Sequence) -> None:

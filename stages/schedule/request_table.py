@@ -109,7 +109,7 @@ class RequestStates:
             for index in range(options.n)
         ]
         if not request.open_sequences:  # the client has all output already
-            self._lifecycle.quarantine.settled(request.request_id)
+            self._lifecycle.quarantine.ended(request.request_id)
         return openings
 
     def _attempt_of(self, request_id: int) -> int:

@@ -22,7 +22,7 @@ class Submit(Message, frozen=True, tag="submit"):
     prompt_options: PromptOptions = PromptOptions()
     gateway_incarnation: int = 1
     num_schedule_deaths: int = 0
-    """How often schedule has crashed while it ran this request, without a new output id in between."""
+    """How often schedule has crashed while it ran this request, with few new output ids in between."""
 
 
 IngestInbox = Submit | Abort | Release | PeerRestarted | Start | Ping | Stop
