@@ -88,7 +88,8 @@ class SupervisorSettings(Frozen, frozen=True):
         bool,
         Meta(
             description="Record stages also before they have died once, so that the first crash report has a recording "
-            "too. This takes about a fifth more CPU time in all stages but execute.",
+            "too. This takes a few percent more CPU time in all stages but execute, and up to crash_recording_bytes of "
+            "memory for each process.",
         ),
     ] = False
 

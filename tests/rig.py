@@ -4,7 +4,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -178,7 +178,7 @@ class Rig:
         self.send(m.Start(facts))
         return ready
 
-    def restart(self, name: str, suspect: int | None = None) -> None:
+    def restart(self, name: str, suspect: int | None = None, suspects: Iterable[int] = ()) -> None:
         """Replace a neighbour's process, such as `schedule.0`: tell the stage, and wait until it has answered. What was
         sent to the dead process is lost."""
         epoch = next(_numbers)
@@ -190,7 +190,8 @@ class Rig:
             self._inboxes[key] = Inbox[Any](self._context, address, INBOXES[name.partition(".")[0]])
             self._queues[key].clear()
         bound = topology.bound_of(self.settings)
-        self.send(m.PeerRestarted(epoch, m.PeerInbox(name, address, bound), incarnation, [], suspect=suspect))
+        peer = m.PeerInbox(name, address, bound)
+        self.send(m.PeerRestarted(epoch, peer, incarnation, [], suspect=suspect, suspects=list(suspects)))
         reconnected = self.receive("supervisor", m.Reconnected)
         assert reconnected == m.Reconnected(epoch)
 

@@ -103,7 +103,7 @@ async def _round(server: Served, args: argparse.Namespace, number: int) -> dict[
                     task.cancel()
                 await asyncio.gather(*running, return_exceptions=True)
             await asyncio.sleep(1.0)
-            if stage in ("schedule", "execute"):
+            if stage in ("schedule", "execute") and not args.no_prefill:
                 found[stage]["prefill"] = await _prefill(session, streams, seed)
     return found
 
@@ -192,6 +192,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=types.positive, default=128, metavar="N", help="by default %(default)s")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the server")
     parser.add_argument("--restart", action="store_true", help="restart the stages on purpose")
+    parser.add_argument("--no-prefill", action="store_true", help="don't measure what prefill takes")
     parser.add_argument("--json", metavar="FILE", help="write all values to this file")
     args = parser.parse_args(arguments)
     return exit_code("kill_pauses", lambda: run(args))

@@ -3,7 +3,15 @@
     8 bytes of magic │ frame │ frame │ …          frame: length (u32) │ CRC-32 of the data (u32) │ data
 
 Numbers are little-endian. The data of the first frame is a `Header`, of each further one an `Entry`, as MessagePack.
-The last is an `End`. A file without one is truncated: its complete frames are valid, and the rest is ignored.
+The last is an `End`. A file without one is truncated: its complete frames are valid, and the rest is ignored. Zeros in
+place of a frame end it too: memory that was not written.
+
+The recording of a crash also has raw frames, which take less time to write. They have a kind instead of a checksum, and
+`RAW` is set in their length:
+
+    MESSAGE   incarnation, sizes │ sender │ body │ size (u32), bytes of each shared array      part of the next Wake
+    WAKE      time_ns (u64)                                                                    all of its messages came
+    CLOCK     seconds (f64)                                                                    a Value of `monotonic`
 """
 
 import zlib
@@ -28,6 +36,11 @@ FORMAT = 2
 MAX_FRAME_BYTES = 2**30
 """Upper limit of an entry's size. A larger length means that the file is damaged."""
 _HEAD = Struct("<II")
+RAW = 2**31
+MESSAGE, WAKE, CLOCK = 1, 2, 3
+_MESSAGE = Struct("<QIHH")
+_SIZE = Struct("<I")
+_NS, _SECONDS = Struct("<Q"), Struct("<d")
 
 
 class SegmentSize(msgspec.Struct, array_like=True, frozen=True):
@@ -124,6 +137,7 @@ class End(msgspec.Struct, array_like=True, frozen=True, tag="end"):
 
 Entry = Wake | Value | ObservedEvent | Refused | Sent | End
 
+_ZEROS = bytes(_HEAD.size)
 _encoder = msgspec.msgpack.Encoder()
 _headers: MessageDecoder[Header] = MessageDecoder(Header)
 _entries: MessageDecoder[Entry] = MessageDecoder(Entry)
@@ -133,6 +147,42 @@ def frame(struct: Header | Entry) -> bytes:
     """Encode a frame."""
     data = _encoder.encode(struct)
     return _HEAD.pack(len(data), zlib.crc32(data)) + data
+
+
+def message_data(sender: bytes, incarnation: int, body: bytes, arrays: list[bytes]) -> bytes:
+    """The data of a raw frame MESSAGE."""
+    parts = [_MESSAGE.pack(incarnation, len(body), len(sender), len(arrays)), sender, body]
+    for one in arrays:
+        parts += (_SIZE.pack(len(one)), one)
+    return b"".join(parts)
+
+
+wake_data, clock_data = _NS.pack, _SECONDS.pack
+"""The data of raw frames WAKE and CLOCK."""
+
+
+def put_raw_head(memory: memoryview, place: int, size: int, kind: int) -> None:
+    """Write the head of a raw frame. The data comes first: a process may die in between."""
+    _HEAD.pack_into(memory, place, RAW | size, kind)
+
+
+HEAD_BYTES = _HEAD.size
+
+
+def _add_message(wake: Wake, data: bytes) -> None:
+    incarnation, size, sender_size, num_arrays = _MESSAGE.unpack_from(data)
+    begin = _MESSAGE.size + sender_size
+    wake.senders.append(data[_MESSAGE.size : begin].decode())
+    wake.incarnations.append(incarnation)
+    wake.bodies.append(data[begin : begin + size])
+    begin += size
+    arrays = []
+    for _ in range(num_arrays):
+        (size,) = _SIZE.unpack_from(data, begin)
+        begin += _SIZE.size
+        arrays.append(data[begin : begin + size])
+        begin += size
+    wake.arrays.append(arrays)
 
 
 def client(number: int) -> str:
@@ -160,6 +210,8 @@ class RecordingReader:
         self.flaw = ""
         """Why the file ends without an `End`; empty if it has one."""
         self.end: End | None = None
+        self._kind = 0
+        """Of the last frame, if it is raw."""
         try:
             self._file: BinaryIO = self.path.open("rb")
         except (OSError, ValueError) as error:
@@ -193,16 +245,18 @@ class RecordingReader:
         """The data of the next frame; None at the end of the file, or where the file is damaged."""
         place = self._file.tell()
         head = self._file.read(_HEAD.size)
-        if not head:
+        if not head or head == _ZEROS:
             return None
         if len(head) == _HEAD.size:
             length, checksum = _HEAD.unpack(head)
+            self._kind = checksum if length & RAW else 0
+            length &= ~RAW
             if length > MAX_FRAME_BYTES:
                 self.flaw = f"it is damaged at byte {place}; what follows is ignored"
                 return None
             data = self._file.read(length)
             if len(data) == length:
-                if zlib.crc32(data) == checksum:
+                if self._kind or zlib.crc32(data) == checksum:
                     return data
                 self.flaw = f"it is damaged at byte {place}; what follows is ignored"
                 return None
@@ -210,7 +264,21 @@ class RecordingReader:
         return None
 
     def __iter__(self) -> Iterator[Entry]:
+        wake = Wake(0, [], [], [], [])
         while (data := self._frame()) is not None:
+            match self._kind:
+                case 0:
+                    pass
+                case _ if self._kind == MESSAGE:
+                    _add_message(wake, data)
+                    continue
+                case _ if self._kind == WAKE:
+                    yield msgspec.structs.replace(wake, time_ns=_NS.unpack(data)[0])
+                    wake = Wake(0, [], [], [], [])
+                    continue
+                case _:
+                    yield Value("monotonic", _SECONDS.unpack(data)[0])
+                    continue
             try:
                 entry = _entries.decode(data)
             except msgspec.DecodeError as error:

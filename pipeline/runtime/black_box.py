@@ -1,9 +1,9 @@
 """What a process leaves behind when it dies: memory of the supervisor that the process writes, and that outlives it.
 
-    breadcrumbs (one for each thread that works on requests) │ position │ the last log lines, as a ring
+    breadcrumbs (one for each thread that works on requests) │ position │ the last log lines, as a ring │ suspects
 
 A breadcrumb names the request that a thread is working on. It is set before the work and cleared after it, but not if
-the work raises: then it stays, as after a kill.
+the work raises: then it stays, as after a kill. The suspects are the requests of work that is for many at once.
 """
 
 import logging
@@ -11,6 +11,8 @@ import mmap
 import os
 import sys
 import time
+from array import array
+from collections.abc import Collection
 from struct import Struct
 from typing import NamedTuple
 
@@ -31,7 +33,12 @@ _POSITION = Struct("<Q")
 """Number of bytes that were ever written to the ring."""
 _POSITION_AT = CRUMB_BYTES * NUM_CRUMBS
 _LOG_AT = _POSITION_AT + CRUMB_BYTES
-NUM_BYTES = -(-(_LOG_AT + LOG_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
+MAX_SUSPECTS = 8192
+"""More are not listed: twice as many as can run."""
+_NUM_SUSPECTS = Struct("<Q")
+_ID = Struct("<Q")
+_SUSPECTS_AT = _LOG_AT + LOG_BYTES
+NUM_BYTES = -(-(_SUSPECTS_AT + _NUM_SUSPECTS.size + MAX_SUSPECTS * _ID.size) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class Suspect(NamedTuple):
@@ -73,6 +80,31 @@ class Breadcrumb:
     def clear(self) -> None:
         """The thread works on no request."""
         self._memory[: len(_NONE)] = _NONE
+
+
+class SuspectList:
+    """The requests that a process is working on together: if it dies, each of them may be the reason. An id may be
+    listed several times."""
+
+    def __init__(self, memory: memoryview) -> None:
+        """`memory` is that of a black box."""
+        self._memory = memory[_SUSPECTS_AT:]
+        self._num = 0
+
+    def __len__(self) -> int:
+        return self._num
+
+    def add(self, request_id: int) -> None:
+        if self._num < MAX_SUSPECTS:
+            _ID.pack_into(self._memory, _NUM_SUSPECTS.size + self._num * _ID.size, request_id)
+            self._num += 1
+            _NUM_SUSPECTS.pack_into(self._memory, 0, self._num)
+
+    def replace(self, request_ids: Collection[int]) -> None:
+        """List these, and no others."""
+        ids = array("Q", request_ids)[:MAX_SUSPECTS]
+        self._num = len(ids)
+        self._memory[: _NUM_SUSPECTS.size + len(ids) * _ID.size] = _NUM_SUSPECTS.pack(len(ids)) + ids.tobytes()
 
 
 class LogRing:
@@ -117,6 +149,17 @@ def suspect_of(box: BlackBox) -> Suspect | None:
     crumbs = [_CRUMB.unpack_from(data, place * CRUMB_BYTES) for place in range(len(data) // CRUMB_BYTES)]
     begun_ns, request_id, attempt = max(crumbs, default=(0, 0, 0))
     return Suspect(request_id, attempt) if begun_ns else None
+
+
+def suspects_of(box: BlackBox) -> list[int]:
+    """The ids of the requests that the process had listed, in no order."""
+    return suspects_in(os.pread(box.memory_fd, NUM_BYTES, 0))
+
+
+def suspects_in(memory: bytes | memoryview) -> list[int]:
+    """The same, from the memory of a black box."""
+    (num,) = _NUM_SUSPECTS.unpack_from(memory, _SUSPECTS_AT)
+    return list(set(array("Q", bytes(memory[_SUSPECTS_AT + _NUM_SUSPECTS.size :][: num * _ID.size]))))
 
 
 def last_lines(box: BlackBox) -> bytes:

@@ -49,6 +49,7 @@ class Stage(Generic[T]):
         """Of the loop."""
         self.thread_breadcrumb = black_box.Breadcrumb(memory, black_box.THREAD)
         """Of the thread beside the loop, in stages that have one which works on requests."""
+        self.suspects = black_box.SuspectList(memory)
         self.control_requests = ControlRequests(self)
         """Answers control requests. A stage with counts of its own sets `control_requests.own_counts`."""
         self.replay_context = ReplayContext()

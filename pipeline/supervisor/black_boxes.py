@@ -52,6 +52,11 @@ class BlackBoxes:
         suspect = None if box is None else black_box.suspect_of(box)
         return None if suspect is None else suspect.request_id
 
+    def suspects_of(self, name: str, incarnation: int) -> list[int]:
+        """The ids of the requests that a process is working on together, or was when it died."""
+        box = self._boxes.get((name, incarnation))
+        return [] if box is None else black_box.suspects_of(box)
+
     def keep_only(self, name: str, incarnation: int) -> None:
         """Free the black boxes of all other processes of this name."""
         for one, number in list(self._boxes):

@@ -70,6 +70,8 @@ class SharedResources:
         self.black_boxes = BlackBoxes(settings)
         self._suspects: dict[str, int | None] = {}
         """The requests that the last process of each stage was working on when it died."""
+        self._suspects_together: dict[str, list[int]] = {}
+        """The same, if it has crashed and had several in work."""
         self._crashed: set[str] = set()
         """The stages whose last process died at work."""
         self._settings_of: dict[tuple[str, int], Settings] = {}
@@ -142,6 +144,7 @@ class SharedResources:
         # Receivers drop what comes from the next number too (Inbox.removed).
         self._last_incarnations[name] = max(self._last_incarnations.get(name, 0), self._removed[name]) + 1
         self._crashed.discard(name)
+        self._suspects_together.pop(name, None)
         del self.addresses[name]
         self.black_boxes.free(name)
         self._settings_before.pop(name, None)
@@ -152,16 +155,19 @@ class SharedResources:
         """Make channels for the successor of this process, which was at work if it `has_crashed`. Nothing of the dead
         process is used again: the others may still read what it wrote. Raises MemoryError."""
         suspect = self.black_boxes.suspect_of(name, self.incarnations[name])
+        together = self.black_boxes.suspects_of(name, self.incarnations[name])
         self.discard(self.replace(name))
         self._suspects[name] = suspect
         if has_crashed:
             self._crashed.add(name)
+            self._suspects_together[name] = together if suspect is None else []
 
     def replace(self, name: str) -> Channels:
         """Make channels for the successor of this process. Returns those until now, which the caller gives to `discard`
         or `restore`. Raises MemoryError."""
         before = self._channels_of(name)
         self._suspects[name] = None
+        self._suspects_together.pop(name, None)
         self._crashed.discard(name)
         self._settings_before[name] = self._settings_of.get((name, before.incarnation), self.settings)
         self.incarnations[name] = self._last_incarnations.get(name, before.incarnation) + 1
@@ -229,8 +235,13 @@ class SharedResources:
         peer = m.PeerInbox(name, self.addresses[name] if sends else "", topology.bound_of(self.settings))
         suspect = self._suspects.get(name)
         restarted = m.PeerRestarted(epoch, peer, self.incarnations[name], rings, arena, suspect)
-        has_other_settings, has_crashed = self._has_other_settings(name), name in self._crashed
-        return msgspec.structs.replace(restarted, has_other_settings=has_other_settings, has_crashed=has_crashed), fds
+        suspects = self._suspects_together.get(name, []) if receiver.startswith("gateway.") else []
+        return msgspec.structs.replace(
+            restarted,
+            has_other_settings=self._has_other_settings(name),
+            has_crashed=name in self._crashed,
+            suspects=suspects,
+        ), fds
 
     def _has_other_settings(self, name: str) -> bool:
         """Whether a stage's settings have changed since the process before the newest one was launched."""

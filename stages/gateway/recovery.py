@@ -8,6 +8,10 @@ Each attempt is submitted only once, so one scheduler at most runs it. Ids of tw
 on a GPU.
 
 Aborts are repeated too. A request that was in work at two deaths of one kind of stage probably causes them: it fails.
+
+Schedule works on many requests at once. When it has crashed, all of those are suspects. Its successor runs suspects in
+groups, which get smaller with each death (stages/schedule/quarantine.py), and leaves the names of the group if it dies
+too. A suspect with some new output ids is cleared.
 """
 
 from http import HTTPStatus
@@ -24,6 +28,9 @@ from pipeline.stages.gateway.request_table import RequestTable, log_fields
 
 MAX_STRIKES = 2
 """Deaths of a stage while it worked on a request, before the request fails."""
+MAX_SCHEDULE_DEATHS = 4
+"""Deaths of schedule while it ran a request among others, without progress in between, before the request fails. One
+less if it was the only suspect of the last one."""
 
 
 class Recovery:
@@ -45,6 +52,7 @@ class Recovery:
         stage, _, replica = message.peer.name.partition(".")
         if message.suspect is not None:
             self._strike(message.suspect, stage)
+        self._accuse(message.suspects)
         match stage:
             case "ingest":
                 self._requests.drop_unsent(message.peer.name)
@@ -77,10 +85,24 @@ class Recovery:
             return
         prompt_request.num_strikes += 1
         if prompt_request.num_strikes >= MAX_STRIKES:
-            message = f"{stage} died {prompt_request.num_strikes} times while it worked on this request"
-            self._stage.log.error("failed", extra=log_fields(prompt_request, why=message))
-            prompt_request.request.fail(ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message, code="stage_died"))
-            self._requests.give_up(prompt_request)
+            self._fail(prompt_request, stage, prompt_request.num_strikes)
+
+    def _accuse(self, suspects: list[int]) -> None:
+        """Schedule has crashed while it ran these requests, some of which may be of other gateways."""
+        limit = MAX_SCHEDULE_DEATHS - (len(suspects) == 1)
+        for request_id in suspects:
+            prompt_request = self._requests.get(request_id)
+            if prompt_request is None or prompt_request.is_closed:
+                continue
+            prompt_request.suspect()
+            if prompt_request.num_schedule_deaths >= limit:
+                self._fail(prompt_request, "schedule", prompt_request.num_schedule_deaths)
+
+    def _fail(self, prompt_request: PromptRequest, stage: str, num_deaths: int) -> None:
+        message = f"{stage} died {num_deaths} times while it worked on this request"
+        self._stage.log.error("failed", extra=log_fields(prompt_request, why=message))
+        prompt_request.request.fail(ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message, code="stage_died"))
+        self._requests.give_up(prompt_request)
 
 
 def next_attempt(prompt_request: PromptRequest) -> m.Submit:
@@ -88,5 +110,8 @@ def next_attempt(prompt_request: PromptRequest) -> m.Submit:
     submit = prompt_request.submit
     outputs: list[m.Array] = [bytes(sequence.ids) for sequence in prompt_request.sequences]
     return msgspec.structs.replace(
-        submit, attempt=submit.attempt + 1, outputs=outputs if any(outputs) else list(submit.outputs)
+        submit,
+        attempt=submit.attempt + 1,
+        outputs=outputs if any(outputs) else list(submit.outputs),
+        num_schedule_deaths=prompt_request.suspicions,
     )

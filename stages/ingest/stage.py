@@ -298,6 +298,7 @@ class IngestStage:
             outputs=[self._stage.arrays.put(output, readers=(SCHEDULE,)) for output in outputs],
             finishes=finishes,
             gateway_incarnation=submit.gateway_incarnation,
+            num_schedule_deaths=submit.num_schedule_deaths,
         )
         self._retry_queue.send(self._stage.outbox("schedule"), admit)
 

@@ -8,11 +8,12 @@
                                          swapped
 
 When the executor has died, running sequences wait again. Those that must not run beside suspects (quarantine.py) are
-held back meanwhile.
+held back meanwhile, also when schedule itself has died.
 """
 
 import numpy as np
 
+from pipeline.runtime.black_box import SuspectList
 from pipeline.runtime.messages import Finish
 from pipeline.stages.schedule.arrays import Ids
 from pipeline.stages.schedule.kv_cache.manager import ComputedPrefix, ExecutorLoss, KVCacheManager
@@ -31,6 +32,9 @@ from pipeline.stages.schedule.rows import RowTracker
 from pipeline.stages.schedule.scheduler_config import UNLIMITED, SchedulerConfig
 from pipeline.stages.schedule.step_entries import InFlightSteps
 
+MAX_STALE_SUSPECTS = 64
+"""Ended sequences in the list of suspects before it is written anew."""
+
 
 class SequenceLifecycle:
     """Owns the queues of sequences without a row. Every sequence that has not finished is in exactly one place."""
@@ -45,7 +49,9 @@ class SequenceLifecycle:
         output_buffer: OutputBuffer,
         in_flight: InFlightSteps,
         metrics: ScheduleMetrics,
+        suspects: SuspectList,
     ) -> None:
+        """`suspects` names the requests that may be the reason if this process dies."""
         self.waiting = WaitingQueue(policy, config.long_prompt_tokens)
         self.swapped = SequenceQueue()
         self.held = SequenceQueue()
@@ -65,6 +71,9 @@ class SequenceLifecycle:
         self._output_buffer = output_buffer
         self._in_flight = in_flight
         self._metrics = metrics
+        self._suspects = suspects
+        self._was_quarantined = False
+        """Whether the suspects were not all that ran, when they were listed."""
 
     @property
     def num_waiting(self) -> int:
@@ -107,6 +116,31 @@ class SequenceLifecycle:
         is_held = self.quarantine.excludes(sequence.request.request_id)
         (self.held if is_held else self.waiting).add(sequence)
 
+    def suspect(self, request: RequestState, num_deaths: int) -> None:
+        """A new request was running when schedule died, `num_deaths` times in a row: it runs beside few others at
+        first. Call it before its sequences are added."""
+        was_active = self.quarantine.is_active
+        rows = self._rows
+        new = rows.order[rows.known[rows.order] == rows.num_given[rows.order]].tolist()
+        uncleared = dict.fromkeys(one.request.request_id for row in new if (one := rows.sequences[row]) is not None)
+        self.quarantine.add(request.request_id, num_deaths, uncleared, request.n)
+        if not was_active:
+            self.preemptor.reset()  # those that rows were preempted for are held, too
+            waiting, self.waiting = self.waiting, WaitingQueue(self._policy, self._long_prompt_tokens)
+            for sequence in waiting.sequences:
+                self._wait(sequence)
+
+    def list_suspects(self) -> None:
+        """Write down who may be the reason if this process dies: who runs and is not cleared. Call it at the end of
+        each wake, when its output is sent. Until then, those that were cleared in it, and those that have ended, stay
+        suspects. Without a quarantine, ended ones may stay longer."""
+        is_quarantined = self.quarantine.is_active
+        if not (is_quarantined or self._was_quarantined or len(self._suspects) > len(self._rows) + MAX_STALE_SUSPECTS):
+            return
+        running = {one.request.request_id for one in self._rows.sequences if one is not None}
+        self._suspects.replace([one for one in running if not self.quarantine.excludes(one)])
+        self._was_quarantined = is_quarantined
+
     def release_held(self) -> None:
         """If the suspects that ran are cleared, let the next ones run, or all."""
         if self.quarantine.next_group():
@@ -130,6 +164,7 @@ class SequenceLifecycle:
             self.num_cached_tokens += sequence.num_cached
         # The shared blocks are in the prefix cache already.
         row = self._rows.start(sequence, tables, found.num_computed, found.num_shared, self._long_prompt_tokens)
+        self._suspects.add(sequence.request.request_id)
         self.preemptor.forget(sequence)
         queue.remove(sequence)
         self.waiting.count_skipped()
@@ -189,7 +224,7 @@ class SequenceLifecycle:
         for sample in self.parallel_samples.take_next(request, has_computed=len(sequence.ids) > sequence.num_given):
             self._wait(sample)
         if self.quarantine.is_active and not request.open_sequences:
-            self.quarantine.settled(request.request_id)
+            self.quarantine.ended(request.request_id)
         self._metrics.observe_finished(sequence, finish, self.now_s)
 
     def _remove_queued(self, sequence: Sequence) -> None:

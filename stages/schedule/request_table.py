@@ -100,12 +100,17 @@ class RequestStates:
             prompt_record_bytes=prompt_record_bytes(options),
         )
         self.by_id[request.request_id] = request
-        return [
+        if message.num_schedule_deaths:
+            self._lifecycle.suspect(request, message.num_schedule_deaths)
+        openings: list[m.Open | m.Refuse] = [
             self._open(request, index, limit, outputs[index], Finish(message.finishes[index]))
             if outputs
             else self._open(request, index, limit, NO_IDS, Finish.NONE)
             for index in range(options.n)
         ]
+        if not request.open_sequences:  # the client has all output already
+            self._lifecycle.quarantine.ended(request.request_id)
+        return openings
 
     def _attempt_of(self, request_id: int) -> int:
         """The attempt of a request that was admitted or refused and is not closed; 0 if there is none."""

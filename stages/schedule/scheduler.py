@@ -17,7 +17,7 @@ import numpy as np
 
 from pipeline.metrics.stats import ScheduleCounts
 from pipeline.runtime import messages as m
-from pipeline.runtime.black_box import CRUMB_BYTES, Breadcrumb
+from pipeline.runtime.black_box import CRUMB_BYTES, NUM_BYTES, Breadcrumb, SuspectList
 from pipeline.runtime.topology import EXECUTE
 from pipeline.shm.arrays import Array
 from pipeline.stages.schedule.arrays import Put, PutFor, Take
@@ -66,6 +66,7 @@ class Scheduler:
         swap_index: IndexMemory = NO_MEMORY,
         executor: int = 1,
         breadcrumb: Breadcrumb | None = None,
+        suspects: SuspectList | None = None,
     ) -> None:
         put_step = put_for(EXECUTE)
         self._put_for = put_for
@@ -85,7 +86,15 @@ class Scheduler:
         self.output_buffer = output_buffer = OutputBuffer(rows, put_output)
         costs = PreemptionCosts(config.preemption, rows, self.cost_model, manager, config.block_size)
         self.lifecycle = lifecycle = SequenceLifecycle(
-            config, policy, rows, manager, costs, output_buffer, in_flight, self.metrics
+            config,
+            policy,
+            rows,
+            manager,
+            costs,
+            output_buffer,
+            in_flight,
+            self.metrics,
+            SuspectList(memoryview(bytearray(NUM_BYTES))) if suspects is None else suspects,
         )
         grants = TokenGrants(config, policy, rows, lifecycle, self.cost_model)
         builder = StepBuilder(rows, manager.copies, in_flight, self.metrics, put_step, incarnation)

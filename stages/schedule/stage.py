@@ -125,6 +125,7 @@ class ScheduleStage:
             swap_index=self._index(topology.OFFLOAD_INDEX, "offloaded"),
             executor=stage.launch.incarnations.get(topology.EXECUTE, 1),
             breadcrumb=stage.breadcrumb,
+            suspects=stage.suspects,
         )
         self._incarnations = dict(stage.launch.incarnations)
         """Of the gateways' processes, by name; 1 if a name is missing."""
@@ -153,6 +154,7 @@ class ScheduleStage:
             self._account()
             self._log_preemptions()
             report_is_due = not self._report()
+            self._scheduler.lifecycle.list_suspects()
             self._stage.release()
             if (trace := self._stage.trace).on:
                 trace.span("wake", begin_s, time.monotonic(), {"messages": len(messages)})

@@ -25,7 +25,7 @@ ID_BYTES = 4
 INCOMPLETE = "\ufffd"
 """The text of an incomplete character."""
 ENOUGH_DEATHS = 3
-"""Of the executor, for a request to fail; see stages/schedule/quarantine.py."""
+"""Of the executor or of schedule, for a request to fail; see stages/schedule/quarantine.py."""
 
 
 class Outcome(msgspec.Struct):
@@ -72,6 +72,8 @@ class Case(msgspec.Struct, eq=False):
     options: m.GenerationOptions
     outcomes: list[Outcome]
     """By index."""
+    has_killed: bool = False
+    """Schedule has died of it."""
     is_too_long: bool = False
     """Schedule refuses it."""
     nums_given: list[int] = []
@@ -125,9 +127,10 @@ class Case(msgspec.Struct, eq=False):
 class Ledger:
     """The requests of one gateway's process."""
 
-    def __init__(self, num_deaths: dict[str, int]) -> None:
-        """`num_deaths` are those of the whole run, by stage."""
+    def __init__(self, num_deaths: dict[str, int], num_random_deaths: dict[str, int]) -> None:
+        """`num_deaths` are those of the whole run, by stage; `num_random_deaths` are those that no request caused."""
         self._num_deaths = num_deaths
+        self._num_random_deaths = num_random_deaths
         self.cases: list[Case] = []
         self._by_id: dict[int, Case] = {}
         self._closings: set[tuple[str, int, int, int]] = set()
@@ -198,10 +201,15 @@ class Ledger:
         where = f"request {case.number}"
         if (failure := request.failure) is not None:
             is_killer = self._num_deaths.get("execute", 0) >= ENOUGH_DEATHS and EXECUTOR_DIED in failure.message
+            if failure.code == "stage_died":
+                # Random kills accuse too; in a run with a request that kills, there are none of schedule.
+                is_killer = case.has_killed or self._num_random_deaths.get("schedule", 0) >= ENOUGH_DEATHS
+                assert failure.status == 500 and failure.message.startswith("schedule died "), f"{where}: {failure}"
             may_fail = any(outcome.finish == Finish.ERROR for outcome in case.outcomes)
             expected = 400 if case.is_too_long else 500
             assert is_killer or ((case.is_too_long or may_fail) and failure.status == expected), f"{where}: {failure}"
             return
+        assert not case.has_killed or case.is_aborted, f"{where}: schedule died of it, and it has not failed"
         for index, (sequence, outcome) in enumerate(zip(request.sequences, case.outcomes, strict=True)):
             if case.is_aborted and sequence.finish == Finish.ABORT:
                 continue

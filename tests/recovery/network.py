@@ -17,7 +17,7 @@ from pipeline.config.settings import Settings
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.arrays import Arrays
-from pipeline.runtime.black_box import CRUMB_BYTES, Breadcrumb
+from pipeline.runtime.black_box import NUM_BYTES, Breadcrumb, SuspectList
 from pipeline.runtime.channels import Inbox
 from pipeline.runtime.control_requests import ControlRequests
 from pipeline.runtime.memories import Memories
@@ -267,7 +267,9 @@ class ModelStage(Stage[Any]):
         self.log = logging.getLogger("pipeline.model")
         self.log.setLevel(logging.CRITICAL)
         self.trace = Tracer()
-        self.breadcrumb = Breadcrumb(memoryview(bytearray(CRUMB_BYTES)))
+        self.black_box = memoryview(bytearray(NUM_BYTES))
+        self.breadcrumb = Breadcrumb(self.black_box)
+        self.suspects = SuspectList(self.black_box)
         self.control_requests = ControlRequests(self)
         self.replay_context = context
         self._network = network

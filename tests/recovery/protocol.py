@@ -26,12 +26,14 @@ from pipeline.config.settings import (
 )
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
+from pipeline.runtime.black_box import suspects_in
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.supervisor.recovery import Recovery
 from pipeline.supervisor.scaling import Scaling
 from pipeline.text.vocabulary import Vocabulary
 from tests.fakes import VOCAB
+from tests.recovery import poison
 from tests.recovery.ledger import Ledger, random_case
 from tests.recovery.network import ModelContext, ModelStage, Network
 from tests.recovery.replicas import ModelProcesses
@@ -81,7 +83,7 @@ class Server:
         self._scaling = Scaling(self._replicas, lambda: 0.0)
         self.processes: dict[str, Process] = {}
         """The living processes."""
-        self._stages: dict[str, ModelStage] = {}
+        self.stages: dict[str, ModelStage] = {}
         self.names = [name for row in topology.TOPOLOGY for name in topology.replicas_of(self.settings, row.name)]
         self._unnoticed: list[str] = []
         """Processes whose death the supervisor has not noticed."""
@@ -96,6 +98,14 @@ class Server:
         self.ledgers: list[Ledger] = []
         self.num_deaths: dict[str, int] = {}
         """By stage."""
+        self.num_random_deaths: dict[str, int] = {}
+        """Those that no request has caused."""
+        self._has_poison = rng.random() < 0.3
+        """Whether one request kills schedule again and again."""
+        self._poisons: dict[int, poison.Poison] = {}
+        self._suspects: dict[str, list[int]] = {}
+        """Requests that a process which has crashed had in work."""
+        self.num_poison_deaths = 0
         self._num_opens, self._num_kills = rng.randint(2, 10), rng.choice([0, 2, 3, 4, 6, 9])
         self._num_aborts, self._num_resets = rng.randint(0, 2), rng.randint(0, 2)
         self._num_scalings = rng.choice([0, 0, 1, 2, 4])
@@ -110,6 +120,8 @@ class Server:
         for name in self.names:
             self.start(name)
         network.refusal_rate = rng.choice([0.0, 0.1, 0.4])
+        if self._has_poison:
+            network.refusal_rate = 0.0  # output that is late would clear the request at first
 
     # ---------------------------------------------------------------------------------------------- the supervisor
 
@@ -121,17 +133,17 @@ class Server:
         process: Process
         match stage_name:
             case "gateway":
-                self.ledgers.append(Ledger(self.num_deaths))
+                self.ledgers.append(Ledger(self.num_deaths, self.num_random_deaths))
                 process = GatewayProcess(stage, self.ledgers[-1])
             case "ingest":
                 process = IngestProcess(stage)
             case "schedule":
-                process = ScheduleProcess(stage, self._owners)
+                process = ScheduleProcess(stage, self._owners, self._poisons)
             case "execute":
                 process = ExecuteProcess(stage, self._facts, self._swap)
             case _:
                 process = DetokenizeProcess(stage, self._vocabulary)
-        self.processes[name], self._stages[name] = process, stage
+        self.processes[name], self.stages[name] = process, stage
         self._starting.append(name)
 
     def _ready(self, name: str) -> None:
@@ -143,10 +155,11 @@ class Server:
     def send(self, name: str, message: m.Start | m.PeerRestarted | m.Rescaled) -> None:
         self.network.send((SUPERVISOR, 1, name, self.network.incarnations[name]), message)
 
-    def kill(self, name: str) -> None:
+    def kill(self, name: str, *, is_poisoned: bool = False) -> None:
         """Let a process die at this moment."""
         process = self.processes.pop(name)
-        del self._stages[name]
+        is_at_work = name not in self._starting
+        self._suspects[name] = suspects_in(self.stages.pop(name).black_box) if is_at_work else []
         if isinstance(process, ExecuteProcess):
             self._swap = process.swap
         if isinstance(process, GatewayProcess):
@@ -157,6 +170,11 @@ class Server:
         self._unnoticed.append(name)
         stage = name.partition(".")[0]
         self.num_deaths[stage] = self.num_deaths.get(stage, 0) + 1
+        if is_poisoned:
+            self.num_poison_deaths += 1
+            assert self.num_poison_deaths <= poison.MAX_DEATHS, "the request that kills schedule is not found"
+        else:
+            self.num_random_deaths[stage] = self.num_random_deaths.get(stage, 0) + 1
 
     def _notice(self, name: str) -> None:
         self._unnoticed.remove(name)
@@ -194,7 +212,8 @@ class Server:
     def _tell(self, other: str, name: str, epoch: int) -> None:
         peer, network = m.PeerInbox(name, "", 0), self.network
         if name in network.incarnations:
-            self.send(other, m.PeerRestarted(epoch, peer, network.incarnations[name], []))
+            suspects = self._suspects.get(name, []) if other.startswith("gateway.") else []
+            self.send(other, m.PeerRestarted(epoch, peer, network.incarnations[name], [], suspects=suspects))
         else:
             self.send(other, m.PeerRestarted(epoch, peer, network.last_of_removed[name], [], is_removed=True))
 
@@ -241,6 +260,9 @@ class Server:
         except ApiError:
             return  # an edge is full
         gateway.ledger.add(case)
+        if self._has_poison and not self._poisons:
+            num_ids = self.rng.randrange(len(case.outcomes[0].ids)) if case.outcomes[0].ids else 0
+            self._poisons[case.request_id] = poison.Poison(num_ids, self.rng.choice(["plan", "settle", "report"]))
 
     def _abort(self) -> None:
         gateway = self.rng.choice(self._gateways)
@@ -325,11 +347,15 @@ class Server:
                 self._scaling.drained(name)
             case "kill":
                 for _ in range(rng.choice([1, 1, 2])):
-                    if self.processes:
-                        self._num_kills -= 1
-                        names = list(self.processes)
-                        self.kill(rng.choices(names, [KILL_WEIGHTS[name.partition(".")[0]] for name in names])[0])
+                    self._kill_any()
         return True
+
+    def _kill_any(self) -> None:
+        weights = poison.KILL_WEIGHTS if self._has_poison else KILL_WEIGHTS
+        names = [name for name in self.processes if name.partition(".")[0] in weights]
+        if names:
+            self._num_kills -= 1
+            self.kill(self.rng.choices(names, [weights[name.partition(".")[0]] for name in names])[0])
 
     def _is_runnable(self, name: str) -> bool:
         process = self.processes.get(name)
@@ -342,11 +368,23 @@ class Server:
         while num_left and (edges := self.network.edges_to(name)):
             arrivals.append(self.network.take(self.rng.choice(edges)))
             num_left -= 1
-        self._stages[name].fill(arrivals)
+        self.stages[name].fill(arrivals)
         process = self.processes[name]
-        process.wake()
+        try:
+            process.wake()
+        except poison.Poisoned:
+            self._poisoned(name)
+            return
         if isinstance(process, ScheduleProcess) and self.rng.random() < 0.02:
             process.check()
+
+    def _poisoned(self, name: str) -> None:
+        """Schedule dies of a request."""
+        for ledger in self.ledgers:
+            for case in ledger.cases:
+                case.has_killed |= case.request_id in self._poisons
+        poison.deliver_output(self, name)
+        self.kill(name, is_poisoned=True)
 
     def _check_over(self) -> None:
         """Assert that every request has ended as it must, and that no process holds anything of it."""
@@ -360,7 +398,7 @@ class Server:
                 process.check_empty(self.num_deaths)
             else:
                 process.check_empty()
-            arena = self._stages[name].arrays.arena
+            arena = self.stages[name].arrays.arena
             assert arena is None or arena.num_live == 0, f"{arena.num_live} slabs of {name} were not released"
 
 

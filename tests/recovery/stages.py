@@ -18,6 +18,7 @@ from pipeline.text.vocabulary import Vocabulary
 from tests.fakes import FakeExecutor
 from tests.recovery.ledger import Ledger
 from tests.recovery.network import ModelStage, WakeOver
+from tests.recovery.poison import Poison, poison
 from tests.rig import raw
 
 SCHEDULE = "schedule.0"
@@ -26,10 +27,14 @@ SCHEDULE = "schedule.0"
 class ScheduleProcess:
     """The real loop of schedule."""
 
-    def __init__(self, stage: ModelStage, owners: dict[tuple[int, int], int]) -> None:
-        """`owners` has the incarnation of the scheduler that runs an attempt, by request id and attempt."""
+    def __init__(
+        self, stage: ModelStage, owners: dict[tuple[int, int], int], poisons: dict[int, Poison] | None = None
+    ) -> None:
+        """`owners` has the incarnation of the scheduler that runs an attempt, by request id and attempt. `poisons` has
+        the requests that kill schedule, by id."""
         self._stage = stage
         self._owners = owners
+        self._poisons = {} if poisons is None else poisons
         self._early: list[m.ScheduleInbox] = []
         self.loop: ScheduleStage | None = None
         """None until `Start`."""
@@ -40,6 +45,7 @@ class ScheduleProcess:
                 facts = _wait_for_start(self._stage, self._early)
                 assert facts is not None
                 self.loop = ScheduleStage(self._stage, facts)
+                poison(self.loop, self._poisons)
                 self.loop.loop(self._early)
             else:
                 self.loop.loop([])
@@ -204,6 +210,7 @@ class IngestProcess:
             outputs=outputs,
             finishes=bytes(finishes),
             gateway_incarnation=submit.gateway_incarnation,
+            num_schedule_deaths=submit.num_schedule_deaths,
         )
         assert self._stage.outbox("schedule").send(admit)
 

@@ -1,5 +1,6 @@
 """The recording of a process that replaced a dead one: it has the message that kills the process, and is bounded."""
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +11,12 @@ import pytest
 
 from pipeline.config.settings import Settings
 from pipeline.replay import format as f
+from pipeline.replay.crash_recording import END_BYTES, CrashRecording
+from pipeline.replay.recorder import RecordingContext, header_of
 from pipeline.replay.replaying import replay
 from pipeline.runtime import messages as m
+from pipeline.runtime.memories import Memories
+from pipeline.shm.arrays import ShmRef
 from pipeline.supervisor.black_boxes import BlackBoxes
 from tests.rig import Rig
 from tests.stages.detokenize.vocabularies import byte_level
@@ -66,7 +71,7 @@ def test_a_full_recording_is_dropped_and_the_stage_goes_on(tmp_path: Path, box: 
     with rig_of(tmp_path, msgspec.structs.replace(box, recording_bytes=5000)) as rig:
         rig.start(TEXT_FACTS)
         rig.load()
-        assert 0 < size(box) <= 5000
+        assert 0 < size(box) <= 5000 + END_BYTES
         talk(rig, 1)
         assert size(box) == 0
         talk(rig, 10)
@@ -92,3 +97,43 @@ def test_a_recording_that_a_user_begins_takes_its_place(tmp_path: Path, box: m.B
     assert size(box) == 0
     with f.RecordingReader(path) as reader:
         assert any(isinstance(entry, f.Sent) for entry in reader)
+
+
+def test_it_has_the_entries_of_an_ordinary_recording(tmp_path: Path, box: m.BlackBox) -> None:
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    with Rig("detokenize", model_dir=tmp_path) as rig:
+        launch, log = rig.launch, logging.getLogger("pipeline")
+    memories = Memories()
+    memories.add("schedule.0", memoryview(bytes(range(200))))
+    crash = CrashRecording(launch, box, memories, log)
+    order = m.Record(0, str(tmp_path / "ordinary"), with_sent=False)
+    ordinary = RecordingContext(order, header_of(launch, order, from_start=True), memories, log)
+    parts = [ShmRef("schedule.0", begin, 50, 1) for begin in (0, 100)]
+    messages = [FATAL, msgspec.structs.replace(FATAL, ids=parts[0], records=parts[1]), m.Ping(7)]
+    for context in (crash, ordinary):
+        for number in (0, 1, 3):
+            for incarnation, message in enumerate(messages[:number], 1):
+                context.received("schedule.0", incarnation, msgspec.msgpack.encode(message), message)
+            context.took()
+            context.monotonic()
+            context.event("open", 5, b"data")
+        context.randbits(64)
+    ordinary.close()
+    path = tmp_path / "crash"
+    path.write_bytes(os.pread(box.recording_fd, size(box), 0))
+    found = []
+    for each in (path, tmp_path / "ordinary"):
+        with f.RecordingReader(each) as reader:
+            found.append([_without_times(entry) for entry in reader])
+            assert bool(reader.flaw) == (each == path), "one has no end: its process has died"
+    assert found[0] == found[1] and len(found[0]) == 10
+    wakes = [entry for entry in found[0] if isinstance(entry, f.Wake)]
+    assert [len(wake.bodies) for wake in wakes] == [0, 1, 3]
+    assert wakes[2].arrays == [[], [bytes(range(50)), bytes(range(100, 150))], []]
+
+
+def _without_times(entry: f.Entry) -> f.Entry:
+    if isinstance(entry, f.Wake):
+        assert entry.time_ns > 0
+        return msgspec.structs.replace(entry, time_ns=0)
+    return msgspec.structs.replace(entry, number=0) if isinstance(entry, f.Value) else entry

@@ -131,10 +131,13 @@ def test_arrays_are_found_anywhere_in_a_message() -> None:
     memories.add("x", memoryview(b"".join(bytes([65 + i]) * 64 for i in range(3))))
     add = m.RowAdd(0, 0, 0, two, 3, three, msgspec.Raw(b"\xc0"))
     step = m.Step(1, 1, one, [add, add], b"", b"", b"", b"", b"", b"")
-    assert list(refs(step)) == [one, two, three, two, three]
+    assert refs(step) == [one, two, three, two, three]
     assert copies(step, memories) == [b"AAA", b"BBB", b"CCC", b"BBB", b"CCC"]
     ids = m.Submit(1, 1, 0, 0.0, m.IdsPrompt(two), m.GenerationOptions())
-    assert list(refs(ids)) == [two]
+    assert refs(ids) == [two]
+    some = m.Admit(1, 1, 0, 0.0, one, msgspec.Raw(b"\xc0"), [b"inline", two, three])
+    assert refs(some) == [one, two, three]
+    assert refs(m.Release([64], [1], "x")) == []
 
 
 def context_for(path: Path, **order: Any) -> RecordingContext:

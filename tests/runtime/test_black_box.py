@@ -45,6 +45,10 @@ faulthandler.enable(box.stacks_fd)
 log = open_log("ingest.0", "info")
 black_box.keep_lines(log, memory)
 log.info("the last line")
+suspects = black_box.SuspectList(memory)
+suspects.replace([1, 2, 3])
+suspects.replace([0x1F3A])
+suspects.add(2**63)
 with black_box.Breadcrumb(memory).at(0x1F3A, 2):
     os.kill(os.getpid(), int(sys.argv[2]))
 """
@@ -61,6 +65,7 @@ def test_it_survives_the_process(box: BlackBox, number: signal.Signals) -> None:
     )
     assert ended.returncode == -number
     assert black_box.suspect_of(box) == (0x1F3A, 2)
+    assert sorted(black_box.suspects_of(box)) == [0x1F3A, 2**63]
     assert black_box.last_lines(box) == ended.stderr
     assert ended.stderr.endswith(b"I ingest.0 the last line\n")
     stacks = black_box.stacks(box, 10_000)
@@ -69,6 +74,7 @@ def test_it_survives_the_process(box: BlackBox, number: signal.Signals) -> None:
 
 def test_it_is_empty_at_first(box: BlackBox) -> None:
     assert black_box.suspect_of(box) is None
+    assert black_box.suspects_of(box) == []
     assert black_box.last_lines(box) == black_box.stacks(box, 100) == b""
 
 
@@ -156,3 +162,14 @@ def test_crash_recording_bytes_of_0_makes_no_recording() -> None:
     boxes = BlackBoxes(msgspec.structs.replace(settings, supervisor=supervisor))
     assert boxes.create("ingest.0", 2).recording_fd < 0
     boxes.close()
+
+
+def test_more_suspects_than_have_room_are_left_out(box: BlackBox) -> None:
+    suspects = black_box.SuspectList(black_box.attach(box))
+    for request_id in range(black_box.MAX_SUSPECTS + 3):
+        suspects.add(request_id)
+    assert sorted(black_box.suspects_of(box)) == list(range(black_box.MAX_SUSPECTS))
+    suspects.replace(range(black_box.MAX_SUSPECTS + 3))
+    assert len(suspects) == len(black_box.suspects_of(box)) == black_box.MAX_SUSPECTS
+    suspects.replace([])
+    assert black_box.suspects_of(box) == []

@@ -285,6 +285,15 @@ SAMPLES: dict[str, msgspec.Struct] = {
         m.Segment("ingest.0", 3, 65536, False),
         REQUEST_ID,
     ),
+    "peer restarted after it was at work on several requests": m.PeerRestarted(
+        3, m.PeerInbox("schedule.0", "ipc://@pipeline/x/schedule.0.2", 64), 2, [], suspects=[REQUEST_ID, 5]
+    ),
+    "submit after deaths of schedule": m.Submit(
+        REQUEST_ID, 3, 0, 1.5, m.IdsPrompt(REF), OPTIONS, [IDS], num_schedule_deaths=2
+    ),
+    "admit after deaths of schedule": m.Admit(
+        REQUEST_ID, 3, 0, 1.5, REF, packed(OPTIONS), [IDS], b"\x00", num_schedule_deaths=2
+    ),
     "peer removed": m.PeerRestarted(3, m.PeerInbox("ingest.1", "", 64), 2, [], is_removed=True),
     "rescaled": m.Rescaled(4, "ingest", 2),
     "reconnected": m.Reconnected(3),

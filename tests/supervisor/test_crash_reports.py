@@ -171,3 +171,27 @@ def test_the_gateways_learn_of_the_suspect_with_the_restart() -> None:
             assert launch.black_box is not None and launch.black_box.recording_fd >= 0
     finally:
         resources.close()
+
+
+def test_the_gateways_learn_which_requests_a_stage_had_in_work_together() -> None:
+    """If it has crashed, and none of them was in work alone."""
+    resources = SharedResources(Settings(), [], [], None)
+    try:
+        resources.create_arenas()
+        resources.create_rings()
+        resources.launch("schedule", "", [])
+        for has_crashed, is_alone, expected in ((True, False, [5, 7]), (False, False, []), (True, True, [])):
+            box = resources.black_boxes.get("schedule.0", resources.incarnations["schedule.0"])
+            assert box is not None
+            memory = black_box.attach(box)
+            black_box.SuspectList(memory).replace([5, 7])
+            if is_alone:
+                black_box.Breadcrumb(memory).at(5, 1)
+            resources.renew("schedule.0", has_crashed=has_crashed)
+            for receiver in ("gateway.0", "detokenize.0"):
+                found = resources.restart_of("schedule.0", receiver, 1)
+                assert found is not None
+                assert sorted(found[0].suspects) == (expected if receiver == "gateway.0" else [])
+            resources.launch("schedule", "", [])
+    finally:
+        resources.close()

@@ -21,6 +21,8 @@ class Submit(Message, frozen=True, tag="submit"):
     """int32; output ids that the client has already, one array for each sequence; empty for a new request"""
     prompt_options: PromptOptions = PromptOptions()
     gateway_incarnation: int = 1
+    num_schedule_deaths: int = 0
+    """How often schedule has crashed while it ran this request, with few new output ids in between."""
 
 
 IngestInbox = Submit | Abort | Release | PeerRestarted | Start | Ping | Stop

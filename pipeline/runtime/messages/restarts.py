@@ -35,6 +35,9 @@ class PeerRestarted(Message, frozen=True, tag="peer_restarted"):
     has_crashed: bool = True
     """Whether the process was at work when it died. False if it was restarted on purpose, or died before it was ready:
     then no request can be the reason."""
+    suspects: list[int] = []
+    """The ids of the requests that the dead process was working on together, if it has crashed and `suspect` is not
+    known. Only gateways get it."""
 
 
 class Rescaled(Message, frozen=True, tag="rescaled"):

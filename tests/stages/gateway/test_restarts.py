@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from pipeline.runtime import messages as m
+from pipeline.stages.gateway.request import CLEARING_IDS
 from tests.stages.gateway.gate import COMPLETION, Gate
 
 
@@ -77,3 +78,48 @@ def test_schedule_learns_again_which_requests_are_closed(gate: Gate) -> None:
     assert closed == m.Closed(submit.request_id, submit.attempt)
     gate.rig.restart("schedule.0")
     assert gate.rig.receive("schedule", m.Closed) == closed
+
+
+def test_a_request_that_is_the_last_suspect_of_three_deaths_of_schedule_fails(gate: Gate) -> None:
+    """Those that died with it are submitted again, with the number of deaths."""
+    poison, neighbour = gate.complete(COMPLETION | {"prompt": "poison"}), gate.complete(COMPLETION)
+    submits = {one.prompt: one for one in (gate.submit(), gate.submit())}
+    guilty, other = (submits[m.TextPrompt(text)].request_id for text in ("poison", COMPLETION["prompt"]))
+    for num_deaths, suspects in enumerate(([guilty, other, 5], [guilty, other]), 1):
+        gate.rig.restart("schedule.0", suspects=suspects)
+        again = [gate.submit(), gate.submit()]
+        assert {one.request_id: one.num_schedule_deaths for one in again} == {guilty: num_deaths, other: num_deaths}
+    gate.rig.restart("schedule.0", suspects=[guilty])
+    response = poison.result()
+    assert response.status_code == 500
+    error = response.json()["error"]
+    assert error["message"] == "schedule died 3 times while it worked on this request"
+    assert (error["code"], error["type"]) == ("stage_died", "server_error")
+    last = gate.submit()
+    assert (last.request_id, last.num_schedule_deaths) == (other, 2)
+    gate.accept(last)
+    gate.delta(last, "fine", finish=m.Finish.LENGTH)
+    assert neighbour.result().json()["choices"][0]["text"] == "fine"
+
+
+def test_a_suspect_with_enough_new_ids_is_cleared(gate: Gate) -> None:
+    """The last ids before a death may have been lost, so one or two more show nothing."""
+    response = gate.complete(COMPLETION)
+    submit = gate.submit()
+    for num_deaths in (1, 2):
+        gate.accept(submit)
+        gate.rig.restart("schedule.0", suspects=[submit.request_id])
+        submit = gate.submit()
+        assert submit.num_schedule_deaths == num_deaths
+    gate.delta(submit, "a", CLEARING_IDS - 1)
+    gate.rig.load()
+    gate.rig.restart("schedule.0")
+    submit = gate.submit()
+    assert submit.num_schedule_deaths == 2
+    gate.delta(submit, "b")
+    gate.rig.load()
+    gate.rig.restart("schedule.0", suspects=[submit.request_id])
+    submit = gate.submit()
+    assert submit.num_schedule_deaths == 1
+    gate.delta(submit, "", finish=m.Finish.LENGTH)
+    assert response.result().status_code == 200

@@ -90,6 +90,8 @@ class Bench:
         num_prompt_logprobs: int = -1,
         failing: Iterable[int] = (),
         predicted_ids: bytes = b"",
+        num_schedule_deaths: int = 0,
+        outputs: Iterable[int] = (),
     ) -> int:
         """-1 in `num_logprobs` or `num_prompt_logprobs` requests no records; the executor fails at the ids
         `failing`."""
@@ -113,13 +115,16 @@ class Bench:
             arrival_s=float(number) if arrival_s is None else arrival_s,
             prompt_ids=np.array(list(prompt), np.int32).tobytes(),
             options=raw(options),
+            outputs=[np.array(list(outputs), np.int32).tobytes()] if outputs else [],
+            finishes=bytes(1) if outputs else b"",
+            num_schedule_deaths=num_schedule_deaths,
         )
         for reply in self.scheduler.admit(message):
             if isinstance(reply, m.Refuse):
                 self.refused.append(reply)
             else:
                 self.opened[reply.seq] = reply
-                self.received[reply.seq] = []
+                self.received[reply.seq] = list(outputs)
                 self.records[reply.seq] = self.prompts[reply.seq] = b""
                 self.admitted[reply.seq] = (message, options)
         return message.request_id

@@ -1,9 +1,17 @@
-"""A request that kills every executor is found, and only requests that the executor was computing are suspected."""
+"""A request that kills every executor, or every scheduler, is found, and only requests that were computed are
+suspected."""
+
+from random import Random
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from pipeline.runtime.black_box import NUM_BYTES, SuspectList, suspects_in
 from pipeline.runtime.messages import Finish
+from pipeline.stages.gateway.recovery import MAX_SCHEDULE_DEATHS
+from pipeline.stages.schedule.quarantine import GROUP_SIZES_OF_SCHEDULE, NUM_CLEARING_IDS, Quarantine
 from tests.fakes import inline
 from tests.stages.schedule.bench import Bench, config
 
@@ -48,3 +56,116 @@ def test_what_says_nothing_about_requests_harms_none(num_requests: int) -> None:
     bench.run()
     bench.check_outputs()
     assert len(bench.finished) == num_requests and not bench.errors
+
+
+class Lives:
+    """Requests of a gateway that runs them in one scheduler after the other."""
+
+    def __init__(self, num_requests: int, guilty: set[int], rng: Random) -> None:
+        self.num_deaths = dict.fromkeys(range(num_requests), 0)
+        """Of the open requests."""
+        self.failed: list[int] = []
+        self._guilty = guilty
+        self._rng = rng
+
+    def live(self) -> bool:
+        """Run a scheduler until it dies, or until every request has run. Returns whether it has died."""
+        quarantine, running, cleared = Quarantine(), set[int](), set[int]()
+        coming = list(self.num_deaths)
+        self._rng.shuffle(coming)
+        waiting: set[int] = set()
+        while coming or waiting or running - cleared:
+            for _ in range(self._rng.choice([0, 1, 3, 100])):
+                if coming:
+                    waiting.add(request_id := coming.pop())
+                    if num_deaths := self.num_deaths[request_id]:
+                        quarantine.add(request_id, num_deaths, running - cleared)
+            quarantine.next_group()
+            free = [one for one in waiting if not quarantine.excludes(one)]
+            assert free or coming or running - cleared, "nothing may run"
+            started = {one for one in free if self._rng.random() < 0.7}
+            running |= started
+            waiting -= started
+            suspects = {one for one in running if not quarantine.excludes(one)}
+            if quarantine.is_active:
+                assert sum(map(bool, map(self.num_deaths.get, suspects))) <= GROUP_SIZES_OF_SCHEDULE[0]
+            if running & self._guilty:
+                assert running & self._guilty <= suspects, "no neighbour is accused instead"
+                self._die(suspects)
+                return True
+            for one in running - cleared:
+                if self._rng.random() < 0.7:
+                    cleared.add(one)
+                    quarantine.ended(one)
+        return False
+
+    def _die(self, suspects: set[int]) -> None:
+        for one in suspects:
+            self.num_deaths[one] += 1
+            if self.num_deaths[one] >= MAX_SCHEDULE_DEATHS - (len(suspects) == 1):
+                self.failed.append(one)
+                del self.num_deaths[one]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 100), st.integers(0, 2**32))
+def test_a_request_that_kills_each_scheduler_fails_alone(num_requests: int, seed: int) -> None:
+    rng = Random(seed)
+    guilty = rng.randrange(num_requests)
+    lives = Lives(num_requests, {guilty}, rng)
+    num_deaths = 0
+    while lives.live():
+        num_deaths += 1
+        assert num_deaths <= MAX_SCHEDULE_DEATHS
+        if lives.failed:
+            lives._guilty.clear()
+    assert lives.failed == [guilty]
+
+
+def test_a_successor_runs_suspects_in_groups_and_lists_them() -> None:
+    """Its memory names those that run and are not cleared; new requests wait until all suspects are."""
+    bench = Bench(config(max_num_seqs=64, num_blocks=200), 1)
+    memory = memoryview(bytearray(NUM_BYTES))
+    bench.scheduler.lifecycle._suspects = SuspectList(memory)
+    first = bench.admit(range(10), max_tokens=50)
+    bench.fill()
+    assert suspects_in(memory) == [first]
+    suspects = [bench.admit(range(n, n + 10), max_tokens=50, num_schedule_deaths=2) for n in range(1, 11)]
+    new = bench.admit(range(20, 30), max_tokens=50)
+    groups = []
+    for _ in range(6):
+        bench.scheduler.lifecycle.list_suspects()
+        groups.append(set(suspects_in(memory)))
+        for _ in range(NUM_CLEARING_IDS if len(groups) > 1 else 1):
+            bench.answer()
+            if len(groups) == 1:
+                assert set(suspects_in(memory)) == {first}, "what was cleared stays listed until the end of the wake"
+            bench.fill()
+            bench.report()
+    size = GROUP_SIZES_OF_SCHEDULE[1]
+    assert groups[:4] == [{first}, *(set(suspects[begin : begin + size]) for begin in range(0, 10, size))]
+    assert groups[4] == {first, *suspects, new}, "all are cleared: the next death accuses all again"
+    bench.run()
+    bench.check_outputs()
+    assert len(bench.finished) == 12 and not bench.errors
+
+
+def test_ended_requests_do_not_fill_the_list() -> None:
+    bench = Bench(config(max_num_seqs=4), 1)
+    memory = memoryview(bytearray(NUM_BYTES))
+    suspects = bench.scheduler.lifecycle._suspects = SuspectList(memory)
+    for _ in range(100):
+        bench.admit(range(5), max_tokens=2)
+        bench.run()
+        bench.scheduler.lifecycle.list_suspects()
+    assert len(suspects) < 70
+
+
+def test_a_suspect_whose_output_is_complete_holds_up_no_one() -> None:
+    bench = Bench(config(), 1)
+    done = bench.admit(range(5), max_tokens=2, num_schedule_deaths=1, outputs=[1, 2])
+    other = bench.admit(range(5), max_tokens=2, num_schedule_deaths=3)
+    bench.run()
+    assert bench.scheduler.requests.keys() >= {done, other}
+    assert not bench.scheduler.lifecycle.quarantine.is_active
+    assert len(bench.finished) == 2

@@ -1,0 +1,69 @@
+"""A request that makes schedule die again and again, while it runs the sequence."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pipeline.runtime.topology import SUPERVISOR
+from pipeline.stages.schedule.scheduler import Scheduler
+from pipeline.stages.schedule.stage import ScheduleStage
+
+if TYPE_CHECKING:
+    from tests.recovery.protocol import Server
+
+MAX_DEATHS = 4
+"""Of schedule, until the request is found."""
+KILL_WEIGHTS = {"execute": 1.0, "ingest": 1.0, "gateway": 0.3}
+"""Of random kills in a run with such a request."""
+MAX_WAKES = 100
+
+
+class Poisoned(Exception):
+    """The process of schedule dies of a request."""
+
+
+class Poison(NamedTuple):
+    """What makes a request kill schedule."""
+
+    num_ids: int
+    """Output ids that its first sequence has then."""
+    place: str
+    """Where schedule dies: at the next `plan`, `settle` or `report`."""
+
+
+def poison(loop: ScheduleStage, poisons: dict[int, Poison]) -> None:
+    """Let the loop raise Poisoned when it runs one of these requests, by id."""
+    scheduler = loop._scheduler
+
+    def deadly(place: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any) -> Any:
+            if any(one.place == place and _is_due(scheduler, number, one) for number, one in poisons.items()):
+                raise Poisoned
+            return call(*args)
+
+        return wrapped
+
+    scheduler.plan = deadly("plan", scheduler.plan)  # type: ignore[method-assign]
+    scheduler.settle = deadly("settle", scheduler.settle)  # type: ignore[method-assign]
+    loop._report = deadly("report", loop._report)  # type: ignore[method-assign]
+
+
+def _is_due(scheduler: Scheduler, request_id: int, poison: Poison) -> bool:
+    request = scheduler.requests.get(request_id)
+    first = None if request is None else request.open_sequences.get(0)
+    if request is None or first is None or first.row < 0:
+        return False
+    return int(scheduler.rows.known[first.row]) - len(request.prompt) >= poison.num_ids
+
+
+def deliver_output(server: "Server", name: str) -> None:
+    """Let all output arrive that this process of schedule has sent. On its way, it takes much less time than a step."""
+    schedule = name, server.network.incarnations[name]
+    for stage in ("detokenize", "gateway"):
+        for other in [one for one in server.processes if one.startswith(f"{stage}.")]:
+            for _ in range(MAX_WAKES):
+                edges = [edge for edge in server.network.edges_to(other) if edge[0] != SUPERVISOR]
+                edges = [edge for edge in edges if stage == "gateway" or edge[:2] == schedule]
+                if not (edges or server.processes[other].has_work):
+                    break
+                server.stages[other].fill([server.network.take(edge) for edge in edges])
+                server.processes[other].wake()
