@@ -106,14 +106,16 @@ class DeviceAttention:
             normed = self._normed[:num].unsqueeze(0)
             qk_norm(normed, qkv, layer.qk_norm, self._config.head_dim)
             qkv, pdl = normed, False  # that launch does not start the next one early
-        angles, cache = (layer.cos, layer.sin), (layer.keys, layer.values)
+        keys, values, norms, center = layer.keys, layer.values, layer.head_norms, layer.center
+        angles, growth = (layer.cos, layer.sin), self._growth
         if decodes:
-            how = layer.tasks, layer.head_norms, layer.center, layer.sinks, self._growth
-            attend_decode(out, qkv, *angles, arrays, *cache, *how, pdl=pdl)
+            attend_decode(
+                out, qkv, *angles, arrays, keys, values, layer.tasks, norms, center, layer.sinks, growth, pdl=pdl
+            )
         else:
             queries = self._queries[:num]
-            rotary_write(queries, qkv, *angles, arrays, *cache, layer.head_norms, layer.center, self._growth)
-            attend(out, queries, *cache, arrays, layer.tasks, layer.sinks)
+            rotary_write(queries, qkv, *angles, arrays, keys, values, norms, center, growth)
+            attend(out, queries, keys, values, arrays, layer.tasks, layer.sinks)
 
     def _tasks_of(self, window: int | None, *, quantized: bool) -> AttentionTasks:
         if window not in self._tasks:

@@ -197,7 +197,9 @@ class DeviceModel(ProgramBuilder):
         weight, bias = (None if vector is None else as_tensor(vector).float().cpu().numpy() for vector in vectors)
         assert weight is not None
         self.last_norm = Norm(weight, bias)
-        self._norm = self._norm_weights(head.norm)
+        last = self._norm_weights(head.norm)
+        assert last is not None
+        self._norm = last
         self._head_bias = None if head.bias is None else self._vector(head.bias)
         # A tied head shares the embedding's memory.
         tied = head.matrix is self._embedding
