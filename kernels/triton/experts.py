@@ -2,8 +2,8 @@
 
     route     the experts of each token, and their weights, from the router's logits
     sort      the choices of each expert, in the order of tokens
-    gate_up   silu(gate) * up of each choice, a tile of an expert's choices and outputs per program
-    down      the same with the last matrix
+    gate_up   activation(gate) * up of each choice, a tile of an expert's choices and outputs per program
+    down      the last matrix of each choice, likewise
     combine   the weighted sum of each token's choices, in their order, and the shared expert
 
 The results of a choice have its place (token * C + number of the choice), so no tokens move, and no program waits for
@@ -15,14 +15,18 @@ Matrices of all experts are one `DeviceMatrix`, an expert's rows below those of 
 Shapes: M tokens, E experts, C choices of a token, H hidden size, I intermediate size, P split-K partials.
 """
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from pipeline.kernels.experts import ExpertActivation, RouteForm
+from pipeline.kernels.triton.activations import activation, gated_activation
 from pipeline.kernels.triton.gemm.codes import code_number
 from pipeline.kernels.triton.gemm.device_matrix import DeviceMatrix
+from pipeline.kernels.triton.inputs import sum_partials
 from pipeline.kernels.triton.launch import UPCAST_DOT, next_power_of_2
-from pipeline.kernels.triton.swiglu import silu
 
 BLOCK_M, BLOCK_N, BLOCK_K = 16, 64, 64
 """The tile of a program: choices, outputs, inputs."""
@@ -32,63 +36,102 @@ SORTED = 1024
 """Choices that a program looks at together."""
 
 
+@dataclass(frozen=True, slots=True)
+class Order:
+    """The choices of each expert, for `sort`."""
+
+    places: Tensor
+    """[E, at least M] int32"""
+    counts: Tensor
+    """[E] int32"""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLinear:
+    """A matrix of every expert."""
+
+    matrix: DeviceMatrix
+    """[E * outputs, inputs]"""
+    bias: Tensor | None = None
+    """[E * outputs] float32"""
+
+
 def route(
-    chosen: Tensor, weights: Tensor, split_k_partials: Tensor, num_experts: int, scale: float, *, normalized: bool
+    chosen: Tensor, weights: Tensor, split_k_partials: Tensor, form: RouteForm, selection_bias: Tensor | None = None
 ) -> None:
     """chosen [M, C] int32, weights [M, C] float32, split_k_partials [P, M, E or more], the first of which are the
-    logits. Softmax scores; the largest comes first, among equal ones the first expert."""
+    logits; selection_bias [E] float32 is added to scores to choose experts. The largest comes first, among equal ones
+    the first expert."""
     num_partials, num_tokens, width = split_k_partials.shape
     _route[(num_tokens,)](
-        *(chosen, weights, split_k_partials, num_tokens, scale),
-        NUM_EXPERTS=num_experts,
+        *(chosen, weights, split_k_partials, weights if selection_bias is None else selection_bias),
+        *(num_tokens, form.scale),
+        NUM_EXPERTS=form.num_experts,
         WIDTH=width,
         CHOICES=chosen.shape[1],
         CHOICES_BLOCK=next_power_of_2(chosen.shape[1]),
         NUM_PARTIALS=num_partials,
-        NORMALIZED=normalized,
-        BLOCK=next_power_of_2(num_experts),
+        SIGMOID=form.scoring == "sigmoid",
+        BIASED=selection_bias is not None,
+        NORMALIZED=form.normalized,
+        BLOCK=next_power_of_2(form.num_experts),
         num_warps=1,
     )
 
 
-def sort(places: Tensor, counts: Tensor, chosen: Tensor) -> None:
-    """The places of each expert's choices. places [E, at least M] int32, counts [E] int32, chosen [M, C] int32."""
+def sort(order: Order, chosen: Tensor) -> None:
+    """Find the places of each expert's choices. chosen [M, C] int32."""
+    places, counts = order.places, order.counts
     _sort[(len(counts),)](*(places, counts, chosen, chosen.numel()), STRIDE=places.shape[1], BLOCK=SORTED, num_warps=4)
 
 
 def gate_up(
-    out: Tensor, x: Tensor, places: Tensor, counts: Tensor, gate: DeviceMatrix, up: DeviceMatrix, num_choices: int
+    out: Tensor,
+    x: Tensor,
+    order: Order,
+    gate: ExpertLinear,
+    up: ExpertLinear | None,
+    num_choices: int,
+    form: ExpertActivation,
 ) -> None:
-    """out [M * C, I], x [M, H], both of the matrices' dtype; gate and up [E * I, H]."""
-    num_experts, width = len(counts), out.shape[1]
-    grid = num_experts, triton.cdiv(width, BLOCK_N), triton.cdiv(len(x), BLOCK_M)
-    _experts[grid](
-        *(out, x, places, counts, gate.planes(), up.planes()),
-        STRIDE=places.shape[1],
+    """out [M * C, I], x [M, H], both of the matrices' dtype; gate and up [E * I, H]. Without `up`, the layer is not
+    gated."""
+    assert form.gated == (up is not None)
+    _launch(out, x, order, gate, up, num_choices, len(x), form)
+
+
+def down(out: Tensor, inner: Tensor, order: Order, last: ExpertLinear, num_tokens: int) -> None:
+    """out [M * C, H] float32, inner [M * C, I], last [E * H, I]."""
+    _launch(out, inner, order, last, None, 1, num_tokens, None)
+
+
+def _launch(
+    out: Tensor,
+    x: Tensor,
+    order: Order,
+    first: ExpertLinear,
+    second: ExpertLinear | None,
+    num_choices: int,
+    most: int,
+    form: ExpertActivation | None,
+) -> None:
+    """`most` is the largest number of choices that an expert may have."""
+    width = out.shape[1]
+    other = second or first
+    assert (first.bias is None) == (other.bias is None)
+    unused = order.counts
+    _experts[(len(order.counts), triton.cdiv(width, BLOCK_N), triton.cdiv(most, BLOCK_M))](
+        *(out, x, order.places, order.counts, first.matrix.planes(), other.matrix.planes()),
+        *(unused if linear.bias is None else linear.bias for linear in (first, other)),
+        STRIDE=order.places.shape[1],
         CHOICES=num_choices,
         NUM_ROWS=width,
         NUM_COLUMNS=x.shape[1],
-        GATED=True,
-        BLOCK_M=BLOCK_M,
-        BLOCK_N=BLOCK_N,
-        BLOCK_K=BLOCK_K,
-        UPCAST=UPCAST_DOT,
-        num_warps=4,
-    )
-
-
-def down(out: Tensor, inner: Tensor, places: Tensor, counts: Tensor, matrix: DeviceMatrix, num_tokens: int) -> None:
-    """out [M * C, H] float32, inner [M * C, I], matrix [E * H, I]."""
-    num_experts, width = len(counts), out.shape[1]
-    grid = num_experts, triton.cdiv(width, BLOCK_N), triton.cdiv(num_tokens, BLOCK_M)
-    planes = matrix.planes()
-    _experts[grid](
-        *(out, inner, places, counts, planes, planes),
-        STRIDE=places.shape[1],
-        CHOICES=1,
-        NUM_ROWS=width,
-        NUM_COLUMNS=inner.shape[1],
-        GATED=False,
+        GATED=second is not None,
+        BIASED=first.bias is not None,
+        KIND="none" if form is None else form.kind,
+        ALPHA=0.0 if form is None else form.alpha,
+        LIMIT=0.0 if form is None else form.limit,
         BLOCK_M=BLOCK_M,
         BLOCK_N=BLOCK_N,
         BLOCK_K=BLOCK_K,
@@ -118,6 +161,7 @@ def _route(
     chosen,
     weights,
     split_k_partials,
+    selection_bias,
     num_tokens,
     scale,
     NUM_EXPERTS: tl.constexpr,
@@ -125,28 +169,40 @@ def _route(
     CHOICES: tl.constexpr,
     CHOICES_BLOCK: tl.constexpr,
     NUM_PARTIALS: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    BIASED: tl.constexpr,
     NORMALIZED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < NUM_EXPERTS
-    logits = tl.zeros([BLOCK], tl.float32)
-    for part in tl.static_range(NUM_PARTIALS):
-        begin = split_k_partials + (part * num_tokens.to(tl.int64) + token) * WIDTH
-        logits += tl.load(begin + columns, mask=inside, other=0.0).to(tl.float32)
-    logits = tl.where(inside, logits, -float("inf"))
-    top = tl.max(logits, axis=0)
-    total = tl.sum(tl.exp(logits - top), axis=0)
+    distance = num_tokens.to(tl.int64) * WIDTH
+    logits = sum_partials(split_k_partials + token * WIDTH, columns, inside, distance, NUM_PARTIALS)
+    # `ranked` chooses, and `scores` become weights. Logits rank as their softmax does.
+    if SIGMOID:
+        all_scores = 1.0 / (1.0 + tl.exp(-logits))
+        ranked = all_scores
+        total = 1.0
+    else:
+        top = tl.max(tl.where(inside, logits, -float("inf")), axis=0)
+        all_scores = tl.where(inside, tl.exp(logits - top), 0.0)
+        total = tl.sum(all_scores, axis=0)
+        ranked = logits
+        if BIASED:
+            ranked = all_scores / total
+    if BIASED:
+        ranked += tl.load(selection_bias + columns, mask=inside, other=0.0)
+    ranked = tl.where(inside, ranked, -float("inf"))
     places = tl.arange(0, CHOICES_BLOCK)
     picked = tl.zeros([CHOICES_BLOCK], tl.int32)
     scores = tl.zeros([CHOICES_BLOCK], tl.float32)
     for place in tl.static_range(CHOICES):
-        best = tl.argmax(logits, axis=0)
-        score = tl.exp(tl.max(logits, axis=0) - top)
+        best = tl.argmax(ranked, axis=0)
+        score = tl.sum(tl.where(columns == best, all_scores, 0.0), axis=0)
         picked = tl.where(places == place, best, picked)
         scores = tl.where(places == place, score, scores)
-        logits = tl.where(columns == best, -float("inf"), logits)
+        ranked = tl.where(columns == best, -float("inf"), ranked)
     if NORMALIZED:
         total = tl.sum(scores, axis=0)
     at = token * CHOICES + places
@@ -168,10 +224,10 @@ def _sort(places, counts, chosen, num_choices, STRIDE: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
-def _tile(weight, first_row, rows, inside_rows, columns, inside_columns):
+def _tile(weight, rows, inside_rows, columns, inside_columns):
     """A tile of a matrix [K, N], float32, and zeros outside."""
     inside = inside_columns[:, None] & inside_rows[None, :]
-    return code_number(weight, (first_row + rows)[None, :], columns[:, None], inside)
+    return code_number(weight, rows[None, :], columns[:, None], inside)
 
 
 @triton.jit
@@ -182,17 +238,24 @@ def _experts(
     counts,
     first,
     second,
+    first_bias,
+    second_bias,
     STRIDE: tl.constexpr,
     CHOICES: tl.constexpr,
     NUM_ROWS: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
     GATED: tl.constexpr,
+    BIASED: tl.constexpr,
+    KIND: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Row `place // CHOICES` of x times the matrix of an expert is row `place` of out; gated by a second matrix."""
+    """Row `place // CHOICES` of x times the matrix of an expert is row `place` of out; then the activation KIND, if
+    GATED with the product of a second matrix."""
     expert = tl.program_id(0).to(tl.int64)
     count = tl.load(counts + expert)
     begin = tl.program_id(2) * BLOCK_M
@@ -202,7 +265,7 @@ def _experts(
         place = tl.load(places + expert * STRIDE + at, mask=inside_m, other=0).to(tl.int64)
         rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         inside_n = rows < NUM_ROWS
-        first_row = expert * NUM_ROWS
+        weight_rows = expert * NUM_ROWS + rows
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         other = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         source = x + (place // CHOICES)[:, None] * NUM_COLUMNS
@@ -211,13 +274,19 @@ def _experts(
             columns = depth + tl.arange(0, BLOCK_K)
             inside_k = columns < NUM_COLUMNS
             tile = tl.load(source + columns[None, :], mask=inside_m[:, None] & inside_k[None, :], other=0.0).to(dtype)
-            weights = _tile(first, first_row, rows, inside_n, columns, inside_k).to(dtype)
+            weights = _tile(first, weight_rows, inside_n, columns, inside_k).to(dtype)
             acc = tl.dot(tile, weights, acc, input_precision="ieee")
             if GATED:
-                weights = _tile(second, first_row, rows, inside_n, columns, inside_k).to(dtype)
+                weights = _tile(second, weight_rows, inside_n, columns, inside_k).to(dtype)
                 other = tl.dot(tile, weights, other, input_precision="ieee")
+        if BIASED:
+            acc += tl.load(first_bias + weight_rows, mask=inside_n, other=0.0)[None, :]
+            if GATED:
+                other += tl.load(second_bias + weight_rows, mask=inside_n, other=0.0)[None, :]
         if GATED:
-            acc = silu(acc) * other
+            acc = gated_activation(acc, other, KIND, ALPHA, LIMIT)
+        elif KIND != "none":
+            acc = activation(acc, KIND)
         target = out + place[:, None] * NUM_ROWS + rows[None, :]
         tl.store(target, acc.to(out.dtype.element_ty), mask=inside_m[:, None] & inside_n[None, :])
 
@@ -240,21 +309,17 @@ def _combine(
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
+    num = num_tokens.to(tl.int64)
     total = tl.zeros([BLOCK], tl.float32)
     for choice in tl.static_range(CHOICES):
         place = token * CHOICES + choice
         part = tl.load(parts + place * WIDTH + columns, mask=inside, other=0.0)
         total += part * tl.load(weights + place)
     if NUM_SHARED > 0:
-        added = tl.zeros([BLOCK], tl.float32)
-        for part in tl.static_range(NUM_SHARED):
-            begin = shared + (part * num_tokens.to(tl.int64) + token) * WIDTH
-            added += tl.load(begin + columns, mask=inside, other=0.0).to(tl.float32)
+        added = sum_partials(shared + token * WIDTH, columns, inside, num * WIDTH, NUM_SHARED)
         if NUM_GATES > 0:
-            gate = 0.0
-            for part in tl.static_range(NUM_GATES):
-                at = (part * num_tokens.to(tl.int64) + token) * GATES_WIDTH + GATES_WIDTH - 1
-                gate += tl.load(gates + at).to(tl.float32)
+            last = gates + token * GATES_WIDTH + GATES_WIDTH - 1
+            gate = sum_partials(last, 0, True, num * GATES_WIDTH, NUM_GATES)
             added *= 1.0 / (1.0 + tl.exp(-gate))
         total += added
     tl.store(out + token * WIDTH + columns, total, mask=inside)

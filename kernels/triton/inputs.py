@@ -1,4 +1,5 @@
-"""The inputs of a matmul of few tokens: its rows of the weight, and activations with or without a fused norm.
+"""What kernels read: sums of split-K partials and, for a matmul of few tokens, its rows of the weight and activations
+with or without a fused norm.
 
 A norm scales each token by one number. So a matmul can multiply `hidden * weight`, sum the squares of `hidden` at the
 same time, and scale its result at the end: hidden is read once, and the norm needs no launch.
@@ -6,6 +7,16 @@ same time, and scale its result at the end: hidden is read once, and the norm ne
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def sum_partials(split_k_partials, at, inside, distance, NUM_PARTIALS: tl.constexpr):
+    """The sum of split-K partials at `at`, in their order, float32; 0 where not `inside`. They are `distance` (int64)
+    numbers apart."""
+    total = tl.load(split_k_partials + at, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, NUM_PARTIALS):
+        total += tl.load(split_k_partials + part * distance + at, mask=inside, other=0.0).to(tl.float32)
+    return total
 
 
 @triton.jit

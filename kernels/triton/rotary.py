@@ -20,6 +20,9 @@ from pipeline.kernels.triton.rows import StepArrays
 
 HeadNorms = tuple[Tensor, Tensor, float]
 """Weights [D] of the query and key norms, and eps."""
+QueryGrowth = tuple[float, int]
+"""b and p in 1 + b * log(1 + floor(position / p)), a factor of rotated queries."""
+NO_GROWTH: QueryGrowth = (0.0, 1)
 
 
 def rotary_write(
@@ -32,6 +35,7 @@ def rotary_write(
     values: Tensor,
     head_norms: HeadNorms | None,
     center: Tensor | None = None,
+    growth: QueryGrowth = NO_GROWTH,
 ) -> None:
     """Sum `split_k_partials` [P, T, (Q + 2K) * D], norm and rotate queries and keys by the angles of `step.positions`,
     and write queries to `queries` [T, Q * D], keys and values [num_blocks, K, BLOCK_SIZE, D], or in 8 bits
@@ -79,8 +83,16 @@ def rotary_write(
         NORMED=head_norms is not None,
         CENTERED=center is not None,
         EPS=eps,
+        GROWTH=growth[0],
+        PERIOD=growth[1],
         num_warps=4,
     )
+
+
+@triton.jit
+def query_factor(position, GROWTH: tl.constexpr, PERIOD: tl.constexpr):
+    """The factor of queries at a position, see `QueryGrowth`."""
+    return 1.0 + GROWTH * tl.log(1.0 + (position // PERIOD).to(tl.float32))
 
 
 @triton.jit(do_not_specialize=["part_stride"])
@@ -110,6 +122,8 @@ def _rotary_kernel(
     NORMED: tl.constexpr,
     CENTERED: tl.constexpr,
     EPS: tl.constexpr,
+    GROWTH: tl.constexpr,
+    PERIOD: tl.constexpr,
 ):
     token = tl.program_id(0)
     slot = tl.load(slots + token)
@@ -163,6 +177,10 @@ def _rotary_kernel(
             turned_low = tl.where(is_value[:, None], turned_low, spread_low)
             turned_high = tl.where(is_value[:, None], turned_high, spread_high)
 
+        if GROWTH != 0:
+            factor = tl.where(is_query, query_factor(tl.load(positions + token), GROWTH, PERIOD), 1.0)[:, None]
+            turned_low *= factor
+            turned_high *= factor
         to_query = token.to(tl.int64) * (NUM_HEADS * HEAD_DIM) + heads * HEAD_DIM
         to_query = queries + to_query[:, None] + dims[None, :]
         dtype: tl.constexpr = queries.dtype.element_ty

@@ -249,6 +249,8 @@ def test_a_missing_gpu_is_an_error_of_one_line_before_a_model_is_fetched(
         (["execute", "--shape", "gpt-5"], "--shape: invalid choice: 'gpt-5' (choose from "),
         (["execute", "--batch=none", "--prefill=none"], "there is nothing to measure"),
         (["execute", "--quantization=q2"], "quantization: needs "),
+        (["execute", "--layers=2"], "--layers 2: it needs --shape"),
+        (["execute", "--shape=gemma2-2b", "--layers=27"], "--layers 27: gemma2-2b has only 26"),
         (["execute", "--set", "execute.thread=1"], "did you mean execute.num_threads?"),
     ],
 )

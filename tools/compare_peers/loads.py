@@ -22,19 +22,21 @@ class Load(msgspec.Struct, frozen=True):
     """The field of a level's summary that the load is about."""
     unit: str
     concurrencies: tuple[int, ...]
+    endpoint: str = "chat"
+    """Of the API: "chat" or "completions"."""
 
 
 DECODE, PREFILL, SHARED = "decode", "prefill", "shared"
 
 
-def loads_of(names: Sequence[str], concurrencies: tuple[int, ...]) -> list[Load]:
+def loads_of(names: Sequence[str], concurrencies: tuple[int, ...], endpoint: str = "chat") -> list[Load]:
     """The chosen loads. `concurrencies` are decode's; the others have one each."""
     known = [
         Load(DECODE, "128 tokens in, 128 out", "output_tokens_per_s", "output tok/s", concurrencies),
         Load(PREFILL, "Prompts of 800 words, one token out", "prefill_tokens_per_s", "prompt tok/s", (1,)),
         Load(SHARED, "16 streams, 600 of 650 words shared, 64 tokens out", "total_tokens_per_s", "total tok/s", (16,)),
     ]
-    return [load for load in known if load.name in names]
+    return [msgspec.structs.replace(load, endpoint=endpoint) for load in known if load.name in names]
 
 
 def bench_command(
@@ -43,6 +45,7 @@ def bench_command(
     """The command that measures a load. All servers get the same prompts, because they get the same seed."""
     return [
         *(sys.executable, "-m", "pipeline", "bench", f"--{load.name}", "--url", url),
+        *("--endpoint", load.endpoint),
         *("--concurrency", ",".join(map(str, load.concurrencies))),
         *("--temperature", ",".join(f"{one:g}" for one in temperatures)),
         *("--duration", f"{duration_s:g}s", "--timeout", f"{REQUEST_S:g}s"),

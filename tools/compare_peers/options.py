@@ -60,6 +60,12 @@ def parser() -> argparse.ArgumentParser:
         "--temperature", type=_each(types.temperature), default=(0.0, 1.0), metavar="T,…", help="by default 0,1"
     )
     made.add_argument(
+        "--endpoint",
+        choices=("chat", "completions"),
+        default="chat",
+        help="of the API; by default chat. Models without a chat template need completions",
+    )
+    made.add_argument(
         "--duration",
         type=types.duration,
         default=10.0,

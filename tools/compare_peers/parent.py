@@ -106,7 +106,7 @@ def _plan(
     args: argparse.Namespace, servers: Sequence[str], programs: Programs, paths: ModelPaths, weights: str
 ) -> Plan:
     peers = peers_of(servers, args.model, weights, paths, programs)
-    loads = loads_of(args.loads, args.concurrency)
+    loads = loads_of(args.loads, args.concurrency, args.endpoint)
     return Plan(peers, loads, args.temperature, args.duration, args.rounds, args.seed, str(args.out))
 
 

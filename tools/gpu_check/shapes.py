@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from pipeline.cli.profile.shapes import SHAPES, shape
+from pipeline.cli.profile.shape import shape
+from pipeline.cli.profile.shapes import SHAPES
 from pipeline.runtime.model_folder import Llama3Rope, ModelConfig
 
 LLAMA_8B = shape(

@@ -16,21 +16,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pipeline.kernels.triton.attention.prefill import LOG2_E, constants
+from pipeline.kernels.triton.activations import tanh
+from pipeline.kernels.triton.attention.prefill import constants, vectors_of
 from pipeline.kernels.triton.attention.tasks import AttentionTasks, check_cache
 from pipeline.kernels.triton.attention.tiles import (
+    add_sinks,
     attend_tiles,
     leave,
     load_blocks,
     load_entry,
+    load_of_heads,
     load_piece,
     next_unit,
     tiles_of_unit,
 )
 from pipeline.kernels.triton.hadamard import transform_heads
+from pipeline.kernels.triton.inputs import sum_partials
 from pipeline.kernels.triton.kv_cache import as_scales, is_quantized, quantize
 from pipeline.kernels.triton.launch import next_power_of_2
-from pipeline.kernels.triton.rotary import HeadNorms
+from pipeline.kernels.triton.rotary import NO_GROWTH, HeadNorms, QueryGrowth, query_factor
 from pipeline.kernels.triton.rows import StepArrays
 
 
@@ -45,6 +49,8 @@ def attend_decode(
     tasks: AttentionTasks,
     head_norms: HeadNorms | None,
     center: Tensor | None = None,
+    sinks: Tensor | None = None,
+    growth: QueryGrowth = NO_GROWTH,
     *,
     pdl: bool = False,
 ) -> None:
@@ -88,26 +94,20 @@ def attend_decode(
         tasks.narrow.arrivals,
         tasks.scratch.sums,
         tasks.scratch.scales,
+        *vectors_of(tasks, sinks),
         NUM_PARTIALS=len(split_k_partials),
         PDL=pdl,
         NORMED=head_norms is not None,
         CENTERED=center is not None,
         EPS=eps,
         HEADS=heads,
-        SCALE=LOG2_E / head_dim**0.5,
+        GROWTH=growth[0],
+        PERIOD=growth[1],
         num_warps=tasks.narrow.tile.num_warps,
         num_stages=tasks.narrow.tile.num_stages,
         **constants(tasks.narrow, tasks, keys, heads, 4 * tasks.narrow.tile.combined),
         **early,
     )
-
-
-@triton.jit
-def _sum_partials(split_k_partials, at, mask, step, NUM_PARTIALS: tl.constexpr):
-    total = tl.load(split_k_partials + at, mask=mask, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, NUM_PARTIALS):
-        total += tl.load(split_k_partials + part * step + at, mask=mask, other=0.0).to(tl.float32)
-    return total
 
 
 @triton.jit
@@ -147,13 +147,20 @@ def _decode_kernel(
     arrivals,
     part_sums,
     part_scales,
+    slopes,
+    sinks,
     NUM_PARTIALS: tl.constexpr,
     PDL: tl.constexpr,
     NORMED: tl.constexpr,
     CENTERED: tl.constexpr,
     EPS: tl.constexpr,
     HEADS: tl.constexpr,
+    GROWTH: tl.constexpr,
+    PERIOD: tl.constexpr,
     SCALE: tl.constexpr,
+    CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    SINKS: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -210,12 +217,12 @@ def _decode_kernel(
         slot = tl.load(slots + token_at)
         token_partials = split_k_partials + token_at * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
         heads = (head * GROUP + group) * HEAD_DIM
-        query = _sum_partials(token_partials, heads[:, None] + dims[None, :], mask, step, NUM_PARTIALS)
-        other = _sum_partials(token_partials, heads[:, None] + others[None, :], mask, step, NUM_PARTIALS)
+        query = sum_partials(token_partials, heads[:, None] + dims[None, :], mask, step, NUM_PARTIALS)
+        other = sum_partials(token_partials, heads[:, None] + others[None, :], mask, step, NUM_PARTIALS)
         key_part = token_partials + (NUM_HEADS + head) * HEAD_DIM
-        key = _sum_partials(key_part, dims, inside, step, NUM_PARTIALS)
-        other_key = _sum_partials(key_part, others, inside, step, NUM_PARTIALS)
-        value = _sum_partials(key_part + NUM_KV_HEADS * HEAD_DIM, dims, inside, step, NUM_PARTIALS)
+        key = sum_partials(key_part, dims, inside, step, NUM_PARTIALS)
+        other_key = sum_partials(key_part, others, inside, step, NUM_PARTIALS)
+        value = sum_partials(key_part + NUM_KV_HEADS * HEAD_DIM, dims, inside, step, NUM_PARTIALS)
 
         sine = tl.where(dims < half, -sine, sine)
         if NORMED:
@@ -239,6 +246,8 @@ def _decode_kernel(
             turned = transform_heads(turned, other, is_second, HEADS, DIMS, size)
             spread = transform_heads(turned_key[None, :], other_key[None, :], is_second, 1, DIMS, size)
             turned_key = tl.reshape(spread, [DIMS])
+        if GROWTH != 0:
+            turned *= query_factor(position, GROWTH, PERIOD)
         query = turned.to(dtype)
         # The tile has spare rows; they repeat the group.
         query = tl.broadcast_to(query[None, :, :], [BLOCK_M // HEADS, HEADS, DIMS]).reshape([BLOCK_M, DIMS])
@@ -252,10 +261,13 @@ def _decode_kernel(
         head_keys, head_values = keys + head_at, values + head_at
         head_key_scales, head_value_scales = key_scales + head_at // 2, value_scales + head_at // 2
         positions = tl.zeros([BLOCK_M], tl.int32) + position
+        row_heads = head * GROUP + rows % HEADS
+        present = rows % HEADS < GROUP
+        row_slopes = load_of_heads(slopes, row_heads, present, ALIBI)
         sums, largest, all_weights = attend_tiles(
             sums, largest, all_weights, query, head_keys, head_values, head_key_scales, head_value_scales, table,
-            blocks, first_tile, end_tile, first_key, position, positions, SCALE, True, True, NUM_KV_HEADS, HEAD_DIM,
-            DIMS, BLOCK_SIZE, SCALE_BYTES, WINDOW, BLOCK_N, PRECISION, UPCAST,
+            blocks, first_tile, end_tile, first_key, position, positions, row_slopes, SCALE, CAP, ALIBI, True, True,
+            NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, SCALE_BYTES, WINDOW, BLOCK_N, PRECISION, UPCAST,
         )  # fmt: skip
 
         weights = tl.sum(all_weights, 1)
@@ -269,13 +281,19 @@ def _decode_kernel(
                 tl.store(head_key_scales + to_scale, key_scale, mask=slot >= 0)
                 tl.store(head_value_scales + to_scale, value_scale, mask=slot >= 0)
 
-            score = tl.sum(query.to(tl.float32) * key[None, :], 1) * SCALE
+            score = tl.sum(query.to(tl.float32) * key[None, :], 1)
+            if CAP > 0:
+                score = CAP * tanh(score / CAP)
+            score *= SCALE
             now = tl.maximum(largest, score)
             shrink = tl.exp2(largest - now)
             weight = tl.exp2(score - now)
             sums = sums * shrink[:, None] + weight[:, None] * value[None, :]
             weights = weights * shrink + weight
             largest = now
+            if SINKS:
+                row_sinks = load_of_heads(sinks, row_heads, present, SINKS)
+                sums, largest, weights = add_sinks(sums, largest, weights, row_sinks)
         to = out + token_at * (NUM_HEADS * HEAD_DIM) + head * (GROUP * HEAD_DIM)
         leave(
             to + rows * HEAD_DIM, rows < GROUP, to + group * HEAD_DIM, group < GROUP, sums, largest, weights, is_begun,

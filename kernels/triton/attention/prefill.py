@@ -31,10 +31,12 @@ from torch import Tensor
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.kernels.triton.attention.tasks import CUT_FIELDS, ENTRY_FIELDS, AttentionTasks, TaskList, check_cache
 from pipeline.kernels.triton.attention.tiles import (
+    add_sinks,
     attend_tiles,
     leave,
     load_blocks,
     load_entry,
+    load_of_heads,
     load_piece,
     next_unit,
     tiles_of_unit,
@@ -43,15 +45,22 @@ from pipeline.kernels.triton.kv_cache import as_scales, is_quantized, scale_byte
 from pipeline.kernels.triton.launch import UPCAST_DOT, next_power_of_2
 from pipeline.kernels.triton.rows import StepArrays
 
-LOG2_E = 1.4426950408889634
 
-
-def attend(out: Tensor, queries: Tensor, keys: Tensor, values: Tensor, step: StepArrays, tasks: AttentionTasks) -> None:
+def attend(
+    out: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    step: StepArrays,
+    tasks: AttentionTasks,
+    sinks: Tensor | None = None,
+) -> None:
     """Attend from the step's queries to their rows' keys and values, which must all be in the cache.
 
     out and queries [T, Q * D]; keys and values [num_blocks, K, BLOCK_SIZE, D]; all of one dtype, or keys and values in
-    8 bits (kv_cache.py). `tasks` must be planned for this step. Scores are scaled by 1 / sqrt(D). `out` is not written
-    for padding and ended rows.
+    8 bits (kv_cache.py). `tasks` must be planned for this step. `sinks` [Q] float32 are scores of each head that take
+    part in the softmax, without a value; `tasks.form` says whether there are any. `out` is not written for padding and
+    ended rows.
     """
     check_cache(keys, values, tasks)
     assert out.shape == queries.shape == (step.num_tokens, tasks.num_heads * tasks.head_dim)
@@ -72,7 +81,7 @@ def attend(out: Tensor, queries: Tensor, keys: Tensor, values: Tensor, step: Ste
             task_list.arrivals,
             tasks.scratch.sums,
             tasks.scratch.scales,
-            SCALE=LOG2_E / tasks.head_dim**0.5,
+            *vectors_of(tasks, sinks),
             SINGLE_LOOP=task_list is tasks.narrow,
             num_warps=task_list.tile.num_warps,
             num_stages=task_list.tile.num_stages,
@@ -80,15 +89,26 @@ def attend(out: Tensor, queries: Tensor, keys: Tensor, values: Tensor, step: Ste
         )
 
 
+def vectors_of(tasks: AttentionTasks, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The slopes of ALiBi and the sinks; any tensor if there are none."""
+    assert (sinks is not None) == tasks.form.has_sinks
+    unused = tasks.scratch.scales
+    return unused if tasks.slopes is None else tasks.slopes, unused if sinks is None else sinks
+
+
 def constants(
     task_list: TaskList, tasks: AttentionTasks, keys: Tensor, num_rows: int, combined: int
-) -> dict[str, int | str]:
+) -> dict[str, int | float | str]:
     """The constants of both attention kernels. To combine partial results, `num_rows` rows of each are read, `combined`
     numbers at a time."""
     tile = task_list.tile
     dims = max(16, next_power_of_2(tasks.head_dim))
     part_dims = min(dims, max(16, combined // num_rows))
     return {
+        "SCALE": tasks.scale,
+        "CAP": tasks.cap,
+        "ALIBI": tasks.slopes is not None,
+        "SINKS": tasks.form.has_sinks,
         "NUM_HEADS": tasks.num_heads,
         "NUM_KV_HEADS": tasks.num_kv_heads,
         "GROUP": tasks.group,
@@ -124,7 +144,12 @@ def _attend_kernel(
     arrivals,
     part_sums,
     part_scales,
+    slopes,
+    sinks,
     SCALE: tl.constexpr,
+    CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    SINKS: tl.constexpr,
     SINGLE_LOOP: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -181,6 +206,8 @@ def _attend_kernel(
         else:
             weights = tl.zeros([BLOCK_M], tl.float32)
         positions = start + tokens
+        row_heads = head * GROUP + rows % GROUP
+        row_slopes = load_of_heads(slopes, row_heads, present, ALIBI)
         head_at = head * (BLOCK_SIZE * (HEAD_DIM + SCALE_BYTES))
         head_keys, head_values = keys + head_at, values + head_at
         head_key_scales, head_value_scales = key_scales + head_at // 2, value_scales + head_at // 2
@@ -196,24 +223,30 @@ def _attend_kernel(
                 full_end = tl.maximum(full_end, full_tile)
                 sums, largest, weights = attend_tiles(
                     sums, largest, weights, query, head_keys, head_values, head_key_scales, head_value_scales, table,
-                    blocks, first_tile, full_tile, first_key, end_key, positions, SCALE, True, SINGLE_LOOP,
-                    NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, SCALE_BYTES, WINDOW, BLOCK_N, PRECISION, UPCAST,
+                    blocks, first_tile, full_tile, first_key, end_key, positions, row_slopes, SCALE, CAP, ALIBI, True,
+                    SINGLE_LOOP, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, SCALE_BYTES, WINDOW, BLOCK_N, PRECISION,
+                    UPCAST,
                 )  # fmt: skip
                 blocks = load_blocks(table, full_tile, first_key, end_key, BLOCK_SIZE, BLOCK_N)
             sums, largest, weights = attend_tiles(
                 sums, largest, weights, query, head_keys, head_values, head_key_scales, head_value_scales, table,
-                blocks, full_tile, full_end, first_key, end_key, positions, SCALE, False, SINGLE_LOOP, NUM_KV_HEADS,
-                HEAD_DIM, DIMS, BLOCK_SIZE, SCALE_BYTES, WINDOW, BLOCK_N, PRECISION, UPCAST,
+                blocks, full_tile, full_end, first_key, end_key, positions, row_slopes, SCALE, CAP, ALIBI, False,
+                SINGLE_LOOP, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, SCALE_BYTES, WINDOW, BLOCK_N, PRECISION,
+                UPCAST,
             )  # fmt: skip
             masked_tile = full_end
             blocks = load_blocks(table, masked_tile, first_key, end_key, BLOCK_SIZE, BLOCK_N)
         sums, largest, weights = attend_tiles(
             sums, largest, weights, query, head_keys, head_values, head_key_scales, head_value_scales, table, blocks,
-            masked_tile, end_tile, first_key, end_key, positions, SCALE, True, SINGLE_LOOP, NUM_KV_HEADS, HEAD_DIM,
-            DIMS, BLOCK_SIZE, SCALE_BYTES, WINDOW, BLOCK_N, PRECISION, UPCAST,
+            masked_tile, end_tile, first_key, end_key, positions, row_slopes, SCALE, CAP, ALIBI, True, SINGLE_LOOP,
+            NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, SCALE_BYTES, WINDOW, BLOCK_N, PRECISION, UPCAST,
         )  # fmt: skip
         if SINGLE_LOOP:
             weights = tl.sum(weights, 1)
+        if SINKS:  # noqa: SIM102
+            if not is_cut:  # the outer condition is a constant of the kernel
+                row_sinks = load_of_heads(sinks, row_heads, present, SINKS)
+                sums, largest, weights = add_sinks(sums, largest, weights, row_sinks)
         leave(
             out + at, present, out + at, present, sums, largest, weights, is_begun, first_inside, num_inside, arrivals,
             part_sums, part_scales, HEAD_DIM, DIMS, BLOCK_M, BLOCK_M, PARTS, PART_DIMS,

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pipeline.kernels.paged_attention import ScoreForm
 from pipeline.kernels.triton.attention.plan import plan_kernel
 from pipeline.kernels.triton.kv_cache import shape_of
 from pipeline.kernels.triton.launch import next_power_of_2, num_multiprocessors
@@ -46,6 +47,7 @@ ENTRY_FIELDS = 4
 NO_CHUNKS = 512
 """Steps with at most this number of tokens have no list of long chunks, which saves a launch per layer."""
 _ANY_COUNT = 2**30
+LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +158,19 @@ class AttentionTasks:
         scratch: Scratch | None = None,
         tiles: Tiles | None = None,
         quantized: bool = False,
+        form: ScoreForm | None = None,
     ) -> None:
         """`dtype` is that of queries; keys and values are of the same or, `quantized`, in 8 bits. Windows that share
         `scratch` must have the same `tiles`."""
+        self.form = form = form or ScoreForm()
+        scale = head_dim**-0.5 if form.scale is None else form.scale
+        assert scale > 0
+        self.scale = scale * LOG2_E
+        """Products of queries and keys times this are exponents of 2."""
+        self.cap = 0.0 if form.softcap is None else form.softcap / scale
+        """The cap of these products; 0 for none."""
+        self.slopes = None if form.slopes is None else (form.slopes / scale).to(device, torch.float32)
+        """[Q], in units of these products"""
         assert num_heads % num_kv_heads == 0
         assert max_tokens * num_kv_heads < 2**31, "units are numbered by an int32"
         assert window is None or window >= 1

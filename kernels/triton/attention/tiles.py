@@ -6,6 +6,10 @@ Shapes: BLOCK_M rows and BLOCK_N keys of a tile, DIMS head_dim as a power of two
 import triton
 import triton.language as tl
 
+from pipeline.kernels.triton.activations import tanh
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def load_piece(cuts, CUT_FIELDS: tl.constexpr):
@@ -98,7 +102,10 @@ def attend_tiles(
     first_key,
     end_key,
     positions,
+    slopes,
     SCALE: tl.constexpr,
+    CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
     MASKED: tl.constexpr,
     SUM_LATER: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -115,7 +122,9 @@ def attend_tiles(
 
     `keys` and `values` point to that head in block 0, and their scales too (see kv_cache.py); `table` points to the
     row's block ids; `blocks` [BLOCK_N] are those of the first tile; `query` [BLOCK_M, DIMS], `positions` [BLOCK_M].
-    Keys outside first_key .. end_key are not read.
+    Keys outside first_key .. end_key are not read. SCALE makes products of queries and keys exponents of 2. Before it,
+    they are capped by CAP, unless it is 0, and with ALIBI `slopes` [BLOCK_M] are subtracted for each position before
+    the query.
     Without MASKED, all positions attend to all keys. `weights` are [BLOCK_M], or with SUM_LATER [BLOCK_M, BLOCK_N], so
     that warps that share a row need not exchange sums in each tile.
     """
@@ -146,6 +155,10 @@ def attend_tiles(
             scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         if SCALE_BYTES > 0:
             scores = scores * key_scale[None, :]
+        if CAP > 0:
+            scores = CAP * tanh(scores / CAP)
+        if ALIBI:
+            scores -= slopes[:, None] * (positions[:, None] - places[None, :]).to(tl.float32)
         if MASKED:
             seen = readable[None, :] & (places[None, :] <= positions[:, None])
             if WINDOW > 0:
@@ -171,6 +184,24 @@ def attend_tiles(
             sums = tl.dot(weight.to(value.dtype), value, sums, input_precision=PRECISION)
         largest = now
     return sums, largest, weights
+
+
+@triton.jit
+def load_of_heads(numbers, heads, present, LOADS: tl.constexpr):
+    """A number of each head, float32; zeros without LOADS."""
+    result = tl.zeros(heads.shape, tl.float32)
+    if LOADS:
+        result = tl.load(numbers + heads, mask=present, other=0.0)
+    return result
+
+
+@triton.jit
+def add_sinks(sums, largest, weights, sinks):
+    """Add a score of each row that has no value. `sinks` [BLOCK_M] are scores as in softmax; `weights` [BLOCK_M]."""
+    scores = sinks * LOG2_E
+    now = tl.maximum(largest, scores)
+    shrink = tl.exp2(largest - now)
+    return sums * shrink[:, None], now, weights * shrink + tl.exp2(scores - now)
 
 
 @triton.jit

@@ -14,10 +14,10 @@ Shapes: M tokens, N rows, K columns, T = BLOCK_M tokens of a program.
 import triton
 import triton.language as tl
 
+from pipeline.kernels.triton.activations import silu
 from pipeline.kernels.triton.gemm.planes import group_scales
 from pipeline.kernels.triton.gemm.unpack import EXCESS, code_to_float, fp8_to_float
 from pipeline.kernels.triton.inputs import input_at, weight_rows_of
-from pipeline.kernels.triton.swiglu import silu
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -15,6 +15,7 @@ weights per cycle to a multiprocessor, which issues 128 instructions. (Counted i
 import triton
 import triton.language as tl
 
+from pipeline.kernels.triton.activations import silu
 from pipeline.kernels.triton.gemm.planes import group_scales
 from pipeline.kernels.triton.gemm.unpack import (
     EXCESS,
@@ -24,7 +25,6 @@ from pipeline.kernels.triton.gemm.unpack import (
     half_codes,
 )
 from pipeline.kernels.triton.inputs import input_at, weight_rows_of
-from pipeline.kernels.triton.swiglu import silu
 
 LANES = tl.constexpr(8)
 """Adjacent floats of a row that one thread holds and sums itself."""

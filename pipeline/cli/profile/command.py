@@ -12,7 +12,8 @@ from pathlib import Path
 from pipeline.cli.out_file import require_writable, writing
 from pipeline.cli.profile.options import plan_of
 from pipeline.cli.profile.report import as_json, as_tables, console, stack_width
-from pipeline.cli.profile.results import Profile
+from pipeline.cli.profile.results import Profile, ProfilePlan
+from pipeline.cli.profile.shapes import SHAPES
 from pipeline.config.load import ConfigError
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
@@ -34,6 +35,8 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         raise ConfigError(
             [f"--against {plan.against}: it computes on a CPU, and execute.device is 'cuda': leave it out"]
         )
+    if plan.layers is not None:
+        _check_layers(plan)
     if args.json and args.json != "-":
         require_writable(Path(args.json), "--json")
     open_log("profile", settings.log_level)
@@ -54,6 +57,14 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         with writing(Path(args.json), "--json"):
             Path(args.json).write_bytes(as_json(profile))
     return 0
+
+
+def _check_layers(plan: ProfilePlan) -> None:
+    if plan.shape is None:
+        raise ConfigError([f"--layers {plan.layers}: it needs --shape: a model is measured with all its layers"])
+    most = SHAPES[plan.shape].num_layers
+    if plan.layers is not None and plan.layers > most:
+        raise ConfigError([f"--layers {plan.layers}: {plan.shape} has only {most}"])
 
 
 def prepare(settings: Settings) -> Path:

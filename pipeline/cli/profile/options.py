@@ -8,6 +8,7 @@ from pipeline.cli.profile.shapes import SHAPES
 MAX_SEQS = 4096
 MAX_TOKENS = 2**20
 MAX_ROUNDS = 1000
+MAX_LAYERS = 1000
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -18,6 +19,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="random weights of this shape instead of a model, in the format that --quantization says: "
         f"{', '.join(SHAPES)}",
         metavar="NAME",
+    )
+    parser.add_argument(
+        "--layers",
+        type=_layers,
+        metavar="N",
+        help="only the first N layers of the --shape, which need less memory and time; the shares of the layers' ops "
+        "are those of all layers",
     )
     steps = parser.add_argument_group("steps")
     steps.add_argument(
@@ -61,7 +69,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def plan_of(args: argparse.Namespace) -> ProfilePlan:
     """The plan that the options describe."""
-    return ProfilePlan(args.batch, args.context, args.prefill, args.rounds, args.against, args.shape)
+    return ProfilePlan(args.batch, args.context, args.prefill, args.rounds, args.against, args.shape, args.layers)
 
 
 # argparse shows the message of an ArgumentTypeError after the name of the option.
@@ -88,6 +96,10 @@ def _prefills(text: str) -> tuple[int, ...]:
 
 def _context(text: str) -> int:
     return _whole(text, MAX_TOKENS)
+
+
+def _layers(text: str) -> int:
+    return _whole(text, MAX_LAYERS)
 
 
 def _rounds(text: str) -> int:

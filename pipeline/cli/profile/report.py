@@ -54,6 +54,8 @@ def _title(profile: Profile) -> str:
         for format, num_bytes in sorted(profile.weight_bytes.items(), key=lambda item: -item[1])
     )
     random = ", random weights" if profile.plan.shape else ""
+    if profile.plan.layers is not None:
+        random += f", only {profile.plan.layers} layer{'s' if profile.plan.layers > 1 else ''}"
     return (
         f"{profile.model}{random}: {weights}; keys and values {profile.kv_dtype}\n"
         f"{profile.gpu or f'{profile.cpu}, {profile.num_threads} threads'}; kernels: {profile.kernels}"

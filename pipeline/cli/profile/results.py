@@ -34,6 +34,8 @@ class ProfilePlan(msgspec.Struct, frozen=True):
     """Other kernels that compute the same steps, alternating with those of the settings."""
     shape: str | None = None
     """A shape of `SHAPES` with random weights, instead of the settings' model."""
+    layers: int | None = None
+    """Only this many layers of the shape."""
 
     def cases(self) -> list[Case]:
         decodes = [Case("decode", num_seqs, 1, self.context) for num_seqs in self.batches]

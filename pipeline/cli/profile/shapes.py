@@ -2,45 +2,9 @@
 
 from typing import Any
 
-from pipeline.runtime.model_folder import Architecture, Experts, ModelConfig, Rope
-
-
-def shape(
-    name: str,
-    architecture: Architecture = "llama",
-    *,
-    layers: int,
-    hidden: int,
-    intermediate: int,
-    heads: tuple[int, int, int],
-    vocab: int,
-    max_position: int,
-    rope_theta: float,
-    rms_norm_eps: float = 1e-5,
-    eos_id: int = 2,
-    tie_embeddings: bool = True,
-    **features: Any,
-) -> ModelConfig:
-    """A model without weight files. `heads` are query heads, key-value heads and head_dim."""
-    return ModelConfig(
-        name=name,
-        architecture=architecture,
-        num_layers=layers,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_heads=heads[0],
-        num_kv_heads=heads[1],
-        head_dim=heads[2],
-        vocab_size=vocab,
-        max_position=max_position,
-        rms_norm_eps=rms_norm_eps,
-        rope_theta=rope_theta,
-        tie_embeddings=tie_embeddings,
-        eos_ids=[eos_id],
-        weight_files=[],
-        **features,
-    )
-
+from pipeline.cli.profile.family_shapes import FAMILY_SHAPES
+from pipeline.cli.profile.shape import shape
+from pipeline.runtime.model_folder import Experts, Rope
 
 _SMOLLM2_135M = shape(
     "smollm2-135m",
@@ -79,6 +43,16 @@ _QWEN3_06B = shape(
     rms_norm_eps=1e-6,
     eos_id=151645,
     qk_norm=True,
+)
+_LLAMA_1B = shape(
+    "llama-1b",
+    layers=16,
+    hidden=2048,
+    intermediate=8192,
+    heads=(32, 8, 64),
+    vocab=128256,
+    max_position=131072,
+    rope_theta=5e5,
 )
 _LAYER_NORM: dict[str, Any] = {"norm": "layer", "norm_bias": True}
 _POST_NORMS: dict[str, Any] = {"pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_kind": "all"}
@@ -210,7 +184,17 @@ _MOE_3B = shape(
 SHAPES = {
     config.name: config
     for config in (
-        *(_SMOLLM2_135M, _QWEN2_05B, _QWEN3_06B, _GEMMA3_1B, _PHI4_MINI, _SMOLLM3_3B, _OLMO2_1B, _GRANITE_2B),
-        *(_PYTHIA_1B, _COMMAND_R7B, _MOE_3B),
+        *(
+            _SMOLLM2_135M,
+            _LLAMA_1B,
+            _QWEN2_05B,
+            _QWEN3_06B,
+            _GEMMA3_1B,
+            _PHI4_MINI,
+            _SMOLLM3_3B,
+            _OLMO2_1B,
+            _GRANITE_2B,
+        ),
+        *(_PYTHIA_1B, _COMMAND_R7B, _MOE_3B, *FAMILY_SHAPES),
     )
 }

@@ -16,8 +16,6 @@ from pipeline.text.formats.glm4 import Glm4
 from pipeline.text.formats.harmony import (
     ANALYSIS,
     CHANNEL,
-    COMMENTARY,
-    END,
     FINAL,
     MESSAGE,
     ROLE,
@@ -215,25 +213,15 @@ class ChatFormats(msgspec.Struct, frozen=True):
 
     def strict_calls(self, tools: str, *, parallel: bool) -> LarkGrammar | None:
         """The Lark grammar of a reply that may have calls, in which those of strict functions match their schemas. None
-        if there are none, or if the format has no token that shows where a call begins."""
-        form, lark = self.tools, LarkBuilder(self.template, self.added)
-        if form is None or not lark.stands_apart(form.opening):
-            return None
+        if there are none, or if nothing in the format shows where a call begins."""
         functions = [tool.function for tool in _tools.decode(tools)]
-        if not any(one.strict for one in functions):
+        if self.tools is None or not any(one.strict for one in functions):
             return None
+        lark = LarkBuilder(self.template, self.added)
         schemas = [(one.name, one.schema if one.strict else ANY_ARGUMENTS) for one in functions]
-        calls = form.grammar(
-            lark, [CallRule(name, lark.schema(text), text) for name, text in schemas], parallel=parallel
-        )
-        if not isinstance(form, Harmony):
-            return lark.grammar(f"{lark.text_without(form.opening)} ({calls})?")
-        text = lark.rule(r"/(.|\n)*/")
-        again = f"{text} {lark.mark(END)} {lark.sequence(START, ROLE)}"
-        preambles = (
-            f"({lark.sequence(CHANNEL, COMMENTARY, MESSAGE)} {again} | {lark.sequence(ANALYSIS_BEGIN)} {again})*"
-        )
-        return lark.grammar(f"{preambles} ({calls} | {lark.sequence(CHANNEL, FINAL, MESSAGE)} {text})")
+        calls = [CallRule(name, lark.schema(text), text) for name, text in schemas]
+        written = self.tools.reply(lark, calls, parallel=parallel)
+        return None if written is None else lark.grammar(written)
 
     def after_reasoning(self, grammar: str, tail: str) -> str:
         """The grammar of a reply with free reasoning, then an answer that matches `grammar`. `tail` is at least the

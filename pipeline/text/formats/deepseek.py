@@ -16,8 +16,8 @@ import re
 from collections.abc import Collection
 
 from pipeline.text.formats.lark import CallRule, LarkBuilder
-from pipeline.text.formats.sections import Header, SectionMarks, SectionParser
-from pipeline.text.formats.tool_format import ToolFormat, shows_tools
+from pipeline.text.formats.sections import Header, SectionFormat, SectionMarks, SectionParser
+from pipeline.text.formats.tool_format import shows_tools
 
 MARKS = SectionMarks(
     "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
@@ -26,8 +26,9 @@ CODE = "```json"
 _NAME = re.compile(r"[^\s`]+")
 
 
-class DeepSeekV31(ToolFormat):
+class DeepSeekV31(SectionFormat):
     name = "deepseek_v31"
+    form = MARKS
     opening = MARKS.section
     marks = MARKS.all
 
@@ -37,18 +38,9 @@ class DeepSeekV31(ToolFormat):
     def parser(self, names: Collection[str], hidden: Collection[str]) -> "DeepSeekParser":
         return DeepSeekParser(MARKS, hidden)
 
-    def grammar(self, lark: LarkBuilder, calls: list[CallRule], *, parallel: bool) -> str:
-        rules = [self._call(lark, call) for call in calls]
-        one = lark.one_of(rules)
-        more = f" ({self._between(lark)} {one})*" if parallel else ""
-        return f"{lark.mark(MARKS.section)} {one}{more} {lark.mark(MARKS.section_end)}"
-
     def _call(self, lark: LarkBuilder, call: CallRule) -> str:
         begin = lark.sequence(MARKS.call, call.name, MARKS.arguments)
         return f"{begin} {call.arguments} {lark.mark(MARKS.call_end)}"
-
-    def _between(self, lark: LarkBuilder) -> str:
-        return ""
 
 
 class DeepSeekV3(DeepSeekV31):

@@ -26,6 +26,8 @@ from typing import Any
 
 from pipeline.text.formats.events import Event
 from pipeline.text.formats.hermes import END, START, Hermes, HermesParser
+from pipeline.text.formats.lark import CallRule, LarkBuilder
+from pipeline.text.formats.llama3 import OBJECT
 
 RESPONSE_START = "<tool_response>"
 RESPONSE_END = "</tool_response>"
@@ -43,6 +45,14 @@ class Generic(Hermes):
 
     def parser(self, names: Collection[str], hidden: Collection[str]) -> "GenericParser":
         return GenericParser((START,), hidden, names)
+
+    def reply(self, lark: LarkBuilder, calls: list[CallRule], *, parallel: bool) -> str:
+        """Also calls without the mark, at the start."""
+        opened = self._opened(lark, calls)
+        more = f" ({self._next(lark, opened)})*" if parallel else ""
+        text, bare = lark.text_unlike(OBJECT, START), lark.one_of([lark.object_of(call, "arguments") for call in calls])
+        begun = lark.text_until(f"(/(?s:.*)/ & ~/({OBJECT})(?s:.*)/)", START)
+        return f"{text} | {begun} {opened}{more} | {bare}"
 
 
 class GenericParser(HermesParser):

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from pipeline.text.formats.call_object import MAX_NAME_CHARS, CallObject
 from pipeline.text.formats.calls import CallParser
 from pipeline.text.formats.events import Event
-from pipeline.text.formats.lark import CallRule, LarkBuilder
+from pipeline.text.formats.lark import CallRule, LarkBuilder, regex
 from pipeline.text.formats.text_scan import SPACE, starts_with
 from pipeline.text.formats.tool_format import ToolFormat, shows_tools
 
@@ -37,6 +37,14 @@ class Glm4(ToolFormat):
         line = lark.text("\n")
         one = lark.one_of([f"{lark.text(call.name)} {line} {call.arguments}" for call in calls])
         return f"{line}? {one} ({lark.mark(NEXT)} {line}? {one})*" if parallel else f"{line}? {one}"
+
+    def reply(self, lark: LarkBuilder, calls: list[CallRule], *, parallel: bool) -> str:
+        # A lexer takes the longest match: a name and its line break are one terminal, which text can't begin with.
+        names = "|".join(regex(call.name) for call in calls)
+        text = lark.text_unlike(rf"\s*({names})\s*[\n{{]", NEXT)
+        lines = [lark.terminal(rf"/\n?{regex(call.name)}\n/") for call in calls]
+        one = lark.one_of([f"{line} {call.arguments}" for line, call in zip(lines, calls, strict=True)])
+        return f"{text} | {one} ({lark.mark(NEXT)} {one})*" if parallel else f"{text} | {one}"
 
 
 class Glm4Parser(CallParser):

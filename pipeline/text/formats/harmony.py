@@ -29,6 +29,7 @@ MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
 STOPS = (CALL, RETURN)
 ANALYSIS, COMMENTARY, FINAL = "analysis", "commentary", "final"
 ROLE = "assistant"
+ANALYSIS_BEGIN = f"{CHANNEL}{ANALYSIS}{MESSAGE}"
 FUNCTIONS = "functions."
 MAX_HEADER_CHARS = 4 * MAX_NAME_CHARS
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
@@ -59,6 +60,17 @@ class Harmony(ToolFormat):
             for call in calls
         ]
         return lark.one_of(rules)
+
+    def reply(self, lark: LarkBuilder, calls: list[CallRule], *, parallel: bool) -> str | None:
+        """A call or an answer follows any number of other messages."""
+        if not lark.stands_apart(CHANNEL):
+            return None
+        text = lark.rule(r"/(.|\n)*/")
+        again = f"{text} {lark.mark(END)} {lark.sequence(START, ROLE)}"
+        said, thought = lark.sequence(CHANNEL, COMMENTARY, MESSAGE), lark.sequence(ANALYSIS_BEGIN)
+        answer = f"{lark.sequence(CHANNEL, FINAL, MESSAGE)} {text}"
+        one = self.grammar(lark, calls, parallel=parallel)
+        return f"({said} {again} | {thought} {again})* ({one} | {answer})"
 
 
 def is_harmony(template: str) -> bool:

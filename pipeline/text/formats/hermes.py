@@ -33,10 +33,24 @@ class Hermes(ToolFormat):
         return HermesParser((START,), hidden, names)
 
     def grammar(self, lark: LarkBuilder, calls: list[CallRule], *, parallel: bool) -> str:
+        opened = self._opened(lark, calls)
+        one = f"{lark.mark(START)} {opened}"
+        return f"{one} ({self._next(lark, opened)})*" if parallel else one
+
+    def reply(self, lark: LarkBuilder, calls: list[CallRule], *, parallel: bool) -> str:
+        if lark.stands_apart(START):
+            return f"{lark.text_without(START)} ({self.grammar(lark, calls, parallel=parallel)})?"
+        opened = self._opened(lark, calls)
+        more = f" ({self._next(lark, opened)})*" if parallel else ""
+        return f"{lark.text_without(START)} | {lark.text_until('/(?s:.*)/', START)} {opened}{more}"
+
+    def _opened(self, lark: LarkBuilder, calls: list[CallRule]) -> str:
+        """Add a rule for a call without its mark."""
         line = lark.text("\n")
-        begin, end = f"{lark.mark(START)} {line}", f"{line} {lark.mark(END)}"
-        one = lark.one_of([f"{begin} {lark.object_of(call, 'arguments')} {end}" for call in calls])
-        return f"{one} ({line} {one})*" if parallel else one
+        return lark.one_of([f"{line} {lark.object_of(call, 'arguments')} {line} {lark.mark(END)}" for call in calls])
+
+    def _next(self, lark: LarkBuilder, opened: str) -> str:
+        return f"{lark.text(chr(10))} {lark.mark(START)} {opened}"
 
 
 class HermesParser(CallParser):

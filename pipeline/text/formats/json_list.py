@@ -10,9 +10,9 @@ Sources: ibm-granite/granite-3.3-2b-instruct (chat template), microsoft/Phi-4-mi
 
 from collections.abc import Collection, Sequence
 
-from pipeline.text.formats.calls import CallParser
 from pipeline.text.formats.events import Event
 from pipeline.text.formats.lark import CallRule, LarkBuilder
+from pipeline.text.formats.list_calls import ListParser
 from pipeline.text.formats.text_scan import SPACE, starts_with
 from pipeline.text.formats.tool_format import ToolFormat, shows_tools
 
@@ -53,20 +53,29 @@ class Phi4Mini(ToolFormat):
         one = lark.one_of([lark.object_of(call, "arguments") for call in calls])
         return f"({lark.mark(TOKEN)} {one} {lark.mark(END)}){'+' if parallel else ''}"
 
+    def reply(self, lark: LarkBuilder, calls: list[CallRule], *, parallel: bool) -> str | None:
+        opening = f"{FUNCTOOLS}["
+        if opening in lark.template or not lark.stands_apart(TOKEN):
+            items = _items(lark, calls, parallel=parallel)
+            return f"{lark.text_without(opening)} | {lark.text_until('/(?s:.*)/', opening)} {items} {lark.text(']')}"
+        return f"{lark.text_without(opening)} ({self.grammar(lark, calls, parallel=parallel)})?"
+
 
 def _list(lark: LarkBuilder, calls: list[CallRule], *, parallel: bool) -> str:
+    return f"{lark.text('[')} {_items(lark, calls, parallel=parallel)} {lark.text(']')}"
+
+
+def _items(lark: LarkBuilder, calls: list[CallRule], *, parallel: bool) -> str:
     one = lark.one_of([lark.object_of(call, "arguments") for call in calls])
-    more = f" ({lark.text(', ')} {one})*" if parallel else ""
-    return f"{lark.text('[')} {one}{more} {lark.text(']')}"
+    return f"{one} ({lark.text(', ')} {one})*" if parallel else one
 
 
-class JsonListParser(CallParser):
+class JsonListParser(ListParser):
     """A mark that ends in `[` opens the list itself. `ends` are marks that may follow."""
 
     def __init__(self, starts: Sequence[str], ends: Sequence[str], hidden: Collection[str]) -> None:
         super().__init__(starts, hidden)
         self._ends = ends
-        self._in_list = False
 
     def _outside(self, text: str, at: int, out: list[Event]) -> int:
         end = super()._outside(text, at, out)
@@ -75,29 +84,19 @@ class JsonListParser(CallParser):
 
     def _after_mark(self, text: str, at: int, out: list[Event]) -> int:
         if text[at] == "[" and not self._in_list:
-            self._in_list = True
-            self._candidate.append("[")
+            self._open_list()
             return at + 1
         return self._before_object(text, at, out)
 
     def _after_call(self, text: str, at: int, out: list[Event]) -> int:
-        match text[at]:
-            case "," if self._in_list:
-                self._candidate.append(",")
-                self._read = self._before_object
-                return at + 1
-            case "]" if self._in_list:
-                self._in_list = False
-                self._candidate.clear()
-                return at + 1
-            case char if char in SPACE:
-                if self._in_list:
-                    self._candidate.append(char)
-                return at + 1
         if self._in_list:
+            if (end := self._after_item(text, at)) is not None:
+                return end
             self._in_list = False
             self._no_call(out)
             return at
+        if text[at] in SPACE:
+            return at + 1
         match starts_with(text, at, self._ends):
             case "":
                 return self._hold(text, at)

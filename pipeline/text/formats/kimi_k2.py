@@ -12,8 +12,7 @@ import re
 from collections.abc import Collection
 
 from pipeline.text.formats.lark import CallRule, LarkBuilder
-from pipeline.text.formats.sections import Header, SectionMarks, SectionParser
-from pipeline.text.formats.tool_format import ToolFormat
+from pipeline.text.formats.sections import Header, SectionFormat, SectionMarks, SectionParser
 
 MARKS = SectionMarks(
     "<|tool_calls_section_begin|>",
@@ -25,8 +24,9 @@ MARKS = SectionMarks(
 _HEADER = re.compile(r"(?:functions\.)?([\w.\-]+?)(:\d+)?")
 
 
-class KimiK2(ToolFormat):
+class KimiK2(SectionFormat):
     name = "kimi_k2"
+    form = MARKS
     opening = MARKS.section
     marks = MARKS.all
 
@@ -36,14 +36,9 @@ class KimiK2(ToolFormat):
     def parser(self, names: Collection[str], hidden: Collection[str]) -> "KimiK2Parser":
         return KimiK2Parser(MARKS, hidden)
 
-    def grammar(self, lark: LarkBuilder, calls: list[CallRule], *, parallel: bool) -> str:
-        rules = [
-            f"{lark.sequence(MARKS.call, f'functions.{call.name}:')} /[0-9]{{1,3}}/ {lark.mark(MARKS.arguments)} "
-            f"{call.arguments} {lark.mark(MARKS.call_end)}"
-            for call in calls
-        ]
-        one = lark.one_of(rules)
-        return f"{lark.mark(MARKS.section)} {one}{'+' if parallel else ''} {lark.mark(MARKS.section_end)}"
+    def _call(self, lark: LarkBuilder, call: CallRule) -> str:
+        begin = lark.sequence(MARKS.call, f"functions.{call.name}:")
+        return f"{begin} /[0-9]{{1,3}}/ {lark.mark(MARKS.arguments)} {call.arguments} {lark.mark(MARKS.call_end)}"
 
 
 class KimiK2Parser(SectionParser):

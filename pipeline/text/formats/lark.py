@@ -91,6 +91,12 @@ class LarkBuilder:
         """Add a terminal for any text that does not have this mark."""
         return self.terminal(f"/(?s:.*)/ & ~/(?s:.*){regex(mark)}(?s:.*)/")
 
+    def text_unlike(self, begin: str, *marks: str) -> str:
+        """Add a terminal for any text that doesn't begin as the regular expression `begin`, and has none of the marks
+        that are text."""
+        absent = [f"~/(?s:.*){regex(mark)}(?s:.*)/" for mark in marks if not self.stands_apart(mark)]
+        return self.terminal(" & ".join(["/(?s:.*)/", f"~/({begin})(?s:.*)/", *absent]))
+
     def rule(self, body: str) -> str:
         """Add a rule. Returns its name."""
         self._rules.append(f"r{len(self._rules)}: {body}")

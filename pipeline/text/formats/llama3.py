@@ -17,6 +17,7 @@ from pipeline.text.formats.lark import CallRule, LarkBuilder
 from pipeline.text.formats.tool_format import ToolFormat
 
 START = "<|python_tag|>"
+OBJECT = r"\s*\{"
 HEADS = ("<|start_header_id|>", "<|header_start|>")
 """The tokens that start a message, in Llama 3 and Llama 4."""
 
@@ -36,6 +37,11 @@ class Llama3(ToolFormat):
         one = lark.one_of([lark.object_of(call, "parameters") for call in calls])
         between = "" if HEADS[1] in lark.template else lark.text("; ")
         return f"{one} ({between} {one})*" if parallel else one
+
+    def reply(self, lark: LarkBuilder, calls: list[CallRule], *, parallel: bool) -> str:
+        rule = lark.rule(self.grammar(lark, calls, parallel=parallel))
+        text = lark.text_unlike(OBJECT, START)
+        return f"{text} ({lark.mark(START)} {rule})? | {rule}" if lark.stands_apart(START) else f"{text} | {rule}"
 
 
 class Llama3Parser(CallParser):

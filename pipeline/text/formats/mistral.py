@@ -11,9 +11,9 @@ from collections.abc import Collection
 from random import Random
 
 from pipeline.text.formats.call_object import MAX_NAME_CHARS, SPACE, CallObject
-from pipeline.text.formats.calls import CallParser
 from pipeline.text.formats.events import Event
 from pipeline.text.formats.lark import CallRule, LarkBuilder
+from pipeline.text.formats.list_calls import ListParser
 from pipeline.text.formats.tool_format import ToolFormat
 
 START = "[TOOL_CALLS]"
@@ -48,17 +48,14 @@ class Mistral(ToolFormat):
         return "".join(Random(key).choices(_ID_LETTERS, k=9))
 
 
-class MistralParser(CallParser):
-    _in_list = False
-
+class MistralParser(ListParser):
     def _after_mark(self, text: str, at: int, out: list[Event]) -> int:
         char = text[at]
         if char in SPACE:
             self._candidate.append(char)
             return at + 1
         if char == "[":
-            self._candidate.append(char)
-            self._in_list = True
+            self._open_list()
             self._read = self._before_object
             return at + 1
         if char == "{":
@@ -100,18 +97,10 @@ class MistralParser(CallParser):
         return place
 
     def _after_call(self, text: str, at: int, out: list[Event]) -> int:
-        match text[at]:
-            case "," if self._in_list:
-                self._candidate.append(",")
-                self._read = self._before_object
-                return at + 1
-            case "]" if self._in_list:
-                self._in_list = False
-                self._candidate.clear()
-                self._read = self._outside
-                return at + 1
-            case char if char in SPACE and self._in_list:
-                self._candidate.append(char)
-                return at + 1
-        self._no_call(out)
-        return at
+        end = self._after_item(text, at) if self._in_list else None
+        if end is None:
+            self._no_call(out)
+            return at
+        if not self._in_list:
+            self._read = self._outside
+        return end

@@ -48,6 +48,13 @@ class Pythonic(ToolFormat):
         more = f" ({lark.text(', ')} {one})*" if parallel else ""
         return f"{lark.text('[')} {one}{more} {lark.text(']')}"
 
+    def reply(self, lark: LarkBuilder, calls: list[CallRule], *, parallel: bool) -> str:
+        rule = lark.rule(self.grammar(lark, calls, parallel=parallel))
+        text = lark.text_unlike(r"\s*\[", PYTHON_START)
+        if not lark.stands_apart(PYTHON_START):
+            return f"{text} | {rule}"
+        return f"{text} ({lark.mark(PYTHON_START)} {rule} {lark.mark(PYTHON_END)})? | {rule}"
+
 
 class Olmo3(ToolFormat):
     name = "olmo3"

@@ -13,7 +13,9 @@ import msgspec
 from pipeline.text.formats.call_object import MAX_NAME_CHARS, CallObject
 from pipeline.text.formats.calls import CallParser
 from pipeline.text.formats.events import Event
+from pipeline.text.formats.lark import CallRule, LarkBuilder
 from pipeline.text.formats.text_scan import SPACE, starts_with
+from pipeline.text.formats.tool_format import ToolFormat
 
 DROPPED = SPACE + "`}"
 
@@ -35,6 +37,25 @@ class Header(msgspec.Struct, frozen=True):
 
     name: str
     id: str = ""
+
+
+class SectionFormat(ToolFormat):
+    """A subclass sets `form`, and `opening` and `marks` from it."""
+
+    form: SectionMarks
+
+    def grammar(self, lark: LarkBuilder, calls: list[CallRule], *, parallel: bool) -> str:
+        one = lark.one_of([self._call(lark, call) for call in calls])
+        more = f" ({self._between(lark)} {one})*" if parallel else ""
+        return f"{lark.mark(self.form.section)} {one}{more} {lark.mark(self.form.section_end)}"
+
+    @abstractmethod
+    def _call(self, lark: LarkBuilder, call: CallRule) -> str:
+        """A grammar of one call."""
+
+    def _between(self, lark: LarkBuilder) -> str:
+        """A grammar of what separates calls."""
+        return ""
 
 
 class SectionParser(CallParser):

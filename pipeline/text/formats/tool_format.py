@@ -72,6 +72,13 @@ class ToolFormat(ABC):
     def grammar(self, lark: LarkBuilder, calls: list[CallRule], *, parallel: bool) -> str:
         """A grammar of exactly one of these calls, or with `parallel` of one or more."""
 
+    def reply(self, lark: LarkBuilder, calls: list[CallRule], *, parallel: bool) -> str | None:
+        """A grammar of a reply that may have these calls, to enforce the schemas of those that the model chooses to
+        make. None if nothing tells where a call begins. Text that begins a call can only continue as one."""
+        if not lark.stands_apart(self.opening):
+            return None
+        return f"{lark.text_without(self.opening)} ({self.grammar(lark, calls, parallel=parallel)})?"
+
     def call_id(self, key: int) -> str:
         """A call's id, from a unique 128-bit number."""
         return f"call_{key:032x}"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pipeline.cli.profile.results import Profile, ProfilePlan
+from pipeline.cli.profile.shape import with_layers
 from pipeline.cli.profile.shapes import SHAPES
 from pipeline.config.settings import Settings
 from pipeline.runtime.model_folder import ModelConfig
@@ -36,13 +37,18 @@ def profile(settings: Settings, plan: ProfilePlan, prepare: Callable[[], Path]) 
     dtype: torch.dtype = getattr(torch, settings.execute.dtype)
     weights: Weights
     if folder is None:
-        assert plan.shape is not None
-        config = SHAPES[plan.shape]
+        config = _shape(plan)
         weights = RandomWeights(config, dtype, settings.quantization)
     else:
         config = ModelConfig.load(folder)
         weights = Weights(folder, config, FLOAT_FORMATS[settings.execute.dtype])
     return measure(settings, config, weights, plan, num_threads)
+
+
+def _shape(plan: ProfilePlan) -> ModelConfig:
+    assert plan.shape is not None
+    config = SHAPES[plan.shape]
+    return config if plan.layers is None else with_layers(config, plan.layers)
 
 
 def _on_gpu(settings: Settings, plan: ProfilePlan, folder: Path | None, num_threads: int) -> Profile:
@@ -54,8 +60,7 @@ def _on_gpu(settings: Settings, plan: ProfilePlan, folder: Path | None, num_thre
     weights = None
     with tempfile.TemporaryDirectory(prefix="pipeline-profile-") as name:
         if folder is None:
-            assert plan.shape is not None
-            config, folder = SHAPES[plan.shape], Path(name)
+            config, folder = _shape(plan), Path(name)
             config.save(folder)
             weights = RandomWeights(config, getattr(torch, settings.execute.dtype), settings.quantization)
         require(settings, ModelConfig.load(folder), folder)

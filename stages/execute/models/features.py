@@ -75,7 +75,7 @@ def features_of(config: ModelConfig) -> set[Feature]:
 
 NATIVE: frozenset[Feature] = frozenset(Feature)
 """Features of the native CPU program."""
-TRITON: frozenset[Feature] = frozenset({Feature.ROPES, Feature.EXPERTS})
+TRITON: frozenset[Feature] = frozenset(Feature)
 """Features of the GPU program."""
 
 

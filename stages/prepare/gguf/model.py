@@ -71,7 +71,10 @@ SINKS, GGUF_SINKS = "self_attn.sinks", "attn_sinks.weight"
 STACKED = "mlp.gate_up_proj"
 """Gate and up, where `ffn_up` holds both."""
 STACKED_EXPERTS = {name: Piece(f"mlp.experts.{name}") for name in ("gate_proj", "up_proj", "down_proj")}
-"""Files have the matrices of all experts in one tensor."""
+"""Files have the matrices of all experts in one tensor, but those of Mixtral from before April 2024."""
+EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj")
+FIRST_EXPERT = re.compile(r"blk\.\d+\.ffn_gate\.0\.weight")
+"""Of a file with a tensor for each expert."""
 ROPE_FREQUENCIES = "rope_freqs.weight"
 LONG_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 
@@ -237,7 +240,8 @@ def _config(metadata: Metadata, tensors: dict[str, GgufTensor]) -> ModelConfig:
     pieces = qkv_slices(config, "self_attn.qkv_proj") if stacked else {}
     if config.gated and "blk.0.ffn_gate.weight" not in tensors:
         pieces |= gate_up_slices(config, STACKED)
-    experts = {} if config.experts is None else STACKED_EXPERTS
+    has_one_each = config.experts is None or any(FIRST_EXPERT.fullmatch(tensor) for tensor in tensors)
+    experts = {} if has_one_each else STACKED_EXPERTS
     return msgspec.structs.replace(config, layout=Layout(pieces=pieces, experts=experts))
 
 
@@ -318,6 +322,8 @@ def gguf_name(name: str, names: Mapping[str, str] = {}) -> str:
     stem, _, kind = name.rpartition(".")
     if match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem):
         layer, part = match.groups()
+        if expert := EXPERT.fullmatch(part):
+            return f"blk.{layer}.ffn_{expert[2]}.{expert[1]}.{kind}"
         return f"blk.{layer}.{names.get(part) or _GGUF_LAYER_NAMES[part]}.{kind}"
     return f"{_GGUF_NAMES[stem]}.{kind}"
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.kv_layout import dequantize_heads, quantize_heads
+from pipeline.kernels.paged_attention import ScoreForm
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.kernels.triton.kv_cache import codes_and_scales, is_quantized, shape_of
 from pipeline.kernels.triton.rows import StepArrays
@@ -102,9 +103,17 @@ def dequantized(cache: Tensor) -> Tensor:
 
 
 def attention_reference(
-    queries: Tensor, keys: Tensor, values: Tensor, step: StepArrays, num_heads: int, window: int | None
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    step: StepArrays,
+    num_heads: int,
+    window: int | None,
+    form: ScoreForm | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The formula in float64, one token at a time. queries [T, Q * D]; returns [T, Q, D], NaN for padding."""
+    form = form or ScoreForm()
     keys, values = dequantized(keys), dequantized(values)
     _, num_kv_heads, _, head_dim = keys.shape
     wide = queries.double().view(len(queries), num_kv_heads, num_heads // num_kv_heads, head_dim)
@@ -119,6 +128,13 @@ def attention_reference(
             blocks = table[places // BLOCK_SIZE]
             seen_keys = keys[blocks, :, places % BLOCK_SIZE].double()
             seen_values = values[blocks, :, places % BLOCK_SIZE].double()
-            scores = torch.einsum("hgd,khd->hgk", wide[token], seen_keys) / head_dim**0.5
-            out[token] = torch.einsum("hgk,khd->hgd", torch.softmax(scores, -1), seen_values)
+            scores = torch.einsum("hgd,khd->hgk", wide[token], seen_keys) * (form.scale or head_dim**-0.5)
+            if form.softcap is not None:
+                scores = form.softcap * torch.tanh(scores / form.softcap)
+            if form.slopes is not None:
+                scores -= form.slopes.double().view(num_kv_heads, -1, 1) * (position - places)
+            if sinks is not None:
+                scores = torch.cat([scores, sinks.double().view(num_kv_heads, -1, 1)], -1)
+            weights = torch.softmax(scores, -1)[..., : len(places)]
+            out[token] = torch.einsum("hgk,khd->hgd", weights, seen_values)
     return out.view(len(queries), num_heads, head_dim)

@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 
+from pipeline.kernels.paged_attention import ScoreForm
 from pipeline.kernels.triton.attention.prefill import attend
 from pipeline.kernels.triton.attention.tasks import NO_CHUNKS, AttentionTasks, Scratch, Tile, Tiles
 from tests.kernels.triton.steps import MadeStep, attention_reference, in_8_bits, make_step
@@ -16,10 +17,24 @@ SMALL = Tiles(Tile(16, 16, 4, 2, 1, 2, 1, 512), Tile(32, 32, 4, 2, 1, 2, 1, 512)
 POISON = -7.0
 
 
+FORMS = {
+    "scale, cap": ScoreForm(scale=0.4, softcap=1.5),
+    "slopes": ScoreForm(slopes=torch.tensor([0.5, 0.05, 0.2, 0.01, 0.3, 0.1])),
+    "sinks": ScoreForm(has_sinks=True),
+    "all": ScoreForm(0.3, 2.0, torch.tensor([0.5, 0.05, 0.2, 0.01, 0.3, 0.1]), has_sinks=True),
+}
+SINKS = torch.tensor([1.0, -2.0, 3.0, 0.0, 6.0, -0.5])
+"""Of the six heads of `FORMS`."""
+
+
 def tasks_for(
-    heads: tuple[int, int, int], window: int | None, tiles: Tiles | None = SMALL, dtype: torch.dtype = torch.float32
+    heads: tuple[int, int, int],
+    window: int | None,
+    tiles: Tiles | None = SMALL,
+    dtype: torch.dtype = torch.float32,
+    form: ScoreForm | None = None,
 ) -> AttentionTasks:
-    return AttentionTasks(32, 4096, *heads, dtype, CPU, window, tiles=tiles)
+    return AttentionTasks(32, 4096, *heads, dtype, CPU, window, tiles=tiles, form=form)
 
 
 def num_inner_cuts(tasks: AttentionTasks) -> list[int]:
@@ -41,11 +56,13 @@ def check(
     queries[~made.live] = torch.nan
     if plan:
         tasks.plan(step, one_each=int(step.counts.max()) <= 1)
-    expected = attention_reference(queries, made.keys, made.values, step, tasks.num_heads, tasks.window)
+    sinks = SINKS if tasks.form.has_sinks else None
+    form = tasks.window, tasks.form, sinks
+    expected = attention_reference(queries, made.keys, made.values, step, tasks.num_heads, *form)
     outs = []
     for _ in range(num_launches):
         out = torch.full_like(queries, POISON)
-        attend(out, queries, made.keys, made.values, step, tasks)
+        attend(out, queries, made.keys, made.values, step, tasks, sinks)
         assert (out[~made.live] == POISON).all()
         error = out[made.live].double() - expected.flatten(1)[made.live]
         assert error.abs().max() <= tolerance if made.live.any() else True
@@ -176,6 +193,16 @@ def test_keys_and_values_in_8_bits(window: int | None) -> None:
         made.keys, made.values = in_8_bits(made.keys), in_8_bits(made.values)
         tolerance = 2e-6 if dtype == torch.float32 else 0.02
         check(made, tasks_for(heads, window, tiles, dtype), tolerance=tolerance, num_launches=1, dtype=dtype)
+
+
+@pytest.mark.parametrize("window", [None, 33])
+@pytest.mark.parametrize("name", FORMS)
+def test_other_scores(name: str, window: int | None) -> None:
+    """Rows that are split too, in tiles with and without a mask."""
+    tasks = tasks_for((6, 2, 16), window, form=FORMS[name])
+    made = make_step([(200, 1), (31, 0), (90, 3), (15, 40), (0, 1)], 2, 16, torch.float32, num_tokens=60, window=window)
+    check(made, tasks, tolerance=5e-6, num_launches=1)
+    assert sum(num_inner_cuts(tasks)) > 0
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from pipeline.kernels.hadamard import hadamard_reference
+from pipeline.kernels.paged_attention import ScoreForm
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.kernels.triton.attention.decode import attend_decode
+from pipeline.kernels.triton.rotary import NO_GROWTH, QueryGrowth
 from tests.kernels.triton.steps import attention_reference, dequantized, in_8_bits, make_step
-from tests.kernels.triton.test_attention import POISON, SMALL, tasks_for
-from tests.kernels.triton.test_rotary import EPS, angles, heads_reference
+from tests.kernels.triton.test_attention import FORMS, POISON, SINKS, SMALL, tasks_for
+from tests.kernels.triton.test_rotary import EPS, angles, growth_of, heads_reference
 
 
 def check(
@@ -26,6 +28,8 @@ def check(
     tolerance: float = 5e-5,
     seed: int = 0,
     quantized: bool = False,
+    form: ScoreForm | None = None,
+    growth: QueryGrowth = NO_GROWTH,
 ) -> int:
     """Returns the number of splits inside of units."""
     num_heads, num_kv_heads, head_dim = heads
@@ -38,6 +42,7 @@ def check(
     split_k_partials[:, ~live] = torch.nan
     norms = (1 + 0.1 * torch.randn(head_dim), 1 + 0.1 * torch.randn(head_dim), EPS) if normed else None
     queries, new_keys, new_values = heads_reference(split_k_partials, step.positions, frequencies, num_kv_heads, norms)
+    queries *= growth_of(step.positions, growth)
     blocks, places = step.slots[live] // BLOCK_SIZE, step.slots[live] % BLOCK_SIZE
 
     center = None
@@ -56,14 +61,15 @@ def check(
         expected_keys, expected_values = (
             dequantized(in_8_bits(each.float())).double() for each in (expected_keys, expected_values)
         )
+    sinks = SINKS if form is not None and form.has_sinks else None
     expected = attention_reference(
-        queries.flatten(1).nan_to_num(), expected_keys, expected_values, step, num_heads, window
+        queries.flatten(1).nan_to_num(), expected_keys, expected_values, step, num_heads, window, form, sinks
     )
 
-    tasks = tasks_for(heads, window, SMALL if small else None, dtype)
+    tasks = tasks_for(heads, window, SMALL if small else None, dtype, form)
     tasks.plan(step, one_each=True)
     out = torch.full((num, num_heads * head_dim), POISON, dtype=dtype)
-    attend_decode(out, split_k_partials, cos, sin, step, made.keys, made.values, tasks, norms, center)
+    attend_decode(out, split_k_partials, cos, sin, step, made.keys, made.values, tasks, norms, center, sinks, growth)
 
     assert (out[~live] == POISON).all()
     assert torch.allclose(out[live].double(), expected.flatten(1)[live], rtol=tolerance, atol=tolerance)
@@ -106,6 +112,17 @@ def test_keys_and_values_in_8_bits() -> None:
     check(entries, (6, 2, 24), padding=2, quantized=True, normed=True, num_split_k_partials=2, tolerance=2e-4)
     check([(300, 1), (1, 1)], (2, 1, 16), 150, quantized=True, tolerance=2e-4)
     check([(500, 1)], (3, 1, 80), dtype=torch.bfloat16, small=False, tolerance=0.03, quantized=True)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_other_scores(name: str) -> None:
+    assert check([(200, 1), (0, 1), (33, 0), (40, 1)], (6, 2, 16), padding=1, form=FORMS[name]) > 0
+    check([(90, 1), (10, 1)], (6, 2, 16), 33, form=FORMS[name])
+
+
+def test_queries_that_grow_with_their_positions() -> None:
+    check([(100, 1), (15, 1), (16, 1), (0, 1)], (4, 2, 16), growth=(0.3, 16))
+    check([(100, 1), (15, 1)], (4, 2, 16), growth=(0.3, 16), quantized=True, tolerance=2e-4)
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -9,7 +9,7 @@ from pipeline.kernels.rms_norm import rms_norm_reference
 from pipeline.kernels.rotary import rotary_reference
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.kernels.triton.kv_cache import codes_and_scales
-from pipeline.kernels.triton.rotary import HeadNorms, rotary_write
+from pipeline.kernels.triton.rotary import HeadNorms, QueryGrowth, rotary_write
 from pipeline.kernels.triton.rows import StepArrays
 from tests.kernels.triton.steps import in_8_bits, make_step
 
@@ -36,6 +36,27 @@ def heads_reference(
         queries = rms_norm_reference(queries, head_norms[0], head_norms[2])
         keys = rms_norm_reference(keys, head_norms[1], head_norms[2])
     return rotary_reference(queries, positions, frequencies), rotary_reference(keys, positions, frequencies), values
+
+
+def growth_of(positions: Tensor, growth: QueryGrowth) -> Tensor:
+    """The factors of queries, [T, 1, 1] float64."""
+    return (1 + growth[0] * torch.log1p((positions // growth[1]).double()))[:, None, None]
+
+
+def test_queries_grow_with_their_positions() -> None:
+    made = make_step([(30, 1), (0, 3), (15, 0), (100, 2)], 2, 16, torch.float32, num_tokens=8)
+    frequencies, cos, sin = angles(16, 200)
+    live, growth = made.live, (0.3, 16)
+    split_k_partials = torch.randn(2, 8, 8 * 16)
+    queries = torch.full((8, 4 * 16), -7.0)
+    rotary_write(
+        *(queries, split_k_partials, cos, sin, made.step, made.keys, made.values, None, None, growth),
+    )
+    positions = made.step.positions[live]
+    right, right_keys, _ = heads_reference(split_k_partials[:, live], positions, frequencies, 2, None)
+    assert (queries[live].view(-1, 4, 16) - right * growth_of(positions, growth)).abs().max() < 1e-5
+    slots = made.step.slots[live]
+    assert (made.keys[slots // BLOCK_SIZE, :, slots % BLOCK_SIZE] - right_keys).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("quantized", [False, True], ids=["", "8 bits"])

@@ -296,12 +296,13 @@ def test_a_shape_needs_no_model_and_is_measured_with_the_settings(monkeypatch: p
         monkeypatch.setenv(name, "1")
     num_threads = torch.get_num_threads()
     try:
-        plan = msgspec.structs.replace(PLAN, shape="small", rounds=1)
+        plan = msgspec.structs.replace(PLAN, shape="small", rounds=1, layers=2)
         found = entry.profile(settings(dtype="bfloat16", threads=2), plan, prepare)
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(num_threads)
     assert (found.num_threads, found.weight_bytes.keys()) == (2, {"bf16"})
+    assert {op.name: op.count for op in found.steps[0].ops}["attention"] == 2
 
 
 def test_the_profiled_model_comes_from_prepare(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,4 +338,18 @@ def test_the_shapes_have_the_number_of_weights_in_their_names() -> None:
         "pythia-1b": 1011,
         "moe-3b-a0.6b": 3278,
         "command-r7b": 8028,
+        "llama-1b": 1236,
+        "gemma2-2b": 2614,
+        "glm4-9b": 9399,
+        "falcon-7b": 6921,
+        "gpt2-xl": 1555,
+        "opt-1.3b": 1311,
+        "mpt-7b": 6649,
+        "bloom-1b": 1065,
+        "phi-2": 2779,
+        "stablelm-3b": 2795,
+        "starcoder2-3b": 3029,
+        "olmoe-7b-a1b": 6917,
+        "qwen3-30b-a3b": 30519,
+        "gpt-oss-20b": 20906,
     }

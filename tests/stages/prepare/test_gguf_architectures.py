@@ -162,6 +162,9 @@ CASES = {
     "falcon 40b": Case("falcon 40b", A.FALCON, {"attention.head_count_kv": 2}, qkv_apart),
     "bloom": Case("bloom", A.BLOOM, convert=qkv_apart),
     "mixtral": Case("mixtral", A.LLAMA, {"expert_count": 5, "expert_used_count": 2}, permuted, "llama-bpe"),
+    "mixtral, a tensor for each expert": Case(
+        "mixtral", A.LLAMA, {"expert_count": 5, "expert_used_count": 2}, permuted, "llama-bpe"
+    ),
     "qwen2moe": Case(
         "qwen2_moe",
         A.QWEN2MOE,
@@ -201,8 +204,23 @@ GGUF_ONLY = {
 }
 
 
-def save(path: Path, model: Any, case: Case, blocks: Mapping[str, tuple[Array, Any]] = {}) -> Path:
-    """Write a file. `blocks` are quantized tensors and their types, by their names in the file."""
+def by_expert(name: str, data: Array) -> dict[str, Array]:
+    """A tensor for each expert, as before llama.cpp stacked them."""
+    if "_exps." not in name:
+        return {name: data}
+    return {name.replace("_exps", f".{number}"): matrix for number, matrix in enumerate(data)}
+
+
+def save(
+    path: Path,
+    model: Any,
+    case: Case,
+    blocks: Mapping[str, tuple[Array, Any]] = {},
+    *,
+    has_expert_tensors: bool = False,
+) -> Path:
+    """Write a file. `blocks` are quantized tensors and their types, by their names in the file. `has_expert_tensors`:
+    each expert has its own."""
     config = model.config
     name = gguf.MODEL_ARCH_NAMES[case.arch]
 
@@ -268,7 +286,10 @@ def save(path: Path, model: Any, case: Case, blocks: Mapping[str, tuple[Array, A
             stored, kind = blocks[found]
             writer.add_tensor(found, stored, raw_dtype=kind)
             continue
-        writer.add_tensor(found, np.ascontiguousarray(case.convert(tensor_name, data, config)))
+        made = np.ascontiguousarray(case.convert(tensor_name, data, config))
+        parts = by_expert(found, made) if has_expert_tensors else {found: made}
+        for part_name, part in parts.items():
+            writer.add_tensor(part_name, part)
     if "longrope" in case.variant:
         for kind in ("long", "short"):
             writer.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32))
@@ -295,7 +316,7 @@ def test_a_gguf_file_has_the_logits_of_its_original_model(tmp_path: Path, name: 
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() > 1 and "norm" not in parameter_name:  # matrices are kept in bfloat16
                 parameter.copy_(parameter.bfloat16())
-    path = save(tmp_path / "tiny.gguf", model, case)
+    path = save(tmp_path / "tiny.gguf", model, case, has_expert_tensors="each expert" in name)
     folder = prepare(Settings(model=str(path), cache_dir=str(tmp_path / "cache")))
     assert ModelConfig.load(folder).architecture == variant.kind
     driver = Driver(folder, settings(kernels="torch", tokens=256, kv_mib=2))

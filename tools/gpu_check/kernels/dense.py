@@ -238,7 +238,7 @@ def _rms(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _norms(context: Context) -> Iterator[Reading]:
-    from pipeline.kernels.triton.norm import add_norm, take_norm
+    from pipeline.kernels.triton.norm import NormWeights, add_norm, take_norm
 
     for name in _names(context):
         hidden = _config(context, name).hidden_size
@@ -257,7 +257,7 @@ def _norms(context: Context) -> Iterator[Reading]:
 
             def add(out=out, residual=residual, before=before, partials=partials, weight=weight):  # type: ignore[no-untyped-def]
                 residual.copy_(before)
-                add_norm(out, residual, partials, weight, EPS)
+                add_norm(out, residual, partials, NormWeights(weight), EPS)
 
             case = f"{name}, {num} tokens, {num_split_k_partials} parts of {_short(dtype)}"
             yield check_output(f"add and norm, {case}", add, out, _rms(summed, weight), ROUNDED)
@@ -266,7 +266,7 @@ def _norms(context: Context) -> Iterator[Reading]:
             last = torch.empty(2, hidden, dtype=torch.bfloat16, device=gpu.device())
             yield check_output(
                 f"norm of two rows, {case}",
-                partial(take_norm, last, before, partials, index, weight, EPS),
+                partial(take_norm, last, before, partials, index, NormWeights(weight), EPS),
                 last,
                 _rms(summed, weight)[index.long()],
                 ROUNDED,
@@ -288,7 +288,7 @@ def _embedding(context: Context) -> Iterator[Reading]:
 
 
 def _gate(context: Context) -> Iterator[Reading]:
-    from pipeline.kernels.triton.swiglu import silu_mul
+    from pipeline.kernels.triton.activations import silu_mul
 
     for name in _names(context):
         inner = _config(context, name).intermediate_size

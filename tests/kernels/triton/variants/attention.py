@@ -2,6 +2,7 @@
 
 import torch
 
+from pipeline.kernels.paged_attention import ScoreForm
 from pipeline.kernels.triton.attention.decode import attend_decode
 from pipeline.kernels.triton.attention.prefill import attend
 from pipeline.kernels.triton.attention.tasks import AttentionTasks
@@ -18,6 +19,9 @@ QWEN3_8B = (32, 4, 128)
 PHI_2 = (32, 32, 80)
 GEMMA = (8, 4, 256)
 MQA = (32, 1, 96)
+GEMMA_2_9B = (16, 8, 256)
+GPT_OSS = (64, 8, 64)
+CAPPED = ScoreForm(scale=1 / 16, softcap=50.0)
 
 
 def _launch(
@@ -31,10 +35,12 @@ def _launch(
     fused: bool = True,
     pdl: bool = False,
     quantized: bool = False,
+    form: ScoreForm | None = None,
 ) -> None:
     num_heads, num_kv_heads, head_dim = shape
     device = torch.device("cpu")
-    tasks = AttentionTasks(32, 2048, num_heads, num_kv_heads, head_dim, dtype, device, window, quantized=quantized)
+    how = {"quantized": quantized, "form": form}
+    tasks = AttentionTasks(32, 2048, num_heads, num_kv_heads, head_dim, dtype, device, window, **how)  # type: ignore[arg-type]
     ints = torch.zeros(num_tokens, dtype=torch.int32)
     of_entries = torch.zeros(num_entries, dtype=torch.int32)
     step = StepArrays(
@@ -51,12 +57,15 @@ def _launch(
     split_k_partials = split_k_partials if num_split_k_partials > 1 else split_k_partials.to(dtype)
     norms = (torch.zeros(head_dim), torch.zeros(head_dim), 1e-6) if normed else None
     decodes = num_tokens == num_entries
+    sinks = torch.zeros(num_heads) if tasks.form.has_sinks else None
+    growth = (0.0, 1) if form is None else (0.1, 8192)
     tasks.plan(step, one_each=decodes)
     if decodes and fused:
-        attend_decode(queries, split_k_partials, angles, angles, step, keys, values, tasks, norms, pdl=pdl)
+        more = norms, None, sinks, growth
+        attend_decode(queries, split_k_partials, angles, angles, step, keys, values, tasks, *more, pdl=pdl)
     else:
-        rotary_write(queries, split_k_partials, angles, angles, step, keys, values, norms)
-        attend(queries.clone(), queries, keys, values, step, tasks)
+        rotary_write(queries, split_k_partials, angles, angles, step, keys, values, norms, None, growth)
+        attend(queries.clone(), queries, keys, values, step, tasks, sinks)
 
 
 def launches() -> None:
@@ -65,6 +74,9 @@ def launches() -> None:
     _launch(SMOLLM2_135M, 4, 4)
     _launch(LLAMA_8B, 4, 4, quantized=True)
     _launch(LLAMA_8B, 4, 1024, quantized=True)
+    _launch(GEMMA_2_9B, 4, 4, window=4096, form=CAPPED)
+    _launch(GEMMA_2_9B, 4, 1024, window=4096, form=CAPPED)
+    _launch(GPT_OSS, 4, 1024, window=128, form=ScoreForm(has_sinks=True))
 
 
 def all_launches() -> None:
@@ -78,3 +90,6 @@ def all_launches() -> None:
                 _launch(shape, 4, 4, dtype=dtype, window=window, normed=window is not None)
             _launch(shape, 4, 1024, dtype=dtype, quantized=True)
             _launch(shape, 4, 4, dtype=dtype, quantized=True)
+            for form in (CAPPED, ScoreForm(has_sinks=True), ScoreForm(slopes=torch.zeros(shape[0]))):
+                _launch(shape, 4, 1024, dtype=dtype, form=form)
+                _launch(shape, 4, 4, dtype=dtype, form=form)

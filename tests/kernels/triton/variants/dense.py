@@ -6,11 +6,13 @@ import torch
 
 from pipeline.kernels.matrix import Matrix
 from pipeline.kernels.stored_matrix import GPU_BLOCK_BYTES, Format, row_bytes
-from pipeline.kernels.triton import norm, swiglu
+from pipeline.kernels.triton import activations, norm
 from pipeline.kernels.triton.gemm import fused
 from pipeline.kernels.triton.gemm.dequantize import dequantize_rows
 from pipeline.kernels.triton.gemm.device_matrix import DeviceMatrix
 from pipeline.kernels.triton.gemm.linear import config_of, launch_gemm, num_split_k_partials, split_k_partials_dtype
+from pipeline.kernels.triton.logits import finish_logits
+from pipeline.kernels.triton.qk_norm import QkNormWeights, qk_norm
 
 BF16 = torch.bfloat16
 EPS = 1e-5
@@ -29,6 +31,7 @@ LLAMA_1B = Sizes(2048, 3072, 8192, 128256)
 QWEN2_0B5 = Sizes(896, 1152, 4864, 151936)
 QWEN2_1B5 = Sizes(1536, 2048, 8960, 151936)
 LLAMA_8B = Sizes(4096, 6144, 14336, 128256)
+GEMMA_2_9B = Sizes(3584, 8192, 14336, 256000)
 
 
 def launches() -> None:
@@ -41,6 +44,7 @@ def launches() -> None:
     _norm_swiglu("bf16", SMOLLM2_135M.inner, SMOLLM2_135M.hidden, 1, num_parts_in=1, pdl=True)
     _norm_swiglu("int8g64", SMOLLM2_135M.inner, SMOLLM2_135M.hidden, 8, num_parts_in=2)
     _embed("int4g32", SMOLLM2_135M)
+    _others(GEMMA_2_9B, 2)
     # Of a Q4_K_M file, where V and down are q6_k.
     _linear("q4_k", QWEN2_1B5.qkv, QWEN2_1B5.hidden, 1)
     _linear("q6_k", QWEN2_1B5.hidden, QWEN2_1B5.inner, 1)
@@ -172,20 +176,41 @@ def _norm_swiglu(
 def _add_norm(sizes: Sizes, num_tokens: int, *, num_parts_in: int) -> None:
     width = sizes.hidden
     out, residual = torch.empty(num_tokens, width, dtype=BF16), torch.empty(num_tokens, width)
-    norm.add_norm(out, residual, _partials(num_parts_in, num_tokens, width), torch.empty(width), EPS)
+    norm.add_norm(out, residual, _partials(num_parts_in, num_tokens, width), norm.NormWeights(torch.empty(width)), EPS)
 
 
 def _take_norm(sizes: Sizes, num_tokens: int, *, num_parts_in: int) -> None:
     width = sizes.hidden
     out, residual = torch.empty(num_tokens, width, dtype=BF16), torch.empty(num_tokens, width)
     index = torch.zeros(num_tokens, dtype=torch.int32)
-    norm.take_norm(out, residual, _partials(num_parts_in, num_tokens, width), index, torch.empty(width), EPS)
+    weights = norm.NormWeights(torch.empty(width))
+    norm.take_norm(out, residual, _partials(num_parts_in, num_tokens, width), index, weights, EPS)
 
 
 def _gate(sizes: Sizes, num_tokens: int, num_parts_in: int) -> None:
     split_k_partials = _partials(num_parts_in, num_tokens, 2 * sizes.inner)
     assert split_k_partials is not None
-    swiglu.silu_mul(torch.empty(num_tokens, sizes.inner, dtype=BF16), split_k_partials)
+    activations.silu_mul(torch.empty(num_tokens, sizes.inner, dtype=BF16), split_k_partials)
+
+
+def _others(sizes: Sizes, num_tokens: int) -> None:
+    """What models do beyond Llama."""
+    hidden, qkv = sizes.hidden, sizes.qkv
+    weight = torch.empty(hidden)
+    rms, layer = norm.NormWeights(weight), norm.NormWeights(weight, weight, centers=True)
+    for norms, factor in (((rms, rms), 1.0), ((layer, layer), 1.0), ((layer, None), 0.22), ((None, rms), 1.0)):
+        out, residual = torch.empty(num_tokens, hidden, dtype=BF16), torch.empty(num_tokens, hidden)
+        norm.add_norm(out, residual, _partials(2, num_tokens, hidden), norms[0], EPS, norm.Sublayer(norms[1], factor))
+    positions, table = torch.zeros(4, dtype=torch.int32), _matrix("bf16", 64, hidden)
+    norm.embed(torch.empty(4, hidden), table, positions, 12.0, table, positions, 2)
+    for kind in ("gelu", "gelu_tanh", "relu", "relu2"):
+        for gated in (False, True):
+            x = torch.empty(1, num_tokens, (2 if gated else 1) * sizes.inner, dtype=BF16)
+            activations.activate(torch.empty(num_tokens, sizes.inner, dtype=BF16), x, kind, gated=gated)
+    finish_logits(torch.empty(num_tokens, sizes.vocabulary), torch.empty(sizes.vocabulary), 0.1, 30.0)
+    for together, centers in ((True, False), (False, True)):
+        weights = QkNormWeights(torch.empty(qkv // 2), torch.empty(qkv // 4), EPS, together, centers)
+        qk_norm(torch.empty(1, num_tokens, qkv), torch.empty(2, num_tokens, qkv), weights, 128)
 
 
 def _embed(format: str, sizes: Sizes) -> None:
