@@ -3,8 +3,8 @@ can compare itself with the same reference.
 
 The file (tools/perplexity/perplexity.cpp): "_logits_", then as int32 the tokens of a chunk, V = vocab_size and the
 number of chunks, then all ids as int32. For each counted position follow float32 `scale` and `min_log_prob`, and V
-uint16 `q`, padded to an even number: log P = scale * q + min_log_prob. Tokens that are more than 16 nats behind the most
-likely one have q = 0.
+uint16 `q`, padded to an even number: log P = scale * q + min_log_prob. Tokens that are more than 16 nats behind the
+most likely one have q = 0.
 """
 
 import struct
@@ -70,5 +70,7 @@ def record_of(logits: Logits) -> bytes:
     scale = np.float32((largest - smallest) / LEVELS)
     codes = np.zeros(size + size % 2, dtype="<u2")
     if scale > 0:
-        codes[:size] = np.rint((np.maximum(logits, np.float32(smallest)) - np.float32(smallest)) / scale).clip(0, LEVELS)
+        codes[:size] = np.rint((np.maximum(logits, np.float32(smallest)) - np.float32(smallest)) / scale).clip(
+            0, LEVELS
+        )
     return struct.pack("<ff", scale, smallest - largest - log_sum) + codes.tobytes()

@@ -42,6 +42,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kl-base",
         metavar="FILE",
-        help="with --fidelity, also write the reference's log probabilities to this file (2 bytes times positions times "
-        "vocabulary), as --kl-divergence-base of llama.cpp's llama-perplexity, which compares itself with them",
+        help="with --fidelity, also write the reference's log probabilities to this file (2 bytes for each position "
+        "and token), as --kl-divergence-base of llama.cpp's llama-perplexity, which compares itself with them",
     )
