@@ -53,7 +53,6 @@ BLOCK_COLUMNS: dict[Format, int] = {
     for format in BLOCK_BYTES
 }
 GPU_BLOCK_BYTES: dict[Format, int] = BLOCK_BYTES | {"q4_k": 148, "q5_k": 180}
-del GPU_BLOCK_BYTES["fp8"]
 """Bytes of a block of the formats that the GPU kernels read, in GPU memory. There, other formats become floats."""
 DTYPES: dict[Format, np.dtype[Any]] = {
     "bf16": np.dtype(np.uint16),

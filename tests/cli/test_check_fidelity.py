@@ -192,9 +192,10 @@ def measure(model: str, *more: str, capsys: pytest.CaptureFixture[str]) -> tuple
 
 
 def test_activations_of_12_bits_are_closer_to_float32_than_those_of_8_bits(
-    model: str, text: str, cache: str, capsys: pytest.CaptureFixture[str]
+    model: str, text: str, cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    more = ["--text", text, "--set", cache, "--quantization", "q4_1"]
+    base = tmp_path / "base.kld"
+    more = ["--text", text, "--set", cache, "--quantization", "q4_1", "--kl-base", str(base)]
     code, out, err = measure(model, *more, capsys=capsys)
     assert code == 0, out + err
     rows = rows_of(out)
@@ -205,6 +206,8 @@ def test_activations_of_12_bits_are_closer_to_float32_than_those_of_8_bits(
     for _, top1, _, mean, quantile, largest in rows.values():
         assert 0.9 < top1 <= 1 and 0 < mean < quantile <= largest < 0.5
     num_chunks = int(int12[0]) // len(COUNTED)
+    num_ids = int.from_bytes(base.read_bytes()[12:16], "little")
+    assert base.stat().st_size == 20 + num_chunks * (4 * CHUNK_SIZE + len(COUNTED) * 2 * (num_ids + num_ids % 2 + 4))
     assert f"chunk {num_chunks} of {num_chunks}" in err and f"{num_chunks} chunks of 256" in out
     table = out[out.index(HEADINGS[0]) :]
     assert max(len(line) for line in table.splitlines()) <= 80

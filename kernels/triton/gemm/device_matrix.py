@@ -226,6 +226,8 @@ def _planes(matrix: Matrix, dtype: torch.dtype) -> DeviceMatrix:
     format, shape = matrix.format, (matrix.num_rows, matrix.num_columns)
     if format == "q8_0":
         return DeviceMatrix("int8", matrix.codes(), matrix.scales(), None, 0, GROUP, dtype, *shape)
+    if format == "fp8":
+        return DeviceMatrix("fp8", matrix.codes(), matrix.scales(), None, 0, FP8_GROUP, dtype, *shape)
     codes = matrix.codes()
     halves = codes.view(matrix.num_rows, -1, 2, GROUP // 2)
     low = halves & 15

@@ -4,6 +4,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from rich import box
 from rich.table import Table
 
 from pipeline.cli.check.chunks import CHUNK_SIZE, chunks_of
+from pipeline.cli.check.kl_base import KlBaseFile
 from pipeline.cli.check.options import NUM_TOKENS, SEED
 from pipeline.config.load import ConfigError
 from pipeline.config.settings import Settings
@@ -37,6 +39,8 @@ def check_options(args: argparse.Namespace, settings: Settings) -> None:
     if not args.fidelity:
         if args.text is not None:
             errors.append("--text: is the text of --fidelity; add --fidelity, or leave out --text")
+        if args.kl_base is not None:
+            errors.append("--kl-base: only --fidelity has this file; add --fidelity, or leave out --kl-base")
         if (format := args.quantization) not in (None, "none"):
             errors.append(
                 f"--quantization {format}: only --fidelity measures other weights than floats; add --fidelity"
@@ -71,7 +75,10 @@ def report(args: argparse.Namespace, settings: Settings) -> tuple[Path, list[str
     folder: Path = prepare.prepare(settings, importlib.import_module(PREPARE_PROGRESS).for_stream())
     ids, bos_id = importlib.import_module(TOKENS).encode(folder, text)
     chunks = chunks_of(ids, bos_id, source)
-    measured = importlib.import_module(MEASURE).measure(settings, folder, chunks, _Progress(len(chunks)))
+    measure: Any = importlib.import_module(MEASURE).measure
+    with ExitStack() as stack:
+        base = None if args.kl_base is None else stack.enter_context(KlBaseFile(args.kl_base))
+        measured = measure(settings, folder, chunks, _Progress(len(chunks)), base)
     line = (
         f"{measured.kernels} against the same weights in float32; {source}: {len(ids)} tokens, {len(chunks)} chunks of "
         f"{CHUNK_SIZE}"

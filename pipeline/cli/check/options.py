@@ -39,3 +39,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text", metavar="FILE", help="the text of --fidelity, UTF-8; by default a built-in one of several kinds"
     )
+    parser.add_argument(
+        "--kl-base",
+        metavar="FILE",
+        help="with --fidelity, also write the reference's log probabilities to this file (2 bytes for each position "
+        "and token), as --kl-divergence-base of llama.cpp's llama-perplexity, which compares itself with them",
+    )

@@ -15,6 +15,7 @@ import numpy as np
 from pipeline.cli.check.cases import Logits
 from pipeline.cli.check.chunks import CHUNK_SIZE, COUNTED
 from pipeline.cli.check.divergence import Divergence
+from pipeline.cli.check.kl_base import KlBaseFile
 from pipeline.config.sections.stages import ExecuteSettings
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
@@ -54,9 +55,16 @@ class MeasuredFidelity:
     forms: list[MeasuredForm]
 
 
-def measure(settings: Settings, folder: Path, chunks: Sequence[Sequence[int]], report: Report) -> MeasuredFidelity:
+def measure(
+    settings: Settings,
+    folder: Path,
+    chunks: Sequence[Sequence[int]],
+    report: Report,
+    base: KlBaseFile | None = None,
+) -> MeasuredFidelity:
     """Compare the kernels of `execute.kernels` with float32 over chunks of `CHUNK_SIZE` ids. With `execute.kv_dtype`
     int8, they are measured with a KV cache in bfloat16 and in 8 bits, and the second is compared with the first too.
+    The reference's logits go to `base`.
 
     Raises UserError if the model can't run with these settings, or if its logits in float32 aren't finite.
     """
@@ -84,6 +92,8 @@ def measure(settings: Settings, folder: Path, chunks: Sequence[Sequence[int]], r
             expected = logits_of(reference, chunk)
             if not np.isfinite(expected).all():
                 raise UserError(f"the model's logits in float32 are not all finite in chunk {i + 1} of the text")
+            if base is not None:
+                base.add(chunks, expected)
             found = [logits_of(runner, chunk) for runner in measured]
             for logits, form in zip(found, forms, strict=True):
                 form.divergence.add(expected, logits)

@@ -74,11 +74,16 @@ def test_fp8_weights_are_exact() -> None:
     assert torch.equal(out, expected)
 
 
-def test_fp8_blocks_become_floats_of_the_same_numbers() -> None:
+def test_fp8_blocks_keep_their_numbers_and_their_size() -> None:
     blocks = [k_quants.quantize(random(num, 256, seed=num), "fp8") for num in (5, 8)]
     joined = DeviceMatrix.of(blocks, torch.float32, "cpu")
-    assert (joined.form, joined.num_rows, joined.num_columns) == ("float", 13, 256)
-    assert torch.equal(joined.dequantize(), torch.cat([each.dequantize(torch.float32) for each in blocks]))
+    assert (joined.format, joined.num_rows, joined.num_columns) == ("fp8g128", 13, 256)
+    assert joined.num_bytes == sum(each.data.numel() for each in blocks)
+    expected = torch.cat([each.dequantize(torch.float32) for each in blocks])
+    assert torch.equal(joined.dequantize(), expected)
+    out = torch.full((13, 256), torch.nan)
+    dequantize_rows(out, joined, 0)
+    assert torch.equal(out, expected)
 
 
 def test_matrices_of_other_widths_are_rejected() -> None:

@@ -57,3 +57,5 @@ def test_the_gpu_kernels_give_the_outputs_of_torch(name: str, folder: Path) -> N
     expected, ours = Driver(folder, on_cpu(config)), CudaDriver(folder, config)
     assert ours.generate(PROMPTS, 2) == expected.generate(PROMPTS, 2)
     np.testing.assert_allclose(ours.logits()[:2], expected.logits(), atol=1e-4)
+    floats = {"bf16": "f32"}  # on_device computes in float32
+    assert set(ours.runner.weight_formats.split("+")) == {floats.get(each, each) for each in NAMES[name].split("+")}
