@@ -34,7 +34,8 @@ class Beams:
         self._kv_cache_manager = kv_cache_manager
         self._lifecycle = lifecycle
         self._in_flight = in_flight
-        self._complete: list[RequestState] = []
+        self._complete: dict[int, RequestState] = {}
+        """By request id."""
 
     def take(self, sampled: Int64s, ids: Ids) -> None:
         """Note the ids that were sampled for these rows, with the records that their sequences have got."""
@@ -49,7 +50,7 @@ class Beams:
             if not sequence.first_s:
                 self._begin(sequence)
             if search.take(sequence.index, token_id, record):
-                self._complete.append(request)
+                self._complete[request.request_id] = request
 
     def _begin(self, sequence: Sequence) -> None:
         """A request has its first result. Its other sequences share what the first one has computed."""
@@ -60,8 +61,8 @@ class Beams:
     def step(self) -> list[RequestState]:
         """Go one step on with all searches that have their results. Returns those that are over; the caller counts
         them."""
-        complete, self._complete = self._complete, []
-        return [request for request in complete if request.open_sequences and self._step(request)]
+        complete, self._complete = self._complete, {}
+        return [request for request in complete.values() if request.open_sequences and self._step(request)]
 
     def _step(self, request: RequestState) -> bool:
         """Returns whether the search is over."""
@@ -128,12 +129,11 @@ class Beams:
         search = request.beam_search
         assert search is not None
         for sequence, found in zip(request.sequences, search.hypotheses, strict=True):
-            sequence.records = bytearray(found.records)
             if sequence.given_finish != Finish.NONE:  # the client has it
                 self._lifecycle.finish(sequence, sequence.given_finish)
                 continue
             num_given = sequence.num_given - len(request.prompt)
-            del sequence.records[: num_given * request.record_bytes]
+            sequence.records = bytearray(found.records[num_given * request.record_bytes :])
             self._lifecycle.finish(sequence, found.finish, found.ids)
 
 

@@ -210,8 +210,10 @@ class SequenceLifecycle:
         else:
             self._remove_queued(sequence)
         if is_beam:
-            given = np.concatenate((sequence.request.prompt, sequence.given_outputs))
-            sequence.ids = given if ids is None else ids
+            if ids is None:
+                ids = np.concatenate((sequence.request.prompt, sequence.given_outputs))
+                sequence.records.clear()
+            sequence.ids = ids
             self._output_buffer.add_closing(sequence, sequence.num_given, finish)
         elif not has_row:
             self._output_buffer.add_closing(sequence, len(sequence.ids), finish)

@@ -14,7 +14,7 @@ from tests.stages.schedule.beam_reference import beam_search
 from tests.stages.schedule.bench import Bench, config
 
 STOP = list(range(0, 1000, 9))
-LITTLE_MEMORY = {"num_blocks": 30, "max_num_seqs": 6}
+LITTLE_MEMORY = {"num_blocks": 22, "max_num_seqs": 12}
 
 
 def prompt_of(i: int) -> list[int]:
@@ -142,8 +142,8 @@ def test_beams_share_all_full_blocks_and_copy_the_last_one() -> None:
 def test_with_too_little_memory_beams_are_preempted_and_find_the_same(depth: int, prefix_caching: bool) -> None:
     bench = Bench(config(**LITTLE_MEMORY, prefix_caching=prefix_caching, max_model_len=128), depth)
     for i in range(4):
-        bench.admit(prompt_of(i), max_tokens=40, n=3, stop=STOP[i::4], use_beam_search=True)
-        bench.admit(range(i, 40 + i), max_tokens=50)
+        bench.admit(range(i, 20 + i), max_tokens=90)
+        bench.admit(prompt_of(i), max_tokens=50, n=3, stop=STOP[i::20], use_beam_search=True)
     bench.run()
     assert bench.scheduler.load().num_preemptions > 0
     check_the_rest(bench)
@@ -265,7 +265,7 @@ def test_a_successor_of_detokenize_gets_all_output_of_a_search_again() -> None:
     bench = Bench(config(num_blocks=200), depth=2)
     bench.admit(prompt_of(1), max_tokens=20, n=3, stop=STOP, use_beam_search=True, num_logprobs=1)
     bench.fill()
-    for _ in range(5):
+    for _ in range(2):
         bench.answer()
         bench.fill()
     bench.scheduler.tell_again(0)
@@ -274,7 +274,7 @@ def test_a_successor_of_detokenize_gets_all_output_of_a_search_again() -> None:
     bench.run()
     received, records = dict(bench.received), dict(bench.records)
     bench.scheduler.tell_again(0)
-    bench.received = dict.fromkeys(received, [])
+    bench.received = {seq: [] for seq in received}
     bench.records = dict.fromkeys(received, b"")
     bench.finished, bench.begun = {}, set()
     bench.report()
