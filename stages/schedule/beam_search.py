@@ -7,9 +7,9 @@
     candidates, best first  ── the first n that end ──►  hypotheses
                             └─ the first n others ────►  beams
 
-The score of a beam is the sum of its ids' logprobs; that of a hypothesis is this sum divided by length ** length_penalty,
-as in transformers' `generate`, which we follow in every rule. A beam's n + (number of stop ids) likeliest ids are
-enough: no more than n of them continue, and no more than n of them end.
+The score of a beam is the sum of its ids' logprobs; that of a hypothesis is this sum divided by
+length ** length_penalty. All rules are those of transformers' `generate`. A beam's n + (number of stop ids) likeliest
+ids are enough: no more than n of them continue, and no more than n of them end.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -165,9 +165,7 @@ def row_options(options: GenerationOptions, search: BeamSearch) -> GenerationOpt
     return GenerationOptions(temperature=0.0, ignore_eos=True, num_logprobs=search.num_top, n=options.n)
 
 
-def _moves(
-    running: Sequence[Continuation], width: int, records: dict[int, tuple[int, bytes]]
-) -> list[Move]:
+def _moves(running: Sequence[Continuation], width: int, records: dict[int, tuple[int, bytes]]) -> list[Move]:
     """Which sequence computes each of the new beams. A beam that goes on keeps its sequence for one continuation, if
     possible for the id that the executor sampled: then it changes nothing. The others take those of beams that end."""
     kept: dict[int, int] = {}

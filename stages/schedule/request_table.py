@@ -140,10 +140,14 @@ class RequestStates:
             )
         if not 0 < num_prompt < limit:
             return m.Failure(400, f"the prompt has {num_prompt} tokens, which leaves no room for output")
-        return self._beam_failure_of(options.n, num_prompt, num_blocks) if options.use_beam_search else None
+        return self._beam_failure_of(options, num_prompt, num_blocks) if options.use_beam_search else None
 
-    def _beam_failure_of(self, width: int, num_prompt: int, num_blocks: int) -> m.Failure | None:
+    def _beam_failure_of(self, options: m.GenerationOptions, num_prompt: int, num_blocks: int) -> m.Failure | None:
         """Why a beam search is refused, whose sequences hold `num_blocks` blocks each: all of them must run at once."""
+        if options.compiled_grammar:
+            message = "structured output is not allowed together with use_beam_search = true"
+            return m.Failure(400, message, param="use_beam_search")
+        width = options.n
         if width > self._config.max_num_seqs:
             return m.Failure(
                 400,

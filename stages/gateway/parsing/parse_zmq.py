@@ -9,6 +9,7 @@ from pipeline.runtime import messages as m
 from pipeline.stages.gateway import errors
 from pipeline.stages.gateway.errors import invalid
 from pipeline.stages.gateway.parsing import request_ids, zmq_fields
+from pipeline.stages.gateway.parsing.beam_search import check_grammar
 from pipeline.stages.gateway.parsing.bodies import ParamsBody
 from pipeline.stages.gateway.parsing.conversation import calls_grammar
 from pipeline.stages.gateway.parsing.embeddings import POOLING, EmbeddingsBody, check_dimensions, embedding_request
@@ -51,6 +52,9 @@ def parse_generate(generate: p.Generate, limits: RequestLimits) -> ParsedRequest
         best_of=body.best_of,
         details=details_of(body, _num_top(body, limits), limits),
     )
+    if generate.received and parsed.options.use_beam_search:
+        message = "'received' is not allowed with use_beam_search: sequences are not streamed then"
+        raise invalid("received", message, "invalid_value")
     if generate.received and parsed.num_sequences > parsed.n:
         message = "'received' is not allowed with best_of > n: sequences are not streamed then"
         raise invalid("received", message, "invalid_value")
@@ -62,6 +66,7 @@ def parse_generate(generate: p.Generate, limits: RequestLimits) -> ParsedRequest
     if isinstance(prompt, m.ChatPrompt):
         grammar = calls_grammar(prompt, limits.formats, options.grammar)
         options = msgspec.structs.replace(options, grammar=grammar)
+        check_grammar(options)
     return msgspec.structs.replace(
         parsed,
         stream=True,

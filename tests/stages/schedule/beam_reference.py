@@ -1,4 +1,5 @@
-"""Beam search over all ids of a vocabulary, as transformers' `generate` defines it, with the fake executor's logprobs."""
+"""Beam search over all ids of a vocabulary, as transformers' `generate` defines it, with the logprobs of the fake
+executor."""
 
 from typing import Literal, NamedTuple
 

@@ -140,7 +140,11 @@ class Bench:
         added = {add.row: self.scheduler.rows.sequences[add.row] for add in step.adds}
         self.in_rows |= {row: sequence.seq for row, sequence in added.items() if sequence is not None}
         if self.scheduler.load().num_preemptions > num_preemptions:
-            started = {self.in_rows[row] for row, sequence in added.items() if sequence and sequence.request.beam_search is None}
+            started = {
+                self.in_rows[row]
+                for row, sequence in added.items()
+                if sequence and sequence.request.beam_search is None
+            }
             assert dropped.isdisjoint(started), "preempted and started by one plan"
         self.steps.append(step)
         self.tables.append(self._tables(step))
