@@ -13,7 +13,7 @@ ids are enough: no more than n of them continue, and no more than n of them end.
 """
 
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,8 +25,8 @@ from pipeline.stages.schedule.arrays import Ids
 class Beam(NamedTuple):
     """A running sequence."""
 
-    index: int
-    """Of the request's sequence that computes it."""
+    slot: int
+    """The index of the request's sequence that computes it."""
     score: float = 0.0
     records: bytes = b""
     """Logprob records of its output, as the client gets them."""
@@ -47,9 +47,9 @@ class Continuation(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A sequence continues a beam: itself, or another one whose place it takes over."""
+    """The sequence with index `slot` continues that with index `parent`: itself, or a beam that it takes over."""
 
-    index: int
+    slot: int
     parent: int
     token_id: int
 
@@ -112,7 +112,7 @@ class BeamSearch:
         if is_last or not running or self._is_over(running[0].score, num_ids + 1 - self._num_prompt):
             return []
         moves = _moves(running, self.width, records)
-        self.beams = [Beam(move.index, one.score, one.records) for move, one in zip(moves, running, strict=True)]
+        self.beams = [Beam(move.slot, one.score, one.records) for move, one in zip(moves, running, strict=True)]
         return moves
 
     def _candidates(self, records: dict[int, tuple[int, bytes]], length: int) -> list[Continuation]:
@@ -121,7 +121,7 @@ class BeamSearch:
         excluded: Collection[int] = self.stop_ids if length <= self._options.min_tokens else ()
         candidates = []
         for beam in self.beams:
-            record = np.frombuffer(records[beam.index][1], self._dtype)[0]
+            record = np.frombuffer(records[beam.slot][1], self._dtype)[0]
             top_ids, logprobs = record["top_ids"], record["top_logprobs"]
             most = self.width + len(self.stop_ids)
             for token_id, logprob in zip(top_ids[:most].tolist(), logprobs[:most].tolist(), strict=True):
@@ -131,14 +131,14 @@ class BeamSearch:
         candidates.sort(key=lambda one: -one.score)
         return candidates
 
-    def _record(self, logprob: float, top_ids: "np.ndarray[int, np.dtype[np.int32]]", logprobs: Ids) -> bytes:
+    def _record(self, logprob: float, top_ids: Ids, logprobs: "np.ndarray[Any, Any]") -> bytes:
         num_top = self._options.num_logprobs
         if num_top < 0:
             return b""
         return np.float32(logprob).tobytes() + top_ids[:num_top].tobytes() + logprobs[:num_top].tobytes()
 
     def _finish(self, candidate: Continuation, ids_of: Callable[[int], Ids]) -> None:
-        ids = np.append(ids_of(candidate.parent.index), np.int32(candidate.token_id)).astype(np.int32)
+        ids = np.append(ids_of(candidate.parent.slot), np.int32(candidate.token_id)).astype(np.int32)
         score = self._penalized(candidate.score, len(ids) - self._num_prompt)
         finish = Finish.STOP if candidate.token_id in self.stop_ids else Finish.LENGTH
         self.hypotheses.append(Hypothesis(score, ids, candidate.records, finish))
@@ -170,12 +170,12 @@ def _moves(running: Sequence[Continuation], width: int, records: dict[int, tuple
     possible for the id that the executor sampled: then it changes nothing. The others take those of beams that end."""
     kept: dict[int, int] = {}
     for place, one in enumerate(running):
-        parent = one.parent.index
+        parent = one.parent.slot
         if parent not in kept or one.token_id == records[parent][0]:
             kept[parent] = place
     by_place = {place: index for index, place in kept.items()}
     free = iter([index for index in range(width) if index not in kept])
     return [
-        Move(by_place[place] if place in by_place else next(free), one.parent.index, one.token_id)
+        Move(by_place[place] if place in by_place else next(free), one.parent.slot, one.token_id)
         for place, one in enumerate(running)
     ]

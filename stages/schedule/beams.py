@@ -68,20 +68,20 @@ class Beams:
         """Returns whether the search is over."""
         search, sequences = request.beam_search, request.open_sequences
         assert search is not None
-        known = {beam.index: self._ids_of(sequences[beam.index]) for beam in search.beams}
-        num_ids = len(known[search.beams[0].index])
+        known = {beam.slot: self._ids_of(sequences[beam.slot]) for beam in search.beams}
+        num_ids = len(known[search.beams[0].slot])
         sampled = search.sampled_ids
         moves = search.step(num_ids, known.__getitem__)
         if not moves:
             self._finish(request)
             return True
         # Beams are taken over before they change.
-        for index, parent, token_id in moves:
-            if index != parent:
-                self._take_over(sequences[index], sequences[parent], known[parent], token_id)
-        for index, parent, token_id in moves:
-            if index == parent:
-                self._go_on(sequences[index], known[index], token_id, sampled[index])
+        for slot, parent, token_id in moves:
+            if slot != parent:
+                self._take_over(sequences[slot], sequences[parent], known[parent], token_id)
+        for slot, parent, token_id in moves:
+            if slot == parent:
+                self._go_on(sequences[slot], known[slot], token_id, sampled[slot])
         return False
 
     def _ids_of(self, sequence: Sequence) -> Ids:

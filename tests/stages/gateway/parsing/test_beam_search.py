@@ -80,6 +80,8 @@ def test_over_zeromq() -> None:
     options = parse_generate(p.Generate(1, "", p.TextPrompt("x"), params, 1), LIMITS).options
     assert (options.use_beam_search, options.length_penalty, options.early_stopping) == (True, 2.0, "never")
     with pytest.raises(ApiError, match="early_stopping"):
-        parse_generate(p.Generate(1, "", p.TextPrompt("x"), p.Params(use_beam_search=True, early_stopping="x"), 1), LIMITS)
+        parse_generate(
+            p.Generate(1, "", p.TextPrompt("x"), p.Params(use_beam_search=True, early_stopping="x"), 1), LIMITS
+        )
     with pytest.raises(ApiError, match="received"):
         parse_generate(p.Generate(1, "", p.TextPrompt("x"), params, 1, [b"\0\0\0\0", b""]), LIMITS)
