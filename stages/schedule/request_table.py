@@ -155,6 +155,15 @@ class RequestStates:
                 f"schedule.max_num_seqs = {self._config.max_num_seqs}: lower n",
                 param="n",
             )
+        num_top = BeamSearch(options, num_prompt, num_prompt, self._config.eos_ids).num_top
+        if 0 < self._config.max_num_top < num_top:
+            return m.Failure(
+                400,
+                f"beam search with n = {width} needs the {num_top} likeliest ids of each beam (n and the number of "
+                f"stop ids), and this executor returns {self._config.max_num_top}: lower n, give fewer stop_token_ids, "
+                "or raise limits.max_logprobs",
+                param="n",
+            )
         num_shared = num_prompt // self._config.block_size if self._kv_cache_manager.windows.is_plain else 0
         # Each beam but one leaves room for the next blocks of the others.
         num_needed = num_shared + width * (num_blocks - num_shared + len(self._config.kv_groups))

@@ -48,6 +48,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     """Whether rows for which speculation does not pay get fewer proposals or none."""
     eos_ids: tuple[int, ...] = ()
     """The model's end-of-sequence ids, which end hypotheses of beam search."""
+    max_num_top: int = 0
+    """The most top logprobs of a record; 0 if any number is possible."""
 
     @property
     def max_chunk(self) -> int:
@@ -83,4 +85,5 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
             max_num_drafts=facts.max_num_drafts,
             adaptive_speculation=speculative.adaptive,
             eos_ids=tuple(facts.eos_ids),
+            max_num_top=facts.max_num_top,
         )

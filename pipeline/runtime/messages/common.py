@@ -129,6 +129,8 @@ class ExecuteFacts(msgspec.Struct, array_like=True, frozen=True):
     """The same for all rows of a step together."""
     eos_ids: list[int] = []
     """The model's end-of-sequence ids."""
+    max_num_top: int = 0
+    """The most top logprobs of a record; 0 if any number is possible."""
 
     @property
     def quantization(self) -> str:

@@ -231,6 +231,15 @@ def test_a_search_whose_beams_can_not_run_at_once_is_refused() -> None:
     assert "KV blocks, but this server has 64" in bench.refused[1].failure.message
 
 
+def test_a_search_that_needs_more_logprobs_than_the_executor_returns_is_refused() -> None:
+    bench = Bench(config(max_num_top=5, eos_ids=(1, 2)), depth=1)
+    bench.admit(range(10), n=3, use_beam_search=True)
+    bench.admit(range(10), n=4, use_beam_search=True)
+    assert [refused.request_id for refused in bench.refused] == [2]
+    assert "needs the 6 likeliest ids" in bench.refused[0].failure.message
+    assert "limits.max_logprobs" in bench.refused[0].failure.message
+
+
 def test_after_a_death_of_schedule_the_search_begins_again_and_adds_to_what_the_client_has() -> None:
     first = Bench(config(num_blocks=200), depth=2)
     how: dict[str, Any] = {"max_tokens": 20, "n": 3, "stop": STOP, "use_beam_search": True, "num_logprobs": 1}
