@@ -247,6 +247,13 @@ class Params(msgspec.Struct, array_like=True, frozen=True):
             "has a better score, `never` when no beam can get one."
         ),
     ] = False
+    prediction: Annotated[
+        str | None,
+        Meta(
+            description="A text that most of the output may equal. Speculative decoding with `speculative.method = "
+            "ngram` proposes ids of it. It changes no output."
+        ),
+    ] = None
 
 
 class SamplingDefaults(msgspec.Struct, array_like=True, frozen=True):

@@ -78,6 +78,7 @@ const PARTS = {
     ["use_beam_search", plain, false],
     ["length_penalty", plain, 1],
     ["early_stopping", plain, false],
+    ["prediction", plain, null],
   ],
   samplingDefaults: [
     ["temperature", plain, 1],

@@ -93,6 +93,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     length ** length_penalty."""
     early_stopping: bool | Literal["never"] = False
     """With `use_beam_search`: see `BeamSearchParams`."""
+    prediction: str | None = None
+    """A text that most of the output may equal: the server's speculative decoding proposes ids of it, if its method is
+    `ngram`. It changes no output."""
 
     @property
     def num_sequences(self) -> int:
@@ -139,6 +142,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def _check_options(self) -> None:
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
             raise TypeError(f"structured_outputs must be StructuredOutputsParams, not {shown(self.structured_outputs)}")
+        if not isinstance(self.prediction, str | None):
+            raise TypeError(f"prediction must be a string, not {shown(self.prediction)}")
         flags = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "spaces_between_special_tokens")
         for name in (*flags, "use_beam_search"):
             if not isinstance(value := getattr(self, name), bool):

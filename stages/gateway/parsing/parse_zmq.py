@@ -10,7 +10,7 @@ from pipeline.stages.gateway import errors
 from pipeline.stages.gateway.errors import invalid
 from pipeline.stages.gateway.parsing import request_ids, zmq_fields
 from pipeline.stages.gateway.parsing.beam_search import check_grammar
-from pipeline.stages.gateway.parsing.bodies import ParamsBody
+from pipeline.stages.gateway.parsing.bodies import ParamsBody, Prediction
 from pipeline.stages.gateway.parsing.conversation import calls_grammar
 from pipeline.stages.gateway.parsing.embeddings import POOLING, EmbeddingsBody, check_dimensions, embedding_request
 from pipeline.stages.gateway.parsing.parse import (
@@ -34,12 +34,13 @@ def parse_generate(generate: p.Generate, limits: RequestLimits) -> ParsedRequest
     params = generate.params
     fields = {name: getattr(params, name) for name in p.Params.__struct_fields__}
     fields |= {name: getattr(generate, name) for name in ("priority", "cache_salt", "timeout_s")}
-    structured = fields.pop("structured_outputs")
+    structured, predicted = fields.pop("structured_outputs"), fields.pop("prediction")
     try:
         body = msgspec.convert({"model": generate.model or limits.model, **fields}, ParamsBody)
     except msgspec.ValidationError as error:
         raise errors.of_validation(error, ParamsBody) from error
     body.structured_outputs = zmq_fields.structured_of(structured)
+    body.prediction = Prediction("content", predicted) if predicted else None
     most = most_ids(params.truncate_prompt_tokens, limits.max_prompt_tokens)
     prompt_limits = msgspec.structs.replace(limits, max_prompt_tokens=most)
     parsed = parsed_request_of(
