@@ -4,9 +4,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipeline.client.async_llm import AsyncLLM
+    from pipeline.client.beam_search import BeamSearchOutput, BeamSearchSequence
     from pipeline.client.blocking_client import Client
     from pipeline.client.client import AsyncClient
     from pipeline.client.errors import ConnectionLost, ForeignServer, RequestError
+    from pipeline.client.inputs.beam_search_params import BeamSearchParams
     from pipeline.client.inputs.pooling_params import PoolingParams
     from pipeline.client.inputs.sampling_params import SamplingParams
     from pipeline.client.inputs.structured_params import StructuredOutputsParams
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
 _HOMES = {
     "AsyncClient": "pipeline.client.client",
     "AsyncLLM": "pipeline.client.async_llm",
+    "BeamSearchOutput": "pipeline.client.beam_search",
+    "BeamSearchParams": "pipeline.client.inputs.beam_search_params",
+    "BeamSearchSequence": "pipeline.client.beam_search",
     "Client": "pipeline.client.blocking_client",
     "CompletionOutput": "pipeline.client.outputs",
     "ConnectionLost": "pipeline.client.errors",
@@ -38,6 +43,9 @@ __all__ = [
     "LLM",
     "AsyncClient",
     "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "Client",
     "CompletionOutput",
     "ConnectionLost",

@@ -252,6 +252,13 @@ SAMPLES: dict[str, p.ClientMessage | p.ServerMessage] = {
     "generate from the first ids": p.Generate(
         14, "", p.TextPrompt("x"), p.Params(truncate_prompt_tokens=5, truncation_side="right"), 1
     ),
+    "generate the best that a beam search finds": p.Generate(
+        15,
+        "",
+        p.TextPrompt("x"),
+        p.Params(n=4, max_tokens=8, use_beam_search=True, length_penalty=0.5, early_stopping="never"),
+        1,
+    ),
     "generate what matches a schema": p.Generate(
         10, "", p.TextPrompt("x"), p.Params(structured_outputs=p.StructuredOutputs("json", '{"type":"object"}')), 1
     ),

@@ -17,11 +17,13 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+from pipeline.client.beam_search import BeamSearchOutput, checked_beam_params
 from pipeline.client.client import RECONNECT_S, ServerInfo
 from pipeline.client.connection.gateways import Gateways
 from pipeline.client.connection.open_embedding import OpenEmbedding
 from pipeline.client.connection.open_request import OpenRequest, RequestParts
 from pipeline.client.embedded.server import EmbeddedServer, embedded_address, settings_of
+from pipeline.client.inputs.beam_search_params import BeamSearchParams
 from pipeline.client.inputs.checks import checked_reconnect_timeout
 from pipeline.client.inputs.pooling_params import PoolingParams, checked_pooling_params
 from pipeline.client.inputs.prompts import (
@@ -228,6 +230,30 @@ class AsyncLLM:
 
         options = options_of(priority, cache_salt, timeout_s)
         return self._stream(check, sampling_params, request_id, output_kind, options)
+
+    async def beam_search(
+        self,
+        prompt: Prompt,
+        params: BeamSearchParams,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        timeout_s: float | None = None,
+    ) -> BeamSearchOutput:
+        """Find the `beam_width` best sequences for a text or token ids; see `generate`."""
+        sampling_params = checked_beam_params(params).sampling_params()
+        async for output in self.generate(
+            prompt,
+            sampling_params,
+            request_id,
+            output_kind="final",
+            priority=priority,
+            cache_salt=cache_salt,
+            timeout_s=timeout_s,
+        ):
+            return BeamSearchOutput.of(output, params)
+        raise AssertionError("a final output comes once")
 
     async def embed(
         self,

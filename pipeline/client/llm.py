@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from pipeline.client.async_llm import ATTACH_S, AsyncLLM
+from pipeline.client.beam_search import BeamSearchMethods
 from pipeline.client.client import RECONNECT_S, ServerInfo
 from pipeline.client.connection.loop_thread import LoopThread
 from pipeline.client.embedded.server import EmbeddedServer
@@ -51,7 +52,7 @@ Priority = int | Sequence[int] | None
 """One for all prompts, or one for each. None is 0."""
 
 
-class LLM(PoolingMethods):
+class LLM(PoolingMethods, BeamSearchMethods):
     """A model, served by an embedded server or a running one. Thread-safe. The constructor returns when the server is
     ready.
 

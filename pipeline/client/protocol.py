@@ -226,6 +226,34 @@ class Params(msgspec.Struct, array_like=True, frozen=True):
             "the first ones."
         ),
     ] = None
+    use_beam_search: Annotated[
+        bool,
+        Meta(
+            description="The sequences are the best n that a beam search of width n finds, the best first. Each is "
+            "sent when the search is over."
+        ),
+    ] = False
+    length_penalty: Annotated[
+        float,
+        Meta(
+            description="With use_beam_search, -10 to 10: a sequence's score is the sum of its log probabilities, "
+            "divided by length ** length_penalty."
+        ),
+    ] = 1.0
+    early_stopping: Annotated[
+        bool | str,
+        Meta(
+            description="With use_beam_search: true ends the search when it has found n sequences, false when no beam "
+            "has a better score, `never` when no beam can get one."
+        ),
+    ] = False
+    prediction: Annotated[
+        str | None,
+        Meta(
+            description="A text that most of the output may equal. Speculative decoding with `speculative.method = "
+            "ngram` proposes ids of it. It changes no output."
+        ),
+    ] = None
 
 
 class SamplingDefaults(msgspec.Struct, array_like=True, frozen=True):

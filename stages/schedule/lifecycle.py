@@ -156,7 +156,7 @@ class SequenceLifecycle:
         if allocated is None:
             return None
         found, tables = allocated
-        if sequence.num_preemptions == 0:
+        if sequence.num_preemptions == 0 and not sequence.started_s:
             num_prompt = len(sequence.request.prompt)
             sequence.started_s = self.now_s
             sequence.num_cached = min(found.num_computed, num_prompt)  # output that the client has is no prompt
@@ -175,7 +175,8 @@ class SequenceLifecycle:
         """Take a running sequence's row and blocks. It is swapped out, or waits in its old place to be computed again.
         Samples of steps in flight are dropped, and sampled again with the same noise."""
         swapped: Swapped | None = None
-        if self._costs.swaps(row):
+        # The block that a beam gets a copy of may not be there before the next step.
+        if not self._rows.is_beam[row] and self._costs.swaps(row):
             swapped = self._kv_cache_manager.swap_out(
                 row, int(self._costs.num_kept(np.array([row]))[0]), self._in_flight.last_step_id + 1
             )
@@ -184,6 +185,30 @@ class SequenceLifecycle:
         sequence.swapped = swapped
         self.num_preemptions += 1
         (self.waiting if swapped is None else self.swapped).add(sequence)
+
+    def wait_with(self, sequence: Sequence, ids: Ids) -> None:
+        """Let a beam wait with other ids, wherever it is. Its row and blocks are released."""
+        if sequence.row >= 0:
+            self._leave(sequence.row, Finish.NONE)
+        else:
+            self._remove_queued(sequence)
+        sequence.ids = ids
+        sequence.keys = []
+        self._wait(sequence)
+
+    def preempt_stalled_beams(self) -> bool:
+        """Preempt the last beam search that has rows, with all its beams. Returns whether there was one. Call it if no
+        step can be planned though there is work: then beams wait for others that find no room."""
+        rows = self._rows
+        beams = rows.order[rows.is_beam[rows.order]]
+        if not len(beams):
+            return False
+        last = rows.sequences[int(beams[-1])]
+        assert last is not None
+        for sequence in list(last.request.open_sequences.values()):
+            if sequence.row >= 0:
+                self.preempt(sequence.row)
+        return True
 
     def executor_lost(self, loss: ExecutorLoss) -> list[RequestState]:
         """The executor has died, and with it all KV blocks: running sequences wait to be computed again, in their old
@@ -210,13 +235,22 @@ class SequenceLifecycle:
             self._wait(sequence)
         return [requests[request_id] for request_id in guilty]
 
-    def finish(self, sequence: Sequence, finish: Finish) -> None:
-        """End a sequence in any state."""
+    def finish(self, sequence: Sequence, finish: Finish, ids: Ids | None = None) -> None:
+        """End a sequence in any state. `ids` are the prompt and output of one of a beam search; without, it has only
+        the output of its admission."""
         sequence.finish = finish
-        if sequence.row >= 0:
-            self._leave(sequence.row, finish)
+        is_beam, has_row = sequence.request.beam_search is not None, sequence.row >= 0
+        if has_row:
+            self._leave(sequence.row, Finish.NONE if is_beam else finish)
         else:
             self._remove_queued(sequence)
+        if is_beam:
+            if ids is None:
+                ids = np.concatenate((sequence.request.prompt, sequence.given_outputs))
+                sequence.records.clear()
+            sequence.ids = ids
+            self._output_buffer.add_closing(sequence, sequence.num_given, finish)
+        elif not has_row:
             self._output_buffer.add_closing(sequence, len(sequence.ids), finish)
         self.preemptor.forget(sequence)
         request = sequence.request

@@ -92,6 +92,8 @@ class OutputBuffer:
     def tell_again(self, sequence: Sequence) -> None:
         """Make all output of a sequence pending again, from the first id after those that it was given."""
         replica = sequence.detokenize
+        if sequence.request.beam_search is not None and not sequence.finish:
+            return  # it has no output yet
         sequence.num_record_bytes_sent = 0
         if sequence.prompt_records:
             self._prompts[replica].append((sequence.seq, 0, bytes(sequence.prompt_records)))

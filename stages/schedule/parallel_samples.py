@@ -48,6 +48,8 @@ class ParallelSamples:
 
     def on_start(self, sequence: Sequence) -> None:
         """A sequence has a row: check from now on whether it has computed the prompt for its parked samples."""
+        if sequence.request.beam_search is not None:
+            return  # its beams are parked until it has chosen their first ids
         if sequence.request.n > 1 and sequence.request.request_id in self._parked:
             self._running[sequence.request.request_id] = sequence.request
 

@@ -76,6 +76,9 @@ class Planner:
         need = (total - planned) * (total < rows.limit[order])
         if self._speculation.is_on:
             need *= rows.num_drafts[order] == 0
+        if rows.num_beams:  # a search chooses their next ids
+            need *= ~(rows.is_beam[order] & (rows.promised[order] > 0))
+        renewed = [(row, rows.block_ends[:, row].tolist()) for row in self._in_flight.renewed_rows]
         learns = self._builder.learns(has_chunks=False) or self._speculation.is_on
         budget, counts, deferred = self._grants.grant(order, planned, need, total, learns=learns)
         has_preempted = self._preempt_for_priority(budget, order, total)
@@ -90,14 +93,16 @@ class Planner:
         entries = [self._advance(running, planned, counts, total)]
         if len(deferred):  # the row of a preempted prompt may get another sequence below
             deferred = deferred[rows.active[deferred]]
-        adds: list[m.RowAdd] = []
+        adds = [self._added_again(row, ends) for row, ends in renewed if row in self._in_flight.renewed_rows]
         if not lacked_blocks and (lifecycle.waiting or lifecycle.swapped):
             entries += self._start_sequences(budget, adds, only_preempted_for=has_preempted)
         if len(deferred):
             entries.append(self._grant_deferred(budget, deferred, appended))
         if not any(len(part.rows) for part in entries) and not adds:
-            assert self._in_flight.steps or lifecycle.is_idle, "there is work, but no step to do it"
-            return None
+            if self._in_flight.steps or lifecycle.is_idle:
+                return None
+            assert lifecycle.preempt_stalled_beams(), "there is work, but no step to do it"
+            return self.plan(registers=registers)
         drafts = self._grant_drafts(budget, entries[0], appended) if self._speculation.is_on else None
         return self._builder.build(entries, appended, adds, budget.shape, drafts)
 
@@ -106,7 +111,7 @@ class Planner:
         the blocks for them: at most one in each KV group. Proposals never preempt: without blocks, they end where the
         row's blocks do. Returns the number for each row, or None if there are none."""
         rows, manager = self._rows, self._kv_cache_manager
-        decoding = (running.samples & (running.counts == 1)).nonzero()[0]
+        decoding = (running.samples & (running.counts == 1) & ~rows.is_beam[running.rows]).nonzero()[0]
         order, ends = running.rows[decoding], running.starts[decoding] + 1
         granted = self._speculation.grant(order, ends, budget)
         if not granted.any():
@@ -261,6 +266,30 @@ class Planner:
                 return swapped
         return waiting
 
+    def _added_again(self, row: int, ends: list[int]) -> m.RowAdd:
+        """The message that gives the executor a row with its present ids and blocks, of each KV group those before
+        `ends`."""
+        rows = self._rows
+        sequence = rows.sequences[row]
+        assert sequence is not None
+        firsts = rows.block_firsts[:, row].tolist()
+        tables = [
+            self._put(rows.tables[group, row, first:end])
+            for group, (first, end) in enumerate(zip(firsts, ends, strict=True))
+        ]
+        return m.RowAdd(
+            row=row,
+            generation=int(rows.generation[row]),
+            index=sequence.row_index,
+            ids=self._put(rows.ids[row, : rows.known[row]]),
+            num_prompt=len(sequence.request.prompt),
+            blocks=tables[0],
+            options=sequence.request.row_options,
+            request_id=sequence.request.request_id,
+            group_blocks=tables[1:],
+            first_blocks=firsts if any(firsts) else [],
+        )
+
     def _start(self, sequence: Sequence, is_preempted_for: bool) -> m.RowAdd | None:
         """Start a sequence, or return None if there are too few blocks. One block is left for each running row, unless
         the sequence triggered a preemption."""
@@ -274,11 +303,11 @@ class Planner:
         return m.RowAdd(
             row=row,
             generation=int(self._rows.generation[row]),
-            index=sequence.index,
+            index=sequence.row_index,
             ids=self._put(ids[num_prompt:] if found.fork_of >= 0 else ids),
             num_prompt=num_prompt,
             blocks=self._put(np.array(table.blocks, np.int32)),
-            options=request.raw_options,
+            options=request.row_options,
             request_id=request.request_id,
             fork_of=found.fork_of,
             group_blocks=[self._put(np.array(other.blocks, np.int32)) for other in others],

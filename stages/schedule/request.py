@@ -1,10 +1,12 @@
 """The scheduler's state of a prompt request and of its sequences."""
 
 import msgspec
+import numpy as np
 from msgspec import Raw
 
 from pipeline.runtime.messages import DraftCounts, Finish, FirstTimes, GenerationOptions
 from pipeline.stages.schedule.arrays import Ids
+from pipeline.stages.schedule.beam_search import BeamSearch
 from pipeline.stages.schedule.kv_cache import prefix
 from pipeline.stages.schedule.kv_cache.swap import Swapped
 
@@ -41,6 +43,14 @@ class RequestState(msgspec.Struct, eq=False):
     """Bytes of the record of each prompt id but the first; its first sequence gets them."""
     num_prompt_records: int = 0
     """Prompt records received so far."""
+    beam_search: BeamSearch | None = None
+    row_options: Raw = Raw()
+    """Options for the executor's rows: those of a beam search have others."""
+
+    @property
+    def row_record_bytes(self) -> int:
+        """Bytes of the executor's record of each sampled id; 0 without records."""
+        return self.record_bytes if self.beam_search is None else self.beam_search.record_bytes
 
     @property
     def n(self) -> int:
@@ -92,6 +102,8 @@ class Sequence(msgspec.Struct, eq=False):
     """Ids at admission: the prompt, and output that the client already has."""
     given_finish: Finish = Finish.NONE
     """How the ids at admission end it, if they do."""
+    given_outputs: Ids = msgspec.field(default_factory=lambda: np.zeros(0, np.int32))
+    """Output at admission, if it is computed again from the prompt: that of a beam search."""
     records: bytearray = msgspec.field(default_factory=bytearray)
     """Logprob records of settled ids, without those at admission."""
     num_record_bytes_sent: int = 0
@@ -112,6 +124,11 @@ class Sequence(msgspec.Struct, eq=False):
         return 0 if self.swapped is None else self.swapped.step_id
 
     @property
+    def row_index(self) -> int:
+        """Its index for the executor. Beams draw no samples, so they are alike."""
+        return 0 if self.request.beam_search is not None else self.index
+
+    @property
     def prompt_record_bytes(self) -> int:
         return self.request.prompt_record_bytes if self.index == 0 else 0
 
@@ -122,7 +139,7 @@ class Sequence(msgspec.Struct, eq=False):
     @property
     def is_recorded(self) -> bool:
         """Whether the executor returns records of its output or of its prompt."""
-        return self.request.record_bytes > 0 or self.prompt_record_bytes > 0
+        return self.request.row_record_bytes > 0 or self.prompt_record_bytes > 0
 
     @property
     def draft_counts(self) -> DraftCounts | None:

@@ -4,12 +4,14 @@ from collections import OrderedDict
 
 import msgspec
 import numpy as np
+from msgspec import Raw
 
 from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import prompt_record_bytes, record_bytes
 from pipeline.runtime.messages import Finish
 from pipeline.runtime.topology import shard
 from pipeline.stages.schedule.arrays import Ids, Put, Take
+from pipeline.stages.schedule.beam_search import BeamSearch, row_options
 from pipeline.stages.schedule.kv_cache import prefix
 from pipeline.stages.schedule.kv_cache.manager import ExecutorLoss, KVCacheManager
 from pipeline.stages.schedule.lifecycle import SequenceLifecycle
@@ -59,6 +61,7 @@ class RequestStates:
         """Replicas that get new sequences."""
         self._take = take
         self._decoder = msgspec.msgpack.Decoder(m.GenerationOptions)
+        self._encoder = msgspec.msgpack.Encoder()
         self._tombstones: OrderedDict[int, int] = OrderedDict()
         """The last attempt that was aborted before it came, by request id."""
         self._next_seq = 1
@@ -81,7 +84,7 @@ class RequestStates:
         options = self._decoder.decode(message.options)
         assert options.max_tokens is not None, "ingest sets max_tokens"
         limit = min(len(prompt) + options.max_tokens, self._config.max_model_len)
-        failure = self._failure_of(message, len(prompt), limit)
+        failure = self._failure_of(message, options, len(prompt), limit)
         if failure is not None:
             refusal = m.Refuse(message.request_id, message.attempt, message.gateway, failure)
             self._refusals[message.request_id] = self.replica_of(refusal), refusal
@@ -98,7 +101,11 @@ class RequestStates:
             root=prefix.root(options.cache_salt) if options.cache_salt else prefix.ROOT,
             record_bytes=record_bytes(options, self._config.hidden_size),
             prompt_record_bytes=prompt_record_bytes(options),
+            row_options=message.options,
         )
+        if options.use_beam_search:
+            request.beam_search = search = BeamSearch(options, len(prompt), limit, self._config.eos_ids)
+            request.row_options = Raw(self._encoder.encode(row_options(options, search)))
         self.by_id[request.request_id] = request
         if message.num_schedule_deaths:
             self._lifecycle.suspect(request, message.num_schedule_deaths)
@@ -118,7 +125,9 @@ class RequestStates:
             return known.attempt
         return self._refusals[request_id][1].attempt if request_id in self._refusals else 0
 
-    def _failure_of(self, message: m.Admit, num_prompt: int, limit: int) -> m.Failure | None:
+    def _failure_of(
+        self, message: m.Admit, options: m.GenerationOptions, num_prompt: int, limit: int
+    ) -> m.Failure | None:
         """Why a request is refused. `limit` is the most ids that a sequence of it may have."""
         aborted = self._tombstones.get(message.request_id, 0)
         if aborted <= message.attempt:
@@ -136,7 +145,42 @@ class RequestStates:
             )
         if not 0 < num_prompt < limit:
             return m.Failure(400, f"the prompt has {num_prompt} tokens, which leaves no room for output")
-        return None
+        return self._beam_failure_of(options, num_prompt, num_blocks) if options.use_beam_search else None
+
+    def _beam_failure_of(self, options: m.GenerationOptions, num_prompt: int, num_blocks: int) -> m.Failure | None:
+        """Why a beam search is refused, whose sequences hold `num_blocks` blocks each: all of them must run at once."""
+        if options.compiled_grammar:
+            message = "structured output is not allowed together with use_beam_search = true"
+            return m.Failure(400, message, param="use_beam_search")
+        width = options.n
+        if width > self._config.max_num_seqs:
+            return m.Failure(
+                400,
+                f"beam search with n = {width} computes as many sequences at once, but this server has "
+                f"schedule.max_num_seqs = {self._config.max_num_seqs}: lower n",
+                param="n",
+            )
+        num_top = BeamSearch(options, num_prompt, num_prompt, self._config.eos_ids).num_top
+        if 0 < self._config.max_num_top < num_top:
+            return m.Failure(
+                400,
+                f"beam search with n = {width} needs the {num_top} likeliest ids of each beam (n and the number of "
+                f"stop ids), and this executor returns {self._config.max_num_top}: lower n, give fewer stop_token_ids, "
+                "or raise limits.max_logprobs",
+                param="n",
+            )
+        num_shared = num_prompt // self._config.block_size if self._kv_cache_manager.windows.is_plain else 0
+        # Each beam but one leaves room for the next blocks of the others.
+        num_needed = num_shared + width * (num_blocks - num_shared + len(self._config.kv_groups))
+        if num_needed <= self._config.num_blocks:
+            return None
+        return m.Failure(
+            400,
+            f"beam search with n = {width} needs {num_needed} KV blocks, but this server has "
+            f"{self._config.num_blocks}: lower n or max_tokens",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
 
     def replica_of(self, opening: m.Open | m.Refuse) -> int:
         """The replica of detokenize that gets a new sequence, or a new refusal."""
@@ -144,6 +188,8 @@ class RequestStates:
 
     def _open(self, request: RequestState, index: int, limit: int, outputs: Ids, finish: Finish) -> m.Open:
         """Create a sequence that continues output that the client has, or finish it at once if that is complete."""
+        if request.beam_search is not None:
+            return self._open_beam(request, index, limit, outputs, finish)
         ids = np.concatenate((request.prompt, outputs)) if len(outputs) else request.prompt
         assert len(ids) <= limit, f"request {request.request_id:x} has {len(ids)} ids, at most {limit} are allowed"
         order = (self._policy.rank(request), request.arrival_s, self._next_seq)
@@ -167,6 +213,18 @@ class RequestStates:
             self._lifecycle.add(sequence)
         else:
             self._output_buffer.add_closing(sequence, len(ids), finish)
+        return self._opening_of(sequence, outputs)
+
+    def _open_beam(self, request: RequestState, index: int, limit: int, outputs: Ids, finish: Finish) -> m.Open:
+        """Create a sequence of a beam search. If the client has some output, the search finds it again."""
+        order = (self._policy.rank(request), request.arrival_s, self._next_seq)
+        replica = shard(self._next_seq, self.num_detokenize)
+        sequence = Sequence(self._next_seq, request, index, request.prompt, limit, order, replica)
+        sequence.num_given, sequence.given_finish = len(request.prompt) + len(outputs), finish
+        sequence.given_outputs = outputs
+        self._next_seq += 1
+        request.sequences.append(sequence)
+        self._lifecycle.add(sequence)
         return self._opening_of(sequence, outputs)
 
     def _opening_of(self, sequence: Sequence, outputs: Ids) -> m.Open:
@@ -197,7 +255,7 @@ class RequestStates:
         if request.attempt > message.attempt:
             return
         for sequence in list(request.open_sequences.values()):
-            if message.index in (-1, sequence.index):
+            if message.index in (-1, sequence.index) or request.beam_search is not None:
                 sequence.ended_by_text = message.finish == Finish.STOP
                 self._lifecycle.finish(sequence, Finish(message.finish))
 
@@ -253,6 +311,8 @@ class RequestStates:
         return openings
 
     def _given_outputs(self, sequence: Sequence) -> Ids:
+        if sequence.request.beam_search is not None:
+            return sequence.given_outputs
         num_prompt = len(sequence.request.prompt)
         ids = sequence.ids if sequence.row < 0 else self._lifecycle.ids_of(sequence.row)
         return ids[num_prompt : sequence.num_given]

@@ -68,6 +68,10 @@ class RowTracker:
         """Rows with records of either kind."""
         self.has_prediction = np.zeros(max_num_seqs, np.bool_)
         """Whether the client gave a predicted output, so that proposed ids are counted for it."""
+        self.is_beam = np.zeros(max_num_seqs, np.bool_)
+        """Whether it is a beam of a beam search (beams.py)."""
+        self.num_beams = 0
+        """Rows that are."""
         self.needs_full_prefill = np.zeros(max_num_seqs, np.bool_)
         """The prompt is computed whole, without prefix cache and swap space."""
         self.sequences: list[Sequence | None] = [None] * max_num_seqs
@@ -112,7 +116,11 @@ class RowTracker:
         self.promised[row] = 0
         self.num_drafts[row] = 0
         self.limit[row] = sequence.limit
-        self.sent[row] = known  # the output buffer has the ids of waiting sequences
+        is_beam = sequence.request.beam_search is not None
+        self.is_beam[row] = is_beam
+        self.num_beams += is_beam
+        # The output buffer has the ids of waiting sequences. Beams send nothing before the search is over.
+        self.sent[row] = sequence.limit if is_beam else known
         self.num_prompt[row] = len(sequence.request.prompt)
         self.num_given[row] = sequence.num_given
         for group, table in enumerate(tables):
@@ -126,7 +134,7 @@ class RowTracker:
         self.generation[row] += 1
         self.active[row] = True
         self.ids[row, :known] = sequence.ids
-        self.record_bytes[row] = sequence.request.record_bytes
+        self.record_bytes[row] = sequence.request.row_record_bytes
         self.prompt_record_bytes[row] = sequence.prompt_record_bytes
         self.num_recorded += sequence.is_recorded
         self.has_prediction[row] = bool(sequence.request.options.predicted_ids)
@@ -145,6 +153,7 @@ class RowTracker:
         assert sequence is not None and self.active[row], f"row {row} is not running"
         sequence.ids = self.ids[row, : self.known[row]].copy()
         self.num_recorded -= sequence.is_recorded
+        self.num_beams -= int(self.is_beam[row])
         sequence.row = NO_ROW
         blocks = self.blocks_of(row)
         blocks.reverse()

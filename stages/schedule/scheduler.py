@@ -21,6 +21,7 @@ from pipeline.runtime.black_box import CRUMB_BYTES, NUM_BYTES, Breadcrumb, Suspe
 from pipeline.runtime.topology import EXECUTE
 from pipeline.shm.arrays import Array
 from pipeline.stages.schedule.arrays import Put, PutFor, Take
+from pipeline.stages.schedule.beams import Beams
 from pipeline.stages.schedule.kv_cache.block_index import NO_MEMORY, IndexMemory
 from pipeline.stages.schedule.kv_cache.manager import ExecutorLoss, KVCacheManager
 from pipeline.stages.schedule.lifecycle import SequenceLifecycle
@@ -118,8 +119,9 @@ class Scheduler:
             put_step,
             breadcrumb,
         )
+        beams = Beams(rows, manager, lifecycle, in_flight)
         self._settlement = Settlement(
-            rows, manager, lifecycle, in_flight, self.cost_model, output_buffer, speculation, take
+            rows, manager, lifecycle, in_flight, self.cost_model, output_buffer, speculation, beams, take
         )
 
     # ------------------------------------------------------------------------------------------------- requests
@@ -208,6 +210,7 @@ class Scheduler:
         return (
             not (lifecycle.waiting or lifecycle.swapped or lifecycle.quarantine.is_active)
             and not lifecycle.parallel_samples.any_running
+            and not rows.num_beams
             and self.kv_cache_manager.windows.are_enough(len(rows))
             and rows.num_changes == self.in_flight[0].num_changes
             and self.in_flight[0].has_drafts is None

@@ -46,6 +46,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     """The same for all rows of a step together."""
     adaptive_speculation: bool = True
     """Whether rows for which speculation does not pay get fewer proposals or none."""
+    eos_ids: tuple[int, ...] = ()
+    """The model's end-of-sequence ids, which end hypotheses of beam search."""
+    max_num_top: int = 0
+    """The most top logprobs of a record; 0 if any number is possible."""
 
     @property
     def max_chunk(self) -> int:
@@ -80,4 +84,6 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
             num_speculative_tokens=facts.num_speculative_tokens,
             max_num_drafts=facts.max_num_drafts,
             adaptive_speculation=speculative.adaptive,
+            eos_ids=tuple(facts.eos_ids),
+            max_num_top=facts.max_num_top,
         )

@@ -7,6 +7,7 @@ import numpy as np
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import Finish
 from pipeline.stages.schedule.arrays import Bools, Ids, Int64s, Take
+from pipeline.stages.schedule.beams import Beams
 from pipeline.stages.schedule.kv_cache.manager import KVCacheManager
 from pipeline.stages.schedule.lifecycle import SequenceLifecycle
 from pipeline.stages.schedule.logprob_records import take_prompt_records, take_records
@@ -30,6 +31,7 @@ class Settlement:
         cost_model: StepCostModel,
         output_buffer: OutputBuffer,
         speculation: Speculation,
+        beams: Beams,
         take: Take,
     ) -> None:
         self.traced_request_ids: list[int] = []
@@ -44,6 +46,7 @@ class Settlement:
         self._cost_model = cost_model
         self._output_buffer = output_buffer
         self._speculation = speculation
+        self._beams = beams
         self._take = take
 
     def settle(self, result: m.StepResult) -> None:
@@ -81,6 +84,11 @@ class Settlement:
         if self._lifecycle.quarantine.is_active:
             for row in sampled.tolist():
                 self._lifecycle.quarantine.settled(self._sequence(row).request.request_id)
+        if rows.num_beams and np.count_nonzero(is_beam := rows.is_beam[sampled]):
+            is_beam_id = np.repeat(is_beam, num_ids) if len(num_ids) else is_beam
+            self._beams.take(sampled[is_beam], ids[is_beam_id])
+            ids, sampled, finishes = ids[~is_beam_id], sampled[~is_beam], finishes[~is_beam]
+            num_ids, num_drafts = num_ids[~is_beam[: len(num_ids)]], num_drafts[~is_beam[: len(num_drafts)]]
         if len(num_ids):
             self._speculation.observe(sampled, num_drafts, num_ids - 1, finishes == Finish.STOP)
             for place in np.flatnonzero(rows.has_prediction[sampled]).tolist():
@@ -92,6 +100,9 @@ class Settlement:
             self._kv_cache_manager.register(rows.order)
             self.is_behind = False
         self._kv_cache_manager.settle(step.step_id)
+        for request in self._beams.step():
+            self.traced_request_ids.append(request.request_id)
+            self.num_output_tokens += sum(len(one.ids) - len(request.prompt) for one in request.sequences)
         self._learn(step, result, num_drafts)
 
     def _current(self, sampled: Int64s, generations: "np.ndarray[Any, np.dtype[np.uint32]]") -> Bools:
@@ -133,9 +144,14 @@ class Settlement:
         `running` still have the sequence that the step computed."""
         reasons = dict(zip(failed.tolist(), errors, strict=True))
         for row in running.tolist():
+            if not self._rows.active[row]:
+                continue  # it was a beam of a search that has failed
             sequence = self._traced_sequence(row)
-            sequence.error = reasons[row]
-            self._lifecycle.finish(sequence, Finish.ERROR)
+            request = sequence.request
+            failing = [sequence] if request.beam_search is None else list(request.open_sequences.values())
+            for one in failing:
+                one.error = reasons[row]
+                self._lifecycle.finish(one, Finish.ERROR)
 
     def _sequence(self, row: int) -> Sequence:
         sequence = self._rows.sequences[row]

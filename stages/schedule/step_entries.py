@@ -76,6 +76,7 @@ class InFlightSteps:
         self.last_step_id = 0
         """The last step that was planned."""
         self._dropped_rows: list[int] = []
+        self._renewed_rows: dict[int, None] = {}
 
     @property
     def last_in_flight(self) -> int | None:
@@ -84,10 +85,25 @@ class InFlightSteps:
 
     def drop_row(self, row: int) -> None:
         """Have the next step tell the executor that a row's sequence has left it."""
-        self._dropped_rows.append(row)
+        if row in self._renewed_rows:
+            del self._renewed_rows[row]  # it is dropped already
+        else:
+            self._dropped_rows.append(row)
+
+    def renew_row(self, row: int) -> None:
+        """Have the next step drop a row and add it again with its new ids and blocks."""
+        if row not in self._renewed_rows:
+            self._dropped_rows.append(row)
+            self._renewed_rows[row] = None
+
+    @property
+    def renewed_rows(self) -> list[int]:
+        """The rows that the next step adds again."""
+        return list(self._renewed_rows)
 
     def take_dropped_rows(self) -> list[int]:
         dropped, self._dropped_rows = self._dropped_rows, []
+        self._renewed_rows.clear()
         return dropped
 
     def lost(self) -> int:
@@ -95,6 +111,7 @@ class InFlightSteps:
         last_settled = self.steps[0].step_id - 1 if self.steps else self.last_step_id
         self.steps.clear()
         self._dropped_rows.clear()
+        self._renewed_rows.clear()
         return last_settled
 
     def next_step_id(self) -> int:

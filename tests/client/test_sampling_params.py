@@ -47,6 +47,11 @@ def test_parameters_are_frozen() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "error"),
     [
+        ("use_beam_search", 1, TypeError),
+        ("length_penalty", 11, ValueError),
+        ("length_penalty", "1", TypeError),
+        ("early_stopping", "x", ValueError),
+        ("prediction", 5, TypeError),
         ("n", 0, ValueError),
         ("n", 65537, ValueError),
         ("n", 1.0, TypeError),

@@ -75,6 +75,10 @@ const PARTS = {
     ["structured_outputs", optional(part("structuredOutputs")), null],
     ["logprob_token_ids", plain, []],
     ["truncation_side", plain, null],
+    ["use_beam_search", plain, false],
+    ["length_penalty", plain, 1],
+    ["early_stopping", plain, false],
+    ["prediction", plain, null],
   ],
   samplingDefaults: [
     ["temperature", plain, 1],

@@ -37,7 +37,7 @@ class ReceivedOutput:
         self._num_top = num_top
         self._prompt_record_bytes = None if params.prompt_logprobs is None else ID_BYTES + 8 * params.prompt_logprobs
         self._num_prompt_records = 0
-        self._is_best_of = (params.best_of or params.n) > params.n
+        self._is_whole_only = params.use_beam_search or (params.best_of or params.n) > params.n
 
     @property
     def num_ids(self) -> int:
@@ -102,7 +102,7 @@ class ReceivedOutput:
 
     def on_the_wire(self, num_prompt_ids: int) -> list[bytes]:
         """`received` of the repeated request."""
-        if self._is_best_of:  # the server sends all or nothing
+        if self._is_whole_only:  # the server sends all or nothing
             return []
         each = [bytes(one.ids) for one in self.sequences]
         if each and self.sequences[0].finish_reason is not None and self._lacks_prompt_records(num_prompt_ids):

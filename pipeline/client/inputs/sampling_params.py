@@ -1,7 +1,7 @@
 """Sampling parameters, with the names, meanings and defaults of vLLM."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -13,6 +13,7 @@ MAX_PENALTY = 2.0
 MIN_REPETITION_PENALTY = 0.01
 MAX_REPETITION_PENALTY = 100.0
 MAX_BIAS = 100.0
+MAX_LENGTH_PENALTY = 10.0
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_STOP_CHARS = 256
 """Maximum length of a stop string, and of an entry in bad_words."""
@@ -85,6 +86,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     likeliest ids; stored as a list."""
     structured_outputs: StructuredOutputsParams | None = None
     """A constraint that the output must match."""
+    use_beam_search: bool = False
+    """The sequences are the best n that a beam search of width n finds, the best first. See `LLM.beam_search`."""
+    length_penalty: float = 1.0
+    """With `use_beam_search`: a sequence's score is the sum of its log probabilities, divided by
+    length ** length_penalty."""
+    early_stopping: bool | Literal["never"] = False
+    """With `use_beam_search`: see `BeamSearchParams`."""
+    prediction: str | None = None
+    """A text that most of the output may equal: the server's speculative decoding proposes ids of it, if its method is
+    `ngram`. It changes no output."""
 
     @property
     def num_sequences(self) -> int:
@@ -121,6 +132,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             if self.truncate_prompt_tokens == 0:
                 raise ValueError("truncate_prompt_tokens must be -1 or at least 1, not 0")
         check_side(self.truncation_side)
+        check_number("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise ValueError(f"early_stopping must be True, False or 'never', not {shown(self.early_stopping)}")
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
                 check_integer(name, value, 0, MOST["logprobs"])
@@ -128,8 +142,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def _check_options(self) -> None:
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
             raise TypeError(f"structured_outputs must be StructuredOutputsParams, not {shown(self.structured_outputs)}")
+        if not isinstance(self.prediction, str | None):
+            raise TypeError(f"prediction must be a string, not {shown(self.prediction)}")
         flags = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "spaces_between_special_tokens")
-        for name in flags:
+        for name in (*flags, "use_beam_search"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, not {shown(value)}")
 

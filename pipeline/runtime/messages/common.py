@@ -127,6 +127,10 @@ class ExecuteFacts(msgspec.Struct, array_like=True, frozen=True):
     """Ids that it can propose for a row and verify in one step; 0 without speculative decoding."""
     max_num_drafts: int = 0
     """The same for all rows of a step together."""
+    eos_ids: list[int] = []
+    """The model's end-of-sequence ids."""
+    max_num_top: int = 0
+    """The most top logprobs of a record; 0 if any number is possible."""
 
     @property
     def quantization(self) -> str:

@@ -1,6 +1,7 @@
 """The parts of a request: its prompt, the options of its generation, and how ingest prepares it."""
 
 from enum import IntEnum
+from typing import Literal
 
 import msgspec
 
@@ -99,6 +100,14 @@ class GenerationOptions(msgspec.Struct, array_like=True, frozen=True):
     """A text that the client expects in the output; ingest replaces it by `predicted_ids`."""
     predicted_ids: bytes = b""
     """int32; ids of that text. Speculative decoding proposes what follows in them; they change no output."""
+
+    use_beam_search: bool = False
+    """The output is the best `n` sequences that a beam search of width `n` finds, the best first."""
+    length_penalty: float = 1.0
+    """Of beam search: a sequence's score is the sum of its ids' logprobs, divided by length ** length_penalty."""
+    early_stopping: bool | Literal["never"] = False
+    """Of beam search: true ends it when it has found n sequences; false if none of its beams has a better score at its
+    present length; "never" if none can get one."""
 
     @property
     def needs_full_prefill(self) -> bool:

@@ -80,6 +80,7 @@ class CpuRunner:
             kv_groups=list(kv.layout.groups),
             num_speculative_tokens=num_speculative_tokens(settings.speculative),
             max_num_drafts=max_num_drafts(settings.speculative, max_num_seqs),
+            eos_ids=sorted(config.eos_ids),
         )
         self.rows = RowTable(max_num_seqs, kv.max_model_len, kv.num_blocks, config.vocab_size, num_groups)
         max_num_samples = max_num_seqs + self.facts.max_num_drafts

@@ -98,6 +98,8 @@ class CudaRunner:
             config.hidden_size,
             kv_dtype=kv_dtype(settings.execute),
             kv_groups=list(layout.groups),
+            eos_ids=sorted(config.eos_ids),
+            max_num_top=settings.limits.max_logprobs,
         )
         max_num_stops = settings.limits.max_stop_token_ids + len(config.eos_ids)
         num_groups = len(layout.groups)

@@ -199,7 +199,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "ec_transfer_params": ({},),
     "guided_whitespace_pattern": (),
     "kv_transfer_params": ({},),
-    "length_penalty": (1,),
     "logits_processors": ([],),
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
@@ -208,7 +207,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "return_prompt_text": (False,),
     "return_token_offsets": (False,),
     "thinking_token_budget": (),
-    "use_beam_search": (False,),
     "vllm_xargs": ({},),
     "watermarking": (False,),
 }

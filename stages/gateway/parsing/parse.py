@@ -13,6 +13,7 @@ import msgspec
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import ApiError, invalid
 from pipeline.stages.gateway.parsing import request_ids
+from pipeline.stages.gateway.parsing.beam_search import check_grammar, with_beam_search
 from pipeline.stages.gateway.parsing.bodies import (
     CHAT_NEUTRAL,
     COMPLETION_NEUTRAL,
@@ -129,11 +130,12 @@ def with_reply(
     replace = msgspec.structs.replace
     options = parsed.options
     skip = options.skip_special_tokens and not formats.needs_specials(form.tool_choice)
-    grammar = calls_grammar(prompt, formats, options.grammar)
+    options = replace(options, skip_special_tokens=skip, grammar=calls_grammar(prompt, formats, options.grammar))
+    check_grammar(options)
     return replace(
         parsed,
         reply=form,
-        options=replace(options, skip_special_tokens=skip, grammar=grammar),
+        options=options,
         prompt_options=replace(parsed.prompt_options, with_tail=formats.reasoning is not None),
     )
 
@@ -301,6 +303,7 @@ def parsed_request_of(
         raise invalid("logprob_token_ids", "'logprob_token_ids' is only allowed together with 'logprobs'")
     if options.logprob_token_ids and max_tokens == 0:
         raise invalid("logprob_token_ids", "'logprob_token_ids' is not allowed with max_tokens = 0: there is no output")
+    options = with_beam_search(options, body)
     options = with_details(options, details, is_scored=is_scored, with_pieces=with_pieces)
     check_num_allowed(options, num * num_sequences)
     prompt_list = prompts()

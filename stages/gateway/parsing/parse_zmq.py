@@ -9,7 +9,8 @@ from pipeline.runtime import messages as m
 from pipeline.stages.gateway import errors
 from pipeline.stages.gateway.errors import invalid
 from pipeline.stages.gateway.parsing import request_ids, zmq_fields
-from pipeline.stages.gateway.parsing.bodies import ParamsBody
+from pipeline.stages.gateway.parsing.beam_search import check_grammar
+from pipeline.stages.gateway.parsing.bodies import ParamsBody, Prediction
 from pipeline.stages.gateway.parsing.conversation import calls_grammar
 from pipeline.stages.gateway.parsing.embeddings import POOLING, EmbeddingsBody, check_dimensions, embedding_request
 from pipeline.stages.gateway.parsing.parse import (
@@ -33,12 +34,13 @@ def parse_generate(generate: p.Generate, limits: RequestLimits) -> ParsedRequest
     params = generate.params
     fields = {name: getattr(params, name) for name in p.Params.__struct_fields__}
     fields |= {name: getattr(generate, name) for name in ("priority", "cache_salt", "timeout_s")}
-    structured = fields.pop("structured_outputs")
+    structured, predicted = fields.pop("structured_outputs"), fields.pop("prediction")
     try:
         body = msgspec.convert({"model": generate.model or limits.model, **fields}, ParamsBody)
     except msgspec.ValidationError as error:
         raise errors.of_validation(error, ParamsBody) from error
     body.structured_outputs = zmq_fields.structured_of(structured)
+    body.prediction = Prediction("content", predicted) if predicted else None
     most = most_ids(params.truncate_prompt_tokens, limits.max_prompt_tokens)
     prompt_limits = msgspec.structs.replace(limits, max_prompt_tokens=most)
     parsed = parsed_request_of(
@@ -51,6 +53,9 @@ def parse_generate(generate: p.Generate, limits: RequestLimits) -> ParsedRequest
         best_of=body.best_of,
         details=details_of(body, _num_top(body, limits), limits),
     )
+    if generate.received and parsed.options.use_beam_search:
+        message = "'received' is not allowed with use_beam_search: sequences are not streamed then"
+        raise invalid("received", message, "invalid_value")
     if generate.received and parsed.num_sequences > parsed.n:
         message = "'received' is not allowed with best_of > n: sequences are not streamed then"
         raise invalid("received", message, "invalid_value")
@@ -62,6 +67,7 @@ def parse_generate(generate: p.Generate, limits: RequestLimits) -> ParsedRequest
     if isinstance(prompt, m.ChatPrompt):
         grammar = calls_grammar(prompt, limits.formats, options.grammar)
         options = msgspec.structs.replace(options, grammar=grammar)
+        check_grammar(options)
     return msgspec.structs.replace(
         parsed,
         stream=True,

@@ -4,7 +4,7 @@ Checks that are not in the types depend on the server: the settings in `COUNTED`
 vocabulary. Lists are counted before their entries are processed.
 """
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 from msgspec import Meta
@@ -25,6 +25,9 @@ MAX_ALLOWED = 2**20
 MIN_REPETITION_PENALTY = 0.01
 MAX_REPETITION_PENALTY = 100.0
 """vLLM allows all values above 0, but logits scaled by values outside this range overflow."""
+
+MAX_LENGTH_PENALTY = 10.0
+"""A length to a higher power is too large for a score to have any digits left."""
 
 MAX_LOGPROB_TOKEN_IDS = 128
 """As in vLLM."""
@@ -114,6 +117,32 @@ class SamplingFields(StructuredFields, kw_only=True):
     prompt_logprobs: (
         Annotated[
             int, Meta(ge=0, description="Return log probabilities of the prompt's tokens, with this many top logprobs.")
+        ]
+        | None
+    ) = None
+    use_beam_search: (
+        Annotated[bool, Meta(description="true: the choices are the best n that a beam search of width n finds.")]
+        | None
+    ) = None
+    length_penalty: (
+        Annotated[
+            float,
+            Meta(
+                ge=-MAX_LENGTH_PENALTY,
+                le=MAX_LENGTH_PENALTY,
+                description="With use_beam_search: the score of a choice is the sum of its log probabilities, divided "
+                "by length ** length_penalty; default 1.",
+            ),
+        ]
+        | None
+    ) = None
+    early_stopping: (
+        Annotated[
+            bool | Literal["never"],
+            Meta(
+                description="With use_beam_search: true ends the search when it has found n choices, never when no "
+                "beam can get a better score; default false, when no beam has one."
+            ),
         ]
         | None
     ) = None

@@ -234,6 +234,36 @@ class KVCacheManager:
                 source = int(self._rows.tables[group, found.fork_of, num_full])
                 self.copies.fork(source, table.blocks[num_full - table.first])
 
+    def fork_row(self, row: int, source: int, step_id: int | None) -> None:
+        """Give a running row the content of another one that has computed as many positions: it shares the full
+        blocks, and gets a copy of the last one, if it is not full, in its own. Its other blocks are released once
+        `step_id` is settled. Both rows must have computed all their ids."""
+        rows, sequence, other = self._rows, self._rows.sequences[row], self._rows.sequences[source]
+        assert sequence is not None and other is not None
+        assert (rows.block_ends[:, row] == rows.block_ends[:, source]).all(), f"rows {row} and {source} differ"
+        self.num_forks += 1
+        self.register(np.array([source]))
+        num_full, rest = divmod(int(rows.planned[source]), self._block_size)
+        released: list[int] = []
+        for group, table in enumerate(rows.tables):
+            mine, theirs = int(rows.block_firsts[group, row]), int(rows.block_firsts[group, source])
+            first = max(mine, theirs)
+            # Beams have most blocks in common.
+            different = first + np.flatnonzero(table[row, first:num_full] != table[source, first:num_full])
+            for block in (*table[source, theirs:first].tolist(), *table[source, different].tolist()):
+                self.pool.hold(block)
+            released += [*table[row, mine:first].tolist(), *table[row, different].tolist()][::-1]
+            table[row, theirs:num_full] = table[source, theirs:num_full]
+            rows.block_firsts[group, row] = theirs
+            if rest:
+                self.copies.fork(int(table[source, num_full]), int(table[row, num_full]))
+        self.pool.release_after(released, step_id)
+        self.offload.release(sequence)
+        rows.num_offloaded[row] = 0
+        rows.num_registered[row] = rows.num_registered[source]
+        rows.known[row], rows.planned[row] = rows.known[source], rows.planned[source]
+        sequence.keys = list(other.keys)
+
     # ----------------------------------------------------------------------------------------------------- swap
 
     def swap_out(self, row: int, num_kept: int, step_id: int) -> Swapped:

@@ -92,9 +92,10 @@ class Bench:
         predicted_ids: bytes = b"",
         num_schedule_deaths: int = 0,
         outputs: Iterable[int] = (),
+        **others: Any,
     ) -> int:
         """-1 in `num_logprobs` or `num_prompt_logprobs` requests no records; the executor fails at the ids
-        `failing`."""
+        `failing`. `others` are further options."""
         number = next(self._ids)
         options = m.GenerationOptions(
             n=n,
@@ -107,6 +108,7 @@ class Bench:
             priority=priority,
             cache_salt=salt,
             predicted_ids=predicted_ids,
+            **others,
         )
         message = m.Admit(
             request_id=request_id or number,
@@ -143,7 +145,12 @@ class Bench:
         added = {add.row: self.scheduler.rows.sequences[add.row] for add in step.adds}
         self.in_rows |= {row: sequence.seq for row, sequence in added.items() if sequence is not None}
         if self.scheduler.load().num_preemptions > num_preemptions:
-            assert dropped.isdisjoint(self.in_rows[row] for row in added), "preempted and started by one plan"
+            started = {
+                self.in_rows[row]
+                for row, sequence in added.items()
+                if sequence and sequence.request.beam_search is None
+            }
+            assert dropped.isdisjoint(started), "preempted and started by one plan"
         self.steps.append(step)
         self.tables.append(self._tables(step))
         return True
