@@ -304,6 +304,10 @@ class SupervisorLoop:
             case m.Prepared():
                 self.prepared = message
                 self._resources.hold_model(message.model_dir)
+                self._resources.adapters = {one.name: one for one in message.adapters}
+            case m.SetAdapter(nonce, adapter):
+                self._set_adapter(adapter)
+                self.table.reply(sender, m.AdapterSet(nonce))
             case m.Drained() if not self.is_ending:
                 self._restarts.planned.drained(sender)
                 self._scaling.drained(sender)
@@ -325,6 +329,22 @@ class SupervisorLoop:
                 self._questions.answered(sender, message)
             case _:
                 assert_never(message)
+
+    def _set_adapter(self, adapter: m.Adapter) -> None:
+        """Clients may use an adapter, or no longer."""
+        adapters = self._resources.adapters
+        if adapter.id:
+            adapters[adapter.name] = adapter
+        else:
+            adapters.pop(adapter.name, None)
+        self._log.info("adapter" if adapter.id else "adapter removed", extra={"fields": {"name": adapter.name}})
+        self.tell_adapters()
+
+    def tell_adapters(self) -> None:
+        """Tell all gateways which adapters clients may use."""
+        adapters = list(self._resources.adapters.values())
+        for name in topology.among(self.table.children, "gateway"):
+            self.table.reply(name, m.Adapters(adapters))
 
     # -------------------------------------------------------------------------------------------- stats and health
 

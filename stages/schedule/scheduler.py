@@ -197,7 +197,7 @@ class Scheduler:
         ids. So no sequence may end early with this result, and none may wait for what another one releases."""
         lifecycle, rows = self.lifecycle, self.rows
         return (
-            not (lifecycle.waiting or lifecycle.swapped or lifecycle.quarantine.is_active)
+            not (lifecycle.waiting or lifecycle.swapped or lifecycle.quarantine.is_active or lifecycle.adapters)
             and not lifecycle.parallel_samples.any_running
             and self.kv_cache_manager.windows.are_enough(len(rows))
             and rows.num_changes == self.in_flight[0].num_changes

@@ -47,6 +47,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     adaptive_speculation: bool = True
     """Whether rows for which speculation does not pay get fewer proposals or none."""
 
+    max_loras: int = 1
+    """LoRA adapters of running sequences at most."""
+
     @property
     def max_chunk(self) -> int:
         """Positions of a sequence that a step computes at most, proposed ids included: they are within its budget."""
@@ -58,6 +61,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
         settings: ScheduleSettings,
         facts: ExecuteFacts,
         speculative: SpeculativeSettings = SpeculativeSettings(),  # noqa: B008
+        max_loras: int = 1,
     ) -> "SchedulerConfig":
         """From the settings and the executor's facts."""
         return cls(
@@ -80,4 +84,5 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
             num_speculative_tokens=facts.num_speculative_tokens,
             max_num_drafts=facts.max_num_drafts,
             adaptive_speculation=speculative.adaptive,
+            max_loras=max_loras,
         )

@@ -115,7 +115,7 @@ class ScheduleStage:
         self._gone: set[int] = set()
         """Replicas of detokenize that were removed, and whose sequences others have."""
         self._scheduler = Scheduler(
-            SchedulerConfig.of(settings, facts, stage.settings.speculative),
+            SchedulerConfig.of(settings, facts, stage.settings.speculative, stage.settings.lora.max_loras),
             incarnation=stage.launch.incarnation,
             put_for=lambda reader: partial(stage.arrays.put, readers=(reader,)),
             take=stage.arrays.take,

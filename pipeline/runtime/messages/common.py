@@ -65,6 +65,17 @@ class FirstTimes(msgspec.Struct, array_like=True, frozen=True):
     """Ids of its prompt that were found in the prefix cache."""
 
 
+class Adapter(msgspec.Struct, array_like=True, frozen=True):
+    """A LoRA adapter that clients may use."""
+
+    name: str
+    """The model's name in their requests."""
+    id: str
+    """The name of its prepared file: `GenerationOptions.adapter_id`."""
+    path: str
+    """The folder that it was made of."""
+
+
 class DraftCounts(msgspec.Struct, array_like=True, frozen=True):
     """What came of the ids that were proposed for a sequence so far. Sent for requests with a predicted output."""
 
