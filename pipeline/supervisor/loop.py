@@ -353,7 +353,9 @@ class SupervisorLoop:
         timeout_s = min(timeout_s, self._resources.settings.supervisor.health_timeout_s)
         name = self._resources.settings.served_model_name or (self.prepared.model_name if self.prepared else "")
         state = "draining" if self.is_ending else "serving" if self.is_serving else "starting"
-        facts = ServerFacts(name, self._url, state, self.facts)
+        facts = ServerFacts(
+            name, self._url, state, self.facts, {one.name: one.id for one in self._resources.adapters.values()}
+        )
         self._stats_collector.gather(facts, self.table.in_flow_order(), timeout_s, then)
 
     def _restart(self, name: str, done: Callable[[float, str], None]) -> None:

@@ -13,6 +13,7 @@ park behind it. So no adapter waits forever.
 
 from collections.abc import Iterator
 
+from pipeline.metrics.stats import AdapterCounts
 from pipeline.stages.schedule.queues import SequenceQueue
 from pipeline.stages.schedule.request import Sequence
 
@@ -102,6 +103,9 @@ class AdapterSlots:
             self._using.setdefault(first, set()).update(one.seq for one in queue)
             freed += queue
         return freed
+
+    def counts(self) -> AdapterCounts:
+        return AdapterCounts(self._max_loras, self.running, self.waiting)
 
     def check(self) -> None:
         """Assert every invariant; for tests."""

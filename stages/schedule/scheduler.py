@@ -273,6 +273,7 @@ class Scheduler:
             gaps=metrics.gaps(),
             kv_groups=[] if windows.is_plain else windows.counts(),
             speculation=self.speculation.counts(),
+            adapters=self.lifecycle.adapters.counts() if self.config.max_loras else None,
         )
 
     def check(self) -> None:

@@ -47,8 +47,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     adaptive_speculation: bool = True
     """Whether rows for which speculation does not pay get fewer proposals or none."""
 
-    max_loras: int = 1
-    """LoRA adapters of running sequences at most."""
+    max_loras: int = 0
+    """LoRA adapters of running sequences at most; 0 if adapters are off."""
 
     @property
     def max_chunk(self) -> int:
@@ -61,7 +61,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
         settings: ScheduleSettings,
         facts: ExecuteFacts,
         speculative: SpeculativeSettings = SpeculativeSettings(),  # noqa: B008
-        max_loras: int = 1,
+        max_loras: int = 0,
     ) -> "SchedulerConfig":
         """From the settings and the executor's facts."""
         return cls(
