@@ -84,7 +84,7 @@ def test_float32_equals_the_merged_model(tmp_path: Path, variant: str) -> None:
 
 def make_native(folder: Path, isa: str, lora: LoraSettings = ON, **how: Any) -> LoraDriver:
     with emulation(isa) as kernels:
-        config = settings(dtype="bfloat16", kernels=kernels, **{"threads": 2, "max_num_seqs": 16, **how})
+        config = settings(dtype="bfloat16", kernels=kernels, **{"threads": 2, "max_num_seqs": 16, "tokens": 256, **how})
         driver = LoraDriver(folder, with_lora(config, lora))
     assert isinstance(driver.runner.program, NativeProgram)
     return driver
