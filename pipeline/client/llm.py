@@ -208,9 +208,7 @@ class LLM(PoolingMethods):
     def _options(
         self, given: Any, priority: Priority, cache_salt: str | None, timeout_s: float | None, adapter: str | None
     ) -> Iterator[RequestOptions]:
-        return options_for(
-            priority, cache_salt, timeout_s, len(given) if isinstance(given, Sized) else None, adapter
-        )
+        return options_for(priority, cache_salt, timeout_s, len(given) if isinstance(given, Sized) else None, adapter)
 
     def _run_generate(
         self,

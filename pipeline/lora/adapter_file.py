@@ -66,8 +66,10 @@ class AdapterFile:
         self._begin = _aligned(begin + length)
         self._item = DTYPES[self.header.dtype]
         self._entries = {(entry.layer, entry.target): entry for entry in self.header.entries}
-        ends = (max(e.a + e.rank * e.num_inputs * self._item.itemsize, e.b + e.rank * e.num_outputs * self._item.itemsize)
-                for e in self.header.entries)
+        ends = (
+            max(e.a + e.rank * e.num_inputs * self._item.itemsize, e.b + e.rank * e.num_outputs * self._item.itemsize)
+            for e in self.header.entries
+        )
         if self._begin + max(ends, default=0) > len(self._map):
             raise ValueError(f"{path} is too short")
 

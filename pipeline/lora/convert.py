@@ -101,7 +101,8 @@ def _modules(tensors: AdapterTensors) -> dict[str, dict[str, str]]:
         found = _NAME.match(name)
         if found is None:
             what = next(
-                (words for mark, words in _OTHERS.items() if mark in name), "a tensor that is not part of a LoRA adapter"
+                (words for mark, words in _OTHERS.items() if mark in name),
+                "a tensor that is not part of a LoRA adapter",
             )
             raise AdapterError(f"{tensors.path}: {name[:200]!r} is {what}, which is not supported")
         part = modules.setdefault(found["module"], {})

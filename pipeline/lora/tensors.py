@@ -57,7 +57,9 @@ class AdapterTensors:
         """A tensor with two dimensions, as float32. Raises AdapterError."""
         entry = self._entries[name]
         if entry.dtype not in FLOATS:
-            raise AdapterError(f"{self.path}: tensor {name!r} has dtype {entry.dtype[:20]}; supported: {', '.join(FLOATS)}")
+            raise AdapterError(
+                f"{self.path}: tensor {name!r} has dtype {entry.dtype[:20]}; supported: {', '.join(FLOATS)}"
+            )
         if len(entry.shape) != 2 or any(size <= 0 for size in entry.shape):
             raise AdapterError(f"{self.path}: tensor {name!r} has the shape {list(entry.shape)}, not that of a matrix")
         dtype, count = FLOATS[entry.dtype], math.prod(entry.shape)

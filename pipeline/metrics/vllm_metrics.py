@@ -9,7 +9,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from pipeline.metrics.families import counter, counts_of, gauge, histogram
 from pipeline.metrics.histogram import REQUEST_S, STEP_TOKENS, TIME_TO_FIRST_TOKEN_S, TOKEN_S, TOKENS, Bounds, N, summed
-from pipeline.metrics.stats import AdapterCounts, GatewayCounts, HistogramCounts, ScheduleCounts, ServerStats, SpeculationCounts
+from pipeline.metrics.stats import (
+    AdapterCounts,
+    GatewayCounts,
+    HistogramCounts,
+    ScheduleCounts,
+    ServerStats,
+    SpeculationCounts,
+)
 
 ENGINE = "0"
 """vLLM's label for one of several engines behind one API server. A Pipeline server has one."""

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.client.llm import LLM
 from pipeline.client.inputs.sampling_params import SamplingParams
+from pipeline.client.llm import LLM
 from pipeline.runtime.model_folder import ModelConfig
 from tests.e2e.server import Server
 from tests.e2e.test_recovery import kill, pids, post

@@ -134,7 +134,9 @@ def add(parser: argparse.ArgumentParser) -> None:
             convert = _converter(flag, value)
             num_args = "+" if value == "MODULES" else None
             group.add_argument(flag, dest=_DEST + flag, type=convert, metavar=value, help=key, nargs=num_args)
-    group.add_argument("--enable-lora", action="store_true", help="no setting: --lora-modules and lora.* enable adapters")
+    group.add_argument(
+        "--enable-lora", action="store_true", help="no setting: --lora-modules and lora.* enable adapters"
+    )
     for flag, refused in REFUSED.items():
         num_args = 1 if refused.neutral else "*"
         group.add_argument(flag, action=_Refuse, nargs=num_args, default=None, help=argparse.SUPPRESS)

@@ -22,9 +22,7 @@ class RequestOptions(NamedTuple):
     """The name of a LoRA adapter; empty for the model itself."""
 
 
-def checked(
-    priority: Any = 0, cache_salt: Any = None, timeout_s: Any = None, adapter: Any = None
-) -> RequestOptions:
+def checked(priority: Any = 0, cache_salt: Any = None, timeout_s: Any = None, adapter: Any = None) -> RequestOptions:
     """Check the options. Raises TypeError or ValueError that names the option and the valid values."""
     check_integer("priority", priority, -MAX_INT32 - 1, MAX_INT32)
     if cache_salt is not None:

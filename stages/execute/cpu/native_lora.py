@@ -113,4 +113,3 @@ class NativeLora:
         turned = turning_order(num_heads, num_heads, config.head_dim)
         order = row_order(config, target)
         return turned if order is None else order[turned]
-

@@ -40,8 +40,8 @@ from pipeline.stages.execute.cpu.program import (
     SwapArray,
 )
 from pipeline.stages.execute.cpu.sampler import Sampler
-from pipeline.stages.execute.cpu.torch_lora import TorchLora
 from pipeline.stages.execute.cpu.torch_calls import Buffer, Extent, TorchCalls
+from pipeline.stages.execute.cpu.torch_lora import TorchLora
 from pipeline.stages.execute.key_center import key_center
 from pipeline.stages.execute.kv import KVPlan, kv_dtype
 from pipeline.stages.execute.rope import rotations

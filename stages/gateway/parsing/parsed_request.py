@@ -35,7 +35,6 @@ class RequestLimits(msgspec.Struct):
     defaults: GenerationDefaults = GenerationDefaults()
     """Values of sampling fields that a request doesn't give."""
 
-
     def adapter_id(self, name: str) -> str:
         """For the options of a request with this model name; empty if it is the model itself."""
         adapter = self.adapters.get(name)

@@ -201,4 +201,3 @@ def test_a_partly_rotated_model_moves_the_rows_of_b(tmp_path: Path) -> None:
     adapted = driver.last_logits([(IDS, adapter_id)])[0]
     # The base's weights were rounded to bfloat16 by `write`, those of the merged model were not.
     assert np.abs(adapted - expected.logits()[0]).max() < np.abs(adapted - base.logits()[0]).max() / 4
-

@@ -127,9 +127,7 @@ def test_load_inplace_replaces_an_adapter(gate: Gate, tmp_path: Path) -> None:
     assert response.result().status_code == 200
 
 
-def test_a_missing_reply_of_the_supervisor_is_503(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_reply_of_the_supervisor_is_503(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapters, "TIMEOUT_S", 0.05)
     with Gate(tmp_path, lora=LoraSettings(runtime_loading=True)) as gate:
         tell(gate, SQL)
