@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from msgspec import Meta
+from msgspec import Meta, field
 
 from pipeline.config.sections.base import Frozen
 
@@ -16,7 +16,7 @@ class LoraSettings(Frozen, frozen=True):
             description="Adapters that are loaded at the start: names for clients, and folders in PEFT's format, as in "
             '{sql = "/models/sql-lora"}.'
         ),
-    ] = {}
+    ] = field(default_factory=dict)
     runtime_loading: Annotated[
         bool,
         Meta(

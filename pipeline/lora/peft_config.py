@@ -97,8 +97,8 @@ def _problem(config: PeftConfig) -> str | None:
             return f"{name} is set, which is not supported"
     if isinstance(config.init_lora_weights, str) and config.init_lora_weights.lower().startswith(_CHANGES_BASE):
         return (
-            f"init_lora_weights is {config.init_lora_weights[:40]!r}, which changes the model's own weights: convert the "
-            "adapter with PEFT (path_initial_model_for_weight_conversion)"
+            f"init_lora_weights is {config.init_lora_weights[:40]!r}, which changes the model's own weights: convert "
+            "the adapter with PEFT (path_initial_model_for_weight_conversion)"
         )
     for field in ("rank_pattern", "alpha_pattern"):
         for key, value in (getattr(config, field) or {}).items():

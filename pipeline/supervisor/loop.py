@@ -305,16 +305,10 @@ class SupervisorLoop:
                 self.prepared = message
                 self._resources.hold_model(message.model_dir)
                 self._resources.adapters = {one.name: one for one in message.adapters}
-            case m.SetAdapter(nonce, adapter):
-                self._set_adapter(adapter)
-                self.table.reply(sender, m.AdapterSet(nonce))
-            case m.Drained() if not self.is_ending:
-                self._restarts.planned.drained(sender)
-                self._scaling.drained(sender)
+            case m.SetAdapter():
+                self._set_adapter(message, sender)
             case m.Drained():
-                self.drained.add(sender)
-                # New connections are refused instead of waiting in the backlog.
-                self._listeners[topology.replica_of(sender)].close()
+                self._drained(sender)
             case m.AskHealth(nonce):
                 timeout_s = self._resources.settings.supervisor.health_timeout_s
                 self._health_checks.start(sender, nonce, timeout_s, self.table.children.values())
@@ -330,15 +324,25 @@ class SupervisorLoop:
             case _:
                 assert_never(message)
 
-    def _set_adapter(self, adapter: m.Adapter) -> None:
+    def _drained(self, gateway: str) -> None:
+        if not self.is_ending:
+            self._restarts.planned.drained(gateway)
+            self._scaling.drained(gateway)
+            return
+        self.drained.add(gateway)
+        # New connections are refused instead of waiting in the backlog.
+        self._listeners[topology.replica_of(gateway)].close()
+
+    def _set_adapter(self, message: m.SetAdapter, sender: str) -> None:
         """Clients may use an adapter, or no longer."""
-        adapters = self._resources.adapters
+        adapter, adapters = message.adapter, self._resources.adapters
         if adapter.id:
             adapters[adapter.name] = adapter
         else:
             adapters.pop(adapter.name, None)
         self._log.info("adapter" if adapter.id else "adapter removed", extra={"fields": {"name": adapter.name}})
         self.tell_adapters()
+        self.table.reply(sender, m.AdapterSet(message.nonce))
 
     def tell_adapters(self) -> None:
         """Tell all gateways which adapters clients may use."""

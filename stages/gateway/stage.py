@@ -235,16 +235,12 @@ class GatewayStage:
                 self._health.handle_reply(message)
             case m.StatsAnswer():
                 self._stats.handle_reply(message)
-            case m.AbortRequests():
-                self._aborter.handle_request(message)
-            case m.RequestsAborted():
-                self._aborter.handle_reply(message)
+            case m.AbortRequests() | m.RequestsAborted():
+                self._aborter.handle(message)
             case m.PrefixCacheReset():
                 self._resetter.handle_reply(message)
-            case m.Adapters(adapters):
-                self._adapters.update(adapters)
-            case m.AdapterSet():
-                self._adapters.handle_reply(message)
+            case m.Adapters() | m.AdapterSet():
+                self._adapters.handle(message)
             case m.PeerRestarted():
                 self._recovery.peer_restarted(message)
             case m.Rescaled():

@@ -1,5 +1,5 @@
-"""LoRA adapters on a real server: chosen by name, beside each other, loaded while it runs, and known to stages that have
-been started again."""
+"""LoRA adapters on a real server: chosen by name, beside each other, loaded while it runs, and known to stages that
+have been started again."""
 
 import json
 import threading

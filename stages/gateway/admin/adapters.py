@@ -102,8 +102,12 @@ class AdapterRegistry:
         await self._set(m.Adapter(body.lora_name, "", ""))
         return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
 
-    def handle_reply(self, message: m.AdapterSet) -> None:
-        self._pending.handle(message.nonce, True)
+    def handle(self, message: m.Adapters | m.AdapterSet) -> None:
+        """A message of the supervisor."""
+        if isinstance(message, m.Adapters):
+            self.update(message.adapters)
+        else:
+            self._pending.handle(message.nonce, True)
 
     def _require_allowed(self) -> None:
         if not self._stage.settings.lora.runtime_loading:
