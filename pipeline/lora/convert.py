@@ -80,7 +80,7 @@ def _pairs(
         b = b * np.float32(config.scaling(module, rank))
         for layer, target, piece in parts[module]:
             rows = _rows_of(b, piece)
-            shape = _shape(model, target)
+            shape = shape_of(model, target)
             if (len(rows), a.shape[1]) != shape:
                 raise AdapterError(
                     f"{tensors.path}: {module!r} has matrices of the shapes {list(a.shape)} and {list(b.shape)}, but "
@@ -134,7 +134,7 @@ def _parts_of_model(model: ModelConfig) -> dict[str, list[Part]]:
     return parts
 
 
-def _shape(model: ModelConfig, target: Target) -> tuple[int, int]:
+def shape_of(model: ModelConfig, target: Target) -> tuple[int, int]:
     """Outputs and inputs of a projection."""
     hidden, inner = model.hidden_size, model.intermediate_size
     queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim

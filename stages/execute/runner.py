@@ -10,16 +10,13 @@ import numpy as np
 from pipeline.kernels.logits_processor_inputs import NO_IDS
 from pipeline.kernels.logprob_inputs import ByteArray
 from pipeline.kernels.step_inputs import IntArray
-from pipeline.runtime.messages import ExecuteFacts, GenerationOptions, Step
+from pipeline.runtime.messages import ADAPTER_FAILED, ExecuteFacts, GenerationOptions, Step
 from pipeline.stages.execute.adapters import AdapterSlots
 from pipeline.stages.execute.grammar_masks.masks import Masks
 from pipeline.stages.execute.pooling import Pool
 from pipeline.stages.execute.prompt_logprobs import NO_BYTES
 from pipeline.stages.execute.rows import GroupArray, RowTable, Take
 from pipeline.stages.execute.sampling_features import SamplingFeature
-
-ADAPTER_FAILED = "The LoRA adapter can't be loaded"
-"""Prefix of a sequence's error."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ its incarnation); `index` is the sequence's index among the request's n; `row` i
 
 from pipeline.metrics.stats import ScheduleLoad
 from pipeline.runtime.messages.common import (
+    ADAPTER_FAILED,
     GRAMMAR_FAILED,
     NOTHING_LEFT,
     Abort,
@@ -121,6 +122,7 @@ from pipeline.runtime.messages.supervisor import (
 from pipeline.shm.arrays import Array
 
 __all__ = [
+    "ADAPTER_FAILED",
     "GRAMMAR_FAILED",
     "MAX_SHOWN_IDS",
     "NOTHING_LEFT",

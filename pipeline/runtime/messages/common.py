@@ -35,6 +35,10 @@ NOTHING_LEFT = "No token can be sampled"
 """Prefix of a sequence's error if the fields of its request contradict each other."""
 
 
+ADAPTER_FAILED = "The LoRA adapter can't be loaded"
+"""Prefix of a sequence's error. Its KV blocks were computed without the adapter."""
+
+
 GRAMMAR_FAILED = "The grammar failed"
 """Prefix of a sequence's error if its grammar could be used at first, but not to the end."""
 

@@ -1,5 +1,6 @@
 """LoRA adapters in the executor: the same as a model into which the adapter is merged, alone and in any batch."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +9,18 @@ import numpy as np
 import pytest
 
 from pipeline.config.settings import LoraSettings, Settings
+from pipeline.kernels.step_inputs import block_bytes
 from pipeline.lora.adapter_file import path_of
 from pipeline.lora.convert import convert
 from pipeline.runtime import messages as m
 from pipeline.stages.execute.cpu.native_program import NativeProgram
+from pipeline.stages.execute.cpu.runner import CpuRunner
 from tests.lora.random_adapters import merge, write_adapter
 from tests.stages.execute import checkpoints
 from tests.stages.execute.driver import GREEDY, Driver, make_step, row_add, settings, take
 from tests.stages.execute.native_driver import ISAS, emulation, random_ids, write
+from tests.stages.execute.pair import GREEDY as GREEDY_SEED
+from tests.stages.execute.pair import Pair, Request, make_runner
 
 IDS = random_ids(21, 5)
 ON = LoraSettings(runtime_loading=True, max_loras=4, max_lora_rank=16)
@@ -201,3 +206,82 @@ def test_a_partly_rotated_model_moves_the_rows_of_b(tmp_path: Path) -> None:
     adapted = driver.last_logits([(IDS, adapter_id)])[0]
     # The base's weights were rounded to bfloat16 by `write`, those of the merged model were not.
     assert np.abs(adapted - expected.logits()[0]).max() < np.abs(adapted - base.logits()[0]).max() / 4
+
+
+class TestScheduled:
+    """With the real scheduler: texts are those of each request alone, whatever it does."""
+
+    @pytest.fixture(scope="class")
+    def runners(self, folder: Path) -> Iterator[dict[str, CpuRunner]]:
+        sizes = {"many": {"num_blocks": 160}, "few": {"num_blocks": 14, "num_swap_blocks": 40}}
+        sizes["speculating"] = {"num_blocks": 160, "num_speculative_tokens": 4}
+        runners = {name: make_runner(folder, block_bytes(3, 2, 16, 2), lora=ON, **size) for name, size in sizes.items()}
+        yield runners
+        for runner in runners.values():
+            runner.close()
+
+    @pytest.fixture(scope="class")
+    def requests(self, ids_of: list[str]) -> list[Request]:
+        """Equal prompts with different adapters, some sampled, some with several samples."""
+        prompt = tuple(random_ids(37, 1))
+        found = []
+        for i, adapter_id in enumerate(["", *ids_of, "", *ids_of]):
+            fields = (("adapter_id", adapter_id),)
+            found.append(Request(prompt, 14 + i, seed=GREEDY_SEED if i % 2 else i, n=1 + (i == 3), fields=fields))
+        return found
+
+    @pytest.fixture(scope="class")
+    def alone(self, runners: dict[str, CpuRunner], requests: list[Request]) -> list[list[list[int]]]:
+        found = []
+        for request in requests:
+            pair = Pair(runners["many"], prefix_caching=False, max_loras=1)
+            found += pair.run([request])
+        greedy = {tuple(texts[0][:14]) for request, texts in zip(requests, found, strict=True) if request.seed < 0}
+        assert len(greedy) == len({request.fields for request in requests if request.seed < 0}), "adapters change texts"
+        return found
+
+    @pytest.mark.parametrize(("max_loras", "depth"), [(1, 1), (2, 2), (4, 1)])
+    def test_batched_with_a_prefix_cache(
+        self,
+        runners: dict[str, CpuRunner],
+        requests: list[Request],
+        alone: list[list[list[int]]],
+        max_loras: int,
+        depth: int,
+    ) -> None:
+        pair = Pair(runners["many"], depth, max_loras=max_loras, max_num_batched_tokens=50)
+        for _ in range(2):  # the second time, all prompts are cached
+            assert pair.run(requests) == alone
+        assert pair.scheduler.load().num_cached_tokens >= 32 * len(requests)
+
+    @pytest.mark.parametrize("preemption", ["swap", "recompute"])
+    def test_preempted(
+        self, runners: dict[str, CpuRunner], requests: list[Request], alone: list[list[list[int]]], preemption: str
+    ) -> None:
+        pair = Pair(runners["few"], max_loras=4, preemption=preemption)
+        assert pair.run(requests) == alone
+        assert pair.scheduler.load().num_preemptions > 0
+
+    def test_with_proposed_tokens(
+        self, runners: dict[str, CpuRunner], requests: list[Request], alone: list[list[list[int]]]
+    ) -> None:
+        pair = Pair(runners["speculating"], max_loras=4, adaptive_speculation=False)
+        assert pair.run(requests) == alone
+        assert pair.scheduler.speculation.counts().num_drafts > 0
+
+    def test_a_failed_adapter_leaves_nothing_in_the_prefix_cache(
+        self, requests: list[Request], alone: list[list[list[int]]], folder: Path
+    ) -> None:
+        """Its blocks were computed without it. When its file is there again, they must not be found."""
+        request = requests[1]
+        path = path_of(folder, dict(request.fields)["adapter_id"])
+        runner = make_runner(folder, block_bytes(3, 2, 16, 2), num_blocks=40, lora=ON)
+        pair = Pair(runner, max_loras=4)
+        lost = path.rename(path.with_suffix(".lost"))
+        try:
+            pair.run([request])
+        finally:
+            lost.rename(path)
+        assert pair.errors and all("adapter can't be loaded" in why for why in pair.errors.values())
+        assert pair.run([request]) == [alone[1]]
+        runner.close()
