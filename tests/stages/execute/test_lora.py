@@ -208,37 +208,40 @@ def test_a_partly_rotated_model_moves_the_rows_of_b(tmp_path: Path) -> None:
     assert np.abs(adapted - expected.logits()[0]).max() < np.abs(adapted - base.logits()[0]).max() / 4
 
 
+@pytest.fixture(scope="module")
+def runners(folder: Path) -> Iterator[dict[str, CpuRunner]]:
+    sizes = {"many": {"num_blocks": 160}, "few": {"num_blocks": 14, "num_swap_blocks": 40}}
+    sizes["speculating"] = {"num_blocks": 160, "num_speculative_tokens": 4}
+    runners = {name: make_runner(folder, block_bytes(3, 2, 16, 2), lora=ON, **size) for name, size in sizes.items()}
+    yield runners
+    for runner in runners.values():
+        runner.close()
+
+
+@pytest.fixture(scope="module")
+def requests(ids_of: list[str]) -> list[Request]:
+    """Equal prompts with different adapters, some sampled, some with several samples."""
+    prompt = tuple(random_ids(37, 1))
+    found = []
+    for i, adapter_id in enumerate(["", *ids_of, "", *ids_of]):
+        fields = (("adapter_id", adapter_id),)
+        found.append(Request(prompt, 36 + 3 * i, seed=GREEDY_SEED if i % 2 else i, n=1 + (i == 3), fields=fields))
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(runners: dict[str, CpuRunner], requests: list[Request]) -> list[list[list[int]]]:
+    found = []
+    for request in requests:
+        pair = Pair(runners["many"], prefix_caching=False, max_loras=1)
+        found += pair.run([request])
+    greedy = {tuple(texts[0][:14]) for request, texts in zip(requests, found, strict=True) if request.seed < 0}
+    assert len(greedy) == len({request.fields for request in requests if request.seed < 0}), "adapters change texts"
+    return found
+
+
 class TestScheduled:
     """With the real scheduler: texts are those of each request alone, whatever it does."""
-
-    @pytest.fixture(scope="class")
-    def runners(self, folder: Path) -> Iterator[dict[str, CpuRunner]]:
-        sizes = {"many": {"num_blocks": 160}, "few": {"num_blocks": 14, "num_swap_blocks": 40}}
-        sizes["speculating"] = {"num_blocks": 160, "num_speculative_tokens": 4}
-        runners = {name: make_runner(folder, block_bytes(3, 2, 16, 2), lora=ON, **size) for name, size in sizes.items()}
-        yield runners
-        for runner in runners.values():
-            runner.close()
-
-    @pytest.fixture(scope="class")
-    def requests(self, ids_of: list[str]) -> list[Request]:
-        """Equal prompts with different adapters, some sampled, some with several samples."""
-        prompt = tuple(random_ids(37, 1))
-        found = []
-        for i, adapter_id in enumerate(["", *ids_of, "", *ids_of]):
-            fields = (("adapter_id", adapter_id),)
-            found.append(Request(prompt, 14 + i, seed=GREEDY_SEED if i % 2 else i, n=1 + (i == 3), fields=fields))
-        return found
-
-    @pytest.fixture(scope="class")
-    def alone(self, runners: dict[str, CpuRunner], requests: list[Request]) -> list[list[list[int]]]:
-        found = []
-        for request in requests:
-            pair = Pair(runners["many"], prefix_caching=False, max_loras=1)
-            found += pair.run([request])
-        greedy = {tuple(texts[0][:14]) for request, texts in zip(requests, found, strict=True) if request.seed < 0}
-        assert len(greedy) == len({request.fields for request in requests if request.seed < 0}), "adapters change texts"
-        return found
 
     @pytest.mark.parametrize(("max_loras", "depth"), [(1, 1), (2, 2), (4, 1)])
     def test_batched_with_a_prefix_cache(
