@@ -1,7 +1,7 @@
 """Bounds how many LoRA adapters run at once.
 
 An adapter has a slot while one of its sequences waits for its turn, runs, or is swapped out. Sequences of adapters
-without a slot are parked here, so they block nobody; the adapter that has waited longest gets the next free slot.
+without a slot are parked here, so they delay no others; the adapter that has waited longest gets the next free slot.
 
     a sequence is added ──slot──► the scheduler's queues ──finished──► the slot is free when none is left
             │                            ▲

@@ -211,7 +211,7 @@ class Scheduler:
         """Store what the oldest step in flight sampled, and finish sequences."""
         self._settlement.settle(result)
         if any(error.startswith(m.ADAPTER_FAILED) for error in result.errors):
-            self.reset_prefix_cache()  # nobody may find the blocks that were computed without the adapter
+            self.reset_prefix_cache()  # no prompt may reuse blocks that were computed without the adapter
 
     @property
     def in_flight(self) -> deque[InFlightStep]:
