@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""What LoRA adapters cost: the time of steps without adapters, with adapters enabled but unused, and with one adapter for
-each row.
+"""What LoRA adapters cost: the time of steps without adapters, with adapters enabled but unused, and with one adapter
+for each row.
 
     python -m tools.lora_costs --model MODEL --rows 8 --rank 16 --rounds 30
 
