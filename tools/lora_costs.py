@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """What LoRA adapters cost: the time of steps without adapters, with adapters enabled but unused, and with one adapter
 for each row.
 
