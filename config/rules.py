@@ -55,6 +55,15 @@ def contradictions(settings: Settings) -> list[str]:
             "execute.device is 'cpu': 'q8_0' and 'q4_1' are 8 and 4 bits there"
         )
     problems += _speculation_problems(settings)
+    if settings.lora.is_on and execute.device == "cuda":
+        key = "lora.adapters" if settings.lora.adapters else "lora.runtime_loading"
+        problems.append(f"{key}: LoRA adapters need execute.device = 'cpu'; for a GPU, merge them into the model")
+    if settings.lora.max_cpu_loras and settings.lora.max_cpu_loras < settings.lora.max_loras:
+        problems.append(
+            f"lora.max_cpu_loras: {settings.lora.max_cpu_loras} is less than lora.max_loras = {settings.lora.max_loras}"
+        )
+    if any(not name or name == settings.served_model_name for name in settings.lora.adapters):
+        problems.append("lora.adapters: a name must not be empty, nor that of the model")
     if settings.schedule.preemption == "swap" and not execute.swap_bytes:
         problems.append("schedule.preemption: 'swap' needs execute.swap_bytes above 0")
     return problems

@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from pipeline.config.sections.base import MAX_BYTES, MAX_TOKENS, Frozen, Seconds
 from pipeline.config.sections.gateway import GatewaySettings
+from pipeline.config.sections.lora import LoraSettings
 from pipeline.config.sections.requests import ChatSettings, LimitSettings
 from pipeline.config.sections.speculative import SpeculativeSettings
 from pipeline.config.sections.stages import (
@@ -26,6 +27,7 @@ __all__ = [
     "GatewaySettings",
     "IngestSettings",
     "LimitSettings",
+    "LoraSettings",
     "PolicyName",
     "PreparedFormat",
     "Quantization",
@@ -151,3 +153,4 @@ class Settings(Frozen, frozen=True):
     limits: LimitSettings = LimitSettings()
     chat: ChatSettings = ChatSettings()
     speculative: SpeculativeSettings = SpeculativeSettings()
+    lora: LoraSettings = LoraSettings()

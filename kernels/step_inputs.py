@@ -64,7 +64,18 @@ class StepInputs:
         """[T]; the first group's"""
         self.sampled: LongArray = np.zeros(self.max_num_samples, np.int64)
         """[max_num_samples]; the tokens whose logits are wanted"""
+        self.adapters: IntArray = np.full(max_num_tokens, -1, np.int32)
+        """[T]; the slot of each token's adapter, or -1. Only valid if `num_adapted` is not 0."""
+        self.num_adapted: IntArray = np.zeros(1, np.int32)
+        """[1]; how many of the step's tokens have an adapter."""
         self._places: IntArray = np.arange(max_num_rows, dtype=np.int32)
+
+    def fill_adapters(self, slots: IntArray) -> None:
+        """Set the adapters of the next step: a slot or -1 for each of its entries. Call it after `fill`."""
+        counts = self.counts[: self.num_rows]
+        of_tokens = slots if self.num_tokens == self.num_rows else np.repeat(slots, counts)
+        self.adapters[: self.num_tokens] = of_tokens
+        self.num_adapted[0] = np.count_nonzero(of_tokens >= 0)
 
     def fill(
         self,

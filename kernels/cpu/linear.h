@@ -7,6 +7,7 @@
 
 #include "activation.h"
 #include "gemm_amx.h"
+#include "lora.h"
 #include "routing.h"
 #include "step.h"
 
@@ -35,6 +36,9 @@ class Gemm : public Op {
     // Each matrix but the last has whole tiles.
     Gemm(const char* name, const Product* products, int num_products, int panels, const Routing* routing = nullptr)
         : Op(name), products_(products, products + num_products), panels_(panels), routing_(routing) {}
+
+    // Lets adapters change the results.
+    void adapt(const LoraSite* site) { lora_ = site; }
 
     int tiles(const Step& step) const override {
         if (!rows(step)) return 0;
@@ -66,6 +70,9 @@ class Gemm : public Op {
                 const bool goes_on = row == 0 && i < next.num_pieces && next.pieces[i].product == piece.product &&
                                      next.pieces[i].panels == piece.panels;
                 multiply_piece(piece, part, to, goes_on ? panel(next.pieces[i]) : nullptr, scratch.memory + value_bytes());
+                if (lora_ && *step.num_adapted)
+                    lora_->add(step, piece.product, int(products_.size()), piece.first, piece.panels, part.row, part.count,
+                               to, part.width);
                 to += piece.panels * PANEL;
             }
             finish(step, part, scratch);
@@ -172,6 +179,7 @@ class Gemm : public Op {
     const std::vector<Product> products_;
     const int panels_;
     const Routing* const routing_;
+    const LoraSite* lora_ = nullptr;
 
    private:
     const uint8_t* panel(const Piece& piece) const {

@@ -17,7 +17,7 @@ from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.stored_matrix import Format
 
-ABI_VERSION = 18
+ABI_VERSION = 19
 """Version of `program.cpp`; raise it with every change of its interface."""
 
 PANEL = 16
@@ -114,6 +114,8 @@ class NativeStepArrays(Structure):
         ("offsets", c_void_p),
         ("block_tables", c_void_p),
         ("max_blocks", c_int),
+        ("adapters", c_void_p),
+        ("num_adapted", c_void_p),
     )
 
 
@@ -140,6 +142,35 @@ class NativeProduct(Structure):
     """`Product` in linear.h."""
 
     _fields_ = (("matrix", PackedMatrix), ("rows", NativeRows))
+
+
+LORA_TARGETS = 3
+"""Most projections of one matmul."""
+
+
+class NativeLoraAdapter(Structure):
+    """`LoraAdapter` in lora.h."""
+
+    _fields_ = (
+        ("a", c_void_p),
+        ("b", c_void_p * LORA_TARGETS),
+        ("ranks", c_int * LORA_TARGETS),
+        ("rank", c_int),
+    )
+
+
+class NativeLoraSite(Structure):
+    """`LoraSite` in lora.h."""
+
+    _fields_ = (
+        ("adapters", c_void_p),
+        ("shrunk", c_void_p),
+        ("stride", c_int),
+        ("num_targets", c_int),
+        ("ends", c_int * LORA_TARGETS),
+        ("interleaved", c_int),
+        ("depth", c_int),
+    )
 
 
 class NativeLayerMemory(Structure):
@@ -313,6 +344,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     ),
     "program_linear_add": (None, [c_void_p, c_void_p, NativeRows, POINTER(PackedMatrix), c_int, c_float]),
     "program_linear": (None, [c_void_p, c_void_p, NativeRows, POINTER(PackedMatrix), c_int]),
+    "program_lora": (None, [c_void_p, POINTER(NativeLoraSite), NativeRows, c_int]),
     "program_swiglu": (None, [c_void_p, NativeRows, c_int, POINTER(NativeProduct), c_int, c_int]),
     "program_activate": (None, [c_void_p, NativeRows, c_int, POINTER(NativeProduct), c_int, c_int, c_int]),
     "program_route": (

@@ -5,12 +5,15 @@
 // every model.
 #include <cstdlib>
 #include <memory>
+#include <type_traits>
+#include <utility>
 
 #include "attention.h"
 #include "copy.h"
 #include "embed.h"
 #include "experts.h"
 #include "linear.h"
+#include "lora.h"
 #include "mapped_file.h"
 #include "norm.h"
 #include "pack.h"
@@ -64,6 +67,7 @@ class Program final : public Job {
     O& add(Args&&... args) {
         auto op = std::make_unique<O>(std::forward<Args>(args)...);
         O& added = *op;
+        if constexpr (std::is_base_of_v<Gemm, O>) added.adapt(std::exchange(lora, nullptr));
         scratch_bytes_ = std::max(scratch_bytes_, op->scratch_bytes());
         ops_.push_back(std::move(op));
         step_of_.push_back(using_);
@@ -173,6 +177,7 @@ class Program final : public Job {
     }
 
     LogitForm logit_form;
+    const LoraSite* lora = nullptr;  // of the next matmul
 
    private:
     const Step& step_for(size_t op) const { return steps_[step_of_[op]]; }
@@ -220,7 +225,7 @@ class Program final : public Job {
 
 extern "C" {
 
-int abi_version() { return 18; }
+int abi_version() { return 19; }
 
 // Asks the system for what these instructions need. Whether they can be used.
 int prepare() {
@@ -357,6 +362,12 @@ void program_linear_add(Program* program, float* residual, Rows in, const Matrix
 void program_linear(Program* program, float* out, Rows in, const Matrix* matrix, int width) {
     const Product product{*matrix, in};
     program->add<Linear>(out, &product, 1, width);
+}
+
+// Adapters change the matmul that is recorded next, whose input is `in`.
+void program_lora(Program* program, const LoraSite* site, Rows in, int form) {
+    program->add<Shrink>(*site, in, Form(form));
+    program->lora = site;
 }
 
 void program_swiglu(Program* program, Rows out, int floats, const Product* products, int num_products, int activation) {

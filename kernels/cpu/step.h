@@ -13,6 +13,7 @@ struct Step {
     const int64_t *ids, *positions, *slots, *sampled;
     const int32_t *starts, *counts, *offsets, *block_tables;
     int max_blocks;
+    const int32_t *adapters, *num_adapted;  // of each token, the adapter's slot or -1; how many tokens have one
 
     const int32_t* blocks(int row) const { return block_tables + size_t(row) * max_blocks; }
 };

@@ -181,6 +181,7 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
         timeout_s: float | None = None,
+        adapter: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Generate from a text or token ids. The last output is `finished`.
 
@@ -189,7 +190,8 @@ class AsyncLLM:
 
         `priority` (lower goes first) is for servers whose policy is `priority`. Only prompts with the same `cache_salt`
         share cached prefixes. `timeout_s` limits the time from the arrival at the server to the end: open sequences
-        then end with `finish_reason="abort"` and the output so far.
+        then end with `finish_reason="abort"` and the output so far. `adapter` is the name of a LoRA adapter of the
+        server.
 
         The stream raises PromptError for an invalid request, and ServerFailed if the server ends or fails.
         """
@@ -197,7 +199,7 @@ class AsyncLLM:
         def check(info: ServerInfo) -> CheckedPrompt:
             return prompt_of(prompt, "prompt", info)
 
-        options = options_of(priority, cache_salt, timeout_s)
+        options = options_of(priority, cache_salt, timeout_s, adapter)
         return self._stream(check, sampling_params, request_id, output_kind, options)
 
     def chat(
@@ -214,6 +216,7 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
         timeout_s: float | None = None,
+        adapter: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Answer a conversation; see `generate`. The server applies the model's chat template.
 
@@ -228,7 +231,7 @@ class AsyncLLM:
         def check(info: ServerInfo) -> CheckedPrompt:
             return chat_of(messages, "messages", chat_options, info)
 
-        options = options_of(priority, cache_salt, timeout_s)
+        options = options_of(priority, cache_salt, timeout_s, adapter)
         return self._stream(check, sampling_params, request_id, output_kind, options)
 
     async def beam_search(
@@ -264,10 +267,15 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
         timeout_s: float | None = None,
+        adapter: str | None = None,
     ) -> EmbeddingRequestOutput:
         """Compute the embedding of a text or token ids. Options and errors are those of `generate`."""
         async for output in self.encode(
-            prompt, pooling_params, request_id, priority=priority, cache_salt=cache_salt, timeout_s=timeout_s
+            *(prompt, pooling_params, request_id),
+            priority=priority,
+            cache_salt=cache_salt,
+            timeout_s=timeout_s,
+            adapter=adapter,
         ):
             return EmbeddingRequestOutput.of(output)
         raise AssertionError("encode has one output")
@@ -281,10 +289,11 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
         timeout_s: float | None = None,
+        adapter: str | None = None,
     ) -> AsyncIterator[PoolingRequestOutput]:
         """As `embed`, with vLLM's signature: an iterator with one output, whose vector is a numpy array."""
         params = checked_pooling_params(pooling_params, "pooling_params")
-        options = options_of(priority, cache_salt, timeout_s)
+        options = options_of(priority, cache_salt, timeout_s, adapter)
         checked = prompt_of(prompt, "prompt", info_for(params, await self.ready()))
         yield await self.pool(checked, params, lambda *_: None, options, request_id)
 

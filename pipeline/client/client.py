@@ -154,6 +154,7 @@ class AsyncClient:
         priority: int = 0,
         cache_salt: str | None = None,
         timeout_s: float | None = None,
+        adapter: str | None = None,
     ) -> Stream:
         """Generate from a text, token ids or the messages of a chat.
 
@@ -166,7 +167,8 @@ class AsyncClient:
 
         `priority` (lower goes first) is for servers whose policy is `priority`. Only prompts with the same `cache_salt`
         share cached prefixes. `timeout_s` limits the time from the arrival at the server to the end: open sequences
-        then end with `abort`, and a request without output fails with status 504, `timeout`.
+        then end with `abort`, and a request without output fails with status 504, `timeout`. `adapter` is the name of a
+        LoRA adapter of the server.
 
         Raises ConnectionLost, TypeError or ValueError for an invalid prompt, and RequestTooLarge, which is a
         ValueError. The stream raises RequestError if the server refuses the request.
@@ -175,14 +177,13 @@ class AsyncClient:
         return self._session.open_stream(
             p.Generate(
                 request_id=self._session.next_id(),
-                model="",
                 prompt=prompt_message(prompt),
                 params=params_message(params),
                 credits=WINDOW,
                 received=received_message(received, params.n),
                 name=_checked_name(name),
                 timings=bool(timings),
-                **checked(priority, cache_salt, timeout_s)._asdict(),
+                **checked(priority, cache_salt, timeout_s, adapter)._asdict(),
             )
         )
 
@@ -195,6 +196,7 @@ class AsyncClient:
         priority: int = 0,
         cache_salt: str | None = None,
         timeout_s: float | None = None,
+        adapter: str | None = None,
     ) -> Stream:
         """Compute the embedding of a text or token ids. The stream has no outputs: await `Stream.embedded()`.
 
@@ -208,7 +210,6 @@ class AsyncClient:
         return self._session.open_stream(
             p.Generate(
                 request_id=self._session.next_id(),
-                model="",
                 prompt=prompt_message(prompt),
                 params=p.Params(
                     truncate_prompt_tokens=params.truncate_prompt_tokens, truncation_side=params.truncation_side
@@ -217,7 +218,7 @@ class AsyncClient:
                 name=_checked_name(name),
                 pooling=params.pooling,
                 dimensions=params.dimensions,
-                **checked(priority, cache_salt, timeout_s)._asdict(),
+                **checked(priority, cache_salt, timeout_s, adapter)._asdict(),
             )
         )
 

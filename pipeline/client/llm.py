@@ -151,6 +151,7 @@ class LLM(PoolingMethods, BeamSearchMethods):
         priority: Priority = None,
         cache_salt: str | None = None,
         timeout_s: float | None = None,
+        adapter: str | None = None,
     ) -> list[RequestOutput]:
         """Generate from one prompt or many. Outputs are in the order of the prompts.
 
@@ -160,7 +161,7 @@ class LLM(PoolingMethods, BeamSearchMethods):
         `priority` (one for all or one for each; lower goes first) is for servers whose policy is `priority`. Only
         prompts with the same `cache_salt` share cached prefixes; a prompt's own has precedence. `timeout_s` limits each
         request's time from its arrival at the server to its end: open sequences then end with `finish_reason="abort"`
-        and the output so far.
+        and the output so far. `adapter` is the name of a LoRA adapter of the server.
 
         Raises PromptError that names the invalid prompt, and ServerFailed if the server ends or fails. These and
         interrupts abort all open requests; the object stays usable.
@@ -168,7 +169,7 @@ class LLM(PoolingMethods, BeamSearchMethods):
         is_one = is_one_prompt(prompts)
         names = PromptNames("prompt" if is_one else "prompts", is_one)
         given = [prompts] if is_one else prompts
-        options = self._options(given, priority, cache_salt, timeout_s)
+        options = self._options(given, priority, cache_salt, timeout_s, adapter)
         return self._run_generate(given, names, prompt_of, sampling_params, options, progress, use_tqdm)
 
     def chat(
@@ -185,6 +186,7 @@ class LLM(PoolingMethods, BeamSearchMethods):
         priority: Priority = None,
         cache_salt: str | None = None,
         timeout_s: float | None = None,
+        adapter: str | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or many; see `generate`. The server applies the model's chat template.
 
@@ -201,13 +203,13 @@ class LLM(PoolingMethods, BeamSearchMethods):
         is_one = is_one_conversation(messages)
         names = PromptNames("messages", is_one)
         given = [messages] if is_one else messages
-        options = self._options(given, priority, cache_salt, timeout_s)
+        options = self._options(given, priority, cache_salt, timeout_s, adapter)
         return self._run_generate(given, names, check, sampling_params, options, progress, use_tqdm)
 
     def _options(
-        self, given: Any, priority: Priority, cache_salt: str | None, timeout_s: float | None
+        self, given: Any, priority: Priority, cache_salt: str | None, timeout_s: float | None, adapter: str | None
     ) -> Iterator[RequestOptions]:
-        return options_for(priority, cache_salt, timeout_s, len(given) if isinstance(given, Sized) else None)
+        return options_for(priority, cache_salt, timeout_s, len(given) if isinstance(given, Sized) else None, adapter)
 
     def _run_generate(
         self,

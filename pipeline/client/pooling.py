@@ -53,7 +53,12 @@ class PoolingMethods(ABC):
 
     @abstractmethod
     def _options(
-        self, given: Any, priority: int | Sequence[int] | None, cache_salt: str | None, timeout_s: float | None
+        self,
+        given: Any,
+        priority: int | Sequence[int] | None,
+        cache_salt: str | None,
+        timeout_s: float | None,
+        adapter: str | None,
     ) -> Iterator[RequestOptions]: ...
 
     @abstractmethod
@@ -77,6 +82,7 @@ class PoolingMethods(ABC):
         priority: int | Sequence[int] | None = None,
         cache_salt: str | None = None,
         timeout_s: float | None = None,
+        adapter: str | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """Compute the embeddings of one prompt or many, in their order. See `generate` for the options and errors.
 
@@ -93,6 +99,7 @@ class PoolingMethods(ABC):
             priority=priority,
             cache_salt=cache_salt,
             timeout_s=timeout_s,
+            adapter=adapter,
         )
         return [EmbeddingRequestOutput.of(output) for output in outputs]
 
@@ -108,6 +115,7 @@ class PoolingMethods(ABC):
         priority: int | Sequence[int] | None = None,
         cache_salt: str | None = None,
         timeout_s: float | None = None,
+        adapter: str | None = None,
     ) -> list[PoolingRequestOutput]:
         """As `embed`, with vectors as numpy arrays, float32 [dimensions]. `pooling_task` must be `embed`."""
         if pooling_task != EMBED:
@@ -121,7 +129,7 @@ class PoolingMethods(ABC):
             PromptNames("prompt" if is_one_prompt(prompts) else "prompts", is_one_prompt(prompts)),
             pooling_params,
             truncate_prompt_tokens,
-            (priority, cache_salt, timeout_s),
+            (priority, cache_salt, timeout_s, adapter),
             (progress, use_tqdm),
         )
 
@@ -138,6 +146,7 @@ class PoolingMethods(ABC):
         priority: int | None = None,
         cache_salt: str | None = None,
         timeout_s: float | None = None,
+        adapter: str | None = None,
     ) -> list[ScoringRequestOutput]:
         """The cosine similarity of texts' embeddings, as vLLM computes it with a model that is no cross-encoder.
 
@@ -156,7 +165,7 @@ class PoolingMethods(ABC):
             PairNames("data", is_one=False, num_first=len(first)),
             pooling_params,
             truncate_prompt_tokens,
-            (priority, cache_salt, timeout_s),
+            (priority, cache_salt, timeout_s, adapter),
             (progress, use_tqdm),
         )
         left, right = outputs[: len(first)], outputs[len(first) :]
@@ -183,7 +192,7 @@ class PoolingMethods(ABC):
         names: PromptNames,
         pooling_params: Pooling,
         truncate_prompt_tokens: int | None,
-        request_options: tuple[int | Sequence[int] | None, str | None, float | None],
+        request_options: tuple[int | Sequence[int] | None, str | None, float | None, str | None],
         drawing: tuple[bool, bool | None],
     ) -> list[PoolingRequestOutput]:
         given = [prompts] if names.is_one else prompts

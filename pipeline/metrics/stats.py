@@ -146,6 +146,16 @@ class SpeculationCounts(Part, frozen=True):
     """The same by their position in the proposal; empty without speculative decoding."""
 
 
+class AdapterCounts(Part, frozen=True):
+    """LoRA adapters in the scheduler, by their ids."""
+
+    max_loras: int
+    running: list[str]
+    """Those with a slot."""
+    waiting: list[str]
+    """Those that wait for one."""
+
+
 class ScheduleCounts(ScheduleLoad, frozen=True, tag="schedule"):
     """The scheduler's counts, with its histograms."""
 
@@ -167,6 +177,8 @@ class ScheduleCounts(ScheduleLoad, frozen=True, tag="schedule"):
     kv_groups: list[KVGroupCounts] = []
     """Empty if there is only one, without a window."""
     speculation: SpeculationCounts = SpeculationCounts()
+    adapters: AdapterCounts | None = None
+    """None if adapters are off."""
 
 
 class ExecuteCounts(Part, frozen=True, tag="execute"):
@@ -265,6 +277,8 @@ class ServerStats(Part, frozen=True):
     """Formats of the quantized weights, such as `q4_1+q8_0`; "none" without any, empty before the executor is ready."""
     kv_dtype: str = ""
     """The type of the KV cache, such as `int8`; empty before the executor is ready."""
+    adapters: dict[str, str] = {}
+    """LoRA adapters that clients may use: ids by name."""
 
 
 def num_queued(own: OwnCounts | None) -> int:

@@ -9,7 +9,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from pipeline.metrics.families import counter, counts_of, gauge, histogram
 from pipeline.metrics.histogram import REQUEST_S, STEP_TOKENS, TIME_TO_FIRST_TOKEN_S, TOKEN_S, TOKENS, Bounds, N, summed
-from pipeline.metrics.stats import GatewayCounts, HistogramCounts, ScheduleCounts, ServerStats, SpeculationCounts
+from pipeline.metrics.stats import (
+    AdapterCounts,
+    GatewayCounts,
+    HistogramCounts,
+    ScheduleCounts,
+    ServerStats,
+    SpeculationCounts,
+)
 
 ENGINE = "0"
 """vLLM's label for one of several engines behind one API server. A Pipeline server has one."""
@@ -107,6 +114,8 @@ def vllm_metrics(stats: ServerStats) -> Iterator[Metric]:
             yield histogram(name, words, labels, values, bounds)
         if schedule.speculation.num_accepted_per_pos:
             yield from _speculation(schedule.speculation, labels)
+        if schedule.adapters is not None:
+            yield _adapters(schedule.adapters, stats)
     finished = CounterMetricFamily(
         "vllm:request_success", "Count of ended requests by reason.", labels=[*labels, "finished_reason"]
     )
@@ -122,6 +131,17 @@ def vllm_metrics(stats: ServerStats) -> Iterator[Metric]:
         "num_cpu_blocks": str(schedule.num_swap_blocks_total if schedule is not None else 0),
     }
     yield gauge("vllm:cache_config_info", "Configuration of the KV cache.", labels | info, 1)
+
+
+def _adapters(counts: AdapterCounts, stats: ServerStats) -> Metric:
+    """As in vLLM, the value is the time, and the adapters are labels."""
+    names = {adapter_id: name for name, adapter_id in stats.adapters.items()}
+    info = {
+        "running_lora_adapters": ",".join(names.get(one, one) for one in counts.running),
+        "waiting_lora_adapters": ",".join(names.get(one, one) for one in counts.waiting),
+        "max_lora": str(counts.max_loras),
+    }
+    return gauge("vllm:lora_requests_info", "Running stats on LoRA requests.", info, stats.unix_s)
 
 
 def _speculation(counts: SpeculationCounts, labels: dict[str, str]) -> Iterator[Metric]:

@@ -304,13 +304,11 @@ class SupervisorLoop:
             case m.Prepared():
                 self.prepared = message
                 self._resources.hold_model(message.model_dir)
-            case m.Drained() if not self.is_ending:
-                self._restarts.planned.drained(sender)
-                self._scaling.drained(sender)
+                self._resources.adapters = {one.name: one for one in message.adapters}
+            case m.SetAdapter():
+                self._set_adapter(message, sender)
             case m.Drained():
-                self.drained.add(sender)
-                # New connections are refused instead of waiting in the backlog.
-                self._listeners[topology.replica_of(sender)].close()
+                self._drained(sender)
             case m.AskHealth(nonce):
                 timeout_s = self._resources.settings.supervisor.health_timeout_s
                 self._health_checks.start(sender, nonce, timeout_s, self.table.children.values())
@@ -326,6 +324,32 @@ class SupervisorLoop:
             case _:
                 assert_never(message)
 
+    def _drained(self, gateway: str) -> None:
+        if not self.is_ending:
+            self._restarts.planned.drained(gateway)
+            self._scaling.drained(gateway)
+            return
+        self.drained.add(gateway)
+        # New connections are refused instead of waiting in the backlog.
+        self._listeners[topology.replica_of(gateway)].close()
+
+    def _set_adapter(self, message: m.SetAdapter, sender: str) -> None:
+        """Clients may use an adapter, or no longer."""
+        adapter, adapters = message.adapter, self._resources.adapters
+        if adapter.id:
+            adapters[adapter.name] = adapter
+        else:
+            adapters.pop(adapter.name, None)
+        self._log.info("adapter" if adapter.id else "adapter removed", extra={"fields": {"name": adapter.name}})
+        self.tell_adapters()
+        self.table.reply(sender, m.AdapterSet(message.nonce))
+
+    def tell_adapters(self) -> None:
+        """Tell all gateways which adapters clients may use."""
+        adapters = list(self._resources.adapters.values())
+        for name in topology.among(self.table.children, "gateway"):
+            self.table.reply(name, m.Adapters(adapters))
+
     # -------------------------------------------------------------------------------------------- stats and health
 
     def _gather_stats(self, timeout_s: float, then: Callable[[ServerStats], None]) -> None:
@@ -333,7 +357,9 @@ class SupervisorLoop:
         timeout_s = min(timeout_s, self._resources.settings.supervisor.health_timeout_s)
         name = self._resources.settings.served_model_name or (self.prepared.model_name if self.prepared else "")
         state = "draining" if self.is_ending else "serving" if self.is_serving else "starting"
-        facts = ServerFacts(name, self._url, state, self.facts)
+        facts = ServerFacts(
+            name, self._url, state, self.facts, {one.name: one.id for one in self._resources.adapters.values()}
+        )
         self._stats_collector.gather(facts, self.table.in_flow_order(), timeout_s, then)
 
     def _restart(self, name: str, done: Callable[[float, str], None]) -> None:

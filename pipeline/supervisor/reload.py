@@ -31,6 +31,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "limits": ("gateway",),
     "chat": ("detokenize", "ingest", "gateway"),
     "speculative": ("execute",),
+    "lora": ("gateway",),
 }
 """The stages that use a section."""
 KEYS: dict[str, tuple[str, ...]] = {
@@ -77,6 +78,11 @@ NEW_SERVER = {
     "speculative.method": "the memory of execute is made for it",
     "speculative.draft": "the model is prepared at the start",
     "speculative.num_speculative_tokens": "the memory of execute is made for it",
+    "lora.adapters": "adapters are prepared at the start; POST /v1/load_lora_adapter adds others",
+    "lora.max_cpu_loras": "the memory of execute is made for it",
+    "lora.max_lora_rank": "the memory of execute is made for it",
+    "lora.max_loras": "the memory of execute is made for it",
+    "lora.runtime_loading": "the memory of execute is made for it",
     "supervisor.prepare_timeout_s": "it is used at the start only",
     "supervisor.crash_reports": "it is used at the start only",
     "supervisor.crash_recording_bytes": "it is used at the start only",

@@ -46,6 +46,8 @@ class SharedResources:
         """`listeners` has one socket for each gateway, in order; so has `admin_listeners`, unless it is empty. Their
         owner changes them with the number of gateways."""
         self.settings = settings
+        self.adapters: dict[str, m.Adapter] = {}
+        """LoRA adapters that clients may use, by name."""
         """The newest ones (`pipeline reload`)."""
         self._listeners = listeners
         self._admin_listeners = admin_listeners
@@ -281,6 +283,7 @@ class SharedResources:
             rings=[ring for peer in self.incarnations for ring in self._rings_between(name, peer)],
             incarnations=self._incarnations_for(name),
             black_box=self.black_boxes.create(name, incarnation),
+            adapters=list(self.adapters.values()) if stage == "gateway" else [],
         )
 
     def _incarnations_for(self, name: str) -> dict[str, int]:

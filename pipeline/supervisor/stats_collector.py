@@ -92,6 +92,7 @@ class StatsCollector:
             max_model_len=facts.execute.max_model_len if facts.execute else 0,
             quantization=facts.execute.quantization if facts.execute else "",
             kv_dtype=facts.execute.kv_dtype if facts.execute else "",
+            adapters=facts.adapters,
         )
 
 
@@ -102,3 +103,4 @@ class ServerFacts(msgspec.Struct, frozen=True):
     address: str
     state: str
     execute: m.ExecuteFacts | None
+    adapters: dict[str, str] = {}

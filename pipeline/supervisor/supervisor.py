@@ -153,6 +153,8 @@ class Supervisor:
             f"{settings.execute.swap_bytes} bytes of swap space ({topology.SWAP_KEY})",
         )
         assert self._loop.facts is not None, "the executor was ready without facts"
+        if self._loop.prepared.adapters:
+            self._loop.tell_adapters()
         for name in reversed(self._flow()):  # the gateways last: their requests then find every stage started
             self._loop.table.outboxes[name].send(m.Start(self._loop.facts))
         self._loop.check_health(self._run_mode.patience_s(settings.supervisor.start_timeout_s))

@@ -80,6 +80,8 @@ class RowTable:
         """The ids in a row's records instead of the likeliest ones; empty for the likeliest."""
         self._logprob_id_addresses: np.ndarray[Any, np.dtype[np.uint64]] = np.zeros(max_num_seqs, np.uint64)
         """Addresses of these ids; 0 for none."""
+        self.adapters: IntArray = np.full(max_num_seqs, -1, np.int32)
+        """The slot of each row's LoRA adapter, or -1. Stale for rows that are not taken."""
         self.pooling: list[Pooling] = [Pooling.NONE] * max_num_seqs
         self.predicted: list[IntArray] = [NO_IDS] * max_num_seqs
         """Ids that the client expects in a row's output; only proposals are made of them."""
@@ -144,6 +146,7 @@ class RowTable:
             self.append_blocks(np.full(len(table), row, np.int32), table, np.full(len(table), group, np.uint8))
         self.num_blocks[row] = self.block_ends[:, row].min()
         self.num_prompt[row] = num_prompt
+        self.adapters[row] = -1
         self._set_sampling(row, index, options, eos_ids)
 
     def take_in(self, add: RowAdd, options: GenerationOptions, eos_ids: Collection[int], take: Take) -> None:

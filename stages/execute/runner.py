@@ -10,7 +10,8 @@ import numpy as np
 from pipeline.kernels.logits_processor_inputs import NO_IDS
 from pipeline.kernels.logprob_inputs import ByteArray
 from pipeline.kernels.step_inputs import IntArray
-from pipeline.runtime.messages import ExecuteFacts, GenerationOptions, Step
+from pipeline.runtime.messages import ADAPTER_FAILED, ExecuteFacts, GenerationOptions, Step
+from pipeline.stages.execute.adapters import AdapterSlots
 from pipeline.stages.execute.grammar_masks.masks import Masks
 from pipeline.stages.execute.pooling import Pool
 from pipeline.stages.execute.prompt_logprobs import NO_BYTES
@@ -92,9 +93,10 @@ class RowChanges:
         eos_ids: Collection[int],
         mirror: RowMirror | None = None,
         drop_drafts: Callable[[IntArray], None] | None = None,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         self._table, self._masks, self._pool, self._eos_ids = table, masks, pool, eos_ids
-        self._mirror, self._drop_drafts = mirror, drop_drafts
+        self._mirror, self._drop_drafts, self._adapters = mirror, drop_drafts, adapters
         self._options = msgspec.msgpack.Decoder(GenerationOptions)
         self.failed: dict[int, str] = {}
         """Rows whose sequence can't continue, and why. The row's next sampled id is then `NO_ID`, with this error."""
@@ -109,10 +111,19 @@ class RowChanges:
             table.take_in(add, options, self._eos_ids, take)
             if mirror is not None and (error := mirror.add(add.row)) is not None:
                 self.failed[add.row] = error
+            if options.adapter_id:
+                self._take_adapter(add.row, options.adapter_id)
             if table.features[add.row] & SamplingFeature.GRAMMAR_MASK:
                 self._masks.add(add.row, options, add.num_prompt)
         rows, blocks, groups = take(step.block_rows, np.int32), take(step.block_ids, np.int32), step.block_groups
         (table if mirror is None else mirror).append_blocks(rows, blocks, take(groups, np.uint8))
+
+    def _take_adapter(self, row: int, adapter_id: str) -> None:
+        assert self._adapters is not None, f"row {row} has an adapter, but adapters are off"
+        try:
+            self._table.adapters[row] = self._adapters.take(row, adapter_id)
+        except (OSError, ValueError) as error:
+            self.failed[row] = f"{ADAPTER_FAILED}: {error}"
 
     def drop_all(self) -> None:
         """Drop all rows: the scheduler has died, and its successor begins with none."""
@@ -128,6 +139,8 @@ class RowChanges:
         for row in rows.tolist():
             self.failed.pop(row, None)
             self._pool.drop(row)
+            if self._adapters is not None:
+                self._adapters.drop(row)
 
 
 def copies_of(step: Step, take: Take, facts: ExecuteFacts) -> tuple[IntArray, IntArray]:

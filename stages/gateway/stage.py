@@ -25,6 +25,7 @@ from pipeline.runtime.async_inbox import AsyncInbox
 from pipeline.runtime.stage import Stage
 from pipeline.runtime.tls import server_context
 from pipeline.stages.gateway.admin.abort_requests import RequestAborter
+from pipeline.stages.gateway.admin.adapters import AdapterRegistry
 from pipeline.stages.gateway.admin.health import HealthQuery
 from pipeline.stages.gateway.admin.reset_prefix_cache import PrefixCacheResetter
 from pipeline.stages.gateway.admin.served_model import ServedModel
@@ -93,6 +94,7 @@ class GatewayStage:
             formats=self._requests.formats,
             defaults=defaults,
         )
+        self._adapters = AdapterRegistry(stage, limits)
         self._api = Api(
             self._readiness,
             self._requests,
@@ -104,6 +106,7 @@ class GatewayStage:
             settings.gateway,
             has_keys=stage.launch.keys_fd >= 0,
             model=model,
+            adapters=self._adapters,
         )
         self._refusal_log = RefusalLog(stage.log)
         self._is_stopped = False
@@ -232,12 +235,12 @@ class GatewayStage:
                 self._health.handle_reply(message)
             case m.StatsAnswer():
                 self._stats.handle_reply(message)
-            case m.AbortRequests():
-                self._aborter.handle_request(message)
-            case m.RequestsAborted():
-                self._aborter.handle_reply(message)
+            case m.AbortRequests() | m.RequestsAborted():
+                self._aborter.handle(message)
             case m.PrefixCacheReset():
                 self._resetter.handle_reply(message)
+            case m.Adapters() | m.AdapterSet():
+                self._adapters.handle(message)
             case m.PeerRestarted():
                 self._recovery.peer_restarted(message)
             case m.Rescaled():

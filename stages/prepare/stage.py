@@ -23,7 +23,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.child import report
 from pipeline.runtime.messages import Launch
 from pipeline.runtime.model_folder import CONVERTED, ModelConfig
-from pipeline.stages.prepare import draft
+from pipeline.stages.prepare import adapters, draft
 from pipeline.stages.prepare import progress as progress_module
 from pipeline.stages.prepare.cache import Cache
 from pipeline.stages.prepare.progress import Progress, Silence
@@ -53,7 +53,7 @@ def run(launch: Launch) -> None:
     if launch.settings.speculative.method == "draft_model":
         draft.link(launch.settings, folder, prepare(draft.settings_of_draft(launch.settings), progress), progress)
     name = launch.settings.served_model_name or config.name
-    report(launch, m.Prepared(str(folder), name))
+    report(launch, m.Prepared(str(folder), name, adapters.prepare(launch.settings, folder, name, progress)))
 
 
 def prepare(settings: Settings, progress: Progress = SILENT) -> Path:

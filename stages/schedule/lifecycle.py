@@ -15,6 +15,7 @@ import numpy as np
 
 from pipeline.runtime.black_box import SuspectList
 from pipeline.runtime.messages import Finish
+from pipeline.stages.schedule.adapter_slots import AdapterSlots
 from pipeline.stages.schedule.arrays import Ids
 from pipeline.stages.schedule.kv_cache.manager import ComputedPrefix, ExecutorLoss, KVCacheManager
 from pipeline.stages.schedule.kv_cache.swap import Swapped
@@ -57,6 +58,7 @@ class SequenceLifecycle:
         self.held = SequenceQueue()
         """Sequences that wait until the quarantine lets their request run."""
         self.quarantine = Quarantine()
+        self.adapters = AdapterSlots(config.max_loras)
         self.parallel_samples = ParallelSamples()
         self.preemptor = PriorityPreemptor(rows, kv_cache_manager, costs)
         self.now_s = 0.0
@@ -78,7 +80,7 @@ class SequenceLifecycle:
     @property
     def num_waiting(self) -> int:
         """Sequences that wait to be computed, parked and held ones included."""
-        return len(self.waiting) + len(self.parallel_samples) + len(self.held)
+        return len(self.waiting) + len(self.parallel_samples) + len(self.held) + len(self.adapters)
 
     @property
     def is_idle(self) -> bool:
@@ -113,8 +115,10 @@ class SequenceLifecycle:
             self._wait(sequence)
 
     def _wait(self, sequence: Sequence) -> None:
-        is_held = self.quarantine.excludes(sequence.request.request_id)
-        (self.held if is_held else self.waiting).add(sequence)
+        if self.quarantine.excludes(sequence.request.request_id):
+            self.held.add(sequence)
+        elif self.adapters.admit(sequence):
+            self.waiting.add(sequence)
 
     def suspect(self, request: RequestState, num_deaths: int) -> None:
         """A new request was running when schedule died, `num_deaths` times in a row: it runs beside few others at
@@ -257,6 +261,8 @@ class SequenceLifecycle:
         del request.open_sequences[sequence.index]
         for sample in self.parallel_samples.take_next(request, has_computed=len(sequence.ids) > sequence.num_given):
             self._wait(sample)
+        for freed in self.adapters.finished(sequence):
+            self._wait(freed)
         if self.quarantine.is_active and not request.open_sequences:
             self.quarantine.ended(request.request_id)
         self._metrics.observe_finished(sequence, finish, self.now_s)
@@ -266,6 +272,8 @@ class SequenceLifecycle:
             self.parallel_samples.remove(sequence)
         elif self.held and sequence in self.held:
             self.held.remove(sequence)
+        elif sequence.request.adapter_id and self.adapters.is_parked(sequence):
+            self.adapters.remove(sequence)
         elif sequence.swapped is None:
             self.waiting.remove(sequence)
         else:
@@ -294,9 +302,11 @@ class SequenceLifecycle:
                     sequence in self.waiting,
                     sequence in self.parallel_samples,
                     sequence in self.held,
+                    sequence in self.adapters,
                 )
                 assert sum(places) == 1, "a sequence is in two places, or in none"
                 assert (sequence.swapped is not None) == places[1], "swapped blocks have no sequence in swap space"
                 assert self.parallel_samples.is_parked(sequence) == places[3]
+        self.adapters.check()
         kept = [sequence.swapped for sequence in self.swapped]
         self._kv_cache_manager.check([swapped for swapped in kept if swapped is not None])

@@ -61,6 +61,10 @@ class RequestState(msgspec.Struct, eq=False):
         return self.options.priority
 
     @property
+    def adapter_id(self) -> str:
+        return self.options.adapter_id
+
+    @property
     def needs_full_prefill(self) -> bool:
         return self.options.needs_full_prefill
 

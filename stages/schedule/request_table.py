@@ -98,7 +98,7 @@ class RequestStates:
             options,
             message.options,
             queued_s=self._lifecycle.now_s,
-            root=prefix.root(options.cache_salt) if options.cache_salt else prefix.ROOT,
+            root=prefix.root(options.cache_salt, options.adapter_id),
             record_bytes=record_bytes(options, self._config.hidden_size),
             prompt_record_bytes=prompt_record_bytes(options),
             row_options=message.options,

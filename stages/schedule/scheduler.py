@@ -208,7 +208,7 @@ class Scheduler:
         ids. So no sequence may end early with this result, and none may wait for what another one releases."""
         lifecycle, rows = self.lifecycle, self.rows
         return (
-            not (lifecycle.waiting or lifecycle.swapped or lifecycle.quarantine.is_active)
+            not (lifecycle.waiting or lifecycle.swapped or lifecycle.quarantine.is_active or lifecycle.adapters)
             and not lifecycle.parallel_samples.any_running
             and not rows.num_beams
             and self.kv_cache_manager.windows.are_enough(len(rows))
@@ -222,6 +222,8 @@ class Scheduler:
     def settle(self, result: m.StepResult) -> None:
         """Store what the oldest step in flight sampled, and finish sequences."""
         self._settlement.settle(result)
+        if any(error.startswith(m.ADAPTER_FAILED) for error in result.errors):
+            self.reset_prefix_cache()  # no prompt may reuse blocks that were computed without the adapter
 
     @property
     def in_flight(self) -> deque[InFlightStep]:
@@ -285,6 +287,7 @@ class Scheduler:
             gaps=metrics.gaps(),
             kv_groups=[] if windows.is_plain else windows.counts(),
             speculation=self.speculation.counts(),
+            adapters=self.lifecycle.adapters.counts() if self.config.max_loras else None,
         )
 
     def check(self) -> None:

@@ -51,6 +51,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     max_num_top: int = 0
     """The most top logprobs of a record; 0 if any number is possible."""
 
+    max_loras: int = 0
+    """LoRA adapters of running sequences at most; 0 if adapters are off."""
+
     @property
     def max_chunk(self) -> int:
         """Positions of a sequence that a step computes at most, proposed ids included: they are within its budget."""
@@ -62,6 +65,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
         settings: ScheduleSettings,
         facts: ExecuteFacts,
         speculative: SpeculativeSettings = SpeculativeSettings(),  # noqa: B008
+        max_loras: int = 0,
     ) -> "SchedulerConfig":
         """From the settings and the executor's facts."""
         return cls(
@@ -86,4 +90,5 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
             adaptive_speculation=speculative.adaptive,
             eos_ids=tuple(facts.eos_ids),
             max_num_top=facts.max_num_top,
+            max_loras=max_loras,
         )

@@ -114,8 +114,9 @@ class ScheduleStage:
         """To all processes. Those that are joining or leaving get no new sequences."""
         self._gone: set[int] = set()
         """Replicas of detokenize that were removed, and whose sequences others have."""
+        max_loras = stage.settings.lora.max_loras if stage.settings.lora.is_on else 0
         self._scheduler = Scheduler(
-            SchedulerConfig.of(settings, facts, stage.settings.speculative),
+            SchedulerConfig.of(settings, facts, stage.settings.speculative, max_loras),
             incarnation=stage.launch.incarnation,
             put_for=lambda reader: partial(stage.arrays.put, readers=(reader,)),
             take=stage.arrays.take,

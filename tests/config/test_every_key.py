@@ -25,6 +25,7 @@ CORS = "tests/stages/gateway/http/test_cors.py"
 RESPONSES = "tests/stages/gateway/responses_api/test_handlers.py"
 RUNNER = "tests/stages/execute/test_runner.py"
 SPECULATION = "tests/stages/execute/test_speculation.py"
+LORA = "tests/e2e/test_lora.py"
 BACKEND = "tests/stages/execute/test_backend.py"
 
 EFFECTS = {
@@ -95,6 +96,11 @@ EFFECTS = {
     "speculative.prompt_lookup_min": f"{SPECULATION}::test_settings_choose_the_proposer",
     "speculative.prompt_lookup_max": f"{SPECULATION}::test_settings_choose_the_proposer",
     "speculative.adaptive": f"{SCHEDULE}::test_every_limit_comes_from_the_settings",
+    "lora.adapters": f"{LORA}::test_adapters_of_the_settings_are_served_by_name",
+    "lora.runtime_loading": "tests/stages/gateway/test_adapters.py::test_loading_needs_the_setting",
+    "lora.max_loras": f"{SCHEDULE}::test_every_limit_comes_from_the_settings",
+    "lora.max_lora_rank": "tests/lora/test_convert.py::test_the_rank_is_limited",
+    "lora.max_cpu_loras": "tests/stages/execute/test_lora.py::test_more_adapters_than_slots_take_turns",
     "schedule.max_num_seqs": f"{SCHEDULE}::test_max_num_seqs_limits_running_sequences",
     "schedule.max_num_batched_tokens": f"{SCHEDULE}::test_max_num_batched_tokens_limits_a_step",
     "schedule.max_num_prefill_tokens": f"{SCHEDULE}::test_max_num_prefill_tokens_limits_a_step_in_which_none_decodes",

@@ -75,6 +75,10 @@ GIVEN_OPTIONS = m.GenerationOptions(
     cache_salt="mine",
     logprob_token_ids=[5, 6],
     prediction="as before",
+    adapter_id="ab",
+    use_beam_search=True,
+    length_penalty=1.5,
+    early_stopping="never",
 )
 """As the gateway sends them."""
 COMPLETED_OPTIONS = msgspec.structs.replace(
@@ -331,6 +335,10 @@ SAMPLES: dict[str, msgspec.Struct] = {
         1, 7, IDS, IDS, REF, b"\x00\x01", 0.25, 0.5, num_ids=IDS, num_drafts=REF, draft_s=0.125, draft_pass_s=0.5
     ),
     "step with drafts": m.Step(1, 7, IDS, [], IDS, IDS, REF, IDS, IDS, b"\x01\x00", drafts=REF),
+    "adapters": m.Adapters([m.Adapter("sql", "ab", "/a")]),
+    "adapter_set": m.AdapterSet(7),
+    "set_adapter": m.SetAdapter(7, m.Adapter("sql", "ab", "/a")),
+    "prepared with adapters": m.Prepared("/models/x", "x", [m.Adapter("sql", "ab", "/a")]),
     "closed": m.Closed(REQUEST_ID, 1),
     "reset_prefix_cache": m.ResetPrefixCache(1, 7),
     "prefix_cache_reset": m.PrefixCacheReset(1, 7, 64),

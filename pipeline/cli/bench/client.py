@@ -43,12 +43,13 @@ class ServerError(Exception):
 
 
 class BenchClient:
-    """Requests to one model of one server."""
+    """Requests to one model of one server, or to several in turn, whose names have commas between them."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, model: str, endpoint: str) -> None:
         self._session = session
         self._base = base_of(url)
         self.model = model
+        self._num_sent = 0
         self._endpoint = endpoint
         self.url = self._base + ("/chat/completions" if endpoint == "chat" else "/completions")
 
@@ -113,7 +114,9 @@ class BenchClient:
             asked: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]}
         else:
             asked = {"prompt": prompt}
-        return orjson.dumps({"model": self.model} | asked | options)
+        models = self.model.split(",")
+        self._num_sent += 1
+        return orjson.dumps({"model": models[self._num_sent % len(models)]} | asked | options)
 
     async def _json(self, method: str, url: str, data: bytes | None = None) -> Any:
         try:

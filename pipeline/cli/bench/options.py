@@ -68,7 +68,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--port", dest="url", type=types.local_url, metavar="PORT", help="the server at this port of this machine"
     )
-    server.add_argument("--model", default="auto", help="model name; by default the first in the server's list")
+    server.add_argument(
+        "--model",
+        default="auto",
+        help="model name; by default the first in the server's list. Requests use several with commas between them in "
+        "turn, such as LoRA adapters",
+    )
     server.add_argument(
         "--endpoint", choices=("chat", "completions"), default="chat", help="kind of request; by default %(default)s"
     )

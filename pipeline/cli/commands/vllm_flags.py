@@ -2,9 +2,12 @@
 reason."""
 
 import argparse
+import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
+
+import msgspec
 
 from pipeline.config.sections.requests import MAX_LOGPROBS
 
@@ -27,7 +30,11 @@ AS_SETTINGS = {
     "--kv-cache-memory-bytes": "execute.kv_cache_bytes=BYTES",
     "--kv-offloading-size": "execute.swap_bytes=BYTES",
     "--long-prefill-token-threshold": "schedule.long_prompt_tokens=N",
+    "--lora-modules": "lora.adapters=MODULES",
+    "--max-cpu-loras": "lora.max_cpu_loras=N",
     "--max-logprobs": "limits.max_logprobs=N",
+    "--max-lora-rank": "lora.max_lora_rank=N",
+    "--max-loras": "lora.max_loras=N",
     "--max-model-len": "max_model_len=N",
     "--max-num-batched-tokens": "schedule.max_num_batched_tokens=N",
     "--max-num-seqs": "schedule.max_num_seqs=N",
@@ -59,7 +66,6 @@ class Refused(NamedTuple):
 _ONE_DEVICE = "one CPU or one GPU runs the model; leave it out, and start several servers for more throughput"
 _NO_REQUEST_LOG = "leave it out: requests are only logged with --set log_level=debug"
 _CHUNKED = "prompts are always computed in chunks of at most --max-num-batched-tokens; leave it out"
-_NO_LORA = "LoRA adapters are not supported: merge them into the model"
 REFUSED = {
     "--block-size": Refused("a KV block always has 16 tokens; leave it out", ("16",)),
     "--chat-template": Refused("put the template into the model's folder, as chat_template.jinja"),
@@ -72,12 +78,10 @@ REFUSED = {
     "--enable-auto-tool-choice": Refused("leave it out: tool_choice 'auto' always works"),
     "--enable-chunked-prefill": Refused(_CHUNKED),
     "--enable-log-requests": Refused("use --set log_level=debug"),
-    "--enable-lora": Refused(_NO_LORA),
     "--enable-ssl-refresh": Refused("leave it out, and restart the server to read new certificates"),
     "--enforce-eager": Refused("leave it out: a CPU uses no CUDA graphs, and a GPU always does"),
     "--limit-mm-per-prompt": Refused("leave it out: images and audio are not supported"),
     "--load-format": Refused("leave it out: the format is read from the model's files", ("auto",)),
-    "--lora-modules": Refused(_NO_LORA),
     "--no-enable-chunked-prefill": Refused(_CHUNKED),
     "--no-enable-log-requests": Refused(_NO_REQUEST_LOG),
     "--override-generation-config": Refused("set the sampling parameters in each request"),
@@ -128,7 +132,11 @@ def add(parser: argparse.ArgumentParser) -> None:
             group.add_argument(flag, dest=_DEST + flag, action="store_const", const=value, help=f"{key} = {value}")
         else:
             convert = _converter(flag, value)
-            group.add_argument(flag, dest=_DEST + flag, type=convert, metavar=value, help=key)
+            num_args = "+" if value == "MODULES" else None
+            group.add_argument(flag, dest=_DEST + flag, type=convert, metavar=value, help=key, nargs=num_args)
+    group.add_argument(
+        "--enable-lora", action="store_true", help="no setting: --lora-modules and lora.* enable adapters"
+    )
     for flag, refused in REFUSED.items():
         num_args = 1 if refused.neutral else "*"
         group.add_argument(flag, action=_Refuse, nargs=num_args, default=None, help=argparse.SUPPRESS)
@@ -140,6 +148,8 @@ def given(args: argparse.Namespace) -> list[tuple[str, str]]:
     for flag, setting in AS_SETTINGS.items():
         if (value := getattr(args, _DEST + flag, None)) is not None:
             key, _, form = setting.partition("=")
+            if isinstance(value, list):
+                value = "{" + ", ".join(value) + "}"
             found.append((f"{flag} {value}" if form.isupper() else flag, f"{key}={value}"))
     return found
 
@@ -208,11 +218,28 @@ def _converter(flag: str, form: str) -> Callable[[str], str]:
             )
         if flag == "--max-logprobs" and text == "-1":
             raise argparse.ArgumentTypeError(f"-1, vLLM's 'no limit', is not supported: use 0 to {MAX_LOGPROBS}")
+        if form == "MODULES":
+            return _module(text)
         if flag in ("--swap-space", "--kv-offloading-size"):  # in GiB
             return str(_count(f"{text}G"))
         return str(_count(text)) if form in ("N", "BYTES") else text
 
     return convert
+
+
+def _module(text: str) -> str:
+    """An entry of lora.adapters, in TOML, of vLLM's NAME=PATH or {"name": NAME, "path": PATH}. Raises
+    ArgumentTypeError."""
+    name, equals, path = text.partition("=")
+    if text.startswith("{"):
+        try:
+            given = msgspec.json.decode(text, type=dict[str, str | None])
+        except msgspec.DecodeError as error:
+            raise argparse.ArgumentTypeError(f"{text!r} is not JSON with a name and a path") from error
+        name, path, equals = given.get("name") or "", given.get("path") or "", "="
+    if not (name and equals and path):
+        raise argparse.ArgumentTypeError(f"needs NAME=PATH, got {text!r}")
+    return f"{json.dumps(name, ensure_ascii=False)} = {json.dumps(path, ensure_ascii=False)}"
 
 
 def _count(text: str) -> int:

@@ -18,9 +18,11 @@ class RequestOptions(NamedTuple):
     """Only prompts with the same salt share cached prefixes."""
     timeout_s: float | None = None
     """Maximum time from the arrival at the server to the end; None uses the server's setting."""
+    model: str = ""
+    """The name of a LoRA adapter; empty for the model itself."""
 
 
-def checked(priority: Any = 0, cache_salt: Any = None, timeout_s: Any = None) -> RequestOptions:
+def checked(priority: Any = 0, cache_salt: Any = None, timeout_s: Any = None, adapter: Any = None) -> RequestOptions:
     """Check the options. Raises TypeError or ValueError that names the option and the valid values."""
     check_integer("priority", priority, -MAX_INT32 - 1, MAX_INT32)
     if cache_salt is not None:
@@ -37,28 +39,32 @@ def checked(priority: Any = 0, cache_salt: Any = None, timeout_s: Any = None) ->
             raise TypeError(f"timeout_s must be a number, not {shown(timeout_s)}")
         if not (math.isfinite(timeout_s) and 0 < timeout_s <= MAX_TIMEOUT_S):
             raise ValueError(f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S:,}, not {timeout_s:g}")
-    return RequestOptions(priority, cache_salt, timeout_s)
+    if adapter is not None and not (isinstance(adapter, str) and adapter):
+        raise TypeError(f"adapter must be the name of a LoRA adapter, not {shown(adapter)}")
+    return RequestOptions(priority, cache_salt, timeout_s, adapter or "")
 
 
-def options_of(priority: Any, cache_salt: Any, timeout_s: Any) -> RequestOptions:
+def options_of(priority: Any, cache_salt: Any, timeout_s: Any, adapter: Any = None) -> RequestOptions:
     """The options of one request. Raises PromptError."""
     try:
-        return checked(0 if priority is None else priority, cache_salt, timeout_s)
+        return checked(0 if priority is None else priority, cache_salt, timeout_s, adapter)
     except (TypeError, ValueError) as error:
         raise PromptError(str(error)) from error
 
 
-def options_for(priority: Any, cache_salt: Any, timeout_s: Any, num_prompts: int | None) -> Iterator[RequestOptions]:
+def options_for(
+    priority: Any, cache_salt: Any, timeout_s: Any, num_prompts: int | None, adapter: Any = None
+) -> Iterator[RequestOptions]:
     """The options of each prompt of a batch. `priority` is one for all, or a list with one for each. `num_prompts` is
     None for an iterator. Raises PromptError."""
     if priority is None or isinstance(priority, int) or not isinstance(priority, Sequence) or isinstance(priority, str):
-        return _same(options_of(priority, cache_salt, timeout_s))
+        return _same(options_of(priority, cache_salt, timeout_s, adapter))
     if num_prompts is not None and len(priority) != num_prompts:
         raise PromptError(f"priority has {len(priority)} entries for {num_prompts} prompts: give one, or one for each")
     each = []
     for place, one in enumerate(priority):
         try:
-            each.append(checked(one, cache_salt, timeout_s))
+            each.append(checked(one, cache_salt, timeout_s, adapter))
         except (TypeError, ValueError) as error:
             raise PromptError(f"{error} (prompt {place})") from error
     return _each(each)

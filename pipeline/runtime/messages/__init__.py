@@ -12,9 +12,11 @@ its incarnation); `index` is the sequence's index among the request's n; `row` i
 
 from pipeline.metrics.stats import ScheduleLoad
 from pipeline.runtime.messages.common import (
+    ADAPTER_FAILED,
     GRAMMAR_FAILED,
     NOTHING_LEFT,
     Abort,
+    Adapter,
     Control,
     DraftCounts,
     Envelope,
@@ -54,6 +56,8 @@ from pipeline.runtime.messages.execute import (
 from pipeline.runtime.messages.gateway import (
     AbortRequests,
     Accepted,
+    Adapters,
+    AdapterSet,
     Deltas,
     Drain,
     GatewayInbox,
@@ -111,18 +115,23 @@ from pipeline.runtime.messages.supervisor import (
     Prepared,
     Ready,
     Reconnected,
+    SetAdapter,
     StageFailed,
     SupervisorInbox,
 )
 from pipeline.shm.arrays import Array
 
 __all__ = [
+    "ADAPTER_FAILED",
     "GRAMMAR_FAILED",
     "MAX_SHOWN_IDS",
     "NOTHING_LEFT",
     "Abort",
     "AbortRequests",
     "Accepted",
+    "Adapter",
+    "AdapterSet",
+    "Adapters",
     "Admit",
     "Answer",
     "Array",
@@ -188,6 +197,7 @@ __all__ = [
     "ScheduleInbox",
     "ScheduleLoad",
     "Segment",
+    "SetAdapter",
     "Settled",
     "StageDied",
     "StageFailed",

@@ -35,6 +35,10 @@ NOTHING_LEFT = "No token can be sampled"
 """Prefix of a sequence's error if the fields of its request contradict each other."""
 
 
+ADAPTER_FAILED = "The LoRA adapter can't be loaded"
+"""Prefix of a sequence's error. Its KV blocks were computed without the adapter."""
+
+
 GRAMMAR_FAILED = "The grammar failed"
 """Prefix of a sequence's error if its grammar could be used at first, but not to the end."""
 
@@ -63,6 +67,17 @@ class FirstTimes(msgspec.Struct, array_like=True, frozen=True):
     """Its first id was settled."""
     num_cached: int
     """Ids of its prompt that were found in the prefix cache."""
+
+
+class Adapter(msgspec.Struct, array_like=True, frozen=True):
+    """A LoRA adapter that clients may use."""
+
+    name: str
+    """The model's name in their requests."""
+    id: str
+    """The name of its prepared file: `GenerationOptions.adapter_id`."""
+    path: str
+    """The folder that it was made of."""
 
 
 class DraftCounts(msgspec.Struct, array_like=True, frozen=True):

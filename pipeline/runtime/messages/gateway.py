@@ -3,7 +3,7 @@
 import msgspec
 
 from pipeline.metrics.stats import ScheduleLoad, ServerStats
-from pipeline.runtime.messages.common import DraftCounts, Failure, FirstTimes, Message, Ping, Start, Stop
+from pipeline.runtime.messages.common import Adapter, DraftCounts, Failure, FirstTimes, Message, Ping, Start, Stop
 from pipeline.runtime.messages.restarts import PeerRestarted, Rescaled
 from pipeline.shm.arrays import Array
 
@@ -175,6 +175,18 @@ class PrefixCacheReset(Message, frozen=True, tag="prefix_cache_reset"):
     """KV blocks that left the prefix cache."""
 
 
+class Adapters(Message, frozen=True, tag="adapters"):
+    """From the supervisor: all LoRA adapters that clients may use from now on."""
+
+    adapters: list[Adapter]
+
+
+class AdapterSet(Message, frozen=True, tag="adapter_set"):
+    """From the supervisor: the answer to `SetAdapter`."""
+
+    nonce: int
+
+
 GatewayInbox = (
     Accepted
     | Rejected
@@ -187,6 +199,8 @@ GatewayInbox = (
     | StatsAnswer
     | PrefixCacheReset
     | LateStages
+    | Adapters
+    | AdapterSet
     | PeerRestarted
     | Rescaled
     | Start

@@ -5,7 +5,7 @@ import struct
 import msgspec
 
 from pipeline.config.settings import Settings
-from pipeline.runtime.messages.common import ExecuteFacts
+from pipeline.runtime.messages.common import Adapter, ExecuteFacts
 from pipeline.runtime.messages.control_requests import Record
 
 LENGTH = struct.Struct("<I")
@@ -120,6 +120,8 @@ class Launch(msgspec.Struct, array_like=True, frozen=True):
     """For a process that replaces another one: what its code must have, as in wire_version.py."""
     black_box: BlackBox | None = None
     """None in a replay."""
+    adapters: list[Adapter] = []
+    """For a gateway that joins or replaces another one; the first ones get `Adapters`."""
 
     @property
     def name(self) -> str:

@@ -100,6 +100,8 @@ class GenerationOptions(msgspec.Struct, array_like=True, frozen=True):
     """A text that the client expects in the output; ingest replaces it by `predicted_ids`."""
     predicted_ids: bytes = b""
     """int32; ids of that text. Speculative decoding proposes what follows in them; they change no output."""
+    adapter_id: str = ""
+    """The LoRA adapter that the model is changed by: the name of its prepared file, see pipeline/lora. Empty: none."""
 
     use_beam_search: bool = False
     """The output is the best `n` sequences that a beam search of width `n` finds, the best first."""

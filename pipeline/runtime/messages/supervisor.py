@@ -4,7 +4,7 @@ import msgspec
 from msgspec import Raw
 
 from pipeline.metrics.stats import ScheduleLoad
-from pipeline.runtime.messages.common import ExecuteFacts, Message
+from pipeline.runtime.messages.common import Adapter, ExecuteFacts, Message
 
 
 class GatewayLoad(msgspec.Struct, array_like=True, frozen=True, tag="gateway"):
@@ -59,6 +59,7 @@ class Prepared(Message, frozen=True, tag="prepared"):
 
     model_dir: str
     model_name: str
+    adapters: list[Adapter] = []
 
 
 class Reconnected(Message, frozen=True, tag="reconnected"):
@@ -78,4 +79,14 @@ class Answer(Message, frozen=True, tag="answer"):
     """Why the request failed, in the user's words; empty on success."""
 
 
-SupervisorInbox = Prepared | Ready | StageFailed | Pong | AskHealth | Drained | Answer | AskServerStats | Reconnected
+class SetAdapter(Message, frozen=True, tag="set_adapter"):
+    """From the gateway: clients may use this adapter from now on, in place of one with its name. If its `id` is empty,
+    they may use the one with its name no more. Answered with `AdapterSet`, after all gateways got `Adapters`."""
+
+    nonce: int
+    adapter: Adapter
+
+
+SupervisorInbox = (
+    Prepared | Ready | StageFailed | Pong | AskHealth | Drained | Answer | AskServerStats | Reconnected | SetAdapter
+)

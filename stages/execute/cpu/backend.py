@@ -14,6 +14,7 @@ from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.step_inputs import StepInputs
 from pipeline.runtime.model_folder import ModelConfig
+from pipeline.stages.execute.adapters import LoraPlan
 from pipeline.stages.execute.cpu.native_program import NativeProgram, unsupported
 from pipeline.stages.execute.cpu.panel_file import PanelPlace
 from pipeline.stages.execute.cpu.program import Program, SwapArray
@@ -45,9 +46,10 @@ def make_program(
     num_threads: int,
     swap: SwapArray | None = None,
     panels: PanelPlace | None = None,
+    lora: LoraPlan | None = None,
 ) -> Program:
     """An empty program of the native library, or of torch if that is None. The library keeps packed matrices in
-    `panels`."""
+    `panels`. Without `lora`, no adapters can be loaded."""
     if library is None:
         # Imported here: the CPU library needs no torch, whose import takes most of a start.
         import torch
@@ -55,7 +57,7 @@ def make_program(
         from pipeline.stages.execute.cpu.torch_program import TorchProgram
 
         torch.set_num_threads(num_threads)
-        return TorchProgram(settings, config, inputs, sampling_inputs, scores, kv, swap)
+        return TorchProgram(settings, config, inputs, sampling_inputs, scores, kv, swap, lora)
     isa, loaded = library
     return NativeProgram(
         loaded,
@@ -70,6 +72,7 @@ def make_program(
         settings.execute.activations,
         KVType.INT8 if settings.execute.kv_dtype == "int8" else KVType.BF16,
         panels,
+        lora,
     )
 
 

@@ -15,9 +15,12 @@ from pipeline.kernels.cpu.native import Activations, Form, KVType
 from pipeline.kernels.logprob_inputs import FloatArray, ScoreInputs
 from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.step_inputs import IntArray, StepInputs, block_bytes
+from pipeline.lora.adapter_file import AdapterFile, Target
 from pipeline.runtime.model_folder import ModelConfig, Rope
+from pipeline.stages.execute.adapters import DOWN, OUT, QKV, LoraPlan, gate_up
 from pipeline.stages.execute.cpu.key_calibration import CenteredLayer, add_means
 from pipeline.stages.execute.cpu.native_experts import NativeExperts, inputs_of
+from pipeline.stages.execute.cpu.native_lora import NativeLora
 from pipeline.stages.execute.cpu.native_memory import (
     PAIR,
     NativeMemory,
@@ -82,6 +85,7 @@ class NativeProgram(Program):
         activations: Activations = "int12",
         kv_type: KVType = KVType.BF16,
         panels: PanelPlace | None = None,
+        lora: LoraPlan | None = None,
     ) -> None:
         """`activations` is the precision of activations for 4-bit weights. With `panels`, packed matrices of files are
         kept there."""
@@ -100,6 +104,7 @@ class NativeProgram(Program):
         self._panels = None if panels is None else PanelStore(library, self._thread_pool, panels)
         self._memory = NativeMemory(library, self._thread_pool, activations, self._panels)
         self._table: tuple[AnyMatrix, native.PackedMatrix] | None = None
+        self._lora = None if lora is None else NativeLora(library, self._memory, lora, config, inputs.max_num_tokens)
         self._num_layers, self._max_model_len = 0, max_model_len
         self._centered: list[CenteredLayer] = []
         self._ticket = native.MaskTicket(None, 0, 0)
@@ -275,6 +280,10 @@ class NativeProgram(Program):
             costs.append((out[0], out[1], bool(out[2])))
         return costs
 
+    def load_adapter(self, slot: int, file: AdapterFile) -> None:
+        assert self._lora is not None, "adapters are off"
+        self._lora.load(slot, file)
+
     def close(self) -> None:
         if self._handle:
             self._library.program_delete(self._handle)
@@ -304,6 +313,7 @@ class NativeProgram(Program):
         heads = config.num_heads + 2 * config.num_kv_heads
         order = turning_order(config.num_heads + config.num_kv_heads, heads, config.head_dim)
         products = self._memory.products(weights.qkv, order, partial(self._normed_rows, place=place))
+        self._adapt(QKV, weights.qkv, config.hidden_size, place)
         norms = self._head_norms(weights.head_norms)
         angles = self._angles[weights.rope]
         library.program_qkv(
@@ -317,7 +327,7 @@ class NativeProgram(Program):
         if weights.sinks is not None:
             form = native.NativeScoreForm(form.softcap, form.slopes, self._memory.vector(weights.sinks))
         library.program_attention(self._handle, rows, floats, self._queries, kv, plan, ctypes.byref(form))
-        self._add(self._attended, width, weights.out, weights.post_norm)
+        self._add(self._attended, width, weights.out, weights.post_norm, OUT)
 
     def _layer_kv(self, weights: AttentionWeights, group: int, place: int) -> native.NativeLayerMemory:
         """The keys and values of a layer in this KV group, at this place in a block."""
@@ -340,13 +350,15 @@ class NativeProgram(Program):
             one_format = have_one_format(weights.gate_up.matrices)
             order = swiglu_order(inner) if one_format else np.arange(2 * inner, dtype=np.int32)
             products = self._memory.products(weights.gate_up, order, partial(self._normed_rows, place=place))
+            self._adapt(gate_up(config), weights.gate_up, config.hidden_size, place, interleaved=one_format)
             self._library.program_swiglu(self._handle, rows, floats, products, len(products), activation)
         else:
             products = self._memory.products(
                 weights.gate_up, np.arange(inner, dtype=np.int32), partial(self._normed_rows, place=place)
             )
+            self._adapt(gate_up(config), weights.gate_up, config.hidden_size, place)
             self._library.program_activate(self._handle, rows, floats, products, len(products), activation, inner)
-        self._add(self._gated, inner, weights.down, weights.post_norm)
+        self._add(self._gated, inner, weights.down, weights.post_norm, DOWN)
 
     def _forms(self, max_model_len: int) -> tuple[Any, native.NativeScoreForm]:
         """What differs from plain attention in the scale of queries, or null, and in scores."""
@@ -428,13 +440,31 @@ class NativeProgram(Program):
             return rows, False
         return native.NativeRows(self._wide, width * 4), True
 
-    def _add(self, rows: native.NativeRows, width: int, linear: Linear, post_norm: Norm | None) -> None:
+    def _adapt(
+        self, targets: tuple[Target, ...], linear: Linear, depth: int, place: int, *, interleaved: bool = False
+    ) -> None:
+        """Let adapters change the matmul that is recorded next, which reads the results of the norm at `place`."""
+        if self._lora is not None:
+            form = self._memory.form(linear.matrices[0])
+            rows, layer = self._normed_rows(form, place), self._num_layers - 1
+            self._lora.record(self._handle, layer, targets, rows, form, depth, interleaved=interleaved)
+
+    def _add(
+        self,
+        rows: native.NativeRows,
+        width: int,
+        linear: Linear,
+        post_norm: Norm | None,
+        targets: tuple[Target, ...],
+    ) -> None:
         """residual += post_norm(rows x matrix) * residual_multiplier"""
         (matrix,) = linear.matrices
         library, hidden, factor = self._library, self._config.hidden_size, self._config.residual_multiplier
         form = self._memory.form(matrix)
         if form is not Form.PLAIN:
             library.program_quantize(self._handle, rows, form, self._wide, width)
+        if self._lora is not None:
+            self._lora.record(self._handle, self._num_layers - 1, targets, rows, form, width)
         packed = self._memory.pack(linear.matrices, bias=linear.bias)
         if post_norm is None:
             library.program_linear_add(self._handle, self._residual, rows, packed, hidden, factor)
@@ -449,6 +479,8 @@ class NativeProgram(Program):
         return native.NativeStepArrays(
             **{name: getattr(inputs, name).ctypes.data for name in names},
             max_blocks=inputs.block_tables.shape[1],
+            adapters=inputs.adapters.ctypes.data,
+            num_adapted=inputs.num_adapted.ctypes.data,
         )
 
     def _block_places(self, num_blocks: int, num_bytes: int) -> native.NativeBlocks:

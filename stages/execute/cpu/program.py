@@ -13,6 +13,7 @@ import numpy as np
 
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.kernels.stored_matrix import StoredMatrix
+from pipeline.lora.adapter_file import AdapterFile
 from pipeline.runtime.model_folder import Rope
 
 if TYPE_CHECKING:
@@ -201,6 +202,10 @@ class Program(ProgramBuilder):
     @abstractmethod
     def keep_logits(self) -> None:
         """Keep all logits of every later step."""
+
+    @abstractmethod
+    def load_adapter(self, slot: int, file: AdapterFile) -> None:
+        """Put a LoRA adapter into a slot, which rows of later steps name in `StepInputs.adapters`."""
 
     @abstractmethod
     def close(self) -> None:

@@ -16,6 +16,7 @@ from pipeline.kernels.sampling_inputs import NO_ID, SamplingInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, LongArray, StepInputs
 from pipeline.runtime.messages import ExecuteFacts, Finish, Step
 from pipeline.runtime.model_folder import ModelConfig
+from pipeline.stages.execute.adapters import AdapterSlots, LoraPlan
 from pipeline.stages.execute.cpu.backend import choose_library, make_program, max_num_prefill_tokens
 from pipeline.stages.execute.cpu.panel_file import PanelPlace
 from pipeline.stages.execute.cpu.program import LogitArray, MasksLate
@@ -91,9 +92,13 @@ class CpuRunner:
         self.scores = ScoreInputs(max_num_seqs)
         num_threads = settings.execute.num_threads or len(os.sched_getaffinity(0))
         self.speculator = self._make_speculator(settings, kv, num_threads) if self.facts.max_num_drafts else None
+        lora = LoraPlan.of(settings)
         self.program = make_program(
-            library, settings, config, self.inputs, self.sampling_inputs, self.scores, kv, num_threads, swapped, panels
+            *(library, settings, config, self.inputs, self.sampling_inputs, self.scores, kv, num_threads, swapped),
+            panels,
+            lora,
         )
+        self._adapters = None if lora is None else AdapterSlots(model_dir, lora.num_slots, self.program.load_adapter)
         build_program(config, weights, self.program)
         self.program.finish_loading()
         self.weight_formats = "+".join(weights.taken)
@@ -101,7 +106,11 @@ class CpuRunner:
         last = self.program.last_norm
         bias = None if last.bias is None else np.asarray(last.bias)
         self._pool = Pool(np.asarray(last.weight), config.rms_norm_eps, bias, config.norm)
-        self._changes = RowChanges(self.rows, self.masks, self._pool, config.eos_ids, drop_drafts=self._drop_drafts)
+        self._changes = RowChanges(
+            *(self.rows, self.masks, self._pool, config.eos_ids),
+            drop_drafts=self._drop_drafts,
+            adapters=self._adapters,
+        )
         self.failed = self._changes.failed
         self._clock: Clock = time.monotonic
         self.on_computed: Callable[[], None] = lambda: None
@@ -210,12 +219,16 @@ class CpuRunner:
         logprobs = self.sampling_inputs.logprobs
         if num_drafts is None:
             self.inputs.fill(ids, starts, counts, table, is_sampled, others)
+            if self._adapters is not None:
+                self.inputs.fill_adapters(self.rows.adapters[rows])
             self.rows.fill_sampling_inputs(self.sampling_inputs, rows[is_sampled])
             ids = self._run(rows[is_sampled])
             self.on_computed()
             computed = Computed(ids, logprobs.memory, logprobs.widths)
         else:
             self.inputs.fill(ids, starts, counts, table, is_sampled * (1 + num_drafts), others)
+            if self._adapters is not None:
+                self.inputs.fill_adapters(self.rows.adapters[rows])
             computed = self._run_and_verify(rows[is_sampled], num_drafts[is_sampled])
         if requested_features & SamplingFeature.PROMPT_LOGPROBS:
             prompt_logprobs = score_prompts(self.rows, rows, self.program, self.inputs, self.scores)

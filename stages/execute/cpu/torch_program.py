@@ -21,8 +21,10 @@ from pipeline.kernels.paged_attention import AttentionPlan, ScoreForm
 from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.select import select
 from pipeline.kernels.step_inputs import IntArray, StepInputs
+from pipeline.lora.adapter_file import AdapterFile, Target
 from pipeline.runtime.model_folder import ModelConfig, Rope
 from pipeline.shm.fence import Fence
+from pipeline.stages.execute.adapters import DOWN, OUT, QKV, LoraPlan, gate_up
 from pipeline.stages.execute.cpu.program import (
     AnyMatrix,
     AttentionWeights,
@@ -39,6 +41,7 @@ from pipeline.stages.execute.cpu.program import (
 )
 from pipeline.stages.execute.cpu.sampler import Sampler
 from pipeline.stages.execute.cpu.torch_calls import Buffer, Extent, TorchCalls
+from pipeline.stages.execute.cpu.torch_lora import TorchLora
 from pipeline.stages.execute.key_center import key_center
 from pipeline.stages.execute.kv import KVPlan, kv_dtype
 from pipeline.stages.execute.rope import rotations
@@ -59,6 +62,7 @@ class TorchProgram(Program):
         scores: ScoreInputs,
         kv: KVPlan,
         swap: SwapArray | None = None,
+        lora: LoraPlan | None = None,
     ) -> None:
         self._ops = ops = select(settings.execute.device, getattr(torch, settings.execute.dtype))
         self.name = ops.name
@@ -77,6 +81,7 @@ class TorchProgram(Program):
         self.kv: list[LayerKV] = layers_of(self._memory, config.num_kv_heads, config.head_dim)
         """By place in a block."""
         self._places = kv.layout.places
+        self._lora = None if lora is None else TorchLora(lora, config, inputs)
         self._swapped = None if swap is None else ops.kv_swap(torch.from_numpy(swap), self._memory)
         self._sampler = Sampler(ops, sampling_inputs)
         self._scores = scores
@@ -212,7 +217,7 @@ class TorchProgram(Program):
         self._num_layers += 1
         if kv.key_scales is not None and (center := key_center(config, weights, self._max_model_len)) is not None:
             kv = kv._replace(center=torch.from_numpy(center))
-        calls.add(ops.linear, self._qkv, x, *self._linear(weights.qkv))
+        self._project(self._qkv, x, weights.qkv, QKV)
         if (norms := weights.head_norms) is not None:
             vectors = as_tensor(norms.query), as_tensor(norms.key)
             if config.qk_norm_kind == "head" and config.norm == "rms":
@@ -226,13 +231,18 @@ class TorchProgram(Program):
             calls.add(ops.scale_queries, self._qkv, calls.positions, kv, *growth)
         sinks = None if weights.sinks is None else as_tensor(weights.sinks)
         calls.add(ops.attention, self._attended, self._qkv, kv, self._plan(weights.window, group), sinks)
-        calls.add(ops.linear, out, self._attended, *self._linear(weights.out))
+        self._project(out, self._attended, weights.out, OUT)
 
     def _feed_forward(self, out: Buffer, x: Buffer, weights: MlpWeights) -> None:
-        calls, ops = self._calls, self._ops
-        calls.add(ops.linear, self._gate_up, x, *self._linear(weights.gate_up))
+        self._project(self._gate_up, x, weights.gate_up, gate_up(self._config))
         self._activate(self._gated, self._gate_up)
-        calls.add(ops.linear, out, self._gated, *self._linear(weights.down))
+        self._project(out, self._gated, weights.down, DOWN)
+
+    def _project(self, out: Buffer, x: Buffer, linear: Linear, targets: tuple[Target, ...]) -> None:
+        """A matmul of the layer that attention was recorded for last, which adapters may change."""
+        self._calls.add(self._ops.linear, out, x, *self._linear(linear))
+        if self._lora is not None:
+            self._calls.add(self._lora.add, out, x, self._lora.site(self._num_layers - 1, targets))
 
     def _activate(self, out: Buffer, x: Buffer) -> None:
         """What is between the two matmuls of a feed-forward layer."""
@@ -303,6 +313,10 @@ class TorchProgram(Program):
     def keep_logits(self) -> None:
         self._sampler.sampling_inputs.keeps_logits = True
         self._sampler.sampling_inputs.greedy[:] = 0
+
+    def load_adapter(self, slot: int, file: AdapterFile) -> None:
+        assert self._lora is not None, "adapters are off"
+        self._lora.load(slot, file)
 
     def close(self) -> None:
         pass

@@ -27,10 +27,12 @@ from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, StepInputs
 from pipeline.runtime.kv_groups import undivided
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.shm.available import available_bytes
+from pipeline.stages.execute.adapters import LoraPlan
 from pipeline.stages.execute.cpu.backend import choose_library, make_program
 from pipeline.stages.execute.cpu.native_program import NativeProgram
 from pipeline.stages.execute.cpu.program import AnyMatrix, AnyVector, Program
 from pipeline.stages.execute.kv import KVPlan, kv_block_bytes, kv_dtype
+from pipeline.stages.execute.measuring.plain_adapter import plain_adapter
 from pipeline.stages.execute.models.registry import build_program
 from pipeline.stages.execute.weights import Weights
 from pipeline.version import VERSION
@@ -81,19 +83,25 @@ def measure(settings: Settings, config: ModelConfig, weights: Weights, plan: Pro
             program = stack.enter_context(
                 closing(
                     make_program(
-                        choose_library(each, config), each, config, inputs, sampling_inputs, scores, kv, num_threads
+                        *(choose_library(each, config), each, config, inputs, sampling_inputs, scores, kv, num_threads),
+                        lora=LoraPlan.of(each),
                     )
                 )
             )
             counted.num_bytes.clear()
             build_program(config, cast(Weights, counted), program)
+            if LoraPlan.of(each) is not None:
+                program.load_adapter(0, plain_adapter(each, config))
             programs.append(program)
         gc.collect()
         gc.freeze()
         stack.callback(gc.unfreeze)
         native = isinstance(programs[0], NativeProgram)
         before = _rates(settings, num_threads, log) if native else None
-        samples = run_rounds(programs, inputs, cases, kv, plan.rounds, config.vocab_size, log)
+        samples = run_rounds(
+            *(programs, inputs, cases, kv, plan.rounds, config.vocab_size, log),
+            with_adapter=settings.lora.is_on,
+        )
         after = _rates(settings, num_threads, log) if native else None
         rates = before.best(after) if before and after else None
         return Profile(
@@ -123,6 +131,8 @@ def run_rounds(
     num_rounds: int,
     vocab_size: int,
     log: logging.Logger,
+    *,
+    with_adapter: bool = False,
 ) -> list[CpuSamples]:
     """Each case's samples. Every round runs all cases, with one program after the other. The first round, one step of
     each, is not counted."""
@@ -134,7 +144,7 @@ def run_rounds(
     for number in range(num_rounds + 1):
         begun_s = time.perf_counter()
         for i, case in enumerate(cases):
-            fill(inputs, case, ids, blocks)
+            fill(inputs, case, ids, blocks, with_adapter=with_adapter)
             for j, program in enumerate(programs):
                 if number == 0:
                     program.run()
@@ -147,13 +157,14 @@ def run_rounds(
     return samples
 
 
-def fill(inputs: StepInputs, case: Case, ids: IntArray, blocks: IntArray) -> None:
+def fill(inputs: StepInputs, case: Case, ids: IntArray, blocks: IntArray, *, with_adapter: bool = False) -> None:
     """Fill `inputs` with the step of a case. There are at least as many `ids` and `blocks` as it needs. Each sequence
-    has its own blocks, and its last token is sampled."""
+    has its own blocks, and its last token is sampled. `with_adapter`: all use the adapter in slot 0."""
     starts = np.full(case.num_seqs, case.context - case.num_new, np.int32)
     counts = np.full(case.num_seqs, case.num_new, np.int32)
     tables = blocks[: num_blocks_of(case)].reshape(case.num_seqs, -1)
     inputs.fill(ids[: case.num_tokens], starts, counts, tables, np.ones(case.num_seqs, np.bool_))
+    inputs.fill_adapters(np.full(case.num_seqs, 0 if with_adapter else -1, np.int32))
 
 
 def _visit(program: Program, samples: CpuSamples) -> None:

@@ -95,7 +95,14 @@ class RequestAborter:
             raise overloaded("the queue to another gateway is full")
         return found, nonce
 
-    def handle_request(self, message: m.AbortRequests) -> None:
+    def handle(self, message: m.AbortRequests | m.RequestsAborted) -> None:
+        """A message of another gateway."""
+        if isinstance(message, m.RequestsAborted):
+            self._pending.handle(message.nonce, message.places, message.gateway)
+        else:
+            self._abort_for(message)
+
+    def _abort_for(self, message: m.AbortRequests) -> None:
         """Abort for another gateway. If the acknowledgement can't be sent, that gateway counts the ids as unknown."""
         found = self._requests.abort(message.names, message.scope)
         self._stage.outbox("gateway", message.gateway).send(
@@ -106,6 +113,3 @@ class RequestAborter:
         """Another gateway has died, and its requests with it, or it is new."""
         self._pending.lost([], replica)
         self._others = [one for one in self._others if one != replica] + ([] if is_removed else [replica])
-
-    def handle_reply(self, message: m.RequestsAborted) -> None:
-        self._pending.handle(message.nonce, message.places, message.gateway)

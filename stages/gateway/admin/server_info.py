@@ -29,6 +29,8 @@ class ModelCard(msgspec.Struct, kw_only=True):
     object: str = "model"
     created: Annotated[int, Meta(description="When the server started: Unix time, in seconds.")]
     owned_by: str = "pipeline"
+    root: Annotated[str, Meta(description="The folder of an adapter; the name of the model itself.")]
+    parent: Annotated[str | None, Meta(description="The model that an adapter changes.")] = None
     max_model_len: Annotated[int, Meta(description="Longest prompt and output together, in tokens.")]
     quantization: Quantization
     default_sampling_params: Annotated[
@@ -42,6 +44,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
     def of(cls, name: str, created: int, facts: ExecuteFacts, defaults: GenerationDefaults) -> "ModelCard":
         return cls(
             id=name,
+            root=name,
             created=created,
             max_model_len=facts.max_model_len,
             quantization=facts.quantization,

@@ -30,6 +30,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "tokenize": _MODEL | {"prompt": "Hello there", "return_token_strs": True},
     "detokenize": _MODEL | {"tokens": [1, 2, 3]},
     "abort_requests": {"request_ids": ["greece-1"]},
+    "load_lora_adapter": {"lora_name": "sql", "lora_path": "/adapters/sql"},
+    "unload_lora_adapter": {"lora_name": "sql"},
 }
 
 

@@ -13,8 +13,10 @@ from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler
 
 from pipeline.config.settings import GatewaySettings as GatewaySettings
+from pipeline.runtime import messages as m
 from pipeline.stages.gateway.admin import health, pipeline_state
 from pipeline.stages.gateway.admin.abort_requests import AbortBody, RequestAborter
+from pipeline.stages.gateway.admin.adapters import AdapterRegistry, load_bodies, unload_bodies
 from pipeline.stages.gateway.admin.health import HealthQuery
 from pipeline.stages.gateway.admin.reset_prefix_cache import PrefixCacheResetter
 from pipeline.stages.gateway.admin.served_model import ServedModel
@@ -79,8 +81,10 @@ class Api:
         settings: GatewaySettings,
         has_keys: bool = False,
         model: ServedModel | None = None,
+        adapters: AdapterRegistry | None = None,
     ) -> None:
-        """`has_keys`: clients need an API key. `model` is None only if no request is served."""
+        """`has_keys`: clients need an API key. `model` and `adapters` are None only if no request is served."""
+        self._adapters = adapters
         self._readiness = readiness
         self._stats = stats
         self._resetter = resetter
@@ -272,18 +276,28 @@ class Api:
             raise
 
     async def models(self, http_request: web.Request) -> web.StreamResponse:
-        return _json(ModelList(data=[self._card()]))
+        card = self._card()
+        return _json(ModelList(data=[card, *(_adapter_card(card, one) for one in self._limits.adapters.values())]))
 
     async def model(self, http_request: web.Request) -> web.StreamResponse:
-        card = self._card()
-        if (name := http_request.match_info["model"]) != card.id:
-            raise ApiError(
-                HTTPStatus.NOT_FOUND,
-                f"the model '{name[:100]}' does not exist; this server has '{card.id}'",
-                "model",
-                code="model_not_found",
-            )
-        return _json(card)
+        card, name = self._card(), http_request.match_info["model"]
+        parse.check_model(name, self._limits)
+        adapter = self._limits.adapters.get(name)
+        return _json(card if name == card.id or adapter is None else _adapter_card(card, adapter))
+
+    async def load_lora_adapter(self, http_request: web.Request) -> web.StreamResponse:
+        self._readiness.require_ready()
+        body = await self._bodies.parse(http_request, lambda body: decode(load_bodies, body, {}))
+        return web.Response(text=await self._registry().load(body))
+
+    async def unload_lora_adapter(self, http_request: web.Request) -> web.StreamResponse:
+        self._readiness.require_ready()
+        body = await self._bodies.parse(http_request, lambda body: decode(unload_bodies, body, {}))
+        return web.Response(text=await self._registry().unload(body))
+
+    def _registry(self) -> AdapterRegistry:
+        assert self._adapters is not None
+        return self._adapters
 
     def _card(self) -> ModelCard:
         facts = self._readiness.require_ready()
@@ -410,6 +424,10 @@ async def _expect(http_request: web.Request) -> web.StreamResponse | None:
     await http_request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     http_request.writer.output_size = 0  # the response itself has not started
     return None
+
+
+def _adapter_card(card: ModelCard, adapter: m.Adapter) -> ModelCard:
+    return msgspec.structs.replace(card, id=adapter.name, root=adapter.path, parent=card.id)
 
 
 def _json(value: Any, status: int = HTTPStatus.OK) -> web.Response:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from pipeline.stages.gateway.admin.abort_requests import AbortBody, Aborted
+from pipeline.stages.gateway.admin.adapters import LoadAdapterBody, UnloadAdapterBody
 from pipeline.stages.gateway.admin.health import HealthBody
 from pipeline.stages.gateway.admin.pipeline_state import PipelineState
 from pipeline.stages.gateway.admin.reset_prefix_cache import Reset
@@ -292,6 +293,22 @@ ROUTES = (
     Route("POST", "/abort_requests", "abort_requests", "Aborts requests by their ids.", AbortBody, reply=Aborted),
     Route(
         "POST", "/reset_prefix_cache", "reset_prefix_cache", "Drops all cached blocks of the prefix cache.", reply=Reset
+    ),
+    Route(
+        "POST",
+        "/v1/load_lora_adapter",
+        "load_lora_adapter",
+        "Loads a LoRA adapter, if lora.runtime_loading is set.",
+        LoadAdapterBody,
+        is_admin=True,
+    ),
+    Route(
+        "POST",
+        "/v1/unload_lora_adapter",
+        "unload_lora_adapter",
+        "Unloads a LoRA adapter, if lora.runtime_loading is set.",
+        UnloadAdapterBody,
+        is_admin=True,
     ),
     Route("GET", "/load", "load", "Number of open requests, and the limits.", reply=ServerLoad),
     Route("GET", "/pipeline", "pipeline", "The stages, the KV cache and the latest requests.", reply=PipelineState),

@@ -82,10 +82,10 @@ _decoder = msgspec.json.Decoder(with_unsupported(InfillBody, INFILL_NEUTRAL))
 def parse_infill(body: bytes, limits: RequestLimits) -> ParsedRequest:
     """Read the body of POST /infill. Raises ApiError."""
     decoded = decode(_decoder, body, INFILL_NEUTRAL)
-    check_model(decoded.model, limits)
+    model = check_model(decoded.model, limits)
     prompt = prompt_of(decoded, fill_in_tokens(limits.formats.added, "input_suffix"))
     fields = Body(
-        model=limits.model,
+        model=model,
         stream=decoded.stream,
         temperature=TEMPERATURE if decoded.temperature is None else decoded.temperature,
         top_k=TOP_K if decoded.top_k is None else decoded.top_k,

@@ -107,11 +107,15 @@ def read_show(body: bytes, limits: RequestLimits) -> b.OllamaShowBody:
     return decoded
 
 
-def check_name(name: str, limits: RequestLimits) -> None:
-    """Names are compared without regard to case, as Ollama does. Raises ApiError, 404."""
-    if name.casefold() not in (limits.model.casefold(), f"{limits.model}{TAG}".casefold()):
-        message = f"model '{shown(name)}' not found; this server has '{limits.model}'"
-        raise ApiError(HTTPStatus.NOT_FOUND, message, code="model_not_found")
+def check_name(name: str, limits: RequestLimits) -> str:
+    """Returns the name of the model, or of one of its adapters. Names are compared without regard to case, as Ollama
+    does. Raises ApiError, 404."""
+    folded = name.casefold().removesuffix(TAG)
+    for known in (limits.model, *limits.adapters):
+        if folded == known.casefold().removesuffix(TAG):
+            return known
+    message = f"model '{shown(name)}' not found; this server has '{limits.model}'"
+    raise ApiError(HTTPStatus.NOT_FOUND, message, code="model_not_found")
 
 
 def _no_prompt(form: OllamaForm, keep_alive: float | str | None, limits: RequestLimits) -> ParsedRequest:
@@ -174,11 +178,11 @@ def _embedding(
     limits: RequestLimits,
     param: str = "input",
 ) -> ParsedRequest:
-    check_name(form.model, limits)
+    name = check_name(form.model, limits)
     if not texts:
         return msgspec.structs.replace(lookup(m.TextPrompt(""), m.PromptOptions(), "", limits), prompts=[], ollama=form)
     inputs: Any = texts  # lists are invariant
-    body = EmbeddingsBody(model=limits.model, input=inputs, truncate_prompt_tokens=truncate, dimensions=dimensions)
+    body = EmbeddingsBody(model=name, input=inputs, truncate_prompt_tokens=truncate, dimensions=dimensions)
     parsed = embeddings_request_of(body, limits)
     return msgspec.structs.replace(parsed, ollama=form, prompt_param=param, max_tokens_param=param)
 
@@ -190,7 +194,7 @@ def _fields(body: b.OllamaBody, limits: RequestLimits) -> dict[str, Any]:
     """The fields of a chat request, but for its messages and tools."""
     return (
         {
-            "model": limits.model,
+            "model": check_name(body.model, limits),
             "stream": body.stream is not False,
             "response_format": _response_format(body.format),
             "logprobs": body.logprobs,

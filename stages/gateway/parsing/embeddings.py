@@ -77,7 +77,7 @@ def parse_embeddings(body: bytes, limits: RequestLimits) -> ParsedRequest:
 
 def embeddings_request_of(decoded: EmbeddingsBody, limits: RequestLimits) -> ParsedRequest:
     """Check a body of POST /v1/embeddings. Raises ApiError."""
-    check_model(decoded.model, limits)
+    model = check_model(decoded.model, limits)
     num = num_prompts(decoded.input)
     if num > limits.max_sequences:
         most = f"{limits.max_sequences} open sequences (gateway.max_open_sequences)"
@@ -87,12 +87,13 @@ def embeddings_request_of(decoded: EmbeddingsBody, limits: RequestLimits) -> Par
     prompts = prompts_of(decoded.input, most_ids(truncate, limits.max_prompt_tokens), "input")
     check_prompt_bytes(prompts, limits.caps.max_prompt_bytes, "input")
     return embedding_request(
-        limits.model,
+        model,
         prompts,
         "input",
         pooling=POOLING[decoded.pooling or "last"],
         priority=priority_of(decoded.priority, limits),
         cache_salt=decoded.cache_salt or "",
+        adapter_id=limits.adapter_id(model),
         prompt_options=m.PromptOptions(
             decoded.add_special_tokens, truncate=truncate, truncates_right=decoded.truncation_side == "right"
         ),
@@ -121,6 +122,7 @@ def embedding_request(
     pooling: m.Pooling,
     priority: int,
     cache_salt: str,
+    adapter_id: str,
     prompt_options: m.PromptOptions,
     request_id: str | None,
     timeout_s: float | None,
@@ -136,7 +138,12 @@ def embedding_request(
         max_tokens_param=prompt_param,
         seed=0,
         options=m.GenerationOptions(
-            max_tokens=1, temperature=0.0, pooling=pooling, priority=priority, cache_salt=cache_salt
+            max_tokens=1,
+            temperature=0.0,
+            pooling=pooling,
+            priority=priority,
+            cache_salt=cache_salt,
+            adapter_id=adapter_id,
         ),
         stream=False,
         include_usage=False,

@@ -285,7 +285,7 @@ def parsed_request_of(
 ) -> ParsedRequest:
     """Check a body. `prompts` creates the prompts; it is called after their number was checked. `with_pieces`: the
     reply has the text of tokens. Raises ApiError."""
-    check_model(body.model, limits)
+    model = check_model(body.model, limits)
     check_counts(body, limits.caps)
     num_sequences = _num_sequences(body.n or 1, best_of, limits, stream=bool(body.stream))
     n = body.n or 1
@@ -298,6 +298,7 @@ def parsed_request_of(
         priority=priority_of(body.priority, limits),
         cache_salt=body.cache_salt or "",
         prediction="" if body.prediction is None else body.prediction.text,
+        adapter_id=limits.adapter_id(model),
     )
     if options.logprob_token_ids and details.num_top is None:
         raise invalid("logprob_token_ids", "'logprob_token_ids' is only allowed together with 'logprobs'")
@@ -310,7 +311,7 @@ def parsed_request_of(
     check_prompt_bytes(prompt_list, limits.caps.max_prompt_bytes)
     return ParsedRequest(
         is_chat=is_chat,
-        model=limits.model,
+        model=model,
         prompts=prompt_list,
         n=n,
         max_tokens_param=max_tokens_param,
@@ -377,11 +378,16 @@ def priority_of(priority: int | None, limits: RequestLimits) -> int:
     return priority or 0
 
 
-def check_model(model: str | None, limits: RequestLimits) -> None:
-    """Raises ApiError, 404."""
-    if model not in (None, limits.model):
-        message = f"the model '{str(model)[:100]}' does not exist; this server has '{limits.model}'"
-        raise ApiError(HTTPStatus.NOT_FOUND, message, "model", "model_not_found")
+def check_model(model: str | None, limits: RequestLimits) -> str:
+    """Returns the name of the model, or of one of its adapters; by default the model's. Raises ApiError, 404."""
+    if model in (None, limits.model):
+        return limits.model
+    if model in limits.adapters:
+        return str(model)
+    message = f"the model '{str(model)[:100]}' does not exist; this server has '{limits.model}'"
+    if limits.adapters:
+        message += " and adapters of it, which GET /v1/models lists"
+    raise ApiError(HTTPStatus.NOT_FOUND, message, "model", "model_not_found")
 
 
 def _stream_options(body: Body) -> StreamOptions:

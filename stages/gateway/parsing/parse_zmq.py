@@ -88,7 +88,7 @@ def _embedding(generate: p.Generate, limits: RequestLimits) -> ParsedRequest:
         body = msgspec.convert({"model": generate.model or limits.model, "input": "", **fields}, EmbeddingsBody)
     except msgspec.ValidationError as error:
         raise errors.of_validation(error, EmbeddingsBody) from error
-    check_model(body.model, limits)
+    model = check_model(body.model, limits)
     if isinstance(generate.prompt, p.ChatPrompt):
         raise invalid("prompt", "'pooling' needs a text or token ids as prompt, not a chat")
     if generate.received:
@@ -99,12 +99,13 @@ def _embedding(generate: p.Generate, limits: RequestLimits) -> ParsedRequest:
     prompts = [_prompt_of(generate.prompt, msgspec.structs.replace(limits, max_prompt_tokens=most))]
     check_prompt_bytes(prompts, limits.caps.max_prompt_bytes, "prompt")
     return embedding_request(
-        limits.model,
+        model,
         prompts,
         "prompt",
         pooling=POOLING[body.pooling or "last"],
         priority=priority_of(body.priority, limits),
         cache_salt=body.cache_salt or "",
+        adapter_id=limits.adapter_id(model),
         prompt_options=m.PromptOptions(truncate=truncate, truncates_right=body.truncation_side == "right"),
         request_id=request_ids.checked(generate.name, "name"),
         timeout_s=body.timeout_s,

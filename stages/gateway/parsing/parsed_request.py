@@ -30,8 +30,15 @@ class RequestLimits(msgspec.Struct):
     """The settings in `limits`."""
     formats: ChatFormats = ChatFormats()
     """How the model writes tool calls and reasoning."""
+    adapters: dict[str, m.Adapter] = {}
+    """LoRA adapters, by the name that requests use in place of `model`."""
     defaults: GenerationDefaults = GenerationDefaults()
     """Values of sampling fields that a request doesn't give."""
+
+    def adapter_id(self, name: str) -> str:
+        """For the options of a request with this model name; empty if it is the model itself."""
+        adapter = self.adapters.get(name)
+        return "" if adapter is None else adapter.id
 
 
 class EmbeddingOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pipeline.config.settings import ExecuteSettings, ScheduleSettings, Settings, SpeculativeSettings
+from pipeline.config.settings import ExecuteSettings, LoraSettings, ScheduleSettings, Settings, SpeculativeSettings
 from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import prompt_record_bytes, record_bytes
 from pipeline.runtime.messages import Finish
@@ -66,6 +66,7 @@ def make_runner(
     threads: int = 2,
     tokens: int = 0,
     num_speculative_tokens: int = 0,
+    lora: LoraSettings = LoraSettings(),  # noqa: B008 - frozen
     **how: Any,
 ) -> CpuRunner:
     """With memory for exactly this many blocks, and for steps of at most `tokens` tokens, if that is given."""
@@ -81,6 +82,7 @@ def make_runner(
         speculative=SpeculativeSettings(method="ngram", num_speculative_tokens=num_speculative_tokens)
         if num_speculative_tokens
         else SpeculativeSettings(),
+        lora=lora,
     )
     swap = memoryview(bytearray(num_swap_blocks * block_bytes)) if num_swap_blocks else None
     runner = CpuRunner(settings, folder, swap)

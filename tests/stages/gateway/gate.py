@@ -9,7 +9,14 @@ from typing import Any, Literal
 import httpx
 import numpy as np
 
-from pipeline.config.settings import ChatSettings, GatewaySettings, LimitSettings, ScheduleSettings, Settings
+from pipeline.config.settings import (
+    ChatSettings,
+    GatewaySettings,
+    LimitSettings,
+    LoraSettings,
+    ScheduleSettings,
+    Settings,
+)
 from pipeline.runtime import messages as m
 from pipeline.runtime.model_folder import ModelConfig
 from tests.rig import PATIENCE_S, Rig
@@ -41,6 +48,7 @@ class Gate:
         limits: LimitSettings = LimitSettings(),  # noqa: B008 - frozen
         served_model_name: str = "",
         generation_config: str = "auto",
+        lora: LoraSettings = LoraSettings(),  # noqa: B008 - frozen
         **gateway: Any,
     ) -> None:
         ModelConfig(
@@ -75,6 +83,7 @@ class Gate:
                 schedule=ScheduleSettings(policy=policy),
                 chat=chat,
                 limits=limits,
+                lora=lora,
             ),
             folder,
             listen_fd=listener.detach(),

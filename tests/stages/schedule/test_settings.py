@@ -110,8 +110,9 @@ def test_every_limit_comes_from_the_settings() -> None:
         num_speculative_tokens=6,
         max_num_drafts=20,
     )
-    found = msgspec.structs.asdict(SchedulerConfig.of(settings, facts, SpeculativeSettings(adaptive=False)))
+    found = msgspec.structs.asdict(SchedulerConfig.of(settings, facts, SpeculativeSettings(adaptive=False), 3))
     assert found == {
+        "max_loras": 3,
         "num_blocks": 11,
         "max_model_len": 333,
         "max_num_seqs": 7,

@@ -1,0 +1,132 @@
+"""A prepared adapter: one file, which the executor maps.
+
+    MAGIC │ length of the header: u64 │ `Header` as JSON │ zeros up to a multiple of 64 │ matrices
+
+Each matrix begins at a multiple of 64. A is [rank, inputs]; B is [outputs, rank], and contains the adapter's scaling.
+The file's name is the adapter's id: a digest of what it was made of. So equal ids have equal values, and a stage that
+has died finds the adapter again by the id in a request's options.
+"""
+
+import mmap
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+MAGIC = b"lora\r\n1\n"
+LENGTH = struct.Struct("<Q")
+ALIGN = 64
+FOLDER = "adapters"
+"""In the folder of the prepared model."""
+
+Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+Dtype = Literal["bf16", "f32"]
+DTYPES: Mapping[Dtype, "np.dtype[Any]"] = {"bf16": np.dtype("<u2"), "f32": np.dtype("<f4")}
+"""bf16 as its bits."""
+
+AnyArray = np.ndarray[Any, Any]
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """The two matrices of one projection."""
+
+    layer: int
+    target: Target
+    rank: int
+    num_inputs: int
+    num_outputs: int
+    a: int
+    """Offset in bytes, behind the header."""
+    b: int
+
+
+class Header(msgspec.Struct, frozen=True):
+    dtype: Dtype
+    max_rank: int
+    entries: list[Entry]
+
+
+class AdapterFile:
+    """A mapped file. Raises OSError or ValueError if it is missing or not one of these."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        begin = len(MAGIC) + LENGTH.size
+        if len(self._map) < begin or self._map[: len(MAGIC)] != MAGIC:
+            raise ValueError(f"{path} is no prepared adapter")
+        (length,) = LENGTH.unpack_from(self._map, len(MAGIC))
+        if length > len(self._map) - begin:
+            raise ValueError(f"{path} is too short")
+        self.header = msgspec.json.decode(self._map[begin : begin + length], type=Header)
+        self._begin = _aligned(begin + length)
+        self._item = DTYPES[self.header.dtype]
+        self._entries = {(entry.layer, entry.target): entry for entry in self.header.entries}
+        ends = (
+            max(e.a + e.rank * e.num_inputs * self._item.itemsize, e.b + e.rank * e.num_outputs * self._item.itemsize)
+            for e in self.header.entries
+        )
+        if self._begin + max(ends, default=0) > len(self._map):
+            raise ValueError(f"{path} is too short")
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self._map)
+
+    def matrices(self, layer: int, target: Target) -> tuple[AnyArray, AnyArray] | None:
+        """A [rank, inputs] and B [outputs, rank] of a projection; None if the adapter does not change it."""
+        entry = self._entries.get((layer, target))
+        if entry is None:
+            return None
+        return self._array(entry.a, entry.rank, entry.num_inputs), self._array(entry.b, entry.num_outputs, entry.rank)
+
+    def _array(self, offset: int, rows: int, columns: int) -> AnyArray:
+        return np.frombuffer(self._map, self._item, rows * columns, self._begin + offset).reshape(rows, columns)
+
+
+class Pair(msgspec.Struct, frozen=True):
+    """The matrices of one projection, before they are written: arrays of the file's dtype."""
+
+    layer: int
+    target: Target
+    a: Any
+    b: Any
+
+
+def write(path: Path, dtype: Dtype, pairs: list[Pair]) -> None:
+    """Write a file; another one of this name is replaced at once, so that readers see one or the other."""
+    entries, arrays, end = [], [], 0
+    for pair in pairs:
+        places = []
+        for array in (pair.a, pair.b):
+            places.append(end)
+            arrays.append(np.ascontiguousarray(array, DTYPES[dtype]))
+            end = _aligned(end + arrays[-1].nbytes)
+        rank, num_inputs = pair.a.shape
+        entries.append(Entry(pair.layer, pair.target, rank, num_inputs, len(pair.b), *places))
+    header = msgspec.json.encode(Header(dtype, max((entry.rank for entry in entries), default=0), entries))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(MAGIC + LENGTH.pack(len(header)) + header)
+            for array in arrays:
+                file.write(b"\0" * (-file.tell() % ALIGN))
+                file.write(array.data)
+            file.write(b"\0" * (-file.tell() % ALIGN))
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def path_of(model_dir: Path, adapter_id: str) -> Path:
+    """The file of an adapter of the prepared model in `model_dir`."""
+    return model_dir / FOLDER / f"{adapter_id}.lora"
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGN) * ALIGN

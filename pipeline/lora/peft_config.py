@@ -1,0 +1,120 @@
+"""adapter_config.json of a PEFT adapter, and what of it this server supports.
+
+The fields are those of PEFT's LoraConfig (https://huggingface.co/docs/peft/package_reference/lora). Fields that change
+what is computed and that are not supported are refused by name; others are ignored.
+"""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipeline.errors import UserError
+
+CONFIG = "adapter_config.json"
+MAX_CONFIG_BYTES = 4 * 1024**2
+MAX_RANK = 1024
+
+_LITERAL = re.compile(r"\^?[\w.-]+\Z")
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+"""Prefixes of `init_lora_weights` with which PEFT changes the model's own weights, too."""
+
+
+class AdapterError(UserError):
+    """An adapter that can't be used; the message names the file and the field."""
+
+
+class PeftConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields that matter for serving."""
+
+    peft_type: str
+    r: int
+    lora_alpha: float = 8.0
+    use_rslora: bool = False
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
+    bias: str = "none"
+    base_model_name_or_path: str | None = None
+    init_lora_weights: bool | str | None = True
+    fan_in_fan_out: bool = False
+    use_dora: bool = False
+    use_qalora: bool = False
+    lora_bias: bool = False
+    modules_to_save: list[str] | None = None
+    layer_replication: Any = None
+    alora_invocation_tokens: Any = None
+    trainable_token_indices: Any = None
+    target_parameters: Any = None
+
+    def scaling(self, module: str, rank: int) -> float:
+        """The factor of B·A in a module: alpha / rank, or with rsLoRA alpha / sqrt(rank) (Kalajdzievski, 2023,
+        arXiv:2312.03732)."""
+        alpha = _of_pattern(self.alpha_pattern, module, self.lora_alpha)
+        return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
+
+    def rank(self, module: str) -> int:
+        """The rank that the config gives a module."""
+        return int(_of_pattern(self.rank_pattern, module, self.r))
+
+
+def read_config(folder: Path) -> PeftConfig:
+    """Read and check the config in a folder. Raises AdapterError."""
+    path = folder / CONFIG
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_CONFIG_BYTES + 1)
+    except OSError as error:
+        raise AdapterError(f"{path}: {error.strerror}; an adapter is a folder in PEFT's format") from error
+    if len(data) > MAX_CONFIG_BYTES:
+        raise AdapterError(f"{path}: it has more than {MAX_CONFIG_BYTES} bytes")
+    try:
+        config = msgspec.json.decode(data, type=PeftConfig)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise AdapterError(f"{path}: {error}") from error
+    if problem := _problem(config):
+        raise AdapterError(f"{path}: {problem}")
+    return config
+
+
+def _problem(config: PeftConfig) -> str | None:
+    """Why an adapter can't be served, in words that name the field."""
+    if config.peft_type.upper() != "LORA":
+        return f"peft_type is {config.peft_type[:40]!r}; supported is LORA"
+    if not 0 < config.r <= MAX_RANK:
+        return f"r is {config.r}; it must be from 1 to {MAX_RANK}"
+    if config.bias != "none":
+        return f"bias is {config.bias[:40]!r}; supported is none"
+    for name in ("use_dora", "use_qalora", "lora_bias", "fan_in_fan_out"):
+        if getattr(config, name):
+            return f"{name} is true, which is not supported"
+    for name in (
+        *("modules_to_save", "layer_replication", "alora_invocation_tokens", "trainable_token_indices"),
+        "target_parameters",
+    ):
+        if getattr(config, name):
+            return f"{name} is set, which is not supported"
+    if isinstance(config.init_lora_weights, str) and config.init_lora_weights.lower().startswith(_CHANGES_BASE):
+        return (
+            f"init_lora_weights is {config.init_lora_weights[:40]!r}, which changes the model's own weights: convert "
+            "the adapter with PEFT (path_initial_model_for_weight_conversion)"
+        )
+    for field in ("rank_pattern", "alpha_pattern"):
+        for key, value in (getattr(config, field) or {}).items():
+            if not _LITERAL.match(key):
+                return f"{field} has the key {key[:60]!r}; supported are names of modules, without other patterns"
+            if not math.isfinite(value) or value <= 0 or (field == "rank_pattern" and value > MAX_RANK):
+                return f"{field} has {value} for {key[:60]!r}"
+    if not math.isfinite(config.lora_alpha):
+        return f"lora_alpha is {config.lora_alpha}"
+    return None
+
+
+def _of_pattern(pattern: "dict[str, int] | dict[str, float] | None", module: str, default: float) -> float:
+    """The value of the first key that is the module's name or the end of it, from a point on."""
+    for key, value in (pattern or {}).items():
+        name = key.removeprefix("^")
+        if module == name or (not key.startswith("^") and module.endswith(f".{name}")):
+            return value
+    return default

@@ -1,0 +1,85 @@
+"""Reads the safetensors file of an adapter: bytes of a stranger, so everything is checked before it is used.
+
+The format: the header's length as u64, the header as JSON (name → dtype, shape, begin and end of its bytes), then the
+data (https://github.com/huggingface/safetensors#format).
+"""
+
+import math
+import mmap
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from pipeline.lora.peft_config import AdapterError
+
+MAX_HEADER_BYTES = 16 * 1024**2
+FLOATS: dict[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
+
+FloatMatrix = np.ndarray[Any, np.dtype[np.float32]]
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class AdapterTensors:
+    """The tensors of a file. Raises AdapterError if it is not a complete safetensors file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise AdapterError(f"{path}: {error.strerror}; weights must be in this safetensors file") from error
+        except ValueError as error:
+            raise AdapterError(f"{path}: the file is empty") from error
+        length = int.from_bytes(self.data[:8], "little")
+        if length > min(MAX_HEADER_BYTES, len(self.data) - 8):
+            raise AdapterError(f"{path}: it is not a safetensors file, or it is incomplete")
+        self._begin = 8 + length
+        try:
+            header = msgspec.json.decode(self.data[8 : self._begin], type=dict[str, msgspec.Raw])
+            header.pop("__metadata__", None)
+            self._entries = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in header.items()}
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise AdapterError(f"{path}: the header is damaged: {error}") from error
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._entries)
+
+    def matrix(self, name: str) -> FloatMatrix:
+        """A tensor with two dimensions, as float32. Raises AdapterError."""
+        entry = self._entries[name]
+        if entry.dtype not in FLOATS:
+            raise AdapterError(
+                f"{self.path}: tensor {name!r} has dtype {entry.dtype[:20]}; supported: {', '.join(FLOATS)}"
+            )
+        if len(entry.shape) != 2 or any(size <= 0 for size in entry.shape):
+            raise AdapterError(f"{self.path}: tensor {name!r} has the shape {list(entry.shape)}, not that of a matrix")
+        dtype, count = FLOATS[entry.dtype], math.prod(entry.shape)
+        begin, end = entry.data_offsets
+        if begin < 0 or end - begin != count * dtype.itemsize or self._begin + end > len(self.data):
+            raise AdapterError(f"{self.path}: the bytes of tensor {name!r} are not in the file")
+        array = np.frombuffer(self.data, dtype, count, self._begin + begin).reshape(entry.shape)
+        values = bf16_to_float(array) if entry.dtype == "BF16" else array.astype(np.float32)
+        if not np.isfinite(values).all():
+            raise AdapterError(f"{self.path}: tensor {name!r} has values that are not finite")
+        return values
+
+
+def bf16_to_float(array: "np.ndarray[Any, Any]") -> FloatMatrix:
+    """The bits of bfloat16 as float32."""
+    widened: FloatMatrix = (array.astype(np.uint32) << 16).view(np.float32)
+    return widened
+
+
+def float_to_bf16(array: FloatMatrix) -> "np.ndarray[Any, np.dtype[np.uint16]]":
+    """float32 as the bits of bfloat16, rounded to nearest even."""
+    words = np.ascontiguousarray(array, np.float32).view(np.uint32)
+    return ((words + 0x7FFF + ((words >> 16) & 1)) >> 16).astype(np.uint16)

@@ -1,0 +1,123 @@
+"""LoRA adapters that clients may use: which there are, and POST /v1/load_lora_adapter and /v1/unload_lora_adapter.
+
+    client ──► this gateway ──SetAdapter──► supervisor ──Adapters──► every gateway
+                   ▲                            │
+                   └────────AdapterSet──────────┘
+
+This gateway converts the adapter's folder into a file that the executor maps. The supervisor keeps the list, so it
+outlives every stage. Requests that were sent before an adapter was unloaded, or replaced, end with it: their options
+name its file.
+"""
+
+import asyncio
+from http import HTTPStatus
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from pipeline.lora.convert import convert, dtype_of
+from pipeline.lora.peft_config import AdapterError
+from pipeline.runtime import messages as m
+from pipeline.runtime.stage import Stage
+from pipeline.stages.gateway.admin.pending_replies import PendingReplies
+from pipeline.stages.gateway.errors import ApiError, invalid, overloaded
+from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
+
+TIMEOUT_S = 5.0
+"""How long to wait for the supervisor."""
+MAX_PENDING = 16
+"""Loads at once; each reads a file of some megabytes."""
+MAX_ADAPTERS = 4096
+
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+FolderPath = Annotated[str, Meta(min_length=1, max_length=4096)]
+
+
+class LoadAdapterBody(msgspec.Struct):
+    """POST /v1/load_lora_adapter"""
+
+    lora_name: Annotated[Name, Meta(description="The model's name in requests.")]
+    lora_path: Annotated[FolderPath, Meta(description="An absolute folder of the server's machine, in PEFT's format.")]
+    load_inplace: Annotated[bool, Meta(description="Replace an adapter of this name.")] = False
+
+
+class UnloadAdapterBody(msgspec.Struct):
+    """POST /v1/unload_lora_adapter"""
+
+    lora_name: Name
+
+
+load_bodies = msgspec.json.Decoder(LoadAdapterBody)
+unload_bodies = msgspec.json.Decoder(UnloadAdapterBody)
+
+
+class AdapterRegistry:
+    """The adapters by name, as the supervisor tells them, and changes of them."""
+
+    def __init__(self, stage: "Stage[m.GatewayInbox]", limits: RequestLimits) -> None:
+        self._stage, self._limits = stage, limits
+        self._pending: PendingReplies[bool] = PendingReplies(TIMEOUT_S)
+        self._num_loading = 0
+        self.update(stage.launch.adapters)
+
+    def update(self, adapters: list[m.Adapter]) -> None:
+        """These are all adapters that clients may use."""
+        self._limits.adapters = {one.name: one for one in adapters}
+
+    async def load(self, body: LoadAdapterBody) -> str:
+        """Convert an adapter, and let clients use it. Returns a message. Raises ApiError."""
+        self._require_allowed()
+        name, folder = body.lora_name, Path(body.lora_path)
+        if name == self._limits.model:
+            raise invalid("lora_name", f"'lora_name' must not be {name!r}, which is the model itself", "invalid_value")
+        if name in self._limits.adapters and not body.load_inplace:
+            raise invalid("lora_name", f"the adapter {name!r} is loaded already", "invalid_value")
+        if len(self._limits.adapters) >= MAX_ADAPTERS:
+            raise invalid("lora_name", f"{MAX_ADAPTERS} adapters are loaded already", "invalid_value")
+        if not folder.is_absolute():
+            raise invalid("lora_path", "'lora_path' must be an absolute path", "invalid_value")
+        if self._num_loading >= MAX_PENDING:
+            raise overloaded(f"{MAX_PENDING} adapters are being loaded")
+        settings = self._stage.settings
+        self._num_loading += 1
+        try:
+            adapter_id = await asyncio.to_thread(
+                convert, folder, self._stage.model_dir, dtype_of(settings), settings.lora.max_lora_rank
+            )
+        except AdapterError as error:
+            raise invalid("lora_path", str(error), "invalid_value") from error
+        finally:
+            self._num_loading -= 1
+        await self._set(m.Adapter(name, adapter_id, str(folder)))
+        return f"Success: LoRA adapter '{name}' added successfully."
+
+    async def unload(self, body: UnloadAdapterBody) -> str:
+        """Let clients use an adapter no longer. Returns a message. Raises ApiError."""
+        self._require_allowed()
+        if body.lora_name not in self._limits.adapters:
+            message = f"the adapter '{body.lora_name[:100]}' does not exist"
+            raise ApiError(HTTPStatus.NOT_FOUND, message, "lora_name", "model_not_found")
+        await self._set(m.Adapter(body.lora_name, "", ""))
+        return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
+
+    def handle(self, message: m.Adapters | m.AdapterSet) -> None:
+        """A message of the supervisor."""
+        if isinstance(message, m.Adapters):
+            self.update(message.adapters)
+        else:
+            self._pending.handle(message.nonce, True)
+
+    def _require_allowed(self) -> None:
+        if not self._stage.settings.lora.runtime_loading:
+            message = "adapters can't be loaded while the server runs: it needs lora.runtime_loading = true"
+            raise ApiError(HTTPStatus.FORBIDDEN, message, code="forbidden")
+
+    async def _set(self, adapter: m.Adapter) -> None:
+        nonce = self._pending.send(lambda nonce, _: self._stage.supervisor.send(m.SetAdapter(nonce, adapter)))
+        if nonce is None:
+            raise overloaded("the queue to the supervisor is full")
+        replies, _ = await self._pending.collect(nonce)
+        if not replies:
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "Timed out waiting for the supervisor", code="late")

@@ -1,0 +1,213 @@
+"""PEFT's adapters become files for the executor, and what can't be served is refused by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from pipeline.lora.adapter_file import AdapterFile, path_of
+from pipeline.lora.convert import convert
+from pipeline.lora.peft_config import AdapterError
+from pipeline.lora.tensors import bf16_to_float
+from pipeline.runtime.model_folder import Layout, ModelConfig, Piece
+from tests.lora.random_adapters import ALL, module_of, peft_config, write_adapter
+from tests.stages.execute.checkpoints import config_of
+
+CONFIG = config_of()
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    CONFIG.save(folder)
+    return folder
+
+
+def tensors_of(folder: Path) -> dict[str, Any]:
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def change_config(folder: Path, **fields: Any) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | fields), "utf-8")
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_the_file_has_the_matrices_with_the_scaling_in_b(tmp_path: Path, model_dir: Path, dtype: Any) -> None:
+    folder = write_adapter(tmp_path / "peft", CONFIG, rank=4, lora_alpha=6)
+    file = AdapterFile(path_of(model_dir, convert(folder, model_dir, dtype, 16)))
+    assert file.header.max_rank == 4 and len(file.header.entries) == CONFIG.num_layers * len(ALL)
+    tensors = tensors_of(folder)
+    for layer in range(CONFIG.num_layers):
+        for target in ALL:
+            found = file.matrices(layer, target)  # type: ignore[arg-type]
+            assert found is not None
+            a, b = found if dtype == "f32" else map(bf16_to_float, found)
+            name = f"base_model.model.{module_of(layer, target)}"
+            tolerance = 0 if dtype == "f32" else 2**-8
+            np.testing.assert_allclose(a, tensors[f"{name}.lora_A.weight"], rtol=tolerance)
+            np.testing.assert_allclose(b, tensors[f"{name}.lora_B.weight"] * np.float32(1.5), rtol=tolerance)
+
+
+def test_the_id_is_that_of_the_content(tmp_path: Path, model_dir: Path) -> None:
+    one = convert(write_adapter(tmp_path / "a", CONFIG), model_dir, "f32", 16)
+    assert convert(write_adapter(tmp_path / "b", CONFIG), model_dir, "f32", 16) == one
+    others = [
+        convert(write_adapter(tmp_path / "c", CONFIG, seed=1), model_dir, "f32", 16),
+        convert(write_adapter(tmp_path / "d", CONFIG, lora_alpha=1), model_dir, "f32", 16),
+        convert(tmp_path / "a", model_dir, "bf16", 16),
+    ]
+    assert len({one, *others}) == 4
+
+
+def test_scalings_of_peft() -> None:
+    assert peft_config(lora_alpha=16).scaling("x.q_proj", 8) == 2
+    assert peft_config(lora_alpha=16, use_rslora=True).scaling("x.q_proj", 4) == 8
+    patterns = peft_config(
+        rank_pattern={"q_proj": 2, "^model.layers.1.mlp.up_proj": 3}, alpha_pattern={"0.q_proj": 5.0}
+    )
+    assert [patterns.rank(name) for name in ("layers.0.q_proj", "layers.0.xq_proj", "q_proj")] == [2, 8, 2]
+    assert patterns.rank("model.layers.1.mlp.up_proj") == 3 and patterns.rank("x.model.layers.1.mlp.up_proj") == 8
+    assert patterns.scaling("layers.0.q_proj", 2) == 2.5 and patterns.scaling("layers.1.q_proj", 2) == 4
+
+
+def test_a_stacked_module_becomes_its_projections(tmp_path: Path) -> None:
+    """As in Phi-3, whose queries, keys and values are one matrix."""
+    queries, keys = CONFIG.num_heads * CONFIG.head_dim, CONFIG.num_kv_heads * CONFIG.head_dim
+    name = "self_attn.qkv_proj"
+    pieces = {
+        "self_attn.q_proj": Piece(name, end=queries),
+        "self_attn.k_proj": Piece(name, begin=queries, end=queries + keys),
+        "self_attn.v_proj": Piece(name, begin=queries + keys),
+    }
+    ModelConfig(
+        **{
+            **{field: getattr(CONFIG, field) for field in CONFIG.__struct_fields__},
+            "layout": Layout(pieces=pieces),
+        }
+    ).save(tmp_path)
+    folder = write_adapter(tmp_path / "peft", CONFIG, targets=())
+    random = np.random.default_rng(3)
+    a = random.normal(size=(4, CONFIG.hidden_size)).astype(np.float32)
+    b = random.normal(size=(queries + 2 * keys, 4)).astype(np.float32)
+    module = f"base_model.model.model.layers.1.{name}"
+    save_file({f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}, folder / "adapter_model.safetensors")
+    change_config(folder, lora_alpha=4)
+    file = AdapterFile(path_of(tmp_path, convert(folder, tmp_path, "f32", 16)))
+    found = [file.matrices(1, target) for target in ("q_proj", "k_proj", "v_proj")]  # type: ignore[arg-type]
+    assert all(pair is not None and (pair[0] == a).all() for pair in found)
+    assert (np.concatenate([pair[1] for pair in found if pair is not None]) == b).all()
+    assert file.matrices(0, "q_proj") is None and file.matrices(1, "o_proj") is None
+
+
+REFUSED_CONFIGS: list[tuple[dict[str, Any], str]] = [
+    ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
+    ({"r": 0}, "r is 0"),
+    ({"r": "8"}, r"Expected `int`, got `str` - at `\$.r`"),
+    ({"bias": "all"}, "bias is 'all'"),
+    ({"use_dora": True}, "use_dora is true"),
+    ({"lora_bias": True}, "lora_bias is true"),
+    ({"fan_in_fan_out": True}, "fan_in_fan_out is true"),
+    ({"modules_to_save": ["lm_head"]}, "modules_to_save is set"),
+    ({"layer_replication": [[0, 1]]}, "layer_replication is set"),
+    ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens is set"),
+    ({"trainable_token_indices": [3]}, "trainable_token_indices is set"),
+    ({"target_parameters": ["x"]}, "target_parameters is set"),
+    ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
+    ({"rank_pattern": {"(q|k)_proj": 4}}, "rank_pattern has the key"),
+    ({"alpha_pattern": {"q_proj": -1.0}}, "alpha_pattern has -1.0"),
+    ({"r": 5}, "r or rank_pattern in adapter_config.json give it rank 5"),
+]
+
+
+@pytest.mark.parametrize(("fields", "words"), REFUSED_CONFIGS)
+def test_configs_that_are_refused(tmp_path: Path, model_dir: Path, fields: dict[str, Any], words: str) -> None:
+    folder = write_adapter(tmp_path / "peft", CONFIG)
+    change_config(folder, **fields)
+    with pytest.raises(AdapterError, match=words) as caught:
+        convert(folder, model_dir, "f32", 16)
+    assert str(folder) in str(caught.value)
+    assert not (model_dir / "adapters").exists()
+
+
+def with_tensor(name: str, array: Any) -> Any:
+    return lambda tensors: tensors.update({name: array})
+
+
+FIRST = "base_model.model.model.layers.0.self_attn.q_proj"
+ONES = np.ones((4, CONFIG.hidden_size), np.float32)
+REFUSED_TENSORS: list[tuple[Any, str]] = [
+    (with_tensor("base_model.model.lm_head.lora_A.weight", ONES), "changes 'lm_head'; supported are the projections"),
+    (with_tensor("base_model.model.model.embed_tokens.lora_embedding_A", ONES), "is an adapter of an embedding"),
+    (with_tensor(f"{FIRST}.lora_magnitude_vector", ONES), "the magnitude of DoRA"),
+    (with_tensor("base_model.model.lm_head.modules_to_save.weight", ONES), "modules_to_save"),
+    (with_tensor(f"{FIRST}.bias", ONES), "is a bias"),
+    (with_tensor("x", ONES), "'x' is a tensor that is not part of a LoRA adapter"),
+    (with_tensor("base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight", ONES), "layers.9.self_attn.q_proj"),
+    (with_tensor(f"{FIRST}.lora_A.weight", ONES[:, :-2]), "q_proj of this model has 48 inputs and 96 outputs"),
+    (with_tensor(f"{FIRST}.lora_A.weight", ONES[:3]), "give it rank 4"),
+    (with_tensor(f"{FIRST}.lora_A.weight", ONES * np.nan), "not finite"),
+    (with_tensor(f"{FIRST}.lora_A.weight", ONES.astype(np.int32)), "dtype I32"),
+    (with_tensor(f"{FIRST}.lora_A.weight", ONES[0]), "not that of a matrix"),
+    (lambda tensors: tensors.pop(f"{FIRST}.lora_B.weight"), "has no lora_B.weight"),
+    (lambda tensors: tensors.clear(), "no tensors of a LoRA adapter"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), REFUSED_TENSORS)
+def test_tensors_that_are_refused(tmp_path: Path, model_dir: Path, change: Any, words: str) -> None:
+    folder = write_adapter(tmp_path / "peft", CONFIG)
+    tensors = tensors_of(folder)
+    change(tensors)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    with pytest.raises(AdapterError, match=words) as caught:
+        convert(folder, model_dir, "f32", 16)
+    assert "adapter_model.safetensors" in str(caught.value)
+
+
+@pytest.mark.parametrize("data", [b"", b"\x10", b"\xff" * 40, b"\x02\0\0\0\0\0\0\0{}", b'\x05\0\0\0\0\0\0\0{"a":'])
+def test_damaged_files_are_refused(tmp_path: Path, model_dir: Path, data: bytes) -> None:
+    folder = write_adapter(tmp_path / "peft", CONFIG)
+    (folder / "adapter_model.safetensors").write_bytes(data)
+    with pytest.raises(AdapterError, match=r"adapter_model\.safetensors"):
+        convert(folder, model_dir, "f32", 16)
+
+
+def test_a_truncated_file_is_refused(tmp_path: Path, model_dir: Path) -> None:
+    folder = write_adapter(tmp_path / "peft", CONFIG)
+    path = folder / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-64])
+    with pytest.raises(AdapterError, match="are not in the file"):
+        convert(folder, model_dir, "f32", 16)
+
+
+def test_a_folder_without_an_adapter_is_refused(tmp_path: Path, model_dir: Path) -> None:
+    with pytest.raises(AdapterError, match=r"adapter_config\.json: No such file"):
+        convert(tmp_path, model_dir, "f32", 16)
+    folder = write_adapter(tmp_path / "peft", CONFIG)
+    (folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(AdapterError, match="weights must be in this safetensors file"):
+        convert(folder, model_dir, "f32", 16)
+
+
+def test_the_rank_is_limited(tmp_path: Path, model_dir: Path) -> None:
+    folder = write_adapter(tmp_path / "peft", CONFIG, rank=9)
+    for _ in range(2):
+        with pytest.raises(AdapterError, match=r"the rank is 9, but lora\.max_lora_rank is 8"):
+            convert(folder, model_dir, "f32", 8)
+        convert(folder, model_dir, "f32", 9)  # the second time, its file is there
+
+
+def test_files_that_are_no_prepared_adapters_are_refused(tmp_path: Path, model_dir: Path) -> None:
+    path = path_of(model_dir, convert(write_adapter(tmp_path / "peft", CONFIG), model_dir, "f32", 16))
+    data = path.read_bytes()
+    for damaged in (data[:20], b"x" + data[1:], data[:-64]):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"is too short|is no prepared adapter"):
+            AdapterFile(path)
+    convert(tmp_path / "peft", model_dir, "f32", 16)
+    assert path.read_bytes() == data, "it is made again"
