@@ -37,7 +37,9 @@ from pipeline.runtime.messages.control_requests import (
     Flame,
     KeepRecord,
     Record,
+    RecordTraffic,
     TakeTrace,
+    TakeTraffic,
     Trace,
 )
 from pipeline.runtime.messages.detokenize import (
@@ -176,6 +178,7 @@ __all__ = [
     "Ready",
     "Reconnected",
     "Record",
+    "RecordTraffic",
     "Refuse",
     "Rejected",
     "Release",
@@ -200,6 +203,7 @@ __all__ = [
     "Submit",
     "SupervisorInbox",
     "TakeTrace",
+    "TakeTraffic",
     "TextPrompt",
     "ToolCall",
     "Trace",
