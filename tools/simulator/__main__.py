@@ -4,11 +4,13 @@
     python -m tools.simulator run --synthetic shared --rate 1200 --replicas 256 --policy all --plot policies.svg
     python -m tools.simulator run --trace mooncake.jsonl --speed 4 --replicas 16,32,64 --json result.json
     python -m tools.simulator check --synthetic chat --requests 1000 --rate 8 --replicas 2
+    python -m tools.simulator route --synthetic shared --block-tokens 256 --replicas 10,100,1000
     python -m tools.simulator make --synthetic chat --requests 1000 --out chat.jsonl
 
 `run` simulates by discrete events. Routing and admission are the server's code; a replica follows the scheduler's rules
 by counts. `check` simulates the same requests with the real scheduler too, and compares: the hit rate must agree within
-2 points, the median time to first token within 10 %. It exits with 1 if they do not. `make` writes a synthetic trace.
+2 points, the median time to first token within 10 %. It exits with 1 if they do not. `route` measures what a router costs: CPU time of a
+request, and memory. `make` writes a synthetic trace.
 
 `pipeline record traffic` records a trace and the speed of a running server (docs/scale.md).
 """
@@ -23,7 +25,7 @@ from pipeline.cli.out_file import require_writable, writing
 from pipeline.config.load import ConfigError
 from pipeline.errors import UserError
 from pipeline.replay.traffic import ReplicaProfile, write_trace
-from tools.simulator import options
+from tools.simulator import options, route_cost
 from tools.simulator.plot import chart_of
 from tools.simulator.requests import Trace, records_of
 from tools.simulator.search import find_replicas
@@ -84,6 +86,18 @@ def check(args: argparse.Namespace) -> int:
     return 0 if is_alike else FAILED
 
 
+def route(args: argparse.Namespace) -> int:
+    """Measure routers."""
+    trace, profile = options.trace_from(args), options.profile_from(args)
+    costs = [
+        route_cost.measure(trace, profile, num, policy, args.seed)
+        for policy in options.policies_from(args)
+        for num in args.replicas
+    ]
+    print(route_cost.table(costs))
+    return 0
+
+
 def make(args: argparse.Namespace) -> int:
     """Write a trace."""
     require_writable(args.out, "--out")
@@ -122,7 +136,12 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m tools.simulator", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = found.add_subparsers(required=True, metavar="COMMAND")
-    for function, words in ((run, "simulate replicas"), (check, "compare with the real scheduler")):
+    subjects = (
+        (run, "simulate replicas"),
+        (check, "compare with the real scheduler"),
+        (route, "measure what a router costs"),
+    )
+    for function, words in subjects:
         one = commands.add_parser(function.__name__, help=words, allow_abbrev=False)
         options.add_trace_options(one)
         options.add_replica_options(one)
@@ -132,7 +151,7 @@ def parser() -> argparse.ArgumentParser:
             one.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
             one.add_argument("--plot", type=Path, metavar="FILE", help="write a chart to FILE, as SVG")
         else:
-            one.add_argument("--replicas", type=options.replicas, required=True, metavar="N,N", help="from 1 to 4")
+            one.add_argument("--replicas", type=options.replicas, required=True, metavar="N,N")
         one.set_defaults(run=function)
     one = commands.add_parser("make", help="write a synthetic trace", allow_abbrev=False)
     options.add_trace_options(one)

@@ -12,7 +12,7 @@ from pipeline.routing.policies import POLICIES
 from tools.simulator.requests import Trace, trace_of
 from tools.simulator.synthetic import KINDS, Shape, synthetic
 
-MAX_REPLICAS = 4096
+MAX_REPLICAS = 16_384
 
 
 def add_trace_options(parser: argparse.ArgumentParser) -> None:

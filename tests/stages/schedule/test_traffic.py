@@ -86,7 +86,7 @@ def test_a_later_turn_finds_the_blocks_of_the_answer() -> None:
     ids = bench.scheduler.requests[request_id].sequences[0].ids.tolist()
     bench.close(request_id)
     (first,) = bench.take().records
-    second = bench.note(ids + [7, 8, 9])
+    second = bench.note([*ids, 7, 8, 9])
     assert second.hash_ids[:3] == (first.hash_ids + first.output_hash_ids)[:3]
     assert len(first.output_hash_ids) == 2
 
