@@ -20,6 +20,8 @@ Int64s = np.ndarray[Any, np.dtype[np.int64]]
 
 NUM_POINTS = 64
 """Points of a replica on the ring of consistent hashing."""
+WEIGHT = 1.0
+"""Of tokens to compute, in `PredictedTTFT`; see docs/scale.md."""
 BOUND = 1.25
 """A replica on the ring is skipped if it has this many times its share of open requests."""
 
@@ -82,19 +84,24 @@ class Policy(Protocol):
 class PredictedTTFT:
     """The replica with the least predicted time to first token:
 
-        (queued tokens + tokens of this prompt that are not cached) / tokens per second + open sequences · open_s
+        (queued tokens + weight · tokens of this prompt that are not cached) / tokens per second
+            + open sequences · open_s
 
-    Equal ones are chosen at random."""
+    The prediction has weight 1. A larger `weight` also counts what the tokens cost the requests that come later: more
+    prompt tokens come from caches, and single requests wait longer for a replica that has theirs. Equal ones are chosen
+    at random."""
 
     uses_keys = True
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, weight: float = WEIGHT) -> None:
         self._random = random.Random(seed)
+        self._weight = weight
 
     def choose(self, prompt: Prompt, loads: Loads, cached: dict[int, int]) -> int:
-        tokens = loads.queued + prompt.num_tokens
+        weight = self._weight
+        tokens = loads.queued + weight * prompt.num_tokens
         for place, num_tokens in cached.items():
-            tokens[place] -= num_tokens
+            tokens[place] -= weight * num_tokens
         seconds = tokens[loads.places] / loads.tokens_per_s[loads.places]
         seconds += loads.num_open[loads.places] * loads.open_s[loads.places]
         least = np.flatnonzero(seconds <= seconds.min() * (1 + 1e-9))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.routing.key_caches import KeyCaches
-from pipeline.routing.policies import POLICIES, ConsistentHash, Prompt
+from pipeline.routing.policies import POLICIES, ConsistentHash, PredictedTTFT, Prompt
 from pipeline.routing.router import Lease, ReplicaSpec, Router
 
 SPEC = ReplicaSpec(kv_tokens=6400, tokens_per_s=1000.0, open_s=0.001)
@@ -117,6 +117,16 @@ def test_a_busy_replica_does_not_keep_its_prefix() -> None:
     places = [one.route(prompt(), 0.0).replica for _ in range(200)]
     counts = [places.count(name) for name in set(places)]
     assert len(counts) == 4 and max(counts) < 2 * min(counts)
+
+
+def test_a_larger_weight_keeps_prompts_at_their_prefix_for_longer() -> None:
+    def num_places(weight: float) -> int:
+        one = Router(PredictedTTFT(0, weight), KEY_TOKENS)
+        for number in range(16):
+            one.add(f"replica {number}", SPEC)
+        return len({one.route(prompt(), 0.0).replica for _ in range(60)})
+
+    assert num_places(4.0) < num_places(1.0)
 
 
 def test_prompts_without_a_known_prefix_are_spread() -> None:

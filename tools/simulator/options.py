@@ -8,7 +8,7 @@ import msgspec
 from pipeline.cli import option_types as types
 from pipeline.errors import UserError
 from pipeline.replay.traffic import ReplicaProfile, read_profile, read_trace
-from pipeline.routing.policies import POLICIES
+from pipeline.routing.policies import POLICIES, WEIGHT
 from tools.simulator.requests import Trace, trace_of
 from tools.simulator.synthetic import KINDS, Shape, synthetic
 
@@ -38,6 +38,7 @@ def add_trace_options(parser: argparse.ArgumentParser) -> None:
         ("output_tokens", "mean output"),
         ("num_groups", "applications with a prefix of their own, of shared and bursts"),
         ("num_turns", "mean turns of a conversation, of chat"),
+        ("zipf", "exponent of the applications' popularity; near 0, all are equally popular"),
         ("block_tokens", "tokens of a block"),
     ):
         value = getattr(shape, name)
@@ -78,6 +79,13 @@ def add_routing_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--routers", type=types.positive, default=1, metavar="N", help="routers that know nothing of each other"
+    )
+    group.add_argument(
+        "--weight",
+        type=_above_zero,
+        default=WEIGHT,
+        metavar="X",
+        help="predicted-ttft: what a token to compute counts, relative to one that waits; by default %(default)g",
     )
     group.add_argument("--learn", action="store_true", help="routers learn the speed of each replica")
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from pipeline.errors import UserError
 from pipeline.replay.traffic import ReplicaProfile
-from pipeline.routing.policies import POLICIES, Prompt
+from pipeline.routing.policies import POLICIES, WEIGHT, Policy, PredictedTTFT, Prompt
 from pipeline.routing.router import Lease, ReplicaSpec, Router
 from pipeline.stages.gateway.admission import Admission
 from pipeline.stages.gateway.errors import ApiError
@@ -49,6 +49,8 @@ class Setup(msgspec.Struct, frozen=True):
     """Whether the real scheduler plans the steps."""
     num_routers: int = 1
     """Routers that each see an equal part of the requests, and know only those."""
+    weight: float = WEIGHT
+    """Of tokens to compute; see `PredictedTTFT`."""
     learns: bool = False
     """Whether routers learn the speed of prefill."""
     overhead_s: float = 0.0
@@ -85,7 +87,7 @@ class Simulation:
         self._trace = trace
         self._setup = setup
         self._routers = [
-            Router(POLICIES[setup.policy](setup.seed + number), trace.block_tokens, learns=setup.learns)
+            Router(_policy(setup, setup.seed + number), trace.block_tokens, learns=setup.learns)
             for number in range(setup.num_routers)
         ]
         spec = spec_of(setup.profile, trace)
@@ -188,6 +190,10 @@ class Simulation:
         lease = self._lease_of(request)
         self._router_of(request).end(lease)
         self._admissions[int(lease.replica)].give(len(request.outputs), request.num_prompt, now_s)
+
+
+def _policy(setup: Setup, seed: int) -> Policy:
+    return PredictedTTFT(seed, setup.weight) if setup.policy == "predicted-ttft" else POLICIES[setup.policy](seed)
 
 
 def spec_of(profile: ReplicaProfile, trace: Trace) -> ReplicaSpec:

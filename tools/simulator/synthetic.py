@@ -24,7 +24,6 @@ READ_TOKENS_PER_S = 40.0
 """How fast answers come, for the pause until the next turn."""
 SHARED_PART = 0.75
 """Of a prompt's mean length that is the application's prefix."""
-ZIPF = 1.0
 BURST_S = 10.0
 BURST_FACTOR = 10.0
 KEY_BITS = 52
@@ -42,6 +41,8 @@ class Shape(msgspec.Struct, frozen=True):
     """Applications of `shared` and `bursts`."""
     num_turns: int = 6
     """Mean turns of a conversation."""
+    zipf: float = 1.0
+    """Exponent of the popularity of applications; 0: all are equally popular."""
     block_tokens: int = 64
     seed: int = 0
 
@@ -81,7 +82,7 @@ def _bursts(shape: Shape, rng: random.Random) -> Iterator[SimRequest]:
 def _of_groups(shape: Shape, rng: random.Random, arrivals: Iterator[float]) -> Iterator[SimRequest]:
     mean = SHARED_PART * shape.prompt_tokens
     groups = [_keys(rng, _length(rng, mean) // shape.block_tokens) for _ in range(shape.num_groups)]
-    weights = [1 / (place + 1) ** ZIPF for place in range(shape.num_groups)]
+    weights = [1 / (place + 1) ** shape.zipf for place in range(shape.num_groups)]
     own = shape.prompt_tokens - mean
     for at_s, group in zip(arrivals, rng.choices(groups, weights, k=shape.num_requests), strict=True):
         num_prompt = len(group) * shape.block_tokens + _length(rng, own)
