@@ -59,7 +59,7 @@ class ReplicaProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     base_s: Seconds = 0.006
     row_s: Seconds = 0.00008
     context_s: Seconds = 1.2e-8
-    token_s: Annotated[float, Meta(gt=0, le=MAX_S)] = 0.00012
+    token_s: Seconds = 0.00012
     pair_s: Seconds = 2.5e-9
     kv_tokens: Annotated[int, Meta(ge=1, le=2**40)] = 400_000
     block_size: Annotated[int, Meta(ge=1, le=4096)] = 16
@@ -144,7 +144,7 @@ def read_profile(path: Path) -> ReplicaProfile:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: {_reason(error)}") from error
     if not profile.is_known:
-        raise UserError(f"{path}: base_s: needs more than 0, or row_s does: a step takes some time")
+        raise UserError(f"{path}: token_s, and base_s or row_s, need more than 0: steps take some time")
     return profile
 
 

@@ -71,7 +71,7 @@ def test_a_profile_names_its_wrong_field(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="kv_token: there is no such field"):
         read_profile(path)
     path.write_text('{"base_s": 0, "row_s": 0}')
-    with pytest.raises(UserError, match="base_s: needs more than 0"):
+    with pytest.raises(UserError, match="token_s, and base_s or row_s, need more than 0"):
         read_profile(path)
     path.write_text("{}")
     assert read_profile(path) == ReplicaProfile()
