@@ -114,6 +114,7 @@ def _setup(args: argparse.Namespace, profile: ReplicaProfile, policy: str, num_r
         profile,
         policy,
         num_routers=args.routers,
+        num_cells=args.cells,
         weight=args.weight,
         learns=args.learn,
         overhead_s=args.overhead_ms / 1000,

@@ -81,6 +81,13 @@ def add_routing_options(parser: argparse.ArgumentParser) -> None:
         "--routers", type=types.positive, default=1, metavar="N", help="routers that know nothing of each other"
     )
     group.add_argument(
+        "--cells",
+        type=types.positive,
+        default=1,
+        metavar="N",
+        help="parts of the replicas with routers of their own, behind a first tier that hashes prefixes to cells",
+    )
+    group.add_argument(
         "--weight",
         type=_above_zero,
         default=WEIGHT,

@@ -49,6 +49,9 @@ class Setup(msgspec.Struct, frozen=True):
     """Whether the real scheduler plans the steps."""
     num_routers: int = 1
     """Routers that each see an equal part of the requests, and know only those."""
+    num_cells: int = 1
+    """Cells: parts of the replicas with a router of their own. A first tier hashes a session, or a prompt's first key,
+    to a cell, with bounded loads."""
     weight: float = WEIGHT
     """Of tokens to compute; see `PredictedTTFT`."""
     learns: bool = False
@@ -82,26 +85,38 @@ class Simulation:
     """One run."""
 
     def __init__(self, trace: Trace, setup: Setup) -> None:
-        """Raises UserError if a request can't fit into a replica."""
+        """Raises UserError if a request can't fit into a replica, or a cell would have no replica."""
+        if setup.num_cells > setup.num_replicas:
+            raise UserError(f"--cells {setup.num_cells}: needs at most as many as replicas, {setup.num_replicas}")
         check_fits(trace, setup.profile, is_real=setup.is_real)
         self._trace = trace
         self._setup = setup
         self._routers = [
             Router(_policy(setup, setup.seed + number), trace.block_tokens, learns=setup.learns)
-            for number in range(setup.num_routers)
+            for number in range(setup.num_routers * setup.num_cells)
         ]
+        """The routers of the first cell, of the second …"""
+        self._tiers = [
+            Router(POLICIES["bounded-hash"](number), trace.block_tokens) for number in range(setup.num_routers)
+        ]
+        """The first tier, if there are cells."""
         spec = spec_of(setup.profile, trace)
+        for tier in self._tiers:
+            for cell in range(setup.num_cells):
+                tier.add(str(cell), spec)
         self._replicas: list[Replica] = []
         kind: Callable[[ReplicaProfile, int, Events], Replica] = ScheduledReplica if setup.is_real else FastReplica
         for place in range(setup.num_replicas):
             self._replicas.append(kind(setup.profile, trace.block_tokens, self))
-            for router in self._routers:
+            first = place % setup.num_cells * setup.num_routers
+            for router in self._routers[first : first + setup.num_routers]:
                 router.add(str(place), spec)
         self._admissions = [
             Admission(setup.profile.max_open_sequences, setup.profile.max_open_tokens) for _ in self._replicas
         ]
         num = len(trace.requests)
-        self._leases: list[Lease | None] = [None] * num
+        self._leases: list[tuple[tuple[Router, Lease], ...]] = [()] * num
+        """Of each request: at the router that chose the replica, and at the first tier."""
         self._first_s, self._end_s = np.full(num, np.nan), np.full(num, np.nan)
         self._num_cached, self._place = np.full(num, -1, np.int64), np.full(num, -1, np.int64)
         self._events: list[tuple[float, int]] = []
@@ -130,7 +145,7 @@ class Simulation:
                 pushed[place] = due_s
                 if due_s < NEVER:
                     heappush(events, (due_s, place))
-        assert all(lease is None or lease.has_ended for lease in self._leases)
+        assert all(lease.has_ended for leases in self._leases for _, lease in leases)
         counts = [router.counts for router in self._routers]
         num_routed = sum(one.num_requests for one in counts)
         return Outcome(
@@ -151,28 +166,31 @@ class Simulation:
         now_s = request.arrival_s
         begun_ns = time.perf_counter_ns()
         prompt = Prompt(request.num_prompt, request.keys, request.session, len(request.outputs))
-        lease = self._routers[request.index % len(self._routers)].route(prompt, now_s)
+        leases = self._route(request.index % self._setup.num_routers, prompt, now_s)
         self._route_ns += time.perf_counter_ns() - begun_ns
-        place = int(lease.replica)
+        place = int(leases[0][1].replica)
         admission = self._admissions[place]
         try:
             admission.admit(len(request.outputs), request.num_prompt, now_s)
         except ApiError:
-            self._router_of(request).end(lease)
+            for router, lease in leases:
+                router.end(lease)
             return -1
         admission.take(len(request.outputs), request.num_prompt, now_s)
-        self._leases[request.index] = lease
+        self._leases[request.index] = leases
         self._place[request.index] = place
         self._replicas[place].submit(request, now_s)
         return place
 
-    def _router_of(self, request: SimRequest) -> Router:
-        return self._routers[request.index % len(self._routers)]
-
-    def _lease_of(self, request: SimRequest) -> Lease:
-        lease = self._leases[request.index]
-        assert lease is not None
-        return lease
+    def _route(self, number: int, prompt: Prompt, now_s: float) -> tuple[tuple[Router, Lease], ...]:
+        """Route a request that came to one of the `num_routers` ways in."""
+        if self._setup.num_cells == 1:
+            router = self._routers[number]
+            return ((router, router.route(prompt, now_s)),)
+        tier = self._tiers[number]
+        cell = tier.route(prompt, now_s)
+        router = self._routers[int(cell.replica) * self._setup.num_routers + number]
+        return (router, router.route(prompt, now_s)), (tier, cell)
 
     # ---------------------------------------------------------------------------------------- events of the replicas
 
@@ -183,13 +201,15 @@ class Simulation:
     def first_token(self, request: SimRequest, now_s: float) -> None:
         if np.isnan(self._first_s[request.index]):
             self._first_s[request.index] = now_s + self._setup.overhead_s
-            self._router_of(request).first_token(self._lease_of(request), now_s)
+            for router, lease in self._leases[request.index]:
+                router.first_token(lease, now_s)
 
     def ended(self, request: SimRequest, now_s: float) -> None:
         self._end_s[request.index] = now_s + self._setup.overhead_s
-        lease = self._lease_of(request)
-        self._router_of(request).end(lease)
-        self._admissions[int(lease.replica)].give(len(request.outputs), request.num_prompt, now_s)
+        for router, lease in self._leases[request.index]:
+            router.end(lease)
+        place = int(self._place[request.index])
+        self._admissions[place].give(len(request.outputs), request.num_prompt, now_s)
 
 
 def _policy(setup: Setup, seed: int) -> Policy:

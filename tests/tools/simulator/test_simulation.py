@@ -157,6 +157,17 @@ def test_several_routers_each_see_a_part() -> None:
     assert eight.hit_rate < one.hit_rate and eight.num_refused == 0
 
 
+def test_cells_have_their_own_replicas() -> None:
+    trace = synthetic("shared", Shape(600, 60.0, num_groups=20))
+    outcome, summary = run(trace, Setup(12, PROFILE, num_cells=3, num_routers=2))
+    assert summary.num_refused == 0 and len(set(outcome.place.tolist())) == 12
+    firsts = {one.keys[0] for one in trace.requests if one.keys}
+    cells = [{outcome.place[one.index] % 3 for one in trace.requests if one.keys[:1] == (key,)} for key in firsts]
+    assert sum(map(len, cells)) <= 2 * len(cells)  # those above their share spill
+    with pytest.raises(UserError, match="--cells 4: needs at most as many as replicas, 3"):
+        run(trace, Setup(3, PROFILE, num_cells=4))
+
+
 @settings(deadline=None)
 @given(st.integers(1, 300), st.integers(1, 300))
 def test_the_search_finds_the_least_number(needed: int, most: int) -> None:
