@@ -16,6 +16,7 @@ costs: CPU time of a request, and memory. `make` writes a synthetic trace.
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -172,6 +173,10 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"simulator: error: {'; '.join(error.problems)}", file=sys.stderr)
         return USAGE
+    except BrokenPipeError:
+        # The reader of our output is gone. Without this, Python would report the broken pipe again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
     return code
 
 

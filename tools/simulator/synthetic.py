@@ -93,8 +93,9 @@ def _chat(shape: Shape, rng: random.Random) -> Iterator[SimRequest]:
     """`prompt_tokens` is the mean prompt over all turns, with the conversation so far."""
     num_turns = shape.num_turns
     turn_tokens = max(16.0, 2 * shape.prompt_tokens / (num_turns + 1) - shape.output_tokens)
-    num_chats, begun_s = -(-shape.num_requests * 3 // 2 // num_turns), 0.0
-    for _ in range(num_chats):
+    # The trace begins amid conversations: otherwise it would have fewer requests at first.
+    begun_s = -2 * num_turns * (MEAN_PAUSE_S + shape.output_tokens / READ_TOKENS_PER_S)
+    while begun_s < 1.5 * shape.num_requests / shape.rate:
         begun_s += rng.expovariate(shape.rate / num_turns)
         at_s, num_ids, keys, session = begun_s, 0, list[int](), rng.getrandbits(KEY_BITS)
         for _ in range(rng.randint(1, 2 * num_turns - 1)):
@@ -102,7 +103,8 @@ def _chat(shape: Shape, rng: random.Random) -> Iterator[SimRequest]:
             keys += _keys(rng, num_ids // shape.block_tokens - len(keys))
             num_output = _length(rng, shape.output_tokens)
             after = _keys(rng, (num_ids + num_output) // shape.block_tokens - len(keys))
-            yield SimRequest(0, at_s, num_ids, (num_output,), tuple(keys), tuple(after), session=session)
+            if at_s >= 0:
+                yield SimRequest(0, at_s, num_ids, (num_output,), tuple(keys), tuple(after), session=session)
             keys += after
             num_ids += num_output
             at_s += num_output / READ_TOKENS_PER_S + rng.expovariate(1 / MEAN_PAUSE_S)

@@ -33,7 +33,7 @@ def one_request(num_prompt: int = 100, num_output: int = 5, **fields: object) ->
 
 @pytest.mark.parametrize(
     ("kind", "num_replicas", "rate", "profile"),
-    [("shared", 2, 8.0, PROFILE), ("chat", 1, 6.0, PROFILE), ("poisson", 1, 0.5, SMALL), ("chat", 2, 1.0, SMALL)],
+    [("shared", 2, 8.0, PROFILE), ("chat", 1, 1.5, PROFILE), ("poisson", 1, 0.5, SMALL), ("chat", 2, 0.5, SMALL)],
 )
 def test_it_agrees_with_the_real_scheduler(kind: str, num_replicas: int, rate: float, profile: ReplicaProfile) -> None:
     shape = Shape(num_requests=150, rate=rate, prompt_tokens=1000, output_tokens=60, num_groups=10)
