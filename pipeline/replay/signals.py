@@ -1,4 +1,4 @@
-"""Termination signals of commands that record until they are told to stop."""
+"""Termination signals of commands that record until a signal stops them."""
 
 import signal
 import threading

@@ -86,7 +86,7 @@ class TrafficReply(msgspec.Struct, array_like=True, frozen=True):
     records: list[TrafficRecord]
     """Requests that have ended since the last one; if the recording ends, also those that are still open."""
     num_lost: int
-    """Requests that were left out, because nobody took them."""
+    """Requests that were left out, because no command took them."""
     profile: ReplicaProfile
 
 

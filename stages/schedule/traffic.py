@@ -33,7 +33,7 @@ SALT_BYTES = range(16, 65)
 
 
 class TrafficRecorder:
-    """Off until `start`; off again if nobody takes what it noted."""
+    """Off until `start`; off again if no command takes what it noted."""
 
     def __init__(self, scheduler: Scheduler, profile: Callable[[], ReplicaProfile]) -> None:
         self.is_on = False

@@ -199,11 +199,11 @@ class FastReplica:
         while budget.has_room(False) and len(self._prefilling) + len(self._decoding) + len(self._sampling) < (
             self._profile.max_num_seqs
         ):
-            row = self._next_waiting(budget)
-            if row is None or not self._start(row):
+            first = self._next_waiting(budget)
+            if first is None or not self._start(first):
                 break
-            is_sure = row.num_skipped >= MAX_SKIPPED
-            self._advance_prompt(row, budget.chunk(row.planned, row.known - row.planned, row.is_long, is_sure=is_sure))
+            need, is_sure = first.known - first.planned, first.num_skipped >= MAX_SKIPPED
+            self._advance_prompt(first, budget.chunk(first.planned, need, first.is_long, is_sure=is_sure))
         if longs:
             budget.release_held()
             need = np.array([row.known - row.planned for row in longs])

@@ -217,7 +217,7 @@ def _policy(setup: Setup, seed: int) -> Policy:
 
 
 def spec_of(profile: ReplicaProfile, trace: Trace) -> ReplicaSpec:
-    """What a router is told of a replica: its speed with full steps, and what an open sequence adds to a step."""
+    """What a router knows of a replica: its speed with full steps, and what an open sequence adds to a step."""
     costs = KnownCosts(profile)
     num = profile.max_num_batched_tokens
     tokens_per_s = num / costs.predict(0, 0, num, num * num / 2)
