@@ -6,8 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipeline.__main__ import main
 from pipeline.errors import UserError
 from pipeline.replay.traffic import ReplicaProfile, TrafficRecord, line_of, read_profile, read_trace, write_trace
+from pipeline.replay.traffic_command import TraceFile
 
 GOOD = {"timestamp": 5, "input_length": 1200, "output_length": 7, "hash_ids": [1, 2, 3]}
 
@@ -81,3 +83,45 @@ def test_a_line_has_only_known_fields_of_numbers() -> None:
     line = json.loads(line_of(TrafficRecord(1.0, 2, 3, [4], 64, [5], [3], 1, 6)))
     assert all(isinstance(value, int | float | list) for value in line.values())
     assert np.all([isinstance(each, int) for value in line.values() if isinstance(value, list) for each in value])
+
+
+def test_a_growing_trace_is_valid_at_any_time_and_sorted_at_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    file = TraceFile(path, 10_000)
+    file.add([TrafficRecord(7.0, 1, 1), TrafficRecord(3.0, 1, 1)])
+    assert [json.loads(line)["timestamp"] for line in path.read_text().splitlines()] == [7.0, 3.0]
+    file.add([TrafficRecord(5.0, 1, 1)])
+    file.close()
+    assert [json.loads(line)["timestamp"] for line in path.read_text().splitlines()] == [3.0, 5.0, 7.0]
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_trace_stops_at_its_limit(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    file = TraceFile(path, 4096)
+    file.add([TrafficRecord(float(number), 100, 1) for number in range(1000)])
+    file.close()
+    assert file.is_full and path.stat().st_size == file.num_bytes <= 4096
+    assert len(read_trace(path)) == file.num_requests > 10
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["schedule", "--block-tokens", "64"], "are for `pipeline record traffic`"),
+        (["traffic", "--no-sent"], "traffic has no messages"),
+        (["traffic", "--replica", "/nowhere/r.json"], "--replica /nowhere/r.json: can't be written"),
+        (["traffic", "--block-tokens", "40"], "needs a multiple of 16"),
+        (["traffic", "--pid", "1"], "error"),
+    ],
+)
+def test_wrong_options_have_clear_errors(
+    tmp_path: Path, words: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(["record", *words, "--out", str(tmp_path / "t.jsonl")])
+    except SystemExit as exit:
+        code = exit.code
+    assert code in (1, 2)
+    assert error in capsys.readouterr().err

@@ -68,12 +68,13 @@ def _key_bytes(num_replicas: int, capacity: int, seed: int) -> float:
     gc.collect()
     process, rng = psutil.Process(), random.Random(seed)
     num = max(1, min(capacity, MAX_FILLED_KEYS // num_replicas))
-    before = process.memory_info().rss
+    before: int = process.memory_info().rss
     caches = KeyCaches()
     for replica in range(num_replicas):
         caches.add(replica, num)
         caches.use(replica, [rng.getrandbits(63) for _ in range(num)])
-    return max(0, process.memory_info().rss - before) / (num * num_replicas)
+    after: int = process.memory_info().rss
+    return max(0, after - before) / (num * num_replicas)
 
 
 def table(costs: list[RouteCost]) -> str:

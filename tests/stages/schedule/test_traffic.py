@@ -164,7 +164,7 @@ def test_a_recording_ends_if_its_command_is_gone(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(UserError, match="already being recorded"):
         bench.recorder.start(m.RecordTraffic(0, b"x" * 32, BLOCK, 60.0))
     now_s = time.monotonic()
-    monkeypatch.setattr(traffic.time, "monotonic", lambda: now_s + 100)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s + 100)
     bench.close(bench.request(ids_from(1)))
     assert not bench.recorder.is_on
     bench.recorder.start(m.RecordTraffic(0, b"x" * 32, BLOCK, 60.0))

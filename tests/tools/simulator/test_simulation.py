@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from pipeline.errors import UserError
 from pipeline.replay.traffic import ReplicaProfile
+from tools.simulator.replica import FastReplica
 from tools.simulator.requests import SimRequest, Trace
 from tools.simulator.search import find_replicas
 from tools.simulator.simulation import Outcome, Setup, Simulation
@@ -97,6 +98,7 @@ def test_every_request_ends_once_and_memory_is_free_again(kind: str, seed: int, 
     assert (outcome.first_s > arrivals).all() and (outcome.end_s >= outcome.first_s).all()
     assert (outcome.num_cached >= 0).all()
     for replica in simulation._replicas:
+        assert isinstance(replica, FastReplica)
         assert not replica.cache.refs and replica._private == 0 and not replica._decoding
         assert len(replica.cache.lru) * trace.block_tokens <= kv_tokens
 
