@@ -1,13 +1,9 @@
 """`pipeline record` and `pipeline replay`."""
 
 import argparse
-import signal
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -16,10 +12,13 @@ from rich.table import Table
 
 from pipeline.cli.out_file import require_writable
 from pipeline.cli.server_choice import choose_server
+from pipeline.config.load import ConfigError
 from pipeline.errors import UserError
 from pipeline.replay.compare import ReplayComparison, compare
 from pipeline.replay.recorder import RecordState
 from pipeline.replay.replaying import Replayed, replay
+from pipeline.replay.signals import signals_as_interrupt
+from pipeline.replay.traffic_command import record_traffic
 from pipeline.runtime import messages as m
 from pipeline.runtime.logs import open_log
 from pipeline.supervisor.admin_client import Admin, find_servers
@@ -33,13 +32,20 @@ WRITE_S = 60.0
 """Longest wait for the stage's thread to finish writing."""
 POLL_S = 0.1
 FOREVER_S = 1e9
+MAX_BYTES = 2**32
+TRAFFIC = "traffic"
+"""Instead of a stage."""
 
 
 def record(args: argparse.Namespace) -> int:
     """Record a running stage until the time is up, Ctrl-C, or another termination signal."""
+    if args.stage == TRAFFIC:
+        return record_traffic(args)
+    if args.block_tokens is not None or args.replica is not None:
+        raise ConfigError(["--block-tokens and --replica are for `pipeline record traffic`"])
     require_writable(args.out, "--out")
     try:
-        with Admin(choose_server(args)) as server, _signals_as_interrupt():
+        with Admin(choose_server(args)) as server, signals_as_interrupt():
             names = [one.name for one in server.stats().stages if args.stage in (one.name, one.name.partition(".")[0])]
             if len(names) != 1:
                 raise UserError(
@@ -47,7 +53,7 @@ def record(args: argparse.Namespace) -> int:
                 )
             path = str(args.out.absolute())
             seconds = args.seconds or FOREVER_S
-            order = m.Record(0, path, args.max_bytes, seconds, with_sent=not args.no_sent, lease_s=LEASE_S)
+            order = m.Record(0, path, args.max_bytes or MAX_BYTES, seconds, with_sent=not args.no_sent, lease_s=LEASE_S)
             _send_command(server, order, names[0])
             is_early = _wait(server, path, names[0], args.seconds)
             state = _end(server, path, names[0])
@@ -58,20 +64,6 @@ def record(args: argparse.Namespace) -> int:
         print(f"pipeline record: ended early: {state.ended}", file=sys.stderr)
     print(f"{args.out}: {state.num_bytes:,} bytes of {names[0]}")
     return 0
-
-
-@contextmanager
-def _signals_as_interrupt() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP end a recording like Ctrl-C."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread can set signal handlers
-        return
-    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _send_command(server: Admin, control_request: m.ControlRequest, stage: str) -> msgspec.Raw:

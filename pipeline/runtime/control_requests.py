@@ -15,6 +15,7 @@ from pipeline.errors import UserError
 from pipeline.metrics.request_timings import RequestTimings
 from pipeline.metrics.stats import EdgeCounts, OwnCounts, StageCounts, num_queued
 from pipeline.replay.recorder import RecordState
+from pipeline.replay.traffic import TrafficReply
 from pipeline.runtime import messages as m
 from pipeline.runtime.channels import Inbox
 from pipeline.runtime.outbox import Outbox
@@ -44,6 +45,14 @@ class ControlledStage(Protocol):
     def end_record(self, path: str) -> RecordState: ...
 
 
+class TrafficSource(Protocol):
+    """Records traffic. Both raise UserError."""
+
+    def start(self, order: m.RecordTraffic) -> None: ...
+
+    def take(self, order: m.TakeTraffic) -> TrafficReply: ...
+
+
 def with_execute_facts(request: m.ControlRequest, facts: m.ExecuteFacts | None) -> m.ControlRequest:
     """A control request with the facts of `Start` if it starts a recording. For the supervisor, which forwards it."""
     return msgspec.structs.replace(request, facts=facts) if isinstance(request, m.Record) else request
@@ -61,6 +70,8 @@ class ControlRequests:
         """Returns the stage's own counts. Set by stages that have some."""
         self.find_request: Callable[[str], RequestTimings | None] = lambda _: None
         """Returns the timings of an open request. Set by gateways."""
+        self.traffic: TrafficSource | None = None
+        """Notes lengths and prefixes of requests. Set by schedule."""
 
     def __call__(self, request: m.ControlRequest) -> None:
         try:
@@ -97,8 +108,17 @@ class ControlRequests:
                 return StageTrace(self._stage.name, os.getpid(), *self._stage.trace.take(goes_on=goes_on))
             case m.FindRequest():
                 return self.find_request(request.response_id)
+            case m.RecordTraffic():
+                return self._traffic().start(request)
+            case m.TakeTraffic():
+                return self._traffic().take(request)
             case _:
                 assert_never(request)
+
+    def _traffic(self) -> "TrafficSource":
+        if self.traffic is None:
+            raise UserError(f"{self._stage.name} can't record traffic: schedule does")
+        return self.traffic
 
     def _counts(self) -> StageCounts:
         inbox, arena = self._stage.inbox, self._stage.arrays.arena

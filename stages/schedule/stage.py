@@ -29,6 +29,7 @@ from pipeline.stages.schedule.policies.depth_tuner import DEPTHS, GPU_DEPTHS, De
 from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from pipeline.stages.schedule.step_entries import InFlightStep
+from pipeline.stages.schedule.traffic import TrafficRecorder, profile_of
 
 IDLE_WAIT_S = 60.0
 """Longest wait for a message while the server is idle."""
@@ -131,6 +132,8 @@ class ScheduleStage:
         self._incarnations = dict(stage.launch.incarnations)
         """Of the gateways' processes, by name; 1 if a name is missing."""
         stage.control_requests.own_counts = self._counts
+        self._traffic = TrafficRecorder(self._scheduler, lambda: profile_of(self._scheduler, stage.settings.gateway))
+        stage.control_requests.traffic = self._traffic
         self._openings: list[deque[m.Open | m.Refuse | m.PrefixCacheReset]] = [deque() for _ in self._detokenize]
         """Openings to send, for each replica of detokenize."""
         self._stopped = False
@@ -179,6 +182,8 @@ class ScheduleStage:
                     scheduler.abort(message)
             case m.Closed(request_id, attempt):
                 with self._stage.breadcrumb.at(request_id, attempt):
+                    if self._traffic.is_on:
+                        self._traffic.closed(message)
                     scheduler.close(message)
             case m.ResetPrefixCache(gateway, nonce):
                 num_blocks = scheduler.reset_prefix_cache()

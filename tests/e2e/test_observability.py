@@ -22,10 +22,13 @@ import pytest
 import zmq
 from prometheus_client.parser import text_string_to_metric_families
 
+from pipeline.replay.traffic import read_trace
+from pipeline.runtime import messages as m
 from pipeline.supervisor import admin_server
 from pipeline.supervisor.admin_client import Admin, find_servers
 from tests.e2e.server import STAGES, Server
 from tests.runtime.test_tracing import check
+from tests.stages.gateway.peers import until
 
 MODEL = "SmolLM2-135M-Instruct"
 SEQUENCE_HISTOGRAMS = (
@@ -326,6 +329,39 @@ def test_an_unwritable_trace_file_is_reported_before_the_trace(server: Server, t
     result = pipeline(*words, timeout_s=60)
     assert result.returncode == 2
     assert f"--out {out}: " in result.stderr and "can't be written" in result.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------- traffic
+
+
+def test_traffic_is_recorded_without_text(server: Server, tmp_path: Path) -> None:
+    out = tmp_path / "traffic.jsonl"
+    command = [sys.executable, "-m", "pipeline", "record", "traffic", "--out", str(out)]
+    command += ["--block-tokens", "16", "--pid", str(server.process.pid)]
+    recording = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    until(out.exists, "the recording begins")  # the file is opened when schedule has begun
+    prompt = "The quick brown zebra. " * 20
+    usages = [post(server, prompt=prompt, max_tokens=length)["usage"] for length in (5, 9)]
+    server.until_idle()
+    recording.send_signal(signal.SIGINT)
+    stdout, stderr = recording.communicate(timeout=60)
+    assert recording.returncode == 0, stderr
+    assert "2 requests" in stdout
+    assert out.stat().st_mode & 0o777 == 0o600
+    assert "zebra" not in out.read_text()
+    first, second = read_trace(out)
+    assert (first.input_length, first.output_length) == (usages[0]["prompt_tokens"], 5)
+    assert second.output_length == 9 and second.timestamp > first.timestamp
+    assert len(first.hash_ids) == first.input_length // 16 > 0 and second.hash_ids == first.hash_ids
+
+
+def test_only_schedule_records_traffic(server: Server) -> None:
+    (name,) = (one for one in find_servers() if one.startswith(f"{server.process.pid}-"))
+    with Admin(name) as admin:
+        answers = admin.send_command(m.RecordTraffic(0, bytes(32), 16, 5.0), ["gateway"])
+        assert "schedule does" in answers["gateway.0"].error
+        answers = admin.send_command(m.RecordTraffic(0, b"short", 16, 5.0), ["schedule"])
+        assert "a salt of 16 to 64 bytes" in answers["schedule.0"].error
 
 
 # -------------------------------------------------------------------------------------------------------- ps and top

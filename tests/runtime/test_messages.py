@@ -141,6 +141,8 @@ SAMPLES: dict[str, msgspec.Struct] = {
     "record": m.Record(5, "/tmp/x", 1024, 2.5, False, m.ExecuteFacts(100, 16, 2048, 49152), 6.0),
     "end_record": m.EndRecord(5, "/tmp/x"),
     "keep_record": m.KeepRecord(5, "/tmp/x"),
+    "record_traffic": m.RecordTraffic(5, bytes(range(32)), 64, 15.0),
+    "take_traffic": m.TakeTraffic(5, bytes(range(32)), False),
     "trace": m.Trace(5, 2.5),
     "take_trace": m.TakeTrace(5, True),
     "find_call": m.FindRequest(5, "cmpl-1"),

@@ -39,7 +39,9 @@ from pipeline.runtime.messages.control_requests import (
     Flame,
     KeepRecord,
     Record,
+    RecordTraffic,
     TakeTrace,
+    TakeTraffic,
     Trace,
 )
 from pipeline.runtime.messages.detokenize import (
@@ -185,6 +187,7 @@ __all__ = [
     "Ready",
     "Reconnected",
     "Record",
+    "RecordTraffic",
     "Refuse",
     "Rejected",
     "Release",
@@ -210,6 +213,7 @@ __all__ = [
     "Submit",
     "SupervisorInbox",
     "TakeTrace",
+    "TakeTraffic",
     "TextPrompt",
     "ToolCall",
     "Trace",

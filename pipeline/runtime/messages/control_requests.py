@@ -77,6 +77,42 @@ class KeepRecord(Message, frozen=True, tag="keep_record"):
     path: str
 
 
-ControlRequest = Count | Trace | TakeTrace | FindRequest | Record | EndRecord | Flame | EndFlame | KeepRecord
+class RecordTraffic(Message, frozen=True, tag="record_traffic"):
+    """To schedule: note the lengths and prefixes of requests from now on; see pipeline.replay.traffic. Answered with
+    nil."""
+
+    nonce: int
+    salt: bytes
+    """Key of the hashes: 16 to 64 random bytes, which are written nowhere."""
+    block_tokens: int
+    """Tokens of a block, each of which has a hash."""
+    lease_s: float
+    """End if no `TakeTraffic` arrives for this long."""
+
+
+class TakeTraffic(Message, frozen=True, tag="take_traffic"):
+    """To schedule: return the requests that have ended since the last one; answered with `TrafficReply` (see
+    pipeline.replay.traffic)."""
+
+    nonce: int
+    salt: bytes
+    """Of the recording: another one is not taken."""
+    goes_on: bool = True
+    """Otherwise the recording ends, and open requests are returned too."""
+
+
+ControlRequest = (
+    Count
+    | Trace
+    | TakeTrace
+    | FindRequest
+    | Record
+    | EndRecord
+    | Flame
+    | EndFlame
+    | KeepRecord
+    | RecordTraffic
+    | TakeTraffic
+)
 """Every stage's inbox accepts these besides the stage's own union and passes them to pipeline.runtime.control_requests,
 which replies to each with one `Answer`. The stage's loop never sees them. The supervisor sets `nonce`."""

@@ -1,0 +1,196 @@
+"""Routes requests to replicas, and keeps their load.
+
+    lease = router.route(prompt, now_s)      the replica, with what is predicted
+    router.first_token(lease, now_s)         its prompt is computed: its tokens no longer wait
+    router.end(lease)                        it is over; also if it had no first token
+
+What a router knows comes from its own requests alone. So it can be tested and simulated, and it needs no messages from
+replicas. Several routers in front of the same replicas each see a part of the load.
+"""
+
+import msgspec
+
+from pipeline.routing.key_caches import KeyCaches
+from pipeline.routing.policies import Loads, Policy, PredictedTTFT, Prompt
+
+MIN_TOKENS = 64
+"""Requests with fewer tokens in front of their first token teach nothing about the speed of prefill."""
+MEMORY = 0.95
+"""How much of the earlier observations remains after another one."""
+MIN_SHARE = 0.1
+"""The least part of a measured time that counts as prefill, however many sequences were open."""
+
+
+class ReplicaSpec(msgspec.Struct, frozen=True):
+    """What a router must know of a replica."""
+
+    kv_tokens: int
+    """Tokens that its KV cache holds."""
+    tokens_per_s: float
+    """Speed of prefill; a first guess if the router learns."""
+    open_s: float
+    """Seconds that an open sequence adds to the time to first token of a new one."""
+
+
+class Lease(msgspec.Struct, eq=False):
+    """A request that was routed and is open."""
+
+    replica: str
+    place: int
+    num_sequences: int
+    num_cached: int
+    """Tokens of the prompt that were expected in the replica's cache."""
+    num_uncached: int
+    num_ahead: float
+    """Tokens to compute before its first one, with its own."""
+    num_open: int
+    """Sequences that were open at the replica before."""
+    routed_s: float
+    predicted_s: float
+    has_first_token: bool = False
+    has_ended: bool = False
+
+
+class RouterCounts(msgspec.Struct):
+    """Since start."""
+
+    num_requests: int = 0
+    num_hits: int = 0
+    """Requests with a prefix that the chosen replica was expected to have."""
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Tokens of these prefixes."""
+    predicted_s: float = 0.0
+    """Sum of the predicted times to first token."""
+    measured_s: float = 0.0
+    """Sum of those that came, of requests with a first token."""
+
+
+class Router:
+    """Owns the load and the expected cache of each replica."""
+
+    def __init__(self, policy: Policy | None = None, key_tokens: int = 256, *, learns: bool = False) -> None:
+        """`key_tokens` is the number of tokens that a key stands for. If it `learns`, the speed of each replica's
+        prefill is estimated from the times to first token. That is for replicas on unequal machines: among equal ones
+        it adds noise, and with it longer tails (docs/scale.md)."""
+        self.policy = policy or PredictedTTFT()
+        self.loads = Loads()
+        self.counts = RouterCounts()
+        self.caches = KeyCaches()
+        self._key_tokens = key_tokens
+        self._learns = learns
+        self._names: list[str] = []
+        self._places: dict[str, int] = {}
+        self._free: list[int] = []
+        self._observed: list[tuple[float, float]] = []
+        """Tokens and seconds, by place, with older ones weighing less."""
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def add(self, name: str, spec: ReplicaSpec) -> None:
+        """A replica begins. Raises ValueError if its name is in use."""
+        if name in self._places:
+            raise ValueError(f"replica {name!r} is there already")
+        place = self._free.pop() if self._free else len(self._names)
+        if place == len(self._names):
+            self._names.append(name)
+            self._observed.append((0.0, 0.0))
+            self.loads.grow(place + 1)
+        self._names[place] = name
+        self._places[name] = place
+        self._observed[place] = spec.tokens_per_s, 1.0
+        loads = self.loads
+        loads.queued[place] = loads.num_open[place] = 0
+        loads.tokens_per_s[place], loads.open_s[place] = spec.tokens_per_s, spec.open_s
+        loads.set_open(place, True)
+        if self.policy.uses_keys:
+            self.caches.add(place, max(1, spec.kv_tokens // self._key_tokens))
+
+    def remove(self, name: str) -> None:
+        """A replica is gone. Its leases may still end. Raises KeyError if it is not there."""
+        place = self._places.pop(name)
+        self.loads.set_open(place, False)
+        if self.policy.uses_keys:
+            self.caches.remove(place)
+        self._names[place] = ""
+        if not self.loads.num_open[place]:
+            self._free.append(place)
+
+    def drain(self, name: str) -> None:
+        """A replica gets no more requests."""
+        self.loads.set_open(self._places[name], False)
+
+    def route(self, prompt: Prompt, now_s: float) -> Lease:
+        """Choose a replica. Raises LookupError if there is none."""
+        loads, policy = self.loads, self.policy
+        if not len(loads.places):
+            raise LookupError("there is no replica to route to")
+        cached: dict[int, int] = {}
+        if policy.uses_keys:
+            most = max(0, prompt.num_tokens - 1)  # at least one token is computed
+            matches = self.caches.matches(prompt.keys)
+            cached = {place: min(most, num * self._key_tokens) for place, num in matches}
+        place = policy.choose(prompt, loads, cached)
+        num_cached = cached.get(place, 0)
+        num_uncached = prompt.num_tokens - num_cached
+        num_ahead, num_open = float(loads.queued[place]) + num_uncached, int(loads.num_open[place])
+        predicted_s = num_ahead / float(loads.tokens_per_s[place]) + num_open * float(loads.open_s[place])
+        loads.queued[place] += num_uncached
+        loads.num_open[place] += prompt.num_sequences
+        if policy.uses_keys:
+            self.caches.use(place, prompt.keys)
+        counts = self.counts
+        counts.num_requests += 1
+        counts.num_hits += num_cached > 0
+        counts.num_prompt_tokens += prompt.num_tokens
+        counts.num_cached_tokens += num_cached
+        counts.predicted_s += predicted_s
+        return Lease(
+            self._names[place], place, prompt.num_sequences, num_cached, num_uncached, num_ahead, num_open, now_s,
+            predicted_s,
+        )  # fmt: skip
+
+    def first_token(self, lease: Lease, now_s: float) -> None:
+        """The first token of a request came. Later calls change nothing."""
+        if lease.has_first_token or lease.has_ended:
+            return
+        lease.has_first_token = True
+        self.loads.queued[lease.place] -= lease.num_uncached
+        seconds = now_s - lease.routed_s
+        self.counts.measured_s += seconds
+        if self._learns and self._is_current(lease) and lease.num_ahead >= MIN_TOKENS and seconds > 0:
+            self._learn(lease, seconds)
+
+    def end(self, lease: Lease) -> None:
+        """A request is over. Later calls change nothing."""
+        if lease.has_ended:
+            return
+        lease.has_ended = True
+        loads, place = self.loads, lease.place
+        if not lease.has_first_token:
+            loads.queued[place] -= lease.num_uncached
+        loads.num_open[place] -= lease.num_sequences
+        if not loads.num_open[place]:
+            loads.queued[place] = 0.0  # without what rounding left
+            if not self._names[place] and place not in self._free:
+                self._free.append(place)
+
+    def _is_current(self, lease: Lease) -> bool:
+        return self._names[lease.place] == lease.replica
+
+    def _learn(self, lease: Lease, seconds: float) -> None:
+        place = lease.place
+        prefill_s = max(seconds - lease.num_open * float(self.loads.open_s[place]), MIN_SHARE * seconds)
+        tokens, total_s = self._observed[place]
+        tokens, total_s = MEMORY * tokens + lease.num_ahead, MEMORY * total_s + prefill_s
+        self._observed[place] = tokens, total_s
+        self.loads.tokens_per_s[place] = tokens / total_s
+
+    def check(self) -> None:
+        """Assert every invariant; for tests."""
+        assert (self.loads.queued > -1e-6).all() and (self.loads.num_open >= 0).all()
+        assert {self._names[place] for place in self._places.values()} == set(self._places)
+        assert not any(self._names[place] for place in self._free)
+        if self.policy.uses_keys:
+            self.caches.check()

@@ -1,0 +1,1 @@
+"""The simulator of replicas; see __main__.py."""
