@@ -95,7 +95,7 @@ class StepInputs:
         num_rows, num_tokens = len(starts), len(ids)
         assert num_rows <= self.max_num_rows, f"{num_rows} entries in a step, {self.max_num_rows} at most"
         assert num_tokens <= self.max_num_tokens, f"{num_tokens} tokens in a step, {self.max_num_tokens} at most"
-        assert int(counts.sum()) == num_tokens
+        assert np.add.reduce(counts) == num_tokens
         entry: np.ndarray[Any, Any]
         if num_tokens == num_rows:  # one token each, in most steps
             offsets = last = entry = self._places[:num_rows]

@@ -326,6 +326,16 @@ class Attention final : public Op {
             for (int i = 0; i < num; i++) scores[i] += form_.slopes[query] * float(distance + i);
     }
 
+    // Makes the scores before `first` and from `end` on -INFINITY. With whole vectors: the next loads of the same vectors
+    // would have to wait for smaller stores.
+    template <int KEYS>
+    static void mask(float* scores, int first, int end) {
+        vi place;
+        for (int lane = 0; lane < LANES; lane++) place[lane] = lane;
+        for (int i = 0; i < KEYS; i += LANES, place += LANES)
+            store(scores + i, (place < first) | (place >= end) ? -INFINITY - vf{} : load<vf>(scores + i));
+    }
+
     // Turns the scores of KEYS keys into softmax weights. Row r attends to the keys first[r] .. end[r]; none of these may
     // be among them. Each loop goes over all rows, because the operations of a single row depend on each other.
     template <int KEYS>
@@ -336,8 +346,7 @@ class Attention final : public Op {
         ahead.prefetch_part(8);
         for (int r = 0; r < count; r++) {
             float* scores = part.scores + r * STRETCH;
-            for (int i = 0; i < first[r] - key && i < KEYS; i++) scores[i] = -INFINITY;
-            for (int i = std::max(0, end[r] - key); i < KEYS; i++) scores[i] = -INFINITY;
+            if (first[r] > key || end[r] < key + KEYS) mask<KEYS>(scores, first[r] - key, end[r] - key);
             ahead.prefetch_part(32);
             vf highest = load<vf>(scores);
             for (int i = LANES; i < KEYS; i += LANES) highest = max(highest, load<vf>(scores + i));

@@ -66,6 +66,8 @@ class Arrays:
 
     def releases(self) -> list[tuple[str, Release]]:
         """The releases to send, once per wake: (owner's segment name, message) pairs."""
+        if not self._read:
+            return []
         read, self._read = self._read, {}
         return [(name, Release(offsets, generations, self._own)) for name, (offsets, generations) in read.items()]
 

@@ -15,13 +15,14 @@ class EventLog:
         self._log = log
         self._text = text
         self._clock = clock
-        self._num_logged = 0
+        self.num_logged = 0
+        """The total when the last line was logged."""
         self._next_s = 0.0
 
     def update(self, total: int, **fields: object) -> None:
         """`total` is the number of events so far. Call it at each event, or often; the heartbeat wakes each stage once
         a second, so that the last events are logged too. `fields` describe the newest."""
-        if total == self._num_logged or (now_s := self._clock()) < self._next_s:
+        if total == self.num_logged or (now_s := self._clock()) < self._next_s:
             return
-        self._log.warning(self._text, extra={"fields": {"num": total - self._num_logged, **fields}})
-        self._num_logged, self._next_s = total, now_s + INTERVAL_S
+        self._log.warning(self._text, extra={"fields": {"num": total - self.num_logged, **fields}})
+        self.num_logged, self._next_s = total, now_s + INTERVAL_S

@@ -14,18 +14,23 @@ class Memories:
 
     def __init__(self) -> None:
         self._newest_first: dict[str, list[tuple[int, memoryview]]] = {}
+        self._has_more = False
+        """Whether a writer has more than `NUM_KEPT`."""
 
     def __contains__(self, name: object) -> bool:
         return name in self._newest_first
 
     def add(self, name: str, memory: memoryview, incarnation: int = 1) -> None:
         """Add the segment of this incarnation of its writer, newer than those before."""
-        self._newest_first[name] = [(incarnation, memory), *self._newest_first.get(name, [])]
+        known = self._newest_first[name] = [(incarnation, memory), *self._newest_first.get(name, [])]
+        self._has_more |= len(known) > NUM_KEPT
 
     def trim(self) -> None:
         """Forget the segments before the last one of each writer. Call it when all messages of a wake are handled."""
-        for known in self._newest_first.values():
-            del known[NUM_KEPT:]
+        if self._has_more:
+            for known in self._newest_first.values():
+                del known[NUM_KEPT:]
+            self._has_more = False
 
     def remove(self, name: str) -> None:
         """The process that writes a segment is gone, and everything that it sent was handled."""

@@ -11,7 +11,7 @@ Output waits in its sequence until `mark_sent`: if a full socket refuses it, the
 import time
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
@@ -256,20 +256,20 @@ class OutputProcessor:
         counts: list[int],
         ids: list[int],
         finishes: list[int],
-        firsts: Iterable[m.FirstTimes] = (),
+        firsts: Collection[m.FirstTimes] = (),
         settled_s: float = 0.0,
         records: bytes = b"",
         errors: Iterable[str] = (),
-        drafts: Iterable[m.DraftCounts] = (),
+        drafts: Collection[m.DraftCounts] = (),
     ) -> list[m.Abort]:
         """Handle a `Settled`, except for prompt records. Returns an `Abort` for schedule for each sequence with a stop
         string."""
         aborts: list[m.Abort] = []
         self._settled_s = settled_s
-        first_of = {first.place: first for first in firsts}
+        first_of = {first.place: first for first in firsts} if firsts else {}
         names = bool(self._names_until_s) and time.monotonic() < self._names_until_s
         end = recorded = 0
-        drafts_of = {counts.place: counts for counts in drafts}
+        drafts_of = {counts.place: counts for counts in drafts} if drafts else {}
         reasons = iter(errors)
         sequence: OutputSequence | None = None
         try:
@@ -277,7 +277,8 @@ class OutputProcessor:
                 begin, end = end, end + count
                 sequence = self._live.pop(seq, None) if finish else self._live.get(seq)
                 assert sequence is not None, f"sequence {seq} is not open"
-                sequence.first = first_of.get(place, sequence.first)
+                if first_of:
+                    sequence.first = first_of.get(place, sequence.first)
                 if drafts_of:
                     sequence.drafts = drafts_of.get(place, sequence.drafts)
                 if finish == ERROR:

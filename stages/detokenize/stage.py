@@ -140,7 +140,8 @@ class DetokenizeStage:
             begun = {first.place for first in message.firsts}
             marked = [one for place, one in enumerate(request_ids) if place in begun or finishes[place]]
             trace.span("text", begin_s, end_s, {"sequences": len(seqs), "tokens": len(ids)}, marked)
-        self._abort(aborts)
+        if aborts:
+            self._abort(aborts)
 
     def _abort(self, aborts: list[m.Abort]) -> None:
         """Ask schedule to end sequences with a stop string."""
@@ -152,4 +153,5 @@ class DetokenizeStage:
             deltas = self._output_processor.deltas(gateway, self._stage.replay_context.monotonic())
             if self._stage.outbox("gateway", gateway).send(deltas):
                 self._output_processor.mark_sent(gateway)
-        self._pending = [(outbox, message) for outbox, message in self._pending if not outbox.send(message)]
+        if self._pending:
+            self._pending = [(outbox, message) for outbox, message in self._pending if not outbox.send(message)]

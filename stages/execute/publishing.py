@@ -1,8 +1,8 @@
 """Publishes the result of a computed step."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from pipeline.runtime import messages as m
 from pipeline.runtime.stage import Stage
@@ -12,8 +12,7 @@ from pipeline.stages.execute.metrics import ExecuteMetrics
 from pipeline.stages.execute.runner import Sampled
 
 
-@dataclass(frozen=True, slots=True)
-class StepTiming:
+class StepTiming(NamedTuple):
     """Times of one step, by the stage's clock."""
 
     began_s: float

@@ -233,7 +233,7 @@ class RowTable:
         fine &= ends <= self.num_blocks[rows] * BLOCK_SIZE
         fine &= (ends == known) | (~samples & (ends < known))
         fine &= ends <= self.max_model_len - samples
-        if not (fine.all() and len(set(rows.tolist())) == len(rows)):
+        if np.count_nonzero(fine) < len(rows) or len(set(rows.tolist())) < len(rows):
             self._check(rows, starts, counts, samples, ends)
         self.num_computed[rows] = ends
 
@@ -301,8 +301,9 @@ class RowTable:
         known = self.num_ids[rows]
         self.ids[rows, known] = ids
         self.num_ids[rows] = known + 1
-        stopped = [token in self.stops[row] for row, token in zip(rows.tolist(), ids.tolist(), strict=True)]
-        if not any(stopped):
+        stops = self.stops
+        stopped = [token in stops[row] for row, token in zip(rows.tolist(), ids.tolist(), strict=True)]
+        if True not in stopped:
             return np.zeros(len(stopped), np.uint8)
         self.ended[rows] = stopped
         return np.where(stopped, Finish.STOP, Finish.NONE).astype(np.uint8)

@@ -1,8 +1,7 @@
 """What both back ends of the executor share: the `Runner` protocol, a step's result, its row changes and its copies."""
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -19,8 +18,7 @@ from pipeline.stages.execute.rows import GroupArray, RowTable, Take
 from pipeline.stages.execute.sampling_features import SamplingFeature
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """What a step sampled: parallel arrays, one value for each of its entries with `samples` set."""
 
     rows: IntArray
@@ -33,15 +31,15 @@ class Sampled:
     num_copies: int = 0
     copy_s: float = 0.0
     """Time of the step's block copies."""
-    token_outputs: ByteArray = field(default_factory=lambda: NO_BYTES)
+    token_outputs: ByteArray = NO_BYTES
     """The logprobs or the embedding of each of `ids` whose row requests one, concatenated."""
-    prompt_logprobs: ByteArray = field(default_factory=lambda: NO_BYTES)
+    prompt_logprobs: ByteArray = NO_BYTES
     """`StepResult.prompt_records`"""
     errors: tuple[str, ...] = ()
     """The reason for each finish that is `ERROR`, in order."""
-    num_ids: IntArray = field(default_factory=lambda: NO_IDS)
+    num_ids: IntArray = NO_IDS
     """If ids were proposed, how many of `ids` each entry has; empty for one each."""
-    num_drafts: IntArray = field(default_factory=lambda: NO_IDS)
+    num_drafts: IntArray = NO_IDS
     """How many ids were proposed for each entry; empty for none."""
     draft_s: float = 0.0
     """Time of the draft model."""

@@ -147,14 +147,14 @@ def _serve(stage: Stage[m.ExecuteInbox], runner: "CpuRunner") -> None:
     idle_since = stage.replay_context.monotonic()
     metrics = ExecuteMetrics()
     stage.control_requests.own_counts = lambda: metrics.counts(runner.rows.num_live)
-    publisher = Publisher(stage, metrics)
-    runner.on_computed = stage.outbox("schedule").wake
+    publisher, schedule = Publisher(stage, metrics), stage.outbox("schedule")
     while True:
         for message in stage.inbox.wait_all(IDLE_S):
             match message:
                 case m.Step():
                     began = stage.replay_context.monotonic()
                     sampled = runner.step(message, stage.arrays.take, stage.replay_context.monotonic)
+                    schedule.wake()  # it wakes while the result is packed
                     ended = stage.replay_context.monotonic()
                     times = StepTiming(began, ended, began - idle_since)
                     requests = [add.request_id for add in message.adds] if stage.trace.on else []

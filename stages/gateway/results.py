@@ -123,13 +123,14 @@ class ResultHandler:
         """Text and ids of some sequences have arrived. `publish` passes them on."""
         begin = 0
         now_s = self._stage.replay_context.monotonic()
-        first_of = {first.place: first for first in message.firsts}
-        drafts_of = {counts.place: counts for counts in message.drafts}
+        first_of = {first.place: first for first in message.firsts} if message.firsts else {}
+        drafts_of = {counts.place: counts for counts in message.drafts} if message.drafts else {}
         gaps: dict[tuple[float, int], int] = {}
         """Sequences by the time of their previous ids and by the number of new ones. Those of one message have one
         time, so there are few keys."""
         errors = iter(message.errors)
-        self._extend_prompt_records(message)
+        if message.prompt_places:
+            self._extend_prompt_records(message)
         marked: list[int] = []
         """Requests that began or ended with this message, for traces."""
         for i, request_id in enumerate(message.request_ids):
@@ -147,7 +148,8 @@ class ResultHandler:
                 continue
             request = prompt_request.request
             prompt_request.is_confirmed = True
-            sequence.drafts = drafts_of.get(i, sequence.drafts)
+            if drafts_of:
+                sequence.drafts = drafts_of.get(i, sequence.drafts)
             if not request.is_released:
                 offset = message.id_offsets[i]
                 if not request.parsed.hides_output:

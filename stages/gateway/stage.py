@@ -213,19 +213,22 @@ class GatewayStage:
             self._zmq_server.fail_all(error)
 
     async def _loop(self, inbox: AsyncInbox[m.GatewayInbox]) -> None:
-        while not self._is_stopped:
-            messages = await inbox.receive_all()
-            begin_s = time.monotonic()
-            for message in messages:
-                self._handle(message)
-            self._answer_rescaling()
-            self._requests.flush()
-            self._stage.release()
-            self._results.publish()
-            if (trace := self._stage.trace).on:
-                trace.span("wake", begin_s, time.monotonic(), {"messages": len(messages)})
+        await inbox.handle_all(self._turn)
         if self._drain_task is not None:
             self._drain_task.cancel()
+
+    def _turn(self, messages: list[m.GatewayInbox]) -> bool:
+        """One wake: handle all messages, then write to clients. Returns whether the loop goes on."""
+        begin_s = time.monotonic()
+        for message in messages:
+            self._handle(message)
+        self._answer_rescaling()
+        self._requests.flush()
+        self._stage.release()
+        self._results.publish()
+        if (trace := self._stage.trace).on:
+            trace.span("wake", begin_s, time.monotonic(), {"messages": len(messages)})
+        return not self._is_stopped
 
     def _handle(self, message: m.GatewayInbox) -> None:
         match message:

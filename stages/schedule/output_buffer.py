@@ -15,6 +15,7 @@ import numpy as np
 from pipeline.runtime.messages import DraftCounts, Finish, FirstTimes, Settled
 from pipeline.shm.arrays import Array
 from pipeline.stages.schedule.arrays import Ids, Int64s, Put
+from pipeline.stages.schedule.decode_run import DecodeRun
 from pipeline.stages.schedule.request import Sequence
 from pipeline.stages.schedule.rows import RowTracker
 
@@ -51,6 +52,8 @@ class OutputBuffer:
         """`seq`, number of records before these, and records of a prompt."""
         self._pending_rows: list[tuple[Int64s, Int64s]] = []
         """Rows in the last pending message, and how many of their ids are settled."""
+        self.settled_run: DecodeRun | None = None
+        """The run whose step was settled last, if that was a step of a run."""
         for _ in puts:
             self.add_replica()
 
@@ -110,6 +113,8 @@ class OutputBuffer:
     def pending(self, replica: int = 0, now_s: float = 0.0) -> Settled | None:
         """The next message to a replica, or None. `mark_sent` removes its content. `now_s` is by time.monotonic()."""
         rows, put = self._rows, self._puts[replica]
+        if self.settled_run is not None and (settled := self._of_run(self.settled_run, replica, now_s)) is not None:
+            return settled
         fresh = rows.order
         known, starts = rows.known[fresh], rows.sent[fresh]
         is_fresh = known > starts
@@ -142,6 +147,18 @@ class OutputBuffer:
             errors=[closing.error for closing in closings if closing.finish == Finish.ERROR],
             drafts=self._drafts(closings, fresh),
         )
+
+    def _of_run(self, run: DecodeRun, replica: int, now_s: float) -> Settled | None:
+        """The next message after a step of a run, if the ids of that step are all that is pending."""
+        rows, index = self._rows, run.index
+        if not run.is_valid or len(self._puts) > 1 or self._closings[replica] or self._prompts[replica]:
+            return None
+        known, starts = rows.known[index], rows.sent[index]
+        if np.count_nonzero(known - starts == 1) < run.num_rows:
+            return None
+        self._pending_rows[replica] = run.order, known
+        starts = (starts - run.num_prompt).astype(np.int32)
+        return Settled(run.seqs, starts.tobytes(), run.counts, run.ids, run.finishes, settled_s=now_s)
 
     def _drafts(self, closings: list[ClosingOutput], fresh: Int64s) -> list[DraftCounts]:
         found = [(place, closing.drafts) for place, closing in enumerate(closings) if closing.drafts is not None]

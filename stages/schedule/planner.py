@@ -9,6 +9,7 @@ import numpy as np
 from pipeline.runtime import messages as m
 from pipeline.runtime.black_box import Breadcrumb
 from pipeline.stages.schedule.arrays import Bools, Int64s, Put
+from pipeline.stages.schedule.decode_run import MAX_ROWS, DecodeRun
 from pipeline.stages.schedule.kv_cache.manager import KVCacheManager
 from pipeline.stages.schedule.kv_cache.windows import AppendedBlocks
 from pipeline.stages.schedule.lifecycle import SequenceLifecycle
@@ -57,12 +58,25 @@ class Planner:
         self._breadcrumb = breadcrumb
         self._registers = True
         self._has_windows = bool(kv_cache_manager.windows.by_window)
+        self._run: DecodeRun | None = None
+        """Of the last plan, if it can be repeated."""
+        self._may_repeat = kv_cache_manager.windows.is_plain and not kv_cache_manager.offload.is_on
+        """Whether steps without new blocks need nothing else than positions."""
+
+    def repeat(self) -> m.Step | None:
+        """Return the next step if it differs from the last one by a position of each row only, else None. No sequence
+        may wait. Full blocks are not added to the prefix cache."""
+        run = self._run
+        if run is None or not run.num_left > 0 or not run.is_valid:
+            return None
+        self._kv_cache_manager.begin_plan(self._in_flight.last_step_id + 1)
+        return self._builder.repeat(run)
 
     def plan(self, *, registers: bool = True) -> m.Step | None:
         """Return the next step, or None if there is nothing to compute now. Without `registers`, full blocks are not
         added to the prefix cache yet: the caller does that later, and no sequence waits."""
         rows, lifecycle = self._rows, self._lifecycle
-        self._registers = registers
+        self._registers, self._run = registers, None
         self._kv_cache_manager.begin_plan(self._in_flight.last_step_id + 1)
         self._kv_cache_manager.release_passed(self._in_flight.last_in_flight)
         if lifecycle.quarantine.is_active:
@@ -104,7 +118,24 @@ class Planner:
             assert lifecycle.preempt_stalled_beams(), "there is work, but no step to do it"
             return self.plan(registers=registers)
         drafts = self._grant_drafts(budget, entries[0], appended) if self._speculation.is_on else None
+        if running is order and len(entries) == 1:
+            self._run = self._new_run(entries[0])
         return self._builder.build(entries, appended, adds, budget.shape, drafts)
+
+    def _new_run(self, planned: StepEntries) -> DecodeRun | None:
+        """The run that a step begins, if all running rows decode and none has outputs besides its ids."""
+        rows, order, num = self._rows, planned.rows, len(planned.rows)
+        if (
+            not self._may_repeat
+            or num > MAX_ROWS
+            or self._speculation.is_on
+            or rows.num_recorded
+            or rows.num_beams
+            or np.count_nonzero(planned.samples & (planned.counts == 1)) < num
+            or np.count_nonzero(rows.has_prediction[order])
+        ):
+            return None
+        return DecodeRun(rows, order, planned.starts + 1, self._block_size)
 
     def _grant_drafts(self, budget: StepBudget, running: StepEntries, appended: AppendedBlocks) -> Int64s | None:
         """Let the executor propose ids for running rows that decode, with what is left of the budget, and give the rows

@@ -199,7 +199,7 @@ class Scheduler:
     def plan_before_settling(self) -> m.Step | None:
         """Like `plan`, before the oldest result is settled, if `can_plan_before_settling`. Full blocks are added to the
         prefix cache by `settle`, when the step has been sent."""
-        step = self._planner.plan(registers=False)
+        step = self._planner.repeat() or self._planner.plan(registers=False)
         self._settlement.is_behind = True
         return step
 

@@ -8,6 +8,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.messages import Finish
 from pipeline.stages.schedule.arrays import Bools, Ids, Int64s, Take
 from pipeline.stages.schedule.beams import Beams
+from pipeline.stages.schedule.decode_run import DecodeRun
 from pipeline.stages.schedule.kv_cache.manager import KVCacheManager
 from pipeline.stages.schedule.lifecycle import SequenceLifecycle
 from pipeline.stages.schedule.logprob_records import take_prompt_records, take_records
@@ -17,6 +18,8 @@ from pipeline.stages.schedule.policies.step_cost_model import StepCostModel
 from pipeline.stages.schedule.request import Sequence
 from pipeline.stages.schedule.rows import RowTracker
 from pipeline.stages.schedule.step_entries import InFlightStep, InFlightSteps
+
+NO_DRAFTS: Int64s = np.zeros(0, np.int64)
 
 
 class Settlement:
@@ -53,6 +56,10 @@ class Settlement:
         """Store what the oldest step in flight sampled, and finish sequences."""
         step = self._in_flight.steps.popleft()
         assert result.step_id == step.step_id, f"a result of step {result.step_id} came, step {step.step_id} is due"
+        if step.run is not None and self._repeats(step.run, result):
+            self._settle_repeated(step, step.run, result)
+            return
+        self._output_buffer.settled_run = None
         rows, take = self._rows, self._take
         sampled = take(result.rows, np.int32).astype(np.int64)
         ids = take(result.ids, np.int32)
@@ -104,6 +111,24 @@ class Settlement:
             self.traced_request_ids.append(request.request_id)
             self.num_output_tokens += sum(len(one.ids) - len(request.prompt) for one in request.sequences)
         self._learn(step, result, num_drafts)
+
+    def _repeats(self, run: DecodeRun, result: m.StepResult) -> bool:
+        """Whether the result has one id for each row of a run, and ends no sequence."""
+        is_plain = result.rows == run.row_ids and result.finishes == run.finishes and not result.errors
+        return is_plain and run.is_valid and not self._lifecycle.quarantine.is_active
+
+    def _settle_repeated(self, step: InFlightStep, run: DecodeRun, result: m.StepResult) -> None:
+        """`settle` for a step of a run: no sequence begins or ends with it."""
+        assert isinstance(result.ids, bytes), "the rows came inline and their ids did not"
+        known = run.settle(result.ids)
+        self.num_output_tokens += run.num_rows
+        self._output_buffer.settled_run = run
+        self.traced_request_ids = []
+        if self.is_behind:
+            self._kv_cache_manager.register_if_full(run.order, known)
+            self.is_behind = False
+        self._kv_cache_manager.settle(step.step_id)
+        self._learn(step, result, NO_DRAFTS)
 
     def _current(self, sampled: Int64s, generations: "np.ndarray[Any, np.dtype[np.uint32]]") -> Bools:
         """Which rows still have the sequence that the step computed."""

@@ -353,10 +353,9 @@ class ScheduleStage:
             self._stage.log.info("depth", extra={"fields": fields})
 
     def _log_preemptions(self) -> None:
-        scheduler = self._scheduler
-        self._preemption_log.update(
-            scheduler.lifecycle.num_preemptions, running=scheduler.num_running, waiting=scheduler.num_waiting
-        )
+        scheduler, total = self._scheduler, self._scheduler.lifecycle.num_preemptions
+        if total != self._preemption_log.num_logged:
+            self._preemption_log.update(total, running=scheduler.num_running, waiting=scheduler.num_waiting)
 
     # --------------------------------------------------------------------------------------------------- counts
 
@@ -370,8 +369,10 @@ class ScheduleStage:
 
     def _report(self) -> bool:
         """Send new output to detokenize. Returns False if an edge is full: the rest goes with the next report."""
-        were_sent = [self._report_to(replica) for replica in range(len(self._detokenize))]
-        return all(were_sent)
+        all_sent = True
+        for replica in range(len(self._detokenize)):
+            all_sent &= self._report_to(replica)
+        return all_sent
 
     def _report_to(self, replica: int) -> bool:
         detokenize, openings = self._detokenize[replica], self._openings[replica]

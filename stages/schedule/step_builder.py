@@ -5,6 +5,7 @@ import numpy as np
 from pipeline.runtime import messages as m
 from pipeline.shm.arrays import Array
 from pipeline.stages.schedule.arrays import Bools, Int64s, Put
+from pipeline.stages.schedule.decode_run import DecodeRun
 from pipeline.stages.schedule.kv_cache.swap import BlockCopies
 from pipeline.stages.schedule.kv_cache.windows import AppendedBlocks
 from pipeline.stages.schedule.logprob_records import expect_logprobs
@@ -76,6 +77,29 @@ class StepBuilder:
             copy_targets=self._put_list(targets),
             block_groups=put(np.array(appended.groups, np.uint8)) if any(appended.groups) else b"",
             drafts=b"" if drafts is None else put(drafts.astype(np.int32)),
+        )
+
+    def repeat(self, run: DecodeRun) -> m.Step:
+        """Build the message of a step that differs from the last one by a position of each row."""
+        num, starts, shape = run.num_rows, run.starts.tobytes(), None
+        if self.learns(has_chunks=False):
+            shape = StepCostInputs(num, run.context)
+        self._num_decode_steps += 1
+        self._metrics.step_tokens.observe(num)
+        step_id = self._in_flight.next_step_id()
+        self._in_flight.steps.append(InFlightStep(step_id, num, num, run.num_changes, 0, shape, run=run))
+        run.repeat()
+        return m.Step(
+            incarnation=self._incarnation,
+            step_id=step_id,
+            drops=b"",
+            adds=[],
+            block_rows=b"",
+            block_ids=b"",
+            rows=run.row_ids,
+            starts=starts,
+            counts=run.counts,
+            samples=run.samples,
         )
 
     def _note(self, computed: StepEntries, shape: StepCostInputs, has_drafts: Bools | None) -> int:

@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 
 from pipeline.stages.schedule.arrays import Bools, Int64s
+from pipeline.stages.schedule.decode_run import DecodeRun
 from pipeline.stages.schedule.policies.budget import StepCostInputs
 from pipeline.stages.schedule.request import Sequence
 
@@ -66,6 +67,8 @@ class InFlightStep(msgspec.Struct, frozen=True):
     expected_logprobs: ExpectedLogprobs | None = None
     has_drafts: Bools | None = None
     """Parallel with the samples: whether ids may be proposed for the row. None if they may for no row."""
+    run: DecodeRun | None = None
+    """The run that the step repeats a step of."""
 
 
 class InFlightSteps:

@@ -314,6 +314,47 @@ def test_an_async_inbox_never_misses_a_wake(channels, limit):
     assert uvloop.run(main()) == list(range(expected))
 
 
+def test_an_async_inbox_that_handles_messages_in_the_callback_never_misses_a_wake(channels):
+    num_bursts = 600
+    expected = sum((burst * 7919) % 40 + 1 for burst in range(num_bursts))
+
+    async def main():
+        inbox: AsyncInbox[Any] = AsyncInbox(channels.inbox())
+        done = threading.Event()
+        thread = threading.Thread(target=burst_sender, args=(channels.address, num_bursts, done))
+        thread.start()
+        received = []
+
+        def handle(messages):
+            received.extend(message.nonce for message in messages)
+            return len(received) < expected
+
+        await asyncio.wait_for(inbox.handle_all(handle), PATIENCE_S)
+        done.set()
+        thread.join(PATIENCE_S)
+        inbox.close()
+        return received
+
+    assert uvloop.run(main()) == list(range(expected))
+
+
+def test_an_error_of_a_handler_ends_the_wait_for_messages(channels):
+    async def main():
+        inbox: AsyncInbox[Any] = AsyncInbox(channels.inbox())
+        assert channels.outbox().send(m.Ping(1))
+
+        def handle(messages):
+            raise ValueError(f"{len(messages)} messages")
+
+        try:
+            await asyncio.wait_for(inbox.handle_all(handle), PATIENCE_S)
+        finally:
+            inbox.close()
+
+    with pytest.raises(ValueError, match="1 messages"):
+        uvloop.run(main())
+
+
 def test_an_async_inbox_lets_other_tasks_run_under_load(channels):
     async def main():
         inbox: AsyncInbox[Any] = AsyncInbox(channels.inbox())

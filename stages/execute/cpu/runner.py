@@ -3,9 +3,8 @@
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,16 +35,15 @@ Clock = Callable[[], float]
 NO_SIZES: LongArray = np.zeros(0, np.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class Computed:
+class Computed(NamedTuple):
     """Results of the entries that have not ended: parallel arrays, one value for each with `samples` set."""
 
     ids: IntArray
     """`NO_ID` if no id can be sampled"""
-    token_outputs: ByteArray = field(default_factory=lambda: NO_BYTES)
-    token_output_sizes: LongArray = field(default_factory=lambda: NO_SIZES)
+    token_outputs: ByteArray = NO_BYTES
+    token_output_sizes: LongArray = NO_SIZES
     """Bytes of each id's logprobs or embedding; empty if none has any"""
-    prompt_logprobs: ByteArray = field(default_factory=lambda: NO_BYTES)
+    prompt_logprobs: ByteArray = NO_BYTES
     verified: Verified | None = None
     """If ids were proposed; `ids` are then the last ones of each entry, and its outputs come one after the other."""
 
@@ -113,8 +111,6 @@ class CpuRunner:
         )
         self.failed = self._changes.failed
         self._clock: Clock = time.monotonic
-        self.on_computed: Callable[[], None] = lambda: None
-        """Called when a step's ids are computed, before its result is made of them."""
 
     def _make_speculator(self, settings: Settings, kv: KVPlan, num_threads: int) -> Speculator:
         self.masks.forces = True
@@ -164,7 +160,7 @@ class CpuRunner:
         assert len(rows) == len(starts) == len(counts) == len(samples)
         drafts = take(step.drafts, np.int32)
         ended = self.rows.ended[rows]
-        if ended.any():
+        if np.count_nonzero(ended):
             running = ~ended
             drafts = drafts[running] if len(drafts) else drafts
             rows_left, counts_left, samples_left = rows[running], counts[running], samples[running]
@@ -173,11 +169,12 @@ class CpuRunner:
                 if len(rows_left)
                 else NOTHING
             )
-            totals = len(rows_left), int(counts_left.sum()), num_copies, copy_s
+            totals = len(rows_left), int(np.add.reduce(counts_left)), num_copies, copy_s
             return self._result(rows[samples], running[samples], computed, *totals)
+        totals = len(rows), int(np.add.reduce(counts)), num_copies, copy_s
+        sampled = rows[samples]
         computed = self._compute(rows, starts, counts, samples, drafts) if len(rows) else NOTHING
-        totals = len(rows), int(counts.sum()), num_copies, copy_s
-        return self._result(rows[samples], None, computed, *totals)
+        return self._result(sampled, None, computed, *totals)
 
     def _copy(self, step: Step, take: Take, clock: Clock) -> tuple[int, float]:
         """Make the step's copies. Returns their number and seconds. Without copies the clock is not read."""
@@ -199,14 +196,14 @@ class CpuRunner:
             proposed = self.speculator.propose(rows, most_drafts, self._clock)
             if proposed.any():
                 num_drafts, counts = proposed, (counts + proposed).astype(np.int32)
-        if len(rows) == int(counts.sum()):
+        if np.count_nonzero(counts == 1) == len(rows):
             entry, positions = rows, starts
         else:
             repeated = np.repeat(np.arange(len(rows)), counts)
             positions = np.arange(len(repeated)) - (np.cumsum(counts) - counts)[repeated] + starts[repeated]
             entry = rows[repeated]
         ids = self.rows.ids[entry, positions]
-        num_blocks = int(self.rows.num_blocks[rows].max())
+        num_blocks = int(np.maximum.reduce(self.rows.num_blocks[rows]))
         requested_features = self.rows.requested_features
         pooled = (
             self.rows.features[rows] & SamplingFeature.EMBEDDING != 0
@@ -223,7 +220,6 @@ class CpuRunner:
                 self.inputs.fill_adapters(self.rows.adapters[rows])
             self.rows.fill_sampling_inputs(self.sampling_inputs, rows[is_sampled])
             ids = self._run(rows[is_sampled])
-            self.on_computed()
             computed = Computed(ids, logprobs.memory, logprobs.widths)
         else:
             self.inputs.fill(ids, starts, counts, table, is_sampled * (1 + num_drafts), others)
@@ -232,7 +228,7 @@ class CpuRunner:
             computed = self._run_and_verify(rows[is_sampled], num_drafts[is_sampled])
         if requested_features & SamplingFeature.PROMPT_LOGPROBS:
             prompt_logprobs = score_prompts(self.rows, rows, self.program, self.inputs, self.scores)
-            computed = replace(computed, prompt_logprobs=prompt_logprobs)
+            computed = computed._replace(prompt_logprobs=prompt_logprobs)
         if pooled is not None:
             computed = self._embed(rows, samples, pooled, computed)
         return computed
@@ -247,7 +243,6 @@ class CpuRunner:
         num_known = (self.rows.num_ids[sampled] + place).astype(np.int32)
         self.rows.fill_sampling_inputs(self.sampling_inputs, sampled, num_known)
         ids = self._run(rows, num_drafts)
-        self.on_computed()
         logprobs = self.sampling_inputs.logprobs
         verified = self.speculator.verify(rows, num_drafts, ids, logprobs.memory, logprobs.widths, self.failed)
         return Computed(verified.last_ids, verified.records, verified.record_sizes, verified=verified)
@@ -295,7 +290,7 @@ class CpuRunner:
         token_outputs[~theirs] = computed.token_outputs
         if embeddings:
             token_outputs[theirs] = np.concatenate(embeddings).view(np.uint8)
-        return replace(computed, ids=ids, token_outputs=token_outputs, token_output_sizes=token_output_sizes)
+        return computed._replace(ids=ids, token_outputs=token_outputs, token_output_sizes=token_output_sizes)
 
     def _result(
         self,
@@ -311,7 +306,7 @@ class CpuRunner:
         before, None if none had; the others get no id."""
         ids, token_outputs = computed.ids, computed.token_outputs
         errors: tuple[str, ...] = ()
-        if running is None and not self.failed and not (ids == NO_ID).any():
+        if running is None and not self.failed and not np.count_nonzero(ids == NO_ID):
             finishes = self.rows.append_ids(rows, ids)  # in nearly every step
         else:
             running = np.ones(len(rows), np.bool_) if running is None else running
@@ -338,8 +333,7 @@ class CpuRunner:
         if running is not None:
             has_logits &= running
         num_ids[has_logits], num_drafts[has_logits] = verified.num_ids, verified.num_drafts
-        return replace(
-            sampled,
+        return sampled._replace(
             ids=merged(sampled.ids, num_ids, verified.accepted),
             num_tokens=sampled.num_tokens + int(num_drafts.sum()),
             num_ids=num_ids.astype(np.int32),
@@ -364,7 +358,7 @@ class CpuRunner:
             finishes[np.flatnonzero(running)[failing]] = Finish.ERROR
             if len(computed.token_output_sizes):
                 token_outputs = token_outputs[np.repeat(~failing, computed.token_output_sizes)]
-            computed = replace(computed, ids=computed.ids[~failing])
+            computed = computed._replace(ids=computed.ids[~failing])
             running = running & (finishes != Finish.ERROR)
         ids[running] = computed.ids
         finishes[running] = self.rows.append_ids(rows[running], computed.ids)

@@ -7,7 +7,6 @@ If both are possible, it publishes a result before it launches the next step, be
 
 import struct
 import time
-from dataclasses import replace
 from typing import assert_never
 
 from pipeline.runtime import messages as m
@@ -137,7 +136,7 @@ class Loop:
         )
         self._ended_s = now_s
         if copy_s != sampled.copy_s:
-            sampled = replace(sampled, copy_s=copy_s)
+            sampled = sampled._replace(copy_s=copy_s)
         self._publisher.publish(
             launched_step.incarnation,
             launched_step.step_id,

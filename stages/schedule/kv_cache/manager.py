@@ -369,6 +369,12 @@ class KVCacheManager:
             for place in fresh.nonzero()[0].tolist():
                 self._register_row(int(running[place]), int(num_full[place]))
 
+    def register_if_full(self, running: Int64s, known: Int64s) -> None:
+        """`register` for decoding rows, of which a block can only be full if a row's number of ids, `known`, is a
+        multiple of a block's."""
+        if self._prefix_caching and np.count_nonzero(known % self._block_size) < len(known):
+            self.register(running)
+
     def register_last(self, row: int) -> None:
         """Add the full blocks of a row that ends or is preempted. The KV of its last id may not be computed: the
         sequence may have stopped there."""

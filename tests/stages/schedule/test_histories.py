@@ -271,6 +271,8 @@ def test_a_step_that_is_planned_before_settling_is_the_step_that_would_come_afte
         # A sequence that has all its ids may release its row and blocks a step later, so block ids may differ.
         computed = [[(s.rows, s.starts, s.counts, s.samples) for s in bench.steps] for bench in benches]
         assert computed[0] == computed[1]
+        loads = [bench.scheduler.load() for bench in benches]
+        assert loads[0].num_output_tokens == loads[1].num_output_tokens
     assert early.received == late.received
     assert late.num_early_plans == 0
 
@@ -318,4 +320,20 @@ def test_most_steps_of_decoding_rows_are_planned_before_settling() -> None:
         bench.admit(range(place, place + 20), max_tokens=30)
     assert bench.run() < 40
     assert bench.num_early_plans > 25
+    bench.check_outputs()
+
+
+def test_steps_of_the_same_decoding_rows_repeat_the_plan_before() -> None:
+    bench = Bench(config(num_blocks=64), depth=1)
+    bench.plans_early = True
+    for place in range(2):
+        bench.admit(range(place, place + 20), max_tokens=60)
+    runs = []
+    while not bench.scheduler.lifecycle.is_idle or bench.steps:
+        if bench.steps:
+            bench.answer()
+        bench.fill()
+        bench.report()
+        runs += [step.run for step in bench.scheduler.in_flight]
+    assert sum(run is not None for run in runs) > 45  # all but those with prompts, new blocks and the last ids
     bench.check_outputs()

@@ -1,0 +1,90 @@
+"""A run of steps in which the same rows decode. Each differs from the one before by a position, so its plan, result and
+output are made without looking at each row. Nearly all steps of a server with few streams are like that.
+
+    plan ──► repeat ──► repeat ──► … ──► plan again: a row starts, ends, needs a block, or is about to get its last id
+"""
+
+import numpy as np
+
+from pipeline.shm.arrays import INLINE_BYTES
+from pipeline.stages.schedule.arrays import Int32s, Int64s
+from pipeline.stages.schedule.rows import RowTracker
+
+MAX_ROWS = INLINE_BYTES // 8
+"""Of a run: its messages contain the arrays, 8 bytes a row at most."""
+
+
+class DecodeRun:
+    """The rows of the last plan, and what the messages about them have in common. Valid while `num_changes` is that of
+    the row tracker."""
+
+    __slots__ = (
+        "_rows",
+        "counts",
+        "finishes",
+        "ids",
+        "index",
+        "num_changes",
+        "num_left",
+        "num_prompt",
+        "num_rows",
+        "order",
+        "row_ids",
+        "samples",
+        "seqs",
+        "starts",
+    )
+
+    def __init__(self, rows: RowTracker, order: Int64s, ends: Int64s, block_size: int) -> None:
+        """Each row in `order` computes one position in the last plan, up to `ends`, and samples an id."""
+        self._rows = rows
+        self.num_changes = rows.num_changes
+        self.order = order
+        self.num_rows = num = len(order)
+        first = int(order[0])
+        is_adjacent = np.count_nonzero(order == np.arange(first, first + num)) == num
+        self.index: Int64s | slice = slice(first, first + num) if is_adjacent else order
+        """Selects the rows; a slice is much cheaper than an array."""
+        until_block = rows.num_blocks[order] * block_size - ends
+        until_limit = rows.limit[order] - ends - 2
+        self.num_left = int(min(np.minimum.reduce(until_block), np.minimum.reduce(until_limit)))
+        """Steps that can follow: with no new block, and without the last id of any row."""
+        self.starts: Int32s = ends.astype(np.int32)
+        """Of the next step."""
+        self.num_prompt = rows.num_prompt[order]
+        self.row_ids = order.astype(np.int32).tobytes()
+        self.counts = np.ones(num, np.int32).tobytes()
+        self.samples = np.ones(num, np.uint8).tobytes()
+        self.finishes = bytes(num)
+        self.seqs = rows.seq[order].tobytes()
+        self.ids = b""
+        """int32; those of the last step of the run that was settled. The step that begins a run is not one of these,
+        because it may sample the first id of a sequence."""
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the same sequences run as in the last plan."""
+        return self.num_changes == self._rows.num_changes
+
+    @property
+    def context(self) -> int:
+        """Positions that the next step attends to."""
+        return int(np.add.reduce(self.starts)) + self.num_rows
+
+    def repeat(self) -> None:
+        """One more step is planned."""
+        rows = self._rows
+        rows.planned[self.index] += 1
+        rows.promised[self.index] += 1
+        self.starts += 1
+        self.num_left -= 1
+
+    def settle(self, ids: bytes) -> Int64s:
+        """Append the ids of a step of the run, which ends no sequence. Returns the number of ids that each row has."""
+        rows, index, sampled = self._rows, self.index, np.frombuffer(ids, np.int32)
+        assert np.count_nonzero(sampled < 0) == 0, "there is no id for a running row"
+        rows.ids[self.order, rows.known[index]] = sampled
+        rows.known[index] += 1
+        rows.promised[index] -= 1
+        self.ids = ids
+        return rows.known[index]
