@@ -1,6 +1,5 @@
 """The shared arrays of a message, in the order of its fields."""
 
-from functools import cache
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -30,14 +29,21 @@ def _collect(struct: Any, found: list[ShmRef]) -> None:
                 _collect(one, found)
 
 
-@cache
+_found: dict[type, tuple[str, ...]] = {}
+"""What `_names` has found."""
+
+
 def _names(kind: type) -> tuple[str, ...]:
     """The fields of a struct that may have references, by their types: to look at each value of each message would
     cost more than the rest of a recording."""
-    if not issubclass(kind, msgspec.Struct):
-        return ()
-    hints = get_type_hints(kind)
-    return tuple(name for name in kind.__struct_fields__ if _may_refer(hints[name]))
+    if (known := _found.get(kind)) is not None:
+        return known
+    names: tuple[str, ...] = ()
+    if issubclass(kind, msgspec.Struct):
+        hints = get_type_hints(kind)
+        names = tuple(name for name in kind.__struct_fields__ if _may_refer(hints[name]))
+    _found[kind] = names
+    return names
 
 
 def _may_refer(hint: Any) -> bool:

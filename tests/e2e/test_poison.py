@@ -19,7 +19,7 @@ from tests.e2e.zmq_streams import connected
 pytestmark = pytest.mark.usefixtures("smollm2_dir")
 
 NEIGHBOURS = ("greedy", "seeded", "penalties", "stop string", "n = 3", "logprobs", "JSON schema", "echo")
-MAX_TOKENS = 40
+MAX_TOKENS, NEIGHBOUR_TOKENS = 40, 60
 NUM_BEFORE = 5
 """Output ids of the poisoned request before it kills."""
 SEEDS = {"schedule": 666, "detokenize": 667}
@@ -98,7 +98,7 @@ async def everyone(server: Server, poison: int | None = None) -> tuple[dict[str,
     others run."""
     ledger, have_begun = Ledger(), asyncio.Event()
     ledger.on_event(lambda number: have_begun.set() if number >= MAX_TOKENS else None)
-    streams = {kind: one for kind, one in requests(3 * MAX_TOKENS).items() if kind in NEIGHBOURS}
+    streams = {kind: one for kind, one in requests(NEIGHBOUR_TOKENS).items() if kind in NEIGHBOURS}
     async with connected(server.zmq) as clients, asyncio.TaskGroup() as tasks:
         over_http = tasks.create_task(run(server.url, streams, ledger))
         over_zmq = tasks.create_task(clients.run())

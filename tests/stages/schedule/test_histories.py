@@ -112,6 +112,7 @@ class Histories(RuleBasedStateMachine):
         salt=st.sampled_from(["", "", "mine"]),
         tops=st.sampled_from([(-1, -1), (-1, -1), (0, -1), (2, -1), (-1, 0), (1, 2)]),
         failing=st.sampled_from([(), (), (), range(0, 997, 13)]),
+        num_schedule_deaths=st.sampled_from([0, 0, 0, 1, 2, 3, 4]),
     )
     def admit(
         self,
@@ -125,6 +126,7 @@ class Histories(RuleBasedStateMachine):
         salt: str,
         tops: tuple[int, int],
         failing: Iterable[int],
+        num_schedule_deaths: int,
     ) -> None:
         number = self.bench.admit(
             prompt,
@@ -138,6 +140,7 @@ class Histories(RuleBasedStateMachine):
             num_logprobs=tops[0],
             num_prompt_logprobs=tops[1],
             failing=failing,
+            num_schedule_deaths=num_schedule_deaths,
         )
         self.known.append(number)
 
