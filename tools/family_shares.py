@@ -1,8 +1,10 @@
 """How near each family comes to what the machine can do: `python -m tools.family_shares [SHAPE…]`.
 
 Runs `pipeline profile execute --shape SHAPE` with a few layers, and prints a row of a Markdown table for each: the
-share of the floor of the layers' ops together. The embedding, the LM head and sampling are left out, because a few
-layers are not the share of the model that all are. Run it on a quiet machine.
+share of the floor of the layers' ops together, then that of the LM head in the same step, then ms of the step. The
+embedding, the LM head and sampling are no part of the first, because a few layers are not the share of the model that
+all are. The LM head is the same op in all families: where its share falls too, the machine was slower than its rates,
+which are measured before and after. Run it on a quiet machine.
 """
 
 import argparse
@@ -31,7 +33,7 @@ def main() -> int:
     for name in args.shapes or SHAPES:
         profile = measure(name, args)
         assert profile.before is not None and profile.after is not None
-        cells = [f"{share_of(step):.0%} ({step.ms:.1f})".replace("%", " %") for step in profile.steps]
+        cells = [f"{share_of(step):.0%} · {head_of(step):.0%} · {step.ms:.1f}" for step in profile.steps]
         reads = f"{profile.before.read_bytes / 1e9:.0f}, {profile.after.read_bytes / 1e9:.0f}"
         print(f"| {' | '.join((name, *cells, reads))} |", flush=True)
         slow = sorted(profile.steps[0].ops, key=lambda op: -op.ms)
@@ -54,6 +56,11 @@ def share_of(step: StepTime) -> float:
     """The floors of the layers' ops together, divided by their time."""
     ops = [op for op in step.ops if op.name not in OUTSIDE and op.floor is not None]
     return sum(op.floor.ms for op in ops if op.floor is not None) / sum(op.ms for op in ops)
+
+
+def head_of(step: StepTime) -> float:
+    """The same of the LM head."""
+    return next(op.floor.share for op in step.ops if op.name == "head" and op.floor is not None)
 
 
 if __name__ == "__main__":

@@ -246,7 +246,7 @@ def test_a_missing_gpu_is_an_error_of_one_line_before_a_model_is_fetched(
         (["execute", "--against", "onnx"], "--against: invalid choice: 'onnx'"),
         (["execute", "--against=torch", "--set", "execute.device=cuda"], "--against torch: it computes on a CPU"),
         (["execute", "--kernels=torch", "--set", "execute.device=cuda"], "execute.kernels: 'torch' computes on a CPU"),
-        (["execute", "--shape", "gpt-5"], "--shape: invalid choice: 'gpt-5' (choose from "),
+        (["execute", "--shape", "kitchen"], "--shape: invalid choice: 'kitchen' (choose from "),
         (["execute", "--batch=none", "--prefill=none"], "there is nothing to measure"),
         (["execute", "--quantization=q2"], "quantization: needs "),
         (["execute", "--layers=2"], "--layers 2: it needs --shape"),
