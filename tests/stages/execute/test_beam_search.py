@@ -25,7 +25,7 @@ class Machine:
     def __init__(self, folder: Path, kernels: str) -> None:
         self.model = checkpoints.write(folder, checkpoints.config_of())
         bytes_of_a_block = block_bytes(3, 2, 16, 4)
-        how = {"dtype": "float32", "kernels": kernels}
+        how: dict[str, Any] = {"dtype": "float32", "kernels": kernels}
         self.runners = {num: make_runner(folder, bytes_of_a_block, num, **how) for num in (160, 44)}
 
     def expected(self, prompt: list[int], **how: Any) -> tuple[list[list[int]], list[float]]:
