@@ -97,6 +97,10 @@ def test_sequences_and_scores_are_those_of_transformers(
     assert pair.scheduler.load().num_forks > 0
 
 
+def test_widths_between(machine: Machine) -> None:
+    check(machine, machine.runners[160], [5, 6, 7])
+
+
 def test_a_width_of_one_is_greedy(machine: Machine) -> None:
     prompt = random_ids(20, 5)
     greedy = Request(tuple(prompt), MAX_TOKENS, fields=(("stop_token_ids", ENDS),))
