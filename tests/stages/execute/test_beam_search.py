@@ -12,7 +12,7 @@ from pipeline.kernels.step_inputs import block_bytes
 from pipeline.runtime.logprob_records import logprob_dtype
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from tests.stages.execute import checkpoints
-from tests.stages.execute.native_driver import random_ids, write
+from tests.stages.execute.native_driver import random_ids
 from tests.stages.execute.pair import Pair, Request, make_runner
 
 MAX_TOKENS = 24
@@ -23,9 +23,9 @@ ENDS = list(range(0, checkpoints.VOCAB_SIZE, 25))
 
 class Machine:
     def __init__(self, folder: Path, kernels: str) -> None:
-        self.model = checkpoints.reference_model(checkpoints.config_of())
+        self.model = checkpoints.write(folder, checkpoints.config_of())
         bytes_of_a_block = block_bytes(3, 2, 16, 4)
-        how = {"dtype": "float32", "kernels": kernels}
+        how: dict[str, Any] = {"dtype": "float32", "kernels": kernels}
         self.runners = {num: make_runner(folder, bytes_of_a_block, num, **how) for num in (160, 44)}
 
     def expected(self, prompt: list[int], **how: Any) -> tuple[list[list[int]], list[float]]:
@@ -33,6 +33,7 @@ class Machine:
         num_beams = how.pop("num_beams")
         found = self.model.generate(
             torch.tensor([prompt]),
+            attention_mask=torch.ones((1, len(prompt)), dtype=torch.int64),
             num_beams=num_beams,
             num_return_sequences=num_beams,
             max_new_tokens=MAX_TOKENS,
@@ -53,7 +54,6 @@ class Machine:
 @pytest.fixture(scope="module", params=["auto", "torch"])
 def machine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     folder = tmp_path_factory.mktemp("tiny")
-    write(folder, checkpoints.config_of())
     machine = Machine(folder, request.param)
     yield machine
     for runner in machine.runners.values():
@@ -95,6 +95,10 @@ def test_sequences_and_scores_are_those_of_transformers(
     widths = [2, 3, 4, 8]
     pair = check(machine, machine.runners[160], widths, length_penalty=length_penalty, **how)
     assert pair.scheduler.load().num_forks > 0
+
+
+def test_widths_between(machine: Machine) -> None:
+    check(machine, machine.runners[160], [5, 6, 7])
 
 
 def test_a_width_of_one_is_greedy(machine: Machine) -> None:

@@ -182,7 +182,7 @@ def test_histories(seed: int) -> None:
         action = choice.random()
         if action < 0.1 and len(ids) < 9:
             i = len(ids)
-            beams = {"use_beam_search": True, "early_stopping": choice.choice([True, False, "never"])}
+            beams: dict[str, Any] = {"use_beam_search": True, "early_stopping": choice.choice([True, False, "never"])}
             ids.append(
                 bench.admit(
                     prompt_of(i % 5),
@@ -257,7 +257,7 @@ def test_after_a_death_of_schedule_the_search_begins_again_and_adds_to_what_the_
         prompt_ids=message.prompt_ids,
         options=message.options,
         outputs=[b"", outputs[1], b""],
-        finishes=[Finish.NONE, first.finished[2], Finish.NONE],
+        finishes=bytes([Finish.NONE, first.finished[2], Finish.NONE]),
     )
     for opened in bench.scheduler.admit(again):
         assert isinstance(opened, m.Open)
