@@ -146,10 +146,9 @@ def given(args: argparse.Namespace) -> list[tuple[str, str]]:
     """The settings that the options give: how the user wrote each, and KEY=VALUE."""
     found = []
     for flag, setting in AS_SETTINGS.items():
-        if (value := getattr(args, _DEST + flag, None)) is not None:
+        if (argument := getattr(args, _DEST + flag, None)) is not None:
+            value = "{" + ", ".join(argument) + "}" if isinstance(argument, list) else argument
             key, _, form = setting.partition("=")
-            if isinstance(value, list):
-                value = "{" + ", ".join(value) + "}"
             found.append((f"{flag} {value}" if form.isupper() else flag, f"{key}={value}"))
     return found
 

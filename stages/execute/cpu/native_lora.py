@@ -18,6 +18,9 @@ from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.adapters import LoraPlan, num_outputs, row_order
 from pipeline.stages.execute.cpu.native_memory import PAIR, NativeMemory, turning_order
 
+RANKS = 4
+"""Ranks whose A are interleaved."""
+
 Halves = np.ndarray[Any, np.dtype[np.uint16]]
 
 
@@ -38,7 +41,7 @@ class NativeLora:
         self, library: ctypes.CDLL, memory: NativeMemory, plan: LoraPlan, config: ModelConfig, max_num_tokens: int
     ) -> None:
         self._library, self._memory, self._plan, self._config = library, memory, plan, config
-        self._stride = native.LORA_TARGETS * plan.max_rank
+        self._stride = -(-native.LORA_TARGETS * plan.max_rank // RANKS) * RANKS
         self._shrunk = memory.floats(max_num_tokens, self._stride)
         self._sites: list[_Site] = []
         self._orders = {target: self._order(target) for target in ("q_proj", "k_proj")}
@@ -91,8 +94,8 @@ class NativeLora:
             kept.append(packed)
             adapter.b[place], adapter.ranks[place] = packed.ctypes.data, len(a)
         if inputs:
-            kept.append(np.concatenate(inputs))
-            adapter.a, adapter.rank = kept[-1].ctypes.data, len(kept[-1])
+            kept.append(packed := _packed_inputs(np.concatenate(inputs)))
+            adapter.a, adapter.rank = packed.ctypes.data, packed.shape[0] * RANKS
         assert adapter.rank <= self._stride, f"an adapter of rank {adapter.rank}, at most {self._stride} fit"
         site.adapters[slot] = adapter
         site.kept[slot] = kept
@@ -113,3 +116,12 @@ class NativeLora:
         turned = turning_order(num_heads, num_heads, config.head_dim)
         order = row_order(config, target)
         return turned if order is None else order[turned]
+
+
+def _packed_inputs(a: Halves) -> Halves:
+    """A [rank, inputs] in the order in which it is read: [rank / 4][inputs / 16][4][16], with zeros at the ends."""
+    rank, inputs = a.shape
+    padded = np.zeros((-(-rank // RANKS) * RANKS, -(-inputs // native.PANEL) * native.PANEL), np.uint16)
+    padded[:rank, :inputs] = a
+    blocks = padded.reshape(len(padded) // RANKS, RANKS, -1, native.PANEL)
+    return np.ascontiguousarray(blocks.transpose(0, 2, 1, 3))
