@@ -132,8 +132,8 @@ def add(parser: argparse.ArgumentParser) -> None:
             group.add_argument(flag, dest=_DEST + flag, action="store_const", const=value, help=f"{key} = {value}")
         else:
             convert = _converter(flag, value)
-            num_args = "+" if value == "MODULES" else None
-            group.add_argument(flag, dest=_DEST + flag, type=convert, metavar=value, help=key, nargs=num_args)
+            several = "+" if value == "MODULES" else None
+            group.add_argument(flag, dest=_DEST + flag, type=convert, metavar=value, help=key, nargs=several)
     group.add_argument(
         "--enable-lora", action="store_true", help="no setting: --lora-modules and lora.* enable adapters"
     )
