@@ -90,6 +90,7 @@ class Bench:
         num_prompt_logprobs: int = -1,
         failing: Iterable[int] = (),
         predicted_ids: bytes = b"",
+        adapter_id: str = "",
     ) -> int:
         """-1 in `num_logprobs` or `num_prompt_logprobs` requests no records; the executor fails at the ids
         `failing`."""
@@ -105,6 +106,7 @@ class Bench:
             priority=priority,
             cache_salt=salt,
             predicted_ids=predicted_ids,
+            adapter_id=adapter_id,
         )
         message = m.Admit(
             request_id=request_id or number,

@@ -51,6 +51,7 @@ class Histories(RuleBasedStateMachine):
         num_speculative_tokens=st.sampled_from([0, 1, 4, 15]),
         max_num_drafts=st.sampled_from([2, 30]),
         adaptive_speculation=st.booleans(),
+        max_loras=st.integers(1, 3),
     )
     def start(
         self,
@@ -72,6 +73,7 @@ class Histories(RuleBasedStateMachine):
         num_speculative_tokens: int,
         max_num_drafts: int,
         adaptive_speculation: bool,
+        max_loras: int,
     ) -> None:
         groups = data.draw(self.GROUPS)
         self.bench = Bench(
@@ -92,6 +94,7 @@ class Histories(RuleBasedStateMachine):
                 num_speculative_tokens=num_speculative_tokens,
                 max_num_drafts=max_num_drafts,
                 adaptive_speculation=adaptive_speculation,
+                max_loras=max_loras,
             ),
             depth,
             num_detokenize,
@@ -112,6 +115,7 @@ class Histories(RuleBasedStateMachine):
         salt=st.sampled_from(["", "", "mine"]),
         tops=st.sampled_from([(-1, -1), (-1, -1), (0, -1), (2, -1), (-1, 0), (1, 2)]),
         failing=st.sampled_from([(), (), (), range(0, 997, 13)]),
+        adapter_id=st.sampled_from(["", "", "a", "b", "c", "d"]),
     )
     def admit(
         self,
@@ -125,6 +129,7 @@ class Histories(RuleBasedStateMachine):
         salt: str,
         tops: tuple[int, int],
         failing: Iterable[int],
+        adapter_id: str,
     ) -> None:
         number = self.bench.admit(
             prompt,
@@ -138,6 +143,7 @@ class Histories(RuleBasedStateMachine):
             num_logprobs=tops[0],
             num_prompt_logprobs=tops[1],
             failing=failing,
+            adapter_id=adapter_id,
         )
         self.known.append(number)
 
