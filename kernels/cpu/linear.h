@@ -63,6 +63,10 @@ class Gemm : public Op {
         for (int row = 0; row < num_rows; row += most) {
             const Part part{now.row + row, std::min(most, num_rows - row), now.column, width, values};
             if (num_rows >= LEAST_ROWS_TO_PREFETCH) prefetch_out(step, part);
+            const bool is_adapted = lora_ && *step.num_adapted;
+            for (int i = 0; is_adapted && i < now.num_pieces; i++)
+                lora_->prefetch_panels(step, now.pieces[i].product, int(products_.size()), now.pieces[i].first,
+                                       now.pieces[i].panels, part.row, part.count);
             float* to = values;
             for (int i = 0; i < now.num_pieces; i++) {
                 // The first rows prefetch the next tile.
@@ -70,7 +74,7 @@ class Gemm : public Op {
                 const bool goes_on = row == 0 && i < next.num_pieces && next.pieces[i].product == piece.product &&
                                      next.pieces[i].panels == piece.panels;
                 multiply_piece(piece, part, to, goes_on ? panel(next.pieces[i]) : nullptr, scratch.memory + value_bytes());
-                if (lora_ && *step.num_adapted)
+                if (is_adapted)
                     lora_->add(step, piece.product, int(products_.size()), piece.first, piece.panels, part.row, part.count,
                                to, part.width);
                 to += piece.panels * PANEL;

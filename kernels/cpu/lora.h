@@ -12,10 +12,11 @@ constexpr int LORA_TARGETS = 3;
 
 // The matrices of one adapter in one layer, for the projections of one matmul, in bf16.
 struct LoraAdapter {
-    const uint16_t* a;                // [rank][depth]; those of all projections, one below the other
+    const uint16_t* a;                // [rank / 4][depth / 16][4][16], zeros at the ends; all projections, one after the
+                                      // other
     const uint16_t* b[LORA_TARGETS];  // [outputs / 8][ranks[i]][8], in the order of the matmul's panels
     int ranks[LORA_TARGETS];          // 0: the adapter does not change this projection
-    int rank;                         // the sum
+    int rank;                         // the sum, up to a multiple of 4
 };
 
 // A place in the program where adapters change a matmul.
@@ -36,22 +37,50 @@ struct LoraSite {
             if (slot < 0) continue;
             const LoraAdapter& adapter = adapters[slot];
             const float* small = shrunk + size_t(row + r) * stride;
-            for (int half = 0; half < 2 * panels; half++) {
-                int target = 0, place = 2 * first + half;
-                if (interleaved) {
-                    target = half % 2, place = first + half / 2;
-                } else if (num_products > 1) {
-                    target = product;
-                } else {
-                    while (target + 1 < num_targets && place >= ends[target]) target++;
-                    if (target) place -= ends[target - 1];
-                }
-                add_half(adapter, target, place, small, values + size_t(r) * width + half * (PANEL / 2));
+            for (int panel = 0; panel < panels; panel++) {
+                const Half low = half(adapter, product, num_products, first + panel, 0);
+                const Half high = half(adapter, product, num_products, first + panel, 1);
+                add_panel(low, high, small, values + size_t(r) * width + panel * PANEL);
             }
         }
     }
 
+    // Fetches the B of some panels, while the matmul computes.
+    void prefetch_panels(const Step& step, int product, int num_products, int first, int panels, int row, int count) const {
+        for (int r = 0; r < count; r++) {
+            const int slot = step.adapters[row + r];
+            if (slot < 0 || (r && slot == step.adapters[row + r - 1])) continue;
+            for (int panel = 0; panel < panels; panel++)
+                for (int i = 0; i < 2; i++) {
+                    const Half one = half(adapters[slot], product, num_products, first + panel, i);
+                    prefetch<L2>(reinterpret_cast<const uint8_t*>(one.b), one.rank * PANEL);
+                }
+        }
+    }
+
    private:
+    // Half of a panel: its B, [rank][8], and where the results of its A begin.
+    struct Half {
+        const uint16_t* b;
+        int rank, begin;
+    };
+
+    Half half(const LoraAdapter& adapter, int product, int num_products, int panel, int i) const {
+        int target = 0, place = 2 * panel + i;
+        if (interleaved) {
+            target = i, place = panel;
+        } else if (num_products > 1) {
+            target = product;
+        } else {
+            while (target + 1 < num_targets && place >= ends[target]) target++;
+            if (target) place -= ends[target - 1];
+        }
+        int begin = 0;
+        for (int other = 0; other < target; other++) begin += adapter.ranks[other];
+        const int rank = adapter.ranks[target];
+        return {adapter.b[target] + size_t(place) * rank * 8, rank, begin};
+    }
+
 #if defined(ISA_AVX512)
     INLINE f8 widened(const uint16_t* from) {
         typedef uint16_t eight_halves __attribute__((vector_size(16)));
@@ -62,14 +91,21 @@ struct LoraSite {
     INLINE half_panel widened(const uint16_t* from) { return from_bf16(load<halves>(from)); }
 #endif
 
-    INLINE void add_half(const LoraAdapter& adapter, int target, int place, const float* small, float* values) {
-        const int rank = adapter.ranks[target];
-        for (int i = 0; i < target; i++) small += adapter.ranks[i];
-        const uint16_t* b = adapter.b[target] + size_t(place) * rank * 8;
+    // Both halves at once: each sum waits for the one before.
+    static void add_panel(const Half& low, const Half& high, const float* small, float* values) {
         for (int i = 0; i < PANEL / 2; i += HALF_PANEL) {
-            half_panel sums = load<half_panel>(values + i);
-            for (int k = 0; k < rank; k++) sums = fma(small[k] - half_panel{}, widened(b + 8 * k + i), sums);
-            store(values + i, sums);
+            half_panel first = load<half_panel>(values + i), second = load<half_panel>(values + PANEL / 2 + i);
+            const float *of_low = small + low.begin, *of_high = small + high.begin;
+            const int both = std::min(low.rank, high.rank);
+            int k = 0;
+            for (; k < both; k++) {
+                first = fma(of_low[k] - half_panel{}, widened(low.b + 8 * k + i), first);
+                second = fma(of_high[k] - half_panel{}, widened(high.b + 8 * k + i), second);
+            }
+            for (int j = k; j < low.rank; j++) first = fma(of_low[j] - half_panel{}, widened(low.b + 8 * j + i), first);
+            for (int j = k; j < high.rank; j++) second = fma(of_high[j] - half_panel{}, widened(high.b + 8 * j + i), second);
+            store(values + i, first);
+            store(values + PANEL / 2 + i, second);
         }
     }
 };
@@ -80,21 +116,19 @@ class Shrink final : public Op {
     Shrink(const LoraSite& site, Rows in, Form form)
         : Op("lora_shrink"), site_(site), in_(in), form_(form), chunks_(ceil_div(site.stride, CHUNK)) {}
 
-    int tiles(const Step& step) const override { return *step.num_adapted ? step.tokens * chunks_ : 0; }
+    int tiles(const Step& step) const override { return *step.num_adapted ? step.tokens * chunks(step) : 0; }
 
-    size_t scratch_bytes() const override { return size_t(site_.depth) * 4; }
+    size_t scratch_bytes() const override { return size_t(padded()) * 4; }
 
     void tile(const Step& step, int index, const Scratch& scratch) override {
-        const int row = index / chunks_, first = index % chunks_ * CHUNK, slot = step.adapters[row];
+        const int each = chunks(step), row = index / each, slot = step.adapters[row];
         if (slot < 0) return;
         const LoraAdapter& adapter = site_.adapters[slot];
-        const int end = std::min(first + CHUNK, adapter.rank);
+        const int first = index % each * CHUNK, end = each == 1 ? adapter.rank : std::min(first + CHUNK, adapter.rank);
         if (first >= end) return;
         const float* x = input(row, reinterpret_cast<float*>(scratch.memory));
         float* out = site_.shrunk + size_t(row) * site_.stride;
-        int k = first;
-        for (; k + 4 <= end; k += 4) multiply<4>(adapter.a, k, x, out);
-        for (; k < end; k++) multiply<1>(adapter.a, k, x, out);
+        for (int k = first; k < end; k += 4) multiply(adapter.a + size_t(k) * padded(), x, out + k);
     }
 
     Cost cost(const Step& step) const override {
@@ -108,48 +142,52 @@ class Shrink final : public Op {
     }
 
    private:
-    static constexpr int CHUNK = 8;
+    static constexpr int CHUNK = 8, FEW_ROWS = 4;
 
-    template <int COUNT>
-    void multiply(const uint16_t* a, int first, const float* x, float* out) const {
-        const int depth = site_.depth;
-        const uint16_t* from = a + size_t(first) * depth;
-        vf sums[COUNT] = {};
-        int i = 0;
-        for (; i + LANES <= depth; i += LANES) {
-            const vf values = load<vf>(x + i);
-            for (int k = 0; k < COUNT; k++) sums[k] = fma(from_bf16(load<halves>(from + size_t(k) * depth + i)), values, sums[k]);
-        }
-        for (int k = 0; k < COUNT; k++) {
-            float total = sum(sums[k]);
-            for (int j = i; j < depth; j++) total += from_bf16(from[size_t(k) * depth + j]) * x[j];
-            out[first + k] = total;
-        }
+    // Parts of a row's ranks, so that all threads have some of few rows.
+    int chunks(const Step& step) const { return step.tokens < FEW_ROWS ? chunks_ : 1; }
+
+    int padded() const { return (site_.depth + PANEL - 1) / PANEL * PANEL; }
+
+    // Four ranks.
+    void multiply(const uint16_t* a, const float* x, float* out) const {
+        vf sums[4] = {};
+        for (int i = 0; i < padded(); i += PANEL, a += 4 * PANEL)
+            for (int j = 0; j < PANEL; j += LANES) {
+                const vf values = load<vf>(x + i + j);
+                for (int k = 0; k < 4; k++) sums[k] = fma(from_bf16(load<halves>(a + k * PANEL + j)), values, sums[k]);
+            }
+        for (int k = 0; k < 4; k++) out[k] = sum(sums[k]);
     }
 
-    // A row of the matmul's input as floats.
+    // A row of the matmul's input as floats, with zeros up to `padded`.
     const float* input(int row, float* to) const {
         const int depth = site_.depth;
+        int i = 0;
         if (form_ == Form::PLAIN) {
             const act* from = in_.plain(row);
-            int i = 0;
             for (; i + LANES <= depth; i += LANES) store(to + i, load_acts(from + i));
             for (; i < depth; i++) to[i] = plain_value(from[i]);
-            return to;
+        } else {
+            const float* scales = form_ == Form::BYTES ? in_.scales(row, depth) : in_.word_scales(row, depth);
+            for (; i + LANES <= depth; i += LANES)
+                store(to + i, codes(row, i / GROUP, i % GROUP) * scales[i / GROUP]);
         }
-        const float* scales = form_ == Form::BYTES ? in_.scales(row, depth) : in_.word_scales(row, depth);
-        for (int g = 0; g < depth / GROUP; g++)
-            for (int i = 0; i < GROUP; i++) to[g * GROUP + i] = float(code(row, g, i)) * scales[g];
+        for (; i < padded(); i++) to[i] = 0;
         return to;
     }
 
-    int code(int row, int group, int i) const {
+    // LANES codes of a group, from the i-th on.
+    vf codes(int row, int group, int i) const {
+        typedef int8_t bytes __attribute__((vector_size(LANES)));
+        typedef int16_t words __attribute__((vector_size(2 * LANES)));
         switch (form_) {
-            case Form::BYTES: return in_.codes(row)[group * GROUP + i];
-            case Form::WORDS: return in_.words(row)[group * GROUP + i];
+            case Form::BYTES: return __builtin_convertvector(load<bytes>(in_.codes(row) + group * GROUP + i), vf);
+            case Form::WORDS: return __builtin_convertvector(load<words>(in_.words(row) + group * GROUP + i), vf);
             default: {
-                const int8_t* codes = in_.codes(row) + group * SPLIT_GROUP_BYTES;
-                return codes[i] * 16 + codes[GROUP + i];
+                const int8_t* from = in_.codes(row) + group * SPLIT_GROUP_BYTES + i;
+                return __builtin_convertvector(load<bytes>(from), vf) * 16.0f +
+                       __builtin_convertvector(load<bytes>(from + GROUP), vf);
             }
         }
     }

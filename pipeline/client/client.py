@@ -183,7 +183,7 @@ class AsyncClient:
                 received=received_message(received, params.n),
                 name=_checked_name(name),
                 timings=bool(timings),
-                **checked(priority, cache_salt, timeout_s, adapter)._asdict(),
+                **checked(priority, cache_salt, timeout_s, adapter).wire_fields(),
             )
         )
 
@@ -218,7 +218,7 @@ class AsyncClient:
                 name=_checked_name(name),
                 pooling=params.pooling,
                 dimensions=params.dimensions,
-                **checked(priority, cache_salt, timeout_s, adapter)._asdict(),
+                **checked(priority, cache_salt, timeout_s, adapter).wire_fields(),
             )
         )
 

@@ -98,7 +98,7 @@ def test_a_stacked_module_becomes_its_projections(tmp_path: Path) -> None:
     save_file({f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}, folder / "adapter_model.safetensors")
     change_config(folder, lora_alpha=4)
     file = AdapterFile(path_of(tmp_path, convert(folder, tmp_path, "f32", 16)))
-    found = [file.matrices(1, target) for target in ("q_proj", "k_proj", "v_proj")]  # type: ignore[arg-type]
+    found = [file.matrices(1, target) for target in ("q_proj", "k_proj", "v_proj")]
     assert all(pair is not None and (pair[0] == a).all() for pair in found)
     assert (np.concatenate([pair[1] for pair in found if pair is not None]) == b).all()
     assert file.matrices(0, "q_proj") is None and file.matrices(1, "o_proj") is None

@@ -132,8 +132,8 @@ def add(parser: argparse.ArgumentParser) -> None:
             group.add_argument(flag, dest=_DEST + flag, action="store_const", const=value, help=f"{key} = {value}")
         else:
             convert = _converter(flag, value)
-            num_args = "+" if value == "MODULES" else None
-            group.add_argument(flag, dest=_DEST + flag, type=convert, metavar=value, help=key, nargs=num_args)
+            several = "+" if value == "MODULES" else None
+            group.add_argument(flag, dest=_DEST + flag, type=convert, metavar=value, help=key, nargs=several)
     group.add_argument(
         "--enable-lora", action="store_true", help="no setting: --lora-modules and lora.* enable adapters"
     )
@@ -146,10 +146,9 @@ def given(args: argparse.Namespace) -> list[tuple[str, str]]:
     """The settings that the options give: how the user wrote each, and KEY=VALUE."""
     found = []
     for flag, setting in AS_SETTINGS.items():
-        if (value := getattr(args, _DEST + flag, None)) is not None:
+        if (argument := getattr(args, _DEST + flag, None)) is not None:
+            value = "{" + ", ".join(argument) + "}" if isinstance(argument, list) else argument
             key, _, form = setting.partition("=")
-            if isinstance(value, list):
-                value = "{" + ", ".join(value) + "}"
             found.append((f"{flag} {value}" if form.isupper() else flag, f"{key}={value}"))
     return found
 

@@ -18,8 +18,13 @@ class RequestOptions(NamedTuple):
     """Only prompts with the same salt share cached prefixes."""
     timeout_s: float | None = None
     """Maximum time from the arrival at the server to the end; None uses the server's setting."""
-    model: str = ""
-    """The name of a LoRA adapter; empty for the model itself."""
+    adapter: str | None = None
+    """The name of a LoRA adapter; None for the model itself."""
+
+    def wire_fields(self) -> dict[str, Any]:
+        """The fields of a `Generate` message."""
+        fields = self._asdict()
+        return fields | {"model": fields.pop("adapter") or ""}
 
 
 def checked(priority: Any = 0, cache_salt: Any = None, timeout_s: Any = None, adapter: Any = None) -> RequestOptions:
@@ -41,7 +46,7 @@ def checked(priority: Any = 0, cache_salt: Any = None, timeout_s: Any = None, ad
             raise ValueError(f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S:,}, not {timeout_s:g}")
     if adapter is not None and not (isinstance(adapter, str) and adapter):
         raise TypeError(f"adapter must be the name of a LoRA adapter, not {shown(adapter)}")
-    return RequestOptions(priority, cache_salt, timeout_s, adapter or "")
+    return RequestOptions(priority, cache_salt, timeout_s, adapter)
 
 
 def options_of(priority: Any, cache_salt: Any, timeout_s: Any, adapter: Any = None) -> RequestOptions:

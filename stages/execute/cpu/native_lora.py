@@ -18,6 +18,9 @@ from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.adapters import LoraPlan, num_outputs, row_order
 from pipeline.stages.execute.cpu.native_memory import PAIR, NativeMemory, turning_order
 
+RANKS = 4
+"""Ranks whose A are interleaved."""
+
 Halves = np.ndarray[Any, np.dtype[np.uint16]]
 
 
@@ -27,8 +30,6 @@ class _Site:
     targets: tuple[Target, ...]
     adapters: Any
     """An array of `NativeLoraAdapter`, one for each slot."""
-    kept: list[list[Halves]]
-    """The matrices of each slot."""
 
 
 class NativeLora:
@@ -38,9 +39,11 @@ class NativeLora:
         self, library: ctypes.CDLL, memory: NativeMemory, plan: LoraPlan, config: ModelConfig, max_num_tokens: int
     ) -> None:
         self._library, self._memory, self._plan, self._config = library, memory, plan, config
-        self._stride = native.LORA_TARGETS * plan.max_rank
+        self._stride = -(-native.LORA_TARGETS * plan.max_rank // RANKS) * RANKS
         self._shrunk = memory.floats(max_num_tokens, self._stride)
         self._sites: list[_Site] = []
+        self._buffers: dict[int, native.ByteArray] = {}
+        """The memory of each slot."""
         self._orders = {target: self._order(target) for target in ("q_proj", "k_proj")}
 
     def record(
@@ -69,33 +72,41 @@ class NativeLora:
             depth,
         )
         self._memory.keep((adapters, site))
-        self._sites.append(_Site(layer, targets, adapters, [[] for _ in range(self._plan.num_slots)]))
+        self._sites.append(_Site(layer, targets, adapters))
         self._library.program_lora(handle, ctypes.byref(site), rows, form)
 
     def load(self, slot: int, file: AdapterFile) -> None:
         """Put an adapter into a slot. No step may run."""
         assert file.header.dtype == "bf16", "the CPU library computes adapters in bfloat16"
-        for site in self._sites:
-            self._fill(site, slot, file)
+        packed = [self._packed_for(site, file) for site in self._sites]
+        num_bytes = sum(_aligned(each.nbytes) for matrices in packed for each in matrices if each is not None)
+        if num_bytes > len(self._buffers.get(slot, b"")):
+            self._buffers[slot] = self._memory.buffer(num_bytes)
+        begin = 0
+        for site, matrices in zip(self._sites, packed, strict=True):
+            adapter = native.NativeLoraAdapter()
+            for place, each in enumerate(matrices):
+                if each is None:
+                    continue
+                # In the order in which steps read them, in huge pages.
+                target = self._buffers[slot][begin : begin + each.nbytes]
+                target[:] = each.reshape(-1).view(np.uint8)
+                begin += _aligned(each.nbytes)
+                if place == 0:
+                    adapter.a, adapter.rank = target.ctypes.data, each.shape[0] * RANKS
+                else:
+                    adapter.b[place - 1], adapter.ranks[place - 1] = target.ctypes.data, each.shape[1]
+            assert adapter.rank <= self._stride, f"an adapter of rank {adapter.rank}, at most {self._stride} fit"
+            site.adapters[slot] = adapter
 
-    def _fill(self, site: _Site, slot: int, file: AdapterFile) -> None:
-        adapter = native.NativeLoraAdapter()
-        kept: list[Halves] = []
-        inputs: list[Halves] = []
-        for place, target in enumerate(site.targets):
-            if (matrices := file.matrices(site.layer, target)) is None:
-                continue
-            a, b = matrices
-            inputs.append(a)
-            packed = self._packed(target, b)
-            kept.append(packed)
-            adapter.b[place], adapter.ranks[place] = packed.ctypes.data, len(a)
-        if inputs:
-            kept.append(np.concatenate(inputs))
-            adapter.a, adapter.rank = kept[-1].ctypes.data, len(kept[-1])
-        assert adapter.rank <= self._stride, f"an adapter of rank {adapter.rank}, at most {self._stride} fit"
-        site.adapters[slot] = adapter
-        site.kept[slot] = kept
+    def _packed_for(self, site: _Site, file: AdapterFile) -> "list[Halves | None]":
+        """A, and the B of each projection; None for those that the adapter does not change."""
+        pairs = [file.matrices(site.layer, target) for target in site.targets]
+        inputs = [pair[0] for pair in pairs if pair is not None]
+        packed: list[Halves | None] = [_packed_inputs(np.concatenate(inputs)) if inputs else None]
+        for target, pair in zip(site.targets, pairs, strict=True):
+            packed.append(None if pair is None else self._packed(target, pair[1]))
+        return packed
 
     def _packed(self, target: Target, b: Halves) -> Halves:
         """B [outputs, rank] in the order of the panels: [outputs / 8][rank][8], with zeros up to whole panels."""
@@ -113,3 +124,16 @@ class NativeLora:
         turned = turning_order(num_heads, num_heads, config.head_dim)
         order = row_order(config, target)
         return turned if order is None else order[turned]
+
+
+def _packed_inputs(a: Halves) -> Halves:
+    """A [rank, inputs] in the order in which it is read: [rank / 4][inputs / 16][4][16], with zeros at the ends."""
+    rank, inputs = a.shape
+    padded = np.zeros((-(-rank // RANKS) * RANKS, -(-inputs // native.PANEL) * native.PANEL), np.uint16)
+    padded[:rank, :inputs] = a
+    blocks = padded.reshape(len(padded) // RANKS, RANKS, -1, native.PANEL)
+    return np.ascontiguousarray(blocks.transpose(0, 2, 1, 3))
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // 64) * 64

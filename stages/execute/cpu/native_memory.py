@@ -52,6 +52,10 @@ class NativeMemory:
         self.kept.append(array)
         return int(array.ctypes.data)
 
+    def buffer(self, num_bytes: int) -> native.ByteArray:
+        """Memory that lives as long as the array."""
+        return self._thread_pool.allocate(num_bytes)
+
     def floats(self, rows: int, width: int) -> int:
         return self.allocate(rows * width * 4)
 

@@ -66,10 +66,10 @@ def make_runner(
     threads: int = 2,
     tokens: int = 0,
     num_speculative_tokens: int = 0,
-    lora: LoraSettings = LoraSettings(),  # noqa: B008 - frozen
     **how: Any,
 ) -> CpuRunner:
     """With memory for exactly this many blocks, and for steps of at most `tokens` tokens, if that is given."""
+    lora = how.pop("lora", LoraSettings())
     settings = Settings(
         execute=ExecuteSettings(
             kv_cache_bytes=num_blocks * block_bytes,

@@ -51,6 +51,7 @@ class Histories(RuleBasedStateMachine):
         num_speculative_tokens=st.sampled_from([0, 1, 4, 15]),
         max_num_drafts=st.sampled_from([2, 30]),
         adaptive_speculation=st.booleans(),
+        max_loras=st.integers(1, 3),
     )
     def start(
         self,
@@ -72,6 +73,7 @@ class Histories(RuleBasedStateMachine):
         num_speculative_tokens: int,
         max_num_drafts: int,
         adaptive_speculation: bool,
+        max_loras: int,
     ) -> None:
         groups = data.draw(self.GROUPS)
         self.bench = Bench(
@@ -92,6 +94,7 @@ class Histories(RuleBasedStateMachine):
                 num_speculative_tokens=num_speculative_tokens,
                 max_num_drafts=max_num_drafts,
                 adaptive_speculation=adaptive_speculation,
+                max_loras=max_loras,
             ),
             depth,
             num_detokenize,
@@ -113,6 +116,7 @@ class Histories(RuleBasedStateMachine):
         tops=st.sampled_from([(-1, -1), (-1, -1), (0, -1), (2, -1), (-1, 0), (1, 2)]),
         failing=st.sampled_from([(), (), (), range(0, 997, 13)]),
         num_schedule_deaths=st.sampled_from([0, 0, 0, 1, 2, 3, 4]),
+        adapter_id=st.sampled_from(["", "", "a", "b", "c", "d"]),
     )
     def admit(
         self,
@@ -127,6 +131,7 @@ class Histories(RuleBasedStateMachine):
         tops: tuple[int, int],
         failing: Iterable[int],
         num_schedule_deaths: int,
+        adapter_id: str,
     ) -> None:
         number = self.bench.admit(
             prompt,
@@ -141,6 +146,7 @@ class Histories(RuleBasedStateMachine):
             num_prompt_logprobs=tops[1],
             failing=failing,
             num_schedule_deaths=num_schedule_deaths,
+            adapter_id=adapter_id,
         )
         self.known.append(number)
 
