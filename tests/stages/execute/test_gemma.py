@@ -19,7 +19,7 @@ from pipeline.stages.prepare.text_tokens import encode
 from tests.stages.execute.native_driver import ISAS, Native
 from tools.fetch_test_models import FOLDER, MODELS
 
-NUM_CHUNKS = 2
+NUM_CHUNKS = 1
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from pipeline.stages.prepare.text_tokens import encode
 from tests.stages.execute.native_driver import ISAS, Native
 from tools.fetch_test_models import FOLDER, MODELS
 
-NUM_CHUNKS = 4
+NUM_CHUNKS = 2
 QUESTION = "<|im_start|>user\nWhat is the capital of France? Answer with one word.<|im_end|>\n<|im_start|>assistant\n"
 
 
