@@ -72,7 +72,7 @@ class Router:
     def __init__(self, policy: Policy | None = None, key_tokens: int = 256, *, learns: bool = False) -> None:
         """`key_tokens` is the number of tokens that a key stands for. If it `learns`, the speed of each replica's
         prefill is estimated from the times to first token. That is for replicas on unequal machines: among equal ones
-        it adds noise, and with it longer tails (docs/scale.md)."""
+        it adds noise, and with it longer tails (docs/log.md)."""
         self.policy = policy or PredictedTTFT()
         self.loads = Loads()
         self.counts = RouterCounts()

@@ -120,8 +120,8 @@ def test_wrong_options_have_clear_errors(
     tmp_path: Path, words: list[str], error: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
-        code = main(["record", *words, "--out", str(tmp_path / "t.jsonl")])
-    except SystemExit as exit:
-        code = exit.code
+        code: object = main(["record", *words, "--out", str(tmp_path / "t.jsonl")])
+    except SystemExit as usage:
+        code = usage.code
     assert code in (1, 2)
     assert error in capsys.readouterr().err

@@ -7,6 +7,9 @@ from pipeline.cli.bench.plot.chart import Chart, Row
 from pipeline.cli.bench.plot.panels import Bar, BarPanel, Line, LinePanel
 from tools.simulator.summary import Summary
 
+WORDS = {"ttft_p50_s": "median", "ttft_p99_s": "99th percentile", "hit_rate": "hits", "busy": "busy"}
+"""In tooltips."""
+
 
 def chart_of(summaries: Sequence[Summary], title: str, subtitle: str) -> Chart:
     """Lines if any policy has several numbers of replicas, else bars. `summaries` must not be empty."""
@@ -26,7 +29,7 @@ def _curves(summaries: Sequence[Summary], policies: list[str]) -> tuple[Row, ...
                 if one.policy == policy and isfinite(getattr(one, field)) and getattr(one, field) > 0
             }
             if points:
-                found.append(Line(index, f"{policy}, {field}", tuple(sorted(points.items())), is_dashed))
+                found.append(Line(index, f"{policy}, {WORDS[field]}", tuple(sorted(points.items())), is_dashed))
         return found
 
     panels = [

@@ -206,9 +206,9 @@ class FastReplica:
             self._advance_prompt(first, budget.chunk(first.planned, need, first.is_long, is_sure=is_sure))
         if longs:
             budget.release_held()
-            need = np.array([row.known - row.planned for row in longs])
+            needs = np.array([row.known - row.planned for row in longs])
             starts = np.array([row.planned for row in longs])
-            counts = grant_chunks(budget, need, starts, np.ones(len(longs), np.bool_))
+            counts = grant_chunks(budget, needs, starts, np.ones(len(longs), np.bool_))
             for row, count in zip(longs, counts.tolist(), strict=True):
                 self._advance_prompt(row, count)
 
