@@ -12,7 +12,7 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -56,7 +56,7 @@ def main() -> int:
     return 0
 
 
-def _row(name: str, cells: list[object]) -> str:
+def _row(name: str, cells: Sequence[object]) -> str:
     return f"{name:30}  {cells[0]!s:>12}  {cells[1]!s:>8}"
 
 

@@ -6,8 +6,8 @@ from pipeline.cli.profile.shape import shape
 from pipeline.runtime.model_folder import Experts
 
 _LAYER_NORM: dict[str, Any] = {"norm": "layer", "norm_bias": True, "rope_theta": 1e4}
-_BIASES = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
-_PLAIN = {"gated": False, "activation": "gelu_tanh"}
+_BIASES: dict[str, Any] = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
+_PLAIN: dict[str, Any] = {"gated": False, "activation": "gelu_tanh"}
 
 
 def _slopes(num_heads: int) -> list[float]:

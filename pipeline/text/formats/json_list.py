@@ -90,8 +90,8 @@ class JsonListParser(ListParser):
 
     def _after_call(self, text: str, at: int, out: list[Event]) -> int:
         if self._in_list:
-            if (end := self._after_item(text, at)) is not None:
-                return end
+            if (after := self._after_item(text, at)) is not None:
+                return after
             self._in_list = False
             self._no_call(out)
             return at
