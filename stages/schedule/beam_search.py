@@ -15,6 +15,7 @@ ids are enough: no more than n of them continue, and no more than n of them end.
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from pipeline.runtime.logprob_records import logprob_bytes, logprob_dtype
@@ -162,7 +163,15 @@ class BeamSearch:
 
 def row_options(options: GenerationOptions, search: BeamSearch) -> GenerationOptions:
     """The executor's options for the beams: greedy, without stop ids, and with the records that the search needs."""
-    return GenerationOptions(temperature=0.0, ignore_eos=True, num_logprobs=search.num_top, n=options.n)
+    return msgspec.structs.replace(
+        options,
+        temperature=0.0,
+        ignore_eos=True,
+        stop_token_ids=[],
+        min_tokens=0,
+        num_logprobs=search.num_top,
+        predicted_ids=b"",
+    )
 
 
 def _moves(running: Sequence[Continuation], width: int, records: dict[int, tuple[int, bytes]]) -> list[Move]:
