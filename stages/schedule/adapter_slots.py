@@ -1,7 +1,8 @@
 """Bounds how many LoRA adapters run at once.
 
-An adapter has a slot while one of its sequences waits for its turn, runs, or is swapped out. Sequences of adapters
-without a slot are parked here, so they delay no others; the adapter that has waited longest gets the next free slot.
+An adapter has a slot while one of its sequences waits for its turn, runs, or is swapped out. Those that the quarantine
+holds back have none, so that suspects find one. Sequences of adapters without a slot are parked here, so they delay no
+others; the adapter that has waited longest gets the next free slot.
 
     a sequence is added ──slot──► the scheduler's queues ──finished──► the slot is free when none is left
             │                            ▲
@@ -85,8 +86,8 @@ class AdapterSlots:
         if not self._parked[adapter]:
             del self._parked[adapter], self._num_overtaken[adapter]
 
-    def finished(self, sequence: Sequence) -> list[Sequence]:
-        """A sequence has ended. Returns those that a slot is free for now, no longer parked."""
+    def release(self, sequence: Sequence) -> list[Sequence]:
+        """A sequence has ended, or is held back. Returns those that a slot is free for now, no longer parked."""
         adapter = sequence.request.adapter_id
         if (using := self._using.get(adapter)) is None:
             return []

@@ -117,6 +117,9 @@ class SequenceLifecycle:
     def _wait(self, sequence: Sequence) -> None:
         if self.quarantine.excludes(sequence.request.request_id):
             self.held.add(sequence)
+            # A suspect may need the slot of its adapter.
+            for freed in self.adapters.release(sequence):
+                self._wait(freed)
         elif self.adapters.admit(sequence):
             self.waiting.add(sequence)
 
@@ -131,7 +134,10 @@ class SequenceLifecycle:
         if not was_active:
             self.preemptor.reset()  # those that rows were preempted for are held, too
             waiting, self.waiting = self.waiting, WaitingQueue(self._policy, self._long_prompt_tokens)
-            for sequence in waiting.sequences:
+            adapted = [one for one in self.swapped if one.request.adapter_id]
+            for sequence in adapted:  # rare; so they give up their slots too, and are computed again
+                self._leave_swap(sequence, self._in_flight.last_in_flight)
+            for sequence in (*waiting.sequences, *adapted):
                 self._wait(sequence)
 
     def list_suspects(self) -> None:
@@ -227,10 +233,7 @@ class SequenceLifecycle:
         last_settled = self._in_flight.lost()
         lost = [one for one in self.swapped if not loss.keeps_swap or one.swapped_by > last_settled]
         for sequence in lost:
-            assert sequence.swapped is not None
-            self.swapped.remove(sequence)
-            self._kv_cache_manager.release_swapped(sequence.swapped, None)
-            sequence.swapped = None
+            self._leave_swap(sequence, None)
         self._kv_cache_manager.executor_lost(loss)
         self.preemptor.reset()
         sequences += [*self.waiting.sequences, *self.held, *lost]
@@ -261,7 +264,7 @@ class SequenceLifecycle:
         del request.open_sequences[sequence.index]
         for sample in self.parallel_samples.take_next(request, has_computed=len(sequence.ids) > sequence.num_given):
             self._wait(sample)
-        for freed in self.adapters.finished(sequence):
+        for freed in self.adapters.release(sequence):
             self._wait(freed)
         if self.quarantine.is_active and not request.open_sequences:
             self.quarantine.ended(request.request_id)
@@ -277,9 +280,14 @@ class SequenceLifecycle:
         elif sequence.swapped is None:
             self.waiting.remove(sequence)
         else:
-            self.swapped.remove(sequence)
-            self._kv_cache_manager.release_swapped(sequence.swapped, self._in_flight.last_in_flight)
-            sequence.swapped = None
+            self._leave_swap(sequence, self._in_flight.last_in_flight)
+
+    def _leave_swap(self, sequence: Sequence, step_id: int | None) -> None:
+        """Release a sequence's blocks in swap space once `step_id` is settled."""
+        assert sequence.swapped is not None
+        self.swapped.remove(sequence)
+        self._kv_cache_manager.release_swapped(sequence.swapped, step_id)
+        sequence.swapped = None
 
     def _leave(self, row: int, finish: Finish) -> Sequence:
         """Take a sequence out of its row. Its blocks are released when no step in flight names them."""

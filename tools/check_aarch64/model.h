@@ -116,7 +116,7 @@ class Model {
         : library(library), pool(pool), config(config), random_(uint64_t(config.hidden) * 64 + uint64_t(config.inner)) {
         step = {0, 0, 0, memory<int64_t>(MAX_TOKENS), memory<int64_t>(MAX_TOKENS), memory<int64_t>(MAX_TOKENS),
                 memory<int64_t>(MAX_ROWS), memory<int32_t>(MAX_ROWS), memory<int32_t>(MAX_ROWS),
-                memory<int32_t>(MAX_ROWS), memory<int32_t>(MAX_ROWS * MAX_BLOCKS), MAX_BLOCKS};
+                memory<int32_t>(MAX_ROWS), memory<int32_t>(MAX_ROWS * MAX_BLOCKS), MAX_BLOCKS, nullptr, nullptr};
         residual = memory<float>(size_t(MAX_TOKENS) * config.hidden);
         wide = memory<float>(size_t(MAX_TOKENS) * widest());
         logits = memory<float>(size_t(MAX_ROWS) * VOCAB);

@@ -57,6 +57,7 @@ def test_ready_contains_the_executors_facts(rig: Rig) -> None:
         weight_formats="f32",
         kv_dtype="float32",
         kv_groups=[KVGroup(num_layers=3)],
+        eos_ids=[2],
     )
 
 

@@ -28,7 +28,7 @@ def test_requests_without_an_adapter_need_no_slot() -> None:
     slots, make = AdapterSlots(1), Sequences()
     assert slots.admit(make("a"))
     assert all(slots.admit(make("")) for _ in range(3))
-    assert slots.finished(make("")) == []
+    assert slots.release(make("")) == []
     assert slots.running == ["a"]
 
 
@@ -39,9 +39,9 @@ def test_an_adapter_without_a_slot_waits_until_another_has_no_sequences_left() -
     parked = [make("c"), make("d"), make("c")]
     assert not any(slots.admit(one) for one in parked)
     assert slots.waiting == ["c", "d"] and len(slots) == 3
-    assert slots.finished(first) == []
-    assert slots.finished(second) == [parked[0], parked[2]], "all of the adapter that waited longest"
-    assert slots.finished(other) == [parked[1]]
+    assert slots.release(first) == []
+    assert slots.release(second) == [parked[0], parked[2]], "all of the adapter that waited longest"
+    assert slots.release(other) == [parked[1]]
     assert slots.running == ["c", "d"]
     slots.check()
 
@@ -51,7 +51,7 @@ def test_an_admitted_sequence_keeps_its_slot_when_it_waits_again() -> None:
     sequence, other = make("a"), make("b")
     assert slots.admit(sequence) and not slots.admit(other)
     assert slots.admit(sequence)
-    assert slots.finished(sequence) == [other]
+    assert slots.release(sequence) == [other]
 
 
 def test_an_adapter_in_use_overtakes_others_a_bounded_number_of_times() -> None:
@@ -65,10 +65,10 @@ def test_an_adapter_in_use_overtakes_others_a_bounded_number_of_times() -> None:
     assert admitted == [True] * MAX_OVERTAKEN + [False] * 3
     running += late[:MAX_OVERTAKEN]
     for one in running[:-1]:
-        assert slots.finished(one) == []
-    assert slots.finished(running[-1]) == [waiting]
+        assert slots.release(one) == []
+    assert slots.release(running[-1]) == [waiting]
     assert slots.waiting == ["a"]
-    assert slots.finished(waiting) == late[MAX_OVERTAKEN:]
+    assert slots.release(waiting) == late[MAX_OVERTAKEN:]
     slots.check()
 
 
@@ -80,4 +80,4 @@ def test_an_aborted_sequence_leaves_its_queue() -> None:
     assert slots.is_parked(first) and first in slots
     slots.remove(first)
     assert not slots.is_parked(first) and slots.waiting == ["c"]
-    assert slots.finished(running) == [second]
+    assert slots.release(running) == [second]

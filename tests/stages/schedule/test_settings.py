@@ -109,6 +109,8 @@ def test_every_limit_comes_from_the_settings() -> None:
         kv_groups=[KVGroup(), KVGroup(9)],
         num_speculative_tokens=6,
         max_num_drafts=20,
+        eos_ids=[2, 7],
+        max_num_top=21,
     )
     found = msgspec.structs.asdict(SchedulerConfig.of(settings, facts, SpeculativeSettings(adaptive=False), 3))
     assert found == {
@@ -132,6 +134,8 @@ def test_every_limit_comes_from_the_settings() -> None:
         "num_speculative_tokens": 6,
         "max_num_drafts": 20,
         "adaptive_speculation": False,
+        "eos_ids": (2, 7),
+        "max_num_top": 21,
     }
     defaults = msgspec.structs.asdict(SchedulerConfig.of(ScheduleSettings(), FACTS))
     assert [name for name, value in found.items() if value == defaults[name]] == [], "all of them differ"
