@@ -113,7 +113,11 @@ VARIANTS: dict[str, Variant] = {
     "gpt_bigcode, no multi-query": Variant(
         "gpt_bigcode",
         {
-            "n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 256, "n_inner": 96,
+            "n_embd": 64,
+            "n_head": 4,
+            "n_layer": 3,
+            "n_positions": 256,
+            "n_inner": 96,
             "multi_query": False,
             "activation_function": "gelu",
         },
