@@ -54,6 +54,7 @@ Architecture = Literal[
     "stablelm",
     "nemotron",
     "gpt2",
+    "gpt_bigcode",
     "gpt_neox",
     "opt",
     "falcon",

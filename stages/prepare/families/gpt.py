@@ -1,4 +1,4 @@
-"""GPT-2, GPT-NeoX (Pythia) and OPT."""
+"""GPT-2, GPT-BigCode (StarCoder), GPT-NeoX (Pythia) and OPT."""
 
 from typing import Any
 
@@ -14,6 +14,21 @@ from pipeline.stages.prepare.families.architecture import (
 from pipeline.stages.prepare.families.keys import Keys
 
 BIASES = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
+GPT2_KEYS = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "intermediate_size": "n_inner",
+    "max_position_embeddings": "n_positions",
+    "rms_norm_eps": "layer_norm_epsilon",
+    "hidden_act": "activation_function",
+}
+GPT2_DEFAULTS = {
+    "hidden_act": "gelu_new",
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
 
 
 def _gpt2(keys: Keys, model: ModelConfig) -> dict[str, Any]:
@@ -35,6 +50,31 @@ def _gpt2_layout(model: ModelConfig) -> Layout:
     linears = {"self_attn.o_proj": "attn.c_proj", "mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}
     pieces |= {part: Piece(tensor, transposed=True) for part, tensor in linears.items()}
     return Layout("transformer.h.{}.", pieces | qkv_slices(model, "attn.c_attn", transposed=True))
+
+
+def _gpt_bigcode(keys: Keys, model: ModelConfig) -> dict[str, Any]:
+    keys.refuse_unless("scale_attn_weights", True, what="attention without a scale")
+    keys.refuse_unless("add_cross_attention", False, what="cross-attention")
+    return {
+        "num_kv_heads": 1 if keys.flag("multi_query", True) else model.num_heads,
+        "position_embeddings": model.max_position,
+    }
+
+
+def _gpt_bigcode_layout(model: ModelConfig) -> Layout:
+    """GPT-2's names. Matrices are [outputs, inputs]. Without multi-query attention, c_attn has the query, key and value
+    of each head together; with it, its one group is the same as all queries, then the key, then the value."""
+    pieces = renamed(
+        model__embed_tokens="transformer.wte",
+        model__embed_positions="transformer.wpe",
+        model__norm="transformer.ln_f",
+        input_layernorm="ln_1",
+        post_attention_layernorm="ln_2",
+        self_attn__o_proj="attn.c_proj",
+        mlp__up_proj="mlp.c_fc",
+        mlp__down_proj="mlp.c_proj",
+    )
+    return Layout("transformer.h.{}.", pieces | qkv_by_head(model, "attn.c_attn"))
 
 
 def _gpt_neox(keys: Keys, model: ModelConfig) -> dict[str, Any]:
@@ -87,25 +127,22 @@ ARCHITECTURES: dict[Architecture, HfArchitecture] = {
     "gpt2": HfArchitecture(
         class_name="GPT2LMHeadModel",
         models="GPT-2",
-        keys={
-            "hidden_size": "n_embd",
-            "num_hidden_layers": "n_layer",
-            "num_attention_heads": "n_head",
-            "intermediate_size": "n_inner",
-            "max_position_embeddings": "n_positions",
-            "rms_norm_eps": "layer_norm_epsilon",
-            "hidden_act": "activation_function",
-        },
-        defaults={
-            "hidden_act": "gelu_new",
-            "max_position_embeddings": 1024,
-            "rms_norm_eps": 1e-5,
-            "tie_word_embeddings": True,
-        },
+        keys=GPT2_KEYS,
+        defaults=GPT2_DEFAULTS,
         always={**LAYER_NORM, **BIASES, "gated": False, "rotary_dim": 0},
         inner=FOUR_TIMES,
         fields=_gpt2,
         layout=_gpt2_layout,
+    ),
+    "gpt_bigcode": HfArchitecture(
+        class_name="GPTBigCodeForCausalLM",
+        models="StarCoder, SantaCoder",
+        keys=GPT2_KEYS,
+        defaults={**GPT2_DEFAULTS, "hidden_act": "gelu_pytorch_tanh"},
+        always={**LAYER_NORM, **BIASES, "gated": False, "rotary_dim": 0},
+        inner=FOUR_TIMES,
+        fields=_gpt_bigcode,
+        layout=_gpt_bigcode_layout,
     ),
     "gpt_neox": HfArchitecture(
         class_name="GPTNeoXForCausalLM",

@@ -348,6 +348,13 @@ GGUF_ARCHITECTURES: dict[str, GgufArchitecture] = {
     "gpt2": GgufArchitecture(
         models="GPT-2", eps=LAYER_EPS, always={**PLAIN, "activation": "gelu_tanh", "rotary_dim": 0}, read=_positions
     ),
+    "starcoder": GgufArchitecture(
+        models="StarCoder, SantaCoder",
+        model_type="gpt_bigcode",
+        eps=LAYER_EPS,
+        always={**PLAIN, "activation": "gelu_tanh", "rotary_dim": 0},
+        read=_positions,
+    ),
     "falcon": GgufArchitecture(
         models="Falcon 1 and 2",
         eps=LAYER_EPS,

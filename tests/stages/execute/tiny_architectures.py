@@ -109,6 +109,20 @@ VARIANTS: dict[str, Variant] = {
         "gpt_neox", {"use_parallel_residual": False, "attention_bias": False, "rotary_pct": 1.0}, NO_GQA
     ),
     "gpt2": Variant("gpt2", {"n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 256}, {}),
+    "gpt_bigcode": Variant("gpt_bigcode", {"n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 256}, {}),
+    "gpt_bigcode, no multi-query": Variant(
+        "gpt_bigcode",
+        {
+            "n_embd": 64,
+            "n_head": 4,
+            "n_layer": 3,
+            "n_positions": 256,
+            "n_inner": 96,
+            "multi_query": False,
+            "activation_function": "gelu",
+        },
+        {},
+    ),
     "opt": Variant("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64}, NO_GQA),
     "mpt": Variant("mpt", {"d_model": 96, "n_heads": 6, "n_layers": 3, "max_seq_len": 256}, {}),
     "bloom": Variant("bloom", {"hidden_size": 96, "n_head": 6, "n_layer": 3}, {}),

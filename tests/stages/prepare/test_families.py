@@ -123,6 +123,22 @@ def test_bloom_has_aliases_of_keys(tmp_path: Path) -> None:
         assert (reference.hidden_size, reference.n_head, reference.n_layer) == (96, 6, 3)
 
 
+@pytest.mark.parametrize(("changes", "kv_heads"), [({}, 1), ({"multi_query": True}, 1), ({"multi_query": False}, 4)])
+def test_gpt_bigcode_has_one_key_value_head_unless_multi_query_is_off(
+    tmp_path: Path, changes: dict[str, Any], kv_heads: int
+) -> None:
+    """Files on the hub have no `num_key_value_heads`; transformers 5 adds it."""
+    config = {"model_type": "gpt_bigcode", "vocab_size": 608, "n_embd": 64, "n_head": 4, "n_layer": 3, **changes}
+    found, reference = read(config), theirs(tmp_path, {**config, "bos_token_id": None, "eos_token_id": None})
+    assert found.num_kv_heads == reference.num_key_value_heads == kv_heads
+    assert (found.max_position, found.position_embeddings) == (reference.n_positions, reference.n_positions)
+    assert (found.activation, reference.activation_function) == ("gelu_tanh", "gelu_pytorch_tanh")
+    assert (found.tie_embeddings, found.rms_norm_eps) == (reference.tie_word_embeddings, reference.layer_norm_epsilon)
+    for key, value in (("scale_attn_weights", False), ("add_cross_attention", True)):
+        with pytest.raises(ModelError, match=rf"{key} is {value}: .* not supported"):
+            read({**config, key: value})
+
+
 @pytest.mark.parametrize("name", ["MptForCausalLM", "MPTForCausalLM"])
 def test_mpt_has_two_names_of_its_class(name: str) -> None:
     config = {"model_type": "mpt", "vocab_size": 608, "d_model": 96, "n_heads": 6, "n_layers": 3}

@@ -158,6 +158,7 @@ CASES = {
     "nemotron": Case("nemotron", A.NEMOTRON, convert=plus_one_in_layer_norms),
     "gptneox": Case("gpt_neox", A.GPTNEOX, {"use_parallel_residual": True}, qkv_apart),
     "gpt2": Case("gpt2", A.GPT2, convert=untransposed),
+    "starcoder": Case("gpt_bigcode", A.STARCODER, pre="starcoder"),
     "falcon 7b": Case("falcon 7b", A.FALCON, {"attention.head_count_kv": 1}, qkv_apart),
     "falcon 40b": Case("falcon 40b", A.FALCON, {"attention.head_count_kv": 2}, qkv_apart),
     "bloom": Case("bloom", A.BLOOM, convert=qkv_apart),
