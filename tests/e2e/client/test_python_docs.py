@@ -13,7 +13,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 @pytest.mark.usefixtures("smollm2_dir")
 def test_the_examples_run(tmp_path: Path) -> None:
     blocks = BLOCK.findall((ROOT / "docs" / "python.md").read_text())
-    assert len(blocks) == 14
+    assert len(blocks) == 15
     with Script(tmp_path, "".join(blocks)) as script:
         assert script.end(150) == 0, script.errors
         shown = "\n".join(script.lines)
