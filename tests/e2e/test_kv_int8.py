@@ -21,7 +21,7 @@ from tests.e2e.test_recovery import MAX_TOKENS, MOMENTS, assert_restarted, asser
 INT8 = "execute.kv_dtype=int8"
 IS_WHOLE = bool(os.environ.get("PIPELINE_ALL_KV"))
 KILLED = ("execute", "schedule") if IS_WHOLE else ("execute",)
-REPLAYED = ("execute", "schedule") if IS_WHOLE else ()
+REPLAYED = ("execute", "schedule")
 PATIENCE_S = 120.0
 
 
@@ -70,9 +70,11 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return files
 
 
-@pytest.mark.parametrize("stage", REPLAYED)
-def test_the_replay_of_a_stage_is_bit_identical(stage: str, recordings: dict[str, Path], tmp_path: Path) -> None:
-    replay(stage, recordings[stage], tmp_path / "out", paced=False, inline=False)
-    comparison = compare(tmp_path / "out", recordings[stage])
-    assert comparison.are_same, comparison.difference
-    assert comparison.num_same == sum(comparison.sent.values()) > 3
+if IS_WHOLE:
+
+    @pytest.mark.parametrize("stage", REPLAYED)
+    def test_the_replay_of_a_stage_is_bit_identical(stage: str, recordings: dict[str, Path], tmp_path: Path) -> None:
+        replay(stage, recordings[stage], tmp_path / "out", paced=False, inline=False)
+        comparison = compare(tmp_path / "out", recordings[stage])
+        assert comparison.are_same, comparison.difference
+        assert comparison.num_same == sum(comparison.sent.values()) > 3
