@@ -1,5 +1,6 @@
 """Restarts on purpose: the successor first, then the end of the process before."""
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -102,6 +103,8 @@ def bench(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> It
 
 
 def num_fds() -> int:
+    """Open descriptors, without those of garbage of earlier tests, which may be collected at any time."""
+    gc.collect()
     return int(psutil.Process().num_fds())
 
 
