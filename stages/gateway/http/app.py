@@ -9,8 +9,7 @@ from http import HTTPStatus
 from typing import Any
 
 import msgspec
-from aiohttp import HttpVersion11, web
-from aiohttp.typedefs import Handler
+from aiohttp import web
 
 from pipeline.config.settings import GatewaySettings as GatewaySettings
 from pipeline.runtime import messages as m
@@ -30,16 +29,15 @@ from pipeline.stages.gateway.admin.server_info import (
 )
 from pipeline.stages.gateway.admin.stats import StatsQuery
 from pipeline.stages.gateway.apidocs.description import Description, address_of
-from pipeline.stages.gateway.errors import ApiError, shown
-from pipeline.stages.gateway.http import body_reader, response_writer
+from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.http import body_reader, middleware, response_writer
 from pipeline.stages.gateway.http.body_reader import BodyReader, BodyTimeout
 from pipeline.stages.gateway.http.cors import Cors
 from pipeline.stages.gateway.http.error_responses import REQUEST_ID, error_response
 from pipeline.stages.gateway.http.guard import current_scope
-from pipeline.stages.gateway.http.routes import ROUTES, Route, meant_route
-from pipeline.stages.gateway.http.server_header import set_server
+from pipeline.stages.gateway.http.routes import ROUTES, Route
 from pipeline.stages.gateway.infill.parsing import parse_infill
-from pipeline.stages.gateway.ollama.errors import is_ollama, not_found_advice
+from pipeline.stages.gateway.ollama.errors import is_ollama
 from pipeline.stages.gateway.ollama.handlers import OllamaApi
 from pipeline.stages.gateway.page import files
 from pipeline.stages.gateway.parsing import parse, request_ids
@@ -133,7 +131,7 @@ class Api:
         return [self._def_of(route) for route in ROUTES if route.is_admin]
 
     def _def_of(self, route: Route) -> web.RouteDef:
-        expect = self._expect_call if route.opens_request else _expect
+        expect = self._expect_call if route.opens_request else middleware.answer_expect
         options: dict[str, Any] = {"allow_head": True} if route.method == "GET" else {}
         add = {"GET": web.get, "POST": web.post, "DELETE": web.delete}[route.method]
         return add(route.resource, getattr(self._owner(route.path), route.handler), expect_handler=expect, **options)
@@ -145,8 +143,8 @@ class Api:
         return self.responses if path.startswith("/v1/responses") else self
 
     def _empty(self) -> web.Application:
-        app = web.Application(client_max_size=self._max_body, middlewares=[_format_errors])
-        app.on_response_prepare.append(_add_headers)
+        app = web.Application(client_max_size=self._max_body, middlewares=[middleware.format_errors])
+        app.on_response_prepare.append(middleware.add_headers)
         app.on_response_prepare.append(self._close_if_leaving)
         return app
 
@@ -249,7 +247,7 @@ class Api:
             refusal = error_response(http_request, error)
             refusal.force_close()  # the client may send the body before it reads this
             return refusal
-        return await _expect(http_request)
+        return await middleware.answer_expect(http_request)
 
     async def _parse_request(self, http_request: web.Request, parser: Parser, received_s: float) -> ParsedRequest:
         """Read and parse the body within the server's deadline."""
@@ -386,44 +384,6 @@ class Api:
 
     async def version(self, http_request: web.Request) -> web.StreamResponse:
         return _json(Version(VERSION))
-
-
-async def _add_headers(http_request: web.Request, response: web.StreamResponse) -> None:
-    """Repeat the client's request id in every response, and name the server."""
-    set_server(response)
-    if (name := request_ids.to_repeat(http_request.headers)) is not None:
-        response.headers[request_ids.HEADER] = name
-
-
-@web.middleware
-async def _format_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Return all errors in the shape of their path, including those of aiohttp's router."""
-    try:
-        return await handler(request)
-    except ApiError as error:
-        return error_response(request, error)
-    except web.HTTPMethodNotAllowed as refusal:
-        message = f"{request.method} is not allowed for {shown(request.path)}"
-        return error_response(request, ApiError(refusal.status, message), {"Allow": refusal.headers["Allow"]})
-    except web.HTTPNotFound as refusal:
-        advice = not_found_advice(request.path) or meant_route(request.method, request.path)
-        message = f"Not found: {request.method} {shown(request.path)}{advice}"
-        return error_response(request, ApiError(refusal.status, message))
-    except web.HTTPException as refusal:
-        return error_response(request, ApiError(refusal.status, refusal.text or refusal.reason))
-
-
-async def _expect(http_request: web.Request) -> web.StreamResponse | None:
-    """Answer an Expect header. aiohttp calls this before any middleware, so errors are returned, not raised."""
-    expectation = http_request.headers["Expect"]
-    if http_request.version < HttpVersion11:
-        return None  # RFC 9110, 10.1.1: ignore it
-    if expectation.lower() != "100-continue":
-        message = f"unsupported expectation '{shown(expectation)}': only 100-continue is supported"
-        return error_response(http_request, ApiError(HTTPStatus.EXPECTATION_FAILED, message))
-    await http_request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-    http_request.writer.output_size = 0  # the response itself has not started
-    return None
 
 
 def _adapter_card(card: ModelCard, adapter: m.Adapter) -> ModelCard:
