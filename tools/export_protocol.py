@@ -1,4 +1,4 @@
-"""What is published of the client wire, made from the types in pipeline/client/protocol.py:
+"""What is published of the client wire, made from the types in pipeline/client/protocol/:
 
 docs/protocol.schema.json     every message, as a JSON Schema
 docs/protocol.md              the tables of fields and the transcripts between its marks
