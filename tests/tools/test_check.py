@@ -40,7 +40,7 @@ def test_every_listed_test_exists(beginning: str) -> None:
 
 def test_the_parts_together_are_all_tests(check: ModuleType) -> None:
     """Each test has one of the two marks or none: the second is set only without the first."""
-    shared, servers, alone = (" ".join(check.STEPS[step]) for step in check.TESTS)
+    shared, servers, alone = (" ".join(check.STEPS[step]) for step in ("shared", "servers", "alone"))
     assert "pytest -m not alone and not servers --" in shared
     assert "pytest -m servers --" in servers
     assert alone.endswith("pytest -m alone")
@@ -61,6 +61,8 @@ class Run:
         self.commands: list[str] = []
         self.isas: list[str | None] = []
         self.num_compiling = 0
+        self.types_ended_after: list[str] | None = None
+        """The commands before the end of the step `types`, if it runs beside others."""
         monkeypatch.delenv(MAX_ISA, raising=False)
 
         def run(command: list[str], env: dict[str, str], **_: object) -> SimpleNamespace:
@@ -75,18 +77,54 @@ class Run:
             self.num_compiling += 1
             return SimpleNamespace(send_signal=lambda number: None, wait=lambda: 0)
 
+        def start_types() -> str:
+            assert not {"servers", "shared", "alone"} & set(self.commands)
+            return "types"
+
+        def finish(types: str) -> tuple[str, str, str, float]:
+            assert types == "types" and self.types_ended_after is None
+            self.types_ended_after = list(self.commands)
+            return "types", "", "FAILED" if codes.get("types") else "ok", 1.0
+
         monkeypatch.setattr(sys, "argv", ["tools/check", *words])
+        monkeypatch.setattr(check, "start_types", start_types)
+        monkeypatch.setattr(check, "finish", finish)
         monkeypatch.setattr(check, "start_compiling", start_compiling)
         monkeypatch.setattr(subprocess, "run", run)
         self.code = check.main()
 
 
 def test_all_steps_run_in_order(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(check, monkeypatch)
+    run = Run(check, monkeypatch, "--fail-fast")
     assert (run.code, run.commands) == (
         0,
-        ["format", "lint", "types", "imports", "words", "shared", "servers", "alone"],
+        ["format", "lint", "imports", "words", "types", "servers", "shared", "alone"],
     )
+
+
+def test_types_are_checked_beside_the_servers_and_reported_before_tests_that_measure(
+    check: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = ["format", "lint", "imports", "words", "servers"]
+    run = Run(check, monkeypatch)
+    assert (run.code, run.types_ended_after, run.commands) == (0, before, [*before, "shared", "alone"])
+    run = Run(check, monkeypatch, types=1)
+    assert (run.code, run.types_ended_after, run.commands) == (1, before, [*before, "shared", "alone"])
+    run = Run(check, monkeypatch, "types", "servers")
+    assert (run.code, run.types_ended_after) == (0, ["servers"])
+    for words in (["types"], ["types", "shared", "alone"], ["--fail-fast", "types", "servers"]):
+        run = Run(check, monkeypatch, *words)
+        assert run.types_ended_after is None and run.commands[0] == "types"
+
+
+def test_the_output_and_the_exit_code_of_types_are_reported(
+    check: ModuleType, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    code = "import os; print('found', os.nice(0)); raise SystemExit(3)"
+    monkeypatch.setitem(check.STEPS, "types", ["-c", code])
+    step, isa, result, took_s = check.finish(check.start_types())
+    assert (step, isa, result) == ("types", "", "FAILED") and took_s > 0
+    assert capfdbinary.readouterr().out.endswith(b"\nfound 19\n")
 
 
 def test_libraries_are_compiled_beside_the_steps_before_the_tests(
@@ -102,9 +140,9 @@ def test_it_continues_after_a_failure_or_stops_with_fail_fast(
     check: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run(check, monkeypatch, "lint", "tests", shared=1)
-    assert (run.code, run.commands) == (1, ["lint", "shared", "servers", "alone"])
-    run = Run(check, monkeypatch, "--fail-fast", "lint", "tests", shared=1)
-    assert (run.code, run.commands) == (1, ["lint", "shared"])
+    assert (run.code, run.commands) == (1, ["lint", "servers", "shared", "alone"])
+    run = Run(check, monkeypatch, "--fail-fast", "lint", "tests", servers=1)
+    assert (run.code, run.commands) == (1, ["lint", "servers"])
 
 
 def test_tests_run_once_for_each_instruction_set(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +164,7 @@ def test_arguments_for_pytest_go_to_all_parts(check: ModuleType, monkeypatch: py
     run = Run(check, monkeypatch, "imports", "tests", "alone", "--", "-k", "prefix")
     assert (run.code, run.commands) == (
         0,
-        ["imports", *(f"{part} -k prefix" for part in ("shared", "servers", "alone"))],
+        ["imports", *(f"{part} -k prefix" for part in ("servers", "shared", "alone"))],
     )
 
 

@@ -2,9 +2,11 @@
 
     python -m tests.kernels.cpu.compile
 
-tools/check does this beside the steps that keep one core busy. Tests compile what is missing, or fail if it cannot be
-compiled.
+tools/check does this beside the steps before the tests that need all of them. The library that servers use comes first;
+the others are compiled at a low priority. Tests compile what is missing, or fail if it cannot be compiled.
 """
+
+import os
 
 from pipeline.kernels.cpu.build import build
 from pipeline.kernels.cpu.isa import available
@@ -14,6 +16,7 @@ from tests.kernels.cpu.samplers import EMULATED
 def main() -> None:
     for isa in available():
         build(isa, print)
+        os.nice(10 - os.nice(0))
     for isa in EMULATED.values():
         build(isa, print, emulate=True)
 
