@@ -3,9 +3,10 @@
 The model is prepared once, and one server serves all tests that don't end it.
 """
 
+import gc
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,18 @@ LONGEST = (
     "tests/e2e/test_scaling.py",
 )
 """These run first: at the end, one process would run each of them while the others are idle."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Pause the garbage collector, which would search all imported modules and all tests again and again. They live
+    until the end, so it need not search them later either."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

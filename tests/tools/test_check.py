@@ -46,8 +46,13 @@ def test_the_parts_together_are_all_tests(check: ModuleType) -> None:
     assert alone.endswith("pytest -m alone")
 
 
+def test_shared_leaves_out_only_what_is_for_the_other_groups(check: ModuleType) -> None:
+    place, ignored = check.PLACES["shared"]
+    assert place == "tests" and f"{ignored.removeprefix('--ignore=')}/" in SERVERS
+
+
 @pytest.mark.parametrize(("step", "beginnings"), [("servers", SERVERS), ("alone", ALONE)])
-def test_each_part_collects_the_folders_of_its_tests(check: ModuleType, step: str, beginnings: tuple[str, ...]) -> None:
+def test_each_part_collects_the_files_of_its_tests(check: ModuleType, step: str, beginnings: tuple[str, ...]) -> None:
     places = [Path(place) for place in check.PLACES[step]]
     for beginning in beginnings:
         path = Path(beginning.partition("::")[0])

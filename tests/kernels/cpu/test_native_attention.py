@@ -172,6 +172,7 @@ def reference(case: Case, entry: int, start: int, count: int, r: Recording) -> t
     queries = queries.astype(np.float64)
     positions = np.arange(start, start + count)[:, None]
     heads, dim = queries.shape[1:]
+    queries, keys, values = (array.transpose(1, 0, 2) for array in (queries, keys, values))
     out, spread = np.zeros((2, heads, count, dim))
     magnitude = np.zeros((heads, count, dim))
     total, off, top_error = np.zeros((3, heads, count, 1))
@@ -180,8 +181,8 @@ def reference(case: Case, entry: int, start: int, count: int, r: Recording) -> t
         part = slice(begin, min(begin + STRETCH, start + count))
         at = np.arange(start + count)[part]
         seen = (at <= positions) & ((at > positions - case.window) if case.window else True)
-        scores = np.where(seen, np.einsum("qhd,khd->hqk", queries, keys[part]), -np.inf)
-        size = np.sqrt(np.einsum("qhd,khd->hqk", queries**2, keys[part] ** 2))
+        scores = np.where(seen, queries @ keys[:, part].swapaxes(1, 2), -np.inf)
+        size = np.sqrt(queries**2 @ (keys[:, part] ** 2).swapaxes(1, 2))
         error = np.where(seen, SCORE_ROUNDING * dim**0.5 * EPS * size, 0)
         top_error = np.maximum(top_error, error.max(-1, keepdims=True))
         new_top = np.maximum(top, scores.max(-1, keepdims=True))
@@ -201,9 +202,9 @@ def reference(case: Case, entry: int, start: int, count: int, r: Recording) -> t
         elif not wide:
             low, high = to_bf16(low).astype(np.float64), to_bf16(high).astype(np.float64)
         low, high = (np.divide(w, part_scales, out=np.zeros_like(w), where=part_scales > 0) for w in (low, high))
-        out = out * shrink + np.einsum("hqk,khd->hqd", (low + high) / 2, values[part])
-        spread = spread * shrink + np.einsum("hqk,khd->hqd", (high - low) / 2, np.abs(values[part]))
-        magnitude = magnitude * shrink + np.einsum("hqk,khd->hqd", high, np.abs(values[part]))
+        out = out * shrink + (low + high) / 2 @ values[:, part]
+        spread = spread * shrink + (high - low) / 2 @ np.abs(values[:, part])
+        magnitude = magnitude * shrink + high @ np.abs(values[:, part])
         total = total * shrink + weights.sum(-1, keepdims=True)
         off = off * shrink + (weights * relative).sum(-1, keepdims=True)
         top = new_top
