@@ -14,11 +14,11 @@ from pipeline.cli.check.divergence import Divergence, kl_divergence
 from pipeline.cli.check.fidelity import BUILT_IN, HEADINGS
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
-from pipeline.kernels.cpu import build
 from pipeline.stages.execute.measuring import fidelity
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.stage import prepare
 from pipeline.stages.prepare.text_tokens import encode
+from tests.compiled import link_kernels
 from tests.stages.prepare import checkpoints
 
 pytestmark = pytest.mark.usefixtures("check_model_state")
@@ -152,12 +152,7 @@ TEXT = " ".join(f"{i} quick brown foxes, {i * i} naïve dogs: x = [{i}, 42]\n" f
 @pytest.fixture
 def cache(tmp_path: Path) -> str:
     """`--set cache_dir=`: a cache of its own, which has the kernels that are compiled already."""
-    folder = tmp_path / "cache"
-    folder.mkdir(exist_ok=True)
-    compiled = build.default_cache_root() / "kernels"
-    compiled.mkdir(parents=True, exist_ok=True)
-    (folder / compiled.name).symlink_to(compiled)
-    return f"cache_dir={folder}"
+    return f"cache_dir={link_kernels(tmp_path / 'cache')}"
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from pipeline import LLM, AsyncLLM, BeamSearchParams, SamplingParams
+from tests.compiled import link_kernels
 from tests.e2e.server import Server
 from tests.stages.gateway.gate import events_of
 from tests.stages.gateway.peers import until
@@ -24,7 +25,7 @@ LONG: dict[str, Any] = {"max_tokens": 150, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     sets = [f"model={tiny_model}", "execute.kv_cache_bytes=16MiB", "execute.num_threads=1"]
-    with Server(*sets, f"cache_dir={tmp_path_factory.mktemp('cache')}") as server:
+    with Server(*sets, f"cache_dir={link_kernels(tmp_path_factory.mktemp('cache'))}") as server:
         yield server
 
 
@@ -116,9 +117,13 @@ def test_what_it_is_not_combined_with_is_refused(server: Server) -> None:
         llm.generate(PROMPT, SamplingParams(n=2, use_beam_search=True, bad_words=["x"]), progress=False)
 
 
+@pytest.fixture(scope="module")
+def expected(server: Server) -> Any:
+    return texts(complete(server, **LONG))
+
+
 @pytest.mark.parametrize("stage", ["execute", "schedule", "detokenize"])
-def test_a_search_survives_the_death_of_a_stage(server: Server, stage: str) -> None:
-    expected = texts(complete(server, **LONG))
+def test_a_search_survives_the_death_of_a_stage(server: Server, expected: Any, stage: str) -> None:
     answers: list[Any] = []
     search = threading.Thread(target=lambda: answers.append(texts(complete(server, **LONG))), daemon=True)
     search.start()

@@ -21,7 +21,7 @@ from tests.lora.random_adapters import write_adapter
 
 PROMPT = "Once upon a time there was a little fox who lived in a wood. Every morning, the fox"
 NAMES = ("one", "two", "three")
-MAX_TOKENS = 48
+MAX_TOKENS = 32
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def complete(server: Server, model: str | None, **fields: Any) -> str:
 
 def stream(server: Server, model: str | None, begun: threading.Event | None = None) -> str:
     """The text of a streamed completion. Sets `begun` after some events."""
-    body = {"prompt": PROMPT, "max_tokens": 160, "temperature": 0, "ignore_eos": True, "stream": True}
+    body = {"prompt": PROMPT, "max_tokens": 100, "temperature": 0, "ignore_eos": True, "stream": True}
     request = urllib.request.Request(
         f"{server.url}/v1/completions",
         json.dumps(body | ({} if model is None else {"model": model})).encode(),
@@ -66,6 +66,12 @@ def stream(server: Server, model: str | None, begun: threading.Event | None = No
             if number == 20 and begun is not None:
                 begun.set()
     return text
+
+
+@pytest.fixture(scope="module")
+def streams(server: Server) -> dict[str | None, str]:
+    """The texts of undisturbed streams."""
+    return {name: stream(server, name) for name in (None, "one", "two")}
 
 
 def names(server: Server) -> list[str]:
@@ -110,14 +116,13 @@ def test_the_python_client_names_an_adapter(server: Server, alone: dict[str | No
 
 
 @pytest.mark.parametrize("stage", ["execute", "schedule"])
-def test_streams_go_on_when_a_stage_dies(server: Server, stage: str) -> None:
-    expected = {name: stream(server, name) for name in (None, "one", "two")}
+def test_streams_go_on_when_a_stage_dies(server: Server, streams: dict[str | None, str], stage: str) -> None:
     begun = threading.Event()
     with ThreadPoolExecutor(3) as threads:
-        running = {name: threads.submit(stream, server, name, begun) for name in expected}
+        running = {name: threads.submit(stream, server, name, begun) for name in streams}
         assert begun.wait(60)
         kill(pids(server)[f"{stage}.0"])
-        assert {name: future.result() for name, future in running.items()} == expected
+        assert {name: future.result() for name, future in running.items()} == streams
     server.until(lambda health: health["status"] == "ok")
     server.look()
 

@@ -7,6 +7,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from tests.compiled import link_kernels
 from tests.e2e.server import Server
 from tests.stages.gateway.peers import until
 
@@ -22,6 +23,11 @@ def complete(server: Server, **fields: Any) -> dict[str, Any]:
     return answer
 
 
+def small(model: Path, cache: Path) -> list[str]:
+    memory = ["execute.kv_cache_bytes=16MiB", "execute.num_threads=1"]
+    return [f"model={model}", f"cache_dir={link_kernels(cache)}", *memory]
+
+
 def texts(answer: dict[str, Any]) -> Any:
     return [(choice["text"], choice["logprobs"]) for choice in answer["choices"]]
 
@@ -34,7 +40,7 @@ def accepted(server: Server) -> float:
 
 
 def test_texts_are_the_same_also_when_the_executor_dies(tiny_model: Path, tmp_path: Path) -> None:
-    sets = [f"model={tiny_model}", f"cache_dir={tmp_path}", "execute.kv_cache_bytes=16MiB", "execute.num_threads=1"]
+    sets = small(tiny_model, tmp_path)
     loads: list[dict[str, Any]] = [
         {"temperature": 0},
         {"temperature": 0.8, "n": 3, "repetition_penalty": 1.1},
@@ -65,7 +71,7 @@ def test_texts_are_the_same_also_when_the_executor_dies(tiny_model: Path, tmp_pa
 
 
 def test_a_draft_model_is_served(tiny_model: Path, tmp_path: Path) -> None:
-    sets = [f"model={tiny_model}", f"cache_dir={tmp_path}", "execute.kv_cache_bytes=16MiB", "execute.num_threads=1"]
+    sets = small(tiny_model, tmp_path)
     with Server(*sets) as server:
         expected = texts(complete(server, temperature=0.8))
     draft = "speculative.method=draft_model", f"speculative.draft={tiny_model}", "speculative.adaptive=false"

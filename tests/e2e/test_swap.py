@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from pipeline.kernels.cpu.build import default_cache_root
+from tests.compiled import link_kernels
 from tests.e2e.server import STAGES, Server
 
 KILLED = ("execute", "schedule", "detokenize", "ingest")[: None if os.environ.get("PIPELINE_ALL_KILLS") else 2]
@@ -20,13 +20,8 @@ NUM_TRIES = 10
 
 
 def sets(tiny_model: Path, swap_bytes: str, kernels: str = "torch") -> list[str]:
-    """Models are prepared beside their folder. Kernels are compiled once for all tests."""
-    cache, compiled = tiny_model.parent / "cache", default_cache_root() / "kernels"
-    cache.mkdir(exist_ok=True)
-    compiled.mkdir(parents=True, exist_ok=True)
-    if not (cache / "kernels").exists():
-        (cache / "kernels").symlink_to(compiled)
-    model = [f"model={tiny_model}", f"cache_dir={cache}"]
+    """Models are prepared beside their folder."""
+    model = [f"model={tiny_model}", f"cache_dir={link_kernels(tiny_model.parent / 'cache')}"]
     return [*model, f"execute.kernels={kernels}", "execute.num_threads=1", f"execute.swap_bytes={swap_bytes}"]
 
 

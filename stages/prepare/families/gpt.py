@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from pipeline.runtime.model_folder import Architecture, Layout, ModelConfig, Piece
+import msgspec
+
+from pipeline.runtime.model_folder import Architecture, Layout, ModelConfig
 from pipeline.stages.prepare.families.architecture import (
     FOUR_TIMES,
     LAYER_NORM,
@@ -29,6 +31,17 @@ GPT2_DEFAULTS = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True,
 }
+GPT2_NAMES = renamed(
+    model__embed_tokens="transformer.wte",
+    model__embed_positions="transformer.wpe",
+    model__norm="transformer.ln_f",
+    input_layernorm="ln_1",
+    post_attention_layernorm="ln_2",
+    self_attn__o_proj="attn.c_proj",
+    mlp__up_proj="mlp.c_fc",
+    mlp__down_proj="mlp.c_proj",
+)
+GPT2_LINEARS = ("self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
 
 
 def _gpt2(keys: Keys, model: ModelConfig) -> dict[str, Any]:
@@ -40,16 +53,8 @@ def _gpt2(keys: Keys, model: ModelConfig) -> dict[str, Any]:
 
 def _gpt2_layout(model: ModelConfig) -> Layout:
     """Matrices are [inputs, outputs]."""
-    pieces = renamed(
-        model__embed_tokens="transformer.wte",
-        model__embed_positions="transformer.wpe",
-        model__norm="transformer.ln_f",
-        input_layernorm="ln_1",
-        post_attention_layernorm="ln_2",
-    )
-    linears = {"self_attn.o_proj": "attn.c_proj", "mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}
-    pieces |= {part: Piece(tensor, transposed=True) for part, tensor in linears.items()}
-    return Layout("transformer.h.{}.", pieces | qkv_slices(model, "attn.c_attn", transposed=True))
+    linears = {part: msgspec.structs.replace(GPT2_NAMES[part], transposed=True) for part in GPT2_LINEARS}
+    return Layout("transformer.h.{}.", GPT2_NAMES | linears | qkv_slices(model, "attn.c_attn", transposed=True))
 
 
 def _gpt_bigcode(keys: Keys, model: ModelConfig) -> dict[str, Any]:
@@ -64,17 +69,7 @@ def _gpt_bigcode(keys: Keys, model: ModelConfig) -> dict[str, Any]:
 def _gpt_bigcode_layout(model: ModelConfig) -> Layout:
     """GPT-2's names. Matrices are [outputs, inputs]. Without multi-query attention, c_attn has the query, key and value
     of each head together; with it, its one group is the same as all queries, then the key, then the value."""
-    pieces = renamed(
-        model__embed_tokens="transformer.wte",
-        model__embed_positions="transformer.wpe",
-        model__norm="transformer.ln_f",
-        input_layernorm="ln_1",
-        post_attention_layernorm="ln_2",
-        self_attn__o_proj="attn.c_proj",
-        mlp__up_proj="mlp.c_fc",
-        mlp__down_proj="mlp.c_proj",
-    )
-    return Layout("transformer.h.{}.", pieces | qkv_by_head(model, "attn.c_attn"))
+    return Layout("transformer.h.{}.", GPT2_NAMES | qkv_by_head(model, "attn.c_attn"))
 
 
 def _gpt_neox(keys: Keys, model: ModelConfig) -> dict[str, Any]:
