@@ -47,43 +47,44 @@ def test_choices_are_sorted_by_expert(num_tokens: int) -> None:
     ],
 )
 def test_tokens_are_computed_by_their_experts(format: str, kind: str, gated: bool, biased: bool) -> None:
+    num, num_choices = 3, 2  # the interpreter takes long for each
     hidden, inner, dtype, num_tokens = columns_of(format, 64), columns_of(format, 96), torch.float32, 21
-    form, route_form = ExpertActivation(kind, gated, 1.7, 0.8), RouteForm(NUM, "softmax", True)
+    form, route_form = ExpertActivation(kind, gated, 1.7, 0.8), RouteForm(num, "softmax", True)
 
     def linear(num_rows: int, num_columns: int, seed: int) -> ExpertLinear:
         bias = random(num_rows, seed=seed + 10) if biased else None
         return ExpertLinear(device_matrix(num_rows, num_columns, format, dtype, seed=seed), bias)
 
-    gate, last = linear(NUM * inner, hidden, 1), linear(NUM * hidden, inner, 3)
-    up = linear(NUM * inner, hidden, 2) if gated else None
-    x, logits = random(num_tokens, hidden, seed=4), random(1, num_tokens, NUM + 1, seed=5)
+    gate, last = linear(num * inner, hidden, 1), linear(num * hidden, inner, 3)
+    up = linear(num * inner, hidden, 2) if gated else None
+    x, logits = random(num_tokens, hidden, seed=4), random(1, num_tokens, num + 1, seed=5)
     shared = random(2, num_tokens, hidden, seed=6)
-    chosen = torch.zeros(num_tokens, CHOICES, dtype=torch.int32)
-    weights, out = torch.zeros(num_tokens, CHOICES), poisoned(num_tokens, hidden, dtype=dtype)
-    order = Order(torch.zeros(NUM, 32, dtype=torch.int32), torch.zeros(NUM, dtype=torch.int32))
-    middle = poisoned(num_tokens * CHOICES, inner, dtype=dtype)
-    parts = poisoned(num_tokens * CHOICES, hidden, dtype=torch.float32)
+    chosen = torch.zeros(num_tokens, num_choices, dtype=torch.int32)
+    weights, out = torch.zeros(num_tokens, num_choices), poisoned(num_tokens, hidden, dtype=dtype)
+    order = Order(torch.zeros(num, 32, dtype=torch.int32), torch.zeros(num, dtype=torch.int32))
+    middle = poisoned(num_tokens * num_choices, inner, dtype=dtype)
+    parts = poisoned(num_tokens * num_choices, hidden, dtype=torch.float32)
     route(chosen, weights, logits, route_form)
     sort(order, chosen)
-    gate_up(middle, x, order, gate, up, CHOICES, form)
+    gate_up(middle, x, order, gate, up, num_choices, form)
     down(parts, middle, order, last, num_tokens)
     combine(out, parts, weights, shared, logits)
 
     first = [one for one in (gate, up) if one is not None]
     matrices = ExpertMatrices(
-        torch.cat([one.matrix.dequantize().view(NUM, inner, hidden) for one in first], dim=1),
-        last.matrix.dequantize().view(NUM, hidden, inner),
-        torch.cat([one.bias.view(NUM, inner) for one in first if one.bias is not None], dim=1) if biased else None,
-        None if last.bias is None else last.bias.view(NUM, hidden),
+        torch.cat([one.matrix.dequantize().view(num, inner, hidden) for one in first], dim=1),
+        last.matrix.dequantize().view(num, hidden, inner),
+        torch.cat([one.bias.view(num, inner) for one in first if one.bias is not None], dim=1) if biased else None,
+        None if last.bias is None else last.bias.view(num, hidden),
     )
     expected = experts_reference(x, chosen.tolist(), weights.tolist(), matrices, form)
-    expected += shared.double().sum(0) * torch.sigmoid(logits[0, :, NUM:].double())
+    expected += shared.double().sum(0) * torch.sigmoid(logits[0, :, num:].double())
     assert_near(out, expected, TOLERANCE[dtype])
     # The same bits alone.
     alone = poisoned(1, hidden, dtype=dtype)
     route(chosen[:1], weights[:1], logits[:, 20:], route_form)
     sort(order, chosen[:1])
-    gate_up(middle[:CHOICES], x[20:], order, gate, up, CHOICES, form)
-    down(parts[:CHOICES], middle[:CHOICES], order, last, 1)
-    combine(alone, parts[:CHOICES], weights[:1], shared[:, 20:].contiguous(), logits[:, 20:])
+    gate_up(middle[:num_choices], x[20:], order, gate, up, num_choices, form)
+    down(parts[:num_choices], middle[:num_choices], order, last, 1)
+    combine(alone, parts[:num_choices], weights[:1], shared[:, 20:].contiguous(), logits[:, 20:])
     assert torch.equal(alone[0], out[20])

@@ -209,6 +209,11 @@ def grouped_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     return folder
 
 
+@pytest.fixture(scope="module")
+def grouped_reference(grouped_dir: Path) -> Reference:
+    return Reference(grouped_dir)
+
+
 @pytest.fixture(scope="module", params=ISAS)
 def native(grouped_dir: Path, request: pytest.FixtureRequest) -> Iterator[Native]:
     driver = Native(grouped_dir, request.param)
@@ -222,15 +227,14 @@ def driver(native: Native) -> Native:
     return native
 
 
-def test_quantized_models_are_close_to_their_dequantized_weights(driver: Native, grouped_dir: Path) -> None:
+def test_quantized_models_are_close_to_their_dequantized_weights(driver: Native, grouped_reference: Reference) -> None:
     """8-bit activations in every group cost a few hundredths over three layers."""
     ids = random_ids(60, 11)
     driver.step([(0, 0, 60, False)], adds=[row_add(0, ids, driver.take_blocks(60))])
     rows = range(1, 13)
     adds = [row_add(row, ids[: 5 * row], [0, 1, 2, 3][: -(-5 * row // BLOCK_SIZE)]) for row in rows]
     driver.step([(row, 5 * row - 1, 1, True) for row in rows], adds=adds)
-    reference = Reference(grouped_dir)
-    expected = np.array([reference.logits(tuple(ids[: 5 * row])) for row in rows])
+    expected = np.array([grouped_reference.logits(tuple(ids[: 5 * row])) for row in rows])
     error = driver.logits() - expected
     assert np.sqrt((error**2).mean()) < 0.05 * expected.std()
 
