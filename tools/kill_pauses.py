@@ -3,6 +3,7 @@
     python -m tools.kill_pauses                        10 servers; on each, every stage is killed once
     python -m tools.kill_pauses --rounds 2 --streams 8
     python -m tools.kill_pauses --restart              `pipeline restart` instead of a kill
+    python -m tools.kill_pauses --stages schedule      only this stage
 
 Every server gets each kill once, because the second restart of a stage within a minute is delayed. Streams have prompts
 of different texts, and each has about --tokens tokens behind it when a stage dies. Per kill:
@@ -87,7 +88,7 @@ async def _round(server: Served, args: argparse.Namespace, number: int) -> dict[
     timeout = aiohttp.ClientTimeout(total=None, sock_read=BACK_S)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(server.url, timeout=timeout, connector=connector) as session:
-        for stage in STAGES:
+        for stage in args.stages:
             seed = f"{number}/{stage}"
             streams = [Stream() for _ in range(args.streams)]
             running = [
@@ -189,6 +190,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--rounds", type=types.positive, default=10, metavar="N", help="by default %(default)s")
     parser.add_argument("--streams", type=types.positive, default=32, metavar="N", help="by default %(default)s")
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="by default all of these")
     parser.add_argument("--tokens", type=types.positive, default=128, metavar="N", help="by default %(default)s")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the server")
     parser.add_argument("--restart", action="store_true", help="restart the stages on purpose")
@@ -199,7 +201,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    values: dict[str, dict[str, list[float]]] = {stage: defaultdict(list) for stage in STAGES}
+    values: dict[str, dict[str, list[float]]] = {stage: defaultdict(list) for stage in args.stages}
     for number in range(args.rounds):
         with Served("supervisor.crash_reports=false", *args.set) as server:
             for stage, found in asyncio.run(_round(server, args, number)).items():
@@ -207,7 +209,7 @@ def run(args: argparse.Namespace) -> int:
                     values[stage][name].append(value)
                 shown = ", ".join(f"{name} {value:.2f} s" for name, value in found.items())
                 print(f"round {number + 1} of {args.rounds}, {stage}: {shown}", flush=True)
-    for stage in STAGES:
+    for stage in args.stages:
         shown = ", ".join(f"{name} {median(all_s):.2f} s ({max(all_s):.2f})" for name, all_s in values[stage].items())
         print(f"{stage:10} {shown}")
     if args.json:
