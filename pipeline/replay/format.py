@@ -10,8 +10,8 @@ The recording of a crash also has raw frames, which take less time to write. The
 checksum, and `RAW` is set in their length:
 
     BEGIN            seconds (f64)         the clock, when the recording began
-    SENDER           incarnation │ name    of the messages with the next number, from 0 on
-    MESSAGE + number << SENDER_SHIFT       a message: part of the next Wake
+    SENDER           incarnation │ name    of messages with this number, in the bits from SENDER_SHIFT on
+    MESSAGE          the message           part of the next Wake; with the number of its sender
       … + HAS_ARRAYS size (u32) │ message │ size (u32), bytes of each shared array
     WAKE             seconds (f64)         all of its messages came
     WAKE_AND_CLOCK   seconds (f64)         the same, and then a Value of `monotonic` with this time
@@ -43,6 +43,7 @@ MAX_FRAME_BYTES = 2**30
 _HEAD = Struct("<II")
 RAW = 2**31
 CLOCK, MESSAGE, WAKE, WAKE_AND_CLOCK, SENDER, BEGIN = 3, 4, 5, 6, 7, 8
+KINDS = 0xFF
 HAS_ARRAYS = 1 << 8
 SENDER_SHIFT = 9
 _INCARNATION = Struct("<Q")
@@ -170,6 +171,21 @@ NUMBER_BYTES = _NUMBER.size
 NUMBER = RAW | _SECONDS.size
 
 
+def number_frame(kind: int, number: float) -> bytes:
+    """A raw frame of a time."""
+    return _NUMBER.pack(NUMBER, kind, number)
+
+
+def raw_frame(kind: int, data: bytes) -> bytes:
+    """A raw frame."""
+    return _HEAD.pack(RAW | len(data), kind) + data
+
+
+def seconds_in(memory: memoryview, place: int) -> float:
+    """The time in a raw frame of one."""
+    return float(_SECONDS.unpack_from(memory, place + HEAD_BYTES)[0])
+
+
 def sender_data(name: str, incarnation: int) -> bytes:
     """The data of a raw frame SENDER."""
     return _INCARNATION.pack(incarnation) + name.encode()
@@ -191,17 +207,28 @@ def _parts_of(data: bytes) -> list[bytes]:
     return parts
 
 
+def raw_frames(memory: memoryview, begin: int, end: int, num: int) -> Iterator[tuple[int, int, int]]:
+    """Where the first `num` frames in a part of a recording begin, their kinds (0 for those that are not raw), and
+    where they end."""
+    for _ in range(num):
+        if begin >= end:
+            return
+        size, kind = _HEAD.unpack_from(memory, begin)
+        begin, place = begin + HEAD_BYTES + (size & ~RAW), begin
+        yield place, kind if size & RAW else 0, begin
+
+
 class _RawFrames:
     """Makes entries of raw frames."""
 
     def __init__(self) -> None:
         self._begun_s = 0.0
-        self._senders: list[tuple[str, int]] = []
+        self._senders: dict[int, tuple[str, int]] = {}
         self._wake = Wake(0, [], [], [], [])
 
     def entries(self, kind: int, data: bytes) -> list[Entry]:
         """The entries that end with this frame. Raises ValueError if it is of no known kind."""
-        if kind & (HAS_ARRAYS - 1) == MESSAGE:
+        if kind & KINDS == MESSAGE:
             sender, incarnation = self._senders[kind >> SENDER_SHIFT]
             body, *arrays = _parts_of(data) if kind & HAS_ARRAYS else [data]
             self._wake.senders.append(sender)
@@ -209,9 +236,9 @@ class _RawFrames:
             self._wake.bodies.append(body)
             self._wake.arrays.append(arrays)
             return []
-        if kind == SENDER:
+        if kind & KINDS == SENDER:
             (incarnation,) = _INCARNATION.unpack_from(data)
-            self._senders.append((data[_INCARNATION.size :].decode(), incarnation))
+            self._senders[kind >> SENDER_SHIFT] = data[_INCARNATION.size :].decode(), incarnation
             return []
         (now_s,) = _SECONDS.unpack(data)
         if kind == BEGIN:
@@ -312,7 +339,7 @@ class RecordingReader:
                     yield from raw.entries(self._kind, data)
                     continue
                 entry = _entries.decode(data)
-            except (msgspec.DecodeError, ValueError, IndexError, StructError) as error:
+            except (msgspec.DecodeError, ValueError, KeyError, StructError) as error:
                 raise UserError(
                     f"{self.path}: an entry before byte {self._file.tell()} can't be read: {error}"
                 ) from error
