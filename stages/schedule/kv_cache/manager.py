@@ -4,6 +4,7 @@ which copies bring the rest.
     prefix cache      shared blocks that already hold the sequence's first ids
     fork              the prompt's blocks of a running sequence of the same request. All are shared except the block in
                       which the prompt ends: both sequences write to it, so the new one gets a copy (copy on write)
+    tail              the last block, filled in part, of a sequence of the process before (tails.py)
     swap space        what the sequence had computed before it was preempted, copied back; or blocks that were in the
                       prefix cache (offload.py)
 
