@@ -240,6 +240,9 @@ class Server:
         if isinstance(message, m.Drained):
             if arrival.sender in self.processes and arrival.incarnation == self.network.incarnations[arrival.sender]:
                 self.num_handed_over += 1
+                for case in [case for ledger in self.ledgers for case in ledger.cases]:
+                    fatal = self._poisons.get(case.request_id)
+                    case.may_end |= fatal is not None and fatal.place == "plan"
                 self.kill(arrival.sender, is_planned=True)
             return
         assert isinstance(message, m.Reconnected)
