@@ -59,6 +59,20 @@ def _is_due(scheduler: Scheduler, request_id: int, poison: Poison) -> bool:
     return int(scheduler.rows.known[first.row]) - len(request.prompt) >= poison.num_ids
 
 
+def accuse(server: "Server", request_ids: list[int]) -> None:
+    """Note that schedule dies of these requests."""
+    for ledger in server.ledgers:
+        for case in ledger.cases:
+            case.has_killed |= case.request_id in request_ids
+
+
+def let_end(server: "Server", poisons: dict[int, Poison]) -> None:
+    """Schedule hands over: requests that kill it when it plans may get their last ids without a plan."""
+    for ledger in server.ledgers:
+        for case in ledger.cases:
+            case.may_end |= case.request_id in poisons and poisons[case.request_id].place == "plan"
+
+
 def deliver_output(server: "Server", name: str) -> None:
     """Let all output arrive that this process of schedule has sent. On its way, it takes much less time than a step."""
     schedule = name, server.network.incarnations[name]

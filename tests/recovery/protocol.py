@@ -240,9 +240,7 @@ class Server:
         if isinstance(message, m.Drained):
             if arrival.sender in self.processes and arrival.incarnation == self.network.incarnations[arrival.sender]:
                 self.num_handed_over += 1
-                for case in [case for ledger in self.ledgers for case in ledger.cases]:
-                    fatal = self._poisons.get(case.request_id)
-                    case.may_end |= fatal is not None and fatal.place == "plan"
+                poison.let_end(self, self._poisons)
                 self.kill(arrival.sender, is_planned=True)
             return
         assert isinstance(message, m.Reconnected)
@@ -403,9 +401,7 @@ class Server:
 
     def _poisoned(self, name: str, request_ids: list[int]) -> None:
         """Schedule dies of these requests."""
-        for ledger in self.ledgers:
-            for case in ledger.cases:
-                case.has_killed |= case.request_id in request_ids
+        poison.accuse(self, request_ids)
         poison.deliver_output(self, name)
         self.kill(name, is_poisoned=True)
 
