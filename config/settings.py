@@ -57,8 +57,8 @@ class SupervisorSettings(Frozen, frozen=True):
         Meta(
             ge=0,
             le=1000,
-            description="Maximum number of restarts of one stage within a minute; one more death ends the server. With "
-            "0, each death does.",
+            description="Maximum number of restarts of one stage within a minute; one more death ends the server. "
+            "Deaths by which a bad request is found do not count. With 0, each death ends the server.",
         ),
     ] = 5
     hang_timeout_s: Annotated[

@@ -2,16 +2,18 @@
 
     python -m tools.kill_pauses                        10 servers; on each, every stage is killed once
     python -m tools.kill_pauses --rounds 2 --streams 8
-    python -m tools.kill_pauses --restart              `pipeline restart` instead of a kill
+    python -m tools.kill_pauses --restart --repeat 5   `pipeline restart` instead of a kill, of each stage five times
+    python -m tools.kill_pauses --stages schedule      only this stage
 
-Every server gets each kill once, because the second restart of a stage within a minute is delayed. Streams have prompts
-of different texts, and each has about --tokens tokens behind it when a stage dies. Per kill:
+Every server gets each kill once, because the second restart of a stage within a minute is delayed; restarts on purpose
+are not. The stages end one after the other under the same streams. These have prompts of different texts, and each has
+about --tokens tokens behind it when the first stage ends. For each end:
 
 - "pause": the median over the streams of the longest time that each of them waited for its next event
 - "first": the shortest of these times
 - "quiet": the median of the longest gaps in the seconds before the kill
-- after schedule and execute "prefill": what new prompts take that are as long as all of these streams were, from the
-  first to the last one's first token. After execute, without swap space, the streams' tokens are computed again, so
+- of the first stage "prefill": what new prompts take that are as long as all of these streams were when it ended, from
+  the first to the last one's first token. After execute, without swap space, the streams' tokens are computed again, so
   the pause can't be shorter than that; with --set execute.swap_bytes=1GiB their KV blocks are copied back. After
   schedule, their KV blocks are still in the executor
 - for ingest "TTFT": the time to the first token of requests sent right after the kill, and "TTFT quiet" of requests
@@ -42,7 +44,7 @@ from pipeline.cli.bench import words
 from pipeline.errors import UserError
 from tools.benchmarks.served import Served, exit_code
 
-STAGES = ("detokenize", "ingest", "schedule", "execute")
+STAGES = ("execute", "detokenize", "ingest", "schedule")
 PROMPT_WORDS = 60
 MAX_TOKENS = 4000
 """More than a stream gets before it is cut off."""
@@ -81,30 +83,33 @@ class Stream:
         return max((later - earlier for earlier, later in pairwise(self.at_s) if begin_s < later <= end_s), default=0.0)
 
 
-async def _round(server: Served, args: argparse.Namespace, number: int) -> dict[str, dict[str, float]]:
-    """Kill each stage once. Returns seconds by stage and name."""
-    found: dict[str, dict[str, float]] = {}
+async def _round(server: Served, args: argparse.Namespace, number: int) -> list[tuple[str, dict[str, float]]]:
+    """End each stage. Returns stages, and seconds by name."""
+    found: list[tuple[str, dict[str, float]]] = []
     timeout = aiohttp.ClientTimeout(total=None, sock_read=BACK_S)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(server.url, timeout=timeout, connector=connector) as session:
-        for stage in STAGES:
-            seed = f"{number}/{stage}"
-            streams = [Stream() for _ in range(args.streams)]
-            running = [
-                asyncio.create_task(one.run(session, words.text(f"{seed}/{place}", PROMPT_WORDS), MAX_TOKENS))
-                for place, one in enumerate(streams)
-            ]
-            try:
-                await _until(lambda streams=streams: min(len(one.at_s) for one in streams) >= args.tokens, running)
-                end = _restart if args.restart else _kill
-                found[stage] = await _measure(server, session, stage, streams, running, seed, end)
-            finally:
-                for task in running:
-                    task.cancel()
-                await asyncio.gather(*running, return_exceptions=True)
-            await asyncio.sleep(1.0)
-            if stage in ("schedule", "execute") and not args.no_prefill:
-                found[stage]["prefill"] = await _prefill(session, streams, seed)
+        streams = [Stream() for _ in range(args.streams)]
+        running = [
+            asyncio.create_task(one.run(session, words.text(f"{number}/{place}", PROMPT_WORDS), MAX_TOKENS))
+            for place, one in enumerate(streams)
+        ]
+        nums: list[int] = []
+        try:
+            await _until(lambda: min(len(one.at_s) for one in streams) >= args.tokens, running)
+            for turn in range(args.repeat):
+                for stage in args.stages:
+                    nums = nums or [len(one.at_s) for one in streams]
+                    end = _restart if args.restart else _kill
+                    seed = f"{number}/{turn}/{stage}"
+                    found.append((stage, await _measure(server, session, stage, streams, running, seed, end)))
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+        await asyncio.sleep(1.0)
+        if not args.no_prefill:
+            found[0][1]["prefill"] = await _prefill(session, nums, f"{number}")
     return found
 
 
@@ -147,13 +152,13 @@ async def _measure(
     return found
 
 
-async def _prefill(session: aiohttp.ClientSession, streams: list[Stream], seed: str) -> float:
-    """How long prompts take that are about as long as these streams, in seconds."""
-    new = [Stream() for _ in streams]
+async def _prefill(session: aiohttp.ClientSession, nums: list[int], seed: str) -> float:
+    """How long prompts take that are about as long as these numbers of tokens and a prompt, in seconds."""
+    new = [Stream() for _ in nums]
     begun_s = time.perf_counter()
     await asyncio.gather(
         *(
-            one.run(session, words.text(f"{seed}/prefill/{place}", PROMPT_WORDS + len(streams[place].at_s)), 1)
+            one.run(session, words.text(f"{seed}/prefill/{place}", PROMPT_WORDS + nums[place]), 1)
             for place, one in enumerate(new)
         )
     )
@@ -189,25 +194,29 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--rounds", type=types.positive, default=10, metavar="N", help="by default %(default)s")
     parser.add_argument("--streams", type=types.positive, default=32, metavar="N", help="by default %(default)s")
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="by default all of these")
     parser.add_argument("--tokens", type=types.positive, default=128, metavar="N", help="by default %(default)s")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the server")
     parser.add_argument("--restart", action="store_true", help="restart the stages on purpose")
+    parser.add_argument("--repeat", type=types.positive, default=1, metavar="N", help="with --restart: so often each")
     parser.add_argument("--no-prefill", action="store_true", help="don't measure what prefill takes")
     parser.add_argument("--json", metavar="FILE", help="write all values to this file")
     args = parser.parse_args(arguments)
+    if args.repeat > 1 and not args.restart:
+        parser.error("--repeat needs --restart: the second restart of a stage that has died is delayed")
     return exit_code("kill_pauses", lambda: run(args))
 
 
 def run(args: argparse.Namespace) -> int:
-    values: dict[str, dict[str, list[float]]] = {stage: defaultdict(list) for stage in STAGES}
+    values: dict[str, dict[str, list[float]]] = {stage: defaultdict(list) for stage in args.stages}
     for number in range(args.rounds):
         with Served("supervisor.crash_reports=false", *args.set) as server:
-            for stage, found in asyncio.run(_round(server, args, number)).items():
+            for stage, found in asyncio.run(_round(server, args, number)):
                 for name, value in found.items():
                     values[stage][name].append(value)
                 shown = ", ".join(f"{name} {value:.2f} s" for name, value in found.items())
                 print(f"round {number + 1} of {args.rounds}, {stage}: {shown}", flush=True)
-    for stage in STAGES:
+    for stage in args.stages:
         shown = ", ".join(f"{name} {median(all_s):.2f} s ({max(all_s):.2f})" for name, all_s in values[stage].items())
         print(f"{stage:10} {shown}")
     if args.json:

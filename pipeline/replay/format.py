@@ -6,18 +6,23 @@ Numbers are little-endian. The data of the first frame is a `Header`, of each fu
 The last is an `End`. A file without one is truncated: its complete frames are valid, and the rest is ignored. Zeros in
 place of a frame end it too: memory that was not written.
 
-The recording of a crash also has raw frames, which take less time to write. They have a kind instead of a checksum, and
-`RAW` is set in their length:
+The recording of a crash also has raw frames, which take less time to write. They have a kind (u32) instead of a
+checksum, and `RAW` is set in their length:
 
-    MESSAGE   incarnation, sizes │ sender │ body │ size (u32), bytes of each shared array      part of the next Wake
-    WAKE      time_ns (u64)                                                                    all of its messages came
-    CLOCK     seconds (f64)                                                                    a Value of `monotonic`
+    BEGIN            seconds (f64)         the clock, when the recording began
+    SENDER           incarnation │ name    of messages with this number, in the bits from SENDER_SHIFT on
+    MESSAGE          the message           part of the next Wake; with the number of its sender
+      … + HAS_ARRAYS size (u32) │ message │ size (u32), bytes of each shared array
+    WAKE             seconds (f64)         all of its messages came
+    WAKE_AND_CLOCK   seconds (f64)         the same, and then a Value of `monotonic` with this time
+    CLOCK            seconds (f64)         a Value of `monotonic`
 """
 
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from struct import Struct
+from struct import error as StructError
 from typing import Any, BinaryIO
 
 import msgspec
@@ -37,10 +42,14 @@ MAX_FRAME_BYTES = 2**30
 """Upper limit of an entry's size. A larger length means that the file is damaged."""
 _HEAD = Struct("<II")
 RAW = 2**31
-MESSAGE, WAKE, CLOCK = 1, 2, 3
-_MESSAGE = Struct("<QIHH")
+CLOCK, MESSAGE, WAKE, WAKE_AND_CLOCK, SENDER, BEGIN = 3, 4, 5, 6, 7, 8
+KINDS = 0xFF
+HAS_ARRAYS = 1 << 8
+SENDER_SHIFT = 9
+_INCARNATION = Struct("<Q")
 _SIZE = Struct("<I")
-_NS, _SECONDS = Struct("<Q"), Struct("<d")
+_NUMBER = Struct("<IId")
+_SECONDS = Struct("<d")
 
 
 class SegmentSize(msgspec.Struct, array_like=True, frozen=True):
@@ -149,40 +158,99 @@ def frame(struct: Header | Entry) -> bytes:
     return _HEAD.pack(len(data), zlib.crc32(data)) + data
 
 
-def message_data(sender: bytes, incarnation: int, body: bytes, arrays: list[bytes]) -> bytes:
-    """The data of a raw frame MESSAGE."""
-    parts = [_MESSAGE.pack(incarnation, len(body), len(sender), len(arrays)), sender, body]
-    for one in arrays:
-        parts += (_SIZE.pack(len(one)), one)
-    return b"".join(parts)
-
-
-wake_data, clock_data = _NS.pack, _SECONDS.pack
-"""The data of raw frames WAKE and CLOCK."""
-
-
-def put_raw_head(memory: memoryview, place: int, size: int, kind: int) -> None:
-    """Write the head of a raw frame. The data comes first: a process may die in between."""
-    _HEAD.pack_into(memory, place, RAW | size, kind)
-
-
+put_raw_head = _HEAD.pack_into
+"""(memory, place, RAW | size, kind): write the head of a raw frame. The data comes first: a process may die in between.
+"""
 HEAD_BYTES = _HEAD.size
+KIND_AT = 4
+"""The place of the kind's lowest byte in a head."""
+
+put_number = _NUMBER.pack_into
+"""(memory, place, NUMBER, kind, seconds): write a raw frame of a time."""
+NUMBER_BYTES = _NUMBER.size
+NUMBER = RAW | _SECONDS.size
 
 
-def _add_message(wake: Wake, data: bytes) -> None:
-    incarnation, size, sender_size, num_arrays = _MESSAGE.unpack_from(data)
-    begin = _MESSAGE.size + sender_size
-    wake.senders.append(data[_MESSAGE.size : begin].decode())
-    wake.incarnations.append(incarnation)
-    wake.bodies.append(data[begin : begin + size])
-    begin += size
-    arrays = []
-    for _ in range(num_arrays):
+def number_frame(kind: int, number: float) -> bytes:
+    """A raw frame of a time."""
+    return _NUMBER.pack(NUMBER, kind, number)
+
+
+def raw_frame(kind: int, data: bytes) -> bytes:
+    """A raw frame."""
+    return _HEAD.pack(RAW | len(data), kind) + data
+
+
+def seconds_in(memory: memoryview, place: int) -> float:
+    """The time in a raw frame of one."""
+    return float(_SECONDS.unpack_from(memory, place + HEAD_BYTES)[0])
+
+
+def sender_data(name: str, incarnation: int) -> bytes:
+    """The data of a raw frame SENDER."""
+    return _INCARNATION.pack(incarnation) + name.encode()
+
+
+def with_arrays(body: bytes, arrays: list[bytes]) -> bytes:
+    """The data of a raw frame MESSAGE that HAS_ARRAYS."""
+    return b"".join(part for one in (body, *arrays) for part in (_SIZE.pack(len(one)), one))
+
+
+def _parts_of(data: bytes) -> list[bytes]:
+    """What `with_arrays` has joined."""
+    parts, begin = [], 0
+    while begin < len(data):
         (size,) = _SIZE.unpack_from(data, begin)
         begin += _SIZE.size
-        arrays.append(data[begin : begin + size])
+        parts.append(data[begin : begin + size])
         begin += size
-    wake.arrays.append(arrays)
+    return parts
+
+
+def raw_frames(memory: memoryview, begin: int, end: int, num: int) -> Iterator[tuple[int, int, int]]:
+    """Where the first `num` frames in a part of a recording begin, their kinds (0 for those that are not raw), and
+    where they end."""
+    for _ in range(num):
+        if begin >= end:
+            return
+        size, kind = _HEAD.unpack_from(memory, begin)
+        begin, place = begin + HEAD_BYTES + (size & ~RAW), begin
+        yield place, kind if size & RAW else 0, begin
+
+
+class _RawFrames:
+    """Makes entries of raw frames."""
+
+    def __init__(self) -> None:
+        self._begun_s = 0.0
+        self._senders: dict[int, tuple[str, int]] = {}
+        self._wake = Wake(0, [], [], [], [])
+
+    def entries(self, kind: int, data: bytes) -> list[Entry]:
+        """The entries that end with this frame. Raises ValueError if it is of no known kind."""
+        if kind & KINDS == MESSAGE:
+            sender, incarnation = self._senders[kind >> SENDER_SHIFT]
+            body, *arrays = _parts_of(data) if kind & HAS_ARRAYS else [data]
+            self._wake.senders.append(sender)
+            self._wake.incarnations.append(incarnation)
+            self._wake.bodies.append(body)
+            self._wake.arrays.append(arrays)
+            return []
+        if kind & KINDS == SENDER:
+            (incarnation,) = _INCARNATION.unpack_from(data)
+            self._senders[kind >> SENDER_SHIFT] = data[_INCARNATION.size :].decode(), incarnation
+            return []
+        (now_s,) = _SECONDS.unpack(data)
+        if kind == BEGIN:
+            self._begun_s = now_s
+            return []
+        if kind == CLOCK:
+            return [Value("monotonic", now_s)]
+        if kind in (WAKE, WAKE_AND_CLOCK):
+            wake = msgspec.structs.replace(self._wake, time_ns=round((now_s - self._begun_s) * 1e9))
+            self._wake = Wake(0, [], [], [], [])
+            return [wake, Value("monotonic", now_s)] if kind == WAKE_AND_CLOCK else [wake]
+        raise ValueError(f"kind {kind}")
 
 
 def client(number: int) -> str:
@@ -264,24 +332,14 @@ class RecordingReader:
         return None
 
     def __iter__(self) -> Iterator[Entry]:
-        wake = Wake(0, [], [], [], [])
+        raw = _RawFrames()
         while (data := self._frame()) is not None:
-            match self._kind:
-                case 0:
-                    pass
-                case _ if self._kind == MESSAGE:
-                    _add_message(wake, data)
-                    continue
-                case _ if self._kind == WAKE:
-                    yield msgspec.structs.replace(wake, time_ns=_NS.unpack(data)[0])
-                    wake = Wake(0, [], [], [], [])
-                    continue
-                case _:
-                    yield Value("monotonic", _SECONDS.unpack(data)[0])
-                    continue
             try:
+                if self._kind:
+                    yield from raw.entries(self._kind, data)
+                    continue
                 entry = _entries.decode(data)
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, ValueError, KeyError, StructError) as error:
                 raise UserError(
                     f"{self.path}: an entry before byte {self._file.tell()} can't be read: {error}"
                 ) from error

@@ -78,7 +78,7 @@ class Stage(Generic[T]):
         self.supervisor: Outbox[m.SupervisorInbox] = self._outboxes[SUPERVISOR]
         if launch.record is not None:
             self.record(launch.record, from_start=True)
-        elif (recording := recording_of(launch, self._memories, self.log)) is not None:
+        elif (recording := recording_of(lambda: self.launch, self._memories, self.log)) is not None:
             self._use(recording)
 
     def memory(self, name: str) -> memoryview | None:

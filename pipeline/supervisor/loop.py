@@ -324,14 +324,14 @@ class SupervisorLoop:
             case _:
                 assert_never(message)
 
-    def _drained(self, gateway: str) -> None:
-        if not self.is_ending:
-            self._restarts.planned.drained(gateway)
-            self._scaling.drained(gateway)
+    def _drained(self, name: str) -> None:
+        if not self.is_ending or not name.startswith("gateway."):
+            self._restarts.planned.drained(name)
+            self._scaling.drained(name)
             return
-        self.drained.add(gateway)
+        self.drained.add(name)
         # New connections are refused instead of waiting in the backlog.
-        self._listeners[topology.replica_of(gateway)].close()
+        self._listeners[topology.replica_of(name)].close()
 
     def _set_adapter(self, message: m.SetAdapter, sender: str) -> None:
         """Clients may use an adapter, or no longer."""

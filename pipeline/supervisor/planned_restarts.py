@@ -1,6 +1,7 @@
 """Restarts that someone asked for: `pipeline restart`.
 
-    asked ──► successor spawned ──► Ready ──► hand over ──► served again      a stage that can run twice for a while
+    asked ──► successor spawned ──► Ready ──► takes over ──► served again     a stage that can run twice for a while
+    asked ──► successor spawned ──► Ready ──► HandOver ──► Drained ──► takes over ──► served again          schedule
     asked ──► Drain ──► Drained ──► killed ──► restarted as if it had died    a gateway
     asked ──► killed ──► restarted as if it had died                          an executor on a GPU: memory is for one
 
@@ -23,6 +24,8 @@ from pipeline.supervisor.children import ChildTable
 from pipeline.supervisor.process import Child
 from pipeline.supervisor.resources import Channels, SharedResources
 
+HAND_OVER_S = 5.0
+"""How long schedule may take to end its steps in flight. The successor computes again what is not settled by then."""
 LAST_WORDS_S = 0.5
 """From the end of a successor's process until its `StageFailed` must have arrived."""
 
@@ -39,6 +42,8 @@ class _Plan(msgspec.Struct, eq=False):
     """Until it takes over."""
     before: Channels | None = None
     """Of the process that serves until then."""
+    take_over_s: float | None = None
+    """When the successor takes over at the latest, if the process before is handing over."""
     ended_s: float | None = None
     """When the successor's process ended."""
     is_ending: bool = False
@@ -70,7 +75,8 @@ class PlannedRestarts:
 
     @property
     def deadlines(self) -> list[float]:
-        return [plan.deadline_s for plan in self._plans.values()]
+        deadlines = [plan.deadline_s for plan in self._plans.values()]
+        return deadlines + [plan.take_over_s for plan in self._plans.values() if plan.take_over_s is not None]
 
     def ask(self, name: str, reason: str, done: Done) -> None:
         """Restart the process of a stage that is ready. `turn` begins it. `reason` is shown in traces."""
@@ -108,14 +114,21 @@ class PlannedRestarts:
         """This process did not run for so long."""
         for plan in self._plans.values():
             plan.deadline_s += seconds
+            if plan.take_over_s is not None:
+                plan.take_over_s += seconds
 
     def is_planned(self, name: str) -> bool:
         """Whether a process is going to be replaced."""
         return name in self._plans
 
     def drained(self, name: str) -> None:
-        """A gateway has closed its last stream: it is restarted as if it had died."""
-        if (plan := self._plans.get(name)) is not None and plan.is_ending:
+        """A gateway has closed its last stream: it is restarted as if it had died. Or schedule has handed over."""
+        plan = self._plans.get(name)
+        if plan is None:
+            return
+        if plan.take_over_s is not None:
+            plan.take_over_s = 0.0
+        elif plan.is_ending:
             self._kill(name, plan)
 
     def _kill(self, name: str, plan: _Plan) -> None:
@@ -173,6 +186,10 @@ class PlannedRestarts:
             self._log.info(f"{name} is being replaced", extra={"fields": fields})
 
     def _check(self, name: str, plan: _Plan, successor: Child, now_s: float) -> None:
+        if plan.take_over_s is not None:  # the process before does nothing any more, so there is no way back
+            if now_s >= plan.take_over_s:
+                self._take_over(name, plan, successor)
+            return
         said = self._inbox.early_of(name)
         failures = [one.reason for one in said if isinstance(one, m.StageFailed)]
         if failures:
@@ -182,12 +199,15 @@ class PlannedRestarts:
             if now_s >= plan.ended_s + LAST_WORDS_S:
                 self._fail(name, successor.describe_end())
         elif any(isinstance(one, m.Ready) for one in said):
-            self._take_over(name, plan, successor)
+            if name == topology.SCHEDULE and self._table.outboxes[name].send(m.HandOver()):
+                plan.take_over_s = now_s + HAND_OVER_S
+            else:
+                self._take_over(name, plan, successor)
         elif now_s >= plan.deadline_s:
             self._fail(name, "its successor was not ready in time (supervisor.start_timeout_s)")
 
     def _take_over(self, name: str, plan: _Plan, successor: Child) -> None:
-        before, plan.successor, plan.before = plan.before, None, None
+        before, plan.successor, plan.before, plan.take_over_s = plan.before, None, None, None
         plan.is_ending = True
         self._hand_over(successor)
         if before is not None:

@@ -10,6 +10,7 @@ in, decisions come out.
 """
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import msgspec
 
@@ -18,29 +19,53 @@ DELAYS_S = (0.0, 0.1, 0.5, 2.0, 5.0)
 WINDOW_S = 60.0
 MAX_FAILED_STARTS = 3
 """Processes of a stage in a row that end before they are ready."""
+DEATHS_PER_SEARCH = 3
+"""Until one bad request is found, after the death that makes all running ones suspects. So many deaths for each of
+`max_restarts` are allowed besides those that count."""
+
+
+class _Death(NamedTuple):
+    at_s: float
+    suspects: frozenset[int]
+    counts: bool
+    """Against the limit."""
+
+
+def _is_narrower(suspects: frozenset[int], earlier: frozenset[int]) -> bool:
+    return bool(suspects) and (suspects < earlier or (len(suspects) == 1 and suspects == earlier))
 
 
 class RestartBudget:
-    """How often each stage may be restarted."""
+    """How often each stage may be restarted.
+
+    Bad requests are found by deaths: suspects run in ever smaller groups (stages/schedule/quarantine.py). Such a death
+    does not count, or two bad requests would end the server before both are found. It shows in its suspects: they are
+    some of those of an earlier death, but not all, or one that was alone then, too.
+    """
 
     def __init__(self, max_restarts: int) -> None:
         """`max_restarts` of one stage within a minute; 0: a stage that dies ends the server."""
         self.max_restarts = max_restarts
-        self._deaths_s: dict[str, list[float]] = {}
+        self._deaths: dict[str, list[_Death]] = {}
         self._num_failed_starts: dict[str, int] = {}
 
-    def died(self, name: str, now_s: float, *, was_ready: bool) -> float | str:
-        """A process has died. Returns the delay before its successor starts, or the reason to give up."""
-        deaths = [death_s for death_s in self._deaths_s.get(name, []) if now_s - death_s < WINDOW_S]
-        self._deaths_s[name] = [*deaths, now_s]
+    def died(self, name: str, now_s: float, *, was_ready: bool, suspects: Iterable[int] = ()) -> float | str:
+        """A process has died. `suspects` are the requests that may be the reason. Returns the delay before its
+        successor starts, or the reason to give up."""
+        recent = [death for death in self._deaths.get(name, []) if now_s - death.at_s < WINDOW_S]
+        aboard = frozenset(suspects)
+        num_counted = sum(death.counts for death in recent)
+        is_search = was_ready and any(_is_narrower(aboard, death.suspects) for death in recent)
+        counts = not is_search or len(recent) - num_counted >= DEATHS_PER_SEARCH * self.max_restarts
+        self._deaths[name] = [*recent, _Death(now_s, aboard, counts)]
         self._num_failed_starts[name] = 0 if was_ready else self._num_failed_starts.get(name, 0) + 1
         if not self.max_restarts:
             return "supervisor.max_restarts is 0"
-        if len(deaths) >= self.max_restarts:
-            return f"it has died {len(deaths) + 1} times within {WINDOW_S:.0f} s (supervisor.max_restarts)"
+        if counts and num_counted >= self.max_restarts:
+            return f"it has died {len(recent) + 1} times within {WINDOW_S:.0f} s (supervisor.max_restarts)"
         if self._num_failed_starts[name] >= MAX_FAILED_STARTS:
             return f"{MAX_FAILED_STARTS} processes in a row ended before they were ready"
-        return DELAYS_S[min(len(deaths), len(DELAYS_S) - 1)]
+        return DELAYS_S[min(num_counted, len(DELAYS_S) - 1)] if counts else 0.0
 
 
 class Round(msgspec.Struct, eq=False):

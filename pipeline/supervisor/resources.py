@@ -153,6 +153,13 @@ class SharedResources:
         for key in [key for key in self._settings_of if key[0] == name]:
             del self._settings_of[key]
 
+    def suspects_at_death(self, name: str) -> list[int]:
+        """The requests of which each may be the reason why this process has died, as far as schedule has listed them.
+        Call it before `renew`."""
+        if name not in (topology.SCHEDULE, topology.EXECUTE):
+            return []
+        return self.black_boxes.suspects_of(topology.SCHEDULE, self.incarnations[topology.SCHEDULE])
+
     def renew(self, name: str, *, has_crashed: bool = False) -> None:
         """Make channels for the successor of this process, which was at work if it `has_crashed`. Nothing of the dead
         process is used again: the others may still read what it wrote. Raises MemoryError."""

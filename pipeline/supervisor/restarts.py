@@ -70,7 +70,8 @@ class Restarts:
             self.planned.noticed(name)
         else:
             self._begin_span(child, "died", reason)
-            delay_s = self.budget.died(name, now_s, was_ready=child.state == "ready")
+            suspects = self._resources.suspects_at_death(name)
+            delay_s = self.budget.died(name, now_s, was_ready=child.state == "ready", suspects=suspects)
         if isinstance(delay_s, str):
             return delay_s
         try:

@@ -225,6 +225,12 @@ class Scheduler:
         if any(error.startswith(m.ADAPTER_FAILED) for error in result.errors):
             self.reset_prefix_cache()  # no prompt may reuse blocks that were computed without the adapter
 
+    def leave_tails(self) -> None:
+        """Let the successor of this process continue behind the last position of each running sequence. No step may be
+        in flight, and none may follow."""
+        assert not self.in_flight
+        self.kv_cache_manager.leave_tails()
+
     @property
     def in_flight(self) -> deque[InFlightStep]:
         """The steps without a result, the oldest first."""

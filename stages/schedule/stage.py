@@ -137,6 +137,9 @@ class ScheduleStage:
         self._openings: list[deque[m.Open | m.Refuse | m.PrefixCacheReset]] = [deque() for _ in self._detokenize]
         """Openings to send, for each replica of detokenize."""
         self._stopped = False
+        self._is_handing_over = False
+        """A successor takes over when no step is in flight."""
+        self._has_ended_work = False
         self._preemption_log = EventLog(stage.log, "preempted sequences")
 
     def _index(self, segment: str, name: str) -> IndexMemory:
@@ -158,6 +161,10 @@ class ScheduleStage:
             self._account()
             self._log_preemptions()
             report_is_due = not self._report()
+            if self._is_handing_over and not (report_is_due or self._scheduler.in_flight or self._has_ended_work):
+                self._has_ended_work = True
+                self._scheduler.leave_tails()
+                self._stage.supervisor.send(m.Drained())
             self._scheduler.lifecycle.list_suspects()
             self._stage.release()
             if (trace := self._stage.trace).on:
@@ -191,10 +198,10 @@ class ScheduleStage:
                 self._openings[0].append(m.PrefixCacheReset(gateway, nonce, num_blocks))
             case m.Release():
                 self._stage.arrays.released(message)
-            case m.PeerRestarted():
-                self._peer_restarted(message)
-            case m.Rescaled():
-                self._rescaled(message)
+            case m.PeerRestarted() | m.Rescaled():
+                self._peers_changed(message)
+            case m.HandOver():
+                self._is_handing_over = True
             case m.Ping(nonce):
                 self._stage.supervisor.send(m.Pong(nonce, self._load()))
             case m.Stop():
@@ -204,8 +211,14 @@ class ScheduleStage:
             case _:
                 assert_never(message)
 
-    def _peer_restarted(self, message: m.PeerRestarted) -> None:
+    def _peers_changed(self, message: m.PeerRestarted | m.Rescaled) -> None:
         """Tell the successor of a stage again what this one owns, or forget what the dead process owned."""
+        if isinstance(message, m.Rescaled):
+            self._stage.rescaled(message)
+            if message.stage == "detokenize":
+                self._scheduler.use_detokenize(message.num_replicas)
+            self._stage.reconnected(message)
+            return
         stage, _, replica = message.peer.name.partition(".")
         match stage:
             case "execute":
@@ -247,20 +260,15 @@ class ScheduleStage:
             self._openings.pop()
             self._scheduler.remove_detokenize()
 
-    def _rescaled(self, message: m.Rescaled) -> None:
-        self._stage.rescaled(message)
-        if message.stage == "detokenize":
-            self._scheduler.use_detokenize(message.num_replicas)
-        self._stage.reconnected(message)
-
     def _is_of_dead_gateway(self, message: m.Admit) -> bool:
         """Whether the gateway of a request had died before this process started: it will never be closed."""
         return message.gateway_incarnation < self._incarnations.get(f"gateway.{message.gateway}", 1)
 
     def _feed(self) -> None:
         """Plan until `depth` steps are in flight. The edge to the executor never holds more."""
-        while len(self._scheduler.in_flight) < self._depth and self._send_step(self._scheduler.plan):
-            pass
+        while not self._is_handing_over and len(self._scheduler.in_flight) < self._depth:
+            if not self._send_step(self._scheduler.plan):
+                return
 
     def _send_step(self, plan: Callable[[], m.Step | None]) -> bool:
         """Plan a step and send it. Returns False if there is nothing to compute now."""
@@ -302,7 +310,8 @@ class ScheduleStage:
         scheduler = self._scheduler
         if len(scheduler.in_flight) == 1 and scheduler.num_running:
             self._execute.wake()  # it sleeps, and a step follows in most cases
-        if self._is_single and len(scheduler.in_flight) == self._depth and scheduler.can_plan_before_settling(result):
+        is_due = self._is_single and len(scheduler.in_flight) == self._depth and not self._is_handing_over
+        if is_due and scheduler.can_plan_before_settling(result):
             self._send_step(scheduler.plan_before_settling)
         begin_s = time.monotonic()
         step, was_due = scheduler.in_flight[0], self._were_due.popleft()

@@ -1,6 +1,6 @@
-"""A request makes a stage crash again and again, by a signal in the middle of its work on many requests: it alone
-fails, within the default limit of restarts. Its neighbours receive exactly what they would have received, also those of
-another gateway."""
+"""One or two requests make a stage crash again and again, by a signal in the middle of its work on many requests: they
+alone fail, within the default limit of restarts. Their neighbours receive exactly what they would have received, also
+those of another gateway."""
 
 import asyncio
 import json
@@ -22,8 +22,8 @@ NEIGHBOURS = ("greedy", "seeded", "penalties", "stop string", "n = 3", "logprobs
 MAX_TOKENS, NEIGHBOUR_TOKENS = 40, 60
 NUM_BEFORE = 5
 """Output ids of the poisoned request before it kills."""
-SEEDS = {"schedule": 666, "detokenize": 667}
-"""Of the requests that kill a stage."""
+SEEDS = {"schedule": (666, 668), "detokenize": (667,), "execute": (669, 670)}
+"""Of the requests that kill a stage. Those of one stage run at the same time."""
 
 POISON = f"""
 import importlib.abc, importlib.util, os, signal, sys
@@ -37,7 +37,7 @@ def poison_schedule(module):
         really(self, result)
         rows = self._rows
         for row in rows.order.tolist():
-            is_poison = rows.sequences[row].request.options.seed == {SEEDS["schedule"]}
+            is_poison = rows.sequences[row].request.options.seed in {SEEDS["schedule"]}
             if is_poison and rows.known[row] >= rows.num_prompt[row] + {NUM_BEFORE}:
                 die()
     module.Settlement.settle = settle
@@ -45,12 +45,27 @@ def poison_schedule(module):
 def poison_detokenize(module):
     really = module.OutputSequence.settle
     def settle(self, start, ids, finish):
-        if self.options.seed == {SEEDS["detokenize"]} and start + len(ids) > {NUM_BEFORE}:
+        if self.options.seed in {SEEDS["detokenize"]} and start + len(ids) > {NUM_BEFORE}:
             die()
         return really(self, start, ids, finish)
     module.OutputSequence.settle = settle
 
+def poison_execute(module):
+    table = module.RowTable
+    set_sampling, append_ids = table._set_sampling, table.append_ids
+    seeds = {{}}
+    def set_seed(self, row, index, options, eos_ids):
+        seeds[row] = options.seed
+        set_sampling(self, row, index, options, eos_ids)
+    def append(self, rows, ids):
+        for row in rows.tolist():
+            if seeds.get(row) in {SEEDS["execute"]} and self.num_ids[row] >= self.num_prompt[row] + {NUM_BEFORE}:
+                die()
+        return append_ids(self, rows, ids)
+    table._set_sampling, table.append_ids = set_seed, append
+
 POISONS = {{
+    "pipeline.stages.execute.rows": poison_execute,
     "pipeline.stages.schedule.settlement": poison_schedule,
     "pipeline.stages.detokenize.output_processor": poison_detokenize,
 }}
@@ -70,7 +85,7 @@ class Finder(importlib.abc.MetaPathFinder):
 
 sys.meta_path.insert(0, Finder())
 """
-"""A `sitecustomize`. Both stages die with work on other requests behind them in the same loop."""
+"""A `sitecustomize`. The stages die with work on other requests behind them in the same loop."""
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +108,8 @@ def send(server: Server, seed: int) -> tuple[int, Any]:
         return error.code, json.load(error)
 
 
-async def everyone(server: Server, poison: int | None = None) -> tuple[dict[str, Any], dict[str, Any], Any]:
-    """What the neighbours receive over HTTP and ZeroMQ, and a request with the seed `poison`, which comes when all
+async def everyone(server: Server, poisons: tuple[int, ...] = ()) -> tuple[dict[str, Any], dict[str, Any], Any]:
+    """What the neighbours receive over HTTP and ZeroMQ, and requests with the seeds `poisons`, which come when all
     others run."""
     ledger, have_begun = Ledger(), asyncio.Event()
     ledger.on_event(lambda number: have_begun.set() if number >= MAX_TOKENS else None)
@@ -103,8 +118,8 @@ async def everyone(server: Server, poison: int | None = None) -> tuple[dict[str,
         over_http = tasks.create_task(run(server.url, streams, ledger))
         over_zmq = tasks.create_task(clients.run())
         await have_begun.wait()
-        reply = None if poison is None else await asyncio.to_thread(send, server, poison)
-    return over_http.result(), over_zmq.result(), reply
+        replies = await asyncio.gather(*(asyncio.to_thread(send, server, seed) for seed in poisons))
+    return over_http.result(), over_zmq.result(), replies
 
 
 @pytest.fixture(scope="module")
@@ -113,11 +128,16 @@ def undisturbed(server: Server) -> tuple[dict[str, Any], dict[str, Any], Any]:
 
 
 @pytest.mark.parametrize("stage", SEEDS)
-def test_a_request_that_kills_a_stage_fails_alone(server: Server, undisturbed: Any, stage: str) -> None:
-    over_http, over_zmq, (status, reply) = asyncio.run(everyone(server, SEEDS[stage]))
-    error = reply["error"]
-    assert (status, error["code"]) == (500, "stage_died"), reply
-    assert f"{stage} died " in error["message"] and error["message"].endswith(" while it worked on this request")
+def test_requests_that_kill_a_stage_fail_alone(server: Server, undisturbed: Any, stage: str) -> None:
+    over_http, over_zmq, replies = asyncio.run(everyone(server, SEEDS[stage]))
+    for status, reply in replies:
+        error = reply["error"]
+        assert status == 500, reply
+        if stage == "execute":
+            assert error["message"] == "The executor died again and again while it computed this request"
+            continue
+        assert error["code"] == "stage_died", reply
+        assert f"{stage} died " in error["message"] and error["message"].endswith(" while it worked on this request")
     assert len(over_http) == len(NEIGHBOURS)
     for received, expected in ((over_http, undisturbed[0]), (over_zmq, undisturbed[1])):
         for kind, value in expected.items():
@@ -126,5 +146,5 @@ def test_a_request_that_kills_a_stage_fails_alone(server: Server, undisturbed: A
     server.until_idle()
     server.look()
     num_deaths = sum(f"{stage}.0 died: was killed by SIGSEGV" in line for line in server.lines)
-    assert 2 <= num_deaths <= 4
+    assert 2 <= num_deaths <= 4 * len(SEEDS[stage])
     assert send(server, 1)[0] == 200

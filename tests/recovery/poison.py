@@ -1,4 +1,4 @@
-"""A request that makes schedule die again and again, while it runs the sequence."""
+"""Requests that make schedule die again and again, while it runs their sequences."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,14 +11,17 @@ if TYPE_CHECKING:
     from tests.recovery.protocol import Server
 
 MAX_DEATHS = 4
-"""Of schedule, until the request is found."""
+"""Of schedule, until a request is found."""
 KILL_WEIGHTS = {"execute": 1.0, "ingest": 1.0, "gateway": 0.3}
 """Of random kills in a run with such a request."""
 MAX_WAKES = 100
 
 
 class Poisoned(Exception):
-    """The process of schedule dies of a request."""
+    """The process of schedule dies of requests."""
+
+    def __init__(self, request_ids: list[int]) -> None:
+        self.request_ids = request_ids
 
 
 class Poison(NamedTuple):
@@ -36,8 +39,9 @@ def poison(loop: ScheduleStage, poisons: dict[int, Poison]) -> None:
 
     def deadly(place: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any) -> Any:
-            if any(one.place == place and _is_due(scheduler, number, one) for number, one in poisons.items()):
-                raise Poisoned
+            due = [number for number, one in poisons.items() if one.place == place and _is_due(scheduler, number, one)]
+            if due:
+                raise Poisoned(due)
             return call(*args)
 
         return wrapped
@@ -53,6 +57,20 @@ def _is_due(scheduler: Scheduler, request_id: int, poison: Poison) -> bool:
     if request is None or first is None or first.row < 0:
         return False
     return int(scheduler.rows.known[first.row]) - len(request.prompt) >= poison.num_ids
+
+
+def accuse(server: "Server", request_ids: list[int]) -> None:
+    """Note that schedule dies of these requests."""
+    for ledger in server.ledgers:
+        for case in ledger.cases:
+            case.has_killed |= case.request_id in request_ids
+
+
+def let_end(server: "Server", poisons: dict[int, Poison]) -> None:
+    """Schedule hands over: requests that kill it when it plans may get their last ids without a plan."""
+    for ledger in server.ledgers:
+        for case in ledger.cases:
+            case.may_end |= case.request_id in poisons and poisons[case.request_id].place == "plan"
 
 
 def deliver_output(server: "Server", name: str) -> None:

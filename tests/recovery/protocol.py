@@ -23,13 +23,14 @@ from pipeline.config.settings import (
     IngestSettings,
     ScheduleSettings,
     Settings,
+    SupervisorSettings,
 )
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.black_box import suspects_in
-from pipeline.runtime.topology import SUPERVISOR
+from pipeline.runtime.topology import SCHEDULE, SUPERVISOR
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.supervisor.recovery import Recovery
+from pipeline.supervisor.recovery import Recovery, RestartBudget
 from pipeline.supervisor.scaling import Scaling
 from pipeline.text.vocabulary import Vocabulary
 from tests.fakes import VOCAB
@@ -51,6 +52,7 @@ MAX_EVENTS = 50_000
 KILL_WEIGHTS = {"schedule": 2.0, "execute": 2.0, "detokenize": 1.0, "ingest": 0.7, "gateway": 0.5}
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 96
+MAX_RESTARTS = SupervisorSettings().max_restarts
 
 
 class Server:
@@ -101,7 +103,9 @@ class Server:
         self.num_random_deaths: dict[str, int] = {}
         """Those that no request has caused."""
         self._has_poison = rng.random() < 0.3
-        """Whether one request kills schedule again and again."""
+        """Whether some requests kill schedule again and again."""
+        self._num_poisons = rng.choice([1, 2]) * self._has_poison
+        self._budget = RestartBudget(MAX_RESTARTS)
         self._poisons: dict[int, poison.Poison] = {}
         self._suspects: dict[str, list[int]] = {}
         """Requests that a process which has crashed had in work."""
@@ -109,6 +113,9 @@ class Server:
         self._num_opens, self._num_kills = rng.randint(2, 10), rng.choice([0, 2, 3, 4, 6, 9])
         self._num_aborts, self._num_resets = rng.randint(0, 2), rng.randint(0, 2)
         self._num_scalings = rng.choice([0, 0, 1, 2, 4])
+        self._num_restarts = rng.choice([0, 0, 1, 2])
+        """Of schedule, on purpose."""
+        self.num_handed_over = 0
         self.num_scaled: Counter[str] = Counter()
         """How often the number of a stage's processes has changed, or failed to."""
         self._open_rate, self._kill_rate = rng.choice([0.05, 0.3, 1.0]), rng.choice([0.03, 0.1, 0.3])
@@ -152,13 +159,13 @@ class Server:
         if name in self._replicas.joining:
             self._scaling.ready(name)
 
-    def send(self, name: str, message: m.Start | m.PeerRestarted | m.Rescaled) -> None:
+    def send(self, name: str, message: m.Start | m.PeerRestarted | m.Rescaled | m.HandOver) -> None:
         self.network.send((SUPERVISOR, 1, name, self.network.incarnations[name]), message)
 
-    def kill(self, name: str, *, is_poisoned: bool = False) -> None:
+    def kill(self, name: str, *, is_poisoned: bool = False, is_planned: bool = False) -> None:
         """Let a process die at this moment."""
         process = self.processes.pop(name)
-        is_at_work = name not in self._starting
+        is_at_work = name not in self._starting and not is_planned
         self._suspects[name] = suspects_in(self.stages.pop(name).black_box) if is_at_work else []
         if isinstance(process, ExecuteProcess):
             self._swap = process.swap
@@ -169,10 +176,14 @@ class Server:
         self.network.killed(name)
         self._unnoticed.append(name)
         stage = name.partition(".")[0]
+        if is_planned:
+            return
         self.num_deaths[stage] = self.num_deaths.get(stage, 0) + 1
         if is_poisoned:
             self.num_poison_deaths += 1
-            assert self.num_poison_deaths <= poison.MAX_DEATHS, "the request that kills schedule is not found"
+            assert self.num_poison_deaths <= poison.MAX_DEATHS * self._num_poisons, "a request that kills is not found"
+            delay_s = self._budget.died(name, 0.0, was_ready=True, suspects=self._suspects[name])
+            assert isinstance(delay_s, float), f"the server has ended: {delay_s}"
         else:
             self.num_random_deaths[stage] = self.num_random_deaths.get(stage, 0) + 1
 
@@ -226,6 +237,12 @@ class Server:
         """The supervisor reads one message."""
         arrival = self.network.take(self.rng.choice(self.network.edges_to(SUPERVISOR)))
         message = msgspec.msgpack.decode(arrival.body, type=m.SupervisorInbox)
+        if isinstance(message, m.Drained):
+            if arrival.sender in self.processes and arrival.incarnation == self.network.incarnations[arrival.sender]:
+                self.num_handed_over += 1
+                poison.let_end(self, self._poisons)
+                self.kill(arrival.sender, is_planned=True)
+            return
         assert isinstance(message, m.Reconnected)
         self.recovery.answered(arrival.sender, message.epoch)
         self._scaling.answered(arrival.sender, message.epoch)
@@ -260,7 +277,7 @@ class Server:
         except ApiError:
             return  # an edge is full
         gateway.ledger.add(case)
-        if self._has_poison and not self._poisons:
+        if len(self._poisons) < self._num_poisons:
             num_ids = self.rng.randrange(len(case.outcomes[0].ids)) if case.outcomes[0].ids else 0
             self._poisons[case.request_id] = poison.Poison(num_ids, self.rng.choice(["plan", "settle", "report"]))
 
@@ -312,6 +329,7 @@ class Server:
             "reset": 0.03 * (has_gateway and self._num_resets > 0),
             "scale": 0.03 * (self._num_scalings > 0 and not self._scaling.is_busy),
             "drained": 0.3 * len(drained),
+            "restart": 0.03 * (self._num_restarts > 0 and SCHEDULE in self.processes and self.is_ready(SCHEDULE)),
         }
         if not any(weights.values()):
             return False
@@ -345,6 +363,9 @@ class Server:
             case "drained":
                 self._replicas.draining.remove(name := rng.choice(sorted(drained)))
                 self._scaling.drained(name)
+            case "restart":
+                self._num_restarts -= 1
+                self.send(SCHEDULE, m.HandOver())
             case "kill":
                 for _ in range(rng.choice([1, 1, 2])):
                     self._kill_any()
@@ -372,17 +393,15 @@ class Server:
         process = self.processes[name]
         try:
             process.wake()
-        except poison.Poisoned:
-            self._poisoned(name)
+        except poison.Poisoned as death:
+            self._poisoned(name, death.request_ids)
             return
         if isinstance(process, ScheduleProcess) and self.rng.random() < 0.02:
             process.check()
 
-    def _poisoned(self, name: str) -> None:
-        """Schedule dies of a request."""
-        for ledger in self.ledgers:
-            for case in ledger.cases:
-                case.has_killed |= case.request_id in self._poisons
+    def _poisoned(self, name: str, request_ids: list[int]) -> None:
+        """Schedule dies of these requests."""
+        poison.accuse(self, request_ids)
         poison.deliver_output(self, name)
         self.kill(name, is_poisoned=True)
 

@@ -19,6 +19,8 @@ from pipeline.runtime.memories import Memories
 from pipeline.shm.arrays import ShmRef
 from pipeline.supervisor.black_boxes import BlackBoxes
 from tests.rig import Rig
+from tests.stages.detokenize.test_output_processor import ids_of, opening
+from tests.stages.detokenize.test_stage import settled
 from tests.stages.detokenize.vocabularies import byte_level
 from tests.stages.replays import order
 from tests.stages.test_replay import TEXT_FACTS, end_record, talk
@@ -67,7 +69,32 @@ def test_a_replay_meets_the_message_that_killed_the_process(tmp_path: Path, box:
         replay("detokenize", path, tmp_path / "sent", paced=False, inline=True)
 
 
-def test_a_full_recording_is_dropped_and_the_stage_goes_on(tmp_path: Path, box: m.BlackBox) -> None:
+@pytest.mark.parametrize("num_talks", [8, 9, 30])
+def test_a_full_recording_drops_its_older_half(tmp_path: Path, box: m.BlackBox, num_talks: int) -> None:
+    max_bytes = 300_000
+    box = msgspec.structs.replace(box, recording_bytes=max_bytes)
+    sizes = []
+    fatal = settled([(12345, 7, ids_of("x"), m.Finish.NONE)])
+    with pytest.raises(AssertionError, match="are missing"), rig_of(tmp_path, box) as rig:
+        rig.start(TEXT_FACTS)
+        for number in range(num_talks):
+            talk(rig, 10 * number + 1)
+            sizes.append(size(box))
+        rig.send(opening(12345, m.GenerationOptions()), "schedule.0")
+        rig.send(fatal, "schedule.0")
+        rig.receive("gateway", m.Rejected)  # never comes: raises what the stage raised
+    assert max(sizes) <= max_bytes + END_BYTES and sorted(sizes) != sizes, "it was full"
+    path = tmp_path / "recording"
+    path.write_bytes(os.pread(box.recording_fd, size(box), 0))
+    with f.RecordingReader(path) as reader:
+        assert not reader.header.from_start and reader.header.facts == TEXT_FACTS
+        wakes = [entry for entry in reader if isinstance(entry, f.Wake)]
+    assert len(wakes) > 5 and wakes[0].time_ns == 0 and wakes[-1].bodies[-1] == msgspec.msgpack.encode(fatal)
+    with pytest.raises(AssertionError, match="are missing"):
+        replay("detokenize", path, tmp_path / "sent", paced=False, inline=True)
+
+
+def test_a_full_recording_without_a_whole_wake_is_dropped(tmp_path: Path, box: m.BlackBox) -> None:
     with rig_of(tmp_path, msgspec.structs.replace(box, recording_bytes=5000)) as rig:
         rig.start(TEXT_FACTS)
         rig.load()
@@ -105,7 +132,7 @@ def test_it_has_the_entries_of_an_ordinary_recording(tmp_path: Path, box: m.Blac
         launch, log = rig.launch, logging.getLogger("pipeline")
     memories = Memories()
     memories.add("schedule.0", memoryview(bytes(range(200))))
-    crash = CrashRecording(launch, box, memories, log)
+    crash = CrashRecording(lambda: launch, box, memories, log)
     order = m.Record(0, str(tmp_path / "ordinary"), with_sent=False)
     ordinary = RecordingContext(order, header_of(launch, order, from_start=True), memories, log)
     parts = [ShmRef("schedule.0", begin, 50, 1) for begin in (0, 100)]

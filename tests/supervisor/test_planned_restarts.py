@@ -15,7 +15,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.run_mode import RunMode
 from pipeline.supervisor import planned_restarts
-from pipeline.supervisor.planned_restarts import LAST_WORDS_S, PlannedRestarts
+from pipeline.supervisor.planned_restarts import HAND_OVER_S, LAST_WORDS_S, PlannedRestarts
 from pipeline.supervisor.resources import SharedResources
 
 FACTS = m.ExecuteFacts(num_blocks=64, block_size=16, max_model_len=512, vocab_size=1000, hidden_size=8)
@@ -110,17 +110,36 @@ def num_fds() -> int:
 
 def test_a_successor_takes_over_when_it_is_ready_and_the_answer_comes_when_it_serves(bench: Bench) -> None:
     fds = num_fds()
-    bench.ask("schedule.0")
-    assert [one.name for one in bench.started] == ["schedule.0"]
+    bench.ask("ingest.0")
+    assert [one.name for one in bench.started] == ["ingest.0"]
     bench.turn()
-    assert not bench.taken_over and bench.children["schedule.0"].is_alive
+    assert not bench.taken_over and bench.children["ingest.0"].is_alive
+    bench.early["ingest.0"] = [m.Ready(None)]
+    bench.turn()
+    assert bench.taken_over == ["ingest.0"] and not bench.answers
+    assert not bench.restarts.has_killed("ingest.0"), "if the successor dies now, that was not asked for"
+    bench.restarts.ready("ingest.0", 0.004)
+    assert bench.answers == {"ingest.0": (0.004, "")}
+    assert bench.resources.incarnations["ingest.0"] == 2 and num_fds() == fds
+
+
+@pytest.mark.parametrize("has_answer", [True, False])
+def test_schedule_settles_its_steps_before_its_successor_takes_over(bench: Bench, has_answer: bool) -> None:
+    bench.ask("schedule.0")
     bench.early["schedule.0"] = [m.Ready(None)]
     bench.turn()
-    assert bench.taken_over == ["schedule.0"] and not bench.answers
-    assert not bench.restarts.has_killed("schedule.0"), "if the successor dies now, that was not asked for"
+    bench.turn()
+    assert bench.outboxes["schedule.0"].sent == [m.HandOver()]
+    assert not bench.taken_over and bench.restarts.deadlines[-1] == bench.now_s + HAND_OVER_S
+    if has_answer:
+        bench.restarts.drained("schedule.0")
+    else:
+        bench.restarts.suspended(3.0)
+        bench.now_s += HAND_OVER_S + 3.0
+    bench.turn()
+    assert bench.taken_over == ["schedule.0"] and not bench.restarts.has_killed("schedule.0")
     bench.restarts.ready("schedule.0", 0.004)
     assert bench.answers == {"schedule.0": (0.004, "")}
-    assert bench.resources.incarnations["schedule.0"] == 2 and num_fds() == fds
 
 
 @pytest.mark.parametrize("says_why", [True, False])

@@ -1,10 +1,18 @@
 """Which restarts are made, and who is informed of them when."""
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pipeline.supervisor.recovery import DELAYS_S, MAX_FAILED_STARTS, WINDOW_S, Recovery, RestartBudget
+from pipeline.supervisor.recovery import (
+    DEATHS_PER_SEARCH,
+    DELAYS_S,
+    MAX_FAILED_STARTS,
+    WINDOW_S,
+    Recovery,
+    RestartBudget,
+)
 
 STAGES = ("ingest.0", "ingest.1", "schedule.0", "execute.0", "detokenize.0")
 GATEWAYS = ("gateway.0", "gateway.1")
@@ -22,6 +30,33 @@ def test_deaths_outside_the_window_are_forgotten():
     budget = RestartBudget(1)
     for i in range(20):
         assert budget.died("execute.0", i * WINDOW_S, was_ready=True) == 0
+
+
+def test_deaths_that_narrow_down_the_suspects_do_not_count():
+    """Two bad requests among 32, in the groups of the executor's quarantine."""
+    budget = RestartBudget(2)
+    aboard = range(32)
+    deaths = [aboard, range(8), range(2), range(1), range(8, 16), range(8, 10), range(8, 9)]
+    assert [budget.died("execute.0", float(i), was_ready=True, suspects=one) for i, one in enumerate(deaths)] == [0] * 7
+    assert budget.died("schedule.0", 7.0, was_ready=True, suspects=aboard) == 0
+    # A request came since then.
+    assert budget.died("execute.0", 8.0, was_ready=True, suspects=[8, 99]) == DELAYS_S[1]
+    assert "it has died 9 times" in str(budget.died("execute.0", 9.0, was_ready=True, suspects=[8, 99]))
+
+
+def test_a_search_does_not_go_on_for_ever():
+    budget = RestartBudget(2)
+    num = 0
+    while isinstance(budget.died("execute.0", 0.1 * num, was_ready=True, suspects=range(max(1, 32 - num))), float):
+        num += 1
+    assert num == 2 + 2 * DEATHS_PER_SEARCH
+
+
+@pytest.mark.parametrize("suspects", [(), (1, 2)])
+def test_the_same_suspects_are_no_search(suspects):
+    budget = RestartBudget(2)
+    assert [budget.died("execute.0", 1.0 + i, was_ready=True, suspects=suspects) for i in range(2)] == [0, DELAYS_S[1]]
+    assert isinstance(budget.died("execute.0", 3.0, was_ready=True, suspects=suspects), str)
 
 
 def test_without_restarts_the_first_death_is_the_last():

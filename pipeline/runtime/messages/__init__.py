@@ -101,6 +101,7 @@ from pipeline.runtime.messages.restarts import PeerRestarted, Rescaled
 from pipeline.runtime.messages.schedule import (
     Admit,
     Closed,
+    HandOver,
     ResetPrefixCache,
     ScheduleInbox,
     StepResult,
@@ -165,6 +166,7 @@ __all__ = [
     "GatewayLoad",
     "GenerationOptions",
     "Grammar",
+    "HandOver",
     "Health",
     "IdsPrompt",
     "IngestInbox",

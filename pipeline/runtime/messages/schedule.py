@@ -85,6 +85,22 @@ class ResetPrefixCache(Message, frozen=True, tag="reset_prefix_cache"):
     nonce: int
 
 
+class HandOver(Message, frozen=True, tag="hand_over"):
+    """From the supervisor: a successor is ready. Plan no more steps; when the results of those in flight are settled
+    and sent, answer `Drained`."""
+
+
 ScheduleInbox = (
-    Admit | Abort | StepResult | Closed | ResetPrefixCache | Release | PeerRestarted | Rescaled | Start | Ping | Stop
+    Admit
+    | Abort
+    | StepResult
+    | Closed
+    | ResetPrefixCache
+    | Release
+    | PeerRestarted
+    | Rescaled
+    | HandOver
+    | Start
+    | Ping
+    | Stop
 )

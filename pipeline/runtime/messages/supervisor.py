@@ -51,7 +51,8 @@ class AskHealth(Message, frozen=True, tag="ask_health"):
 
 
 class Drained(Message, frozen=True, tag="drained"):
-    """From the gateway: no stream is open any more, and none is accepted."""
+    """From the gateway: no stream is open any more, and none is accepted. From schedule, after `HandOver`: no step is
+    in flight, and none follows."""
 
 
 class Prepared(Message, frozen=True, tag="prepared"):

@@ -102,6 +102,12 @@ class BlockPool:
             del self._cached[block]
         self._refs[block] += 1
 
+    def claim(self, block: int) -> None:
+        """Hold a cached block that was found, alone: it gets other content, so its key goes."""
+        self.hold(block)
+        assert self._refs[block] == 1, f"block {block} is shared"
+        self._forget(block)
+
     def register(self, block: int, key: bytes, step_id: int = 0) -> None:
         """Let a held block be found by its content, which is there when `step_id` is settled. If another block has the
         key already, that one keeps it. Step ids must not decrease from call to call."""

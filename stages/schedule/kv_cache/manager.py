@@ -4,6 +4,7 @@ which copies bring the rest.
     prefix cache      shared blocks that already hold the sequence's first ids
     fork              the prompt's blocks of a running sequence of the same request. All are shared except the block in
                       which the prompt ends: both sequences write to it, so the new one gets a copy (copy on write)
+    tail              the last block, filled in part, of a sequence of the process before (tails.py)
     swap space        what the sequence had computed before it was preempted, copied back; or blocks that were in the
                       prefix cache (offload.py)
 
@@ -30,6 +31,7 @@ from pipeline.stages.schedule.kv_cache.lookup import FoundBlocks, PrefixLookup
 from pipeline.stages.schedule.kv_cache.offload import KVOffload
 from pipeline.stages.schedule.kv_cache.swap import BlockCopies, Swapped
 from pipeline.stages.schedule.kv_cache.tables import BlockTable
+from pipeline.stages.schedule.kv_cache.tails import Tails
 from pipeline.stages.schedule.kv_cache.windows import WindowBlocks
 from pipeline.stages.schedule.policies.policy import may_start
 from pipeline.stages.schedule.request import Sequence
@@ -48,6 +50,9 @@ class ComputedPrefix(msgspec.Struct):
     """For each KV group, the end of the block table: blocks to allocate are at the places up to it."""
     fork_of: int = -1
     """The row that the sequence forks from."""
+    tails: list[int] = []
+    """For each KV group, a block behind those found, of which the first positions are computed. Empty: there is none.
+    """
 
     @property
     def shared(self) -> list[int]:
@@ -106,6 +111,7 @@ class KVCacheManager:
         self._planned_step = 0
         """The last step that was planned, or is being planned."""
         self._lookup = PrefixLookup(self.pool, self.swap, groups, config.block_size)
+        self._tails = Tails(rows, self.pool, config.block_size, len(groups))
         self._rows = rows
         self._block_size = config.block_size
         self._max_chunk = config.max_chunk
@@ -142,11 +148,14 @@ class KVCacheManager:
             return None
         for block in shared:
             pool.hold(block)
+        for block in found.tails:
+            pool.claim(block)
         sources: list[int] = []
         targets: list[int] = []
         tables: list[BlockTable] = []
-        for part, end in zip(found.found, found.ends, strict=True):
+        for group, (part, end) in enumerate(zip(found.found, found.ends, strict=True)):
             blocks = [block if block >= 0 else pool.take() for block in part.blocks]
+            blocks += found.tails[group : group + 1]
             blocks += [pool.take() for _ in range(end - part.first - len(blocks))]
             tables.append(BlockTable(part.first, blocks))
             for place, block in enumerate(part.blocks):
@@ -185,17 +194,17 @@ class KVCacheManager:
         if self._prefix_caching and not sequence.request.needs_full_prefill:
             keys = self._keys_of(sequence)
         num_hits, found = self._lookup.longest(keys, with_swap=False)
-        fork = self._find_fork(sequence, num_hits)
+        num_computed, tails = self._tails.find(sequence, keys, num_hits)
+        fork = self._find_fork(sequence, num_computed)
         if fork is not None:
             return fork
-        num_computed = num_hits * self._block_size
         if (swapped := sequence.swapped) is not None:
             if swapped.num_computed > num_computed:
                 num_computed, found = swapped.num_computed, self._lookup.swapped(keys, swapped)
         elif self.offload.is_on:
             num_hits, found = self._lookup.longest(keys, with_swap=True)
-            num_computed = num_hits * self._block_size
-        return ComputedPrefix(found, num_computed, self._ends(len(sequence.ids), num_computed))
+            num_computed, tails = self._tails.find(sequence, keys, num_hits)
+        return ComputedPrefix(found, num_computed, self._ends(len(sequence.ids), num_computed), tails=tails)
 
     def _ends(self, num_ids: int, num_computed: int) -> list[int]:
         """The places of the block tables of a sequence that starts: with full attention for all ids, so that
@@ -204,14 +213,15 @@ class KVCacheManager:
         next_end = min(end, -(-(num_computed + self._max_chunk) // self._block_size))
         return [next_end if group.window else end for group in self.groups]
 
-    def _find_fork(self, sequence: Sequence, num_hits: int) -> ComputedPrefix | None:
-        """In a running sequence of the same request, if that has more than the prefix cache."""
+    def _find_fork(self, sequence: Sequence, num_cached: int) -> ComputedPrefix | None:
+        """In a running sequence of the same request, if that has more than the `num_cached` positions of the prefix
+        cache."""
         request, rows = sequence.request, self._rows
         if request.n == 1 or sequence.swapped is not None:
             return None
         num_prompt = len(request.prompt)
         num_computed = min(num_prompt, len(sequence.ids) - 1)
-        if num_hits * self._block_size >= num_computed:
+        if num_cached >= num_computed:
             return None
         firsts = [group.first_block(num_computed, self._block_size) for group in self.groups]
         running = [other.row for other in request.open_sequences.values() if other.row >= 0]
@@ -381,6 +391,13 @@ class KVCacheManager:
         num_full = int(min(self._rows.known[row] - 1, self._rows.planned[row])) // self._block_size
         if self._prefix_caching and num_full > self._rows.num_registered[row]:
             self._register_row(row, num_full)
+
+    def leave_tails(self) -> None:
+        """Let a successor of this process also find the blocks that are filled in part. All steps are settled, and none
+        may follow."""
+        if self._prefix_caching:
+            self.register(self._rows.order)
+            self._tails.leave(self._planned_step)
 
     def reset_prefix_cache(self) -> int:
         """Empty the prefix cache, and keep what running rows compute out of it. Returns how many blocks it held."""

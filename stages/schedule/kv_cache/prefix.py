@@ -42,6 +42,11 @@ def group_key(key: bytes, group: int) -> bytes:
     return key + GROUP_TAGS[group] if group else key
 
 
+def tail_key(parent: bytes, ids: Ids) -> bytes:
+    """The key of a block that is filled in part, with these ids (int32), behind the block with the key `parent`."""
+    return blake2b(parent + ids.tobytes(), digest_size=KEY_BYTES, person=b"prefix tail").digest()
+
+
 def extend(
     keys: list[bytes],
     ids: Ids,

@@ -92,6 +92,7 @@ class Bench:
         predicted_ids: bytes = b"",
         num_schedule_deaths: int = 0,
         outputs: Iterable[int] = (),
+        attempt: int = 1,
         **others: Any,
     ) -> int:
         """-1 in `num_logprobs` or `num_prompt_logprobs` requests no records; the executor fails at the ids
@@ -112,7 +113,7 @@ class Bench:
         )
         message = m.Admit(
             request_id=request_id or number,
-            attempt=1,
+            attempt=attempt,
             gateway=0,
             arrival_s=float(number) if arrival_s is None else arrival_s,
             prompt_ids=np.array(list(prompt), np.int32).tobytes(),
@@ -207,6 +208,15 @@ class Bench:
         bench.num_executors = self.num_executors + (not has_executor)
         bench.scheduler = bench._scheduler(self.scheduler.config)
         return bench
+
+    def hand_over(self) -> "Bench":
+        """A scheduler that takes the place of this one on purpose."""
+        while self.steps:
+            self.answer()
+            self.report()
+        self.scheduler.leave_tails()
+        self.check()
+        return self.successor()
 
     def report(self, sent: bool = True) -> None:
         """Send to every replica of detokenize, or find each of their edges full."""

@@ -250,6 +250,31 @@ def test_at_greater_depths_later_steps_are_sent_before_the_first_result(depth: L
         assert rig.nothing("execute")
 
 
+@pytest.mark.parametrize("depth", [1, 3])
+def test_before_a_successor_takes_over_all_steps_are_settled_and_sent(depth: Literal[1, 3]) -> None:
+    with Rig("schedule", Settings(schedule=ScheduleSettings(max_steps_in_flight=depth))) as rig:
+        rig.start(FACTS)
+        around = Neighbours(rig)
+        around.admit(1, list(range(20)), max_tokens=60)
+        for _ in range(6):
+            around.step()
+        steps = [rig.receive("execute", m.Step) for _ in range(depth)]
+        rig.send(m.HandOver(), "supervisor.0")
+        around.admit(2, list(range(30)))
+        rig.load()
+        assert rig.nothing("supervisor", 0), "steps are in flight"
+        for step in steps:
+            rig.send(around.executor.run(step), "execute.0")
+        rig.receive("supervisor", m.Drained)
+        while not rig.nothing("detokenize", 0):
+            around.detokenize()
+        assert rig.nothing("execute", 0)
+        seq = next(seq for seq, opening in around.opened.items() if opening.request_id == 1)
+        assert len(around.received[seq]) == 6 + depth and not around.finished
+        rig.load()
+        assert rig.nothing("supervisor", 0), "it answers once"
+
+
 def test_on_a_gpu_the_default_depth_is_2() -> None:
     depths: tuple[tuple[Literal[0, 1, 3], int], ...] = ((0, 2), (1, 1), (3, 3))
     for depth, num_steps in depths:

@@ -1,0 +1,43 @@
+"""Makes room in the recording of a crash that is full: its older half goes.
+
+    header │ older half                  │ newer half, from its first whole wake on │ full
+    header │ newer half                                                             │ room again
+
+What is left is a recording that began while the stage was running (partial.py). The frames stay as they are, so this
+takes as long as copying them.
+"""
+
+import msgspec
+
+from pipeline.replay import format as f
+from pipeline.runtime import messages as m
+
+START = msgspec.msgpack.encode("start")
+"""The tag in an encoded `Start`."""
+MAX_FRAMES = 10_000
+"""The stage's `Start` is among so many first frames, and a wake ends within so many."""
+
+_start = msgspec.msgpack.Decoder(m.Start)
+
+
+def facts_in(memory: memoryview, num_bytes: int) -> m.ExecuteFacts | None:
+    """The facts in the `Start` that a recording has at its beginning; None if there is none."""
+    for place, kind, end in f.raw_frames(memory, len(f.MAGIC), num_bytes, MAX_FRAMES):
+        if kind & f.KINDS == f.MESSAGE and not kind & f.HAS_ARRAYS:
+            body = bytes(memory[place + f.HEAD_BYTES : end])
+            if START in body[: len(START) + 8]:
+                return _start.decode(body).facts
+    return None
+
+
+def wake_behind(memory: memoryview, begin: int, num_bytes: int) -> tuple[int, float] | None:
+    """Where the first whole wake begins behind a frame that begins at `begin`, and its time; None if there is none."""
+    has_ended, found = False, -1
+    for place, kind, _ in f.raw_frames(memory, begin, num_bytes, MAX_FRAMES):
+        is_wake = kind in (f.WAKE, f.WAKE_AND_CLOCK)
+        if has_ended and found < 0 and (is_wake or kind & f.KINDS == f.MESSAGE):
+            found = place
+        if is_wake and found >= 0:
+            return found, f.seconds_in(memory, place)
+        has_ended |= is_wake
+    return None

@@ -1,0 +1,58 @@
+"""The last blocks of running sequences, which are filled in part, for the successor of a scheduler that is replaced on
+purpose. Full blocks have keys anyway.
+
+    all steps are settled ──► each tail gets a key, of the ids that are in it
+                                └──► the successor finds it by the ids of the sequence, takes it for that one alone, and
+                                     forgets the key before it computes the next position
+
+After a crash, tails are computed again: to hash them in each step would cost more than all else about it.
+"""
+
+from pipeline.stages.schedule.kv_cache import prefix
+from pipeline.stages.schedule.kv_cache.block_pool import BlockPool
+from pipeline.stages.schedule.request import Sequence
+from pipeline.stages.schedule.rows import NEVER_REGISTERED, RowTracker
+
+
+class Tails:
+    """Gives tails keys, and finds those of the process before."""
+
+    def __init__(self, rows: RowTracker, pool: BlockPool, block_size: int, num_groups: int) -> None:
+        self._rows = rows
+        self._pool = pool
+        self._block_size = block_size
+        self._num_groups = num_groups
+
+    def leave(self, step_id: int) -> None:
+        """Give the tails of running rows keys. `step_id`, the last step, is settled, and all full blocks are
+        registered."""
+        rows = self._rows
+        for row in rows.order[rows.num_registered[rows.order] < NEVER_REGISTERED].tolist():
+            num_full, rest = divmod(int(min(rows.known[row], rows.planned[row])), self._block_size)
+            sequence = rows.sequences[row]
+            assert sequence is not None
+            if not rest or rows.is_beam[row]:  # a beam search begins again with its prompt
+                continue
+            prefix.extend(sequence.keys, rows.ids[row], num_full, self._block_size, sequence.request.root)
+            parent = sequence.keys[num_full - 1] if num_full else sequence.request.root
+            begin = num_full * self._block_size
+            key = prefix.tail_key(parent, rows.ids[row, begin : begin + rest])
+            for group, table in enumerate(rows.tables):
+                self._pool.register(int(table[row, num_full]), prefix.group_key(key, group), step_id)
+        self._pool.settle(step_id)
+
+    def find(self, sequence: Sequence, keys: list[bytes], num_hits: int) -> tuple[int, list[int]]:
+        """For a sequence of which `num_hits` full blocks were found, by the first of its `keys`: the number of
+        positions that are computed, and the tail behind these blocks in each KV group, if it was found."""
+        begin, request = num_hits * self._block_size, sequence.request
+        if request.attempt == 1 or sequence.swapped is not None or request.needs_full_prefill:
+            return begin, []
+        parent = keys[num_hits - 1] if num_hits else request.root
+        # The last id is always computed.
+        for end in range(min(begin + self._block_size, len(sequence.ids)) - 1, begin, -1):
+            key = prefix.tail_key(parent, sequence.ids[begin:end])
+            found = [self._pool.find(prefix.group_key(key, group)) for group in range(self._num_groups)]
+            tails = [block for block in found if block is not None and self._pool.is_cached(block)]
+            if len(tails) == len(found):
+                return end, tails
+        return begin, []
