@@ -35,6 +35,19 @@ constexpr int exact_groups(Format format) { return code_bits(format) == 4 ? 8 : 
 
 typedef int16_t word_vector __attribute__((vector_size(4 * LANES)));
 
+// For each pair of bytes the sum of unsigned ones of `a` times signed ones of `b`, as 16 bits, which it has to fit into.
+INLINE vi multiply_bytes(vu a, vi b) {
+#if defined(ISA_AVX512) && !defined(EMULATE)
+    return bits<vi>(_mm512_maddubs_epi16(bits<__m512i>(a), bits<__m512i>(b)));
+#elif defined(ISA_AVX2)
+    return bits<vi>(_mm256_maddubs_epi16(bits<__m256i>(a), bits<__m256i>(b)));
+#else
+    const word_vector factors = bits<word_vector>(b);
+    const word_vector even = bits<word_vector>(a & 0x00FF00FFu) * ((factors << 8) >> 8);
+    return bits<vi>(even + bits<word_vector>((a >> 8) & 0x00FF00FFu) * (factors >> 8));
+#endif
+}
+
 // The scales of LANES outputs' codes in a group, as int32: of both halves.
 template <Format F>
 INLINE void load_factors(const uint8_t* small, vi (&factors)[2]) {
@@ -52,9 +65,12 @@ template <Format F, class Use>
 INLINE void unpack_group(const uint8_t* codes, const uint8_t* small, const Use& use) {
     vi factors[2];
     load_factors<F>(small, factors);
+    // Unrolled, so that shifts are constants.
+#pragma GCC unroll 2
     for (int half = 0; half < 2; half++) {
         const vi byte = factors[half] & 0xFF, even = byte | byte << 16, odd = even << 8;
         const word_vector zero = bits<word_vector>(factors[half] << 16 | (factors[half] & 0xFFFF)) * int16_t(zero_code(F));
+#pragma GCC unroll 4
         for (int step = 4 * half; step < 4 * half + 4; step++) {
             const vu four = load_codes<F>(codes, step);
             word_vector first = bits<word_vector>(multiply_bytes(four, even));

@@ -331,20 +331,6 @@ INLINE vi dot_bytes(vi acc, vu a, vu b) {
 }
 #endif
 
-// For each pair of bytes the sum of unsigned ones of `a` times signed ones of `b`, as 16 bits, which it has to fit into.
-INLINE vi multiply_bytes(vu a, vi b) {
-#if defined(ISA_AVX512) && !defined(EMULATE)
-    return bits<vi>(_mm512_maddubs_epi16(bits<__m512i>(a), bits<__m512i>(b)));
-#elif defined(ISA_AVX2)
-    return bits<vi>(_mm256_maddubs_epi16(bits<__m256i>(a), bits<__m256i>(b)));
-#else
-    typedef int16_t words __attribute__((vector_size(4 * LANES)));
-    const words factors = bits<words>(b);
-    const words even = bits<words>(a & 0x00FF00FFu) * ((factors << 8) >> 8);
-    return bits<vi>(even + bits<words>((a >> 8) & 0x00FF00FFu) * (factors >> 8));
-#endif
-}
-
 // Whether `dot_nibbles` takes any bytes.
 #if defined(ISA_AVX512)
 constexpr bool ADDS_BYTES = true;

@@ -21,8 +21,8 @@ PAIR = 8
 
 
 class NativeMemory:
-    """`activations` is the precision of activations for weights of 4 to 6 bits. With `panels`, packed matrices of files are kept
-    there."""
+    """`activations` is the precision of activations for weights of 4 to 6 bits. With `panels`, packed matrices of files
+    are kept there."""
 
     def __init__(
         self,

@@ -32,6 +32,9 @@ from pipeline.stages.execute.measuring.streamed_program import streamed_program
 
 FEW_BITS = ("q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k")
 """The formats of 4 to 6 bits, for which execute.activations has an effect."""
+K_QUANTS = ("q4_k", "q5_k", "q6_k")
+WITH_BLOCKS = ("avx512_bf16", "avx512", "avx2")
+"""Instruction sets that multiply K-quants with activations of 16 bits (`PREFERS_BLOCKS` in matrix.h)."""
 WITH_BF16 = ("amx", "avx512_bf16")
 """Instruction sets whose matmuls with bf16 weights round activations to bf16. The others keep float32."""
 
@@ -178,4 +181,6 @@ def _activations(runner: CpuRunner, format: str, for_few_bits: str) -> str:
         return "bf16"
     if format == "bf16":
         return "bf16" if runner.program.isa in WITH_BF16 else "f32"
+    if format in K_QUANTS and for_few_bits == "int12" and runner.program.isa in WITH_BLOCKS:
+        return "int16"
     return for_few_bits if format in FEW_BITS else "int16"

@@ -1,14 +1,21 @@
 """The torch program with little memory: it dequantizes a matrix of a layer whenever it multiplies with it."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from pipeline.config.settings import Settings
+from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.matrix import Matrix, as_matrix, as_tensor
-from pipeline.stages.execute.cpu.program import Linear, Program
+from pipeline.kernels.sampling_inputs import SamplingInputs
+from pipeline.kernels.step_inputs import StepInputs
+from pipeline.runtime.model_folder import ModelConfig
+from pipeline.stages.execute.adapters import LoraPlan
+from pipeline.stages.execute.cpu.backend import Library
+from pipeline.stages.execute.cpu.panel_file import PanelPlace
+from pipeline.stages.execute.cpu.program import Linear, Program, SwapArray
 from pipeline.stages.execute.cpu.torch_calls import Buffer
 from pipeline.stages.execute.cpu.torch_program import TorchProgram
+from pipeline.stages.execute.kv import KVPlan
 
 
 class StreamedProgram(TorchProgram):
@@ -32,10 +39,19 @@ def multiply(out: Tensor, x: Tensor, matrices: list[Matrix], bias: Tensor | None
 
 
 def streamed_program(
-    library: object, settings: Any, config: Any, inputs: Any, sampling_inputs: Any, scores: Any, kv: Any,
-    num_threads: int, swap: Any = None, panels: object = None, lora: Any = None,
+    library: Library | None,
+    settings: Settings,
+    config: ModelConfig,
+    inputs: StepInputs,
+    sampling_inputs: SamplingInputs,
+    scores: ScoreInputs,
+    kv: KVPlan,
+    num_threads: int,
+    swap: SwapArray | None = None,
+    panels: PanelPlace | None = None,
+    lora: LoraPlan | None = None,
 ) -> Program:
-    """`make_program` for the torch back end."""
-    assert library is None and panels is None
+    """`make_program` for torch."""
+    assert library is None and panels is None, "the library needs no torch"
     torch.set_num_threads(num_threads)
     return StreamedProgram(settings, config, inputs, sampling_inputs, scores, kv, swap, lora)

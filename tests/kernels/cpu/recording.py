@@ -178,7 +178,10 @@ class Recording:
             groups = np.stack([(codes - lower) // 256, lower], 1).astype(np.int8).reshape(num, 2, -1, GROUP)
             sums, halves = (codes.reshape(num, -1, size).sum(-1, dtype=np.int32) for size in (GROUP, GROUP // 2))
             blocks = [
-                *(codes.reshape(num, -1, 4)[:, :, [0, 2, 1, 3]].reshape(num, width), groups.swapaxes(1, 2).reshape(num, -1)),
+                *(
+                    codes.reshape(num, -1, 4)[:, :, [0, 2, 1, 3]].reshape(num, width),
+                    groups.swapaxes(1, 2).reshape(num, -1),
+                ),
                 *(scales, scales.repeat(BLOCK // GROUP, axis=1) * sums.astype(np.float32), -32 * halves),
             ]
             packed = np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in blocks], axis=1)
@@ -348,9 +351,7 @@ def quantize_blocks(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     for half in (8, 4, 2, 1):
         sums = sums[..., :half] + sums[..., half:]
     tops = np.abs(blocks).max(-1)
-    scales = np.maximum(
-        tops / np.float32(MOST_BLOCK_CODE), sums[..., 0].max(-1) / np.float32(MOST_BLOCK_SUM - 64)
-    )
+    scales = np.maximum(tops / np.float32(MOST_BLOCK_CODE), sums[..., 0].max(-1) / np.float32(MOST_BLOCK_SUM - 64))
     with np.errstate(divide="ignore", over="ignore"):
         inverse = np.where(tops > np.float32(1e-30), np.float32(1) / scales, np.float32(0))
     return np.rint(blocks * inverse[..., None]).astype(np.int16).reshape(values.shape), scales
