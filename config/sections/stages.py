@@ -143,8 +143,8 @@ class ExecuteSettings(Frozen, frozen=True):
         Literal["int12", "int8"],
         Meta(
             description='Precision of activations for weights of 4 to 6 bits on a CPU. "int12" gives the results of '
-            'the weights; "int8" is faster with several requests, except on a CPU with AMX, and changes about 3 % of '
-            "the most likely tokens."
+            'the weights (before K-quants it has 16 bits, except on a CPU with AMX); "int8" is faster with several '
+            "requests, except on a CPU with AMX, and changes about 3 % of the most likely tokens."
         ),
     ] = "int12"
     keep_packed_weights: Annotated[

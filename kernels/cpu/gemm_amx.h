@@ -6,6 +6,7 @@
 #pragma once
 
 #include "gemm_amx_int4.h"
+#include "gemm_blocks.h"
 #include "gemm_fp8.h"
 #include "gemm_wide.h"
 
@@ -171,7 +172,7 @@ INLINE int part_rows(const Matrix& matrix, int num_rows) {
         return (num_rows + parts - 1) / parts;
     }
 #endif
-    const bool is_unpacked = matrix.format == Format::FP8 || takes_wide(matrix, num_rows);
+    const bool is_unpacked = matrix.format == Format::FP8 || matrix.form == Form::BLOCKS || takes_wide(matrix, num_rows);
     const int most = is_unpacked ? WIDE_PART_ROWS : most_rows(matrix);
 #if defined(ISA_AVX2)
     // Sums of three or four rows wait for each other, so six rows and then one or two cost less than even parts.
@@ -185,6 +186,7 @@ INLINE int part_rows(const Matrix& matrix, int num_rows) {
 
 // Bytes that a matmul unpacks to at once.
 INLINE size_t unpacked_bytes(const Matrix& matrix) {
+    if (matrix.form == Form::BLOCKS) return unpacked_block_bytes(BLOCK_PANELS * VECTORS);
     return matrix.format == Format::FP8 ? FP8_PANELS * FP8_WIDE_BYTES : wide_bytes(matrix);
 }
 
@@ -207,6 +209,8 @@ static void matmul(const Rows& rows, int first_row, int count, const Matrix& mat
 #endif
     if (matrix.format == Format::FP8)
         return multiply_fp8(rows, first_row, count, matrix, first_panel, panels, out, out_stride, ahead, wide);
+    if (matrix.form == Form::BLOCKS)
+        return multiply_blocks(rows, first_row, count, matrix, first_panel, panels, out, out_stride, ahead, wide);
     if (takes_wide(matrix, count))
         return multiply_wide(rows, first_row, count, matrix, first_panel, panels, out, out_stride, ahead, wide);
     multiply(rows, first_row, count, matrix, first_panel, panels, out, out_stride, ahead);

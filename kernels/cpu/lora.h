@@ -168,6 +168,14 @@ class Shrink final : public Op {
             const act* from = in_.plain(row);
             for (; i + LANES <= depth; i += LANES) store(to + i, load_acts(from + i));
             for (; i < depth; i++) to[i] = plain_value(from[i]);
+        } else if (form_ == Form::BLOCKS) {
+            typedef int8_t bytes __attribute__((vector_size(LANES)));
+            const float* scales = in_.block_scales(row, depth);
+            for (; i < depth; i += LANES) {
+                const int8_t* from = in_.block_bytes(row, depth) + i / GROUP * SPLIT_GROUP_BYTES + i % GROUP;
+                const vf upper = __builtin_convertvector(load<bytes>(from), vf) * 256.0f;
+                store(to + i, (upper + __builtin_convertvector(load<bytes>(from + GROUP), vf)) * scales[i / BLOCK_DEPTH]);
+            }
         } else {
             const float* scales = form_ == Form::BYTES ? in_.scales(row, depth) : in_.word_scales(row, depth);
             for (; i + LANES <= depth; i += LANES)

@@ -103,12 +103,28 @@ INLINE vf load_acts(const act* from) { return load<vf>(from); }
 //     WORDS  [depth] int16 codes | [groups] float scale                     for q8_0, in groups of 32
 //     SPLIT  like BYTES, with codes of 12 bits: [groups]{ [32] int8 codes / 16 | [32] int8 codes % 16 }, rounded down, so
 //            that instructions for bytes multiply both halves               for 4 to 6 bits, in groups of 32
+//     BLOCKS [depth] int16 codes, in the order 0, 2, 1, 3 of each four | [groups]{ [32] int8 upper bytes | [32] int8 lower
+//            bytes } of the same codes, code = 256 x upper + lower | [blocks] float scale | [groups] float scale x sum of
+//            codes | [groups][2] int32 -32 x sum of each half's codes       for K-quants, in blocks of 256
 //
 // Activations should lose less precision than the weights, so int8 is only for throughput: with 4-bit weights it changes
 // 3 % of the most likely ids, 12 bits as many as 16.
-enum class Form : int { PLAIN = 0, BYTES = 1, WORDS = 2, SPLIT = 3 };
+enum class Form : int { PLAIN = 0, BYTES = 1, WORDS = 2, SPLIT = 3, BLOCKS = 4 };
 
 constexpr int SPLIT_GROUP_BYTES = 2 * GROUP;
+constexpr int BLOCK_DEPTH = 256;
+
+// Whether K-quants are multiplied with Form::BLOCKS rather than with Form::SPLIT, where activations have more than 8 bits.
+// AMX and aarch64 have instructions for bytes alone, or faster ones.
+#if defined(ISA_PORTABLE) || defined(AMX)
+constexpr bool PREFERS_BLOCKS = false;
+#else
+constexpr bool PREFERS_BLOCKS = true;
+#endif
+
+// Largest sum of magnitudes of 64 codes in a row, in Form::BLOCKS. A code of Q6_K times its scale has a magnitude of 4,096
+// at most, one of Q5_K 1,953 and one of Q4_K 945, so sums of 64, 128 and 256 products are less than 2^31.
+constexpr int MOST_BLOCK_SUM = 1 << 19;
 
 // Rows of activations; as many as `padded_rows` says are readable.
 struct Rows {
@@ -120,6 +136,12 @@ struct Rows {
     float* scales(int row, int depth) const { return reinterpret_cast<float*>(data + row * stride + depth); }
     int16_t* words(int row) const { return reinterpret_cast<int16_t*>(data + row * stride); }
     float* word_scales(int row, int depth) const { return scales(row, 2 * depth); }
+    int8_t* block_bytes(int row, int depth) const { return codes(row) + 2 * depth; }
+    float* block_scales(int row, int depth) const { return scales(row, 4 * depth); }
+    float* block_sums(int row, int depth) const { return block_scales(row, depth) + depth / BLOCK_DEPTH; }
+    int32_t* block_halves(int row, int depth) const {
+        return reinterpret_cast<int32_t*>(block_sums(row, depth) + depth / GROUP);
+    }
 };
 
 // AMX reads rows sixteen at a time, whatever the last ones of them contain.
@@ -137,6 +159,7 @@ INLINE size_t row_bytes(Form form, int width) {
     const size_t bytes = form == Form::PLAIN   ? width * sizeof(act)
                          : form == Form::BYTES ? width + groups * 16
                          : form == Form::WORDS ? 2 * width + groups * 4
+                         : form == Form::BLOCKS ? 4 * width + width / BLOCK_DEPTH * 4 + groups * 12
                                                : 2 * width + groups * 16;
     return (bytes + 63) / 64 * 64;
 }
@@ -199,9 +222,67 @@ static void unpack(const Matrix& matrix, int n, float* out) {
     }
 }
 
+// Of each four numbers the second and the third change places.
+INLINE vi swap_middle(vi numbers) {
+#if defined(ISA_AVX512)
+    return __builtin_shufflevector(numbers, numbers, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
+#elif defined(ISA_AVX2)
+    return __builtin_shufflevector(numbers, numbers, 0, 2, 1, 3, 4, 6, 5, 7);
+#else
+    return __builtin_shufflevector(numbers, numbers, 0, 2, 1, 3);
+#endif
+}
+
+constexpr float ROUND = 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
+
+// Quantizes a row of floats to Form::BLOCKS. The largest magnitude of a block becomes the largest code, unless the sum of
+// the magnitudes of 64 numbers would be too large. The largest code has an upper byte of 127.
+static void quantize_blocks(const float* from, const Rows& to, int row, int depth) {
+    typedef int16_t words __attribute__((vector_size(2 * LANES)));
+    constexpr float MOST = 32639.0f, MOST_SUM = MOST_BLOCK_SUM - 64;  // rounding adds half of one to each of the 64
+    int16_t* codes = to.words(row);
+    int8_t* bytes = to.block_bytes(row, depth);
+    float *scales = to.block_scales(row, depth), *sums = to.block_sums(row, depth);
+    int32_t* halves = to.block_halves(row, depth);
+    for (int block = 0; block < depth / BLOCK_DEPTH; block++, from += BLOCK_DEPTH) {
+        vf tops{};
+        float most_sum = 0;
+        for (int part = 0; part < BLOCK_DEPTH; part += 64) {
+            vf totals[16 / LANES] = {};  // the same sums at every ISA
+            for (int i = 0; i < 64; i += LANES) {
+                const vf value = load<vf>(from + part + i), magnitude = max(value, -value);
+                tops = max(tops, magnitude), totals[i / LANES % (16 / LANES)] += magnitude;
+            }
+            for (int half = 8 / LANES; half; half /= 2)
+                for (int i = 0; i < half; i++) totals[i] += totals[i + half];
+            most_sum = max(most_sum, sum(totals[0]));
+        }
+        const float top = largest(tops), steps = max(top / MOST, most_sum / MOST_SUM);
+        const float inverse = top > 1e-30f ? 1.0f / steps : 0.0f;
+        scales[block] = steps;
+        for (int g = 0; g < BLOCK_DEPTH / GROUP; g++, codes += GROUP, bytes += SPLIT_GROUP_BYTES, halves += 2) {
+            vi upper[GROUP / LANES], lower[GROUP / LANES], total{}, half{};
+            for (int i = 0; i < GROUP / LANES; i++) {
+                const vf scaled = load<vf>(from + g * GROUP + i * LANES) * inverse;
+                const vi number = bits<vi>(scaled + ROUND) - bits<int32_t>(ROUND);
+                total += number;
+                if (i == GROUP / LANES / 2 - 1) half = total;
+                upper[i] = (number + 128) >> 8, lower[i] = number - (upper[i] << 8);
+                store(codes + i * LANES, __builtin_convertvector(swap_middle(number), words));
+            }
+            store_bytes(bytes, upper), store_bytes(bytes + GROUP, lower);
+            // Exact in floats: less than 2^20.
+            const float count = sum(__builtin_convertvector(total, vf)), first = sum(__builtin_convertvector(half, vf));
+            *sums++ = steps * count;
+            halves[0] = -32 * int32_t(first), halves[1] = -32 * int32_t(count - first);
+        }
+    }
+}
+
 // Quantizes a row of floats: the largest magnitude of a group becomes the largest code. Groups that are nearly zero
 // become zero.
 static void quantize(const float* from, const Rows& to, int row, int depth, Form form) {
+    if (form == Form::BLOCKS) return quantize_blocks(from, to, row, depth);
     const int groups = depth / GROUP;
     const bool is_bytes = form == Form::BYTES;
     const float most = is_bytes ? 127.0f : form == Form::SPLIT ? 2047.0f : 32767.0f;
@@ -213,10 +294,9 @@ static void quantize(const float* from, const Rows& to, int row, int depth, Form
             tops = max(tops, max(values[i], -values[i]));
         }
         const float top = largest(tops), inverse = top > 1e-30f ? most / top : 0.0f;
-        constexpr float round = 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
         vi numbers[GROUP / LANES], total{}, half{};
         for (int i = 0; i < GROUP / LANES; i++) {
-            numbers[i] = bits<vi>(values[i] * inverse + round) - bits<int32_t>(round);
+            numbers[i] = bits<vi>(values[i] * inverse + ROUND) - bits<int32_t>(ROUND);
             total += numbers[i];
             if (i == GROUP / LANES / 2 - 1) half = total;
         }

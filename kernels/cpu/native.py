@@ -17,7 +17,7 @@ from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.stored_matrix import Format
 
-ABI_VERSION = 19
+ABI_VERSION = 20
 """Version of `program.cpp`; raise it with every change of its interface."""
 
 PANEL = 16
@@ -61,6 +61,8 @@ class Form(IntEnum):
     SPLIT = 3
     """12 bits, the upper eight and the lower four in bytes of their own, for weights with 4 to 6 bits: a scale and sums
     for each group of 32."""
+    BLOCKS = 4
+    """16 bits, for K-quants: a scale for each block of 256, and sums for each group of 32."""
 
 
 FORMATS = {
@@ -86,14 +88,16 @@ def panel_format(format: Format) -> Format:
     return "bf16" if format in FLOAT_SOURCES else format
 
 
-def form_for(format: Format, activations: Activations) -> Form:
+def form_for(format: Format, activations: Activations, *, in_blocks: bool = False) -> Form:
     """The form of activations for weights of a format. `activations` is the precision for weights with 4 to 6
-    bits."""
+    bits. With `in_blocks`, those for K-quants have a scale for each block, unless they have 8 bits."""
     match format:
         case "bf16" | "f32" | "f16" | "fp8":
             return Form.PLAIN
         case "q8_0":
             return Form.WORDS
+        case "q4_k" | "q5_k" | "q6_k" if in_blocks and activations != "int8":
+            return Form.BLOCKS
         case _:
             return Form.BYTES if activations == "int8" else Form.SPLIT
 
@@ -316,6 +320,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "touch": (None, [c_void_p, c_void_p, c_size_t]),
     "copy_blocks": (None, [c_void_p, POINTER(NativeBlocks), c_void_p, c_void_p, c_int]),
     "act_bytes": (c_int, []),
+    "prefers_blocks": (c_int, []),
     "activation_bytes": (c_size_t, [c_int, c_int]),
     "activation_rows": (c_int, [c_int]),
     "program_new": (c_void_p, [c_void_p, POINTER(NativeStepArrays)]),

@@ -225,7 +225,7 @@ class Program final : public Job {
 
 extern "C" {
 
-int abi_version() { return 19; }
+int abi_version() { return 20; }
 
 // Asks the system for what these instructions need. Whether they can be used.
 int prepare() {
@@ -289,6 +289,8 @@ void copy_blocks(ThreadPool* thread_pool, const Blocks* blocks, const int32_t* s
 // --- activations
 
 int act_bytes() { return sizeof(act); }
+int prefers_blocks() { return PREFERS_BLOCKS; }
+
 size_t activation_bytes(int form, int width) { return row_bytes(Form(form), width); }
 int activation_rows(int rows) { return padded_rows(rows); }
 

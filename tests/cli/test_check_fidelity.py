@@ -15,6 +15,7 @@ from pipeline.cli.check.fidelity import BUILT_IN, HEADINGS
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.stages.execute.measuring import fidelity
+from pipeline.stages.execute.measuring.streamed_program import streamed_program
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.stage import prepare
 from pipeline.stages.prepare.text_tokens import encode
@@ -222,7 +223,7 @@ def test_the_reference_does_not_diverge_from_itself(folder: Path) -> None:
     """Each position is computed again as a row of its own, so that this also checks the positions."""
     random = np.random.default_rng(0).integers(3, 600, (2, CHUNK_SIZE)).tolist()
     settings = Settings()
-    runner = fidelity.load(settings, folder, "float32", "torch")
+    runner = fidelity.load(settings, folder, "float32", "torch", make=streamed_program)
     try:
         reference = torch_logits(folder.parent.parent / "tiny", random[1])
         fidelity.logits_of(runner, random[0])

@@ -21,8 +21,8 @@ PAIR = 8
 
 
 class NativeMemory:
-    """`activations` is the precision of activations for 4-bit weights. With `panels`, packed matrices of files are kept
-    there."""
+    """`activations` is the precision of activations for weights of 4 to 6 bits. With `panels`, packed matrices of files
+    are kept there."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class NativeMemory:
 
     def form(self, matrix: AnyMatrix) -> Form:
         """The form of activations for a matmul with a matrix."""
-        return native.form_for(matrix.format, self._activations)
+        return native.form_for(matrix.format, self._activations, in_blocks=bool(self._library.prefers_blocks()))
 
     def allocate(self, num_bytes: int) -> int:
         array = self._thread_pool.allocate(num_bytes)

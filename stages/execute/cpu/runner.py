@@ -18,7 +18,7 @@ from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.adapters import AdapterSlots, LoraPlan
 from pipeline.stages.execute.cpu.backend import choose_library, make_program, max_num_prefill_tokens
 from pipeline.stages.execute.cpu.panel_file import PanelPlace
-from pipeline.stages.execute.cpu.program import LogitArray, MasksLate
+from pipeline.stages.execute.cpu.program import LogitArray, MasksLate, Program
 from pipeline.stages.execute.grammar_masks.masks import LATE_MS, Masks
 from pipeline.stages.execute.kv import KVPlan, divide_swap, kv_dtype, plan_kv
 from pipeline.stages.execute.models.registry import build_program
@@ -53,10 +53,16 @@ NOTHING = Computed(np.empty(0, np.int32))
 
 
 class CpuRunner:
-    """Owns the model, its memory and its rows; `swap` is the memory of the swap space. Raises UserError if the model
-    can't run with these settings."""
+    """Owns the model, its memory and its rows; `swap` is the memory of the swap space, and `make` makes the empty
+    program. Raises UserError if the model can't run with these settings."""
 
-    def __init__(self, settings: Settings, model_dir: Path, swap: memoryview | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        model_dir: Path,
+        swap: memoryview | None = None,
+        make: Callable[..., Program] = make_program,
+    ) -> None:
         config = ModelConfig.load(model_dir)
         max_num_seqs = settings.schedule.max_num_seqs
         library = choose_library(settings, config)
@@ -91,7 +97,7 @@ class CpuRunner:
         num_threads = settings.execute.num_threads or len(os.sched_getaffinity(0))
         self.speculator = self._make_speculator(settings, kv, num_threads) if self.facts.max_num_drafts else None
         lora = LoraPlan.of(settings)
-        self.program = make_program(
+        self.program = make(
             *(library, settings, config, self.inputs, self.sampling_inputs, self.scores, kv, num_threads, swapped),
             panels,
             lora,

@@ -150,7 +150,7 @@ class TorchProgram(Program):
         sizes = config.experts
         assert sizes is not None
         self._norm(x, self._residual, weights.norm)
-        calls.add(ops.linear, self._router_logits, x, *self._linear(weights.router))
+        self._multiply(self._router_logits, x, weights.router)
         bias = None if weights.selection_bias is None else as_tensor(weights.selection_bias)
         form = RouteForm(sizes.num, sizes.scoring, sizes.normalized, sizes.scale)
         calls.add(ops.route, self._chosen, self._expert_weights, self._router_logits, bias, form)
@@ -160,9 +160,9 @@ class TorchProgram(Program):
         calls.add(ops.experts, *routed)
         if weights.shared is not None:
             gate_up, down = weights.shared
-            calls.add(ops.linear, self._shared_gate_up, x, *self._linear(gate_up))
+            self._multiply(self._shared_gate_up, x, gate_up)
             self._activate(self._shared_gated, self._shared_gate_up)
-            calls.add(ops.linear, x, self._shared_gated, *self._linear(down))
+            self._multiply(x, self._shared_gated, down)
             calls.add(ops.add_gated, self._routed, x, self._router_logits if sizes.shared_gate else None)
         self._add(self._routed, weights.post_norm)
 
@@ -240,9 +240,12 @@ class TorchProgram(Program):
 
     def _project(self, out: Buffer, x: Buffer, linear: Linear, targets: tuple[Target, ...]) -> None:
         """A matmul of the layer that attention was recorded for last, which adapters may change."""
-        self._calls.add(self._ops.linear, out, x, *self._linear(linear))
+        self._multiply(out, x, linear)
         if self._lora is not None:
             self._calls.add(self._lora.add, out, x, self._lora.site(self._num_layers - 1, targets))
+
+    def _multiply(self, out: Buffer, x: Buffer, linear: Linear) -> None:
+        self._calls.add(self._ops.linear, out, x, *self._linear(linear))
 
     def _activate(self, out: Buffer, x: Buffer) -> None:
         """What is between the two matmuls of a feed-forward layer."""

@@ -1,6 +1,7 @@
 """Measures how far the next-token distributions of the CPU's kernels are from those of the same weights in float32.
 
-The reference is the torch program, which dequantizes the weights. It and the measured programs stay loaded together.
+The reference is the torch program, which dequantizes the weights: here each matrix whenever it is multiplied, because
+all of them in float32 take several times the memory of the file. It and the measured programs stay loaded together.
 They compute one chunk of text after the other, so that only the logits of one chunk are in memory.
 """
 
@@ -21,13 +22,19 @@ from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.runtime.model_folder import ModelConfig
+from pipeline.stages.execute.cpu.backend import make_program
 from pipeline.stages.execute.cpu.native_program import NativeProgram
+from pipeline.stages.execute.cpu.program import Program
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.execute.kv import kv_block_bytes
 from pipeline.stages.execute.measuring.planned import num_blocks, row_add, step, take
+from pipeline.stages.execute.measuring.streamed_program import streamed_program
 
 FEW_BITS = ("q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k")
 """The formats of 4 to 6 bits, for which execute.activations has an effect."""
+K_QUANTS = ("q4_k", "q5_k", "q6_k")
+WITH_BLOCKS = ("avx512_bf16", "avx512", "avx2")
+"""Instruction sets that multiply K-quants with activations of 16 bits (`PREFERS_BLOCKS` in matrix.h)."""
 WITH_BF16 = ("amx", "avx512_bf16")
 """Instruction sets whose matmuls with bf16 weights round activations to bf16. The others keep float32."""
 
@@ -75,7 +82,7 @@ def measure(
         )
     kernels = settings.execute.kernels
     with ExitStack() as stack:
-        reference = stack.enter_context(closing(load(settings, folder, "float32", "torch")))
+        reference = stack.enter_context(closing(load(settings, folder, "float32", "torch", make=streamed_program)))
         measured = [stack.enter_context(closing(load(settings, folder, "bfloat16", kernels)))]
         forms = [_form(measured[0], "int12")]
         if isinstance(measured[0].program, NativeProgram) and set(FEW_BITS) & set(_formats(measured[0])):
@@ -104,13 +111,19 @@ def measure(
 
 
 def load(
-    settings: Settings, folder: Path, dtype: str, kernels: str, activations: str = "int12", kv_dtype: str = "auto"
+    settings: Settings,
+    folder: Path,
+    dtype: str,
+    kernels: str,
+    activations: str = "int12",
+    kv_dtype: str = "auto",
+    make: Callable[..., Program] = make_program,
 ) -> CpuRunner:
     """A runner with memory for one chunk, which keeps its logits. Raises UserError if it can't run here."""
     execute = msgspec.structs.replace(
         settings.execute, dtype=dtype, kernels=kernels, activations=activations, kv_dtype=kv_dtype
     )
-    runner = CpuRunner(_settings(settings, execute, ModelConfig.load(folder)), folder)
+    runner = CpuRunner(_settings(settings, execute, ModelConfig.load(folder)), folder, make=make)
     runner.program.keep_logits()
     return runner
 
@@ -168,4 +181,6 @@ def _activations(runner: CpuRunner, format: str, for_few_bits: str) -> str:
         return "bf16"
     if format == "bf16":
         return "bf16" if runner.program.isa in WITH_BF16 else "f32"
+    if format in K_QUANTS and for_few_bits == "int12" and runner.program.isa in WITH_BLOCKS:
+        return "int16"
     return for_few_bits if format in FEW_BITS else "int16"

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -86,12 +86,16 @@ class Kept:
     """Largest possible code"""
 
 
-ACTIVATIONS: native.Activations = "int12"
-"""For 4-bit weights; the fixture `format` sets it."""
+ACTIVATIONS: Literal["int12", "int8", "blocks"] = "int12"
+"""For weights of 4 to 6 bits; the fixture `format` sets it."""
 SUMMED = (Form.BYTES, Form.SPLIT)
 """Forms with the sums of their groups."""
 MOST = {Form.BYTES: (127, np.int8), Form.SPLIT: (2047, np.int16), Form.WORDS: (32767, np.int16)}
-"""The largest code of each form, and the type of its codes here."""
+"""The largest code of each form with groups, and the type of its codes here."""
+BLOCK = 256
+MOST_BLOCK_CODE = 127 * 257
+MOST_BLOCK_SUM = 2**19
+"""Of the magnitudes of 64 codes of `Form.BLOCKS`"""
 
 
 class Recording:
@@ -171,6 +175,21 @@ class Recording:
             bits = kept if self.wide else (kept.view(np.uint32) >> 16).astype(np.uint16)
             memory[:num, : bits.itemsize * width] = np.ascontiguousarray(bits).view(np.uint8)
             return Kept(kept.astype(np.float64), kept, np.ones((num, 1)))
+        if form is Form.BLOCKS:
+            codes, scales = quantize_blocks(values)
+            lower = (codes + 128) % 256 - 128
+            groups = np.stack([(codes - lower) // 256, lower], 1).astype(np.int8).reshape(num, 2, -1, GROUP)
+            sums, halves = (codes.reshape(num, -1, size).sum(-1, dtype=np.int32) for size in (GROUP, GROUP // 2))
+            blocks = [
+                *(
+                    codes.reshape(num, -1, 4)[:, :, [0, 2, 1, 3]].reshape(num, width),
+                    groups.swapaxes(1, 2).reshape(num, -1),
+                ),
+                *(scales, scales.repeat(BLOCK // GROUP, axis=1) * sums.astype(np.float32), -32 * halves),
+            ]
+            packed = np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in blocks], axis=1)
+            memory[:num, : packed.shape[1]] = packed
+            return self.read_blocks(rows, num, width)
         codes, scales = quantize_rows(values, form)
         parts = [split(codes) if form is Form.SPLIT else codes, scales]
         if form in SUMMED:
@@ -186,6 +205,23 @@ class Recording:
             return read_floats(rows, num, width)
         words = np.ascontiguousarray(rows.memory[:num, : 2 * width]).view(np.uint16)
         return (words.astype(np.uint32) << 16).view(np.float32)
+
+    def read_blocks(self, rows: native.NativeRows, num: int, width: int) -> Kept:
+        """Codes and scales of `Form.BLOCKS`. Also checks what else is stored of them."""
+        sizes = 2 * width, 2 * width, 4 * width // BLOCK, 4 * width // GROUP, 8 * width // GROUP
+        memory = np.split(np.ascontiguousarray(rows.memory[:num, : sum(sizes)]), np.cumsum(sizes)[:-1], axis=1)
+        types = np.int16, np.int8, np.float32, np.float32, np.int32
+        words, halves_of_codes, scales, scaled, halves = (
+            np.ascontiguousarray(part).view(dtype) for part, dtype in zip(memory, types, strict=True)
+        )
+        codes = words.reshape(num, -1, 4)[:, :, [0, 2, 1, 3]].reshape(num, width)
+        split_codes = halves_of_codes.reshape(num, -1, 2, GROUP).astype(np.int32)
+        np.testing.assert_array_equal((256 * split_codes[:, :, 0] + split_codes[:, :, 1]).reshape(num, width), codes)
+        sums, sums_of_halves = (codes.reshape(num, -1, size).sum(-1, dtype=np.int32) for size in (GROUP, GROUP // 2))
+        np.testing.assert_array_equal(scaled, scales.repeat(BLOCK // GROUP, axis=1) * sums.astype(np.float32))
+        np.testing.assert_array_equal(halves, -32 * sums_of_halves)
+        assert np.abs(codes.astype(np.int32)).reshape(num, -1, 64).sum(-1).max() < MOST_BLOCK_SUM
+        return Kept(codes.astype(np.float64) * scales.astype(np.float64).repeat(BLOCK, 1), codes, scales)
 
     def read_groups(self, rows: native.NativeRows, num: int, width: int, form: Form) -> Kept:
         """Codes and scales. Also checks the sums that follow the bytes."""
@@ -276,6 +312,8 @@ def recording(library: ctypes.CDLL, **sizes: int) -> Iterator[Recording]:
 
 
 def form_of(format: Format) -> Form:
+    if ACTIVATIONS == "blocks":
+        return native.form_for(format, "int12", in_blocks=True)
     return native.form_for(format, ACTIVATIONS)
 
 
@@ -306,6 +344,20 @@ def quantize_rows(values: np.ndarray, form: Form) -> tuple[np.ndarray, np.ndarra
         inverse = np.where(tops > np.float32(1e-30), np.float32(most) / tops, np.float32(0))
     codes = np.rint(groups * inverse[..., None]).astype(dtype)
     return codes.reshape(values.shape), tops / np.float32(most)
+
+
+def quantize_blocks(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Codes [N, K] int16 and scales [N, K / 256] float32 of `Form.BLOCKS`, rounded as quantize_blocks() in matrix.h."""
+    blocks = values.reshape(len(values), -1, BLOCK)
+    parts = np.abs(blocks).reshape(*blocks.shape[:2], 4, 4, 16)
+    sums = ((parts[..., 0, :] + parts[..., 1, :]) + parts[..., 2, :]) + parts[..., 3, :]
+    for half in (8, 4, 2, 1):
+        sums = sums[..., :half] + sums[..., half:]
+    tops = np.abs(blocks).max(-1)
+    scales = np.maximum(tops / np.float32(MOST_BLOCK_CODE), sums[..., 0].max(-1) / np.float32(MOST_BLOCK_SUM - 64))
+    with np.errstate(divide="ignore", over="ignore"):
+        inverse = np.where(tops > np.float32(1e-30), np.float32(1) / scales, np.float32(0))
+    return np.rint(blocks * inverse[..., None]).astype(np.int16).reshape(values.shape), scales
 
 
 def product(kept: Kept, matrix: Matrix) -> tuple[np.ndarray, np.ndarray]:

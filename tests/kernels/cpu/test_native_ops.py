@@ -17,6 +17,8 @@ from tests.kernels.cpu.recording import (
     EPS,
     FORMATS,
     MOST,
+    MOST_BLOCK_CODE,
+    MOST_BLOCK_SUM,
     TINY,
     Kept,
     Recording,
@@ -27,6 +29,7 @@ from tests.kernels.cpu.recording import (
     exact,
     form_of,
     product,
+    quantize_blocks,
     quantize_rows,
     random,
     random_matrix,
@@ -91,7 +94,7 @@ def test_a_norm_writes_quantized_groups(library: ctypes.CDLL, width: int, form: 
         assert_groups(r.read_groups(rows, 5, width, form), *rms_norm(residual, weight, 1e-6))
 
 
-@pytest.mark.parametrize("form", list(Form))
+@pytest.mark.parametrize("form", [form for form in Form if form is not Form.BLOCKS])
 def test_a_norm_of_sampled_tokens_skips_the_others(library: ctypes.CDLL, form: Form) -> None:
     residual, weight = random(5, 12, 64), random(6, 64)
     with recording(library) as r:
@@ -131,6 +134,54 @@ def test_quantized_activations_match_the_definition_exactly(library: ctypes.CDLL
     np.testing.assert_array_equal(kept.codes, codes)
     np.testing.assert_array_equal(kept.scales, scales)
     assert kept.codes[6, :4].tolist() == [-16, -14, -14, -12]
+
+
+def test_activations_in_blocks_match_the_definition_exactly(library: ctypes.CDLL) -> None:
+    values = random(7, 8, 512)
+    values[0, :256] = 0
+    values[1] = -0.0
+    values[2] = np.arange(512) / 3 - 80
+    values[3, :256] = 5  # the sum of 64 numbers limits the codes
+    values[4, 5] = -1e30  # the largest one limits them
+    values[5] *= 1e-30
+    values[6, :256] = np.arange(-128, 128) + 0.5
+    values[6, 255] = -MOST_BLOCK_CODE  # ties
+    values[7, 64:128] *= 50
+    with recording(library, threads=2) as r:
+        rows = r.rows(8, 512)
+        library.program_quantize(r.program, rows, Form.BLOCKS, r.floats(values).ctypes.data, 512)
+        r.tokens(8)
+        assert r.run() == 0
+        kept = r.read_blocks(rows, 8, 512)
+    codes, scales = quantize_blocks(values)
+    np.testing.assert_array_equal(kept.codes, codes)
+    np.testing.assert_array_equal(kept.scales, scales)
+    assert kept.codes[6, :4].tolist() == [-128, -126, -126, -124]
+    assert kept.codes[4, 5] == -MOST_BLOCK_CODE and kept.codes[3, 0] == (MOST_BLOCK_SUM - 64) // 64
+
+
+@pytest.mark.parametrize("format", ["q4_k", "q5_k", "q6_k"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_weights_and_activations_do_not_overflow(library: ctypes.CDLL, format: Format, sign: int) -> None:
+    """All codes and scales of a K-quant at their largest magnitudes, times activations of one magnitude."""
+    matrix = random_matrix(60, 16, 256, format)
+    data = matrix.data
+    if format == "q6_k":
+        data[:, :192] = 0  # code -32
+        data[:, 192:208] = 0x80  # scale -128
+    else:
+        data[:, 4:12], data[:, 12:16], data[:, 16:] = 0xFF, 0xFF, 0xFF
+    for num in (1, 2, 5):
+        values = np.full((num, 256), sign, np.float32)
+        with recording(library) as r:
+            rows, out = r.rows(num, 256), r.floats(np.zeros((num, 16)))
+            kept = r.put(rows, values, Form.BLOCKS)
+            packed = r.pack(matrix)
+            packed._obj.form = Form.BLOCKS
+            library.program_linear_add(r.program, out.ctypes.data, rows, packed, 16, 1.0)
+            r.tokens(num)
+            assert r.run() == 0
+        assert_near(out, *product(kept, matrix))
 
 
 @pytest.mark.parametrize("format", [format for format in FORMATS if format != "bf16"])
