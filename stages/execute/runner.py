@@ -107,10 +107,10 @@ class RowChanges:
         for add in step.adds:
             options = self._options.decode(add.options)
             table.take_in(add, options, self._eos_ids, take)
-            if mirror is not None and (error := mirror.add(add.row)) is not None:
-                self.failed[add.row] = error
             if options.adapter_id:
                 self._take_adapter(add.row, options.adapter_id)
+            if mirror is not None and (error := mirror.add(add.row)) is not None:
+                self.failed[add.row] = error
             if table.features[add.row] & SamplingFeature.GRAMMAR_MASK:
                 self._masks.add(add.row, options, add.num_prompt)
         rows, blocks, groups = take(step.block_rows, np.int32), take(step.block_ids, np.int32), step.block_groups

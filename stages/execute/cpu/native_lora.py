@@ -19,7 +19,9 @@ from pipeline.stages.execute.adapters import LoraPlan, num_outputs, row_order
 from pipeline.stages.execute.cpu.native_memory import PAIR, NativeMemory, turning_order
 
 RANKS = 4
-"""Ranks whose A are interleaved."""
+"""Ranks whose A are interleaved; the ranks of a projection are padded to a multiple of them."""
+DEPTH = 32
+"""Inputs of each of them that lie side by side."""
 
 Halves = np.ndarray[Any, np.dtype[np.uint16]]
 
@@ -28,6 +30,7 @@ Halves = np.ndarray[Any, np.dtype[np.uint16]]
 class _Site:
     layer: int
     targets: tuple[Target, ...]
+    interleaved: bool
     adapters: Any
     """An array of `NativeLoraAdapter`, one for each slot."""
 
@@ -39,7 +42,7 @@ class NativeLora:
         self, library: ctypes.CDLL, memory: NativeMemory, plan: LoraPlan, config: ModelConfig, max_num_tokens: int
     ) -> None:
         self._library, self._memory, self._plan, self._config = library, memory, plan, config
-        self._stride = -(-native.LORA_TARGETS * plan.max_rank // RANKS) * RANKS
+        self._stride = native.LORA_TARGETS * _padded(plan.max_rank, RANKS)
         self._shrunk = memory.floats(max_num_tokens, self._stride)
         self._sites: list[_Site] = []
         self._buffers: dict[int, native.ByteArray] = {}
@@ -60,8 +63,8 @@ class NativeLora:
         """Let adapters change the matmul that is recorded next: it has these projections, one below the other or
         interleaved, and reads `rows`."""
         adapters = (native.NativeLoraAdapter * self._plan.num_slots)()
-        halves = [-(-num_outputs(self._config, target) // native.PANEL) * 2 for target in targets]
-        ends = list(accumulate(halves)) + [0] * (native.LORA_TARGETS - len(targets))
+        panels = [-(-num_outputs(self._config, target) // native.PANEL) for target in targets]
+        ends = list(accumulate(panels)) + [0] * (native.LORA_TARGETS - len(targets))
         site = native.NativeLoraSite(
             ctypes.addressof(adapters),
             self._shrunk,
@@ -72,7 +75,7 @@ class NativeLora:
             depth,
         )
         self._memory.keep((adapters, site))
-        self._sites.append(_Site(layer, targets, adapters))
+        self._sites.append(_Site(layer, targets, interleaved, adapters))
         self._library.program_lora(handle, ctypes.byref(site), rows, form)
 
     def load(self, slot: int, file: AdapterFile) -> None:
@@ -95,27 +98,48 @@ class NativeLora:
                 if place == 0:
                     adapter.a, adapter.rank = target.ctypes.data, each.shape[0] * RANKS
                 else:
-                    adapter.b[place - 1], adapter.ranks[place - 1] = target.ctypes.data, each.shape[1]
+                    adapter.b[place - 1], adapter.ranks[place - 1] = target.ctypes.data, 2 * each.shape[1]
+            if site.interleaved:
+                adapter.ranks[1] = adapter.ranks[0]
             assert adapter.rank <= self._stride, f"an adapter of rank {adapter.rank}, at most {self._stride} fit"
             site.adapters[slot] = adapter
 
     def _packed_for(self, site: _Site, file: AdapterFile) -> "list[Halves | None]":
-        """A, and the B of each projection; None for those that the adapter does not change."""
+        """A, and the B of each projection, or of both if they are interleaved; None for those that the adapter does not
+        change."""
         pairs = [file.matrices(site.layer, target) for target in site.targets]
-        inputs = [pair[0] for pair in pairs if pair is not None]
-        packed: list[Halves | None] = [_packed_inputs(np.concatenate(inputs)) if inputs else None]
-        for target, pair in zip(site.targets, pairs, strict=True):
-            packed.append(None if pair is None else self._packed(target, pair[1]))
-        return packed
+        if not any(pairs):
+            return [None]
+        ranks = [0 if pair is None else _padded(len(pair[0]), RANKS) for pair in pairs]
+        if site.interleaved:
+            ranks = [max(ranks)] * len(ranks)
+        inputs = next(pair[0].shape[1] for pair in pairs if pair is not None)
+        a = np.zeros((sum(ranks), _padded(inputs, DEPTH)), np.uint16)
+        bs: list[Halves | None] = []
+        begin = 0
+        for target, pair, rank in zip(site.targets, pairs, ranks, strict=True):
+            b = None
+            if pair is not None:
+                a[begin : begin + len(pair[0]), :inputs] = pair[0]
+            if rank:
+                b = self._rows(target, rank, pair)
+            bs.append(b)
+            begin += rank
+        if site.interleaved:
+            # Eight outputs of the first, then the eight of the second beside them.
+            first, second = (b.reshape(-1, PAIR, b.shape[1]) for b in bs if b is not None)
+            bs = [np.stack([first, second], axis=1).reshape(-1, first.shape[2])]
+        blocks = a.reshape(len(a) // RANKS, RANKS, -1, DEPTH).transpose(0, 2, 1, 3)
+        return [np.ascontiguousarray(blocks), *(None if b is None else _packed_outputs(b) for b in bs)]
 
-    def _packed(self, target: Target, b: Halves) -> Halves:
-        """B [outputs, rank] in the order of the panels: [outputs / 8][rank][8], with zeros up to whole panels."""
-        order = self._orders.get(target)
-        rows = b if order is None else b[order]
-        padded = -(-len(rows) // native.PANEL) * native.PANEL
-        if padded > len(rows):
-            rows = np.concatenate([rows, np.zeros((padded - len(rows), rows.shape[1]), np.uint16)])
-        return np.ascontiguousarray(rows.reshape(-1, PAIR, rows.shape[1]).transpose(0, 2, 1))
+    def _rows(self, target: Target, rank: int, pair: "tuple[Halves, Halves] | None") -> Halves:
+        """B in the order of the panels, with zeros up to whole panels and up to `rank`."""
+        num_rows = num_outputs(self._config, target)
+        padded = np.zeros((_padded(num_rows, native.PANEL), rank), np.uint16)
+        if pair is not None:
+            order = self._orders.get(target)
+            padded[:num_rows, : pair[1].shape[1]] = pair[1] if order is None else pair[1][order]
+        return padded
 
     def _order(self, target: Target) -> "np.ndarray[Any, np.dtype[np.int32]]":
         """The rows of B in the order in which queries or keys lie in panels."""
@@ -126,14 +150,15 @@ class NativeLora:
         return turned if order is None else order[turned]
 
 
-def _packed_inputs(a: Halves) -> Halves:
-    """A [rank, inputs] in the order in which it is read: [rank / 4][inputs / 16][4][16], with zeros at the ends."""
-    rank, inputs = a.shape
-    padded = np.zeros((-(-rank // RANKS) * RANKS, -(-inputs // native.PANEL) * native.PANEL), np.uint16)
-    padded[:rank, :inputs] = a
-    blocks = padded.reshape(len(padded) // RANKS, RANKS, -1, native.PANEL)
-    return np.ascontiguousarray(blocks.transpose(0, 2, 1, 3))
+def _packed_outputs(b: Halves) -> Halves:
+    """B [outputs, rank] in the order in which it is read: [outputs / 16][rank / 2][16][2]."""
+    outputs, rank = b.shape
+    return np.ascontiguousarray(b.reshape(outputs // native.PANEL, native.PANEL, rank // 2, 2).transpose(0, 2, 1, 3))
+
+
+def _padded(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // 64) * 64
+    return _padded(num_bytes, 64)

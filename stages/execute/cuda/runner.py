@@ -10,6 +10,7 @@ them, so a step with grammars is launched in two parts: the model first, and sam
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray
 from pipeline.runtime.messages import ExecuteFacts, Step
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.program import LogitArray
+from pipeline.stages.execute.adapters import AdapterSlots, LoraPlan
 from pipeline.stages.execute.cuda.device import Device, make_device
 from pipeline.stages.execute.cuda.graphs import CapturedStep, CapturedStepKind, StepGraphs
 from pipeline.stages.execute.cuda.host_transfer import BlockCopier, HostTransfer
@@ -78,7 +80,9 @@ class CudaRunner:
         self.model = DeviceModel(
             *(device, config, dtype, max_num_tokens, max_num_seqs, quantization),
             early=settings.execute.programmatic_dependent_launch,
+            adapters=(lora := LoraPlan.of(settings)),
         )
+        self._adapters = None if lora is None else AdapterSlots(model_dir, lora.num_slots, self.model.load_adapter)
         weights = weights or Weights(model_dir, config, FLOAT_FORMATS[settings.execute.dtype])
         build_program(config, weights, self.model)
         self.weight_formats = "+".join(weights.taken)
@@ -116,7 +120,9 @@ class CudaRunner:
         last = self.model.last_norm
         bias = None if last.bias is None else np.asarray(last.bias)
         self._pool = Pool(np.asarray(last.weight), config.rms_norm_eps, bias, config.norm)
-        self._changes = RowChanges(self.rows, self.masks, self._pool, config.eos_ids, self._device_rows)
+        self._changes = RowChanges(
+            *(self.rows, self.masks, self._pool, config.eos_ids, self._device_rows), adapters=self._adapters
+        )
         self.failed = self._changes.failed
         self._results = ResultReader(self.rows, self._pool, self.failed, config.hidden_size)
         first, others = self.shapes.first(), self.shapes.others()
@@ -126,6 +132,9 @@ class CudaRunner:
             *((shape, CapturedStepKind.SAMPLE_FILTERED) for shape in (*first, *others)),
             *((shape, CapturedStepKind.FORWARD_ONLY) for shape in first),
         ]
+        if lora is not None:
+            shapes = [replace(shape, has_adapters=True) for shape in (*first, *others, *mixed)]
+            self._to_capture += [(shape, CapturedStepKind.SAMPLE) for shape in shapes]
         self._warming: Iterator[None] | None = None
         """Compiles the sampling extras, once started."""
         self._places = np.arange(max_num_seqs, dtype=np.int32)
@@ -286,8 +295,12 @@ class CudaRunner:
 
     def _shape(self, batch: Batch) -> PaddedStepShape:
         if batch.num_tokens == len(batch.rows) == len(batch.sampled):
-            return self.shapes.decode(len(batch.rows))
-        return self.shapes.mix(batch.num_tokens, len(batch.rows), len(batch.sampled))
+            shape = self.shapes.decode(len(batch.rows))
+        else:
+            shape = self.shapes.mix(batch.num_tokens, len(batch.rows), len(batch.sampled))
+        if self._adapters is not None and (self.rows.adapters[batch.rows] >= 0).any():
+            return replace(shape, has_adapters=True)
+        return shape
 
     def _send_ahead(self, batch: Batch) -> list[Run]:
         """Send the row changes that don't fit into the step's words ahead of it. Returns the others."""

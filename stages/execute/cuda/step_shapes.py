@@ -27,6 +27,8 @@ class PaddedStepShape:
     one_each: bool
     """Each entry has one token."""
     is_captured: bool = True
+    has_adapters: bool = False
+    """A row has a LoRA adapter. Which one is data."""
 
 
 class StepShapes:
