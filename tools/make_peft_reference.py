@@ -4,7 +4,8 @@
     PYTHONPATH=/tmp/peft python -m tools.make_peft_reference tests/data/peft_reference.json
 
 PEFT makes an adapter for each case of tests/lora/peft_cases.py, saves it, and computes the logits after a prompt. The
-reference has its adapter_config.json, the names and shapes of its tensors, whose values come from a seed, and the logits.
+reference has its adapter_config.json, the names and shapes of its tensors (their values come from a seed), and the
+logits.
 """
 
 import argparse

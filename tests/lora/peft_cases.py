@@ -27,7 +27,9 @@ CASES = {
     "ranks and alphas": PeftCase(
         "falcon 3",
         {
-            **{"r": 5, "lora_alpha": 7, "target_modules": ALL},
+            "r": 5,
+            "lora_alpha": 7,
+            "target_modules": ALL,
             "rank_pattern": {"q_proj": 13, "up_proj": 1, "model.layers.1.self_attn.v_proj": 16},
             "alpha_pattern": {"down_proj": 3, "^model.layers.0.self_attn.q_proj": 2},
         },

@@ -21,8 +21,8 @@ from pipeline.config.settings import Settings
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray
 from pipeline.runtime.messages import ExecuteFacts, Step
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.cpu.program import LogitArray
 from pipeline.stages.execute.adapters import AdapterSlots, LoraPlan
+from pipeline.stages.execute.cpu.program import LogitArray
 from pipeline.stages.execute.cuda.device import Device, make_device
 from pipeline.stages.execute.cuda.graphs import CapturedStep, CapturedStepKind, StepGraphs
 from pipeline.stages.execute.cuda.host_transfer import BlockCopier, HostTransfer
