@@ -63,6 +63,9 @@ class Runner(Protocol):
     def drop_all(self) -> None:
         """Drop all rows."""
 
+    def preload_adapters(self, adapter_ids: list[str]) -> None:
+        """Read these LoRA adapters beside the steps, as far as there is room."""
+
     def close(self) -> None:
         """Free threads and memory, and stop the process that computes masks."""
 

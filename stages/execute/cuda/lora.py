@@ -15,7 +15,7 @@ from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.adapters import LoraPlan, num_outputs, row_order
 from pipeline.stages.execute.cuda.device import Device
 
-AnyArray = np.ndarray[Any, Any]
+PackedAdapter = tuple["np.ndarray[Any, Any]", "np.ndarray[Any, np.dtype[np.int32]]"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +75,15 @@ class DeviceLora:
         """Add what adapters change to the first partial of [P, T, N]. x [T, K], adapters [T] int32."""
         lora.add(split_k_partials[0], x, adapters, self._matrices[site.number], self._shrunk)
 
-    def load(self, slot: int, file: AdapterFile) -> None:
+    def put(self, slot: int, packed: PackedAdapter) -> None:
         """Put an adapter into a slot: later launches use it, those in flight do not."""
         assert self._memory is not None
-        values, ranks = self.packed(file)
+        values, ranks = packed
         self._memory[slot].copy_(self._device.send(values).view(self._dtype), non_blocking=True)
         self._ranks[slot].copy_(self._device.send(ranks), non_blocking=True)
 
-    def packed(self, file: AdapterFile) -> "tuple[AnyArray, np.ndarray[Any, np.dtype[np.int32]]]":
-        """All numbers of a slot (bfloat16 as int16), and the ranks."""
+    def pack(self, file: AdapterFile) -> PackedAdapter:
+        """All numbers of a slot (bfloat16 as int16), and the ranks. Any thread may call this."""
         total = self._sites[-1].end if self._sites else 0
         item = np.dtype(np.int16 if self._dtype == torch.bfloat16 else np.float32)
         values = np.zeros(total, item)

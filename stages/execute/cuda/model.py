@@ -56,7 +56,7 @@ from pipeline.stages.execute.cuda.attention import AttentionLayer, DeviceAttenti
 from pipeline.stages.execute.cuda.device import Device
 from pipeline.stages.execute.cuda.experts import ExpertMatrices, ExpertMemory
 from pipeline.stages.execute.cuda.linear import Gemm, GemmMemory
-from pipeline.stages.execute.cuda.lora import DeviceLora
+from pipeline.stages.execute.cuda.lora import DeviceLora, PackedAdapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,10 +252,15 @@ class DeviceModel(ProgramBuilder):
         """The embedding; it may be tied to the head."""
         return self._table
 
-    def load_adapter(self, slot: int, file: AdapterFile) -> None:
-        """Put a LoRA adapter into a slot."""
+    def pack_adapter(self, file: AdapterFile) -> PackedAdapter:
+        """A LoRA adapter as `put_adapter` takes it. Any thread may call this."""
         assert self._lora is not None, "adapters are off"
-        self._lora.load(slot, file)
+        return self._lora.pack(file)
+
+    def put_adapter(self, slot: int, packed: PackedAdapter) -> None:
+        """Put an adapter into a slot."""
+        assert self._lora is not None, "adapters are off"
+        self._lora.put(slot, packed)
 
     def _gemm(
         self, weights: Linear, memory: GemmMemory, targets: tuple[Target, ...] = (), *, quantizes: bool = True

@@ -82,7 +82,7 @@ class CudaRunner:
             early=settings.execute.programmatic_dependent_launch,
             adapters=(lora := LoraPlan.of(settings)),
         )
-        self._adapters = None if lora is None else AdapterSlots(model_dir, lora.num_slots, self.model.load_adapter)
+        self._adapters = None if lora is None else AdapterSlots(model_dir, lora.num_slots, self.model)
         weights = weights or Weights(model_dir, config, FLOAT_FORMATS[settings.execute.dtype])
         build_program(config, weights, self.model)
         self.weight_formats = "+".join(weights.taken)
@@ -187,6 +187,11 @@ class CudaRunner:
         array: LogitArray = self.model.logits.cpu().numpy()
         return array
 
+    def preload_adapters(self, adapter_ids: list[str]) -> None:
+        """Read these LoRA adapters beside the steps, as far as there is room."""
+        if self._adapters is not None:
+            self._adapters.preload(adapter_ids)
+
     def drop_all(self) -> None:
         """Drop all rows. No step may be in flight."""
         self._changes.drop_all()
@@ -194,6 +199,8 @@ class CudaRunner:
     def close(self) -> None:
         """Release host memory, and end the process that computes masks. Raises the GPU's error, if there was one."""
         try:
+            if self._adapters is not None:
+                self._adapters.close()
             self.device.close()
         finally:
             self.masks.close()
