@@ -6,8 +6,10 @@ Llama's: a module that stacks several projections becomes several pairs with the
 """
 
 import hashlib
+import os
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -59,6 +61,8 @@ def convert(source: Path, model_dir: Path, dtype: Dtype, max_rank: int) -> str:
             raise AdapterError(f"{path}: {error.strerror}") from error
     else:
         _check_rank(rank, max_rank, ranks)
+        with suppress(OSError):  # a cache that may only be read has no time of use
+            os.utime(path)
     return adapter_id
 
 
