@@ -10,7 +10,6 @@ them, so a step with grammars is launched in two parts: the model first, and sam
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -133,8 +132,8 @@ class CudaRunner:
             *((shape, CapturedStepKind.FORWARD_ONLY) for shape in first),
         ]
         if lora is not None:
-            shapes = [replace(shape, has_adapters=True) for shape in (*first, *others, *mixed)]
-            self._to_capture += [(shape, CapturedStepKind.SAMPLE) for shape in shapes]
+            shapes = (*first, *others, *mixed)
+            self._to_capture += [(shape.with_adapters(), CapturedStepKind.SAMPLE) for shape in shapes]
         self._warming: Iterator[None] | None = None
         """Compiles the sampling extras, once started."""
         self._places = np.arange(max_num_seqs, dtype=np.int32)
@@ -301,13 +300,9 @@ class CudaRunner:
         return launched_step
 
     def _shape(self, batch: Batch) -> PaddedStepShape:
-        if batch.num_tokens == len(batch.rows) == len(batch.sampled):
-            shape = self.shapes.decode(len(batch.rows))
-        else:
-            shape = self.shapes.mix(batch.num_tokens, len(batch.rows), len(batch.sampled))
-        if self._adapters is not None and (self.rows.adapters[batch.rows] >= 0).any():
-            return replace(shape, has_adapters=True)
-        return shape
+        shape = self.shapes.of(batch.num_tokens, len(batch.rows), len(batch.sampled))
+        has_adapters = self._adapters is not None and bool((self.rows.adapters[batch.rows] >= 0).any())
+        return shape.with_adapters() if has_adapters else shape
 
     def _send_ahead(self, batch: Batch) -> list[Run]:
         """Send the row changes that don't fit into the step's words ahead of it. Returns the others."""
