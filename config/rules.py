@@ -55,9 +55,6 @@ def contradictions(settings: Settings) -> list[str]:
             "execute.device is 'cpu': 'q8_0' and 'q4_1' are 8 and 4 bits there"
         )
     problems += _speculation_problems(settings)
-    if settings.lora.is_on and execute.device == "cuda":
-        key = "lora.adapters" if settings.lora.adapters else "lora.runtime_loading"
-        problems.append(f"{key}: LoRA adapters need execute.device = 'cpu'; for a GPU, merge them into the model")
     if settings.lora.max_cpu_loras and settings.lora.max_cpu_loras < settings.lora.max_loras:
         problems.append(
             f"lora.max_cpu_loras: {settings.lora.max_cpu_loras} is less than lora.max_loras = {settings.lora.max_loras}"

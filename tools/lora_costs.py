@@ -71,10 +71,13 @@ def main() -> None:
             path = Path(made) / str(slot)
             write(path, "bf16", pairs_of(config, args.rank, lambda shape: random.integers(0, 0x3C00, shape, np.uint16)))
             begin_s = time.perf_counter()
-            runners[1].program.load_adapter(slot, AdapterFile(path))
-            load_ms = 1000 * (time.perf_counter() - begin_s)
+            packed = runners[1].program.pack_adapter(AdapterFile(path))
+            packed_s = time.perf_counter()
+            runners[1].program.put_adapter(slot, packed)
+            pack_ms, put_ms = 1000 * (packed_s - begin_s), 1000 * (time.perf_counter() - packed_s)
     print(
-        f"{config.name}: {runners[1].name}, {args.rows} adapters of rank {args.rank}, loaded in {load_ms:.0f} ms each"
+        f"{config.name}: {runners[1].name}, {args.rows} adapters of rank {args.rank}; the last one was packed in "
+        f"{pack_ms:.1f} ms and put into its slot in {put_ms:.2f} ms"
     )
     for runner in runners:
         fill(runner, args.rows, args.new, args.context)

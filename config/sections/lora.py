@@ -13,8 +13,8 @@ class LoraSettings(Frozen, frozen=True):
     adapters: Annotated[
         dict[str, str],
         Meta(
-            description="Adapters that are loaded at the start: names for clients, and folders in PEFT's format, as in "
-            '{sql = "/models/sql-lora"}.'
+            description="Adapters that are loaded at the start: names for clients, and folders in PEFT's format or "
+            '.gguf files, as in {sql = "/models/sql-lora"}.'
         ),
     ] = field(default_factory=dict)
     runtime_loading: Annotated[

@@ -2,8 +2,9 @@
 // A and B of the row's adapter. Rows of one step may have different adapters, or none.
 //
 // `Shrink` computes A x input of all projections with one input; the matmul (`Gemm` in linear.h) adds B x that to its
-// tile. Each number is computed in one order of operations, whatever rows are beside it: so a row has the same bits
-// alone and in any batch.
+// tile. Both multiply what a bf16 matmul does: pairs of bfloat16 where the CPU has an instruction for them, else float32.
+// Each number is computed in one order of operations, whatever rows are beside it: so a row has the same bits alone and
+// in any batch.
 #pragma once
 
 #include "step.h"
@@ -12,20 +13,22 @@ constexpr int LORA_TARGETS = 3;
 
 // The matrices of one adapter in one layer, for the projections of one matmul, in bf16.
 struct LoraAdapter {
-    const uint16_t* a;                // [rank / 4][depth / 16][4][16], zeros at the ends; all projections, one after the
+    const uint16_t* a;                // [rank / 4][depth / 32][4][32], zeros at the ends; all projections, one after the
                                       // other
-    const uint16_t* b[LORA_TARGETS];  // [outputs / 8][ranks[i]][8], in the order of the matmul's panels
-    int ranks[LORA_TARGETS];          // 0: the adapter does not change this projection
-    int rank;                         // the sum, up to a multiple of 4
+    const uint16_t* b[LORA_TARGETS];  // [panels][ranks[i] / 2][16][2], in the order of the matmul's panels; if they are
+                                      // interleaved, the first is of both projections
+    int ranks[LORA_TARGETS];          // multiples of 4; 0: the adapter does not change this projection. Interleaved ones
+                                      // have the same
+    int rank;                         // the sum
 };
 
 // A place in the program where adapters change a matmul.
 struct LoraSite {
     const LoraAdapter* adapters;  // [slots]
-    float* shrunk;                // [tokens][stride]
+    act* shrunk;                  // [tokens][stride]
     int stride;                   // the largest rank that an adapter may have
     int num_targets;
-    int ends[LORA_TARGETS];  // the half panels of all projections up to each
+    int ends[LORA_TARGETS];  // the panels of all projections up to each
     int interleaved;         // a panel has eight outputs of the first projection and eight of the second
     int depth;
 
@@ -35,13 +38,10 @@ struct LoraSite {
         for (int r = 0; r < count; r++) {
             const int slot = step.adapters[row + r];
             if (slot < 0) continue;
-            const LoraAdapter& adapter = adapters[slot];
-            const float* small = shrunk + size_t(row + r) * stride;
-            for (int panel = 0; panel < panels; panel++) {
-                const Half low = half(adapter, product, num_products, first + panel, 0);
-                const Half high = half(adapter, product, num_products, first + panel, 1);
-                add_panel(low, high, small, values + size_t(r) * width + panel * PANEL);
-            }
+            const act* small = shrunk + size_t(row + r) * stride;
+            each_part(adapters[slot], product, num_products, first, panels, [&](const Part& part) {
+                add_part(part, small + part.begin, values + size_t(r) * width + (part.first - first) * PANEL);
+            });
         }
     }
 
@@ -50,85 +50,112 @@ struct LoraSite {
         for (int r = 0; r < count; r++) {
             const int slot = step.adapters[row + r];
             if (slot < 0 || (r && slot == step.adapters[row + r - 1])) continue;
-            for (int panel = 0; panel < panels; panel++)
-                for (int i = 0; i < 2; i++) {
-                    const Half one = half(adapters[slot], product, num_products, first + panel, i);
-                    prefetch<L2>(reinterpret_cast<const uint8_t*>(one.b), one.rank * PANEL);
-                }
+            each_part(adapters[slot], product, num_products, first, panels, [&](const Part& part) {
+                prefetch<L2>(reinterpret_cast<const uint8_t*>(part.b), part.panels * part.rank * PANEL * 2);
+            });
         }
     }
 
    private:
-    // Half of a panel: its B, [rank][8], and where the results of its A begin.
-    struct Half {
+    // Panels of one projection: their B, and where the results of its A begin.
+    struct Part {
         const uint16_t* b;
-        int rank, begin;
+        int first, panels, rank, begin;
     };
 
-    Half half(const LoraAdapter& adapter, int product, int num_products, int panel, int i) const {
-        int target = 0, place = 2 * panel + i;
-        if (interleaved) {
-            target = i, place = panel;
-        } else if (num_products > 1) {
-            target = product;
-        } else {
-            while (target + 1 < num_targets && place >= ends[target]) target++;
-            if (target) place -= ends[target - 1];
+    template <class Work>
+    void each_part(const LoraAdapter& adapter, int product, int num_products, int first, int panels, const Work& work) const {
+        if (interleaved || num_products > 1) {
+            int begin = 0;
+            for (int other = 0; other < product; other++) begin += adapter.ranks[other];
+            if (const int rank = adapter.ranks[product])
+                work(Part{adapter.b[product] + size_t(first) * rank * PANEL, first, panels, rank, begin});
+            return;
         }
-        int begin = 0;
-        for (int other = 0; other < target; other++) begin += adapter.ranks[other];
-        const int rank = adapter.ranks[target];
-        return {adapter.b[target] + size_t(place) * rank * 8, rank, begin};
+        for (int target = 0, begin = 0, from = 0; target < num_targets; target++) {
+            const int low = std::max(first, from), high = std::min(first + panels, ends[target]), rank = adapter.ranks[target];
+            if (low < high && rank)
+                work(Part{adapter.b[target] + size_t(low - from) * rank * PANEL, low, high - low, rank, begin});
+            begin += rank, from = ends[target];
+        }
     }
 
-#if defined(ISA_AVX512)
-    INLINE f8 widened(const uint16_t* from) {
-        typedef uint16_t eight_halves __attribute__((vector_size(16)));
-        typedef uint32_t eight_words __attribute__((vector_size(32)));
-        return bits<f8>(__builtin_convertvector(load<eight_halves>(from), eight_words) << 16);
+    void add_part(const Part& part, const act* small, float* values) const {
+        interleaved ? add_part<true>(part, small, values) : add_part<false>(part, small, values);
     }
+
+    template <bool INTERLEAVED>
+    static void add_part(const Part& part, const act* small, float* values) {
+        int panel = 0;
+        for (; panel + 4 <= part.panels; panel += 4) add_panels<INTERLEAVED, 4>(part, panel, small, values);
+        for (; panel + 2 <= part.panels; panel += 2) add_panels<INTERLEAVED, 2>(part, panel, small, values);
+        for (; panel < part.panels; panel++) add_panels<INTERLEAVED, 1>(part, panel, small, values);
+    }
+
+    // Several at once: each sum waits for the one before.
+    template <bool INTERLEAVED, int P>
+    static void add_panels(const Part& part, int panel, const act* small, float* values) {
+        const act* other = small + (INTERLEAVED ? part.rank : 0);  // of the upper half of a panel
+        const size_t each = size_t(part.rank) * PANEL;
+        const uint16_t* b = part.b + panel * each;
+        values += panel * PANEL;
+        vf sums[P][VECTORS];
+        for (int p = 0; p < P; p++)
+            for (int v = 0; v < VECTORS; v++) sums[p][v] = load<vf>(values + p * PANEL + v * LANES);
+        for (int k = 0; k < part.rank; k += 2, b += 2 * PANEL) {
+#if defined(DOT_BF16)
+            const vu pair = halves_of<vu>(load<uint32_t>(small + k), load<uint32_t>(other + k), 0);
+            for (int p = 0; p < P; p++) sums[p][0] = dot_bf16(sums[p][0], load<vu>(b + p * each), pair);
 #else
-    INLINE half_panel widened(const uint16_t* from) { return from_bf16(load<halves>(from)); }
-#endif
-
-    // Both halves at once: each sum waits for the one before.
-    static void add_panel(const Half& low, const Half& high, const float* small, float* values) {
-        for (int i = 0; i < PANEL / 2; i += HALF_PANEL) {
-            half_panel first = load<half_panel>(values + i), second = load<half_panel>(values + PANEL / 2 + i);
-            const float *of_low = small + low.begin, *of_high = small + high.begin;
-            const int both = std::min(low.rank, high.rank);
-            int k = 0;
-            for (; k < both; k++) {
-                first = fma(of_low[k] - half_panel{}, widened(low.b + 8 * k + i), first);
-                second = fma(of_high[k] - half_panel{}, widened(high.b + 8 * k + i), second);
+            for (int v = 0; v < VECTORS; v++) {
+                const vf first = halves_of<vf>(small[k], other[k], v), second = halves_of<vf>(small[k + 1], other[k + 1], v);
+                for (int p = 0; p < P; p++) {
+                    const vu words = load<vu>(b + p * each + v * 2 * LANES);
+                    sums[p][v] = fma(first, bits<vf>(words << 16), sums[p][v]);
+                    sums[p][v] = fma(second, bits<vf>(words & 0xFFFF0000u), sums[p][v]);
+                }
             }
-            for (int j = k; j < low.rank; j++) first = fma(of_low[j] - half_panel{}, widened(low.b + 8 * j + i), first);
-            for (int j = k; j < high.rank; j++) second = fma(of_high[j] - half_panel{}, widened(high.b + 8 * j + i), second);
-            store(values + i, first);
-            store(values + PANEL / 2 + i, second);
+#endif
         }
+        for (int p = 0; p < P; p++)
+            for (int v = 0; v < VECTORS; v++) store(values + p * PANEL + v * LANES, sums[p][v]);
+    }
+
+    // Vector `v` of a panel that has one number in its lower half and another one in its upper half.
+    template <class Vector, class Number>
+    static Vector halves_of(Number low, Number high, int v) {
+        const Vector lower = low - Vector{}, upper = high - Vector{};
+#if defined(ISA_AVX512)
+        return __builtin_shufflevector(lower, upper, 0, 1, 2, 3, 4, 5, 6, 7, 24, 25, 26, 27, 28, 29, 30, 31);
+#else
+        return v < VECTORS / 2 ? lower : upper;
+#endif
     }
 };
 
-// shrunk = A x input. A tile is some ranks of one token.
+// shrunk = A x input. A tile is some ranks of one token, or of a few in a step with many.
 class Shrink final : public Op {
    public:
     Shrink(const LoraSite& site, Rows in, Form form)
-        : Op("lora_shrink"), site_(site), in_(in), form_(form), chunks_(ceil_div(site.stride, CHUNK)) {}
+        : Op("lora_shrink", true), site_(site), in_(in), form_(form), chunks_(ceil_div(site.stride, CHUNK)) {}
 
-    int tiles(const Step& step) const override { return *step.num_adapted ? step.tokens * chunks(step) : 0; }
+    int tiles(const Step& step) const override {
+        return *step.num_adapted ? ceil_div(step.tokens, rows_each(step)) * chunks(step) : 0;
+    }
 
-    size_t scratch_bytes() const override { return size_t(padded()) * 4; }
+    size_t scratch_bytes() const override { return size_t(MOST_ROWS_AT_ONCE) * padded() * sizeof(act); }
 
     void tile(const Step& step, int index, const Scratch& scratch) override {
-        const int each = chunks(step), row = index / each, slot = step.adapters[row];
-        if (slot < 0) return;
-        const LoraAdapter& adapter = site_.adapters[slot];
-        const int first = index % each * CHUNK, end = each == 1 ? adapter.rank : std::min(first + CHUNK, adapter.rank);
-        if (first >= end) return;
-        const float* x = input(row, reinterpret_cast<float*>(scratch.memory));
-        float* out = site_.shrunk + size_t(row) * site_.stride;
-        for (int k = first; k < end; k += 4) multiply(adapter.a + size_t(k) * padded(), x, out + k);
+        const int each = chunks(step), most = rows_each(step), begin = index / each * most;
+        const int end = std::min(begin + most, step.tokens), chunk = index % each;
+        for (int row = begin, count; row < end; row += count) {
+            const int slot = step.adapters[row];
+            for (count = 1; row + count < end && step.adapters[row + count] == slot;) count++;
+            if (slot < 0) continue;
+            const LoraAdapter& adapter = site_.adapters[slot];
+            const int first = chunk * CHUNK, last = each == 1 ? adapter.rank : std::min(first + CHUNK, adapter.rank);
+            if (first < last) multiply(adapter, first, last, row, count, reinterpret_cast<act*>(scratch.memory));
+        }
     }
 
     Cost cost(const Step& step) const override {
@@ -142,46 +169,75 @@ class Shrink final : public Op {
     }
 
    private:
-    static constexpr int CHUNK = 8, FEW_ROWS = 4;
+    static constexpr int CHUNK = 16, RANKS = 4, DEPTH = 32;
+    // Steps with fewer rows divide ranks among the threads; those with many read a matrix once for some of them.
+    static constexpr int FEW_ROWS = 4, MANY_ROWS = 64;
+    static constexpr int MOST_ROWS_AT_ONCE = LANES == 16 ? 4 : 2;  // as many as have their sums in registers
 
-    // Parts of a row's ranks, so that all threads have some of few rows.
     int chunks(const Step& step) const { return step.tokens < FEW_ROWS ? chunks_ : 1; }
+    int rows_each(const Step& step) const { return step.tokens < MANY_ROWS ? 1 : MOST_ROWS_AT_ONCE; }
+    int padded() const { return (site_.depth + DEPTH - 1) / DEPTH * DEPTH; }
 
-    int padded() const { return (site_.depth + PANEL - 1) / PANEL * PANEL; }
-
-    // Four ranks.
-    void multiply(const uint16_t* a, const float* x, float* out) const {
-        vf sums[4] = {};
-        for (int i = 0; i < padded(); i += PANEL, a += 4 * PANEL)
-            for (int j = 0; j < PANEL; j += LANES) {
-                const vf values = load<vf>(x + i + j);
-                for (int k = 0; k < 4; k++) sums[k] = fma(from_bf16(load<halves>(a + k * PANEL + j)), values, sums[k]);
-            }
-        for (int k = 0; k < 4; k++) out[k] = sum(sums[k]);
+    void multiply(const LoraAdapter& adapter, int first, int last, int row, int count, act* memory) const {
+        const act* from[MOST_ROWS_AT_ONCE];
+        for (int r = 0; r < count; r++) from[r] = input(row + r, memory + size_t(r) * padded());
+        switch (count) {
+            case 1: return multiply_rows<1>(adapter, first, last, row, from);
+            case 2: return multiply_rows<2>(adapter, first, last, row, from);
+            case 3: return multiply_rows<LANES == 16 ? 3 : 1>(adapter, first, last, row, from);
+            default: return multiply_rows<LANES == 16 ? 4 : 1>(adapter, first, last, row, from);
+        }
     }
 
-    // A row of the matmul's input as floats, with zeros up to `padded`.
-    const float* input(int row, float* to) const {
+    template <int R>
+    void multiply_rows(const LoraAdapter& adapter, int first, int last, int row, const act* const* from) const {
+        const act* rows[R];
+        for (int r = 0; r < R; r++) rows[r] = from[r];
+        const uint16_t* a = adapter.a + size_t(first) * padded();
+        for (int rank = first; rank < last; rank += RANKS) {
+            vf sums[R][RANKS] = {};
+            for (int i = 0; i < padded(); i += DEPTH, a += RANKS * DEPTH) {
+#if defined(DOT_BF16)
+                for (int k = 0; k < RANKS; k++) {
+                    const vu weights = load<vu>(a + k * DEPTH);
+                    for (int r = 0; r < R; r++) sums[r][k] = dot_bf16(sums[r][k], weights, load<vu>(rows[r] + i));
+                }
+#else
+                for (int j = 0; j < DEPTH; j += LANES)
+                    for (int k = 0; k < RANKS; k++) {
+                        const vf weights = from_bf16(load<halves>(a + k * DEPTH + j));
+                        for (int r = 0; r < R; r++) sums[r][k] = fma(weights, load<vf>(rows[r] + i + j), sums[r][k]);
+                    }
+#endif
+            }
+            for (int r = 0; r < R; r++) {
+                act* out = site_.shrunk + size_t(row + r) * site_.stride + rank;
+                for (int k = 0; k < RANKS; k++) out[k] = to_act(sum(sums[r][k]));
+            }
+        }
+    }
+
+    // A row of the matmul's input, with zeros up to `padded`; where it isn't one already, in `to`.
+    const act* input(int row, act* to) const {
         const int depth = site_.depth;
-        int i = 0;
         if (form_ == Form::PLAIN) {
-            const act* from = in_.plain(row);
-            for (; i + LANES <= depth; i += LANES) store(to + i, load_acts(from + i));
-            for (; i < depth; i++) to[i] = plain_value(from[i]);
+            if (depth == padded()) return in_.plain(row);
+            memcpy(to, in_.plain(row), depth * sizeof(act));
         } else if (form_ == Form::BLOCKS) {
             typedef int8_t bytes __attribute__((vector_size(LANES)));
             const float* scales = in_.block_scales(row, depth);
-            for (; i < depth; i += LANES) {
+            for (int i = 0; i < depth; i += LANES) {
                 const int8_t* from = in_.block_bytes(row, depth) + i / GROUP * SPLIT_GROUP_BYTES + i % GROUP;
                 const vf upper = __builtin_convertvector(load<bytes>(from), vf) * 256.0f;
-                store(to + i, (upper + __builtin_convertvector(load<bytes>(from + GROUP), vf)) * scales[i / BLOCK_DEPTH]);
+                const vf codes = upper + __builtin_convertvector(load<bytes>(from + GROUP), vf);
+                store_acts(to + i, codes * scales[i / BLOCK_DEPTH]);
             }
         } else {
             const float* scales = form_ == Form::BYTES ? in_.scales(row, depth) : in_.word_scales(row, depth);
-            for (; i + LANES <= depth; i += LANES)
-                store(to + i, codes(row, i / GROUP, i % GROUP) * scales[i / GROUP]);
+            for (int i = 0; i < depth; i += LANES)
+                store_acts(to + i, codes(row, i / GROUP, i % GROUP) * scales[i / GROUP]);
         }
-        for (; i < padded(); i++) to[i] = 0;
+        for (int i = depth; i < padded(); i++) to[i] = act(0);
         return to;
     }
 
@@ -199,9 +255,6 @@ class Shrink final : public Op {
             }
         }
     }
-
-    static float plain_value(uint16_t value) { return from_bf16(value); }
-    static float plain_value(float value) { return value; }
 
     const LoraSite& site_;
     const Rows in_;

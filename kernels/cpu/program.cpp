@@ -120,6 +120,8 @@ class Program final : public Job {
         for (size_t i = 0; i < ops_.size(); i++) {
             Op& op = *ops_[i];
             const Step& step = step_for(i);
+            // Who is late in the last step may read this one's number: its exchange at the next op fails.
+            if (op.for_adapters && !*step.num_adapted) continue;
             Progress& progress = progress_[i];
             uint64_t all = 0;
             for (int other = 0; other < scratch.threads; other++) {

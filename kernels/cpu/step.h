@@ -35,7 +35,7 @@ struct Cost {
 
 class Op {
    public:
-    explicit Op(const char* name) : name(name) {}
+    explicit Op(const char* name, bool for_adapters = false) : name(name), for_adapters(for_adapters) {}
     virtual ~Op() = default;
     virtual int tiles(const Step& step) const = 0;
     virtual void tile(const Step& step, int index, const Scratch& scratch) = 0;
@@ -50,6 +50,7 @@ class Op {
     virtual int status() const { return 0; }
 
     const char* const name;
+    const bool for_adapters;  // left out of steps in which no token has an adapter
 };
 
 INLINE int ceil_div(int a, int b) { return (a + b - 1) / b; }

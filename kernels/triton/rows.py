@@ -56,6 +56,8 @@ class Field(IntEnum):
     """Words of a mask; -1 if all ids are allowed."""
     NUM_TOP = 22
     """Number of top logprobs; -1 for no logprobs."""
+    ADAPTER = 23
+    """The slot of the row's LoRA adapter, plus 1; 0 for none."""
 
 
 NUM_FIELDS = 24
@@ -105,6 +107,8 @@ class StepArrays:
     """[S] int32; its row, the last for padding"""
     blocks: Tensor
     """[R, B], of `RowState.blocks`: the tables of the first KV group"""
+    adapters: Tensor | None = None
+    """[T] int32; the slot of each token's LoRA adapter, -1 for none. None if no token has one"""
     others: "tuple[StepArrays, ...]" = ()
     """The same step for the other KV groups: only `slots` and `blocks` differ. Their slots are equally far apart."""
 

@@ -60,7 +60,7 @@ _NUM_TOKENS, _NUM_ENTRIES = tl.constexpr(Head.NUM_TOKENS.value), tl.constexpr(He
 _NUM_SAMPLES, _NUM_RUNS = tl.constexpr(Head.NUM_SAMPLES.value), tl.constexpr(Head.NUM_RUNS.value)
 _RUNS_AT, _TOKENS_AT = tl.constexpr(Head.RUNS_AT.value), tl.constexpr(Head.TOKENS_AT.value)
 _NUM_IDS, _ENDED = tl.constexpr(Field.NUM_IDS.value), tl.constexpr(Field.ENDED.value)
-_NUM_STOPS = tl.constexpr(Field.NUM_STOPS.value)
+_NUM_STOPS, _ADAPTER = tl.constexpr(Field.NUM_STOPS.value), tl.constexpr(Field.ADAPTER.value)
 _DEAD, _BLOCK_SIZE = tl.constexpr(DEAD), tl.constexpr(BLOCK_SIZE)
 
 
@@ -83,7 +83,8 @@ def prepare(step: StepArrays, rows: RowState, words: Tensor, stamps: Tensor, max
     _prepare[(triton.cdiv(max(num_tokens, num_entries, num_samples), BLOCK),)](
         *(words, rows.params, rows.ids, rows.blocks, stamps),
         *(step.rows, step.starts, step.counts, step.offsets, step.ids, step.positions, step.slots),
-        *(step.sampled, step.sample_rows, num_tokens, num_entries, num_samples),
+        *(step.sampled, step.sample_rows, step.ids if step.adapters is None else step.adapters),
+        *(num_tokens, num_entries, num_samples),
         max_num_rows,
         len(rows.params) - 1,
         rows.params.shape[1],
@@ -92,6 +93,7 @@ def prepare(step: StepArrays, rows: RowState, words: Tensor, stamps: Tensor, max
         num_groups,
         apart,
         one_each,
+        step.adapters is not None,
         not INTERPRETED,
         BLOCK,
         num_warps=4,
@@ -155,6 +157,7 @@ def _prepare(
     slots_out,
     sampled_out,
     sample_rows_out,
+    adapters_out,
     num_tokens,
     num_entries,
     num_samples,
@@ -166,6 +169,7 @@ def _prepare(
     GROUPS: tl.constexpr,
     APART: tl.constexpr,
     ONE_EACH: tl.constexpr,
+    ADAPTERS: tl.constexpr,
     STAMPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -205,6 +209,9 @@ def _prepare(
         tl.store(slots_out + group * APART + places, slot, mask=inside)
     tl.store(ids_out + places, tl.load(row_ids + row * IDS + position, mask=lives, other=0), mask=inside)
     tl.store(positions_out + places, position, mask=inside)
+    if ADAPTERS:
+        slot = tl.load(row_params + row * PARAMS + _ADAPTER, mask=lives, other=0) - 1
+        tl.store(adapters_out + places, slot, mask=inside)
 
     # Samples: the last token of an entry.
     there = places < tl.load(words + _NUM_SAMPLES)

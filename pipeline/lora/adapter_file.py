@@ -84,6 +84,11 @@ class AdapterFile:
             return None
         return self._array(entry.a, entry.rank, entry.num_inputs), self._array(entry.b, entry.num_outputs, entry.rank)
 
+    def rank(self, layer: int, target: Target) -> int:
+        """The rank of a projection; 0 if the adapter does not change it."""
+        entry = self._entries.get((layer, target))
+        return 0 if entry is None else entry.rank
+
     def _array(self, offset: int, rows: int, columns: int) -> AnyArray:
         return np.frombuffer(self._map, self._item, rows * columns, self._begin + offset).reshape(rows, columns)
 

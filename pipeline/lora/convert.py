@@ -1,12 +1,16 @@
-"""Converts a PEFT adapter into the file that the executor maps (adapter_file.py).
+"""Converts an adapter in PEFT's format, or in llama.cpp's (gguf_adapter.py), into the file that the executor maps
+(adapter_file.py).
 
-Names in an adapter are those of the model's modules in Transformers, which `Layout` of the prepared model maps to
+Names in a PEFT adapter are those of the model's modules in Transformers, which `Layout` of the prepared model maps to
 Llama's: a module that stacks several projections becomes several pairs with the same A.
 """
 
 import hashlib
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -14,6 +18,7 @@ import numpy as np
 
 from pipeline.config.settings import Settings
 from pipeline.lora.adapter_file import AdapterFile, Dtype, Pair, Target, path_of, write
+from pipeline.lora.gguf_adapter import SUFFIX, GgufAdapter, Part
 from pipeline.lora.peft_config import CONFIG, AdapterError, PeftConfig, read_config
 from pipeline.lora.tensors import AdapterTensors, FloatMatrix, float_to_bf16
 from pipeline.runtime.model_folder import ModelConfig, Piece
@@ -24,29 +29,40 @@ WEIGHTS = "adapter_model.safetensors"
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])(?:\.[\w-]+)?\.weight\Z")
 _TARGETS: tuple[Target, ...] = get_args(Target)
 
-Part = tuple[int, Target, Piece]
-"""A projection that a module holds, or a part of it: layer, target, and its rows."""
+Module = tuple[str, list[Part], FloatMatrix, FloatMatrix]
+"""A module's name, the projections in it, A, and B with the scaling."""
 
 
-def convert(folder: Path, model_dir: Path, dtype: Dtype, max_rank: int) -> str:
-    """Convert the adapter in `folder` for the prepared model in `model_dir`, unless that was done before. Returns its
-    id. Raises AdapterError if it can't be served, or can't be written."""
-    config, tensors = read_config(folder), AdapterTensors(folder / WEIGHTS)
+def convert(source: Path, model_dir: Path, dtype: Dtype, max_rank: int) -> str:
+    """Convert the adapter in `source`, a PEFT folder or a .gguf file, for the prepared model in `model_dir`, unless
+    that was done before. Returns its id. Raises AdapterError if it can't be served, or can't be written."""
     digest = hashlib.blake2b(f"{FORMAT}|{dtype}|".encode(), digest_size=16)
-    digest.update((folder / CONFIG).read_bytes())
-    digest.update(tensors.data)
+    modules: Callable[[ModelConfig], Iterator[Module]]
+    if source.suffix.lower() == SUFFIX:
+        file, ranks, weights = GgufAdapter(source), source, source
+        modules = file.modules
+        digest.update(file.data)
+    else:
+        ranks, weights = source / CONFIG, source / WEIGHTS
+        config, tensors = read_config(source), AdapterTensors(weights)
+        modules = partial(_modules_of_peft, config, tensors)
+        digest.update(ranks.read_bytes())
+        digest.update(tensors.data)
     adapter_id = digest.hexdigest()
     path = path_of(model_dir, adapter_id)
     try:
         rank = AdapterFile(path).header.max_rank
     except (OSError, ValueError):
-        pairs = list(_pairs(config, tensors, ModelConfig.load(model_dir), dtype, max_rank))
+        model = ModelConfig.load(model_dir)
+        pairs = [pair for module in modules(model) for pair in _pairs(weights, module, model, dtype, max_rank)]
         try:
             write(path, dtype, pairs)
         except OSError as error:
             raise AdapterError(f"{path}: {error.strerror}") from error
     else:
-        _check_rank(rank, max_rank, folder / CONFIG)
+        _check_rank(rank, max_rank, ranks)
+        with suppress(OSError):  # a cache that may only be read has no time of use
+            os.utime(path)
     return adapter_id
 
 
@@ -55,9 +71,7 @@ def dtype_of(settings: Settings) -> Dtype:
     return "bf16" if settings.execute.dtype == "bfloat16" else "f32"
 
 
-def _pairs(
-    config: PeftConfig, tensors: AdapterTensors, model: ModelConfig, dtype: Dtype, max_rank: int
-) -> Iterator[Pair]:
+def _modules_of_peft(config: PeftConfig, tensors: AdapterTensors, model: ModelConfig) -> Iterator[Module]:
     parts, modules = _parts_of_model(model), _modules(tensors)
     if not modules:
         raise AdapterError(f"{tensors.path}: it has no tensors of a LoRA adapter")
@@ -76,17 +90,21 @@ def _pairs(
                 f"{tensors.path}: {module!r} has matrices of the shapes {list(a.shape)} and {list(b.shape)}, but r or "
                 f"rank_pattern in {CONFIG} give it rank {config.rank(module)}"
             )
-        _check_rank(rank, max_rank, tensors.path)
-        b = b * np.float32(config.scaling(module, rank))
-        for layer, target, piece in parts[module]:
-            rows = _rows_of(b, piece)
-            shape = shape_of(model, target)
-            if (len(rows), a.shape[1]) != shape:
-                raise AdapterError(
-                    f"{tensors.path}: {module!r} has matrices of the shapes {list(a.shape)} and {list(b.shape)}, but "
-                    f"{target} of this model has {shape[1]} inputs and {shape[0]} outputs"
-                )
-            yield Pair(layer, target, *(float_to_bf16(x) if dtype == "bf16" else x for x in (a, rows)))
+        yield module, parts[module], a, b * np.float32(config.scaling(module, rank))
+
+
+def _pairs(path: Path, module: Module, model: ModelConfig, dtype: Dtype, max_rank: int) -> Iterator[Pair]:
+    name, parts, a, b = module
+    _check_rank(len(a), max_rank, path)
+    for layer, target, piece in parts:
+        rows = _rows_of(b, piece)
+        shape = shape_of(model, target)
+        if (len(rows), a.shape[1]) != shape:
+            raise AdapterError(
+                f"{path}: {name!r} has matrices of the shapes {list(a.shape)} and {list(b.shape)}, but {target} of "
+                f"this model has {shape[1]} inputs and {shape[0]} outputs"
+            )
+        yield Pair(layer, target, *(float_to_bf16(x) if dtype == "bf16" else x for x in (a, rows)))
 
 
 def _check_rank(rank: int, max_rank: int, path: Path) -> None:

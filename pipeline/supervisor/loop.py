@@ -345,9 +345,9 @@ class SupervisorLoop:
         self.table.reply(sender, m.AdapterSet(message.nonce))
 
     def tell_adapters(self) -> None:
-        """Tell all gateways which adapters clients may use."""
+        """Tell all gateways which adapters clients may use, and the executor, which loads them before they are used."""
         adapters = list(self._resources.adapters.values())
-        for name in topology.among(self.table.children, "gateway"):
+        for name in (topology.EXECUTE, *topology.among(self.table.children, "gateway")):
             self.table.reply(name, m.Adapters(adapters))
 
     # -------------------------------------------------------------------------------------------- stats and health

@@ -290,7 +290,7 @@ class SharedResources:
             rings=[ring for peer in self.incarnations for ring in self._rings_between(name, peer)],
             incarnations=self._incarnations_for(name),
             black_box=self.black_boxes.create(name, incarnation),
-            adapters=list(self.adapters.values()) if stage == "gateway" else [],
+            adapters=list(self.adapters.values()) if stage in ("gateway", "execute") else [],
         )
 
     def _incarnations_for(self, name: str) -> dict[str, int]:

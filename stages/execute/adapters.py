@@ -1,14 +1,20 @@
 """LoRA adapters in the executor: which of them are loaded, and in which slot.
 
-A row's options name its adapter by id. The first row of an adapter loads it into a free slot, or into the slot that has
-been unused for longest: so slots are also the cache of adapters in memory. Nothing else tells the executor of an
-adapter, so one that has been started again knows those that it needs.
+A row's options name its adapter by id. The first row of an adapter puts it into a free slot, or into the slot that has
+been unused for longest: so slots are also the cache of adapters in memory. The supervisor tells which adapters clients
+may use, so that most are read and packed before their first row. Those that are not are read then: an executor that has
+been started again needs nothing else.
 """
 
+import os
+import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 from pipeline.config.settings import Settings
 from pipeline.kernels.step_inputs import IntArray
@@ -18,6 +24,8 @@ from pipeline.stages.execute.layers.attention import places_of_heads
 from pipeline.stages.execute.rope import head_order
 
 NO_ADAPTER = -1
+LOAD_TIMEOUT_S = 60.0
+"""How long a row waits for its adapter."""
 
 QKV: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj")
 OUT: tuple[Target, ...] = ("o_proj",)
@@ -61,11 +69,67 @@ def row_order(config: ModelConfig, target: Target) -> "IntArray | None":
     return None if order is None else places_of_heads(order, num_outputs(config, target)).astype("int32")
 
 
-class AdapterSlots:
-    """Owns the slots of a program. `load` puts an adapter into one of them."""
+class AdapterPlace(Protocol):
+    """Where adapters are computed: a program or a model on a device."""
 
-    def __init__(self, model_dir: Path, num_slots: int, load: Callable[[int, AdapterFile], None]) -> None:
-        self._model_dir, self._load = model_dir, load
+    def pack_adapter(self, file: AdapterFile) -> Any:
+        """An adapter as `put_adapter` takes it. Any thread may call this."""
+
+    def put_adapter(self, slot: int, packed: Any) -> None:
+        """Put it into a slot, between two steps."""
+
+
+class AdapterLoader:
+    """Reads and packs adapters on a thread of its own, so that no step waits for it."""
+
+    def __init__(self, model_dir: Path, pack: Callable[[AdapterFile], Any], max_waiting: int) -> None:
+        self._model_dir, self._pack, self._max_waiting = model_dir, pack, max_waiting
+        self._thread: ThreadPoolExecutor | None = None
+        self._waiting: OrderedDict[str, Future[Any]] = OrderedDict()
+        """Adapters that no row has used yet, by id."""
+
+    def start(self, adapter_ids: Iterable[str]) -> None:
+        """Begin to load these adapters, in this order, as far as there is room; forget others."""
+        wanted = list(dict.fromkeys(adapter_ids))[: self._max_waiting]
+        for adapter_id in [known for known in self._waiting if known not in wanted]:
+            self._waiting.pop(adapter_id).cancel()
+        if self._thread is None and wanted:
+            self._thread = ThreadPoolExecutor(1, "adapters", _yield_to_others)
+        for adapter_id in wanted:
+            if adapter_id not in self._waiting:
+                assert self._thread is not None
+                self._waiting[adapter_id] = self._thread.submit(self._load, adapter_id)
+
+    def take(self, adapter_id: str) -> Any:
+        """A packed adapter; loads it now if that has not begun. Raises OSError or ValueError if it can't be loaded."""
+        future = self._waiting.pop(adapter_id, None)
+        if future is None or future.cancel():
+            return self._load(adapter_id)
+        try:
+            return future.result(LOAD_TIMEOUT_S)
+        except TimeoutError as error:
+            raise OSError(f"reading the file took longer than {LOAD_TIMEOUT_S:.0f} s") from error
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+
+    def _load(self, adapter_id: str) -> Any:
+        return self._pack(AdapterFile(path_of(self._model_dir, adapter_id)))
+
+
+def _yield_to_others() -> None:
+    """Give the thread a low priority: steps have the cores first."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+
+
+class AdapterSlots:
+    """Owns the slots of a program, and puts adapters into them."""
+
+    def __init__(self, model_dir: Path, num_slots: int, place: AdapterPlace) -> None:
+        self._place = place
+        self._loader = AdapterLoader(model_dir, place.pack_adapter, num_slots)
         self._free = list(range(num_slots))
         self._slots: OrderedDict[str, int] = OrderedDict()
         """By adapter, the one that was used longest ago first."""
@@ -77,14 +141,23 @@ class AdapterSlots:
     def loaded(self) -> list[str]:
         return list(self._slots)
 
+    def preload(self, adapter_ids: Iterable[str]) -> None:
+        """Load adapters that rows may use soon, beside the steps. As many as there are free slots."""
+        new = [adapter_id for adapter_id in adapter_ids if adapter_id not in self._slots]
+        self._loader.start(new[: len(self._free)])
+
+    def close(self) -> None:
+        """End the thread that loads adapters."""
+        self._loader.close()
+
     def take(self, row: int, adapter_id: str) -> int:
         """The slot of a row's adapter, which is loaded if it isn't. Raises OSError or ValueError if it can't be."""
         slot = self._slots.get(adapter_id)
         if slot is None:
-            file = AdapterFile(path_of(self._model_dir, adapter_id))
+            packed = self._loader.take(adapter_id)
             slot = self._free.pop() if self._free else self._evict()
             try:
-                self._load(slot, file)
+                self._place.put_adapter(slot, packed)
             except BaseException:
                 self._free.append(slot)
                 raise

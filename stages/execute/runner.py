@@ -63,6 +63,9 @@ class Runner(Protocol):
     def drop_all(self) -> None:
         """Drop all rows."""
 
+    def preload_adapters(self, adapter_ids: list[str]) -> None:
+        """Read these LoRA adapters beside the steps, as far as there is room."""
+
     def close(self) -> None:
         """Free threads and memory, and stop the process that computes masks."""
 
@@ -107,10 +110,10 @@ class RowChanges:
         for add in step.adds:
             options = self._options.decode(add.options)
             table.take_in(add, options, self._eos_ids, take)
-            if mirror is not None and (error := mirror.add(add.row)) is not None:
-                self.failed[add.row] = error
             if options.adapter_id:
                 self._take_adapter(add.row, options.adapter_id)
+            if mirror is not None and (error := mirror.add(add.row)) is not None:
+                self.failed[add.row] = error
             if table.features[add.row] & SamplingFeature.GRAMMAR_MASK:
                 self._masks.add(add.row, options, add.num_prompt)
         rows, blocks, groups = take(step.block_rows, np.int32), take(step.block_ids, np.int32), step.block_groups

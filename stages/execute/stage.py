@@ -57,6 +57,7 @@ def run(launch: m.Launch) -> None:
         if runner.facts.num_swap_blocks:
             fields["swap_blocks"] = runner.facts.num_swap_blocks
         stage.log.info("loaded", extra={"fields": fields})
+        runner.preload_adapters([one.id for one in launch.adapters])
         stage.ready(_facts_of(runner, weights, launch.facts))
         try:
             serve(stage)
@@ -167,6 +168,8 @@ def _serve(stage: Stage[m.ExecuteInbox], runner: "CpuRunner") -> None:
                     stage.reconnected(message)
                 case m.Ping():
                     stage.supervisor.send(m.Pong(message.nonce, m.PlainLoad(runner.rows.num_live)))
+                case m.Adapters(adapters):
+                    runner.preload_adapters([one.id for one in adapters])
                 case m.Start():
                     # In the background, so that the first row that needs a mask does not wait for the process to start.
                     # Now all stages are ready, and it takes no core from their start.

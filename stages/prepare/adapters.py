@@ -1,16 +1,25 @@
-"""Prepares the LoRA adapters that the server starts with: `lora.adapters`."""
+"""Prepares the LoRA adapters that the server starts with, `lora.adapters`, and removes those that nobody uses."""
 
+import time
+from contextlib import suppress
 from pathlib import Path
 
 from pipeline.config.settings import Settings
+from pipeline.lora.adapter_file import FOLDER
 from pipeline.lora.convert import convert, dtype_of
 from pipeline.lora.peft_config import AdapterError
 from pipeline.runtime.messages import Adapter
+from pipeline.runtime.model_folder import is_held
 from pipeline.stages.prepare.progress import Progress
+
+KEEP_S = 7 * 86_400.0
+"""How long files are kept after a server has last loaded them. A server that is just starting needs them, too."""
 
 
 def prepare(settings: Settings, model_dir: Path, model_name: str, progress: Progress) -> list[Adapter]:
     """Convert each adapter for the prepared model in `model_dir`, or find its file. Raises AdapterError."""
+    if settings.lora.is_on:
+        remove_unused(model_dir)
     adapters = []
     for name, path in settings.lora.adapters.items():
         if name == model_name:
@@ -23,3 +32,14 @@ def prepare(settings: Settings, model_dir: Path, model_name: str, progress: Prog
                 raise AdapterError(f"lora.adapters.{name}: {error}") from error
         adapters.append(Adapter(name, adapter_id, str(folder)))
     return adapters
+
+
+def remove_unused(model_dir: Path) -> None:
+    """Remove files of adapters that were last loaded long ago, unless a running server uses the model."""
+    if is_held(model_dir):
+        return
+    oldest = time.time() - KEEP_S
+    for path in (model_dir / FOLDER).glob("*"):
+        with suppress(OSError):  # another server removes it, or the cache may only be read
+            if path.stat().st_mtime < oldest:
+                path.unlink()

@@ -273,6 +273,20 @@ def test_the_api_key_and_the_model_are_sent(capsys: pytest.CaptureFixture[str]) 
     assert not any("ignore_eos" in body for body in server.bodies)
 
 
+def test_requests_take_adapters_in_turn(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--model adapters` are all that the server lists after the model."""
+    one = ("--model=adapters", "--concurrency=1", "--num-requests=4", "--prompt-words=5")
+    with FakeServer() as server:
+        server.models = {"data": [{"id": "fake"}, {"id": "sql", "parent": "fake"}, {"id": "poet", "parent": "fake"}]}
+        code, report, _ = bench(server, capsys, *one)
+        assert (code, report["model"]) == (0, "sql,poet")
+        names = [body["model"] for body in server.bodies]
+        assert set(names) == {"sql", "poet"} and abs(names.count("sql") - names.count("poet")) <= 1
+        server.models = {"data": [{"id": "fake"}]}
+        assert main(["bench", "--url", server.url, *one]) == 1
+    assert "lists no LoRA adapters, which --model adapters needs" in capsys.readouterr().err
+
+
 def test_a_missing_server_is_an_error_of_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with FakeServer() as server:
         pass

@@ -14,7 +14,11 @@ import pytest
 
 from pipeline.client.inputs.sampling_params import SamplingParams
 from pipeline.client.llm import LLM
+from pipeline.config.settings import Settings
+from pipeline.replay.compare import compare
+from pipeline.replay.replaying import replay
 from pipeline.runtime.model_folder import ModelConfig
+from pipeline.stages.prepare.stage import prepare
 from tests.e2e.server import Server
 from tests.e2e.test_recovery import kill, pids, post
 from tests.lora.random_adapters import write_adapter
@@ -107,6 +111,28 @@ def test_several_samples_and_grammars_work_with_an_adapter(server: Server) -> No
     assert complete(server, "two", guided_regex="[0-9]{5}", max_tokens=8, ignore_eos=False).isdigit()
 
 
+def test_tools_are_called_with_an_adapter(server: Server) -> None:
+    parameters = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
+    body = {"messages": [{"role": "user", "content": "Weather?"}], "tools": [tool], "tool_choice": "required"}
+    reply = post(server, "/v1/chat/completions", **body, model="two", temperature=0, max_tokens=60)
+    (call,) = reply["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["name"] == "weather" and json.loads(call["function"]["arguments"])["city"] in (
+        "Rome",
+        "Oslo",
+    )
+
+
+def test_embeddings_and_beam_search_with_an_adapter(server: Server) -> None:
+    found = {
+        name: post(server, "/v1/embeddings", input=PROMPT, **({} if name is None else {"model": name}))["data"][0]
+        for name in (None, "one", "two")
+    }
+    assert len({json.dumps(one["embedding"]) for one in found.values()}) == 3
+    search = {"use_beam_search": True, "n": 2, "max_tokens": 8, "ignore_eos": False}
+    assert complete(server, "one", **search) != complete(server, None, **search)
+
+
 def test_the_python_client_names_an_adapter(server: Server, alone: dict[str | None, str]) -> None:
     params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
     with LLM.attach(server.zmq) as llm:
@@ -146,6 +172,24 @@ def test_an_adapter_is_loaded_and_unloaded_while_the_server_runs(server: Server,
     with pytest.raises(urllib.error.HTTPError, match="404"):
         complete(server, "late")
     server.look()
+
+
+def test_a_replay_has_the_same_bits(tiny_model: Path, tmp_path: Path) -> None:
+    """Of the executor. Its recording says which adapters there are; it has one of them from a row's options."""
+    sets = [f"model={tiny_model}", f"cache_dir={tmp_path}", "execute.kv_cache_bytes=16MiB", "execute.num_threads=1"]
+    config = ModelConfig.load(prepare(Settings(model=str(tiny_model), cache_dir=str(tmp_path))))
+    folder, recording = write_adapter(tmp_path / "one", config, rank=4), tmp_path / "execute.rec"
+    adapters = f'lora.adapters={{one = "{folder}"}}'
+    with Server(*sets, adapters, options=("--record", f"execute={recording}")) as server:
+        bodies: list[dict[str, Any]] = [{"n": 2, "temperature": 1.0, "seed": 5}, {"temperature": 0}]
+        for name in (None, "one"):
+            for body in bodies:
+                complete(server, name, **body)
+        server.until_idle()
+    replay("execute", recording, tmp_path / "out", paced=False, inline=False)
+    comparison = compare(tmp_path / "out", recording)
+    assert comparison.are_same, comparison.difference
+    assert comparison.num_same == sum(comparison.sent.values()) > 3
 
 
 def test_metrics_name_the_adapters(server: Server) -> None:

@@ -1,6 +1,7 @@
 """PEFT's adapters become files for the executor, and what can't be served is refused by name."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from pipeline.lora.adapter_file import AdapterFile, path_of
 from pipeline.lora.convert import convert
 from pipeline.lora.peft_config import AdapterError
 from pipeline.lora.tensors import bf16_to_float
-from pipeline.runtime.model_folder import Layout, ModelConfig, Piece
+from pipeline.runtime.model_folder import STAMP, Layout, ModelConfig, Piece, hold
+from pipeline.stages.prepare.adapters import remove_unused
 from tests.lora.random_adapters import ALL, module_of, peft_config, write_adapter
 from tests.stages.execute.checkpoints import config_of
 
@@ -62,6 +64,21 @@ def test_the_id_is_that_of_the_content(tmp_path: Path, model_dir: Path) -> None:
         convert(tmp_path / "a", model_dir, "bf16", 16),
     ]
     assert len({one, *others}) == 4
+
+
+def test_files_that_were_not_loaded_for_long_are_removed(tmp_path: Path, model_dir: Path) -> None:
+    old, new = (convert(write_adapter(tmp_path / f"{i}", CONFIG, seed=i), model_dir, "f32", 16) for i in range(2))
+    for adapter_id in (old, new):
+        os.utime(path_of(model_dir, adapter_id), (0, 0))
+    convert(tmp_path / "1", model_dir, "f32", 16)  # loads it again
+    (model_dir / STAMP).write_text("{}")
+    held = hold(model_dir)
+    assert held is not None
+    with held:
+        remove_unused(model_dir)
+    assert path_of(model_dir, old).exists(), "a running server may need it"
+    remove_unused(model_dir)
+    assert not path_of(model_dir, old).exists() and path_of(model_dir, new).exists()
 
 
 def test_scalings_of_peft() -> None:

@@ -3,6 +3,7 @@
     python -m tools.soak                  20 minutes
     python -m tools.soak --minutes 0.2           a quick look; too short to check memory
     python -m tools.soak --kill 10               the same, and a stage is killed about every 10 seconds
+    python -m tools.soak --adapters              the same, and LoRA adapters are loaded and unloaded all the time
     python -m tools.soak --set schedule.max_steps_in_flight=1 --seed 7 --json soak.json
 
 Requests come over HTTP (streaming or not) and over ZeroMQ. They have short and long prompts, shared prefixes, n from 1
@@ -29,6 +30,7 @@ import asyncio
 import random
 import re
 import sys
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -49,7 +51,8 @@ from pipeline.errors import UserError
 from tools.benchmarks.report import with_seed
 from tools.benchmarks.served import Served, ending_in_order
 from tools.benchmarks.watch import Watch, memory_of
-from tools.soak import probes
+from tools.soak import adapters, probes
+from tools.soak.adapters import KEPT, Adapters
 from tools.soak.after import Idle, settle
 from tools.soak.clients import OVERLOADED, PATIENCE_S, Outcome, known_extras, over_http, over_zmq
 from tools.soak.kills import EXPECTED, Killer
@@ -83,12 +86,20 @@ REPORT_EVERY_S = 30.0
 class Soak:
     """The state of one run."""
 
-    def __init__(self, server: Served, seconds: float, most: int, seed: int, killer: Killer | None = None) -> None:
+    def __init__(
+        self,
+        server: Served,
+        seconds: float,
+        most: int,
+        seed: int,
+        killer: Killer | None = None,
+        adapters: Adapters | None = None,
+    ) -> None:
         self._server = server
         self._rng = random.Random(seed)
         self._seconds = seconds
         self._most = most
-        self._killer = killer
+        self._killer, self._adapters = killer, adapters
         self._known: frozenset[str] = frozenset()
         self.outcomes: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
@@ -100,16 +111,24 @@ class Soak:
         async with open_session(None, SESSION_S) as session, await connecting as client:
             self._known = await known_extras(session, self._server.url, client.info.model)
             print(f"the server takes {', '.join(sorted(self._known)) or 'no extra fields'}", flush=True)
-            expected = [await probes.answer(client, place) for place in range(len(probes.PROMPTS))]
+            if self._adapters is not None:
+                await self._adapters.start(session)
+            expected = [
+                (place, name, await probes.answer(client, place, adapter=name))
+                for place in range(len(probes.PROMPTS))
+                for name in (None, *([] if self._adapters is None else [KEPT]))
+            ]
             end = time.monotonic() + self._seconds
             async with asyncio.TaskGroup() as group:
-                for place, answer in enumerate(expected):
-                    group.create_task(self._probe(client, place, answer, end))
+                for place, name, answer in expected:
+                    group.create_task(self._probe(client, place, name, answer, end))
                 group.create_task(self._load(session, client, end))
                 if self._killer is not None:
                     group.create_task(self._killer.run(end))
-            for place, answer in enumerate(expected):  # once more, without other load
-                self._compare(place, answer, await self._accepted_answer(client, place))
+                if self._adapters is not None:
+                    group.create_task(self._adapters.run(session, end))
+            for place, name, answer in expected:  # once more, without other load
+                self._compare(place, name, answer, await self._accepted_answer(client, place, name))
 
     async def _load(self, session: aiohttp.ClientSession, client: AsyncClient, end: float) -> None:
         """Keep a changing number of requests in flight. At the end all replies are read."""
@@ -134,10 +153,14 @@ class Soak:
             await asyncio.gather(*tasks)
 
     async def _one(self, session: aiohttp.ClientSession, client: AsyncClient, ask: RandomRequest) -> None:
+        model = client.info.model
+        name = model if self._adapters is None else self._adapters.choose(model)
         if ask.door == "http":
-            outcome = await over_http(session, self._server.url, client.info.model, ask)
+            outcome = await over_http(session, self._server.url, name, ask)
         else:
-            outcome = await over_zmq(client, ask)
+            outcome = await over_zmq(client, ask, None if name == model else name)
+        if self._adapters is not None and name != model and outcome.words.startswith("404"):
+            outcome = Outcome("unloaded")  # between the choice and the request
         self._note(outcome)
         if outcome.kind == "refused":
             await asyncio.sleep(AFTER_REFUSAL_S)
@@ -147,7 +170,9 @@ class Soak:
         if outcome.kind == "wrong":
             self.faults[outcome.words] += 1
 
-    async def _probe(self, client: AsyncClient, place: int, expected: probes.Answer, end: float) -> None:
+    async def _probe(
+        self, client: AsyncClient, place: int, name: str | None, expected: probes.Answer, end: float
+    ) -> None:
         """Repeat one probe with varying priorities, so that it is sometimes first and sometimes preempted."""
         rng = random.Random(place)
         while time.monotonic() < end:
@@ -155,7 +180,7 @@ class Soak:
             pause_s = PROBE_EVERY_S
             try:
                 async with patience(PATIENCE_S):
-                    self._compare(place, expected, await probes.answer(client, place, priority))
+                    self._compare(place, name, expected, await probes.answer(client, place, priority, name))
             except RequestError as error:
                 pause_s = AFTER_REFUSAL_S
                 if error.status != OVERLOADED:
@@ -164,21 +189,21 @@ class Soak:
                 self.faults[f"probe {place}: {str(error) or 'no end in time'}"] += 1
             await asyncio.sleep(pause_s)
 
-    async def _accepted_answer(self, client: AsyncClient, place: int) -> probes.Answer:
+    async def _accepted_answer(self, client: AsyncClient, place: int, name: str | None) -> probes.Answer:
         """The output for a probe, which is sent again while the server refuses it: the last kill may be too recent."""
         async with patience(PATIENCE_S):
             while True:
                 try:
-                    return await probes.answer(client, place)
+                    return await probes.answer(client, place, adapter=name)
                 except RequestError as error:
                     if error.status != OVERLOADED:
                         raise
                 await asyncio.sleep(AFTER_REFUSAL_S)
 
-    def _compare(self, place: int, expected: probes.Answer, found: probes.Answer) -> None:
+    def _compare(self, place: int, name: str | None, expected: probes.Answer, found: probes.Answer) -> None:
         self.num_probes += 1
         if words := probes.difference(expected, found):
-            self.faults[f"probe {place}: {words}"] += 1
+            self.faults[f"probe {place}{f' of {name}' if name else ''}: {words}"] += 1
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -195,6 +220,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--kill", type=types.positive, metavar="EVERY_S", help="kill a random stage about every so many seconds"
     )
+    parser.add_argument("--adapters", action="store_true", help="use LoRA adapters, and load and unload them meanwhile")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the server")
     parser.add_argument("--seed", type=types.natural, default=None, help="seed of the requests; by default random")
     parser.add_argument("--log", metavar="FILE", help="write the server's log to this file")
@@ -220,15 +246,22 @@ def soak(args: argparse.Namespace) -> dict[str, Any]:
     """Run the test, print the findings and return them for JSON. `faults` is empty if there are none."""
     seconds = 60 * args.minutes
     print(f"{args.minutes:g} minutes of load, seed {args.seed}", flush=True)
-    restarts = ("supervisor.max_restarts=1000",) if args.kill else ()
-    with Served(*SETTINGS, *restarts, *args.set) as server:
+    extra = ("supervisor.max_restarts=1000",) if args.kill else ()
+    extra += adapters.SETTINGS if args.adapters else ()
+    with tempfile.TemporaryDirectory() as folder, Served(*SETTINGS, *extra, *args.set) as server:
         before = Idle(server)
         killer = Killer(server, args.kill, args.seed) if args.kill else None
         most = args.most or (MOST_WITH_KILLS if args.kill else MOST)
-        load = Soak(server, seconds, most, args.seed, killer)
+        changes = Adapters(server, Path(folder), args.seed) if args.adapters else None
+        if changes is not None:
+            changes.write(adapters.config_of(args.set))
+        load = Soak(server, seconds, most, args.seed, killer, changes)
         with Watch(server.pids) as watch:
             asyncio.run(load.run())
         faults = load.faults
+        if changes is not None:
+            faults.update(changes.faults)
+            print(f"{changes.num_loads} loads and {changes.num_unloads} unloads of adapters")
         faults.update(f"after the load: {words}" for words in settle(server))
         faults.update(f"after the load: {words}" for words in Idle(server).grown_since(before))
         memory = memory_of(watch.samples) if len(watch.samples) >= 4 else []

@@ -23,7 +23,7 @@ TIMED_OUT = (408, 504)
 """Statuses allowed for a request with a deadline."""
 OVERLOADED = 503
 
-Kind = Literal["ended", "left", "refused", "timed out", "suspected", "wrong"]
+Kind = Literal["ended", "left", "refused", "timed out", "suspected", "unloaded", "wrong"]
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -77,14 +77,14 @@ async def _read_events(response: aiohttp.ClientResponse, endings: Endings) -> st
     return error
 
 
-async def over_zmq(client: AsyncClient, ask: RandomRequest) -> Outcome:
+async def over_zmq(client: AsyncClient, ask: RandomRequest, adapter: str | None = None) -> Outcome:
     """Send a request over ZeroMQ, and check the reply."""
     params, options = _for_zmq(ask)
     endings = Endings(ask.n)
 
     async def answered() -> Outcome:
         try:
-            stream = client.generate(ask.prompt, params, **options)
+            stream = client.generate(ask.prompt, params, adapter=adapter, **options)
             leaving = None
             if ask.leave_after_s is not None and ask.says_so:
                 leaving = asyncio.get_running_loop().call_later(ask.leave_after_s, stream.abort)

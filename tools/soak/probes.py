@@ -18,11 +18,11 @@ PROMPTS = (
 PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 
-async def answer(client: AsyncClient, place: int, priority: int = 0) -> Answer:
-    """The server's current output for a probe. Raises RequestError, ConnectionLost."""
+async def answer(client: AsyncClient, place: int, priority: int = 0, adapter: str | None = None) -> Answer:
+    """The server's current output for a probe, with an adapter if one is named. Raises RequestError, ConnectionLost."""
     ids: list[int] = []
     text = ""
-    async for output in client.generate(PROMPTS[place], PARAMS, priority=priority):
+    async for output in client.generate(PROMPTS[place], PARAMS, priority=priority, adapter=adapter):
         ids += output.token_ids
         text += output.text
     return tuple(ids), text

@@ -38,6 +38,10 @@ class RequestResult(msgspec.Struct):
         return self.status in REFUSALS
 
 
+AUTO, ADAPTERS = "auto", "adapters"
+"""Values of --model that are not names."""
+
+
 class ServerError(Exception):
     """The server can't be used. The message is for the user."""
 
@@ -54,9 +58,15 @@ class BenchClient:
         self.url = self._base + ("/chat/completions" if endpoint == "chat" else "/completions")
 
     async def find_model(self) -> None:
-        """Use the first model that the server lists. Raises ServerError."""
+        """Use the first model that the server lists; with the name ADAPTERS, all of its LoRA adapters in turn. Raises
+        ServerError."""
         body = await self._json("GET", f"{self._base}/models")
         match body:
+            case {"data": [_, *others]} if self.model == ADAPTERS:
+                found = [one["id"] for one in others if isinstance(one, dict) and isinstance(one.get("id"), str)]
+                self.model = ",".join(name for name in found if "," not in name)
+                if not self.model:
+                    raise ServerError(f"{self._base}/models lists no LoRA adapters, which --model {ADAPTERS} needs")
             case {"data": [{"id": str() as model}, *_]}:
                 self.model = model
             case _:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from pipeline.cli.bench import words
-from pipeline.cli.bench.client import BenchClient, RequestResult, ServerError, open_session
+from pipeline.cli.bench.client import ADAPTERS, AUTO, BenchClient, RequestResult, ServerError, open_session
 from pipeline.cli.bench.loop import ClosedLoop, Level, LoadPlan
 from pipeline.cli.bench.measure import Summary, summarize
 from pipeline.cli.bench.options import Length, Workload, given_options, workload_of
@@ -103,7 +103,7 @@ async def _measure(args: argparse.Namespace, workload: Workload) -> BenchReport:
         keep_out_of_core_dumps()
     async with open_session(key, args.timeout) as session:
         client = BenchClient(session, args.url, args.model, workload.endpoint)
-        if client.model == "auto":
+        if client.model in (AUTO, ADAPTERS):
             await client.find_model()
         calibration = await _calibrate(client, workload)
         num_words = _num_words(workload.prompt, calibration)

@@ -72,7 +72,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--model",
         default="auto",
         help="model name; by default the first in the server's list. Requests use several with commas between them in "
-        "turn, such as LoRA adapters",
+        "turn. `adapters` are all of the server's LoRA adapters",
     )
     server.add_argument(
         "--endpoint", choices=("chat", "completions"), default="chat", help="kind of request; by default %(default)s"

@@ -17,6 +17,7 @@ from pipeline.runtime.messages.common import (
     NOTHING_LEFT,
     Abort,
     Adapter,
+    Adapters,
     Control,
     DraftCounts,
     Envelope,
@@ -58,7 +59,6 @@ from pipeline.runtime.messages.execute import (
 from pipeline.runtime.messages.gateway import (
     AbortRequests,
     Accepted,
-    Adapters,
     AdapterSet,
     Deltas,
     Drain,

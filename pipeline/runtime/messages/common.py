@@ -171,3 +171,9 @@ class Stop(Message, frozen=True, tag="stop"):
 
 
 Control = Start | Ping | Stop
+
+
+class Adapters(Message, frozen=True, tag="adapters"):
+    """From the supervisor: all LoRA adapters that clients may use from now on."""
+
+    adapters: list[Adapter]

@@ -3,7 +3,7 @@
 import msgspec
 from msgspec import Raw
 
-from pipeline.runtime.messages.common import Message, Ping, Release, Start, Stop
+from pipeline.runtime.messages.common import Adapters, Message, Ping, Release, Start, Stop
 from pipeline.runtime.messages.restarts import PeerRestarted
 from pipeline.shm.arrays import Array
 
@@ -76,4 +76,4 @@ class Step(Message, frozen=True, tag="step"):
     step computes the row before this one's result is settled. Empty: none."""
 
 
-ExecuteInbox = Step | Release | PeerRestarted | Start | Ping | Stop
+ExecuteInbox = Step | Release | Adapters | PeerRestarted | Start | Ping | Stop

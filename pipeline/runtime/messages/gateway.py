@@ -3,7 +3,7 @@
 import msgspec
 
 from pipeline.metrics.stats import ScheduleLoad, ServerStats
-from pipeline.runtime.messages.common import Adapter, DraftCounts, Failure, FirstTimes, Message, Ping, Start, Stop
+from pipeline.runtime.messages.common import Adapters, DraftCounts, Failure, FirstTimes, Message, Ping, Start, Stop
 from pipeline.runtime.messages.restarts import PeerRestarted, Rescaled
 from pipeline.shm.arrays import Array
 
@@ -173,12 +173,6 @@ class PrefixCacheReset(Message, frozen=True, tag="prefix_cache_reset"):
     nonce: int
     num_blocks: int
     """KV blocks that left the prefix cache."""
-
-
-class Adapters(Message, frozen=True, tag="adapters"):
-    """From the supervisor: all LoRA adapters that clients may use from now on."""
-
-    adapters: list[Adapter]
 
 
 class AdapterSet(Message, frozen=True, tag="adapter_set"):

@@ -121,7 +121,7 @@ class Launch(msgspec.Struct, array_like=True, frozen=True):
     black_box: BlackBox | None = None
     """None in a replay."""
     adapters: list[Adapter] = []
-    """For a gateway that joins or replaces another one; the first ones get `Adapters`."""
+    """For a gateway or an executor that joins or replaces another one; the first ones get `Adapters`."""
 
     @property
     def name(self) -> str:

@@ -20,7 +20,7 @@ from pipeline.runtime.model_folder import ModelConfig, Rope
 from pipeline.stages.execute.adapters import DOWN, OUT, QKV, LoraPlan, gate_up
 from pipeline.stages.execute.cpu.key_calibration import CenteredLayer, add_means
 from pipeline.stages.execute.cpu.native_experts import NativeExperts, inputs_of
-from pipeline.stages.execute.cpu.native_lora import NativeLora
+from pipeline.stages.execute.cpu.native_lora import NativeLora, PackedAdapter
 from pipeline.stages.execute.cpu.native_memory import (
     PAIR,
     NativeMemory,
@@ -280,9 +280,13 @@ class NativeProgram(Program):
             costs.append((out[0], out[1], bool(out[2])))
         return costs
 
-    def load_adapter(self, slot: int, file: AdapterFile) -> None:
+    def pack_adapter(self, file: AdapterFile) -> PackedAdapter:
         assert self._lora is not None, "adapters are off"
-        self._lora.load(slot, file)
+        return self._lora.pack(file)
+
+    def put_adapter(self, slot: int, packed: PackedAdapter) -> None:
+        assert self._lora is not None, "adapters are off"
+        self._lora.put(slot, packed)
 
     def close(self) -> None:
         if self._handle:

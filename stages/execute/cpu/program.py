@@ -204,8 +204,12 @@ class Program(ProgramBuilder):
         """Keep all logits of every later step."""
 
     @abstractmethod
-    def load_adapter(self, slot: int, file: AdapterFile) -> None:
-        """Put a LoRA adapter into a slot, which rows of later steps name in `StepInputs.adapters`."""
+    def pack_adapter(self, file: AdapterFile) -> Any:
+        """A LoRA adapter as `put_adapter` takes it. Any thread may call this, also while a step runs."""
+
+    @abstractmethod
+    def put_adapter(self, slot: int, packed: Any) -> None:
+        """Put an adapter into a slot, which rows of later steps name in `StepInputs.adapters`. No step may run."""
 
     @abstractmethod
     def close(self) -> None:

@@ -102,7 +102,7 @@ class CpuRunner:
             panels,
             lora,
         )
-        self._adapters = None if lora is None else AdapterSlots(model_dir, lora.num_slots, self.program.load_adapter)
+        self._adapters = None if lora is None else AdapterSlots(model_dir, lora.num_slots, self.program)
         build_program(config, weights, self.program)
         self.program.finish_loading()
         self.weight_formats = "+".join(weights.taken)
@@ -148,8 +148,15 @@ class CpuRunner:
         """Drop all rows."""
         self._changes.drop_all()
 
+    def preload_adapters(self, adapter_ids: list[str]) -> None:
+        """Read these LoRA adapters beside the steps, as far as there is room."""
+        if self._adapters is not None:
+            self._adapters.preload(adapter_ids)
+
     def close(self) -> None:
         """Free threads and memory, and end the process that computes masks."""
+        if self._adapters is not None:
+            self._adapters.close()
         self.program.close()
         self.masks.close()
         if self.speculator is not None:

@@ -48,8 +48,14 @@ class TorchLora:
                 for begin, end, a, b in site.slots[slot]:
                     out[rows, begin:end] = (out[rows, begin:end].float() + taken @ a.T @ b.T).to(out.dtype)
 
-    def load(self, slot: int, file: AdapterFile) -> None:
+    def put(self, slot: int, packed: list[Matrices]) -> None:
         """Put an adapter into a slot."""
+        for site, matrices in zip(self._sites, packed, strict=True):
+            site.slots[slot] = matrices
+
+    def pack(self, file: AdapterFile) -> list[Matrices]:
+        """The matrices of each site, as float32."""
+        packed = []
         for site in self._sites:
             matrices: Matrices = []
             begin = 0
@@ -60,7 +66,8 @@ class TorchLora:
                     order = row_order(self._config, target)
                     matrices.append((begin, end, a, b if order is None else b[torch.from_numpy(order).long()]))
                 begin = end
-            site.slots[slot] = matrices
+            packed.append(matrices)
+        return packed
 
 
 def _floats(array: "np.ndarray[tuple[int, int], np.dtype[np.generic]]") -> Tensor:

@@ -41,7 +41,7 @@ from pipeline.stages.execute.cpu.program import (
 )
 from pipeline.stages.execute.cpu.sampler import Sampler
 from pipeline.stages.execute.cpu.torch_calls import Buffer, Extent, TorchCalls
-from pipeline.stages.execute.cpu.torch_lora import TorchLora
+from pipeline.stages.execute.cpu.torch_lora import Matrices, TorchLora
 from pipeline.stages.execute.key_center import key_center
 from pipeline.stages.execute.kv import KVPlan, kv_dtype
 from pipeline.stages.execute.rope import rotations
@@ -317,9 +317,13 @@ class TorchProgram(Program):
         self._sampler.sampling_inputs.keeps_logits = True
         self._sampler.sampling_inputs.greedy[:] = 0
 
-    def load_adapter(self, slot: int, file: AdapterFile) -> None:
+    def pack_adapter(self, file: AdapterFile) -> list[Matrices]:
         assert self._lora is not None, "adapters are off"
-        self._lora.load(slot, file)
+        return self._lora.pack(file)
+
+    def put_adapter(self, slot: int, packed: list[Matrices]) -> None:
+        assert self._lora is not None, "adapters are off"
+        self._lora.put(slot, packed)
 
     def close(self) -> None:
         pass

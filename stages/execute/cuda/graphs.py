@@ -62,6 +62,7 @@ class StepGraphs:
 
         self._entries = [ints(max_num_rows) for _ in range(4)]
         self._tokens = [ints(max_num_tokens), ints(max_num_tokens)]
+        self._adapters = ints(max_num_tokens)
         self._slots = ints(num_groups * max_num_tokens, torch.int64).view(num_groups, max_num_tokens)
         self._tables = rows.blocks.view(len(rows.blocks), num_groups, -1)
         self._samples = [ints(max_num_rows), ints(max_num_rows)]
@@ -94,7 +95,7 @@ class StepGraphs:
 
     def hidden_states(self, shape: PaddedStepShape) -> HiddenStates:
         """The hidden states of the last launched step, which must have this shape."""
-        return self._model.hidden_states(shape.num_tokens, decodes=shape.one_each)
+        return self._model.hidden_states(shape.num_tokens, decodes=shape.one_each, has_adapters=shape.has_adapters)
 
     def _result_of(self, step: StepArrays) -> Tensor:
         return self._result[: ends.STAMP_WORDS + 2 * step.num_samples]
@@ -134,10 +135,11 @@ class StepGraphs:
     def _step(self, shape: PaddedStepShape) -> StepArrays:
         rows, starts, counts, offsets = (each[: shape.num_entries] for each in self._entries)
         ids, positions = (each[: shape.num_tokens] for each in self._tokens)
+        adapters = self._adapters[: shape.num_tokens] if shape.has_adapters else None
         sampled, sample_rows = (each[: shape.num_samples] for each in self._samples)
         groups: tuple[StepArrays, ...] = ()
         for group in reversed(range(len(self._slots))):
             slots, table = self._slots[group, : shape.num_tokens], self._tables[:, group]
             arrays = rows, starts, counts, offsets, ids, positions, slots, sampled, sample_rows, table
-            groups = (StepArrays(*arrays, others=groups if group == 0 else ()), *groups)
+            groups = (StepArrays(*arrays, adapters, others=groups if group == 0 else ()), *groups)
         return groups[0]

@@ -9,6 +9,7 @@ from torch import Tensor
 from pipeline.kernels.triton.gemm import segments
 from pipeline.kernels.triton.gemm.segments import SegmentedMatrix
 from pipeline.kernels.triton.tuned import SKINNY_TOKENS
+from pipeline.stages.execute.cuda.lora import LoraSite
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,8 @@ class Gemm:
 
     matrix: SegmentedMatrix
     bias: Tensor | None
+    site: LoraSite | None = None
+    """Where LoRA adapters change it, if they may."""
 
     def split_k_partials(self, memory: "GemmMemory", num: int) -> Tensor:
         """The memory of its result for `num` tokens: [P, num, outputs]."""

@@ -79,6 +79,8 @@ class Loop:
                     case m.Ping():
                         if not self._is_stuck():
                             stage.supervisor.send(m.Pong(message.nonce, m.PlainLoad(runner.rows.num_live)))
+                    case m.Adapters(adapters):
+                        runner.preload_adapters([one.id for one in adapters])
                     case m.Start():
                         runner.masks.start()
                     case m.Stop():

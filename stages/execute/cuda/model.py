@@ -37,8 +37,10 @@ from pipeline.kernels.triton.logits import finish_logits
 from pipeline.kernels.triton.norm import PLAIN, NormWeights, Sublayer
 from pipeline.kernels.triton.rows import StepArrays
 from pipeline.kernels.triton.tuned import SKINNY_TOKENS, Op
+from pipeline.lora.adapter_file import AdapterFile, Target
 from pipeline.runtime.kv_groups import KVLayout, undivided
 from pipeline.runtime.model_folder import ModelConfig
+from pipeline.stages.execute.adapters import DOWN, OUT, QKV, LoraPlan, gate_up
 from pipeline.stages.execute.cpu.program import (
     AnyVector,
     AttentionWeights,
@@ -54,6 +56,7 @@ from pipeline.stages.execute.cuda.attention import AttentionLayer, DeviceAttenti
 from pipeline.stages.execute.cuda.device import Device
 from pipeline.stages.execute.cuda.experts import ExpertMatrices, ExpertMemory
 from pipeline.stages.execute.cuda.linear import Gemm, GemmMemory
+from pipeline.stages.execute.cuda.lora import DeviceLora, PackedAdapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +124,9 @@ class DeviceModel(ProgramBuilder):
         quantization: Quantization | None = None,
         *,
         early: bool = False,
+        adapters: LoraPlan | None = None,
     ) -> None:
-        """`quantization` applies to layers' matrices that are floats.
+        """`quantization` applies to layers' matrices that are floats. Without `adapters`, none can be loaded.
 
         With `early`, steps of few tokens use programmatic dependent launch: a launch loads weights before it waits for
         the previous one.
@@ -156,6 +160,9 @@ class DeviceModel(ProgramBuilder):
         self._router = GemmMemory(max_num_tokens, where)
         self._experts = None if config.experts is None else ExpertMemory(config, max_num_tokens, dtype, where)
         self._dequantized: Tensor | None = None
+        self._lora = None if adapters is None else DeviceLora(device, adapters, config, dtype, max_num_tokens)
+        self._step_adapters: Tensor | None = None
+        """`adapters` of the step that is computed."""
 
     # ---------------------------------------------------------------------------------------------------- recording
 
@@ -167,21 +174,22 @@ class DeviceModel(ProgramBuilder):
         self._embedding_norm = self._norm_weights(embedding.norm)
 
     def attention(self, weights: AttentionWeights) -> None:
-        qkv, out = self._gemm(weights.qkv, self._wide), self._gemm(weights.out, self._narrow)
+        qkv, out = self._gemm(weights.qkv, self._wide, QKV), self._gemm(weights.out, self._narrow, OUT)
         self._attentions.append((weights, qkv, out))
 
     def mlp(self, weights: MlpWeights) -> None:
         self._mlps.append(self._mlp(weights))
 
     def _mlp(self, weights: MlpWeights, *, is_parallel: bool = False) -> _Mlp:
-        gate_up, down = self._gemm(weights.gate_up, self._wide), self._gemm(weights.down, self._narrow)
-        return _Mlp(self._norm_weights(weights.norm), gate_up, down, self._after(weights.post_norm), is_parallel)
+        first = self._gemm(weights.gate_up, self._wide, gate_up(self._config))
+        down = self._gemm(weights.down, self._narrow, DOWN)
+        return _Mlp(self._norm_weights(weights.norm), first, down, self._after(weights.post_norm), is_parallel)
 
     def experts(self, weights: ExpertsWeights) -> None:
         shared = None
         if weights.shared is not None:
-            gate_up, down = weights.shared
-            shared = self._gemm(gate_up, self._wide), self._gemm(down, self._narrow)
+            both, down = weights.shared
+            shared = self._gemm(both, self._wide), self._gemm(down, self._narrow)
         where = self._device.where
         matrices = ExpertMatrices.of(weights, self._config, self._dtype, where, self._quantization)
         router = self._gemm(weights.router, self._router, quantizes=False)
@@ -193,6 +201,8 @@ class DeviceModel(ProgramBuilder):
         self._mlps.append(self._mlp(mlp, is_parallel=True))
 
     def sample(self, head: Head) -> None:
+        if self._lora is not None:
+            self._lora.allocate()
         vectors = head.norm.weight, head.norm.bias
         weight, bias = (None if vector is None else as_tensor(vector).float().cpu().numpy() for vector in vectors)
         assert weight is not None
@@ -242,13 +252,30 @@ class DeviceModel(ProgramBuilder):
         """The embedding; it may be tied to the head."""
         return self._table
 
-    def _gemm(self, weights: Linear, memory: GemmMemory, *, quantizes: bool = True) -> Gemm:
+    def pack_adapter(self, file: AdapterFile) -> PackedAdapter:
+        """A LoRA adapter as `put_adapter` takes it. Any thread may call this."""
+        assert self._lora is not None, "adapters are off"
+        return self._lora.pack(file)
+
+    def put_adapter(self, slot: int, packed: PackedAdapter) -> None:
+        """Put an adapter into a slot."""
+        assert self._lora is not None, "adapters are off"
+        self._lora.put(slot, packed)
+
+    def _gemm(
+        self, weights: Linear, memory: GemmMemory, targets: tuple[Target, ...] = (), *, quantizes: bool = True
+    ) -> Gemm:
+        """A linear layer of the last layer whose attention was recorded. Adapters may change these projections."""
         matrices = [as_matrix(matrix) for matrix in weights.matrices]
         quantization = self._quantization if quantizes else None
         matrix = SegmentedMatrix.of(matrices, self._dtype, self._device.where, quantization)
         if matrix.has_codes and self._dequantized is None:
             self._dequantized = linear.dequantize_scratch(self._dtype, self._device.where)
-        gemm = Gemm(matrix, None if weights.bias is None else self._vector(weights.bias))
+        site = None
+        if self._lora is not None and targets:
+            layer = len(self._mlps)
+            site = self._lora.site(layer, targets, matrix.num_columns)
+        gemm = Gemm(matrix, None if weights.bias is None else self._vector(weights.bias), site)
         memory.reserve(gemm)
         return gemm
 
@@ -268,13 +295,15 @@ class DeviceModel(ProgramBuilder):
 
     def forward(self, step: StepArrays, *, decodes: bool) -> None:
         """Compute the logits of the step's samples. `decodes`: each entry has one token."""
+        has_adapters = step.adapters is not None
+        self._step_adapters = step.adapters
         self._attention.plan(step, one_each=decodes)
         self._embed(step)
-        if self._is_fused(step.num_tokens, decodes=decodes):
+        if self._is_fused(step.num_tokens, decodes=decodes, has_adapters=has_adapters):
             self._few(step)
         else:
             self._many(step, decodes=decodes)
-        self.score(self.hidden_states(step.num_tokens, decodes=decodes), step.sampled)
+        self.score(self.hidden_states(step.num_tokens, decodes=decodes, has_adapters=has_adapters), step.sampled)
 
     def _embed(self, step: StepArrays) -> None:
         config, residual = self._config, self._residuals[0][: step.num_tokens]
@@ -283,13 +312,14 @@ class DeviceModel(ProgramBuilder):
         if self._embedding_norm is not None:
             norm.add_norm(residual, residual, None, self._embedding_norm, float(config.rms_norm_eps))
 
-    def _is_fused(self, num_tokens: int, *, decodes: bool) -> bool:
-        return self._is_fusible and decodes and num_tokens <= SKINNY_TOKENS
+    def _is_fused(self, num_tokens: int, *, decodes: bool, has_adapters: bool) -> bool:
+        """Adapters change what is between fused launches."""
+        return self._is_fusible and decodes and num_tokens <= SKINNY_TOKENS and not has_adapters
 
-    def hidden_states(self, num_tokens: int, *, decodes: bool) -> HiddenStates:
+    def hidden_states(self, num_tokens: int, *, decodes: bool, has_adapters: bool = False) -> HiddenStates:
         """The hidden states of the last `forward`, which had these arguments; valid until the next step."""
         residual = self._residuals[0][:num_tokens]
-        if self._is_fused(num_tokens, decodes=decodes):
+        if self._is_fused(num_tokens, decodes=decodes, has_adapters=has_adapters):
             residual = self._last_residuals[num_tokens]
         if not self._layers or not self._layers[-1][1].after.is_plain:
             return HiddenStates(residual, None)
@@ -414,6 +444,9 @@ class DeviceModel(ProgramBuilder):
         split_k_partials = gemm.split_k_partials(memory, len(x))
         early = self._early and len(x) <= SKINNY_TOKENS
         segmented_linear(split_k_partials, x, gemm.matrix, gemm.bias, self._dequantized, pdl=early)
+        if self._step_adapters is not None and gemm.site is not None:
+            assert self._lora is not None
+            self._lora.add(split_k_partials, x, self._step_adapters, gemm.site)
         return split_k_partials
 
 

@@ -68,6 +68,7 @@ class DeviceRows:
         floats[Field.MIN_P], params[Field.TOP_K] = table.min_p[row], table.top_k[row]
         params[Field.KEY_LOW], params[Field.KEY_HIGH] = key
         params[Field.NUM_TOP] = table.num_logprobs[row]
+        params[Field.ADAPTER] = table.adapters[row] + 1
         problem = None
         if (processors := table.logits_processors[row]) is not None:
             problem = self._store_logits_processors(row, params, processors)

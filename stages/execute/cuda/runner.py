@@ -20,6 +20,7 @@ from pipeline.config.settings import Settings
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray
 from pipeline.runtime.messages import ExecuteFacts, Step
 from pipeline.runtime.model_folder import ModelConfig
+from pipeline.stages.execute.adapters import AdapterSlots, LoraPlan
 from pipeline.stages.execute.cpu.program import LogitArray
 from pipeline.stages.execute.cuda.device import Device, make_device
 from pipeline.stages.execute.cuda.graphs import CapturedStep, CapturedStepKind, StepGraphs
@@ -78,7 +79,9 @@ class CudaRunner:
         self.model = DeviceModel(
             *(device, config, dtype, max_num_tokens, max_num_seqs, quantization),
             early=settings.execute.programmatic_dependent_launch,
+            adapters=(lora := LoraPlan.of(settings)),
         )
+        self._adapters = None if lora is None else AdapterSlots(model_dir, lora.num_slots, self.model)
         weights = weights or Weights(model_dir, config, FLOAT_FORMATS[settings.execute.dtype])
         build_program(config, weights, self.model)
         self.weight_formats = "+".join(weights.taken)
@@ -116,7 +119,9 @@ class CudaRunner:
         last = self.model.last_norm
         bias = None if last.bias is None else np.asarray(last.bias)
         self._pool = Pool(np.asarray(last.weight), config.rms_norm_eps, bias, config.norm)
-        self._changes = RowChanges(self.rows, self.masks, self._pool, config.eos_ids, self._device_rows)
+        self._changes = RowChanges(
+            *(self.rows, self.masks, self._pool, config.eos_ids, self._device_rows), adapters=self._adapters
+        )
         self.failed = self._changes.failed
         self._results = ResultReader(self.rows, self._pool, self.failed, config.hidden_size)
         first, others = self.shapes.first(), self.shapes.others()
@@ -126,6 +131,9 @@ class CudaRunner:
             *((shape, CapturedStepKind.SAMPLE_FILTERED) for shape in (*first, *others)),
             *((shape, CapturedStepKind.FORWARD_ONLY) for shape in first),
         ]
+        if lora is not None:
+            shapes = (*first, *others, *mixed)
+            self._to_capture += [(shape.with_adapters(), CapturedStepKind.SAMPLE) for shape in shapes]
         self._warming: Iterator[None] | None = None
         """Compiles the sampling extras, once started."""
         self._places = np.arange(max_num_seqs, dtype=np.int32)
@@ -178,6 +186,11 @@ class CudaRunner:
         array: LogitArray = self.model.logits.cpu().numpy()
         return array
 
+    def preload_adapters(self, adapter_ids: list[str]) -> None:
+        """Read these LoRA adapters beside the steps, as far as there is room."""
+        if self._adapters is not None:
+            self._adapters.preload(adapter_ids)
+
     def drop_all(self) -> None:
         """Drop all rows. No step may be in flight."""
         self._changes.drop_all()
@@ -185,6 +198,8 @@ class CudaRunner:
     def close(self) -> None:
         """Release host memory, and end the process that computes masks. Raises the GPU's error, if there was one."""
         try:
+            if self._adapters is not None:
+                self._adapters.close()
             self.device.close()
         finally:
             self.masks.close()
@@ -285,9 +300,9 @@ class CudaRunner:
         return launched_step
 
     def _shape(self, batch: Batch) -> PaddedStepShape:
-        if batch.num_tokens == len(batch.rows) == len(batch.sampled):
-            return self.shapes.decode(len(batch.rows))
-        return self.shapes.mix(batch.num_tokens, len(batch.rows), len(batch.sampled))
+        shape = self.shapes.of(batch.num_tokens, len(batch.rows), len(batch.sampled))
+        has_adapters = self._adapters is not None and bool((self.rows.adapters[batch.rows] >= 0).any())
+        return shape.with_adapters() if has_adapters else shape
 
     def _send_ahead(self, batch: Batch) -> list[Run]:
         """Send the row changes that don't fit into the step's words ahead of it. Returns the others."""

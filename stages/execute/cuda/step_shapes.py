@@ -7,7 +7,7 @@ launches take less time than the kernels.
 """
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 FEW = 16
 """Entries and samples of a mixed step are padded to this number or to the maximum."""
@@ -27,6 +27,11 @@ class PaddedStepShape:
     one_each: bool
     """Each entry has one token."""
     is_captured: bool = True
+    has_adapters: bool = False
+    """A row has a LoRA adapter. Which one is data."""
+
+    def with_adapters(self) -> "PaddedStepShape":
+        return replace(self, has_adapters=True)
 
 
 class StepShapes:
@@ -38,6 +43,12 @@ class StepShapes:
         self.decodes = decode_sizes(most)
         self._decodes = [PaddedStepShape(size, size, size, one_each=True) for size in self.decodes]
         self.mixed = mixed_sizes(min(max_num_tokens, MAX_TOKENS))
+
+    def of(self, num_tokens: int, num_entries: int, num_samples: int) -> PaddedStepShape:
+        """The shape of a step without adapters."""
+        if num_tokens == num_entries == num_samples:
+            return self.decode(num_entries)
+        return self.mix(num_tokens, num_entries, num_samples)
 
     def decode(self, num_rows: int) -> PaddedStepShape:
         """The shape of a step in which `num_rows` rows decode."""

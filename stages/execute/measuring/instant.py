@@ -50,6 +50,8 @@ def run(launch: m.Launch) -> None:
                         stage.reconnected(message)
                     case m.Ping(nonce):
                         stage.supervisor.send(m.Pong(nonce, m.PlainLoad(0)))
+                    case m.Adapters():
+                        pass
                     case m.Start():
                         heap.freeze()
                     case m.Stop():

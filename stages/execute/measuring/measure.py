@@ -91,7 +91,7 @@ def measure(settings: Settings, config: ModelConfig, weights: Weights, plan: Pro
             counted.num_bytes.clear()
             build_program(config, cast(Weights, counted), program)
             if LoraPlan.of(each) is not None:
-                program.load_adapter(0, plain_adapter(each, config))
+                program.put_adapter(0, program.pack_adapter(plain_adapter(each, config)))
             programs.append(program)
         gc.collect()
         gc.freeze()

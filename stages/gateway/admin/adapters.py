@@ -39,7 +39,10 @@ class LoadAdapterBody(msgspec.Struct):
     """POST /v1/load_lora_adapter"""
 
     lora_name: Annotated[Name, Meta(description="The model's name in requests.")]
-    lora_path: Annotated[FolderPath, Meta(description="An absolute folder of the server's machine, in PEFT's format.")]
+    lora_path: Annotated[
+        FolderPath,
+        Meta(description="An absolute path of the server's machine: a folder in PEFT's format, or a .gguf file."),
+    ]
     load_inplace: Annotated[bool, Meta(description="Replace an adapter of this name.")] = False
 
 

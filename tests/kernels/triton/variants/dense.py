@@ -6,7 +6,7 @@ import torch
 
 from pipeline.kernels.matrix import Matrix
 from pipeline.kernels.stored_matrix import GPU_BLOCK_BYTES, Format, row_bytes
-from pipeline.kernels.triton import activations, norm
+from pipeline.kernels.triton import activations, lora, norm
 from pipeline.kernels.triton.gemm import fused
 from pipeline.kernels.triton.gemm.dequantize import dequantize_rows
 from pipeline.kernels.triton.gemm.device_matrix import DeviceMatrix
@@ -52,10 +52,12 @@ def launches() -> None:
     _norm_swiglu("q4_k", QWEN2_1B5.inner, QWEN2_1B5.hidden, 8, num_parts_in=2)
     _linear("q5_0", 896, 896, 8)
     _embed("q6_k", QWEN2_1B5)
+    _lora(LLAMA_8B, (4096, 1024, 1024), BF16)
 
 
 def all_launches() -> None:
     """About 450, which take many minutes."""
+    _lora(SMOLLM2_135M, (1536, 1536), torch.float32, num_tokens=300)
     for sizes in (SMOLLM2_135M, LLAMA_1B, LLAMA_8B):
         hidden, group = sizes.hidden, 128 if sizes.hidden % 128 == 0 else 64
         for num_parts_in in (1, 3, 8):
@@ -221,3 +223,12 @@ def _embed(format: str, sizes: Sizes) -> None:
 def _dequantize(format: str, num_rows: int, num_columns: int) -> None:
     matrix = _matrix(format, num_rows, num_columns)
     dequantize_rows(torch.empty(16, num_columns, dtype=BF16), matrix, 3)
+
+
+def _lora(sizes: Sizes, outputs: tuple[int, ...], dtype: torch.dtype, *, num_tokens: int = 8, rank: int = 64) -> None:
+    a = torch.zeros(2, len(outputs), rank, sizes.hidden, dtype=dtype)
+    b, ranks = torch.zeros(2, rank, sum(outputs), dtype=dtype), torch.zeros(2, len(outputs), dtype=torch.int32)
+    ends = tuple(int(end) for end in torch.tensor(outputs).cumsum(0))
+    out, x = (torch.zeros(num_tokens, width, dtype=dtype) for width in (sum(outputs), sizes.hidden))
+    adapters, shrunk = torch.zeros(num_tokens, dtype=torch.int32), lora.scratch(num_tokens, rank, "cpu")
+    lora.add(out, x, adapters, lora.LoraMatrices(a, b, ranks, ends), shrunk)

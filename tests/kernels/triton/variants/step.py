@@ -1,5 +1,6 @@
 """Both ends of a step, and copies of blocks."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ def launches() -> None:
     ends.apply(rows, words)
     ends.prepare(step, rows, words, stamps, 256, one_each=True)
     ends.prepare(step, rows, words, stamps, 256, one_each=False)
+    ends.prepare(replace(step, adapters=_ints(256)), rows, words, stamps, 256, one_each=False)
     ends.finish(_ints(4 + 512), _ints(256), step, rows, words, stamps)
     memory, packed = _ints(64, 8, 8192), _ints(4, 64, 8192)
     copy.gather(packed, memory, _ints(4))

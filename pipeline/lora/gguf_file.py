@@ -1,0 +1,145 @@
+"""Reads a small .gguf file, such as an adapter's: bytes of a stranger, so everything is checked before it is used.
+
+    magic, version, counts │ keys with values │ tensor infos │ padding │ tensors, each at a multiple of the alignment
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. stages/prepare/gguf/file.py reads models.
+"""
+
+import math
+import mmap
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pipeline.lora.peft_config import AdapterError
+from pipeline.lora.tensors import FloatMatrix, bf16_to_float
+
+MAX_COUNT = 1 << 16
+"""Keys, tensors, and entries of an array."""
+MAX_TEXT_BYTES = 1 << 20
+VERSIONS = (2, 3)
+TEXT, ARRAY = 8, 9
+SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+"""By the number of the type."""
+Q8_0, Q8_0_VALUES, Q8_0_BYTES = 8, 32, 34
+FLOATS: dict[int, np.dtype[Any]] = {0: np.dtype("<f4"), 1: np.dtype("<f2"), 30: np.dtype("<u2")}
+"""The tensor types F32, F16 and BF16."""
+
+
+class _Tensor(NamedTuple):
+    kind: int
+    shape: tuple[int, ...]
+    """Rows first; the file has the reverse order."""
+    offset: int
+
+
+class SmallGguf:
+    """The keys and tensors of a file. Raises AdapterError if it is not a complete one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise AdapterError(f"{path}: {error.strerror}") from error
+        except ValueError as error:
+            raise AdapterError(f"{path}: the file is empty") from error
+        self._at = 4
+        self.keys: dict[str, Any] = {}
+        """Numbers and texts. Arrays are left out but for their names, which have None"""
+        self._tensors: dict[str, _Tensor] = {}
+        try:
+            self._read()
+        except (struct.error, UnicodeDecodeError, ValueError) as error:
+            raise AdapterError(f"{path}: it is not a complete GGUF file: {error}") from error
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors[name].shape
+
+    def matrix(self, name: str) -> FloatMatrix:
+        """A tensor with two dimensions, as float32. Raises AdapterError."""
+        kind, shape, offset = self._tensors[name]
+        if len(shape) != 2 or any(size <= 0 for size in shape):
+            raise AdapterError(f"{self.path}: tensor {name!r} has the shape {list(shape)}, not that of a matrix")
+        count = math.prod(shape)
+        if kind == Q8_0 and shape[1] % Q8_0_VALUES == 0:
+            num_bytes = count // Q8_0_VALUES * Q8_0_BYTES
+        elif kind in FLOATS:
+            num_bytes = count * FLOATS[kind].itemsize
+        else:
+            raise AdapterError(f"{self.path}: tensor {name!r} has type {kind}; supported: F32, F16, BF16 and Q8_0")
+        if offset < 0 or self._begin + offset + num_bytes > len(self.data):
+            raise AdapterError(f"{self.path}: the bytes of tensor {name!r} are not in the file")
+        raw = np.frombuffer(self.data, np.uint8, num_bytes, self._begin + offset)
+        if kind == Q8_0:
+            blocks = raw.reshape(-1, Q8_0_BYTES)
+            scales = blocks[:, :2].copy().view("<f2").astype(np.float32)
+            values = (blocks[:, 2:].view(np.int8).astype(np.float32) * scales).reshape(shape)
+        else:
+            array = raw.view(FLOATS[kind]).reshape(shape)
+            values = bf16_to_float(array) if kind == 30 else array.astype(np.float32)
+        if not np.isfinite(values).all():
+            raise AdapterError(f"{self.path}: tensor {name!r} has values that are not finite")
+        return values
+
+    def _read(self) -> None:
+        if self.data[:4] != b"GGUF":
+            raise ValueError("it does not begin with GGUF")
+        version = self._number("<I")
+        if version not in VERSIONS:
+            raise ValueError(f"its version is {version}; supported are {VERSIONS}")
+        num_tensors, num_keys = self._count("tensors"), self._count("keys")
+        for _ in range(num_keys):
+            name = self._text()
+            self.keys[name] = self._value(self._number("<I"))
+        for _ in range(num_tensors):
+            name = self._text()
+            dims = self._number("<I")
+            if not 0 < dims <= 4:
+                raise ValueError(f"tensor {name[:100]!r} has {dims} dimensions")
+            shape = tuple(reversed([self._number("<Q") for _ in range(dims)]))
+            self._tensors[name] = _Tensor(self._number("<I"), shape, self._number("<Q"))
+        alignment = self.keys.get("general.alignment", 32)
+        if not isinstance(alignment, int) or not 0 < alignment <= MAX_COUNT:
+            raise ValueError(f"general.alignment is {str(alignment)[:40]}")
+        self._begin = -(-self._at // alignment) * alignment
+
+    def _value(self, kind: int) -> Any:
+        if kind == TEXT:
+            return self._text()
+        if kind == ARRAY:
+            entries, count = self._number("<I"), self._count("entries of an array")
+            if entries == ARRAY:
+                raise ValueError("it has an array of arrays")
+            for _ in range(count):
+                self._value(entries)
+            return None
+        if kind not in SCALARS:
+            raise ValueError(f"it has a value of type {kind}")
+        return self._number(SCALARS[kind])
+
+    def _number(self, code: str) -> Any:
+        (value,) = struct.unpack_from(code, self.data, self._at)
+        self._at += struct.calcsize(code)
+        return value
+
+    def _count(self, what: str) -> int:
+        count = int(self._number("<Q"))
+        if count > MAX_COUNT:
+            raise ValueError(f"it has {count} {what}; an adapter may have {MAX_COUNT}")
+        return count
+
+    def _text(self) -> str:
+        length = int(self._number("<Q"))
+        if length > min(MAX_TEXT_BYTES, len(self.data) - self._at):
+            raise ValueError(f"a text of {length} bytes is too long")
+        text = self.data[self._at : self._at + length].decode()
+        self._at += length
+        return text
