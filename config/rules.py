@@ -80,8 +80,10 @@ def _speculation_problems(settings: Settings) -> list[str]:
         return problems
     if speculative.method == "draft_model" and not speculative.draft:
         problems.append("speculative.draft: 'draft_model' in speculative.method needs a model here")
-    if settings.execute.device == "cuda":
-        problems.append(f"speculative.method: {speculative.method!r} needs execute.device = 'cpu'; a GPU needs 'none'")
+    if settings.execute.device == "cuda" and speculative.method != "ngram":
+        problems.append(
+            f"speculative.method: {speculative.method!r} needs execute.device = 'cpu'; a GPU needs 'ngram' or 'none'"
+        )
     if speculative.prompt_lookup_min > speculative.prompt_lookup_max:
         problems.append(
             f"speculative.prompt_lookup_min: {speculative.prompt_lookup_min} is more than "

@@ -11,7 +11,7 @@ LIMITS = [(1, 16), (2, 96), (7, 40), (16, 2048), (64, 96), (256, 2048), (300, 81
 
 @pytest.mark.parametrize(("max_num_rows", "max_num_tokens"), LIMITS)
 def test_every_step_fits_its_shape(max_num_rows: int, max_num_tokens: int) -> None:
-    shapes = StepShapes(max_num_rows, max_num_tokens)
+    shapes = StepShapes(max_num_rows, max_num_tokens, max_num_rows)
     most = min(max_num_rows, max_num_tokens)
     for num in range(1, most + 1):
         shape = shapes.decode(num)
@@ -38,8 +38,8 @@ def test_sizes_are_few_and_increase_to_the_maximum(most: int) -> None:
 
 
 def test_first_and_later_shapes_cover_all_decode_shapes() -> None:
-    shapes = StepShapes(256, 2048)
+    shapes = StepShapes(256, 2048, 256)
     first, others = shapes.first(), shapes.others()
     assert [shape.num_tokens for shape in first] == [256, 8, 4, 2, 1]
     assert sorted(shape.num_tokens for shape in first + others) == shapes.decodes
-    assert [shape.num_tokens for shape in StepShapes(3, 96).first()] == [3, 2, 1]
+    assert [shape.num_tokens for shape in StepShapes(3, 96, 3).first()] == [3, 2, 1]

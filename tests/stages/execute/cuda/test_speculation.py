@@ -1,0 +1,125 @@
+"""Speculative decoding on a GPU runner, with interpreted kernels: the texts and logprobs are those without it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from pipeline.config.settings import Settings, SpeculativeSettings
+from pipeline.kernels.step_inputs import IntArray
+from pipeline.runtime.messages import Pooling
+from pipeline.stages.execute.cpu.runner import CpuRunner
+from pipeline.stages.execute.cuda.runner import CudaRunner
+from pipeline.stages.execute.rows import RowTable
+from tests.stages.execute.cuda.conftest import on_cpu, on_device
+from tests.stages.execute.native_driver import random_ids
+from tests.stages.execute.pair import GREEDY, Pair, Request
+from tests.stages.execute.structured import EOS, ids_of, lark, write
+from tests.stages.execute.test_speculation import Oracle
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # numpy, in the interpreter
+
+BLOCK_BYTES = 2 * 2 * 16 * 2 * 8 * 4
+LIMITS: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 48}
+
+
+def speculating(num_blocks: int) -> Settings:
+    config = on_device(max_num_seqs=4, tokens=48, kv_bytes=num_blocks * BLOCK_BYTES)
+    return msgspec.structs.replace(config, speculative=SpeculativeSettings(method="ngram", num_speculative_tokens=5))
+
+
+def requests(vocab_size: int) -> list[Request]:
+    """Greedy and at temperature 0.8; with penalties, filters, logprobs, stop ids, several samples and a shared prefix;
+    an embedding."""
+    warm = ("temperature", 0.8)
+    fields: list[tuple[tuple[str, Any], ...]] = [
+        (),
+        (warm,),
+        (("repetition_penalty", 1.3), ("presence_penalty", 0.5), ("frequency_penalty", 0.2), ("num_logprobs", 2)),
+        (warm, ("top_p", 0.8), ("min_p", 0.01), ("num_logprobs", 0)),
+        (warm, ("stop_token_ids", list(range(0, vocab_size, 9))), ("min_tokens", 4)),
+        (("bad_words_ids", [[token] for token in range(3, vocab_size, 5)]), ("num_prompt_logprobs", 1)),
+    ]
+    shared = random_ids(18, 7)
+    made = [
+        Request(
+            tuple((shared if i % 2 else []) + random_ids(3 + 2 * i, i)), 10 + i, i, 1 + (i == 1), at_step=i, fields=each
+        )
+        for i, each in enumerate(fields)
+    ]
+    made[0] = msgspec.structs.replace(made[0], seed=GREEDY)
+    return [*made, Request(tuple(random_ids(9, 3)), 1, at_step=3, fields=(("pooling", Pooling.MEAN),))]
+
+
+@pytest.mark.parametrize(("depth", "num_blocks", "skill"), [(1, 40, 0.9), (2, 7, 0.6)])
+def test_texts_and_logprobs_are_the_same(slight_dir: Path, depth: int, num_blocks: int, skill: float) -> None:
+    config = speculating(num_blocks)
+    plain = CpuRunner(on_cpu(on_device(max_num_seqs=4, tokens=48)), slight_dir)
+    before = Pair(plain, **LIMITS)
+    made = requests(plain.facts.vocab_size)
+    texts = before.run(made)
+    runner = CudaRunner(config, slight_dir)
+    assert (runner.facts.num_speculative_tokens, runner.facts.max_num_drafts) == (5, 20)
+    assert runner.speculator is not None
+    pair = Pair(runner, depth, adaptive_speculation=False, **LIMITS)  # type: ignore[arg-type]
+    expected = {one.prompt: text for one, text in zip(made, texts, strict=True)}
+    runner.speculator.proposer = Oracle(runner.rows, expected, skill)
+    assert pair.run(made) == texts
+    counts = pair.scheduler.speculation.counts()
+    assert counts.num_draft_tokens > counts.num_accepted_tokens > 25
+    assert (pair.scheduler.load().num_preemptions > 0) == (num_blocks < 10)
+    for outputs, right in ((pair.token_outputs, before.token_outputs), (pair.prompt_logprobs, before.prompt_logprobs)):
+        assert outputs.keys() == right.keys()
+        for key, data in outputs.items():
+            assert len(data) == len(right[key])
+            close = np.frombuffer(data, np.float32), np.frombuffer(right[key], np.float32)
+            np.testing.assert_allclose(*close, rtol=2e-4, atol=2e-5)
+    runner.close()
+    plain.close()
+
+
+class Letters:
+    """Proposes what a grammar may not allow, or the end."""
+
+    draft_s = pass_s = 0.0
+
+    def __init__(self, table: RowTable) -> None:
+        self._table = table
+
+    def propose(self, rows: IntArray, most: IntArray, clock: Callable[[], float]) -> list[IntArray]:
+        ids = np.array([*ids_of("ab"), EOS, *ids_of("1")], np.int32)
+        return [np.roll(ids, -int(row))[:num] for row, num in zip(rows, most.tolist(), strict=True)]
+
+    def drop(self, rows: IntArray) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_structured_output_is_the_same(tmp_path: Path) -> None:
+    """Forced ids are proposed first, and each proposed id has a mask of its own."""
+    folder = write(tmp_path, num_layers=2, hidden_size=32, num_heads=4, intermediate_size=48, max_position=96)
+    forced = r"""start: "{\"name\": \"" /[a-z]{3}/ "\", \"done\": true}" """
+    made = [
+        Request(tuple(ids_of(f"{i}: ")), 50, seed=i if i % 2 else GREEDY, at_step=i, fields=fields)
+        for i, fields in enumerate(
+            [(("compiled_grammar", forced),), (("compiled_grammar", lark("[ab]{9}")), ("temperature", 0.8)), ()]
+        )
+    ]
+    found, num_steps = [], []
+    for config in (on_device(max_num_seqs=4, tokens=48), speculating(40)):
+        runner = CudaRunner(config, folder)
+        try:
+            pair = Pair(runner, adaptive_speculation=False, **LIMITS)  # type: ignore[arg-type]
+            if runner.speculator is not None:
+                runner.speculator.proposer = Letters(runner.rows)
+            found.append(pair.run(made))
+            num_steps.append(pair.scheduler.load().num_steps)
+        finally:
+            runner.close()
+    assert found[0] == found[1]
+    assert num_steps[1] < num_steps[0]
