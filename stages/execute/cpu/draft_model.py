@@ -21,7 +21,7 @@ import numpy as np
 from pipeline.config.sections.speculative import MAX_SPECULATIVE_TOKENS
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
-from pipeline.kernels.logprob_inputs import ScoreInputs
+from pipeline.kernels.logprob_inputs import FloatArray, ScoreInputs
 from pipeline.kernels.sampling_inputs import NO_ID, SamplingInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, StepInputs
 from pipeline.runtime import model_folder
@@ -29,10 +29,12 @@ from pipeline.runtime.draft_link import draft_link
 from pipeline.runtime.kv_groups import undivided
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.backend import choose_library, make_program
+from pipeline.stages.execute.cpu.eagle import EagleHead, Target
 from pipeline.stages.execute.cpu.panel_file import PanelPlace
 from pipeline.stages.execute.kv import KVPlan
 from pipeline.stages.execute.models.registry import build_program
 from pipeline.stages.execute.rows import BoolArray, RowTable
+from pipeline.stages.execute.speculation import Proposer
 from pipeline.stages.execute.weights import FLOAT_FORMATS, Weights
 
 MAX_CATCH_UP = 128
@@ -41,6 +43,8 @@ MAX_CATCH_UP = 128
 
 class DraftModel:
     """A `Proposer`. `kv` is the plan of the model's KV cache."""
+
+    reads_hidden_states = False
 
     def __init__(self, settings: Settings, table: RowTable, kv: KVPlan, num_threads: int, folder: Path) -> None:
         """Raises UserError if the draft model can't run here."""
@@ -71,6 +75,11 @@ class DraftModel:
         self._proposed: IntArray = np.zeros((max_num_seqs, MAX_SPECULATIVE_TOKENS), np.int32)
         """These ids, as far as their KV is computed."""
         self.draft_s = self.pass_s = 0.0
+
+    def observe(
+        self, rows: IntArray, starts: IntArray, counts: IntArray, offsets: IntArray, residual: FloatArray
+    ) -> None:
+        pass
 
     def drop(self, rows: IntArray) -> None:
         self._num_computed[rows] = 0
@@ -153,15 +162,18 @@ class DraftModel:
         return self._program.run()
 
 
-def load_draft_model(settings: Settings, table: RowTable, kv: KVPlan, num_threads: int) -> DraftModel:
-    """The draft model that prepare has left. Raises UserError if there is none, or if the model keeps no block table of
-    all positions that it could use."""
+def load_proposer(settings: Settings, table: RowTable, kv: KVPlan, num_threads: int, target: Target) -> Proposer:
+    """The draft model or EAGLE head that prepare has left. Raises UserError if there is none, or if the model keeps no
+    block table of all positions that it could use."""
+    method = settings.speculative.method
     if window := kv.layout.groups[0].window:
         raise UserError(
-            f"speculative.method: 'draft_model' reads all positions, and all layers of the model keep only the last "
+            f"speculative.method: {method!r} reads all positions, and all layers of the model keep only the last "
             f"{window} or fewer: set execute.kv_groups = false, or choose 'ngram'"
         )
     link = draft_link(settings)
     if not link.exists():
         raise UserError(f"speculative.draft: the prepared model is missing at {link}: start the server again")
+    if method == "eagle":
+        return EagleHead(settings, table, kv, num_threads, link.resolve(), target)
     return DraftModel(settings, table, kv, num_threads, link.resolve())

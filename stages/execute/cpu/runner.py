@@ -17,6 +17,7 @@ from pipeline.runtime.messages import ExecuteFacts, Finish, Step
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.adapters import AdapterSlots, LoraPlan
 from pipeline.stages.execute.cpu.backend import choose_library, make_program, max_num_prefill_tokens
+from pipeline.stages.execute.cpu.eagle import Target
 from pipeline.stages.execute.cpu.panel_file import PanelPlace
 from pipeline.stages.execute.cpu.program import LogitArray, MasksLate
 from pipeline.stages.execute.grammar_masks.masks import LATE_MS, Masks
@@ -89,7 +90,6 @@ class CpuRunner:
         self.sampling_inputs = SamplingInputs(max_num_samples, config.vocab_size, self.masks.words)
         self.scores = ScoreInputs(max_num_seqs)
         num_threads = settings.execute.num_threads or len(os.sched_getaffinity(0))
-        self.speculator = self._make_speculator(settings, kv, num_threads) if self.facts.max_num_drafts else None
         lora = LoraPlan.of(settings)
         self.program = make_program(
             *(library, settings, config, self.inputs, self.sampling_inputs, self.scores, kv, num_threads, swapped),
@@ -99,6 +99,10 @@ class CpuRunner:
         self._adapters = None if lora is None else AdapterSlots(model_dir, lora.num_slots, self.program.load_adapter)
         build_program(config, weights, self.program)
         self.program.finish_loading()
+        target = Target(config, weights, self.program)
+        self.speculator = (
+            self._make_speculator(settings, kv, num_threads, target) if self.facts.max_num_drafts else None
+        )
         self.weight_formats = "+".join(weights.taken)
         """For example `q8_0+q4_1`."""
         last = self.program.last_norm
@@ -112,14 +116,14 @@ class CpuRunner:
         self.failed = self._changes.failed
         self._clock: Clock = time.monotonic
 
-    def _make_speculator(self, settings: Settings, kv: KVPlan, num_threads: int) -> Speculator:
+    def _make_speculator(self, settings: Settings, kv: KVPlan, num_threads: int, target: Target) -> Speculator:
         self.masks.forces = True
         if settings.speculative.method == "ngram":
             return Speculator(self.rows, settings.speculative, masks=self.masks)
-        from pipeline.stages.execute.cpu.draft_model import load_draft_model
+        from pipeline.stages.execute.cpu.draft_model import load_proposer
 
-        draft_model = load_draft_model(settings, self.rows, kv, num_threads)
-        return Speculator(self.rows, settings.speculative, draft_model, self.masks)
+        proposer = load_proposer(settings, self.rows, kv, num_threads, target)
+        return Speculator(self.rows, settings.speculative, proposer, self.masks)
 
     def _drop_drafts(self, rows: IntArray) -> None:
         if self._proposer is not None:
@@ -226,6 +230,11 @@ class CpuRunner:
             if self._adapters is not None:
                 self.inputs.fill_adapters(self.rows.adapters[rows])
             computed = self._run_and_verify(rows[is_sampled], num_drafts[is_sampled])
+        if self._proposer is not None and self._proposer.reads_hidden_states:
+            kept = counts.copy()
+            if (verified := computed.verified) is not None:
+                kept[is_sampled] -= (verified.num_drafts + 1 - verified.num_ids).astype(np.int32)
+            self._proposer.observe(rows, starts, kept, self.inputs.offsets[: len(rows)], self.program.residual())
         if requested_features & SamplingFeature.PROMPT_LOGPROBS:
             prompt_logprobs = score_prompts(self.rows, rows, self.program, self.inputs, self.scores)
             computed = computed._replace(prompt_logprobs=prompt_logprobs)

@@ -161,7 +161,8 @@ class DeviceModel(ProgramBuilder):
 
     # ---------------------------------------------------------------------------------------------------- recording
 
-    def embed(self, embedding: Embedding) -> None:
+    def embed(self, embedding: Embedding | None) -> None:
+        assert embedding is not None, "hidden states come from an embedding here"
         self._embedding = embedding.table
         where, positions = self._device.where, embedding.positions
         self._table = DeviceMatrix.of((as_matrix(embedding.table),), self._dtype, where)
@@ -195,6 +196,7 @@ class DeviceModel(ProgramBuilder):
         self._mlps.append(self._mlp(mlp, is_parallel=True))
 
     def sample(self, head: Head) -> None:
+        assert head.norm is not None
         vectors = head.norm.weight, head.norm.bias
         weight, bias = (None if vector is None else as_tensor(vector).float().cpu().numpy() for vector in vectors)
         assert weight is not None

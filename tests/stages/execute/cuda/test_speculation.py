@@ -84,6 +84,7 @@ def test_texts_and_logprobs_are_the_same(slight_dir: Path, depth: int, num_block
 class Letters:
     """Proposes what a grammar may not allow, or the end."""
 
+    reads_hidden_states = False
     draft_s = pass_s = 0.0
 
     def __init__(self, table: RowTable) -> None:
@@ -92,6 +93,9 @@ class Letters:
     def propose(self, rows: IntArray, most: IntArray, clock: Callable[[], float]) -> list[IntArray]:
         ids = np.array([*ids_of("ab"), EOS, *ids_of("1")], np.int32)
         return [np.roll(ids, -int(row))[:num] for row, num in zip(rows, most.tolist(), strict=True)]
+
+    def observe(self, *of_a_step: Any) -> None:
+        pass
 
     def drop(self, rows: IntArray) -> None:
         pass
