@@ -28,8 +28,8 @@ class SpeculativeSettings(Frozen, frozen=True):
         str,
         Meta(
             description='Model of "draft_model", given as model is; it must have the same tokens as the model. Or the '
-            'folder of the head of "eagle". The KV cache of either has as many blocks as the model\'s, and is not part '
-            "of execute.kv_cache_bytes."
+            'folder of the head of "eagle". The KV cache of either has as many blocks as the model\'s, and is part of '
+            "execute.kv_cache_bytes."
         ),
     ] = ""
     num_speculative_tokens: Annotated[

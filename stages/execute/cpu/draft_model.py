@@ -31,7 +31,7 @@ from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.backend import choose_library, make_program
 from pipeline.stages.execute.cpu.eagle import EagleHead, Target
 from pipeline.stages.execute.cpu.panel_file import PanelPlace
-from pipeline.stages.execute.kv import KVPlan
+from pipeline.stages.execute.kv import KVPlan, kv_block_bytes
 from pipeline.stages.execute.models.registry import build_program
 from pipeline.stages.execute.rows import BoolArray, RowTable
 from pipeline.stages.execute.speculation import Proposer
@@ -171,9 +171,20 @@ def load_proposer(settings: Settings, table: RowTable, kv: KVPlan, num_threads: 
             f"speculative.method: {method!r} reads all positions, and all layers of the model keep only the last "
             f"{window} or fewer: set execute.kv_groups = false, or choose 'ngram'"
         )
+    folder = _prepared(settings)
+    if method == "eagle":
+        return EagleHead(settings, table, kv, num_threads, folder, target)
+    return DraftModel(settings, table, kv, num_threads, folder)
+
+
+def draft_block_bytes(settings: Settings) -> int:
+    """Bytes of a KV block of the draft model or EAGLE head. Raises UserError if it is not prepared."""
+    return kv_block_bytes(settings.execute, ModelConfig.load(_prepared(settings)))
+
+
+def _prepared(settings: Settings) -> Path:
+    """The folder that prepare has left."""
     link = draft_link(settings)
     if not link.exists():
         raise UserError(f"speculative.draft: the prepared model is missing at {link}: start the server again")
-    if method == "eagle":
-        return EagleHead(settings, table, kv, num_threads, link.resolve(), target)
-    return DraftModel(settings, table, kv, num_threads, link.resolve())
+    return link.resolve()

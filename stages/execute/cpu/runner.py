@@ -17,7 +17,6 @@ from pipeline.runtime.messages import ExecuteFacts, Finish, Step
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.adapters import AdapterSlots, LoraPlan
 from pipeline.stages.execute.cpu.backend import choose_library, make_program, max_num_prefill_tokens
-from pipeline.stages.execute.cpu.eagle import Target
 from pipeline.stages.execute.cpu.panel_file import PanelPlace
 from pipeline.stages.execute.cpu.program import LogitArray, MasksLate
 from pipeline.stages.execute.grammar_masks.masks import LATE_MS, Masks
@@ -53,18 +52,27 @@ NOTHING = Computed(np.empty(0, np.int32))
 """The result of a step whose rows have all ended."""
 
 
+def _draft_block_bytes(settings: Settings) -> int:
+    """Bytes of a KV block of what proposes ids; 0 if it has no KV cache."""
+    if settings.speculative.method in ("none", "ngram"):
+        return 0
+    from pipeline.stages.execute.cpu.draft_model import draft_block_bytes
+
+    return draft_block_bytes(settings)
+
+
 class CpuRunner:
     """Owns the model, its memory and its rows; `swap` is the memory of the swap space. Raises UserError if the model
     can't run with these settings."""
 
     def __init__(self, settings: Settings, model_dir: Path, swap: memoryview | None = None) -> None:
-        config = ModelConfig.load(model_dir)
+        self._config = config = ModelConfig.load(model_dir)
         max_num_seqs = settings.schedule.max_num_seqs
         library = choose_library(settings, config)
         weights = Weights(model_dir, config, FLOAT_FORMATS[settings.execute.dtype], keeps_floats=library is not None)
         panels = PanelPlace.of(model_dir, weights.files) if library and settings.execute.keep_packed_weights else None
         max_num_tokens = max_num_prefill_tokens(settings.schedule, library, weights.are_quantized)
-        kv = plan_kv(settings, config, max_num_tokens)
+        kv = plan_kv(settings, config, max_num_tokens, _draft_block_bytes(settings))
         swapped = None if swap is None else divide_swap(settings, config, swap, kv.layout)
         num_swap_blocks = 0 if swapped is None else len(swapped)
         num_groups = len(kv.layout.groups)
@@ -99,10 +107,11 @@ class CpuRunner:
         self._adapters = None if lora is None else AdapterSlots(model_dir, lora.num_slots, self.program.load_adapter)
         build_program(config, weights, self.program)
         self.program.finish_loading()
-        target = Target(config, weights, self.program)
-        self.speculator = (
-            self._make_speculator(settings, kv, num_threads, target) if self.facts.max_num_drafts else None
-        )
+        self.speculator: Speculator | None = None
+        if self.facts.max_num_drafts:
+            self.masks.forces = True
+            proposer = self._proposer_of(settings, kv, num_threads, weights)
+            self.speculator = Speculator(self.rows, settings.speculative, proposer, self.masks)
         self.weight_formats = "+".join(weights.taken)
         """For example `q8_0+q4_1`."""
         last = self.program.last_norm
@@ -116,14 +125,14 @@ class CpuRunner:
         self.failed = self._changes.failed
         self._clock: Clock = time.monotonic
 
-    def _make_speculator(self, settings: Settings, kv: KVPlan, num_threads: int, target: Target) -> Speculator:
-        self.masks.forces = True
+    def _proposer_of(self, settings: Settings, kv: KVPlan, num_threads: int, weights: Weights) -> Proposer | None:
+        """What proposes ids; None for n-grams."""
         if settings.speculative.method == "ngram":
-            return Speculator(self.rows, settings.speculative, masks=self.masks)
+            return None
         from pipeline.stages.execute.cpu.draft_model import load_proposer
+        from pipeline.stages.execute.cpu.eagle import Target
 
-        proposer = load_proposer(settings, self.rows, kv, num_threads, target)
-        return Speculator(self.rows, settings.speculative, proposer, self.masks)
+        return load_proposer(settings, self.rows, kv, num_threads, Target(self._config, weights, self.program))
 
     def _drop_drafts(self, rows: IntArray) -> None:
         if self._proposer is not None:

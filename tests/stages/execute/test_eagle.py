@@ -83,12 +83,13 @@ def runners(
     is_torch = request.param == "torch"
     how: dict[str, Any] = {"kernels": request.param, "dtype": "float32" if is_torch else "bfloat16"}
     num_bytes = block_bytes(3, 2, 16, 4 if is_torch else 2)
+    head_bytes = block_bytes(1, 1, 16, 4 if is_torch else 2)
     root = tmp_path_factory.mktemp("cache")
     head = write_head(root / "head")
     settings = Settings(
         model=str(folder),
         cache_dir=str(root),
-        execute=ExecuteSettings(kv_cache_bytes=20 * num_bytes, num_threads=2, **how),
+        execute=ExecuteSettings(kv_cache_bytes=20 * (num_bytes + head_bytes), num_threads=2, **how),
         schedule=ScheduleSettings(max_num_seqs=16, max_num_batched_tokens=256),
         speculative=SpeculativeSettings(method="eagle", draft=str(head), num_speculative_tokens=4),
     )
@@ -98,6 +99,7 @@ def runners(
     draft.link(settings, prepare_head(settings, folder, SILENT), SILENT)
     speculating = CpuRunner(settings, folder, memoryview(bytearray(8 * num_bytes)))
     HEADS[speculating] = head
+    assert speculating.facts.num_blocks == 20  # of both caches
     plain = make_runner(folder, num_bytes, 160, **how)
     yield [plain, speculating]
     plain.close()
