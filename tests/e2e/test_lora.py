@@ -101,6 +101,27 @@ def test_several_samples_and_grammars_work_with_an_adapter(server: Server) -> No
     assert complete(server, "two", guided_regex="[0-9]{5}", max_tokens=8, ignore_eos=False).isdigit()
 
 
+def test_beam_search_with_an_adapter(server: Server) -> None:
+    """Beside a search without one, and while the executor dies: what a beam that is sent again names is its adapter."""
+    body = {"prompt": PROMPT, "max_tokens": 60, "n": 3, "use_beam_search": True, "ignore_eos": True}
+
+    def search(name: str | None) -> list[str]:
+        choices = post(server, "/v1/completions", **body | ({} if name is None else {"model": name}))["choices"]
+        return [choice["text"] for choice in choices]
+
+    expected = {name: search(name) for name in (None, "one", "two")}
+    assert len({texts[0] for texts in expected.values()}) == 3 and len(set(expected["one"])) == 3
+    begun = threading.Event()
+    with ThreadPoolExecutor(4) as threads:
+        running = {name: threads.submit(search, name) for name in expected}
+        threads.submit(stream, server, None, begun)
+        assert begun.wait(60)
+        kill(pids(server)["execute.0"])
+        assert {name: future.result() for name, future in running.items()} == expected
+    server.until(lambda health: health["status"] == "ok")
+    server.look()
+
+
 def test_the_python_client_names_an_adapter(server: Server, alone: dict[str | None, str]) -> None:
     params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
     with LLM.attach(server.zmq) as llm:
