@@ -57,6 +57,9 @@ SEPARATE_SAMPLING = (
 )
 """Features whose sampling is launched separately from the captured step."""
 
+NUM_FIRST_VERIFYING = 3
+"""Shapes of steps that verify proposed ids to capture before the server is ready: those for one row."""
+
 
 class CudaRunner:
     """Owns the model, its memory and its rows. One thread creates it and calls it.
@@ -165,7 +168,8 @@ class CudaRunner:
         """Capture the graphs that first requests need: some decode sizes, and the smallest and the largest step with a
         prompt, which together compile nearly all kernels."""
         prompts = (self.shapes.mix(size, 1, 1) for size in {self.shapes.mixed[0]: 0, self.shapes.mixed[-1]: 0})
-        for shape in (*self.shapes.first(), *prompts):
+        verifying = () if self.speculator is None else self.shapes.verifying()[:NUM_FIRST_VERIFYING]
+        for shape in (*self.shapes.first(), *prompts, *verifying):
             self.step_graphs.get(shape, CapturedStepKind.SAMPLE)
         _ = self.sampling_extras  # allocate its memory now, not in the middle of a request
         self.device.synchronize()

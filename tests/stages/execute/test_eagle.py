@@ -27,7 +27,7 @@ from tests.stages.execute.native_driver import random_ids, write
 from tests.stages.execute.pair import GREEDY, Pair, Request, make_runner
 
 CONFIG = checkpoints.config_of()
-HEAD = {
+HEAD: dict[str, Any] = {
     "architectures": ["EagleLlamaForCausalLM"],
     "model_type": "llama",
     "hidden_size": CONFIG.hidden_size,
@@ -51,7 +51,7 @@ def write_head(folder: Path, **changes: Any) -> Path:
     """A random head, as vLLM reads it."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(HEAD | changes))
-    hidden, generator = CONFIG.hidden_size, torch.Generator().manual_seed(3)
+    hidden, generator = (HEAD | changes)["hidden_size"], torch.Generator().manual_seed(3)
     shapes = {
         "fc": (hidden, 2 * hidden),
         "layers.0.self_attn.q_proj": (48, hidden),
