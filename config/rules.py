@@ -82,10 +82,8 @@ def _speculation_problems(settings: Settings) -> list[str]:
         return problems
     if has_draft and not speculative.draft:
         problems.append(f"speculative.draft: {speculative.method!r} in speculative.method needs a model here")
-    if settings.execute.device == "cuda" and speculative.method != "ngram":
-        problems.append(
-            f"speculative.method: {speculative.method!r} needs execute.device = 'cpu'; a GPU needs 'ngram' or 'none'"
-        )
+    if settings.execute.device == "cuda" and speculative.method == "eagle":
+        problems.append("speculative.method: 'eagle' needs execute.device = 'cpu'; a GPU has 'ngram' and 'draft_model'")
     if speculative.prompt_lookup_min > speculative.prompt_lookup_max:
         problems.append(
             f"speculative.prompt_lookup_min: {speculative.prompt_lookup_min} is more than "

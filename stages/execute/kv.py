@@ -68,11 +68,12 @@ class DeviceMemory:
     """Still to be allocated: activations, graphs, scratch."""
 
 
-def plan_device_kv(settings: Settings, config: ModelConfig, memory: DeviceMemory) -> KVPlan:
-    """The plan on a GPU: `execute.kv_cache_bytes`, or the rest of `execute.gpu_memory_utilization`. Pure except for a
-    warning. Raises UserError if there is no memory for one block, or less than `execute.kv_cache_bytes`."""
+def plan_device_kv(settings: Settings, config: ModelConfig, memory: DeviceMemory, draft_bytes: int = 0) -> KVPlan:
+    """The plan on a GPU: `execute.kv_cache_bytes`, or the rest of `execute.gpu_memory_utilization`. `draft_bytes` as in
+    `plan_kv`. Pure except for a warning. Raises UserError if there is no memory for one block, or less than
+    `execute.kv_cache_bytes`."""
     layout, max_num_tokens = layout_of(settings, config), settings.schedule.max_step_tokens
-    num_bytes = kv_block_bytes(settings.execute, config, layout)
+    num_bytes = kv_block_bytes(settings.execute, config, layout) + draft_bytes
     least_bytes = num_bytes * len(layout.groups)
     left = memory.free_bytes - memory.reserved_bytes
     if asked := settings.execute.kv_cache_bytes:

@@ -9,8 +9,8 @@ from pipeline.config.load import ConfigError, load
     ("sets", "message"),
     [
         (
-            ["speculative.method=draft_model", "speculative.draft=x", "execute.device=cuda"],
-            r"speculative\.method: 'draft_model' needs execute\.device",
+            ["speculative.method=eagle", "speculative.draft=x", "execute.device=cuda"],
+            r"speculative\.method: 'eagle' needs execute\.device",
         ),
         (["speculative.method=draft_model"], r"speculative\.draft: 'draft_model' in speculative\.method needs a model"),
         (["speculative.draft=x.gguf"], r"speculative\.draft: needs speculative\.method = 'draft_model'"),

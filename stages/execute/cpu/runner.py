@@ -19,6 +19,7 @@ from pipeline.stages.execute.adapters import AdapterSlots, LoraPlan
 from pipeline.stages.execute.cpu.backend import choose_library, make_program, max_num_prefill_tokens
 from pipeline.stages.execute.cpu.panel_file import PanelPlace
 from pipeline.stages.execute.cpu.program import LogitArray, MasksLate
+from pipeline.stages.execute.draft_model import draft_block_bytes
 from pipeline.stages.execute.grammar_masks.masks import LATE_MS, Masks
 from pipeline.stages.execute.kv import KVPlan, divide_swap, kv_dtype, plan_kv
 from pipeline.stages.execute.models.registry import build_program
@@ -52,15 +53,6 @@ NOTHING = Computed(np.empty(0, np.int32))
 """The result of a step whose rows have all ended."""
 
 
-def _draft_block_bytes(settings: Settings) -> int:
-    """Bytes of a KV block of what proposes ids; 0 if it has no KV cache."""
-    if settings.speculative.method in ("none", "ngram"):
-        return 0
-    from pipeline.stages.execute.cpu.draft_model import draft_block_bytes
-
-    return draft_block_bytes(settings)
-
-
 class CpuRunner:
     """Owns the model, its memory and its rows; `swap` is the memory of the swap space. Raises UserError if the model
     can't run with these settings."""
@@ -72,7 +64,7 @@ class CpuRunner:
         weights = Weights(model_dir, config, FLOAT_FORMATS[settings.execute.dtype], keeps_floats=library is not None)
         panels = PanelPlace.of(model_dir, weights.files) if library and settings.execute.keep_packed_weights else None
         max_num_tokens = max_num_prefill_tokens(settings.schedule, library, weights.are_quantized)
-        kv = plan_kv(settings, config, max_num_tokens, _draft_block_bytes(settings))
+        kv = plan_kv(settings, config, max_num_tokens, draft_block_bytes(settings))
         swapped = None if swap is None else divide_swap(settings, config, swap, kv.layout)
         num_swap_blocks = 0 if swapped is None else len(swapped)
         num_groups = len(kv.layout.groups)

@@ -66,6 +66,10 @@ class LaunchedStep:
     num_tokens: int
     num_drafts: LongArray | None = None
     """Of `rows`: ids that were proposed for them. None if there are none: then the GPU appends what it samples."""
+    draft_s: float = 0.0
+    """Time of a draft model, before the launch."""
+    draft_pass_s: float = 0.0
+    """Of one of its passes."""
     is_token_only: bool = False
     """No row requests more than the next id."""
     launch_s: float = 0.0

@@ -152,6 +152,8 @@ class ResultReader:
             errors=errors,
             num_ids=num_ids.astype(np.int32),
             num_drafts=num_drafts.astype(np.int32),
+            draft_s=launched_step.draft_s,
+            draft_pass_s=launched_step.draft_pass_s,
         )
 
     def _is_current(self, launched_step: LaunchedStep) -> BoolArray:

@@ -24,18 +24,21 @@ from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, LongArray
 from pipeline.runtime.messages import ExecuteFacts, Step
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.program import LogitArray
-from pipeline.stages.execute.cuda.batches import EMPTY, Batch, batch_of, check_plan
+from pipeline.stages.execute.cuda.batches import Batch, batch_of, check_plan
 from pipeline.stages.execute.cuda.device import Device, make_device
+from pipeline.stages.execute.cuda.draft_model import DeviceDraftModel, DraftWeights
 from pipeline.stages.execute.cuda.graphs import CapturedStep, CapturedStepKind, StepGraphs
 from pipeline.stages.execute.cuda.host_transfer import BlockCopier, HostTransfer
 from pipeline.stages.execute.cuda.launched_step import BoolArray, LaunchedStep, pooled_entries
 from pipeline.stages.execute.cuda.memory import require_row_memory, reserved_bytes
 from pipeline.stages.execute.cuda.model import DeviceModel, allocate_kv
 from pipeline.stages.execute.cuda.results import ResultReader
+from pipeline.stages.execute.cuda.row_changes import RowChangeSender
 from pipeline.stages.execute.cuda.rows import DeviceRows
 from pipeline.stages.execute.cuda.sampling_extras import DeviceMasks, SamplingExtras
-from pipeline.stages.execute.cuda.staging import Run, Staging, num_words, split_runs
+from pipeline.stages.execute.cuda.staging import Run, Staging
 from pipeline.stages.execute.cuda.step_shapes import PaddedStepShape, StepShapes
+from pipeline.stages.execute.draft_model import draft_block_bytes
 from pipeline.stages.execute.grammar_masks.masks import Masks
 from pipeline.stages.execute.kv import divide_swap, kv_dtype, plan_device_kv
 from pipeline.stages.execute.models.registry import build_program
@@ -94,7 +97,9 @@ class CudaRunner:
         weights = weights or Weights(model_dir, config, FLOAT_FORMATS[settings.execute.dtype])
         build_program(config, weights, self.model)
         self.weight_formats = "+".join(weights.taken)
-        kv = plan_device_kv(settings, config, device.memory(reserved_bytes(settings, config)))
+        draft = DraftWeights.of(settings, device, config.vocab_size)
+        memory = device.memory(reserved_bytes(settings, config))
+        kv = plan_device_kv(settings, config, memory, draft_block_bytes(settings))
         layout, kv_type = kv.layout, getattr(torch, kv_dtype(settings.execute))
         self.kv = allocate_kv(config, kv.num_blocks, kv_type, device.where, layout.num_places)
         self.model.use(self.kv, kv.max_model_len, layout)
@@ -126,25 +131,31 @@ class CudaRunner:
             *(device, self.model, self._device_rows.on_device, self._staging.words),
             *(max_num_seqs, max_num_tokens, max_num_samples, num_groups),
         )
+        self._row_changes = RowChangeSender(self._device_rows, self._staging, self.step_graphs)
         self.masks = Masks(model_dir, max_num_samples, config.vocab_size, settings.limits.grammar_timeout_s)
         last = self.model.last_norm
         bias = None if last.bias is None else np.asarray(last.bias)
         self._pool = Pool(np.asarray(last.weight), config.rms_norm_eps, bias, config.norm)
-        self._changes = RowChanges(self.rows, self.masks, self._pool, config.eos_ids, self._device_rows)
-        self.failed = self._changes.failed
-        self.speculator = Speculator(self.rows, settings.speculative, masks=self.masks) if num_drafts else None
+        self.speculator: Speculator | None = None
+        if num_drafts:
+            of_rows = self.rows, self._device_rows, kv, self._row_changes.flush
+            proposer = None if draft is None else DeviceDraftModel(settings, draft, device, *of_rows)
+            self.speculator = Speculator(self.rows, settings.speculative, proposer, self.masks)
         self.masks.forces = self.speculator is not None
-        of_rows = self._device_rows, self.speculator
-        self._results = ResultReader(self.rows, self._pool, self.failed, config.hidden_size, *of_rows)
+        self._changes = RowChanges(
+            *(self.rows, self.masks, self._pool, config.eos_ids, self._device_rows),
+            drop_drafts=None if self.speculator is None else self.speculator.proposer.drop,
+        )
+        self.failed = self._changes.failed
+        speculates = self._device_rows, self.speculator
+        self._results = ResultReader(self.rows, self._pool, self.failed, config.hidden_size, *speculates)
         first, others = self.shapes.first(), self.shapes.others()
         mixed = [self.shapes.mix(size, 1, 1) for size in self.shapes.mixed]
         self._to_capture = [
-            *((shape, CapturedStepKind.SAMPLE) for shape in (*first, *others, *mixed)),
+            *((shape, CapturedStepKind.SAMPLE) for shape in (*first, *others, *mixed, *self.shapes.verifying())),
             *((shape, CapturedStepKind.SAMPLE_FILTERED) for shape in (*first, *others)),
             *((shape, CapturedStepKind.FORWARD_ONLY) for shape in first),
         ]
-        if self.speculator is not None:
-            self._to_capture += [(shape, CapturedStepKind.SAMPLE) for shape in self.shapes.verifying()]
         self._warming: Iterator[None] | None = None
         """Compiles the sampling extras, once started."""
         self.launched_steps: deque[LaunchedStep] = deque()
@@ -168,7 +179,7 @@ class CudaRunner:
         """Capture the graphs that first requests need: some decode sizes, and the smallest and the largest step with a
         prompt, which together compile nearly all kernels."""
         prompts = (self.shapes.mix(size, 1, 1) for size in {self.shapes.mixed[0]: 0, self.shapes.mixed[-1]: 0})
-        verifying = () if self.speculator is None else self.shapes.verifying()[:NUM_FIRST_VERIFYING]
+        verifying = self.shapes.verifying()[:NUM_FIRST_VERIFYING]
         for shape in (*self.shapes.first(), *prompts, *verifying):
             self.step_graphs.get(shape, CapturedStepKind.SAMPLE)
         _ = self.sampling_extras  # allocate its memory now, not in the middle of a request
@@ -207,6 +218,8 @@ class CudaRunner:
             self.device.close()
         finally:
             self.masks.close()
+            if self.speculator is not None:
+                self.speculator.proposer.close()
 
     # ------------------------------------------------------------------------------------------------------ launching
 
@@ -285,7 +298,10 @@ class CudaRunner:
             num_drafts=num_drafts,
             is_token_only=not requested_features & SEPARATE_SAMPLING,
         )
-        runs = self._send_ahead(batch)
+        if num_drafts is not None and self.speculator is not None:
+            proposer = self.speculator.proposer
+            launched_step.draft_s, launched_step.draft_pass_s = proposer.draft_s, proposer.pass_s
+        runs = self._row_changes.runs_of(batch)
         if not len(rows):
             if runs:
                 self._staging.fill(slot, batch, runs, one_each=True)
@@ -308,21 +324,6 @@ class CudaRunner:
         if batch.num_tokens == len(batch.rows) == len(batch.sampled):
             return self.shapes.decode(len(batch.rows))
         return self.shapes.mix(batch.num_tokens, len(batch.rows), len(batch.sampled))
-
-    def _send_ahead(self, batch: Batch) -> list[Run]:
-        """Send the row changes that don't fit into the step's words ahead of it. Returns the others."""
-        runs = self._device_rows.take_runs()
-        room = self._staging.room(batch)
-        while num_words(runs) > room:
-            first, runs = split_runs(runs, self._staging.room(EMPTY))
-            slot = self._staging.take()
-            self._staging.fill(slot, EMPTY, first, one_each=True)
-            self.step_graphs.apply()
-            # Only hundreds of long prompts get here, and computing them takes far longer than this wait.
-            slot.done.record()
-            slot.done.synchronize()
-            self._staging.give(slot)
-        return runs
 
     def _fetch(self, launched_step: LaunchedStep, captured: CapturedStep) -> None:
         """Enqueue the copy of the result to the host."""

@@ -65,7 +65,10 @@ class StepShapes:
         return replace(shape, num_samples=self._max_num_samples, verifies=True)
 
     def verifying(self) -> list[PaddedStepShape]:
-        """The shapes of steps with few rows that verify proposed ids and have no prompt, most useful first."""
+        """The shapes of steps with few rows that verify proposed ids and have no prompt, most useful first. None
+        without speculative decoding."""
+        if self._max_num_samples == self._max_num_rows:
+            return []
         return [self.verify(size, 1, size) for size in self.verified if size > 1]
 
     def _most_of(self, num: int) -> int:

@@ -15,8 +15,8 @@ from pipeline.kernels.step_inputs import block_bytes
 from pipeline.runtime.draft_link import draft_link
 from pipeline.runtime.messages import GenerationOptions
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.cpu.draft_model import DraftModel
 from pipeline.stages.execute.cpu.runner import CpuRunner
+from pipeline.stages.execute.draft_model import DraftModel
 from pipeline.stages.execute.kv import kv_block_bytes
 from tests.stages.execute import checkpoints
 from tests.stages.execute.native_driver import random_ids, write

@@ -10,6 +10,7 @@ import pytest
 
 from pipeline.config.settings import Settings, SpeculativeSettings
 from pipeline.kernels.step_inputs import IntArray
+from pipeline.runtime.draft_link import draft_link
 from pipeline.runtime.messages import Pooling
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.execute.cuda.runner import CudaRunner
@@ -33,40 +34,32 @@ def speculating(num_blocks: int) -> Settings:
 
 
 WARM = ("temperature", 0.8)
-ENOUGH, FEW = 40, 6
-"""KV blocks; with few, rows are preempted."""
+NUM_BLOCKS = 40
 
 
-def request(
-    seed: int, length: int, max_tokens: int, *fields: tuple[str, Any], n: int = 1
-) -> Request:
+def request(seed: int, length: int, max_tokens: int, *fields: tuple[str, Any], n: int = 1) -> Request:
     return Request(tuple(random_ids(length, 50 + length)), max_tokens, seed, n, fields=fields)
 
 
 SAMPLED = [
-    request(GREEDY, 5, 10),
-    request(1, 9, 8, WARM, ("top_p", 0.8), ("min_p", 0.01), ("num_logprobs", 0)),
-    request(2, 4, 8, ("repetition_penalty", 1.3), ("frequency_penalty", 0.2), ("num_logprobs", 2)),
-    request(3, 7, 8, WARM, ("bad_words_ids", [[token] for token in range(3, 300, 5)]), ("num_prompt_logprobs", 1)),
+    request(GREEDY, 5, 8),
+    request(1, 9, 6, WARM, ("top_p", 0.8), ("min_p", 0.01), ("num_logprobs", 0)),
+    request(2, 4, 7, ("repetition_penalty", 1.3), ("frequency_penalty", 0.2), ("num_logprobs", 2)),
+    request(3, 7, 6, WARM, ("bad_words_ids", [[token] for token in range(3, 300, 5)]), ("num_prompt_logprobs", 1)),
 ]
-CROWDED = [
-    request(4, 13, 9, WARM, n=2),
-    request(5, 11, 12, WARM, ("stop_token_ids", list(range(0, 300, 9))), ("min_tokens", 3)),
-    request(GREEDY, 12, 9),
+OTHERS = [
+    request(4, 13, 5, WARM, n=2),
+    request(5, 11, 9, WARM, ("stop_token_ids", list(range(0, 300, 9))), ("min_tokens", 3)),
     request(6, 9, 1, ("pooling", Pooling.MEAN)),
 ]
 
 
-@pytest.mark.parametrize(
-    ("made", "depth", "num_blocks", "skill"), [(SAMPLED, 1, ENOUGH, 0.9), (CROWDED, 2, FEW, 0.7)], ids=["1", "2"]
-)
-def test_texts_and_logprobs_are_the_same(
-    slight_dir: Path, made: list[Request], depth: int, num_blocks: int, skill: float
-) -> None:
+@pytest.mark.parametrize(("made", "depth", "skill"), [(SAMPLED, 1, 0.9), (OTHERS, 2, 0.7)], ids=["sampled", "others"])
+def test_texts_and_logprobs_are_the_same(slight_dir: Path, made: list[Request], depth: int, skill: float) -> None:
     plain = CpuRunner(on_cpu(on_device(max_num_seqs=4, tokens=32)), slight_dir)
     before = Pair(plain, **LIMITS)
     texts = before.run(made)
-    runner = CudaRunner(speculating(num_blocks), slight_dir)
+    runner = CudaRunner(speculating(NUM_BLOCKS), slight_dir)
     assert (runner.facts.num_speculative_tokens, runner.facts.max_num_drafts) == (3, 12)
     assert runner.speculator is not None
     pair = Pair(runner, depth, adaptive_speculation=False, **LIMITS)  # type: ignore[arg-type]
@@ -74,8 +67,7 @@ def test_texts_and_logprobs_are_the_same(
     runner.speculator.proposer = Oracle(runner.rows, expected, skill)
     assert pair.run(made) == texts
     counts = pair.scheduler.speculation.counts()
-    assert counts.num_draft_tokens > counts.num_accepted_tokens > 12
-    assert (pair.scheduler.load().num_preemptions > 0) == (num_blocks == FEW)
+    assert counts.num_draft_tokens > counts.num_accepted_tokens > 5
     for outputs, right in ((pair.token_outputs, before.token_outputs), (pair.prompt_logprobs, before.prompt_logprobs)):
         assert outputs.keys() == right.keys()
         for key, data in outputs.items():
@@ -118,7 +110,7 @@ def test_structured_output_is_the_same(tmp_path: Path) -> None:
         for i, fields in enumerate([(("compiled_grammar", forced),), (("compiled_grammar", lark("[ab]{6}")), WARM)])
     ]
     found, num_steps = [], []
-    for config in (on_device(max_num_seqs=4, tokens=32), speculating(40)):
+    for config in (on_device(max_num_seqs=4, tokens=32), speculating(NUM_BLOCKS)):
         runner = CudaRunner(config, folder)
         try:
             pair = Pair(runner, adaptive_speculation=False, **LIMITS)  # type: ignore[arg-type]
@@ -130,3 +122,24 @@ def test_structured_output_is_the_same(tmp_path: Path) -> None:
             runner.close()
     assert found[0] == found[1]
     assert num_steps[1] < num_steps[0]
+
+
+def test_the_model_as_its_own_draft_is_always_right(slight_dir: Path, tmp_path: Path) -> None:
+    """Its rows are those of the model: the draft model reads their ids and blocks, and only proposes."""
+    made = [request(GREEDY, 19, 7), request(2, 3, 5, WARM, ("top_k", 20))]
+    plain = CpuRunner(on_cpu(on_device(max_num_seqs=4, tokens=32)), slight_dir)
+    texts = Pair(plain, **LIMITS).run(made)
+    config = speculating(2 * NUM_BLOCKS)
+    speculative = SpeculativeSettings(method="draft_model", draft=str(slight_dir), num_speculative_tokens=3)
+    config = msgspec.structs.replace(config, cache_dir=str(tmp_path), speculative=speculative, model=str(slight_dir))
+    link = draft_link(config)
+    link.parent.mkdir(parents=True)
+    link.symlink_to(slight_dir)
+    runner = CudaRunner(config, slight_dir)
+    assert runner.facts.num_blocks == NUM_BLOCKS, "both caches have as many blocks"
+    pair = Pair(runner, 2, adaptive_speculation=False, **LIMITS)  # type: ignore[arg-type]
+    assert pair.run(made) == texts
+    counts = pair.scheduler.speculation.counts()
+    assert counts.num_accepted_tokens == counts.num_draft_tokens > 5
+    runner.close()
+    plain.close()

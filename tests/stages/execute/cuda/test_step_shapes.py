@@ -43,3 +43,20 @@ def test_first_and_later_shapes_cover_all_decode_shapes() -> None:
     assert [shape.num_tokens for shape in first] == [256, 8, 4, 2, 1]
     assert sorted(shape.num_tokens for shape in first + others) == shapes.decodes
     assert [shape.num_tokens for shape in StepShapes(3, 96, 3).first()] == [3, 2, 1]
+
+
+@pytest.mark.parametrize(("max_num_rows", "max_num_drafts", "max_num_tokens"), [(4, 12, 48), (256, 256, 2048)])
+def test_every_step_with_proposed_ids_fits_its_shape(
+    max_num_rows: int, max_num_drafts: int, max_num_tokens: int
+) -> None:
+    most = max_num_rows + max_num_drafts
+    shapes = StepShapes(max_num_rows, max_num_tokens, most)
+    assert not StepShapes(max_num_rows, max_num_tokens, max_num_rows).verifying()
+    for num_rows in {1, 2, max_num_rows // 2, max_num_rows}:
+        for num_samples in range(num_rows + 1, min(most, num_rows * 16, max_num_tokens) + 1):
+            for num_tokens in {num_samples, min(max_num_tokens, num_samples + 30)}:
+                shape = shapes.verify(num_tokens, num_rows, num_samples)
+                assert shape.verifies and not shape.one_each and shape.is_captured
+                assert num_tokens <= shape.num_tokens <= max_num_tokens
+                assert num_rows <= shape.num_entries <= max_num_rows and num_samples <= shape.num_samples <= most
+    assert all(shape.num_tokens == shape.num_samples for shape in shapes.verifying())
