@@ -69,16 +69,18 @@ def contradictions(settings: Settings) -> list[str]:
 def _speculation_problems(settings: Settings) -> list[str]:
     speculative = settings.speculative
     problems = []
-    if speculative.draft and speculative.method != "draft_model":
+    has_draft = speculative.method in ("draft_model", "eagle")
+    if speculative.draft and not has_draft:
         problems.append(
-            f"speculative.draft: needs speculative.method = 'draft_model', and that is {speculative.method!r}"
+            f"speculative.draft: needs speculative.method = 'draft_model' or 'eagle', and that is "
+            f"{speculative.method!r}"
         )
     if speculative.method == "none":
         return problems
-    if speculative.method == "draft_model" and not speculative.draft:
-        problems.append("speculative.draft: 'draft_model' in speculative.method needs a model here")
-    if settings.execute.device == "cuda":
-        problems.append(f"speculative.method: {speculative.method!r} needs execute.device = 'cpu'; a GPU needs 'none'")
+    if has_draft and not speculative.draft:
+        problems.append(f"speculative.draft: {speculative.method!r} in speculative.method needs a model here")
+    if settings.execute.device == "cuda" and speculative.method == "eagle":
+        problems.append("speculative.method: 'eagle' needs execute.device = 'cpu'; a GPU has 'ngram' and 'draft_model'")
     if speculative.prompt_lookup_min > speculative.prompt_lookup_max:
         problems.append(
             f"speculative.prompt_lookup_min: {speculative.prompt_lookup_min} is more than "

@@ -112,7 +112,7 @@ def main() -> None:
     settings = load(sets=[f"model={args.model}", *method, *args.set])
     folder = prepare(settings)
     if settings.speculative.method == "draft_model":
-        draft.link(settings, folder, prepare(draft.settings_of_draft(settings)), SILENT)
+        draft.link(settings, prepare(draft.settings_of_draft(settings)), SILENT)
     runner = CpuRunner(settings, folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     plain, speculating = (Bench(runner, settings, speculates=speculates) for speculates in (False, True))

@@ -17,18 +17,19 @@ class SpeculativeSettings(Frozen, frozen=True):
     """Speculative decoding: several tokens a step, proposed cheaply and verified by the model. It changes no text."""
 
     method: Annotated[
-        Literal["none", "ngram", "draft_model"],
+        Literal["none", "ngram", "draft_model", "eagle"],
         Meta(
             description='How tokens are proposed: "ngram" looks for the last tokens in the prompt and the output so '
             'far, and proposes what followed there (prompt lookup); "draft_model" computes the smaller model in '
-            "speculative.draft."
+            'speculative.draft; "eagle" computes an EAGLE head for the model, which is there, too.'
         ),
     ] = "none"
     draft: Annotated[
         str,
         Meta(
-            description='Model of "draft_model", given as model is. It must have the same tokens as the model. Its KV '
-            "cache has as many blocks as the model's, and is not part of execute.kv_cache_bytes."
+            description='Model of "draft_model", given as model is; it must have the same tokens as the model. Or the '
+            'folder of the head of "eagle". The KV cache of either has as many blocks as the model\'s, and is part of '
+            "execute.kv_cache_bytes."
         ),
     ] = ""
     num_speculative_tokens: Annotated[

@@ -6,7 +6,6 @@ import triton.language as tl
 from pipeline.kernels.sampling_inputs import GREEDY_BELOW, NO_ID
 from pipeline.kernels.triton.rows import Field
 
-NUM_IDS = tl.constexpr(Field.NUM_IDS.value)
 ENDED = tl.constexpr(Field.ENDED.value)
 NUM_PROMPT = tl.constexpr(Field.NUM_PROMPT.value)
 TEMPERATURE = tl.constexpr(Field.TEMPERATURE.value)

@@ -33,7 +33,7 @@ class Field(IntEnum):
     """0 is off; at most the vocabulary size"""
     KEY_LOW = 8
     KEY_HIGH = 9
-    """u64, the sequence's noise key (kernels/noise_keys.py); a sample's key is derived from it and NUM_IDS."""
+    """u64, the sequence's noise key (kernels/noise_keys.py); a sample's key is derived from it and `num_known`."""
     HAS_LOGITS_PROCESSORS = 10
     """1: the fields below are read; kernels/logits_processors.py defines them."""
     REPETITION = 11
@@ -105,6 +105,8 @@ class StepArrays:
     """[S] int32; the token to compute logits for, 0 for padding"""
     sample_rows: Tensor
     """[S] int32; its row, the last for padding"""
+    num_known: Tensor
+    """[S] int32; number of the row's ids up to that token: the id that is sampled follows them. 0 for padding"""
     blocks: Tensor
     """[R, B], of `RowState.blocks`: the tables of the first KV group"""
     adapters: Tensor | None = None

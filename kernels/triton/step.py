@@ -7,7 +7,7 @@ says:
 
     header      HEADER words, see `Head`
     entries     rows [N] · starts [N] · counts [N] · offsets [N]        N is the maximum
-    samples     entries to sample [N]
+    samples     tokens to sample an id after [S]                         S is the maximum
     then        runs [num_runs, 3] · numbers that runs copy · entries of tokens [num_tokens]
 
 A run is (offset in `RowState.state`, length, offset in the words). Every row change is a few runs.
@@ -64,9 +64,9 @@ _NUM_STOPS, _ADAPTER = tl.constexpr(Field.NUM_STOPS.value), tl.constexpr(Field.A
 _DEAD, _BLOCK_SIZE = tl.constexpr(DEAD), tl.constexpr(BLOCK_SIZE)
 
 
-def words_of(max_num_rows: int) -> int:
+def words_of(max_num_rows: int, max_num_samples: int) -> int:
     """Number of words at fixed offsets."""
-    return HEADER + 5 * max_num_rows
+    return HEADER + 4 * max_num_rows + max_num_samples
 
 
 def apply(rows: RowState, words: Tensor) -> None:
@@ -83,7 +83,7 @@ def prepare(step: StepArrays, rows: RowState, words: Tensor, stamps: Tensor, max
     _prepare[(triton.cdiv(max(num_tokens, num_entries, num_samples), BLOCK),)](
         *(words, rows.params, rows.ids, rows.blocks, stamps),
         *(step.rows, step.starts, step.counts, step.offsets, step.ids, step.positions, step.slots),
-        *(step.sampled, step.sample_rows, step.ids if step.adapters is None else step.adapters),
+        *(step.sampled, step.sample_rows, step.num_known, step.ids if step.adapters is None else step.adapters),
         *(num_tokens, num_entries, num_samples),
         max_num_rows,
         len(rows.params) - 1,
@@ -100,17 +100,28 @@ def prepare(step: StepArrays, rows: RowState, words: Tensor, stamps: Tensor, max
     )
 
 
-def finish(result: Tensor, drawn: Tensor, step: StepArrays, rows: RowState, words: Tensor, stamps: Tensor) -> None:
-    """Append the sampled ids, `drawn` [S] int32, to their rows, and end the rows that stop or have no id.
+def finish(
+    result: Tensor,
+    drawn: Tensor,
+    step: StepArrays,
+    rows: RowState,
+    words: Tensor,
+    stamps: Tensor,
+    *,
+    appends: bool = True,
+) -> None:
+    """Append the sampled ids, `drawn` [S] int32, to their rows, and end the rows that stop or have no id. Without
+    `appends` the rows stay as they are: the host verifies the ids, and sends what it keeps with the next step.
 
     `result` [STAMP_WORDS + 2S] int32 gets the stamps, the ids (`DEAD` if the row had ended before, NO_ID if there is
-    none) and whether each id stops its row."""
+    none) and whether each id stops its row; 0 without `appends`."""
     num_samples = step.num_samples
     _finish[(triton.cdiv(num_samples, BLOCK),)](
         *(result, drawn, words, rows.params, rows.ids, rows.stops, stamps, step.sample_rows, num_samples),
         rows.params.shape[1],
         rows.ids.shape[1],
         rows.stops.shape[1],
+        appends,
         not INTERPRETED,
         BLOCK,
         num_warps=4,
@@ -157,6 +168,7 @@ def _prepare(
     slots_out,
     sampled_out,
     sample_rows_out,
+    num_known_out,
     adapters_out,
     num_tokens,
     num_entries,
@@ -178,7 +190,7 @@ def _prepare(
     places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     rows, starts = words + _HEADER, words + _HEADER + MAX_ROWS
     counts, offsets = words + _HEADER + 2 * MAX_ROWS, words + _HEADER + 3 * MAX_ROWS
-    sampled_entries = words + _HEADER + 4 * MAX_ROWS
+    sampled_tokens = words + _HEADER + 4 * MAX_ROWS
 
     # Entries. Ended rows and padding have a count of 0.
     there = places < tl.load(words + _NUM_ENTRIES)
@@ -213,13 +225,18 @@ def _prepare(
         slot = tl.load(row_params + row * PARAMS + _ADAPTER, mask=lives, other=0) - 1
         tl.store(adapters_out + places, slot, mask=inside)
 
-    # Samples: the last token of an entry.
+    # Samples.
     there = places < tl.load(words + _NUM_SAMPLES)
-    entry = tl.load(sampled_entries + places, mask=there, other=0)
-    last = tl.load(offsets + entry, mask=there, other=0) + tl.load(counts + entry, mask=there, other=1) - 1
+    token = tl.load(sampled_tokens + places, mask=there, other=0)
+    if ONE_EACH:
+        entry = token
+    else:
+        entry = tl.load(words + tl.load(words + _TOKENS_AT) + token, mask=there, other=0)
+    known = tl.load(starts + entry, mask=there, other=0) + token - tl.load(offsets + entry, mask=there, other=0) + 1
     inside = places < num_samples
-    tl.store(sampled_out + places, last, mask=inside)
+    tl.store(sampled_out + places, token, mask=inside)
     tl.store(sample_rows_out + places, tl.load(rows + entry, mask=there, other=PADDING_ROW), mask=inside)
+    tl.store(num_known_out + places, tl.where(there, known, 0), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_samples"])
@@ -236,6 +253,7 @@ def _finish(
     PARAMS: tl.constexpr,
     IDS: tl.constexpr,
     STOPS: tl.constexpr,
+    APPENDS: tl.constexpr,
     STAMPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -244,19 +262,20 @@ def _finish(
     row = tl.load(sample_rows + places, mask=there, other=0).to(tl.int64)
     lives = there & (tl.load(row_params + row * PARAMS + _ENDED, mask=there, other=1) == 0)
     token = tl.load(drawn + places, mask=lives, other=_DEAD)
-    grows = lives & (token >= 0)
-    num_ids = tl.load(row_params + row * PARAMS + _NUM_IDS, mask=grows, other=0)
-    tl.store(row_ids + row * IDS + num_ids, token, mask=grows)
-    tl.store(row_params + row * PARAMS + _NUM_IDS, num_ids + 1, mask=grows)
-    num_stops = tl.load(row_params + row * PARAMS + _NUM_STOPS, mask=grows, other=0)
     stopped = tl.zeros((BLOCK,), tl.int32)
-    most, i = tl.max(num_stops, 0), 0
-    while i < most:
-        stop = tl.load(stops + row * STOPS + i, mask=grows & (i < num_stops), other=-1)
-        stopped |= (stop == token).to(tl.int32)
-        i += 1
-    stopped = tl.where(grows, stopped, 0)
-    tl.store(row_params + row * PARAMS + _ENDED, 1, mask=lives & ((stopped == 1) | (token < 0)))
+    if APPENDS:
+        grows = lives & (token >= 0)
+        num_ids = tl.load(row_params + row * PARAMS + _NUM_IDS, mask=grows, other=0)
+        tl.store(row_ids + row * IDS + num_ids, token, mask=grows)
+        tl.store(row_params + row * PARAMS + _NUM_IDS, num_ids + 1, mask=grows)
+        num_stops = tl.load(row_params + row * PARAMS + _NUM_STOPS, mask=grows, other=0)
+        most, i = tl.max(num_stops, 0), 0
+        while i < most:
+            stop = tl.load(stops + row * STOPS + i, mask=grows & (i < num_stops), other=-1)
+            stopped |= (stop == token).to(tl.int32)
+            i += 1
+        stopped = tl.where(grows, stopped, 0)
+        tl.store(row_params + row * PARAMS + _ENDED, 1, mask=lives & ((stopped == 1) | (token < 0)))
     inside = places < num_samples
     tl.store(result + 4 + places, token, mask=inside)
     tl.store(result + 4 + num_samples + places, stopped, mask=inside)

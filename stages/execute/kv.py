@@ -33,11 +33,12 @@ class KVPlan:
     layout: KVLayout
 
 
-def plan_kv(settings: Settings, config: ModelConfig, max_num_tokens: int) -> KVPlan:
-    """The plan on a CPU, for steps of at most `max_num_tokens` tokens. Raises UserError if the memory is smaller than
-    one block of each KV group, or larger than the free memory."""
+def plan_kv(settings: Settings, config: ModelConfig, max_num_tokens: int, draft_bytes: int = 0) -> KVPlan:
+    """The plan on a CPU, for steps of at most `max_num_tokens` tokens. `draft_bytes` of each block are those of a draft
+    model's cache, which has as many blocks. Raises UserError if the memory is smaller than one block of each KV group,
+    or larger than the free memory."""
     layout = layout_of(settings, config)
-    num_bytes = kv_block_bytes(settings.execute, config, layout)
+    num_bytes = kv_block_bytes(settings.execute, config, layout) + draft_bytes
     kv_bytes = kv_bytes_in_ram(settings)
     num_blocks = kv_bytes // num_bytes
     if num_blocks < len(layout.groups):
@@ -51,7 +52,7 @@ def plan_kv(settings: Settings, config: ModelConfig, max_num_tokens: int) -> KVP
             f"execute.kv_cache_bytes is {kv_bytes}, but only {available} bytes of memory are "
             "free: lower execute.kv_cache_bytes"
         )
-    return _plan(settings, config, layout, num_blocks, max_num_tokens, "execute.kv_cache_bytes")
+    return _plan(settings, config, layout, num_blocks, max_num_tokens, num_bytes, "execute.kv_cache_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +68,12 @@ class DeviceMemory:
     """Still to be allocated: activations, graphs, scratch."""
 
 
-def plan_device_kv(settings: Settings, config: ModelConfig, memory: DeviceMemory) -> KVPlan:
-    """The plan on a GPU: `execute.kv_cache_bytes`, or the rest of `execute.gpu_memory_utilization`. Pure except for a
-    warning. Raises UserError if there is no memory for one block, or less than `execute.kv_cache_bytes`."""
+def plan_device_kv(settings: Settings, config: ModelConfig, memory: DeviceMemory, draft_bytes: int = 0) -> KVPlan:
+    """The plan on a GPU: `execute.kv_cache_bytes`, or the rest of `execute.gpu_memory_utilization`. `draft_bytes` as in
+    `plan_kv`. Pure except for a warning. Raises UserError if there is no memory for one block, or less than
+    `execute.kv_cache_bytes`."""
     layout, max_num_tokens = layout_of(settings, config), settings.schedule.max_step_tokens
-    num_bytes = kv_block_bytes(settings.execute, config, layout)
+    num_bytes = kv_block_bytes(settings.execute, config, layout) + draft_bytes
     least_bytes = num_bytes * len(layout.groups)
     left = memory.free_bytes - memory.reserved_bytes
     if asked := settings.execute.kv_cache_bytes:
@@ -85,7 +87,7 @@ def plan_device_kv(settings: Settings, config: ModelConfig, memory: DeviceMemory
                 f"execute.kv_cache_bytes is {asked}, but one block of {BLOCK_SIZE} tokens of this model takes "
                 f"{least_bytes} bytes: raise execute.kv_cache_bytes"
             )
-        return _plan(settings, config, layout, asked // num_bytes, max_num_tokens, "execute.kv_cache_bytes")
+        return _plan(settings, config, layout, asked // num_bytes, max_num_tokens, num_bytes, "execute.kv_cache_bytes")
     fraction = settings.execute.gpu_memory_utilization
     ours = int(fraction * memory.total_bytes) - memory.used_bytes - memory.reserved_bytes
     num_blocks = min(ours, left, MAX_CHOSEN_BLOCKS * num_bytes) // num_bytes
@@ -101,7 +103,7 @@ def plan_device_kv(settings: Settings, config: ModelConfig, memory: DeviceMemory
             f"other processes leave too little of the GPU's {gib(memory.total_bytes)} for KV blocks: {takes}, and "
             f"{gib(memory.free_bytes)} are free. Stop the processes that nvidia-smi lists"
         )
-    return _plan(settings, config, layout, num_blocks, max_num_tokens, "execute.gpu_memory_utilization")
+    return _plan(settings, config, layout, num_blocks, max_num_tokens, num_bytes, "execute.gpu_memory_utilization")
 
 
 def gib(num_bytes: float) -> str:
@@ -121,20 +123,26 @@ def _wanted(settings: Settings, config: ModelConfig) -> int:
 
 
 def _plan(
-    settings: Settings, config: ModelConfig, layout: KVLayout, num_blocks: int, max_num_tokens: int, key: str
+    settings: Settings,
+    config: ModelConfig,
+    layout: KVLayout,
+    num_blocks: int,
+    max_num_tokens: int,
+    num_bytes: int,
+    key: str,
 ) -> KVPlan:
-    """The plan for `num_blocks` blocks. Warns with the `key` to raise if they don't hold max_model_len tokens."""
+    """The plan for `num_blocks` blocks of `num_bytes`. Warns with the `key` to raise if they don't hold max_model_len
+    tokens."""
     wanted = _wanted(settings, config)
     capacity = longest_sequence(layout.groups, num_blocks, max_num_tokens, BLOCK_SIZE, wanted)
     if capacity < wanted:
         lacking = most_blocks(layout.groups, wanted, max_num_tokens, BLOCK_SIZE)
-        num_bytes = lacking * kv_block_bytes(settings.execute, config, layout)
         logging.getLogger("pipeline").warning(
             "KV memory holds %d tokens, so max_model_len is reduced to that from %d: raise %s%s",
             capacity,
             wanted,
             key,
-            f" to {num_bytes}" if key.endswith("_bytes") else "",
+            f" to {lacking * num_bytes}" if key.endswith("_bytes") else "",
         )
     return KVPlan(num_blocks, capacity, layout)
 

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from pipeline.config.sections.speculative import SpeculativeSettings
-from pipeline.kernels.logprob_inputs import ByteArray
+from pipeline.kernels.logprob_inputs import ByteArray, FloatArray
 from pipeline.kernels.sampling_inputs import NO_ID
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, LongArray
 from pipeline.stages.execute.grammar_masks.masks import Masks
@@ -30,6 +30,8 @@ ID_BYTES = 4
 class Proposer(Protocol):
     """Proposes ids that may follow a row's ids. The ids of rows are in the row table."""
 
+    reads_hidden_states: bool
+    """Whether it has to see the model's hidden states."""
     draft_s: float
     """Time of a draft model's last proposals."""
     pass_s: float
@@ -37,6 +39,12 @@ class Proposer(Protocol):
 
     def propose(self, rows: IntArray, most: IntArray, clock: Callable[[], float]) -> list[IntArray]:
         """Up to `most` ids for each of these rows, in order. Whatever is proposed, the text is the same."""
+
+    def observe(
+        self, rows: IntArray, starts: IntArray, counts: IntArray, offsets: IntArray, residual: FloatArray
+    ) -> None:
+        """The last step's hidden states before the last norm, float32 [tokens, hidden_size]: those of positions
+        `starts` … `starts` + `counts` of these rows begin at `offsets`. Only with `reads_hidden_states`."""
 
     def drop(self, rows: IntArray) -> None:
         """Forget what is kept for these rows: they are dropped."""
@@ -52,6 +60,8 @@ class NgramProposer:
     a b c a b c, it proposes a b c a b c … .
     """
 
+    reads_hidden_states = False
+
     def __init__(self, table: RowTable, fewest: int, most: int) -> None:
         """`fewest` and `most` are numbers of ids to look for."""
         self._table = table
@@ -64,6 +74,11 @@ class NgramProposer:
             self._of(table.predicted[row], table.ids[row, : table.num_ids[row]], num)
             for row, num in zip(rows.tolist(), most.tolist(), strict=True)
         ]
+
+    def observe(
+        self, rows: IntArray, starts: IntArray, counts: IntArray, offsets: IntArray, residual: FloatArray
+    ) -> None:
+        pass
 
     def drop(self, rows: IntArray) -> None:
         pass

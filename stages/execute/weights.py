@@ -157,6 +157,10 @@ class Weights:
         self.taken[format] = None
         return StoredMatrix(format, data, rows, columns, name)
 
+    def has(self, name: str) -> bool:
+        """Whether the files have a tensor, by Llama's name."""
+        return self._layout.find(name)[0] in self._files
+
     def matrices(self, names: Sequence[str], rows: Sequence[int], columns: int) -> "tuple[StoredMatrix | Matrix, ...]":
         """Matrices of shapes [rows[i], columns]."""
         return tuple(self.matrix(name, num, columns) for name, num in zip(names, rows, strict=True))

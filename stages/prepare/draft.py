@@ -33,9 +33,8 @@ def require_same_tokens(model: Path, draft: Path, name: str) -> None:
         )
 
 
-def link(settings: Settings, folder: Path, draft: Path, progress: Progress) -> None:
-    """Check the prepared draft model, and let the executor find it."""
-    require_same_tokens(folder, draft, settings.speculative.draft)
+def link(settings: Settings, draft: Path, progress: Progress) -> None:
+    """Let the executor find the prepared draft model or head."""
     link = draft_link(settings)
     temporary = link.with_name(f"{link.name}.{os.getpid()}")
     try:

@@ -50,8 +50,15 @@ def run(launch: Launch) -> None:
             f"{config.max_position} tokens: lower max_model_len, or set it to 0 for the model's own limit"
         )
     generation_config.load(launch.settings, folder)  # an invalid one is reported here, before the stages load it
-    if launch.settings.speculative.method == "draft_model":
-        draft.link(launch.settings, folder, prepare(draft.settings_of_draft(launch.settings), progress), progress)
+    match launch.settings.speculative.method:
+        case "draft_model":
+            prepared = prepare(draft.settings_of_draft(launch.settings), progress)
+            draft.require_same_tokens(folder, prepared, launch.settings.speculative.draft)
+            draft.link(launch.settings, prepared, progress)
+        case "eagle":
+            from pipeline.stages.prepare.eagle import prepare_head
+
+            draft.link(launch.settings, prepare_head(launch.settings, folder, progress), progress)
     name = launch.settings.served_model_name or config.name
     report(launch, m.Prepared(str(folder), name, adapters.prepare(launch.settings, folder, name, progress)))
 

@@ -170,6 +170,17 @@ def test_the_seed_determines_the_prompts(capsys: pytest.CaptureFixture[str]) -> 
     assert not set(prompts()) & set(prompts())
 
 
+def test_requests_can_be_beam_searches(capsys: pytest.CaptureFixture[str]) -> None:
+    load = ["--concurrency=1", "--num-requests=1", "--prompt-words=5", "--temperature=0"]
+    with FakeServer() as server:
+        code, report, _ = bench(server, capsys, "--beam-width=4", *load)
+        assert (code, report["workload"]["beam_width"]) == (0, 4)
+        assert all((body["use_beam_search"], body["n"]) == (True, 4) for body in server.bodies if body.get("stream"))
+    with FakeServer() as server:
+        bench(server, capsys, *load)
+        assert not any("use_beam_search" in body or "n" in body for body in server.bodies)
+
+
 @pytest.mark.parametrize("task", list(TASKS))
 def test_tasks_have_prompts_of_their_own(task: str, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = []

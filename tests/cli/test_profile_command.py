@@ -103,14 +103,15 @@ def test_the_stage_receives_the_steps_and_settings_of_the_options(
     code, _, err = run(
         *("execute", "--set", "execute.num_threads=1", "--model", "a b.gguf", "--quantization", "q8_0"),
         *("--kernels", "portable", "--batch", "2, 64,2", "--context", "99", "--prefill", "none", "--rounds", "3"),
-        *("--against", "torch"),
+        *("--against", "torch", "--verify", "7,3"),
         capsys=capsys,
     )
     assert (code, err) == (0, "")
     ((settings, plan),) = requested
     assert (settings.model, settings.quantization) == ("a b.gguf", "q8_0")
     assert (settings.execute.num_threads, settings.execute.kernels) == (1, "portable")
-    assert plan == ProfilePlan((2, 64), 99, (), 3, "torch", None)
+    assert plan == ProfilePlan((2, 64), 99, (), 3, "torch", None, verifies=(7, 3))
+    assert plan.cases()[2:4] == [Case("verify", 2, 8, 99), Case("verify", 2, 4, 99)]
 
 
 def test_by_default_decode_and_prefill_are_measured(requested: Requested, capsys: pytest.CaptureFixture[str]) -> None:

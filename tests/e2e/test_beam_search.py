@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from pipeline import LLM, AsyncLLM, BeamSearchParams, SamplingParams
+from pipeline.replay.compare import compare
+from pipeline.replay.replaying import replay
 from tests.compiled import link_kernels
 from tests.e2e.server import Server
 from tests.stages.gateway.gate import events_of
@@ -131,3 +133,29 @@ def test_a_search_survives_the_death_of_a_stage(server: Server, expected: Any, s
     server.stage(stage).send_signal(signal.SIGKILL)
     search.join(120)
     assert answers == [expected]
+
+
+@pytest.fixture(scope="module")
+def recordings(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Of a server from start to end, with a search beside samples."""
+    folder = tmp_path_factory.mktemp("recordings")
+    files = {stage: folder / f"{stage}.rec" for stage in ("execute", "schedule")}
+    options = [part for stage, path in files.items() for part in ("--record", f"{stage}={path}")]
+    sets = [f"model={tiny_model}", "execute.kv_cache_bytes=16MiB", "execute.num_threads=1", f"cache_dir={folder}"]
+    with Server(*sets, options=tuple(options)) as server:
+        bodies: list[dict[str, Any]] = [{}, {"use_beam_search": False, "n": 2, "temperature": 1.0, "seed": 5}]
+        threads = [threading.Thread(target=complete, args=(server,), kwargs=body) for body in bodies]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        server.until_idle()
+    return files
+
+
+@pytest.mark.parametrize("stage", ["execute", "schedule"])
+def test_the_replay_of_a_search_is_bit_identical(stage: str, recordings: dict[str, Path], tmp_path: Path) -> None:
+    replay(stage, recordings[stage], tmp_path / "out", paced=False, inline=False)
+    comparison = compare(tmp_path / "out", recordings[stage])
+    assert comparison.are_same, comparison.difference
+    assert comparison.num_same == sum(comparison.sent.values()) > 3

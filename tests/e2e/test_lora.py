@@ -123,14 +123,33 @@ def test_tools_are_called_with_an_adapter(server: Server) -> None:
     )
 
 
-def test_embeddings_and_beam_search_with_an_adapter(server: Server) -> None:
+def test_embeddings_with_an_adapter(server: Server) -> None:
     found = {
         name: post(server, "/v1/embeddings", input=PROMPT, **({} if name is None else {"model": name}))["data"][0]
         for name in (None, "one", "two")
     }
     assert len({json.dumps(one["embedding"]) for one in found.values()}) == 3
-    search = {"use_beam_search": True, "n": 2, "max_tokens": 8, "ignore_eos": False}
-    assert complete(server, "one", **search) != complete(server, None, **search)
+
+
+def test_beam_search_with_an_adapter(server: Server) -> None:
+    """Beside a search without one, and while the executor dies: what a beam that is sent again names is its adapter."""
+    body = {"prompt": PROMPT, "max_tokens": 60, "n": 3, "use_beam_search": True, "ignore_eos": True}
+
+    def search(name: str | None) -> list[str]:
+        choices = post(server, "/v1/completions", **body | ({} if name is None else {"model": name}))["choices"]
+        return [choice["text"] for choice in choices]
+
+    expected = {name: search(name) for name in (None, "one", "two")}
+    assert len({texts[0] for texts in expected.values()}) == 3 and len(set(expected["one"])) == 3
+    begun = threading.Event()
+    with ThreadPoolExecutor(4) as threads:
+        running = {name: threads.submit(search, name) for name in expected}
+        threads.submit(stream, server, None, begun)
+        assert begun.wait(60)
+        kill(pids(server)["execute.0"])
+        assert {name: future.result() for name, future in running.items()} == expected
+    server.until(lambda health: health["status"] == "ok")
+    server.look()
 
 
 def test_the_python_client_names_an_adapter(server: Server, alone: dict[str | None, str]) -> None:

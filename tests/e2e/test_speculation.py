@@ -9,6 +9,7 @@ from typing import Any
 
 from tests.compiled import link_kernels
 from tests.e2e.server import Server
+from tests.stages.execute.test_eagle import write_head
 from tests.stages.gateway.peers import until
 
 PROMPT = "one two three one two three one two"
@@ -32,11 +33,14 @@ def texts(answer: dict[str, Any]) -> Any:
     return [(choice["text"], choice["logprobs"]) for choice in answer["choices"]]
 
 
-def accepted(server: Server) -> float:
+def metric(server: Server, name: str) -> float:
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as reply:
         lines = reply.read().decode().splitlines()
-    name = "vllm:spec_decode_num_accepted_tokens_total"
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+
+def accepted(server: Server) -> float:
+    return metric(server, "vllm:spec_decode_num_accepted_tokens_total")
 
 
 def test_texts_are_the_same_also_when_the_executor_dies(tiny_model: Path, tmp_path: Path) -> None:
@@ -70,11 +74,15 @@ def test_texts_are_the_same_also_when_the_executor_dies(tiny_model: Path, tmp_pa
         assert answers == [expected[3]]
 
 
-def test_a_draft_model_is_served(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_draft_model_and_an_eagle_head_are_served(tiny_model: Path, tmp_path: Path) -> None:
     sets = small(tiny_model, tmp_path)
     with Server(*sets) as server:
         expected = texts(complete(server, temperature=0.8))
-    draft = "speculative.method=draft_model", f"speculative.draft={tiny_model}", "speculative.adaptive=false"
-    with Server(*sets, *draft) as server:
-        assert texts(complete(server, temperature=0.8)) == expected
-        assert accepted(server) > 30
+    config = json.loads((tiny_model / "config.json").read_text())
+    head = write_head(tmp_path / "head", **{name: config[name] for name in ("hidden_size", "vocab_size")})
+    for method, draft, least in (("draft_model", tiny_model, 30), ("eagle", head, -1)):  # the head is random
+        speculative = f"speculative.method={method}", f"speculative.draft={draft}", "speculative.adaptive=false"
+        with Server(*sets, *speculative) as server:
+            assert texts(complete(server, temperature=0.8)) == expected
+            assert accepted(server) > least
+            assert metric(server, "vllm:spec_decode_num_draft_tokens_total") > 30

@@ -38,6 +38,7 @@ def sample_filtered(
     strips,
     collected,
     row,
+    num_known,
     top,
     total,
     temperature,
@@ -45,7 +46,7 @@ def sample_filtered(
     STRIPS: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Sample an id from a row of logits [VOCAB], whose softmax weights sum to `total`."""
+    """Sample the id after the row's first `num_known` from logits [VOCAB], whose softmax weights sum to `total`."""
     places = tl.arange(0, PADDED)
     strip_tops = tl.load(tops + places, mask=places < STRIPS, other=-_INF)
     low = code_of(tl.full([], _LOWEST, tl.float32)).to(tl.int64)
@@ -71,7 +72,7 @@ def sample_filtered(
                 *(logits, strip_tops, strips, collected, low, top, temperature, weighted, wanted),
                 *(VOCAB, STRIPS),
             )
-    return _race(logits, strip_tops, strips, low, row, top, temperature, VOCAB, STRIPS)
+    return _race(logits, strip_tops, strips, low, row, num_known, top, temperature, VOCAB, STRIPS)
 
 
 @triton.jit
@@ -87,9 +88,9 @@ def _weigh(logits, tops, strips, low, top, temperature, VOCAB: tl.constexpr, STR
 
 
 @triton.jit
-def _race(logits, tops, strips, low, row, top, temperature, VOCAB: tl.constexpr, STRIPS: tl.constexpr):
+def _race(logits, tops, strips, low, row, num_known, top, temperature, VOCAB: tl.constexpr, STRIPS: tl.constexpr):
     """The winner among a row's values from `low` up."""
-    key_low, key_high = noise_key(tl.load(row + f.KEY_LOW), tl.load(row + f.KEY_HIGH), tl.load(row + f.NUM_IDS))
+    key_low, key_high = noise_key(tl.load(row + f.KEY_LOW), tl.load(row + f.KEY_HIGH), num_known)
     num_strips = list_strips(strips, tops, low, STRIPS)
     best = tl.full((TILE,), -_INF, tl.float32)
     winner = tl.full((TILE,), VOCAB, tl.int32)

@@ -44,14 +44,16 @@ def apply_logits_processors(
     list_memory: Tensor,
     ids: Tensor,
     sample_rows: Tensor,
+    num_known: Tensor,
     masks: Tensor | None,
     masked: Tensor | None,
     scratch: LogitsProcessorScratch,
 ) -> None:
     """Apply the rows' logits processors to logits [S, V] float32, in place.
 
-    params and ids [R, L] are those of `RowState`, with lists in `list_memory` (int32); sample_rows [S] int32. masks
-    [S, W] int32 are the grammar masks, and masked [S] int32 is 1 for samples with a mask; None without grammars.
+    params and ids [R, L] are those of `RowState`, with lists in `list_memory` (int32); sample_rows and num_known [S]
+    int32 those of `StepArrays`. masks [S, W] int32 are the grammar masks, and masked [S] int32 is 1 for samples with a
+    mask; None without grammars.
     """
     num, vocab_size = len(sample_rows), scratch.counts.shape[1]
     assert logits.shape[1] == vocab_size and num <= len(scratch.counts) and logits.stride(1) == 1
@@ -71,7 +73,7 @@ def apply_logits_processors(
         num_warps=4,
     )
     _lists[(num,)](
-        *(logits, params, list_memory, ids, sample_rows, *mask_arguments, scratch.counts),
+        *(logits, params, list_memory, ids, sample_rows, num_known, *mask_arguments, scratch.counts),
         logits.stride(0),
         vocab_size,
         params.shape[1],
@@ -125,6 +127,7 @@ def _lists(
     list_memory,
     row_ids,
     sample_rows,
+    num_known,
     masks,
     masked,
     counts,
@@ -142,7 +145,7 @@ def _lists(
     if (tl.load(row + f.ENDED) == 0) & (tl.load(row + f.HAS_LOGITS_PROCESSORS) == 1):
         logits += sample * STRIDE
         ids = row_ids + at * MAX_IDS
-        num_ids, num_prompt = tl.load(row + f.NUM_IDS), tl.load(row + f.NUM_PROMPT)
+        num_ids, num_prompt = tl.load(num_known + sample), tl.load(row + f.NUM_PROMPT)
         num_output = num_ids - num_prompt
         _forbid_runs(
             logits, list_memory + tl.load(row + f.RUNS_AT), tl.load(row + f.NUM_RUNS), ids, num_ids, num_output

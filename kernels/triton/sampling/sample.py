@@ -59,18 +59,25 @@ class SamplingScratch:
 
 
 def sample(
-    ids: Tensor, logits: Tensor, params: Tensor, sample_rows: Tensor, scratch: SamplingScratch, *, filtered: bool
+    ids: Tensor,
+    logits: Tensor,
+    params: Tensor,
+    sample_rows: Tensor,
+    num_known: Tensor,
+    scratch: SamplingScratch,
+    *,
+    filtered: bool,
 ) -> None:
     """Write the next id of each row to ids [S] int32: NO_ID if no id is possible, nothing if the row has ended.
 
-    logits [S, V] float32 are not modified; params are those of `RowState`; sample_rows [S] int32. Without `filtered`,
-    no row may have top_k, top_p or min_p.
+    logits [S, V] float32 are not modified; params are those of `RowState`; sample_rows and num_known [S] int32 those of
+    `StepArrays`. Without `filtered`, no row may have top_k, top_p or min_p.
     """
     num = len(sample_rows)
     assert logits.shape[1] == scratch.vocab_size and num <= len(scratch.scores) and logits.stride(1) == 1
     _blocks[(scratch.num_blocks, num)](
         *(scratch.largest, scratch.scores, scratch.winners, scratch.weights, scratch.tops),
-        *(logits, params, sample_rows),
+        *(logits, params, sample_rows, num_known),
         logits.stride(0),
         scratch.vocab_size,
         params.shape[1],
@@ -82,7 +89,7 @@ def sample(
     if filtered:
         _filter[(num,)](
             *(scratch.largest, scratch.scores, scratch.winners, scratch.weights, scratch.tops, scratch.strips),
-            *(scratch.collected, logits, params, sample_rows),
+            *(scratch.collected, logits, params, sample_rows, num_known),
             logits.stride(0),
             scratch.vocab_size,
             params.shape[1],
@@ -125,6 +132,7 @@ def _blocks(
     logits,
     row_params,
     sample_rows,
+    num_known,
     STRIDE: tl.constexpr,
     VOCAB: tl.constexpr,
     PARAMS: tl.constexpr,
@@ -155,7 +163,7 @@ def _blocks(
             # `_filter` chooses the id.
             score = tl.where(is_random, -_INF, score)
         elif is_random:
-            low, high = noise_key(tl.load(row + f.KEY_LOW), tl.load(row + f.KEY_HIGH), tl.load(row + f.NUM_IDS))
+            low, high = noise_key(tl.load(row + f.KEY_LOW), tl.load(row + f.KEY_HIGH), tl.load(num_known + sample))
             score = (logit - top) / temperature - log_noise(low, high, ids)
         best, winner = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
         tl.store(largest + at, top)
@@ -175,6 +183,7 @@ def _filter(
     logits,
     row_params,
     sample_rows,
+    num_known,
     STRIDE: tl.constexpr,
     VOCAB: tl.constexpr,
     PARAMS: tl.constexpr,
@@ -195,8 +204,8 @@ def _filter(
             total = tl.where(block_tops > -_INF, block_weights * tl.exp((block_tops - top) / temperature), 0.0)
             winner = sample_filtered(
                 *(logits + sample * STRIDE, tops + sample * STRIPS, strips + sample * STRIPS),
-                *(collected + sample * _MAX_COLLECTED, row, top, tl.sum(total, 0), temperature),
-                *(VOCAB, STRIPS, PADDED_STRIPS),
+                *(collected + sample * _MAX_COLLECTED, row, tl.load(num_known + sample), top, tl.sum(total, 0)),
+                *(temperature, VOCAB, STRIPS, PADDED_STRIPS),
             )
             # The row's only winner: its other blocks have no score.
             tl.store(largest + sample * BLOCKS, top)

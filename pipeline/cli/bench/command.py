@@ -149,6 +149,8 @@ async def _level(
     options: dict[str, Any] = {"temperature": temperature}
     if workload.ignore_eos:
         options["ignore_eos"] = True
+    if workload.beam_width:
+        options |= {"use_beam_search": True, "n": workload.beam_width}
 
     async def generate(name: str, part: float) -> RequestResult:
         # Prompts differ between temperatures, so that no level finds another's in the prefix cache.

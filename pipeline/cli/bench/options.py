@@ -36,6 +36,8 @@ class Workload(msgspec.Struct, frozen=True):
     ignore_eos: bool
     task: TaskName | None = None
     """Prompts are of this task instead of common words, and have its length."""
+    beam_width: int = 0
+    """Each request is a beam search of this width; 0 for none."""
 
 
 class Preset(msgspec.Struct, frozen=True):
@@ -119,6 +121,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="prompts of a real task instead of common words, for what depends on the text, such as speculative "
         "decoding: copy lines of a list, edit a file, write a function, answer a question",
     )
+    load.add_argument(
+        "--beam-width",
+        type=types.positive,
+        metavar="N",
+        help="make each request a beam search with N beams. Its output comes at its end, and all beams count",
+    )
     load.add_argument("--output-tokens", type=types.positive, metavar="N", help="output tokens of a request")
     load.add_argument(
         "--ignore-eos",
@@ -200,6 +208,7 @@ def workload_of(args: argparse.Namespace) -> Workload:
         endpoint=args.endpoint,
         ignore_eos=args.ignore_eos,
         task=args.task,
+        beam_width=args.beam_width or 0,
     )
 
 

@@ -106,7 +106,7 @@ def _notes(report: BenchReport) -> str:
         lines.append("The server reports no usage: each chunk counts as one token, prompts count as none.")
     if any(level.num_requests == 0 for level in report.levels):
         lines.append("A level completed no request in its time: use a longer --duration.")
-    requested = report.workload.output_tokens
+    requested = report.workload.output_tokens * max(1, report.workload.beam_width)
     if report.workload.ignore_eos and any(0 < level.completion_tokens < 0.99 * requested for level in report.levels):
         lines.append(
             f"Outputs were shorter than the {requested} requested tokens: the server does not support ignore_eos."

@@ -90,7 +90,7 @@ REFUSED = {
     "--root-path": Refused("let the proxy remove the prefix from the path"),
     "--seed": Refused("set `seed` in each request: a request without one gets a random seed", ("0",)),
     "--speculative-config": Refused(
-        "use --set speculative.method=ngram or draft_model, with speculative.draft=MODEL, "
+        "use --set speculative.method=ngram, draft_model or eagle, with speculative.draft=MODEL, "
         "speculative.num_speculative_tokens, speculative.prompt_lookup_max and speculative.prompt_lookup_min"
     ),
     "--ssl-cert-reqs": Refused("use --ssl-ca-certs: with it, clients need a certificate"),

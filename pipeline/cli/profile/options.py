@@ -4,6 +4,7 @@ import argparse
 
 from pipeline.cli.profile.results import ProfilePlan
 from pipeline.cli.profile.shapes import SHAPES
+from pipeline.config.sections.speculative import MAX_SPECULATIVE_TOKENS
 
 MAX_SEQS = 4096
 MAX_TOKENS = 2**20
@@ -34,6 +35,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=(1, 8, 32),
         metavar="N,N…",
         help="sequences of each decode step, or none; by default 1,8,32",
+    )
+    steps.add_argument(
+        "--verify",
+        type=_verifies,
+        default=(),
+        metavar="N,N…",
+        help="also measure decode steps that verify so many proposed tokens of each sequence, as speculative decoding "
+        "does; on a CPU. Measure a draft model's passes with its own --model",
     )
     steps.add_argument(
         "--context",
@@ -69,7 +78,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def plan_of(args: argparse.Namespace) -> ProfilePlan:
     """The plan that the options describe."""
-    return ProfilePlan(args.batch, args.context, args.prefill, args.rounds, args.against, args.shape, args.layers)
+    return ProfilePlan(
+        *(args.batch, args.context, args.prefill, args.rounds, args.against, args.shape, args.layers, args.verify)
+    )
 
 
 # argparse shows the message of an ArgumentTypeError after the name of the option.
@@ -92,6 +103,10 @@ def _batches(text: str) -> tuple[int, ...]:
 
 def _prefills(text: str) -> tuple[int, ...]:
     return _several(text, MAX_TOKENS)
+
+
+def _verifies(text: str) -> tuple[int, ...]:
+    return _several(text, MAX_SPECULATIVE_TOKENS)
 
 
 def _context(text: str) -> int:

@@ -132,6 +132,8 @@ def _footnotes(profile: Profile) -> str:
 def _name(case: Case) -> str:
     if case.phase == "prefill":
         return f"prefill {case.num_new}"
+    if case.phase == "verify":
+        return f"verify {case.num_new - 1} of {case.num_seqs} at {case.context}"
     return f"decode {case.num_seqs} at {case.context}"
 
 

@@ -8,7 +8,7 @@ import msgspec
 class Case(msgspec.Struct, frozen=True):
     """One kind of step."""
 
-    phase: Literal["decode", "prefill"]
+    phase: Literal["decode", "prefill", "verify"]
     num_seqs: int
     num_new: int
     """Tokens that the step computes for each sequence."""
@@ -18,6 +18,11 @@ class Case(msgspec.Struct, frozen=True):
     @property
     def num_tokens(self) -> int:
         return self.num_seqs * self.num_new
+
+    @property
+    def num_samples(self) -> int:
+        """Tokens after which an id is sampled: all that are verified, else the last of each sequence."""
+        return self.num_tokens if self.phase == "verify" else self.num_seqs
 
 
 class ProfilePlan(msgspec.Struct, frozen=True):
@@ -37,8 +42,12 @@ class ProfilePlan(msgspec.Struct, frozen=True):
     layers: int | None = None
     """Only this many layers of the shape."""
 
+    verifies: tuple[int, ...] = ()
+    """Numbers of proposed tokens that a decode step verifies for each sequence (speculative decoding)."""
+
     def cases(self) -> list[Case]:
         decodes = [Case("decode", num_seqs, 1, self.context) for num_seqs in self.batches]
+        decodes += [Case("verify", batch, 1 + num, self.context) for batch in self.batches for num in self.verifies]
         return decodes + [Case("prefill", 1, num_tokens, num_tokens) for num_tokens in self.prefills]
 
 

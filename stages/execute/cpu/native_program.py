@@ -104,6 +104,7 @@ class NativeProgram(Program):
         self._panels = None if panels is None else PanelStore(library, self._thread_pool, panels)
         self._memory = NativeMemory(library, self._thread_pool, activations, self._panels)
         self._table: tuple[AnyMatrix, native.PackedMatrix] | None = None
+        self._head: native.PackedMatrix | None = None
         self._lora = None if lora is None else NativeLora(library, self._memory, lora, config, inputs.max_num_tokens)
         self._num_layers, self._max_model_len = 0, max_model_len
         self._centered: list[CenteredLayer] = []
@@ -148,7 +149,9 @@ class NativeProgram(Program):
         self._blocks = self._block_places(num_blocks, layer_bytes(config, kv_type))
         self._plans: dict[tuple[int, int], int] = {}
 
-    def embed(self, embedding: Embedding) -> None:
+    def embed(self, embedding: Embedding | None) -> None:
+        if embedding is None:
+            return
         config, library, table = self._config, self._library, embedding.table
         self._table = table, self._memory.pack((table,))
         library.program_embed(self._handle, self._residual, self._table[1], config.embedding_scale)
@@ -186,15 +189,25 @@ class NativeProgram(Program):
         self._attend(attention)
         self._feed_forward(mlp, place)
 
+    def borrow_head(self, other: Program) -> None:
+        assert isinstance(other, NativeProgram)
+        self._head = other._head
+
     def sample(self, head: Head) -> None:
         config, norm = self._config, head.norm
-        bias = None if norm.bias is None else np.asarray(norm.bias, np.float32)
-        self.last_norm = Norm(np.asarray(norm.weight, np.float32), bias)
-        # A tied head shares the embedding's memory.
-        tied = self._table is not None and self._table[0] is head.matrix and head.bias is None
-        packed = (
-            self._table[1] if self._table is not None and tied else self._memory.pack((head.matrix,), bias=head.bias)
-        )
+        if norm is not None:
+            bias = None if norm.bias is None else np.asarray(norm.bias, np.float32)
+            self.last_norm = Norm(np.asarray(norm.weight, np.float32), bias)
+        packed = self._head
+        if packed is None:
+            # A tied head shares the embedding's memory.
+            tied = self._table is not None and self._table[0] is head.matrix and head.bias is None
+            packed = (
+                self._table[1]
+                if self._table is not None and tied
+                else self._memory.pack((head.matrix,), bias=head.bias)
+            )
+        self._head = packed
         places = packed, config.vocab_size, self._logits, self._inputs.max_num_samples
         form = self._memory.form(head.matrix)
         form_of_logits = config.logit_scale, config.logit_softcap or 0.0

@@ -120,7 +120,8 @@ class ExpertsWeights:
 class Head:
     """The last norm and the LM head [vocab_size, hidden_size]."""
 
-    norm: Norm
+    norm: Norm | None
+    """None if the hidden states are normed already."""
     matrix: AnyMatrix
     bias: "AnyVector | None" = None
 
@@ -136,8 +137,9 @@ class ProgramBuilder(ABC):
     """The norm in `sample`; its arrays are float32 in host memory."""
 
     @abstractmethod
-    def embed(self, embedding: Embedding) -> None:
-        """residual = norm(table[ids] * embedding_scale + positions[position])"""
+    def embed(self, embedding: Embedding | None) -> None:
+        """residual = norm(table[ids] * embedding_scale + positions[position]). None: the caller writes `residual`
+        before each step, which not all back ends support."""
 
     @abstractmethod
     def attention(self, weights: AttentionWeights) -> None:
@@ -171,6 +173,11 @@ class Program(ProgramBuilder):
 
     def finish_loading(self) -> None:
         """Called once after the model is recorded."""
+
+    @abstractmethod
+    def borrow_head(self, other: "Program") -> None:
+        """Use the LM head's memory of another program of the same back end. Called before `sample`, which must have
+        the same head."""
 
     @abstractmethod
     def run(self) -> IntArray:

@@ -19,6 +19,7 @@ from pipeline.stages.execute.adapters import AdapterSlots, LoraPlan
 from pipeline.stages.execute.cpu.backend import choose_library, make_program, max_num_prefill_tokens
 from pipeline.stages.execute.cpu.panel_file import PanelPlace
 from pipeline.stages.execute.cpu.program import LogitArray, MasksLate, Program
+from pipeline.stages.execute.draft_model import draft_block_bytes
 from pipeline.stages.execute.grammar_masks.masks import LATE_MS, Masks
 from pipeline.stages.execute.kv import KVPlan, divide_swap, kv_dtype, plan_kv
 from pipeline.stages.execute.models.registry import build_program
@@ -63,13 +64,13 @@ class CpuRunner:
         swap: memoryview | None = None,
         make: Callable[..., Program] = make_program,
     ) -> None:
-        config = ModelConfig.load(model_dir)
+        self._config = config = ModelConfig.load(model_dir)
         max_num_seqs = settings.schedule.max_num_seqs
         library = choose_library(settings, config)
         weights = Weights(model_dir, config, FLOAT_FORMATS[settings.execute.dtype], keeps_floats=library is not None)
         panels = PanelPlace.of(model_dir, weights.files) if library and settings.execute.keep_packed_weights else None
         max_num_tokens = max_num_prefill_tokens(settings.schedule, library, weights.are_quantized)
-        kv = plan_kv(settings, config, max_num_tokens)
+        kv = plan_kv(settings, config, max_num_tokens, draft_block_bytes(settings))
         swapped = None if swap is None else divide_swap(settings, config, swap, kv.layout)
         num_swap_blocks = 0 if swapped is None else len(swapped)
         num_groups = len(kv.layout.groups)
@@ -95,7 +96,6 @@ class CpuRunner:
         self.sampling_inputs = SamplingInputs(max_num_samples, config.vocab_size, self.masks.words)
         self.scores = ScoreInputs(max_num_seqs)
         num_threads = settings.execute.num_threads or len(os.sched_getaffinity(0))
-        self.speculator = self._make_speculator(settings, kv, num_threads) if self.facts.max_num_drafts else None
         lora = LoraPlan.of(settings)
         self.program = make(
             *(library, settings, config, self.inputs, self.sampling_inputs, self.scores, kv, num_threads, swapped),
@@ -105,6 +105,11 @@ class CpuRunner:
         self._adapters = None if lora is None else AdapterSlots(model_dir, lora.num_slots, self.program)
         build_program(config, weights, self.program)
         self.program.finish_loading()
+        self.speculator: Speculator | None = None
+        if self.facts.max_num_drafts:
+            self.masks.forces = True
+            proposer = self._proposer_of(settings, kv, num_threads, weights)
+            self.speculator = Speculator(self.rows, settings.speculative, proposer, self.masks)
         self.weight_formats = "+".join(weights.taken)
         """For example `q8_0+q4_1`."""
         last = self.program.last_norm
@@ -118,14 +123,14 @@ class CpuRunner:
         self.failed = self._changes.failed
         self._clock: Clock = time.monotonic
 
-    def _make_speculator(self, settings: Settings, kv: KVPlan, num_threads: int) -> Speculator:
-        self.masks.forces = True
+    def _proposer_of(self, settings: Settings, kv: KVPlan, num_threads: int, weights: Weights) -> Proposer | None:
+        """What proposes ids; None for n-grams."""
         if settings.speculative.method == "ngram":
-            return Speculator(self.rows, settings.speculative, masks=self.masks)
-        from pipeline.stages.execute.cpu.draft_model import load_draft_model
+            return None
+        from pipeline.stages.execute.cpu.draft_model import load_proposer
+        from pipeline.stages.execute.cpu.eagle import Target
 
-        draft_model = load_draft_model(settings, self.rows, kv, num_threads)
-        return Speculator(self.rows, settings.speculative, draft_model, self.masks)
+        return load_proposer(settings, self.rows, kv, num_threads, Target(self._config, weights, self.program))
 
     def _drop_drafts(self, rows: IntArray) -> None:
         if self._proposer is not None:
@@ -239,6 +244,11 @@ class CpuRunner:
             if self._adapters is not None:
                 self.inputs.fill_adapters(self.rows.adapters[rows])
             computed = self._run_and_verify(rows[is_sampled], num_drafts[is_sampled])
+        if self._proposer is not None and self._proposer.reads_hidden_states:
+            kept = counts.copy()
+            if (verified := computed.verified) is not None:
+                kept[is_sampled] -= (verified.num_drafts + 1 - verified.num_ids).astype(np.int32)
+            self._proposer.observe(rows, starts, kept, self.inputs.offsets[: len(rows)], self.program.residual())
         if requested_features & SamplingFeature.PROMPT_LOGPROBS:
             prompt_logprobs = score_prompts(self.rows, rows, self.program, self.inputs, self.scores)
             computed = computed._replace(prompt_logprobs=prompt_logprobs)

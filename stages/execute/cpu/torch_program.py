@@ -115,7 +115,7 @@ class TorchProgram(Program):
         slopes = None if config.alibi_slopes is None else torch.tensor(config.alibi_slopes)
         self._score_form = ScoreForm(config.query_scale, config.attention_softcap, slopes, config.sinks)
 
-    def embed(self, embedding: Embedding) -> None:
+    def embed(self, embedding: Embedding | None) -> None:
         config, calls, ops = self._config, self._calls, self._ops
         for rope, rotation in self._rotations.items():
             cos, sin = (calls.buffer(config.head_dim, dtype=torch.float32) for _ in range(2))
@@ -123,6 +123,8 @@ class TorchProgram(Program):
             magnitudes = None if rotation.magnitudes is None else torch.from_numpy(rotation.magnitudes)
             calls.add(ops.rotary_angles, cos, sin, calls.positions, frequencies, magnitudes)
             self._angles[rope] = cos, sin
+        if embedding is None:
+            return
         table = embedding.table
         self._table = table, as_matrix(table).dequantize(ops.dtype)
         calls.add(ops.take_rows, self._residual, self._table[1], calls.ids)
@@ -177,15 +179,23 @@ class TorchProgram(Program):
         self._add(self._branch, attention.post_norm)
         self._add(self._x, mlp.post_norm)
 
+    def borrow_head(self, other: Program) -> None:
+        assert isinstance(other, TorchProgram)
+        self._head = other._head
+
     def sample(self, head: Head) -> None:
         config, calls, ops = self._config, self._calls, self._ops
-        bias = None if head.norm.bias is None else as_tensor(head.norm.bias).numpy()
-        self.last_norm = Norm(as_tensor(head.norm.weight).numpy(), bias)
+        if head.norm is not None:
+            bias = None if head.norm.bias is None else as_tensor(head.norm.bias).numpy()
+            self.last_norm = Norm(as_tensor(head.norm.weight).numpy(), bias)
         self._norm(self._x, self._residual, head.norm)
         calls.add(ops.take_rows, self._last, self._x, calls.sampled)
         # A tied head shares the embedding's memory.
         tied = self._table is not None and self._table[0] is head.matrix
-        weight = self._table[1] if self._table is not None and tied else as_matrix(head.matrix).dequantize(ops.dtype)
+        weight = self._head
+        if weight is None:
+            is_shared = self._table is not None and tied
+            weight = self._table[1] if self._table and is_shared else as_matrix(head.matrix).dequantize(ops.dtype)
         calls.add(ops.logits, self._logits, self._last, weight)
         self._head = weight
         if head.bias is not None:

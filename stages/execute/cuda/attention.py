@@ -50,10 +50,10 @@ class DeviceAttention:
     """Computes the attention of all layers. Owns what is between its launches."""
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, max_num_tokens: int, max_num_samples: int, where: torch.device
+        self, config: ModelConfig, dtype: torch.dtype, max_num_tokens: int, max_num_rows: int, where: torch.device
     ) -> None:
         self._config, self._dtype, self._where = config, dtype, where
-        self._max_num_tokens, self._max_num_samples = max_num_tokens, max_num_samples
+        self._max_num_tokens, self._max_num_rows = max_num_tokens, max_num_rows
         slopes = None if config.alibi_slopes is None else torch.tensor(config.alibi_slopes)
         self._form = ScoreForm(config.query_scale, config.attention_softcap, slopes, config.sinks)
         self._growth = config.query_growth, config.query_growth_period
@@ -121,7 +121,7 @@ class DeviceAttention:
         if window not in self._tasks:
             config = self._config
             self._tasks[window] = AttentionTasks(
-                self._max_num_samples,
+                self._max_num_rows,
                 self._max_num_tokens,
                 config.num_heads,
                 config.num_kv_heads,

@@ -48,12 +48,17 @@ class Facts:
 def require(settings: Settings, config: ModelConfig, folder: Path) -> None:
     """Raises UserError if there is no GPU, or if it can't run the model of a prepared folder."""
     if gpu.is_interpreted():
-        if lacking := missing(config, TRITON):
-            raise UserError(_lacks(config, lacking))
+        require_features(config)
         return
     problem = why_not(settings, config, look(), weight_bytes(settings, config, folder))
     if problem is not None:
         raise UserError(problem)
+
+
+def require_features(config: ModelConfig) -> None:
+    """Raises UserError if the kernels lack something that a model needs."""
+    if lacking := missing(config, TRITON):
+        raise UserError(_lacks(config, lacking))
 
 
 def look() -> Facts:

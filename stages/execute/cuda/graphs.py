@@ -51,10 +51,11 @@ class StepGraphs:
         words: Tensor,
         max_num_rows: int,
         max_num_tokens: int,
+        max_num_samples: int,
         num_groups: int = 1,
     ) -> None:
         self._device, self._model, self._rows, self._words = device, model, rows, words
-        self._max_num_rows = max_num_rows
+        self._max_num_rows, self._max_num_samples = max_num_rows, max_num_samples
         where = device.where
 
         def ints(num: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -65,11 +66,11 @@ class StepGraphs:
         self._adapters = ints(max_num_tokens)
         self._slots = ints(num_groups * max_num_tokens, torch.int64).view(num_groups, max_num_tokens)
         self._tables = rows.blocks.view(len(rows.blocks), num_groups, -1)
-        self._samples = [ints(max_num_rows), ints(max_num_rows)]
+        self._samples = [ints(max_num_samples) for _ in range(3)]
         self._stamps = ints(ends.STAMP_WORDS)
-        self.sampled_ids = ints(max_num_rows)
-        self._result = ints(ends.STAMP_WORDS + 2 * max_num_rows)
-        self.scratch = sample.SamplingScratch(max_num_rows, model.logits.shape[1], where)
+        self.sampled_ids = ints(max_num_samples)
+        self._result = ints(ends.STAMP_WORDS + 2 * max_num_samples)
+        self.scratch = sample.SamplingScratch(max_num_samples, model.logits.shape[1], where)
         self._captured: dict[tuple[PaddedStepShape, CapturedStepKind], CapturedStep] = {}
 
     @property
@@ -88,7 +89,7 @@ class StepGraphs:
         calls = self._calls(step, shape, kind)
         if not shape.is_captured:
             return CapturedStep(calls, step, shape, self._result_of(step))
-        self._words[: ends.words_of(self._max_num_rows)].zero_()
+        self._words[: ends.words_of(self._max_num_rows, self._max_num_samples)].zero_()
         captured = CapturedStep(self._device.graph(calls), step, shape, self._result_of(step))
         self._captured[shape, kind] = captured
         return captured
@@ -100,8 +101,8 @@ class StepGraphs:
     def _result_of(self, step: StepArrays) -> Tensor:
         return self._result[: ends.STAMP_WORDS + 2 * step.num_samples]
 
-    def finish(self, step: StepArrays) -> None:
-        """Write the sampled ids to the rows and to the result."""
+    def finish(self, step: StepArrays, *, verifies: bool) -> None:
+        """Write the sampled ids to the result and, unless the host verifies them first, to the rows."""
         ends.finish(
             self._result_of(step),
             self.sampled_ids[: step.num_samples],
@@ -109,11 +110,13 @@ class StepGraphs:
             self._rows,
             self._words,
             self._stamps,
+            appends=not verifies,
         )
 
     def sample(self, logits: Tensor, step: StepArrays, *, filtered: bool) -> None:
         ids = self.sampled_ids[: step.num_samples]
-        sample.sample(ids, logits, self._rows.params, step.sample_rows, self.scratch, filtered=filtered)
+        arrays = step.sample_rows, step.num_known, self.scratch
+        sample.sample(ids, logits, self._rows.params, *arrays, filtered=filtered)
 
     def apply(self) -> None:
         """Apply only the row changes in the words."""
@@ -128,7 +131,7 @@ class StepGraphs:
                 self.sample(
                     self._model.logits[: step.num_samples], step, filtered=kind is CapturedStepKind.SAMPLE_FILTERED
                 )
-                self.finish(step)
+                self.finish(step, verifies=shape.verifies)
 
         return calls
 
@@ -136,10 +139,10 @@ class StepGraphs:
         rows, starts, counts, offsets = (each[: shape.num_entries] for each in self._entries)
         ids, positions = (each[: shape.num_tokens] for each in self._tokens)
         adapters = self._adapters[: shape.num_tokens] if shape.has_adapters else None
-        sampled, sample_rows = (each[: shape.num_samples] for each in self._samples)
+        sampled, sample_rows, num_known = (each[: shape.num_samples] for each in self._samples)
         groups: tuple[StepArrays, ...] = ()
         for group in reversed(range(len(self._slots))):
             slots, table = self._slots[group, : shape.num_tokens], self._tables[:, group]
-            arrays = rows, starts, counts, offsets, ids, positions, slots, sampled, sample_rows, table
+            arrays = rows, starts, counts, offsets, ids, positions, slots, sampled, sample_rows, num_known, table
             groups = (StepArrays(*arrays, adapters, others=groups if group == 0 else ()), *groups)
         return groups[0]

@@ -7,11 +7,12 @@ import numpy as np
 from torch import Tensor
 
 from pipeline.kernels.logprob_inputs import ByteArray
-from pipeline.kernels.step_inputs import IntArray
+from pipeline.kernels.step_inputs import IntArray, LongArray
+from pipeline.stages.execute.cuda.batches import Batch, BoolArray
+from pipeline.stages.execute.cuda.device import Device
 from pipeline.stages.execute.cuda.host_transfer import HostTransfer
+from pipeline.stages.execute.cuda.model import HiddenStates
 from pipeline.stages.execute.cuda.staging import Slot
-
-BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 @dataclass(slots=True)
@@ -63,6 +64,12 @@ class LaunchedStep:
     pooled: BoolArray | None
     num_rows: int
     num_tokens: int
+    num_drafts: LongArray | None = None
+    """Of `rows`: ids that were proposed for them. None if there are none: then the GPU appends what it samples."""
+    draft_s: float = 0.0
+    """Time of a draft model, before the launch."""
+    draft_pass_s: float = 0.0
+    """Of one of its passes."""
     is_token_only: bool = False
     """No row requests more than the next id."""
     launch_s: float = 0.0
@@ -88,3 +95,22 @@ class LaunchedStep:
         self.slot.done.synchronize()
         if self.host_transfer is not None:
             self.host_transfer.ended.synchronize()
+
+
+def pooled_entries(
+    launched_step: LaunchedStep,
+    device: Device,
+    batch: Batch,
+    generations: "np.ndarray[Any, np.dtype[np.uint32]]",
+    pooled: BoolArray,
+    hidden_states: HiddenStates,
+) -> list[PooledHiddenStates]:
+    """Enqueue the copies of the hidden states of `pooled` entries to the host. `generations` are those of all rows."""
+    entries = []
+    for i in np.flatnonzero(pooled).tolist():
+        row, begin = int(batch.rows[i]), int(batch.offsets[i])
+        tokens = device.fetch(hidden_states.of(begin, begin + int(batch.counts[i])))
+        place = np.flatnonzero(launched_step.rows == row).tolist()
+        start, generation = int(batch.starts[i]), int(generations[row])
+        entries.append(PooledHiddenStates(row, generation, start, tokens, place[0] if place else -1))
+    return entries

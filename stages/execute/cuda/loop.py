@@ -26,8 +26,9 @@ a message arrives. It is longer than the pause between a result and the next ste
 STUCK_S = 60.0
 """After this time with a step in flight, pings are not answered, so that `/health` reports a GPU that hangs."""
 
-TIMES = struct.Struct("<dddd")
-"""Times of a step in a recording, in seconds: when it was seen to be over, compute, wait, copy."""
+TIMES = struct.Struct("<dddddd")
+"""Times of a step in a recording, in seconds: when it was seen to be over, compute, wait, copy, a draft model's
+proposals and one of its passes."""
 
 
 def serve(stage: "Stage[m.ExecuteInbox]", runner: CudaRunner) -> None:
@@ -132,13 +133,15 @@ class Loop:
         else:
             # No GPU clock, or nothing computed.
             compute_s, wait_s = now_s - max(launched_s, self._ended_s), max(0.0, launched_s - self._ended_s)
-        times = TIMES.pack(now_s, compute_s, wait_s, sampled.copy_s)
-        now_s, compute_s, wait_s, copy_s = TIMES.unpack(
+            compute_s -= sampled.draft_s
+        times = TIMES.pack(now_s, compute_s, wait_s, sampled.copy_s, sampled.draft_s, sampled.draft_pass_s)
+        now_s, compute_s, wait_s, copy_s, draft_s, pass_s = TIMES.unpack(
             stage.replay_context.observe("complete", launched_step.step_id, times)
         )
         self._ended_s = now_s
-        if copy_s != sampled.copy_s:
-            sampled = sampled._replace(copy_s=copy_s)
+        if (copy_s, draft_s) != (sampled.copy_s, sampled.draft_s):
+            sampled = sampled._replace(copy_s=copy_s, draft_s=draft_s, draft_pass_s=pass_s)
+        compute_s += draft_s  # the GPU's clock does not see it
         self._publisher.publish(
             launched_step.incarnation,
             launched_step.step_id,

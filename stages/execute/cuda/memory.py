@@ -1,5 +1,6 @@
 """The GPU memory that is needed besides weights and KV blocks."""
 
+from pipeline.config.sections.speculative import max_num_drafts
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.kernels.step_inputs import BLOCK_SIZE
@@ -21,7 +22,9 @@ def reserved_bytes(settings: Settings, config: ModelConfig) -> int:
     row_words = max_model_len + table_words + NUM_FIELDS + settings.limits.max_stop_token_ids
     rows_bytes = 4 * (settings.schedule.max_num_seqs + 1) * row_words
     # Copies of the logits for logprobs, and token counts for penalties.
-    sampling_extras_bytes = 2 * 4 * settings.schedule.max_num_seqs * config.vocab_size
+    max_num_seqs = settings.schedule.max_num_seqs
+    max_num_samples = max_num_seqs + max_num_drafts(settings.speculative, max_num_seqs)
+    sampling_extras_bytes = 2 * 4 * max_num_samples * config.vocab_size
     pooled_bytes = 4 * settings.schedule.max_step_tokens * config.hidden_size
     angles_bytes = 4 * max_model_len * config.head_dim
     return (

@@ -120,13 +120,15 @@ class DeviceModel(ProgramBuilder):
         config: ModelConfig,
         dtype: torch.dtype,
         max_num_tokens: int,
-        max_num_samples: int,
+        max_num_rows: int,
         quantization: Quantization | None = None,
         *,
         early: bool = False,
         adapters: LoraPlan | None = None,
+        max_num_samples: int = 0,
     ) -> None:
-        """`quantization` applies to layers' matrices that are floats. Without `adapters`, none can be loaded.
+        """`quantization` applies to layers' matrices that are floats. Without `adapters`, none can be loaded. A step
+        has at most `max_num_rows` entries, and as many samples unless `max_num_samples` is more.
 
         With `early`, steps of few tokens use programmatic dependent launch: a launch loads weights before it waits for
         the previous one.
@@ -134,12 +136,12 @@ class DeviceModel(ProgramBuilder):
         self._early = early and not INTERPRETED
         self._quantization = quantization
         self._device, self._config, self._dtype = device, config, dtype
-        self._max_num_tokens, self._max_num_samples = max_num_tokens, max_num_samples
+        max_num_samples = max(max_num_rows, max_num_samples)
         self._layers: list[tuple[_Attention, _Mlp | _Experts]] = []
         self._attentions: list[tuple[AttentionWeights, Gemm, Gemm]] = []
         self._mlps: list[_Mlp | _Experts] = []
         where, hidden = device.where, config.hidden_size
-        self._attention = DeviceAttention(config, dtype, max_num_tokens, max_num_samples, where)
+        self._attention = DeviceAttention(config, dtype, max_num_tokens, max_num_rows, where)
         self._is_fusible = _is_fusible(config)
 
         def memory(width: int, num: int = max_num_tokens, dtype: torch.dtype = dtype) -> Tensor:
@@ -166,7 +168,8 @@ class DeviceModel(ProgramBuilder):
 
     # ---------------------------------------------------------------------------------------------------- recording
 
-    def embed(self, embedding: Embedding) -> None:
+    def embed(self, embedding: Embedding | None) -> None:
+        assert embedding is not None, "hidden states come from an embedding here"
         self._embedding = embedding.table
         where, positions = self._device.where, embedding.positions
         self._table = DeviceMatrix.of((as_matrix(embedding.table),), self._dtype, where)
@@ -203,6 +206,7 @@ class DeviceModel(ProgramBuilder):
     def sample(self, head: Head) -> None:
         if self._lora is not None:
             self._lora.allocate()
+        assert head.norm is not None
         vectors = head.norm.weight, head.norm.bias
         weight, bias = (None if vector is None else as_tensor(vector).float().cpu().numpy() for vector in vectors)
         assert weight is not None

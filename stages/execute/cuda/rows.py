@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from pipeline.kernels.logits_processor_inputs import LogitsProcessors, num_words
-from pipeline.kernels.step_inputs import IntArray
+from pipeline.kernels.step_inputs import IntArray, LongArray
 from pipeline.kernels.triton.rows import NUM_FIELDS, Field, RowState
 from pipeline.stages.execute.cuda.device import Device
 from pipeline.stages.execute.cuda.device_allocator import DeviceAllocator
@@ -54,6 +54,8 @@ class DeviceRows:
         """Changes that have not been sent to the device."""
         self.filtered: set[int] = set()
         """Rows with top_k, top_p or min_p."""
+        self._verified: dict[int, int] = {}
+        """Rows with ids that the host has verified and not sent, and the number of ids before these."""
 
     def add(self, row: int) -> str | None:
         """Copy a row that was added to the table. Returns an error if its sequence can't run."""
@@ -84,6 +86,35 @@ class DeviceRows:
             self.runs.append((self._stops + row * self._max_num_stops, np.array(stops, np.int32)))
         return problem
 
+    def propose(self, rows: IntArray, num_drafts: LongArray) -> None:
+        """Send the ids that were proposed for these rows, which are behind their known ids in the table."""
+        for place in np.flatnonzero(num_drafts).tolist():
+            row, num = int(rows[place]), int(num_drafts[place])
+            known = int(self._table.num_ids[row])
+            self.runs.append((self._place_of(row, known), self._table.ids[row, known : known + num].copy()))
+
+    def verified(self, rows: IntArray, num_known: IntArray) -> None:
+        """The table has new ids of these rows, from the first `num_known` on, and whether the rows have ended. They are
+        sent with the next step, unless the row is dropped before."""
+        self._verified |= zip(rows.tolist(), num_known.tolist(), strict=True)
+
+    def take_runs(self) -> list[Run]:
+        """All changes that have not been sent."""
+        runs, self.runs = self.runs, []
+        table = self._table
+        for row, begin in self._verified.items():
+            end, has_ended = int(table.num_ids[row]), int(table.ended[row])
+            runs.append((self._params + row * NUM_FIELDS, np.array([end, has_ended], np.int32)))
+            if end > begin:
+                runs.append((self._place_of(row, begin), table.ids[row, begin:end].copy()))
+        self._verified.clear()
+        return runs
+
+    def _place_of(self, row: int, place: int) -> int:
+        """The offset of an id of a row."""
+        begin: int = self._ids + row * self._table.ids.shape[1] + place
+        return begin
+
     def append_blocks(self, rows: IntArray, blocks: IntArray, groups: GroupArray) -> None:
         """Append blocks to the table and to the device."""
         places = self._table.append_blocks(rows, blocks, groups)
@@ -99,6 +130,9 @@ class DeviceRows:
 
     def drop(self, rows: IntArray) -> None:
         """Free the lists of dropped rows. The device does not read a dropped row before it is reused."""
+        if self._verified:
+            for row in rows.tolist():
+                self._verified.pop(row, None)
         if self.filtered or self._list_ranges:
             for row in rows.tolist():
                 self.filtered.discard(row)

@@ -5,6 +5,8 @@
 
 A step is launched before the host knows the previous step's ids: they are in the rows on the GPU. Grammar masks need
 them, so a step with grammars is launched in two parts: the model first, and sampling when the masks have arrived.
+Speculative decoding needs them too: before ids are proposed for a step, all steps in flight are collected. The host
+verifies what such a step samples, and sends the kept ids to the rows with the next step.
 """
 
 import time
@@ -16,30 +18,36 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from pipeline.config.sections.speculative import max_num_drafts, num_speculative_tokens
 from pipeline.config.settings import Settings
-from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray
+from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, LongArray
 from pipeline.runtime.messages import ExecuteFacts, Step
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.adapters import AdapterSlots, LoraPlan
 from pipeline.stages.execute.cpu.program import LogitArray
+from pipeline.stages.execute.cuda.batches import Batch, batch_of, check_plan
 from pipeline.stages.execute.cuda.device import Device, make_device
+from pipeline.stages.execute.cuda.draft_model import DeviceDraftModel, DraftWeights
 from pipeline.stages.execute.cuda.graphs import CapturedStep, CapturedStepKind, StepGraphs
 from pipeline.stages.execute.cuda.host_transfer import BlockCopier, HostTransfer
-from pipeline.stages.execute.cuda.launched_step import BoolArray, LaunchedStep, PooledHiddenStates
+from pipeline.stages.execute.cuda.launched_step import BoolArray, LaunchedStep, pooled_entries
 from pipeline.stages.execute.cuda.memory import require_row_memory, reserved_bytes
-from pipeline.stages.execute.cuda.model import DeviceModel, HiddenStates, allocate_kv
+from pipeline.stages.execute.cuda.model import DeviceModel, allocate_kv
 from pipeline.stages.execute.cuda.results import ResultReader
+from pipeline.stages.execute.cuda.row_changes import RowChangeSender
 from pipeline.stages.execute.cuda.rows import DeviceRows
 from pipeline.stages.execute.cuda.sampling_extras import DeviceMasks, SamplingExtras
-from pipeline.stages.execute.cuda.staging import EMPTY, Batch, Run, Staging, num_words, split_runs
+from pipeline.stages.execute.cuda.staging import Run, Staging
 from pipeline.stages.execute.cuda.step_shapes import PaddedStepShape, StepShapes
+from pipeline.stages.execute.draft_model import draft_block_bytes
 from pipeline.stages.execute.grammar_masks.masks import Masks
 from pipeline.stages.execute.kv import divide_swap, kv_dtype, plan_device_kv
 from pipeline.stages.execute.models.registry import build_program
 from pipeline.stages.execute.pooling import Pool
-from pipeline.stages.execute.rows import NOT_YET, RowTable, Take
+from pipeline.stages.execute.rows import RowTable, Take
 from pipeline.stages.execute.runner import RowChanges, Sampled, copies_of
 from pipeline.stages.execute.sampling_features import SamplingFeature
+from pipeline.stages.execute.speculation import Speculator
 from pipeline.stages.execute.weights import FLOAT_FORMATS, Weights
 
 Publish = Callable[[LaunchedStep, Sampled], None]
@@ -52,6 +60,9 @@ SEPARATE_SAMPLING = (
     | SamplingFeature.EMBEDDING
 )
 """Features whose sampling is launched separately from the captured step."""
+
+NUM_FIRST_VERIFYING = 3
+"""Shapes of steps that verify proposed ids to capture before the server is ready: those for one row."""
 
 
 class CudaRunner:
@@ -75,17 +86,23 @@ class CudaRunner:
         dtype: torch.dtype = getattr(torch, settings.execute.dtype)
         self._max_num_seqs = max_num_seqs = settings.schedule.max_num_seqs
         max_num_tokens = settings.schedule.max_step_tokens
+        num_drafts = max_num_drafts(settings.speculative, max_num_seqs)
+        max_num_samples = max_num_seqs + num_drafts
+        self._max_num_samples = max_num_samples
         quantization = settings.quantization if settings.quantization in ("int8", "int4") else None
         self.model = DeviceModel(
             *(device, config, dtype, max_num_tokens, max_num_seqs, quantization),
             early=settings.execute.programmatic_dependent_launch,
             adapters=(lora := LoraPlan.of(settings)),
+            max_num_samples=max_num_samples,
         )
         self._adapters = None if lora is None else AdapterSlots(model_dir, lora.num_slots, self.model)
         weights = weights or Weights(model_dir, config, FLOAT_FORMATS[settings.execute.dtype])
         build_program(config, weights, self.model)
         self.weight_formats = "+".join(weights.taken)
-        kv = plan_device_kv(settings, config, device.memory(reserved_bytes(settings, config)))
+        draft = DraftWeights.of(settings, device, config.vocab_size)
+        memory = device.memory(reserved_bytes(settings, config))
+        kv = plan_device_kv(settings, config, memory, draft_block_bytes(settings))
         layout, kv_type = kv.layout, getattr(torch, kv_dtype(settings.execute))
         self.kv = allocate_kv(config, kv.num_blocks, kv_type, device.where, layout.num_places)
         self.model.use(self.kv, kv.max_model_len, layout)
@@ -101,6 +118,8 @@ class CudaRunner:
             config.hidden_size,
             kv_dtype=kv_dtype(settings.execute),
             kv_groups=list(layout.groups),
+            num_speculative_tokens=num_speculative_tokens(settings.speculative),
+            max_num_drafts=num_drafts,
             eos_ids=sorted(config.eos_ids),
             max_num_top=settings.limits.max_logprobs,
         )
@@ -109,25 +128,35 @@ class CudaRunner:
         require_row_memory(max_num_seqs, kv.max_model_len, max_num_stops, num_groups)
         self.rows = RowTable(max_num_seqs, kv.max_model_len, kv.num_blocks, config.vocab_size, num_groups)
         self._device_rows = DeviceRows(device, self.rows, max_num_stops)
-        self._staging = Staging(device, max_num_seqs, max_num_tokens)
-        self.shapes = StepShapes(max_num_seqs, max_num_tokens)
+        self._staging = Staging(device, max_num_seqs, max_num_tokens, max_num_samples)
+        self.shapes = StepShapes(max_num_seqs, max_num_tokens, max_num_samples)
         self.step_graphs = StepGraphs(
             *(device, self.model, self._device_rows.on_device, self._staging.words),
-            *(max_num_seqs, max_num_tokens, num_groups),
+            *(max_num_seqs, max_num_tokens, max_num_samples, num_groups),
         )
-        self.masks = Masks(model_dir, max_num_seqs, config.vocab_size, settings.limits.grammar_timeout_s)
+        self._row_changes = RowChangeSender(self._device_rows, self._staging, self.step_graphs)
+        self.masks = Masks(model_dir, max_num_samples, config.vocab_size, settings.limits.grammar_timeout_s)
         last = self.model.last_norm
         bias = None if last.bias is None else np.asarray(last.bias)
         self._pool = Pool(np.asarray(last.weight), config.rms_norm_eps, bias, config.norm)
+        self.speculator: Speculator | None = None
+        if num_drafts:
+            of_rows = self.rows, self._device_rows, kv, self._row_changes.flush
+            proposer = None if draft is None else DeviceDraftModel(settings, draft, device, *of_rows)
+            self.speculator = Speculator(self.rows, settings.speculative, proposer, self.masks)
+        self.masks.forces = self.speculator is not None
         self._changes = RowChanges(
-            *(self.rows, self.masks, self._pool, config.eos_ids, self._device_rows), adapters=self._adapters
+            *(self.rows, self.masks, self._pool, config.eos_ids, self._device_rows),
+            drop_drafts=None if self.speculator is None else self.speculator.proposer.drop,
+            adapters=self._adapters,
         )
         self.failed = self._changes.failed
-        self._results = ResultReader(self.rows, self._pool, self.failed, config.hidden_size)
+        speculates = self._device_rows, self.speculator
+        self._results = ResultReader(self.rows, self._pool, self.failed, config.hidden_size, *speculates)
         first, others = self.shapes.first(), self.shapes.others()
         mixed = [self.shapes.mix(size, 1, 1) for size in self.shapes.mixed]
         self._to_capture = [
-            *((shape, CapturedStepKind.SAMPLE) for shape in (*first, *others, *mixed)),
+            *((shape, CapturedStepKind.SAMPLE) for shape in (*first, *others, *mixed, *self.shapes.verifying())),
             *((shape, CapturedStepKind.SAMPLE_FILTERED) for shape in (*first, *others)),
             *((shape, CapturedStepKind.FORWARD_ONLY) for shape in first),
         ]
@@ -136,7 +165,6 @@ class CudaRunner:
             self._to_capture += [(shape.with_adapters(), CapturedStepKind.SAMPLE) for shape in shapes]
         self._warming: Iterator[None] | None = None
         """Compiles the sampling extras, once started."""
-        self._places = np.arange(max_num_seqs, dtype=np.int32)
         self.launched_steps: deque[LaunchedStep] = deque()
         """Oldest first."""
         self.publish: Publish = lambda launched_step, sampled: None
@@ -151,14 +179,15 @@ class CudaRunner:
         """Allocates its memory when it is created, before the server is ready."""
         limits = self._settings.limits
         return SamplingExtras(
-            *(self.device, self.model, self.step_graphs, self._device_rows, self._max_num_seqs, limits.max_logprobs)
+            *(self.device, self.model, self.step_graphs, self._device_rows, self._max_num_samples, limits.max_logprobs)
         )
 
     def capture_graphs(self) -> None:
         """Capture the graphs that first requests need: some decode sizes, and the smallest and the largest step with a
         prompt, which together compile nearly all kernels."""
         prompts = (self.shapes.mix(size, 1, 1) for size in {self.shapes.mixed[0]: 0, self.shapes.mixed[-1]: 0})
-        for shape in (*self.shapes.first(), *prompts):
+        verifying = self.shapes.verifying()[:NUM_FIRST_VERIFYING]
+        for shape in (*self.shapes.first(), *prompts, *verifying):
             self.step_graphs.get(shape, CapturedStepKind.SAMPLE)
         _ = self.sampling_extras  # allocate its memory now, not in the middle of a request
         self.device.synchronize()
@@ -203,20 +232,24 @@ class CudaRunner:
             self.device.close()
         finally:
             self.masks.close()
+            if self.speculator is not None:
+                self.speculator.proposer.close()
 
     # ------------------------------------------------------------------------------------------------------ launching
 
     def launch(self, step: Step, take: Take) -> LaunchedStep:
-        """Launch a step and append it to `launched_steps`. If it needs grammar masks, this first waits for the previous
-        steps and publishes them."""
+        """Launch a step and append it to `launched_steps`. If it needs grammar masks or proposes ids, this first waits
+        for the previous steps and publishes them."""
         began_s = time.perf_counter()
         self._changes.apply(step, take)
         num_copies, host_transfer = self._copy(step, take)
         rows, starts, counts = (take(array, np.int32) for array in (step.rows, step.starts, step.counts))
         samples = take(step.samples, np.uint8).view(np.bool_)
         assert len(rows) == len(starts) == len(counts) == len(samples)
-        self._check(rows, starts, counts, samples)
-        launched_step = self._launch(step, rows, starts, counts, samples)
+        assert len(rows) <= self._max_num_seqs, f"{len(rows)} entries in a step, {self._max_num_seqs} at most"
+        check_plan(self.rows, rows, starts, counts, samples)
+        num_drafts = self._propose(rows, take(step.drafts, np.int32))
+        launched_step = self._launch(step, rows, starts, counts, samples, num_drafts)
         launched_step.num_copies, launched_step.host_transfer = num_copies, host_transfer
         self.launched_steps.append(launched_step)
         launched_step.launch_s = time.perf_counter() - began_s
@@ -234,27 +267,26 @@ class CudaRunner:
             return 0, None
         return len(sources), self._block_copier.enqueue(sources, targets)
 
-    def _check(self, rows: IntArray, starts: IntArray, counts: IntArray, samples: BoolArray) -> None:
-        """Check what can be checked without the ids that are still on the GPU."""
-        table = self.rows
-        assert len(rows) <= self._max_num_seqs, f"{len(rows)} entries in a step, {self._max_num_seqs} at most"
-        ends, expected = starts + counts, table.num_computed[rows]
-        # Cheap checks for every step; the detailed ones only run if these fail. Viewed as unsigned, negative numbers
-        # are too large.
-        fine = (expected == starts) & (starts.view(np.uint32) < ends.view(np.uint32))
-        fine &= ends <= table.num_blocks[rows] * BLOCK_SIZE
-        fine &= ends <= table.max_model_len - samples
-        if not fine.all():
-            assert table.taken[rows].all(), f"rows computed that are not taken: {rows[~table.taken[rows]]}"
-            assert (counts > 0).all() and (starts >= 0).all(), f"entries at {starts} compute {counts}"
-            wrong = (expected != NOT_YET) & (expected != starts)
-            assert not wrong.any(), f"rows {rows[wrong]} start at {starts[wrong]}, computed are {expected[wrong]}"
-            assert (ends <= table.num_blocks[rows] * BLOCK_SIZE).all(), "tokens computed without a block for them"
-            assert (ends <= table.max_model_len - samples).all(), "computed or sampled beyond max_model_len"
-        table.num_computed[rows] = ends
+    def _propose(self, rows: IntArray, most: IntArray) -> LongArray | None:
+        """Propose up to `most` ids for each row, and send them. Returns their numbers, None if there are none."""
+        if self.speculator is None or not len(most) or not most.any():
+            return None
+        self.drain()
+        most = np.where(self.rows.ended[rows], 0, most)
+        num_drafts = self.speculator.propose(rows, most, time.monotonic)
+        if not num_drafts.any():
+            return None
+        self._device_rows.propose(rows, num_drafts)
+        return num_drafts
 
     def _launch(
-        self, step: Step, rows: IntArray, starts: IntArray, counts: IntArray, samples: BoolArray
+        self,
+        step: Step,
+        rows: IntArray,
+        starts: IntArray,
+        counts: IntArray,
+        samples: BoolArray,
+        num_drafts: LongArray | None,
     ) -> LaunchedStep:
         requested_features = self.rows.requested_features
         pooled = (
@@ -262,27 +294,28 @@ class CudaRunner:
             if requested_features & SamplingFeature.EMBEDDING
             else None
         )
-        num, num_tokens = len(rows), int(np.add.reduce(counts))
-        offsets = self._places[:num] if num == num_tokens else np.cumsum(counts, dtype=np.int32) - counts
+        # Pooled rows have no logits.
+        batch = batch_of(rows, starts, counts, samples if pooled is None else samples & ~pooled, num_drafts)
         chosen, known = rows, starts + counts
-        if pooled is None and np.count_nonzero(samples) == num:
-            sampled = self._places[:num]
-        else:
-            # Pooled rows have no logits.
-            sampled = np.flatnonzero(samples if pooled is None else samples & ~pooled).astype(np.int32)
+        if np.count_nonzero(samples) != len(rows):
             chosen, known = rows[samples], known[samples]
-        batch = Batch(rows, starts, counts, offsets, sampled, num_tokens)
+        if num_drafts is not None:
+            num_drafts = num_drafts[samples]
         if not self._staging.has_free:  # more steps in flight than the scheduler plans
             self.collect()
         slot = self._staging.take()
         launched_step = LaunchedStep(
             *(step.incarnation, step.step_id, slot, 0, chosen, self.rows.generations[chosen], known),
             pooled=None if pooled is None else pooled[samples],
-            num_rows=num,
-            num_tokens=num_tokens,
+            num_rows=len(rows),
+            num_tokens=batch.num_tokens,
+            num_drafts=num_drafts,
             is_token_only=not requested_features & SEPARATE_SAMPLING,
         )
-        runs = self._send_ahead(batch)
+        if num_drafts is not None and self.speculator is not None:
+            proposer = self.speculator.proposer
+            launched_step.draft_s, launched_step.draft_pass_s = proposer.draft_s, proposer.pass_s
+        runs = self._row_changes.runs_of(batch)
         if not len(rows):
             if runs:
                 self._staging.fill(slot, batch, runs, one_each=True)
@@ -291,7 +324,7 @@ class CudaRunner:
             self._launch_separate_sampling(launched_step, batch, runs, pooled)
         else:
             kind = CapturedStepKind.SAMPLE_FILTERED if self._device_rows.filtered else CapturedStepKind.SAMPLE
-            shape = self._shape(batch)
+            shape = self._shape(batch, verifies=num_drafts is not None)
             captured = self.step_graphs.get(shape, kind)
             self._staging.fill(slot, batch, runs, one_each=shape.one_each)
             captured.launch()
@@ -299,25 +332,13 @@ class CudaRunner:
         slot.done.record()
         return launched_step
 
-    def _shape(self, batch: Batch) -> PaddedStepShape:
-        shape = self.shapes.of(batch.num_tokens, len(batch.rows), len(batch.sampled))
+    def _shape(self, batch: Batch, *, verifies: bool) -> PaddedStepShape:
+        if verifies:
+            shape = self.shapes.verify(batch.num_tokens, len(batch.rows), len(batch.sampled))
+        else:
+            shape = self.shapes.of(batch.num_tokens, len(batch.rows), len(batch.sampled))
         has_adapters = self._adapters is not None and bool((self.rows.adapters[batch.rows] >= 0).any())
         return shape.with_adapters() if has_adapters else shape
-
-    def _send_ahead(self, batch: Batch) -> list[Run]:
-        """Send the row changes that don't fit into the step's words ahead of it. Returns the others."""
-        runs, self._device_rows.runs = self._device_rows.runs, []
-        room = self._staging.room(batch)
-        while num_words(runs) > room:
-            first, runs = split_runs(runs, self._staging.room(EMPTY))
-            slot = self._staging.take()
-            self._staging.fill(slot, EMPTY, first, one_each=True)
-            self.step_graphs.apply()
-            # Only hundreds of long prompts get here, and computing them takes far longer than this wait.
-            slot.done.record()
-            slot.done.synchronize()
-            self._staging.give(slot)
-        return runs
 
     def _fetch(self, launched_step: LaunchedStep, captured: CapturedStep) -> None:
         """Enqueue the copy of the result to the host."""
@@ -328,22 +349,26 @@ class CudaRunner:
         self, launched_step: LaunchedStep, batch: Batch, runs: list[Run], pooled: BoolArray | None
     ) -> None:
         """Launch a step in which a row needs more than an id: the model's graph, then sampling."""
-        shape = self._shape(batch)
+        verifies = launched_step.num_drafts is not None
+        shape = self._shape(batch, verifies=verifies)
         captured = self.step_graphs.get(shape, CapturedStepKind.FORWARD_ONLY)
         self._staging.fill(launched_step.slot, batch, runs, one_each=shape.one_each)
         captured.launch()
-        sampled_ids, requested_features = batch.rows[batch.sampled], self.rows.requested_features
+        requested_features = self.rows.requested_features
         masked: DeviceMasks | None = None
         if (
             requested_features & SamplingFeature.GRAMMAR_MASK
-            and (self.rows.features[sampled_ids] & SamplingFeature.GRAMMAR_MASK).any()
+            and (self.rows.features[batch.sample_rows] & SamplingFeature.GRAMMAR_MASK).any()
         ):
             self.drain()
-            masked, failed = self.sampling_extras.mask(self.masks, sampled_ids, self.rows, captured.step.num_samples)
+            has_logits = slice(None) if launched_step.pooled is None else ~launched_step.pooled
+            rows, num_drafts = launched_step.rows[has_logits], launched_step.num_drafts
+            drafts = np.zeros(len(rows), np.int64) if num_drafts is None else num_drafts[has_logits]
+            masked, failed = self.sampling_extras.mask(self.masks, rows, drafts, self.rows, captured.step.num_samples)
             self.failed |= failed
         filtered = bool(self._device_rows.filtered)
         launched_step.logprobs = self.sampling_extras.sample(
-            sampled_ids, captured.step, self.rows, masked, filtered=filtered
+            batch.sample_rows, captured.step, self.rows, masked, filtered=filtered, verifies=verifies
         )
         self._fetch(launched_step, captured)
         if requested_features & SamplingFeature.PROMPT_LOGPROBS:
@@ -351,18 +376,9 @@ class CudaRunner:
                 batch, self.rows, self.step_graphs.hidden_states(shape)
             )
         if pooled is not None:
-            self._pool_entries(launched_step, batch, pooled, self.step_graphs.hidden_states(shape))
-
-    def _pool_entries(
-        self, launched_step: LaunchedStep, batch: Batch, pooled: BoolArray, hidden_states: HiddenStates
-    ) -> None:
-        for i in np.flatnonzero(pooled).tolist():
-            row, begin = int(batch.rows[i]), int(batch.offsets[i])
-            tokens = self.device.fetch(hidden_states.of(begin, begin + int(batch.counts[i])))
-            place = np.flatnonzero(launched_step.rows == row).tolist()
-            generation = int(self.rows.generations[row])
-            launched_step.hidden_states.append(
-                PooledHiddenStates(row, generation, int(batch.starts[i]), tokens, place[0] if place else -1)
+            hidden_states = self.step_graphs.hidden_states(shape)
+            launched_step.hidden_states = pooled_entries(
+                *(launched_step, self.device, batch, self.rows.generations, pooled, hidden_states)
             )
 
     # ----------------------------------------------------------------------------------------------------- collecting

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.logprob_inputs import NO_LOGPROBS
-from pipeline.kernels.step_inputs import IntArray
+from pipeline.kernels.step_inputs import IntArray, LongArray
 from pipeline.kernels.triton.rows import StepArrays
 from pipeline.kernels.triton.sampling import logprobs
 from pipeline.kernels.triton.sampling.logits_processors import LogitsProcessorScratch, apply_logits_processors
 from pipeline.kernels.triton.sampling.logprobs import LogprobScratch
+from pipeline.stages.execute.cuda.batches import Batch
 from pipeline.stages.execute.cuda.device import Device
 from pipeline.stages.execute.cuda.graphs import StepGraphs
 from pipeline.stages.execute.cuda.launched_step import PendingLogprobs
 from pipeline.stages.execute.cuda.model import DeviceModel, HiddenStates
 from pipeline.stages.execute.cuda.rows import DeviceRows
-from pipeline.stages.execute.cuda.staging import Batch
 from pipeline.stages.execute.grammar_masks.masks import LATE_MS, Masks
 from pipeline.stages.execute.prompt_logprobs import prompt_places
 from pipeline.stages.execute.rows import RowTable
@@ -55,14 +55,14 @@ class SamplingExtras:
         model: DeviceModel,
         steps: StepGraphs,
         rows: DeviceRows,
-        max_num_rows: int,
+        max_num_samples: int,
         max_num_top: int,
     ) -> None:
         self._device, self._model, self._step_graphs, self._rows = device, model, steps, rows
-        self._max_num_rows = max_num_rows
+        self._max_num_samples = max_num_samples
         vocab_size = model.logits.shape[1]
-        self._logits_scratch = LogitsProcessorScratch(max_num_rows, vocab_size, device.where)
-        self._logprob_scratch = LogprobScratch(max_num_rows, vocab_size, max_num_top, device.where)
+        self._logits_scratch = LogitsProcessorScratch(max_num_samples, vocab_size, device.where)
+        self._logprob_scratch = LogprobScratch(max_num_samples, vocab_size, max_num_top, device.where)
         self._max_num_top = max_num_top
 
     def warm(self, step: StepArrays) -> Iterator[None]:
@@ -72,13 +72,13 @@ class SamplingExtras:
         num_words = -(-logits.shape[1] // 32)
         masks = self._device.send(np.zeros((1, num_words), np.int32)), self._device.send(np.zeros(1, np.int32))
         for words, flags in ((None, None), masks):
-            samples = step.sample_rows[:1].fill_(len(on_device.params) - 1)
+            samples, known = step.sample_rows[:1].fill_(len(on_device.params) - 1), step.num_known[:1]
             apply_logits_processors(
                 logits,
                 on_device.params,
                 self._rows.list_memory,
                 on_device.ids,
-                samples,
+                *(samples, known),
                 words,
                 flags,
                 self._logits_scratch,
@@ -94,14 +94,19 @@ class SamplingExtras:
                 yield
 
     def mask(
-        self, masks: Masks, rows: IntArray, table: RowTable, num_samples: int
+        self, masks: Masks, rows: IntArray, num_drafts: LongArray, table: RowTable, num_samples: int
     ) -> tuple[DeviceMasks, dict[int, str]]:
-        """Masks for sampling `rows`, and the errors of rows whose mask can't be computed: no id is sampled for those.
+        """Masks for sampling `rows`, each also after each of its `num_drafts` proposed ids; and the errors of rows
+        whose mask can't be computed: no id is sampled for those. `num_samples` includes padding.
 
         The host must know all ids of the rows. The GPU computes their logits meanwhile.
         """
         # A row that has ended needs no mask, and may have ended because its mask can't be computed.
-        places = masks.request(np.where(table.ended[rows], PADDING_ROW, rows), table.ids, table.num_ids)
+        running = np.where(table.ended[rows], PADDING_ROW, rows)
+        drafts = num_drafts if num_drafts.any() else None
+        places = masks.request(running, table.ids, table.num_ids, drafts)
+        num_each = 1 + num_drafts
+        entry = np.repeat(np.arange(len(rows)), num_each)
         end_s = time.monotonic() + LATE_MS / 1000
         while not masks.is_done():
             if time.monotonic() > end_s:
@@ -109,17 +114,26 @@ class SamplingExtras:
             else:
                 time.sleep(POLL_S)
         failed = masks.take_failed()
-        words, flags = masks.words[: len(rows)].copy(), np.zeros(num_samples, np.int32)
-        flags[places] = 1
+        words, flags = masks.words[: len(entry)].copy(), np.zeros(num_samples, np.int32)
+        flags[: len(entry)] = np.isin(entry, entry[places])
         for place in failed:
-            words[place], flags[place] = 0, 1
+            its = np.flatnonzero(entry == entry[place])
+            words[its], flags[its] = 0, 1
         masked = DeviceMasks(self._device.send(words.view(np.int32)), self._device.send(flags))
-        return masked, {int(rows[place]): why for place, why in failed.items()}
+        return masked, {int(rows[entry[place]]): why for place, why in failed.items()}
 
     def sample(
-        self, rows: IntArray, step: StepArrays, table: RowTable, masked: DeviceMasks | None, *, filtered: bool
+        self,
+        rows: IntArray,
+        step: StepArrays,
+        table: RowTable,
+        masked: DeviceMasks | None,
+        *,
+        filtered: bool,
+        verifies: bool = False,
     ) -> PendingLogprobs | None:
-        """Sample ids for `rows` from the model's logits and append them to the rows. Returns logprobs, if requested."""
+        """Sample ids for `rows`, one for each sample, from the model's logits. Append them to the rows unless the host
+        `verifies` them. Returns logprobs, if requested."""
         logits, requested_features = self._model.logits[: step.num_samples], table.requested_features
         shapes = bool(requested_features & (SamplingFeature.LOGITS_PROCESSORS | SamplingFeature.GRAMMAR_MASK))
         num_top = np.full(step.num_samples, NO_LOGPROBS, np.int32)
@@ -132,12 +146,12 @@ class SamplingExtras:
         if shapes:
             on_device = self._rows.on_device
             apply_logits_processors(
-                *(logits, on_device.params, self._rows.list_memory, on_device.ids, step.sample_rows),
+                *(logits, on_device.params, self._rows.list_memory, on_device.ids, step.sample_rows, step.num_known),
                 *(None if masked is None else masked.words, None if masked is None else masked.flags),
                 self._logits_scratch,
             )
         self._step_graphs.sample(logits, step, filtered=filtered)
-        self._step_graphs.finish(step)
+        self._step_graphs.finish(step, verifies=verifies)
         if builder is None:
             return None
         ids = self._step_graphs.sampled_ids[: step.num_samples]
@@ -150,8 +164,8 @@ class SamplingExtras:
         """
         places, ids, num_top = prompt_places(table, batch.rows, batch.starts, batch.counts, batch.offsets)
         made = []
-        for begin in range(0, len(places), self._max_num_rows):
-            part = slice(begin, begin + self._max_num_rows)
+        for begin in range(0, len(places), self._max_num_samples):
+            part = slice(begin, begin + self._max_num_samples)
             logits = self._model.score(hidden_states, self._device.send(places[part].astype(np.int32)))
             builder = _LogprobBuilder(self._device, num_top[part], self._logprob_scratch)
             builder.note(logits, keep=False)

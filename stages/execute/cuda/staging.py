@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.kernels.triton.step import HEADER, RUN_WORDS, STAMP_WORDS, Head, words_of
+from pipeline.stages.execute.cuda.batches import Batch
 from pipeline.stages.execute.cuda.device import Device, StreamEvent
 
 NUM_SLOTS = 8
@@ -24,24 +25,8 @@ Run = tuple[int, "np.ndarray[Any, np.dtype[np.int32]]"]
 """An offset in the rows' state, and the numbers to write there."""
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """A step on the host, one value per entry; see `pipeline.kernels.triton.rows.StepArrays`."""
-
-    rows: IntArray
-    starts: IntArray
-    counts: IntArray
-    offsets: IntArray
-    sampled: IntArray
-    """Entries to sample an id for."""
-    num_tokens: int
-
-
 _HEAD = slice(Head.NUM_TOKENS, Head.RUNS_AT + 1)
 _TOKENS_AT = int(Head.TOKENS_AT)
-
-NO_INTS: IntArray = np.zeros(0, np.int32)
-EMPTY = Batch(NO_INTS, NO_INTS, NO_INTS, NO_INTS, NO_INTS, 0)
 
 
 @dataclass(slots=True)
@@ -71,9 +56,9 @@ class Slot:
 class Staging:
     """Owns the slots, and the words on the device."""
 
-    def __init__(self, device: Device, max_num_rows: int, max_num_tokens: int) -> None:
-        self._max_num_rows = max_num_rows
-        self._fixed = words_of(max_num_rows)
+    def __init__(self, device: Device, max_num_rows: int, max_num_tokens: int, max_num_samples: int) -> None:
+        self._max_num_rows, self._max_num_samples = max_num_rows, max_num_samples
+        self._fixed = words_of(max_num_rows, max_num_samples)
         # Room for the tokens of the largest step, and as much for changes. Further changes are sent before the step.
         self.capacity = 1 << (self._fixed + 2 * max_num_tokens + 4096 - 1).bit_length()
         self.words = torch.zeros(self.capacity, dtype=torch.int32, device=device.where)
@@ -82,7 +67,7 @@ class Staging:
 
     def _slot(self, device: Device) -> Slot:
         words = device.pinned(self.capacity, torch.int32)
-        result = device.pinned(STAMP_WORDS + 2 * self._max_num_rows, torch.int32)
+        result = device.pinned(STAMP_WORDS + 2 * self._max_num_samples, torch.int32)
         times = result.numpy()[:STAMP_WORDS].view(np.int64)
         return Slot(words, words.numpy(), result, result.numpy(), times, device.event(), words[: self._fixed])
 

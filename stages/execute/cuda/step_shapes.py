@@ -2,8 +2,9 @@
 
 A decode step has one token per entry. Its sizes are close together, because every row of padding costs. A mixed step is
 padded to `FEW` entries and samples or to the maximum, which cost little beside its tokens. At most a
-third of a mixed step above 64 tokens is padding, a fifth above 256. Beyond the largest size no graph is captured: the
-launches take less time than the kernels.
+third of a mixed step above 64 tokens is padding, a fifth above 256. A step that verifies proposed ids samples after
+each of its tokens, and its samples are padded like a decode step's; with a prompt in it, to the maximum. Beyond the
+largest size no graph is captured: the launches take less time than the kernels.
 """
 
 from bisect import bisect_left
@@ -27,6 +28,8 @@ class PaddedStepShape:
     one_each: bool
     """Each entry has one token."""
     is_captured: bool = True
+    verifies: bool = False
+    """It has proposed ids: sampled ids are verified before they are appended to their rows."""
     has_adapters: bool = False
     """A row has a LoRA adapter. Which one is data."""
 
@@ -37,12 +40,13 @@ class PaddedStepShape:
 class StepShapes:
     """The shapes of a runner's steps."""
 
-    def __init__(self, max_num_rows: int, max_num_tokens: int) -> None:
-        self._max_num_rows = max_num_rows
+    def __init__(self, max_num_rows: int, max_num_tokens: int, max_num_samples: int) -> None:
+        self._max_num_rows, self._max_num_samples = max_num_rows, max_num_samples
         most = min(max_num_rows, max_num_tokens)
         self.decodes = decode_sizes(most)
         self._decodes = [PaddedStepShape(size, size, size, one_each=True) for size in self.decodes]
         self.mixed = mixed_sizes(min(max_num_tokens, MAX_TOKENS))
+        self.verified = decode_sizes(min(max_num_tokens, max_num_samples, MAX_TOKENS))
 
     def of(self, num_tokens: int, num_entries: int, num_samples: int) -> PaddedStepShape:
         """The shape of a step without adapters."""
@@ -61,6 +65,22 @@ class StepShapes:
             return PaddedStepShape(num_tokens, entries, samples, one_each=False, is_captured=False)
         size = self.mixed[bisect_left(self.mixed, num_tokens)]
         return PaddedStepShape(size, entries, samples, one_each=False)
+
+    def verify(self, num_tokens: int, num_entries: int, num_samples: int) -> PaddedStepShape:
+        """The shape of a step with proposed ids."""
+        entries = self._most_of(num_entries)
+        if num_tokens == num_samples <= self.verified[-1]:
+            size = self.verified[bisect_left(self.verified, num_tokens)]
+            return PaddedStepShape(size, entries, size, one_each=False, verifies=True)
+        shape = self.mix(num_tokens, num_entries, 1)
+        return replace(shape, num_samples=self._max_num_samples, verifies=True)
+
+    def verifying(self) -> list[PaddedStepShape]:
+        """The shapes of steps with few rows that verify proposed ids and have no prompt, most useful first. None
+        without speculative decoding."""
+        if self._max_num_samples == self._max_num_rows:
+            return []
+        return [self.verify(size, 1, size) for size in self.verified if size > 1]
 
     def _most_of(self, num: int) -> int:
         return min(FEW, self._max_num_rows) if num <= FEW else self._max_num_rows

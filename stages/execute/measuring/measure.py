@@ -64,12 +64,14 @@ def measure(settings: Settings, config: ModelConfig, weights: Weights, plan: Pro
     log = logging.getLogger("pipeline")
     cases = plan.cases()
     check_positions(cases, config, config.max_position)
+    max_num_samples = max(case.num_samples for case in cases)
     inputs = StepInputs(
         max(case.num_tokens for case in cases),
         max(case.num_seqs for case in cases),
         max(num_blocks_of(case) // case.num_seqs for case in cases),
+        max_num_samples=max_num_samples,
     )
-    sampling_inputs, scores = SamplingInputs(inputs.max_num_rows, config.vocab_size), ScoreInputs(inputs.max_num_rows)
+    sampling_inputs, scores = SamplingInputs(max_num_samples, config.vocab_size), ScoreInputs(inputs.max_num_rows)
     chosen = [settings]
     if plan.against is not None:
         other = msgspec.structs.replace(settings.execute, kernels=plan.against)
@@ -159,11 +161,13 @@ def run_rounds(
 
 def fill(inputs: StepInputs, case: Case, ids: IntArray, blocks: IntArray, *, with_adapter: bool = False) -> None:
     """Fill `inputs` with the step of a case. There are at least as many `ids` and `blocks` as it needs. Each sequence
-    has its own blocks, and its last token is sampled. `with_adapter`: all use the adapter in slot 0."""
+    has its own blocks, and its last token is sampled, or all that are verified. `with_adapter`: all use the adapter in
+    slot 0."""
     starts = np.full(case.num_seqs, case.context - case.num_new, np.int32)
     counts = np.full(case.num_seqs, case.num_new, np.int32)
     tables = blocks[: num_blocks_of(case)].reshape(case.num_seqs, -1)
-    inputs.fill(ids[: case.num_tokens], starts, counts, tables, np.ones(case.num_seqs, np.bool_))
+    samples = np.full(case.num_seqs, case.num_samples // case.num_seqs)
+    inputs.fill(ids[: case.num_tokens], starts, counts, tables, samples)
     inputs.fill_adapters(np.full(case.num_seqs, 0 if with_adapter else -1, np.int32))
 
 

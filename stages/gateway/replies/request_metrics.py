@@ -11,6 +11,13 @@ if TYPE_CHECKING:
     from pipeline.stages.gateway.request import Request
 
 
+class SpeculativeDecodingMetrics(msgspec.Struct):
+    """What came of the tokens that were proposed for the request; the names are those of vLLM's counters."""
+
+    num_draft_tokens: int
+    num_accepted_tokens: int
+
+
 class RequestMetrics(msgspec.Struct):
     """Null values are not known."""
 
@@ -23,7 +30,8 @@ class RequestMetrics(msgspec.Struct):
     """Mean time between two tokens"""
     tokens_per_second: float | None = None
     """From the start of its computation to the last token"""
-    speculative_decoding: None = None
+    speculative_decoding: SpeculativeDecodingMetrics | None = None
+    """None if nothing was proposed"""
 
 
 def request_metrics(request: "Request") -> RequestMetrics | None:
@@ -33,6 +41,9 @@ def request_metrics(request: "Request") -> RequestMetrics | None:
         return None
     (sequence,) = request.sequences
     metrics, first = RequestMetrics(), sequence.first
+    if (drafts := sequence.drafts) is not None:
+        num_draft_tokens = drafts.num_accepted + drafts.num_rejected
+        metrics.speculative_decoding = SpeculativeDecodingMetrics(num_draft_tokens, drafts.num_accepted)
     if first is None or not sequence.settled_s:
         return metrics
     metrics.queue_time_ms = (first.started_s - first.queued_s) * 1000

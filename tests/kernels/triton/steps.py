@@ -64,6 +64,7 @@ def make_step(
         slots=torch.full((num_tokens,), -1, dtype=torch.int64),
         sampled=torch.zeros(num_entries, dtype=torch.int32),
         sample_rows=torch.full((num_entries,), num_rows - 1, dtype=torch.int32),
+        num_known=torch.zeros(num_entries, dtype=torch.int32),
         blocks=blocks,
     )
     live = torch.zeros(num_tokens, dtype=torch.bool)

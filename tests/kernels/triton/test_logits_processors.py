@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pipeline.kernels.logits_processor_inputs import LogitsProcessors, bits_of, num_words
 from pipeline.kernels.logits_processors import apply_logits_processors as apply_in_torch
 from pipeline.kernels.logits_processors import mask
+from pipeline.kernels.triton.rows import Field
 from pipeline.kernels.triton.sampling.logits_processors import (
     MASK_WORDS,
     RUN,
@@ -57,9 +58,8 @@ def check(logits: torch.Tensor, rows: list[Row], allowed: list[list[int] | None]
         if each.logits_processors is not None:
             apply_in_torch(expected[i], each.logits_processors, each.num_ids, bits)
     scratch = LogitsProcessorScratch(num + 1, vocab_size, "cpu")
-    apply_logits_processors(
-        logits, params, list_memory, ids, torch.arange(num + 1, dtype=torch.int32), masks, masked, scratch
-    )
+    samples = torch.arange(num + 1, dtype=torch.int32), params[:, Field.NUM_IDS].contiguous()
+    apply_logits_processors(logits, params, list_memory, ids, *samples, masks, masked, scratch)
     np.testing.assert_allclose(logits, expected, rtol=1e-6, atol=0)
     assert not scratch.counts.any(), "counts were not reset"
     return logits

@@ -14,6 +14,7 @@ from pipeline.kernels.noise_keys import noise_keys
 from pipeline.kernels.sample import probabilities_reference
 from pipeline.kernels.sample import sample as sample_in_torch
 from pipeline.kernels.sampling_inputs import NO_ID
+from pipeline.kernels.triton.rows import Field
 from pipeline.kernels.triton.sampling.noise import log_noise, noise_bits, noise_key
 from pipeline.kernels.triton.sampling.sample import BLOCK, SamplingScratch, sample
 from tests.kernels.test_sample import assert_follows
@@ -41,7 +42,9 @@ def sampled(logits: torch.Tensor, rows: list[Row], filtered: bool | None = None)
     before = memory.clone()
     if filtered is None:
         filtered = any(row.top_k > 0 or row.top_p < 1 or row.min_p > 0 for row in rows)
-    sample(ids, logits, params_of(rows), sample_rows, scratch, filtered=filtered)
+    params = params_of(rows)
+    num_known = params[sample_rows.long(), Field.NUM_IDS].contiguous()
+    sample(ids, logits, params, sample_rows, num_known, scratch, filtered=filtered)
     assert ids[num] == UNTOUCHED and torch.equal(memory.view(torch.int32), before.view(torch.int32))
     return ids[:num].flip(0).tolist()
 

@@ -11,6 +11,7 @@ from pipeline.kernels.triton import step as ends
 from pipeline.kernels.triton.rows import NUM_FIELDS, Field, RowState, StepArrays
 
 MAX_ROWS, MAX_LEN, NUM_BLOCKS, MAX_STOPS = 9, 48, 3, 5
+MAX_SAMPLES = 30
 PADDING_ROW = MAX_ROWS
 POISON = 77
 
@@ -45,21 +46,22 @@ class Machine:
 
         arrays: list[Any] = [ints(num_entries) for _ in range(4)]
         arrays += ints(num_tokens), ints(num_tokens), ints(num_tokens, torch.int64)
-        arrays += ints(num_samples), ints(num_samples), self.rows.blocks
+        arrays += *(ints(num_samples) for _ in range(3)), self.rows.blocks
         return StepArrays(*arrays)
 
-    def send(self, entries: list[tuple[int, int, int, bool]], runs: list[tuple[int, list[int]]] = ()) -> None:  # type: ignore[assignment]
-        """Write words as `Staging` does; each entry is (row, start, count, whether it is sampled)."""
+    def send(self, entries: list[tuple[int, int, int, int]], runs: list[tuple[int, list[int]]] = ()) -> None:  # type: ignore[assignment]
+        """Write words as `Staging` does; each entry is (row, start, count, number of last tokens that are sampled)."""
         words = self.words.numpy()
-        words[: ends.words_of(MAX_ROWS)] = POISON
+        words[: ends.words_of(MAX_ROWS, MAX_SAMPLES)] = POISON
         counts = [entry[2] for entry in entries]
         offsets = np.cumsum([0, *counts])[:-1].tolist() if counts else []
-        sampled = [i for i, entry in enumerate(entries) if entry[3]]
+        ends_of = zip(np.cumsum(counts).tolist(), entries, strict=True)
+        sampled = [end - num + i for end, (_, _, _, num) in ends_of for i in range(num)]
         words[:4] = sum(counts), len(entries), len(sampled), len(runs)
         lists = [[entry[0] for entry in entries], [entry[1] for entry in entries], counts, offsets, sampled]
         for i, numbers in enumerate(lists):
             words[ends.HEADER + i * MAX_ROWS :][: len(numbers)] = numbers
-        at = ends.words_of(MAX_ROWS)
+        at = ends.words_of(MAX_ROWS, MAX_SAMPLES)
         words[ends.Head.RUNS_AT] = at
         payload = at + 3 * len(runs)
         for target, numbers in runs:
@@ -104,9 +106,9 @@ def test_prepare_fills_a_ragged_batch_with_padding(seed: int) -> None:
     for row in machine.random.permutation(MAX_ROWS)[: seed + 2].tolist():
         start = int(machine.random.integers(0, 20))
         count = int(machine.random.integers(1, 25)) if row % 2 else 1
-        entries.append((row, start, count, bool(machine.random.random() < 0.6)))
+        entries.append((row, start, count, int(machine.random.integers(0, min(count, 4) + 1))))
     num_tokens = sum(count for _, _, count, _ in entries)
-    step = machine.step(num_tokens + 5, MAX_ROWS, MAX_ROWS)
+    step = machine.step(num_tokens + 5, MAX_ROWS, MAX_SAMPLES)
     machine.send(entries)
     ends.prepare(step, machine.rows, machine.words, machine.stamps, MAX_ROWS, one_each=False)
     _check(machine, step, entries)
@@ -116,7 +118,7 @@ def test_prepare_fills_a_ragged_batch_with_padding(seed: int) -> None:
 def test_prepare_of_a_decode_step_reads_no_token_entries(num_rows: int) -> None:
     machine = Machine(num_rows)
     rows = machine.random.permutation(MAX_ROWS)[:num_rows].tolist()
-    entries = [(row, int(machine.params[row, Field.NUM_IDS]) - 1, 1, True) for row in rows]
+    entries = [(row, int(machine.params[row, Field.NUM_IDS]) - 1, 1, 1) for row in rows]
     step = machine.step(8, 8, 8)
     machine.send(entries)
     machine.words[ends.Head.TOKENS_AT] = 10**6
@@ -124,9 +126,9 @@ def test_prepare_of_a_decode_step_reads_no_token_entries(num_rows: int) -> None:
     _check(machine, step, entries)
 
 
-def _check(machine: Machine, step: StepArrays, entries: list[tuple[int, int, int, bool]]) -> None:
+def _check(machine: Machine, step: StepArrays, entries: list[tuple[int, int, int, int]]) -> None:
     tokens, offset, sampled = [], 0, []
-    for i, (row, start, count, samples) in enumerate(entries):
+    for i, (row, start, count, num_samples) in enumerate(entries):
         dead = bool(machine.params[row, Field.ENDED])
         given = [int(array[i]) for array in (step.rows, step.starts, step.counts, step.offsets)]
         assert given == [row, start, 0 if dead else count, offset]
@@ -135,14 +137,14 @@ def _check(machine: Machine, step: StepArrays, entries: list[tuple[int, int, int
             slot = block * BLOCK_SIZE + position % BLOCK_SIZE
             tokens.append((0, 0, -1) if dead else (int(machine.ids[row, position]), position, slot))
         offset += count
-        if samples:
-            sampled.append((offset - 1, row))
+        sampled += [(offset - i, row, start + count - i + 1) for i in range(num_samples, 0, -1)]
     tokens += [(0, 0, -1)] * (step.num_tokens - len(tokens))
     assert list(zip(step.ids.tolist(), step.positions.tolist(), step.slots.tolist(), strict=True)) == tokens
     assert step.rows[len(entries) :].tolist() == [PADDING_ROW] * (step.num_entries - len(entries))
     assert not step.counts[len(entries) :].any()
-    sampled += [(0, PADDING_ROW)] * (step.num_samples - len(sampled))
-    assert list(zip(step.sampled.tolist(), step.sample_rows.tolist(), strict=True)) == sampled
+    sampled += [(0, PADDING_ROW, 0)] * (step.num_samples - len(sampled))
+    arrays = step.sampled, step.sample_rows, step.num_known
+    assert list(zip(*(array.tolist() for array in arrays), strict=True)) == sampled
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -151,7 +153,7 @@ def test_finish_appends_ids_and_ends_rows(seed: int) -> None:
     rows = machine.random.permutation(MAX_ROWS)[:7].tolist()
     machine.params[rows[:4], Field.ENDED] = 0
     machine.params[rows[0], Field.NUM_STOPS] = MAX_STOPS
-    entries = [(row, int(machine.params[row, Field.NUM_IDS]) - 1, 1, True) for row in rows]
+    entries = [(row, int(machine.params[row, Field.NUM_IDS]) - 1, 1, 1) for row in rows]
     step = machine.step(8, 8, 8)
     machine.send(entries)
     ends.prepare(step, machine.rows, machine.words, machine.stamps, MAX_ROWS, one_each=True)
@@ -177,3 +179,18 @@ def test_finish_appends_ids_and_ends_rows(seed: int) -> None:
     np.testing.assert_array_equal(machine.params, params)
     np.testing.assert_array_equal(machine.ids, ids)
     assert ends.times_of(result[: ends.STAMP_WORDS].zero_()) == (0, 0)
+
+
+def test_finish_leaves_the_rows_to_the_host_if_it_verifies() -> None:
+    machine = Machine(1)
+    row = 3
+    machine.params[row, Field.ENDED] = 0
+    machine.send([(row, 5, 4, 3), (PADDING_ROW, 0, 1, 1)])
+    step = machine.step(8, 4, 8)
+    ends.prepare(step, machine.rows, machine.words, machine.stamps, MAX_ROWS, one_each=False)
+    before = machine.rows.state.clone()
+    result = torch.full((ends.STAMP_WORDS + 16,), POISON, dtype=torch.int32)
+    sampled_ids = torch.tensor([int(machine.stops[row, 0]), 8, -1, 9, 9, 9, 9, 9], dtype=torch.int32)
+    ends.finish(result, sampled_ids, step, machine.rows, machine.words, machine.stamps, appends=False)
+    assert result[4:12].tolist() == [*sampled_ids[:3].tolist(), *[ends.DEAD] * 5]
+    assert not result[12:20].any() and torch.equal(machine.rows.state, before)

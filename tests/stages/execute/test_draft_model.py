@@ -3,7 +3,9 @@
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -12,8 +14,10 @@ from pipeline.kernels.cpu.build import default_cache_root
 from pipeline.kernels.step_inputs import block_bytes
 from pipeline.runtime.draft_link import draft_link
 from pipeline.runtime.messages import GenerationOptions
-from pipeline.stages.execute.cpu.draft_model import DraftModel
+from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.runner import CpuRunner
+from pipeline.stages.execute.draft_model import DraftModel
+from pipeline.stages.execute.kv import kv_block_bytes
 from tests.stages.execute import checkpoints
 from tests.stages.execute.native_driver import random_ids, write
 from tests.stages.execute.pair import GREEDY, Pair, Request, make_runner
@@ -37,11 +41,15 @@ def plain(folder: Path) -> Iterator[CpuRunner]:
     runner.close()
 
 
-def speculating(folder: Path, draft: Path, root: Path, num_blocks: int = FEW) -> CpuRunner:
+def speculating(folder: Path, draft: Path, root: Path, num_blocks: int = FEW, **how: Any) -> CpuRunner:
+    """With memory for exactly this many blocks of both caches."""
+    config, of_draft = ModelConfig.load(folder), ModelConfig.load(draft)
+    execute = ExecuteSettings(num_threads=2, **how)
+    num_bytes = kv_block_bytes(execute, config) + kv_block_bytes(execute, of_draft)
     settings = Settings(
         model=str(folder),
         cache_dir=str(root),
-        execute=ExecuteSettings(kv_cache_bytes=num_blocks * BLOCK_BYTES, num_threads=2),
+        execute=msgspec.structs.replace(execute, kv_cache_bytes=num_blocks * num_bytes),
         schedule=ScheduleSettings(max_num_seqs=16, max_num_batched_tokens=256),
         speculative=SpeculativeSettings(method="draft_model", draft=str(draft), num_speculative_tokens=4),
     )
@@ -52,6 +60,7 @@ def speculating(folder: Path, draft: Path, root: Path, num_blocks: int = FEW) ->
     link.parent.mkdir(parents=True, exist_ok=True)
     link.symlink_to(draft)
     runner = CpuRunner(settings, folder, memoryview(bytearray(8 * BLOCK_BYTES)))
+    assert runner.facts.num_blocks == num_blocks
     assert runner.speculator is not None and isinstance(runner.speculator.proposer, DraftModel)
     return runner
 
@@ -92,6 +101,22 @@ def test_another_model_changes_no_text(plain: CpuRunner, folder: Path, tmp_path:
     assert counts.num_draft_tokens > counts.num_accepted_tokens
     assert pair.scheduler.load().num_preemptions > 0
     runner.close()
+
+
+def test_with_caches_in_8_bits_texts_are_the_same(folder: Path, tmp_path: Path) -> None:
+    """Both caches, with proposals that are right and wrong: a wrong one must not change the scale of what follows."""
+    made = requests()
+    runners = [make_runner(folder, block_bytes(3, 2, 16, 1), 160, kv_dtype="int8")]
+    runners.append(speculating(folder, folder, tmp_path, kv_dtype="int8"))
+    try:
+        before, pair = Pair(runners[0]), Pair(runners[1], adaptive_speculation=False)
+        assert pair.run(made) == before.run(made)
+        assert pair.token_outputs == before.token_outputs
+        assert pair.scheduler.speculation.counts().num_accepted_tokens > 80
+        assert pair.scheduler.load().num_preemptions > 0
+    finally:
+        for runner in runners:
+            runner.close()
 
 
 def test_what_is_proposed_depends_on_the_ids_of_a_row_alone(folder: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,11 +61,15 @@ FORCED = (
 class Wrong:
     """Proposes what the grammar may not allow, or the end."""
 
+    reads_hidden_states = False
     draft_s = pass_s = 0.0
 
     def propose(self, rows: IntArray, most: IntArray, clock: Callable[[], float]) -> list[IntArray]:
         ids = np.array([*ids_of("ab1"), EOS, *ids_of("2, ")], np.int32)
         return [np.roll(ids, -(int(row) % len(ids)))[:num] for row, num in zip(rows, most.tolist(), strict=True)]
+
+    def observe(self, *of_a_step: Any) -> None:
+        pass
 
     def drop(self, rows: IntArray) -> None:
         pass

@@ -31,7 +31,7 @@ from pipeline.stages.execute.weights import FLOAT_FORMATS, Weights
 from tests.stages.execute import checkpoints
 from tests.stages.execute.driver import settings
 
-PLAN = ProfilePlan(batches=(1, 3), context=40, prefills=(20,), rounds=2)
+PLAN = ProfilePlan(batches=(1, 3), context=40, prefills=(20,), rounds=2, verifies=(5,))
 BEFORE = MachineRates(read_bytes=20e9, float32_flops=100e9, bf16_flops=90e9, int8_ops=300e9)
 AFTER = MachineRates(read_bytes=30e9, float32_flops=80e9, bf16_flops=95e9, int8_ops=280e9)
 BEST = MachineRates(read_bytes=30e9, float32_flops=100e9, bf16_flops=95e9, int8_ops=300e9)
@@ -81,9 +81,10 @@ def test_every_op_of_the_program_appears_under_its_name(profile: Profile) -> Non
 
 
 def test_cases_are_reported_in_the_order_of_the_plan(profile: Profile) -> None:
-    cases = [Case("decode", 1, 1, 40), Case("decode", 3, 1, 40), Case("prefill", 1, 20, 20)]
+    cases = [Case("decode", 1, 1, 40), Case("decode", 3, 1, 40), Case("verify", 1, 6, 40), Case("verify", 3, 6, 40)]
+    cases.append(Case("prefill", 1, 20, 20))
     assert [step.case for step in profile.steps] == cases
-    assert [step.num_samples for step in profile.steps] == [PLAN.rounds] * 3
+    assert [step.num_samples for step in profile.steps] == [PLAN.rounds] * 5
 
 
 def test_rates_and_shares_follow_their_definitions(profile: Profile) -> None:
@@ -211,6 +212,11 @@ def test_each_sequence_of_a_step_has_its_own_blocks() -> None:
     assert (inputs.num_tokens, inputs.num_rows, inputs.num_samples) == (20, 1, 1)
     assert inputs.positions[:20].tolist() == list(range(20))
     assert inputs.sampled[0] == 19
+    verifying = StepInputs(max_num_tokens=12, max_num_rows=3, max_num_blocks=4, max_num_samples=12)
+    fill(verifying, Case("verify", 3, 4, 50), ids, blocks)
+    assert (verifying.num_tokens, verifying.num_samples) == (12, 12)
+    assert verifying.sampled[:12].tolist() == list(range(12))
+    assert verifying.positions[:8].tolist() == [46, 47, 48, 49] * 2
 
 
 @pytest.mark.parametrize("changes", [{"context": 257}, {"prefills": (20, 300)}])

@@ -30,6 +30,8 @@ SHARED = random_ids(40, 7)
 class Oracle:
     """Proposes what the texts continue with, but every few ids something else."""
 
+    reads_hidden_states = False
+
     def __init__(self, table: RowTable, texts: dict[tuple[int, ...], list[list[int]]], skill: float) -> None:
         self._table, self._skill = table, skill
         self._texts = [(*prompt, *text) for prompt, samples in texts.items() for text in samples]
@@ -48,6 +50,9 @@ class Oracle:
             self.num_proposed += len(ids)
             proposals.append(np.array(ids, np.int32))
         return proposals
+
+    def observe(self, *of_a_step: Any) -> None:
+        pass
 
     def drop(self, rows: IntArray) -> None:
         pass

@@ -56,13 +56,14 @@ class DeviceRows:
     def words(self, starts: Ints, counts: Ints, rows: Ints, sampled: Ints) -> Tensor:
         """A step's words as `Staging` writes them. Unused words hold garbage."""
         most, num_tokens = self.num_rows, int(counts.sum())
-        at = ends.words_of(most)
+        at = ends.words_of(most, most)
         words = np.full(at + num_tokens, 10**8, np.int32)
         head = {"NUM_TOKENS": num_tokens, "NUM_ENTRIES": len(rows), "NUM_SAMPLES": len(sampled), "NUM_RUNS": 0}
         for name, number in {**head, "RUNS_AT": at, "TOKENS_AT": at}.items():
             words[ends.Head[name]] = number
         offsets = np.cumsum(counts) - counts
-        for i, array in enumerate((rows, starts, counts, offsets, sampled)):
+        tokens = (offsets + counts - 1)[sampled]
+        for i, array in enumerate((rows, starts, counts, offsets, tokens)):
             words[ends.HEADER + i * most :][: len(array)] = array
         words[at:] = np.repeat(np.arange(len(rows)), counts)
         return _send(words)
@@ -81,6 +82,7 @@ class DeviceRows:
             slots=ints(num_tokens, torch.int64),
             sampled=ints(num_samples),
             sample_rows=ints(num_samples),
+            num_known=ints(num_samples),
             blocks=self.rows.blocks,
         )
 
@@ -131,6 +133,7 @@ def _check_step(
         "slots": (step.slots, np.where(lives, slots, -1), -1),
         "sample rows": (step.sample_rows, rows[sampled], num),
         "samples": (step.sampled, (np.cumsum(counts) - 1)[sampled], 0),
+        "known ids": (step.num_known, (starts + counts)[sampled], 0),
     }
     wrong = [name for name, (found, right, padding) in expected.items() if not _is(found, right, padding)]
     yield check_exact(f"a step's batch, {case}", not wrong, f"wrong: {', '.join(wrong)}" if wrong else "")

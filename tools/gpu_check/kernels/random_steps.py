@@ -62,6 +62,7 @@ def make(
         slots=ints(num_tokens, -1, torch.int64),
         sampled=ints(num_entries),
         sample_rows=ints(num_entries, nobody),
+        num_known=ints(num_entries),
         blocks=blocks,
     )
     keys = torch.full((num_rows * most, num_kv_heads, BLOCK_SIZE, head_dim), torch.nan, dtype=dtype, device=device)

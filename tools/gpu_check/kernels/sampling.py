@@ -90,11 +90,12 @@ def _check(case: str, rows: Sequence[SampledRow], vocab_size: int, scale: float,
     order = generator.permutation(num)
     params, keys = _params(rows, order)
     sample_rows = torch.from_numpy(order.astype(np.int32)).to(gpu.device())
+    num_known = params[sample_rows.long(), Field.NUM_IDS].contiguous()
     scratch = SamplingScratch(num, vocab_size, gpu.device())
     found = []
     for _ in range(2):
         ids = torch.full((num,), 10**8, dtype=torch.int32, device=gpu.device())
-        sample(ids, logits, params, sample_rows, scratch, filtered=filtered)
+        sample(ids, logits, params, sample_rows, num_known, scratch, filtered=filtered)
         found.append(ids.cpu())
     if not torch.equal(*found):
         return check_exact(case, False, "runs differ: a race")
@@ -222,6 +223,7 @@ def _logits_processors(context: Context) -> Iterator[Reading]:
                 list_memory.to(device),
                 torch.from_numpy(all_ids).to(device),
                 torch.from_numpy(order).to(device),
+                params[:, Field.NUM_IDS][torch.from_numpy(order).long()].contiguous().to(device),
                 torch.from_numpy(words.view(np.int32)).to(device) if with_grammars else None,
                 torch.from_numpy(masked).to(device) if with_grammars else None,
                 scratch,

@@ -42,6 +42,8 @@ def measure(
     """Measure the steps of a plan. `weights` replace those of the folder. Raises UserError if the model can't run with
     these settings, or if the plan does not fit it."""
     log = logging.getLogger("pipeline")
+    if plan.verifies:
+        raise UserError("--verify needs execute.device = 'cpu'")
     config, cases = ModelConfig.load(folder), plan.cases()
     check_positions(cases, config, config.max_position - 1)  # one more id is sampled
     dtype: torch.dtype = getattr(torch, settings.execute.dtype)

@@ -44,7 +44,7 @@ def _launch(
     ints = torch.zeros(num_tokens, dtype=torch.int32)
     of_entries = torch.zeros(num_entries, dtype=torch.int32)
     step = StepArrays(
-        of_entries, of_entries, of_entries, of_entries, ints, ints, ints.long(), of_entries, of_entries,
+        of_entries, of_entries, of_entries, of_entries, ints, ints, ints.long(), of_entries, of_entries, of_entries,
         torch.zeros((4, 64), dtype=torch.int32),
     )  # fmt: skip
     queries = torch.zeros((num_tokens, num_heads * head_dim), dtype=dtype)

@@ -31,9 +31,8 @@ def all_launches() -> None:
 def _sample(vocab_size: int, *, filtered: bool) -> None:
     ids, sample_rows = torch.zeros(2, 2, dtype=torch.int32)
     params = torch.zeros(3, NUM_FIELDS, dtype=torch.int32)
-    sample(
-        ids, torch.zeros(2, vocab_size), params, sample_rows, SamplingScratch(2, vocab_size, "cpu"), filtered=filtered
-    )
+    scratch = SamplingScratch(2, vocab_size, "cpu")
+    sample(ids, torch.zeros(2, vocab_size), params, sample_rows, sample_rows, scratch, filtered=filtered)
 
 
 def _shape(vocab_size: int, *, with_masks: bool) -> None:
@@ -42,7 +41,8 @@ def _shape(vocab_size: int, *, with_masks: bool) -> None:
     list_memory, ids = torch.zeros(64, dtype=torch.int32), torch.zeros(3, 8192, dtype=torch.int32)
     masks, masked = (words, sample_rows) if with_masks else (None, None)
     scratch = LogitsProcessorScratch(2, vocab_size, "cpu")
-    apply_logits_processors(torch.zeros(2, vocab_size), params, list_memory, ids, sample_rows, masks, masked, scratch)
+    samples = sample_rows, sample_rows
+    apply_logits_processors(torch.zeros(2, vocab_size), params, list_memory, ids, *samples, masks, masked, scratch)
 
 
 def _record(vocab_size: int, max_top: int, *, keep: bool) -> None:

@@ -20,8 +20,7 @@ def launches() -> None:
     arrays: list[Any] = [
         *(_ints(256) for _ in range(6)),
         _ints(256, dtype=torch.int64),
-        _ints(256),
-        _ints(256),
+        *(_ints(256) for _ in range(3)),
         rows.blocks,
     ]
     step = StepArrays(*arrays)
@@ -30,7 +29,8 @@ def launches() -> None:
     ends.prepare(step, rows, words, stamps, 256, one_each=True)
     ends.prepare(step, rows, words, stamps, 256, one_each=False)
     ends.prepare(replace(step, adapters=_ints(256)), rows, words, stamps, 256, one_each=False)
-    ends.finish(_ints(4 + 512), _ints(256), step, rows, words, stamps)
+    for appends in (True, False):
+        ends.finish(_ints(4 + 512), _ints(256), step, rows, words, stamps, appends=appends)
     memory, packed = _ints(64, 8, 8192), _ints(4, 64, 8192)
     copy.gather(packed, memory, _ints(4))
     copy.scatter(memory, _ints(4), packed)

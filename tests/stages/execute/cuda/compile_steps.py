@@ -93,10 +93,11 @@ def main() -> None:
             return torch.zeros(shape, dtype=torch.int32, device="meta")
 
         rows = RowState(ints(10**7), ints(257, NUM_FIELDS), ints(257, MAX_LEN), ints(257, 256), ints(257, 130))
-        steps = StepGraphs(device, model, rows, ints(1 << 16), MAX_ROWS, MAX_TOKENS)
-        shapes = StepShapes(MAX_ROWS, MAX_TOKENS)
+        steps = StepGraphs(device, model, rows, ints(1 << 16), MAX_ROWS, MAX_TOKENS, MAX_ROWS)
+        shapes = StepShapes(MAX_ROWS, MAX_TOKENS, MAX_ROWS)
         all_shapes = {f"decode {num}": shapes.decode(num) for num in (1, 2, 4, 8, 16, 24, 32, 128, 256)}
         all_shapes |= {f"mixed {num}": shapes.mix(num, 8, 8) for num in (16, 64, 512, 2048)}
+        all_shapes |= {f"verify {num}": shapes.verify(num, 8, num) for num in (8, 64)}
         for what, shape in all_shapes.items():
             for kind in (CapturedStepKind.SAMPLE, CapturedStepKind.SAMPLE_FILTERED, CapturedStepKind.FORWARD_ONLY):
                 launches.clear()

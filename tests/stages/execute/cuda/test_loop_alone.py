@@ -163,7 +163,7 @@ def wake(*messages: Any) -> f.Wake:
 
 
 def complete(step_id: int) -> f.ObservedEvent:
-    return f.ObservedEvent("complete", step_id, TIMES.pack(step_id, 0.25, 0.125, 0.0))
+    return f.ObservedEvent("complete", step_id, TIMES.pack(step_id, 0.25, 0.125, 0.0, 0.0, 0.0))
 
 
 LAUNCHED = f.Value("monotonic", 1.0)

@@ -6,8 +6,9 @@ import torch
 
 from pipeline.kernels.triton import step as ends
 from pipeline.kernels.triton.rows import RowState
+from pipeline.stages.execute.cuda.batches import EMPTY, Batch
 from pipeline.stages.execute.cuda.device import Interpreted
-from pipeline.stages.execute.cuda.staging import EMPTY, NUM_SLOTS, Batch, Run, Staging, num_words, split_runs
+from pipeline.stages.execute.cuda.staging import NUM_SLOTS, Run, Staging, num_words, split_runs
 
 
 def runs_of(lengths: list[int], seed: int) -> list[Run]:
@@ -25,15 +26,16 @@ def applied(state: "np.ndarray[tuple[int], np.dtype[np.int32]]", runs: list[Run]
 
 @pytest.mark.parametrize("one_each", [True, False])
 def test_kernels_read_the_staged_values(one_each: bool) -> None:
-    staging = Staging(Interpreted(), 5, 64)
+    staging = Staging(Interpreted(), 5, 64, 9)
     counts = np.array([1, 1] if one_each else [3, 9], np.int32)
     batch = Batch(
         rows=np.array([4, 2], np.int32),
         starts=np.array([7, 0], np.int32),
         counts=counts,
         offsets=np.cumsum(counts, dtype=np.int32) - counts,
-        sampled=np.array([1], np.int32),
         num_tokens=int(counts.sum()),
+        sampled=np.array([1], np.int32),
+        sample_rows=np.array([2], np.int32),
     )
     runs = runs_of([1, 30, 2], 0)
     slot = staging.take()
@@ -69,7 +71,7 @@ def test_changes_that_do_not_fit_are_split(room: int) -> None:
 
 
 def test_a_slot_in_use_is_not_reused() -> None:
-    staging = Staging(Interpreted(), 2, 16)
+    staging = Staging(Interpreted(), 2, 16, 2)
     slots = [staging.take() for _ in range(NUM_SLOTS)]
     assert len({id(slot) for slot in slots}) == NUM_SLOTS
     with pytest.raises(AssertionError, match="in flight"):

@@ -11,7 +11,7 @@ LIMITS = [(1, 16), (2, 96), (7, 40), (16, 2048), (64, 96), (256, 2048), (300, 81
 
 @pytest.mark.parametrize(("max_num_rows", "max_num_tokens"), LIMITS)
 def test_every_step_fits_its_shape(max_num_rows: int, max_num_tokens: int) -> None:
-    shapes = StepShapes(max_num_rows, max_num_tokens)
+    shapes = StepShapes(max_num_rows, max_num_tokens, max_num_rows)
     most = min(max_num_rows, max_num_tokens)
     for num in range(1, most + 1):
         shape = shapes.decode(num)
@@ -38,8 +38,25 @@ def test_sizes_are_few_and_increase_to_the_maximum(most: int) -> None:
 
 
 def test_first_and_later_shapes_cover_all_decode_shapes() -> None:
-    shapes = StepShapes(256, 2048)
+    shapes = StepShapes(256, 2048, 256)
     first, others = shapes.first(), shapes.others()
     assert [shape.num_tokens for shape in first] == [256, 8, 4, 2, 1]
     assert sorted(shape.num_tokens for shape in first + others) == shapes.decodes
-    assert [shape.num_tokens for shape in StepShapes(3, 96).first()] == [3, 2, 1]
+    assert [shape.num_tokens for shape in StepShapes(3, 96, 3).first()] == [3, 2, 1]
+
+
+@pytest.mark.parametrize(("max_num_rows", "max_num_drafts", "max_num_tokens"), [(4, 12, 48), (256, 256, 2048)])
+def test_every_step_with_proposed_ids_fits_its_shape(
+    max_num_rows: int, max_num_drafts: int, max_num_tokens: int
+) -> None:
+    most = max_num_rows + max_num_drafts
+    shapes = StepShapes(max_num_rows, max_num_tokens, most)
+    assert not StepShapes(max_num_rows, max_num_tokens, max_num_rows).verifying()
+    for num_rows in {1, 2, max_num_rows // 2, max_num_rows}:
+        for num_samples in range(num_rows + 1, min(most, num_rows * 16, max_num_tokens) + 1):
+            for num_tokens in {num_samples, min(max_num_tokens, num_samples + 30)}:
+                shape = shapes.verify(num_tokens, num_rows, num_samples)
+                assert shape.verifies and not shape.one_each and shape.is_captured
+                assert num_tokens <= shape.num_tokens <= max_num_tokens
+                assert num_rows <= shape.num_entries <= max_num_rows and num_samples <= shape.num_samples <= most
+    assert all(shape.num_tokens == shape.num_samples for shape in shapes.verifying())

@@ -13,7 +13,9 @@ USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 TIMES = m.FirstTimes(0, queued_s=10.0, started_s=10.25, first_s=10.75, num_cached=0)
 
 
-def finish_at(gate: Gate, submit: m.Submit, settled_s: float, num_ids: int = 5) -> None:
+def finish_at(
+    gate: Gate, submit: m.Submit, settled_s: float, num_ids: int = 5, drafts: tuple[int, int] | None = None
+) -> None:
     """The only output of a sequence: its last id was settled at `settled_s`."""
     ids = b"\0" * 4 * num_ids
     deltas = m.Deltas(
@@ -29,6 +31,7 @@ def finish_at(gate: Gate, submit: m.Submit, settled_s: float, num_ids: int = 5) 
         [None],
         [TIMES],
         settled_s=settled_s,
+        drafts=[] if drafts is None else [m.DraftCounts(0, *drafts)],
     )
     gate.rig.send(deltas, "detokenize.0")
 
@@ -95,6 +98,13 @@ class TestMetrics:
             *events, last = events_of(response.result().text)
             assert last["metrics"] == expected and last["choices"] == []
             assert all("metrics" not in event for event in events)
+
+    def test_they_say_what_came_of_proposed_tokens(self, tmp_path: Path) -> None:
+        with Gate(tmp_path, per_request_metrics=True) as gate:
+            response = gate.post(CHAT)
+            finish_at(gate, gate.begin(), 11.75, drafts=(3, 4))
+            counts = {"num_draft_tokens": 7, "num_accepted_tokens": 3}
+            assert response.result().json()["metrics"]["speculative_decoding"] == counts
 
     def test_several_choices_have_none(self, tmp_path: Path) -> None:
         with Gate(tmp_path, per_request_metrics=True) as gate:

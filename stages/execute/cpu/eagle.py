@@ -1,0 +1,232 @@
+"""An EAGLE head (Li et al., "EAGLE: speculative sampling requires rethinking feature uncertainty", 2024): a layer or
+two that continue the model's own hidden states.
+
+    h[t]        the model's hidden state of position t, after its last norm
+    x[t]        fc(embedding of id t + 1, h[t])           the input of the head's layers at position t
+    f[t]        layers(x[0] … x[t])                       the model's LM head makes the id at t + 2 of it
+
+After the last known h, the head's own f takes its place, and one id after the other is proposed. Embedding and LM head
+are the model's. The first layer has no norm before attention, and there is none after the last one.
+
+    position   0 ………………… computed ………………… pending ………………… known - 2
+               head's KV           h is kept here     its h came with the last step
+
+The head's KV cache has as many blocks as the model's, and the block tables of its first KV group. A block that a row
+has from the prefix cache holds what another row's hidden states left there. What comes back from swap space is missing.
+So the head may propose less well there; texts do not depend on it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from pipeline.config.settings import Settings
+from pipeline.kernels.logprob_inputs import FloatArray, ScoreInputs
+from pipeline.kernels.sampling_inputs import NO_ID, SamplingInputs
+from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, StepInputs
+from pipeline.kernels.stored_matrix import StoredMatrix
+from pipeline.runtime import model_folder
+from pipeline.runtime.kv_groups import undivided
+from pipeline.runtime.model_folder import ModelConfig
+from pipeline.stages.execute.cpu.backend import choose_library, make_program
+from pipeline.stages.execute.cpu.program import Head, Norm, Program
+from pipeline.stages.execute.kv import KVPlan
+from pipeline.stages.execute.layers.attention import attention_weights
+from pipeline.stages.execute.layers.mlp import mlp_weights
+from pipeline.stages.execute.rows import BoolArray, RowTable
+from pipeline.stages.execute.weights import FLOAT_FORMATS, Weights
+
+MAX_PENDING = 16
+"""Positions of a row that wait until ids are proposed for it. More are computed at once."""
+PIECE = 128
+"""Positions that are computed together, beyond one for each row."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    """Hidden states of a row's last positions that the head has not read."""
+
+    start: int
+    hidden: FloatArray
+    """[positions, hidden_size]"""
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.hidden)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The model that the head belongs to."""
+
+    config: ModelConfig
+    weights: Weights
+    program: Program
+
+
+class EagleHead:
+    """A `Proposer`. `kv` is the plan of the model's KV cache."""
+
+    reads_hidden_states = True
+
+    def __init__(
+        self, settings: Settings, table: RowTable, kv: KVPlan, num_threads: int, folder: Path, target: Target
+    ) -> None:
+        """Raises UserError if the head can't run here."""
+        self._hold = model_folder.hold(folder)
+        model = target.config
+        config = msgspec.structs.replace(
+            ModelConfig.load(folder), logit_scale=model.logit_scale, logit_softcap=model.logit_softcap
+        )
+        hidden, vocab_size = model.hidden_size, model.vocab_size
+        self._table, self._hidden_size = table, hidden
+        self._max_len = min(kv.max_model_len, config.max_position)
+        max_num_seqs = settings.schedule.max_num_seqs
+        library = choose_library(settings, config)
+        weights = Weights(folder, config, FLOAT_FORMATS[settings.execute.dtype], keeps_floats=library is not None)
+        self._embedding = target.weights.matrix("model.embed_tokens.weight", vocab_size, hidden)
+        self._fc = _floats(weights.matrix("fc.weight", hidden, 2 * hidden)).T.copy()
+        self._bias = weights.vector("fc.bias", hidden) if weights.has("fc.bias") else None
+        self._norm, self._eps, self._centers = target.program.last_norm, model.rms_norm_eps, model.norm == "layer"
+        self._room = PIECE + MAX_PENDING * max_num_seqs
+        self._inputs = StepInputs(self._room, max_num_seqs, -(-kv.max_model_len // BLOCK_SIZE))
+        self._sampling_inputs = SamplingInputs(max_num_seqs, vocab_size)
+        own = replace(kv, max_model_len=self._max_len, layout=undivided(config.num_layers))
+        scores = ScoreInputs(max_num_seqs)
+        self._program = make_program(
+            library, settings, config, self._inputs, self._sampling_inputs, scores, own, num_threads
+        )
+        self._program.embed(None)
+        without_norm = msgspec.structs.replace(config, pre_norms=False)
+        for layer in range(config.num_layers):
+            self._program.attention(attention_weights(config if layer else without_norm, weights, layer))
+            self._program.mlp(mlp_weights(config, weights, layer))
+        tied = model.tie_embeddings
+        matrix = self._embedding if tied else target.weights.matrix("lm_head.weight", vocab_size, hidden)
+        bias = target.weights.vector("lm_head.bias", vocab_size) if model.head_bias else None
+        self._program.borrow_head(target.program)
+        self._program.sample(Head(None, matrix, bias))
+        self._program.finish_loading()
+        self._pending: dict[int, _Pending] = {}
+        self.draft_s = self.pass_s = 0.0
+
+    def drop(self, rows: IntArray) -> None:
+        for row in rows.tolist():
+            self._pending.pop(row, None)
+
+    def close(self) -> None:
+        """Free threads and memory."""
+        self._program.close()
+        if self._hold is not None:
+            self._hold.close()
+
+    def observe(
+        self, rows: IntArray, starts: IntArray, counts: IntArray, offsets: IntArray, residual: FloatArray
+    ) -> None:
+        """Take the model's hidden states before the last norm, [tokens of the step, H], of the positions `starts` …
+        `starts` + `counts` of these rows, which begin at `offsets`."""
+        for row, start, count, offset in zip(
+            rows.tolist(), starts.tolist(), counts.tolist(), offsets.tolist(), strict=True
+        ):
+            count = min(count, self._max_len - start)
+            if count <= 0:
+                self._pending.pop(row, None)
+                continue
+            hidden = self._normed(residual[offset : offset + count])
+            before = self._pending.get(row)
+            if before is not None and before.end == start:
+                start, hidden = before.start, np.concatenate((before.hidden, hidden))
+            # The id after the last position may not be known yet.
+            while len(hidden) > MAX_PENDING:
+                num = min(PIECE, len(hidden) - 1)
+                one, nothing = np.array([row], np.int32), np.zeros(1, np.bool_)
+                self._run(one, np.array([start], np.int32), np.array([num], np.int32), hidden[:num], nothing)
+                start, hidden = start + num, hidden[num:]
+            self._pending[row] = _Pending(start, hidden)
+
+    def propose(self, rows: IntArray, most: IntArray, clock: Callable[[], float]) -> list[IntArray]:
+        began_s = clock()
+        table, known = self._table, self._table.num_ids[rows]
+        most = np.minimum(most, self._max_len - known).clip(0)
+        pending = [self._pending.get(row) for row in rows.tolist()]
+        is_ready = [one is not None and one.end == end for one, end in zip(pending, (known - 1).tolist(), strict=True)]
+        proposed = np.zeros((len(rows), int(most.max(initial=0))), np.int32)
+        num = np.zeros(len(rows), np.int64)
+        some = np.flatnonzero(np.array(is_ready, np.bool_) & (most > 0))
+        parts = [pending[i] for i in some.tolist()]
+        starts = np.array([one.start for one in parts if one is not None], np.int32)
+        counts = np.array([len(one.hidden) for one in parts if one is not None], np.int32)
+        hidden = np.concatenate([one.hidden for one in parts if one is not None]) if len(some) else np.empty(0)
+        for row in rows[some].tolist():
+            del self._pending[row]
+        place, times = 0, []
+        while len(some):
+            pass_began_s = clock()
+            ids, states = self._run(rows[some], starts, counts, hidden, np.ones(len(some), np.bool_))
+            if place:
+                times.append(clock() - pass_began_s)
+            is_usable = ids != NO_ID
+            some, ids, states = some[is_usable], ids[is_usable], states[is_usable]
+            proposed[some, place], num[some] = ids, place + 1
+            table.ids[rows[some], known[some] + place] = ids  # the next pass reads them
+            place += 1
+            goes_on = most[some] > place
+            some, hidden = some[goes_on], states[goes_on]
+            starts = (known[some] - 2 + place).astype(np.int32)
+            counts = np.ones(len(some), np.int32)
+        self.pass_s = sum(times) / len(times) if times else 0.0
+        self.draft_s = clock() - began_s
+        return [proposed[i, : num[i]] for i in range(len(rows))]
+
+    def _run(
+        self, rows: IntArray, starts: IntArray, counts: IntArray, hidden: FloatArray, samples: BoolArray
+    ) -> tuple[IntArray, FloatArray]:
+        """Compute positions of these rows from their hidden states [positions, H]. Returns an id for each row that
+        samples, and the head's state at its last position."""
+        table, inputs, sampling = self._table, self._inputs, self._sampling_inputs
+        repeated = np.repeat(np.arange(len(rows)), counts)
+        positions = np.arange(len(repeated)) - (np.cumsum(counts) - counts)[repeated] + starts[repeated]
+        ids = table.ids[rows[repeated], positions + 1]
+        num_blocks = int(table.num_blocks[rows].max())
+        inputs.fill(ids, starts, counts, table.blocks[rows, :num_blocks], samples)
+        x = np.concatenate((_rows_of(self._embedding, ids), hidden), axis=1) @ self._fc
+        self._program.residual()[:] = x if self._bias is None else x + np.asarray(self._bias)
+        sampled = rows[samples]
+        # The id at position t + 2 is sampled with the noise key and the parameters of the row's own id there.
+        table.fill_sampling_inputs(sampling, sampled, (starts + counts + 1)[samples])
+        sampling.unmask(len(sampled))
+        sampling.logprobs.clear(len(sampled))
+        drawn = self._program.run()
+        last = (np.cumsum(counts) - 1)[samples]
+        return drawn, self._program.residual()[last].copy()
+
+    def _normed(self, residual: FloatArray) -> FloatArray:
+        norm: Norm = self._norm
+        wide = residual - residual.mean(-1, keepdims=True) if self._centers else residual
+        factor = 1 / np.sqrt(np.square(wide).mean(-1, keepdims=True) + np.float32(self._eps))
+        states: FloatArray = (wide * factor * np.asarray(norm.weight)).astype(np.float32)
+        return states if norm.bias is None else states + np.asarray(norm.bias)
+
+
+def _rows_of(matrix: object, ids: IntArray) -> FloatArray:
+    """Rows of the embedding, float32."""
+    if isinstance(matrix, StoredMatrix):
+        return _floats(StoredMatrix(matrix.format, matrix.data[ids], len(ids), matrix.num_columns))
+    import torch
+
+    from pipeline.kernels.matrix import as_matrix
+
+    return _floats(as_matrix(matrix).take_rows(torch.from_numpy(ids.astype(np.int64))))  # type: ignore[arg-type]
+
+
+def _floats(matrix: object) -> FloatArray:
+    """A matrix in float32."""
+    import torch
+
+    from pipeline.kernels.matrix import as_matrix
+
+    floats: FloatArray = as_matrix(matrix).dequantize(torch.float32).numpy()  # type: ignore[arg-type]
+    return floats
