@@ -107,14 +107,14 @@ def test_all_steps_run_in_order(check: ModuleType, monkeypatch: pytest.MonkeyPat
     )
 
 
-def test_types_are_checked_beside_the_servers_and_reported_before_tests_that_measure(
+def test_types_are_checked_beside_the_tests_and_reported_before_tests_that_measure(
     check: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = ["format", "lint", "imports", "words", "servers"]
+    before = ["format", "lint", "imports", "words", "servers", "shared"]
     run = Run(check, monkeypatch)
-    assert (run.code, run.types_ended_after, run.commands) == (0, before, [*before, "shared", "alone"])
+    assert (run.code, run.types_ended_after, run.commands) == (0, before, [*before, "alone"])
     run = Run(check, monkeypatch, types=1)
-    assert (run.code, run.types_ended_after, run.commands) == (1, before, [*before, "shared", "alone"])
+    assert (run.code, run.types_ended_after, run.commands) == (1, before, [*before, "alone"])
     run = Run(check, monkeypatch, "types", "servers")
     assert (run.code, run.types_ended_after) == (0, ["servers"])
     for words in (["types"], ["types", "shared", "alone"], ["--fail-fast", "types", "servers"]):

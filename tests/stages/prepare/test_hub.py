@@ -14,24 +14,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pipeline.runtime.model_folder import ModelConfig
-from tests.stages.prepare import checkpoints
+from tests.stages.prepare import checkpoints, preparing
 from tests.stages.prepare.fake_hub import COMMIT, OTHER_COMMIT, FakeHub, Repo
 from tests.stages.prepare.test_architectures import IDS, expected, logits
 
 ROOT = Path(__file__).parents[3]
-
-# huggingface_hub reads its environment variables when it is imported, so each preparation has its own process.
-PREPARE = """
-import sys
-from pipeline.config.settings import Settings
-from pipeline.errors import UserError
-from pipeline.stages.prepare import progress
-from pipeline.stages.prepare.stage import prepare
-try:
-    print(prepare(Settings(model=sys.argv[1], cache_dir=sys.argv[2]), progress.for_stream()))
-except UserError as error:
-    sys.exit(f"error: {error}")
-"""
 
 
 class Machine:
@@ -51,14 +38,7 @@ class Machine:
         }
 
     def run(self, model: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-W", "error::DeprecationWarning", "-c", PREPARE, model, str(self.home / "cache")],
-            cwd=ROOT,
-            env=self.environment | environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        return preparing.run(model, self.home / "cache", self.environment | environment, self.home)
 
     def prepare(self, model: str, **environment: str) -> Path:
         result = self.run(model, **environment)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from pipeline.config.settings import ExecuteSettings, ScheduleSettings, Settings
+from tests.kernels.triton import interpreter as interpreter  # faster
 from tests.stages.execute import checkpoints
 
 
