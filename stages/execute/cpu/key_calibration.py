@@ -24,6 +24,8 @@ from pipeline.kernels.logprob_inputs import FloatArray
 from pipeline.kernels.step_inputs import BLOCK_SIZE, StepInputs
 from pipeline.stages.execute.cpu.native_memory import PAIR
 
+Doubles = np.ndarray[Any, np.dtype[np.float64]]
+
 NUM_TOKENS = 256
 COMMON = range(300, 5000)
 """Most vocabularies are sorted by frequency, behind special tokens and single bytes."""
@@ -61,12 +63,10 @@ class KeyFactors:
             self._inverses[:] = 1 / self.factors
 
 
-def _sizes_of_pairs(squares: "np.ndarray[Any, np.dtype[np.float64]]") -> "np.ndarray[Any, np.dtype[np.float64]]":
+def _sizes_of_pairs(squares: Doubles) -> Doubles:
     """Roots of the sums of squares [heads, head_dim] over the two dimensions that rotate together, for each of them."""
     pairs = squares.reshape(len(squares), -1, 2, PAIR)
-    sizes: np.ndarray[Any, np.dtype[np.float64]] = np.sqrt(pairs.sum(2, keepdims=True) + 0 * pairs).reshape(
-        squares.shape
-    )
+    sizes: Doubles = np.sqrt(pairs.sum(2, keepdims=True).repeat(2, axis=2)).reshape(squares.shape)
     return np.maximum(sizes, SMALLEST_SIZE * sizes.max(-1, keepdims=True))
 
 
