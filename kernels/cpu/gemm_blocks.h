@@ -9,6 +9,8 @@
 // scales of the minimums | [8][N][LANES] float minimums. It stays in the L1 cache, for up to 64 rows at a time.
 #pragma once
 
+#include <utility>
+
 #include "gemm.h"
 
 constexpr int BLOCK_GROUPS = 8, BLOCK_PAIRS = BLOCK_DEPTH / 2;
@@ -63,22 +65,24 @@ INLINE void load_factors(const uint8_t* small, vi (&factors)[2]) {
 // in each lane.
 template <Format F, class Use>
 INLINE void unpack_group(const uint8_t* codes, const uint8_t* small, const Use& use) {
-    vi factors[2];
+    vi factors[2], even[2];
+    word_vector zeros[2];
     load_factors<F>(small, factors);
-    // Unrolled, so that shifts are constants.
-#pragma GCC unroll 2
     for (int half = 0; half < 2; half++) {
-        const vi byte = factors[half] & 0xFF, even = byte | byte << 16, odd = even << 8;
-        const word_vector zero = bits<word_vector>(factors[half] << 16 | (factors[half] & 0xFFFF)) * int16_t(zero_code(F));
-#pragma GCC unroll 4
-        for (int step = 4 * half; step < 4 * half + 4; step++) {
-            const vu four = load_codes<F>(codes, step);
-            word_vector first = bits<word_vector>(multiply_bytes(four, even));
-            word_vector second = bits<word_vector>(multiply_bytes(four, odd));
-            if constexpr (zero_code(F) != 0) first -= zero, second -= zero;
-            use(2 * step, bits<vi>(first)), use(2 * step + 1, bits<vi>(second));
-        }
+        const vi byte = factors[half] & 0xFF;
+        even[half] = byte | byte << 16;
+        zeros[half] = bits<word_vector>(factors[half] << 16 | (factors[half] & 0xFFFF)) * int16_t(zero_code(F));
     }
+    const auto take_step = [&]<int STEP>() __attribute__((always_inline)) {  // so that shifts are constants
+        const vu four = load_codes<F>(codes, STEP);
+        word_vector first = bits<word_vector>(multiply_bytes(four, even[STEP / 4]));
+        word_vector second = bits<word_vector>(multiply_bytes(four, even[STEP / 4] << 8));
+        if constexpr (zero_code(F) != 0) first -= zeros[STEP / 4], second -= zeros[STEP / 4];
+        use(2 * STEP, bits<vi>(first)), use(2 * STEP + 1, bits<vi>(second));
+    };
+    [&]<int... STEP>(std::integer_sequence<int, STEP...>) __attribute__((always_inline)) {
+        (take_step.template operator()<STEP>(), ...);
+    }(std::make_integer_sequence<int, 8>());
 }
 
 // Unpacks vector `v` of a panel's block: vector `at` of the `vectors` of `to`.
@@ -265,63 +269,67 @@ __attribute__((noinline)) static void multiply_few_rows(const Rows& rows, int fi
         for (int n = 0; n < N; n++) store(out + r * out_stride + n * LANES, acc[r][n]);
 }
 
-// out [count, panels * 16] = rows times panels. `wide` has room for unpacked blocks of BLOCK_PANELS panels.
-template <Format F>
-static void multiply_blocks(const Rows& rows, int first_row, int count, const Matrix& matrix, int first_panel, int panels,
-                            float* out, int out_stride, const uint8_t* ahead, uint8_t* wide) {
-    typedef BlockLayout<F> Layout;
-    const size_t bytes = matrix.panel_bytes();
-    const uint8_t* panel = matrix.panels + first_panel * bytes;
-    const int depth = matrix.depth;
-    const auto few = [&]<int R, int P>(int p) {
-        multiply_few_rows<F, R, P>(rows, first_row, depth, panel + p * bytes, bytes, out + p * PANEL, out_stride,
-                                   ahead ? ahead + p * bytes : nullptr);
-    };
+template <Format F, int R>
+static void multiply_few_rows(const Rows& rows, int first_row, const Matrix& matrix, const uint8_t* panel, int panels,
+                              float* out, int out_stride, const uint8_t* ahead) {
     // One row has registers for more panels, and needs them: each sum waits for its previous product.
-    const auto few_rows = [&]<int R>() {
-        constexpr int MOST = R == 1 ? 4 : LANES == 16 ? 2 : 1;
-        int p = 0;
-        for (; p + MOST <= panels; p += MOST) few.template operator()<R, MOST>(p);
-        if constexpr (MOST == 4)
-            for (; p + 2 <= panels; p += 2) few.template operator()<R, 2>(p);
-        if constexpr (MOST > 1)
-            for (; p < panels; p++) few.template operator()<R, 1>(p);
+    constexpr int MOST = R == 1 ? 4 : LANES == 16 ? 2 : 1;
+    const size_t bytes = matrix.panel_bytes();
+    int p = 0;
+    const auto multiply_some = [&]<int P>() {
+        for (; p + P <= panels; p += P)
+            multiply_few_rows<F, R, P>(rows, first_row, matrix.depth, panel + p * bytes, bytes, out + p * PANEL, out_stride,
+                                       ahead ? ahead + p * bytes : nullptr);
     };
+    multiply_some.template operator()<MOST>();
+    if constexpr (MOST > 2) multiply_some.template operator()<2>();
+    if constexpr (MOST > 1) multiply_some.template operator()<1>();
+}
+
+constexpr int FEW_BLOCK_ROWS = 4;
+
+template <Format F>
+static void multiply_few_rows(const Rows& rows, int first_row, int count, const Matrix& matrix, const uint8_t* panel,
+                              int panels, float* out, int out_stride, const uint8_t* ahead) {
     switch (count) {
-        case 1: return few_rows.template operator()<1>();
-        case 2: return few_rows.template operator()<2>();
-        case 3: return few_rows.template operator()<3>();
-        case 4: return few_rows.template operator()<4>();
-    }
-    for (int p = 0; p < panels; p += BLOCK_PANELS) {
-        const int num = std::min(BLOCK_PANELS, panels - p);
-        for (int b = 0; b < depth / BLOCK_DEPTH; b++) {
-            // A call takes BLOCK_VECTORS vectors: of two panels at AVX-512, of one or a half elsewhere.
-            const int vectors = std::min(num * VECTORS, BLOCK_VECTORS), calls = num * VECTORS / vectors;
-            for (int i = 0; i < num; i++) {
-                const size_t place = (p + i) * bytes + b * Layout::BYTES;
-                if (ahead) prefetch<L2>(ahead + place, Layout::BYTES);
-                for (int v = 0; v < VECTORS; v++) {
-                    const int at = i * VECTORS + v;
-                    unpack_block<F>(panel + place, v, vectors, at % vectors, wide + at / vectors * unpacked_block_bytes(vectors));
-                }
-            }
-            for (int call = 0; call < calls; call++) {
-                float* to = out + p * PANEL + call * vectors * LANES;
-                const uint8_t* from = wide + call * unpacked_block_bytes(vectors);
-                if (vectors == BLOCK_VECTORS)
-                    multiply_block_rows<BLOCK_VECTORS>(rows, first_row, count, F, depth, b, from, to, out_stride);
-                else
-                    multiply_block_rows<1>(rows, first_row, count, F, depth, b, from, to, out_stride);
-            }
-        }
+        case 1: return multiply_few_rows<F, 1>(rows, first_row, matrix, panel, panels, out, out_stride, ahead);
+        case 2: return multiply_few_rows<F, 2>(rows, first_row, matrix, panel, panels, out, out_stride, ahead);
+        case 3: return multiply_few_rows<F, 3>(rows, first_row, matrix, panel, panels, out, out_stride, ahead);
+        default: return multiply_few_rows<F, 4>(rows, first_row, matrix, panel, panels, out, out_stride, ahead);
     }
 }
 
+// out [count, panels * 16], as `multiply`. `wide` has room for unpacked blocks of BLOCK_PANELS panels.
 static void multiply_blocks(const Rows& rows, int first_row, int count, const Matrix& matrix, int first_panel, int panels,
                             float* out, int out_stride, const uint8_t* ahead, uint8_t* wide) {
-    const auto multiply = matrix.format == Format::Q4_K   ? multiply_blocks<Format::Q4_K>
-                          : matrix.format == Format::Q5_K ? multiply_blocks<Format::Q5_K>
-                                                          : multiply_blocks<Format::Q6_K>;
-    multiply(rows, first_row, count, matrix, first_panel, panels, out, out_stride, ahead, wide);
+    const size_t bytes = matrix.panel_bytes();
+    const uint8_t* panel = matrix.panels + first_panel * bytes;
+    const Format format = matrix.format;
+    if (count <= FEW_BLOCK_ROWS) {
+        const auto multiply = format == Format::Q4_K   ? multiply_few_rows<Format::Q4_K>
+                              : format == Format::Q5_K ? multiply_few_rows<Format::Q5_K>
+                                                       : multiply_few_rows<Format::Q6_K>;
+        return multiply(rows, first_row, count, matrix, panel, panels, out, out_stride, ahead);
+    }
+    const auto unpack = format == Format::Q4_K   ? unpack_block<Format::Q4_K>
+                        : format == Format::Q5_K ? unpack_block<Format::Q5_K>
+                                                 : unpack_block<Format::Q6_K>;
+    for (int p = 0; p < panels; p += BLOCK_PANELS) {
+        // A call takes BLOCK_VECTORS vectors: of two panels at AVX-512, of one or a half elsewhere.
+        const int num = std::min(BLOCK_PANELS, panels - p);
+        const int vectors = std::min(num * VECTORS, BLOCK_VECTORS), calls = num * VECTORS / vectors;
+        const size_t call_bytes = unpacked_block_bytes(vectors);
+        for (int b = 0; b < matrix.depth / BLOCK_DEPTH; b++) {
+            for (int i = 0; i < num * VECTORS; i++) {
+                const size_t place = (p + i / VECTORS) * bytes + b * size_t(block_bytes(format));
+                if (ahead && i % VECTORS == 0) prefetch<L2>(ahead + place, block_bytes(format));
+                unpack(panel + place, i % VECTORS, vectors, i % vectors, wide + i / vectors * call_bytes);
+            }
+            for (int call = 0; call < calls; call++) {
+                float* to = out + p * PANEL + call * vectors * LANES;
+                const auto multiply = vectors == BLOCK_VECTORS ? multiply_block_rows<BLOCK_VECTORS> : multiply_block_rows<1>;
+                multiply(rows, first_row, count, format, matrix.depth, b, wide + call * call_bytes, to, out_stride);
+            }
+        }
+    }
 }

@@ -18,7 +18,16 @@ constexpr int FP8_WIDE_BYTES = 2 * FP8_CODE_BYTES;
 // from a table.
 
 constexpr uint16_t FP8_SMALL[8] = {0, 0x3B00, 0x3B80, 0x3BC0, 0x3C00, 0x3C20, 0x3C40, 0x3C60};
-constexpr int FP8_BIAS = (127 - 7) << 7, FP8_MAGNITUDE = 0x7F << 4;
+
+// AVX2 widens few rows by the instruction for float16, whose bias makes numbers 2^-8 times as large. All of its numbers of
+// rows compute with those, and scales get the factor.
+#if defined(ISA_AVX2)
+constexpr int FP8_SHIFT = 8;
+#else
+constexpr int FP8_SHIFT = 0;
+#endif
+constexpr float FP8_UNIT = 1 << FP8_SHIFT;
+constexpr int FP8_BIAS = (127 - 7 - FP8_SHIFT) << 7, FP8_MAGNITUDE = 0x7F << 4;
 
 // `from` has a pair of neighbours in depth for each of LANES outputs; the pairs become bfloat16.
 #if defined(ISA_AVX512) && !defined(EMULATE)
@@ -49,9 +58,17 @@ INLINE void widen_pairs(const uint8_t* const (&from)[N], vu (&to)[N]) {
 
 #elif defined(ISA_AVX2)
 
-// The lower bytes of the table, and the upper ones.
+// The lower bytes of the table, and the upper ones, times 2^-8.
 alignas(16) constexpr uint8_t FP8_SMALL_BYTES[16] = {0, 0, 0x80, 0xC0, 0, 0x20, 0x40, 0x60,
-                                                     0, 0x3B, 0x3B, 0x3B, 0x3C, 0x3C, 0x3C, 0x3C};
+                                                     0, 0x37, 0x37, 0x37, 0x38, 0x38, 0x38, 0x38};
+
+// The two neighbours of eight outputs as floats. e4m3 is the upper half of a float16 but for a bit of exponent.
+INLINE void widen_to_floats(const uint8_t* from, vf (&to)[2]) {
+    const __m128i pairs = load<__m128i>(from), mask = _mm_set1_epi16(short(0xBF80));
+    const __m128i first = _mm_and_si128(_mm_srai_epi16(_mm_slli_epi16(pairs, 8), 1), mask);
+    const __m128i second = _mm_and_si128(_mm_srai_epi16(pairs, 1), mask);
+    to[0] = bits<vf>(_mm256_cvtph_ps(first)), to[1] = bits<vf>(_mm256_cvtph_ps(second));
+}
 
 INLINE vu widen_pairs(const uint8_t* from) {
     const __m256i codes = _mm256_cvtepi8_epi16(load<__m128i>(from));
@@ -123,10 +140,15 @@ __attribute__((noinline)) static void multiply_fp8_rows(const Rows& rows, int fi
             if (ahead && pair % 8 == 0)
                 for (int p = 0; p < P; p++) prefetch<L2>(ahead + p * bytes + pair * 2 * PANEL, 4 * LINE);
             const uint8_t* places[P * VECTORS];
-            vu weights[P * VECTORS];
             for (int i = 0; i < P * VECTORS; i++)
                 places[i] = panel + i / VECTORS * bytes + pair * 2 * PANEL + i % VECTORS * 2 * LANES;
+#if defined(ISA_AVX2)
+            vf weights[P * VECTORS][2];
+            for (int i = 0; i < P * VECTORS; i++) widen_to_floats(places[i], weights[i]);
+#else
+            vu weights[P * VECTORS];
             widen_pairs(places, weights);
+#endif
 #if defined(DOT_BF16)
             for (int r = 0; r < R; r++) {
                 const vu numbers = load<uint32_t>(plain[r] + k + 2 * pair) - vu{};
@@ -139,15 +161,20 @@ __attribute__((noinline)) static void multiply_fp8_rows(const Rows& rows, int fi
                     const vf value = splat(plain[r][k + 2 * pair + half]);
                     for (int p = 0; p < P; p++)
                         for (int v = 0; v < VECTORS; v++) {
-                            const vu both = weights[p * VECTORS + v], word = half ? both & 0xFFFF0000u : both << 16;
-                            acc[r][p][v] = fma(value, bits<vf>(word), acc[r][p][v]);
+#if defined(ISA_AVX2)
+                            const vf weight = weights[p * VECTORS + v][half];
+#else
+                            const vu both = weights[p * VECTORS + v];
+                            const vf weight = bits<vf>(half ? both & 0xFFFF0000u : both << 16);
+#endif
+                            acc[r][p][v] = fma(value, weight, acc[r][p][v]);
                         }
                 }
 #endif
         }
         for (int p = 0; p < P; p++)
             for (int v = 0; v < VECTORS; v++) {
-                const vf scale = load<vf>(panel + p * bytes + FP8_CODE_BYTES + v * 4 * LANES);
+                const vf scale = load<vf>(panel + p * bytes + FP8_CODE_BYTES + v * 4 * LANES) * FP8_UNIT;
                 for (int r = 0; r < R; r++) total[r][p][v] = fma(acc[r][p][v], scale, total[r][p][v]);
             }
         if (ahead) {
@@ -219,7 +246,7 @@ __attribute__((noinline)) static void add_fp8_block(const Rows& rows, int first_
     multiply_bf16<R, P>(plain, panels, FP8_DEPTH / 2, acc, nullptr);
     for (int p = 0; p < P; p++)
         for (int v = 0; v < VECTORS; v++) {
-            const vf scale = load<vf>(codes[p] + FP8_CODE_BYTES + v * 4 * LANES);
+            const vf scale = load<vf>(codes[p] + FP8_CODE_BYTES + v * 4 * LANES) * FP8_UNIT;
             for (int r = 0; r < R; r++) {
                 float* to = out + r * out_stride + p * PANEL + v * LANES;
                 store(to, fma(acc[r][p][v], scale, is_first ? vf{} : load<vf>(to)));

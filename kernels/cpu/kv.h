@@ -15,11 +15,18 @@ enum class KVType : int { BF16 = 0, INT8 = 1 };
 //
 // Numbers are bfloat16, without scales, or int8: then each token has a scale for its keys and one for its values,
 // bfloat16 [heads][2][16 tokens]. A bfloat16 scale has the range of float32, and every product with a code is exact.
+// Keys are multiplied with factors before they are rounded to 8 bits, and queries with the inverses: [heads][head_dim].
+struct KeyFactors {
+    const float *factors, *inverses;
+    float* query_squares;  // [heads of queries][head_dim], to which squares of queries are added; null but for calibration
+};
+
 struct KV {
     uint8_t* data;
     int heads, head_dim;
     KVType type;
     const float* center;  // [heads][head_dim], subtracted from keys before they are rounded to 8 bits, or null
+    const KeyFactors* factors;  // or null
 
     size_t panel_bytes() const { return size_t(head_dim) * BLOCK * (type == KVType::BF16 ? 2 : 1); }
     size_t scale_bytes() const { return type == KVType::BF16 ? 0 : 2 * BLOCK * sizeof(uint16_t); }

@@ -177,6 +177,12 @@ class NativeLoraSite(Structure):
     )
 
 
+class NativeKeyFactors(Structure):
+    """`KeyFactors` in kv.h."""
+
+    _fields_ = (("factors", c_void_p), ("inverses", c_void_p), ("query_squares", c_void_p))
+
+
 class NativeLayerMemory(Structure):
     """`KV` in kv.h."""
 
@@ -186,6 +192,7 @@ class NativeLayerMemory(Structure):
         ("head_dim", c_int),
         ("type", c_int),
         ("center", c_void_p),
+        ("factors", c_void_p),
     )
 
 

@@ -26,7 +26,8 @@ struct QueryForm {
 //
 // The numbers of a head of queries or keys come in another order, the same for both, so that their products stay what
 // they were: in a panel, eight of the first half and the eight of the second half that they turn with. In 8 bits,
-// all three also go through a Hadamard transform.
+// queries and keys are scaled by factors that even out the errors of rounding, and all three go through a Hadamard
+// transform.
 struct QkvWriter {
     static constexpr int QUERY = 0, KEY = 1, VALUE = 2;
 
@@ -86,13 +87,7 @@ struct QkvWriter {
             store(values + c, a * cosine - b * sine);
             store(values + c + 8, b * cosine + a * sine);
         }
-        if (kv_.type == KVType::INT8) {
-            if (kv_.center && kind(head) == KEY) {
-                const float* center = kv_.center + (head - num_heads_) * dim;
-                for (int c = 0; c < dim; c += LANES) store(values + c, load<vf>(values + c) - load<vf>(center + c));
-            }
-            hadamard(values, dim);
-        }
+        if (kv_.type == KVType::INT8) transform(step.positions[row], head, values);
         if (kind(head) == QUERY) {
             act* to = query(row, head);
             const float scale = form_.growth ? form_.scale * form_.growth[step.positions[row]] : form_.scale;
@@ -100,6 +95,22 @@ struct QkvWriter {
         } else {
             write_keys(step.slots[row], head - num_heads_, values);
         }
+    }
+
+    // Queries and keys before keys are rounded to 8 bits. Their products change by the same number for all keys.
+    void transform(int position, int head, float* values) const {
+        const int dim = kv_.head_dim, of_keys = kind(head) == KEY ? head - num_heads_ : head / (num_heads_ / kv_.heads);
+        if (kv_.center && kind(head) == KEY) {
+            const float* center = kv_.center + of_keys * dim;
+            for (int c = 0; c < dim; c += LANES) store(values + c, load<vf>(values + c) - load<vf>(center + c));
+        }
+        if (kv_.factors) {
+            float* squares = kind(head) == QUERY ? kv_.factors->query_squares : nullptr;
+            for (int c = 0; squares && position >= BLOCK && c < dim; c++) squares[head * dim + c] += values[c] * values[c];
+            const float* factors = (kind(head) == KEY ? kv_.factors->factors : kv_.factors->inverses) + of_keys * dim;
+            for (int c = 0; c < dim; c += LANES) store(values + c, load<vf>(values + c) * load<vf>(factors + c));
+        }
+        hadamard(values, dim);
     }
 
     void write_keys(int64_t slot, int head, const float* values) const {

@@ -18,7 +18,7 @@ from pipeline.kernels.step_inputs import IntArray, StepInputs, block_bytes
 from pipeline.lora.adapter_file import AdapterFile, Target
 from pipeline.runtime.model_folder import ModelConfig, Rope
 from pipeline.stages.execute.adapters import DOWN, OUT, QKV, LoraPlan, gate_up
-from pipeline.stages.execute.cpu.key_calibration import CenteredLayer, add_means
+from pipeline.stages.execute.cpu.key_calibration import CalibratedLayer, KeyFactors, calibrate_keys
 from pipeline.stages.execute.cpu.native_experts import NativeExperts, inputs_of
 from pipeline.stages.execute.cpu.native_lora import NativeLora, PackedAdapter
 from pipeline.stages.execute.cpu.native_memory import (
@@ -107,7 +107,7 @@ class NativeProgram(Program):
         self._head: native.PackedMatrix | None = None
         self._lora = None if lora is None else NativeLora(library, self._memory, lora, config, inputs.max_num_tokens)
         self._num_layers, self._max_model_len = 0, max_model_len
-        self._centered: list[CenteredLayer] = []
+        self._calibrated: list[CalibratedLayer] = []
         self._ticket = native.MaskTicket(None, 0, 0)
         self._handle = library.program_new(self._thread_pool.handle, ctypes.byref(self._step_arrays()))
         max_num_tokens = inputs.max_num_tokens
@@ -230,9 +230,9 @@ class NativeProgram(Program):
         self._library.program_score(self._scoring, self._normed_rows(form), *places, ctypes.byref(scores))
 
     def finish_loading(self) -> None:
-        if self._centered:
-            config = self._config
-            add_means(self._centered, self._inputs, self.run, config.vocab_size, self._max_model_len, self._num_blocks)
+        if self._calibrated:
+            sizes = self._config.vocab_size, self._max_model_len, self._num_blocks
+            calibrate_keys(self._calibrated, self._inputs, self.run, *sizes)
         if self._panels is not None:
             self._panels.save(self._memory.kept)
 
@@ -355,7 +355,11 @@ class NativeProgram(Program):
                 center[:] = of_biases[:, turning_order(1, 1, config.head_dim)]
             kv = native.NativeLayerMemory.from_buffer_copy(kv)  # layers of other groups share the memory
             kv.center = center.ctypes.data
-            self._centered.append(CenteredLayer(kv, group, center))
+            # Norms of all heads together leave the tokens of a layer to several threads, which can't add up queries.
+            factors = KeyFactors(config.num_heads, *center.shape) if self._qkv is None else None
+            if factors is not None:
+                kv.factors = ctypes.addressof(factors.native)
+            self._calibrated.append(CalibratedLayer(kv, group, center, factors))
         return kv
 
     def _feed_forward(self, weights: MlpWeights, place: int = 0) -> None:

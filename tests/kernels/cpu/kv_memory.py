@@ -22,6 +22,7 @@ class KVMemory:
         head_dim: int,
         type: KVType,
         center: np.ndarray | None = None,
+        factors: np.ndarray | None = None,
     ) -> None:
         self.type = type
         dtype = np.uint16 if type is KVType.BF16 else np.int8
@@ -37,7 +38,11 @@ class KVMemory:
         """[num_blocks, heads, 2 (none in bfloat16), BLOCK_SIZE]"""
         self.head_dim, self.num_heads = head_dim, num_heads
         at = None if center is None else r.floats(center).ctypes.data
-        self._layer = r.kept(native.NativeLayerMemory(self.bytes.ctypes.data, num_heads, head_dim, type, at))
+        scaling = None
+        if factors is not None:
+            arrays = (r.floats(array).ctypes.data for array in (factors, 1 / factors))
+            scaling = ctypes.addressof(r.kept(native.NativeKeyFactors(*arrays, None)))
+        self._layer = r.kept(native.NativeLayerMemory(self.bytes.ctypes.data, num_heads, head_dim, type, at, scaling))
 
     @property
     def layer(self) -> Any:

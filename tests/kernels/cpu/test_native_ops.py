@@ -428,10 +428,12 @@ def test_rotary_embedding_and_kv_writes(
     in_head = turned_order(1, 1, head_dim)
     norms = [random(26, head_dim) + 1, random(27, head_dim) + 1] if normed else []
     center = 5 * random(28, num_kv_heads, head_dim) if bias and not normed else None
+    factors = np.exp(random(29, num_kv_heads, head_dim)) if bias and normed else None
     with recording(library, threads=2) as r:
         rows, queries = r.rows(num, depth), r.rows(num, width)
         kept = r.put(rows, random(25, num, depth), form_of(format))
-        kv = KVMemory(r, num_blocks, num_kv_heads, head_dim, kv_type, None if center is None else center[:, in_head])
+        of_keys = (None if array is None else array[:, in_head] for array in (center, factors))
+        kv = KVMemory(r, num_blocks, num_kv_heads, head_dim, kv_type, *of_keys)
         untouched = kv.bytes.copy()
         library.program_qkv(
             r.program,
@@ -466,6 +468,10 @@ def test_rotary_embedding_and_kv_writes(
         if center is not None:
             turned[:, num_heads:] -= center
             turned_error[:, num_heads:] += EPS * np.abs(turned[:, num_heads:])
+        if factors is not None:
+            all_factors = np.concatenate([(1 / factors).repeat(num_heads // num_kv_heads, 0), factors])
+            turned, turned_error = turned * all_factors, turned_error * all_factors
+            turned_error += 2 * EPS * np.abs(turned)
         turned, turned_error = transform_heads(turned, turned_error)
     expected = turned[:, :num_heads, in_head] / head_dim**0.5
     bound = turned_error[:, :num_heads, in_head] / head_dim**0.5 + 3 * EPS * np.abs(expected)

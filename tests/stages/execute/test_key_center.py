@@ -8,7 +8,7 @@ import torch
 
 from pipeline.kernels.hadamard import transform_heads
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.cpu.key_calibration import hadamard
+from pipeline.stages.execute.cpu.key_calibration import KeyFactors, hadamard
 from pipeline.stages.execute.cpu.program import AttentionWeights, HeadNorms, Linear
 from pipeline.stages.execute.key_center import key_center
 from tests.stages.execute.checkpoints import config_of
@@ -54,12 +54,43 @@ def test_the_transform_is_its_own_inverse(head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_means_don_t_depend_on_how_they_are_measured(tmp_path: Path, isa: str) -> None:
+def test_means_and_factors_don_t_depend_on_how_they_are_measured(tmp_path: Path, isa: str) -> None:
     write(tmp_path, config_of(architecture="qwen2", qkv_bias=True))
-    centers = []
+    centers, factors = [], []
     for tokens in (256, 48):
         driver = Native(tmp_path, isa, kv_dtype="int8", tokens=tokens)
-        centers.append(np.stack([layer.center for layer in driver.program._centered]))
+        layers = driver.program._calibrated
+        centers.append(np.stack([layer.center for layer in layers]))
+        factors.append(np.stack([layer.factors.factors for layer in layers]))
         driver.runner.close()
     assert centers[0].shape == (3, 2, 16) and (centers[0] != 0).all()
     np.testing.assert_array_equal(centers[0], centers[1])
+    np.testing.assert_array_equal(factors[0], factors[1])
+    assert np.ptp(factors[0], axis=-1).min() > 0
+    np.testing.assert_array_equal(factors[0][..., :8], factors[0][..., 8:], "dimensions that rotate together")
+
+
+def test_factors_make_the_errors_of_scores_small() -> None:
+    """Keys are large in dimensions in which queries are small."""
+    random = np.random.default_rng(0)
+    sizes = np.array([30, 1, 1, 0.5, 1, 2, 1, 1] * 2)
+    keys, queries = random.standard_normal((500, 1, 16)) * sizes, random.standard_normal((500, 2, 16)) / sizes
+    factors = KeyFactors(2, 1, 16)
+    factors._squares[:] = np.square(queries).sum(0)
+    factors.choose(keys.astype(np.float32))
+    np.testing.assert_allclose(factors.factors[0], np.exp(np.log(sizes).mean()) / sizes, rtol=0.1)
+    assert factors.native.query_squares is None
+
+    def error(factor: np.ndarray) -> float:
+        scaled = hadamard((keys * factor).astype(np.float32))
+        steps = np.abs(scaled).max(-1, keepdims=True) / 127
+        rounded = hadamard(np.rint(scaled / steps) * steps) / factor
+        return float(np.square(np.einsum("thd,shd->tsh", rounded - keys, queries[:, :1])).mean())
+
+    assert error(factors.factors) < 0.05 * error(np.ones(16))
+
+
+def test_without_sizes_factors_stay() -> None:
+    factors = KeyFactors(2, 1, 16)
+    factors.choose(np.ones((3, 1, 16), np.float32))
+    assert (factors.factors == 1).all(), "no query was measured"
