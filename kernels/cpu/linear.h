@@ -64,16 +64,18 @@ class Gemm : public Op {
             const Part part{now.row + row, std::min(most, num_rows - row), now.column, width, values};
             if (num_rows >= LEAST_ROWS_TO_PREFETCH) prefetch_out(step, part);
             const bool is_adapted = lora_ && *step.num_adapted;
-            for (int i = 0; is_adapted && i < now.num_pieces; i++)
-                lora_->prefetch_panels(step, now.pieces[i].product, int(products_.size()), now.pieces[i].first,
-                                       now.pieces[i].panels, part.row, part.count);
             float* to = values;
             for (int i = 0; i < now.num_pieces; i++) {
                 // The first rows prefetch the next tile.
                 const Piece& piece = now.pieces[i];
                 const bool goes_on = row == 0 && i < next.num_pieces && next.pieces[i].product == piece.product &&
                                      next.pieces[i].panels == piece.panels;
-                multiply_piece(piece, part, to, goes_on ? panel(next.pieces[i]) : nullptr, scratch.memory + value_bytes());
+                const uint8_t* ahead = goes_on ? panel(next.pieces[i]) : nullptr;
+                uint8_t* wide = scratch.memory + value_bytes();
+                if (is_adapted)
+                    multiply_adapted(step, piece, part, to, ahead, wide);
+                else
+                    multiply_piece(piece, part, to, ahead, wide);
                 if (is_adapted)
                     lora_->add(step, piece.product, int(products_.size()), piece.first, piece.panels, part.row, part.count,
                                to, part.width);
@@ -192,6 +194,19 @@ class Gemm : public Op {
     }
 
     size_t value_bytes() const { return size_t(MOST_PART_ROWS) * panels_ * PANEL * 4; }
+
+    // Fetches the adapters' matrices for a few panels and rows at a time: all of them at once would keep the core from
+    // computing.
+    void multiply_adapted(const Step& step, const Piece& piece, const Part& part, float* to, const uint8_t* ahead,
+                          uint8_t* wide) const {
+        const int each = part.count > 1 ? 2 : piece.panels;
+        const size_t bytes = products_[piece.product].matrix.panel_bytes();
+        for (int p = 0; p < piece.panels; p += each) {
+            const Piece some{piece.product, piece.first + p, std::min(each, piece.panels - p)};
+            lora_->prefetch_panels(step, some.product, int(products_.size()), some.first, some.panels, part.row, part.count);
+            multiply_piece(some, part, to + p * PANEL, ahead ? ahead + p * bytes : nullptr, wide);
+        }
+    }
 
     void multiply_piece(const Piece& piece, const Part& part, float* to, const uint8_t* ahead, uint8_t* wide) const {
         const Product& product = products_[piece.product];

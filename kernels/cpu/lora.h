@@ -123,7 +123,7 @@ struct LoraSite {
 
     // Vector `v` of a panel that has one number in its lower half and another one in its upper half.
     template <class Vector, class Number>
-    static Vector halves_of(Number low, Number high, int v) {
+    static Vector halves_of(Number low, Number high, [[maybe_unused]] int v) {
         const Vector lower = low - Vector{}, upper = high - Vector{};
 #if defined(ISA_AVX512)
         return __builtin_shufflevector(lower, upper, 0, 1, 2, 3, 4, 5, 6, 7, 24, 25, 26, 27, 28, 29, 30, 31);
@@ -133,13 +133,29 @@ struct LoraSite {
     }
 };
 
-// shrunk = A x input. A tile is some ranks of one token, or of a few in a step with many.
-class Shrink final : public Op {
+// shrunk = A x input. A tile is some ranks of one token, or of a few in a step with many. In steps of some tokens, the op
+// that writes the input computes it, if it is one that writes row by row: that saves a round of all threads, and a row is
+// in the cache of the thread that needs it.
+class Shrink final : public Op, public RowWork {
    public:
     Shrink(const LoraSite& site, Rows in, Form form)
         : Op("lora_shrink", true), site_(site), in_(in), form_(form), chunks_(ceil_div(site.stride, CHUNK)) {}
 
+    bool follows = false;  // another op computes each row of steps in which that is due
+
+    bool is_due(const Step& step) const override {
+        return *step.num_adapted && step.tokens >= FEW_ROWS && step.tokens < MANY_ROWS;
+    }
+
+    void compute(const Step& step, int row, int next, uint8_t* memory) const override {
+        const int slot = step.adapters[row];
+        if (slot < 0) return;
+        const LoraAdapter& adapter = site_.adapters[slot];
+        if (adapter.rank) multiply(adapter, 0, adapter.rank, row, 1, next_a(step, next, slot), reinterpret_cast<act*>(memory));
+    }
+
     int tiles(const Step& step) const override {
+        if (follows && is_due(step)) return 0;
         return *step.num_adapted ? ceil_div(step.tokens, rows_each(step)) * chunks(step) : 0;
     }
 
@@ -154,7 +170,10 @@ class Shrink final : public Op {
             if (slot < 0) continue;
             const LoraAdapter& adapter = site_.adapters[slot];
             const int first = chunk * CHUNK, last = each == 1 ? adapter.rank : std::min(first + CHUNK, adapter.rank);
-            if (first < last) multiply(adapter, first, last, row, count, reinterpret_cast<act*>(scratch.memory));
+            if (first >= last) continue;
+            const int next = row + count < end ? row + count : scratch.next / each * most;
+            multiply(adapter, first, last, row, count, each == 1 ? next_a(step, next, slot) : nullptr,
+                     reinterpret_cast<act*>(scratch.memory));
         }
     }
 
@@ -169,34 +188,50 @@ class Shrink final : public Op {
     }
 
    private:
-    static constexpr int CHUNK = 16, RANKS = 4, DEPTH = 32;
+    static constexpr int CHUNK = 16, RANKS = 4, DEPTH = 32, AHEAD = 2048;
     // Steps with fewer rows divide ranks among the threads; those with many read a matrix once for some of them.
     static constexpr int FEW_ROWS = 4, MANY_ROWS = 64;
     static constexpr int MOST_ROWS_AT_ONCE = LANES == 16 ? 4 : 2;  // as many as have their sums in registers
 
     int chunks(const Step& step) const { return step.tokens < FEW_ROWS ? chunks_ : 1; }
     int rows_each(const Step& step) const { return step.tokens < MANY_ROWS ? 1 : MOST_ROWS_AT_ONCE; }
+    // The matrix that is read after that of `slot`: that of a row.
+    const uint16_t* next_a(const Step& step, int row, int slot) const {
+        if (row >= step.tokens || step.adapters[row] < 0 || step.adapters[row] == slot) return nullptr;
+        return site_.adapters[step.adapters[row]].a;
+    }
+
     int padded() const { return (site_.depth + DEPTH - 1) / DEPTH * DEPTH; }
 
-    void multiply(const LoraAdapter& adapter, int first, int last, int row, int count, act* memory) const {
+    // `next` is read after this, or null.
+    void multiply(const LoraAdapter& adapter, int first, int last, int row, int count, const uint16_t* next,
+                  act* memory) const {
         const act* from[MOST_ROWS_AT_ONCE];
         for (int r = 0; r < count; r++) from[r] = input(row + r, memory + size_t(r) * padded());
         switch (count) {
-            case 1: return multiply_rows<1>(adapter, first, last, row, from);
-            case 2: return multiply_rows<2>(adapter, first, last, row, from);
-            case 3: return multiply_rows<LANES == 16 ? 3 : 1>(adapter, first, last, row, from);
-            default: return multiply_rows<LANES == 16 ? 4 : 1>(adapter, first, last, row, from);
+            case 1: return multiply_rows<1>(adapter, first, last, row, from, next);
+            case 2: return multiply_rows<2>(adapter, first, last, row, from, next);
+            case 3: return multiply_rows<LANES == 16 ? 3 : 1>(adapter, first, last, row, from, next);
+            default: return multiply_rows<LANES == 16 ? 4 : 1>(adapter, first, last, row, from, next);
         }
     }
 
     template <int R>
-    void multiply_rows(const LoraAdapter& adapter, int first, int last, int row, const act* const* from) const {
+    void multiply_rows(const LoraAdapter& adapter, int first, int last, int row, const act* const* from,
+                       const uint16_t* next) const {
         const act* rows[R];
         for (int r = 0; r < R; r++) rows[r] = from[r];
         const uint16_t* a = adapter.a + size_t(first) * padded();
+        // Fetches what is AHEAD, and after that the beginning of what this thread reads next.
+        const uint16_t* const end = adapter.a + size_t(last) * padded();
+        const uint16_t* ahead = a;
+        for (int i = 0; i < AHEAD && ahead < end; i += LINE / 2, ahead += LINE / 2) __builtin_prefetch(ahead, 0, L2);
         for (int rank = first; rank < last; rank += RANKS) {
             vf sums[R][RANKS] = {};
             for (int i = 0; i < padded(); i += DEPTH, a += RANKS * DEPTH) {
+                if (ahead >= end && next) ahead = next, next = nullptr;
+                for (int k = 0; k < RANKS; k++) __builtin_prefetch(ahead + k * DEPTH, 0, L2);
+                ahead += RANKS * DEPTH;
 #if defined(DOT_BF16)
                 for (int k = 0; k < RANKS; k++) {
                     const vu weights = load<vu>(a + k * DEPTH);

@@ -40,7 +40,10 @@ class Norm final : public Op {
             for (int j = 0; j < width_; j++) normed[j] = from[j] * factor * weight_[j];
             quantize(normed, out_, row, width_, form_);
         }
+        row_is_written(step, row, scratch);
     }
+
+    const uint8_t* rows_out() const override { return sampled_ ? nullptr : out_.data; }
 
     Cost cost(const Step& step) const override { return {double(tiles(step)) * width_ * 8, 0}; }
 
@@ -109,7 +112,10 @@ class AnyNorm final : public Op {
         } else {
             quantize(normed, out_, row, width_, form_);
         }
+        row_is_written(step, row, scratch);
     }
+
+    const uint8_t* rows_out() const override { return sampled_ ? nullptr : out_.data; }
 
     Cost cost(const Step& step) const override { return {double(tiles(step)) * width_ * 8, 0}; }
 
@@ -160,9 +166,12 @@ class Quantize final : public Op {
 
     int tiles(const Step& step) const override { return step.tokens * rows_per_token_; }
 
-    void tile(const Step&, int row, const Scratch&) override {
+    void tile(const Step& step, int row, const Scratch& scratch) override {
         quantize(from_ + size_t(row) * width_, out_, row, width_, form_);
+        row_is_written(step, row, scratch);
     }
+
+    const uint8_t* rows_out() const override { return rows_per_token_ == 1 ? out_.data : nullptr; }
 
     Cost cost(const Step& step) const override { return {double(tiles(step)) * width_ * 5, 0}; }
 

@@ -178,6 +178,8 @@ class Program final : public Job {
         return reinterpret_cast<float*>(kept_.back()->data);
     }
 
+    Op* last() const { return ops_.empty() ? nullptr : ops_.back().get(); }
+
     LogitForm logit_form;
     const LoraSite* lora = nullptr;  // of the next matmul
 
@@ -370,7 +372,9 @@ void program_linear(Program* program, float* out, Rows in, const Matrix* matrix,
 
 // Adapters change the matmul that is recorded next, whose input is `in`.
 void program_lora(Program* program, const LoraSite* site, Rows in, int form) {
-    program->add<Shrink>(*site, in, Form(form));
+    Op* const before = program->last();
+    Shrink& shrink = program->add<Shrink>(*site, in, Form(form));
+    if (before && before->rows_out() == in.data) before->then(&shrink), shrink.follows = true;
     program->lora = site;
 }
 

@@ -33,6 +33,15 @@ struct Cost {
     bool integer = false;
 };
 
+// What an op does to each row that it has written, while the row is in its thread's cache.
+class RowWork {
+   public:
+    virtual ~RowWork() = default;
+    virtual bool is_due(const Step& step) const = 0;
+    // `next` is the row that this thread writes next, or the number of rows.
+    virtual void compute(const Step& step, int row, int next, uint8_t* memory) const = 0;
+};
+
 class Op {
    public:
     explicit Op(const char* name, bool for_adapters = false) : name(name), for_adapters(for_adapters) {}
@@ -46,11 +55,22 @@ class Op {
     virtual bool in_ranges() const { return true; }
     // Prefetches what a tile reads, while its thread waits for the op before. Returns whether there is anything.
     virtual bool prefetch_tile(const Step&, int /*index*/) const { return false; }
+    // The rows that an op writes of which a tile is one; null for other ops.
+    virtual const uint8_t* rows_out() const { return nullptr; }
+    void then(const RowWork* work) { work_ = work; }
     // 0, or the status with which the step ends early.
     virtual int status() const { return 0; }
 
     const char* const name;
     const bool for_adapters;  // left out of steps in which no token has an adapter
+
+   protected:
+    void row_is_written(const Step& step, int row, const Scratch& scratch) const {
+        if (work_ && work_->is_due(step)) work_->compute(step, row, scratch.next, scratch.memory);
+    }
+
+   private:
+    const RowWork* work_ = nullptr;
 };
 
 INLINE int ceil_div(int a, int b) { return (a + b - 1) / b; }

@@ -6,12 +6,9 @@ may use, so that most are read and packed before their first row. Those that are
 been started again needs nothing else.
 """
 
-import os
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -80,7 +77,8 @@ class AdapterPlace(Protocol):
 
 
 class AdapterLoader:
-    """Reads and packs adapters on a thread of its own, so that no step waits for it."""
+    """Reads and packs adapters on a thread of its own, so that no step waits for it. The thread has the usual priority:
+    with a lower one it could lose its core while it holds the GIL, and steps would wait for it."""
 
     def __init__(self, model_dir: Path, pack: Callable[[AdapterFile], Any], max_waiting: int) -> None:
         self._model_dir, self._pack, self._max_waiting = model_dir, pack, max_waiting
@@ -94,7 +92,7 @@ class AdapterLoader:
         for adapter_id in [known for known in self._waiting if known not in wanted]:
             self._waiting.pop(adapter_id).cancel()
         if self._thread is None and wanted:
-            self._thread = ThreadPoolExecutor(1, "adapters", _yield_to_others)
+            self._thread = ThreadPoolExecutor(1, "adapters")
         for adapter_id in wanted:
             if adapter_id not in self._waiting:
                 assert self._thread is not None
@@ -116,12 +114,6 @@ class AdapterLoader:
 
     def _load(self, adapter_id: str) -> Any:
         return self._pack(AdapterFile(path_of(self._model_dir, adapter_id)))
-
-
-def _yield_to_others() -> None:
-    """Give the thread a low priority: steps have the cores first."""
-    with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 class AdapterSlots:

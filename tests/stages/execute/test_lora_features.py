@@ -76,8 +76,8 @@ def test_several_samples(models: Models) -> None:
 def test_embeddings(models: Models, pooling: m.Pooling) -> None:
     request = Request(tuple(random_ids(40, 4)), 1, fields=(("pooling", int(pooling)),))
     ours, _, theirs, _ = models.both(request)
-    adapted, plain = (np.frombuffer(ours.token_outputs[place, 0], np.float32) for place in (0, 1))
-    merged = np.frombuffer(theirs.token_outputs[0, 0], np.float32)
+    adapted, plain = (np.frombuffer(ours.token_outputs[place, 0], np.float32) for place in (1, 2))
+    merged = np.frombuffer(theirs.token_outputs[1, 0], np.float32)
     assert np.abs(adapted - merged).max() <= 1e-4
     assert np.abs(plain - merged).max() > 1e-2
 
@@ -86,7 +86,7 @@ def test_prompt_logprobs(models: Models) -> None:
     request = Request(tuple(random_ids(40, 4)), 3, fields=(("num_prompt_logprobs", 0), ("num_logprobs", 0)))
     ours, _, theirs, _ = models.both(request)
     for name in ("prompt_logprobs", "token_outputs"):
-        adapted, merged = (np.frombuffer(getattr(pair, name)[0, 0], np.float32) for pair in (ours, theirs))
+        adapted, merged = (np.frombuffer(getattr(pair, name)[1, 0], np.float32) for pair in (ours, theirs))
         # Ids as floats are almost zero.
         assert np.abs(adapted - merged).max() <= 2e-4
 
