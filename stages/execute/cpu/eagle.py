@@ -159,7 +159,8 @@ class EagleHead:
         parts = [pending[i] for i in some.tolist()]
         starts = np.array([one.start for one in parts if one is not None], np.int32)
         counts = np.array([len(one.hidden) for one in parts if one is not None], np.int32)
-        hidden = np.concatenate([one.hidden for one in parts if one is not None]) if len(some) else np.empty(0)
+        nothing: FloatArray = np.empty((0, self._hidden_size), np.float32)
+        hidden = np.concatenate([nothing, *(one.hidden for one in parts if one is not None)])
         for row in rows[some].tolist():
             del self._pending[row]
         place, times = 0, []

@@ -25,12 +25,12 @@ from pipeline.runtime.messages import ExecuteFacts, Step
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.adapters import AdapterSlots, LoraPlan
 from pipeline.stages.execute.cpu.program import LogitArray
-from pipeline.stages.execute.cuda.batches import Batch, batch_of, check_plan
+from pipeline.stages.execute.cuda.batches import Batch, BoolArray, batch_of, check_plan
 from pipeline.stages.execute.cuda.device import Device, make_device
 from pipeline.stages.execute.cuda.draft_model import DeviceDraftModel, DraftWeights
 from pipeline.stages.execute.cuda.graphs import CapturedStep, CapturedStepKind, StepGraphs
 from pipeline.stages.execute.cuda.host_transfer import BlockCopier, HostTransfer
-from pipeline.stages.execute.cuda.launched_step import BoolArray, LaunchedStep, pooled_entries
+from pipeline.stages.execute.cuda.launched_step import LaunchedStep, pooled_entries
 from pipeline.stages.execute.cuda.memory import require_row_memory, reserved_bytes
 from pipeline.stages.execute.cuda.model import DeviceModel, allocate_kv
 from pipeline.stages.execute.cuda.results import ResultReader

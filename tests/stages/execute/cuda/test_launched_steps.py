@@ -33,7 +33,7 @@ class RecordedMasks:
     def drop(self, rows: Any) -> None:
         pass
 
-    def request(self, rows: Any, ids: Any, num_ids: Any) -> Any:
+    def request(self, rows: Any, ids: Any, num_ids: Any, num_drafts: Any = None) -> Any:
         self.requests.append({row: ids[row, : num_ids[row]].tolist() for row in rows.tolist() if row >= 0})
         return np.flatnonzero(rows >= 0)
 

@@ -80,7 +80,7 @@ class ExactMasks:
     def drop(self, rows: Any) -> None:
         self._rows -= set(rows.tolist())
 
-    def request(self, rows: Any, ids: Any, num_ids: Any) -> Any:
+    def request(self, rows: Any, ids: Any, num_ids: Any, num_drafts: Any = None) -> Any:
         places = [place for place, row in enumerate(rows.tolist()) if row in self._rows]
         for place in places:
             row = rows[place]
