@@ -147,7 +147,7 @@ EFFECTS = {
     "supervisor.max_restarts": (
         f"{LIFE}::test_without_restarts_a_killed_stage_is_named_in_the_log_and_to_clients_and_the_server_ends"
     ),
-    "supervisor.hang_timeout_s": f"{LIFE}::test_a_stage_that_hangs_is_killed_and_streams_go_on",
+    "supervisor.hang_timeout_s": f"{LIFE}::test_each_stage_that_is_stopped_is_killed_and_requests_go_on",
     "supervisor.health_timeout_s": f"{SERVER}::test_health_timeout_s_limits_a_stage_s_answer",
     "supervisor.crash_reports": (
         "tests/supervisor/test_crash_reports.py::"

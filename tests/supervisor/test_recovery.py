@@ -44,6 +44,15 @@ def test_deaths_that_narrow_down_the_suspects_do_not_count():
     assert "it has died 9 times" in str(budget.died("execute.0", 9.0, was_ready=True, suspects=[8, 99]))
 
 
+def test_a_request_that_runs_alone_costs_one_restart():
+    """It fails at its third death."""
+    budget = RestartBudget(2)
+    for number in range(2):
+        for _ in range(3):
+            assert isinstance(budget.died("schedule.0", float(number), was_ready=True, suspects=[number]), float)
+    assert isinstance(budget.died("schedule.0", 2.0, was_ready=True, suspects=[2]), str)
+
+
 def test_a_search_does_not_go_on_for_ever():
     budget = RestartBudget(2)
     num = 0
