@@ -25,8 +25,8 @@ struct KV {
     uint8_t* data;
     int heads, head_dim;
     KVType type;
-    const float* center;  // [heads][head_dim], subtracted from keys before they are rounded to 8 bits, or null
-    const KeyFactors* factors;  // or null
+    const float* center;        // [heads][head_dim], subtracted from keys before they are rounded, or null
+    const KeyFactors* factors;  // for 8 bits, or null
 
     size_t panel_bytes() const { return size_t(head_dim) * BLOCK * (type == KVType::BF16 ? 2 : 1); }
     size_t scale_bytes() const { return type == KVType::BF16 ? 0 : 2 * BLOCK * sizeof(uint16_t); }

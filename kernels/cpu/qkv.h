@@ -87,6 +87,10 @@ struct QkvWriter {
             store(values + c, a * cosine - b * sine);
             store(values + c + 8, b * cosine + a * sine);
         }
+        if (kv_.center && kind(head) == KEY) {
+            const float* center = kv_.center + (head - num_heads_) * dim;
+            for (int c = 0; c < dim; c += LANES) store(values + c, load<vf>(values + c) - load<vf>(center + c));
+        }
         if (kv_.type == KVType::INT8) transform(step.positions[row], head, values);
         if (kind(head) == QUERY) {
             act* to = query(row, head);
@@ -97,13 +101,9 @@ struct QkvWriter {
         }
     }
 
-    // Queries and keys before keys are rounded to 8 bits. Their products change by the same number for all keys.
+    // Queries and keys before keys are rounded to 8 bits. Their products stay what they were.
     void transform(int position, int head, float* values) const {
         const int dim = kv_.head_dim, of_keys = kind(head) == KEY ? head - num_heads_ : head / (num_heads_ / kv_.heads);
-        if (kv_.center && kind(head) == KEY) {
-            const float* center = kv_.center + of_keys * dim;
-            for (int c = 0; c < dim; c += LANES) store(values + c, load<vf>(values + c) - load<vf>(center + c));
-        }
         if (kv_.factors) {
             float* squares = kind(head) == QUERY ? kv_.factors->query_squares : nullptr;
             for (int c = 0; squares && position >= BLOCK && c < dim; c++) squares[head * dim + c] += values[c] * values[c];

@@ -1,8 +1,8 @@
-"""What is subtracted from the keys of a layer before they are rounded to 8 bits.
+"""What is subtracted from the keys of a layer before they are rounded to 8 bits, on a CPU also to bfloat16.
 
 Some models (Qwen2) have biases of keys that are tens of times as large as the rest, mostly in dimensions that hardly
-rotate. A scale for such a key leaves few bits for the rest. A softmax stays the same if a number is added to all
-scores of a query, so a vector that is the same for all keys of a head can be subtracted (Zhang et al., 2024,
+rotate. Such a key, or a scale for it, leaves few bits for the rest. A softmax stays the same if a number is added to
+all scores of a query, so a vector that is the same for all keys of a head can be subtracted (Zhang et al., 2024,
 arXiv:2410.02367, subtract the mean of all keys, which isn't known while they are written).
 """
 

@@ -349,12 +349,17 @@ class NativeProgram(Program):
     def _layer_kv(self, weights: AttentionWeights, group: int, place: int) -> native.NativeLayerMemory:
         """The keys and values of a layer in this KV group, at this place in a block."""
         config, kv = self._config, self._kv[place]
-        if kv.type == KVType.INT8 and allows_center(config):
-            center = np.zeros((config.num_kv_heads, config.head_dim), np.float32)
-            if (of_biases := key_center(config, weights, self._max_model_len)) is not None:
-                center[:] = of_biases[:, turning_order(1, 1, config.head_dim)]
-            kv = native.NativeLayerMemory.from_buffer_copy(kv)  # layers of other groups share the memory
-            kv.center = center.ctypes.data
+        of_biases = key_center(config, weights, self._max_model_len)
+        is_calibrated = kv.type == KVType.INT8 and allows_center(config)
+        if of_biases is None and not is_calibrated:
+            return kv
+        center = np.zeros((config.num_kv_heads, config.head_dim), np.float32)
+        if of_biases is not None:
+            center[:] = of_biases[:, turning_order(1, 1, config.head_dim)]
+        kv = native.NativeLayerMemory.from_buffer_copy(kv)  # layers of other groups share the memory
+        kv.center = center.ctypes.data
+        self._memory.keep(center)
+        if is_calibrated:
             # Norms of all heads together leave the tokens of a layer to several threads, which can't add up queries.
             factors = KeyFactors(config.num_heads, *center.shape) if self._qkv is None else None
             if factors is not None:

@@ -464,10 +464,10 @@ def test_rotary_embedding_and_kv_writes(
         heads[:, :turning], error[:, :turning] = norm_heads(heads[:, :turning], error[:, :turning], weight)
     turned, turned_error = turn(heads[:, :turning], error[:, :turning], cos[positions], sin[positions])
 
+    if center is not None:
+        turned[:, num_heads:] -= center
+        turned_error[:, num_heads:] += EPS * np.abs(turned[:, num_heads:])
     if kv_type is KVType.INT8:
-        if center is not None:
-            turned[:, num_heads:] -= center
-            turned_error[:, num_heads:] += EPS * np.abs(turned[:, num_heads:])
         if factors is not None:
             all_factors = np.concatenate([(1 / factors).repeat(num_heads // num_kv_heads, 0), factors])
             turned, turned_error = turned * all_factors, turned_error * all_factors

@@ -147,10 +147,12 @@ def test_rows_without_an_adapter_are_as_if_adapters_were_off(folder: Path, ids_o
     on.runner.close()
 
 
-@pytest.mark.parametrize("formats", [("q4_1",), ("q8_0", "q4_0", "bf16"), ("q4_1", "q8_0")])
+@pytest.mark.parametrize("formats", [("q4_1",), ("q8_0", "q4_0", "bf16"), ("q4_1", "q8_0"), ("q4_k", "q6_k")])
 def test_over_quantized_models(tmp_path: Path, formats: tuple[Any, ...]) -> None:
     """Against torch, which dequantizes. With several formats, projections of one input are different matrices."""
-    config = checkpoints.config_of(hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2)
+    hidden, inner = (256, 256) if "q4_k" in formats else (64, 96)
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "head_dim": hidden // 4}
+    config = checkpoints.config_of(num_heads=4, num_kv_heads=2, **sizes)
     write(tmp_path, config, formats)
     adapter_ids = [
         convert(write_adapter(tmp_path / f"peft{seed}", config, seed=seed, rank=rank), tmp_path, "bf16", 16)
