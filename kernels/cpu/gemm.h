@@ -3,6 +3,8 @@
 // An output is one accumulator that adds its products in the order of depth, so a row has the same bits in any batch.
 #pragma once
 
+#include <algorithm>
+
 #include "matrix.h"
 
 // --- prefetching ------------------------------------------------------------------------------------------------------
@@ -20,13 +22,50 @@ INLINE void prefetch(const uint8_t* at, int bytes) {
     for (int i = 0; i < bytes; i += LINE) __builtin_prefetch(at + i, 0, LEVEL);
 }
 
+// Other memory that is needed soon, besides the next panel: a matmul with 4-bit or bf16 weights fetches a few lines of it
+// for every group of depth. All at once, they would keep the core from computing.
+struct Lines {
+    static constexpr int MOST = 128, MOST_AT_ONCE = 12;
+
+    void add(const void* from, int64_t bytes) {
+        if (bytes <= 0 || count == MOST) return;
+        const int lines = int((bytes + LINE - 1) / LINE);
+        parts[count++] = {static_cast<const uint8_t*>(from), lines};
+        total += lines;
+    }
+
+    // Over so many groups.
+    void spread(int groups) { each = std::min((total + groups - 1) / groups, MOST_AT_ONCE); }
+
+    __attribute__((always_inline)) void fetch() { fetch(each); }
+    void fetch_rest() { fetch(total); }
+
+   private:
+    struct Part {
+        const uint8_t* from;
+        int lines;
+    };
+
+    __attribute__((always_inline)) void fetch(int lines) {
+        for (; lines > 0 && at < count; lines--) {
+            __builtin_prefetch(parts[at].from, 0, L2);
+            parts[at].from += LINE;
+            if (!--parts[at].lines) at++;
+        }
+    }
+
+    int count = 0, at = 0, total = 0, each = 0;
+    Part parts[MOST];
+};
+
 // --- bf16 -------------------------------------------------------------------------------------------------------------
 
 // acc[r][p] += row r times panel p, over `pairs` pairs of depth. `ahead` is null or has P panels.
 template <int R, int P>
 INLINE void multiply_bf16(const act* const (&rows)[R], const uint32_t* const (&panels)[P], int pairs,
-                          vf (&acc)[R][P][VECTORS], const uint8_t* const* ahead) {
+                          vf (&acc)[R][P][VECTORS], const uint8_t* const* ahead, Lines* lines = nullptr) {
     for (int k = 0; k < pairs; k++) {
+        if (lines && k % (GROUP / 2) == 0) lines->fetch();
         if (ahead)
             for (int p = 0; p < P; p++) prefetch<L2>(ahead[p] + k * LINE, LINE);
 #if defined(DOT_BF16)
@@ -232,7 +271,7 @@ struct BlockLayout {
 // Codes of 4 to 6 bits, unpacked in registers.
 template <Format F, Form A, int R, int P>
 INLINE void multiply_bits(const Rows& rows, int first_row, const uint8_t* panel, size_t panel_bytes, int depth,
-                          vf (&acc)[R][P][VECTORS], const uint8_t* ahead) {
+                          vf (&acc)[R][P][VECTORS], const uint8_t* ahead, Lines* lines) {
     typedef BlockLayout<F> Layout;
     constexpr int CODES = A == Form::SPLIT ? SPLIT_GROUP_BYTES : GROUP;  // bytes of a group of activations
     const int8_t* codes[R];
@@ -244,6 +283,7 @@ INLINE void multiply_bits(const Rows& rows, int first_row, const uint8_t* panel,
         const int in_block = Layout::GROUPS == 1 ? 0 : g % Layout::GROUPS;
         const bool is_last = in_block == Layout::GROUPS - 1;
         const uint8_t* group = panel + in_block * Layout::CODES;
+        if (lines) lines->fetch();
         if (ahead)
             for (int p = 0; p < P; p++) {
                 prefetch<L2>(ahead + p * panel_bytes + in_block * Layout::CODES, Layout::CODES);
@@ -346,7 +386,7 @@ __attribute__((noinline)) static void multiply_panels(const Rows& rows, int firs
         for (int p = 0; p < P; p++) next[p] = ahead + p * bytes;
         for (int r = 0; r < R; r++) plain[r] = rows.plain(first_row + r);
         for (int p = 0; p < P; p++) panels[p] = reinterpret_cast<const uint32_t*>(panel + p * bytes);
-        multiply_bf16<R, P>(plain, panels, matrix.depth / 2, acc, ahead ? next : nullptr);
+        multiply_bf16<R, P>(plain, panels, matrix.depth / 2, acc, ahead ? next : nullptr, matrix.lines);
     } else if (matrix.format == Format::Q8_0) {
         if constexpr (R <= MOST_ROWS_8)
             multiply_8<R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
@@ -354,9 +394,9 @@ __attribute__((noinline)) static void multiply_panels(const Rows& rows, int firs
         const auto multiply_as = [&]<Format F>() {
             if constexpr (R > 1 && code_bits(F) > 4) return;  // gemm_wide.h does these
             else if (matrix.form == Form::BYTES)
-                multiply_bits<F, Form::BYTES, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
+                multiply_bits<F, Form::BYTES, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead, matrix.lines);
             else
-                multiply_bits<F, Form::SPLIT, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
+                multiply_bits<F, Form::SPLIT, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead, matrix.lines);
         };
         switch (matrix.format) {
             case Format::Q4_0: multiply_as.template operator()<Format::Q4_0>(); break;
@@ -406,6 +446,15 @@ static void multiply(const Rows& rows, int first_row, int count, const Matrix& m
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #undef CASE
     }
+}
+
+// Whether a matmul of so many rows fetches `lines`.
+INLINE bool fetches_lines(const Matrix& matrix, int rows) {
+#if defined(AMX)
+    return false;
+#else
+    return matrix.format == Format::BF16 || (code_bits(matrix.format) == 4 && matrix.integer() && (IN_TWO_PASSES || rows == 1));
+#endif
 }
 
 INLINE int most_rows(const Matrix& matrix) {

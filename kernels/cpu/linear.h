@@ -73,9 +73,9 @@ class Gemm : public Op {
                 const uint8_t* ahead = goes_on ? panel(next.pieces[i]) : nullptr;
                 uint8_t* wide = scratch.memory + value_bytes();
                 if (is_adapted)
-                    multiply_adapted(step, piece, part, to, ahead, wide);
+                    multiply_adapted(step, index, piece, part, to, ahead, wide, scratch);
                 else
-                    multiply_piece(piece, part, to, ahead, wide);
+                    multiply_piece(piece, products_[piece.product].matrix, part, to, ahead, wide);
                 if (is_adapted)
                     lora_->add(step, piece.product, int(products_.size()), piece.first, piece.panels, part.row, part.count,
                                to, part.width);
@@ -195,28 +195,35 @@ class Gemm : public Op {
 
     size_t value_bytes() const { return size_t(MOST_PART_ROWS) * panels_ * PANEL * 4; }
 
-    // Fetches the adapters' matrices for a few panels and rows at a time: all of them at once would keep the core from
-    // computing.
-    void multiply_adapted(const Step& step, const Piece& piece, const Part& part, float* to, const uint8_t* ahead,
-                          uint8_t* wide) const {
-        const int each = part.count > 1 ? 2 : piece.panels;
-        const size_t bytes = products_[piece.product].matrix.panel_bytes();
-        for (int p = 0; p < piece.panels; p += each) {
-            const Piece some{piece.product, piece.first + p, std::min(each, piece.panels - p)};
-            lora_->prefetch_panels(step, some.product, int(products_.size()), some.first, some.panels, part.row, part.count);
-            multiply_piece(some, part, to + p * PANEL, ahead ? ahead + p * bytes : nullptr, wide);
+    // Fetches what adapters need meanwhile: their B of these panels, and a part of the A of the next matmul.
+    void multiply_adapted(const Step& step, int index, const Piece& piece, const Part& part, float* to,
+                          const uint8_t* ahead, uint8_t* wide, const Scratch& scratch) const {
+        Matrix matrix = products_[piece.product].matrix;
+        Lines lines;
+        lora_->add_lines(step, piece.product, int(products_.size()), piece.first, piece.panels, part.row, part.count, lines);
+        if (fetches_lines(matrix, part.count)) {
+            const int num = ceil_div(tiles(step), scratch.threads), begin = int(int64_t(tiles(step)) * scratch.thread / scratch.threads);
+            if (lora_->next && part.row == 0 && index >= begin && index < begin + num)
+                lora_->next->add_lines(step, scratch.thread, scratch.threads, index - begin, num, lines);
+            lines.spread(matrix.depth / GROUP * ceil_div(part.count, part_rows(matrix, part.count)) * ceil_div(piece.panels, 2));
+            matrix.lines = &lines;
+        } else {
+            lines.fetch_rest();
         }
+        multiply_piece(piece, matrix, part, to, ahead, wide);
+        lines.fetch_rest();
     }
 
-    void multiply_piece(const Piece& piece, const Part& part, float* to, const uint8_t* ahead, uint8_t* wide) const {
-        const Product& product = products_[piece.product];
-        const int most = part_rows(product.matrix, part.count), width = piece.panels * PANEL;
+    void multiply_piece(const Piece& piece, const Matrix& matrix, const Part& part, float* to, const uint8_t* ahead,
+                        uint8_t* wide) const {
+        const Rows& in = products_[piece.product].in;
+        const int most = part_rows(matrix, part.count), width = piece.panels * PANEL;
         for (int r = 0; r < part.count; r += most) {
             const int count = std::min(most, part.count - r);
-            matmul(product.in, part.row + r, count, product.matrix, piece.first, piece.panels, to + r * part.width,
+            matmul(in, part.row + r, count, matrix, piece.first, piece.panels, to + r * part.width,
                    part.width, r ? nullptr : ahead, wide);
         }
-        if (const float* bias = product.matrix.bias)
+        if (const float* bias = matrix.bias)
             for (int r = 0; r < part.count; r++)
                 for (int c = 0; c < width; c++) to[r * part.width + c] += bias[piece.first * PANEL + c];
     }

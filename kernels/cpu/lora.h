@@ -22,6 +22,8 @@ struct LoraAdapter {
     int rank;                         // the sum
 };
 
+class Shrink;
+
 // A place in the program where adapters change a matmul.
 struct LoraSite {
     const LoraAdapter* adapters;  // [slots]
@@ -31,6 +33,7 @@ struct LoraSite {
     int ends[LORA_TARGETS];  // the panels of all projections up to each
     int interleaved;         // a panel has eight outputs of the first projection and eight of the second
     int depth;
+    const Shrink* next;  // of the matmul after this one, or null
 
     // values[r][...] += B x shrunk, of `panels` panels of a product from `first` on.
     void add(const Step& step, int product, int num_products, int first, int panels, int row, int count, float* values,
@@ -45,13 +48,14 @@ struct LoraSite {
         }
     }
 
-    // Fetches the B of some panels, while the matmul computes.
-    void prefetch_panels(const Step& step, int product, int num_products, int first, int panels, int row, int count) const {
+    // The B of some panels, for the matmul to fetch.
+    void add_lines(const Step& step, int product, int num_products, int first, int panels, int row, int count,
+                   Lines& lines) const {
         for (int r = 0; r < count; r++) {
             const int slot = step.adapters[row + r];
             if (slot < 0 || (r && slot == step.adapters[row + r - 1])) continue;
             each_part(adapters[slot], product, num_products, first, panels, [&](const Part& part) {
-                prefetch<L2>(reinterpret_cast<const uint8_t*>(part.b), part.panels * part.rank * PANEL * 2);
+                lines.add(part.b, int64_t(part.panels) * part.rank * PANEL * 2);
             });
         }
     }
@@ -142,6 +146,20 @@ class Shrink final : public Op, public RowWork {
         : Op("lora_shrink", true), site_(site), in_(in), form_(form), chunks_(ceil_div(site.stride, CHUNK)) {}
 
     bool follows = false;  // another op computes each row of steps in which that is due
+
+    // A part of the matrices that a thread reads, `at` of `num`, for an earlier matmul to fetch.
+    void add_lines(const Step& step, int thread, int threads, int at, int num, Lines& lines) const {
+        if (!is_due(step)) return;
+        const int first = int(int64_t(step.tokens) * thread / threads), end = int(int64_t(step.tokens) * (thread + 1) / threads);
+        for (int row = first; row < end; row++) {
+            const int slot = step.adapters[row];
+            if (slot < 0 || (row > first && slot == step.adapters[row - 1])) continue;
+            const int64_t bytes = int64_t(site_.adapters[slot].rank) * padded() * 2;
+            const int64_t begin = bytes * at / num / LINE * LINE;
+            lines.add(reinterpret_cast<const uint8_t*>(site_.adapters[slot].a) + begin,
+                      bytes * (at + 1) / num / LINE * LINE - begin);
+        }
+    }
 
     bool is_due(const Step& step) const override {
         return *step.num_adapted && step.tokens >= FEW_ROWS && step.tokens < MANY_ROWS;

@@ -64,6 +64,7 @@ constexpr int block_bytes(Format format) {
 constexpr int FP8_DEPTH = 128, FP8_CODE_BYTES = FP8_DEPTH * PANEL, FP8_BLOCK_BYTES = FP8_CODE_BYTES + 4 * PANEL;
 
 enum class Form : int;
+struct Lines;
 
 struct Matrix {
     Format format;
@@ -72,6 +73,7 @@ struct Matrix {
     int depth;
     const uint8_t* panels;
     const float* bias;  // [columns] or null
+    Lines* lines;       // what a matmul with this copy of the matrix also fetches; null for others
 
     size_t panel_bytes() const {
         return format == Format::BF16  ? size_t(depth) * PANEL * 2

@@ -133,6 +133,7 @@ class PackedMatrix(Structure):
         ("depth", c_int),
         ("panels", c_void_p),
         ("bias", c_void_p),
+        ("lines", c_void_p),
     )
 
 
@@ -174,6 +175,7 @@ class NativeLoraSite(Structure):
         ("ends", c_int * LORA_TARGETS),
         ("interleaved", c_int),
         ("depth", c_int),
+        ("next", c_void_p),
     )
 
 

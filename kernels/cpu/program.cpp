@@ -182,6 +182,7 @@ class Program final : public Job {
 
     LogitForm logit_form;
     const LoraSite* lora = nullptr;  // of the next matmul
+    LoraSite* last_site = nullptr;
 
    private:
     const Step& step_for(size_t op) const { return steps_[step_of_[op]]; }
@@ -371,11 +372,12 @@ void program_linear(Program* program, float* out, Rows in, const Matrix* matrix,
 }
 
 // Adapters change the matmul that is recorded next, whose input is `in`.
-void program_lora(Program* program, const LoraSite* site, Rows in, int form) {
+void program_lora(Program* program, LoraSite* site, Rows in, int form) {
     Op* const before = program->last();
     Shrink& shrink = program->add<Shrink>(*site, in, Form(form));
     if (before && before->rows_out() == in.data) before->then(&shrink), shrink.follows = true;
-    program->lora = site;
+    if (program->last_site && shrink.follows) program->last_site->next = &shrink;
+    program->lora = program->last_site = site;
 }
 
 void program_swiglu(Program* program, Rows out, int floats, const Product* products, int num_products, int activation) {

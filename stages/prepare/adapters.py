@@ -1,4 +1,4 @@
-"""Prepares the LoRA adapters that the server starts with, `lora.adapters`, and removes those that nobody uses."""
+"""Prepares the LoRA adapters that the server starts with, `lora.adapters`, and removes files of old ones."""
 
 import time
 from contextlib import suppress

@@ -113,10 +113,11 @@ class Soak:
             print(f"the server takes {', '.join(sorted(self._known)) or 'no extra fields'}", flush=True)
             if self._adapters is not None:
                 await self._adapters.start(session)
+            names: list[str | None] = [None] if self._adapters is None else [None, KEPT]
             expected = [
                 (place, name, await probes.answer(client, place, adapter=name))
                 for place in range(len(probes.PROMPTS))
-                for name in (None, *([] if self._adapters is None else [KEPT]))
+                for name in names
             ]
             end = time.monotonic() + self._seconds
             async with asyncio.TaskGroup() as group:
@@ -246,7 +247,7 @@ def soak(args: argparse.Namespace) -> dict[str, Any]:
     """Run the test, print the findings and return them for JSON. `faults` is empty if there are none."""
     seconds = 60 * args.minutes
     print(f"{args.minutes:g} minutes of load, seed {args.seed}", flush=True)
-    extra = ("supervisor.max_restarts=1000",) if args.kill else ()
+    extra: tuple[str, ...] = ("supervisor.max_restarts=1000",) if args.kill else ()
     extra += adapters.SETTINGS if args.adapters else ()
     with tempfile.TemporaryDirectory() as folder, Served(*SETTINGS, *extra, *args.set) as server:
         before = Idle(server)
