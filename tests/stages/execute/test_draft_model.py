@@ -17,7 +17,7 @@ from pipeline.runtime.messages import GenerationOptions
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.execute.draft_model import DraftModel
-from pipeline.stages.execute.kv import kv_block_bytes
+from pipeline.stages.execute.kv import kv_block_bytes, layout_of
 from tests.stages.execute import checkpoints
 from tests.stages.execute.native_driver import random_ids, write
 from tests.stages.execute.pair import GREEDY, Pair, Request, make_runner
@@ -45,7 +45,8 @@ def speculating(folder: Path, draft: Path, root: Path, num_blocks: int = FEW, **
     """With memory for exactly this many blocks of both caches."""
     config, of_draft = ModelConfig.load(folder), ModelConfig.load(draft)
     execute = ExecuteSettings(num_threads=2, **how)
-    num_bytes = kv_block_bytes(execute, config) + kv_block_bytes(execute, of_draft)
+    layout = layout_of(Settings(execute=execute), config)
+    num_bytes = kv_block_bytes(execute, config, layout) + kv_block_bytes(execute, of_draft)
     settings = Settings(
         model=str(folder),
         cache_dir=str(root),
