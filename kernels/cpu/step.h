@@ -46,10 +46,21 @@ class Op {
     virtual bool in_ranges() const { return true; }
     // Prefetches what a tile reads, while its thread waits for the op before. Returns whether there is anything.
     virtual bool prefetch_tile(const Step&, int /*index*/) const { return false; }
+    // A barrier of several ranks: its thread arrives, prefetches for later ops and then computes the tile, which waits.
+    virtual bool is_barrier() const { return false; }
+    virtual void arrive() {}
     // 0, or the status with which the step ends early.
     virtual int status() const { return 0; }
 
     const char* const name;
+};
+
+// A rank's part of some rows, which ranks share out where an op has no outputs to cut.
+struct RowShare {
+    int rank = 0, ranks = 1;
+
+    int first(int rows) const { return int(int64_t(rows) * rank / ranks); }
+    int size(int rows) const { return int(int64_t(rows) * (rank + 1) / ranks) - first(rows); }
 };
 
 INLINE int ceil_div(int a, int b) { return (a + b - 1) / b; }

@@ -48,6 +48,7 @@ AS_SETTINGS = {
     "--ssl-certfile": "gateway.ssl_certfile=FILE",
     "--ssl-keyfile": "gateway.ssl_keyfile=FILE",
     "--swap-space": "execute.swap_bytes=BYTES",
+    "--tensor-parallel-size": "execute.tensor_parallel=N",
     "--tool-call-parser": "chat.tool_call_parser=NAME",
     "--uvicorn-log-level": "log_level=NAME",
 }
@@ -85,7 +86,7 @@ REFUSED = {
     "--no-enable-chunked-prefill": Refused(_CHUNKED),
     "--no-enable-log-requests": Refused(_NO_REQUEST_LOG),
     "--override-generation-config": Refused("set the sampling parameters in each request"),
-    "--pipeline-parallel-size": Refused(_ONE_DEVICE, ("1",)),
+    "--pipeline-parallel-size": Refused("pipeline parallelism is not supported; leave it out", ("1",)),
     "--revision": Refused("write it behind the model: ORG/NAME@REVISION"),
     "--root-path": Refused("let the proxy remove the prefix from the path"),
     "--seed": Refused("set `seed` in each request: a request without one gets a random seed", ("0",)),
@@ -94,7 +95,6 @@ REFUSED = {
         "speculative.num_speculative_tokens, speculative.prompt_lookup_max and speculative.prompt_lookup_min"
     ),
     "--ssl-cert-reqs": Refused("use --ssl-ca-certs: with it, clients need a certificate"),
-    "--tensor-parallel-size": Refused(_ONE_DEVICE, ("1",)),
     "--tokenizer": Refused("the tokenizer is read from the model's folder; leave it out"),
     "--tokenizer-mode": Refused("leave it out: the model's own tokenizer is used", ("auto",)),
     "--trust-remote-code": Refused("leave it out: no code of a checkpoint is ever run"),
