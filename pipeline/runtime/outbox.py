@@ -134,6 +134,7 @@ class RankOutboxes(Generic[T]):
 
     def __init__(self, outboxes: Sequence[Outbox[T]]) -> None:
         self._outboxes = tuple(outboxes)
+        self._num_woken = max(1, min(len(outboxes), len(os.sched_getaffinity(0)) - 1))
 
     def send(self, message: T) -> bool:
         """Send a message. Returns False if an outbox is full: then only some ranks have the message."""
@@ -143,8 +144,8 @@ class RankOutboxes(Generic[T]):
         return is_sent
 
     def wake(self) -> None:
-        """Wake all ranks, as `Outbox.wake`."""
-        for outbox in self._outboxes:
+        """Wake the ranks, as `Outbox.wake`, but leave a core for this process: they wait awake."""
+        for outbox in self._outboxes[: self._num_woken]:
             outbox.wake()
 
 

@@ -79,7 +79,9 @@ class Restarts:
         together = [self._table.children[one] for one in topology.lives_with(self._resources.settings, name)]
         try:
             for one in together:
-                one.kill()
+                if one is not child:
+                    self._begin_span(one, "restarts", f"{name} has ended")
+                    one.kill()
                 self._resources.renew(one.name, has_crashed=has_crashed)
         except MemoryError as error:
             return str(error)

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, assert_never
+from typing import Any, NamedTuple, assert_never
 
 import msgspec
 
@@ -21,7 +21,7 @@ from pipeline.metrics.stats import ScheduleCounts
 from pipeline.runtime import heap, topology
 from pipeline.runtime import messages as m
 from pipeline.runtime.event_log import EventLog
-from pipeline.runtime.outbox import RankOutboxes
+from pipeline.runtime.outbox import Outbox, RankOutboxes
 from pipeline.runtime.stage import Stage
 from pipeline.runtime.tracing import Args
 from pipeline.stages.schedule.kv_cache.block_index import IndexMemory
@@ -112,7 +112,8 @@ class ScheduleStage:
         """For each step in flight: whether it was planned as soon as the executor could take it, rather than when a
         request came to an idle server."""
         ranks = topology.among(stage.outboxes, "execute")
-        self._execute: RankOutboxes[m.ExecuteInbox] = RankOutboxes([stage.outboxes[name] for name in ranks])
+        to_ranks = [stage.outboxes[name] for name in ranks]
+        self._execute: Outbox[Any] | RankOutboxes[Any] = to_ranks[0] if len(ranks) == 1 else RankOutboxes(to_ranks)
         self._has_lost_ranks = False
         """Some ranks of the executor are being replaced, and the first one, which comes last, is not yet."""
         self._detokenize = [stage.outboxes[name] for name in topology.among(stage.outboxes, "detokenize")]

@@ -50,6 +50,7 @@ AS_SETTINGS = {
     "--swap-space": "execute.swap_bytes=BYTES",
     "--tensor-parallel-size": "execute.tensor_parallel=N",
     "--tool-call-parser": "chat.tool_call_parser=NAME",
+    "--tp": "execute.tensor_parallel=N",
     "--uvicorn-log-level": "log_level=NAME",
 }
 """In the form that `--set` takes; a value in capitals is the option's argument. docs/http.md has the same table."""
@@ -64,7 +65,8 @@ class Refused(NamedTuple):
     """Arguments that change nothing, so they are accepted."""
 
 
-_ONE_DEVICE = "one CPU or one GPU runs the model; leave it out, and start several servers for more throughput"
+_ONE_DEVICE = "leave it out, and start several servers for more throughput"
+_NO_PIPELINE = "layers can't be divided among processes; leave it out, or use --tensor-parallel-size"
 _NO_REQUEST_LOG = "leave it out: requests are only logged with --set log_level=debug"
 _CHUNKED = "prompts are always computed in chunks of at most --max-num-batched-tokens; leave it out"
 REFUSED = {
@@ -86,7 +88,8 @@ REFUSED = {
     "--no-enable-chunked-prefill": Refused(_CHUNKED),
     "--no-enable-log-requests": Refused(_NO_REQUEST_LOG),
     "--override-generation-config": Refused("set the sampling parameters in each request"),
-    "--pipeline-parallel-size": Refused("pipeline parallelism is not supported; leave it out", ("1",)),
+    "--pipeline-parallel-size": Refused(_NO_PIPELINE, ("1",)),
+    "--pp": Refused(_NO_PIPELINE, ("1",)),
     "--revision": Refused("write it behind the model: ORG/NAME@REVISION"),
     "--root-path": Refused("let the proxy remove the prefix from the path"),
     "--seed": Refused("set `seed` in each request: a request without one gets a random seed", ("0",)),

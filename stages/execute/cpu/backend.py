@@ -19,7 +19,7 @@ from pipeline.stages.execute.cpu.native_program import NativeProgram, unsupporte
 from pipeline.stages.execute.cpu.panel_file import PanelPlace
 from pipeline.stages.execute.cpu.program import Program, SwapArray
 from pipeline.stages.execute.cpu.rank_group import RankGroup, RankPlace
-from pipeline.stages.execute.cpu.share import share_of
+from pipeline.stages.execute.cpu.share import share_of, unevenness
 from pipeline.stages.execute.kv import KVPlan
 
 Library = tuple[Isa, CDLL]
@@ -83,6 +83,8 @@ def make_program(
 def join(library: Library | None, config: ModelConfig, place: RankPlace) -> RankGroup:
     """A rank's view of its group. Raises UserError if the model can't be cut into so many ranks, or needs torch."""
     share = share_of(config, place.rank, place.num_ranks)
+    if place.rank == 0 and (warning := unevenness(config, place.num_ranks)):
+        logging.getLogger("pipeline").warning("%s", warning)
     if library is None:
         raise UserError(
             f"execute.tensor_parallel: {place.num_ranks} ranks need the CPU library, but torch computes this model here"

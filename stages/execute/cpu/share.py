@@ -69,6 +69,21 @@ def most_kv_heads(config: ModelConfig, num_ranks: int) -> int:
     return len(share_of(config, 0, num_ranks).kv_heads)
 
 
+def unevenness(config: ModelConfig, num_ranks: int) -> str:
+    """A warning if not all ranks have the same number of heads, so that some wait for others; else empty."""
+    shares = [share_of(config, rank, num_ranks) for rank in range(num_ranks)]
+    for what, nums in (
+        ("KV heads", [len(share.kv_heads) for share in shares]),
+        ("query heads", [len(share.heads) for share in shares]),
+    ):
+        if len(set(nums)) > 1:
+            return (
+                f"execute.tensor_parallel: {num_ranks} ranks have {', '.join(map(str, nums))} {what}: in attention, "
+                "some wait for others"
+            )
+    return ""
+
+
 def cut(size: int, unit: int, rank: int, num_ranks: int) -> range:
     """A rank's part of `size` things, in whole units but the last. Empty if there are too few units."""
     units = -(-size // unit)

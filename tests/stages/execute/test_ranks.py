@@ -1,18 +1,24 @@
 """Tensor parallelism: several ranks compute the same numbers, bit by bit, as one."""
 
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from pipeline.errors import UserError
 from pipeline.kernels.stored_matrix import Format
 from pipeline.runtime.model_folder import ModelConfig
+from pipeline.stages.execute.cpu.rank_group import RankLateError, StepAbandonedError
 from pipeline.stages.execute.cpu.share import possible, share_of
 from tests.stages.execute import checkpoints, tiny_architectures
-from tests.stages.execute.driver import Driver
+from tests.stages.execute.driver import Driver, make_step, row_add, take
 from tests.stages.execute.native_driver import ISAS, Native, random_ids, write
 from tests.stages.execute.rank_driver import RankDriver
 from tests.stages.execute.test_native import GROUPED_SHAPE, SUPER_BLOCK_SHAPE
@@ -140,3 +146,92 @@ def test_a_number_of_ranks_that_kv_heads_cannot_be_dealt_to_is_refused() -> None
     assert str(info.value) == (
         "execute.tensor_parallel: 4 ranks, but the model has 3 KV heads: choose 1, 2, 3 or 6"
     )
+
+
+def by_hand(driver: RankDriver, rank: int, incarnation: int, step_id: int) -> bool:
+    """A rank begins a step, and does nothing else."""
+    group = driver.ranks.ranks[rank]._ranks
+    assert group is not None
+    return group.begin(incarnation, step_id)
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[RankDriver]:
+    write(tmp_path, checkpoints.config_of(**UNEVEN))
+    driver = RankDriver(tmp_path, ISAS[0], 2, kv_mib=2, timeout_s=0.3)
+    yield driver
+    driver.ranks.close()
+
+
+def test_a_rank_that_has_not_begun_a_step_is_named(two: RankDriver) -> None:
+    with pytest.raises(RankLateError, match=r"^execute\.1 stood at the end of the step before, step 7, for 0\.3 s"):
+        by_hand(two, 0, 1, 7)
+
+
+def test_a_rank_that_does_not_come_to_a_barrier_is_named(two: RankDriver) -> None:
+    runner = two.ranks.ranks[0]
+    step = make_step([(0, 0, 4, True)], adds=[row_add(0, [5, 6, 7, 8], [0])], step_id=8)
+    with ThreadPoolExecutor(1) as other:
+        begun = other.submit(by_hand, two, 1, 1, 8)
+        with pytest.raises(RankLateError, match=r"^execute\.1 stood at embed, step 8, for 0\.3 s"):
+            runner.step(step, take)
+        assert begun.result()
+
+
+def test_rank_0_is_named_if_it_publishes_no_ids(two: RankDriver) -> None:
+    group = two.ranks.ranks[1]._ranks
+    assert group is not None
+    with pytest.raises(RankLateError, match=r"^execute\.0 stood at sampling, step 0"):
+        group.await_outcome()
+
+
+def test_a_step_that_not_all_ranks_get_is_abandoned_when_its_scheduler_has_died(two: RankDriver) -> None:
+    """Rank 1 has the last step of scheduler 1 and rank 0 has not; both learn of scheduler 2, one after the other."""
+    step = make_step([(0, 0, 4, True)], adds=[row_add(0, [5, 6, 7, 8], [0])], step_id=9)
+    first, second = two.ranks.ranks
+    with ThreadPoolExecutor(1) as other:
+        waiting = other.submit(second.step, step, take)
+        first.drop_all(2)
+        with pytest.raises(StepAbandonedError):
+            waiting.result()
+    second.drop_all(2)
+    assert not second.rows.taken.any(), "the step was abandoned, so its rows were never added"
+    again = msgspec.structs.replace(step, incarnation=2, step_id=1)
+    assert len(two.runner.step(again, take).ids) == 1
+
+
+def test_a_rank_reads_only_its_share_of_the_weights(tmp_path: Path) -> None:
+    """Both ranks map the same file. The pages of it that a process has touched are in its memory map."""
+    config = checkpoints.config_of(
+        num_layers=1, hidden_size=512, intermediate_size=4096, num_heads=8, num_kv_heads=2, head_dim=64, vocab_size=8192
+    )
+    write(tmp_path, config)
+    size = (tmp_path / "model.safetensors").stat().st_size
+    for num_ranks, most in ((1, 1.0), (2, 0.62)):
+        read = loaded_bytes(tmp_path, num_ranks)
+        assert (most - 0.2) * size < read <= most * size, f"{read} of {size} bytes"
+
+
+def loaded_bytes(folder: Path, num_ranks: int) -> int:
+    """Bytes of the weight file that rank 0, in a process of its own, has in its memory."""
+    code = f"""
+import os, re, sys
+from pathlib import Path
+from tests.stages.execute.driver import settings
+from pipeline.stages.execute.cpu.rank_group import RankPlace
+from pipeline.stages.execute.cpu.runner import CpuRunner
+place = RankPlace(0, {num_ranks}, os.memfd_create("ranks"), 1.0) if {num_ranks} > 1 else None
+runner = CpuRunner(settings(dtype="bfloat16", kernels={ISAS[0]!r}, kv_mib=1), Path({str(folder)!r}), None, place)
+weights = runner  # keeps the mapping
+total, ours = 0, False
+for line in open("/proc/self/smaps"):
+    if re.match("[0-9a-f]+-", line):
+        ours = "model.safetensors" in line
+    elif ours and line.startswith("Rss:"):
+        total += int(line.split()[1]) * 1024
+print(total)
+os._exit(0) if not sys.stdout.flush() else None
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
