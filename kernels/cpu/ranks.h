@@ -169,7 +169,7 @@ class Ranks {
             const int64_t begun = now();
             syscall(SYS_futex, &signal.word, FUTEX_WAIT, seen, &slice, nullptr, 0);
             signal.sleepers.fetch_sub(1);
-            // If all processes were suspended, one sleep seems long, but nobody was late.
+            // If all processes were suspended, one sleep seems long, but no rank was late.
             slept += std::min(now() - begun, 2 * SLICE);
             if (slept > timeout_) return ready();
         }

@@ -124,7 +124,9 @@ class ScheduleStage:
         self._scheduler = Scheduler(
             SchedulerConfig.of(settings, facts, stage.settings.speculative, max_loras),
             incarnation=stage.launch.incarnation,
-            put_for=lambda reader: partial(stage.arrays.put, readers=ranks if reader == topology.EXECUTE else (reader,)),
+            put_for=lambda reader: partial(
+                stage.arrays.put, readers=ranks if reader == topology.EXECUTE else (reader,)
+            ),
             take=stage.arrays.take,
             num_detokenize=topology.num_replicas(stage.settings, "detokenize"),
             max_detokenize=len(self._detokenize),

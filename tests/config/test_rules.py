@@ -34,7 +34,10 @@ def test_speculative_decoding_is_off_by_default() -> None:
         (["execute.tensor_parallel=2", "execute.dtype=float32"], r"tensor_parallel: is 2, but execute\.dtype is"),
         (["execute.tensor_parallel=2", "lora.runtime_loading=true"], r"tensor_parallel: is 2, but LoRA adapters"),
         (["execute.tensor_parallel=2", "speculative.method=ngram"], r"is 2, but speculative\.method is 'ngram'"),
-        (["execute.tensor_parallel=2", 'execute.cores=["0-3"]'], r"execute\.cores: needs an entry for each rank.*got 1"),
+        (
+            ["execute.tensor_parallel=2", 'execute.cores=["0-3"]'],
+            r"execute\.cores: needs an entry for each rank.*got 1",
+        ),
         (['execute.cores=["3-"]'], r"execute\.cores: '3-' is no list of cores such as '0-7,16-23'"),
         (['execute.cores=["5-3"]'], r"execute\.cores: '5-3' is no list of cores"),
         (["execute.tensor_parallel=0"], r"execute\.tensor_parallel"),

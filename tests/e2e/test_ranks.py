@@ -55,18 +55,14 @@ def test_ranks_are_listed_and_report_how_long_they_wait_for_each_other(ranks: Se
 
 
 @pytest.mark.parametrize(("rank", "moment"), KILLS)
-def test_no_client_notices_the_death_of_a_rank(
-    ranks: Server, expected: dict[str, Any], rank: str, moment: str
-) -> None:
+def test_no_client_notices_the_death_of_a_rank(ranks: Server, expected: dict[str, Any], rank: str, moment: str) -> None:
     before = pids(ranks)
     assert_same(run_and(ranks, MOMENTS[moment], lambda: kill(before[rank])), expected)
     after = pids(ranks)
     assert {name for name in before if before[name] != after[name]} == {"execute.0", "execute.1"}
 
 
-def test_a_rank_that_stands_still_is_named_and_all_ranks_are_replaced(
-    ranks: Server, expected: dict[str, Any]
-) -> None:
+def test_a_rank_that_stands_still_is_named_and_all_ranks_are_replaced(ranks: Server, expected: dict[str, Any]) -> None:
     before = pids(ranks)
     stopped = psutil.Process(before["execute.1"])
     assert_same(run_and(ranks, MOMENTS["in the middle"], lambda: stopped.send_signal(signal.SIGSTOP)), expected)

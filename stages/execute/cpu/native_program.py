@@ -46,9 +46,9 @@ from pipeline.stages.execute.cpu.program import (
     Program,
     SwapArray,
 )
-from pipeline.stages.execute.key_center import allows_center, key_center
 from pipeline.stages.execute.cpu.rank_group import RankGroup
 from pipeline.stages.execute.cpu.share import share_of
+from pipeline.stages.execute.key_center import allows_center, key_center
 from pipeline.stages.execute.kv import KVPlan
 from pipeline.stages.execute.models.features import NATIVE, missing
 from pipeline.stages.execute.rope import rope_table, rotations
@@ -412,9 +412,7 @@ class NativeProgram(Program):
             self._adapt(gate_up(config), weights.gate_up, config.hidden_size, place, interleaved=one_format)
             self._library.program_swiglu(self._handle, rows, floats, products, len(products), activation)
         else:
-            products = self._memory.products(
-                weights.gate_up, rows_of(part), partial(self._normed_rows, place=place)
-            )
+            products = self._memory.products(weights.gate_up, rows_of(part), partial(self._normed_rows, place=place))
             self._adapt(gate_up(config), weights.gate_up, config.hidden_size, place)
             self._library.program_activate(self._handle, rows, floats, products, len(products), activation, len(part))
         self._barrier("gate_up")

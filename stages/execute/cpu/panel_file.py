@@ -70,9 +70,7 @@ class PanelPlace:
     weights: str
 
     @classmethod
-    def of(
-        cls, folder: Path, files: Sequence[TensorFile], rank: int = 0, num_ranks: int = 1
-    ) -> "PanelPlace | None":
+    def of(cls, folder: Path, files: Sequence[TensorFile], rank: int = 0, num_ranks: int = 1) -> "PanelPlace | None":
         """The place for the weight files of a prepared folder; None if packing takes no time worth a file. Each of
         several ranks has a file of its own."""
         if sum(file.num_bytes for file in files) < MIN_BYTES:

@@ -1,4 +1,4 @@
-"""Several ranks in one process, each in a thread of its own: they wait for each other in native code, without the GIL."""
+"""Several ranks in one process, each in a thread of its own: they wait for each other in native code, without GIL."""
 
 import os
 from collections.abc import Callable

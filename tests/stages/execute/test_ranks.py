@@ -143,9 +143,7 @@ def test_a_number_of_ranks_that_kv_heads_cannot_be_dealt_to_is_refused() -> None
     assert possible(config) == [1, 2, 3, 6]
     with pytest.raises(UserError) as info:
         share_of(config, 0, 4)
-    assert str(info.value) == (
-        "execute.tensor_parallel: 4 ranks, but the model has 3 KV heads: choose 1, 2, 3 or 6"
-    )
+    assert str(info.value) == ("execute.tensor_parallel: 4 ranks, but the model has 3 KV heads: choose 1, 2, 3 or 6")
 
 
 def by_hand(driver: RankDriver, rank: int, incarnation: int, step_id: int) -> bool:
