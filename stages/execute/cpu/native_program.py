@@ -354,7 +354,7 @@ class NativeProgram(Program):
                 ctypes.byref(places),
             )
         else:
-            order = turning_order(num_heads + num_kv_heads, sum(kinds, []), config.head_dim)
+            order = turning_order(num_heads + num_kv_heads, [head for kind in kinds for head in kind], config.head_dim)
             products = self._memory.products(weights.qkv, order, inputs_at)
             self._adapt(QKV, weights.qkv, config.hidden_size, place)
             library.program_qkv(
