@@ -377,6 +377,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ranks_begin": (c_int, [c_void_p, c_uint64]),
     "ranks_publish": (None, [c_void_p, c_int]),
     "ranks_await_outcome": (c_int, [c_void_p]),
+    "ranks_set_busy": (None, [c_void_p, c_int]),
     "ranks_waited_s": (c_double, [c_void_p, c_int]),
     "ranks_late": (c_char_p, [c_void_p, POINTER(c_int), POINTER(c_int)]),
     "program_attention_plan": (c_void_p, [c_void_p, c_int, c_int, c_int]),

@@ -500,6 +500,8 @@ int ranks_begin(Ranks* ranks, uint64_t step) { return ranks->begin(step); }
 void ranks_publish(Ranks* ranks, int status) { ranks->publish(status); }
 int ranks_await_outcome(Ranks* ranks) { return ranks->await_outcome(); }
 
+void ranks_set_busy(Ranks* ranks, int is_busy) { ranks->set_busy(is_busy != 0); }
+
 double ranks_waited_s(const Ranks* ranks, int rank) { return ranks->waited_s(rank); }
 
 // What the rank that was missed last had not finished.

@@ -38,6 +38,7 @@ struct RankLine {
     alignas(64) Signal arrived;  // barriers that it has come to, ever
     alignas(64) Signal begun;    // changes of `step`
     std::atomic<uint64_t> step;  // the scheduler's incarnation << 32 | how many of its steps this rank has begun
+    std::atomic<int32_t> is_busy;  // it waits for another process, with a deadline of its own
     alignas(64) std::atomic<int64_t> waited;  // nanoseconds at barriers, ever
 };
 
@@ -80,7 +81,7 @@ class Ranks {
                 seen = line.step.load();
                 return seen >= step;
             };
-            if (!wait(line.begun, is_here)) return late(other, "the end of the step before", -1), LATE;
+            if (!wait(line.begun, other, is_here)) return late(other, "the end of the step before", -1), LATE;
             if (seen >> 32 > step >> 32) return ABANDONED;
         }
         return ALL;
@@ -94,7 +95,7 @@ class Ranks {
             if (other == rank) continue;
             RankLine& line = lines_[other];
             const auto is_here = [&] { return int32_t(line.arrived.word.load() - arrived_) >= 0; };
-            if (!wait(line.arrived, is_here)) return late(other, what, layer), false;
+            if (!wait(line.arrived, other, is_here)) return late(other, what, layer), false;
         }
         return true;
     }
@@ -108,9 +109,12 @@ class Ranks {
     int await_outcome() {
         published_++;
         const auto is_here = [&] { return int32_t(outcome_->published.word.load() - published_) >= 0; };
-        if (!wait(outcome_->published, is_here)) return late(0, "sampling", -1), -1;
+        if (!wait(outcome_->published, 0, is_here)) return late(0, "sampling", -1), -1;
         return outcome_->status.load();
     }
+
+    // The time that this rank is busy with something else does not count as late.
+    void set_busy(bool is_busy) { lines_[rank].is_busy.store(is_busy); }
 
     double waited_s(int of) const { return double(lines_[of].waited.load()) * 1e-9; }
 
@@ -139,10 +143,10 @@ class Ranks {
     }
 
     template <class Ready>
-    bool wait(Signal& signal, Ready ready) {
+    bool wait(Signal& signal, int other, Ready ready) {
         if (ready()) return true;
         const int64_t begun = now();
-        const bool is_ready = spin(ready) || sleep(signal, ready);
+        const bool is_ready = spin(ready) || sleep(signal, lines_[other].is_busy, ready);
         lines_[rank].waited.fetch_add(now() - begun, std::memory_order_relaxed);
         return is_ready;
     }
@@ -157,7 +161,7 @@ class Ranks {
     }
 
     template <class Ready>
-    bool sleep(Signal& signal, Ready ready) const {
+    bool sleep(Signal& signal, const std::atomic<int32_t>& is_busy, Ready ready) const {
         for (int64_t slept = 0;;) {
             signal.sleepers.fetch_add(1);
             const uint32_t seen = signal.word.load();
@@ -170,7 +174,7 @@ class Ranks {
             syscall(SYS_futex, &signal.word, FUTEX_WAIT, seen, &slice, nullptr, 0);
             signal.sleepers.fetch_sub(1);
             // If all processes were suspended, one sleep seems long, but no rank was late.
-            slept += std::min(now() - begun, 2 * SLICE);
+            slept += is_busy.load() ? 0 : std::min(now() - begun, 2 * SLICE);
             if (slept > timeout_) return ready();
         }
     }

@@ -276,7 +276,7 @@ class SharedResources:
         return m.Launch(
             stage=stage,
             replica=replica,
-            rank=0,
+            rank=replica if stage == "execute" else 0,
             incarnation=incarnation,
             entry=entry,
             settings=self.settings,

@@ -51,7 +51,7 @@ def run(launch: m.Launch) -> None:
         num_ranks = launch.settings.execute.tensor_parallel
         fields: dict[str, object] = {
             "model": launch.model_dir,
-            **({"rank": f"{launch.replica} of {num_ranks}"} if num_ranks > 1 else {}),
+            **({"rank": f"{launch.rank} of {num_ranks}"} if num_ranks > 1 else {}),
             "weights": "+".join(sorted(weights.split("+"))),  # as in /v1/models
             "blocks": runner.facts.num_blocks,
             "kv_dtype": runner.facts.kv_dtype,
@@ -105,19 +105,19 @@ def _place(launch: m.Launch) -> "RankPlace | None":
     execute = launch.settings.execute
     if execute.tensor_parallel == 1:
         return None
-    return RankPlace(launch.replica, execute.tensor_parallel, launch.ranks_fd, execute.barrier_timeout_s)
+    return RankPlace(launch.rank, execute.tensor_parallel, launch.ranks_fd, execute.barrier_timeout_s)
 
 
 def _own_swap(launch: m.Launch, swap: memoryview | None) -> memoryview | None:
     """This rank's part of the swap space."""
     size = launch.settings.execute.swap_bytes
-    return None if swap is None else swap[launch.replica * size : (launch.replica + 1) * size]
+    return None if swap is None else swap[launch.rank * size : (launch.rank + 1) * size]
 
 
 def preload(launch: m.Launch) -> None:
     """Import what `run` is going to need, except for CUDA's checks and kernels."""
     settings = launch.settings
-    use_cores(settings, launch.replica)
+    use_cores(settings, launch.rank)
     _set_num_threads(settings)
     if settings.execute.device == "cuda":
         import_module("torch")

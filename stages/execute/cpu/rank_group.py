@@ -8,6 +8,8 @@ A rank that others wait for longer than `execute.barrier_timeout_s` is named by 
 import ctypes
 import mmap
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -123,6 +125,15 @@ class RankGroup:
         if begun == Begun.LATE:
             raise self.late_error()
         return bool(begun == Begun.ALL)
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """While this rank waits for another process, with a deadline of its own, no rank calls it late."""
+        self._library.ranks_set_busy(self.handle, 1)
+        try:
+            yield
+        finally:
+            self._library.ranks_set_busy(self.handle, 0)
 
     def publish(self, outcome: Outcome) -> None:
         """Rank 0: the others may read the ids, or must run the program again."""

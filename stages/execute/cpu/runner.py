@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -295,7 +296,8 @@ class CpuRunner:
         if not len(self.sampling_inputs.masked):
             return self.program.run()
         masks = self.masks
-        masks.request(rows, self.rows.ids, self.rows.num_ids, num_drafts)
+        with self._busy():
+            masks.request(rows, self.rows.ids, self.rows.num_ids, num_drafts)
         try:
             while True:
                 self.program.wait_for(masks.word_address if masks.ticket else 0, masks.ticket, LATE_MS)
@@ -305,13 +307,20 @@ class CpuRunner:
                 except MasksLate:
                     if self._ranks is not None:
                         self._ranks.publish(Outcome.AGAIN)
-                    masks.wait()
+                    with self._busy():
+                        masks.wait()
         finally:
             self.program.wait_for(0, 0, 0)
         first = rows if num_drafts is None else np.repeat(rows, 1 + num_drafts)
-        for place, why in masks.take_failed().items():
+        with self._busy():
+            failed = masks.take_failed()
+        for place, why in failed.items():
             self.failed[int(first[place])] = why
         return ids
+
+    def _busy(self) -> AbstractContextManager[None]:
+        """Other ranks don't call this one late while it waits for masks."""
+        return nullcontext() if self._ranks is None else self._ranks.busy()
 
     def _embed(self, rows: IntArray, samples: BoolArray, pooled: BoolArray, computed: Computed) -> Computed:
         """Pool the step's hidden states, and merge the embeddings with the logprobs of sampled ids."""

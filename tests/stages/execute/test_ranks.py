@@ -176,6 +176,17 @@ def test_a_rank_that_does_not_come_to_a_barrier_is_named(two: RankDriver) -> Non
         assert begun.result()
 
 
+def test_a_rank_that_waits_for_masks_is_not_late(two: RankDriver) -> None:
+    group = two.ranks.ranks[0]._ranks
+    assert group is not None
+    with ThreadPoolExecutor(1) as other:
+        with group.busy():
+            waiting = other.submit(by_hand, two, 1, 1, 1)
+            with pytest.raises(TimeoutError):
+                waiting.result(timeout=1.0)  # three times as long as the barrier's deadline
+        assert by_hand(two, 0, 1, 1) and waiting.result()
+
+
 def test_rank_0_is_named_if_it_publishes_no_ids(two: RankDriver) -> None:
     group = two.ranks.ranks[1]._ranks
     assert group is not None
