@@ -48,8 +48,10 @@ def serve(pipe: Connection, settings: Settings, folder: str, rank: int, num_rank
         runner.step(step(adds=adds), take)
         seconds = []
         for i in range(num_steps):
-            entries = [(row, CONTEXT - 1 + i, 1, True) for row in rows] if num_seqs else [(0, 0, CHUNK, False)]
-            message = step(entries)
+            if num_seqs:
+                message = step([(row, CONTEXT - 1 + i, 1, True) for row in rows])
+            else:
+                message = step([(0, 0, CHUNK, False)], adds, drops=[0])
             began = time.perf_counter()
             runner.step(message, take)
             seconds.append(time.perf_counter() - began)

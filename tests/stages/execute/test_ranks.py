@@ -216,9 +216,9 @@ def test_a_rank_reads_only_its_share_of_the_weights(tmp_path: Path) -> None:
     )
     write(tmp_path, config)
     size = (tmp_path / "model.safetensors").stat().st_size
-    for num_ranks, most in ((1, 1.0), (2, 0.62)):
+    for num_ranks, share in ((1, 1.0), (2, 0.5)):
         read = loaded_bytes(tmp_path, num_ranks)
-        assert (most - 0.2) * size < read <= most * size, f"{read} of {size} bytes"
+        assert abs(read - share * size) < 0.1 * size, f"{num_ranks} ranks: {read} of {size} bytes"
 
 
 def loaded_bytes(folder: Path, num_ranks: int) -> int:

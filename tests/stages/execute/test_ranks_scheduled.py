@@ -124,6 +124,6 @@ def test_smollm2_with_two_ranks(smollm2_dir: Path) -> None:
         for request in make_requests(prompts, 10)
     ]
     *expected, _ = results(smollm2_dir, 1, requests, MANY, 0, 1)
-    *found, load = results(smollm2_dir, 2, requests, 30, 40, 1)
+    *found, load = results(smollm2_dir, 2, requests, 16, 40, 1)
     assert found == expected
     assert load.num_blocks_swapped_in > 0 and load.num_forks > 0 and load.num_cached_tokens > 0
