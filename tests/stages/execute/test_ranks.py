@@ -1,8 +1,7 @@
 """Tensor parallelism: several ranks compute the same numbers, bit by bit, as one."""
 
 import os
-import subprocess
-import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from pipeline.errors import UserError
 from pipeline.kernels.stored_matrix import Format
 from pipeline.runtime.model_folder import ModelConfig
+from pipeline.stages.execute.cpu.native_memory import NativeMemory
 from pipeline.stages.execute.cpu.rank_group import RankLateError, StepAbandonedError
 from pipeline.stages.execute.cpu.share import possible, share_of
 from tests.stages.execute import checkpoints, tiny_architectures
@@ -47,6 +47,9 @@ FORMATS: dict[str, tuple[list[Format], dict[str, Any]]] = {
     "fp8": (["fp8", "fp8", "q4_0", "fp8", "bf16"], SUPER_BLOCK_SHAPE),
     "k-quants": (["q4_k", "q6_k", "q5_k", "q5_0", "q8_0", "q5_1", "q6_k", "q4_k"], SUPER_BLOCK_SHAPE),
 }
+FORMATS_AND_ISAS = [
+    (format, isa) for format in FORMATS for isa in ISAS if isa == ISAS[0] or format in ("mixed", "k-quants") or ALL
+]
 ARCHITECTURES = (
     *("gemma3", "olmo2", "gpt2", "falcon 7b", "mpt", "bloom", "cohere", "phi", "stablelm, parallel"),
     *("qwen2_moe", "gpt_oss", "granite", "nemotron"),
@@ -90,11 +93,8 @@ def test_logits_of_any_shape(tmp_path: Path, shape: str) -> None:
     compare(tmp_path, ISAS[0], num_ranks, kv_mib=2)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("format", "isa"), FORMATS_AND_ISAS)
 def test_logits_of_any_format(tmp_path: Path, format: str, isa: str) -> None:
-    if isa != ISAS[0] and format not in ("mixed", "k-quants") and not ALL:
-        isa = ISAS[0]
     formats, changes = FORMATS[format]
     write(tmp_path, checkpoints.config_of(**changes), formats)
     compare(tmp_path, isa, 2, kv_mib=2)
@@ -209,38 +209,26 @@ def test_a_step_that_not_all_ranks_get_is_abandoned_when_its_scheduler_has_died(
     assert len(two.runner.step(again, take).ids) == 1
 
 
-def test_a_rank_reads_only_its_share_of_the_weights(tmp_path: Path) -> None:
-    """Both ranks map the same file. The pages of it that a process has touched are in its memory map."""
-    config = checkpoints.config_of(
-        num_layers=1, hidden_size=512, intermediate_size=4096, num_heads=8, num_kv_heads=2, head_dim=64, vocab_size=8192
-    )
-    write(tmp_path, config)
-    size = (tmp_path / "model.safetensors").stat().st_size
-    for num_ranks, share in ((1, 1.0), (2, 0.5)):
-        read = loaded_bytes(tmp_path, num_ranks)
-        assert abs(read - share * size) < 0.1 * size, f"{num_ranks} ranks: {read} of {size} bytes"
+def test_a_rank_reads_only_its_share_of_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weight file is mapped, and packing a matrix is what reads it."""
+    write(tmp_path, checkpoints.config_of(**GROUPED_SHAPE), ["bf16", "q8_0", "bf16"])
+    pack, read = NativeMemory.pack, defaultdict[int, list[np.ndarray]](list)
 
+    def packed(memory: NativeMemory, matrices: Any, order: Any = None, bias: Any = None) -> Any:
+        rows = np.concatenate([matrix.row_addresses() for matrix in matrices])
+        read[id(memory)].append(rows if order is None else rows[order[order >= 0]])
+        return pack(memory, matrices, order, bias)
 
-def loaded_bytes(folder: Path, num_ranks: int) -> int:
-    """Bytes of the weight file that rank 0, in a process of its own, has in its memory."""
-    code = f"""
-import os, re, sys
-from pathlib import Path
-from tests.stages.execute.driver import settings
-from pipeline.stages.execute.cpu.rank_group import RankPlace
-from pipeline.stages.execute.cpu.runner import CpuRunner
-place = RankPlace(0, {num_ranks}, os.memfd_create("ranks"), 1.0) if {num_ranks} > 1 else None
-runner = CpuRunner(settings(dtype="bfloat16", kernels={ISAS[0]!r}, kv_mib=1), Path({str(folder)!r}), None, place)
-weights = runner  # keeps the mapping
-total, ours = 0, False
-for line in open("/proc/self/smaps"):
-    if re.match("[0-9a-f]+-", line):
-        ours = "model.safetensors" in line
-    elif ours and line.startswith("Rss:"):
-        total += int(line.split()[1]) * 1024
-print(total)
-os._exit(0) if not sys.stdout.flush() else None
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return int(done.stdout)
+    def rows_of_each(num_ranks: int) -> list[int]:
+        """How many rows of all matrices each rank has read."""
+        read.clear()
+        driver = RankDriver(tmp_path, ISAS[0], num_ranks) if num_ranks > 1 else Native(tmp_path, ISAS[0])
+        driver.runner.close()
+        counts = [np.concatenate(parts) for parts in read.values()]
+        assert all(len(np.unique(addresses)) == len(addresses) for addresses in counts)
+        return [len(addresses) for addresses in counts]
+
+    monkeypatch.setattr(NativeMemory, "pack", packed)
+    (total,) = rows_of_each(1)
+    parts = rows_of_each(2)
+    assert sum(parts) == total and max(parts) < 0.6 * total
