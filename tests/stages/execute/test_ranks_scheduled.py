@@ -121,9 +121,9 @@ def test_smollm2_with_two_ranks(smollm2_dir: Path) -> None:
     prompts = [shared + random.integers(100, 40000, 5 + 9 * i).tolist() for i in range(8)]
     requests = [
         msgspec.structs.replace(request, fields=() if request.fields == GRAMMAR else request.fields, at_step=i // 4)
-        for i, request in enumerate(make_requests(prompts, 20))
+        for i, request in enumerate(make_requests(prompts, 40))
     ]
     *expected, _ = results(smollm2_dir, 1, requests, MANY, 0, 1)
-    *found, load = results(smollm2_dir, 2, requests, 24, 40, 1)
+    *found, load = results(smollm2_dir, 2, requests, 20, 40, 1)
     assert found == expected
     assert load.num_blocks_swapped_in > 0 and load.num_forks > 0 and load.num_cached_tokens > 0
