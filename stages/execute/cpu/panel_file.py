@@ -70,13 +70,15 @@ class PanelPlace:
     weights: str
 
     @classmethod
-    def of(cls, folder: Path, files: Sequence[TensorFile], rank: int = 0, num_ranks: int = 1) -> "PanelPlace | None":
-        """The place for the weight files of a prepared folder; None if packing takes no time worth a file. Each of
-        several ranks has a file of its own."""
+    def of(cls, folder: Path, files: Sequence[TensorFile]) -> "PanelPlace | None":
+        """The place for the weight files of a prepared folder; None if packing takes no time worth a file."""
         if sum(file.num_bytes for file in files) < MIN_BYTES:
             return None
-        name = PANELS if num_ranks == 1 else f"{PANELS}.{rank}of{num_ranks}"
-        return cls(folder / name, "|".join(file.fingerprint() for file in files))
+        return cls(folder / PANELS, "|".join(file.fingerprint() for file in files))
+
+    def of_rank(self, rank: int, num_ranks: int) -> "PanelPlace":
+        """The place for the part of one of several ranks."""
+        return PanelPlace(self.path.with_name(f"{PANELS}.{rank}of{num_ranks}"), self.weights)
 
 
 def key_of(packed: native.PackedMatrix, names: Sequence[str], order: IntArray) -> str | None:

@@ -71,7 +71,9 @@ class CpuRunner:
         rank, num_ranks = (0, 1) if place is None else (place.rank, place.num_ranks)
         weights = Weights(model_dir, config, FLOAT_FORMATS[settings.execute.dtype], keeps_floats=library is not None)
         keeps = library and settings.execute.keep_packed_weights
-        panels = PanelPlace.of(model_dir, weights.files, rank, num_ranks) if keeps else None
+        panels = PanelPlace.of(model_dir, weights.files) if keeps else None
+        if panels is not None and num_ranks > 1:
+            panels = panels.of_rank(rank, num_ranks)
         max_num_tokens = max_num_prefill_tokens(settings.schedule, library, weights.are_quantized)
         # All ranks have as many blocks as the one whose blocks are the largest.
         largest = msgspec.structs.replace(config, num_kv_heads=most_kv_heads(config, num_ranks))
