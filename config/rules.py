@@ -2,7 +2,7 @@
 
 import os
 
-from pipeline.config import browsers, zmq_setting
+from pipeline.config import browsers, core_list, zmq_setting
 from pipeline.config.settings import ExecuteSettings, Settings
 
 BYTES_PER_ID = 4
@@ -55,6 +55,7 @@ def contradictions(settings: Settings) -> list[str]:
             "execute.device is 'cpu': 'q8_0' and 'q4_1' are 8 and 4 bits there"
         )
     problems += _speculation_problems(settings)
+    problems += _rank_problems(settings)
     if settings.lora.max_cpu_loras and settings.lora.max_cpu_loras < settings.lora.max_loras:
         problems.append(
             f"lora.max_cpu_loras: {settings.lora.max_cpu_loras} is less than lora.max_loras = {settings.lora.max_loras}"
@@ -64,6 +65,38 @@ def contradictions(settings: Settings) -> list[str]:
     if settings.schedule.preemption == "swap" and not execute.swap_bytes:
         problems.append("schedule.preemption: 'swap' needs execute.swap_bytes above 0")
     return problems
+
+
+def _rank_problems(settings: Settings) -> list[str]:
+    execute = settings.execute
+    num, problems = execute.tensor_parallel, []
+    if execute.pipeline_parallel > 1:
+        problems.append("execute.pipeline_parallel: pipeline parallelism is not supported yet: leave it at 1")
+    if execute.cores and execute.device == "cuda":
+        problems.append("execute.cores: has a meaning only if execute.device is 'cpu'")
+    if execute.cores and len(execute.cores) != num:
+        problems.append(
+            f"execute.cores: needs an entry for each rank, and execute.tensor_parallel is {num}: got "
+            f"{len(execute.cores)} entries"
+        )
+    for entry in execute.cores:
+        try:
+            core_list.parse(entry)
+        except ValueError as error:
+            problems.append(f"execute.cores: {error}")
+    if num == 1:
+        return problems
+    refused = (
+        (execute.device == "cuda", "execute.device is 'cuda': one GPU computes the model"),
+        (execute.kernels == "torch", "execute.kernels is 'torch': ranks need the CPU library"),
+        (execute.dtype != "bfloat16", f"execute.dtype is {execute.dtype!r}: ranks compute with bfloat16"),
+        (settings.lora.is_on, "LoRA adapters are not supported with ranks"),
+        (
+            settings.speculative.method != "none",
+            f"speculative.method is {settings.speculative.method!r}: speculative decoding is not supported with ranks",
+        ),
+    )
+    return problems + [f"execute.tensor_parallel: is {num}, but {why}" for holds, why in refused if holds]
 
 
 def _speculation_problems(settings: Settings) -> list[str]:
@@ -117,9 +150,15 @@ def remarks(settings: Settings) -> list[str]:
                 f"{execute.kv_cache_bytes}; 0 takes what the share leaves"
             )
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if execute.num_threads > num_cores:
+    num_threads = max(1, execute.num_threads) * execute.tensor_parallel
+    if num_threads > num_cores:
+        of_ranks = f" of {execute.tensor_parallel} ranks" if execute.tensor_parallel > 1 else ""
+        key, least = ("num_threads", "; 0 takes one per core") if execute.num_threads else ("tensor_parallel", "")
+        found.append(f"execute.{key}: {num_threads} threads{of_ranks} would share {num_cores} cores{least}")
+    if execute.tensor_parallel > 1 and 0 < settings.supervisor.hang_timeout_s <= execute.barrier_timeout_s:
         found.append(
-            f"execute.num_threads: {execute.num_threads} threads would share {num_cores} cores; 0 takes one per core"
+            "execute.barrier_timeout_s: is not shorter than supervisor.hang_timeout_s, so a rank that hangs may be "
+            "killed before the others have named it"
         )
     if settings.gateway.allow_unauthenticated and settings.gateway.api_keys_file:
         found.append("gateway.allow_unauthenticated: has no effect, as gateway.api_keys_file has API keys")

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from pipeline.config.sections.base import MAX_BYTES, MAX_TOKENS, Frozen, Replicas
+from pipeline.config.sections.base import MAX_BYTES, MAX_TOKENS, Frozen, Replicas, Seconds
 
 
 class IngestSettings(Frozen, frozen=True):
@@ -196,8 +196,46 @@ class ExecuteSettings(Frozen, frozen=True):
         ),
     ] = 0
     num_threads: Annotated[
-        int, Meta(ge=0, le=4096, description="Number of threads that compute a step; 0 is one per core.")
+        int,
+        Meta(
+            ge=0,
+            le=4096,
+            description="Number of threads that compute a step; 0 is one per core. With tensor_parallel, that of each "
+            "rank; 0 is an equal part of the cores.",
+        ),
     ] = 0
+    tensor_parallel: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="Number of ranks: processes that compute each step together, each with a part of every matrix "
+            "and of the KV cache. Results are the same as with 1. kv_cache_bytes, swap_bytes and num_threads are those "
+            "of each rank. Only on a CPU.",
+        ),
+    ] = 1
+    pipeline_parallel: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="Number of groups of ranks, each with a part of the layers. Only 1 is supported.",
+        ),
+    ] = 1
+    cores: Annotated[
+        tuple[str, ...],
+        Meta(
+            description='The cores that each rank may use, such as "0-7,16-23": an entry for each rank, for example '
+            "the cores of a NUMA node. Empty: all ranks may use all cores."
+        ),
+    ] = ()
+    barrier_timeout_s: Annotated[
+        Seconds,
+        Meta(
+            description="Restart all ranks when one of them has kept the others waiting for this long within a step. "
+            "The log names it, and what it had not computed."
+        ),
+    ] = 10.0
     arena_bytes: Annotated[
         int,
         Meta(ge=65536, le=MAX_BYTES, description="Shared memory for step results on their way back, in bytes."),

@@ -5,14 +5,17 @@
 
 class Embed final : public Op {
    public:
-    Embed(float* residual, const Matrix& table, float scale = 1.0f)
-        : Op("embed"), residual_(residual), table_(table), scale_(scale) {}
+    // The table has the rows of the ids from `first` to before `end`. Tokens with other ids are other ranks'.
+    Embed(float* residual, const Matrix& table, float scale = 1.0f, int first = 0, int end = INT32_MAX)
+        : Op("embed"), residual_(residual), table_(table), scale_(scale), first_(first), end_(end) {}
 
     int tiles(const Step& step) const override { return step.tokens; }
 
     void tile(const Step& step, int token, const Scratch&) override {
+        const int id = int(step.ids[token]);
+        if (id < first_ || id >= end_) return;
         float* to = residual_ + size_t(token) * table_.depth;
-        unpack(table_, int(step.ids[token]), to);
+        unpack(table_, id - first_, to);
         if (scale_ != 1.0f)
             for (int i = 0; i < table_.depth; i++) to[i] *= scale_;
     }
@@ -23,18 +26,21 @@ class Embed final : public Op {
     float* const residual_;
     const Matrix table_;
     const float scale_;
+    const int first_, end_;
 };
 
 // residual += table[position + offset]
 class AddPositions final : public Op {
    public:
-    AddPositions(float* residual, const Matrix& table, int offset)
-        : Op("positions"), residual_(residual), table_(table), offset_(offset) {}
+    // Of the tokens that `Embed` computes.
+    AddPositions(float* residual, const Matrix& table, int offset, int first = 0, int end = INT32_MAX)
+        : Op("positions"), residual_(residual), table_(table), offset_(offset), first_(first), end_(end) {}
 
     int tiles(const Step& step) const override { return step.tokens; }
     size_t scratch_bytes() const override { return size_t(table_.depth) * 4; }
 
     void tile(const Step& step, int token, const Scratch& scratch) override {
+        if (step.ids[token] < first_ || step.ids[token] >= end_) return;
         float* row = reinterpret_cast<float*>(scratch.memory);
         unpack(table_, int(step.positions[token]) + offset_, row);
         float* to = residual_ + size_t(token) * table_.depth;
@@ -46,5 +52,5 @@ class AddPositions final : public Op {
    private:
     float* const residual_;
     const Matrix table_;
-    const int offset_;
+    const int offset_, first_, end_;
 };

@@ -171,10 +171,11 @@ struct SharedExpert {
 // to = (weighted sum of each token's experts + shared expert) * factor, or to += it.
 class Combine final : public Op {
    public:
-    Combine(float* to, bool adds, const float* parts, const Routing& routing, int width, const SharedExpert& shared,
-            float factor)
-        : Op("combine"), to_(to), adds_(adds), parts_(parts), routing_(routing), width_(width), shared_(shared),
-          factor_(factor) {}
+    // Rows of `to` are `stride` numbers apart.
+    Combine(float* to, bool adds, const float* parts, const Routing& routing, int width, int stride,
+            const SharedExpert& shared, float factor)
+        : Op("combine"), to_(to), adds_(adds), parts_(parts), routing_(routing), width_(width), stride_(stride),
+          shared_(shared), factor_(factor) {}
 
     int tiles(const Step& step) const override { return step.tokens * num_pieces(); }
 
@@ -183,7 +184,7 @@ class Combine final : public Op {
         const int end = std::min(first + PIECE, width_), count = routing_.per_token;
         const int32_t* places = routing_.places.data() + size_t(token) * count;
         const float* weights = routing_.weights.data() + size_t(token) * count;
-        float* to = to_ + size_t(token) * width_;
+        float* to = to_ + size_t(token) * stride_;
         const float* shared = shared_.out ? shared_.out + size_t(token) * width_ : nullptr;
         const float gate =
             shared_.logits ? sigmoid(splat(shared_.logits[size_t(token) * shared_.stride]))[0] : 1.0f;
@@ -212,7 +213,7 @@ class Combine final : public Op {
     const bool adds_;
     const float* const parts_;
     const Routing& routing_;
-    const int width_;
+    const int width_, stride_;
     const SharedExpert shared_;
     const float factor_;
 };

@@ -229,14 +229,14 @@ class Gemm : public Op {
     }
 };
 
-// residual += in x matrix * factor
+// residual += in x matrix * factor. Rows of the residual are `stride` numbers apart, of which `width` are changed.
 class LinearAdd final : public Gemm {
    public:
-    LinearAdd(float* residual, Rows in, const Matrix& matrix, int width, float factor = 1.0f)
-        : Gemm("linear_add", in, matrix, 2), residual_(residual), width_(width), factor_(factor) {}
+    LinearAdd(float* residual, Rows in, const Matrix& matrix, int width, int stride, float factor = 1.0f)
+        : Gemm("linear_add", in, matrix, 2), residual_(residual), width_(width), stride_(stride), factor_(factor) {}
 
    private:
-    float* at(const Part& part, int r) const { return residual_ + size_t(part.row + r) * width_ + part.column; }
+    float* at(const Part& part, int r) const { return residual_ + size_t(part.row + r) * stride_ + part.column; }
 
     void prefetch_out(const Step&, const Part& part) const override {
         for (int r = 0; r < part.count; r++) prefetch_to_write(at(part, r), part.width * 4);
@@ -256,26 +256,27 @@ class LinearAdd final : public Gemm {
     }
 
     float* const residual_;
-    const int width_;
+    const int width_, stride_;
     const float factor_;
 };
 
-// out = in x matrix, float32 [rows][width]
+// out = in x matrix, float32 [rows][stride], of which `width` numbers are written
 class Linear final : public Gemm {
    public:
-    Linear(float* out, const Product* products, int num_products, int width, const Routing* routing = nullptr)
+    Linear(float* out, const Product* products, int num_products, int width, int stride,
+           const Routing* routing = nullptr)
         : Gemm(routing ? "experts_down" : "linear", products, num_products, routing ? 8 : 2, routing), out_(out),
-          width_(width) {}
+          width_(width), stride_(stride) {}
 
    private:
     void finish(const Step&, const Part& part, const Scratch&) override {
         const int width = std::min(part.width, width_ - part.column);
         for (int r = 0; r < part.count; r++)
-            memcpy(out_ + size_t(part.row + r) * width_ + part.column, part.values + r * part.width, width * 4);
+            memcpy(out_ + size_t(part.row + r) * stride_ + part.column, part.values + r * part.width, width * 4);
     }
 
     float* const out_;
-    const int width_;
+    const int width_, stride_;
 };
 
 // Outputs of a feed-forward layer: plain activations, or float32 on every ISA.
@@ -437,10 +438,11 @@ struct LogitForm {
 // `greedy` may be null, where none is.
 class Head final : public Gemm {
    public:
-    Head(float* logits, Best* best, int max_samples, Rows in, const Matrix& matrix, int vocab_size,
-         const uint8_t* greedy, const LogitForm& form = {})
+    // The matrix has the `vocab_size` outputs from id `first` on; rows of logits are `stride` numbers apart.
+    Head(float* logits, Best* best, int max_samples, Rows in, const Matrix& matrix, int vocab_size, int first,
+         int stride, const uint8_t* greedy, const LogitForm& form = {})
         : Gemm("head", in, matrix, 4), logits_(logits), best_(best), max_samples_(max_samples),
-          vocab_size_(vocab_size), greedy_(greedy), form_(form) {}
+          vocab_size_(vocab_size), first_(first), stride_(stride), greedy_(greedy), form_(form) {}
 
    private:
     int rows(const Step& step) const override { return step.samples; }
@@ -459,7 +461,7 @@ class Head final : public Gemm {
     void finish_row(int row, int column, int width, const float* values, const Scratch& scratch) const {
         const int count = column + width <= vocab_size_ ? width : vocab_size_ - column;
         if (!greedy_ || !greedy_[row]) {
-            memcpy(logits_ + size_t(row) * vocab_size_ + column, values, count * 4);
+            memcpy(logits_ + size_t(row) * stride_ + first_ + column, values, count * 4);
             return;
         }
         Best& best = best_[size_t(scratch.thread) * max_samples_ + row];
@@ -468,14 +470,14 @@ class Head final : public Gemm {
         for (; c + LANES <= count; c += LANES) tops = max(tops, load<vf>(values + c));
         float top = largest(tops);
         for (; c < count; c++) top = values[c] > top ? values[c] : top;
-        if (!(top > best.value || (top == best.value && column < best.id))) return;
+        if (!(top > best.value || (top == best.value && first_ + column < best.id))) return;
         for (c = 0; c < count - 1 && values[c] != top; c++) {}
-        best = {top, column + c};
+        best = {top, first_ + column + c};
     }
 
     float* const logits_;
     Best* const best_;
-    const int max_samples_, vocab_size_;
+    const int max_samples_, vocab_size_, first_, stride_;
     const uint8_t* const greedy_;
     const LogitForm form_;
 };

@@ -6,7 +6,19 @@ keep them alive as long as the program.
 
 import ctypes
 import mmap
-from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int32, c_size_t, c_uint32, c_void_p
+from ctypes import (
+    POINTER,
+    Structure,
+    c_char_p,
+    c_double,
+    c_float,
+    c_int,
+    c_int32,
+    c_size_t,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -17,7 +29,7 @@ from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.stored_matrix import Format
 
-ABI_VERSION = 20
+ABI_VERSION = 21
 """Version of `program.cpp`; raise it with every change of its interface."""
 
 PANEL = 16
@@ -229,6 +241,18 @@ class NativeQueryForm(Structure):
     _fields_ = (("scale", c_float), ("growth", c_void_p))
 
 
+class NativeHeadShare(Structure):
+    """`HeadShare` in qkv.h."""
+
+    _fields_ = (("queries", c_int), ("keys", c_int), ("first_query", c_int), ("first_key", c_int))
+
+
+class NativeVocabShare(Structure):
+    """`VocabShare` in program.cpp."""
+
+    _fields_ = (("ranks", c_void_p), ("best", c_void_p), ("threads", c_int), ("first", c_int), ("size", c_int))
+
+
 class NativeScoreForm(Structure):
     """`ScoreForm` in attention.h."""
 
@@ -347,7 +371,29 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
             *(c_void_p, c_void_p, POINTER(NativeHeadNorms), POINTER(NativeQueryForm), c_void_p),
         ],
     ),
+    "program_qkv_rows": (
+        None,
+        [
+            *(c_void_p, NativeRows, c_int, POINTER(NativeLayerMemory), c_void_p, c_void_p),
+            *(POINTER(NativeHeadNorms), POINTER(NativeQueryForm), c_void_p, POINTER(NativeHeadShare)),
+        ],
+    ),
     "program_use_tables": (None, [c_void_p, c_void_p, c_void_p]),
+    "program_stride": (None, [c_void_p, c_int]),
+    "program_use_ranks": (None, [c_void_p, POINTER(NativeVocabShare)]),
+    "program_barrier": (None, [c_void_p, c_void_p, c_char_p, c_int]),
+    "best_bytes": (c_size_t, [c_int, c_int]),
+    "ranks_bytes": (c_size_t, [c_int]),
+    "ranks_new": (c_void_p, [c_void_p, c_int, c_int, c_int, c_int]),
+    "ranks_delete": (None, [c_void_p]),
+    "ranks_set_timeout": (None, [c_void_p, c_int]),
+    "ranks_announce": (None, [c_void_p, c_uint64]),
+    "ranks_begin": (c_int, [c_void_p, c_uint64]),
+    "ranks_publish": (None, [c_void_p, c_int]),
+    "ranks_await_outcome": (c_int, [c_void_p]),
+    "ranks_set_busy": (None, [c_void_p, c_int]),
+    "ranks_waited_s": (c_double, [c_void_p, c_int]),
+    "ranks_late": (c_char_p, [c_void_p, POINTER(c_int), POINTER(c_int)]),
     "program_attention_plan": (c_void_p, [c_void_p, c_int, c_int, c_int]),
     "program_attention": (
         None,

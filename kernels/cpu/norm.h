@@ -131,13 +131,15 @@ class AnyNorm final : public Op {
 // residual += norm(from) * factor, or residual = norm(residual) without `from`.
 class AddNorm final : public Op {
    public:
-    AddNorm(float* residual, const float* from, const NormWeights& norm, int width, float factor)
-        : Op("add_norm"), residual_(residual), from_(from), norm_(norm), width_(width), factor_(factor) {}
+    AddNorm(float* residual, const float* from, const NormWeights& norm, int width, float factor,
+            const RowShare& share = {})
+        : Op("add_norm"), residual_(residual), from_(from), norm_(norm), width_(width), factor_(factor), share_(share) {}
 
-    int tiles(const Step& step) const override { return step.tokens; }
+    int tiles(const Step& step) const override { return share_.size(step.tokens); }
     size_t scratch_bytes() const override { return width_ * 4; }
 
-    void tile(const Step&, int row, const Scratch& scratch) override {
+    void tile(const Step& step, int index, const Scratch& scratch) override {
+        const int row = share_.first(step.tokens) + index;
         float* to = residual_ + size_t(row) * width_;
         if (!from_) {
             norm_.apply(to, to, width_);
@@ -156,6 +158,7 @@ class AddNorm final : public Op {
     const NormWeights norm_;
     const int width_;
     const float factor_;
+    const RowShare share_;
 };
 
 // Rows of float32 as codes in groups of 32.

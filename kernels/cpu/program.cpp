@@ -18,6 +18,7 @@
 #include "norm.h"
 #include "pack.h"
 #include "qkv.h"
+#include "ranks.h"
 #include "sampler.h"
 #include "step.h"
 #include "thread_pool.h"
@@ -48,6 +49,15 @@ struct Share {
     int tile(int i) const { return first + i * step; }
 
     int first, size, step = 1;
+};
+
+// A rank's part of the vocabulary; by default all of it.
+struct VocabShare {
+    Ranks* ranks = nullptr;  // null: there are no others
+    Best* best = nullptr;    // [ranks][threads][max_samples]
+    int threads = 0, first = 0, size = INT32_MAX;
+
+    int end() const { return ranks ? first + size : INT32_MAX; }
 };
 
 struct Aligned {
@@ -138,6 +148,7 @@ class Program final : public Job {
                     if (at >= share.size) break;
                     if (!num_taken.compare_exchange_weak(taken, taken + 1)) continue;
                     scratch.next = owner == thread && at + 1 < share.size ? share.tile(at + 1) : tiles;
+                    if (op.is_barrier()) op.arrive(), prefetch_after(i, thread);
                     op.tile(step, share.tile(at), scratch);
                     computed++;
                     taken = num_taken.load();
@@ -152,8 +163,7 @@ class Program final : public Job {
                 if (done >= all) break;
             }
             // The weights of the next matmul do not depend on this op: fetch some of them instead of idling.
-            for (size_t j = i + 1; j < std::min(i + 1 + LOOKAHEAD, ops_.size()) && progress.done.load() < all; j++)
-                if (ops_[j]->prefetch_tile(step_for(j), first_tile(j, thread))) break;
+            if (progress.done.load() < all && !op.is_barrier()) prefetch_after(i, thread);
             thread_pool_.wait([&] { return progress.done.load() >= all; }, finished_);
             if (progress.done.load() != all) return;  // of a later step
             if (const int status = op.status()) {
@@ -183,9 +193,18 @@ class Program final : public Job {
     LogitForm logit_form;
     const LoraSite* lora = nullptr;  // of the next matmul
     LoraSite* last_site = nullptr;
+    VocabShare vocab;
+    int stride = 0;  // of the next matmul's results, if they are part of longer rows
+
+    int take_stride(int width) { return stride ? std::exchange(stride, 0) : width; }
 
    private:
     const Step& step_for(size_t op) const { return steps_[step_of_[op]]; }
+
+    void prefetch_after(size_t op, int thread) const {
+        for (size_t i = op + 1; i < std::min(op + 1 + LOOKAHEAD, ops_.size()); i++)
+            if (ops_[i]->prefetch_tile(step_for(i), first_tile(i, thread))) return;
+    }
 
     int first_tile(size_t op, int thread) const {
         return Share(*ops_[op], ops_[op]->tiles(step_for(op)), thread, thread_pool_.size()).tile(0);
@@ -230,7 +249,7 @@ class Program final : public Job {
 
 extern "C" {
 
-int abi_version() { return 20; }
+int abi_version() { return 21; }
 
 // Asks the system for what these instructions need. Whether they can be used.
 int prepare() {
@@ -304,12 +323,13 @@ int activation_rows(int rows) { return padded_rows(rows); }
 Program* program_new(ThreadPool* thread_pool, const Step* step) { return new Program(*thread_pool, *step); }
 void program_delete(Program* program) { delete program; }
 
+// With a part of the vocabulary, `table` has the rows of its ids, and other ranks compute the tokens with other ids.
 void program_embed(Program* program, float* residual, const Matrix* table, float scale) {
-    program->add<Embed>(residual, *table, scale);
+    program->add<Embed>(residual, *table, scale, program->vocab.first, program->vocab.end());
 }
 
 void program_positions(Program* program, float* residual, const Matrix* table, int offset) {
-    program->add<AddPositions>(residual, *table, offset);
+    program->add<AddPositions>(residual, *table, offset, program->vocab.first, program->vocab.end());
 }
 
 void program_norm(Program* program, Rows out, int form, const float* residual, const float* weight, int width,
@@ -325,7 +345,8 @@ void program_any_norm(Program* program, Rows out, int form, const float* residua
 // `from` may be null: then the residual itself is normalized.
 void program_add_norm(Program* program, float* residual, const float* from, const NormWeights* norm, int width,
                       float factor) {
-    program->add<AddNorm>(residual, from, *norm, width, factor);
+    const Ranks* const ranks = program->vocab.ranks;  // they share out the tokens
+    program->add<AddNorm>(residual, from, *norm, width, factor, ranks ? RowShare{ranks->rank, ranks->num} : RowShare{});
 }
 
 void program_quantize(Program* program, Rows out, int form, const float* from, int width) {
@@ -340,8 +361,15 @@ void program_qkv(Program* program, Rows queries, const Product* products, int nu
         program->add<Qkv>(writer, products, num_products);
         return;
     }
-    program->add<Linear>(values, products, num_products, (num_heads + 2 * kv->heads) * kv->head_dim);
-    program->add<QkvRows>(writer, values);
+    const int width = (num_heads + 2 * kv->heads) * kv->head_dim;
+    program->add<Linear>(values, products, num_products, width, width);
+    program->add<QkvRows>(writer, values, HeadShare{num_heads, kv->heads});
+}
+
+// The second half of the above, from `values` that all ranks have written.
+void program_qkv_rows(Program* program, Rows queries, int num_heads, const KV* kv, const float* cos, const float* sin,
+                      const HeadNorms* norms, const QueryForm* form, float* values, const HeadShare* share) {
+    program->add<QkvRows>(QkvWriter(queries, num_heads, *kv, cos, sin, *norms, form), values, *share);
 }
 
 // The ops that are recorded from now on read these tables, of a KV group, in place of those in `program_new`.
@@ -363,13 +391,16 @@ void program_attention(Program* program, Rows out, int floats, Rows queries, con
 }
 
 void program_linear_add(Program* program, float* residual, Rows in, const Matrix* matrix, int width, float factor) {
-    program->add<LinearAdd>(residual, in, *matrix, width, factor);
+    program->add<LinearAdd>(residual, in, *matrix, width, program->take_stride(width), factor);
 }
 
 void program_linear(Program* program, float* out, Rows in, const Matrix* matrix, int width) {
     const Product product{*matrix, in};
-    program->add<Linear>(out, &product, 1, width);
+    program->add<Linear>(out, &product, 1, width, program->take_stride(width));
 }
+
+// The next of the above writes rows that are so many numbers apart.
+void program_stride(Program* program, int stride) { program->stride = stride; }
 
 // Adapters change the matmul that is recorded next, whose input is `in`.
 void program_lora(Program* program, LoraSite* site, Rows in, int form) {
@@ -414,34 +445,84 @@ void program_experts_quantize(Program* program, Rows out, int form, const float*
 
 void program_experts_down(Program* program, float* out, Rows in, const Matrix* matrix, int width, const Routing* routing) {
     const Product product{*matrix, in};
-    program->add<Linear>(out, &product, 1, width, routing);
+    program->add<Linear>(out, &product, 1, width, width, routing);
 }
 
 void program_combine(Program* program, float* to, int adds, const float* parts, const Routing* routing, int width,
                      const SharedExpert* shared, float factor) {
-    program->add<Combine>(to, adds != 0, parts, *routing, width, *shared, factor);
+    program->add<Combine>(to, adds != 0, parts, *routing, width, program->take_stride(width), *shared, factor);
 }
 
 // How the logits of the next `program_sample` or `program_score` differ from the matmul's results.
 void program_logit_form(Program* program, float scale, float softcap) { program->logit_form = {scale, softcap}; }
 
-// The head, the wait for masks, and sampling.
+size_t best_bytes(int threads, int max_samples) { return sizeof(Best) * threads * max_samples; }
+
+// The ops that are recorded from now on are of one rank, which has this part of the vocabulary.
+void program_use_ranks(Program* program, const VocabShare* share) { program->vocab = *share; }
+
+// The head, the wait for masks, and sampling. With a part of the vocabulary, logits and its `best` are in memory of all
+// ranks, and rank 0 samples.
 void program_sample(Program* program, Rows in, const Matrix* matrix, int vocab_size, float* logits, int max_samples,
                   const MaskTicket* ticket, const SamplingInputs* inputs) {
-    const int threads = program->thread_pool().size();
-    const size_t num_best = size_t(threads) * max_samples;
-    Best* best = reinterpret_cast<Best*>(program->best(sizeof(Best) * num_best));
-    std::fill_n(best, num_best, NO_BEST);
-    program->add<Head>(logits, best, max_samples, in, *matrix, vocab_size, inputs->greedy, program->logit_form);
+    const VocabShare& share = program->vocab;
+    Ranks* const ranks = share.ranks;
+    const int threads = ranks ? share.threads : program->thread_pool().size();
+    const int all_threads = threads * (ranks ? ranks->num : 1);
+    const size_t num_best = size_t(all_threads) * max_samples;
+    Best* best = ranks ? share.best : reinterpret_cast<Best*>(program->best(sizeof(Best) * num_best));
+    const int rank = ranks ? ranks->rank : 0;
+    if (rank == 0) std::fill_n(best, num_best, NO_BEST);
+    program->add<Head>(logits, best + size_t(rank) * threads * max_samples, max_samples, in, *matrix,
+                       ranks ? share.size : vocab_size, share.first, vocab_size, inputs->greedy, program->logit_form);
+    if (ranks) program->add<Barrier>(*ranks, "head", -1);
+    if (rank != 0) return;
     program->add<WaitForMasks>(ticket, best, num_best);
-    program->add<Sample>(*inputs, logits, best, max_samples, threads, vocab_size);
+    program->add<Sample>(*inputs, logits, best, max_samples, all_threads, vocab_size);
 }
 
 // The head, and the logprobs of given ids.
 void program_score(Program* program, Rows in, const Matrix* matrix, int vocab_size, float* logits, int max_samples,
                    const Scores* scores) {
-    program->add<Head>(logits, nullptr, max_samples, in, *matrix, vocab_size, nullptr, program->logit_form);
+    const VocabShare& share = program->vocab;
+    program->add<Head>(logits, nullptr, max_samples, in, *matrix, share.ranks ? share.size : vocab_size, share.first,
+                       vocab_size, nullptr, program->logit_form);
+    if (share.ranks) program->add<Barrier>(*share.ranks, "head", -1);
+    if (share.ranks && share.ranks->rank != 0) return;
     program->add<Score>(*scores, logits, vocab_size);
+}
+
+// --- ranks
+
+size_t ranks_bytes(int num) { return Ranks::bytes(num); }
+
+Ranks* ranks_new(uint8_t* memory, int rank, int num, int spins, int timeout_ms) {
+    return new Ranks(memory, rank, num, spins, timeout_ms);
+}
+void ranks_delete(Ranks* ranks) { delete ranks; }
+void ranks_set_timeout(Ranks* ranks, int timeout_ms) { ranks->set_timeout(timeout_ms); }
+
+// This rank is at a step; see ranks.h for the results.
+void ranks_announce(Ranks* ranks, uint64_t step) { ranks->announce(step); }
+int ranks_begin(Ranks* ranks, uint64_t step) { return ranks->begin(step); }
+
+// Rank 0 tells the others that a step's ids are complete, or another status.
+void ranks_publish(Ranks* ranks, int status) { ranks->publish(status); }
+int ranks_await_outcome(Ranks* ranks) { return ranks->await_outcome(); }
+
+void ranks_set_busy(Ranks* ranks, int is_busy) { ranks->set_busy(is_busy != 0); }
+
+double ranks_waited_s(const Ranks* ranks, int rank) { return ranks->waited_s(rank); }
+
+// What the rank that was missed last had not finished.
+const char* ranks_late(const Ranks* ranks, int* rank, int* layer) {
+    *rank = ranks->late_rank, *layer = ranks->late_layer;
+    return ranks->late_at.c_str();
+}
+
+// The ops that are added from now on are computed when all ranks have computed those before. `what` names the last one.
+void program_barrier(Program* program, Ranks* ranks, const char* what, int layer) {
+    program->add<Barrier>(*ranks, what, layer);
 }
 
 // --- replaying

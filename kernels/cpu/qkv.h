@@ -181,20 +181,36 @@ class Qkv final : public Gemm {
     const QkvWriter writer_;
 };
 
+// Which heads of all ranks a rank has.
+struct HeadShare {
+    int queries, keys;               // all heads of queries; of keys, and of values
+    int first_query = 0, first_key = 0;  // the rank's first ones
+};
+
 // The same from the results of a matmul, float32 [tokens][all heads x head_dim], for norms of all heads together. A tile
-// is one token.
+// is one token. Each rank writes its own heads.
 class QkvRows final : public Op {
    public:
-    QkvRows(const QkvWriter& writer, float* values) : Op("qkv_rows"), writer_(writer), values_(values) {}
+    QkvRows(const QkvWriter& writer, float* values, const HeadShare& share)
+        : Op("qkv_rows"), writer_(writer), values_(values), share_(share) {}
 
     int tiles(const Step& step) const override { return step.tokens; }
 
     void tile(const Step& step, int row, const Scratch&) override {
-        const int dim = writer_.kv_.head_dim, queries = writer_.num_heads_, keys = writer_.kv_.heads;
+        const int dim = writer_.kv_.head_dim, queries = share_.queries, keys = share_.keys;
         float* values = values_ + size_t(row) * (queries + 2 * keys) * dim;
         const float factors[3] = {factor(values, queries * dim), factor(values + queries * dim, keys * dim), 1.0f};
-        for (int head = 0; head < queries + 2 * keys; head++)
-            writer_.write(step, row, head, values + head * dim, factors[writer_.kind(head)]);
+        const int own_queries = writer_.num_heads_, own_keys = writer_.kv_.heads;
+        for (int head = 0; head < own_queries + 2 * own_keys; head++) {
+            const int kind = writer_.kind(head);
+            const int at = kind == QkvWriter::QUERY ? share_.first_query + head
+                           : kind == QkvWriter::KEY ? queries + share_.first_key + head - own_queries
+                                                    : queries + keys + share_.first_key + head - own_queries - own_keys;
+            // The others' factors are of the numbers as they are.
+            float own[MAX_HEAD_DIM];
+            memcpy(own, values + at * dim, dim * 4);
+            writer_.write(step, row, head, own, factors[kind]);
+        }
     }
 
     Cost cost(const Step& step) const override {
@@ -210,4 +226,5 @@ class QkvRows final : public Op {
 
     const QkvWriter writer_;
     float* const values_;
+    const HeadShare share_;
 };

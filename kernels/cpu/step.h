@@ -58,6 +58,9 @@ class Op {
     // The rows that an op writes of which a tile is one; null for other ops.
     virtual const uint8_t* rows_out() const { return nullptr; }
     void then(const RowWork* work) { work_ = work; }
+    // A barrier of several ranks: its thread arrives, prefetches for later ops and then computes the tile, which waits.
+    virtual bool is_barrier() const { return false; }
+    virtual void arrive() {}
     // 0, or the status with which the step ends early.
     virtual int status() const { return 0; }
 
@@ -71,6 +74,14 @@ class Op {
 
    private:
     const RowWork* work_ = nullptr;
+};
+
+// A rank's part of some rows, which ranks share out where an op has no outputs to cut.
+struct RowShare {
+    int rank = 0, ranks = 1;
+
+    int first(int rows) const { return int(int64_t(rows) * rank / ranks); }
+    int size(int rows) const { return int(int64_t(rows) * (rank + 1) / ranks) - first(rows); }
 };
 
 INLINE int ceil_div(int a, int b) { return (a + b - 1) / b; }

@@ -22,7 +22,7 @@ from pipeline.client.client import RECONNECT_S, ServerInfo
 from pipeline.client.connection.gateways import Gateways
 from pipeline.client.connection.open_embedding import OpenEmbedding
 from pipeline.client.connection.open_request import OpenRequest, RequestParts
-from pipeline.client.embedded.server import EmbeddedServer, embedded_address, settings_of
+from pipeline.client.embedded.server import EmbeddedServer, embedded_address, settings_of, with_ranks
 from pipeline.client.inputs.beam_search_params import BeamSearchParams
 from pipeline.client.inputs.checks import checked_reconnect_timeout
 from pipeline.client.inputs.pooling_params import PoolingParams, checked_pooling_params
@@ -76,10 +76,13 @@ class AsyncLLM:
         reconnect_timeout_s: float = RECONNECT_S,
         config: str | os.PathLike[str] | None = None,
         log_path: str | os.PathLike[str] | None = None,
+        tensor_parallel: int | None = None,
         caller: str = "AsyncLLM",
         **settings: Any,
     ) -> None:
-        """`caller` is the class name in error messages."""
+        """`tensor_parallel` is the setting `execute.tensor_parallel`. `caller` is the class name in error messages."""
+        if tensor_parallel is not None:
+            settings = with_ranks(settings, tensor_parallel)
         try:
             reconnect_timeout_s = checked_reconnect_timeout(reconnect_timeout_s)
         except (TypeError, ValueError) as error:

@@ -73,6 +73,7 @@ class LLM(PoolingMethods, BeamSearchMethods):
         config: str | os.PathLike[str] | None = None,
         log_path: str | os.PathLike[str] | None = None,
         progress: bool = True,
+        tensor_parallel: int | None = None,
         **settings: Any,
     ) -> None:
         self._llm = AsyncLLM(
@@ -83,6 +84,7 @@ class LLM(PoolingMethods, BeamSearchMethods):
             reconnect_timeout_s=reconnect_timeout_s,
             config=config,
             log_path=log_path,
+            tensor_parallel=tensor_parallel,
             caller="LLM",
             **settings,
         )

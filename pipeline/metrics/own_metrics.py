@@ -215,6 +215,12 @@ def kind_metrics(stats: ServerStats) -> Iterator[Metric]:
     yield counter_by_stage(
         "pipeline_execute_wait_seconds", "Time without a step to compute.", execute, lambda c: c.wait_s
     )
+    yield counter_by_stage(
+        "pipeline_execute_barrier_seconds",
+        "Time of steps in which this rank waited for others.",
+        execute,
+        lambda c: c.barrier_s,
+    )
     detokenize = counts_by_stage(stats, DetokenizeCounts)
     yield counter_by_stage("pipeline_detokenize_tokens", "Tokens received.", detokenize, lambda c: c.num_tokens)
     yield counter_by_stage(

@@ -190,6 +190,8 @@ class ExecuteCounts(Part, frozen=True, tag="execute"):
     """Time spent on steps."""
     wait_s: float
     """Time without a step to compute."""
+    barrier_s: float = 0.0
+    """Part of `step_s` in which this rank waited for others; 0 without ranks."""
 
 
 class DetokenizeCounts(Part, frozen=True, tag="detokenize"):

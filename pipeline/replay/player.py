@@ -351,13 +351,13 @@ class ReplayOutbox(Outbox[T], Generic[T]):
     def detach(self) -> None:
         self.is_detached = True
 
-    def send(self, message: T) -> bool:
+    def send_encoded(self, body: bytes, message: T) -> bool:
         if self.is_detached:
             return True
         if self._replay.is_refused(self.peer):
             self.num_refused += 1
             return False
-        self._replay.sent(self.peer, self._encoder.encode(message), message)
+        self._replay.sent(self.peer, body, message)
         self.num_sent += 1
         return True
 

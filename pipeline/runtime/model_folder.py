@@ -20,7 +20,8 @@ import msgspec
 CONVERTED = "converted.txt"
 """A line that says what the source's matrices became. Only in prepared folders in which some have another format."""
 PANELS = "weights.panels"
-"""Belongs to execute, see stages/execute/cpu/panel_file.py. A folder is complete without it."""
+"""Belongs to execute, see stages/execute/cpu/panel_file.py. Ranks have files whose names begin with this one. A folder
+is complete without them."""
 STAMP = "complete.json"
 """The file that prepare writes last."""
 

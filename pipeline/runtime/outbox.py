@@ -1,6 +1,7 @@
 """The sending end of an edge between two stages; see `channels.py`."""
 
 import os
+from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 import msgspec
@@ -66,9 +67,16 @@ class Outbox(Generic[T]):
 
     def send(self, message: T) -> bool:
         """Send a message. Returns False if the outbox is full. Never blocks."""
+        return True if self.is_detached else self.send_encoded(self.encoded(message), message)
+
+    def encoded(self, message: T) -> bytes:
+        """A message as `send_encoded` takes it, also that of another outbox."""
+        return self._encoder.encode(message)
+
+    def send_encoded(self, body: bytes, message: T) -> bool:
+        """The same for a message that was encoded already."""
         if self.is_detached:
             return True
-        body = self._encoder.encode(message)
         if not self._deliver(body):
             self.num_refused += 1
             if self.replay_context is not None:
@@ -119,6 +127,26 @@ class Outbox(Generic[T]):
 
     def close(self) -> None:
         self._socket.close()
+
+
+class RankOutboxes(Generic[T]):
+    """Sends each message to all ranks of a stage, and encodes it once."""
+
+    def __init__(self, outboxes: Sequence[Outbox[T]]) -> None:
+        self._outboxes = tuple(outboxes)
+        self._num_woken = max(1, min(len(outboxes), len(os.sched_getaffinity(0)) - 1))
+
+    def send(self, message: T) -> bool:
+        """Send a message. Returns False if an outbox is full: then only some ranks have the message."""
+        body, is_sent = self._outboxes[0].encoded(message), True
+        for outbox in self._outboxes:
+            is_sent &= outbox.send_encoded(body, message)
+        return is_sent
+
+    def wake(self) -> None:
+        """Wake the ranks, as `Outbox.wake`, but leave a core for this process: they wait awake."""
+        for outbox in self._outboxes[: self._num_woken]:
+            outbox.wake()
 
 
 class GoneOutbox(Outbox[T]):

@@ -7,6 +7,9 @@ client ⇄ gateway → ingest → schedule ⇄ execute
 gateway, ingest and detokenize may have replicas. The kernel assigns a connection to a gateway. The gateway assigns a
 request to an ingest, by its id, and schedule assigns a sequence to a detokenize, by its number (`shard`). They remember
 the choice, because the number of replicas may change (`Rescaled`).
+
+execute may have ranks (`execute.tensor_parallel`): all get every step, and execute.0 answers. They live and die
+together.
 """
 
 from collections.abc import Collection
@@ -69,7 +72,8 @@ INSTANT = "pipeline.stages.execute.measuring.instant"
 """An executor that computes nothing, for measuring the other stages; see `RunMode`."""
 
 SWAP = "swap"
-"""The segment for KV blocks of preempted sequences. The supervisor creates it; only the executor uses it."""
+"""The segment for KV blocks of preempted sequences. The supervisor creates it; only the executor uses it, each of its
+ranks a part of its own."""
 SWAP_KEY = "execute.swap_bytes"
 KV_INDEX = "kv-index"
 """The segment for the keys of the blocks in the KV cache. The supervisor creates it; only schedule uses it."""
@@ -100,6 +104,8 @@ def num_replicas(settings: Settings, name: str) -> int:
             return settings.ingest.replicas
         case "detokenize":
             return settings.detokenize.replicas
+        case "execute":
+            return settings.execute.tensor_parallel
         case _:
             return 1
 
@@ -113,6 +119,12 @@ def with_replicas(settings: Settings, name: str, num: int) -> Settings:
 def replicas_of(settings: Settings, name: str) -> list[str]:
     """The names of a stage's processes, such as `ingest.0`."""
     return [f"{name}.{replica}" for replica in range(num_replicas(settings, name))]
+
+
+def lives_with(settings: Settings, name: str) -> list[str]:
+    """The processes that are replaced together with this one, itself among them: the ranks of the executor. The others
+    learn of the first one last."""
+    return replicas_of(settings, "execute")[::-1] if stage_of(name) == "execute" else [name]
 
 
 def stage_of(name: str) -> str:
@@ -182,7 +194,7 @@ def private_segments(settings: Settings, name: str) -> dict[str, int]:
     """Sizes, by name, of the segments that only this stage uses."""
     swap_bytes = settings.execute.swap_bytes
     if name == "execute" and swap_bytes:
-        return {SWAP: swap_bytes}
+        return {SWAP: swap_bytes * settings.execute.tensor_parallel}
     if name == "schedule":
         index_bytes = -(-swap_bytes // SWAP_BYTES_PER_INDEX_BYTE)
         return {KV_INDEX: KV_INDEX_BYTES} | ({OFFLOAD_INDEX: index_bytes} if index_bytes else {})

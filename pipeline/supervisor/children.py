@@ -71,7 +71,8 @@ class ChildTable:
 
     def lost(self, child: Child, address: str) -> None:
         """The process of a child has died. Its successor, which `replace` starts, has this inbox."""
-        self.mark_dead(child)
+        if self.is_watched(child):
+            self.mark_dead(child)
         child.state = "recovering"
         self.outboxes[child.name].reconnect(address)
 

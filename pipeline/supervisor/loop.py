@@ -195,7 +195,9 @@ class SupervisorLoop:
                 self.reasons = {child.name: reason}
                 self.table.mark_dead(child)
                 raise Stopping(EXIT_STAGE_DIED)
-            self._heartbeats.lost(child.name)
+            for name in topology.lives_with(self._resources.settings, child.name):
+                self._questions.lost(name)
+                self._heartbeats.lost(name)
 
     def _left(self, child: Child, reason: str) -> None:
         """A process that was being added or removed has ended: it is not restarted."""
@@ -415,6 +417,7 @@ class SupervisorLoop:
         self._log.info("reloading", extra={"fields": {"changed": keys}})
         self._restarts.spans.begin("server", "reloads", changed=keys)
         names = [name for stage in to_restart(changed) for name in topology.replicas_of(settings, stage)]
+        names = [name for name in names if name == topology.lives_with(settings, name)[-1]]
 
         def go_on() -> None:
             if to_change:

@@ -3,7 +3,8 @@
     asked ──► successor spawned ──► Ready ──► takes over ──► served again     a stage that can run twice for a while
     asked ──► successor spawned ──► Ready ──► HandOver ──► Drained ──► takes over ──► served again          schedule
     asked ──► Drain ──► Drained ──► killed ──► restarted as if it had died    a gateway
-    asked ──► killed ──► restarted as if it had died                          an executor on a GPU: memory is for one
+    asked ──► killed ──► restarted as if it had died                          an executor on a GPU: memory is for one;
+                                                                              an executor of several ranks
 
 A successor that does not become ready changes nothing. Only one is on its way at a time. If any stage dies meanwhile,
 it takes over at once, because a process that is started then must know which channels the others use.
@@ -172,7 +173,7 @@ class PlannedRestarts:
         if child.stage == "gateway":
             plan.is_ending = True
             self._table.outboxes[name].send(m.Drain(self._resources.settings.supervisor.drain_timeout_s))
-        elif child.stage == "execute" and self._resources.settings.execute.device == "cuda":
+        elif child.stage == "execute" and self._runs_once():
             plan.is_ending = True
             self._kill(name, plan)
         else:
@@ -184,6 +185,11 @@ class PlannedRestarts:
             plan.successor = self._table.start_successor(launch_of(name, self._resources, model_dir, facts))
             fields = {"pid": plan.successor.pid}
             self._log.info(f"{name} is being replaced", extra={"fields": fields})
+
+    def _runs_once(self) -> bool:
+        """Whether the executor can't run twice for a while."""
+        execute = self._resources.settings.execute
+        return execute.device == "cuda" or execute.tensor_parallel > 1
 
     def _check(self, name: str, plan: _Plan, successor: Child, now_s: float) -> None:
         if plan.take_over_s is not None:  # the process before does nothing any more, so there is no way back

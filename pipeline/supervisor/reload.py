@@ -75,6 +75,8 @@ NEW_SERVER = {
     "execute.kv_cache_bytes": "the number of KV blocks is fixed",
     "execute.gpu_memory_utilization": "the number of KV blocks is fixed",
     "execute.swap_bytes": "swap space is reserved at the start",
+    "execute.tensor_parallel": "each rank has a part of the KV cache",
+    "execute.pipeline_parallel": "each rank has a part of the KV cache",
     "speculative.method": "the memory of execute is made for it",
     "speculative.draft": "the model is prepared at the start",
     "speculative.num_speculative_tokens": "the memory of execute is made for it",

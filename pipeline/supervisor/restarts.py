@@ -3,6 +3,8 @@
     died ──► channels renewed, others informed ──delay──► spawned ──► Ready ──► Start ──► serves again
     asked ──► spawned ──► Ready ──► the one before is killed, others informed ──► Start ──► serves
 
+If a rank of the executor dies, the others are killed, and all of them start anew with new shared memory.
+
 What the stages do with `PeerRestarted` is theirs: the owner of a fact sends it to the successor again.
 """
 
@@ -10,6 +12,7 @@ import logging
 import time
 
 from pipeline.runtime import messages as m
+from pipeline.runtime import topology
 from pipeline.runtime.channels import Inbox
 from pipeline.runtime.run_mode import RunMode
 from pipeline.supervisor.children import ChildTable
@@ -74,12 +77,18 @@ class Restarts:
             delay_s = self.budget.died(name, now_s, was_ready=child.state == "ready", suspects=suspects)
         if isinstance(delay_s, str):
             return delay_s
+        together = [self._table.children[one] for one in topology.lives_with(self._resources.settings, name)]
         try:
-            self._resources.renew(name, has_crashed=has_crashed)
+            for one in together:
+                if one is not child:
+                    self._begin_span(one, "restarts", f"{name} has ended")
+                    one.kill()
+                self._resources.renew(one.name, has_crashed=has_crashed)
         except MemoryError as error:
             return str(error)
-        self._due_s[name] = now_s + delay_s
-        self._lose(child)
+        for one in together:
+            self._due_s[one.name] = now_s + delay_s
+            self._lose(one)
         return ""
 
     def _hand_over(self, successor: Child) -> None:

@@ -1,10 +1,14 @@
 """The executor's counters. Pure."""
 
+from collections.abc import Callable
+
 from pipeline.metrics.stats import ExecuteCounts
 
 
 class ExecuteMetrics:
-    def __init__(self) -> None:
+    def __init__(self, barrier_wait_s: Callable[[], float] = lambda: 0.0) -> None:
+        """`barrier_wait_s`: how long this rank has waited for others."""
+        self._barrier_wait_s = barrier_wait_s
         self._num_steps = 0
         self._num_tokens = 0
         self._step_s = 0.0
@@ -17,4 +21,6 @@ class ExecuteMetrics:
         self._wait_s += wait_s
 
     def counts(self, num_rows: int) -> ExecuteCounts:
-        return ExecuteCounts(num_rows, self._num_steps, self._num_tokens, self._step_s, self._wait_s)
+        return ExecuteCounts(
+            num_rows, self._num_steps, self._num_tokens, self._step_s, self._wait_s, self._barrier_wait_s()
+        )

@@ -31,7 +31,13 @@ class Publisher:
     def publish(
         self, incarnation: int, step_id: int, sampled: Sampled, times: StepTiming, requests: Sequence[int]
     ) -> None:
-        """Publish a step. `requests` are the requests that start with it."""
+        """Publish a step. `requests` are the requests that start with it. Of several ranks, only the first one sends
+        results."""
+        if not self._stage.replica:
+            self._send(incarnation, step_id, sampled, times)
+        self._account(step_id, sampled, times, requests)
+
+    def _send(self, incarnation: int, step_id: int, sampled: Sampled, times: StepTiming) -> None:
         stage = self._stage
         compute_s = times.ended_s - times.began_s
         put = partial(stage.arrays.put, readers=(SCHEDULE,))
@@ -55,7 +61,11 @@ class Publisher:
         )
         sent = stage.outbox("schedule").send(result)
         assert sent, "the scheduler's inbox is full: more steps are in flight than it holds"
-        self._metrics.stepped(sampled.num_tokens, compute_s, times.wait_s)
+
+    def _account(self, step_id: int, sampled: Sampled, times: StepTiming, requests: Sequence[int]) -> None:
+        """Count a step, and trace it."""
+        stage = self._stage
+        self._metrics.stepped(sampled.num_tokens, times.ended_s - times.began_s, times.wait_s)
         if stage.trace.on:
             args: Args = {
                 "step": step_id,

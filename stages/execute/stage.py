@@ -20,9 +20,11 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.kv_groups import described, has_windows
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.runtime.stage import Stage
+from pipeline.stages.execute.cores import threads_of, use_cores
 from pipeline.stages.execute.metrics import ExecuteMetrics
 
 if TYPE_CHECKING:
+    from pipeline.stages.execute.cpu.rank_group import RankPlace
     from pipeline.stages.execute.cpu.runner import CpuRunner
     from pipeline.stages.execute.runner import Runner
 
@@ -40,13 +42,16 @@ def run(launch: m.Launch) -> None:
 
     Raises UserError if the model can't run with these settings. Errors of a step propagate and end the stage.
     """
+    _refuse_alone(launch)
     stage: Stage[m.ExecuteInbox] = Stage(launch, m.ExecuteInbox)
     try:
-        runner, serve = _load(launch, stage.memory(topology.SWAP))
+        runner, serve = _load(launch, _own_swap(launch, stage.memory(topology.SWAP)))
         quantization = launch.settings.quantization
         weights = quantization if quantization in ("int8", "int4") else runner.weight_formats  # made while loading
+        num_ranks = launch.settings.execute.tensor_parallel
         fields: dict[str, object] = {
             "model": launch.model_dir,
+            **({"rank": f"{launch.rank} of {num_ranks}"} if num_ranks > 1 else {}),
             "weights": "+".join(sorted(weights.split("+"))),  # as in /v1/models
             "blocks": runner.facts.num_blocks,
             "kv_dtype": runner.facts.kv_dtype,
@@ -85,9 +90,35 @@ def _facts_of(runner: "Runner", weights: str, before: m.ExecuteFacts | None) -> 
     return before
 
 
+def _refuse_alone(launch: m.Launch) -> None:
+    """Raise UserError if this is one of several ranks, and the others can't be there."""
+    num = launch.settings.execute.tensor_parallel
+    if num > 1 and launch.replay is not None:
+        raise UserError(f"{launch.name} is one of {num} ranks (execute.tensor_parallel): it can't be replayed alone")
+    if num > 1 and launch.ranks_fd < 0:
+        raise UserError(f"execute.tensor_parallel is {num}: ranks need processes of their own")
+
+
+def _place(launch: m.Launch) -> "RankPlace | None":
+    """The place of this process among the ranks, if there are several."""
+    from pipeline.stages.execute.cpu.rank_group import RankPlace
+
+    execute = launch.settings.execute
+    if execute.tensor_parallel == 1:
+        return None
+    return RankPlace(launch.rank, execute.tensor_parallel, launch.ranks_fd, execute.barrier_timeout_s)
+
+
+def _own_swap(launch: m.Launch, swap: memoryview | None) -> memoryview | None:
+    """This rank's part of the swap space."""
+    size = launch.settings.execute.swap_bytes
+    return None if swap is None else swap[launch.rank * size : (launch.rank + 1) * size]
+
+
 def preload(launch: m.Launch) -> None:
     """Import what `run` is going to need, except for CUDA's checks and kernels."""
     settings = launch.settings
+    use_cores(settings, launch.rank)
     _set_num_threads(settings)
     if settings.execute.device == "cuda":
         import_module("torch")
@@ -99,7 +130,7 @@ def preload(launch: m.Launch) -> None:
 
 def _set_num_threads(settings: Settings) -> int:
     """Set what libraries read when they are loaded. Returns the number of threads that compute."""
-    num_threads = settings.execute.num_threads or len(os.sched_getaffinity(0))
+    num_threads = threads_of(settings)
     os.environ.update(OMP_NUM_THREADS=str(num_threads), MKL_NUM_THREADS=str(num_threads), OPENBLAS_NUM_THREADS="1")
     # The other stages share these cores. A thread that spins at a barrier may occupy the core of the thread that it
     # waits for: with the library's default, a step can take fifty times as long beside a busy process.
@@ -136,17 +167,18 @@ def _load(launch: m.Launch, swap: memoryview | None) -> "tuple[Runner, Serve]":
     else:
         from pipeline.stages.execute.cpu.runner import CpuRunner
 
-        runner = cpu_runner = CpuRunner(settings, Path(launch.model_dir), swap)
+        runner = cpu_runner = CpuRunner(settings, Path(launch.model_dir), swap, _place(launch))
         serve = partial(_serve, runner=cpu_runner)
     heap.freeze()
     return runner, serve
 
 
 def _serve(stage: Stage[m.ExecuteInbox], runner: "CpuRunner") -> None:
+    from pipeline.stages.execute.cpu.rank_group import StepAbandonedError
     from pipeline.stages.execute.publishing import Publisher, StepTiming
 
     idle_since = stage.replay_context.monotonic()
-    metrics = ExecuteMetrics()
+    metrics = ExecuteMetrics(runner.barrier_wait_s)
     stage.control_requests.own_counts = lambda: metrics.counts(runner.rows.num_live)
     publisher, schedule = Publisher(stage, metrics), stage.outbox("schedule")
     while True:
@@ -154,8 +186,12 @@ def _serve(stage: Stage[m.ExecuteInbox], runner: "CpuRunner") -> None:
             match message:
                 case m.Step():
                     began = stage.replay_context.monotonic()
-                    sampled = runner.step(message, stage.arrays.take, stage.replay_context.monotonic)
-                    schedule.wake()  # it wakes while the result is packed
+                    try:
+                        sampled = runner.step(message, stage.arrays.take, stage.replay_context.monotonic)
+                    except StepAbandonedError:
+                        continue  # `PeerRestarted` follows
+                    if not stage.replica:
+                        schedule.wake()  # it wakes while the result is packed
                     ended = stage.replay_context.monotonic()
                     times = StepTiming(began, ended, began - idle_since)
                     requests = [add.request_id for add in message.adds] if stage.trace.on else []
@@ -164,7 +200,7 @@ def _serve(stage: Stage[m.ExecuteInbox], runner: "CpuRunner") -> None:
                 case m.Release():
                     stage.arrays.released(message)
                 case m.PeerRestarted():  # schedule: its successor begins without rows
-                    runner.drop_all()
+                    runner.drop_all(message.incarnation)
                     stage.reconnected(message)
                 case m.Ping():
                     stage.supervisor.send(m.Pong(message.nonce, m.PlainLoad(runner.rows.num_live)))

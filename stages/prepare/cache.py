@@ -164,7 +164,7 @@ def _takes_lock(fd: int, path: Path) -> bool:
 def _stamp(folder: Path, source: str) -> None:
     """Sync every file to disk, then write the stamp that lists them. execute may replace `PANELS` at any time."""
     files = {}
-    for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name != PANELS):
+    for path in sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.startswith(PANELS)):
         with path.open("rb") as file:
             os.fsync(file.fileno())
         files[str(path.relative_to(folder))] = path.stat().st_size

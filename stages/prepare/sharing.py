@@ -54,7 +54,7 @@ def link_twin(cache: Cache, content: str, folder: Path) -> Path | None:
     for twin in _twins(cache, content):
         try:
             for path in twin.iterdir():
-                if path.suffix == ".safetensors" or path.name == PANELS:
+                if path.suffix == ".safetensors" or path.name.startswith(PANELS):
                     os.link(path, folder / path.name)
                 elif path.name != STAMP:
                     shutil.copyfile(path, folder / path.name)

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, assert_never
+from typing import Any, NamedTuple, assert_never
 
 import msgspec
 
@@ -21,6 +21,7 @@ from pipeline.metrics.stats import ScheduleCounts
 from pipeline.runtime import heap, topology
 from pipeline.runtime import messages as m
 from pipeline.runtime.event_log import EventLog
+from pipeline.runtime.outbox import Outbox, RankOutboxes
 from pipeline.runtime.stage import Stage
 from pipeline.runtime.tracing import Args
 from pipeline.stages.schedule.kv_cache.block_index import IndexMemory
@@ -110,7 +111,11 @@ class ScheduleStage:
         self._were_due: deque[bool] = deque()
         """For each step in flight: whether it was planned as soon as the executor could take it, rather than when a
         request came to an idle server."""
-        self._execute = stage.outbox("execute")
+        ranks = topology.among(stage.outboxes, "execute")
+        to_ranks = [stage.outboxes[name] for name in ranks]
+        self._execute: Outbox[Any] | RankOutboxes[Any] = to_ranks[0] if len(ranks) == 1 else RankOutboxes(to_ranks)
+        self._has_lost_ranks = False
+        """Some ranks of the executor are being replaced, and the first one, which comes last, is not yet."""
         self._detokenize = [stage.outboxes[name] for name in topology.among(stage.outboxes, "detokenize")]
         """To all processes. Those that are joining or leaving get no new sequences."""
         self._gone: set[int] = set()
@@ -119,7 +124,9 @@ class ScheduleStage:
         self._scheduler = Scheduler(
             SchedulerConfig.of(settings, facts, stage.settings.speculative, max_loras),
             incarnation=stage.launch.incarnation,
-            put_for=lambda reader: partial(stage.arrays.put, readers=(reader,)),
+            put_for=lambda reader: partial(
+                stage.arrays.put, readers=ranks if reader == topology.EXECUTE else (reader,)
+            ),
             take=stage.arrays.take,
             num_detokenize=topology.num_replicas(stage.settings, "detokenize"),
             max_detokenize=len(self._detokenize),
@@ -221,7 +228,10 @@ class ScheduleStage:
             return
         stage, _, replica = message.peer.name.partition(".")
         match stage:
+            case "execute" if int(replica):
+                self._has_lost_ranks = True
             case "execute":
+                self._has_lost_ranks = False
                 keeps_swap = not message.has_other_settings
                 loss = ExecutorLoss(message.incarnation, keeps_swap=keeps_swap, has_crashed=message.has_crashed)
                 self._scheduler.executor_lost(loss)
@@ -266,7 +276,7 @@ class ScheduleStage:
 
     def _feed(self) -> None:
         """Plan until `depth` steps are in flight. The edge to the executor never holds more."""
-        while not self._is_handing_over and len(self._scheduler.in_flight) < self._depth:
+        while not (self._is_handing_over or self._has_lost_ranks) and len(self._scheduler.in_flight) < self._depth:
             if not self._send_step(self._scheduler.plan):
                 return
 
@@ -310,8 +320,8 @@ class ScheduleStage:
         scheduler = self._scheduler
         if len(scheduler.in_flight) == 1 and scheduler.num_running:
             self._execute.wake()  # it sleeps, and a step follows in most cases
-        is_due = self._is_single and len(scheduler.in_flight) == self._depth and not self._is_handing_over
-        if is_due and scheduler.can_plan_before_settling(result):
+        may_plan = self._is_single and not (self._is_handing_over or self._has_lost_ranks)
+        if may_plan and len(scheduler.in_flight) == self._depth and scheduler.can_plan_before_settling(result):
             self._send_step(scheduler.plan_before_settling)
         begin_s = time.monotonic()
         step, was_due = scheduler.in_flight[0], self._were_due.popleft()

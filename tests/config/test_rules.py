@@ -26,3 +26,26 @@ def test_what_speculative_decoding_cannot_do_is_refused(sets: list[str], message
 def test_speculative_decoding_is_off_by_default() -> None:
     assert load().speculative.method == "none"
     assert load(sets=["speculative.method=ngram"]).speculative.num_speculative_tokens == 7
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (["execute.pipeline_parallel=2"], r"execute\.pipeline_parallel: pipeline parallelism is not supported yet"),
+        (["execute.tensor_parallel=2", "execute.device=cuda"], r"tensor_parallel: is 2, but execute\.device is 'cuda'"),
+        (["execute.tensor_parallel=2", "execute.kernels=torch"], r"tensor_parallel: is 2, but execute\.kernels is"),
+        (["execute.tensor_parallel=2", "execute.dtype=float32"], r"tensor_parallel: is 2, but execute\.dtype is"),
+        (["execute.tensor_parallel=2", "lora.runtime_loading=true"], r"tensor_parallel: is 2, but LoRA adapters"),
+        (["execute.tensor_parallel=2", "speculative.method=ngram"], r"is 2, but speculative\.method is 'ngram'"),
+        (
+            ["execute.tensor_parallel=2", 'execute.cores=["0-3"]'],
+            r"execute\.cores: needs an entry for each rank.*got 1",
+        ),
+        (['execute.cores=["3-"]'], r"execute\.cores: '3-' is no list of cores such as '0-7,16-23'"),
+        (['execute.cores=["5-3"]'], r"execute\.cores: '5-3' is no list of cores"),
+        (["execute.tensor_parallel=0"], r"execute\.tensor_parallel"),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused(sets: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(sets=sets)

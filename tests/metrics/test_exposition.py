@@ -12,6 +12,7 @@ from pipeline.metrics import exposition
 from pipeline.metrics.batch_size_buckets import BATCH_SIZE_BUCKETS, bucket_of
 from pipeline.metrics.stats import (
     EdgeCounts,
+    ExecuteCounts,
     KVGroupCounts,
     OwnCounts,
     ScheduleCounts,
@@ -282,3 +283,10 @@ def test_a_server_without_counts_can_be_scraped() -> None:
     samples = read(server())
     assert value(samples, "vllm:e2e_request_latency_seconds_count") == 0
     assert ("vllm:num_requests_running", frozenset()) not in samples, "unknown is not zero"
+
+
+def test_each_rank_reports_how_long_it_waits_for_others() -> None:
+    ranks = [stage(f"execute.{rank}", ExecuteCounts(1, 9, 90, 1.5, 0.5, barrier_s=0.25 * rank)) for rank in range(2)]
+    samples = read(server(*ranks))
+    for rank in range(2):
+        assert value(samples, "pipeline_execute_barrier_seconds_total", stage=f"execute.{rank}") == 0.25 * rank

@@ -112,7 +112,9 @@ STATS = ServerStats(
             4096,
             0.5,
             4,
-            StageCounts(1, 0, [EdgeCounts("schedule.0", 2, 0)], ExecuteCounts(1, 2, 3, 0.5, 0.25), 0, 0.5, 3, 64, 0),
+            StageCounts(
+                1, 0, [EdgeCounts("schedule.0", 2, 0)], ExecuteCounts(1, 2, 3, 0.5, 0.25, 0.125), 0, 0.5, 3, 64, 0
+            ),
             0.5,
         ),
     ],

@@ -1,12 +1,13 @@
 """Who is informed of a restart, and what happens to a process that can't be."""
 
 import logging
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from pipeline.config.settings import Settings
+from pipeline.config.settings import ExecuteSettings, Settings
 from pipeline.runtime import messages as m
 from pipeline.runtime.run_mode import RunMode
 from pipeline.supervisor.resources import SharedResources
@@ -21,6 +22,7 @@ class FakeChild:
         self.is_alive, self.num_aborts, self.num_restarts = True, 0, 0
         self.started_s = self.suspended_s = 0.0
         self.control = "open"
+        self.was_killed = False
 
     def send_descriptors(self, epoch: int, fds: list[int]) -> bool:
         if self.control == "closed":
@@ -29,6 +31,9 @@ class FakeChild:
 
     def abort(self) -> None:
         self.num_aborts += 1
+
+    def kill(self) -> None:
+        self.was_killed, self.is_alive = True, False
 
 
 class FakeOutbox:
@@ -45,8 +50,8 @@ class FakeOutbox:
 class Bench:
     """Restarts of fake processes."""
 
-    def __init__(self) -> None:
-        self.resources = SharedResources(Settings(), [], [], None)
+    def __init__(self, settings: Settings | None = None) -> None:
+        self.resources = SharedResources(settings or Settings(), [], [], None)
         self.resources.create_arenas()
         self.resources.create_rings()
         self.children = {name: FakeChild(name) for name in self.resources.incarnations}
@@ -140,3 +145,36 @@ def test_only_a_process_that_was_at_work_has_crashed(bench: Bench) -> None:
     bench.resources.discard(bench.resources.replace("execute.0"))  # by a restart on purpose
     bench.restarts.inform("execute.0")
     assert not bench.last_told("schedule.0").has_crashed
+
+
+class TestRanks:
+    """An executor of two ranks."""
+
+    @pytest.fixture
+    def ranks(self) -> Iterator[Bench]:
+        bench = Bench(Settings(execute=ExecuteSettings(tensor_parallel=2)))
+        yield bench
+        bench.resources.close()
+
+    @pytest.mark.parametrize("name", ["execute.0", "execute.1"])
+    def test_if_one_dies_all_are_replaced_and_the_first_is_announced_last(self, ranks: Bench, name: str) -> None:
+        before = ranks.resources.launch("execute", "", []).ranks_fd
+        inode = os.fstat(before).st_ino
+        ranks.die(name)
+        other = ranks.children["execute.1" if name == "execute.0" else "execute.0"]
+        assert other.was_killed and not ranks.children[name].was_killed
+        assert ranks.told("schedule.0") == ["execute.1", "execute.0"]
+        assert ranks.last_told("schedule.0").has_crashed
+        assert [ranks.resources.incarnations[f"execute.{rank}"] for rank in range(2)] == [2, 2]
+        launches = [ranks.resources.launch("execute", "", [], rank) for rank in range(2)]
+        assert len({launch.ranks_fd for launch in launches}) == 1
+        assert os.fstat(launches[0].ranks_fd).st_ino != inode, "the ranks would use the barriers of the dead ones"
+        assert [launch.incarnation for launch in launches] == [2, 2]
+
+    def test_only_the_one_that_died_counts_as_restarted_too_often(self, ranks: Bench) -> None:
+        for _ in range(ranks.resources.settings.supervisor.max_restarts):
+            ranks.die("execute.1")
+            for child in ranks.children.values():
+                child.state, child.is_alive = "ready", True
+        ranks.die("execute.0")
+        assert "supervisor.max_restarts" in ranks.restarts.died(ranks.children["execute.1"], "x")  # type: ignore[arg-type]

@@ -48,7 +48,9 @@ AS_SETTINGS = {
     "--ssl-certfile": "gateway.ssl_certfile=FILE",
     "--ssl-keyfile": "gateway.ssl_keyfile=FILE",
     "--swap-space": "execute.swap_bytes=BYTES",
+    "--tensor-parallel-size": "execute.tensor_parallel=N",
     "--tool-call-parser": "chat.tool_call_parser=NAME",
+    "--tp": "execute.tensor_parallel=N",
     "--uvicorn-log-level": "log_level=NAME",
 }
 """In the form that `--set` takes; a value in capitals is the option's argument. docs/http.md has the same table."""
@@ -63,7 +65,8 @@ class Refused(NamedTuple):
     """Arguments that change nothing, so they are accepted."""
 
 
-_ONE_DEVICE = "one CPU or one GPU runs the model; leave it out, and start several servers for more throughput"
+_ONE_DEVICE = "leave it out, and start several servers for more throughput"
+_NO_PIPELINE = "layers can't be divided among processes; leave it out, or use --tensor-parallel-size"
 _NO_REQUEST_LOG = "leave it out: requests are only logged with --set log_level=debug"
 _CHUNKED = "prompts are always computed in chunks of at most --max-num-batched-tokens; leave it out"
 REFUSED = {
@@ -85,7 +88,8 @@ REFUSED = {
     "--no-enable-chunked-prefill": Refused(_CHUNKED),
     "--no-enable-log-requests": Refused(_NO_REQUEST_LOG),
     "--override-generation-config": Refused("set the sampling parameters in each request"),
-    "--pipeline-parallel-size": Refused(_ONE_DEVICE, ("1",)),
+    "--pipeline-parallel-size": Refused(_NO_PIPELINE, ("1",)),
+    "--pp": Refused(_NO_PIPELINE, ("1",)),
     "--revision": Refused("write it behind the model: ORG/NAME@REVISION"),
     "--root-path": Refused("let the proxy remove the prefix from the path"),
     "--seed": Refused("set `seed` in each request: a request without one gets a random seed", ("0",)),
@@ -94,7 +98,6 @@ REFUSED = {
         "speculative.num_speculative_tokens, speculative.prompt_lookup_max and speculative.prompt_lookup_min"
     ),
     "--ssl-cert-reqs": Refused("use --ssl-ca-certs: with it, clients need a certificate"),
-    "--tensor-parallel-size": Refused(_ONE_DEVICE, ("1",)),
     "--tokenizer": Refused("the tokenizer is read from the model's folder; leave it out"),
     "--tokenizer-mode": Refused("leave it out: the model's own tokenizer is used", ("auto",)),
     "--trust-remote-code": Refused("leave it out: no code of a checkpoint is ever run"),

@@ -58,6 +58,18 @@ def settings_of(caller: str, config: str | os.PathLike[str] | None, given: Mappi
         raise UserError(str(error)) from error
 
 
+def with_ranks(given: Mapping[str, Any], tensor_parallel: int) -> dict[str, Any]:
+    """Settings with this number of ranks. Raises UserError if they name another one."""
+    execute = given.get("execute", {})
+    if not isinstance(execute, Mapping):
+        return dict(given)  # loading these settings will fail with an error
+    if execute.get("tensor_parallel", tensor_parallel) != tensor_parallel:
+        raise UserError(
+            f"tensor_parallel: is {tensor_parallel}, but execute.tensor_parallel is {execute['tensor_parallel']}"
+        )
+    return {**given, "execute": {**execute, "tensor_parallel": tensor_parallel}}
+
+
 def embedded_address(given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """The ZeroMQ address of an embedded server, and its settings. By default the address is random and HTTP uses a free
     port. Raises UserError."""

@@ -122,6 +122,8 @@ class Launch(msgspec.Struct, array_like=True, frozen=True):
     """None in a replay."""
     adapters: list[Adapter] = []
     """For a gateway or an executor that joins or replaces another one; the first ones get `Adapters`."""
+    ranks_fd: int = -1
+    """For an executor of several ranks: the memory that they share, empty at first."""
 
     @property
     def name(self) -> str:

@@ -18,6 +18,8 @@ from pipeline.stages.execute.adapters import LoraPlan
 from pipeline.stages.execute.cpu.native_program import NativeProgram, unsupported
 from pipeline.stages.execute.cpu.panel_file import PanelPlace
 from pipeline.stages.execute.cpu.program import Program, SwapArray
+from pipeline.stages.execute.cpu.rank_group import RankGroup, RankPlace
+from pipeline.stages.execute.cpu.share import share_of, unevenness
 from pipeline.stages.execute.kv import KVPlan
 
 Library = tuple[Isa, CDLL]
@@ -47,9 +49,10 @@ def make_program(
     swap: SwapArray | None = None,
     panels: PanelPlace | None = None,
     lora: LoraPlan | None = None,
+    ranks: RankGroup | None = None,
 ) -> Program:
     """An empty program of the native library, or of torch if that is None. The library keeps packed matrices in
-    `panels`. Without `lora`, no adapters can be loaded."""
+    `panels`. Without `lora`, no adapters can be loaded. With `ranks`, it is the program of a rank."""
     if library is None:
         # Imported here: the CPU library needs no torch, whose import takes most of a start.
         import torch
@@ -73,7 +76,26 @@ def make_program(
         KVType.INT8 if settings.execute.kv_dtype == "int8" else KVType.BF16,
         panels,
         lora,
+        ranks,
     )
+
+
+def join(library: Library | None, settings: Settings, config: ModelConfig, place: RankPlace) -> RankGroup:
+    """A rank's view of its group. Raises UserError if the model can't be cut into so many ranks, or needs torch."""
+    share = share_of(config, place.rank, place.num_ranks)
+    if settings.execute.kv_dtype == "int8" and place.num_ranks > config.num_kv_heads:
+        # The factors of a key (key_calibration.py) come from all its queries, which several ranks would have.
+        raise UserError(
+            f"execute.kv_dtype: 'int8' is possible with at most as many ranks as KV heads, {config.num_kv_heads}; "
+            f"execute.tensor_parallel is {place.num_ranks}"
+        )
+    if place.rank == 0 and (warning := unevenness(config, place.num_ranks)):
+        logging.getLogger("pipeline").warning("%s", warning)
+    if library is None:
+        raise UserError(
+            f"execute.tensor_parallel: {place.num_ranks} ranks need the CPU library, but torch computes this model here"
+        )
+    return RankGroup(library[1], place, share)
 
 
 def choose_library(settings: Settings, config: ModelConfig) -> Library | None:

@@ -185,7 +185,7 @@ class NativeLora:
         """The rows of B in the order in which queries or keys lie in panels."""
         config = self._config
         num_heads = config.num_heads if target == "q_proj" else config.num_kv_heads
-        turned = turning_order(num_heads, num_heads, config.head_dim)
+        turned = turning_order(num_heads, range(num_heads), config.head_dim)
         order = row_order(config, target)
         return turned if order is None else order[turned]
 

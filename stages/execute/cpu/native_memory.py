@@ -4,7 +4,7 @@ Addresses are plain numbers. The memory lives until `free`.
 """
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -106,7 +106,7 @@ class NativeMemory:
 
     def products(self, linear: Linear, order: IntArray, inputs: Callable[[Form], native.NativeRows]) -> Any:
         """Pack stacked matrices: into one if they have one format, else each by itself. Output i is row order[i]; the
-        order keeps the rows of each matrix together. `inputs` are the activations in a form.
+        order keeps the rows of each matrix together, and may leave some out. `inputs` are the activations in a form.
 
         Returns an array of products.
         """
@@ -116,7 +116,7 @@ class NativeMemory:
         begin, first_row = 0, 0
         for product, part in zip(products, parts, strict=True):
             form, num_rows = self.form(part[0]), sum(matrix.num_rows for matrix in part)
-            end = len(order) if part is parts[-1] else begin + num_rows
+            end = len(order) if part is parts[-1] else int(np.count_nonzero(order < first_row + num_rows))
             rows = order[begin:end]
             bias = (
                 None if linear.bias is None else np.asarray(linear.bias, np.float32)[first_row : first_row + num_rows]
@@ -131,19 +131,22 @@ def have_one_format(matrices: tuple[AnyMatrix, ...]) -> bool:
     return len({matrix.format for matrix in matrices}) == 1
 
 
-def turning_order(num_turning: int, num_heads: int, head_dim: int) -> IntArray:
-    """Rows of queries, keys and values in the panels' order. In heads with rotary embedding, eight of the first half
-    are followed by the eight of the second half that rotate with them."""
+def turning_order(num_turning: int, heads: Iterable[int], head_dim: int) -> IntArray:
+    """Rows of these heads of queries, keys and values in the panels' order. In heads with rotary embedding, which are
+    the first ones of all, eight of the first half are followed by the eight of the second half that rotate with
+    them."""
     half = np.arange(head_dim // 2).reshape(-1, 1, PAIR)
     turned = np.concatenate([half, half + head_dim // 2], axis=1).reshape(-1)
     plain = np.arange(head_dim)
-    heads = [head * head_dim + (turned if head < num_turning else plain) for head in range(num_heads)]
-    return np.concatenate(heads).astype(np.int32)
+    rows = [head * head_dim + (turned if head < num_turning else plain) for head in heads]
+    return np.concatenate(rows).astype(np.int32)
 
 
-def swiglu_order(inner: int) -> IntArray:
-    """Rows of gate and up in the panels' order: eight of gate, then the corresponding eight of up."""
-    padded = np.arange(-(-inner // PAIR) * PAIR)
-    gate = np.where(padded < inner, padded, -1).reshape(-1, 1, PAIR)
+def swiglu_order(inner: int, part: range | None = None) -> IntArray:
+    """Rows of gate and up in the panels' order: eight of gate, then the corresponding eight of up. `part` are the
+    outputs of each that are wanted, by default all."""
+    part = range(inner) if part is None else part
+    padded = np.arange(part.start, part.start + -(-len(part) // PAIR) * PAIR)
+    gate = np.where(padded < part.stop, padded, -1).reshape(-1, 1, PAIR)
     up = np.where(gate >= 0, gate + inner, -1)
     return np.concatenate([gate, up], axis=1).reshape(-1).astype(np.int32)

@@ -5,6 +5,7 @@ read them (kernels/cpu/gemm.h and linear.h). The library has its own threads.
 """
 
 import ctypes
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,7 @@ from pipeline.stages.execute.cpu.native_memory import (
     swiglu_order,
     turning_order,
 )
+from pipeline.stages.execute.cpu.native_ranks import RankMemory
 from pipeline.stages.execute.cpu.panel_file import PanelPlace, PanelStore
 from pipeline.stages.execute.cpu.program import (
     AnyMatrix,
@@ -44,12 +46,15 @@ from pipeline.stages.execute.cpu.program import (
     Program,
     SwapArray,
 )
+from pipeline.stages.execute.cpu.rank_group import RankGroup
+from pipeline.stages.execute.cpu.share import share_of
 from pipeline.stages.execute.key_center import allows_center, key_center
 from pipeline.stages.execute.kv import KVPlan
 from pipeline.stages.execute.models.features import NATIVE, missing
 from pipeline.stages.execute.rope import rope_table, rotations
 
 MASKS_LATE = 1
+RANK_LATE = 2
 
 
 def unsupported(config: ModelConfig) -> str | None:
@@ -86,9 +91,10 @@ class NativeProgram(Program):
         kv_type: KVType = KVType.BF16,
         panels: PanelPlace | None = None,
         lora: LoraPlan | None = None,
+        ranks: RankGroup | None = None,
     ) -> None:
         """`activations` is the precision of activations for 4-bit weights. With `panels`, packed matrices of files are
-        kept there."""
+        kept there. With `ranks`, the program computes a rank's share, and meets the others at barriers."""
         assert unsupported(config) is None
         self.isa = isa
         self.name = f"cpu, {isa}"
@@ -110,24 +116,30 @@ class NativeProgram(Program):
         self._calibrated: list[CalibratedLayer] = []
         self._ticket = native.MaskTicket(None, 0, 0)
         self._handle = library.program_new(self._thread_pool.handle, ctypes.byref(self._step_arrays()))
+        self._share = share = share_of(config) if ranks is None else ranks.share
+        self._ranks = ranks
+        gathered = self._gathered = RankMemory(library, self._memory, ranks)
         max_num_tokens = inputs.max_num_tokens
         width = config.num_heads * config.head_dim
-        self._residual = self._memory.floats(max_num_tokens, config.hidden_size)
-        self._queries = self._memory.rows(max_num_tokens, width)
+        self._residual = gathered.floats(max_num_tokens, config.hidden_size)
+        self._queries = self._memory.rows(max_num_tokens, len(share.heads) * config.head_dim)
         self._normed: dict[tuple[Form, int], native.NativeRows] = {}
         """By form and place: parallel layers read the results of two norms."""
-        self._attended = self._memory.rows(max_num_tokens, width)
+        self._attended = gathered.rows(max_num_tokens, width)
         inner = max(config.inner_sizes, default=0)
-        self._gated = self._memory.rows(max_num_tokens, inner)
-        self._wide = self._memory.floats(max_num_tokens, -(-max(width, inner) // PAIR) * PAIR)
-        self._logits = self._memory.floats(inputs.max_num_samples, config.vocab_size)
-        self._branch = self._memory.floats(max_num_tokens, config.hidden_size) if config.post_norms else 0
+        self._gated = gathered.rows(max_num_tokens, inner)
+        self._wide = gathered.floats(max_num_tokens, -(-max(width, inner) // PAIR) * PAIR)
+        self._logits = gathered.floats(inputs.max_num_samples, config.vocab_size)
+        gathered.use(self._handle, num_threads, inputs.max_num_samples)
+        self._branch = gathered.floats(max_num_tokens, config.hidden_size) if config.post_norms else 0
         all_heads = config.num_heads + 2 * config.num_kv_heads
         has_norm_of_all = config.qk_norm and config.qk_norm_kind == "all"
-        self._qkv = self._memory.floats(max_num_tokens, all_heads * config.head_dim) if has_norm_of_all else None
+        self._qkv = gathered.floats(max_num_tokens, all_heads * config.head_dim) if has_norm_of_all else None
         self._experts = None
         if config.experts is not None:
-            self._experts = NativeExperts(library, self._memory, config, max_num_tokens, self._normed_rows)
+            self._experts = NativeExperts(
+                library, self._memory, config, max_num_tokens, self._normed_rows, gathered, share
+            )
         self._query_form, self._score_form = self._forms(max_model_len)
         self._angles: dict[Rope | None, tuple[int, int]] = {}
         """Addresses of cosines and sines of every position, [max_model_len, head_dim / 2] each."""
@@ -136,8 +148,8 @@ class NativeProgram(Program):
             self._angles[rope] = self._memory.vector(cos), self._memory.vector(sin)
         self._kv = [
             native.NativeLayerMemory(
-                self._memory.allocate(num_blocks * layer_bytes(config, kv_type)),
-                config.num_kv_heads,
+                self._memory.allocate(num_blocks * layer_bytes(config, kv_type, len(share.kv_heads))),
+                len(share.kv_heads),
                 config.head_dim,
                 kv_type,
             )
@@ -146,21 +158,23 @@ class NativeProgram(Program):
         """By place in a block."""
         self._swap = swap
         """Keeps the memory alive: the library has only its address."""
-        self._blocks = self._block_places(num_blocks, layer_bytes(config, kv_type))
+        self._blocks = self._block_places(num_blocks, layer_bytes(config, kv_type, len(share.kv_heads)))
         self._plans: dict[tuple[int, int], int] = {}
 
     def embed(self, embedding: Embedding | None) -> None:
         if embedding is None:
             return
         config, library, table = self._config, self._library, embedding.table
-        self._table = table, self._memory.pack((table,))
+        self._table = table, self._memory.pack((table,), rows_of(self._share.vocab))
         library.program_embed(self._handle, self._residual, self._table[1], config.embedding_scale)
         if embedding.positions is not None:
             positions = self._memory.pack((embedding.positions,))
             library.program_positions(self._handle, self._residual, positions, config.position_offset)
+        self._barrier("embed")
         if embedding.norm is not None:
             norm = self._native_norm(embedding.norm)
             library.program_add_norm(self._handle, self._residual, None, norm, config.hidden_size, 1.0)
+            self._barrier("embed")
 
     def attention(self, weights: AttentionWeights) -> None:
         self._add_norms(weights.norm, weights.qkv)
@@ -173,13 +187,12 @@ class NativeProgram(Program):
     def experts(self, weights: ExpertsWeights) -> None:
         assert self._experts is not None
         self._add_norms(weights.norm, inputs_of(weights))
+        layer = self._num_layers - 1
         if weights.post_norm is None:
-            self._experts.record(self._handle, weights, self._residual, adds=True)
+            self._experts.record(self._handle, weights, self._residual, layer, adds=True)
             return
-        self._experts.record(self._handle, weights, self._branch, adds=False)
-        norm, factor = self._native_norm(weights.post_norm), self._config.residual_multiplier
-        hidden = self._config.hidden_size
-        self._library.program_add_norm(self._handle, self._residual, self._branch, norm, hidden, factor)
+        self._experts.record(self._handle, weights, self._branch, layer, adds=False)
+        self._add_branch(weights.post_norm, "experts")
 
     def parallel(self, attention: AttentionWeights, mlp: MlpWeights) -> None:
         # Both norms come before attention changes the residual.
@@ -205,7 +218,7 @@ class NativeProgram(Program):
             packed = (
                 self._table[1]
                 if self._table is not None and tied
-                else self._memory.pack((head.matrix,), bias=head.bias)
+                else self._memory.pack((head.matrix,), rows_of(self._share.vocab), head.bias)
             )
         self._head = packed
         places = packed, config.vocab_size, self._logits, self._inputs.max_num_samples
@@ -224,6 +237,9 @@ class NativeProgram(Program):
         arrays = self._step_arrays()
         arrays.sampled = self._scores.places.ctypes.data
         self._scoring = self._library.program_new(self._thread_pool.handle, ctypes.byref(arrays))
+        self._gathered.use(self._scoring)
+        # Rank 0 may still read the logits of the scores before.
+        self._gathered.barrier(self._scoring, "scores", -1)
         self._add_norm(self._scoring, form, norm, sampled=True)
         self._library.program_logit_form(self._scoring, *form_of_logits)
         scores = native.NativeScoreArrays.of(self._scores)
@@ -235,16 +251,24 @@ class NativeProgram(Program):
             calibrate_keys(self._calibrated, self._inputs, self.run, *sizes)
         if self._panels is not None:
             self._panels.save(self._memory.kept)
+        if self._ranks is not None:
+            self._ranks.set_loading(False)
 
     def run(self) -> IntArray:
         inputs = self._inputs
         status = self._library.program_run(self._handle, inputs.num_tokens, inputs.num_rows, inputs.num_samples)
         if status == MASKS_LATE:
             raise MasksLate(f"masks did not arrive within {self._ticket.timeout_ms} ms")
+        self._check_ranks(status)
         return self._sampling_inputs.ids[: inputs.num_samples].copy()
 
     def score(self) -> None:
-        self._library.program_run(self._scoring, self._inputs.num_tokens, 0, self._scores.num)
+        self._check_ranks(self._library.program_run(self._scoring, self._inputs.num_tokens, 0, self._scores.num))
+
+    def _check_ranks(self, status: int) -> None:
+        if status == RANK_LATE:
+            assert self._ranks is not None
+            raise self._ranks.late_error()
 
     def residual(self) -> FloatArray:
         size = self._inputs.num_tokens, self._config.hidden_size
@@ -307,6 +331,8 @@ class NativeProgram(Program):
             if self._scoring:
                 self._library.program_delete(self._scoring)
             self._handle = self._scoring = None
+            if self._ranks is not None:
+                self._ranks.close()
             if self._panels is not None:
                 self._panels.close()
             self._thread_pool.close()
@@ -327,24 +353,53 @@ class NativeProgram(Program):
         library.program_use_tables(
             self._handle, inputs.group_slots[group].ctypes.data, inputs.group_tables[group].ctypes.data
         )
-        heads = config.num_heads + 2 * config.num_kv_heads
-        order = turning_order(config.num_heads + config.num_kv_heads, heads, config.head_dim)
-        products = self._memory.products(weights.qkv, order, partial(self._normed_rows, place=place))
-        self._adapt(QKV, weights.qkv, config.hidden_size, place)
+        share, num_heads, num_kv_heads = self._share, config.num_heads, config.num_kv_heads
+        keys = [num_heads + head for head in share.kv_heads]
+        kinds = [list(share.heads), keys, [head + num_kv_heads for head in keys]]
+        inputs_at = partial(self._normed_rows, place=place)
         norms = self._head_norms(weights.head_norms)
         angles = self._angles[weights.rope]
-        library.program_qkv(
-            *(self._handle, self._queries, products, len(products), config.num_heads, kv, *angles),
-            *(norms, self._query_form, self._qkv),
-        )
-        width = config.num_heads * config.head_dim
-        rows, floats = self._written(self._attended, width, weights.out.matrices[0])
+        if self._qkv is not None and not share.is_whole:
+            for heads in kinds:
+                self._gather_qkv(weights.qkv, heads, inputs_at)
+            self._barrier("qkv")
+            places = native.NativeHeadShare(num_heads, num_kv_heads, share.heads.start, share.kv_heads.start)
+            library.program_qkv_rows(
+                *(self._handle, self._queries, len(share.heads), kv, *angles, norms, self._query_form, self._qkv),
+                ctypes.byref(places),
+            )
+        else:
+            order = turning_order(num_heads + num_kv_heads, [head for kind in kinds for head in kind], config.head_dim)
+            products = self._memory.products(weights.qkv, order, inputs_at)
+            self._adapt(QKV, weights.qkv, config.hidden_size, place)
+            library.program_qkv(
+                *(self._handle, self._queries, products, len(products), len(share.heads), kv, *angles),
+                *(norms, self._query_form, self._qkv),
+            )
+        width = num_heads * config.head_dim
+        matrix = weights.out.matrices[0]
+        rows, floats = self._written(self._attended, width, matrix, share.heads.start * config.head_dim)
         plan = self._plan(weights.window or 0, group)
         form = self._score_form
         if weights.sinks is not None:
-            form = native.NativeScoreForm(form.softcap, form.slopes, self._memory.vector(weights.sinks))
+            sinks = np.asarray(weights.sinks, np.float32)[share.heads.start : share.heads.stop]
+            form = native.NativeScoreForm(form.softcap, form.slopes, self._memory.vector(sinks))
         library.program_attention(self._handle, rows, floats, self._queries, kv, plan, ctypes.byref(form))
-        self._add(self._attended, width, weights.out, weights.post_norm, OUT)
+        self._barrier("attention")
+        self._add(self._attended, width, weights.out, weights.post_norm, OUT, "o")
+
+    def _gather_qkv(self, qkv: Linear, heads: list[int], inputs_at: Callable[[Form], native.NativeRows]) -> None:
+        """Record the matmul of these heads, which are adjacent and of one kind; the results of all ranks lie side by
+        side."""
+        config, library = self._config, self._library
+        num_turning = config.num_heads + config.num_kv_heads
+        products = self._memory.products(qkv, turning_order(num_turning, heads, config.head_dim), inputs_at)
+        found = [product for product in products if product.matrix.columns]
+        assert len(found) == 1 and self._qkv is not None
+        library.program_stride(self._handle, (num_turning + config.num_kv_heads) * config.head_dim)
+        out = self._qkv + 4 * heads[0] * config.head_dim
+        (product,) = found
+        library.program_linear(self._handle, out, product.rows, product.matrix, len(heads) * config.head_dim)
 
     def _layer_kv(self, weights: AttentionWeights, group: int, place: int) -> native.NativeLayerMemory:
         """The keys and values of a layer in this KV group, at this place in a block."""
@@ -353,15 +408,16 @@ class NativeProgram(Program):
         is_calibrated = kv.type == KVType.INT8 and allows_center(config)
         if of_biases is None and not is_calibrated:
             return kv
-        center = np.zeros((config.num_kv_heads, config.head_dim), np.float32)
+        heads = self._share.kv_heads
+        center = np.zeros((len(heads), config.head_dim), np.float32)
         if of_biases is not None:
-            center[:] = of_biases[:, turning_order(1, 1, config.head_dim)]
+            center[:] = of_biases[heads.start : heads.stop, turning_order(1, [0], config.head_dim)]
         kv = native.NativeLayerMemory.from_buffer_copy(kv)  # layers of other groups share the memory
         kv.center = center.ctypes.data
         self._memory.keep(center)
         if is_calibrated:
             # Norms of all heads together leave the tokens of a layer to several threads, which can't add up queries.
-            factors = KeyFactors(config.num_heads, *center.shape) if self._qkv is None else None
+            factors = KeyFactors(len(self._share.heads), *center.shape) if self._qkv is None else None
             if factors is not None:
                 kv.factors = ctypes.addressof(factors.native)
             self._calibrated.append(CalibratedLayer(kv, group, center, factors))
@@ -371,20 +427,20 @@ class NativeProgram(Program):
         """Record the feed-forward layer after its norm, whose results are at `place`."""
         config = self._config
         inner, activation = config.intermediate_size, native.ACTIVATIONS[config.activation]
-        rows, floats = self._written(self._gated, inner, weights.down.matrices[0])
+        part = self._share.inner
+        rows, floats = self._written(self._gated, inner, weights.down.matrices[0], part.start)
         if config.gated:
             one_format = have_one_format(weights.gate_up.matrices)
-            order = swiglu_order(inner) if one_format else np.arange(2 * inner, dtype=np.int32)
+            order = swiglu_order(inner, part) if one_format else np.concatenate([rows_of(part), inner + rows_of(part)])
             products = self._memory.products(weights.gate_up, order, partial(self._normed_rows, place=place))
             self._adapt(gate_up(config), weights.gate_up, config.hidden_size, place, interleaved=one_format)
             self._library.program_swiglu(self._handle, rows, floats, products, len(products), activation)
         else:
-            products = self._memory.products(
-                weights.gate_up, np.arange(inner, dtype=np.int32), partial(self._normed_rows, place=place)
-            )
+            products = self._memory.products(weights.gate_up, rows_of(part), partial(self._normed_rows, place=place))
             self._adapt(gate_up(config), weights.gate_up, config.hidden_size, place)
-            self._library.program_activate(self._handle, rows, floats, products, len(products), activation, inner)
-        self._add(self._gated, inner, weights.down, weights.post_norm, DOWN)
+            self._library.program_activate(self._handle, rows, floats, products, len(products), activation, len(part))
+        self._barrier("gate_up")
+        self._add(self._gated, inner, weights.down, weights.post_norm, DOWN, "down")
 
     def _forms(self, max_model_len: int) -> tuple[Any, native.NativeScoreForm]:
         """What differs from plain attention in the scale of queries, or null, and in scores."""
@@ -396,7 +452,10 @@ class NativeProgram(Program):
                 periods = np.arange(max_model_len) // config.query_growth_period
                 growth = self._memory.vector((1 + config.query_growth * np.log1p(periods)).astype(np.float32))
             query = native.NativeQueryForm(scale, growth)
-        slopes = None if config.alibi_slopes is None else self._memory.vector(np.array(config.alibi_slopes, np.float32))
+        heads = self._share.heads
+        slopes = None
+        if config.alibi_slopes is not None:
+            slopes = self._memory.vector(np.array(config.alibi_slopes[heads.start : heads.stop], np.float32))
         score = native.NativeScoreForm(config.attention_softcap or 0.0, slopes, None)
         return query and ctypes.byref(query), score
 
@@ -439,10 +498,12 @@ class NativeProgram(Program):
         if norms is None:
             return None
         config = self._config
-        order = turning_order(1, 1, config.head_dim)
+        order = turning_order(1, [0], config.head_dim)
+        parts = (norms.query, self._share.heads), (norms.key, self._share.kv_heads)
+        of_heads = [np.asarray(weight).reshape(-1, config.head_dim)[:, order] for weight, _ in parts]
         query, key = (
-            self._memory.vector(np.asarray(weight).reshape(-1, config.head_dim)[:, order])
-            for weight in (norms.query, norms.key)
+            self._memory.vector(weight if config.qk_norm_kind == "head" else weight[heads.start : heads.stop])
+            for weight, (_, heads) in zip(of_heads, parts, strict=True)
         )
         each, every = config.qk_norm_kind == "each_head", config.qk_norm_kind == "all"
         return ctypes.byref(
@@ -454,17 +515,30 @@ class NativeProgram(Program):
         first of them."""
         key = window, group
         if key not in self._plans:
-            config = self._config
+            share = self._share
             self._plans[key] = self._library.program_attention_plan(
-                self._handle, config.num_heads, config.num_kv_heads, window
+                self._handle, len(share.heads), len(share.kv_heads), window
             )
         return self._plans[key]
 
-    def _written(self, rows: native.NativeRows, width: int, matrix: AnyMatrix) -> tuple[native.NativeRows, bool]:
-        """The output rows of an op before a matmul, and whether they are floats that are quantized afterwards."""
+    def _written(
+        self, rows: native.NativeRows, width: int, matrix: AnyMatrix, first: int
+    ) -> tuple[native.NativeRows, bool]:
+        """The output rows of an op before a matmul from column `first` on, and whether they are floats that are
+        quantized afterwards."""
         if self._memory.form(matrix) is Form.PLAIN:
-            return rows, False
-        return native.NativeRows(self._wide, width * 4), True
+            return native.NativeRows(rows.data + first * self._library.act_bytes(), rows.stride), False
+        return native.NativeRows(self._wide + first * 4, width * 4), True
+
+    def _barrier(self, what: str) -> None:
+        """Record that all ranks have computed what was recorded before; `what` names the last of it."""
+        self._gathered.barrier(self._handle, what, self._num_layers - 1)
+
+    def _add_branch(self, post_norm: Norm, what: str) -> None:
+        """residual += post_norm(branch) * residual_multiplier"""
+        norm, factor, hidden = self._native_norm(post_norm), self._config.residual_multiplier, self._config.hidden_size
+        self._library.program_add_norm(self._handle, self._residual, self._branch, norm, hidden, factor)
+        self._barrier(what)
 
     def _adapt(
         self, targets: tuple[Target, ...], linear: Linear, depth: int, place: int, *, interleaved: bool = False
@@ -482,6 +556,7 @@ class NativeProgram(Program):
         linear: Linear,
         post_norm: Norm | None,
         targets: tuple[Target, ...],
+        what: str,
     ) -> None:
         """residual += post_norm(rows x matrix) * residual_multiplier"""
         (matrix,) = linear.matrices
@@ -491,13 +566,17 @@ class NativeProgram(Program):
             library.program_quantize(self._handle, rows, form, self._wide, width)
         if self._lora is not None:
             self._lora.record(self._handle, self._num_layers - 1, targets, rows, form, width)
-        packed = self._memory.pack(linear.matrices, bias=linear.bias)
+        part = self._share.hidden
+        packed = self._memory.pack(linear.matrices, rows_of(part), linear.bias)
+        library.program_stride(self._handle, hidden)
         if post_norm is None:
-            library.program_linear_add(self._handle, self._residual, rows, packed, hidden, factor)
+            residual = self._residual + 4 * part.start
+            library.program_linear_add(self._handle, residual, rows, packed, len(part), factor)
+            self._barrier(what)
             return
-        library.program_linear(self._handle, self._branch, rows, packed, hidden)
-        norm = self._native_norm(post_norm)
-        library.program_add_norm(self._handle, self._residual, self._branch, norm, hidden, factor)
+        library.program_linear(self._handle, self._branch + 4 * part.start, rows, packed, len(part))
+        self._barrier(what)
+        self._add_branch(post_norm, f"{what} norm")
 
     def _step_arrays(self) -> native.NativeStepArrays:
         inputs = self._inputs
@@ -522,6 +601,11 @@ class NativeProgram(Program):
         )
 
 
-def layer_bytes(config: ModelConfig, kv_type: KVType = KVType.BF16) -> int:
-    """Bytes of a KV block in one layer."""
-    return block_bytes(1, config.num_kv_heads, config.head_dim, 2 if kv_type is KVType.BF16 else 1)
+def rows_of(part: range) -> IntArray:
+    """The rows of a share."""
+    return np.arange(part.start, part.stop, dtype=np.int32)
+
+
+def layer_bytes(config: ModelConfig, kv_type: KVType, num_kv_heads: int) -> int:
+    """Bytes of a KV block in one layer, with this number of heads."""
+    return block_bytes(1, num_kv_heads, config.head_dim, 2 if kv_type is KVType.BF16 else 1)

@@ -76,6 +76,10 @@ class PanelPlace:
             return None
         return cls(folder / PANELS, "|".join(file.fingerprint() for file in files))
 
+    def of_rank(self, rank: int, num_ranks: int) -> "PanelPlace":
+        """The place for the part of one of several ranks."""
+        return PanelPlace(self.path.with_name(f"{PANELS}.{rank}of{num_ranks}"), self.weights)
+
 
 def key_of(packed: native.PackedMatrix, names: Sequence[str], order: IntArray) -> str | None:
     """Identifies a packed matrix: rows `order` of these tensors. None if one of them is not from a file."""

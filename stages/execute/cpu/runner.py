@@ -1,11 +1,12 @@
 """Runs a step on a CPU: applies its changes, runs the program, samples, ends rows."""
 
-import os
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from pipeline.config.sections.speculative import max_num_drafts, num_speculative_tokens
@@ -16,11 +17,14 @@ from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, LongArray, StepIn
 from pipeline.runtime.messages import ExecuteFacts, Finish, Step
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.adapters import AdapterSlots, LoraPlan
-from pipeline.stages.execute.cpu.backend import choose_library, make_program, max_num_prefill_tokens
+from pipeline.stages.execute.cores import threads_of
+from pipeline.stages.execute.cpu.backend import choose_library, join, make_program, max_num_prefill_tokens
 from pipeline.stages.execute.cpu.panel_file import PanelPlace
 from pipeline.stages.execute.cpu.program import LogitArray, MasksLate, Program
+from pipeline.stages.execute.cpu.rank_group import Outcome, RankPlace, StepAbandonedError
+from pipeline.stages.execute.cpu.share import most_kv_heads
 from pipeline.stages.execute.draft_model import draft_block_bytes
-from pipeline.stages.execute.grammar_masks.masks import LATE_MS, Masks
+from pipeline.stages.execute.grammar_masks.masks import LATE_MS, Masks, NoMasks
 from pipeline.stages.execute.kv import KVPlan, divide_swap, kv_dtype, plan_kv
 from pipeline.stages.execute.models.registry import build_program
 from pipeline.stages.execute.pooling import Pool
@@ -55,23 +59,32 @@ NOTHING = Computed(np.empty(0, np.int32))
 
 class CpuRunner:
     """Owns the model, its memory and its rows; `swap` is the memory of the swap space, and `make` makes the empty
-    program. Raises UserError if the model can't run with these settings."""
+    program. With a `place`, it is one of several ranks: all get the same steps, and rank 0 samples. Raises UserError if
+    the model can't run with these settings."""
 
     def __init__(
         self,
         settings: Settings,
         model_dir: Path,
         swap: memoryview | None = None,
+        place: RankPlace | None = None,
         make: Callable[..., Program] = make_program,
     ) -> None:
         self._config = config = ModelConfig.load(model_dir)
         max_num_seqs = settings.schedule.max_num_seqs
         library = choose_library(settings, config)
+        self._ranks = ranks = None if place is None else join(library, settings, config, place)
+        rank, num_ranks = (0, 1) if place is None else (place.rank, place.num_ranks)
         weights = Weights(model_dir, config, FLOAT_FORMATS[settings.execute.dtype], keeps_floats=library is not None)
-        panels = PanelPlace.of(model_dir, weights.files) if library and settings.execute.keep_packed_weights else None
+        keeps = library and settings.execute.keep_packed_weights
+        panels = PanelPlace.of(model_dir, weights.files) if keeps else None
+        if panels is not None and num_ranks > 1:
+            panels = panels.of_rank(rank, num_ranks)
         max_num_tokens = max_num_prefill_tokens(settings.schedule, library, weights.are_quantized)
-        kv = plan_kv(settings, config, max_num_tokens, draft_block_bytes(settings))
-        swapped = None if swap is None else divide_swap(settings, config, swap, kv.layout)
+        # All ranks have as many blocks as the one whose blocks are the largest.
+        largest = msgspec.structs.replace(config, num_kv_heads=most_kv_heads(config, num_ranks))
+        kv = plan_kv(settings, largest, max_num_tokens, draft_block_bytes(settings))
+        swapped = None if swap is None else divide_swap(settings, largest, swap, kv.layout)
         num_swap_blocks = 0 if swapped is None else len(swapped)
         num_groups = len(kv.layout.groups)
         self.facts = ExecuteFacts(
@@ -92,15 +105,19 @@ class CpuRunner:
         max_num_samples = max_num_seqs + self.facts.max_num_drafts
         max_num_blocks = -(-kv.max_model_len // BLOCK_SIZE)
         self.inputs = StepInputs(max_num_tokens, max_num_seqs, max_num_blocks, num_groups, max_num_samples)
-        self.masks = Masks(model_dir, max_num_samples, config.vocab_size, settings.limits.grammar_timeout_s)
+        masks = Masks if rank == 0 else NoMasks
+        self.masks = masks(model_dir, max_num_samples, config.vocab_size, settings.limits.grammar_timeout_s)
         self.sampling_inputs = SamplingInputs(max_num_samples, config.vocab_size, self.masks.words)
+        if ranks is not None:
+            self.sampling_inputs.ids = ranks.allocate_ids(max_num_samples)
         self.scores = ScoreInputs(max_num_seqs)
-        num_threads = settings.execute.num_threads or len(os.sched_getaffinity(0))
+        num_threads = threads_of(settings)
         lora = LoraPlan.of(settings)
         self.program = make(
             *(library, settings, config, self.inputs, self.sampling_inputs, self.scores, kv, num_threads, swapped),
             panels,
             lora,
+            ranks,
         )
         self._adapters = None if lora is None else AdapterSlots(model_dir, lora.num_slots, self.program)
         build_program(config, weights, self.program)
@@ -149,14 +166,20 @@ class CpuRunner:
         """Logits of the last step's samples; see `Program.logits`."""
         return self.program.logits()
 
-    def drop_all(self) -> None:
-        """Drop all rows."""
+    def drop_all(self, incarnation: int = 0) -> None:
+        """Drop all rows. `incarnation` is that of the scheduler's successor."""
+        if self._ranks is not None:
+            self._ranks.announce(incarnation)
         self._changes.drop_all()
 
     def preload_adapters(self, adapter_ids: list[str]) -> None:
         """Read these LoRA adapters beside the steps, as far as there is room."""
         if self._adapters is not None:
             self._adapters.preload(adapter_ids)
+
+    def barrier_wait_s(self) -> float:
+        """How long this rank has waited for others; 0 without ranks."""
+        return 0.0 if self._ranks is None else self._ranks.waited_s()
 
     def close(self) -> None:
         """Free threads and memory, and end the process that computes masks."""
@@ -169,7 +192,9 @@ class CpuRunner:
 
     def step(self, step: Step, take: Take, clock: Clock = time.monotonic) -> Sampled:
         """Compute one step. Errors of the model or of an invalid plan propagate and end the stage. `clock` times the
-        copies."""
+        copies. Raises StepAbandonedError if the step's scheduler has died, and not all ranks may have got the step."""
+        if self._ranks is not None and not self._ranks.begin(step.incarnation, step.step_id):
+            raise StepAbandonedError(f"step {step.step_id} of scheduler {step.incarnation}")
         self._changes.apply(step, take)
         self._clock = clock
         num_copies, copy_s = self._copy(step, take, clock)
@@ -272,11 +297,31 @@ class CpuRunner:
 
     def _run(self, rows: IntArray, num_drafts: LongArray | None = None) -> IntArray:
         """Run the program, which samples for these rows and behind the ids that were proposed for them, with grammar
-        masks. Returns the ids. Rows whose mask can't be computed are marked as failed."""
+        masks. Returns the ids. Rows whose mask can't be computed are marked as failed; on ranks, they have no ids."""
+        ranks = self._ranks
+        if ranks is None:
+            return self._sample(rows, num_drafts)
+        if ranks.rank == 0:
+            ids = self._sample(rows, num_drafts)
+            if self.failed:
+                assert ranks.ids is not None
+                ids[np.isin(rows, list(self.failed))] = NO_ID
+                ranks.ids[: len(ids)] = ids
+            ranks.publish(Outcome.DONE)
+            return ids
+        while True:
+            self.program.run()
+            if ranks.await_outcome() is Outcome.DONE:
+                assert ranks.ids is not None
+                return ranks.ids[: self.inputs.num_samples].copy()
+
+    def _sample(self, rows: IntArray, num_drafts: LongArray | None) -> IntArray:
+        """The same on one rank, or on rank 0 of several."""
         if not len(self.sampling_inputs.masked):
             return self.program.run()
         masks = self.masks
-        masks.request(rows, self.rows.ids, self.rows.num_ids, num_drafts)
+        with self._busy():
+            masks.request(rows, self.rows.ids, self.rows.num_ids, num_drafts)
         try:
             while True:
                 self.program.wait_for(masks.word_address if masks.ticket else 0, masks.ticket, LATE_MS)
@@ -284,13 +329,22 @@ class CpuRunner:
                     ids = self.program.run()
                     break
                 except MasksLate:
-                    masks.wait()
+                    if self._ranks is not None:
+                        self._ranks.publish(Outcome.AGAIN)
+                    with self._busy():
+                        masks.wait()
         finally:
             self.program.wait_for(0, 0, 0)
         first = rows if num_drafts is None else np.repeat(rows, 1 + num_drafts)
-        for place, why in masks.take_failed().items():
+        with self._busy():
+            failed = masks.take_failed()
+        for place, why in failed.items():
             self.failed[int(first[place])] = why
         return ids
+
+    def _busy(self) -> AbstractContextManager[None]:
+        """Other ranks don't call this one late while it waits for masks."""
+        return nullcontext() if self._ranks is None else self._ranks.busy()
 
     def _embed(self, rows: IntArray, samples: BoolArray, pooled: BoolArray, computed: Computed) -> Computed:
         """Pool the step's hidden states, and merge the embeddings with the logprobs of sampled ids."""

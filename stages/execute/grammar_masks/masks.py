@@ -298,3 +298,13 @@ class Masks:
         self._drops.clear()
         for row in self._rows.values():
             row.num_sent = 0
+
+
+class NoMasks(Masks):
+    """On ranks that don't sample: rows with grammars need nothing here."""
+
+    def start(self) -> None:
+        pass
+
+    def add(self, row: int, options: GenerationOptions, num_prompt: int) -> None:
+        pass

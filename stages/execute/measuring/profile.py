@@ -9,6 +9,7 @@ from pipeline.cli.profile.results import Profile, ProfilePlan
 from pipeline.cli.profile.shape import with_layers
 from pipeline.cli.profile.shapes import SHAPES
 from pipeline.config.settings import Settings
+from pipeline.errors import UserError
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.stage import SPIN_COUNT
 
@@ -19,6 +20,11 @@ def profile(settings: Settings, plan: ProfilePlan, prepare: Callable[[], Path]) 
     `prepare` returns the model's folder; it is called unless the plan names a shape. Raises UserError if the model
     can't run with these settings.
     """
+    if settings.execute.tensor_parallel > 1:
+        raise UserError(
+            f"execute.tensor_parallel is {settings.execute.tensor_parallel}: pipeline profile execute measures one "
+            "process, so leave it at 1 here"
+        )
     num_threads = settings.execute.num_threads or len(os.sched_getaffinity(0))
     # The stage sets the same. Libraries read these when they are loaded, and `prepare` may load them.
     os.environ.update(OMP_NUM_THREADS=str(num_threads), MKL_NUM_THREADS=str(num_threads), OPENBLAS_NUM_THREADS="1")

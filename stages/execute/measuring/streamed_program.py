@@ -13,6 +13,7 @@ from pipeline.stages.execute.adapters import LoraPlan
 from pipeline.stages.execute.cpu.backend import Library
 from pipeline.stages.execute.cpu.panel_file import PanelPlace
 from pipeline.stages.execute.cpu.program import Linear, Program, SwapArray
+from pipeline.stages.execute.cpu.rank_group import RankGroup
 from pipeline.stages.execute.cpu.torch_calls import Buffer
 from pipeline.stages.execute.cpu.torch_program import TorchProgram
 from pipeline.stages.execute.kv import KVPlan
@@ -50,8 +51,9 @@ def streamed_program(
     swap: SwapArray | None = None,
     panels: PanelPlace | None = None,
     lora: LoraPlan | None = None,
+    ranks: RankGroup | None = None,
 ) -> Program:
     """`make_program` for torch."""
-    assert library is None and panels is None, "the library needs no torch"
+    assert library is None and panels is None and ranks is None, "the library needs no torch"
     torch.set_num_threads(num_threads)
     return StreamedProgram(settings, config, inputs, sampling_inputs, scores, kv, swap, lora)

@@ -484,3 +484,54 @@ def test_resumed_ids_are_read_and_sent_in_shared_memory_and_the_sequence_continu
         assert (around.received[seq], around.finished[seq]) == (whole[num_known:], Finish.LENGTH)
         release = rig.receive("ingest", m.Release)
         assert arena.release(release.offsets[0], release.generations[0], release.reader)
+
+
+class TestRanks:
+    """An executor of two ranks."""
+
+    SETTINGS = Settings(execute=ExecuteSettings(tensor_parallel=2))
+
+    def test_every_rank_gets_each_step_and_frees_its_arrays(self) -> None:
+        prompt = list(range(3000))  # its ids travel in shared memory
+        with Rig("schedule", self.SETTINGS) as rig:
+            rig.start(FACTS)
+            around = Neighbours(rig)
+            around.admit(1, prompt, max_tokens=3)
+            first = around.step()
+            (add,) = first.adds
+            assert isinstance(add.ids, ShmRef)
+            around.until_finished(1)
+            assert rig.receive("execute.1", m.Step) == first
+            assert [rig.receive("execute.1", m.Step).step_id for _ in range(5)] == list(range(2, 7))
+
+            def arena_used() -> int:
+                rig.send(m.Count(1))
+                answer = rig.receive("supervisor", m.Answer)
+                counts = msgspec.msgpack.decode(bytes(answer.body), type=StageCounts)
+                return counts.arena_bytes_used
+
+            assert arena_used() >= 4 * len(prompt)
+            for rank in ("execute.0", "execute.1"):
+                assert arena_used() >= 4 * len(prompt), f"it was free before {rank} had read it"
+                rig.send(m.Release([add.ids.offset], [add.ids.generation], rank), rank)
+                rig.load()
+            assert arena_used() < 4 * len(prompt)
+
+    def test_no_step_is_planned_until_all_ranks_are_replaced(self) -> None:
+        with Rig("schedule", self.SETTINGS) as rig:
+            rig.start(FACTS)
+            around = Neighbours(rig)
+            around.admit(1, list(range(20)), max_tokens=4)
+            around.step()
+            rig.receive("execute", m.Step)  # in flight when they die
+            rig.restart("execute.1")
+            around.admit(2, list(range(9)), max_tokens=4)
+            rig.load()
+            assert rig.nothing("execute") and rig.nothing("execute.1")
+            rig.restart("execute.0")
+            around.executor = FakeExecutor(
+                FACTS.num_blocks, take=lambda array, dtype: np.frombuffer(rig.bytes_of(array), dtype).copy()
+            )
+            again = rig.receive("execute.1", m.Step)
+            assert [len(rig.bytes_of(add.ids)) // 4 for add in again.adds] == [21]  # the suspect runs first
+            around.until_finished(2)

@@ -1,0 +1,168 @@
+"""A group of ranks as one of them sees it: the memory that they share, and their barriers (kernels/cpu/ranks.h).
+
+    begin ──all ranks have the step──► program, with barriers ──► rank 0 publishes the ids ──► the others read them
+
+A rank that others wait for longer than `execute.barrier_timeout_s` is named by the error of the ranks that wait.
+"""
+
+import ctypes
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+from pipeline.errors import UserError
+from pipeline.kernels.cpu import native
+from pipeline.kernels.step_inputs import IntArray
+from pipeline.stages.execute.cpu.share import Share
+
+LOAD_TIMEOUT_S = 600.0
+"""At barriers while the ranks load: one may have read its weights long before another. The supervisor has a shorter
+deadline for all."""
+
+
+class RankLateError(UserError):
+    """A rank did not come to a barrier in time. The message names it, and where it stood."""
+
+
+class StepAbandonedError(RuntimeError):
+    """A step was not computed: its scheduler has died, and not all ranks may have got it."""
+
+
+class Begun(IntEnum):
+    """`Ranks::Begun` in ranks.h."""
+
+    ALL = 0
+    ABANDONED = 1
+    LATE = 2
+
+
+class Outcome(IntEnum):
+    """What rank 0 publishes at the end of a step."""
+
+    DONE = 0
+    """The ids are in the shared memory."""
+    AGAIN = 1
+    """The program runs again: grammar masks were late."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """A rank's place in its group, and the descriptor of the memory that the group shares, empty at first."""
+
+    rank: int
+    num_ranks: int
+    fd: int
+    timeout_s: float
+
+
+class RankGroup:
+    """Owned by the runner. All ranks allocate the same memory in the same order."""
+
+    def __init__(self, library: ctypes.CDLL, place: RankPlace, share: Share) -> None:
+        """Raises UserError if the shared memory can't be had."""
+        self.place, self.share = place, share
+        self._library = library
+        self._end = 0
+        self._kept: list[Any] = []
+        header = self.allocate(library.ranks_bytes(place.num_ranks))
+        self.handle = library.ranks_new(header.ctypes.data, place.rank, place.num_ranks, native.SPINS, 0)
+        self.set_loading(True)
+        self.ids: IntArray | None = None
+        """The ids that a step sampled, in shared memory."""
+        self._incarnation = self._num_steps = self._step_id = 0
+
+    @property
+    def rank(self) -> int:
+        return self.place.rank
+
+    def allocate(self, num_bytes: int) -> native.ByteArray:
+        """Shared memory, zeros at first, that lives until `close`. Raises UserError if there is too little."""
+        size = max(-(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, mmap.PAGESIZE)
+        try:
+            # It only grows the file: another rank may have come further.
+            os.posix_fallocate(self.place.fd, self._end, size)
+            flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+            memory = mmap.mmap(self.place.fd, size, flags=flags, offset=self._end)
+        except OSError as error:
+            raise UserError(
+                f"the ranks of execute.tensor_parallel can't share {self._end + size} bytes of memory: {error.strerror}"
+            ) from error
+        self._end += size
+        array = np.frombuffer(memory, np.uint8)
+        self._kept.append(array)
+        return array
+
+    def allocate_ids(self, num: int) -> IntArray:
+        """Memory for a step's ids, which rank 0 writes."""
+        ids: IntArray = self.allocate(4 * num)[: 4 * num].view(np.int32)
+        self.ids = ids
+        return ids
+
+    def set_loading(self, is_loading: bool) -> None:
+        """Choose the deadline of barriers: a longer one while the model is loaded."""
+        seconds = LOAD_TIMEOUT_S if is_loading else self.place.timeout_s
+        self._library.ranks_set_timeout(self.handle, int(seconds * 1000))
+
+    def announce(self, incarnation: int) -> None:
+        """A new scheduler has no steps yet: ranks that wait here with a step of the one before go on."""
+        self._incarnation, self._num_steps = incarnation, 0
+        self._library.ranks_announce(self.handle, incarnation << 32)
+
+    def begin(self, incarnation: int, step_id: int) -> bool:
+        """Wait until all ranks have this step. Returns False if its scheduler has died, and not all may have got it.
+        Raises RankLateError."""
+        self._step_id = step_id
+        if incarnation != self._incarnation:
+            self._incarnation, self._num_steps = incarnation, 0
+        self._num_steps += 1
+        begun = self._library.ranks_begin(self.handle, incarnation << 32 | self._num_steps)
+        if begun == Begun.LATE:
+            raise self.late_error()
+        return bool(begun == Begun.ALL)
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """While this rank waits for another process, with a deadline of its own, no rank calls it late."""
+        self._library.ranks_set_busy(self.handle, 1)
+        try:
+            yield
+        finally:
+            self._library.ranks_set_busy(self.handle, 0)
+
+    def publish(self, outcome: Outcome) -> None:
+        """Rank 0: the others may read the ids, or must run the program again."""
+        self._library.ranks_publish(self.handle, int(outcome))
+
+    def await_outcome(self) -> Outcome:
+        """The other ranks: wait for rank 0. Raises RankLateError."""
+        outcome = self._library.ranks_await_outcome(self.handle)
+        if outcome < 0:
+            raise self.late_error()
+        return Outcome(outcome)
+
+    def late_error(self) -> RankLateError:
+        """Names the rank that was missed last."""
+        rank, layer = ctypes.c_int(), ctypes.c_int()
+        at = self._library.ranks_late(self.handle, ctypes.byref(rank), ctypes.byref(layer)).decode()
+        where = f"{at}, layer {layer.value}" if layer.value >= 0 else at
+        return RankLateError(
+            f"execute.{rank.value} stood at {where}, step {self._step_id}, for {self.place.timeout_s:g} s "
+            "(execute.barrier_timeout_s)"
+        )
+
+    def waited_s(self) -> float:
+        """How long this rank has waited for others."""
+        return float(self._library.ranks_waited_s(self.handle, self.place.rank))
+
+    def close(self) -> None:
+        if self.handle:
+            self._library.ranks_delete(self.handle)
+            self.handle = None
+            self.ids = None
+            self._kept.clear()

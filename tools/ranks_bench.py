@@ -1,0 +1,146 @@
+"""Compares the executor's steps of several ranks with those of one process that has as many threads.
+
+    python -m tools.ranks_bench --quantization none --rounds 5
+
+Each side computes the same steps in turn, in processes of its own, while the other sleeps: decoding 1, 8 and 32
+sequences behind 256 tokens, and a prompt in chunks of 96 tokens. The result is the median of the rounds' ratios, the
+time of one process divided by that of the ranks: above 1, the ranks are faster.
+"""
+
+import argparse
+import multiprocessing
+import os
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from pipeline.config.settings import ExecuteSettings, ScheduleSettings, Settings
+
+CONTEXT = 256
+CHUNK = 96
+CASES = {"decode c=1": 1, "decode c=8": 8, "decode c=32": 32, "prefill": 0}
+"""Sequences that decode; 0: a chunk of a prompt."""
+VISIT_S = 0.4
+MOST_TOKENS = 1024
+BLOCK_SIZE = 16
+
+
+def serve(pipe: Connection, settings: Settings, folder: str, rank: int, num_ranks: int, fd: int) -> None:
+    """A process that computes: answers each case with the seconds of a step."""
+    from pipeline.stages.execute.cores import use_cores
+    from pipeline.stages.execute.cpu.rank_group import RankPlace
+    from pipeline.stages.execute.cpu.runner import CpuRunner
+    from pipeline.stages.execute.measuring.planned import row_add, step, take
+
+    use_cores(settings, rank)
+    place = RankPlace(rank, num_ranks, fd, 30.0) if num_ranks > 1 else None
+    runner = CpuRunner(settings, Path(folder), None, place)
+    runner.masks.start()
+    blocks_each = MOST_TOKENS // BLOCK_SIZE
+    pipe.send("ready")
+    while (order := pipe.recv()) is not None:
+        num_seqs, num_steps = order
+        rows = range(max(1, num_seqs))
+        ids = [[(7 * row + i) % 1000 + 10 for i in range(CONTEXT)] for row in rows]
+        adds = [row_add(row, ids[row], range(row * blocks_each, (row + 1) * blocks_each)) for row in rows]
+        runner.step(step(adds=adds), take)
+        seconds = []
+        for i in range(num_steps):
+            if num_seqs:
+                message = step([(row, CONTEXT - 1 + i, 1, True) for row in rows])
+            else:
+                message = step([(0, 0, CHUNK, False)], adds, drops=[0])
+            began = time.perf_counter()
+            runner.step(message, take)
+            seconds.append(time.perf_counter() - began)
+        waited = runner.barrier_wait_s()
+        runner.step(step(drops=rows), take)
+        pipe.send((seconds, waited))
+    runner.close()
+
+
+class Side:
+    """The processes of one side."""
+
+    def __init__(self, settings: Settings, folder: str, num_ranks: int) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        fd = os.memfd_create("ranks", 0) if num_ranks > 1 else -1
+        place = f"/proc/{os.getpid()}/fd/{fd}"
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+        for rank in range(num_ranks):
+            ours, theirs = spawn.Pipe()
+            process = spawn.Process(target=_opened, args=(theirs, settings, folder, rank, num_ranks, place))
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        for pipe in self._pipes:
+            assert pipe.recv() == "ready"
+
+    def run(self, num_seqs: int, num_steps: int) -> list[float]:
+        """Seconds of each step, by rank 0's clock."""
+        for pipe in self._pipes:
+            pipe.send((num_seqs, num_steps))
+        found: list[list[float]] = [pipe.recv()[0] for pipe in self._pipes]
+        return found[0]
+
+    def close(self) -> None:
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            pipe.send(None)
+            process.join(10)
+
+
+def _opened(pipe: Connection, settings: Settings, folder: str, rank: int, num_ranks: int, place: str) -> None:
+    fd = os.open(place, os.O_RDWR) if num_ranks > 1 else -1
+    serve(pipe, settings, folder, rank, num_ranks, fd)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=Settings().model)
+    parser.add_argument("--quantization", default=Settings().quantization)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--pin", action="store_true", help="give each rank the core of its number")
+    args = parser.parse_args()
+    from pipeline.stages.prepare.stage import prepare
+
+    folder = str(prepare(Settings(model=args.model, quantization=args.quantization)))
+
+    def settings(num_ranks: int) -> Settings:
+        execute = ExecuteSettings(
+            tensor_parallel=num_ranks,
+            num_threads=args.ranks // num_ranks,
+            kv_cache_bytes=1024**3 // num_ranks,
+            cores=tuple(map(str, range(num_ranks))) if args.pin and num_ranks > 1 else (),
+        )
+        return Settings(execute=execute, schedule=ScheduleSettings(max_num_seqs=32, max_num_batched_tokens=CHUNK))
+
+    sides = [Side(settings(num), folder, num) for num in (1, args.ranks)]
+    ratios: dict[str, list[float]] = {name: [] for name in CASES}
+    times: dict[str, list[list[float]]] = {name: [[], []] for name in CASES}
+    for number in range(args.rounds + 1):
+        for name, num_seqs in CASES.items():
+            found = []
+            for side, measured in zip(sides, times[name], strict=True):
+                num_steps = 3 if not number else max(5, min(400, round(VISIT_S / measured[-1])))
+                found.append(median(side.run(num_seqs, num_steps)))
+                measured.append(found[-1])
+            if number:
+                ratios[name].append(found[0] / found[1])
+    for side in sides:
+        side.close()
+    print(f"{args.model}, {args.quantization}, {args.ranks} ranks, {args.rounds} rounds")
+    print("case          one process    ranks    ratio   (least to most)")
+    for name in CASES:
+        one, several = (median(measured[1:]) * 1e3 for measured in times[name])
+        found = sorted(ratios[name])
+        print(
+            f"{name:12}  {one:8.2f} ms  {several:6.2f} ms   {median(found):.2f}    ({found[0]:.2f} to {found[-1]:.2f})"
+        )
+
+
+if __name__ == "__main__":
+    main()
