@@ -6,8 +6,8 @@
     python -m tools.kill_pauses --stages schedule      only this stage
 
 Every server gets each kill once, because the second restart of a stage within a minute is delayed; restarts on purpose
-are not. The stages end one after the other under the same streams. These have prompts of different texts, and each has
-about --tokens tokens behind it when the first stage ends. For each end:
+are not. The stages end one after the other under the same streams, so that --repeat needs KV memory for one turn only.
+Streams have prompts of different texts, and about --tokens tokens behind them when the first stage ends. For each end:
 
 - "pause": the median over the streams of the longest time that each of them waited for its next event
 - "first": the shortest of these times
@@ -88,26 +88,27 @@ async def _round(server: Served, args: argparse.Namespace, number: int) -> list[
     found: list[tuple[str, dict[str, float]]] = []
     timeout = aiohttp.ClientTimeout(total=None, sock_read=BACK_S)
     connector = aiohttp.TCPConnector(limit=0)
+    nums: list[int] = []
     async with aiohttp.ClientSession(server.url, timeout=timeout, connector=connector) as session:
-        streams = [Stream() for _ in range(args.streams)]
-        running = [
-            asyncio.create_task(one.run(session, words.text(f"{number}/{place}", PROMPT_WORDS), MAX_TOKENS))
-            for place, one in enumerate(streams)
-        ]
-        nums: list[int] = []
-        try:
-            await _until(lambda: min(len(one.at_s) for one in streams) >= args.tokens, running)
-            for turn in range(args.repeat):
+        for turn in range(args.repeat):
+            seed = f"{number}/{turn}"
+            streams = [Stream() for _ in range(args.streams)]
+            running = [
+                asyncio.create_task(one.run(session, words.text(f"{seed}/{place}", PROMPT_WORDS), MAX_TOKENS))
+                for place, one in enumerate(streams)
+            ]
+            try:
+                await _until(lambda streams=streams: min(len(one.at_s) for one in streams) >= args.tokens, running)
                 for stage in args.stages:
                     nums = nums or [len(one.at_s) for one in streams]
                     end = _restart if args.restart else _kill
-                    seed = f"{number}/{turn}/{stage}"
-                    found.append((stage, await _measure(server, session, stage, streams, running, seed, end)))
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
-        await asyncio.sleep(1.0)
+                    measured = await _measure(server, session, stage, streams, running, f"{seed}/{stage}", end)
+                    found.append((stage, measured))
+            finally:
+                for task in running:
+                    task.cancel()
+                await asyncio.gather(*running, return_exceptions=True)
+            await asyncio.sleep(1.0)
         if not args.no_prefill:
             found[0][1]["prefill"] = await _prefill(session, nums, f"{number}")
     return found
