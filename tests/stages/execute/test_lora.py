@@ -34,11 +34,8 @@ def options(adapter_id: str) -> m.GenerationOptions:
     return msgspec.structs.replace(GREEDY, adapter_id=adapter_id)
 
 
-class LoraDriver(Driver):
-    """Computes the logits of all positions' last token for rows with adapters."""
-
-    def __init__(self, folder: Path, config: Settings) -> None:
-        super().__init__(folder, config)
+class LoraRows(Driver):
+    """Computes the logits after prompts of rows with adapters."""
 
     def last_logits(self, rows: list[tuple[list[int], str]], chunk: int = 0) -> np.ndarray:
         """The logits after each of these prompts, computed in one batch."""
@@ -61,6 +58,13 @@ class LoraDriver(Driver):
             for place, (row, *_) in enumerate(entry for entry in entries if entry[3]):
                 found[row] = logits[place]
         return np.stack([found[row] for row in range(len(rows))])
+
+
+class LoraDriver(LoraRows):
+    """On a CPU."""
+
+    def __init__(self, folder: Path, config: Settings) -> None:
+        super().__init__(folder, config)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {

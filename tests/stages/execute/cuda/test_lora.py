@@ -1,6 +1,7 @@
 """LoRA adapters on a GPU: the same as the CPU computes, alone and in a batch, beside rows without adapters."""
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,7 +16,7 @@ from tests.stages.execute.cuda.conftest import on_cpu, on_device
 from tests.stages.execute.cuda.driver import CudaDriver
 from tests.stages.execute.driver import Driver
 from tests.stages.execute.native_driver import random_ids
-from tests.stages.execute.test_lora import LoraDriver
+from tests.stages.execute.test_lora import LoraDriver, LoraRows
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # numpy, in the interpreter
 
@@ -23,8 +24,8 @@ IDS = random_ids(11, 5)
 LORA = LoraSettings(runtime_loading=True, max_loras=2, max_cpu_loras=2, max_lora_rank=8)
 
 
-class OnGpu(CudaDriver):
-    last_logits = LoraDriver.last_logits
+class OnGpu(CudaDriver, LoraRows):
+    """On a GPU."""
 
 
 def with_lora(config: Settings) -> Settings:
@@ -34,7 +35,11 @@ def with_lora(config: Settings) -> Settings:
 @pytest.fixture(scope="module")
 def ids_of(slight_dir: Path) -> list[str]:
     config = ModelConfig.load(slight_dir)
-    variants = [{"rank": 8}, {"rank": 3, "targets": ("k_proj", "up_proj")}, {"rank": 5, "use_rslora": True}]
+    variants: list[dict[str, Any]] = [
+        {"rank": 8},
+        {"rank": 3, "targets": ("k_proj", "up_proj")},
+        {"rank": 5, "use_rslora": True},
+    ]
     return [
         convert(write_adapter(slight_dir / f"peft{i}", config, seed=i, **fields), slight_dir, "f32", 8)
         for i, fields in enumerate(variants)
