@@ -88,7 +88,7 @@ def test_the_clamped_swiglu_of_gpt_oss(library: ctypes.CDLL, limit: float) -> No
 
         halves = [Matrix("bf16", half.contiguous(), inner, depth) for half in identity.split(inner)]
         experts = Experts(num=3, num_per_token=1, intermediate_size=inner)
-        ((part, order),) = stacked_parts(Linear(tuple(halves)), experts, is_gated=True)
+        ((part, order),) = stacked_parts(Linear(tuple(halves)), experts, range(inner), is_gated=True)
         rows, gathered_rows = r.rows(4, depth), r.rows(4 + 16, depth)
         kept = r.put(rows, values, Form.PLAIN)
         out = r.floats(np.full((4 + 16, inner), np.nan))
