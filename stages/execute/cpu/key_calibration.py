@@ -67,7 +67,8 @@ def _sizes_of_pairs(squares: Doubles) -> Doubles:
     """Roots of the sums of squares [heads, head_dim] over the two dimensions that rotate together, for each of them."""
     pairs = squares.reshape(len(squares), -1, 2, PAIR)
     sizes: Doubles = np.sqrt(pairs.sum(2, keepdims=True).repeat(2, axis=2)).reshape(squares.shape)
-    return np.maximum(sizes, SMALLEST_SIZE * sizes.max(-1, keepdims=True))
+    found: Doubles = np.maximum(sizes, SMALLEST_SIZE * sizes.max(-1, keepdims=True))
+    return found
 
 
 class CalibratedLayer(NamedTuple):
