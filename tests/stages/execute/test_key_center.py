@@ -61,9 +61,9 @@ def test_means_and_factors_don_t_depend_on_how_they_are_measured(tmp_path: Path,
         driver = Native(tmp_path, isa, kv_dtype="int8", tokens=tokens)
         layers = driver.program._calibrated
         centers.append(np.stack([layer.center for layer in layers]))
-        factors.append(np.stack([layer.factors.factors for layer in layers]))
+        factors.append(np.stack([layer.factors.factors for layer in layers if layer.factors is not None]))
         driver.runner.close()
-    assert centers[0].shape == (3, 2, 16) and (centers[0] != 0).all()
+    assert centers[0].shape == factors[0].shape == (3, 2, 16) and (centers[0] != 0).all()
     np.testing.assert_array_equal(centers[0], centers[1])
     np.testing.assert_array_equal(factors[0], factors[1])
     assert np.ptp(factors[0], axis=-1).min() > 0
