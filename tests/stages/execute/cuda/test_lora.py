@@ -75,10 +75,10 @@ def _model(folder: Path) -> object:
 
 def test_steps_without_adapters_are_other_graphs(slight_dir: Path, ids_of: list[str]) -> None:
     """So rows of a server with adapters cost nothing more, and which adapter a row has captures nothing."""
-    driver = OnGpu(slight_dir, with_lora(on_device()))
-    driver.last_logits([(IDS, "")], 1)
+    driver, ids = OnGpu(slight_dir, with_lora(on_device())), IDS[:2]
+    driver.last_logits([(ids, "")], 1)
     assert not any(shape.has_adapters for shape, _ in driver.runner.step_graphs._captured)
-    driver.last_logits([(IDS, ids_of[0])], 1)
+    driver.last_logits([(ids, ids_of[0])], 1)
     num = driver.runner.step_graphs.num_captured
-    driver.last_logits([(IDS, ids_of[1])], 1)
+    driver.last_logits([(ids, ids_of[1])], 1)
     assert driver.runner.step_graphs.num_captured == num
