@@ -5,7 +5,8 @@
 
 The key covers everything that the machine code depends on, so the age of a library does not matter. The file ends with
 a seal, the SHA-256 of everything before it; the loader ignores it. A killed process leaves a `.partial-` folder, which
-the next process that compiles removes. The kernel releases the lock (flock) when its process ends.
+the next process that compiles removes. Each library has a lock (flock) of its own, which the kernel releases when its
+process ends.
 """
 
 import contextlib
@@ -25,6 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from pipeline.kernels.cpu import isa as cpu_isa
 from pipeline.kernels.cpu.isa import Isa
@@ -65,6 +67,8 @@ VERSION_TIMEOUT_S = 20.0
 POLL_S = 0.05
 MAX_KEPT = 16
 SEAL_BYTES = 32
+PARTIAL, LOCK = ".partial-", ".lock-"
+"""How names of folders to compile in begin, and those of locks. The name of the library follows."""
 
 
 class BuildError(Exception):
@@ -133,11 +137,11 @@ def build(
         return library
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _lock(folder, what, say):
+        with _lock(library, what, say):
             if _is_usable(library):
                 return library
             library.unlink(missing_ok=True)
-            _remove_partials(folder)
+            _remove_partials(library)
             say(f"compiling {what} ({isa}{', emulated' if emulate else ''}), once: about {about_s} s")
             start = time.monotonic()
             _compile(compiler, options, source, isa, library, timeout_s)
@@ -227,7 +231,7 @@ def _compile(
 ) -> None:
     """Compile `library` atomically. The compiler's output, if any, goes to a .log file beside it."""
     log = library.with_suffix(".log")
-    partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=library.parent))
+    partial = Path(tempfile.mkdtemp(prefix=f"{PARTIAL}{library.stem}-", dir=library.parent))
     try:
         made = partial / "library.so"
         code, said = _run((compiler.command[0], *options, str(source.absolute()), "-o", str(made)), timeout_s, partial)
@@ -310,30 +314,58 @@ def _seal(library: Path) -> None:
 
 
 @contextmanager
-def _lock(folder: Path, what: str, say: Callable[[str], None]) -> Iterator[None]:
-    """Lock a folder for compiling. Raises BuildError if another process holds the lock for too long."""
-    path = folder / ".lock"
+def _lock(library: Path, what: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Lock a library for compiling. Raises BuildError if another process holds the lock for too long."""
+    path = _lock_of(library.parent, library.stem)
     end = time.monotonic() + LOCK_TIMEOUT_S
     waiting = False
-    with path.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if not waiting:
-                    say(f"another process is compiling {what}: waiting for it")
-                waiting = True
-                if time.monotonic() > end:
-                    raise BuildError(f"another process has held {path} for {LOCK_TIMEOUT_S:.0f} s: end it") from None
-            time.sleep(POLL_S)
-        yield
+    while (file := _try_lock(path)) is None:
+        if not waiting:
+            say(f"another process is compiling {what}: waiting for it")
+        waiting = True
+        if time.monotonic() > end:
+            raise BuildError(f"another process has held {path} for {LOCK_TIMEOUT_S:.0f} s: end it")
+        time.sleep(POLL_S)
+    with file:
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
-def _remove_partials(folder: Path) -> None:
-    """Remove the files of killed processes. The caller holds the lock, so no such process is alive."""
-    for partial in folder.glob(".partial-*"):
-        shutil.rmtree(partial, ignore_errors=True)
+def _lock_of(folder: Path, stem: str) -> Path:
+    return folder / f"{LOCK}{stem}"
+
+
+def _try_lock(path: Path) -> IO[str] | None:
+    """The locked file, or None if another process holds the lock."""
+    file = path.open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Who held it may have removed it since it was opened; then it locks nothing.
+        if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return file
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except BaseException:
+        file.close()
+        raise
+    file.close()
+    return None
+
+
+def _remove_partials(library: Path) -> None:
+    """Remove the folders of killed processes. The caller holds the lock of `library`."""
+    for partial in library.parent.glob(f"{PARTIAL}*"):
+        stem = partial.name.removeprefix(PARTIAL).rpartition("-")[0]
+        if stem == library.stem:
+            shutil.rmtree(partial, ignore_errors=True)
+            continue
+        path = _lock_of(library.parent, stem)
+        if (file := _try_lock(path)) is not None:
+            with file:
+                shutil.rmtree(partial, ignore_errors=True)
+                path.unlink(missing_ok=True)
 
 
 def _remove_oldest(folder: Path) -> None:

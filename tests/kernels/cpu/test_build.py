@@ -109,7 +109,7 @@ class Bench:
         return len(count.read_text().splitlines()) if count.exists() else 0
 
     def kept(self) -> list[str]:
-        return sorted(path.name for path in self.kernels.iterdir() if path.name != ".lock")
+        return sorted(path.name for path in self.kernels.iterdir() if not path.name.startswith(".lock-"))
 
 
 @pytest.fixture
@@ -353,6 +353,26 @@ def test_concurrent_builds_compile_once(bench: Bench) -> None:
     assert bench.num_compiled == 1
 
 
+def test_a_library_is_compiled_while_another_one_is(bench: Bench) -> None:
+    """The other one's folder stays, and is removed when its process has been killed."""
+    bench.wait_in_compiler()
+    with ended(bench.start()) as other:
+        compiler = bench.pid_in_compiler()
+        try:
+            bench.compile_with('exec c++ "$@"')
+            bench.write_header("#define ANSWER 43\n")
+            library = bench.build()
+            assert answer(library) == 43
+            assert len(bench.kept()) == 2
+            other.kill()
+            other.communicate(timeout=PATIENCE_S)
+            bench.write_header("#define ANSWER 44\n")
+            names = sorted([library.name, bench.build().name])
+            assert bench.kept() == names
+        finally:
+            os.kill(compiler, signal.SIGKILL)
+
+
 class ended:
     """A process that ends with its test."""
 
@@ -369,13 +389,15 @@ class ended:
 
 def test_a_lock_that_is_never_released_is_an_error(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build_module, "LOCK_TIMEOUT_S", 0.2)
-    bench.kernels.mkdir(parents=True)
-    with (bench.kernels / ".lock").open("w") as file:
+    library = bench.build()
+    library.unlink()
+    bench.log_lines.clear()
+    with (bench.kernels / f".lock-{library.stem}").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(BuildError, match=r"another process has held .*\.lock"):
+        with pytest.raises(BuildError, match=r"another process has held .*\.lock-"):
             bench.build()
     assert bench.log_lines == ["another process is compiling the CPU kernels: waiting for it"]
-    assert bench.num_compiled == 0
+    assert bench.num_compiled == 1
 
 
 # --- messages to the user ---
