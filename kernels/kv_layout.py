@@ -28,7 +28,7 @@ class LayerKV(NamedTuple):
     """[num_blocks, BLOCK_SIZE, num_kv_heads], if keys and values are codes"""
     value_scales: Tensor | None = None
     center: Tensor | None = None
-    """[num_kv_heads, head_dim] float32; what is subtracted from keys before they become codes, if anything"""
+    """[num_kv_heads, head_dim] float32; what is subtracted from keys before they are stored, if anything"""
 
 
 def allocate(

@@ -63,18 +63,18 @@ def qk_norm(
 
 
 def rotary_write(qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: LayerKV) -> None:
-    """Rotate queries and keys by their angles, in float32. Writes queries in place, keys and values to the cache. If
-    keys have 8 bits, their center is subtracted, and queries and keys go through a Hadamard transform. qkv [T, (Q + 2K)
-    * D], slots [T] int64."""
+    """Rotate queries and keys by their angles, in float32, and subtract the center of keys. Writes queries in place,
+    keys and values to the cache. If these have 8 bits, queries and keys go through a Hadamard transform. qkv [T, (Q +
+    2K) * D], slots [T] int64."""
     _, _, num_kv_heads, head_dim = kv.keys.shape
     heads = qkv.view(len(qkv), -1, head_dim)
     turning = heads[:, :-num_kv_heads]
     turned = turning * cos[:, None]
     turned += turning.roll(head_dim // 2, -1) * sin[:, None]
     num_blocks = len(kv.keys)
+    if kv.center is not None:
+        turned[:, -num_kv_heads:] -= kv.center
     if kv.key_scales is not None:
-        if kv.center is not None:
-            turned[:, -num_kv_heads:] -= kv.center
         turned = transform_heads(turned)
     heads[:, : -2 * num_kv_heads] = turned[:, :-num_kv_heads]
     if kv.key_scales is not None and kv.value_scales is not None:

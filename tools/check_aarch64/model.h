@@ -140,7 +140,10 @@ class Model {
     }
 
     // Of a KV block.
-    size_t layer_bytes() const { return KV{nullptr, config.num_kv_heads, config.head_dim, kv_type(), nullptr}.block_bytes(); }
+    size_t layer_bytes() const { return layer_kv(nullptr).block_bytes(); }
+    KV layer_kv(uint8_t* memory) const {
+        return {memory, config.num_kv_heads, config.head_dim, kv_type(), nullptr, nullptr};
+    }
     KVType kv_type() const { return config.has_extras ? KVType::INT8 : KVType::BF16; }
     int widest() const { return std::max({config.hidden, config.inner, config.num_heads * config.head_dim}); }
 
@@ -166,7 +169,7 @@ class Model {
         const float *cos = numbers(size_t(MAX_LENGTH) * c.head_dim / 2, 0, 1);
         const float *sin = numbers(size_t(MAX_LENGTH) * c.head_dim / 2, 0, 1);
         for (int layer = 0; layer < NUM_LAYERS; layer++) {
-            kv[layer] = {memory<uint8_t>(NUM_BLOCKS * layer_bytes()), c.num_kv_heads, c.head_dim, kv_type(), nullptr};
+            kv[layer] = layer_kv(memory<uint8_t>(NUM_BLOCKS * layer_bytes()));
             library.norm(program, normed, int(form), residual, numbers(c.hidden, 1, 0.3f), c.hidden, EPS, 0);
             const HeadNorms norms{numbers(c.head_dim, 1, 0.3f), numbers(c.head_dim, 1, 0.3f), EPS};
             const Product qkv{*matrix(c.weights, heads * c.head_dim, c.hidden, c.has_extras), normed};
@@ -217,7 +220,8 @@ class Model {
     const Matrix* matrix(Format format, int columns, int depth, bool has_bias) {
         const int padded = (columns + PANEL - 1) / PANEL * PANEL;
         Matrix* made = memory<Matrix>(1);
-        *made = {format, form_of(format), padded, depth, nullptr, has_bias ? numbers(padded, 0, 0.2f) : nullptr};
+        const float* bias = has_bias ? numbers(padded, 0, 0.2f) : nullptr;
+        *made = {format, form_of(format), padded, depth, nullptr, bias, nullptr};
         // About 1 / sqrt(depth), so that the numbers of a deep model neither grow nor vanish.
         float scale = 2.0f;
         for (int d = depth; d > 1; d /= 4) scale *= 0.5f;

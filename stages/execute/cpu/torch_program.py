@@ -225,7 +225,7 @@ class TorchProgram(Program):
         group, place = self._places[self._num_layers]
         kv = self.kv[place]
         self._num_layers += 1
-        if kv.key_scales is not None and (center := key_center(config, weights, self._max_model_len)) is not None:
+        if (center := key_center(config, weights, self._max_model_len)) is not None:
             kv = kv._replace(center=torch.from_numpy(center))
         self._project(self._qkv, x, weights.qkv, QKV)
         if (norms := weights.head_norms) is not None:

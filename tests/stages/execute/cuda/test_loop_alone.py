@@ -63,6 +63,7 @@ def stage_of(inbox: Any, replay_context: ReplayContext) -> tuple[Any, list[m.Ste
     """The parts of a stage that the loop needs, and the results that it sends."""
     sent: list[m.StepResult] = []
     stage = SimpleNamespace(
+        replica=0,
         inbox=inbox,
         replay_context=replay_context,
         control_requests=SimpleNamespace(),
