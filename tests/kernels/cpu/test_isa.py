@@ -54,6 +54,22 @@ def test_a_known_cpu_lists_its_instruction_sets_best_first(flags: str, expected:
     assert runnable("x86_64", cpuinfo(flags)) == expected
 
 
+@pytest.mark.parametrize(
+    ("vendor", "flags", "best"),
+    [
+        ("GenuineIntel", f"{ZEN_4} avx_vnni", "avx512"),
+        ("GenuineIntel", SAPPHIRE_RAPIDS, "amx"),
+        ("GenuineIntel", ZEN_4, "avx512_bf16"),
+        ("AuthenticAMD", f"{ZEN_4} avx_vnni", "avx512_bf16"),
+    ],
+    ids=["sapphire rapids without amx", "sapphire rapids", "cooper lake", "zen 5"],
+)
+def test_dot_products_of_bfloat16_come_second_where_they_are_slow(vendor: str, flags: str, best: Isa) -> None:
+    isas = runnable("x86_64", f"vendor_id\t: {vendor}\n{cpuinfo(flags)}")
+    assert isas[0] == best
+    assert set(isas) == {isa for isa, needed in cpu_isa.NEEDED.items() if needed <= set(flags.split())}
+
+
 @pytest.mark.parametrize("flag", sorted(cpu_isa.NEEDED["amx"]))
 def test_a_hidden_flag_excludes_the_instruction_sets_that_need_it(flag: str) -> None:
     hidden = " ".join(name for name in SAPPHIRE_RAPIDS.split() if name != flag)
