@@ -6,7 +6,6 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. stages/prepar
 """
 
 import math
-import mmap
 import struct
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipeline.lora.peft_config import AdapterError
-from pipeline.lora.tensors import FloatMatrix, bf16_to_float
+from pipeline.lora.tensors import FloatMatrix, bf16_to_float, map_file
 
 MAX_COUNT = 1 << 16
 """Keys, tensors, and entries of an array."""
@@ -40,13 +39,7 @@ class SmallGguf:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            with path.open("rb") as file:
-                self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except OSError as error:
-            raise AdapterError(f"{path}: {error.strerror}") from error
-        except ValueError as error:
-            raise AdapterError(f"{path}: the file is empty") from error
+        self.data = map_file(path)
         self._at = 4
         self.keys: dict[str, Any] = {}
         """Numbers and texts. Arrays are left out but for their names, which have None"""

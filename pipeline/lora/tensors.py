@@ -26,18 +26,23 @@ class _Entry(msgspec.Struct, frozen=True):
     data_offsets: tuple[int, int]
 
 
+def map_file(path: Path, hint: str = "") -> mmap.mmap:
+    """The bytes of a file. Raises AdapterError if it is empty or can't be read; then `hint` tells what is expected."""
+    try:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise AdapterError(f"{path}: {error.strerror}{hint}") from error
+    except ValueError as error:
+        raise AdapterError(f"{path}: the file is empty") from error
+
+
 class AdapterTensors:
     """The tensors of a file. Raises AdapterError if it is not a complete safetensors file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            with path.open("rb") as file:
-                self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except OSError as error:
-            raise AdapterError(f"{path}: {error.strerror}; weights must be in this safetensors file") from error
-        except ValueError as error:
-            raise AdapterError(f"{path}: the file is empty") from error
+        self.data = map_file(path, "; weights must be in this safetensors file")
         length = int.from_bytes(self.data[:8], "little")
         if length > min(MAX_HEADER_BYTES, len(self.data) - 8):
             raise AdapterError(f"{path}: it is not a safetensors file, or it is incomplete")
