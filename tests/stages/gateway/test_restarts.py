@@ -107,10 +107,10 @@ def test_a_suspect_with_enough_new_ids_is_cleared(gate: Gate) -> None:
     response = gate.complete(COMPLETION)
     submit = gate.submit()
     for num_deaths in (1, 2):
-        gate.accept(submit)
         gate.rig.restart("schedule.0", suspects=[submit.request_id])
         submit = gate.submit()
         assert submit.num_schedule_deaths == num_deaths
+    gate.accept(submit)
     gate.delta(submit, "a", CLEARING_IDS - 1)
     gate.rig.load()
     gate.rig.restart("schedule.0")
