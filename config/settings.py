@@ -82,18 +82,17 @@ class SupervisorSettings(Frozen, frozen=True):
         Meta(
             ge=0,
             le=MAX_BYTES,
-            description="Maximum size of the recording in a crash report. A stage that has died once is recorded in "
-            "memory from its restart on, so that `pipeline replay` can show what leads to its next death. 0: none.",
+            description="Maximum size of the recording in a crash report: what a stage received, kept in memory, so that "
+            "`pipeline replay` can show what led to its death. Each process takes up to this much memory. 0: none.",
         ),
-    ] = 64 * 1024**2
+    ] = 16 * 1024**2
     record_first_processes: Annotated[
         bool,
         Meta(
             description="Record stages also before they have died once, so that the first crash report has a recording "
-            "too. This takes a few percent more CPU time in all stages but execute, and up to crash_recording_bytes of "
-            "memory for each process.",
+            "too. Recording takes a few percent more CPU time in all stages but execute.",
         ),
-    ] = False
+    ] = True
 
 
 class Settings(Frozen, frozen=True):

@@ -25,8 +25,7 @@ class BlackBoxes:
         """By name and incarnation."""
 
     def create(self, name: str, incarnation: int) -> m.BlackBox:
-        """For a process that is about to start; frees those of all processes but the one before. Successors are
-        recorded: what killed one process may kill the next."""
+        """For a process that is about to start; frees those of all processes but the one before."""
         if known := [number for one, number in self._boxes if one == name]:
             self.keep_only(name, max(known))
         fds: list[int] = []

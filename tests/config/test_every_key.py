@@ -162,7 +162,7 @@ EFFECTS = {
         "tests/runtime/test_black_box.py::test_crash_recording_bytes_of_0_makes_no_recording"
     ),
     "supervisor.record_first_processes": (
-        "tests/e2e/test_crash_reports.py::test_a_stage_that_is_killed_leaves_its_last_lines_and_a_recording"
+        "tests/runtime/test_black_box.py::test_record_first_processes_off_records_only_successors"
     ),
     "limits.max_n": CAPPED,
     "limits.max_best_of": CAPPED,

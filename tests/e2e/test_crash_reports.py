@@ -39,7 +39,7 @@ def cache(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(cache: Path) -> Iterator[Server]:
     sets = ("supervisor.crash_reports=true", f"cache_dir={cache}", "log_level=debug", "supervisor.max_restarts=1000")
-    with Server(*sets, "supervisor.record_first_processes=true") as server:
+    with Server(*sets) as server:
         yield server
 
 

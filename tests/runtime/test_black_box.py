@@ -125,10 +125,10 @@ def test_of_two_threads_the_request_that_was_begun_last_is_suspected(box: BlackB
     assert black_box.suspect_of(box) is None
 
 
-def test_only_a_successor_has_a_file_for_a_recording_and_all_files_are_freed() -> None:
+def test_each_process_has_a_file_for_its_recording_and_all_files_are_freed() -> None:
     boxes = BlackBoxes(Settings())
     first = boxes.create("ingest.0", 1)
-    assert first.recording_fd < 0
+    assert first.recording_fd >= 0
     other = boxes.create("schedule.0", 1)
     second = boxes.create("ingest.0", 2)
     assert second.recording_fd >= 0 and second.recording_bytes == Settings().supervisor.crash_recording_bytes
@@ -138,7 +138,7 @@ def test_only_a_successor_has_a_file_for_a_recording_and_all_files_are_freed() -
     boxes.keep_only("ingest.0", 2)
     assert boxes.get("ingest.0", 3) is None and third != second
     files = {os.fstat(fd).st_ino for fd in (*second.fds, *other.fds)}
-    assert files <= set(open_memfds()) and len(files) == 5
+    assert files <= set(open_memfds()) and len(files) == 6
     boxes.close()
     assert not files & set(open_memfds())
 
@@ -149,10 +149,11 @@ def open_memfds() -> list[int]:
     return [entry.stat().st_ino for entry in entries if str(entry.readlink()).startswith("/memfd:")]
 
 
-def test_first_processes_are_recorded_if_that_is_set() -> None:
-    supervisor = msgspec.structs.replace(Settings().supervisor, record_first_processes=True)
+def test_record_first_processes_off_records_only_successors() -> None:
+    supervisor = msgspec.structs.replace(Settings().supervisor, record_first_processes=False)
     boxes = BlackBoxes(msgspec.structs.replace(Settings(), supervisor=supervisor))
-    assert boxes.create("ingest.0", 1).recording_fd >= 0
+    assert boxes.create("ingest.0", 1).recording_fd < 0
+    assert boxes.create("ingest.0", 2).recording_fd >= 0
     boxes.close()
 
 
