@@ -131,6 +131,12 @@ class Soak:
             for place, name, answer in expected:  # once more, without other load
                 self._compare(place, name, answer, await self._accepted_answer(client, place, name))
 
+    def _found(self, fault: str) -> None:
+        """Count a fault. The first of its kind is printed at once: a run that is stopped prints no summary."""
+        self.faults[fault] += 1
+        if self.faults[fault] == 1 and len(self.faults) <= MAX_SHOWN:
+            print(f"FAULT: {fault}", flush=True)
+
     async def _load(self, session: aiohttp.ClientSession, client: AsyncClient, end: float) -> None:
         """Keep a changing number of requests in flight. At the end all replies are read."""
         rng, tasks = self._rng, set[asyncio.Task[None]]()
@@ -169,7 +175,7 @@ class Soak:
     def _note(self, outcome: Outcome) -> None:
         self.outcomes[outcome.kind] += 1
         if outcome.kind == "wrong":
-            self.faults[outcome.words] += 1
+            self._found(outcome.words)
 
     async def _probe(
         self, client: AsyncClient, place: int, name: str | None, expected: probes.Answer, end: float
@@ -185,9 +191,9 @@ class Soak:
             except RequestError as error:
                 pause_s = AFTER_REFUSAL_S
                 if error.status != OVERLOADED:
-                    self.faults[f"probe {place}: {error.status}: {error.message}"] += 1
+                    self._found(f"probe {place}: {error.status}: {error.message}")
             except (TimeoutError, ConnectionLost) as error:
-                self.faults[f"probe {place}: {str(error) or 'no end in time'}"] += 1
+                self._found(f"probe {place}: {str(error) or 'no end in time'}")
             await asyncio.sleep(pause_s)
 
     async def _accepted_answer(self, client: AsyncClient, place: int, name: str | None) -> probes.Answer:
@@ -204,7 +210,7 @@ class Soak:
     def _compare(self, place: int, name: str | None, expected: probes.Answer, found: probes.Answer) -> None:
         self.num_probes += 1
         if words := probes.difference(expected, found):
-            self.faults[f"probe {place}{f' of {name}' if name else ''}: {words}"] += 1
+            self._found(f"probe {place}{f' of {name}' if name else ''}: {words}")
 
 
 def main(arguments: list[str] | None = None) -> int:
