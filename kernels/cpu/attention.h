@@ -8,6 +8,8 @@
 
 #include "activation.h"
 #include "attention_amx.h"
+#include "attention_rows.h"
+#include "attention_softmax.h"
 #include "attention_vectors.h"
 #include "hadamard.h"
 
@@ -34,7 +36,8 @@ class Attention final : public Op {
     size_t scratch_bytes() const override {
         return align(size_t(num_slices()) * ITEM_STATES * SLICE * sizeof(Number)) + align(ITEM_STATES * kv_.head_dim * 4) +
                align(ATTENTION_ROWS * STRETCH * 4) + align(ATTENTION_ROWS * STRETCH * sizeof(Number)) +
-               6 * align(ITEM_STATES * 4) + align(ATTENTION_ROWS * 4) + align(unpacked_bytes());
+               5 * align(ITEM_STATES * 4) + align(ITEM_STATES * sizeof(vf)) + align(ATTENTION_ROWS * 4) +
+               align(LANES * 4) + align(unpacked_bytes());
     }
 
     void tile(const Step& step, int index, const Scratch& scratch) override {
@@ -42,9 +45,13 @@ class Attention final : public Op {
         const Member* members = plan_.members.data() + item.members;
         State state = lay_out(scratch.memory);
         begin(step, item, members, state);
+        const bool has_next = scratch.next < int(plan_.items.size());
+        const Item& next = plan_.items[has_next ? scratch.next : index];
         Pass pass = first_pass(step, item);
+        RowsAhead rows(plan_, step, kv_.head_dim, {out_, floats_ ? 4 : int(sizeof(act))}, item, {queries_, sizeof(act)},
+                       has_next ? &next : nullptr, num_matmuls(step, item, members));
         const auto then = [&](const Pass& next) {
-            compute(step, item, pass, next, item.head, state);
+            compute(step, item, pass, next, item.head, rows, state);
             pass = next;
         };
         const Run* runs = plan_.runs.data() + item.runs;
@@ -52,9 +59,7 @@ class Attention final : public Op {
         for (int i = 0; i < item.num_members; i++)
             for (int key = members[i].own; key <= last_key(step, members[i]); key += STRETCH)
                 if (i || key > members[i].own || item.num_runs) then(pass_of(step, members[i], key));
-        const bool has_next = scratch.next < int(plan_.items.size());
-        const Item& next = plan_.items[has_next ? scratch.next : index];
-        compute(step, item, pass, has_next ? first_pass(step, next) : Pass{}, next.head, state);
+        compute(step, item, pass, has_next ? first_pass(step, next) : Pass{}, next.head, rows, state);
         for (int i = 0; i < item.num_members; i++) write(step, item, members[i], state);
     }
 
@@ -85,9 +90,7 @@ class Attention final : public Op {
     using Run = AttentionPlan::Run;
     using Products = AttentionProducts<TYPE>;
     using Part = typename Products::Part;
-    using Number = std::conditional_t<INTEGERS<TYPE>, int16_t, act>;
-
-    static constexpr float LARGEST_CODE = 32767.0f;
+    using Number = AttentionNumber<TYPE>;
 
     // A thread's state for its item. Row r of a head is state head x rows + r.
     struct State {
@@ -97,7 +100,9 @@ class Attention final : public Op {
         float* scores;         // [ATTENTION_ROWS][64]
         Number* weights;       // [ATTENTION_ROWS][64]; the same memory as scores if both are floats
         float* weight_scales;  // [ATTENTION_ROWS], of integers
-        float *top, *total;    // [states]
+        float* top;            // [states]
+        vf* total;             // [states], sums of some keys in each lane
+        float* shrinks;        // [LANES], of the rows of a matmul
         int32_t *first, *end;  // [rows]: the keys that a row attends to
         int32_t* place;        // [rows]: a row's place in its group of query heads
         uint16_t* unpacked;    // keys and values of a stretch, if tiles multiply 8 bits
@@ -131,7 +136,8 @@ class Attention final : public Op {
             state.weights = reinterpret_cast<Number*>(take(ATTENTION_ROWS * STRETCH * sizeof(Number)));
         state.weight_scales = reinterpret_cast<float*>(take(ATTENTION_ROWS * 4));
         state.top = reinterpret_cast<float*>(take(ITEM_STATES * 4));
-        state.total = reinterpret_cast<float*>(take(ITEM_STATES * 4));
+        state.total = reinterpret_cast<vf*>(take(ITEM_STATES * sizeof(vf)));
+        state.shrinks = reinterpret_cast<float*>(take(LANES * 4));
         state.first = reinterpret_cast<int32_t*>(take(ITEM_STATES * 4));
         state.end = reinterpret_cast<int32_t*>(take(ITEM_STATES * 4));
         state.place = reinterpret_cast<int32_t*>(take(ITEM_STATES * 4));
@@ -143,41 +149,42 @@ class Attention final : public Op {
     int position(const Step& step, const Member& member, int r) const {
         return step.starts[member.entry] + (member.row + r) / plan_.group;
     }
-    size_t token(const Step& step, const Member& member, int r) const {
-        return step.offsets[member.entry] + (member.row + r) / plan_.group;
-    }
-    int column(const Item& item, const Member& member, int head, int r) const {
-        return ((item.head + head) * plan_.group + (member.row + r) % plan_.group) * kv_.head_dim;
+
+    int num_matmuls(const Step& step, const Item& item, const Member* members) const {
+        int passes = item.num_runs;
+        for (int i = 0; i < item.num_members; i++)
+            passes += std::max(0, last_key(step, members[i]) - members[i].own + STRETCH) / STRETCH;
+        return passes * item.heads * ceil_div(item.rows, ATTENTION_ROWS);
     }
 
     void begin(const Step& step, const Item& item, const Member* members, State& state) const {
         const int dim = kv_.head_dim, states = item.heads * item.rows;
         for (const Member* member = members; member < members + item.num_members; member++)
-            for (int r = 0; r < member->rows; r++) {
-                const act* row = queries_.plain(int(token(step, *member, r)));
+            each_row(*member, plan_.group, [&](int r, int token, int query) {
+                const act* row = queries_.plain(step.offsets[member->entry] + token);
                 for (int head = 0; head < item.heads; head++) {
-                    const act* from = row + column(item, *member, head, r);
+                    const act* from = row + ((item.head + head) * plan_.group + query) * dim;
                     const size_t i = head * item.rows + member->at + r;
                     Number* to = state.queries + i * SLICE;
                     if constexpr (INTEGERS<TYPE>)
                         state.query_scales[i] = quantize_query(from, to);
                     else
-                        for (int d = 0; d < dim; d += SLICE)
-                            memcpy(to + d * ITEM_STATES, from + d, std::min(SLICE, dim - d) * sizeof(act));
+                        for (int d = 0; d < dim; d += PANEL)
+                            memcpy(to + d / SLICE * ITEM_STATES * SLICE + d % SLICE, from + d, PANEL * sizeof(act));
                 }
-                const int at = position(step, *member, r);
+                const int at = step.starts[member->entry] + token;
                 state.first[member->at + r] = plan_.first_key(at);
                 state.end[member->at + r] = at + 1;
-                state.place[member->at + r] = (member->row + r) % plan_.group;
-            }
+                state.place[member->at + r] = query;
+            });
         std::fill_n(state.top, states, -INFINITY);
-        std::fill_n(state.total, states, 0.0f);
+        std::fill_n(state.total, states, vf{});
+        if (!form_.sinks) return;
         memset(state.out, 0, size_t(states) * dim * 4);
-        if (form_.sinks)
-            for (int i = 0; i < states; i++) {
-                state.top[i] = form_.sinks[(item.head + i / item.rows) * plan_.group + state.place[i % item.rows]];
-                state.total[i] = 1.0f;
-            }
+        for (int i = 0; i < states; i++) {
+            state.top[i] = form_.sinks[(item.head + i / item.rows) * plan_.group + state.place[i % item.rows]];
+            state.total[i][0] = 1.0f;
+        }
     }
 
     // Writes a query as integers. Returns their scale.
@@ -195,22 +202,16 @@ class Attention final : public Op {
         return top / LARGEST_CODE;
     }
 
-    static void store_codes(int16_t* to, vf values) {
-        typedef int16_t words __attribute__((vector_size(2 * LANES)));
-        constexpr float round = 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
-        store(to, __builtin_convertvector(bits<vi>(values + round), words));
-    }
-
     void write(const Step& step, const Item& item, const Member& member, const State& state) const {
         const int dim = kv_.head_dim;
         for (int head = 0; head < item.heads; head++)
-            for (int r = 0; r < member.rows; r++) {
+            each_row(member, plan_.group, [&](int r, int token, int query) {
                 const int i = head * item.rows + member.at + r;
-                const float factor = 1.0f / state.total[i];
+                const float factor = 1.0f / sum(state.total[i]);
                 float* from = state.out + size_t(i) * dim;
                 if constexpr (TYPE == KVType::INT8) hadamard(from, dim);
-                uint8_t* row = out_.data + token(step, member, r) * out_.stride;
-                const int first = column(item, member, head, r);
+                uint8_t* row = out_.data + size_t(step.offsets[member.entry] + token) * out_.stride;
+                const int first = ((item.head + head) * plan_.group + query) * dim;
                 for (int d = 0; d < dim; d += LANES) {
                     const vf numbers = load<vf>(from + d) * factor;
                     if (floats_)
@@ -218,7 +219,7 @@ class Attention final : public Op {
                     else
                         store_acts(reinterpret_cast<act*>(row) + first + d, numbers);
                 }
-            }
+            });
     }
 
     // Rows that go through a stretch of keys: `rows` of each head, from the first of `member` on. No blocks: there is no
@@ -251,7 +252,7 @@ class Attention final : public Op {
     }
 
     // Each head prefetches the next one's keys and values; the last one, those of `next_head` in the next pass.
-    void compute(const Step& step, const Item& item, const Pass& pass, const Pass& next, int next_head,
+    void compute(const Step& step, const Item& item, const Pass& pass, const Pass& next, int next_head, RowsAhead& rows,
                  State& state) const {
         // One matmul's rows after the other, so that their data stays in the L1 cache.
         const int parts = ceil_div(pass.rows, ATTENTION_ROWS);
@@ -260,13 +261,17 @@ class Attention final : public Op {
 #if defined(AMX)
             if constexpr (TYPE == KVType::INT8) now = Products::unpack(now, state.unpacked, kv_.head_dim);
 #endif
+            Stretch ahead = head + 1 < item.heads ? stretch_of(step, pass, item.head + head + 1)
+                                                  : stretch_of(step, next, next_head);
             for (int part = 0, row = pass.member->at; part < parts; part++) {
                 const int count = pass.rows / parts + (part < pass.rows % parts);
-                Stretch ahead;
-                if (part == 0)
-                    ahead = head + 1 < item.heads ? stretch_of(step, pass, item.head + head + 1)
-                                                  : stretch_of(step, next, next_head);
-                some_rows(item, head, row, count, now, Ahead<TYPE>(ahead, kv_.panel_bytes()), pass.key, state);
+                const int keys = *std::max_element(state.end + row, state.end + row + count) - pass.key;
+                if (keys > 0) {
+                    rows.fetch();
+                    some_rows(item, head, row, count, std::min(keys, now.num_blocks * BLOCK), now,
+                              Ahead<TYPE>(ahead, kv_.panel_bytes()), pass.key, state);
+                    ahead.num_blocks = 0;
+                }
                 row += count;
             }
         }
@@ -289,25 +294,27 @@ class Attention final : public Op {
         return stretch;
     }
 
-    // Rows row .. row + count of a head, at most ATTENTION_ROWS.
-    void some_rows(const Item& item, int head, int row, int count, const Stretch& stretch, Ahead<TYPE> ahead, int key,
-                   State& state) const {
+    // Rows row .. row + count of a head, at most ATTENTION_ROWS. They attend to none but the first `keys` of the stretch.
+    void some_rows(const Item& item, int head, int row, int count, int keys, const Stretch& stretch, Ahead<TYPE> ahead,
+                   int key, State& state) const {
         const size_t first = size_t(head) * item.rows + row;
-        const Part part{state.queries + first * SLICE,       state.query_scales + first, state.out + first * kv_.head_dim,
-                        state.scores, state.weights, state.weight_scales};
+        float* out = state.out + first * kv_.head_dim;
+        const bool is_first = !form_.sinks && begin_sums(state.top + first, count, out, kv_.head_dim);
+        const Part part{state.queries + first * SLICE, state.query_scales + first, out,  state.scores,
+                        state.weights,                 state.weight_scales,        keys, is_first ? nullptr : state.shrinks};
         if constexpr (TYPE == KVType::INT8)
             for (int b = 0; b < ahead.next.num_blocks; b++)
                 prefetch<L1>(reinterpret_cast<const uint8_t*>(ahead.next.scales[b]), LINE);
         Products::multiply_keys(part, count, stretch, ahead, kv_.head_dim);
         if (form_.softcap > 0 || form_.slopes)
             for (int r = 0; r < count; r++)
-                reshape(part.scores + r * STRETCH, stretch.num_blocks * BLOCK, key - (state.end[row + r] - 1),
+                reshape(part.scores + r * STRETCH, part.num_blocks() * BLOCK, key - (state.end[row + r] - 1),
                         (item.head + head) * plan_.group + state.place[row + r]);
-        switch (stretch.num_blocks) {
-#define CASE(B)                                                                                                     \
-    case B:                                                                                                         \
-        softmax<B * BLOCK>(part, count, state.first + row, state.end + row, key, state.top + first, state.total + first, \
-                           stretch, ahead);                                                                         \
+        switch (part.num_blocks()) {
+#define CASE(B)                                                                                                        \
+    case B:                                                                                                            \
+        softmax<TYPE, B * BLOCK>(part, count, state.first + row, state.end + row, key, state.top + first,               \
+                                 state.total + first, state.shrinks, stretch, ahead);                                  \
         break;
             CASE(1) CASE(2) CASE(3) CASE(4)
 #undef CASE
@@ -324,81 +331,6 @@ class Attention final : public Op {
                 store(scores + i, form_.softcap * tanh_of(load<vf>(scores + i) * (1.0f / form_.softcap)));
         if (form_.slopes)
             for (int i = 0; i < num; i++) scores[i] += form_.slopes[query] * float(distance + i);
-    }
-
-    // Makes the scores before `first` and from `end` on -INFINITY. With whole vectors: the next loads of the same vectors
-    // would have to wait for smaller stores.
-    template <int KEYS>
-    static void mask(float* scores, int first, int end) {
-        vi place;
-        for (int lane = 0; lane < LANES; lane++) place[lane] = lane;
-        for (int i = 0; i < KEYS; i += LANES, place += LANES)
-            store(scores + i, (place < first) | (place >= end) ? -INFINITY - vf{} : load<vf>(scores + i));
-    }
-
-    // Turns the scores of KEYS keys into softmax weights. Row r attends to the keys first[r] .. end[r]; none of these may
-    // be among them. Each loop goes over all rows, because the operations of a single row depend on each other.
-    template <int KEYS>
-    void softmax(const Part& part, int count, const int32_t* first, const int32_t* end, int key, float* top,
-                 float* total, const Stretch& stretch, Ahead<TYPE>& ahead) const {
-        static_assert(ATTENTION_ROWS <= LANES);
-        float tops[LANES] = {}, shrinks[LANES];
-        ahead.prefetch_part(8);
-        for (int r = 0; r < count; r++) {
-            float* scores = part.scores + r * STRETCH;
-            if (first[r] > key || end[r] < key + KEYS) mask<KEYS>(scores, first[r] - key, end[r] - key);
-            ahead.prefetch_part(32);
-            vf highest = load<vf>(scores);
-            for (int i = LANES; i < KEYS; i += LANES) highest = max(highest, load<vf>(scores + i));
-            tops[r] = largest(highest);
-            shrinks[r] = top[r] - tops[r];
-        }
-        for (int r = count; r < LANES; r++) shrinks[r] = 0;
-        store(shrinks, exp_of(load<vf>(shrinks)));
-        for (int r = 0; r < count; r++) {
-            if (!(tops[r] > top[r])) continue;
-            float* out = part.out + size_t(r) * kv_.head_dim;
-            for (int d = 0; d < kv_.head_dim; d += LANES) store(out + d, load<vf>(out + d) * shrinks[r]);
-            total[r] *= shrinks[r];
-            top[r] = tops[r];
-        }
-        float scales[KEYS];
-        for (int b = 0; TYPE == KVType::INT8 && b < KEYS / BLOCK; b++)
-            for (int i = 0; i < BLOCK; i += LANES) store(scales + b * BLOCK + i, load_scales(stretch.scales[b] + BLOCK + i));
-        for (int r = 0; r < count; r++) {
-            float* scores = part.scores + r * STRETCH;
-            Number* weights = part.weights + r * STRETCH;
-            if (tops[r] == -INFINITY) {
-                memset(weights, 0, KEYS * sizeof(Number));
-                if constexpr (INTEGERS<TYPE>) part.weight_scales[r] = 0;
-                continue;
-            }
-            ahead.prefetch_part(32);
-            vf sums{}, largest_weight{};
-            for (int i = 0; i < KEYS; i += LANES) {
-                const vf weight = exp_of(load<vf>(scores + i) - top[r]);
-                sums += weight;
-                if constexpr (TYPE == KVType::BF16) {
-                    store_acts(weights + i, weight);
-                } else {
-                    // What is not attended to has any scale. A NaN of the others must not be lost in integers.
-                    const vf scaled = weight == 0.0f ? vf{} : weight * load<vf>(scales + i);
-                    sums = fma(scaled, vf{}, sums);
-                    if constexpr (INTEGERS<TYPE>) {
-                        store(scores + i, scaled);
-                        largest_weight = max(largest_weight, scaled);
-                    } else {
-                        store_acts(weights + i, scaled);
-                    }
-                }
-            }
-            if constexpr (INTEGERS<TYPE>) {
-                const float most = largest(largest_weight), inverse = most > 1e-30f ? LARGEST_CODE / most : 0.0f;
-                part.weight_scales[r] = most / LARGEST_CODE;
-                for (int i = 0; i < KEYS; i += LANES) store_codes(weights + i, load<vf>(scores + i) * inverse);
-            }
-            total[r] += sum(sums);
-        }
     }
 
     const Rows out_;

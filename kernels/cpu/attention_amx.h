@@ -106,13 +106,14 @@ class AttentionProducts {
     static void multiply_keys(const Part& part, int count, const Stretch& stretch, StretchAhead<true>& ahead, int dim) {
         use_tile_shapes(attention_tiles);
         const auto query = [&](int d) { return part.queries + d / SLICE * ITEM_STATES * SLICE + d % SLICE; };
-        for (int b = 0; b < stretch.num_blocks; b += 2) {
-            const bool two = b + 1 < stretch.num_blocks;
+        const int num_blocks = part.num_blocks();
+        for (int b = 0; b < num_blocks; b += 2) {
+            const bool two = b + 1 < num_blocks;
             const auto score = two ? score_keys<2, decltype(query)> : score_keys<1, decltype(query)>;
             score(query, SLICE * 2, dim, stretch.keys + b, part.scores + b * BLOCK, ahead);
         }
         if constexpr (TYPE == KVType::BF16) return;
-        for (int b = 0; b < stretch.num_blocks; b++) {
+        for (int b = 0; b < num_blocks; b++) {
             const vf scales = load_scales(stretch.scales[b]);
             float* scores = part.scores + b * BLOCK;
             for (int r = 0; r < count; r++) store(scores + r * STRETCH, load<vf>(scores + r * STRETCH) * scales);
@@ -126,11 +127,11 @@ class AttentionProducts {
         const int num_panels = dim / PANEL;
         for (int panel = 0; panel < num_panels;) {
             const auto add = [&]<int PANELS>() {
-                sum_values<PANELS>(part.weights, stretch.values, stretch.num_blocks, panel, sums, ahead);
+                sum_values<PANELS>(part.weights, stretch.values, part.num_blocks(), panel, sums, ahead);
                 for (int r = 0; r < count; r++) {
                     float* out = part.out + r * dim + panel * PANEL;
                     for (int i = 0; i < PANELS * PANEL; i += LANES)
-                        store(out + i, load<vf>(out + i) + load<vf>(sums + r * PANELS * PANEL + i));
+                        store(out + i, part.so_far(r, out + i) + load<vf>(sums + r * PANELS * PANEL + i));
                 }
                 panel += PANELS;
             };

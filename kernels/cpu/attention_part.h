@@ -38,4 +38,11 @@ struct AttentionPart {
     float* scores;              // [rows][64]
     Number* weights;            // [rows][64]
     float* weight_scales;       // [rows], of integers
+    int keys;                   // of the stretch that the rows attend to: the first ones
+    const float* shrinks;       // [rows], to multiply `out` with; null: there is no `out` yet
+
+    int num_blocks() const { return ceil_div(keys, BLOCK); }
+
+    // LANES numbers of `out`, of row r, to which a stretch is added.
+    vf so_far(int r, const float* at) const { return shrinks ? load<vf>(at) * shrinks[r] : vf{}; }
 };

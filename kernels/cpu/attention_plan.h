@@ -60,6 +60,9 @@ class AttentionPlan final : public Op {
         }
         // Longest first, so that no long item starts when the others are done.
         std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.cost > b.cost; });
+        // Threads take them in turns: to and fro, else the first thread would have the longer one of each turn.
+        for (size_t i = threads_; i + threads_ <= items.size(); i += 2 * threads_)
+            std::reverse(items.begin() + i, items.begin() + i + threads_);
     }
 
     int first_key(int position) const { return window > 0 ? std::max(0, position - window + 1) : 0; }

@@ -9,21 +9,24 @@
 struct Bf16Panels {
     typedef act Number;
 
+    // Whether half a block of keys can be multiplied.
+    static constexpr bool HALVES = VECTORS > 1;
+
     // Panels per call. One row has registers for more, and needs them to hide the latency of its sums.
     template <int R>
     static constexpr int AT_ONCE = R == 1 ? 4 : R == 2 || LANES == 16 ? 2 : 1;
 
-    // scores [R][P * 16], STRETCH apart, = queries x P blocks of keys, each of which is one panel. Not inlined: with
-    // constant arguments GCC runs out of registers.
-    template <int R, int P>
+    // scores [R][P * 16], STRETCH apart, = queries x P blocks of keys, each of which is one panel; only
+    // the first V vectors of each. Not inlined: with constant arguments GCC runs out of registers.
+    template <int R, int P, int V = VECTORS>
     __attribute__((noinline)) static void multiply_keys(const AttentionPart<act>& part, const Stretch& stretch, int block,
                                                         StretchAhead<false>& at_next, int dim) {
         const Stretch& after = at_next.next;
         const uint8_t* const* ahead = block + P <= after.num_blocks ? after.keys + block : nullptr;
-        vf acc[R][P][VECTORS];
+        vf acc[R][P][V];
         for (int r = 0; r < R; r++)
             for (int p = 0; p < P; p++)
-                for (int v = 0; v < VECTORS; v++) acc[r][p][v] = vf{};
+                for (int v = 0; v < V; v++) acc[r][p][v] = vf{};
         const uint8_t* const* keys = stretch.keys + block;
         for (int d = 0; d < dim; d += PANEL) {
             const act* rows[R];
@@ -39,7 +42,7 @@ struct Bf16Panels {
         float* out = part.scores + block * BLOCK;
         for (int r = 0; r < R; r++)
             for (int p = 0; p < P; p++)
-                for (int v = 0; v < VECTORS; v++) store(out + r * STRETCH + p * PANEL + v * LANES, acc[r][p][v]);
+                for (int v = 0; v < V; v++) store(out + r * STRETCH + p * PANEL + v * LANES, acc[r][p][v]);
     }
 
     // out [R][P * 16], from the dimension `panel` * 16 on, += weights [R][64] x values.
@@ -52,8 +55,8 @@ struct Bf16Panels {
         const act* weights = part.weights;
         for (int r = 0; r < R; r++)
             for (int p = 0; p < P; p++)
-                for (int v = 0; v < VECTORS; v++) acc[r][p][v] = load<vf>(out + r * dim + p * PANEL + v * LANES);
-        for (int b = 0; b < stretch.num_blocks; b++, weights += BLOCK) {
+                for (int v = 0; v < VECTORS; v++) acc[r][p][v] = part.so_far(r, out + r * dim + p * PANEL + v * LANES);
+        for (int b = 0; b < part.num_blocks(); b++, weights += BLOCK) {
             constexpr int SIZE = PANEL * BLOCK * 2;
             const act* rows[R];
             const uint32_t* from[P];
@@ -63,7 +66,9 @@ struct Bf16Panels {
             const bool has_next = b < ahead.num_blocks;
             const uint8_t* next[P];
             for (int p = 0; has_next && p < P; p++) next[p] = ahead.values[b] + (panel + p) * SIZE;
-            multiply_bf16<R, P>(rows, from, BLOCK / 2, acc, has_next ? next : nullptr);
+            // Weights beyond are zero.
+            const int pairs = std::min(BLOCK / 2, (part.keys - b * BLOCK + 1) / 2);
+            multiply_bf16<R, P>(rows, from, pairs, acc, has_next ? next : nullptr);
         }
         for (int r = 0; r < R; r++)
             for (int p = 0; p < P; p++)
@@ -75,6 +80,8 @@ struct Bf16Panels {
 // 127 x 32,767 fit into int32.
 struct Int8Panels {
     typedef int16_t Number;
+
+    static constexpr bool HALVES = false;
 
     template <int R>
     static constexpr int AT_ONCE = LANES == 16 ? (R <= 6 ? 4 : 2) : Bf16Panels::AT_ONCE<R>;
@@ -130,7 +137,7 @@ struct Int8Panels {
                                                           StretchAhead<true>& ahead, int panel, int dim) {
         word_sums acc[R][P][VECTORS] = {};
         const int16_t* weights = part.weights;
-        for (int b = 0; b < stretch.num_blocks; b++, weights += BLOCK) {
+        for (int b = 0; b < part.num_blocks(); b++, weights += BLOCK) {
             constexpr int SIZE = PANEL * BLOCK;
             const int16_t* rows[R];
             const uint8_t* from[P];
@@ -144,7 +151,7 @@ struct Int8Panels {
                 for (int v = 0; v < VECTORS; v++) {
                     float* to = out + r * dim + p * PANEL + v * LANES;
                     const vf sums = __builtin_convertvector(finish_words(acc[r][p][v]), vf);
-                    store(to, fma(sums, splat(part.weight_scales[r]), load<vf>(to)));
+                    store(to, fma(sums, splat(part.weight_scales[r]), part.so_far(r, to)));
                 }
     }
 };
@@ -187,10 +194,15 @@ class VectorProducts {
     template <int R>
     static void all_keys(const Part& part, const Stretch& stretch, Next& ahead, int dim) {
         int b = 0;
-        for (; b + AT_ONCE<R> <= stretch.num_blocks; b += AT_ONCE<R>)
+        const int num_blocks = part.num_blocks();
+        // Of the last block half may do.
+        const bool has_half = Panels::HALVES && AT_ONCE<R> == 1 && num_blocks * BLOCK - part.keys >= BLOCK / 2;
+        for (; b + AT_ONCE<R> <= num_blocks - has_half; b += AT_ONCE<R>)
             Panels::template multiply_keys<R, AT_ONCE<R>>(part, stretch, b, ahead, dim);
         if constexpr (AT_ONCE<R> > 1)
-            for (; b < stretch.num_blocks; b++) Panels::template multiply_keys<R, 1>(part, stretch, b, ahead, dim);
+            for (; b < num_blocks; b++) Panels::template multiply_keys<R, 1>(part, stretch, b, ahead, dim);
+        if constexpr (Panels::HALVES && AT_ONCE<R> == 1)
+            if (has_half) Panels::template multiply_keys<R, 1, VECTORS / 2>(part, stretch, b, ahead, dim);
     }
 
     template <int R>

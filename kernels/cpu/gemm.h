@@ -60,22 +60,23 @@ struct Lines {
 
 // --- bf16 -------------------------------------------------------------------------------------------------------------
 
-// acc[r][p] += row r times panel p, over `pairs` pairs of depth. `ahead` is null or has P panels.
-template <int R, int P>
+// acc[r][p] += row r times panel p, over `pairs` pairs of depth. `ahead` is null or has P panels. V
+// vectors of each panel: the first ones.
+template <int R, int P, int V>
 INLINE void multiply_bf16(const act* const (&rows)[R], const uint32_t* const (&panels)[P], int pairs,
-                          vf (&acc)[R][P][VECTORS], const uint8_t* const* ahead, Lines* lines = nullptr) {
+                          vf (&acc)[R][P][V], const uint8_t* const* ahead, Lines* lines = nullptr) {
     for (int k = 0; k < pairs; k++) {
         if (lines && k % (GROUP / 2) == 0) lines->fetch();
         if (ahead)
             for (int p = 0; p < P; p++) prefetch<L2>(ahead[p] + k * LINE, LINE);
 #if defined(DOT_BF16)
-        vu weights[P][VECTORS];
+        vu weights[P][V];
         for (int p = 0; p < P; p++)
-            for (int v = 0; v < VECTORS; v++) weights[p][v] = load<vu>(panels[p] + k * PANEL + v * LANES);
+            for (int v = 0; v < V; v++) weights[p][v] = load<vu>(panels[p] + k * PANEL + v * LANES);
         for (int r = 0; r < R; r++) {
             const vu pair = load<uint32_t>(rows[r] + 2 * k) - vu{};
             for (int p = 0; p < P; p++)
-                for (int v = 0; v < VECTORS; v++) acc[r][p][v] = dot_bf16(acc[r][p][v], weights[p][v], pair);
+                for (int v = 0; v < V; v++) acc[r][p][v] = dot_bf16(acc[r][p][v], weights[p][v], pair);
         }
 #else
         // A few rows are bound by memory, so prefetch half a kilobyte ahead, across page boundaries. More rows don't
@@ -88,18 +89,18 @@ INLINE void multiply_bf16(const act* const (&rows)[R], const uint32_t* const (&p
             const uint32_t* from[P];
             for (int p = 0; p < P; p++) {
                 from[p] = panels[p];
-                if constexpr (R * P * VECTORS > 8) asm volatile("" : "+r"(from[p]));
+                if constexpr (R * P * V > 8) asm volatile("" : "+r"(from[p]));
             }
-            vf weights[P][VECTORS];
+            vf weights[P][V];
             for (int p = 0; p < P; p++)
-                for (int v = 0; v < VECTORS; v++) {
+                for (int v = 0; v < V; v++) {
                     const vu word = load<vu>(from[p] + k * PANEL + v * LANES);
                     weights[p][v] = bits<vf>(half ? word & 0xFFFF0000u : word << 16);
                 }
             for (int r = 0; r < R; r++) {
                 const vf value = splat(rows[r][2 * k + half]);
                 for (int p = 0; p < P; p++)
-                    for (int v = 0; v < VECTORS; v++) acc[r][p][v] = fma(value, weights[p][v], acc[r][p][v]);
+                    for (int v = 0; v < V; v++) acc[r][p][v] = fma(value, weights[p][v], acc[r][p][v]);
             }
         }
 #endif

@@ -18,6 +18,7 @@ MAX_BUFFER_BYTES = 4 << 30
 BUFFER_PER_CACHE = 8
 PIECE_BYTES = 1 << 20
 """The buffer is read in whole pieces; each thread needs one."""
+WHAT = "the measurement of peaks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ def measure(
     """
     if num_threads < 1 or seconds <= 0:
         raise ValueError(f"nothing can be measured with {num_threads} threads in {seconds} s")
-    library = _load(build(isa, say, SOURCE, cache_root=cache_root, what="the measurement of peaks", about_s=2))
+    library = _load(build(isa, say, SOURCE, cache_root=cache_root, what=WHAT, about_s=2))
     num_bytes = max(buffer_bytes(cache_bytes(), _free_bytes()), num_threads * PIECE_BYTES)
     buffer = library.peak_open(num_bytes, num_threads)
     if buffer is None:
@@ -70,6 +71,19 @@ def measure(
     if any(rate < 0 for rates in rounds for rate in rates):
         raise OSError(f"{num_threads} threads to measure with are not to be had")
     return Peaks(isa, num_threads, *(statistics.median(rates) for rates in zip(*rounds, strict=True)))
+
+
+def bf16_rate(
+    isa: Isa, num_threads: int, seconds: float, say: Callable[[str], None], *, cache_root: Path | None = None
+) -> float:
+    """`Peaks.bf16_flop_per_s` of one run of `seconds`, for comparisons in turns. Raises as `measure` does."""
+    if num_threads < 1 or seconds <= 0:
+        raise ValueError(f"nothing can be measured with {num_threads} threads in {seconds} s")
+    library = _load(build(isa, say, SOURCE, cache_root=cache_root, what=WHAT, about_s=2))
+    rate = float(library.peak_bf16(num_threads, seconds))
+    if rate < 0:
+        raise OSError(f"{num_threads} threads to measure with are not to be had")
+    return rate
 
 
 def buffer_bytes(cache_bytes: int, free_bytes: int) -> int:

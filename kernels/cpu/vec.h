@@ -102,6 +102,12 @@ template <class Vector>
 INLINE Vector max(Vector a, Vector b) {
     return a > b ? a : b;
 }
+// GCC makes a comparison and a selection of it; this instruction is the same, also of NaN and of zeros.
+#if defined(ISA_AVX512) && !defined(EMULATE)
+INLINE vf max(vf a, vf b) { return bits<vf>(_mm512_max_ps(bits<__m512>(a), bits<__m512>(b))); }
+#elif defined(ISA_AVX2)
+INLINE vf max(vf a, vf b) { return bits<vf>(_mm256_max_ps(bits<__m256>(a), bits<__m256>(b))); }
+#endif
 
 #if defined(ISA_AVX512)
 // The lower, or upper, eight numbers of two vectors.
@@ -189,6 +195,28 @@ INLINE vf exp_of(vf x) { return exp_of<vf, vi>(x); }
 #if defined(ISA_AVX512)
 INLINE f8 exp_of(f8 x) { return exp_of<f8, i8>(x); }
 #endif
+
+// The same for x <= 0 with a third fewer operations, relative error under 2e-7 + 2e-8 |x| where `fma` rounds once: of
+// 2^(n + f) with |f| <= 1/2, 2^f is a polynomial that was fitted to the least relative error, and n is added to its
+// exponent. For softmax, whose weights are the smaller the larger |x| is. 0 for -INFINITY.
+INLINE vf exp_of_negative(vf x) {
+    constexpr float round = 12582912.0f, log2e = 1.44269504f;  // Adding 1.5 * 2^23 leaves no bits for a fraction.
+    const vf cut = max(x, splat(-87.0f));
+    const vf shifted = fma(cut, splat(log2e), splat(round));
+    const vf f = fma(cut, splat(log2e), -(shifted - round));
+    vf p = fma(f, splat(1.326472731e-3f), splat(9.671512991e-3f));
+    p = fma(p, f, splat(5.550733581e-2f));
+    p = fma(p, f, splat(2.402224243e-1f));
+    p = fma(p, f, splat(6.931470037e-1f));
+    p = fma(p, f, splat(1.0f));
+    const vi power = bits<vi>(shifted) << 23;  // the lowest bits are those of n
+#if defined(ISA_AVX512) && !defined(EMULATE)
+    const __mmask16 is_any = _mm512_cmp_ps_mask(bits<__m512>(x), _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
+    return bits<vf>(_mm512_maskz_add_epi32(is_any, bits<__m512i>(p), bits<__m512i>(power)));
+#else
+    return x < -87.0f ? vf{} : bits<vf>(bits<vi>(p) + power);
+#endif
+}
 
 // bfloat16 is the upper half of a float32.
 INLINE float from_bf16(uint16_t half) { return bits<float>(uint32_t(half) << 16); }

@@ -9,7 +9,7 @@ import pytest
 from pipeline.kernels.cpu import peaks as module
 from pipeline.kernels.cpu.build import ISA_FLAGS, build
 from pipeline.kernels.cpu.isa import Isa, available
-from pipeline.kernels.cpu.peaks import SOURCE, buffer_bytes, cache_bytes, measure
+from pipeline.kernels.cpu.peaks import SOURCE, bf16_rate, buffer_bytes, cache_bytes, measure
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -37,12 +37,15 @@ def test_peaks_are_plausible(isa: Isa, num_threads: int, cache_root: Path, monke
     assert all(1e8 < rate < 1e15 for rate in astuple(peaks)[2:])
     # Less than one float per cycle would mean that the loop measures something else.
     assert peaks.float32_flop_per_s > 1e9
+    assert 1e8 < bf16_rate(isa, num_threads, TEST_S / 10, print, cache_root=cache_root) < 1e15
 
 
 @pytest.mark.parametrize(("num_threads", "seconds"), [(0, 1.0), (-1, 1.0), (1, 0.0), (1, -1.0)])
 def test_an_empty_measurement_is_rejected(num_threads: int, seconds: float, cache_root: Path) -> None:
     with pytest.raises(ValueError, match="nothing can be measured"):
         measure("portable", num_threads, seconds, print, cache_root=cache_root)
+    with pytest.raises(ValueError, match="nothing can be measured"):
+        bf16_rate("portable", num_threads, seconds, print, cache_root=cache_root)
 
 
 @pytest.mark.parametrize(
