@@ -53,12 +53,44 @@ class Outcome(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """A rank's place in its group, and the descriptor of the memory that the group shares, empty at first."""
+    """A rank's place in the group that computes a stage of the pipeline, and that stage's place."""
 
     rank: int
     num_ranks: int
+    """Of one stage."""
     fd: int
+    """Memory that the group shares, empty at first; not used by a group of one."""
     timeout_s: float
+    stage: int = 0
+    num_stages: int = 1
+    link_fd: int = -1
+    """Memory that all stages share, empty at first."""
+
+    @property
+    def number(self) -> int:
+        """N in the name `execute.N`."""
+        return self.first_of(self.stage) + self.rank
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.stage == self.num_stages - 1
+
+    @property
+    def answers(self) -> bool:
+        """Whether it samples, and sends the results."""
+        return self.is_last_stage and self.rank == 0
+
+    def first_of(self, stage: int) -> int:
+        """The number of rank 0 of a stage."""
+        return stage * self.num_ranks
+
+    def __str__(self) -> str:
+        """For logs, as `pp0/tp1`."""
+        return f"pp{self.stage}/tp{self.rank}"
+
+
+ALONE = RankPlace(0, 1, -1, 0.0)
+"""Of a process that computes the whole model."""
 
 
 class RankGroup:
@@ -152,7 +184,7 @@ class RankGroup:
         at = self._library.ranks_late(self.handle, ctypes.byref(rank), ctypes.byref(layer)).decode()
         where = f"{at}, layer {layer.value}" if layer.value >= 0 else at
         return RankLateError(
-            f"execute.{rank.value} stood at {where}, step {self._step_id}, for {self.place.timeout_s:g} s "
+            f"execute.{self.place.first_of(self.place.stage) + rank.value} stood at {where}, step {self._step_id}, for {self.place.timeout_s:g} s "
             "(execute.barrier_timeout_s)"
         )
 

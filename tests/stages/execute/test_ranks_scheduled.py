@@ -63,7 +63,7 @@ def results(folder: Path, num_ranks: int, requests: list[Request], num_blocks: i
     swap_bytes = num_swap * bytes_of_block(config, num_ranks)
     runner: Any
     if num_ranks > 1:
-        runner = RankRunners(settings, folder, num_ranks, swap_bytes)
+        runner = RankRunners(settings, folder, swap_bytes)
     else:
         runner = CpuRunner(settings, folder, memoryview(bytearray(swap_bytes)) if swap_bytes else None)
     try:
@@ -104,7 +104,7 @@ def test_a_grammar_that_fails_ends_only_its_row_on_all_ranks(folder: Path) -> No
     bad = (("compiled_grammar", "no grammar"),)
     requests = [Request(tuple(random_ids(9, 1)), 12, seed=1), Request(tuple(random_ids(9, 2)), 12, fields=bad)]
     settings = settings_of(ModelConfig.load(folder), 2, MANY)
-    runner = RankRunners(settings, folder, 2)
+    runner = RankRunners(settings, folder)
     try:
         pair = Pair(runner)  # type: ignore[arg-type]
         texts = pair.run(requests)
