@@ -219,8 +219,8 @@ class ExecuteSettings(Frozen, frozen=True):
         Meta(
             ge=1,
             le=15,
-            description="Number of stages of a pipeline: each has a part of the layers, and tensor_parallel ranks of its "
-            "own. As many steps are computed at once. Results are the same as with 1. Only on a CPU.",
+            description="Number of stages of a pipeline: each has a part of the layers, and tensor_parallel ranks of "
+            "its own. As many steps are computed at once. Results are the same as with 1. Only on a CPU.",
         ),
     ] = 1
     pipeline_layers: Annotated[

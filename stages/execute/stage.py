@@ -197,9 +197,11 @@ def _serve(stage: Stage[m.ExecuteInbox], runner: "CpuRunner") -> None:
     from pipeline.stages.execute.publishing import Publisher, StepTiming
 
     idle_since = stage.replay_context.monotonic()
-    metrics = ExecuteMetrics(runner.barrier_wait_s, runner.pipeline_wait_s)
+    place = _place(stage.launch)
+    answers = place.answers
+    shown = str(place) if stage.settings.execute.num_ranks > 1 else ""
+    metrics = ExecuteMetrics(runner.barrier_wait_s, runner.pipeline_wait_s, shown)
     stage.control_requests.own_counts = lambda: metrics.counts(runner.rows.num_live)
-    answers = _place(stage.launch).answers
     publisher, schedule = Publisher(stage, metrics, answers=answers), stage.outbox("schedule")
     while True:
         for message in stage.inbox.wait_all(IDLE_S):

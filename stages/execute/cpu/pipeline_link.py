@@ -4,9 +4,9 @@
     drawn      ids of the last steps, from rank 0 of the last stage to all ranks of the others
     hidden     hidden states, from rank 0 of each stage to all ranks of the next one
 
-A rank first writes what it hands over, then shows the step as done. Slots are used in turn; a writer waits until nobody
-reads what was there. Steps are counted from each scheduler's first one: if a scheduler dies between two sends, only
-some ranks have its last step, and abandon it when they see that others have learned of its successor.
+A rank first writes what it hands over, then shows the step as done. Slots are used in turn; a writer waits until no
+rank reads what was there. Steps are counted from each scheduler's first one: if a scheduler dies between two sends,
+only some ranks have its last step, and abandon it when they see that others have learned of its successor.
 """
 
 import ctypes

@@ -183,8 +183,9 @@ class RankGroup:
         rank, layer = ctypes.c_int(), ctypes.c_int()
         at = self._library.ranks_late(self.handle, ctypes.byref(rank), ctypes.byref(layer)).decode()
         where = f"{at}, layer {layer.value}" if layer.value >= 0 else at
+        number = self.place.first_of(self.place.stage) + rank.value
         return RankLateError(
-            f"execute.{self.place.first_of(self.place.stage) + rank.value} stood at {where}, step {self._step_id}, for {self.place.timeout_s:g} s "
+            f"execute.{number} stood at {where}, step {self._step_id}, for {self.place.timeout_s:g} s "
             "(execute.barrier_timeout_s)"
         )
 

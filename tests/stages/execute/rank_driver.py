@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +28,8 @@ class RankRunners:
         num_ranks, num_stages = config.execute.tensor_parallel, config.execute.pipeline_parallel
         self.fds = [os.memfd_create("ranks") for _ in range(num_stages + 1)]
         self._threads = ThreadPoolExecutor(num_ranks * num_stages)
+        self._queues = [ThreadPoolExecutor(1) for _ in range(num_ranks * num_stages)]
+        """Each rank computes its steps in order, beside the others."""
 
         def load(number: int) -> CpuRunner:
             swap = memoryview(bytearray(swap_bytes)) if swap_bytes else None
@@ -48,16 +50,31 @@ class RankRunners:
     def on_all(self, work: Callable[[CpuRunner], T]) -> list[T]:
         return list(self._threads.map(work, self.ranks))
 
+    def submit(self, step: m.Step, take: Any) -> list[Future[Sampled]]:
+        """Send a step to all ranks, which may compute steps before it."""
+        return [queue.submit(rank.step, step, take) for queue, rank in zip(self._queues, self.ranks, strict=True)]
+
+    def answer(self, submitted: list[Future[Sampled]]) -> Sampled:
+        """The result of a step, when the ranks of the last stage have computed it."""
+        answer, *others = [future.result() for future in submitted[self._first :]]
+        for other in others:
+            assert (other.ids == answer.ids).all() and (other.finishes == answer.finishes).all()
+        return answer
+
     def step(self, step: m.Step, take: Any) -> Sampled:
-        sampled = self.on_all(lambda rank: rank.step(step, take))
-        answer, *others = sampled[self._first :]
+        answer = self.answer(submitted := self.submit(step, take))
+        assert not any(len(future.result().ids) for future in submitted[: self._first])
         for rank in self.ranks[self._first + 1 :]:
             assert (rank.rows.num_ids == self.rows.num_ids).all()
             assert (rank.rows.ended == self.rows.ended).all()
-        for other in others:
-            assert (other.ids == answer.ids).all() and (other.finishes == answer.finishes).all()
-        assert not any(len(other.ids) for other in sampled[: self._first])
         return answer
+
+    def drop_rows(self) -> None:
+        """Drop all rows, on all ranks."""
+        for queue in self._queues:
+            queue.submit(lambda: None).result()
+        for rank in self.ranks:
+            rank.drop_all(1)
 
     def keep_logits(self) -> None:
         for rank in self.ranks[self._first :]:
@@ -66,7 +83,8 @@ class RankRunners:
     def close(self) -> None:
         for rank in self.ranks:
             rank.close()
-        self._threads.shutdown()
+        for pool in (self._threads, *self._queues):
+            pool.shutdown()
         for fd in self.fds:
             os.close(fd)
 
