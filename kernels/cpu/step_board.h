@@ -56,8 +56,11 @@ class StepBoard {
 
     void set_busy(bool is_busy) { lines_[rank_].is_busy.store(is_busy); }
 
-    // The layer that a rank computes, or -1.
-    int layer(int of) const { return int(lines_[of].at.load() >> 48) - 1; }
+    // The layer that a rank computes; -1 before the first one and after the last one, -2 between steps.
+    int layer(int of) const {
+        const uint64_t at = lines_[of].at.load();
+        return at ? int(at >> 48) - 1 : -2;
+    }
 
     double waited_s() const { return double(lines_[rank_].waited.load()) * 1e-9; }
 

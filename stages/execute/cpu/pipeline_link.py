@@ -174,7 +174,9 @@ class PipelineLink:
 
     def _late_error(self, rank: int) -> RankLateError:
         layer = self._library.board_layer(self._handle, rank)
-        where = f"layer {layer}" if layer >= 0 else "the end of the step before"
+        is_last = rank >= self._place.first_of(self._place.num_stages - 1)
+        where = "the end of the step before" if layer < -1 else "the head" if is_last else "the embedding"
+        where = f"layer {layer}" if layer >= 0 else where
         return RankLateError(
             f"execute.{rank} stood at {where}, step {self._step_id}, for {self._place.timeout_s:g} s "
             "(execute.barrier_timeout_s)"
