@@ -265,7 +265,7 @@ class NativeProgram(Program):
             self._panels.save(self._memory.kept)
         for group in (self._ranks, self._link):
             if group is not None:
-                group.set_loading(False)
+                group.finish_loading()
 
     def _run_while_loading(self, link: PipelineLink) -> None:
         """Run the program over the hidden states of the stage before, and give the next one its own."""

@@ -28,6 +28,9 @@ LINE = 64
 HIDDEN_HEADER = np.dtype([("step", "<u8"), ("num_tokens", "<i8"), ("seconds", "<f8")])
 DRAWN_HEADER = np.dtype([("step", "<u8"), ("num_ids", "<i8")])
 
+LOADED = 2**32 - 1
+"""As steps done before the first scheduler's."""
+
 PATIENCE = 1.5
 """Stages wait this much longer than the ranks within a stage, which name the one that stands still."""
 
@@ -61,16 +64,22 @@ class PipelineLink:
         self._hidden_size = hidden_size
         self._incarnation = self.number = self._step_id = 0
         """`number` counts the steps of the present scheduler."""
-        self.set_loading(True)
+        self._set_timeout(LOAD_TIMEOUT_S)
 
     def use(self, program: int) -> None:
         """Let a program show which op it computes."""
         self._library.program_use_board(program, self._handle)
 
-    def set_loading(self, is_loading: bool) -> None:
-        """Choose the deadline: a longer one while the model is loaded."""
-        patience = PATIENCE if self._place.num_ranks > 1 else 1.0
-        seconds = LOAD_TIMEOUT_S if is_loading else self._place.timeout_s * patience
+    def finish_loading(self) -> None:
+        """Wait until all ranks of all stages have loaded their weights: steps may come as soon as one of them has. From
+        then on, waits have the deadline of the settings. Raises RankLateError."""
+        self._library.board_post(self._handle, LOADED)
+        for rank in range(self._place.num_ranks * self._place.num_stages):
+            if not self._library.board_wait(self._handle, rank, LOADED):
+                raise self._late_error(rank)
+        self._set_timeout(self._place.timeout_s * (PATIENCE if self._place.num_ranks > 1 else 1.0))
+
+    def _set_timeout(self, seconds: float) -> None:
         self._library.board_set_timeout(self._handle, int(seconds * 1000))
 
     def announce(self, incarnation: int) -> None:

@@ -104,7 +104,7 @@ class RankGroup:
         self._kept: list[Any] = []
         header = self.allocate(library.ranks_bytes(place.num_ranks))
         self.handle = library.ranks_new(header.ctypes.data, place.rank, place.num_ranks, native.SPINS, 0)
-        self.set_loading(True)
+        self._set_timeout(LOAD_TIMEOUT_S)
         self.ids: IntArray | None = None
         """The ids that a step sampled, in shared memory."""
         self._incarnation = self._num_steps = self._step_id = 0
@@ -136,9 +136,14 @@ class RankGroup:
         self.ids = ids
         return ids
 
-    def set_loading(self, is_loading: bool) -> None:
-        """Choose the deadline of barriers: a longer one while the model is loaded."""
-        seconds = LOAD_TIMEOUT_S if is_loading else self.place.timeout_s
+    def finish_loading(self) -> None:
+        """Wait until all ranks have loaded their weights: steps may come as soon as one of them has. From then on,
+        barriers have the deadline of the settings. Raises RankLateError."""
+        if self._library.ranks_begin(self.handle, 1) == Begun.LATE:
+            raise self.late_error()
+        self._set_timeout(self.place.timeout_s)
+
+    def _set_timeout(self, seconds: float) -> None:
         self._library.ranks_set_timeout(self.handle, int(seconds * 1000))
 
     def announce(self, incarnation: int) -> None:

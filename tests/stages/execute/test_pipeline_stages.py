@@ -149,10 +149,10 @@ def test_a_stage_that_has_not_begun_a_step_is_named(two: RankDriver) -> None:
 
 def test_a_stage_that_does_not_finish_a_step_is_named_with_its_layer(two: RankDriver) -> None:
     """The first stage waits for the ids of a step before, while the last one stands at a layer."""
-    first = two.ranks.ranks[0]
-    first.step(STEP, take)
-    link = first._link
+    first, link = two.ranks.ranks[0], two.ranks.ranks[1]._link
     assert link is not None
+    link.announce(1)
+    first.step(STEP, take)
     at = BOARD_LINE + 16  # kernels/cpu/step_board.h: `at` of execute.1
     link._memory[at : at + 8].view(np.uint64)[:] = 8 << 48
     with pytest.raises(RankLateError, match=r"^execute\.1 stood at layer 7, step 10, for 0\.3 s"):
