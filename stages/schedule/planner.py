@@ -131,7 +131,7 @@ class Planner:
         step when it begins the one that is as many later as there are stages. Returns how many rows may decode, so that
         each of these steps has about as many. Prompts need no ids, so each step may have a chunk of them."""
         rows = self._rows
-        num_decoding = np.count_nonzero(need == 1)
+        num_decoding = int(np.count_nonzero(need == 1))
         last_known = self._in_flight.last_step_id + 1 - self._num_stages
         need *= (rows.promised[order] == 0) | (rows.sampled_by[order] <= last_known)
         return -(-num_decoding // self._num_stages)
