@@ -28,7 +28,7 @@ from pipeline.stages.execute.cpu.share import most_kv_heads
 from pipeline.stages.execute.draft_model import draft_block_bytes
 from pipeline.stages.execute.grammar_masks.masks import LATE_MS, Masks, NoMasks
 from pipeline.stages.execute.kv import KVPlan, divide_swap, kv_dtype, layout_of, plan_kv
-from pipeline.stages.execute.layer_split import kv_layout_of, most_places, split
+from pipeline.stages.execute.layer_split import Part, kv_layout_of, most_places, split
 from pipeline.stages.execute.models.registry import build_program
 from pipeline.stages.execute.pooling import Pool
 from pipeline.stages.execute.prompt_logprobs import NO_BYTES, score_prompts
@@ -84,7 +84,9 @@ class CpuRunner:
         if panels is not None:
             panels = panels.of_rank(place)
         max_num_tokens = max_num_prefill_tokens(settings.schedule, library, weights.are_quantized)
-        parts = split(settings.execute, weights.layer_bytes(config.num_layers), weights.head_bytes(config))
+        parts = [Part(range(config.num_layers))]
+        if place.num_stages > 1:
+            parts = split(settings.execute, weights.layer_bytes(config.num_layers), weights.head_bytes(config))
         self._part = part = parts[place.stage]
         # All ranks have as many blocks as the one whose blocks are the largest.
         largest = msgspec.structs.replace(config, num_kv_heads=most_kv_heads(config, num_ranks))
@@ -207,7 +209,7 @@ class CpuRunner:
 
     @property
     def layers(self) -> str:
-        """The layers that this rank computes, for logs."""
+        """The first and the last layer that this rank computes, for logs."""
         return str(self._part)
 
     def close(self) -> None:
