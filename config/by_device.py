@@ -8,10 +8,13 @@ CPU_KV_BYTES = 512 * 1024**2
 """KV memory on a CPU. Reserving it touches every page, which takes 0.13 s for this size."""
 
 
-def max_steps_in_flight(settings: Settings) -> Literal[1, 2, 3, 4, "auto"]:
+def max_steps_in_flight(settings: Settings) -> int | Literal["auto"]:
     """How many steps to keep in flight. On a CPU, planning beside a step takes cores away from it; a GPU would idle
-    during each plan."""
+    during each plan, and so would stages of a pipeline that have no step."""
     chosen = settings.schedule.max_steps_in_flight
+    num_stages = settings.execute.pipeline_parallel
+    if num_stages > 1:
+        return num_stages if chosen in (0, "auto") else chosen
     if chosen == 0:
         return 1 if settings.execute.device == "cpu" else 2
     return chosen

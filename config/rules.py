@@ -69,23 +69,35 @@ def contradictions(settings: Settings) -> list[str]:
 
 def _rank_problems(settings: Settings) -> list[str]:
     execute = settings.execute
-    num, problems = execute.tensor_parallel, []
-    if execute.pipeline_parallel > 1:
-        problems.append("execute.pipeline_parallel: pipeline parallelism is not supported yet: leave it at 1")
+    problems = []
+    num_stages, layers = execute.pipeline_parallel, execute.pipeline_layers
+    if layers and len(layers) != num_stages:
+        problems.append(
+            f"execute.pipeline_layers: needs a number for each stage, and execute.pipeline_parallel is {num_stages}: "
+            f"got {len(layers)} numbers"
+        )
+    depth = settings.schedule.max_steps_in_flight
+    if isinstance(depth, int) and 0 < depth < num_stages:
+        problems.append(
+            f"schedule.max_steps_in_flight: is {depth}, but execute.pipeline_parallel is {num_stages}, and each stage "
+            "needs a step: choose 0"
+        )
     if execute.cores and execute.device == "cuda":
         problems.append("execute.cores: has a meaning only if execute.device is 'cpu'")
-    if execute.cores and len(execute.cores) != num:
+    if execute.cores and len(execute.cores) != execute.num_ranks:
+        of_stages = f" times execute.pipeline_parallel is {execute.num_ranks}" if num_stages > 1 else ""
         problems.append(
-            f"execute.cores: needs an entry for each rank, and execute.tensor_parallel is {num}: got "
-            f"{len(execute.cores)} entries"
+            "execute.cores: needs an entry for each rank, and execute.tensor_parallel"
+            f"{of_stages or f' is {execute.num_ranks}'}: got {len(execute.cores)} entries"
         )
     for entry in execute.cores:
         try:
             core_list.parse(entry)
         except ValueError as error:
             problems.append(f"execute.cores: {error}")
-    if num == 1:
+    if execute.num_ranks == 1:
         return problems
+    key = "tensor_parallel" if execute.tensor_parallel > 1 else "pipeline_parallel"
     refused = (
         (execute.device == "cuda", "execute.device is 'cuda': one GPU computes the model"),
         (execute.kernels == "torch", "execute.kernels is 'torch': ranks need the CPU library"),
@@ -96,7 +108,7 @@ def _rank_problems(settings: Settings) -> list[str]:
             f"speculative.method is {settings.speculative.method!r}: speculative decoding is not supported with ranks",
         ),
     )
-    return problems + [f"execute.tensor_parallel: is {num}, but {why}" for holds, why in refused if holds]
+    return problems + [f"execute.{key}: is {getattr(execute, key)}, but {why}" for holds, why in refused if holds]
 
 
 def _speculation_problems(settings: Settings) -> list[str]:
@@ -150,12 +162,13 @@ def remarks(settings: Settings) -> list[str]:
                 f"{execute.kv_cache_bytes}; 0 takes what the share leaves"
             )
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    num_threads = max(1, execute.num_threads) * execute.tensor_parallel
+    num_threads = max(1, execute.num_threads) * execute.num_ranks
     if num_threads > num_cores:
-        of_ranks = f" of {execute.tensor_parallel} ranks" if execute.tensor_parallel > 1 else ""
-        key, least = ("num_threads", "; 0 takes one per core") if execute.num_threads else ("tensor_parallel", "")
+        of_ranks = f" of {execute.num_ranks} ranks" if execute.num_ranks > 1 else ""
+        parallel = "tensor_parallel" if execute.tensor_parallel > 1 else "pipeline_parallel"
+        key, least = ("num_threads", "; 0 takes one per core") if execute.num_threads else (parallel, "")
         found.append(f"execute.{key}: {num_threads} threads{of_ranks} would share {num_cores} cores{least}")
-    if execute.tensor_parallel > 1 and 0 < settings.supervisor.hang_timeout_s <= execute.barrier_timeout_s:
+    if execute.num_ranks > 1 and 0 < settings.supervisor.hang_timeout_s <= execute.barrier_timeout_s:
         found.append(
             "execute.barrier_timeout_s: is not shorter than supervisor.hang_timeout_s, so a rank that hangs may be "
             "killed before the others have named it"

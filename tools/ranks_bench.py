@@ -1,10 +1,13 @@
 """Compares the executor's steps of several ranks with those of one process that has as many threads.
 
     python -m tools.ranks_bench --quantization none --rounds 5
+    python -m tools.ranks_bench --tp 1 --pp 2
 
 Each side computes the same steps in turn, in processes of its own, while the other sleeps: decoding 1, 8 and 32
-sequences behind 256 tokens, and a prompt in chunks of 96 tokens. The result is the median of the rounds' ratios, the
-time of one process divided by that of the ranks: above 1, the ranks are faster.
+sequences behind 256 tokens, and a prompt in chunks of 96 tokens. The stages of a pipeline (`--pp`) compute steps at
+once, as schedule plans them: each has a part of the sequences, or another chunk. Times are those of an id for each
+sequence, and of a chunk. The result is the median of the rounds' ratios, the time of one process divided by that of the
+ranks: above 1, the ranks are faster.
 """
 
 import argparse
@@ -27,15 +30,18 @@ MOST_TOKENS = 1024
 BLOCK_SIZE = 16
 
 
-def serve(pipe: Connection, settings: Settings, folder: str, rank: int, num_ranks: int, fd: int) -> None:
-    """A process that computes: answers each case with the seconds of a step."""
+def serve(pipe: Connection, settings: Settings, folder: str, number: int, fds: tuple[int, int]) -> None:
+    """A process that computes: answers each case with the seconds of a step. `fds` are the memory of the ranks of its
+    stage, and that of all stages."""
     from pipeline.stages.execute.cores import use_cores
     from pipeline.stages.execute.cpu.rank_group import RankPlace
     from pipeline.stages.execute.cpu.runner import CpuRunner
     from pipeline.stages.execute.measuring.planned import row_add, step, take
 
-    use_cores(settings, rank)
-    place = RankPlace(rank, num_ranks, fd, 30.0) if num_ranks > 1 else None
+    use_cores(settings, number)
+    execute = settings.execute
+    stage, rank = divmod(number, execute.tensor_parallel)
+    place = RankPlace(rank, execute.tensor_parallel, fds[0], 30.0, stage, execute.pipeline_parallel, fds[1])
     runner = CpuRunner(settings, Path(folder), None, place)
     runner.masks.start()
     blocks_each = MOST_TOKENS // BLOCK_SIZE
@@ -47,15 +53,18 @@ def serve(pipe: Connection, settings: Settings, folder: str, rank: int, num_rank
         adds = [row_add(row, ids[row], range(row * blocks_each, (row + 1) * blocks_each)) for row in rows]
         runner.step(step(adds=adds), take)
         seconds = []
+        num_parts = min(len(rows), execute.pipeline_parallel)
         for i in range(num_steps):
             if num_seqs:
-                message = step([(row, CONTEXT - 1 + i, 1, True) for row in rows])
+                parts = [rows[part::num_parts] for part in range(num_parts)]
+                messages = [step([(row, CONTEXT - 1 + i, 1, True) for row in part]) for part in parts]
             else:
-                message = step([(0, 0, CHUNK, False)], adds, drops=[0])
+                messages = [step([(0, 0, CHUNK, False)], adds, drops=[0])]
             began = time.perf_counter()
-            runner.step(message, take)
+            for message in messages:
+                runner.step(message, take)
             seconds.append(time.perf_counter() - began)
-        waited = runner.barrier_wait_s()
+        waited = runner.barrier_wait_s() + runner.pipeline_wait_s()
         runner.step(step(drops=rows), take)
         pipe.send((seconds, waited))
     runner.close()
@@ -64,15 +73,16 @@ def serve(pipe: Connection, settings: Settings, folder: str, rank: int, num_rank
 class Side:
     """The processes of one side."""
 
-    def __init__(self, settings: Settings, folder: str, num_ranks: int) -> None:
+    def __init__(self, settings: Settings, folder: str) -> None:
         spawn = multiprocessing.get_context("spawn")
-        fd = os.memfd_create("ranks", 0) if num_ranks > 1 else -1
-        place = f"/proc/{os.getpid()}/fd/{fd}"
+        execute = settings.execute
+        files = [f"/proc/{os.getpid()}/fd/{os.memfd_create('ranks', 0)}" for _ in range(execute.pipeline_parallel + 1)]
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
-        for rank in range(num_ranks):
+        for number in range(execute.num_ranks):
             ours, theirs = spawn.Pipe()
-            process = spawn.Process(target=_opened, args=(theirs, settings, folder, rank, num_ranks, place))
+            own = files[number // execute.tensor_parallel]
+            process = spawn.Process(target=_opened, args=(theirs, settings, folder, number, (own, files[-1])))
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
@@ -80,11 +90,11 @@ class Side:
             assert pipe.recv() == "ready"
 
     def run(self, num_seqs: int, num_steps: int) -> list[float]:
-        """Seconds of each step, by rank 0's clock."""
+        """Seconds of each step, by the clock of the last rank, which is in the last stage."""
         for pipe in self._pipes:
             pipe.send((num_seqs, num_steps))
         found: list[list[float]] = [pipe.recv()[0] for pipe in self._pipes]
-        return found[0]
+        return found[-1]
 
     def close(self) -> None:
         for pipe, process in zip(self._pipes, self._processes, strict=True):
@@ -92,16 +102,17 @@ class Side:
             process.join(10)
 
 
-def _opened(pipe: Connection, settings: Settings, folder: str, rank: int, num_ranks: int, place: str) -> None:
-    fd = os.open(place, os.O_RDWR) if num_ranks > 1 else -1
-    serve(pipe, settings, folder, rank, num_ranks, fd)
+def _opened(pipe: Connection, settings: Settings, folder: str, number: int, files: tuple[str, str]) -> None:
+    serve(pipe, settings, folder, number, (os.open(files[0], os.O_RDWR), os.open(files[1], os.O_RDWR)))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=Settings().model)
     parser.add_argument("--quantization", default=Settings().quantization)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--tp", type=int, default=2, help="ranks of each stage")
+    parser.add_argument("--pp", type=int, default=1, help="stages of a pipeline")
+    parser.add_argument("--layers", type=int, nargs="*", default=[], help="of each stage")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--pin", action="store_true", help="give each rank the core of its number")
     args = parser.parse_args()
@@ -109,16 +120,19 @@ def main() -> None:
 
     folder = str(prepare(Settings(model=args.model, quantization=args.quantization)))
 
-    def settings(num_ranks: int) -> Settings:
+    def settings(tensor_parallel: int, pipeline_parallel: int) -> Settings:
+        num_ranks = tensor_parallel * pipeline_parallel
         execute = ExecuteSettings(
-            tensor_parallel=num_ranks,
-            num_threads=args.ranks // num_ranks,
+            tensor_parallel=tensor_parallel,
+            pipeline_parallel=pipeline_parallel,
+            pipeline_layers=tuple(args.layers) if pipeline_parallel > 1 else (),
+            num_threads=args.tp * args.pp // num_ranks,
             kv_cache_bytes=1024**3 // num_ranks,
             cores=tuple(map(str, range(num_ranks))) if args.pin and num_ranks > 1 else (),
         )
         return Settings(execute=execute, schedule=ScheduleSettings(max_num_seqs=32, max_num_batched_tokens=CHUNK))
 
-    sides = [Side(settings(num), folder, num) for num in (1, args.ranks)]
+    sides = [Side(settings(*nums), folder) for nums in ((1, 1), (args.tp, args.pp))]
     ratios: dict[str, list[float]] = {name: [] for name in CASES}
     times: dict[str, list[list[float]]] = {name: [[], []] for name in CASES}
     for number in range(args.rounds + 1):
@@ -132,7 +146,7 @@ def main() -> None:
                 ratios[name].append(found[0] / found[1])
     for side in sides:
         side.close()
-    print(f"{args.model}, {args.quantization}, {args.ranks} ranks, {args.rounds} rounds")
+    print(f"{args.model}, {args.quantization}, --tp {args.tp} --pp {args.pp}, {args.rounds} rounds")
     print("case          one process    ranks    ratio   (least to most)")
     for name in CASES:
         one, several = (median(measured[1:]) * 1e3 for measured in times[name])

@@ -218,10 +218,18 @@ class ExecuteSettings(Frozen, frozen=True):
         int,
         Meta(
             ge=1,
-            le=64,
-            description="Number of groups of ranks, each with a part of the layers. Only 1 is supported.",
+            le=15,
+            description="Number of stages of a pipeline: each has a part of the layers, and tensor_parallel ranks of "
+            "its own. As many steps are computed at once. Results are the same as with 1. Only on a CPU.",
         ),
     ] = 1
+    pipeline_layers: Annotated[
+        tuple[Annotated[int, Meta(ge=1)], ...],
+        Meta(
+            description="Number of layers of each stage of the pipeline, such as [19, 11]. Empty: so that all stages "
+            "read about as many bytes of weights; the last one also reads the head's."
+        ),
+    ] = ()
     cores: Annotated[
         tuple[str, ...],
         Meta(
@@ -240,6 +248,11 @@ class ExecuteSettings(Frozen, frozen=True):
         int,
         Meta(ge=65536, le=MAX_BYTES, description="Shared memory for step results on their way back, in bytes."),
     ] = 4 * 1024**2
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of processes."""
+        return self.tensor_parallel * self.pipeline_parallel
 
 
 class DetokenizeSettings(Frozen, frozen=True):

@@ -29,7 +29,7 @@ from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.stored_matrix import Format
 
-ABI_VERSION = 21
+ABI_VERSION = 22
 """Version of `program.cpp`; raise it with every change of its interface."""
 
 PANEL = 16
@@ -394,6 +394,17 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ranks_set_busy": (None, [c_void_p, c_int]),
     "ranks_waited_s": (c_double, [c_void_p, c_int]),
     "ranks_late": (c_char_p, [c_void_p, POINTER(c_int), POINTER(c_int)]),
+    "board_bytes": (c_size_t, [c_int]),
+    "board_new": (c_void_p, [c_void_p, c_int, c_int, c_int]),
+    "board_delete": (None, [c_void_p]),
+    "board_set_timeout": (None, [c_void_p, c_int]),
+    "board_post": (None, [c_void_p, c_uint64]),
+    "board_wait": (c_uint64, [c_void_p, c_int, c_uint64]),
+    "board_set_busy": (None, [c_void_p, c_int]),
+    "board_layer": (c_int, [c_void_p, c_int]),
+    "board_waited_s": (c_double, [c_void_p]),
+    "program_use_board": (None, [c_void_p, c_void_p]),
+    "program_layer": (None, [c_void_p, c_int]),
     "program_attention_plan": (c_void_p, [c_void_p, c_int, c_int, c_int]),
     "program_attention": (
         None,

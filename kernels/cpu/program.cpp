@@ -21,6 +21,7 @@
 #include "ranks.h"
 #include "sampler.h"
 #include "step.h"
+#include "step_board.h"
 #include "thread_pool.h"
 
 namespace {
@@ -81,6 +82,7 @@ class Program final : public Job {
         scratch_bytes_ = std::max(scratch_bytes_, op->scratch_bytes());
         ops_.push_back(std::move(op));
         step_of_.push_back(using_);
+        layer_of_.push_back(layer);
         return added;
     }
 
@@ -132,6 +134,7 @@ class Program final : public Job {
             const Step& step = step_for(i);
             // Who is late in the last step may read this one's number: its exchange at the next op fails.
             if (op.for_adapters && !*step.num_adapted) continue;
+            if (at && !thread) show(i, number);
             Progress& progress = progress_[i];
             uint64_t all = 0;
             for (int other = 0; other < scratch.threads; other++) {
@@ -195,11 +198,17 @@ class Program final : public Job {
     LoraSite* last_site = nullptr;
     VocabShare vocab;
     int stride = 0;  // of the next matmul's results, if they are part of longer rows
+    int layer = -1;  // of the ops that are added now
+    std::atomic<uint64_t>* at = nullptr;  // where a StepBoard shows the op that is computed, or null
 
     int take_stride(int width) { return stride ? std::exchange(stride, 0) : width; }
 
    private:
     const Step& step_for(size_t op) const { return steps_[step_of_[op]]; }
+
+    void show(size_t op, uint32_t number) const {
+        at->store(uint64_t(layer_of_[op] + 1) << 48 | uint64_t(number) << 16 | uint16_t(op), std::memory_order_relaxed);
+    }
 
     void prefetch_after(size_t op, int thread) const {
         for (size_t i = op + 1; i < std::min(op + 1 + LOOKAHEAD, ops_.size()); i++)
@@ -235,6 +244,7 @@ class Program final : public Job {
     size_t using_ = 0;         // of ops that are added now
     std::vector<std::unique_ptr<Op>> ops_;
     std::vector<size_t> step_of_;  // [ops]
+    std::vector<int> layer_of_;    // [ops]
     std::vector<Progress> progress_;
     std::vector<ShareProgress> shares_;  // [ops][threads]
     std::vector<std::unique_ptr<Aligned>> memory_, kept_;
@@ -249,7 +259,7 @@ class Program final : public Job {
 
 extern "C" {
 
-int abi_version() { return 21; }
+int abi_version() { return 22; }
 
 // Asks the system for what these instructions need. Whether they can be used.
 int prepare() {
@@ -524,6 +534,27 @@ const char* ranks_late(const Ranks* ranks, int* rank, int* layer) {
 void program_barrier(Program* program, Ranks* ranks, const char* what, int layer) {
     program->add<Barrier>(*ranks, what, layer);
 }
+
+// --- stages of a pipeline
+
+size_t board_bytes(int num) { return StepBoard::bytes(num); }
+StepBoard* board_new(uint8_t* memory, int rank, int spins, int timeout_ms) {
+    return new StepBoard(memory, rank, spins, timeout_ms);
+}
+void board_delete(StepBoard* board) { delete board; }
+void board_set_timeout(StepBoard* board, int timeout_ms) { board->set_timeout(timeout_ms); }
+
+// This rank has done so many steps; see step_board.h.
+void board_post(StepBoard* board, uint64_t done) { board->post(done); }
+uint64_t board_wait(StepBoard* board, int rank, uint64_t least) { return board->wait(rank, least); }
+void board_set_busy(StepBoard* board, int is_busy) { board->set_busy(is_busy != 0); }
+int board_layer(const StepBoard* board, int rank) { return board->layer(rank); }
+double board_waited_s(const StepBoard* board) { return board->waited_s(); }
+
+// The program shows on the board which op it computes.
+void program_use_board(Program* program, StepBoard* board) { program->at = board->at(); }
+// The ops that are added from now on are of this layer; -1: of none.
+void program_layer(Program* program, int layer) { program->layer = layer; }
 
 // --- replaying
 

@@ -124,15 +124,12 @@ class Ranks {
 
     const int rank, num;
 
-   private:
     static constexpr int64_t SLICE = 100'000'000;  // nanoseconds of one sleep
 
     static int64_t now() {
         return std::chrono::duration_cast<std::chrono::nanoseconds>(
                    std::chrono::steady_clock::now().time_since_epoch()).count();
     }
-
-    void late(int other, const char* at, int layer) { late_rank = other, late_at = at, late_layer = layer; }
 
     static void relax() {
 #if defined(__x86_64__)
@@ -141,6 +138,9 @@ class Ranks {
         asm volatile("isb");
 #endif
     }
+
+   private:
+    void late(int other, const char* at, int layer) { late_rank = other, late_at = at, late_layer = layer; }
 
     template <class Ready>
     bool wait(Signal& signal, int other, Ready ready) {

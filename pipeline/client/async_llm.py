@@ -77,12 +77,13 @@ class AsyncLLM:
         config: str | os.PathLike[str] | None = None,
         log_path: str | os.PathLike[str] | None = None,
         tensor_parallel: int | None = None,
+        pipeline_parallel: int | None = None,
         caller: str = "AsyncLLM",
         **settings: Any,
     ) -> None:
-        """`tensor_parallel` is the setting `execute.tensor_parallel`. `caller` is the class name in error messages."""
-        if tensor_parallel is not None:
-            settings = with_ranks(settings, tensor_parallel)
+        """`tensor_parallel` and `pipeline_parallel` are settings of `execute`. `caller` is the class name in error
+        messages."""
+        settings = with_ranks(settings, tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel)
         try:
             reconnect_timeout_s = checked_reconnect_timeout(reconnect_timeout_s)
         except (TypeError, ValueError) as error:

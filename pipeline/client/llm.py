@@ -74,6 +74,7 @@ class LLM(PoolingMethods, BeamSearchMethods):
         log_path: str | os.PathLike[str] | None = None,
         progress: bool = True,
         tensor_parallel: int | None = None,
+        pipeline_parallel: int | None = None,
         **settings: Any,
     ) -> None:
         self._llm = AsyncLLM(
@@ -85,6 +86,7 @@ class LLM(PoolingMethods, BeamSearchMethods):
             config=config,
             log_path=log_path,
             tensor_parallel=tensor_parallel,
+            pipeline_parallel=pipeline_parallel,
             caller="LLM",
             **settings,
         )

@@ -221,6 +221,12 @@ def kind_metrics(stats: ServerStats) -> Iterator[Metric]:
         execute,
         lambda c: c.barrier_s,
     )
+    yield counter_by_stage(
+        "pipeline_execute_pipeline_wait_seconds",
+        "Time of steps in which this rank waited for other stages of the pipeline.",
+        execute,
+        lambda c: c.pipeline_wait_s,
+    )
     detokenize = counts_by_stage(stats, DetokenizeCounts)
     yield counter_by_stage("pipeline_detokenize_tokens", "Tokens received.", detokenize, lambda c: c.num_tokens)
     yield counter_by_stage(

@@ -191,7 +191,11 @@ class ExecuteCounts(Part, frozen=True, tag="execute"):
     wait_s: float
     """Time without a step to compute."""
     barrier_s: float = 0.0
-    """Part of `step_s` in which this rank waited for others; 0 without ranks."""
+    """Part of `step_s` in which this rank waited for others of its stage of the pipeline; 0 without ranks."""
+    pipeline_wait_s: float = 0.0
+    """Part of `step_s` in which this rank waited for other stages of the pipeline."""
+    place: str = ""
+    """Of one of several ranks, as `pp0/tp1`: its stage of the pipeline, and its rank in that."""
 
 
 class DetokenizeCounts(Part, frozen=True, tag="detokenize"):

@@ -8,8 +8,8 @@ gateway, ingest and detokenize may have replicas. The kernel assigns a connectio
 request to an ingest, by its id, and schedule assigns a sequence to a detokenize, by its number (`shard`). They remember
 the choice, because the number of replicas may change (`Rescaled`).
 
-execute may have ranks (`execute.tensor_parallel`): all get every step, and execute.0 answers. They live and die
-together.
+execute may have ranks (`execute.tensor_parallel`, `execute.pipeline_parallel`): all get every step, and the first one
+of the last stage of the pipeline answers. They live and die together.
 """
 
 from collections.abc import Collection
@@ -105,7 +105,7 @@ def num_replicas(settings: Settings, name: str) -> int:
         case "detokenize":
             return settings.detokenize.replicas
         case "execute":
-            return settings.execute.tensor_parallel
+            return settings.execute.num_ranks
         case _:
             return 1
 
@@ -194,7 +194,7 @@ def private_segments(settings: Settings, name: str) -> dict[str, int]:
     """Sizes, by name, of the segments that only this stage uses."""
     swap_bytes = settings.execute.swap_bytes
     if name == "execute" and swap_bytes:
-        return {SWAP: swap_bytes * settings.execute.tensor_parallel}
+        return {SWAP: swap_bytes * settings.execute.num_ranks}
     if name == "schedule":
         index_bytes = -(-swap_bytes // SWAP_BYTES_PER_INDEX_BYTE)
         return {KV_INDEX: KV_INDEX_BYTES} | ({OFFLOAD_INDEX: index_bytes} if index_bytes else {})

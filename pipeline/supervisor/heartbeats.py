@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from pipeline.runtime import topology
 from pipeline.runtime.messages import LateStages
 from pipeline.supervisor.process import Child
 from pipeline.supervisor.process_usage import usage_of
@@ -152,13 +153,17 @@ class Heartbeats:
 
     def _check_cpu(self, child: Child, beat: _Beat, now_s: float) -> None:
         beat.checked_s = now_s
-        beat.checked_cpu_s = self._cpu_s(child.pid) if child.stage == "execute" else 0.0
+        beat.checked_cpu_s = self._executor_cpu_s() if child.stage == "execute" else 0.0
 
     def _computes(self, child: Child, beat: _Beat, now_s: float) -> bool:
-        """Whether this is an executor that has used the CPU since the last check."""
+        """Whether this is an executor that has used the CPU since the last check, or one of its ranks: the others may
+        wait for it."""
         if child.stage != "execute":
             return False
-        return self._cpu_s(child.pid) - beat.checked_cpu_s > IDLE_SHARE * (now_s - beat.checked_s)
+        return self._executor_cpu_s() - beat.checked_cpu_s > IDLE_SHARE * (now_s - beat.checked_s)
+
+    def _executor_cpu_s(self) -> float:
+        return sum(self._cpu_s(self._beats[name].pid) for name in topology.among(self._beats, "execute"))
 
     def lost(self, name: str) -> None:
         """A stage has died, and is being restarted: it is late until it is ready."""

@@ -189,7 +189,7 @@ class PlannedRestarts:
     def _runs_once(self) -> bool:
         """Whether the executor can't run twice for a while."""
         execute = self._resources.settings.execute
-        return execute.device == "cuda" or execute.tensor_parallel > 1
+        return execute.device == "cuda" or execute.num_ranks > 1
 
     def _check(self, name: str, plan: _Plan, successor: Child, now_s: float) -> None:
         if plan.take_over_s is not None:  # the process before does nothing any more, so there is no way back

@@ -70,7 +70,8 @@ class Child:
             assert num_written == len(data), "the launch does not fit the pipe"
             fds = [read_fd, launch.death_fd, control.fileno(), *(segment.fd for segment in launch.segments)]
             fds += [fd for ring in launch.rings for fd in (ring.data_fd, ring.position_fd, ring.event_fd)]
-            fds += [fd for fd in (launch.listen_fd, launch.keys_fd, launch.admin_fd, launch.ranks_fd) if fd >= 0]
+            fds += [fd for fd in (launch.listen_fd, launch.keys_fd, launch.admin_fd) if fd >= 0]
+            fds += [fd for fd in (launch.ranks_fd, launch.stages_fd) if fd >= 0]
             fds += launch.black_box.fds if launch.black_box is not None else []
             threads = {key: str(num_threads) for key in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")}
             self._process = subprocess.Popen(

@@ -77,6 +77,7 @@ NEW_SERVER = {
     "execute.swap_bytes": "swap space is reserved at the start",
     "execute.tensor_parallel": "each rank has a part of the KV cache",
     "execute.pipeline_parallel": "each rank has a part of the KV cache",
+    "execute.pipeline_layers": "each rank has a part of the KV cache",
     "speculative.method": "the memory of execute is made for it",
     "speculative.draft": "the model is prepared at the start",
     "speculative.num_speculative_tokens": "the memory of execute is made for it",

@@ -80,8 +80,9 @@ class SharedResources:
         """What each process was launched with, by name and incarnation."""
         self._settings_before: dict[str, Settings] = {}
         """What the process before the newest one of a stage was launched with."""
-        self._ranks_fd = -1
-        """The memory that the ranks of the executor share. They choose its size."""
+        self._rank_fds: list[int] = []
+        """Memory that ranks of the executor share, which choose its size: for each stage of the pipeline that of its
+        ranks, then that of all stages."""
         self._death_read, self._death_write = os.pipe()
 
     @property
@@ -92,7 +93,7 @@ class SharedResources:
         """Begin to reserve swap space, if there is any. A thread does it while the stages start. Raises MemoryError."""
         num_bytes = topology.private_segments(self.settings, "execute").get(topology.SWAP, 0)
         if num_bytes:
-            kv_bytes = kv_bytes_in_ram(self.settings) * self.settings.execute.tensor_parallel if with_model else 0
+            kv_bytes = kv_bytes_in_ram(self.settings) * self.settings.execute.num_ranks if with_model else 0
             self.reservation = segment.Reservation(topology.SWAP, num_bytes, topology.SWAP_KEY, kv_bytes)
             self.segments[topology.SWAP] = m.Segment(topology.SWAP, self.reservation.fd, num_bytes, True)
 
@@ -100,14 +101,18 @@ class SharedResources:
         """Name every stage's inbox, and create the arenas and schedule's indices."""
         for name, size in topology.private_segments(self.settings, "schedule").items():
             self.segments[name] = m.Segment(name, segment.create_sparse(name, size), size, True)
-        if self.settings.execute.tensor_parallel > 1:
-            self._ranks_fd = segment.create_sparse("ranks", 0)
+        if self.settings.execute.num_ranks > 1:
+            self._rank_fds = self._new_rank_fds()
         for row in topology.TOPOLOGY:
             for name in topology.replicas_of(self.settings, row.name):
                 self.incarnations[name] = INCARNATION
                 self.addresses[name] = address_of(self.server, name, INCARNATION)
                 if row.has_arena:
                     self._create_arena(name)
+
+    def _new_rank_fds(self) -> list[int]:
+        num = self.settings.execute.pipeline_parallel + 1
+        return [segment.create_sparse("ranks", 0) for _ in range(num)]
 
     def _create_arena(self, name: str) -> None:
         size = topology.arena_bytes(self.settings, name.partition(".")[0])
@@ -183,10 +188,11 @@ class SharedResources:
         self._suspects_together.pop(name, None)
         self._crashed.discard(name)
         self._settings_before[name] = self._settings_of.get((name, before.incarnation), self.settings)
-        if name == topology.EXECUTE and self._ranks_fd >= 0:
+        if name == topology.EXECUTE and self._rank_fds:
             # The ranks are renewed together, this one last, before any of them starts.
-            os.close(self._ranks_fd)
-            self._ranks_fd = segment.create_sparse("ranks", 0)
+            for fd in self._rank_fds:
+                os.close(fd)
+            self._rank_fds = self._new_rank_fds()
         self.incarnations[name] = self._last_incarnations.get(name, before.incarnation) + 1
         self._last_incarnations[name] = self.incarnations[name]
         self.addresses[name] = address_of(self.server, name, self.incarnations[name])
@@ -280,6 +286,7 @@ class SharedResources:
         name = f"{stage}.{replica}"
         incarnation = self.incarnations.get(name, INCARNATION)
         self._settings_of[name, incarnation] = self.settings
+        has_ranks = stage == "execute" and bool(self._rank_fds)
         return m.Launch(
             stage=stage,
             replica=replica,
@@ -299,7 +306,8 @@ class SharedResources:
             incarnations=self._incarnations_for(name),
             black_box=self.black_boxes.create(name, incarnation),
             adapters=list(self.adapters.values()) if stage in ("gateway", "execute") else [],
-            ranks_fd=self._ranks_fd if stage == "execute" else -1,
+            ranks_fd=self._rank_fds[replica // self.settings.execute.tensor_parallel] if has_ranks else -1,
+            stages_fd=self._rank_fds[-1] if has_ranks else -1,
         )
 
     def _incarnations_for(self, name: str) -> dict[str, int]:
@@ -338,9 +346,10 @@ class SharedResources:
         for fds in self._rings.values():
             for fd in fds:
                 os.close(fd)
-        for fd in (self._keys_fd, self._ranks_fd):
-            if fd >= 0:
-                os.close(fd)
+        for fd in self._rank_fds:
+            os.close(fd)
+        if self._keys_fd >= 0:
+            os.close(self._keys_fd)
         if self._model is not None:
             self._model.close()
         self.black_boxes.close()

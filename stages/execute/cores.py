@@ -14,7 +14,7 @@ def threads_of(settings: Settings) -> int:
         return execute.num_threads
     if execute.cores:
         return min(len(core_list.parse(entry)) for entry in execute.cores)
-    return max(1, len(os.sched_getaffinity(0)) // execute.tensor_parallel)
+    return max(1, len(os.sched_getaffinity(0)) // execute.num_ranks)
 
 
 def use_cores(settings: Settings, rank: int) -> None:

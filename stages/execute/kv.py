@@ -33,11 +33,17 @@ class KVPlan:
     layout: KVLayout
 
 
-def plan_kv(settings: Settings, config: ModelConfig, max_num_tokens: int, draft_bytes: int = 0) -> KVPlan:
+def plan_kv(
+    settings: Settings,
+    config: ModelConfig,
+    max_num_tokens: int,
+    draft_bytes: int = 0,
+    layout: KVLayout | None = None,
+) -> KVPlan:
     """The plan on a CPU, for steps of at most `max_num_tokens` tokens. `draft_bytes` of each block are those of a draft
-    model's cache, which has as many blocks. Raises UserError if the memory is smaller than one block of each KV group,
-    or larger than the free memory."""
-    layout = layout_of(settings, config)
+    model's cache, which has as many blocks. `layout` is by default that of all layers.
+    Raises UserError if the memory is smaller than one block of each KV group, or larger than the free memory."""
+    layout = layout_of(settings, config) if layout is None else layout
     num_bytes = kv_block_bytes(settings.execute, config, layout) + draft_bytes
     kv_bytes = kv_bytes_in_ram(settings)
     num_blocks = kv_bytes // num_bytes

@@ -6,9 +6,15 @@ from pipeline.metrics.stats import ExecuteCounts
 
 
 class ExecuteMetrics:
-    def __init__(self, barrier_wait_s: Callable[[], float] = lambda: 0.0) -> None:
-        """`barrier_wait_s`: how long this rank has waited for others."""
-        self._barrier_wait_s = barrier_wait_s
+    def __init__(
+        self,
+        barrier_wait_s: Callable[[], float] = lambda: 0.0,
+        pipeline_wait_s: Callable[[], float] = lambda: 0.0,
+        place: str = "",
+    ) -> None:
+        """How long this rank has waited for others of its stage of the pipeline, and for other stages; its place."""
+        self._place = place
+        self._barrier_wait_s, self._pipeline_wait_s = barrier_wait_s, pipeline_wait_s
         self._num_steps = 0
         self._num_tokens = 0
         self._step_s = 0.0
@@ -22,5 +28,8 @@ class ExecuteMetrics:
 
     def counts(self, num_rows: int) -> ExecuteCounts:
         return ExecuteCounts(
-            num_rows, self._num_steps, self._num_tokens, self._step_s, self._wait_s, self._barrier_wait_s()
+            *(num_rows, self._num_steps, self._num_tokens, self._step_s, self._wait_s),
+            barrier_s=self._barrier_wait_s(),
+            pipeline_wait_s=self._pipeline_wait_s(),
+            place=self._place,
         )

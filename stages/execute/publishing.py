@@ -24,22 +24,23 @@ class StepTiming(NamedTuple):
 class Publisher:
     """Sends results to the scheduler, updates metrics and writes trace spans."""
 
-    def __init__(self, stage: "Stage[m.ExecuteInbox]", metrics: ExecuteMetrics) -> None:
+    def __init__(self, stage: "Stage[m.ExecuteInbox]", metrics: ExecuteMetrics, *, answers: bool = True) -> None:
+        """Of several ranks, one `answers`."""
         self._stage = stage
+        self._answers = answers
         self._metrics = metrics
 
     def publish(
         self, incarnation: int, step_id: int, sampled: Sampled, times: StepTiming, requests: Sequence[int]
     ) -> None:
-        """Publish a step. `requests` are the requests that start with it. Of several ranks, only the first one sends
-        results."""
-        if not self._stage.replica:
+        """Publish a step. `requests` are the requests that start with it."""
+        if self._answers:
             self._send(incarnation, step_id, sampled, times)
         self._account(step_id, sampled, times, requests)
 
     def _send(self, incarnation: int, step_id: int, sampled: Sampled, times: StepTiming) -> None:
         stage = self._stage
-        compute_s = times.ended_s - times.began_s
+        compute_s = max(0.0, times.ended_s - times.began_s + sampled.elsewhere_s)
         put = partial(stage.arrays.put, readers=(SCHEDULE,))
         result = m.StepResult(
             incarnation=incarnation,

@@ -45,6 +45,8 @@ class Sampled(NamedTuple):
     """Time of the draft model."""
     draft_pass_s: float = 0.0
     """Of one of its passes."""
+    elsewhere_s: float = 0.0
+    """Time in which other stages of a pipeline have computed the step, less that in which this one waited for them."""
 
 
 class Runner(Protocol):

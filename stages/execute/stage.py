@@ -48,10 +48,9 @@ def run(launch: m.Launch) -> None:
         runner, serve = _load(launch, _own_swap(launch, stage.memory(topology.SWAP)))
         quantization = launch.settings.quantization
         weights = quantization if quantization in ("int8", "int4") else runner.weight_formats  # made while loading
-        num_ranks = launch.settings.execute.tensor_parallel
         fields: dict[str, object] = {
             "model": launch.model_dir,
-            **({"rank": f"{launch.rank} of {num_ranks}"} if num_ranks > 1 else {}),
+            **_rank_fields(launch, runner),
             "weights": "+".join(sorted(weights.split("+"))),  # as in /v1/models
             "blocks": runner.facts.num_blocks,
             "kv_dtype": runner.facts.kv_dtype,
@@ -92,21 +91,41 @@ def _facts_of(runner: "Runner", weights: str, before: m.ExecuteFacts | None) -> 
 
 def _refuse_alone(launch: m.Launch) -> None:
     """Raise UserError if this is one of several ranks, and the others can't be there."""
-    num = launch.settings.execute.tensor_parallel
-    if num > 1 and launch.replay is not None:
-        raise UserError(f"{launch.name} is one of {num} ranks (execute.tensor_parallel): it can't be replayed alone")
-    if num > 1 and launch.ranks_fd < 0:
-        raise UserError(f"execute.tensor_parallel is {num}: ranks need processes of their own")
+    execute = launch.settings.execute
+    if execute.num_ranks == 1:
+        return
+    key = "tensor_parallel" if execute.tensor_parallel > 1 else "pipeline_parallel"
+    if launch.replay is not None:
+        raise UserError(
+            f"{launch.name} is one of {execute.num_ranks} ranks (execute.{key}): it can't be replayed alone"
+        )
+    if launch.ranks_fd < 0:
+        raise UserError(f"execute.{key} is {getattr(execute, key)}: ranks need processes of their own")
 
 
-def _place(launch: m.Launch) -> "RankPlace | None":
-    """The place of this process among the ranks, if there are several."""
+def _place(launch: m.Launch) -> "RankPlace":
+    """The place of this process among the ranks."""
     from pipeline.stages.execute.cpu.rank_group import RankPlace
 
     execute = launch.settings.execute
-    if execute.tensor_parallel == 1:
-        return None
-    return RankPlace(launch.rank, execute.tensor_parallel, launch.ranks_fd, execute.barrier_timeout_s)
+    stage, rank = divmod(launch.rank, execute.tensor_parallel)
+    return RankPlace(
+        *(rank, execute.tensor_parallel, launch.ranks_fd, execute.barrier_timeout_s),
+        *(stage, execute.pipeline_parallel, launch.stages_fd),
+    )
+
+
+def _rank_fields(launch: m.Launch, runner: "Runner") -> dict[str, object]:
+    """Of the log line of one of several ranks."""
+    from pipeline.stages.execute.cpu.runner import CpuRunner
+
+    if launch.settings.execute.num_ranks == 1 or not isinstance(runner, CpuRunner):
+        return {}
+    return {
+        "rank": f"{launch.rank} of {launch.settings.execute.num_ranks}",
+        "place": _place(launch),
+        "layers": runner.layers,
+    }
 
 
 def _own_swap(launch: m.Launch, swap: memoryview | None) -> memoryview | None:
@@ -178,9 +197,12 @@ def _serve(stage: Stage[m.ExecuteInbox], runner: "CpuRunner") -> None:
     from pipeline.stages.execute.publishing import Publisher, StepTiming
 
     idle_since = stage.replay_context.monotonic()
-    metrics = ExecuteMetrics(runner.barrier_wait_s)
+    place = _place(stage.launch)
+    answers = place.answers
+    shown = str(place) if stage.settings.execute.num_ranks > 1 else ""
+    metrics = ExecuteMetrics(runner.barrier_wait_s, runner.pipeline_wait_s, shown)
     stage.control_requests.own_counts = lambda: metrics.counts(runner.rows.num_live)
-    publisher, schedule = Publisher(stage, metrics), stage.outbox("schedule")
+    publisher, schedule = Publisher(stage, metrics, answers=answers), stage.outbox("schedule")
     while True:
         for message in stage.inbox.wait_all(IDLE_S):
             match message:
@@ -190,7 +212,7 @@ def _serve(stage: Stage[m.ExecuteInbox], runner: "CpuRunner") -> None:
                         sampled = runner.step(message, stage.arrays.take, stage.replay_context.monotonic)
                     except StepAbandonedError:
                         continue  # `PeerRestarted` follows
-                    if not stage.replica:
+                    if answers:
                         schedule.wake()  # it wakes while the result is packed
                     ended = stage.replay_context.monotonic()
                     times = StepTiming(began, ended, began - idle_since)

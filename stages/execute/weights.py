@@ -127,6 +127,37 @@ class Weights:
         """Whether any matrix is stored in a quantized format."""
         return any(file.entries[name].dtype == BLOCK_DTYPE for name, file in self._files.items())
 
+    @property
+    def formats(self) -> list[str]:
+        """Formats of all matrices, loaded or not."""
+        found: dict[str, None] = {}
+        for name, file in self._files.items():
+            entry = file.entries[name]
+            if entry.dtype == BLOCK_DTYPE:
+                found[file.metadata.get(format_key(name), "")] = None
+            elif len(entry.shape) > 1:
+                found[self._float_format] = None
+        return list(found)
+
+    def layer_bytes(self, num_layers: int) -> list[int]:
+        """Bytes of each layer's tensors: those with its number in their names."""
+        sizes = [0] * num_layers
+        for name in self._files:
+            numbers = [int(part) for part in name.split(".") if part.isdecimal()]
+            if numbers and numbers[0] < num_layers:
+                sizes[numbers[0]] += self._num_bytes(name)
+        return sizes
+
+    def head_bytes(self, config: ModelConfig) -> int:
+        """Bytes of the LM head, which may be the embedding."""
+        head = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
+        name = self._layout.find(head)[0]
+        return self._num_bytes(name) if name in self._files else 0
+
+    def _num_bytes(self, name: str) -> int:
+        begin, end = self._files[name].entries[name].data_offsets
+        return end - begin
+
     def matrix(self, name: str, rows: int, columns: int) -> "StoredMatrix | Matrix":
         """A matrix of the model, by Llama's name. Raises UserError if it is missing, or has another shape or an unknown
         format."""

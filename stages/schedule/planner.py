@@ -60,7 +60,10 @@ class Planner:
         self._has_windows = bool(kv_cache_manager.windows.by_window)
         self._run: DecodeRun | None = None
         """Of the last plan, if it can be repeated."""
-        self._may_repeat = kv_cache_manager.windows.is_plain and not kv_cache_manager.offload.is_on
+        self._num_stages = config.num_stages
+        self._may_repeat = (
+            kv_cache_manager.windows.is_plain and not kv_cache_manager.offload.is_on and self._num_stages == 1
+        )
         """Whether steps without new blocks need nothing else than positions."""
 
     def repeat(self) -> m.Step | None:
@@ -92,9 +95,10 @@ class Planner:
             need *= rows.num_drafts[order] == 0
         if rows.num_beams:  # a search chooses their next ids
             need *= ~(rows.is_beam[order] & (rows.promised[order] > 0))
+        max_decodes = self._divide_among_stages(order, need) if self._num_stages > 1 else len(order)
         renewed = [(row, rows.block_ends[:, row].tolist()) for row in self._in_flight.renewed_rows]
         learns = self._builder.learns(has_chunks=False) or self._speculation.is_on
-        budget, counts, deferred = self._grants.grant(order, planned, need, total, learns=learns)
+        budget, counts, deferred = self._grants.grant(order, planned, need, total, max_decodes, learns=learns)
         has_preempted = self._preempt_for_priority(budget, order, total)
         wanted = planned + counts
         if len(deferred) and self._has_windows:  # they are granted tokens below, and must find some blocks
@@ -121,6 +125,16 @@ class Planner:
         if running is order and len(entries) == 1:
             self._run = self._new_run(entries[0])
         return self._builder.build(entries, appended, adds, budget.shape, drafts)
+
+    def _divide_among_stages(self, order: Int64s, need: Int64s) -> int:
+        """Leave out rows whose last id the first stage of the executor's pipeline will not have: it learns the ids of a
+        step when it begins the one that is as many later as there are stages. Returns how many rows may decode, so that
+        each of these steps has about as many. Prompts need no ids, so each step may have a chunk of them."""
+        rows = self._rows
+        num_decoding = int(np.count_nonzero(need == 1))
+        last_known = self._in_flight.last_step_id + 1 - self._num_stages
+        need *= (rows.promised[order] == 0) | (rows.sampled_by[order] <= last_known)
+        return -(-num_decoding // self._num_stages)
 
     def _new_run(self, planned: StepEntries) -> DecodeRun | None:
         """The run that a step begins, if all running rows decode and none has outputs besides its ids."""
@@ -166,6 +180,8 @@ class Planner:
         samples: Bools = ends == total
         rows.planned[running] = ends
         rows.promised[running] += samples
+        if self._num_stages > 1:
+            rows.sampled_by[running[samples]] = self._in_flight.last_step_id + 1
         if self._registers:
             self._kv_cache_manager.register(running)
         return StepEntries(running, planned, counts, samples)

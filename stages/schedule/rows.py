@@ -31,6 +31,8 @@ class RowTracker:
         """`planned` before the current plan: the positions that the plan's copies may read."""
         self.promised: Int64s = np.zeros(max_num_seqs, np.int64)
         """Ids that steps in flight will sample."""
+        self.sampled_by: Int64s = np.zeros(max_num_seqs, np.int64)
+        """The last step that samples an id for the row; stale before its first one."""
         self.num_drafts: Int64s = np.zeros(max_num_seqs, np.int64)
         """Ids that the executor may propose in the step in flight. While there are any, the row is in no other step:
         only the result says how many positions are computed."""

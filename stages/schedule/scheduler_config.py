@@ -51,6 +51,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     max_num_top: int = 0
     """The most top logprobs of a record; 0 if any number is possible."""
 
+    num_stages: int = 1
+    """Stages of the executor's pipeline, each of which computes another step."""
     max_loras: int = 0
     """LoRA adapters of running sequences at most; 0 if adapters are off."""
 
@@ -66,6 +68,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
         facts: ExecuteFacts,
         speculative: SpeculativeSettings = SpeculativeSettings(),  # noqa: B008
         max_loras: int = 0,
+        num_stages: int = 1,
     ) -> "SchedulerConfig":
         """From the settings and the executor's facts."""
         return cls(
@@ -91,4 +94,5 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
             eos_ids=tuple(facts.eos_ids),
             max_num_top=facts.max_num_top,
             max_loras=max_loras,
+            num_stages=num_stages,
         )

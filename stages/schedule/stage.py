@@ -122,7 +122,9 @@ class ScheduleStage:
         """Replicas of detokenize that were removed, and whose sequences others have."""
         max_loras = stage.settings.lora.max_loras if stage.settings.lora.is_on else 0
         self._scheduler = Scheduler(
-            SchedulerConfig.of(settings, facts, stage.settings.speculative, max_loras),
+            SchedulerConfig.of(
+                settings, facts, stage.settings.speculative, max_loras, stage.settings.execute.pipeline_parallel
+            ),
             incarnation=stage.launch.incarnation,
             put_for=lambda reader: partial(
                 stage.arrays.put, readers=ranks if reader == topology.EXECUTE else (reader,)

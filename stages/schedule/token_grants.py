@@ -43,16 +43,17 @@ class TokenGrants:
         self._cost_model = cost_model
 
     def grant(
-        self, order: Int64s, planned: Int64s, need: Int64s, total: Int64s, *, learns: bool
+        self, order: Int64s, planned: Int64s, need: Int64s, total: Int64s, max_decodes: int, *, learns: bool
     ) -> tuple[StepBudget, Int64s, Int64s]:
-        """Divide a step's budget among rows that lack `need` of `total` ids. Returns what is left of it, the number of
-        tokens that each row computes, and the deferred rows. `learns` says whether the cost model learns from a step
-        without chunks."""
+        """Divide a step's budget among rows that lack `need` of `total` ids, of which `max_decodes` may decode. Returns
+        what is left of it, the number of tokens that each row computes, and the deferred rows. `learns` says whether
+        the cost model learns from a step without chunks."""
         prompts = deferred = NO_ROWS
-        if len(need) <= self._max_num_batched_tokens and np.count_nonzero(need == 1) == len(need):
+        max_decodes = min(max_decodes, self._max_num_batched_tokens)
+        if len(need) <= max_decodes and np.count_nonzero(need == 1) == len(need):
             counts, num_decodes = need, len(need)  # nearly every step
         else:
-            counts = grant_decodes(need, self._max_num_batched_tokens)
+            counts = grant_decodes(need, max_decodes)
             num_decodes = int(counts.sum())
             prompts = (need > 1).nonzero()[0]
             is_deferred = self._is_deferred(order[prompts])

@@ -192,8 +192,8 @@ def test_config_check_reports_every_error(tmp_path: Path, capsys: pytest.Capture
         (["profile", "execute", "--max-model-len", "9"], "did you mean --set max_model_len=N?"),
         (["serve", "--seed", "1"], "--seed of vLLM is not supported: set `seed` in each request"),
         (
-            ["serve", "--pipeline_parallel_size=2"],
-            "--pipeline-parallel-size of vLLM is not supported: layers can't be divided",
+            ["serve", "--data_parallel_size=2"],
+            "--data-parallel-size of vLLM is not supported: leave it out, and start several servers",
         ),
         (["serve", "--trust-remote-code"], "leave it out: no code of a checkpoint is ever run (see pipeline serve"),
         (["serve", "--dtype", "half"], "argument --dtype: half is not supported: use bfloat16 or float32"),
@@ -266,6 +266,8 @@ VLLM_OPTIONS = {
     "--swap-space=0.5": ("execute.swap_bytes", 2**29),
     "--tensor-parallel-size=2": ("execute.tensor_parallel", 2),
     "--tp=3": ("execute.tensor_parallel", 3),
+    "--pipeline-parallel-size=2": ("execute.pipeline_parallel", 2),
+    "--pp=3": ("execute.pipeline_parallel", 3),
     "--tool-call-parser=llama3_json": ("chat.tool_call_parser", "llama3"),
     "--uvicorn-log-level=warning": ("log_level", "warning"),
 }

@@ -26,6 +26,13 @@ def test_steps_in_flight_default_to_the_device_s_value() -> None:
         )
 
 
+def test_a_pipeline_has_a_step_for_each_stage() -> None:
+    three = "execute.pipeline_parallel=3"
+    for depth in (0, '"auto"', 3):
+        assert max_steps_in_flight(load(sets=[three, f"schedule.max_steps_in_flight={depth}"])) == 3
+    assert max_steps_in_flight(load(sets=[three, "schedule.max_steps_in_flight=4"])) == 4
+
+
 def test_kv_memory_of_a_gpu_takes_no_host_memory() -> None:
     assert kv_bytes_in_ram(load()) == CPU_KV_BYTES
     assert kv_bytes_in_ram(load(sets=["execute.kv_cache_bytes=1GiB"])) == 2**30

@@ -137,7 +137,12 @@ EFFECTS = {
     ),
     "execute.swap_bytes": "tests/supervisor/test_supervisor.py::test_swap_space_belongs_to_the_executor_and_is_freed",
     "execute.tensor_parallel": f"{RANKS}::test_two_ranks_return_what_one_process_returns",
-    "execute.pipeline_parallel": "tests/config/test_rules.py::test_what_ranks_cannot_do_is_refused",
+    "execute.pipeline_parallel": (
+        "tests/stages/execute/test_pipeline_scheduled.py::test_texts_and_records_are_those_of_one_process"
+    ),
+    "execute.pipeline_layers": (
+        "tests/stages/execute/test_pipeline_scheduled.py::test_texts_and_records_are_those_of_one_process"
+    ),
     "execute.cores": "tests/stages/execute/test_cores.py::test_each_rank_runs_on_its_cores",
     "execute.barrier_timeout_s": f"{RANKS}::test_a_rank_that_stands_still_is_named_and_all_ranks_are_replaced",
     "execute.num_threads": f"{BACKEND}::test_threads_end_with_the_program_and_closing_twice_is_harmless",

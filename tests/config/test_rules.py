@@ -31,7 +31,26 @@ def test_speculative_decoding_is_off_by_default() -> None:
 @pytest.mark.parametrize(
     ("sets", "message"),
     [
-        (["execute.pipeline_parallel=2"], r"execute\.pipeline_parallel: pipeline parallelism is not supported yet"),
+        (
+            ["execute.pipeline_parallel=2", "execute.device=cuda"],
+            r"pipeline_parallel: is 2, but execute\.device is 'cu",
+        ),
+        (
+            ["execute.pipeline_parallel=2", "speculative.method=ngram"],
+            r"pipeline_parallel: is 2, but speculative\.meth",
+        ),
+        (
+            ["execute.pipeline_parallel=2", "execute.pipeline_layers=[10, 10, 10]"],
+            r"pipeline_layers: needs a number for each stage, and execute\.pipeline_parallel is 2: got 3",
+        ),
+        (
+            ["execute.pipeline_parallel=3", "schedule.max_steps_in_flight=2"],
+            r"max_steps_in_flight: is 2, but execute\.pipeline_parallel is 3, and each stage needs a step: choose 0",
+        ),
+        (
+            ["execute.pipeline_parallel=2", "execute.tensor_parallel=2", 'execute.cores=["0", "1"]'],
+            r"execute\.cores: needs an entry for each rank.*got 2",
+        ),
         (["execute.tensor_parallel=2", "execute.device=cuda"], r"tensor_parallel: is 2, but execute\.device is 'cuda'"),
         (["execute.tensor_parallel=2", "execute.kernels=torch"], r"tensor_parallel: is 2, but execute\.kernels is"),
         (["execute.tensor_parallel=2", "execute.dtype=float32"], r"tensor_parallel: is 2, but execute\.dtype is"),

@@ -286,7 +286,11 @@ def test_a_server_without_counts_can_be_scraped() -> None:
 
 
 def test_each_rank_reports_how_long_it_waits_for_others() -> None:
-    ranks = [stage(f"execute.{rank}", ExecuteCounts(1, 9, 90, 1.5, 0.5, barrier_s=0.25 * rank)) for rank in range(2)]
+    ranks = [
+        stage(f"execute.{rank}", ExecuteCounts(1, 9, 90, 1.5, 0.5, barrier_s=0.25 * rank, pipeline_wait_s=rank / 8))
+        for rank in range(2)
+    ]
     samples = read(server(*ranks))
     for rank in range(2):
         assert value(samples, "pipeline_execute_barrier_seconds_total", stage=f"execute.{rank}") == 0.25 * rank
+        assert value(samples, "pipeline_execute_pipeline_wait_seconds_total", stage=f"execute.{rank}") == rank / 8

@@ -209,6 +209,21 @@ def test_an_executor_that_computes_is_late_only_after_ten_times_as_long(world: W
     assert not world.beats.is_computing(execute)
 
 
+def test_a_rank_that_waits_for_one_that_computes_is_not_late(world: World) -> None:
+    world.children = [FakeChild("execute.0"), FakeChild("execute.1")]
+    world.children[1].pid = world.children[0].pid + 1
+    world.beats._cpu_s = lambda pid: world.cpu_s if pid == world.children[0].pid else 0.0
+    world.turn()
+    world.turn(HEARTBEAT_S)
+    for _ in range(3):
+        world.cpu_s += TIMEOUT_S
+        assert world.beats.is_computing(world.children[1])
+        world.turn(TIMEOUT_S)
+    assert world.reports == []
+    world.turn(TIMEOUT_S)
+    assert set(world.reports[-1]) == {"execute.0", "execute.1"}
+
+
 def test_an_executor_that_stops_computing_without_an_answer_is_late(world: World) -> None:
     world.turn()
     world.turn(HEARTBEAT_S)

@@ -47,6 +47,8 @@ AS_SETTINGS = {
     "--ssl-ca-certs": "gateway.ssl_ca_certs=FILE",
     "--ssl-certfile": "gateway.ssl_certfile=FILE",
     "--ssl-keyfile": "gateway.ssl_keyfile=FILE",
+    "--pipeline-parallel-size": "execute.pipeline_parallel=N",
+    "--pp": "execute.pipeline_parallel=N",
     "--swap-space": "execute.swap_bytes=BYTES",
     "--tensor-parallel-size": "execute.tensor_parallel=N",
     "--tool-call-parser": "chat.tool_call_parser=NAME",
@@ -66,7 +68,6 @@ class Refused(NamedTuple):
 
 
 _ONE_DEVICE = "leave it out, and start several servers for more throughput"
-_NO_PIPELINE = "layers can't be divided among processes; leave it out, or use --tensor-parallel-size"
 _NO_REQUEST_LOG = "leave it out: requests are only logged with --set log_level=debug"
 _CHUNKED = "prompts are always computed in chunks of at most --max-num-batched-tokens; leave it out"
 REFUSED = {
@@ -88,8 +89,6 @@ REFUSED = {
     "--no-enable-chunked-prefill": Refused(_CHUNKED),
     "--no-enable-log-requests": Refused(_NO_REQUEST_LOG),
     "--override-generation-config": Refused("set the sampling parameters in each request"),
-    "--pipeline-parallel-size": Refused(_NO_PIPELINE, ("1",)),
-    "--pp": Refused(_NO_PIPELINE, ("1",)),
     "--revision": Refused("write it behind the model: ORG/NAME@REVISION"),
     "--root-path": Refused("let the proxy remove the prefix from the path"),
     "--seed": Refused("set `seed` in each request: a request without one gets a random seed", ("0",)),

@@ -190,7 +190,8 @@ def _work_of(stage: StageStats, num_running: int | None) -> str:
             return f"{own.num_running} running"
         case ExecuteCounts() as own:
             num_rows = own.num_rows if num_running is None else min(own.num_rows, num_running)
-            return "1 row" if num_rows == 1 else f"{num_rows} rows"
+            rows = "1 row" if num_rows == 1 else f"{num_rows} rows"
+            return f"{own.place} {rows}" if own.place else rows
         case DetokenizeCounts() as own:
             return f"{own.num_sequences} live"
         case None:

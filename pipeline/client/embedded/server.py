@@ -58,16 +58,17 @@ def settings_of(caller: str, config: str | os.PathLike[str] | None, given: Mappi
         raise UserError(str(error)) from error
 
 
-def with_ranks(given: Mapping[str, Any], tensor_parallel: int) -> dict[str, Any]:
-    """Settings with this number of ranks. Raises UserError if they name another one."""
+def with_ranks(given: Mapping[str, Any], **nums: int | None) -> dict[str, Any]:
+    """Settings with `tensor_parallel` and `pipeline_parallel`, unless they are None. Raises UserError if the settings
+    name other numbers."""
     execute = given.get("execute", {})
-    if not isinstance(execute, Mapping):
-        return dict(given)  # loading these settings will fail with an error
-    if execute.get("tensor_parallel", tensor_parallel) != tensor_parallel:
-        raise UserError(
-            f"tensor_parallel: is {tensor_parallel}, but execute.tensor_parallel is {execute['tensor_parallel']}"
-        )
-    return {**given, "execute": {**execute, "tensor_parallel": tensor_parallel}}
+    chosen = {key: num for key, num in nums.items() if num is not None}
+    if not (chosen and isinstance(execute, Mapping)):
+        return dict(given)  # loading settings of another form will fail with an error
+    for key, num in chosen.items():
+        if execute.get(key, num) != num:
+            raise UserError(f"{key}: is {num}, but execute.{key} is {execute[key]}")
+    return {**given, "execute": {**execute, **chosen}}
 
 
 def embedded_address(given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

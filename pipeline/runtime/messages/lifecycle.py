@@ -123,7 +123,9 @@ class Launch(msgspec.Struct, array_like=True, frozen=True):
     adapters: list[Adapter] = []
     """For a gateway or an executor that joins or replaces another one; the first ones get `Adapters`."""
     ranks_fd: int = -1
-    """For an executor of several ranks: the memory that they share, empty at first."""
+    """For an executor of several ranks: the memory that those of its stage of the pipeline share, empty at first."""
+    stages_fd: int = -1
+    """The same for the ranks of all stages."""
 
     @property
     def name(self) -> str:

@@ -17,10 +17,12 @@ from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.adapters import LoraPlan
 from pipeline.stages.execute.cpu.native_program import NativeProgram, unsupported
 from pipeline.stages.execute.cpu.panel_file import PanelPlace
+from pipeline.stages.execute.cpu.pipeline_link import PipelineLink
 from pipeline.stages.execute.cpu.program import Program, SwapArray
 from pipeline.stages.execute.cpu.rank_group import RankGroup, RankPlace
 from pipeline.stages.execute.cpu.share import share_of, unevenness
 from pipeline.stages.execute.kv import KVPlan
+from pipeline.stages.execute.layer_split import Part
 
 Library = tuple[Isa, CDLL]
 """An instruction set, and the native library for it."""
@@ -50,9 +52,12 @@ def make_program(
     panels: PanelPlace | None = None,
     lora: LoraPlan | None = None,
     ranks: RankGroup | None = None,
+    part: Part | None = None,
+    link: PipelineLink | None = None,
 ) -> Program:
     """An empty program of the native library, or of torch if that is None. The library keeps packed matrices in
-    `panels`. Without `lora`, no adapters can be loaded. With `ranks`, it is the program of a rank."""
+    `panels`. Without `lora`, no adapters can be loaded. With `ranks`, it is the program of a rank. With a `part`, it
+    has only these layers, and with a `link` to other stages, it shows there how far it is."""
     if library is None:
         # Imported here: the CPU library needs no torch, whose import takes most of a start.
         import torch
@@ -77,7 +82,22 @@ def make_program(
         panels,
         lora,
         ranks,
+        part,
+        link,
     )
+
+
+def link(library: Library | None, place: RankPlace, inputs: StepInputs, config: ModelConfig) -> PipelineLink | None:
+    """The memory that the stages of a pipeline share; None if there is one stage. Raises UserError if the model needs
+    torch."""
+    if place.num_stages == 1:
+        return None
+    if library is None:
+        raise UserError(
+            f"execute.pipeline_parallel: {place.num_stages} stages need the CPU library, but torch computes this "
+            "model here"
+        )
+    return PipelineLink(library[1], place, inputs.max_num_tokens, config.hidden_size, inputs.max_num_rows)
 
 
 def join(library: Library | None, settings: Settings, config: ModelConfig, place: RankPlace) -> RankGroup:
@@ -89,7 +109,7 @@ def join(library: Library | None, settings: Settings, config: ModelConfig, place
             f"execute.kv_dtype: 'int8' is possible with at most as many ranks as KV heads, {config.num_kv_heads}; "
             f"execute.tensor_parallel is {place.num_ranks}"
         )
-    if place.rank == 0 and (warning := unevenness(config, place.num_ranks)):
+    if place.number == 0 and (warning := unevenness(config, place.num_ranks)):
         logging.getLogger("pipeline").warning("%s", warning)
     if library is None:
         raise UserError(

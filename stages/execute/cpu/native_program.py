@@ -31,6 +31,7 @@ from pipeline.stages.execute.cpu.native_memory import (
 )
 from pipeline.stages.execute.cpu.native_ranks import RankMemory
 from pipeline.stages.execute.cpu.panel_file import PanelPlace, PanelStore
+from pipeline.stages.execute.cpu.pipeline_link import PipelineLink
 from pipeline.stages.execute.cpu.program import (
     AnyMatrix,
     AttentionWeights,
@@ -50,6 +51,7 @@ from pipeline.stages.execute.cpu.rank_group import RankGroup
 from pipeline.stages.execute.cpu.share import share_of
 from pipeline.stages.execute.key_center import allows_center, key_center
 from pipeline.stages.execute.kv import KVPlan
+from pipeline.stages.execute.layer_split import Part
 from pipeline.stages.execute.models.features import NATIVE, missing
 from pipeline.stages.execute.rope import rope_table, rotations
 
@@ -92,9 +94,12 @@ class NativeProgram(Program):
         panels: PanelPlace | None = None,
         lora: LoraPlan | None = None,
         ranks: RankGroup | None = None,
+        part: Part | None = None,
+        link: PipelineLink | None = None,
     ) -> None:
         """`activations` is the precision of activations for 4-bit weights. With `panels`, packed matrices of files are
-        kept there. With `ranks`, the program computes a rank's share, and meets the others at barriers."""
+        kept there. With `ranks`, the program computes a rank's share, and meets the others at barriers. With a `link`,
+        it is a stage of a pipeline, which computes a `part` of the layers: `kv` is theirs."""
         assert unsupported(config) is None
         self.isa = isa
         self.name = f"cpu, {isa}"
@@ -117,7 +122,10 @@ class NativeProgram(Program):
         self._ticket = native.MaskTicket(None, 0, 0)
         self._handle = library.program_new(self._thread_pool.handle, ctypes.byref(self._step_arrays()))
         self._share = share = share_of(config) if ranks is None else ranks.share
-        self._ranks = ranks
+        self._ranks, self._link = ranks, link
+        self._part = Part(range(config.num_layers)) if part is None else part
+        if link is not None:
+            link.use(self._handle)
         gathered = self._gathered = RankMemory(library, self._memory, ranks)
         max_num_tokens = inputs.max_num_tokens
         width = config.num_heads * config.head_dim
@@ -129,7 +137,7 @@ class NativeProgram(Program):
         inner = max(config.inner_sizes, default=0)
         self._gated = gathered.rows(max_num_tokens, inner)
         self._wide = gathered.floats(max_num_tokens, -(-max(width, inner) // PAIR) * PAIR)
-        self._logits = gathered.floats(inputs.max_num_samples, config.vocab_size)
+        self._logits = gathered.floats(inputs.max_num_samples if self._part.is_last else 0, config.vocab_size)
         gathered.use(self._handle, num_threads, inputs.max_num_samples)
         self._branch = gathered.floats(max_num_tokens, config.hidden_size) if config.post_norms else 0
         all_heads = config.num_heads + 2 * config.num_kv_heads
@@ -163,6 +171,8 @@ class NativeProgram(Program):
 
     def embed(self, embedding: Embedding | None) -> None:
         if embedding is None:
+            # Rank 0 may still copy the hidden states of the stage before.
+            self._barrier("hidden states")
             return
         config, library, table = self._config, self._library, embedding.table
         self._table = table, self._memory.pack((table,), rows_of(self._share.vocab))
@@ -187,7 +197,7 @@ class NativeProgram(Program):
     def experts(self, weights: ExpertsWeights) -> None:
         assert self._experts is not None
         self._add_norms(weights.norm, inputs_of(weights))
-        layer = self._num_layers - 1
+        layer = self._layer
         if weights.post_norm is None:
             self._experts.record(self._handle, weights, self._residual, layer, adds=True)
             return
@@ -208,6 +218,7 @@ class NativeProgram(Program):
 
     def sample(self, head: Head) -> None:
         config, norm = self._config, head.norm
+        self._library.program_layer(self._handle, -1)
         if norm is not None:
             bias = None if norm.bias is None else np.asarray(norm.bias, np.float32)
             self.last_norm = Norm(np.asarray(norm.weight, np.float32), bias)
@@ -248,11 +259,24 @@ class NativeProgram(Program):
     def finish_loading(self) -> None:
         if self._calibrated:
             sizes = self._config.vocab_size, self._max_model_len, self._num_blocks
-            calibrate_keys(self._calibrated, self._inputs, self.run, *sizes)
+            run = self.run if self._link is None else partial(self._run_while_loading, self._link)
+            calibrate_keys(self._calibrated, self._inputs, run, *sizes)
         if self._panels is not None:
             self._panels.save(self._memory.kept)
-        if self._ranks is not None:
-            self._ranks.set_loading(False)
+        for group in (self._ranks, self._link):
+            if group is not None:
+                group.finish_loading()
+
+    def _run_while_loading(self, link: PipelineLink) -> None:
+        """Run the program over the hidden states of the stage before, and give the next one its own."""
+        link.begin(0, 0)
+        is_first_rank = self._share.rank == 0
+        if not self._part.is_first:
+            link.receive(self.residual(), copies=is_first_rank)
+        self.run()
+        if not self._part.is_last and is_first_rank:
+            link.send(self.residual(), 0.0)
+        link.end()
 
     def run(self) -> IntArray:
         inputs = self._inputs
@@ -347,6 +371,7 @@ class NativeProgram(Program):
         """Record attention after its norm, whose results are at `place`."""
         config, library = self._config, self._library
         group, kv_place = self._places[self._num_layers]
+        self._library.program_layer(self._handle, self._part.layers.start + self._num_layers)
         kv = ctypes.byref(self._layer_kv(weights, group, kv_place))
         self._num_layers += 1
         inputs = self._inputs
@@ -530,9 +555,14 @@ class NativeProgram(Program):
             return native.NativeRows(rows.data + first * self._library.act_bytes(), rows.stride), False
         return native.NativeRows(self._wide + first * 4, width * 4), True
 
+    @property
+    def _layer(self) -> int:
+        """The layer that was recorded last, or -1."""
+        return self._part.layers.start + self._num_layers - 1 if self._num_layers else -1
+
     def _barrier(self, what: str) -> None:
         """Record that all ranks have computed what was recorded before; `what` names the last of it."""
-        self._gathered.barrier(self._handle, what, self._num_layers - 1)
+        self._gathered.barrier(self._handle, what, self._layer)
 
     def _add_branch(self, post_norm: Norm, what: str) -> None:
         """residual += post_norm(branch) * residual_multiplier"""

@@ -31,6 +31,7 @@ import numpy as np
 from pipeline.kernels.cpu import native
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.runtime.model_folder import PANELS
+from pipeline.stages.execute.cpu.rank_group import RankPlace
 from pipeline.stages.execute.weights import TensorFile
 
 MIN_BYTES = 64 * 1024**2
@@ -76,9 +77,14 @@ class PanelPlace:
             return None
         return cls(folder / PANELS, "|".join(file.fingerprint() for file in files))
 
-    def of_rank(self, rank: int, num_ranks: int) -> "PanelPlace":
+    def of_rank(self, place: RankPlace) -> "PanelPlace":
         """The place for the part of one of several ranks."""
-        return PanelPlace(self.path.with_name(f"{PANELS}.{rank}of{num_ranks}"), self.weights)
+        name = PANELS
+        if place.num_stages > 1:
+            name += f".pp{place.stage}of{place.num_stages}"
+        if place.num_ranks > 1:
+            name += f".{place.rank}of{place.num_ranks}"
+        return PanelPlace(self.path.with_name(name), self.weights)
 
 
 def key_of(packed: native.PackedMatrix, names: Sequence[str], order: IntArray) -> str | None:

@@ -53,12 +53,44 @@ class Outcome(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """A rank's place in its group, and the descriptor of the memory that the group shares, empty at first."""
+    """A rank's place in the group that computes a stage of the pipeline, and that stage's place."""
 
     rank: int
     num_ranks: int
+    """Of one stage."""
     fd: int
+    """Memory that the group shares, empty at first; not used by a group of one."""
     timeout_s: float
+    stage: int = 0
+    num_stages: int = 1
+    link_fd: int = -1
+    """Memory that all stages share, empty at first."""
+
+    @property
+    def number(self) -> int:
+        """N in the name `execute.N`."""
+        return self.first_of(self.stage) + self.rank
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.stage == self.num_stages - 1
+
+    @property
+    def answers(self) -> bool:
+        """Whether it samples, and sends the results."""
+        return self.is_last_stage and self.rank == 0
+
+    def first_of(self, stage: int) -> int:
+        """The number of rank 0 of a stage."""
+        return stage * self.num_ranks
+
+    def __str__(self) -> str:
+        """For logs, as `pp0/tp1`."""
+        return f"pp{self.stage}/tp{self.rank}"
+
+
+ALONE = RankPlace(0, 1, -1, 0.0)
+"""Of a process that computes the whole model."""
 
 
 class RankGroup:
@@ -72,7 +104,7 @@ class RankGroup:
         self._kept: list[Any] = []
         header = self.allocate(library.ranks_bytes(place.num_ranks))
         self.handle = library.ranks_new(header.ctypes.data, place.rank, place.num_ranks, native.SPINS, 0)
-        self.set_loading(True)
+        self._set_timeout(LOAD_TIMEOUT_S)
         self.ids: IntArray | None = None
         """The ids that a step sampled, in shared memory."""
         self._incarnation = self._num_steps = self._step_id = 0
@@ -104,9 +136,14 @@ class RankGroup:
         self.ids = ids
         return ids
 
-    def set_loading(self, is_loading: bool) -> None:
-        """Choose the deadline of barriers: a longer one while the model is loaded."""
-        seconds = LOAD_TIMEOUT_S if is_loading else self.place.timeout_s
+    def finish_loading(self) -> None:
+        """Wait until all ranks have loaded their weights: steps may come as soon as one of them has. From then on,
+        barriers have the deadline of the settings. Raises RankLateError."""
+        if self._library.ranks_begin(self.handle, 1) == Begun.LATE:
+            raise self.late_error()
+        self._set_timeout(self.place.timeout_s)
+
+    def _set_timeout(self, seconds: float) -> None:
         self._library.ranks_set_timeout(self.handle, int(seconds * 1000))
 
     def announce(self, incarnation: int) -> None:
@@ -151,8 +188,9 @@ class RankGroup:
         rank, layer = ctypes.c_int(), ctypes.c_int()
         at = self._library.ranks_late(self.handle, ctypes.byref(rank), ctypes.byref(layer)).decode()
         where = f"{at}, layer {layer.value}" if layer.value >= 0 else at
+        number = self.place.first_of(self.place.stage) + rank.value
         return RankLateError(
-            f"execute.{rank.value} stood at {where}, step {self._step_id}, for {self.place.timeout_s:g} s "
+            f"execute.{number} stood at {where}, step {self._step_id}, for {self.place.timeout_s:g} s "
             "(execute.barrier_timeout_s)"
         )
 

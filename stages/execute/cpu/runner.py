@@ -1,8 +1,9 @@
 """Runs a step on a CPU: applies its changes, runs the program, samples, ends rows."""
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,14 +19,16 @@ from pipeline.runtime.messages import ExecuteFacts, Finish, Step
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.adapters import AdapterSlots, LoraPlan
 from pipeline.stages.execute.cores import threads_of
-from pipeline.stages.execute.cpu.backend import choose_library, join, make_program, max_num_prefill_tokens
+from pipeline.stages.execute.cpu.backend import choose_library, join, link, make_program, max_num_prefill_tokens
 from pipeline.stages.execute.cpu.panel_file import PanelPlace
+from pipeline.stages.execute.cpu.pipeline_stage import PipelineStage
 from pipeline.stages.execute.cpu.program import LogitArray, MasksLate, Program
-from pipeline.stages.execute.cpu.rank_group import Outcome, RankPlace, StepAbandonedError
+from pipeline.stages.execute.cpu.rank_group import ALONE, Outcome, RankPlace, StepAbandonedError
 from pipeline.stages.execute.cpu.share import most_kv_heads
 from pipeline.stages.execute.draft_model import draft_block_bytes
 from pipeline.stages.execute.grammar_masks.masks import LATE_MS, Masks, NoMasks
-from pipeline.stages.execute.kv import KVPlan, divide_swap, kv_dtype, plan_kv
+from pipeline.stages.execute.kv import KVPlan, divide_swap, kv_dtype, layout_of, plan_kv
+from pipeline.stages.execute.layer_split import Part, kv_layout_of, most_places, split
 from pipeline.stages.execute.models.registry import build_program
 from pipeline.stages.execute.pooling import Pool
 from pipeline.stages.execute.prompt_logprobs import NO_BYTES, score_prompts
@@ -59,31 +62,36 @@ NOTHING = Computed(np.empty(0, np.int32))
 
 class CpuRunner:
     """Owns the model, its memory and its rows; `swap` is the memory of the swap space, and `make` makes the empty
-    program. With a `place`, it is one of several ranks: all get the same steps, and rank 0 samples. Raises UserError if
-    the model can't run with these settings."""
+    program. `place` is its place among ranks: all get the same steps, and rank 0 of the last stage samples. Raises
+    UserError if the model can't run with these settings."""
 
     def __init__(
         self,
         settings: Settings,
         model_dir: Path,
         swap: memoryview | None = None,
-        place: RankPlace | None = None,
+        place: RankPlace = ALONE,
         make: Callable[..., Program] = make_program,
     ) -> None:
         self._config = config = ModelConfig.load(model_dir)
         max_num_seqs = settings.schedule.max_num_seqs
         library = choose_library(settings, config)
-        self._ranks = ranks = None if place is None else join(library, settings, config, place)
-        rank, num_ranks = (0, 1) if place is None else (place.rank, place.num_ranks)
+        num_ranks = place.num_ranks
+        self._ranks = ranks = None if num_ranks == 1 else join(library, settings, config, place)
         weights = Weights(model_dir, config, FLOAT_FORMATS[settings.execute.dtype], keeps_floats=library is not None)
         keeps = library and settings.execute.keep_packed_weights
         panels = PanelPlace.of(model_dir, weights.files) if keeps else None
-        if panels is not None and num_ranks > 1:
-            panels = panels.of_rank(rank, num_ranks)
+        if panels is not None:
+            panels = panels.of_rank(place)
         max_num_tokens = max_num_prefill_tokens(settings.schedule, library, weights.are_quantized)
+        parts = [Part(range(config.num_layers))]
+        if place.num_stages > 1:
+            parts = split(settings.execute, weights.layer_bytes(config.num_layers), weights.head_bytes(config))
+        self._part = part = parts[place.stage]
         # All ranks have as many blocks as the one whose blocks are the largest.
         largest = msgspec.structs.replace(config, num_kv_heads=most_kv_heads(config, num_ranks))
-        kv = plan_kv(settings, largest, max_num_tokens, draft_block_bytes(settings))
+        layout = most_places(layout_of(settings, config), parts)
+        kv = plan_kv(settings, largest, max_num_tokens, draft_block_bytes(settings), layout)
         swapped = None if swap is None else divide_swap(settings, largest, swap, kv.layout)
         num_swap_blocks = 0 if swapped is None else len(swapped)
         num_groups = len(kv.layout.groups)
@@ -105,33 +113,36 @@ class CpuRunner:
         max_num_samples = max_num_seqs + self.facts.max_num_drafts
         max_num_blocks = -(-kv.max_model_len // BLOCK_SIZE)
         self.inputs = StepInputs(max_num_tokens, max_num_seqs, max_num_blocks, num_groups, max_num_samples)
-        masks = Masks if rank == 0 else NoMasks
+        masks = Masks if place.answers else NoMasks
         self.masks = masks(model_dir, max_num_samples, config.vocab_size, settings.limits.grammar_timeout_s)
         self.sampling_inputs = SamplingInputs(max_num_samples, config.vocab_size, self.masks.words)
         if ranks is not None:
             self.sampling_inputs.ids = ranks.allocate_ids(max_num_samples)
+        self._link = link(library, place, self.inputs, config)
+        self._pipeline = None if self._link is None else PipelineStage(self._link, place, self.rows)
         self.scores = ScoreInputs(max_num_seqs)
         num_threads = threads_of(settings)
         lora = LoraPlan.of(settings)
+        own_kv = replace(kv, layout=kv_layout_of(kv.layout, part))
         self.program = make(
-            *(library, settings, config, self.inputs, self.sampling_inputs, self.scores, kv, num_threads, swapped),
+            *(library, settings, config, self.inputs, self.sampling_inputs, self.scores, own_kv, num_threads, swapped),
             panels,
             lora,
             ranks,
+            part,
+            self._link,
         )
         self._adapters = None if lora is None else AdapterSlots(model_dir, lora.num_slots, self.program)
-        build_program(config, weights, self.program)
+        build_program(config, weights, self.program, part)
         self.program.finish_loading()
         self.speculator: Speculator | None = None
         if self.facts.max_num_drafts:
             self.masks.forces = True
             proposer = self._proposer_of(settings, kv, num_threads, weights)
             self.speculator = Speculator(self.rows, settings.speculative, proposer, self.masks)
-        self.weight_formats = "+".join(weights.taken)
+        self.weight_formats = "+".join(weights.taken if place.num_stages == 1 else weights.formats)
         """For example `q8_0+q4_1`."""
-        last = self.program.last_norm
-        bias = None if last.bias is None else np.asarray(last.bias)
-        self._pool = Pool(np.asarray(last.weight), config.rms_norm_eps, bias, config.norm)
+        self._pool = self._pool_of(config)
         self._changes = RowChanges(
             *(self.rows, self.masks, self._pool, config.eos_ids),
             drop_drafts=self._drop_drafts,
@@ -139,6 +150,13 @@ class CpuRunner:
         )
         self.failed = self._changes.failed
         self._clock: Clock = time.monotonic
+
+    def _pool_of(self, config: ModelConfig) -> Pool:
+        if not self._part.is_last:
+            return Pool(np.ones(config.hidden_size, np.float32), config.rms_norm_eps)  # not used
+        last = self.program.last_norm
+        bias = None if last.bias is None else np.asarray(last.bias)
+        return Pool(np.asarray(last.weight), config.rms_norm_eps, bias, config.norm)
 
     def _proposer_of(self, settings: Settings, kv: KVPlan, num_threads: int, weights: Weights) -> Proposer | None:
         """What proposes ids; None for n-grams."""
@@ -152,6 +170,8 @@ class CpuRunner:
     def _drop_drafts(self, rows: IntArray) -> None:
         if self._proposer is not None:
             self._proposer.drop(rows)
+        if self._pipeline is not None:
+            self._pipeline.drop(rows)
 
     @property
     def _proposer(self) -> Proposer | None:
@@ -171,6 +191,8 @@ class CpuRunner:
         if self._ranks is not None:
             self._ranks.announce(incarnation)
         self._changes.drop_all()
+        if self._pipeline is not None:
+            self._pipeline.announce(incarnation)
 
     def preload_adapters(self, adapter_ids: list[str]) -> None:
         """Read these LoRA adapters beside the steps, as far as there is room."""
@@ -178,14 +200,25 @@ class CpuRunner:
             self._adapters.preload(adapter_ids)
 
     def barrier_wait_s(self) -> float:
-        """How long this rank has waited for others; 0 without ranks."""
+        """How long this rank has waited for others of its stage; 0 if there are none."""
         return 0.0 if self._ranks is None else self._ranks.waited_s()
+
+    def pipeline_wait_s(self) -> float:
+        """How long this rank has waited for other stages of the pipeline; 0 if there are none."""
+        return 0.0 if self._link is None else self._link.waited_s()
+
+    @property
+    def layers(self) -> str:
+        """The first and the last layer that this rank computes, for logs."""
+        return str(self._part)
 
     def close(self) -> None:
         """Free threads and memory, and end the process that computes masks."""
         if self._adapters is not None:
             self._adapters.close()
         self.program.close()
+        if self._link is not None:
+            self._link.close()
         self.masks.close()
         if self.speculator is not None:
             self.speculator.proposer.close()
@@ -195,6 +228,8 @@ class CpuRunner:
         copies. Raises StepAbandonedError if the step's scheduler has died, and not all ranks may have got the step."""
         if self._ranks is not None and not self._ranks.begin(step.incarnation, step.step_id):
             raise StepAbandonedError(f"step {step.step_id} of scheduler {step.incarnation}")
+        if self._pipeline is not None:
+            self._pipeline.begin(step.incarnation, step.step_id)
         self._changes.apply(step, take)
         self._clock = clock
         num_copies, copy_s = self._copy(step, take, clock)
@@ -202,6 +237,25 @@ class CpuRunner:
         samples = take(step.samples, np.uint8).view(np.bool_)
         assert len(rows) == len(starts) == len(counts) == len(samples)
         drafts = take(step.drafts, np.int32)
+        if self._pipeline is not None:
+            self._pipeline.await_ids(rows)
+        sampled = self._step_rows(rows, starts, counts, samples, drafts, num_copies, copy_s)
+        if self._pipeline is not None:
+            self._pipeline.end(rows[samples], sampled.ids)
+            sampled = sampled._replace(elsewhere_s=self._pipeline.elsewhere_s)
+        return sampled
+
+    def _step_rows(
+        self,
+        rows: IntArray,
+        starts: IntArray,
+        counts: IntArray,
+        samples: BoolArray,
+        drafts: IntArray,
+        num_copies: int,
+        copy_s: float,
+    ) -> Sampled:
+        """Compute the entries whose rows have not ended."""
         ended = self.rows.ended[rows]
         if np.count_nonzero(ended):
             running = ~ended
@@ -274,6 +328,8 @@ class CpuRunner:
             if (verified := computed.verified) is not None:
                 kept[is_sampled] -= (verified.num_drafts + 1 - verified.num_ids).astype(np.int32)
             self._proposer.observe(rows, starts, kept, self.inputs.offsets[: len(rows)], self.program.residual())
+        if not self._part.is_last:
+            return NOTHING
         if requested_features & SamplingFeature.PROMPT_LOGPROBS:
             prompt_logprobs = score_prompts(self.rows, rows, self.program, self.inputs, self.scores)
             computed = computed._replace(prompt_logprobs=prompt_logprobs)
@@ -299,6 +355,11 @@ class CpuRunner:
         """Run the program, which samples for these rows and behind the ids that were proposed for them, with grammar
         masks. Returns the ids. Rows whose mask can't be computed are marked as failed; on ranks, they have no ids."""
         ranks = self._ranks
+        if not self._part.is_last:
+            self._run_program()
+            assert self._pipeline is not None
+            self._pipeline.send(self.program.residual())
+            return NOTHING.ids
         if ranks is None:
             return self._sample(rows, num_drafts)
         if ranks.rank == 0:
@@ -310,7 +371,7 @@ class CpuRunner:
             ranks.publish(Outcome.DONE)
             return ids
         while True:
-            self.program.run()
+            self._run_program()
             if ranks.await_outcome() is Outcome.DONE:
                 assert ranks.ids is not None
                 return ranks.ids[: self.inputs.num_samples].copy()
@@ -318,7 +379,7 @@ class CpuRunner:
     def _sample(self, rows: IntArray, num_drafts: LongArray | None) -> IntArray:
         """The same on one rank, or on rank 0 of several."""
         if not len(self.sampling_inputs.masked):
-            return self.program.run()
+            return self._run_program()
         masks = self.masks
         with self._busy():
             masks.request(rows, self.rows.ids, self.rows.num_ids, num_drafts)
@@ -326,7 +387,7 @@ class CpuRunner:
             while True:
                 self.program.wait_for(masks.word_address if masks.ticket else 0, masks.ticket, LATE_MS)
                 try:
-                    ids = self.program.run()
+                    ids = self._run_program()
                     break
                 except MasksLate:
                     if self._ranks is not None:
@@ -342,9 +403,20 @@ class CpuRunner:
             self.failed[int(first[place])] = why
         return ids
 
-    def _busy(self) -> AbstractContextManager[None]:
+    def _run_program(self) -> IntArray:
+        """Run the program, over the hidden states of the stage before if there is one."""
+        if self._pipeline is not None:
+            self._pipeline.receive(self.program.residual())
+        return self.program.run()
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
         """Other ranks don't call this one late while it waits for masks."""
-        return nullcontext() if self._ranks is None else self._ranks.busy()
+        with ExitStack() as stack:
+            for group in (self._ranks, self._link):
+                if group is not None:
+                    stack.enter_context(group.busy())
+            yield
 
     def _embed(self, rows: IntArray, samples: BoolArray, pooled: BoolArray, computed: Computed) -> Computed:
         """Pool the step's hidden states, and merge the embeddings with the logprobs of sampled ids."""
@@ -381,6 +453,11 @@ class CpuRunner:
     ) -> Sampled:
         """Append ids to their rows, and end the rows that stop or fail. `running` are the rows that had not ended
         before, None if none had; the others get no id."""
+        if not self._part.is_last:
+            none = np.empty(0, np.int32)
+            return Sampled(
+                none, none.view(np.uint32), none, none.view(np.uint8), num_rows, num_tokens, num_copies, copy_s
+            )
         ids, token_outputs = computed.ids, computed.token_outputs
         errors: tuple[str, ...] = ()
         if running is None and not self.failed and not np.count_nonzero(ids == NO_ID):

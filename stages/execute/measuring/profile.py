@@ -20,11 +20,11 @@ def profile(settings: Settings, plan: ProfilePlan, prepare: Callable[[], Path]) 
     `prepare` returns the model's folder; it is called unless the plan names a shape. Raises UserError if the model
     can't run with these settings.
     """
-    if settings.execute.tensor_parallel > 1:
-        raise UserError(
-            f"execute.tensor_parallel is {settings.execute.tensor_parallel}: pipeline profile execute measures one "
-            "process, so leave it at 1 here"
-        )
+    for key in ("tensor_parallel", "pipeline_parallel"):
+        if (num := getattr(settings.execute, key)) > 1:
+            raise UserError(
+                f"execute.{key} is {num}: pipeline profile execute measures one process, so leave it at 1 here"
+            )
     num_threads = settings.execute.num_threads or len(os.sched_getaffinity(0))
     # The stage sets the same. Libraries read these when they are loaded, and `prepare` may load them.
     os.environ.update(OMP_NUM_THREADS=str(num_threads), MKL_NUM_THREADS=str(num_threads), OPENBLAS_NUM_THREADS="1")

@@ -12,11 +12,13 @@ from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.adapters import LoraPlan
 from pipeline.stages.execute.cpu.backend import Library
 from pipeline.stages.execute.cpu.panel_file import PanelPlace
+from pipeline.stages.execute.cpu.pipeline_link import PipelineLink
 from pipeline.stages.execute.cpu.program import Linear, Program, SwapArray
 from pipeline.stages.execute.cpu.rank_group import RankGroup
 from pipeline.stages.execute.cpu.torch_calls import Buffer
 from pipeline.stages.execute.cpu.torch_program import TorchProgram
 from pipeline.stages.execute.kv import KVPlan
+from pipeline.stages.execute.layer_split import Part
 
 
 class StreamedProgram(TorchProgram):
@@ -52,8 +54,10 @@ def streamed_program(
     panels: PanelPlace | None = None,
     lora: LoraPlan | None = None,
     ranks: RankGroup | None = None,
+    part: Part | None = None,
+    link: PipelineLink | None = None,
 ) -> Program:
     """`make_program` for torch."""
-    assert library is None and panels is None and ranks is None, "the library needs no torch"
+    assert library is None and panels is None and ranks is None and link is None, "the library needs no torch"
     torch.set_num_threads(num_threads)
     return StreamedProgram(settings, config, inputs, sampling_inputs, scores, kv, swap, lora)

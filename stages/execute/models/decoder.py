@@ -12,7 +12,8 @@ embedding → layers × (norm → attention, norm → feed-forward → + both) �
 """
 
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.cpu.program import Embedding, Head, ProgramBuilder
+from pipeline.stages.execute.cpu.program import AnyMatrix, Embedding, Head, ProgramBuilder
+from pipeline.stages.execute.layer_split import Part
 from pipeline.stages.execute.layers.attention import attention_weights
 from pipeline.stages.execute.layers.experts import experts_weights
 from pipeline.stages.execute.layers.mlp import mlp_weights
@@ -20,15 +21,15 @@ from pipeline.stages.execute.layers.norm import norm_weights
 from pipeline.stages.execute.weights import Weights
 
 
-def build(config: ModelConfig, weights: Weights, program: ProgramBuilder) -> None:
-    """Record the forward pass of a model. Raises UserError if a tensor is missing or has the wrong shape."""
+def build(config: ModelConfig, weights: Weights, program: ProgramBuilder, part: Part) -> None:
+    """Record the forward pass of a part of a model: the stage of a pipeline before the part computes the hidden states
+    that it begins with. Raises UserError if a tensor is missing or has the wrong shape."""
     hidden, vocab_size = config.hidden_size, config.vocab_size
-    table = weights.matrix("model.embed_tokens.weight", vocab_size, hidden)
-    rows = config.position_embeddings
-    positions = weights.matrix("model.embed_positions.weight", rows, hidden) if rows else None
-    norm = norm_weights(config, weights, "model.embed_norm") if config.embedding_norm else None
-    program.embed(Embedding(table, positions, norm))
-    for i in range(config.num_layers):
+    table = None
+    if part.is_first or (part.is_last and config.tie_embeddings):
+        table = weights.matrix("model.embed_tokens.weight", vocab_size, hidden)
+    program.embed(_embedding(config, weights, table) if part.is_first and table is not None else None)
+    for i in part.layers:
         attention = attention_weights(config, weights, i)
         if config.has_experts(i):
             program.attention(attention)
@@ -38,6 +39,16 @@ def build(config: ModelConfig, weights: Weights, program: ProgramBuilder) -> Non
         else:
             program.attention(attention)
             program.mlp(mlp_weights(config, weights, i))
-    head = table if config.tie_embeddings else weights.matrix("lm_head.weight", vocab_size, hidden)
+    if not part.is_last:
+        return
+    tied = table if config.tie_embeddings else None
+    head = weights.matrix("lm_head.weight", vocab_size, hidden) if tied is None else tied
     bias = weights.vector("lm_head.bias", vocab_size) if config.head_bias else None
     program.sample(Head(norm_weights(config, weights, "model.norm"), head, bias))
+
+
+def _embedding(config: ModelConfig, weights: Weights, table: AnyMatrix) -> Embedding:
+    rows = config.position_embeddings
+    positions = weights.matrix("model.embed_positions.weight", rows, config.hidden_size) if rows else None
+    norm = norm_weights(config, weights, "model.embed_norm") if config.embedding_norm else None
+    return Embedding(table, positions, norm)

@@ -5,14 +5,16 @@ from typing import get_args
 
 from pipeline.runtime.model_folder import Architecture, ModelConfig
 from pipeline.stages.execute.cpu.program import ProgramBuilder
+from pipeline.stages.execute.layer_split import Part
 from pipeline.stages.execute.models import decoder
 from pipeline.stages.execute.weights import Weights
 
-MODELS: dict[Architecture, Callable[[ModelConfig, Weights, ProgramBuilder], None]] = dict.fromkeys(
+MODELS: dict[Architecture, Callable[[ModelConfig, Weights, ProgramBuilder, Part], None]] = dict.fromkeys(
     get_args(Architecture), decoder.build
 )
 
 
-def build_program(config: ModelConfig, weights: Weights, program: ProgramBuilder) -> None:
-    """Record the forward pass of a model. Raises UserError if a tensor is missing or has the wrong shape."""
-    MODELS[config.architecture](config, weights, program)
+def build_program(config: ModelConfig, weights: Weights, program: ProgramBuilder, part: Part | None = None) -> None:
+    """Record the forward pass of a model, or of a part of it. Raises UserError if a tensor is missing or has the wrong
+    shape."""
+    MODELS[config.architecture](config, weights, program, part or Part(range(config.num_layers)))

@@ -111,6 +111,8 @@ class Pair:
         self._runner = runner
         self._depth = depth
         self._steps: deque[m.Step] = deque()
+        self._submitted: deque[Any] = deque()
+        """Of each step, if the runner computes several steps at once (rank_driver.py)."""
         self._next_id = 1
         self._opened: dict[int, tuple[int, int]] = {}
         self._texts: dict[tuple[int, int], list[int]] = {}
@@ -124,7 +126,10 @@ class Pair:
         self._widths: dict[int, int] = {}
         self._prompt_widths: dict[int, int] = {}
         # Otherwise the rows that end with a scheduler's last step would be dropped by its next one.
-        runner.rows.drop(np.flatnonzero(runner.rows.taken).astype(np.int32))
+        if hasattr(runner, "drop_rows"):
+            runner.drop_rows()
+        else:
+            runner.rows.drop(np.flatnonzero(runner.rows.taken).astype(np.int32))
 
     def run(self, requests: Sequence[Request]) -> list[list[list[int]]]:
         """The texts of each request: [requests][n] ids. All requests are closed afterwards."""
@@ -140,6 +145,8 @@ class Pair:
             self.scheduler.now_s = time.monotonic()
             while len(self.scheduler.in_flight) < self._depth and (step := self.scheduler.plan()) is not None:
                 self._steps.append(step)
+                if hasattr(self._runner, "submit"):
+                    self._submitted.append(self._runner.submit(step, take))
             self._report()
             if self._steps:
                 self._compute(self._steps.popleft())
@@ -174,7 +181,10 @@ class Pair:
 
     def _compute(self, step: m.Step) -> None:
         began_s = time.monotonic()
-        sampled = self._runner.step(step, take)
+        if self._submitted:
+            sampled = self._runner.answer(self._submitted.popleft())  # type: ignore[attr-defined]
+        else:
+            sampled = self._runner.step(step, take)
         result = m.StepResult(
             incarnation=step.incarnation,
             step_id=step.step_id,

@@ -73,11 +73,12 @@ def numbers(driver: Driver, length: int = 50) -> list[np.ndarray]:
     return made
 
 
-def compare(folder: Path, isa: str, num_ranks: int, **how: Any) -> None:
+def compare(folder: Path, isa: str, num_ranks: int, num_stages: int = 1, **how: Any) -> None:
+    layers = how.pop("layers", ())
     one = Native(folder, isa, True, **how)
     expected = numbers(one)
     one.runner.close()
-    several = RankDriver(folder, isa, num_ranks, **how)
+    several = RankDriver(folder, isa, num_ranks, num_stages=num_stages, layers=layers, **how)
     found = numbers(several)
     several.ranks.close()
     assert len(found) == len(expected) > 5

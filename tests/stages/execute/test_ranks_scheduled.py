@@ -1,6 +1,7 @@
 """Ranks with the real scheduler: chunks, prefix hits, forks, swap, grammars, logprobs, penalties and embeddings give
 the ids and the records of one process."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,31 +45,45 @@ def make_requests(prompts: list[list[int]], num_tokens: int) -> list[Request]:
     ]  # fmt: skip
 
 
-def settings_of(config: ModelConfig, num_ranks: int, num_blocks: int) -> Settings:
+def settings_of(config: ModelConfig, num_ranks: int, num_blocks: int, layers: Sequence[int] = ()) -> Settings:
+    """`layers` are those of the stages of a pipeline; by default there is one."""
     execute = ExecuteSettings(
-        kv_cache_bytes=num_blocks * bytes_of_block(config, num_ranks), num_threads=1, tensor_parallel=num_ranks
+        kv_cache_bytes=num_blocks * bytes_of_block(config, num_ranks, layers),
+        num_threads=1,
+        tensor_parallel=num_ranks,
+        pipeline_parallel=len(layers) or 1,
+        pipeline_layers=tuple(layers),
     )
     return Settings(execute=execute, schedule=ScheduleSettings(max_num_seqs=16, max_num_batched_tokens=96))
 
 
-def bytes_of_block(config: ModelConfig, num_ranks: int) -> int:
+def bytes_of_block(config: ModelConfig, num_ranks: int, layers: Sequence[int] = ()) -> int:
     """Of the rank with the largest blocks."""
-    return block_bytes(config.num_layers, most_kv_heads(config, num_ranks), config.head_dim, 2)
+    return block_bytes(max(layers, default=config.num_layers), most_kv_heads(config, num_ranks), config.head_dim, 2)
 
 
-def results(folder: Path, num_ranks: int, requests: list[Request], num_blocks: int, num_swap: int, depth: int) -> Any:
+def results(
+    folder: Path,
+    num_ranks: int,
+    requests: list[Request],
+    num_blocks: int,
+    num_swap: int,
+    depth: int,
+    layers: Sequence[int] = (),
+) -> Any:
     """Texts and records of all requests, and the scheduler's counts."""
     config = ModelConfig.load(folder)
-    settings = settings_of(config, num_ranks, num_blocks)
-    swap_bytes = num_swap * bytes_of_block(config, num_ranks)
+    settings = settings_of(config, num_ranks, num_blocks, layers)
+    swap_bytes = num_swap * bytes_of_block(config, num_ranks, layers)
     runner: Any
-    if num_ranks > 1:
-        runner = RankRunners(settings, folder, num_ranks, swap_bytes)
+    if num_ranks > 1 or layers:
+        runner = RankRunners(settings, folder, swap_bytes)
     else:
         runner = CpuRunner(settings, folder, memoryview(bytearray(swap_bytes)) if swap_bytes else None)
     try:
         assert (runner.facts.num_blocks, runner.facts.num_swap_blocks) == (num_blocks, num_swap)
-        limits = {"preemption": "swap", "kv_offload": False} if num_swap else {}
+        limits: dict[str, Any] = {"preemption": "swap", "kv_offload": False} if num_swap else {}
+        limits["num_stages"] = len(layers) or 1
         pair = Pair(runner, depth, max_num_batched_tokens=48, **limits)
         texts = pair.run(requests)
         assert not pair.errors
@@ -104,7 +119,7 @@ def test_a_grammar_that_fails_ends_only_its_row_on_all_ranks(folder: Path) -> No
     bad = (("compiled_grammar", "no grammar"),)
     requests = [Request(tuple(random_ids(9, 1)), 12, seed=1), Request(tuple(random_ids(9, 2)), 12, fields=bad)]
     settings = settings_of(ModelConfig.load(folder), 2, MANY)
-    runner = RankRunners(settings, folder, 2)
+    runner = RankRunners(settings, folder)
     try:
         pair = Pair(runner)  # type: ignore[arg-type]
         texts = pair.run(requests)

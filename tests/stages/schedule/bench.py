@@ -17,6 +17,7 @@ from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from tests.fakes import FakeExecutor, expected, inline, record
 from tests.rig import raw
+from tests.stages.schedule.front_stages import FrontStages
 
 MAX_STEPS = 20_000
 
@@ -32,7 +33,8 @@ class Bench:
         self.num_executors = 1
         self.scheduler = self._scheduler(config)
         self.executor = self._executor(copy_s)
-        self.depth = depth
+        self.front = FrontStages(config)
+        self.depth = max(depth, config.num_stages)
         self.plans_early = False
         """Whether a step may be planned before the result of the one before is settled, as the stage does."""
         self.num_early_plans = 0
@@ -152,6 +154,7 @@ class Bench:
                 if sequence and sequence.request.beam_search is None
             }
             assert dropped.isdisjoint(started), "preempted and started by one plan"
+        self.front.take(step)
         self.steps.append(step)
         self.tables.append(self._tables(step))
         return True
@@ -160,10 +163,15 @@ class Bench:
         """Compute a step and settle its result; as the stage does, plan before that if it is possible."""
         self.tables.popleft()
         is_full = len(self.steps) == self.depth
-        result = self.executor.run(self.steps.popleft())
+        result = self._compute()
         if is_full and self.plans_early and self.scheduler.can_plan_before_settling(result):
             self.num_early_plans += self._plan(self.scheduler.plan_before_settling)
         self.scheduler.settle(result)
+
+    def _compute(self) -> m.StepResult:
+        result = self.executor.run(self.steps.popleft())
+        self.front.computed(result)
+        return result
 
     def _tables(self, step: m.Step) -> set[int]:
         """The blocks that a step uses: the tables of its rows."""
@@ -192,6 +200,7 @@ class Bench:
         self.in_rows.clear()
         swap = self.executor.kv[self.executor.num_blocks :].copy()
         self.executor = self._executor(self.executor.copy_s)
+        self.front = self.front.successors(self.scheduler.config, keeps_kv=False)
         self.executor.kv[self.executor.num_blocks :] = swap
         self.num_executors += 1
         self.scheduler.executor_lost(ExecutorLoss(self.num_executors, keeps_swap, has_crashed))
@@ -200,7 +209,8 @@ class Bench:
         """A scheduler that takes the place of this one, which has died, with the same executor, or with a new one."""
         bench = Bench(self.scheduler.config, self.depth, self.num_detokenize, self.executor.copy_s)
         while self.steps:
-            self.executor.run(self.steps.popleft())
+            self._compute()
+        bench.front = self.front.successors(self.scheduler.config, keeps_kv=has_executor)
         begin = 0 if has_executor else bench.executor.num_blocks
         bench.executor.kv[begin:] = self.executor.kv[begin:]
         for ours, theirs in zip(bench.indices, self.indices, strict=True):

@@ -52,6 +52,7 @@ class Histories(RuleBasedStateMachine):
         max_num_drafts=st.sampled_from([2, 30]),
         adaptive_speculation=st.booleans(),
         max_loras=st.integers(1, 3),
+        num_stages=st.sampled_from([1, 1, 2, 3, 4]),
     )
     def start(
         self,
@@ -74,7 +75,10 @@ class Histories(RuleBasedStateMachine):
         max_num_drafts: int,
         adaptive_speculation: bool,
         max_loras: int,
+        num_stages: int,
     ) -> None:
+        if num_stages > 1:
+            num_speculative_tokens = 0  # not with a pipeline
         groups = data.draw(self.GROUPS)
         self.bench = Bench(
             SchedulerConfig(
@@ -95,6 +99,7 @@ class Histories(RuleBasedStateMachine):
                 max_num_drafts=max_num_drafts,
                 adaptive_speculation=adaptive_speculation,
                 max_loras=max_loras,
+                num_stages=num_stages,
             ),
             depth,
             num_detokenize,
