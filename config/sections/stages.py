@@ -222,6 +222,13 @@ class ExecuteSettings(Frozen, frozen=True):
             description="Number of groups of ranks, each with a part of the layers. Only 1 is supported.",
         ),
     ] = 1
+    launcher: Annotated[
+        Literal["process", "ray"],
+        Meta(
+            description='Where the executor runs: "process" is this machine, beside the other stages; "ray" is a host '
+            "that Ray chooses (see the sections ray and transport)."
+        ),
+    ] = "process"
     cores: Annotated[
         tuple[str, ...],
         Meta(

@@ -21,7 +21,6 @@ import msgspec
 
 from pipeline.runtime.messages import LateStages
 from pipeline.supervisor.process import Child
-from pipeline.supervisor.process_usage import usage_of
 
 HEARTBEAT_S = 1.0
 """From a stage's answer to the next ping."""
@@ -61,7 +60,7 @@ class Heartbeats:
         log: logging.Logger,
         clock: Callable[[], float] = time.monotonic,
         hang_timeout_s: float = 0.0,
-        cpu_s: Callable[[int], float] = lambda pid: usage_of(pid).cpu_s,
+        cpu_s: Callable[[Child], float] = lambda child: child.usage().cpu_s,
     ) -> None:
         """`ping` sends `Ping` to a stage by its name. `changed` gets the stages that are late, whenever these change.
         A stage that is silent for `hang_timeout_s` is killed; 0 kills none. `cpu_s` is the CPU time of a process."""
@@ -152,13 +151,13 @@ class Heartbeats:
 
     def _check_cpu(self, child: Child, beat: _Beat, now_s: float) -> None:
         beat.checked_s = now_s
-        beat.checked_cpu_s = self._cpu_s(child.pid) if child.stage == "execute" else 0.0
+        beat.checked_cpu_s = self._cpu_s(child) if child.stage == "execute" else 0.0
 
     def _computes(self, child: Child, beat: _Beat, now_s: float) -> bool:
         """Whether this is an executor that has used the CPU since the last check."""
         if child.stage != "execute":
             return False
-        return self._cpu_s(child.pid) - beat.checked_cpu_s > IDLE_SHARE * (now_s - beat.checked_s)
+        return self._cpu_s(child) - beat.checked_cpu_s > IDLE_SHARE * (now_s - beat.checked_s)
 
     def lost(self, name: str) -> None:
         """A stage has died, and is being restarted: it is late until it is ready."""

@@ -106,9 +106,11 @@ class Supervisor:
         prepare = self._spawn(self._resources.launch("prepare", topology.PREPARE, peers))
         self._resources.create_arenas()
         self._resources.create_rings()
+        self._loop.hosts.place()
         may_repeat = self._resources.settings.supervisor.max_restarts and not self._run_mode.is_debugged
         for num_left in reversed(range(MAX_FAILED_STARTS if may_repeat else 1)):
             try:
+                self._find_hosts()
                 self._spawn_stages()
                 self._prepare(prepare)
                 self._start(begun)
@@ -122,6 +124,12 @@ class Supervisor:
                     self._resources.renew(name)
                 self._loop.forget(self._flow())
 
+    def _find_hosts(self) -> None:
+        """Wait until the addresses of processes on other hosts are known."""
+        settings = self._resources.settings
+        timeout_s = settings.ray.placement_timeout_s + settings.supervisor.start_timeout_s
+        self._loop.run_until(lambda: self._loop.hosts.are_found, timeout_s, "hosts for the executor")
+
     def _spawn_stages(self) -> None:
         """Start the processes of all stages, which wait for the model."""
         for row in topology.TOPOLOGY:
@@ -133,6 +141,7 @@ class Supervisor:
         """Wait for prepare, which resolves the model and exits."""
         timeout_s = self._resources.settings.supervisor.prepare_timeout_s
         self._loop.run_until(lambda: self._loop.prepared is not None, timeout_s, "the model to be prepared")
+        self._loop.run_until(lambda: self._loop.hosts.are_ready, timeout_s, "the model to be prepared on other hosts")
         if child.name in self._loop.table.children:
             child.wait(self._resources.settings.supervisor.stop_timeout_s)
             self._loop.table.remove(child)
