@@ -1,8 +1,8 @@
 """The hosts on which the executor runs, if `execute.launcher` is not "process".
 
     place: a process finds hosts ──► HostFound ──► prepare there ──► same digest ──► ready
-                 ▲                                                                     │ an agent ends or is silent, or
-                 └────────────────── lost: what ran there has ended ◄──────────────────┘ the process that finds hosts ends
+                 ▲                                                                     │ an agent ends or is silent,
+                 └────────────────── lost: what ran there has ended ◄──────────────────┘ or what finds hosts ends
 
 The process that finds hosts (`ray.0`) starts an agent on each. From then on the supervisor talks to the agents itself.
 If a host is lost, everything begins again, with a new process that finds hosts.
@@ -216,9 +216,7 @@ class Hosts:
         self._children[launch.name] = child
         return child
 
-    def handle(
-        self, message: m.HostFound | m.HostEnded | m.ChildStarted | m.ChildEnded | m.HostPong, sender: str
-    ) -> None:
+    def handle(self, message: m.HostReport, sender: str) -> None:
         """A message of an agent, or of the process that finds hosts."""
         match message:
             case m.HostFound():

@@ -1,5 +1,5 @@
-"""Finds this machine as the host of the executor: the agent runs in this process. Its processes are reached at tcp, as on
-another host, but no Ray is needed. For tests and for measuring what tcp costs."""
+"""Finds this machine as the host of the executor: the agent runs in this process. Its processes are reached at tcp, as
+on another host, but no Ray is needed. For tests and for measuring what tcp costs."""
 
 import socket
 

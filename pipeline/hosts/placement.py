@@ -1,8 +1,11 @@
 """What the executor needs of a host, and whether one has it. Pure: resources go in, an error comes out."""
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 
 from pipeline.config.settings import Settings
+
+NOT_INSTALLED = "execute.launcher is 'ray', but ray is not installed: pip install 'pipeline-serve[ray]'"
 
 
 def bundle_of(settings: Settings) -> dict[str, float]:
@@ -20,13 +23,15 @@ def problem_of(bundle: Mapping[str, float], nodes: Sequence[Mapping[str, float]]
     for kind, num in bundle.items():  # the first one that no node has
         if not any(node.get(kind, 0.0) >= num for node in nodes):
             have = ", ".join(f"{node.get(kind, 0.0):g}" for node in nodes) or "none"
-            return f"ray: no node has {num:g} free {kind}{'s' if num != 1 else ''}; nodes have {have}"
-    needs = " and ".join(f"{num:g} free {kind}s" for kind, num in bundle.items())
+            return f"ray: no node has {_free(kind, num)}; nodes have {have}"
+    needs = " and ".join(_free(kind, num) for kind, num in bundle.items())
     return f"ray: no node has {needs} at once"
 
 
-def installed_problem(is_installed: bool) -> str:
-    """The error if Ray is needed and not installed; else empty."""
-    if is_installed:
-        return ""
-    return "execute.launcher is 'ray', but ray is not installed: pip install 'pipeline-serve[ray]'"
+def _free(kind: str, num: float) -> str:
+    return f"{num:g} free {kind}{'s' if num != 1 else ''}"
+
+
+def why_not_installed() -> str | None:
+    """The error if Ray is not installed; else None. Does not import it."""
+    return None if importlib.util.find_spec("ray") is not None else NOT_INSTALLED

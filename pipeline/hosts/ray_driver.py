@@ -22,7 +22,7 @@ import msgspec
 import pipeline
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
-from pipeline.hosts.placement import bundle_of, installed_problem, problem_of
+from pipeline.hosts.placement import NOT_INSTALLED, bundle_of, problem_of
 from pipeline.runtime import curve
 from pipeline.runtime import messages as m
 from pipeline.runtime.child import report
@@ -67,7 +67,7 @@ def _import_ray() -> Any:
         import ray.util.placement_group
         import ray.util.scheduling_strategies
     except ImportError as error:
-        raise UserError(installed_problem(False)) from error
+        raise UserError(NOT_INSTALLED) from error
     return ray
 
 
@@ -126,9 +126,8 @@ def _found(ray: Any, actor: Any, orders: m.HostOrders, settings: Settings) -> m.
         raise UserError(f"ray: an actor did not start: {_first_line(problem)}") from problem
     if error:
         raise UserError(error)
-    here = {
-        one["NodeManagerAddress"] for one in ray.nodes() if one["NodeID"] == ray.get_runtime_context().get_node_id()
-    }
+    own_node = ray.get_runtime_context().get_node_id()
+    here = {node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == own_node}
     if curve.is_loopback(settings.transport.host) and address not in here:
         raise UserError(
             f"transport.host is {settings.transport.host}, but the executor is on {address}, another machine: set "

@@ -309,9 +309,12 @@ class SupervisorLoop:
 
     def drain_inbox(self) -> None:
         while (message := self._inbox.receive()) is not None:
-            self._handle(message, self._inbox.last_sender)
+            if isinstance(message, m.HostReport):
+                self.hosts.handle(message, self._inbox.last_sender)
+            else:
+                self._handle(message, self._inbox.last_sender)
 
-    def _handle(self, message: m.SupervisorInbox, sender: str) -> None:
+    def _handle(self, message: m.StageReport, sender: str) -> None:
         match message:
             case m.Ready(facts):
                 child = self.table.children[sender]
@@ -334,13 +337,8 @@ class SupervisorLoop:
                 self._scaling.answered(sender, epoch)
             case m.StageFailed(reason):
                 self.reasons[sender] = reason
-            case m.Prepared() if topology.is_remote(self._resources.settings, sender):
-                self.hosts.prepared(sender, message)
             case m.Prepared():
-                self.prepared = message
-                self.hosts.prepared_here(message.digest)
-                self._resources.hold_model(message.model_dir)
-                self._resources.adapters = {one.name: one for one in message.adapters}
+                self._prepared(message, sender)
             case m.SetAdapter():
                 self._set_adapter(message, sender)
             case m.Drained():
@@ -357,10 +355,18 @@ class SupervisorLoop:
                 self._gather_stats(float("inf"), lambda stats: self.table.reply(sender, m.StatsAnswer(nonce, stats)))
             case m.Answer():
                 self._questions.answered(sender, message)
-            case m.HostFound() | m.HostEnded() | m.ChildStarted() | m.ChildEnded() | m.HostPong():
-                self.hosts.handle(message, sender)
             case _:
                 assert_never(message)
+
+    def _prepared(self, message: m.Prepared, sender: str) -> None:
+        """The model is prepared, on this host or on another one."""
+        if topology.is_remote(self._resources.settings, sender):
+            self.hosts.prepared(sender, message)
+            return
+        self.prepared = message
+        self.hosts.prepared_here(message.digest)
+        self._resources.hold_model(message.model_dir)
+        self._resources.adapters = {one.name: one for one in message.adapters}
 
     def _drained(self, name: str) -> None:
         if not self.is_ending or not name.startswith("gateway."):

@@ -121,6 +121,7 @@ from pipeline.runtime.messages.supervisor import (
     HostEnded,
     HostFound,
     HostPong,
+    HostReport,
     Load,
     PlainLoad,
     Pong,
@@ -129,6 +130,7 @@ from pipeline.runtime.messages.supervisor import (
     Reconnected,
     SetAdapter,
     StageFailed,
+    StageReport,
     SupervisorInbox,
 )
 from pipeline.shm.arrays import Array
@@ -186,6 +188,7 @@ __all__ = [
     "HostInbox",
     "HostOrders",
     "HostPong",
+    "HostReport",
     "IdsPrompt",
     "IngestInbox",
     "KeepRecord",
@@ -226,6 +229,7 @@ __all__ = [
     "StageDied",
     "StageFailed",
     "StageHealth",
+    "StageReport",
     "Start",
     "StatsAnswer",
     "Step",

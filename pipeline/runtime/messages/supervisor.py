@@ -147,20 +147,8 @@ class HostPong(Message, frozen=True, tag="host_pong"):
     usages: list[ChildUsage]
 
 
-SupervisorInbox = (
-    Prepared
-    | Ready
-    | StageFailed
-    | Pong
-    | AskHealth
-    | Drained
-    | Answer
-    | AskServerStats
-    | Reconnected
-    | SetAdapter
-    | HostFound
-    | HostEnded
-    | ChildStarted
-    | ChildEnded
-    | HostPong
+StageReport = (
+    Prepared | Ready | StageFailed | Pong | AskHealth | Drained | Answer | AskServerStats | Reconnected | SetAdapter
 )
+HostReport = HostFound | HostEnded | ChildStarted | ChildEnded | HostPong
+SupervisorInbox = StageReport | HostReport
