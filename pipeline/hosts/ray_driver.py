@@ -64,7 +64,6 @@ def run(launch: m.Launch) -> None:
 def _import_ray() -> Any:
     try:
         import ray
-        import ray.util.placement_group
         import ray.util.scheduling_strategies
     except ImportError as error:
         raise UserError(NOT_INSTALLED) from error
@@ -91,7 +90,7 @@ def _place(ray: Any, launch: m.Launch) -> dict[str, Any]:
     """Start an agent for each of the orders, and report where. Returns the actors by the agent's name."""
     settings, orders = launch.settings, launch.host_orders
     bundle = bundle_of(settings)
-    group = ray.util.placement_group.placement_group([bundle] * len(orders), strategy="PACK")
+    group = ray.util.placement_group([bundle] * len(orders), strategy="PACK")
     end_s = time.monotonic() + settings.ray.placement_timeout_s
     while not group.wait(CHECK_S):
         if time.monotonic() >= end_s:

@@ -94,8 +94,10 @@ class TcpChannels:
         if name not in self._listeners:
             return None
         listener = self._listeners[name]
-        allowed = self._agents | {peer: keys.public_key for peer, keys in self._keys.items()}
-        return m.Tcp(*self._own, allowed, curve.address_of(listener), listener.fileno())
+        keys_of = {peer: keys.public_key for peer, keys in self._keys.items()} | self._agents
+        if name != SUPERVISOR:
+            keys_of = {peer: key for peer, key in keys_of.items() if topology.stage_of(peer) == "execute"}
+        return m.Tcp(*self._own, keys_of, curve.address_of(listener), listener.fileno())
 
     def _new(self, name: str) -> CurveKeys:
         self._keys[name] = curve.new_keys()

@@ -80,5 +80,3 @@ def test_only_the_executor_and_its_prepare_are_remote() -> None:
     assert not any("execute" in name for edge in topology.rings(settings) for name in edge)
     assert topology.num_hosts(settings) == 1 and topology.num_hosts(Settings()) == 0
     assert not any(topology.is_remote(Settings(), name) for name in names)
-
-
