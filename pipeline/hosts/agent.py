@@ -66,13 +66,9 @@ class HostAgent:
             *keys, {SUPERVISOR: orders.supervisor.public_key}, curve.address_of(self._own), os.dup(self._own.fileno())
         )
         self._inbox: Inbox[m.HostInbox] = Inbox(self._context, tcp.address, m.HostInbox, tcp=tcp)
-        self._supervisor: Outbox[m.SupervisorInbox] = Outbox(
-            self._context,
-            orders.supervisor.address,
-            m.Envelope(orders.name, orders.incarnation),
-            BOUND,
-            keys=ClientKeys(orders.supervisor.public_key, keys),
-        )
+        self._keys = keys
+        self._supervisor: Outbox[m.SupervisorInbox] | None = None
+        """Made at its first message: then it knows our key."""
         addresses = [curve.address_of(self._listeners[name]) for name in orders.processes]
         self.found = m.HostFound(orders.name, node, tcp.address, keys.public_key, addresses)
         """For the supervisor, before it can be reached."""
@@ -86,6 +82,7 @@ class HostAgent:
             while time.monotonic() < heard_s + self._orders.timeout_s:
                 while (message := self._inbox.receive()) is not None:
                     heard_s = time.monotonic()
+                    self._connect()
                     if isinstance(message, m.Stop):
                         return
                     self._handle(message)
@@ -94,6 +91,21 @@ class HostAgent:
             self._log.error(f"{self._orders.name} hears nothing from its supervisor; ending")
         finally:
             self.close()
+
+    def _connect(self) -> None:
+        if self._supervisor is None:
+            orders = self._orders
+            self._supervisor = Outbox(
+                self._context,
+                orders.supervisor.address,
+                m.Envelope(orders.name, orders.incarnation),
+                BOUND,
+                keys=ClientKeys(orders.supervisor.public_key, self._keys),
+            )
+
+    def _send(self, message: m.HostReport) -> None:
+        assert self._supervisor is not None, "it has asked for nothing yet"
+        self._supervisor.send(message)
 
     def _wait(self) -> None:
         if self._inbox.wait(0):
@@ -113,7 +125,7 @@ class HostAgent:
                     child.abort() if abort else child.kill()
             case m.Ping(nonce):
                 usages = [(name, child.usage()) for name, child in self._children.items()]
-                self._supervisor.send(
+                self._send(
                     m.HostPong(
                         nonce, [m.ChildUsage(name, one.rss_bytes, one.cpu_s, one.num_threads) for name, one in usages]
                     )
@@ -135,7 +147,7 @@ class HostAgent:
         )
         child = Child(launch, order.num_threads or len(os.sched_getaffinity(0)))
         self._children[child.name] = child
-        self._supervisor.send(m.ChildStarted(child.name, child.incarnation, child.pid))
+        self._send(m.ChildStarted(child.name, child.incarnation, child.pid))
 
     def _ranks_of(self, order: m.Spawn) -> int:
         """The memory that the ranks of this group share. A new group has new memory."""
@@ -161,7 +173,7 @@ class HostAgent:
                 continue
             box = None if self._boxes is None else self._boxes.get(child.name, child.incarnation)
             left = (b"", b"") if box is None else (black_box.stacks(box, MAX_STACKS_BYTES), black_box.memory_of(box))
-            self._supervisor.send(m.ChildEnded(child.name, child.incarnation, code, *left))
+            self._send(m.ChildEnded(child.name, child.incarnation, code, *left))
             self._forget(child.name)
 
     def _forget(self, name: str) -> None:
@@ -173,7 +185,8 @@ class HostAgent:
         """Kill all processes, and free everything."""
         for name in list(self._children):
             self._forget(name)
-        self._supervisor.flush(FLUSH_S)
+        if self._supervisor is not None:
+            self._supervisor.flush(FLUSH_S)
         self._inbox.close()
         for listener in (self._own, *self._listeners.values()):
             listener.close()

@@ -32,6 +32,7 @@ CHECK_S = 0.2
 START_ACTOR_S = 60.0
 ENVIRON = {
     "RAY_DEDUP_LOGS": "0",  # the lines of the executor's log are not repetitions
+    "RAY_COLOR_PREFIX": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }

@@ -1,8 +1,8 @@
 """Inboxes and outboxes over tcp, for peers on other hosts. They always use CURVE, ZeroMQ's encryption: each end proves
 that it has the secret of its public key, and a receiver accepts only the keys of its peers.
 
-An inbox keeps its Unix socket for the peers on its own host, and listens at tcp besides. Whoever makes the channels of
-a process also opens its listening socket, so its address is known before the process starts.
+An inbox keeps its Unix socket for the peers on its own host, and listens at tcp besides. Its
+listening socket is opened before the process starts, so the peers that start with it know the address.
 """
 
 import ipaddress

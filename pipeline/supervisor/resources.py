@@ -33,7 +33,7 @@ class Channels(msgspec.Struct, frozen=True):
     address: str
     segment: m.Segment | None
     listener: socket.socket | None
-    """At tcp; None if nobody on another host sends to it."""
+    """At tcp; None if no process of another host sends to it."""
     rings: dict[tuple[str, str], tuple[int, int, int]]
 
 
