@@ -14,13 +14,15 @@ import signal
 import socket
 import threading
 import time
+from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 import zmq
 
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
-from pipeline.runtime import black_box, curve
+from pipeline.runtime import black_box, curve, model_folder
 from pipeline.runtime import messages as m
 from pipeline.runtime.channels import Inbox
 from pipeline.runtime.curve import ClientKeys
@@ -60,6 +62,8 @@ class HostAgent:
         self._ranks = (0, -1)
         """The memory that ranks share: its group, and its descriptor."""
         self._children: dict[str, Child] = {}
+        self._model: BinaryIO | None = None
+        """Marks the model's folder as used."""
         self._boxes: BlackBoxes | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         tcp = m.Tcp(
@@ -134,6 +138,8 @@ class HostAgent:
     def _spawn(self, order: m.Spawn) -> None:
         launch = order.launch
         self._forget(launch.name)
+        if launch.stage == "execute" and self._model is None:
+            self._model = model_folder.hold(Path(launch.model_dir))
         tcp = launch.tcp
         if tcp is not None and (listener := self._listeners.get(launch.name)) is not None:
             tcp = msgspec.structs.replace(tcp, address=curve.address_of(listener), listen_fd=listener.fileno())
@@ -192,6 +198,8 @@ class HostAgent:
             listener.close()
         if self._boxes is not None:
             self._boxes.close()
+        if self._model is not None:
+            self._model.close()
         if self._ranks[1] >= 0:
             os.close(self._ranks[1])
         os.close(self._death_read)

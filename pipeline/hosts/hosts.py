@@ -38,6 +38,8 @@ AGENT_PATIENCE = 3
 STOP_S = 5.0
 """Maximum time for the process that finds hosts to end, which may stop a Ray of its own."""
 FLUSH_S = 0.5
+LAST_WORDS_S = 0.5
+"""From the end of a process until its `StageFailed` must have arrived."""
 
 
 class Host:
@@ -246,15 +248,18 @@ class Hosts:
         """Ping the agents, and notice what has ended. Afterwards, `problem` may be set."""
         if self._driver is None or self.problem:
             return
-        if not self._driver.is_alive:
-            reason = self._reason_of(RAY)
-            self._lost(reason or f"{RAY} {self._driver.describe_end()}", is_final=bool(reason))
+        driver = self._driver
+        if not driver.is_alive:
+            reason = self._last_words(driver)
+            if self._driver is driver:  # what came last may have been the end of an agent
+                self._lost(reason or f"{RAY} {driver.describe_end()}", is_final=bool(reason))
             return
         for number in list(self._hosts):
             child = self._children.get(_prepare(number))
             if child is not None and not child.is_alive and not self._hosts[number].model_dir and not child.is_lost:
-                reason = self._reason_of(child.name) or child.describe_end()
-                self._lost(f"preparing the model on {child.node}: {reason}", is_final=child.exit_code == 1)
+                reason = self._last_words(child) or child.describe_end()
+                if not child.is_lost:
+                    self._lost(f"preparing the model on {child.node}: {reason}", is_final=child.exit_code == 1)
                 return
         now_s = time.monotonic()
         timeout_s = self._resources.settings.transport.host_timeout_s
@@ -266,6 +271,15 @@ class Hosts:
                 host.pinged_s = now_s
                 self._nonce += 1
                 host.send(m.Ping(self._nonce))
+
+    def _last_words(self, child: Child) -> str:
+        """Why a process has failed, if it says so. The message may still be on its way."""
+        end_s = time.monotonic() + LAST_WORDS_S
+        while not (reason := self._reason_of(child.name)) and (child.exit_code or 0) > 0:
+            if (left_s := end_s - time.monotonic()) <= 0:
+                break
+            self.receive(left_s)
+        return reason
 
     def suspended(self, seconds: float) -> None:
         """This process did not run for so long."""

@@ -35,7 +35,7 @@ def free_port() -> int:
 class FakeDriver:
     """The process that finds hosts."""
 
-    pid = 7
+    name, pid, exit_code = "ray.0", 7, 1
 
     def __init__(self, launch: m.Launch, num_threads: int) -> None:
         self.launch, self.is_alive, self.was_closed = launch, True, False
