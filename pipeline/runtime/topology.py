@@ -163,12 +163,12 @@ def is_remote(settings: Settings, name: str) -> bool:
 
 def host_of(settings: Settings, name: str) -> int:
     """The number of the host of a remote process: the ranks of a pipeline stage are on one."""
-    return 0
+    return replica_of(name) // settings.execute.tensor_parallel
 
 
 def num_hosts(settings: Settings) -> int:
     """On how many hosts the executor runs; 0 if it runs with the other stages."""
-    return 0 if settings.execute.launcher == "process" else 1
+    return 0 if settings.execute.launcher == "process" else settings.execute.pipeline_parallel
 
 
 def rings_among(names: Collection[str]) -> list[tuple[str, str]]:

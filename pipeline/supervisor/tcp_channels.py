@@ -78,11 +78,11 @@ class TcpChannels:
         """The inbox of a peer as a process reaches it."""
         if not peer.address:
             return peer
+        if peer.name in self._keys:
+            return msgspec.structs.replace(peer, public_key=self._keys[peer.name].public_key)
         if topology.is_remote(self._settings, sender):
             address = curve.address_of(self._listeners[peer.name])
             return msgspec.structs.replace(peer, address=address, public_key=self._own.public_key)
-        if peer.name in self._keys:
-            return msgspec.structs.replace(peer, public_key=self._keys[peer.name].public_key)
         return peer
 
     def of_process(self, name: str) -> m.Tcp | None:
