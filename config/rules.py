@@ -1,8 +1,9 @@
 """What holds between keys: combinations that can't work, and options that would have no effect."""
 
+import ipaddress
 import os
 
-from pipeline.config import browsers, core_list, zmq_setting
+from pipeline.config import browsers, core_list, port_range, zmq_setting
 from pipeline.config.settings import ExecuteSettings, Settings
 
 BYTES_PER_ID = 4
@@ -56,6 +57,7 @@ def contradictions(settings: Settings) -> list[str]:
         )
     problems += _speculation_problems(settings)
     problems += _rank_problems(settings)
+    problems += _host_problems(settings)
     if settings.lora.max_cpu_loras and settings.lora.max_cpu_loras < settings.lora.max_loras:
         problems.append(
             f"lora.max_cpu_loras: {settings.lora.max_cpu_loras} is less than lora.max_loras = {settings.lora.max_loras}"
@@ -109,6 +111,30 @@ def _rank_problems(settings: Settings) -> list[str]:
         ),
     )
     return problems + [f"execute.{key}: is {getattr(execute, key)}, but {why}" for holds, why in refused if holds]
+
+
+def _host_problems(settings: Settings) -> list[str]:
+    transport, problems = settings.transport, []
+    try:
+        ipaddress.ip_address(transport.host)
+    except ValueError:
+        problems.append(f"transport.host: must be an IP address of this machine, got {transport.host!r}")
+    try:
+        port_range.parse(transport.ports)
+    except ValueError as error:
+        problems.append(f"transport.ports: {error}")
+    if settings.execute.launcher == "process":
+        return problems
+    refused = (
+        (settings.execute.swap_bytes > 0, "execute.swap_bytes: swap space"),
+        (settings.lora.is_on, "lora.adapters: LoRA adapters"),
+        (settings.execute.pipeline_parallel > 1, "execute.pipeline_parallel: several pipeline stages"),
+    )
+    return problems + [
+        f"{what} can't be used with execute.launcher = {settings.execute.launcher!r}"
+        for holds, what in refused
+        if holds
+    ]
 
 
 def _speculation_problems(settings: Settings) -> list[str]:

@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from pipeline.config.sections.base import MAX_BYTES, MAX_TOKENS, Frozen, Seconds
 from pipeline.config.sections.gateway import GatewaySettings
+from pipeline.config.sections.hosts import RaySettings, TransportSettings
 from pipeline.config.sections.lora import LoraSettings
 from pipeline.config.sections.requests import ChatSettings, LimitSettings
 from pipeline.config.sections.speculative import SpeculativeSettings
@@ -31,10 +32,12 @@ __all__ = [
     "PolicyName",
     "PreparedFormat",
     "Quantization",
+    "RaySettings",
     "ScheduleSettings",
     "Settings",
     "SpeculativeSettings",
     "SupervisorSettings",
+    "TransportSettings",
 ]
 
 Quantization = Literal["auto", "none", "q8_0", "q4_1", "int8", "int4"]
@@ -153,3 +156,5 @@ class Settings(Frozen, frozen=True):
     chat: ChatSettings = ChatSettings()
     speculative: SpeculativeSettings = SpeculativeSettings()
     lora: LoraSettings = LoraSettings()
+    ray: RaySettings = RaySettings()
+    transport: TransportSettings = TransportSettings()

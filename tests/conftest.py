@@ -44,6 +44,7 @@ ALONE = (
     "tests/e2e/http/test_hostile.py",
     "tests/e2e/test_life_and_death.py::test_it_starts_fast_and_is_quiet_when_idle",
     "tests/e2e/test_life_and_death.py::test_when_the_supervisor_is_killed",
+    "tests/e2e/test_ray.py",
     "tests/e2e/test_start.py",
     "tests/e2e/test_observability.py::test_scraping_ten_times_a_second_costs_little",
     "tests/e2e/test_observability.py::test_a_stage_that_hangs_is_late",

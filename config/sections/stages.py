@@ -230,6 +230,13 @@ class ExecuteSettings(Frozen, frozen=True):
             "read about as many bytes of weights; the last one also reads the head's."
         ),
     ] = ()
+    launcher: Annotated[
+        Literal["process", "ray"],
+        Meta(
+            description='Where the executor runs: "process" is this machine, beside the other stages; "ray" is a host '
+            "that Ray chooses (see the sections ray and transport)."
+        ),
+    ] = "process"
     cores: Annotated[
         tuple[str, ...],
         Meta(

@@ -249,6 +249,8 @@ class StageStats(Part, frozen=True):
     """The last counts received; None if there are none."""
     counts_age_s: float = 0.0
     """Age of `counts`: 0 if the stage has just answered."""
+    node: str = ""
+    """The host on which it runs; empty for the supervisor's."""
 
     @property
     def has_process(self) -> bool:

@@ -21,6 +21,8 @@ class Arrays:
         memory = memories.get(own)
         self._arena = None if memory is None else Arena(own, memory, incarnation)
         self._read: dict[str, tuple[list[int], list[int]]] = {}
+        self.remote: frozenset[str] = frozenset()
+        """Processes on other hosts: arrays for them always travel inside the message."""
 
     @property
     def arena(self) -> Arena | None:
@@ -28,7 +30,7 @@ class Arrays:
 
     def put(self, array: "np.ndarray[Any, Any]", *, readers: Iterable[str]) -> Array:
         """Write an array for these processes; returns it inline or by reference, see `Arena.put`."""
-        if self._arena is None or array.nbytes <= INLINE_BYTES:
+        if self._arena is None or array.nbytes <= INLINE_BYTES or not self.remote.isdisjoint(readers):
             return array.tobytes()
         return self._arena.put(np.ascontiguousarray(array).data.cast("B"), readers=readers)
 

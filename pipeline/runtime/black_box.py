@@ -173,6 +173,11 @@ def last_lines(box: BlackBox) -> bytes:
     return (ring[place:] + ring[:place]).partition(b"\n")[2]
 
 
+def memory_of(box: BlackBox) -> bytes:
+    """The memory of a black box, for one that is kept elsewhere."""
+    return os.pread(box.memory_fd, NUM_BYTES, 0)
+
+
 def stacks(box: BlackBox, max_bytes: int) -> bytes:
     """What faulthandler wrote, its first `max_bytes`."""
     return os.pread(box.stacks_fd, max_bytes, 0)

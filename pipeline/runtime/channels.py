@@ -1,7 +1,8 @@
 """Typed inboxes and outboxes over ZeroMQ, and over shared memory where a hop must be fast.
 
 A process has one inbox, whose address contains its incarnation, and an outbox for each peer. Sockets are abstract Unix
-sockets: no file is left behind after a crash, and libzmq refuses other users by the kernel's peer credentials.
+sockets: no file is left behind after a crash, and libzmq refuses other users by the kernel's peer credentials. A peer
+on another host is reached at tcp (curve.py).
 
     Outbox.send  ──►  PUSH, bounded, never blocks  ──►  PULL  ──►  Inbox.receive / AsyncInbox.receive
 
@@ -22,7 +23,8 @@ from typing import Any, Generic, TypeVar, get_args
 import msgspec
 import zmq
 
-from pipeline.runtime.messages import ControlRequest, Envelope, PeerRestarted
+from pipeline.runtime import curve
+from pipeline.runtime.messages import ControlRequest, Envelope, PeerRestarted, Tcp
 from pipeline.runtime.replay_context import ReplayContext
 from pipeline.runtime.ring_edge import RingEdge
 
@@ -71,6 +73,8 @@ class Inbox(Generic[T]):
 
     is_replayed = False
     replay_context: ReplayContext | None = None
+    allowlist: "curve.Allowlist | None" = None
+    """Of the peers on other hosts."""
     _wake_fd = -1
 
     def __init__(
@@ -81,9 +85,10 @@ class Inbox(Generic[T]):
         control_request: Callable[[ControlRequest], None] | None = None,
         rings: Sequence[RingEdge] = (),
         incarnations: Mapping[str, int] | None = None,
+        tcp: Tcp | None = None,
     ) -> None:
         """`incarnations` are those of the peers' processes. A peer that it does not name has the incarnation of its
-        first message."""
+        first message. With `tcp`, peers on other hosts can connect too; if `address` is at tcp, only those."""
         self._edges = tuple(rings)
         self._rings = {edge.envelope.sender: edge for edge in rings}
         self._socket = context.socket(zmq.PULL)
@@ -91,7 +96,11 @@ class Inbox(Generic[T]):
         self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
         self._socket.setsockopt(zmq.LINGER, 0)
         try:
-            self._socket.bind(address)
+            if not address.startswith("tcp://"):
+                self._socket.bind(address)
+            if tcp is not None:
+                self.allowlist = curve.Allowlist(context, tcp.allowed)
+                curve.bind(self._socket, tcp)
         except zmq.ZMQError:
             self._socket.close()
             raise

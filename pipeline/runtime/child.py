@@ -15,6 +15,7 @@ import zmq
 
 from pipeline.errors import UserError
 from pipeline.runtime import black_box
+from pipeline.runtime.curve import ClientKeys, CurveKeys
 from pipeline.runtime.logs import open_log
 from pipeline.runtime.messages import Envelope, Launch, StageFailed, SupervisorInbox
 from pipeline.runtime.messages.lifecycle import LENGTH
@@ -106,9 +107,13 @@ def report_failure(launch: Launch, reason: str) -> None:
 
 def report(launch: Launch, message: SupervisorInbox) -> None:
     """Send one message to the supervisor from a process without a `Stage`."""
-    address = next(peer.address for peer in launch.peers if peer.name == SUPERVISOR)
+    peer = next(peer for peer in launch.peers if peer.name == SUPERVISOR)
+    keys = None
+    if launch.tcp is not None and peer.public_key:
+        keys = ClientKeys(peer.public_key, CurveKeys(launch.tcp.public_key, launch.tcp.secret_key))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-    outbox: Outbox[SupervisorInbox] = Outbox(context, address, Envelope(launch.name, launch.incarnation), bound=1)
+    envelope = Envelope(launch.name, launch.incarnation)
+    outbox: Outbox[SupervisorInbox] = Outbox(context, peer.address, envelope, bound=1, keys=keys)
     outbox.send(message)
     outbox.flush(REPORT_S)
     context.term()

@@ -7,6 +7,7 @@ from typing import Generic, TypeVar
 import msgspec
 import zmq
 
+from pipeline.runtime.curve import ClientKeys, use_keys
 from pipeline.runtime.messages import Envelope
 from pipeline.runtime.replay_context import ReplayContext
 from pipeline.shm.ring import RingWriter
@@ -27,12 +28,14 @@ class Outbox(Generic[T]):
         envelope: Envelope,
         bound: int,
         ring: RingWriter | None = None,
+        keys: ClientKeys | None = None,
     ) -> None:
-        """With a `ring`, messages go through it; the socket is for those that do not fit."""
+        """With a `ring`, messages go through it; the socket is for those that do not fit. A peer on another host, at
+        tcp, needs `keys`."""
         self._context = context
         self._bound = bound
         self._ring = ring
-        self._socket = self._connected(address)
+        self._socket = self._connected(address, keys)
         self._may_wake = len(os.sched_getaffinity(0)) > 1
         """On a single core, a peer that waits awake would only delay the message."""
         self._encoder = msgspec.msgpack.Encoder()
@@ -42,20 +45,23 @@ class Outbox(Generic[T]):
         self.is_detached = False
         """The peer is gone, and messages to it are dropped."""
 
-    def _connected(self, address: str) -> zmq.Socket[bytes]:
+    def _connected(self, address: str, keys: ClientKeys | None) -> zmq.Socket[bytes]:
+        assert (keys is not None) == address.startswith("tcp://"), f"{address} is reached without encryption"
         sock = self._context.socket(zmq.PUSH)
         sock.set_hwm(self._bound)
         sock.setsockopt(zmq.LINGER, 0)
         # Peers start in any order. libzmq's default of 100 ms would slow the start.
         sock.setsockopt(zmq.RECONNECT_IVL, 5)
         sock.setsockopt(zmq.RECONNECT_IVL_MAX, 50)
+        if keys is not None:
+            use_keys(sock, address, keys)
         sock.connect(address)
         return sock
 
-    def reconnect(self, address: str, ring: RingWriter | None = None) -> None:
+    def reconnect(self, address: str, ring: RingWriter | None = None, keys: ClientKeys | None = None) -> None:
         """Send to the successor of the peer's process from now on. What waits for the dead process is dropped."""
         self._socket.close()
-        self._socket = self._connected(address)
+        self._socket = self._connected(address, keys)
         self._ring = ring
         self.is_detached = False
 

@@ -12,6 +12,7 @@ from pipeline.errors import UserError
 from pipeline.runtime import messages as m
 from pipeline.runtime.arrays import Arrays
 from pipeline.runtime.channels import Inbox
+from pipeline.runtime.curve import ClientKeys, CurveKeys
 from pipeline.runtime.memories import Memories
 from pipeline.runtime.messages import Envelope
 from pipeline.runtime.messages.lifecycle import EPOCH
@@ -65,15 +66,18 @@ class PeerChannels:
         self._rings = {name: ring_ends(launch.rings, name, launch.incarnations.get(name, 1)) for name in peers}
         readers = [ends.reader for ends in self._rings.values() if ends.reader is not None]
         self.inbox: Inbox[Any] = Inbox(
-            context, launch.address, union, control_requests, readers, incarnations=launch.incarnations
+            context, launch.address, union, control_requests, readers, incarnations=launch.incarnations, tcp=launch.tcp
         )
+        self._own_keys = None if launch.tcp is None else CurveKeys(launch.tcp.public_key, launch.tcp.secret_key)
         self.inbox.on_peer_restarted = self._renew
         self._context = context
         self._envelope = Envelope(launch.name, launch.incarnation)
         self.on_added: Callable[[str], None] = lambda _: None
         """Called with the name of a new peer when it has an outbox."""
         self.outboxes: dict[str, Outbox[Any]] = {
-            peer.name: Outbox(context, peer.address, self._envelope, peer.bound, self._writer_to(peer.name))
+            peer.name: Outbox(
+                context, peer.address, self._envelope, peer.bound, self._writer_to(peer.name), self._keys_to(peer)
+            )
             for peer in launch.peers
         }
         self.memories = Memories()
@@ -81,6 +85,7 @@ class PeerChannels:
             memory = segment.attach(one.fd, one.num_bytes, writable=one.writable)
             self.memories.add(one.name, memory, one.incarnation)
         self.arrays = Arrays(self.memories, launch.name, launch.incarnation)
+        self.arrays.remote = frozenset(peer.name for peer in launch.peers if peer.public_key)
         self._control = socket.socket(fileno=launch.control_fd) if launch.control_fd >= 0 else None
         if self._control is not None:
             self._control.settimeout(DESCRIPTORS_S)
@@ -95,6 +100,13 @@ class PeerChannels:
         ends = self._rings.get(peer)
         return None if ends is None else ends.writer
 
+    def _keys_to(self, peer: m.PeerInbox) -> ClientKeys | None:
+        """The keys of the connection to a peer, if it is on another host."""
+        if not peer.public_key:
+            return None
+        assert self._own_keys is not None, f"{peer.name} is on another host, and this process has no keys"
+        return ClientKeys(peer.public_key, self._own_keys)
+
     def _renew(self, message: m.PeerRestarted) -> None:
         """Called when the message is taken from the inbox: all that was received before is of the process before."""
         name, incarnation = message.peer.name, message.incarnation
@@ -108,11 +120,15 @@ class PeerChannels:
             memory = segment.attach(fds[shared.fd], shared.num_bytes, writable=False)
             self.memories.add(name, memory, incarnation)
         self.arrays.lost(name)
+        if message.peer.public_key and self.inbox.allowlist is not None:
+            self.inbox.allowlist.allow(name, message.peer.public_key)
         if (outbox := self.outboxes.get(name)) is not None:
-            outbox.reconnect(message.peer.address, ends.writer)
+            outbox.reconnect(message.peer.address, ends.writer, self._keys_to(message.peer))
         elif message.peer.address:
             peer = message.peer
-            self.outboxes[name] = Outbox(self._context, peer.address, self._envelope, peer.bound, ends.writer)
+            self.outboxes[name] = Outbox(
+                self._context, peer.address, self._envelope, peer.bound, ends.writer, self._keys_to(peer)
+            )
             self.on_added(name)
         self.inbox.replaced(name, incarnation, ends.reader)
         for fd in {*before.event_fds, *fds} - {*ends.event_fds}:

@@ -162,6 +162,8 @@ class Stage(Generic[T]):
     def record(self, order: m.Record, *, from_start: bool = False) -> None:
         """Start recording. Raises UserError if the stage is already recorded or is a replay, OSError if the file can't
         be written."""
+        if self.launch.address.startswith("tcp://"):
+            raise UserError(f"{self.name} can't be recorded, because it runs on another host (execute.launcher)")
         before = self._recording
         if before is not None and not before.ends_alone():
             raise UserError(f"{self.name} is already being recorded into {before.path}")

@@ -68,6 +68,10 @@ EXECUTE = "execute.0"
 
 PREPARE = "pipeline.stages.prepare.stage"
 
+RAY = "ray.0"
+"""The process that finds hosts for the executor (`execute.launcher`)."""
+RAY_DRIVER = "pipeline.hosts.ray_driver"
+
 INSTANT = "pipeline.stages.execute.measuring.instant"
 """An executor that computes nothing, for measuring the other stages; see `RunMode`."""
 
@@ -144,7 +148,27 @@ def among(names: Collection[str], stage: str) -> list[str]:
 
 def rings(settings: Settings) -> list[tuple[str, str]]:
     """The pairs of processes, sender and receiver, that are connected by a ring when the server starts."""
-    return rings_among([name for stage in FLOW for name in replicas_of(settings, stage)])
+    return rings_among(
+        [name for stage in FLOW for name in replicas_of(settings, stage) if not is_remote(settings, name)]
+    )
+
+
+def is_remote(settings: Settings, name: str) -> bool:
+    """Whether a process runs on another host, as far as its channels are concerned: a host that Ray chooses may be
+    this one. Of prepare, only the first process is local (`REMOTE_PREPARE`)."""
+    if settings.execute.launcher == "process":
+        return False
+    return stage_of(name) == "execute" or (stage_of(name) == "prepare" and replica_of(name) > 0)
+
+
+def host_of(settings: Settings, name: str) -> int:
+    """The number of the host of a remote process: the ranks of a pipeline stage are on one."""
+    return replica_of(name) // settings.execute.tensor_parallel
+
+
+def num_hosts(settings: Settings) -> int:
+    """On how many hosts the executor runs; 0 if it runs with the other stages."""
+    return 0 if settings.execute.launcher == "process" else settings.execute.pipeline_parallel
 
 
 def rings_among(names: Collection[str]) -> list[tuple[str, str]]:

@@ -20,6 +20,7 @@ ROOTS: tuple[Any, ...] = (
     m.ScheduleInbox,
     m.ExecuteInbox,
     m.DetokenizeInbox,
+    m.HostInbox,
 )
 
 

@@ -45,6 +45,12 @@ class BlackBoxes:
     def get(self, name: str, incarnation: int) -> m.BlackBox | None:
         return self._boxes.get((name, incarnation))
 
+    def fill(self, name: str, incarnation: int, stacks: bytes, memory: bytes) -> None:
+        """Keep what a process on another host has left."""
+        if (box := self._boxes.get((name, incarnation))) is not None:
+            os.pwrite(box.stacks_fd, stacks, 0)
+            os.pwrite(box.memory_fd, memory[: black_box.NUM_BYTES], 0)
+
     def suspect_of(self, name: str, incarnation: int) -> int | None:
         """The id of the request that a process is working on, or was when it died."""
         box = self._boxes.get((name, incarnation))

@@ -1,30 +1,41 @@
 """The processes of the stages, with an outbox to each of them."""
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
 from pipeline.config.settings import Settings
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
+from pipeline.runtime.curve import ClientKeys
 from pipeline.runtime.outbox import Outbox
 from pipeline.runtime.run_mode import RunMode
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.supervisor.process import Child
 from pipeline.supervisor.resources import INCARNATION
 
+if TYPE_CHECKING:
+    from pipeline.hosts.hosts import Hosts
+
 
 class ChildTable:
     """The children by name, in the order of their start. `poller` watches their pidfds."""
 
     def __init__(
-        self, settings: Settings, run_mode: RunMode, context: zmq.Context[zmq.Socket[bytes]], poller: zmq.Poller
+        self,
+        settings: Settings,
+        run_mode: RunMode,
+        context: zmq.Context[zmq.Socket[bytes]],
+        poller: zmq.Poller,
+        hosts: "Hosts | None" = None,
     ) -> None:
+        """`hosts` start the processes that run on others than this one."""
         self.settings = settings
         self._run_mode = run_mode
         self._context = context
         self._poller = poller
+        self._hosts = hosts
         self.children: dict[str, Child] = {}
         self.outboxes: dict[str, Outbox[Any]] = {}
         """To the children that have begun."""
@@ -35,7 +46,7 @@ class ChildTable:
 
     def spawn(self, launch: m.Launch, *, waits: bool = False) -> Child:
         """Start a stage. If it `waits`, it runs after `begin_all`."""
-        child = self._run_mode.start(self._run_mode.launch(launch), self._num_threads(launch), waits=waits)
+        child = self._start(launch, waits=waits)
         self.children[child.name] = child
         self._watch(child)
         self._addresses[child.name] = launch.address
@@ -67,14 +78,18 @@ class ChildTable:
             self._addresses.pop(name),
             m.Envelope(SUPERVISOR, INCARNATION),
             topology.bound_of(self.settings),
+            keys=self._keys_to(name),
         )
+
+    def _keys_to(self, name: str) -> ClientKeys | None:
+        return None if self._hosts is None else self._hosts.keys_to(name)
 
     def lost(self, child: Child, address: str) -> None:
         """The process of a child has died. Its successor, which `replace` starts, has this inbox."""
         if self.is_watched(child):
             self.mark_dead(child)
         child.state = "recovering"
-        self.outboxes[child.name].reconnect(address)
+        self.outboxes[child.name].reconnect(address, keys=self._keys_to(child.name))
 
     def replace(self, launch: m.Launch) -> Child:
         """Start the successor of a child that was `lost`."""
@@ -84,7 +99,7 @@ class ChildTable:
 
     def start_successor(self, launch: m.Launch) -> Child:
         """Start a process that is going to take the place of another one. It belongs to the caller until `adopt`."""
-        child = self._run_mode.start(self._run_mode.launch(launch), self._num_threads(launch), waits=False)
+        child = self._start(launch, waits=False)
         child.state = "recovering"
         self._watch(child)
         return child
@@ -100,6 +115,12 @@ class ChildTable:
         """Kill a successor that takes no place."""
         self.unwatch(child)
         child.close()
+
+    def _start(self, launch: m.Launch, *, waits: bool) -> Child:
+        launch = self._run_mode.launch(launch)
+        if self._hosts is not None and topology.is_remote(self.settings, launch.name):
+            return self._hosts.start(launch, waits=waits)
+        return self._run_mode.start(launch, self._num_threads(launch), waits=waits)
 
     def _num_threads(self, launch: m.Launch) -> int:
         num_threads = self.settings.execute.num_threads if launch.stage == "execute" else 0

@@ -93,7 +93,7 @@ class CrashReports:
         now_s = time.monotonic()
         if self._is_on and now_s >= self._sampled_s + SAMPLE_S:
             self._sampled_s = now_s
-            sampled = {child.pid: rss_bytes(child.pid) for child in children if child.is_alive}
+            sampled = {child.pid: rss_bytes(child.pid) for child in children if child.is_alive and not child.node}
             self._rss_bytes |= {pid: num_bytes for pid, num_bytes in sampled.items() if num_bytes}
 
     def died(self, child: Child, reason: str) -> dict[str, str]:

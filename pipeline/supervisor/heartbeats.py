@@ -19,10 +19,8 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from pipeline.runtime import topology
 from pipeline.runtime.messages import LateStages
 from pipeline.supervisor.process import Child
-from pipeline.supervisor.process_usage import usage_of
 
 HEARTBEAT_S = 1.0
 """From a stage's answer to the next ping."""
@@ -62,7 +60,7 @@ class Heartbeats:
         log: logging.Logger,
         clock: Callable[[], float] = time.monotonic,
         hang_timeout_s: float = 0.0,
-        cpu_s: Callable[[int], float] = lambda pid: usage_of(pid).cpu_s,
+        cpu_s: Callable[[Child], float] = lambda child: child.usage().cpu_s,
     ) -> None:
         """`ping` sends `Ping` to a stage by its name. `changed` gets the stages that are late, whenever these change.
         A stage that is silent for `hang_timeout_s` is killed; 0 kills none. `cpu_s` is the CPU time of a process."""
@@ -73,6 +71,7 @@ class Heartbeats:
         self._clock = clock
         self.hang_timeout_s = hang_timeout_s
         self._cpu_s = cpu_s
+        self._executors: list[Child] = []
         self._beats: dict[str, _Beat] = {}
         self._lost: dict[str, _Beat] = {}
         """Those of stages that are being restarted, from when they died."""
@@ -91,6 +90,7 @@ class Heartbeats:
         now_s = self._clock()
         by_name = {child.name: child for child in children if child.state == "ready"}
         ready = by_name.keys()
+        self._executors = [child for child in by_name.values() if child.stage == "execute"]
         replaced = {name for name, beat in self._beats.items() if name in ready and beat.pid != by_name[name].pid}
         has_changed = any(self._beats.pop(name).is_late for name in replaced)
         self._beats = {
@@ -163,7 +163,7 @@ class Heartbeats:
         return self._executor_cpu_s() - beat.checked_cpu_s > IDLE_SHARE * (now_s - beat.checked_s)
 
     def _executor_cpu_s(self) -> float:
-        return sum(self._cpu_s(self._beats[name].pid) for name in topology.among(self._beats, "execute"))
+        return sum(map(self._cpu_s, self._executors))
 
     def lost(self, name: str) -> None:
         """A stage has died, and is being restarted: it is late until it is ready."""

@@ -8,16 +8,19 @@
 
 import itertools
 import logging
+import os
 import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import assert_never
 
+import msgspec
 import zmq
 
 from pipeline.config.settings import Settings
 from pipeline.config.source import SettingsSource
+from pipeline.hosts.hosts import Hosts
 from pipeline.metrics.stats import ServerStats
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
@@ -84,16 +87,25 @@ class SupervisorLoop:
         self._run_mode = run_mode
         self._log = log
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        self._inbox: Inbox[m.SupervisorInbox] = Inbox(self._context, resources.addresses[SUPERVISOR], m.SupervisorInbox)
+        tcp = resources.tcp.of_process(SUPERVISOR)
+        if tcp is not None:  # the inbox closes its descriptor
+            tcp = msgspec.structs.replace(tcp, listen_fd=os.dup(tcp.listen_fd))
+        self._inbox: Inbox[m.SupervisorInbox] = Inbox(
+            self._context, resources.addresses[SUPERVISOR], m.SupervisorInbox, tcp=tcp
+        )
         self.poller = zmq.Poller()
-        self.table = ChildTable(settings, run_mode, self._context, self.poller)
+        self.reasons: dict[str, str] = {}
+        """Why stages failed, in their own words."""
+        self.hosts = Hosts(resources, self._inbox, self._context, log, lambda name: self.reasons.pop(name, ""))
+        self.hosts.receive = self._receive
+        self.table = ChildTable(settings, run_mode, self._context, self.poller, self.hosts)
         self._resources = resources
         self._restarts = Restarts(run_mode, resources, self.table, self._inbox, log)
+        self._restarts.is_placed = self.hosts.is_placed
+        self.hosts.on_ready = self._restarts.placed
         self.crash_reports = CrashReports(settings, resources.black_boxes, log, is_on=not run_mode.inline)
         self.facts: m.ExecuteFacts | None = None
         self.prepared: m.Prepared | None = None
-        self.reasons: dict[str, str] = {}
-        """Why stages failed, in their own words."""
         self.drained: set[str] = set()
         """Names of gateways."""
         self.is_serving = False
@@ -151,13 +163,31 @@ class SupervisorLoop:
         """Kill the children that are left and free everything. The resources belong to the caller."""
         self._restarts.planned.close()
         self.table.close()
+        self.hosts.close()
         self.crash_reports.close()
         self._signals.close()
         self._inbox.close()
         self._admin_server.close()
         self._context.term()
 
+    def _receive(self, timeout_s: float) -> None:
+        """Handle messages, and wait for one."""
+        self._inbox.wait(timeout_s)
+        self.drain_inbox()
+
     # --------------------------------------------------------------------------------------------------- children
+
+    def _check_hosts(self) -> None:
+        """Notice hosts that are lost. Raises Stopping if the executor can't run any more."""
+        self.hosts.turn()
+        if not (problem := self.hosts.problem):
+            return
+        if not self.is_serving:
+            self._log.error(f"cannot start: {problem}")
+            raise Stopping(EXIT_NOT_STARTED)
+        self._log.error(f"the executor can't be restarted: {problem}")
+        self.reasons = {topology.EXECUTE: problem}
+        raise Stopping(EXIT_STAGE_DIED)
 
     def _check_children(self) -> None:
         """Restart stages that have ended and should be running. Raises Stopping if one can't be restarted."""
@@ -240,6 +270,7 @@ class SupervisorLoop:
                     raise Stopping(EXIT_OK)
                 self._log.info(f"stopped by {signal.Signals(number).name} during the start")
                 raise Stopping(128 + number)
+            self._check_hosts()
             self._check_children()
             self._health_checks.end_rounds(self.table.children.values())
             if self.is_serving:
@@ -273,14 +304,17 @@ class SupervisorLoop:
     def _suspended(self, seconds: float) -> None:
         """This process did not run for so long: no deadline of others passes because of that."""
         self._log.info("was suspended", extra={"fields": {"seconds": f"{seconds:.1f}"}})
-        for part in (self._heartbeats, self._health_checks, self._restarts, self._scaling):
+        for part in (self._heartbeats, self._health_checks, self._restarts, self._scaling, self.hosts):
             part.suspended(seconds)
 
     def drain_inbox(self) -> None:
         while (message := self._inbox.receive()) is not None:
-            self._handle(message, self._inbox.last_sender)
+            if isinstance(message, m.HostReport):
+                self.hosts.handle(message, self._inbox.last_sender)
+            else:
+                self._handle(message, self._inbox.last_sender)
 
-    def _handle(self, message: m.SupervisorInbox, sender: str) -> None:
+    def _handle(self, message: m.StageReport, sender: str) -> None:
         match message:
             case m.Ready(facts):
                 child = self.table.children[sender]
@@ -304,9 +338,7 @@ class SupervisorLoop:
             case m.StageFailed(reason):
                 self.reasons[sender] = reason
             case m.Prepared():
-                self.prepared = message
-                self._resources.hold_model(message.model_dir)
-                self._resources.adapters = {one.name: one for one in message.adapters}
+                self._prepared(message, sender)
             case m.SetAdapter():
                 self._set_adapter(message, sender)
             case m.Drained():
@@ -325,6 +357,16 @@ class SupervisorLoop:
                 self._questions.answered(sender, message)
             case _:
                 assert_never(message)
+
+    def _prepared(self, message: m.Prepared, sender: str) -> None:
+        """The model is prepared, on this host or on another one."""
+        if topology.is_remote(self._resources.settings, sender):
+            self.hosts.prepared(sender, message)
+            return
+        self.prepared = message
+        self.hosts.prepared_here(message.digest)
+        self._resources.hold_model(message.model_dir)
+        self._resources.adapters = {one.name: one for one in message.adapters}
 
     def _drained(self, name: str) -> None:
         if not self.is_ending or not name.startswith("gateway."):

@@ -4,7 +4,8 @@
     asked ──► successor spawned ──► Ready ──► HandOver ──► Drained ──► takes over ──► served again          schedule
     asked ──► Drain ──► Drained ──► killed ──► restarted as if it had died    a gateway
     asked ──► killed ──► restarted as if it had died                          an executor on a GPU: memory is for one;
-                                                                              an executor of several ranks
+                                                                              an executor of several ranks,
+                                                                              or on another host
 
 A successor that does not become ready changes nothing. Only one is on its way at a time. If any stage dies meanwhile,
 it takes over at once, because a process that is started then must know which channels the others use.
@@ -16,6 +17,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from pipeline.errors import UserError
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.channels import Inbox
@@ -179,7 +181,7 @@ class PlannedRestarts:
         else:
             try:
                 plan.before = self._resources.replace(name)
-            except MemoryError as error:
+            except (MemoryError, UserError) as error:
                 self._fail(name, str(error))
                 return
             plan.successor = self._table.start_successor(launch_of(name, self._resources, model_dir, facts))
@@ -189,7 +191,7 @@ class PlannedRestarts:
     def _runs_once(self) -> bool:
         """Whether the executor can't run twice for a while."""
         execute = self._resources.settings.execute
-        return execute.device == "cuda" or execute.num_ranks > 1
+        return execute.device == "cuda" or execute.num_ranks > 1 or execute.launcher != "process"
 
     def _check(self, name: str, plan: _Plan, successor: Child, now_s: float) -> None:
         if plan.take_over_s is not None:  # the process before does nothing any more, so there is no way back

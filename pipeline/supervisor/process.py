@@ -14,6 +14,7 @@ import msgspec
 from pipeline.runtime import entry
 from pipeline.runtime.messages import Launch
 from pipeline.runtime.messages.lifecycle import EPOCH, LENGTH
+from pipeline.supervisor.process_usage import ProcessUsage, usage_of
 
 SINGLE_THREADED = {
     "OMP_NUM_THREADS": "1",
@@ -44,6 +45,11 @@ class Child:
     supervisor changes it. A process that replaces a dead one is recovering until it is ready. One that is added while
     the server serves is joining until it gets work, and one that is going to be removed is leaving."""
 
+    node = ""
+    """The host that it runs on; empty for this one."""
+    is_lost = False
+    """Its host was lost, so its end says nothing about it."""
+
     def __init__(self, launch: Launch, num_threads: int, *, waits: bool = False) -> None:
         """Start the process. It inherits the descriptors it needs by number; all others are closed. If it `waits`, it
         imports its code and then waits for `begin`."""
@@ -72,6 +78,7 @@ class Child:
             fds += [fd for ring in launch.rings for fd in (ring.data_fd, ring.position_fd, ring.event_fd)]
             fds += [fd for fd in (launch.listen_fd, launch.keys_fd, launch.admin_fd) if fd >= 0]
             fds += [fd for fd in (launch.ranks_fd, launch.stages_fd) if fd >= 0]
+            fds += [launch.tcp.listen_fd] if launch.tcp is not None and launch.tcp.listen_fd >= 0 else []
             fds += launch.black_box.fds if launch.black_box is not None else []
             threads = {key: str(num_threads) for key in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")}
             self._process = subprocess.Popen(
@@ -133,7 +140,7 @@ class Child:
 
     def describe_end(self) -> str:
         """How the process ended."""
-        code = self._process.poll()
+        code = self.exit_code
         if code is None:
             return "is running"
         if code < 0:
@@ -144,6 +151,10 @@ class Child:
             return f"was killed by {name}{hint}"
         return f"exited with code {code}"
 
+    def usage(self) -> ProcessUsage:
+        """The resources that the process uses; zeros if it has ended."""
+        return usage_of(self.pid)
+
     def wait(self, timeout_s: float) -> bool:
         """Wait for the end of the process. Returns whether it ended in time."""
         try:
@@ -151,6 +162,10 @@ class Child:
         except subprocess.TimeoutExpired:
             return False
         return True
+
+    def terminate(self) -> None:
+        """Ask the process to end, if it listens to signals."""
+        self._process.terminate()
 
     def kill(self) -> None:
         """Kill and reap the process if it is alive."""

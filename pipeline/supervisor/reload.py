@@ -32,6 +32,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "chat": ("detokenize", "ingest", "gateway"),
     "speculative": ("execute",),
     "lora": ("gateway",),
+    "ray": LIVE,
+    "transport": LIVE,
 }
 """The stages that use a section."""
 KEYS: dict[str, tuple[str, ...]] = {
@@ -78,6 +80,11 @@ NEW_SERVER = {
     "execute.tensor_parallel": "each rank has a part of the KV cache",
     "execute.pipeline_parallel": "each rank has a part of the KV cache",
     "execute.pipeline_layers": "each rank has a part of the KV cache",
+    "execute.launcher": "the executor's channels are made for it",
+    "ray.address": "the executor runs there",
+    "ray.bundle_cpus": "they are reserved at the start",
+    "transport.host": "the listening sockets are fixed",
+    "transport.ports": "the listening sockets are fixed",
     "speculative.method": "the memory of execute is made for it",
     "speculative.draft": "the model is prepared at the start",
     "speculative.num_speculative_tokens": "the memory of execute is made for it",

@@ -12,12 +12,14 @@ import msgspec
 
 from pipeline.config.by_device import kv_bytes_in_ram
 from pipeline.config.settings import Settings
+from pipeline.errors import UserError
 from pipeline.runtime import api_keys, model_folder, topology
 from pipeline.runtime import messages as m
 from pipeline.runtime.channels import address_of
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.shm import segment
 from pipeline.supervisor.black_boxes import BlackBoxes
+from pipeline.supervisor.tcp_channels import TcpChannels
 
 INCARNATION = 1
 """Of the supervisor, and of every stage's first process."""
@@ -30,6 +32,8 @@ class Channels(msgspec.Struct, frozen=True):
     incarnation: int
     address: str
     segment: m.Segment | None
+    listener: socket.socket | None
+    """At tcp; None if no process of another host sends to it."""
     rings: dict[tuple[str, str], tuple[int, int, int]]
 
 
@@ -49,6 +53,7 @@ class SharedResources:
         self.adapters: dict[str, m.Adapter] = {}
         """LoRA adapters that clients may use, by name."""
         """The newest ones (`pipeline reload`)."""
+        self.tcp = TcpChannels(settings)
         self._listeners = listeners
         self._admin_listeners = admin_listeners
         self.server = f"{os.getpid()}-{secrets.token_hex(4)}"
@@ -101,11 +106,14 @@ class SharedResources:
         """Name every stage's inbox, and create the arenas and schedule's indices."""
         for name, size in topology.private_segments(self.settings, "schedule").items():
             self.segments[name] = m.Segment(name, segment.create_sparse(name, size), size, True)
-        if self.settings.execute.num_ranks > 1:
+        if self.settings.execute.num_ranks > 1 and not topology.is_remote(self.settings, topology.EXECUTE):
             self._rank_fds = self._new_rank_fds()
         for row in topology.TOPOLOGY:
             for name in topology.replicas_of(self.settings, row.name):
                 self.incarnations[name] = INCARNATION
+                if topology.is_remote(self.settings, name):
+                    self.addresses[name] = self.tcp.renew(name)
+                    continue
                 self.addresses[name] = address_of(self.server, name, INCARNATION)
                 if row.has_arena:
                     self._create_arena(name)
@@ -182,7 +190,7 @@ class SharedResources:
 
     def replace(self, name: str) -> Channels:
         """Make channels for the successor of this process. Returns those until now, which the caller gives to `discard`
-        or `restore`. Raises MemoryError."""
+        or `restore`. Raises MemoryError, or UserError if no port is free."""
         before = self._channels_of(name)
         self._suspects[name] = None
         self._suspects_together.pop(name, None)
@@ -195,16 +203,25 @@ class SharedResources:
             self._rank_fds = self._new_rank_fds()
         self.incarnations[name] = self._last_incarnations.get(name, before.incarnation) + 1
         self._last_incarnations[name] = self.incarnations[name]
+        if topology.is_remote(self.settings, name):
+            self.addresses[name] = self.tcp.renew(name)
+            return before
         self.addresses[name] = address_of(self.server, name, self.incarnations[name])
         try:
+            before = msgspec.structs.replace(before, listener=self.tcp.listen(name))
             if before.segment is not None:
                 self._create_arena(name)
             for edge in before.rings:
                 self._create_ring(*edge)
-        except MemoryError:
+        except (MemoryError, UserError):
             self.restore(before)
             raise
         return before
+
+    def place(self, name: str, address: str) -> None:
+        """A process that runs on another host is going to listen there."""
+        self.tcp.place(name, address)
+        self.addresses[name] = address
 
     def restore(self, channels: Channels) -> None:
         """Use these channels again, and close those of the successor."""
@@ -216,15 +233,18 @@ class SharedResources:
             kept.add(channels.segment.fd)
             self.segments[name] = channels.segment
         self._rings.update(channels.rings)
+        self.tcp.restore(name, channels.listener)
         self._close(unused, kept)
 
     def discard(self, channels: Channels) -> None:
         """Close channels that are not used any more."""
+        if channels.listener is not None:
+            channels.listener.close()
         self._close(channels, set())
 
     def _channels_of(self, name: str) -> Channels:
         rings = {edge: fds for edge, fds in self._rings.items() if name in edge}
-        return Channels(name, self.incarnations[name], self.addresses[name], self.segments.get(name), rings)
+        return Channels(name, self.incarnations[name], self.addresses[name], self.segments.get(name), None, rings)
 
     def _close(self, channels: Channels, kept: set[int]) -> None:
         fds = {fd for ring in channels.rings.values() for fd in ring}
@@ -238,7 +258,8 @@ class SharedResources:
         descriptors that it gets. None if the two have no edge."""
         row = topology.row(receiver.partition(".")[0])
         stage = name.partition(".")[0]
-        sends, is_reader = stage in row.sends_to, stage in row.reads
+        is_remote = topology.is_remote(self.settings, name) or topology.is_remote(self.settings, receiver)
+        sends, is_reader = stage in row.sends_to, stage in row.reads and not is_remote
         receives = receiver.partition(".")[0] in topology.row(stage).sends_to
         if not (sends or receives):
             return None
@@ -256,6 +277,7 @@ class SharedResources:
             arena = msgspec.structs.replace(self.segments[name], fd=len(fds))
             fds.append(self.segments[name].fd)
         peer = m.PeerInbox(name, self.addresses[name] if sends else "", topology.bound_of(self.settings))
+        peer = self.tcp.reached_by(receiver, peer)
         suspect = self._suspects.get(name)
         restarted = m.PeerRestarted(epoch, peer, self.incarnations[name], rings, arena, suspect)
         suspects = self._suspects_together.get(name, []) if receiver.startswith("gateway.") else []
@@ -281,12 +303,17 @@ class SharedResources:
             if edge in self._rings
         ]
 
-    def launch(self, stage: str, entry: str, peers: list[m.PeerInbox], replica: int = 0) -> m.Launch:
-        """The parameters of a stage's process. The folder of the model is not known yet."""
+    def launch(
+        self, stage: str, entry: str, peers: list[m.PeerInbox], replica: int = 0, incarnation: int = 0
+    ) -> m.Launch:
+        """The parameters of a stage's process. The folder of the model is not known yet. A process that has no inbox
+        needs an `incarnation`. Of one on another host, the agent there makes the descriptors."""
         name = f"{stage}.{replica}"
-        incarnation = self.incarnations.get(name, INCARNATION)
+        incarnation = incarnation or self.incarnations.get(name, INCARNATION)
+        is_remote = topology.is_remote(self.settings, name)
         self._settings_of[name, incarnation] = self.settings
         has_ranks = stage == "execute" and bool(self._rank_fds)
+        black_box = self.black_boxes.create(name, incarnation)
         return m.Launch(
             stage=stage,
             replica=replica,
@@ -296,18 +323,19 @@ class SharedResources:
             settings=self.settings,
             model_dir="",
             address=self.addresses.get(name) or address_of(self.server, name, INCARNATION),  # prepare has none
-            peers=peers,
-            segments=self._segments_of(stage, name),
-            death_fd=self._death_read,
+            peers=[self.tcp.reached_by(name, peer) for peer in peers],
+            segments=[] if is_remote else self._segments_of(stage, name),
+            death_fd=-1 if is_remote else self._death_read,
             listen_fd=self._listeners[replica].fileno() if stage == "gateway" else -1,
             keys_fd=self._keys_fd if stage == "gateway" else -1,
             admin_fd=self._admin_listeners[replica].fileno() if stage == "gateway" and self._admin_listeners else -1,
             rings=[ring for peer in self.incarnations for ring in self._rings_between(name, peer)],
             incarnations=self._incarnations_for(name),
-            black_box=self.black_boxes.create(name, incarnation),
+            black_box=None if is_remote else black_box,
             adapters=list(self.adapters.values()) if stage in ("gateway", "execute") else [],
             ranks_fd=self._rank_fds[replica // self.settings.execute.tensor_parallel] if has_ranks else -1,
             stages_fd=self._rank_fds[-1] if has_ranks else -1,
+            tcp=self.tcp.of_process(name),
         )
 
     def _incarnations_for(self, name: str) -> dict[str, int]:
@@ -323,6 +351,7 @@ class SharedResources:
         own = [name] if row.has_arena else []
         private = list(topology.private_segments(self.settings, stage))
         others = [owner for read in row.reads for owner in topology.among(self.incarnations, read)]
+        others = [owner for owner in others if owner in self.segments]  # those of other hosts have none
         shared = []
         for owner in (*own, *private, *others):
             one = self.segments[owner]
@@ -353,5 +382,6 @@ class SharedResources:
         if self._model is not None:
             self._model.close()
         self.black_boxes.close()
+        self.tcp.close()
         os.close(self._death_read)
         os.close(self._death_write)

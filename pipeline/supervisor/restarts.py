@@ -10,7 +10,9 @@ What the stages do with `PeerRestarted` is theirs: the owner of a fact sends it 
 
 import logging
 import time
+from collections.abc import Callable
 
+from pipeline.errors import UserError
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.channels import Inbox
@@ -47,13 +49,15 @@ class Restarts:
         """When successors start, by name. All times are by time.monotonic()."""
         self._died_s: dict[str, float] = {}
         """When the process died whose successor is not ready yet."""
+        self.is_placed: Callable[[str], bool] = lambda _: True
+        """Whether the host of a process is ready for it."""
         self.spans = RestartLog()
         self.planned = PlannedRestarts(run_mode, resources, table, inbox, log, self._hand_over)
 
     @property
     def deadlines(self) -> list[float]:
         """When `turn` must be called next."""
-        due_s = [due_s for name, due_s in self._due_s.items() if self.recovery.may_start(name)]
+        due_s = [due_s for name, due_s in self._due_s.items() if self._may_start(name)]
         return [*due_s, *self.planned.deadlines]
 
     def died(self, child: Child, reason: str) -> str:
@@ -67,7 +71,7 @@ class Restarts:
         if self._table.children[name] is not child:
             return ""  # its successor has started already
         delay_s: float | str = 0.0
-        has_crashed = child.state == "ready" and not self.planned.has_killed(name)
+        has_crashed = child.state == "ready" and not child.is_lost and not self.planned.has_killed(name)
         if self.planned.has_killed(name):
             self._begin_span(child, "restarts", self.planned.reason_of(name))
             self.planned.noticed(name)
@@ -84,7 +88,7 @@ class Restarts:
                     self._begin_span(one, "restarts", f"{name} has ended")
                     one.kill()
                 self._resources.renew(one.name, has_crashed=has_crashed)
-        except MemoryError as error:
+        except (MemoryError, UserError) as error:
             return str(error)
         for one in together:
             self._due_s[one.name] = now_s + delay_s
@@ -131,7 +135,7 @@ class Restarts:
             if now_s < due_s:
                 continue
             self.planned.hurry()
-            if self.recovery.may_start(name):
+            if self._may_start(name):
                 del self._due_s[name]
                 self._start(name, model_dir, facts)
         for name in self._died_s.keys() - self._due_s.keys():
@@ -140,6 +144,16 @@ class Restarts:
             if took_s >= self._resources.settings.supervisor.start_timeout_s and child.is_alive:
                 self._log.error(f"{name} is not ready in time (supervisor.start_timeout_s); killing it")
                 child.abort()
+
+    def _may_start(self, name: str) -> bool:
+        return self.recovery.may_start(name) and self.is_placed(name)
+
+    def placed(self) -> None:
+        """Another host was found for the processes of one that was lost: they have other addresses there."""
+        for name in topology.lives_with(self._resources.settings, topology.EXECUTE):
+            if name in self._due_s:
+                self._resources.renew(name)
+                self._lose(self._table.children[name])
 
     def suspended(self, seconds: float) -> None:
         """This process did not run for so long."""

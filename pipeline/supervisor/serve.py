@@ -6,6 +6,7 @@ import time
 
 from pipeline.client.connection.zmq_address import check_free
 from pipeline.config.settings import Settings
+from pipeline.errors import UserError
 from pipeline.runtime import api_keys
 from pipeline.runtime.logs import open_log
 from pipeline.runtime.run_mode import RunMode
@@ -46,7 +47,10 @@ def serve(settings: Settings, run_mode: RunMode | None = None) -> int:
         for replica in range(settings.gateway.replicas):
             if (address := zmq_address(settings, listeners, replica)) is not None:
                 check_free(address)
-        supervisor = Supervisor(settings, listeners, log, run_mode, keys, admins)
+        try:
+            supervisor = Supervisor(settings, listeners, log, run_mode, keys, admins)
+        except UserError as error:  # of the sockets for other hosts
+            raise OSError(str(error)) from error
         try:
             code = supervisor.run(begun)
             supervisor.raise_inline()

@@ -58,8 +58,8 @@ class StatsCollector:
             )
         ]
         for child in children:
-            is_thread = child.pid == os.getpid()
-            usage = usage_of(child.pid) if child.is_alive and not is_thread else NOTHING
+            is_thread = child.pid == os.getpid() and not child.node
+            usage = child.usage() if child.is_alive and not is_thread else NOTHING
             came, counts = self._counts.get(child.name, (now, None))
             is_late = child.state == "ready" and child.name not in answers and not self._is_computing(child)
             state = "late" if is_late else child.state
@@ -75,6 +75,7 @@ class StatsCollector:
                     num_threads=usage.num_threads,
                     counts=counts,
                     counts_age_s=now - came,
+                    node=child.node,
                 )
             )
         return ServerStats(

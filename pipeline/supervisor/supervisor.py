@@ -21,6 +21,7 @@ import zmq
 
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
+from pipeline.hosts import placement
 from pipeline.runtime import api_keys, topology
 from pipeline.runtime import messages as m
 from pipeline.runtime.kv_groups import described, has_windows
@@ -71,6 +72,9 @@ class Supervisor:
         if not self._run_mode.instant and (problem := gpu.why_none(self._resources.settings)) is not None:
             self._log.error(problem)
             return EXIT_NOT_STARTED
+        if (problem := self._why_no_hosts()) is not None:
+            self._log.error(problem)
+            return EXIT_NOT_STARTED
         try:
             self._reserve_swap()
             self._start_all(begun)
@@ -80,6 +84,20 @@ class Supervisor:
         except MemoryError as error:  # of a segment: the message names the setting to change
             self._log.error(str(error))
             return EXIT_NOT_STARTED
+
+    def _why_no_hosts(self) -> str | None:
+        """Why the executor can't run on other hosts, for the user; None if it may, or needs none."""
+        if not topology.num_hosts(self._resources.settings):
+            return None
+        remote = topology.replicas_of(self._resources.settings, "execute")
+        launcher = "execute.launcher = 'ray'"
+        if self._run_mode.inline:
+            return f"--inline runs all stages in one process, which {launcher} does not allow"
+        if self._run_mode.foreground in remote:
+            return f"--foreground: {self._run_mode.foreground} runs on another host with {launcher}"
+        if named := [name for name in remote if name in self._run_mode.record]:
+            return f"--record: {named[0]} can't be recorded, because it runs on another host with {launcher}"
+        return placement.why_not_installed()
 
     def _reserve_swap(self) -> None:
         """Begin to reserve swap space. Nothing waits for it until all stages are ready. Raises MemoryError."""
@@ -106,9 +124,11 @@ class Supervisor:
         prepare = self._spawn(self._resources.launch("prepare", topology.PREPARE, peers))
         self._resources.create_arenas()
         self._resources.create_rings()
+        self._loop.hosts.place()
         may_repeat = self._resources.settings.supervisor.max_restarts and not self._run_mode.is_debugged
         for num_left in reversed(range(MAX_FAILED_STARTS if may_repeat else 1)):
             try:
+                self._find_hosts()
                 self._spawn_stages()
                 self._prepare(prepare)
                 self._start(begun)
@@ -122,6 +142,12 @@ class Supervisor:
                     self._resources.renew(name)
                 self._loop.forget(self._flow())
 
+    def _find_hosts(self) -> None:
+        """Wait until the addresses of processes on other hosts are known."""
+        settings = self._resources.settings
+        timeout_s = settings.ray.placement_timeout_s + settings.supervisor.start_timeout_s
+        self._loop.run_until(lambda: self._loop.hosts.are_found, timeout_s, "hosts for the executor")
+
     def _spawn_stages(self) -> None:
         """Start the processes of all stages, which wait for the model."""
         for row in topology.TOPOLOGY:
@@ -133,6 +159,7 @@ class Supervisor:
         """Wait for prepare, which resolves the model and exits."""
         timeout_s = self._resources.settings.supervisor.prepare_timeout_s
         self._loop.run_until(lambda: self._loop.prepared is not None, timeout_s, "the model to be prepared")
+        self._loop.run_until(lambda: self._loop.hosts.are_ready, timeout_s, "the model to be prepared on other hosts")
         if child.name in self._loop.table.children:
             child.wait(self._resources.settings.supervisor.stop_timeout_s)
             self._loop.table.remove(child)

@@ -60,7 +60,16 @@ def run(launch: Launch) -> None:
 
             draft.link(launch.settings, prepare_head(launch.settings, folder, progress), progress)
     name = launch.settings.served_model_name or config.name
-    report(launch, m.Prepared(str(folder), name, adapters.prepare(launch.settings, folder, name, progress)))
+    digest = digest_of(folder, progress) if launch.settings.execute.launcher != "process" else ""
+    report(launch, m.Prepared(str(folder), name, adapters.prepare(launch.settings, folder, name, progress), digest))
+
+
+def digest_of(folder: Path, progress: Progress = SILENT) -> str:
+    """A digest of what the executor reads of a prepared folder, wherever its weights are. Reads all weights once."""
+    config = ModelConfig.load(folder)
+    made_as = msgspec.json.encode(msgspec.structs.replace(config, weight_files=[])).decode()
+    with progress.measure(f"{config.name}: comparing weights") as advance:
+        return content_of([folder / "tokenizer.json", *config.weight_paths(folder)], made_as, advance)
 
 
 def prepare(settings: Settings, progress: Progress = SILENT) -> Path:

@@ -144,6 +144,15 @@ EFFECTS = {
         "tests/stages/execute/test_pipeline_scheduled.py::test_texts_and_records_are_those_of_one_process"
     ),
     "execute.cores": "tests/stages/execute/test_cores.py::test_each_rank_runs_on_its_cores",
+    "execute.launcher": "tests/e2e/test_hosts.py::test_a_remote_executor_is_listed_with_its_host",
+    "ray.address": "tests/e2e/test_ray.py::test_an_executor_that_fits_nowhere_is_refused_by_what_the_nodes_have",
+    "ray.bundle_cpus": "tests/hosts/test_placement.py::test_ranks_need_a_gpu_each_or_a_cpu_each",
+    "ray.placement_timeout_s": (
+        "tests/e2e/test_ray.py::test_an_executor_that_fits_nowhere_is_refused_by_what_the_nodes_have"
+    ),
+    "transport.host": "tests/hosts/test_hosts.py::test_processes_of_this_host_listen_where_the_settings_say",
+    "transport.ports": "tests/hosts/test_hosts.py::test_processes_of_this_host_listen_where_the_settings_say",
+    "transport.host_timeout_s": "tests/hosts/test_hosts.py::test_a_silent_host_is_lost_and_another_one_is_found",
     "execute.barrier_timeout_s": f"{RANKS}::test_a_rank_that_stands_still_is_named_and_all_ranks_are_replaced",
     "execute.num_threads": f"{BACKEND}::test_threads_end_with_the_program_and_closing_twice_is_harmless",
     "execute.arena_bytes": f"{SERVER}::test_arena_bytes_set_the_sizes_of_arenas",

@@ -34,8 +34,9 @@ class Server:
         until_ready: bool = True,
         options: tuple[str, ...] = (),
         environ: dict[str, str] | None = None,
+        module: str = "pipeline",
     ) -> None:
-        command = [sys.executable, "-m", "pipeline", "serve", "--set", "gateway.port=0"]
+        command = [sys.executable, "-m", module, "serve", "--set", "gateway.port=0"]
         command += ["--set", "supervisor.crash_reports=false"]  # they would replace those of the user's servers
         command += options
         for one in sets:

@@ -21,6 +21,8 @@ from pipeline.version import VERSION
 
 
 class DeadChild:
+    node = ""
+
     def __init__(self, *, state: str = "ready", exit_code: int = -9) -> None:
         self.name, self.pid, self.incarnation, self.started_s = "ingest.0", os.getpid(), 2, 0.0
         self.state, self.exit_code, self.is_alive = state, exit_code, True

@@ -17,6 +17,8 @@ from pipeline.supervisor.restarts import Restarts
 class FakeChild:
     """A process that takes messages, unless its control socket is `closed` or `full`."""
 
+    is_lost = False
+
     def __init__(self, name: str) -> None:
         self.name, self.stage, self.state, self.pid, self.incarnation = name, name.partition(".")[0], "ready", 1, 1
         self.is_alive, self.num_aborts, self.num_restarts = True, 0, 0
@@ -178,3 +180,39 @@ class TestRanks:
                 child.state, child.is_alive = "ready", True
         ranks.die("execute.0")
         assert "supervisor.max_restarts" in ranks.restarts.died(ranks.children["execute.1"], "x")  # type: ignore[arg-type]
+
+
+class TestLostHost:
+    """The executor runs on another host, which is lost."""
+
+    @pytest.fixture
+    def lost(self) -> Iterator[Bench]:
+        one = Bench(Settings(execute=ExecuteSettings(launcher="ray", tensor_parallel=2)))
+        one.resources.place("execute.0", "tcp://10.0.0.1:2")
+        one.resources.place("execute.1", "tcp://10.0.0.1:3")
+        one.restarts.is_placed = lambda name: not name.startswith("execute")
+        for rank in range(2):
+            child: Any = one.children[f"execute.{rank}"]
+            child.is_alive, child.is_lost = False, True
+        one.die("execute.0")
+        yield one
+        one.resources.close()
+
+    def test_schedule_is_told_at_once_and_again_when_there_is_another_host(self, lost: Bench) -> None:
+        assert lost.told("schedule.0") == ["execute.1", "execute.0"]
+        first = lost.last_told("schedule.0")
+        assert first.peer.address == "tcp://10.0.0.1:2" and not first.has_crashed
+        assert not lost.restarts.deadlines, "they wait for a host, without a deadline of their own"
+        for rank in range(2):
+            lost.resources.place(f"execute.{rank}", f"tcp://10.0.0.9:{rank}")
+        lost.restarts.placed()
+        assert lost.told("schedule.0") == ["execute.1", "execute.0"] * 2
+        second = lost.last_told("schedule.0")
+        assert second.peer.address == "tcp://10.0.0.9:0" and second.incarnation == first.incarnation + 1
+        assert second.peer.public_key not in ("", first.peer.public_key)
+        lost.restarts.is_placed = lambda _: True
+        assert len(lost.restarts.deadlines) == 2
+
+    def test_a_host_that_is_found_while_nothing_waits_for_it_changes_nothing(self, bench: Bench) -> None:
+        bench.restarts.placed()
+        assert not any(bench.told(name) for name in bench.children)

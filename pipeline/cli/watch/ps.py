@@ -89,6 +89,7 @@ def plain(stats: ServerStats) -> dict[str, object]:
             {
                 "name": stage.name,
                 "pid": stage.pid,
+                "node": stage.node or None,
                 "state": stage.state,
                 "restarts": stage.num_restarts,
                 "uptime_s": stage.uptime_s,

@@ -172,10 +172,11 @@ def _stage_view(stage: StageStats, before: StageStats | None, elapsed_s: float, 
 
 
 def note_of(stage: StageStats, num_running: int | None) -> str:
-    """A stage's work, in a word or two, and how often its process was replaced. `num_running` are the server's running
-    sequences: the executor keeps rows that have ended until the next step."""
+    """A stage's work, in a word or two, how often its process was replaced, and its host if that is another one.
+    `num_running` are the server's running sequences: the executor keeps rows that have ended until the next step."""
     restarts = f"↻{stage.num_restarts}" if stage.num_restarts else ""
-    return " ".join(part for part in (_work_of(stage, num_running), restarts) if part)
+    node = f"on {stage.node}" if stage.node else ""
+    return " ".join(part for part in (_work_of(stage, num_running), restarts, node) if part)
 
 
 def _work_of(stage: StageStats, num_running: int | None) -> str:

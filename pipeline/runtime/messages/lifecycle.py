@@ -48,6 +48,43 @@ class PeerInbox(msgspec.Struct, array_like=True, frozen=True):
     address: str
     bound: int
     """Maximum number of messages that may wait on this edge."""
+    public_key: str = ""
+    """Of its process, if it is on another host: the address is a tcp address, and arrays travel in the messages."""
+
+
+class Tcp(msgspec.Struct, array_like=True, frozen=True):
+    """For a process with peers on other hosts: its keys, and where it listens; see pipeline/runtime/curve.py."""
+
+    public_key: str
+    secret_key: str
+    allowed: dict[str, str]
+    """The public keys of the processes that may connect, by name."""
+    address: str = ""
+    """Where it listens; empty if it receives nothing."""
+    listen_fd: int = -1
+    """The listening socket."""
+
+    def __repr__(self) -> str:
+        return f"Tcp({self.public_key!r}, {self.address!r})"
+
+
+class HostOrders(msgspec.Struct, array_like=True, frozen=True):
+    """What the agent of a host needs to begin; see pipeline/hosts/agent.py."""
+
+    name: str
+    """As `host.0`."""
+    incarnation: int
+    supervisor: PeerInbox
+    processes: list[str]
+    """The names of the processes that it is going to start, such as `execute.0`."""
+    listen_host: str
+    """Its own address, where these listen; empty for the address by which Ray knows the host."""
+    ports: list[int]
+    """On which they may listen; empty: on any."""
+    wire_version: str
+    """Of the supervisor's code."""
+    timeout_s: float
+    """The agent ends if it hears nothing from the supervisor for this long."""
 
 
 class Replay(msgspec.Struct, array_like=True, frozen=True):
@@ -126,6 +163,10 @@ class Launch(msgspec.Struct, array_like=True, frozen=True):
     """For an executor of several ranks: the memory that those of its stage of the pipeline share, empty at first."""
     stages_fd: int = -1
     """The same for the ranks of all stages."""
+    tcp: Tcp | None = None
+    """None if all peers are on this host."""
+    host_orders: list[HostOrders] = []
+    """For the process that finds hosts: one for each host."""
 
     @property
     def name(self) -> str:

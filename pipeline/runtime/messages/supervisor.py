@@ -61,6 +61,8 @@ class Prepared(Message, frozen=True, tag="prepared"):
     model_dir: str
     model_name: str
     adapters: list[Adapter] = []
+    digest: str = ""
+    """Of what the executor reads of the folder, if executors run on other hosts: it must be the same there."""
 
 
 class Reconnected(Message, frozen=True, tag="reconnected"):
@@ -88,6 +90,65 @@ class SetAdapter(Message, frozen=True, tag="set_adapter"):
     adapter: Adapter
 
 
-SupervisorInbox = (
+class HostFound(Message, frozen=True, tag="host_found"):
+    """From the process that finds hosts: an agent runs on one."""
+
+    name: str
+    """Of the agent, as `host.0`."""
+    node: str
+    """The host, for people."""
+    address: str
+    """Of the agent's inbox."""
+    public_key: str
+    addresses: list[str]
+    """Where its processes are going to listen, in the order of `HostOrders.processes`."""
+
+
+class HostEnded(Message, frozen=True, tag="host_ended"):
+    """From the process that finds hosts: an agent has ended, and its processes with it."""
+
+    name: str
+    reason: str
+
+
+class ChildStarted(Message, frozen=True, tag="child_started"):
+    """From an agent: the answer to `Spawn`."""
+
+    name: str
+    incarnation: int
+    pid: int
+
+
+class ChildEnded(Message, frozen=True, tag="child_ended"):
+    """From an agent: a process has ended."""
+
+    name: str
+    incarnation: int
+    exit_code: int
+    """Negative: the signal that killed it."""
+    stacks: bytes = b""
+    memory: bytes = b""
+    """What it left in its black box."""
+
+
+class ChildUsage(msgspec.Struct, array_like=True, frozen=True):
+    """What a process uses, as in process_usage.py."""
+
+    name: str
+    rss_bytes: int
+    cpu_s: float
+    num_threads: int
+
+
+class HostPong(Message, frozen=True, tag="host_pong"):
+    """From an agent: the answer to `Ping`."""
+
+    nonce: int
+    usages: list[ChildUsage]
+
+
+StageReport = (
     Prepared | Ready | StageFailed | Pong | AskHealth | Drained | Answer | AskServerStats | Reconnected | SetAdapter
 )
+HostReport = HostFound | HostEnded | ChildStarted | ChildEnded | HostPong
+SupervisorInbox = StageReport | HostReport
