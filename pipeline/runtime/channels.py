@@ -71,7 +71,6 @@ class Inbox(Generic[T]):
 
     is_replayed = False
     replay_context: ReplayContext | None = None
-    _wake_fd = -1
 
     def __init__(
         self,
@@ -96,6 +95,7 @@ class Inbox(Generic[T]):
             self._socket.close()
             raise
         self._readers = {edge.reader.fileno(): edge.reader for edge in rings}
+        self._wake_fds: set[int] = set()
         self._was_woken = False
         """By a sender whose message has not arrived yet."""
         self._may_have_message = False
@@ -141,8 +141,8 @@ class Inbox(Generic[T]):
         return [self.fileno(), *self._readers]
 
     def wake_by(self, fd: int) -> None:
-        """Make `wait` also return when this descriptor is readable."""
-        self._wake_fd = fd
+        """Make `wait` also return when this descriptor is readable. There may be several."""
+        self._wake_fds.add(fd)
         self._poll.register(fd, select.POLLIN)
 
     def notice(self, fd: int) -> None:
@@ -151,7 +151,7 @@ class Inbox(Generic[T]):
         if (reader := self._readers.get(fd)) is not None:
             reader.count()
             self._was_woken |= reader.was_woken
-        elif fd != self._wake_fd:
+        elif fd not in self._wake_fds:
             self._may_have_message = bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
     def is_ready(self) -> bool:
@@ -180,7 +180,7 @@ class Inbox(Generic[T]):
         while not (is_ready or is_woken):
             for fd, _ in self._poll.poll(max(0, (end - now) * 1000)):
                 self.notice(fd)
-                is_woken |= fd == self._wake_fd
+                is_woken |= fd in self._wake_fds
             is_ready = self.is_ready() or self._wait_awake()
             now = time.monotonic()
             if now >= end:

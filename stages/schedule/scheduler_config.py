@@ -53,6 +53,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
 
     max_loras: int = 0
     """LoRA adapters of running sequences at most; 0 if adapters are off."""
+    waits_for_adapters: bool = False
+    """Whether the executor answers `UseAdapters`: sequences then wait for it, not steps."""
 
     @property
     def max_chunk(self) -> int:
@@ -91,4 +93,5 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
             eos_ids=tuple(facts.eos_ids),
             max_num_top=facts.max_num_top,
             max_loras=max_loras,
+            waits_for_adapters=max_loras > 0,
         )

@@ -50,6 +50,8 @@ class Bench:
         """Row → sequence, in the executor's state."""
         self.drafts: dict[int, tuple[int, int]] = {}
         """Accepted and rejected ids of each sequence that has them counted."""
+        self.told: m.UseAdapters | None = None
+        """What the executor was told last of LoRA adapters."""
         self.begun: set[int] = set()
         """Sequences whose first sampled ids were reported with their times."""
         self._ids = count(1)
@@ -132,6 +134,14 @@ class Bench:
                 self.admitted[reply.seq] = (message, options)
         return message.request_id
 
+    def load_adapters(self, num: int | None = None) -> None:
+        """The executor answers: it has loaded the adapters that it was told of, or the first `num`."""
+        if (told := self.scheduler.use_adapters()) is not None:
+            self.told = told
+        if self.told is not None:
+            loaded = self.told.adapter_ids[:num]
+            self.scheduler.adapters_loaded(m.AdaptersLoaded(self.told.incarnation, self.told.number, loaded))
+
     def fill(self) -> None:
         while len(self.steps) < self.depth and self._plan(self.scheduler.plan):
             pass
@@ -194,6 +204,7 @@ class Bench:
         self.executor = self._executor(self.executor.copy_s)
         self.executor.kv[self.executor.num_blocks :] = swap
         self.num_executors += 1
+        self.told = None
         self.scheduler.executor_lost(ExecutorLoss(self.num_executors, keeps_swap, has_crashed))
 
     def successor(self, *, has_executor: bool = True) -> "Bench":
@@ -265,12 +276,14 @@ class Bench:
 
     def run(self) -> int:
         """Run until idle, in the stage's order: settle, plan, report. Returns the number of steps."""
+        self.load_adapters()
         self.fill()
         for steps in range(MAX_STEPS):
             if not self.steps:
                 self.report()
                 return steps
             self.answer()
+            self.load_adapters()
             self.fill()
             self.report()
         raise AssertionError("it never ends")

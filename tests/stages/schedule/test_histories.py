@@ -52,6 +52,7 @@ class Histories(RuleBasedStateMachine):
         max_num_drafts=st.sampled_from([2, 30]),
         adaptive_speculation=st.booleans(),
         max_loras=st.integers(1, 3),
+        waits_for_adapters=st.booleans(),
     )
     def start(
         self,
@@ -74,6 +75,7 @@ class Histories(RuleBasedStateMachine):
         max_num_drafts: int,
         adaptive_speculation: bool,
         max_loras: int,
+        waits_for_adapters: bool,
     ) -> None:
         groups = data.draw(self.GROUPS)
         self.bench = Bench(
@@ -95,6 +97,7 @@ class Histories(RuleBasedStateMachine):
                 max_num_drafts=max_num_drafts,
                 adaptive_speculation=adaptive_speculation,
                 max_loras=max_loras,
+                waits_for_adapters=waits_for_adapters,
             ),
             depth,
             num_detokenize,
@@ -173,6 +176,10 @@ class Histories(RuleBasedStateMachine):
         num_cached = pool.num_cached
         assert self.bench.scheduler.reset_prefix_cache() >= num_cached
         assert pool.num_cached == 0
+
+    @rule(num=st.sampled_from([0, 1, 2, None]))
+    def load_adapters(self, num: int | None) -> None:
+        self.bench.load_adapters(num)
 
     @rule()
     def fill(self) -> None:
