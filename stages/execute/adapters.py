@@ -7,7 +7,7 @@ their first row, so that a step only puts them into a slot:
 - those of schedule's sequences (`UseAdapters`). It plans no row of an adapter before `AdaptersLoaded` names it;
 - those that clients may use (the supervisor's `Adapters`), as long as there are free slots.
 
-One that was told by neither is read within the step.
+One that neither names is read within the step.
 """
 
 import os

@@ -33,8 +33,8 @@ class AdapterSlots:
         self._max_loras, self._waits = max_loras, waits
         self._loading: dict[str, SequenceQueue] = {}
         """By adapter with a slot that is not loaded: its sequences."""
-        self._told: list[str] = []
-        """What the executor was told last; it keeps these."""
+        self._named: list[str] = []
+        """What the last message to the executor named; it keeps these."""
         self._loaded: set[str] = set()
         """Those of them that it has loaded."""
         self._number = 0
@@ -84,16 +84,16 @@ class AdapterSlots:
         """Whether sequences with a slot wait for the executor."""
         return self._waits and not self._using.keys() <= self._loaded
 
-    def tell(self) -> tuple[int, list[str]] | None:
-        """If adapters have got a slot that the executor was not told of: the number and the adapters of the next
-        message to it. There is none before it has answered the last one."""
-        if self._is_unanswered or not self._waits or self._using.keys() <= set(self._told):
+    def next_message(self) -> tuple[int, list[str]] | None:
+        """The number and the adapters of the next message to the executor, if adapters have got a slot since the last
+        one. There is none before it has answered that."""
+        if self._is_unanswered or not self._waits or self._using.keys() <= set(self._named):
             return None
         self._number += 1
         self._is_unanswered = True
-        self._told = list(self._using)
+        self._named = list(self._using)
         self._loaded &= self._using.keys()
-        return self._number, self._told
+        return self._number, self._named
 
     def loaded(self, number: int, adapters: list[str]) -> list[Sequence]:
         """The executor has loaded adapters of a message. Returns the sequences that waited for them."""
@@ -105,7 +105,7 @@ class AdapterSlots:
 
     def executor_lost(self) -> None:
         """The executor's successor has loaded nothing."""
-        self._told, self._loaded, self._is_unanswered = [], set(), False
+        self._named, self._loaded, self._is_unanswered = [], set(), False
 
     def _takes_slot(self, sequence: Sequence) -> bool:
         """Whether a sequence needs no slot, or its adapter has one or gets one. Otherwise it is parked."""

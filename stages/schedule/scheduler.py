@@ -146,8 +146,8 @@ class Scheduler:
     def use_adapters(self) -> m.UseAdapters | None:
         """What to tell the executor of the LoRA adapters that sequences use, if it does not know it and has answered
         the last of these messages."""
-        told = self.lifecycle.adapters.tell()
-        return None if told is None else m.UseAdapters(self._incarnation, *told)
+        message = self.lifecycle.adapters.next_message()
+        return None if message is None else m.UseAdapters(self._incarnation, *message)
 
     def adapters_loaded(self, message: m.AdaptersLoaded) -> None:
         """The executor has loaded adapters: their sequences may start."""

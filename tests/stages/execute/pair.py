@@ -139,8 +139,8 @@ class Pair:
                 self._admit(begin_id + place, request)
                 idle = False
             self.scheduler.now_s = time.monotonic()
-            if (told := self.scheduler.use_adapters()) is not None:
-                loaded = m.AdaptersLoaded(told.incarnation, told.number, told.adapter_ids)
+            if (use := self.scheduler.use_adapters()) is not None:
+                loaded = m.AdaptersLoaded(use.incarnation, use.number, use.adapter_ids)
                 self.scheduler.adapters_loaded(loaded)
             while len(self.scheduler.in_flight) < self._depth and (step := self.scheduler.plan()) is not None:
                 self._steps.append(step)

@@ -73,8 +73,8 @@ def test_other_rows_go_on_while_an_adapter_is_loaded(
         begin(rig)
         may_pack.set()
         rig.send(m.UseAdapters(1, 1, [first]), SCHEDULE)
-        while (told := rig.receive("schedule", m.AdaptersLoaded)).adapter_ids != [first]:
-            assert told == m.AdaptersLoaded(1, 1, [])
+        while (answer := rig.receive("schedule", m.AdaptersLoaded)).adapter_ids != [first]:
+            assert answer == m.AdaptersLoaded(1, 1, [])
         found.append(
             compute(rig, make_step([(0, 0, 5, True)], adds=[row_add(0, PROMPT, [3], options[first])], step_id=1))
         )

@@ -50,8 +50,8 @@ class Bench:
         """Row → sequence, in the executor's state."""
         self.drafts: dict[int, tuple[int, int]] = {}
         """Accepted and rejected ids of each sequence that has them counted."""
-        self.told: m.UseAdapters | None = None
-        """What the executor was told last of LoRA adapters."""
+        self.last_use: m.UseAdapters | None = None
+        """The last message to the executor about LoRA adapters."""
         self.begun: set[int] = set()
         """Sequences whose first sampled ids were reported with their times."""
         self._ids = count(1)
@@ -135,12 +135,12 @@ class Bench:
         return message.request_id
 
     def load_adapters(self, num: int | None = None) -> None:
-        """The executor answers: it has loaded the adapters that it was told of, or the first `num`."""
-        if (told := self.scheduler.use_adapters()) is not None:
-            self.told = told
-        if self.told is not None:
-            loaded = self.told.adapter_ids[:num]
-            self.scheduler.adapters_loaded(m.AdaptersLoaded(self.told.incarnation, self.told.number, loaded))
+        """The executor answers: it has loaded the adapters of the last message, or the first `num`."""
+        if (use := self.scheduler.use_adapters()) is not None:
+            self.last_use = use
+        if self.last_use is not None:
+            loaded = self.last_use.adapter_ids[:num]
+            self.scheduler.adapters_loaded(m.AdaptersLoaded(self.last_use.incarnation, self.last_use.number, loaded))
 
     def fill(self) -> None:
         while len(self.steps) < self.depth and self._plan(self.scheduler.plan):
@@ -204,7 +204,7 @@ class Bench:
         self.executor = self._executor(self.executor.copy_s)
         self.executor.kv[self.executor.num_blocks :] = swap
         self.num_executors += 1
-        self.told = None
+        self.last_use = None
         self.scheduler.executor_lost(ExecutorLoss(self.num_executors, keeps_swap, has_crashed))
 
     def successor(self, *, has_executor: bool = True) -> "Bench":

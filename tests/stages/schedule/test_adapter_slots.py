@@ -87,12 +87,12 @@ def test_sequences_wait_until_the_executor_has_loaded_their_adapter() -> None:
     slots, make = AdapterSlots(2, waits=True), Sequences()
     first, second, other, plain = make("a"), make("a"), make("b"), make("")
     assert not slots.admit(first) and slots.admit(plain)
-    assert slots.tell() == (1, ["a"]) and slots.tell() is None
+    assert slots.next_message() == (1, ["a"]) and slots.next_message() is None
     assert not slots.admit(second) and not slots.admit(other)
-    assert slots.tell() is None, "the first message is unanswered"
+    assert slots.next_message() is None, "the first message is unanswered"
     assert slots.is_loading and len(slots) == 3 and second in slots and slots.is_parked(other)
     assert slots.loaded(1, []) == []
-    assert slots.tell() == (2, ["a", "b"])
+    assert slots.next_message() == (2, ["a", "b"])
     assert slots.loaded(1, ["a"]) == [], "an older answer"
     assert slots.loaded(2, ["a"]) == [first, second]
     assert slots.admit(make("a")) and not slots.admit(make("b"))
@@ -107,13 +107,13 @@ def test_sequences_wait_until_the_executor_has_loaded_their_adapter() -> None:
 def test_the_executor_keeps_what_it_was_told_until_it_is_told_others() -> None:
     slots, make = AdapterSlots(1, waits=True), Sequences()
     first = make("a")
-    assert not slots.admit(first) and slots.tell() == (1, ["a"])
+    assert not slots.admit(first) and slots.next_message() == (1, ["a"])
     assert slots.loaded(1, ["a"]) == [first] and slots.release(first) == []
     again = make("a")
-    assert slots.admit(again) and slots.tell() is None
+    assert slots.admit(again) and slots.next_message() is None
     assert slots.release(again) == []
     other = make("b")
-    assert not slots.admit(other) and slots.tell() == (2, ["b"])
+    assert not slots.admit(other) and slots.next_message() == (2, ["b"])
     assert slots.loaded(2, ["b"]) == [other] and slots.release(other) == []
     assert not slots.admit(make("a")), "it may be gone"
     slots.check()
@@ -122,11 +122,11 @@ def test_the_executor_keeps_what_it_was_told_until_it_is_told_others() -> None:
 def test_the_successor_of_the_executor_loads_adapters_again() -> None:
     slots, make = AdapterSlots(1, waits=True), Sequences()
     sequence = make("a")
-    assert not slots.admit(sequence) and slots.tell() == (1, ["a"])
+    assert not slots.admit(sequence) and slots.next_message() == (1, ["a"])
     slots.executor_lost()
-    assert slots.tell() == (2, ["a"])
+    assert slots.next_message() == (2, ["a"])
     assert slots.loaded(2, ["a"]) == [sequence]
     slots.executor_lost()
     assert not slots.is_loaded(sequence) and slots.is_loading
-    assert not slots.admit(sequence) and slots.tell() == (3, ["a"])
+    assert not slots.admit(sequence) and slots.next_message() == (3, ["a"])
     assert slots.loaded(3, ["a"]) == [sequence]
