@@ -137,12 +137,12 @@ def _layers_of(folder: Path, fields: dict[str, object], target: ModelConfig) -> 
     nested = fields.get("eagle_config")
     given = fields.get(LAYERS) or (nested.get(LAYERS) if isinstance(nested, dict) else None)
     num = target.num_layers
-    layers = given if given is not None else [2, num // 2, num - 3]
-    is_valid = isinstance(layers, list) and len(layers) == 3 and all(type(layer) is int for layer in layers)
-    if not is_valid or not 0 <= layers[0] < layers[1] < layers[2] < num:
+    found: object = [2, num // 2, num - 3] if given is None else given
+    layers = [layer for layer in found if type(layer) is int] if isinstance(found, list) else []
+    if len(layers) != 3 or layers != found or not 0 <= layers[0] < layers[1] < layers[2] < num:
         where = LAYERS if given is not None else f"the default of {LAYERS}"
         raise ModelError(
-            f"{KEY}: {where} in {folder} is {shown(layers)}; the model has {num} layers, and an EAGLE-3 head reads the "
+            f"{KEY}: {where} in {folder} is {shown(found)}; the model has {num} layers, and an EAGLE-3 head reads the "
             "hidden states before three of them, in rising order"
         )
     return layers
