@@ -37,7 +37,7 @@ struct Lines {
     // Over so many groups.
     void spread(int groups) { each = std::min((total + groups - 1) / groups, MOST_AT_ONCE); }
 
-    __attribute__((always_inline)) void fetch() { fetch(each); }
+    void fetch() { fetch(each); }
     void fetch_rest() { fetch(total); }
 
    private:
@@ -46,11 +46,13 @@ struct Lines {
         int lines;
     };
 
-    __attribute__((always_inline)) void fetch(int lines) {
-        for (; lines > 0 && at < count; lines--) {
-            __builtin_prefetch(parts[at].from, 0, L2);
-            parts[at].from += LINE;
-            if (!--parts[at].lines) at++;
+    void fetch(int lines) {
+        while (lines > 0 && at < count) {
+            Part& part = parts[at];
+            const int some = std::min(lines, part.lines);
+            for (int i = 0; i < some; i++) __builtin_prefetch(part.from + i * LINE, 0, L2);
+            part.from += some * LINE, lines -= some;
+            if (!(part.lines -= some)) at++;
         }
     }
 
@@ -414,12 +416,14 @@ __attribute__((noinline)) static void multiply_panels(const Rows& rows, int firs
             for (int v = 0; v < VECTORS; v++) store(out + r * out_stride + p * PANEL + v * LANES, acc[r][p][v]);
 }
 
+// One row has registers for more panels, and needs them: each accumulator waits for its previous product.
+constexpr int panels_at_once(int rows) { return rows == 1 ? 4 : rows == 2 || LANES == 16 ? 2 : 1; }
+
 template <int R>
 static void multiply_rows(const Rows& rows, int first_row, const Matrix& matrix, int first_panel, int panels, float* out,
                           int out_stride, const uint8_t* ahead) {
     const size_t bytes = matrix.panel_bytes();
-    // One row has registers for more panels, and needs them: each accumulator waits for its previous product.
-    constexpr int AT_ONCE = R == 1 ? 4 : R == 2 || LANES == 16 ? 2 : 1;
+    constexpr int AT_ONCE = panels_at_once(R);
     // On aarch64 sums of 16-bit products take two registers each, so half as many panels have them all in registers.
     const bool is_half = sizeof(word_sums) > sizeof(vi) && matrix.format == Format::Q8_0;
     const auto next = [&](int p) { return ahead ? ahead + p * bytes : nullptr; };
@@ -447,15 +451,6 @@ static void multiply(const Rows& rows, int first_row, int count, const Matrix& m
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #undef CASE
     }
-}
-
-// Whether a matmul of so many rows fetches `lines`.
-INLINE bool fetches_lines(const Matrix& matrix, int rows) {
-#if defined(AMX)
-    return false;
-#else
-    return matrix.format == Format::BF16 || (code_bits(matrix.format) == 4 && matrix.integer() && (IN_TWO_PASSES || rows == 1));
-#endif
 }
 
 INLINE int most_rows(const Matrix& matrix) {

@@ -184,6 +184,30 @@ INLINE int part_rows(const Matrix& matrix, int num_rows) {
     return (num_rows + parts - 1) / parts;
 }
 
+INLINE int quotient_up(int a, int b) { return (a + b - 1) / b; }
+
+// How often a matmul of so many rows and panels fetches some of `matrix.lines`; 0 if it does not.
+INLINE int line_fetches([[maybe_unused]] const Matrix& matrix, [[maybe_unused]] int num_rows, [[maybe_unused]] int panels) {
+#if defined(AMX)
+    return 0;
+#else
+    const int most = part_rows(matrix, num_rows), groups = matrix.depth / GROUP;
+    const bool is_wide = takes_wide(matrix, most), is_4_bit = matrix.integer() && code_bits(matrix.format) == 4;
+    if (matrix.form != Form::BLOCKS && matrix.format != Format::BF16 && !is_wide && !is_4_bit) return 0;
+    int fetches = 0;
+    for (int row = 0; row < num_rows; row += most) {
+        const int count = std::min(most, num_rows - row);
+        if (matrix.form == Form::BLOCKS)
+            fetches += block_line_fetches(matrix, count, panels);
+        else if (is_wide)
+            fetches += groups * panels * quotient_up(count, most_wide_rows(unpacked_format(matrix.format), matrix.form));
+        else
+            fetches += groups * quotient_up(panels, panels_at_once(count));
+    }
+    return fetches;
+#endif
+}
+
 // Bytes that a matmul unpacks to at once.
 INLINE size_t unpacked_bytes(const Matrix& matrix) {
     if (matrix.form == Form::BLOCKS) return unpacked_block_bytes(BLOCK_PANELS * VECTORS);

@@ -299,6 +299,17 @@ static void multiply_few_rows(const Rows& rows, int first_row, int count, const 
     }
 }
 
+// How often `multiply_blocks` fetches lines for so many panels.
+INLINE int block_line_fetches(const Matrix& matrix, int count, int panels) {
+    if (count <= FEW_BLOCK_ROWS) return 0;
+    int fetches = 0;
+    for (int p = 0; p < panels; p += BLOCK_PANELS) {
+        const int vectors = std::min(BLOCK_PANELS, panels - p) * VECTORS;
+        fetches += matrix.depth / BLOCK_DEPTH * (vectors + vectors / std::min(vectors, BLOCK_VECTORS));
+    }
+    return fetches;
+}
+
 // out [count, panels * 16], as `multiply`. `wide` has room for unpacked blocks of BLOCK_PANELS panels.
 static void multiply_blocks(const Rows& rows, int first_row, int count, const Matrix& matrix, int first_panel, int panels,
                             float* out, int out_stride, const uint8_t* ahead, uint8_t* wide) {
@@ -323,9 +334,11 @@ static void multiply_blocks(const Rows& rows, int first_row, int count, const Ma
             for (int i = 0; i < num * VECTORS; i++) {
                 const size_t place = (p + i / VECTORS) * bytes + b * size_t(block_bytes(format));
                 if (ahead && i % VECTORS == 0) prefetch<L2>(ahead + place, block_bytes(format));
+                if (matrix.lines) matrix.lines->fetch();
                 unpack(panel + place, i % VECTORS, vectors, i % vectors, wide + i / vectors * call_bytes);
             }
             for (int call = 0; call < calls; call++) {
+                if (matrix.lines) matrix.lines->fetch();
                 float* to = out + p * PANEL + call * vectors * LANES;
                 const auto multiply = vectors == BLOCK_VECTORS ? multiply_block_rows<BLOCK_VECTORS> : multiply_block_rows<1>;
                 multiply(rows, first_row, count, format, matrix.depth, b, wide + call * call_bytes, to, out_stride);

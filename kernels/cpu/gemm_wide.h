@@ -54,11 +54,12 @@ static void unpack_panel(const uint8_t* panel, int groups, uint8_t* to) {
         }
 }
 
-// out [R, 16] = R rows times an unpacked panel. `ahead` is null or a panel of `ahead_bytes` to prefetch.
+// out [R, 16] = R rows times an unpacked panel. `ahead` is null or a panel of `ahead_bytes` to prefetch; `lines` may be
+// null.
 template <Format F, Form A, int R>
 __attribute__((noinline)) static void multiply_wide_rows(const Rows& rows, int first_row, const uint8_t* wide, int groups,
                                                          float* out, int out_stride, const uint8_t* ahead,
-                                                         int ahead_bytes) {
+                                                         int ahead_bytes, Lines* lines) {
     constexpr int CODES = A == Form::SPLIT ? SPLIT_GROUP_BYTES : GROUP;
     const float* scales = rows.scales(first_row, groups * CODES);
     const size_t stride = rows.stride / 4;
@@ -69,6 +70,7 @@ __attribute__((noinline)) static void multiply_wide_rows(const Rows& rows, int f
         vf acc[R][WIDE_VECTORS] = {};
         for (int g = 0; g < groups; g++, group += WIDE_GROUP_BYTES) {
             if (ahead && first == 0) prefetch<L2>(ahead + g * ahead_bytes, ahead_bytes);
+            if (lines && first == 0) lines->fetch();
             const uint8_t* small = group + WIDE_CODE_BYTES;
             vi factors[WIDE_VECTORS][2], dots[R][WIDE_VECTORS];
             if constexpr (code_bits(F) == 6)
@@ -97,7 +99,7 @@ constexpr Format unpacked_format(Format format) {
 
 template <Format F, Form A>
 static void multiply_wide_panel(const Rows& rows, int first_row, int count, const uint8_t* wide, int groups, float* out,
-                                int out_stride, const uint8_t* ahead, int ahead_bytes) {
+                                int out_stride, const uint8_t* ahead, int ahead_bytes, Lines* lines) {
     constexpr int MOST = most_wide_rows(F, A);
     const int parts = (count + MOST - 1) / MOST, most = (count + parts - 1) / parts;
     for (int row = 0; row < count; row += most) {
@@ -107,7 +109,8 @@ static void multiply_wide_panel(const Rows& rows, int first_row, int count, cons
 #define CASE(R)                                                                                                          \
     case R:                                                                                                              \
         if constexpr (R <= MOST)                                                                                         \
-            multiply_wide_rows<F, A, R>(rows, first_row + row, wide, groups, to, out_stride, fetched, ahead_bytes);      \
+            multiply_wide_rows<F, A, R>(rows, first_row + row, wide, groups, to, out_stride, fetched, ahead_bytes,       \
+                                        lines);                                                                          \
         break;
             CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
 #undef CASE
@@ -127,7 +130,7 @@ static void multiply_wide(const Rows& rows, int first_row, int count, const Matr
         for (int p = 0; p < panels; p++) {
             unpack_panel<F>(matrix.panels + (first_panel + p) * bytes, groups, wide);
             multiply(rows, first_row, count, wide, groups, out + p * PANEL, out_stride, ahead ? ahead + p * bytes : nullptr,
-                     int(bytes / groups));
+                     int(bytes / groups), matrix.lines);
         }
     };
     switch (matrix.format) {

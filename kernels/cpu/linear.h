@@ -201,11 +201,11 @@ class Gemm : public Op {
         Matrix matrix = products_[piece.product].matrix;
         Lines lines;
         lora_->add_lines(step, piece.product, int(products_.size()), piece.first, piece.panels, part.row, part.count, lines);
-        if (fetches_lines(matrix, part.count)) {
+        if (const int fetches = line_fetches(matrix, part.count, piece.panels)) {
             const int num = ceil_div(tiles(step), scratch.threads), begin = int(int64_t(tiles(step)) * scratch.thread / scratch.threads);
             if (lora_->next && part.row == 0 && index >= begin && index < begin + num)
                 lora_->next->add_lines(step, scratch.thread, scratch.threads, index - begin, num, lines);
-            lines.spread(matrix.depth / GROUP * ceil_div(part.count, part_rows(matrix, part.count)) * ceil_div(piece.panels, 2));
+            lines.spread(fetches);
             matrix.lines = &lines;
         } else {
             lines.fetch_rest();

@@ -14,7 +14,8 @@ constexpr int LORA_TARGETS = 3;
 // The matrices of one adapter in one layer, for the projections of one matmul, in bf16.
 struct LoraAdapter {
     const uint16_t* a;                // [rank / 4][depth / 32][4][32], zeros at the ends; all projections, one after the
-                                      // other
+                                      // other. Without DOT_BF16, each 32 are in the order 0, 16, 1, 17, ..., 15, 31: the
+                                      // halves of words are what is multiplied with neighbours of the input
     const uint16_t* b[LORA_TARGETS];  // [panels][ranks[i] / 2][16][2], in the order of the matmul's panels; if they are
                                       // interleaved, the first is of both projections
     int ranks[LORA_TARGETS];          // multiples of 4; 0: the adapter does not change this projection. Interleaved ones
@@ -108,11 +109,12 @@ struct LoraSite {
             for (int v = 0; v < VECTORS; v++) sums[p][v] = load<vf>(values + p * PANEL + v * LANES);
         for (int k = 0; k < part.rank; k += 2, b += 2 * PANEL) {
 #if defined(DOT_BF16)
-            const vu pair = halves_of<vu>(load<uint32_t>(small + k), load<uint32_t>(other + k), 0);
+            const vu pair = halves_of<INTERLEAVED, vu>(load<uint32_t>(small + k), load<uint32_t>(other + k), 0);
             for (int p = 0; p < P; p++) sums[p][0] = dot_bf16(sums[p][0], load<vu>(b + p * each), pair);
 #else
             for (int v = 0; v < VECTORS; v++) {
-                const vf first = halves_of<vf>(small[k], other[k], v), second = halves_of<vf>(small[k + 1], other[k + 1], v);
+                const vf first = halves_of<INTERLEAVED, vf>(small[k], other[k], v);
+                const vf second = halves_of<INTERLEAVED, vf>(small[k + 1], other[k + 1], v);
                 for (int p = 0; p < P; p++) {
                     const vu words = load<vu>(b + p * each + v * 2 * LANES);
                     sums[p][v] = fma(first, bits<vf>(words << 16), sums[p][v]);
@@ -125,10 +127,13 @@ struct LoraSite {
             for (int v = 0; v < VECTORS; v++) store(values + p * PANEL + v * LANES, sums[p][v]);
     }
 
-    // Vector `v` of a panel that has one number in its lower half and another one in its upper half.
-    template <class Vector, class Number>
+    // Vector `v` of a panel that has one number in its lower half and another one in its upper half; the first one in both
+    // if they are not interleaved.
+    template <bool INTERLEAVED, class Vector, class Number>
     static Vector halves_of(Number low, Number high, [[maybe_unused]] int v) {
-        const Vector lower = low - Vector{}, upper = high - Vector{};
+        const Vector lower = low - Vector{};
+        if constexpr (!INTERLEAVED) return lower;
+        const Vector upper = high - Vector{};
 #if defined(ISA_AVX512)
         return __builtin_shufflevector(lower, upper, 0, 1, 2, 3, 4, 5, 6, 7, 24, 25, 26, 27, 28, 29, 30, 31);
 #else
@@ -237,36 +242,62 @@ class Shrink final : public Op, public RowWork {
     template <int R>
     void multiply_rows(const LoraAdapter& adapter, int first, int last, int row, const act* const* from,
                        const uint16_t* next) const {
+        const uint16_t* a = adapter.a + size_t(first) * padded();
+        // Fetches the ranks after those that are computed, and at the end the beginning of what this thread reads next.
+        Ahead ahead{a, adapter.a + size_t(last) * padded(), next};
+        for (int i = 0; i < AHEAD; i += RANKS * DEPTH) ahead.fetch<RANKS>();
+        // Each sum waits for the one before, so one row has two groups of ranks at once.
+        constexpr int MOST = R == 1 ? 2 : 1;
+        int rank = first;
+        for (; rank + MOST * RANKS <= last; rank += MOST * RANKS, a += size_t(MOST * RANKS) * padded())
+            multiply_ranks<R, MOST>(a, rank, row, from, ahead);
+        for (; rank < last; rank += RANKS, a += size_t(RANKS) * padded()) multiply_ranks<R, 1>(a, rank, row, from, ahead);
+    }
+
+    // Lines that are needed soon.
+    struct Ahead {
+        const uint16_t *at, *end, *next;
+
+        template <int LINES>
+        __attribute__((always_inline)) void fetch() {
+            if (at >= end) {
+                if (!next) return;
+                at = next, end = next + AHEAD, next = nullptr;
+            }
+            for (int i = 0; i < LINES; i++) __builtin_prefetch(at + i * DEPTH, 0, L2);
+            at += LINES * DEPTH;
+        }
+    };
+
+    template <int R, int GROUPS>
+    void multiply_ranks(const uint16_t* a, int rank, int row, const act* const* from, Ahead& ahead) const {
+        const int depth = padded();
+        const size_t each = size_t(RANKS) * depth;
         const act* rows[R];
         for (int r = 0; r < R; r++) rows[r] = from[r];
-        const uint16_t* a = adapter.a + size_t(first) * padded();
-        // Fetches what is AHEAD, and after that the beginning of what this thread reads next.
-        const uint16_t* const end = adapter.a + size_t(last) * padded();
-        const uint16_t* ahead = a;
-        for (int i = 0; i < AHEAD && ahead < end; i += LINE / 2, ahead += LINE / 2) __builtin_prefetch(ahead, 0, L2);
-        for (int rank = first; rank < last; rank += RANKS) {
-            vf sums[R][RANKS] = {};
-            for (int i = 0; i < padded(); i += DEPTH, a += RANKS * DEPTH) {
-                if (ahead >= end && next) ahead = next, next = nullptr;
-                for (int k = 0; k < RANKS; k++) __builtin_prefetch(ahead + k * DEPTH, 0, L2);
-                ahead += RANKS * DEPTH;
+        vf sums[R][GROUPS * RANKS] = {};
+        for (int i = 0; i < depth; i += DEPTH, a += RANKS * DEPTH) {
+            ahead.fetch<GROUPS * RANKS>();
 #if defined(DOT_BF16)
-                for (int k = 0; k < RANKS; k++) {
-                    const vu weights = load<vu>(a + k * DEPTH);
-                    for (int r = 0; r < R; r++) sums[r][k] = dot_bf16(sums[r][k], weights, load<vu>(rows[r] + i));
-                }
+            for (int k = 0; k < GROUPS * RANKS; k++) {
+                const vu weights = load<vu>(a + k / RANKS * each + k % RANKS * DEPTH);
+                for (int r = 0; r < R; r++) sums[r][k] = dot_bf16(sums[r][k], weights, load<vu>(rows[r] + i));
+            }
 #else
-                for (int j = 0; j < DEPTH; j += LANES)
-                    for (int k = 0; k < RANKS; k++) {
-                        const vf weights = from_bf16(load<halves>(a + k * DEPTH + j));
-                        for (int r = 0; r < R; r++) sums[r][k] = fma(weights, load<vf>(rows[r] + i + j), sums[r][k]);
+            for (int j = 0; j < DEPTH / 2; j += LANES)
+                for (int k = 0; k < GROUPS * RANKS; k++) {
+                    const vu words = load<vu>(a + k / RANKS * each + k % RANKS * DEPTH + 2 * j);
+                    const vf low = bits<vf>(words << 16), high = bits<vf>(words & 0xFFFF0000u);
+                    for (int r = 0; r < R; r++) {
+                        sums[r][k] = fma(low, load<vf>(rows[r] + i + j), sums[r][k]);
+                        sums[r][k] = fma(high, load<vf>(rows[r] + i + DEPTH / 2 + j), sums[r][k]);
                     }
+                }
 #endif
-            }
-            for (int r = 0; r < R; r++) {
-                act* out = site_.shrunk + size_t(row + r) * site_.stride + rank;
-                for (int k = 0; k < RANKS; k++) out[k] = to_act(sum(sums[r][k]));
-            }
+        }
+        for (int r = 0; r < R; r++) {
+            act* out = site_.shrunk + size_t(row + r) * site_.stride + rank;
+            for (int k = 0; k < GROUPS * RANKS; k++) out[k] = to_act(sum(sums[r][k]));
         }
     }
 
@@ -277,36 +308,36 @@ class Shrink final : public Op, public RowWork {
             if (depth == padded()) return in_.plain(row);
             memcpy(to, in_.plain(row), depth * sizeof(act));
         } else if (form_ == Form::BLOCKS) {
-            typedef int8_t bytes __attribute__((vector_size(LANES)));
             const float* scales = in_.block_scales(row, depth);
             for (int i = 0; i < depth; i += LANES) {
                 const int8_t* from = in_.block_bytes(row, depth) + i / GROUP * SPLIT_GROUP_BYTES + i % GROUP;
-                const vf upper = __builtin_convertvector(load<bytes>(from), vf) * 256.0f;
-                const vf codes = upper + __builtin_convertvector(load<bytes>(from + GROUP), vf);
-                store_acts(to + i, codes * scales[i / BLOCK_DEPTH]);
+                const vi codes = load_signed_bytes(from) * 256 + load_signed_bytes(from + GROUP);
+                store_acts(to + i, __builtin_convertvector(codes, vf) * scales[i / BLOCK_DEPTH]);
             }
         } else {
-            const float* scales = form_ == Form::BYTES ? in_.scales(row, depth) : in_.word_scales(row, depth);
-            for (int i = 0; i < depth; i += LANES)
-                store_acts(to + i, codes(row, i / GROUP, i % GROUP) * scales[i / GROUP]);
+            switch (form_) {
+                case Form::BYTES: dequantize<Form::BYTES>(row, in_.scales(row, depth), to); break;
+                case Form::WORDS: dequantize<Form::WORDS>(row, in_.word_scales(row, depth), to); break;
+                default: dequantize<Form::SPLIT>(row, in_.word_scales(row, depth), to);
+            }
         }
         for (int i = depth; i < padded(); i++) to[i] = act(0);
         return to;
     }
 
     // LANES codes of a group, from the i-th on.
-    vf codes(int row, int group, int i) const {
-        typedef int8_t bytes __attribute__((vector_size(LANES)));
-        typedef int16_t words __attribute__((vector_size(2 * LANES)));
-        switch (form_) {
-            case Form::BYTES: return __builtin_convertvector(load<bytes>(in_.codes(row) + group * GROUP + i), vf);
-            case Form::WORDS: return __builtin_convertvector(load<words>(in_.words(row) + group * GROUP + i), vf);
-            default: {
-                const int8_t* from = in_.codes(row) + group * SPLIT_GROUP_BYTES + i;
-                return __builtin_convertvector(load<bytes>(from), vf) * 16.0f +
-                       __builtin_convertvector(load<bytes>(from + GROUP), vf);
-            }
-        }
+    template <Form FORM>
+    vi codes(int row, int group, int i) const {
+        if constexpr (FORM == Form::BYTES) return load_signed_bytes(in_.codes(row) + group * GROUP + i);
+        if constexpr (FORM == Form::WORDS) return load_words(in_.words(row) + group * GROUP + i);
+        const int8_t* from = in_.codes(row) + group * SPLIT_GROUP_BYTES + i;
+        return load_signed_bytes(from) * 16 + load_signed_bytes(from + GROUP);
+    }
+
+    template <Form FORM>
+    void dequantize(int row, const float* scales, act* to) const {
+        for (int i = 0; i < site_.depth; i += LANES)
+            store_acts(to + i, __builtin_convertvector(codes<FORM>(row, i / GROUP, i % GROUP), vf) * scales[i / GROUP]);
     }
 
     const LoraSite& site_;

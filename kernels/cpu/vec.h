@@ -270,6 +270,30 @@ INLINE vi load_bytes(const uint8_t* from) {
 #endif
 }
 
+// LANES signed bytes. GCC converts vectors of bytes to floats one by one, so that these are converted to integers first.
+INLINE vi load_signed_bytes(const int8_t* from) {
+#if defined(ISA_AVX512) && !defined(EMULATE)
+    return bits<vi>(_mm512_cvtepi8_epi32(load<__m128i>(from)));
+#elif defined(ISA_AVX2)
+    return bits<vi>(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#else
+    typedef int8_t bytes __attribute__((vector_size(LANES)));
+    return __builtin_convertvector(load<bytes>(from), vi);
+#endif
+}
+
+// LANES numbers of 16 bits.
+INLINE vi load_words(const int16_t* from) {
+#if defined(ISA_AVX512) && !defined(EMULATE)
+    return bits<vi>(_mm512_cvtepi16_epi32(load<__m256i>(from)));
+#elif defined(ISA_AVX2)
+    return bits<vi>(_mm256_cvtepi16_epi32(load<__m128i>(from)));
+#else
+    typedef int16_t words __attribute__((vector_size(2 * LANES)));
+    return __builtin_convertvector(load<words>(from), vi);
+#endif
+}
+
 // 32 numbers that fit into bytes.
 INLINE void store_bytes(int8_t* to, const vi (&numbers)[32 / LANES]) {
 #if defined(ISA_AVX2)

@@ -75,7 +75,6 @@ class Inbox(Generic[T]):
     replay_context: ReplayContext | None = None
     allowlist: "curve.Allowlist | None" = None
     """Of the peers on other hosts."""
-    _wake_fd = -1
 
     def __init__(
         self,
@@ -105,6 +104,7 @@ class Inbox(Generic[T]):
             self._socket.close()
             raise
         self._readers = {edge.reader.fileno(): edge.reader for edge in rings}
+        self._wake_fds: set[int] = set()
         self._was_woken = False
         """By a sender whose message has not arrived yet."""
         self._may_have_message = False
@@ -150,8 +150,8 @@ class Inbox(Generic[T]):
         return [self.fileno(), *self._readers]
 
     def wake_by(self, fd: int) -> None:
-        """Make `wait` also return when this descriptor is readable."""
-        self._wake_fd = fd
+        """Make `wait` also return when this descriptor is readable. There may be several."""
+        self._wake_fds.add(fd)
         self._poll.register(fd, select.POLLIN)
 
     def notice(self, fd: int) -> None:
@@ -160,7 +160,7 @@ class Inbox(Generic[T]):
         if (reader := self._readers.get(fd)) is not None:
             reader.count()
             self._was_woken |= reader.was_woken
-        elif fd != self._wake_fd:
+        elif fd not in self._wake_fds:
             self._may_have_message = bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
     def is_ready(self) -> bool:
@@ -189,7 +189,7 @@ class Inbox(Generic[T]):
         while not (is_ready or is_woken):
             for fd, _ in self._poll.poll(max(0, (end - now) * 1000)):
                 self.notice(fd)
-                is_woken |= fd == self._wake_fd
+                is_woken |= fd in self._wake_fds
             is_ready = self.is_ready() or self._wait_awake()
             now = time.monotonic()
             if now >= end:

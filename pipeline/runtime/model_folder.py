@@ -217,6 +217,17 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai"]
 QkNorm = Literal["head", "each_head", "all"]
 
 
+class Eagle3(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What an EAGLE-3 head has besides a Llama layer."""
+
+    layers: list[int]
+    """Three layers of the model, in rising order; the head reads the hidden states before each of them."""
+    draft_vocab_size: int
+    """Rows of its LM head."""
+    norm_before_residual: bool = False
+    """Whether the residual begins with the normalized hidden states."""
+
+
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A decoder's configuration. The defaults are Llama's."""
 
@@ -313,6 +324,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Whether the tokenizer's post-processor adds the BOS token; the chat template needs to know."""
     weight_files: list[str]
     layout: Layout = Layout()
+    eagle3: Eagle3 | None = None
+    """Of an EAGLE-3 head; None for all other models."""
 
     def rope_of(self, layer: int) -> Rope | None:
         """The rotary embedding of a layer; None if it has none."""

@@ -1,14 +1,20 @@
 """LoRA adapters in the executor: which of them are loaded, and in which slot.
 
 A row's options name its adapter by id. The first row of an adapter puts it into a free slot, or into the slot that has
-been unused for longest: so slots are also the cache of adapters in memory. The supervisor tells which adapters clients
-may use, so that most are read and packed before their first row. Those that are not are read then: an executor that has
-been started again needs nothing else.
+been unused for longest: so slots are also the cache of adapters in memory. A thread reads and packs adapters before
+their first row, so that a step only puts them into a slot:
+
+- those of schedule's sequences (`UseAdapters`). It plans no row of an adapter before `AdaptersLoaded` names it;
+- those that clients may use (the supervisor's `Adapters`), as long as there are free slots.
+
+One that neither names is read within the step.
 """
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -80,23 +86,41 @@ class AdapterLoader:
     """Reads and packs adapters on a thread of its own, so that no step waits for it. The thread has the usual priority:
     with a lower one it could lose its core while it holds the GIL, and steps would wait for it."""
 
-    def __init__(self, model_dir: Path, pack: Callable[[AdapterFile], Any], max_waiting: int) -> None:
-        self._model_dir, self._pack, self._max_waiting = model_dir, pack, max_waiting
+    def __init__(self, model_dir: Path, pack: Callable[[AdapterFile], Any]) -> None:
+        self._model_dir, self._pack = model_dir, pack
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Readable when an adapter was loaded since `clear`."""
         self._thread: ThreadPoolExecutor | None = None
         self._waiting: OrderedDict[str, Future[Any]] = OrderedDict()
         """Adapters that no row has used yet, by id."""
 
     def start(self, adapter_ids: Iterable[str]) -> None:
-        """Begin to load these adapters, in this order, as far as there is room; forget others."""
-        wanted = list(dict.fromkeys(adapter_ids))[: self._max_waiting]
-        for adapter_id in [known for known in self._waiting if known not in wanted]:
-            self._waiting.pop(adapter_id).cancel()
+        """Begin to load these adapters, in this order; forget others."""
+        wanted = list(dict.fromkeys(adapter_ids))
+        for adapter_id, future in list(self._waiting.items()):
+            # Those whose turn has not come are put in the new order.
+            if future.cancel() or adapter_id not in wanted:
+                del self._waiting[adapter_id]
         if self._thread is None and wanted:
             self._thread = ThreadPoolExecutor(1, "adapters")
         for adapter_id in wanted:
             if adapter_id not in self._waiting:
                 assert self._thread is not None
-                self._waiting[adapter_id] = self._thread.submit(self._load, adapter_id)
+                self._waiting[adapter_id] = future = self._thread.submit(self._load, adapter_id)
+                future.add_done_callback(lambda _: self.wake())
+
+    def is_over(self, adapter_id: str) -> bool:
+        """Whether `take` returns without waiting."""
+        future = self._waiting.get(adapter_id)
+        return future is not None and future.done()
+
+    def wake(self) -> None:
+        """Make `fd` readable."""
+        os.eventfd_write(self.fd, 1)
+
+    def clear(self) -> None:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self.fd)
 
     def take(self, adapter_id: str) -> Any:
         """A packed adapter; loads it now if that has not begun. Raises OSError or ValueError if it can't be loaded."""
@@ -111,6 +135,7 @@ class AdapterLoader:
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
+        os.close(self.fd)
 
     def _load(self, adapter_id: str) -> Any:
         return self._pack(AdapterFile(path_of(self._model_dir, adapter_id)))
@@ -121,12 +146,14 @@ class AdapterSlots:
 
     def __init__(self, model_dir: Path, num_slots: int, place: AdapterPlace) -> None:
         self._place = place
-        self._loader = AdapterLoader(model_dir, place.pack_adapter, num_slots)
+        self.loader = AdapterLoader(model_dir, place.pack_adapter)
         self._free = list(range(num_slots))
         self._slots: OrderedDict[str, int] = OrderedDict()
         """By adapter, the one that was used longest ago first."""
         self._num_rows: dict[str, int] = {}
         self._of_row: dict[int, str] = {}
+        self._used: list[str] = []
+        self._preloaded: list[str] = []
         self.num_loads = 0
 
     @property
@@ -134,19 +161,33 @@ class AdapterSlots:
         return list(self._slots)
 
     def preload(self, adapter_ids: Iterable[str]) -> None:
-        """Load adapters that rows may use soon, beside the steps. As many as there are free slots."""
-        new = [adapter_id for adapter_id in adapter_ids if adapter_id not in self._slots]
-        self._loader.start(new[: len(self._free)])
+        """Load adapters that clients may use, beside the steps. As many as there are free slots."""
+        self._preloaded = list(adapter_ids)
+        self._load()
+
+    def use(self, adapter_ids: Iterable[str]) -> None:
+        """Load adapters that rows will use soon, beside the steps and before others, and keep them."""
+        self._used = list(adapter_ids)
+        self._load()
+
+    def used_and_loaded(self) -> list[str]:
+        """Those of the last `use` whose rows need not wait any more."""
+        return [one for one in self._used if one in self._slots or self.loader.is_over(one)]
+
+    def _load(self) -> None:
+        used = [one for one in self._used if one not in self._slots]
+        others = [one for one in self._preloaded if one not in self._slots and one not in used]
+        self.loader.start([*used, *others[: max(0, len(self._free) - len(used))]])
 
     def close(self) -> None:
         """End the thread that loads adapters."""
-        self._loader.close()
+        self.loader.close()
 
     def take(self, row: int, adapter_id: str) -> int:
         """The slot of a row's adapter, which is loaded if it isn't. Raises OSError or ValueError if it can't be."""
         slot = self._slots.get(adapter_id)
         if slot is None:
-            packed = self._loader.take(adapter_id)
+            packed = self.loader.take(adapter_id)
             slot = self._free.pop() if self._free else self._evict()
             try:
                 self._place.put_adapter(slot, packed)
@@ -168,6 +209,7 @@ class AdapterSlots:
                 del self._num_rows[adapter_id]
 
     def _evict(self) -> int:
-        unused = next((adapter_id for adapter_id in self._slots if adapter_id not in self._num_rows), None)
-        assert unused is not None, "more adapters at once than there are slots"
+        without_rows = [adapter_id for adapter_id in self._slots if adapter_id not in self._num_rows]
+        assert without_rows, "more adapters at once than there are slots"
+        unused = next((adapter_id for adapter_id in without_rows if adapter_id not in self._used), without_rows[0])
         return self._slots.pop(unused)

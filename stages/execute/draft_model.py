@@ -51,6 +51,14 @@ def draft_block_bytes(settings: Settings) -> int:
     return kv_block_bytes(settings.execute, ModelConfig.load(prepared_draft(settings)))
 
 
+def captured_layers(settings: Settings) -> tuple[int, ...]:
+    """The layers before which an EAGLE-3 head reads the model's hidden states; empty without one."""
+    if settings.speculative.method != "eagle":
+        return ()
+    eagle3 = ModelConfig.load(prepared_draft(settings)).eagle3
+    return () if eagle3 is None else tuple(eagle3.layers)
+
+
 def require_all_positions(settings: Settings, kv: KVPlan) -> None:
     """Raises UserError if the model keeps no block table of all positions that a draft model could use."""
     if window := kv.layout.groups[0].window:

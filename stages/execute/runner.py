@@ -55,6 +55,8 @@ class Runner(Protocol):
     facts: ExecuteFacts
     rows: RowTable
     masks: Masks
+    adapters: AdapterSlots | None
+    """None if LoRA adapters are off."""
     weight_formats: str
     """Formats of the matrices, such as `q8_0+q4_1`."""
 
@@ -130,6 +132,8 @@ class RowChanges:
 
     def drop_all(self) -> None:
         """Drop all rows: the scheduler has died, and its successor begins with none."""
+        if self._adapters is not None:
+            self._adapters.use(())
         self._drop(np.flatnonzero(self._table.taken).astype(np.int32))
 
     def _drop(self, rows: IntArray) -> None:

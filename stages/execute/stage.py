@@ -193,6 +193,7 @@ def _load(launch: m.Launch, swap: memoryview | None) -> "tuple[Runner, Serve]":
 
 
 def _serve(stage: Stage[m.ExecuteInbox], runner: "CpuRunner") -> None:
+    from pipeline.stages.execute.adapter_reports import AdapterReports
     from pipeline.stages.execute.cpu.rank_group import StepAbandonedError
     from pipeline.stages.execute.publishing import Publisher, StepTiming
 
@@ -203,8 +204,11 @@ def _serve(stage: Stage[m.ExecuteInbox], runner: "CpuRunner") -> None:
     metrics = ExecuteMetrics(runner.barrier_wait_s, runner.pipeline_wait_s, shown)
     stage.control_requests.own_counts = lambda: metrics.counts(runner.rows.num_live)
     publisher, schedule = Publisher(stage, metrics, answers=answers), stage.outbox("schedule")
+    reports = AdapterReports(stage, runner.adapters)
     while True:
-        for message in stage.inbox.wait_all(IDLE_S):
+        messages = stage.inbox.wait_all(IDLE_S)
+        reports.poll()
+        for message in messages:
             match message:
                 case m.Step():
                     began = stage.replay_context.monotonic()
@@ -223,11 +227,14 @@ def _serve(stage: Stage[m.ExecuteInbox], runner: "CpuRunner") -> None:
                     stage.arrays.released(message)
                 case m.PeerRestarted():  # schedule: its successor begins without rows
                     runner.drop_all(message.incarnation)
+                    reports.forget()
                     stage.reconnected(message)
                 case m.Ping():
                     stage.supervisor.send(m.Pong(message.nonce, m.PlainLoad(runner.rows.num_live)))
                 case m.Adapters(adapters):
                     runner.preload_adapters([one.id for one in adapters])
+                case m.UseAdapters():
+                    reports.use(message)
                 case m.Start():
                     # In the background, so that the first row that needs a mask does not wait for the process to start.
                     # Now all stages are ready, and it takes no core from their start.

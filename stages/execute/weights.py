@@ -22,6 +22,7 @@ import numpy as np
 
 from pipeline.errors import UserError
 from pipeline.kernels.logprob_inputs import FloatArray
+from pipeline.kernels.step_inputs import LongArray
 from pipeline.kernels.stored_matrix import BLOCK_BYTES, BLOCK_COLUMNS, FloatFormat, Format, StoredMatrix
 from pipeline.runtime.model_folder import ModelConfig, Piece, format_key
 
@@ -213,6 +214,15 @@ class Weights:
             widened: FloatArray = (data.astype(np.uint32) << 16).view(np.float32)
             return widened
         return data.astype(np.float32, copy=False)
+
+    def integers(self, name: str, size: int) -> LongArray:
+        """A vector of int64. Raises UserError if it is missing or has another type or shape."""
+        file, entry = self._find(name)
+        if entry.dtype != "I64" or entry.shape != (size,):
+            raise UserError(
+                f"tensor {name!r} of the model in {self._folder} is {entry.dtype} {list(entry.shape)}, not I64 [{size}]"
+            )
+        return file.array(name, np.dtype("<i8"))
 
     def join_vectors(self, names: Sequence[str], sizes: Sequence[int]) -> "FloatArray | Tensor":
         """Vectors of these sizes, concatenated."""

@@ -58,7 +58,7 @@ class SequenceLifecycle:
         self.held = SequenceQueue()
         """Sequences that wait until the quarantine lets their request run."""
         self.quarantine = Quarantine()
-        self.adapters = AdapterSlots(config.max_loras)
+        self.adapters = AdapterSlots(config.max_loras, waits=config.waits_for_adapters)
         self.parallel_samples = ParallelSamples()
         self.preemptor = PriorityPreemptor(rows, kv_cache_manager, costs)
         self.now_s = 0.0
@@ -89,8 +89,8 @@ class SequenceLifecycle:
 
     def first_swapped(self) -> Sequence | None:
         """The first swapped sequence that may run."""
-        excludes = self.quarantine.excludes
-        return next((one for one in self.swapped if not excludes(one.request.request_id)), None)
+        excludes, is_loaded = self.quarantine.excludes, self.adapters.is_loaded
+        return next((one for one in self.swapped if is_loaded(one) and not excludes(one.request.request_id)), None)
 
     def first_rank(self, default: float = UNLIMITED) -> float:
         """The lowest rank of the waiting and the swapped sequences."""
@@ -122,6 +122,11 @@ class SequenceLifecycle:
                 self._wait(freed)
         elif self.adapters.admit(sequence):
             self.waiting.add(sequence)
+
+    def adapters_loaded(self, number: int, adapters: list[str]) -> None:
+        """The executor has loaded LoRA adapters: their sequences need not wait for it."""
+        for sequence in self.adapters.loaded(number, adapters):
+            self._wait(sequence)
 
     def suspect(self, request: RequestState, num_deaths: int) -> None:
         """A new request was running when schedule died, `num_deaths` times in a row: it runs beside few others at
@@ -235,6 +240,7 @@ class SequenceLifecycle:
         for sequence in lost:
             self._leave_swap(sequence, None)
         self._kv_cache_manager.executor_lost(loss)
+        self.adapters.executor_lost()
         self.preemptor.reset()
         sequences += [*self.waiting.sequences, *self.held, *lost]
         self.waiting, self.held = WaitingQueue(self._policy, self._long_prompt_tokens), SequenceQueue()

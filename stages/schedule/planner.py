@@ -117,7 +117,7 @@ class Planner:
         if len(deferred):
             entries.append(self._grant_deferred(budget, deferred, appended))
         if not any(len(part.rows) for part in entries) and not adds:
-            if self._in_flight.steps or lifecycle.is_idle:
+            if self._in_flight.steps or lifecycle.is_idle or lifecycle.adapters.is_loading:
                 return None
             assert lifecycle.preempt_stalled_beams(), "there is work, but no step to do it"
             return self.plan(registers=registers)

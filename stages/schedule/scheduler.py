@@ -70,6 +70,7 @@ class Scheduler:
         suspects: SuspectList | None = None,
     ) -> None:
         put_step = put_for(EXECUTE)
+        self._incarnation = incarnation
         self._put_for = put_for
         self._put_output: list[Put] = []
         for _ in range(max(num_detokenize, max_detokenize)):
@@ -141,6 +142,16 @@ class Scheduler:
     def executor_lost(self, loss: ExecutorLoss) -> None:
         """The executor has died: plan again what it had computed. What was settled stays."""
         self._request_table.executor_lost(loss)
+
+    def use_adapters(self) -> m.UseAdapters | None:
+        """What to tell the executor of the LoRA adapters that sequences use, if it does not know it and has answered
+        the last of these messages."""
+        message = self.lifecycle.adapters.next_message()
+        return None if message is None else m.UseAdapters(self._incarnation, *message)
+
+    def adapters_loaded(self, message: m.AdaptersLoaded) -> None:
+        """The executor has loaded adapters: their sequences may start."""
+        self.lifecycle.adapters_loaded(message.number, message.adapter_ids)
 
     def gateway_lost(self, gateway: int) -> None:
         """A gateway has died: drop its requests."""

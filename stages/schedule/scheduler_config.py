@@ -55,6 +55,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     """Stages of the executor's pipeline, each of which computes another step."""
     max_loras: int = 0
     """LoRA adapters of running sequences at most; 0 if adapters are off."""
+    waits_for_adapters: bool = False
+    """Whether the executor answers `UseAdapters`: sequences then wait for it, not steps."""
 
     @property
     def max_chunk(self) -> int:
@@ -95,4 +97,5 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
             max_num_top=facts.max_num_top,
             max_loras=max_loras,
             num_stages=num_stages,
+            waits_for_adapters=max_loras > 0,
         )

@@ -166,6 +166,7 @@ class ScheduleStage:
             self._is_single = len(messages) == 1
             for message in messages:
                 self._handle(message)
+            self._use_adapters()
             self._feed()
             self._account()
             self._log_preemptions()
@@ -183,11 +184,8 @@ class ScheduleStage:
     def _handle(self, message: m.ScheduleInbox) -> None:
         scheduler = self._scheduler
         match message:
-            case m.StepResult():
-                if message.incarnation == self._stage.launch.incarnation:
-                    self._settle(message)
-                else:
-                    self._stage.arrays.done_all(message)
+            case m.StepResult() | m.AdaptersLoaded():
+                self._answered(message)
             case m.Admit() if self._is_of_dead_gateway(message):
                 self._stage.arrays.done_all(message)
             case m.Admit(request_id, attempt):
@@ -219,6 +217,17 @@ class ScheduleStage:
                 raise AssertionError("started twice")
             case _:
                 assert_never(message)
+
+    def _answered(self, message: m.StepResult | m.AdaptersLoaded) -> None:
+        """Handle an answer of the executor, if it is for this process."""
+        is_own = message.incarnation == self._stage.launch.incarnation
+        if isinstance(message, m.AdaptersLoaded):
+            if is_own:
+                self._scheduler.adapters_loaded(message)
+        elif is_own:
+            self._settle(message)
+        else:
+            self._stage.arrays.done_all(message)
 
     def _peers_changed(self, message: m.PeerRestarted | m.Rescaled) -> None:
         """Tell the successor of a stage again what this one owns, or forget what the dead process owned."""
@@ -275,6 +284,12 @@ class ScheduleStage:
     def _is_of_dead_gateway(self, message: m.Admit) -> bool:
         """Whether the gateway of a request had died before this process started: it will never be closed."""
         return message.gateway_incarnation < self._incarnations.get(f"gateway.{message.gateway}", 1)
+
+    def _use_adapters(self) -> None:
+        """Tell the executor which LoRA adapters it needs, before steps name them."""
+        if not self._is_handing_over and (message := self._scheduler.use_adapters()) is not None:
+            sent = self._execute.send(message)
+            assert sent, "the edge to the executor is full, though one of these messages is unanswered at most"
 
     def _feed(self) -> None:
         """Plan until `depth` steps are in flight. The edge to the executor never holds more."""

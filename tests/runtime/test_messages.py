@@ -340,6 +340,8 @@ SAMPLES: dict[str, msgspec.Struct] = {
         1, 7, IDS, IDS, REF, b"\x00\x01", 0.25, 0.5, num_ids=IDS, num_drafts=REF, draft_s=0.125, draft_pass_s=0.5
     ),
     "step with drafts": m.Step(1, 7, IDS, [], IDS, IDS, REF, IDS, IDS, b"\x01\x00", drafts=REF),
+    "use_adapters": m.UseAdapters(1, 7, ["ab", "cd"]),
+    "adapters_loaded": m.AdaptersLoaded(1, 7, ["ab"]),
     "adapters": m.Adapters([m.Adapter("sql", "ab", "/a")]),
     "adapter_set": m.AdapterSet(7),
     "set_adapter": m.SetAdapter(7, m.Adapter("sql", "ab", "/a")),

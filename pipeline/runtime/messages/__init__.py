@@ -55,6 +55,7 @@ from pipeline.runtime.messages.execute import (
     ExecuteInbox,
     RowAdd,
     Step,
+    UseAdapters,
 )
 from pipeline.runtime.messages.gateway import (
     AbortRequests,
@@ -102,6 +103,7 @@ from pipeline.runtime.messages.requests import (
 )
 from pipeline.runtime.messages.restarts import PeerRestarted, Rescaled
 from pipeline.runtime.messages.schedule import (
+    AdaptersLoaded,
     Admit,
     Closed,
     HandOver,
@@ -146,6 +148,7 @@ __all__ = [
     "Adapter",
     "AdapterSet",
     "Adapters",
+    "AdaptersLoaded",
     "Admit",
     "Answer",
     "Array",
@@ -243,4 +246,5 @@ __all__ = [
     "TextPrompt",
     "ToolCall",
     "Trace",
+    "UseAdapters",
 ]

@@ -76,4 +76,15 @@ class Step(Message, frozen=True, tag="step"):
     step computes the row before this one's result is settled. Empty: none."""
 
 
-ExecuteInbox = Step | Release | Adapters | PeerRestarted | Start | Ping | Stop
+class UseAdapters(Message, frozen=True, tag="use_adapters"):
+    """The LoRA adapters of running and waiting sequences. The executor loads those that it lacks beside the steps, and
+    keeps all of them until the next of these messages. It answers with `AdaptersLoaded` at once, and again whenever
+    more of them are loaded. There is one unanswered at most."""
+
+    incarnation: int
+    number: int
+    """Counts these messages of an incarnation."""
+    adapter_ids: list[str]
+
+
+ExecuteInbox = Step | Release | Adapters | PeerRestarted | Start | Ping | Stop | UseAdapters

@@ -69,6 +69,16 @@ class StepResult(Message, frozen=True, tag="step_result"):
     """Mean time of a pass of the draft model with one position for each row; 0 if it made none."""
 
 
+class AdaptersLoaded(Message, frozen=True, tag="adapters_loaded"):
+    """From the executor: those LoRA adapters of a `UseAdapters` whose loading is over. One that could not be loaded is
+    among them: the first row that needs it gets the error."""
+
+    incarnation: int
+    number: int
+    """Of the `UseAdapters`."""
+    adapter_ids: list[str]
+
+
 class Closed(Message, frozen=True, tag="closed"):
     """From the gateway: the client has everything; the log of this request can be dropped."""
 
@@ -103,4 +113,5 @@ ScheduleInbox = (
     | Start
     | Ping
     | Stop
+    | AdaptersLoaded
 )

@@ -14,6 +14,7 @@ from pipeline.runtime.kv_groups import undivided
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.backend import choose_library, make_program
 from pipeline.stages.execute.cpu.eagle import EagleHead, Target
+from pipeline.stages.execute.cpu.eagle3 import Eagle3Head
 from pipeline.stages.execute.cpu.panel_file import PanelPlace
 from pipeline.stages.execute.draft_model import MAX_CATCH_UP, DraftModel, prepared_draft, require_all_positions
 from pipeline.stages.execute.kv import KVPlan
@@ -76,5 +77,6 @@ def load_proposer(settings: Settings, table: RowTable, kv: KVPlan, num_threads: 
     require_all_positions(settings, kv)
     folder = prepared_draft(settings)
     if settings.speculative.method == "eagle":
-        return EagleHead(settings, table, kv, num_threads, folder, target)
+        kind = EagleHead if ModelConfig.load(folder).eagle3 is None else Eagle3Head
+        return kind(settings, table, kv, num_threads, folder, target)
     return CpuDraftModel(settings, table, kv, num_threads, folder)

@@ -32,7 +32,7 @@ from pipeline.runtime import model_folder
 from pipeline.runtime.kv_groups import undivided
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.backend import choose_library, make_program
-from pipeline.stages.execute.cpu.program import Head, Norm, Program
+from pipeline.stages.execute.cpu.program import AnyMatrix, Head, Norm, Program
 from pipeline.stages.execute.kv import KVPlan
 from pipeline.stages.execute.layers.attention import attention_weights
 from pipeline.stages.execute.layers.mlp import mlp_weights
@@ -87,31 +87,51 @@ class EagleHead:
         max_num_seqs = settings.schedule.max_num_seqs
         library = choose_library(settings, config)
         weights = Weights(folder, config, FLOAT_FORMATS[settings.execute.dtype], keeps_floats=library is not None)
-        self._embedding = target.weights.matrix("model.embed_tokens.weight", vocab_size, hidden)
-        self._fc = _floats(weights.matrix("fc.weight", hidden, 2 * hidden)).T.copy()
-        self._bias = weights.vector("fc.bias", hidden) if weights.has("fc.bias") else None
+        self._embedding = self._embedding_of(weights, target)
+        self._fc = _floats(weights.matrix("fc.weight", hidden, self.num_states * hidden)).T.copy()
+        self._bias = np.asarray(weights.vector("fc.bias", hidden)) if weights.has("fc.bias") else None
         self._norm, self._eps, self._centers = target.program.last_norm, model.rms_norm_eps, model.norm == "layer"
         self._room = PIECE + MAX_PENDING * max_num_seqs
         self._inputs = StepInputs(self._room, max_num_seqs, -(-kv.max_model_len // BLOCK_SIZE))
-        self._sampling_inputs = SamplingInputs(max_num_seqs, vocab_size)
+        own_vocab = msgspec.structs.replace(config, vocab_size=self._num_ids(config, vocab_size))
+        self._sampling_inputs = SamplingInputs(max_num_seqs, own_vocab.vocab_size)
         own = replace(kv, max_model_len=self._max_len, layout=undivided(config.num_layers))
         scores = ScoreInputs(max_num_seqs)
         self._program = make_program(
-            library, settings, config, self._inputs, self._sampling_inputs, scores, own, num_threads
+            library, settings, own_vocab, self._inputs, self._sampling_inputs, scores, own, num_threads
         )
         self._program.embed(None)
+        self._record(own_vocab, weights, target)
+        self._program.finish_loading()
+        self._pending: dict[int, _Pending] = {}
+        self.draft_s = self.pass_s = 0.0
+
+    num_states = 2
+    """Vectors of hidden_size that `fc` reads."""
+
+    def _num_ids(self, config: ModelConfig, vocab_size: int) -> int:
+        """Ids that the head may propose, of the model's `vocab_size`."""
+        return vocab_size
+
+    def _embedding_of(self, weights: Weights, target: Target) -> AnyMatrix:
+        model = target.config
+        return target.weights.matrix("model.embed_tokens.weight", model.vocab_size, model.hidden_size)
+
+    def _record(self, config: ModelConfig, weights: Weights, target: Target) -> None:
+        """Record the head's layers and the LM head, which is the model's."""
+        model = target.config
         without_norm = msgspec.structs.replace(config, pre_norms=False)
         for layer in range(config.num_layers):
             self._program.attention(attention_weights(config if layer else without_norm, weights, layer))
             self._program.mlp(mlp_weights(config, weights, layer))
-        tied = model.tie_embeddings
-        matrix = self._embedding if tied else target.weights.matrix("lm_head.weight", vocab_size, hidden)
-        bias = target.weights.vector("lm_head.bias", vocab_size) if model.head_bias else None
+        matrix = (
+            self._embedding
+            if model.tie_embeddings
+            else target.weights.matrix("lm_head.weight", model.vocab_size, model.hidden_size)
+        )
+        bias = target.weights.vector("lm_head.bias", model.vocab_size) if model.head_bias else None
         self._program.borrow_head(target.program)
         self._program.sample(Head(None, matrix, bias))
-        self._program.finish_loading()
-        self._pending: dict[int, _Pending] = {}
-        self.draft_s = self.pass_s = 0.0
 
     def drop(self, rows: IntArray) -> None:
         for row in rows.tolist():
@@ -126,8 +146,8 @@ class EagleHead:
     def observe(
         self, rows: IntArray, starts: IntArray, counts: IntArray, offsets: IntArray, residual: FloatArray
     ) -> None:
-        """Take the model's hidden states before the last norm, [tokens of the step, H], of the positions `starts` …
-        `starts` + `counts` of these rows, which begin at `offsets`."""
+        """Take the model's hidden states (`Program.hidden_states`) of the positions `starts` … `starts` + `counts` of
+        these rows, which begin at `offsets`."""
         for row, start, count, offset in zip(
             rows.tolist(), starts.tolist(), counts.tolist(), offsets.tolist(), strict=True
         ):
@@ -135,7 +155,7 @@ class EagleHead:
             if count <= 0:
                 self._pending.pop(row, None)
                 continue
-            hidden = self._normed(residual[offset : offset + count])
+            hidden = self._states_of(residual[offset : offset + count])
             before = self._pending.get(row)
             if before is not None and before.end == start:
                 start, hidden = before.start, np.concatenate((before.hidden, hidden))
@@ -187,22 +207,41 @@ class EagleHead:
     ) -> tuple[IntArray, FloatArray]:
         """Compute positions of these rows from their hidden states [positions, H]. Returns an id for each row that
         samples, and the head's state at its last position."""
-        table, inputs, sampling = self._table, self._inputs, self._sampling_inputs
+        table, inputs = self._table, self._inputs
         repeated = np.repeat(np.arange(len(rows)), counts)
         positions = np.arange(len(repeated)) - (np.cumsum(counts) - counts)[repeated] + starts[repeated]
         ids = table.ids[rows[repeated], positions + 1]
         num_blocks = int(table.num_blocks[rows].max())
         inputs.fill(ids, starts, counts, table.blocks[rows, :num_blocks], samples)
-        x = np.concatenate((_rows_of(self._embedding, ids), hidden), axis=1) @ self._fc
-        self._program.residual()[:] = x if self._bias is None else x + np.asarray(self._bias)
+        self._write(_rows_of(self._embedding, ids), hidden)
         sampled = rows[samples]
-        # The id at position t + 2 is sampled with the noise key and the parameters of the row's own id there.
-        table.fill_sampling_inputs(sampling, sampled, (starts + counts + 1)[samples])
-        sampling.unmask(len(sampled))
-        sampling.logprobs.clear(len(sampled))
+        self._fill_sampling_inputs(sampled, (starts + counts + 1)[samples])
         drawn = self._program.run()
         last = (np.cumsum(counts) - 1)[samples]
-        return drawn, self._program.residual()[last].copy()
+        return self._ids_of(drawn), self._program.residual()[last].copy()
+
+    def _write(self, embedded: FloatArray, hidden: FloatArray) -> None:
+        """Write the input of the head's layers, made of the embeddings of ids and of hidden states, [positions, H]."""
+        self._program.residual()[:] = self._fc_of(np.concatenate((embedded, hidden), axis=1))
+
+    def _fc_of(self, states: FloatArray) -> FloatArray:
+        x: FloatArray = states @ self._fc
+        return x if self._bias is None else x + self._bias
+
+    def _fill_sampling_inputs(self, rows: IntArray, positions: IntArray) -> None:
+        """The id at position t + 2 is sampled with the noise key and the parameters of the row's own id there."""
+        sampling = self._sampling_inputs
+        self._table.fill_sampling_inputs(sampling, rows, positions)
+        sampling.unmask(len(rows))
+        sampling.logprobs.clear(len(rows))
+
+    def _ids_of(self, drawn: IntArray) -> IntArray:
+        """The model's ids of those that the head's program has sampled."""
+        return drawn
+
+    def _states_of(self, residual: FloatArray) -> FloatArray:
+        """What the head's layers get of the model's hidden states, [positions, H]."""
+        return self._normed(residual)
 
     def _normed(self, residual: FloatArray) -> FloatArray:
         norm: Norm = self._norm

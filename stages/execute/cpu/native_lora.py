@@ -159,7 +159,12 @@ class NativeLora:
             if pair is not None:
                 a[begin : begin + len(pair[0]), : site.depth] = pair[0]
             begin += rank
-        yield a.reshape(len(a) // RANKS, RANKS, -1, DEPTH).transpose(0, 2, 1, 3)
+        grouped = a.reshape(len(a) // RANKS, RANKS, -1, DEPTH).transpose(0, 2, 1, 3)
+        if self._library.act_bytes() == 2:
+            yield grouped
+        else:  # in the order 0, 16, 1, 17, … of each 32
+            halves = grouped.reshape(*grouped.shape[:3], 2, DEPTH // 2)
+            yield halves.swapaxes(3, 4)
         bs = [
             self._rows(target, rank, pair) if rank else None
             for target, rank, pair in zip(site.targets, layout.ranks, pairs, strict=True)

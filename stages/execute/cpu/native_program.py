@@ -118,6 +118,9 @@ class NativeProgram(Program):
         self._head: native.PackedMatrix | None = None
         self._lora = None if lora is None else NativeLora(library, self._memory, lora, config, inputs.max_num_tokens)
         self._num_layers, self._max_model_len = 0, max_model_len
+        self._captured: list[native.NativeRows] = []
+        self._given = 0, 0
+        """Address and width."""
         self._calibrated: list[CalibratedLayer] = []
         self._ticket = native.MaskTicket(None, 0, 0)
         self._handle = library.program_new(self._thread_pool.handle, ctypes.byref(self._step_arrays()))
@@ -187,8 +190,29 @@ class NativeProgram(Program):
             self._barrier("embed")
 
     def attention(self, weights: AttentionWeights) -> None:
+        self._capture_residual()
         self._add_norms(weights.norm, weights.qkv)
         self._attend(weights)
+
+    def attention_of_given(self, weights: AttentionWeights, width: int) -> None:
+        max_num_tokens = self._inputs.max_num_tokens
+        self._given = self._memory.floats(max_num_tokens, width), width
+        rows: dict[Form, native.NativeRows] = {}
+        for form in dict.fromkeys(self._memory.form(matrix) for matrix in weights.qkv.matrices):
+            rows[form] = self._memory.rows(max_num_tokens, width, form)
+            self._library.program_any_norm(
+                self._handle, rows[form], form, self._given[0], self._native_norm(None), width, False
+            )
+        self._attend(weights, inputs_at=rows.__getitem__)
+
+    def _capture_residual(self) -> None:
+        """Keep the residual before a captured layer, in the precision of activations."""
+        if self._num_layers in self.captured_layers:
+            size = self._config.hidden_size
+            rows = self._memory.rows(self._inputs.max_num_tokens, size, Form.PLAIN)
+            self._captured.append(rows)
+            none = self._native_norm(None)
+            self._library.program_any_norm(self._handle, rows, Form.PLAIN, self._residual, none, size, False)
 
     def mlp(self, weights: MlpWeights) -> None:
         self._add_norms(weights.norm, weights.gate_up)
@@ -205,6 +229,7 @@ class NativeProgram(Program):
         self._add_branch(weights.post_norm, "experts")
 
     def parallel(self, attention: AttentionWeights, mlp: MlpWeights) -> None:
+        self._capture_residual()
         # Both norms come before attention changes the residual.
         place = 0 if mlp.norm is None else 1
         written = self._add_norms(attention.norm, attention.qkv)
@@ -299,6 +324,23 @@ class NativeProgram(Program):
         array: FloatArray = np.ctypeslib.as_array(ctypes.cast(self._residual, ctypes.POINTER(ctypes.c_float)), size)
         return array
 
+    def captured(self) -> FloatArray:
+        num, size = self._inputs.num_tokens, self._config.hidden_size
+        dtype: type[np.generic] = np.uint16 if self._library.act_bytes() == 2 else np.float32
+        parts = []
+        for rows in self._captured:
+            memory = (ctypes.c_uint8 * (num * rows.stride)).from_address(rows.data)
+            acts = np.frombuffer(memory, np.uint8).reshape(num, rows.stride).view(dtype)[:, :size]
+            parts.append((acts.astype(np.uint32) << 16).view(np.float32) if acts.dtype == np.uint16 else acts)
+        array: FloatArray = np.concatenate(parts, axis=1)
+        return array
+
+    def given(self) -> FloatArray:
+        address, width = self._given
+        size = self._inputs.num_tokens, width
+        array: FloatArray = np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_float)), size)
+        return array
+
     def copy_blocks(self, sources: IntArray, targets: IntArray) -> None:
         assert sources.dtype == targets.dtype == np.int32 and sources.shape == targets.shape
         sources, targets = np.ascontiguousarray(sources), np.ascontiguousarray(targets)
@@ -367,8 +409,13 @@ class NativeProgram(Program):
 
     # The methods below record parts of layers. Addresses are plain numbers; `_memory` keeps the memory alive.
 
-    def _attend(self, weights: AttentionWeights, place: int = 0) -> None:
-        """Record attention after its norm, whose results are at `place`."""
+    def _attend(
+        self,
+        weights: AttentionWeights,
+        place: int = 0,
+        inputs_at: "Callable[[Form], native.NativeRows] | None" = None,
+    ) -> None:
+        """Record attention after its norm, whose results are at `place`, or of other inputs."""
         config, library = self._config, self._library
         group, kv_place = self._places[self._num_layers]
         self._library.program_layer(self._handle, self._part.layers.start + self._num_layers)
@@ -381,7 +428,7 @@ class NativeProgram(Program):
         share, num_heads, num_kv_heads = self._share, config.num_heads, config.num_kv_heads
         keys = [num_heads + head for head in share.kv_heads]
         kinds = [list(share.heads), keys, [head + num_kv_heads for head in keys]]
-        inputs_at = partial(self._normed_rows, place=place)
+        inputs_at = inputs_at or partial(self._normed_rows, place=place)
         norms = self._head_norms(weights.head_norms)
         angles = self._angles[weights.rope]
         if self._qkv is not None and not share.is_whole:

@@ -171,6 +171,30 @@ class Program(ProgramBuilder):
     name: str
     """The back end, for logs."""
 
+    captured_layers: tuple[int, ...] = ()
+    """The layers before which each step keeps the hidden states."""
+
+    def capture(self, layers: tuple[int, ...]) -> None:
+        """Keep the hidden states before each of these layers, in rising order. Called before any is recorded."""
+        self.captured_layers = layers
+
+    def hidden_states(self) -> LogitArray:
+        """Of the last step: float32 [tokens, hidden_size * captured layers], or without such, `residual`. Valid until
+        the next step."""
+        return self.captured() if self.captured_layers else self.residual()
+
+    @abstractmethod
+    def captured(self) -> LogitArray:
+        """Hidden states before each of the captured layers in the last step, side by side."""
+
+    @abstractmethod
+    def attention_of_given(self, weights: AttentionWeights, width: int) -> None:
+        """Record `attention` whose queries, keys and values come from `given`, not from norm(residual)."""
+
+    @abstractmethod
+    def given(self) -> LogitArray:
+        """What attention reads in the step in the inputs, float32 [tokens, width]; the caller writes it before."""
+
     def finish_loading(self) -> None:
         """Called once after the model is recorded."""
 

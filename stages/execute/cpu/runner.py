@@ -25,7 +25,7 @@ from pipeline.stages.execute.cpu.pipeline_stage import PipelineStage
 from pipeline.stages.execute.cpu.program import LogitArray, MasksLate, Program
 from pipeline.stages.execute.cpu.rank_group import ALONE, Outcome, RankPlace, StepAbandonedError
 from pipeline.stages.execute.cpu.share import most_kv_heads
-from pipeline.stages.execute.draft_model import draft_block_bytes
+from pipeline.stages.execute.draft_model import captured_layers, draft_block_bytes
 from pipeline.stages.execute.grammar_masks.masks import LATE_MS, Masks, NoMasks
 from pipeline.stages.execute.kv import KVPlan, divide_swap, kv_dtype, layout_of, plan_kv
 from pipeline.stages.execute.layer_split import Part, kv_layout_of, most_places, split
@@ -132,7 +132,8 @@ class CpuRunner:
             part,
             self._link,
         )
-        self._adapters = None if lora is None else AdapterSlots(model_dir, lora.num_slots, self.program)
+        self.adapters = None if lora is None else AdapterSlots(model_dir, lora.num_slots, self.program)
+        self.program.capture(captured_layers(settings))
         build_program(config, weights, self.program, part)
         self.program.finish_loading()
         self.speculator: Speculator | None = None
@@ -146,7 +147,7 @@ class CpuRunner:
         self._changes = RowChanges(
             *(self.rows, self.masks, self._pool, config.eos_ids),
             drop_drafts=self._drop_drafts,
-            adapters=self._adapters,
+            adapters=self.adapters,
         )
         self.failed = self._changes.failed
         self._clock: Clock = time.monotonic
@@ -196,8 +197,8 @@ class CpuRunner:
 
     def preload_adapters(self, adapter_ids: list[str]) -> None:
         """Read these LoRA adapters beside the steps, as far as there is room."""
-        if self._adapters is not None:
-            self._adapters.preload(adapter_ids)
+        if self.adapters is not None:
+            self.adapters.preload(adapter_ids)
 
     def barrier_wait_s(self) -> float:
         """How long this rank has waited for others of its stage; 0 if there are none."""
@@ -214,8 +215,8 @@ class CpuRunner:
 
     def close(self) -> None:
         """Free threads and memory, and end the process that computes masks."""
-        if self._adapters is not None:
-            self._adapters.close()
+        if self.adapters is not None:
+            self.adapters.close()
         self.program.close()
         if self._link is not None:
             self._link.close()
@@ -313,21 +314,21 @@ class CpuRunner:
         logprobs = self.sampling_inputs.logprobs
         if num_drafts is None:
             self.inputs.fill(ids, starts, counts, table, is_sampled, others)
-            if self._adapters is not None:
+            if self.adapters is not None:
                 self.inputs.fill_adapters(self.rows.adapters[rows])
             self.rows.fill_sampling_inputs(self.sampling_inputs, rows[is_sampled])
             ids = self._run(rows[is_sampled])
             computed = Computed(ids, logprobs.memory, logprobs.widths)
         else:
             self.inputs.fill(ids, starts, counts, table, is_sampled * (1 + num_drafts), others)
-            if self._adapters is not None:
+            if self.adapters is not None:
                 self.inputs.fill_adapters(self.rows.adapters[rows])
             computed = self._run_and_verify(rows[is_sampled], num_drafts[is_sampled])
         if self._proposer is not None and self._proposer.reads_hidden_states:
             kept = counts.copy()
             if (verified := computed.verified) is not None:
                 kept[is_sampled] -= (verified.num_drafts + 1 - verified.num_ids).astype(np.int32)
-            self._proposer.observe(rows, starts, kept, self.inputs.offsets[: len(rows)], self.program.residual())
+            self._proposer.observe(rows, starts, kept, self.inputs.offsets[: len(rows)], self.program.hidden_states())
         if not self._part.is_last:
             return NOTHING
         if requested_features & SamplingFeature.PROMPT_LOGPROBS:

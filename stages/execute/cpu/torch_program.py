@@ -92,6 +92,8 @@ class TorchProgram(Program):
         self._fence = Fence()
         self._calls = calls = TorchCalls(inputs, ops.dtype)
         self._residual = calls.buffer(config.hidden_size, dtype=torch.float32)
+        self._captured: list[Buffer] = []
+        self._given: Buffer | None = None
         self._x = calls.buffer(config.hidden_size)
         self._parallel_x = calls.buffer(config.hidden_size) if config.parallel else self._x
         self._branch = calls.buffer(config.hidden_size) if config.parallel else self._x
@@ -138,9 +140,22 @@ class TorchProgram(Program):
             self._norm(self._residual, self._residual, embedding.norm)
 
     def attention(self, weights: AttentionWeights) -> None:
+        self._capture_residual()
         self._norm(self._x, self._residual, weights.norm)
         self._attend(self._x, self._x, weights)
         self._add(self._x, weights.post_norm)
+
+    def attention_of_given(self, weights: AttentionWeights, width: int) -> None:
+        self._given = self._calls.buffer(width, dtype=torch.float32)
+        x = self._calls.buffer(width)
+        self._calls.add(self._ops.copy, x, self._given)
+        self._attend(self._x, x, weights)
+        self._add(self._x, weights.post_norm)
+
+    def _capture_residual(self) -> None:
+        if self._num_layers in self.captured_layers:
+            self._captured.append(self._calls.buffer(self._config.hidden_size, dtype=torch.float32))
+            self._calls.add(self._ops.copy, self._captured[-1], self._residual)
 
     def mlp(self, weights: MlpWeights) -> None:
         self._norm(self._x, self._residual, weights.norm)
@@ -169,6 +184,7 @@ class TorchProgram(Program):
         self._add(self._routed, weights.post_norm)
 
     def parallel(self, attention: AttentionWeights, mlp: MlpWeights) -> None:
+        self._capture_residual()
         self._norm(self._x, self._residual, attention.norm)
         source = self._x
         if mlp.norm is not None:
@@ -301,6 +317,15 @@ class TorchProgram(Program):
 
     def residual(self) -> LogitArray:
         array: LogitArray = self._calls.view(self._residual).numpy()
+        return array
+
+    def captured(self) -> LogitArray:
+        array: LogitArray = torch.cat([self._calls.view(states) for states in self._captured], 1).numpy()
+        return array
+
+    def given(self) -> LogitArray:
+        assert self._given is not None
+        array: LogitArray = self._calls.view(self._given).numpy()
         return array
 
     def wait_for(self, word: int, expected: int, timeout_ms: int) -> None:

@@ -11,6 +11,7 @@ from typing import assert_never
 
 from pipeline.runtime import messages as m
 from pipeline.runtime.stage import Stage
+from pipeline.stages.execute.adapter_reports import AdapterReports
 from pipeline.stages.execute.cuda.completions import Completions
 from pipeline.stages.execute.cuda.launched_step import LaunchedStep
 from pipeline.stages.execute.cuda.runner import CudaRunner
@@ -48,6 +49,7 @@ class Loop:
         self._metrics = ExecuteMetrics()
         stage.control_requests.own_counts = lambda: self._metrics.counts(runner.rows.num_live)
         self._publisher = Publisher(stage, self._metrics)
+        self._reports = AdapterReports(stage, runner.adapters)
         runner.publish = self._publish
         self._ended_ns = 0
         """When the last step ended, by the GPU's clock."""
@@ -66,6 +68,7 @@ class Loop:
         while True:
             messages = stage.inbox.wait_all(timeout_s if captures_more else IDLE_S)
             has_collected = self._collect()
+            self._reports.poll()
             for message in messages:
                 match message:
                     case m.Step():
@@ -76,12 +79,15 @@ class Loop:
                     case m.PeerRestarted():  # schedule: its successor begins without rows
                         self._collect(waits=True)
                         runner.drop_all()
+                        self._reports.forget()
                         stage.reconnected(message)
                     case m.Ping():
                         if not self._is_stuck():
                             stage.supervisor.send(m.Pong(message.nonce, m.PlainLoad(runner.rows.num_live)))
                     case m.Adapters(adapters):
                         runner.preload_adapters([one.id for one in adapters])
+                    case m.UseAdapters():
+                        self._reports.use(message)
                     case m.Start():
                         runner.masks.start()
                     case m.Stop():

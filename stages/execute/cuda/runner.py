@@ -96,7 +96,7 @@ class CudaRunner:
             adapters=(lora := LoraPlan.of(settings)),
             max_num_samples=max_num_samples,
         )
-        self._adapters = None if lora is None else AdapterSlots(model_dir, lora.num_slots, self.model)
+        self.adapters = None if lora is None else AdapterSlots(model_dir, lora.num_slots, self.model)
         weights = weights or Weights(model_dir, config, FLOAT_FORMATS[settings.execute.dtype])
         build_program(config, weights, self.model)
         self.weight_formats = "+".join(weights.taken)
@@ -148,7 +148,7 @@ class CudaRunner:
         self._changes = RowChanges(
             *(self.rows, self.masks, self._pool, config.eos_ids, self._device_rows),
             drop_drafts=None if self.speculator is None else self.speculator.proposer.drop,
-            adapters=self._adapters,
+            adapters=self.adapters,
         )
         self.failed = self._changes.failed
         speculates = self._device_rows, self.speculator
@@ -217,8 +217,8 @@ class CudaRunner:
 
     def preload_adapters(self, adapter_ids: list[str]) -> None:
         """Read these LoRA adapters beside the steps, as far as there is room."""
-        if self._adapters is not None:
-            self._adapters.preload(adapter_ids)
+        if self.adapters is not None:
+            self.adapters.preload(adapter_ids)
 
     def drop_all(self) -> None:
         """Drop all rows. No step may be in flight."""
@@ -227,8 +227,8 @@ class CudaRunner:
     def close(self) -> None:
         """Release host memory, and end the process that computes masks. Raises the GPU's error, if there was one."""
         try:
-            if self._adapters is not None:
-                self._adapters.close()
+            if self.adapters is not None:
+                self.adapters.close()
             self.device.close()
         finally:
             self.masks.close()
@@ -337,7 +337,7 @@ class CudaRunner:
             shape = self.shapes.verify(batch.num_tokens, len(batch.rows), len(batch.sampled))
         else:
             shape = self.shapes.of(batch.num_tokens, len(batch.rows), len(batch.sampled))
-        has_adapters = self._adapters is not None and bool((self.rows.adapters[batch.rows] >= 0).any())
+        has_adapters = self.adapters is not None and bool((self.rows.adapters[batch.rows] >= 0).any())
         return shape.with_adapters() if has_adapters else shape
 
     def _fetch(self, launched_step: LaunchedStep, captured: CapturedStep) -> None:

@@ -16,14 +16,17 @@ from pipeline.stages.execute.rope import head_order
 from pipeline.stages.execute.weights import Weights
 
 
-def attention_weights(config: ModelConfig, weights: Weights, index: int) -> AttentionWeights:
-    """The weights of one layer, by Llama's names. Queries, keys and values are stacked."""
+def attention_weights(
+    config: ModelConfig, weights: Weights, index: int, num_inputs: int | None = None
+) -> AttentionWeights:
+    """The weights of one layer, by Llama's names. Queries, keys and values are stacked. Without `num_inputs`, they are
+    made of hidden states."""
     layer = f"model.layers.{index}"
     hidden, queries = config.hidden_size, config.num_heads * config.head_dim
     keys = config.num_kv_heads * config.head_dim
     names = [f"{layer}.self_attn.{name}_proj" for name in "qkv"]
     rows = [queries, keys, keys]
-    qkv = weights.matrices([f"{name}.weight" for name in names], rows, hidden)
+    qkv = weights.matrices([f"{name}.weight" for name in names], rows, num_inputs or hidden)
     out = weights.matrix(f"{layer}.self_attn.o_proj.weight", hidden, queries)
     qkv_bias = weights.join_vectors([f"{name}.bias" for name in names], rows) if config.qkv_bias else None
     out_bias = weights.vector(f"{layer}.self_attn.o_proj.bias", hidden) if config.out_bias else None

@@ -54,6 +54,9 @@ def run(launch: m.Launch) -> None:
                         stage.supervisor.send(m.Pong(nonce, m.PlainLoad(0)))
                     case m.Adapters():
                         pass
+                    case m.UseAdapters(incarnation, number, adapter_ids):
+                        sent = stage.outbox("schedule").send(m.AdaptersLoaded(incarnation, number, adapter_ids))
+                        assert sent, "the scheduler takes no messages"
                     case m.Start():
                         heap.freeze()
                     case m.Stop():

@@ -106,6 +106,7 @@ class Pair:
             "max_num_seqs": 16,
             "max_num_batched_tokens": 256,
             "kv_groups": tuple(facts.kv_groups),
+            "waits_for_adapters": bool(limits.get("max_loras")),
         }
         self.scheduler = Scheduler(SchedulerConfig(**known | limits))
         self._runner = runner
@@ -143,6 +144,9 @@ class Pair:
                 self._admit(begin_id + place, request)
                 idle = False
             self.scheduler.now_s = time.monotonic()
+            if (use := self.scheduler.use_adapters()) is not None:
+                loaded = m.AdaptersLoaded(use.incarnation, use.number, use.adapter_ids)
+                self.scheduler.adapters_loaded(loaded)
             while len(self.scheduler.in_flight) < self._depth and (step := self.scheduler.plan()) is not None:
                 self._steps.append(step)
                 if hasattr(self._runner, "submit"):

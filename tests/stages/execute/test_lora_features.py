@@ -128,7 +128,7 @@ def test_adapters_are_loaded_before_their_first_row(folder: Path, ids_of: list[s
     other = make_native(folder, ISAS[0])
     runner: CpuRunner = other.runner
     runner.preload_adapters(ids_of)
-    loader = runner._adapters._loader  # type: ignore[union-attr]
+    loader = runner.adapters.loader  # type: ignore[union-attr]
     for future in loader._waiting.values():
         future.result(60)
     paths = [path_of(folder, adapter_id) for adapter_id in ids_of]
@@ -148,7 +148,7 @@ def test_no_more_adapters_are_loaded_than_there_are_free_slots(folder: Path, ids
     driver = make_native(folder, ISAS[0], lora)
     driver.last_logits([(IDS, ids_of[0])])
     driver.runner.preload_adapters(["0" * 32, *ids_of])
-    loader: AdapterLoader = driver.runner._adapters._loader  # type: ignore[union-attr]
+    loader: AdapterLoader = driver.runner.adapters.loader  # type: ignore[union-attr]
     assert list(loader._waiting) == ["0" * 32]
     driver.runner.preload_adapters([ids_of[1]])  # the other one was unloaded
     assert list(loader._waiting) == [ids_of[1]]

@@ -52,6 +52,8 @@ class Bench:
         """Row → sequence, in the executor's state."""
         self.drafts: dict[int, tuple[int, int]] = {}
         """Accepted and rejected ids of each sequence that has them counted."""
+        self.last_use: m.UseAdapters | None = None
+        """The last message to the executor about LoRA adapters."""
         self.begun: set[int] = set()
         """Sequences whose first sampled ids were reported with their times."""
         self._ids = count(1)
@@ -134,6 +136,14 @@ class Bench:
                 self.admitted[reply.seq] = (message, options)
         return message.request_id
 
+    def load_adapters(self, num: int | None = None) -> None:
+        """The executor answers: it has loaded the adapters of the last message, or the first `num`."""
+        if (use := self.scheduler.use_adapters()) is not None:
+            self.last_use = use
+        if self.last_use is not None:
+            loaded = self.last_use.adapter_ids[:num]
+            self.scheduler.adapters_loaded(m.AdaptersLoaded(self.last_use.incarnation, self.last_use.number, loaded))
+
     def fill(self) -> None:
         while len(self.steps) < self.depth and self._plan(self.scheduler.plan):
             pass
@@ -203,6 +213,7 @@ class Bench:
         self.front = self.front.successors(self.scheduler.config, keeps_kv=False)
         self.executor.kv[self.executor.num_blocks :] = swap
         self.num_executors += 1
+        self.last_use = None
         self.scheduler.executor_lost(ExecutorLoss(self.num_executors, keeps_swap, has_crashed))
 
     def successor(self, *, has_executor: bool = True) -> "Bench":
@@ -275,12 +286,14 @@ class Bench:
 
     def run(self) -> int:
         """Run until idle, in the stage's order: settle, plan, report. Returns the number of steps."""
+        self.load_adapters()
         self.fill()
         for steps in range(MAX_STEPS):
             if not self.steps:
                 self.report()
                 return steps
             self.answer()
+            self.load_adapters()
             self.fill()
             self.report()
         raise AssertionError("it never ends")

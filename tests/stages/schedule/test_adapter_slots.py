@@ -81,3 +81,52 @@ def test_an_aborted_sequence_leaves_its_queue() -> None:
     slots.remove(first)
     assert not slots.is_parked(first) and slots.waiting == ["c"]
     assert slots.release(running) == [second]
+
+
+def test_sequences_wait_until_the_executor_has_loaded_their_adapter() -> None:
+    slots, make = AdapterSlots(2, waits=True), Sequences()
+    first, second, other, plain = make("a"), make("a"), make("b"), make("")
+    assert not slots.admit(first) and slots.admit(plain)
+    assert slots.next_message() == (1, ["a"]) and slots.next_message() is None
+    assert not slots.admit(second) and not slots.admit(other)
+    assert slots.next_message() is None, "the first message is unanswered"
+    assert slots.is_loading and len(slots) == 3 and second in slots and slots.is_parked(other)
+    assert slots.loaded(1, []) == []
+    assert slots.next_message() == (2, ["a", "b"])
+    assert slots.loaded(1, ["a"]) == [], "an older answer"
+    assert slots.loaded(2, ["a"]) == [first, second]
+    assert slots.admit(make("a")) and not slots.admit(make("b"))
+    slots.check()
+    slots.remove(other)
+    assert not slots.is_parked(other)
+    assert [one.request.adapter_id for one in slots.loaded(2, ["a", "b"])] == ["b"]
+    assert not slots.is_loading and len(slots) == 0
+    slots.check()
+
+
+def test_the_executor_keeps_what_it_was_told_until_it_is_told_others() -> None:
+    slots, make = AdapterSlots(1, waits=True), Sequences()
+    first = make("a")
+    assert not slots.admit(first) and slots.next_message() == (1, ["a"])
+    assert slots.loaded(1, ["a"]) == [first] and slots.release(first) == []
+    again = make("a")
+    assert slots.admit(again) and slots.next_message() is None
+    assert slots.release(again) == []
+    other = make("b")
+    assert not slots.admit(other) and slots.next_message() == (2, ["b"])
+    assert slots.loaded(2, ["b"]) == [other] and slots.release(other) == []
+    assert not slots.admit(make("a")), "it may be gone"
+    slots.check()
+
+
+def test_the_successor_of_the_executor_loads_adapters_again() -> None:
+    slots, make = AdapterSlots(1, waits=True), Sequences()
+    sequence = make("a")
+    assert not slots.admit(sequence) and slots.next_message() == (1, ["a"])
+    slots.executor_lost()
+    assert slots.next_message() == (2, ["a"])
+    assert slots.loaded(2, ["a"]) == [sequence]
+    slots.executor_lost()
+    assert not slots.is_loaded(sequence) and slots.is_loading
+    assert not slots.admit(sequence) and slots.next_message() == (3, ["a"])
+    assert slots.loaded(3, ["a"]) == [sequence]

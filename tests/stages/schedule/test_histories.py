@@ -53,6 +53,7 @@ class Histories(RuleBasedStateMachine):
         adaptive_speculation=st.booleans(),
         max_loras=st.integers(1, 3),
         num_stages=st.sampled_from([1, 1, 2, 3, 4]),
+        waits_for_adapters=st.booleans(),
     )
     def start(
         self,
@@ -76,6 +77,7 @@ class Histories(RuleBasedStateMachine):
         adaptive_speculation: bool,
         max_loras: int,
         num_stages: int,
+        waits_for_adapters: bool,
     ) -> None:
         if num_stages > 1:
             num_speculative_tokens = 0  # not with a pipeline
@@ -100,6 +102,7 @@ class Histories(RuleBasedStateMachine):
                 adaptive_speculation=adaptive_speculation,
                 max_loras=max_loras,
                 num_stages=num_stages,
+                waits_for_adapters=waits_for_adapters,
             ),
             depth,
             num_detokenize,
@@ -178,6 +181,10 @@ class Histories(RuleBasedStateMachine):
         num_cached = pool.num_cached
         assert self.bench.scheduler.reset_prefix_cache() >= num_cached
         assert pool.num_cached == 0
+
+    @rule(num=st.sampled_from([0, 1, 2, None]))
+    def load_adapters(self, num: int | None) -> None:
+        self.bench.load_adapters(num)
 
     @rule()
     def fill(self) -> None:

@@ -115,6 +115,7 @@ def test_every_limit_comes_from_the_settings() -> None:
     found = msgspec.structs.asdict(SchedulerConfig.of(settings, facts, SpeculativeSettings(adaptive=False), 3))
     assert found == {
         "max_loras": 3,
+        "waits_for_adapters": True,
         "num_blocks": 11,
         "max_model_len": 333,
         "max_num_seqs": 7,
