@@ -13,6 +13,7 @@ from aiohttp import web
 
 from pipeline.config.settings import GatewaySettings as GatewaySettings
 from pipeline.runtime import messages as m
+from pipeline.runtime.resume_points import RESUMABLE
 from pipeline.stages.gateway.admin import health, pipeline_state
 from pipeline.stages.gateway.admin.abort_requests import AbortBody, RequestAborter
 from pipeline.stages.gateway.admin.adapters import AdapterRegistry, load_bodies, unload_bodies
@@ -230,7 +231,7 @@ class Api:
             parsed,
             received_s=received_s + parsed.received_s,
             request_id=request_id,
-            has_points=resumption.RESUMABLE in http_request.headers and resumption.is_resumable(parsed),
+            has_points=RESUMABLE in http_request.headers and resumption.is_resumable(parsed),
             scope=current_scope(),
             with_metrics=self._with_metrics,
         )

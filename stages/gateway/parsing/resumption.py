@@ -1,16 +1,6 @@
-"""Streams over HTTP that a client can continue, at this server or another one with the same model and settings. Pure.
+"""Reads the resume points of a stream over HTTP that a client continues. Pure.
 
-A client that sends the header `X-Pipeline-Resumable: 1` gets *resume points* between the events, as comments of
-server-sent events:
-
-    : point {"id":"cmpl-…","created":…,"arrival_s":…,"seed":…,"salt":…,"prompt":"…"}     once, with the first events
-    : point 0 12 0 AAAAAAEAAAA=      index, characters of the sequence so far, whether it has ended, its new token ids
-    : point failed stage_died        the error events that follow, with this code, end the stream
-    : point off                      from here on, the stream can't be continued
-
-A point stands behind the events that it describes. To continue a stream, the client sends the same body with all points
-that it has received in front of it, and the header `X-Pipeline-Resume` with their number of bytes. It gets the events
-behind the last point. Events that came without a point behind them are to be dropped.
+pipeline/runtime/resume_points.py describes them; replies/resume_points.py writes them.
 """
 
 import binascii
@@ -21,12 +11,10 @@ from hashlib import blake2b
 import msgspec
 import numpy as np
 
+from pipeline.runtime.resume_points import PREFIX, RESUME
 from pipeline.stages.gateway.errors import invalid
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, Resumption
 
-RESUMABLE = "X-Pipeline-Resumable"
-RESUME = "X-Pipeline-Resume"
-PREFIX = b": point "
 MAX_POINTS_BYTES = 16 * 1024 * 1024
 _LINE = re.compile(rb"([0-9]{1,4}) ([0-9]{1,10}) ([01]) ([A-Za-z0-9+/=]*)")
 _ID = re.compile(r"[!-~]{1,300}")

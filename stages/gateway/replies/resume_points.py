@@ -1,4 +1,5 @@
-"""Resume points in a stream, and the continuation of a stream behind its last one. See parsing/resumption.py.
+"""Resume points in a stream, and the continuation of a stream behind its last one. See
+pipeline/runtime/resume_points.py for their form.
 
 A point names the ids from which all events before it were made. Whatever a stream's events keep, such as half a tool
 call or an open block, is a function of these ids' text. So a stream is continued by making the events of that text
@@ -12,9 +13,10 @@ from typing import Protocol
 import msgspec
 
 from pipeline.runtime import messages as m
+from pipeline.runtime.resume_points import PREFIX, RESUME
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parsing.parsed_request import Resumption
-from pipeline.stages.gateway.parsing.resumption import PREFIX, RESUME, PointHead, digest_of
+from pipeline.stages.gateway.parsing.resumption import PointHead, digest_of
 from pipeline.stages.gateway.request import ID_BYTES, Request, SequenceOutput
 
 OFF = PREFIX + b"off\n\n"

@@ -2,8 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,24 +9,27 @@ import pytest
 
 from pipeline.config.settings import ChatSettings
 from pipeline.runtime import messages as m
-from pipeline.stages.gateway.parsing.resumption import RESUMABLE, RESUME
-from tests.stages.gateway.gate import CHAT, COMPLETION, Gate, read_until
+from pipeline.runtime.resume_points import RESUMABLE, RESUME
+from tests.stages.gateway.gate import CHAT, COMPLETION, Gate
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
-PIECES = ["Well", ", <think", '>\nso"', "</think>", "<tool", '_call>\n{"name": "add", "arg', 'uments": {"a": 1}}', "\n</tool_call>", ""]
+PIECES = [
+    "Well", ", <think", '>\nso"', "</think>", "<tool", '_call>\n{"name": "add", "arg', 'uments": {"a": 1}}',
+    "\n</tool_call>", "",
+]  # fmt: skip
 """What the model writes; each piece is an id."""
 
 
 def points_of(text: str) -> str:
-    return "".join(re.findall(r"^: point .*\n", text, re.M))
+    return "".join(re.findall(r"^: point .*\n", text, re.MULTILINE))
 
 
 def events_of(text: str) -> list[str]:
-    return [re.sub(r"^: point .*\n", "", block, flags=re.M) for block in text.split("\n\n") if block.strip()]
+    return [re.sub(r"^: point .*\n", "", block, flags=re.MULTILINE) for block in text.split("\n\n") if block.strip()]
 
 
 def without_points(text: str) -> str:
-    return re.sub(r"(?:^: point .*\n)+\n", "", text, flags=re.M)
+    return re.sub(r"(?:^: point .*\n)+\n", "", text, flags=re.MULTILINE)
 
 
 def merged(text: str) -> list[Any]:
@@ -96,7 +97,7 @@ def test_a_stream_continues_behind_each_of_its_points(tools_gate: Gate, path: st
     gate = tools_gate
     body = body | {"stream": True}
     undisturbed = whole(gate, path, body, PIECES)
-    ends = [match.end() for match in re.finditer(r"^: point .*\n\n", undisturbed, re.M)]
+    ends = [match.end() for match in re.finditer(r"^: point .*\n\n", undisturbed, re.MULTILINE)]
     assert len(ends) >= 3
     for end in ends:
         received = undisturbed[:end]
