@@ -103,7 +103,9 @@ class FakeReplica:
 
     async def _stream(self, writer: asyncio.StreamWriter, headers: dict[str, str], body: bytes) -> None:
         points = body[: int(headers.get(RESUME.lower(), 0))].decode()
-        num = sum(len(base64.b64decode(ids)) // 4 for ids in re.findall(r"^: point \d+ \d+ \d (\S*)$", points, re.M))
+        num = sum(
+            len(base64.b64decode(ids)) // 4 for ids in re.findall(r"^: point \d+ \d+ \d (\S*)$", points, re.MULTILINE)
+        )
         with_points = self.has_points and headers.get(RESUMABLE.lower()) == "1"
         extra = f"{RESUMABLE}: 1\r\n" if with_points else ""
         head = f"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n{extra}Transfer-Encoding: chunked\r\n\r\n"
