@@ -37,6 +37,8 @@ class DeploySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Of a replica, for autoscaling."""
     replica_cpus: float = 1.0
     replica_gpus: float = 0.0
+    name: str = APP
+    """Of the Ray Serve application."""
     address: str = ""
     """Of a Ray cluster; empty starts one on this machine, which ends with the command."""
     start_timeout_s: float = 300.0
@@ -82,7 +84,7 @@ def deploy(settings: Settings, ingress: IngressSettings, what: DeploySettings) -
         stop.wait()
         with contextlib.suppress(TimeoutError):
             handle.drain.remote().result(timeout_s=ingress.drain_timeout_s + STOP_S)
-        serve.delete(APP)
+        serve.delete(what.name)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -97,8 +99,10 @@ def _run(settings: Settings, ingress: IngressSettings, what: DeploySettings) -> 
     """Run the application. Returns the handle of its ingress. Raises UserError."""
     from ray import serve
 
+    if what.name in serve.status().applications:
+        raise UserError(f"--name: the cluster has an application {what.name!r} already; choose another name")
     try:
-        handle = serve.run(application(settings, ingress, what), name=APP, route_prefix=None)
+        handle = serve.run(application(settings, ingress, what), name=what.name, route_prefix=None)
     except (RuntimeError, TimeoutError) as error:
         raise UserError(f"replicas could not start: {error}; `serve status` and Ray's logs say more") from error
     return handle

@@ -110,7 +110,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._done is None or self._sink is None:
-            self._keeps_alive = False  # nobody has asked
+            self._keeps_alive = False  # no request is open
             return
         self.has_begun = True
         try:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pipeline.deploy.ray_serve import DeploySettings
 
 FAILED = 1
-RAY_ONLY = ("replicas", "min_replicas", "max_replicas", "target_open_requests", "replica_cpus", "ray_address")
+RAY_ONLY = ("replicas", "min_replicas", "max_replicas", "target_open_requests", "replica_cpus", "ray_address", "name")
 
 
 def add(commands: Commands) -> None:
@@ -39,6 +39,7 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--ray-address", metavar="ADDRESS", help="a Ray cluster that runs; by default one is started for the command"
     )
+    parser.add_argument("--name", metavar="NAME", help="name of the Ray Serve application (pipeline)")
     parser.add_argument("--servers", metavar="URL,URL", help="relay to these servers instead of starting replicas")
     parser.set_defaults(run=_deploy)
 
@@ -67,7 +68,7 @@ def _deploy(args: argparse.Namespace) -> int:
 
 def deploy_settings(args: argparse.Namespace, settings: Settings) -> "DeploySettings":
     """What the options say. Raises ConfigError."""
-    from pipeline.deploy.ray_serve import TARGET_OPEN_REQUESTS, DeploySettings
+    from pipeline.deploy.ray_serve import APP, TARGET_OPEN_REQUESTS, DeploySettings
 
     scales = args.min_replicas is not None or args.max_replicas is not None
     if args.replicas is not None and scales:
@@ -97,6 +98,7 @@ def deploy_settings(args: argparse.Namespace, settings: Settings) -> "DeploySett
         target_open_requests=args.target_open_requests or TARGET_OPEN_REQUESTS,
         replica_cpus=cpus,
         replica_gpus=1.0 if settings.execute.device == "cuda" else 0.0,
+        name=args.name or APP,
         address=args.ray_address or "",
         start_timeout_s=settings.supervisor.start_timeout_s,
     )
