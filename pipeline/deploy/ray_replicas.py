@@ -63,7 +63,7 @@ class ServerReplica:
                 for name in names:
                     with Admin(name) as admin:
                         stats = admin.stats()
-                    if stats.state == "ok":
+                    if stats.state == "serving":
                         parts = urlsplit(stats.address)
                         host = parts.hostname or "127.0.0.1"
                         host = wildcard_host if host in ("0.0.0.0", "::") else host
