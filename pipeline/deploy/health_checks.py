@@ -63,7 +63,6 @@ class FixedReplicas:
             if not problem and status == 200:
                 if not routed.has(name):
                     blocks = (health.kv_blocks or {}).get("total", 0)
-                    routed.remove(name)
                     routed.add(name, host, port, blocks * BLOCK_TOKENS or DEFAULT_KV_TOKENS)
                     log.info("replica takes requests", extra={"fields": {"replica": name}})
                 first.set()

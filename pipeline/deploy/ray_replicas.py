@@ -135,7 +135,6 @@ class RayReplicas:
             if place.replica != name:  # it was gone, and another one answered
                 await asyncio.sleep(LOOK_S)
             elif name in self._members and not self.routed.has(name):
-                self.routed.remove(name)
                 self.routed.add(name, place.host, place.port, place.kv_tokens)
 
     def _forget_if_idle(self, name: str) -> None:

@@ -289,7 +289,9 @@ class _Relayed:
         self._avoid.add(lease.name)
         stream = self._stream
         num_outputs = 0 if stream is None else stream.num_outputs
-        self._num_deaths = self._num_deaths + 1 if num_outputs == self._num_outputs else 1
+        if num_outputs > self._num_outputs:
+            self._num_deaths = self._num_tries = 0
+        self._num_deaths += 1
         self._num_outputs = num_outputs
         has_begun = self._client.has_begun
         fields = {"replica": lease.name, "why": why, "path": self._http_request.path, "deaths": self._num_deaths}

@@ -118,10 +118,15 @@ class RoutedReplicas:
         """Set when a replica begins to take requests."""
 
     def add(self, name: str, host: str, port: int, kv_tokens: int) -> None:
-        """A replica begins to take requests."""
+        """A replica begins to take requests, perhaps again: then its open ones go on."""
+        assert not self.has(name), f"replica {name} takes requests already"
         speed = self.speed.tokens_per_s
         self.router.add(name, ReplicaSpec(kv_tokens, speed, OPEN_TOKENS / speed))
-        self._upstreams[name] = Upstream(host, port)
+        upstream = self._upstreams.get(name)
+        if upstream is None or (upstream.host, upstream.port) != (host, port):
+            if upstream is not None:
+                upstream.close()
+            self._upstreams[name] = Upstream(host, port)
         self._status[name] = "ok"
         self._num_open.setdefault(name, 0)
         self.changed.set()

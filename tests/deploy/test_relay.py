@@ -204,6 +204,22 @@ async def test_a_replica_that_drains_keeps_its_streams_and_gets_no_new_ones():
         assert len(busy.seen) == 1 and len(other.seen) == 4
 
 
+async def test_a_replica_that_recovers_keeps_its_streams_when_it_is_back():
+    replica = FakeReplica()
+    replica.hold = asyncio.Event()
+    async with deployed(replica) as (ingress, client):
+        open_stream = asyncio.create_task(stream(client))
+        while not replica.seen:
+            await asyncio.sleep(0.01)
+        for health, status in (((503, {"status": "recovering"}), "draining"), ((200, {"status": "ok"}), "ok")):
+            replica.health = health
+            while [one.status for one in ingress._replicas.infos()] != [status]:
+                await asyncio.sleep(0.01)
+        replica.hold.set()
+        assert tokens_of(await open_stream) == list(range(20))
+        assert ingress.relay.counts.num_resumed == 0 and len(replica.seen) == 1
+
+
 async def test_prompts_with_a_common_prefix_go_to_one_replica():
     replicas = [FakeReplica(num_tokens=2) for _ in range(4)]
     async with deployed(*replicas) as (ingress, client):
