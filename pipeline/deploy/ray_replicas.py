@@ -16,7 +16,7 @@ import msgspec
 
 from pipeline.client.embedded.server import EmbeddedServer
 from pipeline.config.settings import Settings
-from pipeline.deploy.ray_router import MEMBERS
+from pipeline.deploy.ray_members import MEMBERS
 from pipeline.deploy.replicas import DEFAULT_KV_TOKENS, NoReplica, ReplicaInfo, RoutedLease, RoutedReplicas
 from pipeline.deploy.upstream import Upstream
 from pipeline.errors import UserError

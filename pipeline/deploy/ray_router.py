@@ -1,8 +1,6 @@
 """The request router of the replicas' deployment: it sends a call to the replica that the ingress has chosen, and tells
 the ingress which replicas there are. Ray Serve runs it in the ingress's process."""
 
-import threading
-from collections.abc import Callable
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
@@ -11,35 +9,13 @@ REPLICA = "replica"
 """The keyword argument of a call that names its replica; any one is right if it is empty."""
 
 
-class Members:
-    """The replicas that take requests, by their ids. Ray Serve changes them in a thread of its own."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._ids: frozenset[str] = frozenset()
-        self._changed: Callable[[frozenset[str]], None] | None = None
-
-    def set(self, ids: frozenset[str]) -> None:
-        with self._lock:
-            self._ids = ids
-            if self._changed is not None:
-                self._changed(ids)
-
-    def watch(self, changed: Callable[[frozenset[str]], None]) -> None:
-        """Call `changed` with the ids, now and whenever they change; it must not block."""
-        with self._lock:
-            self._changed = changed
-            changed(self._ids)
-
-
-MEMBERS = Members()
-"""Of the one deployment of servers that an ingress has a handle of."""
-
-
 class LeaseRouter(RequestRouter):
     """Chooses the replica that a call names."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        # Ray pickles this class with the globals that it uses; the ingress must see the same object.
+        from pipeline.deploy.ray_members import MEMBERS
+
         super().update_replicas(replicas)
         MEMBERS.set(frozenset(one.replica_id.unique_id for one in replicas))
 
