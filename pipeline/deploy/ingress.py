@@ -14,6 +14,7 @@ from pipeline.deploy import exposition
 from pipeline.deploy.relay import HOP_HEADERS, Relay
 from pipeline.deploy.replicas import ReplicaInfo, ReplicaSet
 from pipeline.deploy.upstream import Upstream, UpstreamLost, Whole, fetch
+from pipeline.runtime.logs import LogFormat
 
 MAX_BODY_BYTES = 256 * 1024 * 1024
 """A replica's own limit, `gateway.max_body_bytes`, is usually lower."""
@@ -34,6 +35,8 @@ class IngressSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Time that a stream waits for a replica that continues it."""
     drain_timeout_s: float = 30.0
     """Time for open responses to end when the ingress stops."""
+    log_level: str = "info"
+    log_format: LogFormat = "text"
 
 
 class HealthBody(msgspec.Struct):

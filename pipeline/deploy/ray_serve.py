@@ -18,6 +18,7 @@ from pipeline.config.load import ConfigError
 from pipeline.config.settings import Settings
 from pipeline.deploy.ingress import Ingress, IngressSettings
 from pipeline.errors import UserError
+from pipeline.runtime.logs import open_log
 
 APP = "pipeline"
 SERVERS, INGRESS = "Server", "Ingress"
@@ -50,9 +51,11 @@ class IngressActor:
     async def __init__(self, handle: Any, settings: bytes, start_timeout_s: float) -> None:
         from pipeline.deploy.ray_replicas import RayReplicas
 
+        given = msgspec.msgpack.decode(settings, type=IngressSettings)
+        open_log("ingress", given.log_level, given.log_format)
         replicas = RayReplicas(handle)
         await replicas.start(start_timeout_s)
-        self._ingress = Ingress(replicas, msgspec.msgpack.decode(settings, type=IngressSettings))
+        self._ingress = Ingress(replicas, given)
         await self._ingress.start()
 
     async def url(self) -> str:

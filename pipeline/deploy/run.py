@@ -8,6 +8,7 @@ import sys
 
 from pipeline.deploy.health_checks import FixedReplicas
 from pipeline.deploy.ingress import Ingress, IngressSettings
+from pipeline.runtime.logs import open_log
 
 FIRST_ANSWER_S = 5.0
 
@@ -19,6 +20,7 @@ def serve(addresses: list[tuple[str, int]], settings: IngressSettings) -> int:
     address is not free."""
     from uvloop import run  # behind --help
 
+    open_log("ingress", settings.log_level, settings.log_format)
     return run(_serve(addresses, settings))
 
 

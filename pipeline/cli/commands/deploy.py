@@ -52,6 +52,8 @@ def _deploy(args: argparse.Namespace) -> int:
         host=settings.gateway.host,
         port=settings.gateway.port,
         drain_timeout_s=settings.supervisor.drain_timeout_s,
+        log_level=settings.log_level,
+        log_format=settings.log_format,
     )
     try:
         if args.servers is not None:
