@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from pipeline.cli.commands import bench, cache, chat, check_model, config, looking, profile, recording, serve
+from pipeline.cli.commands import bench, cache, chat, check_model, config, deploy, looking, profile, recording, serve
 from pipeline.cli.commands.vllm_flags import dashed, hint
 from pipeline.config.closest import closest
 from pipeline.config.load import ConfigError
@@ -81,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"pipeline {VERSION}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     serve.add(commands)
+    deploy.add(commands)
     chat.add(commands)
     bench.add(commands)
     profile.add(commands)

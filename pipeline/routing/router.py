@@ -8,6 +8,9 @@ What a router knows comes from its own requests alone. So it can be tested and s
 replicas. Several routers in front of the same replicas each see a part of the load.
 """
 
+import contextlib
+from collections.abc import Collection, Iterator
+
 import msgspec
 
 from pipeline.routing.key_caches import KeyCaches
@@ -120,6 +123,24 @@ class Router:
     def drain(self, name: str) -> None:
         """A replica gets no more requests."""
         self.loads.set_open(self._places[name], False)
+
+    @contextlib.contextmanager
+    def without(self, names: Collection[str]) -> Iterator[None]:
+        """Within it, these replicas get no requests: they have just refused one, or lost it."""
+        places = [place for name in names if (place := self._places.get(name)) is not None]
+        places = [place for place in places if self.loads.is_open[place]]
+        for place in places:
+            self.loads.set_open(place, False)
+        try:
+            yield
+        finally:
+            for place in places:
+                self.loads.set_open(place, True)
+
+    def set_speed(self, tokens_per_s: float, open_tokens: float) -> None:
+        """The speed of all replicas, if they are equal. An open sequence counts as `open_tokens`."""
+        self.loads.tokens_per_s[:] = tokens_per_s
+        self.loads.open_s[:] = open_tokens / tokens_per_s
 
     def route(self, prompt: Prompt, now_s: float) -> Lease:
         """Choose a replica. Raises LookupError if there is none."""

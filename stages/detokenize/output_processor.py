@@ -108,13 +108,16 @@ class OutputSequence:
             self._resume(outputs, opening.finish)
 
     def _resume(self, outputs: list[int], finish: int) -> None:
-        """Decode ids whose text the client already has. The ids that follow continue an incomplete character or stop
-        string."""
+        """Decode ids whose text the client already has; it is sent only if the options say so. The ids that follow
+        continue an incomplete character or stop string."""
         self._num_settled = len(outputs)
         if finish == m.Finish.STOP:
             self._stop_id = outputs[-1]
         self._decode(outputs, len(outputs) - (finish == m.Finish.STOP))
-        self.mark_sent()
+        if self.options.repeats_received:
+            self.ids.clear()
+        else:
+            self.mark_sent()
         self.id_offset = len(outputs)
 
     def settle(self, start: int, ids: list[int], finish: int) -> None:
@@ -230,10 +233,9 @@ class OutputProcessor:
         if (stops := self._stops.get(key)) is None:
             stops = self._stops[key] = StopStrings(key)
         sequence = self._live[opening.seq] = OutputSequence(opening, outputs or [], options, stops, self._vocabulary)
-        if not sequence.finish:
-            return []
-        self._unsent[sequence.gateway][opening.seq] = sequence
-        return [] if opening.finish else [_abort_of(sequence)]
+        if sequence.finish or sequence.texts:
+            self._unsent[sequence.gateway][opening.seq] = sequence
+        return [_abort_of(sequence)] if sequence.finish and not opening.finish else []
 
     def clear(self) -> None:
         """Forget all sequences and their pending output."""

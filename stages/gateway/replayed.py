@@ -17,6 +17,7 @@ from pipeline.stages.gateway.admin.reset_prefix_cache import PrefixCacheResetter
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
 from pipeline.stages.gateway.replies import shapes
+from pipeline.stages.gateway.replies.resume_points import Continuation
 from pipeline.stages.gateway.request import Request
 from pipeline.stages.gateway.request_table import RequestTable
 
@@ -50,6 +51,9 @@ class ReplayedClients:
         replay_context.perform("late", self._fail_late)
         replay_context.perform("reset", lambda *_: self._reset(resetter))
         replay_context.perform("fail all", lambda _, data: requests.fail_all(LEAVING if data else SHUTTING_DOWN))
+        self._continuations: dict[int, Continuation] = {}
+        replay_context.perform("rewind", self._rewind)
+        replay_context.perform("rewound", lambda number, _: self._continuations.pop(number).end())
         for what in ("first", "due", "last", "whole"):
             replay_context.perform(what, partial(self._give, what))
 
@@ -60,6 +64,10 @@ class ReplayedClients:
         except ApiError:
             return  # the recorded gateway refused it too
         self._open_requests[number] = request, shapes.events(request) if request.parsed.stream else None
+
+    def _rewind(self, number: int, _: bytes) -> None:
+        self._continuations[number] = continuation = Continuation(self._open_requests[number][0])
+        continuation.begin()
 
     def _abort(self, _: int, data: bytes) -> None:
         event = msgspec.msgpack.decode(data, type=AbortEvent | list[str])

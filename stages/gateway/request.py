@@ -227,9 +227,12 @@ class Request:
         self.received_s = parsed.received_s or replay.monotonic()
         """When the request began to arrive, by time.monotonic()."""
         self.trace = stage.trace
-        self.id = _id_of(parsed, replay.randbits)
-        self.created = int(replay.time())
-        self.salt = 0 if parsed.reply is None and parsed.response is None else replay.randbits(64)
+        if (resumption := parsed.resumption) is not None:
+            self.id, self.created, self.salt = resumption.id, resumption.created, resumption.salt
+        else:
+            self.id = _id_of(parsed, replay.randbits)
+            self.created = int(replay.time())
+            self.salt = 0 if parsed.reply is None and parsed.response is None else replay.randbits(64)
         """Seeds the ids of its tool calls and of a response's items."""
         self.on_response: Callable[[ResponseObject], None] | None = None
         """Stores a complete or failed response of /v1/responses before it is sent; it may be called in a thread."""

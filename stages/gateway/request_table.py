@@ -236,7 +236,7 @@ class RequestTable:
             request_id=replay.randbits(63),
             attempt=FIRST_ATTEMPT,
             gateway=self._stage.replica,
-            arrival_s=replay.time(),
+            arrival_s=replay.time() if parsed.resumption is None else parsed.resumption.arrival_s,
             prompt=prompt,
             options=msgspec.structs.replace(parsed.options, seed=seed, cache_salt=cache_salt),
             outputs=list(parsed.outputs),
@@ -430,7 +430,12 @@ def _sequences(parsed: ParsedRequest) -> list[SequenceOutput]:
     if not parsed.outputs:
         return [SequenceOutput() for _ in range(parsed.num_sequences)]
     return [
-        SequenceOutput(ids=bytearray(ids), num_received=len(ids) // ID_BYTES, is_resumed=True) for ids in parsed.outputs
+        SequenceOutput(
+            ids=bytearray(ids),
+            num_received=len(ids) // ID_BYTES,
+            is_resumed=bool(ids) and not parsed.options.repeats_received,
+        )
+        for ids in parsed.outputs
     ]
 
 

@@ -9,7 +9,10 @@ import pytest
 
 from pipeline import LLM
 
-collect_ignore = [] if os.environ.get("PIPELINE_ALL_KILLS") else ["test_upgrade.py"]
+collect_ignore = [
+    *([] if os.environ.get("PIPELINE_ALL_KILLS") else ["test_upgrade.py"]),
+    *([] if os.environ.get("PIPELINE_ALL_REPLICAS") else ["test_deploy_long.py"]),
+]
 
 SMALL = {"kv_cache_bytes": "16MiB", "num_threads": 1, "kernels": "torch"}
 """Settings of execute for a fast start."""

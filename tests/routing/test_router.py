@@ -207,3 +207,20 @@ def test_two_random_choices_balance_open_requests() -> None:
     for _ in range(1600):
         one.route(Prompt(10), 0.0)
     assert one.loads.num_open.max() - one.loads.num_open.min() <= 8
+
+
+def test_replicas_that_have_just_refused_a_request_are_left_out_of_one_choice() -> None:
+    one = router(num_replicas=3)
+    for _ in range(6):
+        with one.without({"replica 0", "replica 2", "unknown"}):
+            assert one.route(prompt(), 0.0).replica == "replica 1"
+    assert one.route(prompt(group=1), 0.0).replica != "replica 1", "it is busy, and the others are back"
+    one.check()
+
+
+def test_the_speed_of_equal_replicas_scales_predictions() -> None:
+    one = router(num_replicas=2)
+    before = one.route(prompt(), 0.0)
+    one.end(before)
+    one.set_speed(2 * SPEC.tokens_per_s, 0.73)
+    assert one.route(prompt(group=1), 0.0).predicted_s == pytest.approx(before.predicted_s / 2)

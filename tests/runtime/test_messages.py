@@ -79,6 +79,7 @@ GIVEN_OPTIONS = m.GenerationOptions(
     use_beam_search=True,
     length_penalty=1.5,
     early_stopping="never",
+    repeats_received=True,
 )
 """As the gateway sends them."""
 COMPLETED_OPTIONS = msgspec.structs.replace(

@@ -111,6 +111,9 @@ class GenerationOptions(msgspec.Struct, array_like=True, frozen=True):
     """Of beam search: true ends it when it has found n sequences; false if none of its beams has a better score at its
     present length; "never" if none can get one."""
 
+    repeats_received: bool = False
+    """If the request comes with output ids: detokenize sends their text, too."""
+
     @property
     def needs_full_prefill(self) -> bool:
         """Whether each sequence must compute every position of the prompt in one go: nothing comes from the prefix

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from pipeline.config.settings import GatewaySettings as GatewaySettings
 from pipeline.runtime import messages as m
+from pipeline.runtime.resume_points import RESUMABLE
 from pipeline.stages.gateway.admin import health, pipeline_state
 from pipeline.stages.gateway.admin.abort_requests import AbortBody, RequestAborter
 from pipeline.stages.gateway.admin.adapters import AdapterRegistry, load_bodies, unload_bodies
@@ -40,7 +41,7 @@ from pipeline.stages.gateway.infill.parsing import parse_infill
 from pipeline.stages.gateway.ollama.errors import is_ollama
 from pipeline.stages.gateway.ollama.handlers import OllamaApi
 from pipeline.stages.gateway.page import files
-from pipeline.stages.gateway.parsing import parse, request_ids
+from pipeline.stages.gateway.parsing import parse, request_ids, resumption
 from pipeline.stages.gateway.parsing.anthropic.parse import parse_count_tokens, parse_messages
 from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.stages.gateway.parsing.embeddings import parse_embeddings
@@ -228,8 +229,9 @@ class Api:
         request_id = name or parsed.request_id
         parsed = msgspec.structs.replace(
             parsed,
-            received_s=received_s,
+            received_s=received_s + parsed.received_s,
             request_id=request_id,
+            has_points=RESUMABLE in http_request.headers and resumption.is_resumable(parsed),
             scope=current_scope(),
             with_metrics=self._with_metrics,
         )
@@ -253,11 +255,15 @@ class Api:
         """Read and parse the body within the server's deadline."""
         most_s = body_reader.BODY_TIMEOUT_S
         left_s = received_s + self._timeout_s - time.monotonic() if self._timeout_s else most_s
+        num_point_bytes = resumption.num_point_bytes(http_request.headers)
+
+        def parse_body(body: bytes) -> ParsedRequest:
+            parsed = parser(body[num_point_bytes:], self._limits)
+            return resumption.with_points(parsed, body[:num_point_bytes], time.time()) if num_point_bytes else parsed
+
         try:
             with self._count_overloaded():
-                return await self._bodies.parse(
-                    http_request, lambda body: parser(body, self._limits), min(most_s, left_s)
-                )
+                return await self._bodies.parse(http_request, parse_body, min(most_s, left_s))
         except BodyTimeout:
             if left_s < most_s:
                 raise self._requests.timed_out(self._timeout_s) from None

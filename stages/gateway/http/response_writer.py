@@ -16,10 +16,12 @@ from collections.abc import Callable
 from aiohttp import web
 
 from pipeline.runtime import suspension
+from pipeline.runtime.resume_points import RESUMABLE
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.http.error_responses import ANTHROPIC_ID_HEADER
 from pipeline.stages.gateway.http.keep_alive import COMMENT, KeepAlive, keep_alive_of
 from pipeline.stages.gateway.replies import shapes
+from pipeline.stages.gateway.replies.resume_points import Continuation, ResumePoints
 from pipeline.stages.gateway.request import Request
 from pipeline.stages.gateway.responses_api.event_log import EventLog
 
@@ -71,20 +73,34 @@ async def send_stream(
         keep_alive_s = 0  # lines of JSON have no comments
     response = web.StreamResponse(headers={"Content-Type": content_type} | STREAM_HEADERS | _headers(request))
     events = shapes.events(request)
+    points = ResumePoints(request) if request.parsed.has_points else None
+    if points is not None:
+        response.headers[RESUMABLE] = "1"
+    is_continued = request.parsed.resumption is not None
+    if is_continued:
+        continuation = Continuation(request)
+        await request.until(lambda: request.is_accepted or request.is_finished)
+        continuation.check()
+        await request.until(lambda: continuation.can_begin)
+        continuation.run(events)
+
+    def due(data: bytes = b"") -> bytes:
+        data += events.due()
+        return data if points is None else data + points.after(data, has_more=events.has_more)
 
     def push() -> bool:
         """Write events at once, unless the client is slow."""
         transport = http_request.transport
         if transport is None or transport.is_closing() or transport.get_write_buffer_size():
             return False
-        if data := events.due():
+        if data := due():
             _write(http_request, response, data)
         return not (events.has_more or events.are_over)
 
     with _SlowClientTimeout(http_request, timeout_s):
         await response.prepare(http_request)
         http_request.writer.send_headers()
-        data = events.first() + events.due()
+        data = due(b"" if is_continued else events.first())
         with KeepAlive(http_request, keep_alive_s, lambda: _write(http_request, response, keep_alive_of(request))):
             while not events.are_over:
                 if data:
@@ -96,9 +112,9 @@ async def send_stream(
                     else:
                         await request.change(push)
                 except ApiError as error:
-                    data = events.due() + events.failed(error)
+                    data = due() + (b"" if points is None else points.failed(error)) + events.failed(error)
                     break
-                data = events.due()
+                data = due()
             else:
                 data += events.last()
         await response.write_eof(data)
@@ -142,7 +158,7 @@ async def _begun(request: Request) -> None:
     """Wait until the headers can be sent. A reply that begins with the prompts, their ids or their number needs these
     first."""
     parsed = request.parsed
-    needs_prompt = parsed.echo or parsed.details.with_ids or parsed.is_messages
+    needs_prompt = parsed.echo or parsed.details.with_ids or parsed.is_messages or parsed.has_points
     await request.until(lambda: request.is_accepted or (request.has_begun and not needs_prompt) or request.is_finished)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(HEADERS_AFTER_S):

@@ -50,6 +50,22 @@ class EmbeddingOptions(msgspec.Struct, frozen=True, kw_only=True):
     """As base64 of little-endian float32, not as a list of numbers."""
 
 
+class Resumption(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a stream over HTTP continues; see resumption.py."""
+
+    id: str
+    created: int
+    arrival_s: float
+    """Unix time"""
+    salt: int
+    prompt: str
+    """Digest of the prompt's ids."""
+    num_chars: list[int]
+    """Characters of each sequence's text that its events were made of."""
+    has_ended: list[bool]
+    """Whether the client has the end of each sequence."""
+
+
 class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A checked client request. RequestTable completes `options` for each prompt: its seed, and the scope of its salt.
 
@@ -112,6 +128,10 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The reply has the shape of llama.cpp's /infill."""
     ollama: OllamaForm | None = None
     """What the reply repeats, if it is one of Ollama's API."""
+    resumption: Resumption | None = None
+    """Of a stream that is continued."""
+    has_points: bool = False
+    """The stream has resume points."""
 
     @property
     def num_sequences(self) -> int:

@@ -1,0 +1,83 @@
+"""Separates the events of a stream from its resume points (pipeline/runtime/resume_points.py has their form). Pure.
+
+Events are given out only once the point behind them is here. So if the connection ends, what the client has is exactly
+what the points describe, and the rest comes again from another replica.
+"""
+
+from pipeline.runtime.resume_points import PREFIX
+
+_MARK = b"\n\n" + PREFIX
+_KEEP_ALIVES = (b": keep-alive\n\n", b'event: ping\ndata: {"type":"ping"}\n\n')
+"""Belong to no output, so they are passed on at once."""
+
+
+class PointedStream:
+    """One stream, over one or several connections."""
+
+    def __init__(self) -> None:
+        self.points: list[bytes] = []
+        """All points so far, with the comment's prefix."""
+        self.num_point_bytes = 0
+        self.num_outputs = 0
+        """Points that named output: more than before means progress."""
+        self.is_off = False
+        """It can't be continued from here on."""
+        self.failure: str | None = None
+        """The code of the error with which the replica ends the stream. The events of the error are held back."""
+        self._buffer = b""
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether what was given out can be continued. Before the first point, that is nothing."""
+        return not self.is_off
+
+    def feed(self, data: bytes) -> bytes:
+        """Take bytes of the response. Returns those to give out."""
+        data = self._buffer + data if self._buffer else data
+        if self.is_off and self.failure is None and PREFIX not in data:
+            self._buffer = b""
+            return data
+        given = []
+        begin = 0
+        while True:
+            if data.startswith(PREFIX, begin):
+                end = begin
+            elif (found := data.find(_MARK, begin)) >= 0:
+                end = found + 2
+            else:
+                break
+            close = data.find(b"\n\n", end + len(PREFIX))
+            if close < 0:
+                break
+            if self.failure is None:
+                given.append(data[begin:end])
+                self._take(data[end : close + 1])
+            begin = close + 2
+        rest = data[begin:]
+        if self.failure is None and (rest in _KEEP_ALIVES or (self.is_off and rest)):
+            given.append(rest)
+            rest = b""
+        self._buffer = rest
+        return given[0] if len(given) == 1 else b"".join(given)
+
+    def _take(self, block: bytes) -> None:
+        """Take the lines of a point."""
+        word = block[len(PREFIX) :].split(maxsplit=1)[0]
+        if word == b"failed":
+            self.failure = block[len(PREFIX) + len(word) :].strip().decode("latin-1")
+        elif word == b"off":
+            self.is_off = True
+        else:
+            self.points.append(block)
+            self.num_point_bytes += len(block)
+            self.num_outputs += not word.startswith(b"{") or block.count(b"\n") > 1
+
+    def rest(self) -> bytes:
+        """What is held back: give it out if the response has ended properly."""
+        rest, self._buffer = self._buffer, b""
+        return rest
+
+    def lose(self) -> None:
+        """The connection has ended early: forget what is held back."""
+        self._buffer = b""
+        self.failure = None

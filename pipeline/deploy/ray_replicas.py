@@ -1,0 +1,207 @@
+"""Ray Serve's deployment of servers, and the replica set that the ingress makes of it.
+
+A request is a *lease*: a streaming call to the replica that stays open until the response is over. No byte of the
+response passes through Ray. The calls keep Serve's counts of open requests true, which autoscaling and draining use.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Collection
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from pipeline.client.embedded.server import EmbeddedServer
+from pipeline.config.settings import Settings
+from pipeline.deploy.ray_members import MEMBERS
+from pipeline.deploy.replicas import DEFAULT_KV_TOKENS, NoReplica, ReplicaInfo, RoutedLease, RoutedReplicas
+from pipeline.deploy.upstream import Upstream
+from pipeline.errors import UserError
+from pipeline.routing.policies import Prompt
+from pipeline.supervisor.admin_client import Admin, find_servers
+
+DESCRIBE_S = 30.0
+"""Time for a replica to say where its server is."""
+LEASE_S = 10.0
+"""Time for a replica to begin a lease."""
+LOOK_S = 0.1
+
+log = logging.getLogger("pipeline.deploy")
+
+
+class Place(msgspec.Struct, array_like=True):
+    """Where a replica's server is."""
+
+    replica: str
+    host: str
+    port: int
+    kv_tokens: int
+
+
+class ServerReplica:
+    """A replica of the deployment: it owns a server, which is started by exec and dies with this process."""
+
+    def __init__(self, settings: bytes, wildcard_host: str, start_timeout_s: float) -> None:
+        """Start the server, and wait until it is ready. `settings` are msgpack; `wildcard_host` is the address of this
+        machine if the server listens on all."""
+        from ray import serve
+
+        self._id = serve.get_replica_context().replica_id.unique_id
+        self._server = EmbeddedServer(msgspec.msgpack.decode(settings, type=Settings))
+        self._place = self._until_ready(wildcard_host, start_timeout_s)
+
+    def _until_ready(self, wildcard_host: str, timeout_s: float) -> Place:
+        end_s = time.monotonic() + timeout_s
+        while time.monotonic() < end_s:
+            if not self._server.is_alive:
+                raise RuntimeError(f"the server of replica {self._id} could not start: {self._server.reason()}")
+            names = [name for name in find_servers() if name.startswith(f"{self._server.pid}-")]
+            with contextlib.suppress(UserError):
+                for name in names:
+                    with Admin(name) as admin:
+                        stats = admin.stats()
+                    if stats.state == "serving":
+                        parts = urlsplit(stats.address)
+                        host = parts.hostname or "127.0.0.1"
+                        host = wildcard_host if host in ("0.0.0.0", "::") else host
+                        kv_tokens = stats.num_blocks * stats.block_size or DEFAULT_KV_TOKENS
+                        return Place(self._id, host, parts.port or 80, kv_tokens)
+            time.sleep(LOOK_S)
+        self._server.close()
+        raise RuntimeError(f"the server of replica {self._id} was not ready after {timeout_s:g} s")
+
+    async def describe(self, replica: str = "") -> bytes:
+        """Where the server is, as msgpack of `Place`."""
+        return msgspec.msgpack.encode(self._place)
+
+    async def lease(self, replica: str = "") -> AsyncIterator[bytes]:
+        """Yields where the server is, then waits until the caller cancels."""
+        yield msgspec.msgpack.encode(self._place)
+        await asyncio.Event().wait()
+
+    def check_health(self) -> None:
+        """Called by Ray Serve, which replaces this replica if it raises."""
+        if not self._server.is_alive:
+            raise RuntimeError(f"the server of replica {self._id} ended: {self._server.reason()}")
+
+    def __del__(self) -> None:
+        """Called by Ray Serve when the replica stops; its leases are over."""
+        if hasattr(self, "_server"):
+            self._server.close()
+
+
+class RayReplicas:
+    """The replicas of a deployment, as a replica set. Create it in the event loop."""
+
+    def __init__(self, handle: Any) -> None:
+        self.routed = RoutedReplicas()
+        self._handle = handle
+        self._members: frozenset[str] = frozenset()
+        self._tasks: set[asyncio.Task[None]] = set()
+        loop = asyncio.get_running_loop()
+        MEMBERS.watch(lambda ids: loop.call_soon_threadsafe(self._set_members, ids) and None)
+
+    async def start(self, timeout_s: float) -> None:
+        """Wait until a replica takes requests. Raises TimeoutError."""
+        async with asyncio.timeout(timeout_s):
+            await self._handle.describe.remote()  # makes the router
+            await self.routed.changed.wait()
+
+    def _set_members(self, ids: frozenset[str]) -> None:
+        self._members = ids
+        for name in ids:
+            if not self.routed.has(name):
+                task = asyncio.create_task(self._admit(name))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+        for name in self.routed.names:
+            if name not in ids:
+                self.routed.drain(name)
+                self._forget_if_idle(name)
+
+    async def _admit(self, name: str) -> None:
+        """A replica has begun: ask it where its server is."""
+        while name in self._members and not self.routed.has(name):
+            try:
+                async with asyncio.timeout(DESCRIBE_S):
+                    place = msgspec.msgpack.decode(await self._handle.describe.remote(replica=name), type=Place)
+            except Exception as error:  # noqa: BLE001 - Ray raises many kinds; the replica may be gone
+                log.warning("replica not reached", extra={"fields": {"replica": name, "why": str(error)[:200]}})
+                await asyncio.sleep(LOOK_S)
+                continue
+            if place.replica != name:  # it was gone, and another one answered
+                await asyncio.sleep(LOOK_S)
+            elif name in self._members and not self.routed.has(name):
+                self.routed.add(name, place.host, place.port, place.kv_tokens)
+
+    def _forget_if_idle(self, name: str) -> None:
+        if not any(one.name == name and one.open_requests for one in self.routed.infos()):
+            self.routed.remove(name)
+
+    async def lease(self, prompt: Prompt, avoid: Collection[str] = ()) -> "RayLease":
+        """As in ReplicaSet."""
+        routed = self.routed.route(prompt, avoid)
+        call = self._handle.lease.options(stream=True).remote(replica=routed.name)
+        try:
+            async with asyncio.timeout(LEASE_S):
+                place = msgspec.msgpack.decode(await anext(call), type=Place)
+        except BaseException as error:
+            routed.end()
+            call.cancel()
+            if not isinstance(error, Exception):
+                raise
+            self.lost(routed.name)
+            raise NoReplica(f"replica {routed.name} did not begin a lease: {str(error)[:200]}") from error
+        if place.replica != routed.name:  # it is gone; Serve will say so in a moment
+            routed.end()
+            call.cancel()
+            self.lost(routed.name)
+            raise NoReplica(f"replica {routed.name} is gone")
+        return RayLease(self, routed, call)
+
+    def lost(self, name: str) -> None:
+        """A request found a replica dead. It is asked again as long as Serve has it."""
+        self.routed.num_failures[name] = self.routed.num_failures.get(name, 0) + 1
+        if self.routed.has(name):
+            self.routed.drain(name)
+        asyncio.get_running_loop().call_later(LOOK_S, lambda: self._set_members(self._members))
+
+    def ended(self, name: str) -> None:
+        if name not in self._members:
+            self._forget_if_idle(name)
+
+    def infos(self) -> list[ReplicaInfo]:
+        return self.routed.infos()
+
+    def upstreams(self) -> dict[str, Upstream]:
+        return self.routed.upstreams()
+
+    async def close(self) -> None:
+        MEMBERS.watch(lambda _: None)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.routed.close()
+
+
+class RayLease:
+    def __init__(self, replicas: RayReplicas, lease: RoutedLease, call: Any) -> None:
+        self.name = lease.name
+        self.upstream = lease.upstream
+        self._replicas = replicas
+        self._lease = lease
+        self._call = call
+
+    def first_token(self, now_s: float) -> None:
+        self._lease.first_token(now_s)
+
+    def failed(self) -> None:
+        self._replicas.lost(self.name)
+
+    def end(self) -> None:
+        self._lease.end()
+        self._call.cancel()
+        self._replicas.ended(self.name)

@@ -1,0 +1,157 @@
+"""The Ray Serve application: a deployment of servers, and one ingress.
+
+The ingress listens on a port of its own instead of Serve's proxy, so a stream is relayed by one process and not by
+three. There is one, which owns the state of the router. Serve restarts it if it dies; the streams that it relayed break
+then, as they do if a gateway dies.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+import msgspec
+
+from pipeline.config.load import ConfigError
+from pipeline.config.settings import Settings
+from pipeline.deploy.ingress import Ingress, IngressSettings
+from pipeline.errors import UserError
+from pipeline.runtime.logs import open_log
+
+APP = "pipeline"
+SERVERS, INGRESS = "Server", "Ingress"
+NO_RAY = "pipeline deploy: ray is not installed: pip install 'pipeline-serve[ray]'"
+TARGET_OPEN_REQUESTS = 16.0
+STOP_S = 10.0
+"""Added to the drain's time, within which Serve must stop."""
+HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 10.0
+
+
+class DeploySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What to deploy."""
+
+    min_replicas: int = 1
+    max_replicas: int = 1
+    target_open_requests: float = TARGET_OPEN_REQUESTS
+    """Of a replica, for autoscaling."""
+    replica_cpus: float = 1.0
+    replica_gpus: float = 0.0
+    name: str = APP
+    """Of the Ray Serve application."""
+    address: str = ""
+    """Of a Ray cluster; empty starts one on this machine, which ends with the command."""
+    start_timeout_s: float = 300.0
+
+
+class IngressActor:
+    """The replica of the ingress's deployment."""
+
+    async def __init__(self, handle: Any, settings: bytes, start_timeout_s: float) -> None:
+        from pipeline.deploy.ray_replicas import RayReplicas
+
+        given = msgspec.msgpack.decode(settings, type=IngressSettings)
+        open_log("ingress", given.log_level, given.log_format)
+        replicas = RayReplicas(handle)
+        await replicas.start(start_timeout_s)
+        self._ingress = Ingress(replicas, given)
+        await self._ingress.start()
+
+    async def url(self) -> str:
+        return self._ingress.url
+
+    async def drain(self) -> None:
+        """Let open responses end, and refuse new ones."""
+        await self._ingress.drain()
+
+
+def deploy(settings: Settings, ingress: IngressSettings, what: DeploySettings) -> int:
+    """Deploy, and wait for SIGINT or SIGTERM. Then let open responses end, and stop. Raises ConfigError if ray is not
+    installed, UserError if replicas can't start."""
+    try:
+        import ray
+        from ray import serve
+    except ImportError as error:
+        raise ConfigError([NO_RAY]) from error
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    stop = threading.Event()
+    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        # Serve's own log lines of each replica would hide ours; `ray logs` has them.
+        ray.init(address=what.address or "local", include_dashboard=False, log_to_driver=False, logging_level="warning")
+        serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
+        handle = _run(settings, ingress, what)
+        url = handle.url.remote().result(timeout_s=STOP_S)
+        print(f"relaying on {url} to {what.min_replicas} replicas", file=sys.stderr, flush=True)
+        stop.wait()
+        with contextlib.suppress(TimeoutError):
+            handle.drain.remote().result(timeout_s=ingress.drain_timeout_s + STOP_S)
+        serve.delete(what.name)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if ray.is_initialized():
+            if not what.address:
+                serve.shutdown()
+            ray.shutdown()
+    return 0
+
+
+def _run(settings: Settings, ingress: IngressSettings, what: DeploySettings) -> Any:
+    """Run the application. Returns the handle of its ingress. Raises UserError."""
+    from ray import serve
+
+    if what.name in serve.status().applications:
+        raise UserError(f"--name: the cluster has an application {what.name!r} already; choose another name")
+    try:
+        handle = serve.run(application(settings, ingress, what), name=what.name, route_prefix=None)
+    except (RuntimeError, TimeoutError) as error:
+        raise UserError(f"replicas could not start: {error}; `serve status` and Ray's logs say more") from error
+    return handle
+
+
+def application(settings: Settings, ingress: IngressSettings, what: DeploySettings) -> Any:
+    """The application, for `serve.run`."""
+    import ray
+    from ray import serve
+    from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+
+    from pipeline.deploy.ray_replicas import ServerReplica
+
+    is_wildcard = settings.gateway.host in ("0.0.0.0", "::")
+    gateway = msgspec.structs.replace(
+        settings.gateway, port=0, zmq="off", host=settings.gateway.host if is_wildcard else "127.0.0.1"
+    )
+    of_replica = msgspec.structs.replace(settings, gateway=gateway)
+    scales = what.max_replicas > what.min_replicas
+    options: dict[str, Any] = {"num_replicas": what.min_replicas}
+    if scales:
+        options = {
+            "autoscaling_config": AutoscalingConfig(
+                min_replicas=what.min_replicas,
+                max_replicas=what.max_replicas,
+                target_ongoing_requests=what.target_open_requests,
+            )
+        }
+    servers = serve.deployment(
+        name=SERVERS,
+        max_ongoing_requests=settings.gateway.max_open_sequences,
+        graceful_shutdown_timeout_s=ingress.drain_timeout_s + STOP_S,
+        graceful_shutdown_wait_loop_s=0.5,
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
+        request_router_config=RequestRouterConfig(request_router_class="pipeline.deploy.ray_router.LeaseRouter"),
+        ray_actor_options={"num_cpus": what.replica_cpus, "num_gpus": what.replica_gpus},
+        **options,
+    )(ServerReplica)
+    bound = servers.bind(
+        msgspec.msgpack.encode(of_replica), ray.util.get_node_ip_address() if is_wildcard else "", what.start_timeout_s
+    )
+    front = serve.deployment(
+        name=INGRESS,
+        num_replicas=1,
+        graceful_shutdown_timeout_s=STOP_S,
+        ray_actor_options={"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}},
+    )(IngressActor)
+    return front.bind(bound, msgspec.msgpack.encode(ingress), what.start_timeout_s)

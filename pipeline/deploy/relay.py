@@ -1,0 +1,383 @@
+"""Relays one request to a replica, and to another one if that fails.
+
+    lease ──► send ──► head ──┬── a whole reply: collected, then sent
+                              └── a stream: each part is passed on as it arrives
+    a replica dies, or ends the stream because it stops or one of its stages died:
+        nothing was passed on        the request is sent again as it was
+        the stream has points        it is continued behind the last one: no token is lost, repeated or contradicted
+        it has none                  the stream ends with an error event
+
+A request may be what kills replicas. So one that loses MAX_DEATHS of them without output in between is not sent again.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Iterable, Mapping
+
+import msgspec
+from aiohttp import web
+
+from pipeline.deploy.client_writer import ClientWriter
+from pipeline.deploy.pointed_stream import PointedStream
+from pipeline.deploy.prompts import prompt_of
+from pipeline.deploy.replicas import NoReplica, ReplicaLease, ReplicaSet
+from pipeline.deploy.upstream import Connection, Head, UpstreamLost
+from pipeline.routing.policies import Prompt
+from pipeline.runtime.resume_points import RESUMABLE, RESUME
+
+MAX_DEATHS = 3
+"""Replicas that a request may lose without output in between."""
+BACKOFF_S = 0.1
+MAX_BACKOFF_S = 2.0
+RETRIED = ("stage_died", "shutting_down", "draining", "late", "output_lost")
+"""Codes of errors that are about the replica and not about the request."""
+HOP_HEADERS = frozenset(
+    {
+        "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
+        "upgrade", "content-length", "expect", "content-encoding", "x-pipeline-resumable", "x-pipeline-resume",
+    }
+)  # fmt: skip
+"""Belong to one connection, or are made anew."""
+STREAM_TYPES = ("text/event-stream", "application/x-ndjson")
+
+log = logging.getLogger("pipeline.deploy")
+
+
+class RelayCounts(msgspec.Struct):
+    """Since start."""
+
+    num_requests: int = 0
+    num_retried: int = 0
+    """Attempts that were repeated before anything was passed on."""
+    num_resumed: int = 0
+    """Streams that were continued at another replica, each time."""
+    num_broken: int = 0
+    """Streams that ended with an error because their replica was lost."""
+    num_unserved: int = 0
+    """Requests that no replica took."""
+
+
+class RelayError(Exception):
+    """The end of a request that can't be served."""
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.message, self.code = message, code
+
+
+class Relay:
+    """Handles requests for replicas."""
+
+    def __init__(self, replicas: ReplicaSet, *, wait_s: float, resume_timeout_s: float) -> None:
+        """A request waits `wait_s` for a replica, and a stream that was lost `resume_timeout_s`."""
+        self._replicas = replicas
+        self._wait_s = wait_s
+        self._resume_timeout_s = resume_timeout_s
+        self.counts = RelayCounts()
+        self.num_open = 0
+        self.idle = asyncio.Event()
+        """Set while no request is open."""
+        self.idle.set()
+
+    async def handle(self, http_request: web.Request) -> web.StreamResponse:
+        """Serve a request at one of the replicas."""
+        self.counts.num_requests += 1
+        self.num_open += 1
+        self.idle.clear()
+        try:
+            body = await http_request.read()
+            return await _Relayed(self, self._replicas, http_request, body).run(self._wait_s, self._resume_timeout_s)
+        except ConnectionError:
+            return web.Response()  # the client has disconnected
+        finally:
+            self.num_open -= 1
+            if not self.num_open:
+                self.idle.set()
+
+
+class _Attempt:
+    """A request at one replica; the sink of its response."""
+
+    def __init__(self, relayed: "_Relayed", lease: ReplicaLease) -> None:
+        self._relayed = relayed
+        self._lease = lease
+        self.response: Head | None = None
+        self.body = bytearray()
+        self.is_stream = False
+
+    def head(self, head: Head) -> None:
+        self.response = head
+        kind = head.get("content-type").partition(";")[0]
+        self.is_stream = head.status == 200 and kind in STREAM_TYPES
+        if self.is_stream:
+            self._relayed.stream_begins(head, kind)
+
+    def data(self, data: bytes) -> None:
+        if self.is_stream:
+            self._relayed.pass_on(data, self._lease)
+        else:
+            self.body += data
+
+    @property
+    def error_code(self) -> str:
+        """The code in the body of an error reply."""
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+            return str(json.loads(self.body)["error"]["code"])
+        return ""
+
+
+class _Relayed:
+    """One request, over all its attempts."""
+
+    def __init__(self, relay: Relay, replicas: ReplicaSet, http_request: web.Request, body: bytes) -> None:
+        self._counts = relay.counts
+        self._replicas = replicas
+        self._http_request = http_request
+        self._body = body
+        self._client = ClientWriter(http_request)
+        self._stream: PointedStream | None = None
+        """If the response is a stream with points."""
+        self._kind = ""
+        self._wants_points = http_request.method == "POST" and not {RESUMABLE, RESUME} & set(http_request.headers)
+        """A client that asks for points itself gets them unchanged."""
+        self._avoid: set[str] = set()
+        self._num_deaths = 0
+        self._num_tries = 0
+        self._num_outputs = 0
+        """Points with output at the last death."""
+
+    async def run(self, wait_s: float, resume_timeout_s: float) -> web.StreamResponse:
+        prompt = prompt_of(self._body) if self._body else Prompt(1)
+        try:
+            while True:
+                lease = await self._lease(prompt, resume_timeout_s if self._client.has_begun else wait_s)
+                try:
+                    done = await self._attempt(lease)
+                finally:
+                    lease.end()
+                if done is not None:
+                    return done
+                self._num_tries += 1
+                if self._num_tries > 1:  # the first one is repeated at once
+                    await asyncio.sleep(min(BACKOFF_S * 2 ** (self._num_tries - 2), MAX_BACKOFF_S))
+        except RelayError as error:
+            return await self._refuse(error)
+
+    async def _lease(self, prompt: Prompt, wait_s: float) -> ReplicaLease:
+        """Raises RelayError if there is no replica for too long."""
+        end_s = time.monotonic() + wait_s
+        changed = self._replicas.routed.changed
+        while True:
+            changed.clear()
+            try:
+                return await self._replicas.lease(prompt, self._avoid)
+            except NoReplica as error:
+                left_s = end_s - time.monotonic()
+                if left_s <= 0:
+                    raise RelayError(f"no replica has taken requests for {wait_s:g} s", "no_replica") from error
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(min(left_s, 1.0)):
+                        await changed.wait()
+
+    async def _attempt(self, lease: ReplicaLease) -> web.StreamResponse | None:
+        """One attempt. Returns the response if it is complete; None if another attempt is to be made. Raises RelayError
+        if no other one can be."""
+        attempt = _Attempt(self, lease)
+        try:
+            await self._exchange(lease, attempt)
+        except UpstreamLost as error:
+            self._replica_lost(lease, str(error))
+            return None
+        assert attempt.response is not None
+        if attempt.is_stream:
+            return await self._stream_ended(lease)
+        return await self._reply(lease, attempt, attempt.response)
+
+    async def _exchange(self, lease: ReplicaLease, attempt: _Attempt) -> None:
+        """Send the request and take its response. Raises UpstreamLost."""
+        connection = await lease.upstream.connect()
+        try:
+            try:
+                await self._drive(connection, attempt)
+            except UpstreamLost:
+                if connection.has_begun or not connection.was_used:
+                    raise
+                # It was kept alive, and the gateway has closed it meanwhile: that says nothing about the replica.
+                lease.upstream.give_back(connection)
+                connection = await lease.upstream.connect(fresh=True)
+                await self._drive(connection, attempt)
+        finally:
+            lease.upstream.give_back(connection)
+
+    async def _drive(self, connection: Connection, attempt: _Attempt) -> None:
+        client = self._client
+        client.pause = connection.pause
+        done = connection.send(self._request(), attempt)
+        done.add_done_callback(lambda _: client.wake.set())
+        try:
+            while not done.done() or client.must_flush:
+                await client.wake.wait()
+                client.wake.clear()
+                if client.must_flush:
+                    await client.flush()
+                    connection.resume()
+            done.result()
+        finally:
+            if not done.done():
+                done.cancel()
+                connection.close()
+            elif not done.cancelled():
+                done.exception()  # was raised above, or is superseded by the client's end
+
+    def _request(self) -> bytes:
+        """The request for the replica, with the points behind which it is to continue."""
+        request, points = self._http_request, b""
+        if self._stream is not None and self._client.has_begun:
+            points = b"".join(self._stream.points)
+        method = "GET" if request.method == "HEAD" else request.method  # aiohttp leaves out the body
+        lines = [f"{method} {request.raw_path} HTTP/1.1"]
+        lines += [f"{name}: {value}" for name, value in request.headers.items() if name.lower() not in HOP_HEADERS]
+        if not self._wants_points:
+            lines += [f"{name}: {request.headers[name]}" for name in (RESUMABLE, RESUME) if name in request.headers]
+        elif request.method == "POST":
+            lines.append(f"{RESUMABLE}: 1")
+            if points:
+                lines.append(f"{RESUME}: {len(points)}")
+        lines.append(f"Content-Length: {len(points) + len(self._body)}\r\n\r\n")
+        return "\r\n".join(lines).encode("utf-8", "surrogateescape") + points + self._body
+
+    # ------------------------------------------------------------------------------------- called as the response comes
+
+    def stream_begins(self, head: Head, kind: str) -> None:
+        """The head of a stream has arrived, perhaps of one that is continued."""
+        self._kind = kind
+        if self._client.has_begun:
+            return
+        self._stream = PointedStream() if self._wants_points and head.get(RESUMABLE.lower()) else None
+        self._client.response = web.StreamResponse(headers=_passed(head.headers))
+
+    def pass_on(self, data: bytes, lease: ReplicaLease) -> None:
+        stream = self._stream
+        if stream is None:
+            lease.first_token(time.monotonic())
+            self._client.write(data)
+            return
+        num_before = stream.num_outputs
+        self._client.write(stream.feed(data))
+        if stream.num_outputs > num_before:
+            lease.first_token(time.monotonic())
+
+    # ---------------------------------------------------------------------------------------------------------- the end
+
+    async def _stream_ended(self, lease: ReplicaLease) -> web.StreamResponse | None:
+        """The response of a replica has ended properly."""
+        stream = self._stream
+        if stream is not None and stream.failure is not None and stream.failure in RETRIED:
+            self._replica_lost(lease, f"it ended the stream with {stream.failure}", is_dead=False)
+            return None
+        if stream is not None:
+            self._client.write(stream.rest())
+        return await self._client.end()
+
+    def _replica_lost(self, lease: ReplicaLease, why: str, *, is_dead: bool = True) -> None:
+        """Prepare another attempt. Raises RelayError if there can't be one."""
+        if is_dead:
+            lease.failed()
+        self._avoid.add(lease.name)
+        stream = self._stream
+        num_outputs = 0 if stream is None else stream.num_outputs
+        if num_outputs > self._num_outputs:
+            self._num_deaths = self._num_tries = 0
+        self._num_deaths += 1
+        self._num_outputs = num_outputs
+        has_begun = self._client.has_begun
+        fields = {"replica": lease.name, "why": why, "path": self._http_request.path, "deaths": self._num_deaths}
+        if self._num_deaths >= MAX_DEATHS:
+            log.error("request given up", extra={"fields": fields})
+            self._counts.num_broken += has_begun
+            message = f"{MAX_DEATHS} replicas were lost while they worked on this request"
+            raise RelayError(message, "replica_died")
+        if has_begun and (stream is None or not stream.is_resumable):
+            self._counts.num_broken += 1
+            log.warning("stream broken", extra={"fields": fields})
+            message = "the replica that served this stream was lost, and a stream of this kind can't be continued"
+            raise RelayError(message, "replica_died")
+        if stream is not None:
+            stream.lose()
+        if has_begun:
+            self._counts.num_resumed += 1
+        else:
+            self._stream = None
+            self._counts.num_retried += 1
+        log.info("stream continued" if has_begun else "request repeated", extra={"fields": fields})
+
+    async def _reply(self, lease: ReplicaLease, attempt: _Attempt, head: Head) -> web.StreamResponse | None:
+        """A whole reply has arrived."""
+        code = attempt.error_code if head.status >= 500 or head.status == 404 else ""
+        if self._client.has_begun:  # instead of the rest of a stream
+            if head.status == 503:
+                self._replica_busy(lease)
+                return None
+            if code in RETRIED:
+                self._replica_lost(lease, f"it answered {code}", is_dead=False)
+                return None
+            message = f"this stream can't be continued at another replica: {_message_of(attempt)}"
+            raise RelayError(message, "not_resumed")
+        others = [name for name in self._replicas.upstreams() if name not in self._avoid and name != lease.name]
+        is_elsewhere = head.status == 404 and self._http_request.path.startswith("/v1/responses")
+        if others and (head.status == 503 or is_elsewhere):
+            self._counts.num_retried += 1
+            self._avoid.add(lease.name)
+            return None
+        if code == "stage_died" or (head.status == 503 and code == "shutting_down"):
+            self._replica_lost(lease, f"it answered {code}", is_dead=False)
+            return None
+        lease.first_token(time.monotonic())
+        response = web.Response(status=head.status, body=bytes(attempt.body), headers=_passed(head.headers))
+        await response.prepare(self._http_request)
+        await response.write_eof()
+        return response
+
+    def _replica_busy(self, lease: ReplicaLease) -> None:
+        """A replica has no room for a stream that is to be continued."""
+        self._avoid.add(lease.name)
+        if len(self._avoid) >= len(self._replicas.upstreams()):
+            self._avoid.clear()
+        if self._num_tries > 30:
+            raise RelayError("no replica had room to continue this stream", "overloaded")
+
+    async def _refuse(self, error: RelayError) -> web.StreamResponse:
+        """End with an error: with a status, or as an event if the response has begun."""
+        fields = {"message": error.message, "type": "server_error", "param": None, "code": error.code}
+        if self._client.has_begun:
+            self._client.write(_error_event(self._kind, self._http_request.path, fields))
+            return await self._client.end()
+        self._counts.num_unserved += 1
+        headers = {"Retry-After": "1"}
+        return web.json_response({"error": fields}, status=503, headers=headers)
+
+
+def _error_event(kind: str, path: str, fields: Mapping[str, object]) -> bytes:
+    """The end of a broken stream, in the form of its API."""
+    if kind == "application/x-ndjson":
+        return json.dumps({"error": fields["message"]}).encode() + b"\n"
+    if path.endswith("/v1/messages"):
+        data = json.dumps({"type": "error", "error": {"type": "api_error", "message": fields["message"]}})
+        return f"event: error\ndata: {data}\n\n".encode()
+    if path.startswith("/v1/responses"):
+        data = json.dumps({"type": "error", "code": fields["code"], "message": fields["message"], "param": None})
+        return f"event: error\ndata: {data}\n\n".encode()
+    return b"data: " + json.dumps({"error": fields}).encode() + b"\n\ndata: [DONE]\n\n"
+
+
+def _message_of(attempt: _Attempt) -> str:
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+        return str(json.loads(attempt.body)["error"]["message"])
+    return "the replica refused it"
+
+
+def _passed(headers: Iterable[tuple[str, str]]) -> "list[tuple[str, str]]":
+    return [(name, value) for name, value in headers if name.lower() not in HOP_HEADERS]

@@ -1,0 +1,227 @@
+"""Replica sets: which replicas there are, and which of them gets a request.
+
+    lease = await replicas.lease(prompt, avoid)      a replica, with its load counted from now on
+    lease.first_token(now_s)                         its prompt is computed
+    lease.end()                                      the response is over
+
+One ingress owns this state, and knows it from its own requests alone: several ingresses in front of the same replicas
+would each see a part of it, which costs hits (docs/scale.md). So the state lives beside the relay, not in messages.
+"""
+
+import asyncio
+import time
+from collections.abc import Collection
+from typing import Protocol
+from urllib.parse import urlsplit
+
+import msgspec
+
+from pipeline.deploy.prompts import KEY_TOKENS
+from pipeline.deploy.upstream import Upstream
+from pipeline.errors import UserError
+from pipeline.routing import router
+from pipeline.routing.policies import PredictedTTFT, Prompt
+from pipeline.routing.router import ReplicaSpec, Router
+
+OPEN_TOKENS = 0.73
+"""What an open sequence adds to the time to first token of a new one, as prompt tokens: of the simulator's default
+replica. The choice depends on this ratio and not on the speed."""
+FIRST_SPEED = 1000.0
+"""Prompt tokens per second, until requests have shown the speed."""
+MIN_SPEED_TOKENS = 64
+MEMORY = 0.95
+DEFAULT_KV_TOKENS = 100_000
+"""Of a replica that has not said how many tokens its KV cache holds."""
+
+
+class NoReplica(Exception):
+    """No replica takes requests."""
+
+
+class ReplicaLease(Protocol):
+    """A request that is open at a replica."""
+
+    name: str
+    upstream: Upstream
+
+    def first_token(self, now_s: float) -> None: ...
+
+    def failed(self) -> None:
+        """The replica did not answer."""
+
+    def end(self) -> None: ...
+
+
+class ReplicaInfo(msgspec.Struct):
+    """A replica, for /health."""
+
+    name: str
+    url: str
+    status: str
+    """ok, down or draining"""
+    open_requests: int
+
+
+class ReplicaSet(Protocol):
+    async def lease(self, prompt: Prompt, avoid: Collection[str] = ()) -> ReplicaLease:
+        """A replica for a request; one of `avoid` only if there is no other. Raises NoReplica."""
+        ...
+
+    def infos(self) -> list[ReplicaInfo]: ...
+
+    def upstreams(self) -> dict[str, Upstream]:
+        """Those of all replicas that take requests, by name."""
+        ...
+
+    @property
+    def routed(self) -> "RoutedReplicas":
+        """The router, and what it knows."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Speed:
+    """The speed of prefill, from the requests of all replicas together. One that is learned for each replica adds noise
+    among equal ones, and longer tails (docs/log.md)."""
+
+    def __init__(self) -> None:
+        self._tokens, self._seconds = FIRST_SPEED, 1.0
+        self._is_first = True
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self._tokens / self._seconds
+
+    def observe(self, lease: router.Lease, seconds: float) -> None:
+        """A request got its first token after so long."""
+        if lease.num_ahead < MIN_SPEED_TOKENS or seconds <= 0:
+            return
+        memory = 0.0 if self._is_first else MEMORY
+        self._is_first = False
+        self._tokens = memory * self._tokens + lease.num_ahead
+        self._seconds = memory * self._seconds + seconds
+
+
+class RoutedReplicas:
+    """The router over the replicas of a set, with their connections. Replicas are added and removed by the set."""
+
+    def __init__(self) -> None:
+        self.router = Router(PredictedTTFT(), KEY_TOKENS)
+        self.speed = Speed()
+        self._upstreams: dict[str, Upstream] = {}
+        self._status: dict[str, str] = {}
+        self._num_open: dict[str, int] = {}
+        self.num_failures: dict[str, int] = {}
+        """How often a replica was found dead, by name."""
+        self.changed = asyncio.Event()
+        """Set when a replica begins to take requests."""
+
+    def add(self, name: str, host: str, port: int, kv_tokens: int) -> None:
+        """A replica begins to take requests, perhaps again: then its open ones go on."""
+        assert not self.has(name), f"replica {name} takes requests already"
+        speed = self.speed.tokens_per_s
+        self.router.add(name, ReplicaSpec(kv_tokens, speed, OPEN_TOKENS / speed))
+        upstream = self._upstreams.get(name)
+        if upstream is None or (upstream.host, upstream.port) != (host, port):
+            if upstream is not None:
+                upstream.close()
+            self._upstreams[name] = Upstream(host, port)
+        self._status[name] = "ok"
+        self._num_open.setdefault(name, 0)
+        self.changed.set()
+
+    def remove(self, name: str, *, status: str = "") -> None:
+        """A replica is gone, and so are its connections; it stays listed if there is a `status`."""
+        if self._status.get(name) == "ok":
+            self.router.remove(name)
+        if (upstream := self._upstreams.pop(name, None)) is not None:
+            upstream.close()
+        if status:
+            self._status[name] = status
+        else:
+            self._status.pop(name, None)
+
+    def drain(self, name: str) -> None:
+        """A replica gets no more requests. Its open ones go on."""
+        if self._status.get(name) == "ok":
+            self.router.remove(name)
+            self._status[name] = "draining"
+
+    def has(self, name: str) -> bool:
+        return self._status.get(name) == "ok"
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._status)
+
+    def upstream(self, name: str) -> Upstream:
+        return self._upstreams[name]
+
+    def upstreams(self) -> dict[str, Upstream]:
+        return {name: upstream for name, upstream in self._upstreams.items() if self.has(name)}
+
+    def infos(self) -> list[ReplicaInfo]:
+        found = []
+        for name, status in self._status.items():
+            upstream = self._upstreams.get(name)
+            url = "" if upstream is None else f"http://{upstream.host}:{upstream.port}"
+            found.append(ReplicaInfo(name, url, status, self._num_open.get(name, 0)))
+        return found
+
+    def route(self, prompt: Prompt, avoid: Collection[str] = ()) -> "RoutedLease":
+        """Choose a replica. Raises NoReplica."""
+        allowed = [name for name in self._upstreams if self.has(name) and name not in avoid]
+        try:
+            with self.router.without(avoid if allowed else ()):
+                lease = self.router.route(prompt, time.monotonic())
+        except LookupError as error:
+            raise NoReplica("no replica takes requests") from error
+        self._num_open[lease.replica] += 1
+        return RoutedLease(self, lease)
+
+    def ended(self, lease: router.Lease) -> None:
+        self.router.end(lease)
+        if lease.replica in self._num_open:
+            self._num_open[lease.replica] -= 1
+            if not self._num_open[lease.replica] and lease.replica not in self._status:
+                del self._num_open[lease.replica]
+
+    def close(self) -> None:
+        for name in self.names:
+            self.remove(name)
+
+
+class RoutedLease:
+    """A request that the router has counted."""
+
+    def __init__(self, routed: RoutedReplicas, lease: router.Lease) -> None:
+        self.name = lease.replica
+        self.upstream = routed.upstream(lease.replica)
+        self._routed = routed
+        self._lease = lease
+        self._has_ended = False
+
+    def first_token(self, now_s: float) -> None:
+        if not self._lease.has_first_token:
+            seconds = now_s - self._lease.routed_s
+            self._routed.router.first_token(self._lease, now_s)
+            self._routed.speed.observe(self._lease, seconds)
+            self._routed.router.set_speed(self._routed.speed.tokens_per_s, OPEN_TOKENS)
+
+    def end(self) -> None:
+        if not self._has_ended:
+            self._has_ended = True
+            self._routed.ended(self._lease)
+
+
+def address_of(url: str) -> tuple[str, int]:
+    """Host and port of a server's URL. Raises UserError."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise UserError(f"--servers: {url!r} is not a URL: {error}") from error
+    if parts.scheme != "http" or not parts.hostname or parts.path not in ("", "/") or parts.query:
+        raise UserError(f"--servers: {url!r} must be http://HOST:PORT")
+    return parts.hostname, port or 80

@@ -1,0 +1,311 @@
+"""A small HTTP/1.1 client that passes a response on as it arrives: the relay's way to a replica's gateway.
+
+aiohttp's client copies each piece through a queue and wakes a task for it. Here, what arrives is given to a function at
+once, in the callback of the event loop.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, cast
+
+CONNECT_S = 5.0
+MAX_HEAD_BYTES = 64 * 1024
+MAX_LINE_BYTES = 1024
+NUM_IDLE = 64
+"""Connections of a replica that are kept for the next request."""
+
+
+class UpstreamLost(ConnectionError):
+    """The connection ended before the response did, or could not be made."""
+
+
+class Head(NamedTuple):
+    status: int
+    headers: list[tuple[str, str]]
+
+    def get(self, name: str) -> str:
+        """The value of the header with this name in lower case; empty if there is none."""
+        return next((value for key, value in self.headers if key.lower() == name), "")
+
+
+class Sink(Protocol):
+    """Gets a response. Its functions are called from the event loop's callbacks and must not block."""
+
+    def head(self, head: Head) -> None: ...
+
+    def data(self, data: bytes) -> None: ...
+
+
+class Connection(asyncio.Protocol):
+    """One connection to a gateway: one request after the other."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._sink: Sink | None = None
+        self._done: asyncio.Future[None] | None = None
+        self.was_used = False
+        """It has had a response before, so the gateway may have closed it meanwhile."""
+        self._reset()
+
+    def _reset(self) -> None:
+        self._buffer = b""
+        self._has_head = False
+        self._is_chunked = False
+        self._is_chunk_over = False
+        self._left = 0
+        """Bytes left of the body, or of its chunk; -1 until the connection ends."""
+        self._keeps_alive = True
+        self.has_begun = False
+        """A byte of the response has arrived."""
+
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    @property
+    def is_reusable(self) -> bool:
+        return self.is_open and self._keeps_alive and self._done is None
+
+    def send(self, request: bytes, sink: Sink) -> "asyncio.Future[None]":
+        """Send a request. The future is done when the response has ended; it raises UpstreamLost."""
+        assert self._done is None, "a request is open on this connection"
+        self._reset()
+        self._sink = sink
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._done = done
+        if self._transport is None or self._transport.is_closing():
+            self._fail("the connection has ended")
+        else:
+            self._transport.write(request)
+        return done
+
+    def pause(self) -> None:
+        """Take no more bytes: the client reads slowly."""
+        if self._transport is not None and self.is_open:
+            with contextlib.suppress(RuntimeError):  # is paused already
+                self._transport.pause_reading()
+
+    def resume(self) -> None:
+        if self._transport is not None and self.is_open:
+            with contextlib.suppress(RuntimeError):
+                self._transport.resume_reading()
+
+    def close(self) -> None:
+        """End the connection, and with it an open request."""
+        if self._transport is not None:
+            self._transport.abort()
+        self._fail("the connection was closed")
+
+    # ---------------------------------------------------------------------------------------------- asyncio's callbacks
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's has another base class
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        if self._has_head and self._left == -1 and error is None:
+            self._end()
+        self._fail("the connection was lost")
+
+    def data_received(self, data: bytes) -> None:
+        if self._done is None or self._sink is None:
+            self._keeps_alive = False  # no request is open
+            return
+        self.has_begun = True
+        try:
+            if not self._has_head:
+                rest = self._take_head(self._buffer + data)
+                if rest is None:
+                    return
+                data = rest
+            self._take_body(data)
+        except ValueError as error:
+            self._fail(f"the response is not HTTP/1.1: {error}")
+            self.close()
+
+    def _take_head(self, data: bytes) -> bytes | None:
+        """Read the head. Returns what follows; None if it is not complete. Raises ValueError."""
+        end = data.find(b"\r\n\r\n")
+        if end < 0:
+            if len(data) > MAX_HEAD_BYTES:
+                raise ValueError("its head is too long")
+            self._buffer = data
+            return None
+        self._buffer = b""
+        head = head_of(data[:end])
+        if head.status < 200:  # 100 Continue
+            return self._take_head(data[end + 4 :])
+        self._has_head = True
+        self._keeps_alive = head.get("connection").lower() != "close"
+        self._is_chunked = head.get("transfer-encoding").lower() == "chunked"
+        length = head.get("content-length")
+        if self._is_chunked or head.status in (204, 304):
+            self._left = 0
+        else:
+            self._left = int(length) if length else -1
+        assert self._sink is not None
+        self._sink.head(head)
+        return data[end + 4 :]
+
+    def _take_body(self, data: bytes) -> None:
+        if self._is_chunked:
+            self._take_chunks(data)
+            return
+        assert self._sink is not None
+        if self._left >= 0:
+            data, self._left = data[: self._left], self._left - min(self._left, len(data))
+        if data:
+            self._sink.data(data)
+        if self._left == 0:
+            self._end()
+
+    def _take_chunks(self, data: bytes) -> None:
+        """Raises ValueError."""
+        assert self._sink is not None
+        data = self._buffer + data if self._buffer else data
+        self._buffer = b""
+        given = []
+        begin = 0
+        is_over = False
+        while begin < len(data):
+            if self._left:
+                piece = data[begin : begin + self._left]
+                given.append(piece)
+                begin += len(piece)
+                self._left -= len(piece)
+                self._is_chunk_over = not self._left
+                continue
+            if self._is_chunk_over:  # the line's end behind a chunk
+                if len(data) - begin < 2:
+                    break
+                begin += 2
+                self._is_chunk_over = False
+                continue
+            end = data.find(b"\r\n", begin)
+            if end < 0:
+                if len(data) - begin > MAX_LINE_BYTES:
+                    raise ValueError("a chunk has no size")
+                break
+            size = int(data[begin:end].split(b";", 1)[0], 16)
+            if size == 0:
+                if data[end + 2 : end + 4] != b"\r\n" and b"\r\n\r\n" not in data[end:]:
+                    break
+                is_over = True
+                begin = len(data)
+                break
+            begin, self._left = end + 2, size
+        self._buffer = data[begin:]
+        if given:
+            self._sink.data(given[0] if len(given) == 1 else b"".join(given))
+        if is_over:
+            self._end()
+
+    def _end(self) -> None:
+        done, self._done, self._sink = self._done, None, None
+        if done is not None and not done.done():
+            done.set_result(None)
+
+    def _fail(self, why: str) -> None:
+        done, self._done, self._sink = self._done, None, None
+        self._keeps_alive = False
+        if done is not None and not done.done():
+            done.set_exception(UpstreamLost(why))
+
+
+class Upstream:
+    """The connections to one gateway address."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self.host = host
+        self.port = port
+        self._idle: list[Connection] = []
+        self._busy: set[Connection] = set()
+
+    async def connect(self, *, fresh: bool = False) -> Connection:
+        """A connection without an open request; `fresh` is one that was never used. Raises UpstreamLost."""
+        while self._idle and not fresh:
+            connection = self._idle.pop()
+            if connection.is_reusable:
+                self._busy.add(connection)
+                return connection
+            connection.close()
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                _, connection = await loop.create_connection(Connection, self.host, self.port)
+        except TimeoutError as error:
+            raise UpstreamLost(f"{self.host}:{self.port} accepted no connection within {CONNECT_S:g} s") from error
+        except OSError as error:
+            raise UpstreamLost(f"{self.host}:{self.port}: {error.strerror or error}") from error
+        self._busy.add(connection)
+        return connection
+
+    def give_back(self, connection: Connection) -> None:
+        """Keep a connection whose response has ended for the next request; close another."""
+        self._busy.discard(connection)
+        if connection.is_reusable and len(self._idle) < NUM_IDLE:
+            connection.was_used = True
+            self._idle.append(connection)
+        else:
+            connection.close()
+
+    def close(self) -> None:
+        """End all connections, and with them their requests."""
+        for connection in (*self._idle, *self._busy):
+            connection.close()
+        self._idle.clear()
+        self._busy.clear()
+
+
+class Whole:
+    """A sink that collects a response."""
+
+    def __init__(self, on_head: Callable[[Head], None] | None = None) -> None:
+        self.response = Head(0, [])
+        self.body = bytearray()
+        self._on_head = on_head
+
+    def head(self, head: Head) -> None:
+        self.response = head
+
+    def data(self, data: bytes) -> None:
+        self.body += data
+
+
+async def fetch(upstream: Upstream, target: str, timeout_s: float) -> tuple[int, bytes]:
+    """GET. Returns status and body. Raises UpstreamLost, also at the timeout."""
+    sink = Whole()
+    request = f"GET {target} HTTP/1.1\r\nHost: {host_header(upstream)}\r\n\r\n".encode()
+    connection = None
+    try:
+        async with asyncio.timeout(timeout_s):
+            connection = await upstream.connect(fresh=True)
+            await connection.send(request, sink)
+    except TimeoutError as error:
+        raise UpstreamLost(f"{upstream.host}:{upstream.port} did not answer {target} in {timeout_s:g} s") from error
+    finally:
+        if connection is not None:
+            upstream.give_back(connection)
+    return sink.response.status, bytes(sink.body)
+
+
+def host_header(upstream: Upstream) -> str:
+    host = f"[{upstream.host}]" if ":" in upstream.host else upstream.host
+    return f"{host}:{upstream.port}"
+
+
+def head_of(data: bytes) -> Head:
+    """Decode a response's head, without the empty line. Raises ValueError."""
+    first, *lines = data.decode("latin-1").split("\r\n")
+    version, _, rest = first.partition(" ")
+    status = rest[:3]
+    if not version.startswith("HTTP/1.") or not status.isdigit():
+        raise ValueError(f"it begins with {first[:40]!r}")
+    headers = []
+    for line in lines:
+        name, colon, value = line.partition(":")
+        if not colon:
+            raise ValueError(f"it has the header {line[:40]!r}")
+        headers.append((name, value.strip()))
+    return Head(int(status), headers)

@@ -1,0 +1,123 @@
+"""Reads the resume points of a stream over HTTP that a client continues. Pure.
+
+pipeline/runtime/resume_points.py describes them; replies/resume_points.py writes them.
+"""
+
+import binascii
+import re
+from collections.abc import Mapping
+from hashlib import blake2b
+
+import msgspec
+import numpy as np
+
+from pipeline.runtime.resume_points import PREFIX, RESUME
+from pipeline.stages.gateway.errors import invalid
+from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, Resumption
+
+MAX_POINTS_BYTES = 16 * 1024 * 1024
+_LINE = re.compile(rb"([0-9]{1,4}) ([0-9]{1,10}) ([01]) ([A-Za-z0-9+/=]*)")
+_ID = re.compile(r"[!-~]{1,300}")
+
+
+class PointHead(msgspec.Struct, frozen=True):
+    """What a stream keeps when it is continued."""
+
+    id: str
+    created: int
+    arrival_s: float
+    """When the request arrived at the first server, in Unix time: its deadline counts from then."""
+    seed: int
+    salt: int
+    prompt: str
+    """Digest of the prompt's ids: a chat template may write the date, and then the prompt is another one."""
+
+
+_heads = msgspec.json.Decoder(PointHead)
+
+
+def is_resumable(parsed: ParsedRequest) -> bool:
+    """Whether a stream can have resume points. Not if it has output that is no function of the ids of its sequences, or
+    several prompts. With several sequences, token details are not known to be complete at each point."""
+    has_details = parsed.details.num_top is not None or parsed.details.with_ids
+    return (
+        parsed.stream
+        and len(parsed.prompts) == 1
+        and not (parsed.echo or parsed.hides_output or parsed.is_lookup or parsed.is_infill)
+        and parsed.embedding is None
+        and parsed.response is None
+        and parsed.ollama is None
+        and not (parsed.is_best_of or parsed.options.use_beam_search)
+        and not (has_details and parsed.n > 1)
+    )
+
+
+def num_point_bytes(headers: Mapping[str, str]) -> int:
+    """Bytes of points in front of the body; 0 if the request continues nothing. Raises ApiError."""
+    text = headers.get(RESUME)
+    if text is None:
+        return 0
+    if not text.isascii() or not text.isdigit() or not 0 < int(text) <= MAX_POINTS_BYTES:
+        message = f"'{RESUME}' must be the number of bytes of resume points, 1 to {MAX_POINTS_BYTES}"
+        raise invalid(RESUME, message, "invalid_value")
+    return int(text)
+
+
+def with_points(parsed: ParsedRequest, points: bytes, now_s: float) -> ParsedRequest:
+    """A request that continues behind its last point. `now_s` is the Unix time. Raises ApiError, 400."""
+    if not is_resumable(parsed):
+        raise invalid(RESUME, f"'{RESUME}': such a request has no resume points", "invalid_value")
+    head: PointHead | None = None
+    ids = [bytearray() for _ in range(parsed.n)]
+    num_chars, has_ended = [0] * parsed.n, [False] * parsed.n
+    for number, line in enumerate(points.split(b"\n"), 1):
+        if not line:
+            continue
+        content = line.removeprefix(PREFIX)
+        if content.startswith(b"{") and head is None:
+            head = _head_of(content)
+        elif (match := _LINE.fullmatch(content)) and head is not None and int(match[1]) < parsed.n:
+            index = int(match[1])
+            ids[index] += _ids_of(match[4], number)
+            num_chars[index], has_ended[index] = int(match[2]), match[3] == b"1"
+        else:
+            raise invalid(RESUME, f"'{RESUME}': line {number} is not a resume point of this request", "invalid_value")
+    if head is None:
+        raise invalid(RESUME, f"'{RESUME}': the first point, with the stream's id, is missing", "invalid_value")
+    has_output = any(ids)
+    return msgspec.structs.replace(
+        parsed,
+        seed=head.seed,
+        outputs=[bytes(each) for each in ids] if has_output else [],
+        options=msgspec.structs.replace(parsed.options, repeats_received=has_output),
+        received_s=parsed.received_s - max(0.0, now_s - head.arrival_s),
+        resumption=Resumption(
+            id=head.id, created=head.created, arrival_s=head.arrival_s, salt=head.salt, prompt=head.prompt,
+            num_chars=num_chars, has_ended=has_ended,
+        ),
+    )  # fmt: skip
+
+
+def _head_of(data: bytes) -> PointHead:
+    try:
+        head = _heads.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise invalid(RESUME, f"'{RESUME}': the first point is invalid: {error}", "invalid_value") from error
+    if not _ID.fullmatch(head.id) or not 0 <= head.seed < 2**64 or not 0 <= head.salt < 2**64:
+        raise invalid(RESUME, f"'{RESUME}': the first point is invalid", "invalid_value")
+    return head
+
+
+def _ids_of(text: bytes, number: int) -> bytes:
+    try:
+        ids = binascii.a2b_base64(text, strict_mode=True) if text else b""
+    except binascii.Error:
+        ids = b"?"
+    if len(ids) % 4:
+        raise invalid(RESUME, f"'{RESUME}': line {number} has no valid token ids", "invalid_value")
+    return ids
+
+
+def digest_of(prompt_ids: "np.ndarray[tuple[int], np.dtype[np.int32]]") -> str:
+    """Of the ids of a prompt."""
+    return blake2b(prompt_ids.astype("<i4").tobytes(), digest_size=8).hexdigest()

@@ -1,0 +1,80 @@
+"""The HTTP client of the relay."""
+
+import asyncio
+from unittest.mock import Mock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.deploy.upstream import Connection, Upstream, UpstreamLost, Whole, fetch, head_of
+
+CHUNKED = (
+    b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nX-A: b\r\n\r\n"
+    b"5\r\nhello\r\n1;x=y\r\n,\r\n9\r\n\r\n0\r\n\r\nab\r\n0\r\n\r\n"
+)
+SIZED = b"HTTP/1.1 404 Not Found\r\nContent-Length: 7\r\n\r\n0\r\n\r\nxy"
+
+
+def answer(data: bytes, cuts: list[int], *, closes: bool = False) -> tuple[Whole, Connection, BaseException | None]:
+    async def run() -> tuple[Whole, Connection, BaseException | None]:
+        connection, sink = Connection(), Whole()
+        connection.connection_made(Mock(is_closing=lambda: False))
+        done = connection.send(b"GET", sink)
+        for begin, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
+            if data[begin:end]:
+                connection.data_received(data[begin:end])
+        if closes:
+            connection.connection_lost(None)
+        assert done.done()
+        return sink, connection, done.exception()
+
+    return asyncio.run(run())
+
+
+@given(st.lists(st.integers(0, len(CHUNKED)), max_size=8).map(sorted))
+def test_chunks_are_joined_however_they_arrive(cuts):
+    sink, connection, error = answer(CHUNKED, cuts)
+    assert error is None and sink.body == b"hello,\r\n0\r\n\r\nab"
+    assert sink.response.status == 200 and sink.response.get("x-a") == "b"
+    assert connection.is_reusable
+
+
+@given(st.lists(st.integers(0, len(SIZED)), max_size=4).map(sorted))
+def test_a_body_of_known_length(cuts):
+    sink, connection, error = answer(SIZED, cuts)
+    assert error is None and sink.body == b"0\r\n\r\nxy" and sink.response.status == 404
+    assert connection.is_reusable
+
+
+@pytest.mark.parametrize("end", [0, 30, 100, len(CHUNKED) - 1])
+def test_an_early_end_is_an_error(end):
+    _, connection, error = answer(CHUNKED[:end], [], closes=True)
+    assert isinstance(error, UpstreamLost) and not connection.is_reusable
+
+
+def test_a_body_without_length_ends_with_the_connection():
+    sink, _, error = answer(b"HTTP/1.1 200 OK\r\n\r\nall", [], closes=True)
+    assert error is None and sink.body == b"all"
+
+
+@pytest.mark.parametrize("data", [b"SSH-2.0\r\n\r\n", b"HTTP/1.1 xx\r\n\r\n", b"HTTP/1.1 200 OK\r\nbad\r\n\r\n"])
+def test_what_is_not_http_is_an_error(data):
+    assert isinstance(answer(data, [])[2], UpstreamLost)
+    with pytest.raises(ValueError):
+        head_of(data.removesuffix(b"\r\n\r\n"))
+
+
+async def test_a_closed_port_and_a_silent_server_are_errors():
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    with pytest.raises(UpstreamLost, match="did not answer"):
+        await fetch(Upstream("127.0.0.1", port), "/health", 0.1)
+    server.close()
+    await server.wait_closed()
+    with pytest.raises(UpstreamLost, match=str(port)):
+        await Upstream("127.0.0.1", port).connect()

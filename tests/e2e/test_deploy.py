@@ -1,0 +1,273 @@
+"""`pipeline deploy`: replicas on Ray Serve, one of which dies under streams; the same servers behind `--servers` and
+behind Debian's nginx.
+test_deploy_long.py, with PIPELINE_ALL_REPLICAS=1, lets replicas die at other moments and scales them.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.e2e.conftest import SMALL
+from tests.guardian import guard
+
+ROOT = Path(__file__).resolve().parents[2]
+START_S, PATIENCE_S = 180.0, 60.0
+PREFIX = "Once upon a time there was a server with several replicas. " * 4
+COMPLETION = {"prompt": PREFIX, "max_tokens": 150, "ignore_eos": True, "temperature": 1.0, "seed": 7}
+CHAT = {"messages": [{"role": "user", "content": PREFIX}], "max_tokens": 120, "ignore_eos": True, "seed": 3, "n": 2}
+MESSAGES = {"messages": [{"role": "user", "content": PREFIX}], "max_tokens": 120, "temperature": 0.7, "model": "tiny"}
+
+
+class Deployment:
+    """`pipeline deploy` in a process of its own. Use as a context manager."""
+
+    def __init__(self, *options: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "pipeline", "deploy", "--port", "0", *options],
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},  # Ray's workers start elsewhere
+        )
+        guard(self.process)
+        self.lines: list[str] = []
+        self._ready = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.url = ""
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line)
+            if match := re.search(r"relaying on (\S+)", line):
+                self.url = match[1]
+                self._ready.set()
+        self._ready.set()
+
+    def __enter__(self) -> "Deployment":
+        assert self._ready.wait(START_S) and self.url, "".join(self.lines)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            if self.process.poll() is None:
+                self.process.send_signal(signal.SIGINT)
+            self.process.wait(PATIENCE_S)
+        finally:
+            self.process.kill()
+            self._reader.join(10)
+            assert self.process.stderr is not None
+            self.process.stderr.close()
+
+    def replicas(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = get(f"{self.url}/health")["replicas"]
+        return found
+
+    def until(self, condition: Callable[[list[dict[str, Any]]], bool], what: str) -> list[dict[str, Any]]:
+        end_s = time.monotonic() + PATIENCE_S
+        while not condition(found := self.replicas()):
+            assert time.monotonic() < end_s, f"timed out waiting until {what}: {found}"
+            time.sleep(0.05)
+        return found
+
+    def metric(self, name: str) -> float:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=PATIENCE_S) as response:
+            found = re.search(rf"^{name} (\S+)$", response.read().decode(), re.MULTILINE)
+        assert found, name
+        return float(found[1])
+
+
+def get(url: str) -> Any:
+    try:
+        with urllib.request.urlopen(url, timeout=PATIENCE_S) as response:
+            return json.load(response)
+    except urllib.error.HTTPError as error:
+        return json.load(error)
+
+
+def events(
+    url: str, body: dict[str, Any], path: str = "/v1/completions", at: tuple[int, Callable[[], None]] | None = None,
+    headers: dict[str, str] | None = None,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """The events of a stream. `at` is a number of events, and what to do when they are here."""
+    request = urllib.request.Request(
+        url + path, json.dumps(body | {"stream": True}).encode(), {"Content-Type": "application/json"} | (headers or {})
+    )
+    found = []
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
+        for line in response:
+            assert not line.startswith(b": point"), "points are for the ingress"
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line[6:])
+            assert "error" not in event, event
+            found.append(event)
+            if at is not None and len(found) == at[0]:
+                at[1]()
+    return found
+
+
+def texts_of(found: list[dict[str, Any]]) -> dict[int, str]:
+    """The text of each choice, with its finish reason."""
+    texts: dict[int, str] = {}
+    for event in found:
+        if event.get("type") == "content_block_delta":
+            texts[0] = texts.get(0, "") + event["delta"].get("text", "")
+        for choice in event.get("choices", ()):
+            text = choice["text"] if "text" in choice else choice["delta"].get("content", "")
+            ending = f"<{choice['finish_reason']}>" if choice["finish_reason"] else ""
+            texts[choice["index"]] = texts.get(choice["index"], "") + (text or "") + ending
+    return texts
+
+
+def actor_of(url: str) -> psutil.Process:
+    """The Ray actor that owns the server at this address."""
+    port = int(url.rsplit(":", 1)[1])
+    pids = [one.pid for one in psutil.net_connections("tcp") if one.status == "LISTEN" and one.laddr.port == port]
+    for process in psutil.Process(next(pid for pid in pids if pid is not None)).parents():
+        if process.cmdline()[:1] and process.cmdline()[0].startswith("ray::"):
+            return process
+    raise AssertionError(f"the server at {url} belongs to no actor")
+
+
+def settings_for(tiny_model: Path) -> list[str]:
+    """Options for replicas that serve the tiny model."""
+    given = {"model": tiny_model, "cache_dir": tiny_model.parent / "cache"}
+    options = given | {f"execute.{name}": value for name, value in SMALL.items()}
+    return [word for name, value in options.items() for word in ("--set", f"{name}={value}")]
+
+
+@pytest.fixture(scope="module")
+def deployment(tiny_model: Path) -> Iterator[Deployment]:
+    with Deployment("--replicas", "2", "--replica-cpus", "0.5", *settings_for(tiny_model)) as deployment:
+        deployment.until(lambda found: [one["status"] for one in found] == ["ok", "ok"], "both replicas serve")
+        yield deployment
+
+
+def test_a_dead_replica_s_streams_continue_at_another_one(deployment: Deployment) -> None:
+    requests = [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT), ("/v1/messages", MESSAGES)]
+    calm = [texts_of(events(deployment.url, body, path)) for path, body in requests]
+    direct = deployment.replicas()[0]["url"]
+    assert texts_of(events(direct, COMPLETION)) == calm[0], "the relay changes nothing"
+    resumed = deployment.metric("pipeline_ingress_resumed_streams_total")
+    num_ready = 0
+    killed = threading.Event()
+    lock = threading.Lock()
+
+    def kill() -> None:
+        """When all streams have begun, kill the replica of the last one."""
+        nonlocal num_ready
+        with lock:
+            num_ready += 1
+            if num_ready == len(requests):
+                busy = max(deployment.replicas(), key=lambda one: int(one["open_requests"]))
+                assert busy["open_requests"] == 3, "the router sends a common prefix to one replica"
+                actor_of(busy["url"]).kill()
+                killed.set()
+        assert killed.wait(PATIENCE_S)
+
+    with ThreadPoolExecutor(len(requests)) as threads:
+        found = list(threads.map(lambda one: texts_of(events(deployment.url, one[1], one[0], (8, kill))), requests))
+    assert found == calm
+    assert deployment.metric("pipeline_ingress_resumed_streams_total") >= resumed + 1
+    assert deployment.metric("pipeline_ingress_broken_streams_total") == 0
+    deployment.until(lambda found: [one["status"] for one in found] == ["ok", "ok"], "Serve has replaced the replica")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@contextlib.contextmanager
+def nginx(folder: Path, urls: list[str]) -> Iterator[str]:
+    """Debian's nginx with docs/deploy/nginx.conf, in front of these servers."""
+    program = shutil.which("nginx") or "/usr/sbin/nginx"
+    assert Path(program).exists(), "this test needs Debian's nginx: apt-get install nginx-light"
+    port = free_port()
+    text = (ROOT / "docs/deploy/nginx.conf").read_text().replace("listen 127.0.0.1:8000", f"listen 127.0.0.1:{port}")
+    for place, url in enumerate(urls, 1):
+        text = text.replace(f"127.0.0.1:800{place} ", url.removeprefix("http://") + " ")
+    (folder / "nginx.conf").write_text(
+        f"daemon off; pid {folder}/pid; error_log {folder}/errors; events {{}}\n"
+        f"http {{ access_log off; client_body_temp_path {folder}/b; proxy_temp_path {folder}/p;"
+        f" fastcgi_temp_path {folder}/f; uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s;\n{text}}}\n"
+    )
+    process = subprocess.Popen([program, "-p", str(folder), "-c", str(folder / "nginx.conf"), "-e", f"{folder}/errors"])
+    guard(process)
+    try:
+        end_s = time.monotonic() + PATIENCE_S
+        while True:
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1", port), 1).close()
+                break
+            assert process.poll() is None and time.monotonic() < end_s, (folder / "errors").read_text()
+            time.sleep(0.02)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(PATIENCE_S)
+
+
+def num_prompts(url: str) -> int:
+    count = get(f"{url}/health")["counters"]["prompt_tokens"]
+    return int(count)
+
+
+def test_nginx_sends_a_session_to_one_server_and_new_requests_to_a_live_one(
+    deployment: Deployment, tmp_path: Path
+) -> None:
+    urls = [one["url"] for one in deployment.replicas()]
+    short = COMPLETION | {"max_tokens": 12}
+    with nginx(tmp_path, urls) as url:
+        calm = texts_of(events(urls[0], short))
+        before = [num_prompts(one) for one in urls]
+        found = [texts_of(events(url, short, headers={"X-Session": "s1"})) for _ in range(4)]
+        assert found == [calm] * 4
+        grown = [num_prompts(one) - old for one, old in zip(urls, before, strict=True)]
+        assert min(grown) == 0 < max(grown), "one server had them all"
+        owner = grown.index(max(grown))
+        actor = actor_of(urls[owner])
+        server = [child for child in actor.children() if child.cmdline()[0].startswith("pipeline:")]
+        actor.kill()
+        psutil.wait_procs(server, timeout=PATIENCE_S)
+        assert texts_of(events(url, short, headers={"X-Session": "s1"})) == calm
+    deployment.until(lambda found: [one["status"] for one in found] == ["ok", "ok"], "Serve has replaced the replica")
+
+
+def test_servers_that_run_already_are_relayed_to_and_a_signal_lets_streams_end(deployment: Deployment) -> None:
+    urls = [one["url"] for one in deployment.replicas()]
+    with Deployment("--servers", ",".join(urls)) as relay:
+        calm = texts_of(events(relay.url, COMPLETION))
+        stop = 5, lambda: relay.process.send_signal(signal.SIGTERM)
+        assert texts_of(events(relay.url, COMPLETION, at=stop)) == calm
+        assert relay.process.wait(PATIENCE_S) == 0
+
+
+def test_without_ray_there_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "ray.py").write_text("raise ImportError('no ray')\n")
+    environ = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    command = [sys.executable, "-m", "pipeline", "deploy", "--replicas", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environ, timeout=PATIENCE_S)
+    assert done.returncode == 2
+    assert done.stderr.strip().split("\n")[-1].endswith("ray is not installed: pip install 'pipeline-serve[ray]'")

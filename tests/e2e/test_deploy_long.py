@@ -1,0 +1,54 @@
+"""Replicas that die at many moments, and autoscaling: minutes. With PIPELINE_ALL_REPLICAS=1."""
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.test_deploy import COMPLETION, PATIENCE_S, Deployment, actor_of, events, settings_for, texts_of
+
+
+@pytest.fixture(scope="module")
+def deployment(tiny_model: Path) -> Iterator[Deployment]:
+    with Deployment("--replicas", "2", "--replica-cpus", "0.5", *settings_for(tiny_model)) as deployment:
+        yield deployment
+
+
+@pytest.mark.parametrize("at", [1, 2, 20, 60])
+@pytest.mark.parametrize("extra", [{}, {"logprobs": 2}, {"stop": ["zzzz"]}, {"n": 3}])
+def test_a_replica_dies_at_any_moment(deployment: Deployment, at: int, extra: dict[str, Any]) -> None:
+    body = COMPLETION | extra
+    calm = texts_of(events(deployment.url, body))
+
+    def kill() -> None:
+        actor_of(max(deployment.replicas(), key=lambda one: int(one["open_requests"]))["url"]).kill()
+
+    assert texts_of(events(deployment.url, body, at=(at, kill))) == calm
+    deployment.until(lambda found: [one["status"] for one in found] == ["ok", "ok"], "Serve has replaced the replica")
+
+
+def test_open_requests_scale_replicas_up_and_down(tiny_model: Path) -> None:
+    options = "--min-replicas", "1", "--max-replicas", "2", "--target-open-requests", "2", "--replica-cpus", "0.5"
+    with Deployment(*options, *settings_for(tiny_model)) as deployment, ThreadPoolExecutor(8) as threads:
+        assert len(deployment.replicas()) == 1
+        stop = threading.Event()
+
+        def load(number: int) -> None:
+            while not stop.is_set():
+                events(deployment.url, COMPLETION | {"seed": number})
+
+        clients = [threads.submit(load, number) for number in range(8)]
+        try:
+            deployment.until(lambda found: len([one for one in found if one["status"] == "ok"]) == 2, "there are two")
+        finally:
+            stop.set()
+        for client in clients:
+            client.result()
+        end_s = time.monotonic() + 10 * PATIENCE_S
+        while len(deployment.replicas()) > 1:
+            assert time.monotonic() < end_s, "it is scaled down"
+            events(deployment.url, COMPLETION)  # is never broken
