@@ -74,6 +74,11 @@ def _rank_problems(settings: Settings) -> list[str]:
         problems.append("execute.pipeline_parallel: pipeline parallelism is not supported yet: leave it at 1")
     if execute.cores and execute.device == "cuda":
         problems.append("execute.cores: has a meaning only if execute.device is 'cpu'")
+    if execute.all_reduce != "nccl" and (execute.device == "cpu" or num == 1):
+        problems.append(
+            f"execute.all_reduce: {execute.all_reduce!r} has a meaning only if execute.device is 'cuda' and "
+            "execute.tensor_parallel is above 1"
+        )
     if execute.cores and len(execute.cores) != num:
         problems.append(
             f"execute.cores: needs an entry for each rank, and execute.tensor_parallel is {num}: got "
@@ -86,10 +91,13 @@ def _rank_problems(settings: Settings) -> list[str]:
             problems.append(f"execute.cores: {error}")
     if num == 1:
         return problems
+    on_cpu = execute.device == "cpu"
     refused = (
-        (execute.device == "cuda", "execute.device is 'cuda': one GPU computes the model"),
-        (execute.kernels == "torch", "execute.kernels is 'torch': ranks need the CPU library"),
-        (execute.dtype != "bfloat16", f"execute.dtype is {execute.dtype!r}: ranks compute with bfloat16"),
+        (on_cpu and execute.kernels == "torch", "execute.kernels is 'torch': ranks need the CPU library"),
+        (
+            on_cpu and execute.dtype != "bfloat16",
+            f"execute.dtype is {execute.dtype!r}: ranks on CPUs compute with bfloat16",
+        ),
         (settings.lora.is_on, "LoRA adapters are not supported with ranks"),
         (
             settings.speculative.method != "none",
