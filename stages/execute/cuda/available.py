@@ -40,10 +40,11 @@ class Facts:
     """CUDA's error if no GPU is usable, else empty."""
     name: str = ""
     capability: tuple[int, int] = (0, 0)
-    num_gpus: int = 1
     total_bytes: int = 0
     free_bytes: int = 0
     """Unused part of `total_bytes`."""
+    num_gpus: int = 1
+    """That this process can see."""
 
 
 def require(settings: Settings, config: ModelConfig, folder: Path, rank: int = 0) -> None:

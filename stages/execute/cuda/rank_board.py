@@ -46,7 +46,7 @@ class RankBoard:
         self._lines = self.allocate(0, place.num_ranks * LINE_WORDS * 8).view(np.int64).reshape(-1, LINE_WORDS)
         self._own = self._lines[place.rank]
         self._incarnation = self._num_steps = self._step_id = 0
-        self._timeout_s = LOAD_TIMEOUT_S
+        self._timeout_s, self._is_loading = LOAD_TIMEOUT_S, True
         self._checked_s = self._excused_s = time.monotonic()
         self.waited_s = 0.0
         """How long this rank has waited for others before steps."""
@@ -71,7 +71,7 @@ class RankBoard:
 
     def loaded(self) -> None:
         """From now on, the deadline is that of steps."""
-        self._timeout_s = self.place.timeout_s
+        self._timeout_s, self._is_loading = self.place.timeout_s, False
 
     def beat(self) -> None:
         """This rank's loop runs."""
@@ -150,6 +150,9 @@ class RankBoard:
     def late_error(self, rank: int | None) -> RankLateError:
         """Names the rank that was missed. Without one, a step in flight did not end: that is the rank whose loop does
         not run any more, or which has begun fewer steps; else all of them."""
+        if self._is_loading:
+            who = "one of the ranks" if rank is None else f"execute.{rank}"
+            return RankLateError(f"{who} has not loaded its part of the model within {self._timeout_s:g} s")
         suffix = f"step {self._step_id}, for {self.place.timeout_s:g} s (execute.barrier_timeout_s)"
         if rank is not None:
             return RankLateError(f"execute.{rank} stood at the end of the step before, {suffix}")

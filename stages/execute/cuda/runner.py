@@ -221,6 +221,10 @@ class CudaRunner:
         if self.device.captures_graphs:
             for shape, kind in self._to_capture:
                 self.step_graphs.get(shape, kind)
+            if self._samples:
+                first = self.step_graphs.get(self.shapes.decode(1), CapturedStepKind.FORWARD_ONLY)
+                for _ in self.sampling_extras.warm(first.step):
+                    pass
 
     def capture_more(self) -> bool:
         """Capture one more graph, or compile one more variant of the sampling extras, while the stage is idle.
