@@ -28,7 +28,7 @@ from tests.stages.execute.driver import Driver, make_step, row_add, take
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # numpy, in the interpreter
 
 PROMPTS = [[5, 9, 200, 31, 7], [8, 100, 3]]
-SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "intermediate_size": 80, "max_position": 96}
+SMALL: dict[str, Any] = {"num_layers": 1, "hidden_size": 32, "intermediate_size": 80, "max_position": 96}
 
 
 @pytest.fixture(autouse=True)
@@ -43,16 +43,18 @@ def _folder(tmp_path: Path, **changes: Any) -> Path:
 
 VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tied, biases": (2, {"num_heads": 4, "tie_embeddings": True, "qkv_bias": True, "out_bias": True, "mlp_bias": True}),
-    "uneven heads": (2, {"num_heads": 6, "num_kv_heads": 3, "hidden_size": 48, "num_layers": 1}),
-    "more ranks than KV heads": (3, {"num_heads": 5, "num_kv_heads": 1, "hidden_size": 40, "num_layers": 1}),
-    "norms of heads, windows": (2, {**checkpoints.VARIANTS["qwen3"], "num_heads": 4, "num_layers": 1}),
+    "uneven heads": (2, {"num_heads": 6, "num_kv_heads": 3, "hidden_size": 48}),
+    "more ranks than KV heads, norms of heads": (
+        3,
+        {"architecture": "qwen3", "qk_norm": True, "num_heads": 5, "num_kv_heads": 1, "hidden_size": 40},
+    ),
 }
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_ranks_return_what_the_cpu_returns(tmp_path: Path, name: str) -> None:
     num_ranks, changes = VARIANTS[name]
-    folder, config = _folder(tmp_path, **changes), on_device(max_num_seqs=2)
+    folder, config = _folder(tmp_path, **changes), on_device(max_num_seqs=2, tokens=8)
     expected, ours = Driver(folder, on_cpu(config)), CudaRankDriver(folder, config, num_ranks)
     try:
         assert ours.generate(PROMPTS, 2) == expected.generate(PROMPTS, 2)
@@ -64,8 +66,8 @@ def test_ranks_return_what_the_cpu_returns(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(("dtype", "quantization", "atol"), [("bfloat16", "none", 0.05), ("float32", "int8", 1e-4)])
 def test_ranks_return_what_one_gpu_returns(tmp_path: Path, dtype: Any, quantization: Any, atol: float) -> None:
     """Weights that are quantized while loading are cut between groups of the whole matrix, and have its codes."""
-    changes = {"hidden_size": 128, "num_heads": 4, "head_dim": 64, "intermediate_size": 192, "num_layers": 1}
-    folder, config = _folder(tmp_path, **changes), on_device(max_num_seqs=2, dtype=dtype)
+    changes = {"hidden_size": 128, "num_heads": 4, "head_dim": 64, "intermediate_size": 192}
+    folder, config = _folder(tmp_path, **changes), on_device(max_num_seqs=2, tokens=8, dtype=dtype)
     config = msgspec.structs.replace(config, quantization=quantization)
     expected, ours = CudaDriver(folder, config), CudaRankDriver(folder, config, 2)
     try:
@@ -80,7 +82,7 @@ def test_ranks_return_what_one_gpu_returns(tmp_path: Path, dtype: Any, quantizat
 def test_long_steps_and_what_rank_0_samples_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps whose sums are reduced, not gathered; logprobs of prompts and ids, penalties, filters, embeddings."""
     monkeypatch.setattr(rank_link, "GATHERED_TOKENS", 16)
-    folder, config = _folder(tmp_path, num_heads=4, num_layers=1), on_device(tokens=32)
+    folder, config = _folder(tmp_path, num_heads=4), on_device(tokens=20)
     expected, ours = Driver(folder, on_cpu(config)), CudaRankDriver(folder, config, 2)
     options = [
         m.GenerationOptions(temperature=0.8, top_k=5, seed=3),
@@ -110,7 +112,7 @@ def test_experts_are_cut_by_their_intermediate_size(tmp_path: Path) -> None:
     variant = tiny_architectures.VARIANTS["qwen2_moe"]
     changes = {**variant.changes, "num_hidden_layers": 1}
     folder, _ = tiny_architectures.write(tmp_path, replace(variant, changes=changes))
-    config = on_device(max_num_seqs=2)
+    config = on_device(max_num_seqs=2, tokens=8)
     expected, ours = Driver(folder, on_cpu(config)), CudaRankDriver(folder, config, 2)
     try:
         assert ours.generate(PROMPTS, 1) == expected.generate(PROMPTS, 1)
@@ -120,8 +122,9 @@ def test_experts_are_cut_by_their_intermediate_size(tmp_path: Path) -> None:
 
 
 def test_a_rank_has_only_its_part_of_the_weights(tmp_path: Path) -> None:
-    folder = _folder(tmp_path, num_heads=4, intermediate_size=128, num_layers=1)
-    whole, ours = CudaRunner(on_device(max_num_seqs=2), folder), CudaRankDriver(folder, on_device(max_num_seqs=2), 2)
+    folder = _folder(tmp_path, num_heads=4, intermediate_size=128)
+    config = on_device(max_num_seqs=2, tokens=8)
+    whole, ours = CudaRunner(config, folder), CudaRankDriver(folder, config, 2)
     try:
         for rank in ours.runner.ranks:
             for part, every in zip(rank.model.matrices, whole.model.matrices, strict=True):
@@ -150,8 +153,8 @@ def test_a_rank_has_only_its_part_of_the_weights(tmp_path: Path) -> None:
 def test_what_cannot_be_cut_is_refused(
     tmp_path: Path, changes: dict[str, Any], quantization: Any, num_ranks: int, message: str
 ) -> None:
-    folder = _folder(tmp_path, num_layers=1, **changes)
-    config = msgspec.structs.replace(on_device(max_num_seqs=2), quantization=quantization)
+    folder = _folder(tmp_path, **changes)
+    config = msgspec.structs.replace(on_device(max_num_seqs=2, tokens=8), quantization=quantization)
     with pytest.raises(UserError, match=r"execute\.tensor_parallel: " + message):
         CudaRankDriver(folder, config, num_ranks)
 
@@ -193,7 +196,7 @@ def test_a_step_of_a_dead_scheduler_is_abandoned(boards: list[RankBoard]) -> Non
 def _rank(rank: int, folder: Path, fd: int, out: Path) -> None:
     """A rank in a process of its own, over gloo, with sums in memory that both map."""
     ranks.RankBoard = RankBoard  # type: ignore[attr-defined]
-    config = on_device(max_num_seqs=2)
+    config = on_device(max_num_seqs=2, tokens=8)
     config = msgspec.structs.replace(
         config, execute=msgspec.structs.replace(config.execute, tensor_parallel=2, all_reduce="one_shot")
     )
@@ -216,7 +219,7 @@ def test_two_processes_exchange_sums_in_symmetric_memory(tmp_path: Path) -> None
     try:
         for process in processes:
             process.start()
-        expected = Driver(folder, on_cpu(on_device(max_num_seqs=2)))
+        expected = Driver(folder, on_cpu(on_device(max_num_seqs=2, tokens=8)))
         texts = expected.generate(PROMPTS, 2)
         for process in processes:
             process.join(120)
