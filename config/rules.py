@@ -86,6 +86,11 @@ def _rank_problems(settings: Settings) -> list[str]:
         )
     if execute.cores and execute.device == "cuda":
         problems.append("execute.cores: has a meaning only if execute.device is 'cpu'")
+    if execute.all_reduce != "nccl" and (execute.device == "cpu" or execute.tensor_parallel == 1):
+        problems.append(
+            f"execute.all_reduce: {execute.all_reduce!r} has a meaning only if execute.device is 'cuda' and "
+            "execute.tensor_parallel is above 1"
+        )
     if execute.cores and len(execute.cores) != execute.num_ranks:
         of_stages = f" times execute.pipeline_parallel is {execute.num_ranks}" if num_stages > 1 else ""
         problems.append(
@@ -100,10 +105,17 @@ def _rank_problems(settings: Settings) -> list[str]:
     if execute.num_ranks == 1:
         return problems
     key = "tensor_parallel" if execute.tensor_parallel > 1 else "pipeline_parallel"
+    on_cpu = execute.device == "cpu"
+    if num_stages > 1 and not on_cpu:
+        problems.append(
+            f"execute.pipeline_parallel: is {num_stages}, but execute.device is 'cuda': a pipeline's stages need CPUs"
+        )
     refused = (
-        (execute.device == "cuda", "execute.device is 'cuda': one GPU computes the model"),
-        (execute.kernels == "torch", "execute.kernels is 'torch': ranks need the CPU library"),
-        (execute.dtype != "bfloat16", f"execute.dtype is {execute.dtype!r}: ranks compute with bfloat16"),
+        (on_cpu and execute.kernels == "torch", "execute.kernels is 'torch': ranks need the CPU library"),
+        (
+            on_cpu and execute.dtype != "bfloat16",
+            f"execute.dtype is {execute.dtype!r}: ranks on CPUs compute with bfloat16",
+        ),
         (settings.lora.is_on, "LoRA adapters are not supported with ranks"),
         (
             settings.speculative.method != "none",

@@ -210,8 +210,8 @@ class ExecuteSettings(Frozen, frozen=True):
             ge=1,
             le=64,
             description="Number of ranks: processes that compute each step together, each with a part of every matrix "
-            "and of the KV cache. Results are the same as with 1. kv_cache_bytes, swap_bytes and num_threads are those "
-            "of each rank. Only on a CPU.",
+            "and of the KV cache. On a CPU, results are the same as with 1; GPUs have a rank each. kv_cache_bytes, "
+            "swap_bytes and num_threads are those of each rank.",
         ),
     ] = 1
     pipeline_parallel: Annotated[
@@ -244,6 +244,13 @@ class ExecuteSettings(Frozen, frozen=True):
             "the cores of a NUMA node. Empty: all ranks may use all cores."
         ),
     ] = ()
+    all_reduce: Annotated[
+        Literal["nccl", "one_shot"],
+        Meta(
+            description="How GPUs add what they have computed: with NCCL, or in steps of few tokens with our own "
+            "kernel, which reads the other GPUs' memory. It has not run on GPUs yet."
+        ),
+    ] = "nccl"
     barrier_timeout_s: Annotated[
         Seconds,
         Meta(

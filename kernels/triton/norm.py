@@ -125,10 +125,12 @@ def embed(
     learned: DeviceMatrix | None = None,
     positions: Tensor | None = None,
     offset: int = 0,
+    part: range | None = None,
 ) -> None:
     """`residual[i] = table[ids[i]] * scale + learned[positions[i] + offset]`.
 
-    residual [M, H] float32; table [V, H] and learned [rows, H] in any format; ids and positions [M] int32.
+    residual [M, H] float32; table [V, H] and learned [rows, H] in any format; ids and positions [M] int32. With `part`,
+    the table has only the rows of these ids, and those of others count as zeros.
     """
     num_tokens, width = residual.shape
     block = min(next_power_of_2(width), 1024)
@@ -143,6 +145,8 @@ def embed(
         SCALE=scale,
         HAS_POSITIONS=positions is not None,
         OFFSET=offset,
+        FIRST=0 if part is None else part.start,
+        NUM_ROWS=0 if part is None else len(part),
         BLOCK=block,
         num_warps=4,
     )
@@ -227,13 +231,20 @@ def _embed(
     SCALE: tl.constexpr,
     HAS_POSITIONS: tl.constexpr,
     OFFSET: tl.constexpr,
+    FIRST: tl.constexpr,
+    NUM_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
     row = tl.load(ids + token).to(tl.int64)
-    numbers = code_number(weight, row, columns, inside) * SCALE
+    there = inside
+    if NUM_ROWS > 0:
+        row -= FIRST
+        there = inside & (row >= 0) & (row < NUM_ROWS)
+        row = tl.minimum(tl.maximum(row, 0), NUM_ROWS - 1)
+    numbers = tl.where(there, code_number(weight, row, columns, there) * SCALE, 0.0)
     if HAS_POSITIONS:
         position = tl.load(positions + token).to(tl.int64) + OFFSET
         numbers += code_number(learned, position, columns, inside)

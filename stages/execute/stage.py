@@ -169,12 +169,19 @@ def _load(launch: m.Launch, swap: memoryview | None) -> "tuple[Runner, Serve]":
         torch.set_num_threads(num_threads)
         from pipeline.stages.execute.cuda.available import require
 
-        require(settings, ModelConfig.load(launch.model_dir), Path(launch.model_dir))
+        require(settings, ModelConfig.load(launch.model_dir), Path(launch.model_dir), launch.rank)
         from pipeline.stages.execute.cuda import loop
+        from pipeline.stages.execute.cuda.device import make_device
+        from pipeline.stages.execute.cuda.ranks import join_by
         from pipeline.stages.execute.cuda.runner import CudaRunner
 
+        place = _place(launch)
         try:
-            runner = cuda_runner = CudaRunner(settings, Path(launch.model_dir), swap)
+            runner = cuda_runner = CudaRunner(
+                *(settings, Path(launch.model_dir), swap),
+                device=make_device(launch.rank),
+                join=join_by(place) if place.num_ranks > 1 else None,
+            )
             cuda_runner.capture_graphs()
         except torch.OutOfMemoryError as error:
             what = str(error).partition(". ")[0]

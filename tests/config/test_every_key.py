@@ -28,6 +28,7 @@ SPECULATION = "tests/stages/execute/test_speculation.py"
 LORA = "tests/e2e/test_lora.py"
 BACKEND = "tests/stages/execute/test_backend.py"
 RANKS = "tests/e2e/test_ranks.py"
+CUDA_RANKS = "tests/stages/execute/cuda/test_ranks.py"
 
 EFFECTS = {
     "model": "tests/e2e/test_hub_model.py::test_a_hub_id_is_served_under_its_name_with_the_output_of_transformers",
@@ -153,6 +154,7 @@ EFFECTS = {
     "transport.host": "tests/hosts/test_hosts.py::test_processes_of_this_host_listen_where_the_settings_say",
     "transport.ports": "tests/hosts/test_hosts.py::test_processes_of_this_host_listen_where_the_settings_say",
     "transport.host_timeout_s": "tests/hosts/test_hosts.py::test_a_silent_host_is_lost_and_another_one_is_found",
+    "execute.all_reduce": f"{CUDA_RANKS}::test_two_processes_exchange_sums_in_symmetric_memory",
     "execute.barrier_timeout_s": f"{RANKS}::test_a_rank_that_stands_still_is_named_and_all_ranks_are_replaced",
     "execute.num_threads": f"{BACKEND}::test_threads_end_with_the_program_and_closing_twice_is_harmless",
     "execute.arena_bytes": f"{SERVER}::test_arena_bytes_set_the_sizes_of_arenas",

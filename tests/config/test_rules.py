@@ -51,7 +51,15 @@ def test_speculative_decoding_is_off_by_default() -> None:
             ["execute.pipeline_parallel=2", "execute.tensor_parallel=2", 'execute.cores=["0", "1"]'],
             r"execute\.cores: needs an entry for each rank.*got 2",
         ),
-        (["execute.tensor_parallel=2", "execute.device=cuda"], r"tensor_parallel: is 2, but execute\.device is 'cuda'"),
+        (
+            ["execute.all_reduce=one_shot", "execute.tensor_parallel=2"],
+            r"execute\.all_reduce: 'one_shot' has a meaning",
+        ),
+        (["execute.all_reduce=one_shot", "execute.device=cuda"], r"execute\.all_reduce: 'one_shot' has a meaning only"),
+        (
+            ["execute.tensor_parallel=2", "execute.device=cuda", "speculative.method=ngram"],
+            r"is 2, but speculative\.method is 'ngram'",
+        ),
         (["execute.tensor_parallel=2", "execute.kernels=torch"], r"tensor_parallel: is 2, but execute\.kernels is"),
         (["execute.tensor_parallel=2", "execute.dtype=float32"], r"tensor_parallel: is 2, but execute\.dtype is"),
         (["execute.tensor_parallel=2", "lora.runtime_loading=true"], r"tensor_parallel: is 2, but LoRA adapters"),

@@ -18,7 +18,7 @@ from tools.gpu_check.kernels.dense import items as dense_items
 from tools.gpu_check.machine import rates
 from tools.gpu_check.models import WeightsOnDevice, synthetic_tokenizer
 from tools.gpu_check.readings import FailedItem, Line, Reading, check, read, write
-from tools.gpu_check.servers import texts
+from tools.gpu_check.servers import ranks, texts
 from tools.gpu_check.shapes import LLAMA_1B, LLAMA_8B, SMOLLM2_135M, TINY, bits_in_groups, step_bytes
 from tools.gpu_check.speed import breakdown, steps
 
@@ -290,3 +290,13 @@ def test_interpreted_kernels_run_on_the_cpu_instead_of_the_gpu() -> None:
     )
     assert settings.execute.device == "cpu" and settings.execute.kv_cache_bytes == 1 << 20
     assert child.number(0.00012) == "1.2e-04" and child.number(12345.6) == "12,346" and TINY.num_layers == 1
+
+
+def test_ranks_are_only_checked_with_two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    context = Context(Task(section="ranks", lines=str(tmp_path / "lines"), left_s=20.0))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    (item,) = ranks.items(context)
+    (reading,) = item.run(context)
+    assert reading.result == "cut" and reading.note == "not checked: it needs 2 GPUs, and 1 is here"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert len(ranks.items(context)) == 6

@@ -48,6 +48,7 @@ SECTIONS = {
     "http": CheckSection("servers.http", 80, "a server of the 135M shape and 256 clients"),
     "peers": CheckSection("servers.peers", 70, "transformers on the same shapes"),
     "breakdown": CheckSection("speed.breakdown", 45, "the kernels of a step, each with its time"),
+    "ranks": CheckSection("servers.ranks", 120, "tensor parallelism, if there are two GPUs"),
 }
 WARM_UP = CheckSection("speed.warm_up", 130, "compilation for the next sections", 6, False)
 """Runs before `speed`, beside the checks."""

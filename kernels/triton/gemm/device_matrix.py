@@ -139,10 +139,11 @@ class DeviceMatrix:
         dtype: torch.dtype,
         device: torch.device | str,
         quantization: Quantization | None = None,
+        group: int = 0,
     ) -> "DeviceMatrix":
         """Stack matrices with the same number of columns.
 
-        Blocks keep their format, floats become `dtype` or `quantization`.
+        Blocks keep their format, floats become `dtype` or `quantization`, in groups of `group` columns or `group_of`.
         Raises ValueError if columns or formats of blocks differ, or if values to quantize aren't finite or too large.
         """
         num_columns = matrices[0].num_columns
@@ -152,7 +153,7 @@ class DeviceMatrix:
         if len(formats) > 1:
             raise ValueError(f"matrices to join have the formats {[matrix.format for matrix in matrices]}")
         if formats == {None}:
-            return _join([_floats(matrix, dtype, torch.device(device), quantization) for matrix in matrices])
+            return _join([_floats(matrix, dtype, torch.device(device), quantization, group) for matrix in matrices])
         return _join([_from_blocks(matrix, dtype, device) for matrix in matrices])
 
     def dequantize(self) -> Tensor:
@@ -190,6 +191,11 @@ class DeviceMatrix:
 def kept_format(format: Format) -> Format | None:
     """The format of blocks that stay as they are; None for what becomes floats."""
     return format if format in GPU_BLOCK_BYTES else None
+
+
+def group_of(num_columns: int) -> int:
+    """Columns with a common scale where floats are quantized."""
+    return next((group for group in GROUPS if num_columns % group == 0), GROUPS[-1])
 
 
 def _join(parts: Sequence[DeviceMatrix]) -> DeviceMatrix:
@@ -269,13 +275,13 @@ def _shifts(bits: int, device: torch.device) -> Tensor:
 
 
 def _floats(
-    matrix: Matrix, dtype: torch.dtype, device: torch.device, quantization: Quantization | None
+    matrix: Matrix, dtype: torch.dtype, device: torch.device, quantization: Quantization | None, group: int
 ) -> DeviceMatrix:
     shape = matrix.num_rows, matrix.num_columns
     if quantization is None:
         values = matrix.data.to(device).to(dtype) if matrix.format in FLOATS else matrix.dequantize(dtype).to(device)
         return DeviceMatrix("float", values.contiguous(), None, None, 0, 0, dtype, *shape)
-    group = next((group for group in GROUPS if matrix.num_columns % group == 0), GROUPS[-1])
+    group = group or group_of(matrix.num_columns)
     chunks = []
     step = max(1, CHUNK_VALUES // matrix.num_columns)
     for begin in range(0, matrix.num_rows, step):

@@ -33,10 +33,11 @@ class SegmentedMatrix:
         dtype: torch.dtype,
         device: torch.device | str,
         quantization: Quantization | None = None,
+        group: int = 0,
     ) -> "SegmentedMatrix":
         """Stack matrices with the same number of columns (see `DeviceMatrix.of`)."""
         runs = groupby(matrices, key=lambda matrix: kept_format(matrix.format))
-        return SegmentedMatrix(tuple(DeviceMatrix.of(list(run), dtype, device, quantization) for _, run in runs))
+        return SegmentedMatrix(tuple(DeviceMatrix.of(list(run), dtype, device, quantization, group) for _, run in runs))
 
     @property
     def num_rows(self) -> int:

@@ -40,6 +40,9 @@ class Linear:
 
     matrices: tuple[AnyMatrix, ...]
     bias: "AnyVector | None" = None
+    group: int = 0
+    """Columns with a common scale, where the matrices are a part of larger ones that are quantized while loading; 0:
+    the back end chooses."""
 
 
 @dataclass(frozen=True, slots=True)

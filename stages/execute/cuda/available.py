@@ -43,14 +43,18 @@ class Facts:
     total_bytes: int = 0
     free_bytes: int = 0
     """Unused part of `total_bytes`."""
+    num_gpus: int = 1
+    """That this process can see."""
 
 
-def require(settings: Settings, config: ModelConfig, folder: Path) -> None:
-    """Raises UserError if there is no GPU, or if it can't run the model of a prepared folder."""
+def require(settings: Settings, config: ModelConfig, folder: Path, rank: int = 0) -> None:
+    """Raises UserError if there is no GPU for a rank, or if it can't run the model of a prepared folder."""
     if gpu.is_interpreted():
         require_features(config)
         return
-    problem = why_not(settings, config, look(), weight_bytes(settings, config, folder))
+    num = settings.execute.tensor_parallel
+    # Nearly all weights are cut.
+    problem = why_not(settings, config, look(rank), weight_bytes(settings, config, folder) // num)
     if problem is not None:
         raise UserError(problem)
 
@@ -61,14 +65,17 @@ def require_features(config: ModelConfig) -> None:
         raise UserError(_lacks(config, lacking))
 
 
-def look() -> Facts:
-    """The facts of this machine and its first GPU."""
+def look(index: int = 0) -> Facts:
+    """The facts of this machine and one of its GPUs."""
     facts = Facts(torch.__version__, torch.version.cuda is not None, importlib.util.find_spec("triton") is not None)
     if not facts.is_built_for_cuda:
         return facts
     try:
-        properties = torch.cuda.get_device_properties(0)
-        free, total = torch.cuda.mem_get_info(0)
+        facts = replace(facts, num_gpus=torch.cuda.device_count())
+        if 0 < facts.num_gpus <= index:
+            return facts
+        properties = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
     except (RuntimeError, AssertionError) as error:
         return replace(facts, trouble=str(error).strip().partition("\n")[0])
     capability = properties.major, properties.minor
@@ -82,6 +89,11 @@ def why_not(settings: Settings, config: ModelConfig, facts: Facts, num_bytes: in
         return f"{asked} the installed torch ({facts.torch_version}) supports only CPUs: install torch for CUDA"
     if facts.trouble:
         return f"{asked} no GPU is usable ({facts.trouble}): check nvidia-smi and CUDA_VISIBLE_DEVICES"
+    if (num := settings.execute.tensor_parallel) > facts.num_gpus:
+        return (
+            f"execute.tensor_parallel is {num}, and each rank needs a GPU of its own, but {facts.num_gpus} are "
+            "visible: lower it, or check nvidia-smi and CUDA_VISIBLE_DEVICES"
+        )
     if facts.capability < OLDEST:
         have, need = (".".join(map(str, version)) for version in (facts.capability, OLDEST))
         return f"{asked} {facts.name} is too old: it has compute capability {have}, but {need} (Ampere) is required"

@@ -245,9 +245,12 @@ class Interpreted(Device):
         pass
 
 
-def make_device() -> Device:
-    """The GPU, or `Interpreted` if TRITON_INTERPRET is set."""
-    return Interpreted() if INTERPRETED else Gpu()
+def make_device(index: int = 0) -> Device:
+    """The GPU of this index among the visible ones, or `Interpreted` if TRITON_INTERPRET is set."""
+    if INTERPRETED:
+        return Interpreted()
+    torch.cuda.set_device(index)
+    return Gpu()
 
 
 def _clear_last_error() -> None:

@@ -43,7 +43,7 @@ class ExpertMatrices:
             if linear.bias is not None:
                 biases = as_tensor(linear.bias).float().view(num, num_parts, -1)
                 bias = biases[:, part].flatten().to(where)
-            return ExpertLinear(DeviceMatrix.of(matrices, dtype, where, quantization), bias)
+            return ExpertLinear(DeviceMatrix.of(matrices, dtype, where, quantization, linear.group), bias)
 
         bias = weights.selection_bias
         return ExpertMatrices(
@@ -85,7 +85,8 @@ class ExpertMemory:
         experts, num = self._experts, len(x)
         count = experts.num_per_token
         chosen, weights, parts = self._chosen[:num], self._weights[:num], self._parts[: num * count]
-        inner, order = self._inner[: num * count], self._order
+        width, order = matrices.down.matrix.num_columns, self._order
+        inner = self._inner.view(-1)[: num * count * width].view(num * count, width)  # a rank has a part
         kernels.route(chosen, weights, logits, self._route_form, matrices.selection_bias)
         kernels.sort(order, chosen)
         kernels.gate_up(inner, x, order, matrices.gate, matrices.up, count, self._form)

@@ -15,6 +15,7 @@ from pipeline.kernels.triton.rows import RowState, StepArrays
 from pipeline.kernels.triton.sampling import sample
 from pipeline.stages.execute.cuda.device import Calls, Device
 from pipeline.stages.execute.cuda.model import DeviceModel, HiddenStates
+from pipeline.stages.execute.cuda.rank_link import RankLink
 from pipeline.stages.execute.cuda.step_shapes import PaddedStepShape
 
 
@@ -53,8 +54,10 @@ class StepGraphs:
         max_num_tokens: int,
         max_num_samples: int,
         num_groups: int = 1,
+        ranks: RankLink | None = None,
     ) -> None:
         self._device, self._model, self._rows, self._words = device, model, rows, words
+        self._ranks = ranks
         self._max_num_rows, self._max_num_samples = max_num_rows, max_num_samples
         where = device.where
 
@@ -114,7 +117,14 @@ class StepGraphs:
         )
 
     def sample(self, logits: Tensor, step: StepArrays, *, filtered: bool) -> None:
+        """Sample ids. Of several ranks, only the first one does, and the others get the ids from it."""
         ids = self.sampled_ids[: step.num_samples]
+        if self._ranks is None or self._ranks.is_first:
+            self._sample(ids, logits, step, filtered=filtered)
+        if self._ranks is not None:
+            self._ranks.share_ids(ids)
+
+    def _sample(self, ids: Tensor, logits: Tensor, step: StepArrays, *, filtered: bool) -> None:
         arrays = step.sample_rows, step.num_known, self.scratch
         sample.sample(ids, logits, self._rows.params, *arrays, filtered=filtered)
 

@@ -12,6 +12,7 @@ from typing import assert_never
 from pipeline.runtime import messages as m
 from pipeline.runtime.stage import Stage
 from pipeline.stages.execute.adapter_reports import AdapterReports
+from pipeline.stages.execute.cpu.rank_group import StepAbandonedError
 from pipeline.stages.execute.cuda.completions import Completions
 from pipeline.stages.execute.cuda.launched_step import LaunchedStep
 from pipeline.stages.execute.cuda.runner import CudaRunner
@@ -46,9 +47,10 @@ class Loop:
 
     def __init__(self, stage: "Stage[m.ExecuteInbox]", runner: CudaRunner, completions: Completions) -> None:
         self._stage, self._runner, self._completions = stage, runner, completions
-        self._metrics = ExecuteMetrics()
+        ranks = runner.ranks
+        self._metrics = ExecuteMetrics() if ranks is None else ExecuteMetrics(lambda: ranks.board.waited_s)
         stage.control_requests.own_counts = lambda: self._metrics.counts(runner.rows.num_live)
-        self._publisher = Publisher(stage, self._metrics)
+        self._publisher = Publisher(stage, self._metrics, answers=not stage.replica)
         self._reports = AdapterReports(stage, runner.adapters)
         runner.publish = self._publish
         self._ended_ns = 0
@@ -67,6 +69,8 @@ class Loop:
         timeout_s, busy_s = PAUSE_S, time.monotonic()
         while True:
             messages = stage.inbox.wait_all(timeout_s if captures_more else IDLE_S)
+            if runner.ranks is not None:
+                runner.ranks.check(self._oldest_launched_s())
             has_collected = self._collect()
             self._reports.poll()
             for message in messages:
@@ -78,7 +82,7 @@ class Loop:
                         stage.arrays.released(message)
                     case m.PeerRestarted():  # schedule: its successor begins without rows
                         self._collect(waits=True)
-                        runner.drop_all()
+                        runner.drop_all(message.incarnation)
                         self._reports.forget()
                         stage.reconnected(message)
                     case m.Ping():
@@ -104,7 +108,14 @@ class Loop:
     def _launch(self, step: m.Step) -> None:
         began_s = self._stage.replay_context.monotonic()
         self._launched[step.step_id] = began_s, [add.request_id for add in step.adds]
-        self._completions.put(self._runner.launch(step, self._stage.arrays.take))
+        try:
+            self._completions.put(self._runner.launch(step, self._stage.arrays.take))
+        except StepAbandonedError:  # `PeerRestarted` follows
+            del self._launched[step.step_id]
+
+    def _oldest_launched_s(self) -> float | None:
+        launched_steps = self._runner.launched_steps
+        return self._launched[launched_steps[0].step_id][0] if launched_steps else None
 
     def _is_stuck(self) -> bool:
         if self._stage.inbox.is_replayed or not self._runner.launched_steps:

@@ -57,6 +57,7 @@ from pipeline.stages.execute.cuda.device import Device
 from pipeline.stages.execute.cuda.experts import ExpertMatrices, ExpertMemory
 from pipeline.stages.execute.cuda.linear import Gemm, GemmMemory
 from pipeline.stages.execute.cuda.lora import DeviceLora, PackedAdapter
+from pipeline.stages.execute.cuda.rank_link import RankLink
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +127,17 @@ class DeviceModel(ProgramBuilder):
         early: bool = False,
         adapters: LoraPlan | None = None,
         max_num_samples: int = 0,
+        ranks: RankLink | None = None,
     ) -> None:
         """`quantization` applies to layers' matrices that are floats. Without `adapters`, none can be loaded. A step
-        has at most `max_num_rows` entries, and as many samples unless `max_num_samples` is more.
+        has at most `max_num_rows` entries, and as many samples unless `max_num_samples` is more. With `ranks`, the
+        config and the weights are those of a rank (cut.py).
 
         With `early`, steps of few tokens use programmatic dependent launch: a launch loads weights before it waits for
         the previous one.
         """
         self._early = early and not INTERPRETED
+        self._ranks = ranks
         self._quantization = quantization
         self._device, self._config, self._dtype = device, config, dtype
         max_num_samples = max(max_num_rows, max_num_samples)
@@ -150,13 +154,16 @@ class DeviceModel(ProgramBuilder):
         self._residuals = memory(hidden, dtype=torch.float32), memory(hidden, SKINNY_TOKENS, torch.float32)
         self._last_residuals: dict[int, Tensor] = {}
         """The residual buffer that a step of few tokens ends with, by the number of tokens."""
+        self._last_sums: dict[tuple[int, bool], Tensor] = {}
+        """With ranks: what a step ends with besides the residual, by the number of tokens and whether it decodes."""
         self._normed = memory(hidden)
         self._parallel_normed = memory(hidden) if config.parallel else self._normed
         self._attended = memory(config.num_heads * config.head_dim)
         self._gated = memory(max(config.inner_sizes, default=1))
         self._last = memory(hidden, max_num_samples)
-        self.logits = memory(config.vocab_size, max_num_samples, torch.float32)
-        """[max_num_samples, V], of the last step."""
+        num_logits = max_num_samples if ranks is None or ranks.is_first else 0
+        self.logits = memory(config.vocab_size, num_logits, torch.float32)
+        """[max_num_samples, V], of the last step; no rows on ranks that don't sample."""
         self._wide = GemmMemory(max_num_tokens, where)
         self._narrow = GemmMemory(max_num_tokens, where)
         self._router = GemmMemory(max_num_tokens, where)
@@ -272,7 +279,7 @@ class DeviceModel(ProgramBuilder):
         """A linear layer of the last layer whose attention was recorded. Adapters may change these projections."""
         matrices = [as_matrix(matrix) for matrix in weights.matrices]
         quantization = self._quantization if quantizes else None
-        matrix = SegmentedMatrix.of(matrices, self._dtype, self._device.where, quantization)
+        matrix = SegmentedMatrix.of(matrices, self._dtype, self._device.where, quantization, weights.group)
         if matrix.has_codes and self._dequantized is None:
             self._dequantized = linear.dequantize_scratch(self._dtype, self._device.where)
         site = None
@@ -312,7 +319,11 @@ class DeviceModel(ProgramBuilder):
     def _embed(self, step: StepArrays) -> None:
         config, residual = self._config, self._residuals[0][: step.num_tokens]
         learned = None if self._positions is None else (self._positions, step.positions, config.position_offset)
-        norm.embed(residual, self._table, step.ids, float(config.embedding_scale), *(learned or ()))
+        ranks = self._ranks
+        part = None if ranks is None else ranks.share.vocab
+        norm.embed(residual, self._table, step.ids, float(config.embedding_scale), *(learned or ()), part=part)
+        if ranks is not None:
+            ranks.sum_embeddings(residual)
         if self._embedding_norm is not None:
             norm.add_norm(residual, residual, None, self._embedding_norm, float(config.rms_norm_eps))
 
@@ -327,6 +338,8 @@ class DeviceModel(ProgramBuilder):
             residual = self._last_residuals[num_tokens]
         if not self._layers or not self._layers[-1][1].after.is_plain:
             return HiddenStates(residual, None)
+        if self._ranks is not None:
+            return HiddenStates(residual, self._last_sums[num_tokens, decodes])
         last = self._layers[-1][1]
         if isinstance(last, _Experts):
             assert self._experts is not None
@@ -346,15 +359,24 @@ class DeviceModel(ProgramBuilder):
                 norm.add_norm(source, residual, None, mlp.norm, eps)
             qkv = self._linear(self._wide, normed, layer.qkv)
             self._attend(attended, qkv, step, layer, decodes=decodes)
-            split_k_partials = self._linear(self._narrow, attended, layer.out)
+            split_k_partials = self._sum(self._linear(self._narrow, attended, layer.out))
             if mlp.is_parallel:
                 norm.add_norm(None, residual, split_k_partials, None, eps, layer.after)
             else:
                 norm.add_norm(normed, residual, split_k_partials, mlp.norm, eps, layer.after)
-            split_k_partials = self._compute_mlp(source, mlp)
+            split_k_partials = self._sum(self._compute_mlp(source, mlp))
             before = mlp.after
         if not before.is_plain:
             norm.add_norm(None, residual, split_k_partials, None, eps, before)
+        self._keep_last(split_k_partials, num, decodes=decodes)
+
+    def _sum(self, split_k_partials: Tensor) -> Tensor:
+        """The sum over ranks, if there are several, as split-K partials."""
+        return split_k_partials if self._ranks is None else self._ranks.sum(split_k_partials)
+
+    def _keep_last(self, split_k_partials: Tensor | None, num: int, *, decodes: bool) -> None:
+        if self._ranks is not None and split_k_partials is not None:
+            self._last_sums[num, decodes] = split_k_partials
 
     def _compute_mlp(self, x: Tensor, mlp: _Mlp | _Experts) -> Tensor:
         """The result of a feed-forward layer: split-K partials."""
@@ -394,10 +416,10 @@ class DeviceModel(ProgramBuilder):
                 norm.add_norm(normed, residual, split_k_partials, layer.norm, eps)
                 segmented_linear(qkv, normed, layer.qkv.matrix, layer.qkv.bias, pdl=self._early)
             self._attend(attended, qkv, step, layer, decodes=True)
-            split_k_partials = self._linear(self._narrow, attended, layer.out)
+            split_k_partials = self._sum(self._linear(self._narrow, attended, layer.out))
             if isinstance(mlp, _Experts):
                 norm.add_norm(normed, residual, split_k_partials, mlp.norm, eps)
-                split_k_partials = self._compute_mlp(normed, mlp)
+                split_k_partials = self._sum(self._compute_mlp(normed, mlp))
                 continue
             gate_up, gated = mlp.gate_up, self._gated_of(num, mlp.down)
             whole = gate_up.matrix.segments[0] if len(gate_up.matrix.segments) == 1 else None
@@ -413,8 +435,9 @@ class DeviceModel(ProgramBuilder):
                     fused.swiglu(gated, normed, whole, gate_up.bias, pdl=self._early)
                 else:  # a program of the fused kernel has rows of gate and up, which have different formats here
                     activations.silu_mul(gated, self._linear(self._wide, normed, gate_up))
-            split_k_partials = self._linear(self._narrow, gated, mlp.down)
+            split_k_partials = self._sum(self._linear(self._narrow, gated, mlp.down))
         self._last_residuals[num] = residual
+        self._keep_last(split_k_partials, num, decodes=True)
 
     def _attend(self, attended: Tensor, qkv: Tensor, step: StepArrays, layer: _Attention, *, decodes: bool) -> None:
         early = self._early and step.num_tokens <= SKINNY_TOKENS
@@ -428,7 +451,7 @@ class DeviceModel(ProgramBuilder):
         return fused.fuses(num, num_partials_in, matrix.num_columns, matrix.num_programs(op, num))
 
     def score(self, hidden_states: HiddenStates, places: Tensor) -> Tensor:
-        """Logits of tokens `places` [S] int32 of the last step: [S, V] float32."""
+        """Logits of tokens `places` [S] int32 of the last step: [S, V] float32; on ranks that don't sample, no rows."""
         last, logits = self._last[: len(places)], self.logits[: len(places)]
         norm.take_norm(
             last,
@@ -438,7 +461,14 @@ class DeviceModel(ProgramBuilder):
             self._norm,
             float(self._config.rms_norm_eps),
         )
-        linear.logits(logits, last, self._head)
+        ranks = self._ranks
+        if ranks is None:
+            linear.logits(logits, last, self._head)
+        else:
+            linear.logits(ranks.own_logits(len(places)), last, self._head)
+            ranks.gather_logits(logits, len(places))
+            if not ranks.is_first:
+                return logits
         config = self._config
         if self._head_bias is not None or config.logit_scale != 1 or config.logit_softcap is not None:
             finish_logits(logits, self._head_bias, float(config.logit_scale), config.logit_softcap)

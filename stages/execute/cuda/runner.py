@@ -33,6 +33,7 @@ from pipeline.stages.execute.cuda.host_transfer import BlockCopier, HostTransfer
 from pipeline.stages.execute.cuda.launched_step import LaunchedStep, pooled_entries
 from pipeline.stages.execute.cuda.memory import require_row_memory, reserved_bytes
 from pipeline.stages.execute.cuda.model import DeviceModel, allocate_kv
+from pipeline.stages.execute.cuda.ranks import Join, busy
 from pipeline.stages.execute.cuda.results import ResultReader
 from pipeline.stages.execute.cuda.row_changes import RowChangeSender
 from pipeline.stages.execute.cuda.rows import DeviceRows
@@ -40,10 +41,11 @@ from pipeline.stages.execute.cuda.sampling_extras import DeviceMasks, SamplingEx
 from pipeline.stages.execute.cuda.staging import Run, Staging
 from pipeline.stages.execute.cuda.step_shapes import PaddedStepShape, StepShapes
 from pipeline.stages.execute.draft_model import draft_block_bytes
-from pipeline.stages.execute.grammar_masks.masks import Masks
+from pipeline.stages.execute.grammar_masks.masks import Masks, NoMasks
 from pipeline.stages.execute.kv import divide_swap, kv_dtype, plan_device_kv
 from pipeline.stages.execute.models.registry import build_program
 from pipeline.stages.execute.pooling import Pool
+from pipeline.stages.execute.prompt_logprobs import prompt_places
 from pipeline.stages.execute.rows import RowTable, Take
 from pipeline.stages.execute.runner import RowChanges, Sampled, copies_of
 from pipeline.stages.execute.sampling_features import SamplingFeature
@@ -68,8 +70,8 @@ NUM_FIRST_VERIFYING = 3
 class CudaRunner:
     """Owns the model, its memory and its rows. One thread creates it and calls it.
 
-    `swap` is the memory of the swap space; `weights` replace those of the folder. Raises UserError if the model can't
-    run with these settings.
+    `swap` is the memory of the swap space; `weights` replace those of the folder. With `join`, this is one of several
+    ranks: all get the same steps, and rank 0 samples. Raises UserError if the model can't run with these settings.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class CudaRunner:
         swap: memoryview | None = None,
         device: Device | None = None,
         weights: Weights | None = None,
+        join: Join | None = None,
     ) -> None:
         config = ModelConfig.load(model_dir)
         self._settings = settings
@@ -89,26 +92,37 @@ class CudaRunner:
         num_drafts = max_num_drafts(settings.speculative, max_num_seqs)
         max_num_samples = max_num_seqs + num_drafts
         self._max_num_samples = max_num_samples
+        self.ranks = ranks = None if join is None else join(settings, config, device.where, max_num_samples)
+        config = config if ranks is None else ranks.config
         quantization = settings.quantization if settings.quantization in ("int8", "int4") else None
         self.model = DeviceModel(
             *(device, config, dtype, max_num_tokens, max_num_seqs, quantization),
             early=settings.execute.programmatic_dependent_launch,
             adapters=(lora := LoraPlan.of(settings)),
             max_num_samples=max_num_samples,
+            ranks=None if ranks is None else ranks.link,
         )
         self.adapters = None if lora is None else AdapterSlots(model_dir, lora.num_slots, self.model)
-        weights = weights or Weights(model_dir, config, FLOAT_FORMATS[settings.execute.dtype])
-        build_program(config, weights, self.model)
+        # A rank converts its part only.
+        weights = weights or Weights(
+            model_dir, config, FLOAT_FORMATS[settings.execute.dtype], keeps_floats=ranks is not None
+        )
+        if ranks is None:
+            build_program(config, weights, self.model)
+        else:
+            build_program(ranks.whole, weights, ranks.cut(self.model, quantization))
         self.weight_formats = "+".join(weights.taken)
         draft = DraftWeights.of(settings, device, config.vocab_size)
         memory = device.memory(reserved_bytes(settings, config))
         kv = plan_device_kv(settings, config, memory, draft_block_bytes(settings))
+        swapped = None if swap is None else divide_swap(settings, config, swap, kv.layout)
+        num_swap_blocks = 0 if swapped is None else len(swapped)
+        if ranks is not None:
+            kv, num_swap_blocks = ranks.agree_on(kv, num_swap_blocks)
         layout, kv_type = kv.layout, getattr(torch, kv_dtype(settings.execute))
         self.kv = allocate_kv(config, kv.num_blocks, kv_type, device.where, layout.num_places)
         self.model.use(self.kv, kv.max_model_len, layout)
-        swapped = None if swap is None else divide_swap(settings, config, swap, layout)
         self._block_copier = BlockCopier(device, self.kv, swapped)
-        num_swap_blocks = 0 if swapped is None else len(swapped)
         self.facts = ExecuteFacts(
             kv.num_blocks,
             BLOCK_SIZE,
@@ -132,10 +146,11 @@ class CudaRunner:
         self.shapes = StepShapes(max_num_seqs, max_num_tokens, max_num_samples)
         self.step_graphs = StepGraphs(
             *(device, self.model, self._device_rows.on_device, self._staging.words),
-            *(max_num_seqs, max_num_tokens, max_num_samples, num_groups),
+            *(max_num_seqs, max_num_tokens, max_num_samples, num_groups, None if ranks is None else ranks.link),
         )
         self._row_changes = RowChangeSender(self._device_rows, self._staging, self.step_graphs)
-        self.masks = Masks(model_dir, max_num_samples, config.vocab_size, settings.limits.grammar_timeout_s)
+        masks = Masks if ranks is None or ranks.is_first else NoMasks
+        self.masks = masks(model_dir, max_num_samples, config.vocab_size, settings.limits.grammar_timeout_s)
         last = self.model.last_norm
         bias = None if last.bias is None else np.asarray(last.bias)
         self._pool = Pool(np.asarray(last.weight), config.rms_norm_eps, bias, config.norm)
@@ -189,15 +204,35 @@ class CudaRunner:
         verifying = self.shapes.verifying()[:NUM_FIRST_VERIFYING]
         for shape in (*self.shapes.first(), *prompts, *verifying):
             self.step_graphs.get(shape, CapturedStepKind.SAMPLE)
-        _ = self.sampling_extras  # allocate its memory now, not in the middle of a request
+        if self._samples:
+            _ = self.sampling_extras  # allocate its memory now, not in the middle of a request
+        if self.ranks is not None:  # they have no time of their own later, see `capture_more`
+            self._capture_all()
+            self.ranks.board.agree([])
+            self.ranks.board.loaded()
         self.device.synchronize()
+
+    @property
+    def _samples(self) -> bool:
+        return self.ranks is None or self.ranks.is_first
+
+    def _capture_all(self) -> None:
+        """Capture what `capture_more` would. All ranks do, in the same order: captured steps run once."""
+        if self.device.captures_graphs:
+            for shape, kind in self._to_capture:
+                self.step_graphs.get(shape, kind)
+            if self._samples:
+                first = self.step_graphs.get(self.shapes.decode(1), CapturedStepKind.FORWARD_ONLY)
+                for _ in self.sampling_extras.warm(first.step):
+                    pass
 
     def capture_more(self) -> bool:
         """Capture one more graph, or compile one more variant of the sampling extras, while the stage is idle.
 
-        Returns False if nothing is left.
+        Returns False if nothing is left. With ranks, nothing is: a capture runs the step's collective operations, and
+        the other ranks may be busy.
         """
-        if not self.device.captures_graphs:
+        if not self.device.captures_graphs or self.ranks is not None:
             return False
         for shape, kind in self._to_capture:
             if not self.step_graphs.has(shape, kind):
@@ -220,8 +255,10 @@ class CudaRunner:
         if self.adapters is not None:
             self.adapters.preload(adapter_ids)
 
-    def drop_all(self) -> None:
-        """Drop all rows. No step may be in flight."""
+    def drop_all(self, incarnation: int = 0) -> None:
+        """Drop all rows. No step may be in flight. `incarnation` is that of the scheduler's successor."""
+        if self.ranks is not None:
+            self.ranks.board.announce(incarnation)
         self._changes.drop_all()
 
     def close(self) -> None:
@@ -229,6 +266,8 @@ class CudaRunner:
         try:
             if self.adapters is not None:
                 self.adapters.close()
+            if self.ranks is not None:
+                self.ranks.close()
             self.device.close()
         finally:
             self.masks.close()
@@ -239,7 +278,9 @@ class CudaRunner:
 
     def launch(self, step: Step, take: Take) -> LaunchedStep:
         """Launch a step and append it to `launched_steps`. If it needs grammar masks or proposes ids, this first waits
-        for the previous steps and publishes them."""
+        for the previous steps and publishes them. Raises StepAbandonedError if not all ranks have got it."""
+        if self.ranks is not None:
+            self.ranks.begin(step.incarnation, step.step_id)
         began_s = time.perf_counter()
         self._changes.apply(step, take)
         num_copies, host_transfer = self._copy(step, take)
@@ -357,21 +398,34 @@ class CudaRunner:
         requested_features = self.rows.requested_features
         masked: DeviceMasks | None = None
         if (
-            requested_features & SamplingFeature.GRAMMAR_MASK
+            self._samples
+            and requested_features & SamplingFeature.GRAMMAR_MASK
             and (self.rows.features[batch.sample_rows] & SamplingFeature.GRAMMAR_MASK).any()
         ):
             self.drain()
             has_logits = slice(None) if launched_step.pooled is None else ~launched_step.pooled
             rows, num_drafts = launched_step.rows[has_logits], launched_step.num_drafts
             drafts = np.zeros(len(rows), np.int64) if num_drafts is None else num_drafts[has_logits]
-            masked, failed = self.sampling_extras.mask(self.masks, rows, drafts, self.rows, captured.step.num_samples)
+            with busy(self.ranks):
+                masked, failed = self.sampling_extras.mask(
+                    self.masks, rows, drafts, self.rows, captured.step.num_samples
+                )
             self.failed |= failed
         filtered = bool(self._device_rows.filtered)
-        launched_step.logprobs = self.sampling_extras.sample(
-            batch.sample_rows, captured.step, self.rows, masked, filtered=filtered, verifies=verifies
-        )
+        if self._samples:
+            launched_step.logprobs = self.sampling_extras.sample(
+                batch.sample_rows, captured.step, self.rows, masked, filtered=filtered, verifies=verifies
+            )
+        else:
+            self.step_graphs.sample(self.model.logits, captured.step, filtered=filtered)
+            self.step_graphs.finish(captured.step, verifies=verifies)
         self._fetch(launched_step, captured)
-        if requested_features & SamplingFeature.PROMPT_LOGPROBS:
+        if requested_features & SamplingFeature.PROMPT_LOGPROBS and not self._samples:
+            places = prompt_places(self.rows, batch.rows, batch.starts, batch.counts, batch.offsets)[0]
+            for begin in range(0, len(places), self._max_num_samples):  # this rank's part of the logits
+                part = places[begin : begin + self._max_num_samples].astype(np.int32)
+                self.model.score(self.step_graphs.hidden_states(shape), self.device.send(part))
+        elif requested_features & SamplingFeature.PROMPT_LOGPROBS:
             launched_step.prompt_logprobs = self.sampling_extras.score_prompts(
                 batch, self.rows, self.step_graphs.hidden_states(shape)
             )
@@ -394,18 +448,21 @@ class CudaRunner:
         """Wait for all steps in flight, collect and publish them. Returns their results."""
         collected = []
         while self.launched_steps:
-            self.launched_steps[0].wait()
-            collected.append(self._collect())
+            collected.append(self.collect())
         return collected
 
     def collect(self) -> Sampled:
         """Wait for the oldest step in flight, collect and publish it."""
+        if self.ranks is not None:
+            self.ranks.wait_for(self.launched_steps[0])
         self.launched_steps[0].wait()
         return self._collect()
 
     def _collect(self) -> Sampled:
         launched_step = self.launched_steps.popleft()
         sampled = self._results.read(launched_step)
+        if self.ranks is not None:
+            self.ranks.board.ended()
         launched_step.is_collected = True
         # Free pinned memory here: the thread of `Completions` may hold the last reference to the step, and freeing it
         # there could disturb a graph capture.

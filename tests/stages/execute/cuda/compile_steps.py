@@ -18,9 +18,13 @@ from pipeline.kernels.matrix import Matrix
 from pipeline.kernels.stored_matrix import Format, row_bytes
 from pipeline.kernels.triton.gemm import quantize
 from pipeline.kernels.triton.rows import NUM_FIELDS, RowState
+from pipeline.stages.execute.cpu.share import share_of
+from pipeline.stages.execute.cuda.collectives import Collectives
+from pipeline.stages.execute.cuda.cut import Cut, rank_config
 from pipeline.stages.execute.cuda.device import Calls, Interpreted
 from pipeline.stages.execute.cuda.graphs import CapturedStepKind, StepGraphs
 from pipeline.stages.execute.cuda.model import DeviceModel, allocate_kv
+from pipeline.stages.execute.cuda.rank_link import OneShot, RankLink
 from pipeline.stages.execute.cuda.step_shapes import StepShapes
 from pipeline.stages.execute.models.registry import build_program
 from tests.kernels.triton.pretending import pretend
@@ -66,12 +70,35 @@ class Nowhere(Interpreted):
         return calls
 
 
+class NoRanks(Collectives):
+    """Counts what ranks would do together."""
+
+    def __init__(self, launches: Counter[str]) -> None:
+        self._launches = launches
+
+    def all_gather(self, out: torch.Tensor, own: torch.Tensor) -> None:
+        assert out.numel() % own.numel() == 0
+        self._launches.update(["(all_gather)"])
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        self._launches.update(["(all_reduce)"])
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        self._launches.update(["(broadcast)"])
+
+    def close(self) -> None:
+        pass
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compile whole steps for a Hopper GPU.")
     parser.add_argument("shapes", nargs="*", default=["smollm2-135m"], help=", ".join(SHAPES))
     parser.add_argument("--quantization", choices=["int8", "int4"])
     parser.add_argument("--q4-k-m", action="store_true", help="the formats of a Q4_K_M file")
     parser.add_argument("--early", action="store_true", help="as with execute.programmatic_dependent_launch")
+    parser.add_argument("--tp", type=int, default=1, help="compile the steps of the first rank of so many")
+    parser.add_argument("--one-shot", action="store_true", help="as with execute.all_reduce = 'one_shot'")
+    parser.add_argument("--only", default="", help="only steps whose name begins so, such as 'decode 1'")
     args = parser.parse_args()
     driver = pretend()
     launches: Counter[str] = Counter()
@@ -84,21 +111,31 @@ def main() -> None:
     quantize._half = lambda numbers: numbers.half()
     for name in args.shapes:
         config, device = SHAPES[name], Nowhere()
-        model = DeviceModel(device, config, torch.bfloat16, MAX_TOKENS, MAX_ROWS, args.quantization, early=args.early)
+        whole, share, link = config, share_of(config, 0, args.tp), None
+        if args.tp > 1:
+            config = rank_config(config, share)
+            one_shot = OneShot([0] * args.tp, 0, device.where, None) if args.one_shot else None
+            sizes = whole.vocab_size, whole.hidden_size, MAX_ROWS
+            link = RankLink(share, *sizes, device.where, NoRanks(launches), one_shot)
+        model = DeviceModel(
+            *(device, config, torch.bfloat16, MAX_TOKENS, MAX_ROWS, args.quantization), early=args.early, ranks=link
+        )
         weights: Any = NoWeights(q4_k_m=args.q4_k_m)
-        build_program(config, weights, model)
+        build_program(whole, weights, model if link is None else Cut(model, whole, share, args.quantization))
         model.use(allocate_kv(config, NUM_BLOCKS, torch.bfloat16, device.where), MAX_LEN)
 
         def ints(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device="meta")
 
         rows = RowState(ints(10**7), ints(257, NUM_FIELDS), ints(257, MAX_LEN), ints(257, 256), ints(257, 130))
-        steps = StepGraphs(device, model, rows, ints(1 << 16), MAX_ROWS, MAX_TOKENS, MAX_ROWS)
+        steps = StepGraphs(device, model, rows, ints(1 << 16), MAX_ROWS, MAX_TOKENS, MAX_ROWS, ranks=link)
         shapes = StepShapes(MAX_ROWS, MAX_TOKENS, MAX_ROWS)
         all_shapes = {f"decode {num}": shapes.decode(num) for num in (1, 2, 4, 8, 16, 24, 32, 128, 256)}
         all_shapes |= {f"mixed {num}": shapes.mix(num, 8, 8) for num in (16, 64, 512, 2048)}
         all_shapes |= {f"verify {num}": shapes.verify(num, 8, num) for num in (8, 64)}
         for what, shape in all_shapes.items():
+            if not what.startswith(args.only):
+                continue
             for kind in (CapturedStepKind.SAMPLE, CapturedStepKind.SAMPLE_FILTERED, CapturedStepKind.FORWARD_ONLY):
                 launches.clear()
                 driver.compiled.clear()

@@ -114,3 +114,10 @@ def test_detection_reports_this_machine(monkeypatch: pytest.MonkeyPatch) -> None
         config = checkpoints.config_of(weight_files=[])
         with pytest.raises(UserError, match=r"execute\.device is 'cuda', but"):
             require(Settings(execute=ExecuteSettings(device="cuda")), config, Path())
+
+
+def test_each_rank_needs_a_gpu_of_its_own() -> None:
+    words = problem_of(replace(H100, num_gpus=1), execute={"tensor_parallel": 2})
+    assert words.startswith("execute.tensor_parallel is 2, and each rank needs a GPU of its own, but 1 are visible")
+    settings = Settings(execute=ExecuteSettings(device="cuda", tensor_parallel=2))
+    assert why_not(settings, checkpoints.config_of(head_dim=64), replace(H100, num_gpus=2), WEIGHTS) is None
