@@ -1,5 +1,6 @@
 """Text decoded id by id equals text decoded at once."""
 
+import json
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -187,6 +188,43 @@ def test_a_vocabulary_is_read_from_a_file(tmp_path):
     byte_level().save(str(tmp_path / "tokenizer.json"))
     ids = byte_level().encode("naïve café 🤖").ids
     assert grown(Vocabulary.load(tmp_path / "tokenizer.json"), [], ids, True) == "naïve café 🤖"
+
+
+def test_a_vocabulary_file_has_the_tokens_of_the_whole_tokenizer(smollm2_dir):
+    vocabulary, tokenizer = smollm2(smollm2_dir)
+    assert not hasattr(vocabulary._token_of, "__self__"), "the tokenizer was loaded"
+    ids = range(tokenizer.get_vocab_size() + 2)
+    assert [vocabulary.token(id) for id in ids] == [tokenizer.id_to_token(id) for id in ids]
+    whole = Vocabulary(tokenizer)
+    for skip in (True, False):
+        shown, expected = (each.pieces(skip_special_tokens=skip) for each in (vocabulary, whole))
+        assert [shown[id] for id in ids] == [expected[id] for id in ids]
+
+
+def _shift_vocabulary(file):
+    file["model"]["vocab"] = {token: id + 1 for token, id in file["model"]["vocab"].items()}
+
+
+def _move_added(file):
+    file["added_tokens"].append({**file["added_tokens"][-1], "content": "<|moved|>", "id": 70_000})
+
+
+def _repeat_added(file):
+    file["added_tokens"].append({**file["added_tokens"][-1], "id": file["added_tokens"][-1]["id"] + 1})
+
+
+@pytest.mark.parametrize("change", [lambda file: None, _shift_vocabulary, _move_added, _repeat_added])
+def test_a_vocabulary_file_in_another_form_has_the_same_tokens(tmp_path, change):
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(["<|one|>", "<|two|>"])
+    file = json.loads(tokenizer.to_str())
+    change(file)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(file))
+    whole = Tokenizer.from_file(str(path))
+    ids = range(max(whole.get_vocab(with_added_tokens=True).values()) + 3)
+    vocabulary = Vocabulary.load(path)
+    assert [vocabulary.token(id) for id in ids] == [whole.id_to_token(id) for id in ids]
 
 
 @settings(max_examples=200, deadline=None)
