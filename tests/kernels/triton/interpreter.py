@@ -1,4 +1,6 @@
-"""Makes Triton's interpreter faster, with the same results. Most of its time goes to bookkeeping, not to numbers:
+"""Makes Triton's interpreter faster, with the same results, and its products independent of the CPU.
+
+Most of its time goes to bookkeeping, not to numbers:
 
 - It replaces the functions of triton.language, around two hundred, for each launch of a kernel, and looks for functions
   to replace at every call of a device function, such as `tl.sum`. This module finds the replacements once, sets them at
@@ -7,12 +9,16 @@
 - It computes each sum and product of integers twice, the second time in 64 bits to detect an overflow, and then drops
   what it has found, because only `debug` would report it.
 - It makes a table of twenty types to look up one.
+
+On a GPU, a row of a product has the same bits wherever it is in its tile. The interpreter's products are those of
+numpy's BLAS, which on some CPUs adds in another order for other rows. Here they are summed in float64 and then rounded.
 """
 
 import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 from triton import knobs
 from triton.runtime import interpreter
@@ -21,6 +27,7 @@ _replace = interpreter._patch_lang
 _make_block_type = tl.block_type.__init__
 _broadcast_others = interpreter.TritonSemantic.broadcast_impl_value
 _find_np_dtype = interpreter._get_np_dtype
+_multiply = interpreter.InterpreterBuilder.create_dot
 
 
 class _Replacements:
@@ -109,11 +116,19 @@ def _equals(self: Any, other: Any) -> bool:
     return isinstance(other, tl.dtype) and bool(self.name == other.name)
 
 
+def _dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+    if not a.data.dtype == b.data.dtype == d.data.dtype == np.float32:
+        return _multiply(self, a, b, d, input_precision, max_num_imprecise_acc)
+    product = np.matmul(a.data, b.data, dtype=np.float64).astype(np.float32)
+    return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+
 if knobs.runtime.interpret:
     interpreter._patch_attr = _replace_one
     interpreter._patch_lang = _replace_all
     interpreter.InterpretedFunction.__call__ = _call
     interpreter._get_np_dtype = _np_dtype
+    interpreter.InterpreterBuilder.create_dot = _dot
     interpreter.interpreter_builder.options = dataclasses.replace(
         interpreter.interpreter_builder.options, sanitize_overflow=False
     )
